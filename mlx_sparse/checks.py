@@ -1,0 +1,114 @@
+"""Error classes and argument checks of the public edge, in one place.
+
+Every message reads ``<argument>: expected X, got Y. <what to do>``.
+The checks look only at ``.shape``, so they serve NumPy, MLX and torch arrays alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+class SparseAttentionError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class ConfigError(SparseAttentionError, ValueError):
+    """A parameter, a method name or a configuration file is wrong."""
+
+
+class ShapeError(SparseAttentionError, ValueError):
+    """An array has the wrong shape."""
+
+
+class BackendUnavailable(SparseAttentionError, RuntimeError):
+    """A backend, or the mlx-lm version it needs, is not to be had here."""
+
+
+class ArtefactError(SparseAttentionError, ValueError):
+    """A file is corrupt, foreign or made for something else."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The axes of one attention call: batch, heads, group, queries, keys, head dim."""
+
+    B: int
+    Hq: int
+    Hkv: int
+    L: int
+    S: int
+    D: int
+
+    @property
+    def G(self) -> int:
+        return self.Hq // self.Hkv
+
+
+def check_qkv(queries: Any, keys: Any, values: Any) -> Sizes:
+    """Check ``queries (B, Hq, L, D)``, ``keys`` and ``values (B, Hkv, S, D)``; return their sizes.
+
+    Raises:
+        ShapeError: ranks, head counts, lengths or head dims do not fit together.
+    """
+    for name, array in (("queries", queries), ("keys", keys), ("values", values)):
+        if len(array.shape) != 4:
+            raise ShapeError(f"{name}: expected 4 axes (B, heads, length, D), got shape {tuple(array.shape)}.")
+    B, Hq, L, D = queries.shape
+    Bk, Hkv, S, Dk = keys.shape
+    if tuple(values.shape) != tuple(keys.shape):
+        raise ShapeError(f"values: expected the shape of keys {tuple(keys.shape)}, got {tuple(values.shape)}.")
+    if Bk != B or Dk != D:
+        raise ShapeError(f"keys: expected (B={B}, Hkv, S, D={D}) to fit queries, got {tuple(keys.shape)}.")
+    if min(B, Hkv, L, D) < 1 or Hq % Hkv:
+        raise ShapeError(f"queries: expected a multiple of Hkv={Hkv} heads and no empty axis, got {(B, Hq, L, D)}.")
+    if S < L:
+        raise ShapeError(f"keys: expected at least L={L} keys, got S={S}. Keys include the current tokens.")
+    return Sizes(B, Hq, Hkv, L, S, D)
+
+
+def check_shape(name: str, array: Any, expected: tuple[int, ...]) -> None:
+    """Raise `ShapeError` unless ``array`` is None or has exactly the ``expected`` shape."""
+    if array is not None and tuple(array.shape) != expected:
+        raise ShapeError(f"{name}: expected shape {expected}, got {tuple(array.shape)}.")
+
+
+def check_int(name: str, value: object, low: int, high: int | None = None) -> int:
+    """Return ``value`` if it is an int in ``low..high``; raise `ConfigError` otherwise."""
+    upper = "" if high is None else f" and at most {high}"
+    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+        raise ConfigError(f"{name}: expected an integer of at least {low}{upper}, got {value!r}.")
+    return value
+
+
+def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    """Raise `ConfigError` unless ``value`` is one of ``choices``."""
+    # Compare types too: 1 == True in Python, but `reallocate=1` is a slip.
+    if not any(value == choice and type(value) is type(choice) for choice in choices):
+        listed = ", ".join(str(choice).lower() if isinstance(choice, bool) else str(choice) for choice in choices)
+        raise ConfigError(f"{name}: expected one of {listed}, got {value!r}.")
+
+
+def check_rank(rank: object, D: int) -> int:
+    """``rank`` components out of ``D``: 1..D."""
+    value = check_int("rank", rank, 1)
+    if value > D:
+        raise ConfigError(f"rank: expected at most the head dim D={D}, got {value}.")
+    return value
+
+
+def check_local_window(local_window: object, top_k: int) -> int:
+    """Resolve ``local_window``: None means ``top_k // 4``; otherwise 0..top_k."""
+    if local_window is None:
+        return top_k // 4
+    value = check_int("local_window", local_window, 0)
+    if value > top_k:
+        raise ConfigError(f"local_window: expected at most top_k={top_k}, which includes it, got {value}.")
+    return value
+
+
+def check_decode_step(sizes: Sizes, method: str) -> None:
+    """Raise `ShapeError` unless there is exactly one query per sequence."""
+    if sizes.L != 1:
+        raise ShapeError(f"queries: expected one query per sequence for {method}, got L={sizes.L}.")

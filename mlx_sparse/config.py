@@ -1,0 +1,237 @@
+"""One frozen dataclass per method: validate, parse, print, presets, TOML.
+
+``"sparq:rank=16,top_k=64"`` is the text form: METHOD[:key=value,...][+METHOD...]. `parse` reads it, ``str(config)``
+prints it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from .checks import ConfigError, check_choice, check_int, check_local_window
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:  # Python 3.10
+    import tomli as tomllib
+
+MAX_TOML_BYTES = 1 << 20  # a configuration is a few lines; refuse to parse a model file by mistake
+
+
+@dataclass(frozen=True)
+class MethodConfig:
+    """What every method has. ``dense_below``: attend densely while the context has fewer keys than this."""
+
+    name: ClassVar[str]
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    dense_below: int = 0
+
+    def __post_init__(self) -> None:
+        check_int("dense_below", self.dense_below, 0)
+
+    def __str__(self) -> str:
+        """The text form with every key that differs from its default."""
+        pairs = [
+            f"{field.name}={_print_value(getattr(self, field.name))}"
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) != field.default
+        ]
+        return self.name + (":" + ",".join(pairs) if pairs else "")
+
+
+@dataclass(frozen=True)
+class Dense(MethodConfig):
+    """Attention as mlx-lm runs it: the baseline."""
+
+    name: ClassVar[str] = "dense"
+
+
+@dataclass(frozen=True)
+class SparQ(MethodConfig):
+    """SparQ decoding (docs/spec/sparq.md).
+
+    ``component_score="auto"`` is ``"query_key"`` for models with q/k-norm, where the paper's rule collapses, and
+    ``"query"`` (the paper) otherwise; ``reallocate="auto"`` is on for one query head per KV head and off otherwise.
+    """
+
+    name: ClassVar[str] = "sparq"
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        # Algorithm 1 with its GQA paragraph: what the functions do by default.
+        "paper": {"component_score": "query"},
+        # The paper's code listing: no local window, mean reallocation for every group size.
+        "appendix_b": {"component_score": "query", "local_window": 0, "reallocate": True},
+        # The authors' evaluation code: sum of logits; the current token is free, so 128 + 1 keys, 32 + 1 of them local.
+        "eval": {"component_score": "query", "group_reduce": "logits", "top_k": 129, "local_window": 33},
+        # Ours: components ranked by |q| times the spread of the keys.
+        "robust": {"component_score": "query_key"},
+    }
+
+    rank: int = 32
+    top_k: int = 128
+    local_window: int | None = None
+    reallocate: str | bool = "auto"
+    group_reduce: str = "softmax"
+    component_score: str = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_int("rank", self.rank, 1)
+        check_int("top_k", self.top_k, 1)
+        check_local_window(self.local_window, self.top_k)
+        check_choice("reallocate", self.reallocate, ("auto", True, False))
+        check_choice("group_reduce", self.group_reduce, ("softmax", "logits"))
+        check_choice("component_score", self.component_score, ("auto", "query", "query_key"))
+
+
+@dataclass(frozen=True)
+class Streaming(MethodConfig):
+    """First ``sink_tokens`` and last ``recent_tokens`` keys (StreamingLLM, LM-Infinite)."""
+
+    name: ClassVar[str] = "streaming"
+    sink_tokens: int = 16
+    recent_tokens: int = 112
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_int("sink_tokens", self.sink_tokens, 0)
+        check_int("recent_tokens", self.recent_tokens, 1)
+
+
+@dataclass(frozen=True)
+class H2O(MethodConfig):
+    """Heavy hitters: the ``top_k`` keys with the largest attention so far; the rest is evicted for good."""
+
+    name: ClassVar[str] = "h2o"
+    top_k: int = 128
+    local_window: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_int("top_k", self.top_k, 1)
+        check_local_window(self.local_window, self.top_k)
+
+
+@dataclass(frozen=True)
+class FlexGen(MethodConfig):
+    """Exact softmax over all keys, values of the ``top_k`` largest weights, no renormalisation."""
+
+    name: ClassVar[str] = "flexgen"
+    top_k: int = 128
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_int("top_k", self.top_k, 1)
+
+
+@dataclass(frozen=True)
+class OracleTopK(MethodConfig):
+    """The ``top_k`` keys of the exact scores: a bound on SparQ, not a saving."""
+
+    name: ClassVar[str] = "oracle_top_k"
+    top_k: int = 128
+    local_window: int | None = None
+    group_reduce: str = "softmax"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_int("top_k", self.top_k, 1)
+        check_local_window(self.local_window, self.top_k)
+        check_choice("group_reduce", self.group_reduce, ("softmax", "logits"))
+
+
+CONFIGS: Mapping[str, type[MethodConfig]] = {
+    config.name: config for config in (Dense, SparQ, Streaming, H2O, FlexGen, OracleTopK)
+}
+
+
+def parse(text: str, base: Mapping[str, MethodConfig] | None = None) -> tuple[MethodConfig, ...]:
+    """Read METHOD[:key=value,...][+METHOD...].
+
+    Args:
+        text: for example ``"sparq:rank=16,top_k=64"`` or ``"sparq:preset=eval"``; keys after a preset win over it.
+        base: configurations by method name (from a TOML file) that the keys in ``text`` are applied on.
+
+    Raises:
+        ConfigError: unknown method, key or preset; a value of the wrong type or out of range; a method named twice.
+    """
+    configs: dict[str, MethodConfig] = {}
+    for part in text.split("+"):
+        name, colon, options = part.strip().partition(":")
+        if colon and not options.strip():
+            raise ConfigError(f"{name}: expected key=value after ':', got nothing.")
+        pairs = [_split_pair(name, pair) for pair in options.split(",")] if colon else []
+        keys = [key for key, _ in pairs]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise ConfigError(f"{name}: expected each key once, got {key} {keys.count(key)} times.")
+        if name in configs:
+            raise ConfigError(f"attn: expected each method once, got {name} twice.")
+        configs[name] = _build(name, dict(pairs), (base or {}).get(name))
+    return tuple(configs.values())
+
+
+def load_toml(path: str | Path) -> dict[str, MethodConfig]:
+    """Read a TOML file with one table per method, for example ``[sparq]`` with ``rank = 16``.
+
+    Raises:
+        ConfigError: the file is missing, too large, not TOML, or holds an unknown method, key or value.
+    """
+    file = Path(path)
+    try:
+        if file.stat().st_size > MAX_TOML_BYTES:
+            raise ConfigError(f"attn-config: expected a TOML file of at most 1 MiB, got {file}.")
+        tables = tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"attn-config: expected a readable TOML file, got {file} ({error.strerror}).") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"attn-config: expected valid TOML, got {file} ({error}).") from None
+    for name, table in tables.items():
+        if not isinstance(table, dict):
+            raise ConfigError(f"attn-config: expected one table per method such as [sparq], got the key {name!r}.")
+    if not tables:
+        raise ConfigError(f"attn-config: expected a table such as [sparq], got an empty file {file}.")
+    return {name: _build(name, table, None) for name, table in tables.items()}
+
+
+def _build(name: str, options: Mapping[str, Any], base: MethodConfig | None) -> MethodConfig:
+    """Options over preset over base over defaults."""
+    cls = CONFIGS.get(name)
+    if cls is None:
+        raise ConfigError(f"attn: expected one of {', '.join(CONFIGS)}, got {name!r}.")
+    known = [field.name for field in dataclasses.fields(cls)]
+    settings = dict(options)
+    preset = settings.pop("preset", None)
+    if preset is not None and preset not in cls.presets:
+        listed = ", ".join(cls.presets) or "none"
+        raise ConfigError(f"{name}: expected one of the presets {listed}, got {preset!r}.")
+    for key in settings:
+        if key not in known:
+            raise ConfigError(f"{name}: expected one of the keys {', '.join([*known, 'preset'])}, got {key!r}.")
+    inherited = {key: getattr(base, key) for key in known} if base is not None else {}
+    return cls(**{**inherited, **cls.presets.get(preset or "", {}), **settings})
+
+
+def _split_pair(method: str, pair: str) -> tuple[str, Any]:
+    key, equals, value = (piece.strip() for piece in pair.partition("="))
+    if not equals or not key or not value:
+        raise ConfigError(f"{method}: expected key=value, got {pair.strip()!r}.")
+    return key, _parse_value(value)
+
+
+def _parse_value(text: str) -> str | int | bool | None:
+    words: dict[str, bool | None] = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    try:
+        return int(text)
+    except ValueError:
+        return text
+
+
+def _print_value(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) or value is None else str(value)

@@ -1,0 +1,83 @@
+"""Attend: exact softmax attention over all keys or over an index list, shared by every method."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from .select import valid_keys
+
+
+def group_queries(queries: mx.array, Hkv: int) -> mx.array:
+    """``(B, Hq, 1, D)`` to float32 ``(B, Hkv, G, D)``."""
+    B, Hq, _, D = queries.shape
+    return queries.reshape(B, Hkv, Hq // Hkv, D).astype(mx.float32)
+
+
+def softmax_lse(scores: mx.array, mask: mx.array | None) -> tuple[mx.array, mx.array]:
+    """Softmax over the last axis where ``mask``, and its log-sum-exp; a row with nothing to attend gives 0 and -inf."""
+    if mask is not None:
+        scores = mx.where(mask, scores, -mx.inf)
+    top = mx.max(scores, axis=-1, keepdims=True)
+    top = mx.where(top == -mx.inf, 0.0, top)
+    exps = mx.exp(scores - top)
+    total = mx.sum(exps, axis=-1, keepdims=True)
+    lse = (mx.log(total) + top).squeeze(-1)
+    return exps / mx.where(total > 0, total, 1.0), lse
+
+
+def attend_indices(
+    queries: mx.array, keys: mx.array, values: mx.array, indices: mx.array, *, scale: float
+) -> tuple[mx.array, mx.array]:
+    """Exact attention of one query per head over the listed keys (sparq.7).
+
+    Args:
+        queries: ``(B, Hq, 1, D)``.
+        keys, values: ``(B, Hkv, S, D)``.
+        indices: ``(B, Hkv, N)`` int32, ``-1`` = empty slot.
+
+    Returns:
+        ``out (B, Hq, 1, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, 1)``; 0 and -inf where every slot
+        is empty.
+    """
+    filled = indices >= 0
+    rows = mx.maximum(indices, 0)[..., None]
+    keys_n = mx.take_along_axis(keys, rows, axis=2).astype(mx.float32)
+    values_n = mx.take_along_axis(values, rows, axis=2).astype(mx.float32)
+    # An empty slot gathers row 0, which may be an uninitialised or padded row: it must not reach the sum.
+    values_n = mx.where(filled[..., None], values_n, 0.0)
+    q = group_queries(queries, keys.shape[1]) * scale
+    weights, lse = softmax_lse(q @ keys_n.swapaxes(-1, -2), filled[:, :, None, :])
+    out = weights @ values_n
+    return out.reshape(queries.shape).astype(queries.dtype), lse.reshape(queries.shape[:3])
+
+
+def dense_attention(
+    queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, left_padding: mx.array | None
+) -> mx.array:
+    """Causal attention of ``queries (B, Hq, L, D)`` at positions ``S - L ..`` by MLX's own kernel."""
+    L, S = queries.shape[2], keys.shape[2]
+    if left_padding is None:
+        mask = "causal" if L > 1 else None
+        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
+    valid = valid_keys(S, left_padding)
+    mask = causal_mask(L, S, left_padding)[:, None]
+    # Padded rows may hold anything, and 0 * inf is NaN.
+    keys, values = (mx.where(valid[:, None, :, None], rows, 0) for rows in (keys, values))
+    out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
+    return mx.where(mask.any(axis=-1, keepdims=True), out, 0)
+
+
+def dense_lse(queries: mx.array, keys: mx.array, *, scale: float, left_padding: mx.array | None) -> mx.array:
+    """Float32 log-sum-exp of dense causal attention, ``(B, Hq, L)``: what retained mass is measured against."""
+    B, Hq, L, D = queries.shape
+    Hkv, S = keys.shape[1:3]
+    grouped = queries.reshape(B, Hkv, Hq // Hkv, L, D).astype(mx.float32) * scale
+    scores = grouped @ keys[:, :, None].swapaxes(-1, -2).astype(mx.float32)
+    _, lse = softmax_lse(scores, causal_mask(L, S, left_padding)[:, None, None])
+    return lse.reshape(B, Hq, L)
+
+
+def causal_mask(L: int, S: int, left_padding: mx.array | None) -> mx.array:
+    """``(B or 1, L, S)`` bool: True = attend."""
+    causal = mx.arange(S) <= mx.arange(S - L, S)[:, None]
+    return causal[None] if left_padding is None else causal & valid_keys(S, left_padding)[:, None, :]

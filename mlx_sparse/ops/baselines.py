@@ -1,0 +1,122 @@
+"""The decode baselines: docs/spec/sparq.md, section "Baselines"."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from .attend import attend_indices, causal_mask, group_queries, softmax_lse
+from .select import select_top_k, valid_keys
+
+
+def streaming_attention(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    *,
+    sink_tokens: int,
+    recent_tokens: int,
+    scale: float,
+    left_padding: mx.array | None,
+) -> tuple[mx.array, mx.array]:
+    """The first ``sink_tokens`` and the last ``recent_tokens`` valid keys; ``S > sink_tokens + recent_tokens``."""
+    B, Hkv, S, _ = keys.shape
+    first = mx.zeros((B, 1), mx.int32) if left_padding is None else left_padding[:, None].astype(mx.int32)
+    slots = mx.concatenate([first + mx.arange(sink_tokens), mx.arange(S - recent_tokens, S) + 0 * first], axis=1)
+    # With padding a sink can lie in the recent window, and a slot of the window before the first valid key.
+    is_sink = mx.arange(sink_tokens + recent_tokens) < sink_tokens
+    valid = mx.where(is_sink, slots < S - recent_tokens, slots >= first)
+    indices = mx.sort(mx.where(valid, slots, S), axis=-1)
+    indices = mx.where(indices < S, indices, -1).astype(mx.int32)
+    indices = mx.broadcast_to(indices[:, None, :], (B, Hkv, sink_tokens + recent_tokens))
+    return attend_indices(queries, keys, values, indices, scale=scale)
+
+
+def oracle_top_k_attention(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    *,
+    top_k: int,
+    local_window: int,
+    group_reduce: str,
+    scale: float,
+    left_padding: mx.array | None,
+) -> tuple[mx.array, mx.array]:
+    """SparQ's choice made from the exact scores."""
+    logits, weights, _ = exact_weights(queries, keys, scale=scale, left_padding=left_padding)
+    scores = (weights if group_reduce == "softmax" else logits).sum(axis=2)
+    indices = select_top_k(scores, top_k=top_k, local_window=local_window, left_padding=left_padding)
+    return attend_indices(queries, keys, values, indices, scale=scale)
+
+
+def flexgen_attention(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    *,
+    top_k: int,
+    scale: float,
+    left_padding: mx.array | None,
+) -> tuple[mx.array, mx.array]:
+    """Exact softmax over all keys; values of the ``top_k`` largest group-summed weights; not renormalised.
+
+    The second result is the log of the kept mass plus the dense log-sum-exp, so that retained mass reads as elsewhere.
+    """
+    _, weights, lse = exact_weights(queries, keys, scale=scale, left_padding=left_padding)
+    indices = select_top_k(weights.sum(axis=2), top_k=top_k, local_window=0, left_padding=left_padding)
+    filled = (indices >= 0)[:, :, None, :]
+    rows = mx.maximum(indices, 0)
+    kept = mx.where(filled, mx.take_along_axis(weights, rows[:, :, None, :], axis=-1), 0.0)
+    values_n = mx.take_along_axis(values, rows[..., None], axis=2).astype(mx.float32)
+    out = kept @ mx.where((indices >= 0)[..., None], values_n, 0.0)
+    kept_lse = mx.log(kept.sum(axis=-1)) + lse
+    return out.reshape(queries.shape).astype(queries.dtype), kept_lse.reshape(queries.shape[:3])
+
+
+def h2o_attention(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    *,
+    scores: mx.array,
+    top_k: int,
+    local_window: int,
+    scale: float,
+    left_padding: mx.array | None,
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Attend local keys and heavy hitters: ``out``, ``lse`` and the new scores, -inf for what was evicted."""
+    B, Hkv, S = scores.shape
+    scores = scores.astype(mx.float32)
+    indices = select_top_k(scores, top_k=top_k, local_window=local_window, left_padding=left_padding)
+    out, lse = attend_indices(queries, keys, values, indices, scale=scale)
+    filled = indices >= 0
+    rows = mx.maximum(indices, 0)
+    keys_n = mx.take_along_axis(keys, rows[..., None], axis=2).astype(mx.float32)
+    weights, _ = softmax_lse((group_queries(queries, Hkv) * scale) @ keys_n.swapaxes(-1, -2), filled[:, :, None, :])
+    received = mx.take_along_axis(scores, rows, axis=-1) + weights.mean(axis=2)
+    # One slot past the end takes what empty slots write.
+    updated = mx.full((B, Hkv, S + 1), -mx.inf)
+    updated = mx.put_along_axis(updated, mx.where(filled, indices, S), received, axis=-1)
+    return out, lse, updated[..., :S]
+
+
+def h2o_scores(queries: mx.array, keys: mx.array, *, scale: float, left_padding: mx.array | None) -> mx.array:
+    """Attention each key has received from ``L`` causal queries, mean over the group: float32 ``(B, Hkv, S)``."""
+    B, Hq, L, D = queries.shape
+    Hkv, S = keys.shape[1:3]
+    grouped = queries.reshape(B, Hkv, Hq // Hkv, L, D).astype(mx.float32) * scale
+    logits = grouped @ keys[:, :, None].swapaxes(-1, -2).astype(mx.float32)
+    weights, _ = softmax_lse(logits, causal_mask(L, S, left_padding)[:, None, None])
+    received = weights.mean(axis=2).sum(axis=2)
+    return received if left_padding is None else mx.where(valid_keys(S, left_padding)[:, None], received, -mx.inf)
+
+
+def exact_weights(
+    queries: mx.array, keys: mx.array, *, scale: float, left_padding: mx.array | None
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Exact float32 logits and softmax weights ``(B, Hkv, G, S)`` and log-sum-exp ``(B, Hkv, G)`` of one decode step."""
+    S = keys.shape[2]
+    logits = (group_queries(queries, keys.shape[1]) * scale) @ keys.swapaxes(-1, -2).astype(mx.float32)
+    valid = None if left_padding is None else valid_keys(S, left_padding)[:, None, None, :]
+    weights, lse = softmax_lse(logits, valid)
+    return logits, weights, lse

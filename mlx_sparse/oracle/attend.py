@@ -1,0 +1,131 @@
+"""Attend: exact softmax attention over all keys or over an index list, shared by every method."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..checks import BackendUnavailable, ShapeError, check_qkv, check_shape
+from ..stats import Stats, dense_elements
+from .select import valid_keys
+
+Array = npt.NDArray[Any]
+
+
+def float64(array: npt.ArrayLike) -> Array:
+    """Promote to float64."""
+    return np.asarray(array, dtype=np.float64)
+
+
+def check_backend(backend: str) -> None:
+    """The oracle is one backend: only "auto" and "oracle" name it."""
+    if backend not in ("auto", "oracle"):
+        raise BackendUnavailable(f"backend: expected auto or oracle for mlx_sparse.oracle, got {backend!r}.")
+
+
+def logits(queries: Array, keys: Array, scale: float) -> Array:
+    """``(B, Hkv, G, L, S)``: every query of a group against the keys of its KV head."""
+    B, Hq, L, D = queries.shape
+    Hkv = keys.shape[1]
+    grouped = queries.reshape(B, Hkv, Hq // Hkv, L, D)
+    return np.einsum("bhgld,bhsd->bhgls", grouped, keys) * scale
+
+
+def softmax_lse(scores: Array, mask: Array) -> tuple[Array, Array]:
+    """Softmax over the last axis where ``mask``, and its log-sum-exp; a row with nothing to attend gives 0 and -inf."""
+    masked = np.where(mask, scores, -np.inf)
+    top = np.max(masked, axis=-1, keepdims=True, initial=-np.inf)
+    exps = np.exp(masked - np.where(np.isfinite(top), top, 0.0))
+    total = exps.sum(axis=-1, keepdims=True)
+    with np.errstate(divide="ignore"):
+        lse = np.log(total[..., 0]) + np.where(np.isfinite(top), top, 0.0)[..., 0]
+    return exps / np.where(total > 0, total, 1.0), lse
+
+
+def weighted_values(weights: Array, values: Array, mask: Array) -> Array:
+    """``weights (B, Hkv, G, L, N)`` times ``values (B, Hkv, N, D)``; unattended rows may hold NaN or inf."""
+    attended = np.any(mask, axis=(2, 3))[..., None]
+    return np.einsum("bhgln,bhnd->bhgld", weights, np.where(attended, values, 0.0))
+
+
+def attend_indices(
+    queries: npt.ArrayLike, keys: npt.ArrayLike, values: npt.ArrayLike, indices: npt.ArrayLike, *, scale: float
+) -> tuple[Array, Array]:
+    """Exact attention of one query per head over the listed keys (sparq.7).
+
+    Args:
+        queries: ``(B, Hq, 1, D)``.
+        keys, values: ``(B, Hkv, S, D)``.
+        indices: ``(B, Hkv, N)`` int32, ascending, ``-1`` = empty slot.
+        scale: factor of the logits.
+
+    Returns:
+        ``out (B, Hq, 1, D)`` and ``lse (B, Hq, 1)``; 0 and -inf where every slot is empty.
+
+    Raises:
+        ShapeError: ``indices`` does not fit the keys.
+    """
+    q, k, v = float64(queries), float64(keys), float64(values)
+    index = np.asarray(indices)
+    if index.ndim != 3 or index.shape[:2] != k.shape[:2]:
+        raise ShapeError(f"indices: expected shape (B, Hkv, N) with {k.shape[:2]} first, got {index.shape}.")
+    filled = index >= 0
+    gathered = np.where(filled, index, 0)[..., None]
+    keys_n = np.where(filled[..., None], np.take_along_axis(k, gathered, axis=2), 0.0)
+    values_n = np.take_along_axis(v, gathered, axis=2)
+    mask = filled[:, :, None, None, :]
+    weights, lse = softmax_lse(logits(q, keys_n, scale), mask)
+    out = weighted_values(weights, values_n, mask)
+    return out.reshape(q.shape), lse.reshape(q.shape[:3])
+
+
+def dense_attention(
+    queries: npt.ArrayLike,
+    keys: npt.ArrayLike,
+    values: npt.ArrayLike,
+    *,
+    scale: float | None = None,
+    left_padding: npt.ArrayLike | None = None,
+    backend: str = "auto",
+    return_stats: bool | str = False,
+) -> Any:
+    """Causal attention of ``L`` queries at positions ``S - L ..`` over all valid keys.
+
+    Args:
+        queries: ``(B, Hq, L, D)``.
+        keys, values: ``(B, Hkv, S, D)``, the current tokens included.
+        left_padding: ``(B,)`` first valid key of each row.
+
+    Returns:
+        ``out (B, Hq, L, D)``; with ``return_stats`` also a `Stats`.
+    """
+    check_backend(backend)
+    out, lse = dense_with_lse(queries, keys, values, scale=scale, left_padding=left_padding)
+    if not return_stats:
+        return out
+    S, D = np.shape(keys)[2:]
+    mass = np.ones_like(lse) if return_stats == "mass" else None
+    return out, Stats(dense_elements(S, D), dense_elements(S, D), 1.0, mass)
+
+
+def dense_with_lse(
+    queries: npt.ArrayLike,
+    keys: npt.ArrayLike,
+    values: npt.ArrayLike,
+    *,
+    scale: float | None,
+    left_padding: npt.ArrayLike | None,
+) -> tuple[Array, Array]:
+    """`dense_attention` with its ``lse (B, Hq, L)``."""
+    q, k, v = float64(queries), float64(keys), float64(values)
+    n = check_qkv(q, k, v)
+    check_shape("left_padding", None if left_padding is None else np.asarray(left_padding), (n.B,))
+    positions = np.arange(n.S - n.L, n.S)
+    mask = valid_keys(n.B, n.S, left_padding)[:, None, None, None, :] & (np.arange(n.S) <= positions[:, None])
+    k = np.where(mask.any(axis=(2, 3))[..., None], k, 0.0)  # poison in padded rows must not reach the logits
+    mask = np.broadcast_to(mask, (n.B, n.Hkv, n.G, n.L, n.S))
+    weights, lse = softmax_lse(logits(q, k, n.D**-0.5 if scale is None else scale), mask)
+    out = weighted_values(weights, v, mask)
+    return out.reshape(q.shape), lse.reshape(q.shape[:3])

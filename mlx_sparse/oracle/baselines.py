@@ -1,0 +1,222 @@
+"""The decode baselines of the SparQ paper: docs/spec/sparq.md, section "Baselines"."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..checks import check_choice, check_decode_step, check_int, check_local_window, check_qkv, check_shape
+from ..stats import (
+    Stats,
+    dense_elements,
+    flexgen_elements,
+    h2o_elements,
+    oracle_top_k_elements,
+    streaming_elements,
+)
+from .attend import (
+    attend_indices,
+    check_backend,
+    dense_attention,
+    dense_with_lse,
+    float64,
+    logits,
+    softmax_lse,
+    weighted_values,
+)
+from .select import select_top_k, valid_keys
+
+Array = npt.NDArray[Any]
+
+
+def streaming_attention(
+    queries: npt.ArrayLike,
+    keys: npt.ArrayLike,
+    values: npt.ArrayLike,
+    *,
+    sink_tokens: int = 16,
+    recent_tokens: int = 112,
+    scale: float | None = None,
+    left_padding: npt.ArrayLike | None = None,
+    backend: str = "auto",
+    return_stats: bool | str = False,
+) -> Any:
+    """The first ``sink_tokens`` and the last ``recent_tokens`` valid keys; positions stay as they are."""
+    check_backend(backend)
+    q, k, v = float64(queries), float64(keys), float64(values)
+    n = check_qkv(q, k, v)
+    check_int("sink_tokens", sink_tokens, 0)
+    check_int("recent_tokens", recent_tokens, 1)
+    if n.L > 1:
+        return dense_attention(q, k, v, scale=scale, left_padding=left_padding, return_stats=return_stats)
+    valid = valid_keys(n.B, n.S, left_padding)
+    first = np.argmax(valid, axis=1)[:, None]
+    position = np.arange(n.S)
+    sinks = valid & (position < first + sink_tokens)
+    scores = np.where(sinks, 1.0, -np.inf)[:, None, :].repeat(n.Hkv, axis=1)
+    top_k = sink_tokens + recent_tokens
+    indices = select_top_k(scores, top_k=top_k, local_window=recent_tokens, left_padding=left_padding)
+    scale = n.D**-0.5 if scale is None else scale
+    out, lse = attend_indices(q, k, v, indices, scale=scale)
+    moved = streaming_elements(n.S, n.D, top_k=top_k)
+    return _result(out, lse, (q, k, v), scale, left_padding, moved, top_k, return_stats)
+
+
+def oracle_top_k_attention(
+    queries: npt.ArrayLike,
+    keys: npt.ArrayLike,
+    values: npt.ArrayLike,
+    *,
+    top_k: int = 128,
+    local_window: int | None = None,
+    group_reduce: str = "softmax",
+    scale: float | None = None,
+    left_padding: npt.ArrayLike | None = None,
+    backend: str = "auto",
+    return_stats: bool | str = False,
+) -> Any:
+    """SparQ's choice made from the exact scores: what ``rank = D`` gives, renormalised, no reallocation."""
+    check_backend(backend)
+    q, k, v = float64(queries), float64(keys), float64(values)
+    n = check_qkv(q, k, v)
+    check_int("top_k", top_k, 1)
+    check_choice("group_reduce", group_reduce, ("softmax", "logits"))
+    window = check_local_window(local_window, top_k)
+    if n.L > 1:
+        return dense_attention(q, k, v, scale=scale, left_padding=left_padding, return_stats=return_stats)
+    scale = n.D**-0.5 if scale is None else scale
+    exact, weights = _exact(q, k, scale, left_padding)
+    scores = (weights if group_reduce == "softmax" else exact).sum(axis=2)
+    indices = select_top_k(scores, top_k=top_k, local_window=window, left_padding=left_padding)
+    out, lse = attend_indices(q, k, v, indices, scale=scale)
+    moved = oracle_top_k_elements(n.S, n.D, top_k=top_k)
+    return _result(out, lse, (q, k, v), scale, left_padding, moved, top_k, return_stats)
+
+
+def flexgen_attention(
+    queries: npt.ArrayLike,
+    keys: npt.ArrayLike,
+    values: npt.ArrayLike,
+    *,
+    top_k: int = 128,
+    scale: float | None = None,
+    left_padding: npt.ArrayLike | None = None,
+    backend: str = "auto",
+    return_stats: bool | str = False,
+) -> Any:
+    """Exact softmax over all keys; values of the ``top_k`` largest group-summed weights; not renormalised."""
+    check_backend(backend)
+    q, k, v = float64(queries), float64(keys), float64(values)
+    n = check_qkv(q, k, v)
+    check_int("top_k", top_k, 1)
+    if n.L > 1:
+        return dense_attention(q, k, v, scale=scale, left_padding=left_padding, return_stats=return_stats)
+    scale = n.D**-0.5 if scale is None else scale
+    _, weights = _exact(q, k, scale, left_padding)
+    indices = select_top_k(weights.sum(axis=2), top_k=top_k, local_window=0, left_padding=left_padding)
+    chosen = np.zeros((n.B, n.Hkv, n.S), dtype=bool)
+    for b, h in np.ndindex(n.B, n.Hkv):
+        chosen[b, h, indices[b, h][indices[b, h] >= 0]] = True
+    mask = chosen[:, :, None, None, :]
+    kept = np.where(mask, weights[:, :, :, None, :], 0.0)
+    out = weighted_values(kept, v, mask).reshape(q.shape)
+    if not return_stats:
+        return out
+    mass = kept.sum(axis=-1).reshape(q.shape[:3]) if return_stats == "mass" else None
+    moved = flexgen_elements(n.S, n.D, top_k=top_k)
+    return out, Stats(moved, dense_elements(n.S, n.D), min(top_k, n.S) / n.S, mass)
+
+
+def h2o_scores(
+    queries: npt.ArrayLike,
+    keys: npt.ArrayLike,
+    *,
+    scale: float | None = None,
+    left_padding: npt.ArrayLike | None = None,
+) -> Array:
+    """Attention each key has received from ``L`` causal queries, mean over the group: ``(B, Hkv, S)``; -inf if invalid.
+
+    What `h2o_attention` starts from after a dense prompt. Queries at padded positions do not count.
+    """
+    q, k = float64(queries), float64(keys)
+    n = check_qkv(q, k, k)
+    valid = valid_keys(n.B, n.S, left_padding)
+    positions = np.arange(n.S - n.L, n.S)
+    mask = valid[:, None, None, None, :] & (np.arange(n.S) <= positions[:, None])
+    k = np.where(valid[:, None, :, None], k, 0.0)
+    exact = logits(q, k, n.D**-0.5 if scale is None else scale)
+    weights, _ = softmax_lse(exact, np.broadcast_to(mask, exact.shape))
+    received = weights.mean(axis=2).sum(axis=2)
+    return np.where(valid[:, None, :], received, -np.inf)
+
+
+def h2o_attention(
+    queries: npt.ArrayLike,
+    keys: npt.ArrayLike,
+    values: npt.ArrayLike,
+    *,
+    scores: npt.ArrayLike,
+    top_k: int = 128,
+    local_window: int | None = None,
+    scale: float | None = None,
+    left_padding: npt.ArrayLike | None = None,
+    backend: str = "auto",
+    return_stats: bool | str = False,
+) -> Any:
+    """Attend the last ``local_window`` keys and the heavy hitters, ``top_k`` together; everything else is evicted.
+
+    Args:
+        scores: ``(B, Hkv, S)`` attention received so far, 0 for the current key, -inf for evicted keys.
+
+    Returns:
+        ``out, scores``; with ``return_stats`` also a `Stats`. The new scores hold -inf for what this step evicted.
+    """
+    check_backend(backend)
+    q, k, v = float64(queries), float64(keys), float64(values)
+    n = check_qkv(q, k, v)
+    check_decode_step(n, "h2o")
+    check_int("top_k", top_k, 1)
+    window = check_local_window(local_window, top_k)
+    received = float64(scores)
+    check_shape("scores", received, (n.B, n.Hkv, n.S))
+    scale = n.D**-0.5 if scale is None else scale
+    indices = select_top_k(received, top_k=top_k, local_window=window, left_padding=left_padding)
+    out, lse = attend_indices(q, k, v, indices, scale=scale)
+    weights = np.exp(_exact(q, k, scale, left_padding)[0] - lse.reshape(n.B, n.Hkv, n.G, 1)).mean(axis=2)
+    updated = np.full_like(received, -np.inf)
+    for b, h in np.ndindex(n.B, n.Hkv):
+        kept = indices[b, h][indices[b, h] >= 0]
+        updated[b, h, kept] = received[b, h, kept] + weights[b, h, kept]
+    moved = h2o_elements(n.S, n.D, top_k=top_k)
+    result = _result(out, lse, (q, k, v), scale, left_padding, moved, top_k, return_stats)
+    return (result[0], updated, result[1]) if return_stats else (result, updated)
+
+
+def _exact(q: Array, k: Array, scale: float, left_padding: npt.ArrayLike | None) -> tuple[Array, Array]:
+    """Exact logits and softmax weights of one decode step, ``(B, Hkv, G, S)``."""
+    valid = valid_keys(k.shape[0], k.shape[2], left_padding)
+    k = np.where(valid[:, None, :, None], k, 0.0)
+    exact = logits(q, k, scale)[:, :, :, 0, :]
+    weights, _ = softmax_lse(exact, np.broadcast_to(valid[:, None, None, :], exact.shape))
+    return exact, weights
+
+
+def _result(
+    out: Array,
+    lse: Array,
+    qkv: tuple[Array, Array, Array],
+    scale: float,
+    left_padding: npt.ArrayLike | None,
+    moved: int,
+    top_k: int,
+    return_stats: bool | str,
+) -> Any:
+    if not return_stats:
+        return out
+    S, D = qkv[1].shape[2:]
+    mass = None
+    if return_stats == "mass":
+        mass = np.exp(lse - dense_with_lse(*qkv, scale=scale, left_padding=left_padding)[1])
+    return out, Stats(moved, dense_elements(S, D), min(top_k, S) / S, mass)

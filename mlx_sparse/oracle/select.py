@@ -1,0 +1,43 @@
+"""Select: from one score per key to the index list, shared by every method that keeps the top k."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+
+def valid_keys(B: int, S: int, left_padding: npt.ArrayLike | None) -> Array:
+    """``(B, S)`` bool: key j of row b exists, that is ``j >= left_padding[b]``."""
+    first = np.zeros(B, dtype=np.int64) if left_padding is None else np.asarray(left_padding)
+    return np.arange(S) >= first[:, None]
+
+
+def select_top_k(
+    scores: npt.ArrayLike, *, top_k: int, local_window: int, left_padding: npt.ArrayLike | None = None
+) -> Array:
+    """The last ``local_window`` valid keys and the best of the rest, ``top_k`` together (sparq.6).
+
+    Args:
+        scores: ``(B, Hkv, S)``; scores of invalid keys are ignored, -inf is never chosen.
+        left_padding: ``(B,)`` first valid key of each row.
+
+    Returns:
+        ``(B, Hkv, min(top_k, S))`` int32, ascending, ``-1`` in slots that no key fills. Ties go to the lower index.
+    """
+    score = np.asarray(scores, dtype=np.float64)
+    B, Hkv, S = score.shape
+    valid = valid_keys(B, S, left_padding)
+    local = valid & (np.arange(S) >= S - local_window)
+    indices = np.full((B, Hkv, min(top_k, S)), -1, dtype=np.int32)
+    for b in range(B):
+        forced = np.flatnonzero(local[b])
+        for h in range(Hkv):
+            free = np.flatnonzero(valid[b] & ~local[b] & (score[b, h] > -np.inf))
+            best = free[np.argsort(-score[b, h, free], kind="stable")][: top_k - len(forced)]
+            chosen = np.sort(np.concatenate([forced, best]))
+            indices[b, h, : len(chosen)] = chosen
+    return indices

@@ -1,0 +1,162 @@
+"""SparQ attention: docs/spec/sparq.md, equations (sparq.1) to (sparq.10)."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..checks import check_choice, check_int, check_local_window, check_qkv, check_rank, check_shape
+from ..stats import Stats, dense_elements, sparq_elements
+from .attend import attend_indices, check_backend, dense_attention, dense_with_lse, float64, softmax_lse
+from .select import select_top_k, valid_keys
+
+Array = npt.NDArray[Any]
+
+
+class SparQSelection(NamedTuple):
+    """What step 1 and 2 of SparQ decide.
+
+    Attributes:
+        indices: ``(B, Hkv, min(top_k, S))`` int32 keys to attend.
+        alpha: ``(B, Hq)`` approximate attention mass on them (sparq.8).
+        scores: ``(B, Hkv, S)`` group scores behind the choice (sparq.5).
+    """
+
+    indices: Array
+    alpha: Array
+    scores: Array
+
+
+def sparq_select(
+    queries: npt.ArrayLike,
+    keys: npt.ArrayLike,
+    *,
+    rank: int = 32,
+    top_k: int = 128,
+    local_window: int | None = None,
+    group_reduce: str = "softmax",
+    component_score: str = "query",
+    scale: float | None = None,
+    left_padding: npt.ArrayLike | None = None,
+) -> SparQSelection:
+    """Choose the keys of one decode step from ``rank`` components of ``queries (B, Hq, 1, D)``, ``keys (B, Hkv, S, D)``."""
+    q, k = float64(queries), float64(keys)
+    B, Hq, _, D = q.shape
+    _, Hkv, S, _ = k.shape
+    G = Hq // Hkv
+    scale = D**-0.5 if scale is None else scale
+    valid = valid_keys(B, S, left_padding)
+    k = np.where(valid[:, None, :, None], k, 0.0)
+    grouped = q.reshape(B, Hkv, G, D)
+
+    # (sparq.1) one score per component, shared by the group
+    component = np.abs(grouped).sum(axis=2)
+    if component_score == "query_key":
+        component = component * deviation(k, valid)
+    # (sparq.2) the r largest
+    i1 = np.argsort(-component, axis=-1, kind="stable")[..., :rank]
+
+    # (sparq.3) approximate logits
+    q_r = np.take_along_axis(grouped, i1[:, :, None, :], axis=-1)
+    k_r = np.take_along_axis(k, i1[:, :, None, :], axis=-1)
+    logits = np.einsum("bhgr,bhsr->bhgs", q_r, k_r) * scale
+    if component_score == "query":
+        total = np.abs(grouped).sum(axis=-1)
+        coverage = np.abs(q_r).sum(axis=-1) / np.where(total > 0, total, 1.0)
+        logits = logits / np.sqrt(np.where(total > 0, coverage, 1.0))[..., None]
+
+    # (sparq.4) approximate attention, (sparq.5) summed over the group
+    s_hat, _ = softmax_lse(logits, np.broadcast_to(valid[:, None, None, :], logits.shape))
+    scores = (s_hat if group_reduce == "softmax" else logits).sum(axis=2)
+    # (sparq.6) the keys
+    window = check_local_window(local_window, top_k)
+    indices = select_top_k(scores, top_k=top_k, local_window=window, left_padding=left_padding)
+    # (sparq.8) their approximate mass
+    filled = indices >= 0
+    chosen = np.take_along_axis(s_hat, np.where(filled, indices, 0)[:, :, None, :], axis=-1)
+    alpha = np.where(filled[:, :, None, :], chosen, 0.0).sum(axis=-1).reshape(B, Hq)
+    return SparQSelection(indices, alpha, scores)
+
+
+def sparq_attention(
+    queries: npt.ArrayLike,
+    keys: npt.ArrayLike,
+    values: npt.ArrayLike,
+    *,
+    rank: int = 32,
+    top_k: int = 128,
+    local_window: int | None = None,
+    reallocate: str | bool = "auto",
+    group_reduce: str = "softmax",
+    component_score: str = "query",
+    scale: float | None = None,
+    left_padding: npt.ArrayLike | None = None,
+    keys_t: npt.ArrayLike | None = None,
+    value_mean: npt.ArrayLike | None = None,
+    backend: str = "auto",
+    return_stats: bool | str = False,
+) -> Any:
+    """One decode step of SparQ attention; dense causal attention for more than one query.
+
+    The arguments are those of `mlx_sparse.sparq_attention`. ``keys_t`` holds nothing that ``keys`` does not, so it is
+    only checked for its shape.
+
+    Returns:
+        ``out (B, Hq, L, D)`` float64; with ``return_stats`` also a `Stats`.
+    """
+    check_backend(backend)
+    q, k, v = float64(queries), float64(keys), float64(values)
+    n = check_qkv(q, k, v)
+    check_rank(rank, n.D)
+    check_int("top_k", top_k, 1)
+    check_local_window(local_window, top_k)
+    check_choice("reallocate", reallocate, ("auto", True, False))
+    check_choice("group_reduce", group_reduce, ("softmax", "logits"))
+    check_choice("component_score", component_score, ("query", "query_key"))
+    check_shape("left_padding", None if left_padding is None else np.asarray(left_padding), (n.B,))
+    check_shape("keys_t", None if keys_t is None else np.asarray(keys_t), (n.B, n.Hkv, n.D, n.S))
+    check_shape("value_mean", None if value_mean is None else np.asarray(value_mean), (n.B, n.Hkv, n.D))
+    if n.L > 1:
+        return dense_attention(q, k, v, scale=scale, left_padding=left_padding, return_stats=return_stats)
+
+    scale = n.D**-0.5 if scale is None else scale
+    selection = sparq_select(
+        q,
+        k,
+        rank=rank,
+        top_k=top_k,
+        local_window=local_window,
+        group_reduce=group_reduce,
+        component_score=component_score,
+        scale=scale,
+        left_padding=left_padding,
+    )
+    out, lse = attend_indices(q, k, v, selection.indices, scale=scale)
+    if (n.G == 1 if reallocate == "auto" else reallocate) and n.S > top_k:
+        # (sparq.9), (sparq.10); with S <= top_k every key is attended and alpha is 1
+        mean = masked_mean(v, valid_keys(n.B, n.S, left_padding)) if value_mean is None else float64(value_mean)
+        alpha = selection.alpha[..., None, None]
+        out = alpha * out + (1.0 - alpha) * np.repeat(mean, n.G, axis=1)[:, :, None, :]
+    if not return_stats:
+        return out
+    mass = None
+    if return_stats == "mass":
+        dense_lse = dense_with_lse(q, k, v, scale=scale, left_padding=left_padding)[1]
+        mass = np.exp(lse - dense_lse)
+    moved = sparq_elements(n.S, n.D, rank=rank, top_k=top_k) if n.S > top_k else dense_elements(n.S, n.D)
+    return out, Stats(moved, dense_elements(n.S, n.D), min(top_k, n.S) / n.S, mass)
+
+
+def masked_mean(rows: Array, valid: Array) -> Array:
+    """(sparq.9) mean of ``rows (B, Hkv, S, D)`` over the valid keys: ``(B, Hkv, D)``; 0 where there is none."""
+    count = np.maximum(valid.sum(axis=1), 1)[:, None, None]
+    mean: Array = np.where(valid[:, None, :, None], rows, 0.0).sum(axis=2) / count
+    return mean
+
+
+def deviation(keys: Array, valid: Array) -> Array:
+    """(sparq.1) standard deviation of each component over the valid keys: ``(B, Hkv, D)``."""
+    centred = np.where(valid[:, None, :, None], keys - masked_mean(keys, valid)[:, :, None, :], 0.0)
+    return np.sqrt(masked_mean(centred**2, valid))

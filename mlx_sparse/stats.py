@@ -1,0 +1,68 @@
+"""What one decode step moves: the papers' transfer formulae, and the record returned with ``return_stats``.
+
+Counts are elements (multiply by the item size for bytes) per KV head and step, with S keys of head dim D.
+Equation numbers refer to docs/spec/sparq.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What an attention call moved.
+
+    Attributes:
+        elements: elements moved per KV head and step.
+        dense_elements: what dense attention moves for the same shapes.
+        density: share of the keys that were attended.
+        retained_mass: attention mass of the attended keys, ``exp(lse_sparse - lse_dense)``, float32 ``(B, Hq, L)``;
+            None unless asked for with ``return_stats="mass"``.
+    """
+
+    elements: int
+    dense_elements: int
+    density: float
+    retained_mass: Any = None
+
+    @property
+    def compression(self) -> float:
+        """Elements moved over the dense count; smaller is better."""
+        return self.elements / self.dense_elements
+
+
+def dense_elements(S: int, D: int) -> int:
+    """(sparq.11) read K and V, write the new key and value: ``2 S D + 2 D``."""
+    return 2 * S * D + 2 * D
+
+
+def sparq_elements(S: int, D: int, *, rank: int, top_k: int) -> int:
+    """(sparq.12) r components of every key, k keys and values, new row and mean value: ``S r + 2 k D + 4 D``."""
+    return S * rank + 2 * min(top_k, S) * D + 4 * D
+
+
+def streaming_elements(S: int, D: int, *, top_k: int) -> int:
+    """(sparq.13) a fixed set of ``top_k`` keys: ``2 k D + 2 D``."""
+    return 2 * min(top_k, S) * D + 2 * D
+
+
+def h2o_elements(S: int, D: int, *, top_k: int) -> int:
+    """(sparq.14) ``top_k`` keys, and the running scores read and written: ``2 k D + 2 D + 2 S``."""
+    return 2 * min(top_k, S) * D + 2 * D + 2 * S
+
+
+def flexgen_elements(S: int, D: int, *, top_k: int) -> int:
+    """(sparq.15) every key, ``top_k`` values: ``S D + k D + 2 D``."""
+    return S * D + min(top_k, S) * D + 2 * D
+
+
+def oracle_top_k_elements(S: int, D: int, *, top_k: int) -> int:
+    """(sparq.13) as if the choice were free: ``2 k D + 2 D``. A bound, not a method."""
+    return streaming_elements(S, D, top_k=top_k)
+
+
+def theoretical_speedup(S: int, D: int, *, rank: int, top_k: int) -> float:
+    """(sparq.16) ``2 S D / (r S + 2 k D)``: the paper's bound on the speed-up, small terms dropped."""
+    return 2 * S * D / (rank * S + 2 * top_k * D)
