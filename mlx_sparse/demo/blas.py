@@ -1,0 +1,96 @@
+"""A fast BLAS library for MLX on a Linux CPU, without root and without a compiler.
+
+MLX's Linux wheel brings the reference BLAS. SciPy's wheel brings OpenBLAS under the plain names, so
+preloading it in a child process replaces the slow one. The wheel is read as data, never installed.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from mlx_sparse.checks import ArtefactError
+from mlx_sparse.demo.store import build_directory, cache_directory
+from mlx_sparse.demo.wheels import extract, fetch_wheel
+
+WHEEL = "scipy==1.13.1"
+LIBRARY_LIMIT = 64_000_000
+
+
+@dataclass(frozen=True)
+class Build:
+    """One architecture's wheel, and its libraries in the order in which they need each other."""
+
+    sha256: str
+    libraries: tuple[str, ...]
+
+
+BUILDS = {
+    "x86_64": Build(
+        "a78b4b3345f1b6f68a763c6e25c0c9a23a9fd0f39f5f3d200efe8feda560a5fa",
+        (
+            "libquadmath-96973f99.so.0.0.0",
+            "libgfortran-040039e1.so.5.0.0",
+            "libopenblasp-r0-01191904.3.27.so",
+        ),
+    ),
+    "aarch64": Build(
+        "e89369d27f9e7b0884ae559a3a956e77c02114cc60a6058b4e5011572eea9299",
+        ("libgfortran-daac5196.so.5.0.0", "libopenblasp-r0-b958c995.3.27.so"),
+    ),
+}
+
+
+def environment(cache: Path | None = None) -> dict[str, str]:
+    """Return the environment for a child process that runs MLX: this one's, with OpenBLAS where it helps."""
+    inherited = dict(os.environ)
+    if not wanted():
+        return inherited
+    try:
+        libraries = fetch_libraries(cache or cache_directory())
+    except (ArtefactError, OSError) as error:
+        print(f"No fast BLAS, going on slower: {error}", file=sys.stderr)
+        return inherited
+    return inherited | {"LD_PRELOAD": ":".join([*map(str, libraries), *preloaded()])}
+
+
+def wanted() -> bool:
+    """Say whether MLX computes on a Linux CPU here and no other OpenBLAS or MKL is preloaded."""
+    if sys.platform != "linux" or platform.machine() not in BUILDS or platform.libc_ver()[0] != "glibc":
+        return False
+    if any("blas" in library or "mkl" in library for library in preloaded()):
+        return False
+    import mlx.core as mx
+
+    return mx.default_device() == mx.Device(mx.DeviceType.cpu, 0)
+
+
+def preloaded() -> list[str]:
+    """Return the libraries that the user preloads already."""
+    return [library for library in re.split("[: ]", os.environ.get("LD_PRELOAD", "")) if library]
+
+
+def fetch_libraries(cache: Path) -> list[Path]:
+    """Return OpenBLAS and what it needs, unpacked into the cache the first time."""
+    machine = platform.machine()
+    build, target = BUILDS[machine], cache / f"openblas-0.3.27-{machine}"
+    if re.search("[: ]", str(target)):
+        raise ArtefactError(f"{target}: expected a path without blanks or colons. Choose another --cache-dir.")
+    if not target.exists():
+        # SciPy supports this Python only up to 3.12; as data its wheel serves every Python.
+        options = ["--python-version", "3.11", "--implementation", "cp", "--abi", "cp311"]
+        wheel = fetch_wheel(WHEEL, build.sha256, cache, [*options, "--platform", f"manylinux2014_{machine}"])
+        build_directory(target, partial(_unpack, wheel, build))
+        wheel.unlink()  # the libraries are all that is needed of it
+    build_directory(target, lambda _: None)
+    return [target / name for name in build.libraries]
+
+
+def _unpack(wheel: Path, build: Build, folder: Path) -> None:
+    for name in build.libraries:
+        extract(wheel, f"scipy.libs/{name}", folder, limit=LIBRARY_LIMIT)
