@@ -1,7 +1,7 @@
 """Start-up hook: gives mlx-lm's commands the --attn option.
 
-Installation adds a .pth and a .start file that call install() whenever Python starts. So this module imports nothing but
-sys, and does nothing until one of the five command modules of mlx-lm is imported.
+Installation adds a .pth and a .start file that call install() whenever Python starts. So this module imports nothing
+but sys, and does nothing until one of the five command modules of mlx-lm is imported.
 """
 
 import sys
@@ -56,4 +56,4 @@ def _wrap_main(module: "ModuleType") -> None:
 def install() -> None:
     """Put the finder first in sys.meta_path, once."""
     if not any(isinstance(finder, CommandFinder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, CommandFinder())  # type: ignore[arg-type]
+        sys.meta_path.insert(0, CommandFinder())

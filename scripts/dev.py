@@ -1,0 +1,87 @@
+#!/usr/bin/env python3
+"""One command for each thing a newcomer wants. Needs Python 3.10 or newer and nothing else.
+
+  python3 scripts/dev.py demo     generate with a small real model, dense and sparse
+  python3 scripts/dev.py test     lint, then run the tests; tells which backends ran and why others were skipped
+  python3 scripts/dev.py lint     ruff, mypy and codespell
+  python3 scripts/dev.py doctor   versions, devices and problems of this machine
+
+The first run makes .venv in the project and installs the project into it; later runs find it ready. uv is used where
+it is installed. What follows demo, test and doctor is passed on: python3 scripts/dev.py test -k sparq
+"""
+
+import argparse
+import hashlib
+import importlib.util
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BIN = ROOT / ".venv" / "bin"
+STAMP = ROOT / ".venv" / "dev-stamp"  # names the pyproject.toml that was installed
+
+
+def run(*command):
+    """Show a command, run it in the project root, and end with its exit status if it fails."""
+    command = [str(part) for part in command]
+    print("$", " ".join(shlex.quote(part) for part in command), flush=True)
+    status = subprocess.call(command, cwd=str(ROOT))
+    if status:
+        sys.exit(status if status > 0 else 128 - status)
+
+
+def make_venv(uv):
+    if uv:
+        run(uv, "venv", "--python", sys.executable, ".venv")
+    elif importlib.util.find_spec("ensurepip"):
+        run(sys.executable, "-m", "venv", ".venv")
+    elif importlib.util.find_spec("pip"):  # Debian without python3-venv
+        run(sys.executable, "-m", "venv", "--without-pip", ".venv")
+        run(sys.executable, "-m", "pip", "--python", BIN / "python", "install", "pip")
+    else:
+        sys.exit(f"{sys.executable} has neither ensurepip nor pip: install python3-venv or uv")
+
+
+def setup():
+    """Bring .venv up to date with pyproject.toml."""
+    wanted = hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()
+    if STAMP.is_file() and STAMP.read_text() == wanted:
+        return
+    uv = shutil.which("uv")
+    if not (BIN / "python").exists():
+        make_venv(uv)
+    install = [uv, "pip", "install", "--python", BIN / "python"] if uv else [BIN / "python", "-m", "pip", "install"]
+    run(*install, "-e", ".[test]")
+    STAMP.write_text(wanted)
+
+
+def lint():
+    run(BIN / "ruff", "check", ".")
+    run(BIN / "ruff", "format", "--check", ".")
+    run(BIN / "mypy")
+    run(BIN / "codespell")
+
+
+def main():
+    if sys.version_info < (3, 10):  # noqa: UP036 (this runs before anything checks requires-python)
+        sys.exit(f"mlx-sparse-attention needs Python 3.10 or newer; {sys.executable} is {sys.version.split()[0]}")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("verb", choices=["demo", "test", "lint", "doctor"])
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="passed on to the command that the verb runs")
+    options = parser.parse_args()
+    if options.verb == "lint" and options.args:
+        parser.error("lint takes no arguments")
+    setup()
+    if options.verb in ("test", "lint"):
+        lint()
+    if options.verb == "test":
+        run(BIN / "python", "-m", "pytest", *options.args)
+    elif options.verb in ("demo", "doctor"):
+        run(BIN / "mlx-sparse", options.verb, *options.args)
+
+
+if __name__ == "__main__":
+    main()

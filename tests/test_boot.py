@@ -1,0 +1,130 @@
+"""The start-up hook costs every Python program next to nothing, and wraps five commands and nothing else."""
+
+import importlib.util
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mlx_sparse import _boot
+
+COMMANDS = ["mlx_lm.generate", "mlx_lm.chat", "mlx_lm.server", "mlx_lm.benchmark", "mlx_lm.cache_prompt"]
+
+
+def python(code: str, *options: str) -> str:
+    """What a fresh interpreter prints."""
+    result = subprocess.run([sys.executable, *options, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    return result.stdout
+
+
+def test_the_hook_imports_nothing_but_itself():
+    # -S keeps other packages' start-up files out of the count; the rest is what the .pth line does.
+    root = str(Path(_boot.__file__).parent.parent)
+    code = f"""
+import os, sys
+sys.path.insert(0, {root!r})
+before = set(sys.modules)
+import mlx_sparse._boot; mlx_sparse._boot.install()
+print(*sorted(set(sys.modules) - before))
+"""
+    assert python(code, "-I", "-S").split() == ["mlx_sparse", "mlx_sparse._boot"]
+
+
+def test_every_interpreter_has_the_hook_and_no_heavy_module():
+    code = "import sys; print(type(sys.meta_path[0]).__name__, *sys.modules)"
+    first, *modules = python(code).split()
+    assert first == "CommandFinder"
+    assert not {"argparse", "mlx", "mlx_lm", "numpy", "transformers"} & set(modules)
+
+
+def test_the_hook_takes_less_than_a_millisecond():
+    code = f"""
+import sys, time
+sys.path.insert(0, {str(Path(_boot.__file__).parent.parent)!r})
+start = time.perf_counter()
+import mlx_sparse._boot; mlx_sparse._boot.install()
+print(time.perf_counter() - start)
+"""
+    deadline = time.monotonic() + 5  # other work on the machine delays a run, so the best of several counts
+    while (seconds := float(python(code, "-I", "-S"))) >= 1e-3:
+        assert time.monotonic() < deadline, f"{seconds * 1e3:.2f} ms"
+
+
+def test_install_is_idempotent(monkeypatch):
+    monkeypatch.setattr(sys, "meta_path", [f for f in sys.meta_path if not isinstance(f, _boot.CommandFinder)])
+    _boot.install()
+    _boot.install()
+    assert [isinstance(finder, _boot.CommandFinder) for finder in sys.meta_path].count(True) == 1
+    assert isinstance(sys.meta_path[0], _boot.CommandFinder)
+
+
+@pytest.fixture
+def fake_mlx_lm(tmp_path):
+    """A stand-in for mlx_lm and for mlx_sparse.lm.command, and the start of a script that uses them."""
+    package = tmp_path / "mlx_lm"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    for name in [*(command.removeprefix("mlx_lm.") for command in COMMANDS), "lora", "convert"]:
+        (package / f"{name}.py").write_text('def main():\n    "The original."\n    return __name__\n')
+    return f"""
+import importlib, sys, types
+from mlx_sparse import _boot
+sys.path.insert(0, {str(tmp_path)!r})
+_boot.install()
+command = types.ModuleType("mlx_sparse.lm.command")
+command.run = lambda main, name: "run " + name + " " + main()
+"""
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_main_of_a_command_goes_through_run(fake_mlx_lm, name):
+    code = f"""{fake_mlx_lm}
+module = importlib.import_module({name!r})
+assert not any(m == "mlx" or m.startswith("mlx_sparse.lm") for m in sys.modules)
+sys.modules.update({{"mlx_sparse.lm": types.ModuleType("mlx_sparse.lm"), "mlx_sparse.lm.command": command}})
+print(module.main(), "|", module.main.__name__, module.main.__doc__)
+"""
+    assert python(code) == f"run {name} {name} | main The original.\n"
+
+
+@pytest.mark.parametrize("name", ["mlx_lm.lora", "mlx_lm.convert"])
+def test_other_modules_keep_their_main(fake_mlx_lm, name):
+    code = f"{fake_mlx_lm}\nprint(importlib.import_module({name!r}).main())"
+    assert python(code) == f"{name}\n"
+
+
+def test_an_error_in_run_is_not_hidden(fake_mlx_lm):
+    code = f"""{fake_mlx_lm}
+sys.modules["mlx_sparse.lm"] = None
+module = importlib.import_module("mlx_lm.generate")
+try:
+    module.main()
+except ImportError as error:
+    print(error.name)
+"""
+    assert python(code) == "mlx_sparse.lm.command\n"
+
+
+def test_a_module_without_main_and_a_missing_mlx_lm_are_left_alone(tmp_path):
+    (tmp_path / "mlx_lm").mkdir()
+    (tmp_path / "mlx_lm" / "generate.py").write_text("answer = 42\n")
+    code = f"""
+import importlib.util, sys
+from mlx_sparse import _boot
+_boot.install()
+sys.path[:] = [{str(tmp_path)!r}]
+from mlx_lm.generate import answer
+print(answer, importlib.util.find_spec("mlx_lm.chat"))
+"""
+    assert python(code) == "42 None\n"
+
+
+def test_the_five_commands_exist_in_the_installed_mlx_lm():
+    for name in COMMANDS:
+        spec = importlib.util.find_spec(name)
+        assert spec is not None and "\ndef main()" in Path(spec.origin).read_text(), name
+    assert set(COMMANDS) == _boot.COMMANDS

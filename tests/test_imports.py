@@ -1,0 +1,112 @@
+"""Dependencies point one way: the imports of every file are read, none is run."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+# A part of mlx_sparse may import parts of a lower level, never of its own or a higher one.
+LEVELS = [
+    {"checks"},
+    {"stats"},
+    {"config"},
+    {"oracle", "ops", "kernels"},
+    {"registry"},
+    {"api", "saap"},
+    {"cache"},
+    {"lm"},
+    {"bench", "evaluate"},
+    {"demo"},
+    {"cli"},
+    {"__init__", "__main__", "_boot"},  # the public names, and the hook that hands over to lm
+]
+LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}
+FREE = {"torch", "triton", "onnx", "onnx_ir", "onnxscript", "onnxruntime"}  # mlx_sparse runs without them
+
+
+def imports(path: Path, root: Path = ROOT) -> Iterator[str]:
+    """Dotted names of what a file imports when it runs, `from a import b` as a.b; type-checking blocks never run."""
+    package = list(path.relative_to(root).parent.parts)
+    todo: list[ast.AST] = [ast.parse(path.read_text())]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            todo += node.orelse
+            continue
+        todo += ast.iter_child_nodes(node)
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            base = [*base, *(node.module or "").split(".")] if node.module else base
+            yield from (".".join([*base, alias.name]) for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            yield from (arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant))
+
+
+def parts_imported(path: Path) -> set[str]:
+    """The parts of mlx_sparse that a file imports; a public name counts as __init__."""
+    names = [name.split(".") for name in imports(path)]
+    parts = {(rest or ["__init__"])[0] for top, *rest in names if top == "mlx_sparse" and rest != ["__version__"]}
+    home = ROOT / "mlx_sparse"
+    return {part if (home / part).is_dir() or (home / f"{part}.py").is_file() else "__init__" for part in parts}
+
+
+def part_of(path: Path) -> str:
+    return path.relative_to(ROOT / "mlx_sparse").parts[0].removesuffix(".py")
+
+
+def files(folder: str) -> list[Path]:
+    return sorted((ROOT / folder).rglob("*.py"))
+
+
+def name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+LIBRARY = files("mlx_sparse")
+
+
+@pytest.mark.parametrize("path", LIBRARY, ids=name)
+def test_imports_point_down(path):
+    part = part_of(path)
+    assert part in LEVEL, f"say in LEVELS what mlx_sparse.{part} may import"
+    wrong = [other for other in parts_imported(path) - {part} if LEVEL[other] >= LEVEL[part]]
+    assert not wrong, f"mlx_sparse.{part} must not import {', '.join(sorted(wrong))}"
+
+
+@pytest.mark.parametrize("path", [p for p in LIBRARY if part_of(p) not in ("oracle", "evaluate")], ids=name)
+def test_the_oracle_is_not_called_at_run_time(path):
+    assert "oracle" not in parts_imported(path)
+
+
+@pytest.mark.parametrize("path", LIBRARY, ids=name)
+def test_the_library_runs_without_torch_triton_and_onnx(path):
+    assert not {found.split(".")[0] for found in imports(path)} & FREE
+
+
+@pytest.mark.parametrize("path", files("cuda_ref"), ids=name)
+def test_the_triton_kernels_run_without_mlx(path):
+    assert not {found.split(".")[0] for found in imports(path)} & {"mlx", "mlx_lm", "onnx", "onnxruntime"}
+    assert parts_imported(path) <= {"checks", "config", "stats"}
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import torch.nn", {"torch.nn"}),
+        ("from ..cache import f", {"mlx_sparse.cache.f"}),
+        ("from . import a", {"mlx_sparse.lm.a"}),
+        ("def f():\n    from mlx_sparse import oracle", {"mlx_sparse.oracle"}),
+        ("importlib.import_module('mlx_sparse.oracle')", {"mlx_sparse.oracle"}),
+        ("if TYPE_CHECKING:\n    import mlx\nelse:\n    import numpy", {"numpy"}),
+    ],
+)
+def test_the_reader_of_imports(tmp_path, source, found):
+    path = tmp_path / "mlx_sparse" / "lm" / "x.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(source)
+    assert set(imports(path, tmp_path)) == found
