@@ -1,0 +1,147 @@
+"""The package arrives complete however it is installed, its hook works, and it leaves nothing behind."""
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+MINE = re.compile(r"(_editable_skbc_)?mlx_sparse(_attention|\b)")  # what an install of this project adds
+NO_COMPILER = {"CC": "/bin/false", "CXX": "/bin/false"}
+
+
+def run(*command: object, cwd: Path = ROOT, check: bool = True, **env: str) -> subprocess.CompletedProcess[str]:
+    inherited = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    result = subprocess.run(
+        [str(part) for part in command], cwd=cwd, env=inherited | env, capture_output=True, text=True, check=False
+    )
+    assert not check or result.returncode == 0, result.stdout + result.stderr
+    return result
+
+
+@pytest.fixture(scope="session")
+def dependencies(tmp_path_factory) -> Path:
+    """This environment's packages without this project, as links: nothing is downloaded a second time."""
+    folder = tmp_path_factory.mktemp("dependencies")
+    for entry in Path(sysconfig.get_path("purelib")).iterdir():
+        if not MINE.match(entry.name) and entry.suffix not in (".pth", ".start"):
+            (folder / entry.name).symlink_to(entry)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory) -> dict[str, Path]:
+    """sdist, wheel, and the wheel made from the unpacked sdist, all built where there is no compiler."""
+    out = tmp_path_factory.mktemp("built")
+    (out / "bin").mkdir()
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir"]
+    bare = NO_COMPILER | {"PATH": str(out / "bin")}
+    run(*build, out, "--sdist", "--wheel", **bare)
+    (sdist,) = out.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(out / "unpacked")
+    (source,) = (out / "unpacked").iterdir()
+    run(*build, out / "again", "--wheel", cwd=source, **bare)
+    (wheel,) = out.glob("*.whl")
+    (again,) = (out / "again").glob("*.whl")
+    return {"sdist": sdist, "wheel": wheel, "wheel of sdist": again}
+
+
+@dataclass
+class Environment:
+    folder: Path
+
+    @property
+    def python(self) -> Path:
+        return self.folder / "bin" / "python"
+
+    def pip(self, *arguments: object) -> None:
+        run(sys.executable, "-m", "pip", "--python", self.python, *arguments)
+
+    def code(self, text: str, **options: object) -> subprocess.CompletedProcess[str]:
+        return run(self.python, "-c", text, cwd=self.folder, **options)
+
+
+@pytest.fixture(scope="module", params=["wheel", "wheel of sdist", "editable"])
+def installed(request, built, dependencies, tmp_path_factory) -> Environment:
+    environment = Environment(tmp_path_factory.mktemp("environment"))
+    venv.create(environment.folder, symlinks=True)
+    (site,) = environment.folder.glob("lib/python*/site-packages")
+    (site / "dependencies.pth").write_text(f"{dependencies}\n")
+    install = ["install", "--no-index", "--no-deps", "--no-build-isolation"]
+    environment.pip(*install, *(["-e", ROOT] if request.param == "editable" else [built[request.param]]))
+    return environment
+
+
+def names(wheel: Path) -> set[str]:
+    return set(zipfile.ZipFile(wheel).namelist())
+
+
+def test_the_wheel_needs_no_compiler_and_is_the_same_from_the_sdist(built):
+    assert built["wheel"].name.endswith("-py3-none-any.whl")
+    assert names(built["wheel"]) == names(built["wheel of sdist"])
+
+
+def test_the_wheel_holds_every_source_file_and_only_mlx_sparse(built):
+    folders = {"mlx_sparse": "mlx_sparse"}
+    folders |= {folder: f"mlx_sparse/{folder}" for folder in ("metal", "cuda_ref", "onnx_export")}
+    wanted = {
+        f"{target}/{path.relative_to(ROOT / folder).as_posix()}"
+        for folder, target in folders.items()
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert wanted >= {"mlx_sparse/py.typed", "mlx_sparse/metal/README.md", "mlx_sparse/cuda_ref/__init__.py"}
+    found = {name for name in names(built["wheel"]) if ".dist-info/" not in name}
+    assert found - wanted == {"mlx_sparse_attention.pth", "mlx_sparse_attention.start"}
+    assert wanted <= found
+    run(sys.executable, "-m", "check_wheel_contents", built["wheel"])
+
+
+def test_the_mapped_folders_arrive(installed):
+    code = """
+from importlib.resources import files
+import mlx_sparse.cuda_ref, mlx_sparse.onnx_export
+print(files("mlx_sparse").joinpath("py.typed").is_file(), files("mlx_sparse.metal").joinpath("README.md").is_file())
+"""
+    assert installed.code(code).stdout == "True True\n"
+
+
+def test_a_fresh_interpreter_has_the_hook(installed):
+    result = installed.code("import sys; print(type(sys.meta_path[0]).__module__, 'mlx' in sys.modules)")
+    assert (result.stdout, result.stderr) == ("mlx_sparse._boot False\n", "")
+
+
+@pytest.mark.parametrize("start", [["-m", "mlx_lm", "generate"], ["-c", "from mlx_lm.generate import main; main()"]])
+def test_mlx_lm_generate_knows_attn(installed, start):
+    """The second is all that the script mlx_lm.generate does."""
+    assert "--attn" in run(installed.python, *start, "--help", cwd=installed.folder).stdout
+
+
+def test_a_mapped_folder_cannot_be_imported_from_the_project_root(installed):
+    for folder in ("cuda_ref", "onnx_export"):
+        result = run(installed.python, "-c", f"import {folder}", check=False)
+        assert result.returncode == 1
+        message = (
+            f"ImportError: {folder}/ is installed as mlx_sparse.{folder}: run `pip install -e .`, then import that"
+        )
+        assert result.stderr.splitlines()[-1] == message
+
+
+def test_uninstalling_leaves_nothing(installed):
+    """Stays last: it ends the environment of this module's other tests."""
+    installed.pip("uninstall", "--yes", "mlx-sparse-attention")
+    assert (
+        installed.code("import sys; print([f for f in sys.meta_path if 'mlx' in type(f).__module__])").stdout == "[]\n"
+    )
+    (site,) = installed.folder.glob("lib/python*/site-packages")
+    assert not [entry.name for entry in site.iterdir() if MINE.match(entry.name)]
+    assert "No module named 'mlx_sparse'" in installed.code("import mlx_sparse", check=False).stderr
