@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from . import stats
 from .checks import ConfigError, check_choice, check_int, check_local_window
 
 if sys.version_info >= (3, 11):
@@ -25,14 +26,24 @@ MAX_TOML_BYTES = 1 << 20  # a configuration is a few lines; refuse to parse a mo
 
 @dataclass(frozen=True)
 class MethodConfig:
-    """What every method has. ``dense_below``: attend densely while the context has fewer keys than this."""
+    """What every method has."""
 
     name: ClassVar[str]
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    dense_below: int = 0
 
-    def __post_init__(self) -> None:
-        check_int("dense_below", self.dense_below, 0)
+    @property
+    def attended(self) -> int:
+        """Keys attended per step and KV head; contexts of up to this many keys are attended densely."""
+        raise ConfigError(f"attn: expected a sparse method, got {self.name}.")
+
+    @property
+    def shortest_context(self) -> int:
+        """Contexts of fewer keys are attended densely."""
+        return self.attended + 1
+
+    def elements(self, S: int, D: int) -> int:
+        """Elements moved per KV head and step for ``S`` keys of head dim ``D``."""
+        raise ConfigError(f"attn: expected a sparse method, got {self.name}.")
 
     def __str__(self) -> str:
         """The text form with every key that differs from its default."""
@@ -55,7 +66,8 @@ class Dense(MethodConfig):
 class SparQ(MethodConfig):
     """SparQ decoding (docs/spec/sparq.md).
 
-    ``component_score="auto"`` is ``"query_key"`` for models with q/k-norm, where the paper's rule collapses, and
+    ``dense_below``: attend densely while the context has fewer keys; "auto" is ``8 * top_k``, above which one step of
+    the `ops` backend was the faster one (docs/results/ops.md). ``component_score="auto"`` is ``"query_key"`` for models with q/k-norm, where the paper's rule collapses, and
     ``"query"`` (the paper) otherwise; ``reallocate="auto"`` is on for one query head per KV head and off otherwise.
     """
 
@@ -77,15 +89,29 @@ class SparQ(MethodConfig):
     reallocate: str | bool = "auto"
     group_reduce: str = "softmax"
     component_score: str = "auto"
+    dense_below: str | int = "auto"
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        if self.dense_below != "auto":
+            check_int("dense_below", self.dense_below, 0)
         check_int("rank", self.rank, 1)
         check_int("top_k", self.top_k, 1)
         check_local_window(self.local_window, self.top_k)
         check_choice("reallocate", self.reallocate, ("auto", True, False))
         check_choice("group_reduce", self.group_reduce, ("softmax", "logits"))
         check_choice("component_score", self.component_score, ("auto", "query", "query_key"))
+
+    @property
+    def attended(self) -> int:
+        return self.top_k
+
+    @property
+    def shortest_context(self) -> int:
+        threshold = 8 * self.top_k if isinstance(self.dense_below, str) else self.dense_below
+        return max(threshold, self.top_k + 1)
+
+    def elements(self, S: int, D: int) -> int:
+        return stats.sparq_elements(S, D, rank=self.rank, top_k=self.top_k)
 
 
 @dataclass(frozen=True)
@@ -97,9 +123,15 @@ class Streaming(MethodConfig):
     recent_tokens: int = 112
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         check_int("sink_tokens", self.sink_tokens, 0)
         check_int("recent_tokens", self.recent_tokens, 1)
+
+    @property
+    def attended(self) -> int:
+        return self.sink_tokens + self.recent_tokens
+
+    def elements(self, S: int, D: int) -> int:
+        return stats.streaming_elements(S, D, top_k=self.attended)
 
 
 @dataclass(frozen=True)
@@ -111,9 +143,15 @@ class H2O(MethodConfig):
     local_window: int | None = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         check_int("top_k", self.top_k, 1)
         check_local_window(self.local_window, self.top_k)
+
+    @property
+    def attended(self) -> int:
+        return self.top_k
+
+    def elements(self, S: int, D: int) -> int:
+        return stats.h2o_elements(S, D, top_k=self.attended)
 
 
 @dataclass(frozen=True)
@@ -124,8 +162,14 @@ class FlexGen(MethodConfig):
     top_k: int = 128
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         check_int("top_k", self.top_k, 1)
+
+    @property
+    def attended(self) -> int:
+        return self.top_k
+
+    def elements(self, S: int, D: int) -> int:
+        return stats.flexgen_elements(S, D, top_k=self.attended)
 
 
 @dataclass(frozen=True)
@@ -138,10 +182,16 @@ class OracleTopK(MethodConfig):
     group_reduce: str = "softmax"
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         check_int("top_k", self.top_k, 1)
         check_local_window(self.local_window, self.top_k)
         check_choice("group_reduce", self.group_reduce, ("softmax", "logits"))
+
+    @property
+    def attended(self) -> int:
+        return self.top_k
+
+    def elements(self, S: int, D: int) -> int:
+        return stats.oracle_top_k_elements(S, D, top_k=self.attended)
 
 
 CONFIGS: Mapping[str, type[MethodConfig]] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from .select import valid_keys
+from .select import take_rows, valid_keys
 
 
 def group_queries(queries: mx.array, Hkv: int) -> mx.array:
@@ -40,9 +40,9 @@ def attend_indices(
         is empty.
     """
     filled = indices >= 0
-    rows = mx.maximum(indices, 0)[..., None]
-    keys_n = mx.take_along_axis(keys, rows, axis=2).astype(mx.float32)
-    values_n = mx.take_along_axis(values, rows, axis=2).astype(mx.float32)
+    rows = mx.maximum(indices, 0)
+    keys_n = take_rows(keys, rows).astype(mx.float32)
+    values_n = take_rows(values, rows).astype(mx.float32)
     # An empty slot gathers row 0, which may be an uninitialised or padded row: it must not reach the sum.
     values_n = mx.where(filled[..., None], values_n, 0.0)
     q = group_queries(queries, keys.shape[1]) * scale

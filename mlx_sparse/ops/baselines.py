@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from .attend import attend_indices, causal_mask, group_queries, softmax_lse
-from .select import select_top_k, valid_keys
+from .select import select_top_k, take_rows, valid_keys
 
 
 def streaming_attention(
@@ -67,7 +67,7 @@ def flexgen_attention(
     filled = (indices >= 0)[:, :, None, :]
     rows = mx.maximum(indices, 0)
     kept = mx.where(filled, mx.take_along_axis(weights, rows[:, :, None, :], axis=-1), 0.0)
-    values_n = mx.take_along_axis(values, rows[..., None], axis=2).astype(mx.float32)
+    values_n = take_rows(values, rows).astype(mx.float32)
     out = kept @ mx.where((indices >= 0)[..., None], values_n, 0.0)
     kept_lse = mx.log(kept.sum(axis=-1)) + lse
     return out.reshape(queries.shape).astype(queries.dtype), kept_lse.reshape(queries.shape[:3])
@@ -91,7 +91,7 @@ def h2o_attention(
     out, lse = attend_indices(queries, keys, values, indices, scale=scale)
     filled = indices >= 0
     rows = mx.maximum(indices, 0)
-    keys_n = mx.take_along_axis(keys, rows[..., None], axis=2).astype(mx.float32)
+    keys_n = take_rows(keys, rows).astype(mx.float32)
     weights, _ = softmax_lse((group_queries(queries, Hkv) * scale) @ keys_n.swapaxes(-1, -2), filled[:, :, None, :])
     received = mx.take_along_axis(scores, rows, axis=-1) + weights.mean(axis=2)
     # One slot past the end takes what empty slots write.

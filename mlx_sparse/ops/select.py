@@ -10,6 +10,16 @@ def valid_keys(S: int, left_padding: mx.array) -> mx.array:
     return mx.arange(S) >= left_padding[:, None]
 
 
+def take_rows(array: mx.array, rows: mx.array) -> mx.array:
+    """``array (B, H, N, M)`` at ``rows (B, H, n)``: ``(B, H, n, M)``.
+
+    Indexing copies whole rows; take_along_axis goes element by element (11 ms against 0.3 for 96 rows of 16,384 on the
+    CPU).
+    """
+    B, H, _ = rows.shape
+    return array[mx.arange(B)[:, None, None], mx.arange(H)[None, :, None], rows]
+
+
 def select_top_k(scores: mx.array, *, top_k: int, local_window: int, left_padding: mx.array | None) -> mx.array:
     """The last ``local_window`` valid keys and the best of the rest, ``top_k`` together (sparq.6).
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from .attend import attend_indices, group_queries, softmax_lse
-from .select import select_top_k, valid_keys
+from .select import select_top_k, take_rows, valid_keys
 
 
 def sparq_select(
@@ -45,7 +45,7 @@ def sparq_select(
     # (sparq.3) approximate logits
     q_r = mx.take_along_axis(q, i1[:, :, None, :], axis=-1)
     if keys_t is not None:
-        k_r = mx.take_along_axis(keys_t, i1[..., None], axis=2)
+        k_r = take_rows(keys_t, i1)
     else:
         k_r = mx.take_along_axis(keys, i1[:, :, None, :], axis=3).swapaxes(-1, -2)
     factor = mx.array(scale, mx.float32)

@@ -1,0 +1,273 @@
+"""KV caches that attend sparsely: mlx-lm's own caches with side buffers that their ``state`` does not show.
+
+A cache is adopted in place (`adopt`): its keys, values and offset stay mlx-lm's, so files, trimming, merging and batching
+work as before. What a method reads besides, component-major keys and running sums, is built on the first sparse step
+and follows the cache through trim, growth, copies and reloads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import BatchKVCache, KVCache
+
+from . import registry
+from .checks import check_local_window
+from .config import MethodConfig, OracleTopK, SparQ, Streaming
+from .ops.select import valid_keys
+
+
+class SideBuffers:
+    """What is kept beside keys and values for rows ``[0, covered)``; everything can be rebuilt from them.
+
+    Attributes:
+        keys_t: ``(B, Hkv, D, capacity)`` component-major copy of the keys; columns past ``covered`` are stale.
+        covered: rows that ``keys_t`` and the sums have seen.
+        value_sum: float32 ``(B, Hkv, D)``.
+        key_sums: float32 sum and sum of squares of ``key - key_shift``. The shift, the mean of the rows seen first,
+            keeps the variance from drowning in the mean, which is large for some channels of models with q/k-norm.
+    """
+
+    def __init__(self) -> None:
+        self.keys_t: mx.array | None = None
+        self.covered = 0
+        self.value_sum: mx.array | None = None
+        self.key_sums: tuple[mx.array, mx.array] | None = None
+        self.key_shift: mx.array | None = None
+
+    @property
+    def nbytes(self) -> int:
+        sums = (self.value_sum, self.key_shift, *(self.key_sums or ()))
+        return sum(array.nbytes for array in (self.keys_t, *sums) if array is not None)
+
+    def extend(self, cache: SparseCache, S: int, *, mean: bool, spread: bool) -> None:
+        """Take in rows ``[covered, S)`` of ``cache``, or all of them if a sum is asked for that was not kept so far."""
+        if (mean and self.value_sum is None) or (spread and self.key_sums is None):
+            self.value_sum = self.key_sums = None
+            self.covered = 0
+        if S <= self.covered:
+            return
+        keys = cache.keys
+        if self.keys_t is None or self.covered == 0:
+            self.keys_t = mx.contiguous(keys.swapaxes(-1, -2))
+        else:
+            if S > self.keys_t.shape[-1]:
+                grown = mx.zeros((*self.keys_t.shape[:-1], keys.shape[2] - self.covered), keys.dtype)
+                self.keys_t = mx.concatenate([self.keys_t[..., : self.covered], grown], axis=-1)
+            self.keys_t[..., self.covered : S] = keys[..., self.covered : S, :].swapaxes(-1, -2)
+        self._add(cache, self.covered, S, 1.0, mean=mean, spread=spread)
+        self.covered = S
+
+    def rewind(self, cache: SparseCache, length: int) -> None:
+        """Forget rows from ``length`` on, which are about to be overwritten."""
+        if length >= self.covered:
+            return
+        if self.value_sum is not None or self.key_sums is not None:
+            mean, spread = self.value_sum is not None, self.key_sums is not None
+            self._add(cache, length, self.covered, -1.0, mean=mean, spread=spread)
+            # Evaluate now: a pending sum would hold the old keys and force the next in-place write to copy them.
+            mx.eval([array for array in (self.value_sum, *(self.key_sums or ())) if array is not None])
+        self.covered = length
+
+    def _add(self, cache: SparseCache, start: int, stop: int, sign: float, *, mean: bool, spread: bool) -> None:
+        valid = None
+        if cache.padding is not None:
+            valid = valid_keys(stop, cache.padding)[:, None, start:, None]
+
+        def total(rows: mx.array) -> mx.array:
+            return sign * (rows if valid is None else mx.where(valid, rows, 0.0)).sum(axis=2)
+
+        if mean:
+            self.value_sum = total(cache.values[..., start:stop, :].astype(mx.float32)) + (
+                0.0 if self.value_sum is None else self.value_sum
+            )
+        if spread:
+            rows = cache.keys[..., start:stop, :].astype(mx.float32)
+            if self.key_shift is None:
+                self.key_shift = rows.mean(axis=2, keepdims=True)
+            rows = rows - self.key_shift
+            first, second = self.key_sums or (mx.array(0.0), mx.array(0.0))
+            self.key_sums = (first + total(rows), second + total(rows**2))
+
+    def value_mean(self, count: int | mx.array) -> mx.array:
+        """(sparq.9) float32 ``(B, Hkv, D)``."""
+        assert self.value_sum is not None
+        return self.value_sum / count
+
+    def deviation(self, count: int | mx.array) -> mx.array:
+        """(sparq.1) standard deviation of each key component, float32 ``(B, Hkv, D)``."""
+        assert self.key_sums is not None
+        first, second = self.key_sums
+        return mx.sqrt(mx.maximum(second / count - (first / count) ** 2, 0.0))
+
+
+class SparseCache:
+    """Mixed into mlx-lm's caches: side buffers and `attend`."""
+
+    keys: Any
+    values: Any
+    _side: SideBuffers | None = None
+
+    @property
+    def length(self) -> int:
+        """Rows in use."""
+        raise NotImplementedError
+
+    @property
+    def padding(self) -> mx.array | None:
+        """``(B,)`` first valid row of each sequence, or None."""
+        return None
+
+    def drop_side_buffers(self) -> None:
+        """Forget everything that can be rebuilt; for operations that move rows."""
+        self._side = None
+
+    def attend(
+        self, queries: mx.array, config: MethodConfig, *, scale: float, backend: str
+    ) -> tuple[mx.array, mx.array]:
+        """One decode step over this cache.
+
+        Args:
+            queries: ``(B, Hq, 1, D)``; their keys and values have been written.
+            config: method and parameters, with ``component_score`` resolved.
+
+        Returns:
+            ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)`` of the attended keys.
+        """
+        S = self.length
+        keys, values = self.keys[..., :S, :], self.values[..., :S, :]
+        parameters: dict[str, Any] = {"scale": scale, "left_padding": self.padding}
+        if isinstance(config, SparQ):
+            G = queries.shape[1] // keys.shape[1]
+            parameters |= self._sparq_parameters(config, G, S)
+        elif isinstance(config, Streaming):
+            parameters |= {"sink_tokens": config.sink_tokens, "recent_tokens": config.recent_tokens}
+        else:
+            parameters["top_k"] = config.attended
+        if isinstance(config, OracleTopK):
+            window = check_local_window(config.local_window, config.top_k)
+            parameters |= {"local_window": window, "group_reduce": config.group_reduce}
+        result: tuple[mx.array, mx.array] = registry.load(config.name, backend)(queries, keys, values, **parameters)
+        return result
+
+    def _sparq_parameters(self, config: SparQ, G: int, S: int) -> dict[str, Any]:
+        reallocate = G == 1 if config.reallocate == "auto" else bool(config.reallocate)
+        weighted = config.component_score == "query_key"
+        side = self._side = self._side or SideBuffers()
+        side.extend(self, S, mean=reallocate, spread=weighted)
+        assert side.keys_t is not None
+        count = S if self.padding is None else mx.maximum(S - self.padding, 1)[:, None, None]
+        return {
+            "rank": config.rank,
+            "top_k": config.top_k,
+            "local_window": check_local_window(config.local_window, config.top_k),
+            "reallocate": reallocate,
+            "group_reduce": config.group_reduce,
+            "component_weight": side.deviation(count) if weighted else None,
+            "keys_t": side.keys_t[..., :S],
+            "value_mean": side.value_mean(count) if reallocate else None,
+        }
+
+
+class SparseKVCache(SparseCache, KVCache):
+    """`mlx_lm.models.cache.KVCache` that can attend sparsely; its ``state`` is KVCache's."""
+
+    @property
+    def length(self) -> int:
+        return int(self.offset)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        if self._side is not None:
+            self._side.rewind(self, self.length)
+        fetched: tuple[mx.array, mx.array] = super().update_and_fetch(keys, values)
+        return fetched
+
+    @property
+    def state(self) -> Any:
+        return KVCache.state.fget(self)
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.drop_side_buffers()
+        KVCache.state.fset(self, value)
+
+    @property
+    def nbytes(self) -> int:
+        own: int = KVCache.nbytes.fget(self)
+        return own + (self._side.nbytes if self._side else 0)
+
+
+class SparseBatchKVCache(SparseCache, BatchKVCache):
+    """`mlx_lm.models.cache.BatchKVCache` (left-padded batches of the server) that can attend sparsely."""
+
+    padding_mask: mx.array | None = None
+
+    @property
+    def length(self) -> int:
+        return int(self._idx)
+
+    @property
+    def padding(self) -> mx.array | None:
+        padding: mx.array = self.left_padding
+        return padding
+
+    def make_mask(self, N: int, return_array: bool = False, **kwargs: Any) -> mx.array:
+        mask: mx.array = super().make_mask(N, return_array, **kwargs)
+        # Remembered so that a mask that says no more than `left_padding` is known by identity.
+        self.padding_mask = mask if kwargs.get("window_size") is None else None
+        return mask
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        if self._side is not None:
+            self._side.rewind(self, self.length)
+        fetched: tuple[mx.array, mx.array] = super().update_and_fetch(keys, values)
+        return fetched
+
+    def prepare(self, **kwargs: Any) -> None:
+        self.drop_side_buffers()
+        super().prepare(**kwargs)
+
+    def finalize(self) -> None:
+        self.drop_side_buffers()
+        super().finalize()
+
+    def filter(self, batch_indices: Any) -> None:
+        self.drop_side_buffers()
+        super().filter(batch_indices)
+
+    def extend(self, other: Any) -> None:
+        self.drop_side_buffers()
+        super().extend(other)
+
+    @property
+    def state(self) -> Any:
+        return BatchKVCache.state.fget(self)
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.drop_side_buffers()
+        BatchKVCache.state.fset(self, value)
+
+    @property
+    def nbytes(self) -> int:
+        own: int = BatchKVCache.nbytes.fget(self)
+        return own + (self._side.nbytes if self._side else 0)
+
+
+# mlx-lm saves a cache under its class name and finds it again by that name: files stay its own.
+SparseKVCache.__name__ = KVCache.__name__
+SparseBatchKVCache.__name__ = BatchKVCache.__name__
+
+SPARSE_CLASSES: dict[type, type] = {KVCache: SparseKVCache, BatchKVCache: SparseBatchKVCache}
+
+
+def adopt(cache: Any) -> None:
+    """Let ``cache`` attend sparsely, in place, if it is one of mlx-lm's plain caches; lists and CacheList too."""
+    if isinstance(cache, (list, tuple)):
+        for entry in cache:
+            adopt(entry)
+    elif hasattr(cache, "caches"):
+        adopt(cache.caches)
+    elif type(cache) in SPARSE_CLASSES:
+        cache.__class__ = SPARSE_CLASSES[type(cache)]

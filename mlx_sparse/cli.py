@@ -1,0 +1,90 @@
+"""The command `mlx-sparse`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+
+from .checks import SparseAttentionError
+
+# mlx-lm's commands that take --attn, as subcommands of ours.
+HOSTED = ("generate", "chat", "server", "benchmark", "cache_prompt")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `mlx-sparse` with ``argv`` (default: the process's); return the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser()
+    if not arguments:
+        parser.print_help()
+        return 0
+    try:
+        if arguments[0] in HOSTED:
+            return _hosted(arguments[0], arguments[1:])
+        if arguments[0] == "demo":
+            from .demo.run import main as demo
+
+            return demo(arguments[1:])
+        args = parser.parse_args(arguments)
+        if args.command == "matrix":
+            return _matrix(markdown=args.markdown, as_json=args.json)
+        return _doctor(as_json=args.json)
+    except SparseAttentionError as error:
+        print(f"mlx-sparse: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mlx-sparse",
+        description="Sparse attention for long-context models on MLX.",
+        epilog="Examples:\n  mlx-sparse demo\n  mlx-sparse generate --model MODEL --prompt - --attn sparq < question.txt\n"
+        "  mlx_lm.generate --model MODEL --prompt - --attn sparq:rank=16 < question.txt",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=version("mlx-sparse-attention"))
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands.add_parser("demo", help="a real model answers a question about a long text, densely and sparsely")
+    for name in HOSTED:
+        commands.add_parser(name, help=f"mlx_lm.{name} with --attn, without the start-up hook")
+    matrix = commands.add_parser("matrix", help="print the table of methods and backends")
+    form = matrix.add_mutually_exclusive_group()
+    form.add_argument("--markdown", action="store_true", help="as in the README, the same on every machine")
+    form.add_argument("--json", action="store_true", help="for programs")
+    doctor = commands.add_parser("doctor", help="say what is installed, what can run here and what is in the way")
+    doctor.add_argument("--json", action="store_true", help="for programs")
+    return parser
+
+
+def _hosted(name: str, arguments: list[str]) -> int:
+    """Run mlx-lm's command with our options."""
+    from .lm.command import run
+
+    module = importlib.import_module(f"mlx_lm.{name}")
+    # The start-up hook may have wrapped it already.
+    original = getattr(module.main, "__wrapped__", module.main)
+    sys.argv = [f"mlx-sparse {name}", *arguments]
+    run(original, sys.argv[0])
+    return 0
+
+
+def _matrix(*, markdown: bool, as_json: bool) -> int:
+    from . import matrix
+
+    if as_json:
+        print(json.dumps(matrix.rows(), indent=2))
+    else:
+        print(matrix.markdown() if markdown else matrix.text())
+    return 0
+
+
+def _doctor(*, as_json: bool) -> int:
+    from . import doctor
+
+    findings = doctor.examine()
+    print(json.dumps(findings, indent=2) if as_json else doctor.text(findings))
+    return 1 if findings["problems"] else 0

@@ -1,0 +1,10 @@
+"""mlx-lm integration: `enable` a model, or the command-line option ``--attn``.
+
+How it works: every attention layer of mlx-lm calls one function, `mlx_lm.models.base.scaled_dot_product_attention`, and
+hands it the layer's cache. `seam` replaces that function in the modules of an enabled model; `plan` decides per call
+whether the cache attends sparsely and counts what it decided; `command` adds the option to mlx-lm's commands.
+"""
+
+from .enable import disable, enable, report, sparse
+
+__all__ = ["disable", "enable", "report", "sparse"]

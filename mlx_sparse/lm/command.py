@@ -1,0 +1,208 @@
+"""The option ``--attn`` of mlx-lm's commands.
+
+`run` wraps a command's ``main``: its own argument parser gains our options, its own loading of a model enables them, and
+a report follows at the end. Nothing changes when the option is not given.
+"""
+
+from __future__ import annotations
+
+import _thread
+import argparse
+import contextlib
+import json
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..checks import ConfigError, SparseAttentionError
+from ..config import Dense, MethodConfig, load_toml, parse
+from .report import JSON_KEY, Report
+
+REPORTS = ("text", "json", "off")
+
+
+class _Once(argparse.Action):
+    """Store a value, and refuse the option the second time."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        if getattr(namespace, self.dest) is not None:
+            _fail(parser, f"{option_string}: expected once, got twice. Join methods with '+'.")
+        setattr(namespace, self.dest, values)
+
+
+class Session:
+    """One run of a command with ``--attn``."""
+
+    def __init__(self) -> None:
+        self.config: MethodConfig | None = None
+        self.report_as = "text"
+        self.max_kv_size: int | None = None
+        self.reports: list[Report] = []
+        self.error: SparseAttentionError | None = None
+
+    def configure(self, parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+        """Check our options and their company before anything is loaded; a mistake ends the program here."""
+        from .enable import select_decode
+
+        self.report_as = args.attn_report
+        if args.attn is None and args.attn_config is None:
+            return
+        try:
+            base = load_toml(args.attn_config) if args.attn_config is not None else {}
+            configs = parse(args.attn, base) if args.attn is not None else tuple(base.values())
+            if configs == (Dense(),):
+                return
+            config = select_decode(configs)
+        except ConfigError as error:
+            _fail(parser, str(error))
+        if getattr(args, "kv_bits", None) is not None:
+            _fail(
+                parser, f"--kv-bits: expected none with --attn {config.name}, which reads unquantised keys. Drop one."
+            )
+        self.config = config
+        self.max_kv_size = getattr(args, "max_kv_size", None)
+
+    def load_model(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """mlx-lm's ``load_model`` with the method enabled on what it loads."""
+
+        def load_model(model_path: Path, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return self._load(original, model_path, *args, **kwargs)
+            except SparseAttentionError as error:
+                self.error = self.error or error
+                if threading.current_thread() is not threading.main_thread() and not self.reports:
+                    _thread.interrupt_main()  # the server loads on a thread of its own: end the program, not only it
+                raise
+
+        return load_model
+
+    def _load(self, original: Callable[..., Any], model_path: Path, *args: Any, **kwargs: Any) -> Any:
+        from .enable import enable
+
+        assert self.config is not None
+        if self.max_kv_size is not None:
+            refuse_rotating_cache(Path(model_path))
+        loaded = original(model_path, *args, **kwargs)
+        self.reports.append(enable(loaded[0], self.config))
+        return loaded
+
+    def print_report(self) -> None:
+        """The call report on standard error, so that the text on standard output stays the model's."""
+        if self.report_as == "json":
+            print(json.dumps({JSON_KEY: [report.as_dict() for report in self.reports]}), file=sys.stderr)
+        elif self.report_as == "text":
+            for report in self.reports:
+                print(f"[mlx-sparse] {report}", file=sys.stderr)
+
+
+def run(main: Callable[..., Any], command: str) -> Any:
+    """Run ``main`` of the mlx-lm command ``command`` with our options added to it."""
+    session = Session()
+    try:
+        with _options_in_first_parser(session), _enabled_on_load(session):
+            return main()
+    except SparseAttentionError as error:
+        _exit(command, str(error))
+    except KeyboardInterrupt:
+        if session.error is None:
+            raise
+    finally:
+        if session.reports:
+            session.print_report()
+    _exit(command, str(session.error))
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the group of options to a command's parser."""
+    group = parser.add_argument_group(
+        "sparse attention",
+        "Decode with a sparse attention method (mlx-sparse-attention). Prompts are processed densely.",
+    )
+    group.add_argument(
+        "--attn",
+        action=_Once,
+        metavar="METHOD[:KEY=VALUE,...]",
+        help="Method and parameters, for example 'sparq', 'sparq:rank=16,top_k=256' or 'sparq:preset=eval'. "
+        "'mlx-sparse matrix' lists the methods (default: dense attention).",
+    )
+    group.add_argument(
+        "--attn-config",
+        action=_Once,
+        metavar="FILE.toml",
+        help="Parameters from a TOML file with one table per method; --attn wins over it.",
+    )
+    group.add_argument(
+        "--attn-report",
+        choices=REPORTS,
+        default="text",
+        help="How to say at the end, on standard error, which calls were sparse, which dense and why, and how many "
+        "bytes that saved (default: text).",
+    )
+
+
+def refuse_rotating_cache(model_path: Path) -> None:
+    """Raise `ConfigError` if ``--max-kv-size`` gives the model in ``model_path`` rotating caches, before it is loaded."""
+    from mlx_lm import utils
+
+    config = utils.load_config(model_path)
+    model_class, _ = utils._get_classes(config)
+    if not hasattr(model_class, "make_cache"):
+        raise ConfigError(
+            f"--max-kv-size: expected none with --attn for {config.get('model_type')}, whose caches it makes rotating, "
+            "which no method here reads. Drop one."
+        )
+
+
+@contextlib.contextmanager
+def _options_in_first_parser(session: Session) -> Iterator[None]:
+    """Extend the first parser that parses: the command's own, whose arguments no one else has to repeat."""
+    original = argparse.ArgumentParser.parse_args
+
+    def parse_args(parser: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> Any:
+        argparse.ArgumentParser.parse_args = original  # type: ignore[method-assign]
+        add_options(parser)
+        parsed = original(parser, args, namespace)
+        session.configure(parser, parsed)
+        return parsed
+
+    argparse.ArgumentParser.parse_args = parse_args  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        argparse.ArgumentParser.parse_args = original  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _enabled_on_load(session: Session) -> Iterator[None]:
+    """Enable the session's method, if it gets one, on every model that mlx-lm loads meanwhile, draft models too."""
+    from mlx_lm import utils
+
+    original = utils.load_model
+    wrapped = session.load_model(original)
+
+    def load_model(*args: Any, **kwargs: Any) -> Any:
+        return (original if session.config is None else wrapped)(*args, **kwargs)
+
+    utils.load_model = load_model
+    try:
+        yield
+    finally:
+        utils.load_model = original
+
+
+def _fail(parser: argparse.ArgumentParser, message: str) -> Any:
+    """End the program with one line; argparse's own error prints the whole usage before it."""
+    _exit(parser.prog, message)
+
+
+def _exit(program: str, message: str) -> Any:
+    print(f"{program}: error: {message}", file=sys.stderr)
+    raise SystemExit(2)

@@ -1,0 +1,179 @@
+"""Turn sparse attention on and off for a loaded mlx-lm model."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+
+from .. import registry
+from ..checks import ConfigError
+from ..config import CONFIGS, Dense, MethodConfig, SparQ, parse
+from . import seam
+from .plan import Plan, leaves
+from .report import Report
+
+# Attributes of attention layers that normalise queries or keys, over mlx-lm's model files.
+NORMS = frozenset({"q_norm", "k_norm", "query_norm", "key_norm", "q_layernorm", "k_layernorm"})
+NORMS |= {"query_layernorm", "key_layernorm"}
+
+
+def enable(model: Any, attn: str | MethodConfig = "sparq", *, backend: str = "auto") -> Report:
+    """Let ``model`` attend sparsely from now on, whatever cache it is called with.
+
+    Args:
+        model: a model loaded by mlx-lm.
+        attn: METHOD[:key=value,...], for example ``"sparq:rank=16"``, or a configuration of `mlx_sparse.config`.
+        backend: "auto", or a backend by name.
+
+    Returns:
+        The report, which keeps counting while the model runs.
+
+    Raises:
+        ConfigError: the method or its parameters are wrong, the model has no layer that could use them, or is already
+            enabled.
+        BackendUnavailable: the backend cannot run here, or the installed mlx-lm has moved its interfaces.
+    """
+    seam.require()
+    if plan_of(model) is not None:
+        raise ConfigError("model: expected one that is not enabled, got one that is. Call mlx_sparse.disable first.")
+    config = resolve(select_decode(parse(attn) if isinstance(attn, str) else (attn,)), model)
+    family = model_type(model)
+    report = Report(str(config), registry.resolve(backend), family)
+    plan = Plan(config, report.backend, report)
+    names = seam.bind(model)
+    if not names:
+        raise ConfigError(
+            f"model: expected attention through mlx_lm.models.base.{seam.NAME}, got {family}, which computes its own. "
+            f"Run it without {config.name}."
+        )
+    cls = type(model)
+    model.__class__ = _sparse_class(cls)
+    # Not through nn.Module, which files attributes among the parameters.
+    object.__setattr__(model, "_mlx_sparse", (plan, cls, names))
+    try:
+        _probe(model, plan)
+    except BaseException:
+        disable(model)
+        raise
+    return report
+
+
+def disable(model: Any) -> None:
+    """Undo `enable`; a model that is not enabled is left alone."""
+    state = getattr(model, "_mlx_sparse", None)
+    if state is None:
+        return
+    _, cls, names = state
+    object.__delattr__(model, "_mlx_sparse")
+    model.__class__ = cls
+    seam.unbind(names)
+
+
+@contextlib.contextmanager
+def sparse(model: Any, attn: str | MethodConfig = "sparq", *, backend: str = "auto") -> Iterator[Report]:
+    """`enable` for the time of a ``with`` block."""
+    report = enable(model, attn, backend=backend)
+    try:
+        yield report
+    finally:
+        disable(model)
+
+
+def report(model: Any) -> Report | None:
+    """The report of an enabled model; None for any other."""
+    plan = plan_of(model)
+    return plan.report if plan else None
+
+
+def plan_of(model: Any) -> Plan | None:
+    """The plan of an enabled model; None for any other."""
+    state = getattr(model, "_mlx_sparse", None)
+    return state[0] if state else None
+
+
+def select_decode(configs: tuple[MethodConfig, ...]) -> MethodConfig:
+    """The one method that decodes.
+
+    Raises:
+        ConfigError: several methods for one stage, none, or one that models cannot be run with.
+    """
+    served = [name for name, method in registry.METHODS.items() if method.served and name != Dense.name]
+    for config in configs:
+        if config.name not in served:
+            listed = ", ".join(name for name in CONFIGS if name in served)
+            raise ConfigError(f"attn: expected one of {listed} for a model, got {config.name}.")
+    if len(configs) != 1:
+        names = " and ".join(config.name for config in configs)
+        raise ConfigError(f"attn: expected one decode method, got {names}.")
+    return configs[0]
+
+
+def resolve(config: MethodConfig, model: Any) -> MethodConfig:
+    """Settle what "auto" means for this model: SparQ's component score."""
+    if isinstance(config, SparQ) and config.component_score == "auto":
+        score = "query_key" if has_qk_norm(model) else "query"
+        return dataclasses.replace(config, component_score=score)
+    return config
+
+
+def has_qk_norm(model: Any) -> bool:
+    """Whether some layer normalises its queries or keys."""
+    return any(name.rpartition(".")[2] in NORMS for name, _ in model.named_modules())
+
+
+def model_type(model: Any) -> str:
+    """mlx-lm's name of the model's family."""
+    declared = getattr(model, "model_type", None) or type(model).__module__.rpartition(".")[2]
+    return str(declared)
+
+
+def _sparse_class(cls: type) -> type:
+    """A subclass of a model's class whose calls run under the model's plan. mlx-lm looks at the signature: keep it."""
+    signature = inspect.signature(cls.__call__)
+
+    @functools.wraps(cls.__call__)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        plan: Plan = self._mlx_sparse[0]
+        plan.begin(signature.bind_partial(self, *args, **kwargs).arguments.get("cache"))
+        token = seam.active.set(plan)
+        try:
+            return cls.__call__(self, *args, **kwargs)
+        finally:
+            seam.active.reset(token)
+
+    return type(cls.__name__, (cls,), {"__call__": call, "__module__": cls.__module__, "__doc__": cls.__doc__})
+
+
+def _probe(model: Any, plan: Plan) -> None:
+    """Call the model once on one token, without evaluating anything, to see which layers the method can serve.
+
+    Raises:
+        ConfigError: none of them, or a parameter does not fit the head dim.
+    """
+    caches = make_prompt_cache(model)
+    probed = plan.probe()
+    try:
+        model(mx.zeros((1, 1), mx.int32), cache=caches)
+    finally:
+        plan.end_probe()
+    report = plan.report
+    for cache in leaves(caches):
+        reason = probed.get(id(cache), "that compute attention themselves or have none")
+        report.layers += 1
+        if reason is None:
+            report.served_layers += 1
+        else:
+            report.dense_layers[reason] += 1
+    if report.served_layers == 0:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in report.dense_layers.items())
+        raise ConfigError(
+            f"model: expected an attention layer that {plan.config.name} can serve, got {report.model_type} with "
+            f"{report.layers} layers: {reasons}."
+        )

@@ -1,0 +1,110 @@
+"""What an enabled model does at each attention call: sparse or dense, and why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+
+from ..cache import SparseBatchKVCache, SparseCache, adopt
+from ..checks import check_rank
+from ..config import MethodConfig, SparQ
+from ..stats import dense_elements
+from .report import Report
+
+# More queries than this in one call are a prompt; fewer, after a prompt, are draft tokens being verified.
+VERIFY_QUERIES = 16
+
+
+class Plan:
+    """The method of one model and the count of its calls."""
+
+    def __init__(self, config: MethodConfig, backend: str, report: Report) -> None:
+        self.config = config
+        self.backend = backend
+        self.report = report
+        self._probed: dict[int, str | None] | None = None
+        self._caches: Any = None
+
+    def begin(self, caches: Any) -> None:
+        """A call of the model starts: its plain caches become ours."""
+        if caches is not None:
+            adopt(caches)
+        self._caches = caches
+
+    def probe(self) -> dict[int, str | None]:
+        """From now on until `end_probe`, note per cache (by id) why its layer stays dense, None if it need not."""
+        self._probed = {}
+        return self._probed
+
+    def end_probe(self) -> None:
+        self._probed = None
+
+    def attend(
+        self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None
+    ) -> mx.array | None:
+        """The sparse result of one attention call, or None to let mlx-lm attend densely."""
+        reason = self._layer_reason(keys, values, cache)
+        if self._probed is not None:
+            if reason is None and isinstance(self.config, SparQ):
+                check_rank(self.config.rank, queries.shape[-1])
+            self._probed[id(cache)] = reason
+            return None
+        reason = reason or self._call_reason(queries, keys, cache, mask)
+        if reason is not None:
+            self.report.dense_calls[reason] += 1
+            return None
+        out, lse = cache.attend(queries, self.config, scale=scale, backend=self.backend)
+        if sinks is not None:
+            # A sink is one more logit in the softmax with nothing behind it.
+            kept = mx.sigmoid(lse - sinks.astype(mx.float32)[None, :, None])
+            out = (out.astype(mx.float32) * kept[..., None]).astype(out.dtype)
+        self._count(queries, keys)
+        return out
+
+    def _layer_reason(self, keys: Any, values: Any, cache: Any) -> str | None:
+        """Why this layer can never attend sparsely."""
+        if cache is None:
+            return "without a KV cache"
+        if hasattr(cache, "bits"):
+            return "with a quantised KV cache"
+        if not isinstance(cache, SparseCache):
+            name = type(cache).__name__
+            return f"with a sliding window ({name})" if "Rotating" in name else f"with a {name}"
+        if keys.shape != values.shape:
+            return "with key and value head dims that differ (MLA)"
+        if keys.shape[1:] != (cache.keys.shape[1], cache.length, cache.keys.shape[3]):
+            return "with keys that are not the cache's"
+        return None
+
+    def _call_reason(self, queries: mx.array, keys: mx.array, cache: Any, mask: Any) -> str | None:
+        """Why this call attends densely."""
+        L, S = queries.shape[2], keys.shape[2]
+        if L > 1:
+            verifying = L <= VERIFY_QUERIES and S > L
+            return "of several queries at once (verification)" if verifying else "of several queries at once (prompt)"
+        if mask is not None and not self._is_padding_mask(mask):
+            return "with an array mask"
+        if S < self.config.shortest_context:
+            return f"over fewer than {self.config.shortest_context:,} keys"
+        return None
+
+    def _is_padding_mask(self, mask: Any) -> bool:
+        """Whether ``mask`` is the one a batch cache made of its left padding, which the sparse step honours itself."""
+        if isinstance(mask, str):
+            return True  # "causal" says nothing about a single query
+        return any(isinstance(c, SparseBatchKVCache) and c.padding_mask is mask for c in leaves(self._caches))
+
+    def _count(self, queries: mx.array, keys: mx.array) -> None:
+        B, Hkv, S, D = keys.shape
+        size = B * Hkv * keys.itemsize
+        self.report.sparse_calls += 1
+        self.report.sparse_bytes += size * self.config.elements(S, D)
+        self.report.dense_bytes += size * dense_elements(S, D)
+
+
+def leaves(caches: Any) -> list[Any]:
+    """The caches of a model's list, those inside a CacheList too."""
+    if isinstance(caches, (list, tuple)):
+        return [leaf for entry in caches for leaf in leaves(entry)]
+    return leaves(caches.caches) if hasattr(caches, "caches") else [caches]

@@ -1,0 +1,72 @@
+"""What a model's attention calls did: counted while it runs, printed at the end."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+# The key of the JSON line that ``--attn-report json`` prints.
+JSON_KEY = "mlx_sparse_report"
+
+
+@dataclass
+class Report:
+    """Calls of one enabled model.
+
+    Attributes:
+        attn: the method as text, every automatic choice resolved.
+        backend: the backend that runs it.
+        model_type: mlx-lm's name of the model family.
+        layers: layers with a cache.
+        served_layers: layers that can attend sparsely.
+        dense_layers: number of other layers by reason.
+        sparse_calls: attention calls that ran sparsely.
+        dense_calls: number of other calls by reason.
+        sparse_bytes: bytes of K and V that the sparse calls moved, by the papers' formulae.
+        dense_bytes: bytes that dense attention would have moved in the same calls.
+    """
+
+    attn: str
+    backend: str
+    model_type: str
+    layers: int = 0
+    served_layers: int = 0
+    dense_layers: Counter[str] = field(default_factory=Counter)
+    sparse_calls: int = 0
+    dense_calls: Counter[str] = field(default_factory=Counter)
+    sparse_bytes: int = 0
+    dense_bytes: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {**self.__dict__, "dense_layers": dict(self.dense_layers), "dense_calls": dict(self.dense_calls)}
+
+    def __str__(self) -> str:
+        lines = [f"{self.attn} on {self.backend}: {self.served_layers} of {self.layers} layers ({self.model_type})"]
+        if self.dense_layers:
+            lines.append(f"  dense layers: {_listing(self.dense_layers)}")
+        if self.sparse_calls:
+            share = self.sparse_bytes / self.dense_bytes
+            per_token = self.served_layers / self.sparse_calls
+            lines.append(
+                f"  sparse calls: {self.sparse_calls:,}, moved {share:.1%} of the dense bytes "
+                f"({_bytes(self.sparse_bytes * per_token)} instead of {_bytes(self.dense_bytes * per_token)} per token)"
+            )
+        else:
+            lines.append("  sparse calls: none")
+        if self.dense_calls:
+            lines.append(f"  dense calls: {_listing(self.dense_calls)}")
+        return "\n".join(lines)
+
+
+def _listing(counts: Counter[str]) -> str:
+    return ", ".join(f"{count:,} {reason}" for reason, count in counts.most_common())
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} GB"

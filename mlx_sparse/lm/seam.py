@@ -1,0 +1,107 @@
+"""The place where mlx-lm's models call attention, and our function there."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections import Counter
+from contextvars import ContextVar
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm
+import mlx_lm.models.base as base
+import mlx_lm.models.cache as caches
+import mlx_lm.utils as utils
+
+from ..checks import BackendUnavailable
+from .plan import Plan
+
+NAME = "scaled_dot_product_attention"
+SUPPORTED = "mlx-lm 0.32"
+PARAMETERS = ["queries", "keys", "values", "cache", "scale", "mask", "sinks"]
+
+original = base.scaled_dot_product_attention
+
+# The plan of the model that is being called on this thread.
+active: ContextVar[Plan | None] = ContextVar("active", default=None)
+
+
+def scaled_dot_product_attention(
+    queries: mx.array,
+    keys: Any,
+    values: Any,
+    cache: Any,
+    scale: float,
+    mask: Any,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """mlx-lm's function of this name, with the active plan asked first."""
+    plan = active.get()
+    if plan is not None:
+        out = plan.attend(queries, keys, values, cache, scale, mask, sinks)
+        if out is not None:
+            return out
+    dense: mx.array = original(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
+    return dense
+
+
+_bound: Counter[str] = Counter()
+
+
+def bind(model: Any) -> list[str]:
+    """Put our function into the modules whose classes ``model`` is made of; return their names.
+
+    Model files import mlx-lm's function by value, so each of them holds its own reference.
+    """
+    names = {type(module).__module__ for _, module in model.named_modules()}
+    names = {name for name in names if getattr(sys.modules.get(name), NAME, None) in (original, OURS)}
+    for name in names:
+        _bound[name] += 1
+        setattr(sys.modules[name], NAME, OURS)
+    return sorted(names)
+
+
+def unbind(names: list[str]) -> None:
+    """Undo one `bind`; the last one restores mlx-lm's function."""
+    for name in names:
+        _bound[name] -= 1
+        if _bound[name] == 0:
+            setattr(sys.modules[name], NAME, original)
+
+
+OURS = scaled_dot_product_attention
+
+
+def moved() -> list[str]:
+    """What is not where this version expects it in the installed mlx-lm; empty when all is well."""
+    problems = []
+    if list(inspect.signature(original).parameters) != PARAMETERS:
+        problems.append("mlx_lm.models.base.scaled_dot_product_attention takes other parameters")
+    if not callable(getattr(utils, "load_model", None)):
+        problems.append("mlx_lm.utils.load_model is gone")
+    for cls, members in (
+        (caches.KVCache, ("update_and_fetch", "state", "trim", "make_mask", "nbytes")),
+        (caches.BatchKVCache, ("update_and_fetch", "state", "prepare", "finalize", "filter", "extend", "make_mask")),
+    ):
+        problems += [f"{cls.__name__}.{member} is gone" for member in members if not hasattr(cls, member)]
+    if not problems and len(caches.KVCache().state) != 3:
+        problems.append("KVCache.state is no longer keys, values, offset")
+    return problems
+
+
+def require() -> None:
+    """Raise `BackendUnavailable` if a seam has moved: a silent dense run would be worse than none."""
+    problems = moved()
+    if problems:
+        version = getattr(mlx_lm, "__version__", "unknown")
+        raise BackendUnavailable(
+            f"mlx-lm: expected the interfaces of {SUPPORTED}, got version {version} where {'; '.join(problems)}. "
+            f"Install {SUPPORTED}."
+        )
+
+
+def is_module_with_seam(module: ModuleType | None) -> bool:
+    """Whether ``module`` calls attention through mlx-lm's function."""
+    return getattr(module, NAME, None) in (original, OURS)
