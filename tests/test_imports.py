@@ -18,10 +18,11 @@ LEVELS = [
     {"api", "saap"},
     {"cache"},
     {"lm"},
+    {"_boot"},  # the start-up hook hands over to lm
     {"bench", "evaluate"},
-    {"demo"},
+    {"demo", "doctor", "matrix"},
     {"cli"},
-    {"__init__", "__main__", "_boot"},  # the public names, and the hook that hands over to lm
+    {"__init__", "__main__"},
 ]
 LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 FREE = {"torch", "triton", "onnx", "onnx_ir", "onnxscript", "onnxruntime"}  # mlx_sparse runs without them
