@@ -1,63 +1,54 @@
 """Sparse attention for long-context language models on MLX.
 
-Functions on arrays: `sparq_attention` and the baselines. Models: `enable`, `disable`, `sparse`.
+Functions on arrays: `sparq_attention` and the baselines. Models: `enable`, `disable`, `sparse`, `report`.
 Names are imported on first use: importing this package imports neither mlx nor mlx_lm.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .api import attend_indices as attend_indices
+    from .api import dense_attention as dense_attention
+    from .api import flexgen_attention as flexgen_attention
+    from .api import h2o_attention as h2o_attention
+    from .api import h2o_scores as h2o_scores
+    from .api import oracle_top_k_attention as oracle_top_k_attention
+    from .api import sparq_attention as sparq_attention
+    from .api import streaming_attention as streaming_attention
+    from .checks import ArtefactError as ArtefactError
+    from .checks import BackendUnavailable as BackendUnavailable
+    from .checks import ConfigError as ConfigError
+    from .checks import ShapeError as ShapeError
+    from .checks import SparseAttentionError as SparseAttentionError
+    from .lm import disable as disable
+    from .lm import enable as enable
+    from .lm import report as report
+    from .lm import sparse as sparse
+    from .stats import Stats as Stats
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "BackendUnavailable": "checks",
-    "ConfigError": "checks",
-    "ShapeError": "checks",
-    "ArtefactError": "checks",
-    "SparseAttentionError": "checks",
-    "Stats": "stats",
-    "attend_indices": "api",
-    "dense_attention": "api",
-    "flexgen_attention": "api",
-    "h2o_attention": "api",
-    "h2o_scores": "api",
-    "oracle_top_k_attention": "api",
-    "sparq_attention": "api",
-    "streaming_attention": "api",
-    "disable": "lm",
-    "enable": "lm",
-    "report": "lm",
-    "sparse": "lm",
+    "checks": "ArtefactError BackendUnavailable ConfigError ShapeError SparseAttentionError",
+    "stats": "Stats",
+    "api": "attend_indices dense_attention flexgen_attention h2o_attention h2o_scores oracle_top_k_attention "
+    "sparq_attention streaming_attention",
+    "lm": "disable enable report sparse",
 }
-
-__all__ = sorted(_HOMES)
-
-if TYPE_CHECKING:
-    from .api import (
-        attend_indices,
-        dense_attention,
-        flexgen_attention,
-        h2o_attention,
-        h2o_scores,
-        oracle_top_k_attention,
-        sparq_attention,
-        streaming_attention,
-    )
-    from .checks import ArtefactError, BackendUnavailable, ConfigError, ShapeError, SparseAttentionError
-    from .lm import disable, enable, report, sparse
-    from .stats import Stats
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+def __getattr__(name: str) -> object:
+    if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    value: object = getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "__version__"]
+    return [*sorted(_HOME_OF), "__version__"]

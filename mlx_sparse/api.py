@@ -2,9 +2,9 @@
 
 Shapes: ``queries (B, Hq, L, D)``, ``keys`` and ``values (B, Hkv, S, D)`` with the current tokens included; query i of L
 sits at position ``S - L + i``; ``left_padding (B,)`` int is the first valid key of each row. Every function returns
-``out (B, Hq, L, D)`` in the type of ``queries`` and, with ``return_stats=True``, a `Stats`; ``return_stats="mass"`` also
-measures the retained attention mass, which costs one dense pass over the keys. Decode methods attend densely when there
-is more than one query (``L > 1``) or nothing to leave out.
+``out (B, Hq, L, D)`` in the type of ``queries`` and, with ``return_stats=True``, a `Stats`; ``return_stats="mass"``
+also measures the retained attention mass, which costs one dense pass over the keys. Decode methods attend densely when
+there is more than one query (``L > 1``) or nothing to leave out.
 
 All raise `ShapeError` for arrays that do not fit together, `ConfigError` for parameters out of range and
 `BackendUnavailable` for a backend that cannot run here.
@@ -69,7 +69,7 @@ class _Call:
         return out, Stats(moved, moved, 1.0, mx.ones((n.B, n.Hq, n.L)) if self.return_stats == "mass" else None)
 
     def decode(self, method: str, count: Callable[..., int], attended: int, **parameters: Any) -> Any:
-        """One step of ``method``, which attends ``attended`` keys and moves ``count`` elements; dense if that is all."""
+        """One step of ``method``, which attends ``attended`` keys and moves ``count`` elements; dense if it is all."""
         if self.sizes.L > 1 or self.sizes.S <= attended:
             return self.dense()
         out, lse = self.run(method, **parameters)

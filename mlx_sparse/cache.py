@@ -1,8 +1,8 @@
 """KV caches that attend sparsely: mlx-lm's own caches with side buffers that their ``state`` does not show.
 
-A cache is adopted in place (`adopt`): its keys, values and offset stay mlx-lm's, so files, trimming, merging and batching
-work as before. What a method reads besides, component-major keys and running sums, is built on the first sparse step
-and follows the cache through trim, growth, copies and reloads.
+A cache is adopted in place (`adopt`): its keys, values and offset stay mlx-lm's, so files, trimming, merging and
+batching work as before. What a method reads besides, component-major keys and running sums, is built on the first
+sparse step and follows the cache through trim, growth, copies and reloads.
 """
 
 from __future__ import annotations
@@ -119,6 +119,26 @@ class SparseCache:
         """``(B,)`` first valid row of each sequence, or None."""
         return None
 
+    @property
+    def state(self) -> Any:
+        """What mlx-lm saves and evaluates: exactly its own."""
+        return super().state  # type: ignore[misc]
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.drop_side_buffers()
+        super(SparseCache, type(self)).state.fset(self, value)  # type: ignore[misc]
+
+    @property
+    def nbytes(self) -> int:
+        own: int = super().nbytes  # type: ignore[misc]
+        return own + (self._side.nbytes if self._side else 0)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
+        if self._side is not None:
+            self._side.rewind(self, self.length)
+        return super().update_and_fetch(keys, values)  # type: ignore[misc]
+
     def drop_side_buffers(self) -> None:
         """Forget everything that can be rebuilt; for operations that move rows."""
         self._side = None
@@ -171,35 +191,15 @@ class SparseCache:
 
 
 class SparseKVCache(SparseCache, KVCache):
-    """`mlx_lm.models.cache.KVCache` that can attend sparsely; its ``state`` is KVCache's."""
+    """`mlx_lm.models.cache.KVCache` that can attend sparsely."""
 
     @property
     def length(self) -> int:
         return int(self.offset)
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        if self._side is not None:
-            self._side.rewind(self, self.length)
-        fetched: tuple[mx.array, mx.array] = super().update_and_fetch(keys, values)
-        return fetched
-
-    @property
-    def state(self) -> Any:
-        return KVCache.state.fget(self)
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.drop_side_buffers()
-        KVCache.state.fset(self, value)
-
-    @property
-    def nbytes(self) -> int:
-        own: int = KVCache.nbytes.fget(self)
-        return own + (self._side.nbytes if self._side else 0)
-
 
 class SparseBatchKVCache(SparseCache, BatchKVCache):
-    """`mlx_lm.models.cache.BatchKVCache` (left-padded batches of the server) that can attend sparsely."""
+    """`mlx_lm.models.cache.BatchKVCache`, the server's left-padded batch, that can attend sparsely."""
 
     padding_mask: mx.array | None = None
 
@@ -218,41 +218,23 @@ class SparseBatchKVCache(SparseCache, BatchKVCache):
         self.padding_mask = mask if kwargs.get("window_size") is None else None
         return mask
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        if self._side is not None:
-            self._side.rewind(self, self.length)
-        fetched: tuple[mx.array, mx.array] = super().update_and_fetch(keys, values)
-        return fetched
+    # These move rows.
 
     def prepare(self, **kwargs: Any) -> None:
         self.drop_side_buffers()
-        super().prepare(**kwargs)
+        super().prepare(**kwargs)  # type: ignore[no-untyped-call]
 
     def finalize(self) -> None:
         self.drop_side_buffers()
-        super().finalize()
+        super().finalize()  # type: ignore[no-untyped-call]
 
     def filter(self, batch_indices: Any) -> None:
         self.drop_side_buffers()
-        super().filter(batch_indices)
+        super().filter(batch_indices)  # type: ignore[no-untyped-call]
 
     def extend(self, other: Any) -> None:
         self.drop_side_buffers()
-        super().extend(other)
-
-    @property
-    def state(self) -> Any:
-        return BatchKVCache.state.fget(self)
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.drop_side_buffers()
-        BatchKVCache.state.fset(self, value)
-
-    @property
-    def nbytes(self) -> int:
-        own: int = BatchKVCache.nbytes.fget(self)
-        return own + (self._side.nbytes if self._side else 0)
+        super().extend(other)  # type: ignore[no-untyped-call]
 
 
 # mlx-lm saves a cache under its class name and finds it again by that name: files stay its own.

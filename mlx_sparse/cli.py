@@ -42,7 +42,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mlx-sparse",
         description="Sparse attention for long-context models on MLX.",
-        epilog="Examples:\n  mlx-sparse demo\n  mlx-sparse generate --model MODEL --prompt - --attn sparq < question.txt\n"
+        epilog="Examples:\n  mlx-sparse demo\n"
+        "  mlx-sparse generate --model MODEL --prompt - --attn sparq < question.txt\n"
         "  mlx_lm.generate --model MODEL --prompt - --attn sparq:rank=16 < question.txt",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -66,9 +66,10 @@ class Dense(MethodConfig):
 class SparQ(MethodConfig):
     """SparQ decoding (docs/spec/sparq.md).
 
-    ``dense_below``: attend densely while the context has fewer keys; "auto" is ``8 * top_k``, above which one step of
-    the `ops` backend was the faster one (docs/results/ops.md). ``component_score="auto"`` is ``"query_key"`` for models with q/k-norm, where the paper's rule collapses, and
-    ``"query"`` (the paper) otherwise; ``reallocate="auto"`` is on for one query head per KV head and off otherwise.
+    What "auto" means: ``dense_below``, the number of keys below which attention stays dense, is ``8 * top_k``, about
+    where one step of the `ops` backend becomes the faster one (docs/results/ops.md); ``component_score`` is
+    ``"query_key"`` for models with q/k-norm, where the paper's rule collapses, and ``"query"``, the paper's, otherwise;
+    ``reallocate`` is on for one query head per KV head and off otherwise.
     """
 
     name: ClassVar[str] = "sparq"
@@ -77,7 +78,7 @@ class SparQ(MethodConfig):
         "paper": {"component_score": "query"},
         # The paper's code listing: no local window, mean reallocation for every group size.
         "appendix_b": {"component_score": "query", "local_window": 0, "reallocate": True},
-        # The authors' evaluation code: sum of logits; the current token is free, so 128 + 1 keys, 32 + 1 of them local.
+        # The authors' evaluation code: sum of logits; the current token comes free: 128 + 1 keys, 32 + 1 local.
         "eval": {"component_score": "query", "group_reduce": "logits", "top_k": 129, "local_window": 33},
         # Ours: components ranked by |q| times the spread of the keys.
         "robust": {"component_score": "query_key"},

@@ -64,7 +64,7 @@ def _version(name: str) -> str | None:
 def _guarded(probe: Any, problems: list[str], package: str) -> Any:
     try:
         return probe()
-    except Exception as error:  # noqa: BLE001 - whatever is broken, say so and go on
+    except Exception as error:  # whatever is broken, say so and go on
         problems.append(f"{package} does not work here: {type(error).__name__}: {error}")
         return None
 

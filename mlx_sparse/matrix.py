@@ -39,7 +39,7 @@ def text() -> str:
     """The table for a terminal, with the reasons why a backend cannot run here below."""
     lines = [f"{'method':<14}{'stage':<20}{'--attn':<8}" + "".join(f"{backend:<10}" for backend in BACKENDS)]
     for row in rows():
-        cells = ["no" if backend not in row["backends"] else row["backends"][backend] for backend in BACKENDS]
+        cells = [row["backends"].get(backend, "no") for backend in BACKENDS]
         cells = [cell if cell in ("yes", "no") else "not here" for cell in cells]
         served = "yes" if row["attn"] else "no"
         lines.append(

@@ -5,6 +5,6 @@ hands it the layer's cache. `seam` replaces that function in the modules of an e
 whether the cache attends sparsely and counts what it decided; `command` adds the option to mlx-lm's commands.
 """
 
-from .enable import disable, enable, report, sparse
+from .model import disable, enable, report, sparse
 
 __all__ = ["disable", "enable", "report", "sparse"]

@@ -1,7 +1,7 @@
 """The option ``--attn`` of mlx-lm's commands.
 
-`run` wraps a command's ``main``: its own argument parser gains our options, its own loading of a model enables them, and
-a report follows at the end. Nothing changes when the option is not given.
+`run` wraps a command's ``main``: its own argument parser gains our options, its own loading of a model enables them,
+and a report follows at the end. Nothing changes when the option is not given.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from ..checks import ConfigError, SparseAttentionError
 from ..config import Dense, MethodConfig, load_toml, parse
-from .report import JSON_KEY, Report
+from .call_report import JSON_KEY, Report
 
 REPORTS = ("text", "json", "off")
 
@@ -50,7 +50,7 @@ class Session:
 
     def configure(self, parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         """Check our options and their company before anything is loaded; a mistake ends the program here."""
-        from .enable import select_decode
+        from .model import select_decode
 
         self.report_as = args.attn_report
         if args.attn is None and args.attn_config is None:
@@ -85,7 +85,7 @@ class Session:
         return load_model
 
     def _load(self, original: Callable[..., Any], model_path: Path, *args: Any, **kwargs: Any) -> Any:
-        from .enable import enable
+        from .model import enable
 
         assert self.config is not None
         if self.max_kv_size is not None:
@@ -149,7 +149,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def refuse_rotating_cache(model_path: Path) -> None:
-    """Raise `ConfigError` if ``--max-kv-size`` gives the model in ``model_path`` rotating caches, before it is loaded."""
+    """Raise `ConfigError` if ``--max-kv-size`` gives the model in ``model_path`` rotating caches; do not load it."""
     from mlx_lm import utils
 
     config = utils.load_config(model_path)

@@ -10,7 +10,7 @@ from ..cache import SparseBatchKVCache, SparseCache, adopt
 from ..checks import check_rank
 from ..config import MethodConfig, SparQ
 from ..stats import dense_elements
-from .report import Report
+from .call_report import Report
 
 # More queries than this in one call are a prompt; fewer, after a prompt, are draft tokens being verified.
 VERIFY_QUERIES = 16
@@ -54,6 +54,7 @@ class Plan:
         if reason is not None:
             self.report.dense_calls[reason] += 1
             return None
+        out: mx.array
         out, lse = cache.attend(queries, self.config, scale=scale, backend=self.backend)
         if sinks is not None:
             # A sink is one more logit in the softmax with nothing behind it.

@@ -11,15 +11,15 @@ from typing import Any
 
 import mlx.core as mx
 import mlx_lm
-import mlx_lm.models.base as base
-import mlx_lm.models.cache as caches
-import mlx_lm.utils as utils
+from mlx_lm import utils
+from mlx_lm.models import base
+from mlx_lm.models import cache as caches
 
 from ..checks import BackendUnavailable
 from .plan import Plan
 
 NAME = "scaled_dot_product_attention"
-SUPPORTED = "mlx-lm 0.32"
+SUPPORTED = "mlx-lm 0.32 (0.31.3 on Python 3.10)"
 PARAMETERS = ["queries", "keys", "values", "cache", "scale", "mask", "sinks"]
 
 original = base.scaled_dot_product_attention
@@ -86,8 +86,12 @@ def moved() -> list[str]:
         (caches.BatchKVCache, ("update_and_fetch", "state", "prepare", "finalize", "filter", "extend", "make_mask")),
     ):
         problems += [f"{cls.__name__}.{member} is gone" for member in members if not hasattr(cls, member)]
-    if not problems and len(caches.KVCache().state) != 3:
-        problems.append("KVCache.state is no longer keys, values, offset")
+    if not problems:
+        cache = caches.KVCache()
+        rows = mx.zeros((1, 1, 1, 1))
+        cache.update_and_fetch(rows, rows)
+        if [getattr(entry, "ndim", None) for entry in cache.state[:2]] != [4, 4] or cache.offset != 1:
+            problems.append("KVCache no longer keeps keys, values and an offset")
     return problems
 
 

@@ -57,8 +57,9 @@ def dense_attention(
     """Causal attention of ``queries (B, Hq, L, D)`` at positions ``S - L ..`` by MLX's own kernel."""
     L, S = queries.shape[2], keys.shape[2]
     if left_padding is None:
-        mask = "causal" if L > 1 else None
-        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
+        return mx.fast.scaled_dot_product_attention(
+            queries, keys, values, scale=scale, mask="causal" if L > 1 else None
+        )
     valid = valid_keys(S, left_padding)
     mask = causal_mask(L, S, left_padding)[:, None]
     # Padded rows may hold anything, and 0 * inf is NaN.

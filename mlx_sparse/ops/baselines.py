@@ -114,7 +114,7 @@ def h2o_scores(queries: mx.array, keys: mx.array, *, scale: float, left_padding:
 def exact_weights(
     queries: mx.array, keys: mx.array, *, scale: float, left_padding: mx.array | None
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Exact float32 logits and softmax weights ``(B, Hkv, G, S)`` and log-sum-exp ``(B, Hkv, G)`` of one decode step."""
+    """Exact float32 logits and softmax weights ``(B, Hkv, G, S)`` and log-sum-exp ``(B, Hkv, G)`` of one step."""
     S = keys.shape[2]
     logits = (group_queries(queries, keys.shape[1]) * scale) @ keys.swapaxes(-1, -2).astype(mx.float32)
     valid = None if left_padding is None else valid_keys(S, left_padding)[:, None, None, :]

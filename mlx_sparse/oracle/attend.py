@@ -16,7 +16,8 @@ Array = npt.NDArray[Any]
 
 def float64(array: npt.ArrayLike) -> Array:
     """Promote to float64."""
-    return np.asarray(array, dtype=np.float64)
+    promoted: Array = np.asarray(array, dtype=np.float64)
+    return promoted
 
 
 def check_backend(backend: str) -> None:
@@ -30,7 +31,8 @@ def logits(queries: Array, keys: Array, scale: float) -> Array:
     B, Hq, L, D = queries.shape
     Hkv = keys.shape[1]
     grouped = queries.reshape(B, Hkv, Hq // Hkv, L, D)
-    return np.einsum("bhgld,bhsd->bhgls", grouped, keys) * scale
+    scores: Array = np.einsum("bhgld,bhsd->bhgls", grouped, keys) * scale
+    return scores
 
 
 def softmax_lse(scores: Array, mask: Array) -> tuple[Array, Array]:
@@ -41,13 +43,15 @@ def softmax_lse(scores: Array, mask: Array) -> tuple[Array, Array]:
     total = exps.sum(axis=-1, keepdims=True)
     with np.errstate(divide="ignore"):
         lse = np.log(total[..., 0]) + np.where(np.isfinite(top), top, 0.0)[..., 0]
-    return exps / np.where(total > 0, total, 1.0), lse
+    weights: Array = exps / np.where(total > 0, total, 1.0)
+    return weights, lse
 
 
 def weighted_values(weights: Array, values: Array, mask: Array) -> Array:
     """``weights (B, Hkv, G, L, N)`` times ``values (B, Hkv, N, D)``; unattended rows may hold NaN or inf."""
     attended = np.any(mask, axis=(2, 3))[..., None]
-    return np.einsum("bhgln,bhnd->bhgld", weights, np.where(attended, values, 0.0))
+    out: Array = np.einsum("bhgln,bhnd->bhgld", weights, np.where(attended, values, 0.0))
+    return out
 
 
 def attend_indices(
@@ -123,8 +127,10 @@ def dense_with_lse(
     n = check_qkv(q, k, v)
     check_shape("left_padding", None if left_padding is None else np.asarray(left_padding), (n.B,))
     positions = np.arange(n.S - n.L, n.S)
-    mask = valid_keys(n.B, n.S, left_padding)[:, None, None, None, :] & (np.arange(n.S) <= positions[:, None])
-    k = np.where(mask.any(axis=(2, 3))[..., None], k, 0.0)  # poison in padded rows must not reach the logits
+    causal: Array = np.less_equal(np.arange(n.S), positions[:, None])
+    mask: Array = np.logical_and(valid_keys(n.B, n.S, left_padding)[:, None, None, None, :], causal)
+    attended: Array = np.logical_or.reduce(mask, axis=(2, 3))
+    k = np.where(attended[..., None], k, 0.0)  # poison in padded rows must not reach the logits
     mask = np.broadcast_to(mask, (n.B, n.Hkv, n.G, n.L, n.S))
     weights, lse = softmax_lse(logits(q, k, n.D**-0.5 if scale is None else scale), mask)
     out = weighted_values(weights, v, mask)

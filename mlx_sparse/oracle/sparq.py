@@ -41,7 +41,7 @@ def sparq_select(
     scale: float | None = None,
     left_padding: npt.ArrayLike | None = None,
 ) -> SparQSelection:
-    """Choose the keys of one decode step from ``rank`` components of ``queries (B, Hq, 1, D)``, ``keys (B, Hkv, S, D)``."""
+    """Choose the keys of one decode step from ``rank`` components of ``queries`` and ``keys (B, Hkv, S, D)``."""
     q, k = float64(queries), float64(keys)
     B, Hq, _, D = q.shape
     _, Hkv, S, _ = k.shape

@@ -16,8 +16,8 @@ from .. import registry
 from ..checks import ConfigError
 from ..config import CONFIGS, Dense, MethodConfig, SparQ, parse
 from . import seam
+from .call_report import Report
 from .plan import Plan, leaves
-from .report import Report
 
 # Attributes of attention layers that normalise queries or keys, over mlx-lm's model files.
 NORMS = frozenset({"q_norm", "k_norm", "query_norm", "key_norm", "q_layernorm", "k_layernorm"})
