@@ -50,8 +50,8 @@ def enable(model: Any, attn: str | MethodConfig = "sparq", *, backend: str = "au
     names = seam.bind(model)
     if not names:
         raise ConfigError(
-            f"model: expected attention through mlx_lm.models.base.{seam.NAME}, got {family}, which computes its own. "
-            f"Run it without {config.name}."
+            f"model: expected attention through mlx_lm.models.base.{seam.NAME}, got {family}, which computes "
+            f"its own or has none. Run it without {config.name}."
         )
     cls = type(model)
     model.__class__ = _sparse_class(cls)

@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from ..cache import SparseBatchKVCache, SparseCache, adopt
 from ..checks import check_rank
-from ..config import MethodConfig, SparQ
+from ..config import FlexGen, MethodConfig, SparQ
 from ..stats import dense_elements
 from .call_report import Report
 
@@ -45,6 +45,8 @@ class Plan:
     ) -> mx.array | None:
         """The sparse result of one attention call, or None to let mlx-lm attend densely."""
         reason = self._layer_reason(keys, values, cache)
+        if reason is None and sinks is not None and isinstance(self.config, FlexGen):
+            reason = "with attention sinks"  # its output is not normalised, so the sink's share cannot be told from lse
         if self._probed is not None:
             if reason is None and isinstance(self.config, SparQ):
                 check_rank(self.config.rank, queries.shape[-1])

@@ -1,0 +1,189 @@
+"""Every family of mlx-lm decodes sparsely, and exactly as before when it need not."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.models import base
+from tiny_models import FAMILIES, UNSERVED, EveryStepSparQ, build, greedy, prompt_of
+
+import mlx_sparse
+from mlx_sparse import oracle
+from mlx_sparse.cache import SparseCache
+from mlx_sparse.config import SparQ, parse
+from mlx_sparse.lm import seam
+
+SPARSE = "sparq:rank=4,top_k=4,dense_below=0"
+PROMPT, STEPS = 24, 10
+WITH_SLIDING_LAYERS = {"gemma3_text": 2, "gpt_oss": 1}
+WITH_QK_NORM = {"qwen3", "qwen3_moe", "gemma3_text", "olmo2"}
+
+
+def largest_difference(a: mx.array, b: mx.array) -> float:
+    return float(mx.abs(a - b).max())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_top_k_of_the_context_or_more_gives_the_dense_tokens(family: str):
+    model, prompt = build(family), prompt_of(PROMPT)
+    tokens, logits = greedy(model, prompt, STEPS)
+    with mlx_sparse.sparse(model, f"sparq:rank=4,top_k={PROMPT + STEPS + 1},dense_below=0") as report:
+        same_tokens, same_logits = greedy(model, prompt, STEPS)
+    assert same_tokens == tokens
+    assert mx.array_equal(same_logits, logits)
+    assert report.sparse_calls == 0
+    assert report.dense_calls[f"over fewer than {PROMPT + STEPS + 2} keys"] == report.served_layers * STEPS
+
+
+@pytest.mark.parametrize("attn", [EveryStepSparQ(rank=4, top_k=64), EveryStepSparQ(rank=16, top_k=64, reallocate=True)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_sparse_step_over_every_key_gives_the_dense_tokens(family: str, attn: SparQ):
+    model, prompt = build(family), prompt_of(PROMPT)
+    tokens, logits = greedy(model, prompt, STEPS)
+    with mlx_sparse.sparse(model, attn) as report:
+        same_tokens, same_logits = greedy(model, prompt, STEPS)
+    assert report.sparse_calls == report.served_layers * STEPS
+    assert same_tokens == tokens
+    # Float32 through a few layers: the sinks of gpt_oss, the mask and the scale are exact, or this fails by far.
+    assert largest_difference(same_logits, logits) < 1e-4 * float(mx.abs(logits).max())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_small_top_k_is_sparse_in_every_served_layer_and_shows(family: str):
+    model, prompt = build(family), prompt_of(PROMPT)
+    tokens, logits = greedy(model, prompt, STEPS)
+    with mlx_sparse.sparse(model, SPARSE) as report:
+        other_tokens, other_logits = greedy(model, prompt, STEPS)
+    layers = FAMILIES[family].get("num_hidden_layers", 2)
+    assert report.layers == layers
+    assert report.served_layers == layers - WITH_SLIDING_LAYERS.get(family, 0) == layers - report.dense_layers.total()
+    assert report.sparse_calls == report.served_layers * STEPS
+    assert other_tokens != tokens
+    assert largest_difference(other_logits[:1], logits[:1]) > 0.1, "the first step has the same inputs"
+    assert report.sparse_bytes < report.dense_bytes
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_disable_restores_tokens_class_parameters_and_modules(family: str):
+    model, prompt = build(family), prompt_of(PROMPT)
+    cls, names = type(model), [name for name, _ in tree_flatten(model.parameters())]
+    modules = {type(module).__module__ for _, module in model.named_modules()}
+    before = {name: getattr(sys.modules[name], seam.NAME, None) for name in modules}
+    tokens, _ = greedy(model, prompt, STEPS)
+    mlx_sparse.enable(model, SPARSE)
+    assert [name for name, _ in tree_flatten(model.parameters())] == names
+    assert isinstance(model, cls)
+    greedy(model, prompt, STEPS)
+    mlx_sparse.disable(model)
+    assert type(model) is cls
+    assert {name: getattr(sys.modules[name], seam.NAME, None) for name in modules} == before
+    assert base.scaled_dot_product_attention is seam.original
+    assert greedy(model, prompt, STEPS)[0] == tokens
+
+
+@pytest.mark.parametrize("family", WITH_SLIDING_LAYERS)
+def test_sliding_window_layers_stay_dense_and_say_so(family: str):
+    model, reason = build(family), "with a sliding window (RotatingKVCache)"
+    with mlx_sparse.sparse(model, SPARSE) as report:
+        greedy(model, prompt_of(PROMPT), STEPS)
+    assert report.dense_layers == {reason: WITH_SLIDING_LAYERS[family]}
+    assert report.dense_calls[reason] == WITH_SLIDING_LAYERS[family] * (STEPS + 1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_component_score_follows_the_q_and_k_norm_of_the_family(family: str):
+    with mlx_sparse.sparse(build(family), SPARSE) as report:
+        pass
+    assert ("component_score=query_key" in report.attn) == (family in WITH_QK_NORM)
+
+
+@pytest.mark.parametrize("attn", ["streaming:sink_tokens=1,recent_tokens=3", "flexgen:top_k=4", "oracle_top_k:top_k=4"])
+def test_a_baseline_decodes(attn: str):
+    model, prompt = build(), prompt_of(PROMPT)
+    tokens, _ = greedy(model, prompt, STEPS)
+    with mlx_sparse.sparse(model, attn) as report:
+        assert greedy(model, prompt, STEPS)[0] != tokens
+    assert report.sparse_calls == report.served_layers * STEPS
+    assert report.attn == attn
+
+
+@pytest.mark.parametrize("family", ["gemma2", "olmo", "phi3small", "plamo2", "mamba", "deepseek_v2"])
+def test_a_family_without_a_layer_to_serve_is_one_line_that_names_it(family: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "hf_olmo", ModuleType("hf_olmo"))  # mlx-lm's olmo only asks whether it is there
+    model = build(family)
+    cls = type(model)
+    with pytest.raises(mlx_sparse.ConfigError, match=rf"^model: expected .*, got {family}\b.*\.$"):
+        mlx_sparse.enable(model, "sparq:rank=4")
+    assert type(model) is cls
+    assert set(UNSERVED) == {"gemma2", "olmo", "phi3small", "plamo2", "mamba", "deepseek_v2"}
+
+
+def test_latent_attention_is_refused_by_name():
+    with pytest.raises(mlx_sparse.ConfigError, match=r"2 with key and value head dims that differ \(MLA\)"):
+        mlx_sparse.enable(build("deepseek_v2"), "sparq:rank=4")
+
+
+def test_flexgen_cannot_serve_attention_sinks_and_says_so():
+    with pytest.raises(mlx_sparse.ConfigError, match=r"1 with a sliding window .*, 1 with attention sinks\.$"):
+        mlx_sparse.enable(build("gpt_oss"), "flexgen")
+
+
+def test_layers_that_attend_themselves_stay_dense_beside_served_ones():
+    # Every second layer of phi3small is block-sparse in mlx-lm and computes that itself.
+    with mlx_sparse.sparse(build("phi3small", dense_attention_every_n_layers=2), "sparq:rank=4") as report:
+        assert report.served_layers == 1
+        assert report.dense_layers == {"that compute attention themselves or have none": 1}
+
+
+NUMERICAL = [
+    ("llama", "sparq:rank=4,top_k=6,dense_below=0", {}),
+    ("llama", "sparq:rank=4,top_k=6,dense_below=0,local_window=0,group_reduce=logits", {}),
+    ("llama", "sparq:rank=4,top_k=6,dense_below=0,reallocate=true", {}),
+    ("llama", "sparq:rank=4,top_k=6,dense_below=0", {"num_key_value_heads": 4}),  # G = 1: reallocates
+    ("llama", "sparq:rank=3,top_k=5,dense_below=0", {"num_attention_heads": 3, "num_key_value_heads": 1}),
+    ("qwen3", "sparq:rank=4,top_k=6,dense_below=0", {}),  # query_key
+    ("qwen3", "sparq:rank=4,top_k=6,dense_below=0", {"num_key_value_heads": 4}),
+]
+
+
+@pytest.mark.parametrize(("family", "attn", "changes"), NUMERICAL)
+def test_every_sparse_step_in_a_model_is_the_oracles(
+    family: str, attn: str, changes: dict[str, int], monkeypatch: pytest.MonkeyPatch
+):
+    seen: list[tuple[npt.NDArray[Any], ...]] = []
+    attend = SparseCache.attend
+
+    def recording(cache: SparseCache, queries: mx.array, config: Any, **options: Any) -> tuple[mx.array, mx.array]:
+        out, lse = attend(cache, queries, config, **options)
+        rows = cache.length
+        arrays = (queries, cache.keys[..., :rows, :], cache.values[..., :rows, :], out)
+        seen.append(tuple(np.array(array) for array in arrays))
+        return out, lse
+
+    monkeypatch.setattr(SparseCache, "attend", recording)
+    model = build(family, **changes)
+    (config,) = parse(attn)
+    assert isinstance(config, SparQ)
+    with mlx_sparse.sparse(model, config) as report:
+        greedy(model, prompt_of(PROMPT), STEPS)
+    assert len(seen) == 2 * STEPS
+    for queries, keys, values, out in seen:
+        expected = oracle.sparq_attention(
+            queries,
+            keys,
+            values,
+            rank=config.rank,
+            top_k=config.top_k,
+            local_window=config.local_window,
+            reallocate=config.reallocate,
+            group_reduce=config.group_reduce,
+            component_score="query_key" if "query_key" in report.attn else "query",
+        )
+        assert np.abs(out - expected).max() < 64 * np.finfo(np.float32).eps * np.abs(values).max()
