@@ -20,8 +20,9 @@ def cache_directory(chosen: str | os.PathLike[str] | None = None) -> Path:
     if chosen is not None:
         return Path(chosen).expanduser().absolute()
     # The XDG rules say that a relative path there is to be ignored.
-    if os.path.isabs(xdg := os.environ.get("XDG_CACHE_HOME", "")):
-        return Path(xdg) / "mlx-sparse"
+    xdg = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if xdg.is_absolute():
+        return xdg / "mlx-sparse"
     home = Path.home()
     return (home / "Library" / "Caches" if sys.platform == "darwin" else home / ".cache") / "mlx-sparse"
 

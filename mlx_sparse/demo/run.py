@@ -1,0 +1,150 @@
+"""``mlx-sparse demo``: mlx-lm's own command on a real model and a real text, dense and sparse, side by side."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import sysconfig
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from mlx_sparse.checks import ArtefactError, ConfigError, SparseAttentionError
+from mlx_sparse.demo import blas
+from mlx_sparse.demo.outcome import Outcome, compare, parse_outcome
+from mlx_sparse.demo.smollm2 import prepare_model
+from mlx_sparse.demo.store import cache_directory
+from mlx_sparse.demo.text import Task, pass_key_task
+
+WIDTH = 79
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the demo; return 0 when both commands ran."""
+    args = _parser().parse_args(argv)
+    try:
+        return _demo(args)
+    except (SparseAttentionError, OSError) as error:
+        print(f"mlx-sparse demo: error: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mlx-sparse demo",
+        description="Ask a small real model about a real text, with dense and with sparse attention, and compare. "
+        "The first run downloads about 130 MB and writes a model of 540 MB into the cache.",
+    )
+    parser.add_argument("--model", metavar="DIR", help="mlx-lm model directory (default: SmolLM2-135M-Instruct)")
+    parser.add_argument("--attn", metavar="METHOD", default="sparq", help="sparse method (default: %(default)s)")
+    parser.add_argument("--max-tokens", metavar="N", type=int, default=32, help="tokens to generate (default: 32)")
+    parser.add_argument("--cache-dir", metavar="DIR", help="where downloads and the model go (default: user's cache)")
+    parser.add_argument("--json", action="store_true", help="print the results as one JSON object")
+    return parser
+
+
+def _demo(args: argparse.Namespace) -> int:
+    if args.max_tokens < 1:
+        raise ConfigError(f"--max-tokens: expected at least 1, got {args.max_tokens}.")
+    cache = cache_directory(args.cache_dir)
+    model = _model_directory(args.model) if args.model else prepare_model(cache)
+    environment = blas.environment(cache)
+    task = pass_key_task()
+    dense = [*_generate(), "--model", str(model), "--prompt", "-", "--max-tokens", str(args.max_tokens), "--temp", "0"]
+    sparse = [*dense, "--attn", args.attn, "--attn-report", "json"]
+    if not args.json:
+        _say_task(model, task)
+    outcomes = []
+    for name, command in (("dense", dense), (args.attn, sparse)):
+        outcome = parse_outcome(_run(name, command, task.prompt, environment))
+        outcomes.append(outcome)
+        if not args.json:
+            _say_answer(command, outcome)
+    if outcomes[1].report is None:
+        raise ArtefactError(f"--attn: expected a report of {args.attn}, got none. Check `mlx-sparse doctor`.")
+    result = compare(model, task, args.attn, *outcomes) | {"commands": [dense, sparse]}
+    print(json.dumps(result) if args.json else _table(result))
+    return 0
+
+
+def _model_directory(name: str) -> Path:
+    path = Path(name).expanduser()
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"--model: expected a model directory with a config.json, got {name}. Convert one first.")
+    return path
+
+
+def _generate() -> list[str]:
+    """The command ``mlx_lm.generate`` of this Python, by its short name if that is the one the shell would find."""
+    script = Path(sysconfig.get_path("scripts")) / "mlx_lm.generate"
+    if not script.is_file():
+        return [sys.executable, "-m", "mlx_lm", "generate"]
+    found = shutil.which(script.name)
+    return [script.name if found and Path(found) == script else str(script)]
+
+
+def _run(name: str, command: list[str], prompt: str, environment: dict[str, str]) -> tuple[str, str]:
+    """Run one command with the prompt on standard input; return its standard output and error."""
+    pipe = subprocess.PIPE
+    with (
+        subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment) as process,
+        tqdm(desc=f"{name} is running", bar_format="{desc}, {elapsed}", leave=False, delay=2) as clock,
+    ):
+        given: str | None = prompt
+        while True:
+            try:
+                out, err = process.communicate(given, timeout=0.5)
+                break
+            except subprocess.TimeoutExpired:
+                given = None  # the first call took the whole prompt
+                clock.update()
+            except BaseException:
+                process.kill()
+                raise
+    if process.returncode:
+        last = (err.strip().splitlines() or ["no message"])[-1]
+        raise ArtefactError(f"{' '.join(command[:1])}: expected it to succeed with {name}, got: {last}")
+    return out, err
+
+
+def _wrapped(label: str, text: str) -> str:
+    return textwrap.fill(text, WIDTH, initial_indent=f"{label:<10}", subsequent_indent=" " * 10)
+
+
+def _say_task(model: Path, task: Task) -> None:
+    print(_wrapped("Model", str(model)))
+    print(_wrapped("Text", task.about))
+    print(_wrapped("Question", task.question), flush=True)
+
+
+def _say_answer(command: list[str], outcome: Outcome) -> None:
+    print()
+    print(textwrap.fill("$ " + " ".join(command), WIDTH, subsequent_indent="    ", break_on_hyphens=False))
+    print(textwrap.indent(outcome.text.strip(), "  | ", lambda _: True), flush=True)
+
+
+def _table(result: dict[str, Any]) -> str:
+    dense, sparse, report = result["dense"], result["sparse"], result["report"]
+    rows = [
+        ("", "dense", result["attn"]),
+        ("pass key found", *("yes" if side["right"] else "no" for side in (dense, sparse))),
+        ("prompt, tokens/s", f"{dense['prompt_tps']:.1f}", f"{sparse['prompt_tps']:.1f}"),
+        ("generation, tokens/s", f"{dense['generation_tps']:.1f}", f"{sparse['generation_tps']:.1f}"),
+        ("K/V moved per token", *(f"{side['bytes_per_token'] / 1e6:.2f} MB" for side in (dense, sparse))),
+    ]
+    lines = ["", *(f"{name:<22}{left:>12}{right:>12}" for name, left, right in rows), ""]
+    lines.append(f"Same tokens at {result['same_tokens']} of {result['tokens']} positions.")
+    if result["bytes_ratio"] is not None:
+        lines.append(f"{result['attn']} moved {result['bytes_ratio']:.0%} of the bytes that dense attention reads.")
+    lines.append(f"Prompt of {dense['prompt_tokens']:,} tokens. Calls with {report['attn']}:")
+    lines.append(f"  {report['sparse_calls']:>6,} sparse, in {report['served_layers']} of {report['layers']} layers")
+    lines += [f"  {count:>6,} dense: {reason}" for reason, count in report["dense_calls"].items()]
+    if result["device"] == "cpu":
+        lines.append("These speeds are of a CPU and say nothing about a Mac; the bytes are the same there.")
+    return "\n".join(line if len(line) <= WIDTH else textwrap.fill(line, WIDTH) for line in lines)
