@@ -54,6 +54,7 @@ FUNCTIONS: Mapping[str, Mapping[str, str]] = {
     "h2o_scores": {"oracle": "oracle:h2o_scores", "ops": "ops.baselines:h2o_scores"},
     "attend_indices": {"oracle": "oracle:attend_indices", "ops": "ops.attend:attend_indices"},
     "dense_lse": {"ops": "ops.attend:dense_lse"},
+    "sparq_select": {"oracle": "oracle:sparq_select", "ops": "ops.sparq:sparq_select"},
     "deviation": {"ops": "ops.sparq:deviation"},
 }
 

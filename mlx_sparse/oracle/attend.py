@@ -47,6 +47,13 @@ def softmax_lse(scores: Array, mask: Array) -> tuple[Array, Array]:
     return weights, lse
 
 
+def retained_mass(lse: Array, dense_lse: Array) -> Array:
+    """Share of the dense attention mass behind ``lse``; 1 for a row that has nothing to attend and so loses nothing."""
+    some = np.isfinite(dense_lse)
+    mass: Array = np.exp(np.where(some, lse, 0.0) - np.where(some, dense_lse, 0.0))
+    return mass
+
+
 def weighted_values(weights: Array, values: Array, mask: Array) -> Array:
     """``weights (B, Hkv, G, L, N)`` times ``values (B, Hkv, N, D)``; unattended rows may hold NaN or inf."""
     attended = np.any(mask, axis=(2, 3))[..., None]

@@ -23,6 +23,7 @@ from .attend import (
     dense_with_lse,
     float64,
     logits,
+    retained_mass,
     softmax_lse,
     weighted_values,
 )
@@ -116,15 +117,14 @@ def flexgen_attention(
     scale = n.D**-0.5 if scale is None else scale
     _, weights = _exact(q, k, scale, left_padding)
     indices = select_top_k(weights.sum(axis=2), top_k=top_k, local_window=0, left_padding=left_padding)
-    chosen = np.zeros((n.B, n.Hkv, n.S), dtype=bool)
-    for b, h in np.ndindex(n.B, n.Hkv):
-        chosen[b, h, indices[b, h][indices[b, h] >= 0]] = True
-    mask = chosen[:, :, None, None, :]
+    mask = listed(indices, n.S)[:, :, None, None, :]
     kept = np.where(mask, weights[:, :, :, None, :], 0.0)
     out = weighted_values(kept, v, mask).reshape(q.shape)
     if not return_stats:
         return out
-    mass = kept.sum(axis=-1).reshape(q.shape[:3]) if return_stats == "mass" else None
+    mass = None
+    if return_stats == "mass":
+        mass = np.where(mask.any(axis=-1), kept.sum(axis=-1), 1.0).reshape(q.shape[:3])
     moved = flexgen_elements(n.S, n.D, top_k=top_k)
     return out, Stats(moved, dense_elements(n.S, n.D), min(top_k, n.S) / n.S, mass)
 
@@ -184,14 +184,21 @@ def h2o_attention(
     scale = n.D**-0.5 if scale is None else scale
     indices = select_top_k(received, top_k=top_k, local_window=window, left_padding=left_padding)
     out, lse = attend_indices(q, k, v, indices, scale=scale)
-    weights = np.exp(_exact(q, k, scale, left_padding)[0] - lse.reshape(n.B, n.Hkv, n.G, 1)).mean(axis=2)
-    updated = np.full_like(received, -np.inf)
-    for b, h in np.ndindex(n.B, n.Hkv):
-        kept = indices[b, h][indices[b, h] >= 0]
-        updated[b, h, kept] = received[b, h, kept] + weights[b, h, kept]
+    kept = listed(indices, n.S)
+    exact = _exact(q, k, scale, left_padding)[0]
+    weights, _ = softmax_lse(exact, np.broadcast_to(kept[:, :, None, :], exact.shape))
+    updated = np.where(kept, received + weights.mean(axis=2), -np.inf)
     moved = h2o_elements(n.S, n.D, top_k=top_k)
     result = _result(out, lse, (q, k, v), scale, left_padding, moved, top_k, return_stats)
     return (result[0], updated, result[1]) if return_stats else (result, updated)
+
+
+def listed(indices: Array, S: int) -> Array:
+    """``(B, Hkv, S)`` bool: key j is in the index list."""
+    mask = np.zeros((*indices.shape[:2], S), dtype=bool)
+    for b, h in np.ndindex(indices.shape[:2]):
+        mask[b, h, indices[b, h][indices[b, h] >= 0]] = True
+    return mask
 
 
 def _exact(q: Array, k: Array, scale: float, left_padding: npt.ArrayLike | None) -> tuple[Array, Array]:
@@ -218,5 +225,5 @@ def _result(
     S, D = qkv[1].shape[2:]
     mass = None
     if return_stats == "mass":
-        mass = np.exp(lse - dense_with_lse(*qkv, scale=scale, left_padding=left_padding)[1])
+        mass = retained_mass(lse, dense_with_lse(*qkv, scale=scale, left_padding=left_padding)[1])
     return out, Stats(moved, dense_elements(S, D), min(top_k, S) / S, mass)

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from ..checks import check_choice, check_int, check_local_window, check_qkv, check_rank, check_shape
 from ..stats import Stats, dense_elements, sparq_elements
-from .attend import attend_indices, check_backend, dense_attention, dense_with_lse, float64, softmax_lse
+from .attend import attend_indices, check_backend, dense_attention, dense_with_lse, float64, retained_mass, softmax_lse
 from .select import select_top_k, valid_keys
 
 Array = npt.NDArray[Any]
@@ -22,11 +22,13 @@ class SparQSelection(NamedTuple):
         indices: ``(B, Hkv, min(top_k, S))`` int32 keys to attend.
         alpha: ``(B, Hq)`` approximate attention mass on them (sparq.8).
         scores: ``(B, Hkv, S)`` group scores behind the choice (sparq.5).
+        s_hat: ``(B, Hq, S)`` approximate attention (sparq.4).
     """
 
     indices: Array
     alpha: Array
     scores: Array
+    s_hat: Array
 
 
 def sparq_select(
@@ -77,7 +79,7 @@ def sparq_select(
     filled = indices >= 0
     chosen = np.take_along_axis(s_hat, np.where(filled, indices, 0)[:, :, None, :], axis=-1)
     alpha = np.where(filled[:, :, None, :], chosen, 0.0).sum(axis=-1).reshape(B, Hq)
-    return SparQSelection(indices, alpha, scores)
+    return SparQSelection(indices, alpha, scores, s_hat.reshape(B, Hq, S))
 
 
 def sparq_attention(
@@ -144,7 +146,7 @@ def sparq_attention(
     mass = None
     if return_stats == "mass":
         dense_lse = dense_with_lse(q, k, v, scale=scale, left_padding=left_padding)[1]
-        mass = np.exp(lse - dense_lse)
+        mass = retained_mass(lse, dense_lse)
     moved = sparq_elements(n.S, n.D, rank=rank, top_k=top_k) if n.S > top_k else dense_elements(n.S, n.D)
     return out, Stats(moved, dense_elements(n.S, n.D), min(top_k, n.S) / n.S, mass)
 

@@ -1,0 +1,268 @@
+"""The `ops` backend against the float64 oracle, over the one list of cases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from cases import (
+    CASES,
+    Array,
+    Case,
+    assert_as_good_as_plain,
+    assert_same_choice,
+    plain_attention,
+    plain_reallocation,
+    round_to,
+    ulp,
+)
+
+import mlx_sparse
+from mlx_sparse import oracle, registry
+
+DTYPES = {"f32": mx.float32, "f16": mx.float16, "bf16": mx.bfloat16}
+SPARQ: dict[str, dict[str, Any]] = {
+    "paper": {},
+    "appendix_b": {"local_window": 0, "reallocate": True},
+    "eval": {"group_reduce": "logits", "top_k": 33, "local_window": 9},
+    "robust": {"component_score": "query_key"},
+    "reallocate": {"reallocate": True, "component_score": "query_key"},
+    "no-reallocate": {"reallocate": False},
+    "rank-D": {"rank": None},
+    "own-scale": {"scale": 0.3},
+    "k1": {"top_k": 1, "rank": 1},
+}
+
+by_case = pytest.mark.parametrize("case", CASES, ids=str)
+
+
+def to_mlx(case: Case, *arrays: Array) -> list[mx.array]:
+    return [mx.array(array).astype(DTYPES[case.dtype]) for array in arrays]
+
+
+def to_numpy(array: mx.array) -> Array:
+    return np.array(array.astype(mx.float32))
+
+
+def parameters(case: Case, setting: str) -> dict[str, Any]:
+    chosen = {"rank": 16, "top_k": 32, **SPARQ[setting]}
+    return {**chosen, "rank": chosen["rank"] or case.D}
+
+
+def padding(case: Case) -> mx.array | None:
+    return None if case.padding is None else mx.array(case.padding)
+
+
+def select(case: Case, q: Array, k: Array, params: dict[str, Any]) -> oracle.SparQSelection:
+    names = ("rank", "top_k", "local_window", "group_reduce", "component_score", "scale")
+    return oracle.sparq_select(q, k, left_padding=case.padding, **{n: params[n] for n in names if n in params})
+
+
+@pytest.mark.parametrize("setting", SPARQ)
+@by_case
+def test_sparq_chooses_the_keys_of_the_oracle(case: Case, setting: str) -> None:
+    q, k, _ = case.inputs()
+    params = parameters(case, setting)
+    expected = select(case, q, k, params)
+    mq, mk = to_mlx(case, q, k)
+    weighted = params.get("component_score") == "query_key"
+    indices, alpha = registry.load("sparq_select", "ops")(
+        mq,
+        mk,
+        rank=params["rank"],
+        top_k=params["top_k"],
+        local_window=params.get("local_window", params["top_k"] // 4),
+        group_reduce=params.get("group_reduce", "softmax"),
+        component_weight=registry.load("deviation", "ops")(mk, padding(case)) if weighted else None,
+        scale=params.get("scale", case.D**-0.5),
+        left_padding=padding(case),
+        keys_t=None,
+    )
+    assert_same_choice(np.array(indices), expected.indices, expected.scores)
+    mass = np.take_along_axis(
+        expected.s_hat.reshape(case.B, case.Hkv, -1, case.S), np.maximum(np.array(indices), 0)[:, :, None], axis=-1
+    )
+    mass = np.where(np.array(indices)[:, :, None] >= 0, mass, 0).sum(axis=-1).reshape(case.B, case.Hq)
+    # 1 - alpha is what counts: alpha is a float32 sum of up to S float32 exponentials.
+    np.testing.assert_allclose(np.array(alpha), mass, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["keys", "keys_t"])
+@pytest.mark.parametrize("setting", SPARQ)
+@by_case
+def test_sparq_attention_equals_the_oracle(case: Case, setting: str, transposed: bool) -> None:
+    q, k, v = case.inputs()
+    params = parameters(case, setting)
+    expected, stats = oracle.sparq_attention(q, k, v, left_padding=case.padding, return_stats="mass", **params)
+    mq, mk, mv = to_mlx(case, q, k, v)
+    keys_t = mx.contiguous(mk.swapaxes(-1, -2)) if transposed else None
+    out, measured = mlx_sparse.sparq_attention(
+        mq, mk, mv, left_padding=padding(case), keys_t=keys_t, return_stats="mass", **params
+    )
+    assert out.dtype == DTYPES[case.dtype]
+    chosen = select(case, q, k, params).indices
+    plain = plain_attention(q, k, v, chosen, params.get("scale", case.D**-0.5), case.dtype)
+    reallocate = params.get("reallocate", case.Hq == case.Hkv)
+    if reallocate and case.S > params["top_k"]:
+        plain = round_to(plain_reallocation(plain, q, k, v, chosen, padding=case.padding, **params), case.dtype)
+    assert_as_good_as_plain(to_numpy(out), expected, plain, case.dtype)
+    assert (measured.elements, measured.density) == (stats.elements, stats.density)
+    np.testing.assert_allclose(np.array(measured.retained_mass), stats.retained_mass, rtol=1e-4, atol=1e-6)
+
+
+@by_case
+def test_attend_indices_equals_the_oracle_on_its_own_indices(case: Case) -> None:
+    q, k, v = case.inputs()
+    chosen = select(case, q, k, {"rank": 16, "top_k": 40}).indices
+    expected, lse = oracle.attend_indices(q, k, v, chosen, scale=0.2)
+    out, got = mlx_sparse.attend_indices(*to_mlx(case, q, k, v), mx.array(chosen), scale=0.2)
+    assert_as_good_as_plain(to_numpy(out), expected, plain_attention(q, k, v, chosen, 0.2, case.dtype), case.dtype)
+    assert got.dtype == mx.float32
+    np.testing.assert_allclose(np.array(got), lse, rtol=0, atol=4 * ulp(lse[np.isfinite(lse)], "f32"))
+
+
+BASELINES: dict[str, dict[str, Any]] = {
+    "streaming": {"sink_tokens": 4, "recent_tokens": 20},
+    "flexgen": {"top_k": 24},
+    "oracle_top_k": {"top_k": 24},
+    "dense": {},
+}
+
+
+@pytest.mark.parametrize("method", BASELINES)
+@by_case
+def test_baseline_equals_the_oracle(case: Case, method: str) -> None:
+    q, k, v = case.inputs(seed=1)
+    name = f"{method}_attention"
+    settings = BASELINES[method]
+    expected, stats = getattr(oracle, name)(q, k, v, left_padding=case.padding, return_stats="mass", **settings)
+    out, measured = getattr(mlx_sparse, name)(
+        *to_mlx(case, q, k, v), left_padding=padding(case), return_stats="mass", **settings
+    )
+    everything = np.broadcast_to(np.arange(case.S), (case.B, case.Hkv, case.S))
+    if case.padding:
+        everything = np.where(everything >= np.array(case.padding)[:, None, None], everything, -1)
+    plain = plain_attention(q, k, v, everything, case.D**-0.5, case.dtype)
+    dense = oracle.dense_attention(q, k, v, left_padding=case.padding)
+    assert_as_good_as_plain(to_numpy(out), expected, expected + (plain - dense), case.dtype)
+    np.testing.assert_allclose(np.array(measured.retained_mass), stats.retained_mass, rtol=1e-4, atol=1e-6)
+
+
+@by_case
+def test_h2o_evicts_what_the_oracle_evicts(case: Case) -> None:
+    q, k, v = case.inputs(seed=2, L=min(8, case.S))
+    mq, mk, mv = to_mlx(case, q, k, v)
+    received = oracle.h2o_scores(q, k, left_padding=case.padding)
+    scores = mlx_sparse.h2o_scores(mq, mk, left_padding=padding(case))
+    valid = np.isfinite(received)
+    assert (np.isfinite(np.array(scores)) == valid).all()
+    np.testing.assert_allclose(np.array(scores)[valid], received[valid], rtol=0, atol=1e-5)
+    settings = {"top_k": 24, "left_padding": case.padding}
+    expected, kept = oracle.h2o_attention(q[:, :, -1:], k, v, scores=received, **settings)
+    out, updated = mlx_sparse.h2o_attention(
+        mq[:, :, -1:], mk, mv, scores=mx.array(received), top_k=24, left_padding=padding(case)
+    )
+    assert (np.isfinite(np.array(updated)) == np.isfinite(kept)).all()
+    indices = oracle.select_top_k(received, top_k=24, local_window=6, left_padding=case.padding)
+    plain = plain_attention(q[:, :, -1:], k, v, indices, case.D**-0.5, case.dtype)
+    assert_as_good_as_plain(to_numpy(out), expected, plain, case.dtype)
+
+
+@pytest.mark.parametrize("L", [2, 5])
+@pytest.mark.parametrize("method", ["sparq", "streaming", "flexgen", "oracle_top_k", "dense"])
+def test_several_queries_are_attended_densely_and_causally(method: str, L: int) -> None:
+    case = Case(2, 6, 2, 70, 64, "f32", padding=(0, 30))
+    q, k, v = case.inputs(L=L)
+    out = getattr(mlx_sparse, f"{method}_attention")(*to_mlx(case, q, k, v), left_padding=padding(case))
+    expected = oracle.dense_attention(q, k, v, left_padding=case.padding)
+    np.testing.assert_allclose(np.array(out), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("poison", [1e3, float("inf"), float("nan")])
+@pytest.mark.parametrize("method", ["sparq", "streaming", "flexgen", "oracle_top_k", "dense"])
+def test_padded_rows_never_reach_the_output(method: str, poison: float) -> None:
+    case = Case(2, 6, 2, 300, 64, "f32", padding=(290, 7))
+    q, k, v = case.inputs()
+    clean = getattr(oracle, f"{method}_attention")(q, k, v, left_padding=case.padding)
+    for row, first in enumerate(case.padding or ()):
+        k[row, :, :first] = poison
+        v[row, :, :first] = poison
+    out = getattr(mlx_sparse, f"{method}_attention")(*to_mlx(case, q, k, v), left_padding=padding(case))
+    np.testing.assert_allclose(np.array(out), clean, rtol=0, atol=1e-5)
+
+
+@by_case
+def test_keeping_every_key_is_dense_attention_to_the_last_bit(case: Case) -> None:
+    q, k, v = to_mlx(case, *case.inputs())
+    dense = mlx_sparse.dense_attention(q, k, v, left_padding=padding(case))
+    sparse = mlx_sparse.sparq_attention(q, k, v, rank=2, top_k=case.S, left_padding=padding(case))
+    assert mx.array_equal(dense, sparse)
+
+
+def test_rank_D_is_oracle_top_k() -> None:
+    case = Case(1, 8, 2, 300, 64, "f32")
+    q, k, v = to_mlx(case, *case.inputs())
+    sparq = mlx_sparse.sparq_attention(q, k, v, rank=64, top_k=40, reallocate=False)
+    np.testing.assert_allclose(
+        np.array(sparq), np.array(mlx_sparse.oracle_top_k_attention(q, k, v, top_k=40)), rtol=0, atol=1e-6
+    )
+
+
+def test_a_given_value_mean_is_used() -> None:
+    case = Case(1, 2, 2, 300, 64, "f32")
+    q, k, v = case.inputs()
+    mean = np.full((1, 2, 64), 7.0, dtype=np.float32)
+    out = mlx_sparse.sparq_attention(*to_mlx(case, q, k, v), rank=8, top_k=16, value_mean=mx.array(mean))
+    np.testing.assert_allclose(
+        np.array(out), oracle.sparq_attention(q, k, v, rank=8, top_k=16, value_mean=mean), rtol=0, atol=1e-5
+    )
+
+
+BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
+    ("sparq", {"rank": 0}, mlx_sparse.ConfigError, "rank: expected an integer of at least 1, got 0"),
+    ("sparq", {"rank": 65}, mlx_sparse.ConfigError, "rank: expected at most the head dim D=64, got 65"),
+    ("sparq", {"top_k": -3}, mlx_sparse.ConfigError, "top_k: expected an integer of at least 1, got -3"),
+    ("sparq", {"local_window": 200}, mlx_sparse.ConfigError, "local_window: expected at most top_k=128"),
+    ("sparq", {"reallocate": "yes"}, mlx_sparse.ConfigError, "reallocate: expected one of auto, true, false"),
+    ("sparq", {"group_reduce": "max"}, mlx_sparse.ConfigError, "group_reduce: expected one of softmax, logits"),
+    ("sparq", {"component_score": "key"}, mlx_sparse.ConfigError, "component_score: expected one of query, query_key"),
+    ("sparq", {"keys_t": mx.zeros((1, 2, 50, 64))}, mlx_sparse.ShapeError, "keys_t: expected shape"),
+    ("sparq", {"value_mean": mx.zeros((1, 2))}, mlx_sparse.ShapeError, "value_mean: expected shape"),
+    ("sparq", {"left_padding": [0, 1]}, mlx_sparse.ShapeError, "left_padding: expected shape"),
+    ("sparq", {"backend": "metal"}, mlx_sparse.BackendUnavailable, "backend: expected auto or ops, got metal"),
+    ("sparq", {"backend": "oracle"}, mlx_sparse.BackendUnavailable, "mlx_sparse.oracle"),
+    ("sparq", {"return_stats": "all"}, mlx_sparse.ConfigError, "return_stats: expected one of"),
+    ("streaming", {"recent_tokens": 0}, mlx_sparse.ConfigError, "recent_tokens: expected an integer of at least 1"),
+    ("flexgen", {"top_k": 0}, mlx_sparse.ConfigError, "top_k: expected an integer of at least 1"),
+    ("h2o", {"scores": mx.zeros((1, 2, 3))}, mlx_sparse.ShapeError, "scores: expected shape"),
+]
+
+
+@pytest.mark.parametrize(("method", "settings", "error", "message"), BAD, ids=[f"{b[0]}-{b[3][:24]}" for b in BAD])
+def test_a_wrong_argument_gets_one_clear_line(
+    method: str, settings: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    case = Case(1, 4, 2, 50, 64, "f32")
+    q, k, v = to_mlx(case, *case.inputs())
+    with pytest.raises(error, match=message) as caught:
+        getattr(mlx_sparse, f"{method}_attention")(q, k, v, **settings)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "values", "message"),
+    [
+        ((1, 4, 64), (1, 2, 50, 64), (1, 2, 50, 64), "queries: expected 4 axes"),
+        ((1, 4, 1, 64), (1, 2, 50, 64), (1, 2, 49, 64), "values: expected the shape of keys"),
+        ((1, 4, 1, 64), (1, 2, 50, 32), (1, 2, 50, 32), "keys: expected"),
+        ((1, 5, 1, 64), (1, 2, 50, 64), (1, 2, 50, 64), "queries: expected a multiple of Hkv=2"),
+        ((1, 4, 3, 64), (1, 2, 2, 64), (1, 2, 2, 64), "keys: expected at least L=3 keys"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(
+    queries: tuple[int, ...], keys: tuple[int, ...], values: tuple[int, ...], message: str
+) -> None:
+    with pytest.raises(mlx_sparse.ShapeError, match=message):
+        mlx_sparse.sparq_attention(mx.zeros(queries), mx.zeros(keys), mx.zeros(values))
