@@ -4,10 +4,7 @@ Functions on arrays: `sparq_attention` and the baselines. Models: `enable`, `dis
 Names are imported on first use: importing this package imports neither mlx nor mlx_lm.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
+TYPE_CHECKING = False  # typing itself would cost every Python start 10 ms: the start-up hook imports this file
 if TYPE_CHECKING:
     from .api import attend_indices as attend_indices
     from .api import dense_attention as dense_attention
