@@ -43,6 +43,9 @@ class SideBuffers:
 
     def extend(self, cache: SparseCache, S: int, *, mean: bool, spread: bool) -> None:
         """Take in rows ``[covered, S)`` of ``cache``, or all of them if a sum is asked for that was not kept so far."""
+        self.rewind(cache, S)
+        # A sum once kept is kept up, also by a method that does not read it.
+        mean, spread = mean or self.value_sum is not None, spread or self.key_sums is not None
         if (mean and self.value_sum is None) or (spread and self.key_sums is None):
             self.value_sum = self.key_sums = None
             self.covered = 0
@@ -63,7 +66,9 @@ class SideBuffers:
         """Forget rows from ``length`` on, which are about to be overwritten."""
         if length >= self.covered:
             return
-        if self.value_sum is not None or self.key_sums is not None:
+        if length == 0:
+            self.value_sum = self.key_sums = self.key_shift = None
+        elif self.value_sum is not None or self.key_sums is not None:
             mean, spread = self.value_sum is not None, self.key_sums is not None
             self._add(cache, length, self.covered, -1.0, mean=mean, spread=spread)
             # Evaluate now: a pending sum would hold the old keys and force the next in-place write to copy them.
