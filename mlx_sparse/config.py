@@ -212,14 +212,16 @@ def parse(text: str, base: Mapping[str, MethodConfig] | None = None) -> tuple[Me
     """
     configs: dict[str, MethodConfig] = {}
     for part in text.split("+"):
-        name, colon, options = part.strip().partition(":")
+        name, colon, options = part.partition(":")
+        name = name.strip()
+        _class(name)
         if colon and not options.strip():
             raise ConfigError(f"{name}: expected key=value after ':', got nothing.")
         pairs = [_split_pair(name, pair) for pair in options.split(",")] if colon else []
         keys = [key for key, _ in pairs]
         for key in keys:
             if keys.count(key) > 1:
-                raise ConfigError(f"{name}: expected each key once, got {key} {keys.count(key)} times.")
+                raise ConfigError(f"{name}: expected each key once, got {key!r} {keys.count(key)} times.")
         if name in configs:
             raise ConfigError(f"attn: expected each method once, got {name} twice.")
         configs[name] = _build(name, dict(pairs), (base or {}).get(name))
@@ -234,12 +236,15 @@ def load_toml(path: str | Path) -> dict[str, MethodConfig]:
     """
     file = Path(path)
     try:
-        if file.stat().st_size > MAX_TOML_BYTES:
-            raise ConfigError(f"attn-config: expected a TOML file of at most 1 MiB, got {file}.")
-        tables = tomllib.loads(file.read_text(encoding="utf-8"))
+        with file.open("rb") as stream:
+            text = stream.read(MAX_TOML_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"attn-config: expected a readable TOML file, got {file} ({error.strerror}).") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    if len(text) > MAX_TOML_BYTES:
+        raise ConfigError(f"attn-config: expected a TOML file of at most 1 MiB, got {file}.")
+    try:
+        tables = tomllib.loads(text.decode("utf-8"))
+    except (ValueError, RecursionError) as error:  # not UTF-8, not TOML, an integer too long, brackets too deep
         raise ConfigError(f"attn-config: expected valid TOML, got {file} ({error}).") from None
     for name, table in tables.items():
         if not isinstance(table, dict):
@@ -249,15 +254,19 @@ def load_toml(path: str | Path) -> dict[str, MethodConfig]:
     return {name: _build(name, table, None) for name, table in tables.items()}
 
 
+def _class(name: str) -> type[MethodConfig]:
+    if name not in CONFIGS:
+        raise ConfigError(f"attn: expected one of {', '.join(CONFIGS)}, got {name!r}.")
+    return CONFIGS[name]
+
+
 def _build(name: str, options: Mapping[str, Any], base: MethodConfig | None) -> MethodConfig:
     """Options over preset over base over defaults."""
-    cls = CONFIGS.get(name)
-    if cls is None:
-        raise ConfigError(f"attn: expected one of {', '.join(CONFIGS)}, got {name!r}.")
+    cls = _class(name)
     known = [field.name for field in dataclasses.fields(cls)]
     settings = dict(options)
     preset = settings.pop("preset", None)
-    if preset is not None and preset not in cls.presets:
+    if preset is not None and preset not in list(cls.presets):
         listed = ", ".join(cls.presets) or "none"
         raise ConfigError(f"{name}: expected one of the presets {listed}, got {preset!r}.")
     for key in settings:

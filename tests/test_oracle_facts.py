@@ -50,7 +50,7 @@ def weights_of(function: object, logits: object, **arguments: object) -> Array:
 # --- Transfers -------------------------------------------------------------------------------------------------------
 
 # Results.ipynb prints transfers with 7 digits, for Llama 3 8B: 8 KV heads x 32 layers, D = 128, averaged over examples
-# of different length. S, the mean length, is not printed: one row of each task gives it, and the other rows are the check.
+# of different length. S, the mean length, is not printed: one row of each task gives it, and the others are the check.
 KV_HEADS = 8 * 32
 D = 128
 DENSE_WIKITEXT = 8.804014e7
