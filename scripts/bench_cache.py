@@ -1,0 +1,81 @@
+"""Time and peak memory per appended token of the KV cache, with and without what SparQ keeps beside it.
+
+python scripts/bench_cache.py [--context 65536] [--heads 8] [--dim 128] [--tokens 100]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache
+
+from mlx_sparse.cache import SideBuffers, SparseKVCache
+
+KEPT = {
+    "mlx-lm's KVCache": None,
+    "+ component-major keys": {"mean": False, "spread": False},
+    "+ value sum": {"mean": True, "spread": False},
+    "+ key moments": {"mean": True, "spread": True},
+}
+
+
+def measure(options: dict[str, bool] | None, shape: tuple[int, int, int], tokens: int) -> tuple[float, float, float]:
+    """Median microseconds per token, and MiB: of the cache, and of the peak above it."""
+    heads, context, dim = shape
+    mx.clear_cache()
+    # Filled in chunks, as a prompt is; the last step of 256 rows has room for the tokens.
+    cache = KVCache() if options is None else SparseKVCache()
+    chunk = mx.random.normal((1, heads, 2048, dim)).astype(mx.float16)
+    while cache.offset < context - 256:
+        rows = chunk[:, :, : min(2048, context - 256 - cache.offset)]
+        cache.update_and_fetch(rows, rows)
+        mx.eval(cache.keys, cache.values)
+    side = SideBuffers()
+    if isinstance(cache, SparseKVCache):
+        cache._side = side
+
+    def append() -> None:
+        row = mx.ones((1, heads, 1, dim), mx.float16)
+        cache.update_and_fetch(row, row)
+        kept = []
+        if isinstance(cache, SparseKVCache) and options is not None:
+            side.extend(cache, cache.length, **options)
+            kept = [side.keys_t, side.value_sum, *(side.key_sums or ())]
+        mx.eval(cache.keys, cache.values, [array for array in kept if array is not None])
+
+    for _ in range(3):
+        append()
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    seconds = []
+    for _ in range(tokens):
+        start = time.perf_counter()
+        append()
+        seconds.append(time.perf_counter() - start)
+    extra = mx.get_peak_memory() - before
+    return statistics.median(seconds) * 1e6, cache.nbytes / 2**20, extra / 2**20
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--context", type=int, default=65536)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=100, help="at most 250: one step of the buffers")
+    args = parser.parse_args()
+    print(
+        f"S = {args.context:,}, H = {args.heads}, D = {args.dim}, float16, {args.tokens} tokens, {mx.default_device()}"
+    )
+    print("| kept | cache MiB | us per appended token (median) | peak above the cache, MiB |")
+    print("|---|---|---|---|")
+    for name, options in KEPT.items():
+        micros, own, extra = measure(options, (args.heads, args.context, args.dim), min(args.tokens, 250))
+        print(f"| {name} | {own:.0f} | {micros:.0f} | {extra:.2f} |")
+
+
+if __name__ == "__main__":
+    main()
