@@ -186,6 +186,12 @@ def test_no_more_keys_than_top_k_is_dense(rank: int, top_k: int, reallocate: str
     assert_same(out, dense_attention(*qkv), qkv[1])
 
 
+def test_no_more_keys_than_top_k_leaves_the_value_mean_alone() -> None:
+    qkv = make(G=1, S=40)
+    out = sparq_attention(*qkv, rank=4, top_k=40, value_mean=np.full((1, 2, 16), np.inf))
+    assert_same(out, dense_attention(*qkv), qkv[1])
+
+
 @pytest.mark.parametrize("G", [1, 4])
 @pytest.mark.parametrize("group_reduce", ["softmax", "logits"])
 @pytest.mark.parametrize("component_score", ["query", "query_key"])
@@ -384,6 +390,8 @@ def test_ties_go_to_the_lower_index_and_minus_inf_is_never_chosen() -> None:
     scores = np.array([[[1.0, 2.0, 1.0, 2.0, -np.inf, 1.0]]])
     assert select_top_k(scores, top_k=3, local_window=0).tolist() == [[[0, 1, 3]]]
     assert select_top_k(scores, top_k=6, local_window=0).tolist() == [[[0, 1, 2, 3, 5, -1]]]
+    many = np.tile([0.0, 1.0], 500)[None, None]
+    assert select_top_k(many, top_k=7, local_window=2).tolist() == [[[1, 3, 5, 7, 9, 998, 999]]]
 
 
 def test_alpha_near_1_keeps_its_complement() -> None:
