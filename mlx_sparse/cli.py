@@ -29,6 +29,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from .demo.run import main as demo
 
             return demo(arguments[1:])
+        if arguments[0] == "eval":
+            from .evaluate.run import main as evaluate
+
+            return evaluate(arguments[1:])
         args = parser.parse_args(arguments)
         if args.command == "matrix":
             return _matrix(markdown=args.markdown, as_json=args.json)
@@ -50,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=version("mlx-sparse-attention"))
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     commands.add_parser("demo", help="a real model answers a question about a long text, densely and sparsely")
+    commands.add_parser("eval", help="what a method costs in quality, on your model and your text")
     for name in HOSTED:
         commands.add_parser(name, help=f"mlx_lm.{name} with --attn, without the start-up hook")
     matrix = commands.add_parser("matrix", help="print the table of methods and backends")
@@ -89,3 +94,7 @@ def _doctor(*, as_json: bool) -> int:
     findings = doctor.examine()
     print(json.dumps(findings, indent=2) if as_json else doctor.text(findings))
     return 1 if findings["problems"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -19,8 +19,9 @@ LEVELS = [
     {"cache"},
     {"lm"},
     {"_boot"},  # the start-up hook hands over to lm
-    {"bench", "evaluate"},
-    {"demo", "doctor", "matrix"},
+    {"demo"},
+    {"bench", "evaluate"},  # on the demo's model and BLAS
+    {"doctor", "matrix"},
     {"cli"},
     {"__init__", "__main__"},
 ]
