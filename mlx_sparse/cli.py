@@ -14,6 +14,9 @@ from .checks import SparseAttentionError
 # mlx-lm's commands that take --attn, as subcommands of ours.
 HOSTED = ("generate", "chat", "server", "benchmark", "cache_prompt")
 
+# Subcommands that parse their own arguments, and where their main() is.
+OWN_PARSERS = {"demo": "mlx_sparse.demo.run", "eval": "mlx_sparse.evaluate.run"}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `mlx-sparse` with ``argv`` (default: the process's); return the exit code."""
@@ -25,18 +28,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments[0] in HOSTED:
             return _hosted(arguments[0], arguments[1:])
-        if arguments[0] == "demo":
-            from .demo.run import main as demo
-
-            return demo(arguments[1:])
-        if arguments[0] == "eval":
-            from .evaluate.run import main as evaluate
-
-            return evaluate(arguments[1:])
+        if arguments[0] in OWN_PARSERS:
+            own: int = importlib.import_module(OWN_PARSERS[arguments[0]]).main(arguments[1:])
+            return own
         args = parser.parse_args(arguments)
-        if args.command == "matrix":
-            return _matrix(markdown=args.markdown, as_json=args.json)
-        return _doctor(as_json=args.json)
+        return _matrix(args) if args.command == "matrix" else _doctor(args)
     except SparseAttentionError as error:
         print(f"mlx-sparse: error: {error}", file=sys.stderr)
         return 2
@@ -78,21 +74,21 @@ def _hosted(name: str, arguments: list[str]) -> int:
     return 0
 
 
-def _matrix(*, markdown: bool, as_json: bool) -> int:
+def _matrix(args: argparse.Namespace) -> int:
     from . import matrix
 
-    if as_json:
+    if args.json:
         print(json.dumps(matrix.rows(), indent=2))
     else:
-        print(matrix.markdown() if markdown else matrix.text())
+        print(matrix.markdown() if args.markdown else matrix.text())
     return 0
 
 
-def _doctor(*, as_json: bool) -> int:
+def _doctor(args: argparse.Namespace) -> int:
     from . import doctor
 
     findings = doctor.examine()
-    print(json.dumps(findings, indent=2) if as_json else doctor.text(findings))
+    print(json.dumps(findings, indent=2) if args.json else doctor.text(findings))
     return 1 if findings["problems"] else 0
 
 
