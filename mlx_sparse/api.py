@@ -81,7 +81,9 @@ class _Call:
         if self.return_stats == "mass":
             dense_lse = registry.load("dense_lse", self.backend)
             queries, keys, _ = self.arrays
-            mass = mx.exp(lse - dense_lse(queries, keys, scale=self.scale, left_padding=self.left_padding))
+            dense = dense_lse(queries, keys, scale=self.scale, left_padding=self.left_padding)
+            # A row with no valid key has lost nothing.
+            mass = mx.where(dense == -mx.inf, 1.0, mx.exp(lse - dense))
         return Stats(count(n.S, n.D, top_k=top_k), stats.dense_elements(n.S, n.D), min(top_k, n.S) / n.S, mass)
 
 

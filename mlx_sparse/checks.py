@@ -7,6 +7,7 @@ The checks look only at ``.shape``, so they serve NumPy, MLX and torch arrays al
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 
@@ -77,9 +78,10 @@ def check_shape(name: str, array: Any, expected: tuple[int, ...]) -> None:
 def check_int(name: str, value: object, low: int, high: int | None = None) -> int:
     """Return ``value`` if it is an int in ``low..high``; raise `ConfigError` otherwise."""
     upper = "" if high is None else f" and at most {high}"
-    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+    # Integral: NumPy's integers are welcome too.
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < low or (high is not None and value > high):
         raise ConfigError(f"{name}: expected an integer of at least {low}{upper}, got {value!r}.")
-    return value
+    return int(value)
 
 
 def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:

@@ -210,6 +210,17 @@ def test_rank_D_is_oracle_top_k() -> None:
     )
 
 
+@pytest.mark.parametrize("method", ["sparq", "streaming", "flexgen", "oracle_top_k", "dense"])
+def test_a_row_without_a_valid_key_gives_zeros_and_has_lost_nothing(method: str) -> None:
+    case = Case(2, 6, 2, 300, 64, "f32", padding=(300, 0))
+    q, k, v = case.inputs()
+    out, stats = getattr(mlx_sparse, f"{method}_attention")(
+        *to_mlx(case, q, k, v), left_padding=padding(case), return_stats="mass"
+    )
+    assert mx.all(out[0] == 0)
+    assert mx.all(stats.retained_mass[0] == 1)
+
+
 def test_a_given_value_mean_is_used() -> None:
     case = Case(1, 2, 2, 300, 64, "f32")
     q, k, v = case.inputs()
