@@ -79,9 +79,10 @@ def check_int(name: str, value: object, low: int, high: int | None = None) -> in
     """Return ``value`` if it is an int in ``low..high``; raise `ConfigError` otherwise."""
     upper = "" if high is None else f" and at most {high}"
     # Integral: NumPy's integers are welcome too.
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < low or (high is not None and value > high):
+    number = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
+    if number is None or number < low or (high is not None and number > high):
         raise ConfigError(f"{name}: expected an integer of at least {low}{upper}, got {value!r}.")
-    return int(value)
+    return number
 
 
 def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
