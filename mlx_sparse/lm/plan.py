@@ -12,7 +12,7 @@ from ..config import FlexGen, MethodConfig, SparQ
 from ..stats import dense_elements
 from .call_report import Report
 
-# More queries than this in one call are a prompt; fewer, after a prompt, are draft tokens being verified.
+# More queries than this in one call are a prompt; fewer, after a prompt, are draft tokens to verify or a short turn.
 VERIFY_QUERIES = 16
 
 
@@ -85,7 +85,8 @@ class Plan:
         L, S = queries.shape[2], keys.shape[2]
         if L > 1:
             verifying = L <= VERIFY_QUERIES and S > L
-            return "of several queries at once (verification)" if verifying else "of several queries at once (prompt)"
+            few = "of a few queries at once (verification or short prompt)"
+            return few if verifying else "of several queries at once (prompt)"
         if mask is not None and not self._is_padding_mask(mask):
             return "with an array mask"
         if S < self.config.shortest_context:

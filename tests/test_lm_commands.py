@@ -1,0 +1,247 @@
+"""mlx-lm's real commands with --attn, as a user starts them, on tiny models."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import prompt_of, words, write
+
+from mlx_sparse.lm.call_report import JSON_KEY
+
+BIN = Path(sys.executable).parent
+SPARSE = ["--attn", "sparq:rank=4,top_k=4,dense_below=0"]
+JSON = ["--attn-report", "json"]
+COMMANDS = ["generate", "chat", "server", "benchmark", "cache_prompt"]
+PROMPT, TOKENS, LAYERS = 40, 8, 2
+STEPS = TOKENS + 1  # mlx-lm's last prompt token is a step, and it works one token ahead
+
+SPELLINGS = {
+    "mlx_lm.generate": ["mlx_lm.generate"],
+    "mlx_lm generate": ["mlx_lm", "generate"],
+    "python -m mlx_lm generate": ["python", "-m", "mlx_lm", "generate"],
+    "mlx-sparse generate": ["mlx-sparse", "generate"],
+}
+WITHOUT_HOOK = (
+    "import sys; sys.meta_path[:] = [f for f in sys.meta_path if type(f).__name__ != 'CommandFinder'];"
+    "from mlx_lm.generate import main; main()"
+)
+GENERATE = ["--model", "llama", "--prompt", "-", "--max-tokens", str(TOKENS)]
+BENCHMARK = ["mlx_lm.benchmark", "--model", "llama", "-p", "32", "-g", "6", "-n", "1", *SPARSE, *JSON]
+SAVE = ["mlx_lm.cache_prompt", "--model", "llama", "--prompt", "-", "--prompt-cache-file"]
+RESUME = ["mlx_lm.generate", "--prompt", "w3 w4 w5", "--max-tokens", str(TOKENS), "--prompt-cache-file"]
+
+# Name: commands that run one after the other.
+GOOD: dict[str, list[list[str]]] = {
+    **{f"{name} sparse": [[*spelling, *GENERATE, *SPARSE, *JSON]] for name, spelling in SPELLINGS.items()},
+    "dense": [["mlx_lm.generate", *GENERATE]],
+    "without hook": [["python", "-c", WITHOUT_HOOK, *GENERATE]],
+    "--attn dense": [["mlx_lm.generate", *GENERATE, "--attn", "dense"]],
+    "text report": [["mlx_lm.generate", *GENERATE, *SPARSE]],
+    "no report": [["mlx_lm.generate", *GENERATE, *SPARSE, "--attn-report", "off"]],
+    "toml": [["mlx_lm.generate", *GENERATE, "--attn-config", "good.toml", *JSON]],
+    "toml and attn": [["mlx_lm.generate", *GENERATE, "--attn-config", "good.toml", "--attn", "sparq:rank=2", *JSON]],
+    "chat": [["mlx_lm.chat", "--model", "llama", "--max-tokens", "4", *SPARSE, *JSON]],
+    "benchmark": [BENCHMARK],
+    "benchmark -b 2": [[*BENCHMARK, "-b", "2"]],
+    "saved dense, resumed": [[*SAVE, "d.safetensors"], [*RESUME, "d.safetensors"]],
+    "saved dense, resumed sparse": [[*SAVE, "e.safetensors"], [*RESUME, "e.safetensors", *SPARSE, *JSON]],
+    "saved sparse, resumed": [[*SAVE, "s.safetensors", *SPARSE], [*RESUME, "s.safetensors"]],
+    "saved sparse, resumed sparse": [[*SAVE, "t.safetensors", *SPARSE], [*RESUME, "t.safetensors", *SPARSE, *JSON]],
+    "--draft-model": [["mlx_lm.generate", *GENERATE, "--draft-model", "other", *SPARSE, *JSON]],
+    "--prefill-step-size": [["mlx_lm.generate", *GENERATE, "--prefill-step-size", "18", *SPARSE, *JSON]],
+    "--max-kv-size": [["mlx_lm.generate", *GENERATE, "--max-kv-size", "16", *SPARSE, *JSON]],
+    **{f"mlx_lm.{name} --help": [[f"mlx_lm.{name}", "--help"]] for name in COMMANDS},
+    **{f"mlx-sparse {name} --help": [["mlx-sparse", name, "--help"]] for name in COMMANDS},
+}
+
+# Name: what comes after "mlx_lm.generate --model llama", and what the one line says.
+BAD: dict[str, tuple[list[str], str]] = {
+    "unknown method": (["--attn", "flash"], "attn: expected one of .*sparq.*, got 'flash'"),
+    "unknown key": (["--attn", "sparq:topk=4"], "sparq: expected one of the keys rank, top_k.*, got 'topk'"),
+    "key without value": (["--attn", "sparq:rank"], "sparq: expected key=value, got 'rank'"),
+    "rank 0": (["--attn", "sparq:rank=0"], "rank: expected an integer of at least 1, got 0"),
+    "rank above D": (["--attn", "sparq:rank=17"], "rank: expected at most the head dim D=16, got 17"),
+    "negative top_k": (["--attn", "sparq:top_k=-1"], "top_k: expected an integer of at least 1, got -1"),
+    "a method models cannot run": (["--attn", "h2o"], "attn: expected one of .* for a model, got h2o"),
+    "two decode methods": (["--attn", "sparq+streaming"], "attn: expected one decode method, got sparq and streaming"),
+    "malformed TOML": (["--attn-config", "bad.toml"], r"attn-config: expected valid TOML, got bad.toml \(.*\)"),
+    "missing TOML": (["--attn-config", "none.toml"], "attn-config: expected a readable TOML file, got none.toml"),
+    "family without the seam": (["--model", "gemma2", *SPARSE], "model: expected attention .*, got gemma2"),
+    "--attn twice": ([*SPARSE, *SPARSE], "--attn: expected once, got twice"),
+    "--kv-bits": ([*SPARSE, "--kv-bits", "4"], "--kv-bits: expected none with --attn sparq"),
+    # These weights cannot be loaded, so the line has to come before.
+    "--max-kv-size": (["--model", "no_weights", *SPARSE, "--max-kv-size", "8"], "--max-kv-size: .* for qwen3"),
+}
+CHAT = "w1 w2 w3 w4 w5 w6 w7\nw8 w9\nr\nw3 w4 w5 w6 w7\nq\n"
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a command left."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def text(self) -> str:
+        """The generated text alone."""
+        return self.out.split("==========")[1].strip()
+
+    @property
+    def reports(self) -> list[dict[str, Any]]:
+        last = self.err.strip().splitlines()[-1]
+        assert last.startswith(f'{{"{JSON_KEY}": ')
+        return list(json.loads(last)[JSON_KEY])
+
+
+def run(argv: list[str], folder: Path, stdin: str) -> Finished:
+    argv = [str(BIN / argv[0]), *argv[1:]]
+    done = subprocess.run(argv, cwd=folder, input=stdin, capture_output=True, text=True, timeout=60, check=False)
+    return Finished(done.returncode, done.stdout, done.stderr)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Finished]]:
+    """The last command of GOOD or BAD by name. They start at once, two at a time, because a start takes seconds."""
+    folder = tmp_path_factory.mktemp("commands")
+    write(folder / "llama")
+    write(folder / "other", seed=5)
+    write(folder / "gemma2", "gemma2")
+    (write(folder / "no_weights", "qwen3") / "model.safetensors").write_bytes(b"")
+    (folder / "good.toml").write_text("[sparq]\nrank = 4\ntop_k = 4\ndense_below = 0\n")
+    (folder / "bad.toml").write_text("[sparq\nrank = 4\n")
+    prompt = words(prompt_of(PROMPT))
+    bad = {f"bad: {name}": [["mlx_lm.generate", "--model", "llama", *argv]] for name, (argv, _) in BAD.items()}
+
+    def sequence(name: str, commands: list[list[str]]) -> Finished:
+        results = [run(argv, folder, CHAT if name == "chat" else prompt) for argv in commands]
+        assert all(result.code == 0 for result in results[:-1]), results
+        return results[-1]
+
+    with ThreadPoolExecutor(2) as pool:
+        futures = {name: pool.submit(sequence, name, commands) for name, commands in {**GOOD, **bad}.items()}
+        yield lambda name: futures[name].result()
+        pool.shutdown(cancel_futures=True)
+
+
+Runs = Callable[[str], Finished]
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_every_spelling_decodes_sparsely(spelling: str, finished: Runs):
+    result = finished(f"{spelling} sparse")
+    assert result.code == 0
+    assert result.text == finished("mlx_lm.generate sparse").text != finished("dense").text
+    (report,) = result.reports
+    assert report["attn"].startswith("sparq:rank=4,top_k=4")
+    assert (report["served_layers"], report["sparse_calls"]) == (LAYERS, LAYERS * STEPS)
+    assert report["dense_calls"] == {"of several queries at once (prompt)": LAYERS}
+
+
+@pytest.mark.parametrize("name", ["dense", "--attn dense"])
+def test_without_a_method_the_text_is_that_of_mlx_lm_alone(name: str, finished: Runs):
+    result = finished(name)
+    assert (result.code, result.err) == (0, "")
+    assert result.text == finished("without hook").text
+
+
+def test_the_text_report_follows_on_standard_error(finished: Runs):
+    first, *rest = finished("text report").err.splitlines()
+    assert re.fullmatch(r"\[mlx-sparse\] sparq:rank=4,top_k=4,.* on ops: 2 of 2 layers \(llama\)", first)
+    assert re.fullmatch(
+        rf"  sparse calls: {LAYERS * STEPS}, moved [\d.]+% of the dense bytes \(.* per token\)", rest[0]
+    )
+    assert rest[1:] == [f"  dense calls: {LAYERS} of several queries at once (prompt)"]
+    assert finished("text report").text == finished("mlx_lm.generate sparse").text
+
+
+def test_the_report_can_be_turned_off(finished: Runs):
+    assert finished("no report").err == ""
+    assert finished("no report").text == finished("mlx_lm.generate sparse").text
+
+
+def test_parameters_come_from_a_file_and_attn_wins_over_it(finished: Runs):
+    assert finished("toml").text == finished("mlx_lm.generate sparse").text
+    assert finished("toml").reports[0]["attn"] == finished("mlx_lm.generate sparse").reports[0]["attn"]
+    assert finished("toml and attn").reports[0]["attn"].startswith("sparq:rank=2,top_k=4,")
+
+
+def test_chat_decodes_sparsely_turn_after_turn(finished: Runs):
+    result = finished("chat")
+    assert result.code == 0
+    (report,) = result.reports
+    assert report["sparse_calls"] == LAYERS * (5 + 6 + 5)  # the second turn has two tokens, so its prompt is a step too
+    assert "bye" in result.out
+
+
+@pytest.mark.parametrize(("name", "batch"), [("benchmark", 1), ("benchmark -b 2", 2)])
+def test_benchmark_decodes_sparsely(name: str, batch: int, finished: Runs):
+    result = finished(name)
+    assert result.code == 0
+    assert "Averages: " in result.out
+    (report,) = result.reports
+    assert report["sparse_calls"] == 2 * LAYERS * 7  # warm-up and trial
+    assert set(report["dense_calls"]) == {"of several queries at once (prompt)"}
+    assert report["sparse_bytes"] == batch * finished("benchmark").reports[0]["sparse_bytes"]
+
+
+def test_a_prompt_cache_saved_without_the_option_loads_with_it(finished: Runs):
+    result = finished("saved dense, resumed sparse")
+    assert result.code == 0
+    assert result.reports[0]["sparse_calls"] == LAYERS * STEPS
+    assert result.text != finished("saved dense, resumed").text
+
+
+def test_a_prompt_cache_saved_with_the_option_loads_without_it(finished: Runs):
+    result = finished("saved sparse, resumed")
+    assert (result.code, result.err) == (0, "")
+    assert len(result.text.split()) == TOKENS
+    assert finished("saved sparse, resumed sparse").reports[0]["sparse_calls"] == LAYERS * STEPS
+
+
+def test_a_draft_model_drafts_sparsely_and_is_verified_densely(finished: Runs):
+    result = finished("--draft-model")
+    assert result.code == 0
+    assert result.text == finished("dense").text
+    target, draft = result.reports
+    assert target["sparse_calls"] == 0
+    assert target["dense_calls"]["of a few queries at once (verification or short prompt)"] > 0
+    assert draft["sparse_calls"] > 0
+
+
+def test_prefill_step_size_composes(finished: Runs):
+    result = finished("--prefill-step-size")
+    assert result.text == finished("mlx_lm.generate sparse").text
+    assert sum(result.reports[0]["dense_calls"].values()) == LAYERS * 3  # 39 = 18 + 18 + 3
+
+
+def test_max_kv_size_composes_where_the_model_makes_its_caches(finished: Runs):
+    assert finished("--max-kv-size").text == finished("mlx_lm.generate sparse").text
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("program", ["mlx_lm.", "mlx-sparse "])
+def test_help_shows_the_options(program: str, command: str, finished: Runs):
+    result = finished(f"{program}{command} --help")
+    assert (result.code, result.err) == (0, "")
+    assert result.out.startswith(f"usage: {program}{command} ")
+    group = result.out.partition("sparse attention:\n")[2]
+    assert re.findall(r"^  (--[\w-]+)", group, re.MULTILINE) == ["--attn", "--attn-config", "--attn-report"]
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_line_and_exit_code_2(name: str, finished: Runs):
+    result = finished(f"bad: {name}")
+    assert result.code == 2
+    assert re.fullmatch(rf"mlx_lm\.generate: error: {BAD[name][1]}.*\.\n", result.err)
+    assert result.out == ""
