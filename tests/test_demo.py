@@ -1,0 +1,98 @@
+"""The demo: reading the two runs, its refusals, and once the whole of it with the real commands."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlx_sparse.checks import ArtefactError
+from mlx_sparse.demo import run
+from mlx_sparse.demo.outcome import Outcome, compare, parse_outcome, parse_report
+from mlx_sparse.demo.text import KEY, pass_key_task
+
+REPORT = {
+    "attn": "sparq:rank=32,top_k=128",
+    "backend": "ops",
+    "model_type": "llama",
+    "layers": 30,
+    "served_layers": 30,
+    "sparse_calls": 300,
+    "dense_calls": {"prompt": 60},
+    "sparse_bytes": 100_000_000,
+    "dense_bytes": 400_000_000,
+}
+OUT = (
+    "==========\nThe pass key is 71853.\n==========\nPrompt: 2434 tokens, 101.331 tokens-per-sec\n"
+    "Generation: 12 tokens, 10.291 tokens-per-sec\nPeak memory: 1.972 GB\n"
+)
+
+
+def err(reports: object) -> str:
+    return "a warning\n" + json.dumps({"mlx_sparse_report": reports}) + "\n"
+
+
+def test_read_a_run() -> None:
+    assert parse_outcome((OUT, "")) == Outcome("The pass key is 71853.", 2434, 101.331, 12, 10.291)
+    assert parse_outcome((OUT, err([REPORT]))).report == REPORT
+    with pytest.raises(ArtefactError, match="usual output"):
+        parse_outcome(("Please provide a prompt", ""))
+
+
+@pytest.mark.parametrize("reports", [[], {}, [{**REPORT, "sparse_bytes": "many"}], [{"attn": "sparq"}], 3])
+def test_refuse_a_report_without_its_counts(reports: object) -> None:
+    with pytest.raises(ArtefactError, match="expected counts"):
+        parse_report(err(reports))
+
+
+def test_compare(smollm2: Path) -> None:
+    dense = Outcome("The pass key is 71853.", 2434, 100.0, 12, 10.0)
+    sparse = Outcome("The pass key is 71863!", 2434, 100.0, 12, 10.0, REPORT)
+    result = compare(smollm2, pass_key_task(), "sparq", dense, sparse)
+    # The first four words, a blank, five digits and the full stop: each of the last two kinds is a token of its own.
+    assert (result["same_tokens"], result["tokens"]) == (9, 11)
+    assert result["dense"]["right"] and not result["sparse"]["right"]
+    assert result["bytes_ratio"] == 0.25
+    assert result["sparse"]["bytes_per_token"] == 100_000_000 / 300 * 30
+
+
+def test_the_table_fits_a_terminal(smollm2: Path) -> None:
+    outcome = Outcome("71853", 2434, 100.0, 12, 10.0, REPORT)
+    for attn in ("sparq", "sparq:rank=16,top_k=256,component_score=query_key"):
+        table = run._table(compare(smollm2, pass_key_task(), attn, outcome, outcome))
+        assert "25%" in table and max(map(len, table.splitlines())) < 80
+    none = Outcome("71853", 20, 100.0, 12, 10.0, REPORT | {"sparse_calls": 0, "sparse_bytes": 0, "dense_bytes": 0})
+    assert "0 sparse" in run._table(compare(smollm2, pass_key_task(), "sparq", outcome, none))
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--attn", "sparkle"], "sparkle"),
+        (["--max-tokens", "0"], "--max-tokens: expected at least 1, got 0."),
+        (["--model", "/nowhere"], "--model: expected a model directory"),
+    ],
+)
+def test_a_mistake_is_one_line(argv: list[str], message: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run.main(argv) != 0
+    out, line = capfd.readouterr()
+    assert message in line and line.count("\n") == 1 and not out
+
+
+def test_a_failing_command_is_shown(demo_cache: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert run.main(["--model", str(tmp_path), "--cache-dir", str(demo_cache)]) != 0
+    assert "Error" in capfd.readouterr().err.splitlines()[-1]
+
+
+def test_the_demo(demo_cache: Path, smollm2: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run.main(["--cache-dir", str(demo_cache), "--json"]) == 0
+    result: dict[str, Any] = json.loads(capfd.readouterr().out)
+    assert KEY in result["dense"]["text"] and KEY in result["sparse"]["text"]
+    assert result["same_tokens"] == result["tokens"] > 8
+    assert result["dense"]["prompt_tokens"] > 2000
+    report = result["report"]
+    assert report["served_layers"] == report["layers"] == 30
+    assert report["sparse_calls"] > 0 and 0 < result["bytes_ratio"] < 0.5

