@@ -22,7 +22,7 @@ EOS = 0  # the model never says it: its row of the output matrix is zero
 BASE: dict[str, Any] = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
-    "intermediate_size": 96,
+    "intermediate_size": 80,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
@@ -72,11 +72,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
 # Families that no method here can serve.
 UNSERVED: dict[str, dict[str, Any]] = {
     "gemma2": {},
-    "olmo": {"d_model": 64, "n_layers": 2, "mlp_hidden_size": 96, "n_heads": 4, "embedding_size": VOCAB},
+    "olmo": {"d_model": 64, "n_layers": 2, "mlp_hidden_size": 80, "n_heads": 4, "embedding_size": VOCAB},
     "phi3small": {
         "hidden_size": 128,
         "dense_attention_every_n_layers": 1,  # every layer is block-sparse
-        "ff_intermediate_size": 96,
+        "ff_intermediate_size": 80,
         "gegelu_limit": 20.0,
         "layer_norm_epsilon": 1e-5,
     },
@@ -144,11 +144,12 @@ def _weight(name: str, array: mx.array, key: mx.array) -> mx.array:
     noise = mx.random.normal(array.shape, key=key)
     if "A_log" in name or name.endswith("dt_bias"):
         return array
+    if name.endswith("bias"):
+        return 0.3 * noise
     if array.ndim == 1:
-        return array + 0.3 * noise  # norms, biases, sinks
-    if "embed" in name or "wte" in name or "tok_embeddings" in name or "lm_head" in name or name == "output.weight":
-        noise = mx.where(mx.arange(array.shape[0])[:, None] == EOS, 0.0, noise)
-        return noise
+        return array + 0.3 * noise  # norms, sinks
+    if array.ndim == 2 and array.shape[0] == VOCAB:  # embeddings and output matrix
+        return mx.where(mx.arange(VOCAB)[:, None] == EOS, 0.0, noise)
     # Twice the scale that keeps the variance: peaked attention, and outputs that follow it.
     return 2.0 * noise / math.sqrt(array.shape[-1])
 

@@ -1,0 +1,324 @@
+"""`enable`, `disable`, `sparse` and `report`: what they do to a model, and what happens in every way of calling it."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm import batch_generate, stream_generate
+from mlx_lm.generate import generate_step
+from mlx_lm.models import base
+from mlx_lm.models.cache import (
+    KVCache,
+    RotatingKVCache,
+    load_prompt_cache,
+    make_prompt_cache,
+    save_prompt_cache,
+    trim_prompt_cache,
+)
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from tiny_models import EOS, EveryStepSparQ, build, greedy, prompt_of, tokenizer_json
+from transformers import PreTrainedTokenizerFast
+
+import mlx_sparse
+from mlx_sparse.cache import SparseKVCache
+from mlx_sparse.lm import seam
+
+SPARSE = "sparq:rank=4,top_k=4,dense_below=0"
+EVERY_KEY = EveryStepSparQ(rank=4, top_k=1000)
+PROMPT, STEPS, LAYERS = 24, 8, 2
+A_FEW = "of a few queries at once (verification or short prompt)"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> TokenizerWrapper:
+    return TokenizerWrapper(PreTrainedTokenizerFast(tokenizer_object=tokenizer_json()), eos_token_ids=[EOS])
+
+
+@pytest.fixture
+def model() -> Any:
+    return build()
+
+
+@pytest.fixture
+def dense() -> list[int]:
+    return greedy(build(), prompt_of(PROMPT), STEPS)[0]
+
+
+def tokens_of(model: Any, steps: int = STEPS, cache: list[Any] | None = None) -> list[int]:
+    return greedy(model, prompt_of(PROMPT), steps, cache)[0]
+
+
+def test_enable_returns_the_report_that_keeps_counting(model: Any):
+    report = mlx_sparse.enable(model, SPARSE)
+    assert report is mlx_sparse.report(model)
+    assert report.sparse_calls == 0
+    tokens_of(model)
+    assert report.sparse_calls == LAYERS * STEPS
+    assert report.as_dict()["dense_calls"] == {"of several queries at once (prompt)": LAYERS}
+    assert str(report).startswith("sparq:rank=4,top_k=4,component_score=query,dense_below=0 on ops: 2 of 2 layers")
+
+
+def test_enabling_twice_is_refused_and_changes_nothing(model: Any):
+    report = mlx_sparse.enable(model, SPARSE)
+    with pytest.raises(mlx_sparse.ConfigError, match=r"got one that is\. Call mlx_sparse\.disable first\.$"):
+        mlx_sparse.enable(model, "streaming")
+    assert mlx_sparse.report(model) is report
+
+
+def test_disable_is_idempotent_and_leaves_other_models_alone(model: Any, dense: list[int]):
+    mlx_sparse.disable(model)
+    mlx_sparse.enable(model, SPARSE)
+    mlx_sparse.disable(model)
+    mlx_sparse.disable(model)
+    assert mlx_sparse.report(model) is None
+    assert tokens_of(model) == dense
+
+
+def test_an_exception_in_the_with_block_restores_the_model(model: Any, dense: list[int]):
+    cls = type(model)
+    with pytest.raises(KeyError), mlx_sparse.sparse(model, SPARSE):
+        raise KeyError
+    assert type(model) is cls
+    assert tokens_of(model) == dense
+
+
+def test_an_exception_in_the_model_leaves_no_plan_behind(model: Any):
+    with mlx_sparse.sparse(model, SPARSE):
+        with pytest.raises(ValueError, match="dtype"):
+            model(mx.zeros((1, 2)), cache=make_prompt_cache(model))  # token numbers are no floats
+        assert seam.active.get() is None
+
+
+def test_two_models_of_one_module_run_by_their_own_methods(model: Any):
+    other, untouched = build(seed=1), build()
+    alone = [tokens_of(build()), tokens_of(build(seed=1))]
+    with mlx_sparse.sparse(model, SPARSE) as first:
+        only_first = tokens_of(model)
+        with mlx_sparse.sparse(other, "streaming:sink_tokens=1,recent_tokens=3") as second:
+            assert tokens_of(other) != alone[1]
+            assert tokens_of(untouched) == alone[0]
+            assert tokens_of(model) == only_first != alone[0]
+        assert second.sparse_calls == LAYERS * STEPS
+        # The first one's module is still ours after the second one left it.
+        assert tokens_of(model) == only_first
+        assert tokens_of(other) == alone[1]
+        assert first.sparse_calls == 3 * LAYERS * STEPS
+    assert tokens_of(model) == alone[0]
+
+
+def test_a_cache_made_before_enable_is_taken_over(model: Any):
+    cache = make_prompt_cache(model)
+    model(mx.array([prompt_of(PROMPT)]), cache=cache)
+    with mlx_sparse.sparse(model, SPARSE) as report:
+        model(mx.array([[5]]), cache=cache)
+    assert report.sparse_calls == LAYERS
+    assert isinstance(cache[0], SparseKVCache)
+
+
+def test_a_cache_used_sparsely_goes_on_densely_after_disable(model: Any):
+    cache, plain = make_prompt_cache(model), make_prompt_cache(model)
+    model(mx.array([prompt_of(PROMPT)]), cache=plain)
+    with mlx_sparse.sparse(model, SPARSE):
+        tokens_of(model, 3, cache)
+        trim_prompt_cache(cache, 3)
+    logits = [model(mx.array([[5]]), cache=each) for each in (cache, plain)]
+    assert mx.array_equal(*logits)
+
+
+def test_a_cache_from_a_file_and_one_reused_after_trim_give_the_same_tokens(model: Any, tmp_path: Path):
+    file = str(tmp_path / "cache.safetensors")
+    with mlx_sparse.sparse(model, SPARSE):
+        cache = make_prompt_cache(model)
+        model(mx.array([prompt_of(PROMPT)]), cache=cache)
+        save_prompt_cache(file, cache)
+        first = greedy(model, [7, 8, 9], STEPS, cache)[0]
+        trim_prompt_cache(cache, 3 + STEPS)
+        assert greedy(model, [7, 8, 9], STEPS, cache)[0] == first
+        assert greedy(model, [7, 8, 9], STEPS, load_prompt_cache(file))[0] == first
+
+
+def test_speculative_decoding_verifies_densely_and_gives_the_dense_text(model: Any, tokenizer: TokenizerWrapper):
+    draft, prompt = build(seed=1), prompt_of(PROMPT)
+    expected = [token for token, _ in generate_step(mx.array(prompt), build(), max_tokens=STEPS)]
+    with mlx_sparse.sparse(model, SPARSE) as report, mlx_sparse.sparse(draft, SPARSE) as drafts:
+        responses = stream_generate(model, tokenizer, prompt, STEPS, draft_model=draft)
+        assert [response.token for response in responses] == expected
+    assert report.sparse_calls == 0
+    assert report.dense_calls[A_FEW] > 0
+    assert drafts.sparse_calls > 0
+
+
+def test_a_draft_as_good_as_the_model_is_accepted_through_trims(model: Any, tokenizer: TokenizerWrapper):
+    draft, prompt = build(), prompt_of(PROMPT)
+    with mlx_sparse.sparse(draft, EVERY_KEY) as drafts:
+        responses = list(stream_generate(model, tokenizer, prompt, STEPS, draft_model=draft, num_draft_tokens=3))
+    assert sum(response.from_draft for response in responses) == 6  # three of every four
+    assert drafts.sparse_calls > 0
+
+
+def test_a_quantised_cache_is_dense_and_counted(model: Any):
+    prompt = mx.array(prompt_of(PROMPT))
+    options = {"max_tokens": STEPS, "kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 0}
+    wide = {"head_dim": 32}
+    expected = [token for token, _ in generate_step(prompt, build(**wide), **options)]
+    with mlx_sparse.sparse(model := build(**wide), SPARSE) as report:
+        assert [token for token, _ in generate_step(prompt, model, **options)] == expected
+    assert report.dense_calls["with a quantised KV cache"] == LAYERS * (STEPS + 1)
+    assert report.sparse_calls == 0
+
+
+def test_a_rotating_cache_is_dense_and_counted():
+    model = build("qwen3")
+    with mlx_sparse.sparse(model, SPARSE) as report:
+        tokens_of(model, STEPS, [RotatingKVCache(16) for _ in range(LAYERS)])
+    assert report.dense_calls == {"with a sliding window (RotatingKVCache)": LAYERS * (STEPS + 1)}
+
+
+def test_a_call_without_a_cache_is_dense_and_counted(model: Any):
+    with mlx_sparse.sparse(model, SPARSE) as report:
+        logits = model(mx.array([prompt_of(PROMPT)]))
+    assert report.dense_calls == {"without a KV cache": LAYERS}
+    assert mx.array_equal(logits, build()(mx.array([prompt_of(PROMPT)])))
+
+
+def test_an_array_mask_is_dense_and_counted(model: Any):
+    cache = make_prompt_cache(model)
+    embeddings = mx.random.normal((1, 1, 64), key=mx.random.key(3))
+    mask = mx.arange(PROMPT + 1)[None] != 5
+
+    def layer(x: mx.array, cache: list[Any]) -> mx.array:
+        out: mx.array = model.layers[0](x, mask, cache[0])
+        return out
+
+    with mlx_sparse.sparse(model, SPARSE) as report:
+        model(mx.array([prompt_of(PROMPT)]), cache=cache)
+        plan, _, _ = model._mlx_sparse
+        token = seam.active.set(plan)  # as a call of the model does
+        masked = layer(embeddings, cache)
+        seam.active.reset(token)
+    assert report.dense_calls["with an array mask"] == 1
+    assert report.sparse_calls == 0
+    trim_prompt_cache(cache[:1], 1)
+    assert mx.array_equal(masked, layer(embeddings, cache))
+
+
+RAGGED = [24, 9, 17, 30]
+
+
+def batch(model: Any, tokenizer: TokenizerWrapper, lengths: list[int]) -> list[list[int]]:
+    prompts = [prompt_of(length, seed=length) for length in lengths]
+    return list(batch_generate(model, tokenizer, prompts, max_tokens=STEPS, return_token_ids=True).token_ids)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_oss"])
+def test_a_ragged_batch_over_every_key_gives_the_dense_tokens(family: str, tokenizer: TokenizerWrapper):
+    expected = batch(build(family), tokenizer, RAGGED)
+    with mlx_sparse.sparse(model := build(family), EVERY_KEY) as report:
+        assert batch(model, tokenizer, RAGGED) == expected
+    assert report.sparse_calls > 0
+    assert "with an array mask" not in report.dense_calls
+
+
+@pytest.mark.parametrize(
+    ("family", "attn"),
+    [
+        ("llama", SPARSE),
+        ("llama", SPARSE + ",reallocate=true"),
+        ("llama", "streaming:sink_tokens=1,recent_tokens=3"),
+        ("llama", "oracle_top_k:top_k=4"),
+        ("llama", "flexgen:top_k=4"),
+        ("qwen3", SPARSE),
+        ("gpt_oss", SPARSE),
+    ],
+)
+def test_each_row_of_a_ragged_batch_is_that_prompt_alone(family: str, attn: str, tokenizer: TokenizerWrapper):
+    model = build(family)
+    dense = batch(model, tokenizer, RAGGED)
+    with mlx_sparse.sparse(model, attn) as report:
+        together = batch(model, tokenizer, RAGGED)
+        assert report.sparse_calls == report.served_layers * (STEPS + 1)
+        for length, tokens in zip(RAGGED, together, strict=True):
+            assert batch(model, tokenizer, [length]) == [tokens]
+            steps = generate_step(mx.array(prompt_of(length, seed=length)), model, max_tokens=STEPS)
+            assert [token for token, _ in steps] == tokens
+    assert together != dense
+
+
+def test_a_rank_above_the_head_dim_is_refused_and_leaves_the_model_alone(model: Any, dense: list[int]):
+    with pytest.raises(mlx_sparse.ConfigError, match=r"^rank: expected at most the head dim D=16, got 17\.$"):
+        mlx_sparse.enable(model, "sparq:rank=17")
+    assert mlx_sparse.report(model) is None
+    assert tokens_of(model) == dense
+
+
+@pytest.mark.parametrize("attn", ["dense", "h2o", "flash", "sparq+streaming", "", "sparq:preset=none"])
+def test_what_a_model_cannot_run_is_refused(attn: str, model: Any):
+    with pytest.raises(mlx_sparse.ConfigError, match=r"expected .*, got .*\.$"):
+        mlx_sparse.enable(model, attn)
+    assert mlx_sparse.report(model) is None
+
+
+@pytest.mark.parametrize("backend", ["oracle", "cuda"])
+def test_a_backend_that_cannot_run_a_model_is_refused(backend: str, model: Any):
+    with pytest.raises(
+        mlx_sparse.BackendUnavailable, match=rf"^backend: expected auto or ops, got {backend} \(.*\)\.$"
+    ):
+        mlx_sparse.enable(model, backend=backend)
+
+
+def other_parameters(queries: Any, keys: Any, values: Any, mask: Any) -> Any:
+    raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "moved", "problem"),
+    [
+        (seam, "original", other_parameters, "scaled_dot_product_attention takes other parameters"),
+        (KVCache, "make_mask", None, "KVCache.make_mask is gone"),
+        (KVCache, "state", property(lambda _: (None, None)), "KVCache"),
+    ],
+)
+def test_a_moved_interface_of_mlx_lm_is_loud_and_names_the_version(
+    owner: Any, name: str, moved: Any, problem: str, model: Any, monkeypatch: pytest.MonkeyPatch
+):
+    if moved is None:
+        monkeypatch.delattr(owner, name)
+    else:
+        monkeypatch.setattr(owner, name, moved)
+    with pytest.raises(mlx_sparse.BackendUnavailable, match=r"mlx-lm 0\.32") as error:
+        mlx_sparse.enable(model)
+    assert problem in str(error.value)
+
+
+def test_threads_run_side_by_side_by_their_own_models(dense: list[int]):
+    results: dict[str, Any] = {}
+
+    def work(name: str, attn: str | None) -> None:
+        model = build()
+        if attn is not None:
+            mlx_sparse.enable(model, attn)
+        results[name] = [tokens_of(model) for _ in range(5)], mlx_sparse.report(model)
+        mx.synchronize()
+
+    threads = [threading.Thread(target=work, args=job) for job in (("sparse", SPARSE), ("dense", None))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert results["dense"] == ([dense] * 5, None)
+    tokens, report = results["sparse"]
+    assert tokens == [tokens[0]] * 5 != [dense] * 5
+    assert report.sparse_calls == 5 * LAYERS * STEPS
+
+
+def test_a_model_enabled_here_runs_sparsely_in_another_thread(model: Any):
+    with mlx_sparse.sparse(model, SPARSE) as report:
+        thread = threading.Thread(target=lambda: (tokens_of(model), mx.synchronize()))
+        thread.start()
+        thread.join(60)
+    assert report.sparse_calls == LAYERS * STEPS
+    assert base.scaled_dot_product_attention is seam.original
