@@ -46,7 +46,8 @@ class Session:
         self.report_as = "text"
         self.max_kv_size: int | None = None
         self.reports: list[Report] = []
-        self.error: SparseAttentionError | None = None
+        self.loads = self.loads_at_start = 0
+        self.error: SparseAttentionError | None = None  # of a model that the server was started with
 
     def configure(self, parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         """Check our options and their company before anything is loaded; a mistake ends the program here."""
@@ -69,6 +70,7 @@ class Session:
             )
         self.config = config
         self.max_kv_size = getattr(args, "max_kv_size", None)
+        self.loads_at_start = sum(getattr(args, name, None) is not None for name in ("model", "draft_model"))
 
     def load_model(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """mlx-lm's ``load_model`` with the method enabled on what it loads."""
@@ -77,9 +79,11 @@ class Session:
             try:
                 return self._load(original, model_path, *args, **kwargs)
             except SparseAttentionError as error:
-                self.error = self.error or error
-                if threading.current_thread() is not threading.main_thread() and not self.reports:
-                    _thread.interrupt_main()  # the server loads on a thread of its own: end the program, not only it
+                if self.loads <= self.loads_at_start and threading.current_thread() is not threading.main_thread():
+                    # The server loads on a thread of its own: end the program, and that thread without a traceback.
+                    self.error = error
+                    _thread.interrupt_main()
+                    raise SystemExit(2) from None
                 raise
 
         return load_model
@@ -88,6 +92,7 @@ class Session:
         from .model import enable
 
         assert self.config is not None
+        self.loads += 1
         if self.max_kv_size is not None:
             refuse_rotating_cache(Path(model_path))
         loaded = original(model_path, *args, **kwargs)
@@ -108,14 +113,17 @@ def run(main: Callable[..., Any], command: str) -> Any:
     session = Session()
     try:
         with _options_in_first_parser(session), _enabled_on_load(session):
-            return main()
+            result = main()
     except SparseAttentionError as error:
         _exit(command, str(error))
     except KeyboardInterrupt:
         if session.error is None:
             raise
+    else:
+        if session.error is None:
+            return result
     finally:
-        if session.reports:
+        if session.reports and session.error is None:
             session.print_report()
     _exit(command, str(session.error))
 
