@@ -27,13 +27,15 @@ WIDTH = 79
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demo; return 0 when both commands ran."""
+    """Run the demo; return 0 when both commands ran, whatever they answered."""
     args = _parser().parse_args(argv)
     try:
         return _demo(args)
     except (SparseAttentionError, OSError) as error:
         print(f"mlx-sparse demo: error: {error}", file=sys.stderr)
-        return 1
+        return 2
+    except KeyboardInterrupt:
+        return 130
 
 
 def _parser() -> argparse.ArgumentParser:

