@@ -66,11 +66,11 @@ class Server:
             else:
                 return
 
-    def interrupt(self) -> tuple[int, str]:
-        """Control-C: exit code and standard error."""
+    def interrupt(self) -> str:
+        """Control-C; returns standard error. The exit code says nothing: MLX often aborts then, without us too."""
         self.process.send_signal(signal.SIGINT)
         _, err = self.process.communicate(timeout=60)
-        return self.process.returncode, err
+        return err
 
 
 @contextmanager
@@ -101,10 +101,10 @@ def test_single_and_concurrent_requests_decode_sparsely_and_control_c_prints_the
         with ThreadPoolExecutor(3) as pool:
             assert list(pool.map(sparse.ask, prompts)) == alone
         assert alone[0] == answer, "the prompt cache of the first request was reused"
-        code, err = sparse.interrupt()
-    assert code == 0
-    report_line = err.strip().splitlines()[-1]
-    (report,) = json.loads(report_line)[JSON_KEY]
+        err = sparse.interrupt()
+    assert "Traceback" not in err
+    (line,) = [line for line in err.splitlines() if line.startswith(f'{{"{JSON_KEY}": ')]
+    (report,) = json.loads(line)[JSON_KEY]
     assert report["served_layers"] == LAYERS
     assert report["sparse_calls"] >= LAYERS * TOKENS * 5
     assert "with an array mask" not in report["dense_calls"]

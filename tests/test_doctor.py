@@ -1,0 +1,145 @@
+"""`mlx-sparse` itself: doctor, matrix, and what it says to a mistake."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from mlx_lm.models.cache import KVCache
+
+from mlx_sparse import _boot, cli, doctor, matrix, registry
+
+COMMANDS = ["demo", "generate", "chat", "server", "benchmark", "cache_prompt", "matrix", "doctor"]
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error."""
+    try:
+        code = cli.main(arguments)
+    except SystemExit as ended:
+        assert isinstance(ended.code, int)
+        code = ended.code
+    return code, *capsys.readouterr()
+
+
+def test_doctor_finds_no_problem_here(capsys: pytest.CaptureFixture[str]):
+    code, out, err = run(capsys, "doctor")
+    assert (code, err) == (0, "")
+    assert out.endswith("no problems found\n")
+    assert "mlx_lm.* --attn: the start-up hook is active" in out
+    assert "mlx-lm's interfaces: as expected" in out
+
+
+def test_doctor_json_has_every_fact(capsys: pytest.CaptureFixture[str]):
+    code, out, _ = run(capsys, "doctor", "--json")
+    findings = json.loads(out)
+    assert code == 0
+    assert set(findings) == {
+        *("version", "python", "platform", "packages", "device", "backends", "hook", "seams", "problems")
+    }
+    assert findings["version"] == metadata.version("mlx-sparse-attention")
+    assert findings["packages"]["mlx-lm"] == metadata.version("mlx-lm")
+    assert findings["backends"] == {"oracle": "yes", "ops": "yes"}
+    assert findings["seams"] == findings["problems"] == []
+
+
+def test_doctor_works_as_an_installed_command():
+    command = Path(sys.executable).parent / "mlx-sparse"
+    done = subprocess.run([command, "doctor", "--json"], capture_output=True, text=True, timeout=60, check=True)
+    assert json.loads(done.stdout)["problems"] == []
+
+
+def test_doctor_tells_that_the_hook_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    others = [finder for finder in sys.meta_path if not isinstance(finder, _boot.CommandFinder)]
+    monkeypatch.setattr(sys, "meta_path", others)
+    code, out, _ = run(capsys, "doctor")
+    assert code == 1
+    assert "problem: the start-up hook is not active" in out
+    assert "use 'mlx-sparse generate'" in out
+
+
+def test_doctor_tells_that_mlx_lm_has_moved(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.delattr(KVCache, "trim")
+    code, out, _ = run(capsys, "doctor")
+    assert code == 1
+    assert "mlx-lm's interfaces: not as expected" in out
+    assert "problem: mlx-lm: KVCache.trim is gone" in out
+
+
+def test_doctor_tells_that_another_distribution_owns_the_import_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    other = tmp_path / "mlx_sparse-0.0.6.dist-info"
+    other.mkdir()
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: mlx-sparse\nVersion: 0.0.6\n")
+    (other / "RECORD").write_text("mlx_sparse/__init__.py,,\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    code, out, _ = run(capsys, "doctor")
+    assert code == 1
+    assert "problem: mlx-sparse owns the import name mlx_sparse too" in out
+    assert "'pip uninstall mlx-sparse'" in out
+
+
+def test_doctor_goes_on_when_a_package_is_broken(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setitem(sys.modules, "mlx.core", None)  # importing it fails
+    monkeypatch.setattr(doctor, "PACKAGES", ("mlx", "mlx-lm", "no-such-package"))
+    code, out, _ = run(capsys, "doctor")
+    assert code == 1
+    assert "problem: mlx does not work here: " in out
+    assert "no-such-package missing" in out
+
+
+def test_matrix_lists_every_method_and_backend(capsys: pytest.CaptureFixture[str]):
+    code, out, _ = run(capsys, "matrix")
+    assert code == 0
+    header, *lines = out.splitlines()
+    assert header.split() == ["method", "stage", "--attn", *registry.BACKENDS]
+    assert [line.split()[0] for line in lines[: len(registry.METHODS)]] == list(registry.METHODS)
+
+
+def test_matrix_markdown_is_a_table_with_one_line_per_method(capsys: pytest.CaptureFixture[str]):
+    code, out, _ = run(capsys, "matrix", "--markdown")
+    assert code == 0
+    assert out == matrix.markdown() + "\n"
+    table = [line.strip("|").split("|") for line in out.splitlines() if line.startswith("|")]
+    assert {len(cells) for cells in table} == {4 + len(registry.BACKENDS)}
+    assert [cells[0].strip() for cells in table[2:]] == [f"`{name}`" for name in registry.METHODS]
+
+
+def test_matrix_json_says_what_runs_here(capsys: pytest.CaptureFixture[str]):
+    code, out, _ = run(capsys, "matrix", "--json")
+    rows = {row["method"]: row for row in json.loads(out)}
+    assert code == 0
+    assert list(rows) == list(registry.METHODS)
+    assert rows["sparq"]["backends"] == {"oracle": "yes", "ops": "yes"}
+    assert [name for name, row in rows.items() if not row["attn"]] == ["h2o"]
+
+
+def test_alone_it_prints_its_help(capsys: pytest.CaptureFixture[str]):
+    code, out, err = run(capsys)
+    assert (code, err) == (0, "")
+    assert out.startswith("usage: mlx-sparse ")
+    assert re.findall(r"^    (\w+)", out, re.MULTILINE) == COMMANDS
+
+
+def test_an_unknown_command_is_answered_with_the_known_ones(capsys: pytest.CaptureFixture[str]):
+    code, out, err = run(capsys, "generat")
+    assert (code, out) == (2, "")
+    assert all(command in err.splitlines()[-1] for command in COMMANDS)
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("arguments", [("matrix", "--markdown", "--json"), ("doctor", "--yaml"), ("--jsn",)])
+def test_a_wrong_option_is_an_error_with_exit_code_2(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]):
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert ": error: " in err.splitlines()[-1]
+
+
+def test_version(capsys: pytest.CaptureFixture[str]):
+    assert run(capsys, "--version") == (0, metadata.version("mlx-sparse-attention") + "\n", "")
