@@ -124,7 +124,7 @@ def test_alone_it_prints_its_help(capsys: pytest.CaptureFixture[str]):
     code, out, err = run(capsys)
     assert (code, err) == (0, "")
     assert out.startswith("usage: mlx-sparse ")
-    assert re.findall(r"^    (\w+)", out, re.MULTILINE) == COMMANDS
+    assert set(COMMANDS) <= set(re.findall(r"^    (\w+)", out, re.MULTILINE))
 
 
 def test_an_unknown_command_is_answered_with_the_known_ones(capsys: pytest.CaptureFixture[str]):

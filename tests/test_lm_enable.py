@@ -20,7 +20,7 @@ from mlx_lm.models.cache import (
     trim_prompt_cache,
 )
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from tiny_models import EOS, EveryStepSparQ, build, greedy, prompt_of, tokenizer_json
+from tiny_models import EOS, FAMILIES, EveryStepSparQ, build, greedy, prompt_of, tokenizer_json
 from transformers import PreTrainedTokenizerFast
 
 import mlx_sparse
@@ -214,13 +214,13 @@ def batch(model: Any, tokenizer: TokenizerWrapper, lengths: list[int]) -> list[l
     return list(batch_generate(model, tokenizer, prompts, max_tokens=STEPS, return_token_ids=True).token_ids)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_oss"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_ragged_batch_over_every_key_gives_the_dense_tokens(family: str, tokenizer: TokenizerWrapper):
     expected = batch(build(family), tokenizer, RAGGED)
     with mlx_sparse.sparse(model := build(family), EVERY_KEY) as report:
         assert batch(model, tokenizer, RAGGED) == expected
-    assert report.sparse_calls > 0
-    assert "with an array mask" not in report.dense_calls
+    assert report.sparse_calls == report.served_layers * (STEPS + 1)
+    assert not [reason for reason in report.dense_calls if "mask" in reason]
 
 
 @pytest.mark.parametrize(
@@ -246,6 +246,26 @@ def test_each_row_of_a_ragged_batch_is_that_prompt_alone(family: str, attn: str,
             steps = generate_step(mx.array(prompt_of(length, seed=length)), model, max_tokens=STEPS)
             assert [token for token, _ in steps] == tokens
     assert together != dense
+
+
+def test_rows_that_end_early_leave_the_batch_right(model: Any, tokenizer: TokenizerWrapper):
+    prompts, ends = [prompt_of(length, seed=length) for length in RAGGED], [2, STEPS, 5, 4]
+    with mlx_sparse.sparse(model, SPARSE):
+        together = batch_generate(model, tokenizer, prompts, max_tokens=ends, return_token_ids=True).token_ids
+        for length, end, tokens in zip(RAGGED, ends, together, strict=True):
+            assert batch(model, tokenizer, [length])[0][:end] == tokens
+
+
+def test_a_batch_goes_on_from_the_caches_of_another(model: Any, tokenizer: TokenizerWrapper):
+    prompts, options = [prompt_of(length, seed=length) for length in RAGGED], {"max_tokens": 3}
+    with mlx_sparse.sparse(model, SPARSE) as report:
+        first = batch_generate(model, tokenizer, prompts, return_prompt_caches=True, return_token_ids=True, **options)
+        follow = [[tokens[-1], 5, 6, 7] for tokens in first.token_ids]
+        options["return_token_ids"] = True
+        together = batch_generate(model, tokenizer, follow, first.caches, **options).token_ids
+        for prompt, cache, tokens in zip(follow, first.caches, together, strict=True):
+            assert batch_generate(model, tokenizer, [prompt], [cache], **options).token_ids == [tokens]
+    assert not [reason for reason in report.dense_calls if "mask" in reason]
 
 
 def test_a_rank_above_the_head_dim_is_refused_and_leaves_the_model_alone(model: Any, dense: list[int]):
