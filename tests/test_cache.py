@@ -221,6 +221,7 @@ def test_side_buffers_are_right_after_rows_move(moves: str):
     else:
         cache.prepare(right_padding=[2, 0, 5], lengths=[6, 8, 3])
         cache.update_and_fetch(*rows(8))
+        attend(cache)
         cache.finalize()
         assert cache.left_padding.tolist() == [5, 0, 6]
     attend(cache)
