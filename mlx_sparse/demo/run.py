@@ -146,9 +146,10 @@ def _table(result: dict[str, Any]) -> str:
     lines.append(f"Same tokens at {result['same_tokens']} of {result['tokens']} positions.")
     if result["bytes_ratio"] is not None:
         lines.append(f"{result['attn']} moved {result['bytes_ratio']:.0%} of the bytes that dense attention reads.")
+    lines.append("Bytes are counted by the papers' formulae, not measured.")
     lines.append(f"Prompt of {dense['prompt_tokens']:,} tokens. Calls with {report['attn']}:")
     lines.append(f"  {report['sparse_calls']:>6,} sparse, in {report['served_layers']} of {report['layers']} layers")
     lines += [f"  {count:>6,} dense: {reason}" for reason, count in report["dense_calls"].items()]
     if result["device"] == "cpu":
-        lines.append("These speeds are of a CPU and say nothing about a Mac; the bytes are the same there.")
+        lines.append("These speeds are of a CPU and say nothing about a Mac.")
     return "\n".join(line if len(line) <= WIDTH else textwrap.fill(line, WIDTH) for line in lines)
