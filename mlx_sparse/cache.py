@@ -66,13 +66,16 @@ class SideBuffers:
         """Forget rows from ``length`` on, which are about to be overwritten."""
         if length >= self.covered:
             return
-        if length == 0:
+        mean, spread = self.value_sum is not None, self.key_sums is not None
+        if length < self.covered - length:
+            # More rows go than stay: summing afresh reads fewer, and leaves no rounding of the large sum behind.
             self.value_sum = self.key_sums = self.key_shift = None
-        elif self.value_sum is not None or self.key_sums is not None:
-            mean, spread = self.value_sum is not None, self.key_sums is not None
+            if length > 0:
+                self._add(cache, 0, length, 1.0, mean=mean, spread=spread)
+        else:
             self._add(cache, length, self.covered, -1.0, mean=mean, spread=spread)
-            # Evaluate now: a pending sum would hold the old keys and force the next in-place write to copy them.
-            mx.eval([array for array in (self.value_sum, *(self.key_sums or ())) if array is not None])
+        # Evaluate now: a pending sum would hold the old keys and force the next in-place write to copy them.
+        mx.eval([array for array in (self.value_sum, *(self.key_sums or ())) if array is not None])
         self.covered = length
 
     def _add(self, cache: SparseCache, start: int, stop: int, sign: float, *, mean: bool, spread: bool) -> None:
