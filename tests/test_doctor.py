@@ -128,7 +128,7 @@ def test_alone_it_prints_its_help(capsys: pytest.CaptureFixture[str]):
 
 
 def test_an_unknown_command_is_answered_with_the_known_ones(capsys: pytest.CaptureFixture[str]):
-    code, out, err = run(capsys, "generat")
+    code, out, err = run(capsys, "generates")
     assert (code, out) == (2, "")
     assert all(command in err.splitlines()[-1] for command in COMMANDS)
     assert "Traceback" not in err
