@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import (
     BatchKVCache,
@@ -305,7 +305,7 @@ STEP = st.one_of(
 @CACHES
 @given(history=st.lists(STEP, max_size=25), seed=st.integers(0, 9))
 @example(history=[("append", 256), ("attend", 3), ("trim", 120), ("trim", 120), ("append", 1)], seed=0)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])  # no timing assertions
 def test_side_buffers_are_right_after_any_history(make: Any, history: list[tuple[str, int]], seed: int):
     cache = make()
     rows = Rows(batch_of(cache), seed)

@@ -147,6 +147,7 @@ def _sparse_class(cls: type) -> type:
             return cls.__call__(self, *args, **kwargs)
         finally:
             seam.active.reset(token)
+            plan.end()
 
     return type(cls.__name__, (cls,), {"__call__": call, "__module__": cls.__module__, "__doc__": cls.__doc__})
 

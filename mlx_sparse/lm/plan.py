@@ -32,6 +32,10 @@ class Plan:
             adopt(caches)
         self._caches = caches
 
+    def end(self) -> None:
+        """The call is over: its caches are the caller's alone again."""
+        self._caches = None
+
     def probe(self) -> dict[int, str | None]:
         """From now on until `end_probe`, note per cache (by id) why its layer stays dense, None if it need not."""
         self._probed = {}
@@ -45,8 +49,8 @@ class Plan:
     ) -> mx.array | None:
         """The sparse result of one attention call, or None to let mlx-lm attend densely."""
         reason = self._layer_reason(keys, values, cache)
-        if reason is None and sinks is not None and isinstance(self.config, FlexGen):
-            reason = "with attention sinks"  # its output is not normalised, so the sink's share cannot be told from lse
+        if reason is None and sinks is not None and not self._serves_sinks(queries, keys):
+            reason = "with attention sinks"
         if self._probed is not None:
             if reason is None and isinstance(self.config, SparQ):
                 check_rank(self.config.rank, queries.shape[-1])
@@ -79,6 +83,13 @@ class Plan:
         if keys.shape[1:] != (cache.keys.shape[1], cache.length, cache.keys.shape[3]):
             return "with keys that are not the cache's"
         return None
+
+    def _serves_sinks(self, queries: mx.array, keys: mx.array) -> bool:
+        """Whether a sink's share can be told from the log-sum-exp of the attended keys: if nothing else is mixed in."""
+        if isinstance(self.config, SparQ):
+            auto = queries.shape[1] == keys.shape[1]
+            return not (auto if self.config.reallocate == "auto" else self.config.reallocate)
+        return not isinstance(self.config, FlexGen)
 
     def _call_reason(self, queries: mx.array, keys: mx.array, cache: Any, mask: Any) -> str | None:
         """Why this call attends densely."""
