@@ -159,7 +159,7 @@ def test_the_text_report_follows_on_standard_error(finished: Runs):
     first, *rest = finished("text report").err.splitlines()
     assert re.fullmatch(r"\[mlx-sparse\] sparq:rank=4,top_k=4,.* on ops: 2 of 2 layers \(llama\)", first)
     assert re.fullmatch(
-        rf"  sparse calls: {LAYERS * STEPS}, moved [\d.]+% of the dense bytes \(.* per token\)", rest[0]
+        rf"  sparse calls: {LAYERS * STEPS}, [\d.]+% of the dense bytes by formula \(.* per token\)", rest[0]
     )
     assert rest[1:] == [f"  dense calls: {LAYERS} of several queries at once (prompt)"]
     assert finished("text report").text == finished("mlx_lm.generate sparse").text

@@ -50,7 +50,7 @@ class Report:
             share = self.sparse_bytes / self.dense_bytes
             per_token = self.served_layers / self.sparse_calls
             lines.append(
-                f"  sparse calls: {self.sparse_calls:,}, moved {share:.1%} of the dense bytes "
+                f"  sparse calls: {self.sparse_calls:,}, {share:.1%} of the dense bytes by formula "
                 f"({_bytes(self.sparse_bytes * per_token)} instead of {_bytes(self.dense_bytes * per_token)} per token)"
             )
         else:
