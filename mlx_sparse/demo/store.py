@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from mlx_sparse.checks import ArtefactError
+from ..checks import ArtefactError
 
 MANIFEST = "mlx-sparse-manifest.json"
 

