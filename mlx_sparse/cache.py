@@ -117,10 +117,12 @@ class SparseCache:
     values: Any
     _side: SideBuffers | None = None
 
+    length_name = "offset"  # where mlx-lm's class keeps the number of rows in use
+
     @property
     def length(self) -> int:
         """Rows in use."""
-        raise NotImplementedError
+        return int(getattr(self, self.length_name))
 
     @property
     def padding(self) -> mx.array | None:
@@ -201,19 +203,12 @@ class SparseCache:
 class SparseKVCache(SparseCache, KVCache):
     """`mlx_lm.models.cache.KVCache` that can attend sparsely."""
 
-    @property
-    def length(self) -> int:
-        return int(self.offset)
-
 
 class SparseBatchKVCache(SparseCache, BatchKVCache):
     """`mlx_lm.models.cache.BatchKVCache`, the server's left-padded batch, that can attend sparsely."""
 
+    length_name = "_idx"
     padding_mask: mx.array | None = None
-
-    @property
-    def length(self) -> int:
-        return int(self._idx)
 
     @property
     def padding(self) -> mx.array | None:
