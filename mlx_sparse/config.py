@@ -66,7 +66,7 @@ class Dense(MethodConfig):
 class SparQ(MethodConfig):
     """SparQ decoding (docs/spec/sparq.md).
 
-    What "auto" means: ``dense_below``, the number of keys below which attention stays dense, is ``8 * top_k``, about
+    What "auto" means: ``dense_below``, the number of keys below which attention stays dense, is ``16 * top_k``, about
     where one step of the `ops` backend becomes the faster one (docs/results/ops.md); ``component_score`` is
     ``"query_key"`` for models with q/k-norm, where the paper's rule collapses, and ``"query"``, the paper's, otherwise;
     ``reallocate`` is on for one query head per KV head and off otherwise.
@@ -108,7 +108,7 @@ class SparQ(MethodConfig):
 
     @property
     def shortest_context(self) -> int:
-        threshold = 8 * self.top_k if isinstance(self.dense_below, str) else self.dense_below
+        threshold = 16 * self.top_k if isinstance(self.dense_below, str) else self.dense_below
         return max(threshold, self.top_k + 1)
 
     def elements(self, S: int, D: int) -> int:
