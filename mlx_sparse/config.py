@@ -66,10 +66,11 @@ class Dense(MethodConfig):
 class SparQ(MethodConfig):
     """SparQ decoding (docs/spec/sparq.md).
 
-    What "auto" means: ``dense_below``, the number of keys below which attention stays dense, is ``16 * top_k``, about
-    where one step of the `ops` backend becomes the faster one (docs/results/ops.md); ``component_score`` is
-    ``"query_key"`` for models with q/k-norm, where the paper's rule collapses, and ``"query"``, the paper's, otherwise;
-    ``reallocate`` is on for one query head per KV head and off otherwise.
+    What "auto" means: ``dense_below``, the number of keys below which attention stays dense, is ``16 * top_k``, from
+    where on no shape was slower with the `ops` backend (docs/results/ops.md), and none for a ``top_k`` below the
+    default, which is for experiments on short texts; ``component_score`` is ``"query_key"`` for models with q/k-norm, where the
+    paper's rule collapses, and ``"query"``, the paper's, otherwise; ``reallocate`` is on for one query head per KV head
+    and off otherwise.
     """
 
     name: ClassVar[str] = "sparq"
@@ -108,8 +109,9 @@ class SparQ(MethodConfig):
 
     @property
     def shortest_context(self) -> int:
-        threshold = 16 * self.top_k if isinstance(self.dense_below, str) else self.dense_below
-        return max(threshold, self.top_k + 1)
+        if not isinstance(self.dense_below, str):
+            return max(self.dense_below, self.top_k + 1)
+        return 16 * self.top_k if self.top_k >= SparQ.top_k else self.top_k + 1
 
     def elements(self, S: int, D: int) -> int:
         return stats.sparq_elements(S, D, rank=self.rank, top_k=self.top_k)

@@ -316,7 +316,13 @@ def test_a_method_knows_what_it_attends_and_moves(text: str, attended: int, elem
 
 @pytest.mark.parametrize(
     ("text", "shortest"),
-    [("sparq:top_k=16,dense_below=0", 17), ("sparq:top_k=16,dense_below=50", 50), ("h2o:top_k=16", 17)],
+    [
+        ("sparq", 2048),
+        ("sparq:top_k=16", 17),
+        ("sparq:top_k=16,dense_below=0", 17),
+        ("sparq:top_k=16,dense_below=50", 50),
+        ("h2o:top_k=16", 17),
+    ],
 )
 def test_contexts_of_up_to_top_k_keys_are_dense(text: str, shortest: int) -> None:
     assert parse(text)[0].shortest_context == shortest
