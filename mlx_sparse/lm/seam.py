@@ -6,7 +6,6 @@ import inspect
 import sys
 from collections import Counter
 from contextvars import ContextVar
-from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
@@ -55,11 +54,12 @@ def bind(model: Any) -> list[str]:
 
     Model files import mlx-lm's function by value, so each of them holds its own reference.
     """
-    names = {type(module).__module__ for _, module in model.named_modules()}
-    names = {name for name in names if getattr(sys.modules.get(name), NAME, None) in (original, OURS)}
+    names = {cls.__module__ for _, module in model.named_modules() for cls in type(module).__mro__}
+    ours = scaled_dot_product_attention
+    names = {name for name in names if getattr(sys.modules.get(name), NAME, None) in (original, ours)}
     for name in names:
         _bound[name] += 1
-        setattr(sys.modules[name], NAME, OURS)
+        setattr(sys.modules[name], NAME, ours)
     return sorted(names)
 
 
@@ -69,9 +69,6 @@ def unbind(names: list[str]) -> None:
         _bound[name] -= 1
         if _bound[name] == 0:
             setattr(sys.modules[name], NAME, original)
-
-
-OURS = scaled_dot_product_attention
 
 
 def moved() -> list[str]:
@@ -104,8 +101,3 @@ def require() -> None:
             f"mlx-lm: expected the interfaces of {SUPPORTED}, got version {version} where {'; '.join(problems)}. "
             f"Install {SUPPORTED}."
         )
-
-
-def is_module_with_seam(module: ModuleType | None) -> bool:
-    """Whether ``module`` calls attention through mlx-lm's function."""
-    return getattr(module, NAME, None) in (original, OURS)
