@@ -93,7 +93,11 @@ def _hook(problems: list[str]) -> str:
 
 def _other_owners() -> list[str]:
     """Another distribution that claims the import name: the index has a `mlx-sparse` that does."""
-    owners = set(metadata.packages_distributions().get("mlx_sparse", [])) - {DISTRIBUTION}
+    owners = {
+        distribution.metadata["Name"]
+        for distribution in metadata.distributions()
+        if any(file.parts[0] == "mlx_sparse" for file in distribution.files or [])
+    } - {DISTRIBUTION}
     found = util.find_spec("mlx_sparse")
     where = Path(found.origin).parent if found and found.origin else "nowhere"
     return [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -219,7 +220,11 @@ def batch(model: Any, tokenizer: TokenizerWrapper, lengths: list[int]) -> list[l
     return token_ids(batch_generate(model, tokenizer, prompts, max_tokens=STEPS))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# mlx-lm 0.31 cannot batch internlm2: its rope takes one offset only.
+BATCHED = [family for family in FAMILIES if family != "internlm2" or metadata.version("mlx-lm") >= "0.32"]
+
+
+@pytest.mark.parametrize("family", BATCHED)
 def test_a_ragged_batch_over_every_key_gives_the_dense_tokens(family: str, tokenizer: TokenizerWrapper):
     expected = batch(build(family), tokenizer, RAGGED)
     with mlx_sparse.sparse(model := build(family), EVERY_KEY) as report:

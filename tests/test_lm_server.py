@@ -39,7 +39,14 @@ class Server:
     def __init__(self, model: Path, *options: str) -> None:
         self.port = free_port()
         argv = [SERVER, "--model", str(model), "--port", str(self.port), *options]
-        self.process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            argv,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            # A shell's background jobs ignore the interrupt that ends a server, and so would their children.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - no thread runs yet
+        )
 
     def post(self, body: dict[str, Any]) -> dict[str, Any]:
         request = urllib.request.Request(

@@ -6,10 +6,10 @@ and a report follows at the end. Nothing changes when the option is not given.
 
 from __future__ import annotations
 
-import _thread
 import argparse
 import contextlib
 import json
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -41,13 +41,13 @@ class _Once(argparse.Action):
 class Session:
     """One run of a command with ``--attn``."""
 
-    def __init__(self) -> None:
+    def __init__(self, command: str) -> None:
+        self.command = command
         self.config: MethodConfig | None = None
         self.report_as = "text"
         self.max_kv_size: int | None = None
         self.reports: list[Report] = []
         self.loads = self.loads_at_start = 0
-        self.error: SparseAttentionError | None = None  # of a model that the server was started with
 
     def configure(self, parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         """Check our options and their company before anything is loaded; a mistake ends the program here."""
@@ -80,10 +80,9 @@ class Session:
                 return self._load(original, model_path, *args, **kwargs)
             except SparseAttentionError as error:
                 if self.loads <= self.loads_at_start and threading.current_thread() is not threading.main_thread():
-                    # The server loads on a thread of its own: end the program, and that thread without a traceback.
-                    self.error = error
-                    _thread.interrupt_main()
-                    raise SystemExit(2) from None
+                    # The server loads on a thread of its own, and would live on without it.
+                    _print_error(self.command, str(error))
+                    os._exit(2)
                 raise
 
         return load_model
@@ -110,22 +109,15 @@ class Session:
 
 def run(main: Callable[..., Any], command: str) -> Any:
     """Run ``main`` of the mlx-lm command ``command`` with our options added to it."""
-    session = Session()
+    session = Session(command)
     try:
         with _options_in_first_parser(session), _enabled_on_load(session):
-            result = main()
+            return main()
     except SparseAttentionError as error:
         _exit(command, str(error))
-    except KeyboardInterrupt:
-        if session.error is None:
-            raise
-    else:
-        if session.error is None:
-            return result
     finally:
-        if session.reports and session.error is None:
+        if session.reports:
             session.print_report()
-    _exit(command, str(session.error))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -212,5 +204,9 @@ def _fail(parser: argparse.ArgumentParser, message: str) -> Any:
 
 
 def _exit(program: str, message: str) -> Any:
-    print(f"{program}: error: {message}", file=sys.stderr)
+    _print_error(program, message)
     raise SystemExit(2)
+
+
+def _print_error(program: str, message: str) -> None:
+    print(f"{program}: error: {message}", file=sys.stderr, flush=True)
