@@ -51,6 +51,9 @@ class _Call:
         self.arrays = (queries, keys, values)
         self.left_padding = None if left_padding is None else mx.array(left_padding)
         check_shape("left_padding", self.left_padding, (self.sizes.B,))
+        if self.left_padding is not None:
+            _check_integers("left_padding", self.left_padding)
+            self.left_padding = mx.clip(self.left_padding, 0, self.sizes.S)
         self.scale = float(self.sizes.D**-0.5 if scale is None else scale)
         self.backend = registry.resolve(backend)
         self.return_stats = return_stats
@@ -99,7 +102,7 @@ def attend_indices(
     """Exact attention of one query per head over the listed keys (sparq.7).
 
     Args:
-        indices: ``(B, Hkv, N)`` int32, ascending, ``-1`` = empty slot.
+        indices: ``(B, Hkv, N)`` int32, ascending; ``-1``, or any number that is no key's, = empty slot.
 
     Returns:
         ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)``; 0 and -inf where every slot is empty.
@@ -109,6 +112,7 @@ def attend_indices(
     check_decode_step(n, "attend_indices")
     if len(indices.shape) != 3 or tuple(indices.shape[:2]) != (n.B, n.Hkv):
         raise ShapeError(f"indices: expected shape (B={n.B}, Hkv={n.Hkv}, N), got {tuple(indices.shape)}.")
+    _check_integers("indices", indices)
     run = registry.load("attend_indices", call.backend)
     result: tuple[mx.array, mx.array] = run(queries, keys, values, indices, scale=call.scale)
     return result
@@ -342,3 +346,9 @@ def h2o_attention(
     check_shape("scores", scores, (n.B, n.Hkv, n.S))
     out, lse, updated = call.run("h2o", scores=scores, top_k=top_k, local_window=window)
     return (out, updated, call.stats(lse, stats.h2o_elements, top_k)) if return_stats else (out, updated)
+
+
+def _check_integers(name: str, array: mx.array) -> None:
+    """Raise `ShapeError` unless ``array`` holds integers."""
+    if not mx.issubdtype(array.dtype, mx.integer):
+        raise ShapeError(f"{name}: expected integers, got {array.dtype}.")

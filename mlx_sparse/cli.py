@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from .checks import SparseAttentionError
+from .checks import ConfigError, SparseAttentionError
 
 # mlx-lm's commands that take --attn, as subcommands of ours.
 HOSTED = ("generate", "chat", "server", "benchmark", "cache_prompt")
@@ -29,8 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments[0] in HOSTED:
             return _hosted(arguments[0], arguments[1:])
         if arguments[0] in OWN_PARSERS:
-            own: int = importlib.import_module(OWN_PARSERS[arguments[0]]).main(arguments[1:])
-            return own
+            return _own(OWN_PARSERS[arguments[0]], arguments[1:])
         args = parser.parse_args(arguments)
         return _matrix(args) if args.command == "matrix" else _doctor(args)
     except SparseAttentionError as error:
@@ -60,6 +59,15 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="say what is installed, what can run here and what is in the way")
     doctor.add_argument("--json", action="store_true", help="for programs")
     return parser
+
+
+def _own(module: str, arguments: list[str]) -> int:
+    """Run a subcommand that parses its own arguments."""
+    try:
+        code: int = importlib.import_module(module).main(arguments)
+    except OSError as error:  # a folder that cannot be written, a full disk
+        raise ConfigError(f"{error.filename}: expected to read or write it, got: {error.strerror or error}.") from None
+    return code
 
 
 def _hosted(name: str, arguments: list[str]) -> int:

@@ -30,6 +30,7 @@ class MethodConfig:
 
     name: ClassVar[str]
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    served: ClassVar[bool] = True  # can be named in --attn and mlx_sparse.enable
 
     @property
     def attended(self) -> int:
@@ -142,6 +143,7 @@ class H2O(MethodConfig):
     """Heavy hitters: the ``top_k`` keys with the largest attention so far; the rest is evicted for good."""
 
     name: ClassVar[str] = "h2o"
+    served: ClassVar[bool] = False  # needs the attention of the prompt, which models do not hand out
     top_k: int = 128
     local_window: int | None = None
 
@@ -258,7 +260,8 @@ def load_toml(path: str | Path) -> dict[str, MethodConfig]:
 
 def _class(name: str) -> type[MethodConfig]:
     if name not in CONFIGS:
-        raise ConfigError(f"attn: expected one of {', '.join(CONFIGS)}, got {name!r}.")
+        served = ", ".join(known for known, cls in CONFIGS.items() if cls.served)
+        raise ConfigError(f"attn: expected one of {served}, got {name!r}.")
     return CONFIGS[name]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .config import CONFIGS
 from .registry import BACKENDS, FUNCTIONS, METHODS, unavailable
 
 
@@ -14,7 +15,7 @@ def rows() -> list[dict[str, Any]]:
             "method": name,
             "stage": method.stage,
             "source": method.source,
-            "attn": method.served,
+            "attn": CONFIGS[name].served,
             "backends": {backend: unavailable(backend) or "yes" for backend in FUNCTIONS[name]},
         }
         for name, method in METHODS.items()
@@ -29,7 +30,7 @@ def markdown() -> str:
     ]
     for name, method in METHODS.items():
         cells = ["yes" if backend in FUNCTIONS[name] else "no" for backend in BACKENDS]
-        served = "yes" if method.served else "no"
+        served = "yes" if CONFIGS[name].served else "no"
         lines.append(f"| `{name}` | {method.stage} | {served} | {' | '.join(cells)} | {method.source} |")
     lines += ["", *(f"- `{name}`: {what}" for name, what in BACKENDS.items())]
     return "\n".join(lines)

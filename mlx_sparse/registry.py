@@ -26,21 +26,19 @@ class Method:
     Attributes:
         stage: "decode" (one query per step) or "prefill and decode".
         source: the paper it comes from.
-        served: can be named in ``--attn`` and `mlx_sparse.enable`.
     """
 
     stage: str
     source: str
-    served: bool
 
 
 METHODS: Mapping[str, Method] = {
-    "dense": Method("prefill and decode", "the baseline", served=True),
-    "sparq": Method("decode", "SparQ Attention, arXiv 2312.04985", served=True),
-    "streaming": Method("decode", "StreamingLLM, arXiv 2309.17453", served=True),
-    "flexgen": Method("decode", "FlexGen, arXiv 2303.06865", served=True),
-    "oracle_top_k": Method("decode", "the bound in the SparQ paper", served=True),
-    "h2o": Method("decode", "H2O, arXiv 2306.14048", served=False),
+    "dense": Method("prefill and decode", "the baseline"),
+    "sparq": Method("decode", "SparQ Attention, arXiv 2312.04985"),
+    "streaming": Method("decode", "StreamingLLM, arXiv 2309.17453"),
+    "flexgen": Method("decode", "FlexGen, arXiv 2303.06865"),
+    "oracle_top_k": Method("decode", "the bound in the SparQ paper"),
+    "h2o": Method("decode", "H2O, arXiv 2306.14048"),
 }
 
 # Function by method and backend, then the functions that methods share.

@@ -137,7 +137,7 @@ def test_a_base_of_another_method_is_not_used() -> None:
     assert parse("h2o", {"sparq": SparQ(top_k=5)}) == (H2O(),)
 
 
-METHODS = "dense, sparq, streaming, h2o, flexgen, oracle_top_k"
+METHODS = "dense, sparq, streaming, flexgen, oracle_top_k"
 
 
 @pytest.mark.parametrize(

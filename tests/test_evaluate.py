@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -81,6 +82,12 @@ def test_bits_per_byte_is_the_likelihood_of_the_target() -> None:
     assert row.mean.accuracy == pytest.approx(
         sum(best[29 + i] == token for i, token in enumerate(target)) / len(target)
     )
+
+
+def test_kl_is_from_dense_attention_to_the_method() -> None:
+    dense, sparse = mx.array([[0.9, 0.1]]), mx.array([[0.5, 0.5]])
+    found = runner.outcome(mx.log(sparse), mx.log(dense), [0], 1)
+    assert found.kl == pytest.approx(0.9 * math.log(0.9 / 0.5) + 0.1 * math.log(0.1 / 0.5), rel=1e-5)
 
 
 def test_a_bits_per_byte_example_continues_the_text() -> None:

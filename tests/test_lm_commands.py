@@ -78,7 +78,10 @@ BAD: dict[str, tuple[list[str], str]] = {
     "missing TOML": (["--attn-config", "none.toml"], "attn-config: expected a readable TOML file, got none.toml"),
     "family without the seam": (["--model", "gemma2", *SPARSE], "model: expected attention .*, got gemma2"),
     "--attn twice": ([*SPARSE, *SPARSE], "--attn: expected once, got twice"),
-    "--kv-bits": ([*SPARSE, "--kv-bits", "4"], "--kv-bits: expected none with --attn sparq"),
+    "--kv-bits": ([*SPARSE, "--kv-bits", "8"], "--kv-bits: expected none with --attn sparq"),
+    "no such model": ([*SPARSE, "--model", "nowhere/at/all"], "--model: expected a model .*, got nowhere/at/all"),
+    "no config.json": ([*SPARSE, "--model", "."], r"--model: expected a model .*config\.json"),
+    "no prompt cache": ([*SPARSE, "--prompt-cache-file", "no.safetensors"], "--prompt-cache-file: expected a file"),
     # These weights cannot be loaded, so the line has to come before.
     "--max-kv-size": (["--model", "no_weights", *SPARSE, "--max-kv-size", "8"], "--max-kv-size: .* for qwen3"),
 }
@@ -158,9 +161,9 @@ def test_without_a_method_the_text_is_that_of_mlx_lm_alone(name: str, finished: 
 
 def test_the_text_report_follows_on_standard_error(finished: Runs):
     first, *rest = finished("text report").err.splitlines()
-    assert re.fullmatch(r"\[mlx-sparse\] sparq:rank=4,top_k=4,.* on ops: 2 of 2 layers \(llama\)", first)
+    assert re.fullmatch(r"\[mlx-sparse\] sparq:rank=4,top_k=4,.* on ops: 2 of 2 layers \(llama, llama\)", first)
     assert re.fullmatch(
-        rf"  sparse calls: {LAYERS * STEPS}, [\d.]+% of the dense bytes by formula \(.* per token\)", rest[0]
+        rf"  sparse calls: {LAYERS * STEPS}, [\d.]+% of the dense bytes by formula \(.* per step\)", rest[0]
     )
     assert rest[1:] == [f"  dense calls: {LAYERS} of several queries at once (prompt)"]
     assert finished("text report").text == finished("mlx_lm.generate sparse").text
@@ -204,6 +207,7 @@ def test_a_prompt_cache_saved_without_the_option_loads_with_it(finished: Runs):
 
 def test_a_prompt_cache_saved_with_the_option_loads_without_it(finished: Runs):
     result = finished("saved sparse, resumed")
+    assert result.text == finished("saved dense, resumed").text  # it only processes a prompt
     assert (result.code, result.err) == (0, "")
     assert len(result.text.split()) == TOKENS
     assert finished("saved sparse, resumed sparse").reports[0]["sparse_calls"] == LAYERS * STEPS

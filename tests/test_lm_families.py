@@ -19,6 +19,7 @@ from mlx_sparse import oracle
 from mlx_sparse.cache import SparseCache
 from mlx_sparse.config import SparQ, parse
 from mlx_sparse.lm import seam
+from mlx_sparse.lm.model import has_qk_norm
 
 SPARSE = "sparq:rank=4,top_k=4,dense_below=0"
 PROMPT, STEPS = 24, 10
@@ -121,7 +122,7 @@ def test_a_baseline_decodes(attn: str):
     assert report.attn == attn
 
 
-@pytest.mark.parametrize("family", ["gemma2", "olmo", "phi3small", "plamo2", "mamba", "deepseek_v2"])
+@pytest.mark.parametrize("family", UNSERVED)
 def test_a_family_without_a_layer_to_serve_is_one_line_that_names_it(family: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "hf_olmo", ModuleType("hf_olmo"))  # mlx-lm's olmo only asks whether it is there
     model = build(family)
@@ -129,12 +130,27 @@ def test_a_family_without_a_layer_to_serve_is_one_line_that_names_it(family: str
     with pytest.raises(mlx_sparse.ConfigError, match=rf"^model: expected .*, got {family}\b.*\.$"):
         mlx_sparse.enable(model, "sparq:rank=4")
     assert type(model) is cls
-    assert set(UNSERVED) == {"gemma2", "olmo", "phi3small", "plamo2", "mamba", "deepseek_v2"}
 
 
-def test_latent_attention_is_refused_by_name():
-    with pytest.raises(mlx_sparse.ConfigError, match=r"2 with key and value head dims that differ \(MLA\)"):
-        mlx_sparse.enable(build("deepseek_v2"), "sparq:rank=4")
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite"])
+def test_latent_attention_is_refused_by_name(family: str):
+    with pytest.raises(mlx_sparse.ConfigError, match=r": 2 with .* \(MLA\)\.$"):
+        mlx_sparse.enable(build(family), "sparq:rank=4")
+
+
+def test_the_report_counts_the_bytes_of_the_formulae():
+    model = build()
+    with mlx_sparse.sparse(model, "sparq:rank=3,top_k=4") as report:
+        greedy(model, prompt_of(PROMPT), 1)
+    layers, kv_heads, S, D, size = 2, 2, PROMPT + 1, 16, 4
+    assert report.sparse_calls == layers
+    assert report.dense_bytes == layers * kv_heads * size * (2 * S * D + 2 * D)
+    assert report.sparse_bytes == layers * kv_heads * size * (3 * S + 2 * 4 * D + 4 * D)
+
+
+@pytest.mark.parametrize(("family", "normalises"), [("nanochat", True), ("llama", False)])
+def test_a_norm_without_weights_counts_too(family: str, normalises: bool):
+    assert has_qk_norm(build(family)) == normalises
 
 
 @pytest.mark.parametrize("attn", ["flexgen", "sparq:rank=4,reallocate=true"])

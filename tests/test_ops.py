@@ -123,6 +123,17 @@ def test_attend_indices_equals_the_oracle_on_its_own_indices(case: Case) -> None
     np.testing.assert_allclose(np.array(got), lse, rtol=0, atol=4 * ulp(lse[np.isfinite(lse)], "f32"))
 
 
+@pytest.mark.parametrize("empty", [-1, 20, 25000])
+def test_an_index_that_is_no_key_is_an_empty_slot(empty: int) -> None:
+    case = Case(1, 4, 2, 20, 64, "f32")
+    q, k, v = case.inputs()
+    indices = np.array([[[3, 7, empty]] * 2], dtype=np.int32)
+    expected, _ = oracle.attend_indices(q, k, v, indices[..., :2], scale=0.2)
+    out, _ = mlx_sparse.attend_indices(*to_mlx(case, q, k, v), mx.array(indices), scale=0.2)
+    np.testing.assert_allclose(np.array(out), expected, rtol=0, atol=1e-6)
+    np.testing.assert_array_equal(oracle.attend_indices(q, k, v, indices, scale=0.2)[0], expected)
+
+
 BASELINES: dict[str, dict[str, Any]] = {
     "streaming": {"sink_tokens": 4, "recent_tokens": 20},
     "flexgen": {"top_k": 24},
@@ -247,6 +258,7 @@ BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("sparq", {"return_stats": "all"}, mlx_sparse.ConfigError, "return_stats: expected one of"),
     ("streaming", {"recent_tokens": 0}, mlx_sparse.ConfigError, "recent_tokens: expected an integer of at least 1"),
     ("flexgen", {"top_k": 0}, mlx_sparse.ConfigError, "top_k: expected an integer of at least 1"),
+    ("sparq", {"left_padding": [0.5]}, mlx_sparse.ShapeError, "left_padding: expected integers"),
     ("h2o", {"scores": mx.zeros((1, 2, 3))}, mlx_sparse.ShapeError, "scores: expected shape"),
 ]
 

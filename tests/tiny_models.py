@@ -69,6 +69,26 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": MIXTURE,
 }
 
+# Multi-head latent attention: what is cached is not what is attended.
+LATENT: dict[str, Any] = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 2,
+}
+YARN: dict[str, Any] = {
+    "type": "yarn",
+    "factor": 4.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32,
+    "beta_slow": 1,
+}
+
 # Families that no method here can serve.
 UNSERVED: dict[str, dict[str, Any]] = {
     "gemma2": {},
@@ -88,23 +108,18 @@ UNSERVED: dict[str, dict[str, Any]] = {
         "use_conv_bias": True,
         "time_step_rank": 4,
     },
-    "deepseek_v2": {
-        "kv_lora_rank": 16,
-        "q_lora_rank": 32,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 16,
-        "v_head_dim": 16,
-        "num_key_value_heads": 4,
-        "first_k_dense_replace": 2,
-        "rope_scaling": {
-            "type": "yarn",
-            "factor": 4.0,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "original_max_position_embeddings": 64,
-            "beta_fast": 32,
-            "beta_slow": 1,
-        },
+    "deepseek_v2": {**LATENT, "rope_scaling": YARN},
+    "deepseek_v3": {**LATENT, "rope_scaling": YARN, "n_group": 1, "topk_group": 1, "n_routed_experts": None},
+    "glm4_moe_lite": {
+        **LATENT,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 32,
+        "routed_scaling_factor": 1.0,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
     },
 }
 

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from ..checks import ArtefactError, ConfigError, SparseAttentionError
 from ..config import parse
+from ..lm.model import select_decode
 from . import blas
 from .outcome import Outcome, compare, parse_outcome
 from .smollm2 import prepare_model
@@ -55,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
 def _demo(args: argparse.Namespace) -> int:
     if args.max_tokens < 1:
         raise ConfigError(f"--max-tokens: expected at least 1, got {args.max_tokens}.")
-    parse(args.attn)  # a mistake is to show now, not after the dense run
+    select_decode(parse(args.attn))  # a mistake is to show now, not after the dense run
     cache = cache_directory(args.cache_dir)
     model = _model_directory(args.model) if args.model else prepare_model(cache)
     environment = blas.environment(cache)
@@ -117,19 +118,27 @@ def _run(name: str, command: list[str], prompt: str, environment: dict[str, str]
     return out, err
 
 
+def _short(word: str) -> str:
+    """A path as a person would type it here."""
+    for folder, typed in ((Path.cwd(), ""), (Path.home(), "~/")):
+        if word.startswith(f"{folder}/"):
+            return typed + word[len(f"{folder}/") :]
+    return word
+
+
 def _wrapped(label: str, text: str) -> str:
     return textwrap.fill(text, WIDTH, initial_indent=f"{label:<10}", subsequent_indent=" " * 10)
 
 
 def _say_task(model: Path, task: Task) -> None:
-    print(_wrapped("Model", str(model)))
+    print(_wrapped("Model", _short(str(model))))
     print(_wrapped("Text", task.about))
     print(_wrapped("Question", task.question), flush=True)
 
 
 def _say_answer(command: list[str], outcome: Outcome) -> None:
     print()
-    print(textwrap.fill("$ " + " ".join(command), WIDTH, subsequent_indent="    ", break_on_hyphens=False))
+    print(textwrap.fill("$ " + " ".join(map(_short, command)), WIDTH, subsequent_indent="    ", break_on_hyphens=False))
     print(textwrap.indent(outcome.text.strip(), "  | ", lambda _: True), flush=True)
 
 
@@ -143,7 +152,7 @@ def _table(result: dict[str, Any]) -> str:
         ("K/V moved per token", *(f"{side['bytes_per_token'] / 1e6:.2f} MB" for side in (dense, sparse))),
     ]
     lines = ["", *(f"{name:<22}{left:>12}{right:>12}" for name, left, right in rows), ""]
-    lines.append(f"Same tokens at {result['same_tokens']} of {result['tokens']} positions.")
+    lines.append(f"Same tokens at {result['same_tokens']} of {result['tokens']} positions, tokenizing both answers.")
     if result["bytes_ratio"] is not None:
         lines.append(f"{result['attn']} moved {result['bytes_ratio']:.0%} of the bytes that dense attention reads.")
     lines.append("Bytes are counted by the papers' formulae, not measured.")

@@ -17,6 +17,8 @@ from ..config import parse
 from ..demo import blas
 from ..demo.smollm2 import prepare_model
 from ..demo.store import cache_directory
+from ..lm.command import unusable_model
+from ..lm.model import select_decode
 from .tasks import TASKS
 
 HEADER = ["task", "method", "n", "bytes", "bits/byte", "Δ", "accuracy", "Δ", "agreement", "KL"]
@@ -26,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the evaluation; return the exit code."""
     args = _parser().parse_args(argv)
     for method in args.methods:
-        parse(method)
+        select_decode(parse(method))
     if args.limit < 1 or args.context < 1024:
         raise ConfigError(f"--limit, --context: expected at least 1 and 1024, got {args.limit} and {args.context}.")
     environment = blas.environment(cache_directory(args.cache_dir))
@@ -62,7 +64,11 @@ def _evaluate(args: argparse.Namespace) -> list[Any]:
 
     from .runner import run
 
-    model, tokenizer = load(args.model or str(prepare_model(cache_directory(args.cache_dir))))[:2]
+    path = args.model or str(prepare_model(cache_directory(args.cache_dir)))
+    try:
+        model, tokenizer = load(path)[:2]
+    except (OSError, ValueError) as error:
+        raise unusable_model(path, error) from None
     tokens = tokenizer.encode(_text(args.text))
     rows = []
     with tqdm(total=len(args.tasks) * args.limit * len(args.methods), unit="run", disable=None) as progress:

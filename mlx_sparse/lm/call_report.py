@@ -18,7 +18,8 @@ class Report:
         attn: the method as text, every automatic choice resolved.
         backend: the backend that runs it.
         model_type: mlx-lm's name of the model family.
-        layers: layers with a cache.
+        model: where the model was loaded from; empty if that is not known.
+        layers: attention layers.
         served_layers: layers that can attend sparsely.
         dense_layers: number of other layers by reason.
         sparse_calls: attention calls that ran sparsely.
@@ -30,6 +31,7 @@ class Report:
     attn: str
     backend: str
     model_type: str
+    model: str = ""
     layers: int = 0
     served_layers: int = 0
     dense_layers: Counter[str] = field(default_factory=Counter)
@@ -43,15 +45,16 @@ class Report:
         return {**self.__dict__, "dense_layers": dict(self.dense_layers), "dense_calls": dict(self.dense_calls)}
 
     def __str__(self) -> str:
-        lines = [f"{self.attn} on {self.backend}: {self.served_layers} of {self.layers} layers ({self.model_type})"]
+        model = ", ".join(filter(None, (self.model_type, self.model)))
+        lines = [f"{self.attn} on {self.backend}: {self.served_layers} of {self.layers} layers ({model})"]
         if self.dense_layers:
             lines.append(f"  dense layers: {_listing(self.dense_layers)}")
         if self.sparse_calls:
             share = self.sparse_bytes / self.dense_bytes
-            per_token = self.served_layers / self.sparse_calls
+            per_step = self.served_layers / self.sparse_calls
             lines.append(
                 f"  sparse calls: {self.sparse_calls:,}, {share:.1%} of the dense bytes by formula "
-                f"({_bytes(self.sparse_bytes * per_token)} instead of {_bytes(self.dense_bytes * per_token)} per token)"
+                f"({_bytes(self.sparse_bytes * per_step)} instead of {_bytes(self.dense_bytes * per_step)} per step)"
             )
         else:
             lines.append("  sparse calls: none")

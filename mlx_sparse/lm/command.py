@@ -43,6 +43,7 @@ class Session:
 
     def __init__(self, command: str) -> None:
         self.command = command
+        self.only_prompts = command.endswith("cache_prompt")
         self.config: MethodConfig | None = None
         self.report_as = "text"
         self.max_kv_size: int | None = None
@@ -64,6 +65,9 @@ class Session:
             config = select_decode(configs)
         except ConfigError as error:
             _fail(parser, str(error))
+        prompt_cache = getattr(args, "prompt_cache_file", None)
+        if prompt_cache is not None and not self.only_prompts and not Path(prompt_cache).is_file():
+            _fail(parser, f"--prompt-cache-file: expected a file, got {prompt_cache}.")
         if getattr(args, "kv_bits", None) is not None:
             _fail(
                 parser, f"--kv-bits: expected none with --attn {config.name}, which reads unquantised keys. Drop one."
@@ -72,31 +76,40 @@ class Session:
         self.max_kv_size = getattr(args, "max_kv_size", None)
         self.loads_at_start = sum(getattr(args, name, None) is not None for name in ("model", "draft_model"))
 
-    def load_model(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def find(self, original: Callable[..., Any], model: str, *args: Any, **kwargs: Any) -> Any:
+        """mlx-lm's search for a model, on disk or on the hub."""
+        self.loads += 1
+        with self._one_line(model):
+            return original(model, *args, **kwargs)
+
+    def load(self, original: Callable[..., Any], model: Path, *args: Any, **kwargs: Any) -> Any:
         """mlx-lm's ``load_model`` with the method enabled on what it loads."""
-
-        def load_model(model_path: Path, *args: Any, **kwargs: Any) -> Any:
-            try:
-                return self._load(original, model_path, *args, **kwargs)
-            except SparseAttentionError as error:
-                if self.loads <= self.loads_at_start and threading.current_thread() is not threading.main_thread():
-                    # The server loads on a thread of its own, and would live on without it.
-                    _print_error(self.command, str(error))
-                    os._exit(2)
-                raise
-
-        return load_model
-
-    def _load(self, original: Callable[..., Any], model_path: Path, *args: Any, **kwargs: Any) -> Any:
-        from .model import enable
+        from .model import enable, plan_of
 
         assert self.config is not None
-        self.loads += 1
-        if self.max_kv_size is not None:
-            refuse_rotating_cache(Path(model_path))
-        loaded = original(model_path, *args, **kwargs)
-        self.reports.append(enable(loaded[0], self.config))
+        with self._one_line(model):
+            if self.max_kv_size is not None:
+                refuse_rotating_cache(Path(model))
+            loaded = original(model, *args, **kwargs)
+            report = enable(loaded[0], self.config)
+        report.model = Path(model).name
+        self.reports.append(report)
+        if self.only_prompts and (plan := plan_of(loaded[0])) is not None:
+            plan.decodes = False
         return loaded
+
+    @contextlib.contextmanager
+    def _one_line(self, model: object) -> Iterator[None]:
+        """Whatever a user can mend about a model, say it in one line."""
+        try:
+            yield
+        except (SparseAttentionError, OSError, ValueError) as error:
+            problem = unusable_model(model, error)
+            if self.loads <= self.loads_at_start and threading.current_thread() is not threading.main_thread():
+                # The server loads on a thread of its own, and would live on without the model it was started with.
+                _print_error(self.command, str(problem))
+                os._exit(2)
+            raise problem from None
 
     def print_report(self) -> None:
         """The call report on standard error, so that the text on standard output stays the model's."""
@@ -124,7 +137,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the group of options to a command's parser."""
     group = parser.add_argument_group(
         "sparse attention",
-        "Decode with a sparse attention method (mlx-sparse-attention). Prompts are processed densely.",
+        "Decode with a sparse attention method (mlx-sparse-attention). Prompts are processed densely, but for a piece "
+        "of one token, which mlx-lm runs as it decodes.",
     )
     group.add_argument(
         "--attn",
@@ -146,6 +160,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="How to say at the end, on standard error, which calls were sparse, which dense and why, and how many "
         "bytes that saved (default: text).",
     )
+
+
+def unusable_model(model: object, error: Exception) -> SparseAttentionError:
+    """What went wrong with finding or loading ``model``, in one line."""
+    if isinstance(error, SparseAttentionError):
+        return error
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return ConfigError(f"--model: expected a model that mlx-lm can load, got {model} ({reason}).")
 
 
 def refuse_rotating_cache(model_path: Path) -> None:
@@ -185,17 +207,19 @@ def _enabled_on_load(session: Session) -> Iterator[None]:
     """Enable the session's method, if it gets one, on every model that mlx-lm loads meanwhile, draft models too."""
     from mlx_lm import utils
 
-    original = utils.load_model
-    wrapped = session.load_model(original)
+    load_model, download = utils.load_model, utils._download
 
-    def load_model(*args: Any, **kwargs: Any) -> Any:
-        return (original if session.config is None else wrapped)(*args, **kwargs)
+    def replaced(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return original(*args, **kwargs) if session.config is None else ours(original, *args, **kwargs)
 
-    utils.load_model = load_model
+        return call
+
+    utils.load_model, utils._download = replaced(load_model, session.load), replaced(download, session.find)
     try:
         yield
     finally:
-        utils.load_model = original
+        utils.load_model, utils._download = load_model, download
 
 
 def _fail(parser: argparse.ArgumentParser, message: str) -> Any:

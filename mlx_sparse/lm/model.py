@@ -22,6 +22,7 @@ from .plan import Plan, leaves
 # Attributes of attention layers that normalise queries or keys, over mlx-lm's model files.
 NORMS = frozenset({"q_norm", "k_norm", "query_norm", "key_norm", "q_layernorm", "k_layernorm"})
 NORMS |= {"query_layernorm", "key_layernorm"}
+NORMS_WITHOUT_WEIGHTS = frozenset({"nanochat", "talkie", "muse_glimmer"})
 
 
 def enable(model: Any, attn: str | MethodConfig = "sparq", *, backend: str = "auto") -> Report:
@@ -104,10 +105,9 @@ def select_decode(configs: tuple[MethodConfig, ...]) -> MethodConfig:
     Raises:
         ConfigError: several methods for one stage, none, or one that models cannot be run with.
     """
-    served = [name for name, method in registry.METHODS.items() if method.served and name != Dense.name]
     for config in configs:
-        if config.name not in served:
-            listed = ", ".join(name for name in CONFIGS if name in served)
+        if not config.served or isinstance(config, Dense):
+            listed = ", ".join(name for name, cls in CONFIGS.items() if cls.served and cls is not Dense)
             raise ConfigError(f"attn: expected one of {listed} for a model, got {config.name}.")
     if len(configs) != 1:
         names = " and ".join(config.name for config in configs)
@@ -124,8 +124,14 @@ def resolve(config: MethodConfig, model: Any) -> MethodConfig:
 
 
 def has_qk_norm(model: Any) -> bool:
-    """Whether some layer normalises its queries or keys."""
-    return any(name.rpartition(".")[2] in NORMS for name, _ in model.named_modules())
+    """Whether some layer normalises its queries or keys, with weights of its own or without."""
+    modules = model.named_modules()
+    switched_on = any(getattr(module, "use_qk_norm", False) is True for _, module in modules)
+    return (
+        switched_on
+        or model_type(model) in NORMS_WITHOUT_WEIGHTS
+        or any(name.rpartition(".")[2] in NORMS for name, _ in modules)
+    )
 
 
 def model_type(model: Any) -> str:
@@ -165,16 +171,14 @@ def _probe(model: Any, plan: Plan) -> None:
     finally:
         plan.end_probe()
     report = plan.report
-    for cache in leaves(caches):
-        reason = probed.get(id(cache), "that compute attention themselves or have none")
-        report.layers += 1
-        if reason is None:
-            report.served_layers += 1
-        else:
-            report.dense_layers[reason] += 1
+    seen = {id(cache) for cache, _ in probed}
+    reasons = [reason for _, reason in probed]
+    reasons += ["that compute attention themselves or have none" for c in leaves(caches) if id(c) not in seen]
+    report.layers, report.served_layers = len(reasons), reasons.count(None)
+    report.dense_layers.update(reason for reason in reasons if reason is not None)
     if report.served_layers == 0:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in report.dense_layers.items())
+        listed = ", ".join(f"{count} {reason}" for reason, count in report.dense_layers.items())
         raise ConfigError(
             f"model: expected an attention layer that {plan.config.name} can serve, got {report.model_type} with "
-            f"{report.layers} layers: {reasons}."
+            f"{report.layers} layers: {listed}."
         )

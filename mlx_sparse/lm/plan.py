@@ -23,7 +23,8 @@ class Plan:
         self.config = config
         self.backend = backend
         self.report = report
-        self._probed: dict[int, str | None] | None = None
+        self.decodes = True  # False where a command only processes a prompt
+        self._probed: list[tuple[Any, str | None]] | None = None
         self._caches: Any = None
 
     def begin(self, caches: Any) -> None:
@@ -36,9 +37,9 @@ class Plan:
         """The call is over: its caches are the caller's alone again."""
         self._caches = None
 
-    def probe(self) -> dict[int, str | None]:
-        """From now on until `end_probe`, note per cache (by id) why its layer stays dense, None if it need not."""
-        self._probed = {}
+    def probe(self) -> list[tuple[Any, str | None]]:
+        """From now on until `end_probe`, note per call its cache and why the layer stays dense, None if it need not."""
+        self._probed = []
         return self._probed
 
     def end_probe(self) -> None:
@@ -52,9 +53,11 @@ class Plan:
         if reason is None and sinks is not None and not self._serves_sinks(queries, keys):
             reason = "with attention sinks"
         if self._probed is not None:
+            if reason is None and mask is not None and not self._is_padding_mask(mask):
+                reason = "with an array mask"
             if reason is None and isinstance(self.config, SparQ):
                 check_rank(self.config.rank, queries.shape[-1])
-            self._probed[id(cache)] = reason
+            self._probed.append((cache, reason))
             return None
         reason = reason or self._call_reason(queries, keys, cache, mask)
         if reason is not None:
@@ -80,8 +83,9 @@ class Plan:
             return f"with a sliding window ({name})" if "Rotating" in name else f"with a {name}"
         if keys.shape != values.shape:
             return "with key and value head dims that differ (MLA)"
-        if keys.shape[1:] != (cache.keys.shape[1], cache.length, cache.keys.shape[3]):
-            return "with keys that are not the cache's"
+        for rows, kept in ((keys, cache.keys), (values, cache.values)):
+            if rows.shape[1:] != (kept.shape[1], cache.length, kept.shape[3]):
+                return "with keys or values that are not the cache's (MLA)"
         return None
 
     def _serves_sinks(self, queries: mx.array, keys: mx.array) -> bool:
@@ -98,6 +102,8 @@ class Plan:
             verifying = L <= VERIFY_QUERIES and S > L
             few = "of a few queries at once (verification or short prompt)"
             return few if verifying else "of several queries at once (prompt)"
+        if not self.decodes:
+            return "of the prompt's last token"
         if mask is not None and not self._is_padding_mask(mask):
             return "with an array mask"
         if S < self.config.shortest_context:

@@ -33,14 +33,14 @@ def attend_indices(
     Args:
         queries: ``(B, Hq, 1, D)``.
         keys, values: ``(B, Hkv, S, D)``.
-        indices: ``(B, Hkv, N)`` int32, ``-1`` = empty slot.
+        indices: ``(B, Hkv, N)`` int32; ``-1``, or any number that is no key's, = empty slot.
 
     Returns:
         ``out (B, Hq, 1, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, 1)``; 0 and -inf where every slot
         is empty.
     """
-    filled = indices >= 0
-    rows = mx.maximum(indices, 0)
+    filled = (indices >= 0) & (indices < keys.shape[2])
+    rows = mx.where(filled, indices, 0)
     keys_n = take_rows(keys, rows).astype(mx.float32)
     values_n = take_rows(values, rows).astype(mx.float32)
     # An empty slot gathers row 0, which may be an uninitialised or padded row: it must not reach the sum.

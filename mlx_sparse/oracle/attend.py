@@ -69,7 +69,7 @@ def attend_indices(
     Args:
         queries: ``(B, Hq, 1, D)``.
         keys, values: ``(B, Hkv, S, D)``.
-        indices: ``(B, Hkv, N)`` int32, ascending, ``-1`` = empty slot.
+        indices: ``(B, Hkv, N)`` int32, ascending, ``-1``, or any number that is no key's, = empty slot.
         scale: factor of the logits.
 
     Returns:
@@ -82,7 +82,7 @@ def attend_indices(
     index = np.asarray(indices)
     if index.ndim != 3 or index.shape[:2] != k.shape[:2]:
         raise ShapeError(f"indices: expected shape (B, Hkv, N) with {k.shape[:2]} first, got {index.shape}.")
-    filled = index >= 0
+    filled = (index >= 0) & (index < k.shape[2])
     gathered = np.where(filled, index, 0)[..., None]
     keys_n = np.where(filled[..., None], np.take_along_axis(k, gathered, axis=2), 0.0)
     values_n = np.take_along_axis(v, gathered, axis=2)
