@@ -60,8 +60,8 @@ class _Call:
 
     def run(self, function: str, **parameters: Any) -> Any:
         """Call ``function`` of the backend."""
-        load = registry.load(function, self.backend)
-        return load(*self.arrays, scale=self.scale, left_padding=self.left_padding, **parameters)
+        implementation = registry.load(function, self.backend)
+        return implementation(*self.arrays, scale=self.scale, left_padding=self.left_padding, **parameters)
 
     def dense(self) -> Any:
         out = self.run("dense")
@@ -76,9 +76,9 @@ class _Call:
         if self.sizes.L > 1 or self.sizes.S <= attended:
             return self.dense()
         out, lse = self.run(method, **parameters)
-        return (out, self.stats(lse, count, attended)) if self.return_stats else out
+        return (out, self.record(lse, count, attended)) if self.return_stats else out
 
-    def stats(self, lse: mx.array, count: Callable[..., int], top_k: int) -> Stats:
+    def record(self, lse: mx.array, count: Callable[..., int], top_k: int) -> Stats:
         n = self.sizes
         mass = None
         if self.return_stats == "mass":
@@ -345,7 +345,7 @@ def h2o_attention(
     window = check_local_window(local_window, top_k)
     check_shape("scores", scores, (n.B, n.Hkv, n.S))
     out, lse, updated = call.run("h2o", scores=scores, top_k=top_k, local_window=window)
-    return (out, updated, call.stats(lse, stats.h2o_elements, top_k)) if return_stats else (out, updated)
+    return (out, updated, call.record(lse, stats.h2o_elements, top_k)) if return_stats else (out, updated)
 
 
 def _check_integers(name: str, array: mx.array) -> None:

@@ -66,7 +66,9 @@ def _own(module: str, arguments: list[str]) -> int:
     try:
         code: int = importlib.import_module(module).main(arguments)
     except OSError as error:  # a folder that cannot be written, a full disk
-        raise ConfigError(f"{error.filename}: expected to read or write it, got: {error.strerror or error}.") from None
+        raise ConfigError(
+            f"{error.filename or module}: expected to read or write it, got: {error.strerror or error}."
+        ) from None
     return code
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from importlib import metadata
 from pathlib import Path
@@ -205,6 +206,20 @@ def test_an_array_mask_is_dense_and_counted(model: Any):
     assert report.sparse_calls == 0
     trim_prompt_cache(cache[:1], 1)
     assert mx.array_equal(masked, layer(embeddings, cache))
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy])
+def test_a_copy_of_an_enabled_model_is_not_enabled_and_leaves_it_alone(duplicate: Any, model: Any, dense: list[int]):
+    with mlx_sparse.sparse(model, SPARSE) as report:
+        sparse = tokens_of(model)
+        twin = duplicate(model)
+        assert mlx_sparse.report(twin) is None
+        assert tokens_of(twin) == dense
+        with mlx_sparse.sparse(twin, SPARSE):
+            assert tokens_of(twin) == sparse
+        assert tokens_of(model) == sparse
+    assert report.sparse_calls == 2 * report.served_layers * (report.sparse_calls // (2 * report.served_layers))
+    assert tokens_of(model) == tokens_of(twin) == dense
 
 
 RAGGED = [24, 9, 17, 30]

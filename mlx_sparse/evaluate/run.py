@@ -17,7 +17,7 @@ from ..config import parse
 from ..demo import blas
 from ..demo.smollm2 import prepare_model
 from ..demo.store import cache_directory
-from ..lm.command import unusable_model
+from ..lm.command import loading
 from ..lm.model import select_decode
 from .tasks import TASKS
 
@@ -65,10 +65,8 @@ def _evaluate(args: argparse.Namespace) -> list[Any]:
     from .runner import run
 
     path = args.model or str(prepare_model(cache_directory(args.cache_dir)))
-    try:
+    with loading(path):
         model, tokenizer = load(path)[:2]
-    except (OSError, ValueError) as error:
-        raise unusable_model(path, error) from None
     tokens = tokenizer.encode(_text(args.text))
     rows = []
     with tqdm(total=len(args.tasks) * args.limit * len(args.methods), unit="run", disable=None) as progress:

@@ -79,7 +79,7 @@ class Session:
     def find(self, original: Callable[..., Any], model: str, *args: Any, **kwargs: Any) -> Any:
         """mlx-lm's search for a model, on disk or on the hub."""
         self.loads += 1
-        with self._one_line(model):
+        with self._ending_the_program(), loading(model):
             return original(model, *args, **kwargs)
 
     def load(self, original: Callable[..., Any], model: Path, *args: Any, **kwargs: Any) -> Any:
@@ -87,10 +87,11 @@ class Session:
         from .model import enable, plan_of
 
         assert self.config is not None
-        with self._one_line(model):
-            if self.max_kv_size is not None:
-                refuse_rotating_cache(Path(model))
-            loaded = original(model, *args, **kwargs)
+        with self._ending_the_program():
+            with loading(model):
+                if self.max_kv_size is not None:
+                    refuse_rotating_cache(Path(model))
+                loaded = original(model, *args, **kwargs)
             report = enable(loaded[0], self.config)
         report.model = Path(model).name
         self.reports.append(report)
@@ -99,17 +100,15 @@ class Session:
         return loaded
 
     @contextlib.contextmanager
-    def _one_line(self, model: object) -> Iterator[None]:
-        """Whatever a user can mend about a model, say it in one line."""
+    def _ending_the_program(self) -> Iterator[None]:
+        """The server loads on a thread of its own, and would live on without the model it was started with."""
         try:
             yield
-        except (SparseAttentionError, OSError, ValueError) as error:
-            problem = unusable_model(model, error)
+        except SparseAttentionError as error:
             if self.loads <= self.loads_at_start and threading.current_thread() is not threading.main_thread():
-                # The server loads on a thread of its own, and would live on without the model it was started with.
-                _print_error(self.command, str(problem))
+                _print_error(self.command, str(error))
                 os._exit(2)
-            raise problem from None
+            raise
 
     def print_report(self) -> None:
         """The call report on standard error, so that the text on standard output stays the model's."""
@@ -162,12 +161,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def unusable_model(model: object, error: Exception) -> SparseAttentionError:
-    """What went wrong with finding or loading ``model``, in one line."""
-    if isinstance(error, SparseAttentionError):
-        return error
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return ConfigError(f"--model: expected a model that mlx-lm can load, got {model} ({reason}).")
+@contextlib.contextmanager
+def loading(model: object) -> Iterator[None]:
+    """Say in one line what went wrong with finding or reading ``model``.
+
+    Raises:
+        ConfigError: in place of what mlx-lm and the hub raise.
+    """
+    try:
+        yield
+    except SparseAttentionError:
+        raise
+    except (OSError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"--model: expected a model that mlx-lm can load, got {model} ({reason}).") from None
 
 
 def refuse_rotating_cache(model_path: Path) -> None:

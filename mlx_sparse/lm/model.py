@@ -155,7 +155,14 @@ def _sparse_class(cls: type) -> type:
             seam.active.reset(token)
             plan.end()
 
-    return type(cls.__name__, (cls,), {"__call__": call, "__module__": cls.__module__, "__doc__": cls.__doc__})
+    def reduce(self: Any, protocol: Any) -> Any:
+        # A copy is a model of its own: not enabled, so that disabling either leaves the other alone.
+        reduced: Any = cls.__reduce_ex__(self, protocol)
+        make, (_, *args), state, *items = reduced
+        return make, (cls, *args), {key: value for key, value in state.items() if key != "_mlx_sparse"}, *items
+
+    own = {"__call__": call, "__reduce_ex__": reduce, "__module__": cls.__module__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (cls,), own)
 
 
 def _probe(model: Any, plan: Plan) -> None:
