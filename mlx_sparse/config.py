@@ -70,8 +70,8 @@ class SparQ(MethodConfig):
     What "auto" means: ``dense_below``, the number of keys below which attention stays dense, is ``16 * top_k``, from
     where on no shape was slower with the `ops` backend (docs/results/ops.md), and none for a ``top_k`` below the
     default, which is for experiments on short texts; ``component_score`` is ``"query_key"`` for models with q/k-norm,
-    whose channels learn scales of their own, and ``"query"``, the paper's, otherwise; ``reallocate`` is on for one query
-    head per KV head and off otherwise.
+    whose channels learn scales of their own, and ``"query"``, the paper's, otherwise; ``reallocate`` is on for one
+    query head per KV head and off otherwise.
     """
 
     name: ClassVar[str] = "sparq"

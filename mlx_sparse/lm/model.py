@@ -157,7 +157,7 @@ def _sparse_class(cls: type) -> type:
 
     def reduce(self: Any, protocol: Any) -> Any:
         # A copy is a model of its own: not enabled, so that disabling either leaves the other alone.
-        reduced: Any = cls.__reduce_ex__(self, protocol)
+        reduced: Any = cls.__reduce_ex__(self, protocol)  # type: ignore[call-arg]
         make, (_, *args), state, *items = reduced
         return make, (cls, *args), {key: value for key, value in state.items() if key != "_mlx_sparse"}, *items
 
