@@ -37,6 +37,7 @@ class _Call:
 
     def __init__(
         self,
+        function: str,
         queries: mx.array,
         keys: mx.array,
         values: mx.array,
@@ -55,7 +56,7 @@ class _Call:
             _check_integers("left_padding", self.left_padding)
             self.left_padding = mx.clip(self.left_padding, 0, self.sizes.S)
         self.scale = float(self.sizes.D**-0.5 if scale is None else scale)
-        self.backend = registry.resolve(backend)
+        self.backend = registry.resolve(backend, function, D=self.sizes.D, G=self.sizes.G)
         self.return_stats = return_stats
 
     def run(self, function: str, **parameters: Any) -> Any:
@@ -107,7 +108,7 @@ def attend_indices(
     Returns:
         ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)``; 0 and -inf where every slot is empty.
     """
-    call = _Call(queries, keys, values, scale=scale, left_padding=None, backend=backend)
+    call = _Call("attend_indices", queries, keys, values, scale=scale, left_padding=None, backend=backend)
     n = call.sizes
     check_decode_step(n, "attend_indices")
     if len(indices.shape) != 3 or tuple(indices.shape[:2]) != (n.B, n.Hkv):
@@ -130,6 +131,7 @@ def dense_attention(
 ) -> Any:
     """Causal attention over all valid keys: the baseline."""
     call = _Call(
+        "dense",
         queries,
         keys,
         values,
@@ -174,6 +176,7 @@ def sparq_attention(
         value_mean: ``(B, Hkv, D)`` mean of the valid values, the current one included; computed when absent.
     """
     call = _Call(
+        "sparq",
         queries,
         keys,
         values,
@@ -191,7 +194,12 @@ def sparq_attention(
     check_choice("component_score", component_score, ("query", "query_key"))
     check_shape("keys_t", keys_t, (n.B, n.Hkv, n.D, n.S))
     check_shape("value_mean", value_mean, (n.B, n.Hkv, n.D))
-    deviation = registry.load("deviation", call.backend)
+    mixes = n.G == 1 if reallocate == "auto" else bool(reallocate)
+    if mixes and value_mean is None:
+        value_mean = registry.load("masked_mean", call.backend)(values, call.left_padding)
+    weight = None
+    if component_score == "query_key":
+        weight = registry.load("deviation", call.backend)(keys, call.left_padding)
     return call.decode(
         "sparq",
         partial(stats.sparq_elements, rank=rank),
@@ -199,9 +207,9 @@ def sparq_attention(
         top_k=top_k,
         rank=rank,
         local_window=window,
-        reallocate=n.G == 1 if reallocate == "auto" else reallocate,
+        reallocate=mixes,
         group_reduce=group_reduce,
-        component_weight=deviation(keys, call.left_padding) if component_score == "query_key" else None,
+        component_weight=weight,
         keys_t=keys_t,
         value_mean=value_mean,
     )
@@ -221,6 +229,7 @@ def streaming_attention(
 ) -> Any:
     """Attend the first ``sink_tokens`` and the last ``recent_tokens`` valid keys; positions stay as they are."""
     call = _Call(
+        "streaming",
         queries,
         keys,
         values,
@@ -250,6 +259,7 @@ def oracle_top_k_attention(
 ) -> Any:
     """Attend the ``top_k`` keys that the exact scores choose: a bound on what SparQ can keep, not a saving."""
     call = _Call(
+        "oracle_top_k",
         queries,
         keys,
         values,
@@ -279,6 +289,7 @@ def flexgen_attention(
 ) -> Any:
     """Softmax over all keys, values of the ``top_k`` largest group-summed weights, not renormalised."""
     call = _Call(
+        "flexgen",
         queries,
         keys,
         values,
@@ -303,7 +314,7 @@ def h2o_scores(
 
     What `h2o_attention` starts from after a dense prompt. Holds ``Hq * L * S`` float32 scores.
     """
-    call = _Call(queries, keys, keys, scale=scale, left_padding=left_padding, backend=backend)
+    call = _Call("h2o_scores", queries, keys, keys, scale=scale, left_padding=left_padding, backend=backend)
     run = registry.load("h2o_scores", call.backend)
     scores: mx.array = run(queries, keys, scale=call.scale, left_padding=call.left_padding)
     return scores
@@ -331,6 +342,7 @@ def h2o_attention(
         ``out, scores``; with ``return_stats`` also a `Stats`. The new scores hold -inf for what this step evicted.
     """
     call = _Call(
+        "h2o",
         queries,
         keys,
         values,

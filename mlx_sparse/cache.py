@@ -17,6 +17,9 @@ from .checks import check_local_window
 from .config import MethodConfig, OracleTopK, SparQ, Streaming
 from .ops.select import valid_keys
 
+# Rows of ``keys_t`` hold a multiple of this many keys, so that they start on a cache line of 128 bytes in every type.
+ROW_MULTIPLE = 64
+
 
 class SideBuffers:
     """What is kept beside keys and values for rows ``[0, covered)``; everything can be rebuilt from them.
@@ -53,14 +56,25 @@ class SideBuffers:
             return
         keys = cache.keys
         if self.keys_t is None or self.covered == 0:
-            self.keys_t = mx.contiguous(keys.swapaxes(-1, -2))
+            self.keys_t = self._columns(keys)
         else:
             if S > self.keys_t.shape[-1]:
-                grown = mx.zeros((*self.keys_t.shape[:-1], keys.shape[2] - self.covered), keys.dtype)
-                self.keys_t = mx.concatenate([self.keys_t[..., : self.covered], grown], axis=-1)
+                grown = self._capacity(keys.shape[2]) - self.covered
+                blank = mx.zeros((*self.keys_t.shape[:-1], grown), keys.dtype)
+                self.keys_t = mx.concatenate([self.keys_t[..., : self.covered], blank], axis=-1)
             self.keys_t[..., self.covered : S] = keys[..., self.covered : S, :].swapaxes(-1, -2)
         self._add(cache, self.covered, S, 1.0, mean=mean, spread=spread)
         self.covered = S
+
+    @staticmethod
+    def _capacity(rows: int) -> int:
+        return -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
+
+    def _columns(self, keys: mx.array) -> mx.array:
+        """Component-major copy of the whole buffer."""
+        S = keys.shape[2]
+        columns = keys.swapaxes(-1, -2)
+        return mx.contiguous(mx.pad(columns, [(0, 0)] * 3 + [(0, self._capacity(S) - S)]))
 
     def rewind(self, cache: SparseCache, length: int) -> None:
         """Forget rows from ``length`` on, which are about to be overwritten."""
@@ -166,11 +180,16 @@ class SparseCache:
             ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)`` of the attended keys.
         """
         S = self.length
-        keys, values = self.keys[..., :S, :], self.values[..., :S, :]
         parameters: dict[str, Any] = {"scale": scale, "left_padding": self.padding}
+        used = slice(S)
+        if backend in registry.WHOLE_BUFFERS:
+            used = slice(None)
+            parameters["length"] = S
+        keys, values = self.keys[..., used, :], self.values[..., used, :]
         if isinstance(config, SparQ):
             G = queries.shape[1] // keys.shape[1]
             parameters |= self._sparq_parameters(config, G, S)
+            parameters["keys_t"] = parameters["keys_t"][..., used]
         elif isinstance(config, Streaming):
             parameters |= {"sink_tokens": config.sink_tokens, "recent_tokens": config.recent_tokens}
         else:
@@ -195,7 +214,7 @@ class SparseCache:
             "reallocate": reallocate,
             "group_reduce": config.group_reduce,
             "component_weight": side.deviation(count) if weighted else None,
-            "keys_t": side.keys_t[..., :S],
+            "keys_t": side.keys_t,
             "value_mean": side.value_mean(count) if reallocate else None,
         }
 

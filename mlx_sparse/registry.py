@@ -16,7 +16,14 @@ from .checks import BackendUnavailable, ConfigError
 BACKENDS: Mapping[str, str] = {
     "oracle": "NumPy float64, everywhere: the specification that the tests compare with",
     "ops": "MLX array operations, everywhere MLX runs (CPU, Metal, CUDA)",
+    "metal": "custom Metal kernels, on Apple GPUs; under test on any Linux machine (tests/msl)",
 }
+
+# Backends that read whole cache buffers and a `length`, where a slice would be copied on every call.
+WHOLE_BUFFERS = frozenset({"metal"})
+
+# What the Metal kernels keep in registers and threadgroup memory bounds the head dim and the group.
+METAL_HEAD_DIM, METAL_GROUP = 256, 16
 
 
 @dataclass(frozen=True)
@@ -43,17 +50,36 @@ METHODS: Mapping[str, Method] = {
 
 # Function by method and backend, then the functions that methods share.
 FUNCTIONS: Mapping[str, Mapping[str, str]] = {
-    "dense": {"oracle": "oracle:dense_attention", "ops": "ops.attend:dense_attention"},
-    "sparq": {"oracle": "oracle:sparq_attention", "ops": "ops.sparq:sparq_attention"},
+    "dense": {
+        "oracle": "oracle:dense_attention",
+        "ops": "ops.attend:dense_attention",
+        "metal": "ops.attend:dense_attention",  # MLX's own kernel
+    },
+    "sparq": {
+        "oracle": "oracle:sparq_attention",
+        "ops": "ops.sparq:sparq_attention",
+        "metal": "kernels.sparq:sparq_attention",
+    },
     "streaming": {"oracle": "oracle:streaming_attention", "ops": "ops.baselines:streaming_attention"},
     "flexgen": {"oracle": "oracle:flexgen_attention", "ops": "ops.baselines:flexgen_attention"},
     "oracle_top_k": {"oracle": "oracle:oracle_top_k_attention", "ops": "ops.baselines:oracle_top_k_attention"},
     "h2o": {"oracle": "oracle:h2o_attention", "ops": "ops.baselines:h2o_attention"},
     "h2o_scores": {"oracle": "oracle:h2o_scores", "ops": "ops.baselines:h2o_scores"},
-    "attend_indices": {"oracle": "oracle:attend_indices", "ops": "ops.attend:attend_indices"},
-    "dense_lse": {"ops": "ops.attend:dense_lse"},
+    "attend_indices": {
+        "oracle": "oracle:attend_indices",
+        "ops": "ops.attend:attend_indices",
+        "metal": "kernels.attend:attend_indices",
+    },
+    "select_top_k": {
+        "oracle": "oracle:select_top_k",
+        "ops": "ops.select:select_top_k",
+        "metal": "kernels.select:select_top_k",
+    },
     "sparq_select": {"oracle": "oracle:sparq_select", "ops": "ops.sparq:sparq_select"},
-    "deviation": {"ops": "ops.sparq:deviation"},
+    # Not on the way of a decode step: array operations do for every backend.
+    "dense_lse": {"ops": "ops.attend:dense_lse", "metal": "ops.attend:dense_lse"},
+    "deviation": {"ops": "ops.sparq:deviation", "metal": "ops.sparq:deviation"},
+    "masked_mean": {"ops": "ops.sparq:masked_mean", "metal": "ops.sparq:masked_mean"},
 }
 
 
@@ -61,24 +87,67 @@ def unavailable(backend: str) -> str | None:
     """Why ``backend`` cannot run here; None when it can."""
     if backend not in BACKENDS:
         return f"unknown; this version has {', '.join(BACKENDS)}"
-    if backend == "ops" and importlib.util.find_spec("mlx") is None:
+    if backend == "oracle":
+        return None
+    if importlib.util.find_spec("mlx") is None:
         return "mlx is not installed"
+    return _no_metal() if backend == "metal" else None
+
+
+def _no_metal() -> str | None:
+    try:
+        import mlx.core as mx
+    except ImportError:
+        return "MLX does not work here; `mlx-sparse doctor` says more"
+    if not mx.metal.is_available():
+        return "MLX finds no Metal GPU on this machine"
+    if mx.default_device() != mx.gpu:
+        return "the default device is not the GPU; mx.set_default_device(mx.gpu) makes it so"
     return None
 
 
-def resolve(backend: str) -> str:
-    """The backend that ``backend`` ("auto" or a name) means for MLX arrays.
+def unfit(backend: str, D: int, G: int) -> str | None:
+    """Why ``backend`` cannot take head dim ``D`` with ``G`` query heads per KV head; None when it can."""
+    if backend == "metal" and (D % 4 or D > METAL_HEAD_DIM):
+        return f"its kernels take head dims that are multiples of 4 up to {METAL_HEAD_DIM}, not {D}"
+    if backend == "metal" and G > METAL_GROUP:
+        return f"its kernels take up to {METAL_GROUP} query heads per KV head, not {G}"
+    return None
+
+
+def require(backend: str, function: str, reason: str | None = None) -> None:
+    """Check that a backend asked for by name can run ``function`` on MLX arrays here; "auto" always can.
+
+    Args:
+        reason: why it cannot, if the caller knows one.
 
     Raises:
-        BackendUnavailable: a backend asked for by name cannot run here; nothing falls back silently.
+        BackendUnavailable: it cannot; nothing falls back silently.
     """
-    name = "ops" if backend == "auto" else backend
-    reason = unavailable(name)
-    if reason is None and name == "oracle":
+    if backend == "auto":
+        return
+    reason = unavailable(backend) or reason
+    if reason is None and backend == "oracle":
         reason = "it takes NumPy arrays: call the same function in mlx_sparse.oracle"
+    if reason is None and backend not in FUNCTIONS.get(function, {}):
+        reason = f"it does not have {function}; `mlx-sparse matrix` shows what it has"
     if reason is not None:
         raise BackendUnavailable(f"backend: expected auto or ops, got {backend} ({reason}).")
-    return name
+
+
+def resolve(backend: str, function: str, *, D: int, G: int) -> str:
+    """The backend that ``backend`` means for ``function`` on MLX arrays of these sizes.
+
+    "auto" is metal where it has the function and can run, and ops otherwise.
+
+    Raises:
+        BackendUnavailable: a backend asked for by name cannot run here.
+    """
+    if backend == "auto":
+        served = "metal" in FUNCTIONS.get(function, {})
+        return "metal" if served and (unavailable("metal") or unfit("metal", D, G)) is None else "ops"
+    require(backend, function, unfit(backend, D, G))
+    return backend
 
 
 def load(function: str, backend: str) -> Callable[..., Any]:

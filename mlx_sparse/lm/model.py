@@ -46,8 +46,9 @@ def enable(model: Any, attn: str | MethodConfig = "sparq", *, backend: str = "au
         raise ConfigError("model: expected one that is not enabled, got one that is. Call mlx_sparse.disable first.")
     config = resolve(select_decode(parse(attn) if isinstance(attn, str) else (attn,)), model)
     family = model_type(model)
-    report = Report(str(config), registry.resolve(backend), family)
-    plan = Plan(config, report.backend, report)
+    registry.require(backend, config.name)
+    report = Report(str(config), backend, family)
+    plan = Plan(config, backend, report)
     names = seam.bind(model)
     if not names:
         raise ConfigError(

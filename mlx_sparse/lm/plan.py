@@ -6,6 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from .. import registry
 from ..cache import SparseBatchKVCache, SparseCache, adopt
 from ..checks import check_rank
 from ..config import FlexGen, MethodConfig, SparQ
@@ -25,6 +26,7 @@ class Plan:
         self.report = report
         self.decodes = True  # False where a command only processes a prompt
         self._probed: list[tuple[Any, str | None]] | None = None
+        self._backends: set[str] = set()  # what served layers resolve to
         self._caches: Any = None
 
     def begin(self, caches: Any) -> None:
@@ -44,6 +46,7 @@ class Plan:
 
     def end_probe(self) -> None:
         self._probed = None
+        self.report.backend = " and ".join(sorted(self._backends)) or self.backend
 
     def attend(
         self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None
@@ -57,6 +60,8 @@ class Plan:
                 reason = "with an array mask"
             if reason is None and isinstance(self.config, SparQ):
                 check_rank(self.config.rank, queries.shape[-1])
+            if reason is None:
+                self._backends.add(self._resolve(queries, keys))
             self._probed.append((cache, reason))
             return None
         reason = reason or self._call_reason(queries, keys, cache, mask)
@@ -64,13 +69,18 @@ class Plan:
             self.report.dense_calls[reason] += 1
             return None
         out: mx.array
-        out, lse = cache.attend(queries, self.config, scale=scale, backend=self.backend)
+        out, lse = cache.attend(queries, self.config, scale=scale, backend=self._resolve(queries, keys))
         if sinks is not None:
             # A sink is one more logit in the softmax with nothing behind it.
             kept = mx.sigmoid(lse - sinks.astype(mx.float32)[None, :, None])
             out = (out.astype(mx.float32) * kept[..., None]).astype(out.dtype)
         self._count(queries, keys)
         return out
+
+    def _resolve(self, queries: mx.array, keys: mx.array) -> str:
+        """The backend for these sizes."""
+        Hq, D = queries.shape[1], queries.shape[3]
+        return registry.resolve(self.backend, self.config.name, D=D, G=Hq // keys.shape[1])
 
     def _layer_reason(self, keys: Any, values: Any, cache: Any) -> str | None:
         """Why this layer can never attend sparsely."""

@@ -83,7 +83,11 @@ def sparq_attention(
     keys_t: mx.array | None,
     value_mean: mx.array | None,
 ) -> tuple[mx.array, mx.array]:
-    """One decode step: ``out (B, Hq, 1, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, 1)``."""
+    """One decode step: ``out (B, Hq, 1, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, 1)``.
+
+    Args:
+        value_mean: ``(B, Hkv, D)``; needed to reallocate.
+    """
     indices, alpha = sparq_select(
         queries,
         keys,
@@ -98,10 +102,10 @@ def sparq_attention(
     )
     out, lse = attend_indices(queries, keys, values, indices, scale=scale)
     if reallocate:
-        mean = masked_mean(values, left_padding) if value_mean is None else value_mean.astype(mx.float32)
+        assert value_mean is not None
         # (sparq.10) in float32: in bfloat16 an alpha of .9996 rounds to 1
         alpha = alpha[..., None, None]
-        mean = mx.repeat(mean, queries.shape[1] // keys.shape[1], axis=1)[:, :, None, :]
+        mean = mx.repeat(value_mean.astype(mx.float32), queries.shape[1] // keys.shape[1], axis=1)[:, :, None, :]
         out = (alpha * out.astype(mx.float32) + (1.0 - alpha) * mean).astype(queries.dtype)
     return out, lse
 

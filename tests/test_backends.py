@@ -1,4 +1,4 @@
-"""The `ops` backend against the float64 oracle, over the one list of cases."""
+"""Every backend for MLX arrays against the float64 oracle, over the one list of cases."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from cases import (
 
 import mlx_sparse
 from mlx_sparse import oracle, registry
+from mlx_sparse.kernels import attend, sparq
 
 DTYPES = {"f32": mx.float32, "f16": mx.float16, "bf16": mx.bfloat16}
 SPARQ: dict[str, dict[str, Any]] = {
@@ -36,6 +37,28 @@ SPARQ: dict[str, dict[str, Any]] = {
 }
 
 by_case = pytest.mark.parametrize("case", CASES, ids=str)
+
+
+# Every decode method on every backend that has it.
+METHODS = [
+    pytest.param(method, backend, id=f"{method}-{backend}")
+    for method in ("sparq", "streaming", "flexgen", "oracle_top_k", "dense")
+    for backend in registry.FUNCTIONS[method]
+    if backend != "oracle"
+]
+
+
+@pytest.fixture
+def backend(request: pytest.FixtureRequest) -> str:
+    """A backend by name; metal runs in the harness of tests/msl where there is no Metal GPU."""
+    if request.param == "metal":
+        request.getfixturevalue("metal")
+    name: str = request.param
+    return name
+
+
+by_backend = pytest.mark.parametrize("backend", ["ops", "metal"], indirect=True)
+by_method = pytest.mark.parametrize(("method", "backend"), METHODS, indirect=["backend"])
 
 
 def to_mlx(case: Case, *arrays: Array) -> list[mx.array]:
@@ -60,46 +83,58 @@ def select(case: Case, q: Array, k: Array, params: dict[str, Any]) -> oracle.Spa
     return oracle.sparq_select(q, k, left_padding=case.padding, **{n: params[n] for n in names if n in params})
 
 
+def choice(backend: str, case: Case, q: mx.array, k: mx.array, params: dict[str, Any]) -> tuple[Array, Array]:
+    """Indices and alpha, chosen by a backend."""
+    weighted = params.get("component_score") == "query_key"
+    arguments = {
+        "rank": params["rank"],
+        "top_k": params["top_k"],
+        "local_window": params.get("local_window", params["top_k"] // 4),
+        "group_reduce": params.get("group_reduce", "softmax"),
+        "component_weight": registry.load("deviation", backend)(k, padding(case)) if weighted else None,
+        "scale": params.get("scale", case.D**-0.5),
+        "left_padding": padding(case),
+        "keys_t": None,
+    }
+    if backend == "ops":
+        indices, alpha = registry.load("sparq_select", "ops")(q, k, **arguments)
+    else:
+        indices, softmax, logits = sparq.sparq_select(q, k, **arguments)
+        reallocation = attend.Reallocation(logits, softmax, mx.zeros(k.shape[:2] + k.shape[3:]))
+        parts = attend.parts(q, k, k, indices, scale=1.0, reallocation=reallocation)
+        alpha = parts[2].sum(axis=2).reshape(q.shape[:2])
+    return np.array(indices), np.array(alpha)
+
+
 @pytest.mark.parametrize("setting", SPARQ)
 @by_case
-def test_sparq_chooses_the_keys_of_the_oracle(case: Case, setting: str) -> None:
+@by_backend
+def test_sparq_chooses_the_keys_of_the_oracle(backend: str, case: Case, setting: str) -> None:
     q, k, _ = case.inputs()
     params = parameters(case, setting)
     expected = select(case, q, k, params)
-    mq, mk = to_mlx(case, q, k)
-    weighted = params.get("component_score") == "query_key"
-    indices, alpha = registry.load("sparq_select", "ops")(
-        mq,
-        mk,
-        rank=params["rank"],
-        top_k=params["top_k"],
-        local_window=params.get("local_window", params["top_k"] // 4),
-        group_reduce=params.get("group_reduce", "softmax"),
-        component_weight=registry.load("deviation", "ops")(mk, padding(case)) if weighted else None,
-        scale=params.get("scale", case.D**-0.5),
-        left_padding=padding(case),
-        keys_t=None,
-    )
-    assert_same_choice(np.array(indices), expected.indices, expected.scores)
+    indices, alpha = choice(backend, case, *to_mlx(case, q, k), params)
+    assert_same_choice(indices, expected.indices, expected.scores)
     mass = np.take_along_axis(
-        expected.s_hat.reshape(case.B, case.Hkv, -1, case.S), np.maximum(np.array(indices), 0)[:, :, None], axis=-1
+        expected.s_hat.reshape(case.B, case.Hkv, -1, case.S), np.maximum(indices, 0)[:, :, None], axis=-1
     )
-    mass = np.where(np.array(indices)[:, :, None] >= 0, mass, 0).sum(axis=-1).reshape(case.B, case.Hq)
+    mass = np.where(indices[:, :, None] >= 0, mass, 0).sum(axis=-1).reshape(case.B, case.Hq)
     # 1 - alpha is what counts: alpha is a float32 sum of up to S float32 exponentials.
-    np.testing.assert_allclose(np.array(alpha), mass, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(alpha, mass, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["keys", "keys_t"])
 @pytest.mark.parametrize("setting", SPARQ)
 @by_case
-def test_sparq_attention_equals_the_oracle(case: Case, setting: str, transposed: bool) -> None:
+@by_backend
+def test_sparq_attention_equals_the_oracle(backend: str, case: Case, setting: str, transposed: bool) -> None:
     q, k, v = case.inputs()
     params = parameters(case, setting)
     expected, stats = oracle.sparq_attention(q, k, v, left_padding=case.padding, return_stats="mass", **params)
     mq, mk, mv = to_mlx(case, q, k, v)
     keys_t = mx.contiguous(mk.swapaxes(-1, -2)) if transposed else None
     out, measured = mlx_sparse.sparq_attention(
-        mq, mk, mv, left_padding=padding(case), keys_t=keys_t, return_stats="mass", **params
+        mq, mk, mv, left_padding=padding(case), keys_t=keys_t, return_stats="mass", backend=backend, **params
     )
     assert out.dtype == DTYPES[case.dtype]
     chosen = select(case, q, k, params).indices
@@ -113,23 +148,25 @@ def test_sparq_attention_equals_the_oracle(case: Case, setting: str, transposed:
 
 
 @by_case
-def test_attend_indices_equals_the_oracle_on_its_own_indices(case: Case) -> None:
+@by_backend
+def test_attend_indices_equals_the_oracle_on_its_own_indices(backend: str, case: Case) -> None:
     q, k, v = case.inputs()
     chosen = select(case, q, k, {"rank": 16, "top_k": 40}).indices
     expected, lse = oracle.attend_indices(q, k, v, chosen, scale=0.2)
-    out, got = mlx_sparse.attend_indices(*to_mlx(case, q, k, v), mx.array(chosen), scale=0.2)
+    out, got = mlx_sparse.attend_indices(*to_mlx(case, q, k, v), mx.array(chosen), scale=0.2, backend=backend)
     assert_as_good_as_plain(to_numpy(out), expected, plain_attention(q, k, v, chosen, 0.2, case.dtype), case.dtype)
     assert got.dtype == mx.float32
     np.testing.assert_allclose(np.array(got), lse, rtol=0, atol=4 * ulp(lse[np.isfinite(lse)], "f32"))
 
 
 @pytest.mark.parametrize("empty", [-1, 20, 25000])
-def test_an_index_that_is_no_key_is_an_empty_slot(empty: int) -> None:
+@by_backend
+def test_an_index_that_is_no_key_is_an_empty_slot(backend: str, empty: int) -> None:
     case = Case(1, 4, 2, 20, 64, "f32")
     q, k, v = case.inputs()
     indices = np.array([[[3, 7, empty]] * 2], dtype=np.int32)
     expected, _ = oracle.attend_indices(q, k, v, indices[..., :2], scale=0.2)
-    out, _ = mlx_sparse.attend_indices(*to_mlx(case, q, k, v), mx.array(indices), scale=0.2)
+    out, _ = mlx_sparse.attend_indices(*to_mlx(case, q, k, v), mx.array(indices), scale=0.2, backend=backend)
     np.testing.assert_allclose(np.array(out), expected, rtol=0, atol=1e-6)
     np.testing.assert_array_equal(oracle.attend_indices(q, k, v, indices, scale=0.2)[0], expected)
 
@@ -182,61 +219,70 @@ def test_h2o_evicts_what_the_oracle_evicts(case: Case) -> None:
 
 
 @pytest.mark.parametrize("L", [2, 5])
-@pytest.mark.parametrize("method", ["sparq", "streaming", "flexgen", "oracle_top_k", "dense"])
-def test_several_queries_are_attended_densely_and_causally(method: str, L: int) -> None:
+@by_method
+def test_several_queries_are_attended_densely_and_causally(method: str, backend: str, L: int) -> None:
     case = Case(2, 6, 2, 70, 64, "f32", padding=(0, 30))
     q, k, v = case.inputs(L=L)
-    out = getattr(mlx_sparse, f"{method}_attention")(*to_mlx(case, q, k, v), left_padding=padding(case))
+    out = getattr(mlx_sparse, f"{method}_attention")(
+        *to_mlx(case, q, k, v), left_padding=padding(case), backend=backend
+    )
     expected = oracle.dense_attention(q, k, v, left_padding=case.padding)
     np.testing.assert_allclose(np.array(out), expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("poison", [1e3, float("inf"), float("nan")])
-@pytest.mark.parametrize("method", ["sparq", "streaming", "flexgen", "oracle_top_k", "dense"])
-def test_padded_rows_never_reach_the_output(method: str, poison: float) -> None:
+@by_method
+def test_padded_rows_never_reach_the_output(method: str, backend: str, poison: float) -> None:
     case = Case(2, 6, 2, 300, 64, "f32", padding=(290, 7))
     q, k, v = case.inputs()
     clean = getattr(oracle, f"{method}_attention")(q, k, v, left_padding=case.padding)
     for row, first in enumerate(case.padding or ()):
         k[row, :, :first] = poison
         v[row, :, :first] = poison
-    out = getattr(mlx_sparse, f"{method}_attention")(*to_mlx(case, q, k, v), left_padding=padding(case))
+    out = getattr(mlx_sparse, f"{method}_attention")(
+        *to_mlx(case, q, k, v), left_padding=padding(case), backend=backend
+    )
     np.testing.assert_allclose(np.array(out), clean, rtol=0, atol=1e-5)
 
 
 @by_case
-def test_keeping_every_key_is_dense_attention_to_the_last_bit(case: Case) -> None:
+@by_backend
+def test_keeping_every_key_is_dense_attention_to_the_last_bit(backend: str, case: Case) -> None:
     q, k, v = to_mlx(case, *case.inputs())
     dense = mlx_sparse.dense_attention(q, k, v, left_padding=padding(case))
-    sparse = mlx_sparse.sparq_attention(q, k, v, rank=2, top_k=case.S, left_padding=padding(case))
+    sparse = mlx_sparse.sparq_attention(q, k, v, rank=2, top_k=case.S, left_padding=padding(case), backend=backend)
     assert mx.array_equal(dense, sparse)
 
 
-def test_rank_D_is_oracle_top_k() -> None:
+@by_backend
+def test_rank_D_is_oracle_top_k(backend: str) -> None:
     case = Case(1, 8, 2, 300, 64, "f32")
     q, k, v = to_mlx(case, *case.inputs())
-    sparq = mlx_sparse.sparq_attention(q, k, v, rank=64, top_k=40, reallocate=False)
+    sparq = mlx_sparse.sparq_attention(q, k, v, rank=64, top_k=40, reallocate=False, backend=backend)
     np.testing.assert_allclose(
         np.array(sparq), np.array(mlx_sparse.oracle_top_k_attention(q, k, v, top_k=40)), rtol=0, atol=1e-6
     )
 
 
-@pytest.mark.parametrize("method", ["sparq", "streaming", "flexgen", "oracle_top_k", "dense"])
-def test_a_row_without_a_valid_key_gives_zeros_and_has_lost_nothing(method: str) -> None:
+@by_method
+def test_a_row_without_a_valid_key_gives_zeros_and_has_lost_nothing(method: str, backend: str) -> None:
     case = Case(2, 6, 2, 300, 64, "f32", padding=(300, 0))
     q, k, v = case.inputs()
     out, stats = getattr(mlx_sparse, f"{method}_attention")(
-        *to_mlx(case, q, k, v), left_padding=padding(case), return_stats="mass"
+        *to_mlx(case, q, k, v), left_padding=padding(case), return_stats="mass", backend=backend
     )
     assert mx.all(out[0] == 0)
     assert mx.all(stats.retained_mass[0] == 1)
 
 
-def test_a_given_value_mean_is_used() -> None:
+@by_backend
+def test_a_given_value_mean_is_used(backend: str) -> None:
     case = Case(1, 2, 2, 300, 64, "f32")
     q, k, v = case.inputs()
     mean = np.full((1, 2, 64), 7.0, dtype=np.float32)
-    out = mlx_sparse.sparq_attention(*to_mlx(case, q, k, v), rank=8, top_k=16, value_mean=mx.array(mean))
+    out = mlx_sparse.sparq_attention(
+        *to_mlx(case, q, k, v), rank=8, top_k=16, value_mean=mx.array(mean), backend=backend
+    )
     np.testing.assert_allclose(
         np.array(out), oracle.sparq_attention(q, k, v, rank=8, top_k=16, value_mean=mean), rtol=0, atol=1e-5
     )
@@ -253,7 +299,8 @@ BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("sparq", {"keys_t": mx.zeros((1, 2, 50, 64))}, mlx_sparse.ShapeError, "keys_t: expected shape"),
     ("sparq", {"value_mean": mx.zeros((1, 2))}, mlx_sparse.ShapeError, "value_mean: expected shape"),
     ("sparq", {"left_padding": [0, 1]}, mlx_sparse.ShapeError, "left_padding: expected shape"),
-    ("sparq", {"backend": "metal"}, mlx_sparse.BackendUnavailable, "backend: expected auto or ops, got metal"),
+    ("sparq", {"backend": "metal"}, mlx_sparse.BackendUnavailable, "got metal .MLX finds no Metal GPU"),
+    ("sparq", {"backend": "triton"}, mlx_sparse.BackendUnavailable, "backend: expected auto or ops, got triton"),
     ("sparq", {"backend": "oracle"}, mlx_sparse.BackendUnavailable, "mlx_sparse.oracle"),
     ("sparq", {"return_stats": "all"}, mlx_sparse.ConfigError, "return_stats: expected one of"),
     ("streaming", {"recent_tokens": 0}, mlx_sparse.ConfigError, "recent_tokens: expected an integer of at least 1"),

@@ -1,0 +1,340 @@
+// Attend: exact softmax attention of a group of query heads over a list of keys. Shared by every method.
+//
+// A threadgroup takes the list in tiles of ATTEND_TILE keys. Each row of K and of V is read once for the whole group:
+// score all keys of a tile, turn the scores into weights under a running maximum, add up the weighted values. SIMD groups
+// share the keys of a tile among them; their sums meet once, at the end. All arithmetic is float32.
+#pragma once
+
+#include "threadgroup.h"
+
+constant constexpr uint ATTEND_TILE = 128;
+constant constexpr int EMPTY = -1;
+
+// How a SIMD group reads rows of D: `lanes` lanes share a row, four components at a time.
+template <int D>
+struct RowLayout {
+  static constexpr uint shared_lanes() {
+    uint lanes = LANES;
+    while ((D / 4) % lanes != 0) {
+      lanes /= 2;
+    }
+    return lanes;
+  }
+  enum : uint { lanes = shared_lanes(), chunks = D / 4 / lanes, rows = LANES / lanes };
+};
+
+// Sizes that depend on the template only.
+template <int D, int G, int SIMDGROUPS>
+struct AttendSizes {
+  enum : uint {
+    step = SIMDGROUPS * RowLayout<D>::rows,         // rows read at once by the threadgroup
+    passes = (ATTEND_TILE + step - 1) / step,       // to read a tile
+    batch = passes < 4 ? passes : 4,                // rows whose loads a lane has in flight
+    heads = (G + SIMDGROUPS - 1) / SIMDGROUPS,      // query heads whose softmax a SIMD group keeps
+    scores = G * D,                                 // scratch: queries, then scores ...
+    working = G * D + G * ATTEND_TILE,
+    merging = SIMDGROUPS * D,                       // ... and at the end one head's sums at least
+    scratch = working > merging ? working : merging,
+    merged_heads = scratch / merging < G ? scratch / merging : G,
+  };
+};
+
+// The approximate attention that the chosen keys had when they were chosen (sparq.4), for (sparq.8).
+template <int G, typename Logits, typename Softmax>
+struct ChosenMass {
+  Logits logits;    // (S, G), at the row
+  Softmax softmax;  // (G, 2), at the row
+
+  float operator()(int key, uint g) const {
+    return exp(logits[size_t(key) * G + g] - softmax[g * 2]) * softmax[g * 2 + 1];
+  }
+};
+
+struct NoMass {
+  float operator()(int, uint) const { return 0.0f; }
+};
+
+// The softmax of one query head over the tiles seen so far; the same in all lanes of its SIMD group.
+struct Running {
+  float largest;
+  float total;
+  float mass;
+};
+
+// Rows of keys or values of one tile, as this lane reads them.
+template <typename T, int D, int SIMDGROUPS>
+struct TileRows {
+  const device T* rows;  // (S, D), of the head
+  const threadgroup int* list;
+  Place place;
+
+  uint slot(uint pass) const {
+    return (pass * SIMDGROUPS + place.simdgroup) * RowLayout<D>::rows + place.lane / RowLayout<D>::lanes;
+  }
+  uint chunk(uint c) const { return c * RowLayout<D>::lanes + place.lane % RowLayout<D>::lanes; }
+
+  // Chunk c of the row in `slot`; zeros for an empty one.
+  float4 load(uint slot, uint c) const {
+    const int key = slot < ATTEND_TILE ? list[slot] : EMPTY;
+    if (key == EMPTY) {
+      return float4(0.0f);
+    }
+    return float4(reinterpret_cast<const device vec<T, 4>*>(rows + size_t(key) * D)[chunk(c)]);
+  }
+};
+
+// scores[g * ATTEND_TILE + slot] = q_g . k for the first `count` slots.
+template <int D, int G, int SIMDGROUPS, typename T>
+void score_tile(
+    TileRows<T, D, SIMDGROUPS> keys, uint count, const threadgroup float4* q, threadgroup float* scores) {
+  typedef AttendSizes<D, G, SIMDGROUPS> N;
+  typedef RowLayout<D> Layout;
+  for (uint pass = 0; pass * N::step < count; pass += N::batch) {
+    float4 key[N::batch][Layout::chunks];
+#pragma clang loop unroll(full)
+    for (uint u = 0; u < N::batch; ++u) {
+      for (uint c = 0; c < Layout::chunks; ++c) {
+        key[u][c] = keys.load(keys.slot(pass + u), c);
+      }
+    }
+#pragma clang loop unroll(full)
+    for (uint u = 0; u < N::batch; ++u) {
+      const uint slot = keys.slot(pass + u);
+      for (uint g = 0; g < G; ++g) {
+        float score = 0.0f;
+        for (uint c = 0; c < Layout::chunks; ++c) {
+          score += dot(key[u][c], q[g * (D / 4) + keys.chunk(c)]);
+        }
+        for (uint offset = Layout::lanes / 2; offset > 0; offset /= 2) {
+          score += simd_shuffle_xor(score, ushort(offset));
+        }
+        if (keys.place.lane % Layout::lanes == 0 && slot < ATTEND_TILE) {
+          scores[g * ATTEND_TILE + slot] = score;
+        }
+      }
+    }
+  }
+}
+
+// Scores of one query head become weights under the new maximum; returns the factor for the sums so far.
+template <typename Mass>
+float weigh_tile(
+    threadgroup float* scores,  // of the head
+    const threadgroup int* list,
+    uint count,
+    float scale,
+    uint g,
+    Mass mass,
+    thread Running& running,
+    Place place) {
+  float score[ATTEND_TILE / LANES];
+  float largest = running.largest;
+#pragma clang loop unroll(full)
+  for (uint i = 0; i < ATTEND_TILE / LANES; ++i) {
+    const uint slot = i * LANES + place.lane;
+    score[i] = slot < count && list[slot] != EMPTY ? scores[slot] * scale : -INFINITY;
+    largest = max(largest, score[i]);
+  }
+  largest = simd_max(largest);
+  float total = 0.0f;
+  float chosen = 0.0f;
+#pragma clang loop unroll(full)
+  for (uint i = 0; i < ATTEND_TILE / LANES; ++i) {
+    const uint slot = i * LANES + place.lane;
+    const bool filled = slot < count && list[slot] != EMPTY;
+    const float weight = filled ? exp(score[i] - largest) : 0.0f;
+    if (slot < count) {
+      scores[slot] = weight;
+    }
+    total += weight;
+    chosen += filled ? mass(list[slot], g) : 0.0f;
+  }
+  const float factor = running.total > 0.0f ? exp(running.largest - largest) : 0.0f;
+  running.total = running.total * factor + simd_sum(total);
+  running.mass += simd_sum(chosen);
+  running.largest = largest;
+  return factor;
+}
+
+// sums[g] += weight * value over the first `count` slots.
+template <int D, int G, int SIMDGROUPS, typename T>
+void add_values(
+    TileRows<T, D, SIMDGROUPS> values,
+    uint count,
+    const threadgroup float* weights,
+    thread float4 (&sums)[G][RowLayout<D>::chunks]) {
+  typedef AttendSizes<D, G, SIMDGROUPS> N;
+  typedef RowLayout<D> Layout;
+  for (uint pass = 0; pass * N::step < count; pass += N::batch) {
+    float4 value[N::batch][Layout::chunks];
+#pragma clang loop unroll(full)
+    for (uint u = 0; u < N::batch; ++u) {
+      for (uint c = 0; c < Layout::chunks; ++c) {
+        value[u][c] = values.load(values.slot(pass + u), c);
+      }
+    }
+#pragma clang loop unroll(full)
+    for (uint u = 0; u < N::batch; ++u) {
+      const uint slot = values.slot(pass + u);
+      if (slot < count) {
+        for (uint g = 0; g < G; ++g) {
+          for (uint c = 0; c < Layout::chunks; ++c) {
+            sums[g][c] += weights[g * ATTEND_TILE + slot] * value[u][c];
+          }
+        }
+      }
+    }
+  }
+}
+
+// What each SIMD group has summed for the query heads [first, first + heads): D floats per head and SIMD group. Ends with
+// a barrier.
+template <int D, int G, int SIMDGROUPS>
+void gather_sums(
+    thread float4 (&sums)[G][RowLayout<D>::chunks], uint first, uint heads, threadgroup float4* parts, Place place) {
+  typedef RowLayout<D> Layout;
+#pragma clang loop unroll(full)
+  for (uint g = 0; g < G; ++g) {
+    if (g >= first && g < first + heads) {
+      for (uint c = 0; c < Layout::chunks; ++c) {
+        float4 sum = sums[g][c];
+        for (uint offset = Layout::lanes; offset < LANES; offset *= 2) {
+          sum += simd_shuffle_xor(sum, ushort(offset));
+        }
+        if (place.lane < Layout::lanes) {
+          parts[((g - first) * SIMDGROUPS + place.simdgroup) * (D / 4) + c * Layout::lanes + place.lane] = sum;
+        }
+      }
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+}
+
+// One threadgroup's part of a list, and what is shared within the threadgroup while it is worked off.
+template <int D, int G, int SIMDGROUPS>
+struct AttendShared {
+  threadgroup float4* scratch;  // AttendSizes::scratch floats
+  threadgroup int* list;        // ATTEND_TILE
+  threadgroup float* factor;    // G
+  threadgroup Running* softmax; // G
+};
+
+// The entries of a list that one of `splits` threadgroups attends: whole tiles, but for the last.
+struct Part {
+  uint first;
+  uint count;
+};
+
+inline Part make_part(uint entries, uint splits, uint split) {
+  const uint tiles = (entries + ATTEND_TILE - 1) / ATTEND_TILE;
+  const uint size = (tiles + splits - 1) / splits * ATTEND_TILE;
+  return {split * size, min(size, entries - split * size)};
+}
+
+// Attend the keys indices[0 .. count): sums of weighted values stay in the lanes, the softmax of each head goes to
+// shared.softmax. Ends with a barrier.
+template <int D, int G, int SIMDGROUPS, typename T, typename V, typename Queries, typename Indices, typename Mass>
+void attend_list(
+    Queries queries,       // (G, D)
+    const device T* keys,  // (S, D)
+    const device V* values,
+    Indices indices,
+    uint count,
+    uint length,  // keys that exist
+    float scale,
+    Mass mass,
+    thread float4 (&sums)[G][RowLayout<D>::chunks],
+    AttendShared<D, G, SIMDGROUPS> shared,
+    Place place) {
+  typedef AttendSizes<D, G, SIMDGROUPS> N;
+  threadgroup float* q = reinterpret_cast<threadgroup float*>(shared.scratch);
+  threadgroup float* scores = q + N::scores;
+  for (uint i = place.index(); i < G * D; i += place.threads()) {
+    q[i] = float(queries[i]);
+  }
+  Running running[N::heads];
+  for (uint h = 0; h < N::heads; ++h) {
+    running[h] = {-INFINITY, 0.0f, 0.0f};
+  }
+  for (uint first = 0; first < count; first += ATTEND_TILE) {
+    const uint tile = min(ATTEND_TILE, count - first);
+    if (place.index() < ATTEND_TILE) {
+      const int key = place.index() < tile ? indices[first + place.index()] : EMPTY;
+      shared.list[place.index()] = key >= 0 && uint(key) < length ? key : EMPTY;
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    score_tile<D, G, SIMDGROUPS>(TileRows<T, D, SIMDGROUPS>{keys, shared.list, place}, tile, shared.scratch, scores);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (uint h = 0; h < N::heads; ++h) {
+      const uint g = h * SIMDGROUPS + place.simdgroup;
+      if (g < G) {
+        const float factor =
+            weigh_tile(scores + g * ATTEND_TILE, shared.list, tile, scale, g, mass, running[h], place);
+        if (place.lane == 0) {
+          shared.factor[g] = factor;
+        }
+      }
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (uint g = 0; g < G; ++g) {
+      for (uint c = 0; c < RowLayout<D>::chunks; ++c) {
+        sums[g][c] *= shared.factor[g];
+      }
+    }
+    add_values<D, G, SIMDGROUPS>(TileRows<V, D, SIMDGROUPS>{values, shared.list, place}, tile, scores, sums);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+  }
+  for (uint h = 0; h < N::heads; ++h) {
+    const uint g = h * SIMDGROUPS + place.simdgroup;
+    if (g < G && place.lane == 0) {
+      shared.softmax[g] = running[h];
+    }
+  }
+}
+
+// (sparq.7) of a part of a list: normalised sums and their log-sum-exp, 0 and -inf without a key.
+// finish(g, d, y, softmax) turns a sum into what is stored.
+template <int D, int G, int SIMDGROUPS, typename Out, typename Finish>
+void store_sums(
+    thread float4 (&sums)[G][RowLayout<D>::chunks],
+    AttendShared<D, G, SIMDGROUPS> shared,
+    device Out* out,    // (G, D)
+    device float* lse,  // (G)
+    Finish finish,
+    Place place) {
+  typedef AttendSizes<D, G, SIMDGROUPS> N;
+  const threadgroup float* parts = reinterpret_cast<const threadgroup float*>(shared.scratch);
+  for (uint first = 0; first < G; first += N::merged_heads) {
+    if (first > 0) {
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+    }
+    const uint heads = min(uint(N::merged_heads), G - first);
+    gather_sums<D, G, SIMDGROUPS>(sums, first, heads, shared.scratch, place);
+    for (uint i = place.index(); i < heads * D; i += place.threads()) {
+      const uint g = first + i / D;
+      float sum = 0.0f;
+      for (uint s = 0; s < SIMDGROUPS; ++s) {
+        sum += parts[((i / D) * SIMDGROUPS + s) * D + i % D];
+      }
+      const float total = shared.softmax[g].total;
+      out[g * D + i % D] = static_cast<Out>(finish(g, i % D, total > 0.0f ? sum / total : 0.0f, shared.softmax[g].mass));
+    }
+  }
+  if (place.index() < G) {
+    const Running softmax = shared.softmax[place.index()];
+    lse[place.index()] = softmax.total > 0.0f ? softmax.largest + log(softmax.total) : -INFINITY;
+  }
+}
+
+// What is stored: the attended values as they are ...
+struct Attended {
+  float operator()(uint, uint, float y, float) const { return y; }
+};
+
+// ... or mixed with the mean of all values (sparq.10), in float32: in bfloat16 an alpha of .9996 is 1.
+template <int D, typename Mean>
+struct Reallocated {
+  Mean value_mean;  // (D), of the head
+
+  float operator()(uint, uint d, float y, float alpha) const { return alpha * y + (1.0f - alpha) * value_mean[d]; }
+};

@@ -1,0 +1,31 @@
+// Exact merge of attention over the parts of a list: the second half of attend where a list is split.
+#pragma once
+
+#include <metal_stdlib>
+
+using namespace metal;
+
+// Log-sum-exp over the parts; -inf if none has a key.
+template <typename Lse>
+float merged_lse(Lse lse, uint splits, uint stride) {
+  float largest = -INFINITY;
+  for (uint s = 0; s < splits; ++s) {
+    largest = max(largest, lse[s * stride]);
+  }
+  float total = 0.0f;
+  for (uint s = 0; s < splits; ++s) {
+    total += largest == -INFINITY ? 0.0f : exp(lse[s * stride] - largest);
+  }
+  return total > 0.0f ? largest + log(total) : -INFINITY;
+}
+
+// One component of the merged output: each part weighs exp(its lse - the merged lse).
+template <typename Parts, typename Lse>
+float merged_component(Parts parts, Lse lse, float total, uint splits, uint parts_stride, uint lse_stride) {
+  float sum = 0.0f;
+  for (uint s = 0; s < splits; ++s) {
+    const float weight = lse[s * lse_stride] == -INFINITY ? 0.0f : exp(lse[s * lse_stride] - total);
+    sum += weight * parts[s * parts_stride];
+  }
+  return sum;
+}

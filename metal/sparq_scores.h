@@ -1,0 +1,140 @@
+// SparQ's first step: approximate logits of all keys from the few components that matter most to this query.
+#pragma once
+
+#include "threadgroup.h"
+
+constant constexpr uint SCORE_KEYS = 4;  // consecutive keys per thread
+
+// (sparq.1), (sparq.2): the `rank` components with the largest summed |q| of the group, times `weight` if WEIGHTED, and
+// the queries there. Every threadgroup finds them for itself: D numbers against thousands of keys.
+// component: D floats; chosen: D; q_r: D rows of G, of which `rank` are filled. Ends with a barrier.
+template <int D, int G, bool WEIGHTED, typename Queries, typename Weights>
+void choose_components(
+    Queries queries,  // (G, D)
+    Weights weight,   // (D)
+    uint rank,
+    threadgroup float* component,
+    threadgroup int* chosen,
+    threadgroup float* q_r,
+    Place place) {
+  for (uint d = place.index(); d < D; d += place.threads()) {
+    float sum = 0.0f;
+    for (uint g = 0; g < G; ++g) {
+      sum += abs(float(queries[g * D + d]));
+    }
+    component[d] = WEIGHTED ? sum * weight[d] : sum;
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  for (uint d = place.index(); d < D; d += place.threads()) {
+    const float own = component[d];
+    uint larger = 0;
+    for (uint e = 0; e < D; ++e) {
+      larger += component[e] > own || (component[e] == own && e < d) ? 1 : 0;
+    }
+    if (larger < rank) {
+      chosen[larger] = int(d);
+      for (uint g = 0; g < G; ++g) {
+        q_r[larger * G + g] = float(queries[g * D + d]);
+      }
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+}
+
+// c / t_g of (sparq.3) for each query of the group. Ends with a barrier.
+template <int D, int G, bool WEIGHTED, typename Queries>
+void coverage_factors(
+    Queries queries, uint rank, float scale, const threadgroup float* q_r, threadgroup float* factor, Place place) {
+  for (uint g = place.simdgroup; g < G; g += place.simdgroups) {
+    float total = 0.0f;
+    float covered = 0.0f;
+    if (!WEIGHTED) {
+      for (uint d = place.lane; d < D; d += LANES) {
+        total += abs(float(queries[g * D + d]));
+      }
+      for (uint i = place.lane; i < rank; i += LANES) {
+        covered += abs(q_r[i * G + g]);
+      }
+      total = simd_sum(total);
+      covered = simd_sum(covered);
+    }
+    if (place.lane == 0) {
+      factor[g] = total > 0.0f ? scale * rsqrt(covered / total) : scale;
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+}
+
+// (sparq.3) for SCORE_KEYS keys: one pass over `rank` rows of component-major keys. ALIGNED: rows start at a multiple of
+// SCORE_KEYS, so that a thread's keys are one load and the stale ones past the end are there to be read.
+template <int G, bool ALIGNED, typename T>
+void approximate_logits(
+    const device T* keys_t,  // (D, capacity), at the thread's first key
+    size_t capacity,
+    uint rank,
+    uint keys,  // of SCORE_KEYS that exist
+    const threadgroup int* chosen,
+    const threadgroup float* q_r,
+    thread float (&logits)[SCORE_KEYS][G]) {
+#pragma clang loop unroll_count(8)
+  for (uint i = 0; i < rank; ++i) {
+    const device T* row = keys_t + size_t(chosen[i]) * capacity;
+    float key[SCORE_KEYS];
+    if (ALIGNED) {
+      const vec<T, 4> loaded = *reinterpret_cast<const device vec<T, 4>*>(row);
+      for (uint v = 0; v < SCORE_KEYS; ++v) {
+        key[v] = float(loaded[v]);
+      }
+    } else {
+      for (uint v = 0; v < SCORE_KEYS; ++v) {
+        key[v] = v < keys ? float(row[v]) : 0.0f;
+      }
+    }
+    for (uint g = 0; g < G; ++g) {
+      const float q = q_r[i * G + g];
+      for (uint v = 0; v < SCORE_KEYS; ++v) {
+        logits[v][g] += q * key[v];
+      }
+    }
+  }
+}
+
+// Largest logit and sum of exp(logit - largest) of a tile for each query of the group; -inf and 0 without a valid key.
+// partial: MAX_SIMDGROUPS floats for each query.
+template <int G>
+void tile_statistics(
+    const thread float (&logits)[SCORE_KEYS][G],
+    threadgroup float* partial,
+    device float2* statistics,
+    Place place) {
+  for (uint g = 0; g < G; ++g) {
+    const float own = max(max(logits[0][g], logits[1][g]), max(logits[2][g], logits[3][g]));
+    const float largest = simd_max(own);
+    if (place.lane == 0) {
+      partial[g * MAX_SIMDGROUPS + place.simdgroup] = largest;
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  threadgroup float* sums = partial + G * MAX_SIMDGROUPS;
+  float largest[G];
+  for (uint g = 0; g < G; ++g) {
+    largest[g] = simd_max(of_simdgroup(partial + g * MAX_SIMDGROUPS, place, -INFINITY));
+    float sum = 0.0f;
+    for (uint v = 0; v < SCORE_KEYS; ++v) {
+      sum += logits[v][g] == -INFINITY ? 0.0f : exp(logits[v][g] - largest[g]);
+    }
+    sum = simd_sum(sum);
+    if (place.lane == 0) {
+      sums[g * MAX_SIMDGROUPS + place.simdgroup] = sum;
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  if (place.simdgroup == 0) {
+    for (uint g = 0; g < G; ++g) {
+      const float sum = simd_sum(of_simdgroup(sums + g * MAX_SIMDGROUPS, place, 0.0f));
+      if (place.lane == 0) {
+        statistics[g] = float2(largest[g], sum);
+      }
+    }
+  }
+}

@@ -1,0 +1,43 @@
+// sparq_scores: approximate logits of all keys (sparq.3) and, for the softmax, each tile's statistics (sparq.4).
+//
+// inputs       queries (B, Hq, 1, D) T; component_weight (B, Hkv, D) float; keys_t (B, Hkv, D, capacity) T;
+//              left_padding (B,) int; rank, length () int; scale () float
+// outputs      logits (B, Hkv, S, G) float, -inf for invalid keys; statistics (B, Hkv, tiles, G, 2) float
+// template     D, G, WEIGHTED, ALIGNED
+// grid         tiles * 256, Hkv, B
+// threadgroup  256, 1, 1
+// reads        B * Hkv * (rank * S * T + G * D * T + WEIGHTED * D * 4)
+// writes       B * Hkv * (S * G * 4 + tiles * G * 8)
+threadgroup float component[D];
+threadgroup int chosen[D];
+threadgroup float q_r[D * G];
+threadgroup float factor[G];
+threadgroup float partial[2 * G * MAX_SIMDGROUPS];
+const Place place = {thread_index_in_simdgroup, simdgroup_index_in_threadgroup, simdgroups_per_threadgroup};
+const uint3 at = threadgroup_position_in_grid;
+const uint row = at.z * threadgroups_per_grid.y + at.y;
+const uint S = uint(length);
+const uint padding = uint(left_padding[at.z]);
+const uint first = (at.x * place.threads() + place.index()) * SCORE_KEYS;
+const size_t capacity = size_t(keys_t_shape[3]);
+
+choose_components<D, G, WEIGHTED>(
+    queries + row * G * D, component_weight + (WEIGHTED ? row * D : 0), uint(rank), component, chosen, q_r, place);
+coverage_factors<D, G, WEIGHTED>(queries + row * G * D, uint(rank), scale, q_r, factor, place);
+
+float own[SCORE_KEYS][G] = {};
+if (first < S && first + SCORE_KEYS > padding) {
+  approximate_logits<G, ALIGNED>(
+      keys_t + size_t(row) * D * capacity + first, capacity, uint(rank), min(SCORE_KEYS, S - first), chosen, q_r, own);
+}
+for (uint v = 0; v < SCORE_KEYS; ++v) {
+  const uint j = first + v;
+  for (uint g = 0; g < G; ++g) {
+    own[v][g] = j >= padding && j < S ? own[v][g] * factor[g] : -INFINITY;
+    if (j < S) {
+      logits[(size_t(row) * S + j) * G + g] = own[v][g];
+    }
+  }
+}
+device float2* tile = reinterpret_cast<device float2*>(statistics) + (size_t(row) * threadgroups_per_grid.x + at.x) * G;
+tile_statistics<G>(own, partial, tile, place);

@@ -1,0 +1,223 @@
+// Select: the k largest scores of a row, exactly, without sorting. Shared by every method.
+//
+// Scores become unsigned integers in the same order. The k-th largest is found two bits at a time by counting; what lies
+// above it, and the first of what equals it, is written in order of index. A row that fits into the registers of one
+// threadgroup is read once. The launcher cuts longer rows into tiles and runs the best k of each as a shorter row; only
+// where k is too large for that, a row is read again in every round.
+#pragma once
+
+#include "threadgroup.h"
+
+constant constexpr uint TOP_K_ITEMS = 16;       // per lane, in registers
+constant constexpr uint TOP_K_PARTIAL = 3 * MAX_SIMDGROUPS;
+constant constexpr uint NEVER = 0;              // bits of an item that is never chosen: invalid, -inf or NaN
+constant constexpr uint ALWAYS = 0xFFFFFFFF;    // bits of an item of the local window, above every score
+
+// a < b exactly if ordered_bits(a) < ordered_bits(b).
+inline uint ordered_bits(float score) {
+  if (!(score > -INFINITY)) {
+    return NEVER;
+  }
+  const uint bits = as_type<uint>(score == 0.0f ? 0.0f : score);  // -0 equals 0
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+// The part of one row that a threadgroup looks at, and where its result goes.
+struct Tile {
+  uint b;      // sequence
+  uint row;    // b * H + head
+  uint first;  // item of the row
+  uint count;  // of items
+  uint k;      // how many are wanted
+  uint slots;  // how many each tile can hold
+  size_t out;  // its first slot
+};
+
+// A grid of one threadgroup along x leaves the whole row to it; otherwise a tile is what its registers hold.
+inline Tile make_tile(uint3 at, uint3 grid, uint row_length, uint top_k, Place place) {
+  Tile tile;
+  tile.b = at.z;
+  tile.row = at.z * grid.y + at.y;
+  const uint size = grid.x == 1 ? row_length : TOP_K_ITEMS * place.threads();
+  tile.first = at.x * size;
+  tile.count = min(size, row_length - tile.first);
+  tile.k = min(top_k, tile.count);
+  tile.slots = min(top_k, size);
+  tile.out = (size_t(tile.row) * grid.x + at.x) * tile.slots;
+  return tile;
+}
+
+// The keys of a row that are there, and those that are always chosen.
+struct Window {
+  uint padding;  // first valid key
+  uint local;    // first key of the local window
+  uint length;   // number of keys
+
+  // True if the score of key j need not be looked at; its bits are in `bits`.
+  bool decides(uint j, thread uint& bits) const {
+    bits = j < padding ? NEVER : ALWAYS;
+    return j < padding || j >= local;
+  }
+};
+
+inline Window make_window(int length, int padding, int local_window) {
+  return {uint(padding), uint(max(length - local_window, 0)), uint(length)};
+}
+
+// Source of a row: what the caller scored.
+template <typename Scores>
+struct ScoredKeys {
+  Scores scores;  // pointer to the row
+  Window window;
+  uint first;  // key of item 0
+
+  uint bits(uint item) const {
+    const uint j = first + item;
+    uint decided;
+    return window.decides(j, decided) ? decided : ordered_bits(scores[j]);
+  }
+  int index(uint item) const { return int(first + item); }
+};
+
+// Source of a row: the best of each tile of a longer row.
+template <typename Bits, typename Indices>
+struct Candidates {
+  Bits candidate_bits;
+  Indices candidate_indices;
+
+  uint bits(uint item) const { return candidate_bits[item]; }
+  int index(uint item) const { return candidate_indices[item]; }
+};
+
+// A row as one lane sees it: item i of a block is item `first + 32 i` of the row, so that the items of a SIMD group are
+// consecutive and its loads coalesce.
+template <typename Source>
+struct Items {
+  Source source;
+  uint count;   // of the row
+  uint start;   // this lane's first item
+  uint end;     // past the items of this SIMD group
+  uint blocks;  // of TOP_K_ITEMS per lane; the same for all lanes
+  uint loaded;
+  uint bits[TOP_K_ITEMS];
+
+  void load(uint block) {
+    if (block != loaded) {
+      loaded = block;
+#pragma clang loop unroll(full)
+      for (uint i = 0; i < TOP_K_ITEMS; ++i) {
+        const uint item = number(block, i);
+        bits[i] = item < end ? source.bits(item) : NEVER;
+      }
+    }
+  }
+
+  uint number(uint block, uint i) const { return start + (block * TOP_K_ITEMS + i) * LANES; }
+};
+
+template <typename Source>
+Items<Source> make_items(Source source, uint count, Place place) {
+  Items<Source> items;
+  items.source = source;
+  items.count = count;
+  const uint steps = (count + place.threads() - 1) / place.threads();
+  items.start = place.simdgroup * steps * LANES + place.lane;
+  items.end = min(count, (place.simdgroup + 1) * steps * LANES);
+  items.blocks = max((steps + TOP_K_ITEMS - 1) / TOP_K_ITEMS, 1u);
+  items.loaded = items.blocks;
+  return items;
+}
+
+// Sum of `counts` over the threadgroup, known to every thread. `round` alternates between two halves of `partial`, so
+// that one barrier per sum is enough.
+inline uint3 threadgroup_sum(uint3 counts, threadgroup uint3* partial, uint round, Place place) {
+  threadgroup uint3* side = partial + (round & 1) * MAX_SIMDGROUPS;
+  const uint3 own = uint3(simd_sum(counts.x), simd_sum(counts.y), simd_sum(counts.z));
+  if (place.lane == 0) {
+    side[place.simdgroup] = own;
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  const uint3 all = of_simdgroup(side, place, uint3(0));
+  return uint3(simd_sum(all.x), simd_sum(all.y), simd_sum(all.z));
+}
+
+// The largest bits that at least k items of the row reach; NEVER if fewer than k items can be chosen.
+template <typename Source>
+uint kth_largest(thread Items<Source>& items, uint k, threadgroup uint3* partial, Place place) {
+  uint threshold = 0;
+  for (uint round = 0; round < 16; ++round) {
+    const uint shift = 30 - 2 * round;
+    uint3 reached = uint3(0);
+    for (uint block = 0; block < items.blocks; ++block) {
+      items.load(block);
+#pragma clang loop unroll(full)
+      for (uint i = 0; i < TOP_K_ITEMS; ++i) {
+        reached.x += items.bits[i] >= (threshold | 1u << shift) ? 1 : 0;
+        reached.y += items.bits[i] >= (threshold | 2u << shift) ? 1 : 0;
+        reached.z += items.bits[i] >= (threshold | 3u << shift) ? 1 : 0;
+      }
+    }
+    reached = threadgroup_sum(reached, partial, round, place);
+    const uint digit = (reached.x >= k ? 1 : 0) + (reached.y >= k ? 1 : 0) + (reached.z >= k ? 1 : 0);
+    threshold |= digit << shift;
+    if (digit > 0 && (digit == 1 ? reached.x : digit == 2 ? reached.y : reached.z) == k) {
+      break;  // exactly these k; all threads know it
+    }
+  }
+  return threshold;
+}
+
+// Write the best k of a tile in order of index, ties to the lower one, then empty slots.
+template <typename Source, typename Bits, typename Indices>
+void top_k(Source source, Tile tile, Bits bits, Indices indices, threadgroup uint3* partial, Place place) {
+  Items<Source> items = make_items(source, tile.count, place);
+  const uint threshold = tile.k < tile.count ? kth_largest(items, tile.k, partial, place) : NEVER;
+  const auto chosen_bits = bits + tile.out;
+  const auto chosen_indices = indices + tile.out;
+
+  // Items above the threshold and items equal to it, here, in earlier SIMD groups, and in all.
+  uint above = 0;
+  uint equal = 0;
+  for (uint block = 0; block < items.blocks; ++block) {
+    items.load(block);
+#pragma clang loop unroll(full)
+    for (uint i = 0; i < TOP_K_ITEMS; ++i) {
+      above += items.bits[i] > threshold ? 1 : 0;
+      equal += items.bits[i] == threshold ? 1 : 0;
+    }
+  }
+  threadgroup uint3* totals = partial + 2 * MAX_SIMDGROUPS;
+  above = simd_sum(above);
+  equal = simd_sum(equal);
+  if (place.lane == 0) {
+    totals[place.simdgroup] = uint3(above, equal, 0);
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  const uint3 total = of_simdgroup(totals, place, uint3(0));
+  const uint all_above = simd_sum(total.x);
+  const uint wanted_equal = threshold == NEVER ? 0 : min(tile.k - all_above, simd_sum(total.y));
+  above = simd_sum(place.lane < place.simdgroup ? total.x : 0);
+  equal = simd_sum(place.lane < place.simdgroup ? total.y : 0);
+
+  for (uint block = 0; block < items.blocks; ++block) {
+    items.load(block);
+#pragma clang loop unroll(full)
+    for (uint i = 0; i < TOP_K_ITEMS; ++i) {
+      const uint is_above = items.bits[i] > threshold ? 1 : 0;
+      const uint is_equal = items.bits[i] == threshold ? 1 : 0;
+      const uint above_before = above + simd_prefix_exclusive_sum(is_above);
+      const uint equal_before = equal + simd_prefix_exclusive_sum(is_equal);
+      if (is_above || (is_equal && equal_before < wanted_equal)) {
+        const uint slot = above_before + min(equal_before, wanted_equal);
+        chosen_bits[slot] = items.bits[i];
+        chosen_indices[slot] = source.index(items.number(block, i));
+      }
+      above += simd_sum(is_above);
+      equal += simd_sum(is_equal);
+    }
+  }
+  for (uint slot = all_above + wanted_equal + place.index(); slot < tile.slots; slot += place.threads()) {
+    chosen_bits[slot] = NEVER;
+    chosen_indices[slot] = -1;
+  }
+}

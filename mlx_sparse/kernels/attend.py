@@ -1,0 +1,135 @@
+"""Attend on the GPU: exact attention over an index list, shared by every method (metal/attend.h)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from .launch import LANES, Kernel, integer, real
+
+TILE = 128  # list entries worked off together: ATTEND_TILE
+UNSPLIT = 512  # a list up to this length is not worth a second launch
+GROUPS = 512  # threadgroups that fill the largest GPU several times
+
+_LIST = ("queries", "keys", "values", "indices", "length", "scale")
+ATTEND = Kernel("attend_indices", "attend.h", _LIST, ("out", "lse"))
+REALLOCATE = Kernel(
+    "attend_reallocate", "attend.h", (*_LIST, "logits", "softmax", "value_mean"), ("out", "lse", "alpha")
+)
+MERGE = Kernel("merge_parts", "merge.h", ("part_out", "part_lse"), ("out", "lse"))
+MERGE_REALLOCATE = Kernel(
+    "merge_reallocate", "merge.h", ("part_out", "part_lse", "part_alpha", "value_mean"), ("out", "lse", "alpha")
+)
+
+
+@dataclass(frozen=True)
+class Reallocation:
+    """What mixing in the mean value needs.
+
+    Attributes:
+        logits: float32 ``(B, Hkv, S, G)`` approximate logits (sparq.3).
+        softmax: float32 ``(B, Hkv, G, 2)``, their largest and one over the sum of ``exp(logit - largest)``.
+        value_mean: float32 ``(B, Hkv, D)``.
+    """
+
+    logits: mx.array
+    softmax: mx.array
+    value_mean: mx.array
+
+
+def splits_of(N: int, lists: int) -> int:
+    """Threadgroups that share a list of ``N`` entries when there are ``lists`` of them."""
+    if N <= UNSPLIT:
+        return 1
+    part = max(2 * TILE, -(-N * lists // GROUPS // TILE) * TILE)
+    return -(-N // part)
+
+
+def attend_indices(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    indices: mx.array,
+    *,
+    scale: float,
+    length: int | None = None,
+    reallocation: Reallocation | None = None,
+) -> tuple[mx.array, mx.array]:
+    """Exact attention of one query per head over the listed keys (sparq.7).
+
+    Args:
+        queries: ``(B, Hq, 1, D)``.
+        keys, values: ``(B, Hkv, capacity, D)`` with ``length`` rows in use; whole buffers, which are not copied.
+        indices: ``(B, Hkv, N)`` int32; ``-1``, or any number that is no key's, = empty slot.
+        reallocation: mix in the mean value (sparq.10).
+
+    Returns:
+        ``out (B, Hq, 1, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, 1)``; 0 and -inf where every slot
+        is empty.
+    """
+    B, Hq, _, D = queries.shape
+    if indices.shape[2] == 0:
+        return mx.zeros_like(queries), mx.full((B, Hq, 1), -mx.inf)
+    results = parts(queries, keys, values, indices, scale=scale, length=length, reallocation=reallocation)
+    if results[0].shape[2] > 1:
+        results = _merge(results, queries.dtype, reallocation)
+    return results[0].reshape(B, Hq, 1, D), results[1].reshape(B, Hq, 1)
+
+
+def parts(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    indices: mx.array,
+    *,
+    scale: float,
+    length: int | None = None,
+    reallocation: Reallocation | None = None,
+) -> list[mx.array]:
+    """The first launch of `attend_indices`: each of ``splits`` threadgroups attends its part of the list.
+
+    Returns:
+        ``out (B, Hkv, splits, G, D)``, float32 if there are several splits, and float32 ``lse (B, Hkv, splits, G)``;
+        with a reallocation also ``alpha``, like ``lse``, and one split is mixed already.
+    """
+    B, Hq, _, D = queries.shape
+    Hkv, capacity = keys.shape[1:3]
+    G = Hq // Hkv
+    simdgroups = 16 if G * D <= 1024 else 8
+    splits = splits_of(indices.shape[2], B * Hkv)
+    inputs = {
+        "queries": queries,
+        "keys": keys,
+        "values": values,
+        "indices": indices.astype(mx.int32),
+        "length": integer(capacity if length is None else length),
+        "scale": real(scale),
+    }
+    statistic = ((B, Hkv, splits, G), mx.float32)
+    outputs = [((B, Hkv, splits, G, D), queries.dtype if splits == 1 else mx.float32), statistic]
+    kernel = ATTEND
+    if reallocation is not None:
+        kernel = REALLOCATE
+        inputs |= vars(reallocation)
+        outputs.append(statistic)
+    return kernel(
+        inputs,
+        outputs,
+        template={"D": D, "G": G, "SIMDGROUPS": simdgroups},
+        groups=(splits, Hkv, B),
+        threads=simdgroups * LANES,
+    )
+
+
+def _merge(results: list[mx.array], dtype: mx.Dtype, reallocation: Reallocation | None) -> list[mx.array]:
+    B, Hkv, _, G, D = results[0].shape
+    inputs = dict(zip(("part_out", "part_lse", "part_alpha"), results, strict=False))
+    statistic = ((B, Hkv * G, 1), mx.float32)
+    outputs = [((B, Hkv * G, 1, D), dtype), statistic]
+    kernel = MERGE
+    if reallocation is not None:
+        kernel = MERGE_REALLOCATE
+        inputs["value_mean"] = reallocation.value_mean
+        outputs.append(statistic)
+    return kernel(inputs, outputs, template={"O": dtype, "D": D, "G": G}, groups=(1, Hkv * G, B), threads=D)

@@ -1,0 +1,101 @@
+"""From the files of metal/ to launches: the one place that calls `mx.fast.metal_kernel`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property, lru_cache
+from importlib.resources import files
+from typing import Any
+
+import mlx.core as mx
+
+LANES = 32
+INCLUDE = re.compile(r'^#include "(.+)"\n', re.MULTILINE)
+
+
+def text(name: str) -> str:
+    """A file of metal/."""
+    return files("mlx_sparse.metal").joinpath(name).read_text(encoding="utf-8")
+
+
+@cache
+def flattened(name: str) -> str:
+    """A header of metal/ with the headers it includes, each once and before its users; MLX compiles a single text."""
+    parts: dict[str, str] = {}
+
+    def add(name: str) -> None:
+        if name not in parts:
+            source = text(name)
+            for included in INCLUDE.findall(source):
+                add(included)
+            parts[name] = f'#line 1 "{name}"\n' + INCLUDE.sub("\n", source).replace("#pragma once", "")
+
+    add(name)
+    return "\n".join(parts.values())
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel: metal/NAME.metal after the templates of a header.
+
+    The comment at the top of the body says what each input and output holds, the grid and the bytes that move.
+    """
+
+    name: str
+    header: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    @cached_property
+    def _compiled(self) -> Any:
+        return mx.fast.metal_kernel(
+            name=self.name,
+            input_names=list(self.inputs),
+            output_names=list(self.outputs),
+            header=flattened(self.header),
+            source=text(f"{self.name}.metal"),
+        )
+
+    def __call__(
+        self,
+        inputs: Mapping[str, mx.array],
+        outputs: Sequence[tuple[tuple[int, ...], mx.Dtype]],
+        *,
+        template: Mapping[str, Any],
+        groups: tuple[int, int, int],
+        threads: int,
+    ) -> list[mx.array]:
+        """Launch over ``groups`` threadgroups of ``threads`` threads; ``outputs`` gives shapes and types."""
+        launched: list[mx.array] = self._compiled(
+            inputs=[inputs[name] for name in self.inputs],
+            output_shapes=[shape for shape, _ in outputs],
+            output_dtypes=[dtype for _, dtype in outputs],
+            template=list(template.items()),
+            grid=(groups[0] * threads, groups[1], groups[2]),
+            threadgroup=(threads, 1, 1),
+        )
+        return launched
+
+
+@lru_cache(maxsize=256)
+def integer(value: int) -> mx.array:
+    """A 0-d int32: the length of a cache, which all layers of a step share. Nothing recompiles when it changes."""
+    return mx.array(value, mx.int32)
+
+
+@lru_cache(maxsize=16)
+def real(value: float) -> mx.array:
+    """A 0-d float32."""
+    return mx.array(value, mx.float32)
+
+
+def padding_or_zeros(left_padding: mx.array | None, B: int) -> mx.array:
+    """First valid keys as int32 ``(B,)``."""
+    return _zeros(B) if left_padding is None else left_padding.astype(mx.int32)
+
+
+@lru_cache(maxsize=16)
+def _zeros(B: int) -> mx.array:
+    return mx.zeros((B,), mx.int32)

@@ -1,0 +1,199 @@
+"""SparQ attention on the GPU: docs/spec/sparq.md, equations (sparq.1) to (sparq.10).
+
+Three launches or four: the logits of all keys, the best keys (again over what the tiles of a long context left), and
+attention over them; one more merges the parts of a list of more than 512 keys.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+
+from .attend import Reallocation, attend_indices
+from .launch import Kernel, integer, padding_or_zeros, real
+from .select import reduce
+
+KEYS = 4  # per thread: SCORE_KEYS
+THREADS = 256
+
+SCORES = Kernel(
+    "sparq_scores",
+    "sparq_scores.h",
+    ("queries", "component_weight", "keys_t", "left_padding", "rank", "length", "scale"),
+    ("logits", "statistics"),
+)
+CANDIDATES = Kernel(
+    "sparq_candidates",
+    "sparq_candidates.h",
+    ("logits", "statistics", "left_padding", "length", "local_window", "top_k"),
+    ("bits", "indices", "softmax"),
+)
+
+
+def sparq_scores(
+    queries: mx.array,
+    keys_t: mx.array,
+    *,
+    rank: int,
+    component_weight: mx.array | None,
+    scale: float,
+    left_padding: mx.array | None,
+    length: int,
+) -> tuple[mx.array, mx.array]:
+    """Approximate logits of all keys from ``rank`` components (sparq.3).
+
+    Args:
+        component_weight: float32 ``(B, Hkv, D)``, or None for the paper's rule.
+        keys_t: ``(B, Hkv, D, capacity)`` with ``length`` columns in use.
+
+    Returns:
+        Float32 ``logits (B, Hkv, length, G)``, -inf for invalid keys, and ``statistics (B, Hkv, tiles, G, 2)``: largest
+        logit and sum of ``exp(logit - largest)`` of each tile of 1,024 keys.
+    """
+    B, Hkv, D, capacity = keys_t.shape
+    G = queries.shape[1] // Hkv
+    tiles = -(-length // (KEYS * THREADS))
+    logits, statistics = SCORES(
+        {
+            "queries": queries,
+            "component_weight": _no_weight() if component_weight is None else component_weight,
+            "keys_t": keys_t,
+            "left_padding": padding_or_zeros(left_padding, B),
+            "rank": integer(rank),
+            "length": integer(length),
+            "scale": real(scale),
+        },
+        [((B, Hkv, length, G), mx.float32), ((B, Hkv, tiles, G, 2), mx.float32)],
+        template={
+            "D": D,
+            "G": G,
+            "WEIGHTED": component_weight is not None,
+            "ALIGNED": capacity % KEYS == 0,
+        },
+        groups=(tiles, Hkv, B),
+        threads=THREADS,
+    )
+    return logits, statistics
+
+
+def sparq_candidates(
+    logits: mx.array,
+    statistics: mx.array,
+    *,
+    top_k: int,
+    local_window: int,
+    group_reduce: str,
+    left_padding: mx.array | None,
+) -> tuple[mx.array, mx.array]:
+    """The keys to attend (sparq.6) and the softmax of the logits (sparq.4).
+
+    Returns:
+        ``indices (B, Hkv, min(top_k, S))`` int32, ascending, -1 in slots that no key fills, and float32
+        ``softmax (B, Hkv, G, 2)``: largest logit and one over the sum of ``exp(logit - largest)``.
+    """
+    B, Hkv, S, G = logits.shape
+    softmax: list[mx.array] = []
+
+    def first(tiles: int, threads: int, slots: int) -> tuple[mx.array, mx.array]:
+        bits, indices, merged = CANDIDATES(
+            {
+                "logits": logits,
+                "statistics": statistics,
+                "left_padding": padding_or_zeros(left_padding, B),
+                "length": integer(S),
+                "local_window": integer(local_window),
+                "top_k": integer(top_k),
+            },
+            [
+                ((B, Hkv, tiles, slots), mx.uint32),
+                ((B, Hkv, tiles, slots), mx.int32),
+                ((B, Hkv, G, 2), mx.float32),
+            ],
+            template={"G": G, "SOFTMAX": group_reduce == "softmax"},
+            groups=(tiles, Hkv, B),
+            threads=threads,
+        )
+        softmax.append(merged)
+        return bits, indices
+
+    indices = reduce(first, B, Hkv, S, top_k)
+    return indices, softmax[0]
+
+
+def sparq_select(
+    queries: mx.array,
+    keys: mx.array,
+    *,
+    rank: int,
+    top_k: int,
+    local_window: int,
+    group_reduce: str,
+    component_weight: mx.array | None,
+    scale: float,
+    left_padding: mx.array | None,
+    keys_t: mx.array | None,
+    length: int | None = None,
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Choose the keys of one decode step from ``rank`` components.
+
+    Args:
+        keys_t: ``(B, Hkv, D, capacity)`` component-major keys; without them the keys are transposed first, which costs
+            more than dense attention.
+        length: keys in use; all of them when None.
+
+    Returns:
+        ``indices`` and ``softmax`` of `sparq_candidates`, and the ``logits`` of `sparq_scores`.
+    """
+    if keys_t is None:
+        keys_t = mx.contiguous(keys.swapaxes(-1, -2))
+    logits, statistics = sparq_scores(
+        queries,
+        keys_t,
+        rank=rank,
+        component_weight=component_weight,
+        scale=scale,
+        left_padding=left_padding,
+        length=keys.shape[2] if length is None else length,
+    )
+    indices, softmax = sparq_candidates(
+        logits,
+        statistics,
+        top_k=top_k,
+        local_window=local_window,
+        group_reduce=group_reduce,
+        left_padding=left_padding,
+    )
+    return indices, softmax, logits
+
+
+def sparq_attention(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    *,
+    reallocate: bool,
+    scale: float,
+    value_mean: mx.array | None,
+    length: int | None = None,
+    **selection: Any,
+) -> tuple[mx.array, mx.array]:
+    """One decode step: ``out (B, Hq, 1, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, 1)``.
+
+    Args:
+        keys, values: ``(B, Hkv, capacity, D)`` with ``length`` rows in use; whole buffers, which are not copied.
+        value_mean: float32 ``(B, Hkv, D)``; needed to reallocate.
+        selection: the other parameters of `sparq_select`.
+    """
+    indices, softmax, logits = sparq_select(queries, keys, scale=scale, length=length, **selection)
+    reallocation = None
+    if reallocate:
+        assert value_mean is not None
+        reallocation = Reallocation(logits, softmax, value_mean.astype(mx.float32))
+    return attend_indices(queries, keys, values, indices, scale=scale, length=length, reallocation=reallocation)
+
+
+@cache
+def _no_weight() -> mx.array:
+    return mx.zeros((1,), mx.float32)
