@@ -1,0 +1,167 @@
+"""A stand-in for `mx.fast.metal_kernel`: product code runs unchanged, its kernels run on the CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import mlx.core as mx
+import numpy as np
+
+from .compile import typed_check
+from .kernel import Kernel, Report
+from .lint import lint
+
+INCLUDE = Path(mx.__file__).parent / "include"
+PRELUDE = '#include "mlx/backend/metal/kernels/utils.h"\n'  # what MLX puts before every custom kernel
+
+
+@dataclasses.dataclass
+class Metal:
+    """Where kernels run, and what the harness saw. On a Mac `emulated` is False and nothing is recorded."""
+
+    emulated: bool
+    seed: int = 0  # schedule of later launches
+    line: int = 128  # bytes per cache line in their traffic
+    strict: bool = True  # typed check and lint of every new text
+    launches: list[Report] = dataclasses.field(default_factory=list)
+    texts: dict[str, str] = dataclasses.field(default_factory=dict)  # kernel name -> text that MLX generated last
+    replaced: dict[str, str] = dataclasses.field(default_factory=dict)  # generated text -> text to run instead
+
+    def last(self, kernel: str) -> Report:
+        """Report of the latest launch of the kernel of this name."""
+        return next(report for report in reversed(self.launches) if report.kernel == kernel)
+
+    def clear(self) -> None:
+        """Forget the launches so far."""
+        self.launches.clear()
+
+
+_active: list[Metal] = []  # kernels that product code keeps outlive one `emulated()`, so they look here when called
+
+
+@contextmanager
+def emulated(seed: int = 0, *, strict: bool = True) -> Iterator[Metal]:
+    """Make MLX believe in a Metal GPU; enter it before importing modules that build kernels when imported."""
+    metal = Metal(emulated=True, seed=seed, strict=strict)
+    _active.append(metal)
+    try:
+        with (
+            patch.object(mx.fast, "metal_kernel", _stand_in(mx.fast.metal_kernel)),
+            patch.object(mx.metal, "is_available", lambda: True),
+            patch.object(mx, "default_device", lambda: mx.Device(mx.gpu, 0)),
+        ):
+            yield metal
+    finally:
+        _active.remove(metal)
+
+
+def _stand_in(metal_kernel: Callable[..., Any]) -> Callable[..., Any]:
+    def build(name: str, input_names: Sequence[str], output_names: Sequence[str], source: str, **options: Any) -> Any:
+        real = metal_kernel(name, input_names, output_names, source, **options)
+
+        def call(*, inputs: Sequence[Any], init_value: float | None = None, stream: Any = None, **how: Any) -> Any:
+            if not _active:
+                return real(inputs=inputs, init_value=init_value, stream=stream, **how)
+            arrays = [x if isinstance(x, mx.array) else mx.array(x) for x in inputs]
+            launch = capture(lambda *traced: real(inputs=list(traced), **how), arrays)
+            named = dict(zip(input_names, arrays, strict=True))
+            return _run(_active[-1], name, source, launch, named, output_names, init_value)
+
+        return call
+
+    return build
+
+
+class Launch(NamedTuple):
+    """What MLX would hand to the GPU for one call."""
+
+    host_name: str
+    text: str
+    grid: tuple[int, ...]
+    threadgroup: tuple[int, ...]
+    parameters: list[tuple[bool, bool, bool]]  # of each input: are X_shape, X_strides and X_ndim passed?
+    row_contiguous: bool
+    outputs: list[tuple[tuple[int, ...], mx.Dtype]]
+
+
+def capture(call: Callable[..., Any], inputs: Sequence[mx.array]) -> Launch:
+    """The one kernel that `call` launches, from MLX's own export of it."""
+    nodes: list[dict[str, Any]] = []
+    mx.export_function(nodes.append, call, *inputs)
+    (node,) = (node for node in nodes if node.get("name") == "CustomKernel")
+    arguments = node["arguments"]
+    if len(arguments) != 14 or [type(a) for a in arguments[:10]] != [str, str, *[int] * 6, list, bool]:
+        raise RuntimeError(f"MLX {mx.__version__} exports custom kernels in another way; adapt msl.bridge: {arguments}")
+    name, text, *sizes, parameters, row_contiguous = arguments[:10]
+    threadgroup = tuple(map(min, sizes[3:], sizes[:3]))
+    return Launch(
+        name, text, tuple(sizes[:3]), threadgroup, parameters, row_contiguous, [o[1:] for o in node["outputs"]]
+    )
+
+
+@cache
+def _kernel(host_name: str, text: str) -> Kernel:
+    return Kernel(PRELUDE + text, host_name, include=[INCLUDE])
+
+
+@cache
+def check(text: str) -> None:
+    """Raise for what this generated text would meet at Apple's compiler."""
+    findings = [*lint(text), *typed_check(PRELUDE + text, include=[INCLUDE])]
+    if findings:
+        raise AssertionError("\n".join(str(finding) for finding in findings))
+
+
+def _run(
+    metal: Metal,
+    name: str,
+    source: str,
+    launch: Launch,
+    inputs: dict[str, mx.array],
+    outputs: Sequence[str],
+    init_value: float | None,
+) -> list[mx.array]:
+    head, body, tail = launch.text.rpartition(source)
+    text = metal.texts[name] = f'#line 1 "header"\n{head}#line 1 "body"\n{body}{tail}'
+    if metal.strict:
+        check(text)
+    buffers: dict[str, np.ndarray] = {}
+    for (label, x), passed in zip(inputs.items(), launch.parameters, strict=True):
+        buffers[label], strides = _memory(x, launch.row_contiguous)
+        facts = np.array(x.shape, np.int32), strides, np.array(x.ndim, np.int32)
+        named = zip(("shape", "strides", "ndim"), facts, passed, strict=True)
+        buffers |= {f"{label}_{fact}": value for fact, value, wanted in named if wanted and x.ndim}
+    for label, (shape, dtype) in zip(outputs, launch.outputs, strict=True):
+        start = mx.full(shape, 0 if init_value is None else init_value, dtype)
+        buffers[label] = np.array(_bits(start))
+    report = _kernel(launch.host_name, metal.replaced.get(text, text))(
+        buffers,
+        grid=launch.grid,
+        threadgroup=launch.threadgroup,
+        seed=metal.seed,
+        line=metal.line,
+        written=() if init_value is None else outputs,
+    )
+    metal.launches.append(dataclasses.replace(report, kernel=name))
+    results = [(mx.array(buffers[label]), dtype) for label, (_, dtype) in zip(outputs, launch.outputs, strict=True)]
+    return [x.view(dtype) if x.dtype != dtype else x for x, dtype in results]
+
+
+def _bits(x: mx.array) -> mx.array:
+    return x.view(mx.uint16) if x.dtype == mx.bfloat16 else x  # NumPy has no bfloat16
+
+
+def _memory(x: mx.array, row_contiguous: bool) -> tuple[np.ndarray, np.ndarray]:
+    """The memory that the GPU would be given for one input, and its strides in elements."""
+    view = np.asarray(_bits(x))
+    if row_contiguous and not view.flags.c_contiguous:
+        view = view.copy()
+    strides = np.array(view.strides, np.int64) // view.itemsize
+    extent = 1 + sum((n - 1) * int(s) for n, s in zip(view.shape, strides, strict=True)) if view.size else 0
+    return np.lib.stride_tricks.as_strided(view, (extent,), (view.itemsize,)), strides

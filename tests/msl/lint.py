@@ -1,0 +1,207 @@
+"""What clang accepts in MSL and Apple's compiler refuses, or what is dangerous there: token level, no compiler."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+SPACE = r"\b(?:device|constant|threadgroup|thread)\b"
+BUILT_IN = r"(?:bool|u?char|u?short|u?int|u?long|half|b?float|void|(?:size|b?float16|u?int(?:8|16|32|64))_t|atomic|vec)"
+LANE = r"thread_(?:position_in_grid|position_in_threadgroup|index_in_threadgroup|index_in_simdgroup)"
+VOTE = r"\bsimd_(?:sum|product|min|max|and|or|xor|all|any|ballot|broadcast|broadcast_first)\s*\("
+SIMD = r"\b(?:simd_|quad_|simdgroup_(?:load|store|multiply|barrier))\w*(?=\s*\()"
+WAIT = r"\bthreadgroup_barrier\b"
+WIDE = r"\b(?:size_t|u?long|u?int64_t|ptrdiff_t)\b"
+HIDDEN = r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\n])*"|^[ \t]*#(?![ \t]*include)(?:\\\n|[^\n])*'
+
+# What one expression over the text without comments, strings and directives can see.
+PATTERNS = {
+    r"#\s*include\s*<(?!metal_)[^>]*>": "no such header in Metal: {}",
+    r"\bdouble\b": "MSL has no double",
+    r"\bstd\s*::": "MSL has no namespace std",
+    r"\b(?:virtual|new|delete|throw|try|typeid|dynamic_cast|goto|thread_local|asm)\b": "not in MSL: {}",
+    r"(?<=[=(,] )\[[&=\w, ]*\]\s*\(": "lambdas need Metal 3.2",
+    r"(?<![\w.])(?:\d+\.\d*|\.\d+|\d+(?=e))(?:e[+-]?\d+)?(?![\w.])": "float literal without suffix: {}",
+    r"\bthreadgroup_barrier\s*\(\s*(?:metal::)?mem_flags::mem_none": "barrier that orders no memory",
+    r"\bstatic\b(?![^;{(]*\bconstant\b)[^;{(=]*[=;]": "static data outside constant",
+    r"\bbuffer\((?:3[1-9]|[4-9]\d|\d{3,})\)": "more than 31 buffers",
+}
+
+
+class Finding(NamedTuple):
+    """One thing to change before Apple's compiler or a GPU sees it."""
+
+    problem: str
+    place: str  # file:line
+
+    def __str__(self) -> str:
+        return f"LINT {self.problem} at {self.place}"
+
+
+class Function(NamedTuple):
+    name: str
+    kernel: bool
+    parameters: str
+    start: int  # position of the body
+    body: str
+
+
+Found = Iterator[tuple[int, str]]
+
+
+def lint(source: str) -> list[Finding]:
+    """Findings in the order of the text; `// uniform` on a line vouches for the control flow that it decides."""
+    text = Text(source)
+    found = {(m.start(), problem.format(m[0])) for p, problem in PATTERNS.items() for m in re.finditer(p, text.code)}
+    for rule in (pointers, file_scope, threadgroup_objects, recursion, hidden_parameters, offsets, divergence):
+        found |= set(rule(text))
+    return [Finding(problem, text.place(at)) for at, problem in sorted(found)]
+
+
+class Text:
+    """One MSL text: comments, strings and directives blanked, brackets matched, functions found."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.code = re.sub(HIDDEN, lambda m: re.sub(r"[^\n]", " ", m[0]), source, flags=re.S | re.M)
+        self.match: dict[int, int] = {}
+        stack: list[int] = []
+        for i, c in enumerate(self.code):
+            if c in "([{":
+                stack.append(i)
+            elif c in ")]}":
+                self.match[stack.pop()] = i
+        self.functions: list[Function] = []
+        inside = 0
+        for m in re.finditer(r"\b(?!if\b|for\b|while\b|switch\b)(\w+)\s*\(", self.code):
+            close = self.match[m.end() - 1]
+            if m.start() >= inside and (body := re.match(rf"\)\s*(?:(?:{SPACE}|const)\s*)*{{", self.code[close:])):
+                start = close + body.end() - 1
+                inside = self.match[start]
+                kernel = "kernel" in re.split(r"[;}]", self.code[: m.start()])[-1]
+                parameters = self.code[m.end() : close]
+                self.functions.append(Function(m[1], kernel, parameters, start, self.code[start:inside]))
+
+    def place(self, at: int) -> str:
+        """File and line of a position, as `#line` directives count."""
+        lines = self.source[:at].split("\n")
+        for back, line in enumerate(reversed(lines)):
+            if directive := re.match(r'\s*#\s*line (\d+) "(.*)"', line):
+                return f"{directive[2]}:{int(directive[1]) + back - 1}"
+        return f"body:{len(lines)}"
+
+    def vouched(self, *positions: int) -> bool:
+        lines = [re.split("\n", self.source[self.source.rfind("\n", 0, at) + 1 :], maxsplit=1)[0] for at in positions]
+        return any(re.search(r"//.*\buniform\b", line) for line in lines)
+
+    def end(self, at: int) -> int:
+        """End of the statement that starts at this position."""
+        at = re.compile(r"\s*").match(self.code, at).end()
+        if head := re.compile(r"(?:if|for|while|switch)\s*\(").match(self.code, at):
+            end = self.end(self.match[head.end() - 1] + 1)
+            other = re.compile(r"\s*else\b").match(self.code, end + 1)
+            return self.end(other.end()) if other else end
+        while self.code[at] != ";" and self.code[at] != "{":
+            at = self.match.get(at, at) + 1
+        return self.match.get(at, at)
+
+    def callers(self, holds: Callable[[str], object]) -> set[str]:
+        """Names of the functions whose body does, or calls one that does."""
+        names = {f.name for f in self.functions if holds(f.body)}
+        for _ in self.functions:
+            names |= {f.name for f in self.functions if names & set(re.findall(r"\b(\w+)\s*[(<]", f.body))}
+        return names
+
+
+def pointers(text: Text) -> Found:
+    own = re.findall(r"\b(?:typename|struct|class|using)\s+(\w+)", text.code)
+    words = "|".join([BUILT_IN + r"\d?(?:x\d)?", *own])
+    space = rf"(?:(?:{SPACE}|\bconst\b|\bmetal\s*::)\s*)*"
+    for m in re.finditer(rf"({space})\b(?:{words})\b\s*(?:<[^<>;(){{}}]*>)?\s*({space})[*&](?![&=])", text.code):
+        if not re.search(SPACE, m[1] + m[2]):
+            yield m.start(), f"no address space: {' '.join(m[0].split())}"
+
+
+def file_scope(text: Text) -> Found:
+    head = r"template\s*<(?:[^<>]|<[^<>]*>)*>|#[^\n]*"
+    flat, at = list(re.sub(head, lambda m: " " * len(m[0]), text.code)), 0
+    for opening in sorted(text.match):
+        if opening >= at:
+            at = text.match[opening]
+            flat[opening + 1 : at] = " " * (at - opening - 1)
+    for m in re.finditer(r"[^\s;{}][^;{}]*(?=[;{])", "".join(flat)):
+        data = "=" in m[0] or re.fullmatch(r"[\w:<>, ]+\s\w+\s*", m[0])
+        if data and not re.match(r"(?:using|typedef|struct|class|enum|.*\b(?:constant|operator)\b)", m[0]):
+            yield m.start(), f"file-scope data outside constant: {m[0].split('=')[0].strip()}"
+
+
+def threadgroup_objects(text: Text) -> Found:
+    for f in text.functions:
+        for m in re.finditer(r"\bthreadgroup\s+[\w:<>, ]+?\b(\w+)\s*[\[;=]", f.body):
+            if not f.kernel:
+                yield f.start + m.start(), f"threadgroup object outside a kernel: {m[1]}"
+
+
+def recursion(text: Text) -> Found:
+    for f in text.functions:
+        if f.name in text.callers(re.compile(rf"\b{f.name}\s*[(<]").search):
+            yield f.start, f"recursion: {f.name}"
+
+
+def hidden_parameters(text: Text) -> Found:
+    for f in text.functions:
+        for pair in re.findall(r"\b(\w+_(?:shape|strides|ndim))\b|(\w+)\s*\[\[(?!buffer)", f.parameters):
+            if f.kernel and not re.search(rf"\b{''.join(pair)}\b", f.body):
+                yield f.start, f"parameter that only a comment asks for: {''.join(pair)}"
+
+
+def offsets(text: Text) -> Found:
+    wide = "|".join([WIDE, *(rf"\b{name}\b" for name in re.findall(rf"{WIDE}\s+(\w+)", text.code))])
+    for f in text.functions:
+        names = "|".join(re.findall(r"\b(?:device|constant)\b[^,]*?\*\s*(?:const\s+)?(\w+)", f.parameters))
+        for m in re.finditer(rf"\b(?:{names or '(?!)'})\s*([\[+])", f.body):
+            at = f.start + m.end()
+            end = text.match[at - 1] if m[1] == "[" else at + re.search(r"[;,\]}]", text.code[at:]).start()
+            offset = text.code[at:end].strip()
+            if re.search(r"[A-Za-z_\])]\w*\s*\*\s*[A-Za-z_(]", offset) and not re.search(wide, offset):
+                yield at, f"32-bit product as an offset: {offset}"
+
+
+def levels(f: Function) -> Callable[[str, int], int]:
+    """Measure of an expression: 2 differs between lanes, 1 between simdgroups only, 0 as far as one can see neither."""
+    lanes = re.findall(rf"(\w+)\s*\[\[\s*{LANE}|\b({LANE})\b", f.parameters)
+    level = {(name, 0): 2 for pair in lanes for name in pair if name}
+    level |= {(name, 0): 1 for name in re.findall(r"(\w+)\s*\[\[\s*simdgroup_index", f.parameters)}
+    assigned = list(re.finditer(r"(\b(?!else|return)\w+[>&]?\s+)?\b(\w+)\s*(?:[-+*/%&|^]|<<|>>)?=(?!=)([^;]*)", f.body))
+
+    def version(name: str, at: int) -> tuple[str, int]:
+        return name, sum(bool(m[1]) and m[2] == name and m.end(2) <= at for m in assigned)
+
+    def measure(expression: str, at: int) -> int:
+        most = max((level.get(version(name, at), 0) for name in re.findall(r"\w+", expression)), default=0)
+        return min(most, 1) if re.search(VOTE, expression) else most
+
+    for m in assigned * 2:
+        name = version(m[2], m.end(2))
+        level[name] = max(level.get(name, 0), measure(m[3], m.end(2)))
+    return measure
+
+
+def divergence(text: Text) -> Found:
+    waiting, joining = (text.callers(re.compile(pattern).search) for pattern in (WAIT, SIMD))
+    for f in text.functions:
+        measure = levels(f)
+        calls = [re.compile("|".join([WAIT, *(rf"\b{n}(?=[(<])" for n in waiting - {f.name})]))]
+        calls += [re.compile("|".join([SIMD, *(rf"\b{n}(?=[(<])" for n in joining - {f.name})]))]
+        for m in re.finditer(r"\b(?:if|for|while|switch)\s*\(", f.body):
+            opening = f.start + m.end() - 1
+            close = text.match[opening]
+            for call in calls[: measure(text.code[opening:close], close - f.start)]:
+                for found in call.finditer(text.code, close, text.end(f.start + m.start())):
+                    if not text.vouched(opening, found.start()):
+                        yield found.start(), f"{found[0]} where threads may differ"
+        for m in re.finditer(rf"([^;{{}}=]*?)(?:\?|&&|\|\|)[^;{{}}]*?({SIMD})", f.body):
+            at = m.start(2)
+            if measure(m[1], at) == 2 and not text.vouched(f.start + at):
+                yield f.start + at, f"{m[2]} where threads may differ"
