@@ -1,0 +1,125 @@
+"""Metal text to a shared library through clang, cached by content; and the check with address spaces as types."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from .translate import translate
+
+HERE = Path(__file__).parent
+CACHE = HERE.parents[1] / ".cache" / "msl"
+PRELUDE = '#include <metal_stdlib>\nusing namespace metal;\n#include "mlx/backend/metal/kernels/utils.h"\n'
+HALF = ["-Xclang", "-ffloat16-excess-precision=none", "-Xclang", "-fbfloat16-excess-precision=none"]
+HALF += ["-mf16c"] if Path("/proc/cpuinfo").is_file() and " f16c" in Path("/proc/cpuinfo").read_text() else []
+COMMON = ["-x", "c++", "-fsigned-char", "-nostdinc++", "-fno-sanitize=all", "-U_FORTIFY_SOURCE"]
+PREPROCESS = [*COMMON, "-std=c++20", "-E", "-w", "-DMSL_PREPROCESS", "-D__METAL__=1", "-D__METAL_VERSION__=320"]
+RUN = [*COMMON, *HALF, "-std=c++20", "-c", "-w", "-O1", "-g1", "-gdwarf-4", "-fPIC", "-fno-exceptions", "-fno-rtti"]
+RUN += ["-fno-strict-aliasing", "-fno-math-errno", "-ffp-contract=off", "-fno-vectorize", "-fno-slp-vectorize"]
+RUN += ["-fno-lax-vector-conversions", "-ftrivial-auto-var-init=pattern", "-fsanitize=thread", "-mllvm"]
+RUN += ["-tsan-instrument-func-entry-exit=0", "-mllvm", "-tsan-instrument-read-before-write=1"]
+RUN += ["-fsanitize=array-bounds,shift-exponent,integer-divide-by-zero"]
+RUNTIME = [*COMMON, *HALF, "-std=c++20", "-c", "-O2", "-g1", "-fPIC", "-fno-exceptions", "-fno-rtti"]
+LINK = ["-shared", "-nostdlib++", "-Wl,-z,defs", "-Wl,-rpath,$ORIGIN", "-lm"]
+# MSL is C++14, C++17 from Metal 4; the warnings name what Apple's compiler refuses
+TYPED = [*COMMON, *HALF, "-std=c++17", "-c", "-O0", "-DMSL_TYPED=1", "-fno-lax-vector-conversions", "-w"]
+TYPED += ["-Wc++20-extensions", "-Wimplicit-float-conversion"]
+
+
+class CompileError(RuntimeError):
+    """The compiler refused a kernel; the message is what it said."""
+
+
+@functools.cache
+def compiler() -> tuple[str, ...]:
+    """The command that runs clang: $MSL_CXX, clang++ 19 to 22 on PATH, or the ziglang wheel."""
+    if given := os.environ.get("MSL_CXX"):
+        return tuple(given.split())
+    for name in ("clang++-22", "clang++-21", "clang++-20", "clang++-19", "clang++"):
+        path = shutil.which(name)
+        if path and _major(path) >= 19:
+            return (path,)
+    if importlib.util.find_spec("ziglang"):
+        return (sys.executable, "-m", "ziglang", "c++")
+    raise CompileError("no compiler for Metal kernels: install clang 19 or newer, or `pip install ziglang`")
+
+
+def _major(path: str) -> int:
+    done = subprocess.run([path, "-dumpversion"], capture_output=True, text=True, check=False)
+    return int(done.stdout.split(".")[0]) if done.stdout.split(".")[0].isdigit() else 0
+
+
+def _call(arguments: Sequence[str | Path], text: str | None = None) -> str:
+    done = subprocess.run([*compiler(), *arguments], input=text, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise CompileError(done.stderr.strip())
+    return done.stdout
+
+
+@functools.cache
+def _key() -> str:
+    version = subprocess.run([*compiler(), "--version"], capture_output=True, text=True, check=False).stdout
+    parts = [version, *compiler(), *RUN, *RUNTIME, *LINK]
+    parts += [p.read_text() for p in (HERE / "runtime.cpp", HERE / "include" / "abi.h", HERE / "include" / "msl.h")]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _build(target: Path, flags: Sequence[str], text: str, link: Sequence[str | Path]) -> Path:
+    """Compile and link into `target` unless it is there; renamed into place, so that others see all or nothing."""
+    if target.exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        source, made, library = (Path(folder) / n for n in ("k.cpp", "k.o", "k.so"))
+        source.write_text(text)
+        _call([*flags, "-I", HERE / "include", source, "-o", made])
+        _call([made, *link, *LINK, "-o", library])
+        source.replace(target.with_suffix(".cpp"))
+        library.replace(target)
+    return target
+
+
+@functools.cache
+def runtime() -> Path:
+    """The runtime's shared library, which all kernels of a process share."""
+    target = CACHE / f"runtime-{_key()}.so"
+    return _build(target, RUNTIME, (HERE / "runtime.cpp").read_text(), [f"-Wl,-soname,{target.name}"])
+
+
+def preprocess(source: str, include: Sequence[Path] = (), flags: Sequence[str] = ()) -> str:
+    """Expand macros and #include lines; file and line numbers stay as markers."""
+    import mlx.core as mx
+
+    folders = [HERE / "include", *include, Path(mx.__file__).parent / "include"]
+    text = f'{PRELUDE}#line 1 "source"\n{source}'
+    return _call([*PREPROCESS, *flags, *(f"-I{folder}" for folder in folders), "-"], text)
+
+
+@functools.cache
+def build(source: str, name: str, constants: tuple[tuple[int | str, object], ...], include: tuple[Path, ...]) -> Path:
+    """The shared library of one kernel; the translated text lies beside it."""
+    text = translate(preprocess(source, include), name, dict(constants))
+    text = '#include "msl.h"\n' + text
+    key = hashlib.sha256((_key() + text).encode()).hexdigest()[:24]
+    return _build(CACHE / f"{key}.so", RUN, text, [runtime()])
+
+
+def typed_check(
+    source: str, *, constants: Mapping[int | str, object] | None = None, include: Sequence[Path] = ()
+) -> list[str]:
+    """What a compiler that tells address spaces apart says against every kernel the text instantiates, a line each."""
+    text = '#include "msl.h"\n' + translate(preprocess(source, include, ["-DMSL_TYPED=1"]), None, constants or {})
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "k.cpp"
+        path.write_text(text)
+        command = [*compiler(), *TYPED, "-isystem", str(HERE / "include"), str(path), "-o", str(Path(folder) / "k.o")]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return [line for line in done.stderr.splitlines() if ": error: " in line or ": warning: " in line]

@@ -1,0 +1,1 @@
+#pragma once  // in place of MLX's: msl.h has the overloads for bfloat

@@ -1,0 +1,538 @@
+// Runs one launch of a kernel on one thread of the host: (a) memory, (b) races and traffic, (c) fibers and their schedule,
+// (d) the callbacks that clang's instrumentation makes for every load and store, (e) launch. C library only, no C++ one.
+#include "abi.h"
+
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <ucontext.h>
+
+using msl::site;
+typedef uint8_t u8;
+typedef uint16_t u16;
+typedef uint32_t u32;
+typedef uint64_t u64;
+
+// ---- what kernel.py reads and writes: the same structures stand there
+struct Traffic { u64 lane, interval, threadgroup, dispatch; };
+struct Buffer {
+  void* data;
+  const char* name;
+  u64 bytes;
+  int index, read_only, initialised, granule;
+  Traffic traffic[2];  // reads, writes
+  u64 unwritten, first_unwritten;
+};
+struct Fault {
+  char kind[32], text[320], where[160], buffer[64];
+  u64 pc, other_pc;  // offsets into the kernel's library; @ in text stands for the place of other_pc
+  site at;           // used when pc is 0
+};
+struct Launch {
+  Buffer* buffers;
+  int buffer_count, line_bytes;
+  u32 grid[3], threadgroup[3], seed;
+  void (*entry)(const msl::context*);
+  const char *library, *library_end;
+  u64 threadgroup_bytes;
+  Fault fault;
+};
+
+static Launch* launch;
+static jmp_buf back_to_launch;
+
+// ---- (a) memory: every buffer and threadgroup array in the middle of its own 64 GiB, so a wild index still names it
+struct Mark {  // the last access of one direction to a granule
+  u32 group, interval, fence, pc;
+  u16 thread;
+  u8 state;
+};
+enum { SET = 1, HOST = 2, ATOMIC = 4, PLAIN = 8, MANY_LANES = 16, MANY_SIMDGROUPS = 32, MANY_GROUPS = 64 };
+struct Cell { Mark mark[2]; };              // read, written
+struct Line { u32 interval, group; };       // when it was last touched
+struct Region {
+  char* start;
+  u64 bytes;
+  const char* name;
+  bool read_only;
+  int granule;
+  Cell* cells;       // one per granule; none for read-only memory
+  Line* lines[2];    // one per cache line and direction; none for threadgroup memory
+  Buffer* buffer;    // none for threadgroup memory
+};
+constexpr int SLOT_BITS = 36, BUFFERS = 31, SLOTS = 64;
+constexpr u64 SLOT = 1ull << SLOT_BITS, PAGE = 1 << 16;
+static char* slots;
+static Region regions[SLOTS];
+static u64 pages(u64 bytes) { return (bytes + PAGE) / PAGE * PAGE; }
+static u64 granules(const Region& r) { return (r.bytes + r.granule - 1) / r.granule; }
+
+static bool protect(char* at, u64 bytes, int protection) {
+  int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
+  return mmap(at, bytes, protection, flags, -1, 0) == at;
+}
+static Region& open_region(int slot, u64 bytes, int granule, const char* name) {
+  Region& r = regions[slot];
+  r = Region{slots + slot * SLOT + SLOT / 2, bytes, name, false, granule, nullptr, {nullptr, nullptr}, nullptr};
+  if (!protect(r.start, pages(bytes), PROT_READ | PROT_WRITE)) abort();
+  return r;
+}
+static void close_region(Region& r) {
+  if (!r.start) return;
+  protect(r.start, pages(r.bytes), PROT_NONE);
+  free(r.cells);
+  free(r.lines[0]);
+  free(r.lines[1]);
+  r = Region{};
+}
+static void split_granules(Region& r, u64 to) {  // an access smaller than the granule: keep account per smaller one
+  u64 count = granules(r), factor = r.granule / to;
+  Cell* finer = static_cast<Cell*>(malloc(count * factor * sizeof(Cell)));
+  for (u64 i = 0; i < count * factor; ++i) finer[i] = r.cells[i / factor];
+  free(r.cells);
+  r.cells = finer;
+  r.granule = to;
+}
+
+// ---- (c) fibers, first part: what the checks need to know about the running lane
+struct Lane {
+  msl::context context;
+  jmp_buf resume;
+  bool started;
+  const char* what;  // waits in this operation, at this place
+  void* operand;
+  msl::combine_t combine;
+  int flags;
+  site at;
+};
+struct Simdgroup { u32 ready, in_operation, in_barrier, fence[2]; };  // lanes by state; those in none have returned
+constexpr int DEVICE = 0, THREADGROUP = 1, MAX_THREADS = 1024;
+constexpr u64 STACK = 256 << 10;
+static Lane lanes[MAX_THREADS];
+static Simdgroup simdgroups[MAX_THREADS / 32];
+static char* stacks;
+static u32 order[MAX_THREADS / 32];
+static u32 threads, current, group, interval, fence[2];  // fence: barriers passed so far, by memory space
+static u64 random_state;
+
+static u32 random_below(u32 n) {  // 0 always under seed 0: the natural order
+  random_state = random_state * 6364136223846793005ull + 1442695040888963407ull * (launch->seed != 0);
+  return launch->seed ? (random_state >> 33) % n : 0;
+}
+
+struct Place { void* pc; site at; };
+[[noreturn]] __attribute__((format(printf, 4, 5))) static void fail(const char* kind, const char* buffer, Place place,
+                                                                    const char* format, ...) {
+  Fault& f = launch->fault;
+  snprintf(f.kind, sizeof f.kind, "%s", kind);
+  snprintf(f.buffer, sizeof f.buffer, "%s", buffer ? buffer : "");
+  va_list arguments;
+  va_start(arguments, format);
+  vsnprintf(f.text, sizeof f.text, format, arguments);
+  va_end(arguments);
+  f.pc = place.pc ? static_cast<const char*>(place.pc) - launch->library - 1 : 0;
+  f.at = place.at;
+  auto& c = lanes[current].context;
+  const u32 *t = c.thread_position_in_threadgroup, *g = c.threadgroup_position_in_grid;
+  snprintf(f.where, sizeof f.where, "thread (%u,%u,%u) of threadgroup (%u,%u,%u), simdgroup %u lane %u", t[0], t[1], t[2],
+           g[0], g[1], g[2], current / 32, current % 32);
+  _longjmp(back_to_launch, 2);
+}
+static const char* thread_name(u32 thread) {
+  static char text[48];
+  const u32* t = lanes[thread].context.thread_position_in_threadgroup;
+  snprintf(text, sizeof text, "thread (%u,%u,%u)", t[0], t[1], t[2]);
+  return text;
+}
+
+// ---- (b) races and traffic
+static bool ordered(const Mark& m, int space, bool atomic) {  // does m come before the current access, or go with it?
+  if (!(m.state & SET) || m.state & HOST) return true;
+  if (m.group != group || m.state & MANY_GROUPS) return atomic && !(m.state & PLAIN);
+  if (m.interval != fence[space] || (atomic && m.state & ATOMIC)) return true;
+  if (m.thread / 32 != current / 32 || m.state & MANY_SIMDGROUPS) return false;
+  return m.fence != simdgroups[current / 32].fence[space] || (m.thread == current && !(m.state & MANY_LANES));
+}
+static void set_mark(Mark& m, int space, bool atomic, u32 pc) {
+  u8 state = SET | (atomic ? ATOMIC : PLAIN);
+  u32 my_fence = simdgroups[current / 32].fence[space];
+  if (m.state & SET && !(m.state & HOST)) {
+    state |= m.state & (PLAIN | MANY_GROUPS);
+    if (m.group != group) {
+      state |= MANY_GROUPS;
+    } else if (m.interval == fence[space]) {
+      if (!(m.state & ATOMIC)) state &= ~ATOMIC;
+      state |= m.state & MANY_SIMDGROUPS;
+      if (m.thread / 32 != current / 32) state |= MANY_SIMDGROUPS;
+      else if (m.fence == my_fence) state |= (m.state & MANY_LANES) | (m.thread != current ? MANY_LANES : 0);
+    }
+  }
+  m = Mark{group, fence[space], my_fence, pc, u16(current), state};
+}
+[[noreturn]] static void race(Region& r, const Mark& m, u64 offset, u64 bytes, bool write, bool by_write, Place place) {
+  char other[96];
+  if (m.state & MANY_GROUPS || m.group != group) {
+    u32 x = m.group % lanes[current].context.threadgroups_per_grid[0];
+    snprintf(other, sizeof other, "%s threadgroup number %u (x = %u)", m.state & MANY_GROUPS ? "several threadgroups, last" : "another threadgroup,", m.group, x);
+  } else {
+    snprintf(other, sizeof other, "%s%s", m.state & (MANY_LANES | MANY_SIMDGROUPS) ? "several threads, last " : "", thread_name(m.thread));
+  }
+  launch->fault.other_pc = m.pc;
+  fail("RACE", r.name, place, "%s of %llu bytes at offset %llu of %s %s (%llu bytes), %s without a barrier between by %s at @",
+       write ? "write" : "read", (unsigned long long)bytes, (unsigned long long)offset, r.buffer ? "buffer" : "threadgroup array", r.name,
+       (unsigned long long)r.bytes, by_write ? "written" : "read", other);
+}
+static void check_cells(Region& r, u64 offset, u64 bytes, bool write, bool atomic, Place place) {
+  int space = r.buffer ? DEVICE : THREADGROUP;
+  while ((offset | bytes) & (r.granule - 1)) split_granules(r, r.granule / 2);
+  u32 pc = place.pc ? static_cast<const char*>(place.pc) - launch->library - 1 : 0;
+  for (Cell *c = r.cells + offset / r.granule, *end = r.cells + (offset + bytes) / r.granule; c < end; ++c) {
+    if (!write && !(c->mark[1].state & SET))
+      fail("UNINITIALISED", r.name, place, "read of %llu bytes at offset %llu of %s %s (%llu bytes)", (unsigned long long)bytes,
+           (unsigned long long)offset, r.buffer ? "buffer" : "threadgroup array", r.name, (unsigned long long)r.bytes);
+    if (!ordered(c->mark[1], space, atomic)) race(r, c->mark[1], offset, bytes, write, true, place);
+    if (write && !ordered(c->mark[0], space, atomic)) race(r, c->mark[0], offset, bytes, write, false, place);
+    set_mark(c->mark[write], space, atomic, pc);
+  }
+}
+static void count(Region& r, u64 offset, u64 bytes, bool write) {
+  Traffic& t = r.buffer->traffic[write];
+  u64 size = launch->line_bytes;
+  t.lane += bytes;
+  for (u64 i = offset / size; i <= (offset + bytes - 1) / size; ++i) {
+    Line& line = r.lines[write][i];
+    if (line.interval == interval) continue;
+    line.interval = interval;
+    t.interval += size;
+    if (line.group == group + 1) continue;
+    t.threadgroup += size;
+    if (!line.group) t.dispatch += size;
+    line.group = group + 1;
+  }
+}
+static void access_elsewhere(const char* p, u64 bytes, bool write, Place place) {
+  if (u64(p - (stacks + current * STACK)) < STACK) return;
+  const char* direction = write ? "write" : "read";
+  if (!write && p >= launch->library && p < launch->library_end) return;
+  if (u64(p - stacks) < STACK * MAX_THREADS)
+    fail("OUT OF BOUNDS", nullptr, place, "%s of %llu bytes in the private memory of %s", direction, (unsigned long long)bytes,
+         thread_name((p - stacks) / STACK));
+  if (p >= launch->library && p < launch->library_end)
+    fail("WRITE TO CONSTANT", nullptr, place, "write of %llu bytes to a constant of the program", (unsigned long long)bytes);
+  fail("OUT OF BOUNDS", nullptr, place, "%s of %llu bytes at address %p, which belongs to nothing (a missing optional buffer?)", direction,
+       (unsigned long long)bytes, (const void*)p);
+}
+static void access(const volatile void* address, u64 bytes, bool write, bool atomic, Place place) {
+  const char* p = (const char*)address;
+  u64 slot = u64(p - slots) >> SLOT_BITS;
+  if (slot >= SLOTS || !regions[slot].start) return access_elsewhere(p, bytes, write, place);
+  Region& r = regions[slot];
+  u64 offset = p - r.start;
+  if (offset >= r.bytes || bytes > r.bytes - offset)
+    fail("OUT OF BOUNDS", r.name, place, "%s of %llu bytes at offset %lld of %s %s (%llu bytes)", write ? "write" : "read",
+         (unsigned long long)bytes, (long long)offset, r.buffer ? "buffer" : "threadgroup array", r.name, (unsigned long long)r.bytes);
+  if (write && r.read_only)
+    fail("WRITE TO CONSTANT", r.name, place, "write of %llu bytes at offset %llu of the read-only buffer %s", (unsigned long long)bytes,
+         (unsigned long long)offset, r.name);
+  if (r.buffer) count(r, offset, bytes, write);
+  if (r.cells) check_cells(r, offset, bytes, write, atomic, place);
+}
+static void aligned_access(const volatile void* p, u64 bytes, bool write, void* pc) {
+  if (u64(p) % bytes && u64((char*)p - slots) >> SLOT_BITS < SLOTS) {
+    Region& r = regions[u64((char*)p - slots) >> SLOT_BITS];
+    fail("MISALIGNED", r.name, {pc, {}}, "%s of %llu bytes at offset %lld of %s, which is not a multiple of %llu", write ? "write" : "read",
+         (unsigned long long)bytes, (long long)((char*)p - r.start), r.name ? r.name : "nothing", (unsigned long long)bytes);
+  }
+  access(p, bytes, write, false, {pc, {}});
+}
+
+// ---- (c) fibers and schedule: lanes of a simdgroup run until all wait or have returned, then the next simdgroup
+static bool same_place(const Lane& a, const Lane& b) {
+  return a.what == b.what && a.at.line == b.at.line && a.at.column == b.at.column && !strcmp(a.at.file, b.at.file);
+}
+[[noreturn]] static void divergent(const char* kind, u32 first, u32 second, const char* unless) {
+  current = first;
+  Lane &a = lanes[first], &b = lanes[second];
+  if (unless) fail(kind, nullptr, {nullptr, a.at}, "%s is not reached by %s, which %s", a.what, thread_name(second), unless);
+  fail(kind, nullptr, {nullptr, a.at}, "%s is not reached by %s, which waits in %s at %s:%d", a.what, thread_name(second), b.what,
+       b.at.file, b.at.line);
+}
+static void finish_operation(u32 index) {
+  Simdgroup& s = simdgroups[index];
+  u32 base = index * 32, first = base + __builtin_ctz(s.in_operation);
+  if (s.in_barrier) divergent("DIVERGENT SIMD OP", first, base + __builtin_ctz(s.in_barrier), nullptr);
+  void* operands[32] = {};
+  for (u32 left = s.in_operation; left; left &= left - 1) {
+    u32 i = __builtin_ctz(left);
+    if (!same_place(lanes[first], lanes[base + i])) divergent("DIVERGENT SIMD OP", first, base + i, nullptr);
+    operands[i] = lanes[base + i].operand;
+  }
+  if (lanes[first].combine) lanes[first].combine(operands, s.in_operation);
+  s.fence[DEVICE] += lanes[first].flags & 1;
+  s.fence[THREADGROUP] += lanes[first].flags >> 1 & 1;
+  s.ready = s.in_operation;
+  s.in_operation = 0;
+  ++interval;
+}
+static void shuffle_order() {
+  u32 count = (threads + 31) / 32;
+  for (u32 i = 0; i < count; ++i) order[i] = i;
+  for (u32 i = count; launch->seed && i > 1; --i) {
+    u32 j = random_below(i), t = order[i - 1];
+    order[i - 1] = order[j];
+    order[j] = t;
+  }
+}
+static bool finish_barrier() {  // false: all threads have returned
+  u32 first = threads, outside = threads;
+  for (u32 i = 0; i < threads; ++i) {
+    u32& found = simdgroups[i / 32].in_barrier >> i % 32 & 1 ? first : outside;
+    if (found == threads) found = i;
+  }
+  if (first == threads) return false;
+  if (outside != threads) divergent("DIVERGENT BARRIER", first, outside, "has returned");
+  for (u32 i = 0; i < threads; ++i)
+    if (!same_place(lanes[first], lanes[i])) divergent("DIVERGENT BARRIER", first, i, nullptr);
+  fence[DEVICE] += lanes[first].flags & 1;
+  fence[THREADGROUP] += lanes[first].flags >> 1 & 1;
+  for (u32 i = 0; i < threads; i += 32) {
+    simdgroups[i / 32].ready = simdgroups[i / 32].in_barrier;
+    simdgroups[i / 32].in_barrier = 0;
+  }
+  shuffle_order();
+  return true;
+}
+static bool next_lane() {
+  for (u32 running = current / 32;;) {
+    Simdgroup& s = simdgroups[running];
+    if (s.ready) {
+      u32 turn = random_below(32), turned = s.ready >> turn | (turn ? s.ready << (32 - turn) : 0);
+      u32 i = (__builtin_ctz(turned) + turn) % 32;
+      s.ready &= ~(1u << i);
+      current = running * 32 + i;
+      return true;
+    }
+    if (s.in_operation) {
+      finish_operation(running);
+      continue;
+    }
+    u32 count = (threads + 31) / 32, i = 0;
+    while (i < count && !simdgroups[order[i]].ready) ++i;
+    if (i < count) {
+      running = order[i];
+      ++interval;
+    } else if (!finish_barrier()) {
+      return false;
+    }
+  }
+}
+[[noreturn]] static void switch_lane();
+static void fiber() {
+  for (;;) {
+    launch->entry(&lanes[current].context);
+    if (!_setjmp(lanes[current].resume)) switch_lane();
+  }
+}
+[[noreturn]] static void switch_lane() {
+  if (!next_lane()) _longjmp(back_to_launch, 1);
+  Lane& lane = lanes[current];
+  if (lane.started) _longjmp(lane.resume, 1);
+  lane.started = true;
+  static ucontext_t fresh;
+  getcontext(&fresh);
+  u64 colour = 192 * (current % 61);  // the same variable of all lanes in one cache set would halve the speed
+  fresh.uc_stack.ss_sp = stacks + current * STACK + 4096;
+  fresh.uc_stack.ss_size = STACK - 4096 - colour;
+  makecontext(&fresh, fiber, 0);
+  setcontext(&fresh);
+  abort();
+}
+static void wait(const char* what, void* operand, msl::combine_t combine, int flags, const site& at, u32 Simdgroup::*state) {
+  Lane& lane = lanes[current];
+  lane.what = what;
+  lane.operand = operand;
+  lane.combine = combine;
+  lane.flags = flags;
+  lane.at = at;
+  simdgroups[current / 32].*state |= 1u << current % 32;
+  if (!_setjmp(lane.resume)) switch_lane();
+}
+
+extern "C" {
+// ---- (d) callbacks: the kernel's operations, clang's loads and stores, clang's checks
+void msl_collective(const char* what, void* operand, msl::combine_t combine, int flags, site at) {
+  wait(what, operand, combine, flags, at, &Simdgroup::in_operation);
+}
+void msl_barrier(int flags, site at) { wait("threadgroup_barrier", nullptr, nullptr, flags, at, &Simdgroup::in_barrier); }
+unsigned msl_lane() { return current % 32; }
+void msl_inactive(unsigned lane, unsigned source) {
+  current = current / 32 * 32 + lane;
+  fail("INACTIVE LANE", nullptr, {nullptr, lanes[current].at}, "%s reads from lane %d, which takes no part", lanes[current].what, int(source));
+}
+void msl_access(const volatile void* p, unsigned long bytes, int write, int atomic, site at) {
+  access(p, bytes, write, atomic, {nullptr, at});
+}
+void* msl_shared(int id, unsigned long bytes, int granule, const char* name) {
+  if (id + BUFFERS >= SLOTS) abort();
+  Region& r = regions[BUFFERS + id];
+  if (r.start) return r.start;
+  launch->threadgroup_bytes += (bytes + 15) / 16 * 16;
+  if (launch->threadgroup_bytes > 32768)
+    fail("THREADGROUP MEMORY", name, {__builtin_return_address(0), {}}, "%llu bytes with array %s, 32768 is the most",
+         (unsigned long long)launch->threadgroup_bytes, name);
+  open_region(BUFFERS + id, bytes, granule, name);
+  r.cells = static_cast<Cell*>(calloc(granules(r), sizeof(Cell)));
+  memset(r.start, 0xAA, bytes);
+  return r.start;
+}
+#define PC __builtin_return_address(0)
+#define HOOKS(n) \
+  void __tsan_read##n(void* p) { aligned_access(p, n, false, PC); } \
+  void __tsan_write##n(void* p) { aligned_access(p, n, true, PC); } \
+  void __tsan_unaligned_read##n(void* p) { access(p, n, false, false, {PC, {}}); } \
+  void __tsan_unaligned_write##n(void* p) { access(p, n, true, false, {PC, {}}); }
+HOOKS(1) HOOKS(2) HOOKS(4) HOOKS(8) HOOKS(16)
+void __tsan_init() {}
+void* __tsan_memcpy(void* to, const void* from, size_t n) {
+  if (n) access(from, n, false, false, {PC, {}}), access(to, n, true, false, {PC, {}});
+  return memcpy(to, from, n);
+}
+void* __tsan_memmove(void* to, const void* from, size_t n) {
+  if (n) access(from, n, false, false, {PC, {}}), access(to, n, true, false, {PC, {}});
+  return memmove(to, from, n);
+}
+void* __tsan_memset(void* to, int value, size_t n) {
+  if (n) access(to, n, true, false, {PC, {}});
+  return memset(to, value, n);
+}
+
+struct Ubsan { const char* file; u32 line, column; };
+struct UbsanType { u16 kind, info; char name[1]; };
+static Place place_of(const Ubsan& at) { return {nullptr, {at.file, int(at.line), int(at.column)}}; }
+void __ubsan_handle_out_of_bounds(Ubsan* at, u64 index) {
+  const UbsanType* array = reinterpret_cast<UbsanType**>(at + 1)[0];
+  fail("OUT OF BOUNDS", "?", place_of(*at), "index %lld of array ? of type %s", (long long)index, array->name);
+}
+void __ubsan_handle_shift_out_of_bounds(Ubsan* at, u64, u64 by) {
+  fail("WIDE SHIFT", nullptr, place_of(*at), "shift by %lld of a value of type %s", (long long)by,
+       reinterpret_cast<UbsanType**>(at + 1)[0]->name);
+}
+void __ubsan_handle_divrem_overflow(Ubsan* at, u64, u64) {
+  fail("DIVISION BY ZERO", nullptr, place_of(*at), "division by zero of a value of type %s", reinterpret_cast<UbsanType**>(at + 1)[0]->name);
+}
+
+__attribute__((weak)) __bf16 __truncsfbf2(float x) {  // libgcc before 13 lacks it
+  u32 bits = __builtin_bit_cast(u32, x);
+  u16 top = x != x ? bits >> 16 | 64 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  return __builtin_bit_cast(__bf16, top);
+}
+
+// ---- (e) launch
+static void run_threadgroup(u32 number) {
+  u32 tg[3], size[3], all[3];
+  for (int i = 0, n = number; i < 3; ++i) {
+    all[i] = (launch->grid[i] + launch->threadgroup[i] - 1) / launch->threadgroup[i];
+    tg[i] = n % all[i];
+    n /= all[i];
+    u32 left = launch->grid[i] - tg[i] * launch->threadgroup[i];
+    size[i] = left < launch->threadgroup[i] ? left : launch->threadgroup[i];
+  }
+  group = number;
+  threads = size[0] * size[1] * size[2];
+  u32 nominal = launch->threadgroup[0] * launch->threadgroup[1] * launch->threadgroup[2];
+  for (u32 t = 0; t < threads; ++t) {
+    auto& c = lanes[t].context;
+    u32 at[3] = {t % size[0], t / size[0] % size[1], t / size[0] / size[1]};
+    for (int i = 0; i < 3; ++i) {
+      c.thread_position_in_threadgroup[i] = at[i];
+      c.thread_position_in_grid[i] = tg[i] * launch->threadgroup[i] + at[i];
+      c.threads_per_grid[i] = c.grid_size[i] = launch->grid[i];
+      c.threadgroup_position_in_grid[i] = tg[i];
+      c.threadgroups_per_grid[i] = all[i];
+      c.threads_per_threadgroup[i] = size[i];
+      c.dispatch_threads_per_threadgroup[i] = launch->threadgroup[i];
+    }
+    c.thread_index_in_threadgroup[0] = t;
+    c.thread_index_in_simdgroup[0] = t % 32;
+    c.simdgroup_index_in_threadgroup[0] = t / 32;
+    c.simdgroups_per_threadgroup[0] = (threads + 31) / 32;
+    c.dispatch_simdgroups_per_threadgroup[0] = (nominal + 31) / 32;
+    c.threads_per_simdgroup[0] = c.thread_execution_width[0] = 32;
+    c.thread_index_in_quadgroup[0] = t % 4;
+    c.quadgroup_index_in_threadgroup[0] = t / 4;
+    c.quadgroups_per_threadgroup[0] = (threads + 3) / 4;
+    c.dispatch_quadgroups_per_threadgroup[0] = (nominal + 3) / 4;
+  }
+  memset(simdgroups, 0, sizeof simdgroups);
+  for (u32 t = 0; t < threads; ++t) simdgroups[t / 32].ready |= 1u << t % 32;
+  for (int i = BUFFERS; i < SLOTS; ++i) {  // a new threadgroup finds threadgroup memory unwritten
+    if (!regions[i].start) continue;
+    memset(regions[i].cells, 0, granules(regions[i]) * sizeof(Cell));
+    memset(regions[i].start, 0xAA, regions[i].bytes);
+  }
+  fence[0] = fence[1] = 0;
+  ++interval;
+  shuffle_order();
+  current = order[0] * 32;
+  switch_lane();
+}
+static void open_buffers() {
+  for (int i = 0; i < launch->buffer_count; ++i) {
+    Buffer& b = launch->buffers[i];
+    Region& r = open_region(b.index, b.bytes, b.granule, b.name);
+    memcpy(r.start, b.data, b.bytes);
+    r.buffer = &b;
+    r.read_only = b.read_only;
+    for (auto& lines : r.lines) lines = static_cast<Line*>(calloc(b.bytes / launch->line_bytes + 1, sizeof(Line)));
+    if (b.read_only) continue;
+    r.cells = static_cast<Cell*>(calloc(granules(r) + 1, sizeof(Cell)));
+    for (u64 j = 0; b.initialised && j < granules(r); ++j) r.cells[j].mark[1].state = SET | HOST;
+    if (!b.initialised) memset(r.start, 0xAA, b.bytes);
+  }
+  for (auto& lane : lanes)
+    for (int i = 0; i < BUFFERS; ++i) lane.context.buffer[i] = regions[i].start;
+}
+static void close_buffers() {
+  for (int i = 0; i < launch->buffer_count; ++i) {
+    Buffer& b = launch->buffers[i];
+    Region& r = regions[b.index];
+    if (b.read_only) continue;
+    memcpy(b.data, r.start, b.bytes);
+    for (u64 j = granules(r); j-- > 0;)
+      if (!(r.cells[j].mark[1].state & SET)) b.unwritten += r.granule, b.first_unwritten = j * r.granule;
+  }
+}
+int msl_launch(Launch* l) {  // 0: done, 1: a fault was found, 2: no address space
+  launch = l;
+  if (!slots) {
+    int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    void* reserved = mmap(nullptr, SLOTS * SLOT, PROT_NONE, flags, -1, 0);
+    void* stack = mmap(nullptr, MAX_THREADS * STACK, PROT_READ | PROT_WRITE, flags, -1, 0);
+    if (reserved == MAP_FAILED || stack == MAP_FAILED) return 2;
+    slots = static_cast<char*>(reserved);
+    stacks = static_cast<char*>(stack);
+    for (int i = 0; i < MAX_THREADS; ++i) mprotect(stacks + i * STACK, 4096, PROT_NONE);
+  }
+  random_state = l->seed;
+  interval = 0;
+  for (auto& lane : lanes) lane.started = false;
+  open_buffers();
+  static u32 number, total, first;
+  static volatile int state;
+  total = 1;
+  for (int i = 0; i < 3; ++i) total *= (l->grid[i] + l->threadgroup[i] - 1) / l->threadgroup[i];
+  first = random_below(total);
+  for (number = 0; number < total; ++number) {
+    state = _setjmp(back_to_launch);
+    if (!state) run_threadgroup((first + (l->seed & 1 ? total - 1 - number : number)) % total);
+    if (state == 2) break;
+  }
+  close_buffers();
+  for (auto& r : regions) close_region(r);
+  return state == 2;
+}
+}

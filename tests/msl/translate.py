@@ -1,0 +1,208 @@
+"""Metal text, already preprocessed, to C++ that clang accepts: a few rules, line numbers kept."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+ANGLES = r"<(?:[^<>;{}]|<(?:[^<>;{}]|<[^<>;{}]*>)*>)*>"
+TYPE = rf"[A-Za-z_]\w*(?:::[A-Za-z_]\w*)*(?:\s*{ANGLES})?(?:::\w+)*"
+VECTOR = r"(?:(?:bool|char|uchar|short|ushort|int|uint|half|float|bfloat)[234]|u?long2)"
+STRING = r'"(?:\\.|[^"\\])*"'
+
+
+class TranslationError(ValueError):
+    """Text that Metal forbids, or that the harness does not model."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of a kernel: `[[buffer(index)]]`, or a thread attribute when index is None."""
+
+    name: str
+    index: int | None
+    attribute: str
+    constant: bool
+    optional: bool
+
+
+def lines_of(text: str) -> Iterator[tuple[str, int, str]]:
+    """Each line of a text with #line (or preprocessor) markers as (file, number, line)."""
+    file, number = "", 0
+    for line in text.split("\n"):
+        if marker := re.match(r'#\s*(?:line\s+)?(\d+)\s+"(.*?)"', line):
+            number, file = int(marker[1]), marker[2]
+            continue
+        yield file, number, line
+        number += 1
+
+
+def translate(text: str, name: str | None, constants: Mapping[int | str, object]) -> str:
+    """Rewrite preprocessed Metal; `name` is the kernel to make an entry for (host name or C++ name), None for all of them."""
+    hosts: dict[str, str] = {}
+    text = _instantiations(text, hosts)
+    kernels = _kernels(text)
+    text = _function_constants(text, constants)
+    text = re.sub(r"\bkernel(?=\s+void\b)|\[\[(?:[^\[\]]|\[[^\[\]]*\])*\]\]", _keep_newlines, text)
+    text = _threadgroup_objects(text)
+    # clang refuses address spaces on array parameters, which are pointers anyway
+    text = re.sub(
+        rf"\b((?:device|constant|threadgroup)\s+(?:const\s+)?{TYPE})\s+(\w+)\s*\[[^\[\]]*\](?=\s*[,)])", r"\1* \2", text
+    )
+    text = _vectors(text)
+    text = _literals(text)
+    if name is None:
+        wanted = hosts.values() or [k for k in kernels if not re.search(rf"<.*?>\s*void\s+{k}\s*\(", text)]
+        uses = (f"auto* const msl_use_{i} = &{kernel};" for i, kernel in enumerate(wanted))
+        return text + '\n#line 1 "entry"\n' + "\n".join(uses) + "\n"
+    return text + _entry(hosts.get(name, name), kernels)
+
+
+def _keep_newlines(match: re.Match[str]) -> str:
+    return "\n" * match[0].count("\n")
+
+
+def _fail(text: str, at: int, message: str) -> None:
+    file, number, line = list(lines_of(text[: text.find("\n", at)]))[-1]
+    raise TranslationError(f"{message} at {file}:{number}: `{line.strip()}`")
+
+
+def _instantiations(text: str, hosts: dict[str, str]) -> str:
+    """Take out `template [[host_name("x")]] [[kernel]] decltype(f<T>) f<T>;` and remember x -> f<T>."""
+
+    def take(match: re.Match[str]) -> str:
+        host = "".join(part[1:-1] for part in re.findall(STRING, match[1]))
+        hosts[host] = match[2].strip()
+        return _keep_newlines(match)
+
+    pattern = rf"template\s*\[\[\s*host_name\(((?:\s*{STRING})+)\s*\)\s*\]\]\s*\[\[\s*kernel[^\]]*\]\]\s*decltype\((.*?)\)\s*[\w:]+\s*(?:{ANGLES})?\s*;"
+    return re.sub(pattern, take, text, flags=re.S)
+
+
+def _split(parameters: str) -> list[str]:
+    parts, depth, start = [], 0, 0
+    for at, char in enumerate(parameters):
+        depth += (char in "([{<") - (char in ")]}>")
+        if char == "," and depth == 0:
+            parts.append(parameters[start:at])
+            start = at + 1
+    return [*parts, parameters[start:]] if parameters.strip() else []
+
+
+def _kernels(text: str) -> dict[str, list[Parameter]]:
+    kernels = {}
+    for match in re.finditer(
+        r"(?:\[\[\s*kernel\b[^\]]*\]\]|\bkernel\b)\s*(?:\[\[[^\]]*\]\]\s*)?void\s+(\w+)\s*\(", text
+    ):
+        end, depth = match.end(), 1
+        while depth:
+            depth += {"(": 1, ")": -1}.get(text[end], 0)
+            end += 1
+        kernels[match[1]] = [
+            _parameter(p, match[1]) for p in _split(re.sub(r"(?m)^#.*$", "", text[match.end() : end - 1]))
+        ]
+    return kernels
+
+
+def _parameter(text: str, kernel: str) -> Parameter:
+    attributes = " ".join(re.findall(r"\[\[(.*?)\]\]", text, re.S))
+    declaration = re.sub(r"\[\[.*?\]\]", "", text, flags=re.S)
+    name = re.findall(r"\w+", declaration)[-1]
+    buffer = re.search(r"\bbuffer\((\d+)\)", attributes)
+    attribute = re.match(r"\s*(\w+)", attributes)
+    if not attribute or attribute[1] in ("threadgroup", "texture", "sampler"):
+        raise TranslationError(f"kernel {kernel}: parameter `{' '.join(text.split())}` is not modelled")
+    constant, optional = (
+        bool(re.search(rf"\b{w}\b", t)) for w, t in (("constant", declaration), ("function_constant", attributes))
+    )
+    return Parameter(name, int(buffer[1]) if buffer else None, attribute[1], constant, optional)
+
+
+def _function_constants(text: str, constants: Mapping[int | str, object]) -> str:
+    given: dict[str, bool] = {}
+
+    def declare(match: re.Match[str]) -> str:
+        kind, name, index = match[1], match[2], int(match[3], 0)
+        value = constants.get(index, constants.get(name))
+        given[name] = value is not None
+        if value is None:  # a kernel that uses it does not link
+            return f"extern constant const {kind} {name};" + _keep_newlines(match)
+        return f"constant const {kind} {name} = {kind}({str(value).lower()});" + _keep_newlines(match)
+
+    text = re.sub(rf"\bconstant\s+({TYPE})\s+(\w+)\s*\[\[\s*function_constant\(\s*(\w+)\s*\)\s*\]\]\s*;", declare, text)
+    return re.sub(r"\bis_function_constant_defined\(\s*(\w+)\s*\)", lambda m: str(given.get(m[1], False)).lower(), text)
+
+
+def _threadgroup_objects(text: str) -> str:
+    """`threadgroup T a[N];` becomes a reference into memory that the runtime knows by name."""
+    numbers = iter(range(1000))
+
+    def declare(match: re.Match[str]) -> str:
+        kind, out = match[1], []
+        for declarator in _split(match[2]):
+            name, extents = re.fullmatch(r"\s*(\w+)\s*(.*?)\s*", declarator, re.S).groups()  # type: ignore[union-attr]
+            storage = f'msl_shared({next(numbers)}, sizeof({kind}{extents}), msl::granule<{kind}>, "{name}")'
+            out.append(f"threadgroup {kind} (&{name}){extents} = *(threadgroup {kind} (*){extents}){storage};")
+        return " ".join(out)
+
+    extents = r"(?:\s*\[[^;{}]*?\])*"
+    declarators = rf"\w+{extents}(?:\s*,\s*\w+{extents})*"
+    return re.sub(rf"\bthreadgroup\s+({TYPE})\s+({declarators})\s*;", declare, text)
+
+
+def _vectors(text: str) -> str:
+    """`float4(a, b)` and `static_cast<float4>(x)` convert and concatenate: clang's own casts reinterpret bits."""
+    alias = rf"\busing\s+(\w+)\s*=\s*(?:metal::)?(?:{VECTOR}|vec\s*{ANGLES})\s*;|\btypedef\s+(?:metal::)?(?:{VECTOR}|vec\s*{ANGLES})\s+(\w+)\s*;"
+    names = "|".join({a or b for a, b in re.findall(alias, text)} | {VECTOR})
+    vector = rf"(?:(?:metal::)?vec\s*{ANGLES}|(?:metal::)?\b(?:{names}))"
+
+    def make(match: re.Match[str]) -> str:
+        before = text[max(0, match.start() - 12) : match.start()].rstrip()
+        if re.search(r"(?:\boperator|::|\.)$", before):
+            return match[0]
+        return f"msl::make<{match[1] or match[2]}>("
+
+    for cast in re.finditer(rf"\(\s*{vector}\s*\)\s*[\w(]", text):
+        if not re.search(r"[\w\])>]\s*$", text[max(0, cast.start() - 20) : cast.start()]):
+            _fail(text, cast.start(), "write T(x) instead of the cast (T)x of a vector")
+    return re.sub(rf"(?<![\w:])(?:static_cast\s*<\s*({vector})\s*>|({vector}))\s*\((?!&|\*\))", make, text)
+
+
+def _literals(text: str) -> str:
+    """Metal has no double: floating literals are float, half or bfloat."""
+    number = r"(?:\d+\.\d*(?:[eE][+-]?\d+)?|\.\d+(?:[eE][+-]?\d+)?|\d+[eE][+-]?\d+|0[xX][\da-fA-F]*\.?[\da-fA-F]*[pP][+-]?\d+)"
+    kinds = {"": "{}f", "f": "{}f", "h": "half({}f)", "bf": "bfloat({}f)"}
+
+    def rewrite(match: re.Match[str]) -> str:
+        if match["double"]:
+            _fail(text, match.start(), "Metal has no double")
+        return kinds[match["suffix"].lower()].format(match["number"]) if match["number"] else match[0]
+
+    pattern = (
+        rf"(?m)^#.*$|{STRING}|\b(?P<double>double)\b|(?<![\w.])(?P<number>{number})(?P<suffix>bf|BF|[fFhH]|)(?!\w)"
+    )
+    return re.sub(pattern, rewrite, text)
+
+
+def _entry(kernel: str, kernels: Mapping[str, list[Parameter]]) -> str:
+    base = re.match(r"[\w:]+", kernel)
+    if not base or base[0].split("::")[-1] not in kernels:
+        raise TranslationError(f"no kernel {kernel}; the text has {', '.join(sorted(kernels)) or 'none'}")
+    parameters = kernels[base[0].split("::")[-1]]
+    describe, arguments = [], []
+    for i, p in enumerate(parameters):
+        kind = f"msl_types::type<{i}>"
+        if p.index is None:
+            arguments.append(f"msl::given<{kind}>(c->{p.attribute})")
+        else:
+            arguments.append(f"msl::given<{kind}>(c->buffer[{p.index}])")
+            flags = f"{str(p.constant).lower()}, {str(p.optional).lower()}"
+            describe.append(f'msl::describe<{kind}>("{p.name}", {p.index}, {flags}), ')
+    return (
+        f'\n#line 1 "entry"\nusing msl_types = msl::argument<decltype({kernel})>;\n'
+        f'extern "C" __attribute__((visibility("hidden"))) const char __ehdr_start[], _end[];\n'
+        f'extern "C" const char* const msl_library[] = {{__ehdr_start, _end}};\n'
+        f'extern "C" const msl::parameter msl_parameters[] = {{{"".join(describe)}{{}}}};\n'
+        f'extern "C" MSL_RAW void msl_entry(const msl::context* c) {{ {kernel}({", ".join(arguments)}); }}\n'
+    )
