@@ -6,6 +6,7 @@ import functools
 import hashlib
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -26,6 +27,12 @@ RUN = [*COMMON, *HALF, "-std=c++20", "-c", "-w", "-O1", "-g1", "-gdwarf-4", "-fP
 RUN += ["-fno-strict-aliasing", "-fno-math-errno", "-ffp-contract=off", "-fno-vectorize", "-fno-slp-vectorize"]
 RUN += ["-fno-lax-vector-conversions", "-ftrivial-auto-var-init=pattern", "-fsanitize=thread", "-mllvm"]
 RUN += ["-tsan-instrument-func-entry-exit=0", "-mllvm", "-tsan-instrument-read-before-write=1"]
+RUN += [
+    "-mllvm",
+    "-sink-common-insts=false",
+    "-mllvm",
+    "-hoist-common-insts=false",
+]  # two stores made one lose their line
 RUN += ["-fsanitize=array-bounds,shift-exponent,integer-divide-by-zero"]
 RUNTIME = [*COMMON, *HALF, "-std=c++20", "-c", "-O2", "-g1", "-fPIC", "-fno-exceptions", "-fno-rtti"]
 LINK = ["-shared", "-nostdlib++", "-Wl,-z,defs", "-Wl,-rpath,$ORIGIN", "-lm"]
@@ -122,4 +129,5 @@ def typed_check(
         path.write_text(text)
         command = [*compiler(), *TYPED, "-isystem", str(HERE / "include"), str(path), "-o", str(Path(folder) / "k.o")]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return [line for line in done.stderr.splitlines() if ": error: " in line or ": warning: " in line]
+    found = re.findall(r"(?m)^(.*?:\d+):\d+: ((?:fatal )?error|warning): (.*)$", done.stderr)
+    return [f"{kind.upper()} {message} at {place}" for place, kind, message in found]

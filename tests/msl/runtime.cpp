@@ -325,7 +325,10 @@ static bool next_lane() {
     if (i < count) {
       running = order[i];
       ++interval;
-    } else if (!finish_barrier()) {
+    } else if (finish_barrier()) {
+      running = order[0];
+      ++interval;
+    } else {
       return false;
     }
   }

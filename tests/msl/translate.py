@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 ANGLES = r"<(?:[^<>;{}]|<(?:[^<>;{}]|<[^<>;{}]*>)*>)*>"
 TYPE = rf"[A-Za-z_]\w*(?:::[A-Za-z_]\w*)*(?:\s*{ANGLES})?(?:::\w+)*"
-VECTOR = r"(?:(?:bool|char|uchar|short|ushort|int|uint|half|float|bfloat)[234]|u?long2)"
+VECTOR = r"(?:(?:bool|u?char|u?short|u?int|u?long|half|float|bfloat)[234])"
+ABI = (Path(__file__).parent / "include" / "abi.h").read_text()
+ATTRIBUTES = set(re.findall(r"(\w+)\[3\]", ABI))  # of threads, such as thread_position_in_grid
 STRING = r'"(?:\\.|[^"\\])*"'
 
 
@@ -46,6 +49,8 @@ def translate(text: str, name: str | None, constants: Mapping[int | str, object]
     text = _function_constants(text, constants)
     text = re.sub(r"\bkernel(?=\s+void\b)|\[\[(?:[^\[\]]|\[[^\[\]]*\])*\]\]", _keep_newlines, text)
     text = _threadgroup_objects(text)
+    if wide := re.search(r"\b(?:device|constant|threadgroup)\s+(?:const\s+)?u?long[34]\b", text):
+        _fail(text, wide.start(), "vectors of 32 bytes in memory are not modelled: no callback sees them")
     # clang refuses address spaces on array parameters, which are pointers anyway
     text = re.sub(
         rf"\b((?:device|constant|threadgroup)\s+(?:const\s+)?{TYPE})\s+(\w+)\s*\[[^\[\]]*\](?=\s*[,)])", r"\1* \2", text
@@ -99,24 +104,28 @@ def _kernels(text: str) -> dict[str, list[Parameter]]:
         while depth:
             depth += {"(": 1, ")": -1}.get(text[end], 0)
             end += 1
-        kernels[match[1]] = [
-            _parameter(p, match[1]) for p in _split(re.sub(r"(?m)^#.*$", "", text[match.end() : end - 1]))
-        ]
+        kernels[match[1]] = _parameters(text[match.end() : end - 1], match[1])
     return kernels
 
 
-def _parameter(text: str, kernel: str) -> Parameter:
-    attributes = " ".join(re.findall(r"\[\[(.*?)\]\]", text, re.S))
-    declaration = re.sub(r"\[\[.*?\]\]", "", text, flags=re.S)
-    name = re.findall(r"\w+", declaration)[-1]
-    buffer = re.search(r"\bbuffer\((\d+)\)", attributes)
-    attribute = re.match(r"\s*(\w+)", attributes)
-    if not attribute or attribute[1] in ("threadgroup", "texture", "sampler"):
-        raise TranslationError(f"kernel {kernel}: parameter `{' '.join(text.split())}` is not modelled")
-    constant, optional = (
-        bool(re.search(rf"\b{w}\b", t)) for w, t in (("constant", declaration), ("function_constant", attributes))
-    )
-    return Parameter(name, int(buffer[1]) if buffer else None, attribute[1], constant, optional)
+def _parameters(text: str, kernel: str) -> list[Parameter]:
+    texts = _split(re.sub(r"(?m)^#.*$", "", text))
+    explicit = {int(index) for index in re.findall(r"\bbuffer\((\d+)\)", text)}
+    free = (index for index in range(31) if index not in explicit)
+    found = []
+    for parameter in texts:
+        attributes = " ".join(re.findall(r"\[\[(.*?)\]\]", parameter, re.S))
+        declaration = re.sub(r"\[\[.*?\]\]", "", parameter, flags=re.S)
+        name = re.findall(r"\w+", declaration)[-1]
+        buffer = re.search(r"\bbuffer\((\d+)\)", attributes)
+        attribute = "".join(re.findall(r"^\s*(\w+)", attributes))
+        in_memory = bool(re.search(r"[*&]", declaration)) and attribute in ("", "buffer", "function_constant")
+        if in_memory == (attribute in ATTRIBUTES) or "threadgroup" in declaration.split():
+            raise TranslationError(f"kernel {kernel}: parameter `{' '.join(parameter.split())}` is not modelled")
+        index = int(buffer[1]) if buffer else next(free) if in_memory else None
+        constant, optional = bool(re.search(r"\bconstant\b", declaration)), "function_constant" in attributes
+        found.append(Parameter(name, index, attribute, constant, optional))
+    return found
 
 
 def _function_constants(text: str, constants: Mapping[int | str, object]) -> str:

@@ -53,8 +53,7 @@ using vec = T __attribute__((ext_vector_type(N)));
 #define MSL_VECTORS(t) typedef metal::vec<t, 2> t##2; typedef metal::vec<t, 3> t##3; typedef metal::vec<t, 4> t##4;
 MSL_VECTORS(float) MSL_VECTORS(half) MSL_VECTORS(bfloat) MSL_VECTORS(int) MSL_VECTORS(uint) MSL_VECTORS(short)
 MSL_VECTORS(ushort) MSL_VECTORS(char) MSL_VECTORS(uchar) MSL_VECTORS(bool)
-typedef metal::vec<long, 2> long2;  // 32-byte vectors are left out: no callback sees them
-typedef metal::vec<ulong, 2> ulong2;
+MSL_VECTORS(long) MSL_VECTORS(ulong)
 
 template <class To, class From>
 MSL_INLINE constexpr To as_type(From x) {
@@ -86,6 +85,13 @@ template <class T> using remove_const_t = __remove_const(T);
 template <class T> struct remove_cv { using type = remove_cv_t<T>; };
 template <class T> struct remove_const { using type = remove_const_t<T>; };
 template <class T> struct remove_reference { using type = remove_reference_t<T>; };
+template <class T> struct remove_addrspace { using type = T; };
+#if MSL_TYPED
+template <class T> struct remove_addrspace<device T> { using type = T; };
+template <class T> struct remove_addrspace<constant T> { using type = T; };
+template <class T> struct remove_addrspace<threadgroup T> { using type = T; };
+#endif
+template <class T> using remove_addrspace_t = typename remove_addrspace<T>::type;
 #define MSL_TRAIT(name, expr) \
   template <class T> constexpr bool name##_v = expr; template <class T> struct name : bool_constant<expr> {};
 MSL_TRAIT(is_floating_point, __is_same(T, float) || __is_same(T, half) || __is_same(T, bfloat))
