@@ -1,3 +1,3 @@
 """Fixtures that several test files share."""
 
-pytest_plugins = ["fixtures_smollm2"]
+pytest_plugins = ["fixtures_msl", "fixtures_smollm2"]

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -16,9 +15,6 @@ import numpy as np
 from .compile import typed_check
 from .kernel import Kernel, Report
 from .lint import lint
-
-INCLUDE = Path(mx.__file__).parent / "include"
-PRELUDE = '#include "mlx/backend/metal/kernels/utils.h"\n'  # what MLX puts before every custom kernel
 
 
 @dataclasses.dataclass
@@ -105,15 +101,13 @@ def capture(call: Callable[..., Any], inputs: Sequence[mx.array]) -> Launch:
     )
 
 
-@cache
-def _kernel(host_name: str, text: str) -> Kernel:
-    return Kernel(PRELUDE + text, host_name, include=[INCLUDE])
+_kernel = cache(Kernel)
 
 
 @cache
 def check(text: str) -> None:
     """Raise for what this generated text would meet at Apple's compiler."""
-    findings = [*lint(text), *typed_check(PRELUDE + text, include=[INCLUDE])]
+    findings = [*lint(text), *typed_check(text)]
     if findings:
         raise AssertionError("\n".join(str(finding) for finding in findings))
 
@@ -140,7 +134,7 @@ def _run(
     for label, (shape, dtype) in zip(outputs, launch.outputs, strict=True):
         start = mx.full(shape, 0 if init_value is None else init_value, dtype)
         buffers[label] = np.array(_bits(start))
-    report = _kernel(launch.host_name, metal.replaced.get(text, text))(
+    report = _kernel(metal.replaced.get(text, text), launch.host_name, label=name)(
         buffers,
         grid=launch.grid,
         threadgroup=launch.threadgroup,
@@ -148,7 +142,7 @@ def _run(
         line=metal.line,
         written=() if init_value is None else outputs,
     )
-    metal.launches.append(dataclasses.replace(report, kernel=name))
+    metal.launches.append(report)
     results = [(mx.array(buffers[label]), dtype) for label, (_, dtype) in zip(outputs, launch.outputs, strict=True)]
     return [x.view(dtype) if x.dtype != dtype else x for x, dtype in results]
 
