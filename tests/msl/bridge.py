@@ -38,6 +38,7 @@ class Metal:
         self.launches.clear()
 
 
+_metal_kernel = mx.fast.metal_kernel
 _active: list[Metal] = []  # kernels that product code keeps outlive one `emulated()`, so they look here when called
 
 
@@ -48,7 +49,7 @@ def emulated(seed: int = 0, *, strict: bool = True) -> Iterator[Metal]:
     _active.append(metal)
     try:
         with (
-            patch.object(mx.fast, "metal_kernel", _stand_in(mx.fast.metal_kernel)),
+            patch.object(mx.fast, "metal_kernel", _stand_in),
             patch.object(mx.metal, "is_available", lambda: True),
             patch.object(mx, "default_device", lambda: mx.Device(mx.gpu, 0)),
         ):
@@ -57,21 +58,20 @@ def emulated(seed: int = 0, *, strict: bool = True) -> Iterator[Metal]:
         _active.remove(metal)
 
 
-def _stand_in(metal_kernel: Callable[..., Any]) -> Callable[..., Any]:
-    def build(name: str, input_names: Sequence[str], output_names: Sequence[str], source: str, **options: Any) -> Any:
-        real = metal_kernel(name, input_names, output_names, source, **options)
+def _stand_in(
+    name: str, input_names: Sequence[str], output_names: Sequence[str], source: str, *rest: Any, **options: Any
+) -> Callable[..., list[mx.array]]:
+    real = _metal_kernel(name, input_names, output_names, source, *rest, **options)
 
-        def call(*, inputs: Sequence[Any], init_value: float | None = None, stream: Any = None, **how: Any) -> Any:
-            if not _active:
-                return real(inputs=inputs, init_value=init_value, stream=stream, **how)
-            arrays = [x if isinstance(x, mx.array) else mx.array(x) for x in inputs]
-            launch = capture(lambda *traced: real(inputs=list(traced), **how), arrays)
-            named = dict(zip(input_names, arrays, strict=True))
-            return _run(_active[-1], name, source, launch, named, output_names, init_value)
+    def call(*, inputs: Sequence[Any], init_value: float | None = None, stream: Any = None, **how: Any) -> Any:
+        if not _active:
+            return real(inputs=inputs, init_value=init_value, stream=stream, **how)
+        arrays = [x if isinstance(x, mx.array) else mx.array(x) for x in inputs]
+        launch = capture(lambda *traced: real(inputs=list(traced), **how), arrays)
+        named = dict(zip(input_names, arrays, strict=True))
+        return _run(_active[-1], name, source, launch, named, output_names, init_value)
 
-        return call
-
-    return build
+    return call
 
 
 class Launch(NamedTuple):
