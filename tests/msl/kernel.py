@@ -65,7 +65,7 @@ _Buffer = _struct(
 _Site = _struct("_Site", "file:s line:i column:i")
 _Found = _struct(
     "_Found",
-    "kind:k text:t where:w buffer:b pc:q other_pc:q at:a",
+    "kind:k text:t where:w buffer:b pc:q other_pc:q at:a other:a",
     k=c.c_char * 32, t=c.c_char * 320, w=c.c_char * 160, b=c.c_char * 64, a=_Site,
 )  # fmt: skip
 _Launch = _struct(
@@ -174,15 +174,21 @@ class Kernel:
         return found
 
     def _fault(self, found: Any) -> Fault:
-        text, buffer = found.text.decode(), found.buffer.decode()
+        text, buffer = re.sub(r"'\w+' \(aka ('.*?')\)", r"\1", found.text.decode()), found.buffer.decode()
         if buffer == "?":  # an array that clang knew by type only: the name stands at the place
             buffer = self._name_at(found.at.file.decode(), found.at.line, found.at.column)
             text = text.replace("?", buffer, 1)
         if "@" in text:
-            text = text.replace("@", self._at(*self._place(found.other_pc)))
-        place = self._place(found.pc) if found.pc else (found.at.file.decode(), found.at.line)
+            text = text.replace("@", self._at(*self._place(found.other_pc, found.other)))
         kind, where = found.kind.decode(), found.where.decode()
-        return Fault(kind, text, kernel=self.name, buffer=buffer or None, where=where, at=self._at(*place))
+        return Fault(
+            kind,
+            text,
+            kernel=self.name,
+            buffer=buffer or None,
+            where=where,
+            at=self._at(*self._place(found.pc, found.at)),
+        )
 
     def _at(self, file: str, line: int) -> str:
         text = self._lines.get((file, line), "")
@@ -201,8 +207,10 @@ class Kernel:
                 return name[0]
         return "?"
 
-    def _place(self, pc: int) -> tuple[str, int]:
-        """File and line of an instruction, from the line tables of the library."""
+    def _place(self, pc: int, site: Any) -> tuple[str, int]:
+        """File and line of an instruction, from the line tables of the library; or the site where pc is 0."""
+        if not pc:
+            return site.file.decode(), site.line
         best = (-1, "?", 0)
         for address, file, line in _line_table(self._path):
             if best[0] < address <= pc and line:

@@ -15,7 +15,8 @@ using msl::site;
 typedef uint8_t u8;
 typedef uint16_t u16;
 typedef uint32_t u32;
-typedef uint64_t u64;
+typedef unsigned long long u64;
+enum Direction { READ, WRITE, UPDATE };  // an atomic update reads and writes
 
 // ---- what kernel.py reads and writes: the same structures stand there
 struct Traffic { u64 lane, interval, threadgroup, dispatch; };
@@ -30,7 +31,7 @@ struct Buffer {
 struct Fault {
   char kind[32], text[320], where[160], buffer[64];
   u64 pc, other_pc;  // offsets into the kernel's library; @ in text stands for the place of other_pc
-  site at;           // used when pc is 0
+  site at, other;    // the places, where an offset is 0
 };
 struct Launch {
   Buffer* buffers;
@@ -47,7 +48,8 @@ static jmp_buf back_to_launch;
 
 // ---- (a) memory: every buffer and threadgroup array in the middle of its own 64 GiB, so a wild index still names it
 struct Mark {  // the last access of one direction to a granule
-  u32 group, interval, fence, pc;
+  u32 group, interval, fence;
+  u32 place;  // offset into the kernel's library, or SITE and a number
   u16 thread;
   u8 state;
 };
@@ -108,6 +110,7 @@ struct Lane {
   msl::combine_t combine;
   int flags;
   site at;
+  u64 calls;  // the return addresses from there to the kernel: a helper called in two places is two places
 };
 struct Simdgroup { u32 ready, in_operation, in_barrier, fence[2]; };  // lanes by state; those in none have returned
 constexpr int DEVICE = 0, THREADGROUP = 1, MAX_THREADS = 1024;
@@ -125,6 +128,15 @@ static u32 random_below(u32 n) {  // 0 always under seed 0: the natural order
 }
 
 struct Place { void* pc; site at; };
+constexpr u32 SITE = 1u << 31;
+static u64 offset_of(void* pc) { return static_cast<const char*>(pc) - launch->library - 1; }
+static site sites[1024];
+static u32 site_number(const site& at) {
+  u32 i = 0;
+  while (i < 1023 && sites[i].file && (sites[i].line != at.line || sites[i].file != at.file)) ++i;
+  sites[i] = at;
+  return i;
+}
 [[noreturn]] __attribute__((format(printf, 4, 5))) static void fail(const char* kind, const char* buffer, Place place,
                                                                     const char* format, ...) {
   Fault& f = launch->fault;
@@ -134,7 +146,7 @@ struct Place { void* pc; site at; };
   va_start(arguments, format);
   vsnprintf(f.text, sizeof f.text, format, arguments);
   va_end(arguments);
-  f.pc = place.pc ? static_cast<const char*>(place.pc) - launch->library - 1 : 0;
+  f.pc = place.pc ? offset_of(place.pc) : 0;
   f.at = place.at;
   auto& c = lanes[current].context;
   const u32 *t = c.thread_position_in_threadgroup, *g = c.threadgroup_position_in_grid;
@@ -157,7 +169,7 @@ static bool ordered(const Mark& m, int space, bool atomic) {  // does m come bef
   if (m.thread / 32 != current / 32 || m.state & MANY_SIMDGROUPS) return false;
   return m.fence != simdgroups[current / 32].fence[space] || (m.thread == current && !(m.state & MANY_LANES));
 }
-static void set_mark(Mark& m, int space, bool atomic, u32 pc) {
+static void set_mark(Mark& m, int space, bool atomic, u32 place) {
   u8 state = SET | (atomic ? ATOMIC : PLAIN);
   u32 my_fence = simdgroups[current / 32].fence[space];
   if (m.state & SET && !(m.state & HOST)) {
@@ -171,32 +183,36 @@ static void set_mark(Mark& m, int space, bool atomic, u32 pc) {
       else if (m.fence == my_fence) state |= (m.state & MANY_LANES) | (m.thread != current ? MANY_LANES : 0);
     }
   }
-  m = Mark{group, fence[space], my_fence, pc, u16(current), state};
+  m = Mark{group, fence[space], my_fence, place, u16(current), state};
 }
 [[noreturn]] static void race(Region& r, const Mark& m, u64 offset, u64 bytes, bool write, bool by_write, Place place) {
-  char other[96];
-  if (m.state & MANY_GROUPS || m.group != group) {
-    u32 x = m.group % lanes[current].context.threadgroups_per_grid[0];
-    snprintf(other, sizeof other, "%s threadgroup number %u (x = %u)", m.state & MANY_GROUPS ? "several threadgroups, last" : "another threadgroup,", m.group, x);
+  char other[120];
+  const char* did = by_write ? "written" : "read";
+  if (m.group != group || m.state & MANY_GROUPS) {
+    const u32* all = lanes[current].context.threadgroups_per_grid;
+    snprintf(other, sizeof other, "%s by %sthreadgroup (%u,%u,%u)", did, m.group == group ? "other threadgroups and " : "",
+             m.group % all[0], m.group / all[0] % all[1], m.group / all[0] / all[1]);
   } else {
-    snprintf(other, sizeof other, "%s%s", m.state & (MANY_LANES | MANY_SIMDGROUPS) ? "several threads, last " : "", thread_name(m.thread));
+    snprintf(other, sizeof other, "%s without a barrier between by %s%s", did,
+             m.state & (MANY_LANES | MANY_SIMDGROUPS) ? "several threads, last " : "", thread_name(m.thread));
   }
-  launch->fault.other_pc = m.pc;
-  fail("RACE", r.name, place, "%s of %llu bytes at offset %llu of %s %s (%llu bytes), %s without a barrier between by %s at @",
-       write ? "write" : "read", (unsigned long long)bytes, (unsigned long long)offset, r.buffer ? "buffer" : "threadgroup array", r.name,
-       (unsigned long long)r.bytes, by_write ? "written" : "read", other);
+  if (m.place & SITE) launch->fault.other = sites[m.place & ~SITE];
+  else launch->fault.other_pc = m.place;
+  fail("RACE", r.name, place, "%s of %llu bytes at offset %llu of %s %s (%llu bytes), %s at @", write ? "write" : "read", bytes, offset,
+       r.buffer ? "buffer" : "threadgroup array", r.name, r.bytes, other);
 }
-static void check_cells(Region& r, u64 offset, u64 bytes, bool write, bool atomic, Place place) {
+static void check_cells(Region& r, u64 offset, u64 bytes, Direction direction, bool atomic, Place place) {
   int space = r.buffer ? DEVICE : THREADGROUP;
+  bool write = direction != READ;
   while ((offset | bytes) & (r.granule - 1)) split_granules(r, r.granule / 2);
-  u32 pc = place.pc ? static_cast<const char*>(place.pc) - launch->library - 1 : 0;
+  u32 mark_place = place.pc ? u32(offset_of(place.pc)) : SITE | site_number(place.at);
   for (Cell *c = r.cells + offset / r.granule, *end = r.cells + (offset + bytes) / r.granule; c < end; ++c) {
-    if (!write && !(c->mark[1].state & SET))
-      fail("UNINITIALISED", r.name, place, "read of %llu bytes at offset %llu of %s %s (%llu bytes)", (unsigned long long)bytes,
-           (unsigned long long)offset, r.buffer ? "buffer" : "threadgroup array", r.name, (unsigned long long)r.bytes);
+    if (direction != WRITE && !(c->mark[1].state & SET))
+      fail("UNINITIALISED", r.name, place, "read of %llu bytes at offset %llu of %s %s (%llu bytes)", bytes, offset,
+           r.buffer ? "buffer" : "threadgroup array", r.name, r.bytes);
     if (!ordered(c->mark[1], space, atomic)) race(r, c->mark[1], offset, bytes, write, true, place);
     if (write && !ordered(c->mark[0], space, atomic)) race(r, c->mark[0], offset, bytes, write, false, place);
-    set_mark(c->mark[write], space, atomic, pc);
+    set_mark(c->mark[write], space, atomic, mark_place);
   }
 }
 static void count(Region& r, u64 offset, u64 bytes, bool write) {
@@ -214,61 +230,53 @@ static void count(Region& r, u64 offset, u64 bytes, bool write) {
     line.group = group + 1;
   }
 }
-static void access_elsewhere(const char* p, u64 bytes, bool write, Place place) {
+static const char* const VERB[] = {"read", "write", "update"};
+static void access_elsewhere(const char* p, u64 bytes, Direction direction, Place place) {
   if (u64(p - (stacks + current * STACK)) < STACK) return;
-  const char* direction = write ? "write" : "read";
-  if (!write && p >= launch->library && p < launch->library_end) return;
+  bool constant = p >= launch->library && p < launch->library_end;
+  if (constant && direction == READ) return;
+  if (constant) fail("WRITE TO CONSTANT", nullptr, place, "write of %llu bytes to a constant of the program", bytes);
   if (u64(p - stacks) < STACK * MAX_THREADS)
-    fail("OUT OF BOUNDS", nullptr, place, "%s of %llu bytes in the private memory of %s", direction, (unsigned long long)bytes,
+    fail("OUT OF BOUNDS", nullptr, place, "%s of %llu bytes in the private memory of %s", VERB[direction], bytes,
          thread_name((p - stacks) / STACK));
-  if (p >= launch->library && p < launch->library_end)
-    fail("WRITE TO CONSTANT", nullptr, place, "write of %llu bytes to a constant of the program", (unsigned long long)bytes);
-  fail("OUT OF BOUNDS", nullptr, place, "%s of %llu bytes at address %p, which belongs to nothing (a missing optional buffer?)", direction,
-       (unsigned long long)bytes, (const void*)p);
+  fail("OUT OF BOUNDS", nullptr, place, "%s of %llu bytes at address %p, where nothing is (a buffer left out?)", VERB[direction], bytes,
+       (const void*)p);
 }
-static void access(const volatile void* address, u64 bytes, bool write, bool atomic, Place place) {
+static void access(const volatile void* address, u64 bytes, Direction direction, bool aligned, bool atomic, Place place) {
   const char* p = (const char*)address;
   u64 slot = u64(p - slots) >> SLOT_BITS;
-  if (slot >= SLOTS || !regions[slot].start) return access_elsewhere(p, bytes, write, place);
+  if (slot >= SLOTS || !regions[slot].start) return access_elsewhere(p, bytes, direction, place);
   Region& r = regions[slot];
   u64 offset = p - r.start;
-  if (offset >= r.bytes || bytes > r.bytes - offset)
-    fail("OUT OF BOUNDS", r.name, place, "%s of %llu bytes at offset %lld of %s %s (%llu bytes)", write ? "write" : "read",
-         (unsigned long long)bytes, (long long)offset, r.buffer ? "buffer" : "threadgroup array", r.name, (unsigned long long)r.bytes);
-  if (write && r.read_only)
-    fail("WRITE TO CONSTANT", r.name, place, "write of %llu bytes at offset %llu of the read-only buffer %s", (unsigned long long)bytes,
-         (unsigned long long)offset, r.name);
-  if (r.buffer) count(r, offset, bytes, write);
-  if (r.cells) check_cells(r, offset, bytes, write, atomic, place);
-}
-static void aligned_access(const volatile void* p, u64 bytes, bool write, void* pc) {
-  if (u64(p) % bytes && u64((char*)p - slots) >> SLOT_BITS < SLOTS) {
-    Region& r = regions[u64((char*)p - slots) >> SLOT_BITS];
-    fail("MISALIGNED", r.name, {pc, {}}, "%s of %llu bytes at offset %lld of %s, which is not a multiple of %llu", write ? "write" : "read",
-         (unsigned long long)bytes, (long long)((char*)p - r.start), r.name ? r.name : "nothing", (unsigned long long)bytes);
-  }
-  access(p, bytes, write, false, {pc, {}});
+  const char* kind = offset >= r.bytes || bytes > r.bytes - offset ? "OUT OF BOUNDS" : aligned && offset % bytes ? "MISALIGNED"
+      : direction != READ && r.read_only ? "WRITE TO CONSTANT" : nullptr;
+  if (kind)
+    fail(kind, r.name, place, "%s of %llu bytes at offset %lld of %s %s (%llu bytes)", VERB[direction], bytes, (long long)offset,
+         r.buffer ? "buffer" : "threadgroup array", r.name, r.bytes);
+  if (r.buffer && direction != WRITE) count(r, offset, bytes, false);
+  if (r.buffer && direction != READ) count(r, offset, bytes, true);
+  if (r.cells) check_cells(r, offset, bytes, direction, atomic, place);
 }
 
 // ---- (c) fibers and schedule: lanes of a simdgroup run until all wait or have returned, then the next simdgroup
-static bool same_place(const Lane& a, const Lane& b) {
-  return a.what == b.what && a.at.line == b.at.line && a.at.column == b.at.column && !strcmp(a.at.file, b.at.file);
+static bool same_place(const Lane& a, const Lane& b) { 
+  return a.what == b.what && a.calls == b.calls && a.at.line == b.at.line && a.at.column == b.at.column;
 }
-[[noreturn]] static void divergent(const char* kind, u32 first, u32 second, const char* unless) {
+[[noreturn]] static void divergent(const char* kind, u32 first, u32 second, bool returned) {
   current = first;
   Lane &a = lanes[first], &b = lanes[second];
-  if (unless) fail(kind, nullptr, {nullptr, a.at}, "%s is not reached by %s, which %s", a.what, thread_name(second), unless);
-  fail(kind, nullptr, {nullptr, a.at}, "%s is not reached by %s, which waits in %s at %s:%d", a.what, thread_name(second), b.what,
-       b.at.file, b.at.line);
+  if (returned) fail(kind, nullptr, {nullptr, a.at}, "%s is not reached by %s, which has returned", a.what, thread_name(second));
+  fail(kind, nullptr, {nullptr, a.at}, "%s is not reached by %s, which waits in %s at %s:%d%s", a.what, thread_name(second), b.what,
+       b.at.file, b.at.line, a.at.line == b.at.line ? ", called from elsewhere" : "");
 }
 static void finish_operation(u32 index) {
   Simdgroup& s = simdgroups[index];
   u32 base = index * 32, first = base + __builtin_ctz(s.in_operation);
-  if (s.in_barrier) divergent("DIVERGENT SIMD OP", first, base + __builtin_ctz(s.in_barrier), nullptr);
+  if (s.in_barrier) divergent("DIVERGENT SIMD OP", first, base + __builtin_ctz(s.in_barrier), false);
   void* operands[32] = {};
   for (u32 left = s.in_operation; left; left &= left - 1) {
     u32 i = __builtin_ctz(left);
-    if (!same_place(lanes[first], lanes[base + i])) divergent("DIVERGENT SIMD OP", first, base + i, nullptr);
+    if (!same_place(lanes[first], lanes[base + i])) divergent("DIVERGENT SIMD OP", first, base + i, false);
     operands[i] = lanes[base + i].operand;
   }
   if (lanes[first].combine) lanes[first].combine(operands, s.in_operation);
@@ -294,9 +302,9 @@ static bool finish_barrier() {  // false: all threads have returned
     if (found == threads) found = i;
   }
   if (first == threads) return false;
-  if (outside != threads) divergent("DIVERGENT BARRIER", first, outside, "has returned");
+  if (outside != threads) divergent("DIVERGENT BARRIER", first, outside, true);
   for (u32 i = 0; i < threads; ++i)
-    if (!same_place(lanes[first], lanes[i])) divergent("DIVERGENT BARRIER", first, i, nullptr);
+    if (!same_place(lanes[first], lanes[i])) divergent("DIVERGENT BARRIER", first, i, false);
   fence[DEVICE] += lanes[first].flags & 1;
   fence[THREADGROUP] += lanes[first].flags >> 1 & 1;
   for (u32 i = 0; i < threads; i += 32) {
@@ -361,6 +369,10 @@ static void wait(const char* what, void* operand, msl::combine_t combine, int fl
   lane.combine = combine;
   lane.flags = flags;
   lane.at = at;
+  lane.calls = 0;
+  char* stack = stacks + current * STACK;
+  for (auto* frame = static_cast<char**>(__builtin_frame_address(0)); u64((char*)frame - stack) < STACK - 16; frame = reinterpret_cast<char**>(*frame))
+    lane.calls = lane.calls * 0x9E3779B97F4A7C15ull + u64(frame[1]);
   simdgroups[current / 32].*state |= 1u << current % 32;
   if (!_setjmp(lane.resume)) switch_lane();
 }
@@ -376,17 +388,17 @@ void msl_inactive(unsigned lane, unsigned source) {
   current = current / 32 * 32 + lane;
   fail("INACTIVE LANE", nullptr, {nullptr, lanes[current].at}, "%s reads from lane %d, which takes no part", lanes[current].what, int(source));
 }
-void msl_access(const volatile void* p, unsigned long bytes, int write, int atomic, site at) {
-  access(p, bytes, write, atomic, {nullptr, at});
+void msl_access(const volatile void* p, unsigned long bytes, int direction, int atomic, site at) {
+  access(p, bytes, Direction(direction), true, atomic, {nullptr, at});
 }
 void* msl_shared(int id, unsigned long bytes, int granule, const char* name) {
   if (id + BUFFERS >= SLOTS) abort();
   Region& r = regions[BUFFERS + id];
   if (r.start) return r.start;
-  launch->threadgroup_bytes += (bytes + 15) / 16 * 16;
+  launch->threadgroup_bytes += bytes;
   if (launch->threadgroup_bytes > 32768)
     fail("THREADGROUP MEMORY", name, {__builtin_return_address(0), {}}, "%llu bytes with array %s, 32768 is the most",
-         (unsigned long long)launch->threadgroup_bytes, name);
+         launch->threadgroup_bytes, name);
   open_region(BUFFERS + id, bytes, granule, name);
   r.cells = static_cast<Cell*>(calloc(granules(r), sizeof(Cell)));
   memset(r.start, 0xAA, bytes);
@@ -394,38 +406,39 @@ void* msl_shared(int id, unsigned long bytes, int granule, const char* name) {
 }
 #define PC __builtin_return_address(0)
 #define HOOKS(n) \
-  void __tsan_read##n(void* p) { aligned_access(p, n, false, PC); } \
-  void __tsan_write##n(void* p) { aligned_access(p, n, true, PC); } \
-  void __tsan_unaligned_read##n(void* p) { access(p, n, false, false, {PC, {}}); } \
-  void __tsan_unaligned_write##n(void* p) { access(p, n, true, false, {PC, {}}); }
+  void __tsan_read##n(void* p) { access(p, n, READ, true, false, {PC, {}}); } \
+  void __tsan_write##n(void* p) { access(p, n, WRITE, true, false, {PC, {}}); } \
+  void __tsan_unaligned_read##n(void* p) { access(p, n, READ, false, false, {PC, {}}); } \
+  void __tsan_unaligned_write##n(void* p) { access(p, n, WRITE, false, false, {PC, {}}); }
 HOOKS(1) HOOKS(2) HOOKS(4) HOOKS(8) HOOKS(16)
 void __tsan_init() {}
-void* __tsan_memcpy(void* to, const void* from, size_t n) {
-  if (n) access(from, n, false, false, {PC, {}}), access(to, n, true, false, {PC, {}});
-  return memcpy(to, from, n);
-}
-void* __tsan_memmove(void* to, const void* from, size_t n) {
-  if (n) access(from, n, false, false, {PC, {}}), access(to, n, true, false, {PC, {}});
-  return memmove(to, from, n);
-}
+#define COPY(name) \
+  void* __tsan_##name(void* to, const void* from, size_t n) { \
+    if (n) access(from, n, READ, false, false, {PC, {}}), access(to, n, WRITE, false, false, {PC, {}}); \
+    return name(to, from, n); \
+  }
+COPY(memcpy) COPY(memmove)
 void* __tsan_memset(void* to, int value, size_t n) {
-  if (n) access(to, n, true, false, {PC, {}});
+  if (n) access(to, n, WRITE, false, false, {PC, {}});
   return memset(to, value, n);
 }
 
 struct Ubsan { const char* file; u32 line, column; };
 struct UbsanType { u16 kind, info; char name[1]; };
 static Place place_of(const Ubsan& at) { return {nullptr, {at.file, int(at.line), int(at.column)}}; }
+static const UbsanType& type_of(const Ubsan* at, int i) { return *reinterpret_cast<UbsanType* const*>(at + 1)[i]; }
+static long long number(const UbsanType& type, u64 bits) {  // info: bit 0 for signed, then log2 of the width
+  int unused = 64 - (1 << (type.info >> 1));
+  return type.info & 1 ? (long long)(bits << unused) >> unused : bits << unused >> unused;
+}
 void __ubsan_handle_out_of_bounds(Ubsan* at, u64 index) {
-  const UbsanType* array = reinterpret_cast<UbsanType**>(at + 1)[0];
-  fail("OUT OF BOUNDS", "?", place_of(*at), "index %lld of array ? of type %s", (long long)index, array->name);
+  fail("OUT OF BOUNDS", "?", place_of(*at), "index %lld of array ? of type %s", number(type_of(at, 1), index), type_of(at, 0).name);
 }
 void __ubsan_handle_shift_out_of_bounds(Ubsan* at, u64, u64 by) {
-  fail("WIDE SHIFT", nullptr, place_of(*at), "shift by %lld of a value of type %s", (long long)by,
-       reinterpret_cast<UbsanType**>(at + 1)[0]->name);
+  fail("WIDE SHIFT", nullptr, place_of(*at), "shift of type %s by %lld", type_of(at, 0).name, number(type_of(at, 1), by));
 }
 void __ubsan_handle_divrem_overflow(Ubsan* at, u64, u64) {
-  fail("DIVISION BY ZERO", nullptr, place_of(*at), "division by zero of a value of type %s", reinterpret_cast<UbsanType**>(at + 1)[0]->name);
+  fail("DIVISION BY ZERO", nullptr, place_of(*at), "in type %s", type_of(at, 0).name);
 }
 
 __attribute__((weak)) __bf16 __truncsfbf2(float x) {  // libgcc before 13 lacks it

@@ -151,8 +151,10 @@ def _threadgroup_objects(text: str) -> str:
         kind, out = match[1], []
         for declarator in _split(match[2]):
             name, extents = re.fullmatch(r"\s*(\w+)\s*(.*?)\s*", declarator, re.S).groups()  # type: ignore[union-attr]
-            storage = f'msl_shared({next(numbers)}, sizeof({kind}{extents}), msl::granule<{kind}>, "{name}")'
-            out.append(f"threadgroup {kind} (&{name}){extents} = *(threadgroup {kind} (*){extents}){storage};")
+            number = next(numbers)
+            alias = f"msl_shared_{number}"
+            storage = f'msl_shared({number}, sizeof({alias}), msl::granule<{kind}>, "{name}")'
+            out.append(f"typedef threadgroup {kind} {alias}{extents}; {alias}& {name} = *({alias}*){storage};")
         return " ".join(out)
 
     extents = r"(?:\s*\[[^;{}]*?\])*"

@@ -36,5 +36,5 @@ void msl_barrier(int flags, msl::site);
 void msl_inactive(unsigned lane, unsigned source);  // called by a combine: `lane` reads from the inactive `source`
 unsigned msl_lane();
 void* msl_shared(int id, unsigned long bytes, int granule, const char* name);
-void msl_access(const volatile void*, unsigned long bytes, int write, int atomic, msl::site);
+void msl_access(const volatile void*, unsigned long bytes, int direction, int atomic, msl::site);
 }

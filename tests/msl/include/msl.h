@@ -43,7 +43,7 @@ typedef __bf16 bfloat;
 #define threadgroup
 #endif
 #define thread
-#define MSL_RAW __attribute__((noinline, no_sanitize("all")))  // no callback: the runtime is told explicitly
+#define MSL_RAW __attribute__((noinline, convergent, no_sanitize("all")))  // no callback: the runtime is told explicitly
 #define MSL_INLINE inline __attribute__((always_inline, no_sanitize("all")))
 
 namespace metal {
@@ -287,7 +287,7 @@ MSL_RAW void deliver(void** operands, unsigned active) {
   for (unsigned i = 0; i < 32; ++i) {
     if (!(active >> i & 1)) continue;
     unsigned from = static_cast<parcel<T>*>(operands[i])->from;
-    if (from >= 64 || !(active >> (from & 31) & 1)) return msl_inactive(i, from & (from < 64 ? 31 : ~0u));
+    if (from >= 64 || !(active >> (from & 31) & 1)) return msl_inactive(i, from < 64 ? from & 31 : from - 64);
     auto* source = static_cast<parcel<T>*>(operands[from & 31]);
     out[i] = from < 32 ? source->value : source->fill;
   }
@@ -418,9 +418,9 @@ MSL_RAW void simdgroup_multiply(simdgroup_matrix<D>& d, simdgroup_matrix<A> a, s
   simdgroup_multiply_accumulate(d, a, b, make_filled_simdgroup_matrix<D, 8, 8>(D(0)), at);
 }
 #if MSL_TYPED
-#define MSL_TOUCH(p, write, atomic) (void)at
+#define MSL_TOUCH(p, direction, atomic) (void)at  // 0 read, 1 write, 2 both
 #else
-#define MSL_TOUCH(p, write, atomic) msl_access(p, sizeof(*(p)), write, atomic, at)
+#define MSL_TOUCH(p, direction, atomic) msl_access(p, sizeof(*(p)), direction, atomic, at)
 #endif
 template <class T, class P>
 MSL_RAW void simdgroup_load(simdgroup_matrix<T>& m, P p, ulong stride = 8, ulong2 origin = 0, bool transpose = false, MSL_AT) {
@@ -463,8 +463,7 @@ template <class P, class T> MSL_RAW void atomic_store_explicit(P p, T x, memory_
 }
 #define MSL_ATOMIC(f, e) \
   template <class P, class T> MSL_RAW auto atomic_##f##_explicit(P p, T operand, memory_order, MSL_AT) { \
-    MSL_TOUCH(&p->value, 0, 1); \
-    MSL_TOUCH(&p->value, 1, 1); \
+    MSL_TOUCH(&p->value, 2, 1); \
     auto old = p->value; \
     decltype(old) x = operand; \
     p->value = e; \
@@ -475,14 +474,10 @@ MSL_ATOMIC(fetch_or, old | x) MSL_ATOMIC(fetch_xor, old ^ x) MSL_ATOMIC(fetch_ma
 MSL_ATOMIC(fetch_min, min(old, x))
 template <class P, class E, class T>
 MSL_RAW bool atomic_compare_exchange_weak_explicit(P p, E expected, T desired, memory_order, memory_order, MSL_AT) {
-  MSL_TOUCH(&p->value, 0, 1);
+  MSL_TOUCH(&p->value, 2, 1);
   bool same = p->value == *expected;
-  if (same) {
-    MSL_TOUCH(&p->value, 1, 1);
-    p->value = desired;
-  } else {
-    *expected = p->value;
-  }
+  if (same) p->value = desired;
+  else *expected = p->value;
   return same;
 }
 }  // namespace metal
