@@ -10,17 +10,19 @@
 constant constexpr uint ATTEND_TILE = 128;
 constant constexpr int EMPTY = -1;
 
+// The most lanes that can share a row of d components in equal parts of four each.
+constexpr uint shared_lanes(uint d) {
+  uint lanes = LANES;
+  while ((d / 4) % lanes != 0) {
+    lanes /= 2;
+  }
+  return lanes;
+}
+
 // How a SIMD group reads rows of D: `lanes` lanes share a row, four components at a time.
 template <int D>
 struct RowLayout {
-  static constexpr uint shared_lanes() {
-    uint lanes = LANES;
-    while ((D / 4) % lanes != 0) {
-      lanes /= 2;
-    }
-    return lanes;
-  }
-  enum : uint { lanes = shared_lanes(), chunks = D / 4 / lanes, rows = LANES / lanes };
+  enum : uint { lanes = shared_lanes(D), chunks = D / 4 / lanes, rows = LANES / lanes };
 };
 
 // Sizes that depend on the template only.
@@ -287,7 +289,9 @@ void attend_list(
   for (uint h = 0; h < N::heads; ++h) {
     const uint g = h * SIMDGROUPS + place.simdgroup;
     if (g < G && place.lane == 0) {
-      shared.softmax[g] = running[h];
+      shared.softmax[g].largest = running[h].largest;
+      shared.softmax[g].total = running[h].total;
+      shared.softmax[g].mass = running[h].mass;
     }
   }
 }
@@ -317,11 +321,11 @@ void store_sums(
         sum += parts[((i / D) * SIMDGROUPS + s) * D + i % D];
       }
       const float total = shared.softmax[g].total;
-      out[g * D + i % D] = static_cast<Out>(finish(g, i % D, total > 0.0f ? sum / total : 0.0f, shared.softmax[g].mass));
+      out[size_t(first) * D + i] = static_cast<Out>(finish(g, i % D, total > 0.0f ? sum / total : 0.0f, shared.softmax[g].mass));
     }
   }
   if (place.index() < G) {
-    const Running softmax = shared.softmax[place.index()];
+    const threadgroup Running& softmax = shared.softmax[place.index()];
     lse[place.index()] = softmax.total > 0.0f ? softmax.largest + log(softmax.total) : -INFINITY;
   }
 }

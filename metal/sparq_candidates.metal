@@ -17,9 +17,8 @@ const uint score_tiles = uint(statistics_shape[2]);
 
 merge_statistics<G>(statistics + size_t(tile.row) * score_tiles * G * 2, score_tiles, merged, place);
 if (tile.first == 0 && place.index() < G) {
-  softmax[(tile.row * G + place.index()) * 2] = merged[place.index()].x;
-  softmax[(tile.row * G + place.index()) * 2 + 1] = merged[place.index()].y;
+  reinterpret_cast<device float2*>(softmax)[size_t(tile.row) * G + place.index()] = merged[place.index()];
 }
 const Window window = make_window(length, left_padding[tile.b], local_window);
 auto row = logits + size_t(tile.row) * size_t(length) * G;
-top_k(GroupScores<G, SOFTMAX, decltype(row)>{row, merged, window, tile.first}, tile, bits, indices, partial, place);
+select_best(GroupScores<G, SOFTMAX, decltype(row)>{row, merged, window, tile.first}, tile, bits, indices, partial, place);

@@ -15,7 +15,7 @@ threadgroup float factor[G];
 threadgroup float partial[2 * G * MAX_SIMDGROUPS];
 const Place place = {thread_index_in_simdgroup, simdgroup_index_in_threadgroup, simdgroups_per_threadgroup};
 const uint3 at = threadgroup_position_in_grid;
-const uint row = at.z * threadgroups_per_grid.y + at.y;
+const size_t row = at.z * threadgroups_per_grid.y + at.y;
 const uint S = uint(length);
 const uint padding = uint(left_padding[at.z]);
 const uint first = (at.x * place.threads() + place.index()) * SCORE_KEYS;
@@ -28,16 +28,16 @@ coverage_factors<D, G, WEIGHTED>(queries + row * G * D, uint(rank), scale, q_r, 
 float own[SCORE_KEYS][G] = {};
 if (first < S && first + SCORE_KEYS > padding) {
   approximate_logits<G, ALIGNED>(
-      keys_t + size_t(row) * D * capacity + first, capacity, uint(rank), min(SCORE_KEYS, S - first), chosen, q_r, own);
+      keys_t + row * D * capacity + first, capacity, uint(rank), min(SCORE_KEYS, S - first), chosen, q_r, own);
 }
 for (uint v = 0; v < SCORE_KEYS; ++v) {
   const uint j = first + v;
   for (uint g = 0; g < G; ++g) {
     own[v][g] = j >= padding && j < S ? own[v][g] * factor[g] : -INFINITY;
     if (j < S) {
-      logits[(size_t(row) * S + j) * G + g] = own[v][g];
+      logits[(row * S + j) * G + g] = own[v][g];
     }
   }
 }
-device float2* tile = reinterpret_cast<device float2*>(statistics) + (size_t(row) * threadgroups_per_grid.x + at.x) * G;
+device float2* tile = reinterpret_cast<device float2*>(statistics) + (row * threadgroups_per_grid.x + at.x) * G;
 tile_statistics<G>(own, partial, tile, place);

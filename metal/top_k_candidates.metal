@@ -4,7 +4,7 @@
 // outputs      bits (B, H, tiles, slots) uint; indices (B, H, tiles, slots) int
 // grid         tiles * threads, H, B
 // threadgroup  threads, 1, 1
-// reads        B * H * (N * 4 + tiles * slots * 4)
+// reads        B * H * N * 8
 // writes       B * H * tiles * slots * 8
 threadgroup uint3 partial[TOP_K_PARTIAL];
 const Place place = {thread_index_in_simdgroup, simdgroup_index_in_threadgroup, simdgroups_per_threadgroup};
@@ -13,4 +13,4 @@ const Tile tile = make_tile(
 const size_t start = size_t(tile.row) * size_t(candidate_bits_shape[2]) + tile.first;
 auto row_bits = candidate_bits + start;
 auto row_indices = candidate_indices + start;
-top_k(Candidates<decltype(row_bits), decltype(row_indices)>{row_bits, row_indices}, tile, bits, indices, partial, place);
+select_best(Candidates<decltype(row_bits), decltype(row_indices)>{row_bits, row_indices}, tile, bits, indices, partial, place);

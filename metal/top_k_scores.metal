@@ -12,4 +12,4 @@ const Tile tile = make_tile(
     threadgroup_position_in_grid, threadgroups_per_grid, uint(length), uint(top_k), place);
 const Window window = make_window(length, left_padding[tile.b], local_window);
 auto row = scores + size_t(tile.row) * size_t(length);
-top_k(ScoredKeys<decltype(row)>{row, window, tile.first}, tile, bits, indices, partial, place);
+select_best(ScoredKeys<decltype(row)>{row, window, tile.first}, tile, bits, indices, partial, place);

@@ -169,7 +169,7 @@ uint kth_largest(thread Items<Source>& items, uint k, threadgroup uint3* partial
 
 // Write the best k of a tile in order of index, ties to the lower one, then empty slots.
 template <typename Source, typename Bits, typename Indices>
-void top_k(Source source, Tile tile, Bits bits, Indices indices, threadgroup uint3* partial, Place place) {
+void select_best(Source source, Tile tile, Bits bits, Indices indices, threadgroup uint3* partial, Place place) {
   Items<Source> items = make_items(source, tile.count, place);
   const uint threshold = tile.k < tile.count ? kth_largest(items, tile.k, partial, place) : NEVER;
   const auto chosen_bits = bits + tile.out;

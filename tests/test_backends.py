@@ -299,7 +299,7 @@ BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("sparq", {"keys_t": mx.zeros((1, 2, 50, 64))}, mlx_sparse.ShapeError, "keys_t: expected shape"),
     ("sparq", {"value_mean": mx.zeros((1, 2))}, mlx_sparse.ShapeError, "value_mean: expected shape"),
     ("sparq", {"left_padding": [0, 1]}, mlx_sparse.ShapeError, "left_padding: expected shape"),
-    ("sparq", {"backend": "metal"}, mlx_sparse.BackendUnavailable, "got metal .MLX finds no Metal GPU"),
+    ("sparq", {"backend": "metal"}, mlx_sparse.BackendUnavailable, r"got metal .MLX finds no Metal GPU"),
     ("sparq", {"backend": "triton"}, mlx_sparse.BackendUnavailable, "backend: expected auto or ops, got triton"),
     ("sparq", {"backend": "oracle"}, mlx_sparse.BackendUnavailable, "mlx_sparse.oracle"),
     ("sparq", {"return_stats": "all"}, mlx_sparse.ConfigError, "return_stats: expected one of"),

@@ -241,7 +241,9 @@ def test_help_shows_the_options(program: str, command: str, finished: Runs):
     assert (result.code, result.err) == (0, "")
     assert result.out.startswith(f"usage: {program}{command} ")
     group = result.out.partition("sparse attention:\n")[2]
-    assert re.findall(r"^  (--[\w-]+)", group, re.MULTILINE) == ["--attn", "--attn-config", "--attn-report"]
+    assert re.findall(r"^  (--[\w-]+)", group, re.MULTILINE) == [
+        *("--attn", "--attn-config", "--attn-backend", "--attn-report")
+    ]
 
 
 @pytest.mark.parametrize("name", BAD)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from .. import registry
 from ..checks import ConfigError, SparseAttentionError
 from ..config import Dense, MethodConfig, load_toml, parse
 from .call_report import JSON_KEY, Report
@@ -45,6 +46,7 @@ class Session:
         self.command = command
         self.only_prompts = command.endswith("cache_prompt")
         self.config: MethodConfig | None = None
+        self.backend = "auto"
         self.report_as = "text"
         self.max_kv_size: int | None = None
         self.reports: list[Report] = []
@@ -63,7 +65,8 @@ class Session:
             if configs == (Dense(),):
                 return
             config = select_decode(configs)
-        except ConfigError as error:
+            registry.require(args.attn_backend, config.name)
+        except SparseAttentionError as error:
             _fail(parser, str(error))
         prompt_cache = getattr(args, "prompt_cache_file", None)
         if prompt_cache is not None and not self.only_prompts and not Path(prompt_cache).is_file():
@@ -73,6 +76,7 @@ class Session:
                 parser, f"--kv-bits: expected none with --attn {config.name}, which reads unquantised keys. Drop one."
             )
         self.config = config
+        self.backend = args.attn_backend
         self.max_kv_size = getattr(args, "max_kv_size", None)
         self.loads_at_start = sum(getattr(args, name, None) is not None for name in ("model", "draft_model"))
 
@@ -92,7 +96,7 @@ class Session:
                 if self.max_kv_size is not None:
                     refuse_rotating_cache(Path(model))
                 loaded = original(model, *args, **kwargs)
-            report = enable(loaded[0], self.config)
+            report = enable(loaded[0], self.config, backend=self.backend)
         report.model = Path(model).name
         self.reports.append(report)
         if self.only_prompts and (plan := plan_of(loaded[0])) is not None:
@@ -151,6 +155,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action=_Once,
         metavar="FILE.toml",
         help="Parameters from a TOML file with one table per method; --attn wins over it.",
+    )
+    group.add_argument(
+        "--attn-backend",
+        default="auto",
+        metavar="NAME",
+        help="What runs the method: 'metal' (our kernels, on Apple GPUs), 'ops' (MLX array operations), or 'auto', "
+        "metal where it can run (default: auto).",
     )
     group.add_argument(
         "--attn-report",

@@ -1,0 +1,96 @@
+"""Trust in the Metal kernels' synchronisation: every barrier is needed, and no schedule changes a bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from cases import Case
+from msl import Fault, Metal
+from msl.mutation import barriers
+
+from mlx_sparse.kernels import attend, select, sparq
+
+pytestmark = pytest.mark.skipif(mx.metal.is_available(), reason="only the harness sees races")
+
+
+def arrays(case: Case) -> list[mx.array]:
+    return [mx.array(array) for array in case.inputs()]
+
+
+def decode(S: int = 700, top_k: int = 300, *, reallocate: bool = False) -> list[mx.array]:
+    q, k, v = arrays(Case(1, 4, 2, S, 128, "f32"))
+    out, lse = sparq.sparq_attention(
+        q,
+        k,
+        v,
+        reallocate=reallocate,
+        scale=0.1,
+        value_mean=mx.ones((1, 2, 128)),
+        rank=16,
+        top_k=top_k,
+        local_window=8,
+        group_reduce="softmax",
+        component_weight=None,
+        left_padding=None,
+        keys_t=mx.contiguous(k.swapaxes(-1, -2)),
+    )
+    return [out, lse]
+
+
+def choose() -> list[mx.array]:
+    scores = mx.array(np.random.default_rng(1).normal(size=(1, 2, 9000)).astype(np.float32))
+    return [select.select_top_k(scores, top_k=64, local_window=8, left_padding=None)]
+
+
+# A run of each kernel that has barriers, long enough for loops to come round again.
+RUNS: dict[str, Callable[[], list[mx.array]]] = {
+    "sparq_scores": decode,
+    "sparq_candidates": decode,
+    "attend_indices": decode,
+    "attend_reallocate": lambda: decode(reallocate=True),
+    "top_k_scores": choose,
+    "top_k_candidates": choose,
+}
+
+
+@pytest.mark.parametrize("kernel", RUNS)
+def test_every_barrier_that_is_taken_away_is_missed(metal: Metal, kernel: str) -> None:
+    RUNS[kernel]()
+    text = metal.texts[kernel]
+    mutants = barriers(text)
+    assert mutants
+    unnoticed = []
+    for number, mutant in enumerate(mutants):
+        metal.replaced = {text: mutant}
+        try:
+            RUNS[kernel]()
+        except Fault as fault:
+            assert fault.kind in ("RACE", "UNINITIALISED")
+            assert fault.kernel == kernel
+        else:
+            unnoticed.append(number)
+    metal.replaced = {}
+    assert not unnoticed
+
+
+@pytest.mark.parametrize("kernel", RUNS)
+def test_three_schedules_give_the_same_bits(metal: Metal, kernel: str) -> None:
+    results = []
+    for metal.seed in (0, 1, 2):
+        results.append(RUNS[kernel]())
+    for other in results[1:]:
+        assert all(mx.array_equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_a_split_attention_gives_the_same_bits_under_three_schedules(metal: Metal) -> None:
+    q, k, v = arrays(Case(1, 4, 2, 2000, 64, "f32"))
+    indices = mx.broadcast_to(mx.arange(1500), (1, 2, 1500)).astype(mx.int32)
+    results = []
+    for metal.seed in (0, 1, 2):
+        results.append(attend.attend_indices(q, k, v, indices, scale=0.1))
+    for out, lse in results[1:]:
+        assert mx.array_equal(out, results[0][0])
+        assert mx.array_equal(lse, results[0][1])

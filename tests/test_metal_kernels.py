@@ -1,0 +1,309 @@
+"""The Metal kernels one by one: any length, any list, any group. The cases of all backends are in test_backends.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from cases import (
+    Array,
+    Case,
+    assert_as_good_as_plain,
+    assert_same_choice,
+    plain_attention,
+    plain_reallocation,
+    round_to,
+)
+from msl import Metal
+from tiny_models import build, greedy, prompt_of
+
+import mlx_sparse
+from mlx_sparse import oracle, registry
+from mlx_sparse.cache import SparseKVCache
+from mlx_sparse.config import SparQ
+from mlx_sparse.kernels import attend, select, sparq
+
+DTYPES = {"f32": mx.float32, "f16": mx.float16, "bf16": mx.bfloat16}
+STALE = 1e3  # what unused rows of a cache hold in these tests
+
+
+def to_mlx(array: Array, dtype: str) -> mx.array:
+    return mx.array(array).astype(DTYPES[dtype])
+
+
+def to_numpy(array: mx.array) -> Array:
+    return np.array(array.astype(mx.float32))
+
+
+def whole(array: Array, capacity: int, dtype: str) -> mx.array:
+    """A cache buffer ``(B, Hkv, capacity, D)`` whose first rows are ``array``."""
+    buffer = np.full((*array.shape[:2], capacity, array.shape[3]), STALE, np.float32)
+    buffer[:, :, : array.shape[2]] = array
+    return to_mlx(buffer, dtype)
+
+
+# select
+
+
+def best(scores: Array, k: int, window: int, padding: tuple[int, ...] | None) -> Array:
+    """The choice by a stable sort."""
+    B, H, S = scores.shape
+    chosen = np.full((B, H, min(k, S)), -1)
+    for b, h in np.ndindex(B, H):
+        first = padding[b] if padding else 0
+        row = np.where(np.isnan(scores[b, h]), -np.inf, scores[b, h])
+        row[max(S - window, first) :] = np.inf
+        row[:first] = -np.inf
+        order = [j for j in np.argsort(-row, kind="stable")[:k] if row[j] > -np.inf]
+        chosen[b, h, : len(order)] = sorted(order)
+    return chosen
+
+
+def softmaxes(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
+    return np.exp(4 * rng.normal(size=shape)).astype(np.float32)
+
+
+def few_values(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
+    return rng.integers(-2, 3, size=shape).astype(np.float32) * np.float32(0.0 if shape[-1] == 77 else 1.0)
+
+
+def with_holes(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
+    scores = rng.normal(size=shape).astype(np.float32)
+    scores[rng.random(shape) < 0.6] = -np.inf
+    scores[rng.random(shape) < 0.1] = np.nan
+    return scores
+
+
+SELECT = [
+    (1, 1, 0),
+    (5, 9, 2),
+    (31, 31, 31),
+    (77, 20, 5),
+    (300, 1, 0),
+    (300, 128, 32),
+    (4096, 128, 32),
+    (4097, 128, 0),
+    (8193, 128, 32),  # tiles, then their best
+    (9000, 3000, 10),  # larger tiles
+    (9000, 5000, 10),  # one threadgroup that reads the row again and again
+    (40_000, 700, 100),  # three rounds
+]
+
+
+@pytest.mark.parametrize("scores", [softmaxes, few_values, with_holes], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(("S", "k", "window"), SELECT)
+def test_select_is_exact_with_ties_to_the_lower_index(
+    metal: Metal, S: int, k: int, window: int, scores: Callable[..., Array]
+) -> None:
+    rows = scores(np.random.default_rng(S + k), (2, 2, S))
+    padding = (0, S // 3)
+    got = select.select_top_k(mx.array(rows), top_k=k, local_window=window, left_padding=mx.array(padding))
+    np.testing.assert_array_equal(np.array(got), best(rows, k, window, padding))
+
+
+def test_select_takes_a_million_keys(metal: Metal) -> None:
+    rows = softmaxes(np.random.default_rng(0), (1, 1, 1_000_000))
+    got = select.select_top_k(mx.array(rows), top_k=128, local_window=32, left_padding=None)
+    np.testing.assert_array_equal(np.array(got), best(rows, 128, 32, None))
+
+
+# attend
+
+
+@pytest.mark.parametrize("N", [1, 7, 127, 128, 129, 512, 513, 1000, 20_000])
+def test_attend_takes_lists_of_any_length(metal: Metal, N: int) -> None:
+    case = Case(1, 4, 2, max(N, 200), 64, "f16")
+    q, k, v = case.inputs()
+    rng = np.random.default_rng(N)
+    lists = [np.sort(rng.choice(case.S, N, replace=False)) for _ in range(case.Hkv)]
+    indices = np.array([lists])
+    indices[0, 0, rng.random(N) < 0.2] = -1
+    expected, lse = oracle.attend_indices(q, k, v, indices, scale=case.D**-0.5)
+    args = (whole(k, case.S + 5, "f16"), whole(v, case.S + 5, "f16"), mx.array(indices))
+    out, got = attend.attend_indices(to_mlx(q, "f16"), *args, scale=case.D**-0.5, length=case.S)
+    assert_as_good_as_plain(to_numpy(out), expected, plain_attention(q, k, v, indices, case.D**-0.5, "f16"), "f16")
+    np.testing.assert_allclose(np.array(got), lse, rtol=0, atol=2e-6 * np.abs(lse[np.isfinite(lse)]).max(initial=1))
+
+
+def test_an_empty_list_gives_zeros(metal: Metal) -> None:
+    q, k, v = (to_mlx(array, "f32") for array in Case(1, 4, 2, 20, 64, "f32").inputs())
+    for indices in (mx.zeros((1, 2, 0), mx.int32), mx.full((1, 2, 700), -1, dtype=mx.int32)):
+        out, lse = attend.attend_indices(q, k, v, indices, scale=1.0)
+        assert mx.all(out == 0)
+        assert mx.all(lse == -mx.inf)
+
+
+# the whole step
+
+
+def step(case: Case, capacity: int, dtype: str, **settings: Any) -> tuple[Array, Array, Array]:
+    """Output of a decode step over whole cache buffers, expected output, and the plain one."""
+    q, k, v = case.inputs()
+    weighted = settings.get("component_score") == "query_key"
+    expected = oracle.sparq_attention(q, k, v, left_padding=case.padding, **settings)
+    names = ("rank", "top_k", "local_window", "component_score")
+    chosen = oracle.sparq_select(q, k, left_padding=case.padding, **{n: settings[n] for n in names if n in settings})
+    plain = plain_attention(q, k, v, chosen.indices, case.D**-0.5, dtype)
+    if settings["reallocate"]:
+        plain = round_to(plain_reallocation(plain, q, k, v, chosen.indices, padding=case.padding, **settings), dtype)
+    padding = None if case.padding is None else mx.array(case.padding)
+    mk, mv = to_mlx(k, dtype), to_mlx(v, dtype)
+    keys = whole(k, capacity, dtype)
+    out, _ = sparq.sparq_attention(
+        to_mlx(q, dtype),
+        keys,
+        whole(v, capacity, dtype),
+        reallocate=settings["reallocate"],
+        scale=case.D**-0.5,
+        value_mean=registry.load("masked_mean", "metal")(mv, padding),
+        length=case.S,
+        rank=settings["rank"],
+        top_k=settings["top_k"],
+        local_window=settings.get("local_window", settings["top_k"] // 4),
+        group_reduce="softmax",
+        component_weight=registry.load("deviation", "metal")(mk, padding) if weighted else None,
+        left_padding=padding,
+        keys_t=mx.contiguous(keys.swapaxes(-1, -2)),
+    )
+    return to_numpy(out), expected, plain
+
+
+@pytest.mark.parametrize("S", [*range(1, 12), 31, 32, 33, 63, 64, 65, 127, 128, 129, 1023, 1024, 1025, 4097, 8200])
+@pytest.mark.parametrize("spare", [0, 3], ids=["full", "spare"])
+def test_every_length_is_right(metal: Metal, S: int, spare: int) -> None:
+    case = Case(2, 4, 2, S, 64, "f32", padding=(0, S // 2))
+    out, expected, plain = step(case, S + spare, "f32", rank=16, top_k=min(16, S), reallocate=False)
+    assert_as_good_as_plain(out, expected, plain, "f32")
+
+
+@pytest.mark.parametrize("reallocate", [False, True], ids=["attend", "reallocate"])
+@pytest.mark.parametrize(
+    ("D", "G", "dtype"),
+    [(64, 16, "f16"), (80, 5, "bf16"), (96, 6, "f32"), (128, 16, "bf16"), (256, 16, "f32"), (256, 2, "f16")],
+)
+def test_every_head_dim_and_group_is_right(metal: Metal, D: int, G: int, dtype: str, reallocate: bool) -> None:
+    case = Case(1, 2 * G, 2, 400, D, dtype)
+    settings = {"rank": 32, "top_k": 150, "component_score": "query_key", "reallocate": reallocate}
+    out, expected, plain = step(case, 448, dtype, **settings)
+    assert_as_good_as_plain(out, expected, plain, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_split_list_is_merged_and_reallocated(metal: Metal, dtype: str) -> None:
+    case = Case(1, 2, 2, 2000, 64, dtype, padding=(30,))
+    out, expected, plain = step(case, 2048, dtype, rank=16, top_k=900, reallocate=True)
+    assert_as_good_as_plain(out, expected, plain, dtype)
+
+
+def test_a_context_of_65536_keys_takes_four_launches(metal: Metal) -> None:
+    case = Case(1, 8, 2, 65_536, 128, "f16")
+    q, k, v = case.inputs()
+    expected = oracle.sparq_attention(q, k, v, rank=32, top_k=128)
+    chosen = oracle.sparq_select(q, k, rank=32, top_k=128)
+    mq, mk, mv = (to_mlx(array, "f16") for array in (q, k, v))
+    keys_t = mx.contiguous(mk.swapaxes(-1, -2))
+    out = mlx_sparse.sparq_attention(mq, mk, mv, rank=32, top_k=128, keys_t=keys_t, backend="metal")
+    plain = plain_attention(q, k, v, chosen.indices, case.D**-0.5, "f16")
+    assert_as_good_as_plain(to_numpy(out), expected, plain, "f16")
+    if metal.emulated:
+        names = [report.kernel for report in metal.launches]
+        assert names == ["sparq_scores", "sparq_candidates", "top_k_candidates", "attend_indices"]
+
+
+@pytest.mark.parametrize("G", [1, 4])
+@pytest.mark.parametrize("reallocate", [False, True])
+@pytest.mark.parametrize("S", [1000, 8192, 8193, 65_536])
+def test_a_step_takes_at_most_four_launches(S: int, G: int, reallocate: bool) -> None:
+    """Counted from the launch geometry: scores, selections, attend, merge."""
+    for top_k in (1, 128, 512):
+        launches, tiles = 2, 2
+        items = S
+        while tiles > 1:
+            tiles, _, slots = select.tiles_of(items, top_k)
+            items = tiles * slots
+            launches += 1
+        launches += attend.splits_of(min(top_k, S), 8) > 1
+        assert launches <= 4
+
+
+def test_nothing_recompiles_as_the_context_grows(metal: Metal) -> None:
+    texts: set[tuple[str, str]] = set()
+    for S in (300, 301, 4000, 4097):
+        case = Case(1, 4, 2, S, 64, "f16")
+        step(case, 4160, "f16", rank=16, top_k=32, reallocate=True)
+        if metal.emulated:
+            texts.update(metal.texts.items())
+    names = [name for name, _ in texts]
+    assert len(names) == len(set(names))
+
+
+# the cache and the model
+
+
+def test_a_cache_decodes_on_metal_as_on_ops(metal: Metal) -> None:
+    rng = np.random.default_rng(3)
+    cache = SparseKVCache()
+    config = SparQ(rank=8, top_k=16, component_score="query_key", reallocate=True, dense_below=0)
+    for L in (70, 1, 1, 1, 200, 1, 1):
+        k, v = (to_mlx(rng.normal(size=(2, 2, L, 64)), "f16") for _ in range(2))
+        cache.update_and_fetch(k, v)
+        queries = to_mlx(rng.standard_t(3, size=(2, 4, 1, 64)), "f16")
+        metal_out, metal_lse = cache.attend(queries, config, scale=0.125, backend="metal")
+        ops_out, ops_lse = cache.attend(queries, config, scale=0.125, backend="ops")
+        np.testing.assert_allclose(to_numpy(metal_out), to_numpy(ops_out), rtol=0, atol=2e-3)
+        np.testing.assert_allclose(np.array(metal_lse), np.array(ops_lse), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_model_decodes_on_metal_as_on_ops(metal: Metal, family: str) -> None:
+    model, prompt = build(family), prompt_of(60)
+    generated = {}
+    for backend in ("ops", "auto"):
+        with mlx_sparse.sparse(model, "sparq:rank=8,top_k=16,dense_below=0", backend=backend) as report:
+            generated[report.backend] = greedy(model, prompt, 6)[0]
+        assert report.sparse_calls > 0
+    assert generated["metal"] == generated["ops"]
+    if metal.emulated:
+        assert {launched.kernel for launched in metal.launches} >= {"sparq_scores", "sparq_candidates"}
+
+
+def test_auto_is_metal_where_it_can_run_and_fits(metal: Metal) -> None:
+    assert registry.resolve("auto", "sparq", D=128, G=4) == "metal"
+    assert registry.resolve("auto", "streaming", D=128, G=4) == "ops"
+    assert registry.resolve("auto", "sparq", D=320, G=4) == "ops"
+    assert registry.resolve("auto", "sparq", D=64, G=32) == "ops"
+    with pytest.raises(mlx_sparse.BackendUnavailable, match="head dims that are multiples of 4 up to 256, not 320"):
+        registry.resolve("metal", "sparq", D=320, G=4)
+    with pytest.raises(mlx_sparse.BackendUnavailable, match="up to 16 query heads per KV head, not 32"):
+        registry.resolve("metal", "sparq", D=64, G=32)
+    with pytest.raises(mlx_sparse.BackendUnavailable, match="it does not have streaming"):
+        registry.resolve("metal", "streaming", D=64, G=2)
+
+
+@pytest.mark.skipif(mx.metal.is_available(), reason="there is a Metal GPU")
+def test_off_a_mac_metal_is_refused_with_the_reason_and_auto_is_ops() -> None:
+    assert registry.resolve("auto", "sparq", D=128, G=4) == "ops"
+    with pytest.raises(mlx_sparse.BackendUnavailable, match=r"got metal .MLX finds no Metal GPU on this machine"):
+        registry.resolve("metal", "sparq", D=128, G=4)
+
+
+def test_select_agrees_with_the_oracle(metal: Metal) -> None:
+    case = Case(1, 32, 8, 1025, 128, "f16")
+    q, k, _ = case.inputs()
+    expected = oracle.sparq_select(q, k, rank=32, top_k=128)
+    indices, _, _ = sparq.sparq_select(
+        to_mlx(q, "f16"),
+        to_mlx(k, "f16"),
+        rank=32,
+        top_k=128,
+        local_window=32,
+        group_reduce="softmax",
+        component_weight=None,
+        scale=case.D**-0.5,
+        left_padding=None,
+        keys_t=None,
+    )
+    assert_same_choice(np.array(indices), expected.indices, expected.scores)

@@ -1,0 +1,191 @@
+"""Bytes that the Metal kernels move, counted by the harness, and what the comment at the top of each says of it.
+
+On a Mac nothing is counted, so there is nothing to assert.
+"""
+
+from __future__ import annotations
+
+import re
+from math import prod
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from cases import Case
+from msl import Metal, Report
+
+from mlx_sparse import stats
+from mlx_sparse.kernels import attend, launch, select, sparq
+
+pytestmark = pytest.mark.skipif(mx.metal.is_available(), reason="only the harness counts bytes")
+
+RANK, TOP_K, D, HKV = 32, 128, 128, 2
+SPARQ = ["sparq_scores", "sparq_candidates"]
+
+
+def decode(metal: Metal, S: int, G: int, *, top_k: int = TOP_K, reallocate: bool) -> list[Report]:
+    """The launches of one float16 decode step."""
+    case = Case(1, HKV * G, HKV, S, D, "f16")
+    q, k, v = (mx.array(array).astype(mx.float16) for array in case.inputs())
+    metal.clear()
+    sparq.sparq_attention(
+        q,
+        k,
+        v,
+        reallocate=reallocate,
+        scale=D**-0.5,
+        value_mean=mx.zeros((1, HKV, D)),
+        rank=RANK,
+        top_k=top_k,
+        local_window=top_k // 4,
+        group_reduce="softmax",
+        component_weight=mx.ones((1, HKV, D)) if reallocate else None,
+        left_padding=None,
+        keys_t=mx.contiguous(k.swapaxes(-1, -2)),
+    )
+    return list(metal.launches)
+
+
+def moved(launches: list[Report], level: str, *names: str, direction: str | None = None) -> int:
+    """Bytes of the named buffers, or of all, at one level."""
+    counted = []
+    for report in launches:
+        for way, buffers in (("read", report.reads), ("write", report.writes)):
+            if direction in (None, way):
+                counted += [getattr(t, level) for name, t in buffers.items() if not names or name in names]
+    return sum(counted)
+
+
+@pytest.mark.parametrize("G", [4, 1])
+@pytest.mark.parametrize("S", [4096, 16_384])
+def test_a_step_moves_the_bytes_of_the_paper_and_a_bounded_score_buffer(metal: Metal, S: int, G: int) -> None:
+    launches = decode(metal, S, G, reallocate=G == 1)
+    K = HKV * S * D * 2
+    assert moved(launches, "dispatch", "keys_t") <= 1.02 * RANK / D * K
+    assert moved(launches, "dispatch", "keys", "values") <= 1.05 * HKV * 2 * TOP_K * D * 2
+    # The score buffer: one float32 logit per key and query head, written once and read at most twice.
+    buffer = HKV * S * G * 4
+    assert moved(launches, "dispatch", "logits", direction="write") <= 1.01 * buffer
+    assert moved(launches, "dispatch", "logits", direction="read") <= 2 * buffer
+    whole = moved(launches, "dispatch")
+    formula = HKV * stats.sparq_elements(S, D, rank=RANK, top_k=TOP_K) * 2
+    assert whole - moved(launches, "dispatch", "logits") <= 1.10 * formula
+    assert moved(launches, "threadgroup") <= 1.25 * whole
+
+
+@pytest.mark.parametrize("G", [4, 8])
+def test_each_listed_row_is_read_once_for_the_whole_group(metal: Metal, G: int) -> None:
+    launches = decode(metal, 4096, G, reallocate=False)
+    for level in ("lane", "threadgroup", "dispatch"):
+        assert moved(launches, level, "keys", "values") == HKV * 2 * TOP_K * D * 2
+
+
+def test_a_long_list_is_read_once_however_it_is_split(metal: Metal) -> None:
+    N = 20_000
+    case = Case(1, 8, HKV, N, D, "f16")
+    q, k, v = (mx.array(array).astype(mx.float16) for array in case.inputs())
+    indices = mx.broadcast_to(mx.arange(N), (1, HKV, N)).astype(mx.int32)
+    attend.attend_indices(q, k, v, indices, scale=1.0)
+    assert len(metal.launches) == 2
+    assert metal.launches[0].grid[0] // metal.launches[0].threadgroup[0] > 16
+    for level in ("lane", "threadgroup", "dispatch"):
+        assert moved(metal.launches, level, "keys", "values") == HKV * 2 * N * D * 2
+
+
+# The comment at the top of a kernel
+
+
+def facts(name: str) -> dict[str, str]:
+    """Its fields; a line that starts further to the right goes on with the field above."""
+    found: dict[str, str] = {}
+    field = ""
+    for line in launch.text(f"{name}.metal").splitlines():
+        if match := re.fullmatch(r"// (inputs|outputs|template|grid|threadgroup|reads|writes) +(.+)", line):
+            field, value = match.groups()
+            found[field] = value
+        elif field and (match := re.fullmatch(r"// {14,}(.+)", line)):
+            found[field] += " " + match[1]
+        elif not line.startswith("//"):
+            return found
+    return found
+
+
+def names(listed: str) -> tuple[str, ...]:
+    """``queries (B, D) T; keys, values (S, D) T`` as queries, keys, values."""
+    return tuple(name for part in listed.split(";") for name in part.partition(" (")[0].strip().split(", "))
+
+
+KERNELS = [
+    *(sparq.SCORES, sparq.CANDIDATES),
+    *(select.SCORES, select.CANDIDATES),
+    *(attend.ATTEND, attend.REALLOCATE, attend.MERGE, attend.MERGE_REALLOCATE),
+]
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_its_comment_names_the_inputs_and_outputs_of_the_launcher(kernel: launch.Kernel) -> None:
+    comment = facts(kernel.name)
+    assert names(comment["inputs"]) == kernel.inputs
+    assert names(comment["outputs"]) == kernel.outputs
+    assert {"grid", "threadgroup", "reads", "writes"} <= set(comment)
+
+
+SIZES = {"B": 1, "H": HKV, "Hkv": HKV, "D": D, "T": 2, "rank": RANK}
+
+
+def check(metal: Metal, name: str, **sizes: int) -> None:
+    """Grid, threadgroup, template parameters and bytes of the last launch are what the comment says."""
+    report = metal.last(name)
+    comment = facts(name)
+    sizes = {**SIZES, **sizes}
+
+    def value(expression: str) -> float:
+        # An expression of our own file; the names are the sizes above.
+        result: float = eval(expression, {"__builtins__": {}}, sizes)
+        return result
+
+    assert tuple(value(part) for part in comment["grid"].split(",")) == report.grid
+    assert tuple(value(part) for part in comment["threadgroup"].split(",")) == report.threadgroup
+    (declared,) = re.findall(r"template <([^>]*)>\s*\[\[kernel\]\]", metal.texts[name]) or [""]
+    assert sorted(re.findall(r"(\w+)(?:,|$)", declared)) == sorted(
+        filter(None, comment.get("template", "").split(", "))
+    )
+    for field, measured in (("reads", report.reads), ("writes", report.writes)):
+        counted = sum(traffic.dispatch for traffic in measured.values())
+        stated = value(comment[field])
+        # Lines of 128 bytes at both ends of every buffer and scalars are not in the formula.
+        assert 0.9 * stated <= counted <= 1.03 * stated + 128 * 2 * len(measured), f"{name} {field}"
+
+
+def test_sparq_kernels_do_what_their_comments_say(metal: Metal) -> None:
+    S, G = 16_384, 4
+    decode(metal, S, G, top_k=256, reallocate=True)
+    common = {"S": S, "G": G, "Hq": HKV * G}
+    tiles, threads, slots = select.tiles_of(S, 256)
+    check(metal, "sparq_scores", tiles=S // 1024, WEIGHTED=1, **common)
+    check(metal, "sparq_candidates", tiles=tiles, threads=threads, slots=slots, score_tiles=S // 1024, **common)
+    N = tiles * slots
+    tiles, threads, slots = select.tiles_of(N, 256)
+    check(metal, "top_k_candidates", N=N, tiles=tiles, threads=threads, slots=slots)
+    splits = attend.splits_of(256, HKV)
+    check(metal, "attend_reallocate", N=256, splits=splits, SIMDGROUPS=16, O=2, **common)
+
+
+def test_split_attention_does_what_its_comments_say(metal: Metal) -> None:
+    G, N = 4, 2048
+    splits = attend.splits_of(N, HKV)
+    common = {"N": N, "splits": splits, "SIMDGROUPS": 16, "G": G, "Hq": HKV * G}
+    decode(metal, 8192, G, top_k=N, reallocate=False)
+    check(metal, "attend_indices", O=4, **common)
+    check(metal, "merge_parts", O=2, **common)
+    decode(metal, 8192, G, top_k=N, reallocate=True)
+    check(metal, "merge_reallocate", O=2, **common)
+
+
+def test_top_k_scores_does_what_its_comment_says(metal: Metal) -> None:
+    S = 20_000
+    scores = mx.array(np.random.default_rng(0).normal(size=(1, HKV, S)).astype(np.float32))
+    select.select_top_k(scores, top_k=128, local_window=0, left_padding=None)
+    tiles, threads, slots = select.tiles_of(S, 128)
+    check(metal, "top_k_scores", S=S, tiles=tiles, threads=threads, slots=slots)
+    assert prod((tiles, slots)) < S // 8
