@@ -7,6 +7,7 @@ sparse step and follows the cache through trim, growth, copies and reloads.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -63,7 +64,10 @@ class SideBuffers:
                 blank = mx.zeros((*self.keys_t.shape[:-1], grown), keys.dtype)
                 self.keys_t = mx.concatenate([self.keys_t[..., : self.covered], blank], axis=-1)
             self.keys_t[..., self.covered : S] = keys[..., self.covered : S, :].swapaxes(-1, -2)
-        self._add(cache, self.covered, S, 1.0, mean=mean, spread=spread)
+        if S == self.covered + 1 and cache.padding is None:
+            self._add_one(cache, mean=mean, spread=spread)
+        else:
+            self._add(cache, self.covered, S, 1.0, mean=mean, spread=spread)
         self.covered = S
 
     @staticmethod
@@ -92,6 +96,13 @@ class SideBuffers:
         mx.eval([array for array in (self.value_sum, *(self.key_sums or ())) if array is not None])
         self.covered = length
 
+    def _add_one(self, cache: SparseCache, *, mean: bool, spread: bool) -> None:
+        """`_add` of the row that a decode step brings, in one launch per sum."""
+        if mean and self.value_sum is not None:
+            self.value_sum = self.value_sum + cache.values[..., self.covered, :].astype(mx.float32)
+        if spread and self.key_sums is not None and self.key_shift is not None:
+            self.key_sums = _add_key(*self.key_sums, cache.keys[..., self.covered, :], self.key_shift)
+
     def _add(self, cache: SparseCache, start: int, stop: int, sign: float, *, mean: bool, spread: bool) -> None:
         valid = None
         if cache.padding is not None:
@@ -107,8 +118,8 @@ class SideBuffers:
         if spread:
             rows = cache.keys[..., start:stop, :].astype(mx.float32)
             if self.key_shift is None:
-                self.key_shift = rows.mean(axis=2, keepdims=True)
-            rows = rows - self.key_shift
+                self.key_shift = rows.mean(axis=2)
+            rows = rows - self.key_shift[:, :, None]
             first, second = self.key_sums or (mx.array(0.0), mx.array(0.0))
             self.key_sums = (first + total(rows), second + total(rows**2))
 
@@ -120,8 +131,21 @@ class SideBuffers:
     def deviation(self, count: int | mx.array) -> mx.array:
         """(sparq.1) standard deviation of each key component, float32 ``(B, Hkv, D)``."""
         assert self.key_sums is not None
-        first, second = self.key_sums
-        return mx.sqrt(mx.maximum(second / count - (first / count) ** 2, 0.0))
+        return _deviation(*self.key_sums, mx.array(count, mx.float32))
+
+
+# A decode step calls these once per layer: compiled, each is one launch instead of half a dozen.
+
+
+@partial(mx.compile, shapeless=True)
+def _add_key(first: mx.array, second: mx.array, key: mx.array, shift: mx.array) -> tuple[mx.array, mx.array]:
+    centred = key.astype(mx.float32) - shift
+    return first + centred, second + centred**2
+
+
+@partial(mx.compile, shapeless=True)
+def _deviation(first: mx.array, second: mx.array, count: mx.array) -> mx.array:
+    return mx.sqrt(mx.maximum(second / count - (first / count) ** 2, 0.0))
 
 
 class SparseCache:
