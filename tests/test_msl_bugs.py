@@ -240,7 +240,8 @@ if (sg == 0) {
   threadgroup_barrier(mem_flags::mem_none);
 }
 """,
-         "DIVERGENT BARRIER threadgroup_barrier is not reached by thread (32,0,0), which waits in threadgroup_barrier at body:5",
+         "DIVERGENT BARRIER threadgroup_barrier is not reached by thread (32,0,0), "
+         "which waits in threadgroup_barrier at body:5",
          thread=0, line=3),
     Case("barrier in a loop of unequal length", """
 out[i] = x[i];
