@@ -40,7 +40,7 @@ RUNTIME = [*COMMON, *HALF, *STACK, "-std=c++20", "-c", "-O2", "-fPIC", "-fno-exc
 LINK = ["-shared", "-nostdlib++", "-Wl,-z,defs", "-Wl,-rpath,$ORIGIN", "-lm"]
 # MSL is C++14, C++17 from Metal 4; the warnings name what Apple's compiler refuses
 TYPED = [*COMMON, *HALF, "-std=c++17", "-c", "-O0", "-DMSL_TYPED=1", "-fno-lax-vector-conversions"]
-TYPED += ["-Wno-everything", "-Wc++20-extensions", "-Wimplicit-float-conversion"]
+TYPED += ["-Wno-everything", "-Wc++20-extensions", "-Wimplicit-float-conversion", "-Wno-implicit-int-float-conversion"]
 
 
 class CompileError(RuntimeError):

@@ -39,7 +39,7 @@ typedef __bf16 bfloat;
 #define threadgroup __attribute__((address_space(3)))
 #else
 #define device
-#define constant
+#define constant const
 #define threadgroup
 #endif
 #define thread
