@@ -25,19 +25,16 @@ COMMON = ["-x", "c++", "-fsigned-char", "-nostdinc++", "-fno-sanitize=all", "-U_
 PREPROCESS = [*COMMON, "-std=c++20", "-E", "-w", "-DMSL_PREPROCESS", "-D__METAL__=1", "-D__METAL_VERSION__=320"]
 RUN = [*COMMON, *HALF, "-std=c++20", "-c", "-w", "-O1", "-g1", "-gdwarf-4", "-fPIC", "-fno-exceptions", "-fno-rtti"]
 RUN += ["-fno-strict-aliasing", "-fno-math-errno", "-ffp-contract=off", "-fno-vectorize", "-fno-slp-vectorize"]
-RUN += ["-fno-lax-vector-conversions", "-ftrivial-auto-var-init=pattern", "-fsanitize=thread"]
+RUN += ["-fno-lax-vector-conversions", "-ftrivial-auto-var-init=pattern"]
 RUN += ["-fsanitize=array-bounds,shift-exponent,integer-divide-by-zero"]
+RUN += ["-Xclang", "-fsanitize=thread"]  # through -Xclang, for zig would keep it to itself
 STACK = ["-fno-omit-frame-pointer", "-mno-omit-leaf-frame-pointer"]  # the runtime compares the call stacks of lanes ...
 RUN += [*STACK, "-fconvergent-functions"]
 LLVM = ["tsan-instrument-func-entry-exit=0", "tsan-instrument-read-before-write=1"]
-LLVM += [
-    "enable-tail-merge=0",
-    "sink-common-insts=0",
-    "hoist-common-insts=0",
-]  # ... and two places made one lose theirs
+LLVM += ["enable-tail-merge=0", "sink-common-insts=0", "hoist-common-insts=0"]  # ... and two places stay two
 RUN += [word for option in LLVM for word in ("-mllvm", f"-{option}")]
 RUNTIME = [*COMMON, *HALF, *STACK, "-std=c++20", "-c", "-O2", "-fPIC", "-fno-exceptions", "-fno-rtti"]
-LINK = ["-shared", "-nostdlib++", "-Wl,-z,defs", "-Wl,-rpath,$ORIGIN", "-lm"]
+LINK = ["-shared", "-nostdlib++", "-O2", "-Wl,-z,defs", "-Wl,-rpath,$ORIGIN", "-lm"]
 # MSL is C++14, C++17 from Metal 4; the warnings name what Apple's compiler refuses
 TYPED = [*COMMON, *HALF, "-std=c++17", "-c", "-O0", "-DMSL_TYPED=1", "-fno-lax-vector-conversions"]
 TYPED += ["-Wno-everything", "-Wc++20-extensions", "-Wimplicit-float-conversion", "-Wno-implicit-int-float-conversion"]
