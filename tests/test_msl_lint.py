@@ -38,6 +38,10 @@ BODY = [
         "simd_max where threads may differ",
     ),
     ("uint j = 2 * lane; float y = j < 3 ? simd_sum(x[i]) : 0.0f;", "simd_sum where threads may differ"),
+    (
+        "float y = 0.0f; for (uint j = 0; j < n; j++) { if (lane == j) continue; y += simd_sum(y); }",
+        "continue where threads may differ",
+    ),
     ("float y = x[group * n + i];", "32-bit product as an offset: group * n + i"),
     ("const device float* row = x + group * n;", "32-bit product as an offset: group * n"),
 ]
@@ -52,6 +56,8 @@ CLEAN = [
     f"if (n < 3) {{ {BARRIER} }}",
     f"if (sg < n) {{ {BARRIER} }}  // uniform: one simdgroup per threadgroup",
     "float y = 0.0f; for (uint j = i; j < n; j++) y += 1.0f; for (uint j = sg; j < n; j += 8) y += simd_sum(y);",
+    "float y = 0.0f; for (uint j = 0; j < n; j++) { if (lane == j) continue; y += x[j]; }",
+    "float y = 0.0f; for (uint j = 0; j < n; j++) { if (group == j) continue; y += simd_sum(y); }",
     "// goto a double std:: 0.5",
     "/* threadgroup_barrier(mem_flags::mem_none); */",
     "float y = x[i] * lane & n;",

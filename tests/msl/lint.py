@@ -194,11 +194,17 @@ def divergence(text: Text) -> Found:
         measure = levels(f)
         calls = [re.compile("|".join([WAIT, *(rf"\b{n}(?=[(<])" for n in waiting - {f.name})]))]
         calls += [re.compile("|".join([SIMD, *(rf"\b{n}(?=[(<])" for n in joining - {f.name})]))]
+        loops: list[tuple[int, int]] = []
         for m in re.finditer(r"\b(?:if|for|while|switch)\s*\(", f.body):
-            opening = f.start + m.end() - 1
+            opening, end = f.start + m.end() - 1, text.end(f.start + m.start())
             close = text.match[opening]
+            loops += [(close, end)] * m[0].startswith(("for", "while"))
+            around = [loop for loop in loops if opening < loop[1]][-1:]
             for call in calls[: measure(text.code[opening:close], close - f.start)]:
-                for found in call.finditer(text.code, close, text.end(f.start + m.start())):
+                met = [*call.finditer(text.code, close, end)]
+                if any(call.search(text.code, *loop) for loop in around):  # some go round again while others meet
+                    met += re.compile(r"\b(?:continue|break)\b").finditer(text.code, close, end)
+                for found in met:
                     if not text.vouched(opening, found.start()):
                         yield found.start(), f"{found[0]} where threads may differ"
         for m in re.finditer(rf"([^;{{}}=]*?)(?:\?|&&|\|\|)[^;{{}}]*?({SIMD})", f.body):
