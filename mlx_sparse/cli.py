@@ -15,7 +15,7 @@ from .checks import ConfigError, SparseAttentionError
 HOSTED = ("generate", "chat", "server", "benchmark", "cache_prompt")
 
 # Subcommands that parse their own arguments, and where their main() is.
-OWN_PARSERS = {"demo": "mlx_sparse.demo.run", "eval": "mlx_sparse.evaluate.run"}
+OWN_PARSERS = {"demo": "mlx_sparse.demo.run", "eval": "mlx_sparse.evaluate.run", "bench": "mlx_sparse.bench.run"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     commands.add_parser("demo", help="a real model answers a question about a long text, densely and sparsely")
     commands.add_parser("eval", help="what a method costs in quality, on your model and your text")
+    commands.add_parser("bench", help="time a decode step, count its memory traffic, or model it on Apple's chips")
     for name in HOSTED:
         commands.add_parser(name, help=f"mlx_lm.{name} with --attn, without the start-up hook")
     matrix = commands.add_parser("matrix", help="print the table of methods and backends")

@@ -1,0 +1,154 @@
+"""What each launch of a decode step moves and computes, by formula.
+
+tests/test_bench.py holds the bytes to what the harness counts. Cycles are counted by hand from metal/*.h, in round
+numbers: one for a SIMD instruction, shared by the four schedulers of a core; the selection needs all of its rounds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from ..checks import check_local_window
+from ..config import SparQ
+from ..kernels import attend, select, sparq
+from ..kernels.launch import LANES
+from .dense import DenseKernel, Shape
+
+ITEM = 2  # bytes: float16
+FLOAT = 4
+LINE = 128  # bytes that memory delivers at once
+SCALARS = 6 * LINE  # lengths, shapes and parameters, each a line of its own
+
+SCHEDULERS = 4
+REDUCTION = 17  # cycles of simd_sum
+EXP = 8
+
+GROWTH = 256  # tokens after which the cache's buffers grow and are copied
+ANSWER = 128  # tokens over which building the component-major keys is spread
+
+# Array operations of mlx_sparse.cache per step, by (query_key, reallocate); the first writes the new key's column.
+SIDE_LAUNCHES = {(False, False): 1, (False, True): 4, (True, False): 5, (True, True): 8}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel.
+
+    Attributes:
+        groups: threadgroups.
+        once: bytes of all lines it touches, each counted once.
+        each: the same, counted once per threadgroup that touches it.
+        cycles: of one threadgroup on a core of its own, memory aside.
+    """
+
+    name: str
+    groups: int
+    once: float
+    each: float
+    cycles: int = 0
+
+
+def _kernel(name: str, groups: int, once: float, each: float, cycles: int = 0) -> Launch:
+    return Launch(name, groups, once + SCALARS, each + SCALARS * groups, cycles)
+
+
+def sparq_launches(shape: Shape, S: int, config: SparQ) -> list[Launch]:
+    """A step of SparQ over ``S`` keys, with what the cache does for it."""
+    reallocate = shape.G == 1 if config.reallocate == "auto" else bool(config.reallocate)
+    weighted = config.component_score == "query_key"
+    return [
+        *_side(shape, S, SIDE_LAUNCHES[weighted, reallocate]),
+        _scores(shape, S, config.rank, weighted),
+        *_selection(shape, S, config),
+        *_attend(shape, S, min(config.top_k, S), reallocate),
+    ]
+
+
+def dense_launches(kernel: DenseKernel, shape: Shape, S: int) -> list[Launch]:
+    """MLX's dense attention over ``S`` keys. It is assumed to compute as fast as it reads."""
+    cache = 2 * shape.Hkv * S * shape.D * ITEM
+    ends = shape.Hq * shape.D * ITEM
+    if kernel.launches == 1:
+        return [Launch(kernel.name, shape.Hq, cache + 2 * ends, cache * shape.G + 2 * ends)]
+    groups = shape.Hkv * kernel.blocks
+    parts = kernel.blocks * (ends + shape.Hq * 2 * FLOAT)
+    first = Launch(kernel.name, groups, cache + ends + parts, cache + ends * kernel.blocks + parts)
+    return [first, Launch("sdpa_vector_2pass_2", shape.Hq, parts + ends, parts + ends)]
+
+
+def _side(shape: Shape, S: int, launches: int) -> list[Launch]:
+    """The new key's column, a line of memory for each component; building and growing spread over the steps."""
+    column = 2 * LINE * shape.Hkv * shape.D
+    copies = 2 * shape.Hkv * S * shape.D * ITEM * (1 / GROWTH + 1 / ANSWER)
+    sums = 3 * shape.Hkv * shape.D * FLOAT
+    append = Launch("append", ceil((column + copies) / 4096), column + copies, column + copies)
+    return [append] + [Launch("sums", shape.Hkv, sums, sums)] * (launches - 1)
+
+
+def _scores(shape: Shape, S: int, rank: int, weighted: bool) -> Launch:
+    Hkv, D, G = shape.Hkv, shape.D, shape.G
+    simdgroups = sparq.THREADS // LANES
+    groups = Hkv * ceil(S / (sparq.KEYS * sparq.THREADS))
+    rows = Hkv * (rank * _lines(S * ITEM) + S * G * FLOAT) + groups * G * 2 * FLOAT
+    query = G * D * ITEM + weighted * D * FLOAT
+    per_simdgroup = rank * (12 + 6 * G) + G * (2 * REDUCTION + sparq.KEYS * (EXP + 4) + 20)
+    cycles = (simdgroups * per_simdgroup + D * D * 6 // LANES) // SCHEDULERS
+    return _kernel("sparq_scores", groups, rows + Hkv * query, rows + groups * query, cycles)
+
+
+def _selection(shape: Shape, S: int, config: SparQ) -> list[Launch]:
+    Hkv, G = shape.Hkv, shape.G
+    tiles, threads, slots = select.tiles_of(S, config.top_k)
+    window = check_local_window(config.local_window, config.top_k)
+    statistics = ceil(S / (sparq.KEYS * sparq.THREADS)) * G * 2 * FLOAT
+    logits = max(S - window, 0) * G * FLOAT
+    once = Hkv * (logits + statistics + tiles * slots * 2 * FLOAT + G * 2 * FLOAT)
+    each = once + Hkv * (tiles - 1) * statistics
+    cycles = _select_cycles(S, tiles, threads, G * (4 + EXP) + 10)
+    launches = [_kernel("sparq_candidates", Hkv * tiles, once, each, cycles)]
+    while tiles > 1:
+        left = tiles * slots
+        tiles, threads, slots = select.tiles_of(left, config.top_k)
+        moved = Hkv * (left * FLOAT + min(left, 32 * slots) * FLOAT + tiles * slots * 2 * FLOAT)
+        cycles = _select_cycles(left, tiles, threads, 6)
+        launches.append(_kernel("top_k_candidates", Hkv * tiles, moved, moved, cycles))
+    return launches
+
+
+def _select_cycles(items: int, tiles: int, threads: int, load: int) -> int:
+    """Load 16 items per lane, find the threshold in 16 rounds, write what reaches it."""
+    blocks = ceil(items / threads / select.ITEMS) if tiles == 1 else 1
+    rounds = 16 * (select.ITEMS * 6 + 6 * REDUCTION + 20)
+    writing = select.ITEMS * (4 * REDUCTION + 14)
+    reading = select.ITEMS * load * (18 if blocks > 1 else 1)  # an item beyond the registers is loaded in every round
+    return threads // LANES * (blocks * (reading + writing) + blocks * rounds) // SCHEDULERS
+
+
+def _attend(shape: Shape, S: int, N: int, reallocate: bool) -> list[Launch]:
+    Hkv, D, G = shape.Hkv, shape.D, shape.G
+    splits = attend.splits_of(N, Hkv)
+    simdgroups = 16 if G * D <= 1024 else 8
+    size = ITEM if splits == 1 else FLOAT
+    logits = reallocate * (N * min(LINE, S * G * FLOAT) + D * FLOAT)
+    moved = Hkv * (2 * N * D * ITEM + N * FLOAT + logits + splits * G * (D * size + (1 + reallocate) * FLOAT))
+    query = G * D * ITEM
+    lanes = next(n for n in (32, 16, 8, 4, 2, 1) if D // 4 % n == 0)
+    chunks, rows = D // 4 // lanes, LANES // lanes
+    tiles = ceil(N / splits / attend.TILE)
+    passes = ceil(min(attend.TILE, N) / (simdgroups * rows))
+    scoring = passes * (8 * chunks + G * (chunks * 5 + 2 * lanes.bit_length() + 6))
+    adding = passes * (8 * chunks + G * chunks * 6)
+    softmax = ceil(G / simdgroups) * (4 * (EXP + 8) + 3 * REDUCTION)
+    merging = G * (chunks * 10 + D * simdgroups // (simdgroups * LANES) * 4)
+    cycles = simdgroups * (tiles * (scoring + softmax + adding) + merging) // SCHEDULERS
+    name = "attend_reallocate" if reallocate else "attend_indices"
+    launches = [_kernel(name, Hkv * splits, moved + Hkv * query, moved + Hkv * splits * query, cycles)]
+    if splits > 1:
+        parts = shape.Hq * (splits * (D * FLOAT + 2 * FLOAT) + D * ITEM)
+        launches.append(_kernel("merge", shape.Hq, parts, parts))
+    return launches
+
+
+def _lines(size: int) -> int:
+    return ceil(size / LINE) * LINE

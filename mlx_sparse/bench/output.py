@@ -1,0 +1,39 @@
+"""On what something was measured, and files that are written at once or not at all."""
+
+from __future__ import annotations
+
+import os
+import platform
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+
+def machine() -> dict[str, Any]:
+    """What this is measured on."""
+    import mlx.core as mx
+
+    info = mx.device_info()
+    return {
+        "platform": platform.platform(),
+        "chip": info.get("device_name"),
+        "architecture": info.get("architecture"),
+        "device": str(mx.default_device()),
+        "memory": memory(),
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("mlx", "mlx-lm", "mlx-sparse-attention")},
+    }
+
+
+def memory() -> int:
+    """Bytes of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def write(path: Path, text: str) -> None:
+    """Replace a file at once or not at all."""
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as folder:
+        whole = Path(folder) / path.name
+        whole.write_text(text + "\n", encoding="utf-8")
+        whole.replace(path)

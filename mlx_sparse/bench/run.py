@@ -1,0 +1,149 @@
+"""``mlx-sparse bench``: time of a decode step, memory traffic of the kernels, and the roofline model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from ..checks import ConfigError, check_int
+from ..config import SparQ, parse
+from .output import machine, write
+
+DTYPES = ("float16", "bfloat16", "float32")
+LENGTHS = "1k,2k,4k,8k,16k,32k,64k,128k"
+SHAPES = "32x8x128,32x32x128,9x3x64"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a benchmark found: rows for programs, text for people, and whether what ran was right."""
+
+    rows: list[dict[str, Any]]
+    text: str
+    right: bool = True
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run a benchmark; return the exit code."""
+    args = _parser().parse_args(argv)
+    _check_output(args.output)
+    run: Callable[[argparse.Namespace], Result] = _traffic if args.traffic else _roofline if args.roofline else _decode
+    result = run(args)
+    command = shlex.join(["mlx-sparse", "bench", *_without_output(argv)])
+    facts = {"command": command, "date": date.today().isoformat(), "machine": machine()}
+    document = json.dumps(facts | {"rows": result.rows}, indent=1, default=str)
+    print(document if args.json else result.text)
+    if args.output:
+        write(args.output, document if args.output.suffix == ".json" else f"    {command}\n\n{result.text}")
+    return 0 if result.right else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mlx-sparse bench",
+        description="Time one decode step of SparQ against MLX's dense attention, interleaved in one run, after "
+        "checking that its result is right.",
+    )
+    parser.add_argument("--attn", metavar="METHOD", default="sparq", help="such as sparq:rank=16 (default: sparq)")
+    parser.add_argument("--lengths", metavar="S,...", default=LENGTHS, help=f"numbers of keys (default: {LENGTHS})")
+    parser.add_argument(
+        "--shapes", metavar="QxKxD,...", default=SHAPES, help=f"query heads x KV heads x head dim (default: {SHAPES})"
+    )
+    parser.add_argument("--dtype", metavar="TYPE,...", default="float16", help=", ".join(DTYPES))
+    parser.add_argument("--backend", metavar="NAME", default="auto", help="auto, ops or metal")
+    parser.add_argument("--repeat", metavar="N", type=int, default=15, help="steps of each kind (default: 15)")
+    other = parser.add_mutually_exclusive_group()
+    other.add_argument(
+        "--traffic",
+        action="store_true",
+        help="instead, count the bytes that the Metal kernels and MLX's own move, in the harness of tests/msl "
+        "(in a source checkout)",
+    )
+    other.add_argument(
+        "--roofline", action="store_true", help="instead, model the time on Apple's chips: no measurement"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="also write FILE.json or FILE.md")
+    return parser
+
+
+def _decode(args: argparse.Namespace) -> Result:
+    from tqdm import tqdm
+
+    from .decode import Row, measure, table
+    from .dense import Shape
+
+    config = _sparq(args.attn)
+    check_int("repeat", args.repeat, 2)
+    lengths = [_length(text) for text in args.lengths.split(",")]
+    shapes = [Shape(*_shape(text)) for text in args.shapes.split(",")]
+    dtypes = args.dtype.split(",")
+    if not set(dtypes) <= set(DTYPES):
+        raise ConfigError(f"--dtype: expected some of {', '.join(DTYPES)}, got {args.dtype}.")
+    cases = [(shape, S, dtype) for dtype in dtypes for shape in shapes for S in lengths]
+    rows: list[Row] = []
+    for shape, S, dtype in tqdm(cases, unit="row", disable=None):
+        rows.append(measure(shape, S, dtype, config, args.backend, args.repeat))
+    where = machine()
+    head = f"MLX {where['mlx']}, {where['chip']}, {where['device']}, {config}, backend {rows[0].backend}"
+    wrong = any(row.failed for row in rows)
+    return Result([row.as_dict() for row in rows], f"{head}\n\n{table(rows)}", right=not wrong)
+
+
+def _traffic(args: argparse.Namespace) -> Result:
+    from . import traffic
+
+    tables = traffic.measure()
+    return Result([row for table in tables for row in table.as_dicts()], traffic.text(tables))
+
+
+def _roofline(args: argparse.Namespace) -> Result:
+    from . import roofline
+
+    config = _sparq(args.attn)
+    rows = roofline.rows(config)
+    return Result(rows, roofline.text(rows, config))
+
+
+def _sparq(text: str) -> SparQ:
+    configs = parse(text)
+    if len(configs) != 1 or not isinstance(configs[0], SparQ):
+        raise ConfigError(f"--attn: expected sparq with or without parameters, got {text}.")
+    return configs[0]
+
+
+def _length(text: str) -> int:
+    number, factor = (text[:-1], 1024) if text.lower().endswith("k") else (text, 1)
+    if not number.isdecimal() or int(number) < 1:
+        raise ConfigError(f"--lengths: expected numbers such as 1k,2k,3000, got {text!r}.")
+    return int(number) * factor
+
+
+def _shape(text: str) -> tuple[int, int, int]:
+    sizes = tuple(int(size) if size.isdecimal() else 0 for size in text.split("x"))
+    if len(sizes) != 3 or min(sizes) < 1 or sizes[0] % sizes[1]:
+        raise ConfigError(f"--shapes: expected query heads x KV heads x head dim such as 32x8x128, got {text!r}.")
+    return sizes
+
+
+def _check_output(path: Path | None) -> None:
+    if path is None:
+        return
+    if path.suffix not in (".json", ".md"):
+        raise ConfigError(f"-o: expected a name that ends in .json or .md, got {path}.")
+    if not path.parent.is_dir():
+        raise ConfigError(f"-o: expected a folder that exists, got {path.parent}.")
+
+
+def _without_output(argv: Sequence[str]) -> list[str]:
+    """The arguments that say what was run, not where its result went."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("-o", "--output")
+    parser.add_argument("--json", action="store_true")
+    return parser.parse_known_args(list(argv))[1]

