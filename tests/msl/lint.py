@@ -45,6 +45,7 @@ class Function(NamedTuple):
     parameters: str
     start: int  # position of the body
     body: str
+    calls: set[str]  # names that look called
 
 
 Found = Iterator[tuple[int, str]]
@@ -81,7 +82,8 @@ class Text:
                 inside = self.match[start]
                 kernel = "kernel" in re.split(r"[;}]", self.code[: m.start()])[-1]
                 parameters = self.code[m.end() : close]
-                self.functions.append(Function(m[1], kernel, parameters, start, self.code[start:inside]))
+                calls = set(re.findall(r"\b(\w+)\s*[(<]", self.code[start:inside]))
+                self.functions.append(Function(m[1], kernel, parameters, start, self.code[start:inside], calls))
 
     def place(self, at: int) -> str:
         """File and line of a position, as `#line` directives count."""
@@ -106,12 +108,12 @@ class Text:
             at = self.match.get(at, at) + 1
         return self.match.get(at, at)
 
-    def callers(self, holds: Callable[[str], object]) -> set[str]:
-        """Names of the functions whose body does, or calls one that does."""
-        names = {f.name for f in self.functions if holds(f.body)}
+    def callers(self, names: set[str]) -> set[str]:
+        """Names of the functions that call one of these, or call one that does."""
+        found: set[str] = set()
         for _ in self.functions:
-            names |= {f.name for f in self.functions if names & set(re.findall(r"\b(\w+)\s*[(<]", f.body))}
-        return names
+            found |= {f.name for f in self.functions if f.calls & (names | found)}
+        return found
 
 
 def pointers(text: Text) -> Found:
@@ -145,7 +147,7 @@ def threadgroup_objects(text: Text) -> Found:
 
 def recursion(text: Text) -> Found:
     for f in text.functions:
-        if f.name in text.callers(re.compile(rf"\b{f.name}\s*[(<]").search):
+        if f.name in text.callers({f.name}):
             yield f.start, f"recursion: {f.name}"
 
 
@@ -189,11 +191,14 @@ def levels(f: Function) -> Callable[[str, int], int]:
 
 
 def divergence(text: Text) -> Found:
-    waiting, joining = (text.callers(re.compile(pattern).search) for pattern in (WAIT, SIMD))
+    own: list[set[str]] = [{f.name for f in text.functions if re.search(p, f.body)} for p in (WAIT, SIMD)]
+    meeting = [names | text.callers(names) for names in own]
     for f in text.functions:
         measure = levels(f)
-        calls = [re.compile("|".join([WAIT, *(rf"\b{n}(?=[(<])" for n in waiting - {f.name})]))]
-        calls += [re.compile("|".join([SIMD, *(rf"\b{n}(?=[(<])" for n in joining - {f.name})]))]
+        calls = [
+            re.compile("|".join([pattern, *(rf"\b{name}(?=[(<])" for name in names - {f.name})]))
+            for pattern, names in zip((WAIT, SIMD), meeting, strict=True)
+        ]
         loops: list[tuple[int, int]] = []
         for m in re.finditer(r"\b(?:if|for|while|switch)\s*\(", f.body):
             opening, end = f.start + m.end() - 1, text.end(f.start + m.start())
