@@ -122,6 +122,8 @@ class Kernel:
             extent = tuple(g * t for g, t in zip(extent, size, strict=True))
         if np.prod(size) > 1024:
             raise Fault("TOO MANY THREADS", f"{np.prod(size)} in a threadgroup, 1024 is the most", kernel=self.name)
+        if min(*size, *extent) < 1:
+            raise ValueError(f"{self.name}: grid {extent} and threadgroup {size} must be positive")
         arrays = self._arrays(buffers)
         entries = (_Buffer * len(arrays))()
         for entry, (p, array) in zip(entries, arrays, strict=True):
@@ -133,7 +135,7 @@ class Kernel:
         launch = _Launch(
             c.addressof(entries), len(entries), line, extent, size, seed, entry_point, bounds[0], bounds[1]
         )
-        status = c.CDLL(str(cc.runtime())).msl_launch(c.byref(launch))
+        status = c.PyDLL(str(cc.runtime())).msl_launch(c.byref(launch))
         if status == 2:
             raise MemoryError("the Metal harness could not reserve its address space")
         if status:

@@ -53,7 +53,7 @@ struct Mark {  // the last access of one direction to a granule
   u16 thread;
   u8 state;
 };
-enum { SET = 1, HOST = 2, ATOMIC = 4, PLAIN = 8, MANY_LANES = 16, MANY_SIMDGROUPS = 32, MANY_GROUPS = 64 };
+enum { SET = 1, HOST = 2, MANY_LANES = 4, MANY_SIMDGROUPS = 8, MANY_GROUPS = 16 };
 struct Cell { Mark mark[2]; };              // read, written
 struct Line { u32 interval, group; };       // when it was last touched
 struct Region {
@@ -62,9 +62,10 @@ struct Region {
   const char* name;
   bool read_only;
   int granule;
-  Cell* cells;       // one per granule; none for read-only memory
+  Cell* cells[2];    // one per granule for plain accesses, and for atomic ones once there are any; none for read-only memory
   Line* lines[2];    // one per cache line and direction; none for threadgroup memory
   Buffer* buffer;    // none for threadgroup memory
+  int id;            // of the threadgroup array in the kernel's text
 };
 constexpr int SLOT_BITS = 36, BUFFERS = 31, SLOTS = 64;
 constexpr u64 SLOT = 1ull << SLOT_BITS, PAGE = 1 << 16;
@@ -79,25 +80,30 @@ static bool protect(char* at, u64 bytes, int protection) {
 }
 static Region& open_region(int slot, u64 bytes, int granule, const char* name) {
   Region& r = regions[slot];
-  r = Region{slots + slot * SLOT + SLOT / 2, bytes, name, false, granule, nullptr, {nullptr, nullptr}, nullptr};
+  r = Region{slots + slot * SLOT + SLOT / 2, bytes, name, false, granule, {}, {}, nullptr, 0};
   if (!protect(r.start, pages(bytes), PROT_READ | PROT_WRITE)) abort();
   return r;
 }
 static void close_region(Region& r) {
   if (!r.start) return;
   protect(r.start, pages(r.bytes), PROT_NONE);
-  free(r.cells);
-  free(r.lines[0]);
-  free(r.lines[1]);
+  for (int i = 0; i < 2; ++i) free(r.cells[i]), free(r.lines[i]);
   r = Region{};
 }
-static void split_granules(Region& r, u64 to) {  // an access smaller than the granule: keep account per smaller one
-  u64 count = granules(r), factor = r.granule / to;
-  Cell* finer = static_cast<Cell*>(malloc(count * factor * sizeof(Cell)));
-  for (u64 i = 0; i < count * factor; ++i) finer[i] = r.cells[i / factor];
-  free(r.cells);
-  r.cells = finer;
-  r.granule = to;
+static Cell* new_cells(const Region& r) { return static_cast<Cell*>(calloc(granules(r) + 1, sizeof(Cell))); }
+static void halve_granules(Region& r) {  // for an access that is smaller
+  u64 count = granules(r);
+  r.granule /= 2;
+  for (Cell*& cells : r.cells) {
+    if (!cells) continue;
+    Cell* coarse = cells;
+    cells = new_cells(r);
+    for (u64 i = 0; i < granules(r) && i / 2 < count; ++i) cells[i] = coarse[i / 2];
+    free(coarse);
+  }
+}
+static bool written(const Region& r, u64 granule) {
+  return (r.cells[0][granule].mark[1].state | (r.cells[1] ? r.cells[1][granule].mark[1].state : 0)) & SET;
 }
 
 // ---- (c) fibers, first part: what the checks need to know about the running lane
@@ -162,22 +168,21 @@ static const char* thread_name(u32 thread) {
 }
 
 // ---- (b) races and traffic
-static bool ordered(const Mark& m, int space, bool atomic) {  // does m come before the current access, or go with it?
+static bool ordered(const Mark& m, int space) {  // does m come before the current access?
   if (!(m.state & SET) || m.state & HOST) return true;
-  if (m.group != group || m.state & MANY_GROUPS) return atomic && !(m.state & PLAIN);
-  if (m.interval != fence[space] || (atomic && m.state & ATOMIC)) return true;
+  if (m.group != group || m.state & MANY_GROUPS) return false;
+  if (m.interval != fence[space]) return true;
   if (m.thread / 32 != current / 32 || m.state & MANY_SIMDGROUPS) return false;
   return m.fence != simdgroups[current / 32].fence[space] || (m.thread == current && !(m.state & MANY_LANES));
 }
-static void set_mark(Mark& m, int space, bool atomic, u32 place) {
-  u8 state = SET | (atomic ? ATOMIC : PLAIN);
+static void set_mark(Mark& m, int space, u32 place) {
+  u8 state = SET;
   u32 my_fence = simdgroups[current / 32].fence[space];
   if (m.state & SET && !(m.state & HOST)) {
-    state |= m.state & (PLAIN | MANY_GROUPS);
+    state |= m.state & MANY_GROUPS;
     if (m.group != group) {
       state |= MANY_GROUPS;
     } else if (m.interval == fence[space]) {
-      if (!(m.state & ATOMIC)) state &= ~ATOMIC;
       state |= m.state & MANY_SIMDGROUPS;
       if (m.thread / 32 != current / 32) state |= MANY_SIMDGROUPS;
       else if (m.fence == my_fence) state |= (m.state & MANY_LANES) | (m.thread != current ? MANY_LANES : 0);
@@ -204,15 +209,17 @@ static void set_mark(Mark& m, int space, bool atomic, u32 place) {
 static void check_cells(Region& r, u64 offset, u64 bytes, Direction direction, bool atomic, Place place) {
   int space = r.buffer ? DEVICE : THREADGROUP;
   bool write = direction != READ;
-  while ((offset | bytes) & (r.granule - 1)) split_granules(r, r.granule / 2);
+  while ((offset | bytes) & (r.granule - 1)) halve_granules(r);
+  if (atomic && !r.cells[1]) r.cells[1] = new_cells(r);
   u32 mark_place = place.pc ? u32(offset_of(place.pc)) : SITE | site_number(place.at);
-  for (Cell *c = r.cells + offset / r.granule, *end = r.cells + (offset + bytes) / r.granule; c < end; ++c) {
-    if (direction != WRITE && !(c->mark[1].state & SET))
+  for (u64 i = offset / r.granule; i < (offset + bytes) / r.granule; ++i) {
+    if (direction != WRITE && !written(r, i))
       fail("UNINITIALISED", r.name, place, "read of %llu bytes at offset %llu of %s %s (%llu bytes)", bytes, offset,
            r.buffer ? "buffer" : "threadgroup array", r.name, r.bytes);
-    if (!ordered(c->mark[1], space, atomic)) race(r, c->mark[1], offset, bytes, write, true, place);
-    if (write && !ordered(c->mark[0], space, atomic)) race(r, c->mark[0], offset, bytes, write, false, place);
-    set_mark(c->mark[write], space, atomic, mark_place);
+    for (int kind = 0; kind < (atomic || !r.cells[1] ? 1 : 2); ++kind)  // atomic accesses get along with each other
+      for (int by_write = !write; by_write < 2; ++by_write)
+        if (const Mark& m = r.cells[kind][i].mark[by_write]; !ordered(m, space)) race(r, m, offset, bytes, write, by_write, place);
+    set_mark(r.cells[atomic][i].mark[write], space, mark_place);
   }
 }
 static void count(Region& r, u64 offset, u64 bytes, bool write) {
@@ -255,7 +262,7 @@ static void access(const volatile void* address, u64 bytes, Direction direction,
          r.buffer ? "buffer" : "threadgroup array", r.name, r.bytes);
   if (r.buffer && direction != WRITE) count(r, offset, bytes, false);
   if (r.buffer && direction != READ) count(r, offset, bytes, true);
-  if (r.cells) check_cells(r, offset, bytes, direction, atomic, place);
+  if (r.cells[0]) check_cells(r, offset, bytes, direction, atomic, place);
 }
 
 // ---- (c) fibers and schedule: lanes of a simdgroup run until all wait or have returned, then the next simdgroup
@@ -377,6 +384,7 @@ static void wait(const char* what, void* operand, msl::combine_t combine, int fl
   if (!_setjmp(lane.resume)) switch_lane();
 }
 
+#define PC __builtin_return_address(0)
 extern "C" {
 // ---- (d) callbacks: the kernel's operations, clang's loads and stores, clang's checks
 void msl_collective(const char* what, void* operand, msl::combine_t combine, int flags, site at) {
@@ -392,19 +400,20 @@ void msl_access(const volatile void* p, unsigned long bytes, int direction, int 
   access(p, bytes, Direction(direction), true, atomic, {nullptr, at});
 }
 void* msl_shared(int id, unsigned long bytes, int granule, const char* name) {
-  if (id + BUFFERS >= SLOTS) abort();
-  Region& r = regions[BUFFERS + id];
-  if (r.start) return r.start;
+  int slot = BUFFERS;
+  while (slot < SLOTS && regions[slot].start && regions[slot].id != id) ++slot;
+  if (slot == SLOTS) fail("THREADGROUP MEMORY", name, {PC, {}}, "in more than %d arrays", SLOTS - BUFFERS);
+  if (regions[slot].start) return regions[slot].start;
   launch->threadgroup_bytes += bytes;
   if (launch->threadgroup_bytes > 32768)
-    fail("THREADGROUP MEMORY", name, {__builtin_return_address(0), {}}, "%llu bytes with array %s, 32768 is the most",
+    fail("THREADGROUP MEMORY", name, {PC, {}}, "%llu bytes with array %s, 32768 is the most",
          launch->threadgroup_bytes, name);
-  open_region(BUFFERS + id, bytes, granule, name);
-  r.cells = static_cast<Cell*>(calloc(granules(r), sizeof(Cell)));
+  Region& r = open_region(slot, bytes, granule, name);
+  r.id = id;
+  r.cells[0] = new_cells(r);
   memset(r.start, 0xAA, bytes);
   return r.start;
 }
-#define PC __builtin_return_address(0)
 #define HOOKS(n) \
   void __tsan_read##n(void* p) { access(p, n, READ, true, false, {PC, {}}); } \
   void __tsan_write##n(void* p) { access(p, n, WRITE, true, false, {PC, {}}); } \
@@ -487,7 +496,8 @@ static void run_threadgroup(u32 number) {
   for (u32 t = 0; t < threads; ++t) simdgroups[t / 32].ready |= 1u << t % 32;
   for (int i = BUFFERS; i < SLOTS; ++i) {  // a new threadgroup finds threadgroup memory unwritten
     if (!regions[i].start) continue;
-    memset(regions[i].cells, 0, granules(regions[i]) * sizeof(Cell));
+    for (Cell* cells : regions[i].cells)
+      if (cells) memset(cells, 0, granules(regions[i]) * sizeof(Cell));
     memset(regions[i].start, 0xAA, regions[i].bytes);
   }
   fence[0] = fence[1] = 0;
@@ -505,8 +515,8 @@ static void open_buffers() {
     r.read_only = b.read_only;
     for (auto& lines : r.lines) lines = static_cast<Line*>(calloc(b.bytes / launch->line_bytes + 1, sizeof(Line)));
     if (b.read_only) continue;
-    r.cells = static_cast<Cell*>(calloc(granules(r) + 1, sizeof(Cell)));
-    for (u64 j = 0; b.initialised && j < granules(r); ++j) r.cells[j].mark[1].state = SET | HOST;
+    r.cells[0] = new_cells(r);
+    for (u64 j = 0; b.initialised && j < granules(r); ++j) r.cells[0][j].mark[1].state = SET | HOST;
     if (!b.initialised) memset(r.start, 0xAA, b.bytes);
   }
   for (auto& lane : lanes)
@@ -519,7 +529,7 @@ static void close_buffers() {
     if (b.read_only) continue;
     memcpy(b.data, r.start, b.bytes);
     for (u64 j = granules(r); j-- > 0;)
-      if (!(r.cells[j].mark[1].state & SET)) b.unwritten += r.granule, b.first_unwritten = j * r.granule;
+      if (!written(r, j)) b.unwritten += r.granule, b.first_unwritten = j * r.granule;
   }
 }
 int msl_launch(Launch* l) {  // 0: done, 1: a fault was found, 2: no address space
