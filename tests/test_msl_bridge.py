@@ -105,6 +105,16 @@ def test_init_value_and_atomic_outputs() -> None:
         assert small(source, mx.arange(64) % 3, n=4, init=10, atomic_outputs=True).tolist() == [32, 31, 31, 10]
 
 
+def test_outputs_of_any_type_and_of_no_dimension() -> None:
+    source = "flag[0] = x[0] < x[1];\nlast[0] = x[1];"
+    with emulated():
+        kernel = mx.fast.metal_kernel(name="two", input_names=["x"], output_names=["flag", "last"], source=source)
+        how = {"grid": (1, 1, 1), "threadgroup": (1, 1, 1), "output_dtypes": [mx.bool_, mx.bfloat16]}
+        flag, last = kernel(inputs=[mx.array([3.0, 4.0]).astype(mx.bfloat16)], output_shapes=[(1,), ()], **how)
+    assert (flag.tolist(), flag.dtype) == ([True], mx.bool_)
+    assert (last.item(), last.shape, last.dtype) == (4.0, (), mx.bfloat16)
+
+
 def test_output_starts_as_never_written() -> None:
     with emulated(), pytest.raises(Fault, match=r"UNINITIALISED read .* buffer out"):
         small("out[thread_position_in_grid.x] += x[thread_position_in_grid.x];", mx.ones(32))

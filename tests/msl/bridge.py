@@ -132,8 +132,7 @@ def _run(
         named = zip(("shape", "strides", "ndim"), facts, passed, strict=True)
         buffers |= {f"{label}_{fact}": value for fact, value, wanted in named if wanted and x.ndim}
     for label, (shape, dtype) in zip(outputs, launch.outputs, strict=True):
-        start = mx.full(shape, 0 if init_value is None else init_value, dtype)
-        buffers[label] = np.array(_bits(start))
+        buffers[label] = np.array(_bits(mx.full(shape, init_value or 0).astype(dtype)))
     report = _kernel(metal.replaced.get(text, text), launch.host_name, label=name)(
         buffers,
         grid=launch.grid,
