@@ -49,10 +49,6 @@ class Launch:
     cycles: int = 0
 
 
-def _kernel(name: str, groups: int, once: float, each: float, cycles: int = 0) -> Launch:
-    return Launch(name, groups, once + SCALARS, each + SCALARS * groups, cycles)
-
-
 def sparq_launches(shape: Shape, S: int, config: SparQ) -> list[Launch]:
     """A step of SparQ over ``S`` keys, with what the cache does for it."""
     reallocate = shape.G == 1 if config.reallocate == "auto" else bool(config.reallocate)
@@ -68,13 +64,21 @@ def sparq_launches(shape: Shape, S: int, config: SparQ) -> list[Launch]:
 def dense_launches(kernel: DenseKernel, shape: Shape, S: int) -> list[Launch]:
     """MLX's dense attention over ``S`` keys. It is assumed to compute as fast as it reads."""
     cache = 2 * shape.Hkv * S * shape.D * ITEM
-    ends = shape.Hq * shape.D * ITEM
+    ends = shape.Hq * shape.D * ITEM  # queries, or a result of each
     if kernel.launches == 1:
-        return [Launch(kernel.name, shape.Hq, cache + 2 * ends, cache * shape.G + 2 * ends)]
+        return [_kernel(kernel.name, shape.Hq, cache + 2 * ends, cache * shape.G + 2 * ends)]
+    results = kernel.blocks * ends
+    # With a result of each block its largest score and sum; within a threadgroup each of them is a line of its own.
+    once, each = (results + kernel.blocks * shape.Hq * 2 * size for size in (FLOAT, LINE))
     groups = shape.Hkv * kernel.blocks
-    parts = kernel.blocks * (ends + shape.Hq * 2 * FLOAT)
-    first = Launch(kernel.name, groups, cache + ends + parts, cache + ends * kernel.blocks + parts)
-    return [first, Launch("sdpa_vector_2pass_2", shape.Hq, parts + ends, parts + ends)]
+    return [
+        _kernel(kernel.name, groups, cache + ends + once, cache + results + each),
+        _kernel("sdpa_vector_2pass_2", shape.Hq, once + ends, once + ends),
+    ]
+
+
+def _kernel(name: str, groups: int, once: float, each: float, cycles: int = 0) -> Launch:
+    return Launch(name, groups, once + SCALARS, each + SCALARS * groups, cycles)
 
 
 def _side(shape: Shape, S: int, launches: int) -> list[Launch]:

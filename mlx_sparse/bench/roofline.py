@@ -26,6 +26,7 @@ BOUNDARY_ELEMENTS = 40 << 20  # of distinct arrays, after which MLX starts anoth
 
 # Bytes saved by a step from which SparQ wins for all shapes on all chips of a kind (MLX's letter).
 ENOUGH = {"g": 28 << 20, "s": 56 << 20, "d": 72 << 20}
+FAR = 1 << 20  # more keys than any config attends
 KINDS = {"g": "base and Pro chips", "s": "Max", "d": "Ultra"}
 
 
@@ -101,9 +102,11 @@ def saved(shape: Shape, S: int, config: SparQ) -> int:
     return shape.Hkv * (ITEM * elements - 2 * FLOAT * shape.G * S)
 
 
-def advised(letter: str, shape: Shape, config: SparQ) -> int:
-    """Keys from which a step saves `ENOUGH` for chips of this kind."""
-    return next(S for S in range(64, 1 << 30, 64) if saved(shape, S, config) >= ENOUGH[letter])
+def advised(letter: str, shape: Shape, config: SparQ) -> int | None:
+    """Keys from which a step saves `ENOUGH` for chips of this kind; None if it never does."""
+    far = saved(shape, FAR, config)
+    per_key = saved(shape, FAR + 1, config) - far
+    return ceil(FAR + (ENOUGH[letter] - far) / per_key) if per_key > 0 else None
 
 
 def rows(config: SparQ) -> list[dict[str, Any]]:
@@ -132,7 +135,7 @@ def text(rows: Sequence[dict[str, Any]], config: SparQ) -> str:
     kind = {(row["shape"], row["letter"]): row["advised_from"] for row in rows}
     shapes = list(dict.fromkeys(row["shape"] for row in rows))
     crossings = [[shape, *(_crossing(cell[shape, chip.name]) for chip in CHIPS)] for shape in shapes]
-    advice = [[shape, *(f"{kind[shape, letter]:,}" for letter in KINDS)] for shape in shapes]
+    advice = [[shape, *(_keys(kind[shape, letter]) for letter in KINDS)] for shape in shapes]
     times = [
         [
             chip.name,
@@ -158,8 +161,11 @@ def text(rows: Sequence[dict[str, Any]], config: SparQ) -> str:
 
 
 def _crossing(row: dict[str, Any]) -> str:
-    surely, perhaps = (f"{n:,}" if n else "never" for n in (row["surely_from"], row["perhaps_from"]))
-    return f"{surely} ({perhaps})"
+    return f"{_keys(row['surely_from'])} ({_keys(row['perhaps_from'])})"
+
+
+def _keys(number: int | None) -> str:
+    return f"{number:,}" if number else "never"
 
 
 def _range(ends: tuple[float, float]) -> str:

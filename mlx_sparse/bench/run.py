@@ -11,7 +11,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from ..checks import ConfigError, check_int
+from ..checks import ConfigError, check_int, check_rank
 from ..config import SparQ, parse
 from .output import machine, write
 
@@ -86,6 +86,8 @@ def _decode(args: argparse.Namespace) -> Result:
     dtypes = args.dtype.split(",")
     if not set(dtypes) <= set(DTYPES):
         raise ConfigError(f"--dtype: expected some of {', '.join(DTYPES)}, got {args.dtype}.")
+    for shape in shapes:
+        check_rank(config.rank, shape.D)
     cases = [(shape, S, dtype) for dtype in dtypes for shape in shapes for S in lengths]
     rows: list[Row] = []
     for shape, S, dtype in tqdm(cases, unit="row", disable=None):
@@ -107,6 +109,7 @@ def _roofline(args: argparse.Namespace) -> Result:
     from . import roofline
 
     config = _sparq(args.attn)
+    check_rank(config.rank, min(shape.D for shape in roofline.SHAPES))
     rows = roofline.rows(config)
     return Result(rows, roofline.text(rows, config))
 

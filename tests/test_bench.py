@@ -1,0 +1,299 @@
+"""`mlx-sparse bench`: what it times, counts and models, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from msl import Metal
+
+from mlx_sparse import cli
+from mlx_sparse.bench import decode, launches, roofline, traffic
+from mlx_sparse.bench.dense import Shape, dense_kernel
+from mlx_sparse.cache import SparseKVCache
+from mlx_sparse.checks import ConfigError
+from mlx_sparse.config import SparQ
+
+SMALL = ["--shapes", "4x2x32", "--lengths", "200,1k", "--repeat", "2", "--dtype", "float32"]
+CONFIGS = [SparQ(), SparQ(component_score="query_key"), SparQ(top_k=256), SparQ(rank=16, top_k=64)]
+
+
+def bench(*arguments: str) -> int:
+    return cli.main(["bench", *arguments])
+
+
+@pytest.fixture(autouse=True)
+def few_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "MOST_LAYERS", 2)
+
+
+# decode
+
+
+def test_a_row_has_both_times_and_their_ratio(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench(*SMALL, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["command"].startswith("mlx-sparse bench --shapes 4x2x32")
+    assert found["machine"]["mlx"]
+    assert [(row["S"], row["backend"], row["layers"]) for row in found["rows"]] == [(200, "ops", 2), (1024, "ops", 2)]
+    for row in found["rows"]:
+        assert row["dense"] == sorted(row["dense"])
+        assert row["ratio"] == pytest.approx(row["dense"][1] / row["sparse"][1])
+
+
+@pytest.mark.parametrize("suffix", [".json", ".md"])
+def test_the_result_goes_into_a_file_too(suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / f"result{suffix}"
+    target.write_text("old")
+    assert bench(*SMALL, "-o", str(target)) == 0
+    text = target.read_text()
+    table = capsys.readouterr().out.strip()
+    assert json.loads(text)["rows"] if suffix == ".json" else text.endswith(table + "\n")
+    assert f"mlx-sparse bench {' '.join(SMALL)}" in text
+    assert list(tmp_path.iterdir()) == [target]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "note"),
+    [
+        (["--lengths", "100"], "dense: all of 100 keys are attended"),
+        (["--lengths", "1000000000"], r"needs \d+ GB of this machine's \d+ GB"),
+    ],
+)
+def test_what_cannot_be_timed_is_said(arguments: list[str], note: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench(*SMALL, *arguments) == 0
+    assert re.search(rf"\| {note} \|", capsys.readouterr().out)
+
+
+WRONG = {
+    "a little off": lambda out: out + 0.01,
+    "not a number": lambda out: out * mx.nan,
+    "heads in another order": lambda out: out[:, ::-1],
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+def test_no_speed_beside_a_wrong_result(
+    wrong, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = decode.sparse_attention
+    monkeypatch.setattr(decode, "sparse_attention", lambda *arguments: wrong(right(*arguments)))
+    assert bench(*SMALL, "--json") == 1
+    for row in json.loads(capsys.readouterr().out)["rows"]:
+        assert row["failed"]
+        assert row["note"].startswith("wrong result: error ")
+        assert row["dense"] is row["sparse"] is None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("shape", ["9x3x64", "8x8x128", "16x1x256"])
+@pytest.mark.parametrize("config", [*CONFIGS, SparQ(rank=4, top_k=30, local_window=0), SparQ(reallocate=True)], ids=str)
+def test_right_results_pass(dtype: str, shape: str, config: SparQ) -> None:
+    mx.random.seed(0)
+    sizes = Shape(*map(int, shape.split("x")))
+    assert decode.parity(sizes, 3000, getattr(mx, dtype), config, "ops") is None
+
+
+@pytest.mark.parametrize("shape", [Shape(8, 2, 64), Shape(2, 2, 128)], ids=str)
+def test_the_kernels_pass_too(shape: Shape, metal: Metal) -> None:
+    assert decode.measure(shape, 1024, "float16", SparQ(), "metal", 2).note is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--lengths", "1k,much"], "--lengths: expected numbers such as 1k,2k,3000, got 'much'."),
+        (
+            ["--shapes", "3x2x64"],
+            "--shapes: expected query heads x KV heads x head dim such as 32x8x128, got '3x2x64'.",
+        ),
+        (["--dtype", "half"], "--dtype: expected some of float16, bfloat16, float32, got half."),
+        (["--repeat", "1"], "repeat: expected an integer of at least 2, got 1."),
+        (["--attn", "streaming"], "--attn: expected sparq with or without parameters, got streaming."),
+        (["--attn", "sparq:rank=33"], "rank: expected at most the head dim D=32, got 33."),
+        (["--roofline", "--attn", "sparq:rank=65"], "rank: expected at most the head dim D=64, got 65."),
+        (["-o", "result.txt"], "-o: expected a name that ends in .json or .md, got result.txt."),
+        (["-o", "no/folder/result.md"], "-o: expected a folder that exists, got no/folder."),
+    ],
+)
+def test_wrong_arguments_are_refused_in_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench(*SMALL, *arguments) == 2
+    assert capsys.readouterr().err == f"mlx-sparse: error: {message}\n"
+
+
+# traffic
+
+
+@pytest.fixture(scope="module")
+def tables() -> list[traffic.Table]:
+    return traffic.measure([(4096, 4), (2048, 1)], kv_heads=1)
+
+
+def test_traffic_compares_with_the_kernels_mlx_would_run(tables: list[traffic.Table]) -> None:
+    assert [(table.S, table.G, table.name, table.launches) for table in tables] == [
+        (4096, 4, "sparq", 3),
+        (4096, 4, "MLX's sdpa_vector_2pass_1 of 64 blocks (base and Pro, Max)", 2),
+        (4096, 4, "MLX's sdpa_vector_2pass_1 of 128 blocks (Ultra)", 2),
+        (2048, 1, "sparq", 3),
+        (2048, 1, "MLX's sdpa_vector (base and Pro)", 1),
+        (2048, 1, "MLX's sdpa_vector_2pass_1 of 64 blocks (Max)", 2),
+        (2048, 1, "MLX's sdpa_vector_2pass_1 of 128 blocks (Ultra)", 2),
+    ]
+
+
+def test_traffic_counts_each_part_exactly(tables: list[traffic.Table]) -> None:
+    for table in tables:
+        cache, chosen = table.S * 128 * 2, 128 * 128 * 2
+        parts = {"keys_t": cache // 4, "K rows": chosen, "V rows": chosen}
+        if table.name != "sparq":
+            parts = {"K rows": cache, "V rows": cache}
+        for part, size in parts.items():
+            assert table.parts[part]["dispatch"] == size
+            assert table.parts[part]["threadgroup"] == size
+        rows = table.as_dicts()
+        assert rows[-1]["part"] == "sum"
+        assert rows[-1]["dispatch"] == sum(row["dispatch"] for row in rows[:-1])
+
+
+def test_traffic_says_how_far_it_is_from_the_formula(tables: list[traffic.Table]) -> None:
+    text = traffic.text(tables)
+    ratios = re.findall(r"sparq at dispatch level: (\S+) x the formula, and (\S+) x its score buffer", text)
+    assert len(ratios) == 2
+    for formula, buffer in ratios:
+        assert 1 < float(formula) < 1.1
+        assert float(buffer) < 3
+
+
+def test_traffic_needs_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traffic, "__file__", str(tmp_path / "mlx_sparse" / "bench" / "traffic.py"))
+    with pytest.raises(ConfigError, match="expected a source checkout with tests/msl, got an installed package"):
+        traffic.harness()
+
+
+# roofline
+
+
+@pytest.mark.parametrize(
+    ("letter", "shape", "S", "name", "blocks"),
+    [
+        ("g", Shape(32, 8, 128), 4095, "sdpa_vector", 1),
+        ("g", Shape(32, 8, 128), 4096, "sdpa_vector_2pass_1", 64),
+        ("g", Shape(9, 3, 64), 4096, "sdpa_vector_2pass_1", 32),
+        ("g", Shape(32, 32, 128), 65536, "sdpa_vector", 1),
+        ("g", Shape(16, 2, 128), 8192, "sdpa_vector_2pass_1_gqa", 64),
+        ("s", Shape(8, 1, 256), 8193, "sdpa_vector_2pass_1", 256),
+        ("s", Shape(16, 2, 128), 65537, "sdpa_vector_2pass_1_gqa", 1024),
+        ("d", Shape(32, 32, 128), 1024, "sdpa_vector_2pass_1", 128),
+        ("d", Shape(32, 32, 128), 8193, "sdpa_vector_2pass_1", 256),
+        ("d", Shape(8, 1, 256), 16384, "sdpa_vector_2pass_1", 512),
+    ],
+)
+def test_the_dense_kernel_is_the_one_mlx_takes(letter: str, shape: Shape, S: int, name: str, blocks: int) -> None:
+    kernel = dense_kernel(letter, shape, S)
+    assert (kernel.name, kernel.blocks) == (name, blocks)
+
+
+def test_the_formulae_for_dense_attention_are_what_the_harness_counts(tables: list[traffic.Table]) -> None:
+    for table in tables:
+        if table.name == "sparq":
+            continue
+        letter = next(letter for letter, chip in traffic.CHIPS.items() if re.search(rf"\(.*{chip}.*\)", table.name))
+        shape = Shape(table.G, 1, 128)
+        by_formula = launches.dense_launches(dense_kernel(letter, shape, table.S), shape, table.S)
+        assert len(by_formula) == table.launches
+        assert sum(launch.once for launch in by_formula) == pytest.approx(table.total["dispatch"], rel=0.02)
+        assert sum(launch.each for launch in by_formula) == pytest.approx(table.total["threadgroup"], rel=0.05)
+
+
+@pytest.mark.parametrize("config", [*CONFIGS[:2], SparQ(top_k=700)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "S"),
+    [(Shape(8, 2, 128), 4096), (Shape(2, 2, 128), 16384), (Shape(9, 3, 64), 5056), (Shape(8, 1, 256), 9024)],
+    ids=str,
+)
+def test_the_formulae_for_sparq_are_what_the_harness_counts(config: SparQ, shape: Shape, S: int, metal: Metal) -> None:
+    if not metal.emulated:
+        pytest.skip("a GPU does not count")
+    cache = SparseKVCache()
+    cache.keys, cache.values = (mx.random.normal((1, shape.Hkv, S, shape.D)).astype(mx.float16) for _ in "kv")
+    cache.offset = S
+    queries = mx.random.normal((1, shape.Hq, 1, shape.D)).astype(mx.float16)
+    cache.attend(queries, config, scale=shape.D**-0.5, backend="metal")
+    by_formula = [
+        launch for launch in launches.sparq_launches(shape, S, config) if launch.name not in ("append", "sums")
+    ]
+    assert len(by_formula) == len(metal.launches)
+    for launch, report in zip(by_formula, metal.launches, strict=True):
+        assert report.kernel.startswith(launch.name)
+        groups = [size // per for size, per in zip(report.grid, report.threadgroup, strict=True)]
+        assert launch.groups == groups[0] * groups[1] * groups[2]
+    for name, level in (("once", "dispatch"), ("each", "threadgroup")):
+        counted = sum(
+            getattr(buffer, level)
+            for report in metal.launches
+            for buffer in (*report.reads.values(), *report.writes.values())
+        )
+        # The lines of scattered scores that alpha is summed from are counted apart, though some are the same.
+        slack = 0.1 if shape.G == 1 else 0.03
+        assert sum(getattr(launch, name) for launch in by_formula) == pytest.approx(counted, rel=slack)
+
+
+VIEWS = {"Slice", "Transpose", "Squeeze", "Broadcast", "Reshape", "ExpandDims"}
+
+
+@pytest.mark.parametrize(("weighted", "reallocate"), launches.SIDE_LAUNCHES)
+def test_the_launches_beside_the_kernels_are_those_of_the_cache(
+    weighted: bool, reallocate: bool, tmp_path: Path
+) -> None:
+    config = SparQ(reallocate=reallocate, component_score="query_key" if weighted else "query")
+    cache = SparseKVCache()
+    cache.update_and_fetch(*(mx.ones((1, 2, 200, 64), mx.float16) for _ in "kv"))
+    for _ in range(2):  # the second is a decode step like any other
+        row = mx.ones((1, 2, 1, 64), mx.float16)
+        cache.update_and_fetch(row, row)
+        mx.eval(cache.keys, cache.values)
+        read = cache._sparq_parameters(config, 4, cache.length)
+        side = cache._side
+        assert side is not None
+        kept = [side.keys_t, side.value_sum, *(side.key_sums or ()), read["value_mean"], read["component_weight"]]
+        arrays = [array for array in kept if array is not None]
+        mx.export_to_dot(str(tmp_path / "graph.dot"), *arrays)
+        mx.eval(arrays)
+    operations = Counter(re.findall(r'label ?= ?"(\w+)", shape=rectangle', (tmp_path / "graph.dot").read_text()))
+    assert sum(n for name, n in operations.items() if name not in VIEWS) == launches.SIDE_LAUNCHES[weighted, reallocate]
+
+
+def test_brackets_are_in_order_and_shrink_with_bandwidth() -> None:
+    slow, fast = (next(chip for chip in roofline.CHIPS if chip.name == name) for name in ("M1", "M2 Ultra"))
+    for shape in roofline.SHAPES:
+        for time in (roofline.dense, lambda *case: roofline.sparq(*case, SparQ())):
+            assert time(slow, shape, 65536)[0] < time(slow, shape, 65536)[1]
+            assert all(a > b for a, b in zip(time(slow, shape, 65536), time(fast, shape, 65536), strict=True))
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("chip", roofline.CHIPS, ids=lambda chip: chip.name)
+def test_from_the_advised_context_on_the_model_never_loses(chip: roofline.Chip, config: SparQ) -> None:
+    for shape in roofline.SHAPES:
+        first = roofline.advised(chip.letter, shape, config)
+        assert first is not None
+        for S in [first, *(S for S in roofline.LENGTHS if S > first)]:
+            assert roofline.sparq(chip, shape, S, config)[1] < roofline.dense(chip, shape, S)[0], (shape, S)
+
+
+def test_where_nothing_is_saved_no_context_is_advised() -> None:
+    assert roofline.advised("g", Shape(32, 2, 64), SparQ(rank=64)) is None
+
+
+def test_the_roofline_says_that_it_is_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench("--roofline") == 0
+    text = capsys.readouterr().out
+    assert text.startswith("A model, not a measurement")
+    for chip in roofline.CHIPS:
+        assert chip.name in text
