@@ -58,7 +58,7 @@ def measure(cases: Iterable[tuple[int, int]] = CASES, kv_heads: int = KV_HEADS) 
     """Run every case.
 
     Raises:
-        ConfigError: there is no source checkout, or no compiler for the harness.
+        ConfigError: the harness is not there, cannot run here, or has no compiler.
     """
     from tqdm import tqdm
 
@@ -85,8 +85,10 @@ def harness() -> Any:
     """The package `msl` of the checkout that this package runs from.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none, or it cannot run here.
     """
+    if sys.platform != "linux":
+        raise ConfigError(f"--traffic: expected Linux, where the harness of tests/msl runs, got {sys.platform}.")
     tests = Path(__file__).resolve().parents[2] / "tests"
     if not (tests / "msl" / "__init__.py").is_file():
         raise ConfigError("--traffic: expected a source checkout with tests/msl, got an installed package. Clone it.")
