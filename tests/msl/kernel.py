@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes as c
 import functools
+import itertools
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -55,7 +56,7 @@ def _struct(name: str, fields: str, **types: Any) -> type[c.Structure]:
 
 
 # the structures of abi.h and runtime.cpp
-_Parameter = _struct("_Parameter", "name:s index:i read_only:i optional:i reference:i size:i code:k", k=c.c_char)
+_Parameter = _struct("_Parameter", "name:s index:i read_only:i optional:i size:i code:k", k=c.c_char)
 _Traffic = _struct("_Traffic", "lane:q interval:q threadgroup:q dispatch:q")
 _Buffer = _struct(
     "_Buffer",
@@ -70,7 +71,8 @@ _Found = _struct(
 )  # fmt: skip
 _Launch = _struct(
     "_Launch",
-    "buffers:p buffer_count:i line_bytes:i grid:d threadgroup:d seed:u entry:p library:p library_end:p threadgroup_bytes:q fault:f",
+    "buffers:p buffer_count:i line_bytes:i grid:d threadgroup:d seed:u entry:p library:p library_end:p "
+    "threadgroup_bytes:q fault:f",
     d=c.c_uint32 * 3, f=_Found,
 )  # fmt: skip
 
@@ -94,11 +96,7 @@ class Kernel:
         self._path = cc.build(source, name, tuple((constants or {}).items()), tuple(include))
         self._library = c.CDLL(str(self._path))
         table = (_Parameter * 32).in_dll(self._library, "msl_parameters")
-        self.parameters = []
-        for entry in table:
-            if not entry.name:
-                break
-            self.parameters.append(entry)
+        self.parameters = list(itertools.takewhile(lambda p: p.name, table))
 
     def __call__(
         self,
@@ -143,8 +141,9 @@ class Kernel:
         unwritten = sum(e.unwritten for e in entries)
         for e in entries:
             if e.unwritten and not partial:
-                text = f"{e.unwritten} of {e.bytes} bytes of buffer {e.name.decode()}, the first at offset {e.first_unwritten}"
-                raise Fault("UNWRITTEN OUTPUT", text, kernel=self.name, buffer=e.name.decode())
+                buffer, first = e.name.decode(), e.first_unwritten
+                text = f"{e.unwritten} of {e.bytes} bytes of buffer {buffer}, the first at offset {first}"
+                raise Fault("UNWRITTEN OUTPUT", text, kernel=self.name, buffer=buffer)
         reads, writes = (
             {e.name.decode(): Traffic(*(getattr(e.traffic[d], n) for n, _ in _Traffic._fields_)) for e in entries}
             for d in (0, 1)
@@ -166,7 +165,7 @@ class Kernel:
             dtype = np.dtype(CODES.get(code, f"{code}{p.size}")) if code != "s" else None
             value = buffers[name]
             array = np.asarray(value, dtype if isinstance(value, bool | int | float) else None)
-            if dtype and array.dtype.itemsize != dtype.itemsize or (code in "fh" and array.dtype != dtype):
+            if dtype and (array.dtype.itemsize != dtype.itemsize or (code in "fh" and array.dtype != dtype)):
                 raise ValueError(f"{self.name}: buffer {name} is {dtype} in the kernel, the array is {array.dtype}")
             if p.read_only:
                 array = np.ascontiguousarray(array)
@@ -182,15 +181,8 @@ class Kernel:
             text = text.replace("?", buffer, 1)
         if "@" in text:
             text = text.replace("@", self._at(*self._place(found.other_pc, found.other)))
-        kind, where = found.kind.decode(), found.where.decode()
-        return Fault(
-            kind,
-            text,
-            kernel=self.name,
-            buffer=buffer or None,
-            where=where,
-            at=self._at(*self._place(found.pc, found.at)),
-        )
+        kind, where, at = found.kind.decode(), found.where.decode(), self._at(*self._place(found.pc, found.at))
+        return Fault(kind, text, kernel=self.name, buffer=buffer or None, where=where, at=at)
 
     def _at(self, file: str, line: int) -> str:
         text = self._lines.get((file, line), "")
@@ -213,11 +205,7 @@ class Kernel:
         """File and line of an instruction, from the line tables of the library; or the site where pc is 0."""
         if not pc:
             return site.file.decode(), site.line
-        best = (-1, "?", 0)
-        for address, file, line in _line_table(self._path):
-            if best[0] < address <= pc and line:
-                best = (address, file, line)
-        return best[1:]
+        return max((row for row in _line_table(self._path) if row[0] <= pc), default=(0, "?", 0))[1:]
 
 
 @functools.cache
@@ -231,6 +219,6 @@ def _line_table(path: Path) -> list[tuple[int, str, int]]:
             program = dwarf.line_program_for_CU(unit)
             files = program.header.file_entry
             for entry in program.get_entries():
-                if entry.state and not entry.state.end_sequence:
-                    rows.append((entry.state.address, files[entry.state.file - 1].name.decode(), entry.state.line))
+                if (row := entry.state) and row.line and not row.end_sequence:
+                    rows.append((row.address, files[row.file - 1].name.decode(), row.line))
     return rows

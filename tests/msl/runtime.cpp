@@ -167,6 +167,13 @@ static const char* thread_name(u32 thread) {
   return text;
 }
 
+static const char* const VERB[] = {"read", "write", "update"};
+[[noreturn]] static void fail_access(const char* kind, const Region& r, u64 offset, u64 bytes, Direction direction, Place place,
+                                     const char* more) {
+  fail(kind, r.name, place, "%s of %llu bytes at offset %lld of %s %s (%llu bytes)%s", VERB[direction], bytes, (long long)offset,
+       r.buffer ? "buffer" : "threadgroup array", r.name, r.bytes, more);
+}
+
 // ---- (b) races and traffic
 static bool ordered(const Mark& m, int space) {  // does m come before the current access?
   if (!(m.state & SET) || m.state & HOST) return true;
@@ -190,21 +197,20 @@ static void set_mark(Mark& m, int space, u32 place) {
   }
   m = Mark{group, fence[space], my_fence, place, u16(current), state};
 }
-[[noreturn]] static void race(Region& r, const Mark& m, u64 offset, u64 bytes, bool write, bool by_write, Place place) {
-  char other[120];
+[[noreturn]] static void race(Region& r, const Mark& m, u64 offset, u64 bytes, Direction direction, bool by_write, Place place) {
+  char other[160];
   const char* did = by_write ? "written" : "read";
   if (m.group != group || m.state & MANY_GROUPS) {
     const u32* all = lanes[current].context.threadgroups_per_grid;
-    snprintf(other, sizeof other, "%s by %sthreadgroup (%u,%u,%u)", did, m.group == group ? "other threadgroups and " : "",
+    snprintf(other, sizeof other, ", %s by %sthreadgroup (%u,%u,%u) at @", did, m.group == group ? "other threadgroups and " : "",
              m.group % all[0], m.group / all[0] % all[1], m.group / all[0] / all[1]);
   } else {
-    snprintf(other, sizeof other, "%s without a barrier between by %s%s", did,
+    snprintf(other, sizeof other, ", %s without a barrier between by %s%s at @", did,
              m.state & (MANY_LANES | MANY_SIMDGROUPS) ? "several threads, last " : "", thread_name(m.thread));
   }
   if (m.place & SITE) launch->fault.other = sites[m.place & ~SITE];
   else launch->fault.other_pc = m.place;
-  fail("RACE", r.name, place, "%s of %llu bytes at offset %llu of %s %s (%llu bytes), %s at @", write ? "write" : "read", bytes, offset,
-       r.buffer ? "buffer" : "threadgroup array", r.name, r.bytes, other);
+  fail_access("RACE", r, offset, bytes, direction == READ ? READ : WRITE, place, other);
 }
 static void check_cells(Region& r, u64 offset, u64 bytes, Direction direction, bool atomic, Place place) {
   int space = r.buffer ? DEVICE : THREADGROUP;
@@ -214,11 +220,10 @@ static void check_cells(Region& r, u64 offset, u64 bytes, Direction direction, b
   u32 mark_place = place.pc ? u32(offset_of(place.pc)) : SITE | site_number(place.at);
   for (u64 i = offset / r.granule; i < (offset + bytes) / r.granule; ++i) {
     if (direction != WRITE && !written(r, i))
-      fail("UNINITIALISED", r.name, place, "read of %llu bytes at offset %llu of %s %s (%llu bytes)", bytes, offset,
-           r.buffer ? "buffer" : "threadgroup array", r.name, r.bytes);
+      fail_access("UNINITIALISED", r, offset, bytes, READ, place, "");
     for (int kind = 0; kind < (atomic || !r.cells[1] ? 1 : 2); ++kind)  // atomic accesses get along with each other
       for (int by_write = !write; by_write < 2; ++by_write)
-        if (const Mark& m = r.cells[kind][i].mark[by_write]; !ordered(m, space)) race(r, m, offset, bytes, write, by_write, place);
+        if (const Mark& m = r.cells[kind][i].mark[by_write]; !ordered(m, space)) race(r, m, offset, bytes, direction, by_write, place);
     set_mark(r.cells[atomic][i].mark[write], space, mark_place);
   }
 }
@@ -237,7 +242,6 @@ static void count(Region& r, u64 offset, u64 bytes, bool write) {
     line.group = group + 1;
   }
 }
-static const char* const VERB[] = {"read", "write", "update"};
 static void access_elsewhere(const char* p, u64 bytes, Direction direction, Place place) {
   if (u64(p - (stacks + current * STACK)) < STACK) return;
   bool constant = p >= launch->library && p < launch->library_end;
@@ -257,16 +261,14 @@ static void access(const volatile void* address, u64 bytes, Direction direction,
   u64 offset = p - r.start;
   const char* kind = offset >= r.bytes || bytes > r.bytes - offset ? "OUT OF BOUNDS" : aligned && offset % bytes ? "MISALIGNED"
       : direction != READ && r.read_only ? "WRITE TO CONSTANT" : nullptr;
-  if (kind)
-    fail(kind, r.name, place, "%s of %llu bytes at offset %lld of %s %s (%llu bytes)", VERB[direction], bytes, (long long)offset,
-         r.buffer ? "buffer" : "threadgroup array", r.name, r.bytes);
+  if (kind) fail_access(kind, r, offset, bytes, direction, place, "");
   if (r.buffer && direction != WRITE) count(r, offset, bytes, false);
   if (r.buffer && direction != READ) count(r, offset, bytes, true);
   if (r.cells[0]) check_cells(r, offset, bytes, direction, atomic, place);
 }
 
 // ---- (c) fibers and schedule: lanes of a simdgroup run until all wait or have returned, then the next simdgroup
-static bool same_place(const Lane& a, const Lane& b) { 
+static bool same_place(const Lane& a, const Lane& b) {
   return a.what == b.what && a.calls == b.calls && a.at.line == b.at.line && a.at.column == b.at.column;
 }
 [[noreturn]] static void divergent(const char* kind, u32 first, u32 second, bool returned) {
@@ -337,15 +339,9 @@ static bool next_lane() {
     }
     u32 count = (threads + 31) / 32, i = 0;
     while (i < count && !simdgroups[order[i]].ready) ++i;
-    if (i < count) {
-      running = order[i];
-      ++interval;
-    } else if (finish_barrier()) {
-      running = order[0];
-      ++interval;
-    } else {
-      return false;
-    }
+    if (i == count && !finish_barrier()) return false;
+    running = order[i == count ? 0 : i];
+    ++interval;
   }
 }
 [[noreturn]] static void switch_lane();
@@ -378,7 +374,8 @@ static void wait(const char* what, void* operand, msl::combine_t combine, int fl
   lane.at = at;
   lane.calls = 0;
   char* stack = stacks + current * STACK;
-  for (auto* frame = static_cast<char**>(__builtin_frame_address(0)); u64((char*)frame - stack) < STACK - 16; frame = reinterpret_cast<char**>(*frame))
+  auto frame = static_cast<char**>(__builtin_frame_address(0));
+  for (; u64((char*)frame - stack) < STACK - 16; frame = reinterpret_cast<char**>(*frame))
     lane.calls = lane.calls * 0x9E3779B97F4A7C15ull + u64(frame[1]);
   simdgroups[current / 32].*state |= 1u << current % 32;
   if (!_setjmp(lane.resume)) switch_lane();
@@ -545,6 +542,7 @@ int msl_launch(Launch* l) {  // 0: done, 1: a fault was found, 2: no address spa
   }
   random_state = l->seed;
   interval = 0;
+  memset(sites, 0, sizeof sites);
   for (auto& lane : lanes) lane.started = false;
   open_buffers();
   static u32 number, total, first;

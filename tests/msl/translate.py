@@ -42,7 +42,7 @@ def lines_of(text: str) -> Iterator[tuple[str, int, str]]:
 
 
 def translate(text: str, name: str | None, constants: Mapping[int | str, object]) -> str:
-    """Rewrite preprocessed Metal; `name` is the kernel to make an entry for (host name or C++ name), None for all of them."""
+    """Rewrite preprocessed Metal for the kernel of this host name or C++ name, or to check all kernels (None)."""
     hosts: dict[str, str] = {}
     text = _instantiations(text, hosts)
     kernels = _kernels(text)
@@ -81,7 +81,8 @@ def _instantiations(text: str, hosts: dict[str, str]) -> str:
         hosts[host] = match[2].strip()
         return _keep_newlines(match)
 
-    pattern = rf"template\s*\[\[\s*host_name\(((?:\s*{STRING})+)\s*\)\s*\]\]\s*\[\[\s*kernel[^\]]*\]\]\s*decltype\((.*?)\)\s*[\w:]+\s*(?:{ANGLES})?\s*;"
+    pattern = rf"template\s*\[\[\s*host_name\(((?:\s*{STRING})+)\s*\)\s*\]\]\s*\[\[\s*kernel[^\]]*\]\]\s*"
+    pattern += rf"decltype\((.*?)\)\s*[\w:]+\s*(?:{ANGLES})?\s*;"
     return re.sub(pattern, take, text, flags=re.S)
 
 
@@ -164,9 +165,9 @@ def _threadgroup_objects(text: str) -> str:
 
 def _vectors(text: str) -> str:
     """`float4(a, b)` and `static_cast<float4>(x)` convert and concatenate: clang's own casts reinterpret bits."""
-    alias = rf"\busing\s+(\w+)\s*=\s*(?:metal::)?(?:{VECTOR}|vec\s*{ANGLES})\s*;|\btypedef\s+(?:metal::)?(?:{VECTOR}|vec\s*{ANGLES})\s+(\w+)\s*;"
-    names = "|".join({a or b for a, b in re.findall(alias, text)} | {VECTOR})
-    vector = rf"(?:(?:metal::)?vec\s*{ANGLES}|(?:metal::)?\b(?:{names}))"
+    vector = rf"(?:metal::)?(?:vec\s*{ANGLES}|\b{VECTOR}\b)"
+    aliases = re.findall(rf"\busing\s+(\w+)\s*=\s*{vector}\s*;|\btypedef\s+{vector}\s+(\w+)\s*;", text)
+    vector = "|".join([vector, *{rf"\b{a or b}\b" for a, b in aliases}])
 
     def make(match: re.Match[str]) -> str:
         before = text[max(0, match.start() - 12) : match.start()].rstrip()
@@ -174,7 +175,7 @@ def _vectors(text: str) -> str:
             return match[0]
         return f"msl::make<{match[1] or match[2]}>("
 
-    for cast in re.finditer(rf"\(\s*{vector}\s*\)\s*[\w(]", text):
+    for cast in re.finditer(rf"\(\s*(?:{vector})\s*\)\s*[\w(]", text):
         if not re.search(r"[\w\])>]\s*$", text[max(0, cast.start() - 20) : cast.start()]):
             _fail(text, cast.start(), "write T(x) instead of the cast (T)x of a vector")
     return re.sub(rf"(?<![\w:])(?:static_cast\s*<\s*({vector})\s*>|({vector}))\s*\((?!&|\*\))", make, text)
@@ -182,7 +183,7 @@ def _vectors(text: str) -> str:
 
 def _literals(text: str) -> str:
     """Metal has no double: floating literals are float, half or bfloat."""
-    number = r"(?:\d+\.\d*(?:[eE][+-]?\d+)?|\.\d+(?:[eE][+-]?\d+)?|\d+[eE][+-]?\d+|0[xX][\da-fA-F]*\.?[\da-fA-F]*[pP][+-]?\d+)"
+    number = r"(?:\d+\.\d*|\.\d+)(?:[eE][+-]?\d+)?|\d+[eE][+-]?\d+|0[xX][\da-fA-F]*\.?[\da-fA-F]*[pP][+-]?\d+"
     kinds = {"": "{}f", "f": "{}f", "h": "half({}f)", "bf": "bfloat({}f)"}
 
     def rewrite(match: re.Match[str]) -> str:

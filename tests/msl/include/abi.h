@@ -22,7 +22,7 @@ struct context {  // what one thread is given
 
 struct parameter {  // one [[buffer(n)]] of a kernel
   const char* name;
-  int index, read_only, optional, reference;
+  int index, read_only, optional;
   int size;   // bytes of one scalar; of the whole type for a structure
   char code;  // f float, h half, b bfloat, i signed, u unsigned, ? bool, s structure
 };

@@ -109,45 +109,38 @@ template <class T> T&& declval();
 template <class T> struct numeric_limits;
 #define MSL_LIMITS(t, lo, hi, den, inf, nan, eps, dig) \
   template <> struct numeric_limits<t> { \
-    static constexpr bool is_signed = t(-1) < t(0), is_integer = !is_floating_point_v<t>; \
-    static constexpr bool has_infinity = !is_integer; \
+    static constexpr bool is_signed = t(-1) < t(0), is_integer = !is_floating_point_v<t>, has_infinity = !is_integer; \
     static constexpr int digits = dig; \
-    static constexpr t min() { return den; } \
-    static constexpr t max() { return hi; } \
-    static constexpr t lowest() { return lo; } \
-    static constexpr t infinity() { return inf; } \
-    static constexpr t quiet_NaN() { return nan; } \
-    static constexpr t epsilon() { return eps; } \
+    static constexpr t min() { return den; } static constexpr t max() { return hi; } \
+    static constexpr t lowest() { return lo; } static constexpr t infinity() { return inf; } \
+    static constexpr t quiet_NaN() { return nan; } static constexpr t epsilon() { return eps; } \
   };
-#define MSL_INT_LIMITS(t, lo, hi) MSL_LIMITS(t, lo, hi, lo, 0, 0, 0, 8 * sizeof(t) - (t(-1) < t(0)))
+#define MSL_INT_LIMITS(t) MSL_LIMITS(t, t(t(-1) < t(0) ? 1ul << (8 * sizeof(t) - 1) : 0), t(t(-1) < t(0) ? ~(1ul << (8 * sizeof(t) - 1)) : ~0ul), \
+                                     lowest(), 0, 0, 0, 8 * sizeof(t) - (t(-1) < t(0)))
 MSL_LIMITS(float, -FLT_MAX, FLT_MAX, FLT_MIN, INFINITY, NAN, FLT_EPSILON, 24)
 MSL_LIMITS(half, half(-65504.f), half(65504.f), half(0x1p-14f), half(INFINITY), half(NAN), half(0x1p-10f), 11)
-MSL_LIMITS(bfloat, bfloat(-0x1.fep127f), bfloat(0x1.fep127f), bfloat(0x1p-126f), bfloat(INFINITY), bfloat(NAN),
-           bfloat(0x1p-7f), 8)
-MSL_INT_LIMITS(bool, false, true)
-MSL_INT_LIMITS(char, -128, 127)
-MSL_INT_LIMITS(int8_t, -128, 127)
-MSL_INT_LIMITS(uchar, 0, 255)
-MSL_INT_LIMITS(short, -32768, 32767)
-MSL_INT_LIMITS(ushort, 0, 65535)
-MSL_INT_LIMITS(int, INT_MIN, INT_MAX)
-MSL_INT_LIMITS(uint, 0, UINT_MAX)
-MSL_INT_LIMITS(long, -0x7fffffffffffffffL - 1, 0x7fffffffffffffffL)
-MSL_INT_LIMITS(ulong, 0, 0xffffffffffffffffUL)
+MSL_LIMITS(bfloat, bfloat(-0x1.fep127f), bfloat(0x1.fep127f), bfloat(0x1p-126f), bfloat(INFINITY), bfloat(NAN), bfloat(0x1p-7f), 8)
+MSL_INT_LIMITS(bool) MSL_INT_LIMITS(char) MSL_INT_LIMITS(int8_t) MSL_INT_LIMITS(uchar) MSL_INT_LIMITS(short)
+MSL_INT_LIMITS(ushort) MSL_INT_LIMITS(int) MSL_INT_LIMITS(uint) MSL_INT_LIMITS(long) MSL_INT_LIMITS(ulong)
 
 // ---- math: computed in float and rounded once for half and bfloat; vectors element by element
+#define MSL_EACH1(f) \
+  template <class T, int N> MSL_INLINE auto f(vec<T, N> v) { \
+    vec<decltype(f(T())), N> r; for (int i = 0; i < N; ++i) r[i] = f(T(v[i])); return r; }
+#define MSL_EACH2(f) \
+  template <class T, int N> MSL_INLINE vec<T, N> f(vec<T, N> v, vec<T, N> w) { \
+    vec<T, N> r; for (int i = 0; i < N; ++i) r[i] = f(T(v[i]), T(w[i])); return r; } \
+  template <class T, int N> MSL_INLINE vec<T, N> f(vec<T, N> v, T w) { return f(v, vec<T, N>(w)); }
 #define MSL_MATH1(f, R, e) \
   MSL_INLINE R(float) f(float x) { return e; } \
   MSL_INLINE R(half) f(half a) { float x = a; return R(half)(e); } \
   MSL_INLINE R(bfloat) f(bfloat a) { float x = a; return R(bfloat)(e); } \
-  template <class T, int N> MSL_INLINE vec<R(T), N> f(vec<T, N> v) { \
-    vec<R(T), N> r; for (int i = 0; i < N; ++i) r[i] = f(T(v[i])); return r; }
+  MSL_EACH1(f)
 #define MSL_MATH2(f, e) \
   MSL_INLINE float f(float x, float y) { return e; } \
   MSL_INLINE half f(half a, half b) { float x = a, y = b; return half(e); } \
   MSL_INLINE bfloat f(bfloat a, bfloat b) { float x = a, y = b; return bfloat(e); } \
-  template <class T, int N> MSL_INLINE vec<T, N> f(vec<T, N> v, vec<T, N> w) { \
-    vec<T, N> r; for (int i = 0; i < N; ++i) r[i] = f(T(v[i]), T(w[i])); return r; }
+  MSL_EACH2(f)
 #define MSL_MATH3(f, e) \
   MSL_INLINE float f(float x, float y, float z) { return e; } \
   MSL_INLINE half f(half a, half b, half c) { float x = a, y = b, z = c; return half(e); } \
@@ -183,13 +176,6 @@ MSL_INLINE half ldexp(half x, int e) { return half(__builtin_ldexpf(x, e)); }
 
 
 // ---- integers, and what floats and integers share
-#define MSL_EACH1(f) \
-  template <class T, int N> MSL_INLINE vec<T, N> f(vec<T, N> v) { \
-    vec<T, N> r; for (int i = 0; i < N; ++i) r[i] = f(T(v[i])); return r; }
-#define MSL_EACH2(f) \
-  template <class T, int N> MSL_INLINE vec<T, N> f(vec<T, N> v, vec<T, N> w) { \
-    vec<T, N> r; for (int i = 0; i < N; ++i) r[i] = f(T(v[i]), T(w[i])); return r; } \
-  template <class T, int N> MSL_INLINE vec<T, N> f(vec<T, N> v, T w) { return f(v, vec<T, N>(w)); }
 template <class T> MSL_INLINE T max(T a, T b) {
   if constexpr (is_floating_point_v<T>) return fmax(a, b); else return a < b ? b : a;
 }
@@ -422,26 +408,19 @@ MSL_RAW void simdgroup_multiply(simdgroup_matrix<D>& d, simdgroup_matrix<A> a, s
 #else
 #define MSL_TOUCH(p, direction, atomic) msl_access(p, sizeof(*(p)), direction, atomic, at)
 #endif
-template <class T, class P>
-MSL_RAW void simdgroup_load(simdgroup_matrix<T>& m, P p, ulong stride = 8, ulong2 origin = 0, bool transpose = false, MSL_AT) {
-  msl_collective("simdgroup_load", nullptr, nullptr, 0, at);
-  for (int j = 0; j < 2; ++j) {
-    ulong row = m.row(), column = m.column() + j;
-    auto q = p + (origin.y + (transpose ? column : row)) * stride + origin.x + (transpose ? row : column);
-    MSL_TOUCH(q, 0, 0);
-    m.elements[j] = *q;
+#define MSL_TRANSFER(f, m_type, direction, transfer) \
+  template <class T, class P> \
+  MSL_RAW void f(m_type m, P p, ulong stride = 8, ulong2 origin = 0, bool transpose = false, MSL_AT) { \
+    msl_collective(#f, nullptr, nullptr, 0, at); \
+    for (int j = 0; j < 2; ++j) { \
+      ulong row = m.row(), column = m.column() + j; \
+      auto q = p + (origin.y + (transpose ? column : row)) * stride + origin.x + (transpose ? row : column); \
+      MSL_TOUCH(q, direction, 0); \
+      transfer; \
+    } \
   }
-}
-template <class T, class P>
-MSL_RAW void simdgroup_store(simdgroup_matrix<T> m, P p, ulong stride = 8, ulong2 origin = 0, bool transpose = false, MSL_AT) {
-  msl_collective("simdgroup_store", nullptr, nullptr, 0, at);
-  for (int j = 0; j < 2; ++j) {
-    ulong row = m.row(), column = m.column() + j;
-    auto q = p + (origin.y + (transpose ? column : row)) * stride + origin.x + (transpose ? row : column);
-    MSL_TOUCH(q, 1, 0);
-    *q = m.elements[j];
-  }
-}
+MSL_TRANSFER(simdgroup_load, simdgroup_matrix<T>&, 0, m.elements[j] = *q)
+MSL_TRANSFER(simdgroup_store, simdgroup_matrix<T>, 1, *q = m.elements[j])
 
 // ---- atomics: one operating-system thread runs all, so plain code that tells the runtime is atomic
 enum memory_order { memory_order_relaxed };
@@ -510,7 +489,7 @@ template <class T> constexpr parameter describe(const char* name, int index, boo
   using scalar = typename scalar_of<__remove_cv(pointee)>::type;
   char code = __is_class(scalar) ? 's' : __is_same(scalar, float) ? 'f' : __is_same(scalar, half) ? 'h'
       : __is_same(scalar, bfloat) ? 'b' : __is_same(scalar, bool) ? '?' : __is_signed(scalar) ? 'i' : 'u';
-  return {name, index, constant_space || __is_const(pointee), optional, __is_reference(T), int(sizeof(scalar)), code};
+  return {name, index, constant_space || __is_const(pointee), optional, int(sizeof(scalar)), code};
 }
 template <class T> MSL_INLINE T given(char* const& p) {
   if constexpr (__is_pointer(T)) return reinterpret_cast<T>(p);
