@@ -128,39 +128,63 @@ Items<Source> make_items(Source source, uint count, Place place) {
   return items;
 }
 
-// Sum of `counts` over the threadgroup, known to every thread. `round` alternates between two halves of `partial`, so
-// that one barrier per sum is enough.
+// Sum over the threadgroup of what each SIMD group counted, known to every thread. `round` alternates between two halves
+// of `partial`, so that one barrier per sum is enough.
 inline uint3 threadgroup_sum(uint3 counts, threadgroup uint3* partial, uint round, Place place) {
   threadgroup uint3* side = partial + (round & 1) * MAX_SIMDGROUPS;
-  const uint3 own = uint3(simd_sum(counts.x), simd_sum(counts.y), simd_sum(counts.z));
   if (place.lane == 0) {
-    side[place.simdgroup] = own;
+    side[place.simdgroup] = counts;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   const uint3 all = of_simdgroup(side, place, uint3(0));
   return uint3(simd_sum(all.x), simd_sum(all.y), simd_sum(all.z));
 }
 
+// How many items of the row, among those that agree with `threshold` above `shift`, have the digits 1, 2 and 3 there.
+template <typename Source>
+uint3 count_digits(
+    thread Items<Source>& items, uint threshold, uint shift, threadgroup uint3* partial, uint round, Place place) {
+  uint3 counts = uint3(0);
+  for (uint block = 0; block < items.blocks; ++block) {
+    items.load(block);
+    uint packed = 0;  // three counts of ten bits: a SIMD group has 32 * TOP_K_ITEMS = 512 items
+#pragma clang loop unroll(full)
+    for (uint i = 0; i < TOP_K_ITEMS; ++i) {
+      const uint digit = (items.bits[i] >> shift) - (threshold >> shift);
+      packed += digit - 1 < 3 ? 1u << (10 * (digit - 1)) : 0;
+    }
+    packed = simd_sum(packed);
+    counts += uint3(packed & 1023, (packed >> 10) & 1023, packed >> 20);
+  }
+  return threadgroup_sum(counts, partial, round, place);
+}
+
 // The largest bits that at least k items of the row reach; NEVER if fewer than k items can be chosen.
 template <typename Source>
 uint kth_largest(thread Items<Source>& items, uint k, threadgroup uint3* partial, Place place) {
   uint threshold = 0;
+  uint above = 0;  // items that are larger in the digits found so far
   for (uint round = 0; round < 16; ++round) {
     const uint shift = 30 - 2 * round;
-    uint3 reached = uint3(0);
-    for (uint block = 0; block < items.blocks; ++block) {
-      items.load(block);
-#pragma clang loop unroll(full)
-      for (uint i = 0; i < TOP_K_ITEMS; ++i) {
-        reached.x += items.bits[i] >= (threshold | 1u << shift) ? 1 : 0;
-        reached.y += items.bits[i] >= (threshold | 2u << shift) ? 1 : 0;
-        reached.z += items.bits[i] >= (threshold | 3u << shift) ? 1 : 0;
-      }
+    const uint3 count = count_digits(items, threshold, shift, partial, round, place);
+    uint digit = 3;
+    uint reached = above + count.z;  // items that reach this digit
+    if (reached < k) {
+      above = reached;
+      digit = 2;
+      reached += count.y;
     }
-    reached = threadgroup_sum(reached, partial, round, place);
-    const uint digit = (reached.x >= k ? 1 : 0) + (reached.y >= k ? 1 : 0) + (reached.z >= k ? 1 : 0);
+    if (reached < k) {
+      above = reached;
+      digit = 1;
+      reached += count.x;
+    }
+    if (reached < k) {
+      above = reached;
+      digit = 0;
+    }
     threshold |= digit << shift;
-    if (digit > 0 && (digit == 1 ? reached.x : digit == 2 ? reached.y : reached.z) == k) {
+    if (reached == k) {
       break;  // exactly these k; all threads know it
     }
   }

@@ -87,11 +87,11 @@ def unavailable(backend: str) -> str | None:
     """Why ``backend`` cannot run here; None when it can."""
     if backend not in BACKENDS:
         return f"unknown; this version has {', '.join(BACKENDS)}"
-    if backend == "oracle":
-        return None
-    if importlib.util.find_spec("mlx") is None:
+    if backend == "metal":
+        return _no_metal()
+    if backend == "ops" and importlib.util.find_spec("mlx") is None:
         return "mlx is not installed"
-    return _no_metal() if backend == "metal" else None
+    return None
 
 
 def _no_metal() -> str | None:
