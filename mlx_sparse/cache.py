@@ -29,21 +29,23 @@ class SideBuffers:
         keys_t: ``(B, Hkv, D, capacity)`` component-major copy of the keys; columns past ``covered`` are stale.
         covered: rows that ``keys_t`` and the sums have seen.
         value_sum: float32 ``(B, Hkv, D)``.
-        key_sums: float32 sum and sum of squares of ``key - key_shift``. The shift, the mean of the rows seen first,
-            keeps the variance from drowning in the mean, which is large for some channels of models with q/k-norm.
+        key_sums: float32 ``(B, Hkv, 2, D)``, sum and sum of squares of ``key - key_shift``. The shift, the mean of the
+            rows seen first, keeps the variance from drowning in the mean, which is large for some channels of models
+            with q/k-norm.
+        key_shift: float32 ``(B, Hkv, 1, D)``.
     """
 
     def __init__(self) -> None:
         self.keys_t: mx.array | None = None
         self.covered = 0
         self.value_sum: mx.array | None = None
-        self.key_sums: tuple[mx.array, mx.array] | None = None
+        self.key_sums: mx.array | None = None
         self.key_shift: mx.array | None = None
 
     @property
     def nbytes(self) -> int:
-        sums = (self.value_sum, self.key_shift, *(self.key_sums or ()))
-        return sum(array.nbytes for array in (self.keys_t, *sums) if array is not None)
+        arrays = (self.keys_t, self.value_sum, self.key_sums, self.key_shift)
+        return sum(array.nbytes for array in arrays if array is not None)
 
     def extend(self, cache: SparseCache, S: int, *, mean: bool, spread: bool) -> None:
         """Take in rows ``[covered, S)`` of ``cache``, or all of them if a sum is asked for that was not kept so far."""
@@ -93,15 +95,19 @@ class SideBuffers:
         else:
             self._add(cache, length, self.covered, -1.0, mean=mean, spread=spread)
         # Evaluate now: a pending sum would hold the old keys and force the next in-place write to copy them.
-        mx.eval([array for array in (self.value_sum, *(self.key_sums or ())) if array is not None])
+        mx.eval([array for array in (self.value_sum, self.key_sums) if array is not None])
         self.covered = length
 
     def _add_one(self, cache: SparseCache, *, mean: bool, spread: bool) -> None:
         """`_add` of the row that a decode step brings, in one launch per sum."""
-        if mean and self.value_sum is not None:
-            self.value_sum = self.value_sum + cache.values[..., self.covered, :].astype(mx.float32)
-        if spread and self.key_sums is not None and self.key_shift is not None:
-            self.key_sums = _add_key(*self.key_sums, cache.keys[..., self.covered, :], self.key_shift)
+        row = slice(self.covered, self.covered + 1)
+        if mean:
+            assert self.value_sum is not None
+            self.value_sum = _add_value(self.value_sum, cache.values[..., self.covered, :])
+        if spread:
+            assert self.key_sums is not None
+            assert self.key_shift is not None
+            self.key_sums = _add_key(self.key_sums, cache.keys[..., row, :], self.key_shift, _SQUARED)
 
     def _add(self, cache: SparseCache, start: int, stop: int, sign: float, *, mean: bool, spread: bool) -> None:
         valid = None
@@ -109,19 +115,18 @@ class SideBuffers:
             valid = valid_keys(stop, cache.padding)[:, None, start:, None]
 
         def total(rows: mx.array) -> mx.array:
-            return sign * (rows if valid is None else mx.where(valid, rows, 0.0)).sum(axis=2)
+            return sign * (rows if valid is None else mx.where(valid, rows, 0.0)).sum(axis=2, keepdims=True)
 
         if mean:
-            self.value_sum = total(cache.values[..., start:stop, :].astype(mx.float32)) + (
-                0.0 if self.value_sum is None else self.value_sum
-            )
+            added = total(cache.values[..., start:stop, :].astype(mx.float32)).squeeze(2)
+            self.value_sum = added if self.value_sum is None else self.value_sum + added
         if spread:
             rows = cache.keys[..., start:stop, :].astype(mx.float32)
             if self.key_shift is None:
-                self.key_shift = rows.mean(axis=2)
-            rows = rows - self.key_shift[:, :, None]
-            first, second = self.key_sums or (mx.array(0.0), mx.array(0.0))
-            self.key_sums = (first + total(rows), second + total(rows**2))
+                self.key_shift = rows.mean(axis=2, keepdims=True)
+            rows = rows - self.key_shift
+            added = mx.concatenate([total(rows), total(rows**2)], axis=2)
+            self.key_sums = added if self.key_sums is None else self.key_sums + added
 
     def value_mean(self, count: int | mx.array) -> mx.array:
         """(sparq.9) float32 ``(B, Hkv, D)``."""
@@ -131,16 +136,24 @@ class SideBuffers:
     def deviation(self, count: int | mx.array) -> mx.array:
         """(sparq.1) standard deviation of each key component, float32 ``(B, Hkv, D)``."""
         assert self.key_sums is not None
-        return _deviation(*self.key_sums, mx.array(count, mx.float32))
+        return _deviation(self.key_sums[:, :, 0], self.key_sums[:, :, 1], mx.array(count, mx.float32))
 
 
 # A decode step calls these once per layer: compiled, each is one launch instead of half a dozen.
 
 
+_SQUARED = mx.array([[False], [True]])  # along axis 2 of key_sums
+
+
 @partial(mx.compile, shapeless=True)
-def _add_key(first: mx.array, second: mx.array, key: mx.array, shift: mx.array) -> tuple[mx.array, mx.array]:
-    centred = key.astype(mx.float32) - shift
-    return first + centred, second + centred**2
+def _add_value(total: mx.array, row: mx.array) -> mx.array:
+    return total + row.astype(mx.float32)
+
+
+@partial(mx.compile, shapeless=True)
+def _add_key(sums: mx.array, row: mx.array, shift: mx.array, squared: mx.array) -> mx.array:
+    centred = row.astype(mx.float32) - shift
+    return sums + mx.where(squared, centred * centred, centred)
 
 
 @partial(mx.compile, shapeless=True)

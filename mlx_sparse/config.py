@@ -7,6 +7,7 @@ prints it.
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,6 +25,31 @@ else:  # Python 3.10
 MAX_TOML_BYTES = 1 << 20  # a configuration is a few lines; refuse to parse a model file by mistake
 
 
+# Bytes that a layer's decode step has to save before SparQ's extra launches pay, by kind of Apple GPU: base and Pro,
+# Max, Ultra. From the roofline model (docs/results/roofline.md), its pessimistic end; nothing was measured on a Mac.
+ENOUGH_SAVED = {"g": 20 << 20, "s": 36 << 20, "d": 52 << 20}
+NEVER = 1 << 40  # keys; as `shortest_context`: not at any context
+
+
+@dataclass(frozen=True)
+class Step:
+    """The sizes of a layer's decode step, which tell from what context on a method pays.
+
+    Attributes:
+        heads: KV heads of all sequences, ``B * Hkv``.
+        G: query heads per KV head.
+        D: head dim.
+        itemsize: bytes of an element of keys and values.
+        gpu: for the `metal` backend the kind of GPU, a key of `ENOUGH_SAVED`; empty for others.
+    """
+
+    heads: int
+    G: int
+    D: int
+    itemsize: int
+    gpu: str = ""
+
+
 @dataclass(frozen=True)
 class MethodConfig:
     """What every method has."""
@@ -37,9 +63,8 @@ class MethodConfig:
         """Keys attended per step and KV head; contexts of up to this many keys are attended densely."""
         raise ConfigError(f"attn: expected a sparse method, got {self.name}.")
 
-    @property
-    def shortest_context(self) -> int:
-        """Contexts of fewer keys are attended densely."""
+    def shortest_context(self, step: Step | None = None) -> int:
+        """Contexts of fewer keys are attended densely; `NEVER` where all are."""
         return self.attended + 1
 
     def elements(self, S: int, D: int) -> int:
@@ -67,11 +92,11 @@ class Dense(MethodConfig):
 class SparQ(MethodConfig):
     """SparQ decoding (docs/spec/sparq.md).
 
-    What "auto" means: ``dense_below``, the number of keys below which attention stays dense, is ``16 * top_k``, from
-    where on no shape was slower with the `ops` backend (docs/results/ops.md), and none for a ``top_k`` below the
-    default, which is for experiments on short texts; ``component_score`` is ``"query_key"`` for models with q/k-norm,
-    whose channels learn scales of their own, and ``"query"``, the paper's, otherwise; ``reallocate`` is on for one
-    query head per KV head and off otherwise.
+    What "auto" means: ``dense_below``, the number of keys below which attention stays dense, is ``16 * top_k`` with the
+    `ops` backend, from where on no shape was slower (docs/results/ops.md), `pays_from` with the `metal` backend, and
+    none for a ``top_k`` below the default, which is for experiments on short texts; ``component_score`` is
+    ``"query_key"`` for models with q/k-norm, whose channels learn scales of their own, and ``"query"``, the paper's,
+    otherwise; ``reallocate`` is on for one query head per KV head and off otherwise.
     """
 
     name: ClassVar[str] = "sparq"
@@ -108,11 +133,24 @@ class SparQ(MethodConfig):
     def attended(self) -> int:
         return self.top_k
 
-    @property
-    def shortest_context(self) -> int:
+    def shortest_context(self, step: Step | None = None) -> int:
         if not isinstance(self.dense_below, str):
             return max(self.dense_below, self.top_k + 1)
-        return 16 * self.top_k if self.top_k >= SparQ.top_k else self.top_k + 1
+        if self.top_k < SparQ.top_k:
+            return self.top_k + 1
+        return self.pays_from(step) if step and step.gpu else 16 * self.top_k
+
+    def pays_from(self, step: Step) -> int:
+        """Keys from which a step with the Metal kernels saves `ENOUGH_SAVED` bytes.
+
+        Saved are the elements of keys and values that are not read, (sparq.11) less (sparq.12); spent is the score
+        buffer, one float32 number per key and query head, written and read.
+        """
+        per_key = step.itemsize * (2 * step.D - self.rank) - 2 * 4 * step.G
+        if per_key <= 0:
+            return NEVER
+        fixed = step.itemsize * 2 * (self.top_k + 1) * step.D
+        return math.ceil((ENOUGH_SAVED[step.gpu] / step.heads + fixed) / per_key)
 
     def elements(self, S: int, D: int) -> int:
         return stats.sparq_elements(S, D, rank=self.rank, top_k=self.top_k)

@@ -5,6 +5,7 @@ Code is named by import strings, so that reading the table imports no backend.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
@@ -104,6 +105,15 @@ def _no_metal() -> str | None:
     if mx.default_device() != mx.gpu:
         return "the default device is not the GPU; mx.set_default_device(mx.gpu) makes it so"
     return None
+
+
+@functools.cache
+def gpu_kind() -> str:
+    """The kind of Apple GPU by MLX's letter: g (base and Pro), s (Max) or d (Ultra); g for any other."""
+    import mlx.core as mx
+
+    letter = str(mx.device_info().get("architecture", ""))[-1:]
+    return letter if letter in ("g", "s", "d") else "g"
 
 
 def unfit(backend: str, D: int, G: int) -> str | None:

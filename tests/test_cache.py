@@ -342,7 +342,7 @@ def test_an_appended_token_copies_no_buffer(kept: str):
             sums = kept == "and every sum"
             side.extend(cache, cache.length, mean=sums, spread=sums)
             buffers.append(side.keys_t)
-            buffers += [side.value_sum, *side.key_sums] if sums else []
+            buffers += [side.value_sum, side.key_sums] if sums else []
         mx.eval(buffers)
 
     append()  # the first one builds what is kept

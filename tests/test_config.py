@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +11,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlx_sparse import stats
 from mlx_sparse.checks import ConfigError
 from mlx_sparse.config import (
     CONFIGS,
+    ENOUGH_SAVED,
     H2O,
     MAX_TOML_BYTES,
+    NEVER,
     Dense,
     FlexGen,
     MethodConfig,
     OracleTopK,
     SparQ,
+    Step,
     Streaming,
     load_toml,
     parse,
@@ -325,10 +330,34 @@ def test_a_method_knows_what_it_attends_and_moves(text: str, attended: int, elem
     ],
 )
 def test_contexts_of_up_to_top_k_keys_are_dense(text: str, shortest: int) -> None:
-    assert parse(text)[0].shortest_context == shortest
+    assert parse(text)[0].shortest_context() == shortest
 
 
-@pytest.mark.parametrize("ask", ["attended", "shortest_context", "elements"])
-def test_dense_has_no_cost_to_ask_for(ask: str) -> None:
+@pytest.mark.parametrize("step", [Step(8, 4, 128, 2, "g"), Step(16, 4, 128, 4, "s"), Step(2, 16, 64, 2, "d")], ids=str)
+def test_on_metal_sparq_is_dense_until_a_step_saves_enough_bytes(step: Step) -> None:
+    def saved(S: int) -> int:
+        elements = stats.dense_elements(S, step.D) - SparQ().elements(S, step.D)
+        return step.heads * (step.itemsize * elements - 2 * 4 * step.G * S)
+
+    first = SparQ().shortest_context(step)
+    assert saved(first - 1) < ENOUGH_SAVED[step.gpu] <= saved(first)
+    assert SparQ(dense_below=300).shortest_context(step) == 300
+    assert SparQ(top_k=64).shortest_context(step) == 65
+
+
+def test_on_other_backends_the_sizes_do_not_matter() -> None:
+    assert SparQ().shortest_context(Step(8, 4, 128, 2)) == 2048
+
+
+def test_where_the_scores_cost_more_than_the_keys_no_context_is_long_enough() -> None:
+    assert SparQ().shortest_context(Step(2, 32, 64, 2, "g")) == NEVER
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [lambda: Dense().attended, lambda: Dense().shortest_context(), lambda: Dense().elements(9, 9)],
+    ids=["attended", "shortest_context", "elements"],
+)
+def test_dense_has_no_cost_to_ask_for(ask: Callable[[], int]) -> None:
     with pytest.raises(ConfigError, match=r"^attn: expected a sparse method, got dense\.$"):
-        Dense().elements(9, 9) if ask == "elements" else getattr(Dense(), ask)
+        ask()

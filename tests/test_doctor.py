@@ -15,7 +15,7 @@ from mlx_lm.models.cache import KVCache
 
 from mlx_sparse import _boot, cli, doctor, matrix, registry
 
-COMMANDS = ["demo", "generate", "chat", "server", "benchmark", "cache_prompt", "matrix", "doctor"]
+COMMANDS = ["demo", "generate", "chat", "server", "benchmark", "cache_prompt", "matrix", "doctor", "bench", "eval"]
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

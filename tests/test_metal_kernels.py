@@ -270,6 +270,15 @@ def test_a_model_decodes_on_metal_as_on_ops(metal: Metal, family: str) -> None:
         assert {launched.kernel for launched in metal.launches} >= {"sparq_scores", "sparq_candidates"}
 
 
+def test_a_model_stays_dense_on_metal_while_a_step_saves_too_little(metal: Metal) -> None:
+    model = build("llama")
+    with mlx_sparse.sparse(model, "sparq:rank=8", backend="metal") as report:
+        greedy(model, prompt_of(140), 2)
+    assert report.sparse_calls == 0
+    assert any(reason.startswith("over fewer than ") for reason in report.dense_calls)
+    assert not metal.launches
+
+
 def test_auto_is_metal_where_it_can_run_and_fits(metal: Metal) -> None:
     assert registry.resolve("auto", "sparq", D=128, G=4) == "metal"
     assert registry.resolve("auto", "streaming", D=128, G=4) == "ops"

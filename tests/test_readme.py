@@ -29,8 +29,8 @@ def test_the_defaults_of_sparq_are_the_stated_ones() -> None:
     assert f"`rank` ({SparQ().rank})" in README
     assert f"`top_k` ({SparQ().top_k})" in README
     assert "`dense_below` (`16 * top_k`; none" in README
-    assert SparQ(top_k=200).shortest_context == 3200
-    assert SparQ(top_k=127).shortest_context == 128
+    assert SparQ(top_k=200).shortest_context() == 3200
+    assert SparQ(top_k=127).shortest_context() == 128
 
 
 @pytest.mark.parametrize("spec", sorted(set(re.findall(r"`((?:sparq|streaming)(?::[\w=,]+)?)`", README))))

@@ -28,7 +28,7 @@ GROWTH = 256  # tokens after which the cache's buffers grow and are copied
 ANSWER = 128  # tokens over which building the component-major keys is spread
 
 # Array operations of mlx_sparse.cache per step, by (query_key, reallocate); the first writes the new key's column.
-SIDE_LAUNCHES = {(False, False): 1, (False, True): 4, (True, False): 5, (True, True): 8}
+SIDE_LAUNCHES = {(False, False): 1, (False, True): 3, (True, False): 3, (True, True): 5}
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def _selection(shape: Shape, S: int, config: SparQ) -> list[Launch]:
 def _select_cycles(items: int, tiles: int, threads: int, load: int) -> int:
     """Load 16 items per lane, find the threshold in 16 rounds, write what reaches it."""
     blocks = ceil(items / threads / select.ITEMS) if tiles == 1 else 1
-    rounds = 16 * (select.ITEMS * 6 + 6 * REDUCTION + 20)
+    rounds = 16 * (select.ITEMS * 5 + 4 * REDUCTION + 20)
     writing = select.ITEMS * (4 * REDUCTION + 14)
     reading = select.ITEMS * load * (18 if blocks > 1 else 1)  # an item beyond the registers is loaded in every round
     return threads // LANES * (blocks * (reading + writing) + blocks * rounds) // SCHEDULERS

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
-from .. import stats
-from ..config import SparQ
+from ..config import ENOUGH_SAVED, NEVER, SparQ, Step
 from .dense import Shape, dense_kernel
-from .launches import FLOAT, ITEM, Launch, dense_launches, sparq_launches
+from .launches import ITEM, Launch, dense_launches, sparq_launches
 
 LAUNCH = (1.3, 5.2)  # microseconds
 CLOCK = 1.278e9  # Hz, of the M1, for all
@@ -24,9 +23,6 @@ CORE_BYTES = 16  # per cycle: half of what a core is said to get from the L2 cac
 BOUNDARY = 20.0  # microseconds between two command buffers
 BOUNDARY_ELEMENTS = 40 << 20  # of distinct arrays, after which MLX starts another; more on larger chips
 
-# Bytes saved by a step from which SparQ wins for all shapes on all chips of a kind (MLX's letter).
-ENOUGH = {"g": 28 << 20, "s": 56 << 20, "d": 72 << 20}
-FAR = 1 << 20  # more keys than any config attends
 KINDS = {"g": "base and Pro chips", "s": "Max", "d": "Ultra"}
 
 
@@ -96,17 +92,10 @@ def wins_from(chip: Chip, shape: Shape, config: SparQ, *, surely: bool) -> int |
     return found
 
 
-def saved(shape: Shape, S: int, config: SparQ) -> int:
-    """Bytes of keys and values that a step does not read, less the scores that it writes and reads."""
-    elements = stats.dense_elements(S, shape.D) - config.elements(S, shape.D)
-    return shape.Hkv * (ITEM * elements - 2 * FLOAT * shape.G * S)
-
-
 def advised(letter: str, shape: Shape, config: SparQ) -> int | None:
-    """Keys from which a step saves `ENOUGH` for chips of this kind; None if it never does."""
-    far = saved(shape, FAR, config)
-    per_key = saved(shape, FAR + 1, config) - far
-    return ceil(FAR + (ENOUGH[letter] - far) / per_key) if per_key > 0 else None
+    """Keys from which ``dense_below=auto`` lets a step run sparsely on chips of this kind; None if it never does."""
+    first = config.pays_from(Step(shape.Hkv, shape.G, shape.D, ITEM, letter))
+    return None if first >= NEVER else first
 
 
 def rows(config: SparQ) -> list[dict[str, Any]]:
@@ -151,7 +140,7 @@ def text(rows: Sequence[dict[str, Any]], config: SparQ) -> str:
             "Keys from which SparQ is faster, its worst against dense's best (its best against dense's worst):",
             _table(["heads x KV heads x D", *(f"{c.name}, {c.bandwidth / 1e9:.0f} GB/s" for c in CHIPS)], crossings),
             "Keys from which a step saves "
-            + ", ".join(f"{size >> 20} MiB ({KINDS[letter]})" for letter, size in ENOUGH.items())
+            + ", ".join(f"{size >> 20} MiB ({KINDS[letter]})" for letter, size in ENOUGH_SAVED.items())
             + ":",
             _table(["heads x KV heads x D", *KINDS.values()], advice),
             f"Microseconds for {shapes[0]}, best to worst:",

@@ -9,7 +9,7 @@ import mlx.core as mx
 from .. import registry
 from ..cache import SparseBatchKVCache, SparseCache, adopt
 from ..checks import check_rank
-from ..config import FlexGen, MethodConfig, SparQ
+from ..config import NEVER, FlexGen, MethodConfig, SparQ, Step
 from ..stats import dense_elements
 from .call_report import Report
 
@@ -116,9 +116,15 @@ class Plan:
             return "of the prompt's last token"
         if mask is not None and not self._is_padding_mask(mask):
             return "with an array mask"
-        if S < self.config.shortest_context:
-            return f"over fewer than {self.config.shortest_context:,} keys"
-        return None
+        shortest = self._shortest_context(queries, keys)
+        if shortest >= NEVER:
+            return "whose scores would move more bytes than they save"
+        return f"over fewer than {shortest:,} keys" if S < shortest else None
+
+    def _shortest_context(self, queries: mx.array, keys: mx.array) -> int:
+        B, Hkv, _, D = keys.shape
+        gpu = registry.gpu_kind() if self._resolve(queries, keys) == "metal" else ""
+        return self.config.shortest_context(Step(B * Hkv, queries.shape[1] // Hkv, D, keys.itemsize, gpu))
 
     def _is_padding_mask(self, mask: Any) -> bool:
         """Whether ``mask`` is the one a batch cache made of its left padding, which the sparse step honours itself."""
