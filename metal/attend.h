@@ -10,10 +10,10 @@
 constant constexpr uint ATTEND_TILE = 128;
 constant constexpr int EMPTY = -1;
 
-// The most lanes that can share a row of d components in equal parts of four each.
+// The fewest lanes that can read a row of d components at once, four each; all of them for longer rows.
 constexpr uint shared_lanes(uint d) {
   uint lanes = LANES;
-  while ((d / 4) % lanes != 0) {
+  while (lanes / 2 >= d / 4) {
     lanes /= 2;
   }
   return lanes;
@@ -22,7 +22,7 @@ constexpr uint shared_lanes(uint d) {
 // How a SIMD group reads rows of D: `lanes` lanes share a row, four components at a time.
 template <int D>
 struct RowLayout {
-  enum : uint { lanes = shared_lanes(D), chunks = D / 4 / lanes, rows = LANES / lanes };
+  enum : uint { lanes = shared_lanes(D), chunks = (D / 4 + lanes - 1) / lanes, rows = LANES / lanes };
 };
 
 // Sizes that depend on the template only.
@@ -75,9 +75,12 @@ struct TileRows {
   }
   uint chunk(uint c) const { return c * RowLayout<D>::lanes + place.lane % RowLayout<D>::lanes; }
 
+  // False for lanes that the row is too short for.
+  bool has(uint c) const { return D / 4 % RowLayout<D>::lanes == 0 || chunk(c) < D / 4; }
+
   // Chunk c of the row in `slot`; zeros for an empty one.
   float4 load(uint slot, uint c) const {
-    const int key = slot < ATTEND_TILE ? list[slot] : EMPTY;
+    const int key = slot < ATTEND_TILE && has(c) ? list[slot] : EMPTY;
     if (key == EMPTY) {
       return float4(0.0f);
     }
@@ -95,6 +98,7 @@ void score_tile(
     float4 key[N::batch][Layout::chunks];
 #pragma clang loop unroll(full)
     for (uint u = 0; u < N::batch; ++u) {
+#pragma clang loop unroll(full)
       for (uint c = 0; c < Layout::chunks; ++c) {
         key[u][c] = keys.load(keys.slot(pass + u), c);
       }
@@ -102,10 +106,12 @@ void score_tile(
 #pragma clang loop unroll(full)
     for (uint u = 0; u < N::batch; ++u) {
       const uint slot = keys.slot(pass + u);
+#pragma clang loop unroll(full)
       for (uint g = 0; g < G; ++g) {
         float score = 0.0f;
+#pragma clang loop unroll(full)
         for (uint c = 0; c < Layout::chunks; ++c) {
-          score += dot(key[u][c], q[g * (D / 4) + keys.chunk(c)]);
+          score += keys.has(c) ? dot(key[u][c], q[g * (D / 4) + keys.chunk(c)]) : 0.0f;
         }
         for (uint offset = Layout::lanes / 2; offset > 0; offset /= 2) {
           score += simd_shuffle_xor(score, ushort(offset));
@@ -151,7 +157,7 @@ float weigh_tile(
     total += weight;
     chosen += filled ? mass(list[slot], g) : 0.0f;
   }
-  const float factor = running.total > 0.0f ? exp(running.largest - largest) : 0.0f;
+  const float factor = running.total != 0.0f ? exp(running.largest - largest) : 0.0f;
   running.total = running.total * factor + simd_sum(total);
   running.mass += simd_sum(chosen);
   running.largest = largest;
@@ -171,6 +177,7 @@ void add_values(
     float4 value[N::batch][Layout::chunks];
 #pragma clang loop unroll(full)
     for (uint u = 0; u < N::batch; ++u) {
+#pragma clang loop unroll(full)
       for (uint c = 0; c < Layout::chunks; ++c) {
         value[u][c] = values.load(values.slot(pass + u), c);
       }
@@ -179,7 +186,9 @@ void add_values(
     for (uint u = 0; u < N::batch; ++u) {
       const uint slot = values.slot(pass + u);
       if (slot < count) {
+#pragma clang loop unroll(full)
         for (uint g = 0; g < G; ++g) {
+#pragma clang loop unroll(full)
           for (uint c = 0; c < Layout::chunks; ++c) {
             sums[g][c] += weights[g * ATTEND_TILE + slot] * value[u][c];
           }
@@ -198,13 +207,15 @@ void gather_sums(
 #pragma clang loop unroll(full)
   for (uint g = 0; g < G; ++g) {
     if (g >= first && g < first + heads) {
+#pragma clang loop unroll(full)
       for (uint c = 0; c < Layout::chunks; ++c) {
         float4 sum = sums[g][c];
         for (uint offset = Layout::lanes; offset < LANES; offset *= 2) {
           sum += simd_shuffle_xor(sum, ushort(offset));
         }
-        if (place.lane < Layout::lanes) {
-          parts[((g - first) * SIMDGROUPS + place.simdgroup) * (D / 4) + c * Layout::lanes + place.lane] = sum;
+        const uint chunk = c * Layout::lanes + place.lane;
+        if (place.lane < Layout::lanes && chunk < D / 4) {
+          parts[((g - first) * SIMDGROUPS + place.simdgroup) * (D / 4) + chunk] = sum;
         }
       }
     }
@@ -255,6 +266,7 @@ void attend_list(
     q[i] = float(queries[i]);
   }
   Running running[N::heads];
+#pragma clang loop unroll(full)
   for (uint h = 0; h < N::heads; ++h) {
     running[h] = {-INFINITY, 0.0f, 0.0f};
   }
@@ -267,6 +279,7 @@ void attend_list(
     threadgroup_barrier(mem_flags::mem_threadgroup);
     score_tile<D, G, SIMDGROUPS>(TileRows<T, D, SIMDGROUPS>{keys, shared.list, place}, tile, shared.scratch, scores);
     threadgroup_barrier(mem_flags::mem_threadgroup);
+#pragma clang loop unroll(full)
     for (uint h = 0; h < N::heads; ++h) {
       const uint g = h * SIMDGROUPS + place.simdgroup;
       if (g < G) {
@@ -278,7 +291,9 @@ void attend_list(
       }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
+#pragma clang loop unroll(full)
     for (uint g = 0; g < G; ++g) {
+#pragma clang loop unroll(full)
       for (uint c = 0; c < RowLayout<D>::chunks; ++c) {
         sums[g][c] *= shared.factor[g];
       }
@@ -286,6 +301,7 @@ void attend_list(
     add_values<D, G, SIMDGROUPS>(TileRows<V, D, SIMDGROUPS>{values, shared.list, place}, tile, scores, sums);
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
+#pragma clang loop unroll(full)
   for (uint h = 0; h < N::heads; ++h) {
     const uint g = h * SIMDGROUPS + place.simdgroup;
     if (g < G && place.lane == 0) {
@@ -308,6 +324,7 @@ void store_sums(
     Place place) {
   typedef AttendSizes<D, G, SIMDGROUPS> N;
   const threadgroup float* parts = reinterpret_cast<const threadgroup float*>(shared.scratch);
+#pragma clang loop unroll(full)
   for (uint first = 0; first < G; first += N::merged_heads) {
     if (first > 0) {
       threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -321,12 +338,13 @@ void store_sums(
         sum += parts[((i / D) * SIMDGROUPS + s) * D + i % D];
       }
       const float total = shared.softmax[g].total;
-      out[size_t(first) * D + i] = static_cast<Out>(finish(g, i % D, total > 0.0f ? sum / total : 0.0f, shared.softmax[g].mass));
+      const float y = total == 0.0f ? 0.0f : sum / total;
+      out[size_t(first) * D + i] = static_cast<Out>(finish(g, i % D, y, shared.softmax[g].mass));
     }
   }
   if (place.index() < G) {
     const threadgroup Running& softmax = shared.softmax[place.index()];
-    lse[place.index()] = softmax.total > 0.0f ? softmax.largest + log(softmax.total) : -INFINITY;
+    lse[place.index()] = softmax.total == 0.0f ? -INFINITY : softmax.largest + log(softmax.total);
   }
 }
 

@@ -1,6 +1,6 @@
 // sparq_candidates: one score per key for the group (sparq.5) and the best keys of each tile (sparq.6).
 //
-// inputs       logits (B, Hkv, S, G) float; statistics (B, Hkv, score_tiles, G, 2) float; left_padding (B,) int;
+// inputs       logits (B, Hkv, stride, G) float; statistics (B, Hkv, score_tiles, G, 2) float; left_padding (B,) int;
 //              length, local_window, top_k () int
 // outputs      bits (B, Hkv, tiles, slots) uint; indices (B, Hkv, tiles, slots) int; softmax (B, Hkv, G, 2) float
 // template     G, SOFTMAX
@@ -20,5 +20,5 @@ if (tile.first == 0 && place.index() < G) {
   reinterpret_cast<device float2*>(softmax)[size_t(tile.row) * G + place.index()] = merged[place.index()];
 }
 const Window window = make_window(length, left_padding[tile.b], local_window);
-auto row = logits + size_t(tile.row) * size_t(length) * G;
+auto row = logits + size_t(tile.row) * size_t(logits_shape[2]) * G;
 select_best(GroupScores<G, SOFTMAX, decltype(row)>{row, merged, window, tile.first}, tile, bits, indices, partial, place);

@@ -7,32 +7,39 @@ constant constexpr uint SCORE_KEYS = 4;  // consecutive keys per thread
 
 // (sparq.1), (sparq.2): the `rank` components with the largest summed |q| of the group, times `weight` if WEIGHTED, and
 // the queries there. Every threadgroup finds them for itself: D numbers against thousands of keys.
-// component: D floats; chosen: D; q_r: D rows of G, of which `rank` are filled. Ends with a barrier.
+// component: D sums as bits, which are in the same order as they are not negative, and put NaN last, not everywhere;
+// chosen: D; q_r: D rows of G, of which `rank` are filled. Ends with a barrier.
 template <int D, int G, bool WEIGHTED, typename Queries, typename Weights>
 void choose_components(
     Queries queries,  // (G, D)
     Weights weight,   // (D)
     uint rank,
-    threadgroup float* component,
+    threadgroup uint* component,
     threadgroup int* chosen,
     threadgroup float* q_r,
     Place place) {
   for (uint d = place.index(); d < D; d += place.threads()) {
     float sum = 0.0f;
+#pragma clang loop unroll(full)
     for (uint g = 0; g < G; ++g) {
       sum += abs(float(queries[g * D + d]));
     }
-    component[d] = WEIGHTED ? sum * weight[d] : sum;
+    component[d] = as_type<uint>(WEIGHTED ? sum * weight[d] : sum);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   for (uint d = place.index(); d < D; d += place.threads()) {
-    const float own = component[d];
+    const uint own = component[d];
     uint larger = 0;
-    for (uint e = 0; e < D; ++e) {
-      larger += component[e] > own || (component[e] == own && e < d) ? 1 : 0;
+    for (uint e = 0; e < D; e += 4) {
+      const uint4 other = reinterpret_cast<const threadgroup uint4*>(component)[e / 4];
+#pragma clang loop unroll(full)
+      for (uint c = 0; c < 4; ++c) {
+        larger += other[c] > own || (other[c] == own && e + c < d) ? 1 : 0;
+      }
     }
     if (larger < rank) {
       chosen[larger] = int(d);
+#pragma clang loop unroll(full)
       for (uint g = 0; g < G; ++g) {
         q_r[larger * G + g] = float(queries[g * D + d]);
       }
@@ -82,16 +89,20 @@ void approximate_logits(
     float key[SCORE_KEYS];
     if (ALIGNED) {
       const vec<T, 4> loaded = *reinterpret_cast<const device vec<T, 4>*>(row);
+#pragma clang loop unroll(full)
       for (uint v = 0; v < SCORE_KEYS; ++v) {
         key[v] = float(loaded[v]);
       }
     } else {
+#pragma clang loop unroll(full)
       for (uint v = 0; v < SCORE_KEYS; ++v) {
         key[v] = v < keys ? float(row[v]) : 0.0f;
       }
     }
+#pragma clang loop unroll(full)
     for (uint g = 0; g < G; ++g) {
       const float q = q_r[i * G + g];
+#pragma clang loop unroll(full)
       for (uint v = 0; v < SCORE_KEYS; ++v) {
         logits[v][g] += q * key[v];
       }
@@ -107,6 +118,7 @@ void tile_statistics(
     threadgroup float* partial,
     device float2* statistics,
     Place place) {
+#pragma clang loop unroll(full)
   for (uint g = 0; g < G; ++g) {
     const float own = max(max(logits[0][g], logits[1][g]), max(logits[2][g], logits[3][g]));
     const float largest = simd_max(own);
@@ -117,9 +129,11 @@ void tile_statistics(
   threadgroup_barrier(mem_flags::mem_threadgroup);
   threadgroup float* sums = partial + G * MAX_SIMDGROUPS;
   float largest[G];
+#pragma clang loop unroll(full)
   for (uint g = 0; g < G; ++g) {
     largest[g] = simd_max(of_simdgroup(partial + g * MAX_SIMDGROUPS, place, -INFINITY));
     float sum = 0.0f;
+#pragma clang loop unroll(full)
     for (uint v = 0; v < SCORE_KEYS; ++v) {
       sum += logits[v][g] == -INFINITY ? 0.0f : exp(logits[v][g] - largest[g]);
     }
@@ -130,6 +144,7 @@ void tile_statistics(
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   if (place.simdgroup == 0) {
+#pragma clang loop unroll(full)
     for (uint g = 0; g < G; ++g) {
       const float sum = simd_sum(of_simdgroup(sums + g * MAX_SIMDGROUPS, place, 0.0f));
       if (place.lane == 0) {

@@ -61,7 +61,7 @@ struct Window {
 };
 
 inline Window make_window(int length, int padding, int local_window) {
-  return {uint(padding), uint(max(length - local_window, 0)), uint(length)};
+  return {uint(max(padding, 0)), uint(max(length - local_window, 0)), uint(length)};
 }
 
 // Source of a row: what the caller scored.

@@ -218,15 +218,17 @@ class SparseCache:
         """
         S = self.length
         parameters: dict[str, Any] = {"scale": scale, "left_padding": self.padding}
-        used = slice(S)
-        if backend in registry.WHOLE_BUFFERS:
-            used = slice(None)
+        keys, values = self.keys, self.values
+        whole = backend in registry.WHOLE_BUFFERS
+        if whole:
             parameters["length"] = S
-        keys, values = self.keys[..., used, :], self.values[..., used, :]
+        else:
+            keys, values = keys[..., :S, :], values[..., :S, :]
         if isinstance(config, SparQ):
             G = queries.shape[1] // keys.shape[1]
             parameters |= self._sparq_parameters(config, G, S)
-            parameters["keys_t"] = parameters["keys_t"][..., used]
+            if not whole:
+                parameters["keys_t"] = parameters["keys_t"][..., :S]
         elif isinstance(config, Streaming):
             parameters |= {"sink_tokens": config.sink_tokens, "recent_tokens": config.recent_tokens}
         else:

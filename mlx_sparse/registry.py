@@ -118,8 +118,8 @@ def gpu_kind() -> str:
 
 def unfit(backend: str, D: int, G: int) -> str | None:
     """Why ``backend`` cannot take head dim ``D`` with ``G`` query heads per KV head; None when it can."""
-    if backend == "metal" and (D % 4 or D > METAL_HEAD_DIM):
-        return f"its kernels take head dims that are multiples of 4 up to {METAL_HEAD_DIM}, not {D}"
+    if backend == "metal" and (D % 4 or not 8 <= D <= METAL_HEAD_DIM):
+        return f"its kernels take head dims that are multiples of 4 from 8 to {METAL_HEAD_DIM}, not {D}"
     if backend == "metal" and G > METAL_GROUP:
         return f"its kernels take up to {METAL_GROUP} query heads per KV head, not {G}"
     return None

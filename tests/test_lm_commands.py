@@ -73,6 +73,10 @@ BAD: dict[str, tuple[list[str], str]] = {
     "rank above D": (["--attn", "sparq:rank=17"], "rank: expected at most the head dim D=16, got 17"),
     "negative top_k": (["--attn", "sparq:top_k=-1"], "top_k: expected an integer of at least 1, got -1"),
     "a method models cannot run": (["--attn", "h2o"], "attn: expected one of .* for a model, got h2o"),
+    "no such backend": (
+        ["--attn", "sparq", "--attn-backend", "triton"],
+        r"backend: .*got triton \(unknown; this version",
+    ),
     "two decode methods": (["--attn", "sparq+streaming"], "attn: expected one decode method, got sparq and streaming"),
     "malformed TOML": (["--attn-config", "bad.toml"], r"attn-config: expected valid TOML, got bad.toml \(.*\)"),
     "missing TOML": (["--attn-config", "none.toml"], "attn-config: expected a readable TOML file, got none.toml"),

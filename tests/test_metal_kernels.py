@@ -24,7 +24,7 @@ import mlx_sparse
 from mlx_sparse import oracle, registry
 from mlx_sparse.cache import SparseKVCache
 from mlx_sparse.config import SparQ
-from mlx_sparse.kernels import attend, select, sparq
+from mlx_sparse.kernels import attend, launch, select, sparq
 
 DTYPES = {"f32": mx.float32, "f16": mx.float16, "bf16": mx.bfloat16}
 STALE = 1e3  # what unused rows of a cache hold in these tests
@@ -81,6 +81,7 @@ SELECT = [
     (1, 1, 0),
     (5, 9, 2),
     (31, 31, 31),
+    (20, 40, 30),  # the window is longer than the row
     (77, 20, 5),
     (300, 1, 0),
     (300, 128, 32),
@@ -182,11 +183,14 @@ def test_every_length_is_right(metal: Metal, S: int, spare: int) -> None:
 @pytest.mark.parametrize("reallocate", [False, True], ids=["attend", "reallocate"])
 @pytest.mark.parametrize(
     ("D", "G", "dtype"),
-    [(64, 16, "f16"), (80, 5, "bf16"), (96, 6, "f32"), (128, 16, "bf16"), (256, 16, "f32"), (256, 2, "f16")],
+    [
+        *((64, 16, "f16"), (80, 5, "bf16"), (96, 6, "f32"), (128, 16, "bf16"), (256, 16, "f32"), (256, 2, "f16")),
+        *((112, 8, "f16"), (192, 13, "f32"), (20, 3, "f16"), (8, 2, "bf16")),
+    ],
 )
 def test_every_head_dim_and_group_is_right(metal: Metal, D: int, G: int, dtype: str, reallocate: bool) -> None:
     case = Case(1, 2 * G, 2, 400, D, dtype)
-    settings = {"rank": 32, "top_k": 150, "component_score": "query_key", "reallocate": reallocate}
+    settings = {"rank": min(32, D), "top_k": 150, "component_score": "query_key", "reallocate": reallocate}
     out, expected, plain = step(case, 448, dtype, **settings)
     assert_as_good_as_plain(out, expected, plain, dtype)
 
@@ -257,6 +261,30 @@ def test_a_cache_decodes_on_metal_as_on_ops(metal: Metal) -> None:
         np.testing.assert_allclose(np.array(metal_lse), np.array(ops_lse), rtol=0, atol=1e-4)
 
 
+def test_a_cache_hands_its_whole_buffers_to_the_kernels(metal: Metal, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slice would be copied on every call; rows of keys_t that start on a line are loaded four keys at a time."""
+    seen: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    launched = launch.Kernel.__call__
+
+    def record(kernel: launch.Kernel, inputs: Any, outputs: Any, *, template: Any, **geometry: Any) -> list[mx.array]:
+        seen.append((dict(inputs), dict(template)))
+        return launched(kernel, inputs, outputs, template=template, **geometry)
+
+    monkeypatch.setattr(launch.Kernel, "__call__", record)
+    cache = SparseKVCache()
+    for L in (301, 1, 1001, 1):  # the buffers that mlx-lm makes of this are no multiple of anything
+        row = mx.ones((1, 2, L, 64), mx.float16)
+        cache.update_and_fetch(row, row)
+    config = SparQ(rank=8, top_k=16, component_score="query", dense_below=0)
+    cache.attend(mx.ones((1, 4, 1, 64), mx.float16), config, scale=1.0, backend="metal")
+    (scores, how), *_, (attended, _) = seen
+    assert attended["keys"] is cache.keys
+    assert attended["values"] is cache.values
+    assert scores["keys_t"].shape[3] % 64 == 0
+    assert scores["keys_t"].shape[3] >= cache.keys.shape[2]
+    assert how["ALIGNED"]
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_a_model_decodes_on_metal_as_on_ops(metal: Metal, family: str) -> None:
     model, prompt = build(family), prompt_of(60)
@@ -284,12 +312,21 @@ def test_auto_is_metal_where_it_can_run_and_fits(metal: Metal) -> None:
     assert registry.resolve("auto", "streaming", D=128, G=4) == "ops"
     assert registry.resolve("auto", "sparq", D=320, G=4) == "ops"
     assert registry.resolve("auto", "sparq", D=64, G=32) == "ops"
-    with pytest.raises(mlx_sparse.BackendUnavailable, match="head dims that are multiples of 4 up to 256, not 320"):
+    with pytest.raises(mlx_sparse.BackendUnavailable, match="head dims that are multiples of 4 from 8 to 256, not 320"):
         registry.resolve("metal", "sparq", D=320, G=4)
+    for D in (4, 6):
+        assert registry.resolve("auto", "sparq", D=D, G=4) == "ops"
     with pytest.raises(mlx_sparse.BackendUnavailable, match="up to 16 query heads per KV head, not 32"):
         registry.resolve("metal", "sparq", D=64, G=32)
     with pytest.raises(mlx_sparse.BackendUnavailable, match="it does not have streaming"):
         registry.resolve("metal", "streaming", D=64, G=2)
+
+
+def test_metal_is_refused_while_the_cpu_is_the_default_device(metal: Metal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.cpu, 0))
+    assert registry.resolve("auto", "sparq", D=128, G=4) == "ops"
+    with pytest.raises(mlx_sparse.BackendUnavailable, match="the default device is not the GPU"):
+        registry.resolve("metal", "sparq", D=128, G=4)
 
 
 @pytest.mark.skipif(mx.metal.is_available(), reason="there is a Metal GPU")

@@ -168,13 +168,13 @@ def test_sparq_kernels_do_what_their_comments_say(metal: Metal) -> None:
     tiles, threads, slots = select.tiles_of(N, 256)
     check(metal, "top_k_candidates", N=N, tiles=tiles, threads=threads, slots=slots)
     splits = attend.splits_of(256, HKV)
-    check(metal, "attend_reallocate", N=256, splits=splits, SIMDGROUPS=16, O=2, **common)
+    check(metal, "attend_reallocate", N=256, splits=splits, HEADS=4, SIMDGROUPS=16, O=2, **common)
 
 
 def test_split_attention_does_what_its_comments_say(metal: Metal) -> None:
     G, N = 4, 2048
     splits = attend.splits_of(N, HKV)
-    common = {"N": N, "splits": splits, "SIMDGROUPS": 16, "G": G, "Hq": HKV * G}
+    common = {"N": N, "splits": splits, "HEADS": 4, "SIMDGROUPS": 16, "G": G, "Hq": HKV * G}
     decode(metal, 8192, G, top_k=N, reallocate=False)
     check(metal, "attend_indices", O=4, **common)
     check(metal, "merge_parts", O=2, **common)

@@ -132,25 +132,28 @@ def _select_cycles(items: int, tiles: int, threads: int, load: int) -> int:
 def _attend(shape: Shape, S: int, N: int, reallocate: bool) -> list[Launch]:
     Hkv, D, G = shape.Hkv, shape.D, shape.G
     splits = attend.splits_of(N, Hkv)
-    simdgroups = 16 if G * D <= 1024 else 8
+    heads, simdgroups = attend.heads_of(D, G)
     size = ITEM if splits == 1 else FLOAT
     logits = reallocate * (N * min(LINE, S * G * FLOAT) + D * FLOAT)
-    moved = Hkv * (2 * N * D * ITEM + N * FLOAT + logits + splits * G * (D * size + (1 + reallocate) * FLOAT))
+    rows_and_list = Hkv * (2 * N * D * ITEM + N * FLOAT)
+    moved = rows_and_list + Hkv * (logits + splits * G * (D * size + (1 + reallocate) * FLOAT))
     query = G * D * ITEM
-    lanes = next(n for n in (32, 16, 8, 4, 2, 1) if D // 4 % n == 0)
-    chunks, rows = D // 4 // lanes, LANES // lanes
+    lanes = min(LANES, 1 << (D // 4 - 1).bit_length())
+    chunks, rows = ceil(D / 4 / lanes), LANES // lanes
     tiles = ceil(N / splits / attend.TILE)
     passes = ceil(min(attend.TILE, N) / (simdgroups * rows))
-    scoring = passes * (8 * chunks + G * (chunks * 5 + 2 * lanes.bit_length() + 6))
-    adding = passes * (8 * chunks + G * chunks * 6)
-    softmax = ceil(G / simdgroups) * (4 * (EXP + 8) + 3 * REDUCTION)
-    merging = G * (chunks * 10 + D * simdgroups // (simdgroups * LANES) * 4)
+    scoring = passes * (8 * chunks + heads * (chunks * 5 + 2 * lanes.bit_length() + 6))
+    adding = passes * (8 * chunks + heads * chunks * 6)
+    softmax = ceil(heads / simdgroups) * (4 * (EXP + 8) + 3 * REDUCTION)
+    merging = heads * (chunks * 10 + D * simdgroups // (simdgroups * LANES) * 4)
     cycles = simdgroups * (tiles * (scoring + softmax + adding) + merging) // SCHEDULERS
     name = "attend_reallocate" if reallocate else "attend_indices"
-    launches = [_kernel(name, Hkv * splits, moved + Hkv * query, moved + Hkv * splits * query, cycles)]
+    parts = G // heads
+    each = moved + (parts - 1) * rows_and_list + Hkv * splits * query
+    launches = [_kernel(name, Hkv * splits * parts, moved + Hkv * query, each, cycles)]
     if splits > 1:
-        parts = shape.Hq * (splits * (D * FLOAT + 2 * FLOAT) + D * ITEM)
-        launches.append(_kernel("merge", shape.Hq, parts, parts))
+        merged = shape.Hq * (splits * (D * FLOAT + 2 * FLOAT) + D * ITEM)
+        launches.append(_kernel("merge", shape.Hq, merged, merged))
     return launches
 
 

@@ -28,7 +28,7 @@ class Reallocation:
     """What mixing in the mean value needs.
 
     Attributes:
-        logits: float32 ``(B, Hkv, S, G)`` approximate logits (sparq.3).
+        logits: float32 ``(B, Hkv, stride, G)`` approximate logits (sparq.3) of ``stride >= S`` keys.
         softmax: float32 ``(B, Hkv, G, 2)``, their largest and one over the sum of ``exp(logit - largest)``.
         value_mean: float32 ``(B, Hkv, D)``.
     """
@@ -44,6 +44,25 @@ def splits_of(N: int, lists: int) -> int:
         return 1
     part = max(2 * TILE, -(-N * lists // GROUPS // TILE) * TILE)
     return -(-N // part)
+
+
+def heads_of(D: int, G: int) -> tuple[int, int]:
+    """Query heads per threadgroup and its SIMD groups, so that what a lane keeps stays in registers.
+
+    A lane keeps four float32 sums per head and 128 components, and four rows in flight. Metal refuses to launch more
+    threads than the registers of a kernel allow: 512 threads leave about 100 each. A group too large for 256 threads
+    is shared out; its keys and values are then read once per part.
+    """
+    chunks = -(-D // 128)
+    heads = next(n for n in range(G, 0, -1) if G % n == 0 and (n == 1 or 4 * chunks * (n + 4) <= 96))
+    return heads, 16 if 4 * chunks * (heads + 4) <= 48 else 8
+
+
+def _narrow(indices: mx.array, keys: int) -> mx.array:
+    """As int32; 64-bit numbers past its range must not come back as keys."""
+    if indices.itemsize > 4:
+        indices = mx.where((indices >= 0) & (indices < keys), indices, -1)
+    return indices.astype(mx.int32)
 
 
 def attend_indices(
@@ -96,13 +115,13 @@ def parts(
     B, Hq, _, D = queries.shape
     Hkv, capacity = keys.shape[1:3]
     G = Hq // Hkv
-    simdgroups = 16 if G * D <= 1024 else 8
+    heads, simdgroups = heads_of(D, G)
     splits = splits_of(indices.shape[2], B * Hkv)
     inputs = {
         "queries": queries,
         "keys": keys,
         "values": values,
-        "indices": indices.astype(mx.int32),
+        "indices": _narrow(indices, capacity),
         "length": integer(capacity if length is None else length),
         "scale": real(scale),
     }
@@ -116,8 +135,8 @@ def parts(
     return kernel(
         inputs,
         outputs,
-        template={"D": D, "G": G, "SIMDGROUPS": simdgroups},
-        groups=(splits, Hkv, B),
+        template={"D": D, "G": G, "HEADS": heads, "SIMDGROUPS": simdgroups},
+        groups=(splits, Hkv * G // heads, B),
         threads=simdgroups * LANES,
     )
 

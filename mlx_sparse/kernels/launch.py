@@ -98,4 +98,4 @@ def padding_or_zeros(left_padding: mx.array | None, B: int) -> mx.array:
 
 @lru_cache(maxsize=16)
 def _zeros(B: int) -> mx.array:
-    return mx.zeros((B,), mx.int32)
+    return mx.array([0] * B, mx.int32)

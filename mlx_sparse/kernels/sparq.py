@@ -49,8 +49,9 @@ def sparq_scores(
         keys_t: ``(B, Hkv, D, capacity)`` with ``length`` columns in use.
 
     Returns:
-        Float32 ``logits (B, Hkv, length, G)``, -inf for invalid keys, and ``statistics (B, Hkv, tiles, G, 2)``: largest
-        logit and sum of ``exp(logit - largest)`` of each tile of 1,024 keys.
+        Float32 ``logits (B, Hkv, stride, G)``, -inf for invalid keys, with ``stride`` the next multiple of 4, and
+        ``statistics (B, Hkv, tiles, G, 2)``: largest logit and sum of ``exp(logit - largest)`` of each tile of 1,024
+        keys.
     """
     B, Hkv, D, capacity = keys_t.shape
     G = queries.shape[1] // Hkv
@@ -65,7 +66,7 @@ def sparq_scores(
             "length": integer(length),
             "scale": real(scale),
         },
-        [((B, Hkv, length, G), mx.float32), ((B, Hkv, tiles, G, 2), mx.float32)],
+        [((B, Hkv, -(-length // KEYS) * KEYS, G), mx.float32), ((B, Hkv, tiles, G, 2), mx.float32)],
         template={
             "D": D,
             "G": G,
@@ -86,6 +87,7 @@ def sparq_candidates(
     local_window: int,
     group_reduce: str,
     left_padding: mx.array | None,
+    length: int,
 ) -> tuple[mx.array, mx.array]:
     """The keys to attend (sparq.6) and the softmax of the logits (sparq.4).
 
@@ -93,7 +95,7 @@ def sparq_candidates(
         ``indices (B, Hkv, min(top_k, S))`` int32, ascending, -1 in slots that no key fills, and float32
         ``softmax (B, Hkv, G, 2)``: largest logit and one over the sum of ``exp(logit - largest)``.
     """
-    B, Hkv, S, G = logits.shape
+    B, Hkv, _, G = logits.shape
     softmax: list[mx.array] = []
 
     def first(tiles: int, threads: int, slots: int) -> tuple[mx.array, mx.array]:
@@ -102,7 +104,7 @@ def sparq_candidates(
                 "logits": logits,
                 "statistics": statistics,
                 "left_padding": padding_or_zeros(left_padding, B),
-                "length": integer(S),
+                "length": integer(length),
                 "local_window": integer(local_window),
                 "top_k": integer(top_k),
             },
@@ -118,7 +120,7 @@ def sparq_candidates(
         softmax.append(merged)
         return bits, indices
 
-    indices = reduce(first, B, Hkv, S, top_k)
+    indices = reduce(first, B, Hkv, length, top_k)
     return indices, softmax[0]
 
 
@@ -146,6 +148,7 @@ def sparq_select(
     Returns:
         ``indices`` and ``softmax`` of `sparq_candidates`, and the ``logits`` of `sparq_scores`.
     """
+    length = keys.shape[2] if length is None else length
     if keys_t is None:
         keys_t = mx.contiguous(keys.swapaxes(-1, -2))
     logits, statistics = sparq_scores(
@@ -155,7 +158,7 @@ def sparq_select(
         component_weight=component_weight,
         scale=scale,
         left_padding=left_padding,
-        length=keys.shape[2] if length is None else length,
+        length=length,
     )
     indices, softmax = sparq_candidates(
         logits,
@@ -164,6 +167,7 @@ def sparq_select(
         local_window=local_window,
         group_reduce=group_reduce,
         left_padding=left_padding,
+        length=length,
     )
     return indices, softmax, logits
 
@@ -196,4 +200,4 @@ def sparq_attention(
 
 @cache
 def _no_weight() -> mx.array:
-    return mx.zeros((1,), mx.float32)
+    return mx.array([0.0], mx.float32)

@@ -1,0 +1,69 @@
+"""What callers should not pass but may: the Metal kernels neither race nor read what is not there, and hide no NaN."""
+
+from __future__ import annotations
+
+import threading
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from cases import Case
+from msl import Metal
+
+import mlx_sparse
+from mlx_sparse.kernels import launch, sparq
+
+
+def inputs(case: Case) -> list[mx.array]:
+    return [mx.array(array) for array in case.inputs()]
+
+
+@pytest.mark.parametrize("score", ["query", "query_key"])
+@pytest.mark.parametrize("spoiled", ["query", "key"])
+def test_nan_in_a_component_is_no_fault(metal: Metal, spoiled: str, score: str) -> None:
+    case = Case(1, 4, 2, 300, 64, "f32")
+    q, k, v = case.inputs()
+    (q if spoiled == "query" else k)[0, 0, 0, [5, 9]] = np.nan
+    out = mlx_sparse.sparq_attention(
+        *map(mx.array, (q, k, v)), rank=16, top_k=32, component_score=score, backend="metal"
+    )
+    assert np.isfinite(np.array(out)[0, 2:]).all()  # the other KV head
+
+
+def test_nan_in_a_listed_key_is_not_hidden(metal: Metal) -> None:
+    q, k, v = inputs(Case(1, 4, 2, 300, 64, "f32"))
+    k[0, 0, 3, 1] = mx.nan
+    indices = mx.broadcast_to(mx.arange(10), (1, 2, 10))
+    for backend in ("ops", "metal"):
+        out, lse = mlx_sparse.attend_indices(q, k, v, indices, backend=backend)
+        assert mx.isnan(out[0, :2]).all(), backend
+        assert mx.isnan(lse[0, :2]).all(), backend
+        assert not mx.isnan(out[0, 2:]).any(), backend
+
+
+def test_the_smallest_keys_are_attended(metal: Metal) -> None:
+    """With fewer than eight elements MLX would pass them in the constant address space; the registry refuses those."""
+    q, k, v = inputs(Case(1, 1, 1, 1, 8, "f32"))
+    out, _ = mlx_sparse.attend_indices(q, k, v, mx.zeros((1, 1, 1), mx.int32), backend="metal")
+    np.testing.assert_allclose(np.array(out), np.array(v), rtol=0, atol=1e-6)
+
+
+def test_an_index_past_32_bits_is_an_empty_slot(metal: Metal) -> None:
+    q, k, v = inputs(Case(1, 4, 2, 20, 64, "f32"))
+    indices = mx.broadcast_to(mx.array([3, 2**32 + 5], mx.int64), (1, 2, 2))
+    ops, metal_out = (mlx_sparse.attend_indices(q, k, v, indices, backend=b)[0] for b in ("ops", "metal"))
+    np.testing.assert_allclose(np.array(metal_out), np.array(ops), rtol=0, atol=1e-6)
+
+
+def test_shared_constants_serve_every_thread() -> None:
+    """A lazy array belongs to the thread that made it; what threads share must hold its value already."""
+    launch._zeros.cache_clear()
+    sparq._no_weight.cache_clear()
+    maker = threading.Thread(target=lambda: [launch._zeros(7), sparq._no_weight()])
+    maker.start()
+    maker.join()
+    try:
+        mx.eval(launch._zeros(7) + 1, sparq._no_weight() + 1)
+    finally:
+        launch._zeros.cache_clear()
+        sparq._no_weight.cache_clear()
