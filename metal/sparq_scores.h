@@ -7,7 +7,7 @@ constant constexpr uint SCORE_KEYS = 4;  // consecutive keys per thread
 
 // (sparq.1), (sparq.2): the `rank` components with the largest summed |q| of the group, times `weight` if WEIGHTED, and
 // the queries there. Every threadgroup finds them for itself: D numbers against thousands of keys.
-// component: D sums as bits, which are in the same order as they are not negative, and put NaN last, not everywhere;
+// component: D sums as bits, which are in the same order, as they are not negative, and order NaN too, as the largest;
 // chosen: D; q_r: D rows of G, of which `rank` are filled. Ends with a barrier.
 template <int D, int G, bool WEIGHTED, typename Queries, typename Weights>
 void choose_components(

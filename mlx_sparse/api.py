@@ -173,6 +173,7 @@ def sparq_attention(
         component_score: rank components by |q| ("query", the paper) or by |q| times the spread of the keys
             ("query_key").
         keys_t: ``(B, Hkv, D, S)`` keys stored component-major: without it, nothing is saved on real hardware.
+            With the `metal` backend slices of larger buffers are copied on every call; a cache passes whole buffers.
         value_mean: ``(B, Hkv, D)`` mean of the valid values, the current one included; computed when absent.
     """
     call = _Call(
