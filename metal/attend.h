@@ -86,6 +86,18 @@ struct TileRows {
     }
     return float4(reinterpret_cast<const device vec<T, 4>*>(rows + size_t(key) * D)[chunk(c)]);
   }
+
+  // What this lane reads in BATCH passes, all under way at once.
+  template <uint BATCH>
+  void load_batch(uint pass, thread float4 (&loaded)[BATCH][RowLayout<D>::chunks]) const {
+#pragma clang loop unroll(full)
+    for (uint u = 0; u < BATCH; ++u) {
+#pragma clang loop unroll(full)
+      for (uint c = 0; c < RowLayout<D>::chunks; ++c) {
+        loaded[u][c] = load(slot(pass + u), c);
+      }
+    }
+  }
 };
 
 // scores[g * ATTEND_TILE + slot] = q_g . k for the first `count` slots.
@@ -96,13 +108,7 @@ void score_tile(
   typedef RowLayout<D> Layout;
   for (uint pass = 0; pass * N::step < count; pass += N::batch) {
     float4 key[N::batch][Layout::chunks];
-#pragma clang loop unroll(full)
-    for (uint u = 0; u < N::batch; ++u) {
-#pragma clang loop unroll(full)
-      for (uint c = 0; c < Layout::chunks; ++c) {
-        key[u][c] = keys.load(keys.slot(pass + u), c);
-      }
-    }
+    keys.template load_batch<N::batch>(pass, key);
 #pragma clang loop unroll(full)
     for (uint u = 0; u < N::batch; ++u) {
       const uint slot = keys.slot(pass + u);
@@ -175,13 +181,7 @@ void add_values(
   typedef RowLayout<D> Layout;
   for (uint pass = 0; pass * N::step < count; pass += N::batch) {
     float4 value[N::batch][Layout::chunks];
-#pragma clang loop unroll(full)
-    for (uint u = 0; u < N::batch; ++u) {
-#pragma clang loop unroll(full)
-      for (uint c = 0; c < Layout::chunks; ++c) {
-        value[u][c] = values.load(values.slot(pass + u), c);
-      }
-    }
+    values.template load_batch<N::batch>(pass, value);
 #pragma clang loop unroll(full)
     for (uint u = 0; u < N::batch; ++u) {
       const uint slot = values.slot(pass + u);

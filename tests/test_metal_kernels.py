@@ -22,7 +22,7 @@ from tiny_models import build, greedy, prompt_of
 
 import mlx_sparse
 from mlx_sparse import oracle, registry
-from mlx_sparse.cache import SparseKVCache
+from mlx_sparse.cache import SparseBatchKVCache, SparseKVCache
 from mlx_sparse.config import SparQ
 from mlx_sparse.kernels import attend, launch, select, sparq
 
@@ -247,9 +247,10 @@ def test_nothing_recompiles_as_the_context_grows(metal: Metal) -> None:
 # the cache and the model
 
 
-def test_a_cache_decodes_on_metal_as_on_ops(metal: Metal) -> None:
+@pytest.mark.parametrize("make", [SparseKVCache, lambda: SparseBatchKVCache([0, 40])], ids=["cache", "batch"])
+def test_a_cache_decodes_on_metal_as_on_ops(metal: Metal, make: Callable[[], Any]) -> None:
     rng = np.random.default_rng(3)
-    cache = SparseKVCache()
+    cache = make()
     config = SparQ(rank=8, top_k=16, component_score="query_key", reallocate=True, dense_below=0)
     for L in (70, 1, 1, 1, 200, 1, 1):
         k, v = (to_mlx(rng.normal(size=(2, 2, L, 64)), "f16") for _ in range(2))
