@@ -1,0 +1,138 @@
+"""Nodes, functions and one-node models of the operators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import onnx
+import onnx.parser
+
+from mlx_sparse.checks import ConfigError, check_int, check_local_window, check_rank
+
+from .domain import DEFAULT, DOMAIN, SPEC, VERSION, Profile
+from .schemas import OPERATORS, Operator, Tensor, registered
+
+BODIES = Path(__file__).parent / "bodies"
+TYPES = {"float32": onnx.TensorProto.FLOAT, "float16": onnx.TensorProto.FLOAT16, "bfloat16": onnx.TensorProto.BFLOAT16}
+
+
+def operator(name: str) -> Operator:
+    """The operator of that name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name not in OPERATORS:
+        raise ConfigError(f"operator: expected one of {', '.join(OPERATORS)}, got {name!r}.")
+    return OPERATORS[name]
+
+
+def function(name: str, profile: Profile = DEFAULT) -> onnx.FunctionProto:
+    """The body of an operator in standard operators, and in operators of the domain that it calls."""
+    path = BODIES / f"{operator(name).name}.onnxtxt"
+    made = onnx.parser.parse_function(path.read_text(encoding="utf-8"))
+    for opset in made.opset_import:
+        if opset.domain == "":
+            opset.version = profile.opset  # a function and its model must agree on it
+    return made
+
+
+def functions(names: Iterable[str], profile: Profile = DEFAULT) -> list[onnx.FunctionProto]:
+    """The bodies of these operators and of all that they call, each after those that it calls."""
+    found: dict[str, onnx.FunctionProto] = {}
+    for name in names:
+        body = function(name, profile)
+        called = functions(_called(body.node), profile)
+        found |= {each.name: each for each in (*called, body) if each.name not in found}
+    return list(found.values())
+
+
+def _called(nodes: Iterable[onnx.NodeProto]) -> list[str]:
+    """Operators of the domain in these nodes and in their branches."""
+    called = []
+    for node in nodes:
+        if node.domain == DOMAIN:
+            called.append(node.op_type)
+        for attribute in node.attribute:
+            called += _called(attribute.g.node)
+    return called
+
+
+def node(name: str, inputs: Sequence[str], outputs: Sequence[str], **attributes: float) -> onnx.NodeProto:
+    """A node with every attribute written: a kernel need not share the defaults of anybody else.
+
+    Raises:
+        ConfigError: an attribute is missing, unknown or out of range, or the inputs or outputs are too few or too many.
+    """
+    op = operator(name)
+    written: Mapping[str, float] = {"spec": SPEC, **attributes}
+    known = {attribute.name for attribute in op.attributes}
+    if written.keys() != known:
+        wrong = ", ".join(sorted(written.keys() ^ known))
+        raise ConfigError(f"{name}: expected the attributes {', '.join(sorted(known))}, got others: {wrong}.")
+    for attribute in op.attributes:
+        if attribute.type is int:
+            check_int(attribute.name, written[attribute.name], attribute.low or 0, attribute.high)
+    if "local_window" in written:
+        check_local_window(written["local_window"], int(written["top_k"]))
+    for kind, got, expected in (("inputs", inputs, op.inputs), ("outputs", outputs, op.outputs)):
+        if len(got) != len(expected) or (kind == "inputs" and not all(got)):
+            raise ConfigError(f"{name}: expected the {kind} {', '.join(t.name for t in expected)}, got {list(got)}.")
+    typed = {a.name: a.type(written[a.name]) for a in op.attributes}
+    return onnx.helper.make_node(name, list(inputs), list(outputs), domain=DOMAIN, **typed)
+
+
+def operator_model(
+    name: str,
+    *,
+    dtype: str = "float32",
+    profile: Profile = DEFAULT,
+    sizes: Mapping[str, int] | None = None,
+    **attributes: float,
+) -> onnx.ModelProto:
+    """A checked model of one node that is all of ``name``, with the bodies a stock runtime needs.
+
+    Args:
+        name: the operator.
+        dtype: float32, float16 or bfloat16.
+        sizes: axis lengths to fix, such as ``{"D": 128}``; the others stay symbolic.
+        attributes: all attributes but ``spec``.
+
+    Raises:
+        ConfigError: see `node`.
+    """
+    op = operator(name)
+    if dtype not in TYPES:
+        raise ConfigError(f"dtype: expected one of {', '.join(TYPES)}, got {dtype!r}.")
+    fixed = sizes or {}
+    if "D" in fixed and "rank" in attributes:
+        check_rank(attributes["rank"], fixed["D"])
+
+    def info(tensor: Tensor) -> onnx.ValueInfoProto:
+        kind = tensor.type.removeprefix("tensor(").removesuffix(")").upper()
+        element = TYPES[dtype] if kind == "T" else onnx.TensorProto.DataType.Value(kind)
+        dims = [None if axis == "?" else fixed.get(axis, axis) for axis in tensor.dims]
+        return onnx.helper.make_tensor_value_info(tensor.name, element, dims)
+
+    made = node(name, [t.name for t in op.inputs], [t.name for t in op.outputs], **attributes)
+    graph = onnx.helper.make_graph([made], name, [info(t) for t in op.inputs], [info(t) for t in op.outputs])
+    model = onnx.helper.make_model(
+        graph,
+        producer_name=DOMAIN,
+        ir_version=profile.ir,
+        opset_imports=[onnx.helper.make_opsetid("", profile.opset), onnx.helper.make_opsetid(DOMAIN, VERSION)],
+        functions=functions([name], profile),
+    )
+    check(model)
+    return model
+
+
+def check(model: onnx.ModelProto) -> None:
+    """The ONNX checker with shape inference, knowing our operators.
+
+    Raises:
+        onnx.checker.ValidationError, onnx.shape_inference.InferenceError: what is wrong with the model.
+    """
+    with registered():
+        onnx.checker.check_model(model, full_check=True)

@@ -1,0 +1,89 @@
+"""The reference page docs/spec/operators.md, made from the schemas.
+
+``python -m mlx_sparse.onnx_export.reference > docs/spec/operators.md``
+"""
+
+from __future__ import annotations
+
+from .build import functions
+from .domain import COMPAT, DEFAULT, DOMAIN, SPEC, VERSION
+from .schemas import OPERATORS, Operator, T, Tensor
+
+_HEAD = f"""# ONNX operators
+
+The operators of domain `{DOMAIN}`, version {VERSION}. This page is made from `onnx_export/schemas.py` by
+`python -m mlx_sparse.onnx_export.reference`; a test holds it to that.
+
+* A file carries every operator twice: as a node, and as a model-local function of standard operators, the *body*. A
+  runtime without a kernel for the node runs the body.
+* Bodies need opset {COMPAT.opset}. Files are written in opset {DEFAULT.opset} (IR {DEFAULT.ir}), or for old runtimes in
+  opset {COMPAT.opset} (IR {COMPAT.ir}).
+* Everything after the reads is float32: logits, softmax, scores, choices, sums. The output is rounded once to T.
+* **Every input is given and every attribute is written on every node.** A runtime passes a kernel its own defaults, not
+  the body's, and a function cannot ask whether an input is there. Without padding, `left_padding` is zeros.
+* `spec` is {SPEC}. A kernel refuses any other number. An incompatible change is a new operator, not a new version:
+  runtimes give a kernel nodes of versions it does not know.
+* Axes: B rows, Hq query heads, Hkv KV heads, L tokens, D head dim, C capacity. Query head h reads KV head
+  `h // (Hq // Hkv)`.
+* Key j of row b is valid when `left_padding[b] <= j < length[b]`. What lies elsewhere in a buffer never reaches an
+  output, be it NaN.
+
+Equations (sparq.1) to (sparq.10) are in [sparq.md](sparq.md).
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    return "\n".join([_HEAD, *(_section(operator) for operator in OPERATORS.values())])
+
+
+def _section(operator: Operator) -> str:
+    body = functions([operator.name])[-1]
+    called = sorted({f"`{node.name}`" for node in functions([operator.name])[:-1]})
+    calls = f", and calls {' and '.join(called)}" if called else ""
+    return "\n".join(
+        [
+            f'## <a name="{DOMAIN}.{operator.name}"></a>**{DOMAIN}.{operator.name}**',
+            "",
+            operator.doc,
+            "",
+            "#### Version",
+            "",
+            f"Version {VERSION} of the `{DOMAIN}` domain.",
+            "",
+            "#### Attributes (all required)",
+            "",
+            *(f"* **{a.name}** : {a.type.__name__} — {a.doc}" for a in operator.attributes),
+            "",
+            "#### Inputs",
+            "",
+            *map(_line, operator.inputs),
+            "",
+            "#### Outputs",
+            "",
+            *map(_line, operator.outputs),
+            "",
+            "#### Type constraints",
+            "",
+            f"* **T** : {', '.join(T)}",
+            "",
+            "#### Shape inference",
+            "",
+            "Axis lengths of one name are equal; those of the outputs follow from the inputs"
+            + ("; `?` is left open." if any("?" in t.axes for t in operator.outputs) else "."),
+            "",
+            "#### Body",
+            "",
+            f"[onnx_export/bodies/{operator.name}.onnxtxt](../../onnx_export/bodies/{operator.name}.onnxtxt): "
+            f"{len(body.node)} nodes{calls}.",
+            "",
+        ]
+    )
+
+
+def _line(tensor: Tensor) -> str:
+    return f"* **{tensor.name}** : {tensor.type} `({', '.join(tensor.axes.split())})` — {tensor.doc}"
+
+
+if __name__ == "__main__":
+    print(page(), end="")

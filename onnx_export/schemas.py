@@ -1,0 +1,260 @@
+"""What each operator takes and gives: one table, read by the ONNX checker, the model builder and the reference page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import onnx
+from onnx.defs import OpSchema
+
+from .domain import DOMAIN, VERSION
+
+T = ("tensor(float)", "tensor(float16)", "tensor(bfloat16)")
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """An input or output; ``axes`` names its axis lengths, "?" is a length that inference leaves open."""
+
+    name: str
+    type: str
+    axes: str
+    doc: str
+
+    @property
+    def dims(self) -> list[str | int]:
+        return [int(axis) if axis.isdigit() else axis for axis in self.axes.split()]
+
+
+@dataclass(frozen=True)
+class Attribute:
+    """A required attribute; ``low`` and ``high`` bound an integer."""
+
+    name: str
+    type: type
+    doc: str
+    low: int | None = None
+    high: int | None = None
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One operator of the domain; its body is bodies/NAME.onnxtxt."""
+
+    name: str
+    doc: str
+    attributes: tuple[Attribute, ...]
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+
+
+_SPEC = Attribute("spec", int, "Version of the meaning of the node. This page describes 1.", 1, 1)
+_SCALE = Attribute("scale", float, "Factor of the logits, c; usually D ** -0.5.")
+_SPARQ = (
+    _SPEC,
+    Attribute("rank", int, "Components read for every key, r: 1 to D.", 1),
+    Attribute("top_k", int, "Keys attended to, k; the local ones count.", 1),
+    Attribute("local_window", int, "Last valid keys, l, that are always attended to: 0 to `top_k`.", 0),
+    Attribute("reallocate", int, "1 gives the mass left over to the mean value (sparq.10); 0 does not.", 0, 1),
+    Attribute("group_reduce", int, "Score of a key (sparq.5): 0 sums the softmax over the group, 1 the logits.", 0, 1),
+    Attribute(
+        "component_score",
+        int,
+        "Score of a component (sparq.1): 0 is |q|, 1 is |q| times the deviation of the keys, without t.",
+        0,
+        1,
+    ),
+    _SCALE,
+)
+_PADDING = Tensor(
+    "left_padding",
+    "tensor(int64)",
+    "B",
+    "First valid key of each row, 0 without padding. Keys before it may be NaN.",
+)
+_LENGTH = Tensor("length", "tensor(int64)", "B", "Keys written in each row, the current tokens included.")
+_KEYS = Tensor("keys", "T", "B Hkv C D", "Keys. Those from `length` on are never read into the result.")
+_VALUES = Tensor("values", "T", "B Hkv C D", "Values.")
+_CHUNKED = "component-major in chunks of `lanes` keys: key j is at chunk j // lanes, lane j % lanes"
+
+OPERATORS: Mapping[str, Operator] = {
+    operator.name: operator
+    for operator in (
+        Operator(
+            "SparQ",
+            "One decode step of SparQ attention over buffers that the caller keeps: docs/spec/sparq.md. A row whose "
+            "`length` is at most `top_k` is attended densely; a row without a valid key gives 0.",
+            _SPARQ,
+            (
+                Tensor("query", "T", "B Hq 1 D", "Query of the current token, with its position encoded."),
+                _KEYS,
+                Tensor(
+                    "keys_t",
+                    "T",
+                    "B Hkv chunks D lanes",
+                    f"The same keys, {_CHUNKED}. One chunk will do. Only the chunks up to the longest row are read.",
+                ),
+                _VALUES,
+                _PADDING,
+                _LENGTH,
+                Tensor(
+                    "value_mean",
+                    "tensor(float)",
+                    "B Hkv D",
+                    "Mean of the valid values (sparq.9), for `reallocate` 1.",
+                ),
+                Tensor(
+                    "deviation",
+                    "tensor(float)",
+                    "B Hkv D",
+                    "Standard deviation of each component over the valid keys, for `component_score` 1.",
+                ),
+            ),
+            (
+                Tensor("output", "T", "B Hq 1 D", "Attention output."),
+                Tensor(
+                    "indices",
+                    "tensor(int32)",
+                    "B Hkv ?",
+                    "Keys attended to, ascending, then -1 in empty slots. The last axis is `top_k`, or the number of "
+                    "keys in the chunks read where that is smaller.",
+                ),
+            ),
+        ),
+        Operator(
+            "DenseAttention",
+            "Exact attention of the last L tokens over all valid keys up to each. A query without a valid key gives 0.",
+            (_SPEC, _SCALE),
+            (
+                Tensor("query", "T", "B Hq L D", "Queries; query i of L sits at position `length` - L + i."),
+                _KEYS,
+                _VALUES,
+                _PADDING,
+                _LENGTH,
+            ),
+            (Tensor("output", "T", "B Hq L D", "Attention output."),),
+        ),
+        Operator(
+            "SparQAttention",
+            "Append L tokens to caches of fixed capacity C, then attend: `SparQ` where L is 1, `DenseAttention` where "
+            "it is more. A caller who binds one buffer to a `past_*` and its `present_*` appends in place. A token "
+            "after the last slot is an error of the runtime. The next `past_length` is `past_length` + L.",
+            _SPARQ,
+            (
+                Tensor("query", "T", "B Hq L D", "Queries of the new tokens, with their positions encoded."),
+                Tensor("key", "T", "B Hkv L D", "Keys of the new tokens, with their positions encoded."),
+                Tensor("value", "T", "B Hkv L D", "Values of the new tokens."),
+                Tensor("past_key", "T", "B Hkv C D", "Keys so far."),
+                Tensor(
+                    "past_key_t", "T", "B Hkv chunks D lanes", f"Keys so far, {_CHUNKED}; chunks * lanes is C or more."
+                ),
+                Tensor("past_value", "T", "B Hkv C D", "Values so far."),
+                Tensor(
+                    "past_sums",
+                    "tensor(float)",
+                    "B Hkv 3 D",
+                    "Sums over the valid tokens so far of the values, the keys and the squared keys.",
+                ),
+                Tensor("past_length", "tensor(int64)", "B", "Tokens so far in each row."),
+                _PADDING,
+            ),
+            (
+                Tensor("output", "T", "B Hq L D", "Attention output."),
+                Tensor("present_key", "T", "B Hkv C D", "`past_key` with the new tokens."),
+                Tensor("present_key_t", "T", "B Hkv chunks D lanes", "`past_key_t` with the new tokens."),
+                Tensor("present_value", "T", "B Hkv C D", "`past_value` with the new tokens."),
+                Tensor("present_sums", "tensor(float)", "B Hkv 3 D", "`past_sums` with the new tokens."),
+            ),
+        ),
+    )
+}
+
+
+def infer(operator: Operator) -> Callable[[onnx.shape_inference.InferenceContext], None]:
+    """Shape inference: an axis length named twice is the same, and what the inputs say holds for the outputs.
+
+    The returned function raises `onnx.shape_inference.InferenceError` where the inputs contradict each other.
+    """
+
+    def run(context: onnx.shape_inference.InferenceContext) -> None:
+        lengths: dict[str, onnx.TensorShapeProto.Dimension] = {}
+        element = 0
+        for i, tensor in enumerate(operator.inputs):
+            given = context.get_input_type(i).tensor_type if context.has_input(i) else None
+            if given is None:
+                continue
+            if tensor.type == "T":
+                element = given.elem_type
+            if given.HasField("shape"):
+                _bind(operator, tensor, given.shape, lengths)
+        for i, tensor in enumerate(operator.outputs):
+            name = tensor.type.removeprefix("tensor(").removesuffix(")")
+            kind = element if tensor.type == "T" else onnx.TensorProto.DataType.Value(name.upper())
+            made = onnx.helper.make_tensor_type_proto(kind, [None] * len(tensor.dims))
+            for axis, dim in zip(tensor.dims, made.tensor_type.shape.dim, strict=True):
+                if isinstance(axis, int):
+                    dim.dim_value = axis
+                elif axis in lengths:
+                    dim.CopyFrom(lengths[axis])
+            context.set_output_type(i, made)
+
+    return run
+
+
+def _bind(
+    operator: Operator,
+    tensor: Tensor,
+    shape: onnx.TensorShapeProto,
+    lengths: dict[str, onnx.TensorShapeProto.Dimension],
+) -> None:
+    """Note the axis lengths of one input; a fixed one wins over a symbol."""
+    where = f"{operator.name}: {tensor.name}"
+    if len(shape.dim) != len(tensor.dims):
+        raise onnx.shape_inference.InferenceError(f"{where}: expected axes ({tensor.axes}), got {len(shape.dim)} axes.")
+    for axis, dim in zip(tensor.dims, shape.dim, strict=True):
+        if isinstance(axis, int):
+            known = onnx.TensorShapeProto.Dimension(dim_value=axis)
+        else:
+            known = lengths.setdefault(axis, dim)
+            if dim.HasField("dim_value") and not known.HasField("dim_value"):
+                lengths[axis] = dim
+        fixed = known.HasField("dim_value") and dim.HasField("dim_value")
+        if fixed and known.dim_value != dim.dim_value:
+            raise onnx.shape_inference.InferenceError(
+                f"{where}: expected {axis} = {known.dim_value} as elsewhere in the node, got {dim.dim_value}."
+            )
+
+
+def schema(operator: Operator) -> OpSchema:
+    """The operator as an `onnx.defs.OpSchema`, with its shape inference."""
+    kinds = {int: OpSchema.AttrType.INT, float: OpSchema.AttrType.FLOAT}
+
+    def formal(tensor: Tensor) -> OpSchema.FormalParameter:
+        return OpSchema.FormalParameter(tensor.name, tensor.type, f"({', '.join(tensor.axes.split())}). {tensor.doc}")
+
+    made = OpSchema(
+        operator.name,
+        DOMAIN,
+        VERSION,
+        operator.doc,
+        inputs=[formal(tensor) for tensor in operator.inputs],
+        outputs=[formal(tensor) for tensor in operator.outputs],
+        type_constraints=[("T", list(T), "Type of queries, keys, values and caches.")],
+        attributes=[OpSchema.Attribute(a.name, kinds[a.type], a.doc, required=True) for a in operator.attributes],
+    )
+    made.set_type_and_shape_inference_function(infer(operator))
+    return made
+
+
+@contextmanager
+def registered() -> Iterator[None]:
+    """Tell the ONNX checker and shape inference about the operators; without this they trust every node."""
+    for operator in OPERATORS.values():
+        onnx.defs.register_schema(schema(operator))
+    try:
+        yield
+    finally:
+        for name in OPERATORS:
+            onnx.defs.deregister_schema(name, VERSION, DOMAIN)

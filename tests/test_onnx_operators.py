@@ -1,0 +1,370 @@
+"""The ONNX operators: their bodies on a stock runtime and on the ONNX reference evaluator, against the oracle."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnxruntime as ort
+import pytest
+from cases import (
+    CASES,
+    Array,
+    Case,
+    assert_as_good_as_plain,
+    assert_same_choice,
+    plain_attention,
+    plain_reallocation,
+    round_to,
+)
+from onnx.reference import ReferenceEvaluator
+
+from mlx_sparse import onnx_export, oracle
+from mlx_sparse.oracle.select import valid_keys
+from mlx_sparse.oracle.sparq import deviation, masked_mean
+
+DTYPES = {"f32": np.dtype(np.float32), "f16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
+SPARQ: dict[str, dict[str, Any]] = {
+    "paper": {},
+    "appendix_b": {"local_window": 0, "reallocate": True},
+    "eval": {"group_reduce": "logits", "top_k": 33, "local_window": 9},
+    "robust": {"component_score": "query_key"},
+    "reallocate": {"reallocate": True, "component_score": "query_key"},
+    "no-reallocate": {"reallocate": False},
+    "rank-D": {"rank": None},
+    "own-scale": {"scale": 0.3},
+    "k1": {"top_k": 1, "rank": 1},
+}
+LANES = 64  # keys per chunk of the caches under test
+
+by_case = pytest.mark.parametrize("case", CASES, ids=str)
+by_setting = pytest.mark.parametrize("setting", SPARQ)
+by_runtime = pytest.mark.parametrize("runtime", ["onnxruntime", "onnxruntime-compat", "reference"])
+
+
+def session(model: Any) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    options.log_severity_level = 4  # the errors under test come as exceptions
+    return ort.InferenceSession(model.SerializeToString(), options)
+
+
+def ort_value(array: Array) -> ort.OrtValue:
+    array = np.ascontiguousarray(array)
+    if array.dtype == ml_dtypes.bfloat16:
+        return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array.view(np.uint16), 16)
+    return ort.OrtValue.ortvalue_from_numpy(array)
+
+
+def from_ort(value: ort.OrtValue) -> Array:
+    if value.data_type() != "tensor(bfloat16)":
+        return value.numpy()
+    size = int(np.prod(value.shape()))
+    bits = (ctypes.c_uint16 * size).from_address(value.data_ptr())
+    return np.frombuffer(bits, np.uint16).view(ml_dtypes.bfloat16).reshape(value.shape()).copy()
+
+
+class Operator:
+    """One operator with its attributes on one runtime: arrays by name in, arrays by name out."""
+
+    def __init__(self, runtime: str, name: str, dtype: str, **attributes: float) -> None:
+        profile = onnx_export.COMPAT if runtime == "onnxruntime-compat" else onnx_export.DEFAULT
+        model = onnx_export.operator_model(name, dtype=DTYPES[dtype].name, profile=profile, **attributes)
+        self.schema = onnx_export.OPERATORS[name]
+        self.dtype = DTYPES[dtype]
+        self.reference = ReferenceEvaluator(model) if runtime == "reference" else None
+        self.session = None if runtime == "reference" else session(model)
+
+    def __call__(self, **arrays: Array) -> dict[str, Array]:
+        feeds = {}
+        for tensor in self.schema.inputs:
+            kind = {"T": self.dtype, "tensor(float)": np.float32, "tensor(int64)": np.int64}[tensor.type]
+            feeds[tensor.name] = np.asarray(arrays[tensor.name]).astype(kind)
+        if self.reference:
+            outputs = self.reference.run(None, feeds)
+        else:
+            values = self.session.run_with_ort_values(None, {name: ort_value(a) for name, a in feeds.items()})
+            outputs = [from_ort(value) for value in values]
+        return dict(zip([tensor.name for tensor in self.schema.outputs], outputs, strict=True))
+
+
+def parameters(case: Case, setting: str) -> dict[str, Any]:
+    chosen = {"rank": 16, "top_k": 32, "scale": case.D**-0.5, "reallocate": case.Hq == case.Hkv, **SPARQ[setting]}
+    chosen["rank"] = chosen["rank"] or case.D
+    return {"local_window": chosen["top_k"] // 4, "group_reduce": "softmax", "component_score": "query", **chosen}
+
+
+def attributes(params: dict[str, Any]) -> dict[str, float]:
+    """The attributes of a node that mean these parameters."""
+    modes = {"softmax": 0, "logits": 1, "query": 0, "query_key": 1, True: 1, False: 0}
+    return {
+        name: modes[value] if name in ("reallocate", "group_reduce", "component_score") else value
+        for name, value in params.items()
+    }
+
+
+def padding(case: Case) -> Array:
+    return np.zeros(case.B, np.int64) if case.padding is None else np.array(case.padding)
+
+
+def step(case: Case, q: Array, k: Array, v: Array) -> dict[str, Array]:
+    """Inputs of `SparQ` for keys of exact length."""
+    valid = valid_keys(case.B, case.S, padding(case))
+    return {
+        "query": q,
+        "keys": k,
+        "keys_t": k.swapaxes(-1, -2)[:, :, None],
+        "values": v,
+        "left_padding": padding(case),
+        "length": np.full(case.B, case.S),
+        "value_mean": masked_mean(v.astype(np.float64), valid),
+        "deviation": deviation(k.astype(np.float64), valid),
+    }
+
+
+def select(case: Case, q: Array, k: Array, params: dict[str, Any]) -> oracle.SparQSelection:
+    settings = {name: value for name, value in params.items() if name != "reallocate"}
+    return oracle.sparq_select(q, k, left_padding=case.padding, **settings)
+
+
+def assert_is_sparq(out: Array, case: Case, params: dict[str, Any], q: Array, k: Array, v: Array) -> None:
+    """The output is SparQ attention, as exactly as a plain computation in its type."""
+    expected = oracle.sparq_attention(q, k, v, left_padding=case.padding, **params)
+    chosen = select(case, q, k, params).indices
+    plain = plain_attention(q, k, v, chosen, params["scale"], case.dtype)
+    if params["reallocate"] and case.S > params["top_k"]:
+        plain = round_to(plain_reallocation(plain, q, k, v, chosen, padding=case.padding, **params), case.dtype)
+    assert out.dtype == DTYPES[case.dtype]
+    assert_as_good_as_plain(out, expected, plain, case.dtype)
+
+
+@by_setting
+@by_case
+@by_runtime
+def test_sparq_equals_the_oracle(runtime: str, case: Case, setting: str) -> None:
+    q, k, v = case.inputs()
+    params = parameters(case, setting)
+    got = Operator(runtime, "SparQ", case.dtype, **attributes(params))(**step(case, q, k, v))
+    expected = select(case, q, k, params)
+    assert got["indices"].dtype == np.int32
+    assert_same_choice(got["indices"], expected.indices, expected.scores)
+    assert_is_sparq(got["output"], case, params, q, k, v)
+
+
+def empty_caches(case: Case, capacity: int, poison: float = np.nan) -> dict[str, Array]:
+    """Caches before the first token; what is not written yet holds poison."""
+    chunks = -(-capacity // LANES)
+    shape = (case.B, case.Hkv, capacity, case.D)
+    return {
+        "past_key": np.full(shape, poison, DTYPES[case.dtype]),
+        "past_key_t": np.full((case.B, case.Hkv, chunks, case.D, LANES), poison, DTYPES[case.dtype]),
+        "past_value": np.full(shape, poison, DTYPES[case.dtype]),
+        "past_sums": np.zeros((case.B, case.Hkv, 3, case.D), np.float32),
+        "past_length": np.zeros(case.B, np.int64),
+    }
+
+
+def advance(caches: dict[str, Array], got: dict[str, Array], tokens: int) -> dict[str, Array]:
+    """The caches for the next call."""
+    past = {name.replace("present", "past"): array for name, array in got.items() if name != "output"}
+    return {**past, "past_length": caches["past_length"] + tokens}
+
+
+@pytest.mark.parametrize("setting", ["paper", "eval", "reallocate", "own-scale"])
+@by_case
+@by_runtime
+def test_sparq_attention_after_a_prompt_equals_the_oracle(runtime: str, case: Case, setting: str) -> None:
+    q, k, v = case.inputs()
+    params = parameters(case, setting)
+    attend = Operator(runtime, "SparQAttention", case.dtype, **attributes(params))
+    caches = empty_caches(case, case.S + 70)
+    prompt = case.S - 1
+    if prompt:
+        queries = np.repeat(q, prompt, axis=2)
+        got = attend(query=queries, key=k[:, :, :-1], value=v[:, :, :-1], left_padding=padding(case), **caches)
+        caches = advance(caches, got, prompt)
+    got = attend(query=q, key=k[:, :, -1:], value=v[:, :, -1:], left_padding=padding(case), **caches)
+    assert_is_sparq(got["output"], case, params, q, k, v)
+    key_t = got["present_key_t"].swapaxes(-1, -2).reshape(case.B, case.Hkv, -1, case.D)
+    for written, given in ((got["present_key"], k), (key_t, k), (got["present_value"], v)):
+        np.testing.assert_array_equal(written[:, :, : case.S].astype(np.float32), given)
+
+
+@by_case
+@by_runtime
+def test_dense_attention_equals_the_oracle(runtime: str, case: Case) -> None:
+    q, k, v = case.inputs()
+    scale = case.D**-0.5
+    attend = Operator(runtime, "DenseAttention", case.dtype, scale=scale)
+    got = attend(query=q, keys=k, values=v, left_padding=padding(case), length=np.full(case.B, case.S))["output"]
+    expected = oracle.dense_attention(q, k, v, left_padding=case.padding)
+    everything = np.broadcast_to(np.arange(case.S), (case.B, case.Hkv, case.S))
+    everything = np.where(everything >= padding(case)[:, None, None], everything, -1)
+    plain = plain_attention(q, k, v, everything, scale, case.dtype)
+    assert_as_good_as_plain(got, expected, plain, case.dtype)
+
+
+@pytest.mark.parametrize("L", [2, 5])
+@by_runtime
+def test_several_queries_are_attended_densely_and_causally(runtime: str, L: int) -> None:
+    case = Case(2, 6, 2, 70, 64, "f32", padding=(0, 30))
+    q, k, v = case.inputs(L=L)
+    attend = Operator(runtime, "SparQAttention", "f32", **attributes(parameters(case, "paper")))
+    caches = empty_caches(case, 128)
+    start = case.S - L
+    got = attend(
+        query=np.repeat(q[:, :, :1], start, axis=2),
+        key=k[:, :, :start],
+        value=v[:, :, :start],
+        left_padding=padding(case),
+        **caches,
+    )
+    caches = advance(caches, got, start)
+    got = attend(query=q, key=k[:, :, start:], value=v[:, :, start:], left_padding=padding(case), **caches)
+    expected = oracle.dense_attention(q, k, v, left_padding=case.padding)
+    np.testing.assert_allclose(got["output"], expected, rtol=0, atol=1e-5)
+
+
+@by_runtime
+def test_a_sequence_is_decoded_token_by_token_in_rows_of_different_length(runtime: str) -> None:
+    case = Case(2, 6, 2, 90, 64, "f32", padding=(3, 0))
+    _, k, v = case.inputs()
+    q, _, _ = case.inputs(L=case.S)
+    params = {**parameters(case, "reallocate"), "top_k": 16, "local_window": 4}
+    attend = Operator(runtime, "SparQAttention", "f32", **attributes(params))
+    caches = empty_caches(case, 100)
+    behind = 40  # row 1 starts when row 0 has 40 tokens
+    got = attend(
+        query=q[:, :, :behind], key=k[:, :, :behind], value=v[:, :, :behind], left_padding=padding(case), **caches
+    )
+    caches = advance(caches, got, np.array([behind, 0]))
+    caches["past_sums"] = caches["past_sums"] * np.array([1, 0], np.float32)[:, None, None, None]
+    for i in range(40):
+        at = np.array([behind + i, i])
+        new = [array[np.arange(2), :, at][:, :, None] for array in (q, k, v)]
+        got = attend(query=new[0], key=new[1], value=new[2], left_padding=padding(case), **caches)
+        caches = advance(caches, got, 1)
+        for b in range(2):
+            row = slice(b, b + 1)
+            expected = oracle.sparq_attention(
+                new[0][row], k[row, :, : at[b] + 1], v[row, :, : at[b] + 1], left_padding=padding(case)[row], **params
+            )
+            np.testing.assert_allclose(got["output"][row], expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("poison", [1e3, float("inf"), float("nan")])
+@pytest.mark.parametrize("setting", ["paper", "reallocate", "eval"])
+@by_runtime
+def test_padded_rows_never_reach_the_output(runtime: str, setting: str, poison: float) -> None:
+    case = Case(2, 6, 2, 300, 64, "f32", padding=(290, 7))
+    q, k, v = case.inputs()
+    params = parameters(case, setting)
+    clean = oracle.sparq_attention(q, k, v, left_padding=case.padding, **params)
+    dense = oracle.dense_attention(q, k, v, left_padding=case.padding)
+    given = step(case, q, k, v)
+    for row, first in enumerate(case.padding or ()):
+        k[row, :, :first] = poison
+        v[row, :, :first] = poison
+    given = {**given, "keys": k, "keys_t": k.swapaxes(-1, -2)[:, :, None], "values": v}
+    got = Operator(runtime, "SparQ", "f32", **attributes(params))(**given)
+    np.testing.assert_allclose(got["output"], clean, rtol=0, atol=1e-5)
+
+    length = np.full(case.B, case.S)
+    attend = Operator(runtime, "DenseAttention", "f32", scale=params["scale"])
+    got = attend(query=q, keys=k, values=v, left_padding=padding(case), length=length)
+    np.testing.assert_allclose(got["output"], dense, rtol=0, atol=1e-5)
+
+    attend = Operator(runtime, "SparQAttention", "f32", **attributes(params))
+    caches = empty_caches(case, 384, poison)
+    queries = np.repeat(q, case.S - 1, axis=2)
+    got = attend(query=queries, key=k[:, :, :-1], value=v[:, :, :-1], left_padding=padding(case), **caches)
+    caches = advance(caches, got, case.S - 1)
+    got = attend(query=q, key=k[:, :, -1:], value=v[:, :, -1:], left_padding=padding(case), **caches)
+    np.testing.assert_allclose(got["output"], clean, rtol=0, atol=1e-5)
+
+
+@by_case
+@by_runtime
+def test_keeping_every_key_is_dense_attention(runtime: str, case: Case) -> None:
+    q, k, v = case.inputs()
+    given = step(case, q, k, v)
+    params = {**parameters(case, "reallocate"), "rank": 2, "top_k": case.S, "local_window": 0}
+    sparse = Operator(runtime, "SparQ", case.dtype, **attributes(params))(**given)
+    dense = Operator(runtime, "DenseAttention", case.dtype, scale=params["scale"])(
+        **{name: given[name] for name in ("query", "keys", "values", "left_padding", "length")}
+    )
+    every = np.where(np.arange(case.S) >= padding(case)[:, None], np.arange(case.S), -1)
+    np.testing.assert_array_equal(np.sort(sparse["indices"]), np.sort(every)[:, None].repeat(case.Hkv, axis=1))
+    if not case.padding:
+        np.testing.assert_array_equal(sparse["output"], dense["output"])
+    assert_is_sparq(sparse["output"], case, params, q, k, v)
+
+
+@by_runtime
+def test_rank_D_is_oracle_top_k(runtime: str) -> None:
+    case = Case(1, 8, 2, 300, 64, "f32")
+    q, k, v = case.inputs()
+    params = {**parameters(case, "no-reallocate"), "rank": 64, "top_k": 40, "local_window": 10}
+    got = Operator(runtime, "SparQ", "f32", **attributes(params))(**step(case, q, k, v))
+    np.testing.assert_allclose(got["output"], oracle.oracle_top_k_attention(q, k, v, top_k=40), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("setting", ["paper", "reallocate", "eval"])
+@by_runtime
+def test_a_row_without_a_valid_key_gives_zeros(runtime: str, setting: str) -> None:
+    case = Case(2, 6, 2, 300, 64, "f32", padding=(300, 0))
+    q, k, v = case.inputs()
+    k[0], v[0] = np.nan, np.nan
+    given = {**step(case, q, np.nan_to_num(k), np.nan_to_num(v)), "keys": k, "values": v}
+    got = Operator(runtime, "SparQ", "f32", **attributes(parameters(case, setting)))(**given)
+    assert (got["output"][0] == 0).all()
+    assert (got["indices"][0] == -1).all()
+
+
+@by_runtime
+def test_a_zero_query_attends_uniformly(runtime: str) -> None:
+    case = Case(1, 2, 2, 300, 64, "f32")
+    q, k, v = case.inputs()
+    params = parameters(case, "paper")
+    got = Operator(runtime, "SparQ", "f32", **attributes(params))(**step(case, 0 * q, k, v))
+    np.testing.assert_allclose(got["output"], oracle.sparq_attention(0 * q, k, v, **params), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_caches_bound_to_input_and_output_are_appended_in_place(dtype: str) -> None:
+    case = Case(1, 4, 2, 200, 64, dtype)
+    q, k, v = case.inputs()
+    params = parameters(case, "robust")
+    attend = Operator("onnxruntime", "SparQAttention", dtype, **attributes(params))
+    arrays = {
+        "query": q[:, :, :1].astype(DTYPES[dtype]),
+        "key": k[:, :, :1].astype(DTYPES[dtype]),
+        "value": v[:, :, :1].astype(DTYPES[dtype]),
+        "left_padding": padding(case),
+        **empty_caches(case, case.S),
+    }
+    values = {name: ort_value(array) for name, array in arrays.items()}
+    for i in range(case.S):
+        new = {"key": k[:, :, i : i + 1], "value": v[:, :, i : i + 1]}
+        values |= {name: ort_value(array.astype(DTYPES[dtype])) for name, array in new.items()}
+        values["past_length"] = ort_value(np.full(1, i))
+        binding = attend.session.io_binding()
+        for tensor in attend.schema.inputs:
+            binding.bind_ortvalue_input(tensor.name, values[tensor.name])
+        binding.bind_output("output")
+        for tensor in attend.schema.outputs[1:]:
+            binding.bind_ortvalue_output(tensor.name, values[tensor.name.replace("present", "past")])
+        attend.session.run_with_iobinding(binding)
+    assert_is_sparq(from_ort(binding.get_outputs()[0]), case, params, q, k, v)
+    np.testing.assert_array_equal(from_ort(values["past_key"]).astype(np.float32), k)
+
+
+def test_a_token_past_the_capacity_is_refused() -> None:
+    case = Case(1, 2, 2, 65, 64, "f32")
+    q, k, v = case.inputs()
+    attend = Operator("onnxruntime", "SparQAttention", "f32", **attributes(parameters(case, "paper")))
+    caches = {**empty_caches(case, 64, 0.0), "past_length": np.array([64])}
+    with pytest.raises(Exception, match=r"(?i)indic"):
+        attend(query=q, key=k[:, :, -1:], value=v[:, :, -1:], left_padding=padding(case), **caches)

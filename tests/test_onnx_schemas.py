@@ -1,0 +1,227 @@
+"""The ONNX operators as ONNX sees them: schemas, shape inference, bad graphs, and the page that describes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnxruntime as ort
+import pytest
+from mlx_sparse.onnx_export.reference import page
+
+from mlx_sparse import ConfigError, onnx_export
+
+ROOT = Path(__file__).parent.parent
+SPARQ: dict[str, float] = {
+    "rank": 16,
+    "top_k": 32,
+    "local_window": 8,
+    "reallocate": 0,
+    "group_reduce": 0,
+    "component_score": 0,
+    "scale": 0.125,
+}
+ATTRIBUTES = {"SparQ": SPARQ, "SparQAttention": SPARQ, "DenseAttention": {"scale": 0.125}}
+BAD_GRAPH = (onnx.checker.ValidationError, onnx.shape_inference.InferenceError)
+
+by_operator = pytest.mark.parametrize("name", onnx_export.OPERATORS)
+by_profile = pytest.mark.parametrize("profile", [onnx_export.DEFAULT, onnx_export.COMPAT], ids=["default", "compat"])
+
+
+def model(name: str = "SparQAttention", **settings: Any) -> onnx.ModelProto:
+    return onnx_export.operator_model(name, **{**ATTRIBUTES[name], **settings})
+
+
+def shapes(infos: Any) -> dict[str, list[int | str | None]]:
+    return {
+        info.name: [
+            dim.dim_value if dim.HasField("dim_value") else dim.dim_param or None
+            for dim in info.type.tensor_type.shape.dim
+        ]
+        for info in infos
+    }
+
+
+@by_profile
+@by_operator
+def test_a_model_says_which_onnx_it_is_written_in(name: str, profile: onnx_export.Profile) -> None:
+    made = model(name, profile=profile)
+    assert made.ir_version == profile.ir
+    for holder in (made, *made.functions):
+        versions = {opset.domain: opset.version for opset in holder.opset_import}
+        assert versions[""] == profile.opset
+        assert versions.get("mlx_sparse", 1) == 1
+
+
+@by_operator
+def test_a_node_has_every_attribute_and_the_body_has_no_default(name: str) -> None:
+    made = model(name)
+    schema = onnx_export.OPERATORS[name]
+    expected = [attribute.name for attribute in schema.attributes]
+    assert sorted(attribute.name for attribute in made.graph.node[0].attribute) == sorted(expected)
+    body = onnx_export.function(name)
+    assert list(body.attribute) == expected
+    assert not body.attribute_proto
+    assert list(body.input) == [tensor.name for tensor in schema.inputs]
+    assert list(body.output) == [tensor.name for tensor in schema.outputs]
+
+
+@by_operator
+def test_nodes_in_a_body_pass_on_every_attribute(name: str) -> None:
+    def check(nodes: Any) -> None:
+        for node in nodes:
+            if node.domain == "mlx_sparse":
+                expected = {attribute.name for attribute in onnx_export.OPERATORS[node.op_type].attributes}
+                assert {a.name for a in node.attribute} == {a.ref_attr_name for a in node.attribute} == expected
+            for attribute in node.attribute:
+                check(attribute.g.node)
+
+    check(onnx_export.function(name).node)
+
+
+@by_operator
+def test_the_body_gives_the_types_and_shapes_of_the_schema(name: str) -> None:
+    """Inference through the body alone, then by the schema: both find what the model declares."""
+    declared = model(name, sizes={"B": 2, "Hq": 8, "Hkv": 2, "D": 64})
+    bare = onnx.ModelProto()
+    bare.CopyFrom(declared)
+    for output in bare.graph.output:
+        output.type.tensor_type.ClearField("shape")
+    through_body = onnx.shape_inference.infer_shapes(bare, strict_mode=True, data_prop=True)
+    with onnx_export.registered():
+        through_schema = onnx.shape_inference.infer_shapes(bare, strict_mode=True)
+    for found in (through_body, through_schema):
+        for want, got in zip(declared.graph.output, found.graph.output, strict=True):
+            assert got.type.tensor_type.elem_type == want.type.tensor_type.elem_type
+            dims = [None if str(dim).startswith("unk__") else dim for dim in shapes([got])[got.name]]
+            # How many keys TopK returns is computed, so inference through the body gives up on the indices.
+            if not (want.name == "indices" and found is through_body):
+                assert dims == shapes([want])[want.name]
+
+
+def test_the_runtime_knows_the_shapes_of_the_outputs() -> None:
+    session = ort.InferenceSession(model("SparQAttention", sizes={"D": 64}).SerializeToString())
+    assert session.get_outputs()[0].shape == ["B", "Hq", "L", 64]
+    assert session.get_outputs()[2].shape == ["B", "Hkv", "chunks", 64, "lanes"]
+
+
+def test_registration_leaves_nothing_behind() -> None:
+    with onnx_export.registered():
+        assert onnx.defs.has("SparQ", "mlx_sparse")
+    assert not onnx.defs.has("SparQ", "mlx_sparse")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rank": 0}, "rank: expected an integer of at least 1, got 0"),
+        ({"rank": 65, "sizes": {"D": 64}}, "rank: expected at most the head dim D=64, got 65"),
+        ({"top_k": 0}, "top_k: expected an integer of at least 1, got 0"),
+        ({"top_k": 2.5}, "top_k: expected an integer"),
+        ({"local_window": 33}, "local_window: expected at most top_k=32"),
+        ({"reallocate": 2}, "reallocate: expected an integer of at least 0 and at most 1, got 2"),
+        ({"spec": 2}, "spec: expected an integer of at least 1 and at most 1, got 2"),
+        ({"dtype": "float64"}, "dtype: expected one of float32, float16, bfloat16, got 'float64'"),
+        ({"window": 3}, "SparQAttention: expected the attributes .* got others: window"),
+    ],
+    ids=str,
+)
+def test_a_wrong_argument_gets_one_clear_line(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        model(**settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_attribute_input_or_operator_gets_one_clear_line() -> None:
+    with pytest.raises(ConfigError, match="DenseAttention: expected the attributes scale, spec, got others: scale"):
+        onnx_export.operator_model("DenseAttention")
+    names = [tensor.name for tensor in onnx_export.OPERATORS["DenseAttention"].inputs]
+    with pytest.raises(ConfigError, match="DenseAttention: expected the inputs query, keys"):
+        onnx_export.node("DenseAttention", [*names[:3], "", names[4]], ["output"], scale=1.0)
+    with pytest.raises(ConfigError, match=r"operator: expected one of SparQ, .*Attention, got 'Sparq'"):
+        onnx_export.function("Sparq")
+
+
+def add_attribute(made: onnx.ModelProto) -> None:
+    made.graph.node[0].attribute.append(onnx.helper.make_attribute("window", 3))
+
+
+def drop_attribute(made: onnx.ModelProto) -> None:
+    del made.graph.node[0].attribute[0]
+
+
+def retype_attribute(made: onnx.ModelProto) -> None:
+    attribute = next(a for a in made.graph.node[0].attribute if a.name == "rank")
+    attribute.CopyFrom(onnx.helper.make_attribute("rank", 2.0))
+
+
+def drop_input(made: onnx.ModelProto) -> None:
+    made.graph.node[0].input.pop()
+
+
+def add_input(made: onnx.ModelProto) -> None:
+    made.graph.node[0].input.append("query")
+
+
+def drop_domain(made: onnx.ModelProto) -> None:
+    made.opset_import.pop()
+
+
+def other_opset(made: onnx.ModelProto) -> None:
+    made.opset_import[0].version = 20
+
+
+def widen_type(made: onnx.ModelProto) -> None:
+    for info in (*made.graph.input, *made.graph.output):
+        if info.type.tensor_type.elem_type == onnx.TensorProto.FLOAT:
+            info.type.tensor_type.elem_type = onnx.TensorProto.DOUBLE
+
+
+def mix_types(made: onnx.ModelProto) -> None:
+    made.graph.input[0].type.tensor_type.elem_type = onnx.TensorProto.FLOAT16
+
+
+def other_length(made: onnx.ModelProto) -> None:
+    for index, length in ((0, 64), (3, 80)):
+        made.graph.input[index].type.tensor_type.shape.dim[3].dim_value = length
+
+
+def other_rank(made: onnx.ModelProto) -> None:
+    made.graph.input[4].type.tensor_type.shape.dim.pop()
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        add_attribute,
+        drop_attribute,
+        retype_attribute,
+        drop_input,
+        add_input,
+        drop_domain,
+        other_opset,
+        widen_type,
+        mix_types,
+        other_length,
+        other_rank,
+    ],
+)
+def test_a_bad_graph_is_refused(spoil: Callable[[onnx.ModelProto], None]) -> None:
+    made = model("SparQAttention")
+    spoil(made)
+    with pytest.raises(BAD_GRAPH):
+        onnx_export.check(made)
+
+
+def test_a_node_without_body_or_kernel_is_refused_by_the_runtime() -> None:
+    made = model("SparQAttention")
+    made.ClearField("functions")
+    with pytest.raises(Exception, match="SparQAttention"):
+        ort.InferenceSession(made.SerializeToString())
+
+
+def test_the_reference_page_is_that_of_the_schemas() -> None:
+    written = (ROOT / "docs/spec/operators.md").read_text(encoding="utf-8")
+    assert written == page(), "run python -m mlx_sparse.onnx_export.reference > docs/spec/operators.md"
