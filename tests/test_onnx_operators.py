@@ -19,6 +19,7 @@ from cases import (
     plain_reallocation,
     round_to,
 )
+from onnx.inliner import inline_local_functions
 from onnx.reference import ReferenceEvaluator
 
 from mlx_sparse import onnx_export, oracle
@@ -368,3 +369,26 @@ def test_a_token_past_the_capacity_is_refused() -> None:
     caches = {**empty_caches(case, 64, 0.0), "past_length": np.array([64])}
     with pytest.raises(Exception, match=r"(?i)indic"):
         attend(query=q, key=k[:, :, -1:], value=v[:, :, -1:], left_padding=padding(case), **caches)
+
+
+@pytest.mark.parametrize("inlined", [False, True], ids=["functions", "inlined"])
+def test_nodes_of_one_model_share_a_body_and_keep_their_attributes(inlined: bool) -> None:
+    case = Case(1, 4, 2, 300, 64, "f32")
+    q, k, v = case.inputs()
+    settings = [{**parameters(case, "no-reallocate"), "rank": 4}, {**parameters(case, "robust"), "top_k": 50}]
+    model = onnx_export.operator_model("SparQ", **attributes(settings[0]))
+    inputs = list(model.graph.node[0].input)
+    model.graph.node.append(onnx_export.node("SparQ", inputs, ["output_2", "indices_2"], **attributes(settings[1])))
+    for output in list(model.graph.output):
+        model.graph.output.add().CopyFrom(output)
+        model.graph.output[-1].name += "_2"
+    onnx_export.check(model)
+    if inlined:
+        model = inline_local_functions(model)
+        assert not any(node.domain for node in model.graph.node)
+    given = step(case, q, k, v)
+    feeds = {info.name: given[info.name] for info in model.graph.input}
+    feeds = {name: a if a.dtype == np.int64 else a.astype(np.float32) for name, a in feeds.items()}
+    got = session(model).run(["output", "output_2"], feeds)
+    for out, params in zip(got, settings, strict=True):
+        assert_is_sparq(out, case, params, q, k, v)
