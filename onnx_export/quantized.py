@@ -1,0 +1,219 @@
+"""MLX's affine-quantised weights as initializers of ``com.microsoft`` ``MatMulNBits`` and ``GatherBlockQuantized``.
+
+MLX keeps ``w = scale * code + bias`` for groups along the last axis, the two operators ``w = scale * (code - zero)``
+with an integer ``zero`` in the range of the codes. The codes keep their bytes and scales may be negative, so the two
+agree where ``-bias / scale`` is such an integer. `mlx.core.quantize` makes it one, up to the rounding of scale and bias
+to their type; trained scales (DWQ) and 8 bits with bfloat16 scales do not.
+
+Arrays are NumPy's. Bfloat16 comes as ``ml_dtypes.bfloat16`` or as its bits in uint16. Widened to float32 it would be
+held to the tolerance of float32, and be refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from mlx_sparse.checks import ArtefactError, ConfigError, check_choice
+
+BITS = (4, 8)  # of the operators
+MLX_BITS = (1, 2, 3, 4, 5, 6, 8)
+GROUP_SIZES = (32, 64, 128)
+# Largest error of rounding to a type: relative, and absolute below its normal numbers, where float16 scales do come.
+ROUNDING = {"float32": (2.0**-24, 2.0**-150), "float16": (2.0**-11, 2.0**-25), "bfloat16": (2.0**-8, 2.0**-134)}
+MOST = 1 / 8  # of a step: beyond it a zero point is a guess, whatever the type explains
+SLAB = 1 << 24  # weights dequantised at a time: the work arrays stay in the hundreds of MB
+REMEDY = "Export with --dtype float32, which dequantises the weights."
+REMAKE = "Run mlx_lm.convert --dequantize on the model and export what it makes."
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """A weight of N rows and K columns, in groups of ``block_size`` along K.
+
+    Attributes:
+        codes: uint8 (N, K / block_size, block_size * bits / 8); of two 4-bit codes in a byte the low half comes first.
+        scales: float32 (N, K / block_size); every storage type fits exactly.
+        zeros: uint8 (N, K / block_size), one zero point a byte.
+        offsets: float32 (N, K / block_size), what the zero points leave of the biases; None where that was refused.
+    """
+
+    codes: np.ndarray
+    scales: np.ndarray
+    zeros: np.ndarray
+    offsets: np.ndarray | None
+    bits: int
+    block_size: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        return self.scales.shape[0], self.scales.shape[1] * self.block_size
+
+    def matmul(self) -> tuple[dict[str, np.ndarray], dict[str, int]]:
+        """Inputs ``B``, ``scales`` and ``zero_points`` of MatMulNBits, and its attributes.
+
+        With `offsets`, add ``S @ offsets.T`` to its output; ``S`` is the input summed over each block.
+        """
+        N, K = self.shape
+        zeros = self.zeros
+        if self.bits == 4:
+            zeros = np.pad(zeros, ((0, 0), (0, zeros.shape[1] % 2)))  # every row starts a byte
+            zeros = zeros[:, ::2] | zeros[:, 1::2] << 4
+        inputs = {"B": self.codes, "scales": self.scales.ravel(), "zero_points": zeros.ravel()}
+        return inputs, {"K": K, "N": N, "bits": self.bits, "block_size": self.block_size}
+
+    def gather(self) -> tuple[dict[str, np.ndarray], dict[str, int]]:
+        """Inputs ``data``, ``scales`` and ``zero_points`` of GatherBlockQuantized, and its attributes.
+
+        ``data`` is the ``B`` of `matmul`, so a tied embedding stores it once. The output ends in the axes
+        (blocks, block_size): with `offsets`, add their gathered rows to it, then reshape the two into one.
+        """
+        attributes = {"gather_axis": 0, "quantize_axis": 2, "bits": self.bits, "block_size": self.block_size}
+        return {"data": self.codes, "scales": self.scales[..., None], "zero_points": self.zeros[..., None]}, attributes
+
+
+def blocks(
+    name: str,
+    weight: np.ndarray,
+    scales: np.ndarray,
+    biases: np.ndarray,
+    *,
+    group_size: int,
+    bits: int,
+    mode: str = "affine",
+    offsets: bool = False,
+) -> Blocks:
+    """Convert one weight; ``name`` is for messages. The bias of a linear layer is no part of this.
+
+    ``-bias / scale`` must be an integer of 0..2**bits - 1, up to the rounding of scale and bias to their type and to
+    at most an eighth of a step. With ``offsets`` any biases do: what the nearest zero points leave of them is returned
+    in float32.
+
+    Raises:
+        ConfigError: a mode, bits or group size that the operators do not know.
+        ArtefactError: arrays that do not fit together, or zero points that would lose something.
+    """
+    storage = _check(name, weight, scales, biases, group_size, bits, mode)
+    if bits not in BITS:
+        raise ConfigError(f"{name}: expected a weight of 4 or 8 bits, got {bits}. {REMEDY}")
+    step, bias = _float32(scales), _float32(biases)
+    codes = np.ascontiguousarray(weight).view(np.uint8).reshape(*step.shape, group_size * bits // 8)
+    flat = step == 0
+    if flat.any():  # every weight of the group is its bias: that is code 1 of a step as large, above zero
+        codes = np.where(flat[..., None], np.uint8({4: 0x11, 8: 1}[bits]), codes)
+        step, bias = np.where(flat, bias, step), np.where(flat, np.float32(0), bias)
+    # A group of zeros keeps scale 0; any zero point is right for it.
+    divisor = np.where(step == 0, 1.0, step.astype(np.float64))
+    point = -bias / divisor
+    zeros = np.clip(np.rint(point), 0, 2**bits - 1)
+    if not offsets:
+        _check_zeros(name, point, zeros, divisor, storage)
+    left = (bias + step.astype(np.float64) * zeros).astype(np.float32) if offsets else None
+    return Blocks(codes, step, zeros.astype(np.uint8), left, bits, group_size)
+
+
+def dequantised(
+    name: str,
+    weight: np.ndarray,
+    scales: np.ndarray,
+    biases: np.ndarray,
+    *,
+    group_size: int,
+    bits: int,
+    mode: str = "affine",
+) -> np.ndarray:
+    """The weight ``scale * code + bias`` in float32 (N, K), computed in float64 and rounded once.
+
+    Raises:
+        ConfigError: a mode, bits or group size that is not MLX's affine quantisation.
+        ArtefactError: arrays that do not fit together.
+    """
+    _check(name, weight, scales, biases, group_size, bits, mode)
+    N, groups = scales.shape
+    made = np.empty((N, groups, group_size), np.float32)
+    for rows in _slabs(N, groups * group_size):
+        step, bias = (_float32(array[rows]).astype(np.float64)[..., None] for array in (scales, biases))
+        codes = np.ascontiguousarray(weight[rows]).view(np.uint8)
+        if bits < 8:  # codes follow each other from the lowest bit up, across bytes too
+            parted = np.unpackbits(codes, bitorder="little").reshape(-1, bits)
+            codes = np.packbits(parted, axis=-1, bitorder="little")
+        made[rows] = step * codes.reshape(-1, groups, group_size) + bias
+    return made.reshape(N, -1)
+
+
+def _slabs(rows: int, columns: int) -> Iterator[slice]:
+    height = max(1, SLAB // columns)
+    return (slice(start, start + height) for start in range(0, rows, height))
+
+
+def _float32(array: np.ndarray) -> np.ndarray:
+    """The numbers of float32, float16 or bfloat16, exactly."""
+    if array.dtype.name in ("uint16", "bfloat16"):
+        return (array.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return array.astype(np.float32)
+
+
+def _check(
+    name: str,
+    weight: np.ndarray,
+    scales: np.ndarray,
+    biases: np.ndarray,
+    group_size: int,
+    bits: int,
+    mode: str,
+) -> str:
+    """Check all that does not depend on the zero points; return the type of scales and biases."""
+    for what, value, known in (
+        ("mode", mode, ("affine",)),
+        ("bits", bits, MLX_BITS),
+        ("group_size", group_size, GROUP_SIZES),
+    ):
+        try:
+            check_choice(f"{name}: {what} of the quantised weight", value, known)
+        except ConfigError as error:
+            raise ConfigError(f"{error} {REMAKE}") from None
+    for what, array in (("weight", weight), ("scales", scales), ("biases", biases)):
+        if not isinstance(array, np.ndarray) or array.ndim != 2 or not prod(array.shape):
+            got = f"shape {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
+            raise ArtefactError(f"{name}: expected {what} to be a NumPy array of 2 axes, none empty, got {got}.")
+    if weight.dtype != np.uint32:
+        raise ArtefactError(f"{name}: expected weight of dtype uint32, got {weight.dtype}.")
+    types = {"bfloat16" if array.dtype == np.uint16 else str(array.dtype) for array in (scales, biases)}
+    if len(types) > 1 or not types <= ROUNDING.keys():
+        raise ArtefactError(
+            f"{name}: expected scales and biases of one dtype of {', '.join(ROUNDING)}, "
+            f"got {' and '.join(sorted(types))}."
+        )
+    groups, rest = divmod(weight.shape[1] * 32, bits * group_size)
+    fitting = (weight.shape[0], groups)
+    if scales.shape != fitting or biases.shape != fitting or rest:
+        raise ArtefactError(
+            f"{name}: expected scales and biases of shape {fitting} for a weight of shape {weight.shape} "
+            f"with bits={bits} and group_size={group_size}, got {scales.shape} and {biases.shape}."
+        )
+    # Not finite itself, or out of float32 at the largest code.
+    reach = np.abs(_float32(scales)) * np.float64(2**bits - 1) + np.abs(_float32(biases))
+    if not np.max(reach) <= np.finfo(np.float32).max:
+        raise ArtefactError(f"{name}: expected finite weights, got scales or biases that are NaN or too large.")
+    return types.pop()
+
+
+def _check_zeros(name: str, point: np.ndarray, zeros: np.ndarray, step: np.ndarray, storage: str) -> None:
+    """Refuse zero points that are further from ``-bias / scale`` than the rounding of the two explains."""
+    away = np.abs(point - zeros)
+    relative, absolute = ROUNDING[storage]
+    # Scale and bias are rounded once each. Where zero is a code of 0, MLX stores a bias of exactly 0.
+    limit = np.minimum(2 * zeros * np.maximum(relative, absolute / np.abs(step)), MOST)
+    bad = away > limit
+    if bad.any():
+        row, group = np.unravel_index(np.argmax(away - limit), away.shape)
+        raise ArtefactError(
+            f"{name}: expected -bias / scale to be a whole number that the codes reach, "
+            f"got {point[row, group]:.6g} in row {row}, group {group}: "
+            f"{away[row, group]:.3g} steps off, {limit[row, group]:.3g} allowed for {storage} "
+            f"({bad.sum()} of {bad.size} groups are off). {REMEDY}"
+        )
