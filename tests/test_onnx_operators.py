@@ -325,6 +325,21 @@ def test_a_row_without_a_valid_key_gives_zeros(runtime: str, setting: str) -> No
 
 
 @by_runtime
+def test_queries_in_the_padding_give_zeros_and_what_is_not_written_is_not_read(runtime: str) -> None:
+    case = Case(2, 6, 2, 20, 64, "f32", padding=(0, 15))
+    q, k, v = case.inputs(L=12)
+    stale = np.full((2, 2, 8, 64), np.nan)
+    keys, values = (np.concatenate([array, stale], axis=2) for array in (k, v))
+    keys[1, :, :15], values[1, :, :15] = np.nan, np.nan
+    attend = Operator(runtime, "DenseAttention", "f32", scale=0.125)
+    got = attend(query=q, keys=keys, values=values, left_padding=padding(case), length=np.full(2, case.S))["output"]
+    expected = oracle.dense_attention(q, k, v, left_padding=case.padding)
+    assert (expected[1, :, :7] == 0).all()
+    assert (got[1, :, :7] == 0).all()
+    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5)
+
+
+@by_runtime
 def test_a_zero_query_attends_uniformly(runtime: str) -> None:
     case = Case(1, 2, 2, 300, 64, "f32")
     q, k, v = case.inputs()
