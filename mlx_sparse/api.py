@@ -195,8 +195,8 @@ def sparq_attention(
     check_choice("component_score", component_score, ("query", "query_key"))
     check_shape("keys_t", keys_t, (n.B, n.Hkv, n.D, n.S))
     check_shape("value_mean", value_mean, (n.B, n.Hkv, n.D))
-    mixes = n.G == 1 if reallocate == "auto" else bool(reallocate)
-    if mixes and value_mean is None:
+    reallocates = n.G == 1 if reallocate == "auto" else bool(reallocate)
+    if reallocates and value_mean is None:
         value_mean = registry.load("masked_mean", call.backend)(values, call.left_padding)
     weight = None
     if component_score == "query_key":
@@ -208,7 +208,7 @@ def sparq_attention(
         top_k=top_k,
         rank=rank,
         local_window=window,
-        reallocate=mixes,
+        reallocate=reallocates,
         group_reduce=group_reduce,
         component_weight=weight,
         keys_t=keys_t,

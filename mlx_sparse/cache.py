@@ -139,10 +139,10 @@ class SideBuffers:
         return _deviation(self.key_sums[:, :, 0], self.key_sums[:, :, 1], mx.array(count, mx.float32))
 
 
-# A decode step calls these once per layer: compiled, each is one launch instead of half a dozen.
-
-
 _SQUARED = mx.array([[False], [True]])  # along axis 2 of key_sums
+
+
+# A decode step calls these once per layer: compiled, each is one launch instead of several.
 
 
 @partial(mx.compile, shapeless=True)

@@ -60,6 +60,26 @@ CASES = [
 ]
 
 
+# Settings of SparQ that every backend with the method runs; "rank": None is all components.
+SPARQ: dict[str, dict[str, Any]] = {
+    "paper": {},
+    "appendix_b": {"local_window": 0, "reallocate": True},
+    "eval": {"group_reduce": "logits", "top_k": 33, "local_window": 9},
+    "robust": {"component_score": "query_key"},
+    "reallocate": {"reallocate": True, "component_score": "query_key"},
+    "no-reallocate": {"reallocate": False},
+    "rank-D": {"rank": None},
+    "own-scale": {"scale": 0.3},
+    "k1": {"top_k": 1, "rank": 1},
+}
+
+
+def parameters(case: Case, setting: str) -> dict[str, Any]:
+    """Arguments of `sparq_attention` for one of the settings."""
+    chosen = {"rank": 16, "top_k": 32, **SPARQ[setting]}
+    return {**chosen, "rank": chosen["rank"] or case.D}
+
+
 def round_to(array: npt.ArrayLike, dtype: str) -> Array:
     """Round to the nearest number of ``dtype``, held in float32."""
     rounded = np.asarray(array, dtype=np.float32)

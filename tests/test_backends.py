@@ -9,32 +9,22 @@ import numpy as np
 import pytest
 from cases import (
     CASES,
+    SPARQ,
     Array,
     Case,
     assert_as_good_as_plain,
     assert_same_choice,
+    parameters,
     plain_attention,
     plain_reallocation,
     round_to,
     ulp,
 )
+from mlx_arrays import DTYPES, to_mlx, to_numpy
 
 import mlx_sparse
 from mlx_sparse import oracle, registry
 from mlx_sparse.kernels import attend, sparq
-
-DTYPES = {"f32": mx.float32, "f16": mx.float16, "bf16": mx.bfloat16}
-SPARQ: dict[str, dict[str, Any]] = {
-    "paper": {},
-    "appendix_b": {"local_window": 0, "reallocate": True},
-    "eval": {"group_reduce": "logits", "top_k": 33, "local_window": 9},
-    "robust": {"component_score": "query_key"},
-    "reallocate": {"reallocate": True, "component_score": "query_key"},
-    "no-reallocate": {"reallocate": False},
-    "rank-D": {"rank": None},
-    "own-scale": {"scale": 0.3},
-    "k1": {"top_k": 1, "rank": 1},
-}
 
 by_case = pytest.mark.parametrize("case", CASES, ids=str)
 
@@ -61,17 +51,8 @@ by_backend = pytest.mark.parametrize("backend", ["ops", "metal"], indirect=True)
 by_method = pytest.mark.parametrize(("method", "backend"), METHODS, indirect=["backend"])
 
 
-def to_mlx(case: Case, *arrays: Array) -> list[mx.array]:
-    return [mx.array(array).astype(DTYPES[case.dtype]) for array in arrays]
-
-
-def to_numpy(array: mx.array) -> Array:
-    return np.array(array.astype(mx.float32))
-
-
-def parameters(case: Case, setting: str) -> dict[str, Any]:
-    chosen = {"rank": 16, "top_k": 32, **SPARQ[setting]}
-    return {**chosen, "rank": chosen["rank"] or case.D}
+def arrays(case: Case, *given: Array) -> list[mx.array]:
+    return [to_mlx(array, case.dtype) for array in given]
 
 
 def padding(case: Case) -> mx.array | None:
@@ -113,7 +94,7 @@ def test_sparq_chooses_the_keys_of_the_oracle(backend: str, case: Case, setting:
     q, k, _ = case.inputs()
     params = parameters(case, setting)
     expected = select(case, q, k, params)
-    indices, alpha = choice(backend, case, *to_mlx(case, q, k), params)
+    indices, alpha = choice(backend, case, *arrays(case, q, k), params)
     assert_same_choice(indices, expected.indices, expected.scores)
     mass = np.take_along_axis(
         expected.s_hat.reshape(case.B, case.Hkv, -1, case.S), np.maximum(indices, 0)[:, :, None], axis=-1
@@ -131,7 +112,7 @@ def test_sparq_attention_equals_the_oracle(backend: str, case: Case, setting: st
     q, k, v = case.inputs()
     params = parameters(case, setting)
     expected, stats = oracle.sparq_attention(q, k, v, left_padding=case.padding, return_stats="mass", **params)
-    mq, mk, mv = to_mlx(case, q, k, v)
+    mq, mk, mv = arrays(case, q, k, v)
     keys_t = mx.contiguous(mk.swapaxes(-1, -2)) if transposed else None
     out, measured = mlx_sparse.sparq_attention(
         mq, mk, mv, left_padding=padding(case), keys_t=keys_t, return_stats="mass", backend=backend, **params
@@ -153,7 +134,7 @@ def test_attend_indices_equals_the_oracle_on_its_own_indices(backend: str, case:
     q, k, v = case.inputs()
     chosen = select(case, q, k, {"rank": 16, "top_k": 40}).indices
     expected, lse = oracle.attend_indices(q, k, v, chosen, scale=0.2)
-    out, got = mlx_sparse.attend_indices(*to_mlx(case, q, k, v), mx.array(chosen), scale=0.2, backend=backend)
+    out, got = mlx_sparse.attend_indices(*arrays(case, q, k, v), mx.array(chosen), scale=0.2, backend=backend)
     assert_as_good_as_plain(to_numpy(out), expected, plain_attention(q, k, v, chosen, 0.2, case.dtype), case.dtype)
     assert got.dtype == mx.float32
     np.testing.assert_allclose(np.array(got), lse, rtol=0, atol=4 * ulp(lse[np.isfinite(lse)], "f32"))
@@ -166,7 +147,7 @@ def test_an_index_that_is_no_key_is_an_empty_slot(backend: str, empty: int) -> N
     q, k, v = case.inputs()
     indices = np.array([[[3, 7, empty]] * 2], dtype=np.int32)
     expected, _ = oracle.attend_indices(q, k, v, indices[..., :2], scale=0.2)
-    out, _ = mlx_sparse.attend_indices(*to_mlx(case, q, k, v), mx.array(indices), scale=0.2, backend=backend)
+    out, _ = mlx_sparse.attend_indices(*arrays(case, q, k, v), mx.array(indices), scale=0.2, backend=backend)
     np.testing.assert_allclose(np.array(out), expected, rtol=0, atol=1e-6)
     np.testing.assert_array_equal(oracle.attend_indices(q, k, v, indices, scale=0.2)[0], expected)
 
@@ -187,7 +168,7 @@ def test_baseline_equals_the_oracle(case: Case, method: str) -> None:
     settings = BASELINES[method]
     expected, stats = getattr(oracle, name)(q, k, v, left_padding=case.padding, return_stats="mass", **settings)
     out, measured = getattr(mlx_sparse, name)(
-        *to_mlx(case, q, k, v), left_padding=padding(case), return_stats="mass", **settings
+        *arrays(case, q, k, v), left_padding=padding(case), return_stats="mass", **settings
     )
     everything = np.broadcast_to(np.arange(case.S), (case.B, case.Hkv, case.S))
     if case.padding:
@@ -201,7 +182,7 @@ def test_baseline_equals_the_oracle(case: Case, method: str) -> None:
 @by_case
 def test_h2o_evicts_what_the_oracle_evicts(case: Case) -> None:
     q, k, v = case.inputs(seed=2, L=min(8, case.S))
-    mq, mk, mv = to_mlx(case, q, k, v)
+    mq, mk, mv = arrays(case, q, k, v)
     received = oracle.h2o_scores(q, k, left_padding=case.padding)
     scores = mlx_sparse.h2o_scores(mq, mk, left_padding=padding(case))
     valid = np.isfinite(received)
@@ -224,7 +205,7 @@ def test_several_queries_are_attended_densely_and_causally(method: str, backend:
     case = Case(2, 6, 2, 70, 64, "f32", padding=(0, 30))
     q, k, v = case.inputs(L=L)
     out = getattr(mlx_sparse, f"{method}_attention")(
-        *to_mlx(case, q, k, v), left_padding=padding(case), backend=backend
+        *arrays(case, q, k, v), left_padding=padding(case), backend=backend
     )
     expected = oracle.dense_attention(q, k, v, left_padding=case.padding)
     np.testing.assert_allclose(np.array(out), expected, rtol=0, atol=1e-5)
@@ -240,7 +221,7 @@ def test_padded_rows_never_reach_the_output(method: str, backend: str, poison: f
         k[row, :, :first] = poison
         v[row, :, :first] = poison
     out = getattr(mlx_sparse, f"{method}_attention")(
-        *to_mlx(case, q, k, v), left_padding=padding(case), backend=backend
+        *arrays(case, q, k, v), left_padding=padding(case), backend=backend
     )
     np.testing.assert_allclose(np.array(out), clean, rtol=0, atol=1e-5)
 
@@ -248,7 +229,7 @@ def test_padded_rows_never_reach_the_output(method: str, backend: str, poison: f
 @by_case
 @by_backend
 def test_keeping_every_key_is_dense_attention_to_the_last_bit(backend: str, case: Case) -> None:
-    q, k, v = to_mlx(case, *case.inputs())
+    q, k, v = arrays(case, *case.inputs())
     dense = mlx_sparse.dense_attention(q, k, v, left_padding=padding(case))
     sparse = mlx_sparse.sparq_attention(q, k, v, rank=2, top_k=case.S, left_padding=padding(case), backend=backend)
     assert mx.array_equal(dense, sparse)
@@ -257,7 +238,7 @@ def test_keeping_every_key_is_dense_attention_to_the_last_bit(backend: str, case
 @by_backend
 def test_rank_D_is_oracle_top_k(backend: str) -> None:
     case = Case(1, 8, 2, 300, 64, "f32")
-    q, k, v = to_mlx(case, *case.inputs())
+    q, k, v = arrays(case, *case.inputs())
     sparq = mlx_sparse.sparq_attention(q, k, v, rank=64, top_k=40, reallocate=False, backend=backend)
     np.testing.assert_allclose(
         np.array(sparq), np.array(mlx_sparse.oracle_top_k_attention(q, k, v, top_k=40)), rtol=0, atol=1e-6
@@ -269,7 +250,7 @@ def test_a_row_without_a_valid_key_gives_zeros_and_has_lost_nothing(method: str,
     case = Case(2, 6, 2, 300, 64, "f32", padding=(300, 0))
     q, k, v = case.inputs()
     out, stats = getattr(mlx_sparse, f"{method}_attention")(
-        *to_mlx(case, q, k, v), left_padding=padding(case), return_stats="mass", backend=backend
+        *arrays(case, q, k, v), left_padding=padding(case), return_stats="mass", backend=backend
     )
     assert mx.all(out[0] == 0)
     assert mx.all(stats.retained_mass[0] == 1)
@@ -281,7 +262,7 @@ def test_a_given_value_mean_is_used(backend: str) -> None:
     q, k, v = case.inputs()
     mean = np.full((1, 2, 64), 7.0, dtype=np.float32)
     out = mlx_sparse.sparq_attention(
-        *to_mlx(case, q, k, v), rank=8, top_k=16, value_mean=mx.array(mean), backend=backend
+        *arrays(case, q, k, v), rank=8, top_k=16, value_mean=mx.array(mean), backend=backend
     )
     np.testing.assert_allclose(
         np.array(out), oracle.sparq_attention(q, k, v, rank=8, top_k=16, value_mean=mean), rtol=0, atol=1e-5
@@ -315,7 +296,7 @@ def test_a_wrong_argument_gets_one_clear_line(
     method: str, settings: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     case = Case(1, 4, 2, 50, 64, "f32")
-    q, k, v = to_mlx(case, *case.inputs())
+    q, k, v = arrays(case, *case.inputs())
     with pytest.raises(error, match=message) as caught:
         getattr(mlx_sparse, f"{method}_attention")(q, k, v, **settings)
     assert "\n" not in str(caught.value)

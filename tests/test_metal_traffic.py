@@ -92,6 +92,15 @@ def test_a_long_list_is_read_once_however_it_is_split(metal: Metal) -> None:
         assert moved(metal.launches, level, "keys", "values") == HKV * 2 * N * D * 2
 
 
+@pytest.mark.parametrize("G", [1, 4])
+@pytest.mark.parametrize("reallocate", [False, True], ids=["attend", "reallocate"])
+@pytest.mark.parametrize(("S", "top_k", "most"), [(1000, 128, 3), (8192, 512, 3), (8193, 1, 4), (65_536, 512, 4)])
+def test_a_step_takes_at_most_four_launches(
+    metal: Metal, S: int, top_k: int, most: int, G: int, reallocate: bool
+) -> None:
+    assert len(decode(metal, S, G, top_k=top_k, reallocate=reallocate)) <= most
+
+
 # The comment at the top of a kernel
 
 

