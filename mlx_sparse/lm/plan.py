@@ -64,12 +64,15 @@ class Plan:
                 self._backends.add(self._resolve(queries, keys))
             self._probed.append((cache, reason))
             return None
-        reason = reason or self._call_reason(queries, keys, cache, mask)
+        backend = ""
+        if reason is None:
+            backend = self._resolve(queries, keys)
+            reason = self._call_reason(queries, keys, mask, backend)
         if reason is not None:
             self.report.dense_calls[reason] += 1
             return None
         out: mx.array
-        out, lse = cache.attend(queries, self.config, scale=scale, backend=self._resolve(queries, keys))
+        out, lse = cache.attend(queries, self.config, scale=scale, backend=backend)
         if sinks is not None:
             # A sink is one more logit in the softmax with nothing behind it.
             kept = mx.sigmoid(lse - sinks.astype(mx.float32)[None, :, None])
@@ -105,7 +108,7 @@ class Plan:
             return not (auto if self.config.reallocate == "auto" else self.config.reallocate)
         return not isinstance(self.config, FlexGen)
 
-    def _call_reason(self, queries: mx.array, keys: mx.array, cache: Any, mask: Any) -> str | None:
+    def _call_reason(self, queries: mx.array, keys: mx.array, mask: Any, backend: str) -> str | None:
         """Why this call attends densely."""
         L, S = queries.shape[2], keys.shape[2]
         if L > 1:
@@ -116,14 +119,14 @@ class Plan:
             return "of the prompt's last token"
         if mask is not None and not self._is_padding_mask(mask):
             return "with an array mask"
-        shortest = self._shortest_context(queries, keys)
+        shortest = self._shortest_context(queries, keys, backend)
         if shortest >= NEVER:
             return "whose scores would move more bytes than they save"
         return f"over fewer than {shortest:,} keys" if S < shortest else None
 
-    def _shortest_context(self, queries: mx.array, keys: mx.array) -> int:
+    def _shortest_context(self, queries: mx.array, keys: mx.array, backend: str) -> int:
         B, Hkv, _, D = keys.shape
-        gpu = registry.gpu_kind() if self._resolve(queries, keys) == "metal" else ""
+        gpu = registry.gpu_kind() if backend == "metal" else ""
         return self.config.shortest_context(Step(B * Hkv, queries.shape[1] // Hkv, D, keys.itemsize, gpu))
 
     def _is_padding_mask(self, mask: Any) -> bool:
