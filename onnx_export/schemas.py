@@ -68,6 +68,12 @@ _SPARQ = (
     ),
     _SCALE,
 )
+_WINDOW = Attribute(
+    "window",
+    int,
+    "0, or w: a query at position p attends to keys after p - w only, its own the last of them.",
+    0,
+)
 _PADDING = Tensor(
     "left_padding",
     "tensor(int64)",
@@ -77,7 +83,21 @@ _PADDING = Tensor(
 _LENGTH = Tensor("length", "tensor(int64)", "B", "Keys written in each row, the current tokens included.")
 _KEYS = Tensor("keys", "T", "B Hkv C D", "Keys. Those from `length` on are never read into the result.")
 _VALUES = Tensor("values", "T", "B Hkv C D", "Values.")
-_CHUNKED = "component-major in chunks of `lanes` keys: key j is at chunk j // lanes, lane j % lanes"
+_OUTPUT = Tensor("output", "T", "B Hq L D", "Attention output.")
+
+# What the operators with caches share.
+_IN_PLACE = (
+    "A caller who binds one buffer to a `past_*` and its `present_*` appends in place. A token after the last slot is "
+    "an error of the runtime."
+)
+_QUERY = Tensor("query", "T", "B Hq L D", "Queries of the new tokens, with their positions encoded.")
+_KEY = Tensor("key", "T", "B Hkv L D", "Keys of the new tokens, with their positions encoded.")
+_VALUE = Tensor("value", "T", "B Hkv L D", "Values of the new tokens.")
+_PAST_KEY = Tensor("past_key", "T", "B Hkv C D", "Keys so far.")
+_PAST_VALUE = Tensor("past_value", "T", "B Hkv C D", "Values so far.")
+_PAST_LENGTH = Tensor("past_length", "tensor(int64)", "B", "Tokens so far in each row.")
+_PRESENT_KEY = Tensor("present_key", "T", "B Hkv C D", "`past_key` with the new tokens.")
+_PRESENT_VALUE = Tensor("present_value", "T", "B Hkv C D", "`past_value` with the new tokens.")
 
 OPERATORS: Mapping[str, Operator] = {
     operator.name: operator
@@ -94,7 +114,8 @@ OPERATORS: Mapping[str, Operator] = {
                     "keys_t",
                     "T",
                     "B Hkv chunks D lanes",
-                    f"The same keys, {_CHUNKED}. One chunk will do. Only the chunks up to the longest row are read.",
+                    "The same keys, component-major in chunks of `lanes` keys: key j is at chunk j // lanes, lane "
+                    "j % lanes. One chunk will do. Only the chunks up to the longest row are read.",
                 ),
                 _VALUES,
                 _PADDING,
@@ -125,8 +146,9 @@ OPERATORS: Mapping[str, Operator] = {
         ),
         Operator(
             "DenseAttention",
-            "Exact attention of the last L tokens over all valid keys up to each. A query without a valid key gives 0.",
-            (_SPEC, _SCALE),
+            "Exact attention of the last L tokens over the valid keys up to each, or over the last `window` positions. "
+            "A query without a valid key gives 0.",
+            (_SPEC, _SCALE, _WINDOW),
             (
                 Tensor("query", "T", "B Hq L D", "Queries; query i of L sits at position `length` - L + i."),
                 _KEYS,
@@ -134,37 +156,64 @@ OPERATORS: Mapping[str, Operator] = {
                 _PADDING,
                 _LENGTH,
             ),
-            (Tensor("output", "T", "B Hq L D", "Attention output."),),
+            (_OUTPUT,),
+        ),
+        Operator(
+            "Append",
+            f"Append L tokens to caches of fixed capacity C. {_IN_PLACE}",
+            (_SPEC,),
+            (_KEY, _VALUE, _PAST_KEY, _PAST_VALUE, _PAST_LENGTH),
+            (_PRESENT_KEY, _PRESENT_VALUE),
+        ),
+        Operator(
+            "CachedAttention",
+            "`Append`, then `DenseAttention` over the caches. The next `past_length` is `past_length` + L.",
+            (_SPEC, _SCALE, _WINDOW),
+            (_QUERY, _KEY, _VALUE, _PAST_KEY, _PAST_VALUE, _PAST_LENGTH, _PADDING),
+            (_OUTPUT, _PRESENT_KEY, _PRESENT_VALUE),
         ),
         Operator(
             "SparQAttention",
-            "Append L tokens to caches of fixed capacity C, then attend: `SparQ` where L is 1, `DenseAttention` where "
-            "it is more. A caller who binds one buffer to a `past_*` and its `present_*` appends in place. A token "
-            "after the last slot is an error of the runtime. The next `past_length` is `past_length` + L.",
-            _SPARQ,
+            "`Append`, also to the component-major keys and the sums, then attend: `SparQ` where L is 1 and the "
+            "longest row has `dense_below` keys or more, `DenseAttention` with window 0 elsewhere. The next "
+            "`past_length` is `past_length` + L.",
             (
-                Tensor("query", "T", "B Hq L D", "Queries of the new tokens, with their positions encoded."),
-                Tensor("key", "T", "B Hkv L D", "Keys of the new tokens, with their positions encoded."),
-                Tensor("value", "T", "B Hkv L D", "Values of the new tokens."),
-                Tensor("past_key", "T", "B Hkv C D", "Keys so far."),
-                Tensor(
-                    "past_key_t", "T", "B Hkv chunks D lanes", f"Keys so far, {_CHUNKED}; chunks * lanes is C or more."
+                *_SPARQ,
+                Attribute("lanes", int, "Keys per chunk of `past_key_t`; C is a multiple of it.", 1),
+                Attribute(
+                    "dense_below",
+                    int,
+                    "Attend densely while the longest row, the new token included, has fewer keys; 0 never does.",
+                    0,
                 ),
-                Tensor("past_value", "T", "B Hkv C D", "Values so far."),
+            ),
+            (
+                _QUERY,
+                _KEY,
+                _VALUE,
+                _PAST_KEY,
+                Tensor(
+                    "past_key_t",
+                    "T",
+                    "B Hkv C D",
+                    "Keys so far, component-major: in memory [B, Hkv, C / lanes, D, lanes]. Component d of key j lies "
+                    "at ((j // lanes) * D + d) * lanes + j % lanes of its head's C * D elements.",
+                ),
+                _PAST_VALUE,
                 Tensor(
                     "past_sums",
                     "tensor(float)",
                     "B Hkv 3 D",
                     "Sums over the valid tokens so far of the values, the keys and the squared keys.",
                 ),
-                Tensor("past_length", "tensor(int64)", "B", "Tokens so far in each row."),
+                _PAST_LENGTH,
                 _PADDING,
             ),
             (
-                Tensor("output", "T", "B Hq L D", "Attention output."),
-                Tensor("present_key", "T", "B Hkv C D", "`past_key` with the new tokens."),
-                Tensor("present_key_t", "T", "B Hkv chunks D lanes", "`past_key_t` with the new tokens."),
-                Tensor("present_value", "T", "B Hkv C D", "`past_value` with the new tokens."),
+                _OUTPUT,
+                _PRESENT_KEY,
+                Tensor("present_key_t", "T", "B Hkv C D", "`past_key_t` with the new tokens."),
+                _PRESENT_VALUE,
                 Tensor("present_sums", "tensor(float)", "B Hkv 3 D", "`past_sums` with the new tokens."),
             ),
         ),

@@ -7,6 +7,7 @@ from typing import Any
 
 import cases
 import ml_dtypes
+import mlx.core as mx
 import numpy as np
 import onnxruntime as ort
 import pytest
@@ -21,6 +22,7 @@ from cases import (
     plain_reallocation,
     round_to,
 )
+from mlx_lm.models.base import create_causal_mask
 from onnx.inliner import inline_local_functions
 from onnx.reference import ReferenceEvaluator
 
@@ -30,6 +32,7 @@ from mlx_sparse.oracle.sparq import deviation, masked_mean
 
 DTYPES = {"f32": np.dtype(np.float32), "f16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
 LANES = 64  # keys per chunk of the caches under test
+CACHES = {"lanes": LANES, "dense_below": 0}
 
 by_case = pytest.mark.parametrize("case", CASES, ids=str)
 by_setting = pytest.mark.parametrize("setting", SPARQ)
@@ -146,14 +149,12 @@ def test_sparq_equals_the_oracle(runtime: str, case: Case, setting: str) -> None
     assert_is_sparq(got["output"], case, params, q, k, v)
 
 
-def empty_caches(case: Case, capacity: int, poison: float = np.nan) -> dict[str, Array]:
-    """Caches before the first token; what is not written yet holds poison."""
-    chunks = -(-capacity // LANES)
-    shape = (case.B, case.Hkv, capacity, case.D)
+def empty_caches(case: Case, tokens: int, poison: float = np.nan) -> dict[str, Array]:
+    """Caches before the first token, with room for that many; what is not written yet holds poison."""
+    capacity = -(-tokens // LANES) * LANES
+    cache = np.full((case.B, case.Hkv, capacity, case.D), poison, DTYPES[case.dtype])
     return {
-        "past_key": np.full(shape, poison, DTYPES[case.dtype]),
-        "past_key_t": np.full((case.B, case.Hkv, chunks, case.D, LANES), poison, DTYPES[case.dtype]),
-        "past_value": np.full(shape, poison, DTYPES[case.dtype]),
+        **{name: cache.copy() for name in ("past_key", "past_key_t", "past_value")},
         "past_sums": np.zeros((case.B, case.Hkv, 3, case.D), np.float32),
         "past_length": np.zeros(case.B, np.int64),
     }
@@ -171,7 +172,7 @@ def advance(caches: dict[str, Array], got: dict[str, Array], tokens: int) -> dic
 def test_sparq_attention_after_a_prompt_equals_the_oracle(runtime: str, case: Case, setting: str) -> None:
     q, k, v = case.inputs()
     params = parameters(case, setting)
-    attend = Operator(runtime, "SparQAttention", case.dtype, **attributes(params))
+    attend = Operator(runtime, "SparQAttention", case.dtype, **CACHES, **attributes(params))
     caches = empty_caches(case, case.S + 70)
     prompt = case.S - 1
     if prompt:
@@ -180,7 +181,8 @@ def test_sparq_attention_after_a_prompt_equals_the_oracle(runtime: str, case: Ca
         caches = advance(caches, got, prompt)
     got = attend(query=q, key=k[:, :, -1:], value=v[:, :, -1:], left_padding=padding(case), **caches)
     assert_is_sparq(got["output"], case, params, q, k, v)
-    key_t = got["present_key_t"].swapaxes(-1, -2).reshape(case.B, case.Hkv, -1, case.D)
+    chunked = got["present_key_t"].reshape(case.B, case.Hkv, -1, case.D, LANES)
+    key_t = chunked.swapaxes(-1, -2).reshape(got["present_key"].shape)
     for written, given in ((got["present_key"], k), (key_t, k), (got["present_value"], v)):
         np.testing.assert_array_equal(written[:, :, : case.S].astype(np.float32), given)
 
@@ -190,7 +192,7 @@ def test_sparq_attention_after_a_prompt_equals_the_oracle(runtime: str, case: Ca
 def test_dense_attention_equals_the_oracle(runtime: str, case: Case) -> None:
     q, k, v = case.inputs()
     scale = case.D**-0.5
-    attend = Operator(runtime, "DenseAttention", case.dtype, scale=scale)
+    attend = Operator(runtime, "DenseAttention", case.dtype, scale=scale, window=0)
     got = attend(query=q, keys=k, values=v, left_padding=padding(case), length=np.full(case.B, case.S))["output"]
     expected = oracle.dense_attention(q, k, v, left_padding=case.padding)
     everything = np.broadcast_to(np.arange(case.S), (case.B, case.Hkv, case.S))
@@ -199,12 +201,111 @@ def test_dense_attention_equals_the_oracle(runtime: str, case: Case) -> None:
     assert_as_good_as_plain(got, expected, plain, case.dtype)
 
 
+def windowed_attention(q: Array, k: Array, v: Array, first: Array, window: int, scale: float) -> Array:
+    """Attention in float64 where query i of L attends to keys p - window < j <= p, p = S - L + i."""
+    L, S, G = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
+    p, j = np.arange(S - L, S)[:, None], np.arange(S)
+    attended = (j <= p) & (j > p - window) & (j >= first[:, None, None, None])
+    keys, values = (np.repeat(array.astype(np.float64), G, axis=1) for array in (k, v))
+    logits = np.where(attended, scale * (q.astype(np.float64) @ keys.swapaxes(-1, -2)), -np.inf)
+    top = logits.max(axis=-1, keepdims=True)
+    weights = np.exp(logits - np.where(np.isfinite(top), top, 0))
+    return weights / np.maximum(weights.sum(axis=-1, keepdims=True), 1e-300) @ values
+
+
+@pytest.mark.parametrize("window", [1, 7, 64, 90, 1000])
+@pytest.mark.parametrize("L", [1, 12])
+@by_runtime
+def test_a_window_keeps_the_last_positions(runtime: str, L: int, window: int) -> None:
+    case = Case(2, 6, 2, 90, 64, "f32", padding=(0, 85))
+    q, k, v = case.inputs(L=L)
+    expected = windowed_attention(q, k, v, padding(case), window, 0.125)
+    stale = np.full((2, 2, 38, 64), np.nan)
+    given = {"query": q, "left_padding": padding(case)}
+    attend = Operator(runtime, "DenseAttention", "f32", scale=0.125, window=window)
+    k[1, :, :85], v[1, :, :85] = np.nan, np.nan
+    keys, values = (np.concatenate([array, stale], axis=2) for array in (k, v))
+    got = attend(keys=keys, values=values, length=np.full(2, case.S), **given)
+    np.testing.assert_allclose(got["output"], expected, rtol=0, atol=1e-5)
+
+    attend = Operator(runtime, "CachedAttention", "f32", scale=0.125, window=window)
+    past = {"past_key": keys.copy(), "past_value": values.copy(), "past_length": np.full(2, case.S - L)}
+    past["past_key"][:, :, case.S - L :], past["past_value"][:, :, case.S - L :] = np.nan, np.nan
+    got = attend(key=k[:, :, -L:], value=v[:, :, -L:], **past, **given)
+    np.testing.assert_allclose(got["output"], expected, rtol=0, atol=1e-5)
+    np.testing.assert_array_equal(got["present_key"], keys.astype(np.float32))
+    np.testing.assert_array_equal(got["present_value"], values.astype(np.float32))
+
+
+@pytest.mark.parametrize("window", [1, 5, 40])
+def test_the_window_is_that_of_mlx_lm(window: int) -> None:
+    case = Case(1, 2, 1, 40, 64, "f32")
+    q, k, v = case.inputs(L=9)
+    mask = np.array(create_causal_mask(9, case.S - 9, window_size=window))
+    given = {"query": q, "keys": k, "values": v, "left_padding": padding(case), "length": np.full(1, case.S)}
+    attend = Operator("onnxruntime", "DenseAttention", "f32", scale=0.125, window=window)
+    expected = mx.fast.scaled_dot_product_attention(*map(mx.array, (q, k, v)), scale=0.125, mask=mx.array(mask))
+    np.testing.assert_allclose(attend(**given)["output"], np.array(expected), rtol=0, atol=1e-5)
+
+
+@by_runtime
+def test_windows_of_rows_of_different_length_do_not_meet(runtime: str) -> None:
+    case = Case(2, 4, 2, 100, 64, "f32")
+    q, k, v = case.inputs(L=3)
+    length = np.array([100, 20])
+    attend = Operator(runtime, "DenseAttention", "f32", scale=0.125, window=8)
+    poisoned = np.where(np.arange(100)[:, None] < length[:, None, None, None], 0, np.nan)
+    got = attend(query=q, keys=k + poisoned, values=v + poisoned, left_padding=padding(case), length=length)["output"]
+    for b, S in enumerate(length):
+        row = slice(b, b + 1)
+        expected = windowed_attention(q[row], k[row, :, :S], v[row, :, :S], np.zeros(1), 8, 0.125)
+        np.testing.assert_allclose(got[row], expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dense_below", [0, 200, 201, 1000])
+@by_runtime
+def test_one_query_is_dense_while_the_longest_row_is_short(runtime: str, dense_below: int) -> None:
+    case = Case(2, 6, 2, 200, 64, "f32", padding=(0, 20))
+    q, k, v = case.inputs()
+    params = {**parameters(case, "paper"), "top_k": 8, "local_window": 2}
+    attend = Operator(runtime, "SparQAttention", "f32", lanes=LANES, dense_below=dense_below, **attributes(params))
+    caches = empty_caches(case, case.S)
+    queries = np.repeat(q, case.S - 1, axis=2)
+    got = attend(query=queries, key=k[:, :, :-1], value=v[:, :, :-1], left_padding=padding(case), **caches)
+    caches = advance(caches, got, case.S - 1)
+    got = attend(query=q, key=k[:, :, -1:], value=v[:, :, -1:], left_padding=padding(case), **caches)
+    sparse = oracle.sparq_attention(q, k, v, left_padding=case.padding, **params)
+    dense = oracle.dense_attention(q, k, v, left_padding=case.padding)
+    assert np.abs(sparse - dense).max() > 1e-2
+    expected = dense if case.S < dense_below else sparse
+    np.testing.assert_allclose(got["output"], expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("lanes", [1, 64, 192, 384])
+@by_runtime
+def test_component_major_keys_lie_as_documented_and_are_read_so(runtime: str, lanes: int) -> None:
+    case = Case(2, 4, 2, 250, 80, "f32")
+    q, k, v = case.inputs()
+    params = parameters(case, "robust")
+    attend = Operator(runtime, "SparQAttention", "f32", lanes=lanes, dense_below=0, **attributes(params))
+    caches = empty_caches(case, 384)
+    for start, stop in ((0, 120), (120, 249), (249, 250)):
+        new = {"key": k[:, :, start:stop], "value": v[:, :, start:stop], "left_padding": padding(case)}
+        got = attend(query=np.repeat(q, stop - start, axis=2), **new, **caches)
+        caches = advance(caches, got, stop - start)
+    plane = np.full((2, 2, 384 * 80), np.nan, np.float32)
+    j, d = np.meshgrid(np.arange(250), np.arange(80), indexing="ij")
+    plane[:, :, ((j // lanes) * 80 + d) * lanes + j % lanes] = k
+    np.testing.assert_array_equal(got["present_key_t"].reshape(plane.shape), plane)
+    assert_is_sparq(got["output"], case, params, q, k, v)
+
+
 @pytest.mark.parametrize("L", [2, 5])
 @by_runtime
 def test_several_queries_are_attended_densely_and_causally(runtime: str, L: int) -> None:
     case = Case(2, 6, 2, 70, 64, "f32", padding=(0, 30))
     q, k, v = case.inputs(L=L)
-    attend = Operator(runtime, "SparQAttention", "f32", **attributes(parameters(case, "paper")))
+    attend = Operator(runtime, "SparQAttention", "f32", **CACHES, **attributes(parameters(case, "paper")))
     caches = empty_caches(case, 128)
     start = case.S - L
     got = attend(
@@ -226,7 +327,7 @@ def test_a_sequence_is_decoded_token_by_token_in_rows_of_different_length(runtim
     _, k, v = case.inputs()
     q, _, _ = case.inputs(L=case.S)
     params = {**parameters(case, "reallocate"), "top_k": 16, "local_window": 4}
-    attend = Operator(runtime, "SparQAttention", "f32", **attributes(params))
+    attend = Operator(runtime, "SparQAttention", "f32", **CACHES, **attributes(params))
     caches = empty_caches(case, 100)
     behind = 40  # row 1 starts when row 0 has 40 tokens
     got = attend(
@@ -265,11 +366,11 @@ def test_padded_rows_never_reach_the_output(runtime: str, setting: str, poison: 
     np.testing.assert_allclose(got["output"], clean, rtol=0, atol=1e-5)
 
     length = np.full(case.B, case.S)
-    attend = Operator(runtime, "DenseAttention", "f32", scale=params["scale"])
+    attend = Operator(runtime, "DenseAttention", "f32", scale=params["scale"], window=0)
     got = attend(query=q, keys=k, values=v, left_padding=padding(case), length=length)
     np.testing.assert_allclose(got["output"], dense, rtol=0, atol=1e-5)
 
-    attend = Operator(runtime, "SparQAttention", "f32", **attributes(params))
+    attend = Operator(runtime, "SparQAttention", "f32", **CACHES, **attributes(params))
     caches = empty_caches(case, 384, poison)
     queries = np.repeat(q, case.S - 1, axis=2)
     got = attend(query=queries, key=k[:, :, :-1], value=v[:, :, :-1], left_padding=padding(case), **caches)
@@ -285,7 +386,7 @@ def test_keeping_every_key_is_dense_attention(runtime: str, case: Case) -> None:
     given = step(case, q, k, v)
     params = {**parameters(case, "reallocate"), "rank": 2, "top_k": case.S, "local_window": 0}
     sparse = Operator(runtime, "SparQ", case.dtype, **attributes(params))(**given)
-    dense = Operator(runtime, "DenseAttention", case.dtype, scale=params["scale"])(
+    dense = Operator(runtime, "DenseAttention", case.dtype, scale=params["scale"], window=0)(
         **{name: given[name] for name in ("query", "keys", "values", "left_padding", "length")}
     )
     every = np.where(np.arange(case.S) >= padding(case)[:, None], np.arange(case.S), -1)
@@ -323,7 +424,7 @@ def test_queries_in_the_padding_give_zeros_and_what_is_not_written_is_not_read(r
     stale = np.full((2, 2, 8, 64), np.nan)
     keys, values = (np.concatenate([array, stale], axis=2) for array in (k, v))
     keys[1, :, :15], values[1, :, :15] = np.nan, np.nan
-    attend = Operator(runtime, "DenseAttention", "f32", scale=0.125)
+    attend = Operator(runtime, "DenseAttention", "f32", scale=0.125, window=0)
     got = attend(query=q, keys=keys, values=values, left_padding=padding(case), length=np.full(2, case.S))["output"]
     expected = oracle.dense_attention(q, k, v, left_padding=case.padding)
     assert (expected[1, :, :7] == 0).all()
@@ -345,7 +446,7 @@ def test_caches_bound_to_input_and_output_are_appended_in_place(dtype: str) -> N
     case = Case(1, 4, 2, 200, 64, dtype)
     q, k, v = case.inputs()
     params = parameters(case, "robust")
-    attend = Operator("onnxruntime", "SparQAttention", dtype, **attributes(params))
+    attend = Operator("onnxruntime", "SparQAttention", dtype, **CACHES, **attributes(params))
     arrays = {
         "query": q[:, :, :1].astype(DTYPES[dtype]),
         "key": k[:, :, :1].astype(DTYPES[dtype]),
@@ -366,16 +467,24 @@ def test_caches_bound_to_input_and_output_are_appended_in_place(dtype: str) -> N
             binding.bind_ortvalue_output(tensor.name, values[tensor.name.replace("present", "past")])
         attend.session.run_with_iobinding(binding)
     assert_is_sparq(from_ort(binding.get_outputs()[0]), case, params, q, k, v)
-    np.testing.assert_array_equal(from_ort(values["past_key"]).astype(np.float32), k)
+    written = from_ort(values["past_key"])[:, :, : case.S]
+    np.testing.assert_array_equal(written.astype(np.float32), k)
 
 
-def test_a_token_past_the_capacity_is_refused() -> None:
+@pytest.mark.parametrize("name", ["Append", "CachedAttention", "SparQAttention"])
+@pytest.mark.parametrize("L", [1, 3])
+def test_a_token_past_the_capacity_is_refused(name: str, L: int) -> None:
     case = Case(1, 2, 2, 65, 64, "f32")
-    q, k, v = case.inputs()
-    attend = Operator("onnxruntime", "SparQAttention", "f32", **attributes(parameters(case, "paper")))
-    caches = {**empty_caches(case, 64, 0.0), "past_length": np.array([64])}
+    q, k, v = case.inputs(L=L)
+    settings = {
+        "Append": {},
+        "CachedAttention": {"scale": 0.125, "window": 0},
+        "SparQAttention": {**CACHES, **attributes(parameters(case, "paper"))},
+    }
+    attend = Operator("onnxruntime", name, "f32", **settings[name])
+    caches = {**empty_caches(case, 64, 0.0), "past_length": np.array([65 - L])}
     with pytest.raises(Exception, match=r"(?i)indic"):
-        attend(query=q, key=k[:, :, -1:], value=v[:, :, -1:], left_padding=padding(case), **caches)
+        attend(query=q, key=k[:, :, -L:], value=v[:, :, -L:], left_padding=padding(case), **caches)
 
 
 @pytest.mark.parametrize("inlined", [False, True], ids=["functions", "inlined"])

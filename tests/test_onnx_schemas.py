@@ -23,7 +23,14 @@ SPARQ: dict[str, float] = {
     "component_score": 0,
     "scale": 0.125,
 }
-ATTRIBUTES = {"SparQ": SPARQ, "SparQAttention": SPARQ, "DenseAttention": {"scale": 0.125}}
+DENSE = {"scale": 0.125, "window": 0}
+ATTRIBUTES = {
+    "SparQ": SPARQ,
+    "SparQAttention": {**SPARQ, "lanes": 64, "dense_below": 0},
+    "DenseAttention": DENSE,
+    "CachedAttention": DENSE,
+    "Append": {},
+}
 BAD_GRAPH = (onnx.checker.ValidationError, onnx.shape_inference.InferenceError)
 
 by_operator = pytest.mark.parametrize("name", onnx_export.OPERATORS)
@@ -74,7 +81,10 @@ def test_nodes_in_a_body_pass_on_every_attribute(name: str) -> None:
         for node in nodes:
             if node.domain == "mlx_sparse":
                 expected = {attribute.name for attribute in onnx_export.OPERATORS[node.op_type].attributes}
-                assert {a.name for a in node.attribute} == {a.ref_attr_name for a in node.attribute} == expected
+                assert {a.name for a in node.attribute} == expected
+                # Dense attention in place of SparQ has no window to pass on.
+                literal = {(name, a.name) for a in node.attribute if not a.ref_attr_name}
+                assert literal <= {("SparQAttention", "window")}
             for attribute in node.attribute:
                 check(attribute.g.node)
 
@@ -104,7 +114,7 @@ def test_the_body_gives_the_types_and_shapes_of_the_schema(name: str) -> None:
 def test_the_runtime_knows_the_shapes_of_the_outputs() -> None:
     session = ort.InferenceSession(model("SparQAttention", sizes={"D": 64}).SerializeToString())
     assert session.get_outputs()[0].shape == ["B", "Hq", "L", 64]
-    assert session.get_outputs()[2].shape == ["B", "Hkv", "chunks", 64, "lanes"]
+    assert session.get_outputs()[2].shape == ["B", "Hkv", "C", 64]
 
 
 def test_registration_leaves_nothing_behind() -> None:
@@ -135,11 +145,13 @@ def test_a_wrong_argument_gets_one_clear_line(settings: dict[str, Any], message:
 
 
 def test_a_missing_attribute_input_or_operator_gets_one_clear_line() -> None:
-    with pytest.raises(ConfigError, match="DenseAttention: expected the attributes scale, spec, got others: scale"):
+    with pytest.raises(
+        ConfigError, match="DenseAttention: expected the attributes scale, spec, window, got others: scale, window"
+    ):
         onnx_export.operator_model("DenseAttention")
     names = [tensor.name for tensor in onnx_export.OPERATORS["DenseAttention"].inputs]
     with pytest.raises(ConfigError, match="DenseAttention: expected the inputs query, keys"):
-        onnx_export.node("DenseAttention", [*names[:3], "", names[4]], ["output"], scale=1.0)
+        onnx_export.node("DenseAttention", [*names[:3], "", names[4]], ["output"], scale=1.0, window=0)
     with pytest.raises(ConfigError, match=r"operator: expected one of SparQ, .*Attention, got 'Sparq'"):
         onnx_export.function("Sparq")
 
