@@ -7,6 +7,10 @@ from .build import check, function, functions, node, operator_model
 from .domain import COMPAT, DEFAULT, DOMAIN, SPEC, VERSION, Profile
 from .schemas import OPERATORS, registered
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from .exporter import export as export
+
 __all__ = [
     "COMPAT",
     "DEFAULT",
@@ -16,9 +20,20 @@ __all__ = [
     "VERSION",
     "Profile",
     "check",
+    "export",
     "function",
     "functions",
     "node",
     "operator_model",
     "registered",
 ]
+
+_HOME_OF = {"export": "exporter"}  # imported when used: these need more than onnx
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)

@@ -75,6 +75,21 @@ class Blocks:
         attributes = {"gather_axis": 0, "quantize_axis": 2, "bits": self.bits, "block_size": self.block_size}
         return {"data": self.codes, "scales": self.scales[..., None], "zero_points": self.zeros[..., None]}, attributes
 
+    def halves(self) -> tuple[Blocks, Blocks]:
+        """Two weights of 4 bits whose sum is this one of 8 bits, exactly: its high and its low half bytes.
+
+        ONNX Runtime 1.31 takes 8 bits 30 times as long as these two, or rounds the input to 8 bits as well.
+        """
+        low = (self.codes & 15).reshape(*self.scales.shape, -1, 2)
+        high = (self.codes >> 4).reshape(low.shape)
+        return tuple(
+            Blocks(codes[..., 0] | codes[..., 1] << 4, scales, zeros, None, 4, self.block_size)
+            for codes, scales, zeros in (
+                (high, self.scales * np.float32(16), self.zeros >> 4),
+                (low, self.scales, self.zeros & 15),
+            )
+        )
+
 
 def blocks(
     name: str,

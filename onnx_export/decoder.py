@@ -1,0 +1,290 @@
+"""The graph of a decoder-only language model: from mlx-lm's modules to ONNX nodes.
+
+Arithmetic is float32 but for the attention nodes, whose inputs are rounded to the type of the caches. A row of the
+batch is a left-padded sequence; the caches hold ``past_length`` tokens of it, padding included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from onnx import TensorProto
+
+from mlx_sparse.checks import check_local_window, check_rank
+from mlx_sparse.config import MethodConfig, SparQ
+
+from . import build
+from .families import Family, Rope, rope_of, window_of
+from .graph import Graph
+from .weights import Weights
+
+FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is made of a model.
+
+    Attributes:
+        method: dense or SparQ, with every automatic choice settled.
+        max_length: tokens that the caches must hold.
+        lanes: keys per chunk of component-major keys.
+        dtype: of caches and of weights that are not quantised.
+        dequantise: store quantised weights in ``dtype`` too.
+        genai: lay the caches out so that onnxruntime-genai finds them.
+    """
+
+    method: MethodConfig
+    max_length: int
+    lanes: int
+    dtype: str
+    dequantise: bool = False
+    genai: bool = True
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the caches do hold: whole chunks."""
+        return -(-self.max_length // self.lanes) * self.lanes
+
+
+class Decoder:
+    """One model's graph; `add` adds all of it.
+
+    Args:
+        model: mlx-lm's.
+        family: what its modules do not say.
+        target: what to make of it.
+        graph: takes the nodes and weights.
+        written: is told the name of each of mlx-lm's parameters when it has been written.
+    """
+
+    def __init__(
+        self, model: Any, family: Family, target: Target, graph: Graph, written: Callable[[str], None]
+    ) -> None:
+        self.model, self.family, self.target, self.g = model, family, target, graph
+        self.weights = Weights(graph, target.dtype, dequantise=target.dequantise, written=written)
+        self._sparse_layers = 0
+        self._angles: dict[Rope, tuple[str, str]] = {}
+
+    def add(self) -> None:
+        """Add inputs, layers and outputs."""
+        g, inner = self.g, self.model.model
+        ids = g.input("input_ids", INT64, ["batch", "length"])
+        g.output("logits", FLOAT, ["batch", 1, int(inner.embed_tokens.weight.shape[0])])
+        self._add_positions(ids)
+        h, head = self.weights.embedding("model.embed_tokens", inner.embed_tokens, ids)
+        scale = self.family.embedding_scale(self.model.args)
+        if scale != 1:
+            h = g.op("Mul", h, g.constant(scale, np.float32))
+        for i, layer in enumerate(inner.layers):
+            g.scope = f"layers.{i}/"
+            h = self._layer(i, layer, h)
+        self._fill_last_virtual_layer(len(inner.layers))
+        g.scope = ""
+        last = g.op("Gather", h, g.constant(-1), axis=1)
+        last = self._norm("model.norm", inner.norm, last)
+        tied = "lm_head" not in self.model
+        logits = head(last) if tied else self.weights.linear("lm_head", self.model.lm_head, last)
+        g.op("Unsqueeze", logits, g.constant([1]), output="logits")
+
+    def _add_positions(self, ids: str) -> None:
+        """Padding and past length of the rows, and the positions of the new tokens in float32 (B, L, 1)."""
+        g = self.g
+        mask = g.input("attention_mask", INT64, ["batch", "total"])
+        ones = g.op("Cast", mask, to=FLOAT)  # ArgMax of int64 is not everywhere
+        self.padding = g.op("ArgMax", ones, axis=1, keepdims=0)
+        last = g.op("ArgMax", ones, axis=1, keepdims=0, select_last_index=1)
+        tokens = g.op("ReduceSum", mask, g.constant([1]), keepdims=0)
+        length = g.op("Shape", ids, start=1, end=2)
+        past_tokens = g.op("Sub", tokens, length)
+        past_length = g.op("Add", self.padding, past_tokens)
+        # A mask with a hole, or with fewer ones than new tokens: nothing fits there, which the append refuses.
+        end = g.op("Add", last, g.constant(1))
+        whole = g.op("Equal", g.op("Sub", end, self.padding), tokens)
+        enough = g.op("GreaterOrEqual", past_length, g.constant(0))
+        nowhere = g.constant(self.target.capacity)
+        self.past_length = g.op("Where", g.op("And", whole, enough), past_length, nowhere)
+        step = g.op("Range", g.constant(0), g.op("Squeeze", length), g.constant(1))
+        positions = g.op("Add", g.op("Unsqueeze", past_tokens, g.constant([1])), step)
+        self.positions = g.op("Unsqueeze", g.op("Cast", positions, to=FLOAT), g.constant([2]))
+
+    def _layer(self, i: int, layer: Any, h: str) -> str:
+        name, family = f"model.layers.{i}", self.family
+
+        def normed(which: str | None, x: str) -> str:
+            return self._norm(f"{name}.{which}", layer[which], x) if which else x
+
+        attended = self._attention(i, layer, normed("input_layernorm", h))
+        h = self.g.op("Add", h, normed(family.after_attention, attended))
+        made = self._mlp(f"{name}.mlp", layer.mlp, normed(family.before_mlp, h))
+        return self.g.op("Add", h, normed(family.after_mlp, made))
+
+    def _norm(self, name: str, module: Any, x: str) -> str:
+        """RMSNorm over the last axis, in the nodes that ONNX Runtime makes one."""
+        g = self.g
+        square = g.op("Pow", x, g.constant(2.0, np.float32))
+        mean = g.op("ReduceMean", square, g.constant([-1]), keepdims=1)
+        root = g.op("Sqrt", g.op("Add", mean, g.constant(module.eps, np.float32)))
+        weight = self.weights.vector(f"{name}.weight", module.weight, self.family.norm_shift)
+        return g.op("Mul", g.op("Div", x, root), weight)
+
+    def _mlp(self, name: str, mlp: Any, x: str) -> str:
+        g = self.g
+        if "gate_up_proj" in mlp:
+            both = self.weights.linear(f"{name}.gate_up_proj", mlp.gate_up_proj, x)
+            half = mlp.gate_up_proj.weight.shape[0] // 2
+            gate, up = g.split(both, [half, half])
+        else:
+            gate = self.weights.linear(f"{name}.gate_proj", mlp.gate_proj, x)
+            up = self.weights.linear(f"{name}.up_proj", mlp.up_proj, x)
+        gated = g.op("Mul", getattr(self, f"_{self.family.activation}")(gate), up)
+        return self.weights.linear(f"{name}.down_proj", mlp.down_proj, gated)
+
+    def _silu(self, x: str) -> str:
+        return self.g.op("Mul", x, self.g.op("Sigmoid", x))
+
+    def _gelu(self, x: str) -> str:
+        g = self.g
+        erf = g.op("Erf", g.op("Div", x, g.constant(2**0.5, np.float32)))
+        half = g.op("Mul", x, g.op("Add", erf, g.constant(1, np.float32)))
+        return g.op("Mul", half, g.constant(0.5, np.float32))
+
+    def _gelu_tanh(self, x: str) -> str:
+        g = self.g
+        cube = g.op("Mul", g.op("Pow", x, g.constant(3.0, np.float32)), g.constant(0.044715, np.float32))
+        inner = g.op("Mul", g.op("Add", x, cube), g.constant((2 / np.pi) ** 0.5, np.float32))
+        half = g.op("Mul", x, g.op("Add", g.op("Tanh", inner), g.constant(1, np.float32)))
+        return g.op("Mul", half, g.constant(0.5, np.float32))
+
+    def _attention(self, i: int, layer: Any, x: str) -> str:
+        g, attention = self.g, layer.self_attn
+        name = f"model.layers.{i}.self_attn"
+        Hq, Hkv = attention.n_heads, attention.n_kv_heads
+        if "qkv_proj" in attention:
+            D = attention.qkv_proj.weight.shape[0] // (Hq + 2 * Hkv)
+            parts = g.split(self.weights.linear(f"{name}.qkv_proj", attention.qkv_proj, x), [Hq * D, Hkv * D, Hkv * D])
+        else:
+            D = attention.k_proj.weight.shape[0] // Hkv
+            parts = [self.weights.linear(f"{name}.{p}_proj", attention[f"{p}_proj"], x) for p in "qkv"]
+        q, k, v = (
+            g.op("Reshape", part, g.constant([0, 0, heads, D]))
+            for part, heads in zip(parts, (Hq, Hkv, Hkv), strict=True)
+        )
+        if "q_norm" in attention:
+            q = self._norm(f"{name}.q_norm", attention.q_norm, q)
+            k = self._norm(f"{name}.k_norm", attention.k_norm, k)
+        rope = rope_of(attention.rope)
+        if rope is not None:
+            q, k = self._turned(rope, q, D), self._turned(rope, k, D)
+        q, k, v = (self._stored(g.op("Transpose", part, perm=[0, 2, 1, 3])) for part in (q, k, v))
+        out = self._attend(i, (q, k, v), (Hq, Hkv, D), float(attention.scale), window_of(layer, self.model))
+        if self.target.dtype != "float32":
+            out = g.op("Cast", out, to=FLOAT)
+        flat = g.op("Reshape", g.op("Transpose", out, perm=[0, 2, 1, 3]), g.constant([0, 0, Hq * D]))
+        return self.weights.linear(f"{name}.o_proj", attention.o_proj, flat)
+
+    def _stored(self, value: str) -> str:
+        """A value in the type of the caches."""
+        dtype = self.target.dtype
+        return value if dtype == "float32" else self.g.op("Cast", value, to=build.TYPES[dtype])
+
+    def _turned(self, rope: Rope, x: str, D: int) -> str:
+        """Queries or keys (B, L, H, D) with their positions encoded."""
+        g = self.g
+        cos, sin = self._angle(rope)
+        pairs = len(rope.frequencies)
+        kept = []
+        if 2 * pairs < D:
+            x, *kept = g.split(x, [2 * pairs, D - 2 * pairs])
+        if rope.traditional:
+            paired = g.op("Reshape", x, g.constant([0, 0, 0, pairs, 2]))
+            first, second = (g.op("Squeeze", half, g.constant([4])) for half in g.split(paired, [1, 1]))
+        else:
+            first, second = g.split(x, [pairs, pairs])
+        turned = [
+            g.op("Sub", g.op("Mul", first, cos), g.op("Mul", second, sin)),
+            g.op("Add", g.op("Mul", first, sin), g.op("Mul", second, cos)),
+        ]
+        if rope.traditional:
+            last = [g.op("Unsqueeze", half, g.constant([4])) for half in turned]
+            turned = [g.op("Reshape", g.op("Concat", *last, axis=4), g.constant([0, 0, 0, 2 * pairs]))]
+        return g.op("Concat", *turned, *kept, axis=3) if len(turned + kept) > 1 else turned[0]
+
+    def _angle(self, rope: Rope) -> tuple[str, str]:
+        """Cosine and sine (B, L, 1, pairs) of the angles, computed once for all layers that share the encoding."""
+        if rope not in self._angles:
+            g = self.g
+            scope, g.scope = g.scope, f"rope.{len(self._angles)}/"
+            positions = self.positions
+            if rope.scale != 1:
+                positions = g.op("Mul", positions, g.constant(rope.scale, np.float32))
+            angle = g.op("Mul", positions, g.constant(rope.frequencies, np.float32))
+            angle = g.op("Unsqueeze", angle, g.constant([2]))
+            both = [g.op("Cos", angle), g.op("Sin", angle)]
+            if rope.factor != 1:
+                both = [g.op("Mul", value, g.constant(rope.factor, np.float32)) for value in both]
+            self._angles[rope] = both[0], both[1]
+            g.scope = scope
+        return self._angles[rope]
+
+    def _attend(self, i: int, qkv: tuple[str, str, str], sizes: tuple[int, int, int], scale: float, window: int) -> str:
+        """The attention node of a layer, its caches and its output (B, Hq, L, D)."""
+        g, method = self.g, self.target.method
+        _, Hkv, D = sizes
+        self._cache_dims = ["batch", Hkv, self.target.capacity, D]
+        past_key, present_key = self._cache(f"{i}.key")
+        past_value, present_value = self._cache(f"{i}.value")
+        output = f"{g.scope}attended"
+        if not isinstance(method, SparQ) or window:
+            inputs = [*qkv, past_key, past_value, self.past_length, self.padding]
+            outputs = [output, present_key, present_value]
+            g.add(build.node("CachedAttention", inputs, outputs, scale=scale, window=window))
+            return output
+        check_rank(method.rank, D)
+        past_key_t, present_key_t = self._cache(self._virtual_layer())
+        self._sparse_layers += 1
+        dims = ["batch", Hkv, 3, D]
+        past_sums = g.input(f"past_sums.{i}", FLOAT, dims)
+        present_sums = g.output(f"present_sums.{i}", FLOAT, dims)
+        if self.target.genai:  # it wants a convolution beside every state
+            dims = ["batch", 1, 1]
+            conv = g.input(f"past_conv.{i}", FLOAT, dims)
+            g.op("Identity", conv, output=g.output(f"present_conv.{i}", FLOAT, dims))
+        inputs = [*qkv, past_key, past_key_t, past_value, past_sums, self.past_length, self.padding]
+        outputs = [output, present_key, present_key_t, present_value, present_sums]
+        g.add(build.node("SparQAttention", inputs, outputs, **self._sparq_attributes(method), scale=scale))
+        return output
+
+    def _sparq_attributes(self, method: SparQ) -> dict[str, int]:
+        return {
+            "rank": method.rank,
+            "top_k": method.top_k,
+            "local_window": check_local_window(method.local_window, method.top_k),
+            "reallocate": int(bool(method.reallocate)),
+            "group_reduce": ("softmax", "logits").index(method.group_reduce),
+            "component_score": ("query", "query_key").index(method.component_score),
+            "lanes": self.target.lanes,
+            "dense_below": int(method.dense_below),
+        }
+
+    def _virtual_layer(self) -> str:
+        """Where the component-major keys of the next SparQ layer live: onnxruntime-genai knows only keys and values."""
+        layer, odd = divmod(self._sparse_layers, 2)
+        return f"{len(self.model.layers) + layer}.{'value' if odd else 'key'}"
+
+    def _fill_last_virtual_layer(self, layers: int) -> None:
+        """An odd number of SparQ layers leaves the last virtual layer without values, which genai expects."""
+        if self.target.genai and self._sparse_layers % 2:
+            past, present = self._cache(self._virtual_layer())
+            self.g.op("Identity", past, output=present)
+
+    def _cache(self, name: str) -> tuple[str, str]:
+        """Input and output of one cache."""
+        element = build.TYPES[self.target.dtype]
+        return (
+            self.g.input(f"past_key_values.{name}", element, self._cache_dims),
+            self.g.output(f"present.{name}", element, self._cache_dims),
+        )

@@ -1,0 +1,271 @@
+"""From a model that mlx-lm loads to a folder that ONNX Runtime runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx
+from mlx.utils import tree_flatten
+from mlx_lm import utils
+from tqdm import tqdm
+
+import mlx_sparse
+from mlx_sparse.checks import ConfigError, check_choice, check_int, check_local_window
+from mlx_sparse.config import MethodConfig, SparQ, load_toml, parse
+from mlx_sparse.lm.model import resolve
+
+from . import build
+from .decoder import Decoder, Target
+from .domain import COMPAT, DEFAULT, DOMAIN, SPEC
+from .families import check_modules, family_of
+from .genai import write_config
+from .graph import DataFile, Graph
+from .verify import Agreement, verify
+from .weights import QUANTISED
+
+METHODS = ("dense", "sparq")
+MAX_LENGTH = 4096  # where the model allows it and --max-length does not say otherwise
+LANES = (64, 512)  # fewest and most keys per chunk of component-major keys; a power of two
+# What tokenizers are made of; whatever of it the model has is copied.
+TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+)
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What `export` made.
+
+    Attributes:
+        folder: where it is.
+        method: the method's text, every automatic choice settled.
+        max_length: tokens that the caches hold.
+        nbytes: size of model.onnx and its data.
+        agreement: how well the logits agree with MLX's.
+    """
+
+    folder: Path
+    method: str
+    max_length: int
+    nbytes: int
+    agreement: Agreement
+
+
+def export(
+    model: str,
+    out: str | Path,
+    *,
+    method: str = "sparq",
+    attn_config: str | Path | None = None,
+    max_length: int | None = None,
+    dtype: str | None = None,
+    compat: bool = False,
+    inline: bool = False,
+    static: tuple[int, int] | None = None,
+    genai: bool = True,
+) -> Exported:
+    """Write ``out``: model.onnx, its data, the tokenizer and the configuration for onnxruntime-genai.
+
+    Args:
+        model: a folder, or a repository of the hub, that mlx-lm loads.
+        out: a folder that does not exist or is empty; it appears when everything has been written and verified.
+        method: dense or sparq[:key=value,...].
+        attn_config: TOML file with a table [sparq]; ``method`` wins over it.
+        max_length: tokens the caches hold; by default the model's own limit, at most `MAX_LENGTH`.
+        dtype: float32, float16 or bfloat16, of caches and unquantised weights; by default the model's. Asked for by
+            name, float32 also dequantises.
+        compat: opset 18 and IR 8 instead of 24 and 11.
+        inline: replace the operators by their bodies.
+        static: batch size and new tokens per call to fix; implies ``inline``.
+        genai: write genai_config.json; not with ``inline`` or ``static``.
+
+    Raises:
+        ConfigError: an argument or the model is not what can be exported.
+        ArtefactError: weights that are corrupt, or a file that disagrees with MLX.
+        OSError: ``out`` cannot be written.
+    """
+    config = method_of(method, attn_config)
+    if dtype is not None:
+        check_choice("--dtype", dtype, tuple(build.TYPES))
+    if max_length is not None:
+        check_int("--max-length", max_length, 1)
+    for number in static or ():
+        check_int("--static", number, 1)
+    folder = Path(out)
+    check_free(folder)
+    inline, genai = inline or static is not None, genai and not inline and static is None
+    loaded, source, settings = load(model)
+    family = family_of(settings)
+    check_modules(loaded, dequantise=dtype == "float32")
+    length = length_of(settings, max_length)
+    lanes = min(LANES[1], max(LANES[0], 1 << (length - 1).bit_length()))
+    target = Target(
+        settle(config, loaded),
+        max_length=length,
+        lanes=lanes,
+        dtype=dtype or own_type(loaded),
+        dequantise=dtype == "float32",
+        genai=genai,
+    )
+    with emerging(folder) as made:
+        _write(made, loaded, family, target, settings, compat=compat)
+        nbytes = sum(file.stat().st_size for file in made.iterdir())
+        _copy_tokenizer(source, made)
+        if genai:
+            write_config(made, settings)
+        agreement = verify(made / "model.onnx", loaded, target)
+    return Exported(folder, str(target.method), length, nbytes, agreement)
+
+
+def method_of(text: str, attn_config: str | Path | None) -> MethodConfig:
+    """The method that ``--method`` and ``--attn-config`` mean.
+
+    Raises:
+        ConfigError: it is not one that can be exported, or a key or value is wrong.
+    """
+    base = load_toml(attn_config) if attn_config is not None else {}
+    name = text.partition(":")[0].strip()
+    if name not in METHODS:
+        raise ConfigError(f"--method: expected dense or sparq[:key=value,...], got {text!r}.")
+    (config,) = parse(text, base)
+    return config
+
+
+def settle(config: MethodConfig, model: Any) -> MethodConfig:
+    """SparQ with every automatic choice made as `mlx_sparse.enable` makes it."""
+    if not isinstance(config, SparQ):
+        return config
+    args = model.args
+    same = args.num_attention_heads == args.num_key_value_heads
+    resolved = resolve(config, model)
+    assert isinstance(resolved, SparQ)
+    return dataclasses.replace(
+        resolved,
+        local_window=check_local_window(config.local_window, config.top_k),
+        reallocate=same if config.reallocate == "auto" else config.reallocate,
+        dense_below=config.shortest_context(),
+    )
+
+
+def check_free(folder: Path) -> None:
+    """Raise `ConfigError` unless ``folder`` can become the result without loss."""
+    if folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir()):
+        return
+    if folder.exists() or folder.is_symlink():
+        raise ConfigError(f"-o: expected a folder that is empty or does not exist, got {folder}. Nothing was written.")
+
+
+def load(model: str) -> tuple[Any, Path, Mapping[str, Any]]:
+    """mlx-lm's model with its weights not yet read, its folder and its config.json.
+
+    Raises:
+        ConfigError: mlx-lm cannot load it, or the architecture is not known here.
+    """
+    try:
+        source = utils._download(model)
+        settings = utils.load_config(source)
+        family_of(settings)
+        loaded, settings = utils.load_model(source, lazy=True)
+    except ConfigError:
+        raise
+    except Exception as error:  # mlx-lm, the hub and MLX raise whatever the place they stumble at raises
+        reason = (str(error).strip().splitlines() or [""])[0] or type(error).__name__
+        raise ConfigError(f"--model: expected a model that mlx-lm can load, got {model} ({reason}).") from None
+    return loaded, source, settings
+
+
+def length_of(settings: Mapping[str, Any], asked: int | None) -> int:
+    """How many tokens the caches must hold.
+
+    Raises:
+        ConfigError: more than the model can tell apart.
+    """
+    limit = settings.get("max_position_embeddings")
+    limit = limit if isinstance(limit, int) and limit > 0 else None
+    if asked is None:
+        return min(limit or MAX_LENGTH, MAX_LENGTH)
+    if limit is not None and asked > limit:
+        raise ConfigError(f"--max-length: expected at most max_position_embeddings={limit} of the model, got {asked}.")
+    return asked
+
+
+def own_type(model: Any) -> str:
+    """The type of the model's unquantised weights, or of its scales."""
+    embedding = model.model.embed_tokens
+    dtype = (embedding.scales if isinstance(embedding, QUANTISED) else embedding.weight).dtype
+    name = str(dtype).removeprefix("mlx.core.")
+    if name not in build.TYPES:
+        raise ConfigError(f"--model: expected weights of type {', '.join(build.TYPES)}, got {name}. Give --dtype.")
+    return name
+
+
+@contextmanager
+def emerging(folder: Path) -> Iterator[Path]:
+    """A folder beside ``folder`` to write to. It takes the name in one step at the end, or is removed."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    made = folder.parent / f".{folder.name}.{os.getpid()}.partial"
+    made.mkdir()
+    try:
+        yield made
+        made.rename(folder)  # an empty folder gives way, anything else does not
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def _write(folder: Path, model: Any, family: Any, target: Target, settings: Mapping[str, Any], *, compat: bool) -> None:
+    """Write model.onnx and its data.
+
+    Raises:
+        ConfigError: the model has weights that its family does not use.
+    """
+    left = {name for name, _ in tree_flatten(model.parameters())}
+    with DataFile(folder) as data, tqdm(total=len(left), desc="weights", unit="tensor") as bar:
+
+        def written(name: str) -> None:
+            left.discard(name)
+            bar.update()
+
+        graph = Graph(data)
+        Decoder(model, family, target, graph, written).add()
+    if left:
+        raise ConfigError(f"--model: expected weights that the exporter knows, got {min(left)}.")
+    made = graph.model(COMPAT if compat else DEFAULT, metadata(target, settings))
+    onnx.save(made, folder / "model.onnx")
+
+
+def metadata(target: Target, settings: Mapping[str, Any]) -> dict[str, str]:
+    """What a runner must know of the file."""
+    eos = settings.get("eos_token_id")
+    said = {
+        "spec": SPEC,
+        "version": mlx_sparse.__version__,
+        "method": target.method,
+        "model_type": settings["model_type"],
+        "max_length": target.max_length,
+        "dtype": target.dtype,
+        "eos_token_ids": json.dumps(eos if isinstance(eos, list) else [] if eos is None else [eos]),
+    }
+    return {f"{DOMAIN}.{key}": str(value) for key, value in said.items()}
+
+
+def _copy_tokenizer(source: Path, folder: Path) -> None:
+    for name in TOKENIZER:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)

@@ -1,0 +1,169 @@
+"""The model families that can be exported: what tells one from another.
+
+Most differences (biases, q/k norms, fused projections, position encodings, windows, tied embeddings) are read from the
+modules that mlx-lm builds. The rest is a row of `FAMILIES`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+from mlx.utils import tree_flatten
+from mlx_lm.models import rope_utils
+from mlx_lm.utils import MODEL_REMAPPING
+
+from mlx_sparse.checks import ConfigError
+
+from .quantized import BITS, REMAKE, REMEDY
+
+
+@dataclass(frozen=True)
+class Family:
+    """What the modules do not say.
+
+    Attributes:
+        activation: of the gate: silu, gelu or gelu_tanh.
+        norm_shift: added to the weights of all norms.
+        embedding_scale: factor of the embeddings, from the model's arguments.
+        after_attention: norm of the attention's output, if there is one.
+        before_mlp: norm of the MLP's input.
+        after_mlp: norm of the MLP's output, if there is one.
+    """
+
+    activation: str = "silu"
+    norm_shift: float = 0.0
+    embedding_scale: Callable[[Any], float] = lambda args: 1.0
+    after_attention: str | None = None
+    before_mlp: str = "post_attention_layernorm"
+    after_mlp: str | None = None
+
+
+def _root(args: Any) -> float:
+    return math.sqrt(args.hidden_size)
+
+
+def _root_in_bfloat16(args: Any) -> float:
+    return float(mx.array(_root(args), mx.bfloat16).item())
+
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family(),
+    "qwen2": Family(),
+    "qwen3": Family(),
+    "gemma": Family(activation="gelu", norm_shift=1.0, embedding_scale=_root),
+    "gemma3_text": Family(
+        activation="gelu_tanh",
+        norm_shift=1.0,
+        embedding_scale=_root_in_bfloat16,
+        after_attention="post_attention_layernorm",
+        before_mlp="pre_feedforward_layernorm",
+        after_mlp="post_feedforward_layernorm",
+    ),
+    "phi3": Family(),
+    "smollm3": Family(),
+    "glm4": Family(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm"),
+}
+
+
+def family_of(config: Mapping[str, Any]) -> Family:
+    """The family that a config.json names.
+
+    Raises:
+        ConfigError: it is not one of those that can be exported.
+    """
+    named = config.get("model_type")
+    family = FAMILIES.get(MODEL_REMAPPING.get(str(named), str(named)))
+    if family is None or "model_file" in config:
+        known = sorted([*FAMILIES, *(alias for alias, name in MODEL_REMAPPING.items() if name in FAMILIES)])
+        raise ConfigError(f"--model: expected one of the architectures {', '.join(known)}, got {named}.")
+    return family
+
+
+@dataclass(frozen=True)
+class Rope:
+    """A rotary position encoding: component pair i turns by ``position * scale * frequencies[i]``.
+
+    Attributes:
+        frequencies: float32 (pairs,); the first ``2 * pairs`` components of a head are turned.
+        scale: factor of the positions.
+        factor: of the turned components.
+        traditional: pairs are neighbours, not half a head apart.
+    """
+
+    frequencies: tuple[float, ...]
+    scale: float
+    factor: float
+    traditional: bool
+
+
+def rope_of(module: Any) -> Rope | None:
+    """What an attention layer's ``rope`` does; None if nothing.
+
+    Raises:
+        ConfigError: an encoding that is not known here.
+    """
+    kind = type(module).__name__
+    if kind == "NoPE":
+        return None
+    if isinstance(module, nn.RoPE):
+        half = module.dims // 2
+        # As MLX computes it, in float32: it rounds, and the angle of a far position shows it.
+        turned = mx.exp(mx.arange(0, -half, -1, dtype=mx.float32) * (math.log(module.base) / half))
+        return Rope(tuple(turned.tolist()), module.scale, 1.0, module.traditional)
+    factors = {
+        rope_utils.Llama3RoPE: lambda: (1.0, module.traditional),
+        rope_utils.ProportionalRoPE: lambda: (1.0, module.traditional),
+        rope_utils.YarnRoPE: lambda: (module.mscale, module.traditional),
+        rope_utils.SuScaledRoPE: lambda: (module._scale, False),
+    }
+    if type(module) not in factors:
+        raise ConfigError(
+            "--model: expected position encodings of type default, linear, llama3, yarn, longrope or proportional, "
+            f"got {kind}."
+        )
+    factor, traditional = factors[type(module)]()
+    return Rope(tuple(mx.reciprocal(module._freqs).tolist()), 1.0, float(factor), bool(traditional))
+
+
+def window_of(layer: Any, model: Any) -> int:
+    """How many keys a layer attends to, 0 for all."""
+    if getattr(layer, "use_sliding", False):
+        window = model.model.sliding_window
+    elif getattr(layer.self_attn, "is_sliding", False):
+        window = model.args.sliding_window
+    else:
+        return 0
+    if not isinstance(window, int) or window < 1:
+        raise ConfigError(f"--model: expected sliding_window to be at least 1, got {window}.")
+    return window
+
+
+def check_modules(model: Any, *, dequantise: bool) -> None:
+    """Refuse by name a module or a quantisation that the exporter does not know, before anything is written.
+
+    Raises:
+        ConfigError: what it is.
+    """
+    for name, module in tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module):
+        if isinstance(module, (nn.QuantizedLinear, nn.QuantizedEmbedding)):
+            if module.mode != "affine":
+                raise ConfigError(f"{name}: expected affine quantised weights, got mode {module.mode}. {REMAKE}")
+            if module.bits not in BITS and not dequantise:
+                raise ConfigError(f"{name}: expected a weight of 4 or 8 bits, got {module.bits}. {REMEDY}")
+        elif not (isinstance(module, (nn.Linear, nn.Embedding)) or _is_norm(module) or _is_rope(name)):
+            raise ConfigError(
+                f"--model: expected modules that the exporter knows, got {type(module).__name__} at {name}."
+            )
+
+
+def _is_norm(module: Any) -> bool:
+    return type(module).__name__ == "RMSNorm"
+
+
+def _is_rope(name: str) -> bool:
+    return name.endswith(".rope")

@@ -1,0 +1,151 @@
+"""Layers with weights: what they store, and the nodes that use it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx import nn
+from onnx import TensorProto
+
+from mlx_sparse.checks import ArtefactError, ConfigError
+
+from .graph import MICROSOFT, Graph
+from .quantized import Blocks, blocks, dequantised
+
+QUANTISED = (nn.QuantizedLinear, nn.QuantizedEmbedding)
+
+
+def numpy_of(array: mx.array) -> np.ndarray:
+    """The array, without a copy where that can be; bfloat16 as its bits in uint16."""
+    return np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array, copy=None)
+
+
+class Weights:
+    """The layers of one model.
+
+    Args:
+        graph: takes weights and nodes.
+        dtype: of the matrices that are stored unquantised; vectors are stored in float32.
+        dequantise: store quantised matrices unquantised.
+        written: is told the name of each of mlx-lm's parameters when it has been written.
+    """
+
+    def __init__(self, graph: Graph, dtype: str, *, dequantise: bool, written: Callable[[str], None]) -> None:
+        self._graph = graph
+        self._dtype = dtype
+        self._dequantise = dequantise
+        self._written = written
+
+    def vector(self, name: str, array: mx.array, shift: float = 0.0) -> str:
+        """A norm's weight or a bias."""
+        self._written(name)
+        return self._graph.weight(name, numpy_of(array.astype(mx.float32) + shift))
+
+    def linear(self, name: str, module: Any, x: str) -> str:
+        """``nn.Linear`` or ``nn.QuantizedLinear`` of x (..., K)."""
+        if self._stays_quantised(module):
+            halves, offsets = self._halves(name, module)
+            planes = [(self._store(name, i, half.matmul()[0]), half.matmul()[1]) for i, half in enumerate(halves)]
+            y = self._sum_of_products(x, planes, offsets)
+        else:
+            y = self._graph.op("MatMul", x, self._widened(self._matrix(name, module, transposed=True)))
+        if module.get("bias") is not None:
+            y = self._graph.op("Add", y, self.vector(f"{name}.bias", module.bias))
+        return y
+
+    def embedding(self, name: str, module: Any, ids: str) -> tuple[str, Callable[[str], str]]:
+        """The rows of ids (B, L) in float32, and a layer that multiplies x (B, K) by the same matrix, stored once."""
+        g = self._graph
+        if not self._stays_quantised(module):
+            stored = self._matrix(name, module)
+            return self._widened(g.op("Gather", stored, ids)), lambda x: g.op(
+                "Gemm", x, self._widened(stored), transB=1
+            )
+        halves, offsets = self._halves(name, module)
+        rows, planes = None, []
+        for i, half in enumerate(halves):
+            inputs, attributes = half.gather()
+            data, scales, zeros = self._store(name, i, inputs)
+            part = g.op("GatherBlockQuantized", data, ids, scales, zeros, domain=MICROSOFT, **attributes)
+            rows = part if rows is None else g.op("Add", rows, part)
+            inputs, attributes = half.matmul()
+            planes.append((data, scales, inputs["zero_points"], attributes))
+        assert rows is not None
+        if offsets is not None:
+            rows = g.op("Add", rows, g.op("Unsqueeze", g.op("Gather", offsets, ids), g.constant([-1])))
+
+        def head(x: str) -> str:
+            flat = [
+                (
+                    (
+                        data,
+                        g.op("Reshape", scales, g.constant([-1])),
+                        g.weight(f"{name}.zero_points_of_rows.{i}", zeros),
+                    ),
+                    attributes,
+                )
+                for i, (data, scales, zeros, attributes) in enumerate(planes)
+            ]
+            return self._sum_of_products(x, flat, offsets)
+
+        return g.op("Reshape", rows, g.constant([0, 0, -1])), head
+
+    def _stays_quantised(self, module: Any) -> bool:
+        return isinstance(module, QUANTISED) and not self._dequantise
+
+    def _matrix(self, name: str, module: Any, *, transposed: bool = False) -> str:
+        """Store a matrix (N, K) or its transpose, unquantised."""
+        weight = f"{name}.weight"
+        if isinstance(module, QUANTISED):
+            made = dequantised(weight, *self._arrays(name, module), group_size=module.group_size, bits=module.bits)
+            array = mx.array(made)
+        else:
+            array = module.weight
+            self._written(weight)
+        cast = array.astype(getattr(mx, self._dtype))
+        if not mx.isfinite(cast).all().item():
+            if mx.isfinite(array).all().item():
+                raise ConfigError(f"--dtype: expected a type that holds {weight}, got {self._dtype}.")
+            raise ArtefactError(f"{weight}: expected finite weights, got NaN or infinity.")
+        return self._graph.weight(weight, numpy_of(cast.T if transposed else cast), self._dtype)
+
+    def _widened(self, value: str) -> str:
+        return value if self._dtype == "float32" else self._graph.op("Cast", value, to=TensorProto.FLOAT)
+
+    def _arrays(self, name: str, module: Any) -> list[np.ndarray]:
+        for part in ("weight", "scales", "biases"):
+            self._written(f"{name}.{part}")
+        return [numpy_of(array) for array in (module.weight, module.scales, module.biases)]
+
+    def _halves(self, name: str, module: Any) -> tuple[list[Blocks], str | None]:
+        """A quantised matrix as one or two of 4 bits, and the stored offsets (N, blocks) that it needs, if any."""
+        arrays = self._arrays(name, module)
+        how = {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
+        try:
+            made = blocks(f"{name}.weight", *arrays, **how)
+        except ArtefactError:  # biases between two zero points, or arrays that no offset mends: refused again
+            made = blocks(f"{name}.weight", *arrays, **how, offsets=True)
+        offsets = None if made.offsets is None else self._graph.weight(f"{name}.offsets", made.offsets)
+        return [made] if made.bits == 4 else list(made.halves()), offsets
+
+    def _store(self, name: str, plane: int, inputs: dict[str, np.ndarray]) -> list[str]:
+        """Store codes, scales and zero points."""
+        return [self._graph.weight(f"{name}.{part}.{plane}", array) for part, array in inputs.items()]
+
+    def _sum_of_products(self, x: str, planes: list[tuple[Any, dict[str, int]]], offsets: str | None) -> str:
+        g = self._graph
+        y = None
+        for inputs, attributes in planes:
+            # Level 0 computes in float32.
+            part = g.op("MatMulNBits", x, *inputs, domain=MICROSOFT, accuracy_level=0, **attributes)
+            y = part if y is None else g.op("Add", y, part)
+        assert y is not None
+        if offsets is not None:
+            size = planes[0][1]["block_size"]
+            shape = g.op("Concat", g.op("Shape", x, start=0, end=-1), g.constant([-1, size]), axis=0)
+            sums = g.op("ReduceSum", g.op("Reshape", x, shape), g.constant([-1]), keepdims=0)
+            y = g.op("Add", y, g.op("MatMul", sums, g.op("Transpose", offsets, perm=[1, 0])))
+        return y
