@@ -87,8 +87,8 @@ _OUTPUT = Tensor("output", "T", "B Hq L D", "Attention output.")
 
 # What the operators with caches share.
 _IN_PLACE = (
-    "A caller who binds one buffer to a `past_*` and its `present_*` appends in place. A token after the last slot is "
-    "an error of the runtime."
+    "A caller who binds one buffer to a `past_*` and its `present_*` appends in place. A token before the first slot "
+    "or after the last is an error of the runtime."
 )
 _QUERY = Tensor("query", "T", "B Hq L D", "Queries of the new tokens, with their positions encoded.")
 _KEY = Tensor("key", "T", "B Hkv L D", "Keys of the new tokens, with their positions encoded.")

@@ -391,9 +391,8 @@ def test_keeping_every_key_is_dense_attention(runtime: str, case: Case) -> None:
     )
     every = np.where(np.arange(case.S) >= padding(case)[:, None], np.arange(case.S), -1)
     np.testing.assert_array_equal(np.sort(sparse["indices"]), np.sort(every)[:, None].repeat(case.Hkv, axis=1))
-    if not case.padding:
-        np.testing.assert_array_equal(sparse["output"], dense["output"])
     assert_is_sparq(sparse["output"], case, params, q, k, v)
+    assert_is_sparq(dense["output"], case, params, q, k, v)
 
 
 @by_runtime
@@ -430,6 +429,33 @@ def test_queries_in_the_padding_give_zeros_and_what_is_not_written_is_not_read(r
     assert (expected[1, :, :7] == 0).all()
     assert (got[1, :, :7] == 0).all()
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5)
+
+
+@by_runtime
+def test_contexts_of_several_blocks_are_put_together(runtime: str) -> None:
+    # The bodies read 256 keys of each head or 8 chunks at a time here: the first block of row 1 has no valid key, the
+    # last one ends in chunks that do not exist.
+    case = Case(2, 8, 8, 1300, 64, "f32", padding=(3, 700))
+    q, k, v = case.inputs(L=3)
+    stale = np.full((2, 8, 44, 64), np.nan)
+    keys, values = (np.concatenate([array, stale], axis=2) for array in (k, v))
+    keys[1, :, :700], values[1, :, :700] = np.nan, np.nan
+    given = {"left_padding": padding(case), "keys": keys, "values": values}
+    for window in (0, 600):
+        attend = Operator(runtime, "DenseAttention", "f32", scale=0.125, window=window)
+        got = attend(query=q, length=np.full(2, case.S), **given)["output"]
+        expected = windowed_attention(q, k, v, padding(case), window or case.S, 0.125)
+        np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5)
+
+    q = q[:, :, :1]
+    for setting in ("paper", "eval"):
+        params = {**parameters(case, setting), "rank": 64}
+        chunked = keys.reshape(2, 8, -1, LANES, 64).swapaxes(-1, -2)
+        attend = Operator(runtime, "SparQ", "f32", **attributes(params))
+        got = attend(**{**step(case, q, k, v), **given, "keys_t": chunked})
+        expected = select(case, q, k, params)
+        assert_same_choice(got["indices"], expected.indices, expected.scores)
+        assert_is_sparq(got["output"], case, params, q, k, v)
 
 
 @by_runtime
@@ -473,7 +499,7 @@ def test_caches_bound_to_input_and_output_are_appended_in_place(dtype: str) -> N
 
 @pytest.mark.parametrize("name", ["Append", "CachedAttention", "SparQAttention"])
 @pytest.mark.parametrize("L", [1, 3])
-def test_a_token_past_the_capacity_is_refused(name: str, L: int) -> None:
+def test_a_token_outside_the_caches_is_refused(name: str, L: int) -> None:
     case = Case(1, 2, 2, 65, 64, "f32")
     q, k, v = case.inputs(L=L)
     settings = {
@@ -482,9 +508,10 @@ def test_a_token_past_the_capacity_is_refused(name: str, L: int) -> None:
         "SparQAttention": {**CACHES, **attributes(parameters(case, "paper"))},
     }
     attend = Operator("onnxruntime", name, "f32", **settings[name])
-    caches = {**empty_caches(case, 64, 0.0), "past_length": np.array([65 - L])}
-    with pytest.raises(Exception, match=r"(?i)indic"):
-        attend(query=q, key=k[:, :, -L:], value=v[:, :, -L:], left_padding=padding(case), **caches)
+    for past in (65 - L, -1):
+        caches = {**empty_caches(case, 64, 0.0), "past_length": np.array([past])}
+        with pytest.raises(Exception, match=r"(?i)indic"):
+            attend(query=q, key=k[:, :, -L:], value=v[:, :, -L:], left_padding=padding(case), **caches)
 
 
 @pytest.mark.parametrize("inlined", [False, True], ids=["functions", "inlined"])
