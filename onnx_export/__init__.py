@@ -5,6 +5,7 @@ if __name__ != "mlx_sparse.onnx_export":  # an editable install puts the project
 
 from .build import check, function, functions, node, operator_model
 from .domain import COMPAT, DEFAULT, DOMAIN, SPEC, VERSION, Profile
+from .native import library_path, session_options
 from .schemas import OPERATORS, registered
 
 TYPE_CHECKING = False
@@ -23,9 +24,11 @@ __all__ = [
     "export",
     "function",
     "functions",
+    "library_path",
     "node",
     "operator_model",
     "registered",
+    "session_options",
 ]
 
 _HOME_OF = {"export": "exporter"}  # imported when used: these need more than onnx

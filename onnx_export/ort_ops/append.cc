@@ -1,0 +1,81 @@
+#include <cstring>
+
+#include "attention.h"
+
+namespace sparse {
+
+namespace {
+
+// New keys into the component-major cache of one head. Tokens are taken a few at a time: both sides stay in the cache.
+template <class Bits>
+void append_columns(const Append& a, const void* key, void* plane, int64_t position) {
+  const Bits* from = static_cast<const Bits*>(key);
+  Bits* to = static_cast<Bits*>(plane);
+  for (int64_t i = 0; i < a.L;) {
+    const int64_t j = position + i, lane = j % a.lanes;
+    const int64_t n = std::min({a.L - i, a.lanes - lane, int64_t(32)});
+    Bits* column = to + j / a.lanes * a.D * a.lanes + lane;
+    for (int64_t d = 0; d < a.D; d++) {
+      for (int64_t t = 0; t < n; t++) column[d * a.lanes + t] = from[(i + t) * a.D + d];
+    }
+    i += n;
+  }
+}
+
+// Sums over tokens from `skip` on of v, k and k^2: float32 for a few tokens at a time, double over all.
+void append_sums(const Append& a, const char* key, const char* value, const float* past, float* present, int64_t skip) {
+  const int64_t D = a.D, item = size_of(a.type);
+  constexpr int64_t kTokens = 16;
+  Scratch scratch(Scratch::kTask, Scratch::size<double>(3 * D) + Scratch::size<float>(2 * kTokens * D));
+  double* total = scratch.take<double>(3 * D);
+  float* k = scratch.take<float>(2 * kTokens * D);
+  float* v = k + kTokens * D;
+  std::fill(total, total + 3 * D, 0.0);
+  for (int64_t i = skip; i < a.L; i += kTokens) {
+    const int64_t n = std::min(kTokens, a.L - i);
+    a.kernels->widen(k, key + i * D * item, n * D);
+    a.kernels->widen(v, value + i * D * item, n * D);
+    for (int64_t d = 0; d < D; d++) {
+      float sums[3] = {0, 0, 0};
+      for (int64_t t = 0; t < n; t++) {
+        const float x = k[t * D + d];
+        sums[0] += v[t * D + d], sums[1] += x, sums[2] += x * x;
+      }
+      for (int s = 0; s < 3; s++) total[s * D + d] += sums[s];
+    }
+  }
+  for (int64_t d = 0; d < 3 * D; d++) present[d] = float(past[d] + total[d]);
+}
+
+}  // namespace
+
+void Append::head(int64_t b, int64_t h) const {
+  const int64_t item = size_of(type), size = C * D * item, plane = (b * Hkv + h) * size;
+  const int64_t token = (b * Hkv + h) * L * D * item, at = plane + past_length[b] * D * item;
+  const char *k = static_cast<const char*>(key) + token, *v = static_cast<const char*>(value) + token;
+  const auto copy = [&](const void* past, void* present) {
+    const char* from = static_cast<const char*>(past) + plane;
+    char* to = static_cast<char*>(present) + plane;
+    if (from != to) std::memcpy(to, from, size);
+  };
+  copy(past_key, present_key);
+  copy(past_value, present_value);
+  std::memcpy(static_cast<char*>(present_key) + at, k, L * D * item);
+  std::memcpy(static_cast<char*>(present_value) + at, v, L * D * item);
+  if (!present_key_t) return;
+  copy(past_key_t, present_key_t);
+  void* columns = static_cast<char*>(present_key_t) + plane;
+  if (item == 2) {
+    append_columns<uint16_t>(*this, k, columns, past_length[b]);
+  } else {
+    append_columns<uint32_t>(*this, k, columns, past_length[b]);
+  }
+  const int64_t sums = (b * Hkv + h) * 3 * D, skip = std::max<int64_t>(0, first[b] - past_length[b]);
+  append_sums(*this, k, v, past_sums + sums, present_sums + sums, skip);
+}
+
+void append_all(const Append& append, int64_t B, const Pool& pool) {
+  pool.run(B * append.Hkv, [&](int64_t i) { append.head(i / append.Hkv, i % append.Hkv); });
+}
+
+}  // namespace sparse

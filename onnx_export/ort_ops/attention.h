@@ -1,0 +1,89 @@
+// The operators on plain pointers, with arguments that have been checked.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "kernels.h"
+#include "runtime.h"
+#include "types.h"
+
+namespace sparse {
+
+// Appends tokens to the caches of one node; a past and its present may be the same memory.
+struct Append {
+  Type type;
+  int64_t Hkv, L, C, D;
+  const void *key, *value;  // (B, Hkv, L, D)
+  const void *past_key, *past_value;
+  void *present_key, *present_value;  // (B, Hkv, C, D)
+  const int64_t* past_length;         // (B)
+  // SparQAttention has two more caches; null elsewhere.
+  const void* past_key_t = nullptr;
+  void* present_key_t = nullptr;  // (B, Hkv, C / lanes, D, lanes)
+  int64_t lanes = 0;
+  const float* past_sums = nullptr;
+  float* present_sums = nullptr;  // (B, Hkv, 3, D)
+  const int64_t* first = nullptr;
+  const TypeKernels* kernels = nullptr;
+
+  void head(int64_t b, int64_t h) const;
+};
+
+// Queries, and the caches that they attend to.
+struct Attention {
+  const Kernels* kernels;
+  Type type;
+  int64_t B, Hq, Hkv, L, C, D;
+  const void* query;  // (B, Hq, L, D)
+  const void *keys, *values;
+  void* output;
+  const int64_t *first, *length;  // (B): valid keys are first <= j < length; query i of L sits at length - L + i
+  float scale;
+  int64_t window = 0;
+  const Append* append = nullptr;  // to be done first
+
+  int64_t G() const { return Hq / Hkv; }
+  const TypeKernels& typed() const { return kernels->type[type]; }
+  const char* plane(const void* cache, int64_t b, int64_t h) const {
+    return static_cast<const char*>(cache) + (b * Hkv + h) * C * D * size_of(type);
+  }
+  // Query or output of the first head of KV head h.
+  int64_t group_offset(int64_t b, int64_t h) const { return (b * Hq + h * G()) * L * D * size_of(type); }
+};
+
+// What SparQ needs besides, docs/spec/sparq.md.
+struct SparQ {
+  int64_t rank, top_k, local_window;
+  bool reallocate, by_logits, by_key;
+  const void* keys_t;    // (B, Hkv, chunks, D, lanes)
+  int64_t lanes, plane;  // plane: elements of one head
+  // The mean value and the deviation are given (B, Hkv, D), or made of the sums (B, Hkv, 3, D).
+  const float *value_mean = nullptr, *deviation = nullptr, *sums = nullptr;
+  int32_t* indices = nullptr;  // (B, Hkv, slots) or null
+  int64_t slots = 0;
+};
+
+void attend_densely(const Attention&, const Pool&);
+void attend_sparsely(const Attention&, const SparQ&, const Pool&);
+
+// Does the appending in a run of its own.
+void append_all(const Append&, int64_t B, const Pool&);
+
+// Keys low <= j < high.
+struct Span {
+  int64_t low, high;
+};
+
+// Rows for the running softmax of `count` queries, empty; query rows are widened by load_queries.
+Rows take_rows(Scratch&, int64_t count, int64_t D);
+size_t rows_bytes(int64_t count, int64_t D);
+
+// Parts that `heads` of work are cut into, so that every worker has some, of at least `least` of `length` keys each.
+inline int64_t parts_for(int64_t heads, int64_t length, int64_t least, int64_t tasks_per_worker) {
+  if (heads % workers() == 0) return 1;
+  const int64_t wanted = (tasks_per_worker * workers() + heads - 1) / std::max<int64_t>(heads, 1);
+  return std::max<int64_t>(1, std::min(wanted, length / least));
+}
+
+}  // namespace sparse

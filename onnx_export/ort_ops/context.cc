@@ -1,0 +1,77 @@
+#include "context.h"
+
+namespace sparse {
+
+namespace {
+
+std::string text(const int64_t* lengths, int count) {
+  std::string all = "(";
+  for (int i = 0; i < count; i++) {
+    all += (i ? ", " : "") + (lengths[i] < 0 ? std::string("any") : std::to_string(lengths[i]));
+  }
+  return all + ")";
+}
+
+ort::ElementType element(char kind, Type type) {
+  if (kind == 'f') return ort::kFloat;
+  if (kind == 'i') return ort::kInt64;
+  return type == kTypeFloat ? ort::kFloat : type == kTypeHalf ? ort::kFloat16 : ort::kBFloat16;
+}
+
+}  // namespace
+
+void fail(const char* argument, const std::string& expected, const std::string& got) {
+  throw Error(std::string(argument) + ": expected " + expected + ", got " + got + ".");
+}
+
+void check(const ort::Api* api, ort::Status* status, const char* what) {
+  if (!status) return;
+  ort::ReleaseStatus::call(api, status);
+  throw Error(std::string(what) + ": ONNX Runtime refused it.");
+}
+
+void Tensor::expect(std::initializer_list<int64_t> lengths) const {
+  bool same = axes == int(lengths.size());
+  for (int i = 0; same && i < axes; i++) {
+    const int64_t wanted = lengths.begin()[i];
+    same = wanted < 0 ? shape[i] > 0 : shape[i] == wanted;
+  }
+  if (!same) fail(name, "shape " + text(lengths.begin(), int(lengths.size())), text(shape, axes));
+}
+
+Tensor Context::input(int index, const char* name, char kind) const {
+  Tensor tensor;
+  tensor.name = name;
+  const ort::Value* value = nullptr;
+  check(api_, ort::GetInput::call(api_, context_, size_t(index), &value), name);
+  if (!value) fail(name, "a tensor", "none");
+  ort::Info* info = nullptr;
+  check(api_, ort::GetTensorTypeAndShape::call(api_, value, &info), name);
+  ort::ElementType found{};
+  size_t axes = 0;
+  ort::Status* status = ort::GetTensorElementType::call(api_, info, &found);
+  if (!status) status = ort::GetDimensionsCount::call(api_, info, &axes);
+  if (!status && axes <= Tensor::kMostAxes) status = ort::GetDimensions::call(api_, info, tensor.shape, axes);
+  ort::ReleaseInfo::call(api_, info);
+  check(api_, status, name);
+  if (axes > Tensor::kMostAxes) fail(name, "at most 8 axes", std::to_string(axes));
+  if (found != element(kind, type_)) {
+    fail(name, "element type " + std::to_string(element(kind, type_)), std::to_string(found));
+  }
+  tensor.axes = int(axes);
+  void* data = nullptr;
+  check(api_, ort::GetTensorMutableData::call(api_, const_cast<ort::Value*>(value), &data), name);
+  tensor.data = data;
+  return tensor;
+}
+
+void* Context::output(int index, std::initializer_list<int64_t> shape) const {
+  ort::Value* value = nullptr;
+  check(api_, ort::GetOutput::call(api_, context_, size_t(index), shape.begin(), shape.size(), &value), "output");
+  if (!value) fail("output", "every output to be named", "one that is not");
+  void* data = nullptr;
+  check(api_, ort::GetTensorMutableData::call(api_, value, &data), "output");
+  return data;
+}
+
+}  // namespace sparse

@@ -1,0 +1,55 @@
+// What an operator sees of ONNX Runtime: attributes, inputs, outputs, and errors in one form.
+#pragma once
+
+#include <cstdint>
+#include <initializer_list>
+#include <stdexcept>
+#include <string>
+
+#include "ort_abi.h"
+#include "types.h"
+
+namespace sparse {
+
+// A mistake of the caller, told as `<argument>: expected X, got Y.`
+struct Error : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+[[noreturn]] void fail(const char* argument, const std::string& expected, const std::string& got);
+
+struct Tensor {
+  static constexpr int kMostAxes = 8;
+  const char* name = nullptr;
+  const void* data = nullptr;
+  int64_t shape[kMostAxes] = {};
+  int axes = 0;
+
+  const int64_t* ints() const { return static_cast<const int64_t*>(data); }
+  const float* floats() const { return static_cast<const float*>(data); }
+  // Checks the axis lengths; a negative one may be anything above 0.
+  void expect(std::initializer_list<int64_t> lengths) const;
+};
+
+// One call of a kernel.
+class Context {
+ public:
+  Context(const ort::Api* api, ort::KernelContext* context, Type type) : api_(api), context_(context), type_(type) {}
+
+  // Input `index`: T for 'T', float for 'f', int64 for 'i'.
+  Tensor input(int index, const char* name, char kind) const;
+  void* output(int index, std::initializer_list<int64_t> shape) const;
+  Type type() const { return type_; }
+  const ort::Api* api() const { return api_; }
+  const ort::KernelContext* context() const { return context_; }
+
+ private:
+  const ort::Api* api_;
+  ort::KernelContext* context_;
+  Type type_;
+};
+
+// Throws what a status says, and releases it.
+void check(const ort::Api*, ort::Status*, const char* what);
+
+}  // namespace sparse

@@ -1,0 +1,169 @@
+// Exact attention: one pass over K and V with a running softmax, for one query or for blocks of them.
+
+#include <cmath>
+
+#include "attention.h"
+
+namespace sparse {
+
+namespace {
+
+constexpr int64_t kRows = 64;         // query rows of a block, all heads of the group together
+constexpr int64_t kLeastKeys = 1024;  // of a part: below it a part costs more than it saves
+
+// The keys that query i attends to.
+Span span(const Attention& a, int64_t b, int64_t i) {
+  const int64_t p = a.length[b] - a.L + i;
+  const int64_t low = std::max(a.first[b], a.window ? p - a.window + 1 : 0);
+  return {low, std::max(low, p + 1)};
+}
+
+// Keys [low, high) of a head for rows that attend to all of them.
+void attend_all(const Attention& a, const Rows& rows, int64_t b, int64_t h, Span keys, float* scores) {
+  Keys block{a.plane(a.keys, b, h), a.plane(a.values, b, h), nullptr, 0, 0, 0, nullptr, nullptr};
+  for (int64_t j = keys.low; j < keys.high; j += kBlock) {
+    block.first = j;
+    block.count = int(std::min<int64_t>(kBlock, keys.high - j));
+    block.next = int(std::min<int64_t>(kBlock, keys.high - j - block.count));
+    a.typed().attend(rows, block, scores);
+  }
+}
+
+// The rows of queries i0 to i0 + n - 1 of a group, head by head.
+void load_queries(const Attention& a, const Rows& rows, int64_t b, int64_t h, int64_t i0, int64_t n) {
+  const char* query = static_cast<const char*>(a.query) + a.group_offset(b, h);
+  float* q = const_cast<float*>(rows.q);
+  for (int64_t g = 0; g < a.G(); g++) {
+    a.typed().widen(q + g * n * a.D, query + (g * a.L + i0) * a.D * size_of(a.type), n * a.D);
+  }
+  for (int64_t d = 0; d < rows.count * a.D; d++) q[d] *= a.scale;
+}
+
+// Divides by the sums and writes the rows of queries i0 to i0 + n - 1; a query without a key gives 0.
+void store_rows(const Attention& a, const Rows& rows, int64_t b, int64_t h, int64_t i0, int64_t n) {
+  char* output = static_cast<char*>(a.output) + a.group_offset(b, h);
+  for (int64_t r = 0; r < rows.count; r++) {
+    const Span keys = span(a, b, i0 + r % n);
+    const float factor = keys.low < keys.high ? 1 / rows.sum[r] : 0;
+    float* row = rows.output + r * a.D;
+    for (int64_t d = 0; d < a.D; d++) row[d] *= factor;
+    a.typed().narrow(output + (r / n * a.L + i0 + r % n) * a.D * size_of(a.type), row, a.D);
+  }
+}
+
+// Adds the parts of a head into the first, exactly as if they had been one.
+void merge(const Rows* parts, int64_t count) {
+  const Rows& whole = parts[0];
+  for (int64_t p = 1; p < count; p++) {
+    for (int r = 0; r < whole.count; r++) {
+      const float top = std::max(whole.top[r], parts[p].top[r]), shift = std::isinf(top) && top < 0 ? 0 : top;
+      const float ours = std::exp(whole.top[r] - shift), theirs = std::exp(parts[p].top[r] - shift);
+      float *to = whole.output + int64_t(r) * whole.D, *from = parts[p].output + int64_t(r) * whole.D;
+      for (int d = 0; d < whole.D; d++) to[d] = ours * to[d] + theirs * from[d];
+      whole.sum[r] = ours * whole.sum[r] + theirs * parts[p].sum[r];
+      whole.top[r] = top;
+    }
+  }
+}
+
+void attend_one_query(const Attention& a, const Pool& pool) {
+  const int64_t heads = a.B * a.Hkv, G = a.G();
+  int64_t longest = 0;
+  for (int64_t b = 0; b < a.B; b++) longest = std::max(longest, span(a, b, 0).high - span(a, b, 0).low);
+  const int64_t parts = parts_for(heads, longest, kLeastKeys, 4);
+  if (parts > 1 && a.append) append_all(*a.append, a.B, pool);
+  const size_t bytes = rows_bytes(G, a.D) + Scratch::size<float>(G * kBlock);
+  if (parts == 1) {
+    pool.run(heads, [&](int64_t i) {
+      const int64_t b = i / a.Hkv, h = i % a.Hkv;
+      if (a.append) a.append->head(b, h);
+      Scratch scratch(Scratch::kTask, bytes);
+      const Rows rows = take_rows(scratch, G, a.D);
+      load_queries(a, rows, b, h, 0, 1);
+      attend_all(a, rows, b, h, span(a, b, 0), scratch.take<float>(G * kBlock));
+      store_rows(a, rows, b, h, 0, 1);
+    });
+    return;
+  }
+  Scratch shared(Scratch::kCall, heads * parts * rows_bytes(G, a.D) + Scratch::size<Rows>(heads * parts));
+  Rows* all = shared.take<Rows>(heads * parts);
+  for (int64_t i = 0; i < heads * parts; i++) all[i] = take_rows(shared, G, a.D);
+  pool.run(heads * parts, [&](int64_t i) {
+    const int64_t b = i / parts / a.Hkv, h = i / parts % a.Hkv, part = i % parts;
+    const Span keys = span(a, b, 0);
+    const int64_t size = ((keys.high - keys.low + parts - 1) / parts + kBlock - 1) / kBlock * kBlock;
+    const int64_t low = std::min(keys.high, keys.low + part * size);
+    Scratch scratch(Scratch::kTask, Scratch::size<float>(G * kBlock));
+    load_queries(a, all[i], b, h, 0, 1);
+    attend_all(a, all[i], b, h, {low, std::min(keys.high, low + size)}, scratch.take<float>(G * kBlock));
+  });
+  pool.run(heads, [&](int64_t i) {
+    merge(all + i * parts, parts);
+    store_rows(a, all[i * parts], i / a.Hkv, i % a.Hkv, 0, 1);
+  });
+}
+
+// Queries i0 to i0 + n - 1 of a group, each up to its own position.
+void attend_block(const Attention& a, int64_t b, int64_t h, int64_t i0, int64_t n) {
+  const int64_t count = a.G() * n;
+  Scratch scratch(Scratch::kTask,
+                  rows_bytes(count, a.D) + Scratch::size<float>(count * kBlock) + 2 * Scratch::size<int>(count));
+  const Rows rows = take_rows(scratch, count, a.D);
+  float* scores = scratch.take<float>(count * kBlock);
+  int *low = scratch.take<int>(count), *high = scratch.take<int>(count);
+  load_queries(a, rows, b, h, i0, n);
+  const int64_t start = span(a, b, i0).low, end = span(a, b, i0 + n - 1).high;
+  Keys block{a.plane(a.keys, b, h), a.plane(a.values, b, h), nullptr, 0, 0, 0, low, high};
+  for (int64_t j = start; j < end; j += kBlock) {
+    block.first = j;
+    block.count = int(std::min<int64_t>(kBlock, end - j));
+    block.next = int(std::min<int64_t>(kBlock, end - j - block.count));
+    for (int64_t r = 0; r < count; r++) {
+      const Span keys = span(a, b, i0 + r % n);
+      low[r] = int(std::clamp<int64_t>(keys.low - j, 0, block.count));
+      high[r] = int(std::clamp<int64_t>(keys.high - j, 0, block.count));
+    }
+    a.typed().attend(rows, block, scores);
+  }
+  store_rows(a, rows, b, h, i0, n);
+}
+
+void attend_prompt(const Attention& a, const Pool& pool) {
+  if (a.append) append_all(*a.append, a.B, pool);
+  const int64_t n = std::max<int64_t>(1, std::min(a.L, kRows / a.G()));
+  const int64_t blocks = (a.L + n - 1) / n, heads = a.B * a.Hkv;
+  pool.run(heads * blocks, [&](int64_t i) {
+    const int64_t head = i % heads, block = blocks - 1 - i / heads;  // the longest first
+    attend_block(a, head / a.Hkv, head % a.Hkv, block * n, std::min(n, a.L - block * n));
+  });
+}
+
+}  // namespace
+
+size_t rows_bytes(int64_t count, int64_t D) {
+  return 2 * Scratch::size<float>(count * D) + 2 * Scratch::size<float>(count);
+}
+
+Rows take_rows(Scratch& scratch, int64_t count, int64_t D) {
+  Rows rows;
+  rows.count = int(count);
+  rows.D = int(D);
+  rows.q = scratch.take<float>(count * D);
+  rows.output = scratch.take<float>(count * D);
+  rows.top = scratch.take<float>(count);
+  rows.sum = scratch.take<float>(count);
+  std::fill(rows.output, rows.output + count * D, 0.0f);
+  std::fill(rows.top, rows.top + count, -INFINITY);
+  std::fill(rows.sum, rows.sum + count, 0.0f);
+  return rows;
+}
+
+void attend_densely(const Attention& a, const Pool& pool) {
+  if (a.L == 1) {
+    attend_one_query(a, pool);
+  } else {
+    attend_prompt(a, pool);
+  }
+}
+
+}  // namespace sparse

@@ -1,0 +1,308 @@
+// The inner loops, for the instruction set that SPARSE_SIMD names: kScalar, kAvx2, kAvx512 or kNeon.
+//
+// Nothing here may call a function template or an inline function of another header: the linker would keep one copy
+// for all instruction sets, perhaps one that this machine cannot run.
+
+#include "kernels.h"
+
+#if defined(SPARSE_AVX512)
+#include "simd_avx512.h"
+#define SPARSE_SIMD kAvx512
+#define SPARSE_NAME "avx512"
+#elif defined(SPARSE_AVX2)
+#include "simd_avx2.h"
+#define SPARSE_SIMD kAvx2
+#define SPARSE_NAME "avx2"
+#elif defined(SPARSE_NEON)
+#include "simd_neon.h"
+#define SPARSE_SIMD kNeon
+#define SPARSE_NAME "neon"
+#else
+#include "simd_scalar.h"
+#define SPARSE_SIMD kScalar
+#define SPARSE_NAME "scalar"
+#endif
+
+namespace {
+
+constexpr float kInf = __builtin_inff();
+constexpr int kLine = 64;  // bytes
+
+// The first n numbers, 0 < n <= W, and zeros after them.
+template <class T>
+inline F load_part(const T* p, int n) {
+  if (n >= W) return load(p);
+  T part[W] = {};
+  for (int i = 0; i < n; i++) part[i] = p[i];
+  return load(part);
+}
+
+template <class T>
+inline void store_part(T* p, F x, int n) {
+  if (n >= W) return store(p, x);
+  T part[W];
+  store(part, x);
+  for (int i = 0; i < n; i++) p[i] = part[i];
+}
+
+template <class T>
+void widen(float* out, const void* in, int64_t n) {
+  const T* from = static_cast<const T*>(in);
+  for (int64_t i = 0; i < n; i += W) {
+    const int part = n - i < W ? int(n - i) : W;
+    store_part(out + i, load_part(from + i, part), part);
+  }
+}
+
+template <class T>
+void narrow(void* out, const float* in, int64_t n) {
+  T* to = static_cast<T*>(out);
+  for (int64_t i = 0; i < n; i += W) {
+    const int part = n - i < W ? int(n - i) : W;
+    store_part(to + i, load_part(in + i, part), part);
+  }
+}
+
+inline void prefetch(const void* p, int64_t bytes) {
+  const char* line = static_cast<const char*>(p);
+  for (int64_t i = 0; i < bytes; i += kLine) __builtin_prefetch(line + i);
+}
+
+inline int64_t row_of(const Keys& block, int j) { return block.index ? block.index[j] : block.first + j; }
+
+// Dot products of R query rows with kTileKeys key rows.
+template <int R, class T>
+inline void dots(const float* q, const T* const* k, int D, float* scores) {
+  F total[R][kTileKeys];
+  for (int r = 0; r < R; r++) {
+    for (int c = 0; c < kTileKeys; c++) total[r][c] = zero();
+  }
+  int d = 0;
+  for (; d + W <= D; d += W) {
+    F key[kTileKeys];
+    for (int c = 0; c < kTileKeys; c++) key[c] = load(k[c] + d);
+    for (int r = 0; r < R; r++) {
+      const F query = load(q + int64_t(r) * D + d);
+      for (int c = 0; c < kTileKeys; c++) total[r][c] = fma(query, key[c], total[r][c]);
+    }
+  }
+  if (d < D) {
+    for (int c = 0; c < kTileKeys; c++) {
+      const F key = load_part(k[c] + d, D - d);
+      for (int r = 0; r < R; r++) total[r][c] = fma(load_part(q + int64_t(r) * D + d, D - d), key, total[r][c]);
+    }
+  }
+  for (int r = 0; r < R; r++) {
+    if constexpr (kTileKeys == 4) {
+      sum4(total[r][0], total[r][1], total[r][2], total[r][3], scores + r * kBlock);
+    } else {
+      for (int c = 0; c < kTileKeys; c++) scores[r * kBlock + c] = sum(total[r][c]);
+    }
+  }
+}
+
+// scores (rows, kBlock) = q . k; the values of the block are fetched meanwhile.
+template <class T>
+void score_block(const Rows& rows, const Keys& block, float* scores) {
+  const T *keys = static_cast<const T*>(block.keys), *values = static_cast<const T*>(block.values);
+  const int D = rows.D;
+  for (int j = 0; j < block.count; j += kTileKeys) {
+    const T* k[kTileKeys];
+    for (int c = 0; c < kTileKeys; c++) {  // past the end the last key again; its score is not looked at
+      const int64_t row = row_of(block, j + c < block.count ? j + c : block.count - 1) * D;
+      k[c] = keys + row;
+      prefetch(values + row, D * sizeof(T));
+    }
+    int r = 0;
+    for (; r + 4 <= rows.count; r += 4) dots<4>(rows.q + int64_t(r) * D, k, D, scores + r * kBlock + j);
+    const float* q = rows.q + int64_t(r) * D;
+    float* last = scores + r * kBlock + j;
+    if (rows.count - r == 3) dots<3>(q, k, D, last);
+    if (rows.count - r == 2) dots<2>(q, k, D, last);
+    if (rows.count - r == 1) dots<1>(q, k, D, last);
+  }
+}
+
+// Scores become weights relative to the new largest logit; what was summed before is brought down to it.
+void weigh(const Rows& rows, const Keys& block, float* scores) {
+  for (int r = 0; r < rows.count; r++) {
+    float* s = scores + r * kBlock;
+    const int low = block.low ? block.low[r] : 0, high = block.high ? block.high[r] : block.count;
+    for (int j = 0; j < low; j++) s[j] = 0;
+    for (int j = high; j < block.count; j++) s[j] = 0;
+    if (low >= high) continue;
+    F most = set1(rows.top[r]);
+    for (int j = low; j < high; j += W) {
+      const int n = high - j < W ? high - j : W;
+      most = n == W ? max(most, load(s + j)) : max(most, set1(rows.top[r]));
+      for (int i = 0; n < W && i < n; i++) most = max(most, set1(s[j + i]));
+    }
+    const float top = largest(most), shift = top == -kInf ? 0 : top;
+    F total = zero();
+    for (int j = low; j < high; j += W) {
+      const int n = high - j < W ? high - j : W;
+      const F weight = exp(add(load_part(s + j, n), set1(-shift)));
+      store_part(s + j, weight, n);
+      if (n == W) {
+        total = add(total, weight);
+      } else {
+        total = add(total, load_part(s + j, n));
+      }
+    }
+    if (top != rows.top[r]) {
+      float faded[W];
+      store(faded, exp(set1(rows.top[r] - shift)));
+      rows.sum[r] *= faded[0];
+      float* out = rows.output + int64_t(r) * rows.D;
+      const F factor = set1(faded[0]);
+      for (int d = 0; d < rows.D; d += W) {
+        const int n = rows.D - d < W ? rows.D - d : W;
+        store_part(out + d, mul(load_part(out + d, n), factor), n);
+      }
+      rows.top[r] = top;
+    }
+    rows.sum[r] += sum(total);
+  }
+}
+
+// output (R, N vectors from d on) += weights (R, count) values.
+template <int R, int N, class T>
+inline void add_values(const Rows& rows, int r0, int d, const Keys& block, const float* weights, bool fetch) {
+  const T *values = static_cast<const T*>(block.values), *keys = static_cast<const T*>(block.keys);
+  const int D = rows.D;
+  const int part = N == 1 && D - d < W ? D - d : W;
+  float* out = rows.output + int64_t(r0) * D + d;
+  F total[R][N];
+  for (int r = 0; r < R; r++) {
+    for (int n = 0; n < N; n++) total[r][n] = load_part(out + int64_t(r) * D + n * W, part);
+  }
+  for (int j = 0; j < block.count; j++) {
+    if (fetch && j < block.next) prefetch(keys + row_of(block, block.count + j) * D, D * sizeof(T));
+    const T* v = values + row_of(block, j) * D + d;
+    F value[N];
+    for (int n = 0; n < N; n++) value[n] = load_part(v + n * W, part);
+    for (int r = 0; r < R; r++) {
+      const F weight = set1(weights[(r0 + r) * kBlock + j]);
+      for (int n = 0; n < N; n++) total[r][n] = fma(weight, value[n], total[r][n]);
+    }
+  }
+  for (int r = 0; r < R; r++) {
+    for (int n = 0; n < N; n++) store_part(out + int64_t(r) * D + n * W, total[r][n], part);
+  }
+}
+
+template <int R, class T>
+void add_rows(const Rows& rows, int r0, const Keys& block, const float* weights) {
+  int d = 0;
+  for (; d + kTileVectors * W <= rows.D; d += kTileVectors * W) {
+    add_values<R, kTileVectors, T>(rows, r0, d, block, weights, r0 + d == 0);
+  }
+  for (; d < rows.D; d += W) add_values<R, 1, T>(rows, r0, d, block, weights, r0 + d == 0);
+}
+
+template <class T>
+void attend(const Rows& rows, const Keys& block, float* scores) {
+  score_block<T>(rows, block, scores);
+  weigh(rows, block, scores);
+  int r = 0;
+  for (; r + 4 <= rows.count; r += 4) add_rows<4, T>(rows, r, block, scores);
+  if (rows.count - r == 3) add_rows<3, T>(rows, r, block, scores);
+  if (rows.count - r == 2) add_rows<2, T>(rows, r, block, scores);
+  if (rows.count - r == 1) add_rows<1, T>(rows, r, block, scores);
+}
+
+// a (R, N vectors from key j on) = q (rank, R) . components.
+template <int R, int N, class T>
+inline void approximate_tile(const Columns& columns, const float* q, int j, float* a, int64_t stride) {
+  const T *lanes = static_cast<const T*>(columns.lanes) + j, *next = static_cast<const T*>(columns.next);
+  const int part = N == 1 && columns.readable - j < W ? columns.readable - j : W;
+  F total[R][N];
+  for (int r = 0; r < R; r++) {
+    for (int n = 0; n < N; n++) total[r][n] = zero();
+  }
+  for (int i = 0; i < columns.rank; i++) {
+    const int64_t row = columns.components[i] * columns.stride;
+    if (next) prefetch(next + row + j, N * W * sizeof(T));
+    F key[N];
+    for (int n = 0; n < N; n++) key[n] = load_part(lanes + row + n * W, part);
+    for (int r = 0; r < R; r++) {
+      const F query = set1(q[i * R + r]);
+      for (int n = 0; n < N; n++) total[r][n] = fma(query, key[n], total[r][n]);
+    }
+  }
+  for (int r = 0; r < R; r++) {
+    for (int n = 0; n < N; n++) {
+      const int left = columns.count - j - n * W;
+      store_part(a + r * stride + j + n * W, total[r][n], left < W ? left : W);
+    }
+  }
+}
+
+template <int R, class T>
+void approximate_rows(const Columns& columns, const float* q, float* a, int64_t stride) {
+  int j = 0;
+  for (; j + kTileVectors * W <= columns.count; j += kTileVectors * W) {
+    approximate_tile<R, kTileVectors, T>(columns, q, j, a, stride);
+  }
+  for (; j < columns.count; j += W) approximate_tile<R, 1, T>(columns, q, j, a, stride);
+}
+
+template <class T>
+void approximate(const Columns& columns, const float* q, float* a, int64_t stride) {
+  Columns tile = columns;
+  for (int g = 0; g < columns.G; g += 4, tile.next = nullptr) {
+    const int R = columns.G - g < 4 ? columns.G - g : 4;
+    if (R == 4) approximate_rows<4, T>(tile, q, a, stride);
+    if (R == 3) approximate_rows<3, T>(tile, q, a, stride);
+    if (R == 2) approximate_rows<2, T>(tile, q, a, stride);
+    if (R == 1) approximate_rows<1, T>(tile, q, a, stride);
+    q += int64_t(R) * columns.rank;
+    a += R * stride;
+  }
+}
+
+void exponentials(float* a, int n, bool write, float* top, float* total) {
+  F most = set1(-kInf);
+  int j = 0;
+  for (; j + W <= n; j += W) most = max(most, load(a + j));
+  for (; j < n; j++) most = max(most, set1(a[j]));
+  *top = largest(most);
+  const F shift = set1(*top == -kInf ? 0 : -*top);
+  F partial = zero();
+  for (j = 0; j < n; j += W) {
+    const int part = n - j < W ? n - j : W;
+    F weight = exp(add(load_part(a + j, part), shift));
+    if (part < W) {  // the lanes past the end count nothing
+      float kept[W];
+      store(kept, weight);
+      weight = load_part(kept, part);
+    }
+    partial = add(partial, weight);
+    if (write) store_part(a + j, weight, part);
+  }
+  *total = sum(partial);
+}
+
+int collect(const float* a, int64_t stride, const float* factor, int G, int n, int32_t first, float threshold, float* z,
+            int32_t* index) {
+  int found = 0;
+  for (int j = 0; j < n; j += W) {
+    const int part = n - j < W ? n - j : W;
+    F total = zero();  // 0 + -0 is 0: equal scores have equal bits
+    for (int g = 0; g < G; g++) total = fma(set1(factor[g]), load_part(a + g * stride + j, part), total);
+    found += compress_above(total, threshold, part, first + j, z + found, index + found);
+  }
+  return found;
+}
+
+template <class T>
+constexpr TypeKernels kernels_of() {
+  return {widen<T>, narrow<T>, attend<T>, approximate<T>};
+}
+
+}  // namespace
+
+namespace sparse {
+const Kernels SPARSE_SIMD = {
+    SPARSE_NAME, {kernels_of<float>(), kernels_of<Half>(), kernels_of<BFloat16>()}, exponentials, collect};
+}

@@ -1,0 +1,71 @@
+// The inner loops, compiled once per instruction set and element type; everything is float32 after the loads.
+#pragma once
+
+#include <cstdint>
+
+namespace sparse {
+
+constexpr int kBlock = 128;       // keys that `attend` takes at a time
+constexpr int kScoreBlock = 256;  // keys that `approximate` takes at a time
+
+// Query rows of one KV head on their way over blocks of keys: the running softmax of each.
+struct Rows {
+  int count;       // of rows
+  int D;           //
+  const float* q;  // (count, D), times the factor of the logits
+  float* output;   // (count, D), weighted values so far, relative to `top`
+  float* top;      // (count), largest logit so far
+  float* sum;      // (count), of exponentials, relative to `top`
+};
+
+// A block of at most kBlock keys: rows `first`, `first` + 1, ... of the planes, or those that `index` lists.
+struct Keys {
+  const void* keys;    // (C, D) of this head
+  const void* values;  // (C, D)
+  const int32_t* index;
+  int64_t first;
+  int count;
+  int next;        // keys of the block after this one, for prefetching
+  const int* low;  // row i attends to [low[i], high[i]) of the block; null where every row attends to all
+  const int* high;
+};
+
+// Up to kScoreBlock keys of one chunk of component-major keys.
+struct Columns {
+  const void* lanes;          // component 0 of the first key
+  const void* next;           // the same of the block after this one, for prefetching; may be null
+  int64_t stride;             // lanes: elements from one component to the next
+  const int32_t* components;  // (rank)
+  int rank;
+  int G;
+  int count;     // keys
+  int readable;  // keys from the first one to the end of the chunk
+};
+
+// Everything that is done per element of type T.
+struct TypeKernels {
+  void (*widen)(float* out, const void* in, int64_t n);
+  void (*narrow)(void* out, const float* in, int64_t n);
+  // Extends the running softmax; `scores` is room for (count, kBlock).
+  void (*attend)(const Rows&, const Keys&, float* scores);
+  // a (G, stride) = q . k over the components; q is (rank, G) in tiles of 4 heads: tile, component, head of the tile.
+  void (*approximate)(const Columns&, const float* q, float* a, int64_t stride);
+};
+
+struct Kernels {
+  const char* name;
+  TypeKernels type[3];  // float, float16, bfloat16
+  // Largest of n numbers and the sum of exp(a - largest). With `write`, a becomes exp(a - largest).
+  void (*exponentials)(float* a, int n, bool write, float* top, float* sum);
+  // Sums factor[g] a[g][j] over g; what is not <= threshold goes with its index to the end of z and index. Returns how
+  // many. Room for kScoreBlock is needed.
+  int (*collect)(const float* a, int64_t stride, const float* factor, int G, int n, int32_t first, float threshold,
+                 float* z, int32_t* index);
+};
+
+extern const Kernels kScalar;
+extern const Kernels kAvx2;
+extern const Kernels kAvx512;
+extern const Kernels kNeon;
+
+}  // namespace sparse

@@ -1,0 +1,180 @@
+// What ONNX Runtime and Python see of the library.
+
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "dispatch.h"
+#include "operators.h"
+#include "runtime.h"
+
+#ifndef SPARSE_VERSION
+#error "the build gives the version of the package"
+#endif
+#define EXPORTED extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+using namespace sparse;
+
+ort::ElementType element_type(char letter, Type type) {
+  switch (letter) {
+    case 'f':
+      return ort::kFloat;
+    case 'i':
+      return ort::kInt64;
+    case 'n':
+      return ort::kInt32;
+    default:
+      return type == kTypeFloat ? ort::kFloat : type == kTypeHalf ? ort::kFloat16 : ort::kBFloat16;
+  }
+}
+
+// One operator for one element type. ONNX Runtime joins those of one name.
+struct Operator : ort::CustomOp {
+  const Signature* signature;
+  Type type;
+
+  static const Operator& of(const ort::CustomOp* op) { return *static_cast<const Operator*>(op); }
+};
+
+struct Kernel {
+  const Operator* op;
+  const ort::Api* api;
+  Attributes attributes;
+};
+
+// Runs a function that may throw; what it throws becomes a status.
+template <class Function>
+ort::Status* guarded(const ort::Api* api, const char* name, const Function& function) {
+  std::string message;
+  try {
+    function();
+    return nullptr;
+  } catch (const Error& error) {
+    message = std::string(name) + ": " + error.what();
+  } catch (const std::bad_alloc&) {
+    message = std::string(name) + ": out of memory.";
+  } catch (const std::exception& error) {
+    message = std::string(name) + ": " + error.what();
+  }
+  return ort::CreateStatus::call(api, ort::kInvalidArgument, message.c_str());
+}
+
+ort::Status* create(const ort::CustomOp* op, const ort::Api* api, const ort::KernelInfo* info, void** kernel) {
+  const Operator& self = Operator::of(op);
+  return guarded(api, self.signature->name, [&] {
+    *kernel = new Kernel{&self, api, read_attributes(*self.signature, api, info)};
+  });
+}
+
+ort::Status* compute(void* kernel, ort::KernelContext* context) {
+  const Kernel& self = *static_cast<const Kernel*>(kernel);
+  return guarded(self.api, self.op->signature->name,
+                 [&] { self.op->signature->compute(self.attributes, Context(self.api, context, self.op->type)); });
+}
+
+const ort::Api* known_api = nullptr;  // the shape callback is given none
+
+// Outputs that have the shape of an input get it, where all of it is a number or a symbol.
+ort::Status* infer(const ort::CustomOp* op, ort::ShapeContext* context) {
+  const Signature& signature = *Operator::of(op).signature;
+  for (size_t i = 0; signature.outputs[i]; i++) {
+    if (signature.shape_of[i] < 0) continue;
+    ort::Info* info = nullptr;
+    ort::Status* status = ort::GetInputTypeShape::call(known_api, context, size_t(signature.shape_of[i]), &info);
+    size_t axes = 0;
+    int64_t lengths[Tensor::kMostAxes];
+    const char* symbols[Tensor::kMostAxes] = {};
+    if (!status && info) status = ort::GetDimensionsCount::call(known_api, info, &axes);
+    bool known = !status && info && axes <= Tensor::kMostAxes;
+    if (known) status = ort::GetDimensions::call(known_api, info, lengths, axes);
+    if (known && !status) status = ort::GetSymbolicDimensions::call(known_api, info, symbols, axes);
+    for (size_t d = 0; known && !status && d < axes; d++) known = lengths[d] >= 0 || (symbols[d] && *symbols[d]);
+    if (known && !status) status = ort::SetOutputTypeShape::call(known_api, context, i, info);
+    if (status) ort::ReleaseStatus::call(known_api, status);  // a shape not known is no error
+  }
+  return nullptr;
+}
+
+Operator make(const Signature& signature, Type type) {
+  Operator op{};
+  op.signature = &signature;
+  op.type = type;
+  op.version = ort::kApiVersion;
+  op.GetName = [](const ort::CustomOp* self) { return Operator::of(self).signature->name; };
+  op.GetExecutionProviderType = [](const ort::CustomOp*) { return "CPUExecutionProvider"; };
+  op.GetInputType = [](const ort::CustomOp* self, size_t i) {
+    return element_type(Operator::of(self).signature->inputs[i], Operator::of(self).type);
+  };
+  op.GetInputTypeCount = [](const ort::CustomOp* self) {
+    return std::string(Operator::of(self).signature->inputs).size();
+  };
+  op.GetOutputType = [](const ort::CustomOp* self, size_t i) {
+    return element_type(Operator::of(self).signature->outputs[i], Operator::of(self).type);
+  };
+  op.GetOutputTypeCount = [](const ort::CustomOp* self) {
+    return std::string(Operator::of(self).signature->outputs).size();
+  };
+  op.KernelDestroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
+  const auto required = [](const ort::CustomOp*, size_t) { return 0; };
+  op.GetInputCharacteristic = required;
+  op.GetOutputCharacteristic = required;
+  op.GetInputMemoryType = required;
+  const auto none = [](const ort::CustomOp*) { return 0; };
+  op.GetVariadicInputMinArity = op.GetVariadicInputHomogeneity = none;
+  op.GetVariadicOutputMinArity = op.GetVariadicOutputHomogeneity = none;
+  op.CreateKernelV2 = create;
+  op.KernelComputeV2 = compute;
+  op.InferOutputShape = infer;
+  op.GetStartVersion = op.GetEndVersion = [](const ort::CustomOp*) { return 1; };
+  return op;
+}
+
+ort::Status* add_operators(const ort::Api* api, ort::Domain* domain) {
+  static std::vector<Operator> operators;
+  if (operators.empty()) {
+    for (const Signature& signature : kSignatures) {
+      for (const Type type : {kTypeFloat, kTypeHalf, kTypeBFloat16}) operators.push_back(make(signature, type));
+    }
+  }
+  for (const Operator& op : operators) {
+    if (ort::Status* status = ort::DomainAdd::call(api, domain, &op)) return status;
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+// Called by SessionOptions.register_custom_ops_library. All sessions of a runtime share one domain.
+EXPORTED ort::Status* RegisterCustomOps(ort::SessionOptions* options, const ort::ApiBase* base) {
+  static std::mutex mutex;
+  static std::vector<std::pair<const ort::Api*, ort::Domain*>> domains;
+  const ort::Api* api = base->GetApi(ort::kApiVersion);
+  if (!api) {
+    return ort::CreateStatus::call(base->GetApi(1), ort::kFail, "mlx_sparse: expected ONNX Runtime 1.17 or newer.");
+  }
+  const std::lock_guard<std::mutex> lock(mutex);
+  ort::Domain* domain = nullptr;
+  for (const auto& [of, made] : domains) {
+    if (of == api) domain = made;
+  }
+  if (!domain) {
+    known_api = api;
+    if (ort::Status* status = ort::CreateCustomOpDomain::call(api, "mlx_sparse", &domain)) return status;
+    if (ort::Status* status = add_operators(api, domain)) return status;
+    domains.emplace_back(api, domain);
+  }
+  return ort::AddCustomOpDomain::call(api, options, domain);
+}
+
+// Version of the package and of the operators' meaning that the library was built for.
+EXPORTED const char* mlx_sparse_ort_version() { return SPARSE_VERSION " spec 1"; }
+
+// For tests and reports: uses the kernels of that name (null: the fastest) and cuts work for that many workers (0: for
+// this machine). Returns the name of the kernels in use, or null where this machine has none of that name.
+EXPORTED const char* mlx_sparse_ort_limit(const char* name, int worker_count) {
+  if (!limit_kernels(name)) return nullptr;
+  set_workers(worker_count);
+  return kernels().name;
+}

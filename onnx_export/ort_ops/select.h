@@ -1,0 +1,50 @@
+// The largest of many numbers, exactly and without sorting. NaN is larger than every number; ties go to the lower
+// index.
+#pragma once
+
+#include <cstdint>
+
+namespace sparse {
+
+// Indices of the `count` largest of n numbers, ascending. `work` is room for n.
+void largest(const float* numbers, int64_t n, int64_t count, int32_t* indices, uint64_t* work);
+
+// The k largest of a stream of (number, index) with ascending indices. What is larger than `threshold` is put at
+// `end()`, then `added`; room for kSlack more is always there.
+class Reservoir {
+ public:
+  static constexpr int64_t kSlack = 512;
+  static int64_t capacity(int64_t k) { return 4 * k + 1024 + kSlack; }
+
+  // z and index are room for capacity(k), work too.
+  Reservoir(int64_t k, float* z, int32_t* index, uint32_t* work) : k_(k), z_(z), index_(index), work_(work) {}
+
+  float threshold() const { return threshold_; }
+  float* end_z() { return z_ + size_; }
+  int32_t* end_index() { return index_ + size_; }
+  void added(int64_t count) {
+    size_ += count;
+    if (size_ + kSlack > capacity(k_)) prune();
+  }
+  void add(const float* z, const int32_t* index, int64_t count) {
+    for (int64_t i = 0; i < count; i++) {
+      if (z[i] <= threshold_) continue;
+      *end_z() = z[i], *end_index() = index[i];
+      added(1);
+    }
+  }
+  // Keeps the k largest, in the order they came; less where fewer came.
+  void prune();
+  int64_t size() const { return size_; }
+  const int32_t* indices() const { return index_; }
+  const float* numbers() const { return z_; }
+
+ private:
+  int64_t k_, size_ = 0;
+  float* z_;
+  int32_t* index_;
+  uint32_t* work_;
+  float threshold_ = -__builtin_inff();
+};
+
+}  // namespace sparse
