@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
         return _fail(str(error))
     except OSError as error:
         return _fail(f"-o: expected a folder that can be written, got {args.out} ({error.strerror or error}).")
-    print(f"{made.folder}: {made.method}, {made.max_length} tokens, {made.nbytes / 1e6:.0f} MB")
+    print(f"{made.folder}: {made.method}, {made.max_length} tokens, {made.nbytes / 1e6:.0f} MB; {made.agreement}")
     return 0
 
 

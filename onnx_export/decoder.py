@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from onnx import TensorProto
 
-from mlx_sparse.checks import check_local_window, check_rank
+from mlx_sparse.checks import check_local_window
 from mlx_sparse.config import MethodConfig, SparQ
 
 from . import build
-from .families import Family, Rope, rope_of, window_of
+from .families import Family, Rope, head_dim, rope_of, window_of
 from .graph import Graph
 from .weights import Weights
 
@@ -162,12 +162,10 @@ class Decoder:
     def _attention(self, i: int, layer: Any, x: str) -> str:
         g, attention = self.g, layer.self_attn
         name = f"model.layers.{i}.self_attn"
-        Hq, Hkv = attention.n_heads, attention.n_kv_heads
+        Hq, Hkv, D = attention.n_heads, attention.n_kv_heads, head_dim(attention)
         if "qkv_proj" in attention:
-            D = attention.qkv_proj.weight.shape[0] // (Hq + 2 * Hkv)
             parts = g.split(self.weights.linear(f"{name}.qkv_proj", attention.qkv_proj, x), [Hq * D, Hkv * D, Hkv * D])
         else:
-            D = attention.k_proj.weight.shape[0] // Hkv
             parts = [self.weights.linear(f"{name}.{p}_proj", attention[f"{p}_proj"], x) for p in "qkv"]
         q, k, v = (
             g.op("Reshape", part, g.constant([0, 0, heads, D]))
@@ -243,7 +241,6 @@ class Decoder:
             outputs = [output, present_key, present_value]
             g.add(build.node("CachedAttention", inputs, outputs, scale=scale, window=window))
             return output
-        check_rank(method.rank, D)
         past_key_t, present_key_t = self._cache(self._virtual_layer())
         self._sparse_layers += 1
         dims = ["batch", Hkv, 3, D]

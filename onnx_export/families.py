@@ -143,6 +143,13 @@ def window_of(layer: Any, model: Any) -> int:
     return window
 
 
+def head_dim(attention: Any) -> int:
+    """Components of a query, a key or a value."""
+    if "qkv_proj" in attention:
+        return int(attention.qkv_proj.weight.shape[0]) // (attention.n_heads + 2 * attention.n_kv_heads)
+    return int(attention.k_proj.weight.shape[0]) // int(attention.n_kv_heads)
+
+
 def check_modules(model: Any, *, dequantise: bool) -> None:
     """Refuse by name a module or a quantisation that the exporter does not know, before anything is written.
 
