@@ -1,139 +1,35 @@
-"""The ONNX operators: their bodies on a stock runtime and on the ONNX reference evaluator, against the oracle."""
+"""The ONNX operators against the oracle: bodies on a stock runtime and the reference evaluator, native kernels."""
 
 from __future__ import annotations
 
-import ctypes
-from typing import Any
-
-import cases
-import ml_dtypes
 import mlx.core as mx
 import numpy as np
-import onnxruntime as ort
 import pytest
-from cases import (
-    CASES,
-    SPARQ,
-    Array,
-    Case,
-    assert_as_good_as_plain,
-    assert_same_choice,
-    plain_attention,
-    plain_reallocation,
-    round_to,
-)
+from cases import Array, Case, assert_as_good_as_plain, assert_same_choice, plain_attention
 from mlx_lm.models.base import create_causal_mask
 from onnx.inliner import inline_local_functions
-from onnx.reference import ReferenceEvaluator
+from onnx_operators import (
+    CACHES,
+    DTYPES,
+    LANES,
+    Operator,
+    advance,
+    assert_is_sparq,
+    attributes,
+    by_case,
+    by_runtime,
+    by_setting,
+    empty_caches,
+    from_ort,
+    ort_value,
+    padding,
+    parameters,
+    select,
+    session,
+    step,
+)
 
 from mlx_sparse import onnx_export, oracle
-from mlx_sparse.oracle.select import valid_keys
-from mlx_sparse.oracle.sparq import deviation, masked_mean
-
-DTYPES = {"f32": np.dtype(np.float32), "f16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
-LANES = 64  # keys per chunk of the caches under test
-CACHES = {"lanes": LANES, "dense_below": 0}
-
-by_case = pytest.mark.parametrize("case", CASES, ids=str)
-by_setting = pytest.mark.parametrize("setting", SPARQ)
-by_runtime = pytest.mark.parametrize("runtime", ["onnxruntime", "onnxruntime-compat", "reference"])
-
-
-def session(model: Any) -> ort.InferenceSession:
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = 1
-    options.log_severity_level = 4  # the errors under test come as exceptions
-    return ort.InferenceSession(model.SerializeToString(), options)
-
-
-def ort_value(array: Array) -> ort.OrtValue:
-    array = np.ascontiguousarray(array)
-    if array.dtype == ml_dtypes.bfloat16:
-        return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array.view(np.uint16), 16)
-    return ort.OrtValue.ortvalue_from_numpy(array)
-
-
-def from_ort(value: ort.OrtValue) -> Array:
-    if value.data_type() != "tensor(bfloat16)":
-        return value.numpy()
-    size = int(np.prod(value.shape()))
-    bits = (ctypes.c_uint16 * size).from_address(value.data_ptr())
-    return np.frombuffer(bits, np.uint16).view(ml_dtypes.bfloat16).reshape(value.shape()).copy()
-
-
-class Operator:
-    """One operator with its attributes on one runtime: arrays by name in, arrays by name out."""
-
-    def __init__(self, runtime: str, name: str, dtype: str, **attributes: float) -> None:
-        profile = onnx_export.COMPAT if runtime == "onnxruntime-compat" else onnx_export.DEFAULT
-        model = onnx_export.operator_model(name, dtype=DTYPES[dtype].name, profile=profile, **attributes)
-        self.schema = onnx_export.OPERATORS[name]
-        self.dtype = DTYPES[dtype]
-        self.reference = ReferenceEvaluator(model) if runtime == "reference" else None
-        self.session = None if runtime == "reference" else session(model)
-
-    def __call__(self, **arrays: Array) -> dict[str, Array]:
-        feeds = {}
-        for tensor in self.schema.inputs:
-            kind = {"T": self.dtype, "tensor(float)": np.float32, "tensor(int64)": np.int64}[tensor.type]
-            feeds[tensor.name] = np.asarray(arrays[tensor.name]).astype(kind)
-        if self.reference:
-            outputs = self.reference.run(None, feeds)
-        else:
-            values = self.session.run_with_ort_values(None, {name: ort_value(a) for name, a in feeds.items()})
-            outputs = [from_ort(value) for value in values]
-        return dict(zip([tensor.name for tensor in self.schema.outputs], outputs, strict=True))
-
-
-def parameters(case: Case, setting: str) -> dict[str, Any]:
-    """All of an operator's parameters, none left to a default."""
-    chosen = cases.parameters(case, setting)
-    given = {"scale": case.D**-0.5, "reallocate": case.Hq == case.Hkv, "local_window": chosen["top_k"] // 4}
-    return {"group_reduce": "softmax", "component_score": "query", **given, **chosen}
-
-
-def attributes(params: dict[str, Any]) -> dict[str, float]:
-    """The attributes of a node that mean these parameters."""
-    modes = {"softmax": 0, "logits": 1, "query": 0, "query_key": 1, True: 1, False: 0}
-    return {
-        name: modes[value] if name in ("reallocate", "group_reduce", "component_score") else value
-        for name, value in params.items()
-    }
-
-
-def padding(case: Case) -> Array:
-    return np.zeros(case.B, np.int64) if case.padding is None else np.array(case.padding)
-
-
-def step(case: Case, q: Array, k: Array, v: Array) -> dict[str, Array]:
-    """Inputs of `SparQ` for keys of exact length."""
-    valid = valid_keys(case.B, case.S, padding(case))
-    return {
-        "query": q,
-        "keys": k,
-        "keys_t": k.swapaxes(-1, -2)[:, :, None],
-        "values": v,
-        "left_padding": padding(case),
-        "length": np.full(case.B, case.S),
-        "value_mean": masked_mean(v.astype(np.float64), valid),
-        "deviation": deviation(k.astype(np.float64), valid),
-    }
-
-
-def select(case: Case, q: Array, k: Array, params: dict[str, Any]) -> oracle.SparQSelection:
-    settings = {name: value for name, value in params.items() if name != "reallocate"}
-    return oracle.sparq_select(q, k, left_padding=case.padding, **settings)
-
-
-def assert_is_sparq(out: Array, case: Case, params: dict[str, Any], q: Array, k: Array, v: Array) -> None:
-    """The output is SparQ attention, as exactly as a plain computation in its type."""
-    expected = oracle.sparq_attention(q, k, v, left_padding=case.padding, **params)
-    chosen = select(case, q, k, params).indices
-    plain = plain_attention(q, k, v, chosen, params["scale"], case.dtype)
-    if params["reallocate"] and case.S > params["top_k"]:
-        plain = round_to(plain_reallocation(plain, q, k, v, chosen, padding=case.padding, **params), case.dtype)
-    assert out.dtype == DTYPES[case.dtype]
-    assert_as_good_as_plain(out, expected, plain, case.dtype)
 
 
 @by_setting
@@ -147,23 +43,6 @@ def test_sparq_equals_the_oracle(runtime: str, case: Case, setting: str) -> None
     assert got["indices"].dtype == np.int32
     assert_same_choice(got["indices"], expected.indices, expected.scores)
     assert_is_sparq(got["output"], case, params, q, k, v)
-
-
-def empty_caches(case: Case, tokens: int, poison: float = np.nan) -> dict[str, Array]:
-    """Caches before the first token, with room for that many; what is not written yet holds poison."""
-    capacity = -(-tokens // LANES) * LANES
-    cache = np.full((case.B, case.Hkv, capacity, case.D), poison, DTYPES[case.dtype])
-    return {
-        **{name: cache.copy() for name in ("past_key", "past_key_t", "past_value")},
-        "past_sums": np.zeros((case.B, case.Hkv, 3, case.D), np.float32),
-        "past_length": np.zeros(case.B, np.int64),
-    }
-
-
-def advance(caches: dict[str, Array], got: dict[str, Array], tokens: int) -> dict[str, Array]:
-    """The caches for the next call."""
-    past = {name.replace("present", "past"): array for name, array in got.items() if name != "output"}
-    return {**past, "past_length": caches["past_length"] + tokens}
 
 
 @pytest.mark.parametrize("setting", ["paper", "eval", "reallocate", "own-scale"])
@@ -468,11 +347,12 @@ def test_a_zero_query_attends_uniformly(runtime: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_caches_bound_to_input_and_output_are_appended_in_place(dtype: str) -> None:
+@pytest.mark.parametrize("runtime", ["onnxruntime", "native"])
+def test_caches_bound_to_input_and_output_are_appended_in_place(runtime: str, dtype: str) -> None:
     case = Case(1, 4, 2, 200, 64, dtype)
     q, k, v = case.inputs()
     params = parameters(case, "robust")
-    attend = Operator("onnxruntime", "SparQAttention", dtype, **CACHES, **attributes(params))
+    attend = Operator(runtime, "SparQAttention", dtype, **CACHES, **attributes(params))
     arrays = {
         "query": q[:, :, :1].astype(DTYPES[dtype]),
         "key": k[:, :, :1].astype(DTYPES[dtype]),
@@ -499,7 +379,8 @@ def test_caches_bound_to_input_and_output_are_appended_in_place(dtype: str) -> N
 
 @pytest.mark.parametrize("name", ["Append", "CachedAttention", "SparQAttention"])
 @pytest.mark.parametrize("L", [1, 3])
-def test_a_token_outside_the_caches_is_refused(name: str, L: int) -> None:
+@pytest.mark.parametrize("runtime", ["onnxruntime", "native"])
+def test_a_token_outside_the_caches_is_refused(runtime: str, name: str, L: int) -> None:
     case = Case(1, 2, 2, 65, 64, "f32")
     q, k, v = case.inputs(L=L)
     settings = {
@@ -507,10 +388,10 @@ def test_a_token_outside_the_caches_is_refused(name: str, L: int) -> None:
         "CachedAttention": {"scale": 0.125, "window": 0},
         "SparQAttention": {**CACHES, **attributes(parameters(case, "paper"))},
     }
-    attend = Operator("onnxruntime", name, "f32", **settings[name])
+    attend = Operator(runtime, name, "f32", **settings[name])
     for past in (65 - L, -1):
         caches = {**empty_caches(case, 64, 0.0), "past_length": np.array([past])}
-        with pytest.raises(Exception, match=r"(?i)indic"):
+        with pytest.raises(Exception, match=r"past_length: expected 0 to \d+ " if runtime == "native" else "(?i)indic"):
             attend(query=q, key=k[:, :, -L:], value=v[:, :, -L:], left_padding=padding(case), **caches)
 
 
