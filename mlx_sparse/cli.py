@@ -9,13 +9,20 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from .checks import ConfigError, SparseAttentionError
+from .checks import BackendUnavailable, ConfigError, SparseAttentionError
 
 # mlx-lm's commands that take --attn, as subcommands of ours.
 HOSTED = ("generate", "chat", "server", "benchmark", "cache_prompt")
 
 # Subcommands that parse their own arguments, and where their main() is.
-OWN_PARSERS = {"demo": "mlx_sparse.demo.run", "eval": "mlx_sparse.evaluate.run", "bench": "mlx_sparse.bench.run"}
+OWN_PARSERS = {
+    "demo": "mlx_sparse.demo.run",
+    "eval": "mlx_sparse.evaluate.run",
+    "bench": "mlx_sparse.bench.run",
+    "run-onnx": "mlx_sparse.onnx_export.run",
+}
+
+EXTRA = ("onnx", "onnxruntime")  # packages of the extra `onnx`
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("demo", help="a real model answers a question about a long text, densely and sparsely")
     commands.add_parser("eval", help="what a method costs in quality, on your model and your text")
     commands.add_parser("bench", help="time a decode step, count its memory traffic, or model it on Apple's chips")
+    commands.add_parser("run-onnx", help="text from a model that export-onnx wrote, on onnxruntime")
     for name in HOSTED:
         commands.add_parser(name, help=f"mlx_lm.{name} with --attn, without the start-up hook")
     matrix = commands.add_parser("matrix", help="print the table of methods and backends")
@@ -66,6 +74,12 @@ def _own(module: str, arguments: list[str]) -> int:
     """Run a subcommand that parses its own arguments."""
     try:
         code: int = importlib.import_module(module).main(arguments)
+    except ModuleNotFoundError as error:
+        if error.name not in EXTRA:
+            raise
+        raise BackendUnavailable(
+            f"{error.name}: expected it to be installed, got none. Run: pip install 'mlx-sparse-attention[onnx]'"
+        ) from None
     except OSError as error:  # a folder that cannot be written, a full disk
         raise ConfigError(
             f"{error.filename or module}: expected to read or write it, got: {error.strerror or error}."

@@ -26,13 +26,15 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
     Raises:
         ArtefactError: model.onnx has no caches.
     """
-    graph = onnx.load(folder / "model.onnx", load_external_data=False).graph
+    proto = onnx.load(folder / "model.onnx", load_external_data=False)
+    graph, said = proto.graph, {entry.key: entry.value for entry in proto.metadata_props}
     shapes = {info.name: [dim.dim_value for dim in info.type.tensor_type.shape.dim] for info in graph.input}
     vocabulary = graph.output[0].type.tensor_type.shape.dim[2].dim_value
     caches = [name for name in shapes if name.startswith("past_key_values.") and name.endswith(".key")]
     if not caches:
         raise ArtefactError(f"model: expected caches named past_key_values.0.key and so on, got none in {folder}.")
     _, kv_heads, capacity, head_dim = shapes[caches[0]]
+    length = int(said.get("mlx_sparse.max_length", capacity))
     heads = config.get("num_attention_heads", kv_heads)
     layers = config.get("num_hidden_layers", len(caches))
     inputs = {
@@ -52,7 +54,7 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
     model = {
         "type": "decoder",  # of no family in particular: the graph says it all
         "vocab_size": vocabulary,
-        "context_length": capacity,  # genai refuses to go beyond it
+        "context_length": length,  # genai refuses to go beyond it
         "eos_token_id": ends,
         "pad_token_id": int(pad if pad is not None else ends[0] if ends else 0),
         **({} if bos is None else {"bos_token_id": int(bos)}),
@@ -69,7 +71,7 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
         },
     }
     # Prompts in pieces: attention holds the logits of a piece against all keys.
-    search = {"do_sample": False, "max_length": capacity, "past_present_share_buffer": True, "chunk_size": 512}
+    search = {"do_sample": False, "max_length": length, "past_present_share_buffer": True, "chunk_size": 512}
     _write(folder, {"model": model, "search": search})
 
 

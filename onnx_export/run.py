@@ -1,0 +1,208 @@
+"""``mlx-sparse run-onnx``: text from an exported model, on plain onnxruntime."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mlx_sparse.checks import ArtefactError, ConfigError, check_int
+
+from .runner import Array, Pick, Runner
+
+MAX_TOKENS = 256
+RULE = "=" * 10
+
+
+def main(argv: Sequence[str]) -> int:
+    """Generate text; return the exit code."""
+    args = _parser().parse_args(argv)
+    pick = sampler(args.temp, args.top_p, args.seed)
+    if args.max_tokens is not None:
+        check_int("--max-tokens", args.max_tokens, 1)
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    runner = Runner(args.model, native=args.native, threads=args.threads)
+    tokenizer = load_tokenizer(runner.path.parent)
+    tokens = encode(tokenizer, prompt, chat=not args.ignore_chat_template)
+    # Without a wish for more, as many as fit.
+    wanted = args.max_tokens or max(1, min(MAX_TOKENS, runner.max_length + 1 - len(tokens)))
+    result = _generate(runner, tokenizer, tokens, wanted, pick, quiet=args.json)
+    if args.json:
+        print(json.dumps(vars(result)))
+    else:
+        print(result.summary())
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mlx-sparse run-onnx", description="Generate text with a model that export-onnx wrote, on onnxruntime."
+    )
+    parser.add_argument("model", metavar="OUT", type=Path, help="the folder that export-onnx wrote")
+    parser.add_argument("--prompt", "-p", metavar="TEXT", required=True, help="the prompt; - reads standard input")
+    parser.add_argument(
+        "--max-tokens", "-m", metavar="N", type=int, help=f"tokens to generate (default: {MAX_TOKENS}, or what fits)"
+    )
+    parser.add_argument("--temp", type=float, default=0.0, help="temperature; 0 takes the likeliest token (default)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="sample from the likeliest tokens of this mass")
+    parser.add_argument("--seed", type=int, help="of the sampling")
+    parser.add_argument(
+        "--native", choices=("auto", "off"), default="auto", help="native kernels where they were built, or none"
+    )
+    parser.add_argument("--threads", metavar="N", type=int, help="threads (default: onnxruntime's choice)")
+    parser.add_argument("--ignore-chat-template", action="store_true", help="pass the prompt as it is")
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end instead of a stream")
+    return parser
+
+
+@dataclass(frozen=True)
+class Result:
+    """One generated text."""
+
+    text: str
+    prompt_tokens: int
+    prompt_tps: float
+    generation_tokens: int
+    generation_tps: float
+    finish_reason: str
+    attention: str
+    kernels: str
+
+    def summary(self) -> str:
+        """The lines after the text, in mlx-lm's form."""
+        return (
+            f"Prompt: {self.prompt_tokens} tokens, {self.prompt_tps:.3f} tokens-per-sec\n"
+            f"Generation: {self.generation_tokens} tokens, {self.generation_tps:.3f} tokens-per-sec\n"
+            f"Attention: {self.attention}, {self.kernels}"
+        )
+
+
+def _generate(runner: Runner, tokenizer: Any, prompt: list[int], wanted: int, pick: Pick, *, quiet: bool) -> Result:
+    """Stream the text unless ``quiet``. The first token belongs to the prompt's time, as with mlx-lm."""
+    pieces: list[str] = []
+    detokenizer = Detokenizer(tokenizer)
+
+    def say(piece: str) -> None:
+        pieces.append(piece)
+        if not quiet:
+            print(piece, end="", flush=True)
+
+    tokens = runner.generate(prompt, wanted, pick)
+    if not quiet:
+        print(RULE)
+    start = first = time.perf_counter()
+    count = 0
+    for token in tokens:
+        if not count:
+            first = time.perf_counter()
+        count += 1
+        say(detokenizer.add(token))
+    end = time.perf_counter()
+    if not count:
+        first = end
+    say(detokenizer.rest())
+    if not quiet:
+        print(f"\n{RULE}")
+    return Result(
+        "".join(pieces),
+        len(prompt),
+        len(prompt) / (first - start),
+        count,
+        (count - 1) / (end - first) if count > 1 else 0.0,
+        "length" if count == wanted else "stop",
+        runner.metadata.get("mlx_sparse.method", "unknown"),
+        "native kernels" if runner.native else "function bodies (no native kernels)",
+    )
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer in a folder; nothing is fetched, and no code of the folder runs.
+
+    Raises:
+        ArtefactError: there is none that loads.
+    """
+    from transformers import AutoTokenizer
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # whatever the file makes the parsers raise
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ArtefactError(f"model: expected a tokenizer in {folder}, got: {reason}") from None
+
+
+def encode(tokenizer: Any, prompt: str, *, chat: bool) -> list[int]:
+    """Tokens of a prompt, as a message of a user if the tokenizer has a form for chats and ``chat`` is true."""
+    templated = chat and tokenizer.chat_template is not None
+    if templated:
+        message = [{"role": "user", "content": prompt}]
+        prompt = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    tokens = list(tokenizer.encode(prompt, add_special_tokens=not templated))
+    if not tokens:
+        raise ConfigError("--prompt: expected some text, got none.")
+    return tokens
+
+
+class Detokenizer:
+    """Text of a stream of tokens, as soon as its characters are whole."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []  # those said last, which decide about spaces, and those not yet said
+        self._said = 0
+
+    def add(self, token: int) -> str:
+        """The text that this token completes."""
+        self._tokens.append(token)
+        text = self._new()
+        if text.endswith("\ufffd"):  # part of a character
+            return ""
+        self._tokens = self._tokens[self._said :]
+        self._said = len(self._tokens)
+        return text
+
+    def rest(self) -> str:
+        """What is left when the stream ends."""
+        return self._new()
+
+    def _new(self) -> str:
+        before = self._decode(self._tokens[: self._said])
+        return self._decode(self._tokens)[len(before) :]
+
+    def _decode(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode(tokens)) if tokens else ""
+
+
+def sampler(temp: float, top_p: float, seed: int | None) -> Pick:
+    """How to choose a token by its logits: the likeliest for ``temp`` 0, else one drawn as mlx-lm draws it.
+
+    Raises:
+        ConfigError: a negative temperature, or a ``top_p`` outside 0 to 1.
+    """
+    if not 0 <= temp < float("inf"):
+        raise ConfigError(f"--temp: expected a number of at least 0, got {temp}.")
+    if not 0 < top_p <= 1:
+        raise ConfigError(f"--top-p: expected a number above 0 and at most 1, got {top_p}.")
+    if seed is not None:
+        check_int("--seed", seed, 0)
+    random = np.random.default_rng(seed)
+
+    def draw(logits: Array) -> int:
+        weights = np.exp((logits - logits.max()).astype(np.float64))
+        kept = np.arange(len(weights))
+        if top_p < 1:
+            kept = np.argsort(-weights, kind="stable")
+            above = np.cumsum(weights[kept]) - weights[kept]
+            kept = kept[above < top_p * weights.sum()]
+        chances = weights[kept] ** (1 / temp)
+        return int(random.choice(kept, p=chances / chances.sum()))
+
+    return draw if temp else lambda logits: int(logits.argmax())

@@ -1,0 +1,264 @@
+"""Decoding with an exported model on plain onnxruntime."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import onnxruntime
+
+from mlx_sparse.checks import ArtefactError, ConfigError, ShapeError, check_int
+
+from . import memory
+from . import native as kernels
+from .domain import SPEC
+
+MODEL = "model.onnx"
+TYPES = {
+    "tensor(float)": np.dtype(np.float32),
+    "tensor(float16)": np.dtype(np.float16),
+    "tensor(bfloat16)": np.dtype(ml_dtypes.bfloat16),
+}
+STATES = {"past_key_values.": "present.", "past_sums.": "present_sums.", "past_conv.": "present_conv."}
+PIECE = 512  # tokens of a prompt at a time
+MASK_STEP = 1024  # the mask grows by this: the graph looks at all of it for every token
+# Logits per head and piece where the body attends, which holds all of them: 16 MB a head in float32.
+BODY_LOGITS = 1 << 22
+
+Array = npt.NDArray[Any]
+Pick = Callable[[Array], int]
+
+
+class Runner:
+    """An exported model with caches of its own, decoding one batch.
+
+    Args:
+        path: the folder that export-onnx wrote, or its model.onnx.
+        native: "auto" runs the native kernels where they were built, "off" the operators' bodies.
+        threads: of onnxruntime; None leaves it the choice.
+        batch: sequences decoded together.
+
+    Attributes:
+        length: tokens so far, padding included.
+        max_length: tokens that fit.
+        native: whether the native kernels run.
+        eos: tokens that end a text.
+        metadata: what the exporter wrote about the model.
+
+    Raises:
+        ArtefactError: the file is missing, damaged, not ours, or of a newer version.
+        BackendUnavailable: there are native kernels, but of another version.
+    """
+
+    def __init__(self, path: str | Path, *, native: str = "auto", threads: int | None = None, batch: int = 1) -> None:
+        self.path = _model_file(Path(path))
+        self.batch = check_int("batch", batch, 1)
+        self._session = _load(self.path, _options(native, threads))
+        self.native = native == "auto" and kernels.unavailable() is None
+        self.metadata: Mapping[str, str] = self._session.get_modelmeta().custom_metadata_map
+        self.eos = _eos(self.path, self.metadata)
+        states = _states(self.path, self._session)
+        self._capacity = states["past_key_values.0.key"][1][2]
+        self.max_length = _number(self.path, self.metadata, "max_length", self._capacity)
+        vocabulary = self._session.get_outputs()[0].shape[2]
+
+        self._binding = self._session.io_binding()
+        self._sums: list[Array] = []
+        for name, (dtype, shape) in states.items():
+            array = memory.zeros((self.batch, *shape[1:]), dtype)
+            value = memory.ort_value(array)
+            self._binding.bind_ortvalue_input(name, value)
+            self._binding.bind_ortvalue_output(_present(name), value)  # one buffer: appended to in place
+            if name.startswith("past_sums."):
+                self._sums.append(array)
+        self._mask = self._bound_input("attention_mask", (self.batch, min(MASK_STEP, self._capacity)))
+        self._logits = np.zeros((self.batch, 1, vocabulary), np.float32)
+        self._binding.bind_ortvalue_output("logits", memory.ort_value(self._logits))
+        self._tokens = self._bound_input("input_ids", (self.batch, 1))
+        self.length = 0
+
+    def reset(self) -> None:
+        """Forget all tokens. The caches need no clearing: what is not masked is never read."""
+        self.length = 0
+        self._mask[:] = 0
+        for array in self._sums:
+            array[:] = 0
+
+    def step(self, tokens: npt.ArrayLike, left_padding: Sequence[int] | None = None) -> Array:
+        """Append ``tokens (batch, L)`` and return the logits ``(batch, vocabulary)`` of the last, until the next step.
+
+        Args:
+            left_padding: tokens of each row that are padding; at the start only, and fewer than L.
+
+        Raises:
+            ShapeError: the tokens are no (batch, L), or more than fit.
+            ConfigError: padding that is too long or comes too late.
+        """
+        given = np.asarray(tokens, np.int64)
+        if given.ndim != 2 or given.shape[0] != self.batch or not given.shape[1]:
+            raise ShapeError(f"tokens: expected shape ({self.batch}, L), got {given.shape}.")
+        L = given.shape[1]
+        self._check_room("tokens", L)
+        padding = [0] * self.batch if left_padding is None else list(left_padding)
+        if len(padding) != self.batch or not all(0 <= n < L for n in padding) or (any(padding) and self.length):
+            raise ConfigError(
+                f"left_padding: expected {self.batch} numbers below {L} in the first step, and none later, "
+                f"got {padding} after {self.length} tokens."
+            )
+        if self._tokens.shape[1] != L:
+            self._tokens = self._bound_input("input_ids", (self.batch, L))
+        self._tokens[:] = given
+        if self.length + L > self._mask.shape[1]:
+            old, longer = self._mask, -(-(self.length + L) // MASK_STEP) * MASK_STEP
+            self._mask = self._bound_input("attention_mask", (self.batch, min(longer, self._capacity)))
+            self._mask[:, : old.shape[1]] = old
+        for row, first in enumerate(padding):
+            self._mask[row, self.length + first : self.length + L] = 1
+        self._session.run_with_iobinding(self._binding)
+        self.length += L
+        return self._logits[:, 0]
+
+    def prefill(self, prompt: Sequence[int]) -> Array:
+        """Append a prompt, for a batch of one, in pieces of bounded memory; return the logits of its last token."""
+        if not len(prompt):
+            raise ConfigError("prompt: expected at least one token, got none.")
+        self._check_room("prompt", len(prompt))
+        start = 0
+        while start < len(prompt):
+            piece = PIECE if self.native else max(16, min(PIECE, BODY_LOGITS // (self.length + PIECE)))
+            piece += len(prompt) - start == piece + 1  # one token alone would be attended sparsely, as in decoding
+            logits = self.step([list(prompt[start : start + piece])])
+            start += piece
+        return logits
+
+    def generate(self, prompt: Sequence[int], max_tokens: int, pick: Pick | None = None) -> Iterator[int]:
+        """Append a prompt and yield the tokens that follow, at most ``max_tokens``, up to one that ends the text.
+
+        Args:
+            pick: chooses a token by its logits ``(vocabulary,)``; None takes the likeliest.
+
+        Raises:
+            ShapeError: prompt and tokens do not fit, said before anything runs.
+        """
+        if self.batch != 1:
+            raise ConfigError(f"batch: expected 1 to generate, got {self.batch}. Use step().")
+        check_int("max_tokens", max_tokens, 1)
+        self._check_room("prompt", len(prompt))
+        self._check_room("prompt and max_tokens", len(prompt) + max_tokens - 1)  # the last one is not run
+        return self._generate(prompt, max_tokens, pick or _likeliest)
+
+    def _generate(self, prompt: Sequence[int], max_tokens: int, pick: Pick) -> Iterator[int]:
+        logits = self.prefill(prompt)
+        for n in range(1, max_tokens + 1):
+            token = pick(logits[0])
+            if token in self.eos:
+                return
+            yield token
+            if n < max_tokens:
+                logits = self.step([[token]])
+
+    def _check_room(self, what: str, count: int) -> None:
+        if self.length + count > self.max_length:
+            after = f" after {self.length}" if self.length else ""
+            raise ShapeError(
+                f"{what}: expected at most {self.max_length} tokens, which the model was exported for, "
+                f"got {count}{after}. Shorten it, or export with a larger --max-length."
+            )
+
+    def _bound_input(self, name: str, shape: tuple[int, int]) -> Array:
+        array = memory.zeros(shape, np.int64)
+        self._binding.bind_ortvalue_input(name, memory.ort_value(array))
+        return array
+
+
+def _likeliest(logits: Array) -> int:
+    return int(logits.argmax())
+
+
+def _present(past: str) -> str:
+    prefix = next(prefix for prefix in STATES if past.startswith(prefix))
+    return STATES[prefix] + past.removeprefix(prefix)
+
+
+def _options(mode: str, threads: int | None) -> onnxruntime.SessionOptions:
+    options = kernels.session_options(mode)
+    options.log_severity_level = 4  # its errors come as exceptions
+    if threads is not None:
+        options.intra_op_num_threads = check_int("threads", threads, 1)
+    return options
+
+
+def _model_file(path: Path) -> Path:
+    file = path / MODEL if path.is_dir() else path
+    if not file.is_file():
+        raise ArtefactError(f"model: expected a folder that export-onnx wrote, got {path}, without {MODEL}.")
+    return file
+
+
+def _load(path: Path, options: onnxruntime.SessionOptions) -> onnxruntime.InferenceSession:
+    try:
+        session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # onnxruntime's exceptions share no other base
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ArtefactError(f"model: expected {path} to load, got: {reason}") from None
+    metadata = session.get_modelmeta().custom_metadata_map
+    spec = metadata.get("mlx_sparse.spec")
+    if spec is None:
+        raise ArtefactError(f"model: expected a file that export-onnx wrote, got another: {path}.")
+    if spec != str(SPEC):
+        raise ArtefactError(
+            f"model: expected version {SPEC} of the operators, got {spec!r} in {path}. "
+            "Update mlx-sparse-attention, or export the model again."
+        )
+    return session
+
+
+def _states(path: Path, session: onnxruntime.InferenceSession) -> dict[str, tuple[np.dtype[Any], list[int]]]:
+    """Type and shape of every cache of the file, which may say what it likes."""
+    inputs = {info.name: info for info in session.get_inputs()}
+    outputs = {info.name for info in session.get_outputs()}
+
+    def fail(what: str) -> ArtefactError:
+        return ArtefactError(f"model: expected {what}, got another in {path}. Export the model again.")
+
+    states: dict[str, tuple[np.dtype[Any], list[int]]] = {}
+    for name, info in inputs.items():
+        if name in ("input_ids", "attention_mask"):
+            continue
+        if not name.startswith(tuple(STATES)) or _present(name) not in outputs:
+            raise fail(f"inputs of a decoder with caches (not {name!r})")
+        if info.type not in TYPES or not all(isinstance(n, int) and n > 0 for n in info.shape[1:]):
+            raise fail(f"{name} with a type and a size")
+        states[name] = TYPES[info.type], info.shape
+    capacities = {shape[2] for name, (_, shape) in states.items() if name.startswith("past_key_values.")}
+    if len(capacities) != 1 or "past_key_values.0.key" not in states or len(inputs) != len(states) + 2:
+        raise fail("caches of one length")
+    logits = session.get_outputs()[0]
+    if (
+        logits.name != "logits"
+        or logits.type != "tensor(float)"
+        or logits.shape[1] != 1
+        or not isinstance(logits.shape[2], int)
+    ):
+        raise fail("logits of one token as the first output")
+    return states
+
+
+def _number(path: Path, metadata: Mapping[str, str], name: str, most: int) -> int:
+    text = metadata.get(f"mlx_sparse.{name}", "")
+    if not text.isdecimal() or not 1 <= int(text) <= most:
+        raise ArtefactError(f"model: expected {name} to be a number from 1 to {most}, got {text!r} in {path}.")
+    return int(text)
+
+
+def _eos(path: Path, metadata: Mapping[str, str]) -> frozenset[int]:
+    try:
+        tokens = json.loads(metadata.get("mlx_sparse.eos_token_ids", "[]"))
+        return frozenset(check_int("eos_token_ids", token, 0) for token in tokens)
+    except (ValueError, TypeError):
+        raise ArtefactError(f"model: expected a list of numbers as eos_token_ids, got another in {path}.") from None

@@ -1,0 +1,135 @@
+"""Exported models under onnxruntime-genai."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import onnxruntime_genai as og
+import pytest
+import tiny_models
+from exported import SPARQ, by_method, exported, said_by_mlx
+from mlx_sparse.onnx_export import genai, native
+from mlx_sparse.onnx_export.runner import Runner
+
+from mlx_sparse.checks import ArtefactError
+
+STEPS = 24
+PROMPT = tiny_models.prompt_of(100)
+
+
+@pytest.fixture
+def native_library() -> Path:
+    if reason := native.unavailable():
+        pytest.skip(reason)
+    return native.library_path()
+
+
+@pytest.fixture(params=["bodies", "native"])
+def with_kernels(request: pytest.FixtureRequest) -> bool:
+    if request.param == "native":
+        request.getfixturevalue("native_library")
+    return request.param == "native"
+
+
+class Generator:
+    """genai's generator over a folder."""
+
+    def __init__(self, folder: Path, rows: int = 1, **search: object) -> None:
+        self.model = og.Model(str(folder))
+        params = og.GeneratorParams(self.model)
+        params.set_search_options(batch_size=rows, **search)
+        self.generator = og.Generator(self.model, params)
+
+    def say(self, prompts: list[list[int]], steps: int) -> list[list[int]]:
+        """Append prompts of one length; the greedy tokens that follow."""
+        given = np.array(prompts, np.int32)
+        self.generator.append_tokens(given if len(prompts) > 1 else given[0])
+        for _ in range(steps):
+            self.generator.generate_next_token()
+        return [self.generator.get_sequence(i)[-steps:].tolist() for i in range(len(prompts))]
+
+
+def copy_of(folder: Path, tmp_path: Path, with_kernels: bool) -> Path:
+    copy = Path(shutil.copytree(folder, tmp_path / "model"))
+    if with_kernels:
+        genai.add_native_library(copy)
+    return copy
+
+
+@by_method
+@pytest.mark.parametrize("layers", [2, 3])  # an odd number of SparQ layers leaves half a virtual layer over
+def test_tokens_are_those_of_mlx(method: str, layers: int, with_kernels: bool, tmp_path: Path) -> None:
+    changes = {"num_hidden_layers": layers}
+    folder = copy_of(exported(method, **changes), tmp_path, with_kernels)
+    [tokens] = Generator(folder).say([PROMPT], STEPS)
+    assert tokens[1:] == said_by_mlx(method, PROMPT, STEPS, **changes)
+
+
+@by_method
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_tokens_are_those_of_the_runner_with_half_precision_caches(
+    method: str, dtype: str, with_kernels: bool, tmp_path: Path
+) -> None:
+    folder = copy_of(exported(method, dtype=dtype), tmp_path, with_kernels)
+    runner = Runner(folder, native="auto" if with_kernels else "off")
+    assert Generator(folder).say([PROMPT], STEPS) == [list(runner.generate(PROMPT, STEPS))]
+
+
+@by_method
+def test_rows_of_a_batch_say_what_each_says_alone(method: str) -> None:
+    prompts = [tiny_models.prompt_of(60, seed) for seed in (1, 2)]
+    together = Generator(exported(method), rows=2).say(prompts, STEPS)
+    assert together == [Generator(exported(method)).say([prompt], STEPS)[0] for prompt in prompts]
+    assert together[0] != together[1]
+
+
+@by_method
+def test_rows_of_unequal_length_are_refused_rather_than_mixed_up(method: str) -> None:
+    rows = [PROMPT[:6], [*PROMPT[:4], tiny_models.EOS, tiny_models.EOS]]  # genai pads on the right
+    with pytest.raises(RuntimeError):
+        Generator(exported(method), rows=2).say(rows, 2)
+
+
+@by_method
+def test_a_prompt_can_be_appended_in_parts(method: str) -> None:
+    generator = Generator(exported(method))
+    generator.say([PROMPT[:40]], 0)
+    [tokens] = generator.say([PROMPT[40:]], STEPS)
+    assert tokens[1:] == said_by_mlx(method, PROMPT, STEPS)
+
+
+@by_method
+def test_a_long_prompt_goes_in_pieces(method: str) -> None:
+    prompt = tiny_models.prompt_of(600)
+    folder = exported(method, max_length=1024)
+    assert json.loads((folder / genai.CONFIG).read_text())["search"]["chunk_size"] < len(prompt)
+    [tokens] = Generator(folder).say([prompt], STEPS)
+    assert tokens[1:] == said_by_mlx(method, prompt, STEPS)
+
+
+@by_method
+def test_what_was_said_can_be_forgotten(method: str) -> None:
+    generator = Generator(exported(method))
+    generator.say([PROMPT[::-1]], 5)
+    generator.generator.rewind_to(0)
+    [tokens] = generator.say([PROMPT], STEPS)
+    assert tokens[1:] == said_by_mlx(method, PROMPT, STEPS)
+
+
+def test_more_tokens_than_the_caches_hold_are_refused() -> None:
+    folder = exported(SPARQ, max_length=250)  # in caches of 256
+    with pytest.raises(RuntimeError, match=r"max_length .251. cannot be greater than model context_length .250."):
+        Generator(folder, max_length=251)
+    generator = Generator(folder)
+    generator.say([PROMPT * 2], 50)
+    assert generator.generator.is_done()
+
+
+@pytest.mark.usefixtures("native_library")
+def test_a_native_library_needs_a_folder_for_genai(tmp_path: Path) -> None:
+    with pytest.raises(ArtefactError, match=r"^folder: expected one with genai_config.json"):
+        genai.add_native_library(tmp_path)
+    assert not list(tmp_path.iterdir())

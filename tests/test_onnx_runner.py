@@ -1,0 +1,402 @@
+"""The runner of exported models, in Python and as a command."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import tiny_models
+from exported import SPARQ, by_method, exported, said_by_mlx
+from mlx_sparse.onnx_export import exporter, native, run, runner
+from mlx_sparse.onnx_export.runner import Runner
+
+from mlx_sparse import cli
+from mlx_sparse.checks import ArtefactError, ConfigError, ShapeError
+
+STEPS = 24
+PROMPT = tiny_models.prompt_of(100)
+WORDS = tiny_models.words(PROMPT)
+
+
+by_kernels = pytest.mark.parametrize(
+    "mode",
+    [
+        "off",
+        pytest.param("auto", marks=pytest.mark.skipif(native.unavailable() is not None, reason="no native kernels")),
+    ],
+    ids=["bodies", "native"],
+)
+
+
+# Runner
+
+
+@by_method
+@by_kernels
+def test_tokens_are_those_of_mlx(method: str, mode: str) -> None:
+    model = Runner(exported(method), native=mode, threads=1)
+    assert model.native == (mode == "auto")
+    tokens = list(model.generate(PROMPT, STEPS))
+    assert tokens[1:] == said_by_mlx(method, PROMPT, STEPS)
+    assert model.length == len(PROMPT) + STEPS - 1
+
+
+@by_method
+def test_a_prompt_in_pieces_equals_one_in_one_go(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Runner(exported(method), native="off")
+    whole = model.prefill(PROMPT).copy()
+    after = model.step([[5]]).copy()
+    model.reset()
+    monkeypatch.setattr(runner, "PIECE", 33)
+    assert np.abs(model.prefill(PROMPT) - whole).max() <= 1e-5 * np.abs(whole).max()
+    assert np.abs(model.step([[5]]) - after).max() <= 1e-5 * np.abs(after).max()
+
+
+@by_method
+def test_after_a_reset_nothing_is_left(method: str) -> None:
+    model = Runner(exported(method))
+    first = list(model.generate(PROMPT, STEPS))
+    other = list(model.generate(PROMPT[::-1], 5))  # goes on
+    model.reset()
+    assert model.length == 0
+    assert list(model.generate(PROMPT, STEPS)) == first
+    assert other != first[:5]
+
+
+@by_method
+def test_padded_rows_say_what_each_says_alone(method: str) -> None:
+    prompts = [tiny_models.prompt_of(n, seed=n) for n in (60, 45)]
+    model = Runner(exported(method), batch=2)
+    padded = [prompts[0], [tiny_models.EOS] * 15 + prompts[1]]
+    picked = [model.step(padded, left_padding=[0, 15]).argmax(axis=1)]
+    for _ in range(STEPS - 1):
+        picked.append(model.step(picked[-1][:, None]).argmax(axis=1))
+    alone = Runner(exported(method))
+    for row, prompt in enumerate(prompts):
+        alone.reset()
+        assert [int(tokens[row]) for tokens in picked] == list(alone.generate(prompt, STEPS))
+
+
+def test_the_mask_grows_with_the_text() -> None:
+    prompt = tiny_models.prompt_of(1500)
+    model = Runner(exported(SPARQ, max_length=2048))
+    assert list(model.generate(prompt, STEPS))[1:] == said_by_mlx(SPARQ, prompt, STEPS)
+
+
+def test_memory_does_not_grow_with_the_tokens() -> None:
+    model = Runner(exported(SPARQ, max_length=2048))
+    model.prefill(PROMPT)
+    tracked = _growth(lambda: model.step([[7]]), 800)
+    assert tracked < 1 << 20, f"{tracked} bytes"
+
+
+def _growth(step: Any, count: int) -> int:
+    """Bytes of memory that the process gained between the first half of the steps and the second."""
+    statm = Path("/proc/self/statm")
+    if not statm.exists():
+        pytest.skip("needs /proc")
+
+    def resident() -> int:
+        return os.sysconf("SC_PAGE_SIZE") * int(statm.read_text().split()[1])
+
+    for _ in range(count // 2):
+        step()
+    before = resident()
+    for _ in range(count // 2):
+        step()
+    return resident() - before
+
+
+def test_a_text_ends_where_the_model_ends_it() -> None:
+    model = Runner(exported("dense"))
+    tokens = list(model.generate(PROMPT, STEPS))
+    model.reset()
+    model.eos = frozenset({tokens[7]})
+    assert list(model.generate(PROMPT, STEPS)) == tokens[: tokens.index(tokens[7])]
+
+
+def test_tokens_are_picked_by_the_function_given() -> None:
+    model = Runner(exported("dense"))
+    unlikeliest = list(model.generate(PROMPT, 3, pick=lambda logits: int(logits[1:].argmin()) + 1))
+    assert len(unlikeliest) == 3
+    model.reset()
+    assert unlikeliest != list(model.generate(PROMPT, 3))
+
+
+@pytest.mark.parametrize(
+    ("length", "count", "message"),
+    [
+        (251, 1, "prompt: expected at most 250 tokens, which the model was exported for, got 251."),
+        (250, 2, "prompt and max_tokens: expected at most 250 tokens, which the model was exported for, got 251."),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_runs(length: int, count: int, message: str) -> None:
+    model = Runner(exported("dense", max_length=250))
+    with pytest.raises(ShapeError, match=f"^{re.escape(message)} Shorten it, or export with a larger --max-length.$"):
+        model.generate(tiny_models.prompt_of(length), count)
+    assert model.length == 0
+
+
+def test_as_much_as_fits_is_generated() -> None:
+    model = Runner(exported("dense", max_length=250))
+    assert len(list(model.generate(tiny_models.prompt_of(200), 51))) == 51
+    with pytest.raises(ShapeError, match=r"^tokens: expected at most 250 tokens.* got 1 after 250"):
+        model.step([[1]])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "padding", "error"),
+    [
+        ([1, 2], None, ShapeError),
+        ([[1], [2]], None, ShapeError),
+        ([[]], None, ShapeError),
+        ([[1, 2]], [2], ConfigError),
+        ([[1, 2]], [0, 0], ConfigError),
+        ([[1, 2]], [-1], ConfigError),
+    ],
+)
+def test_a_step_of_another_shape_is_refused(tokens: Any, padding: list[int] | None, error: type[Exception]) -> None:
+    model = Runner(exported("dense"))
+    with pytest.raises(error, match=r"^(tokens|left_padding): expected .*, got "):
+        model.step(tokens, left_padding=padding)
+
+
+# Files that are not ours
+
+
+def spoiled(tmp_path: Path, **metadata: str | None) -> Path:
+    """A copy of an exported model with other metadata."""
+    folder = Path(shutil.copytree(exported("dense"), tmp_path / "model"))
+    model = onnx.load(folder / "model.onnx", load_external_data=False)
+    known = {entry.key.removeprefix("mlx_sparse."): entry.value for entry in model.metadata_props} | metadata
+    onnx.helper.set_model_props(model, {f"mlx_sparse.{k}": v for k, v in known.items() if v is not None})
+    onnx.save(model, folder / "model.onnx")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"spec": None}, "model: expected a file that export-onnx wrote, got another: "),
+        ({"spec": "2"}, "model: expected version 1 of the operators, got '2' in "),
+        ({"max_length": "257"}, "model: expected max_length to be a number from 1 to 256, got '257' in "),
+        ({"max_length": "-1"}, "model: expected max_length to be a number from 1 to 256, got '-1' in "),
+        ({"eos_token_ids": "[true]"}, "model: expected a list of numbers as eos_token_ids, got another in "),
+        ({"eos_token_ids": "]"}, "model: expected a list of numbers as eos_token_ids, got another in "),
+    ],
+)
+def test_foreign_and_newer_files_are_refused(metadata: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ArtefactError, match=f"^{re.escape(message)}[^\n]*$"):
+        Runner(spoiled(tmp_path, **metadata))
+
+
+def test_other_inputs_are_refused(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(exported("dense"), tmp_path / "model"))
+    model = onnx.load(folder / "model.onnx", load_external_data=False)
+    model.graph.input.append(onnx.helper.make_tensor_value_info("surprise", 1, [1]))
+    onnx.save(model, folder / "model.onnx")
+    with pytest.raises(ArtefactError, match=r"^model: expected inputs of a decoder with caches"):
+        Runner(folder)
+
+
+def test_a_file_of_another_model_is_refused(tmp_path: Path) -> None:
+    info = onnx.helper.make_tensor_value_info("x", 1, [1])
+    out = onnx.helper.make_tensor_value_info("y", 1, [1])
+    graph = onnx.helper.make_graph([onnx.helper.make_node("Identity", ["x"], ["y"])], "other", [info], [out])
+    opset = [onnx.helper.make_opsetid("", 18)]
+    onnx.save(onnx.helper.make_model(graph, ir_version=8, opset_imports=opset), tmp_path / "model.onnx")
+    with pytest.raises(ArtefactError, match=r"^model: expected a file that export-onnx wrote, got another: "):
+        Runner(tmp_path / "model.onnx")
+
+
+@pytest.mark.parametrize("damage", ["no folder", "no model", "no data", "cut data", "cut model", "text"])
+def test_a_damaged_folder_is_refused_in_one_line(damage: str, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(exported("dense"), tmp_path / "model"))
+    model, data = folder / "model.onnx", folder / "model.onnx.data"
+    if damage == "no folder":
+        shutil.rmtree(folder)
+    elif damage == "no model":
+        model.unlink()
+    elif damage == "no data":
+        data.unlink()
+    elif damage == "cut data":
+        data.write_bytes(data.read_bytes()[:1000])
+    else:
+        model.write_bytes(model.read_bytes()[:5000] if damage == "cut model" else b"hello")
+    with pytest.raises(ArtefactError, match=r"^model: expected [^\n]*$"):
+        Runner(folder)
+
+
+# The command
+
+
+def generate(*arguments: str) -> int:
+    return cli.main(["run-onnx", *arguments])
+
+
+@by_method
+def test_the_command_prints_the_text_and_mlx_lms_lines(method: str, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = exported(method)
+    assert generate(str(folder), "--prompt", WORDS, "--max-tokens", "24", "--native", "off") == 0
+    rule, text, second, *lines = capsys.readouterr().out.splitlines()
+    assert rule == second == "=" * 10
+    assert text == tiny_models.words(list(Runner(folder, native="off").generate(PROMPT, 24)))
+    assert re.fullmatch(r"Prompt: 100 tokens, \d+\.\d{3} tokens-per-sec", lines[0])
+    assert re.fullmatch(r"Generation: 24 tokens, \d+\.\d{3} tokens-per-sec", lines[1])
+    assert lines[2] == f"Attention: {Runner(folder).metadata['mlx_sparse.method']}, function bodies (no native kernels)"
+
+
+def test_the_command_reads_a_prompt_and_prints_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin.read", lambda: WORDS, raising=False)
+    assert generate(str(exported(SPARQ)), "--prompt", "-", "-m", "3", "--json", "--threads", "1") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["prompt_tokens"] == 100
+    assert found["generation_tokens"] == 3
+    assert found["finish_reason"] == "length"
+    assert found["text"] == tiny_models.words(list(Runner(exported(SPARQ)).generate(PROMPT, 3)))
+
+
+def test_a_chat_template_is_used_unless_ignored(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(exported("dense"), tmp_path / "model"))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["chat_template"] = "w1 w2 {% for message in messages %}{{ message['content'] }}{% endfor %} w3"
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    counts = []
+    for extra in ([], ["--ignore-chat-template"]):
+        assert generate(str(folder), "--prompt", "w5 w6", "-m", "2", "--json", *extra) == 0
+        counts.append(json.loads(capsys.readouterr().out)["prompt_tokens"])
+    assert counts == [5, 2]
+
+
+def test_without_a_number_as_many_tokens_as_fit_are_generated(capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate(str(exported("dense", max_length=250)), "--prompt", WORDS, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["generation_tokens"] == 151
+
+
+def test_a_seed_repeats_a_text(capsys: pytest.CaptureFixture[str]) -> None:
+    texts = []
+    for seed in ("1", "1", "2"):
+        arguments = ["--prompt", WORDS, "-m", "20", "--json", "--temp", "1.5", "--top-p", "0.9", "--seed", seed]
+        assert generate(str(exported("dense")), *arguments) == 0
+        texts.append(json.loads(capsys.readouterr().out)["text"])
+    assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt", WORDS, "-m", "200"], "prompt and max_tokens: expected at most 256 tokens, which the model was"),
+        (["--prompt", WORDS * 3], "prompt: expected at most 256 tokens, which the model was"),
+        (["--prompt", ""], "--prompt: expected some text, got none."),
+        (["--prompt", "w1", "-m", "0"], "--max-tokens: expected an integer of at least 1, got 0."),
+        (["--prompt", "w1", "--temp", "-1"], "--temp: expected a number of at least 0, got -1.0."),
+        (["--prompt", "w1", "--temp", "nan"], "--temp: expected a number of at least 0, got nan."),
+        (["--prompt", "w1", "--top-p", "0"], "--top-p: expected a number above 0 and at most 1, got 0.0."),
+        (["--prompt", "w1", "--seed", "-1"], "--seed: expected an integer of at least 0, got -1."),
+        (["--prompt", "w1", "--threads", "0"], "threads: expected an integer of at least 1, got 0."),
+    ],
+)
+def test_wrong_arguments_are_refused_in_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert generate(str(exported("dense")), *arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"mlx-sparse: error: {message}")
+    assert captured.err.count("\n") == 1
+    assert not captured.out
+
+
+@pytest.mark.parametrize("missing", ["tokenizer.json", "model.onnx"])
+def test_a_folder_without_what_is_needed_is_refused(
+    missing: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(exported("dense"), tmp_path / "model"))
+    (folder / missing).unlink()
+    assert generate(str(folder), "--prompt", "w1") == 2
+    error = capsys.readouterr().err
+    assert error.startswith("mlx-sparse: error: model: expected ")
+    assert error.count("\n") == 1
+
+
+def test_the_runner_needs_no_mlx() -> None:
+    """An exported model runs where MLX cannot be installed."""
+    code = f"""
+import sys
+sys.modules["mlx"] = sys.modules["mlx.core"] = sys.modules["mlx_lm"] = None  # whoever imports them fails
+from mlx_sparse import cli
+sys.exit(cli.main(["run-onnx", {str(exported(SPARQ))!r}, "--prompt", "w1 w2", "-m", "3"]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Generation: 3 tokens" in done.stdout
+
+
+def test_without_onnxruntime_one_line_says_what_to_install() -> None:
+    code = 'import sys; sys.modules["onnxruntime"] = None\nfrom mlx_sparse import cli\nsys.exit(cli.main(sys.argv[1:]))'
+    command = [sys.executable, "-c", code, "run-onnx", "nowhere", "--prompt", "x"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "mlx-sparse: error: onnxruntime: expected it to be installed, got none. "
+        "Run: pip install 'mlx-sparse-attention[onnx]'\n"
+    )
+
+
+# Sampling and text
+
+
+def test_samples_follow_the_distribution_of_mlx_lm() -> None:
+    logits = np.log(np.array([0.5, 0.3, 0.15, 0.05], np.float32))
+    pick = run.sampler(2.0, 0.9, seed=0)
+    drawn = np.bincount([pick(logits) for _ in range(20000)], minlength=4) / 20000
+    kept = np.sqrt([0.5, 0.3, 0.15, 0.0])  # top-p before the temperature; the last is beyond 0.9
+    assert np.abs(drawn - kept / kept.sum()).max() < 0.015
+
+
+def test_characters_of_several_tokens_come_out_whole() -> None:
+    class Bytes:
+        """A tokenizer whose tokens are bytes."""
+
+        def decode(self, tokens: list[int]) -> str:
+            return bytes(tokens).decode("utf-8", errors="replace")
+
+    text = "süß 🙂 日本"
+    detokenizer = run.Detokenizer(Bytes())
+    pieces = [detokenizer.add(byte) for byte in text.encode()]
+    assert "".join(pieces) == text
+    assert "\ufffd" not in "".join(pieces)
+    assert detokenizer.rest() == ""
+    assert detokenizer.add("🙂".encode()[0]) == ""
+    assert detokenizer.rest() == "\ufffd"
+
+
+# A real model
+
+
+def test_smollm2_says_through_the_command_what_it_says_in_mlx(
+    smollm2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from mlx_lm import generate as mlx_generate
+    from mlx_lm import load
+
+    question = "Why is the sky blue? Answer in one sentence."
+    exporter.export(str(smollm2), tmp_path / "exported", method="sparq", max_length=512)
+    capsys.readouterr()
+    assert generate(str(tmp_path / "exported"), "--prompt", question, "-m", "32", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    model, tokenizer = load(str(smollm2))
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True)
+    assert found["prompt_tokens"] == len(chat)
+    assert found["text"] == mlx_generate(model, tokenizer, chat, max_tokens=32)
+    assert len(found["text"].split()) > 10
