@@ -1,8 +1,9 @@
-"""``mlx-sparse bench``: time of a decode step, memory traffic of the kernels, and the roofline model."""
+"""``mlx-sparse bench``: time of a decode step, memory traffic of the kernels, the roofline model, and ONNX on CPUs."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import shlex
 from collections.abc import Callable, Sequence
@@ -11,13 +12,15 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from ..checks import ConfigError, check_int, check_rank
+from ..checks import ConfigError, check_int, check_local_window, check_rank
 from ..config import SparQ, parse
 from .output import machine, write
 
 DTYPES = ("float16", "bfloat16", "float32")
 LENGTHS = "1k,2k,4k,8k,16k,32k,64k,128k"
 SHAPES = "32x8x128,32x32x128,9x3x64"
+ONNX_LENGTHS = "4k,16k,64k,128k"
+ONNX_SHAPE = "32x8x128"
 
 
 @dataclass(frozen=True)
@@ -33,8 +36,7 @@ def main(argv: Sequence[str]) -> int:
     """Run a benchmark; return the exit code."""
     args = _parser().parse_args(argv)
     _check_output(args.output)
-    run: Callable[[argparse.Namespace], Result] = _traffic if args.traffic else _roofline if args.roofline else _decode
-    result = run(args)
+    result = _chosen(args)(args)
     command = shlex.join(["mlx-sparse", "bench", *_without_output(argv)])
     facts = {"command": command, "date": date.today().isoformat(), "machine": machine()}
     document = json.dumps(facts | {"rows": result.rows}, indent=1, default=str)
@@ -44,6 +46,14 @@ def main(argv: Sequence[str]) -> int:
     return 0 if result.right else 1
 
 
+def _chosen(args: argparse.Namespace) -> Callable[[argparse.Namespace], Result]:
+    if args.traffic:
+        return _traffic
+    if args.roofline:
+        return _roofline
+    return _onnx if args.onnx else _decode
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mlx-sparse bench",
@@ -51,13 +61,18 @@ def _parser() -> argparse.ArgumentParser:
         "checking that its result is right.",
     )
     parser.add_argument("--attn", metavar="METHOD", default="sparq", help="such as sparq:rank=16 (default: sparq)")
-    parser.add_argument("--lengths", metavar="S,...", default=LENGTHS, help=f"numbers of keys (default: {LENGTHS})")
     parser.add_argument(
-        "--shapes", metavar="QxKxD,...", default=SHAPES, help=f"query heads x KV heads x head dim (default: {SHAPES})"
+        "--lengths", metavar="S,...", help=f"numbers of keys (default: {LENGTHS}; with --onnx {ONNX_LENGTHS})"
+    )
+    parser.add_argument(
+        "--shapes",
+        metavar="QxKxD,...",
+        help=f"query heads x KV heads x head dim (default: {SHAPES}; with --onnx one, {ONNX_SHAPE})",
     )
     parser.add_argument("--dtype", metavar="TYPE,...", default="float16", help=", ".join(DTYPES))
     parser.add_argument("--backend", metavar="NAME", default="auto", help="auto, ops or metal")
     parser.add_argument("--repeat", metavar="N", type=int, default=15, help="steps of each kind (default: 15)")
+    parser.add_argument("--threads", metavar="N,...", default="1,2", help="with --onnx (default: 1,2)")
     other = parser.add_mutually_exclusive_group()
     other.add_argument(
         "--traffic",
@@ -67,6 +82,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     other.add_argument(
         "--roofline", action="store_true", help="instead, model the time on Apple's chips: no measurement"
+    )
+    other.add_argument(
+        "--onnx",
+        action="store_true",
+        help="instead, time a decode step of the ONNX operators on onnxruntime against others on the CPU, and hold it "
+        "to the bars of docs/results/onnx.md",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="also write FILE.json or FILE.md")
@@ -81,8 +102,8 @@ def _decode(args: argparse.Namespace) -> Result:
 
     config = _sparq(args.attn)
     check_int("repeat", args.repeat, 2)
-    lengths = [_length(text) for text in args.lengths.split(",")]
-    shapes = [Shape(*_shape(text)) for text in args.shapes.split(",")]
+    lengths = [_length(text) for text in (args.lengths or LENGTHS).split(",")]
+    shapes = [Shape(*_shape(text)) for text in (args.shapes or SHAPES).split(",")]
     dtypes = args.dtype.split(",")
     if not set(dtypes) <= set(DTYPES):
         raise ConfigError(f"--dtype: expected some of {', '.join(DTYPES)}, got {args.dtype}.")
@@ -114,6 +135,23 @@ def _roofline(args: argparse.Namespace) -> Result:
     return Result(rows, roofline.text(rows, config))
 
 
+def _onnx(args: argparse.Namespace) -> Result:
+    config = _sparq(args.attn)
+    if config != SparQ(config.rank, config.top_k, config.local_window):
+        raise ConfigError(f"--attn: expected rank, top_k and local_window alone with --onnx, got {args.attn}.")
+    check_int("repeat", args.repeat, 2)
+    rows, text, right = importlib.import_module("mlx_sparse.onnx_export.bench").run(
+        [_length(length) for length in (args.lengths or ONNX_LENGTHS).split(",")],
+        [_threads(number) for number in args.threads.split(",")],
+        _shape(args.shapes or ONNX_SHAPE),
+        rank=config.rank,
+        top_k=config.top_k,
+        window=check_local_window(config.local_window, config.top_k),
+        repeat=args.repeat,
+    )
+    return Result(rows, text, right)
+
+
 def _sparq(text: str) -> SparQ:
     configs = parse(text)
     if len(configs) != 1 or not isinstance(configs[0], SparQ):
@@ -126,6 +164,10 @@ def _length(text: str) -> int:
     if not number.isdecimal() or int(number) < 1:
         raise ConfigError(f"--lengths: expected numbers such as 1k,2k,3000, got {text!r}.")
     return int(number) * factor
+
+
+def _threads(text: str) -> int:
+    return check_int("--threads", int(text) if text.isdecimal() else text, 1)
 
 
 def _shape(text: str) -> tuple[int, int, int]:
