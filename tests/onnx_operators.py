@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Any
 
 import cases
@@ -12,6 +13,7 @@ import onnxruntime as ort
 import pytest
 from cases import CASES, SPARQ, Array, Case, assert_as_good_as_plain, plain_attention, plain_reallocation, round_to
 from mlx_sparse.onnx_export import native
+from onnx import ModelProto
 from onnx.reference import ReferenceEvaluator
 from require import absent
 
@@ -54,11 +56,19 @@ def from_ort(value: ort.OrtValue) -> Array:
 class Operator:
     """One operator with its attributes on one runtime: arrays by name in, arrays by name out."""
 
-    def __init__(self, runtime: str, name: str, dtype: str, threads: int = 1, **attributes: float) -> None:
+    def __init__(
+        self,
+        runtime: str,
+        name: str,
+        dtype: str,
+        threads: int = 1,
+        lowered: Callable[[ModelProto], ModelProto] = lambda model: model,
+        **settings: Any,
+    ) -> None:
         if runtime == "native" and (reason := native.unavailable()):
             absent("ort", reason)
         profile = onnx_export.COMPAT if runtime == "onnxruntime-compat" else onnx_export.DEFAULT
-        model = onnx_export.operator_model(name, dtype=DTYPES[dtype].name, profile=profile, **attributes)
+        model = lowered(onnx_export.operator_model(name, dtype=DTYPES[dtype].name, profile=profile, **settings))
         self.schema = onnx_export.OPERATORS[name]
         self.dtype = DTYPES[dtype]
         self.reference = ReferenceEvaluator(model) if runtime == "reference" else None
@@ -144,3 +154,15 @@ def advance(caches: dict[str, Array], got: dict[str, Array], tokens: int) -> dic
     """The caches for the next call."""
     past = {name.replace("present", "past"): array for name, array in got.items() if name != "output"}
     return {**past, "past_length": caches["past_length"] + tokens}
+
+
+def windowed_attention(q: Array, k: Array, v: Array, first: Array, window: int, scale: float) -> Array:
+    """Attention in float64 where query i of L attends to keys p - window < j <= p, p = S - L + i."""
+    L, S, G = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
+    p, j = np.arange(S - L, S)[:, None], np.arange(S)
+    attended = (j <= p) & (j > p - window) & (j >= first[:, None, None, None])
+    keys, values = (np.repeat(array.astype(np.float64), G, axis=1) for array in (k, v))
+    logits = np.where(attended, scale * (q.astype(np.float64) @ keys.swapaxes(-1, -2)), -np.inf)
+    top = logits.max(axis=-1, keepdims=True)
+    weights = np.exp(logits - np.where(np.isfinite(top), top, 0))
+    return weights / np.maximum(weights.sum(axis=-1, keepdims=True), 1e-300) @ values

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
-from cases import Array, Case, assert_as_good_as_plain, assert_same_choice, plain_attention
+from cases import Case, assert_as_good_as_plain, assert_same_choice, plain_attention
 from mlx_lm.models.base import create_causal_mask
 from onnx.inliner import inline_local_functions
 from onnx_operators import (
@@ -27,6 +27,7 @@ from onnx_operators import (
     select,
     session,
     step,
+    windowed_attention,
 )
 
 from mlx_sparse import onnx_export, oracle
@@ -78,18 +79,6 @@ def test_dense_attention_equals_the_oracle(runtime: str, case: Case) -> None:
     everything = np.where(everything >= padding(case)[:, None, None], everything, -1)
     plain = plain_attention(q, k, v, everything, scale, case.dtype)
     assert_as_good_as_plain(got, expected, plain, case.dtype)
-
-
-def windowed_attention(q: Array, k: Array, v: Array, first: Array, window: int, scale: float) -> Array:
-    """Attention in float64 where query i of L attends to keys p - window < j <= p, p = S - L + i."""
-    L, S, G = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
-    p, j = np.arange(S - L, S)[:, None], np.arange(S)
-    attended = (j <= p) & (j > p - window) & (j >= first[:, None, None, None])
-    keys, values = (np.repeat(array.astype(np.float64), G, axis=1) for array in (k, v))
-    logits = np.where(attended, scale * (q.astype(np.float64) @ keys.swapaxes(-1, -2)), -np.inf)
-    top = logits.max(axis=-1, keepdims=True)
-    weights = np.exp(logits - np.where(np.isfinite(top), top, 0))
-    return weights / np.maximum(weights.sum(axis=-1, keepdims=True), 1e-300) @ values
 
 
 @pytest.mark.parametrize("window", [1, 7, 64, 90, 1000])

@@ -92,6 +92,23 @@ def test_nodes_in_a_body_pass_on_every_attribute(name: str) -> None:
 
 
 @by_operator
+def test_a_body_computes_nothing_that_is_not_used(name: str) -> None:
+    body = onnx_export.function(name)
+    used, made = set(body.output), []
+
+    def walk(nodes: Any) -> None:
+        for node in nodes:
+            used.update(node.input)
+            made.append(list(node.output))
+            for attribute in node.attribute:
+                used.update(output.name for output in attribute.g.output)
+                walk(attribute.g.node)
+
+    walk(body.node)
+    assert [outputs for outputs in made if not used & set(outputs)] == []
+
+
+@by_operator
 def test_the_body_gives_the_types_and_shapes_of_the_schema(name: str) -> None:
     """Inference through the body alone, then by the schema: both find what the model declares."""
     declared = model(name, sizes={"B": 2, "Hq": 8, "Hkv": 2, "D": 64})
