@@ -4,63 +4,112 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
+from typing import NoReturn
 
-from mlx_sparse.checks import ConfigError, SparseAttentionError
+from mlx_sparse.checks import BackendUnavailable, ConfigError, SparseAttentionError
+
+INSTALL = "Install the packages of the exporter: pip install 'mlx-sparse-attention[onnx]'"
 
 
-def main(arguments: list[str] | None = None) -> int:
+class _Parser(argparse.ArgumentParser):
+    """A mistake is one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status. A mistake is one line on standard error and status 2."""
-    args = _parser().parse_args(arguments)
+    parser = _parser()
+    args = parser.parse_args(arguments)
     try:
-        from .exporter import export
-
-        made = export(
-            args.model,
-            args.out,
-            method=args.method,
-            attn_config=args.attn_config,
-            max_length=args.max_length,
-            dtype=args.dtype,
-            compat=args.compat,
-            inline=args.inline,
-            static=args.static,
-            genai=not args.no_genai,
-        )
-    except (SparseAttentionError, ImportError) as error:
-        return _fail(str(error))
+        made = _export(args)
+    except SparseAttentionError as error:
+        parser.error(str(error))
     except OSError as error:
-        return _fail(f"-o: expected a folder that can be written, got {args.out} ({error.strerror or error}).")
-    print(f"{made.folder}: {made.method}, {made.max_length} tokens, {made.nbytes / 1e6:.0f} MB; {made.agreement}")
+        parser.error(f"-o: expected a folder that can be written, got {args.out} ({error.strerror or error}).")
+    except KeyboardInterrupt:
+        parser.error(f"interrupted; {args.out} is as it was.")
+    print(f"{args.out}: {made.method}, {made.max_length} tokens, {made.nbytes / 1e6:,.0f} MB.")
+    print(f"Checked on onnxruntime: {made.agreement}.")
     return 0
 
 
-def _fail(message: str) -> int:
-    print(f"export-onnx: error: {message}", file=sys.stderr)
-    return 2
+def _export(args: argparse.Namespace):  # type: ignore[no-untyped-def]  # its type is in a module that imports onnx
+    try:
+        from .exporter import export
+    except ModuleNotFoundError as error:
+        raise BackendUnavailable(f"onnx: expected the package {error.name}, got none. {INSTALL}") from None
+    return export(
+        args.model,
+        args.out,
+        method=args.method,
+        attn_config=args.attn_config,
+        max_length=args.max_length,
+        dtype=args.dtype,
+        compat=args.compat,
+        inline=args.inline,
+        static=None if args.static is None else _pair(args.static),
+        genai=not args.no_genai,
+    )
 
 
 def _pair(text: str) -> tuple[int, int]:
     try:
-        batch, length = (int(part) for part in text.split(","))
+        rows, length = (int(part) for part in text.split(","))
     except ValueError:
-        raise ConfigError(f"--static: expected B,N, two numbers, got {text!r}.") from None
-    return batch, length
+        raise ConfigError(f"--static: expected two numbers B,N, got {text!r}.") from None
+    return rows, length
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="export-onnx")
-    parser.add_argument("--model", required=True)
-    parser.add_argument("-o", "--out", required=True)
-    parser.add_argument("--method", default="sparq")
-    parser.add_argument("--attn-config")
-    parser.add_argument("--max-length", type=int)
-    parser.add_argument("--dtype")
-    parser.add_argument("--compat", action="store_true")
-    parser.add_argument("--inline", action="store_true")
-    parser.add_argument("--static", type=_pair)
-    parser.add_argument("--no-genai", action="store_true")
+    parser = _Parser(
+        prog="export-onnx",
+        description="Export a model that mlx-lm loads to ONNX. The file runs on a stock onnxruntime, faster where the "
+        "native kernels of this package are registered, and under onnxruntime-genai.",
+    )
+    parser.add_argument("--model", required=True, metavar="DIR_OR_REPO", help="A folder, or a repository of the hub.")
+    parser.add_argument(
+        "-o", "--out", required=True, metavar="OUT", help="A folder that does not exist or is empty, for the result."
+    )
+    parser.add_argument(
+        "--method",
+        default="sparq",
+        metavar="METHOD[:KEY=VALUE,...]",
+        help="'dense', or 'sparq' with parameters such as 'sparq:rank=16,top_k=256' (default: sparq).",
+    )
+    parser.add_argument(
+        "--attn-config", metavar="FILE.toml", help="Parameters from a TOML file with a table [sparq]; --method wins."
+    )
+    parser.add_argument(
+        "--max-length",
+        type=int,
+        metavar="N",
+        help="Tokens that prompt and answer may have together. The caches are allocated for all of them, rounded up to "
+        "whole chunks (default: what the model allows, at most 4096).",
+    )
+    parser.add_argument(
+        "--dtype",
+        metavar="TYPE",
+        help="float32, float16 or bfloat16: type of the caches and of weights that are not quantised (default: the "
+        "model's). 'float32' also dequantises. Arithmetic is float32 in any case.",
+    )
+    parser.add_argument(
+        "--compat", action="store_true", help="Opset 18 and IR 8, for older runtimes, instead of opset 24 and IR 11."
+    )
+    parser.add_argument(
+        "--inline", action="store_true", help="Without local functions, for runtimes other than onnxruntime."
+    )
+    parser.add_argument(
+        "--static",
+        metavar="B,N",
+        help="For runtimes that know no symbolic sizes: B rows, one token a call, caches of N tokens, each read in "
+        "full. As --inline otherwise.",
+    )
+    parser.add_argument("--no-genai", action="store_true", help="Without genai_config.json and what it needs.")
     return parser
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

@@ -35,6 +35,8 @@ class Target:
         dtype: of caches and of weights that are not quantised.
         dequantise: store quantised weights in ``dtype`` too.
         genai: lay the caches out so that onnxruntime-genai finds them.
+        rows: batch size of a graph without symbolic sizes, which takes one token at a time and is sparse wherever more
+            than ``top_k`` keys are; None otherwise.
     """
 
     method: MethodConfig
@@ -43,6 +45,7 @@ class Target:
     dtype: str
     dequantise: bool = False
     genai: bool = True
+    rows: int | None = None
 
     @property
     def capacity(self) -> int:
@@ -84,11 +87,11 @@ class Decoder:
             h = self._layer(i, layer, h)
         self._fill_last_virtual_layer(len(inner.layers))
         g.scope = ""
-        last = g.op("Gather", h, g.constant(-1), axis=1)
+        last = g.op("Gather", h, g.constant([-1]), axis=1)
         last = self._norm("model.norm", inner.norm, last)
         tied = "lm_head" not in self.model
         logits = head(last) if tied else self.weights.linear("lm_head", self.model.lm_head, last)
-        g.op("Unsqueeze", logits, g.constant([1]), output="logits")
+        g.op("Identity", logits, output="logits")
 
     def _add_positions(self, ids: str) -> None:
         """Padding and past length of the rows, and the positions of the new tokens in float32 (B, L, 1)."""

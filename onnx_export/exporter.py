@@ -24,6 +24,7 @@ from mlx_sparse.config import MethodConfig, SparQ, load_toml, parse
 from mlx_sparse.lm.model import resolve
 
 from . import build
+from . import lower as lowering
 from .decoder import Decoder, Target
 from .domain import COMPAT, DEFAULT, DOMAIN, SPEC
 from .families import check_modules, family_of, head_dim
@@ -94,7 +95,8 @@ def export(
             name, float32 also dequantises.
         compat: opset 18 and IR 8 instead of 24 and 11.
         inline: replace the operators by their bodies.
-        static: batch size and new tokens per call to fix; implies ``inline``.
+        static: rows and tokens the caches hold, for a graph in which every size is a number: one token a call. The
+            operators are replaced as with ``inline``.
         genai: write genai_config.json; not with ``inline`` or ``static``.
 
     Raises:
@@ -109,39 +111,43 @@ def export(
         check_int("--max-length", max_length, 1)
     for number in static or ():
         check_int("--static", number, 1)
+    if static and max_length not in (None, static[1]):
+        raise ConfigError(f"--max-length: expected none beside --static {static[0]},{static[1]}, got {max_length}.")
     folder = Path(out)
     check_free(folder)
-    inline, genai = inline or static is not None, genai and not inline and static is None
     loaded, source, settings = load(model)
     family = family_of(settings)
     check_modules(loaded, dequantise=dtype == "float32")
-    length = length_of(settings, max_length)
+    length = length_of(settings, static[1] if static else max_length)
     lanes = min(LANES[1], max(LANES[0], 1 << (length - 1).bit_length()))
     target = Target(
-        settle(config, loaded),
+        settle(config, loaded, branches=not static),
         max_length=length,
         lanes=lanes,
         dtype=dtype or own_type(loaded),
         dequantise=dtype == "float32",
-        genai=genai,
+        genai=genai and not inline and not static,
+        rows=static and static[0],
     )
 
     def lower(proto: onnx.ModelProto) -> onnx.ModelProto:
-        return proto
+        if static:
+            return lowering.static(proto, static[0], target.capacity)
+        return lowering.inline(proto) if inline else proto
 
     with emerging(folder) as made:
         proto = _write(made, loaded, family, target, settings, compat=compat)
         onnx.save(lower(proto), made / "model.onnx")
         nbytes = sum(file.stat().st_size for file in made.iterdir())
         _copy_tokenizer(source, made)
-        if genai:
+        if target.genai:
             write_config(made, settings)
         with tqdm(total=2, desc="check", unit="runtime", disable=None) as bar:
             expected = reference(loaded, target)
             del loaded  # onnxruntime has weights of its own
             mx.clear_cache()
             bar.update()
-            agreement = compare(proto, made, expected, lower)
+            agreement = compare(proto, made, expected, target, lower)
             bar.update()
     return Exported(folder, str(target.method), length, nbytes, agreement)
 
@@ -160,8 +166,11 @@ def method_of(text: str, attn_config: str | Path | None) -> MethodConfig:
     return config
 
 
-def settle(config: MethodConfig, model: Any) -> MethodConfig:
-    """SparQ with every automatic choice made as `mlx_sparse.enable` makes it."""
+def settle(config: MethodConfig, model: Any, *, branches: bool = True) -> MethodConfig:
+    """SparQ with every automatic choice made as `mlx_sparse.enable` makes it.
+
+    Without ``branches`` the graph cannot turn to dense attention in short contexts, but for those of ``top_k`` keys.
+    """
     if not isinstance(config, SparQ):
         return config
     args = model.args
@@ -173,7 +182,7 @@ def settle(config: MethodConfig, model: Any) -> MethodConfig:
         resolved,
         local_window=check_local_window(config.local_window, config.top_k),
         reallocate=same if config.reallocate == "auto" else config.reallocate,
-        dense_below=config.shortest_context(),
+        dense_below=config.shortest_context() if branches else config.top_k + 1,
     )
 
 

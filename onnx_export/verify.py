@@ -19,13 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import mlx.core as mx
 import mlx_lm.models.cache as caches
 import numpy as np
 import numpy.typing as npt
 import onnx
-import onnxruntime as ort
 from mlx import nn
 from mlx.utils import tree_map_with_path
 from mlx_lm.models.cache import make_prompt_cache
@@ -36,7 +34,7 @@ from mlx_sparse.config import SparQ
 from mlx_sparse.lm import seam, sparse
 
 from .decoder import Target
-from .memory import ort_value, zeros
+from .runner import Runner
 from .weights import QUANTISED
 
 Array = npt.NDArray[Any]
@@ -98,7 +96,7 @@ def reference(model: Any, target: Target) -> Expected:
     # Sums of K products err by about sqrt(K) halves of an ulp, and the layers add their errors up.
     shapes = [module.weight.shape for _, module in model.named_modules() if isinstance(module, (nn.Linear, *QUANTISED))]
     noise = 2.0**-24 * math.sqrt(max(max(shape) for shape in shapes) * len(shapes))
-    method = shortened(target.method) if isinstance(target.method, SparQ) else None
+    method = shortened(target) if isinstance(target.method, SparQ) else None
     runs = []
     for embedding.noise in (0.0, noise):
         cache = make_prompt_cache(model)
@@ -193,44 +191,51 @@ def _run(model: Any, tokens: Array, cache: Any) -> Array:
     return np.array(model(mx.array(tokens), cache=cache)[:, -1])
 
 
-def shortened(method: SparQ) -> SparQ:
-    """The method with a sparse step that a short prompt reaches."""
-    top_k = min(method.top_k, KEYS)
+def shortened(target: Target) -> SparQ:
+    """The method of a target with a sparse step that comes right after a short prompt."""
+    method = target.method
+    assert isinstance(method, SparQ)
+    top_k = PROMPT if target.rows else min(method.top_k, KEYS)
     window = min(int(method.local_window or 0), top_k // 4)
     return dataclasses.replace(method, top_k=top_k, local_window=window, dense_below=0)
 
 
-def compare(model: onnx.ModelProto, folder: Path, expected: Expected, lower: Lower) -> Agreement:
+def compare(model: onnx.ModelProto, folder: Path, expected: Expected, target: Target, lower: Lower) -> Agreement:
     """Run the finished file on stock ONNX Runtime, and its sparse step in a copy that shares its data.
 
     Args:
         model: the model before it was lowered.
         folder: where model.onnx and its data lie.
         expected: what MLX computes.
+        target: what was made.
         lower: what was done to the model in the end.
 
     Raises:
         ArtefactError: the file computes something else.
     """
     tokens, logits = expected.tokens, expected.logits
-    got = _steps(folder / "model.onnx", tokens)
-    if any(PROMPT + 1 >= a.i for node in model.graph.node for a in node.attribute if a.name == "dense_below"):
-        got.pop()  # sparse already
-    dense = max(float(np.abs(a - b).max()) for a, b in zip(got, logits, strict=False))
-    if not dense <= expected.allowed[0]:
-        raise _disagreement("dense attention", dense, expected.allowed[0])
+    dense = list(zip(_steps(folder / "model.onnx", tokens, target.rows), logits, strict=False))
+    error = np.zeros(ROWS)
     median = None
-    if len(logits) == 3:
+    if isinstance(target.method, SparQ):
+        shortest = int(target.method.dense_below)  # as settled: beyond top_k
+        dense = dense[: (PROMPT < shortest or not target.rows) + (PROMPT + 1 < shortest)]
         check = folder / "shortened.onnx"
-        onnx.save(lower(_shortened_model(model)), check)
-        error = np.abs(_steps(check, tokens)[1] - logits[2]).max(axis=1)
+        onnx.save(lower(_shortened_model(model, shortened(target))), check)
+        prompted, sparse_step = _steps(check, tokens, target.rows)
         check.unlink()
+        dense.append((prompted, logits[0]))
+        error = np.abs(sparse_step - logits[2]).max(axis=1)
         median = float(np.median(error))
+    largest = max(float(np.abs(got - wanted).max()) for got, wanted in dense)
+    if not largest <= expected.allowed[0]:
+        raise _disagreement("dense attention", largest, expected.allowed[0])
+    if median is not None:
         # Two keys that tie but for rounding may be swapped. That is rare, and moves less than leaving keys out does.
         swapped = expected.allowed[1] + np.abs(logits[2] - logits[1]).max(axis=1)
         if not median <= expected.allowed[1] or not (error <= swapped).all():
             raise _disagreement("sparse attention", float(error.max()), expected.allowed[1])
-    return Agreement(dense, median, expected.allowed, float(np.abs(logits[0]).max()))
+    return Agreement(largest, median, expected.allowed, float(np.abs(logits[0]).max()))
 
 
 def _disagreement(where: str, error: float, allowed: float) -> ArtefactError:
@@ -240,8 +245,8 @@ def _disagreement(where: str, error: float, allowed: float) -> ArtefactError:
     )
 
 
-def _shortened_model(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model with `shortened` attributes and float32 caches."""
+def _shortened_model(model: onnx.ModelProto, method: SparQ) -> onnx.ModelProto:
+    """The model with the attributes of a `shortened` method, and with float32 caches."""
     made = onnx.ModelProto()
     made.CopyFrom(model)
     for tensor in (*made.graph.input, *made.graph.output):
@@ -252,46 +257,26 @@ def _shortened_model(model: onnx.ModelProto) -> onnx.ModelProto:
         if node.op_type == "Cast":  # up from the type of weights, or down to that of caches
             attributes["to"].i = TensorProto.FLOAT
         if node.op_type == "SparQAttention":
-            method = shortened(SparQ(**{name: attributes[name].i for name in ("top_k", "local_window")}))
             for name in ("top_k", "local_window", "dense_below"):
                 attributes[name].i = getattr(method, name)
     return made
 
 
-def _steps(path: Path, tokens: Array) -> list[Array]:
-    """Logits after the prompts, and after one more token, on stock ONNX Runtime."""
-    steps = Steps(path, len(tokens))
-    return [steps(piece) for piece in (tokens[:, :-1], tokens[:, -1:])]
+def _steps(path: Path, tokens: Array, batch: int | None) -> list[Array]:
+    """Logits after the prompts, and after one more token, on stock ONNX Runtime.
 
-
-class Steps:
-    """A file on stock ONNX Runtime with caches of its own, appended in place."""
-
-    def __init__(self, path: Path, rows: int) -> None:
-        options = ort.SessionOptions()
-        options.log_severity_level = 4
-        self._session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-        self._binding = self._session.io_binding()
-        self._kept = []
-        for tensor in self._session.get_inputs():
-            if tensor.name.startswith("past_"):
-                dtype = {"tensor(float)": np.float32, "tensor(float16)": np.float16}.get(
-                    tensor.type, ml_dtypes.bfloat16
-                )
-                array = zeros((rows, *tensor.shape[1:]), dtype)
-                value = ort_value(array)
-                self._kept += [array, value]
-                self._binding.bind_ortvalue_input(tensor.name, value)
-                present = tensor.name.replace("past_key_values", "present").replace("past_", "present_")
-                self._binding.bind_ortvalue_output(present, value)
-        self.mask = np.zeros((rows, 0))
-
-    def __call__(self, tokens: Array, mask: Array | None = None) -> Array:
-        """Logits (B, V) after new tokens (B, L), given a mask of all tokens."""
-        tokens = np.asarray(tokens, np.int64)
-        self.mask = np.concatenate([self.mask, np.ones(tokens.shape)], axis=1) if mask is None else np.asarray(mask)
-        self._binding.bind_cpu_input("input_ids", tokens)
-        self._binding.bind_cpu_input("attention_mask", self.mask.astype(np.int64))
-        self._binding.bind_output("logits")
-        self._session.run_with_iobinding(self._binding)
-        return self._binding.get_outputs()[-1].numpy()[:, 0]
+    Args:
+        batch: rows that the file is fixed to, one token at a time; None if it is not.
+    """
+    rows = batch or len(tokens)
+    runner = Runner(path, native="off", batch=rows)
+    cuts = range(1, PROMPT + 2) if batch else (PROMPT, PROMPT + 1)
+    found: list[list[Array]] = [[], []]
+    for start in range(0, len(tokens), rows):
+        runner.reset()
+        group = tokens[start : start + rows]
+        full = np.resize(group, (rows, PROMPT + 1))  # repeats rows
+        steps = [runner.step(full[:, runner.length : end])[: len(group)].copy() for end in cuts]
+        for into, logits in zip(found, steps[-2:], strict=True):
+            into.append(logits)
+    return [np.concatenate(logits) for logits in found]
