@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import onnx
 import onnx_ir as ir
@@ -99,6 +100,7 @@ def _check_capacity(model: onnx.ModelProto, capacity: int) -> None:
 
 def _read_everything(function: onnx.FunctionProto, capacity: int) -> None:
     """Make constants of what a body computes from data in order to read less. The names are those of bodies/."""
+    made: dict[str, Any]
     for graph in _graphs(function):
         for node in graph.node:
             match node.output[0]:
