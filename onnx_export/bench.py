@@ -22,11 +22,12 @@ from . import bench_report
 from .bench_caches import DTYPES, Caches, Problem
 from .bench_contenders import CONTENDERS, HALF, Contender, build, unavailable
 
-WARM_UP = 1  # after the step that was checked
-PAUSE = 0.003  # seconds between two steps: pools that spin for a moment after their work do so here
-MOST_DELAY = 0.06  # of a sample's time that our threads may wait for a processor; beyond it others disturbed it
+PAUSE = 0.003  # seconds between two contenders: pools that spin for a moment after their work do so here
+# How long our threads may wait for a processor: a share of the sample's time, or some seconds. Beyond both, others
+# disturbed it.
+MOST_DELAY, LEAST_DELAY = 0.06, 5e-5
 MOST_TRIES = 3  # samples for each that is wanted; what is still disturbed then is kept, and said
-ENOUGH, BUDGET = 3, 6.0  # samples with which a contender leaves that has taken this many seconds
+ENOUGH, BUDGET = 3, 3.0  # samples with which a contender leaves that has taken this many seconds
 LARGEST_SHARE = 0.8  # of the memory of the machine
 
 
@@ -142,18 +143,23 @@ def check(contender: Contender, caches: Caches) -> str | None:
 
 
 def measure(entered: Sequence[tuple[Row, Contender]], repeat: int) -> None:
-    """Fill in the times of every row, in turns, until each has ``repeat`` undisturbed ones or was tried enough."""
+    """Fill in the times of every row, in turns, until each has ``repeat`` undisturbed ones or was tried enough.
+
+    A turn is two steps on two sets of caches, the second of them timed: as in a model, its threads are awake.
+    """
     disturbed: dict[int, list[float]] = {id(row): [] for row, _ in entered}
-    for turn in range(-WARM_UP, MOST_TRIES * repeat):
+    for turn in range(MOST_TRIES * repeat):
         for row, contender in entered:
             taken = row.times + disturbed[id(row)]
             if len(row.times) >= repeat or (len(taken) >= ENOUGH and sum(taken) >= 1e3 * BUDGET):
                 continue
-            contender.bind(turn + WARM_UP)
+            time.sleep(PAUSE)
+            contender.bind(2 * turn)
+            contender.run()
+            contender.bind(2 * turn + 1)
             seconds, delay = sample(contender.run)
-            if turn >= 0:
-                into = row.times if delay <= MOST_DELAY * seconds else disturbed[id(row)]
-                into.append(1e3 * seconds)
+            into = row.times if delay <= max(MOST_DELAY * seconds, LEAST_DELAY) else disturbed[id(row)]
+            into.append(1e3 * seconds)
     for row, _ in entered:
         row.discarded = len(disturbed[id(row)])
         if len(row.times) < ENOUGH:
@@ -162,7 +168,6 @@ def measure(entered: Sequence[tuple[Row, Contender]], repeat: int) -> None:
 
 def sample(step: Callable[[], object]) -> tuple[float, float]:
     """Seconds of a step, and seconds that threads of ours that could run had to wait for a processor meanwhile."""
-    time.sleep(PAUSE)
     before = _waited()
     start = time.perf_counter()
     step()
