@@ -211,74 +211,90 @@ void attend(const Rows& rows, const Keys& block, float* scores) {
   if (rows.count - r == 1) add_rows<1, T>(rows, r, block, scores);
 }
 
-// a (R, N vectors from key j on) = q (rank, R) . components.
+// Rows of component-major keys that are added at a time, and the rows after them.
+template <class T>
+struct Run {
+  const T *row[kTileComponents], *next[kTileComponents];
+};
+
+// a (R, count) += q (N, R) . N rows of keys, or = with `start`. Rows are read in runs, a few at a time: short pieces of
+// all rows in turn would reach half the bandwidth.
 template <int R, int N, class T>
-inline void approximate_tile(const Columns& columns, const float* q, int j, float* a, int64_t stride) {
-  const T *lanes = static_cast<const T*>(columns.lanes) + j, *next = static_cast<const T*>(columns.next);
-  const int part = N == 1 && columns.readable - j < W ? columns.readable - j : W;
-  F total[R][N];
-  for (int r = 0; r < R; r++) {
-    for (int n = 0; n < N; n++) total[r][n] = zero();
+inline void add_components(const Columns& columns, const Run<T>& run, const float* q, float* a, int64_t stride,
+                           bool start) {
+  constexpr int kAhead = 16 * kLine / int(sizeof(T));  // elements
+  F query[N][R];
+  for (int n = 0; n < N; n++) {
+    for (int r = 0; r < R; r++) query[n][r] = set1(q[n * R + r]);
   }
-  for (int i = 0; i < columns.rank; i++) {
-    const int64_t row = columns.components[i] * columns.stride;
-    if (next) prefetch(next + row + j, N * W * sizeof(T));
-    F key[N];
-    for (int n = 0; n < N; n++) key[n] = load_part(lanes + row + n * W, part);
-    for (int r = 0; r < R; r++) {
-      const F query = set1(q[i * R + r]);
-      for (int n = 0; n < N; n++) total[r][n] = fma(query, key[n], total[r][n]);
+  for (int j = 0; j < columns.count; j += W) {
+    if (j % (kLine / int(sizeof(T))) == 0) {
+      const int ahead = j + kAhead - columns.count;
+      for (int n = 0; n < N; n++) __builtin_prefetch(ahead < 0 ? run.row[n] + j + kAhead : run.next[n] + ahead, 0, 2);
     }
-  }
-  for (int r = 0; r < R; r++) {
+    const int part = columns.readable - j < W ? columns.readable - j : W;
+    F total[R];
+    for (int r = 0; r < R; r++) total[r] = start ? zero() : load(a + r * stride + j);
     for (int n = 0; n < N; n++) {
-      const int left = columns.count - j - n * W;
-      store_part(a + r * stride + j + n * W, total[r][n], left < W ? left : W);
+      const F key = load_part(run.row[n] + j, part);
+      for (int r = 0; r < R; r++) total[r] = fma(query[n][r], key, total[r]);
     }
+    for (int r = 0; r < R; r++) store(a + r * stride + j, total[r]);
   }
 }
 
 template <int R, class T>
 void approximate_rows(const Columns& columns, const float* q, float* a, int64_t stride) {
-  int j = 0;
-  for (; j + kTileVectors * W <= columns.count; j += kTileVectors * W) {
-    approximate_tile<R, kTileVectors, T>(columns, q, j, a, stride);
+  const T *here = static_cast<const T*>(columns.lanes), *after = static_cast<const T*>(columns.next);
+  const auto row = [&](int i) {
+    if (i < columns.rank) return here + columns.components[i] * columns.stride;
+    return after + columns.components[i % columns.rank] * columns.stride;
+  };
+  for (int i = 0; i < columns.rank;) {
+    const bool full = i + kTileComponents <= columns.rank;
+    const int N = full ? kTileComponents : 1;
+    Run<T> run;
+    for (int n = 0; n < N; n++) run.row[n] = row(i + n), run.next[n] = row(i + N + n);
+    if (full) {
+      add_components<R, kTileComponents>(columns, run, q + i * R, a, stride, i == 0);
+    } else {
+      add_components<R, 1>(columns, run, q + i * R, a, stride, i == 0);
+    }
+    i += N;
   }
-  for (; j < columns.count; j += W) approximate_tile<R, 1, T>(columns, q, j, a, stride);
 }
 
 template <class T>
 void approximate(const Columns& columns, const float* q, float* a, int64_t stride) {
-  Columns tile = columns;
-  for (int g = 0; g < columns.G; g += 4, tile.next = nullptr) {
+  for (int g = 0; g < columns.G; g += 4) {
     const int R = columns.G - g < 4 ? columns.G - g : 4;
-    if (R == 4) approximate_rows<4, T>(tile, q, a, stride);
-    if (R == 3) approximate_rows<3, T>(tile, q, a, stride);
-    if (R == 2) approximate_rows<2, T>(tile, q, a, stride);
-    if (R == 1) approximate_rows<1, T>(tile, q, a, stride);
+    if (R == 4) approximate_rows<4, T>(columns, q, a, stride);
+    if (R == 3) approximate_rows<3, T>(columns, q, a, stride);
+    if (R == 2) approximate_rows<2, T>(columns, q, a, stride);
+    if (R == 1) approximate_rows<1, T>(columns, q, a, stride);
     q += int64_t(R) * columns.rank;
     a += R * stride;
   }
 }
 
 void exponentials(float* a, int n, bool write, float* top, float* total) {
+  const int full = n / W * W;
   F most = set1(-kInf);
-  int j = 0;
-  for (; j + W <= n; j += W) most = max(most, load(a + j));
-  for (; j < n; j++) most = max(most, set1(a[j]));
+  for (int j = 0; j < full; j += W) most = max(most, load(a + j));
+  for (int j = full; j < n; j++) most = max(most, set1(a[j]));
   *top = largest(most);
   const F shift = set1(*top == -kInf ? 0 : -*top);
   F partial = zero();
-  for (j = 0; j < n; j += W) {
-    const int part = n - j < W ? n - j : W;
-    F weight = exp(add(load_part(a + j, part), shift));
-    if (part < W) {  // the lanes past the end count nothing
-      float kept[W];
-      store(kept, weight);
-      weight = load_part(kept, part);
-    }
+  for (int j = 0; j < full; j += W) {
+    const F weight = exp(add(load(a + j), shift));
     partial = add(partial, weight);
-    if (write) store_part(a + j, weight, part);
+    if (write) store(a + j, weight);
+  }
+  if (full < n) {  // the lanes past the end count nothing
+    float kept[W];
+    store(kept, exp(add(load_part(a + full, n - full), shift)));
+    partial = add(partial, load_part(kept, n - full));
+    if (write) store_part(a + full, load(kept), n - full);
   }
   *total = sum(partial);
 }
@@ -295,6 +311,24 @@ int collect(const float* a, int64_t stride, const float* factor, int G, int n, i
   return found;
 }
 
+// The order of the keys is that of int32. Halves the range of the k-th largest until a bound has exactly k above it.
+int32_t bound_of(const int32_t* keys, int n, int k) {
+  int32_t least = keys[0], most = keys[0];
+  for (int i = 1; i < n; i++) {
+    least = keys[i] < least ? keys[i] : least;
+    most = keys[i] > most ? keys[i] : most;
+  }
+  int64_t low = least, high = int64_t(most) + 1;  // at least k keys reach low, fewer reach high
+  while (high - low > 1) {
+    const int32_t middle = int32_t(low + (high - low) / 2);
+    int reach = 0;
+    for (int i = 0; i < n; i++) reach += keys[i] >= middle;
+    if (reach == k) return middle;
+    (reach > k ? low : high) = middle;
+  }
+  return int32_t(low);
+}
+
 template <class T>
 constexpr TypeKernels kernels_of() {
   return {widen<T>, narrow<T>, attend<T>, approximate<T>};
@@ -304,5 +338,5 @@ constexpr TypeKernels kernels_of() {
 
 namespace sparse {
 const Kernels SPARSE_SIMD = {
-    SPARSE_NAME, {kernels_of<float>(), kernels_of<Half>(), kernels_of<BFloat16>()}, exponentials, collect};
+    SPARSE_NAME, {kernels_of<float>(), kernels_of<Half>(), kernels_of<BFloat16>()}, exponentials, bound_of, collect};
 }

@@ -5,8 +5,8 @@
 
 namespace sparse {
 
-constexpr int kBlock = 128;       // keys that `attend` takes at a time
-constexpr int kScoreBlock = 256;  // keys that `approximate` takes at a time
+constexpr int kBlock = 128;        // keys that `attend` takes at a time
+constexpr int kScoreBlock = 1024;  // keys that `approximate` takes at a time
 
 // Query rows of one KV head on their way over blocks of keys: the running softmax of each.
 struct Rows {
@@ -33,7 +33,7 @@ struct Keys {
 // Up to kScoreBlock keys of one chunk of component-major keys.
 struct Columns {
   const void* lanes;          // component 0 of the first key
-  const void* next;           // the same of the block after this one, for prefetching; may be null
+  const void* next;           // the same of the block after this one, for prefetching
   int64_t stride;             // lanes: elements from one component to the next
   const int32_t* components;  // (rank)
   int rank;
@@ -57,8 +57,10 @@ struct Kernels {
   TypeKernels type[3];  // float, float16, bfloat16
   // Largest of n numbers and the sum of exp(a - largest). With `write`, a becomes exp(a - largest).
   void (*exponentials)(float* a, int n, bool write, float* top, float* sum);
-  // Sums factor[g] a[g][j] over g; what is not <= threshold goes with its index to the end of z and index. Returns how
-  // many. Room for kScoreBlock is needed.
+  // The largest bound that at least k of the n keys reach; where exactly k do, any such bound.
+  int32_t (*bound_of)(const int32_t* keys, int n, int k);
+  // Sums factor[g] a[g][j] over g; what is not <= threshold goes with its index to z and index. Returns how many. Needs
+  // room for n, and for one vector more.
   int (*collect)(const float* a, int64_t stride, const float* factor, int G, int n, int32_t first, float threshold,
                  float* z, int32_t* index);
 };

@@ -1,6 +1,5 @@
 #include "select.h"
 
-#include <algorithm>
 #include <cstring>
 
 namespace sparse {
@@ -8,21 +7,39 @@ namespace sparse {
 namespace {
 
 // Orders as the numbers do, NaN last; equal numbers give equal keys.
-uint32_t key_of(float x) {
-  if (x != x) return 0xffffffff;
+inline int32_t key_of(float x) {
   x += 0.0f;  // -0 becomes 0
-  uint32_t bits;
+  int32_t bits;
   std::memcpy(&bits, &x, 4);
-  return bits & 0x80000000 ? ~bits : bits | 0x80000000;
+  const int32_t key = bits ^ (bits >> 31 & 0x7fffffff);
+  return x != x ? 0x7fffffff : key;
 }
+
+// Which of n numbers are the `count` largest, told one after the other.
+class Choice {
+ public:
+  Choice(const Kernels& kernels, const float* numbers, int64_t n, int64_t count, int32_t* work) {
+    for (int64_t i = 0; i < n; i++) work[i] = key_of(numbers[i]);
+    bound_ = kernels.bound_of(work, int(n), int(count));
+    int64_t above = 0, reach = 0;
+    for (int64_t i = 0; i < n; i++) above += work[i] > bound_, reach += work[i] >= bound_;
+    ties_ = reach == count ? reach : count - above;  // the first of the keys at the bound
+  }
+  bool next(int32_t key) { return key > bound_ || (key == bound_ && ties_-- > 0); }
+  int32_t bound() const { return bound_; }
+
+ private:
+  int32_t bound_;
+  int64_t ties_;
+};
 
 }  // namespace
 
-void largest(const float* numbers, int64_t n, int64_t count, int32_t* indices, uint64_t* work) {
-  for (int64_t i = 0; i < n; i++) work[i] = uint64_t(key_of(numbers[i])) << 32 | uint32_t(~i);
-  std::nth_element(work, work + count - 1, work + n, [](uint64_t a, uint64_t b) { return a > b; });
-  for (int64_t i = 0; i < count; i++) indices[i] = int32_t(~uint32_t(work[i]));
-  std::sort(indices, indices + count);
+void largest(const Kernels& kernels, const float* numbers, int64_t n, int64_t count, int32_t* indices, int32_t* work) {
+  Choice choice(kernels, numbers, n, count, work);
+  for (int64_t i = 0; i < n; i++) {
+    if (choice.next(work[i])) *indices++ = int32_t(i);
+  }
 }
 
 void Reservoir::prune() {
@@ -31,18 +48,18 @@ void Reservoir::prune() {
     size_ = 0;
     return;
   }
-  for (int64_t i = 0; i < size_; i++) work_[i] = key_of(z_[i]);
-  std::nth_element(work_, work_ + k_ - 1, work_ + size_, [](uint32_t a, uint32_t b) { return a > b; });
-  const uint32_t last = work_[k_ - 1];
-  int64_t ties = k_ - std::count_if(work_, work_ + k_, [last](uint32_t key) { return key > last; });
+  Choice choice(kernels_, z_, size_, k_, work_);
   int64_t kept = 0;
+  float least = 0;
+  int32_t least_key = 0x7fffffff;
   for (int64_t i = 0; i < size_; i++) {
-    const uint32_t key = key_of(z_[i]);
-    if (key < last || (key == last && ties-- <= 0)) continue;
-    if (key == last) threshold_ = z_[i];
-    z_[kept] = z_[i], index_[kept] = index_[i], kept++;
+    const int32_t key = work_[i];
+    const bool keep = choice.next(key);
+    if (keep && key <= least_key) least_key = key, least = z_[i];
+    z_[kept] = z_[i], index_[kept] = index_[i], kept += keep;
   }
   size_ = kept;
+  threshold_ = least;
 }
 
 }  // namespace sparse

@@ -4,20 +4,23 @@
 
 #include <cstdint>
 
+#include "kernels.h"
+
 namespace sparse {
 
 // Indices of the `count` largest of n numbers, ascending. `work` is room for n.
-void largest(const float* numbers, int64_t n, int64_t count, int32_t* indices, uint64_t* work);
+void largest(const Kernels&, const float* numbers, int64_t n, int64_t count, int32_t* indices, int32_t* work);
 
 // The k largest of a stream of (number, index) with ascending indices. What is larger than `threshold` is put at
 // `end()`, then `added`; room for kSlack more is always there.
 class Reservoir {
  public:
-  static constexpr int64_t kSlack = 512;
+  static constexpr int64_t kSlack = 256 + 16;
   static int64_t capacity(int64_t k) { return 4 * k + 1024 + kSlack; }
 
   // z and index are room for capacity(k), work too.
-  Reservoir(int64_t k, float* z, int32_t* index, uint32_t* work) : k_(k), z_(z), index_(index), work_(work) {}
+  Reservoir(const Kernels& kernels, int64_t k, float* z, int32_t* index, int32_t* work)
+      : kernels_(kernels), k_(k), z_(z), index_(index), work_(work) {}
 
   float threshold() const { return threshold_; }
   float* end_z() { return z_ + size_; }
@@ -40,10 +43,11 @@ class Reservoir {
   const float* numbers() const { return z_; }
 
  private:
+  const Kernels& kernels_;
   int64_t k_, size_ = 0;
   float* z_;
   int32_t* index_;
-  uint32_t* work_;
+  int32_t* work_;
   float threshold_ = -__builtin_inff();
 };
 

@@ -13,6 +13,7 @@ using F = float32x4_t;
 constexpr int W = 4;
 constexpr int kTileKeys = 4;
 constexpr int kTileVectors = 4;
+constexpr int kTileComponents = 4;  // rows of component-major keys at a time
 
 inline F zero() { return vdupq_n_f32(0); }
 inline F set1(float x) { return vdupq_n_f32(x); }

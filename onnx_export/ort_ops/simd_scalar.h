@@ -12,8 +12,9 @@ using namespace sparse;
 
 using F = float;
 constexpr int W = 1;
-constexpr int kTileKeys = 4;     // dot products at a time, per row
-constexpr int kTileVectors = 4;  // vectors of output at a time, per row
+constexpr int kTileKeys = 4;        // dot products at a time, per row
+constexpr int kTileVectors = 4;     // vectors of output at a time, per row
+constexpr int kTileComponents = 4;  // rows of component-major keys at a time
 
 inline uint32_t bits_of(float x) {
   uint32_t bits;

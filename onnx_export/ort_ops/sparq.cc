@@ -11,6 +11,7 @@ namespace sparse {
 namespace {
 
 constexpr int64_t kLeastKeys = 2048;  // of a part
+constexpr int64_t kCollected = 256;   // keys between looks at the reservoir
 
 // How the keys of a head are cut into blocks of scores: at most kScoreBlock keys of one chunk.
 struct Grid {
@@ -35,7 +36,7 @@ struct Head {
   int32_t* components;
   float *mean, *deviation;  // (D)
   float* component;         // (D): scores of the components
-  uint64_t* work;           // (D)
+  int32_t* work;            // (D)
   float* scores;            // (blocks, G, stride): exp(a - top) of the block, or a itself with by_logits
   float* tops;              // (G, blocks): largest a of the block, then exp(top - largest of all)
   float* sums;              // (G, blocks): of exp(a - top)
@@ -57,13 +58,13 @@ class Step {
   }
   size_t reservoir_bytes() const {
     const int64_t room = Reservoir::capacity(s.top_k);
-    return Scratch::size<float>(room) + Scratch::size<int32_t>(room) + Scratch::size<uint32_t>(room);
+    return Scratch::size<float>(room) + Scratch::size<int32_t>(room) + Scratch::size<int32_t>(room);
   }
   Reservoir take_reservoir(Scratch& scratch, int64_t k) const {
     const int64_t room = Reservoir::capacity(s.top_k);
     float* z = scratch.take<float>(room);
     int32_t* index = scratch.take<int32_t>(room);
-    return Reservoir(k, z, index, scratch.take<uint32_t>(room));
+    return Reservoir(*a.kernels, k, z, index, scratch.take<int32_t>(room));
   }
   int64_t chosen(const Head& head) const {  // keys that compete: all but the local ones
     return s.top_k - std::min(s.local_window, head.end - head.first);
@@ -90,7 +91,7 @@ class Step {
 
 size_t Step::head_bytes(int64_t blocks) const {
   return rows_bytes(G, a.D) + Scratch::size<float>(G * s.rank) + Scratch::size<int32_t>(s.rank) +
-         3 * Scratch::size<float>(a.D) + Scratch::size<uint64_t>(a.D) + Scratch::size<float>(blocks * G * grid.stride) +
+         3 * Scratch::size<float>(a.D) + Scratch::size<int32_t>(a.D) + Scratch::size<float>(blocks * G * grid.stride) +
          3 * Scratch::size<float>(blocks * G) + 2 * Scratch::size<float>(G);
 }
 
@@ -104,7 +105,7 @@ Head Step::take_head(Scratch& scratch, int64_t b, int64_t h, int64_t blocks) con
   head.packed = scratch.take<float>(G * s.rank);
   head.components = scratch.take<int32_t>(s.rank);
   head.mean = scratch.take<float>(a.D), head.deviation = scratch.take<float>(a.D);
-  head.component = scratch.take<float>(a.D), head.work = scratch.take<uint64_t>(a.D);
+  head.component = scratch.take<float>(a.D), head.work = scratch.take<int32_t>(a.D);
   head.scores = scratch.take<float>(blocks * G * grid.stride);
   head.tops = scratch.take<float>(blocks * G), head.sums = scratch.take<float>(blocks * G);
   head.factors = scratch.take<float>(blocks * G);
@@ -142,7 +143,7 @@ void Step::prepare(Head& head) const {
       for (int64_t d = 0; d < D; d++) head.component[d] += std::fabs(q[g * D + d]);
     }
     for (int64_t d = 0; s.by_key && d < D; d++) head.component[d] *= head.deviation[d];
-    largest(head.component, D, s.rank, head.components, head.work);
+    largest(*a.kernels, head.component, D, s.rank, head.components, head.work);
     for (int64_t g = 0; g < G; g++) pack(head, g);
   }
   for (int64_t i = 0; i < G * D; i++) q[i] *= a.scale;
@@ -176,9 +177,9 @@ void Step::score(const Head& head, int64_t from, int64_t to) const {
     const Span keys = keys_of(head, block);
     const int64_t n = keys.high - keys.low;
     columns.lanes = column(keys.low);
-    columns.next = block + 1 < to ? column(keys_of(head, block + 1).low) : nullptr;
+    columns.next = column(keys_of(head, block + 1 < to ? block + 1 : block).low);
     columns.count = int(n);
-    columns.readable = int(std::min<int64_t>(s.lanes - keys.low % s.lanes, kScoreBlock * 2));
+    columns.readable = int(std::min<int64_t>(s.lanes - keys.low % s.lanes, 2 * kScoreBlock));
     float* scores = head.scores + block * G * grid.stride;
     a.typed().approximate(columns, head.packed, scores, grid.stride);
     if (s.by_logits && !s.reallocate) continue;
@@ -210,10 +211,12 @@ void Step::search(const Head& head, int64_t from, int64_t to, Reservoir& best) c
   const int64_t local = head.end - std::min(s.local_window, head.end - head.first);
   for (int64_t block = from; block < to; block++) {
     const Span keys = keys_of(head, block);
-    const int64_t n = std::min(keys.high, local) - keys.low;
-    if (n <= 0) break;
-    best.added(a.kernels->collect(head.scores + block * G * grid.stride, grid.stride, head.factors + block * G, int(G),
-                                  int(n), int32_t(keys.low), best.threshold(), best.end_z(), best.end_index()));
+    const float* scores = head.scores + block * G * grid.stride;
+    for (int64_t key = keys.low; key < std::min(keys.high, local); key += kCollected) {
+      const int64_t n = std::min(kCollected, std::min(keys.high, local) - key);
+      best.added(a.kernels->collect(scores + key - keys.low, grid.stride, head.factors + block * G, int(G), int(n),
+                                    int32_t(key), best.threshold(), best.end_z(), best.end_index()));
+    }
   }
   best.prune();
 }
