@@ -128,10 +128,8 @@ class Weights:
         """A quantised matrix as one or two of 4 bits, and the stored offsets (N, blocks) that it needs, if any."""
         arrays = self._arrays(name, module)
         how = {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
-        made = blocks(f"{name}.weight", *arrays, **how, offsets=True)
-        # An ulp of a bias in float32 is no more than the product rounds anyway.
-        exact = (np.abs(made.offsets) <= 2.0**-23 * made.zeros * np.abs(made.scales)).all()
-        offsets = None if exact else self._graph.weight(f"{name}.offsets", made.offsets)
+        made = blocks(f"{name}.weight", *arrays, **how)
+        offsets = None if made.offsets is None else self._graph.weight(f"{name}.offsets", made.offsets)
         return [made] if made.bits == 4 else list(made.halves()), offsets
 
     def _store(self, name: str, plane: int, inputs: dict[str, np.ndarray]) -> list[str]:
