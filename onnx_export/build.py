@@ -108,6 +108,9 @@ def operator_model(
     fixed = sizes or {}
     if "D" in fixed and "rank" in attributes:
         check_rank(attributes["rank"], fixed["D"])
+    made = node(name, [t.name for t in op.inputs], [t.name for t in op.outputs], **attributes)
+    if "C" in fixed and fixed["C"] % attributes.get("lanes", 1):
+        raise ConfigError(f"lanes: expected a divisor of the capacity C={fixed['C']}, got {attributes['lanes']}.")
 
     def info(tensor: Tensor) -> onnx.ValueInfoProto:
         kind = tensor.type.removeprefix("tensor(").removesuffix(")").upper()
@@ -115,7 +118,6 @@ def operator_model(
         dims = [None if axis == "?" else fixed.get(axis, axis) for axis in tensor.dims]
         return onnx.helper.make_tensor_value_info(tensor.name, element, dims)
 
-    made = node(name, [t.name for t in op.inputs], [t.name for t in op.outputs], **attributes)
     graph = onnx.helper.make_graph([made], name, [info(t) for t in op.inputs], [info(t) for t in op.outputs])
     model = onnx.helper.make_model(
         graph,

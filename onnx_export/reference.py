@@ -16,8 +16,12 @@ The operators of domain `{DOMAIN}`, version {VERSION}. This page is made from `o
 
 * A file carries every operator twice: as a node, and as a model-local function of standard operators, the *body*. A
   runtime without a kernel for the node runs the body.
+* A runtime without local functions takes a file whose nodes were replaced by their bodies (`lower.inline`); one without
+  open sizes, loops or branches takes a file for fixed sizes (`lower.static`).
 * Bodies need opset {COMPAT.opset}. Files are written in opset {DEFAULT.opset} (IR {DEFAULT.ir}), or for old runtimes in
   opset {COMPAT.opset} (IR {COMPAT.ir}).
+* Bodies read the keys a block at a time and never hold the logits of a whole prompt; how they cut is not part of the
+  meaning.
 * Everything after the reads is float32: logits, softmax, scores, choices, sums. The output is rounded once to T.
 * **Every input is given and every attribute is written on every node.** A runtime passes a kernel its own defaults, not
   the body's, and a function cannot ask whether an input is there. Without padding, `left_padding` is zeros.
