@@ -150,6 +150,17 @@ def empty_caches(case: Case, tokens: int, poison: float = np.nan) -> dict[str, A
     }
 
 
+def filled_caches(case: Case, k: Array, v: Array, tokens: int, room: int) -> dict[str, Array]:
+    """Caches of ``room`` or more slots that hold the first ``tokens`` keys and values, and poison."""
+    caches = {**empty_caches(case, room), "past_length": np.full(case.B, tokens)}
+    caches["past_key"][:, :, :tokens], caches["past_value"][:, :, :tokens] = k[:, :, :tokens], v[:, :, :tokens]
+    by_lane = caches["past_key"].reshape(case.B, case.Hkv, -1, LANES, case.D).swapaxes(-1, -2)
+    counted = (np.arange(tokens) >= padding(case)[:, None])[:, None, :, None]
+    sums = [np.where(counted, array[:, :, :tokens], 0).sum(axis=2) for array in (v, k, k * k)]
+    caches["past_key_t"] = by_lane.reshape(caches["past_key"].shape)
+    return {**caches, "past_sums": np.stack(sums, axis=2).astype(np.float32)}
+
+
 def advance(caches: dict[str, Array], got: dict[str, Array], tokens: int) -> dict[str, Array]:
     """The caches for the next call."""
     past = {name.replace("present", "past"): array for name, array in got.items() if name != "output"}

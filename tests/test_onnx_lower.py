@@ -23,7 +23,7 @@ from onnx_operators import (
     advance,
     assert_is_sparq,
     attributes,
-    empty_caches,
+    filled_caches,
     padding,
     parameters,
     windowed_attention,
@@ -57,13 +57,7 @@ def sizes(model: onnx.ModelProto) -> set[Any]:
 
 def decode(attend: Operator, case: Case, q: Array, k: Array, v: Array, start: int) -> Array:
     """The outputs of one run a token, the caches already holding the tokens before ``start``."""
-    caches = {**empty_caches(case, CAPACITY), "past_length": np.full(case.B, start)}
-    valid = np.arange(case.S) >= padding(case)[:, None]
-    caches["past_key"][:, :, :start], caches["past_value"][:, :, :start] = k[:, :, :start], v[:, :, :start]
-    by_lane = caches["past_key"].reshape(case.B, case.Hkv, -1, CACHES["lanes"], case.D).swapaxes(-1, -2)
-    caches["past_key_t"] = by_lane.reshape(caches["past_key"].shape)
-    sums = [(np.where(valid[:, None, :, None], a, 0)[:, :, :start]).sum(axis=2) for a in (v, k, k * k)]
-    caches["past_sums"] = np.stack(sums, axis=2).astype(np.float32)
+    caches = filled_caches(case, k, v, start, CAPACITY)
     outputs = []
     for i in range(start, case.S):
         new = {"key": k[:, :, i : i + 1], "value": v[:, :, i : i + 1], "left_padding": padding(case)}

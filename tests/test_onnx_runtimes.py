@@ -24,7 +24,7 @@ from onnx_operators import (
     LANES,
     assert_is_sparq,
     attributes,
-    empty_caches,
+    filled_caches,
     padding,
     parameters,
     select,
@@ -72,8 +72,8 @@ def cached(case: Case, setting: str) -> File:
     """One token after a prompt, in caches whose free slots are NaN."""
     q, k, v = case.inputs()
     params = parameters(case, setting)
-    inputs = filled(case, k, v, case.S - 1)
-    inputs |= {"query": q, "key": k[:, :, -1:], "value": v[:, :, -1:]}
+    new = {"query": q, "key": k[:, :, -1:], "value": v[:, :, -1:], "left_padding": padding(case)}
+    inputs = {**filled_caches(case, k, v, case.S - 1, case.S + LANES), **new}
     caches = {name: inputs[name].astype(np.float32) for name in ("past_key", "past_value")}
 
     def check(got: dict[str, Array]) -> None:
@@ -89,8 +89,8 @@ def cached(case: Case, setting: str) -> File:
 def dense(case: Case, window: int) -> File:
     """One token by dense attention."""
     q, k, v = case.inputs()
-    inputs = filled(case, k, v, case.S - 1)
-    inputs |= {"query": q, "key": k[:, :, -1:], "value": v[:, :, -1:]}
+    new = {"query": q, "key": k[:, :, -1:], "value": v[:, :, -1:], "left_padding": padding(case)}
+    inputs = {**filled_caches(case, k, v, case.S - 1, case.S + LANES), **new}
     scale = case.D**-0.5
     first = np.maximum(padding(case), case.S - window if window else 0)
     attended = np.where(np.arange(case.S) >= first[:, None], np.arange(case.S), -1)
@@ -103,18 +103,6 @@ def dense(case: Case, window: int) -> File:
         )
 
     return File("CachedAttention", case.dtype, {"scale": scale, "window": window}, inputs, check, {})
-
-
-def filled(case: Case, k: Array, v: Array, tokens: int) -> dict[str, Array]:
-    """Caches that hold the first ``tokens`` keys and values."""
-    caches = {**empty_caches(case, case.S + LANES), "past_length": np.full(case.B, tokens)}
-    caches["past_key"][:, :, :tokens], caches["past_value"][:, :, :tokens] = k[:, :, :tokens], v[:, :, :tokens]
-    shape = caches["past_key"].shape
-    by_lane = caches["past_key"].reshape(*shape[:2], -1, LANES, case.D).swapaxes(-1, -2)
-    caches["past_key_t"] = by_lane.reshape(shape)
-    counted = (np.arange(tokens) >= padding(case)[:, None])[:, None, :, None]
-    sums = [np.where(counted, a[:, :, :tokens], 0).sum(axis=2) for a in (v, k, k * k)]
-    return {**caches, "past_sums": np.stack(sums, axis=2), "left_padding": padding(case)}
 
 
 FILES = {
