@@ -251,8 +251,10 @@ def emerging(folder: Path) -> Iterator[Path]:
         shutil.rmtree(made, ignore_errors=True)
 
 
-def _write(folder: Path, model: Any, family: Any, target: Target, settings: Mapping[str, Any], *, compat: bool) -> None:
-    """Write model.onnx and its data.
+def _write(
+    folder: Path, model: Any, family: Any, target: Target, settings: Mapping[str, Any], *, compat: bool
+) -> onnx.ModelProto:
+    """Write the data of model.onnx and return the model.
 
     Raises:
         ConfigError: the model has weights that its family does not use.

@@ -8,14 +8,19 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import onnx
 import pytest
 import tiny_models
+from mlx_lm.utils import load_model
 from mlx_sparse.onnx_export import exporter
+from mlx_sparse.onnx_export.runner import Runner
 
 import mlx_sparse
 
 # Few keys out of few components, so that choosing others would change the text.
 SPARQ = "sparq:rank=4,top_k=16,local_window=4,dense_below=0"
+PROMPT_LENGTH, STEPS = 24, 16  # of `Made.check_tokens`
 by_method = pytest.mark.parametrize("method", ["dense", SPARQ], ids=["dense", "sparq"])
 
 
@@ -38,3 +43,38 @@ def said_by_mlx(method: str, prompt: list[int], count: int, **changes: Any) -> l
     model = tiny_models.build(**changes)
     with contextlib.nullcontext() if method == "dense" else mlx_sparse.sparse(model, method):
         return tiny_models.greedy(model, prompt, count - 1)[0]
+
+
+class Made:
+    """A tiny model, written for mlx-lm and exported."""
+
+    def __init__(self, tmp_path: Path, family: str, method: str, changes: dict[str, Any], **options: Any) -> None:
+        self.source = tiny_models.write(tmp_path / "source", family, **changes)
+        self.method = method
+        self.folder = tmp_path / "exported"
+        self.result = exporter.export(str(self.source), self.folder, **{"method": method, "max_length": 64, **options})
+        self.proto = onnx.load(self.folder / "model.onnx", load_external_data=False)
+
+    def runner(self, batch: int = 1) -> Runner:
+        return Runner(self.folder, native="off", threads=1, batch=batch)
+
+    def mlx(self) -> contextlib.AbstractContextManager[Any]:
+        """mlx-lm's model, attending by the method."""
+        self.model = load_model(self.source)[0]
+        if self.method == "dense":
+            return contextlib.nullcontext()
+        return mlx_sparse.sparse(self.model, self.method, backend="ops")
+
+    def check_tokens(self) -> None:
+        """Greedy tokens are those of mlx-lm, and so are the logits but for rounding."""
+        prompt = tiny_models.prompt_of(PROMPT_LENGTH)
+        with self.mlx():
+            tokens, logits = tiny_models.greedy(self.model, prompt, STEPS)
+        expected = np.array(logits)
+        model = self.runner()
+        got = [model.step([prompt])[0].copy()]
+        for _ in range(STEPS):
+            got.append(model.step([[int(got[-1].argmax())]])[0].copy())
+        assert [int(step.argmax()) for step in got[1:]] == tokens
+        # Float32 through a few layers, where an error in the graph shows in the second digit.
+        assert np.abs(np.array(got[1:]) - expected).max() < 3e-5 * np.abs(expected).max()

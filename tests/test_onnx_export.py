@@ -1,0 +1,213 @@
+"""Exported models: the same tokens as mlx-lm, whatever the family."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+import tiny_models
+from exported import PROMPT_LENGTH as PROMPT
+from exported import STEPS, Made
+from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, KVCache, make_prompt_cache
+from mlx_sparse.onnx_export import COMPAT, DEFAULT, DOMAIN, exporter, families
+
+import mlx_sparse
+
+METHODS = {
+    "dense": "dense",
+    "k4": "sparq:rank=4,top_k=4,dense_below=0",
+    "k16": "sparq:rank=6,top_k=16,local_window=3,reallocate=true,component_score=query_key,dense_below=0",
+    "late": "sparq:preset=eval,rank=8,top_k=8,local_window=2,dense_below=33",  # dense for the first eight steps
+}
+by_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+
+LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "mscale": 1.3}
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7}
+LONGROPE = {"short_factor": [1.0] * 8, "long_factor": [1.0 + i / 4 for i in range(8)]}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "one query head per KV head": ("llama", {"num_key_value_heads": 4}),
+    "one KV head": ("llama", {"num_key_value_heads": 1}),
+    "three layers": ("llama", {"num_hidden_layers": 3}),
+    "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "tied": ("llama", {"tie_word_embeddings": True}),
+    "traditional rope": ("llama", {"rope_traditional": True}),
+    "linear rope": ("llama", {"rope_scaling": {"type": "linear", "factor": 4.0}}),
+    "llama3 rope": ("llama", {"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 64}}),
+    "yarn rope": ("qwen3", {"rope_scaling": YARN}),
+    "longrope": ("llama", {"rope_scaling": {"type": "longrope", "original_max_position_embeddings": 64, **LONGROPE}}),
+    "proportional rope": ("llama", {"rope_scaling": {"type": "proportional", "partial_rotary_factor": 0.5}}),
+    "sliding window": ("llama", SLIDING),
+    "sliding window without rope": ("smollm3", SLIDING | {"no_rope_layers": [0, 1]}),
+    "mistral": ("llama", {"model_type": "mistral", "sliding_window": 7}),  # mlx-lm ignores it without layer types
+    "own head dim": ("llama", {"head_dim": 24}),
+    "phi3 partial": ("phi3", {"partial_rotary_factor": 0.5}),
+    "phi3 longrope": (
+        "phi3",
+        {"rope_scaling": {"type": "longrope", **LONGROPE}, "original_max_position_embeddings": 64},
+    ),
+    "phi3 tied": ("phi3", {"tie_word_embeddings": True}),
+    "gemma3 linear rope": ("gemma3_text", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
+    "gemma3 all layers": ("gemma3_text", {"sliding_window_pattern": 1}),
+    "qwen2 tied": ("qwen2", {"tie_word_embeddings": True}),
+    "glm4 biases": ("glm4", {"attention_bias": True}),
+}
+
+
+@by_method
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_tokens_of_every_family_are_those_of_mlx(tmp_path: Path, family: str, method: str) -> None:
+    Made(tmp_path, family, method, {}).check_tokens()
+
+
+@pytest.mark.parametrize("method", [METHODS["dense"], METHODS["k4"]], ids=["dense", "sparq"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_tokens_of_variants_are_those_of_mlx(tmp_path: Path, variant: str, method: str) -> None:
+    family, changes = VARIANTS[variant]
+    Made(tmp_path, family, method, changes).check_tokens()
+
+
+@pytest.mark.parametrize("method", [METHODS["dense"], METHODS["k4"]], ids=["dense", "sparq"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "smollm3"])
+def test_left_padded_rows_are_those_of_mlx(tmp_path: Path, family: str, method: str) -> None:
+    changes = SLIDING if family == "smollm3" else {}
+    made = Made(tmp_path, family, method, changes)
+    padding = [5, 0]
+    rows = np.array([tiny_models.prompt_of(PROMPT, seed) for seed in (1, 2)])
+    with made.mlx():
+        cache = [
+            BatchKVCache(padding) if type(c) is KVCache else BatchRotatingKVCache(c.max_size, padding)
+            for c in make_prompt_cache(made.model)
+        ]
+        expected = [np.array(made.model(mx.array(rows), cache=cache)[:, -1])]
+        for _ in range(STEPS):
+            last = mx.array(expected[-1].argmax(axis=1)[:, None])
+            expected.append(np.array(made.model(last, cache=cache)[:, -1]))
+    model = made.runner(batch=2)
+    got = [model.step(rows, left_padding=padding).copy()]
+    for _ in range(STEPS):
+        got.append(model.step(got[-1].argmax(axis=1)[:, None]).copy())
+    assert (np.array(got).argmax(axis=-1) == np.array(expected).argmax(axis=-1)).all()
+    assert np.abs(np.array(got) - np.array(expected)).max() < 3e-5 * np.abs(expected).max()
+
+
+def outputs(made: Made, tokens: list[list[int]], mask: list[list[int]]) -> np.ndarray:
+    """Logits of one call on empty caches."""
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    session = ort.InferenceSession(made.folder / "model.onnx", options)
+    feeds = {"input_ids": np.array(tokens), "attention_mask": np.array(mask)}
+    for tensor in session.get_inputs()[2:]:
+        feeds[tensor.name] = np.zeros((len(tokens), *tensor.shape[1:]), np.float32)
+    return session.run(["logits"], feeds)[0]
+
+
+@pytest.fixture(scope="module")
+def sparse_llama(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return Made(tmp_path_factory.mktemp("llama"), "llama", METHODS["k4"], {})
+
+
+def test_a_mask_may_be_longer_than_the_tokens(sparse_llama: Made) -> None:
+    tokens = [tiny_models.prompt_of(9)]
+    short, long = (outputs(sparse_llama, tokens, [[0] * 2 + [1] * 7 + [0] * more]) for more in (0, 30))
+    np.testing.assert_array_equal(short, long)
+
+
+@pytest.mark.parametrize("mask", [[1, 1, 0, 1], [0, 1, 0, 1], [1, 1, 0, 0], [0, 0, 0, 0]])
+def test_a_mask_that_means_nothing_is_an_error_of_the_runtime(sparse_llama: Made, mask: list[int]) -> None:
+    with pytest.raises(Exception, match="ScatterND"):
+        outputs(sparse_llama, [[5, 6, 7]], [mask])
+
+
+@pytest.mark.parametrize("method", [METHODS["dense"], METHODS["late"]], ids=["dense", "sparq"])
+@pytest.mark.parametrize(
+    "options", [{"compat": True}, {"inline": True}, {"inline": True, "compat": True}], ids=["compat", "inline", "both"]
+)
+def test_other_forms_say_the_same(tmp_path: Path, method: str, options: dict[str, bool]) -> None:
+    made = Made(tmp_path, "qwen3", method, {}, **options)
+    profile = COMPAT if options.get("compat") else DEFAULT
+    assert made.proto.ir_version == profile.ir
+    assert {opset.version for opset in made.proto.opset_import if not opset.domain} == {profile.opset}
+    inlined = options.get("inline", False)
+    assert any(node.domain == DOMAIN for node in made.proto.graph.node) != inlined
+    assert bool(made.proto.functions) != inlined
+    assert (made.folder / "genai_config.json").exists() != inlined
+    made.check_tokens()
+
+
+@pytest.mark.parametrize("method", [METHODS["dense"], METHODS["k4"]], ids=["dense", "sparq"])
+def test_a_static_file_has_only_numbers_and_says_the_same(tmp_path: Path, method: str) -> None:
+    made = Made(tmp_path, "llama", method, {}, static=(2, 64), max_length=None)
+    for tensor in (*made.proto.graph.input, *made.proto.graph.output):
+        assert all(dim.HasField("dim_value") for dim in tensor.type.tensor_type.shape.dim), tensor.name
+    prompts = [tiny_models.prompt_of(4, seed) for seed in (1, 2)]  # attended densely, as mlx-lm does prompts
+    model = made.runner(batch=2)
+    for column in zip(*prompts, strict=True):
+        last = model.step([[token] for token in column]).argmax(axis=1)
+    told = []
+    for _ in range(STEPS):
+        last = model.step(last[:, None]).argmax(axis=1)
+        told.append(last.tolist())
+    with made.mlx():
+        assert [list(row) for row in zip(*told, strict=True)] == [
+            tiny_models.greedy(made.model, prompt, STEPS)[0] for prompt in prompts
+        ]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("own", [True, False], ids=["the model's", "asked for"])
+def test_half_precision_is_stored_and_widened(tmp_path: Path, dtype: str, own: bool) -> None:
+    source = tiny_models.write(tmp_path / "source", tie_word_embeddings=True)
+    if own:
+        weights = mx.load(str(source / "model.safetensors"))
+        halved = {name: array.astype(getattr(mx, dtype)) for name, array in weights.items()}
+        mx.save_safetensors(str(source / "model.safetensors"), halved, {"format": "mlx"})
+    folder = tmp_path / "exported"
+    made = exporter.export(
+        str(source), folder, method="sparq:rank=4,top_k=4", max_length=64, dtype=None if own else dtype
+    )
+    proto = onnx.load(folder / "model.onnx", load_external_data=False)
+    element = {"float16": onnx.TensorProto.FLOAT16, "bfloat16": onnx.TensorProto.BFLOAT16}[dtype]
+    types = {tensor.name: tensor.type.tensor_type.elem_type for tensor in proto.graph.input}
+    assert all(types[name] == element for name in types if name.startswith("past_key_values."))
+    assert types["past_sums.0"] == onnx.TensorProto.FLOAT
+    stored = {t.name: t.data_type for t in proto.graph.initializer if t.data_location == onnx.TensorProto.EXTERNAL}
+    assert {kind for name, kind in stored.items() if "proj" in name or "embed" in name} == {element}
+    # The rounding of half precision, and no more: with float32 caches the sparse step agrees to float32.
+    precision = {"float16": 2**-11, "bfloat16": 2**-8}[dtype]
+    assert made.agreement.dense < 20 * precision * made.agreement.largest
+    assert made.agreement.sparse < 3e-5 * made.agreement.largest
+
+
+def test_inputs_and_outputs_are_those_of_the_documentation(tmp_path: Path) -> None:
+    made = Made(tmp_path, "llama", METHODS["k4"], {"num_hidden_layers": 3})
+    pasts = [f"past_key_values.{i}.{part}" for i in range(5) for part in ("key", "value")]
+    pasts += [f"{name}.{i}" for name in ("past_sums", "past_conv") for i in range(3)]
+    assert sorted(t.name for t in made.proto.graph.input) == sorted(["input_ids", "attention_mask", *pasts])
+    presents = [n.replace("past_key_values", "present").replace("past_", "present_") for n in pasts]
+    assert sorted(t.name for t in made.proto.graph.output) == sorted(["logits", *presents])
+    said = {entry.key.removeprefix("mlx_sparse."): entry.value for entry in made.proto.metadata_props}
+    assert said == {
+        "spec": "1",
+        "version": mlx_sparse.__version__,
+        "method": "sparq:rank=4,top_k=4,local_window=1,reallocate=false,component_score=query,dense_below=5",
+        "model_type": "llama",
+        "max_length": "64",
+        "dtype": "float32",
+        "eos_token_ids": "[0]",
+    }
+    names = {"model.onnx", "model.onnx.data", "tokenizer.json", "tokenizer_config.json", "genai_config.json"}
+    assert {file.name for file in made.folder.iterdir()} == names
+
+
+def test_without_genai_there_is_nothing_for_it(tmp_path: Path) -> None:
+    made = Made(tmp_path, "llama", METHODS["k4"], {"num_hidden_layers": 3}, genai=False)
+    names = [tensor.name for tensor in made.proto.graph.input]
+    assert not any(name.startswith("past_conv") or name == "past_key_values.4.value" for name in names)
+    assert not (made.folder / "genai_config.json").exists()
+    made.check_tokens()
