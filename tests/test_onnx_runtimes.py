@@ -1,4 +1,4 @@
-"""The same operator files on other runtimes, each fetched once and run in a process of its own."""
+"""The same files on other runtimes, each fetched once and run in a process of its own."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 from cases import Array, Case, assert_as_good_as_plain, assert_same_choice, plain_attention
+from exported import SPARQ, exported
 from mlx_sparse.onnx_export import lower
 from onnx_operators import (
     CACHES,
@@ -201,62 +203,96 @@ def fetched(name: str) -> Path | str:
     return place
 
 
-@functools.cache
-def outputs(name: str) -> dict[str, dict[str, Array] | str]:
-    """What every file puts out on a runtime that was fetched, or the error it ends in."""
-    runtime = RUNTIMES[name]
+@dataclass(frozen=True)
+class Call:
+    """A model, what goes in, and the types and shapes of what comes out."""
+
+    model: onnx.ModelProto
+    inputs: dict[str, Array]
+    outputs: dict[str, tuple[np.dtype, tuple[int, ...]]]
+
+
+def run(runtime: str, calls: dict[str, Call]) -> dict[str, dict[str, Array] | str]:
+    """What every call puts out on a runtime, or the error it ends in; skips the test where there is no such runtime."""
+    place = fetched(runtime)
+    if isinstance(place, str):
+        absent(runtime, place)
     with tempfile.TemporaryDirectory(prefix="runtimes-") as scratch:
-        folder = Path(scratch)
-        listed = {key: write(folder / key, file, runtime) for key, file in FILES.items()}
+        folder, listed = Path(scratch), {}
+        for name, call in calls.items():
+            onnx.save(call.model, folder / f"{name}.onnx")
+            for key, array in call.inputs.items():
+                array.tofile(folder / f"{name}.{key}")
+            inputs = [{"name": key, "type": a.dtype.name, "dims": a.shape} for key, a in call.inputs.items()]
+            listed[name] = {"inputs": inputs, "outputs": list(call.outputs)}
         (folder / "files.json").write_text(json.dumps(listed))
-        command = [*runtime.package.run, str(fetched(name)), scratch]
+        command = [*RUNTIMES[runtime].package.run, str(place), scratch]
         done = subprocess.run(command, capture_output=True, text=True, timeout=MINUTES, check=False)
         assert done.returncode == 0, done.stderr
-        return {key: read(folder / key, file) for key, file in FILES.items()}
+        return {name: read(folder, name, call) for name, call in calls.items()}
 
 
-def write(path: Path, file: File, runtime: Runtime) -> dict[str, list]:
-    """Write a model and its inputs; return what the runner must know of them."""
-    dtype = DTYPES[file.dtype]
-    query, key = file.inputs["query"].shape, file.inputs["key" if "key" in file.inputs else "keys"].shape
-    sizes = {"Hq": query[1], "Hkv": key[1], "D": query[3], **file.sizes}
-    fixed = sizes if runtime.lowered is static else {}
-    model = onnx_export.operator_model(
-        file.operator, dtype=dtype.name, profile=runtime.profile, sizes=fixed, **file.attributes
-    )
-    onnx.save(runtime.lowered(file, model), f"{path}.onnx")
-    inputs = []
-    for tensor in onnx_export.OPERATORS[file.operator].inputs:
-        kind = {"T": dtype, "tensor(float)": np.float32, "tensor(int64)": np.int64}[tensor.type]
-        array = np.ascontiguousarray(file.inputs[tensor.name], kind)
-        array.tofile(f"{path}.{tensor.name}")
-        inputs.append({"name": tensor.name, "type": array.dtype.name, "dims": array.shape})
-    return {"inputs": inputs, "outputs": [tensor.name for tensor in onnx_export.OPERATORS[file.operator].outputs]}
-
-
-def read(path: Path, file: File) -> dict[str, Array] | str:
-    error = Path(f"{path}.error")
+def read(folder: Path, name: str, call: Call) -> dict[str, Array] | str:
+    error = folder / f"{name}.error"
     if error.exists():
         return error.read_text()
-    shapes = {name.replace("past", "present"): array.shape for name, array in file.inputs.items()}
-    shapes["output"] = file.inputs["query"].shape
-    got = {}
-    for tensor in onnx_export.OPERATORS[file.operator].outputs:
-        kind = {"T": DTYPES[file.dtype], "tensor(float)": np.float32, "tensor(int32)": np.int32}[tensor.type]
-        shape = (*file.inputs["keys"].shape[:2], -1) if tensor.name == "indices" else shapes[tensor.name]
-        got[tensor.name] = np.fromfile(f"{path}.{tensor.name}", kind).reshape(shape)
-    return got
+    return {key: np.fromfile(folder / f"{name}.{key}", t).reshape(shape) for key, (t, shape) in call.outputs.items()}
+
+
+@functools.cache
+def operators(runtime: str) -> dict[str, dict[str, Array] | str]:
+    """What every operator file puts out."""
+    return run(runtime, {name: call(file, RUNTIMES[runtime]) for name, file in FILES.items()})
+
+
+def call(file: File, runtime: Runtime) -> Call:
+    operator, given = onnx_export.OPERATORS[file.operator], file.inputs
+    types = {"T": DTYPES[file.dtype], "tensor(float)": np.float32, "tensor(int64)": np.int64, "tensor(int32)": np.int32}
+    shapes = {name.replace("past", "present"): array.shape for name, array in given.items()}
+    query, key = shapes["query"], shapes["key" if "key" in shapes else "keys"]
+    shapes |= {"output": query, "indices": (*key[:2], -1)}
+    sizes = {"Hq": query[1], "Hkv": key[1], "D": query[3], **file.sizes} if runtime.lowered is static else {}
+    model = onnx_export.operator_model(
+        file.operator, dtype=DTYPES[file.dtype].name, profile=runtime.profile, sizes=sizes, **file.attributes
+    )
+    return Call(
+        runtime.lowered(file, model),
+        {tensor.name: np.ascontiguousarray(given[tensor.name], types[tensor.type]) for tensor in operator.inputs},
+        {tensor.name: (np.dtype(types[tensor.type]), shapes[tensor.name]) for tensor in operator.outputs},
+    )
 
 
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("runtime", RUNTIMES)
 def test_other_runtimes_compute_the_same(runtime: str, file: str) -> None:
-    place = fetched(runtime)
-    if isinstance(place, str):
-        absent(runtime, place)
-    got = outputs(runtime)[file]
+    got = operators(runtime)[file]
     assert not isinstance(got, str), got
     FILES[file].check(got)
+
+
+@pytest.mark.parametrize("method", ["dense", SPARQ], ids=["dense", "sparq"])
+@pytest.mark.parametrize("runtime", ["web", "openvino"])
+def test_a_whole_model_gives_the_same_logits(runtime: str, method: str) -> None:
+    """A prompt, then one token: the caches go through the files of the test."""
+    model = onnx.load(exported(method) / "model.onnx")
+    session = ort.InferenceSession(model.SerializeToString())
+    inputs, names = session.get_inputs(), [output.name for output in session.get_outputs()]
+    tokens = np.random.default_rng(0).integers(0, 90, (2, 61))
+    caches = {i.name: np.zeros([2 if dim == "batch" else dim for dim in i.shape], np.float32) for i in inputs[2:]}
+    calls, expected = {}, {}
+    for name, start, stop in (("prompt", 0, 60), ("token", 60, 61)):
+        mask = np.ones((2, stop), np.int64)
+        mask[1, :7] = 0
+        feeds = {"input_ids": np.ascontiguousarray(tokens[:, start:stop]), "attention_mask": mask, **caches}
+        got = dict(zip(names, session.run(names, feeds), strict=True))
+        lowered = lower.inline(model) if RUNTIMES[runtime].lowered is inlined else model
+        calls[name] = Call(lowered, feeds, {key: (array.dtype, array.shape) for key, array in got.items()})
+        expected[name] = got["logits"]
+        caches = {past: got[past.replace("past_key_values", "present").replace("past_", "present_")] for past in caches}
+    for name, out in run(runtime, calls).items():
+        assert not isinstance(out, str), out
+        np.testing.assert_allclose(out["logits"], expected[name], rtol=0, atol=1e-4)
+        np.testing.assert_array_equal(out["logits"].argmax(axis=-1), expected[name].argmax(axis=-1))
 
 
 def test_the_lock_file_pins_what_npm_installs_and_names_no_host_of_ours() -> None:
