@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -24,17 +25,19 @@ import mlx_lm.models.cache as caches
 import numpy as np
 import numpy.typing as npt
 import onnx
+import onnxruntime
 from mlx import nn
 from mlx.utils import tree_map_with_path
 from mlx_lm.models.cache import make_prompt_cache
-from onnx import TensorProto
+from onnx import TensorProto, helper
 
 from mlx_sparse.checks import ArtefactError
 from mlx_sparse.config import SparQ
 from mlx_sparse.lm import seam, sparse
 
 from .decoder import Target
-from .runner import Runner
+from .memory import ort_value, zeros
+from .native import session_options
 from .weights import QUANTISED
 
 Array = npt.NDArray[Any]
@@ -269,14 +272,53 @@ def _steps(path: Path, tokens: Array, batch: int | None) -> list[Array]:
         batch: rows that the file is fixed to, one token at a time; None if it is not.
     """
     rows = batch or len(tokens)
-    runner = Runner(path, native="off", batch=rows)
-    cuts = range(1, PROMPT + 2) if batch else (PROMPT, PROMPT + 1)
+    file = File(path)
+    cuts = [*range(PROMPT + 2)] if batch else [0, PROMPT, PROMPT + 1]
     found: list[list[Array]] = [[], []]
     for start in range(0, len(tokens), rows):
-        runner.reset()
         group = tokens[start : start + rows]
         full = np.resize(group, (rows, PROMPT + 1))  # repeats rows
-        steps = [runner.step(full[:, runner.length : end])[: len(group)].copy() for end in cuts]
+        file.start(rows)
+        steps = [file(full[:, begin:end])[: len(group)] for begin, end in itertools.pairwise(cuts)]
         for into, logits in zip(found, steps[-2:], strict=True):
             into.append(logits)
     return [np.concatenate(logits) for logits in found]
+
+
+class File:
+    """A file on stock ONNX Runtime with caches that it appends to in place."""
+
+    def __init__(self, path: Path) -> None:
+        options = session_options("off")
+        options.log_severity_level = 4  # errors come as exceptions
+        self._session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        self._inputs = onnx.load(path, load_external_data=False).graph.input
+
+    def start(self, rows: int) -> None:
+        """Begin again, with so many rows."""
+        self._binding = self._session.io_binding()
+        self._memory = []
+        for tensor in self._inputs:
+            kind, sizes = tensor.type.tensor_type.elem_type, [d.dim_value for d in tensor.type.tensor_type.shape.dim]
+            if tensor.name == "attention_mask":
+                self._total = sizes[1]
+            elif tensor.name.startswith("past_"):
+                array = zeros((rows, *sizes[1:]), helper.tensor_dtype_to_np_dtype(kind))
+                value = ort_value(array)
+                self._memory.append(array)  # which the value borrows
+                self._binding.bind_ortvalue_input(tensor.name, value)
+                present = tensor.name.replace("past_key_values", "present").replace("past_", "present_")
+                self._binding.bind_ortvalue_output(present, value)
+        self._length = 0
+
+    def __call__(self, tokens: Array) -> Array:
+        """Logits (rows, vocabulary) after new tokens (rows, L)."""
+        self._length += tokens.shape[1]
+        mask = np.zeros((len(tokens), self._total or self._length), np.int64)
+        mask[:, : self._length] = 1
+        self._binding.bind_cpu_input("input_ids", np.ascontiguousarray(tokens))
+        self._binding.bind_cpu_input("attention_mask", mask)
+        self._binding.bind_output("logits")
+        self._session.run_with_iobinding(self._binding)
+        logits: Array = self._binding.get_outputs()[-1].numpy()[:, 0]  # bound last
+        return logits
