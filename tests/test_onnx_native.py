@@ -1,0 +1,340 @@
+"""The library of native kernels: instruction sets, threads, caches, versions, and what it says to a mistake."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from cases import Array, Case, assert_same_choice
+from mlx_sparse.onnx_export import native
+from onnx_operators import (
+    CACHES,
+    LANES,
+    Operator,
+    advance,
+    assert_is_sparq,
+    attributes,
+    by_case,
+    empty_caches,
+    padding,
+    parameters,
+    select,
+    session,
+    step,
+    windowed_attention,
+)
+from require import absent
+
+from mlx_sparse import __version__, onnx_export, oracle
+from mlx_sparse.checks import BackendUnavailable, ConfigError
+
+SETS = ["scalar", "neon"] if platform.machine() in ("aarch64", "arm64") else ["scalar", "avx2", "avx512"]
+DENSE = {"scale": 0.125, "window": 0}
+
+
+@pytest.fixture(scope="module")
+def library() -> ctypes.CDLL:
+    if reason := native.unavailable():
+        absent("ort", reason)
+    loaded = ctypes.CDLL(str(native.library_path()))
+    loaded.mlx_sparse_ort_limit.restype = ctypes.c_char_p
+    loaded.mlx_sparse_ort_limit.argtypes = [ctypes.c_char_p, ctypes.c_int]
+    return loaded
+
+
+@pytest.fixture
+def limit(library: ctypes.CDLL) -> Iterator[Callable[[str | None, int], None]]:
+    """Sets which instruction set runs, None for the fastest, and for how many threads work is cut, 0 for all here."""
+
+    def set_limit(name: str | None, workers: int = 0) -> None:
+        if library.mlx_sparse_ort_limit(name and name.encode(), workers) is None:
+            pytest.skip(f"this machine has no {name}")
+
+    yield set_limit
+    library.mlx_sparse_ort_limit(None, 0)
+
+
+def prompted(case: Case, k: Array, v: Array, tokens: int) -> dict[str, Array]:
+    """Caches after that many tokens."""
+    append = Operator("native", "SparQAttention", case.dtype, **CACHES, **attributes(parameters(case, "paper")))
+    caches = empty_caches(case, case.S)
+    queries = np.ones((case.B, case.Hq, tokens, case.D))
+    got = append(query=queries, key=k[:, :, :tokens], value=v[:, :, :tokens], left_padding=padding(case), **caches)
+    return advance(caches, got, tokens)
+
+
+@pytest.mark.parametrize("setting", ["eval", "reallocate", "own-scale"])
+@by_case
+@pytest.mark.parametrize("name", SETS)
+def test_every_instruction_set_equals_the_oracle(name: str, case: Case, setting: str, limit: Any) -> None:
+    limit(name)
+    q, k, v = case.inputs()
+    params = parameters(case, setting)
+    got = Operator("native", "SparQ", case.dtype, **attributes(params))(**step(case, q, k, v))
+    expected = select(case, q, k, params)
+    assert_same_choice(got["indices"], expected.indices, expected.scores)
+    assert_is_sparq(got["output"], case, params, q, k, v)
+
+
+@pytest.mark.parametrize("D", [1, 7, 30, 64])
+@pytest.mark.parametrize("group", [1, 2, 3, 5])
+@pytest.mark.parametrize("name", SETS)
+def test_odd_sizes_are_attended_exactly(name: str, group: int, D: int, limit: Any) -> None:
+    limit(name)
+    case = Case(2, 2 * group, 2, 150, D, "f32", padding=(0, 3))
+    q, k, v = case.inputs(L=9)
+    given = {"query": q, "keys": k, "values": v, "left_padding": padding(case), "length": np.full(2, case.S)}
+    got = Operator("native", "DenseAttention", "f32", scale=0.2, window=70)(**given)["output"]
+    np.testing.assert_allclose(got, windowed_attention(q, k, v, padding(case), 70, 0.2), rtol=0, atol=1e-5)
+    params = {**parameters(case, "eval"), "rank": max(1, D // 2)}
+    got = Operator("native", "SparQ", "f32", **attributes(params))(**step(case, q[:, :, -1:], k, v))["output"]
+    expected = oracle.sparq_attention(q[:, :, -1:], k, v, left_padding=case.padding, **params)
+    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("setting", ["paper", "eval", "reallocate"])
+@pytest.mark.parametrize("workers", [1, 8])
+def test_any_number_of_threads_gives_the_same_answer(workers: int, setting: str, limit: Any) -> None:
+    """With work cut for 8 threads, the keys of a head are scored and searched in parts."""
+    limit(None, workers)
+    case = Case(2, 6, 2, 9000, 64, "f32", padding=(0, 4500))
+    q, k, v = case.inputs()
+    params = parameters(case, setting)
+    caches = prompted(case, k, v, case.S - 1)
+    new = {"query": q, "key": k[:, :, -1:], "value": v[:, :, -1:], "left_padding": padding(case)}
+    sparse, dense = [], []
+    for threads in (1, 2, 4):
+        attend = Operator("native", "SparQAttention", "f32", threads, **CACHES, **attributes(params))
+        sparse.append(attend(**new, **caches)["output"])
+        attend = Operator("native", "CachedAttention", "f32", threads, **DENSE)
+        past = {name: caches[name] for name in ("past_key", "past_value", "past_length")}
+        dense.append(attend(**new, **past)["output"])
+    assert_is_sparq(sparse[0], case, params, q, k, v)
+    np.testing.assert_allclose(dense[0], oracle.dense_attention(q, k, v, left_padding=case.padding), atol=1e-5)
+    for outputs in (sparse, dense):
+        np.testing.assert_array_equal(outputs[0], outputs[1])
+        np.testing.assert_array_equal(outputs[0], outputs[2])
+
+
+def test_sessions_run_from_several_threads_at_once() -> None:
+    case = Case(1, 8, 2, 3000, 64, "f16")
+    params = parameters(case, "eval")
+    attend = Operator("native", "SparQ", "f16", 2, **attributes(params))
+    inputs = [case.inputs(seed) for seed in range(6)]
+
+    def run(seed: int) -> Array:
+        return attend(**step(case, *inputs[seed]))["output"]
+
+    alone = [run(seed) for seed in range(6)]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(run, [*range(6)] * 5))
+    for seed, out in enumerate(together):
+        np.testing.assert_array_equal(out, alone[seed % 6])
+
+
+@pytest.mark.parametrize("name", ["CachedAttention", "SparQAttention"])
+def test_separate_buffers_leave_the_past_as_it_was(name: str) -> None:
+    case = Case(2, 4, 2, 100, 64, "f32")
+    q, k, v = case.inputs()
+    caches = prompted(case, k, v, case.S - 1)
+    settings = {"CachedAttention": DENSE, "SparQAttention": {**CACHES, **attributes(parameters(case, "paper"))}}
+    attend = Operator("native", name, "f32", **settings[name])
+    caches = {tensor.name: caches[tensor.name] for tensor in attend.schema.inputs if tensor.name in caches}
+    before = {key: array.copy() for key, array in caches.items()}
+    got = attend(query=q, key=k[:, :, -1:], value=v[:, :, -1:], left_padding=padding(case), **caches)
+    for key, array in caches.items():
+        np.testing.assert_array_equal(array, before[key])
+    np.testing.assert_array_equal(got["present_key"][:, :, : case.S], k)
+
+
+def test_dense_below_attends_densely_up_to_it() -> None:
+    case = Case(2, 4, 2, 200, 64, "f32", padding=(0, 100))
+    q, k, v = case.inputs()
+    caches = prompted(case, k, v, case.S - 1)
+    given = {"query": q, "key": k[:, :, -1:], "value": v[:, :, -1:], "left_padding": padding(case), **caches}
+    params = parameters(case, "paper")
+    dense = oracle.dense_attention(q, k, v, left_padding=case.padding)
+    sparse = oracle.sparq_attention(q, k, v, left_padding=case.padding, **params)
+    for below, expected in ((case.S, sparse), (case.S + 1, dense)):
+        attend = Operator("native", "SparQAttention", "f32", lanes=LANES, dense_below=below, **attributes(params))
+        np.testing.assert_allclose(attend(**given)["output"], expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("name", onnx_export.OPERATORS)
+def test_the_node_is_kept_for_the_kernel_and_its_shapes_are_known(name: str, dtype: str, tmp_path: Path) -> None:
+    if reason := native.unavailable():
+        absent("ort", reason)
+    settings = {attribute.name: 1 for attribute in onnx_export.OPERATORS[name].attributes if attribute.name != "spec"}
+    sizes = {"B": 2, "Hq": 4, "Hkv": 2, "C": 128, "D": 64, "L": 3}
+    model = onnx_export.operator_model(name, dtype=dtype, sizes=sizes, **settings)
+    for output in model.graph.output:  # so that they come from the kernel's shape inference
+        output.type.tensor_type.ClearField("shape")
+    for kernels, count in (("auto", 1), ("off", 0)):
+        options = native.session_options(kernels)
+        options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+        made = session_of(model, options)
+        kept = [node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node if node.op_type == name]
+        assert len(kept) == count
+        if kernels == "auto":
+            shapes = [output.shape for output in made.get_outputs()]
+            known = [shape for shape in shapes if all(isinstance(length, int) for length in shape) and shape]
+            assert len(known) == len(shapes) - (name == "SparQ")
+
+
+def session_of(model: onnx.ModelProto, options: Any) -> Any:
+    import onnxruntime
+
+    return onnxruntime.InferenceSession(model.SerializeToString(), options)
+
+
+def rejected(message: str, name: str, settings: dict[str, float], arrays: dict[str, Any], dtype: str = "f32") -> None:
+    with pytest.raises(Exception, match=message) as raised:
+        Operator("native", name, dtype, **settings)(**arrays)
+    assert f"{name}: " in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ({"length": [0, 301]}, r"length: expected 0 to 300 .*, got 301\."),
+        ({"length": [-1, 300]}, r"length: expected 0 to 300 .*, got -1\."),
+        ({"left_padding": [0, -3]}, r"left_padding: expected 0 to \d+ .*, got -3\."),
+        ({"left_padding": [0]}, r"left_padding: expected shape \(2\), got \(1\)\."),
+        ({"keys": np.zeros((2, 5, 300, 64))}, r"query: expected a multiple of Hkv=5 heads, got 6\."),
+        ({"keys": np.zeros((2, 2, 300, 32))}, r"keys: expected shape \(2, any, any, 64\), got \(2, 2, 300, 32\)\."),
+        ({"values": np.zeros((2, 2, 299, 64))}, r"values: expected shape \(2, 2, 300, 64\), got \(2, 2, 299, 64\)\."),
+        ({"keys_t": np.zeros((2, 2, 4, 64, 64))}, r"length: expected 0 to 256 .*, got 300\."),
+        ({"query": np.zeros((2, 6, 2, 64))}, r"query: expected shape \(2, 6, 1, 64\), got \(2, 6, 2, 64\)\."),
+        ({"deviation": np.zeros((2, 2, 63))}, r"deviation: expected shape \(2, 2, 64\), got \(2, 2, 63\)\."),
+    ],
+    ids=str,
+)
+def test_inputs_that_do_not_fit_are_refused(wrong: dict[str, Any], message: str) -> None:
+    case = Case(2, 6, 2, 300, 64, "f32")
+    arrays = {**step(case, *case.inputs()), **wrong}
+    model = onnx_export.operator_model("SparQ", **attributes(parameters(case, "paper")))
+    for info in [*model.graph.input, *model.graph.output]:  # ONNX Runtime itself would see some of these
+        info.type.tensor_type.shape.Clear()
+        info.type.tensor_type.ClearField("shape")
+    del model.functions[:]
+    if reason := native.unavailable():
+        absent("ort", reason)
+    made = session(model, "auto")
+    kinds = {info.name: info.type for info in made.get_inputs()}
+    feeds = {name: np.asarray(arrays[name], np.int64 if "int" in kinds[name] else np.float32) for name in kinds}
+    with pytest.raises(Exception, match=f"SparQ: {message}"):
+        made.run(None, feeds)
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ({"spec": 2}, r"spec: expected 1, which this library knows, got 2\."),
+        ({"rank": 0}, r"rank: expected 1 to \d+, got 0\."),
+        ({"top_k": -4}, r"top_k: expected 1 to \d+, got -4\."),
+        ({"local_window": 33}, r"local_window: expected at most top_k=32, which includes it, got 33\."),
+        ({"reallocate": 2}, r"reallocate: expected 0 to 1, got 2\."),
+        ({"lanes": 0}, r"lanes: expected 1 to \d+, got 0\."),
+        ({"dense_below": -1}, r"dense_below: expected 0 to \d+, got -1\."),
+        ({"scale": float("nan")}, r"scale: expected a finite number, got nan\."),
+        ({"rank": None}, r"rank: expected an integer attribute, got none\."),
+        ({"scale": None}, r"scale: expected a float attribute, got none\."),
+    ],
+    ids=str,
+)
+def test_attributes_of_another_meaning_are_refused(wrong: dict[str, Any], message: str) -> None:
+    if reason := native.unavailable():
+        absent("ort", reason)
+    case = Case(1, 2, 2, 65, 64, "f32")
+    model = onnx_export.operator_model("SparQAttention", **CACHES, **attributes(parameters(case, "paper")))
+    ((name, value),) = wrong.items()
+    for attribute in list(model.graph.node[0].attribute):
+        if attribute.name == name:
+            model.graph.node[0].attribute.remove(attribute)
+    if value is not None:
+        model.graph.node[0].attribute.append(onnx.helper.make_attribute(name, value))
+    with pytest.raises(Exception, match=f"SparQAttention: {message}"):
+        session(model, "auto")
+
+
+def test_sizes_and_attributes_that_contradict_each_other_are_refused() -> None:
+    case = Case(1, 2, 2, 65, 64, "f32")
+    q, k, v = case.inputs()
+    given = {"query": q, "key": k[:, :, -1:], "value": v[:, :, -1:], "left_padding": padding(case)}
+    settings = {**CACHES, **attributes(parameters(case, "paper"))}
+    caches = empty_caches(case, 65)  # 128 slots
+    rejected(
+        r"rank: expected at most the head dim D=64, got 65\.",
+        "SparQAttention",
+        {**settings, "rank": 65},
+        given | caches,
+    )
+    message = r"lanes: expected a divisor of the capacity C=128, got 48\."
+    rejected(message, "SparQAttention", {**settings, "lanes": 48}, given | caches)
+    long = {"query": q, "key": np.zeros((1, 2, 129, 64)), "value": np.zeros((1, 2, 129, 64)), "left_padding": [0]}
+    past = {name: caches[name] for name in ("past_key", "past_value", "past_length")}
+    message = r"key: expected at most the capacity C=128 of tokens, got 129\."
+    rejected(message, "CachedAttention", DENSE, long | past)
+
+
+def test_a_type_without_a_kernel_is_an_error_of_the_runtime() -> None:
+    if reason := native.unavailable():
+        absent("ort", reason)
+    model = onnx_export.operator_model("DenseAttention", **DENSE)
+    for info in [*model.graph.input[:3], *model.graph.output]:
+        info.type.tensor_type.elem_type = onnx.TensorProto.DOUBLE
+    with pytest.raises(Exception, match=r"(?i)type"):
+        session(model, "auto")
+    model = onnx_export.operator_model("DenseAttention", **DENSE)
+    model.graph.input[1].type.tensor_type.elem_type = onnx.TensorProto.FLOAT16  # keys of another type than the query
+    with pytest.raises(Exception, match=r"(?i)type|kernel"):
+        session(model, "auto").run(
+            None,
+            {
+                "query": np.zeros((1, 2, 1, 8), np.float32),
+                "keys": np.zeros((1, 2, 4, 8), np.float16),
+                "values": np.zeros((1, 2, 4, 8), np.float32),
+                "left_padding": np.zeros(1, np.int64),
+                "length": np.ones(1, np.int64),
+            },
+        )
+
+
+def test_options_are_those_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="native: expected one of auto, off"):
+        native.session_options("on")
+    monkeypatch.setattr(native, "_found", lambda: None)
+    assert "no C++ compiler" in str(native.unavailable())
+    with pytest.raises(BackendUnavailable, match=r"native: expected libmlx_sparse_ort.*not built"):
+        native.library_path()
+    native.session_options("auto")
+
+
+@pytest.mark.parametrize("content", [None, "0.0.9 spec 1", f"{__version__} spec 7"])
+def test_a_library_of_another_version_is_refused(
+    content: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / native.LIBRARY
+    if content is None:
+        path.write_text("not a library")
+    else:
+        compiler = shutil.which("c++") or absent("ort", "no C++ compiler")
+        source = tmp_path / "other.cc"
+        source.write_text(f'extern "C" const char* mlx_sparse_ort_version() {{ return "{content}"; }}')
+        subprocess.run([compiler, "-shared", "-fPIC", source, "-o", path], check=True)
+    monkeypatch.setattr(native, "_found", lambda: path)
+    message = "does not load" if content is None else f"is of version {content}, this package of {__version__} spec 1"
+    for refused in (native.library_path, native.session_options):
+        with pytest.raises(BackendUnavailable, match=message) as raised:
+            refused()
+        assert "\n" not in str(raised.value)
