@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -128,6 +129,7 @@ def load_tokenizer(folder: Path) -> Any:
     Raises:
         ArtefactError: there is none that loads.
     """
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that there is no PyTorch: none is needed
     from transformers import AutoTokenizer
     from transformers.utils import logging
 

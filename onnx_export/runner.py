@@ -7,23 +7,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
+import onnx
 import onnxruntime
+from google.protobuf.message import DecodeError
 
 from mlx_sparse.checks import ArtefactError, ConfigError, ShapeError, check_int
 
-from . import memory
+from . import build, memory
 from . import native as kernels
-from .domain import SPEC
+from .domain import DOMAIN, SPEC
 
 MODEL = "model.onnx"
-TYPES = {
-    "tensor(float)": np.dtype(np.float32),
-    "tensor(float16)": np.dtype(np.float16),
-    "tensor(bfloat16)": np.dtype(ml_dtypes.bfloat16),
-}
+TYPES = (*build.TYPES.values(), onnx.TensorProto.INT64)
 STATES = {"past_key_values.": "present.", "past_sums.": "present_sums.", "past_conv.": "present_conv."}
 PIECE = 512  # tokens of a prompt at a time
 MASK_STEP = 1024  # the mask grows by this: the graph looks at all of it for every token
@@ -32,6 +29,7 @@ BODY_LOGITS = 1 << 22
 
 Array = npt.NDArray[Any]
 Pick = Callable[[Array], int]
+State = tuple[np.dtype[Any] | None, list[int]]
 
 
 class Runner:
@@ -58,14 +56,18 @@ class Runner:
     def __init__(self, path: str | Path, *, native: str = "auto", threads: int | None = None, batch: int = 1) -> None:
         self.path = _model_file(Path(path))
         self.batch = check_int("batch", batch, 1)
-        self._session = _load(self.path, _options(native, threads))
-        self.native = native == "auto" and kernels.unavailable() is None
-        self.metadata: Mapping[str, str] = self._session.get_modelmeta().custom_metadata_map
+        proto = _read(self.path)
+        self.metadata: Mapping[str, str] = {entry.key: entry.value for entry in proto.metadata_props}
+        _check_version(self.path, self.metadata)
         self.eos = _eos(self.path, self.metadata)
-        states = _states(self.path, self._session)
+        (rows, self._fixed), states, vocabulary = _states(self.path, proto.graph)
+        if self.batch != (rows or self.batch):
+            raise ConfigError(f"batch: expected {rows}, which the model was exported for, got {self.batch}.")
         self._capacity = states["past_key_values.0.key"][1][2]
         self.max_length = _number(self.path, self.metadata, "max_length", self._capacity)
-        vocabulary = self._session.get_outputs()[0].shape[2]
+        ours = any(opset.domain == DOMAIN for opset in proto.opset_import)  # none in files exported with --inline
+        self._session = _session(self.path, _options(native, threads))
+        self.native = ours and native == "auto" and kernels.unavailable() is None
 
         self._binding = self._session.io_binding()
         self._sums: list[Array] = []
@@ -76,7 +78,8 @@ class Runner:
             self._binding.bind_ortvalue_output(_present(name), value)  # one buffer: appended to in place
             if name.startswith("past_sums."):
                 self._sums.append(array)
-        self._mask = self._bound_input("attention_mask", (self.batch, min(MASK_STEP, self._capacity)))
+        first = self._capacity if self._fixed else min(MASK_STEP, self._capacity)
+        self._mask = self._bound_input("attention_mask", (self.batch, first))
         self._logits = np.zeros((self.batch, 1, vocabulary), np.float32)
         self._binding.bind_ortvalue_output("logits", memory.ort_value(self._logits))
         self._tokens = self._bound_input("input_ids", (self.batch, 1))
@@ -100,8 +103,9 @@ class Runner:
             ConfigError: padding that is too long or comes too late.
         """
         given = np.asarray(tokens, np.int64)
-        if given.ndim != 2 or given.shape[0] != self.batch or not given.shape[1]:
-            raise ShapeError(f"tokens: expected shape ({self.batch}, L), got {given.shape}.")
+        wanted = (self.batch, self._fixed or "L")
+        if given.ndim != 2 or not given.size or given.shape != (self.batch, self._fixed or given.shape[1]):
+            raise ShapeError(f"tokens: expected shape {wanted}, got {given.shape}.")
         L = given.shape[1]
         self._check_room("tokens", L)
         padding = [0] * self.batch if left_padding is None else list(left_padding)
@@ -130,8 +134,7 @@ class Runner:
         self._check_room("prompt", len(prompt))
         start = 0
         while start < len(prompt):
-            piece = PIECE if self.native else max(16, min(PIECE, BODY_LOGITS // (self.length + PIECE)))
-            piece += len(prompt) - start == piece + 1  # one token alone would be attended sparsely, as in decoding
+            piece = self._piece(len(prompt) - start)
             logits = self.step([list(prompt[start : start + piece])])
             start += piece
         return logits
@@ -161,6 +164,13 @@ class Runner:
             yield token
             if n < max_tokens:
                 logits = self.step([[token]])
+
+    def _piece(self, left: int) -> int:
+        """How many of the tokens left in a prompt come next."""
+        if self._fixed:
+            return self._fixed
+        piece = PIECE if self.native else max(16, min(PIECE, BODY_LOGITS // (self.length + PIECE)))
+        return left if left == piece + 1 else piece  # one token alone would be attended sparsely, as in decoding
 
     def _check_room(self, what: str, count: int) -> None:
         if self.length + count > self.max_length:
@@ -200,13 +210,23 @@ def _model_file(path: Path) -> Path:
     return file
 
 
-def _load(path: Path, options: onnxruntime.SessionOptions) -> onnxruntime.InferenceSession:
+def _read(path: Path) -> onnx.ModelProto:
+    """The file without its weights."""
     try:
-        session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        return onnx.load(path, load_external_data=False)
+    except DecodeError:
+        raise ArtefactError(f"model: expected an ONNX file, got something else in {path}.") from None
+
+
+def _session(path: Path, options: onnxruntime.SessionOptions) -> onnxruntime.InferenceSession:
+    try:
+        return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime's exceptions share no other base
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ArtefactError(f"model: expected {path} to load, got: {reason}") from None
-    metadata = session.get_modelmeta().custom_metadata_map
+
+
+def _check_version(path: Path, metadata: Mapping[str, str]) -> None:
     spec = metadata.get("mlx_sparse.spec")
     if spec is None:
         raise ArtefactError(f"model: expected a file that export-onnx wrote, got another: {path}.")
@@ -215,38 +235,45 @@ def _load(path: Path, options: onnxruntime.SessionOptions) -> onnxruntime.Infere
             f"model: expected version {SPEC} of the operators, got {spec!r} in {path}. "
             "Update mlx-sparse-attention, or export the model again."
         )
-    return session
 
 
-def _states(path: Path, session: onnxruntime.InferenceSession) -> dict[str, tuple[np.dtype[Any], list[int]]]:
-    """Type and shape of every cache of the file, which may say what it likes."""
-    inputs = {info.name: info for info in session.get_inputs()}
-    outputs = {info.name for info in session.get_outputs()}
+def _states(path: Path, graph: onnx.GraphProto) -> tuple[tuple[int, int], dict[str, State], int]:
+    """What a file, which may say what it likes, says of its sizes.
+
+    Returns rows and tokens of a step, 0 where they are open; type and shape of every cache; the size of the vocabulary.
+    """
 
     def fail(what: str) -> ArtefactError:
         return ArtefactError(f"model: expected {what}, got another in {path}. Export the model again.")
 
-    states: dict[str, tuple[np.dtype[Any], list[int]]] = {}
-    for name, info in inputs.items():
-        if name in ("input_ids", "attention_mask"):
-            continue
-        if not name.startswith(tuple(STATES)) or _present(name) not in outputs:
-            raise fail(f"inputs of a decoder with caches (not {name!r})")
-        if info.type not in TYPES or not all(isinstance(n, int) and n > 0 for n in info.shape[1:]):
+    inputs, outputs = ({info.name: _state(info) for info in side} for side in (graph.input, graph.output))
+    ids, mask = (inputs.pop(name, (None, [])) for name in ("input_ids", "attention_mask"))
+    if any(len(shape) != 2 or kind != np.int64 for kind, shape in (ids, mask)):
+        raise fail("inputs input_ids and attention_mask")
+    rows, tokens = ids[1]
+    kind, logits = outputs.pop("logits", (None, []))
+    if kind != np.float32 or len(logits) != 3 or logits[1] != 1 or logits[2] < 1:
+        raise fail("logits of one token")
+    for name, (dtype, shape) in inputs.items():
+        if not name.startswith(tuple(STATES)) or outputs.get(_present(name)) != (dtype, shape):
+            raise fail(f"caches and their successors (not {name!r})")
+        if dtype is None or len(shape) < 3 or shape[0] != rows or min(shape[1:]) < 1:
             raise fail(f"{name} with a type and a size")
-        states[name] = TYPES[info.type], info.shape
-    capacities = {shape[2] for name, (_, shape) in states.items() if name.startswith("past_key_values.")}
-    if len(capacities) != 1 or "past_key_values.0.key" not in states or len(inputs) != len(states) + 2:
+    if len(outputs) != len(inputs):
+        raise fail("one successor of each cache")
+    capacities = {shape[2] for name, (_, shape) in inputs.items() if name.startswith("past_key_values.")}
+    if len(capacities) != 1 or "past_key_values.0.key" not in inputs:
         raise fail("caches of one length")
-    logits = session.get_outputs()[0]
-    if (
-        logits.name != "logits"
-        or logits.type != "tensor(float)"
-        or logits.shape[1] != 1
-        or not isinstance(logits.shape[2], int)
-    ):
-        raise fail("logits of one token as the first output")
-    return states
+    if (rows, tokens) != (0, 0) and (not rows or tokens != 1 or mask[1] != [rows, *capacities]):
+        raise fail("open sizes, or rows of one token and a mask as long as the caches")
+    return (rows, tokens), inputs, logits[2]
+
+
+def _state(info: onnx.ValueInfoProto) -> State:
+    """Type, None if it is none of ours, and sizes, 0 where they are open."""
+    tensor = info.type.tensor_type
+    kind = onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type) if tensor.elem_type in TYPES else None
+    return kind, [dim.dim_value for dim in tensor.shape.dim]
 
 
 def _number(path: Path, metadata: Mapping[str, str], name: str, most: int) -> int:

@@ -204,7 +204,9 @@ def test_other_inputs_are_refused(tmp_path: Path) -> None:
     model = onnx.load(folder / "model.onnx", load_external_data=False)
     model.graph.input.append(onnx.helper.make_tensor_value_info("surprise", 1, [1]))
     onnx.save(model, folder / "model.onnx")
-    with pytest.raises(ArtefactError, match=r"^model: expected inputs of a decoder with caches"):
+    with pytest.raises(
+        ArtefactError, match=r"^model: expected caches and their successors \(not 'surprise'\), got another in "
+    ):
         Runner(folder)
 
 
@@ -234,6 +236,23 @@ def test_a_damaged_folder_is_refused_in_one_line(damage: str, tmp_path: Path) ->
         model.write_bytes(model.read_bytes()[:5000] if damage == "cut model" else b"hello")
     with pytest.raises(ArtefactError, match=r"^model: expected [^\n]*$"):
         Runner(folder)
+
+
+@pytest.mark.parametrize("sizes", [{"inline": True, "max_length": 256}, {"static": (1, 256)}], ids=["inline", "static"])
+def test_files_for_other_runtimes_run_too(sizes: dict[str, Any], tmp_path: Path) -> None:
+    source = str(tiny_models.write(tmp_path / "source"))
+    exporter.export(source, tmp_path / "out", method=SPARQ, **sizes)
+    model, other = Runner(tmp_path / "out"), Runner(exported(SPARQ), native="off")
+    assert not model.native
+    if "static" in sizes:
+        with pytest.raises(ConfigError, match=r"^batch: expected 1, which the model was exported for, got 2.$"):
+            Runner(tmp_path / "out", batch=2)
+        with pytest.raises(ShapeError, match=r"^tokens: expected shape \(1, 1\), got \(1, 2\).$"):
+            model.step([[1, 2]])
+        for token in PROMPT[:-1]:  # as this file takes a prompt
+            other.step([[token]])
+    prompt = PROMPT[-1:] if "static" in sizes else PROMPT
+    assert list(model.generate(PROMPT, STEPS)) == list(other.generate(prompt, STEPS))
 
 
 # The command
