@@ -35,6 +35,7 @@ def session(model: Any, kernels: str = "off", threads: int = 1) -> ort.Inference
     options = native.session_options(kernels)
     options.intra_op_num_threads = threads
     options.log_severity_level = 4  # the errors under test come as exceptions
+    options.enable_cpu_mem_arena = False  # every output is an allocation of its own, whose ends sanitizers watch
     return ort.InferenceSession(model.SerializeToString(), options)
 
 

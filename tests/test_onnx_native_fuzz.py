@@ -1,0 +1,319 @@
+"""The native kernels under random sizes, lengths and contents: the right answer, or an error in one line.
+
+`test_nothing_outside_the_buffers_is_touched` runs all of this again on a library built with sanitizers.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cases import PRECISION, Array, assert_same_choice, ulp
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from mlx_sparse.onnx_export import native
+from onnx_operators import DTYPES, Operator, windowed_attention
+from require import absent
+
+from mlx_sparse import oracle
+
+EXAMPLES = int(os.environ.get("MLX_SPARSE_FUZZ", "150"))
+ONE_LINE = re.compile(r"Status Message: \w+: \w+: expected [^\n]+, got [^\n]+\.$")
+fuzz = settings(
+    max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None
+)
+
+
+@dataclass
+class Draw:
+    """Sizes and contents; ``start`` tokens are in the caches of C slots, L more come."""
+
+    B: int
+    Hkv: int
+    G: int
+    L: int
+    D: int
+    C: int
+    dtype: str
+    start: list[int]
+    padding: list[int]
+    window: int
+    lanes: int
+    rank: int
+    top_k: int
+    local_window: int
+    group_reduce: int
+    component_score: int
+    poison: float
+    poisoned_key: bool
+    seed: int
+
+    def __post_init__(self) -> None:
+        rng = np.random.default_rng(self.seed)
+        kind = DTYPES[self.dtype]
+        self.q = rng.normal(size=(self.B, self.Hkv * self.G, self.L, self.D)).astype(kind)
+        shape = (self.B, self.Hkv, self.C, self.D)
+        self.k, self.v = (rng.normal(size=shape).astype(kind) for _ in range(2))
+        for b, (start, first) in enumerate(zip(self.start, self.padding, strict=True)):
+            for array in (self.k, self.v):
+                array[b, :, max(0, start + self.L) :] = self.poison
+                array[b, :, : max(0, first)] = self.poison
+        self.poisoned = np.zeros((self.B, self.Hkv), bool)
+        if self.poisoned_key and self.fits():
+            b, h = self.seed % self.B, self.seed % self.Hkv
+            j = max(0, min(self.padding[b], self.length[b] - 1)) if self.seed % 2 else self.length[b] - 1
+            if j >= self.padding[b]:
+                self.k[b, h, j, self.seed % self.D] = np.nan if self.seed % 3 else -np.inf
+                self.poisoned[b, h] = True
+
+    @property
+    def length(self) -> Array:
+        return np.array(self.start) + self.L
+
+    @property
+    def scale(self) -> float:
+        return self.D**-0.5
+
+    def fits(self) -> bool:
+        return all(0 <= start <= self.C - self.L for start in self.start) and all(first >= 0 for first in self.padding)
+
+    def row(self, b: int) -> tuple[Array, Array, Array, Array]:
+        """Query, keys and values up to the last token of row b, and its padding; zeros for what must not matter."""
+        end = self.length[b]
+        first = min(self.padding[b], end)
+        q, k, v = (array[b : b + 1].astype(np.float64) for array in (self.q, self.k, self.v))
+        k, v = k[:, :, :end], np.where(np.arange(end)[:, None] >= first, v[:, :, :end], 0)
+        k = np.where((np.arange(end)[:, None] >= first) & ~self.poisoned[b][:, None, None], k, 0)
+        return q, k, v, np.array([first])
+
+    def close(self, got: Array, expected: Array, b: int) -> None:
+        """Equal to one rounding to the type, for the heads whose valid keys are numbers."""
+        sound = np.repeat(~self.poisoned[b], self.G)
+        wanted, out = expected[0][sound], got[b][sound].astype(np.float64)
+        np.testing.assert_allclose(out, wanted, rtol=2.0 ** -PRECISION[self.dtype], atol=ulp(wanted, self.dtype) + 2e-5)
+
+    def appended(self) -> dict[str, Array]:
+        """The new tokens, and caches that do not have them yet."""
+        at = [slice(start, start + self.L) for start in self.start]
+        new = {n: np.stack([a[b, :, at[b]] for b in range(self.B)]) for n, a in (("key", self.k), ("value", self.v))}
+        past = {"past_key": self.k.copy(), "past_value": self.v.copy()}
+        for array in past.values():
+            for b in range(self.B):
+                array[b, :, at[b]] = self.poison
+        return {**new, **past, "past_length": np.array(self.start)}
+
+
+@st.composite
+def draws(draw: Any, most: int = 5, mistakes: bool = False) -> Draw:
+    B, tokens = draw(st.integers(1, 3)), draw(st.integers(1, most))
+    lanes = draw(st.sampled_from([1, 3, 8, 16, 40, 64]))
+    C = lanes * draw(st.integers(-(-tokens // lanes), max(-(-tokens // lanes), 300 // lanes)))
+    D = draw(st.sampled_from([1, 2, 7, 8, 15, 16, 33, 64, 80]))
+    room = (-1, C - tokens + 1) if mistakes else (0, C - tokens)
+    top_k = draw(st.one_of(st.integers(1, 40), st.integers(1, C + 5), st.just(2**31 - 1)))
+    return Draw(
+        B=B,
+        Hkv=draw(st.integers(1, 3)),
+        G=draw(st.integers(1, 6)),
+        L=tokens,
+        D=D,
+        C=C,
+        dtype=draw(st.sampled_from(sorted(DTYPES))),
+        start=draw(st.lists(st.integers(*room), min_size=B, max_size=B)),
+        padding=draw(st.lists(st.integers(-1 if mistakes else 0, C + 1), min_size=B, max_size=B)),
+        window=draw(st.sampled_from([0, 1, 5, 70, 10**12])),
+        lanes=lanes,
+        rank=draw(st.integers(1, D)),
+        top_k=top_k,
+        local_window=draw(st.integers(0, min(top_k, 50))),
+        group_reduce=draw(st.integers(0, 1)),
+        component_score=draw(st.integers(0, 1)),
+        poison=draw(st.sampled_from([float("nan"), float("inf"), 1e4])),
+        poisoned_key=draw(st.booleans()),
+        seed=draw(st.integers(0, 2**32 - 1)),
+    )
+
+
+def assert_same_bits(got: Array, expected: Array) -> None:
+    """Equal, NaN included, which NumPy does not know in bfloat16."""
+    np.testing.assert_array_equal(got.view(np.uint8), expected.view(np.uint8))
+
+
+def exact(case: Draw, b: int) -> Array:
+    """Causal attention of row b in its window, in float64."""
+    q, k, v, first = case.row(b)
+    return windowed_attention(q, k, v, first, case.window or 10**12, case.scale)
+
+
+def chunked(case: Draw) -> Array:
+    return case.k.reshape(case.B, case.Hkv, -1, case.lanes, case.D).swapaxes(-1, -2)
+
+
+def sparq_settings(case: Draw) -> dict[str, Any]:
+    names = ("rank", "top_k", "local_window", "group_reduce", "component_score", "scale")
+    return {**{name: getattr(case, name) for name in names}, "reallocate": 0}
+
+
+def oracle_settings(case: Draw) -> dict[str, Any]:
+    words = {"group_reduce": ("softmax", "logits"), "component_score": ("query", "query_key")}
+    named = {name: words[name][value] if name in words else value for name, value in sparq_settings(case).items()}
+    named.pop("reallocate")
+    return named
+
+
+def deviations(case: Draw) -> Array:
+    """Of the valid keys, 0 where there are none."""
+    made = np.zeros((case.B, case.Hkv, case.D))
+    for b in range(case.B):
+        valid = case.row(b)[1][0, :, case.padding[b] :]
+        if valid.shape[1]:
+            made[b] = valid.std(axis=1)
+    return made
+
+
+@given(draws())
+@fuzz
+def test_dense_attention_is_exact(case: Draw) -> None:
+    attend = Operator("native", "DenseAttention", case.dtype, scale=case.scale, window=case.window)
+    given = {"left_padding": case.padding, "length": case.length}
+    got = attend(query=case.q, keys=case.k, values=case.v, **given)["output"]
+    for b in range(case.B):
+        q, k, v, first = case.row(b)
+        case.close(got, windowed_attention(q, k, v, first, case.window or 10**12, case.scale), b)
+
+
+@given(draws(most=1))
+@fuzz
+def test_sparq_chooses_and_attends_as_the_oracle(case: Draw) -> None:
+    attend = Operator("native", "SparQ", case.dtype, **sparq_settings(case))
+    buffers = {"keys": case.k, "keys_t": chunked(case), "values": case.v, "deviation": deviations(case)}
+    zeros = np.zeros((case.B, case.Hkv, case.D))
+    got = attend(query=case.q, left_padding=case.padding, length=case.length, value_mean=zeros, **buffers)
+    longest = -(-max(case.length) // case.lanes) * case.lanes
+    assert got["indices"].shape == (case.B, case.Hkv, min(case.top_k, longest))
+    for b in range(case.B):
+        q, k, v, first = case.row(b)
+        count = min(case.top_k, int(case.length[b] - first[0]))
+        indices = got["indices"][b]
+        filled = indices[:, :count]
+        assert (indices[:, count:] == -1).all()
+        assert (np.diff(filled) > 0).all()
+        assert ((filled >= first[0]) & (filled < case.length[b])).all()
+        sound = ~case.poisoned[b]
+        choice = oracle.sparq_select(q, k, left_padding=first, **oracle_settings(case))
+        if sound.any() and count and case.top_k < case.length[b] - first[0]:
+            chosen = np.where(choice.indices >= 0, choice.indices, -1)[0][sound][:, :count]
+            assert_same_choice(filled[None, sound], chosen[None], choice.scores[:, sound])
+        expected, _ = oracle.attend_indices(q, k, v, indices[None], scale=case.scale)
+        case.close(got["output"], expected, b)
+
+
+@given(draws())
+@fuzz
+def test_tokens_are_appended_and_attended(case: Draw) -> None:
+    attend = Operator("native", "CachedAttention", case.dtype, scale=case.scale, window=case.window)
+    appended = case.appended()
+    got = attend(query=case.q, left_padding=case.padding, **appended)
+    for b in range(case.B):
+        case.close(got["output"], exact(case, b), b)
+    assert_same_bits(got["present_key"], case.k)
+    assert_same_bits(got["present_value"], case.v)
+    only = Operator("native", "Append", case.dtype)(**appended)
+    assert_same_bits(only["present_key"], case.k)
+
+
+@given(draws())
+@fuzz
+def test_cached_sparq_is_sparq_over_its_caches(case: Draw) -> None:
+    settings = {**sparq_settings(case), "lanes": case.lanes, "dense_below": 0}
+    sums = np.zeros((case.B, case.Hkv, 3, case.D))
+    for b in range(case.B):
+        keys, values = (array[b, :, case.padding[b] : case.start[b]].astype(np.float64) for array in (case.k, case.v))
+        sums[b] = np.stack([values.sum(axis=1), keys.sum(axis=1), (keys**2).sum(axis=1)], axis=1)
+    appended = case.appended()
+    flat = np.array(chunked(case)).reshape(case.k.shape)
+    past_key_t = appended["past_key"].reshape(case.B, case.Hkv, -1, case.lanes, case.D).swapaxes(-1, -2)
+    attend = Operator("native", "SparQAttention", case.dtype, **settings)
+    past = {**appended, "past_key_t": past_key_t.reshape(case.k.shape), "past_sums": sums}
+    got = attend(query=case.q, left_padding=case.padding, **past)
+    assert_same_bits(got["present_key_t"], flat)
+    assert_same_bits(got["present_key"], case.k)
+    given = {"query": case.q, "keys": case.k, "values": case.v, "left_padding": case.padding, "length": case.length}
+    if case.L > 1:
+        expected = Operator("native", "DenseAttention", case.dtype, scale=case.scale, window=0)(**given)["output"]
+    elif case.component_score:
+        return  # the deviation of the sums rounds otherwise than that of the keys, so close calls may fall otherwise
+    else:
+        zeros = np.zeros((case.B, case.Hkv, case.D))
+        sparq = Operator("native", "SparQ", case.dtype, **sparq_settings(case))
+        expected = sparq(**given, keys_t=chunked(case), value_mean=zeros, deviation=zeros)["output"]
+    sound = np.repeat(~case.poisoned, case.G, axis=1)
+    np.testing.assert_array_equal(got["output"][sound], expected[sound])
+
+
+@given(draws(mistakes=True))
+@fuzz
+def test_lengths_that_do_not_fit_are_refused_and_others_are_not(case: Draw) -> None:
+    attend = Operator("native", "SparQAttention", case.dtype, lanes=case.lanes, dense_below=0, **sparq_settings(case))
+    caches = {name: np.zeros(case.k.shape) for name in ("past_key", "past_key_t", "past_value")}
+    new = np.ones((case.B, case.Hkv, case.L, case.D))
+    sums = np.zeros((case.B, case.Hkv, 3, case.D))
+    given = {"query": case.q, "key": new, "value": new, "past_sums": sums, **caches}
+    given |= {"past_length": case.start, "left_padding": case.padding}
+    if case.fits():
+        assert np.isfinite(attend(**given)["output"].astype(np.float32)).all()
+    else:
+        with pytest.raises(Exception, match=ONE_LINE):
+            attend(**given)
+
+
+def preloads(compiler: str) -> str | None:
+    """What must be loaded before a library with sanitizers; None where the compiler has none."""
+    found = []
+    for name in ("libasan.so", "libstdc++.so"):
+        told = subprocess.run([compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=False)
+        found.append(told.stdout.strip())
+    return " ".join(found) if all(Path(path).is_absolute() for path in found) else None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="sanitizers are preloaded")
+def test_nothing_outside_the_buffers_is_touched(tmp_path: Path) -> None:
+    tools = shutil.which("g++"), shutil.which("cmake")
+    preload = preloads(tools[0]) if all(tools) else None
+    if preload is None:
+        absent("sanitizers", "g++ with libasan, and cmake")
+    source = Path(__file__).parents[1] / "onnx_export" / "ort_ops"
+    version = "-DSPARSE_VERSION=sanitized"
+    configure = [
+        "cmake",
+        "-S",
+        source,
+        "-B",
+        tmp_path,
+        version,
+        "-DSPARSE_SANITIZE=ON",
+        f"-DCMAKE_CXX_COMPILER={tools[0]}",
+    ]
+    for command in (configure, ["cmake", "--build", tmp_path, "--parallel", "2"]):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+    code = f"""
+import sys
+from pathlib import Path
+import pytest
+from mlx_sparse.onnx_export import native
+native._found, native._mismatch = lambda: Path({str(tmp_path / native.LIBRARY)!r}), lambda path: None
+sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", {__file__!r}, "-k", "not outside_the_buffers"]))
+"""
+    env = {**os.environ, "LD_PRELOAD": preload, "ASAN_OPTIONS": "detect_leaks=0", "MLX_SPARSE_FUZZ": "25"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
+    assert "5 passed" in done.stdout
