@@ -24,8 +24,6 @@ TYPES = (*build.TYPES.values(), onnx.TensorProto.INT64)
 STATES = {"past_key_values.": "present.", "past_sums.": "present_sums.", "past_conv.": "present_conv."}
 PIECE = 512  # tokens of a prompt at a time
 MASK_STEP = 1024  # the mask grows by this: the graph looks at all of it for every token
-# Logits per head and piece where the body attends, which holds all of them: 16 MB a head in float32.
-BODY_LOGITS = 1 << 22
 
 Array = npt.NDArray[Any]
 Pick = Callable[[Array], int]
@@ -57,7 +55,8 @@ class Runner:
         self.path = _model_file(Path(path))
         self.batch = check_int("batch", batch, 1)
         proto = _read(self.path)
-        self.metadata: Mapping[str, str] = {entry.key: entry.value for entry in proto.metadata_props}
+        # str: text that is no UTF-8 comes as bytes.
+        self.metadata: Mapping[str, str] = {str(entry.key): str(entry.value) for entry in proto.metadata_props}
         _check_version(self.path, self.metadata)
         self.eos = _eos(self.path, self.metadata)
         (rows, self._fixed), states, vocabulary = _states(self.path, proto.graph)
@@ -70,12 +69,14 @@ class Runner:
         self.native = ours and native == "auto" and kernels.unavailable() is None
 
         self._binding = self._session.io_binding()
+        self._caches: list[Array] = []  # the runtime shares their memory
         self._sums: list[Array] = []
         for name, (dtype, shape) in states.items():
             array = memory.zeros((self.batch, *shape[1:]), dtype)
             value = memory.ort_value(array)
             self._binding.bind_ortvalue_input(name, value)
             self._binding.bind_ortvalue_output(_present(name), value)  # one buffer: appended to in place
+            self._caches.append(array)
             if name.startswith("past_sums."):
                 self._sums.append(array)
         first = self._capacity if self._fixed else min(MASK_STEP, self._capacity)
@@ -101,6 +102,7 @@ class Runner:
         Raises:
             ShapeError: the tokens are no (batch, L), or more than fit.
             ConfigError: padding that is too long or comes too late.
+            ArtefactError: the file does not run with these tokens. All tokens are forgotten.
         """
         given = np.asarray(tokens, np.int64)
         wanted = (self.batch, self._fixed or "L")
@@ -123,7 +125,11 @@ class Runner:
             self._mask[:, : old.shape[1]] = old
         for row, first in enumerate(padding):
             self._mask[row, self.length + first : self.length + L] = 1
-        self._session.run_with_iobinding(self._binding)
+        try:
+            self._session.run_with_iobinding(self._binding)
+        except Exception as error:  # onnxruntime's exceptions share no other base
+            self.reset()  # who knows what was written
+            raise ArtefactError(f"model: expected {self.path} to run, got: {_first_line(error)}") from None
         self.length += L
         return self._logits[:, 0]
 
@@ -134,7 +140,9 @@ class Runner:
         self._check_room("prompt", len(prompt))
         start = 0
         while start < len(prompt):
-            piece = self._piece(len(prompt) - start)
+            piece = self._fixed or PIECE
+            if piece == len(prompt) - start - 1 and not self._fixed:
+                piece += 1  # one token alone would be attended sparsely, as in decoding
             logits = self.step([list(prompt[start : start + piece])])
             start += piece
         return logits
@@ -164,13 +172,6 @@ class Runner:
             yield token
             if n < max_tokens:
                 logits = self.step([[token]])
-
-    def _piece(self, left: int) -> int:
-        """How many of the tokens left in a prompt come next."""
-        if self._fixed:
-            return self._fixed
-        piece = PIECE if self.native else max(16, min(PIECE, BODY_LOGITS // (self.length + PIECE)))
-        return left if left == piece + 1 else piece  # one token alone would be attended sparsely, as in decoding
 
     def _check_room(self, what: str, count: int) -> None:
         if self.length + count > self.max_length:
@@ -221,9 +222,12 @@ def _read(path: Path) -> onnx.ModelProto:
 def _session(path: Path, options: onnxruntime.SessionOptions) -> onnxruntime.InferenceSession:
     try:
         return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # onnxruntime's exceptions share no other base
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ArtefactError(f"model: expected {path} to load, got: {reason}") from None
+    except Exception as error:  # see step
+        raise ArtefactError(f"model: expected {path} to load, got: {_first_line(error)}") from None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _check_version(path: Path, metadata: Mapping[str, str]) -> None:
@@ -246,7 +250,7 @@ def _states(path: Path, graph: onnx.GraphProto) -> tuple[tuple[int, int], dict[s
     def fail(what: str) -> ArtefactError:
         return ArtefactError(f"model: expected {what}, got another in {path}. Export the model again.")
 
-    inputs, outputs = ({info.name: _state(info) for info in side} for side in (graph.input, graph.output))
+    inputs, outputs = ({str(info.name): _state(info) for info in side} for side in (graph.input, graph.output))
     ids, mask = (inputs.pop(name, (None, [])) for name in ("input_ids", "attention_mask"))
     if any(len(shape) != 2 or kind != np.int64 for kind, shape in (ids, mask)):
         raise fail("inputs input_ids and attention_mask")

@@ -238,6 +238,24 @@ def test_a_damaged_folder_is_refused_in_one_line(damage: str, tmp_path: Path) ->
         Runner(folder)
 
 
+def test_a_file_that_does_not_run_is_said_in_one_line(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(exported("dense"), tmp_path / "model"))
+    model = onnx.load(folder / "model.onnx", load_external_data=False)
+    attention = next(node for node in model.graph.node if node.op_type == "CachedAttention")
+    attention.input[5] = "input_ids"  # as past_length
+    onnx.save(model, folder / "model.onnx")
+    with pytest.raises(ArtefactError, match=r"^model: expected [^\n]* to (run|load), got: [^\n]*$"):
+        Runner(folder).step([[1, 2]])
+
+
+def test_tokens_that_do_not_exist_are_said_and_harm_nothing() -> None:
+    model = Runner(exported(SPARQ))
+    with pytest.raises(ArtefactError, match=r"^model: expected [^\n]* to run, got: [^\n]*$"):
+        model.step([[1, tiny_models.VOCAB]])
+    assert model.length == 0
+    assert list(model.generate(PROMPT, STEPS))[1:] == said_by_mlx(SPARQ, PROMPT, STEPS)
+
+
 @pytest.mark.parametrize("sizes", [{"inline": True, "max_length": 256}, {"static": (1, 256)}], ids=["inline", "static"])
 def test_files_for_other_runtimes_run_too(sizes: dict[str, Any], tmp_path: Path) -> None:
     source = str(tiny_models.write(tmp_path / "source"))
