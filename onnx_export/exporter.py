@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import mlx.core as mx
@@ -118,7 +119,7 @@ def export(
     loaded, source, settings = load(model)
     family = family_of(settings)
     check_modules(loaded, dequantise=dtype == "float32")
-    length = length_of(settings, static[1] if static else max_length)
+    length = length_of(settings, "--static", static[1]) if static else length_of(settings, "--max-length", max_length)
     lanes = min(LANES[1], max(LANES[0], 1 << (length - 1).bit_length()))
     target = Target(
         settle(config, loaded, branches=not static),
@@ -160,7 +161,7 @@ def method_of(text: str, attn_config: str | Path | None) -> MethodConfig:
     """
     base = load_toml(attn_config) if attn_config is not None else {}
     name = text.partition(":")[0].strip()
-    if name not in METHODS:
+    if name not in METHODS or "+" in text:
         raise ConfigError(f"--method: expected dense or sparq[:key=value,...], got {text!r}.")
     (config,) = parse(text, base)
     return config
@@ -208,13 +209,13 @@ def load(model: str) -> tuple[Any, Path, Mapping[str, Any]]:
     except ConfigError:
         raise
     except Exception as error:  # mlx-lm, the hub and MLX raise whatever the place they stumble at raises
-        reason = (str(error).strip().splitlines() or [""])[0] or type(error).__name__
+        reason = shorten(str(error), 200) or type(error).__name__
         raise ConfigError(f"--model: expected a model that mlx-lm can load, got {model} ({reason}).") from None
     return loaded, source, settings
 
 
-def length_of(settings: Mapping[str, Any], asked: int | None) -> int:
-    """How many tokens the caches must hold.
+def length_of(settings: Mapping[str, Any], option: str, asked: int | None) -> int:
+    """How many tokens the caches must hold, as ``option`` asks.
 
     Raises:
         ConfigError: more than the model can tell apart.
@@ -224,7 +225,7 @@ def length_of(settings: Mapping[str, Any], asked: int | None) -> int:
     if asked is None:
         return min(limit or MAX_LENGTH, MAX_LENGTH)
     if limit is not None and asked > limit:
-        raise ConfigError(f"--max-length: expected at most max_position_embeddings={limit} of the model, got {asked}.")
+        raise ConfigError(f"{option}: expected at most max_position_embeddings={limit} of the model, got {asked}.")
     return asked
 
 

@@ -23,6 +23,11 @@ def numpy_of(array: mx.array) -> np.ndarray:
     return np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array, copy=None)
 
 
+def _check_finite(name: str, array: mx.array) -> None:
+    if not mx.isfinite(array).all().item():
+        raise ArtefactError(f"{name}: expected finite weights, got NaN or infinity.")
+
+
 class Weights:
     """The layers of one model.
 
@@ -43,6 +48,7 @@ class Weights:
     def vector(self, name: str, array: mx.array, shift: float = 0.0) -> str:
         """A norm's weight or a bias."""
         self._written(name)
+        _check_finite(name, array)
         return self._graph.weight(name, numpy_of(array.astype(mx.float32) + shift))
 
     def linear(self, name: str, module: Any, x: str) -> str:
@@ -111,9 +117,8 @@ class Weights:
             self._written(weight)
         cast = array.astype(getattr(mx, self._dtype))
         if not mx.isfinite(cast).all().item():
-            if mx.isfinite(array).all().item():
-                raise ConfigError(f"--dtype: expected a type that holds {weight}, got {self._dtype}.")
-            raise ArtefactError(f"{weight}: expected finite weights, got NaN or infinity.")
+            _check_finite(weight, array)
+            raise ConfigError(f"--dtype: expected a type that holds {weight}, got {self._dtype}.")
         return self._graph.weight(weight, numpy_of(cast.T if transposed else cast), self._dtype)
 
     def _widened(self, value: str) -> str:

@@ -1,0 +1,296 @@
+"""The command export-onnx: what it refuses, in one line, and that it leaves nothing behind then."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import tiny_models
+from mlx import nn
+from mlx.utils import tree_flatten
+from mlx_sparse.onnx_export import command, decoder, exporter, verify, weights
+
+NAMES = {"model.onnx", "model.onnx.data", "tokenizer.json", "tokenizer_config.json", "genai_config.json"}
+SPARQ = "sparq:rank=4,top_k=4"
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.write(tmp_path_factory.mktemp("models") / "llama")
+
+
+@pytest.fixture
+def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run the command into tmp_path/out; what it printed on standard error, or on standard output if all went well."""
+
+    def call(model: object, *options: str, out: str = "out") -> str:
+        try:
+            command.main(["--model", str(model), "-o", str(tmp_path / out), *options])
+        except SystemExit as stop:
+            assert stop.code == 2
+            return capsys.readouterr().err
+        return capsys.readouterr().out
+
+    return call
+
+
+def assert_refused(message: str, expected: str, folder: Path) -> None:
+    """One line that says it, and nothing beside what was in the folder before."""
+    assert re.fullmatch(rf"export-onnx: error: [^\n]*{expected}[^\n]*\n", message), message
+    assert [file.name for file in folder.iterdir()] in ([], ["model"])
+
+
+def test_a_model_is_exported_and_the_check_is_told(run: Callable[..., str], llama: Path, tmp_path: Path) -> None:
+    said = run(llama, "--method", SPARQ, "--max-length", "100")
+    assert re.match(
+        r".*/out: sparq:rank=4,top_k=4,.*, 100 tokens, 0 MB.\nChecked on onnxruntime: logits of up to", said
+    )
+    assert {file.name for file in (tmp_path / "out").iterdir()} == NAMES
+    assert [file.name for file in tmp_path.iterdir()] == ["out"]
+
+
+def test_parameters_come_from_a_file_too(run: Callable[..., str], llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "attn.toml").write_text("[sparq]\nrank = 5\ntop_k = 9\n")
+    said = run(llama, "--attn-config", str(tmp_path / "attn.toml"), "--method", "sparq:top_k=7")
+    assert "sparq:rank=5,top_k=7" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--method", "h2o"], "--method: expected dense or sparq.*, got 'h2o'"),
+        (["--method", ""], "--method: expected dense or sparq"),
+        (["--method", "dense:rank=4"], "dense: expected one of the keys"),
+        (["--method", "sparq:rank=0"], "rank: expected an integer of at least 1, got 0"),
+        (["--method", "sparq:rank=17"], "rank: expected at most the head dim D=16, got 17"),
+        (["--method", "sparq:range=4"], "sparq: expected one of the keys"),
+        (["--method", "sparq:rank=4+dense"], "--method: expected dense or sparq"),
+        (["--attn-config", "missing.toml"], "attn-config: expected a readable TOML file, got missing.toml"),
+        (["--dtype", "int8"], "--dtype: expected one of float32, float16, bfloat16, got 'int8'"),
+        (["--max-length", "0"], "--max-length: expected an integer of at least 1, got 0"),
+        (["--max-length", "-3"], "--max-length: expected an integer of at least 1, got -3"),
+        (
+            ["--max-length", "4097"],
+            "--max-length: expected at most max_position_embeddings=4096 of the model, got 4097",
+        ),
+        (["--max-length", "many"], "--max-length: invalid int value: 'many'"),
+        (["--static", "2"], "--static: expected two numbers B,N, got '2'"),
+        (["--static", "0,64"], "--static: expected an integer of at least 1, got 0"),
+        (["--static", "1,5000"], "--static: expected at most max_position_embeddings=4096 of the model, got 5000"),
+        (["--static", "1,64", "--max-length", "128"], "--max-length: expected none beside --static 1,64, got 128"),
+        (["--fast"], "unrecognized arguments: --fast"),
+    ],
+)
+def test_wrong_arguments_are_refused(
+    run: Callable[..., str], llama: Path, tmp_path: Path, options: list[str], expected: str
+) -> None:
+    assert_refused(run(llama, *options), expected, tmp_path)
+
+
+def changed(folder: Path, **config: Any) -> Path:
+    """A tiny llama with another config.json."""
+    tiny_models.write(folder)
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    return folder
+
+
+def with_weights(folder: Path, change: Callable[[dict[str, mx.array]], Any]) -> Path:
+    """A tiny llama with other weights."""
+    file = tiny_models.write(folder) / "model.safetensors"
+    arrays = dict(mx.load(str(file)))
+    mx.eval(arrays)
+    change(arrays)
+    mx.save_safetensors(str(file), arrays, {"format": "mlx"})
+    return folder
+
+
+def cut(folder: Path, count: int) -> Path:
+    """A tiny llama whose file of weights ends early."""
+    file = tiny_models.write(folder) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:count])
+    return folder
+
+
+def without(folder: Path, name: str) -> Path:
+    (tiny_models.write(folder) / name).unlink()
+    return folder
+
+
+def quantised(folder: Path, **how: Any) -> Path:
+    """A tiny llama with quantised weights."""
+    changed(folder, intermediate_size=96, quantization=how)
+    model = tiny_models.build(intermediate_size=96)
+    nn.quantize(model, **how)
+    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())), {"format": "mlx"})
+    return folder
+
+
+DOWN = "model.layers.1.mlp.down_proj"
+KNOWN = "expected one of the architectures gemma, gemma3_text, glm4, iquestcoder, llama, mistral, phi3, qwen2, qwen3, "
+MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "mamba": (lambda p: tiny_models.write(p, "mamba"), KNOWN + "smollm3, xverse, got mamba"),
+    "mixture of experts": (lambda p: tiny_models.write(p, "qwen3_moe"), KNOWN + ".*got qwen3_moe"),
+    "soft caps": (lambda p: tiny_models.write(p, "gemma2"), KNOWN + ".*got gemma2"),
+    "no architecture": (lambda p: changed(p, model_type=None), KNOWN + ".*got None"),
+    "dynamic rope": (
+        lambda p: changed(p, rope_scaling={"type": "dynamic", "factor": 2.0}),
+        "expected position encodings of type default.*got DynamicNTKScalingRoPE",
+    ),
+    "unknown rope": (lambda p: changed(p, rope_scaling={"type": "spiral"}), "Unsupported RoPE type spiral"),
+    "code of its own": (lambda p: changed(p, model_file="model.py"), KNOWN + ".*got llama"),
+    "3 bits": (
+        lambda p: quantised(p, bits=3, group_size=32),
+        "model.embed_tokens: expected a weight of 4 or 8 bits, got 3. Export with --dtype float32",
+    ),
+    "mxfp4": (
+        lambda p: quantised(p, bits=4, group_size=32, mode="mxfp4"),
+        "model.embed_tokens: expected affine quantised weights, got mode mxfp4",
+    ),
+    "missing folder": (lambda p: p / "nowhere/at/all", "--model: expected a model that mlx-lm can load"),
+    "repository that cannot be reached": (lambda p: "nobody/nothing", "--model: expected a model.*nobody/nothing"),
+    "no config": (lambda p: without(p, "config.json"), "--model: expected a model.*config.json"),
+    "broken config": (lambda p: (changed(p) / "config.json").write_text("{") and p, "--model: expected a model"),
+    "missing argument": (lambda p: changed(p, hidden_size=None), "--model: expected a model"),
+    "no weights": (lambda p: without(p, "model.safetensors"), "No safetensors found"),
+    "weights cut in the header": (lambda p: cut(p, 100), "--model: expected a model that mlx-lm can load"),
+    "weights cut in the data": (lambda p: cut(p, 60_000), "--model: expected "),
+    "a weight too few": (lambda p: with_weights(p, lambda w: w.pop(f"{DOWN}.weight")), f"{DOWN}.weight"),
+    "a weight too many": (lambda p: with_weights(p, lambda w: w.update(extra=mx.zeros(3))), "extra"),
+    "a weight of another shape": (
+        lambda p: with_weights(p, lambda w: w.update({f"{DOWN}.weight": mx.zeros((3, 3))})),
+        f"{DOWN}.weight",
+    ),
+    "NaN": (
+        lambda p: with_weights(p, lambda w: w.update({f"{DOWN}.weight": w[f"{DOWN}.weight"] * np.nan})),
+        f"{DOWN}.weight: expected finite weights, got NaN or infinity",
+    ),
+    "NaN in a norm": (
+        lambda p: with_weights(p, lambda w: w.update({"model.norm.weight": w["model.norm.weight"] * np.nan})),
+        "model.norm.weight: expected finite weights, got NaN or infinity",
+    ),
+    "a sliding window of nothing": (
+        lambda p: changed(p, layer_types=["sliding_attention", "full_attention"]),
+        "sliding_window to be at least 1, got None",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_models_that_cannot_be_exported_are_refused(
+    run: Callable[..., str], tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    make, expected = MODELS[case]
+    model = make(tmp_path / "model")
+    assert_refused(run(model, "--method", SPARQ, "--max-length", "64"), expected, tmp_path)
+
+
+def test_weights_too_large_for_the_type_are_refused(run: Callable[..., str], tmp_path: Path) -> None:
+    model = with_weights(tmp_path / "model", lambda w: w.update({f"{DOWN}.weight": w[f"{DOWN}.weight"] * 1e6}))
+    message = run(model, "--method", SPARQ, "--dtype", "float16")
+    assert_refused(message, f"--dtype: expected a type that holds {DOWN}.weight, got float16", tmp_path)
+
+
+@pytest.mark.parametrize("what", ["file", "folder", "link"])
+def test_what_is_there_stays_as_it_was(run: Callable[..., str], llama: Path, tmp_path: Path, what: str) -> None:
+    out, kept = tmp_path / "out", tmp_path / "kept"
+    kept.mkdir()
+    {
+        "file": lambda: out.write_text("mine"),
+        "folder": lambda: (out.mkdir(), (out / "mine").write_text("mine")),
+        "link": lambda: out.symlink_to(kept),
+    }[what]()
+    before = sorted((path, path.lstat().st_mtime_ns) for path in tmp_path.rglob("*"))
+    message = run(llama, "--method", SPARQ)
+    assert re.fullmatch(r"export-onnx: error: -o: expected a folder that is empty or does not exist, got .*\n", message)
+    assert sorted((path, path.lstat().st_mtime_ns) for path in tmp_path.rglob("*")) == before
+
+
+def test_an_empty_folder_is_taken_and_missing_ones_are_made(
+    run: Callable[..., str], llama: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "out").mkdir()
+    for out in ("out", "new/folders/out"):
+        run(llama, "--method", SPARQ, "--max-length", "64", out=out)
+        assert {file.name for file in (tmp_path / out).iterdir()} == NAMES
+
+
+@pytest.mark.parametrize("place", [(decoder.Decoder, "_mlp"), (exporter, "reference"), (exporter, "compare")])
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [(OSError(28, "No space left on device"), "-o: .*No space left on device"), (KeyboardInterrupt(), "interrupted")],
+)
+def test_a_failure_leaves_nothing_behind(
+    run: Callable[..., str],
+    llama: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    place: tuple[Any, str],
+    error: BaseException,
+    expected: str,
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(*place, fail)
+    assert_refused(run(llama, "--method", SPARQ), expected, tmp_path)
+
+
+def test_somebody_elses_folder_of_that_name_wins(
+    run: Callable[..., str], llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compare = exporter.compare
+
+    def meanwhile(*args: Any) -> verify.Agreement:
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "theirs").write_text("theirs")
+        return compare(*args)
+
+    monkeypatch.setattr(exporter, "compare", meanwhile)
+    assert "-o: expected a folder that can be written" in run(llama, "--method", SPARQ)
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["theirs"]
+    assert [file.name for file in tmp_path.iterdir()] == ["out"]
+
+
+WRONG: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "activation": lambda m: m.setattr(decoder.Decoder, "_silu", decoder.Decoder._gelu),
+    "scale of a norm": lambda m: m.setattr(
+        weights.Weights,
+        "vector",
+        lambda self, name, array, shift=0.0, original=weights.Weights.vector: original(self, name, array, shift + 1e-2),
+    ),
+    "position": lambda m: m.setattr(
+        decoder, "rope_of", lambda module, original=decoder.rope_of: dataclasses.replace(original(module), scale=1.01)
+    ),
+    "pairs": lambda m: m.setattr(
+        decoder,
+        "rope_of",
+        lambda module, original=decoder.rope_of: dataclasses.replace(original(module), traditional=True),
+    ),
+    "rank": lambda m: _attributes(m, rank=5),
+    "window": lambda m: _attributes(m, reallocate=1),
+    "components": lambda m: _attributes(m, component_score=1),
+}
+
+
+def _attributes(monkeypatch: pytest.MonkeyPatch, **changes: int) -> None:
+    original = decoder.Decoder._sparq_attributes
+    monkeypatch.setattr(decoder.Decoder, "_sparq_attributes", lambda self, method: original(self, method) | changes)
+
+
+@pytest.mark.parametrize("what", WRONG)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_file_that_computes_something_else_is_not_kept(
+    run: Callable[..., str], llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, dtype: str
+) -> None:
+    WRONG[what](monkeypatch)
+    expected = "model.onnx: expected logits within .* of MLX's, got .* attention. Nothing was kept"
+    assert_refused(run(llama, "--method", SPARQ, "--dtype", dtype), expected, tmp_path)
