@@ -19,6 +19,7 @@ from .output import machine, write
 DTYPES = ("float16", "bfloat16", "float32")
 LENGTHS = "1k,2k,4k,8k,16k,32k,64k,128k"
 SHAPES = "32x8x128,32x32x128,9x3x64"
+ONNX = "mlx_sparse.onnx_export.bench"  # a name: mlx_sparse runs without onnx
 ONNX_LENGTHS = "4k,16k,64k,128k"
 ONNX_SHAPE = "32x8x128"
 
@@ -140,7 +141,7 @@ def _onnx(args: argparse.Namespace) -> Result:
     if config != SparQ(config.rank, config.top_k, config.local_window):
         raise ConfigError(f"--attn: expected rank, top_k and local_window alone with --onnx, got {args.attn}.")
     check_int("repeat", args.repeat, 2)
-    rows, text, right = importlib.import_module("mlx_sparse.onnx_export.bench").run(
+    rows, text, right = importlib.import_module(ONNX).run(
         [_length(length) for length in (args.lengths or ONNX_LENGTHS).split(",")],
         [_threads(number) for number in args.threads.split(",")],
         _shape(args.shapes or ONNX_SHAPE),
