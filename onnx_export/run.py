@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
     pick = sampler(args.temp, args.top_p, args.seed)
     if args.max_tokens is not None:
         check_int("--max-tokens", args.max_tokens, 1)
-    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    prompt = _standard_input() if args.prompt == "-" else args.prompt
     runner = Runner(args.model, native=args.native, threads=args.threads)
     tokenizer = load_tokenizer(runner.path.parent)
     tokens = encode(tokenizer, prompt, chat=not args.ignore_chat_template)
@@ -40,6 +40,13 @@ def main(argv: Sequence[str]) -> int:
     else:
         print(result.summary())
     return 0
+
+
+def _standard_input() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError:
+        raise ConfigError("--prompt: expected text on standard input, got other bytes.") from None
 
 
 def _parser() -> argparse.ArgumentParser:

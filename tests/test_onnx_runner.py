@@ -304,6 +304,13 @@ def test_the_command_reads_a_prompt_and_prints_json(
     assert found["text"] == tiny_models.words(list(Runner(exported(SPARQ)).generate(PROMPT, 3)))
 
 
+def test_a_prompt_that_is_no_text_is_refused() -> None:
+    command = [sys.executable, "-m", "mlx_sparse.cli", "run-onnx", str(exported(SPARQ)), "--prompt", "-"]
+    done = subprocess.run(command, input=b"\xff\xfe", capture_output=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == b"mlx-sparse: error: --prompt: expected text on standard input, got other bytes.\n"
+
+
 def test_a_chat_template_is_used_unless_ignored(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(exported("dense"), tmp_path / "model"))
     settings = json.loads((folder / "tokenizer_config.json").read_text())
@@ -375,7 +382,7 @@ from mlx_sparse import cli
 sys.exit(cli.main(["run-onnx", {str(exported(SPARQ))!r}, "--prompt", "w1 w2", "-m", "3"]))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    assert (done.returncode, done.stderr) == (0, "")
     assert "Generation: 3 tokens" in done.stdout
 
 
