@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
     pick = sampler(args.temp, args.top_p, args.seed)
     if args.max_tokens is not None:
         check_int("--max-tokens", args.max_tokens, 1)
-    prompt = _standard_input() if args.prompt == "-" else args.prompt
+    prompt = _prompt(args.prompt)
     runner = Runner(args.model, native=args.native, threads=args.threads)
     tokenizer = load_tokenizer(runner.path.parent)
     tokens = encode(tokenizer, prompt, chat=not args.ignore_chat_template)
@@ -42,11 +42,13 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _standard_input() -> str:
+def _prompt(given: str) -> str:
     try:
-        return sys.stdin.read()
-    except UnicodeDecodeError:
-        raise ConfigError("--prompt: expected text on standard input, got other bytes.") from None
+        text = sys.stdin.read() if given == "-" else given
+        text.encode()  # in some locales Python lets other bytes pass until here
+    except UnicodeError:
+        raise ConfigError("--prompt: expected text in UTF-8, got other bytes.") from None
+    return text
 
 
 def _parser() -> argparse.ArgumentParser:

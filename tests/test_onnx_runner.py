@@ -304,11 +304,13 @@ def test_the_command_reads_a_prompt_and_prints_json(
     assert found["text"] == tiny_models.words(list(Runner(exported(SPARQ)).generate(PROMPT, 3)))
 
 
-def test_a_prompt_that_is_no_text_is_refused() -> None:
+@pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
+def test_a_prompt_that_is_no_text_is_refused(locale: str) -> None:
     command = [sys.executable, "-m", "mlx_sparse.cli", "run-onnx", str(exported(SPARQ)), "--prompt", "-"]
-    done = subprocess.run(command, input=b"\xff\xfe", capture_output=True, check=False)
+    environment = {**os.environ, "LC_ALL": locale}
+    done = subprocess.run(command, input=b"\xff\xfe", capture_output=True, env=environment, check=False)
     assert done.returncode == 2
-    assert done.stderr == b"mlx-sparse: error: --prompt: expected text on standard input, got other bytes.\n"
+    assert done.stderr == b"mlx-sparse: error: --prompt: expected text in UTF-8, got other bytes.\n"
 
 
 def test_a_chat_template_is_used_unless_ignored(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
