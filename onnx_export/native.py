@@ -62,7 +62,7 @@ def session_options(native: str = "auto") -> onnxruntime.SessionOptions:
 
 
 def _found() -> Path | None:
-    from . import __path__ as folders  # an editable install has two: the sources and what was built
+    from mlx_sparse import __path__ as folders  # an editable install has two: the sources and what was built
 
     return next((path for folder in folders if (path := Path(folder) / LIBRARY).is_file()), None)
 

@@ -21,7 +21,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = ROOT / ".venv" / "bin"
-STAMP = ROOT / ".venv" / "dev-stamp"  # names the pyproject.toml that was installed
+STAMP = ROOT / ".venv" / "dev-stamp"  # names the pyproject.toml and the native kernels that were installed
+KERNELS = ROOT / "onnx_export" / "ort_ops"
 
 
 def run(*command):
@@ -46,8 +47,9 @@ def make_venv(uv):
 
 
 def setup():
-    """Bring .venv up to date with pyproject.toml."""
-    wanted = hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()
+    """Bring .venv up to date with pyproject.toml, and with the sources that an install compiles."""
+    read = [ROOT / "pyproject.toml", *sorted(path for path in KERNELS.iterdir() if path.is_file())]
+    wanted = hashlib.sha256(b"".join(path.read_bytes() for path in read)).hexdigest()
     if STAMP.is_file() and STAMP.read_text() == wanted:
         return
     uv = shutil.which("uv")

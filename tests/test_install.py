@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -16,6 +17,9 @@ import pytest
 ROOT = Path(__file__).parent.parent
 MINE = re.compile(r"(_editable_skbc_)?mlx_sparse(_attention|\b)")  # what an install of this project adds
 NO_COMPILER = {"CC": "/bin/false", "CXX": "/bin/false"}
+REQUIRE = "MLX_SPARSE_REQUIRE_ORT_OPS"
+LIBRARY = "mlx_sparse/libmlx_sparse_ort" + (".dylib" if sys.platform == "darwin" else ".so")
+has_compiler = any(shutil.which(name) for name in ("c++", "g++", "clang++"))
 
 
 def run(*command: object, cwd: Path = ROOT, check: bool = True, **env: str) -> subprocess.CompletedProcess[str]:
@@ -37,22 +41,24 @@ def dependencies(tmp_path_factory) -> Path:
     return folder
 
 
+BUILD = [sys.executable, "-m", "build", "--no-isolation", "--outdir"]
+
+
 @pytest.fixture(scope="session")
 def built(tmp_path_factory) -> dict[str, Path]:
-    """sdist, wheel, and the wheel made from the unpacked sdist, all built where there is no compiler."""
+    """sdist, a wheel made where there is no compiler, and a wheel of the sdist made where there may be one."""
     out = tmp_path_factory.mktemp("built")
     (out / "bin").mkdir()
-    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir"]
-    bare = NO_COMPILER | {"PATH": str(out / "bin")}
-    run(*build, out, "--sdist", "--wheel", **bare)
+    bare = NO_COMPILER | {"PATH": str(out / "bin"), REQUIRE: ""}
+    run(*BUILD, out, "--sdist", "--wheel", **bare)
     (sdist,) = out.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         archive.extractall(out / "unpacked")
     (source,) = (out / "unpacked").iterdir()
-    run(*build, out / "again", "--wheel", cwd=source, **bare)
+    run(*BUILD, out / "again", "--wheel", cwd=source)
     (wheel,) = out.glob("*.whl")
     (again,) = (out / "again").glob("*.whl")
-    return {"sdist": sdist, "wheel": wheel, "wheel of sdist": again}
+    return {"sdist": sdist, "wheel without compiler": wheel, "wheel of sdist": again}
 
 
 @dataclass
@@ -70,7 +76,7 @@ class Environment:
         return run(self.python, "-c", text, cwd=self.folder, **options)
 
 
-@pytest.fixture(scope="module", params=["wheel", "wheel of sdist", "editable"])
+@pytest.fixture(scope="module", params=["wheel without compiler", "wheel of sdist", "editable"])
 def installed(request, built, dependencies, tmp_path_factory) -> Environment:
     environment = Environment(tmp_path_factory.mktemp("environment"))
     venv.create(environment.folder, symlinks=True)
@@ -85,9 +91,27 @@ def names(wheel: Path) -> set[str]:
     return set(zipfile.ZipFile(wheel).namelist())
 
 
-def test_the_wheel_needs_no_compiler_and_is_the_same_from_the_sdist(built):
-    assert built["wheel"].name.endswith("-py3-none-any.whl")
-    assert names(built["wheel"]) == names(built["wheel of sdist"])
+def test_the_wheel_needs_no_compiler_and_holds_the_kernels_where_there_is_one(built):
+    without, made = built["wheel without compiler"], built["wheel of sdist"]
+    assert without.name.endswith("-py3-none-any.whl")
+    assert made.name.endswith("-py3-none-any.whl") != has_compiler
+    assert names(made) - names(without) == ({LIBRARY} if has_compiler else set())
+    assert names(without) <= names(made)
+
+
+def test_a_compiler_that_fails_is_an_error_where_the_kernels_are_required(tmp_path):
+    result = run(*BUILD, tmp_path, "--wheel", check=False, **NO_COMPILER, **{REQUIRE: "1"})
+    assert result.returncode
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_kernels_are_found_or_missed_in_one_line(installed, request):
+    code = "from mlx_sparse.onnx_export import native; print(native.unavailable())"
+    told = installed.code(code).stdout
+    built_here = has_compiler and request.node.callspec.params["installed"] != "wheel without compiler"
+    assert told.count("\n") == 1
+    assert (told == "None\n") == built_here
+    assert built_here or "no C++ compiler" in told
 
 
 def test_the_wheel_holds_every_source_file_and_only_mlx_sparse(built):
@@ -100,10 +124,11 @@ def test_the_wheel_holds_every_source_file_and_only_mlx_sparse(built):
         if path.is_file() and "__pycache__" not in path.parts
     }
     assert wanted >= {"mlx_sparse/py.typed", "mlx_sparse/metal/README.md", "mlx_sparse/cuda_ref/__init__.py"}
-    found = {name for name in names(built["wheel"]) if ".dist-info/" not in name}
+    found = {name for name in names(built["wheel without compiler"]) if ".dist-info/" not in name}
     assert found - wanted == {"mlx_sparse_attention.pth", "mlx_sparse_attention.start"}
     assert wanted <= found
-    run(sys.executable, "-m", "check_wheel_contents", built["wheel"])
+    for wheel in ("wheel without compiler", "wheel of sdist"):
+        run(sys.executable, "-m", "check_wheel_contents", built[wheel])
 
 
 def test_the_mapped_folders_arrive(installed):

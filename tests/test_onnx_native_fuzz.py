@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ninja
 import numpy as np
 import pytest
 from cases import PRECISION, Array, assert_same_choice, ulp
@@ -286,24 +287,15 @@ def preloads(compiler: str) -> str | None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="sanitizers are preloaded")
 def test_nothing_outside_the_buffers_is_touched(tmp_path: Path) -> None:
-    tools = shutil.which("g++"), shutil.which("cmake")
-    preload = preloads(tools[0]) if all(tools) else None
+    compiler = shutil.which("g++")
+    preload = preloads(compiler) if compiler else None
     if preload is None:
-        absent("sanitizers", "g++ with libasan, and cmake")
+        absent("sanitizers", "g++ with libasan")
+    cmake, made_by = [sys.executable, "-m", "cmake"], ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja.BIN_DIR}/ninja"]
     source = Path(__file__).parents[1] / "onnx_export" / "ort_ops"
-    version = "-DSPARSE_VERSION=sanitized"
-    configure = [
-        "cmake",
-        "-S",
-        source,
-        "-B",
-        tmp_path,
-        version,
-        "-DSPARSE_SANITIZE=ON",
-        f"-DCMAKE_CXX_COMPILER={tools[0]}",
-    ]
-    for command in (configure, ["cmake", "--build", tmp_path, "--parallel", "2"]):
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    options = ["-DSPARSE_VERSION=sanitized", "-DSPARSE_SANITIZE=ON", f"-DCMAKE_CXX_COMPILER={compiler}"]
+    for arguments in (["-S", source, "-B", tmp_path, *made_by, *options], ["--build", tmp_path, "--parallel", "2"]):
+        done = subprocess.run([*cmake, *arguments], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
     code = f"""
 import sys
