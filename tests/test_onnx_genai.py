@@ -13,6 +13,7 @@ import tiny_models
 from exported import SPARQ, by_method, exported, said_by_mlx
 from mlx_sparse.onnx_export import genai, native
 from mlx_sparse.onnx_export.runner import Runner
+from require import absent
 
 from mlx_sparse.checks import ArtefactError
 
@@ -23,7 +24,7 @@ PROMPT = tiny_models.prompt_of(100)
 @pytest.fixture
 def native_library() -> Path:
     if reason := native.unavailable():
-        pytest.skip(reason)
+        absent("ort", reason)
     return native.library_path()
 
 
