@@ -11,13 +11,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
 import pytest
 import tiny_models
 from exported import SPARQ, by_method, exported, said_by_mlx
-from mlx_sparse.onnx_export import exporter, native, run, runner
-from mlx_sparse.onnx_export.runner import Runner
+from mlx_sparse.onnx_export import Runner, exporter, memory, native, run, runner
 from require import absent
 
 from mlx_sparse import cli
@@ -117,6 +117,26 @@ def _growth(step: Any, count: int) -> int:
     for _ in range(count // 2):
         step()
     return resident() - before
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16, np.int64])
+def test_caches_are_shared_with_the_runtime_and_lie_on_huge_pages(dtype: Any) -> None:
+    small, large = memory.zeros((2, 3), dtype), memory.zeros((8, 1024, 1024), dtype)
+    assert not small.any() and not large.any()
+    assert small.ctypes.data % memory.LINE == large.ctypes.data % memory.LINE == 0
+    assert memory.ort_value(large).data_ptr() == large.ctypes.data
+    pages, smaps = Path("/sys/kernel/mm/transparent_hugepage/enabled"), Path("/proc/self/smaps")
+    if pages.exists() and "[never]" not in pages.read_text():
+        large[:] = 1
+        begin = next(i for i, line in enumerate(lines := smaps.read_text().splitlines()) if _holds(line, large))
+        huge = next(line for line in lines[begin:] if line.startswith("AnonHugePages:"))
+        assert int(huge.split()[1]) * 1024 >= large.nbytes // 2  # memory may be in pieces
+
+
+def _holds(line: str, array: np.ndarray) -> bool:
+    """Whether a line of smaps opens the mapping that the array begins in."""
+    found = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+    return bool(found) and int(found[1], 16) <= array.ctypes.data < int(found[2], 16)
 
 
 def test_a_text_ends_where_the_model_ends_it() -> None:
