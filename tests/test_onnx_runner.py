@@ -128,7 +128,8 @@ def test_caches_are_shared_with_the_runtime_and_lie_on_huge_pages(dtype: Any) ->
     pages, smaps = Path("/sys/kernel/mm/transparent_hugepage/enabled"), Path("/proc/self/smaps")
     if pages.exists() and "[never]" not in pages.read_text():
         large[:] = 1
-        begin = next(i for i, line in enumerate(lines := smaps.read_text().splitlines()) if _holds(line, large))
+        lines = smaps.read_text().splitlines()
+        begin = next(i for i, line in enumerate(lines) if _holds(line, large))
         huge = next(line for line in lines[begin:] if line.startswith("AnonHugePages:"))
         assert int(huge.split()[1]) * 1024 >= large.nbytes // 2  # memory may be in pieces
 
