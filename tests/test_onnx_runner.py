@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +14,13 @@ import onnx
 import pytest
 import tiny_models
 from exported import SPARQ, by_method, exported, said_by_mlx
-from mlx_sparse.onnx_export import Runner, exporter, memory, native, run, runner
+from mlx_sparse.onnx_export import Runner, exporter, memory, native, runner
 from require import absent
 
-from mlx_sparse import cli
 from mlx_sparse.checks import ArtefactError, ConfigError, ShapeError
 
 STEPS = 24
 PROMPT = tiny_models.prompt_of(100)
-WORDS = tiny_models.words(PROMPT)
 
 
 by_kernels = pytest.mark.parametrize(
@@ -295,178 +290,3 @@ def test_files_for_other_runtimes_run_too(sizes: dict[str, Any], tmp_path: Path)
             other.step([[token]])
     prompt = PROMPT[-1:] if "static" in sizes else PROMPT
     assert list(model.generate(PROMPT, STEPS)) == list(other.generate(prompt, STEPS))
-
-
-# The command
-
-
-def generate(*arguments: str) -> int:
-    return cli.main(["run-onnx", *arguments])
-
-
-@by_method
-def test_the_command_prints_the_text_and_mlx_lms_lines(method: str, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = exported(method)
-    assert generate(str(folder), "--prompt", WORDS, "--max-tokens", "24", "--native", "off") == 0
-    rule, text, second, *lines = capsys.readouterr().out.splitlines()
-    assert rule == second == "=" * 10
-    assert text == tiny_models.words(list(Runner(folder, native="off").generate(PROMPT, 24)))
-    assert re.fullmatch(r"Prompt: 100 tokens, \d+\.\d{3} tokens-per-sec", lines[0])
-    assert re.fullmatch(r"Generation: 24 tokens, \d+\.\d{3} tokens-per-sec", lines[1])
-    assert lines[2] == f"Attention: {Runner(folder).metadata['mlx_sparse.method']}, function bodies (no native kernels)"
-
-
-def test_the_command_reads_a_prompt_and_prints_json(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.stdin.read", lambda: WORDS, raising=False)
-    assert generate(str(exported(SPARQ)), "--prompt", "-", "-m", "3", "--json", "--threads", "1") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["prompt_tokens"] == 100
-    assert found["generation_tokens"] == 3
-    assert found["finish_reason"] == "length"
-    assert found["text"] == tiny_models.words(list(Runner(exported(SPARQ)).generate(PROMPT, 3)))
-
-
-@pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
-def test_a_prompt_that_is_no_text_is_refused(locale: str) -> None:
-    command = [sys.executable, "-m", "mlx_sparse.cli", "run-onnx", str(exported(SPARQ)), "--prompt", "-"]
-    environment = {**os.environ, "LC_ALL": locale}
-    done = subprocess.run(command, input=b"\xff\xfe", capture_output=True, env=environment, check=False)
-    assert done.returncode == 2
-    assert done.stderr == b"mlx-sparse: error: --prompt: expected text in UTF-8, got other bytes.\n"
-
-
-def test_a_chat_template_is_used_unless_ignored(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(exported("dense"), tmp_path / "model"))
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    settings["chat_template"] = "w1 w2 {% for message in messages %}{{ message['content'] }}{% endfor %} w3"
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    counts = []
-    for extra in ([], ["--ignore-chat-template"]):
-        assert generate(str(folder), "--prompt", "w5 w6", "-m", "2", "--json", *extra) == 0
-        counts.append(json.loads(capsys.readouterr().out)["prompt_tokens"])
-    assert counts == [5, 2]
-
-
-def test_without_a_number_as_many_tokens_as_fit_are_generated(capsys: pytest.CaptureFixture[str]) -> None:
-    assert generate(str(exported("dense", max_length=250)), "--prompt", WORDS, "--json") == 0
-    assert json.loads(capsys.readouterr().out)["generation_tokens"] == 151
-
-
-def test_a_seed_repeats_a_text(capsys: pytest.CaptureFixture[str]) -> None:
-    texts = []
-    for seed in ("1", "1", "2"):
-        arguments = ["--prompt", WORDS, "-m", "20", "--json", "--temp", "1.5", "--top-p", "0.9", "--seed", seed]
-        assert generate(str(exported("dense")), *arguments) == 0
-        texts.append(json.loads(capsys.readouterr().out)["text"])
-    assert texts[0] == texts[1] != texts[2]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--prompt", WORDS, "-m", "200"], "prompt and max_tokens: expected at most 256 tokens, which the model was"),
-        (["--prompt", WORDS * 3], "prompt: expected at most 256 tokens, which the model was"),
-        (["--prompt", ""], "--prompt: expected some text, got none."),
-        (["--prompt", "w1", "-m", "0"], "--max-tokens: expected an integer of at least 1, got 0."),
-        (["--prompt", "w1", "--temp", "-1"], "--temp: expected a number of at least 0, got -1.0."),
-        (["--prompt", "w1", "--temp", "nan"], "--temp: expected a number of at least 0, got nan."),
-        (["--prompt", "w1", "--top-p", "0"], "--top-p: expected a number above 0 and at most 1, got 0.0."),
-        (["--prompt", "w1", "--seed", "-1"], "--seed: expected an integer of at least 0, got -1."),
-        (["--prompt", "w1", "--threads", "0"], "threads: expected an integer of at least 1, got 0."),
-    ],
-)
-def test_wrong_arguments_are_refused_in_one_line(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert generate(str(exported("dense")), *arguments) == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith(f"mlx-sparse: error: {message}")
-    assert captured.err.count("\n") == 1
-    assert not captured.out
-
-
-@pytest.mark.parametrize("missing", ["tokenizer.json", "model.onnx"])
-def test_a_folder_without_what_is_needed_is_refused(
-    missing: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = Path(shutil.copytree(exported("dense"), tmp_path / "model"))
-    (folder / missing).unlink()
-    assert generate(str(folder), "--prompt", "w1") == 2
-    error = capsys.readouterr().err
-    assert error.startswith("mlx-sparse: error: model: expected ")
-    assert error.count("\n") == 1
-
-
-def test_the_runner_needs_no_mlx() -> None:
-    """An exported model runs where MLX cannot be installed."""
-    code = f"""
-import sys
-sys.modules["mlx"] = sys.modules["mlx.core"] = sys.modules["mlx_lm"] = None  # whoever imports them fails
-from mlx_sparse import cli
-sys.exit(cli.main(["run-onnx", {str(exported(SPARQ))!r}, "--prompt", "w1 w2", "-m", "3"]))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "Generation: 3 tokens" in done.stdout
-
-
-def test_without_onnxruntime_one_line_says_what_to_install() -> None:
-    code = 'import sys; sys.modules["onnxruntime"] = None\nfrom mlx_sparse import cli\nsys.exit(cli.main(sys.argv[1:]))'
-    command = [sys.executable, "-c", code, "run-onnx", "nowhere", "--prompt", "x"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stderr == (
-        "mlx-sparse: error: onnxruntime: expected it to be installed, got none. "
-        "Run: pip install 'mlx-sparse-attention[onnx]'\n"
-    )
-
-
-# Sampling and text
-
-
-def test_samples_follow_the_distribution_of_mlx_lm() -> None:
-    logits = np.log(np.array([0.5, 0.3, 0.15, 0.05], np.float32))
-    pick = run.sampler(2.0, 0.9, seed=0)
-    drawn = np.bincount([pick(logits) for _ in range(20000)], minlength=4) / 20000
-    kept = np.sqrt([0.5, 0.3, 0.15, 0.0])  # top-p before the temperature; the last is beyond 0.9
-    assert np.abs(drawn - kept / kept.sum()).max() < 0.015
-
-
-def test_characters_of_several_tokens_come_out_whole() -> None:
-    class Bytes:
-        """A tokenizer whose tokens are bytes."""
-
-        def decode(self, tokens: list[int]) -> str:
-            return bytes(tokens).decode("utf-8", errors="replace")
-
-    text = "süß 🙂 日本"
-    detokenizer = run.Detokenizer(Bytes())
-    pieces = [detokenizer.add(byte) for byte in text.encode()]
-    assert "".join(pieces) == text
-    assert "\ufffd" not in "".join(pieces)
-    assert detokenizer.rest() == ""
-    assert detokenizer.add("🙂".encode()[0]) == ""
-    assert detokenizer.rest() == "\ufffd"
-
-
-# A real model
-
-
-def test_smollm2_says_through_the_command_what_it_says_in_mlx(
-    smollm2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from mlx_lm import generate as mlx_generate
-    from mlx_lm import load
-
-    question = "Why is the sky blue? Answer in one sentence."
-    exporter.export(str(smollm2), tmp_path / "exported", method="sparq", max_length=512)
-    capsys.readouterr()
-    assert generate(str(tmp_path / "exported"), "--prompt", question, "-m", "32", "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    model, tokenizer = load(str(smollm2))
-    chat = tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True)
-    assert found["prompt_tokens"] == len(chat)
-    assert found["text"] == mlx_generate(model, tokenizer, chat, max_tokens=32)
-    assert len(found["text"].split()) > 10
