@@ -18,7 +18,12 @@ BACKENDS: Mapping[str, str] = {
     "oracle": "NumPy float64, everywhere: the specification that the tests compare with",
     "ops": "MLX array operations, everywhere MLX runs (CPU, Metal, CUDA)",
     "metal": "custom Metal kernels, on Apple GPUs; under test on any Linux machine (tests/msl)",
+    "onnx": "exported files on any ONNX runtime: the operators as functions of standard ones",
+    "ort": "exported files on ONNX Runtime with native kernels for the CPU (AVX2, AVX-512, NEON)",
 }
+
+# Backends that run exported files, not MLX arrays.
+EXPORTED = ("onnx", "ort")
 
 # Backends that read whole cache buffers and a `length`, where a slice would be copied on every call.
 WHOLE_BUFFERS = frozenset({"metal"})
@@ -55,11 +60,15 @@ FUNCTIONS: Mapping[str, Mapping[str, str]] = {
         "oracle": "oracle:dense_attention",
         "ops": "ops.attend:dense_attention",
         "metal": "ops.attend:dense_attention",  # MLX's own kernel
+        "onnx": "onnx_export:operator_model",
+        "ort": "onnx_export:session_options",
     },
     "sparq": {
         "oracle": "oracle:sparq_attention",
         "ops": "ops.sparq:sparq_attention",
         "metal": "kernels.sparq:sparq_attention",
+        "onnx": "onnx_export:operator_model",
+        "ort": "onnx_export:session_options",
     },
     "streaming": {"oracle": "oracle:streaming_attention", "ops": "ops.baselines:streaming_attention"},
     "flexgen": {"oracle": "oracle:flexgen_attention", "ops": "ops.baselines:flexgen_attention"},
@@ -90,6 +99,8 @@ def unavailable(backend: str) -> str | None:
         return f"unknown; this version has {', '.join(BACKENDS)}"
     if backend == "metal":
         return _no_metal()
+    if backend in EXPORTED:
+        return _no_onnx(backend)
     if backend == "ops" and importlib.util.find_spec("mlx") is None:
         return "mlx is not installed"
     return None
@@ -105,6 +116,16 @@ def _no_metal() -> str | None:
     if mx.default_device() != mx.gpu:
         return "the default device is not the GPU; mx.set_default_device(mx.gpu) makes it so"
     return None
+
+
+def _no_onnx(backend: str) -> str | None:
+    missing = [name for name in ("onnx", "onnxruntime") if importlib.util.find_spec(name) is None]
+    if missing:
+        return f"{' and '.join(missing)} not installed: pip install 'mlx-sparse-attention[onnx]'"
+    if backend == "onnx":
+        return None
+    reason: str | None = importlib.import_module(f"{__package__}.onnx_export.native").unavailable()
+    return reason
 
 
 @functools.cache
@@ -139,6 +160,8 @@ def require(backend: str, function: str, reason: str | None = None) -> None:
     reason = unavailable(backend) or reason
     if reason is None and backend == "oracle":
         reason = "it takes NumPy arrays: call the same function in mlx_sparse.oracle"
+    if reason is None and backend in EXPORTED:
+        reason = "it runs exported files: export-onnx, then mlx-sparse run-onnx"
     if reason is None and backend not in FUNCTIONS.get(function, {}):
         reason = f"it does not have {function}; `mlx-sparse matrix` shows what it has"
     if reason is not None:

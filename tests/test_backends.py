@@ -34,7 +34,7 @@ METHODS = [
     pytest.param(method, backend, id=f"{method}-{backend}")
     for method in ("sparq", "streaming", "flexgen", "oracle_top_k", "dense")
     for backend in registry.FUNCTIONS[method]
-    if backend != "oracle"
+    if backend not in ("oracle", *registry.EXPORTED)
 ]
 
 
