@@ -44,10 +44,9 @@ Array = npt.NDArray[Any]
 Lower = Callable[[onnx.ModelProto], onnx.ModelProto]
 
 ROWS = 3  # prompts
-PROMPT = 16  # tokens
-KEYS = 8  # most keys attended to in the sparse step that is compared, so that a short prompt shows it
-# Disturbed and true rounding errors are alike in size only.
-SLACK = 2
+PROMPT = 8  # tokens
+KEYS = 4  # most keys attended to in the sparse step that is compared, so that a short prompt shows it
+SLACK = 2  # errors that are alike in size are not the same
 
 
 @dataclass(frozen=True)
@@ -88,11 +87,18 @@ class Agreement:
 
 
 def reference(model: Any, target: Target) -> Expected:
-    """What MLX computes. The model is of no other use afterwards: its parameters are those of the file.
+    """What MLX computes on the CPU: Metal's products may round to less than float32.
+
+    The model is of no other use afterwards: its parameters are those of the file.
 
     Raises:
         ArtefactError: logits that are not finite.
     """
+    with mx.stream(mx.cpu):
+        return _reference(model, target)
+
+
+def _reference(model: Any, target: Target) -> Expected:
     _as_stored(model, target.dtype)
     tokens = np.random.default_rng(0).integers(0, model.model.embed_tokens.weight.shape[0], (ROWS, PROMPT + 1))
     embedding = model.model.embed_tokens = _Widened(model.model.embed_tokens)
@@ -107,7 +113,7 @@ def reference(model: Any, target: Target) -> Expected:
         prompted = copy.deepcopy(cache)
         runs[-1].append(_run(model, tokens[:, -1:], cache))
         if method is not None:
-            with sparse(model, method):
+            with sparse(model, method, backend="ops"):
                 runs[-1].append(_run(model, tokens[:, -1:], prompted))
     exact, moved = runs
     if not all(np.isfinite(logits).all() for logits in exact):

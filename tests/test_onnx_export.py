@@ -14,17 +14,19 @@ import tiny_models
 from exported import FLOAT32, STEPS, Made
 from exported import PROMPT_LENGTH as PROMPT
 from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, KVCache, make_prompt_cache
-from mlx_sparse.onnx_export import COMPAT, DEFAULT, DOMAIN, exporter, families, verify
+from mlx_sparse.onnx_export import COMPAT, DEFAULT, DOMAIN, exporter, families, registered, verify
 
 import mlx_sparse
 
 METHODS = {
     "dense": "dense",
-    "k4": "sparq:rank=4,top_k=4,dense_below=0",
-    "k16": "sparq:rank=6,top_k=16,local_window=3,reallocate=true,component_score=query_key,dense_below=0",
-    "late": "sparq:preset=eval,rank=8,top_k=8,local_window=2,dense_below=33",  # dense for the first eight steps
+    "sparq": "sparq:rank=4,top_k=4,dense_below=0",
+    # Every other choice, and dense for the first eight steps.
+    "late": "sparq:rank=6,top_k=16,local_window=3,reallocate=true,component_score=query_key,group_reduce=logits,"
+    "dense_below=33",
 }
 by_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+by_two_methods = pytest.mark.parametrize("method", [METHODS["dense"], METHODS["sparq"]], ids=["dense", "sparq"])
 
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "mscale": 1.3}
@@ -65,14 +67,13 @@ def test_tokens_of_every_family_are_those_of_mlx(tmp_path: Path, family: str, me
     Made(tmp_path, family, method, {}).check_tokens()
 
 
-@pytest.mark.parametrize("method", [METHODS["dense"], METHODS["k4"]], ids=["dense", "sparq"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_tokens_of_variants_are_those_of_mlx(tmp_path: Path, variant: str, method: str) -> None:
+def test_tokens_of_variants_are_those_of_mlx(tmp_path: Path, variant: str) -> None:
     family, changes = VARIANTS[variant]
-    Made(tmp_path, family, method, changes).check_tokens()
+    Made(tmp_path, family, "sparq:rank=4,top_k=4,dense_below=33", changes).check_tokens()
 
 
-@pytest.mark.parametrize("method", [METHODS["dense"], METHODS["k4"]], ids=["dense", "sparq"])
+@by_two_methods
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "smollm3"])
 def test_left_padded_rows_are_those_of_mlx(tmp_path: Path, family: str, method: str) -> None:
     changes = SLIDING if family == "smollm3" else {}
@@ -109,7 +110,7 @@ def outputs(made: Made, tokens: list[list[int]], mask: list[list[int]]) -> np.nd
 
 @pytest.fixture(scope="module")
 def sparse_llama(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    return Made(tmp_path_factory.mktemp("llama"), "llama", METHODS["k4"], {})
+    return Made(tmp_path_factory.mktemp("llama"), "llama", METHODS["sparq"], {})
 
 
 def test_a_mask_may_be_longer_than_the_tokens(sparse_llama: Made) -> None:
@@ -124,15 +125,19 @@ def test_a_mask_that_means_nothing_is_an_error_of_the_runtime(sparse_llama: Made
         outputs(sparse_llama, [[5, 6, 7]], [mask])
 
 
-@pytest.mark.parametrize("method", [METHODS["dense"], METHODS["late"]], ids=["dense", "sparq"])
+@by_two_methods
 @pytest.mark.parametrize(
-    "options", [{"compat": True}, {"inline": True}, {"inline": True, "compat": True}], ids=["compat", "inline", "both"]
+    "options",
+    [{}, {"compat": True}, {"inline": True}, {"inline": True, "compat": True}],
+    ids=["default", "compat", "inline", "both"],
 )
 def test_other_forms_say_the_same(tmp_path: Path, method: str, options: dict[str, bool]) -> None:
     made = Made(tmp_path, "qwen3", method, {}, **options)
     profile = COMPAT if options.get("compat") else DEFAULT
     assert made.proto.ir_version == profile.ir
     assert {opset.version for opset in made.proto.opset_import if not opset.domain} == {profile.opset}
+    with registered():
+        onnx.checker.check_model(str(made.folder / "model.onnx"), full_check=True)
     inlined = options.get("inline", False)
     assert any(node.domain == DOMAIN for node in made.proto.graph.node) != inlined
     assert bool(made.proto.functions) != inlined
@@ -140,7 +145,7 @@ def test_other_forms_say_the_same(tmp_path: Path, method: str, options: dict[str
     made.check_tokens()
 
 
-@pytest.mark.parametrize("method", [METHODS["dense"], METHODS["k4"]], ids=["dense", "sparq"])
+@by_two_methods
 def test_a_static_file_has_only_numbers_and_says_the_same(tmp_path: Path, method: str) -> None:
     made = Made(tmp_path, "llama", method, {}, static=(2, 64), max_length=None)
     for tensor in (*made.proto.graph.input, *made.proto.graph.output):
@@ -186,7 +191,7 @@ def test_half_precision_is_stored_and_widened(tmp_path: Path, dtype: str, own: b
 
 
 def test_inputs_and_outputs_are_those_of_the_documentation(tmp_path: Path) -> None:
-    made = Made(tmp_path, "llama", METHODS["k4"], {"num_hidden_layers": 3})
+    made = Made(tmp_path, "llama", METHODS["sparq"], {"num_hidden_layers": 3})
     pasts = [f"past_key_values.{i}.{part}" for i in range(5) for part in ("key", "value")]
     pasts += [f"{name}.{i}" for name in ("past_sums", "past_conv") for i in range(3)]
     assert sorted(t.name for t in made.proto.graph.input) == sorted(["input_ids", "attention_mask", *pasts])
@@ -207,7 +212,7 @@ def test_inputs_and_outputs_are_those_of_the_documentation(tmp_path: Path) -> No
 
 
 def test_without_genai_there_is_nothing_for_it(tmp_path: Path) -> None:
-    made = Made(tmp_path, "llama", METHODS["k4"], {"num_hidden_layers": 3}, genai=False)
+    made = Made(tmp_path, "llama", METHODS["sparq"], {"num_hidden_layers": 3}, genai=False)
     names = [tensor.name for tensor in made.proto.graph.input]
     assert not any(name.startswith("past_conv") or name == "past_key_values.4.value" for name in names)
     assert not (made.folder / "genai_config.json").exists()
