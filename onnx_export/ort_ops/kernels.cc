@@ -299,16 +299,30 @@ void exponentials(float* a, int n, bool write, float* top, float* total) {
   *total = sum(partial);
 }
 
-int collect(const float* a, int64_t stride, const float* factor, int G, int n, int32_t first, float threshold, float* z,
-            int32_t* index) {
-  int found = 0;
-  for (int j = 0; j < n; j += W) {
-    const int part = n - j < W ? n - j : W;
+// For kG heads, or G of them where kG is 0.
+template <int kG>
+int collect_heads(const float* a, int64_t stride, const float* factor, int G, int n, int32_t first, float threshold,
+                  float* z, int32_t* index) {
+  const int heads = kG ? kG : G;
+  int found = 0, j = 0;
+  for (; j + W <= n; j += W) {
     F total = zero();  // 0 + -0 is 0: equal scores have equal bits
-    for (int g = 0; g < G; g++) total = fma(set1(factor[g]), load_part(a + g * stride + j, part), total);
-    found += compress_above(total, threshold, part, first + j, z + found, index + found);
+    for (int g = 0; g < heads; g++) total = fma(set1(factor[g]), load(a + g * stride + j), total);
+    found += compress_above(total, threshold, W, first + j, z + found, index + found);
+  }
+  if (j < n) {
+    F total = zero();
+    for (int g = 0; g < heads; g++) total = fma(set1(factor[g]), load_part(a + g * stride + j, n - j), total);
+    found += compress_above(total, threshold, n - j, first + j, z + found, index + found);
   }
   return found;
+}
+
+int collect(const float* a, int64_t stride, const float* factor, int G, int n, int32_t first, float threshold, float* z,
+            int32_t* index) {
+  if (G == 1) return collect_heads<1>(a, stride, factor, G, n, first, threshold, z, index);
+  if (G == 4) return collect_heads<4>(a, stride, factor, G, n, first, threshold, z, index);
+  return collect_heads<0>(a, stride, factor, G, n, first, threshold, z, index);
 }
 
 // The order of the keys is that of int32. Halves the range of the k-th largest until a bound has exactly k above it.

@@ -13,7 +13,7 @@ using F = __m256;
 constexpr int W = 8;
 constexpr int kTileKeys = 2;
 constexpr int kTileVectors = 2;
-constexpr int kTileComponents = 2;  // rows of component-major keys at a time
+constexpr int kTileComponents = 4;  // rows of component-major keys at a time
 
 inline F zero() { return _mm256_setzero_ps(); }
 inline F set1(float x) { return _mm256_set1_ps(x); }

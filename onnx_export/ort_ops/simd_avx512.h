@@ -13,7 +13,7 @@ using F = __m512;
 constexpr int W = 16;
 constexpr int kTileKeys = 4;
 constexpr int kTileVectors = 4;
-constexpr int kTileComponents = 4;  // rows of component-major keys at a time
+constexpr int kTileComponents = 8;  // rows of component-major keys at a time
 
 inline F zero() { return _mm512_setzero_ps(); }
 inline F set1(float x) { return _mm512_set1_ps(x); }
