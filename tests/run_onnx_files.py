@@ -1,4 +1,6 @@
-"""python run_onnx_files.py WHEELS FOLDER: run the models of FOLDER/files.json on the runtime that lies in WHEELS.
+"""python run_onnx_files.py WHEELS FOLDER [LIBRARY]: run the models of FOLDER/files.json on the runtime in WHEELS.
+
+LIBRARY holds native kernels for ONNX Runtime.
 
 Their outputs are written to FOLDER. Nothing of this project is imported: the interpreter sees another runtime than it.
 """
@@ -9,7 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-WHEELS, FOLDER = map(Path, sys.argv[1:])
+WHEELS, FOLDER = map(Path, sys.argv[1:3])
+LIBRARY = sys.argv[3:]
 sys.path.insert(0, str(WHEELS))
 
 
@@ -17,7 +20,10 @@ def on_onnxruntime(path, feeds):
     import onnxruntime
 
     assert Path(onnxruntime.__file__).is_relative_to(WHEELS)
-    return onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"]).run(None, feeds)
+    options = onnxruntime.SessionOptions()
+    for library in LIBRARY:
+        options.register_custom_ops_library(library)
+    return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"]).run(None, feeds)
 
 
 def on_openvino(path, feeds):

@@ -19,7 +19,7 @@ import onnxruntime as ort
 import pytest
 from cases import Array, Case, assert_as_good_as_plain, assert_same_choice, plain_attention
 from exported import SPARQ, exported
-from mlx_sparse.onnx_export import lower
+from mlx_sparse.onnx_export import lower, native
 from onnx_operators import (
     CACHES,
     DTYPES,
@@ -173,12 +173,14 @@ class Runtime:
     package: Package
     profile: onnx_export.Profile
     lowered: Callable[[File, onnx.ModelProto], onnx.ModelProto]
+    native: bool = False
 
 
 RUNTIMES = {
     "web": Runtime(web(), onnx_export.DEFAULT, as_exported),
     "web-compat": Runtime(web(), onnx_export.COMPAT, as_exported),
     "onnxruntime-1.19.2": Runtime(wheel("onnxruntime==1.19.2"), onnx_export.COMPAT, as_exported),
+    "onnxruntime-1.19.2-native": Runtime(wheel("onnxruntime==1.19.2"), onnx_export.COMPAT, as_exported, native=True),
     "openvino": Runtime(wheel("openvino==2026.4.1"), onnx_export.DEFAULT, inlined),
     "tract": Runtime(wheel("tract==0.23.9"), onnx_export.COMPAT, static),
 }
@@ -217,6 +219,8 @@ def run(runtime: str, calls: dict[str, Call]) -> dict[str, dict[str, Array] | st
     place = fetched(runtime)
     if isinstance(place, str):
         absent(runtime, place)
+    if RUNTIMES[runtime].native and (reason := native.unavailable()):
+        absent("ort", reason)
     with tempfile.TemporaryDirectory(prefix="runtimes-") as scratch:
         folder, listed = Path(scratch), {}
         for name, call in calls.items():
