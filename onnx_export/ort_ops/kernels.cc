@@ -27,6 +27,7 @@ namespace {
 
 constexpr float kInf = __builtin_inff();
 constexpr int kLine = 64;  // bytes
+constexpr int kRowsAhead = 8;
 
 // The first n numbers, 0 < n <= W, and zeros after them.
 template <class T>
@@ -108,6 +109,10 @@ void score_block(const Rows& rows, const Keys& block, float* scores) {
   const int D = rows.D;
   for (int j = 0; j < block.count; j += kTileKeys) {
     const T* k[kTileKeys];
+    for (int c = 0; c < kTileKeys; c++) {  // no machine foresees where the next chosen rows are
+      const int ahead = j + c + kRowsAhead;
+      if (block.index && ahead < block.count) prefetch(keys + row_of(block, ahead) * D, D * sizeof(T));
+    }
     for (int c = 0; c < kTileKeys; c++) {  // past the end the last key again; its score is not looked at
       const int64_t row = row_of(block, j + c < block.count ? j + c : block.count - 1) * D;
       k[c] = keys + row;
