@@ -106,14 +106,7 @@ def export(
         OSError: ``out`` cannot be written.
     """
     config = method_of(method, attn_config)
-    if dtype is not None:
-        check_choice("--dtype", dtype, tuple(build.TYPES))
-    if max_length is not None:
-        check_int("--max-length", max_length, 1)
-    for number in static or ():
-        check_int("--static", number, 1)
-    if static and max_length not in (None, static[1]):
-        raise ConfigError(f"--max-length: expected none beside --static {static[0]},{static[1]}, got {max_length}.")
+    _check_sizes(dtype, max_length, static)
     folder = Path(out)
     check_free(folder)
     loaded, source, settings = load(model)
@@ -151,6 +144,17 @@ def export(
             agreement = compare(proto, made, expected, target, lower)
             bar.update()
     return Exported(folder, str(target.method), length, nbytes, agreement)
+
+
+def _check_sizes(dtype: str | None, max_length: int | None, static: tuple[int, int] | None) -> None:
+    if dtype is not None:
+        check_choice("--dtype", dtype, tuple(build.TYPES))
+    if max_length is not None:
+        check_int("--max-length", max_length, 1)
+    for number in static or ():
+        check_int("--static", number, 1)
+    if static and max_length not in (None, static[1]):
+        raise ConfigError(f"--max-length: expected none beside --static {static[0]},{static[1]}, got {max_length}.")
 
 
 def method_of(text: str, attn_config: str | Path | None) -> MethodConfig:

@@ -94,7 +94,7 @@ def reference(model: Any, target: Target) -> Expected:
     Raises:
         ArtefactError: logits that are not finite.
     """
-    with mx.stream(mx.cpu):
+    with mx.stream(mx.cpu), _layer_by_layer(model):
         return _reference(model, target)
 
 
@@ -156,6 +156,25 @@ class _Widened(nn.Module):
 
     def as_linear(self, x: mx.array) -> mx.array:
         return self.inner.as_linear(x)
+
+
+@contextmanager
+def _layer_by_layer(model: Any) -> Iterator[None]:
+    """Compute each layer before the next, so that not all weights are widened at the same time."""
+    layer = type(model.layers[0])
+    original = layer.__call__
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> mx.array:
+        out: mx.array = original(self, *args, **kwargs)
+        mx.eval(out)
+        mx.clear_cache()
+        return out
+
+    layer.__call__ = call
+    try:
+        yield
+    finally:
+        layer.__call__ = original
 
 
 @contextmanager
@@ -297,7 +316,11 @@ class File:
     def __init__(self, path: Path) -> None:
         options = session_options("off")
         options.log_severity_level = 4  # errors come as exceptions
-        self._session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        # Weights of half precision are widened one at a time where they are used, not all of them once and for all.
+        options.enable_cpu_mem_arena = False
+        self._session = onnxruntime.InferenceSession(
+            path, options, providers=["CPUExecutionProvider"], disabled_optimizers=["ConstantFolding"]
+        )
         self._inputs = onnx.load(path, load_external_data=False).graph.input
 
     def start(self, rows: int) -> None:
