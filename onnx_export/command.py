@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from mlx_sparse.checks import BackendUnavailable, ConfigError, SparseAttentionError
+
+if TYPE_CHECKING:
+    from .exporter import Exported
 
 INSTALL = "Install the packages of the exporter: pip install 'mlx-sparse-attention[onnx]'"
 
@@ -36,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _export(args: argparse.Namespace):  # type: ignore[no-untyped-def]  # its type is in a module that imports onnx
+def _export(args: argparse.Namespace) -> Exported:
     try:
         from .exporter import export
     except ModuleNotFoundError as error:
