@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import platform
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -39,6 +41,7 @@ from mlx_sparse.checks import BackendUnavailable, ConfigError
 
 SETS = ["scalar", "neon"] if platform.machine() in ("aarch64", "arm64") else ["scalar", "avx2", "avx512"]
 DENSE = {"scale": 0.125, "window": 0}
+KERNELS = Path(__file__).parents[1] / "onnx_export" / "ort_ops"
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +86,26 @@ def test_every_instruction_set_equals_the_oracle(name: str, case: Case, setting:
     expected = select(case, q, k, params)
     assert_same_choice(got["indices"], expected.indices, expected.scores)
     assert_is_sparq(got["output"], case, params, q, k, v)
+
+
+def test_neon_kernels_agree_with_the_scalar_ones(tmp_path: Path) -> None:
+    """Compiled for 64-bit Arm and run by an emulator, where this machine is no Arm and has one."""
+    emulator = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")
+    if emulator is None or importlib.util.find_spec("ziglang") is None:
+        absent("neon", "qemu-aarch64 and ziglang")
+    target = ["-target", "aarch64-linux-musl", "-static", "-std=c++17", "-O2", f"-I{KERNELS}"]
+    compiler = [sys.executable, "-m", "ziglang", "c++", *target]
+    objects = []
+    for name in ("SCALAR", "NEON"):
+        objects.append(tmp_path / f"{name}.o")
+        run(*compiler, f"-DSPARSE_{name}", "-c", KERNELS / "kernels.cc", "-o", objects[-1])
+    run(*compiler, Path(__file__).with_name("kernels_agree.cc"), *objects, "-o", tmp_path / "agree")
+    run(emulator, tmp_path / "agree")
+
+
+def run(*command: object) -> None:
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("D", [1, 7, 30, 64])

@@ -1,0 +1,116 @@
+// The NEON kernels against the scalar ones: conversions bit by bit, everything else to float32 accuracy.
+// Run on another machine's instructions by an emulator, see tests/test_onnx_native.py.
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+#include "kernels.h"
+
+using namespace sparse;
+
+namespace {
+
+const Kernels* const kBoth[] = {&kScalar, &kNeon};
+using Floats = std::vector<float>;
+
+Floats random_floats(size_t n) {
+  Floats made(n);
+  for (float& x : made) x = float(rand() % 2001 - 1000) / 500;
+  return made;
+}
+
+void expect(bool holds, const char* what) {
+  if (holds) return;
+  std::printf("differs: %s\n", what);
+  std::exit(1);
+}
+
+void expect_close(const Floats& a, const Floats& b, const char* what) {
+  for (size_t i = 0; i < a.size(); i++) expect(std::fabs(a[i] - b[i]) <= 1e-4f * (1 + std::fabs(a[i])), what);
+}
+
+void every_half_converts_the_same(int type) {
+  std::vector<uint16_t> bits(65536), rounded[2];
+  for (int i = 0; i < 65536; i++) bits[i] = uint16_t(i);
+  Floats wide[2];
+  for (int w = 0; w < 2; w++) {
+    wide[w].resize(65536), rounded[w].resize(65536);
+    kBoth[w]->type[type].widen(wide[w].data(), bits.data(), 65536);
+    Floats between = wide[w];  // numbers that have to be rounded
+    for (float& x : between) x *= 1.0009f;
+    kBoth[w]->type[type].narrow(rounded[w].data(), between.data(), 65536);
+  }
+  for (int i = 0; i < 65536; i++) {
+    if (wide[0][i] != wide[0][i]) continue;
+    expect(!std::memcmp(&wide[0][i], &wide[1][i], 4), "widen");
+    expect(rounded[0][i] == rounded[1][i], "narrow");
+  }
+}
+
+void attention_is_the_same(int type, int D, int rows, int keys) {
+  const Floats q = random_floats(rows * D), plain = random_floats(300 * D);
+  std::vector<char> stored(300 * D * 4);
+  kScalar.type[type].narrow(stored.data(), plain.data(), 300 * D);
+  std::vector<int> low(rows), high(rows);
+  for (int r = 0; r < rows; r++) low[r] = rand() % (keys + 1), high[r] = low[r] + rand() % (keys + 1 - low[r]);
+  Floats output[2], sum[2];
+  for (int w = 0; w < 2; w++) {
+    output[w].resize(rows * D), sum[w].resize(rows);
+    Floats top(rows, -INFINITY), scores(rows * kBlock);
+    const Rows running{rows, D, q.data(), output[w].data(), top.data(), sum[w].data()};
+    Keys block{stored.data(), stored.data(), nullptr, 5, keys, 0, nullptr, nullptr};
+    kBoth[w]->type[type].attend(running, block, scores.data());
+    block.first = 140, block.low = low.data(), block.high = high.data();
+    kBoth[w]->type[type].attend(running, block, scores.data());
+  }
+  expect_close(output[0], output[1], "attend");
+  expect_close(sum[0], sum[1], "sums");
+}
+
+void scores_are_the_same(int type, int D, int G, int keys) {
+  const int rank = D < 11 ? D : 11, stride = 304;
+  std::vector<int32_t> components(rank);
+  for (int i = 0; i < rank; i++) components[i] = i;
+  const Floats q = random_floats(rank * G), plain = random_floats(300 * D), factor(G, 0.5f);
+  std::vector<char> stored(300 * D * 4);
+  kScalar.type[type].narrow(stored.data(), plain.data(), 300 * D);
+  Floats a[2], z[2];
+  for (int w = 0; w < 2; w++) {
+    a[w].resize(G * stride), z[w].resize(keys + 16);
+    const Columns columns{stored.data(), stored.data(), 300, components.data(), rank, G, keys, 300};
+    kBoth[w]->type[type].approximate(columns, q.data(), a[w].data(), stride);
+    for (int g = 0; g < G; g++) {
+      float top, sum;
+      kBoth[w]->exponentials(a[w].data() + g * stride, keys, true, &top, &sum);
+    }
+    std::vector<int32_t> index(keys + 16);
+    z[w].resize(kBoth[w]->collect(a[w].data(), stride, factor.data(), G, keys, 10, 0.03f, z[w].data(), index.data()));
+  }
+  for (int g = 0; g < G; g++) {
+    const Floats ours(a[0].begin() + g * stride, a[0].begin() + g * stride + keys);
+    expect_close(ours, Floats(a[1].begin() + g * stride, a[1].begin() + g * stride + keys), "scores");
+  }
+  expect(std::abs(int(z[0].size()) - int(z[1].size())) <= 1, "collected");
+}
+
+}  // namespace
+
+int main() {
+  for (int type = 0; type < 3; type++) {
+    if (type) every_half_converts_the_same(type);
+    for (const int D : {1, 7, 30, 64, 80, 128}) {
+      for (const int rows : {1, 2, 3, 5, 8}) {
+        for (const int keys : {1, 3, 64, 127, 128}) {
+          attention_is_the_same(type, D, rows, keys);
+          scores_are_the_same(type, D, rows, keys);
+        }
+      }
+    }
+  }
+  std::vector<int32_t> keys(1000);
+  for (int i = 0; i < 1000; i++) keys[i] = i * 7919 % 300 - 150;
+  expect(kScalar.bound_of(keys.data(), 1000, 128) == kNeon.bound_of(keys.data(), 1000, 128), "bound_of");
+}
