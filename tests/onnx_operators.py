@@ -157,7 +157,8 @@ def filled_caches(case: Case, k: Array, v: Array, tokens: int, room: int) -> dic
     caches["past_key"][:, :, :tokens], caches["past_value"][:, :, :tokens] = k[:, :, :tokens], v[:, :, :tokens]
     by_lane = caches["past_key"].reshape(case.B, case.Hkv, -1, LANES, case.D).swapaxes(-1, -2)
     counted = (np.arange(tokens) >= padding(case)[:, None])[:, None, :, None]
-    sums = [np.where(counted, array[:, :, :tokens], 0).sum(axis=2) for array in (v, k, k * k)]
+    apart = k - masked_mean(k[:, :, :tokens], valid_keys(case.B, tokens, padding(case)))[:, :, None]
+    sums = [np.where(counted, array[:, :, :tokens], 0).sum(axis=2) for array in (v, k, apart**2)]
     caches["past_key_t"] = by_lane.reshape(caches["past_key"].shape)
     return {**caches, "past_sums": np.stack(sums, axis=2).astype(np.float32)}
 

@@ -238,7 +238,8 @@ def test_cached_sparq_is_sparq_over_its_caches(case: Draw) -> None:
     sums = np.zeros((case.B, case.Hkv, 3, case.D))
     for b in range(case.B):
         keys, values = (array[b, :, case.padding[b] : case.start[b]].astype(np.float64) for array in (case.k, case.v))
-        sums[b] = np.stack([values.sum(axis=1), keys.sum(axis=1), (keys**2).sum(axis=1)], axis=1)
+        spread = keys.var(axis=1) * keys.shape[1] if keys.size else 0 * sums[b, :, 0]
+        sums[b] = np.stack([values.sum(axis=1), keys.sum(axis=1), spread], axis=1)
     appended = case.appended()
     flat = np.array(chunked(case)).reshape(case.k.shape)
     past_key_t = appended["past_key"].reshape(case.B, case.Hkv, -1, case.lanes, case.D).swapaxes(-1, -2)

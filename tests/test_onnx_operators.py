@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -31,6 +33,8 @@ from onnx_operators import (
 )
 
 from mlx_sparse import onnx_export, oracle
+from mlx_sparse.oracle.select import valid_keys
+from mlx_sparse.oracle.sparq import deviation
 
 
 @by_setting
@@ -405,3 +409,26 @@ def test_nodes_of_one_model_share_a_body_and_keep_their_attributes(inlined: bool
     got = session(model).run(["output", "output_2"], feeds)
     for out, params in zip(got, settings, strict=True):
         assert_is_sparq(out, case, params, q, k, v)
+
+
+@by_runtime
+def test_components_far_from_zero_keep_their_deviation(runtime: str) -> None:
+    # As in models whose keys have biases: float32 sums of k and k^2 would lose the deviation here.
+    case = Case(2, 2, 2, 4000, 64, "f32", padding=(0, 600))
+    rng = np.random.default_rng(0)
+    q, k, v = case.inputs()
+    far = np.arange(64) < 32
+    k = (np.where(far, 300, 0) + np.where(far, 0.02, 1) * rng.standard_normal(k.shape)).astype(np.float32)
+    q = np.where(far, 10, 1) * q
+    params = {**parameters(case, "robust"), "rank": 32, "reallocate": False}
+    attend = Operator(runtime, "SparQAttention", "f32", **CACHES, **attributes(params))
+    caches = empty_caches(case, case.S)
+    edges = [*range(0, 4000, 500), 3999, 4000]
+    for start, stop in pairwise(edges):
+        new = {"key": k[:, :, start:stop], "value": v[:, :, start:stop], "left_padding": padding(case)}
+        got = attend(query=np.repeat(q, stop - start, axis=2), **new, **caches)
+        caches = advance(caches, got, stop - start)
+    spread = np.sqrt(got["present_sums"][:, :, 2] / (case.S - padding(case))[:, None, None])
+    np.testing.assert_allclose(spread, deviation(k, valid_keys(case.B, case.S, padding(case))), rtol=1e-3)
+    expected = oracle.sparq_attention(q, k, v, left_padding=case.padding, **params)
+    np.testing.assert_allclose(got["output"], expected, rtol=0, atol=1e-2)  # logits of thousands

@@ -22,15 +22,23 @@ void append_columns(const Append& a, const void* key, void* plane, int64_t posit
   }
 }
 
-// Sums over tokens from `skip` on of v, k and k^2: float32 for a few tokens at a time, double over all.
-void append_sums(const Append& a, const char* key, const char* value, const float* past, float* present, int64_t skip) {
-  const int64_t D = a.D, item = size_of(a.type);
+// Adds the tokens from `skip` on to the sums of `valid` tokens of v, of k, and of the squared distances of k from its
+// mean: float32 for a few tokens at a time, double over all. Distances are taken from a shift, the old mean or the first
+// key, since sums of k^2 would lose the deviation of components far from 0.
+void append_sums(const Append& a, const char* key, const char* value, const float* past, float* present, int64_t valid,
+                 int64_t skip) {
+  const int64_t D = a.D, item = size_of(a.type), added = std::max<int64_t>(0, a.L - skip);
   constexpr int64_t kTokens = 16;
-  Scratch scratch(Scratch::kTask, Scratch::size<double>(3 * D) + Scratch::size<float>(2 * kTokens * D));
+  Scratch scratch(Scratch::kTask, Scratch::size<double>(3 * D) + Scratch::size<float>((2 * kTokens + 1) * D));
   double* total = scratch.take<double>(3 * D);
-  float* k = scratch.take<float>(2 * kTokens * D);
-  float* v = k + kTokens * D;
+  float* k = scratch.take<float>((2 * kTokens + 1) * D);
+  float *v = k + kTokens * D, *shift = v + kTokens * D;
   std::fill(total, total + 3 * D, 0.0);
+  if (valid) {
+    for (int64_t d = 0; d < D; d++) shift[d] = past[D + d] / float(valid);
+  } else if (added) {
+    a.kernels->widen(shift, key + skip * D * item, D);
+  }
   for (int64_t i = skip; i < a.L; i += kTokens) {
     const int64_t n = std::min(kTokens, a.L - i);
     a.kernels->widen(k, key + i * D * item, n * D);
@@ -38,13 +46,19 @@ void append_sums(const Append& a, const char* key, const char* value, const floa
     for (int64_t d = 0; d < D; d++) {
       float sums[3] = {0, 0, 0};
       for (int64_t t = 0; t < n; t++) {
-        const float x = k[t * D + d];
+        const float x = k[t * D + d] - shift[d];
         sums[0] += v[t * D + d], sums[1] += x, sums[2] += x * x;
       }
       for (int s = 0; s < 3; s++) total[s * D + d] += sums[s];
     }
   }
-  for (int64_t d = 0; d < 3 * D; d++) present[d] = float(past[d] + total[d]);
+  for (int64_t d = 0; d < D; d++) {
+    const double apart = total[D + d];
+    const double squares = past[2 * D + d] + total[2 * D + d] - (added ? apart * apart / double(valid + added) : 0);
+    present[d] = float(past[d] + total[d]);
+    present[D + d] = float(past[D + d] + apart + (added ? double(added) * shift[d] : 0));
+    present[2 * D + d] = squares < 0 ? 0 : float(squares);  // rounding
+  }
 }
 
 }  // namespace
@@ -70,8 +84,9 @@ void Append::head(int64_t b, int64_t h) const {
   } else {
     append_columns<uint32_t>(*this, k, columns, past_length[b]);
   }
-  const int64_t sums = (b * Hkv + h) * 3 * D, skip = std::max<int64_t>(0, first[b] - past_length[b]);
-  append_sums(*this, k, v, past_sums + sums, present_sums + sums, skip);
+  const int64_t sums = (b * Hkv + h) * 3 * D, valid = std::max<int64_t>(0, past_length[b] - first[b]);
+  const int64_t skip = std::max<int64_t>(0, first[b] - past_length[b]);
+  append_sums(*this, k, v, past_sums + sums, present_sums + sums, valid, skip);
 }
 
 void append_all(const Append& append, int64_t B, const Pool& pool) {

@@ -121,13 +121,11 @@ void Step::statistics(Head& head) const {
     std::copy(s.deviation + at, s.deviation + at + D, head.deviation);
     return;
   }
-  const float *value = s.sums + 3 * at, *key = value + D, *square = key + D;
+  const float *value = s.sums + 3 * at, *squares = value + 2 * D;
   const float count = float(std::max<int64_t>(1, head.end - head.first));
   for (int64_t d = 0; d < D; d++) {
-    const float mean = key[d] / count;
-    const float variance = square[d] / count - mean * mean;
     head.mean[d] = value[d] / count;
-    head.deviation[d] = std::sqrt(variance > 0 ? variance : variance != variance ? variance : 0);
+    head.deviation[d] = std::sqrt(squares[d] / count);
   }
 }
 
