@@ -23,8 +23,8 @@ void append_columns(const Append& a, const void* key, void* plane, int64_t posit
 }
 
 // Adds the tokens from `skip` on to the sums of `valid` tokens of v, of k, and of the squared distances of k from its
-// mean: float32 for a few tokens at a time, double over all. Distances are taken from a shift, the old mean or the first
-// key, since sums of k^2 would lose the deviation of components far from 0.
+// mean: float32 for a few tokens at a time, double over all. Distances are taken from a shift, the old mean or the
+// first key, since sums of k^2 would lose the deviation of components far from 0.
 void append_sums(const Append& a, const char* key, const char* value, const float* past, float* present, int64_t valid,
                  int64_t skip) {
   const int64_t D = a.D, item = size_of(a.type), added = std::max<int64_t>(0, a.L - skip);

@@ -25,7 +25,7 @@
 
 namespace {
 
-constexpr float kInf = __builtin_inff();
+constexpr float kInfinity = __builtin_inff();
 constexpr int kLine = 64;  // bytes
 constexpr int kRowsAhead = 8;
 
@@ -142,7 +142,7 @@ void weigh(const Rows& rows, const Keys& block, float* scores) {
       most = n == W ? max(most, load(s + j)) : max(most, set1(rows.top[r]));
       for (int i = 0; n < W && i < n; i++) most = max(most, set1(s[j + i]));
     }
-    const float top = largest(most), shift = top == -kInf ? 0 : top;
+    const float top = largest(most), shift = top == -kInfinity ? 0 : top;
     F total = zero();
     for (int j = low; j < high; j += W) {
       const int n = high - j < W ? high - j : W;
@@ -284,11 +284,11 @@ void approximate(const Columns& columns, const float* q, float* a, int64_t strid
 
 void exponentials(float* a, int n, bool write, float* top, float* total) {
   const int full = n / W * W;
-  F most = set1(-kInf);
+  F most = set1(-kInfinity);
   for (int j = 0; j < full; j += W) most = max(most, load(a + j));
   for (int j = full; j < n; j++) most = max(most, set1(a[j]));
   *top = largest(most);
-  const F shift = set1(*top == -kInf ? 0 : -*top);
+  const F shift = set1(*top == -kInfinity ? 0 : -*top);
   F partial = zero();
   for (int j = 0; j < full; j += W) {
     const F weight = exp(add(load(a + j), shift));
