@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -33,15 +34,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     try:
-        if arguments[0] in HOSTED:
-            return _hosted(arguments[0], arguments[1:])
-        if arguments[0] in OWN_PARSERS:
-            return _own(OWN_PARSERS[arguments[0]], arguments[1:])
-        args = parser.parse_args(arguments)
-        return _matrix(args) if args.command == "matrix" else _doctor(args)
+        return _dispatch(parser, arguments)
     except SparseAttentionError as error:
         print(f"mlx-sparse: error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output has seen enough; what is left to write goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _dispatch(parser: argparse.ArgumentParser, arguments: list[str]) -> int:
+    if arguments[0] in HOSTED:
+        return _hosted(arguments[0], arguments[1:])
+    if arguments[0] in OWN_PARSERS:
+        return _own(OWN_PARSERS[arguments[0]], arguments[1:])
+    args = parser.parse_args(arguments)
+    return _matrix(args) if args.command == "matrix" else _doctor(args)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -80,6 +90,8 @@ def _own(module: str, arguments: list[str]) -> int:
         raise BackendUnavailable(
             f"{error.name}: expected it to be installed, got none. Run: pip install 'mlx-sparse-attention[onnx]'"
         ) from None
+    except BrokenPipeError:
+        raise
     except OSError as error:  # a folder that cannot be written, a full disk
         raise ConfigError(
             f"{error.filename or module}: expected to read or write it, got: {error.strerror or error}."

@@ -16,7 +16,7 @@ import numpy as np
 
 from mlx_sparse.checks import ArtefactError, ConfigError, check_int
 
-from .runner import Array, Pick, Runner
+from .runner import Array, Pick, Runner, first_line
 
 MAX_TOKENS = 256
 RULE = "=" * 10
@@ -43,6 +43,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _prompt(given: str) -> str:
+    if given == "-" and sys.stdin is None:
+        raise ConfigError("--prompt: expected text on standard input, which is closed.")
     try:
         text = sys.stdin.read() if given == "-" else given
         text.encode()  # in some locales Python lets other bytes pass until here
@@ -146,8 +148,7 @@ def load_tokenizer(folder: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # whatever the file makes the parsers raise
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ArtefactError(f"model: expected a tokenizer in {folder}, got: {reason}") from None
+        raise ArtefactError(f"model: expected a tokenizer in {folder}, got: {first_line(error)}") from None
 
 
 def encode(tokenizer: Any, prompt: str, *, chat: bool) -> list[int]:
@@ -155,7 +156,12 @@ def encode(tokenizer: Any, prompt: str, *, chat: bool) -> list[int]:
     templated = chat and tokenizer.chat_template is not None
     if templated:
         message = [{"role": "user", "content": prompt}]
-        prompt = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        try:
+            prompt = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # a template is a program
+            raise ArtefactError(
+                f"model: expected a chat template that runs, got: {first_line(error)}. Give --ignore-chat-template."
+            ) from None
     tokens = list(tokenizer.encode(prompt, add_special_tokens=not templated))
     if not tokens:
         raise ConfigError("--prompt: expected some text, got none.")

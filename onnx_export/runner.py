@@ -72,7 +72,7 @@ class Runner:
         self._caches: list[Array] = []  # the runtime shares their memory
         self._sums: list[Array] = []
         for name, (dtype, shape) in states.items():
-            array = memory.zeros((self.batch, *shape[1:]), dtype)
+            array = self._zeros((self.batch, *shape[1:]), dtype)
             value = memory.ort_value(array)
             self._binding.bind_ortvalue_input(name, value)
             self._binding.bind_ortvalue_output(_present(name), value)  # one buffer: appended to in place
@@ -81,7 +81,7 @@ class Runner:
                 self._sums.append(array)
         first = self._capacity if self._fixed else min(MASK_STEP, self._capacity)
         self._mask = self._bound_input("attention_mask", (self.batch, first))
-        self._logits = np.zeros((self.batch, 1, vocabulary), np.float32)
+        self._logits = self._zeros((self.batch, 1, vocabulary), np.float32)
         self._binding.bind_ortvalue_output("logits", memory.ort_value(self._logits))
         self._tokens = self._bound_input("input_ids", (self.batch, 1))
         self.length = 0
@@ -102,16 +102,19 @@ class Runner:
         Raises:
             ShapeError: the tokens are no (batch, L), or more than fit.
             ConfigError: padding that is too long or comes too late.
-            ArtefactError: the file does not run with these tokens. All tokens are forgotten.
+            ArtefactError: the file does not run with these tokens. All tokens are forgotten, as they are after Ctrl-C.
         """
-        given = np.asarray(tokens, np.int64)
         wanted = (self.batch, self._fixed or "L")
+        try:
+            given = np.asarray(tokens).astype(np.int64, casting="same_kind")
+        except (TypeError, ValueError):  # rows of unequal length, or no integers
+            raise ShapeError(f"tokens: expected integers of shape {wanted}, got others. Pad the rows.") from None
         if given.ndim != 2 or not given.size or given.shape != (self.batch, self._fixed or given.shape[1]):
             raise ShapeError(f"tokens: expected shape {wanted}, got {given.shape}.")
         L = given.shape[1]
         self._check_room("tokens", L)
         padding = [0] * self.batch if left_padding is None else list(left_padding)
-        if len(padding) != self.batch or not all(0 <= n < L for n in padding) or (any(padding) and self.length):
+        if len(padding) != self.batch or not all(n in range(L) for n in padding) or (any(padding) and self.length):
             raise ConfigError(
                 f"left_padding: expected {self.batch} numbers below {L} in the first step, and none later, "
                 f"got {padding} after {self.length} tokens."
@@ -127,10 +130,12 @@ class Runner:
             self._mask[row, self.length + first : self.length + L] = 1
         try:
             self._session.run_with_iobinding(self._binding)
-        except Exception as error:  # onnxruntime's exceptions share no other base
+            self.length += L
+        except BaseException as error:  # onnxruntime's exceptions share no other base, and Ctrl-C comes after the run
             self.reset()  # who knows what was written
-            raise ArtefactError(f"model: expected {self.path} to run, got: {_first_line(error)}") from None
-        self.length += L
+            if not isinstance(error, Exception):
+                raise
+            raise ArtefactError(f"model: expected {self.path} to run, got: {first_line(error)}") from None
         return self._logits[:, 0]
 
     def prefill(self, prompt: Sequence[int]) -> Array:
@@ -150,11 +155,14 @@ class Runner:
     def generate(self, prompt: Sequence[int], max_tokens: int, pick: Pick | None = None) -> Iterator[int]:
         """Append a prompt and yield the tokens that follow, at most ``max_tokens``, up to one that ends the text.
 
+        All but the last of them are appended too.
+
         Args:
             pick: chooses a token by its logits ``(vocabulary,)``; None takes the likeliest.
 
         Raises:
             ShapeError: prompt and tokens do not fit, said before anything runs.
+            ArtefactError: the file does not run with these tokens, or its logits are NaN.
         """
         if self.batch != 1:
             raise ConfigError(f"batch: expected 1 to generate, got {self.batch}. Use step().")
@@ -166,6 +174,11 @@ class Runner:
     def _generate(self, prompt: Sequence[int], max_tokens: int, pick: Pick) -> Iterator[int]:
         logits = self.prefill(prompt)
         for n in range(1, max_tokens + 1):
+            if np.isnan(logits[0].max()):
+                raise ArtefactError(
+                    f"model: expected logits, got NaN from {self.path}. Its numbers may be too large for its caches: "
+                    "export it with --dtype float32."
+                )
             token = pick(logits[0])
             if token in self.eos:
                 return
@@ -181,8 +194,17 @@ class Runner:
                 f"got {count}{after}. Shorten it, or export with a larger --max-length."
             )
 
+    def _zeros(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
+        try:
+            return memory.zeros(shape, dtype)
+        except (MemoryError, OSError, OverflowError, ValueError):  # the last two: more than there are addresses
+            raise ArtefactError(
+                f"model: expected sizes that fit into memory, got {shape} in {self.path}. Export it with a smaller "
+                "--max-length."
+            ) from None
+
     def _bound_input(self, name: str, shape: tuple[int, int]) -> Array:
-        array = memory.zeros(shape, np.int64)
+        array = self._zeros(shape, np.int64)
         self._binding.bind_ortvalue_input(name, memory.ort_value(array))
         return array
 
@@ -223,10 +245,11 @@ def _session(path: Path, options: onnxruntime.SessionOptions) -> onnxruntime.Inf
     try:
         return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # see step
-        raise ArtefactError(f"model: expected {path} to load, got: {_first_line(error)}") from None
+        raise ArtefactError(f"model: expected {path} to load, got: {first_line(error)}") from None
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What an exception says, in one line."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 import tiny_models
 from exported import SPARQ, by_method, exported
-from mlx_sparse.onnx_export import Runner, exporter, run
+from mlx_sparse.onnx_export import Runner, export, run
 
 from mlx_sparse import cli
 
@@ -52,9 +53,10 @@ def test_the_command_reads_a_prompt_and_prints_json(
 
 @pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
 def test_a_prompt_that_is_no_text_is_refused(locale: str) -> None:
-    command = [sys.executable, "-m", "mlx_sparse.cli", "run-onnx", str(exported(SPARQ)), "--prompt", "-"]
     environment = {**os.environ, "LC_ALL": locale}
-    done = subprocess.run(command, input=b"\xff\xfe", capture_output=True, env=environment, check=False)
+    done = subprocess.run(
+        command("--prompt", "-"), input=b"\xff\xfe", capture_output=True, env=environment, check=False
+    )
     assert done.returncode == 2
     assert done.stderr == b"mlx-sparse: error: --prompt: expected text in UTF-8, got other bytes.\n"
 
@@ -69,6 +71,53 @@ def test_a_chat_template_is_used_unless_ignored(capsys: pytest.CaptureFixture[st
         assert generate(str(folder), "--prompt", "w5 w6", "-m", "2", "--json", *extra) == 0
         counts.append(json.loads(capsys.readouterr().out)["prompt_tokens"])
     assert counts == [5, 2]
+
+
+def test_a_chat_template_that_fails_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = Path(shutil.copytree(exported("dense"), tmp_path / "model"))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["chat_template"] = "{{ raise_exception('a system message\\nis needed') }}"
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert generate(str(folder), "--prompt", "w5") == 2
+    error = capsys.readouterr().err
+    assert error == (
+        "mlx-sparse: error: model: expected a chat template that runs, got: a system message. "
+        "Give --ignore-chat-template.\n"
+    )
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "mlx_sparse.cli", "run-onnx", str(exported(SPARQ)), *arguments]
+
+
+def test_a_reader_that_leaves_ends_the_command_quietly() -> None:
+    with subprocess.Popen(
+        command("--prompt", WORDS, "-m", "100"), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout and process.stderr
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141
+
+
+def test_an_interrupt_ends_the_command_quietly() -> None:
+    with subprocess.Popen(
+        command("--prompt", WORDS, "-m", "150"), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout and process.stderr
+        process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        assert process.stderr.read() == b""
+    assert process.returncode == 130
+
+
+def test_standard_input_may_be_closed() -> None:
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$@" <&-', "sh", *command("--prompt", "-")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr == "mlx-sparse: error: --prompt: expected text on standard input, which is closed.\n"
 
 
 def test_without_a_number_as_many_tokens_as_fit_are_generated(capsys: pytest.CaptureFixture[str]) -> None:
@@ -183,7 +232,7 @@ def test_smollm2_says_through_the_command_what_it_says_in_mlx(
     from mlx_lm import load
 
     question = "Why is the sky blue? Answer in one sentence."
-    exporter.export(str(smollm2), tmp_path / "exported", method="sparq", max_length=512)
+    export(str(smollm2), tmp_path / "exported", method="sparq", max_length=512)
     capsys.readouterr()
     assert generate(str(tmp_path / "exported"), "--prompt", question, "-m", "32", "--json") == 0
     found = json.loads(capsys.readouterr().out)

@@ -11,10 +11,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import tiny_models
 from exported import SPARQ, by_method, exported, said_by_mlx
-from mlx_sparse.onnx_export import Runner, exporter, memory, native, runner
+from mlx_sparse.onnx_export import Runner, export, memory, native, runner
 from require import absent
 
 from mlx_sparse.checks import ArtefactError, ConfigError, ShapeError
@@ -181,6 +182,9 @@ def test_as_much_as_fits_is_generated() -> None:
         ([[1, 2]], [2], ConfigError),
         ([[1, 2]], [0, 0], ConfigError),
         ([[1, 2]], [-1], ConfigError),
+        ([[1, 2]], [0.5], ConfigError),
+        ([[1, 2], [3]], None, ShapeError),
+        ([[1.5]], None, ShapeError),
     ],
 )
 def test_a_step_of_another_shape_is_refused(tokens: Any, padding: list[int] | None, error: type[Exception]) -> None:
@@ -275,10 +279,45 @@ def test_tokens_that_do_not_exist_are_said_and_harm_nothing() -> None:
     assert list(model.generate(PROMPT, STEPS))[1:] == said_by_mlx(SPARQ, PROMPT, STEPS)
 
 
+def test_an_interrupted_step_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Runner(exported(SPARQ))
+    run = onnxruntime.InferenceSession.run_with_iobinding
+
+    def interrupted(*arguments: Any) -> None:  # as Python does it: what onnxruntime writes is written
+        run(*arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(onnxruntime.InferenceSession, "run_with_iobinding", interrupted)
+        model.step([PROMPT[::-1]])
+    assert model.length == 0
+    assert list(model.generate(PROMPT, STEPS))[1:] == said_by_mlx(SPARQ, PROMPT, STEPS)
+
+
+def test_logits_that_are_no_numbers_are_said(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(exported("dense"), tmp_path / "model"))
+    data = folder / "model.onnx.data"
+    data.write_bytes(b"\xff" * data.stat().st_size)  # NaN
+    with pytest.raises(ArtefactError, match=r"^model: expected logits, got NaN from [^\n]*$"):
+        list(Runner(folder).generate(PROMPT, 2))
+
+
+@pytest.mark.parametrize("capacity", [1 << 40, 1 << 62])
+def test_a_file_too_large_for_memory_is_refused(capacity: int, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(exported("dense"), tmp_path / "model"))
+    model = onnx.load(folder / "model.onnx", load_external_data=False)
+    for info in (*model.graph.input, *model.graph.output):
+        if info.name.startswith(("past", "present")):
+            info.type.tensor_type.shape.dim[2].dim_value = capacity
+    onnx.save(model, folder / "model.onnx")
+    with pytest.raises(ArtefactError, match=r"^model: expected sizes that fit into memory, got [^\n]*$"):
+        Runner(folder)
+
+
 @pytest.mark.parametrize("sizes", [{"inline": True, "max_length": 256}, {"static": (1, 256)}], ids=["inline", "static"])
 def test_files_for_other_runtimes_run_too(sizes: dict[str, Any], tmp_path: Path) -> None:
     source = str(tiny_models.write(tmp_path / "source"))
-    exporter.export(source, tmp_path / "out", method=SPARQ, **sizes)
+    export(source, tmp_path / "out", method=SPARQ, **sizes)
     model, other = Runner(tmp_path / "out"), Runner(exported(SPARQ), native="off")
     assert not model.native
     if "static" in sizes:
