@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from math import isfinite
+from numbers import Real
 from pathlib import Path
 
 import onnx
@@ -74,6 +76,8 @@ def node(name: str, inputs: Sequence[str], outputs: Sequence[str], **attributes:
     for attribute in op.attributes:
         if attribute.type is int:
             check_int(attribute.name, written[attribute.name], attribute.low or 0, attribute.high)
+        elif not isinstance(written[attribute.name], Real) or not isfinite(written[attribute.name]):
+            raise ConfigError(f"{attribute.name}: expected a finite number, got {written[attribute.name]!r}.")
     if "local_window" in written:
         check_local_window(written["local_window"], int(written["top_k"]))
     for kind, got, expected in (("inputs", inputs, op.inputs), ("outputs", outputs, op.outputs)):

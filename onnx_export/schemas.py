@@ -204,8 +204,8 @@ OPERATORS: Mapping[str, Operator] = {
                     "past_sums",
                     "tensor(float)",
                     "B Hkv 3 D",
-                    "Sums over the valid tokens so far: of the values, of the keys, and of the squared differences of the "
-                    "keys from their mean.",
+                    "Sums over the valid tokens so far: of the values, of the keys, and of the squared differences of "
+                    "the keys from their mean.",
                 ),
                 _PAST_LENGTH,
                 _PADDING,

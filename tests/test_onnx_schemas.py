@@ -154,6 +154,8 @@ def test_registration_leaves_nothing_behind() -> None:
         ({"name": "CachedAttention", "window": -1}, "window: expected an integer of at least 0, got -1"),
         ({"reallocate": 2}, "reallocate: expected an integer of at least 0 and at most 1, got 2"),
         ({"spec": 2}, "spec: expected an integer of at least 1 and at most 1, got 2"),
+        ({"scale": float("nan")}, "scale: expected a finite number, got nan"),
+        ({"scale": "1"}, "scale: expected a finite number, got '1'"),
         ({"dtype": "float64"}, "dtype: expected one of float32, float16, bfloat16, got 'float64'"),
         ({"window": 3}, "SparQAttention: expected the attributes .* got others: window"),
     ],
