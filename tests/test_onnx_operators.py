@@ -330,6 +330,26 @@ def test_contexts_of_several_blocks_are_put_together(runtime: str) -> None:
         assert_is_sparq(got["output"], case, params, q, k, v)
 
 
+@pytest.mark.parametrize("setting", ["paper", "reallocate", "eval"])
+@by_runtime
+def test_rows_of_different_length_do_not_meet_in_several_blocks(runtime: str, setting: str) -> None:
+    case = Case(2, 8, 8, 1300, 64, "f32")
+    q, k, v = case.inputs()
+    params = {**parameters(case, setting), "rank": 64}
+    lengths = (1300, 900)
+    stale = np.arange(1344)[:, None] >= np.array(lengths)[:, None, None, None]
+    keys, values = (np.where(stale, np.nan, np.pad(a, ((0, 0), (0, 0), (0, 44), (0, 0)))) for a in (k, v))
+    rows = [(Case(1, 8, 8, S, 64, "f32"), slice(b, b + 1)) for b, S in enumerate(lengths)]
+    alone = [step(one, *(array[row, :, : one.S] for array in (q, k, v))) for one, row in rows]
+    given = {name: np.concatenate([each[name] for each in alone]) for name in ("value_mean", "deviation", "length")}
+    keys_t = keys.reshape(2, 8, -1, LANES, 64).swapaxes(-1, -2)
+    attend = Operator(runtime, "SparQ", "f32", **attributes(params))
+    got = attend(query=q, keys=keys, keys_t=keys_t, values=values, left_padding=padding(case), **given)["output"]
+    for one, row in rows:
+        expected = oracle.sparq_attention(q[row], k[row, :, : one.S], v[row, :, : one.S], **params)
+        np.testing.assert_allclose(got[row], expected, rtol=0, atol=1e-5)
+
+
 @by_runtime
 def test_a_zero_query_attends_uniformly(runtime: str) -> None:
     case = Case(1, 2, 2, 300, 64, "f32")
