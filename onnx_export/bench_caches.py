@@ -64,12 +64,13 @@ class Problem:
     @cached_property
     def queries(self) -> Array:
         """(Hkv, G, D)."""
-        noise = np.random.default_rng(2).standard_normal((self.Hkv, self.G, self.D), np.float32)
-        return self.base + np.float32(0.5) * noise
+        noise: Array = np.random.default_rng(2).standard_normal((self.Hkv, self.G, self.D), np.float32)
+        made: Array = self.base + np.float32(0.5) * noise
+        return made
 
     def bytes(self, dtype: str) -> int:
         """Of one cache of keys or values."""
-        return self.Hkv * self.C * self.D * np.dtype(DTYPES[dtype]).itemsize
+        return int(self.Hkv * self.C * self.D * np.dtype(DTYPES[dtype]).itemsize)
 
     def copies(self, dtype: str) -> tuple[int, int]:
         """How many sets of keys and values there are, and how many of component-major keys.
@@ -163,7 +164,7 @@ def _attention(queries: Array, keys: Array, values: Array, scale: float, kind: n
 
     Weights and output have type ``kind``, the rest at least float32.
     """
-    work = np.float64 if kind == np.float64 else np.float32
+    work: Any = np.float64 if kind == np.float64 else np.float32
 
     def product(left: Array, right: Array) -> Array:
         terms = (left[..., None, :] * right[:, None]).astype(work)

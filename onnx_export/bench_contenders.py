@@ -147,7 +147,7 @@ class _Ort(Contender):
 
 def _ours(name: str, dtype: str, caches: Caches, threads: int) -> Contender:
     p = caches.problem
-    attributes: dict[str, float] = {"scale": p.scale}
+    attributes: dict[str, Any] = {"scale": p.scale}
     if name.endswith("sparq"):
         operator = "SparQAttention"
         attributes |= {"rank": p.rank, "top_k": p.top_k, "local_window": p.window, "lanes": p.lanes}
@@ -167,8 +167,8 @@ def _model(
     outputs: Mapping[str, tuple[int, Sequence[int]]],
     constants: Mapping[str, Array],
 ) -> onnx.ModelProto:
-    infos = [[make_tensor_value_info(n, t, s) for n, (t, s) in side.items()] for side in (inputs, outputs)]
-    graph = make_graph(nodes, "step", *infos, [from_array(np.asarray(a), n) for n, a in constants.items()])
+    taken, given = ([make_tensor_value_info(n, t, s) for n, (t, s) in side.items()] for side in (inputs, outputs))
+    graph = make_graph(nodes, "step", taken, given, [from_array(np.asarray(a), n) for n, a in constants.items()])
     opsets = [make_opsetid("", DEFAULT.opset), make_opsetid("com.microsoft", 1)]
     return make_model(graph, ir_version=DEFAULT.ir, opset_imports=opsets)
 
@@ -195,7 +195,7 @@ def _gqa(p: Problem, dtype: str) -> onnx.ModelProto:
         names += ["", "", "", "", "", "scale", "scale"]
         extra = {"k_quant_type": "PER_TENSOR", "v_quant_type": "PER_TENSOR", "kv_cache_bit_width": 8}
     outputs = {"output": (kind, (1, 1, p.Hq * p.D)), "present_key": cache, "present_value": cache}
-    sizes = {"num_heads": p.Hq, "kv_num_heads": p.Hkv, "scale": p.scale, "domain": "com.microsoft"}
+    sizes: dict[str, Any] = {"num_heads": p.Hq, "kv_num_heads": p.Hkv, "scale": p.scale, "domain": "com.microsoft"}
     return _model([make_node("GroupQueryAttention", names, [*outputs], **sizes, **extra)], inputs, outputs, {})
 
 
@@ -214,7 +214,7 @@ def _standard(p: Problem) -> onnx.ModelProto:
     cache, rows = (kind, (1, p.Hkv, p.C, p.D)), (kind, (1, p.Hkv, p.G, p.D))
     inputs = {"query": rows, "past_key": cache, "past_value": cache, "length": (onnx.TensorProto.INT64, (1,))}
     lowest = np.float32(np.finfo(np.float32).min)
-    constants = {"factor": np.float32(p.scale), "positions": np.arange(p.C), "lowest": lowest}
+    constants: dict[str, Any] = {"factor": np.float32(p.scale), "positions": np.arange(p.C), "lowest": lowest}
     return _model(nodes, inputs, {"output": rows}, constants)
 
 

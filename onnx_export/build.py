@@ -119,7 +119,7 @@ def operator_model(
     def info(tensor: Tensor) -> onnx.ValueInfoProto:
         kind = tensor.type.removeprefix("tensor(").removesuffix(")").upper()
         element = TYPES[dtype] if kind == "T" else onnx.TensorProto.DataType.Value(kind)
-        dims = [None if axis == "?" else fixed.get(axis, axis) for axis in tensor.dims]
+        dims = [None if axis == "?" else fixed.get(str(axis), axis) for axis in tensor.dims]
         return onnx.helper.make_tensor_value_info(tensor.name, element, dims)
 
     graph = onnx.helper.make_graph([made], name, [info(t) for t in op.inputs], [info(t) for t in op.outputs])

@@ -72,6 +72,7 @@ class Runner:
         self._caches: list[Array] = []  # the runtime shares their memory
         self._sums: list[Array] = []
         for name, (dtype, shape) in states.items():
+            assert dtype is not None  # or _states had refused it
             array = self._zeros((self.batch, *shape[1:]), dtype)
             value = memory.ort_value(array)
             self._binding.bind_ortvalue_input(name, value)
