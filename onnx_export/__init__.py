@@ -10,7 +10,7 @@ from .schemas import OPERATORS, registered
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from .exporter import export as export
+    from .exporter.export import export as export
     from .runner import Runner as Runner
 
 __all__ = [
@@ -33,7 +33,7 @@ __all__ = [
     "session_options",
 ]
 
-_HOME_OF = {"export": "exporter", "Runner": "runner"}  # imported when used: these need more than onnx
+_HOME_OF = {"export": "exporter.export", "Runner": "runner"}  # imported when used: these need more than onnx
 
 
 def __getattr__(name: str) -> object:

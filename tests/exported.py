@@ -13,7 +13,7 @@ import onnx
 import pytest
 import tiny_models
 from mlx_lm.utils import load_model
-from mlx_sparse.onnx_export import exporter
+from mlx_sparse.onnx_export import export
 from mlx_sparse.onnx_export.runner import Runner
 
 import mlx_sparse
@@ -32,7 +32,7 @@ def exported(method: str, max_length: int = 256, dtype: str = "float32", **chang
     """The folder of an exported tiny llama, made once in a session."""
     home = Path(_scratch().name) / str(len(list(Path(_scratch().name).iterdir())))
     source = tiny_models.write(home / "source", **changes)
-    exporter.export(str(source), home / "exported", method=method, max_length=max_length, dtype=dtype)
+    export(str(source), home / "exported", method=method, max_length=max_length, dtype=dtype)
     return home / "exported"
 
 
@@ -55,7 +55,7 @@ class Made:
         self.source = tiny_models.write(tmp_path / "source", family, **changes)
         self.method = method
         self.folder = tmp_path / "exported"
-        self.result = exporter.export(str(self.source), self.folder, **{"method": method, "max_length": 64, **options})
+        self.result = export(str(self.source), self.folder, **{"method": method, "max_length": 64, **options})
         self.proto = onnx.load(self.folder / "model.onnx", load_external_data=False)
 
     def runner(self, batch: int = 1) -> Runner:

@@ -14,7 +14,8 @@ import tiny_models
 from exported import FLOAT32, STEPS, Made
 from exported import PROMPT_LENGTH as PROMPT
 from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, KVCache, make_prompt_cache
-from mlx_sparse.onnx_export import COMPAT, DEFAULT, DOMAIN, exporter, families, registered, verify
+from mlx_sparse.onnx_export import COMPAT, DEFAULT, DOMAIN, export, registered
+from mlx_sparse.onnx_export.exporter import families, verify
 
 import mlx_sparse
 
@@ -174,9 +175,7 @@ def test_half_precision_is_stored_and_widened(tmp_path: Path, dtype: str, own: b
         halved = {name: array.astype(getattr(mx, dtype)) for name, array in weights.items()}
         mx.save_safetensors(str(source / "model.safetensors"), halved, {"format": "mlx"})
     folder = tmp_path / "exported"
-    made = exporter.export(
-        str(source), folder, method="sparq:rank=4,top_k=4", max_length=64, dtype=None if own else dtype
-    )
+    made = export(str(source), folder, method="sparq:rank=4,top_k=4", max_length=64, dtype=None if own else dtype)
     proto = onnx.load(folder / "model.onnx", load_external_data=False)
     element = {"float16": onnx.TensorProto.FLOAT16, "bfloat16": onnx.TensorProto.BFLOAT16}[dtype]
     types = {tensor.name: tensor.type.tensor_type.elem_type for tensor in proto.graph.input}

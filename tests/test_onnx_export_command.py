@@ -15,7 +15,7 @@ import pytest
 import tiny_models
 from mlx import nn
 from mlx.utils import tree_flatten
-from mlx_sparse.onnx_export import command, decoder, exporter, verify, weights
+from mlx_sparse.onnx_export.exporter import command, decoder, export, verify, weights
 
 NAMES = {"model.onnx", "model.onnx.data", "tokenizer.json", "tokenizer_config.json", "genai_config.json"}
 SPARQ = "sparq:rank=4,top_k=4"
@@ -223,7 +223,7 @@ def test_an_empty_folder_is_taken_and_missing_ones_are_made(
         assert {file.name for file in (tmp_path / out).iterdir()} == NAMES
 
 
-@pytest.mark.parametrize("place", [(decoder.Decoder, "_mlp"), (exporter, "reference"), (exporter, "compare")])
+@pytest.mark.parametrize("place", [(decoder.Decoder, "_mlp"), (export, "reference"), (export, "compare")])
 @pytest.mark.parametrize(
     ("error", "expected"),
     [(OSError(28, "No space left on device"), "-o: .*No space left on device"), (KeyboardInterrupt(), "interrupted")],
@@ -247,14 +247,14 @@ def test_a_failure_leaves_nothing_behind(
 def test_somebody_elses_folder_of_that_name_wins(
     run: Callable[..., str], llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compare = exporter.compare
+    compare = export.compare
 
     def meanwhile(*args: Any) -> verify.Agreement:
         (tmp_path / "out").mkdir()
         (tmp_path / "out" / "theirs").write_text("theirs")
         return compare(*args)
 
-    monkeypatch.setattr(exporter, "compare", meanwhile)
+    monkeypatch.setattr(export, "compare", meanwhile)
     assert "-o: expected a folder that can be written" in run(llama, "--method", SPARQ)
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["theirs"]
     assert [file.name for file in tmp_path.iterdir()] == ["out"]

@@ -15,7 +15,7 @@ from exported import FLOAT32
 from mlx import nn
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.utils import load_model
-from mlx_sparse.onnx_export import exporter, runner
+from mlx_sparse.onnx_export import export, runner
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
 PROMPT, STEPS = 24, 12
@@ -55,7 +55,7 @@ def logits_of_file(folder: Path, tokens: list[int]) -> np.ndarray:
 def test_logits_are_those_of_mlx(tmp_path: Path, bits: int, group_size: int, dtype: str) -> None:
     tied = group_size == 64
     source = write(tmp_path / "source", "llama", bits, group_size, dtype, tied=tied, trained=False)
-    made = exporter.export(str(source), tmp_path / "out", method="dense", max_length=64)
+    made = export(str(source), tmp_path / "out", method="dense", max_length=64)
     tokens = tiny_models.prompt_of(PROMPT + STEPS)
     expected, got = logits_of_mlx(source, tokens), logits_of_file(tmp_path / "out", tokens)
     # What rounding keys and values to the type of the caches does, and no more.
@@ -78,7 +78,7 @@ def test_logits_are_those_of_mlx(tmp_path: Path, bits: int, group_size: int, dty
 def test_trained_scales_are_exact_too(tmp_path: Path, family: str, bits: int) -> None:
     tied = family != "phi3"
     source = write(tmp_path / "source", family, bits, 32, "float32", tied=tied, trained=True)
-    made = exporter.export(str(source), tmp_path / "out", method="sparq:rank=8,top_k=6", max_length=64)
+    made = export(str(source), tmp_path / "out", method="sparq:rank=8,top_k=6", max_length=64)
     assert made.agreement.sparse < FLOAT32 * made.agreement.largest
     tokens = tiny_models.prompt_of(PROMPT)
     expected, got = logits_of_mlx(source, tokens), logits_of_file(tmp_path / "out", tokens)
@@ -88,7 +88,7 @@ def test_trained_scales_are_exact_too(tmp_path: Path, family: str, bits: int) ->
 @pytest.mark.parametrize("bits", [2, 3, 4, 6, 8])
 def test_float32_asked_for_dequantises(tmp_path: Path, bits: int) -> None:
     source = write(tmp_path / "source", "llama", bits, 64, "bfloat16", tied=True, trained=False)
-    exporter.export(str(source), tmp_path / "out", method="dense", max_length=64, dtype="float32")
+    export(str(source), tmp_path / "out", method="dense", max_length=64, dtype="float32")
     proto = onnx.load(tmp_path / "out" / "model.onnx", load_external_data=False)
     assert not {node.op_type for node in proto.graph.node} & {"MatMulNBits", "GatherBlockQuantized"}
     tokens = tiny_models.prompt_of(PROMPT + STEPS)
@@ -105,7 +105,7 @@ def test_a_layer_may_stay_unquantised_or_have_bits_of_its_own(tmp_path: Path) ->
     mx.save_safetensors(str(source / "model.safetensors"), dict(tree_flatten(model.parameters())), {"format": "mlx"})
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"quantization": {"group_size": 64, "bits": 4, **own}}))
-    exporter.export(str(source), tmp_path / "out", method="dense", max_length=64)
+    export(str(source), tmp_path / "out", method="dense", max_length=64)
     proto = onnx.load(tmp_path / "out" / "model.onnx", load_external_data=False)
     kinds = [node.op_type for node in proto.graph.node]
     assert (kinds.count("MatMulNBits"), kinds.count("MatMul")) == (12 + 2 + 1, 1)

@@ -11,7 +11,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load
-from mlx_sparse.onnx_export import exporter
+from mlx_sparse.onnx_export import export
 from mlx_sparse.onnx_export.runner import Runner
 
 import mlx_sparse
@@ -45,6 +45,6 @@ def test_smollm2_says_what_it_says_under_mlx(smollm2: Path, prompted: Any, tmp_p
             logits = model(mx.array([expected[-1:]]), cache=cache)[:, -1]
     if report is not None:
         assert report.sparse_calls == report.layers * (len(prompt) + STEPS - 75)
-    made = exporter.export(str(smollm2), tmp_path / "out", method=method, max_length=512)
+    made = export(str(smollm2), tmp_path / "out", method=method, max_length=512)
     assert made.agreement.dense < 1e-5 * made.agreement.largest
     assert list(Runner(tmp_path / "out", native="off").generate(prompt, STEPS)) == expected

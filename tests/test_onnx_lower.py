@@ -16,7 +16,7 @@ import tiny_models
 from cases import Array, Case
 from exported import SPARQ, exported
 from mlx_lm.convert import convert
-from mlx_sparse.onnx_export import exporter, lower
+from mlx_sparse.onnx_export import export, lower
 from onnx_operators import (
     CACHES,
     Operator,
@@ -181,7 +181,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     home = tmp_path_factory.mktemp("quantised")
     source = tiny_models.write(home / "source", intermediate_size=96)
     convert(str(source), str(home / "4-bit"), quantize=True, q_bits=4, q_group_size=32)
-    exporter.export(str(home / "4-bit"), home / "exported", method=SPARQ, max_length=CAPACITY)
+    export(str(home / "4-bit"), home / "exported", method=SPARQ, max_length=CAPACITY)
     whole = {name: exported(method, max_length=CAPACITY) for name, method in (("dense", "dense"), ("sparq", SPARQ))}
     return {**whole, "sparq-4-bit": home / "exported"}
 

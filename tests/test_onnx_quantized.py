@@ -10,7 +10,7 @@ import onnxruntime as ort
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mlx_sparse.onnx_export.quantized import MLX_BITS, Blocks, blocks, dequantised
+from mlx_sparse.onnx_export.exporter.quantized import MLX_BITS, Blocks, blocks, dequantised
 from onnx import helper, numpy_helper
 
 from mlx_sparse.checks import ArtefactError, ConfigError
@@ -216,7 +216,7 @@ def test_packing_keeps_every_code_and_zero_point(data):
 def test_slabs_cover_every_row(monkeypatch, slab):
     arrays = quantised(weights(25, 64), 4, 32, "float32")
     whole = dequantised("w", *arrays, group_size=32, bits=4)
-    monkeypatch.setattr("mlx_sparse.onnx_export.quantized.SLAB", slab)
+    monkeypatch.setattr("mlx_sparse.onnx_export.exporter.quantized.SLAB", slab)
     np.testing.assert_array_equal(dequantised("w", *arrays, group_size=32, bits=4), whole)
 
 

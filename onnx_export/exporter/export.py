@@ -24,12 +24,12 @@ from mlx_sparse.checks import ConfigError, check_choice, check_int, check_local_
 from mlx_sparse.config import MethodConfig, SparQ, load_toml, parse
 from mlx_sparse.lm.model import resolve
 
-from . import build
-from . import lower as lowering
+from .. import build
+from .. import lower as lowering
+from ..domain import COMPAT, DEFAULT, DOMAIN, SPEC
+from ..genai import write_config
 from .decoder import Decoder, Target
-from .domain import COMPAT, DEFAULT, DOMAIN, SPEC
 from .families import check_modules, family_of, head_dim
-from .genai import write_config
 from .graph import DataFile, Graph
 from .verify import Agreement, compare, reference
 from .weights import QUANTISED

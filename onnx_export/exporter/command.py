@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 from mlx_sparse.checks import BackendUnavailable, ConfigError, SparseAttentionError
 
 if TYPE_CHECKING:
-    from .exporter import Exported
+    from .export import Exported
 
 INSTALL = "Install the packages of the exporter: pip install 'mlx-sparse-attention[onnx]'"
 
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _export(args: argparse.Namespace) -> Exported:
     try:
-        from .exporter import export
+        from .export import export
     except ModuleNotFoundError as error:
         raise BackendUnavailable(f"onnx: expected the package {error.name}, got none. {INSTALL}") from None
     return export(

@@ -16,7 +16,7 @@ from onnx import TensorProto
 from mlx_sparse.checks import check_local_window
 from mlx_sparse.config import MethodConfig, SparQ
 
-from . import build
+from .. import build
 from .families import Family, Rope, head_dim, rope_of, window_of
 from .graph import Graph
 from .weights import Weights

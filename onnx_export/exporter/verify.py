@@ -35,9 +35,9 @@ from mlx_sparse.checks import ArtefactError
 from mlx_sparse.config import SparQ
 from mlx_sparse.lm import seam, sparse
 
+from ..memory import ort_value, zeros
+from ..native import session_options
 from .decoder import Target
-from .memory import ort_value, zeros
-from .native import session_options
 from .weights import QUANTISED
 
 Array = npt.NDArray[Any]

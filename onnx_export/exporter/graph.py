@@ -11,8 +11,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from .build import TYPES, functions
-from .domain import DOMAIN, VERSION, Profile
+from ..build import TYPES, functions
+from ..domain import DOMAIN, VERSION, Profile
 
 MICROSOFT = "com.microsoft"
 DATA = "model.onnx.data"
