@@ -22,6 +22,7 @@ from onnx_operators import (
     by_runtime,
     by_setting,
     empty_caches,
+    filled_caches,
     from_ort,
     ort_value,
     padding,
@@ -151,6 +152,24 @@ def test_one_query_is_dense_while_the_longest_row_is_short(runtime: str, dense_b
     assert np.abs(sparse - dense).max() > 1e-2
     expected = dense if case.S < dense_below else sparse
     np.testing.assert_allclose(got["output"], expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dense_below", [100, 101])
+@by_runtime
+def test_the_longest_row_decides_for_all(runtime: str, dense_below: int) -> None:
+    case = Case(2, 4, 2, 100, 64, "f32")
+    q, k, v = case.inputs()
+    params = {**parameters(case, "paper"), "top_k": 8, "local_window": 2}
+    attend = Operator(runtime, "SparQAttention", "f32", lanes=LANES, dense_below=dense_below, **attributes(params))
+    past = np.array([99, 60])
+    caches = {**filled_caches(case, k, v, 99, case.S), "past_length": past}
+    new = {name: array[np.arange(2), :, past][:, :, None] for name, array in (("key", k), ("value", v))}
+    got = attend(query=q, **new, left_padding=padding(case), **caches)["output"]
+    for b, S in enumerate(past + 1):
+        row = slice(b, b + 1)
+        given = q[row], k[row, :, :S], v[row, :, :S]
+        expected = oracle.dense_attention(*given) if dense_below > 100 else oracle.sparq_attention(*given, **params)
+        np.testing.assert_allclose(got[row], expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("lanes", [1, 64, 192, 384])
@@ -286,6 +305,22 @@ def test_a_row_without_a_valid_key_gives_zeros(runtime: str, setting: str) -> No
     got = Operator(runtime, "SparQ", "f32", **attributes(parameters(case, setting)))(**given)
     assert (got["output"][0] == 0).all()
     assert (got["indices"][0] == -1).all()
+
+
+@pytest.mark.parametrize("setting", ["reallocate", "robust"])
+@pytest.mark.parametrize("tokens", [0, 40])
+@by_runtime
+def test_a_row_of_padding_only_gives_zeros(runtime: str, tokens: int, setting: str) -> None:
+    case = Case(2, 6, 2, 41, 64, "f32", padding=(41, 0))
+    q, k, v = case.inputs()
+    k[0], v[0] = np.nan, np.nan
+    params = {**parameters(case, setting), "top_k": 4, "local_window": 1, "reallocate": True}
+    attend = Operator(runtime, "SparQAttention", "f32", **CACHES, **attributes(params))
+    new = {"query": q, "key": k[:, :, -1:], "value": v[:, :, -1:]}
+    got = attend(**new, left_padding=padding(case), **filled_caches(case, k, v, tokens, 64))
+    assert (got["output"][0] == 0).all()
+    assert (got["present_sums"][0] == 0).all()
+    assert np.isfinite(got["output"][1]).all()
 
 
 @by_runtime
