@@ -90,23 +90,27 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "mlx_sparse.cli", "run-onnx", str(exported(SPARQ)), *arguments]
 
 
+def talking() -> subprocess.Popen[bytes]:
+    """The command in the midst of a long text."""
+    long = [sys.executable, "-m", "mlx_sparse.cli", "run-onnx", str(exported(SPARQ, max_length=2048)), "-m", "1900"]
+    process = subprocess.Popen([*long, "--prompt", WORDS], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout
+    assert process.stdout.readline() == b"==========\n"
+    assert process.stdout.read(1)
+    return process
+
+
 def test_a_reader_that_leaves_ends_the_command_quietly() -> None:
-    with subprocess.Popen(
-        command("--prompt", WORDS, "-m", "100"), stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
+    with talking() as process:
         assert process.stdout and process.stderr
-        process.stdout.readline()
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 141
 
 
 def test_an_interrupt_ends_the_command_quietly() -> None:
-    with subprocess.Popen(
-        command("--prompt", WORDS, "-m", "150"), stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
-        assert process.stdout and process.stderr
-        process.stdout.readline()
+    with talking() as process:
+        assert process.stderr
         process.send_signal(signal.SIGINT)
         assert process.stderr.read() == b""
     assert process.returncode == 130
