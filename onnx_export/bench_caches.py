@@ -11,13 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from . import memory
+from .defaults import lanes_for
 
 Array = npt.NDArray[Any]
 
 IN_PLAY = 600_000_000  # bytes that a contender goes through before it sees the same ones again
 GAP = 60.0  # logits by which planted keys stand out, so that they hold all of the attention by a few components too
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "int8": np.int8}
-MOST_LANES = 512
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Problem:
     @property
     def lanes(self) -> int:
         """Keys per chunk of the component-major cache."""
-        return min(MOST_LANES, max(64, 1 << (self.S - 1).bit_length()))
+        return lanes_for(self.S)
 
     @property
     def C(self) -> int:

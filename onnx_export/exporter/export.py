@@ -26,6 +26,7 @@ from mlx_sparse.lm.model import resolve
 
 from .. import build
 from .. import lower as lowering
+from ..defaults import dense_below, lanes_for
 from ..domain import COMPAT, DEFAULT, DOMAIN, SPEC
 from ..genai import write_config
 from .decoder import Decoder, Target
@@ -36,7 +37,6 @@ from .weights import QUANTISED
 
 METHODS = ("dense", "sparq")
 MAX_LENGTH = 4096  # where the model allows it and --max-length does not say otherwise
-LANES = (64, 512)  # fewest and most keys per chunk of component-major keys; a power of two
 # What tokenizers are made of; whatever of it the model has is copied.
 TOKENIZER = (
     "tokenizer.json",
@@ -113,11 +113,10 @@ def export(
     family = family_of(settings)
     check_modules(loaded, dequantise=dtype == "float32")
     length = length_of(settings, "--static", static[1]) if static else length_of(settings, "--max-length", max_length)
-    lanes = min(LANES[1], max(LANES[0], 1 << (length - 1).bit_length()))
     target = Target(
         settle(config, loaded, branches=not static),
         max_length=length,
-        lanes=lanes,
+        lanes=lanes_for(length),
         dtype=dtype or own_type(loaded),
         dequantise=dtype == "float32",
         genai=genai and not inline and not static,
@@ -180,14 +179,15 @@ def settle(config: MethodConfig, model: Any, *, branches: bool = True) -> Method
         return config
     args = model.args
     same = args.num_attention_heads == args.num_key_value_heads
-    check_rank(config.rank, head_dim(model.layers[0].self_attn))
+    D = head_dim(model.layers[0].self_attn)
+    check_rank(config.rank, D)
     resolved = resolve(config, model)
     assert isinstance(resolved, SparQ)
     return dataclasses.replace(
         resolved,
         local_window=check_local_window(config.local_window, config.top_k),
         reallocate=same if config.reallocate == "auto" else config.reallocate,
-        dense_below=config.shortest_context() if branches else config.top_k + 1,
+        dense_below=dense_below(config, D) if branches else config.top_k + 1,
     )
 
 

@@ -1,0 +1,29 @@
+"""What is chosen for a file where nobody says otherwise, by the measurements in docs/results/onnx.md."""
+
+from __future__ import annotations
+
+from mlx_sparse.config import SparQ
+
+LANES = (4096, 2048, 1024, 512, 256, 128, 64)
+# Elements per KV head that a step must save before the body of SparQ pays: its many small nodes cost as much.
+ENOUGH_SAVED = 1 << 19
+
+
+def lanes_for(length: int) -> int:
+    """Keys per chunk of component-major keys for caches of ``length`` tokens.
+
+    Long runs are read fastest; whole chunks may add a sixteenth to the caches.
+    """
+    return next((lanes for lanes in LANES if -length % lanes * 16 <= length), LANES[-1])
+
+
+def dense_below(config: SparQ, D: int) -> int:
+    """Keys below which a decode step stays dense, where that is "auto".
+
+    The same for bodies and native kernels, which must give the same answer. Bodies are slower than dense attention
+    below it; native kernels overtake at some 500 keys.
+    """
+    shortest = config.shortest_context()
+    if config.dense_below != "auto" or config.top_k < SparQ.top_k:
+        return shortest
+    return max(shortest, ENOUGH_SAVED // (2 * D - config.rank))

@@ -1,0 +1,37 @@
+"""What the exporter chooses where nobody else does."""
+
+from __future__ import annotations
+
+import pytest
+from mlx_sparse.onnx_export.defaults import LANES, dense_below, lanes_for
+
+from mlx_sparse.config import SparQ
+
+
+@pytest.mark.parametrize(
+    ("length", "lanes"), [(1, 64), (64, 64), (100, 64), (4096, 4096), (4097, 256), (5000, 1024), (131072, 4096)]
+)
+def test_lanes_are_as_many_as_waste_little(length: int, lanes: int) -> None:
+    assert lanes_for(length) == lanes
+
+
+@pytest.mark.parametrize("length", range(1, 70_000, 997))
+def test_whole_chunks_add_at_most_a_sixteenth_or_one_small_chunk(length: int) -> None:
+    added = -length % lanes_for(length)
+    assert added * 16 <= length or (lanes_for(length) == LANES[-1] and added < LANES[-1])
+
+
+@pytest.mark.parametrize(
+    ("config", "D", "keys"),
+    [
+        (SparQ(), 128, 2340),
+        (SparQ(), 64, 5461),
+        (SparQ(), 256, 2048),  # 16 * top_k
+        (SparQ(top_k=256), 128, 4096),
+        (SparQ(top_k=16), 128, 17),  # an experiment on a short text
+        (SparQ(dense_below=300), 128, 300),
+        (SparQ(dense_below=0), 128, 129),
+    ],
+)
+def test_short_contexts_stay_dense_where_sparse_steps_save_too_little(config: SparQ, D: int, keys: int) -> None:
+    assert dense_below(config, D) == keys
