@@ -1,0 +1,243 @@
+"""The ONNX operators that keep caches, against the oracle: bodies on runtimes, native kernels."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from cases import Case
+from onnx_operators import (
+    CACHES,
+    DTYPES,
+    LANES,
+    Operator,
+    advance,
+    assert_is_sparq,
+    attributes,
+    by_case,
+    by_runtime,
+    empty_caches,
+    filled_caches,
+    from_ort,
+    ort_value,
+    padding,
+    parameters,
+)
+
+from mlx_sparse import oracle
+from mlx_sparse.oracle.select import valid_keys
+from mlx_sparse.oracle.sparq import deviation
+
+
+@pytest.mark.parametrize("setting", ["paper", "eval", "reallocate", "own-scale"])
+@by_case
+@by_runtime
+def test_sparq_attention_after_a_prompt_equals_the_oracle(runtime: str, case: Case, setting: str) -> None:
+    q, k, v = case.inputs()
+    params = parameters(case, setting)
+    attend = Operator(runtime, "SparQAttention", case.dtype, **CACHES, **attributes(params))
+    caches = empty_caches(case, case.S + 70)
+    prompt = case.S - 1
+    if prompt:
+        queries = np.repeat(q, prompt, axis=2)
+        got = attend(query=queries, key=k[:, :, :-1], value=v[:, :, :-1], left_padding=padding(case), **caches)
+        caches = advance(caches, got, prompt)
+    got = attend(query=q, key=k[:, :, -1:], value=v[:, :, -1:], left_padding=padding(case), **caches)
+    assert_is_sparq(got["output"], case, params, q, k, v)
+    chunked = got["present_key_t"].reshape(case.B, case.Hkv, -1, case.D, LANES)
+    key_t = chunked.swapaxes(-1, -2).reshape(got["present_key"].shape)
+    for written, given in ((got["present_key"], k), (key_t, k), (got["present_value"], v)):
+        np.testing.assert_array_equal(written[:, :, : case.S].astype(np.float32), given)
+
+
+@pytest.mark.parametrize("dense_below", [0, 200, 201, 1000])
+@by_runtime
+def test_one_query_is_dense_while_the_longest_row_is_short(runtime: str, dense_below: int) -> None:
+    case = Case(2, 6, 2, 200, 64, "f32", padding=(0, 20))
+    q, k, v = case.inputs()
+    params = {**parameters(case, "paper"), "top_k": 8, "local_window": 2}
+    attend = Operator(runtime, "SparQAttention", "f32", lanes=LANES, dense_below=dense_below, **attributes(params))
+    caches = empty_caches(case, case.S)
+    queries = np.repeat(q, case.S - 1, axis=2)
+    got = attend(query=queries, key=k[:, :, :-1], value=v[:, :, :-1], left_padding=padding(case), **caches)
+    caches = advance(caches, got, case.S - 1)
+    got = attend(query=q, key=k[:, :, -1:], value=v[:, :, -1:], left_padding=padding(case), **caches)
+    sparse = oracle.sparq_attention(q, k, v, left_padding=case.padding, **params)
+    dense = oracle.dense_attention(q, k, v, left_padding=case.padding)
+    assert np.abs(sparse - dense).max() > 1e-2
+    expected = dense if case.S < dense_below else sparse
+    np.testing.assert_allclose(got["output"], expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dense_below", [100, 101])
+@by_runtime
+def test_the_longest_row_decides_for_all(runtime: str, dense_below: int) -> None:
+    case = Case(2, 4, 2, 100, 64, "f32")
+    q, k, v = case.inputs()
+    params = {**parameters(case, "paper"), "top_k": 8, "local_window": 2}
+    attend = Operator(runtime, "SparQAttention", "f32", lanes=LANES, dense_below=dense_below, **attributes(params))
+    past = np.array([99, 60])
+    caches = {**filled_caches(case, k, v, 99, case.S), "past_length": past}
+    new = {name: array[np.arange(2), :, past][:, :, None] for name, array in (("key", k), ("value", v))}
+    got = attend(query=q, **new, left_padding=padding(case), **caches)["output"]
+    for b, S in enumerate(past + 1):
+        row = slice(b, b + 1)
+        given = q[row], k[row, :, :S], v[row, :, :S]
+        expected = oracle.dense_attention(*given) if dense_below > 100 else oracle.sparq_attention(*given, **params)
+        np.testing.assert_allclose(got[row], expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("lanes", [1, 64, 192, 384])
+@by_runtime
+def test_component_major_keys_lie_as_documented_and_are_read_so(runtime: str, lanes: int) -> None:
+    case = Case(2, 4, 2, 250, 80, "f32")
+    q, k, v = case.inputs()
+    params = parameters(case, "robust")
+    attend = Operator(runtime, "SparQAttention", "f32", lanes=lanes, dense_below=0, **attributes(params))
+    caches = empty_caches(case, 384)
+    for start, stop in ((0, 120), (120, 249), (249, 250)):
+        new = {"key": k[:, :, start:stop], "value": v[:, :, start:stop], "left_padding": padding(case)}
+        got = attend(query=np.repeat(q, stop - start, axis=2), **new, **caches)
+        caches = advance(caches, got, stop - start)
+    plane = np.full((2, 2, 384 * 80), np.nan, np.float32)
+    j, d = np.meshgrid(np.arange(250), np.arange(80), indexing="ij")
+    plane[:, :, ((j // lanes) * 80 + d) * lanes + j % lanes] = k
+    np.testing.assert_array_equal(got["present_key_t"].reshape(plane.shape), plane)
+    assert_is_sparq(got["output"], case, params, q, k, v)
+
+
+@pytest.mark.parametrize("L", [2, 5])
+@by_runtime
+def test_several_queries_are_attended_densely_and_causally(runtime: str, L: int) -> None:
+    case = Case(2, 6, 2, 70, 64, "f32", padding=(0, 30))
+    q, k, v = case.inputs(L=L)
+    attend = Operator(runtime, "SparQAttention", "f32", **CACHES, **attributes(parameters(case, "paper")))
+    caches = empty_caches(case, 128)
+    start = case.S - L
+    got = attend(
+        query=np.repeat(q[:, :, :1], start, axis=2),
+        key=k[:, :, :start],
+        value=v[:, :, :start],
+        left_padding=padding(case),
+        **caches,
+    )
+    caches = advance(caches, got, start)
+    got = attend(query=q, key=k[:, :, start:], value=v[:, :, start:], left_padding=padding(case), **caches)
+    expected = oracle.dense_attention(q, k, v, left_padding=case.padding)
+    np.testing.assert_allclose(got["output"], expected, rtol=0, atol=1e-5)
+
+
+@by_runtime
+def test_a_sequence_is_decoded_token_by_token_in_rows_of_different_length(runtime: str) -> None:
+    case = Case(2, 6, 2, 90, 64, "f32", padding=(3, 0))
+    _, k, v = case.inputs()
+    q, _, _ = case.inputs(L=case.S)
+    params = {**parameters(case, "reallocate"), "top_k": 16, "local_window": 4}
+    attend = Operator(runtime, "SparQAttention", "f32", **CACHES, **attributes(params))
+    caches = empty_caches(case, 100)
+    behind = 40  # row 1 starts when row 0 has 40 tokens
+    got = attend(
+        query=q[:, :, :behind], key=k[:, :, :behind], value=v[:, :, :behind], left_padding=padding(case), **caches
+    )
+    caches = advance(caches, got, np.array([behind, 0]))
+    caches["past_sums"] = caches["past_sums"] * np.array([1, 0], np.float32)[:, None, None, None]
+    for i in range(40):
+        at = np.array([behind + i, i])
+        new = [array[np.arange(2), :, at][:, :, None] for array in (q, k, v)]
+        got = attend(query=new[0], key=new[1], value=new[2], left_padding=padding(case), **caches)
+        caches = advance(caches, got, 1)
+        for b in range(2):
+            row = slice(b, b + 1)
+            expected = oracle.sparq_attention(
+                new[0][row], k[row, :, : at[b] + 1], v[row, :, : at[b] + 1], left_padding=padding(case)[row], **params
+            )
+            np.testing.assert_allclose(got["output"][row], expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("setting", ["reallocate", "robust"])
+@pytest.mark.parametrize("tokens", [0, 40])
+@by_runtime
+def test_a_row_of_padding_only_gives_zeros(runtime: str, tokens: int, setting: str) -> None:
+    case = Case(2, 6, 2, 41, 64, "f32", padding=(41, 0))
+    q, k, v = case.inputs()
+    k[0], v[0] = np.nan, np.nan
+    params = {**parameters(case, setting), "top_k": 4, "local_window": 1, "reallocate": True}
+    attend = Operator(runtime, "SparQAttention", "f32", **CACHES, **attributes(params))
+    new = {"query": q, "key": k[:, :, -1:], "value": v[:, :, -1:]}
+    got = attend(**new, left_padding=padding(case), **filled_caches(case, k, v, tokens, 64))
+    assert (got["output"][0] == 0).all()
+    assert (got["present_sums"][0] == 0).all()
+    assert np.isfinite(got["output"][1]).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("runtime", ["onnxruntime", "native"])
+def test_caches_bound_to_input_and_output_are_appended_in_place(runtime: str, dtype: str) -> None:
+    case = Case(1, 4, 2, 200, 64, dtype)
+    q, k, v = case.inputs()
+    params = parameters(case, "robust")
+    attend = Operator(runtime, "SparQAttention", dtype, **CACHES, **attributes(params))
+    arrays = {
+        "query": q[:, :, :1].astype(DTYPES[dtype]),
+        "key": k[:, :, :1].astype(DTYPES[dtype]),
+        "value": v[:, :, :1].astype(DTYPES[dtype]),
+        "left_padding": padding(case),
+        **empty_caches(case, case.S),
+    }
+    values = {name: ort_value(array) for name, array in arrays.items()}
+    for i in range(case.S):
+        new = {"key": k[:, :, i : i + 1], "value": v[:, :, i : i + 1]}
+        values |= {name: ort_value(array.astype(DTYPES[dtype])) for name, array in new.items()}
+        values["past_length"] = ort_value(np.full(1, i))
+        binding = attend.session.io_binding()
+        for tensor in attend.schema.inputs:
+            binding.bind_ortvalue_input(tensor.name, values[tensor.name])
+        binding.bind_output("output")
+        for tensor in attend.schema.outputs[1:]:
+            binding.bind_ortvalue_output(tensor.name, values[tensor.name.replace("present", "past")])
+        attend.session.run_with_iobinding(binding)
+    assert_is_sparq(from_ort(binding.get_outputs()[0]), case, params, q, k, v)
+    written = from_ort(values["past_key"])[:, :, : case.S]
+    np.testing.assert_array_equal(written.astype(np.float32), k)
+
+
+@pytest.mark.parametrize("name", ["Append", "CachedAttention", "SparQAttention"])
+@pytest.mark.parametrize("L", [1, 3])
+@pytest.mark.parametrize("runtime", ["onnxruntime", "native"])
+def test_a_token_outside_the_caches_is_refused(runtime: str, name: str, L: int) -> None:
+    case = Case(1, 2, 2, 65, 64, "f32")
+    q, k, v = case.inputs(L=L)
+    settings = {
+        "Append": {},
+        "CachedAttention": {"scale": 0.125, "window": 0},
+        "SparQAttention": {**CACHES, **attributes(parameters(case, "paper"))},
+    }
+    attend = Operator(runtime, name, "f32", **settings[name])
+    for past in (65 - L, -1):
+        caches = {**empty_caches(case, 64, 0.0), "past_length": np.array([past])}
+        with pytest.raises(Exception, match=r"past_length: expected 0 to \d+ " if runtime == "native" else "(?i)indic"):
+            attend(query=q, key=k[:, :, -L:], value=v[:, :, -L:], left_padding=padding(case), **caches)
+
+
+@by_runtime
+def test_components_far_from_zero_keep_their_deviation(runtime: str) -> None:
+    # As in models whose keys have biases: float32 sums of k and k^2 would lose the deviation here.
+    case = Case(2, 2, 2, 4000, 64, "f32", padding=(0, 600))
+    rng = np.random.default_rng(0)
+    q, k, v = case.inputs()
+    far = np.arange(64) < 32
+    k = (np.where(far, 300, 0) + np.where(far, 0.02, 1) * rng.standard_normal(k.shape)).astype(np.float32)
+    q = np.where(far, 10, 1) * q
+    params = {**parameters(case, "robust"), "rank": 32, "reallocate": False}
+    attend = Operator(runtime, "SparQAttention", "f32", **CACHES, **attributes(params))
+    caches = empty_caches(case, case.S)
+    edges = [*range(0, 4000, 500), 3999, 4000]
+    for start, stop in pairwise(edges):
+        new = {"key": k[:, :, start:stop], "value": v[:, :, start:stop], "left_padding": padding(case)}
+        got = attend(query=np.repeat(q, stop - start, axis=2), **new, **caches)
+        caches = advance(caches, got, stop - start)
+    spread = np.sqrt(got["present_sums"][:, :, 2] / (case.S - padding(case))[:, None, None])
+    np.testing.assert_allclose(spread, deviation(k, valid_keys(case.B, case.S, padding(case))), rtol=1e-3)
+    expected = oracle.sparq_attention(q, k, v, left_padding=case.padding, **params)
+    np.testing.assert_allclose(got["output"], expected, rtol=0, atol=1e-2)  # logits of thousands
