@@ -287,8 +287,6 @@ def _states(path: Path, graph: onnx.GraphProto) -> tuple[tuple[int, int], dict[s
             raise fail(f"caches and their successors (not {name!r})")
         if dtype is None or len(shape) < 3 or shape[0] != rows or min(shape[1:]) < 1:
             raise fail(f"{name} with a type and a size")
-    if len(outputs) != len(inputs):
-        raise fail("one successor of each cache")
     capacities = {shape[2] for name, (_, shape) in inputs.items() if name.startswith("past_key_values.")}
     if len(capacities) != 1 or "past_key_values.0.key" not in inputs:
         raise fail("caches of one length")

@@ -14,7 +14,7 @@ import onnx
 import onnxruntime
 import pytest
 import tiny_models
-from exported import SPARQ, by_method, exported, said_by_mlx
+from exported import SPARQ, exported, said_by_mlx
 from mlx_sparse.onnx_export import Runner, export, memory, native, runner
 from require import absent
 
@@ -24,6 +24,9 @@ STEPS = 24
 PROMPT = tiny_models.prompt_of(100)
 
 
+# Reads all of the sums.
+ROBUST = SPARQ + ",component_score=query_key,reallocate=true"
+by_method = pytest.mark.parametrize("method", ["dense", SPARQ, ROBUST], ids=["dense", "sparq", "robust"])
 by_kernels = pytest.mark.parametrize(
     "mode",
     [
@@ -191,6 +194,14 @@ def test_a_step_of_another_shape_is_refused(tokens: Any, padding: list[int] | No
     model = Runner(exported("dense"))
     with pytest.raises(error, match=r"^(tokens|left_padding): expected .*, got "):
         model.step(tokens, left_padding=padding)
+
+
+def test_padding_after_the_start_is_refused() -> None:
+    model = Runner(exported("dense"))
+    model.step([[1, 2]])
+    with pytest.raises(ConfigError, match=r"^left_padding: expected .* got \[1\] after 2 tokens.$"):
+        model.step([[0, 3]], left_padding=[1])
+    assert model.length == 2
 
 
 # Files that are not ours
