@@ -27,6 +27,7 @@ LEVELS = [
 ]
 LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 FREE = {"torch", "triton", "onnx", "onnx_ir", "onnxscript", "onnxruntime"}  # mlx_sparse runs without them
+FACTS = (["__version__"], ["__path__"])  # of the package, which name no part of it
 
 
 def imports(path: Path, root: Path = ROOT) -> Iterator[str]:
@@ -52,7 +53,7 @@ def imports(path: Path, root: Path = ROOT) -> Iterator[str]:
 def parts_imported(path: Path) -> set[str]:
     """The parts of mlx_sparse that a file imports; a public name counts as __init__."""
     names = [name.split(".") for name in imports(path)]
-    parts = {(rest or ["__init__"])[0] for top, *rest in names if top == "mlx_sparse" and rest != ["__version__"]}
+    parts = {(rest or ["__init__"])[0] for top, *rest in names if top == "mlx_sparse" and rest not in FACTS}
     home = ROOT / "mlx_sparse"
     return {part if (home / part).is_dir() or (home / f"{part}.py").is_file() else "__init__" for part in parts}
 
@@ -93,6 +94,15 @@ def test_the_library_runs_without_torch_triton_and_onnx(path):
 @pytest.mark.parametrize("path", files("cuda_ref"), ids=name)
 def test_the_triton_kernels_run_without_mlx(path):
     assert not {found.split(".")[0] for found in imports(path)} & {"mlx", "mlx_lm", "onnx", "onnxruntime"}
+    assert parts_imported(path) <= {"checks", "config", "stats"}
+
+
+ONNX_EXPORT = [path for path in files("onnx_export") if not path.is_relative_to(ROOT / "onnx_export" / "exporter")]
+
+
+@pytest.mark.parametrize("path", ONNX_EXPORT, ids=name)
+def test_exported_files_run_without_mlx(path):
+    assert not {found.split(".")[0] for found in imports(path)} & {"mlx", "mlx_lm", "triton"}
     assert parts_imported(path) <= {"checks", "config", "stats"}
 
 
