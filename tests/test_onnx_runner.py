@@ -244,6 +244,54 @@ def test_other_inputs_are_refused(tmp_path: Path) -> None:
         Runner(folder)
 
 
+def resize(info: onnx.ValueInfoProto, *dims: int | str) -> None:
+    kind = info.type.tensor_type.elem_type
+    info.CopyFrom(onnx.helper.make_tensor_value_info(info.name, kind, dims))
+
+
+MALFORMED: dict[str, tuple[Any, str]] = {
+    "ids of one axis": (lambda i, o: resize(i["input_ids"], "length"), "inputs input_ids and attention_mask"),
+    "rows of a fixed number": (lambda i, o: resize(i["input_ids"], 2, "length"), "past_key_values.0.key with a type"),
+    "one token, any rows": (lambda i, o: resize(i["input_ids"], "batch", 1), "open sizes, or rows of one token"),
+    "logits of two axes": (lambda i, o: resize(o["logits"], "batch", 96), "logits of one token"),
+    "no vocabulary": (lambda i, o: resize(o["logits"], "batch", 1, "words"), "logits of one token"),
+    "logits of integers": (
+        lambda i, o: setattr(o["logits"].type.tensor_type, "elem_type", onnx.TensorProto.INT64),
+        "logits of one token",
+    ),
+    "open capacity": (
+        lambda i, o: [resize(info, "batch", 2, "C", 16) for info in (i["past_key_values.0.key"], o["present.0.key"])],
+        "past_key_values.0.key with a type and a size",
+    ),
+    "caches of doubles": (
+        lambda i, o: [
+            setattr(info.type.tensor_type, "elem_type", onnx.TensorProto.DOUBLE)
+            for info in (i["past_key_values.0.key"], o["present.0.key"])
+        ],
+        "past_key_values.0.key with a type and a size",
+    ),
+    "caches of two lengths": (
+        lambda i, o: [resize(info, "batch", 2, 64, 16) for info in (i["past_key_values.1.key"], o["present.1.key"])],
+        "caches of one length",
+    ),
+    "another successor": (
+        lambda i, o: resize(o["present.0.key"], "batch", 2, 64, 16),
+        "caches and their successors",
+    ),
+}
+
+
+@pytest.mark.parametrize("which", MALFORMED)
+def test_sizes_that_make_no_sense_are_refused(which: str, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(exported("dense"), tmp_path / "model"))
+    model = onnx.load(folder / "model.onnx", load_external_data=False)
+    spoil, message = MALFORMED[which]
+    spoil(*({info.name: info for info in side} for side in (model.graph.input, model.graph.output)))
+    onnx.save(model, folder / "model.onnx")
+    with pytest.raises(ArtefactError, match=rf"^model: expected {message}[^\n]*, got another in [^\n]*$"):
+        Runner(folder)
+
+
 def test_a_file_of_another_model_is_refused(tmp_path: Path) -> None:
     info = onnx.helper.make_tensor_value_info("x", 1, [1])
     out = onnx.helper.make_tensor_value_info("y", 1, [1])
