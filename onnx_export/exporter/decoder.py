@@ -235,7 +235,7 @@ class Decoder:
         """The attention node of a layer, its caches and its output (B, Hq, L, D)."""
         g, method = self.g, self.target.method
         _, Hkv, D = sizes
-        self._cache_dims = ["batch", Hkv, self.target.capacity, D]
+        self._cache_dims: list[str | int] = ["batch", Hkv, self.target.capacity, D]
         past_key, present_key = self._cache(f"{i}.key")
         past_value, present_value = self._cache(f"{i}.value")
         output = f"{g.scope}attended"
@@ -246,7 +246,7 @@ class Decoder:
             return output
         past_key_t, present_key_t = self._cache(self._virtual_layer())
         self._sparse_layers += 1
-        dims = ["batch", Hkv, 3, D]
+        dims: list[str | int] = ["batch", Hkv, 3, D]
         past_sums = g.input(f"past_sums.{i}", FLOAT, dims)
         present_sums = g.output(f"present_sums.{i}", FLOAT, dims)
         if self.target.genai:  # it wants a convolution beside every state

@@ -264,7 +264,7 @@ def _write(
     Raises:
         ConfigError: the model has weights that its family does not use.
     """
-    left = {name for name, _ in tree_flatten(model.parameters())}
+    left = set(dict(tree_flatten(model.parameters())))
     with DataFile(folder) as data, tqdm(total=len(left), desc="weights", unit="tensor", disable=None) as bar:
 
         def written(name: str) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.models import rope_utils
@@ -48,7 +49,7 @@ def _root(args: Any) -> float:
 
 
 def _root_in_bfloat16(args: Any) -> float:
-    return float(mx.array(_root(args), mx.bfloat16).item())
+    return float(np.array(mx.array(_root(args), mx.bfloat16).astype(mx.float32)))
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -114,8 +115,8 @@ def rope_of(module: Any) -> Rope | None:
         half = module.dims // 2
         # As MLX computes it, in float32: it rounds, and the angle of a far position shows it.
         turned = mx.exp(mx.arange(0, -half, -1, dtype=mx.float32) * (math.log(module.base) / half))
-        return Rope(tuple(turned.tolist()), module.scale, 1.0, module.traditional)
-    factors = {
+        return Rope(tuple(np.array(turned).tolist()), module.scale, 1.0, module.traditional)
+    factors: dict[type, Callable[[], tuple[float, bool]]] = {
         rope_utils.Llama3RoPE: lambda: (1.0, module.traditional),
         rope_utils.ProportionalRoPE: lambda: (1.0, module.traditional),
         rope_utils.YarnRoPE: lambda: (module.mscale, module.traditional),
@@ -127,7 +128,7 @@ def rope_of(module: Any) -> Rope | None:
             f"got {kind}."
         )
     factor, traditional = factors[type(module)]()
-    return Rope(tuple(mx.reciprocal(module._freqs).tolist()), 1.0, float(factor), bool(traditional))
+    return Rope(tuple(np.array(mx.reciprocal(module._freqs)).tolist()), 1.0, float(factor), bool(traditional))
 
 
 def window_of(layer: Any, model: Any) -> int:
@@ -146,7 +147,7 @@ def window_of(layer: Any, model: Any) -> int:
 def head_dim(attention: Any) -> int:
     """Components of a query, a key or a value."""
     if "qkv_proj" in attention:
-        return int(attention.qkv_proj.weight.shape[0]) // (attention.n_heads + 2 * attention.n_kv_heads)
+        return int(attention.qkv_proj.weight.shape[0] // (attention.n_heads + 2 * attention.n_kv_heads))
     return int(attention.k_proj.weight.shape[0]) // int(attention.n_kv_heads)
 
 
@@ -156,7 +157,7 @@ def check_modules(model: Any, *, dequantise: bool) -> None:
     Raises:
         ConfigError: what it is.
     """
-    for name, module in tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module):
+    for name, module in dict(tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)).items():
         if isinstance(module, (nn.QuantizedLinear, nn.QuantizedEmbedding)):
             if module.mode != "affine":
                 raise ConfigError(f"{name}: expected affine quantised weights, got mode {module.mode}. {REMAKE}")

@@ -39,7 +39,7 @@ class DataFile:
         place = {"location": DATA, "offset": self._file.tell(), "length": array.nbytes}
         for key, value in place.items():
             tensor.external_data.add(key=key, value=str(value))
-        self._file.write(memoryview(array.reshape(-1).view(np.uint8)))
+        self._file.write(array.reshape(-1).view(np.uint8).data)
         return tensor
 
 
@@ -73,7 +73,7 @@ class Graph:
 
     def constant(self, value: Any, dtype: type = np.int64) -> str:
         """A small constant; equal ones are one."""
-        array = np.asarray(value, dtype)
+        array: np.ndarray = np.asarray(value, dtype)
         key = array.dtype.name, array.shape, array.tobytes()
         if key not in self._constants:
             self._constants[key] = f"constant_{len(self._constants)}"

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import numpy as np
 
@@ -53,7 +54,7 @@ class Blocks:
         """(N, K)."""
         return self.scales.shape[0], self.scales.shape[1] * self.block_size
 
-    def matmul(self) -> tuple[dict[str, np.ndarray], dict[str, int]]:
+    def matmul(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         """Inputs ``B``, ``scales`` and ``zero_points`` of MatMulNBits, and its attributes.
 
         With `offsets`, add ``S @ offsets.T`` to its output; ``S`` is the input summed over each block.
@@ -66,7 +67,7 @@ class Blocks:
         inputs = {"B": self.codes, "scales": self.scales.ravel(), "zero_points": zeros.ravel()}
         return inputs, {"K": K, "N": N, "bits": self.bits, "block_size": self.block_size}
 
-    def gather(self) -> tuple[dict[str, np.ndarray], dict[str, int]]:
+    def gather(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         """Inputs ``data``, ``scales`` and ``zero_points`` of GatherBlockQuantized, and its attributes.
 
         ``data`` is the ``B`` of `matmul`, so a tied embedding stores it once. The output ends in the axes
@@ -80,15 +81,13 @@ class Blocks:
 
         ONNX Runtime 1.31 takes 8 bits 30 times as long as these two, or rounds the input to 8 bits as well.
         """
-        low = (self.codes & 15).reshape(*self.scales.shape, -1, 2)
-        high = (self.codes >> 4).reshape(low.shape)
-        return tuple(
-            Blocks(codes[..., 0] | codes[..., 1] << 4, scales, zeros, None, 4, self.block_size)
-            for codes, scales, zeros in (
-                (high, self.scales * np.float32(16), self.zeros >> 4),
-                (low, self.scales, self.zeros & 15),
-            )
-        )
+
+        def half(codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray) -> Blocks:
+            pairs = codes.reshape(*scales.shape, -1, 2)
+            return Blocks(pairs[..., 0] | pairs[..., 1] << 4, scales, zeros, None, 4, self.block_size)
+
+        high = half(self.codes >> 4, self.scales * np.float32(16), self.zeros >> 4)
+        return high, half(self.codes & 15, self.scales, self.zeros & 15)
 
 
 def blocks(

@@ -146,16 +146,17 @@ class _Widened(nn.Module):
     """An embedding in float32, from which everything after it is float32 too, with a relative ``noise``."""
 
     def __init__(self, inner: Any) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.inner = inner
         self.noise = 0.0
 
     def __call__(self, ids: mx.array) -> mx.array:
-        rows = self.inner(ids).astype(mx.float32)
+        rows: mx.array = self.inner(ids).astype(mx.float32)
         return rows * (1 + self.noise * mx.random.normal(rows.shape, key=mx.random.key(0)))
 
     def as_linear(self, x: mx.array) -> mx.array:
-        return self.inner.as_linear(x)
+        logits: mx.array = self.inner.as_linear(x)
+        return logits
 
 
 @contextmanager
@@ -186,7 +187,7 @@ def _rounding(model: Any, dtype: str) -> Iterator[None]:
 
     names = {cls.__module__ for _, module in model.named_modules() for cls in type(module).__mro__}
     modules = [sys.modules[name] for name in names if hasattr(sys.modules.get(name), seam.NAME)]
-    places = [(module, seam.NAME) for module in modules]
+    places: list[tuple[Any, str]] = [(module, seam.NAME) for module in modules]
     places += [(cls, "update_and_fetch") for cls in (caches.KVCache, caches.RotatingKVCache)]
     originals = [getattr(*place) for place in places]
 

@@ -141,7 +141,7 @@ class Weights:
         """Store codes, scales and zero points."""
         return [self._graph.weight(f"{name}.{part}.{plane}", array) for part, array in inputs.items()]
 
-    def _sum_of_products(self, x: str, planes: list[tuple[Any, dict[str, int]]], offsets: str | None) -> str:
+    def _sum_of_products(self, x: str, planes: list[tuple[Any, dict[str, Any]]], offsets: str | None) -> str:
         g = self._graph
         y = None
         for inputs, attributes in planes:
