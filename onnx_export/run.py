@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import sys
@@ -29,6 +30,8 @@ def main(argv: Sequence[str]) -> int:
     if args.max_tokens is not None:
         check_int("--max-tokens", args.max_tokens, 1)
     prompt = _prompt(args.prompt)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # not every terminal has every character
     runner = Runner(args.model, native=args.native, threads=args.threads)
     tokenizer = load_tokenizer(runner.path.parent)
     tokens = encode(tokenizer, prompt, chat=not args.ignore_chat_template)

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 import tiny_models
 from exported import SPARQ, by_method, exported
@@ -66,11 +67,44 @@ def test_a_chat_template_is_used_unless_ignored(capsys: pytest.CaptureFixture[st
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     settings["chat_template"] = "w1 w2 {% for message in messages %}{{ message['content'] }}{% endfor %} w3"
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    first, text = {"SpecialToken": {"id": "w1", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+    tokenizer["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [first, text],  # a first token, which templates write themselves
+        "pair": [first, text, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"w1": {"id": "w1", "ids": [tokenizer["model"]["vocab"]["w1"]], "tokens": ["w1"]}},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     counts = []
     for extra in ([], ["--ignore-chat-template"]):
         assert generate(str(folder), "--prompt", "w5 w6", "-m", "2", "--json", *extra) == 0
         counts.append(json.loads(capsys.readouterr().out)["prompt_tokens"])
-    assert counts == [5, 2]
+    assert counts == [5, 3]
+
+
+def test_a_text_that_the_model_ends_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(exported("dense"), tmp_path / "model"))
+    tokens = list(Runner(folder).generate(PROMPT, 8))
+    model = onnx.load(folder / "model.onnx", load_external_data=False)
+    entry = next(entry for entry in model.metadata_props if entry.key == "mlx_sparse.eos_token_ids")
+    entry.value = json.dumps([tiny_models.VOCAB - 1, tokens[5]])
+    onnx.save(model, folder / "model.onnx")
+    assert generate(str(folder), "--prompt", WORDS, "-m", "8", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["generation_tokens"], found["finish_reason"]) == (5, "stop")
+
+
+def test_a_terminal_without_a_character_gets_another(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(exported("dense"), tmp_path / "model"))
+    tokenizer = (folder / "tokenizer.json").read_text()
+    (folder / "tokenizer.json").write_text(re.sub(r'"w(\d+)"', r'"ü\1"', tokenizer), encoding="utf-8")
+    code = "import sys; from mlx_sparse import cli; sys.exit(cli.main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "run-onnx", str(folder), "--prompt", "\u00fc5", "-m", "3"]
+    env = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.search(r"\n\?\d+", done.stdout)
 
 
 def test_a_chat_template_that_fails_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
