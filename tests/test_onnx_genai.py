@@ -120,6 +120,20 @@ def test_what_was_said_can_be_forgotten(method: str) -> None:
     assert tokens[1:] == said_by_mlx(method, PROMPT, STEPS)
 
 
+@pytest.mark.parametrize("several", [True, False])
+def test_a_text_ends_at_any_of_the_tokens_that_end_it(several: bool, tmp_path: Path) -> None:
+    folder = copy_of(exported("dense"), tmp_path, with_kernels=False)
+    tokens = list(Runner(folder).generate(PROMPT, 8))
+    genai.write_config(folder, {"eos_token_id": [tiny_models.VOCAB - 1, tokens[5]] if several else tokens[5]})
+    generator = Generator(folder)
+    generator.say([PROMPT], 0)
+    said = 0
+    while not generator.generator.is_done():
+        generator.generator.generate_next_token()
+        said += 1
+    assert said == tokens.index(tokens[5]) + 1
+
+
 def test_more_tokens_than_the_caches_hold_are_refused() -> None:
     folder = exported(SPARQ, max_length=250)  # in caches of 256
     with pytest.raises(RuntimeError, match=r"max_length .251. cannot be greater than model context_length .250."):
