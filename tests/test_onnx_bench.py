@@ -9,10 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from mlx_sparse.onnx_export import bench, bench_caches, bench_contenders, bench_report, native
-from mlx_sparse.onnx_export.bench import Row
-from mlx_sparse.onnx_export.bench_caches import Caches, Problem
-from mlx_sparse.onnx_export.bench_contenders import CONTENDERS, HALF, Contender
+from mlx_sparse.onnx_export import native
+from mlx_sparse.onnx_export.bench import caches as bench_caches
+from mlx_sparse.onnx_export.bench import contenders as bench_contenders
+from mlx_sparse.onnx_export.bench import report as bench_report
+from mlx_sparse.onnx_export.bench import run as bench
+from mlx_sparse.onnx_export.bench.caches import Caches, Problem
+from mlx_sparse.onnx_export.bench.contenders import CONTENDERS, HALF, Contender
+from mlx_sparse.onnx_export.bench.run import Row
 from require import absent
 
 from mlx_sparse import cli, oracle

@@ -19,7 +19,7 @@ from .output import machine, write
 DTYPES = ("float16", "bfloat16", "float32")
 LENGTHS = "1k,2k,4k,8k,16k,32k,64k,128k"
 SHAPES = "32x8x128,32x32x128,9x3x64"
-ONNX = "mlx_sparse.onnx_export.bench"  # a name: mlx_sparse runs without onnx
+ONNX = "mlx_sparse.onnx_export.bench.run"  # a name: mlx_sparse runs without onnx
 ONNX_LENGTHS = "4k,16k,64k,128k"
 ONNX_SHAPE = "32x8x128"
 

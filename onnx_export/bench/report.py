@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .bench_contenders import NAMES
+from .contenders import NAMES
 
 if TYPE_CHECKING:
-    from .bench import Row
+    from .run import Row
 
 K = 1024
 HELD_TO = 2  # threads

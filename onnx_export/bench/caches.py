@@ -10,8 +10,8 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from . import memory
-from .defaults import lanes_for
+from .. import memory
+from ..defaults import lanes_for
 
 Array = npt.NDArray[Any]
 

@@ -18,9 +18,9 @@ import numpy as np
 
 from mlx_sparse.checks import ConfigError, check_rank
 
-from . import bench_report
-from .bench_caches import DTYPES, Caches, Problem
-from .bench_contenders import CONTENDERS, HALF, Contender, build, unavailable
+from . import report
+from .caches import DTYPES, Caches, Problem
+from .contenders import CONTENDERS, HALF, Contender, build, unavailable
 
 PAUSE = 0.003  # seconds between two contenders: pools that spin for a moment after their work do so here
 # How long our threads may wait for a processor: a share of the sample's time, or some seconds. Beyond both, others
@@ -95,8 +95,8 @@ def run(
             for found in _length(Problem(*shape, S, rank, top_k, window), threads, repeat):
                 rows += found
                 progress.update()
-    bars = bench_report.bars(rows)
-    text = f"{_where(shape, rank, top_k, window)}\n\n{bench_report.text(rows, bars)}"
+    bars = report.bars(rows)
+    text = f"{_where(shape, rank, top_k, window)}\n\n{report.text(rows, bars)}"
     return [row.as_dict() for row in rows] + [bar.as_dict() for bar in bars], text, not any(r.failed for r in rows)
 
 

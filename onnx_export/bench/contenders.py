@@ -15,10 +15,10 @@ import onnxruntime
 from onnx.helper import make_graph, make_model, make_node, make_opsetid, make_tensor_value_info
 from onnx.numpy_helper import from_array
 
-from . import memory, native
-from .bench_caches import Caches, Problem
-from .build import TYPES, operator_model
-from .domain import DEFAULT
+from .. import memory, native
+from ..build import TYPES, operator_model
+from ..domain import DEFAULT
+from .caches import Caches, Problem
 
 Array = npt.NDArray[Any]
 
