@@ -140,18 +140,21 @@ class Runner:
         return self._logits[:, 0]
 
     def prefill(self, prompt: Sequence[int]) -> Array:
-        """Append a prompt, for a batch of one, in pieces of bounded memory; return the logits of its last token."""
+        """Append a prompt, for a batch of one, in pieces of bounded memory; return the logits of its last token.
+
+        The last token is a step of its own, so it attends as those after it, which is how mlx-lm runs a prompt.
+        """
         if not len(prompt):
             raise ConfigError("prompt: expected at least one token, got none.")
         self._check_room("prompt", len(prompt))
-        start = 0
-        while start < len(prompt):
+        start, last = 0, len(prompt) - 1
+        while start < last:
             piece = self._fixed or PIECE
-            if piece == len(prompt) - start - 1 and not self._fixed:
-                piece += 1  # one token alone would be attended sparsely, as in decoding
-            logits = self.step([list(prompt[start : start + piece])])
+            if piece == last - start - 1 and not self._fixed:
+                piece += 1  # one token alone would be attended sparsely
+            self.step([list(prompt[start : min(start + piece, last)])])
             start += piece
-        return logits
+        return self.step([list(prompt[last:])])
 
     def generate(self, prompt: Sequence[int], max_tokens: int, pick: Pick | None = None) -> Iterator[int]:
         """Append a prompt and yield the tokens that follow, at most ``max_tokens``, up to one that ends the text.

@@ -8,10 +8,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import onnx
 import pytest
 import tiny_models
+from mlx_lm.generate import generate_step
 from mlx_lm.utils import load_model
 from mlx_sparse.onnx_export import export
 from mlx_sparse.onnx_export.runner import Runner
@@ -42,10 +44,27 @@ def _scratch() -> tempfile.TemporaryDirectory[str]:
 
 
 def said_by_mlx(method: str, prompt: list[int], count: int, **changes: Any) -> list[int]:
-    """mlx-lm's ``count`` greedy tokens after a prompt, but for the first, with the model of `exported`."""
+    """mlx-lm's ``count`` greedy tokens after a prompt, with the model of `exported`."""
+    model = tiny_models.build(**changes)
+    with contextlib.nullcontext() if method == "dense" else mlx_sparse.sparse(model, method):
+        return [int(token) for token, _ in generate_step(mx.array(prompt), model, max_tokens=count)]
+
+
+def said_after_a_dense_prompt(method: str, prompt: list[int], count: int, **changes: Any) -> list[int]:
+    """The same, but for the first, where the last token of the prompt attends densely too."""
     model = tiny_models.build(**changes)
     with contextlib.nullcontext() if method == "dense" else mlx_sparse.sparse(model, method):
         return tiny_models.greedy(model, prompt, count - 1)[0]
+
+
+def said_in_steps(
+    model: Runner, prompts: list[list[int]], count: int, left_padding: list[int] | None = None
+) -> list[list[int]]:
+    """Each row's ``count`` greedy tokens after prompts that go in at once."""
+    picked = [model.step(prompts, left_padding).argmax(axis=1)]
+    for _ in range(count - 1):
+        picked.append(model.step(picked[-1][:, None]).argmax(axis=1))
+    return np.stack(picked, axis=1).tolist()
 
 
 class Made:

@@ -10,7 +10,7 @@ import numpy as np
 import onnxruntime_genai as og
 import pytest
 import tiny_models
-from exported import SPARQ, by_method, exported, said_by_mlx
+from exported import SPARQ, by_method, exported, said_after_a_dense_prompt, said_in_steps
 from mlx_sparse.onnx_export import genai, native
 from mlx_sparse.onnx_export.runner import Runner
 from require import absent
@@ -66,7 +66,7 @@ def test_tokens_are_those_of_mlx(method: str, layers: int, with_kernels: bool, t
     changes = {"num_hidden_layers": layers}
     folder = copy_of(exported(method, **changes), tmp_path, with_kernels)
     [tokens] = Generator(folder).say([PROMPT], STEPS)
-    assert tokens[1:] == said_by_mlx(method, PROMPT, STEPS, **changes)
+    assert tokens[1:] == said_after_a_dense_prompt(method, PROMPT, STEPS, **changes)
 
 
 @by_method
@@ -76,7 +76,7 @@ def test_tokens_are_those_of_the_runner_with_half_precision_caches(
 ) -> None:
     folder = copy_of(exported(method, dtype=dtype), tmp_path, with_kernels)
     runner = Runner(folder, native="auto" if with_kernels else "off")
-    assert Generator(folder).say([PROMPT], STEPS) == [list(runner.generate(PROMPT, STEPS))]
+    assert Generator(folder).say([PROMPT], STEPS) == said_in_steps(runner, [PROMPT], STEPS)
 
 
 @by_method
@@ -99,7 +99,7 @@ def test_a_prompt_can_be_appended_in_parts(method: str) -> None:
     generator = Generator(exported(method))
     generator.say([PROMPT[:40]], 0)
     [tokens] = generator.say([PROMPT[40:]], STEPS)
-    assert tokens[1:] == said_by_mlx(method, PROMPT, STEPS)
+    assert tokens[1:] == said_after_a_dense_prompt(method, PROMPT, STEPS)
 
 
 @by_method
@@ -108,7 +108,7 @@ def test_a_long_prompt_goes_in_pieces(method: str) -> None:
     folder = exported(method, max_length=1024)
     assert json.loads((folder / genai.CONFIG).read_text())["search"]["chunk_size"] < len(prompt)
     [tokens] = Generator(folder).say([prompt], STEPS)
-    assert tokens[1:] == said_by_mlx(method, prompt, STEPS)
+    assert tokens[1:] == said_after_a_dense_prompt(method, prompt, STEPS)
 
 
 @by_method
@@ -117,7 +117,7 @@ def test_what_was_said_can_be_forgotten(method: str) -> None:
     generator.say([PROMPT[::-1]], 5)
     generator.generator.rewind_to(0)
     [tokens] = generator.say([PROMPT], STEPS)
-    assert tokens[1:] == said_by_mlx(method, PROMPT, STEPS)
+    assert tokens[1:] == said_after_a_dense_prompt(method, PROMPT, STEPS)
 
 
 @pytest.mark.parametrize("several", [True, False])

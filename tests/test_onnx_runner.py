@@ -14,7 +14,7 @@ import onnx
 import onnxruntime
 import pytest
 import tiny_models
-from exported import SPARQ, exported, said_by_mlx
+from exported import SPARQ, exported, said_by_mlx, said_in_steps
 from mlx_sparse.onnx_export import Runner, export, memory, native, runner
 from require import absent
 
@@ -48,7 +48,7 @@ def test_tokens_are_those_of_mlx(method: str, mode: str) -> None:
     model = Runner(exported(method), native=mode, threads=1)
     assert model.native == (mode == "auto")
     tokens = list(model.generate(PROMPT, STEPS))
-    assert tokens[1:] == said_by_mlx(method, PROMPT, STEPS)
+    assert tokens == said_by_mlx(method, PROMPT, STEPS)
     assert model.length == len(PROMPT) + STEPS - 1
 
 
@@ -77,21 +77,16 @@ def test_after_a_reset_nothing_is_left(method: str) -> None:
 @by_method
 def test_padded_rows_say_what_each_says_alone(method: str) -> None:
     prompts = [tiny_models.prompt_of(n, seed=n) for n in (60, 45)]
-    model = Runner(exported(method), batch=2)
     padded = [prompts[0], [tiny_models.EOS] * 15 + prompts[1]]
-    picked = [model.step(padded, left_padding=[0, 15]).argmax(axis=1)]
-    for _ in range(STEPS - 1):
-        picked.append(model.step(picked[-1][:, None]).argmax(axis=1))
-    alone = Runner(exported(method))
+    together = said_in_steps(Runner(exported(method), batch=2), padded, STEPS, [0, 15])
     for row, prompt in enumerate(prompts):
-        alone.reset()
-        assert [int(tokens[row]) for tokens in picked] == list(alone.generate(prompt, STEPS))
+        assert together[row] == said_in_steps(Runner(exported(method)), [prompt], STEPS)[0]
 
 
 def test_the_mask_grows_with_the_text() -> None:
     prompt = tiny_models.prompt_of(1500)
     model = Runner(exported(SPARQ, max_length=2048))
-    assert list(model.generate(prompt, STEPS))[1:] == said_by_mlx(SPARQ, prompt, STEPS)
+    assert list(model.generate(prompt, STEPS)) == said_by_mlx(SPARQ, prompt, STEPS)
 
 
 def test_memory_does_not_grow_with_the_tokens() -> None:
@@ -335,7 +330,7 @@ def test_tokens_that_do_not_exist_are_said_and_harm_nothing() -> None:
     with pytest.raises(ArtefactError, match=r"^model: expected [^\n]* to run, got: [^\n]*$"):
         model.step([[1, tiny_models.VOCAB]])
     assert model.length == 0
-    assert list(model.generate(PROMPT, STEPS))[1:] == said_by_mlx(SPARQ, PROMPT, STEPS)
+    assert list(model.generate(PROMPT, STEPS)) == said_by_mlx(SPARQ, PROMPT, STEPS)
 
 
 def test_an_interrupted_step_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,7 +345,7 @@ def test_an_interrupted_step_leaves_nothing_behind(monkeypatch: pytest.MonkeyPat
         patched.setattr(onnxruntime.InferenceSession, "run_with_iobinding", interrupted)
         model.step([PROMPT[::-1]])
     assert model.length == 0
-    assert list(model.generate(PROMPT, STEPS))[1:] == said_by_mlx(SPARQ, PROMPT, STEPS)
+    assert list(model.generate(PROMPT, STEPS)) == said_by_mlx(SPARQ, PROMPT, STEPS)
 
 
 def test_logits_that_are_no_numbers_are_said(tmp_path: Path) -> None:
