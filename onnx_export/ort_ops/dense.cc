@@ -14,7 +14,7 @@ constexpr int64_t kLeastKeys = 1024;  // of a part: below it a part costs more t
 // The keys that query i attends to.
 Span span(const Attention& a, int64_t b, int64_t i) {
   const int64_t p = a.length[b] - a.L + i;
-  const int64_t low = std::max(a.first[b], a.window ? p - a.window + 1 : 0);
+  const int64_t low = std::max(a.first[b], a.window && a.window <= p ? p - a.window + 1 : 0);
   return {low, std::max(low, p + 1)};
 }
 
