@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
+import resource
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -74,15 +77,17 @@ def test_parameters_come_from_a_file_too(run: Callable[..., str], llama: Path, t
         (["--method", "sparq:rank=4+dense"], "--method: expected dense or sparq"),
         (["--attn-config", "missing.toml"], "attn-config: expected a readable TOML file, got missing.toml"),
         (["--dtype", "int8"], "--dtype: expected one of float32, float16, bfloat16, got 'int8'"),
-        (["--max-length", "0"], "--max-length: expected an integer of at least 1, got 0"),
-        (["--max-length", "-3"], "--max-length: expected an integer of at least 1, got -3"),
+        (["--max-length", "0"], "--max-length: expected an integer of at least 1 and .*, got 0"),
+        (["--max-length", "-3"], "--max-length: expected an integer of at least 1 and .*, got -3"),
         (
             ["--max-length", "4097"],
             "--max-length: expected at most max_position_embeddings=4096 of the model, got 4097",
         ),
+        (["--max-length", "9" * 30], "--max-length: expected an integer of at least 1 and at most 2147483647, got 999"),
         (["--max-length", "many"], "--max-length: invalid int value: 'many'"),
         (["--static", "2"], "--static: expected two numbers B,N, got '2'"),
-        (["--static", "0,64"], "--static: expected an integer of at least 1, got 0"),
+        (["--static", "0,64"], "--static: expected an integer of at least 1 and .*, got 0"),
+        (["--static", "9" * 30 + ",64"], "--static: expected an integer of at least 1 and at most 2147483647, got 999"),
         (["--static", "1,5000"], "--static: expected at most max_position_embeddings=4096 of the model, got 5000"),
         (["--static", "1,64", "--max-length", "128"], "--max-length: expected none beside --static 1,64, got 128"),
         (["--fast"], "unrecognized arguments: --fast"),
@@ -110,6 +115,16 @@ def with_weights(folder: Path, change: Callable[[dict[str, mx.array]], Any]) -> 
     change(arrays)
     mx.save_safetensors(str(file), arrays, {"format": "mlx"})
     return folder
+
+
+def float16_caches(folder: Path) -> Path:
+    """A tiny llama whose keys are larger than float16 holds, though its weights are not."""
+
+    def change(weights: dict[str, mx.array]) -> None:
+        norm = "model.layers.0.input_layernorm.weight"
+        weights[norm] = weights[norm] * 3e4
+
+    return with_weights(folder, change)
 
 
 def cut(folder: Path, count: int) -> Path:
@@ -153,6 +168,27 @@ MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
     "mxfp4": (
         lambda p: quantised(p, bits=4, group_size=32, mode="mxfp4"),
         "model.embed_tokens: expected affine quantised weights, got mode mxfp4",
+    ),
+    "heads that do not divide": (
+        lambda p: tiny_models.write(p, num_key_value_heads=3),
+        "n_heads must be a multiple of n_kv_heads",
+    ),
+    "text for a number": (lambda p: changed(p, rope_theta="10000"), "--model: expected a model that mlx-lm can load"),
+    "a position encoding that never turns": (
+        lambda p: changed(p, rope_theta=-1.0),
+        "--model: expected rope_theta above 0",
+    ),
+    "fewer layers than their pattern": (
+        lambda p: tiny_models.write(p, "gemma3_text", num_hidden_layers=2, sliding_window_pattern=6),
+        "--model: expected a model that mlx-lm can load",
+    ),
+    "an end in words": (
+        lambda p: changed(p, eos_token_id=[0, "end"]),
+        "expected eos_token_id to be the number of a token, got .*end",
+    ),
+    "padding in words": (
+        lambda p: changed(p, pad_token_id="pad"),
+        "expected pad_token_id to be the number of a token, got 'pad'",
     ),
     "missing folder": (lambda p: p / "nowhere/at/all", "--model: expected a model that mlx-lm can load"),
     "repository that cannot be reached": (lambda p: "nobody/nothing", "--model: expected a model.*nobody/nothing"),
@@ -241,7 +277,51 @@ def test_a_failure_leaves_nothing_behind(
         raise error
 
     monkeypatch.setattr(*place, fail)
-    assert_refused(run(llama, "--method", SPARQ), expected, tmp_path)
+    assert_refused(run(llama, "--method", SPARQ, out="new/folders/out"), expected, tmp_path)
+
+
+def test_a_full_disk_leaves_nothing_behind(run: Callable[..., str], llama: Path, tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        message = run(llama, "--method", SPARQ)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert_refused(message, "-o: expected a folder that can be written.*File too large", tmp_path)
+
+
+def test_being_ended_leaves_nothing_behind(
+    run: Callable[..., str], llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(export, "reference", lambda *args: os.kill(os.getpid(), signal.SIGTERM))
+    assert_refused(run(llama, "--method", SPARQ), "interrupted", tmp_path)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_caches_beyond_memory_are_refused(
+    run: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(verify, "zeros", fail)
+    model = changed(tmp_path / "model", max_position_embeddings=None)
+    message = run(model, "--method", SPARQ, "--max-length", "1000000")
+    assert_refused(message, "--max-length: expected caches that fit into memory", tmp_path)
+
+
+def test_the_current_folder_is_not_replaced(
+    run: Callable[..., str], llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    message = run(llama, "--method", SPARQ, out=".")
+    assert_refused(message, "-o: expected a folder that can be replaced, got .*the current folder", tmp_path)
+
+
+def test_keys_too_large_for_the_type_are_refused(run: Callable[..., str], tmp_path: Path) -> None:
+    message = run(float16_caches(tmp_path / "model"), "--method", SPARQ, "--dtype", "float16")
+    assert_refused(message, "--dtype: expected a type that holds keys and values, got float16", tmp_path)
 
 
 def test_somebody_elses_folder_of_that_name_wins(
@@ -265,7 +345,7 @@ WRONG: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "scale of a norm": lambda m: m.setattr(
         weights.Weights,
         "vector",
-        lambda self, name, array, shift=0.0, original=weights.Weights.vector: original(self, name, array, shift + 1e-2),
+        lambda self, name, array, shift=0.0, original=weights.Weights.vector: original(self, name, array, shift + 1e-4),
     ),
     "position": lambda m: m.setattr(
         decoder, "rope_of", lambda module, original=decoder.rope_of: dataclasses.replace(original(module), scale=1.01)
@@ -292,5 +372,18 @@ def test_a_file_that_computes_something_else_is_not_kept(
     run: Callable[..., str], llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, dtype: str
 ) -> None:
     WRONG[what](monkeypatch)
-    expected = "model.onnx: expected logits within .* of MLX's, got .* attention. Nothing was kept"
+    expected = "model.onnx: expected logits within .* of MLX's, got .* attention.*Nothing was kept"
     assert_refused(run(llama, "--method", SPARQ, "--dtype", dtype), expected, tmp_path)
+
+
+def test_a_step_that_gives_no_number_is_noticed(
+    run: Callable[..., str], llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = verify._steps
+
+    def spoiled(*args: Any) -> list[np.ndarray]:
+        prompted, step = original(*args)
+        return [prompted, np.where(np.arange(step.shape[1]) == 7, np.nan, step)]
+
+    monkeypatch.setattr(verify, "_steps", spoiled)
+    assert_refused(run(llama, "--method", "dense"), "expected logits within .* got nan with dense", tmp_path)

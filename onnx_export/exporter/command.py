@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
@@ -26,6 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status. A mistake is one line on standard error and status 2."""
     parser = _parser()
     args = parser.parse_args(arguments)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # what is half written goes, as on Ctrl-C
     try:
         made = _export(args)
     except SparseAttentionError as error:
@@ -34,6 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"-o: expected a folder that can be written, got {args.out} ({error.strerror or error}).")
     except KeyboardInterrupt:
         parser.error(f"interrupted; {args.out} is as it was.")
+    finally:
+        signal.signal(signal.SIGTERM, before)
     print(f"{args.out}: {made.method}, {made.max_length} tokens, {made.nbytes / 1e6:,.0f} MB.")
     print(f"Checked on onnxruntime: {made.agreement}.")
     return 0

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
@@ -36,6 +36,7 @@ from .verify import Agreement, compare, reference
 from .weights import QUANTISED
 
 METHODS = ("dense", "sparq")
+MOST = 2**31 - 1  # rows or tokens
 MAX_LENGTH = 4096  # where the model allows it and --max-length does not say otherwise
 # What tokenizers are made of; whatever of it the model has is copied.
 TOKENIZER = (
@@ -149,9 +150,9 @@ def _check_sizes(dtype: str | None, max_length: int | None, static: tuple[int, i
     if dtype is not None:
         check_choice("--dtype", dtype, tuple(build.TYPES))
     if max_length is not None:
-        check_int("--max-length", max_length, 1)
+        check_int("--max-length", max_length, 1, MOST)
     for number in static or ():
-        check_int("--static", number, 1)
+        check_int("--static", number, 1, MOST)
     if static and max_length not in (None, static[1]):
         raise ConfigError(f"--max-length: expected none beside --static {static[0]},{static[1]}, got {max_length}.")
 
@@ -193,10 +194,15 @@ def settle(config: MethodConfig, model: Any, *, branches: bool = True) -> Method
 
 def check_free(folder: Path) -> None:
     """Raise `ConfigError` unless ``folder`` can become the result without loss."""
-    if folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir()):
+    if not folder.exists() and not folder.is_symlink():
         return
-    if folder.exists() or folder.is_symlink():
+    if folder.is_symlink() or not folder.is_dir() or any(folder.iterdir()):
         raise ConfigError(f"-o: expected a folder that is empty or does not exist, got {folder}. Nothing was written.")
+    if folder.is_mount() or folder.samefile(Path.cwd()):
+        raise ConfigError(
+            f"-o: expected a folder that can be replaced, got a mount point or the current folder: {folder}. "
+            "Name a new folder inside it."
+        )
 
 
 def load(model: str) -> tuple[Any, Path, Mapping[str, Any]]:
@@ -210,12 +216,23 @@ def load(model: str) -> tuple[Any, Path, Mapping[str, Any]]:
         settings = utils.load_config(source)
         family_of(settings)
         loaded, settings = utils.load_model(source, lazy=True)
+        loaded(mx.array([[0, 0]]))  # nothing is computed yet, but what does not fit together is noticed
     except ConfigError:
         raise
     except Exception as error:  # mlx-lm, the hub and MLX raise whatever the place they stumble at raises
         reason = shorten(str(error), 200) or type(error).__name__
         raise ConfigError(f"--model: expected a model that mlx-lm can load, got {model} ({reason}).") from None
+    _check_tokens(settings)
     return loaded, source, settings
+
+
+def _check_tokens(settings: Mapping[str, Any]) -> None:
+    """Refuse special tokens that are no numbers."""
+    for key in ("eos_token_id", "bos_token_id", "pad_token_id"):
+        said = settings.get(key)
+        ids = said if isinstance(said, list) and key.startswith("eos") else [] if said is None else [said]
+        if not all(type(token) is int for token in ids):
+            raise ConfigError(f"--model: expected {key} to be the number of a token, got {shorten(repr(said), 80)}.")
 
 
 def length_of(settings: Mapping[str, Any], option: str, asked: int | None) -> int:
@@ -246,14 +263,18 @@ def own_type(model: Any) -> str:
 @contextmanager
 def emerging(folder: Path) -> Iterator[Path]:
     """A folder beside ``folder`` to write to. It takes the name in one step at the end, or is removed."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    missing = [parent for parent in folder.parents if not parent.exists()]
     made = folder.parent / f".{folder.name}.{os.getpid()}.partial"
-    made.mkdir()
     try:
+        made.mkdir(parents=True)
         yield made
         made.rename(folder)  # an empty folder gives way, anything else does not
-    finally:
+    except BaseException:
         shutil.rmtree(made, ignore_errors=True)
+        for parent in missing:
+            with suppress(OSError):
+                parent.rmdir()
+        raise
 
 
 def _write(

@@ -113,6 +113,10 @@ def rope_of(module: Any) -> Rope | None:
         return None
     if isinstance(module, nn.RoPE):
         half = module.dims // 2
+        if not (half > 0 and module.base > 0):
+            raise ConfigError(
+                f"--model: expected rope_theta above 0 and components to turn, got {module.base} and {module.dims}."
+            )
         # As MLX computes it, in float32: it rounds, and the angle of a far position shows it.
         turned = mx.exp(mx.arange(0, -half, -1, dtype=mx.float32) * (math.log(module.base) / half))
         return Rope(tuple(np.array(turned).tolist()), module.scale, 1.0, module.traditional)

@@ -2,8 +2,8 @@
 
 MLX runs the model in float32, and once more with embeddings disturbed as much as rounding errors would disturb them:
 what that does to the logits says how close the file must come. Caches of half precision round more than that, and may
-swap the keys that a sparse step chooses. So the sparse step is compared in a copy of the file with float32 caches, and
-the file itself must come as close as MLX does when it rounds what the caches hold.
+swap the keys that a sparse step chooses. So a copy of the file with float32 caches, whose sparse step comes early, is
+held to that, and the file itself must come as close as MLX does when it rounds what the caches hold.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import functools
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,7 @@ from mlx.utils import tree_map_with_path
 from mlx_lm.models.cache import make_prompt_cache
 from onnx import TensorProto, helper
 
-from mlx_sparse.checks import ArtefactError
+from mlx_sparse.checks import ArtefactError, ConfigError
 from mlx_sparse.config import SparQ
 from mlx_sparse.lm import seam, sparse
 
@@ -57,12 +57,16 @@ class Expected:
         tokens: (rows, PROMPT + 1).
         logits: after the prompts, after one more token, and after that token if it is attended sparsely. The last is
             missing if the method is dense.
-        allowed: largest difference of the file's dense logits, and of the median row's sparse logits.
+        rounded: largest difference of the file's dense logits.
+        dense: the same with float32 caches.
+        sparse: largest difference of the median row's sparse logits, with float32 caches.
     """
 
     tokens: Array
     logits: list[Array]
-    allowed: tuple[float, float]
+    rounded: float
+    dense: float
+    sparse: float
 
 
 @dataclass(frozen=True)
@@ -72,13 +76,11 @@ class Agreement:
     Attributes:
         dense: largest difference where attention is dense.
         sparse: the same of the sparse step's median row, None if the method is dense.
-        allowed: for the two.
         largest: logit, for comparison.
     """
 
     dense: float
     sparse: float | None
-    allowed: tuple[float, float]
     largest: float
 
     def __str__(self) -> str:
@@ -103,8 +105,8 @@ def _reference(model: Any, target: Target) -> Expected:
     tokens = np.random.default_rng(0).integers(0, model.model.embed_tokens.weight.shape[0], (ROWS, PROMPT + 1))
     embedding = model.model.embed_tokens = _Widened(model.model.embed_tokens)
     # Sums of K products err by about sqrt(K) halves of an ulp, and the layers add their errors up.
-    shapes = [module.weight.shape for _, module in model.named_modules() if isinstance(module, (nn.Linear, *QUANTISED))]
-    noise = 2.0**-24 * math.sqrt(max(max(shape) for shape in shapes) * len(shapes))
+    products = [_columns(module) for _, module in model.named_modules() if isinstance(module, (nn.Linear, *QUANTISED))]
+    noise = 2.0**-24 * math.sqrt(max(products) * len(products))
     method = shortened(target) if isinstance(target.method, SparQ) else None
     runs = []
     for embedding.noise in (0.0, noise):
@@ -117,15 +119,29 @@ def _reference(model: Any, target: Target) -> Expected:
                 runs[-1].append(_run(model, tokens[:, -1:], prompted))
     exact, moved = runs
     if not all(np.isfinite(logits).all() for logits in exact):
-        raise ArtefactError("--model: expected finite logits from MLX, got NaN or infinity. The weights are damaged.")
+        raise ArtefactError("--model: expected finite logits from MLX, got NaN or infinity. The model is damaged.")
     moves = [np.abs(a - b).max(axis=1) for a, b in zip(exact, moved, strict=True)]
-    dense = float(np.max(moves[:2]))
+    dense, lost = float(np.max(moves[:2])), 0.0
     if target.dtype != "float32":
         embedding.noise, cache = 0.0, make_prompt_cache(model)
         with _rounding(model, target.dtype):
             rounded = [_run(model, piece, cache) for piece in (tokens[:, :-1], tokens[:, -1:])]
-        dense += max(float(np.abs(a - b).max()) for a, b in zip(exact, rounded, strict=False))
-    return Expected(tokens, exact, (SLACK * dense, SLACK * float(np.median(moves[-1]))))
+        lost = _largest(exact[:2], rounded)
+        if not math.isfinite(lost):
+            raise ConfigError(f"--dtype: expected a type that holds keys and values, got {target.dtype}. Give another.")
+    return Expected(tokens, exact, SLACK * (dense + lost), SLACK * dense, SLACK * float(np.median(moves[-1])))
+
+
+def _columns(module: Any) -> int:
+    """How many products a linear layer sums."""
+    if isinstance(module, QUANTISED):
+        return int(module.scales.shape[1] * module.group_size)
+    return int(module.weight.shape[1])
+
+
+def _largest(found: Sequence[Array], wanted: Sequence[Array]) -> float:
+    """The largest difference; NaN if there is one."""
+    return float(np.max([np.abs(a - b).max() for a, b in zip(found, wanted, strict=True)]))
 
 
 def _as_stored(model: Any, dtype: str) -> None:
@@ -230,7 +246,7 @@ def shortened(target: Target) -> SparQ:
 
 
 def compare(model: onnx.ModelProto, folder: Path, expected: Expected, target: Target, lower: Lower) -> Agreement:
-    """Run the finished file on stock ONNX Runtime, and its sparse step in a copy that shares its data.
+    """Run the finished file on stock ONNX Runtime, and a copy with float32 caches that shares its data.
 
     Args:
         model: the model before it was lowered.
@@ -242,29 +258,31 @@ def compare(model: onnx.ModelProto, folder: Path, expected: Expected, target: Ta
     Raises:
         ArtefactError: the file computes something else.
     """
-    tokens, logits = expected.tokens, expected.logits
-    dense = list(zip(_steps(folder / "model.onnx", tokens, target.rows), logits, strict=False))
-    error = np.zeros(ROWS)
-    median = None
+    logits, sparq = expected.logits, isinstance(target.method, SparQ)
+    got = _steps(folder / "model.onnx", expected.tokens, target.rows)
     if isinstance(target.method, SparQ):
         shortest = int(target.method.dense_below)  # as settled: beyond top_k
-        dense = dense[: (PROMPT < shortest or not target.rows) + (PROMPT + 1 < shortest)]
-        check = folder / "shortened.onnx"
-        onnx.save(lower(_shortened_model(model, shortened(target))), check)
-        prompted, sparse_step = _steps(check, tokens, target.rows)
+        got = got[: (PROMPT < shortest or not target.rows) + (PROMPT + 1 < shortest)]
+    largest = _largest(got, logits[: len(got)]) if got else 0.0
+    if not largest <= expected.rounded:
+        raise _disagreement("dense attention", largest, expected.rounded)
+    median = None
+    if sparq or target.dtype != "float32":
+        check = folder / "check.onnx"
+        onnx.save(lower(_copy_for_check(model, target)), check)
+        got = _steps(check, expected.tokens, target.rows)
         check.unlink()
-        dense.append((prompted, logits[0]))
-        error = np.abs(sparse_step - logits[2]).max(axis=1)
-        median = float(np.median(error))
-    largest = max(float(np.abs(got - wanted).max()) for got, wanted in dense)
-    if not largest <= expected.allowed[0]:
-        raise _disagreement("dense attention", largest, expected.allowed[0])
-    if median is not None:
-        # Two keys that tie but for rounding may be swapped. That is rare, and moves less than leaving keys out does.
-        swapped = expected.allowed[1] + np.abs(logits[2] - logits[1]).max(axis=1)
-        if not median <= expected.allowed[1] or not (error <= swapped).all():
-            raise _disagreement("sparse attention", float(error.max()), expected.allowed[1])
-    return Agreement(largest, median, expected.allowed, float(np.abs(logits[0]).max()))
+        exact = _largest(got[:1] if sparq else got, logits[:1] if sparq else logits)
+        if not exact <= expected.dense:
+            raise _disagreement("dense attention and float32 caches", exact, expected.dense)
+        if sparq:
+            error = np.abs(got[1] - logits[2]).max(axis=1)
+            median = float(np.median(error))
+            # Keys that tie but for rounding may be swapped. That is rare, and moves less than leaving keys out does.
+            swapped = expected.sparse + np.abs(logits[2] - logits[1]).max(axis=1)
+            if not median <= expected.sparse or not (error <= swapped).all():
+                raise _disagreement("sparse attention", float(error.max()), expected.sparse)
+    return Agreement(largest, median, float(np.abs(logits[0]).max()))
 
 
 def _disagreement(where: str, error: float, allowed: float) -> ArtefactError:
@@ -274,8 +292,8 @@ def _disagreement(where: str, error: float, allowed: float) -> ArtefactError:
     )
 
 
-def _shortened_model(model: onnx.ModelProto, method: SparQ) -> onnx.ModelProto:
-    """The model with the attributes of a `shortened` method, and with float32 caches."""
+def _copy_for_check(model: onnx.ModelProto, target: Target) -> onnx.ModelProto:
+    """The model with float32 caches, and with the attributes of a `shortened` method."""
     made = onnx.ModelProto()
     made.CopyFrom(model)
     for tensor in (*made.graph.input, *made.graph.output):
@@ -287,7 +305,7 @@ def _shortened_model(model: onnx.ModelProto, method: SparQ) -> onnx.ModelProto:
             attributes["to"].i = TensorProto.FLOAT
         if node.op_type == "SparQAttention":
             for name in ("top_k", "local_window", "dense_below"):
-                attributes[name].i = getattr(method, name)
+                attributes[name].i = getattr(shortened(target), name)
     return made
 
 
@@ -309,6 +327,15 @@ def _steps(path: Path, tokens: Array, batch: int | None) -> list[Array]:
         for into, logits in zip(found, steps[-2:], strict=True):
             into.append(logits)
     return [np.concatenate(logits) for logits in found]
+
+
+def _zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    try:
+        return zeros(shape, dtype)
+    except (OSError, MemoryError, OverflowError, ValueError):  # what mmap and NumPy say of sizes beyond them
+        raise ConfigError(
+            f"--max-length: expected caches that fit into memory, got some of shape {shape}. Give a smaller number."
+        ) from None
 
 
 class File:
@@ -333,7 +360,7 @@ class File:
             if tensor.name == "attention_mask":
                 self._total = sizes[1]
             elif tensor.name.startswith("past_"):
-                array = zeros((rows, *sizes[1:]), helper.tensor_dtype_to_np_dtype(kind))
+                array = _zeros((rows, *sizes[1:]), helper.tensor_dtype_to_np_dtype(kind))
                 value = ort_value(array)
                 self._memory.append(array)  # which the value borrows
                 self._binding.bind_ortvalue_input(tensor.name, value)
