@@ -49,6 +49,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "sliding window without rope": ("smollm3", SLIDING | {"no_rope_layers": [0, 1]}),
     "mistral": ("llama", {"model_type": "mistral", "sliding_window": 7}),  # mlx-lm ignores it without layer types
     "own head dim": ("llama", {"head_dim": 24}),
+    "large epsilon": ("qwen3", {"rms_norm_eps": 0.1}),
     "phi3 partial": ("phi3", {"partial_rotary_factor": 0.5}),
     "phi3 longrope": (
         "phi3",
