@@ -57,6 +57,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "phi3 tied": ("phi3", {"tie_word_embeddings": True}),
     "gemma3 linear rope": ("gemma3_text", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
+    "gemma3 scale that bfloat16 rounds": ("gemma3_text", {"hidden_size": 80}),
     "gemma3 all layers": ("gemma3_text", {"sliding_window_pattern": 1}),
     "qwen2 tied": ("qwen2", {"tie_word_embeddings": True}),
     "glm4 biases": ("glm4", {"attention_bias": True}),
