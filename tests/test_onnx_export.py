@@ -192,7 +192,7 @@ def test_half_precision_is_stored_and_widened(tmp_path: Path, dtype: str, own: b
 
 
 def test_inputs_and_outputs_are_those_of_the_documentation(tmp_path: Path) -> None:
-    made = Made(tmp_path, "llama", METHODS["sparq"], {"num_hidden_layers": 3})
+    made = Made(tmp_path, "llama", METHODS["sparq"], {"num_hidden_layers": 3}, max_length=60)
     pasts = [f"past_key_values.{i}.{part}" for i in range(5) for part in ("key", "value")]
     pasts += [f"{name}.{i}" for name in ("past_sums", "past_conv") for i in range(3)]
     assert sorted(t.name for t in made.proto.graph.input) == sorted(["input_ids", "attention_mask", *pasts])
@@ -204,7 +204,7 @@ def test_inputs_and_outputs_are_those_of_the_documentation(tmp_path: Path) -> No
         "version": mlx_sparse.__version__,
         "method": "sparq:rank=4,top_k=4,local_window=1,reallocate=false,component_score=query,dense_below=5",
         "model_type": "llama",
-        "max_length": "64",
+        "max_length": "60",
         "dtype": "float32",
         "eos_token_ids": "[0]",
     }

@@ -14,6 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+import onnx
 import pytest
 import tiny_models
 from mlx import nn
@@ -57,6 +58,13 @@ def test_a_model_is_exported_and_the_check_is_told(run: Callable[..., str], llam
     )
     assert {file.name for file in (tmp_path / "out").iterdir()} == NAMES
     assert [file.name for file in tmp_path.iterdir()] == ["out"]
+
+
+def test_every_end_token_is_told(run: Callable[..., str], tmp_path: Path) -> None:
+    run(changed(tmp_path / "model", eos_token_id=[0, 5]), "--method", SPARQ, "--max-length", "64")
+    proto = onnx.load(tmp_path / "out" / "model.onnx", load_external_data=False)
+    said = {entry.key: entry.value for entry in proto.metadata_props}
+    assert json.loads(said["mlx_sparse.eos_token_ids"]) == [0, 5]
 
 
 def test_parameters_come_from_a_file_too(run: Callable[..., str], llama: Path, tmp_path: Path) -> None:
