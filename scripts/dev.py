@@ -63,7 +63,8 @@ def setup():
 def lint():
     run(BIN / "ruff", "check", ".")
     run(BIN / "ruff", "format", "--check", ".")
-    run(BIN / "mypy")
+    # What onnx_export needs left Python 3.10 behind.
+    run(BIN / "mypy", *([] if sys.version_info >= (3, 11) else ["mlx_sparse"]))
     run(BIN / "codespell")
 
 
