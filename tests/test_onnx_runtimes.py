@@ -124,6 +124,12 @@ def as_exported(file: File, model: onnx.ModelProto) -> onnx.ModelProto:
     return model
 
 
+def without_bodies(file: File, model: onnx.ModelProto) -> onnx.ModelProto:
+    """Only native kernels can run it."""
+    del model.functions[:]
+    return model
+
+
 def inlined(file: File, model: onnx.ModelProto) -> onnx.ModelProto:
     return lower.inline(model)
 
@@ -180,7 +186,8 @@ RUNTIMES = {
     "web": Runtime(web(), onnx_export.DEFAULT, as_exported),
     "web-compat": Runtime(web(), onnx_export.COMPAT, as_exported),
     "onnxruntime-1.19.2": Runtime(wheel("onnxruntime==1.19.2"), onnx_export.COMPAT, as_exported),
-    "onnxruntime-1.19.2-native": Runtime(wheel("onnxruntime==1.19.2"), onnx_export.COMPAT, as_exported, native=True),
+    "onnxruntime-1.19.2-native": Runtime(wheel("onnxruntime==1.19.2"), onnx_export.COMPAT, without_bodies, native=True),
+    "onnxruntime-1.25.1": Runtime(wheel("onnxruntime==1.25.1"), onnx_export.DEFAULT, as_exported),
     "openvino": Runtime(wheel("openvino==2026.4.1"), onnx_export.DEFAULT, inlined),
     "tract": Runtime(wheel("tract==0.23.9"), onnx_export.COMPAT, static),
 }
@@ -230,7 +237,8 @@ def run(runtime: str, calls: dict[str, Call]) -> dict[str, dict[str, Array] | st
             inputs = [{"name": key, "type": a.dtype.name, "dims": a.shape} for key, a in call.inputs.items()]
             listed[name] = {"inputs": inputs, "outputs": list(call.outputs)}
         (folder / "files.json").write_text(json.dumps(listed))
-        command = [*RUNTIMES[runtime].package.run, str(place), scratch]
+        library = [str(native.library_path())] if RUNTIMES[runtime].native else []
+        command = [*RUNTIMES[runtime].package.run, str(place), scratch, *library]
         done = subprocess.run(command, capture_output=True, text=True, timeout=MINUTES, check=False)
         assert done.returncode == 0, done.stderr
         return {name: read(folder, name, call) for name, call in calls.items()}
