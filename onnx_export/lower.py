@@ -70,7 +70,10 @@ def static(model: onnx.ModelProto, batch: int, capacity: int) -> onnx.ModelProto
     made = _fold(made)
     del made.graph.input[:]
     made.graph.input.extend(inputs)
-    made.graph.initializer.extend(external)
+    used = {name for node in made.graph.node for name in node.input}
+    kept = [tensor for tensor in (*made.graph.initializer, *external) if tensor.name in used]  # runtimes warn of others
+    del made.graph.initializer[:]
+    made.graph.initializer.extend(kept)
     return made
 
 
