@@ -80,10 +80,10 @@ FUNCTIONS: Mapping[str, Mapping[str, str]] = {
         "ops": "ops.attend:attend_indices",
         "metal": "kernels.attend:attend_indices",
     },
-    "select_top_k": {
-        "oracle": "oracle:select_top_k",
-        "ops": "ops.select:select_top_k",
-        "metal": "kernels.select:select_top_k",
+    "top_k_select": {
+        "oracle": "oracle:top_k_select",
+        "ops": "ops.select:top_k_select",
+        "metal": "kernels.select:top_k_select",
     },
     "sparq_select": {"oracle": "oracle:sparq_select", "ops": "ops.sparq:sparq_select"},
     # Not on the way of a decode step: array operations do for every backend.

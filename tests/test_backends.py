@@ -194,7 +194,7 @@ def test_h2o_evicts_what_the_oracle_evicts(case: Case) -> None:
         mq[:, :, -1:], mk, mv, scores=mx.array(received), top_k=24, left_padding=padding(case)
     )
     assert (np.isfinite(np.array(updated)) == np.isfinite(kept)).all()
-    indices = oracle.select_top_k(received, top_k=24, local_window=6, left_padding=case.padding)
+    indices = oracle.top_k_select(received, top_k=24, local_window=6, left_padding=case.padding)
     plain = plain_attention(q[:, :, -1:], k, v, indices, case.D**-0.5, case.dtype)
     assert_as_good_as_plain(to_numpy(out), expected, plain, case.dtype)
 

@@ -42,7 +42,7 @@ def decode(S: int = 700, top_k: int = 300, *, reallocate: bool = False) -> list[
 
 def choose() -> list[mx.array]:
     scores = mx.array(np.random.default_rng(1).normal(size=(1, 2, 9000)).astype(np.float32))
-    return [select.select_top_k(scores, top_k=64, local_window=8, left_padding=None)]
+    return [select.top_k_select(scores, top_k=64, local_window=8, left_padding=None)]
 
 
 # A run of each kernel that has barriers, long enough for loops to come round again.

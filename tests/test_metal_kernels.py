@@ -93,7 +93,7 @@ def test_select_is_exact_with_ties_to_the_lower_index(
 ) -> None:
     rows = scores(np.random.default_rng(S + k), (2, 2, S))
     padding = (0, S // 3)
-    got = registry.load("select_top_k", "metal")(
+    got = registry.load("top_k_select", "metal")(
         mx.array(rows), top_k=k, local_window=window, left_padding=mx.array(padding)
     )
     np.testing.assert_array_equal(np.array(got), best(rows, k, window, padding))
@@ -101,7 +101,7 @@ def test_select_is_exact_with_ties_to_the_lower_index(
 
 def test_select_takes_a_million_keys(metal: Metal) -> None:
     rows = softmaxes(np.random.default_rng(0), (1, 1, 1_000_000))
-    got = select.select_top_k(mx.array(rows), top_k=128, local_window=32, left_padding=None)
+    got = select.top_k_select(mx.array(rows), top_k=128, local_window=32, left_padding=None)
     np.testing.assert_array_equal(np.array(got), best(rows, 128, 32, None))
 
 

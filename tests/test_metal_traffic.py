@@ -194,7 +194,7 @@ def test_split_attention_does_what_its_comments_say(metal: Metal) -> None:
 def test_top_k_scores_does_what_its_comment_says(metal: Metal) -> None:
     S = 20_000
     scores = mx.array(np.random.default_rng(0).normal(size=(1, HKV, S)).astype(np.float32))
-    select.select_top_k(scores, top_k=128, local_window=0, left_padding=None)
+    select.top_k_select(scores, top_k=128, local_window=0, left_padding=None)
     tiles, threads, slots = select.tiles_of(S, 128)
     check(metal, "top_k_scores", S=S, tiles=tiles, threads=threads, slots=slots)
     assert prod((tiles, slots)) < S // 8

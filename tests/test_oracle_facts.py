@@ -19,10 +19,10 @@ from mlx_sparse.oracle import (
     dense_attention,
     flexgen_attention,
     oracle_top_k_attention,
-    select_top_k,
     sparq_attention,
     sparq_select,
     streaming_attention,
+    top_k_select,
 )
 
 Array = npt.NDArray[np.float64]
@@ -161,7 +161,7 @@ def test_sparse_q_gqa_logit_of_every_query_head() -> None:
 @pytest.mark.parametrize("S, causal_index", [(2, [-1, 0]), (3, [-1, 1, 0]), (4, [-1, 2, 1, 0])])
 @pytest.mark.parametrize("local_window", [1, 2, 3])
 def test_causal_index_counts_the_local_window_in_valid_keys(S: int, causal_index: list[int], local_window: int) -> None:
-    indices = select_top_k(np.zeros((1, 1, S)), top_k=local_window, local_window=local_window, left_padding=[1])
+    indices = top_k_select(np.zeros((1, 1, S)), top_k=local_window, local_window=local_window, left_padding=[1])
     expected = [key for key, age in enumerate(causal_index) if 0 <= age < local_window]
     assert indices[indices >= 0].tolist() == expected
 
@@ -169,9 +169,9 @@ def test_causal_index_counts_the_local_window_in_valid_keys(S: int, causal_index
 def test_eviction_mask_keeps_local_keys_and_the_heavy_hitter() -> None:
     # k=2 and l=1 of the authors, whose current token is free: 3 keys, 2 of them local.
     seen = np.array([0.1, 0.7, 0.2])
-    assert select_top_k(seen[None, None], top_k=3, local_window=2).tolist() == [[[0, 1, 2]]]
+    assert top_k_select(seen[None, None], top_k=3, local_window=2).tolist() == [[[0, 1, 2]]]
     seen = np.pad(seen, (0, 2)) + np.array([0.1, 0.0, 0.0, 0.0, 0.9])
-    indices = select_top_k(seen[None, None], top_k=3, local_window=2)
+    indices = top_k_select(seen[None, None], top_k=3, local_window=2)
     mask = np.isin(np.arange(6), indices)  # their sixth key is masked out
     assert mask.astype(int).tolist() == [0, 1, 0, 1, 1, 0]
 

@@ -16,10 +16,10 @@ from mlx_sparse.oracle import (
     dense_attention,
     flexgen_attention,
     oracle_top_k_attention,
-    select_top_k,
     sparq_attention,
     sparq_select,
     streaming_attention,
+    top_k_select,
 )
 
 READINGS: dict[str, tuple[Callable[..., list[Row]], dict[str, Any]]] = {
@@ -259,16 +259,16 @@ def test_local_keys_are_forced_in_where_adding_1_to_the_group_sum_loses_them() -
 def test_top_k_includes_the_local_window_without_counting_twice() -> None:
     # The local keys are also the best ones, so a top-k over all keys would count them twice.
     scores = np.arange(10.0)[None, None]
-    assert select_top_k(scores, top_k=5, local_window=2).tolist() == [[[5, 6, 7, 8, 9]]]
-    assert select_top_k(-scores, top_k=5, local_window=2).tolist() == [[[0, 1, 2, 8, 9]]]
+    assert top_k_select(scores, top_k=5, local_window=2).tolist() == [[[5, 6, 7, 8, 9]]]
+    assert top_k_select(-scores, top_k=5, local_window=2).tolist() == [[[0, 1, 2, 8, 9]]]
 
 
 def test_ties_go_to_the_lower_index_and_minus_inf_is_never_chosen() -> None:
     scores = np.array([[[1.0, 2.0, 1.0, 2.0, -np.inf, 1.0]]])
-    assert select_top_k(scores, top_k=3, local_window=0).tolist() == [[[0, 1, 3]]]
-    assert select_top_k(scores, top_k=6, local_window=0).tolist() == [[[0, 1, 2, 3, 5, -1]]]
+    assert top_k_select(scores, top_k=3, local_window=0).tolist() == [[[0, 1, 3]]]
+    assert top_k_select(scores, top_k=6, local_window=0).tolist() == [[[0, 1, 2, 3, 5, -1]]]
     many = np.tile([0.0, 1.0], 500)[None, None]
-    assert select_top_k(many, top_k=7, local_window=2).tolist() == [[[1, 3, 5, 7, 9, 998, 999]]]
+    assert top_k_select(many, top_k=7, local_window=2).tolist() == [[[1, 3, 5, 7, 9, 998, 999]]]
 
 
 def test_alpha_near_1_keeps_its_complement() -> None:

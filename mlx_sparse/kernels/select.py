@@ -66,7 +66,7 @@ def reduce(
     return indices.reshape(B, Hkv, slots)
 
 
-def select_top_k(scores: mx.array, *, top_k: int, local_window: int, left_padding: mx.array | None) -> mx.array:
+def top_k_select(scores: mx.array, *, top_k: int, local_window: int, left_padding: mx.array | None) -> mx.array:
     """The last ``local_window`` valid keys and the best of the rest, ``top_k`` together (sparq.6).
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from .attend import attend_indices, causal_mask, group_queries, softmax_lse
-from .select import select_top_k, take_rows, valid_keys
+from .select import take_rows, top_k_select, valid_keys
 
 
 def streaming_attention(
@@ -45,7 +45,7 @@ def oracle_top_k_attention(
     """SparQ's choice made from the exact scores."""
     logits, weights, _ = exact_weights(queries, keys, scale=scale, left_padding=left_padding)
     scores = (weights if group_reduce == "softmax" else logits).sum(axis=2)
-    indices = select_top_k(scores, top_k=top_k, local_window=local_window, left_padding=left_padding)
+    indices = top_k_select(scores, top_k=top_k, local_window=local_window, left_padding=left_padding)
     return attend_indices(queries, keys, values, indices, scale=scale)
 
 
@@ -63,7 +63,7 @@ def flexgen_attention(
     The second result is the log of the kept mass plus the dense log-sum-exp, so that retained mass reads as elsewhere.
     """
     _, weights, lse = exact_weights(queries, keys, scale=scale, left_padding=left_padding)
-    indices = select_top_k(weights.sum(axis=2), top_k=top_k, local_window=0, left_padding=left_padding)
+    indices = top_k_select(weights.sum(axis=2), top_k=top_k, local_window=0, left_padding=left_padding)
     filled = (indices >= 0)[:, :, None, :]
     rows = mx.maximum(indices, 0)
     kept = mx.where(filled, mx.take_along_axis(weights, rows[:, :, None, :], axis=-1), 0.0)
@@ -87,7 +87,7 @@ def h2o_attention(
     """Attend local keys and heavy hitters: ``out``, ``lse`` and the new scores, -inf for what was evicted."""
     B, Hkv, S = scores.shape
     scores = scores.astype(mx.float32)
-    indices = select_top_k(scores, top_k=top_k, local_window=local_window, left_padding=left_padding)
+    indices = top_k_select(scores, top_k=top_k, local_window=local_window, left_padding=left_padding)
     out, lse = attend_indices(queries, keys, values, indices, scale=scale)
     filled = indices >= 0
     rows = mx.maximum(indices, 0)

@@ -20,7 +20,7 @@ def take_rows(array: mx.array, rows: mx.array) -> mx.array:
     return array[mx.arange(B)[:, None, None], mx.arange(H)[None, :, None], rows]
 
 
-def select_top_k(scores: mx.array, *, top_k: int, local_window: int, left_padding: mx.array | None) -> mx.array:
+def top_k_select(scores: mx.array, *, top_k: int, local_window: int, left_padding: mx.array | None) -> mx.array:
     """The last ``local_window`` valid keys and the best of the rest, ``top_k`` together (sparq.6).
 
     Args:

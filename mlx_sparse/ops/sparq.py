@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from .attend import attend_indices, group_queries, softmax_lse
-from .select import select_top_k, take_rows, valid_keys
+from .select import take_rows, top_k_select, valid_keys
 
 
 def sparq_select(
@@ -59,7 +59,7 @@ def sparq_select(
     valid = None if left_padding is None else valid_keys(S, left_padding)[:, None, None, :]
     s_hat, _ = softmax_lse(logits, valid)
     scores = (s_hat if group_reduce == "softmax" else logits).sum(axis=2)
-    indices = select_top_k(scores, top_k=top_k, local_window=local_window, left_padding=left_padding)
+    indices = top_k_select(scores, top_k=top_k, local_window=local_window, left_padding=left_padding)
 
     # (sparq.8) their approximate mass
     chosen = mx.take_along_axis(s_hat, mx.maximum(indices, 0)[:, :, None, :], axis=-1)

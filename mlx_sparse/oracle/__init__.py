@@ -12,7 +12,7 @@ from .baselines import (
     oracle_top_k_attention,
     streaming_attention,
 )
-from .select import select_top_k, valid_keys
+from .select import top_k_select, valid_keys
 from .sparq import SparQSelection, sparq_attention, sparq_select
 
 __all__ = [
@@ -23,9 +23,9 @@ __all__ = [
     "h2o_attention",
     "h2o_scores",
     "oracle_top_k_attention",
-    "select_top_k",
     "sparq_attention",
     "sparq_select",
     "streaming_attention",
+    "top_k_select",
     "valid_keys",
 ]

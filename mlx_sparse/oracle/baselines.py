@@ -27,7 +27,7 @@ from .attend import (
     softmax_lse,
     weighted_values,
 )
-from .select import select_top_k, valid_keys
+from .select import top_k_select, valid_keys
 
 Array = npt.NDArray[Any]
 
@@ -58,7 +58,7 @@ def streaming_attention(
     sinks = valid & (position < first + sink_tokens)
     scores = np.where(sinks, 1.0, -np.inf)[:, None, :].repeat(n.Hkv, axis=1)
     top_k = sink_tokens + recent_tokens
-    indices = select_top_k(scores, top_k=top_k, local_window=recent_tokens, left_padding=left_padding)
+    indices = top_k_select(scores, top_k=top_k, local_window=recent_tokens, left_padding=left_padding)
     scale = n.D**-0.5 if scale is None else scale
     out, lse = attend_indices(q, k, v, indices, scale=scale)
     moved = streaming_elements(n.S, n.D, top_k=top_k)
@@ -90,7 +90,7 @@ def oracle_top_k_attention(
     scale = n.D**-0.5 if scale is None else scale
     exact, weights = _exact(q, k, scale, left_padding)
     scores = (weights if group_reduce == "softmax" else exact).sum(axis=2)
-    indices = select_top_k(scores, top_k=top_k, local_window=window, left_padding=left_padding)
+    indices = top_k_select(scores, top_k=top_k, local_window=window, left_padding=left_padding)
     out, lse = attend_indices(q, k, v, indices, scale=scale)
     moved = oracle_top_k_elements(n.S, n.D, top_k=top_k)
     return _result(out, lse, (q, k, v), scale, left_padding, moved, top_k, return_stats)
@@ -116,7 +116,7 @@ def flexgen_attention(
         return dense_attention(q, k, v, scale=scale, left_padding=left_padding, return_stats=return_stats)
     scale = n.D**-0.5 if scale is None else scale
     _, weights = _exact(q, k, scale, left_padding)
-    indices = select_top_k(weights.sum(axis=2), top_k=top_k, local_window=0, left_padding=left_padding)
+    indices = top_k_select(weights.sum(axis=2), top_k=top_k, local_window=0, left_padding=left_padding)
     mask = listed(indices, n.S)[:, :, None, None, :]
     kept = np.where(mask, weights[:, :, :, None, :], 0.0)
     out = weighted_values(kept, v, mask).reshape(q.shape)
@@ -182,7 +182,7 @@ def h2o_attention(
     received = float64(scores)
     check_shape("scores", received, (n.B, n.Hkv, n.S))
     scale = n.D**-0.5 if scale is None else scale
-    indices = select_top_k(received, top_k=top_k, local_window=window, left_padding=left_padding)
+    indices = top_k_select(received, top_k=top_k, local_window=window, left_padding=left_padding)
     out, lse = attend_indices(q, k, v, indices, scale=scale)
     kept = listed(indices, n.S)
     exact = _exact(q, k, scale, left_padding)[0]

@@ -19,7 +19,7 @@ def valid_keys(B: int, S: int, left_padding: npt.ArrayLike | None) -> Array:
     return np.arange(S) >= first[:, None]
 
 
-def select_top_k(
+def top_k_select(
     scores: npt.ArrayLike, *, top_k: int, local_window: int, left_padding: npt.ArrayLike | None = None
 ) -> Array:
     """The last ``local_window`` valid keys and the best of the rest, ``top_k`` together (sparq.6).

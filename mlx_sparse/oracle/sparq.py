@@ -10,7 +10,7 @@ import numpy.typing as npt
 from ..checks import check_choice, check_int, check_local_window, check_qkv, check_rank, check_shape
 from ..stats import Stats, dense_elements, sparq_elements
 from .attend import attend_indices, check_backend, dense_attention, dense_with_lse, float64, retained_mass, softmax_lse
-from .select import select_top_k, valid_keys
+from .select import top_k_select, valid_keys
 
 Array = npt.NDArray[Any]
 
@@ -74,7 +74,7 @@ def sparq_select(
     scores = (s_hat if group_reduce == "softmax" else logits).sum(axis=2)
     # (sparq.6) the keys
     window = check_local_window(local_window, top_k)
-    indices = select_top_k(scores, top_k=top_k, local_window=window, left_padding=left_padding)
+    indices = top_k_select(scores, top_k=top_k, local_window=window, left_padding=left_padding)
     # (sparq.8) their approximate mass
     filled = indices >= 0
     chosen = np.take_along_axis(s_hat, np.where(filled, indices, 0)[:, :, None, :], axis=-1)
