@@ -33,14 +33,13 @@ from onnx_operators import (
     step,
     windowed_attention,
 )
+from packages import MINUTES, Package, fetched, wheel
 from require import absent
 
 from mlx_sparse import onnx_export
-from mlx_sparse.demo.store import cache_directory
 
 HERE = Path(__file__).parent
 WEB = HERE / "web"
-MINUTES = 5 * 60
 
 
 @dataclass(frozen=True)
@@ -139,24 +138,8 @@ def static(file: File, model: onnx.ModelProto) -> onnx.ModelProto:
     return lower.static(model, rows, file.inputs["past_key" if "past_key" in file.inputs else "keys"].shape[2])
 
 
-@dataclass(frozen=True)
-class Package:
-    """A runtime as its registry has it: a name for the cache, how a folder is filled with it, what runs files on it."""
-
-    key: str
-    fetch: Callable[[Path], list[str]]
-    run: list[str]
-
-
-def wheel(requirement: str) -> Package:
-    """A wheel, unpacked away from the environment of the tests."""
-
-    def fetch(folder: Path) -> list[str]:
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--retries", "1"]
-        return [*pip, "--no-deps", "--only-binary", ":all:", "--target", str(folder), requirement]
-
-    version = f"cp{sys.version_info.major}{sys.version_info.minor}"
-    return Package(f"{requirement}-{version}", fetch, [sys.executable, str(HERE / "run_onnx_files.py")])
+ONNX_FILES = (sys.executable, str(HERE / "run_onnx_files.py"))
+IN_NODE = ("node", str(WEB / "run.mjs"))
 
 
 def web() -> Package:
@@ -169,47 +152,29 @@ def web() -> Package:
         return ["npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--prefix", str(folder)]
 
     lock = hashlib.sha256((WEB / "package-lock.json").read_bytes()).hexdigest()
-    return Package(f"onnxruntime-web-{lock[:12]}", fetch, ["node", str(WEB / "run.mjs")])
+    return Package(f"onnxruntime-web-{lock[:12]}", fetch)
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """A runtime and the files it takes."""
+    """A runtime, the files it takes, and what runs files on it."""
 
     package: Package
     profile: onnx_export.Profile
     lowered: Callable[[File, onnx.ModelProto], onnx.ModelProto]
     native: bool = False
+    runner: tuple[str, str] = ONNX_FILES
 
 
 RUNTIMES = {
-    "web": Runtime(web(), onnx_export.DEFAULT, as_exported),
-    "web-compat": Runtime(web(), onnx_export.COMPAT, as_exported),
+    "web": Runtime(web(), onnx_export.DEFAULT, as_exported, runner=IN_NODE),
+    "web-compat": Runtime(web(), onnx_export.COMPAT, as_exported, runner=IN_NODE),
     "onnxruntime-1.19.2": Runtime(wheel("onnxruntime==1.19.2"), onnx_export.COMPAT, as_exported),
     "onnxruntime-1.19.2-native": Runtime(wheel("onnxruntime==1.19.2"), onnx_export.COMPAT, without_bodies, native=True),
     "onnxruntime-1.25.1": Runtime(wheel("onnxruntime==1.25.1"), onnx_export.DEFAULT, as_exported),
     "openvino": Runtime(wheel("openvino==2026.4.1"), onnx_export.DEFAULT, inlined),
     "tract": Runtime(wheel("tract==0.23.9"), onnx_export.COMPAT, static),
 }
-
-
-@functools.cache
-def fetched(name: str) -> Path | str:
-    """The folder with a runtime, from the cache where it is there; or why it cannot be had."""
-    package = RUNTIMES[name].package
-    place = cache_directory() / "runtimes" / package.key
-    if not shutil.which(package.run[0]):
-        return f"there is no {package.run[0]} here."
-    if not place.is_dir():
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=place.parent, prefix=".fetching-") as scratch:
-            made = Path(scratch) / "made"
-            done = subprocess.run(package.fetch(made), capture_output=True, text=True, timeout=MINUTES, check=False)
-            if done.returncode:
-                return f"{package.key} could not be fetched: {done.stderr.strip().splitlines()[-1:]}"
-            if not place.is_dir():  # another process may have been faster
-                made.rename(place)
-    return place
 
 
 @dataclass(frozen=True)
@@ -223,7 +188,9 @@ class Call:
 
 def run(runtime: str, calls: dict[str, Call]) -> dict[str, dict[str, Array] | str]:
     """What every call puts out on a runtime, or the error it ends in; skips the test where there is no such runtime."""
-    place = fetched(runtime)
+    if not shutil.which(RUNTIMES[runtime].runner[0]):
+        absent(runtime, f"there is no {RUNTIMES[runtime].runner[0]} here.")
+    place = fetched(RUNTIMES[runtime].package)
     if isinstance(place, str):
         absent(runtime, place)
     if RUNTIMES[runtime].native and (reason := native.unavailable()):
@@ -238,7 +205,7 @@ def run(runtime: str, calls: dict[str, Call]) -> dict[str, dict[str, Array] | st
             listed[name] = {"inputs": inputs, "outputs": list(call.outputs)}
         (folder / "files.json").write_text(json.dumps(listed))
         library = [str(native.library_path())] if RUNTIMES[runtime].native else []
-        command = [*RUNTIMES[runtime].package.run, str(place), scratch, *library]
+        command = [*RUNTIMES[runtime].runner, str(place), scratch, *library]
         done = subprocess.run(command, capture_output=True, text=True, timeout=MINUTES, check=False)
         assert done.returncode == 0, done.stderr
         return {name: read(folder, name, call) for name, call in calls.items()}
