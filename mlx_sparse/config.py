@@ -25,9 +25,14 @@ else:  # Python 3.10
 MAX_TOML_BYTES = 1 << 20  # a configuration is a few lines; refuse to parse a model file by mistake
 
 
-# Bytes that a layer's decode step has to save before SparQ's extra launches pay, by kind of Apple GPU: base and Pro,
-# Max, Ultra. From the roofline model (docs/results/roofline.md), its pessimistic end; nothing was measured on a Mac.
-ENOUGH_SAVED = {"g": 20 << 20, "s": 36 << 20, "d": 52 << 20}
+# Bytes that a layer's decode step has to save before SparQ's extra launches pay, by kind of GPU.
+# Apple (base and Pro, Max, Ultra): from the roofline model (docs/results/roofline.md), its pessimistic end.
+# NVIDIA: 20 microseconds of extra launches at 2.0, 4.3 and 8 TB/s, until docs/results/triton.md has measured it.
+# Nothing here was measured.
+ENOUGH_SAVED = {
+    **{"g": 20 << 20, "s": 36 << 20, "d": 52 << 20},
+    **{"sm_80": 40 << 20, "sm_90": 80 << 20, "sm_100": 160 << 20},
+}
 NEVER = 1 << 40  # keys; as `shortest_context`: not at any context
 
 
@@ -40,7 +45,7 @@ class Step:
         G: query heads per KV head.
         D: head dim.
         itemsize: bytes of an element of keys and values.
-        gpu: for the `metal` backend the kind of GPU, a key of `ENOUGH_SAVED`; empty for others.
+        gpu: for the `metal` and `triton` backends the kind of GPU, a key of `ENOUGH_SAVED`; empty where there is none.
     """
 
     heads: int
@@ -93,8 +98,8 @@ class SparQ(MethodConfig):
     """SparQ decoding (docs/spec/sparq.md).
 
     What "auto" means: ``dense_below``, the number of keys below which attention stays dense, is ``16 * top_k`` with the
-    `ops` backend, from where on no shape was slower (docs/results/ops.md), `pays_from` with the `metal` backend, and
-    none for a ``top_k`` below the default, which is for experiments on short texts; ``component_score`` is
+    `ops` backend, from where on no shape was slower (docs/results/ops.md), `pays_from` with kernels on a GPU, and none
+    for a ``top_k`` below the default, which is for experiments on short texts; ``component_score`` is
     ``"query_key"`` for models with q/k-norm, whose channels learn scales of their own, and ``"query"``, the paper's,
     otherwise; ``reallocate`` is on for one query head per KV head and off otherwise.
     """
@@ -141,7 +146,7 @@ class SparQ(MethodConfig):
         return self.pays_from(step) if step and step.gpu else 16 * self.top_k
 
     def pays_from(self, step: Step) -> int:
-        """Keys from which a step with the Metal kernels saves `ENOUGH_SAVED` bytes.
+        """Keys from which a step with the kernels of a GPU saves `ENOUGH_SAVED` bytes.
 
         Saved are the elements of keys and values that are not read, (sparq.11) less (sparq.12); spent is the score
         buffer, one float32 number per key and query head, written and read.

@@ -333,8 +333,11 @@ def test_contexts_of_up_to_top_k_keys_are_dense(text: str, shortest: int) -> Non
     assert parse(text)[0].shortest_context() == shortest
 
 
-@pytest.mark.parametrize("step", [Step(8, 4, 128, 2, "g"), Step(16, 4, 128, 4, "s"), Step(2, 16, 64, 2, "d")], ids=str)
-def test_on_metal_sparq_is_dense_until_a_step_saves_enough_bytes(step: Step) -> None:
+@pytest.mark.parametrize("gpu", ENOUGH_SAVED)
+@pytest.mark.parametrize("sizes", [(8, 4, 128, 2), (16, 4, 128, 4), (2, 16, 64, 2)], ids=str)
+def test_on_a_gpu_sparq_is_dense_until_a_step_saves_enough_bytes(sizes: tuple[int, ...], gpu: str) -> None:
+    step = Step(*sizes, gpu)
+
     def saved(S: int) -> int:
         elements = stats.dense_elements(S, step.D) - SparQ().elements(S, step.D)
         return step.heads * (step.itemsize * elements - 2 * 4 * step.G * S)

@@ -140,7 +140,7 @@ def text(rows: Sequence[dict[str, Any]], config: SparQ) -> str:
             "Keys from which SparQ is faster, its worst against dense's best (its best against dense's worst):",
             _table(["heads x KV heads x D", *(f"{c.name}, {c.bandwidth / 1e9:.0f} GB/s" for c in CHIPS)], crossings),
             "Keys from which a step saves "
-            + ", ".join(f"{size >> 20} MiB ({KINDS[letter]})" for letter, size in ENOUGH_SAVED.items())
+            + ", ".join(f"{ENOUGH_SAVED[letter] >> 20} MiB ({kind})" for letter, kind in KINDS.items())
             + ":",
             _table(["heads x KV heads x D", *KINDS.values()], advice),
             f"Microseconds for {shapes[0]}, best to worst:",

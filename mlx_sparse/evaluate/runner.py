@@ -12,8 +12,8 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
+from ..call_report import Report
 from ..lm import sparse
-from ..lm.call_report import Report
 from .tasks import Example
 
 PREFILL_STEP = 512

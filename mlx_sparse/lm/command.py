@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from .. import registry
+from ..call_report import JSON_KEY, Report
 from ..checks import ConfigError, SparseAttentionError
 from ..config import Dense, MethodConfig, load_toml, parse
-from .call_report import JSON_KEY, Report
 
 REPORTS = ("text", "json", "off")
 

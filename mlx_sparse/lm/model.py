@@ -13,10 +13,10 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from .. import registry
+from ..call_report import Report
 from ..checks import ConfigError
 from ..config import CONFIGS, Dense, MethodConfig, SparQ, parse
 from . import seam
-from .call_report import Report
 from .plan import Plan, leaves
 
 # Attributes of attention layers that normalise queries or keys, over mlx-lm's model files.

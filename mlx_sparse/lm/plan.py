@@ -8,10 +8,10 @@ import mlx.core as mx
 
 from .. import registry
 from ..cache import SparseBatchKVCache, SparseCache, adopt
+from ..call_report import Report
 from ..checks import check_rank
 from ..config import NEVER, FlexGen, MethodConfig, SparQ, Step
 from ..stats import dense_elements
-from .call_report import Report
 
 # More queries than this in one call are a prompt; fewer, after a prompt, are draft tokens to verify or a short turn.
 VERIFY_QUERIES = 16

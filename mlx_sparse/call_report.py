@@ -17,7 +17,7 @@ class Report:
     Attributes:
         attn: the method as text, every automatic choice resolved.
         backend: the backend that runs it.
-        model_type: mlx-lm's name of the model family.
+        model_type: the library's name of the model family.
         model: where the model was loaded from; empty if that is not known.
         layers: attention layers.
         served_layers: layers that can attend sparsely.
