@@ -115,3 +115,27 @@ def check_decode_step(sizes: Sizes, method: str) -> None:
     """Raise `ShapeError` unless there is exactly one query per sequence."""
     if sizes.L != 1:
         raise ShapeError(f"queries: expected one query per sequence for {method}, got L={sizes.L}.")
+
+
+def read_length(text: str) -> int:
+    """A number of keys: ``4k`` is 4096.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    number, factor = (text[:-1], 1024) if text.lower().endswith("k") else (text, 1)
+    if not number.isdecimal() or int(number) < 1:
+        raise ConfigError(f"--lengths: expected numbers such as 1k,2k,3000, got {text!r}.")
+    return int(number) * factor
+
+
+def read_shape(text: str) -> tuple[int, int, int]:
+    """Query heads, KV heads and head dim, from such as ``32x8x128``.
+
+    Raises:
+        ConfigError: they are none.
+    """
+    sizes = tuple(int(size) if size.isdecimal() else 0 for size in text.split("x"))
+    if len(sizes) != 3 or min(sizes) < 1 or sizes[0] % sizes[1]:
+        raise ConfigError(f"--shapes: expected query heads x KV heads x head dim such as 32x8x128, got {text!r}.")
+    return sizes

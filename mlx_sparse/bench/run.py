@@ -12,7 +12,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from ..checks import ConfigError, check_int, check_local_window, check_rank
+from ..checks import ConfigError, check_int, check_local_window, check_rank, read_length, read_shape
 from ..config import SparQ, parse
 from .output import machine, write
 
@@ -103,8 +103,8 @@ def _decode(args: argparse.Namespace) -> Result:
 
     config = _sparq(args.attn)
     check_int("repeat", args.repeat, 2)
-    lengths = [_length(text) for text in (args.lengths or LENGTHS).split(",")]
-    shapes = [Shape(*_shape(text)) for text in (args.shapes or SHAPES).split(",")]
+    lengths = [read_length(text) for text in (args.lengths or LENGTHS).split(",")]
+    shapes = [Shape(*read_shape(text)) for text in (args.shapes or SHAPES).split(",")]
     dtypes = args.dtype.split(",")
     if not set(dtypes) <= set(DTYPES):
         raise ConfigError(f"--dtype: expected some of {', '.join(DTYPES)}, got {args.dtype}.")
@@ -142,9 +142,9 @@ def _onnx(args: argparse.Namespace) -> Result:
         raise ConfigError(f"--attn: expected rank, top_k and local_window alone with --onnx, got {args.attn}.")
     check_int("repeat", args.repeat, 2)
     rows, text, right = importlib.import_module(ONNX).run(
-        [_length(length) for length in (args.lengths or ONNX_LENGTHS).split(",")],
+        [read_length(length) for length in (args.lengths or ONNX_LENGTHS).split(",")],
         [_threads(number) for number in args.threads.split(",")],
-        _shape(args.shapes or ONNX_SHAPE),
+        read_shape(args.shapes or ONNX_SHAPE),
         rank=config.rank,
         top_k=config.top_k,
         window=check_local_window(config.local_window, config.top_k),
@@ -160,22 +160,8 @@ def _sparq(text: str) -> SparQ:
     return configs[0]
 
 
-def _length(text: str) -> int:
-    number, factor = (text[:-1], 1024) if text.lower().endswith("k") else (text, 1)
-    if not number.isdecimal() or int(number) < 1:
-        raise ConfigError(f"--lengths: expected numbers such as 1k,2k,3000, got {text!r}.")
-    return int(number) * factor
-
-
 def _threads(text: str) -> int:
     return check_int("--threads", int(text) if text.isdecimal() else text, 1)
-
-
-def _shape(text: str) -> tuple[int, int, int]:
-    sizes = tuple(int(size) if size.isdecimal() else 0 for size in text.split("x"))
-    if len(sizes) != 3 or min(sizes) < 1 or sizes[0] % sizes[1]:
-        raise ConfigError(f"--shapes: expected query heads x KV heads x head dim such as 32x8x128, got {text!r}.")
-    return sizes
 
 
 def _check_output(path: Path | None) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from mlx_sparse.bars import Bar, length, table
 
 from .contenders import NAMES
 
@@ -15,24 +16,6 @@ K = 1024
 HELD_TO = 2  # threads
 HELD_IN = "float16"
 FLOATS = ("float32", "float16", "bfloat16")
-
-
-@dataclass(frozen=True)
-class Bar:
-    """What a ratio of medians has to be; ``found`` is None where a contender is missing."""
-
-    what: str
-    S: int
-    wanted: float
-    found: float | None
-
-    @property
-    def met(self) -> str:
-        return "not measured" if self.found is None else "yes" if self.found >= self.wanted else "NO"
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {"bar": self.what, "S": self.S, "wanted": self.wanted, "found": self.found, "met": self.met}
 
 
 def bars(rows: Sequence[Row]) -> list[Bar]:
@@ -90,18 +73,14 @@ def text(rows: Sequence[Row], bars: Sequence[Bar]) -> str:
     if any(row.disturbed for row in rows):
         blocks.append("\\* Disturbed: too few samples ran without waiting for a processor, so these are all of them.")
     if bars:
-        lines = ["| bar | S | wanted | found | met |", "|---|---|---|---|---|"]
-        for bar in bars:
-            found = "" if bar.found is None else f"{bar.found:.2f}"
-            lines.append(f"| {bar.what} | {_length(bar.S)} | {bar.wanted:g} | {found} | {bar.met} |")
         title = f"### Bars ({HELD_TO} threads, medians; ours with {HELD_IN} caches)"
-        blocks.append("\n\n".join([title, "\n".join(lines)]))
+        blocks.append("\n\n".join([title, table(bars)]))
     return "\n\n".join(blocks)
 
 
 def _table(rows: Sequence[Row]) -> str:
     lengths = list(dict.fromkeys(row.S for row in rows))
-    lines = ["| | caches | " + " | ".join(map(_length, lengths)) + " |", "|---" * (len(lengths) + 2) + "|"]
+    lines = ["| | caches | " + " | ".join(map(length, lengths)) + " |", "|---" * (len(lengths) + 2) + "|"]
     for name, dtype in dict.fromkeys((row.contender, row.dtype) for row in rows):
         found = {row.S: row for row in rows if (row.contender, row.dtype) == (name, dtype)}
         cells = [NAMES[name], dtype, *(_cell(found[S]) for S in lengths)]
@@ -114,7 +93,3 @@ def _cell(row: Row) -> str:
         return row.note or ""
     mark = " \\*" if row.disturbed else ""
     return f"{row.median:.2f} ({min(row.times):.2f}){mark}"
-
-
-def _length(S: int) -> str:
-    return f"{S // K}k" if S % K == 0 else str(S)
