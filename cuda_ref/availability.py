@@ -1,0 +1,30 @@
+"""Whether Triton's kernels can run here."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+
+
+def interpreted() -> bool:
+    """Whether Triton runs its kernels in its interpreter, on CPU tensors, slowly: with TRITON_INTERPRET=1."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
+
+
+def unavailable() -> str | None:
+    """Why Triton's kernels cannot run here; None when they can."""
+    missing = [name for name in ("torch", "triton") if importlib.util.find_spec(name) is None]
+    if "triton" in missing and sys.platform != "linux":
+        return "triton has packages for Linux only"
+    if missing:
+        return f"{' and '.join(missing)} not installed: pip install 'mlx-sparse-attention[cuda]'"
+    if interpreted():
+        return None
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        return f"torch does not work here: {error}"
+    if not torch.cuda.is_available():
+        return "torch finds no NVIDIA GPU; TRITON_INTERPRET=1 runs the kernels on the CPU for tests"
+    return None

@@ -1,0 +1,84 @@
+"""Tile sizes, warps and stages by architecture: an explicit table, so that runs are the same everywhere.
+
+The table is compiled for every architecture it names by tests/test_triton_aot.py, which rejects spills, tiles that do
+not fit and scalar loads. It was chosen so, and not by timing: there was no GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+HEAD_DIMS = (16, 256)  # what the tiles are made for
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """What one program works on.
+
+    Attributes:
+        elements: of the tile of keys that is loaded at a time, for two bytes each.
+        warps: 32 threads each.
+        stages: of the software pipeline.
+    """
+
+    elements: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Config:
+    """Of one architecture: `sparq_scores`, `attend` with a list, `attend` without one, keys per thread of `top_k_select`."""
+
+    scores: Tiles
+    listed: Tiles
+    dense: Tiles
+    select_items: int
+
+
+# By compute capability; a device takes the nearest one below it.
+CONFIGS: Mapping[int, Config] = {
+    80: Config(Tiles(8192, 4, 3), Tiles(4096, 4, 2), Tiles(8192, 4, 3), 8),
+    90: Config(Tiles(8192, 4, 3), Tiles(4096, 4, 2), Tiles(8192, 4, 3), 8),
+    100: Config(Tiles(8192, 4, 3), Tiles(4096, 4, 2), Tiles(8192, 4, 3), 8),
+}
+SELECT_BLOCKS = (1024, 2048, 4096)  # keys of a tile of `top_k_select`
+WITHOUT_A_GPU = 4  # processors: a few splits, so that the interpreter merges some
+
+
+def config(device: torch.device) -> Config:
+    """The row of the table for ``device``."""
+    known = [architecture for architecture in CONFIGS if architecture <= capability(device)]
+    return CONFIGS[max(known, default=min(CONFIGS))]
+
+
+@cache
+def capability(device: torch.device) -> int:
+    """Compute capability: 90 is sm_90."""
+    if device.type != "cuda":
+        return min(CONFIGS)
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors."""
+    if device.type != "cuda":
+        return WITHOUT_A_GPU
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def rows(tiles: Tiles, width: int, itemsize: int) -> int:
+    """Rows of ``width`` elements in a tile, a power of 2; at least 16, which the matrix units take."""
+    return max(16, tiles.elements * 2 // (width * itemsize))
+
+
+def share(items: int, block: int, rows: int, per_processor: int, device: torch.device) -> int:
+    """Items of a program, in whole blocks: as many programs as keep every processor busy with so many, and no more."""
+    programs = max(1, per_processor * processors(device) // rows)
+    return -(-max(1, -(-items // programs)) // block) * block

@@ -1,0 +1,242 @@
+"""Attend: exact attention of one query per head over a list of keys, or over all of them. Shared by every method.
+
+Grid (splits of the list, Hkv, B). A program reads `share` rows of K and of V, D * itemsize bytes each, once for the
+whole group, and keeps a running softmax. With more than one split it writes G * (D + 3) float32 numbers, and the
+program of a row that arrives last merges them, exactly, as every split carries its largest logit and its sum.
+"""
+
+import triton
+import triton.language as tl
+
+from .numbers import finite, widen
+
+
+@triton.jit
+def times_values(weights, values, total):
+    """``total + weights @ values`` with float32 weights: as two numbers of the type of the values they lose nothing."""
+    high = weights.to(values.dtype)
+    total = tl.dot(high, values, total, input_precision="ieee")
+    if values.dtype != tl.float32:
+        low = (weights - high.to(tl.float32)).to(values.dtype)
+        total = tl.dot(low, values, total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def attend_share(
+    queries,
+    keys,
+    values,
+    indices,
+    first_valid,
+    logits,
+    softmax,
+    start,
+    end,
+    length,
+    scale,
+    stride_l,
+    stride_kn,
+    stride_vn,
+    D: tl.constexpr,
+    G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Entries ``start`` to ``end`` of the list: largest logit, sum, weighted sum of values, and part of alpha."""
+    g = tl.arange(0, BLOCK_G)
+    d = tl.arange(0, BLOCK_D)
+    inside = d < D
+    q = tl.load(queries + g[:, None] * D + d[None, :], mask=(g[:, None] < G) & inside[None, :], other=0.0)
+    q = widen(q, UPCAST)
+    largest = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    out = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    alpha = tl.zeros([BLOCK_G], tl.float32)
+    for first in range(start, end, BLOCK_N):
+        entry = first + tl.arange(0, BLOCK_N)
+        if indices is None:
+            key = entry
+            filled = (entry < end) & (entry >= first_valid)
+        else:
+            key = tl.load(indices + entry, mask=entry < end, other=-1)
+            filled = (key >= 0) & (key < length)
+        place = key.to(tl.int64)
+        there = filled[:, None] & inside[None, :]
+        k = widen(tl.load(keys + place[:, None] * stride_kn + d[None, :], mask=there, other=0.0), UPCAST)
+        v = widen(tl.load(values + place[:, None] * stride_vn + d[None, :], mask=there, other=0.0), UPCAST)
+        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        score = tl.where(filled[None, :], score, float("-inf"))
+        top = tl.maximum(largest, tl.max(score, axis=1))
+        weights = tl.exp(score - finite(top)[:, None])
+        shrink = tl.exp(largest - finite(top))
+        total = total * shrink + tl.sum(weights, axis=1)
+        out = times_values(weights, v, out * shrink[:, None])
+        largest = top
+        if logits is not None:  # (sparq.8)
+            in_group = g[:, None] < G
+            logit = tl.load(
+                logits + g[:, None] * stride_l + key[None, :], mask=in_group & filled[None, :], other=float("-inf")
+            )
+            most = tl.load(softmax + g * 2, mask=g < G, other=0.0)
+            factor = tl.load(softmax + g * 2 + 1, mask=g < G, other=0.0)
+            alpha += tl.sum(tl.exp(logit - most[:, None]), axis=1) * factor
+    return largest, total, out, alpha
+
+
+@triton.jit
+def reallocated(mean, alpha, value_mean, d, D: tl.constexpr):
+    """(sparq.10)"""
+    return alpha * mean + (1.0 - alpha) * tl.load(value_mean + d, mask=d < D, other=0.0)
+
+
+@triton.jit
+def write_result(out, lse, value_mean, top, total, weighted, alpha, g, d, D: tl.constexpr, G: tl.constexpr):
+    """Normalise, reallocate and store; 0 and -inf where nothing was attended."""
+    some = total > 0
+    result = weighted / tl.where(some, total, 1.0)[:, None]
+    if value_mean is not None:
+        result = reallocated(result, alpha[:, None], value_mean, d[None, :], D)
+    tl.store(out + g[:, None] * D + d[None, :], result, mask=(g[:, None] < G) & (d[None, :] < D))
+    tl.store(lse + g, tl.where(some, finite(top) + tl.log(tl.where(some, total, 1.0)), float("-inf")), mask=g < G)
+
+
+@triton.jit
+def merge_splits(
+    parts,
+    part_sums,
+    splits,
+    out,
+    lse,
+    value_mean,
+    D: tl.constexpr,
+    G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+):
+    """The result of one row from its parts."""
+    g = tl.arange(0, GROUP)
+    d = tl.arange(0, BLOCK_D)
+    top = tl.full([GROUP], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP], tl.float32)
+    alpha = tl.zeros([GROUP], tl.float32)
+    weighted = tl.zeros([GROUP, BLOCK_D], tl.float32)
+    for first in range(0, splits, BLOCK_SPLITS):
+        split = first + tl.arange(0, BLOCK_SPLITS)
+        there = (split[:, None] < splits) & (g[None, :] < G)
+        head = split[:, None] * G + g[None, :]
+        tops = tl.load(part_sums + head * 3, mask=there, other=float("-inf"), cache_modifier=".cg")
+        totals = tl.load(part_sums + head * 3 + 1, mask=there, other=0.0, cache_modifier=".cg")
+        values = tl.load(
+            parts + head[:, :, None] * D + d[None, None, :],
+            mask=there[:, :, None] & (d[None, None, :] < D),
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new = tl.maximum(top, tl.max(tops, axis=0))
+        shrink = tl.exp(top - finite(new))
+        weights = tl.exp(tops - finite(new)[None, :])
+        total = total * shrink + tl.sum(totals * weights, axis=0)
+        weighted = weighted * shrink[:, None] + tl.sum(values * weights[:, :, None], axis=0)
+        top = new
+        if value_mean is not None:
+            alpha += tl.sum(tl.load(part_sums + head * 3 + 2, mask=there, other=0.0, cache_modifier=".cg"), axis=0)
+    write_result(out, lse, value_mean, top, total, weighted, alpha, g, d, D, G)
+
+
+@triton.jit(do_not_specialize=["length", "entries", "share"])
+def attend(
+    queries,  # (B, Hkv, G, D)
+    keys,  # (B, Hkv, length, D), last stride 1
+    values,  # likewise
+    indices,  # (B, Hkv, entries) int32, or None for keys left_padding to length
+    left_padding,  # (B,) int32, or None; for no list only
+    logits,  # (B, Hkv, G, stride_l) float32 of sparq_scores, or None without reallocation
+    softmax,  # (B, Hkv, G, 2) float32 of top_k_select, or None
+    value_mean,  # (B, Hkv, D) float32, or None
+    out,  # out: (B, Hkv, G, D)
+    lse,  # out: (B, Hkv, G) float32
+    parts,  # scratch: (B, Hkv, splits, G, D) float32 weighted sums of values
+    part_sums,  # scratch: (B, Hkv, splits, G, 3) float32: largest logit, sum of exp(logit - largest), part of alpha
+    tickets,  # (B, Hkv, 2) int32, zeros
+    length,
+    entries,
+    share,
+    scale,
+    stride_l,
+    stride_kb,
+    stride_kh,
+    stride_kn,
+    stride_vb,
+    stride_vh,
+    stride_vn,
+    D: tl.constexpr,
+    G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    split, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    splits = tl.num_programs(0)
+    row = (b * tl.num_programs(1) + h).to(tl.int64)
+    keys += b.to(tl.int64) * stride_kb + h.to(tl.int64) * stride_kh
+    values += b.to(tl.int64) * stride_vb + h.to(tl.int64) * stride_vh
+    out += row * G * D
+    lse += row * G
+    first_valid = 0
+    if left_padding is not None:
+        first_valid = tl.load(left_padding + b)
+    if indices is not None:
+        indices += row * entries
+    if logits is not None:
+        logits += row * G * stride_l
+        softmax += row * G * 2
+        value_mean += row * D
+    start = split * share
+    end = tl.minimum(start + share, entries)
+    start = tl.maximum(start, first_valid // BLOCK_N * BLOCK_N)
+    top, total, weighted, alpha = attend_share(
+        queries + row * G * D,
+        keys,
+        values,
+        indices,
+        first_valid,
+        logits,
+        softmax,
+        start,
+        end,
+        length,
+        scale,
+        stride_l,
+        stride_kn,
+        stride_vn,
+        D,
+        G,
+        BLOCK_D,
+        BLOCK_G,
+        BLOCK_N,
+        UPCAST,
+    )
+    g = tl.arange(0, BLOCK_G)
+    d = tl.arange(0, BLOCK_D)
+    if splits == 1:
+        write_result(out, lse, value_mean, top, total, weighted, alpha, g, d, D, G)
+    else:
+        parts += row * splits * G * D
+        part_sums += row * splits * G * 3
+        head = split * G + g
+        tl.store(parts + head[:, None] * D + d[None, :], weighted, mask=(g[:, None] < G) & (d[None, :] < D))
+        tl.store(part_sums + head * 3, top, mask=g < G)
+        tl.store(part_sums + head * 3 + 1, total, mask=g < G)
+        tl.store(part_sums + head * 3 + 2, alpha, mask=g < G)
+        # All threads have written before the ticket is drawn, and who draws the last one sees what all have written.
+        tl.debug_barrier()
+        if tl.atomic_add(tickets + row * 2 + 1, 1, sem="acq_rel") == splits - 1:
+            tl.debug_barrier()
+            merge_splits(parts, part_sums, splits, out, lse, value_mean, D, G, BLOCK_D, GROUP, BLOCK_SPLITS)

@@ -1,0 +1,156 @@
+"""SparQ's first step: approximate logits of all keys from the few components that matter most to this query.
+
+Grid (splits of the keys, Hkv, B). A program finds the components of its KV head for itself, D numbers against thousands
+of keys, and reads RANK components of `blocks * BLOCK_S` keys: RANK * itemsize bytes a key, once for the whole group. It
+writes G float32 logits a key, and for each query head their largest and the sum of exponentials.
+"""
+
+import triton
+import triton.language as tl
+
+from .numbers import finite, rounded_up, widen
+
+
+@triton.jit
+def component_bits(queries, component_weight, d, D: tl.constexpr, G: tl.constexpr):
+    """(sparq.1) for components d, as bits: in the order of the numbers, as they are not negative; NaN is the largest.
+
+    The sum runs over the group in one order, whatever the layout, so that a component always equals itself.
+    """
+    score = tl.zeros(d.shape, tl.float32)
+    for g in tl.static_range(G):
+        score += tl.abs(tl.load(queries + g * D + d, mask=d < D, other=0.0).to(tl.float32))
+    if component_weight is not None:
+        score *= tl.load(component_weight + d, mask=d < D, other=0.0)
+    return tl.where(d < D, score.to(tl.int32, bitcast=True), -1)
+
+
+@triton.jit
+def component_ranks(queries, component_weight, D: tl.constexpr, G: tl.constexpr, BLOCK_D: tl.constexpr):
+    """(sparq.2) how many components come before each: a permutation; ties go to the lower index."""
+    d = tl.arange(0, BLOCK_D)
+    own = component_bits(queries, component_weight, d, D, G)
+    before = tl.zeros([BLOCK_D], tl.int32)
+    for first in tl.static_range(0, BLOCK_D, 32):
+        e = first + tl.arange(0, 32)
+        other = component_bits(queries, component_weight, e, D, G)
+        larger = other[:, None] > own[None, :]
+        tied = (other[:, None] == own[None, :]) & (e[:, None] < d[None, :])
+        before += tl.sum((larger | tied).to(tl.int32), axis=0)
+    return before
+
+
+@triton.jit
+def component_at(before, rank):
+    """The component that comes after ``rank`` others. Both sums here run down columns, which are within a thread."""
+    d = tl.arange(0, before.shape[0])
+    return tl.sum(tl.where(before[:, None] == rank[None, :], d[:, None], 0), axis=0)
+
+
+@triton.jit
+def query_components(queries, component, wanted, D: tl.constexpr, G: tl.constexpr, BLOCK_G: tl.constexpr):
+    """``(BLOCK_G, components)`` of the group's queries."""
+    g = tl.arange(0, BLOCK_G)[:, None]
+    return tl.load(queries + g * D + component[None, :], mask=(g < G) & wanted[None, :], other=0.0)
+
+
+@triton.jit
+def logit_factors(
+    queries,
+    before,
+    scale,
+    D: tl.constexpr,
+    G: tl.constexpr,
+    RANK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+):
+    """c / t of (sparq.3) for each query head, where |q| alone chose the components."""
+    g = tl.arange(0, BLOCK_G)[:, None]
+    d = tl.arange(0, BLOCK_D)[None, :]
+    q = tl.abs(tl.load(queries + g * D + d, mask=(g < G) & (d < D), other=0.0).to(tl.float32))
+    total = tl.sum(q, axis=1)
+    covered = tl.sum(tl.where(before[None, :] < RANK, q, 0.0), axis=1)
+    # A head whose components are all 0 there has no approximate logits to sharpen.
+    return scale * tl.where(covered > 0, tl.sqrt(total / tl.where(covered > 0, covered, 1.0)), 1.0)
+
+
+@triton.jit(do_not_specialize=["length", "blocks"])
+def sparq_scores(
+    queries,  # (B, Hkv, G, D)
+    keys_t,  # (B, Hkv, D, length), last stride 1 where it is to be fast
+    component_weight,  # (B, Hkv, D) float32, or None for the paper's rule
+    left_padding,  # (B,) int32, or None
+    logits,  # out: (B, Hkv, G, stride_l) float32, -inf for keys that are not valid
+    statistics,  # out: (B, Hkv, G, 2, splits) float32: largest logit, sum of exp(logit - largest)
+    tickets,  # out: (B, Hkv, 2) int32, zeros for the launches that follow
+    length,
+    blocks,  # of BLOCK_S keys, of a program
+    scale,
+    stride_l,
+    stride_kb,
+    stride_kh,
+    stride_kd,
+    stride_ks,
+    D: tl.constexpr,
+    G: tl.constexpr,
+    RANK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    ALIGNED: tl.constexpr,  # rows of keys_t can be read up to the next multiple of 16 keys
+    UPCAST: tl.constexpr,
+):
+    split, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = (b * tl.num_programs(1) + h).to(tl.int64)
+    queries += row * G * D
+    keys_t += b.to(tl.int64) * stride_kb + h.to(tl.int64) * stride_kh
+    if component_weight is not None:
+        component_weight += row * D
+    first_valid = 0
+    if left_padding is not None:
+        first_valid = tl.load(left_padding + b)
+    if split == 0:
+        tl.store(tickets + row * 2 + tl.arange(0, 2), tl.zeros([2], tl.int32))
+
+    before = component_ranks(queries, component_weight, D, G, BLOCK_D)
+    factor = tl.full([BLOCK_G], 1.0, tl.float32) * scale
+    if component_weight is None:
+        factor = logit_factors(queries, before, scale, D, G, RANK, BLOCK_D, BLOCK_G)
+
+    g = tl.arange(0, BLOCK_G)
+    heads = row * G + g
+    largest = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    readable = rounded_up(length) if ALIGNED else length
+    share = blocks * BLOCK_S  # as a product with a constant, so that the compiler knows that tiles are aligned
+    for start in range(split * share, tl.minimum((split + 1) * share, length), BLOCK_S):
+        s = start + tl.arange(0, BLOCK_S)
+        approximate = tl.zeros([BLOCK_G, BLOCK_S], tl.float32)
+        for first in tl.static_range(0, RANK, BLOCK_R):
+            rank = first + tl.arange(0, BLOCK_R)
+            component = component_at(before, rank)
+            q = query_components(queries, component, rank < RANK, D, G, BLOCK_G)
+            k = tl.load(
+                keys_t + component[:, None] * stride_kd + s[None, :] * stride_ks,
+                mask=(rank < RANK)[:, None] & (s < readable)[None, :],
+                other=0.0,
+                eviction_policy="evict_first",
+            )
+            approximate = tl.dot(widen(q, UPCAST), widen(k, UPCAST), approximate, input_precision="ieee")
+        valid = (s < length) & (s >= first_valid)
+        approximate = tl.where(valid[None, :], approximate * factor[:, None], float("-inf"))
+        tl.store(
+            logits + heads[:, None] * stride_l + s[None, :],
+            approximate,
+            mask=(g[:, None] < G) & (s[None, :] < stride_l),
+        )
+        top = tl.maximum(largest, tl.max(approximate, axis=1))
+        exponentials = tl.exp(approximate - finite(top)[:, None])
+        total = total * tl.exp(largest - finite(top)) + tl.sum(exponentials, axis=1)
+        largest = top
+    # The program's part of (sparq.4)
+    splits = tl.num_programs(0)
+    tl.store(statistics + heads * 2 * splits + split, largest, mask=g < G)
+    tl.store(statistics + heads * 2 * splits + splits + split, total, mask=g < G)

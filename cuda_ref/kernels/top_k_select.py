@@ -1,0 +1,224 @@
+"""Select: the k largest scores of a row, exactly, without sorting. Shared by every method.
+
+Scores become unsigned integers in the same order; the k-th largest is found by four histograms of 256 bins, eight bits
+at a time, and what lies above it, and the first of what equals it, is written in order of index.
+
+Grid (tiles of BLOCK keys, Hkv, B). A program reads G * BLOCK float32 logits once, sums their softmax over the group and
+keeps the best k of its tile, eight bytes each. The program of a row that arrives last reads those of all its tiles,
+once where they fit into one block, and keeps the best k of the row. The softmax of the group is known only when every
+tile has been scored, so the histograms are built here, where the score of a key is first known.
+"""
+
+import triton
+import triton.language as tl
+
+from .numbers import finite, rounded_up
+
+# Bits of a score that is never chosen (invalid, -inf or NaN), and of a key of the local window, above every score.
+NEVER = tl.constexpr(0)
+ALWAYS = tl.constexpr(0xFFFFFFFF)
+
+
+@triton.jit
+def ordered_bits(score):
+    """a < b exactly if ordered_bits(a) < ordered_bits(b)."""
+    score = tl.where(score == 0.0, 0.0, score)  # -0 equals 0
+    bits = score.to(tl.uint32, bitcast=True)
+    ordered = bits ^ tl.where((bits >> 31) != 0, 0xFFFFFFFF, 0x80000000)
+    return tl.where(score > float("-inf"), ordered, NEVER).to(tl.uint32)
+
+
+@triton.jit
+def digit_counts(bits, threshold, there, SHIFT: tl.constexpr):
+    """Histogram of the eight bits at SHIFT over the items that agree with ``threshold`` above them."""
+    if SHIFT < 24:
+        there = there & (((bits ^ threshold) >> (SHIFT + 8)) == 0)
+    return tl.histogram(((bits >> SHIFT) & 255).to(tl.int32), 256, mask=there)
+
+
+@triton.jit
+def next_digit(counts, wanted):
+    """The largest digit that ``wanted`` items reach, and how many of those items have exactly it."""
+    digits = tl.arange(0, 256)
+    reaching = tl.cumsum(counts, 0, reverse=True)
+    digit = tl.max(tl.where(reaching >= wanted, digits, 0), axis=0)
+    return digit.to(tl.uint32), wanted - tl.sum(tl.where(digits > digit, counts, 0), axis=0)
+
+
+@triton.jit
+def is_tie(bits, threshold):
+    """Whether each item equals the threshold and can be chosen."""
+    return (bits == threshold) & (bits != NEVER)
+
+
+@triton.jit
+def is_best(bits, threshold, ties, ties_before):
+    """Whether each item is among the best: above the threshold, or one of the first ``ties`` that equal it."""
+    tie = is_tie(bits, threshold)
+    return (bits > threshold) | (tie & (ties_before + tl.cumsum(tie.to(tl.int32), 0) <= ties))
+
+
+@triton.jit
+def kth_largest(bits, there, wanted):
+    """Bits that at least ``wanted`` of the items reach, NEVER if too few can be chosen, and the ties to be taken."""
+    threshold = tl.full([], NEVER, tl.uint32)
+    for SHIFT in tl.static_range(24, -1, -8):
+        digit, wanted = next_digit(digit_counts(bits, threshold, there, SHIFT), wanted)
+        threshold = threshold | (digit << SHIFT)
+    return threshold, wanted
+
+
+@triton.jit
+def kth_largest_of_many(candidate_bits, count, wanted, BLOCK: tl.constexpr):
+    """`kth_largest` of ``count`` items in memory."""
+    threshold = tl.full([], NEVER, tl.uint32)
+    for SHIFT in tl.static_range(24, -1, -8):
+        counts = tl.zeros([256], tl.int32)
+        for first in range(0, count, BLOCK):
+            item = first + tl.arange(0, BLOCK)
+            bits = tl.load(candidate_bits + item, mask=item < count, other=0, cache_modifier=".cg")
+            counts += digit_counts(bits, threshold, item < count, SHIFT)
+        digit, wanted = next_digit(counts, wanted)
+        threshold = threshold | (digit << SHIFT)
+    return threshold, wanted
+
+
+@triton.jit
+def row_softmax(statistics, splits, BLOCK: tl.constexpr):
+    """Largest logit of one query head's row, and one over the sum of exp(logit - largest); 0 without a valid key."""
+    largest = float("-inf")
+    total = 0.0
+    for first in range(0, splits, BLOCK):
+        split = first + tl.arange(0, BLOCK)
+        tops = tl.load(statistics + split, mask=split < splits, other=float("-inf"))
+        sums = tl.load(statistics + splits + split, mask=split < splits, other=0.0)
+        top = tl.maximum(largest, tl.max(tops, axis=0))
+        total = total * tl.exp(largest - finite(top)) + tl.sum(sums * tl.exp(tops - finite(top)), axis=0)
+        largest = top
+    return finite(largest), tl.where(total > 0, 1.0 / total, 0.0)
+
+
+@triton.jit
+def group_scores(
+    logits, statistics, softmax, s, readable, stride_l, splits, G: tl.constexpr, SUM_SOFTMAX: tl.constexpr
+):
+    """(sparq.4), (sparq.5): what the group gives to keys ``s``; without ``statistics`` scores as they are."""
+    score = tl.zeros(s.shape, tl.float32)
+    for g in tl.static_range(G):
+        logit = tl.load(logits + g * stride_l + s, mask=readable, other=float("-inf"))
+        if statistics is not None:
+            largest, factor = row_softmax(statistics + g * 2 * splits, splits, 256)
+            if tl.program_id(0) == 0:
+                tl.store(softmax + g * 2, largest)
+                tl.store(softmax + g * 2 + 1, factor)
+            if SUM_SOFTMAX:
+                logit = tl.exp(logit - largest) * factor
+        score += logit
+    return score
+
+
+@triton.jit
+def write_best(indices, bits, index, threshold, ties, written, ties_before):
+    """Append the best of these items to a list that has ``written``; the lengths of the list and of its ties now."""
+    best = is_best(bits, threshold, ties, ties_before)
+    slot = written + tl.cumsum(best.to(tl.int32), 0) - 1
+    tl.store(indices + slot, index, mask=best)
+    ties_here = tl.sum(is_tie(bits, threshold).to(tl.int32), axis=0)
+    return written + tl.sum(best.to(tl.int32), axis=0), ties_before + ties_here
+
+
+@triton.jit
+def fill(slots, first, end, value, BLOCK: tl.constexpr):
+    """Write ``value`` to the slots from ``first`` on."""
+    for start in range(0, end, BLOCK):
+        slot = start + tl.arange(0, BLOCK)
+        tl.store(slots + slot, tl.zeros([BLOCK], slots.dtype.element_ty) + value, mask=(slot >= first) & (slot < end))
+
+
+@triton.jit
+def merge_tiles(candidate_bits, candidate_indices, count, indices, slots, BLOCK: tl.constexpr):
+    """The best of ``count`` candidates of all tiles of a row, in order of index."""
+    if count <= BLOCK:
+        item = tl.arange(0, BLOCK)
+        bits = tl.load(candidate_bits + item, mask=item < count, other=NEVER, cache_modifier=".cg")
+        threshold, ties = kth_largest(bits, item < count, slots)
+        index = tl.load(candidate_indices + item, mask=item < count, other=0, cache_modifier=".cg")
+        written, _ = write_best(indices, bits, index, threshold, ties, 0, 0)
+        fill(indices, written, slots, -1, BLOCK)
+    else:
+        threshold, ties = kth_largest_of_many(candidate_bits, count, slots, BLOCK)
+        written = 0
+        ties_before = 0
+        for first in range(0, count, BLOCK):
+            item = first + tl.arange(0, BLOCK)
+            bits = tl.load(candidate_bits + item, mask=item < count, other=NEVER, cache_modifier=".cg")
+            index = tl.load(candidate_indices + item, mask=item < count, other=0, cache_modifier=".cg")
+            written, ties_before = write_best(indices, bits, index, threshold, ties, written, ties_before)
+        fill(indices, written, slots, -1, BLOCK)
+
+
+@triton.jit(do_not_specialize=["length", "top_k", "local_window", "splits"])
+def top_k_select(
+    logits,  # (B, Hkv, G, stride_l) float32: approximate logits, or scores with G = 1
+    statistics,  # (B, Hkv, G, 2, splits) float32 of `sparq_scores`, or None for scores
+    softmax,  # out: (B, Hkv, G, 2) float32: largest logit, 1 / sum of exp(logit - largest); None for scores
+    left_padding,  # (B,) int32, or None
+    candidate_bits,  # scratch: (B, Hkv, tiles, min(top_k, BLOCK)) int32
+    candidate_indices,  # scratch, of the same shape
+    indices,  # out: (B, Hkv, min(top_k, length)) int32, ascending, then -1
+    tickets,  # (B, Hkv, 2) int32, zeros
+    length,
+    top_k,
+    local_window,
+    splits,
+    stride_l,
+    G: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SUM_SOFTMAX: tl.constexpr,
+    ALIGNED: tl.constexpr,  # rows of logits can be read up to the next multiple of 16 keys
+):
+    tile, b = tl.program_id(0), tl.program_id(2)
+    tiles = tl.num_programs(0)
+    row = (b * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
+    logits += row * G * stride_l
+    if statistics is not None:
+        statistics += row * G * 2 * splits
+        softmax += row * G * 2
+    slots = tl.minimum(top_k, length)
+    indices += row * slots
+
+    # (sparq.6)
+    s = tile * BLOCK + tl.arange(0, BLOCK)
+    readable = s < (rounded_up(length) if ALIGNED else length)
+    score = group_scores(logits, statistics, softmax, s, readable, stride_l, splits, G, SUM_SOFTMAX)
+    bits = tl.where(s >= length - local_window, ALWAYS, ordered_bits(score))
+    bits = tl.where(s < length, bits, NEVER)
+    if left_padding is not None:
+        bits = tl.where(s >= tl.load(left_padding + b), bits, NEVER)
+    bits = bits.to(tl.uint32)
+    kept = tl.minimum(top_k, BLOCK)
+    threshold, ties = kth_largest(bits, s >= 0, kept)
+    if tiles == 1:
+        written, _ = write_best(indices, bits, s, threshold, ties, 0, 0)
+        fill(indices, written, slots, -1, BLOCK)
+    else:
+        candidate_bits += row * tiles * kept
+        candidate_indices += row * tiles * kept
+        first = tile * kept
+        best = is_best(bits, threshold, ties, 0)
+        slot = first + tl.cumsum(best.to(tl.int32), 0) - 1
+        tl.store(candidate_bits + slot, bits.to(tl.int32, bitcast=True), mask=best)
+        tl.store(candidate_indices + slot, s, mask=best)
+        fill(candidate_bits + first, tl.sum(best.to(tl.int32), axis=0), kept, 0, BLOCK)
+        # All threads have written before the ticket is drawn, and who draws the last one sees what all have written.
+        tl.debug_barrier()
+        if tl.atomic_add(tickets + row * 2, 1, sem="acq_rel") == tiles - 1:
+            tl.debug_barrier()
+            merge_tiles(
+                candidate_bits.to(tl.pointer_type(tl.uint32), bitcast=True),
+                candidate_indices,
+                tiles * kept,
+                indices,
+                slots,
+                BLOCK,
+            )

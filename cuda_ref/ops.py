@@ -1,0 +1,87 @@
+"""The decode steps as operators of torch, so that `torch.compile` and CUDA graphs capture them.
+
+They change nothing that goes in, and their fake versions say what comes out without computing it. Arguments are not
+checked beyond types: `api` does that.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from . import attend, select, sparq
+
+
+@torch.library.custom_op("mlx_sparse::sparq_decode", mutates_args=())
+def sparq_decode(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    keys_t: torch.Tensor,
+    rank: int,
+    top_k: int,
+    local_window: int,
+    group_reduce: str,
+    component_weight: torch.Tensor | None,
+    scale: float,
+    left_padding: torch.Tensor | None,
+    value_mean: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One step of SparQ: ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)``; reallocates to ``value_mean``."""
+    return sparq.sparq_decode(
+        queries.contiguous(),
+        keys,
+        values,
+        keys_t,
+        rank=rank,
+        top_k=top_k,
+        local_window=local_window,
+        group_reduce=group_reduce,
+        component_weight=component_weight,
+        scale=scale,
+        left_padding=left_padding,
+        value_mean=value_mean,
+    )
+
+
+@torch.library.custom_op("mlx_sparse::dense_decode", mutates_args=())
+def dense_decode(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    left_padding: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One step of dense attention: ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)``."""
+    return attend.dense_decode(queries.contiguous(), keys, values, scale=scale, left_padding=left_padding)
+
+
+@torch.library.custom_op("mlx_sparse::attend_indices", mutates_args=())
+def attend_indices(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, indices: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over listed keys (sparq.7): ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)``."""
+    return attend.attend_indices(queries.contiguous(), keys, values, indices.contiguous(), scale=scale)
+
+
+@torch.library.custom_op("mlx_sparse::top_k_select", mutates_args=())
+def top_k_select(
+    scores: torch.Tensor, top_k: int, local_window: int, left_padding: torch.Tensor | None
+) -> torch.Tensor:
+    """The keys to attend (sparq.6): ``(B, Hkv, min(top_k, S))`` int32."""
+    return select.top_k_select(scores, top_k=top_k, local_window=local_window, left_padding=left_padding)
+
+
+def _like_queries(queries: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(queries, memory_format=torch.contiguous_format), queries.new_empty(
+        queries.shape[:3], dtype=torch.float32
+    )
+
+
+for _operator in (sparq_decode, dense_decode, attend_indices):
+    _operator.register_fake(_like_queries)
+
+
+@top_k_select.register_fake
+def _(scores: torch.Tensor, top_k: int, *_: object) -> torch.Tensor:
+    B, Hkv, S = scores.shape
+    return scores.new_empty(B, Hkv, min(top_k, S), dtype=torch.int32)
