@@ -33,6 +33,9 @@ ENOUGH_SAVED = {
     **{"g": 20 << 20, "s": 36 << 20, "d": 52 << 20},
     **{"sm_80": 40 << 20, "sm_90": 80 << 20, "sm_100": 160 << 20},
 }
+# Names of submodules that normalise queries or keys, over mlx-lm's and transformers' model files.
+QK_NORMS = frozenset({"q_norm", "k_norm", "query_norm", "key_norm", "q_layernorm", "k_layernorm"})
+QK_NORMS |= {"query_layernorm", "key_layernorm", "qk_norm"}
 NEVER = 1 << 40  # keys; as `shortest_context`: not at any context
 
 

@@ -15,13 +15,10 @@ from mlx_lm.models.cache import make_prompt_cache
 from .. import registry
 from ..call_report import Report
 from ..checks import ConfigError
-from ..config import CONFIGS, Dense, MethodConfig, SparQ, parse
+from ..config import CONFIGS, QK_NORMS, Dense, MethodConfig, SparQ, parse
 from . import seam
 from .plan import Plan, leaves
 
-# Attributes of attention layers that normalise queries or keys, over mlx-lm's model files.
-NORMS = frozenset({"q_norm", "k_norm", "query_norm", "key_norm", "q_layernorm", "k_layernorm"})
-NORMS |= {"query_layernorm", "key_layernorm"}
 NORMS_WITHOUT_WEIGHTS = frozenset({"nanochat", "talkie", "muse_glimmer"})
 
 
@@ -131,7 +128,7 @@ def has_qk_norm(model: Any) -> bool:
     return (
         switched_on
         or model_type(model) in NORMS_WITHOUT_WEIGHTS
-        or any(name.rpartition(".")[2] in NORMS for name, _ in modules)
+        or any(name.rpartition(".")[2] in QK_NORMS for name, _ in modules)
     )
 
 

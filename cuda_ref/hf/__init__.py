@@ -1,0 +1,53 @@
+"""SparQ in Hugging Face transformers: ``attn_implementation="sparq"`` and the cache that goes with it.
+
+    from mlx_sparse.cuda_ref.hf import SparQCache, register
+
+    register()
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="sparq", dtype="auto", device_map="cuda")
+    cache = SparQCache(model.config, "sparq:rank=32,top_k=128")
+    model.generate(**inputs, past_key_values=cache)
+    print(cache.report)
+
+Nothing of transformers is imported before one of the names is used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module, metadata
+from typing import Any
+
+from ...checks import BackendUnavailable
+from ..availability import unavailable
+
+__all__ = ["SparQCache", "SparQLayer", "register", "report"]
+
+_HOME = {"SparQCache": ".cache", "SparQLayer": ".cache", "register": ".attention", "report": ".attention"}
+OLDEST = (5, 17)  # whose caches and attention interface are the ones this is written for
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    _require_transformers()
+    return getattr(import_module(_HOME[name], __name__), name)
+
+
+def _require_transformers() -> None:
+    try:
+        version = metadata.version("transformers")
+    except metadata.PackageNotFoundError:
+        version = "none"
+    numbers = [int(part) for part in version.split(".")[:2] if part.isdigit()]
+    if tuple(numbers) < OLDEST:
+        wanted = ".".join(map(str, OLDEST))
+        raise BackendUnavailable(
+            f"transformers: expected version {wanted} or newer, got {version}. "
+            f"Run `pip install 'transformers>={wanted},<6'`."
+        )
+
+
+def require() -> None:
+    """Raise `BackendUnavailable` where Triton's kernels cannot run: a silent dense run would be worse than none."""
+    reason = unavailable()
+    if reason is not None:
+        raise BackendUnavailable(f"attn_implementation: expected a machine that runs Triton, got none: {reason}.")

@@ -1,0 +1,245 @@
+"""The attention function of ``attn_implementation="sparq"``: SparQ where it pays, transformers' own otherwise."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import warnings
+from functools import cache
+from typing import Any
+
+import torch
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, eager_mask
+from transformers.modeling_utils import AttentionInterface
+
+from ...call_report import Report
+from ...checks import ConfigError, check_local_window
+from ...config import ENOUGH_SAVED, NEVER, QK_NORMS, SparQ, Step
+from ...stats import dense_elements
+from .. import configs, ops
+from ..availability import interpreted
+from . import require
+from .cache import Origin, SparQCache, dense_layer, origin_of
+from .padding import Padding, mask, padding_of
+
+NAME = "sparq"
+# More queries than this in one call are a prompt; fewer, after a prompt, are draft tokens to verify or a short turn.
+VERIFY_QUERIES = 16
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+_without_cache = Report(NAME, "triton", "calls without a SparQCache")
+
+
+def register() -> None:
+    """Make ``attn_implementation="sparq"`` known to transformers. Call it before the model is loaded.
+
+    Raises:
+        BackendUnavailable: Triton's kernels cannot run here.
+    """
+    require()
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, mask)
+
+
+def report(cache: SparQCache | None = None) -> Report:
+    """What the attention calls over ``cache`` did; without one, the calls that had no `SparQCache`."""
+    return _without_cache if cache is None else cache.report
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """transformers' attention interface: ``query (B, Hq, L, D)``, ``key`` and ``value (B, Hkv, S, D)``.
+
+    Returns:
+        ``out (B, L, Hq, D)`` and no weights.
+    """
+    origin = origin_of(key)
+    padding = None if attention_mask is None else padding_of(attention_mask)
+    if origin is None:
+        reason: str | None = "without a SparQCache"
+        if query.shape[2] == 1 < key.shape[2]:
+            _warn_once()
+    else:
+        reason = _layer_reason(origin, query, key, value, dropout, kwargs)
+        reason = reason or _call_reason(origin, query, key, attention_mask, padding)
+    if origin is None or reason is not None:
+        counted = _without_cache if origin is None else origin.cache.report
+        counted.dense_calls[str(reason)] += 1
+        return _dense(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    out, lse = _sparse(module, query, key, value, origin, padding, scale)
+    sinks = kwargs.get("s_aux")
+    if sinks is not None:
+        # A sink is one more logit in the softmax with nothing behind it.
+        out = (out * torch.sigmoid(lse - sinks.float()[None, :, None])[..., None]).to(out.dtype)
+    return out.transpose(1, 2), None
+
+
+def _sparse(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    origin: Origin,
+    padding: Padding | None,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)`` of the attended keys."""
+    config, layer = _resolve(origin.cache, module), origin.layer
+    reallocate = _reallocates(config, query, key)
+    spread = config.component_score == "query_key"
+    keys_t, value_mean, deviation = layer.read(mean=reallocate, spread=spread, padding=padding)
+    result: tuple[torch.Tensor, torch.Tensor] = ops.sparq_decode(
+        query,
+        key,
+        value,
+        keys_t,
+        config.rank,
+        config.top_k,
+        check_local_window(config.local_window, config.top_k),
+        config.group_reduce,
+        deviation,
+        scale,
+        None if padding is None else padding.first,
+        value_mean,
+    )
+    B, Hkv, S, D = key.shape
+    report, size = origin.cache.report, B * Hkv * key.element_size()
+    report.sparse_calls += 1
+    report.sparse_bytes += size * config.elements(S, D)
+    report.dense_bytes += size * dense_elements(S, D)
+    return result
+
+
+def _reallocates(config: SparQ, query: torch.Tensor, key: torch.Tensor) -> bool:
+    return query.shape[1] == key.shape[1] if config.reallocate == "auto" else bool(config.reallocate)
+
+
+def _resolve(cache: SparQCache, module: torch.nn.Module) -> SparQ:
+    """Settle what "auto" means for this model: the component score."""
+    if cache.attn.component_score == "auto":
+        score = "query_key" if has_qk_norm(module) else "query"
+        cache.attn = dataclasses.replace(cache.attn, component_score=score)
+        cache.report.attn = str(cache.attn)
+    return cache.attn
+
+
+def has_qk_norm(module: torch.nn.Module) -> bool:
+    """Whether an attention module normalises its queries or keys."""
+    return any(
+        name.rpartition(".")[2] in QK_NORMS and not isinstance(child, torch.nn.Identity)
+        for name, child in module.named_modules()
+    )
+
+
+def _layer_reason(
+    origin: Origin, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float, kwargs: dict[str, Any]
+) -> str | None:
+    """Why no call like this one can attend sparsely."""
+    reason = dense_layer(origin.layer)
+    if reason is not None:
+        return reason
+    low, high = configs.HEAD_DIMS
+    D = query.shape[-1]
+    checks = {
+        "with key and value head dims that differ": key.shape != value.shape or key.shape[-1] != D,
+        "with keys or values that are not the cache's": not origin.owns(key, value),
+        f"with a head dim of {D}": D % 8 != 0 or not low <= D <= high,
+        "with a type other than float32, float16 and bfloat16": query.dtype not in DTYPES
+        or not query.dtype == key.dtype == value.dtype,
+        "on a device without Triton": not (query.is_cuda or interpreted()),
+        "with soft-capped scores": kwargs.get("softcap") is not None,
+        # The sinks' share can be told from the log-sum-exp of the attended keys only if nothing else is mixed in.
+        "with attention sinks": kwargs.get("s_aux") is not None and _reallocates(origin.cache.attn, query, key),
+        "with a position bias": kwargs.get("position_bias") is not None,
+        "with dropout": dropout > 0,
+        "with gradients": torch.is_grad_enabled() and query.requires_grad,
+    }
+    return next((reason for reason, holds in checks.items() if holds), None)
+
+
+def _call_reason(
+    origin: Origin,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    padding: Padding | None,
+) -> str | None:
+    """Why this call attends densely."""
+    L, S = query.shape[2], key.shape[2]
+    if L > 1:
+        verifying = L <= VERIFY_QUERIES and S > L
+        few = "of a few queries at once (verification or short prompt)"
+        return few if verifying else "of several queries at once (prompt)"
+    B, Hkv, _, D = key.shape
+    sizes = Step(B * Hkv, query.shape[1] // Hkv, D, key.element_size(), gpu_kind(query.device))
+    shortest = _shortest_context(origin.cache.attn, sizes)
+    if shortest >= NEVER:
+        return "whose scores would move more bytes than they save"
+    if S < shortest:
+        return f"over fewer than {shortest:,} keys"
+    if attention_mask is not None and padding is None:
+        return "with a mask of the caller's own"
+    if padding is not None and padding.first is None:
+        return "with a mask that is not left padding"
+    return None
+
+
+@cache
+def _shortest_context(config: SparQ, sizes: Step) -> int:
+    return config.shortest_context(sizes)
+
+
+def gpu_kind(device: torch.device) -> str:
+    """The key of `ENOUGH_SAVED` for a device, that of the nearest GPU below it; empty on the CPU."""
+    if device.type != "cuda":
+        return ""
+    known = sorted(int(kind[3:]) for kind in ENOUGH_SAVED if kind.startswith("sm_"))
+    return f"sm_{max((arch for arch in known if arch <= configs.capability(device)), default=known[0])}"
+
+
+@cache
+def _warn_once() -> None:
+    warnings.warn(
+        "attn_implementation='sparq' attends densely without its cache: pass past_key_values=SparQCache(model.config).",
+        stacklevel=3,
+    )
+
+
+def _dense(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """transformers' sdpa; for what that cannot do, soft caps and sinks, the model's own eager attention."""
+    given = [name for name in ("softcap", "s_aux") if kwargs.get(name) is not None]
+    if not given:
+        dense: tuple[torch.Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+        return dense
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if eager is None:
+        raise ConfigError(
+            f"attn_implementation: expected a model without {given[0]}, got {type(module).__name__}. "
+            "Load it with another attn_implementation."
+        )
+    B, _, L, _ = query.shape
+    S = key.shape[2]
+    if attention_mask is None and getattr(module, "is_causal", True):
+        attention_mask = eager_mask(B, L, S, q_offset=S - L, dtype=query.dtype, device=query.device)
+    elif attention_mask is not None and attention_mask.dtype == torch.bool:
+        lowest = torch.finfo(query.dtype).min
+        attention_mask = torch.where(attention_mask, 0.0, lowest).to(query.dtype)
+    result: tuple[torch.Tensor, torch.Tensor] = eager(module, query, key, value, attention_mask, **kwargs)
+    return result

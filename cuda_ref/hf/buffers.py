@@ -1,0 +1,119 @@
+"""Keys and values of a layer with room to grow, and beside them what a SparQ step reads."""
+
+from __future__ import annotations
+
+import torch
+
+from .moments import Moments
+from .padding import Padding
+
+# Capacities are multiples of this many rows, so that the rows of ``keys_t`` start on cache lines of 128 bytes.
+ROW_MULTIPLE = 256
+ROOM = 32  # buffers grow by one part in this: copying then costs less per token than a decode step reads
+
+
+class Buffers:
+    """Rows ``[0, length)`` of a cache layer; appending a token copies nothing.
+
+    ``keys_t`` and the moments are made when the first SparQ step asks and kept up from then on, so a context that stays
+    short costs what it costs with transformers' own layer.
+
+    Attributes:
+        keys, values: ``(B, Hkv, capacity, D)``; rows from ``length`` on are stale.
+        keys_t: ``(B, Hkv, D, capacity)`` component-major copy of rows ``[0, transposed)``, or None.
+        key_moments, value_moments: of the valid rows of ``[0, summed)`` under ``left_padding``, or None.
+    """
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Empty buffers for rows like those of ``keys`` and ``values (B, Hkv, L, D)``."""
+        self.keys, self.values = (rows.new_empty(*rows.shape[:2], 0, rows.shape[3]) for rows in (keys, values))
+        self.length = 0
+        self.keys_t: torch.Tensor | None = None
+        self.transposed = 0
+        self._forget_moments()
+
+    def _forget_moments(self) -> None:
+        self.key_moments: Moments | None = None
+        self.value_moments: Moments | None = None
+        self.summed = 0
+        self.left_padding: torch.Tensor | None = None
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write rows ``(B, Hkv, L, D)`` behind those in use."""
+        stop = self.length + keys.shape[2]
+        if stop > self.keys.shape[2]:
+            self._grow(stop)
+        self.keys[:, :, self.length : stop] = keys
+        self.values[:, :, self.length : stop] = values
+        self.length = stop
+
+    def _grow(self, length: int) -> None:
+        capacity = -(-(length + length // ROOM) // ROW_MULTIPLE) * ROW_MULTIPLE
+
+        def grown(buffer: torch.Tensor, dim: int, rows: int) -> torch.Tensor:
+            larger = buffer.new_empty(*buffer.shape[:dim], capacity, *buffer.shape[dim + 1 :])
+            larger.narrow(dim, 0, rows).copy_(buffer.narrow(dim, 0, rows))
+            return larger
+
+        self.keys, self.values = grown(self.keys, 2, self.length), grown(self.values, 2, self.length)
+        if self.keys_t is not None:
+            self.keys_t = grown(self.keys_t, 3, self.transposed)
+
+    def crop(self, length: int) -> None:
+        """Forget rows from ``length`` on."""
+        if length < self.summed - length:
+            self._forget_moments()  # more rows go than stay: summing afresh reads fewer
+        elif length < self.summed:
+            self._sum(length, self.summed, sign=-1)
+            self.summed = length
+        self.transposed = min(self.transposed, length)
+        self.length = length
+
+    def select(self, sequences: torch.Tensor) -> None:
+        """Keep the ``sequences``, in that order; one may come several times."""
+        self.keys, self.values = self.keys.index_select(0, sequences), self.values.index_select(0, sequences)
+        if self.keys_t is not None:
+            self.keys_t = self.keys_t.index_select(0, sequences)
+        if self.left_padding is not None:
+            self.left_padding = self.left_padding.index_select(0, sequences)
+        for moments in (self.key_moments, self.value_moments):
+            if moments is not None:
+                moments.select(sequences)
+
+    def columns(self) -> torch.Tensor:
+        """``keys_t (B, Hkv, D, S)`` of the rows in use."""
+        if self.keys_t is None:
+            B, Hkv, capacity, D = self.keys.shape
+            self.keys_t = self.keys.new_empty(B, Hkv, D, capacity)
+        rows = slice(self.transposed, self.length)
+        self.keys_t[..., rows] = self.keys[:, :, rows].transpose(-1, -2)
+        self.transposed = self.length
+        return self.keys_t[..., : self.length]
+
+    def statistics(
+        self, *, mean: bool, spread: bool, padding: Padding | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Where wanted, mean of the valid values and deviation of the valid keys, float32 ``(B, Hkv, D)``.
+
+        The mean goes on changing in place.
+        """
+        if not mean and not spread:
+            return None, None
+        known, first = self.left_padding, None if padding is None else padding.first
+        same = known is first or (known is not None and padding is not None and padding.equals(known))
+        if not same or (mean and self.value_moments is None) or (spread and self.key_moments is None):
+            self._forget_moments()
+            self.value_moments = Moments(self.values, spread=False) if mean else None
+            self.key_moments = Moments(self.keys, spread=True) if spread else None
+        self.left_padding = first
+        self._sum(self.summed, self.length)
+        self.summed = self.length
+        return (
+            self.value_moments.mean if mean and self.value_moments else None,
+            self.key_moments.deviation() if spread and self.key_moments else None,
+        )
+
+    def _sum(self, start: int, stop: int, sign: int = 1) -> None:
+        for moments, buffer in ((self.key_moments, self.keys), (self.value_moments, self.values)):
+            if moments is not None:
+                moments.take(buffer, start, stop, self.left_padding, sign)

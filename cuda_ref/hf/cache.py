@@ -1,0 +1,217 @@
+"""A transformers cache whose full-attention layers keep, beside keys and values, what a SparQ step reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.configuration_utils import PreTrainedConfig
+
+from ...call_report import Report
+from ...checks import ConfigError, check_local_window, check_rank
+from ...config import SparQ, parse
+from . import require
+from .buffers import Buffers
+from .padding import Padding
+
+_NAME = "_mlx_sparse_origin"
+
+
+def _plain(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Without gradients, and outside of inference mode: tensors made inside could not be written to outside."""
+    wrapped: Callable[..., Any] = torch.inference_mode(False)(torch.no_grad()(method))
+    return wrapped
+
+
+class SparQLayer(DynamicLayer):
+    """A full-attention layer that can attend sparsely.
+
+    Attributes:
+        keys, values: ``(B, Hkv, S, D)`` rows in use, slices of ``buffers``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.buffers: Buffers | None = None
+
+    @_plain
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self._show(Buffers(key_states, value_states))
+
+    @_plain
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append rows ``(B, Hkv, L, D)``; return all, as slices of the buffers."""
+        if self.buffers is None:
+            self.lazy_initialization(key_states, value_states)
+        assert self.buffers is not None
+        self.buffers.append(key_states, value_states)
+        return self._show(self.buffers)
+
+    def _show(self, buffers: Buffers) -> tuple[torch.Tensor, torch.Tensor]:
+        """Set what transformers reads."""
+        self.buffers, self.is_initialized = buffers, True
+        self.keys, self.values = (rows[:, :, : buffers.length] for rows in (buffers.keys, buffers.values))
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        return 0 if self.buffers is None else self.buffers.length
+
+    def reset(self) -> None:
+        self.buffers = self.keys = self.values = None
+        self.is_initialized = False
+
+    @_plain
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last ``-tokens_to_remove`` rows: 0 or negative, as in transformers."""
+        if tokens_to_remove > 0:
+            raise ConfigError(
+                f"tokens_to_remove: expected 0 or less, got {tokens_to_remove}. crop(-n) removes the last n tokens."
+            )
+        if self.buffers is not None and tokens_to_remove:
+            self.buffers.crop(max(self.buffers.length + tokens_to_remove, 0))
+            self._show(self.buffers)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.buffers is not None:
+            self.batch_select_indices(torch.arange(len(self.buffers.keys)).repeat_interleave(repeats))
+
+    @_plain
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the sequences ``indices``, in that order: numbers, or one bool for each sequence."""
+        if self.buffers is not None:
+            sequences = indices.to(self.device)
+            self.buffers.select(sequences.nonzero()[:, 0] if sequences.dtype == torch.bool else sequences)
+            self._show(self.buffers)
+
+    def offload(self) -> None:
+        raise ConfigError(
+            "offloading: expected none, which SparQCache does not do, got a call of offload. Use DynamicCache."
+        )
+
+    @_plain
+    def read(
+        self, *, mean: bool, spread: bool, padding: Padding | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """``keys_t (B, Hkv, D, S)`` and `Buffers.statistics`."""
+        assert self.buffers is not None
+        return self.buffers.columns(), *self.buffers.statistics(mean=mean, spread=spread, padding=padding)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where keys that an attention function is given come from."""
+
+    cache: SparQCache
+    layer: Any
+
+    def owns(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """Whether these are the layer's rows in use, the very memory."""
+
+        def same(ours: torch.Tensor, given: torch.Tensor) -> bool:
+            return (
+                ours.data_ptr() == given.data_ptr()
+                and ours.shape == given.shape
+                and ours.stride() == given.stride()
+                and ours.dtype == given.dtype
+            )
+
+        return same(self.layer.keys, keys) and same(self.layer.values, values)
+
+
+def origin_of(keys: torch.Tensor) -> Origin | None:
+    """The cache and the layer that returned ``keys``; None if no `SparQCache` did."""
+    found: Origin | None = getattr(keys, _NAME, None)
+    return found
+
+
+class SparQCache(DynamicCache):
+    """A cache for models loaded with ``attn_implementation="sparq"``.
+
+    Full-attention layers are `SparQLayer`; sliding-window and other layers are transformers' own and stay dense.
+    Inference only.
+
+    Args:
+        config: ``model.config``.
+        attn: ``"sparq[:key=value,...]"`` or a `mlx_sparse.config.SparQ`.
+
+    Attributes:
+        report: what the attention calls did, counted while the model runs.
+
+    Raises:
+        ConfigError: ``attn`` is wrong or does not fit the model, the model was not loaded with
+            ``attn_implementation="sparq"`` or has no full-attention layer.
+        BackendUnavailable: Triton's kernels cannot run here.
+    """
+
+    def __init__(self, config: PreTrainedConfig, attn: str | SparQ = "sparq") -> None:
+        require()
+        if not isinstance(config, PreTrainedConfig):
+            raise ConfigError(f"config: expected model.config of a transformers model, got {type(config).__name__}.")
+        self.attn = _sparq(attn)
+        text = config.get_text_config(decoder=True)
+        if text._attn_implementation != "sparq":
+            raise ConfigError(
+                f"config: expected attn_implementation='sparq', got {text._attn_implementation!r}. "
+                "Call mlx_sparse.cuda_ref.register() and model.set_attn_implementation('sparq')."
+            )
+        heads = getattr(text, "num_attention_heads", None)
+        head_dim = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else None)
+        if isinstance(head_dim, int):
+            check_rank(self.attn.rank, head_dim)
+        check_local_window(self.attn.local_window, self.attn.top_k)
+        # Let transformers read the layer types; plain full-attention layers become ours.
+        super().__init__(config=config)
+        self.layers = [SparQLayer() if type(layer) is DynamicLayer else layer for layer in self.layers]
+        self.report = Report(str(self.attn), "triton", config.model_type, config._name_or_path, len(self.layers))
+        self.report.dense_layers.update(reason for layer in self.layers if (reason := dense_layer(layer)))
+        self.report.served_layers = len(self.layers) - self.report.dense_layers.total()
+        if self.report.served_layers == 0:
+            listed = ", ".join(f"{count} {reason}" for reason, count in self.report.dense_layers.items())
+            raise ConfigError(
+                f"config: expected a model with a full-attention layer, got {config.model_type}: {listed}."
+            )
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append to a layer; the keys returned know the layer they come from.
+
+        An attention function is given keys and values, but neither the cache nor the layer. Layer numbers of modules
+        do not tell the cache, and some models give one layer's keys to other layers too. So the returned tensor object
+        carries the reference: what a model makes of it, even a slice, is a new object without one and attends densely.
+        The tag is on a view of its own, which the cache does not hold: copies of the cache would copy it.
+        """
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            raise ConfigError(
+                "past_key_values: expected a call without gradients, got keys that need them. "
+                "Run the model under torch.no_grad() or torch.inference_mode(), or train with DynamicCache."
+            )
+        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        keys = keys.view_as(keys)
+        setattr(keys, _NAME, Origin(self, self.layers[layer_idx]))
+        return keys, values
+
+
+def dense_layer(layer: Any) -> str | None:
+    """Why a layer of a cache always attends densely; None if it need not."""
+    if isinstance(layer, SparQLayer):
+        return None
+    kind = "a sliding window" if getattr(layer, "is_sliding", False) else "a cache layer of its own"
+    return f"with {kind} ({type(layer).__name__})"
+
+
+def _sparq(attn: str | SparQ) -> SparQ:
+    configs = parse(attn) if isinstance(attn, str) else (attn,)
+    if len(configs) != 1 or not isinstance(configs[0], SparQ):
+        given = "+".join(map(str, configs))
+        raise ConfigError(f"attn: expected sparq[:key=value,...] alone, got {given!r}.")
+    return configs[0]

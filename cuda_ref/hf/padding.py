@@ -1,0 +1,52 @@
+"""Left padding, read from the mask that transformers makes of its 2-D padding mask."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import torch
+from transformers.masking_utils import sdpa_mask
+
+_NAME = "_mlx_sparse_padding"
+
+
+class Padding:
+    """What the mask of one decode step says about left padding.
+
+    Every layer of a step gets the same mask. Reading it waits for the GPU, so it is read once, when the first layer
+    asks, and not at all on steps that attend densely.
+    """
+
+    def __init__(self, mask: torch.Tensor) -> None:
+        self._mask = mask
+        self._compared: tuple[torch.Tensor, bool] | None = None
+
+    @cached_property
+    def first(self) -> torch.Tensor | None:
+        """int32 ``(B,)`` first valid key of each sequence; None if the mask is not left padding."""
+        rows = self._mask[:, 0, 0]
+        if self._mask.shape[1] != 1 or not bool((rows[:, 1:] >= rows[:, :-1]).all()):
+            return None
+        return rows.shape[1] - rows.sum(dim=1, dtype=torch.int32)
+
+    def equals(self, earlier: torch.Tensor) -> bool:
+        """Whether `first` is what it was on an ``earlier`` step; compared once for all layers that hold the same."""
+        if self._compared is None or self._compared[0] is not earlier:
+            assert self.first is not None
+            self._compared = earlier, torch.equal(earlier, self.first)
+        return self._compared[1]
+
+
+def mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+    """The mask function of ``attn_implementation="sparq"``: sdpa's, with a note of what it means for a decode step."""
+    made = sdpa_mask(*args, **kwargs)
+    if made is not None and made.shape[2] == 1:
+        setattr(made, _NAME, Padding(made))
+    return made
+
+
+def padding_of(attention_mask: torch.Tensor) -> Padding | None:
+    """What `mask` remembered; None for a mask made elsewhere or changed since."""
+    found: Padding | None = getattr(attention_mask, _NAME, None)
+    return found
