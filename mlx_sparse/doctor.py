@@ -15,7 +15,7 @@ from . import __version__
 from ._boot import CommandFinder
 from .registry import BACKENDS, unavailable
 
-PACKAGES = ("mlx", "mlx-lm", "numpy", "tqdm", "transformers")
+PACKAGES = ("mlx", "mlx-lm", "numpy", "tqdm", "transformers", "torch", "triton")
 DISTRIBUTION = "mlx-sparse-attention"
 
 
@@ -41,7 +41,7 @@ def examine() -> dict[str, Any]:
 
 def text(findings: dict[str, Any]) -> str:
     """The findings for people."""
-    packages = ", ".join(f"{name} {version or 'missing'}" for name, version in findings["packages"].items())
+    packages = ", ".join(f"{name} {version or 'not installed'}" for name, version in findings["packages"].items())
     lines = [
         f"mlx-sparse-attention {findings['version']}, Python {findings['python']}, {findings['platform']}",
         f"packages: {packages}",

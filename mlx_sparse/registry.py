@@ -18,12 +18,17 @@ BACKENDS: Mapping[str, str] = {
     "oracle": "NumPy float64, everywhere: the specification that the tests compare with",
     "ops": "MLX array operations, everywhere MLX runs (CPU, Metal, CUDA)",
     "metal": "custom Metal kernels, on Apple GPUs; under test on any Linux machine (tests/msl)",
+    "triton": "Triton kernels for torch tensors, on NVIDIA GPUs; slowly on any Linux machine with TRITON_INTERPRET=1",
     "onnx": "exported files on any ONNX runtime: the operators as functions of standard ones",
     "ort": "exported files on ONNX Runtime with native kernels for the CPU (AVX2, AVX-512, NEON)",
 }
 
-# Backends that run exported files, not MLX arrays.
-EXPORTED = ("onnx", "ort")
+# Backends that take no MLX arrays, and what they take.
+FOREIGN: Mapping[str, str] = {
+    "oracle": "it takes NumPy arrays: call the same function in mlx_sparse.oracle",
+    "triton": "it takes torch tensors: call the same function in mlx_sparse.cuda_ref",
+    **dict.fromkeys(("onnx", "ort"), "it runs exported files: export-onnx, then mlx-sparse run-onnx"),
+}
 
 # Backends that read whole cache buffers and a `length`, where a slice would be copied on every call.
 WHOLE_BUFFERS = frozenset({"metal"})
@@ -60,6 +65,7 @@ FUNCTIONS: Mapping[str, Mapping[str, str]] = {
         "oracle": "oracle:dense_attention",
         "ops": "ops.attend:dense_attention",
         "metal": "ops.attend:dense_attention",  # MLX's own kernel
+        "triton": "cuda_ref.api:dense_attention",
         "onnx": "onnx_export:operator_model",
         "ort": "onnx_export:session_options",
     },
@@ -67,6 +73,7 @@ FUNCTIONS: Mapping[str, Mapping[str, str]] = {
         "oracle": "oracle:sparq_attention",
         "ops": "ops.sparq:sparq_attention",
         "metal": "kernels.sparq:sparq_attention",
+        "triton": "cuda_ref.api:sparq_attention",
         "onnx": "onnx_export:operator_model",
         "ort": "onnx_export:session_options",
     },
@@ -79,11 +86,13 @@ FUNCTIONS: Mapping[str, Mapping[str, str]] = {
         "oracle": "oracle:attend_indices",
         "ops": "ops.attend:attend_indices",
         "metal": "kernels.attend:attend_indices",
+        "triton": "cuda_ref.api:attend_indices",
     },
     "top_k_select": {
         "oracle": "oracle:top_k_select",
         "ops": "ops.select:top_k_select",
         "metal": "kernels.select:top_k_select",
+        "triton": "cuda_ref.api:top_k_select",
     },
     "sparq_select": {"oracle": "oracle:sparq_select", "ops": "ops.sparq:sparq_select"},
     # Not on the way of a decode step: array operations do for every backend.
@@ -99,7 +108,9 @@ def unavailable(backend: str) -> str | None:
         return f"unknown; this version has {', '.join(BACKENDS)}"
     if backend == "metal":
         return _no_metal()
-    if backend in EXPORTED:
+    if backend == "triton":
+        return _ask("cuda_ref.availability")
+    if backend in ("onnx", "ort"):
         return _no_onnx(backend)
     if backend == "ops" and importlib.util.find_spec("mlx") is None:
         return "mlx is not installed"
@@ -122,9 +133,12 @@ def _no_onnx(backend: str) -> str | None:
     missing = [name for name in ("onnx", "onnxruntime") if importlib.util.find_spec(name) is None]
     if missing:
         return f"{' and '.join(missing)} not installed: pip install 'mlx-sparse-attention[onnx]'"
-    if backend == "onnx":
-        return None
-    reason: str | None = importlib.import_module(f"{__package__}.onnx_export.native").unavailable()
+    return None if backend == "onnx" else _ask("onnx_export.native")
+
+
+def _ask(module: str) -> str | None:
+    """What a backend that is not a part of this folder says of itself."""
+    reason: str | None = importlib.import_module(f"{__package__}.{module}").unavailable()
     return reason
 
 
@@ -157,11 +171,7 @@ def require(backend: str, function: str, reason: str | None = None) -> None:
     """
     if backend == "auto":
         return
-    reason = unavailable(backend) or reason
-    if reason is None and backend == "oracle":
-        reason = "it takes NumPy arrays: call the same function in mlx_sparse.oracle"
-    if reason is None and backend in EXPORTED:
-        reason = "it runs exported files: export-onnx, then mlx-sparse run-onnx"
+    reason = FOREIGN.get(backend) or unavailable(backend) or reason
     if reason is None and backend not in FUNCTIONS.get(function, {}):
         reason = f"it does not have {function}; `mlx-sparse matrix` shows what it has"
     if reason is not None:

@@ -1,6 +1,12 @@
-"""Fixtures that several test files share, and what cannot run on the oldest Python."""
+"""Fixtures that several test files share, where Triton's kernels run, and what cannot run on the oldest Python."""
 
+import os
 import sys
+from pathlib import Path
+
+# Triton reads this when its kernels are defined. Without an NVIDIA GPU they run on the CPU, in its interpreter.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 pytest_plugins = ["fixtures_msl", "fixtures_smollm2"]
 

@@ -45,7 +45,7 @@ def test_doctor_json_has_every_fact(capsys: pytest.CaptureFixture[str]):
     }
     assert findings["version"] == metadata.version("mlx-sparse-attention")
     assert findings["packages"]["mlx-lm"] == metadata.version("mlx-lm")
-    assert list(findings["backends"]) == ["oracle", "ops", "metal", "onnx", "ort"]
+    assert list(findings["backends"]) == ["oracle", "ops", "metal", "triton", "onnx", "ort"]
     assert findings["backends"]["oracle"] == findings["backends"]["ops"] == "yes"
     assert findings["seams"] == findings["problems"] == []
 
@@ -93,7 +93,7 @@ def test_doctor_goes_on_when_a_package_is_broken(monkeypatch: pytest.MonkeyPatch
     code, out, _ = run(capsys, "doctor")
     assert code == 1
     assert "problem: mlx does not work here: " in out
-    assert "no-such-package missing" in out
+    assert "no-such-package not installed" in out
 
 
 def test_matrix_lists_every_method_and_backend(capsys: pytest.CaptureFixture[str]):
@@ -118,7 +118,7 @@ def test_matrix_json_says_what_runs_here(capsys: pytest.CaptureFixture[str]):
     rows = {row["method"]: row for row in json.loads(out)}
     assert code == 0
     here = "yes" if mx.metal.is_available() else "MLX finds no Metal GPU on this machine"
-    found = {name: registry.unavailable(name) or "yes" for name in ("onnx", "ort")}
+    found = {name: registry.unavailable(name) or "yes" for name in ("triton", "onnx", "ort")}
     assert rows["sparq"]["backends"] == {"oracle": "yes", "ops": "yes", "metal": here, **found}
     assert [name for name, row in rows.items() if not row["attn"]] == ["h2o"]
 

@@ -74,8 +74,12 @@ BAD: dict[str, tuple[list[str], str]] = {
     "negative top_k": (["--attn", "sparq:top_k=-1"], "top_k: expected an integer of at least 1, got -1"),
     "a method models cannot run": (["--attn", "h2o"], "attn: expected one of .* for a model, got h2o"),
     "no such backend": (
+        ["--attn", "sparq", "--attn-backend", "tpu"],
+        r"backend: .*got tpu \(unknown; this version",
+    ),
+    "a backend for torch": (
         ["--attn", "sparq", "--attn-backend", "triton"],
-        r"backend: .*got triton \(unknown; this version",
+        r"backend: .*got triton \(it takes torch tensors: .* mlx_sparse\.cuda_ref",
     ),
     "two decode methods": (["--attn", "sparq+streaming"], "attn: expected one decode method, got sparq and streaming"),
     "malformed TOML": (["--attn-config", "bad.toml"], r"attn-config: expected valid TOML, got bad.toml \(.*\)"),

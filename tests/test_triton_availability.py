@@ -1,0 +1,80 @@
+"""Where Triton's kernels can run, and what is said where they cannot."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from mlx_sparse.cuda_ref import availability
+
+from mlx_sparse import registry
+
+
+def run(code: str, **env: str) -> str:
+    """What a fresh interpreter prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | env, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+@pytest.mark.parametrize("missing", [("torch",), ("triton",), ("torch", "triton")], ids=" and ".join)
+def test_what_is_not_installed_is_named_with_the_command(
+    missing: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "platform", "linux")
+    for name in ("torch", "triton"):
+        found = None if name in missing else importlib.util.find_spec("json")
+        monkeypatch.setitem(sys.modules, name, found and importlib.util.module_from_spec(found))
+    expected = f"{' and '.join(missing)} not installed: pip install 'mlx-sparse-attention[cuda]'"
+    assert availability.unavailable() == registry.unavailable("triton") == expected
+
+
+def test_no_command_is_named_where_triton_has_no_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert availability.unavailable() == "triton has packages for Linux only"
+
+
+def test_without_the_interpreter_a_gpu_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert availability.interpreted()
+    assert availability.unavailable() is None
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert not availability.interpreted()
+    reason = None if torch.cuda.is_available() else "torch finds no NVIDIA GPU; TRITON_INTERPRET=1 runs"
+    assert (reason or "None") in str(availability.unavailable())
+
+
+@pytest.mark.parametrize("setting", ["1", "true", "ON", "yes", "y", "0", "no", ""])
+def test_the_interpreter_is_on_when_triton_says_so(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    knobs = pytest.importorskip("triton.knobs")
+    monkeypatch.setenv("TRITON_INTERPRET", setting)
+    assert availability.interpreted() == knobs.runtime.interpret
+
+
+def test_a_torch_that_does_not_load_is_a_reason_and_no_traceback(tmp_path: Path) -> None:
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.13: cannot open shared object file')")
+    code = "from mlx_sparse import registry; print(registry.unavailable('triton'))"
+    told = run(code, PYTHONPATH=str(tmp_path), TRITON_INTERPRET="0")
+    assert told == "torch does not work here: libcudart.so.13: cannot open shared object file\n"
+
+
+def test_the_table_of_backends_and_the_package_load_neither_torch_nor_triton_nor_mlx() -> None:
+    code = """
+import sys
+sys.modules.update(dict.fromkeys(("torch", "triton", "mlx", "mlx.core"), None))
+import mlx_sparse.cuda_ref
+from mlx_sparse import registry
+print(registry.FOREIGN["triton"] if registry.unavailable("triton") else "runs")
+"""
+    assert run(code) == registry.FOREIGN["triton"] + "\n"
