@@ -39,6 +39,12 @@ QK_NORMS |= {"query_layernorm", "key_layernorm", "qk_norm"}
 NEVER = 1 << 40  # keys; as `shortest_context`: not at any context
 
 
+def nvidia_kind(capability: int) -> str:
+    """The key of `ENOUGH_SAVED` for a compute capability such as 90: the nearest one below it, or else the lowest."""
+    known = sorted(int(kind[3:]) for kind in ENOUGH_SAVED if kind.startswith("sm_"))
+    return f"sm_{max((lower for lower in known if lower <= capability), default=known[0])}"
+
+
 @dataclass(frozen=True)
 class Step:
     """The sizes of a layer's decode step, which tell from what context on a method pays.

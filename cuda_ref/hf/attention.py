@@ -15,7 +15,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from ...call_report import Report
 from ...checks import ConfigError, check_local_window
-from ...config import ENOUGH_SAVED, NEVER, QK_NORMS, SparQ, Step
+from ...config import NEVER, QK_NORMS, SparQ, Step, nvidia_kind
 from ...stats import dense_elements
 from .. import configs, ops
 from ..availability import interpreted
@@ -200,11 +200,8 @@ def _shortest_context(config: SparQ, sizes: Step) -> int:
 
 
 def gpu_kind(device: torch.device) -> str:
-    """The key of `ENOUGH_SAVED` for a device, that of the nearest GPU below it; empty on the CPU."""
-    if device.type != "cuda":
-        return ""
-    known = sorted(int(kind[3:]) for kind in ENOUGH_SAVED if kind.startswith("sm_"))
-    return f"sm_{max((arch for arch in known if arch <= configs.capability(device)), default=known[0])}"
+    """The kind of GPU for `Step`; empty on the CPU."""
+    return nvidia_kind(configs.capability(device)) if device.type == "cuda" else ""
 
 
 @cache

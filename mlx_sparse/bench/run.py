@@ -1,4 +1,4 @@
-"""``mlx-sparse bench``: time of a decode step, memory traffic of the kernels, the roofline model, and ONNX on CPUs."""
+"""``mlx-sparse bench``: time of a decode step, memory traffic of the kernels, the roofline model; ONNX and CUDA."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ DTYPES = ("float16", "bfloat16", "float32")
 LENGTHS = "1k,2k,4k,8k,16k,32k,64k,128k"
 SHAPES = "32x8x128,32x32x128,9x3x64"
 ONNX = "mlx_sparse.onnx_export.bench.run"  # a name: mlx_sparse runs without onnx
+CUDA = "mlx_sparse.cuda_ref.bench.command"  # likewise without torch
 ONNX_LENGTHS = "4k,16k,64k,128k"
 ONNX_SHAPE = "32x8x128"
 
@@ -35,6 +36,9 @@ class Result:
 
 def main(argv: Sequence[str]) -> int:
     """Run a benchmark; return the exit code."""
+    if "--cuda" in argv:  # it has arguments of its own, and runs without mlx
+        code: int = importlib.import_module(CUDA).main([argument for argument in argv if argument != "--cuda"])
+        return code
     args = _parser().parse_args(argv)
     _check_output(args.output)
     result = _chosen(args)(args)
@@ -89,6 +93,12 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="instead, time a decode step of the ONNX operators on onnxruntime against others on the CPU, and hold it "
         "to the bars of docs/results/onnx.md",
+    )
+    other.add_argument(
+        "--cuda",
+        action="store_true",
+        help="instead, time a decode step of the Triton kernels on an NVIDIA GPU against torch's attention, and hold "
+        "it to the bars of docs/results/triton.md; --cuda --help shows its options",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="also write FILE.json or FILE.md")
