@@ -80,6 +80,13 @@ def parameters(case: Case, setting: str) -> dict[str, Any]:
     return {**chosen, "rank": chosen["rank"] or case.D}
 
 
+def every_parameter(case: Case, setting: str) -> dict[str, Any]:
+    """The same with none left to a default."""
+    chosen = parameters(case, setting)
+    given = {"scale": case.D**-0.5, "reallocate": case.Hq == case.Hkv, "local_window": chosen["top_k"] // 4}
+    return {"group_reduce": "softmax", "component_score": "query", **given, **chosen}
+
+
 def round_to(array: npt.ArrayLike, dtype: str) -> Array:
     """Round to the nearest number of ``dtype``, held in float32."""
     rounded = np.asarray(array, dtype=np.float32)
@@ -161,6 +168,14 @@ def plain_reallocation(
     mixed: Array = alpha * out + (1 - alpha) * mean
     assert mixed.dtype == np.float32
     return mixed
+
+
+def plain_sparq(case: Case, params: dict[str, Any], q: Array, k: Array, v: Array, indices: Array) -> Array:
+    """Both: the yardstick for a decode step of SparQ that attends to these keys."""
+    plain = plain_attention(q, k, v, indices, params.get("scale", case.D**-0.5), case.dtype)
+    if params.get("reallocate", case.Hq == case.Hkv) and case.S > params["top_k"]:
+        plain = plain_reallocation(plain, q, k, v, indices, padding=case.padding, **params)
+    return round_to(plain, case.dtype)
 
 
 def ulp(array: npt.ArrayLike, dtype: str) -> float:

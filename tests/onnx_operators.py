@@ -6,12 +6,11 @@ import ctypes
 from collections.abc import Callable
 from typing import Any
 
-import cases
 import ml_dtypes
 import numpy as np
 import onnxruntime as ort
 import pytest
-from cases import CASES, SPARQ, Array, Case, assert_as_good_as_plain, plain_attention, plain_reallocation, round_to
+from cases import CASES, SPARQ, Array, Case, assert_as_good_as_plain, every_parameter, plain_sparq
 from mlx_sparse.onnx_export import native
 from onnx import ModelProto
 from onnx.reference import ReferenceEvaluator
@@ -24,6 +23,7 @@ from mlx_sparse.oracle.sparq import deviation, masked_mean
 DTYPES = {"f32": np.dtype(np.float32), "f16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
 LANES = 64  # keys per chunk of the caches under test
 CACHES = {"lanes": LANES, "dense_below": 0}
+parameters = every_parameter  # an operator's have no defaults
 
 by_case = pytest.mark.parametrize("case", CASES, ids=str)
 by_setting = pytest.mark.parametrize("setting", SPARQ)
@@ -89,13 +89,6 @@ class Operator:
         return dict(zip([tensor.name for tensor in self.schema.outputs], outputs, strict=True))
 
 
-def parameters(case: Case, setting: str) -> dict[str, Any]:
-    """All of an operator's parameters, none left to a default."""
-    chosen = cases.parameters(case, setting)
-    given = {"scale": case.D**-0.5, "reallocate": case.Hq == case.Hkv, "local_window": chosen["top_k"] // 4}
-    return {"group_reduce": "softmax", "component_score": "query", **given, **chosen}
-
-
 def attributes(params: dict[str, Any]) -> dict[str, float]:
     """The attributes of a node that mean these parameters."""
     modes = {"softmax": 0, "logits": 1, "query": 0, "query_key": 1, True: 1, False: 0}
@@ -133,9 +126,7 @@ def assert_is_sparq(out: Array, case: Case, params: dict[str, Any], q: Array, k:
     """The output is SparQ attention, as exactly as a plain computation in its type."""
     expected = oracle.sparq_attention(q, k, v, left_padding=case.padding, **params)
     chosen = select(case, q, k, params).indices
-    plain = plain_attention(q, k, v, chosen, params["scale"], case.dtype)
-    if params["reallocate"] and case.S > params["top_k"]:
-        plain = round_to(plain_reallocation(plain, q, k, v, chosen, padding=case.padding, **params), case.dtype)
+    plain = plain_sparq(case, params, q, k, v, chosen)
     assert out.dtype == DTYPES[case.dtype]
     assert_as_good_as_plain(out, expected, plain, case.dtype)
 

@@ -16,8 +16,7 @@ from cases import (
     assert_same_choice,
     parameters,
     plain_attention,
-    plain_reallocation,
-    round_to,
+    plain_sparq,
     ulp,
 )
 from mlx_arrays import DTYPES, to_mlx, to_numpy
@@ -119,10 +118,7 @@ def test_sparq_attention_equals_the_oracle(backend: str, case: Case, setting: st
     )
     assert out.dtype == DTYPES[case.dtype]
     chosen = select(case, q, k, params).indices
-    plain = plain_attention(q, k, v, chosen, params.get("scale", case.D**-0.5), case.dtype)
-    reallocate = params.get("reallocate", case.Hq == case.Hkv)
-    if reallocate and case.S > params["top_k"]:
-        plain = round_to(plain_reallocation(plain, q, k, v, chosen, padding=case.padding, **params), case.dtype)
+    plain = plain_sparq(case, params, q, k, v, chosen)
     assert_as_good_as_plain(to_numpy(out), expected, plain, case.dtype)
     assert (measured.elements, measured.density) == (stats.elements, stats.density)
     np.testing.assert_allclose(np.array(measured.retained_mass), stats.retained_mass, rtol=1e-4, atol=1e-6)
