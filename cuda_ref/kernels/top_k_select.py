@@ -142,7 +142,7 @@ def merge_tiles(candidate_bits, candidate_indices, count, indices, slots, BLOCK:
         item = tl.arange(0, BLOCK)
         bits = tl.load(candidate_bits + item, mask=item < count, other=NEVER, cache_modifier=".cg")
         threshold, ties = kth_largest(bits, item < count, slots)
-        index = tl.load(candidate_indices + item, mask=item < count, other=0, cache_modifier=".cg")
+        index = tl.load(candidate_indices + item, mask=bits != NEVER, other=0, cache_modifier=".cg")
         written, _ = write_best(indices, bits, index, threshold, ties, 0, 0)
         fill(indices, written, slots, -1, BLOCK)
     else:
@@ -152,7 +152,7 @@ def merge_tiles(candidate_bits, candidate_indices, count, indices, slots, BLOCK:
         for first in range(0, count, BLOCK):
             item = first + tl.arange(0, BLOCK)
             bits = tl.load(candidate_bits + item, mask=item < count, other=NEVER, cache_modifier=".cg")
-            index = tl.load(candidate_indices + item, mask=item < count, other=0, cache_modifier=".cg")
+            index = tl.load(candidate_indices + item, mask=bits != NEVER, other=0, cache_modifier=".cg")
             written, ties_before = write_best(indices, bits, index, threshold, ties, written, ties_before)
         fill(indices, written, slots, -1, BLOCK)
 
