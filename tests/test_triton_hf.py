@@ -1,0 +1,328 @@
+"""transformers models with ``attn_implementation="sparq"``, against the same models with the oracle's attention."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from cases import Array, assert_as_good_as_plain, plain_attention, plain_reallocation, ulp
+from mlx_sparse.cuda_ref import hf
+from mlx_sparse.cuda_ref.hf import attention
+from mlx_sparse.cuda_ref.hf.buffers import ROW_MULTIPLE
+from torch_arrays import DEVICE
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import AttentionInterface
+
+from mlx_sparse import oracle
+from mlx_sparse.checks import check_local_window
+from mlx_sparse.config import SparQ, parse
+
+SIZES = {"hidden_size": 96, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64, "head_dim": 64}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+ALTERNATING = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama-one-head-each": {"num_key_value_heads": 4},
+    "qwen3": {},  # with q/k-norm
+    "gemma3_text": {**ALTERNATING, "query_pre_attn_scalar": 48},  # with q/k-norm and a scale of its own
+    "gpt_oss": {**ALTERNATING, "num_local_experts": 2, "num_experts_per_tok": 1},  # with attention sinks
+    "gemma2": ALTERNATING,  # with soft-capped scores
+}
+PROMPT = 40
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _registered() -> Iterator[None]:
+    hf.register()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the models are tiny
+    yield
+    torch.set_num_threads(threads)
+    for interface in (AttentionInterface, AttentionMaskInterface):
+        for name in ("sparq", "oracle", "plain"):
+            interface._global_mapping.pop(name, None)
+
+
+_models: dict[str, Any] = {}
+
+
+def model(name: str) -> Any:
+    """A tiny random model whose attention is peaked, so that the choice of keys matters."""
+    if name not in _models:
+        family = name.partition("-")[0]
+        config = AutoConfig.for_model(
+            family, pad_token_id=0, bos_token_id=1, eos_token_id=2, **{**SIZES, **HEADS, **MODELS[name]}
+        )
+        config.initializer_range = 0.3
+        torch.manual_seed(0)
+        _models[name] = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(DEVICE).eval()
+    return _models[name]
+
+
+def tokens(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(seed).integers(3, SIZES["vocab_size"], shape)).to(DEVICE)
+
+
+def padded(*first: int, length: int = PROMPT) -> torch.Tensor:
+    """2-D mask of sequences whose first valid token is ``first``."""
+    return (torch.arange(length) >= torch.tensor(first)[:, None]).to(DEVICE)
+
+
+def decode(
+    model: Any, implementation: str, cache: Any, prompt: torch.Tensor, then: torch.Tensor, mask: Any = None
+) -> Array:
+    """Logits behind the prompt and behind each token of ``then (B, n)``, fed one by one: ``(B, n + 1, vocabulary)``."""
+    model.set_attn_implementation(implementation)
+    logits = []
+    with torch.no_grad():
+        for ids in (prompt, *(then[:, i : i + 1] for i in range(then.shape[1]))):
+            if mask is not None and cache.get_seq_length():
+                mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
+            logits.append(model(ids, attention_mask=mask, past_key_values=cache, logits_to_keep=1).logits)
+    return torch.cat(logits, dim=1).cpu().numpy()
+
+
+def reference(name: str, config: SparQ) -> str:
+    """Register attention over a plain cache that decodes with SparQ as NumPy computes it: by the oracle, or plainly."""
+
+    def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: Any = None, **kwargs: Any) -> Any:
+        S, sinks = key.shape[2], kwargs.get("s_aux")
+        sliding = kwargs.get("sliding_window") is not None
+        if query.shape[2] > 1 or S <= config.top_k or sliding or kwargs.get("softcap"):
+            if sinks is None and not kwargs.get("softcap"):
+                return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **kwargs)
+            return attention._dense(module, query, key, value, mask, scaling=scaling, **kwargs)
+        q, k, v = (array.cpu().double().numpy() for array in (query, key, value))
+        padding = None if mask is None else mask[:, 0, 0].int().argmax(dim=1).cpu().numpy()
+        G = q.shape[1] // k.shape[1]
+        score = config.component_score
+        if score == "auto":
+            score = "query_key" if hasattr(module, "q_norm") else "query"
+        selection = {"rank": config.rank, "top_k": config.top_k, "group_reduce": config.group_reduce}
+        selection |= {"local_window": check_local_window(config.local_window, config.top_k)}
+        selection |= {"component_score": score, "scale": scaling}
+        reallocate = G == 1 if config.reallocate == "auto" else config.reallocate
+        indices = oracle.sparq_select(q, k, left_padding=padding, **selection).indices
+        if name == "oracle":
+            out = oracle.sparq_attention(q, k, v, left_padding=padding, reallocate=reallocate, **selection)
+        else:
+            q, k, v = (array.astype(np.float32) for array in (q, k, v))
+            out = plain_attention(q, k, v, indices, scaling, "f32")
+            if reallocate:
+                out = plain_reallocation(out, q, k, v, indices, padding=padding, **selection)
+        if sinks is not None:
+            lse = oracle.attend_indices(q, k, v, indices, scale=scaling)[1]
+            out = out / (1 + np.exp(sinks.double().numpy()[:, None] - lse))[..., None]
+        return torch.from_numpy(out).to(query).transpose(1, 2), None
+
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, sdpa_mask)
+    return name
+
+
+def expected(name: str, attn: str, prompt: torch.Tensor, then: torch.Tensor, mask: Any = None) -> tuple[Array, Array]:
+    """Logits with the oracle's attention, and with the plain one in float32."""
+    (config,) = parse(attn)
+    assert isinstance(config, SparQ)
+    exact, plain = (
+        decode(model(name), reference(kind, config), DynamicCache(config=model(name).config), prompt, then, mask)
+        for kind in ("oracle", "plain")
+    )
+    return exact, plain
+
+
+def sparq_cache(name: str, attn: str | SparQ) -> hf.SparQCache:
+    model(name).set_attn_implementation("sparq")
+    return hf.SparQCache(model(name).config, attn)
+
+
+STEPS = [
+    ("llama", "sparq:rank=16,top_k=12", None),
+    ("llama", "sparq:rank=8,top_k=8,local_window=0,group_reduce=logits", (0, 17)),
+    ("llama", "sparq:rank=16,top_k=8,component_score=query_key,reallocate=true", (9, 0)),
+    ("llama", f"sparq:rank=64,top_k={PROMPT}", None),
+    ("llama-one-head-each", "sparq:rank=16,top_k=8", None),  # reallocates
+    ("qwen3", "sparq:rank=16,top_k=12", (0, 11)),
+    ("gemma3_text", "sparq:rank=16,top_k=8", None),
+    ("gpt_oss", "sparq:rank=16,top_k=8", (0, 5)),
+]
+
+
+@pytest.mark.parametrize(("name", "attn", "first"), STEPS)
+def test_each_step_gives_the_logits_of_the_oracle(name: str, attn: str, first: tuple[int, ...] | None) -> None:
+    B, n = len(first or (0,)), 2
+    prompt, then, mask = tokens(B, PROMPT), tokens(B, n, seed=1), padded(*first) if first else None
+    cache = sparq_cache(name, attn)
+    got = decode(model(name), "sparq", cache, prompt, then, mask)
+    exact, plain = expected(name, attn, prompt, then, mask)
+    assert_as_good_as_plain(got, exact, plain, "f32")
+    assert cache.report.sparse_calls == n * cache.report.served_layers
+    dense = decode(model(name), "eager", DynamicCache(config=model(name).config), prompt, then, mask)
+    if cache.attn.top_k < PROMPT:
+        with pytest.raises(AssertionError, match="error"):  # or the comparison above would show nothing
+            assert_as_good_as_plain(dense, exact, plain, "f32")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_tokens_are_the_dense_ones_while_every_key_is_attended(name: str) -> None:
+    prompt, settings = tokens(1, PROMPT), {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}
+    model(name).set_attn_implementation("eager")
+    dense = model(name).generate(prompt, **settings)
+    cache = sparq_cache(name, "sparq:top_k=60,dense_below=0")
+    assert torch.equal(model(name).generate(prompt, **settings, past_key_values=cache), dense)
+    assert cache.report.sparse_calls == 0
+
+
+def test_a_left_padded_batch_is_generated_as_its_sequences_alone() -> None:
+    prompt, mask = tokens(2, PROMPT), padded(0, 13)
+    settings = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False}
+    attn = "sparq:rank=16,top_k=12,component_score=query_key,reallocate=true"
+    batch = sparq_cache("llama", attn)
+    together = model("llama").generate(prompt, attention_mask=mask, **settings, past_key_values=batch)
+    assert batch.report.sparse_calls == 2 * 2
+    for row, first in ((0, 0), (1, 13)):
+        alone = model("llama").generate(
+            prompt[row : row + 1, first:], **settings, past_key_values=sparq_cache("llama", attn)
+        )
+        assert torch.equal(together[row, first:], alone[0])
+
+
+def test_beam_search_finds_the_beams_of_the_oracle() -> None:
+    attn = "sparq:rank=16,top_k=12,component_score=query_key,reallocate=true"
+    settings = {"num_beams": 2, "num_return_sequences": 2, "max_new_tokens": 4, "do_sample": False}
+    prompt = tokens(1, PROMPT)
+    cache = sparq_cache("llama", attn)
+    found = model("llama").generate(prompt, **settings, past_key_values=cache)
+    model("llama").set_attn_implementation(reference("oracle", parse(attn)[0]))  # type: ignore[arg-type]
+    exact = model("llama").generate(prompt, **settings)
+    assert torch.equal(found, exact)
+    assert len({tuple(beam) for beam in found.tolist()}) == 2
+    assert cache.report.sparse_calls == 3 * 2
+
+
+def test_a_cropped_cache_goes_on_with_other_tokens() -> None:
+    attn = "sparq:rank=16,top_k=12,component_score=query_key,reallocate=true"
+    prompt, then = tokens(1, PROMPT), tokens(1, 2, seed=2)
+    cache = sparq_cache("llama", attn)
+    decode(model("llama"), "sparq", cache, prompt, tokens(1, 3, seed=1))
+    cache.crop(-3)
+    assert cache.get_seq_length() == PROMPT
+    got = decode(model("llama"), "sparq", cache, then[:, :1], then[:, 1:])
+    exact, plain = expected("llama", attn, prompt, then)
+    assert_as_good_as_plain(got, exact[:, 1:], plain[:, 1:], "f32")
+
+
+def test_copies_of_a_prompts_cache_go_on_independently() -> None:
+    attn = "sparq:rank=16,top_k=12,component_score=query_key"
+    prompt, cache = tokens(1, PROMPT), sparq_cache("llama", attn)
+    with torch.inference_mode():
+        model("llama")(prompt, past_key_values=cache)
+        model("llama")(tokens(1, 1, seed=3), past_key_values=cache)  # makes what a SparQ step reads
+    results = []
+    for seed in (4, 5, 4):
+        branch = copy.deepcopy(cache)
+        results.append(decode(model("llama"), "sparq", branch, tokens(1, 1, seed=seed), tokens(1, 0)))
+        assert branch.report.sparse_calls == 2 * cache.report.sparse_calls
+    assert np.array_equal(results[0], results[2])
+    assert not np.array_equal(results[0], results[1])
+    assert cache.get_seq_length() == PROMPT + 1
+
+
+def states(B: int, Hkv: int, L: int, D: int = 32, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys whose mean is far larger than their spread, and values."""
+    rng = np.random.default_rng(seed)
+    keys = rng.normal(size=(B, Hkv, L, D)) * np.linspace(0.1, 2, D) + 300 * np.linspace(-1, 1, D)
+    values = rng.normal(size=(B, Hkv, L, D)) + 0.5
+    return torch.tensor(keys, dtype=torch.float32, device=DEVICE), torch.tensor(
+        values, dtype=torch.float32, device=DEVICE
+    )
+
+
+def assert_reads_its_rows(layer: hf.SparQLayer, first: tuple[int, ...] | None = None) -> None:
+    """What a SparQ step reads is what the rows in use say."""
+    S = layer.get_seq_length()
+    padding = attention.Padding(padded(*first, length=S)[:, None, None]) if first else None
+    keys_t, mean, deviation = layer.read(mean=True, spread=True, padding=padding)
+    assert torch.equal(keys_t, layer.keys.transpose(-1, -2))
+    assert keys_t.stride(2) % ROW_MULTIPLE == 0
+    keys, values = (rows.cpu().double().numpy() for rows in (layer.keys, layer.values))
+    for b, start in enumerate(first or (0,) * len(keys)):
+        rows = keys[b, :, start:]
+        # The running mean is a float32 number, so what is left of a row and it is known to its last bit and no better.
+        assert np.abs(deviation[b].cpu().numpy() - rows.std(axis=1)).max() <= ulp(rows, "f32")
+        middle = values[b, :, start:].mean(axis=1)
+        assert np.abs(mean[b].cpu().numpy() - middle).max() <= 4 * ulp(middle, "f32")
+
+
+def test_appending_a_token_copies_nothing() -> None:
+    layer = hf.SparQLayer()
+    layer.update(*states(2, 2, 300))
+    assert_reads_its_rows(layer)
+    buffers = layer.buffers
+    assert buffers.keys.shape[2] == buffers.keys_t.shape[3] == 2 * ROW_MULTIPLE
+    before = [array.data_ptr() for array in (buffers.keys, buffers.values, buffers.keys_t)]
+    for step in range(3):
+        keys, values = layer.update(*states(2, 2, 1, seed=step))
+        assert torch.equal(keys[:, :, -1:], states(2, 2, 1, seed=step)[0])
+        assert (keys.shape, keys.shape) == ((2, 2, 301 + step, 32), values.shape)
+        assert_reads_its_rows(layer)
+    assert [array.data_ptr() for array in (buffers.keys, buffers.values, buffers.keys_t)] == before
+    layer.update(*states(2, 2, 300))
+    assert buffers.keys.shape[2] % ROW_MULTIPLE == 0
+    assert_reads_its_rows(layer)
+
+
+CHANGES = {
+    "crop": lambda layer: layer.crop(-7),
+    "crop most": lambda layer: layer.crop(-80),
+    "crop all": lambda layer: layer.crop(-1000),
+    "reset": lambda layer: layer.reset(),
+    "reorder": lambda layer: layer.reorder_cache(torch.tensor([1, 1])),
+    "repeat": lambda layer: layer.batch_repeat_interleave(2),
+    "select": lambda layer: layer.batch_select_indices(torch.tensor([1])),
+    "select by bools": lambda layer: layer.batch_select_indices(torch.tensor([False, True])),
+}
+PADDING = {"reorder": (12, 12), "repeat": (5, 5, 12, 12), "select": (12,), "select by bools": (12,)}
+
+
+@pytest.mark.parametrize("first", [None, (5, 12)], ids=["", "padded"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_step_reads_follows_the_cache(change: str, first: tuple[int, ...] | None) -> None:
+    layer, plain = hf.SparQLayer(), transformers.cache_utils.DynamicLayer()
+    for each in (layer, plain):
+        each.update(*states(2, 2, 100))
+    assert_reads_its_rows(layer, first)
+    for each in (layer, plain):
+        if change == "crop all":
+            each.crop(-plain.keys.shape[2]) if each is plain else CHANGES[change](each)
+        else:
+            CHANGES[change](each)
+    assert layer.get_seq_length() == plain.get_seq_length()
+    B = len(PADDING.get(change, (0, 0)))
+    for each in (layer, plain):
+        each.update(*states(B, 2, 20, seed=1))
+    assert torch.equal(layer.keys, plain.keys)
+    assert torch.equal(layer.values, plain.values)
+    assert_reads_its_rows(layer, PADDING.get(change, first) if first else None)
+
+
+def test_other_padding_than_before_is_noticed() -> None:
+    layer = hf.SparQLayer()
+    layer.update(*states(2, 2, 50))
+    for first in ((0, 3), (0, 4), None, (7, 4)):
+        assert_reads_its_rows(layer, first)
+
+
+def test_padding_is_read_from_the_mask_once() -> None:
+    padding = attention.Padding(padded(0, 3, length=20)[:, None, None])
+    assert padding.first is padding.first
+    assert padding.first.tolist() == [0, 3]
+    assert attention.Padding(padded(20, 19, length=20)[:, None, None]).first.tolist() == [20, 19]
+    assert attention.Padding(~padded(0, 3, length=20)[:, None, None]).first is None
