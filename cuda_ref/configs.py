@@ -32,7 +32,7 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Config:
-    """Of one architecture: `sparq_scores`, `attend` with a list, `attend` without one, keys per thread of `top_k_select`."""
+    """Of one architecture: tiles of the kernels, `attend` with a list and without, and keys per thread of the select."""
 
     scores: Tiles
     listed: Tiles

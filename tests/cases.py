@@ -116,25 +116,43 @@ def row_sum(array: Array) -> Array:
     return np.add.accumulate(array, axis=-1, dtype=np.float32)[..., -1:]
 
 
+def plain_scores(queries: Array, keys: Array, indices: Array, scale: float, dtype: str) -> tuple[Array, Array]:
+    """Logits ``(B, Hkv, G, N)`` of listed keys, -inf in empty slots, rounded to ``dtype``; and their maxima, or 0."""
+    B, Hq, _, D = queries.shape
+    Hkv = keys.shape[1]
+    keys_n = np.take_along_axis(keys, np.maximum(indices, 0)[..., None], axis=2)
+    grouped = round_to(queries.reshape(B, Hkv, Hq // Hkv, D) * np.float32(scale), dtype)
+    scores = round_to(matmul(grouped, keys_n.swapaxes(-1, -2)), dtype)
+    scores = np.where((indices >= 0)[:, :, None, :], scores, -np.inf)
+    top = scores.max(axis=-1, keepdims=True, initial=-np.inf)
+    return scores, np.where(np.isfinite(top), top, 0)
+
+
 def plain_attention(queries: Array, keys: Array, values: Array, indices: Array, scale: float, dtype: str) -> Array:
     """Attention over the listed keys with every step rounded to ``dtype``: the yardstick for errors."""
 
     def rounded(array: npt.ArrayLike) -> Array:
         return round_to(array, dtype)
 
-    B, Hq, _, D = queries.shape
-    Hkv = keys.shape[1]
-    filled = (indices >= 0)[:, :, None, :]
-    rows = np.maximum(indices, 0)[..., None]
-    keys_n, values_n = (np.take_along_axis(array, rows, axis=2) for array in (keys, values))
-    values_n = np.where(filled.swapaxes(-1, -2), values_n, 0)
-    grouped = rounded(queries.reshape(B, Hkv, Hq // Hkv, D) * np.float32(scale))
-    scores = np.where(filled, rounded(matmul(grouped, keys_n.swapaxes(-1, -2))), -np.inf)
-    top = scores.max(axis=-1, keepdims=True)
-    exps = np.where(filled, rounded(np.exp(rounded(scores - np.where(np.isfinite(top), top, 0)))), 0)
+    filled = (indices >= 0)[..., None]
+    values_n = np.where(filled, np.take_along_axis(values, np.maximum(indices, 0)[..., None], axis=2), 0)
+    scores, top = plain_scores(queries, keys, indices, scale, dtype)
+    exps = np.where(filled[..., 0][:, :, None], rounded(np.exp(rounded(scores - top))), 0)
     total = rounded(row_sum(exps))
     weights = rounded(exps / np.where(total > 0, total, 1))
     return rounded(matmul(weights, values_n)).reshape(queries.shape)
+
+
+def lse_tolerance(queries: Array, keys: Array, indices: Array, scale: float, expected: Array) -> float:
+    """How far a float32 log-sum-exp may be off: twice as far as a plain float32 logit is, as it passes on the error of
+    the logits undiminished, and one ulp.
+    """
+    plain, _ = plain_scores(queries, keys, indices, scale, "f32")
+    B, _, _, D = queries.shape
+    grouped = queries.astype(np.float64).reshape(B, keys.shape[1], -1, D) * scale
+    exact = grouped @ np.take_along_axis(keys, np.maximum(indices, 0)[..., None], axis=2).swapaxes(-1, -2)
+    off = np.abs(np.where(np.isfinite(plain), plain - exact, 0)).max(initial=0)
+    return float(2 * off + ulp(expected[np.isfinite(expected)], "f32"))
 
 
 def plain_reallocation(

@@ -14,4 +14,4 @@ def absent(backend: str, reason: str) -> NoReturn:
     """Skip this test, or fail it where the environment says that ``backend`` must be there."""
     if backend in os.environ.get(REQUIRED, "").split(","):
         pytest.fail(f"{REQUIRED} names {backend}, which is absent: {reason}")
-    pytest.skip(f"{backend} is absent: {reason}")
+    pytest.skip(f"{backend} is absent: {reason}", allow_module_level=True)

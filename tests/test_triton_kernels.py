@@ -1,0 +1,365 @@
+"""The Triton backend against the float64 oracle, over the one list of cases; on the CPU in Triton's interpreter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cases import (
+    CASES,
+    SPARQ,
+    Array,
+    Case,
+    assert_as_good_as_plain,
+    assert_same_choice,
+    lse_tolerance,
+    parameters,
+    plain_attention,
+    plain_reallocation,
+    round_to,
+)
+from mlx_sparse.cuda_ref import api, attend, configs, select, sparq
+from torch_arrays import DEVICE, DTYPES, cached, component_major, padding, to_numpy, to_torch
+
+from mlx_sparse import BackendUnavailable, ConfigError, ShapeError, cuda_ref, oracle
+
+by_case = pytest.mark.parametrize("case", CASES, ids=str)
+SELECTION = ("rank", "top_k", "local_window", "group_reduce", "component_score", "scale")
+SMALL = Case(2, 6, 2, 70, 64, "f32", padding=(0, 30))
+
+
+def tensors(case: Case, *given: Array) -> list[torch.Tensor]:
+    return [to_torch(array, case.dtype) for array in given]
+
+
+def chosen_by_oracle(case: Case, q: Array, k: Array, params: dict[str, Any]) -> oracle.SparQSelection:
+    return oracle.sparq_select(q, k, left_padding=case.padding, **{n: params[n] for n in SELECTION if n in params})
+
+
+def choose(case: Case, q: torch.Tensor, keys: torch.Tensor, params: dict[str, Any]) -> tuple[torch.Tensor, Any]:
+    """Indices, and the scores behind them, from keys in a cache whose free columns are NaN."""
+    weighted = params.get("component_score") == "query_key"
+    return sparq.sparq_select(
+        q,
+        component_major(keys),
+        rank=params["rank"],
+        top_k=params["top_k"],
+        local_window=params.get("local_window", params["top_k"] // 4),
+        group_reduce=params.get("group_reduce", "softmax"),
+        component_weight=api.deviation(keys, padding(case)) if weighted else None,
+        scale=params.get("scale", case.D**-0.5),
+        left_padding=padding(case),
+    )
+
+
+@pytest.mark.parametrize("setting", SPARQ)
+@by_case
+def test_sparq_chooses_the_keys_of_the_oracle_and_attends_to_them(case: Case, setting: str) -> None:
+    q, k, v = case.inputs()
+    params = parameters(case, setting)
+    expected = chosen_by_oracle(case, q, k, params)
+    queries, keys, values = tensors(case, q, k, v)
+    indices, scores = choose(case, queries, keys, params)
+    assert_same_choice(to_numpy(indices), expected.indices, expected.scores)
+
+    # From here on the oracle's own choice, so that a tie cannot hide or cause an error.
+    scale = params.get("scale", case.D**-0.5)
+    reallocate = params.get("reallocate", case.Hq == case.Hkv) and case.S > params["top_k"]
+    reallocation = None
+    plain = plain_attention(q, k, v, expected.indices, scale, case.dtype)
+    out, lse = oracle.attend_indices(q, k, v, expected.indices, scale=scale)
+    if reallocate:
+        mean = api.masked_mean(values, padding(case))
+        reallocation = attend.Reallocation(scores.logits, scores.softmax, mean)
+        plain = plain_reallocation(plain, q, k, v, expected.indices, padding=case.padding, **params)
+        out = oracle.sparq_attention(q, k, v, left_padding=case.padding, **params)
+    got, got_lse = attend.attend(
+        queries,
+        cached(keys),
+        cached(values),
+        torch.tensor(expected.indices, device=DEVICE),
+        scale=scale,
+        reallocation=reallocation,
+    )
+    assert got.dtype == DTYPES[case.dtype]
+    assert_as_good_as_plain(to_numpy(got), out, round_to(plain, case.dtype), case.dtype)
+    assert got_lse.dtype == torch.float32
+    finite = np.isfinite(lse)
+    assert (np.isfinite(to_numpy(got_lse)) == finite).all()
+    allowed = lse_tolerance(q, k, expected.indices, scale, lse)
+    np.testing.assert_allclose(to_numpy(got_lse)[finite], lse[finite], rtol=0, atol=allowed)
+
+
+@pytest.mark.parametrize("setting", ["paper", "reallocate"])
+@by_case
+def test_sparq_attention_equals_the_oracle_and_says_what_it_moved(case: Case, setting: str) -> None:
+    q, k, v = case.inputs()
+    params = parameters(case, setting)
+    expected, stats = oracle.sparq_attention(q, k, v, left_padding=case.padding, return_stats="mass", **params)
+    out, measured = cuda_ref.sparq_attention(
+        *tensors(case, q, k, v), left_padding=case.padding, return_stats="mass", **params
+    )
+    chosen = chosen_by_oracle(case, q, k, params).indices
+    plain = plain_attention(q, k, v, chosen, case.D**-0.5, case.dtype)
+    if params.get("reallocate", case.Hq == case.Hkv) and case.S > params["top_k"]:
+        plain = round_to(plain_reallocation(plain, q, k, v, chosen, padding=case.padding, **params), case.dtype)
+    assert_as_good_as_plain(to_numpy(out), expected, plain, case.dtype)
+    assert (measured.elements, measured.density) == (stats.elements, stats.density)
+    np.testing.assert_allclose(to_numpy(measured.retained_mass), stats.retained_mass, rtol=1e-4, atol=1e-6)
+
+
+@by_case
+def test_split_dense_decode_equals_the_oracle(case: Case) -> None:
+    q, k, v = case.inputs(seed=1)
+    expected = oracle.dense_attention(q, k, v, left_padding=case.padding)
+    queries, keys, values = tensors(case, q, k, v)
+    out = cuda_ref.dense_attention(queries, cached(keys), cached(values), left_padding=case.padding)
+    everything = np.broadcast_to(np.arange(case.S), (case.B, case.Hkv, case.S))
+    if case.padding:
+        everything = np.where(everything >= np.array(case.padding)[:, None, None], everything, -1)
+    plain = plain_attention(q, k, v, everything, case.D**-0.5, case.dtype)
+    assert_as_good_as_plain(to_numpy(out), expected, plain, case.dtype)
+
+
+@pytest.mark.parametrize("empty", [-1, 20, 25000])
+def test_an_index_that_is_no_key_is_an_empty_slot(empty: int) -> None:
+    case = Case(1, 4, 2, 20, 64, "f32")
+    q, k, v = case.inputs()
+    indices = np.array([[[3, 7, empty]] * 2], dtype=np.int32)
+    expected, _ = oracle.attend_indices(q, k, v, indices[..., :2], scale=0.2)
+    out, _ = cuda_ref.attend_indices(*tensors(case, q, k, v), torch.tensor(indices, device=DEVICE), scale=0.2)
+    np.testing.assert_allclose(to_numpy(out), expected, rtol=0, atol=1e-6)
+
+
+def test_an_index_of_64_bits_does_not_wrap_to_a_key() -> None:
+    case = Case(1, 4, 2, 20, 64, "f32")
+    indices = torch.tensor([[[3, 2**32 + 7]] * 2], device=DEVICE)
+    out, lse = cuda_ref.attend_indices(*tensors(case, *case.inputs()), indices)
+    alone, alone_lse = cuda_ref.attend_indices(*tensors(case, *case.inputs()), indices[..., :1])
+    assert torch.equal(out, alone)
+    assert torch.equal(lse, alone_lse)
+
+
+def test_a_list_without_entries_gives_zeros() -> None:
+    case = Case(1, 4, 2, 20, 64, "f32")
+    empty = torch.zeros((1, 2, 0), dtype=torch.int32, device=DEVICE)
+    out, lse = cuda_ref.attend_indices(*tensors(case, *case.inputs()), empty)
+    assert (out == 0).all()
+    assert (lse == -torch.inf).all()
+
+
+@pytest.mark.parametrize("S", [1, 15, 16, 17, 1023, 1024, 1025, 5000])
+@pytest.mark.parametrize(("top_k", "local_window"), [(1, 0), (1, 1), (37, 9), (128, 0), (3000, 100)])
+def test_top_k_select_is_exact_for_any_length(S: int, top_k: int, local_window: int) -> None:
+    scores = np.random.default_rng(S).standard_t(2, size=(2, 3, S)).astype(np.float32)
+    first = np.array([0, S // 3])
+    expected = oracle.top_k_select(scores, top_k=top_k, local_window=local_window, left_padding=first)
+    got = cuda_ref.top_k_select(
+        torch.tensor(scores, device=DEVICE), top_k=top_k, local_window=local_window, left_padding=first
+    )
+    np.testing.assert_array_equal(to_numpy(got), expected)
+
+
+SPECIAL = {
+    "equal": np.zeros_like,
+    "few values": np.round,
+    "signed zeros": lambda s: np.where(s > 0, 0.0, -0.0),
+    "negative": lambda s: -np.abs(s) - 1,
+    "last bit": lambda s: np.float32(1) + np.round(s) * np.float32(2**-23),
+    "subnormal": lambda s: np.round(s) * np.float32(2**-149),
+    "nothing but -inf": lambda s: np.full_like(s, -np.inf),
+    "some -inf": lambda s: np.where(s > 0.5, s, -np.inf),
+    "infinite": lambda s: np.where(s > 1, np.inf, s),
+}
+
+
+@pytest.mark.parametrize("S", [700, 2500])
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_top_k_select_breaks_ties_as_the_oracle(kind: str, S: int) -> None:
+    scores = SPECIAL[kind](np.random.default_rng(7).normal(size=(1, 2, S)).astype(np.float32))
+    for top_k, window in ((50, 0), (50, 20), (1500, 3)):
+        expected = oracle.top_k_select(scores, top_k=top_k, local_window=window)
+        got = cuda_ref.top_k_select(torch.tensor(scores, device=DEVICE), top_k=top_k, local_window=window)
+        np.testing.assert_array_equal(to_numpy(got), expected)
+
+
+def test_a_score_that_is_nan_is_never_chosen() -> None:
+    scores = torch.arange(40.0, device=DEVICE).expand(1, 1, 40).clone()
+    scores[..., 30:] = torch.nan
+    got = cuda_ref.top_k_select(scores, top_k=4, local_window=0)
+    assert got.flatten().tolist() == [26, 27, 28, 29]
+
+
+@pytest.mark.parametrize("poison", [1e3, float("inf"), float("nan")])
+@pytest.mark.parametrize("method", ["sparq", "dense"])
+def test_padded_rows_never_reach_the_output(method: str, poison: float) -> None:
+    case = Case(2, 6, 2, 300, 64, "f32", padding=(290, 7))
+    q, k, v = case.inputs()
+    clean = getattr(oracle, f"{method}_attention")(q, k, v, left_padding=case.padding)
+    for row, first in enumerate(case.padding or ()):
+        k[row, :, :first] = poison
+        v[row, :, :first] = poison
+    out = getattr(cuda_ref, f"{method}_attention")(*tensors(case, q, k, v), left_padding=case.padding)
+    np.testing.assert_allclose(to_numpy(out), clean, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("L", [2, 5, 70])
+@pytest.mark.parametrize("method", ["sparq", "dense"])
+def test_several_queries_are_attended_densely_and_causally(method: str, L: int) -> None:
+    for case in (SMALL, Case(1, 6, 2, 70, 64, "f32")):
+        q, k, v = case.inputs(L=L)
+        out = getattr(cuda_ref, f"{method}_attention")(*tensors(case, q, k, v), left_padding=case.padding)
+        expected = oracle.dense_attention(q, k, v, left_padding=case.padding)
+        np.testing.assert_allclose(to_numpy(out), expected, rtol=0, atol=1e-5)
+
+
+def test_keeping_every_key_is_dense_attention_to_the_last_bit() -> None:
+    arrays = tensors(SMALL, *SMALL.inputs())
+    sparse = cuda_ref.sparq_attention(*arrays, rank=2, top_k=SMALL.S, left_padding=SMALL.padding)
+    assert torch.equal(sparse, cuda_ref.dense_attention(*arrays, left_padding=SMALL.padding))
+
+
+def test_a_row_without_a_valid_key_gives_zeros_and_has_lost_nothing() -> None:
+    case = Case(2, 6, 2, 300, 64, "f32", padding=(300, 0))
+    out, stats = cuda_ref.sparq_attention(
+        *tensors(case, *case.inputs()), left_padding=case.padding, reallocate=True, return_stats="mass"
+    )
+    assert (out[0] == 0).all()
+    assert (stats.retained_mass[0] == 1).all()
+
+
+def test_a_head_whose_chosen_components_are_all_zero_is_still_finite() -> None:
+    q, k, v = Case(1, 4, 2, 100, 64, "f32").inputs()
+    q[:, 0] = 0
+    q[:, 1, :, 40:] = 100
+    q[:, 0, :, :40] = 1e-6
+    out = cuda_ref.sparq_attention(*(torch.tensor(array, device=DEVICE) for array in (q, k, v)), rank=4, top_k=16)
+    assert torch.isfinite(out).all()
+
+
+def test_a_given_value_mean_is_used() -> None:
+    case = Case(1, 2, 2, 300, 64, "f32")
+    q, k, v = case.inputs()
+    mean = np.full((1, 2, 64), 7.0, dtype=np.float32)
+    out = cuda_ref.sparq_attention(*tensors(case, q, k, v), rank=8, top_k=16, value_mean=torch.tensor(mean).to(DEVICE))
+    expected = oracle.sparq_attention(q, k, v, rank=8, top_k=16, value_mean=mean)
+    np.testing.assert_allclose(to_numpy(out), expected, rtol=0, atol=1e-5)
+
+
+LAYOUTS = {
+    "of a cache": component_major,
+    "contiguous": lambda keys: keys.transpose(-1, -2).contiguous(),
+    "a view of keys": lambda keys: keys.transpose(-1, -2),
+    "every other column": lambda keys: component_major(keys.repeat_interleave(2, dim=2))[..., ::2],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_keys_t_may_have_any_strides(layout: str) -> None:
+    case = Case(1, 6, 2, 203, 64, "f32")
+    q, k, v = case.inputs()
+    queries, keys, values = tensors(case, q, k, v)
+    out = cuda_ref.sparq_attention(queries, keys, values, rank=8, top_k=40, keys_t=LAYOUTS[layout](keys))
+    expected = oracle.sparq_attention(q, k, v, rank=8, top_k=40)
+    np.testing.assert_allclose(to_numpy(out), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("S", [31, 32, 33])
+def test_rows_are_read_beyond_their_end_only_where_there_is_room(S: int) -> None:
+    whole = torch.zeros(1, 2, 8, 48, device=DEVICE)
+    assert sparq.readable_beyond(whole[..., :S])
+    exact = torch.zeros(1, 2, 8, S, device=DEVICE)
+    assert sparq.readable_beyond(exact) == (S % 16 == 0)
+    # The last row ends with its storage, though rows start 48 apart.
+    last = torch.zeros(15 * 48 + S, device=DEVICE).as_strided((1, 2, 8, S), (8 * 48, 8 * 48, 48, 1))
+    assert sparq.readable_beyond(last) == (S % 16 == 0)
+
+
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of kernels from now on started."""
+    started: list[str] = []
+    run = sparq.Launch.run
+
+    def counted(self: sparq.Launch) -> None:
+        started.append(self.kernel.__name__)
+        run(self)
+
+    monkeypatch.setattr(sparq.Launch, "run", counted)
+    return started
+
+
+@pytest.mark.parametrize(("S", "top_k"), [(40, 16), (3000, 128), (3000, 2500)])
+def test_a_step_of_sparq_is_three_launches(monkeypatch: pytest.MonkeyPatch, S: int, top_k: int) -> None:
+    case = Case(1, 4, 2, S, 64, "f16")
+    q, k, v = tensors(case, *case.inputs())
+    started = launches(monkeypatch)
+    torch.ops.mlx_sparse.sparq_decode(
+        q, k, v, component_major(k), 16, top_k, 4, "softmax", None, 0.1, None, torch.zeros(1, 2, 64, device=DEVICE)
+    )
+    assert started == ["sparq_scores", "top_k_select", "attend"]
+
+
+OPERATORS = {
+    "sparq_decode": lambda q, k, v: (q, k, v, component_major(k), 8, 16, 4, "softmax", None, 0.1, None, None),
+    "dense_decode": lambda q, k, v: (q, k, v, 0.1, None),
+    "attend_indices": lambda q, k, v: (q, k, v, torch.tensor([[[1, 2, -1]] * 2], dtype=torch.int32).to(DEVICE), 0.1),
+    "top_k_select": lambda q, k, v: (k[..., 0].float(), 8, 2, None),
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_an_operator_of_torch_keeps_its_promises_and_compiles(name: str) -> None:
+    case = Case(1, 4, 2, 50, 64, "f32")
+    arguments = OPERATORS[name](*tensors(case, *case.inputs()))
+    operator = getattr(torch.ops.mlx_sparse, name)
+    torch.library.opcheck(operator, arguments)
+    compiled = torch.compile(operator, backend="aot_eager", fullgraph=True)
+    for got, expected in zip(compiled(*arguments), operator(*arguments), strict=True):
+        assert torch.equal(got, expected)
+
+
+BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"rank": 0}, ConfigError, "rank: expected an integer of at least 1, got 0"),
+    ({"rank": 65}, ConfigError, "rank: expected at most the head dim D=64, got 65"),
+    ({"top_k": -3}, ConfigError, "top_k: expected an integer of at least 1, got -3"),
+    ({"local_window": 200}, ConfigError, "local_window: expected at most top_k=128"),
+    ({"reallocate": "yes"}, ConfigError, "reallocate: expected one of auto, true, false"),
+    ({"group_reduce": "max"}, ConfigError, "group_reduce: expected one of softmax, logits"),
+    ({"component_score": "key"}, ConfigError, "component_score: expected one of query, query_key"),
+    ({"keys_t": torch.zeros(1, 2, 50, 64)}, ShapeError, "keys_t: expected shape"),
+    ({"keys_t": torch.zeros(1, 2, 64, 50, dtype=torch.float16)}, ConfigError, "keys_t: expected the type"),
+    ({"keys_t": torch.zeros(1, 2, 64, 50, device="meta")}, ConfigError, "keys_t: expected a tensor on"),
+    ({"value_mean": torch.zeros(1, 2)}, ShapeError, "value_mean: expected shape"),
+    ({"left_padding": [0, 1]}, ShapeError, "left_padding: expected shape"),
+    ({"left_padding": [0.5]}, ShapeError, "left_padding: expected integers"),
+    ({"backend": "ops"}, BackendUnavailable, "backend: expected auto or triton for mlx_sparse.cuda_ref, got ops"),
+    ({"return_stats": "all"}, ConfigError, "return_stats: expected one of"),
+]
+
+
+@pytest.mark.parametrize(("settings", "error", "message"), BAD, ids=[message[:40] for _, _, message in BAD])
+def test_a_wrong_argument_gets_one_clear_line(settings: dict[str, Any], error: type[Exception], message: str) -> None:
+    case = Case(1, 4, 2, 50, 64, "f32")
+    with pytest.raises(error, match=message) as caught:
+        cuda_ref.sparq_attention(*tensors(case, *case.inputs()), **settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_types_and_head_dims_without_a_kernel_are_refused() -> None:
+    arrays = [torch.zeros(1, 2, 1, 64, dtype=torch.float64, device=DEVICE)] * 3
+    with pytest.raises(ConfigError, match="queries: expected float32, float16 or bfloat16, got float64"):
+        cuda_ref.sparq_attention(*arrays)
+    for D in (8, 12, 70, 512):
+        with pytest.raises(BackendUnavailable, match=f"from 16 to 256, got {D}"):
+            cuda_ref.dense_attention(*[torch.zeros(1, 2, 1, D, device=DEVICE)] * 3)
+
+
+@pytest.mark.parametrize("S", [1, 1024, 4096, 16384, 65536, 1 << 19])
+@pytest.mark.parametrize("top_k", [1, 128, 4096, 100_000])
+def test_candidates_of_all_tiles_fit_into_one_block_where_that_can_be(S: int, top_k: int) -> None:
+    block = select.block_size(S, top_k)
+    assert block in configs.SELECT_BLOCKS
+    candidates = -(-S // block) * min(top_k, block)
+    assert candidates <= configs.SELECT_BLOCKS[-1] or block == configs.SELECT_BLOCKS[-1]
