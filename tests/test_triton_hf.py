@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib import metadata
 from typing import Any
 
 import numpy as np
@@ -11,7 +14,7 @@ import pytest
 import torch
 import transformers
 from cases import Array, assert_as_good_as_plain, plain_attention, plain_reallocation, ulp
-from mlx_sparse.cuda_ref import hf
+from mlx_sparse.cuda_ref import configs, hf
 from mlx_sparse.cuda_ref.hf import attention
 from mlx_sparse.cuda_ref.hf.buffers import ROW_MULTIPLE
 from torch_arrays import DEVICE
@@ -21,8 +24,8 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
 from mlx_sparse import oracle
-from mlx_sparse.checks import check_local_window
-from mlx_sparse.config import SparQ, parse
+from mlx_sparse.checks import BackendUnavailable, ConfigError, check_local_window
+from mlx_sparse.config import ENOUGH_SAVED, SparQ, parse
 
 SIZES = {"hidden_size": 96, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64, "head_dim": 64}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -326,3 +329,187 @@ def test_padding_is_read_from_the_mask_once() -> None:
     assert padding.first.tolist() == [0, 3]
     assert attention.Padding(padded(20, 19, length=20)[:, None, None]).first.tolist() == [20, 19]
     assert attention.Padding(~padded(0, 3, length=20)[:, None, None]).first is None
+
+
+def call(
+    name: str = "llama", attn: str = "sparq:rank=16,top_k=8", L: int = 1, cache: Any = None, **given: Any
+) -> tuple[Any, Any]:
+    """A prompt, then one call of the model with ``given``; the cache of both."""
+    cache = cache or sparq_cache(name, attn)
+    model(name).set_attn_implementation("sparq")
+    B = given.pop("B", 1)
+    with torch.no_grad():
+        model(name)(tokens(B, PROMPT), past_key_values=cache)
+        return cache, model(name)(tokens(B, L, seed=1), past_key_values=cache, **given).logits
+
+
+def only(reports: Any) -> dict[str, int]:
+    return {reason: count for reason, count in reports.dense_calls.items() if "(prompt)" not in reason}
+
+
+HOLES = torch.ones(1, PROMPT + 1, dtype=torch.bool, device=DEVICE)
+HOLES[:, 7] = False
+OWN = HOLES[:, None, None]
+DENSE: list[tuple[str, dict[str, Any]]] = [
+    ("of a few queries at once (verification or short prompt)", {"L": 4}),
+    ("over fewer than 300 keys", {"attn": "sparq:rank=16,top_k=8,dense_below=300"}),
+    ("over fewer than 2,048 keys", {"attn": "sparq:rank=16"}),
+    ("with a mask of the caller's own", {"attention_mask": OWN}),
+    ("with a mask that is not left padding", {"attention_mask": HOLES}),
+    ("with soft-capped scores", {"name": "gemma2"}),
+    ("with attention sinks", {"name": "gpt_oss", "attn": "sparq:rank=16,top_k=8,reallocate=true"}),
+]
+
+
+@pytest.mark.parametrize(("reason", "given"), DENSE, ids=[reason for reason, _ in DENSE])
+def test_what_cannot_be_sparse_is_dense_and_counted(reason: str, given: dict[str, Any]) -> None:
+    cache, logits = call(**given)
+    counts = only(cache.report)
+    sliding = counts.pop("with a sliding window (DynamicSlidingWindowLayer)", 0)
+    own = reason.endswith(("scores", "sinks"))  # what sdpa cannot do, in prompts either
+    prompts = 2 if own else 1
+    served = cache.report.served_layers
+    assert (counts, sliding) == ({reason: prompts * served}, 2 * (2 - served))
+    assert cache.report.sparse_calls == 0
+    name = given.get("name", "llama")
+    model(name).set_attn_implementation("eager" if own else "sdpa")
+    plain = DynamicCache(config=model(name).config)
+    with torch.no_grad():
+        model(name)(tokens(1, PROMPT), past_key_values=plain)
+        mask = {"attention_mask": HOLES} if "attention_mask" in given else {}
+        dense = model(name)(tokens(1, given.get("L", 1), seed=1), past_key_values=plain, **mask).logits
+    assert torch.equal(logits, dense)
+
+
+def test_without_our_cache_attention_is_dense_counted_and_warned_of() -> None:
+    before = hf.report().dense_calls["without a SparQCache"]
+    attention._warn_once.cache_clear()
+    with pytest.warns(UserWarning, match="past_key_values=SparQCache"):
+        _, logits = call(cache=DynamicCache(config=model("llama").config))
+    assert hf.report().dense_calls["without a SparQCache"] == before + 2 * 2
+    dense = decode(model("llama"), "sdpa", DynamicCache(), tokens(1, PROMPT), tokens(1, 1, seed=1))
+    assert np.array_equal(logits.cpu().numpy()[:, -1:], dense[:, -1:])
+
+
+def test_the_report_says_what_ran() -> None:
+    cache, _ = call("gemma3_text")
+    assert hf.report(cache) is cache.report
+    lines = str(cache.report).splitlines()
+    assert lines[0].startswith("sparq:rank=16,top_k=8,component_score=query_key on triton: 1 of 2 layers (gemma3_text")
+    assert lines[1] == "  dense layers: 1 with a sliding window (DynamicSlidingWindowLayer)"
+    assert lines[2].startswith("  sparse calls: 1, ")
+    assert "1 of several queries at once (prompt)" in lines[3]
+
+
+def test_keys_that_a_model_has_changed_are_not_taken_for_the_caches() -> None:
+    cache, _ = call()
+    module = model("llama").model.layers[1].self_attn
+    query, (keys, values) = torch.ones(1, 4, 1, 64, device=DEVICE), cache.update(*states(1, 2, 1, D=64), 1)
+    for changed in ((keys + 0, values), (keys[:, :, 1:], values[:, :, 1:])):
+        attention.attention(module, query, *changed, None)
+    assert cache.report.sparse_calls == 2
+    attention.attention(module, query, keys, values + 0, None)
+    assert only(cache.report) == {"with keys or values that are not the cache's": 1}
+    attention.attention(module, query, keys, values, None)
+    assert cache.report.sparse_calls == 3
+    cache.update(*states(1, 2, 1, D=64), 1)  # from now on they are one token short
+    attention.attention(module, query, keys, values, None)
+    assert only(cache.report) == {"with keys or values that are not the cache's": 2}
+
+
+def test_dropout_and_gradients_keep_attention_dense() -> None:
+    cache, _ = call()
+    module = model("llama").model.layers[1].self_attn
+    query, (keys, values) = torch.ones(1, 4, 1, 64, device=DEVICE), cache.update(*states(1, 2, 1, D=64), 1)
+    attention.attention(module, query, keys, values, None, dropout=0.5)
+    attention.attention(module, query.requires_grad_(), keys, values, None)
+    assert only(cache.report) == {"with dropout": 1, "with gradients": 1}
+
+
+def test_the_kind_of_gpu_is_the_nearest_known_below(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kind(capability: int) -> str:
+        monkeypatch.setattr(configs, "capability", lambda device: capability)
+        return attention.gpu_kind(torch.device("cuda"))
+
+    kinds = {75: "sm_80", 80: "sm_80", 89: "sm_80", 90: "sm_90", 100: "sm_100", 120: "sm_100"}
+    assert {capability: kind(capability) for capability in kinds} == kinds
+    assert set(kinds.values()) <= set(ENOUGH_SAVED)
+    assert attention.gpu_kind(torch.device("cpu")) == ""
+
+
+def test_a_compiled_step_calls_the_operator_in_one_graph() -> None:
+    keys, values = states(1, 2, 40, D=64)
+    query, keys_t = torch.ones(1, 4, 1, 64, device=DEVICE), keys.transpose(-1, -2).contiguous()
+
+    def step(query: Any) -> Any:
+        arguments = (16, 8, 2, "softmax", None, 0.125, None, None)
+        out, lse = torch.ops.mlx_sparse.sparq_decode(query * 2, keys, values, keys_t, *arguments)
+        return out.transpose(1, 2) + 1, lse
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for ours, eager in zip(compiled(query), step(query), strict=True):
+        torch.testing.assert_close(ours, eager)
+
+
+def _config(name: str = "llama", **changes: Any) -> Any:
+    config = AutoConfig.for_model(name, **{**SIZES, **HEADS, **changes})
+    config._attn_implementation = changes.get("attn_implementation", "sparq")
+    return config
+
+
+MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
+    "method": (lambda: hf.SparQCache(_config(), "streaming"), "attn: expected sparq.* alone, got 'streaming'"),
+    "methods": (lambda: hf.SparQCache(_config(), "sparq+streaming"), "attn: expected sparq.* alone, got 'sparq.str"),
+    "key": (lambda: hf.SparQCache(_config(), "sparq:r=2"), "sparq: expected one of the keys rank"),
+    "rank": (lambda: hf.SparQCache(_config(), "sparq:rank=65"), "rank: expected at most the head dim D=64, got 65"),
+    "type": (lambda: hf.SparQCache(_config(), 3), "attn: expected sparq.* alone, got '3'"),  # type: ignore[arg-type]
+    "model": (lambda: hf.SparQCache(model("llama")), "config: expected model.config .*, got LlamaForCausalLM"),
+    "implementation": (
+        lambda: hf.SparQCache(_config(attn_implementation="sdpa")),
+        r"config: expected attn_implementation='sparq', got 'sdpa'. Call .*set_attn_implementation",
+    ),
+    "sliding": (
+        lambda: hf.SparQCache(_config("mistral", sliding_window=16)),
+        "config: expected a model with a full-attention layer, got mistral: 2 with a sliding window",
+    ),
+    "crop": (lambda: hf.SparQLayer().crop(3), "tokens_to_remove: expected 0 or less, got 3"),
+    "offload": (lambda: hf.SparQLayer().offload(), "offloading: expected none"),
+    "gradients": (
+        lambda: model("llama")(tokens(1, 4), past_key_values=sparq_cache("llama", "sparq")),
+        "past_key_values: expected a call without gradients, .* torch.no_grad",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_refused_in_one_line(mistake: str) -> None:
+    do, message = MISTAKES[mistake]
+    with pytest.raises(ConfigError, match=f"^{message}") as raised:
+        do()
+    assert "\n" not in str(raised.value)
+
+
+def test_without_triton_nothing_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for use in (hf.register, lambda: hf.SparQCache(_config())):
+        with pytest.raises(BackendUnavailable, match=r"attn_implementation: expected .* torch finds no NVIDIA GPU"):
+            use()
+
+
+@pytest.mark.parametrize("version", ["none", "4.57.1", "5.16.2"])
+def test_transformers_is_needed_when_used(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def installed(name: str) -> str:
+        if version == "none":
+            raise metadata.PackageNotFoundError
+        return version
+
+    monkeypatch.setattr(metadata, "version", installed)
+    with pytest.raises(BackendUnavailable, match=f"^transformers: expected version 5.17 or newer, got {version}. Run"):
+        _ = hf.SparQCache
+
+
+def test_transformers_is_not_imported_before_it_is_used() -> None:
+    code = "import sys, mlx_sparse.cuda_ref.hf; print(*{'transformers', 'torch'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"
