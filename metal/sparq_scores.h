@@ -66,7 +66,7 @@ void coverage_factors(
       covered = simd_sum(covered);
     }
     if (place.lane == 0) {
-      factor[g] = total > 0.0f ? scale * rsqrt(covered / total) : scale;
+      factor[g] = covered > 0.0f ? scale * rsqrt(covered / total) : scale;
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);

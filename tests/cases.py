@@ -175,7 +175,8 @@ def plain_reallocation(
     q_r, k_r = np.take_along_axis(q, i1, axis=-1), np.take_along_axis(keys, i1, axis=-1)
     factor = np.float32(settings.get("scale", D**-0.5))
     if not weighted:
-        factor = factor / np.sqrt(np.abs(q_r).sum(axis=-1) / np.abs(q).sum(axis=-1))[..., None]
+        covered = np.abs(q_r).sum(axis=-1)
+        factor = factor / np.sqrt(np.where(covered > 0, covered / np.abs(q).sum(axis=-1), 1))[..., None]
     logits = matmul(q_r, k_r.swapaxes(-1, -2)) * factor
     logits = np.where(valid[:, None, None, :], logits, -np.inf)
     s_hat = np.exp(logits - logits.max(axis=-1, keepdims=True))

@@ -14,6 +14,22 @@ from require import absent
 
 from mlx_sparse import oracle, registry
 
+
+class BlindHead(Case):
+    """A case in which a query head is zero in all components that the others of its group choose."""
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}-blind-head"
+
+    def inputs(self, seed: int = 0, L: int = 1) -> tuple[Array, Array, Array]:
+        queries, keys, values = super().inputs(seed, L)
+        others = np.abs(queries[:, 1 : self.Hq // self.Hkv]).sum(axis=(1, 2))
+        least = np.argsort(np.argsort(others, axis=-1), axis=-1) < self.D // 4
+        # A power of 2, so that nothing is rounded, and so small that it changes nobody's choice.
+        queries[:, 0] = np.where(least[:, None], queries[:, 0] / 64, 0)
+        return queries, keys, values
+
+
 # Three types, groups of 1, 3, 4, 7 and 8 query heads, padded and not.
 CASES = [
     Case(1, 4, 4, 513, 80, "f32"),
@@ -22,6 +38,7 @@ CASES = [
     Case(2, 7, 1, 400, 128, "f16", padding=(399, 17)),
     Case(1, 8, 2, 300, 80, "bf16"),
     Case(1, 8, 1, 640, 256, "bf16"),
+    BlindHead(1, 6, 2, 90, 64, "f32"),
 ]
 SELECTION = ("rank", "top_k", "local_window", "group_reduce", "scale")
 Result = tuple[Array, Array]  # the chosen keys, and the output

@@ -51,8 +51,9 @@ def sparq_select(
     factor = mx.array(scale, mx.float32)
     if component_weight is None:
         total = mx.abs(q).sum(axis=-1, keepdims=True)
-        coverage = mx.abs(q_r).sum(axis=-1, keepdims=True) / mx.where(total > 0, total, 1.0)
-        factor = factor * mx.rsqrt(mx.where(total > 0, coverage, 1.0))
+        covered = mx.abs(q_r).sum(axis=-1, keepdims=True)
+        coverage = covered / mx.where(covered > 0, total, 1.0)
+        factor = factor * mx.rsqrt(mx.where(covered > 0, coverage, 1.0))
     logits = (q_r * factor) @ k_r.astype(mx.float32)
 
     # (sparq.4) approximate attention, (sparq.5) summed over the group, (sparq.6) the keys

@@ -66,8 +66,9 @@ def sparq_select(
     logits = np.einsum("bhgr,bhsr->bhgs", q_r, k_r) * scale
     if component_score == "query":
         total = np.abs(grouped).sum(axis=-1)
-        coverage = np.abs(q_r).sum(axis=-1) / np.where(total > 0, total, 1.0)
-        logits = logits / np.sqrt(np.where(total > 0, coverage, 1.0))[..., None]
+        covered = np.abs(q_r).sum(axis=-1)
+        coverage = covered / np.where(covered > 0, total, 1.0)
+        logits = logits / np.sqrt(np.where(covered > 0, coverage, 1.0))[..., None]
 
     # (sparq.4) approximate attention, (sparq.5) summed over the group
     s_hat, _ = softmax_lse(logits, np.broadcast_to(valid[:, None, None, :], logits.shape))
