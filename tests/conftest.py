@@ -1,14 +1,19 @@
 """Fixtures that several test files share, where Triton's kernels run, and what cannot run on the oldest Python."""
 
+import importlib.util
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 # Triton reads this when its kernels are defined. Without an NVIDIA GPU they run on the CPU, in its interpreter.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-pytest_plugins = ["fixtures_msl", "fixtures_smollm2"]
+# They need mlx, which machines with an NVIDIA GPU do without (scripts/gpu_check.sh).
+pytest_plugins = ["fixtures_msl", "fixtures_smollm2"] if importlib.util.find_spec("mlx") else []
 
 # onnxruntime 1.31 needs Python 3.11.
 collect_ignore_glob = ["test_onnx_*.py"] if sys.version_info < (3, 11) else []
@@ -16,3 +21,11 @@ collect_ignore_glob = ["test_onnx_*.py"] if sys.version_info < (3, 11) else []
 
 def pytest_report_header() -> list[str]:
     return [f"not collected on this Python: {name}" for name in collect_ignore_glob]
+
+
+@pytest.fixture(scope="module")
+def without_torch() -> Iterator[None]:
+    """What this module starts sees no torch: where there is one, transformers imports it, for two seconds a start."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).with_name("without_torch")))
+        yield

@@ -18,13 +18,12 @@ MOST_MESSAGES, LAST_CHARACTERS = 100, 10_000
 def main(argv: Sequence[str]) -> int:
     """Write FILE from what is in FOLDER; 0 if all ran and nothing failed."""
     folder, target = map(Path, argv)
-    facts = dict(line.split(": ", 1) for line in _text(folder / "machine.txt").splitlines() if ": " in line)
     found = {
-        "machine": machine() | facts,
+        "machine": machine() | facts(folder / "machine.txt"),
         "tests": {run: junit(folder / f"{run}.xml") for run in RUNS},
-        "stderr": {run: _text(folder / f"{run}.log")[-LAST_CHARACTERS:] for run in RUNS},
-        "validation": messages(_text(folder / "validated.log")),
-        "benchmark": json.loads(_text(folder / "bench.json") or "null"),
+        "stderr": {run: text(folder / f"{run}.log")[-LAST_CHARACTERS:] for run in RUNS},
+        "validation": messages(text(folder / "validated.log")),
+        "benchmark": json.loads(text(folder / "bench.json") or "null"),
     }
     wrong = problems(found)
     write(target, json.dumps(found | {"problems": wrong}, indent=1))
@@ -74,7 +73,13 @@ def messages(log: str) -> list[str]:
     return [line for line in lines if "Validation Enabled" not in line][:MOST_MESSAGES]
 
 
-def _text(path: Path) -> str:
+def facts(path: Path) -> dict[str, str]:
+    """The lines ``name: value`` of a file."""
+    return dict(line.split(": ", 1) for line in text(path).splitlines() if ": " in line)
+
+
+def text(path: Path) -> str:
+    """What a file holds; nothing if it is not there."""
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 

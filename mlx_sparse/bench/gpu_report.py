@@ -1,0 +1,64 @@
+"""What scripts/gpu_check.sh found, as FILE.jsonl and FILE.md: ``python -m mlx_sparse.bench.gpu_report FOLDER FILE``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .output import write
+from .report import facts, junit, text
+
+MOST_FAILURES = 20  # that the Markdown lists; the other file has all
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write FILE.jsonl and FILE.md from what is in FOLDER; 0 if nothing failed."""
+    folder, target = map(Path, argv)
+    untested = text(folder / "no_tests").strip()
+    tests = None if untested else junit(folder / "tests.xml")
+    # What was measured before the benchmark was ended has no name yet.
+    lines = (text(folder / "bench.jsonl") or text(folder / "bench.jsonl.part")).splitlines()
+    rows = [json.loads(line) for line in lines if line.endswith("}")]
+    wrong = problems(tests, untested, rows)
+    check = {"kind": "check", "machine": facts(folder / "machine.txt"), "tests": tests, "note": untested or None}
+    write(target, "\n".join(json.dumps(line) for line in (check | {"problems": wrong}, *rows)))
+    summary = "; ".join(wrong) if wrong else "all results right" if untested else "all tests passed, all results right"
+    table = text(folder / "bench.md") or "The benchmark did not finish; the other file has what it measured.\n"
+    write(target.with_suffix(".md"), f"{_head(check, summary)}\n\n{table.rstrip()}")
+    print(f"Wrote {target} and {target.with_suffix('.md').name}: {summary}")
+    return 1 if wrong else 0
+
+
+def problems(tests: dict[str, Any] | None, untested: str, rows: Sequence[dict[str, Any]]) -> list[str]:
+    """One sentence for each thing that is missing or wrong."""
+    wrong = []
+    if tests is None and not untested:
+        wrong.append("the tests did not finish")
+    elif tests and tests["failed"]:
+        wrong.append(f"{len(tests['failed'])} of {tests['tests']} tests failed")
+    elif tests and tests["tests"] == tests["skipped"]:
+        wrong.append("no test ran")
+    if not any(row["kind"] == "end" for row in rows):
+        wrong.append("the benchmark did not finish")
+    measured = [row for row in rows if row["kind"] == "row"]
+    if failed := sum(row["failed"] for row in measured):
+        wrong.append(f"{failed} results of the benchmark are wrong")
+    elif measured and not any(row["turns"] for row in measured):
+        wrong.append("nothing could be measured")
+    return wrong
+
+
+def _head(check: dict[str, Any], summary: str) -> str:
+    machine = ", ".join(f"{name} {value}" for name, value in check["machine"].items())
+    lines = [f"`scripts/gpu_check.sh`: {summary}." + (f" {check['note']}" if check["note"] else ""), machine]
+    if tests := check["tests"]:
+        lines.append(f"{tests['tests']} tests in {tests['seconds']:.0f} s, {tests['skipped']} of them skipped.")
+        lines += [f"* {bad['test']}: {bad['message'].partition(chr(10))[0]}" for bad in tests["failed"][:MOST_FAILURES]]
+    return "\n\n".join(filter(None, lines))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,77 @@
+#!/usr/bin/env bash
+# On a machine with an NVIDIA GPU: run the tests of the Triton kernels and the decode benchmark on it, within 8 minutes,
+# and write FILE.jsonl and FILE.md to send back. python3 needs torch 2.11 and triton 3.6 or newer, and pytest for the
+# tests; mlx, an installation of this project and a network are not needed.
+#
+#   scripts/gpu_check.sh [--dry-run] [-o FILE.jsonl]
+set -euo pipefail
+
+refuse() {
+  echo "gpu_check.sh: error: expected $1." >&2
+  exit 2
+}
+
+output=gpu_check.jsonl
+dry_run=false
+while (($#)); do
+  case $1 in
+    --dry-run) dry_run=true ;;
+    -o) [[ ${2-} == *.jsonl ]] || refuse "-o FILE.jsonl, got -o ${2-}"; output=$2 && shift ;;
+    -h | --help) sed -n '2,6s/^# \{0,1\}//p' "$0" && exit ;;
+    *) refuse "--dry-run or -o FILE.jsonl, got $1" ;;
+  esac
+  shift
+done
+[[ $output == /* ]] || output=$PWD/$output
+[[ -d ${output%/*} ]] || refuse "a folder that exists, got ${output%/*}"
+if ! $dry_run; then
+  gpu=$(python3 -c 'import torch, triton; print(torch.cuda.is_available() or "torch that sees no GPU")' 2>&1 | tail -n 1) || true
+  [[ $gpu == True ]] || refuse "python3 with torch, triton and an NVIDIA GPU, got $gpu. --dry-run shows what would run"
+fi
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+root=$PWD
+
+# Whether python3 has a package.
+has() {
+  python3 -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('$1') is None)" 2>"$work/has.log"
+}
+
+# Show a command and run it.
+run() {
+  echo "$ $*"
+  $dry_run || "$@"
+}
+
+# What the report should say of the machine; no serial numbers, no names.
+describe() {
+  echo "gpu: $(nvidia-smi --query-gpu=name --format=csv,noheader | head -n 1)"
+  echo "driver: $(nvidia-smi --query-gpu=driver_version --format=csv,noheader | head -n 1)"
+  echo "commit: $(git -C "$root" rev-parse HEAD 2>/dev/null || echo unknown)"
+}
+
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+
+# The package is this checkout, as links: what is installed, if anything is, may be another.
+mkdir -p "$work/tree/mlx_sparse"
+ln -s "$root"/mlx_sparse/* "$root/cuda_ref" "$work/tree/mlx_sparse/"
+ln -s "$root/tests" "$root/pyproject.toml" "$work/tree/"
+cd "$work/tree"
+export TRITON_INTERPRET=0 # on the GPU, whatever the caller's environment says
+$dry_run || describe | tee "$work/machine.txt"
+
+# A failing test does not end the script; the report will say so. Kernels compile for every test: on several cores.
+parallel=()
+if has xdist; then
+  parallel=(-n 8)
+fi
+if has pytest || $dry_run; then
+  run timeout --signal=INT --kill-after=10 170 python3 -m pytest tests/test_triton_kernels.py tests/test_triton_bench.py \
+    tests/test_triton_hf.py tests/test_parity.py --import-mode=importlib -o pythonpath=tests -p no:cacheprovider \
+    "${parallel[@]}" -q --junitxml="$work/tests.xml" || echo "The tests ended with status $?."
+else
+  echo "pytest is not installed: the tests do not run, the benchmark checks its results itself." | tee "$work/no_tests"
+fi
+run timeout --signal=INT --kill-after=10 300 python3 -m mlx_sparse.cuda_ref.bench --budget-s 250 \
+  -o "$work/bench.jsonl" || echo "The benchmark ended with status $?."
+run python3 -m mlx_sparse.bench.gpu_report "$work" "$output"
