@@ -29,11 +29,10 @@ def ordered_bits(score):
 
 
 @triton.jit
-def digit_counts(bits, threshold, there, SHIFT: tl.constexpr):
-    """Histogram of the eight bits at SHIFT over the items that agree with ``threshold`` above them."""
-    if SHIFT < 24:
-        there = there & (((bits ^ threshold) >> (SHIFT + 8)) == 0)
-    return tl.histogram(((bits >> SHIFT) & 255).to(tl.int32), 256, mask=there)
+def digit_counts(bits, threshold, there, shift):
+    """Histogram of the eight bits at ``shift`` over the items that agree with ``threshold`` above them."""
+    same = ((bits ^ threshold) >> shift >> 8) == 0  # in two steps: a shift by 32 is undefined
+    return tl.histogram(((bits >> shift) & 255).to(tl.int32), 256, mask=there & same)
 
 
 @triton.jit
@@ -62,9 +61,10 @@ def is_best(bits, threshold, ties, ties_before):
 def kth_largest(bits, there, wanted):
     """Bits that at least ``wanted`` of the items reach, NEVER if too few can be chosen, and the ties to be taken."""
     threshold = tl.full([], NEVER, tl.uint32)
-    for SHIFT in tl.static_range(24, -1, -8):
-        digit, wanted = next_digit(digit_counts(bits, threshold, there, SHIFT), wanted)
-        threshold = threshold | (digit << SHIFT)
+    for step in range(4):
+        shift = 24 - 8 * step
+        digit, wanted = next_digit(digit_counts(bits, threshold, there, shift), wanted)
+        threshold = threshold | (digit << shift).to(tl.uint32)
     return threshold, wanted
 
 
@@ -72,14 +72,15 @@ def kth_largest(bits, there, wanted):
 def kth_largest_of_many(candidate_bits, count, wanted, BLOCK: tl.constexpr):
     """`kth_largest` of ``count`` items in memory."""
     threshold = tl.full([], NEVER, tl.uint32)
-    for SHIFT in tl.static_range(24, -1, -8):
+    for step in range(4):
+        shift = 24 - 8 * step
         counts = tl.zeros([256], tl.int32)
         for first in range(0, count, BLOCK):
             item = first + tl.arange(0, BLOCK)
             bits = tl.load(candidate_bits + item, mask=item < count, other=0, cache_modifier=".cg")
-            counts += digit_counts(bits, threshold, item < count, SHIFT)
+            counts += digit_counts(bits, threshold, item < count, shift)
         digit, wanted = next_digit(counts, wanted)
-        threshold = threshold | (digit << SHIFT)
+        threshold = threshold | (digit << shift).to(tl.uint32)
     return threshold, wanted
 
 
