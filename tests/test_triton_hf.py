@@ -302,11 +302,11 @@ def test_what_a_step_reads_follows_the_cache(change: str, first: tuple[int, ...]
     for each in (layer, plain):
         each.update(*states(2, 2, 100))
     assert_reads_its_rows(layer, first)
-    for each in (layer, plain):
-        if change == "crop all":
-            each.crop(-plain.keys.shape[2]) if each is plain else CHANGES[change](each)
-        else:
-            CHANGES[change](each)
+    CHANGES[change](layer)
+    if change == "reset":
+        plain = transformers.cache_utils.DynamicLayer()  # its own reset kept the length up to transformers 5.17
+    else:
+        CHANGES[change](plain)
     assert layer.get_seq_length() == plain.get_seq_length()
     B = len(PADDING.get(change, (0, 0)))
     for each in (layer, plain):
