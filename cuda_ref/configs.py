@@ -32,21 +32,20 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Config:
-    """Of one architecture: tiles of the kernels, `attend` with a list and without, and keys per thread of the select."""
+    """Tiles of one architecture: `sparq_scores`, `attend` with a list, and without."""
 
     scores: Tiles
     listed: Tiles
     dense: Tiles
-    select_items: int
 
 
 # By compute capability; a device takes the nearest one below it.
 CONFIGS: Mapping[int, Config] = {
-    80: Config(Tiles(8192, 4, 3), Tiles(4096, 4, 2), Tiles(8192, 4, 3), 8),
-    90: Config(Tiles(8192, 4, 3), Tiles(4096, 4, 2), Tiles(8192, 4, 3), 8),
-    100: Config(Tiles(8192, 4, 3), Tiles(4096, 4, 2), Tiles(8192, 4, 3), 8),
+    80: Config(Tiles(8192, 4, 3), Tiles(4096, 4, 2), Tiles(8192, 4, 3)),
+    90: Config(Tiles(8192, 4, 3), Tiles(4096, 4, 2), Tiles(8192, 4, 3)),
+    100: Config(Tiles(8192, 4, 3), Tiles(4096, 4, 2), Tiles(8192, 4, 3)),
 }
-SELECT_BLOCKS = (1024, 2048, 4096)  # keys of a tile of `top_k_select`
+SELECT_WARPS = {1024: 8, 2048: 8, 4096: 16}  # of `top_k_select` by the keys of a tile
 WITHOUT_A_GPU = 4  # processors: a few splits, so that the interpreter merges some
 
 

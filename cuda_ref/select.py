@@ -42,11 +42,11 @@ class GroupScores:
 
 
 def block_size(S: int, top_k: int) -> int:
-    """Keys of a tile: the fewest, for many programs, whose candidates of all tiles fit into one block."""
-    fitting = (
-        block for block in configs.SELECT_BLOCKS if -(-S // block) * min(top_k, block) <= configs.SELECT_BLOCKS[-1]
+    """Keys of a tile: the fewest, for many programs, such that the candidates of all tiles fit into one block."""
+    return next(
+        (block for block in configs.SELECT_WARPS if -(-S // block) * min(top_k, block) <= block),
+        max(configs.SELECT_WARPS),
     )
-    return next(fitting, configs.SELECT_BLOCKS[-1])
 
 
 def select(
@@ -92,7 +92,7 @@ def select(
             "stride_l": scores.logits.stride(2),
         },
         {"G": G, "BLOCK": BLOCK, "SUM_SOFTMAX": sum_softmax, "ALIGNED": stride >= S + -S % LINE},
-        {"num_warps": BLOCK // configs.config(device).select_items // 32, "num_stages": 1},
+        {"num_warps": configs.SELECT_WARPS[BLOCK], "num_stages": 1},
     ).run()
     return indices
 

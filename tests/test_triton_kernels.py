@@ -351,6 +351,6 @@ def test_types_and_head_dims_without_a_kernel_are_refused() -> None:
 @pytest.mark.parametrize("top_k", [1, 128, 4096, 100_000])
 def test_candidates_of_all_tiles_fit_into_one_block_where_that_can_be(S: int, top_k: int) -> None:
     block = select.block_size(S, top_k)
-    assert block in configs.SELECT_BLOCKS
+    assert block in configs.SELECT_WARPS
     candidates = -(-S // block) * min(top_k, block)
-    assert candidates <= configs.SELECT_BLOCKS[-1] or block == configs.SELECT_BLOCKS[-1]
+    assert candidates <= block or block == max(configs.SELECT_WARPS)
