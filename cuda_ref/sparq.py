@@ -33,6 +33,7 @@ def sparq_scores(
     B, Hkv, D, S = keys_t.shape
     G = queries.shape[1] // Hkv
     tiles = configs.config(queries.device).scores
+    BLOCK_D = power_of_2(D, 32)
     BLOCK_R = power_of_2(min(rank, MOST_COMPONENTS), 16)
     BLOCK_S = configs.rows(tiles, BLOCK_R, keys_t.element_size())
     share = configs.share(S, BLOCK_S, B * Hkv, PROGRAMS_PER_PROCESSOR, queries.device)
@@ -62,14 +63,15 @@ def sparq_scores(
             "D": D,
             "G": G,
             "RANK": rank,
-            "BLOCK_D": power_of_2(D, 32),
-            "BLOCK_G": power_of_2(G, 16),
+            "BLOCK_D": BLOCK_D,
+            "BLOCK_G": power_of_2(G, 8),
             "BLOCK_R": BLOCK_R,
             "BLOCK_S": BLOCK_S,
             "ALIGNED": readable_beyond(keys_t),
             "UPCAST": upcast(keys_t.dtype),
         },
-        {"num_warps": tiles.warps, "num_stages": tiles.stages},
+        # A thread for each component: one that ranks two of 256 runs out of registers.
+        {"num_warps": max(tiles.warps, BLOCK_D // 32), "num_stages": tiles.stages},
     ).run()
     return found
 

@@ -12,46 +12,40 @@ from .numbers import finite, rounded_up, widen
 
 
 @triton.jit
-def component_bits(queries, component_weight, d, D: tl.constexpr, G: tl.constexpr):
-    """(sparq.1) for components d, as bits: in the order of the numbers, as they are not negative; NaN is the largest.
+def component_keys(queries, component_weight, d, D: tl.constexpr, G: tl.constexpr, BLOCK_D: tl.constexpr):
+    """(sparq.1) of components d as integers, no two of them equal: the more it matters, the larger; NaN is the largest.
 
-    The sum runs over the group in one order, whatever the layout, so that a component always equals itself.
+    Above are the bits of the score, in the order of the numbers as they are not negative, below what puts the lower
+    index first.
     """
     score = tl.zeros(d.shape, tl.float32)
     for g in tl.static_range(G):
         score += tl.abs(tl.load(queries + g * D + d, mask=d < D, other=0.0).to(tl.float32))
     if component_weight is not None:
         score *= tl.load(component_weight + d, mask=d < D, other=0.0)
-    return tl.where(d < D, score.to(tl.int32, bitcast=True), -1)
+    bits = tl.where(d < D, score.to(tl.int32, bitcast=True), -1)
+    return (bits.to(tl.int64) << 32) | (BLOCK_D - 1 - d)
 
 
 @triton.jit
 def component_ranks(queries, component_weight, D: tl.constexpr, G: tl.constexpr, BLOCK_D: tl.constexpr):
-    """(sparq.2) how many components come before each: a permutation; ties go to the lower index."""
-    d = tl.arange(0, BLOCK_D)
-    own = component_bits(queries, component_weight, d, D, G)
-    before = tl.zeros([BLOCK_D], tl.int32)
-    for first in tl.static_range(0, BLOCK_D, 32):
-        e = first + tl.arange(0, 32)
-        other = component_bits(queries, component_weight, e, D, G)
-        larger = other[:, None] > own[None, :]
-        tied = (other[:, None] == own[None, :]) & (e[:, None] < d[None, :])
-        before += tl.sum((larger | tied).to(tl.int32), axis=0)
-    return before
+    """(sparq.2) how many components come before each: a permutation. Sums run down columns, which threads own."""
+    keys = component_keys(queries, component_weight, tl.arange(0, BLOCK_D), D, G, BLOCK_D)
+    return tl.sum((keys[:, None] > keys[None, :]).to(tl.int32), axis=0)
 
 
 @triton.jit
 def component_at(before, rank):
-    """The component that comes after ``rank`` others. Both sums here run down columns, which are within a thread."""
+    """The component that comes after ``rank`` others."""
     d = tl.arange(0, before.shape[0])
     return tl.sum(tl.where(before[:, None] == rank[None, :], d[:, None], 0), axis=0)
 
 
 @triton.jit
 def query_components(queries, component, wanted, D: tl.constexpr, G: tl.constexpr, BLOCK_G: tl.constexpr):
-    """``(BLOCK_G, components)`` of the group's queries."""
-    g = tl.arange(0, BLOCK_G)[:, None]
-    return tl.load(queries + g * D + component[None, :], mask=(g < G) & wanted[None, :], other=0.0)
+    """``(components, BLOCK_G)`` of the group's queries."""
+    g = tl.arange(0, BLOCK_G)[None, :]
+    return tl.load(queries + g * D + component[:, None], mask=(g < G) & wanted[:, None], other=0.0)
 
 
 @triton.jit
@@ -66,11 +60,10 @@ def logit_factors(
     BLOCK_G: tl.constexpr,
 ):
     """c / t of (sparq.3) for each query head, where |q| alone chose the components."""
-    g = tl.arange(0, BLOCK_G)[:, None]
-    d = tl.arange(0, BLOCK_D)[None, :]
-    q = tl.abs(tl.load(queries + g * D + d, mask=(g < G) & (d < D), other=0.0).to(tl.float32))
-    total = tl.sum(q, axis=1)
-    covered = tl.sum(tl.where(before[None, :] < RANK, q, 0.0), axis=1)
+    d = tl.arange(0, BLOCK_D)
+    q = tl.abs(query_components(queries, d, d < D, D, G, BLOCK_G).to(tl.float32))
+    total = tl.sum(q, axis=0)
+    covered = tl.sum(tl.where(before[:, None] < RANK, q, 0.0), axis=0)
     # A head whose components are all 0 there has no approximate logits to sharpen.
     return scale * tl.where(covered > 0, tl.sqrt(total / tl.where(covered > 0, covered, 1.0)), 1.0)
 
@@ -126,29 +119,30 @@ def sparq_scores(
     readable = rounded_up(length) if ALIGNED else length
     share = blocks * BLOCK_S  # as a product with a constant, so that the compiler knows that tiles are aligned
     for start in range(split * share, tl.minimum((split + 1) * share, length), BLOCK_S):
+        # Keys are the rows of the product: matrix units take 16 rows, but 8 columns, which a group fills better.
         s = start + tl.arange(0, BLOCK_S)
-        approximate = tl.zeros([BLOCK_G, BLOCK_S], tl.float32)
+        approximate = tl.zeros([BLOCK_S, BLOCK_G], tl.float32)
         for first in tl.static_range(0, RANK, BLOCK_R):
             rank = first + tl.arange(0, BLOCK_R)
             component = component_at(before, rank)
             q = query_components(queries, component, rank < RANK, D, G, BLOCK_G)
             k = tl.load(
-                keys_t + component[:, None] * stride_kd + s[None, :] * stride_ks,
-                mask=(rank < RANK)[:, None] & (s < readable)[None, :],
+                keys_t + component[None, :].to(tl.int64) * stride_kd + s[:, None] * stride_ks,
+                mask=(rank < RANK)[None, :] & (s < readable)[:, None],
                 other=0.0,
                 eviction_policy="evict_first",
             )
-            approximate = tl.dot(widen(q, UPCAST), widen(k, UPCAST), approximate, input_precision="ieee")
+            approximate = tl.dot(widen(k, UPCAST), widen(q, UPCAST), approximate, input_precision="ieee")
         valid = (s < length) & (s >= first_valid)
-        approximate = tl.where(valid[None, :], approximate * factor[:, None], float("-inf"))
+        approximate = tl.where(valid[:, None], approximate * factor[None, :], float("-inf"))
         tl.store(
-            logits + heads[:, None] * stride_l + s[None, :],
+            logits + heads[None, :] * stride_l + s[:, None],
             approximate,
-            mask=(g[:, None] < G) & (s[None, :] < stride_l),
+            mask=(g[None, :] < G) & (s[:, None] < stride_l),
         )
-        top = tl.maximum(largest, tl.max(approximate, axis=1))
-        exponentials = tl.exp(approximate - finite(top)[:, None])
-        total = total * tl.exp(largest - finite(top)) + tl.sum(exponentials, axis=1)
+        top = tl.maximum(largest, tl.max(approximate, axis=0))
+        exponentials = tl.exp(approximate - finite(top)[None, :])
+        total = total * tl.exp(largest - finite(top)) + tl.sum(exponentials, axis=0)
         largest = top
     # The program's part of (sparq.4)
     splits = tl.num_programs(0)
