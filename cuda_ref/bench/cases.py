@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 
 ITEM_SIZES = {"float16": 2, "bfloat16": 2}
 K = 1024
-ROTATIONS = 3  # of so many L2 caches' contents are read before a step sees the same keys and values again
+ROTATIONS = 3  # so many times what an L2 cache holds is read before a step sees the same keys and values again
+MOST_COPIES = 256  # of a case that is too small for that
 
 # Ratios that SparQ with rank 32 and 128 keys is held to on an H200, against the fastest dense contender of the same
 # run, by (Hq, Hkv, D), batch and number of keys.
@@ -105,7 +106,7 @@ class Case:
         SparQ reads least: a few components of each key, and its chosen rows.
         """
         least = min(self.rows * (self.S * s.rank + 2 * s.top_k * self.D) * self.item for s in self.settings)
-        return max(1, math.ceil(ROTATIONS * l2 / least))
+        return min(max(1, math.ceil(ROTATIONS * l2 / least)), MOST_COPIES)
 
     def memory(self, copies: int) -> int:
         """Bytes of everything alive at once: caches, what contenders put aside, and what the reference takes.

@@ -144,20 +144,10 @@ class Field:
         inputs = self._inputs
 
         def step(i: int) -> Output:
-            return ops.sparq_decode(
-                inputs.queries,
-                inputs.keys[i],
-                inputs.values[i],
-                inputs.keys_t[i],
-                setting.rank,
-                setting.top_k,
-                setting.window,
-                "softmax",
-                None,
-                inputs.case.scale,
-                None,
-                inputs.value_mean,
-            )
+            given = inputs.queries, inputs.keys[i], inputs.values[i], inputs.keys_t[i]
+            chosen = setting.rank, setting.top_k, setting.window, "softmax", None
+            out, lse = ops.sparq_decode(*given, *chosen, inputs.case.scale, None, inputs.value_mean)
+            return out, lse
 
         return step
 

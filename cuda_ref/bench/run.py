@@ -21,7 +21,7 @@ from mlx_sparse.checks import SparseAttentionError
 from ..availability import interpreted
 from . import contenders
 from .cases import Case, Setting
-from .contenders import OURS, Field
+from .contenders import OURS, Contender, Field
 from .inputs import Inputs
 from .timing import Run, copy_bandwidth, record
 
@@ -127,7 +127,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         facts["processors"] = properties.multi_processor_count
         facts["l2"] = properties.L2_cache_size
         facts["cuda"] = torch.version.cuda
-        facts["cudnn"] = torch.backends.cudnn.version()
+        facts["cudnn"] = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
     return facts | {"copy_bytes_per_second": copy_bandwidth(device)}
 
 
@@ -169,7 +169,7 @@ def measure_case(case: Case, device: torch.device, facts: dict[str, Any], second
 
 
 def enter(
-    row: Row, contestants: Field, copies: int, device: torch.device, facts: dict[str, Any], pool: object
+    row: Row, contestants: Field, copies: int, device: torch.device, facts: dict[str, Any], pool: Any
 ) -> Run | None:
     """Prepare a contender's steps and check what they give; None, with the reason in ``row``, if that fails."""
     with warnings.catch_warnings(record=True) as said:
@@ -182,7 +182,7 @@ def enter(
             rounds = math.ceil(ENOUGH / (copies * (seconds + LAUNCH))) if device.type == "cuda" else 1
             steps = record(contender.step, copies, copies * rounds, device, pool)
             steps.run()
-            row.note = next(filter(None, map(contender.wrong, steps.outputs)), None)
+            row.note = check(contender, steps)
             row.failed = row.note is not None
         except (torch.OutOfMemoryError, SparseAttentionError) as error:
             row.note = reason(error, [])
@@ -191,6 +191,13 @@ def enter(
             row.note = reason(error, [str(warning.message) for warning in said])
             row.failed = row.contender in OURS
     return None if row.note else steps
+
+
+def check(contender: Contender, steps: Run) -> str | None:
+    """What is wrong with the outputs of any set of caches; what equals the first is as right as that."""
+    first, *others = steps.outputs
+    differing = [out for out in others if not all(map(torch.equal, out, first))]
+    return next(filter(None, map(contender.wrong, [first, *differing])), None)
 
 
 def measure(entered: Sequence[tuple[Row, Run]], end: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -22,10 +23,10 @@ class Graph:
         outputs: what the first step on each set writes.
     """
 
-    def __init__(self, step: Step, copies: int, count: int, pool: object) -> None:
+    def __init__(self, step: Step, copies: int, count: int, pool: Any) -> None:
         self.count = count
         self.outputs: list[Output] = []
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         # The outer context gives the stream back too when a capture ends in an error.
         with torch.cuda.stream(stream):
@@ -47,19 +48,19 @@ class Graph:
 
     def sample(self) -> float:
         """Microseconds of a step: of two runs back to back the second, whose start is hidden behind the first."""
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         self._graph.replay()
         start.record()
         self._graph.replay()
         end.record()
         end.synchronize()
-        return 1e3 * start.elapsed_time(end) / self.count
+        return 1e3 * float(start.elapsed_time(end)) / self.count
 
 
 class Calls:
     """The same as plain calls on the CPU, under Triton's interpreter: for tests; its times say nothing of a GPU."""
 
-    def __init__(self, step: Step, copies: int, count: int, pool: object) -> None:
+    def __init__(self, step: Step, copies: int, count: int, pool: Any) -> None:
         del pool
         self._step, self._copies, self.count = step, copies, count
         self.outputs: list[Output] = []
@@ -78,7 +79,7 @@ class Calls:
 Run = Graph | Calls
 
 
-def record(step: Step, copies: int, count: int, device: torch.device, pool: object) -> Run:
+def record(step: Step, copies: int, count: int, device: torch.device, pool: Any) -> Run:
     """Prepare a run of steps.
 
     Raises:

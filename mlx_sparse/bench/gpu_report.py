@@ -19,6 +19,8 @@ def main(argv: Sequence[str]) -> int:
     folder, target = map(Path, argv)
     untested = text(folder / "no_tests").strip()
     tests = None if untested else junit(folder / "tests.xml")
+    if tests is not None:
+        tests["status"] = int(facts(folder / "tests_status.txt").get("status", 0))
     # What was measured before the benchmark was ended has no name yet.
     lines = (text(folder / "bench.jsonl") or text(folder / "bench.jsonl.part")).splitlines()
     rows = [json.loads(line) for line in lines if line.endswith("}")]
@@ -41,6 +43,8 @@ def problems(tests: dict[str, Any] | None, untested: str, rows: Sequence[dict[st
         wrong.append(f"{len(tests['failed'])} of {tests['tests']} tests failed")
     elif tests and tests["tests"] == tests["skipped"]:
         wrong.append("no test ran")
+    if tests and tests["status"] > 1:  # 1: tests failed
+        wrong.append(f"the tests were ended after {tests['tests']} of them (status {tests['status']})")
     if not any(row["kind"] == "end" for row in rows):
         wrong.append("the benchmark did not finish")
     measured = [row for row in rows if row["kind"] == "row"]

