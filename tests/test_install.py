@@ -33,10 +33,14 @@ def run(*command: object, cwd: Path = ROOT, check: bool = True, **env: str) -> s
 
 @pytest.fixture(scope="session")
 def dependencies(tmp_path_factory) -> Path:
-    """This environment's packages without this project, as links: nothing is downloaded a second time."""
+    """This environment's packages without this project, as links: nothing is downloaded a second time.
+
+    Without torch too: a plain install has none, and transformers would import it, for two seconds a start.
+    """
     folder = tmp_path_factory.mktemp("dependencies")
     for entry in Path(sysconfig.get_path("purelib")).iterdir():
-        if not MINE.match(entry.name) and entry.suffix not in (".pth", ".start"):
+        wanted = not MINE.match(entry.name) and entry.name.partition("-")[0] != "torch"
+        if wanted and entry.suffix not in (".pth", ".start"):
             (folder / entry.name).symlink_to(entry)
     return folder
 

@@ -123,7 +123,7 @@ def run(argv: list[str], folder: Path, stdin: str) -> Finished:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Finished]]:
+def finished(tmp_path_factory: pytest.TempPathFactory, without_torch: Any) -> Iterator[Callable[[str], Finished]]:
     """The last command of GOOD or BAD by name. They start at once, two at a time, because a start takes seconds."""
     folder = tmp_path_factory.mktemp("commands")
     write(folder / "llama")

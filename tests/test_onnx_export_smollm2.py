@@ -7,7 +7,7 @@ from pathlib import Path
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load
-from mlx_sparse.onnx_export import export
+from mlx_sparse.onnx_export.exporter.export import Exported
 from mlx_sparse.onnx_export.runner import Runner
 
 import mlx_sparse
@@ -20,21 +20,18 @@ TEXT = (
 STEPS = 16
 
 
-METHOD = "sparq:top_k=24,dense_below=76"  # sparse after some steps
-
-
-def test_smollm2_says_what_it_says_under_mlx(smollm2: Path, tmp_path: Path) -> None:
+def test_smollm2_says_what_it_says_under_mlx(smollm2: Path, smollm2_exported: Exported) -> None:
     model, tokenizer = load(str(smollm2))
     prompt = tokenizer.encode(TEXT)
     assert 60 < len(prompt) < 76, "the text turns sparse after some steps"
     expected: list[int] = []
-    with mlx_sparse.sparse(model, METHOD) as report:
+    with mlx_sparse.sparse(model, smollm2_exported.method) as report:
         cache = make_prompt_cache(model)
         logits = model(mx.array([prompt]), cache=cache)[:, -1]
         for _ in range(STEPS):
             expected.append(int(logits.argmax()))
             logits = model(mx.array([expected[-1:]]), cache=cache)[:, -1]
     assert report.sparse_calls == report.layers * (len(prompt) + STEPS - 75)
-    made = export(str(smollm2), tmp_path / "out", method=METHOD, max_length=512)
-    assert made.agreement.dense < 1e-5 * made.agreement.largest
-    assert list(Runner(tmp_path / "out", native="off").generate(prompt, STEPS)) == expected
+    agreement = smollm2_exported.agreement
+    assert agreement.dense < 1e-5 * agreement.largest
+    assert list(Runner(smollm2_exported.folder, native="off").generate(prompt, STEPS)) == expected

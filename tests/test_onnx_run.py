@@ -16,12 +16,15 @@ import onnx
 import pytest
 import tiny_models
 from exported import SPARQ, by_method, exported
-from mlx_sparse.onnx_export import Runner, export, run
+from mlx_sparse.onnx_export import Runner, run
+from mlx_sparse.onnx_export.exporter.export import Exported
 
+import mlx_sparse
 from mlx_sparse import cli
 
 PROMPT = tiny_models.prompt_of(100)
 WORDS = tiny_models.words(PROMPT)
+pytestmark = pytest.mark.usefixtures("without_torch")
 
 
 def generate(*arguments: str) -> int:
@@ -264,18 +267,18 @@ def test_characters_of_several_tokens_come_out_whole() -> None:
 
 
 def test_smollm2_says_through_the_command_what_it_says_in_mlx(
-    smollm2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    smollm2: Path, smollm2_exported: Exported, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from mlx_lm import generate as mlx_generate
     from mlx_lm import load
 
     question = "Why is the sky blue? Answer in one sentence."
-    export(str(smollm2), tmp_path / "exported", method="sparq", max_length=512)
     capsys.readouterr()
-    assert generate(str(tmp_path / "exported"), "--prompt", question, "-m", "32", "--json") == 0
+    assert generate(str(smollm2_exported.folder), "--prompt", question, "-m", "32", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     model, tokenizer = load(str(smollm2))
     chat = tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True)
     assert found["prompt_tokens"] == len(chat)
-    assert found["text"] == mlx_generate(model, tokenizer, chat, max_tokens=32)
+    with mlx_sparse.sparse(model, smollm2_exported.method):
+        assert found["text"] == mlx_generate(model, tokenizer, chat, max_tokens=32)
     assert len(found["text"].split()) > 10
