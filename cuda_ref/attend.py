@@ -102,7 +102,7 @@ def attend(
             "BLOCK_SPLITS": BLOCK_SPLITS,
             "UPCAST": upcast(keys.dtype),
         },
-        {"num_warps": tiles.warps, "num_stages": tiles.stages},
+        {"num_warps": configs.warps(tiles, BLOCK_D, keys.element_size()), "num_stages": tiles.stages},
     ).run()
     return out.to(queries.dtype), lse
 

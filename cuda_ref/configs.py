@@ -21,7 +21,7 @@ class Tiles:
 
     Attributes:
         elements: of the tile of keys that is loaded at a time, for two bytes each.
-        warps: 32 threads each.
+        warps: 32 threads each, for two bytes an element.
         stages: of the software pipeline.
     """
 
@@ -45,6 +45,7 @@ CONFIGS: Mapping[int, Config] = {
     90: Config(Tiles(8192, 4, 3), Tiles(4096, 4, 2), Tiles(8192, 4, 3)),
     100: Config(Tiles(8192, 4, 3), Tiles(4096, 4, 2), Tiles(8192, 4, 3)),
 }
+MOST_ROWS = 256
 SELECT_WARPS = {1024: 8, 2048: 8, 4096: 16}  # of `top_k_select` by the keys of a tile
 WITHOUT_A_GPU = 4  # processors: a few splits, so that the interpreter merges some
 
@@ -74,7 +75,12 @@ def processors(device: torch.device) -> int:
 
 def rows(tiles: Tiles, width: int, itemsize: int) -> int:
     """Rows of ``width`` elements in a tile, a power of 2; at least 16, which the matrix units take."""
-    return max(16, tiles.elements * 2 // (width * itemsize))
+    return min(MOST_ROWS, max(16, tiles.elements * 2 // (width * itemsize)))
+
+
+def warps(tiles: Tiles, width: int, itemsize: int) -> int:
+    """Twice as many for float32, which multiplies without matrix units; a thread for each of ``width`` elements."""
+    return max(tiles.warps * max(1, itemsize // 2), width // 32)
 
 
 def share(items: int, block: int, rows: int, per_processor: int, device: torch.device) -> int:

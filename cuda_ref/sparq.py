@@ -70,8 +70,7 @@ def sparq_scores(
             "ALIGNED": readable_beyond(keys_t),
             "UPCAST": upcast(keys_t.dtype),
         },
-        # A thread for each component: one that ranks two of 256 runs out of registers.
-        {"num_warps": max(tiles.warps, BLOCK_D // 32), "num_stages": tiles.stages},
+        {"num_warps": configs.warps(tiles, BLOCK_D, keys_t.element_size()), "num_stages": tiles.stages},
     ).run()
     return found
 
