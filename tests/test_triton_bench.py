@@ -403,6 +403,16 @@ def test_it_runs_without_mlx(tmp_path: Path) -> None:
     assert done.stdout.startswith("| batch |")
 
 
+def test_what_is_not_installed_is_named() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from mlx_sparse.cuda_ref.bench.command import program; sys.argv = ['bench', '--model']; sys.exit(program())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith("mlx-sparse bench --cuda: error: --model: expected torch to be installed, got none.")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -39,9 +39,7 @@ def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
     cases_of = _checked(args)
     if args.model:
-        from . import model
-
-        print(model.table())
+        print(_model())
         return 0
     if reason := unavailable():
         raise BackendUnavailable(f"--cuda: expected an NVIDIA GPU with torch and triton, got none ({reason}).")
@@ -62,6 +60,16 @@ def main(argv: Sequence[str]) -> int:
     if args.output:
         _replace(args.output.with_suffix(".md"), f"    {command}\n\n{text}\n")
     return 0 if found.right else 1
+
+
+def _model() -> str:
+    try:
+        from . import model
+    except ModuleNotFoundError as error:
+        raise BackendUnavailable(
+            f"--model: expected {error.name} to be installed, got none. Run: pip install 'mlx-sparse-attention[cuda]'"
+        ) from None
+    return model.table()
 
 
 def _parser() -> argparse.ArgumentParser:
