@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from .. import stats
-from ..checks import (
+from mlx_sparse import stats
+from mlx_sparse.checks import (
     BackendUnavailable,
     ConfigError,
     ShapeError,
@@ -31,7 +31,8 @@ from ..checks import (
     check_rank,
     check_shape,
 )
-from ..stats import Stats
+from mlx_sparse.stats import Stats
+
 from . import configs, ops
 from .availability import interpreted, unavailable
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -57,7 +58,7 @@ def attend(
     BLOCK_N = configs.rows(tiles, BLOCK_D, keys.element_size())
     share = configs.share(entries, BLOCK_N, B * Hkv, PROGRAMS_PER_PROCESSOR, queries.device)
     grid = (max(1, -(-entries // share)), Hkv, B)
-    real = {"dtype": torch.float32, "device": queries.device}
+    real: dict[str, Any] = {"dtype": torch.float32, "device": queries.device}
     if tickets is None:
         tickets = torch.zeros(B, Hkv, 2, dtype=torch.int32, device=queries.device)
     out = result_like(queries)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -32,7 +33,7 @@ class GroupScores:
     @classmethod
     def empty(cls, B: int, Hkv: int, G: int, S: int, splits: int, device: torch.device) -> GroupScores:
         """Room for S keys scored in ``splits`` parts."""
-        real = {"dtype": torch.float32, "device": device}
+        real: dict[str, Any] = {"dtype": torch.float32, "device": device}
         return cls(
             torch.empty(B, Hkv, G, S + -S % LINE, **real),
             torch.empty(B, Hkv, G, 2, splits, **real),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from . import configs
@@ -127,7 +129,7 @@ def sparq_decode(
     top_k: int,
     scale: float,
     value_mean: torch.Tensor | None,
-    **selection: object,
+    **selection: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One decode step: ``out (B, Hq, 1, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, 1)``.
 
