@@ -79,7 +79,7 @@ def rows(tiles: Tiles, width: int, itemsize: int) -> int:
 
 
 def warps(tiles: Tiles, width: int, itemsize: int) -> int:
-    """Twice as many for float32, which multiplies without matrix units; a thread for each of ``width`` elements."""
+    """Twice as many for float32, which multiplies without matrix units; a thread for each of ``width`` accumulators."""
     return max(tiles.warps * max(1, itemsize // 2), width // 32)
 
 

@@ -72,7 +72,12 @@ def sparq_scores(
             "ALIGNED": readable_beyond(keys_t),
             "UPCAST": upcast(keys_t.dtype),
         },
-        {"num_warps": configs.warps(tiles, BLOCK_D, keys_t.element_size()), "num_stages": tiles.stages},
+        {
+            # A thread for each component: one that ranks two runs out of registers, two that rank one load it twice.
+            "num_warps": max(tiles.warps, BLOCK_D // 32),
+            # Without matrix units the loop of many stages runs out of them, too.
+            "num_stages": min(tiles.stages, 2) if keys_t.dtype == torch.float32 else tiles.stages,
+        },
     ).run()
     return found
 

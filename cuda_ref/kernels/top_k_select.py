@@ -100,21 +100,31 @@ def row_softmax(statistics, splits, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def head_score(logits, statistics, softmax, g, s, readable, stride_l, splits, SUM_SOFTMAX: tl.constexpr):
+    """What query head ``g`` gives to keys ``s``."""
+    logit = tl.load(logits + g * stride_l + s, mask=readable, other=float("-inf"))
+    if statistics is not None:
+        largest, factor = row_softmax(statistics + g * 2 * splits, splits, 256)
+        if tl.program_id(0) == 0:
+            tl.store(softmax + g * 2, largest)
+            tl.store(softmax + g * 2 + 1, factor)
+        if SUM_SOFTMAX:
+            logit = tl.exp(logit - largest) * factor
+    return logit
+
+
+@triton.jit
 def group_scores(
     logits, statistics, softmax, s, readable, stride_l, splits, G: tl.constexpr, SUM_SOFTMAX: tl.constexpr
 ):
     """(sparq.4), (sparq.5): what the group gives to keys ``s``; without ``statistics`` scores as they are."""
     score = tl.zeros(s.shape, tl.float32)
-    for g in tl.static_range(G):
-        logit = tl.load(logits + g * stride_l + s, mask=readable, other=float("-inf"))
-        if statistics is not None:
-            largest, factor = row_softmax(statistics + g * 2 * splits, splits, 256)
-            if tl.program_id(0) == 0:
-                tl.store(softmax + g * 2, largest)
-                tl.store(softmax + g * 2 + 1, factor)
-            if SUM_SOFTMAX:
-                logit = tl.exp(logit - largest) * factor
-        score += logit
+    if G <= 8:  # all at once; more do not fit into the registers
+        for g in tl.static_range(G):
+            score += head_score(logits, statistics, softmax, g, s, readable, stride_l, splits, SUM_SOFTMAX)
+    else:
+        for g in range(G):
+            score += head_score(logits, statistics, softmax, g, s, readable, stride_l, splits, SUM_SOFTMAX)
     return score
 
 
