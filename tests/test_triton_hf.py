@@ -33,6 +33,7 @@ ALTERNATING = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-one-head-each": {"num_key_value_heads": 4},
+    "llama-one-head-for-all": {"num_key_value_heads": 1},
     "qwen3": {},  # with q/k-norm
     "gemma3_text": {**ALTERNATING, "query_pre_attn_scalar": 48},  # with q/k-norm and a scale of its own
     "gpt_oss": {**ALTERNATING, "num_local_experts": 2, "num_experts_per_tok": 1},  # with attention sinks
@@ -66,6 +67,9 @@ def model(name: str) -> Any:
         config.initializer_range = 0.3
         torch.manual_seed(0)
         _models[name] = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(DEVICE).eval()
+        for parameter, data in _models[name].named_parameters():
+            if parameter.endswith("sinks"):
+                data.data += 30  # as large as the logits, or they would not matter
     return _models[name]
 
 
@@ -150,7 +154,7 @@ STEPS = [
     ("llama", "sparq:rank=16,top_k=12", None),
     ("llama", "sparq:rank=8,top_k=8,local_window=0,group_reduce=logits", (0, 17)),
     ("llama", "sparq:rank=16,top_k=8,component_score=query_key,reallocate=true", (9, 0)),
-    ("llama", f"sparq:rank=64,top_k={PROMPT}", None),
+    ("llama-one-head-for-all", f"sparq:rank=64,top_k={PROMPT}", None),
     ("llama-one-head-each", "sparq:rank=16,top_k=8", None),  # reallocates
     ("qwen3", "sparq:rank=16,top_k=12", (0, 11)),
     ("gemma3_text", "sparq:rank=16,top_k=8", None),
@@ -173,7 +177,7 @@ def test_each_step_gives_the_logits_of_the_oracle(name: str, attn: str, first: t
             assert_as_good_as_plain(dense, exact, plain, "f32")
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name in MODELS if "-" not in name])
 def test_greedy_tokens_are_the_dense_ones_while_every_key_is_attended(name: str) -> None:
     prompt, settings = tokens(1, PROMPT), {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}
     model(name).set_attn_implementation("eager")

@@ -16,7 +16,8 @@ from __future__ import annotations
 from importlib import import_module, metadata
 from typing import Any
 
-from ...checks import BackendUnavailable
+from mlx_sparse.checks import BackendUnavailable
+
 from ..availability import unavailable
 
 __all__ = ["SparQCache", "SparQLayer", "register", "report"]

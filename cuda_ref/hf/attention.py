@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import sys
 import warnings
+from collections.abc import Iterator
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,10 +15,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.modeling_utils import AttentionInterface
 
-from ...call_report import Report
-from ...checks import ConfigError, check_local_window
-from ...config import NEVER, QK_NORMS, SparQ, Step, nvidia_kind
-from ...stats import dense_elements
+from mlx_sparse.call_report import Report
+from mlx_sparse.checks import ConfigError, check_local_window
+from mlx_sparse.config import NEVER, QK_NORMS, SparQ, Step, nvidia_kind
+from mlx_sparse.stats import dense_elements
+
 from .. import configs, ops
 from ..availability import interpreted
 from . import require
@@ -69,8 +72,11 @@ def attention(
         if query.shape[2] == 1 < key.shape[2]:
             _warn_once()
     else:
-        reason = _layer_reason(origin, query, key, value, dropout, kwargs)
-        reason = reason or _call_reason(origin, query, key, attention_mask, padding)
+        reasons = chain(
+            _layer_reasons(origin, query, key, value, kwargs),
+            _call_reasons(origin, query, key, attention_mask, padding, dropout),
+        )
+        reason = next(reasons, None)
     if origin is None or reason is not None:
         counted = _without_cache if origin is None else origin.cache.report
         counted.dense_calls[str(reason)] += 1
@@ -141,62 +147,68 @@ def has_qk_norm(module: torch.nn.Module) -> bool:
     )
 
 
-def _layer_reason(
-    origin: Origin, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float, kwargs: dict[str, Any]
-) -> str | None:
-    """Why no call like this one can attend sparsely."""
+def _layer_reasons(
+    origin: Origin, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any]
+) -> Iterator[str]:
+    """Why no call like this one can attend sparsely. The first reason counts; the others need not hold then."""
     reason = dense_layer(origin.layer)
     if reason is not None:
-        return reason
+        yield reason
+    if not origin.current(value):
+        yield "with keys or values that are not the cache's"
     low, high = configs.HEAD_DIMS
     D = query.shape[-1]
-    checks = {
-        "with key and value head dims that differ": key.shape != value.shape or key.shape[-1] != D,
-        "with keys or values that are not the cache's": not origin.owns(key, value),
-        f"with a head dim of {D}": D % 8 != 0 or not low <= D <= high,
-        "with a type other than float32, float16 and bfloat16": query.dtype not in DTYPES
-        or not query.dtype == key.dtype == value.dtype,
-        "on a device without Triton": not (query.is_cuda or interpreted()),
-        "with soft-capped scores": kwargs.get("softcap") is not None,
-        # The sinks' share can be told from the log-sum-exp of the attended keys only if nothing else is mixed in.
-        "with attention sinks": kwargs.get("s_aux") is not None and _reallocates(origin.cache.attn, query, key),
-        "with a position bias": kwargs.get("position_bias") is not None,
-        "with dropout": dropout > 0,
-        "with gradients": torch.is_grad_enabled() and query.requires_grad,
-    }
-    return next((reason for reason, holds in checks.items() if holds), None)
+    if not key.shape[-1] == value.shape[-1] == D:
+        yield "with head dims of queries, keys and values that differ"
+    if D % 8 != 0 or not low <= D <= high:
+        yield f"with a head dim of {D}"
+    if query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype:
+        yield "with a type other than float32, float16 and bfloat16, or several"
+    if kwargs.get("softcap") is not None:
+        yield "with soft-capped scores"
+    # The sinks' share can be told from the log-sum-exp of the attended keys only if nothing else is mixed in.
+    if kwargs.get("s_aux") is not None and _reallocates(origin.cache.attn, query, key):
+        yield "with attention sinks"
+    if kwargs.get("position_bias") is not None:
+        yield "with a position bias"
 
 
-def _call_reason(
+def _call_reasons(
     origin: Origin,
     query: torch.Tensor,
     key: torch.Tensor,
     attention_mask: torch.Tensor | None,
     padding: Padding | None,
-) -> str | None:
-    """Why this call attends densely."""
+    dropout: float,
+) -> Iterator[str]:
+    """Why this call attends densely, likewise; what waits for the GPU comes last."""
     L, S = query.shape[2], key.shape[2]
     if L > 1:
         verifying = L <= VERIFY_QUERIES and S > L
         few = "of a few queries at once (verification or short prompt)"
-        return few if verifying else "of several queries at once (prompt)"
+        yield few if verifying else "of several queries at once (prompt)"
     B, Hkv, _, D = key.shape
-    sizes = Step(B * Hkv, query.shape[1] // Hkv, D, key.element_size(), gpu_kind(query.device))
-    shortest = _shortest_context(origin.cache.attn, sizes)
+    G = query.shape[1] // Hkv
+    shortest = _shortest_context(origin.cache.attn, B * Hkv, G, D, key.element_size(), query.device)
     if shortest >= NEVER:
-        return "whose scores would move more bytes than they save"
+        yield "whose scores would move more bytes than they save"
     if S < shortest:
-        return f"over fewer than {shortest:,} keys"
+        yield f"over fewer than {shortest:,} keys"
+    if not (query.is_cuda or interpreted()):
+        yield "on a device without Triton"
+    if dropout > 0:
+        yield "with dropout"
+    if torch.is_grad_enabled() and query.requires_grad:
+        yield "with gradients"
     if attention_mask is not None and padding is None:
-        return "with a mask of the caller's own"
+        yield "with a mask of the caller's own"
     if padding is not None and padding.first is None:
-        return "with a mask that is not left padding"
-    return None
+        yield "with a mask that is not left padding"
 
 
 @cache
-def _shortest_context(config: SparQ, sizes: Step) -> int:
-    return config.shortest_context(sizes)
+def _shortest_context(config: SparQ, heads: int, G: int, D: int, itemsize: int, device: torch.device) -> int:
+    return config.shortest_context(Step(heads, G, D, itemsize, gpu_kind(device)))
 
 
 def gpu_kind(device: torch.device) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from .moments import Moments
@@ -10,6 +13,12 @@ from .padding import Padding
 # Capacities are multiples of this many rows, so that the rows of ``keys_t`` start on cache lines of 128 bytes.
 ROW_MULTIPLE = 256
 ROOM = 32  # buffers grow by one part in this: copying then costs less per token than a decode step reads
+
+
+def lasting(method: Callable[..., Any]) -> Callable[..., Any]:
+    """For what makes tensors that are written to later: inside of torch.inference_mode, only there they could be."""
+    wrapped: Callable[..., Any] = torch.inference_mode(False)(torch.no_grad()(method))
+    return wrapped
 
 
 class Buffers:
@@ -24,6 +33,7 @@ class Buffers:
         key_moments, value_moments: of the valid rows of ``[0, summed)`` under ``left_padding``, or None.
     """
 
+    @lasting
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Empty buffers for rows like those of ``keys`` and ``values (B, Hkv, L, D)``."""
         self.keys, self.values = (rows.new_empty(*rows.shape[:2], 0, rows.shape[3]) for rows in (keys, values))
@@ -47,6 +57,7 @@ class Buffers:
         self.values[:, :, self.length : stop] = values
         self.length = stop
 
+    @lasting
     def _grow(self, length: int) -> None:
         capacity = -(-(length + length // ROOM) // ROW_MULTIPLE) * ROW_MULTIPLE
 
@@ -69,6 +80,7 @@ class Buffers:
         self.transposed = min(self.transposed, length)
         self.length = length
 
+    @lasting
     def select(self, sequences: torch.Tensor) -> None:
         """Keep the ``sequences``, in that order; one may come several times."""
         self.keys, self.values = self.keys.index_select(0, sequences), self.values.index_select(0, sequences)
@@ -83,12 +95,17 @@ class Buffers:
     def columns(self) -> torch.Tensor:
         """``keys_t (B, Hkv, D, S)`` of the rows in use."""
         if self.keys_t is None:
-            B, Hkv, capacity, D = self.keys.shape
-            self.keys_t = self.keys.new_empty(B, Hkv, D, capacity)
+            self._begin_columns()
+        assert self.keys_t is not None
         rows = slice(self.transposed, self.length)
         self.keys_t[..., rows] = self.keys[:, :, rows].transpose(-1, -2)
         self.transposed = self.length
         return self.keys_t[..., : self.length]
+
+    @lasting
+    def _begin_columns(self) -> None:
+        B, Hkv, capacity, D = self.keys.shape
+        self.keys_t = self.keys.new_empty(B, Hkv, D, capacity)
 
     def statistics(
         self, *, mean: bool, spread: bool, padding: Padding | None
@@ -102,9 +119,7 @@ class Buffers:
         known, first = self.left_padding, None if padding is None else padding.first
         same = known is first or (known is not None and padding is not None and padding.equals(known))
         if not same or (mean and self.value_moments is None) or (spread and self.key_moments is None):
-            self._forget_moments()
-            self.value_moments = Moments(self.values, spread=False) if mean else None
-            self.key_moments = Moments(self.keys, spread=True) if spread else None
+            self._begin_moments(mean, spread)
         self.left_padding = first
         self._sum(self.summed, self.length)
         self.summed = self.length
@@ -112,6 +127,12 @@ class Buffers:
             self.value_moments.mean if mean and self.value_moments else None,
             self.key_moments.deviation() if spread and self.key_moments else None,
         )
+
+    @lasting
+    def _begin_moments(self, mean: bool, spread: bool) -> None:
+        self._forget_moments()
+        self.value_moments = Moments(self.values, spread=False) if mean else None
+        self.key_moments = Moments(self.keys, spread=True) if spread else None
 
     def _sum(self, start: int, stop: int, sign: int = 1) -> None:
         for moments, buffer in ((self.key_moments, self.keys), (self.value_moments, self.values)):

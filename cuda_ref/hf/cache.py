@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.configuration_utils import PreTrainedConfig
 
-from ...call_report import Report
-from ...checks import ConfigError, check_local_window, check_rank
-from ...config import SparQ, parse
+from mlx_sparse.call_report import Report
+from mlx_sparse.checks import ConfigError, check_local_window, check_rank
+from mlx_sparse.config import SparQ, parse
+
 from . import require
 from .buffers import Buffers
 from .padding import Padding
 
 _NAME = "_mlx_sparse_origin"
-
-
-def _plain(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Without gradients, and outside of inference mode: tensors made inside could not be written to outside."""
-    wrapped: Callable[..., Any] = torch.inference_mode(False)(torch.no_grad()(method))
-    return wrapped
 
 
 class SparQLayer(DynamicLayer):
@@ -37,12 +30,10 @@ class SparQLayer(DynamicLayer):
         super().__init__()  # type: ignore[no-untyped-call]
         self.buffers: Buffers | None = None
 
-    @_plain
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
         self._show(Buffers(key_states, value_states))
 
-    @_plain
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,7 +57,6 @@ class SparQLayer(DynamicLayer):
         self.buffers = self.keys = self.values = None
         self.is_initialized = False
 
-    @_plain
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` rows: 0 or negative, as in transformers."""
         if tokens_to_remove > 0:
@@ -82,9 +72,10 @@ class SparQLayer(DynamicLayer):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.buffers is not None:
-            self.batch_select_indices(torch.arange(len(self.buffers.keys)).repeat_interleave(repeats))
+            self.batch_select_indices(
+                torch.arange(len(self.buffers.keys), device=self.device).repeat_interleave(repeats)
+            )
 
-    @_plain
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the sequences ``indices``, in that order: numbers, or one bool for each sequence."""
         if self.buffers is not None:
@@ -97,7 +88,6 @@ class SparQLayer(DynamicLayer):
             "offloading: expected none, which SparQCache does not do, got a call of offload. Use DynamicCache."
         )
 
-    @_plain
     def read(
         self, *, mean: bool, spread: bool, padding: Padding | None
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
@@ -106,25 +96,17 @@ class SparQLayer(DynamicLayer):
         return self.buffers.columns(), *self.buffers.statistics(mean=mean, spread=spread, padding=padding)
 
 
-@dataclass(frozen=True)
-class Origin:
+class Origin(NamedTuple):
     """Where keys that an attention function is given come from."""
 
     cache: SparQCache
     layer: Any
+    keys: torch.Tensor  # what the layer returned
+    values: torch.Tensor
 
-    def owns(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
-        """Whether these are the layer's rows in use, the very memory."""
-
-        def same(ours: torch.Tensor, given: torch.Tensor) -> bool:
-            return (
-                ours.data_ptr() == given.data_ptr()
-                and ours.shape == given.shape
-                and ours.stride() == given.stride()
-                and ours.dtype == given.dtype
-            )
-
-        return same(self.layer.keys, keys) and same(self.layer.values, values)
+    def current(self, values: torch.Tensor) -> bool:
+        """Whether the layer has not changed since, and ``values`` are what it returned with the keys."""
+        return self.keys is self.layer.keys and self.values is values
 
 
 def origin_of(keys: torch.Tensor) -> Origin | None:
@@ -188,7 +170,7 @@ class SparQCache(DynamicCache):
         An attention function is given keys and values, but neither the cache nor the layer. Layer numbers of modules
         do not tell the cache, and some models give one layer's keys to other layers too. So the returned tensor object
         carries the reference: what a model makes of it, even a slice, is a new object without one and attends densely.
-        The tag is on a view of its own, which the cache does not hold: copies of the cache would copy it.
+        The tag is on a view that the cache does not hold: a copy of the cache would copy it, and lead to the original.
         """
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             raise ConfigError(
@@ -196,9 +178,9 @@ class SparQCache(DynamicCache):
                 "Run the model under torch.no_grad() or torch.inference_mode(), or train with DynamicCache."
             )
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        keys = keys.view_as(keys)
-        setattr(keys, _NAME, Origin(self, self.layers[layer_idx]))
-        return keys, values
+        tagged = keys.detach()
+        setattr(tagged, _NAME, Origin(self, self.layers[layer_idx], keys, values))
+        return tagged, values
 
 
 def dense_layer(layer: Any) -> str | None:
