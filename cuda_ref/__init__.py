@@ -1,4 +1,36 @@
-"""Triton kernels for NVIDIA GPUs. None yet: this folder only reserves the place and the import name."""
+"""Triton kernels for NVIDIA GPUs behind the functions of `mlx_sparse`, on torch tensors. Needs no mlx.
+
+`sparq_attention`, `dense_attention`, `attend_indices` and `top_k_select` are the functions; `register` and `SparQCache`
+run models of transformers with them.
+"""
 
 if __name__ != "mlx_sparse.cuda_ref":  # an editable install puts the project root on sys.path
     raise ImportError("cuda_ref/ is installed as mlx_sparse.cuda_ref: run `pip install -e .`, then import that")
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from .api import attend_indices as attend_indices
+    from .api import dense_attention as dense_attention
+    from .api import sparq_attention as sparq_attention
+    from .api import top_k_select as top_k_select
+    from .availability import unavailable as unavailable
+    from .hf.attention import register as register
+    from .hf.cache import SparQCache as SparQCache
+
+_HOME_OF = {
+    "SparQCache": "hf",
+    "attend_indices": "api",
+    "dense_attention": "api",
+    "register": "hf",
+    "sparq_attention": "api",
+    "top_k_select": "api",
+    "unavailable": "availability",
+}  # imported when used: torch takes seconds
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)

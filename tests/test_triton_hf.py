@@ -23,7 +23,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
-from mlx_sparse import oracle
+from mlx_sparse import cuda_ref, oracle
 from mlx_sparse.checks import BackendUnavailable, ConfigError, check_local_window
 from mlx_sparse.config import ENOUGH_SAVED, SparQ, parse
 
@@ -358,7 +358,7 @@ DENSE: list[tuple[str, dict[str, Any]]] = [
     ("of a few queries at once (verification or short prompt)", {"L": 4}),
     ("over fewer than 300 keys", {"attn": "sparq:rank=16,top_k=8,dense_below=300"}),
     ("over fewer than 2,048 keys", {"attn": "sparq:rank=16"}),
-    ("with a mask of the caller's own", {"attention_mask": OWN}),
+    ("with a mask made elsewhere", {"attention_mask": OWN}),
     ("with a mask that is not left padding", {"attention_mask": HOLES}),
     ("with soft-capped scores", {"name": "gemma2"}),
     ("with attention sinks", {"name": "gpt_oss", "attn": "sparq:rank=16,top_k=8,reallocate=true"}),
@@ -512,6 +512,10 @@ def test_transformers_is_needed_when_used(version: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(metadata, "version", installed)
     with pytest.raises(BackendUnavailable, match=f"^transformers: expected version 5.17 or newer, got {version}. Run"):
         _ = hf.SparQCache
+
+
+def test_what_a_user_needs_is_at_the_top() -> None:
+    assert (cuda_ref.register, cuda_ref.SparQCache) == (hf.register, hf.SparQCache)
 
 
 def test_transformers_is_not_imported_before_it_is_used() -> None:

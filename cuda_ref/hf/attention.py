@@ -201,7 +201,7 @@ def _call_reasons(
     if torch.is_grad_enabled() and query.requires_grad:
         yield "with gradients"
     if attention_mask is not None and padding is None:
-        yield "with a mask of the caller's own"
+        yield "with a mask made elsewhere"
     if padding is not None and padding.first is None:
         yield "with a mask that is not left padding"
 
