@@ -55,8 +55,9 @@ trap 'rm -rf "$work"' EXIT
 # The package is this checkout, as links: what is installed, if anything is, may be another.
 mkdir -p "$work/tree/mlx_sparse"
 ln -s "$root"/mlx_sparse/* "$root/cuda_ref" "$work/tree/mlx_sparse/"
-ln -s "$root/tests" "$root/pyproject.toml" "$work/tree/"
+ln -s "$root/tests" "$root/docs" "$root/pyproject.toml" "$work/tree/"
 cd "$work/tree"
+export PYTHONPATH="$work/tree"
 export TRITON_INTERPRET=0 # on the GPU, whatever the caller's environment says
 $dry_run || describe | tee "$work/machine.txt"
 

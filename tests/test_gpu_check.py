@@ -56,7 +56,7 @@ def machine(folder: Path, *, pytest_installed: bool = True, fails: bool = False)
         pytest.skip("with a GPU it would run the whole benchmark")
     for name in ("bin", "scripts", "tests"):
         (folder / name).mkdir()
-    for name in ("mlx_sparse", "cuda_ref", "pyproject.toml"):
+    for name in ("mlx_sparse", "cuda_ref", "docs", "pyproject.toml"):
         (folder / name).symlink_to(ROOT / name)
     shutil.copy(SCRIPT, folder / "scripts")
     for name in TESTS:
