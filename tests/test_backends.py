@@ -20,6 +20,7 @@ from cases import (
     ulp,
 )
 from mlx_arrays import DTYPES, to_mlx, to_numpy
+from require import absent
 
 import mlx_sparse
 from mlx_sparse import oracle, registry
@@ -263,6 +264,15 @@ def test_a_given_value_mean_is_used(backend: str) -> None:
     np.testing.assert_allclose(
         np.array(out), oracle.sparq_attention(q, k, v, rank=8, top_k=16, value_mean=mean), rtol=0, atol=1e-5
     )
+
+
+@pytest.mark.parametrize(
+    ("function", "backend"), [(name, backend) for name, row in registry.FUNCTIONS.items() for backend in row]
+)
+def test_what_the_table_names_is_there(function: str, backend: str) -> None:
+    if backend != "metal" and (reason := registry.unavailable(backend)):  # the launchers of Metal load anywhere
+        absent(backend, reason)
+    assert callable(registry.load(function, backend))
 
 
 BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
