@@ -38,7 +38,7 @@ case "$1" in *=name) echo "NVIDIA H200" ;; *) echo 580.159.04 ;; esac
 TEST = """
 import os
 import mlx_sparse.cuda_ref
-def test_kernel():
+def test_triton_kernel():
     assert os.environ["TRITON_INTERPRET"] == "0"
     assert not {fails}, "two lines\\nof it"
 """
@@ -124,7 +124,7 @@ def test_failing_tests_are_reported_and_do_not_keep_the_benchmark_from_running(t
     done, lines, markdown = check(machine(tmp_path, fails=True))
     assert lines[0]["problems"] == [f"{len(TESTS)} of {len(TESTS)} tests failed", "the benchmark did not finish"]
     assert "expected an NVIDIA GPU" in done.stderr
-    assert "test_triton_kernels::test_kernel: AssertionError: two lines\n" in markdown
+    assert "test_triton_kernels::test_triton_kernel: AssertionError: two lines\n" in markdown
     assert done.returncode == 1
 
 
