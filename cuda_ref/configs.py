@@ -46,7 +46,7 @@ CONFIGS: Mapping[int, Config] = {
     100: Config(Tiles(8192, 4, 3), Tiles(4096, 4, 2), Tiles(8192, 4, 3)),
 }
 MOST_ROWS = 256
-SELECT_WARPS = {1024: 8, 2048: 8, 4096: 16}  # of `top_k_select` by the keys of a tile
+SELECT_WARPS = {1024: 8, 2048: 8, 4096: 8}  # of `top_k_select` by the keys of a tile
 WITHOUT_A_GPU = 4  # processors: a few splits, so that the interpreter merges some
 
 

@@ -1,0 +1,212 @@
+"""Kernels compiled for GPUs that are not here, exactly as a launch would compile them, on two versions of Triton.
+
+Every launch of `CASES` is compiled for the architectures of `configs.CONFIGS` in a process without the interpreter, and
+its machine code is read: what Triton's interpreter cannot show, spills, tiles that do not fit, scalar loads, missing
+matrix instructions and barriers, is looked for there.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from math import prod
+from pathlib import Path
+
+import pytest
+from packages import Package, fetched, wheel
+from require import absent
+from triton_aot import PROCESSORS, Case, Compiled
+
+from mlx_sparse.demo.store import cache_directory
+
+pytest.importorskip("triton")
+
+SCRIPT = Path(__file__).parent / "triton_aot.py"
+MINUTES = 10 * 60
+# What torch 2.13 is pinned to and the environment has, and what torch 2.11 is pinned to.
+VERSIONS: dict[str, Package | None] = {"triton": None, "triton-3.6.0": wheel("triton==3.6.0")}
+ARCHITECTURES = (80, 90, 100)
+# Of one program and of all programs on a processor, in bytes; both in CUDA's guide, table "Technical Specifications".
+SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+PROCESSOR_SHARED = {80: 164 * 1024, 90: 228 * 1024, 100: 228 * 1024}
+REGISTERS, THREADS = 64 * 1024, 2048  # of a processor
+IN_FLIGHT = 26 * 1024  # bytes of a processor that keep 4.3 TB/s busy on 132 of them at a latency of 0.8 microseconds
+MATRIX = r"\b(HMMA|HGMMA|UTC\w*MMA)\b"
+
+EVERYWHERE = [  # on every architecture and version
+    Case("sparq", 0, padded=True),
+    Case("sparq", 0, "float32", G=8, Hkv=4, D=256, rank=64, top_k=512, weighted=True),
+    Case("dense", 0),
+    Case("dense", 0, "float32", D=256, G=8, Hkv=4),
+]
+ODD = Case("sparq", 90, D=80, S=4097, odd=True)
+ONCE = [  # on the version of the environment
+    Case("sparq", 90, "bfloat16", G=1, Hkv=32, D=64, rank=16, reallocate=True),
+    Case("sparq", 80, G=16, Hkv=2, D=96, rank=128, S=4096, B=8, top_k=512, reallocate=True),
+    Case("sparq", 90, "float32", G=16, Hkv=2, rank=128),
+    Case("dense", 100, "bfloat16", D=80, G=1, Hkv=32, B=8, padded=True),
+    Case("dense", 80, D=256, G=1, Hkv=8),
+    Case("dense", 90, "float32"),
+    Case("select", 90, S=500_000, top_k=4096),
+    ODD,
+]
+
+
+def cases(version: str) -> list[Case]:
+    everywhere = [replace(case, architecture=a) for case in EVERYWHERE for a in ARCHITECTURES]
+    return everywhere + (ONCE if VERSIONS[version] is None else [])
+
+
+@functools.cache
+def running(version: str) -> subprocess.Popen[str] | str:
+    """The process that compiles the cases on a version, or why there is none."""
+    package = VERSIONS[version]
+    place = fetched(package) if package else ""
+    if package and isinstance(place, str):
+        return place
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(cache_directory() / "triton")  # what did not change is not compiled again
+    command = [sys.executable, str(SCRIPT), *([str(place)] if package else [])]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, text=True, env=environment, **pipes)
+    process.stdin.write(json.dumps([asdict(case) for case in cases(version)]))
+    process.stdin.close()
+    process.stdin = None
+    return process
+
+
+@functools.cache
+def compiled(version: str) -> dict[Case, list[Compiled]]:
+    for other in VERSIONS:  # both at once
+        running(other)
+    process = running(version)
+    if isinstance(process, str):
+        absent(version, process)
+    out, errors = process.communicate(timeout=MINUTES)
+    assert process.returncode == 0, errors
+    found: dict[Case, list[Compiled]] = {}
+    for line in out.splitlines():
+        fields = json.loads(line)
+        fields["case"] = Case(**fields["case"])
+        found.setdefault(fields["case"], []).append(Compiled(**fields))
+    return found
+
+
+ALL = [(version, case) for version in VERSIONS for case in cases(version)]
+by_case = pytest.mark.parametrize(("version", "case"), ALL, ids=str)
+fast = pytest.mark.parametrize(("version", "case"), [pair for pair in ALL if not pair[1].odd], ids=str)
+
+
+def launches(version: str, case: Case) -> list[Compiled]:
+    found = compiled(version)[case]
+    names = {"sparq": ["sparq_scores", "top_k_select", "attend"], "dense": ["attend"], "select": ["top_k_select"]}
+    assert [launch.kernel for launch in found] == names[case.launcher]
+    return found
+
+
+def count(launch: Compiled, pattern: str) -> int:
+    return sum(bool(re.search(pattern, line)) for line in launch.sass)
+
+
+def itemsize(case: Case) -> int:
+    return 4 if case.dtype == "float32" else 2
+
+
+def tile_bytes(launch: Compiled) -> int:
+    """What a program asks for at a time: components of keys, or rows of keys and values."""
+    constants = launch.constants
+    if launch.kernel == "sparq_scores":
+        components = -(-constants["RANK"] // constants["BLOCK_R"]) * constants["BLOCK_R"]
+        return components * constants["BLOCK_S"] * itemsize(launch.case)
+    return 2 * constants["BLOCK_N"] * constants["BLOCK_D"] * itemsize(launch.case)
+
+
+def programs_at_once(launch: Compiled) -> int:
+    """Programs that a processor holds."""
+    threads = 32 * launch.warps
+    shared = PROCESSOR_SHARED[launch.case.architecture] // (launch.shared + 1024)  # 1 KB each is CUDA's own
+    return min(REGISTERS // (-(-launch.registers // 8) * 8 * threads), shared, THREADS // threads)
+
+
+@by_case
+def test_nothing_spills(version: str, case: Case) -> None:
+    for launch in launches(version, case):
+        spills = (launch.stack, launch.local, count(launch, r"\b(STL|LDL)\b"))
+        assert spills == (0, 0, 0), f"{launch.kernel}: {launch.registers} registers"
+
+
+@by_case
+def test_a_program_fits_on_a_processor(version: str, case: Case) -> None:
+    for launch in launches(version, case):
+        assert launch.shared <= SHARED[case.architecture]
+        assert programs_at_once(launch) >= 1
+
+
+@fast
+def test_keys_and_values_come_in_loads_of_16_bytes(version: str, case: Case) -> None:
+    for launch in launches(version, case):
+        if launch.kernel == "top_k_select":
+            heads = launch.constants["G"] if launch.constants["G"] <= 8 else 1  # more in a loop
+            wanted = launch.constants["BLOCK"] * 4 * heads
+            wide = count(launch, r"\bLDG\S*\.128\b")
+        else:
+            wanted = tile_bytes(launch) * launch.stages  # all but one before the loop
+            wide = count(launch, r"\bLDGSTS\S*\.128\b")
+        assert wide * 16 * 32 * launch.warps >= wanted, launch.kernel
+
+
+def test_the_check_of_loads_sees_caches_that_are_not_aligned() -> None:
+    scores, _, attend = launches("triton", ODD)
+    assert count(scores, r"\bLDGSTS\S*\.128\b") == count(attend, r"\bLDGSTS\S*\.128\b") == 0
+
+
+@by_case
+def test_matrix_units_multiply_16_bits_and_nothing_rounds_float32(version: str, case: Case) -> None:
+    for launch in launches(version, case):
+        multiplies = launch.kernel != "top_k_select"
+        assert (count(launch, MATRIX) > 0) == (multiplies and itemsize(case) == 2), launch.kernel
+        assert count(launch, "TF32") == 0
+        assert count(launch, r"\bFFMA\b") >= 128 or itemsize(case) == 2 or not multiplies
+
+
+@by_case
+def test_all_threads_have_written_before_the_ticket_is_drawn(version: str, case: Case) -> None:
+    """Triton puts no barrier before an atomic; without one another program may see the ticket but not the data."""
+    for launch in launches(version, case):
+        barriers = [i for i, line in enumerate(launch.sass) if re.search(r"\bBAR\.SYNC", line)]
+        stores = [i for i, line in enumerate(launch.sass) if re.search(r"\bSTG\b", line)]
+        tickets = [i for i, line in enumerate(launch.sass) if re.search(r"\bATOMG\b", line)]
+        assert len(tickets) == (launch.kernel != "sparq_scores")
+        for ticket in tickets:
+            last = max(i for i in stores if i < ticket)
+            assert any(last < i < ticket for i in barriers)
+            assert any(i > ticket for i in barriers)
+
+
+@fast
+def test_programs_share_what_is_read_and_keep_the_memory_busy(version: str, case: Case) -> None:
+    """Bytes of each program from the parameters of the launch: together the formula of `mlx_sparse.stats`."""
+    for launch in launches(version, case):
+        numbers, constants, rows = launch.numbers, launch.constants, prod(launch.grid[1:])
+        assert rows == case.B * case.Hkv
+        if launch.kernel == "top_k_select":
+            assert launch.grid[0] == -(-case.S // constants["BLOCK"])
+            continue
+        if launch.kernel == "sparq_scores":
+            items, share, width = case.S, numbers["blocks"] * constants["BLOCK_S"], case.rank
+        else:
+            items, share, width = numbers["entries"], numbers["share"], 2 * case.D
+            assert items == (case.S if case.launcher == "dense" else case.top_k)
+        shares = [min(share, items - first) for first in range(0, items, share)]
+        assert len(shares) == launch.grid[0]
+        assert min(shares) > 0
+        read = sum(shares) * width * itemsize(case) * rows
+        assert read == items * width * itemsize(case) * case.B * case.Hkv
+        if items == case.S:
+            at_once = min(programs_at_once(launch), prod(launch.grid) // PROCESSORS[case.architecture])
+            assert at_once * (launch.stages - 1) * tile_bytes(launch) >= IN_FLIGHT, launch.kernel
