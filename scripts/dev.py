@@ -81,7 +81,8 @@ def main():
     if options.verb in ("test", "lint"):
         lint()
     if options.verb == "test":
-        run(BIN / "python", "-m", "pytest", *options.args)
+        # All tests go to all processors, file by file, so that fixtures of a file are made once.
+        run(BIN / "python", "-m", "pytest", *(options.args or ["-n", "logical", "--dist", "loadfile"]))
     elif options.verb in ("demo", "doctor"):
         run(BIN / "mlx-sparse", options.verb, *options.args)
 
