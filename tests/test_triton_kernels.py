@@ -25,6 +25,7 @@ from torch_arrays import DEVICE, DTYPES, cached, component_major, padding, to_nu
 
 from mlx_sparse import BackendUnavailable, ConfigError, ShapeError, cuda_ref, oracle
 
+pytestmark = pytest.mark.usefixtures("guarded")
 by_case = pytest.mark.parametrize("case", CASES, ids=str)
 SELECTION = ("rank", "top_k", "local_window", "group_reduce", "component_score", "scale")
 SMALL = Case(2, 6, 2, 70, 64, "f32", padding=(0, 30))
