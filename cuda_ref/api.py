@@ -37,6 +37,7 @@ from . import configs, ops
 from .availability import interpreted, unavailable
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MOST_ROWS = 65535  # programs that CUDA starts along the second and the third axis of a grid
 
 
 def sparq_attention(
@@ -148,6 +149,7 @@ def attend_indices(
     """
     n = _check(queries, keys, values, backend)
     check_decode_step(n, "attend_indices")
+    _check_tensor("indices", indices)
     if indices.ndim != 3 or tuple(indices.shape[:2]) != (n.B, n.Hkv):
         raise ShapeError(f"indices: expected shape (B={n.B}, Hkv={n.Hkv}, N), got {tuple(indices.shape)}.")
     _check_integers("indices", indices)
@@ -171,6 +173,7 @@ def top_k_select(
     Returns:
         ``(B, Hkv, min(top_k, S))`` int32, ascending, ties to the lower index, -1 in slots that no key fills.
     """
+    _check_tensor("scores", scores)
     _check_backend(backend, scores.device)
     if scores.ndim != 3 or 0 in scores.shape:
         raise ShapeError(f"scores: expected 3 axes (B, Hkv, S), none of them empty, got {tuple(scores.shape)}.")
@@ -178,7 +181,7 @@ def top_k_select(
     check_int("top_k", top_k, 1)
     window = check_local_window(local_window, top_k)
     padding = _padding(left_padding, Sizes(B, Hkv, Hkv, 1, S, 1), scores.device)
-    chosen: torch.Tensor = ops.top_k_select(scores.float(), top_k, window, padding)
+    chosen: torch.Tensor = ops.top_k_select(scores.float(), min(top_k, S), min(window, S), padding)
     return chosen
 
 
@@ -256,7 +259,11 @@ def _check(
     backend: str,
     return_stats: bool | str = False,
 ) -> Sizes:
+    for name, array in (("queries", queries), ("keys", keys), ("values", values)):
+        _check_tensor(name, array)
     n = check_qkv(queries, keys, values)
+    if max(n.B, n.Hkv) > MOST_ROWS:
+        raise ShapeError(f"queries: expected at most {MOST_ROWS} sequences and KV heads, got {(n.B, n.Hkv)}.")
     check_choice("return_stats", return_stats, (False, True, "mass"))
     _check_backend(backend, queries.device)
     if queries.dtype not in DTYPES:
@@ -275,7 +282,7 @@ def _check_backend(backend: str, device: torch.device) -> None:
     if backend not in ("auto", "triton"):
         raise BackendUnavailable(f"backend: expected auto or triton for mlx_sparse.cuda_ref, got {backend}.")
     reason = unavailable()
-    if reason is None and device.type != "cuda" and not interpreted():
+    if reason is None and device.type != "cuda" and not (interpreted() and device.type == "cpu"):
         reason = f"the tensors are on {device.type}; move them to the GPU"
     if reason is not None:
         raise BackendUnavailable(f"backend: expected a machine for Triton's kernels, got none ({reason}).")
@@ -285,12 +292,18 @@ def _check_like(
     name: str, array: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype | None, device: torch.device
 ) -> None:
     """Check shape, type and device of an optional tensor."""
-    check_shape(name, array, shape)
     if array is None:
         return
+    _check_tensor(name, array)
+    check_shape(name, array, shape)
     if dtype is not None and array.dtype != dtype:
         raise ConfigError(f"{name}: expected the type of the other tensors, {_name(dtype)}, got {_name(array.dtype)}.")
     _check_device(name, array, device)
+
+
+def _check_tensor(name: str, array: Any) -> None:
+    if not isinstance(array, torch.Tensor):
+        raise ConfigError(f"{name}: expected a tensor of torch, got {type(array).__name__}.")
 
 
 def _check_device(name: str, array: torch.Tensor, device: torch.device) -> None:
@@ -307,10 +320,13 @@ def _padding(left_padding: Any, n: Sizes, device: torch.device) -> torch.Tensor 
     """``left_padding`` as the kernels take it: int32 within 0..S, on the device of the tensors."""
     if left_padding is None:
         return None
-    first = torch.as_tensor(left_padding, device=device)
+    try:
+        first = torch.as_tensor(left_padding)
+    except (TypeError, ValueError, RuntimeError):
+        raise ShapeError(f"left_padding: expected {n.B} integers, got {left_padding!r}.") from None
     check_shape("left_padding", first, (n.B,))
     _check_integers("left_padding", first)
-    return first.clamp(0, n.S).to(torch.int32)
+    return first.to(device).clamp(0, n.S).to(torch.int32)
 
 
 def _name(dtype: torch.dtype) -> str:

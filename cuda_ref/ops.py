@@ -36,10 +36,10 @@ def sparq_decode(
         top_k=top_k,
         local_window=local_window,
         group_reduce=group_reduce,
-        component_weight=component_weight,
+        component_weight=_packed(component_weight),
         scale=scale,
-        left_padding=left_padding,
-        value_mean=value_mean,
+        left_padding=_packed(left_padding),
+        value_mean=_packed(value_mean),
     )
 
 
@@ -52,7 +52,7 @@ def dense_decode(
     left_padding: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One step of dense attention: ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)``."""
-    return attend.dense_decode(queries.contiguous(), keys, values, scale=scale, left_padding=left_padding)
+    return attend.dense_decode(queries.contiguous(), keys, values, scale=scale, left_padding=_packed(left_padding))
 
 
 @torch.library.custom_op("mlx_sparse::attend_indices", mutates_args=())
@@ -68,7 +68,12 @@ def top_k_select(
     scores: torch.Tensor, top_k: int, local_window: int, left_padding: torch.Tensor | None
 ) -> torch.Tensor:
     """The keys to attend (sparq.6): ``(B, Hkv, min(top_k, S))`` int32."""
-    return select.top_k_select(scores, top_k=top_k, local_window=local_window, left_padding=left_padding)
+    return select.top_k_select(scores, top_k=top_k, local_window=local_window, left_padding=_packed(left_padding))
+
+
+def _packed(array: torch.Tensor | None) -> torch.Tensor | None:
+    """As the kernels take all but keys and values."""
+    return None if array is None else array.contiguous()
 
 
 def _like_queries(queries: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:

@@ -231,11 +231,13 @@ def test_a_row_without_a_valid_key_gives_zeros_and_has_lost_nothing() -> None:
     assert (stats.retained_mass[0] == 1).all()
 
 
-def test_a_given_value_mean_is_used() -> None:
+def test_a_given_value_mean_is_used_whatever_its_strides() -> None:
     case = Case(1, 2, 2, 300, 64, "f32")
     q, k, v = case.inputs()
-    mean = np.full((1, 2, 64), 7.0, dtype=np.float32)
-    out = cuda_ref.sparq_attention(*tensors(case, q, k, v), rank=8, top_k=16, value_mean=torch.tensor(mean).to(DEVICE))
+    mean = np.linspace(0, 7, 128, dtype=np.float32).reshape(1, 64, 2).swapaxes(1, 2)
+    given = torch.as_tensor(mean, device=DEVICE)
+    assert not given.is_contiguous()
+    out = cuda_ref.sparq_attention(*tensors(case, q, k, v), rank=8, top_k=16, value_mean=given)
     expected = oracle.sparq_attention(q, k, v, rank=8, top_k=16, value_mean=mean)
     np.testing.assert_allclose(to_numpy(out), expected, rtol=0, atol=1e-5)
 
@@ -326,6 +328,8 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"value_mean": torch.zeros(1, 2)}, ShapeError, "value_mean: expected shape"),
     ({"left_padding": [0, 1]}, ShapeError, "left_padding: expected shape"),
     ({"left_padding": [0.5]}, ShapeError, "left_padding: expected integers"),
+    ({"left_padding": [None]}, ShapeError, r"left_padding: expected 1 integers, got \[None\]"),
+    ({"keys_t": [1]}, ConfigError, "keys_t: expected a tensor of torch, got list"),
     ({"backend": "ops"}, BackendUnavailable, "backend: expected auto or triton for mlx_sparse.cuda_ref, got ops"),
     ({"return_stats": "all"}, ConfigError, "return_stats: expected one of"),
 ]
@@ -337,6 +341,30 @@ def test_a_wrong_argument_gets_one_clear_line(settings: dict[str, Any], error: t
     with pytest.raises(error, match=message) as caught:
         cuda_ref.sparq_attention(*tensors(case, *case.inputs()), **settings)
     assert "\n" not in str(caught.value)
+
+
+def test_what_is_no_tensor_or_has_no_memory_is_refused() -> None:
+    arrays = [torch.zeros(1, 2, 1, 64, device=DEVICE)] * 2
+    with pytest.raises(ConfigError, match="queries: expected a tensor of torch, got ndarray"):
+        cuda_ref.sparq_attention(np.zeros((1, 2, 1, 64)), *arrays)
+    with pytest.raises(BackendUnavailable, match="the tensors are on meta; move them to the GPU"):
+        cuda_ref.dense_attention(*[torch.zeros(1, 2, 1, 64, device="meta")] * 3)
+    with pytest.raises(ShapeError, match=r"queries: expected at most 65535 sequences and KV heads, got \(65536, 2\)"):
+        cuda_ref.dense_attention(*[arrays[0].expand(65536, -1, -1, -1)] * 3)
+
+
+def test_a_gradient_is_refused_and_not_left_out() -> None:
+    queries, keys, values = tensors(SMALL, *SMALL.inputs())
+    for method in (cuda_ref.sparq_attention, cuda_ref.dense_attention):
+        with pytest.raises(RuntimeError, match="no autograd formula"):
+            method(queries.requires_grad_(), keys, values).sum().backward()
+
+
+@pytest.mark.parametrize("top_k", [2**31, 2**70])
+def test_more_keys_than_there_are_may_be_asked_for(top_k: int) -> None:
+    scores = torch.arange(40.0, device=DEVICE)[None, None]
+    chosen = cuda_ref.top_k_select(scores, top_k=top_k, local_window=top_k)
+    assert chosen.flatten().tolist() == list(range(40))
 
 
 def test_types_and_head_dims_without_a_kernel_are_refused() -> None:

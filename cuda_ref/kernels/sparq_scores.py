@@ -127,7 +127,7 @@ def sparq_scores(
             component = component_at(before, rank)
             q = query_components(queries, component, rank < RANK, D, G, BLOCK_G)
             k = tl.load(
-                keys_t + component[None, :].to(tl.int64) * stride_kd + s[:, None] * stride_ks,
+                keys_t + component[None, :].to(tl.int64) * stride_kd + s[:, None].to(tl.int64) * stride_ks,
                 mask=(rank < RANK)[None, :] & (s < readable)[:, None],
                 other=0.0,
                 eviction_policy="evict_first",
