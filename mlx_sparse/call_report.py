@@ -56,8 +56,10 @@ class Report:
                 f"  sparse calls: {self.sparse_calls:,}, {share:.1%} of the dense bytes by formula "
                 f"({_bytes(self.sparse_bytes * per_step)} instead of {_bytes(self.dense_bytes * per_step)} per step)"
             )
-        else:
+        elif self.dense_calls:
             lines.append("  sparse calls: none")
+        else:
+            lines.append("  attention calls: none that came here")
         if self.dense_calls:
             lines.append(f"  dense calls: {_listing(self.dense_calls)}")
         return "\n".join(lines)

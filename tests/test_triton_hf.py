@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ import transformers
 from cases import Array, assert_as_good_as_plain, plain_attention, plain_reallocation, ulp
 from mlx_sparse.cuda_ref import configs, hf
 from mlx_sparse.cuda_ref.hf import attention
-from mlx_sparse.cuda_ref.hf.buffers import ROW_MULTIPLE
+from mlx_sparse.cuda_ref.hf.buffers import ROW_MULTIPLE, Buffers
 from torch_arrays import DEVICE
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -24,7 +25,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
 from mlx_sparse import cuda_ref, oracle
-from mlx_sparse.checks import BackendUnavailable, ConfigError, check_local_window
+from mlx_sparse.checks import BackendUnavailable, ConfigError, ShapeError, check_local_window
 from mlx_sparse.config import ENOUGH_SAVED, SparQ, parse
 
 SIZES = {"hidden_size": 96, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64, "head_dim": 64}
@@ -242,6 +243,42 @@ def test_copies_of_a_prompts_cache_go_on_independently() -> None:
     assert cache.get_seq_length() == PROMPT + 1
 
 
+def test_what_a_step_made_is_freed_with_its_last_user() -> None:
+    ours = {hf.SparQCache, Buffers, attention.Padding}
+
+    def alive() -> int:
+        return sum(type(thing) in ours for thing in gc.get_objects())
+
+    gc.collect()
+    gc.disable()  # what waits for the collector keeps its memory on the GPU until then
+    try:
+        before = alive()
+        decode(
+            model("llama"),
+            "sparq",
+            sparq_cache("llama", "sparq:top_k=8"),
+            tokens(2, PROMPT),
+            tokens(2, 2),
+            padded(0, 5),
+        )
+        assert alive() == before
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("B", "Hkv", "D", "dtype"), [(1, 2, 32, None), (2, 1, 32, None), (2, 2, 1, None), (2, 2, 32, torch.float16)]
+)
+def test_rows_of_another_batch_or_model_are_refused(B: int, Hkv: int, D: int, dtype: torch.dtype | None) -> None:
+    layer = hf.SparQLayer()
+    layer.update(*states(2, 2, 5))
+    with pytest.raises(
+        ShapeError, match=r"^past_key_values: expected rows \(B=2, Hkv=2, L=1, D=32\) in torch.float32, got"
+    ):
+        layer.update(*(rows.to(dtype) for rows in states(B, Hkv, 1, D)))
+    assert layer.get_seq_length() == 5
+
+
 def states(B: int, Hkv: int, L: int, D: int = 32, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys whose mean is far larger than their spread, and values."""
     rng = np.random.default_rng(seed)
@@ -419,6 +456,17 @@ def test_keys_that_a_model_has_changed_are_not_taken_for_the_caches() -> None:
     cache.update(*states(1, 2, 1, D=64), 1)  # from now on they are one token short
     attention.attention(module, query, keys, values, None)
     assert only(cache.report) == {"with keys or values that are not the cache's": 2}
+
+
+@pytest.mark.parametrize(("D", "reason"), [(32, "32, less than the rank"), (72, "72"), (20, "20"), (264, "264")])
+def test_head_dims_that_do_not_fit_are_attended_densely(D: int, reason: str) -> None:
+    # Some configurations name a head dim that is not the one of the keys; the cache cannot see that.
+    cache = sparq_cache("llama", "sparq:rank=64,top_k=8")
+    rows = cache.update(*states(1, 2, PROMPT, D=D), 0)
+    attention.attention(model("llama").model.layers[0].self_attn, torch.ones(1, 4, 1, D, device=DEVICE), *rows, None)
+    fits = D == 72
+    assert only(cache.report) == ({} if fits else {f"with a head dim of {reason}": 1})
+    assert cache.report.sparse_calls == fits
 
 
 def test_dropout_and_gradients_keep_attention_dense() -> None:

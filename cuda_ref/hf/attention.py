@@ -162,6 +162,8 @@ def _layer_reasons(
         yield "with head dims of queries, keys and values that differ"
     if D % 8 != 0 or not low <= D <= high:
         yield f"with a head dim of {D}"
+    if origin.cache.attn.rank > D:
+        yield f"with a head dim of {D}, less than the rank"
     if query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype:
         yield "with a type other than float32, float16 and bfloat16, or several"
     if kwargs.get("softcap") is not None:
@@ -219,7 +221,8 @@ def gpu_kind(device: torch.device) -> str:
 @cache
 def _warn_once() -> None:
     warnings.warn(
-        "attn_implementation='sparq' attends densely without its cache: pass past_key_values=SparQCache(model.config).",
+        "attn_implementation='sparq' attends densely: these keys are not a SparQCache's. Pass "
+        "past_key_values=SparQCache(model.config); a model that changes what its cache returns stays dense.",
         stacklevel=3,
     )
 

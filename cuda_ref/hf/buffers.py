@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from mlx_sparse.checks import ShapeError
+
 from .moments import Moments
 from .padding import Padding
 
@@ -50,6 +52,14 @@ class Buffers:
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write rows ``(B, Hkv, L, D)`` behind those in use."""
+        for rows, buffer in ((keys, self.keys), (values, self.values)):
+            B, Hkv, L, D = rows.shape
+            if (B, Hkv, D, rows.dtype) != (*buffer.shape[:2], buffer.shape[3], buffer.dtype):  # it could be broadcast
+                wanted = f"(B={len(buffer)}, Hkv={buffer.shape[1]}, L={L}, D={buffer.shape[3]}) in {buffer.dtype}"
+                raise ShapeError(
+                    f"past_key_values: expected rows {wanted}, got {tuple(rows.shape)} in {rows.dtype}. "
+                    "Take a new SparQCache for another batch or model."
+                )
         stop = self.length + keys.shape[2]
         if stop > self.keys.shape[2]:
             self._grow(stop)

@@ -19,7 +19,7 @@ class Padding:
     """
 
     def __init__(self, mask: torch.Tensor) -> None:
-        self._mask = mask
+        self._mask = mask.detach()  # not the object that will hold this: a cycle would keep its memory
         self._compared: tuple[torch.Tensor, bool] | None = None
 
     @cached_property
