@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 from statistics import median
 from typing import Any
 
@@ -16,6 +17,12 @@ COPIED = 2 << 30  # bytes of the buffer whose copy is timed
 COPIES_TIMED = 9
 
 
+@cache
+def side_stream() -> Any:
+    """One for all captures: what a graph has given back to the pool is there for others on the same stream only."""
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+
 class Graph:
     """Steps captured as one CUDA graph: ``count`` of them, on sets 0, 1, ... ``copies - 1``, 0, 1, ...
 
@@ -26,7 +33,7 @@ class Graph:
     def __init__(self, step: Step, copies: int, count: int, pool: Any) -> None:
         self.count = count
         self.outputs: list[Output] = []
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream = side_stream()
         stream.wait_stream(torch.cuda.current_stream())
         # The outer context gives the stream back too when a capture ends in an error.
         with torch.cuda.stream(stream):
