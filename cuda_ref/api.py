@@ -154,8 +154,9 @@ def attend_indices(
         raise ShapeError(f"indices: expected shape (B={n.B}, Hkv={n.Hkv}, N), got {tuple(indices.shape)}.")
     _check_integers("indices", indices)
     _check_device("indices", indices, queries.device)
-    # Before narrowing: a number of 64 bits must not become a key's by losing some.
-    listed = torch.where((indices >= 0) & (indices < n.S), indices, -1).to(torch.int32)
+    listed = indices
+    if indices.dtype != torch.int32:  # a number of 64 bits must not become a key's by losing some
+        listed = torch.where((indices >= 0) & (indices < n.S), indices, -1).to(torch.int32)
     result: tuple[torch.Tensor, torch.Tensor] = ops.attend_indices(
         queries, _rows(keys), _rows(values), listed, float(n.D**-0.5 if scale is None else scale)
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,14 @@ from mlx_sparse import BackendUnavailable, ConfigError, ShapeError, cuda_ref, or
 
 pytestmark = pytest.mark.usefixtures("guarded")
 by_case = pytest.mark.parametrize("case", CASES, ids=str)
+
+
+def by_setting(settings: Iterable[str]) -> pytest.MarkDecorator:
+    """Every case with every setting; those of 32 heads, which take longest, with two of them."""
+    pairs = [(case, setting) for setting in settings for case in CASES if case.Hq < 32 or setting in ("paper", "eval")]
+    return pytest.mark.parametrize(("case", "setting"), pairs, ids=str)
+
+
 SELECTION = ("rank", "top_k", "local_window", "group_reduce", "component_score", "scale")
 SMALL = Case(2, 6, 2, 70, 64, "f32", padding=(0, 30))
 
@@ -55,8 +64,7 @@ def choose(case: Case, q: torch.Tensor, keys: torch.Tensor, params: dict[str, An
     )
 
 
-@pytest.mark.parametrize("setting", SPARQ)
-@by_case
+@by_setting(SPARQ)
 def test_sparq_chooses_the_keys_of_the_oracle_and_attends_to_them(case: Case, setting: str) -> None:
     q, k, v = case.inputs()
     params = parameters(case, setting)
@@ -93,8 +101,7 @@ def test_sparq_chooses_the_keys_of_the_oracle_and_attends_to_them(case: Case, se
     np.testing.assert_allclose(to_numpy(got_lse)[finite], lse[finite], rtol=0, atol=allowed)
 
 
-@pytest.mark.parametrize("setting", ["paper", "reallocate"])
-@by_case
+@by_setting(["paper", "reallocate"])
 def test_sparq_attention_equals_the_oracle_and_says_what_it_moved(case: Case, setting: str) -> None:
     q, k, v = case.inputs()
     params = parameters(case, setting)
@@ -124,13 +131,26 @@ def test_split_dense_decode_equals_the_oracle(case: Case) -> None:
     assert_as_good_as_plain(to_numpy(out), expected, plain, case.dtype)
 
 
+def test_weights_are_not_rounded_to_the_type_of_the_values() -> None:
+    case = Case(2, 8, 2, 127, 64, "f16")
+    q, k, v = case.inputs()
+    expected = oracle.dense_attention(q, k, v)
+    error = np.abs(to_numpy(cuda_ref.dense_attention(*tensors(case, q, k, v))) - expected)
+    # The rounding of the result, and what is below the smallest number of the type in every weight; the largest is 1.
+    allowed = np.spacing(np.abs(expected).astype(np.float16)) / 2 + case.S * 2.0**-25 * np.abs(v).max()
+    assert (error <= allowed).all()
+
+
 @pytest.mark.parametrize("empty", [-1, 20, 25000])
 def test_an_index_that_is_no_key_is_an_empty_slot(empty: int) -> None:
     case = Case(1, 4, 2, 20, 64, "f32")
     q, k, v = case.inputs()
     indices = np.array([[[3, 7, empty]] * 2], dtype=np.int32)
     expected, _ = oracle.attend_indices(q, k, v, indices[..., :2], scale=0.2)
-    out, _ = cuda_ref.attend_indices(*tensors(case, q, k, v), torch.tensor(indices, device=DEVICE), scale=0.2)
+    queries, keys, values = tensors(case, q, k, v)
+    out, _ = cuda_ref.attend_indices(
+        queries, cached(keys), cached(values), torch.tensor(indices, device=DEVICE), scale=0.2
+    )
     np.testing.assert_allclose(to_numpy(out), expected, rtol=0, atol=1e-6)
 
 
