@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
-from cases import Array, assert_as_good_as_plain, plain_attention, plain_reallocation, ulp
+from cache_rows import padded, states
+from cases import Array, assert_as_good_as_plain, plain_attention, plain_reallocation
 from mlx_sparse.cuda_ref import configs, hf
 from mlx_sparse.cuda_ref.hf import attention
-from mlx_sparse.cuda_ref.hf.buffers import ROW_MULTIPLE, Buffers
+from mlx_sparse.cuda_ref.hf.buffers import Buffers
 from torch_arrays import DEVICE
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -25,7 +25,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
 from mlx_sparse import cuda_ref, oracle
-from mlx_sparse.checks import BackendUnavailable, ConfigError, ShapeError, check_local_window
+from mlx_sparse.checks import BackendUnavailable, ConfigError, check_local_window
 from mlx_sparse.config import ENOUGH_SAVED, SparQ, parse
 
 SIZES = {"hidden_size": 96, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64, "head_dim": 64}
@@ -76,11 +76,6 @@ def model(name: str) -> Any:
 
 def tokens(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(seed).integers(3, SIZES["vocab_size"], shape)).to(DEVICE)
-
-
-def padded(*first: int, length: int = PROMPT) -> torch.Tensor:
-    """2-D mask of sequences whose first valid token is ``first``."""
-    return (torch.arange(length) >= torch.tensor(first)[:, None]).to(DEVICE)
 
 
 def decode(
@@ -166,7 +161,7 @@ STEPS = [
 @pytest.mark.parametrize(("name", "attn", "first"), STEPS)
 def test_each_step_gives_the_logits_of_the_oracle(name: str, attn: str, first: tuple[int, ...] | None) -> None:
     B, n = len(first or (0,)), 2
-    prompt, then, mask = tokens(B, PROMPT), tokens(B, n, seed=1), padded(*first) if first else None
+    prompt, then, mask = tokens(B, PROMPT), tokens(B, n, seed=1), padded(*first, length=PROMPT) if first else None
     cache = sparq_cache(name, attn)
     got = decode(model(name), "sparq", cache, prompt, then, mask)
     exact, plain = expected(name, attn, prompt, then, mask)
@@ -189,7 +184,7 @@ def test_greedy_tokens_are_the_dense_ones_while_every_key_is_attended(name: str)
 
 
 def test_a_left_padded_batch_is_generated_as_its_sequences_alone() -> None:
-    prompt, mask = tokens(2, PROMPT), padded(0, 13)
+    prompt, mask = tokens(2, PROMPT), padded(0, 13, length=PROMPT)
     settings = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False}
     attn = "sparq:rank=16,top_k=12,component_score=query_key,reallocate=true"
     batch = sparq_cache("llama", attn)
@@ -259,117 +254,11 @@ def test_what_a_step_made_is_freed_with_its_last_user() -> None:
             sparq_cache("llama", "sparq:top_k=8"),
             tokens(2, PROMPT),
             tokens(2, 2),
-            padded(0, 5),
+            padded(0, 5, length=PROMPT),
         )
         assert alive() == before
     finally:
         gc.enable()
-
-
-@pytest.mark.parametrize(
-    ("B", "Hkv", "D", "dtype"), [(1, 2, 32, None), (2, 1, 32, None), (2, 2, 1, None), (2, 2, 32, torch.float16)]
-)
-def test_rows_of_another_batch_or_model_are_refused(B: int, Hkv: int, D: int, dtype: torch.dtype | None) -> None:
-    layer = hf.SparQLayer()
-    layer.update(*states(2, 2, 5))
-    with pytest.raises(
-        ShapeError, match=r"^past_key_values: expected rows \(B=2, Hkv=2, L=1, D=32\) in torch.float32, got"
-    ):
-        layer.update(*(rows.to(dtype) for rows in states(B, Hkv, 1, D)))
-    assert layer.get_seq_length() == 5
-
-
-def states(B: int, Hkv: int, L: int, D: int = 32, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys whose mean is far larger than their spread, and values."""
-    rng = np.random.default_rng(seed)
-    keys = rng.normal(size=(B, Hkv, L, D)) * np.linspace(0.1, 2, D) + 300 * np.linspace(-1, 1, D)
-    values = rng.normal(size=(B, Hkv, L, D)) + 0.5
-    return torch.tensor(keys, dtype=torch.float32, device=DEVICE), torch.tensor(
-        values, dtype=torch.float32, device=DEVICE
-    )
-
-
-def assert_reads_its_rows(layer: hf.SparQLayer, first: tuple[int, ...] | None = None) -> None:
-    """What a SparQ step reads is what the rows in use say."""
-    S = layer.get_seq_length()
-    padding = attention.Padding(padded(*first, length=S)[:, None, None]) if first else None
-    keys_t, mean, deviation = layer.read(mean=True, spread=True, padding=padding)
-    assert torch.equal(keys_t, layer.keys.transpose(-1, -2))
-    assert keys_t.stride(2) % ROW_MULTIPLE == 0
-    keys, values = (rows.cpu().double().numpy() for rows in (layer.keys, layer.values))
-    for b, start in enumerate(first or (0,) * len(keys)):
-        rows = keys[b, :, start:]
-        # The running mean is a float32 number, so what is left of a row and it is known to its last bit and no better.
-        assert np.abs(deviation[b].cpu().numpy() - rows.std(axis=1)).max() <= ulp(rows, "f32")
-        middle = values[b, :, start:].mean(axis=1)
-        assert np.abs(mean[b].cpu().numpy() - middle).max() <= 4 * ulp(middle, "f32")
-
-
-def test_appending_a_token_copies_nothing() -> None:
-    layer = hf.SparQLayer()
-    layer.update(*states(2, 2, 300))
-    assert_reads_its_rows(layer)
-    buffers = layer.buffers
-    assert buffers.keys.shape[2] == buffers.keys_t.shape[3] == 2 * ROW_MULTIPLE
-    before = [array.data_ptr() for array in (buffers.keys, buffers.values, buffers.keys_t)]
-    for step in range(3):
-        keys, values = layer.update(*states(2, 2, 1, seed=step))
-        assert torch.equal(keys[:, :, -1:], states(2, 2, 1, seed=step)[0])
-        assert (keys.shape, keys.shape) == ((2, 2, 301 + step, 32), values.shape)
-        assert_reads_its_rows(layer)
-    assert [array.data_ptr() for array in (buffers.keys, buffers.values, buffers.keys_t)] == before
-    layer.update(*states(2, 2, 300))
-    assert buffers.keys.shape[2] % ROW_MULTIPLE == 0
-    assert_reads_its_rows(layer)
-
-
-CHANGES = {
-    "crop": lambda layer: layer.crop(-7),
-    "crop most": lambda layer: layer.crop(-80),
-    "crop all": lambda layer: layer.crop(-1000),
-    "reset": lambda layer: layer.reset(),
-    "reorder": lambda layer: layer.reorder_cache(torch.tensor([1, 1])),
-    "repeat": lambda layer: layer.batch_repeat_interleave(2),
-    "select": lambda layer: layer.batch_select_indices(torch.tensor([1])),
-    "select by bools": lambda layer: layer.batch_select_indices(torch.tensor([False, True])),
-}
-PADDING = {"reorder": (12, 12), "repeat": (5, 5, 12, 12), "select": (12,), "select by bools": (12,)}
-
-
-@pytest.mark.parametrize("first", [None, (5, 12)], ids=["", "padded"])
-@pytest.mark.parametrize("change", CHANGES)
-def test_what_a_step_reads_follows_the_cache(change: str, first: tuple[int, ...] | None) -> None:
-    layer, plain = hf.SparQLayer(), transformers.cache_utils.DynamicLayer()
-    for each in (layer, plain):
-        each.update(*states(2, 2, 100))
-    assert_reads_its_rows(layer, first)
-    CHANGES[change](layer)
-    if change == "reset":
-        plain = transformers.cache_utils.DynamicLayer()  # its own reset kept the length up to transformers 5.17
-    else:
-        CHANGES[change](plain)
-    assert layer.get_seq_length() == plain.get_seq_length()
-    B = len(PADDING.get(change, (0, 0)))
-    for each in (layer, plain):
-        each.update(*states(B, 2, 20, seed=1))
-    assert torch.equal(layer.keys, plain.keys)
-    assert torch.equal(layer.values, plain.values)
-    assert_reads_its_rows(layer, PADDING.get(change, first) if first else None)
-
-
-def test_other_padding_than_before_is_noticed() -> None:
-    layer = hf.SparQLayer()
-    layer.update(*states(2, 2, 50))
-    for first in ((0, 3), (0, 4), None, (7, 4)):
-        assert_reads_its_rows(layer, first)
-
-
-def test_padding_is_read_from_the_mask_once() -> None:
-    padding = attention.Padding(padded(0, 3, length=20)[:, None, None])
-    assert padding.first is padding.first
-    assert padding.first.tolist() == [0, 3]
-    assert attention.Padding(padded(20, 19, length=20)[:, None, None]).first.tolist() == [20, 19]
-    assert attention.Padding(~padded(0, 3, length=20)[:, None, None]).first is None
 
 
 def call(

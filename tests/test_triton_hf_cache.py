@@ -1,0 +1,125 @@
+"""What a layer of `SparQCache` keeps for a SparQ step, against the rows in use, whatever happens to the cache."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from cache_rows import padded, states
+from cases import ulp
+from mlx_sparse.cuda_ref import hf
+from mlx_sparse.cuda_ref.hf import attention
+from mlx_sparse.cuda_ref.hf.buffers import ROW_MULTIPLE
+
+from mlx_sparse.checks import ShapeError
+
+
+def assert_reads_its_rows(layer: hf.SparQLayer, first: tuple[int, ...] | None = None) -> None:
+    """What a SparQ step reads is what the rows in use say."""
+    S = layer.get_seq_length()
+    padding = attention.Padding(padded(*first, length=S)[:, None, None]) if first else None
+    keys_t, mean, deviation = layer.read(mean=True, spread=True, padding=padding)
+    assert torch.equal(keys_t, layer.keys.transpose(-1, -2))
+    assert keys_t.stride(2) % ROW_MULTIPLE == 0
+    keys, values = (rows.cpu().double().numpy() for rows in (layer.keys, layer.values))
+    for b, start in enumerate(first or (0,) * len(keys)):
+        rows = keys[b, :, start:]
+        # The running mean is a float32 number, so what is left of a row and it is known to its last bit and no better.
+        assert np.abs(deviation[b].cpu().numpy() - rows.std(axis=1)).max() <= ulp(rows, "f32")
+        middle = values[b, :, start:].mean(axis=1)
+        assert np.abs(mean[b].cpu().numpy() - middle).max() <= 4 * ulp(middle, "f32")
+
+
+def test_appending_a_token_copies_nothing() -> None:
+    layer = hf.SparQLayer()
+    layer.update(*states(2, 2, 300))
+    assert_reads_its_rows(layer)
+    buffers = layer.buffers
+    assert buffers.keys.shape[2] == buffers.keys_t.shape[3] == 2 * ROW_MULTIPLE
+    before = [array.data_ptr() for array in (buffers.keys, buffers.values, buffers.keys_t)]
+    for step in range(3):
+        keys, values = layer.update(*states(2, 2, 1, seed=step))
+        assert torch.equal(keys[:, :, -1:], states(2, 2, 1, seed=step)[0])
+        assert (keys.shape, keys.shape) == ((2, 2, 301 + step, 32), values.shape)
+        assert_reads_its_rows(layer)
+    assert [array.data_ptr() for array in (buffers.keys, buffers.values, buffers.keys_t)] == before
+    layer.update(*states(2, 2, 300))
+    assert buffers.keys.shape[2] % ROW_MULTIPLE == 0
+    assert_reads_its_rows(layer)
+
+
+CHANGES = {
+    "crop": lambda layer: layer.crop(-7),
+    "crop most": lambda layer: layer.crop(-80),
+    "crop all": lambda layer: layer.crop(-1000),
+    "reset": lambda layer: layer.reset(),
+    "reorder": lambda layer: layer.reorder_cache(torch.tensor([1, 1])),
+    "repeat": lambda layer: layer.batch_repeat_interleave(2),
+    "select": lambda layer: layer.batch_select_indices(torch.tensor([1])),
+    "select by bools": lambda layer: layer.batch_select_indices(torch.tensor([False, True])),
+}
+PADDING = {"reorder": (12, 12), "repeat": (5, 5, 12, 12), "select": (12,), "select by bools": (12,)}
+
+
+@pytest.mark.parametrize("first", [None, (5, 12)], ids=["", "padded"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_step_reads_follows_the_cache(change: str, first: tuple[int, ...] | None) -> None:
+    layer, plain = hf.SparQLayer(), transformers.cache_utils.DynamicLayer()
+    for each in (layer, plain):
+        each.update(*states(2, 2, 100))
+    assert_reads_its_rows(layer, first)
+    CHANGES[change](layer)
+    if change == "reset":
+        plain = transformers.cache_utils.DynamicLayer()  # its own reset kept the length up to transformers 5.17
+    else:
+        CHANGES[change](plain)
+    assert layer.get_seq_length() == plain.get_seq_length()
+    B = len(PADDING.get(change, (0, 0)))
+    for each in (layer, plain):
+        each.update(*states(B, 2, 20, seed=1))
+    assert torch.equal(layer.keys, plain.keys)
+    assert torch.equal(layer.values, plain.values)
+    assert_reads_its_rows(layer, PADDING.get(change, first) if first else None)
+
+
+@pytest.mark.parametrize("first", [None, (5, 12)], ids=["", "padded"])
+def test_what_began_in_inference_mode_goes_on_outside(first: tuple[int, ...] | None) -> None:
+    layer = hf.SparQLayer()
+    with torch.inference_mode():
+        layer.update(*states(2, 2, 50))
+        assert_reads_its_rows(layer, first)
+        layer.reorder_cache(torch.tensor([0, 1]))
+    with torch.no_grad():
+        layer.update(*states(2, 2, 5, seed=1))
+        assert_reads_its_rows(layer, first)
+        layer.crop(-3)
+        assert_reads_its_rows(layer, first)
+
+
+def test_other_padding_than_before_is_noticed() -> None:
+    layer = hf.SparQLayer()
+    layer.update(*states(2, 2, 50))
+    for first in ((0, 3), (0, 4), None, (7, 4)):
+        assert_reads_its_rows(layer, first)
+
+
+def test_padding_is_read_from_the_mask_once() -> None:
+    padding = attention.Padding(padded(0, 3, length=20)[:, None, None])
+    assert padding.first is padding.first
+    assert padding.first.tolist() == [0, 3]
+    assert attention.Padding(padded(20, 19, length=20)[:, None, None]).first.tolist() == [20, 19]
+    assert attention.Padding(~padded(0, 3, length=20)[:, None, None]).first is None
+
+
+@pytest.mark.parametrize(
+    ("B", "Hkv", "D", "dtype"), [(1, 2, 32, None), (2, 1, 32, None), (2, 2, 1, None), (2, 2, 32, torch.float16)]
+)
+def test_rows_of_another_batch_or_model_are_refused(B: int, Hkv: int, D: int, dtype: torch.dtype | None) -> None:
+    layer = hf.SparQLayer()
+    layer.update(*states(2, 2, 5))
+    with pytest.raises(
+        ShapeError, match=r"^past_key_values: expected rows \(B=2, Hkv=2, L=1, D=32\) in torch.float32, got"
+    ):
+        layer.update(*(rows.to(dtype) for rows in states(B, Hkv, 1, D)))
+    assert layer.get_seq_length() == 5
