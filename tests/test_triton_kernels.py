@@ -101,6 +101,28 @@ def test_sparq_chooses_the_keys_of_the_oracle_and_attends_to_them(case: Case, se
     np.testing.assert_allclose(to_numpy(got_lse)[finite], lse[finite], rtol=0, atol=allowed)
 
 
+def test_of_components_that_tie_the_first_are_taken() -> None:
+    case = Case(1, 2, 2, 300, 64, "f32")
+    q, k, _ = case.inputs()
+    q = np.sign(q)
+    params = {"rank": 8, "top_k": 16}
+    queries, keys = tensors(case, q, k)
+    expected = chosen_by_oracle(case, q, k, params)
+    assert_same_choice(to_numpy(choose(case, queries, keys, params)[0]), expected.indices, expected.scores)
+
+
+def test_a_program_adds_up_the_softmax_of_all_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(configs, "processors", lambda device: 1)
+    case = Case(2, 4, 2, 1100, 64, "f32", padding=(0, 600))
+    q, k, _ = case.inputs()
+    _, scores = choose(case, *tensors(case, q, k), {"rank": 16, "top_k": 32})
+    logits = to_numpy(scores.logits).astype(np.float64)
+    most = logits.max(axis=-1)
+    expected = np.stack([most, 1 / np.exp(logits - most[..., None]).sum(axis=-1)], axis=-1)
+    assert scores.statistics.shape[-1] == 1
+    np.testing.assert_allclose(to_numpy(scores.softmax), expected, rtol=1e-5)
+
+
 @by_setting(["paper", "reallocate"])
 def test_sparq_attention_equals_the_oracle_and_says_what_it_moved(case: Case, setting: str) -> None:
     q, k, v = case.inputs()
