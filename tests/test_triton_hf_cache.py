@@ -110,6 +110,10 @@ def test_padding_is_read_from_the_mask_once() -> None:
     assert padding.first.tolist() == [0, 3]
     assert attention.Padding(padded(20, 19, length=20)[:, None, None]).first.tolist() == [20, 19]
     assert attention.Padding(~padded(0, 3, length=20)[:, None, None]).first is None
+    by_head = padded(0, 3, length=20)[:, None, None].expand(2, 2, 1, 20)
+    assert attention.Padding(by_head).first is None
+    same, other = padding.first.clone(), padding.first + 1
+    assert [padding.equals(earlier) for earlier in (same, other, same)] == [True, False, True]
 
 
 @pytest.mark.parametrize(
