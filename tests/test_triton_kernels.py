@@ -228,6 +228,13 @@ def test_top_k_select_breaks_ties_as_the_oracle(kind: str, S: int) -> None:
         np.testing.assert_array_equal(to_numpy(got), expected)
 
 
+def test_ties_are_taken_in_order_when_candidates_fill_several_blocks() -> None:
+    scores = np.random.default_rng(7).normal(size=(1, 1, 9000)).astype(np.float32).round()
+    expected = oracle.top_k_select(scores, top_k=3000, local_window=10)
+    got = cuda_ref.top_k_select(torch.tensor(scores, device=DEVICE), top_k=3000, local_window=10)
+    np.testing.assert_array_equal(to_numpy(got), expected)
+
+
 def test_a_score_that_is_nan_is_never_chosen() -> None:
     scores = torch.arange(40.0, device=DEVICE).expand(1, 1, 40).clone()
     scores[..., 30:] = torch.nan
