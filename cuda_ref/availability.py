@@ -6,6 +6,8 @@ import importlib.util
 import os
 import sys
 
+OLDEST = (8, 0)  # compute capability: the oldest that the kernels are compiled for in the tests
+
 
 def interpreted() -> bool:
     """Whether Triton runs its kernels in its interpreter, on CPU tensors, slowly: with TRITON_INTERPRET=1."""
@@ -21,10 +23,19 @@ def unavailable() -> str | None:
         return f"{' and '.join(missing)} not installed: pip install 'mlx-sparse-attention[cuda]'"
     if interpreted():
         return None
+    return _no_gpu()
+
+
+def _no_gpu() -> str | None:
     try:
         import torch
     except (ImportError, OSError) as error:
         return f"torch does not work here: {error}"
+    if torch.version.hip:
+        return "torch is built for AMD GPUs; the kernels were made and checked for NVIDIA's"
     if not torch.cuda.is_available():
         return "torch finds no NVIDIA GPU; TRITON_INTERPRET=1 runs the kernels on the CPU for tests"
+    capability = torch.cuda.get_device_capability()
+    if capability < OLDEST:
+        return "the GPU is an sm_{}{}; the kernels need an sm_{}{} (A100) or newer".format(*capability, *OLDEST)
     return None

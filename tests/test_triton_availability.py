@@ -53,6 +53,18 @@ def test_without_the_interpreter_a_gpu_is_needed(monkeypatch: pytest.MonkeyPatch
     assert (reason or "None") in str(availability.unavailable())
 
 
+def test_a_gpu_that_the_kernels_are_not_made_for_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability, reason in {(7, 5): "the GPU is an sm_75; the kernels need an sm_80 (A100)", (8, 6): "None"}.items():
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=capability: found)
+        assert str(availability.unavailable()).startswith(reason)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert str(availability.unavailable()).startswith("torch is built for AMD GPUs")
+
+
 @pytest.mark.parametrize("setting", ["1", "true", "ON", "yes", "y", "0", "no", ""])
 def test_the_interpreter_is_on_when_triton_says_so(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     knobs = pytest.importorskip("triton.knobs")
