@@ -46,7 +46,7 @@ class Server:
             stderr=subprocess.PIPE,
             text=True,
             # A shell's background jobs ignore the interrupt that ends a server, and so would their children.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - no thread runs yet
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - the child runs no thread
         )
 
     def post(self, body: dict[str, Any]) -> dict[str, Any]:

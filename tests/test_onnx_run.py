@@ -130,7 +130,13 @@ def command(*arguments: str) -> list[str]:
 def talking() -> subprocess.Popen[bytes]:
     """The command in the midst of a long text."""
     long = [sys.executable, "-m", "mlx_sparse.cli", "run-onnx", str(exported(SPARQ, max_length=2048)), "-m", "1900"]
-    process = subprocess.Popen([*long, "--prompt", WORDS], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        [*long, "--prompt", WORDS],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        # A shell's background jobs ignore interrupts, and so would their children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - the child runs no thread
+    )
     assert process.stdout
     assert process.stdout.readline() == b"==========\n"
     assert process.stdout.read(1)
