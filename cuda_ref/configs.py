@@ -45,7 +45,7 @@ CONFIGS: Mapping[int, Config] = {
     90: Config(Tiles(8192, 4, 3), Tiles(4096, 4, 2), Tiles(8192, 4, 3)),
     100: Config(Tiles(8192, 4, 3), Tiles(4096, 4, 2), Tiles(8192, 4, 3)),
 }
-MOST_ROWS = 256
+MOST_ROWS = 256  # of a tile: with more, registers run out where a row is short
 SELECT_WARPS = {1024: 8, 2048: 8, 4096: 8}  # of `top_k_select` by the keys of a tile
 WITHOUT_A_GPU = 4  # processors: a few splits, so that the interpreter merges some
 
