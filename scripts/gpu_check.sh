@@ -67,9 +67,10 @@ if has xdist; then
   parallel=(-n 8)
 fi
 if has pytest || $dry_run; then
-  run timeout --signal=INT --kill-after=10 170 python3 -m pytest tests/test_triton_kernels.py tests/test_triton_bench.py \
-    tests/test_triton_hf.py tests/test_triton_hf_cache.py tests/test_parity.py -k triton --import-mode=importlib \
-    -o pythonpath=tests -p no:cacheprovider "${parallel[@]}" -q --junitxml="$work/tests.xml" || echo "status: $?" | tee "$work/tests_status.txt"
+  run timeout --signal=INT --kill-after=10 170 python3 -m pytest tests/test_triton_kernels.py tests/test_triton_select.py \
+    tests/test_triton_bench.py tests/test_triton_hf.py tests/test_triton_hf_cache.py tests/test_parity.py -k triton \
+    --import-mode=importlib -o pythonpath=tests -p no:cacheprovider "${parallel[@]}" -q --junitxml="$work/tests.xml" ||
+    echo "status: $?" | tee "$work/tests_status.txt"
 else
   echo "pytest is not installed: the tests do not run, the benchmark checks its results itself." | tee "$work/no_tests"
 fi

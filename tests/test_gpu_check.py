@@ -16,7 +16,14 @@ from mlx_sparse.bench import gpu_report
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "scripts" / "gpu_check.sh"
-TESTS = ("test_triton_kernels", "test_triton_bench", "test_triton_hf", "test_triton_hf_cache", "test_parity")
+TESTS = (
+    "test_triton_kernels",
+    "test_triton_select",
+    "test_triton_bench",
+    "test_triton_hf",
+    "test_triton_hf_cache",
+    "test_parity",
+)
 STEPS = [
     f"timeout --signal=INT --kill-after=10 170 python3 -m pytest {' '.join(f'tests/{name}.py' for name in TESTS)}",
     "timeout --signal=INT --kill-after=10 300 python3 -m mlx_sparse.cuda_ref.bench --budget-s 250 -o ",
