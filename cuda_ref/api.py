@@ -37,7 +37,7 @@ from . import configs, ops
 from .availability import interpreted, unavailable
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-MOST_ROWS = 65535  # programs that CUDA starts along the second and the third axis of a grid
+GRID_LIMIT = 65535  # programs that CUDA starts along the second and the third axis of a grid
 
 
 def sparq_attention(
@@ -263,8 +263,8 @@ def _check(
     for name, array in (("queries", queries), ("keys", keys), ("values", values)):
         _check_tensor(name, array)
     n = check_qkv(queries, keys, values)
-    if max(n.B, n.Hkv) > MOST_ROWS:
-        raise ShapeError(f"queries: expected at most {MOST_ROWS} sequences and KV heads, got {(n.B, n.Hkv)}.")
+    if max(n.B, n.Hkv) > GRID_LIMIT:
+        raise ShapeError(f"queries: expected at most {GRID_LIMIT} sequences and KV heads, got {(n.B, n.Hkv)}.")
     check_choice("return_stats", return_stats, (False, True, "mass"))
     _check_backend(backend, queries.device)
     if queries.dtype not in DTYPES:

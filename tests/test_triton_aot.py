@@ -19,12 +19,12 @@ from pathlib import Path
 
 import pytest
 from packages import Package, fetched, wheel
-from require import absent
+from require import absent, needs_triton
 from triton_aot import PROCESSORS, Case, Compiled
 
 from mlx_sparse.demo.store import cache_directory
 
-pytest.importorskip("triton")
+needs_triton()
 
 SCRIPT = Path(__file__).parent / "triton_aot.py"
 MINUTES = 10 * 60

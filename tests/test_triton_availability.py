@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from mlx_sparse.cuda_ref import availability
+from require import needs_triton
 
 from mlx_sparse import registry
 
@@ -42,8 +43,9 @@ def test_no_command_is_named_where_triton_has_no_packages(monkeypatch: pytest.Mo
 
 
 def test_without_the_interpreter_a_gpu_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch = pytest.importorskip("torch")
-    pytest.importorskip("triton")
+    needs_triton()
+    import torch
+
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert availability.interpreted()
     assert availability.unavailable() is None
@@ -54,8 +56,9 @@ def test_without_the_interpreter_a_gpu_is_needed(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_gpu_that_the_kernels_are_not_made_for_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch = pytest.importorskip("torch")
-    pytest.importorskip("triton")
+    needs_triton()
+    import torch
+
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for capability, reason in {(7, 5): "the GPU is an sm_75; the kernels need an sm_80 (A100)", (8, 6): "None"}.items():
@@ -67,14 +70,15 @@ def test_a_gpu_that_the_kernels_are_not_made_for_is_named(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("setting", ["1", "true", "ON", "yes", "y", "0", "no", ""])
 def test_the_interpreter_is_on_when_triton_says_so(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    knobs = pytest.importorskip("triton.knobs")
+    needs_triton()
+    from triton import knobs
+
     monkeypatch.setenv("TRITON_INTERPRET", setting)
     assert availability.interpreted() == knobs.runtime.interpret
 
 
 def test_a_torch_that_does_not_load_is_a_reason_and_no_traceback(tmp_path: Path) -> None:
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("triton is not installed")
+    needs_triton()
     (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.13: cannot open shared object file')")
     code = "from mlx_sparse import registry; print(registry.unavailable('triton'))"
     told = run(code, PYTHONPATH=str(tmp_path), TRITON_INTERPRET="0")

@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import Case
-from mlx_sparse.cuda_ref.availability import interpreted
+from mlx_sparse.cuda_ref.availability import interpreted, unavailable
 from require import absent
 
 from mlx_sparse import stats
 
-pytest.importorskip("torch")
-pytest.importorskip("triton")
 if not interpreted():
     absent("triton-interpreter", "on a GPU nothing is counted")
+if reason := unavailable():
+    absent("triton", reason)
 
 import torch
 import triton

@@ -62,6 +62,7 @@ def _chosen(args: argparse.Namespace) -> Callable[[argparse.Namespace], Result]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mlx-sparse bench",
+        allow_abbrev=False,  # --cuda is looked for before the arguments are read
         description="Time one decode step of SparQ against MLX's dense attention, interleaved in one run, after "
         "checking that its result is right.",
     )
