@@ -7,8 +7,10 @@ The checks look only at ``.shape``, so they serve NumPy, MLX and torch arrays al
 from __future__ import annotations
 
 from dataclasses import dataclass
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
+
+from .layout import BLOCK_SIZES
 
 
 class SparseAttentionError(Exception):
@@ -115,6 +117,27 @@ def check_decode_step(sizes: Sizes, method: str) -> None:
     """Raise `ShapeError` unless there is exactly one query per sequence."""
     if sizes.L != 1:
         raise ShapeError(f"queries: expected one query per sequence for {method}, got L={sizes.L}.")
+
+
+def check_share(name: str, value: object) -> float:
+    """Return ``value`` if it is a number in (0, 1]; raise `ConfigError` otherwise."""
+    number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else 0.0
+    if not 0 < number <= 1:  # NaN too
+        raise ConfigError(f"{name}: expected a number above 0 and at most 1, got {value!r}.")
+    return number
+
+
+def check_block_size(block_size: object) -> None:
+    """Raise `ConfigError` unless ``block_size`` is one that every backend has."""
+    check_choice("block_size", block_size, BLOCK_SIZES)
+
+
+def check_sample(alpha_column: object, alpha_slash: object, chunks: object, block_size: object) -> None:
+    """Check the parameters of SampleAttention."""
+    check_share("alpha_column", alpha_column)
+    check_share("alpha_slash", alpha_slash)
+    check_int("chunks", chunks, 1)
+    check_block_size(block_size)
 
 
 def read_length(text: str) -> int:

@@ -42,7 +42,7 @@ class Method:
     """What a method is.
 
     Attributes:
-        stage: "decode" (one query per step) or "prefill and decode".
+        stage: "decode" (one query per step), "prefill" (a prompt, in pieces of any size) or "prefill and decode".
         source: the paper it comes from.
     """
 
@@ -53,6 +53,10 @@ class Method:
 METHODS: Mapping[str, Method] = {
     "dense": Method("prefill and decode", "the baseline"),
     "sparq": Method("decode", "SparQ Attention, arXiv 2312.04985"),
+    "sample": Method("prefill", "SampleAttention, MLSys 2025, arXiv 2406.15486"),
+    "minference": Method("prefill", "MInference, arXiv 2407.02490"),
+    "bigbird": Method("prefill", "BigBird, arXiv 2007.14062"),
+    "streaming_prefill": Method("prefill", "StreamingLLM, arXiv 2309.17453"),
     "streaming": Method("decode", "StreamingLLM, arXiv 2309.17453"),
     "flexgen": Method("decode", "FlexGen, arXiv 2303.06865"),
     "oracle_top_k": Method("decode", "the bound in the SparQ paper"),
@@ -82,6 +86,16 @@ FUNCTIONS: Mapping[str, Mapping[str, str]] = {
     "oracle_top_k": {"oracle": "oracle:oracle_top_k_attention", "ops": "ops.baselines:oracle_top_k_attention"},
     "h2o": {"oracle": "oracle:h2o_attention", "ops": "ops.baselines:h2o_attention"},
     "h2o_scores": {"oracle": "oracle:h2o_scores", "ops": "ops.baselines:h2o_scores"},
+    "sample": {"oracle": "oracle:sample_attention", "ops": "ops.sample:sample_attention"},
+    "minference": {"oracle": "oracle:minference_attention", "ops": "ops.prefill:minference_attention"},
+    "bigbird": {"oracle": "oracle:bigbird_attention", "ops": "ops.prefill:bigbird_attention"},
+    "streaming_prefill": {
+        "oracle": "oracle:streaming_prefill_attention",
+        "ops": "ops.prefill:streaming_prefill_attention",
+    },
+    "sample_scores": {"oracle": "oracle:sample_scores", "ops": "ops.sample:sample_scores"},
+    "sample_select": {"oracle": "oracle:sample_select", "ops": "ops.sample:sample_select"},
+    "attend_blocks": {"oracle": "oracle:attend_blocks", "ops": "ops.blocks:attend_blocks"},
     "attend_indices": {
         "oracle": "oracle:attend_indices",
         "ops": "ops.attend:attend_indices",

@@ -1,7 +1,7 @@
-"""What one decode step moves: the papers' transfer formulae, and the record returned with ``return_stats``.
+"""What attention moves: the papers' transfer formulae, and the record returned with ``return_stats``.
 
-Counts are elements (multiply by the item size for bytes) per KV head and step, with S keys of head dim D.
-Equation numbers refer to docs/spec/sparq.md.
+Counts are elements (multiply by the item size for bytes), with S keys of head dim D: for a decode step per KV head, for
+a prompt per query head. Equation numbers refer to docs/spec/sparq.md and sample.md.
 """
 
 from __future__ import annotations
@@ -9,23 +9,29 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from .layout import Layout
+
 
 @dataclass(frozen=True)
 class Stats:
     """What an attention call moved.
 
     Attributes:
-        elements: elements moved per KV head and step.
+        elements: elements moved per KV head and step, or per query head of a prompt.
         dense_elements: what dense attention moves for the same shapes.
-        density: share of the keys that were attended.
+        density: share of the keys, or of a prompt's causal block pairs (sample.9), that were attended.
         retained_mass: attention mass of the attended keys, ``exp(lse_sparse - lse_dense)``, float32 ``(B, Hq, L)``;
             None unless asked for with ``return_stats="mass"``.
+        head_density: ``density`` of each head of a prompt, ``(B, Hq)``; None for a decode step.
+        sampled: share of a prompt's queries that were scored to choose the blocks.
     """
 
     elements: int
     dense_elements: int
     density: float
     retained_mass: Any = None
+    head_density: Any = None
+    sampled: float = 0.0
 
     @property
     def compression(self) -> float:
@@ -61,6 +67,13 @@ def flexgen_elements(S: int, D: int, *, top_k: int) -> int:
 def oracle_top_k_elements(S: int, D: int, *, top_k: int) -> int:
     """(sparq.13) as if the choice were free: ``2 k D + 2 D``. A bound, not a method."""
     return streaming_elements(S, D, top_k=top_k)
+
+
+def prefill_elements(layout: Layout, D: int, density: float = 1.0) -> int:
+    """(sample.10) keys and values of every block pair, queries and output, keys for the sample; dense by default."""
+    dense = 2 * layout.L * D + 2 * layout.block_size * D * layout.causal_pairs * density
+    sampling = len(layout.regions) * layout.S * D if layout.sampled_share and density < 1 else 0
+    return round(dense) + sampling
 
 
 def theoretical_speedup(S: int, D: int, *, rank: int, top_k: int) -> float:

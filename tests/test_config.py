@@ -142,7 +142,7 @@ def test_a_base_of_another_method_is_not_used() -> None:
     assert parse("h2o", {"sparq": SparQ(top_k=5)}) == (H2O(),)
 
 
-METHODS = "dense, sparq, streaming, flexgen, oracle_top_k"
+METHODS = "dense, sparq, sample, streaming, flexgen, oracle_top_k, minference, bigbird, streaming_prefill"
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ METHODS = "dense, sparq, streaming, flexgen, oracle_top_k"
         ("h2o:preset=paper", "h2o: expected one of the presets none, got 'paper'."),
         ("sparq:rank=0", "rank: expected an integer of at least 1, got 0."),
         ("sparq:rank=-3", "rank: expected an integer of at least 1, got -3."),
-        ("sparq:rank=1.5", "rank: expected an integer of at least 1, got '1.5'."),
+        ("sparq:rank=1.5", "rank: expected an integer of at least 1, got 1.5."),
         ("sparq:rank=true", "rank: expected an integer of at least 1, got True."),
         ("sparq:rank=none", "rank: expected an integer of at least 1, got None."),
         ("sparq:rank=4=5", "rank: expected an integer of at least 1, got '4=5'."),

@@ -12,20 +12,31 @@ from .baselines import (
     oracle_top_k_attention,
     streaming_attention,
 )
+from .blocks import attend_blocks
+from .prefill import bigbird_attention, minference_attention, streaming_prefill_attention
+from .sample import SampleSelection, sample_attention, sample_scores, sample_select
 from .select import top_k_select, valid_keys
 from .sparq import SparQSelection, sparq_attention, sparq_select
 
 __all__ = [
+    "SampleSelection",
     "SparQSelection",
+    "attend_blocks",
     "attend_indices",
+    "bigbird_attention",
     "dense_attention",
     "flexgen_attention",
     "h2o_attention",
     "h2o_scores",
+    "minference_attention",
     "oracle_top_k_attention",
+    "sample_attention",
+    "sample_scores",
+    "sample_select",
     "sparq_attention",
     "sparq_select",
     "streaming_attention",
+    "streaming_prefill_attention",
     "top_k_select",
     "valid_keys",
 ]

@@ -1,0 +1,176 @@
+"""Decode methods."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from .. import stats
+from ..checks import check_choice, check_int, check_local_window
+from .base import NEVER, MethodConfig, Step
+
+# Bytes that a layer's decode step has to save before SparQ's extra launches pay, by kind of GPU.
+# Apple (base and Pro, Max, Ultra): from the roofline model (docs/results/roofline.md), its pessimistic end.
+# NVIDIA: 20 microseconds of extra launches at 2.0, 4.3 and 8 TB/s, until docs/results/triton.md has measured it.
+# Nothing here was measured.
+ENOUGH_SAVED = {
+    **{"g": 20 << 20, "s": 36 << 20, "d": 52 << 20},
+    **{"sm_80": 40 << 20, "sm_90": 80 << 20, "sm_100": 160 << 20},
+}
+
+
+def nvidia_kind(capability: int) -> str:
+    """The key of `ENOUGH_SAVED` for a compute capability such as 90: the nearest one below it, or else the lowest."""
+    known = sorted(int(kind[3:]) for kind in ENOUGH_SAVED if kind.startswith("sm_"))
+    return f"sm_{max((lower for lower in known if lower <= capability), default=known[0])}"
+
+
+@dataclass(frozen=True)
+class SparQ(MethodConfig):
+    """SparQ decoding (docs/spec/sparq.md).
+
+    What "auto" means: ``dense_below``, the number of keys below which attention stays dense, is ``16 * top_k`` with the
+    `ops` backend, from where on no shape was slower (docs/results/ops.md), `pays_from` with kernels on a GPU, and none
+    for a ``top_k`` below the default, which is for experiments on short texts; ``component_score`` is
+    ``"query_key"`` for models with q/k-norm, whose channels learn scales of their own, and ``"query"``, the paper's,
+    otherwise; ``reallocate`` is on for one query head per KV head and off otherwise.
+    """
+
+    name: ClassVar[str] = "sparq"
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        # Algorithm 1 with its GQA paragraph: what the functions do by default.
+        "paper": {"component_score": "query"},
+        # The paper's code listing: no local window, mean reallocation for every group size.
+        "appendix_b": {"component_score": "query", "local_window": 0, "reallocate": True},
+        # The authors' evaluation code: sum of logits; the current token comes free: 128 + 1 keys, 32 + 1 local.
+        "eval": {"component_score": "query", "group_reduce": "logits", "top_k": 129, "local_window": 33},
+        # Ours: components ranked by |q| times the spread of the keys.
+        "robust": {"component_score": "query_key"},
+    }
+
+    rank: int = 32
+    top_k: int = 128
+    local_window: int | None = None
+    reallocate: str | bool = "auto"
+    group_reduce: str = "softmax"
+    component_score: str = "auto"
+    dense_below: str | int = "auto"
+
+    def __post_init__(self) -> None:
+        if self.dense_below != "auto":
+            check_int("dense_below", self.dense_below, 0)
+        check_int("rank", self.rank, 1)
+        check_int("top_k", self.top_k, 1)
+        check_local_window(self.local_window, self.top_k)
+        check_choice("reallocate", self.reallocate, ("auto", True, False))
+        check_choice("group_reduce", self.group_reduce, ("softmax", "logits"))
+        check_choice("component_score", self.component_score, ("auto", "query", "query_key"))
+
+    @property
+    def attended(self) -> int:
+        return self.top_k
+
+    def shortest_context(self, step: Step | None = None) -> int:
+        if not isinstance(self.dense_below, str):
+            return max(self.dense_below, self.top_k + 1)
+        if self.top_k < SparQ.top_k:
+            return self.top_k + 1
+        return self.pays_from(step) if step and step.gpu else 16 * self.top_k
+
+    def pays_from(self, step: Step) -> int:
+        """Keys from which a step with the kernels of a GPU saves `ENOUGH_SAVED` bytes.
+
+        Saved are the elements of keys and values that are not read, (sparq.11) less (sparq.12); spent is the score
+        buffer, one float32 number per key and query head, written and read.
+        """
+        per_key = step.itemsize * (2 * step.D - self.rank) - 2 * 4 * step.G
+        if per_key <= 0:
+            return NEVER
+        fixed = step.itemsize * 2 * (self.top_k + 1) * step.D
+        return math.ceil((ENOUGH_SAVED[step.gpu] / step.heads + fixed) / per_key)
+
+    def elements(self, S: int, D: int) -> int:
+        return stats.sparq_elements(S, D, rank=self.rank, top_k=self.top_k)
+
+
+@dataclass(frozen=True)
+class Streaming(MethodConfig):
+    """First ``sink_tokens`` and last ``recent_tokens`` keys (StreamingLLM, LM-Infinite)."""
+
+    name: ClassVar[str] = "streaming"
+    sink_tokens: int = 16
+    recent_tokens: int = 112
+
+    def __post_init__(self) -> None:
+        check_int("sink_tokens", self.sink_tokens, 0)
+        check_int("recent_tokens", self.recent_tokens, 1)
+
+    @property
+    def attended(self) -> int:
+        return self.sink_tokens + self.recent_tokens
+
+    def elements(self, S: int, D: int) -> int:
+        return stats.streaming_elements(S, D, top_k=self.attended)
+
+
+@dataclass(frozen=True)
+class H2O(MethodConfig):
+    """Heavy hitters: the ``top_k`` keys with the largest attention so far; the rest is evicted for good."""
+
+    name: ClassVar[str] = "h2o"
+    served: ClassVar[bool] = False  # needs the attention of the prompt, which models do not hand out
+    top_k: int = 128
+    local_window: int | None = None
+
+    def __post_init__(self) -> None:
+        check_int("top_k", self.top_k, 1)
+        check_local_window(self.local_window, self.top_k)
+
+    @property
+    def attended(self) -> int:
+        return self.top_k
+
+    def elements(self, S: int, D: int) -> int:
+        return stats.h2o_elements(S, D, top_k=self.attended)
+
+
+@dataclass(frozen=True)
+class FlexGen(MethodConfig):
+    """Exact softmax over all keys, values of the ``top_k`` largest weights, no renormalisation."""
+
+    name: ClassVar[str] = "flexgen"
+    top_k: int = 128
+
+    def __post_init__(self) -> None:
+        check_int("top_k", self.top_k, 1)
+
+    @property
+    def attended(self) -> int:
+        return self.top_k
+
+    def elements(self, S: int, D: int) -> int:
+        return stats.flexgen_elements(S, D, top_k=self.attended)
+
+
+@dataclass(frozen=True)
+class OracleTopK(MethodConfig):
+    """The ``top_k`` keys of the exact scores: a bound on SparQ, not a saving."""
+
+    name: ClassVar[str] = "oracle_top_k"
+    top_k: int = 128
+    local_window: int | None = None
+    group_reduce: str = "softmax"
+
+    def __post_init__(self) -> None:
+        check_int("top_k", self.top_k, 1)
+        check_local_window(self.local_window, self.top_k)
+        check_choice("group_reduce", self.group_reduce, ("softmax", "logits"))
+
+    @property
+    def attended(self) -> int:
+        return self.top_k
+
+    def elements(self, S: int, D: int) -> int:
+        return stats.oracle_top_k_elements(S, D, top_k=self.attended)

@@ -1,0 +1,111 @@
+"""Configurations as text and TOML."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..checks import ConfigError
+from .base import Dense, MethodConfig
+from .decode import H2O, FlexGen, OracleTopK, SparQ, Streaming
+from .prefill import BigBird, MInference, Sample, StreamingPrefill
+from .values import read_value
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:  # Python 3.10
+    import tomli as tomllib
+
+MAX_TOML_BYTES = 1 << 20  # a configuration is a few lines; refuse to parse a model file by mistake
+
+CONFIGS: Mapping[str, type[MethodConfig]] = {
+    config.name: config
+    for config in (Dense, SparQ, Sample, Streaming, H2O, FlexGen, OracleTopK, MInference, BigBird, StreamingPrefill)
+}
+
+
+def parse(text: str, base: Mapping[str, MethodConfig] | None = None) -> tuple[MethodConfig, ...]:
+    """Read METHOD[:key=value,...][+METHOD...].
+
+    Args:
+        text: for example ``"sparq:rank=16,top_k=64"`` or ``"sparq:preset=eval"``; keys after a preset win over it.
+        base: configurations by method name (from a TOML file) that the keys in ``text`` are applied on.
+
+    Raises:
+        ConfigError: unknown method, key or preset; a value of the wrong type or out of range; a method named twice.
+    """
+    configs: dict[str, MethodConfig] = {}
+    for part in text.split("+"):
+        name, colon, options = part.partition(":")
+        name = name.strip()
+        _class(name)
+        if colon and not options.strip():
+            raise ConfigError(f"{name}: expected key=value after ':', got nothing.")
+        pairs = [_split_pair(name, pair) for pair in options.split(",")] if colon else []
+        keys = [key for key, _ in pairs]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise ConfigError(f"{name}: expected each key once, got {key!r} {keys.count(key)} times.")
+        if name in configs:
+            raise ConfigError(f"attn: expected each method once, got {name} twice.")
+        configs[name] = _build(name, dict(pairs), (base or {}).get(name))
+    return tuple(configs.values())
+
+
+def load_toml(path: str | Path) -> dict[str, MethodConfig]:
+    """Read a TOML file with one table per method, for example ``[sparq]`` with ``rank = 16``.
+
+    Raises:
+        ConfigError: the file is missing, too large, not TOML, or holds an unknown method, key or value.
+    """
+    file = Path(path)
+    try:
+        with file.open("rb") as stream:
+            text = stream.read(MAX_TOML_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"attn-config: expected a readable TOML file, got {file} ({error.strerror}).") from None
+    if len(text) > MAX_TOML_BYTES:
+        raise ConfigError(f"attn-config: expected a TOML file of at most 1 MiB, got {file}.")
+    try:
+        tables = tomllib.loads(text.decode("utf-8"))
+    except (ValueError, RecursionError) as error:  # not UTF-8, not TOML, an integer too long, brackets too deep
+        raise ConfigError(f"attn-config: expected valid TOML, got {file} ({error}).") from None
+    for name, table in tables.items():
+        if not isinstance(table, dict):
+            raise ConfigError(f"attn-config: expected one table per method such as [sparq], got the key {name!r}.")
+    if not tables:
+        raise ConfigError(f"attn-config: expected a table such as [sparq], got an empty file {file}.")
+    return {name: _build(name, table, None) for name, table in tables.items()}
+
+
+def _class(name: str) -> type[MethodConfig]:
+    if name not in CONFIGS:
+        served = ", ".join(known for known, cls in CONFIGS.items() if cls.served)
+        raise ConfigError(f"attn: expected one of {served}, got {name!r}.")
+    return CONFIGS[name]
+
+
+def _build(name: str, options: Mapping[str, Any], base: MethodConfig | None) -> MethodConfig:
+    """Options over preset over base over defaults."""
+    cls = _class(name)
+    known = [field.name for field in dataclasses.fields(cls)]
+    settings = dict(options)
+    preset = settings.pop("preset", None)
+    if preset is not None and preset not in list(cls.presets):
+        listed = ", ".join(cls.presets) or "none"
+        raise ConfigError(f"{name}: expected one of the presets {listed}, got {preset!r}.")
+    for key in settings:
+        if key not in known:
+            raise ConfigError(f"{name}: expected one of the keys {', '.join([*known, 'preset'])}, got {key!r}.")
+    inherited = {key: getattr(base, key) for key in known} if base is not None else {}
+    return cls(**{**inherited, **cls.presets.get(preset or "", {}), **settings})
+
+
+def _split_pair(method: str, pair: str) -> tuple[str, Any]:
+    key, equals, value = (piece.strip() for piece in pair.partition("="))
+    if not equals or not key or not value:
+        raise ConfigError(f"{method}: expected key=value, got {pair.strip()!r}.")
+    return key, read_value(value)

@@ -1,0 +1,99 @@
+"""How a prompt's attention is cut into blocks and regions: docs/spec/sample.md, section "Blocks and regions"."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+BLOCK_SIZES = (32, 64, 128)
+
+
+@dataclass(frozen=True)
+class Region:
+    """Row blocks that share one sample.
+
+    Attributes:
+        first, stop: absolute row blocks ``[first, stop)``.
+        sample: query rows ``[start, stop)`` whose attention stands for the region's.
+    """
+
+    first: int
+    stop: int
+    sample: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Blocks and regions of ``L`` queries at positions ``S - L ..`` over ``S`` keys. Blocks count from position 0.
+
+    Attributes:
+        chunks: regions asked for; there are at most as many as row blocks.
+        rows: query rows sampled per region; None means ``block_size``.
+    """
+
+    L: int
+    S: int
+    chunks: int
+    block_size: int
+    rows: int | None = None
+
+    @property
+    def first_block(self) -> int:
+        """The row block of the first query."""
+        return (self.S - self.L) // self.block_size
+
+    @property
+    def row_blocks(self) -> int:
+        """Row blocks that hold a query."""
+        return self.key_blocks - self.first_block
+
+    @property
+    def key_blocks(self) -> int:
+        """Key blocks, the last of which may be partly filled."""
+        return -(-self.S // self.block_size)
+
+    @cached_property
+    def regions(self) -> tuple[Region, ...]:
+        """(sample.1), (sample.2)"""
+        R = self.row_blocks
+        rows = self.block_size if self.rows is None else self.rows
+        chunks = min(self.chunks, R)
+        offset = self.S - self.L
+        found = []
+        for c in range(chunks):
+            first, stop = (self.first_block + n * R // chunks for n in (c, c + 1))
+            start_row = max(first * self.block_size - offset, 0)
+            stop_row = min(stop * self.block_size - offset, self.L)
+            found.append(Region(first, stop, (max(stop_row - rows, start_row), stop_row)))
+        return tuple(found)
+
+    @cached_property
+    def region_of(self) -> tuple[int, ...]:
+        """The region of each row block, ``row_blocks`` numbers."""
+        return tuple(c for c, region in enumerate(self.regions) for _ in range(region.first, region.stop))
+
+    @cached_property
+    def sampled_blocks(self) -> frozenset[int]:
+        """Absolute row blocks that hold a sampled row."""
+        offset = self.S - self.L
+        return frozenset(
+            block
+            for start, stop in (region.sample for region in self.regions)
+            if start < stop
+            for block in range((offset + start) // self.block_size, (offset + stop - 1) // self.block_size + 1)
+        )
+
+    @property
+    def everything(self) -> bool:
+        """Whether every row block holds a sampled row, so that nothing can be left out."""
+        return len(self.sampled_blocks) == self.row_blocks
+
+    @property
+    def causal_pairs(self) -> int:
+        """Pairs of a row block and a key block that is not above it."""
+        return (self.first_block + 1 + self.key_blocks) * self.row_blocks // 2
+
+    @property
+    def sampled_share(self) -> float:
+        """Share of the query rows that are sampled."""
+        return sum(stop - start for start, stop in (region.sample for region in self.regions)) / self.L

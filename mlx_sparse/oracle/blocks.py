@@ -1,0 +1,85 @@
+"""Attend over lists of key blocks, shared by every prefill method: docs/spec/sample.md, (sample.8)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..checks import ShapeError, check_block_size, check_qkv
+from ..layout import Layout
+from ..stats import Stats, prefill_elements
+from .attend import dense_with_lse, float64, logits, retained_mass, softmax_lse, weighted_values
+
+Array = npt.NDArray[Any]
+
+
+def attend_blocks(
+    queries: npt.ArrayLike,
+    keys: npt.ArrayLike,
+    values: npt.ArrayLike,
+    blocks: npt.ArrayLike,
+    *,
+    block_size: int,
+    scale: float | None = None,
+) -> tuple[Array, Array]:
+    """Exact causal attention of every query over the listed key blocks of its row block.
+
+    Args:
+        queries: ``(B, Hq, L, D)``; query i sits at position ``S - L + i``, in row block ``(S - L + i) // block_size``.
+        keys, values: ``(B, Hkv, S, D)``.
+        blocks: ``(B, Hq, R, N)`` int32, R touched row blocks; ``-1``, or any number that is no block's, = empty slot.
+
+    Returns:
+        ``out (B, Hq, L, D)`` and ``lse (B, Hq, L)``; 0 and -inf for queries with nothing to attend.
+
+    Raises:
+        ShapeError: ``blocks`` does not fit the queries.
+    """
+    q, k, v = float64(queries), float64(keys), float64(values)
+    n = check_qkv(q, k, v)
+    check_block_size(block_size)
+    layout = Layout(n.L, n.S, 1, block_size)
+    listed = np.asarray(blocks)
+    if listed.ndim != 4 or listed.shape[:3] != (n.B, n.Hq, layout.row_blocks):
+        raise ShapeError(f"blocks: expected shape {(n.B, n.Hq, layout.row_blocks)} + (N,), got {listed.shape}.")
+    kept = block_mask(listed, layout.key_blocks)
+    position, key = np.arange(n.S - n.L, n.S), np.arange(n.S)
+    by_row = np.take(kept, position // block_size - layout.first_block, axis=2)
+    mask = np.take(by_row, key // block_size, axis=3) & (key <= position[:, None])
+    mask = mask.reshape(n.B, n.Hkv, n.G, n.L, n.S)
+    attended = np.logical_or.reduce(mask, axis=(2, 3))[..., None]
+    weights, lse = softmax_lse(logits(q, np.where(attended, k, 0.0), n.D**-0.5 if scale is None else scale), mask)
+    return weighted_values(weights, v, mask).reshape(q.shape), lse.reshape(q.shape[:3])
+
+
+def block_mask(blocks: Array, key_blocks: int) -> Array:
+    """Block lists ``(B, Hq, R, N)`` as bool ``(B, Hq, R, key_blocks)``."""
+    mask: Array = (blocks[..., None] == np.arange(key_blocks)).any(axis=-2)
+    return mask
+
+
+def block_lists(mask: Array) -> Array:
+    """Bool ``(B, Hq, R, key_blocks)`` as ascending int32 lists, then -1, as wide as the longest."""
+    key_blocks = mask.shape[-1]
+    listed = np.sort(np.where(mask, np.arange(key_blocks), key_blocks), axis=-1)[..., : mask.sum(axis=-1).max()]
+    return np.where(listed < key_blocks, listed, -1).astype(np.int32)
+
+
+def prefill_result(
+    qkv: tuple[Array, Array, Array], blocks: Array, layout: Layout, *, scale: float | None, return_stats: bool | str
+) -> Any:
+    """``out`` of attention over the lists; with ``return_stats`` also a `Stats`."""
+    q, k, v = qkv
+    out, lse = attend_blocks(q, k, v, blocks, block_size=layout.block_size, scale=scale)
+    if not return_stats:
+        return out
+    mass = None
+    if return_stats == "mass":
+        mass = retained_mass(lse, dense_with_lse(q, k, v, scale=scale, left_padding=None)[1])
+    # (sample.9)
+    density = (blocks >= 0).sum(axis=(2, 3)) / layout.causal_pairs
+    share, D = float(density.mean()), q.shape[-1]
+    moved, dense = prefill_elements(layout, D, share), prefill_elements(layout, D)
+    return out, Stats(moved, dense, share, mass, density, layout.sampled_share)

@@ -1,0 +1,128 @@
+"""The prefill baselines: docs/spec/sample.md, section "Baselines"."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..checks import check_block_size, check_int, check_qkv, check_share
+from ..layout import Layout
+from ..patterns import bigbird_pattern, streaming_pattern
+from .attend import check_backend, float64
+from .blocks import block_lists, prefill_result
+from .sample import merge, sample_scores
+
+Array = npt.NDArray[Any]
+MINFERENCE_ROWS = 64
+
+
+def minference_select(
+    queries: npt.ArrayLike,
+    keys: npt.ArrayLike,
+    *,
+    vertical_tokens: int = 1000,
+    slash_tokens: int = 6096,
+    block_size: int = 64,
+    scale: float | None = None,
+) -> Array:
+    """(sample.12) the best columns and bins of the last 64 rows, as many as the budgets pay for: block lists."""
+    q, k = float64(queries), float64(keys)
+    layout = Layout(q.shape[2], k.shape[2], 1, block_size, MINFERENCE_ROWS)
+    column, slash = sample_scores(q, k, chunks=1, block_size=block_size, scale=scale, rows=MINFERENCE_ROWS)
+    budgets = (-(-tokens // block_size) for tokens in (vertical_tokens, slash_tokens))
+    column_kept, slash_kept = (best(scores, n) for scores, n in zip((column, slash), budgets, strict=True))
+    return block_lists(merge(column_kept, slash_kept, layout))
+
+
+def best(scores: Array, count: int) -> Array:
+    """The ``count`` largest of ``scores (..., Nk)``, bool; ties go to the lower index."""
+    order = np.argsort(-scores, axis=-1, kind="stable")[..., :count]
+    kept = np.zeros(scores.shape, dtype=bool)
+    np.put_along_axis(kept, order, True, axis=-1)
+    return kept
+
+
+def minference_attention(
+    queries: npt.ArrayLike,
+    keys: npt.ArrayLike,
+    values: npt.ArrayLike,
+    *,
+    vertical_tokens: int = 1000,
+    slash_tokens: int = 6096,
+    block_size: int = 64,
+    scale: float | None = None,
+    backend: str = "auto",
+    return_stats: bool | str = False,
+) -> Any:
+    """Vertical-slash attention with fixed budgets (MInference), at block granularity."""
+    check_backend(backend)
+    q, k, v = float64(queries), float64(keys), float64(values)
+    n = check_qkv(q, k, v)
+    check_int("vertical_tokens", vertical_tokens, 1)
+    check_int("slash_tokens", slash_tokens, 1)
+    check_block_size(block_size)
+    blocks = minference_select(
+        q, k, vertical_tokens=vertical_tokens, slash_tokens=slash_tokens, block_size=block_size, scale=scale
+    )
+    layout = Layout(n.L, n.S, 1, block_size, MINFERENCE_ROWS)
+    return prefill_result((q, k, v), blocks, layout, scale=scale, return_stats=return_stats)
+
+
+def bigbird_attention(
+    queries: npt.ArrayLike,
+    keys: npt.ArrayLike,
+    values: npt.ArrayLike,
+    *,
+    window: float = 0.08,
+    global_share: float = 0.08,
+    random_blocks: int = 1,
+    block_size: int = 64,
+    scale: float | None = None,
+    backend: str = "auto",
+    return_stats: bool | str = False,
+) -> Any:
+    """A window and the first keys, both shares of S, and random blocks (BigBird)."""
+    check_backend(backend)
+    q, k, v = float64(queries), float64(keys), float64(values)
+    n = check_qkv(q, k, v)
+    check_share("window", window)
+    check_share("global_share", global_share)
+    check_int("random_blocks", random_blocks, 0)
+    check_block_size(block_size)
+    layout = Layout(n.L, n.S, 1, block_size, rows=0)
+    pattern = bigbird_pattern(layout, window=window, global_share=global_share, random_blocks=random_blocks)
+    return _static((q, k, v), pattern, layout, scale, return_stats)
+
+
+def streaming_prefill_attention(
+    queries: npt.ArrayLike,
+    keys: npt.ArrayLike,
+    values: npt.ArrayLike,
+    *,
+    sink_tokens: int = 4,
+    window: float = 0.08,
+    block_size: int = 64,
+    scale: float | None = None,
+    backend: str = "auto",
+    return_stats: bool | str = False,
+) -> Any:
+    """The first tokens and a window that is a share of S (StreamingLLM for prefill)."""
+    check_backend(backend)
+    q, k, v = float64(queries), float64(keys), float64(values)
+    n = check_qkv(q, k, v)
+    check_int("sink_tokens", sink_tokens, 0)
+    check_share("window", window)
+    check_block_size(block_size)
+    layout = Layout(n.L, n.S, 1, block_size, rows=0)
+    pattern = streaming_pattern(layout, sink_tokens=sink_tokens, window=window)
+    return _static((q, k, v), pattern, layout, scale, return_stats)
+
+
+def _static(
+    qkv: tuple[Array, Array, Array], pattern: Array, layout: Layout, scale: float | None, return_stats: bool | str
+) -> Any:
+    """Attention over the same blocks for every head; nothing is sampled."""
+    blocks = block_lists(np.broadcast_to(pattern, (*qkv[0].shape[:2], *pattern.shape)))
+    return prefill_result(qkv, blocks, layout, scale=scale, return_stats=return_stats)

@@ -1,0 +1,152 @@
+"""SampleAttention: docs/spec/sample.md, equations (sample.1) to (sample.9)."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..checks import check_qkv, check_sample
+from ..layout import Layout
+from .attend import check_backend, dense_attention, float64, logits, softmax_lse
+from .blocks import block_lists, prefill_result
+
+Array = npt.NDArray[Any]
+
+
+class SampleSelection(NamedTuple):
+    """What the two stages of SampleAttention decide; C regions, R row blocks, ``Nk = ceil(S / block_size)`` key blocks.
+
+    Attributes:
+        blocks: ``(B, Hq, R, N)`` int32 key blocks that each row block attends.
+        column, slash: ``(B, Hq, C, Nk)`` attention mass of the sample by key block and by offset bin.
+        column_kept, slash_kept: the same shape, bool.
+    """
+
+    blocks: Array
+    column: Array
+    slash: Array
+    column_kept: Array
+    slash_kept: Array
+
+
+def sample_select(
+    queries: npt.ArrayLike,
+    keys: npt.ArrayLike,
+    *,
+    alpha_column: float = 0.95,
+    alpha_slash: float = 0.95,
+    chunks: int = 1,
+    block_size: int = 128,
+    scale: float | None = None,
+) -> SampleSelection:
+    """Choose the key blocks of every row block from the attention of a few query rows per region."""
+    q, k = float64(queries), float64(keys)
+    n = check_qkv(q, k, k)
+    check_sample(alpha_column, alpha_slash, chunks, block_size)
+    layout = Layout(n.L, n.S, chunks, block_size)
+    column, slash = sample_scores(q, k, chunks=chunks, block_size=block_size, scale=scale)
+    column_kept, slash_kept = keep(column, alpha_column), keep(slash, alpha_slash)
+    mask = merge(column_kept, slash_kept, layout)
+    # (sample.7) sampled rows are attended in full
+    for block in layout.sampled_blocks:
+        mask[:, :, block - layout.first_block, : block + 1] = True
+    return SampleSelection(block_lists(mask), column, slash, column_kept, slash_kept)
+
+
+def sample_scores(
+    queries: npt.ArrayLike,
+    keys: npt.ArrayLike,
+    *,
+    chunks: int = 1,
+    block_size: int = 128,
+    scale: float | None = None,
+    rows: int | None = None,
+) -> tuple[Array, Array]:
+    """Attention mass of each region's sample by key block and by offset bin: two ``(B, Hq, C, Nk)``.
+
+    Args:
+        rows: query rows sampled per region; None means ``block_size``.
+    """
+    q, k = float64(queries), float64(keys)
+    B, Hq, L, D = q.shape
+    S = k.shape[2]
+    layout = Layout(L, S, chunks, block_size, rows)
+    column = np.zeros((B, Hq, len(layout.regions), layout.key_blocks))
+    slash = np.zeros_like(column)
+    key = np.arange(S)
+    for c, region in enumerate(layout.regions):
+        start, stop = region.sample
+        offset = np.arange(S - L + start, S - L + stop)[:, None] - key
+        # (sample.3) the sample's attention
+        exact = logits(q[:, :, start:stop], k, D**-0.5 if scale is None else scale)
+        weights = softmax_lse(exact, np.broadcast_to(offset >= 0, exact.shape))[0].reshape(B, Hq, stop - start, S)
+        # (sample.4) by key block, (sample.5) by offset
+        for block in range(layout.key_blocks):
+            column[:, :, c, block] = weights[..., key // block_size == block].sum(axis=(2, 3))
+            slash[:, :, c, block] = (weights * (offset // block_size == block)).sum(axis=(2, 3))
+    return column, slash
+
+
+def keep(scores: Array, alpha: float) -> Array:
+    """(sample.6) the fewest of the largest ``scores (..., Nk)`` whose share of their sum reaches ``alpha - 1e-6``."""
+    order = np.argsort(-scores, axis=-1, kind="stable")
+    share = np.cumsum(np.take_along_axis(scores, order, axis=-1), axis=-1) / scores.sum(axis=-1, keepdims=True)
+    # The first is always needed; every other one is if those before it fall short.
+    short = np.concatenate([np.ones_like(share[..., :1]), share[..., :-1] < alpha - 1e-6], axis=-1).astype(bool)
+    kept = np.zeros(scores.shape, dtype=bool)
+    np.put_along_axis(kept, order, short, axis=-1)
+    return kept
+
+
+def merge(column_kept: Array, slash_kept: Array, layout: Layout) -> Array:
+    """(sample.7) kept columns and bins, extended over each region's row blocks: bool ``(B, Hq, R, Nk)``."""
+    B, Hq, _, key_blocks = column_kept.shape
+    mask = np.zeros((B, Hq, layout.row_blocks, key_blocks), dtype=bool)
+    for index, c in enumerate(layout.region_of):
+        row_block = layout.first_block + index
+        for block in range(row_block + 1):
+            away = row_block - block
+            kept = column_kept[:, :, c, block] | slash_kept[:, :, c, away]
+            if away > 0:
+                kept |= slash_kept[:, :, c, away - 1]
+            mask[:, :, index, block] = True if block in (0, row_block) else kept
+    return mask
+
+
+def sample_attention(
+    queries: npt.ArrayLike,
+    keys: npt.ArrayLike,
+    values: npt.ArrayLike,
+    *,
+    alpha_column: float = 0.95,
+    alpha_slash: float = 0.95,
+    chunks: int = 1,
+    block_size: int = 128,
+    scale: float | None = None,
+    backend: str = "auto",
+    return_stats: bool | str = False,
+) -> Any:
+    """Prefill of ``L`` queries by SampleAttention; dense where an alpha is 1 or every row block holds a sampled row.
+
+    Returns:
+        ``out (B, Hq, L, D)`` float64; with ``return_stats`` also a `Stats`.
+    """
+    check_backend(backend)
+    q, k, v = float64(queries), float64(keys), float64(values)
+    n = check_qkv(q, k, v)
+    check_sample(alpha_column, alpha_slash, chunks, block_size)
+    layout = Layout(n.L, n.S, chunks, block_size)
+    if alpha_column >= 1 or alpha_slash >= 1 or layout.everything:
+        return dense_attention(q, k, v, scale=scale, return_stats=return_stats)
+    blocks = sample_select(
+        q,
+        k,
+        alpha_column=alpha_column,
+        alpha_slash=alpha_slash,
+        chunks=chunks,
+        block_size=block_size,
+        scale=scale,
+    ).blocks
+    return prefill_result((q, k, v), blocks, layout, scale=scale, return_stats=return_stats)
