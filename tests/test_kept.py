@@ -1,0 +1,78 @@
+"""Block lists from scores in MLX's array operations, compared with the oracle's."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_sparse import kept
+from mlx_sparse.layout import Layout
+from mlx_sparse.oracle import blocks as oracle_blocks
+from mlx_sparse.oracle import prefill as oracle_prefill
+from mlx_sparse.oracle import sample as oracle_sample
+
+LAYOUTS = [
+    Layout(300, 300, 1, 32),
+    Layout(300, 300, 4, 32),
+    Layout(100, 333, 2, 32),
+    Layout(65, 700, 6, 64),
+    Layout(1000, 1000, 3, 128),
+    Layout(1, 129, 1, 128),
+]
+
+
+def scores(shape: tuple[int, ...], seed: int, *, ties: bool) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    # Quarters add up exactly, in float32 as in float64: what both keep does not hang on rounding.
+    return (
+        rng.integers(0, 4, shape) / 4 + 0.25
+        if ties
+        else rng.permuted(np.arange(1, 1 + np.prod(shape))).reshape(shape) / 4
+    )
+
+
+@pytest.mark.parametrize("ties", [False, True], ids=["distinct", "ties"])
+@pytest.mark.parametrize("alpha", [1e-3, 0.3, 0.5, 0.8, 0.95, 0.999])
+def test_keep_is_the_oracles(alpha: float, ties: bool) -> None:
+    for n in (1, 2, 7, 40):
+        x = scores((2, 3, 2, n), n, ties=ties)
+        got = kept.keep(mx.array(x.astype(np.float32)), alpha)
+        np.testing.assert_array_equal(np.array(got), oracle_sample.keep(x, alpha))
+
+
+@pytest.mark.parametrize("ties", [False, True], ids=["distinct", "ties"])
+@pytest.mark.parametrize("count", [1, 5, 40, 1000])
+def test_best_is_the_oracles(count: int, ties: bool) -> None:
+    x = scores((2, 3, 1, 40), count, ties=ties)
+    np.testing.assert_array_equal(
+        np.array(kept.best(mx.array(x.astype(np.float32)), count)), oracle_prefill.best(x, count)
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("density", [0.0, 0.1, 0.6, 1.0])
+def test_lists_are_the_oracles(layout: Layout, density: float) -> None:
+    rng = np.random.default_rng(0)
+    flags = [rng.random((2, 3, len(layout.regions), layout.key_blocks)) < density for _ in range(2)]
+    mask = oracle_sample.merge(*flags, layout)
+    merged = kept.merge(*map(mx.array, flags), layout, sampled_in_full=False)
+    np.testing.assert_array_equal(np.array(merged), mask)
+    for block in layout.sampled_blocks:
+        mask[:, :, block - layout.first_block, : block + 1] = True
+    merged = kept.merge(*map(mx.array, flags), layout, sampled_in_full=True)
+    expected = oracle_blocks.block_lists(mask)
+    np.testing.assert_array_equal(np.array(kept.block_lists(merged)), expected)
+    wide = np.array(kept.block_lists(merged, layout.key_blocks + 3))
+    np.testing.assert_array_equal(wide[..., : expected.shape[-1]], expected)
+    assert (wide[..., expected.shape[-1] :] == -1).all()
+
+
+def test_a_width_makes_lists_without_waiting() -> None:
+    """Nothing is evaluated: the arrays go in as a graph and come out as one."""
+    layout = LAYOUTS[1]
+    column = mx.random.uniform(shape=(1, 2, 4, layout.key_blocks))
+    lists = kept.select(column, column, layout, alpha_column=0.5, alpha_slash=0.5, width=layout.key_blocks)
+    assert lists.shape == (1, 2, layout.row_blocks, layout.key_blocks)
+    traced = mx.compile(
+        lambda x: kept.select(x, x, layout, alpha_column=0.5, alpha_slash=0.5, width=layout.key_blocks)
+    )  # compiling refuses whatever needs a value
+    assert mx.array_equal(traced(column), lists)
