@@ -12,9 +12,9 @@ from .baselines import (
     oracle_top_k_attention,
     streaming_attention,
 )
-from .blocks import attend_blocks
+from .blocks import attend_blocks, block_lists, block_mask
 from .prefill import bigbird_attention, minference_attention, streaming_prefill_attention
-from .sample import SampleSelection, sample_attention, sample_scores, sample_select
+from .sample import SampleSelection, keep, merge, sample_attention, sample_scores, sample_select
 from .select import top_k_select, valid_keys
 from .sparq import SparQSelection, sparq_attention, sparq_select
 
@@ -24,10 +24,14 @@ __all__ = [
     "attend_blocks",
     "attend_indices",
     "bigbird_attention",
+    "block_lists",
+    "block_mask",
     "dense_attention",
     "flexgen_attention",
     "h2o_attention",
     "h2o_scores",
+    "keep",
+    "merge",
     "minference_attention",
     "oracle_top_k_attention",
     "sample_attention",
