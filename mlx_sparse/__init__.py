@@ -1,19 +1,25 @@
 """Sparse attention for long-context language models on MLX.
 
-Functions on arrays: `sparq_attention` and the baselines. Models: `enable`, `disable`, `sparse`, `report`.
-Names are imported on first use: importing this package imports neither mlx nor mlx_lm.
+Functions on arrays: `sparq_attention`, `sample_attention` and the baselines. Models: `enable`, `disable`, `sparse`,
+`report`. Names are imported on first use: importing this package imports neither mlx nor mlx_lm.
 """
 
 TYPE_CHECKING = False  # typing itself would cost every Python start 10 ms: the start-up hook imports this file
 if TYPE_CHECKING:
+    from .api import attend_blocks as attend_blocks
     from .api import attend_indices as attend_indices
+    from .api import bigbird_attention as bigbird_attention
     from .api import dense_attention as dense_attention
     from .api import flexgen_attention as flexgen_attention
     from .api import h2o_attention as h2o_attention
     from .api import h2o_scores as h2o_scores
+    from .api import minference_attention as minference_attention
     from .api import oracle_top_k_attention as oracle_top_k_attention
+    from .api import sample_attention as sample_attention
+    from .api import sample_select as sample_select
     from .api import sparq_attention as sparq_attention
     from .api import streaming_attention as streaming_attention
+    from .api import streaming_prefill_attention as streaming_prefill_attention
     from .checks import ArtefactError as ArtefactError
     from .checks import BackendUnavailable as BackendUnavailable
     from .checks import ConfigError as ConfigError
@@ -30,8 +36,9 @@ __version__ = "0.1.0"
 _HOMES = {
     "checks": "ArtefactError BackendUnavailable ConfigError ShapeError SparseAttentionError",
     "stats": "Stats",
-    "api": "attend_indices dense_attention flexgen_attention h2o_attention h2o_scores oracle_top_k_attention "
-    "sparq_attention streaming_attention",
+    "api": "attend_blocks attend_indices bigbird_attention dense_attention flexgen_attention h2o_attention h2o_scores "
+    "minference_attention oracle_top_k_attention sample_attention sample_select sparq_attention streaming_attention "
+    "streaming_prefill_attention",
     "lm": "disable enable report sparse",
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 BLOCK_SIZES = (32, 64, 128)
+MINFERENCE_ROWS = 64  # query rows that MInference samples
 
 
 @dataclass(frozen=True)

@@ -1,94 +1,23 @@
-"""The public functions on MLX arrays: arguments are checked here, then the backend's function runs.
-
-Shapes: ``queries (B, Hq, L, D)``, ``keys`` and ``values (B, Hkv, S, D)`` with the current tokens included; query i of L
-sits at position ``S - L + i``; ``left_padding (B,)`` int is the first valid key of each row. Every function returns
-``out (B, Hq, L, D)`` in the type of ``queries`` and, with ``return_stats=True``, a `Stats`; ``return_stats="mass"``
-also measures the retained attention mass, which costs one dense pass over the keys. Decode methods attend densely when
-there is more than one query (``L > 1``) or nothing to leave out.
-
-All raise `ShapeError` for arrays that do not fit together, `ConfigError` for parameters out of range and
-`BackendUnavailable` for a backend that cannot run here.
-"""
+"""Dense attention and the decode methods."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import mlx.core as mx
 
-from . import registry, stats
-from .checks import (
+from .. import registry, stats
+from ..checks import (
     ShapeError,
     check_choice,
     check_decode_step,
     check_int,
     check_local_window,
-    check_qkv,
     check_rank,
     check_shape,
 )
-from .stats import Stats
-
-
-class _Call:
-    """One checked call: its arrays, sizes and backend, and what to do once the parameters are checked too."""
-
-    def __init__(
-        self,
-        function: str,
-        queries: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        *,
-        scale: float | None,
-        left_padding: Any,
-        backend: str,
-        return_stats: bool | str = False,
-    ) -> None:
-        self.sizes = check_qkv(queries, keys, values)
-        check_choice("return_stats", return_stats, (False, True, "mass"))
-        self.arrays = (queries, keys, values)
-        self.left_padding = None if left_padding is None else mx.array(left_padding)
-        check_shape("left_padding", self.left_padding, (self.sizes.B,))
-        if self.left_padding is not None:
-            _check_integers("left_padding", self.left_padding)
-            self.left_padding = mx.clip(self.left_padding, 0, self.sizes.S)
-        self.scale = float(self.sizes.D**-0.5 if scale is None else scale)
-        self.backend = registry.resolve(backend, function, D=self.sizes.D, G=self.sizes.G)
-        self.return_stats = return_stats
-
-    def run(self, function: str, **parameters: Any) -> Any:
-        """Call ``function`` of the backend."""
-        implementation = registry.load(function, self.backend)
-        return implementation(*self.arrays, scale=self.scale, left_padding=self.left_padding, **parameters)
-
-    def dense(self) -> Any:
-        out = self.run("dense")
-        if not self.return_stats:
-            return out
-        n = self.sizes
-        moved = stats.dense_elements(n.S, n.D)
-        return out, Stats(moved, moved, 1.0, mx.ones((n.B, n.Hq, n.L)) if self.return_stats == "mass" else None)
-
-    def decode(self, method: str, count: Callable[..., int], attended: int, **parameters: Any) -> Any:
-        """One step of ``method``, which attends ``attended`` keys and moves ``count`` elements; dense if it is all."""
-        if self.sizes.L > 1 or self.sizes.S <= attended:
-            return self.dense()
-        out, lse = self.run(method, **parameters)
-        return (out, self.record(lse, count, attended)) if self.return_stats else out
-
-    def record(self, lse: mx.array, count: Callable[..., int], top_k: int) -> Stats:
-        n = self.sizes
-        mass = None
-        if self.return_stats == "mass":
-            dense_lse = registry.load("dense_lse", self.backend)
-            queries, keys, _ = self.arrays
-            dense = dense_lse(queries, keys, scale=self.scale, left_padding=self.left_padding)
-            # A row with no valid key has lost nothing.
-            mass = mx.where(dense == -mx.inf, 1.0, mx.exp(lse - dense))
-        return Stats(count(n.S, n.D, top_k=top_k), stats.dense_elements(n.S, n.D), min(top_k, n.S) / n.S, mass)
+from .call import Call, check_integers
 
 
 def attend_indices(
@@ -108,12 +37,12 @@ def attend_indices(
     Returns:
         ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)``; 0 and -inf where every slot is empty.
     """
-    call = _Call("attend_indices", queries, keys, values, scale=scale, left_padding=None, backend=backend)
+    call = Call("attend_indices", queries, keys, values, scale=scale, left_padding=None, backend=backend)
     n = call.sizes
     check_decode_step(n, "attend_indices")
     if len(indices.shape) != 3 or tuple(indices.shape[:2]) != (n.B, n.Hkv):
         raise ShapeError(f"indices: expected shape (B={n.B}, Hkv={n.Hkv}, N), got {tuple(indices.shape)}.")
-    _check_integers("indices", indices)
+    check_integers("indices", indices)
     run = registry.load("attend_indices", call.backend)
     result: tuple[mx.array, mx.array] = run(queries, keys, values, indices, scale=call.scale)
     return result
@@ -130,7 +59,7 @@ def dense_attention(
     return_stats: bool | str = False,
 ) -> Any:
     """Causal attention over all valid keys: the baseline."""
-    call = _Call(
+    call = Call(
         "dense",
         queries,
         keys,
@@ -176,7 +105,7 @@ def sparq_attention(
             With the `metal` backend slices of larger buffers are copied on every call; a cache passes whole buffers.
         value_mean: ``(B, Hkv, D)`` mean of the valid values, the current one included; computed when absent.
     """
-    call = _Call(
+    call = Call(
         "sparq",
         queries,
         keys,
@@ -229,7 +158,7 @@ def streaming_attention(
     return_stats: bool | str = False,
 ) -> Any:
     """Attend the first ``sink_tokens`` and the last ``recent_tokens`` valid keys; positions stay as they are."""
-    call = _Call(
+    call = Call(
         "streaming",
         queries,
         keys,
@@ -259,7 +188,7 @@ def oracle_top_k_attention(
     return_stats: bool | str = False,
 ) -> Any:
     """Attend the ``top_k`` keys that the exact scores choose: a bound on what SparQ can keep, not a saving."""
-    call = _Call(
+    call = Call(
         "oracle_top_k",
         queries,
         keys,
@@ -289,7 +218,7 @@ def flexgen_attention(
     return_stats: bool | str = False,
 ) -> Any:
     """Softmax over all keys, values of the ``top_k`` largest group-summed weights, not renormalised."""
-    call = _Call(
+    call = Call(
         "flexgen",
         queries,
         keys,
@@ -315,7 +244,7 @@ def h2o_scores(
 
     What `h2o_attention` starts from after a dense prompt. Holds ``Hq * L * S`` float32 scores.
     """
-    call = _Call("h2o_scores", queries, keys, keys, scale=scale, left_padding=left_padding, backend=backend)
+    call = Call("h2o_scores", queries, keys, keys, scale=scale, left_padding=left_padding, backend=backend)
     run = registry.load("h2o_scores", call.backend)
     scores: mx.array = run(queries, keys, scale=call.scale, left_padding=call.left_padding)
     return scores
@@ -342,7 +271,7 @@ def h2o_attention(
     Returns:
         ``out, scores``; with ``return_stats`` also a `Stats`. The new scores hold -inf for what this step evicted.
     """
-    call = _Call(
+    call = Call(
         "h2o",
         queries,
         keys,
@@ -359,9 +288,3 @@ def h2o_attention(
     check_shape("scores", scores, (n.B, n.Hkv, n.S))
     out, lse, updated = call.run("h2o", scores=scores, top_k=top_k, local_window=window)
     return (out, updated, call.record(lse, stats.h2o_elements, top_k)) if return_stats else (out, updated)
-
-
-def _check_integers(name: str, array: mx.array) -> None:
-    """Raise `ShapeError` unless ``array`` holds integers."""
-    if not mx.issubdtype(array.dtype, mx.integer):
-        raise ShapeError(f"{name}: expected integers, got {array.dtype}.")

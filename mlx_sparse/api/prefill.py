@@ -1,0 +1,205 @@
+"""Prefill methods: docs/spec/sample.md.
+
+Every row block of ``block_size`` queries attends the key blocks that a method selects for it, per query head. Blocks
+count from position 0, so that pieces of a prompt after a cached prefix (``L < S``) have the same ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+
+from .. import registry
+from ..checks import ShapeError, check_block_size, check_int, check_sample, check_share
+from ..layout import MINFERENCE_ROWS, Layout
+from .call import Call, check_integers
+
+
+def attend_blocks(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    blocks: mx.array,
+    *,
+    block_size: int,
+    scale: float | None = None,
+    backend: str = "auto",
+) -> tuple[mx.array, mx.array]:
+    """Exact causal attention of every query over the listed key blocks of its row block (sample.8).
+
+    Args:
+        blocks: ``(B, Hq, R, N)`` int32, R the row blocks that hold a query; ascending; ``-1``, or any number that is no
+            block's, = empty slot.
+
+    Returns:
+        ``out (B, Hq, L, D)`` and float32 ``lse (B, Hq, L)``; 0 and -inf for queries with nothing to attend.
+    """
+    call = Call("attend_blocks", queries, keys, values, scale=scale, left_padding=None, backend=backend)
+    n = call.sizes
+    check_block_size(block_size)
+    expected = (n.B, n.Hq, Layout(n.L, n.S, 1, block_size).row_blocks)
+    if len(blocks.shape) != 4 or tuple(blocks.shape[:3]) != expected:
+        raise ShapeError(f"blocks: expected shape (B, Hq, R, N) with {expected} first, got {tuple(blocks.shape)}.")
+    check_integers("blocks", blocks)
+    run = registry.load("attend_blocks", call.backend)
+    result: tuple[mx.array, mx.array] = run(
+        queries, keys, values, blocks.astype(mx.int32), block_size=block_size, scale=call.scale
+    )
+    return result
+
+
+def sample_select(
+    queries: mx.array,
+    keys: mx.array,
+    *,
+    alpha_column: float = 0.95,
+    alpha_slash: float = 0.95,
+    chunks: int = 1,
+    block_size: int = 128,
+    scale: float | None = None,
+    backend: str = "auto",
+) -> mx.array:
+    """The key blocks that SampleAttention attends (sample.1 to sample.7).
+
+    Returns:
+        ``(B, Hq, R, N)`` int32 for `attend_blocks`.
+    """
+    call = Call("sample_select", queries, keys, keys, scale=scale, left_padding=None, backend=backend)
+    check_sample(alpha_column, alpha_slash, chunks, block_size)
+    blocks: mx.array = registry.load("sample_select", call.backend)(
+        queries,
+        keys,
+        alpha_column=float(alpha_column),
+        alpha_slash=float(alpha_slash),
+        chunks=chunks,
+        block_size=block_size,
+        scale=call.scale,
+    )
+    return blocks
+
+
+def sample_attention(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    *,
+    alpha_column: float = 0.95,
+    alpha_slash: float = 0.95,
+    chunks: int = 1,
+    block_size: int = 128,
+    scale: float | None = None,
+    backend: str = "auto",
+    return_stats: bool | str = False,
+) -> Any:
+    """A prompt, or a piece of one, by SampleAttention (MLSys 2025, Algorithm 1).
+
+    Attention is dense where an alpha is 1 or every row block holds a sampled row, a piece of one block for example.
+
+    Args:
+        alpha_column, alpha_slash: share of the sample's attention mass that the kept key blocks, and the kept
+            distances, must each hold; above 0, at most 1.
+        chunks: regions of the queries with a sample of their own.
+        block_size: 32, 64 or 128 tokens.
+    """
+    call = Call(
+        "sample", queries, keys, values, scale=scale, left_padding=None, backend=backend, return_stats=return_stats
+    )
+    check_sample(alpha_column, alpha_slash, chunks, block_size)
+    layout = Layout(call.sizes.L, call.sizes.S, chunks, block_size)
+    if alpha_column >= 1 or alpha_slash >= 1 or layout.everything:
+        return call.dense()
+    return call.prefill(
+        "sample",
+        layout,
+        alpha_column=float(alpha_column),
+        alpha_slash=float(alpha_slash),
+        chunks=chunks,
+        block_size=block_size,
+    )
+
+
+def minference_attention(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    *,
+    vertical_tokens: int = 1000,
+    slash_tokens: int = 6096,
+    block_size: int = 64,
+    scale: float | None = None,
+    backend: str = "auto",
+    return_stats: bool | str = False,
+) -> Any:
+    """Vertical-slash attention with fixed budgets (MInference), at block granularity (sample.12)."""
+    call = Call(
+        "minference", queries, keys, values, scale=scale, left_padding=None, backend=backend, return_stats=return_stats
+    )
+    check_int("vertical_tokens", vertical_tokens, 1)
+    check_int("slash_tokens", slash_tokens, 1)
+    check_block_size(block_size)
+    layout = Layout(call.sizes.L, call.sizes.S, 1, block_size, MINFERENCE_ROWS)
+    return call.prefill(
+        "minference", layout, vertical_tokens=vertical_tokens, slash_tokens=slash_tokens, block_size=block_size
+    )
+
+
+def bigbird_attention(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    *,
+    window: float = 0.08,
+    global_share: float = 0.08,
+    random_blocks: int = 1,
+    block_size: int = 64,
+    scale: float | None = None,
+    backend: str = "auto",
+    return_stats: bool | str = False,
+) -> Any:
+    """A window and the first keys, both shares of S, and random blocks (BigBird; sample.13)."""
+    call = Call(
+        "bigbird", queries, keys, values, scale=scale, left_padding=None, backend=backend, return_stats=return_stats
+    )
+    check_share("window", window)
+    check_share("global_share", global_share)
+    check_int("random_blocks", random_blocks, 0)
+    check_block_size(block_size)
+    return call.prefill(
+        "bigbird",
+        Layout(call.sizes.L, call.sizes.S, 1, block_size, rows=0),
+        window=window,
+        global_share=global_share,
+        random_blocks=random_blocks,
+        block_size=block_size,
+    )
+
+
+def streaming_prefill_attention(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    *,
+    sink_tokens: int = 4,
+    window: float = 0.08,
+    block_size: int = 64,
+    scale: float | None = None,
+    backend: str = "auto",
+    return_stats: bool | str = False,
+) -> Any:
+    """The first keys and a window that is a share of S (StreamingLLM for prompts; sample.14)."""
+    call = Call(
+        "streaming_prefill",
+        queries,
+        keys,
+        values,
+        scale=scale,
+        left_padding=None,
+        backend=backend,
+        return_stats=return_stats,
+    )
+    check_int("sink_tokens", sink_tokens, 0)
+    check_share("window", window)
+    check_block_size(block_size)
+    layout = Layout(call.sizes.L, call.sizes.S, 1, block_size, rows=0)
+    return call.prefill("streaming_prefill", layout, sink_tokens=sink_tokens, window=window, block_size=block_size)
