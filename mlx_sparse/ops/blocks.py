@@ -1,0 +1,129 @@
+"""Attend over lists of key blocks, shared by every prefill method: docs/spec/sample.md, (sample.8).
+
+Row blocks whose lists are equally long are packed into one batch: nothing is padded, and nothing but the diagonal block
+needs a mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from ..layout import Layout
+
+Array = npt.NDArray[Any]
+
+# Scores in flight: a batch is cut so that its own stay below this.
+MOST_SCORES = 1 << 22
+
+
+def attend_blocks(
+    queries: mx.array, keys: mx.array, values: mx.array, blocks: mx.array, *, block_size: int, scale: float
+) -> tuple[mx.array, mx.array]:
+    """Exact causal attention of every query over the listed key blocks of its row block. Waits for ``blocks``.
+
+    Args:
+        queries: ``(B, Hq, L, D)``.
+        keys, values: ``(B, Hkv, S, D)``.
+        blocks: ``(B, Hq, R, N)`` int32; ``-1``, or any number that is no block's, = empty slot.
+
+    Returns:
+        ``out (B, Hq, L, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, L)``; 0 and -inf for queries with
+        nothing to attend.
+    """
+    B, Hq, L, D = queries.shape
+    S = keys.shape[2]
+    layout = Layout(L, S, 1, block_size)
+    R = layout.row_blocks
+    lead, tail = (S - L) % block_size, -S % block_size
+    rows = _in_blocks(queries, lead, tail, block_size).reshape(B * Hq * R, block_size, D)
+    keys, values = (_in_blocks(array, 0, tail, block_size) for array in (keys, values))
+    # In float32, except in MLX's kernels for GPUs, whose sums are in float32 anyway.
+    fused = mx.default_device() != mx.Device(mx.cpu)
+
+    order, outs, lses = [], [], []
+    for items, listed, diagonal in _batches(np.array(blocks), layout):
+        order.append(items)
+        if listed.shape[1] == 0:
+            outs.append(mx.zeros((len(items), block_size, D), queries.dtype))
+            lses.append(mx.full((len(items), block_size), -mx.inf))
+            continue
+        b, h = (mx.array(axis[:, None]) for axis in np.divmod(items // R, Hq))
+        at = (b, h // (Hq // keys.shape[1]), mx.array(listed))
+        q, (k, v) = rows[mx.array(items)], (array[at].reshape(len(items), -1, D) for array in (keys, values))
+        outs.append((_fused if fused else _plain)(q, k, v, scale, diagonal).astype(queries.dtype))
+        lses.append(_lse(q, k, scale, diagonal))
+    back = mx.array(np.argsort(np.concatenate(order)))
+
+    def gather(parts: list[mx.array], *tail_shape: int) -> mx.array:
+        whole = mx.concatenate(parts)[back].reshape(B, Hq, R * block_size, *tail_shape)
+        return whole[:, :, lead : lead + L]
+
+    return gather(outs, D), gather(lses)
+
+
+def causal_scores(queries: mx.array, keys: mx.array) -> mx.array:
+    """``queries @ keys^T`` ``(..., n, N)`` of queries that are the last n of N positions; -inf above the diagonal."""
+    n, N = queries.shape[-2], keys.shape[-2]
+    causal = mx.arange(n) <= mx.arange(n)[:, None]
+    edge = mx.where(causal, queries @ keys[..., N - n :, :].swapaxes(-1, -2), -mx.inf)
+    if n == N:
+        return edge
+    return mx.concatenate([queries @ keys[..., : N - n, :].swapaxes(-1, -2), edge], axis=-1)
+
+
+def _in_blocks(array: mx.array, lead: int, tail: int, block_size: int) -> mx.array:
+    """``(B, H, length, D)`` as whole blocks ``(B, H, blocks, block_size, D)``: zeros before and behind."""
+    B, H, _, D = array.shape
+    if lead or tail:
+        array = mx.pad(array, [(0, 0), (0, 0), (lead, tail), (0, 0)])
+    return array.reshape(B, H, -1, block_size, D)
+
+
+def _batches(blocks: Array, layout: Layout) -> Iterator[tuple[Array, Array, bool]]:
+    """Row blocks whose lists are equally long and agree on whether they hold the diagonal, some at a time.
+
+    Yields:
+        Row blocks ``(M,)`` of all heads, counted through; ascending key blocks ``(M, n)``; whether the last is the
+        diagonal.
+    """
+    row_block = np.tile(np.arange(layout.first_block, layout.key_blocks), blocks.shape[0] * blocks.shape[1])
+    lists = blocks.reshape(len(row_block), -1)
+    # By way of a mask a list may come in any order and name a block twice; a last column takes what is no block's.
+    mask = np.zeros((len(row_block), layout.key_blocks + 1), dtype=bool)
+    causal = (lists >= 0) & (lists <= row_block[:, None])
+    mask[np.arange(len(lists))[:, None], np.where(causal, lists, layout.key_blocks)] = True
+    mask = mask[:, : layout.key_blocks]
+    count, diagonal = mask.sum(axis=1), mask[np.arange(len(mask)), row_block]
+    for n, with_diagonal in sorted(set(zip(count.tolist(), diagonal.tolist(), strict=True))):
+        items = np.flatnonzero((count == n) & (diagonal == with_diagonal))
+        listed = np.nonzero(mask[items])[1].reshape(len(items), n).astype(np.int32)
+        most = max(1, MOST_SCORES // max(1, n * layout.block_size**2))
+        for start in range(0, len(items), most):
+            yield items[start : start + most], listed[start : start + most], with_diagonal
+
+
+def _fused(queries: mx.array, keys: mx.array, values: mx.array, scale: float, diagonal: bool) -> mx.array:
+    """A batch by MLX's own kernel: packed as they are, the last query may attend the last key."""
+    q, k, v = (array[:, None] for array in (queries, keys, values))
+    mask = "causal" if diagonal else None
+    return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask)[:, 0]
+
+
+def _plain(queries: mx.array, keys: mx.array, values: mx.array, scale: float, diagonal: bool) -> mx.array:
+    """A batch by float32 products, which on a CPU are faster than products in 16 bits."""
+    return mx.softmax(_scores(queries, keys, scale, diagonal), axis=-1) @ values.astype(mx.float32)
+
+
+def _lse(queries: mx.array, keys: mx.array, scale: float, diagonal: bool) -> mx.array:
+    """A graph of its own, so that nobody who does not ask for it pays."""
+    return mx.logsumexp(_scores(queries, keys, scale, diagonal), axis=-1)
+
+
+def _scores(queries: mx.array, keys: mx.array, scale: float, diagonal: bool) -> mx.array:
+    q, k = queries.astype(mx.float32) * scale, keys.astype(mx.float32)
+    return causal_scores(q, k) if diagonal else q @ k.swapaxes(-1, -2)

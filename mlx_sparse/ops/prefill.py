@@ -1,0 +1,73 @@
+"""The prefill baselines: docs/spec/sample.md, section "Baselines"."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+
+from .. import kept
+from ..layout import MINFERENCE_ROWS, Layout
+from ..patterns import Pattern, bigbird_pattern, streaming_pattern
+from .blocks import attend_blocks
+from .sample import sample_scores
+
+
+def minference_attention(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    *,
+    vertical_tokens: int,
+    slash_tokens: int,
+    block_size: int,
+    scale: float,
+) -> tuple[mx.array, mx.array, mx.array]:
+    """(sample.12) the best columns and bins of the last rows: ``out``, ``lse`` and the blocks as `sample_attention`."""
+    layout = Layout(queries.shape[2], keys.shape[2], 1, block_size, MINFERENCE_ROWS)
+    scores = sample_scores(queries, keys, chunks=1, block_size=block_size, scale=scale, rows=MINFERENCE_ROWS)
+    budgets = (-(-tokens // block_size) for tokens in (vertical_tokens, slash_tokens))
+    column_kept, slash_kept = (kept.best(side, count) for side, count in zip(scores, budgets, strict=True))
+    blocks = kept.block_lists(kept.merge(column_kept, slash_kept, layout, sampled_in_full=False))
+    return *attend_blocks(queries, keys, values, blocks, block_size=block_size, scale=scale), blocks
+
+
+def bigbird_attention(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    *,
+    window: float,
+    global_share: float,
+    random_blocks: int,
+    block_size: int,
+    scale: float,
+) -> tuple[mx.array, mx.array, mx.array]:
+    """(sample.13) a window, the first keys and random blocks: ``out``, ``lse`` and the blocks."""
+    layout = Layout(queries.shape[2], keys.shape[2], 1, block_size, rows=0)
+    pattern = bigbird_pattern(layout, window=window, global_share=global_share, random_blocks=random_blocks)
+    return _static(queries, keys, values, pattern, block_size, scale)
+
+
+def streaming_prefill_attention(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    *,
+    sink_tokens: int,
+    window: float,
+    block_size: int,
+    scale: float,
+) -> tuple[mx.array, mx.array, mx.array]:
+    """(sample.14) the first keys and a window: ``out``, ``lse`` and the blocks."""
+    layout = Layout(queries.shape[2], keys.shape[2], 1, block_size, rows=0)
+    pattern = streaming_pattern(layout, sink_tokens=sink_tokens, window=window)
+    return _static(queries, keys, values, pattern, block_size, scale)
+
+
+def _static(
+    queries: mx.array, keys: mx.array, values: mx.array, pattern: Pattern, block_size: int, scale: float
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Attention over the same blocks for every head."""
+    mask = mx.array(np.broadcast_to(pattern, (*queries.shape[:2], *pattern.shape)))
+    blocks = kept.block_lists(mask)
+    return *attend_blocks(queries, keys, values, blocks, block_size=block_size, scale=scale), blocks
