@@ -38,13 +38,13 @@ def markdown() -> str:
 
 def text() -> str:
     """The table for a terminal, with the reasons why a backend cannot run here below."""
-    lines = [f"{'method':<14}{'stage':<20}{'--attn':<8}" + "".join(f"{backend:<10}" for backend in BACKENDS)]
+    lines = [f"{'method':<19}{'stage':<20}{'--attn':<8}" + "".join(f"{backend:<10}" for backend in BACKENDS)]
     for row in rows():
         cells = [row["backends"].get(backend, "no") for backend in BACKENDS]
         cells = [cell if cell in ("yes", "no") else "not here" for cell in cells]
         served = "yes" if row["attn"] else "no"
         lines.append(
-            f"{row['method']:<14}{row['stage']:<20}{served:<8}" + "".join(f"{cell:<10}" for cell in cells).rstrip()
+            f"{row['method']:<19}{row['stage']:<20}{served:<8}" + "".join(f"{cell:<10}" for cell in cells).rstrip()
         )
     lines.append("")
     for name, what in BACKENDS.items():

@@ -1,0 +1,141 @@
+"""Configurations of the prefill methods: their text form, and settings by context."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_sparse.checks import ConfigError
+from mlx_sparse.config import (
+    CONFIGS,
+    SAMPLE_PAYS_FROM,
+    BigBird,
+    MethodConfig,
+    MInference,
+    Sample,
+    SampleRange,
+    SparQ,
+    StreamingPrefill,
+    load_toml,
+    parse,
+)
+
+counts = st.integers(min_value=1, max_value=10**9)
+shares = st.floats(min_value=0, max_value=1, exclude_min=True)
+sizes = st.sampled_from([32, 64, 128])
+ranges = st.lists(counts, unique=True, max_size=6).flatmap(
+    lambda ends: st.tuples(*(st.builds(SampleRange, st.just(end), shares, shares, counts) for end in sorted(ends)))
+)
+configs = st.one_of(
+    st.builds(
+        Sample,
+        alpha_column=shares,
+        alpha_slash=shares,
+        chunks=counts,
+        block_size=sizes,
+        dense_below=st.just("auto") | st.integers(min_value=0, max_value=10**9),
+        ranges=ranges,
+    ),
+    st.builds(MInference, vertical_tokens=counts, slash_tokens=counts, block_size=sizes),
+    st.builds(
+        BigBird,
+        window=shares,
+        global_share=shares,
+        random_blocks=st.integers(min_value=0, max_value=10**9),
+        block_size=sizes,
+    ),
+    st.builds(StreamingPrefill, sink_tokens=st.integers(min_value=0, max_value=10**9), window=shares, block_size=sizes),
+)
+
+TUNED = Sample(
+    ranges=(SampleRange(16384, 0.98, 0.9, 1), SampleRange(49152, 0.95, 0.95, 2), SampleRange(10**6, 0.8, 0.8, 4))
+)
+
+
+@given(configs)
+def test_printed_configurations_parse_to_themselves(config: MethodConfig) -> None:
+    assert parse(str(config)) == (config,)
+
+
+@pytest.mark.parametrize(
+    ("S", "expected"),
+    [
+        (1, Sample(alpha_column=0.98, alpha_slash=0.9)),
+        (16383, Sample(alpha_column=0.98, alpha_slash=0.9)),
+        (16384, Sample(chunks=2)),
+        (999_999, Sample(alpha_column=0.8, alpha_slash=0.8, chunks=4)),
+        (10**7, Sample(alpha_column=0.8, alpha_slash=0.8, chunks=4)),
+    ],
+)
+def test_a_context_has_the_settings_of_its_range(S: int, expected: Sample) -> None:
+    assert TUNED.at(S) == expected
+    assert Sample(chunks=3).at(S) == Sample(chunks=3)
+
+
+def test_the_settings_outside_of_ranges_stay() -> None:
+    config = parse("sample:block_size=64,dense_below=5,ranges=100:0.5:0.6:7")[0]
+    assert isinstance(config, Sample)
+    assert config.at(1) == Sample(alpha_column=0.5, alpha_slash=0.6, chunks=7, block_size=64, dense_below=5)
+
+
+def test_ranges_are_tables_in_toml(tmp_path: Path) -> None:
+    file = tmp_path / "tuned.toml"
+    file.write_text(
+        "[sample]\nblock_size = 64\n\n"
+        "[[sample.ranges]]\nup_to = 16384\nalpha_column = 0.98\nalpha_slash = 0.9\nchunks = 1\n\n"
+        "[[sample.ranges]]\nup_to = 49152\nalpha_column = 0.95\nalpha_slash = 0.95\nchunks = 2\n\n"
+        "[sparq]\nrank = 16\n"
+    )
+    expected = Sample(block_size=64, ranges=TUNED.ranges[:2])
+    assert load_toml(file) == {"sample": expected, "sparq": SparQ(rank=16)}
+    assert parse("sample:block_size=128", load_toml(file)) == (Sample(ranges=TUNED.ranges[:2]),)
+
+
+def test_sampling_is_dense_below_a_context() -> None:
+    assert Sample().shortest_context() == SAMPLE_PAYS_FROM
+    assert Sample(dense_below=7).shortest_context() == 7
+
+
+def test_every_method_says_which_stage_it_is_for() -> None:
+    prefill = {"sample", "minference", "bigbird", "streaming_prefill"}
+    assert {name: cls.stage for name, cls in CONFIGS.items()} == {
+        name: "prefill" if name in prefill else "decode" for name in CONFIGS
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("sample:alpha_column=0", "alpha_column: expected a number above 0 and at most 1, got 0."),
+        ("sample:alpha_slash=1.5", "alpha_slash: expected a number above 0 and at most 1, got 1.5."),
+        ("sample:alpha_slash=nan", "alpha_slash: expected a number above 0 and at most 1, got nan."),
+        ("sample:alpha_slash=high", "alpha_slash: expected a number above 0 and at most 1, got 'high'."),
+        ("sample:chunks=0", "chunks: expected an integer of at least 1, got 0."),
+        ("sample:block_size=48", "block_size: expected one of 32, 64, 128, got 48."),
+        ("sample:dense_below=-1", "dense_below: expected an integer of at least 0, got -1."),
+        (
+            "sample:ranges=5:0.9:0.9",
+            "ranges: expected up_to:alpha_column:alpha_slash:chunks for each range, got '5:0.9:0.9'.",
+        ),
+        ("sample:ranges=7", "ranges: expected up_to:alpha_column:alpha_slash:chunks for each range, got 7."),
+        ("sample:ranges=9:1:1:1/9:1:1:1", "ranges: expected ascending up_to, got 9 before 9."),
+        ("sample:ranges=9:2:1:1", "alpha_column: expected a number above 0 and at most 1, got 2."),
+        ("bigbird:window=0", "window: expected a number above 0 and at most 1, got 0."),
+        ("minference:slash_tokens=0", "slash_tokens: expected an integer of at least 1, got 0."),
+        ("streaming_prefill:sink_tokens=-1", "sink_tokens: expected an integer of at least 0, got -1."),
+    ],
+)
+def test_bad_values_are_refused_in_one_line(text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(text)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("entry", [1, "x", [[1]], [{"up_to": 5}], [{"up_to": 5, "a": 1}], [None]])
+def test_other_things_than_ranges_are_refused(entry: Any) -> None:
+    with pytest.raises(ConfigError, match="ranges: expected up_to:alpha_column:alpha_slash:chunks for each range"):
+        Sample(ranges=entry)
