@@ -45,6 +45,44 @@ CONFIGS: Mapping[int, Config] = {
     90: Config(Tiles(8192, 4, 3), Tiles(4096, 4, 2), Tiles(8192, 4, 3)),
     100: Config(Tiles(8192, 4, 3), Tiles(4096, 4, 2), Tiles(8192, 4, 3)),
 }
+
+
+@dataclass(frozen=True)
+class BlockTile:
+    """What one program of a prompt's attention works on.
+
+    Attributes:
+        queries: of the tile.
+        keys: that are loaded at a time.
+        warps: 32 threads each.
+        stages: of the software pipeline.
+    """
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+# For two bytes an element, by compute capability, largest head dim and block size.
+BLOCK_TILES: Mapping[int, Mapping[int, Mapping[int, BlockTile]]] = {
+    80: {
+        64: {128: BlockTile(128, 64, 8, 3), 64: BlockTile(64, 64, 4, 3), 32: BlockTile(32, 32, 4, 3)},
+        128: {128: BlockTile(128, 64, 8, 2), 64: BlockTile(64, 64, 8, 2), 32: BlockTile(32, 32, 4, 2)},
+        256: {128: BlockTile(64, 64, 8, 2), 64: BlockTile(64, 64, 8, 2), 32: BlockTile(32, 32, 4, 2)},
+    },
+    90: {
+        64: {128: BlockTile(128, 128, 8, 3), 64: BlockTile(64, 64, 4, 3), 32: BlockTile(32, 32, 4, 3)},
+        128: {128: BlockTile(128, 128, 8, 2), 64: BlockTile(64, 64, 4, 3), 32: BlockTile(32, 32, 4, 3)},
+        256: {128: BlockTile(128, 32, 8, 3), 64: BlockTile(64, 64, 8, 2), 32: BlockTile(32, 32, 4, 2)},
+    },
+    100: {
+        64: {128: BlockTile(128, 128, 8, 3), 64: BlockTile(64, 64, 4, 3), 32: BlockTile(32, 32, 4, 3)},
+        128: {128: BlockTile(128, 64, 8, 3), 64: BlockTile(64, 64, 4, 3), 32: BlockTile(32, 32, 4, 3)},
+        256: {128: BlockTile(128, 32, 8, 2), 64: BlockTile(64, 64, 8, 2), 32: BlockTile(32, 32, 4, 2)},
+    },
+}
+WITHOUT_MATRIX_UNITS = BlockTile(32, 32, 8, 2)  # float32, everywhere
 MOST_ROWS = 256  # of a tile: with more, registers run out where a row is short
 SELECT_WARPS = {1024: 8, 2048: 8, 4096: 8}  # of `top_k_select` by the keys of a tile
 WITHOUT_A_GPU = 4  # processors: a few splits, so that the interpreter merges some
@@ -52,8 +90,28 @@ WITHOUT_A_GPU = 4  # processors: a few splits, so that the interpreter merges so
 
 def config(device: torch.device) -> Config:
     """The row of the table for ``device``."""
+    return CONFIGS[nearest(device)]
+
+
+def block_tile(device: torch.device, D: int, block_size: int, itemsize: int) -> BlockTile:
+    """Of `attend_blocks`."""
+    if itemsize > 2:
+        return WITHOUT_MATRIX_UNITS
+    tiles = BLOCK_TILES[nearest(device)]
+    return tiles[next(most for most in tiles if D <= most)][block_size]
+
+
+def sample_tile(block_size: int, itemsize: int) -> BlockTile:
+    """Of `sample_scores`, which keeps no weighted values: two programs fit on a processor, everywhere."""
+    if itemsize > 2:
+        return BlockTile(32, 32, 4, 2)
+    return BlockTile(block_size, min(block_size, 64), 8 if block_size == 128 else 4, 2)
+
+
+def nearest(device: torch.device) -> int:
+    """The architecture of the tables that ``device`` takes."""
     known = [architecture for architecture in CONFIGS if architecture <= capability(device)]
-    return CONFIGS[max(known, default=min(CONFIGS))]
+    return max(known, default=min(CONFIGS))
 
 
 @cache
@@ -81,6 +139,11 @@ def rows(tiles: Tiles, width: int, itemsize: int) -> int:
 def warps(tiles: Tiles, width: int, itemsize: int) -> int:
     """Twice as many for float32, which multiplies without matrix units; a thread for each of ``width`` accumulators."""
     return max(tiles.warps * max(1, itemsize // 2), width // 32)
+
+
+def splits(items: int, rows: int, per_processor: int, device: torch.device) -> int:
+    """Parts of ``items`` so that ``rows`` times as many programs keep every processor busy with so many, and no more."""
+    return max(1, min(items, per_processor * processors(device) // rows))
 
 
 def share(items: int, block: int, rows: int, per_processor: int, device: torch.device) -> int:

@@ -1,0 +1,127 @@
+"""Attend over blocks: exact causal attention of a prompt over listed key blocks, or over all of them.
+
+A program takes BLOCK_M queries of one row block of one query head, and reads the keys and values of that row block's
+list BLOCK_N at a time, 2 * D * itemsize bytes a key. Programs are numbered so that those of the last row blocks, which
+have most to do, start first, and heads that share keys start together: what one of them reads the L2 cache has for the
+others.
+"""
+
+import triton
+import triton.language as tl
+
+from .numbers import finite, widen
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def listed_end(blocks, row_block, width, BLOCK: tl.constexpr):
+    """One more than the place of the last entry of a list of ``width`` that is a key block up to the diagonal."""
+    end = 0
+    for first in range(0, width, BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        block = tl.load(blocks + place, mask=place < width, other=-1)
+        attended = (block >= 0) & (block <= row_block)
+        end = tl.maximum(end, tl.max(tl.where(attended, place + 1, 0), axis=0))
+    return end
+
+
+@triton.jit(do_not_specialize=["length", "offset", "first_row_block", "tiles", "heads", "width"])
+def attend_blocks(
+    queries,  # (B, Hq, count, D), last stride 1
+    keys,  # (B, Hkv, length, D), likewise
+    values,  # likewise
+    blocks,  # (B, Hq, row blocks of this launch, width) int32, ascending, anything that is no block's = empty slot; or None
+    out,  # out: (B, Hq, count, D)
+    lse,  # out: (B, Hq, count) float32
+    count,
+    length,
+    offset,  # position of the first query
+    first_row_block,
+    tiles,  # of BLOCK_M queries, of this launch
+    heads,
+    width,
+    scale,  # above 0
+    stride_qb,
+    stride_qh,
+    stride_qn,
+    stride_kb,
+    stride_kh,
+    stride_kn,
+    stride_vb,
+    stride_vh,
+    stride_vn,
+    D: tl.constexpr,
+    G: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_LIST: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    program = tl.program_id(0)
+    rows_of_heads = tl.num_programs(0) // tiles
+    tile = tiles - 1 - program // rows_of_heads
+    row = program % rows_of_heads
+    b, h = row // heads, row % heads
+    row_block = first_row_block + tile // (BLOCK_SIZE // BLOCK_M)
+    queries += b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh
+    keys += b.to(tl.int64) * stride_kb + (h // G).to(tl.int64) * stride_kh
+    values += b.to(tl.int64) * stride_vb + (h // G).to(tl.int64) * stride_vh
+
+    first = first_row_block * BLOCK_SIZE + tile * BLOCK_M
+    position = first + tl.arange(0, BLOCK_M)
+    query = position - offset
+    there = (query >= 0) & (query < count)
+    d = tl.arange(0, BLOCK_D)
+    inside = d < D
+    place = query.to(tl.int64)
+    q = tl.load(
+        queries + place[:, None] * stride_qn + d[None, :], mask=there[:, None] & inside[None, :], other=0.0
+    )
+    q = widen(q, UPCAST)
+
+    end = row_block + 1
+    if blocks is not None:
+        row_blocks = tiles // (BLOCK_SIZE // BLOCK_M)
+        blocks += (row.to(tl.int64) * row_blocks + (row_block - first_row_block)) * width
+        end = listed_end(blocks, row_block, width, BLOCK_LIST)
+
+    STEPS: tl.constexpr = BLOCK_SIZE // BLOCK_N
+    factor = scale * LOG2_E
+    # Calls would make the interpreter twice as slow, so the loop is written out.
+    largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    weighted = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for step in range(0, end * STEPS):
+        block = step // STEPS
+        if blocks is not None:
+            block = tl.load(blocks + block)
+            # What is no key block up to the diagonal becomes one that causality hides.
+            block = tl.where((block >= 0) & (block <= row_block), block, row_block + 1)
+        start = block * BLOCK_SIZE + step % STEPS * BLOCK_N
+        key = start + tl.arange(0, BLOCK_N)
+        row_of = key.to(tl.int64)
+        exists = (key < length)[:, None] & inside[None, :]
+        k = tl.load(keys + row_of[:, None] * stride_kn + d[None, :], mask=exists, other=0.0)
+        v = tl.load(values + row_of[:, None] * stride_vn + d[None, :], mask=exists, other=0.0)
+        if UPCAST:
+            k, v = k.to(tl.float32), v.to(tl.float32)
+        score = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if start + BLOCK_N > first + 1:  # on the diagonal
+            score = tl.where(key[None, :] <= position[:, None], score, float("-inf"))
+        top = tl.maximum(largest, tl.max(score, axis=1))
+        shift = tl.where(top == float("-inf"), 0.0, top * factor)
+        weights = tl.exp2(score * factor - shift[:, None])
+        shrink = tl.exp2(largest * factor - shift)
+        total = total * shrink + tl.sum(weights, axis=1)
+        weighted = tl.dot(weights.to(v.dtype), v, weighted * shrink[:, None], input_precision="ieee")
+        largest = top
+
+    some = total > 0
+    inverse = 1.0 / tl.where(some, total, 1.0)
+    place += row.to(tl.int64) * count
+    tl.store(out + place[:, None] * D + d[None, :], weighted * inverse[:, None], mask=there[:, None] & inside[None, :])
+    logarithm = finite(largest) * scale + tl.log(tl.where(some, total, 1.0))
+    tl.store(lse + place, tl.where(some, logarithm, float("-inf")), mask=there)

@@ -1,0 +1,191 @@
+"""SampleAttention's first stage: how much attention the sampled queries of each region pay to key blocks and offsets.
+
+The scores are never written, and every key is multiplied with a query once. `sample_parts` reads the keys of its share
+of key blocks, D * itemsize bytes a key, once for each query head, and keeps, for each sampled query and key block, two
+float32 numbers: at most two offset bins meet in a key block, so the mass of its keys up to the query's own place in a
+block belongs to one bin, and the mass of the others to the next. They are logarithms, so that they need no largest score
+beside them, and no row's sum to be known yet. `sample_sums` reads these 8 bytes for each query and key block twice, once
+down the columns and once down the diagonals, from the L2 cache up to some 200k keys: with samples of 128 queries that is
+24 bytes a key and query head together, where a second pass over the keys would be D * itemsize bytes from that cache and
+the whole product again.
+"""
+
+import triton
+import triton.language as tl
+
+from .numbers import finite, widen
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def sampled_rows(c, chunks, first_row_block, row_blocks, offset, length, BLOCK_SIZE: tl.constexpr):
+    """(sample.2) positions of the first sampled query of region ``c``, and of the first after the sample."""
+    first = (first_row_block + c.to(tl.int64) * row_blocks // chunks) * BLOCK_SIZE
+    stop = (first_row_block + (c + 1).to(tl.int64) * row_blocks // chunks) * BLOCK_SIZE
+    stop = tl.minimum(stop, length)
+    return tl.maximum(tl.maximum(stop - BLOCK_SIZE, first), offset).to(tl.int32), stop.to(tl.int32)
+
+
+@triton.jit
+def log2_of(mass):
+    """-inf for nothing."""
+    return tl.where(mass > 0, tl.log2(tl.where(mass > 0, mass, 1.0)), float("-inf"))
+
+
+@triton.jit(do_not_specialize=["length", "offset", "first_row_block", "row_blocks", "chunks", "rows", "heads"])
+def sample_parts(
+    queries,  # (B, Hq, length - offset, D), last stride 1
+    keys,  # (B, Hkv, length, D), likewise
+    parts,  # out: (C, B Hq, key blocks, 2, BLOCK_SIZE) float32: log2 of the mass, before the row is normalised
+    statistics,  # out: (C, B Hq, splits, 2, BLOCK_SIZE) float32: largest logit, sum of exp(logit - largest), for base 2
+    length,
+    offset,  # position of the first query
+    first_row_block,
+    row_blocks,
+    chunks,
+    rows,  # B Hq
+    heads,  # Hq
+    scale,  # above 0
+    stride_qb,
+    stride_qh,
+    stride_qn,
+    stride_kb,
+    stride_kh,
+    stride_kn,
+    D: tl.constexpr,
+    G: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    TILES: tl.constexpr = BLOCK_SIZE // BLOCK_M
+    program, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    tile = program % TILES
+    c, row = program // TILES // rows, program // TILES % rows
+    b, h = row // heads, row % heads
+    queries += b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh
+    keys += b.to(tl.int64) * stride_kb + (h // G).to(tl.int64) * stride_kh
+    sample, stop = sampled_rows(c, chunks, first_row_block, row_blocks, offset, length, BLOCK_SIZE)
+    region = (program // TILES).to(tl.int64)
+    key_blocks = tl.cdiv(length, BLOCK_SIZE)
+    statistics += (region * splits + split) * 2 * BLOCK_SIZE
+    parts += region * key_blocks * 2 * BLOCK_SIZE
+
+    m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    position = sample + m
+    place = position % BLOCK_SIZE
+    d = tl.arange(0, BLOCK_D)
+    inside = d < D
+    query = (position - offset).to(tl.int64)
+    there = (position < stop)[:, None] & inside[None, :]
+    q = widen(tl.load(queries + query[:, None] * stride_qn + d[None, :], mask=there, other=0.0), UPCAST)
+    factor = scale * LOG2_E
+    largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    n = tl.arange(0, BLOCK_N)
+    # Calls would make the interpreter twice as slow, so the loop is written out.
+    seen = tl.cdiv(stop, BLOCK_SIZE)  # key blocks that the sample sees
+    share = tl.cdiv(seen, splits)
+    for block in range(split * share, tl.minimum((split + 1) * share, seen)):
+        near = tl.zeros([BLOCK_M], tl.float32)  # of keys up to the query's place in a block
+        far = tl.zeros([BLOCK_M], tl.float32)
+        for first in tl.static_range(0, BLOCK_SIZE, BLOCK_N):
+            key = block * BLOCK_SIZE + first + n
+            k = tl.load(
+                keys + key[:, None].to(tl.int64) * stride_kn + d[None, :],
+                mask=(key < length)[:, None] & inside[None, :],
+                other=0.0,
+            )
+            if UPCAST:
+                k = k.to(tl.float32)
+            score = tl.dot(q, tl.trans(k), input_precision="ieee")
+            if block * BLOCK_SIZE + first + BLOCK_N > sample + 1:  # on the diagonal
+                score = tl.where(key[None, :] <= position[:, None], score, float("-inf"))
+            top = tl.maximum(largest, tl.max(score, axis=1))
+            shift = tl.where(top == float("-inf"), 0.0, top * factor)
+            mass = tl.exp2(score * factor - shift[:, None])
+            shrink = tl.exp2(largest * factor - shift)
+            is_near = (first + n)[None, :] <= place[:, None]
+            near = near * shrink + tl.sum(tl.where(is_near, mass, 0.0), axis=1)
+            far = far * shrink + tl.sum(tl.where(is_near, 0.0, mass), axis=1)
+            total = total * shrink
+            largest = top
+        total += near + far
+        shift = finite(largest) * factor
+        tl.store(parts + block * 2 * BLOCK_SIZE + m, log2_of(near) + shift)
+        tl.store(parts + (block * 2 + 1) * BLOCK_SIZE + m, log2_of(far) + shift)
+    tl.store(statistics + m, largest * factor)
+    tl.store(statistics + BLOCK_SIZE + m, total)
+
+
+@triton.jit
+def row_logarithms(statistics, splits, m, BLOCK_SIZE: tl.constexpr, BLOCK_SPLITS: tl.constexpr):
+    """log2 of the sum of each sampled query's row; +inf where there is none, so that it has no mass."""
+    largest = tl.full(m.shape, float("-inf"), tl.float32)
+    total = tl.zeros(m.shape, tl.float32)
+    for first in range(0, splits, BLOCK_SPLITS):
+        split = first + tl.arange(0, BLOCK_SPLITS)
+        place = (split * 2 * BLOCK_SIZE)[:, None] + m[None, :]
+        there = (split < splits)[:, None]
+        tops = tl.load(statistics + place, mask=there, other=float("-inf"))
+        sums = tl.load(statistics + BLOCK_SIZE + place, mask=there, other=0.0)
+        top = tl.maximum(largest, tl.max(tops, axis=0))
+        sums *= tl.exp2(tops - finite(top)[None, :])
+        total = total * tl.exp2(largest - finite(top)) + tl.sum(sums, axis=0)
+        largest = top
+    return finite(largest) + tl.where(total > 0, tl.log2(tl.where(total > 0, total, 1.0)), float("inf"))
+
+
+@triton.jit
+def mass_of(parts, block, which: tl.constexpr, m, seen, logarithm, BLOCK_SIZE: tl.constexpr):
+    """Sum over the sampled queries ``m`` of one of the parts of key blocks ``block (blocks, queries)``."""
+    place = (block * 2 + which) * BLOCK_SIZE + m[None, :]
+    part = tl.load(parts + place, mask=(block >= 0) & (block < seen), other=float("-inf"))
+    return tl.sum(tl.exp2(part - logarithm[None, :]), axis=1)
+
+
+@triton.jit(
+    do_not_specialize=["length", "offset", "first_row_block", "row_blocks", "chunks", "rows", "splits", "key_blocks"]
+)
+def sample_sums(
+    parts,  # of `sample_parts`
+    statistics,  # likewise
+    column,  # out: (B Hq, C, key blocks) float32
+    slash,  # out: likewise
+    length,
+    offset,
+    first_row_block,
+    row_blocks,
+    chunks,
+    rows,
+    splits,
+    key_blocks,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+):
+    region = tl.program_id(0)
+    c, row = region // rows, region % rows
+    sample, stop = sampled_rows(c, chunks, first_row_block, row_blocks, offset, length, BLOCK_SIZE)
+    m = tl.arange(0, BLOCK_SIZE)
+    position = sample + m
+    parts += region.to(tl.int64) * key_blocks * 2 * BLOCK_SIZE
+    logarithm = row_logarithms(statistics + region.to(tl.int64) * splits * 2 * BLOCK_SIZE, splits, m, BLOCK_SIZE, BLOCK_SPLITS)
+    logarithm = tl.where(position < stop, logarithm, float("inf"))
+    seen = tl.cdiv(stop, BLOCK_SIZE)
+
+    index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    out = (row.to(tl.int64) * chunks + c) * key_blocks + index
+    # (sample.4) all of a key block
+    block = tl.broadcast_to(index[:, None], [BLOCK, BLOCK_SIZE])
+    mass = mass_of(parts, block, 0, m, seen, logarithm, BLOCK_SIZE)
+    mass += mass_of(parts, block, 1, m, seen, logarithm, BLOCK_SIZE)
+    tl.store(column + out, mass, mask=index < key_blocks)
+    # (sample.5) the near part of the key block a bin away, the far part of the one before
+    block = (position // BLOCK_SIZE)[None, :] - index[:, None]
+    mass = mass_of(parts, block, 0, m, seen, logarithm, BLOCK_SIZE)
+    mass += mass_of(parts, block - 1, 1, m, seen, logarithm, BLOCK_SIZE)
+    tl.store(slash + out, mass, mask=index < key_blocks)
