@@ -7,6 +7,7 @@ sparse step and follows the cache through trim, growth, copies and reloads.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from mlx_lm.models.cache import BatchKVCache, KVCache
 
 from . import registry
 from .checks import check_local_window
-from .config import MethodConfig, OracleTopK, SparQ, Streaming
+from .config import MethodConfig, OracleTopK, Prefill, SparQ, Streaming
 from .ops.select import valid_keys
 
 # Rows of ``keys_t`` hold a multiple of this many keys, so that they start on a cache line of 128 bytes in every type.
@@ -162,7 +163,7 @@ def _deviation(first: mx.array, second: mx.array, count: mx.array) -> mx.array:
 
 
 class SparseCache:
-    """Mixed into mlx-lm's caches: side buffers and `attend`."""
+    """Mixed into mlx-lm's caches: side buffers, `attend` for decode steps and `attend_prompt` for prompts."""
 
     keys: Any
     values: Any
@@ -217,17 +218,12 @@ class SparseCache:
             ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)`` of the attended keys.
         """
         S = self.length
-        parameters: dict[str, Any] = {"scale": scale, "left_padding": self.padding}
-        keys, values = self.keys, self.values
-        whole = backend in registry.WHOLE_BUFFERS
-        if whole:
-            parameters["length"] = S
-        else:
-            keys, values = keys[..., :S, :], values[..., :S, :]
+        keys, values, length = self._rows(backend)
+        parameters: dict[str, Any] = {"scale": scale, "left_padding": self.padding, **length}
         if isinstance(config, SparQ):
             G = queries.shape[1] // keys.shape[1]
             parameters |= self._sparq_parameters(config, G, S)
-            if not whole:
+            if not length:
                 parameters["keys_t"] = parameters["keys_t"][..., :S]
         elif isinstance(config, Streaming):
             parameters |= {"sink_tokens": config.sink_tokens, "recent_tokens": config.recent_tokens}
@@ -238,6 +234,33 @@ class SparseCache:
             parameters |= {"local_window": window, "group_reduce": config.group_reduce}
         result: tuple[mx.array, mx.array] = registry.load(config.name, backend)(queries, keys, values, **parameters)
         return result
+
+    def attend_prompt(
+        self, queries: mx.array, config: Prefill, *, scale: float, backend: str
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        """A piece of a prompt over this cache, no row of which may be padded.
+
+        Args:
+            queries: ``(B, Hq, L, D)``; their keys and values have been written.
+            config: method and parameters, as `Prefill.at` gives them for this context.
+
+        Returns:
+            ``out (B, Hq, L, D)``, float32 ``lse (B, Hq, L)`` of the attended keys and the blocks they are in,
+            ``(B, Hq, R, N)``.
+        """
+        keys, values, length = self._rows(backend)
+        attend = registry.load(config.name, backend)
+        result: tuple[mx.array, mx.array, mx.array] = attend(
+            queries, keys, values, scale=scale, **config.parameters(), **length
+        )
+        return result
+
+    def _rows(self, backend: str) -> tuple[mx.array, mx.array, dict[str, int]]:
+        """Keys, values and further parameters: whole buffers and the length if ``backend`` reads those, or slices."""
+        S = self.length
+        if backend in registry.WHOLE_BUFFERS:
+            return self.keys, self.values, {"length": S}
+        return self.keys[..., :S, :], self.values[..., :S, :], {}
 
     def _sparq_parameters(self, config: SparQ, G: int, S: int) -> dict[str, Any]:
         reallocate = G == 1 if config.reallocate == "auto" else bool(config.reallocate)
@@ -267,6 +290,7 @@ class SparseBatchKVCache(SparseCache, BatchKVCache):
 
     length_name = "_idx"
     padding_mask: mx.array | None = None
+    _padded: bool | None = None  # None: not looked at since rows moved
 
     @property
     def padding(self) -> mx.array | None:
@@ -278,6 +302,10 @@ class SparseBatchKVCache(SparseCache, BatchKVCache):
         # Remembered so that a mask that says no more than `left_padding` is known by identity.
         self.padding_mask = mask if kwargs.get("window_size") is None else None
         return mask
+
+    def drop_side_buffers(self) -> None:
+        super().drop_side_buffers()
+        self._padded = None
 
     # These move rows.
 
@@ -303,6 +331,23 @@ SparseKVCache.__name__ = KVCache.__name__
 SparseBatchKVCache.__name__ = BatchKVCache.__name__
 
 SPARSE_CLASSES: dict[type, type] = {KVCache: SparseKVCache, BatchKVCache: SparseBatchKVCache}
+
+
+def any_padded(cache: Any, others: Iterable[Any]) -> bool:
+    """Whether a row of ``cache`` is padded.
+
+    Finding out waits for the GPU, so it is found out once for each composition of the batch, and for ``others``, the
+    caches of the other layers, at the same time.
+    """
+    if not isinstance(cache, SparseBatchKVCache):
+        return False
+    if cache._padded is None:
+        batches = [entry for entry in (cache, *others) if isinstance(entry, SparseBatchKVCache)]
+        most: Any = mx.stack([entry.left_padding.max() for entry in batches]).tolist()
+        for entry, padding in zip(batches, most, strict=True):
+            # While mlx-lm processes a ragged batch the padding is on the right.
+            entry._padded = padding > 0 or entry._right_padding is not None
+    return bool(cache._padded)
 
 
 def adopt(cache: Any) -> None:

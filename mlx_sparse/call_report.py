@@ -22,10 +22,12 @@ class Report:
         layers: attention layers.
         served_layers: layers that can attend sparsely.
         dense_layers: number of other layers by reason.
-        sparse_calls: attention calls that ran sparsely.
+        sparse_calls: decode calls that ran sparsely.
         dense_calls: number of other calls by reason.
         sparse_bytes: bytes of K and V that the sparse calls moved, by the papers' formulae.
         dense_bytes: bytes that dense attention would have moved in the same calls.
+        prefill: figures of the prompts (`mlx_sparse.lm.figures.PrefillFigures`); None without a prefill method.
+        decodes: whether there is a decode method.
     """
 
     attn: str
@@ -39,16 +41,22 @@ class Report:
     dense_calls: Counter[str] = field(default_factory=Counter)
     sparse_bytes: int = 0
     dense_bytes: int = 0
+    prefill: Any = None
+    decodes: bool = True
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return {**self.__dict__, "dense_layers": dict(self.dense_layers), "dense_calls": dict(self.dense_calls)}
+        data = {**self.__dict__, "dense_layers": dict(self.dense_layers), "dense_calls": dict(self.dense_calls)}
+        data["prefill"] = self.prefill and self.prefill.as_dict()
+        return data
 
     def __str__(self) -> str:
         model = ", ".join(filter(None, (self.model_type, self.model)))
         lines = [f"{self.attn} on {self.backend}: {self.served_layers} of {self.layers} layers ({model})"]
         if self.dense_layers:
             lines.append(f"  dense layers: {_listing(self.dense_layers)}")
+        if self.prefill is not None:
+            lines += self.prefill.lines()
         if self.sparse_calls:
             share = self.sparse_bytes / self.dense_bytes
             per_step = self.served_layers / self.sparse_calls
@@ -56,10 +64,10 @@ class Report:
                 f"  sparse calls: {self.sparse_calls:,}, {share:.1%} of the dense bytes by formula "
                 f"({_bytes(self.sparse_bytes * per_step)} instead of {_bytes(self.dense_bytes * per_step)} per step)"
             )
-        elif self.dense_calls:
-            lines.append("  sparse calls: none")
-        else:
+        elif not self.dense_calls and not (self.prefill and self.prefill.calls):
             lines.append("  attention calls: none that came here")
+        elif self.decodes:
+            lines.append("  sparse calls: none")
         if self.dense_calls:
             lines.append(f"  dense calls: {_listing(self.dense_calls)}")
         return "\n".join(lines)

@@ -14,7 +14,7 @@ LEVELS = [
     {"checks"},
     {"stats", "call_report"},
     {"config"},
-    {"patterns", "kept"},
+    {"patterns", "kept", "pieces"},
     {"oracle", "ops", "kernels"},
     {"registry"},
     {"api", "saap"},

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from ..checks import ArtefactError, ConfigError, SparseAttentionError
 from ..config import parse
-from ..lm.model import select_decode
+from ..lm.model import select_methods
 from . import blas
 from .outcome import Outcome, compare, parse_outcome
 from .smollm2 import prepare_model
@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
 def _demo(args: argparse.Namespace) -> int:
     if args.max_tokens < 1:
         raise ConfigError(f"--max-tokens: expected at least 1, got {args.max_tokens}.")
-    select_decode(parse(args.attn))  # a mistake is to show now, not after the dense run
+    select_methods(parse(args.attn))  # a mistake is to show now, not after the dense run
     cache = cache_directory(args.cache_dir)
     model = _model_directory(args.model) if args.model else prepare_model(cache)
     environment = blas.environment(cache)

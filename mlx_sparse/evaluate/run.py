@@ -18,7 +18,7 @@ from ..demo import blas
 from ..demo.smollm2 import prepare_model
 from ..demo.store import cache_directory
 from ..lm.command import loading
-from ..lm.model import select_decode
+from ..lm.model import select_methods
 from .tasks import TASKS
 
 HEADER = ["task", "method", "n", "bytes", "bits/byte", "Δ", "accuracy", "Δ", "agreement", "KL"]
@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the evaluation; return the exit code."""
     args = _parser().parse_args(argv)
     for method in args.methods:
-        select_decode(parse(method))
+        select_methods(parse(method))
     if args.limit < 1 or args.context < 1024:
         raise ConfigError(f"--limit, --context: expected at least 1 and 1024, got {args.limit} and {args.context}.")
     environment = blas.environment(cache_directory(args.cache_dir))

@@ -21,7 +21,7 @@ from ..call_report import JSON_KEY, Report
 from ..checks import ConfigError, SparseAttentionError
 from ..config import Dense, MethodConfig, load_toml, parse
 
-REPORTS = ("text", "json", "off")
+REPORTS = ("text", "mass", "json", "json+mass", "off")
 
 
 class _Once(argparse.Action):
@@ -45,7 +45,7 @@ class Session:
     def __init__(self, command: str) -> None:
         self.command = command
         self.only_prompts = command.endswith("cache_prompt")
-        self.config: MethodConfig | None = None
+        self.configs: tuple[MethodConfig, ...] = ()
         self.backend = "auto"
         self.report_as = "text"
         self.max_kv_size: int | None = None
@@ -54,7 +54,7 @@ class Session:
 
     def configure(self, parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         """Check our options and their company before anything is loaded; a mistake ends the program here."""
-        from .model import select_decode
+        from .model import select_methods
 
         self.report_as = args.attn_report
         if args.attn is None and args.attn_config is None:
@@ -64,18 +64,18 @@ class Session:
             configs = parse(args.attn, base) if args.attn is not None else tuple(base.values())
             if configs == (Dense(),):
                 return
-            config = select_decode(configs)
-            registry.require(args.attn_backend, config.name)
+            select_methods(configs)
+            for config in configs:
+                registry.require(args.attn_backend, config.name)
         except SparseAttentionError as error:
             _fail(parser, str(error))
         prompt_cache = getattr(args, "prompt_cache_file", None)
         if prompt_cache is not None and not self.only_prompts and not Path(prompt_cache).is_file():
             _fail(parser, f"--prompt-cache-file: expected a file, got {prompt_cache}.")
         if getattr(args, "kv_bits", None) is not None:
-            _fail(
-                parser, f"--kv-bits: expected none with --attn {config.name}, which reads unquantised keys. Drop one."
-            )
-        self.config = config
+            names = "+".join(config.name for config in configs)
+            _fail(parser, f"--kv-bits: expected none with --attn {names}, which reads unquantised keys. Drop one.")
+        self.configs = configs
         self.backend = args.attn_backend
         self.max_kv_size = getattr(args, "max_kv_size", None)
         self.loads_at_start = sum(getattr(args, name, None) is not None for name in ("model", "draft_model"))
@@ -87,16 +87,15 @@ class Session:
             return original(model, *args, **kwargs)
 
     def load(self, original: Callable[..., Any], model: Path, *args: Any, **kwargs: Any) -> Any:
-        """mlx-lm's ``load_model`` with the method enabled on what it loads."""
+        """mlx-lm's ``load_model`` with the methods enabled on what it loads."""
         from .model import enable, plan_of
 
-        assert self.config is not None
         with self._ending_the_program():
             with loading(model):
                 if self.max_kv_size is not None:
                     refuse_rotating_cache(Path(model))
                 loaded = original(model, *args, **kwargs)
-            report = enable(loaded[0], self.config, backend=self.backend)
+            report = enable(loaded[0], self.configs, backend=self.backend, mass="mass" in self.report_as)
         report.model = Path(model).name
         self.reports.append(report)
         if self.only_prompts and (plan := plan_of(loaded[0])) is not None:
@@ -116,9 +115,9 @@ class Session:
 
     def print_report(self) -> None:
         """The call report on standard error, so that the text on standard output stays the model's."""
-        if self.report_as == "json":
+        if "json" in self.report_as:
             print(json.dumps({JSON_KEY: [report.as_dict() for report in self.reports]}), file=sys.stderr)
-        elif self.report_as == "text":
+        elif self.report_as != "off":
             for report in self.reports:
                 print(f"[mlx-sparse] {report}", file=sys.stderr)
 
@@ -140,15 +139,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the group of options to a command's parser."""
     group = parser.add_argument_group(
         "sparse attention",
-        "Decode with a sparse attention method (mlx-sparse-attention). Prompts are processed densely, but for a piece "
-        "of one token, which mlx-lm runs as it decodes.",
+        "Process prompts with one sparse attention method and decode with another, or either alone "
+        "(mlx-sparse-attention). What has no method stays dense.",
     )
     group.add_argument(
         "--attn",
         action=_Once,
-        metavar="METHOD[:KEY=VALUE,...]",
-        help="Method and parameters, for example 'sparq', 'sparq:rank=16,top_k=256' or 'sparq:preset=eval'. "
-        "'mlx-sparse matrix' lists the methods (default: dense attention).",
+        metavar="METHOD[:KEY=VALUE,...][+METHOD...]",
+        help="Method and parameters, for example 'sample', 'sparq:rank=16,top_k=256' or both, 'sample+sparq'. "
+        "'mlx-sparse matrix' lists the methods and their stages (default: dense attention).",
     )
     group.add_argument(
         "--attn-config",
@@ -167,8 +166,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--attn-report",
         choices=REPORTS,
         default="text",
-        help="How to say at the end, on standard error, which calls were sparse, which dense and why, and how many "
-        "bytes that saved (default: text).",
+        help="How to say at the end, on standard error, which calls were sparse, which dense and why, and what that "
+        "saved (default: text). 'mass' and 'json+mass' also measure the attention mass that prompts retain, which "
+        "takes a dense pass over the keys.",
     )
 
 
@@ -222,14 +222,14 @@ def _options_in_first_parser(session: Session) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _enabled_on_load(session: Session) -> Iterator[None]:
-    """Enable the session's method, if it gets one, on every model that mlx-lm loads meanwhile, draft models too."""
+    """Enable the session's methods, if it gets any, on every model that mlx-lm loads meanwhile, draft models too."""
     from mlx_lm import utils
 
     load_model, download = utils.load_model, utils._download
 
     def replaced(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            return original(*args, **kwargs) if session.config is None else ours(original, *args, **kwargs)
+            return original(*args, **kwargs) if not session.configs else ours(original, *args, **kwargs)
 
         return call
 

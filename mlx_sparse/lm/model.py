@@ -15,20 +15,24 @@ from mlx_lm.models.cache import make_prompt_cache
 from .. import registry
 from ..call_report import Report
 from ..checks import ConfigError
-from ..config import CONFIGS, QK_NORMS, Dense, MethodConfig, SparQ, parse
+from ..config import CONFIGS, QK_NORMS, Dense, MethodConfig, Prefill, SparQ, parse
 from . import seam
 from .plan import Plan, leaves
 
 NORMS_WITHOUT_WEIGHTS = frozenset({"nanochat", "talkie", "muse_glimmer"})
 
+Attn = str | MethodConfig | tuple[MethodConfig, ...]
 
-def enable(model: Any, attn: str | MethodConfig = "sparq", *, backend: str = "auto") -> Report:
+
+def enable(model: Any, attn: Attn = "sparq", *, backend: str = "auto", mass: bool = False) -> Report:
     """Let ``model`` attend sparsely from now on, whatever cache it is called with.
 
     Args:
         model: a model loaded by mlx-lm.
-        attn: METHOD[:key=value,...], for example ``"sparq:rank=16"``, or a configuration of `mlx_sparse.config`.
+        attn: METHOD[:key=value,...][+METHOD...], at most one method for prompts and one for decoding, for example
+            ``"sample+sparq:rank=16"``; or configurations of `mlx_sparse.config`.
         backend: "auto", or a backend by name.
+        mass: also measure the attention mass that prompts retain, which costs a dense pass over the keys.
 
     Returns:
         The report, which keeps counting while the model runs.
@@ -41,16 +45,19 @@ def enable(model: Any, attn: str | MethodConfig = "sparq", *, backend: str = "au
     seam.require()
     if plan_of(model) is not None:
         raise ConfigError("model: expected one that is not enabled, got one that is. Call mlx_sparse.disable first.")
-    config = resolve(select_decode(parse(attn) if isinstance(attn, str) else (attn,)), model)
-    family = model_type(model)
-    registry.require(backend, config.name)
-    report = Report(str(config), backend, family)
-    plan = Plan(config, backend, report)
+    if isinstance(attn, MethodConfig):
+        attn = (attn,)
+    prefill, decode = select_methods(parse(attn) if isinstance(attn, str) else attn)
+    if decode is not None:
+        decode = resolve(decode, model)
+    plan = Plan(prefill, decode, backend, model_type(model), mass=mass)
+    for config in plan.configs:
+        registry.require(backend, config.name)
     names = seam.bind(model)
     if not names:
         raise ConfigError(
-            f"model: expected attention through mlx_lm.models.base.{seam.NAME}, got {family}, which computes "
-            f"its own or has none. Run it without {config.name}."
+            f"model: expected attention through mlx_lm.models.base.{seam.NAME}, got {plan.report.model_type}, which "
+            f"computes its own or has none. Run it without {plan.name}."
         )
     cls = type(model)
     model.__class__ = _sparse_class(cls)
@@ -61,7 +68,7 @@ def enable(model: Any, attn: str | MethodConfig = "sparq", *, backend: str = "au
     except BaseException:
         disable(model)
         raise
-    return report
+    return plan.report
 
 
 def disable(model: Any) -> None:
@@ -76,9 +83,9 @@ def disable(model: Any) -> None:
 
 
 @contextlib.contextmanager
-def sparse(model: Any, attn: str | MethodConfig = "sparq", *, backend: str = "auto") -> Iterator[Report]:
+def sparse(model: Any, attn: Attn = "sparq", *, backend: str = "auto", mass: bool = False) -> Iterator[Report]:
     """`enable` for the time of a ``with`` block."""
-    report = enable(model, attn, backend=backend)
+    report = enable(model, attn, backend=backend, mass=mass)
     try:
         yield report
     finally:
@@ -97,20 +104,25 @@ def plan_of(model: Any) -> Plan | None:
     return state[0] if state else None
 
 
-def select_decode(configs: tuple[MethodConfig, ...]) -> MethodConfig:
-    """The one method that decodes.
+def select_methods(configs: tuple[MethodConfig, ...]) -> tuple[Prefill | None, MethodConfig | None]:
+    """The method for prompts and the one that decodes, at least one of them.
 
     Raises:
-        ConfigError: several methods for one stage, none, or one that models cannot be run with.
+        ConfigError: several methods for one stage, none at all, or one that models cannot be run with.
     """
     for config in configs:
         if not config.served or isinstance(config, Dense):
             listed = ", ".join(name for name, cls in CONFIGS.items() if cls.served and cls is not Dense)
             raise ConfigError(f"attn: expected one of {listed} for a model, got {config.name}.")
-    if len(configs) != 1:
-        names = " and ".join(config.name for config in configs)
-        raise ConfigError(f"attn: expected one decode method, got {names}.")
-    return configs[0]
+    prefill = [config for config in configs if isinstance(config, Prefill)]
+    decode = [config for config in configs if not isinstance(config, Prefill)]
+    for stage, found in (("prefill", prefill), ("decode", decode)):
+        if len(found) > 1:
+            names = " and ".join(config.name for config in found)
+            raise ConfigError(f"attn: expected one {stage} method, got {names}.")
+    if not configs:
+        raise ConfigError("attn: expected a method for prompts or for decoding, got none.")
+    return next(iter(prefill), None), next(iter(decode), None)
 
 
 def resolve(config: MethodConfig, model: Any) -> MethodConfig:
@@ -184,6 +196,6 @@ def _probe(model: Any, plan: Plan) -> None:
     if report.served_layers == 0:
         listed = ", ".join(f"{count} {reason}" for reason, count in report.dense_layers.items())
         raise ConfigError(
-            f"model: expected an attention layer that {plan.config.name} can serve, got {report.model_type} with "
+            f"model: expected an attention layer that {plan.name} can serve, got {report.model_type} with "
             f"{report.layers} layers: {listed}."
         )

@@ -2,32 +2,58 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
 
 from .. import registry
-from ..cache import SparseBatchKVCache, SparseCache, adopt
+from ..cache import SparseBatchKVCache, SparseCache, adopt, any_padded
 from ..call_report import Report
 from ..checks import check_rank
-from ..config import NEVER, FlexGen, MethodConfig, SparQ, Step
+from ..config import NEVER, FlexGen, MethodConfig, MInference, Prefill, Sample, SparQ, Step
+from ..layout import MINFERENCE_ROWS, Layout
 from ..stats import dense_elements
+from .figures import PrefillFigures
 
 # More queries than this in one call are a prompt; fewer, after a prompt, are draft tokens to verify or a short turn.
 VERIFY_QUERIES = 16
+A_FEW = "of a few queries at once (verification or short prompt)"
 
 
 class Plan:
-    """The method of one model and the count of its calls."""
+    """The methods of one model and the count of its calls.
 
-    def __init__(self, config: MethodConfig, backend: str, report: Report) -> None:
-        self.config = config
+    Attributes:
+        prefill, decode: the method of each stage; None where it stays dense.
+        mass: whether the retained mass of prompts is measured.
+    """
+
+    def __init__(
+        self, prefill: Prefill | None, decode: MethodConfig | None, backend: str, family: str, *, mass: bool
+    ) -> None:
+        self.prefill = prefill
+        self.decode = decode
         self.backend = backend
-        self.report = report
+        self.mass = mass
+        self.report = Report("+".join(map(str, self.configs)), backend, family, decodes=decode is not None)
+        self._figures = PrefillFigures()
+        if prefill is not None:
+            self.report.prefill = self._figures
         self.decodes = True  # False where a command only processes a prompt
         self._probed: list[tuple[Any, str | None]] | None = None
         self._backends: set[str] = set()  # what served layers resolve to
         self._caches: Any = None
+
+    @property
+    def configs(self) -> list[MethodConfig]:
+        """The methods there are."""
+        return [config for config in (self.prefill, self.decode) if config is not None]
+
+    @property
+    def name(self) -> str:
+        """Their names."""
+        return "+".join(config.name for config in self.configs)
 
     def begin(self, caches: Any) -> None:
         """A call of the model starts: its plain caches become ours."""
@@ -38,6 +64,7 @@ class Plan:
     def end(self) -> None:
         """The call is over: its caches are the caller's alone again."""
         self._caches = None
+        self._figures.submit()
 
     def probe(self) -> list[tuple[Any, str | None]]:
         """From now on until `end_probe`, note per call its cache and why the layer stays dense, None if it need not."""
@@ -53,37 +80,48 @@ class Plan:
     ) -> mx.array | None:
         """The sparse result of one attention call, or None to let mlx-lm attend densely."""
         reason = self._layer_reason(keys, values, cache)
-        if reason is None and sinks is not None and not self._serves_sinks(queries, keys):
-            reason = "with attention sinks"
         if self._probed is not None:
-            if reason is None and mask is not None and not self._is_padding_mask(mask):
-                reason = "with an array mask"
-            if reason is None and isinstance(self.config, SparQ):
-                check_rank(self.config.rank, queries.shape[-1])
-            if reason is None:
-                self._backends.add(self._resolve(queries, keys))
-            self._probed.append((cache, reason))
+            self._probed.append((cache, reason or self._probe(queries, keys, mask, sinks)))
             return None
+        prompt = queries.shape[2] > 1
+        config = self.prefill if prompt else self.decode
         backend = ""
+        if reason is None and config is not None:
+            backend = self._resolve(config, queries, keys)
         if reason is None:
-            backend = self._resolve(queries, keys)
-            reason = self._call_reason(queries, keys, mask, backend)
+            if prompt:
+                reason = next(self._prompt_reasons(queries, keys, cache, mask), None)
+            else:
+                reason = self._step_reason(queries, keys, mask, sinks, backend)
         if reason is not None:
             self.report.dense_calls[reason] += 1
             return None
-        out: mx.array
-        out, lse = cache.attend(queries, self.config, scale=scale, backend=backend)
+        out, lse = (self._prompt if prompt else self._step)(queries, keys, cache, scale, backend)
         if sinks is not None:
             # A sink is one more logit in the softmax with nothing behind it.
             kept = mx.sigmoid(lse - sinks.astype(mx.float32)[None, :, None])
             out = (out.astype(mx.float32) * kept[..., None]).astype(out.dtype)
-        self._count(queries, keys)
         return out
 
-    def _resolve(self, queries: mx.array, keys: mx.array) -> str:
+    def _probe(self, queries: mx.array, keys: mx.array, mask: Any, sinks: mx.array | None) -> str | None:
+        """Why a layer with a cache of ours stays dense in every stage.
+
+        Raises:
+            ConfigError: a parameter does not fit the head dim.
+        """
+        if mask is not None and not self._is_padding_mask(mask):
+            return "with an array mask"
+        serving = [config for config in self.configs if sinks is None or _serves_sinks(config, queries, keys)]
+        for config in serving:
+            if isinstance(config, SparQ):
+                check_rank(config.rank, queries.shape[-1])
+            self._backends.add(self._resolve(config, queries, keys))
+        return None if serving else "with attention sinks"
+
+    def _resolve(self, config: MethodConfig, queries: mx.array, keys: mx.array) -> str:
         """The backend for these sizes."""
         Hq, D = queries.shape[1], queries.shape[3]
-        return registry.resolve(self.backend, self.config.name, D=D, G=Hq // keys.shape[1])
+        return registry.resolve(self.backend, config.name, D=D, G=Hq // keys.shape[1])
 
     def _layer_reason(self, keys: Any, values: Any, cache: Any) -> str | None:
         """Why this layer can never attend sparsely."""
@@ -101,46 +139,80 @@ class Plan:
                 return "with keys or values that are not the cache's (MLA)"
         return None
 
-    def _serves_sinks(self, queries: mx.array, keys: mx.array) -> bool:
-        """Whether a sink's share can be told from the log-sum-exp of the attended keys: if nothing else is mixed in."""
-        if isinstance(self.config, SparQ):
-            auto = queries.shape[1] == keys.shape[1]
-            return not (auto if self.config.reallocate == "auto" else self.config.reallocate)
-        return not isinstance(self.config, FlexGen)
-
-    def _call_reason(self, queries: mx.array, keys: mx.array, mask: Any, backend: str) -> str | None:
-        """Why this call attends densely."""
+    def _prompt_reasons(self, queries: mx.array, keys: mx.array, cache: Any, mask: Any) -> Iterator[str]:
+        """Why this call of several queries attends densely. The first reason counts; others need not hold then."""
         L, S = queries.shape[2], keys.shape[2]
-        if L > 1:
-            verifying = L <= VERIFY_QUERIES and S > L
-            few = "of a few queries at once (verification or short prompt)"
-            return few if verifying else "of several queries at once (prompt)"
+        if L <= VERIFY_QUERIES and (S > L or self.prefill is not None):
+            yield A_FEW
+        if self.prefill is None:
+            yield "of several queries at once (prompt)"
+            return
+        if mask is None:
+            yield "without a causal mask"
+        if not self._is_padding_mask(mask):
+            yield "with an array mask"
+        shortest = self.prefill.shortest_context()
+        if S < shortest:
+            yield f"over fewer than {shortest:,} keys"
+        config = self.prefill.at(S)
+        if isinstance(config, Sample):
+            if max(config.alpha_column, config.alpha_slash) >= 1:
+                yield "that an alpha of 1 keeps whole"
+            if _layout(config, L, S).everything:
+                yield "with a sample in every row block"
+        if any_padded(cache, leaves(self._caches)):
+            yield "of a padded batch"
+
+    def _step_reason(
+        self, queries: mx.array, keys: mx.array, mask: Any, sinks: mx.array | None, backend: str
+    ) -> str | None:
+        """Why this call of a single query attends densely."""
         if not self.decodes:
             return "of the prompt's last token"
+        if self.decode is None:
+            return "of a single query (no decode method)"
+        if sinks is not None and not _serves_sinks(self.decode, queries, keys):
+            return "with attention sinks"
         if mask is not None and not self._is_padding_mask(mask):
             return "with an array mask"
-        shortest = self._shortest_context(queries, keys, backend)
+        B, Hkv, S, D = keys.shape
+        gpu = registry.gpu_kind() if backend == "metal" else ""
+        step = Step(B * Hkv, queries.shape[1] // Hkv, D, keys.itemsize, gpu)
+        shortest = self.decode.shortest_context(step)
         if shortest >= NEVER:
             return "whose scores would move more bytes than they save"
         return f"over fewer than {shortest:,} keys" if S < shortest else None
 
-    def _shortest_context(self, queries: mx.array, keys: mx.array, backend: str) -> int:
-        B, Hkv, _, D = keys.shape
-        gpu = registry.gpu_kind() if backend == "metal" else ""
-        return self.config.shortest_context(Step(B * Hkv, queries.shape[1] // Hkv, D, keys.itemsize, gpu))
-
     def _is_padding_mask(self, mask: Any) -> bool:
-        """Whether ``mask`` is the one a batch cache made of its left padding, which the sparse step honours itself."""
+        """Whether ``mask`` is causal and no more, or the one a batch cache made of its left padding besides."""
         if isinstance(mask, str):
-            return True  # "causal" says nothing about a single query
+            return True  # mlx-lm knows one: "causal"
         return any(isinstance(c, SparseBatchKVCache) and c.padding_mask is mask for c in leaves(self._caches))
 
-    def _count(self, queries: mx.array, keys: mx.array) -> None:
+    def _prompt(
+        self, queries: mx.array, keys: mx.array, cache: SparseCache, scale: float, backend: str
+    ) -> tuple[mx.array, mx.array]:
+        assert self.prefill is not None
+        L, S = queries.shape[2], keys.shape[2]
+        config = self.prefill.at(S)
+        out, lse, blocks = cache.attend_prompt(queries, config, scale=scale, backend=backend)
+        layer = next((index for index, leaf in enumerate(leaves(self._caches)) if leaf is cache), -1)
+        self._figures.add(layer, blocks, _layout(config, L, S))
+        if self.mass:
+            dense = registry.load("dense_lse", backend)(queries, keys, scale=scale, left_padding=None)
+            self._figures.add_mass(layer, mx.exp(lse - dense))
+        return out, lse
+
+    def _step(
+        self, queries: mx.array, keys: mx.array, cache: SparseCache, scale: float, backend: str
+    ) -> tuple[mx.array, mx.array]:
+        assert self.decode is not None
         B, Hkv, S, D = keys.shape
         size = B * Hkv * keys.itemsize
         self.report.sparse_calls += 1
-        self.report.sparse_bytes += size * self.config.elements(S, D)
+        self.report.sparse_bytes += size * self.decode.elements(S, D)
         self.report.dense_bytes += size * dense_elements(S, D)
+        return cache.attend(queries, self.decode, scale=scale, backend=backend)
 
 
 def leaves(caches: Any) -> list[Any]:
@@ -148,3 +220,18 @@ def leaves(caches: Any) -> list[Any]:
     if isinstance(caches, (list, tuple)):
         return [leaf for entry in caches for leaf in leaves(entry)]
     return leaves(caches.caches) if hasattr(caches, "caches") else [caches]
+
+
+def _serves_sinks(config: MethodConfig, queries: mx.array, keys: mx.array) -> bool:
+    """Whether a sink's share can be told from the log-sum-exp of the attended keys: if nothing else is mixed in."""
+    if isinstance(config, SparQ):
+        auto = queries.shape[1] == keys.shape[1]
+        return not (auto if config.reallocate == "auto" else config.reallocate)
+    return not isinstance(config, FlexGen)
+
+
+def _layout(config: Prefill, L: int, S: int) -> Layout:
+    """The blocks and samples of a piece of a prompt; methods that choose by sizes alone sample nothing."""
+    if isinstance(config, Sample):
+        return Layout(L, S, config.chunks, config.block_size)
+    return Layout(L, S, 1, config.block_size, MINFERENCE_ROWS if isinstance(config, MInference) else 0)

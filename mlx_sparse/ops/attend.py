@@ -6,6 +6,9 @@ import mlx.core as mx
 
 from .select import take_rows, valid_keys
 
+# Float32 scores that a pass over all queries and keys holds at a time: 128 MiB.
+SCORES_AT_ONCE = 1 << 25
+
 
 def group_queries(queries: mx.array, Hkv: int) -> mx.array:
     """``(B, Hq, 1, D)`` to float32 ``(B, Hkv, G, D)``."""
@@ -69,13 +72,25 @@ def dense_attention(
 
 
 def dense_lse(queries: mx.array, keys: mx.array, *, scale: float, left_padding: mx.array | None) -> mx.array:
-    """Float32 log-sum-exp of dense causal attention, ``(B, Hq, L)``: what retained mass is measured against."""
+    """Float32 log-sum-exp of dense causal attention, ``(B, Hq, L)``: what retained mass is measured against.
+
+    Goes through the queries in pieces, so that at most `SCORES_AT_ONCE` scores exist at a time.
+    """
     B, Hq, L, D = queries.shape
     Hkv, S = keys.shape[1:3]
-    grouped = queries.reshape(B, Hkv, Hq // Hkv, L, D).astype(mx.float32) * scale
-    scores = grouped @ keys[:, :, None].swapaxes(-1, -2).astype(mx.float32)
-    _, lse = softmax_lse(scores, causal_mask(L, S, left_padding)[:, None, None])
-    return lse.reshape(B, Hq, L)
+    rows = max(SCORES_AT_ONCE // (B * Hq * S), 1)
+    found: list[mx.array] = []
+    for start in range(0, L, rows):
+        stop = min(start + rows, L)
+        length = S - L + stop
+        piece = queries[:, :, start:stop].reshape(B, Hkv, Hq // Hkv, stop - start, D).astype(mx.float32) * scale
+        if found:
+            # Without this the pieces would be computed side by side.
+            (piece,) = mx.depends([piece], [found[-1]])
+        scores = piece @ keys[:, :, None, :length].swapaxes(-1, -2).astype(mx.float32)
+        _, lse = softmax_lse(scores, causal_mask(stop - start, length, left_padding)[:, None, None])
+        found.append(lse.reshape(B, Hq, stop - start))
+    return mx.concatenate(found, axis=2)
 
 
 def causal_mask(L: int, S: int, left_padding: mx.array | None) -> mx.array:
