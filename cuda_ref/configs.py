@@ -142,7 +142,7 @@ def warps(tiles: Tiles, width: int, itemsize: int) -> int:
 
 
 def splits(items: int, rows: int, per_processor: int, device: torch.device) -> int:
-    """Parts of ``items`` so that ``rows`` times as many programs keep every processor busy with so many, and no more."""
+    """Parts of ``items``: as many as keep every processor busy with so many programs; each is of ``rows`` programs."""
     return max(1, min(items, per_processor * processors(device) // rows))
 
 

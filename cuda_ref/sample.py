@@ -1,4 +1,4 @@
-"""Launchers of SampleAttention (docs/spec/sample.md): scores of the sample, the choice of blocks, attention over them."""
+"""Launchers of SampleAttention (docs/spec/sample.md): scores of the sample, choice of blocks, attention over them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def sample_scores(
     """
     queries, scale = positive(queries, scale)
     B, Hq, _, D = queries.shape
-    Hkv, S = keys.shape[1:3]
+    Hkv = keys.shape[1]
     size, C = layout.block_size, len(layout.regions)
     device = queries.device
     BLOCK_D = power_of_2(D, 16)
@@ -141,7 +141,7 @@ def merge(kept: Kept, layout: Layout, first: int, stop: int, width: int, counts:
     Returns:
         ``(B, Hq, stop - first, width)`` int32, ascending, then -1.
     """
-    B, Hq, C, _ = kept.column.shape
+    B, Hq = kept.column.shape[:2]
     blocks = torch.empty(B, Hq, stop - first, width, dtype=torch.int32, device=counts.device)
     Launch(
         merge_kernel,

@@ -26,12 +26,28 @@ def listed_end(blocks, row_block, width, BLOCK: tl.constexpr):
     return end
 
 
+@triton.jit
+def load_rows(rows, place, stride, there, d, D: tl.constexpr):
+    """Rows of ``D`` numbers, 0 where there are none."""
+    return tl.load(rows + place[:, None] * stride + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def write_rows(out, lse, place, there, d, largest, total, weighted, D: tl.constexpr):
+    """Normalise and store rows, and their log-sum-exp; 0 and -inf where nothing was attended."""
+    some = total > 0
+    safe = tl.where(some, total, 1.0)
+    result = weighted * (1.0 / safe)[:, None]
+    tl.store(out + place[:, None] * D + d[None, :], result, mask=there[:, None] & (d < D)[None, :])
+    tl.store(lse + place, tl.where(some, finite(largest) + tl.log(safe), float("-inf")), mask=there)
+
+
 @triton.jit(do_not_specialize=["length", "offset", "first_row_block", "tiles", "heads", "width"])
 def attend_blocks(
     queries,  # (B, Hq, count, D), last stride 1
     keys,  # (B, Hkv, length, D), likewise
     values,  # likewise
-    blocks,  # (B, Hq, row blocks of this launch, width) int32, ascending, anything that is no block's = empty slot; or None
+    blocks,  # (B, Hq, row blocks of this launch, width) int32, ascending, no block's number = empty slot; None for all
     out,  # out: (B, Hq, count, D)
     lse,  # out: (B, Hq, count) float32
     count,
@@ -75,13 +91,8 @@ def attend_blocks(
     query = position - offset
     there = (query >= 0) & (query < count)
     d = tl.arange(0, BLOCK_D)
-    inside = d < D
     place = query.to(tl.int64)
-    q = tl.load(
-        queries + place[:, None] * stride_qn + d[None, :], mask=there[:, None] & inside[None, :], other=0.0
-    )
-    q = widen(q, UPCAST)
-
+    q = widen(load_rows(queries, place, stride_qn, there, d, D), UPCAST)
     end = row_block + 1
     if blocks is not None:
         row_blocks = tiles // (BLOCK_SIZE // BLOCK_M)
@@ -98,14 +109,14 @@ def attend_blocks(
         block = step // STEPS
         if blocks is not None:
             block = tl.load(blocks + block)
-            # What is no key block up to the diagonal becomes one that causality hides.
-            block = tl.where((block >= 0) & (block <= row_block), block, row_block + 1)
+            # What is no key block up to the diagonal becomes one beyond the keys.
+            block = tl.where((block >= 0) & (block <= row_block), block, tl.cdiv(length, BLOCK_SIZE))
         start = block * BLOCK_SIZE + step % STEPS * BLOCK_N
         key = start + tl.arange(0, BLOCK_N)
-        row_of = key.to(tl.int64)
-        exists = (key < length)[:, None] & inside[None, :]
-        k = tl.load(keys + row_of[:, None] * stride_kn + d[None, :], mask=exists, other=0.0)
-        v = tl.load(values + row_of[:, None] * stride_vn + d[None, :], mask=exists, other=0.0)
+        line = key.to(tl.int64)[:, None]
+        exists = (key < length)[:, None] & (d < D)[None, :]
+        k = tl.load(keys + line * stride_kn + d[None, :], mask=exists, other=0.0)
+        v = tl.load(values + line * stride_vn + d[None, :], mask=exists, other=0.0)
         if UPCAST:
             k, v = k.to(tl.float32), v.to(tl.float32)
         score = tl.dot(q, tl.trans(k), input_precision="ieee")
@@ -119,9 +130,4 @@ def attend_blocks(
         weighted = tl.dot(weights.to(v.dtype), v, weighted * shrink[:, None], input_precision="ieee")
         largest = top
 
-    some = total > 0
-    inverse = 1.0 / tl.where(some, total, 1.0)
-    place += row.to(tl.int64) * count
-    tl.store(out + place[:, None] * D + d[None, :], weighted * inverse[:, None], mask=there[:, None] & inside[None, :])
-    logarithm = finite(largest) * scale + tl.log(tl.where(some, total, 1.0))
-    tl.store(lse + place, tl.where(some, logarithm, float("-inf")), mask=there)
+    write_rows(out, lse, row.to(tl.int64) * count + place, there, d, largest * scale, total, weighted, D)

@@ -1,13 +1,12 @@
 """SampleAttention's first stage: how much attention the sampled queries of each region pay to key blocks and offsets.
 
 The scores are never written, and every key is multiplied with a query once. `sample_parts` reads the keys of its share
-of key blocks, D * itemsize bytes a key, once for each query head, and keeps, for each sampled query and key block, two
-float32 numbers: at most two offset bins meet in a key block, so the mass of its keys up to the query's own place in a
-block belongs to one bin, and the mass of the others to the next. They are logarithms, so that they need no largest score
-beside them, and no row's sum to be known yet. `sample_sums` reads these 8 bytes for each query and key block twice, once
-down the columns and once down the diagonals, from the L2 cache up to some 200k keys: with samples of 128 queries that is
-24 bytes a key and query head together, where a second pass over the keys would be D * itemsize bytes from that cache and
-the whole product again.
+of key blocks, D * itemsize bytes a key, once for each query head, and keeps two float32 numbers for each sampled query
+and key block: at most two offset bins meet there. The mass of the keys up to the query's own place in a block belongs
+to one bin, that of the others to the next. The numbers are logarithms, so that they need no largest score beside them
+and no row's sum to be known yet. `sample_sums` reads these 8 bytes twice, down the columns and down the diagonals. With
+128 sampled queries all that is 24 bytes for a key and query head, out of the L2 cache up to some 200k keys; a second
+pass over the keys instead would read D * itemsize bytes there, and multiply all again.
 """
 
 import triton
@@ -173,7 +172,8 @@ def sample_sums(
     m = tl.arange(0, BLOCK_SIZE)
     position = sample + m
     parts += region.to(tl.int64) * key_blocks * 2 * BLOCK_SIZE
-    logarithm = row_logarithms(statistics + region.to(tl.int64) * splits * 2 * BLOCK_SIZE, splits, m, BLOCK_SIZE, BLOCK_SPLITS)
+    statistics += region.to(tl.int64) * splits * 2 * BLOCK_SIZE
+    logarithm = row_logarithms(statistics, splits, m, BLOCK_SIZE, BLOCK_SPLITS)
     logarithm = tl.where(position < stop, logarithm, float("inf"))
     seen = tl.cdiv(stop, BLOCK_SIZE)
 
