@@ -17,8 +17,8 @@ from ..layout import Layout
 
 Array = npt.NDArray[Any]
 
-# Scores in flight: a batch is cut so that its own stay below this.
-MOST_SCORES = 1 << 22
+# Scores of a batch, unless one row block has more: what fits into a CPU's cache, what keeps a GPU busy.
+MOST_SCORES = {mx.cpu: 1 << 20, mx.gpu: 1 << 24}
 
 
 def attend_blocks(
@@ -42,8 +42,8 @@ def attend_blocks(
     lead, tail = (S - L) % block_size, -S % block_size
     rows = _in_blocks(queries, lead, tail, block_size).reshape(B * Hq * R, block_size, D)
     keys, values = (_in_blocks(array, 0, tail, block_size) for array in (keys, values))
-    # In float32, except in MLX's kernels for GPUs, whose sums are in float32 anyway.
-    fused = mx.default_device() != mx.Device(mx.cpu)
+    # On a CPU MLX has no kernel of its own for attention.
+    attend = _plain if mx.default_device().type == mx.cpu else _fused
 
     order, outs, lses = [], [], []
     for items, listed, diagonal in _batches(np.array(blocks), layout):
@@ -55,8 +55,8 @@ def attend_blocks(
         b, h = (mx.array(axis[:, None]) for axis in np.divmod(items // R, Hq))
         at = (b, h // (Hq // keys.shape[1]), mx.array(listed))
         q, (k, v) = rows[mx.array(items)], (array[at].reshape(len(items), -1, D) for array in (keys, values))
-        outs.append((_fused if fused else _plain)(q, k, v, scale, diagonal).astype(queries.dtype))
-        lses.append(_lse(q, k, scale, diagonal))
+        outs.append(attend(after(outs, q), k, v, scale, diagonal).astype(queries.dtype))
+        lses.append(_lse(after(lses, q), k, scale, diagonal))
     back = mx.array(np.argsort(np.concatenate(order)))
 
     def gather(parts: list[mx.array], *tail_shape: int) -> mx.array:
@@ -64,6 +64,16 @@ def attend_blocks(
         return whole[:, :, lead : lead + L]
 
     return gather(outs, D), gather(lses)
+
+
+def after(done: list[mx.array], array: mx.array) -> mx.array:
+    """``array``, there once all that is ``done`` is: MLX would begin with everything at once, and hold it all."""
+    return mx.depends(array, done[-1]) if done else array
+
+
+def most(scores: int) -> int:
+    """How many pieces of so many scores make a batch."""
+    return max(1, MOST_SCORES[mx.default_device().type] // scores)
 
 
 def causal_scores(queries: mx.array, keys: mx.array) -> mx.array:
@@ -102,9 +112,9 @@ def _batches(blocks: Array, layout: Layout) -> Iterator[tuple[Array, Array, bool
     for n, with_diagonal in sorted(set(zip(count.tolist(), diagonal.tolist(), strict=True))):
         items = np.flatnonzero((count == n) & (diagonal == with_diagonal))
         listed = np.nonzero(mask[items])[1].reshape(len(items), n).astype(np.int32)
-        most = max(1, MOST_SCORES // max(1, n * layout.block_size**2))
-        for start in range(0, len(items), most):
-            yield items[start : start + most], listed[start : start + most], with_diagonal
+        step = most(max(n, 1) * layout.block_size**2)
+        for start in range(0, len(items), step):
+            yield items[start : start + step], listed[start : start + step], with_diagonal
 
 
 def _fused(queries: mx.array, keys: mx.array, values: mx.array, scale: float, diagonal: bool) -> mx.array:

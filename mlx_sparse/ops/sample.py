@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from .. import kept
 from ..layout import Layout
-from .blocks import attend_blocks, causal_scores
+from .blocks import after, attend_blocks, causal_scores, most
 
 
 def sample_scores(
@@ -17,11 +17,20 @@ def sample_scores(
     Args:
         rows: query rows sampled per region; None means ``block_size``.
     """
-    L, S = queries.shape[2], keys.shape[2]
+    B, Hq, L, _ = queries.shape
+    Hkv, S = keys.shape[1:3]
     layout = Layout(L, S, chunks, block_size, rows)
-    regions = [_masses(queries, keys, region.sample, layout, scale) for region in layout.regions]
-    column, slash = (mx.stack(list(masses), axis=2) for masses in zip(*regions, strict=True))
-    return column, slash
+    done: list[mx.array] = []
+    for start, stop in (region.sample for region in layout.regions):
+        end = S - L + stop
+        step = most(B * (stop - start) * end)
+        for first in range(0, Hq, step):
+            heads = range(first, min(first + step, Hq))
+            q = queries[:, first : first + step, start:stop]
+            k = mx.take(keys[:, :, :end], mx.array([head // (Hq // Hkv) for head in heads]), axis=1)
+            done.append(_masses(after(done, q), k, layout, scale))
+    masses = mx.concatenate(done, axis=1).reshape(B, -1, Hq, 2, layout.key_blocks)
+    return masses[:, :, :, 0].swapaxes(1, 2), masses[:, :, :, 1].swapaxes(1, 2)
 
 
 def sample_select(
@@ -67,21 +76,17 @@ def sample_attention(
     return *attend_blocks(queries, keys, values, blocks, block_size=block_size, scale=scale), blocks
 
 
-def _masses(
-    queries: mx.array, keys: mx.array, sample: tuple[int, int], layout: Layout, scale: float
-) -> tuple[mx.array, mx.array]:
-    """The two masses ``(B, Hq, Nk)`` of the query rows ``sample``."""
-    B, Hq, L, D = queries.shape
-    Hkv, S = keys.shape[1:3]
-    start, stop = sample
-    first, end = S - L + start, S - L + stop
+def _masses(queries: mx.array, keys: mx.array, layout: Layout, scale: float) -> mx.array:
+    """Both masses ``(B, H, 2, Nk)`` of ``queries (B, H, n, D)`` at the last n positions of ``keys (B, H, N, D)``."""
+    B, H, n, _ = queries.shape
+    end = keys.shape[2]
+    first = end - n
     # (sample.3) the sample's attention
-    grouped = queries[:, :, start:stop].reshape(B, Hkv, Hq // Hkv, stop - start, D).astype(mx.float32) * scale
-    scores = causal_scores(grouped, keys[:, :, None, :end].astype(mx.float32))
-    weights = mx.softmax(scores, axis=-1).reshape(B, Hq, stop - start, end)
+    scores = causal_scores(queries.astype(mx.float32) * scale, keys.astype(mx.float32))
+    weights = mx.softmax(scores, axis=-1)
 
-    column = mx.zeros((B, Hq, layout.key_blocks))
-    slash = mx.zeros((B, Hq, layout.key_blocks))
+    column = mx.zeros((B, H, layout.key_blocks))
+    slash = mx.zeros((B, H, layout.key_blocks))
     size = layout.block_size
     for row_block in range(first // size, (end - 1) // size + 1):
         low, high = max(first, row_block * size), min(end, (row_block + 1) * size)
@@ -91,20 +96,21 @@ def _masses(
         column = column + _pad(near + far, behind)
         # (sample.5) by offset: of the key block m away these rows see a part at offsets of bin m, the rest of bin m - 1
         slash = slash + _pad(near[..., ::-1], behind) + _pad(far[..., ::-1], behind + 1)[..., 1:]
-    return column, slash
+    return mx.stack([column, slash], axis=2)
 
 
 def _by_block(weights: mx.array, first: int, size: int) -> tuple[mx.array, mx.array]:
-    """Sums of ``weights (B, Hq, n, N)`` by key block: of the keys up to each row's own place in a block, of the others.
+    """Sums of ``weights (B, H, n, N)`` by key block: of the keys up to each row's own place in a block, of the others.
 
     Args:
         first: position of the first row; all are in one row block, and the last is that of key N - 1.
     """
-    B, Hq, n, N = weights.shape
-    blocks = _pad(weights, -N % size).reshape(B, Hq, n, -1, size)
+    B, H, n, N = weights.shape
+    blocks = _pad(weights, -N % size).reshape(B, H, n, -1, size)
     place = mx.arange(first, first + n)[:, None, None] % size
-    near = mx.arange(size) <= place
-    return mx.where(near, blocks, 0.0).sum(axis=2).sum(axis=-1), mx.where(near, 0.0, blocks).sum(axis=2).sum(axis=-1)
+    near = (mx.arange(size) <= place).astype(mx.float32)
+    near, far = ((blocks * part).sum(axis=2).sum(axis=-1) for part in (near, 1.0 - near))
+    return near, far
 
 
 def _pad(array: mx.array, behind: int) -> mx.array:
