@@ -35,6 +35,8 @@ WHOLE_BUFFERS = frozenset({"metal"})
 
 # What the Metal kernels keep in registers and threadgroup memory bounds the head dim and the group.
 METAL_HEAD_DIM, METAL_GROUP = 256, 16
+# These run on the matrix units, in tiles of 16 components and rows of any head.
+MATRIX_FUNCTIONS = frozenset({"sample", "sample_scores", "sample_select", "attend_blocks"})
 
 
 @dataclass(frozen=True)
@@ -86,16 +88,36 @@ FUNCTIONS: Mapping[str, Mapping[str, str]] = {
     "oracle_top_k": {"oracle": "oracle:oracle_top_k_attention", "ops": "ops.baselines:oracle_top_k_attention"},
     "h2o": {"oracle": "oracle:h2o_attention", "ops": "ops.baselines:h2o_attention"},
     "h2o_scores": {"oracle": "oracle:h2o_scores", "ops": "ops.baselines:h2o_scores"},
-    "sample": {"oracle": "oracle:sample_attention", "ops": "ops.sample:sample_attention"},
+    "sample": {
+        "oracle": "oracle:sample_attention",
+        "ops": "ops.sample:sample_attention",
+        "metal": "kernels.sample:sample_attention",
+        "triton": "cuda_ref.prefill:sample_attention",
+    },
     "minference": {"oracle": "oracle:minference_attention", "ops": "ops.prefill:minference_attention"},
     "bigbird": {"oracle": "oracle:bigbird_attention", "ops": "ops.prefill:bigbird_attention"},
     "streaming_prefill": {
         "oracle": "oracle:streaming_prefill_attention",
         "ops": "ops.prefill:streaming_prefill_attention",
     },
-    "sample_scores": {"oracle": "oracle:sample_scores", "ops": "ops.sample:sample_scores"},
-    "sample_select": {"oracle": "oracle:sample_select", "ops": "ops.sample:sample_select"},
-    "attend_blocks": {"oracle": "oracle:attend_blocks", "ops": "ops.blocks:attend_blocks"},
+    "sample_scores": {
+        "oracle": "oracle:sample_scores",
+        "ops": "ops.sample:sample_scores",
+        "metal": "kernels.sample:sample_scores",
+        "triton": "cuda_ref.prefill:sample_scores",
+    },
+    "sample_select": {
+        "oracle": "oracle:sample_select",
+        "ops": "ops.sample:sample_select",
+        "metal": "kernels.sample:sample_select",
+        "triton": "cuda_ref.prefill:sample_select",
+    },
+    "attend_blocks": {
+        "oracle": "oracle:attend_blocks",
+        "ops": "ops.blocks:attend_blocks",
+        "metal": "kernels.blocks:attend_blocks",
+        "triton": "cuda_ref.prefill:attend_blocks",
+    },
     "attend_indices": {
         "oracle": "oracle:attend_indices",
         "ops": "ops.attend:attend_indices",
@@ -165,8 +187,11 @@ def gpu_kind() -> str:
     return letter if letter in ("g", "s", "d") else "g"
 
 
-def unfit(backend: str, D: int, G: int) -> str | None:
-    """Why ``backend`` cannot take head dim ``D`` with ``G`` query heads per KV head; None when it can."""
+def unfit(backend: str, function: str, D: int, G: int) -> str | None:
+    """Why ``function`` of ``backend`` takes no head dim ``D`` with ``G`` query heads per KV head; None when it does."""
+    if backend == "metal" and function in MATRIX_FUNCTIONS:
+        fits = D % 16 == 0 and D <= METAL_HEAD_DIM
+        return None if fits else f"its kernels take head dims that are multiples of 16 up to {METAL_HEAD_DIM}, not {D}"
     if backend == "metal" and (D % 4 or not 8 <= D <= METAL_HEAD_DIM):
         return f"its kernels take head dims that are multiples of 4 from 8 to {METAL_HEAD_DIM}, not {D}"
     if backend == "metal" and G > METAL_GROUP:
@@ -202,8 +227,8 @@ def resolve(backend: str, function: str, *, D: int, G: int) -> str:
     """
     if backend == "auto":
         served = "metal" in FUNCTIONS.get(function, {})
-        return "metal" if served and (unavailable("metal") or unfit("metal", D, G)) is None else "ops"
-    require(backend, function, unfit(backend, D, G))
+        return "metal" if served and (unavailable("metal") or unfit("metal", function, D, G)) is None else "ops"
+    require(backend, function, unfit(backend, function, D, G))
     return backend
 
 

@@ -13,3 +13,9 @@ def to_mlx(array: Array, dtype: str) -> mx.array:
 
 def to_numpy(array: mx.array) -> Array:
     return np.array(array.astype(mx.float32))
+
+
+def whole(array: Array, capacity: int, dtype: str) -> mx.array:
+    """A cache buffer ``(B, Hkv, capacity, D)`` whose first rows are ``array``; the others hold NaN."""
+    unused = np.full((*array.shape[:2], capacity - array.shape[2], array.shape[3]), np.nan, np.float32)
+    return to_mlx(np.concatenate([array, unused], axis=2), dtype)

@@ -17,7 +17,7 @@ from cases import (
     plain_reallocation,
     round_to,
 )
-from mlx_arrays import DTYPES, to_mlx, to_numpy
+from mlx_arrays import DTYPES, to_mlx, to_numpy, whole
 from msl import Metal
 from tiny_models import build, greedy, prompt_of
 
@@ -26,16 +26,6 @@ from mlx_sparse import oracle, registry
 from mlx_sparse.cache import SparseBatchKVCache, SparseKVCache
 from mlx_sparse.config import SparQ
 from mlx_sparse.kernels import attend, launch, select, sparq
-
-STALE = 1e3  # what unused rows of a cache hold in these tests
-
-
-def whole(array: Array, capacity: int, dtype: str) -> mx.array:
-    """A cache buffer ``(B, Hkv, capacity, D)`` whose first rows are ``array``."""
-    buffer = np.full((*array.shape[:2], capacity, array.shape[3]), STALE, np.float32)
-    buffer[:, :, : array.shape[2]] = array
-    return to_mlx(buffer, dtype)
-
 
 # select
 

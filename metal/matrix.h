@@ -1,0 +1,121 @@
+// 8x8 matrices in registers, and tiles of keys and values that a threadgroup stages once for all its SIMD groups.
+//
+// A lane holds two neighbours of one row of a matrix; a row lies in four lanes, which differ in bits 0 and 3. This is the
+// layout that MLX's own attention relies on. All products and sums are float32, whatever the type of the tiles.
+#pragma once
+
+#include <metal_simdgroup_matrix>
+
+#include "threadgroup.h"
+
+constant constexpr int SIDE = 8;
+constant constexpr float LOG2_E = 1.44269504088896340736f;
+
+// Where a lane's two elements are in a matrix.
+struct Spot {
+  uint row;
+  uint column;
+};
+
+inline Spot spot_of(uint lane) { return {(lane / 4 & 4) + lane / 2 % 4, (lane / 4 & 2) * 2 + lane % 2 * 2}; }
+
+// sum += a * b
+inline void multiply_add(thread float2& sum, float2 a, float2 b) {
+  simdgroup_float8x8 left, right, old, result;
+  reinterpret_cast<thread float2&>(left.thread_elements()) = a;
+  reinterpret_cast<thread float2&>(right.thread_elements()) = b;
+  reinterpret_cast<thread float2&>(old.thread_elements()) = sum;
+  simdgroup_multiply_accumulate(result, left, right, old);
+  sum = reinterpret_cast<thread float2&>(result.thread_elements());
+}
+
+// Largest and sum over a row, in all of its lanes.
+inline float row_max(float x) {
+  x = max(x, simd_shuffle_xor(x, ushort(1)));
+  return max(x, simd_shuffle_xor(x, ushort(8)));
+}
+
+inline float row_sum(float x) {
+  x += simd_shuffle_xor(x, ushort(1));
+  return x + simd_shuffle_xor(x, ushort(8));
+}
+
+// The number that scores are compared with before exp2; 0 for a row that has seen no key, so that nothing becomes NaN.
+inline float shift_of(float largest) { return largest == -INFINITY ? 0.0f : largest; }
+
+// log2 of a sum of exp2(score - shift_of(largest))
+inline float log2_sum(float largest, float sum) { return sum == 0.0f ? -INFINITY : shift_of(largest) + log2(sum); }
+
+// Elements from one row of a tile to the next: 16 bytes more than a row, so that neighbours lie in different banks.
+template <typename T>
+constexpr int padded(int length) {
+  return length + 16 / int(sizeof(T));
+}
+
+// Rows `rows[0 .. count)` of D components as columns: tile[d * padded(ROWS) + row]; zeros beyond `count`. Eight rows and
+// four chunks of four components per SIMD group at a time.
+template <int D, int ROWS, int SIMDGROUPS, typename T>
+void stage_columns(const device T* rows, uint count, threadgroup T* tile, Place place) {
+  const uint row_at = place.lane / 4, chunk_at = place.lane % 4;
+#pragma clang loop unroll(full)
+  for (uint first = 0; first < D / 16 * (ROWS / 8); first += SIMDGROUPS) {
+    const uint unit = first + place.simdgroup;
+    if (unit < D / 16 * (ROWS / 8)) {
+      const uint row = unit / (D / 16) * 8 + row_at, d = (unit % (D / 16) * 4 + chunk_at) * 4;
+      const vec<T, 4> loaded =
+          row < count ? *reinterpret_cast<const device vec<T, 4>*>(rows + size_t(row) * D + d) : vec<T, 4>(T(0));
+#pragma clang loop unroll(full)
+      for (uint i = 0; i < 4; ++i) {
+        tile[(d + i) * padded<T>(ROWS) + row] = loaded[i];
+      }
+    }
+  }
+}
+
+struct FirstRows {
+  uint count;
+
+  bool operator()(uint row) const { return row < count; }
+};
+
+// Rows as rows: tile[row * padded(D) + d]; zeros where `valid(row)` is false.
+template <int D, int ROWS, int SIMDGROUPS, typename T, typename Valid>
+void stage_rows(const device T* rows, Valid valid, threadgroup T* tile, Place place) {
+#pragma clang loop unroll(full)
+  for (uint first = 0; first < ROWS * (D / 4); first += SIMDGROUPS * LANES) {
+    const uint i = first + place.index();
+    if (i < ROWS * (D / 4)) {
+      const uint row = i / (D / 4), d = i % (D / 4) * 4;
+      *reinterpret_cast<threadgroup vec<T, 4>*>(tile + row * padded<T>(D) + d) =
+          valid(row) ? *reinterpret_cast<const device vec<T, 4>*>(rows + size_t(row) * D + d) : vec<T, 4>(T(0));
+    }
+  }
+}
+
+// This lane's two elements of a staged matrix, from the address of its upper left corner.
+template <typename T>
+float2 staged(const threadgroup T* corner, int stride, Spot spot) {
+  return float2(*reinterpret_cast<const threadgroup vec<T, 2>*>(corner + spot.row * stride + spot.column));
+}
+
+// scores[f][n] += q[f] . k of eight rows and eight keys each, from keys staged as columns.
+template <int D, int FRAGMENTS, int KEYS, typename T, typename Query>
+void multiply_keys(
+    Query query, const threadgroup T* keys, thread float2 (&scores)[FRAGMENTS][KEYS / SIDE], Spot spot) {
+#pragma clang loop unroll(full)
+  for (int d = 0; d < D / SIDE; ++d) {
+    float2 q[FRAGMENTS];
+#pragma clang loop unroll(full)
+    for (int f = 0; f < FRAGMENTS; ++f) {
+      q[f] = query(f, d);
+    }
+#pragma clang loop unroll(full)
+    for (int n = 0; n < KEYS / SIDE; ++n) {
+      const float2 k = staged(keys + d * SIDE * padded<T>(KEYS) + n * SIDE, padded<T>(KEYS), spot);
+#pragma clang loop unroll(full)
+      for (int f = 0; f < FRAGMENTS; ++f) {
+        multiply_add(scores[f][n], q[f], k);
+      }
+    }
+  }
+}

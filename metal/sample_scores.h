@@ -1,0 +1,167 @@
+// SampleAttention's scores: how much attention the sampled rows of a region pay to each key block and to each offset bin.
+//
+// K is read once. A row that has seen only a part of its keys cannot be normalised, so what is kept of each row and key
+// block is two numbers: the log2 of its sums of exp2 over keys at or before the row's place in a block, whose offset bin is
+// (row block - key block), and over those after it, which are one bin nearer. Eight bytes for the BLOCK keys of a block.
+// A second small kernel takes the rows' log-sum-exps together and adds up shares of rows.
+#pragma once
+
+#include "matrix.h"
+
+constant constexpr uint SUMMED_BLOCKS = 32;  // per threadgroup of the second kernel
+
+// One row's sums over a part of the keys that one lane has seen.
+struct Seen {
+  float largest;
+  float near;  // keys at or before the row's place within a block
+  float far;
+};
+
+// The rows of one SIMD group.
+struct SampleRows {
+  uint first;   // in the sample
+  uint count;   // rows in the sample
+  uint offset;  // position of row 0 of the sample
+
+  uint row(uint f, Spot spot) const { return first + f * SIDE + spot.row; }
+  bool valid(uint f, Spot spot) const { return row(f, spot) < count; }
+  uint position(uint f, Spot spot) const { return offset + row(f, spot); }
+};
+
+// Eight rows each of the queries, kept in registers.
+template <int D, int FRAGMENTS>
+struct QueryRows {
+  float2 at[FRAGMENTS][D / SIDE];
+
+  float2 operator()(int f, int d) const { return at[f][d]; }
+};
+
+template <int D, int FRAGMENTS, typename T>
+void load_queries(
+    const device T* queries, SampleRows rows, thread QueryRows<D, FRAGMENTS>& loaded, Spot spot) {
+#pragma clang loop unroll(full)
+  for (int f = 0; f < FRAGMENTS; ++f) {
+#pragma clang loop unroll(full)
+    for (int d = 0; d < D / SIDE; ++d) {
+      const size_t at = size_t(rows.row(f, spot)) * D + d * SIDE + spot.column;
+      loaded.at[f][d] = rows.valid(f, spot) ? float2(*reinterpret_cast<const device vec<T, 2>*>(queries + at))
+                                              : float2(0.0f);
+    }
+  }
+}
+
+// Add the keys [start, start + KEYS) of a tile to what this lane has seen of its rows.
+template <int BLOCK, int FRAGMENTS, int KEYS>
+void see(
+    thread float2 (&scores)[FRAGMENTS][KEYS / SIDE],
+    uint start,
+    float scale,
+    SampleRows rows,
+    thread Seen (&seen)[FRAGMENTS],
+    Spot spot) {
+#pragma clang loop unroll(full)
+  for (int f = 0; f < FRAGMENTS; ++f) {
+    const uint position = rows.position(f, spot);
+    const bool valid = rows.valid(f, spot);
+    float largest = seen[f].largest;
+#pragma clang loop unroll(full)
+    for (int n = 0; n < KEYS / SIDE; ++n) {
+#pragma clang loop unroll(full)
+      for (uint e = 0; e < 2; ++e) {
+        const bool visible = valid && start + n * SIDE + spot.column + e <= position;
+        scores[f][n][e] = visible ? scores[f][n][e] * scale : -INFINITY;
+        largest = max(largest, scores[f][n][e]);
+      }
+    }
+    const float shift = shift_of(largest), factor = exp2(seen[f].largest - shift);
+    seen[f].largest = largest;
+    seen[f].near *= factor;
+    seen[f].far *= factor;
+#pragma clang loop unroll(full)
+    for (int n = 0; n < KEYS / SIDE; ++n) {
+#pragma clang loop unroll(full)
+      for (uint e = 0; e < 2; ++e) {
+        const float weight = exp2(scores[f][n][e] - shift);
+        const bool is_near = (start + n * SIDE + spot.column + e) % BLOCK <= position % BLOCK;
+        seen[f].near += is_near ? weight : 0.0f;
+        seen[f].far += is_near ? 0.0f : weight;
+      }
+    }
+  }
+}
+
+// The key blocks [first, stop) for the rows of one threadgroup: partials[block][row] and totals[row].
+template <int D, int BLOCK, int FRAGMENTS, int SIMDGROUPS, int KEYS, typename T>
+void score_blocks(
+    const device T* queries,   // of the sample
+    const device T* keys,      // of the head
+    uint length,
+    uint first,
+    uint stop,
+    float scale,
+    SampleRows rows,
+    uint end,                  // position after the threadgroup's last row, 0 if it has none
+    uint padded_rows,
+    device float2* partials,   // of the sample
+    device float* totals,      // of the sample and split
+    threadgroup T* tile,
+    Place place) {
+  const Spot spot = spot_of(place.lane);
+  QueryRows<D, FRAGMENTS> query;
+  load_queries<D, FRAGMENTS>(queries, rows, query, spot);
+  Seen total[FRAGMENTS];
+#pragma clang loop unroll(full)
+  for (int f = 0; f < FRAGMENTS; ++f) {
+    total[f] = {-INFINITY, 0.0f, 0.0f};
+  }
+  for (uint block = first; block < stop; ++block) {
+    Seen seen[FRAGMENTS];
+#pragma clang loop unroll(full)
+    for (int f = 0; f < FRAGMENTS; ++f) {
+      seen[f] = {-INFINITY, 0.0f, 0.0f};
+    }
+    for (uint start = block * BLOCK; start < (block + 1) * BLOCK && start < end; start += KEYS) {
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      stage_columns<D, KEYS, SIMDGROUPS>(keys + size_t(start) * D, length - start, tile, place);
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      float2 scores[FRAGMENTS][KEYS / SIDE] = {};
+      multiply_keys<D, FRAGMENTS, KEYS>(query, tile, scores, spot);
+      see<BLOCK, FRAGMENTS, KEYS>(scores, start, scale, rows, seen, spot);
+    }
+#pragma clang loop unroll(full)
+    for (int f = 0; f < FRAGMENTS; ++f) {
+      const float largest = row_max(seen[f].largest), shift = shift_of(largest);
+      const float factor = exp2(seen[f].largest - shift);
+      const float near = row_sum(seen[f].near * factor), far = row_sum(seen[f].far * factor);
+      if (spot.column == 0) {
+        partials[size_t(block) * padded_rows + rows.row(f, spot)] =
+            float2(log2_sum(largest, near), log2_sum(largest, far));
+      }
+      const float both = max(total[f].largest, largest);
+      total[f].near = total[f].near * exp2(total[f].largest - shift_of(both)) + (near + far) * exp2(largest - shift_of(both));
+      total[f].largest = both;
+    }
+  }
+#pragma clang loop unroll(full)
+  for (int f = 0; f < FRAGMENTS; ++f) {
+    if (spot.column == 0) {
+      totals[rows.row(f, spot)] = log2_sum(total[f].largest, total[f].near);
+    }
+  }
+}
+
+// The log2 of each row's sum over all keys; infinite for rows that are not there, so that their share is nothing.
+inline void merge_totals(
+    const device float* totals, uint splits, uint rows, threadgroup float* merged, Place place) {
+  for (uint row = place.index(); row < rows; row += place.threads()) {
+    float largest = -INFINITY;
+    for (uint s = 0; s < splits; ++s) {
+      largest = max(largest, totals[size_t(s) * rows + row]);
+    }
+    float sum = 0.0f;
+    for (uint s = 0; s < splits; ++s) {
+      sum += exp2(totals[size_t(s) * rows + row] - shift_of(largest));
+    }
+    merged[row] = sum == 0.0f ? INFINITY : log2_sum(largest, sum);
+  }
+}

@@ -1,0 +1,119 @@
+"""Attend to lists of key blocks on the GPU, shared by every prefill method (metal/attend_blocks.h)."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import mlx.core as mx
+
+from ..layout import Layout
+from ..pieces import attend_in_pieces
+from .launch import Kernel, integer, real
+
+THREADGROUP_MEMORY = 32 << 10
+
+ATTEND = Kernel(
+    "attend_blocks", "attend_blocks.h", ("queries", "keys", "values", "blocks", "length", "scale"), ("out", "lse")
+)
+
+
+def tile_of(D: int, itemsize: int) -> tuple[int, int]:
+    """Query rows and keys that a threadgroup stages: as MLX's own prefill kernel, or the largest that fit."""
+
+    def fits(rows: int, keys: int) -> bool:
+        padding = 16 // itemsize
+        staged = max(D * (keys + padding), keys * (D + padding))
+        return (rows * (D + padding) + staged) * itemsize <= THREADGROUP_MEMORY
+
+    sizes = [(32, 32 if D < 128 else 16), (32, 16), (16, 16), (16, 8)]
+    return next(size for size in sizes if fits(*size))
+
+
+def attend_blocks(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    blocks: mx.array,
+    *,
+    block_size: int,
+    scale: float,
+    length: int | None = None,
+) -> tuple[mx.array, mx.array]:
+    """Exact causal attention of every query over the listed key blocks of its row block (sample.8).
+
+    Args:
+        queries: ``(B, Hq, L, D)``, at positions ``length - L ..``.
+        keys, values: ``(B, Hkv, capacity, D)`` with ``length`` rows in use; whole buffers, which are not copied.
+        blocks: ``(B, Hq, R, N)`` int32, R touched row blocks; ``-1``, or any number that is no block's, = empty slot.
+
+    Returns:
+        ``out (B, Hq, L, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, L)``; 0 and -inf for queries with
+        nothing to attend.
+    """
+    S = keys.shape[2] if length is None else length
+    lists = _tidy(blocks, Layout(queries.shape[2], S, 1, block_size))
+    return attend_lists(queries, keys, values, lists, block_size=block_size, scale=scale, length=S)
+
+
+def _tidy(blocks: mx.array, layout: Layout) -> mx.array:
+    """Ascending lists without empty slots in between and no block twice, as int32."""
+    if blocks.shape[3] == 0:
+        return mx.full((*blocks.shape[:3], 1), -1, mx.int32)
+    none = layout.key_blocks
+    ordered = mx.sort(mx.where((blocks >= 0) & (blocks < none), blocks, none).astype(mx.int32), axis=-1)
+    again = mx.concatenate([mx.zeros_like(ordered[..., :1]) - 1, ordered[..., :-1]], axis=-1) == ordered
+    ordered = mx.sort(mx.where(again, none, ordered), axis=-1)
+    return mx.where(ordered < none, ordered, -1)
+
+
+def attend_lists(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    blocks: mx.array,
+    *,
+    block_size: int,
+    scale: float,
+    length: int | None = None,
+) -> tuple[mx.array, mx.array]:
+    """`attend_blocks` for lists that ascend and end at their first -1."""
+    S = keys.shape[2] if length is None else length
+    attend = partial(_attend, keys=keys, values=values, block_size=block_size, scale=scale)
+    return attend_in_pieces(
+        lambda piece, lists, end: attend(piece, blocks=lists, length=end),
+        queries,
+        blocks,
+        S=S,
+        block_size=block_size,
+    )
+
+
+def _attend(
+    queries: mx.array,
+    *,
+    keys: mx.array,
+    values: mx.array,
+    blocks: mx.array,
+    block_size: int,
+    scale: float,
+    length: int,
+) -> tuple[mx.array, mx.array]:
+    """One launch."""
+    B, Hq, L, D = queries.shape
+    rows, staged = tile_of(D, keys.itemsize)
+    inputs = {
+        "queries": queries,
+        "keys": keys,
+        "values": values,
+        "blocks": blocks,
+        "length": integer(length),
+        "scale": real(scale),
+    }
+    out, lse = ATTEND(
+        inputs,
+        [(queries.shape, queries.dtype), ((B, Hq, L), mx.float32)],
+        template={"T": queries.dtype, "D": D, "BLOCK": block_size, "ROWS": rows, "KEYS": staged},
+        groups=(blocks.shape[2] * block_size // rows, Hq, B),
+        threads=rows * 4,
+    )
+    return out, lse

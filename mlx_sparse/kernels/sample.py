@@ -1,0 +1,173 @@
+"""SampleAttention on the GPU: docs/spec/sample.md, equations (sample.1) to (sample.8).
+
+Two launches score the sampled rows, array operations choose the blocks, one launch attends to them.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import mlx.core as mx
+
+from .. import kept
+from ..layout import Layout
+from ..pieces import PIECE
+from .blocks import THREADGROUP_MEMORY, attend_lists
+from .launch import LANES, Kernel, integer, real
+
+SIDE = 8  # rows of a matrix
+SUM_THREADS, SUMMED_BLOCKS = 256, 32
+GROUPS = 1024  # threadgroups that fill the largest GPU several times
+
+SCORES = Kernel(
+    "sample_scores",
+    "sample_scores.h",
+    ("queries", "keys", "samples", "regions", "length", "first_head", "scale"),
+    ("partials", "totals"),
+)
+SUMS = Kernel(
+    "sample_sums", "sample_scores.h", ("partials", "totals", "samples", "regions", "offset"), ("column", "slash")
+)
+
+
+def shape_of(rows: int, D: int, itemsize: int) -> dict[str, int]:
+    """How a sample of ``rows`` is shared out: matrices per SIMD group, SIMD groups, and keys that are staged together.
+
+    A lane keeps its share of the queries in registers, two float32 for each matrix: at most 64.
+    """
+    fragments = 2 if D <= 128 and rows > 32 else 1
+    simdgroups = min(8, -(-rows // (SIDE * fragments)))
+    keys = 32 if D * (32 * itemsize + 16) <= THREADGROUP_MEMORY else 16
+    return {"FRAGMENTS": fragments, "SIMDGROUPS": simdgroups, "KEYS": keys}
+
+
+def sample_scores(
+    queries: mx.array,
+    keys: mx.array,
+    *,
+    chunks: int,
+    block_size: int,
+    scale: float,
+    rows: int | None = None,
+    length: int | None = None,
+) -> tuple[mx.array, mx.array]:
+    """Attention mass of each region's sample by key block and by offset bin (sample.3) to (sample.5).
+
+    Args:
+        queries: ``(B, Hq, L, D)``, at positions ``length - L ..``.
+        keys: ``(B, Hkv, capacity, D)`` with ``length`` rows in use; a whole buffer, which is not copied.
+        rows: query rows sampled per region; None means ``block_size``.
+
+    Returns:
+        ``column`` and ``slash``, float32 ``(B, Hq, C, Nk)``.
+    """
+    B, Hq, L, D = queries.shape
+    Hkv, capacity = keys.shape[1:3]
+    layout = Layout(L, capacity if length is None else length, chunks, block_size, rows)
+    sampled = max(stop - start for start, stop in (region.sample for region in layout.regions))
+    work = B * Hq // Hkv * len(layout.regions) * sampled * layout.S * D
+    heads = max(PIECE // work, 1)
+    done: list[list[mx.array]] = []
+    for first in range(0, Hkv, heads):
+        if done:
+            mx.async_eval(*done[-1])  # type: ignore[no-untyped-call]  # ends the command buffer without waiting for it
+        done.append(_scores(queries, keys, layout, sampled, scale, (first, min(first + heads, Hkv))))
+    shape = (B, Hq, len(layout.regions), layout.key_blocks)
+    column, slash = (mx.concatenate(list(parts), axis=1).reshape(shape) for parts in zip(*done, strict=True))
+    return column, slash
+
+
+def _scores(
+    queries: mx.array, keys: mx.array, layout: Layout, sampled: int, scale: float, heads: tuple[int, int]
+) -> list[mx.array]:
+    """Both launches for a run of KV heads: ``column`` and ``slash``, ``(B, heads, G, C, Nk)``."""
+    B, Hq, _, D = queries.shape
+    G, count, C = Hq // keys.shape[1], heads[1] - heads[0], len(layout.regions)
+    shape = shape_of(sampled, D, queries.itemsize)
+    tile = SIDE * shape["FRAGMENTS"] * shape["SIMDGROUPS"]
+    tiles = -(-sampled // tile)
+    samples = B * count * G * C
+    splits = min(layout.key_blocks, -(-GROUPS // (samples * tiles)))
+    inputs = {
+        "queries": queries,
+        "keys": keys,
+        "samples": _samples(tuple(region.sample for region in layout.regions)),
+        "regions": integer(C),
+        "length": integer(layout.S),
+        "first_head": integer(heads[0]),
+        "scale": real(scale),
+        "offset": integer(layout.S - layout.L),
+    }
+    leading = (B, count, G, C)
+    inputs["partials"], inputs["totals"] = SCORES(
+        inputs,
+        [((*leading, layout.key_blocks, tiles * tile, 2), mx.float32), ((*leading, splits, tiles * tile), mx.float32)],
+        template={"T": queries.dtype, "D": D, "G": G, "BLOCK": layout.block_size, **shape},
+        groups=(tiles * G * C, splits, B * count),
+        threads=shape["SIMDGROUPS"] * LANES,
+    )
+    return SUMS(
+        inputs,
+        [((*leading, layout.key_blocks), mx.float32)] * 2,
+        template={"ROWS": tiles * tile, "BLOCK": layout.block_size},
+        groups=(-(-layout.key_blocks // SUMMED_BLOCKS), samples, 1),
+        threads=SUM_THREADS,
+    )
+
+
+@lru_cache(maxsize=64)
+def _samples(samples: tuple[tuple[int, int], ...]) -> mx.array:
+    """First rows and ends, int32 ``(max(C, 4), 2)``: MLX passes fewer than eight elements in another address space."""
+    numbers = [*samples, *[(0, 0)] * (4 - len(samples))]
+    return mx.array(numbers, mx.int32)
+
+
+def sample_select(
+    queries: mx.array,
+    keys: mx.array,
+    *,
+    alpha_column: float,
+    alpha_slash: float,
+    chunks: int,
+    block_size: int,
+    scale: float,
+    length: int | None = None,
+) -> mx.array:
+    """Key blocks of each row block (sample.7): ``(B, Hq, R, Nk)`` int32, ascending, then -1. Waits for nothing."""
+    layout = Layout(queries.shape[2], keys.shape[2] if length is None else length, chunks, block_size)
+    column, slash = sample_scores(queries, keys, chunks=chunks, block_size=block_size, scale=scale, length=layout.S)
+    return kept.select(
+        column, slash, layout, alpha_column=alpha_column, alpha_slash=alpha_slash, width=layout.key_blocks
+    )
+
+
+def sample_attention(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    *,
+    alpha_column: float,
+    alpha_slash: float,
+    chunks: int,
+    block_size: int,
+    scale: float,
+    length: int | None = None,
+) -> tuple[mx.array, mx.array, mx.array]:
+    """A prompt, or a step of one: ``out (B, Hq, L, D)`` in the type of ``queries``, float32 ``lse (B, Hq, L)``, blocks.
+
+    Args:
+        queries: ``(B, Hq, L, D)``, at positions ``length - L ..``.
+        keys, values: ``(B, Hkv, capacity, D)`` with ``length`` rows in use; whole buffers, which are not copied.
+    """
+    blocks = sample_select(
+        queries,
+        keys,
+        alpha_column=alpha_column,
+        alpha_slash=alpha_slash,
+        chunks=chunks,
+        block_size=block_size,
+        scale=scale,
+        length=length,
+    )
+    out, lse = attend_lists(queries, keys, values, blocks, block_size=block_size, scale=scale, length=length)
+    return out, lse, blocks

@@ -1,0 +1,153 @@
+"""The Metal kernel that attends to lists of key blocks: every case, any list, whole cache buffers."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from cases import Array
+from mlx_arrays import DTYPES, to_mlx, to_numpy, whole
+from msl import Metal
+from sample_cases import SAMPLE_CASES, SampleCase, assert_attends, selection
+
+import mlx_sparse
+from mlx_sparse import oracle, pieces, registry
+from mlx_sparse.kernels import blocks as kernels
+
+
+def attend(case: SampleCase, lists: Array, *, spare: int = 0) -> tuple[mx.array, mx.array]:
+    q, k, v = case.inputs()
+    return kernels.attend_blocks(
+        to_mlx(q, case.dtype),
+        whole(k, case.S + spare, case.dtype),
+        whole(v, case.S + spare, case.dtype),
+        mx.array(lists),
+        block_size=case.block_size,
+        scale=case.scale,
+        length=case.S,
+    )
+
+
+def check(case: SampleCase, lists: Array, *, spare: int = 0) -> None:
+    out, lse = attend(case, lists, spare=spare)
+    assert_attends(to_numpy(out), np.array(lse), case, lists)
+
+
+@pytest.mark.parametrize("case", SAMPLE_CASES, ids=str)
+def test_every_prompt_is_attended_as_by_the_oracle(metal: Metal, case: SampleCase) -> None:
+    check(case, selection(case).blocks, spare=case.L % 3)
+
+
+def some_lists(case: SampleCase, *, seed: int = 0, share: float = 0.5) -> Array:
+    """Random lists, some of them empty, not all with their diagonal."""
+    layout = case.layout
+    mask = np.random.default_rng(seed).random((case.B, case.Hq, layout.row_blocks, layout.key_blocks)) < share
+    mask[:, 0, 0] = False
+    row = np.arange(layout.first_block, layout.key_blocks)[:, None]
+    return oracle.block_lists(mask & (np.arange(layout.key_blocks) <= row))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("D", [16, 64, 80, 96, 112, 128, 192, 256])
+def test_every_head_dim_is_right(metal: Metal, D: int, dtype: str) -> None:
+    case = SampleCase(1, 2, 1, 45, 130, D, dtype, 32)
+    check(case, some_lists(case))
+
+
+@pytest.mark.parametrize("block_size", [32, 64, 128])
+@pytest.mark.parametrize(("L", "S"), [(1, 1), (1, 97), (7, 200), (150, 150), (129, 257), (64, 256)])
+def test_every_piece_of_a_prompt_is_right(metal: Metal, L: int, S: int, block_size: int) -> None:
+    case = SampleCase(2, 3, 3, L, S, 64, "f32", block_size)
+    check(case, some_lists(case, share=0.7), spare=3)
+
+
+def test_any_list_is_legal(metal: Metal) -> None:
+    case = SampleCase(1, 4, 2, 100, 200, 64, "f32", 32)
+    layout = case.layout
+    rng = np.random.default_rng(1)
+    shape = (1, 4, layout.row_blocks)
+    lists = rng.choice([-(2**31), -7, -1, 0, 1, 2, 3, 4, 5, 6, 7, 100, 2**26, 2**31 - 1], size=(*shape, 20)).astype(
+        np.int32
+    )
+    check(case, lists)
+    expected = attend(case, oracle.block_lists(oracle.block_mask(lists, layout.key_blocks)))
+    assert all(mx.array_equal(a, b) for a, b in zip(attend(case, lists), expected, strict=True))
+
+
+def test_without_a_block_there_is_nothing_to_attend(metal: Metal) -> None:
+    case = SampleCase(1, 4, 2, 40, 90, 64, "f16", 32)
+    layout = case.layout
+    above = np.full((1, 4, layout.row_blocks, 2), layout.key_blocks - 1, np.int32)
+    for lists in (
+        np.full((1, 4, layout.row_blocks, 3), -1, np.int32),
+        np.zeros((1, 4, layout.row_blocks, 0), np.int32),
+    ):
+        out, lse = attend(case, lists)
+        assert mx.all(out == 0)
+        assert mx.all(lse == -mx.inf)
+    out, lse = attend(case, above)  # the last block, which only rows of the last row block may see
+    first = layout.block_size * (layout.key_blocks - 1) - (case.S - case.L)
+    assert mx.all(lse[:, :, :first] == -mx.inf)
+    assert mx.all(lse[:, :, first:] > -mx.inf)
+
+
+def test_rows_that_are_not_in_use_do_not_count(metal: Metal) -> None:
+    case = SampleCase(2, 4, 2, 70, 150, 64, "bf16", 32)
+    lists = some_lists(case)
+    for spare in (1, 40, 300):
+        assert all(
+            mx.array_equal(a, b) for a, b in zip(attend(case, lists), attend(case, lists, spare=spare), strict=True)
+        )
+
+
+def test_nan_in_a_listed_key_is_not_hidden(metal: Metal) -> None:
+    case = SampleCase(1, 2, 1, 64, 64, 64, "f32", 32)
+    q, k, v = (to_mlx(array, "f32") for array in case.inputs())
+    k[0, 0, 3, 5] = mx.nan
+    lists = mx.array([[[[0], [1]], [[0], [0]]]])
+    out, lse = mlx_sparse.attend_blocks(q, k, v, lists, block_size=32, backend="metal")
+    rows = mx.array([[*[False] * 3, *[True] * 29, *[False] * 32], [*[False] * 3, *[True] * 61]])
+    assert mx.array_equal(mx.isnan(out).all(axis=-1)[0], rows)
+    assert mx.array_equal(mx.isnan(lse)[0], rows)
+
+
+def test_a_long_prompt_is_work_in_bounded_pieces(metal: Metal, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No launch may have more multiply-adds than a piece even if its lists held everything, and none shares a command
+    buffer: each is sent off before the next is made.
+    """
+    case = SampleCase(1, 4, 2, 300, 410, 64, "f32", 32)
+    lists = some_lists(case)
+    together = attend(case, lists)
+    most = 2 * 4 * 64 * case.S * 64  # 64 rows
+    sent: list[int] = []
+    send = mx.async_eval
+    monkeypatch.setattr(pieces, "PIECE", most)
+    monkeypatch.setattr(mx, "async_eval", lambda *arrays: (sent.append(len(metal.launches)), send(*arrays))[1])
+    metal.clear()
+    apart = attend(case, lists)
+    assert all(mx.array_equal(a, b) for a, b in zip(apart, together, strict=True))
+    assert len(sent) > 4
+    if metal.emulated:
+        assert sent == list(range(1, len(metal.launches) + 1))
+        for report in metal.launches:
+            rows = report.grid[0] // 4  # eight rows of a tile have a SIMD group
+            heads = report.grid[1] * report.grid[2]
+            assert 2 * rows * heads * case.S * case.D <= most + 2 * 32 * heads * case.S * case.D  # a tile may be ragged
+
+
+def test_nothing_recompiles_as_the_context_grows(metal: Metal) -> None:
+    texts: set[str] = set()
+    for L, S in ((40, 90), (64, 200), (33, 300)):
+        case = SampleCase(1, 4, 2, L, S, 64, "f16", 32)
+        attend(case, some_lists(case), spare=7)
+        if metal.emulated:
+            texts.add(metal.texts["attend_blocks"])
+    assert len(texts) <= 1
+
+
+def test_head_dims_that_do_not_fit_are_left_to_ops(metal: Metal) -> None:
+    for D in (8, 72, 272):
+        assert registry.resolve("auto", "sample", D=D, G=4) == "ops"
+        with pytest.raises(mlx_sparse.BackendUnavailable, match=f"multiples of 16 up to 256, not {D}"):
+            registry.resolve("metal", "attend_blocks", D=D, G=4)
+    assert registry.resolve("auto", "sample", D=80, G=32) == "metal"
