@@ -1,7 +1,8 @@
 """Triton kernels for NVIDIA GPUs behind the functions of `mlx_sparse`, on torch tensors. Needs no mlx.
 
-`sparq_attention`, `dense_attention`, `attend_indices` and `top_k_select` are the functions; `register` and `SparQCache`
-run models of transformers with them.
+`sparq_attention`, `dense_attention`, `attend_indices` and `top_k_select` are the functions for decode steps,
+`sample_attention`, `sample_select`, `sample_scores` and `attend_blocks` those for prompts; `register` and `SparQCache`
+run models of transformers.
 """
 
 if __name__ != "mlx_sparse.cuda_ref":  # an editable install puts the project root on sys.path
@@ -16,12 +17,20 @@ if TYPE_CHECKING:
     from .availability import unavailable as unavailable
     from .hf.attention import register as register
     from .hf.cache import SparQCache as SparQCache
+    from .prefill import attend_blocks as attend_blocks
+    from .prefill import sample_attention as sample_attention
+    from .prefill import sample_scores as sample_scores
+    from .prefill import sample_select as sample_select
 
 _HOME_OF = {
     "SparQCache": "hf",
+    "attend_blocks": "prefill",
     "attend_indices": "api",
     "dense_attention": "api",
     "register": "hf",
+    "sample_attention": "prefill",
+    "sample_scores": "prefill",
+    "sample_select": "prefill",
     "sparq_attention": "api",
     "top_k_select": "api",
     "unavailable": "availability",

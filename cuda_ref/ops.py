@@ -1,4 +1,4 @@
-"""The decode steps as operators of torch, so that `torch.compile` and CUDA graphs capture them.
+"""Decode steps and prompts as operators of torch, so that `torch.compile` and CUDA graphs capture them.
 
 They change nothing that goes in, and their fake versions say what comes out without computing it. Arguments are not
 checked beyond types: `api` does that.
@@ -6,9 +6,13 @@ checked beyond types: `api` does that.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from . import attend, select, sparq
+from mlx_sparse.layout import Layout
+
+from . import attend, blocks, sample, select, sparq
 
 
 @torch.library.custom_op("mlx_sparse::sparq_decode", mutates_args=())
@@ -71,6 +75,64 @@ def top_k_select(
     return select.top_k_select(scores, top_k=top_k, local_window=local_window, left_padding=_packed(left_padding))
 
 
+@torch.library.custom_op("mlx_sparse::sample_prefill", mutates_args=())
+def sample_prefill(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    alpha_column: float,
+    alpha_slash: float,
+    chunks: int,
+    block_size: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A prompt by SampleAttention: ``out``, float32 ``lse (B, Hq, L)``, and how many key blocks each row block attends.
+
+    The last is int32 ``(B, Hq, R)``.
+    """
+    layout = Layout(queries.shape[2], keys.shape[2], chunks, block_size)
+    alphas = {"alpha_column": alpha_column, "alpha_slash": alpha_slash}
+    return sample.sample_prefill(queries, keys, values, layout, scale=scale, **alphas)
+
+
+@torch.library.custom_op("mlx_sparse::sample_scores", mutates_args=())
+def sample_scores(
+    queries: torch.Tensor, keys: torch.Tensor, chunks: int, block_size: int, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention mass of the samples by key block and by distance: two float32 ``(B, Hq, C, Nk)``."""
+    layout = Layout(queries.shape[2], keys.shape[2], chunks, block_size)
+    return sample.sample_scores(queries, keys, layout, scale=scale)
+
+
+@torch.library.custom_op("mlx_sparse::sample_select", mutates_args=())
+def sample_select(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    alpha_column: float,
+    alpha_slash: float,
+    chunks: int,
+    block_size: int,
+    scale: float,
+) -> torch.Tensor:
+    """The key blocks of every row block: ``(B, Hq, R, Nk)`` int32."""
+    layout = Layout(queries.shape[2], keys.shape[2], chunks, block_size)
+    alphas = {"alpha_column": alpha_column, "alpha_slash": alpha_slash}
+    return sample.sample_select(queries, keys, layout, scale=scale, **alphas)
+
+
+@torch.library.custom_op("mlx_sparse::attend_blocks", mutates_args=())
+def attend_blocks(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    listed: torch.Tensor | None,
+    block_size: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over listed key blocks, or over all (sample.8): ``out`` and float32 ``lse (B, Hq, L)``."""
+    return blocks.attend_blocks(queries, keys, values, _packed(listed), block_size=block_size, scale=scale)
+
+
 def _packed(array: torch.Tensor | None) -> torch.Tensor | None:
     """As the kernels take all but keys and values."""
     return None if array is None else array.contiguous()
@@ -82,7 +144,7 @@ def _like_queries(queries: torch.Tensor, *_: object) -> tuple[torch.Tensor, torc
     )
 
 
-for _operator in (sparq_decode, dense_decode, attend_indices):
+for _operator in (sparq_decode, dense_decode, attend_indices, attend_blocks):
     _operator.register_fake(_like_queries)
 
 
@@ -90,3 +152,23 @@ for _operator in (sparq_decode, dense_decode, attend_indices):
 def _(scores: torch.Tensor, top_k: int, *_: object) -> torch.Tensor:
     B, Hkv, S = scores.shape
     return scores.new_empty(B, Hkv, min(top_k, S), dtype=torch.int32)
+
+
+@sample_prefill.register_fake
+def _(queries: torch.Tensor, keys: torch.Tensor, *given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    layout = Layout(queries.shape[2], keys.shape[2], 1, given[-2])
+    return *_like_queries(queries), queries.new_empty(*queries.shape[:2], layout.row_blocks, dtype=torch.int32)
+
+
+@sample_scores.register_fake
+def _(queries: torch.Tensor, keys: torch.Tensor, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    chunks, block_size, _ = given
+    layout = Layout(queries.shape[2], keys.shape[2], chunks, block_size)
+    shape = (*queries.shape[:2], min(chunks, layout.row_blocks), layout.key_blocks)
+    return queries.new_empty(shape, dtype=torch.float32), queries.new_empty(shape, dtype=torch.float32)
+
+
+@sample_select.register_fake
+def _(queries: torch.Tensor, keys: torch.Tensor, *given: Any) -> torch.Tensor:
+    layout = Layout(queries.shape[2], keys.shape[2], 1, given[-2])
+    return queries.new_empty(*queries.shape[:2], layout.row_blocks, layout.key_blocks, dtype=torch.int32)

@@ -1,0 +1,107 @@
+"""Checks of torch tensors, beside those of `mlx_sparse.checks`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mlx_sparse.checks import BackendUnavailable, ConfigError, ShapeError, Sizes, check_choice, check_qkv, check_shape
+
+from . import configs
+from .availability import interpreted, unavailable
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+GRID_LIMIT = 65535  # programs that CUDA starts along the second and the third axis of a grid
+
+
+def rows(array: torch.Tensor) -> torch.Tensor:
+    """Rows whose elements lie side by side, as the kernels read them; caches have them so."""
+    return array if array.stride(-1) == 1 else array.contiguous()
+
+
+def check_call(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    backend: str,
+    return_stats: bool | str = False,
+) -> Sizes:
+    for name, array in (("queries", queries), ("keys", keys), ("values", values)):
+        check_tensor(name, array)
+    n = check_qkv(queries, keys, values)
+    if max(n.B, n.Hkv) > GRID_LIMIT:
+        raise ShapeError(f"queries: expected at most {GRID_LIMIT} sequences and KV heads, got {(n.B, n.Hkv)}.")
+    check_choice("return_stats", return_stats, (False, True, "mass"))
+    check_backend(backend, queries.device)
+    if queries.dtype not in DTYPES:
+        raise ConfigError(f"queries: expected float32, float16 or bfloat16, got {type_name(queries.dtype)}.")
+    for name, array in (("keys", keys), ("values", values)):
+        check_like(name, array, tuple(keys.shape), queries.dtype, queries.device)
+    if n.L == 1:
+        check_head_dim(n.D)
+    return n
+
+
+def check_head_dim(D: int) -> None:
+    """Raise `BackendUnavailable` unless the kernels take ``D``."""
+    low, high = configs.HEAD_DIMS
+    if D % 8 or not low <= D <= high:
+        raise BackendUnavailable(f"backend: expected head dims that are multiples of 8 from {low} to {high}, got {D}.")
+
+
+def check_backend(backend: str, device: torch.device) -> None:
+    if backend not in ("auto", "triton"):
+        raise BackendUnavailable(f"backend: expected auto or triton for mlx_sparse.cuda_ref, got {backend}.")
+    reason = unavailable()
+    if reason is None and device.type != "cuda" and not (interpreted() and device.type == "cpu"):
+        reason = f"the tensors are on {device.type}; move them to the GPU"
+    if reason is not None:
+        raise BackendUnavailable(f"backend: expected a machine for Triton's kernels, got none ({reason}).")
+
+
+def check_like(
+    name: str, array: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype | None, device: torch.device
+) -> None:
+    """Check shape, type and device of an optional tensor."""
+    if array is None:
+        return
+    check_tensor(name, array)
+    check_shape(name, array, shape)
+    if dtype is not None and array.dtype != dtype:
+        raise ConfigError(
+            f"{name}: expected the type of the other tensors, {type_name(dtype)}, got {type_name(array.dtype)}."
+        )
+    check_device(name, array, device)
+
+
+def check_tensor(name: str, array: Any) -> None:
+    if not isinstance(array, torch.Tensor):
+        raise ConfigError(f"{name}: expected a tensor of torch, got {type(array).__name__}.")
+
+
+def check_device(name: str, array: torch.Tensor, device: torch.device) -> None:
+    if array.device != device:
+        raise ConfigError(f"{name}: expected a tensor on {device}, got {array.device}.")
+
+
+def check_integers(name: str, array: torch.Tensor) -> None:
+    if array.dtype.is_floating_point or array.dtype.is_complex or array.dtype == torch.bool:
+        raise ShapeError(f"{name}: expected integers, got {type_name(array.dtype)}.")
+
+
+def as_padding(left_padding: Any, n: Sizes, device: torch.device) -> torch.Tensor | None:
+    """``left_padding`` as the kernels take it: int32 within 0..S, on the device of the tensors."""
+    if left_padding is None:
+        return None
+    try:
+        first = torch.as_tensor(left_padding)
+    except (TypeError, ValueError, RuntimeError):
+        raise ShapeError(f"left_padding: expected {n.B} integers, got {left_padding!r}.") from None
+    check_shape("left_padding", first, (n.B,))
+    check_integers("left_padding", first)
+    return first.to(device).clamp(0, n.S).to(torch.int32)
+
+
+def type_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
