@@ -10,7 +10,7 @@ from pathlib import Path
 import onnx
 import onnx.parser
 
-from mlx_sparse.checks import ConfigError, check_int, check_local_window, check_rank
+from mlx_sparse.checks import ConfigError, check_choice, check_int, check_local_window, check_rank, check_share
 
 from .domain import DEFAULT, DOMAIN, SPEC, VERSION, Profile
 from .schemas import OPERATORS, Operator, Tensor, registered
@@ -74,10 +74,15 @@ def node(name: str, inputs: Sequence[str], outputs: Sequence[str], **attributes:
         wrong = ", ".join(sorted(written.keys() ^ known))
         raise ConfigError(f"{name}: expected the attributes {', '.join(sorted(known))}, got others: {wrong}.")
     for attribute in op.attributes:
-        if attribute.type is int:
-            check_int(attribute.name, written[attribute.name], attribute.low or 0, attribute.high)
-        elif not isinstance(written[attribute.name], Real) or not isfinite(written[attribute.name]):
-            raise ConfigError(f"{attribute.name}: expected a finite number, got {written[attribute.name]!r}.")
+        value = written[attribute.name]
+        if attribute.choices:
+            check_choice(attribute.name, value, attribute.choices)
+        elif attribute.type is int:
+            check_int(attribute.name, value, attribute.low or 0, attribute.high)
+        elif attribute.high is not None:
+            check_share(attribute.name, value)
+        elif not isinstance(value, Real) or not isfinite(value):
+            raise ConfigError(f"{attribute.name}: expected a finite number, got {value!r}.")
     if "local_window" in written:
         check_local_window(written["local_window"], int(written["top_k"]))
     for kind, got, expected in (("inputs", inputs, op.inputs), ("outputs", outputs, op.outputs)):

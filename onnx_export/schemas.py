@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import onnx
 from onnx.defs import OpSchema
 
+from mlx_sparse.layout import BLOCK_SIZES
+
 from .domain import DOMAIN, VERSION
 
 T = ("tensor(float)", "tensor(float16)", "tensor(bfloat16)")
@@ -30,13 +32,17 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Attribute:
-    """A required attribute; ``low`` and ``high`` bound an integer."""
+    """A required attribute; ``low`` and ``high`` bound an integer, or ``choices`` lists its values.
+
+    A float with ``high`` is a share: above 0 and at most 1.
+    """
 
     name: str
     type: type
     doc: str
     low: int | None = None
     high: int | None = None
+    choices: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,24 @@ _WINDOW = Attribute(
     "0, or w: a query at position p attends to keys after p - w only, its own the last of them.",
     0,
 )
+_SAMPLE = (
+    _SPEC,
+    Attribute("alpha_column", float, "Share of the sample's mass that the kept key blocks hold; 1 keeps all.", 0, 1),
+    Attribute("alpha_slash", float, "Share of the sample's mass that the kept offset bins hold; 1 keeps all.", 0, 1),
+    Attribute("chunks", int, "Regions of row blocks, each with a sample of its own; at most one per row block.", 1),
+    Attribute("block_size", int, "Queries per row block and keys per key block.", choices=BLOCK_SIZES),
+    _SCALE,
+)
+_DENSE_PROMPT = Attribute(
+    "dense_prompt_below",
+    int,
+    "Attend densely to prompts while the rows, the new tokens included, have fewer keys; 0 never does.",
+    0,
+)
+_WHEN_SAMPLED = (
+    "Sampled are pieces of a prompt of more than `block_size` tokens, without padding and with rows of one length of "
+    "`dense_prompt_below` keys or more"
+)
 _PADDING = Tensor(
     "left_padding",
     "tensor(int64)",
@@ -99,6 +123,50 @@ _PAST_LENGTH = Tensor("past_length", "tensor(int64)", "B", "Tokens so far in eac
 _PRESENT_KEY = Tensor("present_key", "T", "B Hkv C D", "`past_key` with the new tokens.")
 _PRESENT_VALUE = Tensor("present_value", "T", "B Hkv C D", "`past_value` with the new tokens.")
 
+# What the operators with SparQ's caches share.
+_LANES = Attribute("lanes", int, "Keys per chunk of `past_key_t`; C is a multiple of it.", 1)
+_DENSE_BELOW = Attribute(
+    "dense_below",
+    int,
+    "Attend to one query densely while the longest row, the new token included, has fewer keys; 0 never does.",
+    0,
+)
+_VALUE_MEAN = Tensor(
+    "value_mean", "tensor(float)", "B Hkv D", "Mean of the valid values (sparq.9), for `reallocate` 1."
+)
+_DEVIATION = Tensor(
+    "deviation",
+    "tensor(float)",
+    "B Hkv D",
+    "Standard deviation of each component over the valid keys, for `component_score` 1.",
+)
+_SPARQ_PAST = (
+    _PAST_KEY,
+    Tensor(
+        "past_key_t",
+        "T",
+        "B Hkv C D",
+        "Keys so far, component-major: in memory [B, Hkv, C / lanes, D, lanes]. Component d of key j lies at "
+        "((j // lanes) * D + d) * lanes + j % lanes of its head's C * D elements.",
+    ),
+    _PAST_VALUE,
+    Tensor(
+        "past_sums",
+        "tensor(float)",
+        "B Hkv 3 D",
+        "Sums over the valid tokens so far: of the values, of the keys, and of the squared differences of the keys "
+        "from their mean.",
+    ),
+    _PAST_LENGTH,
+    _PADDING,
+)
+_SPARQ_PRESENT = (
+    _PRESENT_KEY,
+    Tensor("present_key_t", "T", "B Hkv C D", "`past_key_t` with the new tokens."),
+    _PRESENT_VALUE,
+    Tensor("present_sums", "tensor(float)", "B Hkv 3 D", "`past_sums` with the new tokens."),
+)
+
 OPERATORS: Mapping[str, Operator] = {
     operator.name: operator
     for operator in (
@@ -120,18 +188,8 @@ OPERATORS: Mapping[str, Operator] = {
                 _VALUES,
                 _PADDING,
                 _LENGTH,
-                Tensor(
-                    "value_mean",
-                    "tensor(float)",
-                    "B Hkv D",
-                    "Mean of the valid values (sparq.9), for `reallocate` 1.",
-                ),
-                Tensor(
-                    "deviation",
-                    "tensor(float)",
-                    "B Hkv D",
-                    "Standard deviation of each component over the valid keys, for `component_score` 1.",
-                ),
+                _VALUE_MEAN,
+                _DEVIATION,
             ),
             (
                 Tensor("output", "T", "B Hq 1 D", "Attention output."),
@@ -159,11 +217,46 @@ OPERATORS: Mapping[str, Operator] = {
             (_OUTPUT,),
         ),
         Operator(
+            "Sample",
+            "SampleAttention of the last L tokens over buffers that the caller keeps: docs/spec/sample.md. Dense where "
+            "an alpha is 1 or every row block holds a sampled row.",
+            _SAMPLE,
+            (
+                Tensor("query", "T", "B Hq L D", "Queries; query i of L sits at position `length` - L + i."),
+                _KEYS,
+                _VALUES,
+                Tensor(
+                    "length",
+                    "tensor(int64)",
+                    "1",
+                    "Keys written, the current tokens included: L to C, the same number in every row, none of which is "
+                    "padded.",
+                ),
+            ),
+            (
+                _OUTPUT,
+                Tensor(
+                    "blocks",
+                    "tensor(int32)",
+                    "B Hq ? ?",
+                    "Key blocks attended to, ascending, then -1 in empty slots, for each row block that holds a query: "
+                    "as wide as the longest list, or all key blocks where attention was dense.",
+                ),
+            ),
+        ),
+        Operator(
             "Append",
             f"Append L tokens to caches of fixed capacity C. {_IN_PLACE}",
             (_SPEC,),
             (_KEY, _VALUE, _PAST_KEY, _PAST_VALUE, _PAST_LENGTH),
             (_PRESENT_KEY, _PRESENT_VALUE),
+        ),
+        Operator(
+            "SparQAppend",
+            f"`Append`, also to the component-major keys and the sums, and what `SparQ` takes of the sums. {_IN_PLACE}",
+            (_SPEC, _LANES),
+            (_KEY, _VALUE, *_SPARQ_PAST),
+            (*_SPARQ_PRESENT, _VALUE_MEAN, _DEVIATION),
         ),
         Operator(
             "CachedAttention",
@@ -174,49 +267,28 @@ OPERATORS: Mapping[str, Operator] = {
         ),
         Operator(
             "SparQAttention",
-            "`Append`, also to the component-major keys and the sums, then attend: `SparQ` where L is 1 and the "
-            "longest row has `dense_below` keys or more, `DenseAttention` with window 0 elsewhere. The next "
+            "`SparQAppend`, then attend: `SparQ` where L is 1 and the longest row has `dense_below` keys or more, "
+            "`DenseAttention` with window 0 elsewhere. The next `past_length` is `past_length` + L.",
+            (*_SPARQ, _LANES, _DENSE_BELOW),
+            (_QUERY, _KEY, _VALUE, *_SPARQ_PAST),
+            (_OUTPUT, *_SPARQ_PRESENT),
+        ),
+        Operator(
+            "SampleAttention",
+            f"`Append`, then attend over the caches: `Sample` to some pieces of a prompt, `DenseAttention` with window "
+            f"0 elsewhere. {_WHEN_SAMPLED}. The next `past_length` is `past_length` + L.",
+            (*_SAMPLE, _DENSE_PROMPT),
+            (_QUERY, _KEY, _VALUE, _PAST_KEY, _PAST_VALUE, _PAST_LENGTH, _PADDING),
+            (_OUTPUT, _PRESENT_KEY, _PRESENT_VALUE),
+        ),
+        Operator(
+            "SampleSparQAttention",
+            f"`SparQAppend`, then attend: `SparQ` where L is 1 and the longest row has `dense_below` keys or more, "
+            f"`Sample` to some pieces of a prompt, `DenseAttention` with window 0 elsewhere. {_WHEN_SAMPLED}. The next "
             "`past_length` is `past_length` + L.",
-            (
-                *_SPARQ,
-                Attribute("lanes", int, "Keys per chunk of `past_key_t`; C is a multiple of it.", 1),
-                Attribute(
-                    "dense_below",
-                    int,
-                    "Attend densely while the longest row, the new token included, has fewer keys; 0 never does.",
-                    0,
-                ),
-            ),
-            (
-                _QUERY,
-                _KEY,
-                _VALUE,
-                _PAST_KEY,
-                Tensor(
-                    "past_key_t",
-                    "T",
-                    "B Hkv C D",
-                    "Keys so far, component-major: in memory [B, Hkv, C / lanes, D, lanes]. Component d of key j lies "
-                    "at ((j // lanes) * D + d) * lanes + j % lanes of its head's C * D elements.",
-                ),
-                _PAST_VALUE,
-                Tensor(
-                    "past_sums",
-                    "tensor(float)",
-                    "B Hkv 3 D",
-                    "Sums over the valid tokens so far: of the values, of the keys, and of the squared differences of "
-                    "the keys from their mean.",
-                ),
-                _PAST_LENGTH,
-                _PADDING,
-            ),
-            (
-                _OUTPUT,
-                _PRESENT_KEY,
-                Tensor("present_key_t", "T", "B Hkv C D", "`past_key_t` with the new tokens."),
-                _PRESENT_VALUE,
-                Tensor("present_sums", "tensor(float)", "B Hkv 3 D", "`past_sums` with the new tokens."),
-            ),
+            (*_SPARQ, _LANES, _DENSE_BELOW, *_SAMPLE[1:-1], _DENSE_PROMPT),
+            (_QUERY, _KEY, _VALUE, *_SPARQ_PAST),
+            (_OUTPUT, *_SPARQ_PRESENT),
         ),
     )
 }

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "tiles.h"
 
 using namespace sparse;
 
@@ -96,6 +97,36 @@ void scores_are_the_same(int type, int D, int G, int keys) {
   expect(std::abs(int(z[0].size()) - int(z[1].size())) <= 1, "collected");
 }
 
+// Two blocks of keys through the running softmax, and the masses of the second.
+void tiles_are_the_same(int D, int width, int keys) {
+  const Floats q = random_floats(D * width), k = random_floats(2 * keys * D), near = [&] {
+    Floats made(keys * width);
+    for (float& x : made) x = float(rand() % 2);
+    return made;
+  }();
+  Floats output[2], sum[2], mass[2];
+  for (int w = 0; w < 2; w++) {
+    const Tiles& tiles = *kBoth[w]->tiles;
+    Floats logits(keys * width), top(width, -INFINITY), faded(width), most(width), inside(width), outside(width);
+    output[w].resize(D * width), sum[w].resize(width);
+    for (int block = 0; block < 2; block++) {
+      const float* at = k.data() + block * keys * D;
+      tiles.multiply(at, D, 1, q.data(), logits.data(), keys, D, width, false);
+      logits[width / 2] = -INFINITY;
+      tiles.masses(logits.data(), near.data(), keys, width, most.data(), inside.data(), outside.data());
+      tiles.weigh(logits.data(), keys, width, top.data(), sum[w].data(), faded.data());
+      tiles.scale(output[w].data(), D, width, faded.data());
+      tiles.multiply(at, 1, D, logits.data(), output[w].data(), D, keys, width, true);
+    }
+    tiles.share(most.data(), top.data(), sum[w].data(), width, inside.data(), outside.data());
+    mass[w] = inside;
+    mass[w].insert(mass[w].end(), outside.begin(), outside.end());
+  }
+  expect_close(output[0], output[1], "tiles");
+  expect_close(sum[0], sum[1], "sums of tiles");
+  expect_close(mass[0], mass[1], "masses");
+}
+
 }  // namespace
 
 int main() {
@@ -108,6 +139,11 @@ int main() {
           scores_are_the_same(type, D, rows, keys);
         }
       }
+    }
+  }
+  for (const int D : {1, 7, 64}) {
+    for (const int width : {16, 48, 128}) {
+      for (const int keys : {1, 33, 128}) tiles_are_the_same(D, width, keys);
     }
   }
   std::vector<int32_t> keys(1000);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import itertools
 import platform
 import shutil
 import subprocess
@@ -96,9 +97,9 @@ def test_neon_kernels_agree_with_the_scalar_ones(tmp_path: Path) -> None:
     target = ["-target", "aarch64-linux-musl", "-static", "-std=c++17", "-O2", f"-I{KERNELS}"]
     compiler = [sys.executable, "-m", "ziglang", "c++", *target]
     objects = []
-    for name in ("SCALAR", "NEON"):
-        objects.append(tmp_path / f"{name}.o")
-        run(*compiler, f"-DSPARSE_{name}", "-c", KERNELS / "kernels.cc", "-o", objects[-1])
+    for name, source in itertools.product(("SCALAR", "NEON"), ("kernels", "tiles")):
+        objects.append(tmp_path / f"{name}-{source}.o")
+        run(*compiler, f"-DSPARSE_{name}", "-c", KERNELS / f"{source}.cc", "-o", objects[-1])
     run(*compiler, Path(__file__).with_name("kernels_agree.cc"), *objects, "-o", tmp_path / "agree")
     run(emulator, tmp_path / "agree")
 

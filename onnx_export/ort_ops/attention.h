@@ -67,6 +67,9 @@ struct SparQ {
 void attend_densely(const Attention&, const Pool&);
 void attend_sparsely(const Attention&, const SparQ&, const Pool&);
 
+// Mean value (sparq.9) and deviation of (sparq.1) of `valid` tokens from their sums (3, D).
+void sums_to_statistics(const float* sums, int64_t valid, int64_t D, float* mean, float* deviation);
+
 // Does the appending in a run of its own.
 void append_all(const Append&, int64_t B, const Pool&);
 

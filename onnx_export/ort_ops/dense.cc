@@ -2,21 +2,14 @@
 
 #include <cmath>
 
-#include "attention.h"
+#include "prompt.h"
 
 namespace sparse {
 
 namespace {
 
-constexpr int64_t kRows = 64;         // query rows of a block, all heads of the group together
+constexpr int64_t kRows = 128;        // query rows of a block, all heads of the group together
 constexpr int64_t kLeastKeys = 1024;  // of a part: below it a part costs more than it saves
-
-// The keys that query i attends to.
-Span span(const Attention& a, int64_t b, int64_t i) {
-  const int64_t p = a.length[b] - a.L + i;
-  const int64_t low = std::max(a.first[b], a.window && a.window <= p ? p - a.window + 1 : 0);
-  return {low, std::max(low, p + 1)};
-}
 
 // Keys [low, high) of a head for rows that attend to all of them.
 void attend_all(const Attention& a, const Rows& rows, int64_t b, int64_t h, Span keys, float* scores) {
@@ -105,27 +98,11 @@ void attend_one_query(const Attention& a, const Pool& pool) {
 
 // Queries i0 to i0 + n - 1 of a group, each up to its own position.
 void attend_block(const Attention& a, int64_t b, int64_t h, int64_t i0, int64_t n) {
-  const int64_t count = a.G() * n;
-  Scratch scratch(Scratch::kTask,
-                  rows_bytes(count, a.D) + Scratch::size<float>(count * kBlock) + 2 * Scratch::size<int>(count));
-  const Rows rows = take_rows(scratch, count, a.D);
-  float* scores = scratch.take<float>(count * kBlock);
-  int *low = scratch.take<int>(count), *high = scratch.take<int>(count);
-  load_queries(a, rows, b, h, i0, n);
+  Scratch scratch(Scratch::kTask, RowTile::bytes(a, a.G() * n));
+  RowTile tile(a, {b, h * a.G(), a.G(), i0, n}, scratch);
   const int64_t start = span(a, b, i0).low, end = span(a, b, i0 + n - 1).high;
-  Keys block{a.plane(a.keys, b, h), a.plane(a.values, b, h), nullptr, 0, 0, 0, low, high};
-  for (int64_t j = start; j < end; j += kBlock) {
-    block.first = j;
-    block.count = int(std::min<int64_t>(kBlock, end - j));
-    block.next = int(std::min<int64_t>(kBlock, end - j - block.count));
-    for (int64_t r = 0; r < count; r++) {
-      const Span keys = span(a, b, i0 + r % n);
-      low[r] = int(std::clamp<int64_t>(keys.low - j, 0, block.count));
-      high[r] = int(std::clamp<int64_t>(keys.high - j, 0, block.count));
-    }
-    a.typed().attend(rows, block, scores);
-  }
-  store_rows(a, rows, b, h, i0, n);
+  for (int64_t j = start; j < end; j += kBlock) tile.attend(j, int(std::min<int64_t>(kBlock, end - j)));
+  tile.write();
 }
 
 void attend_prompt(const Attention& a, const Pool& pool) {

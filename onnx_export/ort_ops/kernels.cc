@@ -1,27 +1,9 @@
 // The inner loops, for the instruction set that SPARSE_SIMD names: kScalar, kAvx2, kAvx512 or kNeon.
-//
-// Nothing here may call a function template or an inline function of another header: the linker would keep one copy
-// for all instruction sets, perhaps one that this machine cannot run.
 
 #include "kernels.h"
 
-#if defined(SPARSE_AVX512)
-#include "simd_avx512.h"
-#define SPARSE_SIMD kAvx512
-#define SPARSE_NAME "avx512"
-#elif defined(SPARSE_AVX2)
-#include "simd_avx2.h"
-#define SPARSE_SIMD kAvx2
-#define SPARSE_NAME "avx2"
-#elif defined(SPARSE_NEON)
-#include "simd_neon.h"
-#define SPARSE_SIMD kNeon
-#define SPARSE_NAME "neon"
-#else
-#include "simd_scalar.h"
-#define SPARSE_SIMD kScalar
-#define SPARSE_NAME "scalar"
-#endif
+#include "simd.h"
+#include "tiles.h"
 
 namespace {
 
@@ -357,5 +339,6 @@ constexpr TypeKernels kernels_of() {
 
 namespace sparse {
 const Kernels SPARSE_SIMD = {
-    SPARSE_NAME, {kernels_of<float>(), kernels_of<Half>(), kernels_of<BFloat16>()}, exponentials, bound_of, collect};
+    SPARSE_NAME, {kernels_of<float>(), kernels_of<Half>(), kernels_of<BFloat16>()}, exponentials, bound_of, collect,
+    &SPARSE_TILES};
 }

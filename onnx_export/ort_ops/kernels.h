@@ -5,6 +5,8 @@
 
 namespace sparse {
 
+struct Tiles;  // tiles.h
+
 constexpr int kBlock = 128;        // keys that `attend` takes at a time
 constexpr int kScoreBlock = 1024;  // keys that `approximate` takes at a time
 
@@ -63,6 +65,7 @@ struct Kernels {
   // room for n, and for one vector more.
   int (*collect)(const float* a, int64_t stride, const float* factor, int G, int n, int32_t first, float threshold,
                  float* z, int32_t* index);
+  const Tiles* tiles;
 };
 
 extern const Kernels kScalar;

@@ -2,9 +2,11 @@
 
 #include <cmath>
 #include <limits>
+#include <utility>
 
 #include "attention.h"
 #include "dispatch.h"
+#include "sample.h"
 
 namespace sparse {
 
@@ -147,6 +149,46 @@ void compute_append(const Attributes&, const Context& context) {
   append_all(append, B, Pool(context.api(), context.context()));
 }
 
+SampleSettings sample_of(const Attributes& attributes) {
+  return {attributes.alpha_column, attributes.alpha_slash, attributes.chunks, attributes.block_size};
+}
+
+void compute_sample(const Attributes& attributes, const Context& context) {
+  const Tensor query = context.input(0, "query", 'T'), keys = context.input(1, "keys", 'T');
+  const Tensor values = context.input(2, "values", 'T'), length = context.input(3, "length", 'i');
+  Attention a = attention_of(attributes, context);
+  set_sizes(a, query, keys);
+  values.expect({a.B, a.Hkv, a.C, a.D});
+  length.expect({1});
+  if (a.L > a.C) fail("query", "at most the capacity C=" + to_string(a.C) + " of tokens", to_string(a.L));
+  check_range(length, a.L, a.C, "the queries to the capacity");
+  Scratch scratch(Scratch::kLengths, 2 * Scratch::size<int64_t>(a.B));
+  int64_t *lengths = scratch.take<int64_t>(a.B), *padding = scratch.take<int64_t>(a.B);
+  std::fill(lengths, lengths + a.B, length.ints()[0]);
+  std::fill(padding, padding + a.B, 0);
+  a.query = query.data, a.keys = keys.data, a.values = values.data, a.first = padding, a.length = lengths;
+  const Pool pool(context.api(), context.context());
+  Sample sample(a, sample_of(attributes));
+  if (!sample.everything()) sample.choose(pool);
+  const int64_t width = sample.longest_list();
+  a.output = context.output(0, {a.B, a.Hq, a.L, a.D});
+  sample.write_lists(static_cast<int32_t*>(context.output(1, {a.B, a.Hq, sample.row_blocks(), width})), width);
+  if (sample.everything()) return attend_densely(a, pool);
+  sample.attend(pool);
+}
+
+// The new tokens of a prompt, by SampleAttention where it has something to leave out.
+void attend_prompt(const Attributes& attributes, Attention& a, const Pool& pool) {
+  bool sampled = a.L > attributes.block_size && a.length[0] >= attributes.dense_prompt_below;
+  for (int64_t b = 0; b < a.B; b++) sampled = sampled && a.first[b] == 0 && a.length[b] == a.length[0];
+  if (!sampled) return attend_densely(a, pool);
+  Sample sample(a, sample_of(attributes));
+  if (sample.everything()) return attend_densely(a, pool);
+  append_all(*a.append, a.B, pool);
+  sample.choose(pool);
+  sample.attend(pool);
+}
+
 // The attention over caches to which `append` adds; `length` is room for B.
 Attention attention_over(const Attributes& attributes, const Context& context, const Caches& caches,
                          const Append& append, const Tensor& query, const Tensor& padding, int64_t* length) {
@@ -161,6 +203,7 @@ Attention attention_over(const Attributes& attributes, const Context& context, c
   return a;
 }
 
+// CachedAttention, and SampleAttention where the signature has its attributes.
 void compute_cached(const Attributes& attributes, const Context& context) {
   const Tensor query = context.input(0, "query", 'T'), padding = context.input(6, "left_padding", 'i');
   const Caches caches(context, 1, 3, 4, 5);
@@ -171,32 +214,62 @@ void compute_cached(const Attributes& attributes, const Context& context) {
   a.output = context.output(0, {a.B, a.Hq, a.L, a.D});
   a.keys = append.present_key = context.output(1, {a.B, a.Hkv, a.C, a.D});
   a.values = append.present_value = context.output(2, {a.B, a.Hkv, a.C, a.D});
-  attend_densely(a, Pool(context.api(), context.context()));
+  const Pool pool(context.api(), context.context());
+  attributes.block_size ? attend_prompt(attributes, a, pool) : attend_densely(a, pool);
 }
 
+// The caches that SparQ has besides: inputs `key_t_at` and `sums_at`, outputs from `first` on.
+void add_sparq_caches(const Attributes& attributes, const Context& context, Append& append, int64_t B, int key_t_at,
+                      int sums_at, int first, const int64_t* padding) {
+  const int64_t Hkv = append.Hkv, C = append.C, D = append.D, lanes = attributes.lanes;
+  const Tensor past_key_t = context.input(key_t_at, "past_key_t", 'T');
+  const Tensor past_sums = context.input(sums_at, "past_sums", 'f');
+  past_key_t.expect({B, Hkv, C, D});
+  past_sums.expect({B, Hkv, 3, D});
+  if (C % lanes) fail("lanes", "a divisor of the capacity C=" + to_string(C), to_string(lanes));
+  append.present_key = context.output(first, {B, Hkv, C, D});
+  append.present_key_t = context.output(first + 1, {B, Hkv, C, D});
+  append.present_value = context.output(first + 2, {B, Hkv, C, D});
+  append.present_sums = static_cast<float*>(context.output(first + 3, {B, Hkv, 3, D}));
+  append.past_key_t = past_key_t.data, append.past_sums = past_sums.floats();
+  append.lanes = lanes, append.first = padding;
+}
+
+void compute_sparq_append(const Attributes& attributes, const Context& context) {
+  const Tensor padding = context.input(7, "left_padding", 'i');
+  const Caches caches(context, 0, 2, 4, 6);
+  Append append = caches.append(context);
+  const int64_t B = caches.key.shape[0], Hkv = append.Hkv, D = append.D;
+  padding.expect({B});
+  check_padding(padding);
+  add_sparq_caches(attributes, context, append, B, 3, 5, 0, padding.ints());
+  float* mean = static_cast<float*>(context.output(4, {B, Hkv, D}));
+  float* deviation = static_cast<float*>(context.output(5, {B, Hkv, D}));
+  append_all(append, B, Pool(context.api(), context.context()));
+  for (int64_t b = 0; b < B; b++) {
+    const int64_t valid = append.past_length[b] + append.L - padding.ints()[b];
+    for (int64_t h = b * Hkv; h < (b + 1) * Hkv; h++) {
+      sums_to_statistics(append.present_sums + 3 * h * D, valid, D, mean + h * D, deviation + h * D);
+    }
+  }
+}
+
+// SparQAttention, and SampleSparQAttention where the signature has the attributes of Sample.
 void compute_sparq_attention(const Attributes& attributes, const Context& context) {
   const Tensor query = context.input(0, "query", 'T'), padding = context.input(8, "left_padding", 'i');
-  const Tensor past_key_t = context.input(4, "past_key_t", 'T'), past_sums = context.input(6, "past_sums", 'f');
   const Caches caches(context, 1, 3, 5, 7);
   Append append = caches.append(context);
   Scratch scratch(Scratch::kLengths, Scratch::size<int64_t>(caches.key.shape[0]));
   int64_t* length = scratch.take<int64_t>(caches.key.shape[0]);
   Attention a = attention_over(attributes, context, caches, append, query, padding, length);
-  past_key_t.expect({a.B, a.Hkv, a.C, a.D});
-  past_sums.expect({a.B, a.Hkv, 3, a.D});
-  const int64_t lanes = attributes.lanes;
-  if (a.C % lanes) fail("lanes", "a divisor of the capacity C=" + to_string(a.C), to_string(lanes));
   SparQ s = sparq_of(attributes, a.D);
   a.output = context.output(0, {a.B, a.Hq, a.L, a.D});
-  a.keys = append.present_key = context.output(1, {a.B, a.Hkv, a.C, a.D});
-  append.present_key_t = context.output(2, {a.B, a.Hkv, a.C, a.D});
-  a.values = append.present_value = context.output(3, {a.B, a.Hkv, a.C, a.D});
-  append.present_sums = static_cast<float*>(context.output(4, {a.B, a.Hkv, 3, a.D}));
-  append.past_key_t = past_key_t.data, append.past_sums = past_sums.floats();
-  append.lanes = lanes, append.first = a.first;
+  add_sparq_caches(attributes, context, append, a.B, 4, 6, 1, a.first);
+  a.keys = append.present_key, a.values = append.present_value;
   const Pool pool(context.api(), context.context());
+  if (a.L > 1 && attributes.block_size) return attend_prompt(attributes, a, pool);
   if (a.L > 1 || longest_of(a) < attributes.dense_below) return attend_densely(a, pool);
-  s.keys_t = append.present_key_t, s.lanes = lanes, s.plane = a.C * a.D, s.sums = append.present_sums;
+  s.keys_t = append.present_key_t, s.lanes = attributes.lanes, s.plane = a.C * a.D, s.sums = append.present_sums;
   clamp_choice(s, longest_of(a));
   attend_sparsely(a, s, pool);
 }
@@ -205,29 +278,42 @@ struct IntAttribute {
   const char* name;
   int64_t Attributes::*to;
   int64_t low, high;
-  bool Signature::*of;
+  Has of;
 };
 
 constexpr IntAttribute kInts[] = {
-    {"rank", &Attributes::rank, 1, kMost, &Signature::sparq},
-    {"top_k", &Attributes::top_k, 1, kMost, &Signature::sparq},
-    {"local_window", &Attributes::local_window, 0, kMost, &Signature::sparq},
-    {"reallocate", &Attributes::reallocate, 0, 1, &Signature::sparq},
-    {"group_reduce", &Attributes::group_reduce, 0, 1, &Signature::sparq},
-    {"component_score", &Attributes::component_score, 0, 1, &Signature::sparq},
-    {"window", &Attributes::window, 0, std::numeric_limits<int64_t>::max(), &Signature::windowed},
-    {"lanes", &Attributes::lanes, 1, kMost, &Signature::chunked},
-    {"dense_below", &Attributes::dense_below, 0, std::numeric_limits<int64_t>::max(), &Signature::chunked},
+    {"rank", &Attributes::rank, 1, kMost, kSparQ},
+    {"top_k", &Attributes::top_k, 1, kMost, kSparQ},
+    {"local_window", &Attributes::local_window, 0, kMost, kSparQ},
+    {"reallocate", &Attributes::reallocate, 0, 1, kSparQ},
+    {"group_reduce", &Attributes::group_reduce, 0, 1, kSparQ},
+    {"component_score", &Attributes::component_score, 0, 1, kSparQ},
+    {"window", &Attributes::window, 0, std::numeric_limits<int64_t>::max(), kWindow},
+    {"lanes", &Attributes::lanes, 1, kMost, kLanes},
+    {"dense_below", &Attributes::dense_below, 0, std::numeric_limits<int64_t>::max(), kDenseBelow},
+    {"chunks", &Attributes::chunks, 1, kMost, kSample},
+    {"block_size", &Attributes::block_size, 32, kBlock, kSample},
+    {"dense_prompt_below", &Attributes::dense_prompt_below, 0, std::numeric_limits<int64_t>::max(), kPrompts},
 };
 
 }  // namespace
 
+constexpr unsigned kSparQCaches = kScale | kSparQ | kLanes | kDenseBelow;
 const Signature kSignatures[kOperators] = {
-    {"SparQ", "TTTTiiff", "Tn", {0, -1}, true, true, false, false, compute_sparq},
-    {"DenseAttention", "TTTii", "T", {0}, false, true, true, false, compute_dense},
-    {"Append", "TTTTi", "TT", {2, 3}, false, false, false, false, compute_append},
-    {"CachedAttention", "TTTTTii", "TTT", {0, 3, 4}, false, true, true, false, compute_cached},
-    {"SparQAttention", "TTTTTTfii", "TTTTf", {0, 3, 4, 5, 6}, true, true, false, true, compute_sparq_attention},
+    {"SparQ", "TTTTiiff", "Tn", {0, -1}, kScale | kSparQ, compute_sparq},
+    {"DenseAttention", "TTTii", "T", {0}, kScale | kWindow, compute_dense},
+    {"Sample", "TTTi", "Tn", {0, -1}, kScale | kSample, compute_sample},
+    {"Append", "TTTTi", "TT", {2, 3}, 0, compute_append},
+    {"SparQAppend", "TTTTTfii", "TTTfff", {2, 3, 4, 5, -1, -1}, kLanes, compute_sparq_append},
+    {"CachedAttention", "TTTTTii", "TTT", {0, 3, 4}, kScale | kWindow, compute_cached},
+    {"SparQAttention", "TTTTTTfii", "TTTTf", {0, 3, 4, 5, 6}, kSparQCaches, compute_sparq_attention},
+    {"SampleAttention", "TTTTTii", "TTT", {0, 3, 4}, kScale | kSample | kPrompts, compute_cached},
+    {"SampleSparQAttention",
+     "TTTTTTfii",
+     "TTTTf",
+     {0, 3, 4, 5, 6},
+     kSparQCaches | kSample | kPrompts,
+     compute_sparq_attention},
 };
 
 Attributes read_attributes(const Signature& signature, const ort::Api* api, const ort::KernelInfo* info) {
@@ -243,8 +329,16 @@ Attributes read_attributes(const Signature& signature, const ort::Api* api, cons
   if (const int64_t spec = integer("spec"); spec != kSpec) {
     fail("spec", to_string(kSpec) + ", which this library knows", to_string(spec));
   }
+  const auto number = [&](const char* name) {
+    float value = 0;
+    if (ort::Status* status = ort::GetAttributeFloat::call(api, info, name, &value)) {
+      ort::ReleaseStatus::call(api, status);
+      fail(name, "a float attribute", "none");
+    }
+    return value;
+  };
   for (const IntAttribute& each : kInts) {
-    if (!(signature.*each.of)) continue;
+    if (!(signature.has & each.of)) continue;
     const int64_t value = integer(each.name);
     if (value < each.low || value > each.high) {
       fail(each.name, to_string(each.low) + " to " + to_string(each.high), to_string(value));
@@ -255,12 +349,16 @@ Attributes read_attributes(const Signature& signature, const ort::Api* api, cons
     fail("local_window", "at most top_k=" + to_string(read.top_k) + ", which includes it",
          to_string(read.local_window));
   }
-  if (signature.attends) {
-    if (ort::Status* status = ort::GetAttributeFloat::call(api, info, "scale", &read.scale)) {
-      ort::ReleaseStatus::call(api, status);
-      fail("scale", "a float attribute", "none");
-    }
+  if (signature.has & kScale) {
+    read.scale = number("scale");
     if (!std::isfinite(read.scale)) fail("scale", "a finite number", to_string(read.scale));
+  }
+  if (signature.has & kSample) {
+    if (read.block_size & (read.block_size - 1)) fail("block_size", "32, 64 or 128", to_string(read.block_size));
+    for (const auto& [name, to] : {std::pair("alpha_column", &read.alpha_column), {"alpha_slash", &read.alpha_slash}}) {
+      *to = number(name);
+      if (!(*to > 0 && *to <= 1)) fail(name, "a number above 0 and at most 1", to_string(*to));
+    }
   }
   return read;
 }

@@ -1,19 +1,8 @@
 #include "select.h"
 
-#include <cstring>
-
 namespace sparse {
 
 namespace {
-
-// Orders as the numbers do, NaN last; equal numbers give equal keys.
-inline int32_t key_of(float x) {
-  x += 0.0f;  // -0 becomes 0
-  int32_t bits;
-  std::memcpy(&bits, &x, 4);
-  const int32_t key = bits ^ (bits >> 31 & 0x7fffffff);
-  return x != x ? 0x7fffffff : key;
-}
 
 // Which of n numbers are the `count` largest, told one after the other.
 class Choice {

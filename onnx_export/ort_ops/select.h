@@ -3,10 +3,20 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 #include "kernels.h"
 
 namespace sparse {
+
+// Orders as the numbers do, NaN last; equal numbers give equal keys.
+inline int32_t key_of(float x) {
+  x += 0.0f;  // -0 becomes 0
+  int32_t bits;
+  std::memcpy(&bits, &x, 4);
+  const int32_t key = bits ^ (bits >> 31 & 0x7fffffff);
+  return x != x ? 0x7fffffff : key;
+}
 
 // Indices of the `count` largest of n numbers, ascending. `work` is room for n.
 void largest(const Kernels&, const float* numbers, int64_t n, int64_t count, int32_t* indices, int32_t* work);

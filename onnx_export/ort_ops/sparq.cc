@@ -121,12 +121,7 @@ void Step::statistics(Head& head) const {
     std::copy(s.deviation + at, s.deviation + at + D, head.deviation);
     return;
   }
-  const float *value = s.sums + 3 * at, *squares = value + 2 * D;
-  const float count = float(std::max<int64_t>(1, head.end - head.first));
-  for (int64_t d = 0; d < D; d++) {
-    head.mean[d] = value[d] / count;
-    head.deviation[d] = std::sqrt(squares[d] / count);
-  }
+  sums_to_statistics(s.sums + 3 * at, head.end - head.first, D, head.mean, head.deviation);
 }
 
 // (sparq.1), (sparq.2), and the queries of (sparq.3) with their factor c / t.
@@ -337,6 +332,14 @@ void Step::run(const Pool& pool) const {
 }
 
 }  // namespace
+
+void sums_to_statistics(const float* sums, int64_t valid, int64_t D, float* mean, float* deviation) {
+  const float count = float(std::max<int64_t>(1, valid));
+  for (int64_t d = 0; d < D; d++) {
+    mean[d] = sums[d] / count;
+    deviation[d] = std::sqrt(sums[2 * D + d] / count);
+  }
+}
 
 void attend_sparsely(const Attention& a, const SparQ& s, const Pool& pool) { Step(a, s).run(pool); }
 

@@ -1,0 +1,102 @@
+#include "prompt.h"
+
+#include <cmath>
+
+namespace sparse {
+
+namespace {
+
+int64_t width_of(int64_t count) { return (count + kTileLanes - 1) / kTileLanes * kTileLanes; }
+
+}  // namespace
+
+Span span(const Attention& a, int64_t b, int64_t i) {
+  const int64_t p = a.length[b] - a.L + i;
+  const int64_t low = std::max(a.first[b], a.window && a.window <= p ? p - a.window + 1 : 0);
+  return {low, std::max(low, p + 1)};
+}
+
+size_t RowTile::bytes(const Attention& a, int64_t count) {
+  const int64_t width = width_of(count), wide = a.type == kTypeFloat ? 0 : kBlock * a.D;
+  return 3 * Scratch::size<float>(width * a.D) + Scratch::size<float>(kBlock * width) +
+         3 * Scratch::size<float>(width) + 2 * Scratch::size<float>(wide);
+}
+
+RowTile::RowTile(const Attention& a, const RowSet& rows, Scratch& scratch)
+    : a_(a), rows_(rows), tiles_(*a.kernels->tiles), kv_head_(rows.h0 / a.G()), width_(int(width_of(rows.count()))) {
+  const int64_t D = a.D, wide = a.type == kTypeFloat ? 0 : kBlock * D;
+  rows_room_ = scratch.take<float>(width_ * D);
+  queries_ = scratch.take<float>(width_ * D), output_ = scratch.take<float>(width_ * D);
+  logits_ = scratch.take<float>(kBlock * width_);
+  top_ = scratch.take<float>(width_), sum_ = scratch.take<float>(width_), faded_ = scratch.take<float>(width_);
+  keys_ = scratch.take<float>(wide), values_ = scratch.take<float>(wide);
+  std::fill(output_, output_ + width_ * D, 0.0f);
+  std::fill(top_, top_ + width_, -INFINITY);
+  std::fill(sum_, sum_ + width_, 0.0f);
+  load();
+}
+
+// Queries times the factor of the logits, component by component; zeros where the tile has no row.
+void RowTile::load() {
+  const int64_t D = a_.D, n = rows_.n;
+  for (int64_t g = 0; g < rows_.heads; g++) {
+    const int64_t at = ((rows_.b * a_.Hq + rows_.h0 + g) * a_.L + rows_.i0) * D;
+    a_.typed().widen(rows_room_ + g * n * D, static_cast<const char*>(a_.query) + at * size_of(a_.type), n * D);
+  }
+  std::fill(rows_room_ + rows_.count() * D, rows_room_ + width_ * D, 0.0f);
+  for (int64_t r = 0; r < width_; r += kTileLanes) {
+    for (int64_t d = 0; d < D; d++) {
+      for (int64_t i = 0; i < kTileLanes; i++) queries_[d * width_ + r + i] = a_.scale * rows_room_[(r + i) * D + d];
+    }
+  }
+}
+
+const float* RowTile::widened(const void* cache, int64_t j, int n, float* room) const {
+  const char* at = a_.plane(cache, rows_.b, kv_head_) + j * a_.D * size_of(a_.type);
+  if (a_.type == kTypeFloat) return reinterpret_cast<const float*>(at);
+  a_.typed().widen(room, at, n * a_.D);
+  return room;
+}
+
+float* RowTile::logits(int64_t j, int n) {
+  tiles_.multiply(widened(a_.keys, j, n, keys_), a_.D, 1, queries_, logits_, n, int(a_.D), width_, false);
+  const Span latest_start = span(a_, rows_.b, rows_.i0 + rows_.n - 1), earliest_end = span(a_, rows_.b, rows_.i0);
+  if (j < latest_start.low || j + n > earliest_end.high) mask(j, n);
+  return logits_;
+}
+
+void RowTile::mask(int64_t j, int n) {
+  for (int64_t i = 0; i < rows_.n; i++) {
+    const Span keys = span(a_, rows_.b, rows_.i0 + i);
+    const int64_t low = std::clamp<int64_t>(keys.low - j, 0, n), high = std::clamp<int64_t>(keys.high - j, low, n);
+    for (int64_t r = i; r < rows_.count(); r += rows_.n) {
+      for (int64_t key = 0; key < low; key++) logits_[key * width_ + r] = -INFINITY;
+      for (int64_t key = high; key < n; key++) logits_[key * width_ + r] = -INFINITY;
+    }
+  }
+}
+
+void RowTile::attend(int64_t j, int n) {
+  logits(j, n);
+  tiles_.weigh(logits_, n, width_, top_, sum_, faded_);
+  const bool changed = std::any_of(faded_, faded_ + width_, [](float x) { return x != 1; });
+  if (changed) tiles_.scale(output_, int(a_.D), width_, faded_);
+  tiles_.multiply(widened(a_.values, j, n, values_), 1, a_.D, logits_, output_, int(a_.D), n, width_, true);
+}
+
+void RowTile::write() {
+  const int64_t D = a_.D, n = rows_.n;
+  for (int r = 0; r < width_; r++) faded_[r] = sum_[r] == 0 ? 0 : 1 / sum_[r];
+  tiles_.scale(output_, int(D), width_, faded_);
+  for (int64_t r = 0; r < width_; r += kTileLanes) {
+    for (int64_t d = 0; d < D; d++) {
+      for (int64_t i = 0; i < kTileLanes; i++) rows_room_[(r + i) * D + d] = output_[d * width_ + r + i];
+    }
+  }
+  for (int64_t g = 0; g < rows_.heads; g++) {
+    const int64_t at = ((rows_.b * a_.Hq + rows_.h0 + g) * a_.L + rows_.i0) * D;
+    a_.typed().narrow(static_cast<char*>(a_.output) + at * size_of(a_.type), rows_room_ + g * n * D, n * D);
+  }
+}
+
+}  // namespace sparse
