@@ -1,4 +1,5 @@
-// attend_blocks: exact causal attention of every query over the listed key blocks of its row block (sample.8).
+// attend_blocks: exact causal attention of every query over the listed key blocks of its row block (sample.8). What it
+// reads is given for lists in which every block occurs.
 //
 // inputs       queries (B, Hq, L, D) T at positions length - L ..; keys, values (B, Hkv, capacity, D) T;
 //              blocks (B, Hq, R, N) int, ascending, then negative; length () int; scale () float
@@ -6,8 +7,8 @@
 // template     T, D, BLOCK, ROWS, KEYS
 // grid         R * BLOCK // ROWS * ROWS * 4, Hq, B
 // threadgroup  ROWS * 4, 1, 1
-// reads        B * (Hq * L * D * item + 2 * Hkv * S * D * item + Hq * R * N * 4), if every key block is in some list
-// writes       B * Hq * L * (D * item + 4)
+// reads        B * (Hq * L * D * T + 2 * Hkv * S * D * T + Hq * R * N * 4)
+// writes       B * Hq * L * (D * T + 4)
 threadgroup T query_tile[ROWS * padded<T>(D)];
 threadgroup T tile[tile_elements<T>(D, KEYS)];
 const Place place = {thread_index_in_simdgroup, simdgroup_index_in_threadgroup, simdgroups_per_threadgroup};

@@ -3,12 +3,10 @@
 // K is read once. A row that has seen only a part of its keys cannot be normalised, so what is kept of each row and key
 // block is two numbers: the log2 of its sums of exp2 over keys at or before the row's place in a block, whose offset bin is
 // (row block - key block), and over those after it, which are one bin nearer. Eight bytes for the BLOCK keys of a block.
-// A second small kernel takes the rows' log-sum-exps together and adds up shares of rows.
+// sample_sums.metal takes the rows' log-sum-exps together and adds up shares of rows.
 #pragma once
 
 #include "matrix.h"
-
-constant constexpr uint SUMMED_BLOCKS = 32;  // per threadgroup of the second kernel
 
 // One row's sums over a part of the keys that one lane has seen.
 struct Seen {
@@ -147,21 +145,5 @@ void score_blocks(
     if (spot.column == 0) {
       totals[rows.row(f, spot)] = log2_sum(total[f].largest, total[f].near);
     }
-  }
-}
-
-// The log2 of each row's sum over all keys; infinite for rows that are not there, so that their share is nothing.
-inline void merge_totals(
-    const device float* totals, uint splits, uint rows, threadgroup float* merged, Place place) {
-  for (uint row = place.index(); row < rows; row += place.threads()) {
-    float largest = -INFINITY;
-    for (uint s = 0; s < splits; ++s) {
-      largest = max(largest, totals[size_t(s) * rows + row]);
-    }
-    float sum = 0.0f;
-    for (uint s = 0; s < splits; ++s) {
-      sum += exp2(totals[size_t(s) * rows + row] - shift_of(largest));
-    }
-    merged[row] = sum == 0.0f ? INFINITY : log2_sum(largest, sum);
   }
 }

@@ -6,7 +6,7 @@
 // template     T, D, G, BLOCK, FRAGMENTS, SIMDGROUPS, KEYS
 // grid         tiles * G * C * SIMDGROUPS * 32, splits, B * heads
 // threadgroup  SIMDGROUPS * 32, 1, 1
-// reads        B * heads * (S * D * item + G * C * rows * D * item)
+// reads        B * heads * (S * D * T + G * C * rows * D * T)
 // writes       B * heads * G * C * (Nk * ROWS * 8 + splits * ROWS * 4)
 threadgroup T tile[D * padded<T>(KEYS)];
 const Place place = {thread_index_in_simdgroup, simdgroup_index_in_threadgroup, simdgroups_per_threadgroup};

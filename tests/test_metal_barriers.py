@@ -10,8 +10,9 @@ import pytest
 from cases import Case
 from msl import Fault, Metal
 from msl.mutation import barriers
+from sample_cases import SampleCase
 
-from mlx_sparse.kernels import attend, select, sparq
+from mlx_sparse.kernels import attend, sample, select, sparq
 
 pytestmark = pytest.mark.skipif(mx.metal.is_available(), reason="only the harness sees races")
 
@@ -45,6 +46,12 @@ def choose() -> list[mx.array]:
     return [select.top_k_select(scores, top_k=64, local_window=8, left_padding=None)]
 
 
+def prefill() -> list[mx.array]:
+    case = SampleCase(1, 2, 1, 70, 250, 64, "f32", 64)
+    out, lse, _ = sample.sample_attention(*(mx.array(array) for array in case.inputs()), **case.parameters)
+    return [out, lse, *sample.sample_scores(*(mx.array(array) for array in case.inputs()[:2]), **case.sampling)]
+
+
 # A run of each kernel that has barriers, long enough for loops to come round again.
 RUNS: dict[str, Callable[[], list[mx.array]]] = {
     "sparq_scores": decode,
@@ -53,6 +60,9 @@ RUNS: dict[str, Callable[[], list[mx.array]]] = {
     "attend_reallocate": lambda: decode(reallocate=True),
     "top_k_scores": choose,
     "top_k_candidates": choose,
+    "sample_scores": prefill,
+    "sample_sums": prefill,
+    "attend_blocks": prefill,
 }
 
 

@@ -5,6 +5,7 @@ On a Mac nothing is counted, so there is nothing to assert.
 
 from __future__ import annotations
 
+import math
 import re
 from math import prod
 
@@ -12,10 +13,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from cases import Case
+from foreign_kernels import steel_attention
 from msl import Metal, Report
+from sample_cases import SampleCase
 
-from mlx_sparse import stats
-from mlx_sparse.kernels import attend, launch, select, sparq
+from mlx_sparse import oracle, stats
+from mlx_sparse.kernels import attend, blocks, launch, sample, select, sparq
 
 pytestmark = pytest.mark.skipif(mx.metal.is_available(), reason="only the harness counts bytes")
 
@@ -101,6 +104,57 @@ def test_a_step_takes_at_most_four_launches(
     assert len(decode(metal, S, G, top_k=top_k, reallocate=reallocate)) <= most
 
 
+# prefill
+
+PROMPT = SampleCase(1, 4, 2, 256, 640, 128, "f16", 64)
+
+
+def prefill(case: SampleCase, share: float) -> int:
+    """Attend to random lists with that share of the blocks; the number of listed pairs."""
+    layout = case.layout
+    row = np.arange(layout.first_block, layout.key_blocks)[:, None]
+    mask = np.random.default_rng(0).random((case.B, case.Hq, layout.row_blocks, layout.key_blocks)) < share
+    mask &= np.arange(layout.key_blocks) <= row
+    q, k, v = (mx.array(array).astype(mx.float16) for array in case.inputs())
+    lists = mx.array(oracle.block_lists(mask))
+    blocks.attend_lists(q, k, v, lists, block_size=case.block_size, scale=case.scale)
+    return int(mask.sum())
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize(("L", "S"), [(96, 96), (64, 160)])
+def test_attending_everything_moves_what_mlx_own_kernel_moves(metal: Metal, L: int, S: int, D: int) -> None:
+    case = SampleCase(1, 2, 1, L, S, D, "f16", 32)
+    prefill(case, 1.0)
+    ours, theirs = metal.last("attend_blocks").reads, steel_attention("half", L, S, D, True, 0).run().reads
+    for name, other in (("queries", "Q"), ("keys", "K"), ("values", "V")):
+        for level in ("lane", "threadgroup", "dispatch"):
+            assert getattr(ours[name], level) == getattr(theirs[other], level), (name, level)
+
+
+def test_what_is_not_listed_is_not_read(metal: Metal) -> None:
+    for share in (0.2, 0.6):
+        pairs = prefill(PROMPT, share)
+        reads = metal.last("attend_blocks").reads
+        # Each of a row block's tiles reads the block's keys once, up to its own last row.
+        rows, _ = blocks.tile_of(PROMPT.D, 2)
+        most = pairs * PROMPT.block_size // rows * PROMPT.block_size * PROMPT.D * 2
+        for name in ("keys", "values"):
+            assert 0.9 * most <= reads[name].lane <= most
+            assert reads[name].threadgroup == reads[name].lane
+
+
+def test_scores_read_each_key_once_for_the_sample_of_a_head(metal: Metal) -> None:
+    q, k, _ = (mx.array(array).astype(mx.float16) for array in PROMPT.inputs())
+    sample.sample_scores(q, k, **PROMPT.sampling)
+    report = metal.last("sample_scores")
+    assert report.reads["keys"].dispatch == k.nbytes
+    assert report.reads["keys"].lane == report.reads["keys"].threadgroup == k.nbytes * PROMPT.Hq // PROMPT.Hkv
+    # Of a row's scores two numbers per key block are kept.
+    scores = PROMPT.Hq * PROMPT.block_size * PROMPT.S * 4
+    assert report.writes["partials"].dispatch == scores * 2 // PROMPT.block_size
+
+
 # The comment at the top of a kernel
 
 
@@ -128,6 +182,7 @@ KERNELS = [
     *(sparq.SCORES, sparq.CANDIDATES),
     *(select.SCORES, select.CANDIDATES),
     *(attend.ATTEND, attend.REALLOCATE, attend.MERGE, attend.MERGE_REALLOCATE),
+    *(sample.SCORES, sample.SUMS, blocks.ATTEND),
 ]
 
 
@@ -198,3 +253,19 @@ def test_top_k_scores_does_what_its_comment_says(metal: Metal) -> None:
     tiles, threads, slots = select.tiles_of(S, 128)
     check(metal, "top_k_scores", S=S, tiles=tiles, threads=threads, slots=slots)
     assert prod((tiles, slots)) < S // 8
+
+
+def test_prefill_kernels_do_what_their_comments_say(metal: Metal) -> None:
+    case = PROMPT
+    q, k, v = (mx.array(array).astype(mx.float16) for array in case.inputs())
+    _, _, lists = sample.sample_attention(q, k, v, **case.parameters)
+    layout = case.layout
+    sizes = {"L": case.L, "S": case.S, "D": case.D, "Hq": case.Hq, "G": 2, "C": 1, "Nk": layout.key_blocks}
+    sizes |= {"BLOCK": 64, "R": layout.row_blocks, "N": lists.shape[3], "heads": HKV, "rows": 64, "ROWS": 64}
+    shape = sample.shape_of(64, case.D, 2)
+    splits = metal.last("sample_scores").grid[1]
+    sizes |= {"ceil": math.ceil, "tiles": 1, "splits": splits, **shape}
+    check(metal, "sample_scores", **sizes)
+    check(metal, "sample_sums", **sizes)
+    rows, staged = blocks.tile_of(case.D, 2)
+    check(metal, "attend_blocks", **(sizes | {"ROWS": rows, "KEYS": staged}))
