@@ -15,7 +15,9 @@ from tiny_models import VOCAB, build, write
 
 import mlx_sparse
 from mlx_sparse.evaluate import runner
+from mlx_sparse.evaluate.results import Row
 from mlx_sparse.evaluate.run import main
+from mlx_sparse.evaluate.runner import Steps
 from mlx_sparse.evaluate.tasks import BITS_TOKENS, COPY_PROMPT, COPY_TARGET, TASKS, Example
 
 CONTEXT = 400
@@ -28,8 +30,11 @@ class Words:
     def decode(self, tokens: list[int]) -> str:
         return "ab" * len(tokens)
 
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [1] * add_special_tokens + [2 + sum(word.encode()) % (VOCAB - 2) for word in text.split()]
 
-class Steps:
+
+class Progress:
     """Counts what a progress bar is told."""
 
     def __init__(self) -> None:
@@ -40,16 +45,17 @@ class Steps:
 
 
 @pytest.fixture(scope="module")
-def rows() -> dict[str, runner.Row]:
+def rows() -> dict[str, Row]:
     methods = ["sparq:rank=4,top_k=500", "sparq:rank=4,top_k=8", "sparq:rank=16,top_k=8", "oracle_top_k:top_k=8"]
-    example = Example(TOKENS[:100], TOKENS[100:120])
-    progress = Steps()
-    result = runner.run(build(), Words(), "task", [example, Example(TOKENS[7:90], TOKENS[90:110])], methods, progress)
-    assert progress.count == 2 * len(methods)
+    examples = [Example(TOKENS[:100], TOKENS[100:120]), Example(TOKENS[7:90], TOKENS[90:110])]
+    progress, model = Progress(), build()
+    subjects = [Steps(model, Words(), example, 512) for example in examples]
+    result = runner.run("task", subjects, methods, progress)
+    assert progress.count == 2 * (1 + len(methods))
     return dict(zip(["dense", *methods], result, strict=True))
 
 
-def test_every_key_is_dense_to_float32_accuracy(rows: dict[str, runner.Row]) -> None:
+def test_every_key_is_dense_to_float32_accuracy(rows: dict[str, Row]) -> None:
     row = rows["sparq:rank=4,top_k=500"]
     assert row.mean.agreement == 1
     assert abs(row.delta.bits) < 1e-5
@@ -57,7 +63,7 @@ def test_every_key_is_dense_to_float32_accuracy(rows: dict[str, runner.Row]) -> 
     assert (row.sparse_calls, row.compression) == (0, 1)  # and says that nothing ran sparsely
 
 
-def test_few_keys_run_sparsely_and_cost_something(rows: dict[str, runner.Row]) -> None:
+def test_few_keys_run_sparsely_and_cost_something(rows: dict[str, Row]) -> None:
     row = rows["sparq:rank=4,top_k=8"]
     assert row.method == "sparq:rank=4,top_k=8,component_score=query"
     assert row.sparse_calls == 2 * 2 * 20
@@ -66,7 +72,7 @@ def test_few_keys_run_sparsely_and_cost_something(rows: dict[str, runner.Row]) -
     assert row.compression < 0.5
 
 
-def test_rank_D_costs_what_the_best_keys_cost(rows: dict[str, runner.Row]) -> None:
+def test_rank_D_costs_what_the_best_keys_cost(rows: dict[str, Row]) -> None:
     all_components, best_keys = rows["sparq:rank=16,top_k=8"].mean, rows["oracle_top_k:top_k=8"].mean
     assert all_components.kl == pytest.approx(best_keys.kl, rel=1e-3)
 
@@ -76,7 +82,7 @@ def test_bits_per_byte_is_the_likelihood_of_the_target() -> None:
     logits = model(mx.array([[*prompt, *target]]))[0].astype(mx.float32)
     logp = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     bits = -sum(logp[29 + i, token].item() for i, token in enumerate(target)) / 0.6931471805599453
-    row = runner.run(model, Words(), "task", [Example(prompt, target)], [], Steps())[0]
+    row = runner.run("task", [Steps(model, Words(), Example(prompt, target), 512)], [], Progress())[0]
     assert row.mean.bits == pytest.approx(bits / (2 * len(target)), rel=1e-4)
     best = logp.argmax(axis=-1).tolist()
     assert row.mean.accuracy == pytest.approx(

@@ -10,6 +10,7 @@ import os
 import platform
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -63,6 +64,14 @@ def environment(cache: Path | None = None) -> dict[str, str]:
         **inherited,
         "LD_PRELOAD": ":".join([*map(str, libraries), *preloaded()]),
     }
+
+
+def use(arguments: Sequence[str], cache: Path | None = None) -> None:
+    """Run `mlx-sparse` with ``arguments`` and OpenBLAS in this process's place; return where that is of no use."""
+    found = environment(cache)
+    if found != dict(os.environ):
+        sys.stdout.flush()
+        os.execve(sys.executable, [sys.executable, "-m", "mlx_sparse.cli", *arguments], found)
 
 
 def wanted() -> bool:

@@ -1,143 +1,178 @@
-"""Run examples densely and sparsely through the model's own decode steps, and compare what it predicts."""
+"""Run examples densely and under methods, and compare what the model predicts."""
 
 from __future__ import annotations
 
 import copy
 import math
-from dataclasses import asdict, dataclass
-from statistics import mean, stdev
-from typing import Any
+import time
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..call_report import Report
+from ..config import parse
 from ..lm import sparse
-from .tasks import Example
+from ..lm.model import select_methods
+from .journal import Journal
+from .results import Outcome, Row, Trial, rows_of
+from .tasks import Example, Passage
 
-PREFILL_STEP = 512
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """One example under one method.
-
-    Attributes:
-        bits: negative log2-likelihood of the target per byte of its text.
-        accuracy: share of target tokens that were the most likely ones.
-        agreement: share of positions where the most likely token is dense attention's.
-        kl: mean Kullback-Leibler divergence from dense attention's distribution, nats.
-    """
-
-    bits: float
-    accuracy: float
-    agreement: float
-    kl: float
+DENSE_STEP = 512  # tokens at a time of a prompt that is processed densely
+SLICE = 128  # positions compared at a time
 
 
-@dataclass(frozen=True)
-class Row:
-    """A task under one method: means over the examples, and standard errors of the paired differences to dense."""
+class Subject(Protocol):
+    """An example that methods can be tried on."""
 
-    task: str
-    method: str
-    examples: int
-    mean: Outcome
-    delta: Outcome
-    error: Outcome
-    compression: float
-    sparse_calls: int
-    dense_calls: int
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return asdict(self)
+    def trial(self, method: str) -> Trial:
+        """What ``method`` makes of it; "dense" is what the others are compared with."""
+        ...
 
 
-def prefill(model: Any, tokens: list[int]) -> list[Any]:
-    """Process ``tokens`` densely; return the cache."""
+class Steps:
+    """A prompt, and the steps after it: teacher-forced, one token at a time, by the model's own decode."""
+
+    def __init__(self, model: Any, tokenizer: Any, example: Example, step: int) -> None:
+        """``step`` is that of prompts which are themselves processed sparsely."""
+        self.model, self.example, self.step = model, example, step
+        self.inputs = [example.prompt[-1], *example.target[:-1]]
+        self.n_bytes = len(tokenizer.decode(example.target).encode())
+
+    @cached_property
+    def cache(self) -> list[Any]:
+        """That of the prompt, processed densely."""
+        return prefill(self.model, self.example.prompt[:-1], DENSE_STEP)
+
+    @cached_property
+    def reference(self) -> mx.array:
+        """Dense attention's float32 logits ``(len(inputs), vocabulary)``, of all steps in one causal block."""
+        logits = self.model(mx.array(self.inputs)[None], cache=copy.deepcopy(self.cache))[0].astype(mx.float32)
+        mx.eval(logits)
+        result: mx.array = logits
+        return result
+
+    def trial(self, method: str) -> Trial:
+        if method == "dense":
+            return Trial(self._outcome(self.reference))
+        with_prompt = select_methods(parse(method))[0] is not None
+        rows = []
+        with sparse(self.model, method) as report:
+            prompt = self.example.prompt[:-1]
+            cache = prefill(self.model, prompt, self.step) if with_prompt else copy.deepcopy(self.cache)
+            for token in self.inputs:
+                row = self.model(mx.array([[token]]), cache=cache)[0].astype(mx.float32)
+                mx.eval(row)
+                rows.append(row)
+        return trial_of(self._outcome(mx.concatenate(rows)), report)
+
+    def _outcome(self, logits: mx.array) -> Outcome:
+        return outcome(logits, self.reference, self.example.target, self.n_bytes)
+
+
+class Prompt:
+    """A passage run through the method's own prefill."""
+
+    def __init__(self, model: Any, tokenizer: Any, passage: Passage, step: int, *, mass: bool = False) -> None:
+        """With ``mass``, retained mass is measured too, for which every score is computed."""
+        self.model, self.passage, self.step, self.mass = model, passage, step, mass
+        first, last = passage.scored[0], passage.scored[-1]
+        # Single tokens need not be whole characters: take the bytes per token of the stretch they come from.
+        stretch = tokenizer.decode(passage.tokens[first + 1 : last + 2]).encode()
+        self.n_bytes = len(stretch) * len(passage.scored) / (last + 1 - first)
+
+    @cached_property
+    def reference(self) -> mx.array:
+        """Dense attention's float32 logits ``(scored, vocabulary)``."""
+        return passage_logits(self.model, self.passage, self.step)[0]
+
+    def trial(self, method: str) -> Trial:
+        targets = self.passage.targets
+        if method == "dense":
+            return Trial(outcome(self.reference, self.reference, targets, self.n_bytes))
+        with sparse(self.model, method, mass=self.mass) as report:
+            logits = passage_logits(self.model, self.passage, self.step)[0]
+        return trial_of(outcome(logits, self.reference, targets, self.n_bytes), report)
+
+
+def run(
+    task: str,
+    subjects: Iterable[Subject],
+    methods: Sequence[str],
+    progress: Any,
+    journal: Journal[Trial] | None = None,
+    *,
+    prefill: bool = False,
+) -> list[Row]:
+    """Every subject under dense attention and every method; what the journal knows is not run again."""
+    journal = journal or Journal(None, "", "", Trial.read)
+    trials: dict[str, list[Trial]] = {method: [] for method in ("dense", *methods)}
+    for i, subject in enumerate(subjects):
+        for method, found in trials.items():
+            name = f"{task}/{'prefill' if prefill else 'decode'}/{i}/{method}"
+            if name not in journal.results:
+                trial = subject.trial(method)
+                journal.add(name, trial, trial.as_dict())
+            found.append(journal.results[name])
+            progress.update()
+    return rows_of(task, trials, prefill=prefill)
+
+
+def prefill(model: Any, tokens: list[int], step: int) -> list[Any]:
+    """Process ``tokens``, ``step`` at a time; return the cache."""
     cache: list[Any] = make_prompt_cache(model)
-    for start in range(0, len(tokens), PREFILL_STEP):
-        model(mx.array(tokens[start : start + PREFILL_STEP])[None], cache=cache)
+    for start in range(0, len(tokens), step):
+        model(mx.array(tokens[start : start + step])[None], cache=cache)
         mx.eval([entry.state for entry in cache])
     return cache
 
 
-def dense_logits(model: Any, cache: list[Any], inputs: list[int]) -> mx.array:
-    """Float32 logits ``(len(inputs), vocabulary)`` of all steps in one causal block: what dense decoding computes."""
-    logits = model(mx.array(inputs)[None], cache=copy.deepcopy(cache))[0].astype(mx.float32)
-    mx.eval(logits)
-    result: mx.array = logits
-    return result
-
-
-def sparse_logits(model: Any, cache: list[Any], inputs: list[int], method: str) -> tuple[mx.array, Report]:
-    """The same from one decode step after the other under ``method``."""
-    cache = copy.deepcopy(cache)
+def passage_logits(model: Any, passage: Passage, step: int) -> tuple[mx.array, float]:
+    """Float32 logits ``(scored, vocabulary)`` at the scored positions, and the seconds that the prompt took."""
+    cache: list[Any] = make_prompt_cache(model)
     rows = []
-    with sparse(model, method) as report:
-        for token in inputs:
-            row = model(mx.array([[token]]), cache=cache)[0].astype(mx.float32)
-            mx.eval(row)
-            rows.append(row)
-    return mx.concatenate(rows), report
+    began = time.perf_counter()
+    for start in range(0, len(passage.tokens), step):
+        logits = model(mx.array(passage.tokens[start : start + step])[None], cache=cache)[0]
+        inside = [position - start for position in passage.scored if start <= position < start + step]
+        if inside:
+            rows.append(logits[mx.array(inside)].astype(mx.float32))
+        mx.eval(rows[-1:], [entry.state for entry in cache])
+    return mx.concatenate(rows), time.perf_counter() - began
 
 
-def outcome(logits: mx.array, reference: mx.array, target: list[int], n_bytes: int) -> Outcome:
+def outcome(logits: mx.array, reference: mx.array, target: Sequence[int], n_bytes: float) -> Outcome:
     """Compare ``logits`` with the target tokens and with dense attention's ``reference``."""
-    logp, dense = (x - mx.logsumexp(x, axis=-1, keepdims=True) for x in (logits, reference))
-    wanted = mx.array(target)
-    best = logp.argmax(axis=-1)
-    figures = mx.stack(
-        [
-            -mx.take_along_axis(logp, wanted[:, None], axis=-1).sum() / (math.log(2) * n_bytes),
-            (best == wanted).mean(),
-            (best == dense.argmax(axis=-1)).mean(),
-            (mx.exp(dense) * (dense - logp)).sum(axis=-1).mean(),
-        ]
-    )
-    bits, accuracy, agreement, kl = np.array(figures).tolist()
-    return Outcome(bits, accuracy, agreement, kl)
+    figures = np.zeros(4)
+    for start in range(0, len(target), SLICE):
+        rows = slice(start, start + SLICE)
+        logp, dense = (x[rows] - mx.logsumexp(x[rows], axis=-1, keepdims=True) for x in (logits, reference))
+        wanted = mx.array(list(target[rows]))
+        best = logp.argmax(axis=-1)
+        figures += mx.stack(
+            [
+                -mx.take_along_axis(logp, wanted[:, None], axis=-1).sum(),
+                (best == wanted).sum(),
+                (best == dense.argmax(axis=-1)).sum(),
+                (mx.exp(dense) * (dense - logp)).sum(),
+            ]
+        )
+    nats, right, agreed, kl = figures.tolist()
+    n = len(target)
+    return Outcome(nats / (math.log(2) * n_bytes), right / n, agreed / n, kl / n)
 
 
-def run(model: Any, tokenizer: Any, task: str, examples: list[Example], methods: list[str], progress: Any) -> list[Row]:
-    """Every example under dense attention and every method; one prefill serves them all."""
-    outcomes: dict[str, list[Outcome]] = {"dense": [], **{method: [] for method in methods}}
-    reports: dict[str, list[Report]] = {method: [] for method in methods}
-    for example in examples:
-        inputs = [example.prompt[-1], *example.target[:-1]]
-        n_bytes = len(tokenizer.decode(example.target).encode())
-        cache = prefill(model, example.prompt[:-1])
-        reference = dense_logits(model, cache, inputs)
-        outcomes["dense"].append(outcome(reference, reference, example.target, n_bytes))
-        for method in methods:
-            logits, report = sparse_logits(model, cache, inputs, method)
-            outcomes[method].append(outcome(logits, reference, example.target, n_bytes))
-            reports[method].append(report)
-            progress.update()
-    return [_row(task, method, outcomes[method], outcomes["dense"], reports.get(method, [])) for method in outcomes]
-
-
-def _row(task: str, method: str, outcomes: list[Outcome], dense: list[Outcome], reports: list[Report]) -> Row:
-    def column(items: list[Outcome], name: str) -> list[float]:
-        return [getattr(item, name) for item in items]
-
-    means, deltas, errors = {}, {}, {}
-    for name in Outcome.__annotations__:
-        values = column(outcomes, name)
-        differences = [a - b for a, b in zip(values, column(dense, name), strict=True)]
-        means[name], deltas[name] = mean(values), mean(differences)
-        errors[name] = stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else math.nan
-    moved, full = (sum(getattr(report, name) for report in reports) for name in ("sparse_bytes", "dense_bytes"))
-    return Row(
-        task,
-        reports[0].attn if reports else method,
-        len(outcomes),
-        Outcome(**means),
-        Outcome(**deltas),
-        Outcome(**errors),
-        moved / full if full else 1.0,
-        sum(report.sparse_calls for report in reports),
-        sum(sum(report.dense_calls.values()) for report in reports),
-    )
+def trial_of(outcome: Outcome, report: Report) -> Trial:
+    """An outcome with what the report of its run counted."""
+    figures = report.prefill
+    prompt: dict[str, Any] = {}
+    if figures is not None and figures.calls:
+        prompt = {"density": list(figures.density.values()), "sampled": figures.sampled}
+        if figures.mass_mean is not None:
+            prompt["mass"] = [figures.mass_min, figures.mass_low, figures.mass_mean]
+    dense_calls = sum(report.dense_calls.values())
+    counts = (report.sparse_calls, dense_calls, report.sparse_bytes, report.dense_bytes)
+    return Trial(outcome, report.attn, *counts, **prompt)
