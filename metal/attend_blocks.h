@@ -80,6 +80,7 @@ void add_values(
     thread float2 (&weights)[KEYS / SIDE], const threadgroup T* values, thread float2 (&sums)[D / SIDE], Spot spot) {
 #pragma clang loop unroll(full)
   for (int d = 0; d < D / SIDE; ++d) {
+    settle();
 #pragma clang loop unroll(full)
     for (int n = 0; n < KEYS / SIDE; ++n) {
       multiply_add(sums[d], weights[n], staged(values + n * SIDE * padded<T>(D) + d * SIDE, padded<T>(D), spot));

@@ -29,6 +29,10 @@ inline void multiply_add(thread float2& sum, float2 a, float2 b) {
   sum = reinterpret_cast<thread float2&>(result.thread_elements());
 }
 
+// Keeps the compiler from moving loads of later matrices up to here, where they would only take registers: MLX's kernel
+// has the same. It orders no memory.
+inline void settle() { simdgroup_barrier(mem_flags::mem_none); }
+
 // Largest and sum over a row, in all of its lanes.
 inline float row_max(float x) {
   x = max(x, simd_shuffle_xor(x, ushort(1)));
@@ -104,6 +108,7 @@ void multiply_keys(
     Query query, const threadgroup T* keys, thread float2 (&scores)[FRAGMENTS][KEYS / SIDE], Spot spot) {
 #pragma clang loop unroll(full)
   for (int d = 0; d < D / SIDE; ++d) {
+    settle();
     float2 q[FRAGMENTS];
 #pragma clang loop unroll(full)
     for (int f = 0; f < FRAGMENTS; ++f) {

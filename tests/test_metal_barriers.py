@@ -70,7 +70,8 @@ RUNS: dict[str, Callable[[], list[mx.array]]] = {
 def test_every_barrier_that_is_taken_away_is_missed(metal: Metal, kernel: str) -> None:
     RUNS[kernel]()
     text = metal.texts[kernel]
-    mutants = barriers(text)
+    # Those that order no memory hold back the compiler only.
+    mutants = [mutant for mutant in barriers(text) if mutant.count("mem_none") == text.count("mem_none")]
     assert mutants
     unnoticed = []
     for number, mutant in enumerate(mutants):
