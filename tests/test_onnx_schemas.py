@@ -24,12 +24,25 @@ SPARQ: dict[str, float] = {
     "scale": 0.125,
 }
 DENSE = {"scale": 0.125, "window": 0}
+SAMPLE: dict[str, float] = {
+    "alpha_column": 0.9,
+    "alpha_slash": 0.8,
+    "chunks": 2,
+    "block_size": 64,
+    "scale": 0.125,
+}
+CACHED_SPARQ = {**SPARQ, "lanes": 64, "dense_below": 0}
+CACHED_SAMPLE = {**SAMPLE, "dense_prompt_below": 0}
 ATTRIBUTES = {
     "SparQ": SPARQ,
-    "SparQAttention": {**SPARQ, "lanes": 64, "dense_below": 0},
+    "SparQAppend": {"lanes": 64},
+    "SparQAttention": CACHED_SPARQ,
     "DenseAttention": DENSE,
     "CachedAttention": DENSE,
     "Append": {},
+    "Sample": SAMPLE,
+    "SampleAttention": CACHED_SAMPLE,
+    "SampleSparQAttention": {**CACHED_SPARQ, **CACHED_SAMPLE},
 }
 BAD_GRAPH = (onnx.checker.ValidationError, onnx.shape_inference.InferenceError)
 
@@ -82,9 +95,9 @@ def test_nodes_in_a_body_pass_on_every_attribute(name: str) -> None:
             if node.domain == "mlx_sparse":
                 expected = {attribute.name for attribute in onnx_export.OPERATORS[node.op_type].attributes}
                 assert {a.name for a in node.attribute} == expected
-                # Dense attention in place of SparQ has no window to pass on.
-                literal = {(name, a.name) for a in node.attribute if not a.ref_attr_name}
-                assert literal <= {("SparQAttention", "window")}
+                # Dense attention in place of a sparse one has no window to pass on.
+                literal = {a.name for a in node.attribute if not a.ref_attr_name}
+                assert literal <= ({"window"} if "S" in name else set())
             for attribute in node.attribute:
                 check(attribute.g.node)
 
@@ -123,8 +136,8 @@ def test_the_body_gives_the_types_and_shapes_of_the_schema(name: str) -> None:
         for want, got in zip(declared.graph.output, found.graph.output, strict=True):
             assert got.type.tensor_type.elem_type == want.type.tensor_type.elem_type
             dims = [None if str(dim).startswith("unk__") else dim for dim in shapes([got])[got.name]]
-            # How many keys TopK returns is computed, so inference through the body gives up on the indices.
-            if not (want.name == "indices" and found is through_body):
+            # How many keys TopK returns is computed, so inference through the body gives up on what depends on it.
+            if not (want.name in ("indices", "blocks") and found is through_body):
                 assert dims == shapes([want])[want.name]
 
 
@@ -153,6 +166,12 @@ def test_registration_leaves_nothing_behind() -> None:
         ({"dense_below": -1}, "dense_below: expected an integer of at least 0, got -1"),
         ({"name": "CachedAttention", "window": -1}, "window: expected an integer of at least 0, got -1"),
         ({"reallocate": 2}, "reallocate: expected an integer of at least 0 and at most 1, got 2"),
+        ({"name": "Sample", "alpha_slash": 0.0}, "alpha_slash: expected a number above 0 and at most 1, got 0.0"),
+        ({"name": "Sample", "alpha_column": 1.1}, "alpha_column: expected a number above 0 and at most 1, got 1.1"),
+        ({"name": "Sample", "alpha_column": float("nan")}, "alpha_column: expected a number above 0 and at most 1"),
+        ({"name": "Sample", "block_size": 48}, "block_size: expected one of 32, 64, 128, got 48"),
+        ({"name": "Sample", "chunks": 0}, "chunks: expected an integer of at least 1, got 0"),
+        ({"name": "SampleAttention", "dense_prompt_below": -1}, "dense_prompt_below: expected an integer"),
         ({"spec": 2}, "spec: expected an integer of at least 1 and at most 1, got 2"),
         ({"scale": float("nan")}, "scale: expected a finite number, got nan"),
         ({"scale": "1"}, "scale: expected a finite number, got '1'"),

@@ -1,0 +1,289 @@
+"""The ONNX operators of SampleAttention against the oracle: bodies on runtimes, native kernels."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from cases import Array, Case, assert_as_good_as_plain
+from mlx_sparse.onnx_export import native
+from onnx_operators import (
+    CACHES,
+    LANES,
+    Operator,
+    advance,
+    assert_is_sparq,
+    attributes,
+    by_runtime,
+    empty_caches,
+    parameters,
+    session,
+)
+from require import absent
+from sample_cases import SAMPLE_CASES, SampleCase, assert_same_blocks, plain_blocks_attention, selection
+
+from mlx_sparse import onnx_export, oracle
+
+by_case = pytest.mark.parametrize("case", SAMPLE_CASES, ids=str)
+SETS = ["scalar", "neon"] if platform.machine() in ("aarch64", "arm64") else ["scalar", "avx2", "avx512"]
+SPARSE = SampleCase(2, 6, 2, 200, 400, 64, "f32", 32, chunks=2)
+
+
+def with_stale_keys(case: SampleCase, k: Array, v: Array) -> dict[str, Array]:
+    """Buffers longer than the keys; what lies behind them is NaN."""
+    stale = np.full((case.B, case.Hkv, 21, case.D), np.nan)
+    return {"keys": np.concatenate([k, stale], axis=2), "values": np.concatenate([v, stale], axis=2)}
+
+
+def sample(runtime: str, case: SampleCase, threads: int = 1) -> dict[str, Array]:
+    q, k, v = case.inputs()
+    attend = Operator(runtime, "Sample", case.dtype, threads, **case.parameters)
+    return attend(query=q, length=np.array([case.S]), **with_stale_keys(case, k, v))
+
+
+@cache
+def attended_in_float64(case: SampleCase, lists: bytes, width: int) -> tuple[Array, Array]:
+    """Attention over these lists, in float64 and as a plain computation."""
+    q, k, v = case.inputs()
+    blocks = np.frombuffer(lists, np.int32).reshape(case.B, case.Hq, -1, width)
+    expected, _ = oracle.attend_blocks(q, k, v, blocks, block_size=case.block_size, scale=case.scale)
+    return expected, plain_blocks_attention(case, q, k, v, blocks)
+
+
+def assert_is_sample(got: dict[str, Array], case: SampleCase) -> None:
+    """The lists are the oracle's, and the output is attention over them."""
+    blocks = got["blocks"]
+    assert_same_blocks(blocks, case, selection(case))
+    expected, plain = attended_in_float64(case, blocks.tobytes(), blocks.shape[-1])
+    assert_as_good_as_plain(got["output"], expected, plain, case.dtype)
+
+
+@by_case
+@by_runtime
+def test_sample_attends_what_the_oracle_attends(runtime: str, case: SampleCase) -> None:
+    if runtime == "reference" and case.S > 520:
+        pytest.skip("the reference evaluator is slow")
+    assert_is_sample(sample(runtime, case), case)
+
+
+@pytest.mark.parametrize("alphas", [(1.0, 0.5), (0.5, 1.0), (1.0, 1.0)], ids=str)
+@by_runtime
+def test_an_alpha_of_1_is_dense_attention(runtime: str, alphas: tuple[float, float]) -> None:
+    case = replace(SPARSE, alpha_column=alphas[0], alpha_slash=alphas[1])
+    q, k, v = case.inputs()
+    got = sample(runtime, case)
+    dense = Operator(runtime, "DenseAttention", "f32", scale=case.scale, window=0)
+    lengths = {"left_padding": np.zeros(case.B), "length": np.full(case.B, case.S)}
+    np.testing.assert_array_equal(got["output"], dense(query=q, **with_stale_keys(case, k, v), **lengths)["output"])
+    layout = case.layout
+    rows = np.arange(layout.first_block, layout.key_blocks)[:, None]
+    causal = np.where(np.arange(layout.key_blocks) <= rows, np.arange(layout.key_blocks), -1)
+    np.testing.assert_array_equal(got["blocks"], np.broadcast_to(causal, got["blocks"].shape))
+
+
+def settings_of(case: SampleCase, below: int = 0) -> dict[str, Any]:
+    return {**case.parameters, "dense_prompt_below": below}
+
+
+def pieces(case: SampleCase, sizes: list[int]) -> list[tuple[slice, SampleCase]]:
+    """Where the pieces of a prompt of these sizes lie, and each as a case of its own."""
+    ends = np.cumsum(sizes)
+    return [(slice(end - L, end), replace(case, L=L, S=int(end))) for L, end in zip(sizes, ends, strict=True)]
+
+
+def prompt(case: SampleCase) -> tuple[Array, Array, Array]:
+    """Queries for all keys."""
+    return replace(case, L=case.S).inputs()
+
+
+@by_runtime
+def test_a_prompt_in_pieces_is_sampled_piece_by_piece(runtime: str) -> None:
+    case = replace(SPARSE, S=451, dtype="f16")
+    q, k, v = prompt(case)
+    attend = Operator(runtime, "SampleAttention", "f16", **settings_of(case))
+    caches = empty_caches(Case(case.B, 6, 2, case.S, 64, "f16"), case.S)
+    caches = {name: caches[name] for name in ("past_key", "past_value", "past_length")}
+    sparser = 0
+    for at, piece in pieces(case, [220, 20, 210, 1]):  # those of one row block or less are dense
+        new = {"query": q[:, :, at], "key": k[:, :, at], "value": v[:, :, at]}
+        got = attend(**new, left_padding=np.zeros(case.B), **caches)
+        caches = advance(caches, got, piece.L)
+        keys, values = k[:, :, : piece.S], v[:, :, : piece.S]
+        expected = oracle.sample_attention(new["query"], keys, values, **piece.parameters)
+        dense = oracle.dense_attention(new["query"], keys, values)
+        np.testing.assert_allclose(got["output"].astype(np.float64), expected, rtol=0, atol=4e-3)
+        sparser += bool(np.abs(expected - dense).max() > 2e-2)
+    assert sparser == 2
+    np.testing.assert_array_equal(got["present_key"][:, :, : case.S].astype(np.float32), k)
+    np.testing.assert_array_equal(got["present_value"][:, :, : case.S].astype(np.float32), v)
+
+
+@pytest.mark.parametrize(
+    ("below", "padding", "past", "is_sampled"),
+    [
+        (400, [0, 0], [200, 200], True),
+        (401, [0, 0], [200, 200], False),
+        (0, [0, 3], [200, 200], False),
+        (0, [0, 0], [200, 150], False),
+    ],
+    ids=["long-enough", "too-short", "padded", "rows-of-two-lengths"],
+)
+@by_runtime
+def test_a_piece_is_dense_where_it_cannot_be_sampled(
+    runtime: str, below: int, padding: list[int], past: list[int], is_sampled: bool
+) -> None:
+    case = SPARSE
+    q, k, v = case.inputs()
+    attend = Operator(runtime, "SampleAttention", "f32", **settings_of(case, below))
+    caches = {"past_key": np.full((2, 2, 448, 64), np.nan), "past_value": np.full((2, 2, 448, 64), np.nan)}
+    new = {"key": np.empty((2, 2, 200, 64)), "value": np.empty((2, 2, 200, 64))}
+    for b, start in enumerate(past):
+        for name, array in (("key", k), ("value", v)):
+            caches[f"past_{name}"][b, :, :start] = array[b, :, :start]
+            new[name][b] = array[b, :, start : start + 200]
+    got = attend(query=q, left_padding=np.array(padding), past_length=np.array(past), **new, **caches)["output"]
+    for b, start in enumerate(past):
+        row, S = slice(b, b + 1), start + 200
+        given = q[row], k[row, :, :S], v[row, :, :S]
+        expected = oracle.dense_attention(*given, left_padding=padding[row])
+        sampled = oracle.sample_attention(*given, **case.parameters)
+        assert np.abs(expected - sampled).max() > 1e-2
+        np.testing.assert_allclose(got[row], sampled if is_sampled else expected, rtol=0, atol=2e-5)
+
+
+@by_runtime
+def test_a_sampled_prompt_is_followed_by_sparq(runtime: str) -> None:
+    case = replace(SPARSE, S=400)
+    decode = Case(case.B, case.Hq, case.Hkv, 401, case.D, "f32")
+    q, k, v = prompt(replace(case, S=401))
+    params = {**parameters(decode, "robust"), "top_k": 16, "local_window": 4}
+    settings = {**CACHES, **attributes(params), **settings_of(case)}
+    attend = Operator(runtime, "SampleSparQAttention", "f32", **settings)
+    caches = empty_caches(decode, 401)
+    for at, piece in pieces(case, [200, 200]):
+        new = {"query": q[:, :, at], "key": k[:, :, at], "value": v[:, :, at]}
+        got = attend(**new, left_padding=np.zeros(case.B), **caches)
+        caches = advance(caches, got, piece.L)
+        keys, values = k[:, :, : piece.S], v[:, :, : piece.S]
+        expected = oracle.sample_attention(new["query"], keys, values, **piece.parameters)
+        assert np.abs(expected - oracle.dense_attention(new["query"], keys, values)).max() > 1e-2
+        np.testing.assert_allclose(got["output"], expected, rtol=0, atol=2e-5)
+    last = slice(400, 401)
+    got = attend(query=q[:, :, last], key=k[:, :, last], value=v[:, :, last], left_padding=np.zeros(case.B), **caches)
+    assert_is_sparq(got["output"], decode, params, q[:, :, last], k, v)
+
+
+@by_runtime
+def test_sparq_append_tells_mean_and_deviation(runtime: str) -> None:
+    case = Case(2, 4, 2, 150, 64, "f32", padding=(0, 30))
+    _, k, v = case.inputs()
+    append = Operator(runtime, "SparQAppend", "f32", lanes=LANES)
+    caches = empty_caches(case, case.S)
+    for at in (slice(0, 100), slice(100, 150)):
+        got = append(key=k[:, :, at], value=v[:, :, at], left_padding=case.padding, **caches)
+        statistics = got.pop("value_mean"), got.pop("deviation")
+        caches = advance(caches, got, at.stop - at.start)
+    for b, first in enumerate(case.padding or ()):
+        np.testing.assert_allclose(statistics[0][b], v[b, :, first:].mean(axis=1), rtol=0, atol=1e-5)
+        np.testing.assert_allclose(statistics[1][b], k[b, :, first:].std(axis=1), rtol=0, atol=1e-5)
+    np.testing.assert_array_equal(caches["past_key"][:, :, : case.S], k)
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("case", SAMPLE_CASES[1:8], ids=str)
+def test_every_instruction_set_attends_the_same(name: str, case: SampleCase) -> None:
+    if reason := native.unavailable():
+        absent("ort", reason)
+    library = ctypes.CDLL(str(native.library_path()))
+    library.mlx_sparse_ort_limit.restype = ctypes.c_char_p
+    library.mlx_sparse_ort_limit.argtypes = [ctypes.c_char_p, ctypes.c_int]
+    if library.mlx_sparse_ort_limit(name.encode(), 0) is None:
+        pytest.skip(f"this machine has no {name}")
+    try:
+        got = sample("native", case)
+    finally:
+        library.mlx_sparse_ort_limit(None, 0)
+    assert_is_sample(got, case)
+
+
+def test_any_number_of_threads_gives_the_same_answer() -> None:
+    one, two, four = (sample("native", SPARSE, threads) for threads in (1, 2, 4))
+    for other in (two, four):
+        np.testing.assert_array_equal(one["output"], other["output"])
+        np.testing.assert_array_equal(one["blocks"], other["blocks"])
+
+
+@pytest.mark.parametrize("runtime", ["onnxruntime", "native"])
+def test_keys_that_are_no_numbers_reach_their_own_head_only(runtime: str) -> None:
+    case = SPARSE
+    q, k, v = case.inputs()
+    clean = sample(runtime, case)["output"]
+    k[0, 1, 150, 3] = np.nan
+    attend = Operator(runtime, "Sample", "f32", **case.parameters)
+    got = attend(query=q, length=np.array([case.S]), **with_stale_keys(case, k, v))["output"]
+    np.testing.assert_array_equal(got[0, :3], clean[0, :3])
+    np.testing.assert_array_equal(got[1], clean[1])
+    assert np.isnan(got[0, 3:]).all()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"length": [401]}, r"length: expected 200 to 400 .*, got 401\."),
+        ({"length": [199]}, r"length: expected 200 to 400 .*, got 199\."),
+        ({"length": [400, 400]}, r"length: expected shape \(1\), got \(2\)\."),
+        ({"query": np.zeros((2, 6, 401, 64))}, r"query: expected at most the capacity C=400 of tokens, got 401\."),
+        ({"query": np.zeros((2, 5, 200, 64))}, r"query: expected a multiple of Hkv=2 heads, got 5\."),
+        ({"values": np.zeros((2, 2, 400, 32))}, r"values: expected shape \(2, 2, 400, 64\), got \(2, 2, 400, 32\)\."),
+    ],
+    ids=str,
+)
+def test_inputs_that_do_not_fit_are_refused(wrong: dict[str, Any], message: str) -> None:
+    if reason := native.unavailable():
+        absent("ort", reason)
+    q, k, v = SPARSE.inputs()
+    arrays = {"query": q, "keys": k, "values": v, "length": [SPARSE.S], **wrong}
+    model = onnx_export.operator_model("Sample", **SPARSE.parameters)
+    for info in [*model.graph.input, *model.graph.output]:  # ONNX Runtime itself would see some of these
+        info.type.tensor_type.ClearField("shape")
+    del model.functions[:]
+    made = session(model, "auto")
+    kinds = {info.name: np.int64 if "int" in info.type else np.float32 for info in made.get_inputs()}
+    with pytest.raises(Exception, match=f"Sample: {message}"):
+        made.run(None, {name: np.asarray(arrays[name], kind) for name, kind in kinds.items()})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"spec": 2}, r"spec: expected 1, which this library knows, got 2\."),
+        ({"alpha_column": 0.0}, r"alpha_column: expected a number above 0 and at most 1, got 0\.0+\."),
+        ({"alpha_slash": 1.5}, r"alpha_slash: expected a number above 0 and at most 1, got 1\.50*\."),
+        ({"alpha_slash": float("nan")}, r"alpha_slash: expected a number above 0 and at most 1, got -?nan\."),
+        ({"alpha_slash": None}, r"alpha_slash: expected a float attribute, got none\."),
+        ({"chunks": 0}, r"chunks: expected 1 to \d+, got 0\."),
+        ({"block_size": 256}, r"block_size: expected 32 to 128, got 256\."),
+        ({"block_size": 96}, r"block_size: expected 32, 64 or 128, got 96\."),
+        ({"dense_prompt_below": -1}, r"dense_prompt_below: expected 0 to \d+, got -1\."),
+        ({"dense_prompt_below": None}, r"dense_prompt_below: expected an integer attribute, got none\."),
+    ],
+    ids=str,
+)
+def test_attributes_of_another_meaning_are_refused(wrong: dict[str, Any], message: str) -> None:
+    if reason := native.unavailable():
+        absent("ort", reason)
+    model = onnx_export.operator_model("SampleAttention", **settings_of(SPARSE))
+    ((name, value),) = wrong.items()
+    for attribute in list(model.graph.node[0].attribute):
+        if attribute.name == name:
+            model.graph.node[0].attribute.remove(attribute)
+    if value is not None:
+        model.graph.node[0].attribute.append(onnx.helper.make_attribute(name, value))
+    with pytest.raises(Exception, match=f"SampleAttention: {message}"):
+        session(model, "auto")
