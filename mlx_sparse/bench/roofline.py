@@ -138,13 +138,13 @@ def text(rows: Sequence[dict[str, Any]], config: SparQ) -> str:
         [
             f"A model, not a measurement: one layer and decode step, {config}, float16, B = 1.",
             "Keys from which SparQ is faster, its worst against dense's best (its best against dense's worst):",
-            _table(["heads x KV heads x D", *(f"{c.name}, {c.bandwidth / 1e9:.0f} GB/s" for c in CHIPS)], crossings),
+            table(["heads x KV heads x D", *(f"{c.name}, {c.bandwidth / 1e9:.0f} GB/s" for c in CHIPS)], crossings),
             "Keys from which a step saves "
             + ", ".join(f"{ENOUGH_SAVED[letter] >> 20} MiB ({kind})" for letter, kind in KINDS.items())
             + ":",
-            _table(["heads x KV heads x D", *KINDS.values()], advice),
+            table(["heads x KV heads x D", *KINDS.values()], advice),
             f"Microseconds for {shapes[0]}, best to worst:",
-            _table(["chip", "keys", "dense", "sparq"], times),
+            table(["chip", "keys", "dense", "sparq"], times),
         ]
     )
 
@@ -161,6 +161,7 @@ def _range(ends: tuple[float, float]) -> str:
     return f"{ends[0]:.0f} to {ends[1]:.0f}"
 
 
-def _table(header: list[str], cells: list[list[str]]) -> str:
+def table(header: list[str], cells: list[list[str]]) -> str:
+    """A table in Markdown."""
     lines = [header, ["---"] * len(header), *cells]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checks import ConfigError, check_int, check_local_window, check_rank, read_length, read_shape
-from ..config import SparQ, parse
+from ..config import Sample, SparQ, parse
 from .output import machine, write
 
 DTYPES = ("float16", "bfloat16", "float32")
@@ -132,15 +132,21 @@ def _decode(args: argparse.Namespace) -> Result:
 
 
 def _traffic(args: argparse.Namespace) -> Result:
-    from . import traffic
+    from . import prefill_traffic, traffic
 
+    if _sample(args.attn):
+        rows = prefill_traffic.measure()
+        return Result([row.as_dict() for row in rows], prefill_traffic.text(rows))
     tables = traffic.measure()
     return Result([row for table in tables for row in table.as_dicts()], traffic.text(tables))
 
 
 def _roofline(args: argparse.Namespace) -> Result:
-    from . import roofline
+    from . import prefill_roofline, roofline
 
+    if sample := _sample(args.attn):
+        rows = prefill_roofline.rows(sample)
+        return Result(rows, prefill_roofline.text(rows, sample))
     config = _sparq(args.attn)
     check_rank(config.rank, min(shape.D for shape in roofline.SHAPES))
     rows = roofline.rows(config)
@@ -162,6 +168,12 @@ def _onnx(args: argparse.Namespace) -> Result:
         repeat=args.repeat,
     )
     return Result(rows, text, right)
+
+
+def _sample(text: str) -> Sample | None:
+    """SampleAttention, if that is what is asked for."""
+    (config, *others) = parse(text)
+    return config if isinstance(config, Sample) and not others else None
 
 
 def _sparq(text: str) -> SparQ:
