@@ -20,6 +20,8 @@ from mlx_sparse.call_report import JSON_KEY
 
 BIN = Path(sys.executable).parent
 SPARSE = ["--attn", "sparq:rank=4,top_k=4,dense_below=0"]
+SAMPLE = "sample:block_size=32,alpha_column=0.3,alpha_slash=0.3,dense_below=0"
+BOTH = ["--attn", f"{SAMPLE}+{SPARSE[1]}"]
 JSON = ["--attn-report", "json"]
 COMMANDS = ["generate", "chat", "server", "benchmark", "cache_prompt"]
 PROMPT, TOKENS, LAYERS = 40, 8, 2
@@ -40,6 +42,8 @@ BENCHMARK = ["mlx_lm.benchmark", "--model", "llama", "-p", "32", "-g", "6", "-n"
 SAVE = ["mlx_lm.cache_prompt", "--model", "llama", "--prompt", "-", "--prompt-cache-file"]
 RESUME = ["mlx_lm.generate", "--prompt", "w3 w4 w5", "--max-tokens", str(TOKENS), "--prompt-cache-file"]
 
+LONG = ["mlx_lm.generate", "--model", "llama", "--prompt", words(prompt_of(300)), "--max-tokens", str(TOKENS)]
+
 # Name: commands that run one after the other.
 GOOD: dict[str, list[list[str]]] = {
     **{f"{name} sparse": [[*spelling, *GENERATE, *SPARSE, *JSON]] for name, spelling in SPELLINGS.items()},
@@ -50,7 +54,7 @@ GOOD: dict[str, list[list[str]]] = {
     "no report": [["mlx_lm.generate", *GENERATE, *SPARSE, "--attn-report", "off"]],
     "toml": [["mlx_lm.generate", *GENERATE, "--attn-config", "good.toml", *JSON]],
     "toml and attn": [["mlx_lm.generate", *GENERATE, "--attn-config", "good.toml", "--attn", "sparq:rank=2", *JSON]],
-    "chat": [["mlx_lm.chat", "--model", "llama", "--max-tokens", "4", *SPARSE, *JSON]],
+    "chat": [["mlx_lm.chat", "--model", "llama", "--max-tokens", "4", *BOTH, *JSON]],
     "benchmark": [BENCHMARK],
     "benchmark -b 2": [[*BENCHMARK, "-b", "2"]],
     "saved dense, resumed": [[*SAVE, "d.safetensors"], [*RESUME, "d.safetensors"]],
@@ -60,6 +64,15 @@ GOOD: dict[str, list[list[str]]] = {
     "--draft-model": [["mlx_lm.generate", *GENERATE, "--draft-model", "other", *SPARSE, *JSON]],
     "--prefill-step-size": [["mlx_lm.generate", *GENERATE, "--prefill-step-size", "18", *SPARSE, *JSON]],
     "--max-kv-size": [["mlx_lm.generate", *GENERATE, "--max-kv-size", "16", *SPARSE, *JSON]],
+    "long": [LONG],
+    "long, sample": [[*LONG, "--attn", SAMPLE, *JSON]],
+    "long, both": [[*LONG, *BOTH, "--attn-report", "json+mass"]],
+    "long, both, text": [[*LONG, *BOTH, "--attn-report", "mass"]],
+    "long, both, toml": [[*LONG, "--attn-config", "both.toml", *JSON]],
+    "benchmark both -b 2": [[*BENCHMARK[:3], "-p", "300", "-g", "6", "-n", "1", "-b", "2", *BOTH, *JSON]],
+    "cache_prompt, sample": [
+        ["mlx_lm.cache_prompt", *LONG[1:5], "--prompt-cache-file", "p.safetensors", "--attn", SAMPLE, *JSON]
+    ],
     **{f"mlx_lm.{name} --help": [[f"mlx_lm.{name}", "--help"]] for name in COMMANDS},
     **{f"mlx-sparse {name} --help": [["mlx-sparse", name, "--help"]] for name in COMMANDS},
 }
@@ -82,10 +95,16 @@ BAD: dict[str, tuple[list[str], str]] = {
         r"backend: .*got triton \(it takes torch tensors: .* mlx_sparse\.cuda_ref",
     ),
     "two decode methods": (["--attn", "sparq+streaming"], "attn: expected one decode method, got sparq and streaming"),
+    "two prefill methods": (
+        ["--attn", "sample+bigbird"],
+        "attn: expected one prefill method, got sample and bigbird",
+    ),
+    "alpha 0": (["--attn", "sample:alpha_column=0"], "alpha_column: expected .*, got 0"),
     "malformed TOML": (["--attn-config", "bad.toml"], r"attn-config: expected valid TOML, got bad.toml \(.*\)"),
     "missing TOML": (["--attn-config", "none.toml"], "attn-config: expected a readable TOML file, got none.toml"),
     "family without the seam": (["--model", "gemma2", *SPARSE], "model: expected attention .*, got gemma2"),
     "--attn twice": ([*SPARSE, *SPARSE], "--attn: expected once, got twice"),
+    "--kv-bits and prompts": ([*BOTH, "--kv-bits", "8"], r"--kv-bits: expected none with --attn sample\+sparq"),
     "--kv-bits": ([*SPARSE, "--kv-bits", "8"], "--kv-bits: expected none with --attn sparq"),
     "no such model": ([*SPARSE, "--model", "nowhere/at/all"], "--model: expected a model .*, got nowhere/at/all"),
     "no config.json": ([*SPARSE, "--model", "."], r"--model: expected a model .*config\.json"),
@@ -131,6 +150,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory, without_torch: Any) -> It
     write(folder / "gemma2", "gemma2")
     (write(folder / "no_weights", "qwen3") / "model.safetensors").write_bytes(b"")
     (folder / "good.toml").write_text("[sparq]\nrank = 4\ntop_k = 4\ndense_below = 0\n")
+    toml = "[sample]\nblock_size = 32\ndense_below = 0\n[[sample.ranges]]\nup_to = 500\nalpha_column = 0.3\n"
+    toml += "alpha_slash = 0.3\nchunks = 1\n[sparq]\nrank = 4\ntop_k = 4\ndense_below = 0\n"
+    (folder / "both.toml").write_text(toml)
     (folder / "bad.toml").write_text("[sparq\nrank = 4\n")
     prompt = words(prompt_of(PROMPT))
     bad = {f"bad: {name}": [["mlx_lm.generate", "--model", "llama", *argv]] for name, (argv, _) in BAD.items()}
@@ -236,6 +258,52 @@ def test_prefill_step_size_composes(finished: Runs):
     result = finished("--prefill-step-size")
     assert result.text == finished("mlx_lm.generate sparse").text
     assert sum(result.reports[0]["dense_calls"].values()) == LAYERS * 3  # 39 = 18 + 18 + 3
+
+
+def test_a_prompt_is_processed_sparsely_alone_and_beside_a_decode_method(finished: Runs):
+    sample, both = finished("long, sample"), finished("long, both")
+    assert (sample.code, both.code) == (0, 0)
+    assert len({finished("long").text, sample.text, both.text}) == 3
+    (alone,), (together,) = sample.reports, both.reports
+    assert alone["dense_calls"] == {"of a single query (no decode method)": LAYERS * STEPS}
+    assert together["dense_calls"] == {}
+    assert together["sparse_calls"] == LAYERS * STEPS
+    figures = together["prefill"]
+    assert figures["calls"] == LAYERS
+    assert 0 < figures["density"]["min"] <= figures["density"]["mean"] < 1
+    assert 0 < figures["retained_mass"]["min"] <= figures["retained_mass"]["mean"] < 1
+    assert "retained_mass" not in alone["prefill"]
+    assert [entry["heads"] for entry in alone["prefill"]["layers"]] == [entry["heads"] for entry in figures["layers"]]
+
+
+def test_settings_by_context_come_from_a_file(finished: Runs):
+    assert finished("long, both, toml").text == finished("long, both").text
+    (report,) = finished("long, both, toml").reports
+    assert report["attn"].startswith("sample:block_size=32,dense_below=0,ranges=500:0.3:0.3:1+sparq:rank=4")
+
+
+def test_the_text_report_tells_of_prompts(finished: Runs):
+    first, *rest = finished("long, both, text").err.splitlines()
+    assert re.fullmatch(r"\[mlx-sparse\] sample:.*\+sparq:.* on ops: 2 of 2 layers \(llama, llama\)", first)
+    assert [line.split(":")[0] for line in rest] == [
+        *("  sparse prefill calls", "  density", "  retained mass", "  sparse calls")
+    ]
+
+
+def test_benchmark_processes_prompts_sparsely(finished: Runs):
+    result = finished("benchmark both -b 2")
+    assert result.code == 0
+    (report,) = result.reports
+    assert report["prefill"]["calls"] == 2 * LAYERS  # warm-up and trial
+    assert report["sparse_calls"] == 2 * LAYERS * 7
+    assert report["dense_calls"] == {}
+
+
+def test_cache_prompt_processes_prompts_sparsely(finished: Runs):
+    result = finished("cache_prompt, sample")
+    assert result.code == 0
+    (report,) = result.reports
+    assert report["prefill"]["calls"] == LAYERS
 
 
 def test_max_kv_size_composes_where_the_model_makes_its_caches(finished: Runs):

@@ -118,6 +118,26 @@ def test_single_and_concurrent_requests_decode_sparsely_and_control_c_prints_the
     assert "with an array mask" not in report["dense_calls"]
 
 
+def test_prompts_are_processed_sparsely_and_their_figures_are_read_from_another_thread(model: Path):
+    attn = f"sample:block_size=32,alpha_column=0.3,alpha_slash=0.3,dense_below=0+{SPARSE[1]}"
+    prompts = [words(prompt_of(300, seed)) for seed in range(3)]
+    with running(model, "--attn", attn, "--attn-report", "json+mass") as server:
+        server.wait_until_up()
+        answers = [server.ask(prompt) for prompt in prompts]
+        with ThreadPoolExecutor(3) as pool:
+            answers += pool.map(server.ask, [words(prompt_of(300, seed)) for seed in range(3, 6)])
+        err = server.interrupt()
+    assert all(len(answer.split()) == TOKENS for answer in answers)
+    assert "Traceback" not in err
+    (line,) = [line for line in err.splitlines() if line.startswith(f'{{"{JSON_KEY}": ')]
+    (report,) = json.loads(line)[JSON_KEY]
+    figures = report["prefill"]
+    assert figures["calls"] >= LAYERS * 3
+    assert 0 < figures["density"]["mean"] < 1
+    assert 0 < figures["retained_mass"]["mean"] < 1
+    assert "with an array mask" not in report["dense_calls"]
+
+
 @pytest.mark.parametrize(
     ("family", "options", "message"),
     [
