@@ -10,7 +10,7 @@
 
 // Elements of the staged keys, then values.
 template <typename T>
-constexpr int tile_elements(int d, int keys) {
+constexpr int tile_size(int d, int keys) {
   return d * padded<T>(keys) > keys * padded<T>(d) ? d * padded<T>(keys) : keys * padded<T>(d);
 }
 

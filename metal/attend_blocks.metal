@@ -9,8 +9,10 @@
 // threadgroup  ROWS * 4, 1, 1
 // reads        B * (Hq * L * D * T + 2 * Hkv * S * D * T + Hq * R * N * 4)
 // writes       B * Hq * L * (D * T + 4)
-threadgroup T query_tile[ROWS * padded<T>(D)];
-threadgroup T tile[tile_elements<T>(D, KEYS)];
+threadgroup float4 query_memory[vectors<T>(ROWS * padded<T>(D))];
+threadgroup float4 tile_memory[vectors<T>(tile_size<T>(D, KEYS))];
+threadgroup T* query_tile = reinterpret_cast<threadgroup T*>(query_memory);
+threadgroup T* tile = reinterpret_cast<threadgroup T*>(tile_memory);
 const Place place = {thread_index_in_simdgroup, simdgroup_index_in_threadgroup, simdgroups_per_threadgroup};
 const uint3 at = threadgroup_position_in_grid;
 const uint Hq = threadgroups_per_grid.y, L = uint(queries_shape[2]), R = uint(blocks_shape[2]);
@@ -38,7 +40,8 @@ if (rows(row)) {
   const float factor = total == 0.0f ? 0.0f : 1.0f / total;
 #pragma clang loop unroll(full)
   for (int d = 0; d < D / SIDE; ++d) {
-    *reinterpret_cast<device vec<T, 2>*>(out + written * D + d * SIDE + spot.column) = vec<T, 2>(sums[d] * factor);
+    *reinterpret_cast<device vec<T, 2>*>(out + written * D + d * SIDE + spot.column) =
+        vec<T, 2>(T(sums[d].x * factor), T(sums[d].y * factor));
   }
   if (spot.column == 0) {
     lse[written] = log2_sum(running.largest, total) / LOG2_E;

@@ -56,6 +56,12 @@ constexpr int padded(int length) {
   return length + 16 / int(sizeof(T));
 }
 
+// Threadgroup memory for so many elements, in a type that is aligned to what lanes load at once.
+template <typename T>
+constexpr int vectors(int elements) {
+  return elements * int(sizeof(T)) / int(sizeof(float4));
+}
+
 // Rows `rows[0 .. count)` of D components as columns: tile[d * padded(ROWS) + row]; zeros beyond `count`. Eight rows and
 // four chunks of four components per SIMD group at a time.
 template <int D, int ROWS, int SIMDGROUPS, typename T>
@@ -105,7 +111,7 @@ float2 staged(const threadgroup T* corner, int stride, Spot spot) {
 // scores[f][n] += q[f] . k of eight rows and eight keys each, from keys staged as columns.
 template <int D, int FRAGMENTS, int KEYS, typename T, typename Query>
 void multiply_keys(
-    Query query, const threadgroup T* keys, thread float2 (&scores)[FRAGMENTS][KEYS / SIDE], Spot spot) {
+    const thread Query& query, const threadgroup T* keys, thread float2 (&scores)[FRAGMENTS][KEYS / SIDE], Spot spot) {
 #pragma clang loop unroll(full)
   for (int d = 0; d < D / SIDE; ++d) {
     settle();

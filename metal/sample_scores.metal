@@ -8,7 +8,8 @@
 // threadgroup  SIMDGROUPS * 32, 1, 1
 // reads        B * heads * (S * D * T + G * C * rows * D * T)
 // writes       B * heads * G * C * (Nk * ROWS * 8 + splits * ROWS * 4)
-threadgroup T tile[D * padded<T>(KEYS)];
+threadgroup float4 tile_memory[vectors<T>(D * padded<T>(KEYS))];
+threadgroup T* tile = reinterpret_cast<threadgroup T*>(tile_memory);
 const Place place = {thread_index_in_simdgroup, simdgroup_index_in_threadgroup, simdgroups_per_threadgroup};
 const uint3 at = threadgroup_position_in_grid;
 const uint C = uint(regions), S = uint(length), L = uint(queries_shape[2]);

@@ -7,9 +7,9 @@ from itertools import pairwise
 
 import mlx.core as mx
 
-# Multiply-adds of one piece if it attended everything. macOS ends what keeps the GPU for some seconds; the smallest
-# Apple GPUs, 2.6 TFLOP/s, take 0.4 s for this at their peak.
-PIECE = 1 << 39
+# Multiply-adds of one piece if it attended everything. macOS ends what keeps the GPU for seconds, how many is not
+# documented; the smallest Apple GPU (2.3 TFLOP/s) takes 1 s for this at a quarter of its peak, and lists hold less.
+PIECE = 1 << 38
 # Rows that a piece has at least: a tile of the matrix units' kernels.
 FEWEST_ROWS = 32
 
