@@ -16,9 +16,9 @@ from mlx_sparse.ops import blocks as ops
 
 SIZES = {
     "a short prompt": (32, 2048, 4096, 128, 1),
-    "a step at 128k": (32, 2048, 131072, 128, 4),
-    "a step at 1M": (32, 2048, 1 << 20, 128, 32),
-    "a whole prompt of 128k": (32, 131072, 131072, 128, 256),
+    "a step at 128k": (32, 2048, 131072, 128, 8),
+    "a step at 1M": (32, 2048, 1 << 20, 128, 64),
+    "a whole prompt of 128k": (32, 131072, 131072, 128, 512),
     "a batch of 8 at 256k": (8 * 64, 4096, 1 << 18, 128, 128),
 }
 
