@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -80,7 +81,7 @@ def _evaluate(args: argparse.Namespace) -> Iterator[Row]:
     from .runner import Prompt, Steps, run
 
     model, tokenizer, _ = load_model(args.model, args.cache_dir)
-    tokens = tokenizer.encode(read_files(args.text))
+    tokens = read_tokens(tokenizer, args.text)
     options = (args.context, args.limit, args.seed, args.prefill_step_size, args.mass)
     journal = Journal(args.resume, "eval", fingerprint(model, tokens, *options), Trial.read)
     of_text = {"context": args.context, "limit": args.limit, "seed": args.seed}
@@ -112,14 +113,16 @@ def load_model(name: str | None, cache: str | None) -> tuple[Any, Any, dict[str,
     return model, tokenizer, config
 
 
-def read_files(files: list[str] | None) -> str:
-    """The text of ``files``, or Python's language reference."""
-    if files is None:
-        return "\n\n".join(topics[name] for name in sorted(topics))
+def read_tokens(tokenizer: Any, files: list[str] | None) -> list[int]:
+    """The tokens of ``files``, or of Python's language reference."""
     try:
-        return "\n\n".join(Path(file).read_text(encoding="utf-8") for file in files)
+        texts = [Path(file).read_text(encoding="utf-8") for file in files or []]
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--text: expected readable UTF-8 text files, got {error}.") from None
+    # transformers warns of texts longer than the context, of which only pieces are used here.
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    tokens: list[int] = tokenizer.encode("\n\n".join(texts or [topics[name] for name in sorted(topics)]))
+    return tokens
 
 
 def fingerprint(model: Any, tokens: Sequence[int], *options: Any) -> str:

@@ -1,0 +1,319 @@
+"""`mlx-sparse tune-sample`: what is measured, what is chosen, what is written, and runs that were interrupted."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from test_evaluate import Progress, Words
+from tiny_models import VOCAB, build, write
+
+import mlx_sparse
+from mlx_sparse.checks import ArtefactError, ConfigError
+from mlx_sparse.config import Sample, SampleRange, load_toml
+from mlx_sparse.evaluate.journal import Journal
+from mlx_sparse.evaluate.runner import passage_logits
+from mlx_sparse.evaluate.tasks import RETRIEVAL
+from mlx_sparse.tune.output import FIRST_LINE, check_target, toml, write_toml
+from mlx_sparse.tune.run import main
+from mlx_sparse.tune.search import Measured, Search, Setting, Trial, Tuned, by_range, choose, whole_grid
+
+TOKENS = [1 + (i * i + i // 7) % (VOCAB - 1) for i in range(2500)]
+LENGTH = 1024
+
+
+def found(accuracy: float, density: float, *, sampled: float = 0.1, alpha: float | None = 0.9) -> Measured:
+    setting = Setting(alpha, 0.9, 1) if alpha else None
+    return Measured(setting, {"needles": accuracy, "repetition": accuracy}, density, sampled, 1.0)
+
+
+DENSE = found(0.9, 1.0, sampled=0.0, alpha=None)
+
+
+@pytest.mark.parametrize(
+    ("measured", "accurate", "fast"),
+    [
+        # The least work without loss; the least work with 90 % of the accuracy, where 0.80 is too little.
+        ([(0.91, 0.7), (0.9, 0.5), (0.82, 0.3), (0.80, 0.1)], 1, 2),
+        # Nothing is without loss: the one that loses least, of two the cheaper one.
+        ([(0.88, 0.7), (0.88, 0.6), (0.85, 0.5)], 1, 2),
+        # Nothing keeps 90 %: the same for both.
+        ([(0.5, 0.3), (0.7, 0.8)], 1, 1),
+        # One that loses nothing and is the cheapest of all is both.
+        ([(0.95, 0.2), (0.9, 0.4)], 0, 0),
+    ],
+)
+def test_the_choice_is_the_least_work_that_is_accurate_enough(
+    measured: list[tuple[float, float]], accurate: int, fast: int
+) -> None:
+    rows = [found(accuracy, density, alpha=0.8 + i / 100) for i, (accuracy, density) in enumerate(measured)]
+    assert choose(DENSE, rows) == (rows[accurate], rows[fast])
+
+
+def test_sampling_counts_as_work_and_ties_go_to_the_smaller_numbers() -> None:
+    dear, cheap = found(0.9, 0.50, sampled=0.3), found(0.9, 0.55, sampled=0.1)
+    assert choose(DENSE, [dear, cheap])[0] is cheap
+    low, high = found(0.9, 0.5, alpha=0.8), found(0.9, 0.5, alpha=0.95)
+    assert choose(DENSE, [high, low])[0] is low
+
+
+def test_lengths_fall_into_the_ranges_of_the_paper() -> None:
+    lengths = [8192, 16384, 32768, 49152, 98304, 131072]
+    assert by_range(lengths, 131072) == [
+        (16384, (8192,)),
+        (49152, (16384, 32768)),
+        (81920, (49152,)),
+        (114688, (98304,)),
+        (131073, (131072,)),
+    ]
+
+
+def search(journal: Journal[Trial] | None = None, **changes: Any) -> Search:
+    options = {
+        "model": build(),
+        "tokenizer": Words(),
+        "tokens": TOKENS,
+        "journal": journal or Journal(None, "", "", Trial.read),
+        "grid": whole_grid([1.0, 0.5], [0.6], [2]),
+        "examples": 1,
+        "seed": 0,
+        "step": 512,
+        "block_size": 32,
+        "backend": "auto",
+        "least_accuracy": 0.0,
+    }
+    return Search(**options | changes)
+
+
+@pytest.fixture(scope="module")
+def tuned() -> Tuned:
+    return search().tune(16384, (LENGTH,), Progress())
+
+
+def test_accuracy_is_the_share_of_tokens_that_the_model_predicts_in_the_passage(tuned: Tuned) -> None:
+    model = build()
+    for task, make in RETRIEVAL.items():
+        (passage,) = make(TOKENS, Words(), context=LENGTH, limit=1, seed=0)
+        best = model(mx.array([passage.tokens]))[0].argmax(axis=-1).tolist()
+        right = [best[position] == passage.tokens[position + 1] for position in passage.scored]
+        assert tuned.dense.tasks[task] == sum(right) / len(right)
+
+
+def test_keeping_everything_is_dense_and_keeping_less_is_less_work(tuned: Tuned) -> None:
+    sparse, everything = tuned.measured
+    assert (sparse.setting, everything.setting) == (Setting(0.5, 0.6, 2), Setting(1.0, 0.6, 2))
+    assert (everything.tasks, everything.density, everything.sampled) == (tuned.dense.tasks, 1.0, 0.0)
+    model, config = build(), Sample(alpha_column=0.5, alpha_slash=0.6, chunks=2, block_size=32, dense_below=0)
+    with mlx_sparse.sparse(model, config) as report:
+        for make in RETRIEVAL.values():
+            for passage in make(TOKENS, Words(), context=LENGTH, limit=1, seed=0):
+                passage_logits(model, passage, 512)
+    heads = [head for heads in report.prefill.density.values() for head in heads]
+    assert sparse.density == pytest.approx(sum(heads) / len(heads))
+    assert 0.3 < sparse.density < 1
+    assert sparse.sampled == pytest.approx(2 * 32 / 512)
+
+
+def test_tasks_that_the_model_cannot_do_are_refused_before_any_setting_is_tried() -> None:
+    progress = Progress()
+    with pytest.raises(ConfigError, match=r"--lengths: expected tasks that the model can do, got 0\.\d\d .* at 1,024"):
+        search(least_accuracy=0.9).tune(16384, (LENGTH,), progress)
+    assert progress.count == len(RETRIEVAL)
+
+
+@pytest.mark.parametrize(("prefer", "alpha"), [("accuracy", 0.95), ("speed", 0.8)])
+def test_the_file_reads_back_as_the_preferred_settings(tmp_path: Path, prefer: str, alpha: float) -> None:
+    careful, fast = found(0.9, 0.6, alpha=0.95), found(0.85, 0.3, alpha=0.8)
+    ranges = [Tuned(up_to, (up_to // 2,), DENSE, [careful, fast], careful, fast) for up_to in (16384, 49152)]
+    out = tmp_path / "tuned.toml"
+    write_toml(out, toml(ranges, prefer, "a model\n[sparq]", 64))
+    settings = tuple(SampleRange(up_to, alpha, 0.9, 1) for up_to in (16384, 49152))
+    assert load_toml(out) == {"sample": Sample(block_size=64, ranges=settings)}
+    assert "accuracy 0.900, density 1.000" in out.read_text()
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_a_file_that_could_not_be_read_back_leaves_the_old_one(tmp_path: Path) -> None:
+    out = tmp_path / "tuned.toml"
+    out.write_text(FIRST_LINE)
+    with pytest.raises(ConfigError):
+        write_toml(out, "[sample]\nalpha_column = 7\n")
+    assert out.read_text() == FIRST_LINE
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_only_its_own_files_are_overwritten_unless_forced(tmp_path: Path) -> None:
+    foreign, own = tmp_path / "mine.toml", tmp_path / "own.toml"
+    foreign.write_text("[sparq]\nrank = 16\n")
+    own.write_text(f"{FIRST_LINE} for a model\n")
+    check_target(own, force=False)
+    check_target(foreign, force=True)
+    check_target(tmp_path / "new.toml", force=False)
+    with pytest.raises(ConfigError, match="--out: expected a new file or one of tune-sample's"):
+        check_target(foreign, force=False)
+
+
+HEADER = {"mlx_sparse": "tune-sample", "format": 1, "key": "k"}
+RESULT = {"right": 3, "scored": 5, "density": 0.5, "sampled": 0.1, "seconds": 2.0}
+DAMAGED = [
+    b"\xff\xfe\n",
+    b"[" * 100_000 + b"\n",
+    b'{"name": "a"}\n',
+    b'{"name": "a", "result": 3}\n',
+    *(
+        json.dumps({"name": "a", "result": RESULT | change}).encode() + b"\n"
+        for change in (
+            {"right": 6},
+            {"scored": 0},
+            {"density": 1.5},
+            {"density": True},
+            {"sampled": "0.1"},
+            {"seconds": float("nan")},
+            {"seconds": float("inf")},
+            {"seconds": -1},
+            {"more": 1},
+        )
+    ),
+    b'{"name": "a", "result": ' + b"9" * 10_000 + b"}\n",
+]
+
+
+@pytest.mark.parametrize("line", DAMAGED)
+def test_a_damaged_state_is_refused_in_one_line(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "state"
+    path.write_bytes(json.dumps(HEADER).encode() + b"\n" + line)
+    with pytest.raises(ArtefactError, match="got a damaged one") as error:
+        Journal(path, "tune-sample", "k", Trial.read)
+    assert "\n" not in str(error.value)
+    assert path.read_bytes().endswith(line)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "another file"),
+        (b"[sample]\n", "a damaged one"),
+        (b"[]\n", "another file"),
+        (json.dumps(HEADER | {"mlx_sparse": "eval"}).encode() + b"\n", "another file"),
+        (json.dumps(HEADER | {"key": "other"}).encode() + b"\n", "those of other inputs"),
+        (json.dumps(HEADER | {"format": 2}).encode() + b"\n", "those of other inputs"),
+    ],
+)
+def test_a_foreign_state_is_refused_and_kept(tmp_path: Path, content: bytes, reason: str) -> None:
+    path = tmp_path / "state"
+    path.write_bytes(content)
+    with pytest.raises(ArtefactError, match=reason):
+        Journal(path, "tune-sample", "k", Trial.read)
+    assert path.read_bytes() == content
+
+
+def test_a_line_cut_off_by_the_end_of_the_process_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    trial = Trial(**RESULT)
+    Journal(path, "tune-sample", "k", Trial.read).add("a", trial, RESULT)
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole.splitlines()[1][:-4])
+    again = Journal(path, "tune-sample", "k", Trial.read)
+    assert (again.results, path.read_bytes()) == ({"a": trial}, whole)
+    again.add("b", trial, RESULT)
+    assert Journal(path, "tune-sample", "k", Trial.read).results == {"a": trial, "b": trial}
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--alpha-column", "0.9", "1.5"], "alpha_column: expected a number above 0 and at most 1, got 1.5"),
+        (["--alpha-slash", "0"], "alpha_slash: expected a number above 0"),
+        (["--chunks", "0"], "chunks: expected an integer of at least 1, got 0"),
+        (["--block-size", "48"], "block_size: expected one of 32, 64, 128, got 48"),
+        (["--examples", "0"], "--examples: expected an integer of at least 1"),
+        (["--prefill-step-size", "0"], "--prefill-step-size: expected an integer of at least 1"),
+        (["--least-accuracy", "1.5"], "--least-accuracy: expected a number"),
+        (["--lengths", "8k,much"], "--lengths: expected numbers such as 1k"),
+        (["--out", "/nowhere/at/all.toml"], "--out: expected a file name in .toml in a folder that exists"),
+        (["--out", "tuned.json"], "--out: expected a file name in .toml"),
+    ],
+)
+def test_bad_input_gets_one_line_before_anything_is_loaded(argv: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        main(argv)
+    assert "\n" not in str(error.value)
+
+
+class Command:
+    """`mlx-sparse tune-sample` on a tiny model, in processes."""
+
+    def __init__(self, folder: Path, environment: dict[str, str]) -> None:
+        write(folder / "model")
+        text = folder / "text.txt"
+        text.write_text(" ".join(f"w{token}" for token in TOKENS))
+        self.out, self.state = folder / "tuned.toml", folder / "tuned.toml.state.jsonl"
+        self.environment = environment
+        self.arguments = [sys.executable, "-m", "mlx_sparse.cli", "tune-sample", "--model", str(folder / "model")]
+        self.arguments += ["--text", str(text), "--lengths", "1k", "--examples", "1", "--alpha-column", "0.5", "0.8"]
+        self.arguments += ["--alpha-slash", "0.6", "--chunks", "1", "2", "--block-size", "32", "--out", str(self.out)]
+        self.arguments += ["--prefill-step-size", "512", "--least-accuracy", "0", "--json"]
+
+    def start(self, *more: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [*self.arguments, *more],
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            # A shell's background jobs ignore interrupts, and so would their children.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - the child runs no thread
+        )
+
+    def results(self) -> list[str]:
+        return self.state.read_text().splitlines()[1:] if self.state.exists() else []
+
+
+def test_an_interrupted_search_goes_on_where_it_stopped(
+    tmp_path: Path, blas_environment: dict[str, str], without_torch: dict[str, str]
+) -> None:
+    command = Command(tmp_path, blas_environment | without_torch)
+    process = command.start()
+    deadline = time.monotonic() + 120
+    while len(command.results()) < 3 and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.002)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (130, ""), err
+    assert err.splitlines()[-1].startswith("mlx-sparse tune-sample: interrupted; the same command goes on from")
+    assert "Traceback" not in err
+    assert not command.out.exists()
+    before = command.results()
+    runs = len(RETRIEVAL) * (1 + 4)
+    assert 3 <= len(before) < runs
+
+    with command.state.open("a") as file:
+        file.write('{"name": "needles/10')  # as if the process had been killed while it wrote
+    out, err = command.start().communicate(timeout=120)
+    after = command.results()
+    assert after[: len(before)] == before
+    assert len({json.loads(line)["name"] for line in after}) == len(after) == runs
+    (found,) = json.loads(out)["ranges"]
+    assert (found["up_to"], found["lengths"], len(found["measured"])) == (16384, [1024], 4)
+    settings = load_toml(command.out)["sample"]
+    assert isinstance(settings, Sample)
+    chosen = {name: found["accuracy_first"][name] for name in ("alpha_column", "alpha_slash", "chunks")}
+    assert settings.ranges == (SampleRange(16384, **chosen),)
+
+    # Everything is known: the other preference needs no run. Another text is another search.
+    out, err = command.start("--prefer", "speed").communicate(timeout=60)
+    assert "speed first." in command.out.read_text().splitlines()[0]
+    assert command.results() == after
+    written = command.out.read_text()
+    _, err = command.start("--seed", "1").communicate(timeout=60)
+    assert err.splitlines()[-1].startswith(
+        f"mlx-sparse: error: {command.state}: expected the results of an interrupted"
+    )
+    assert command.out.read_text() == written
