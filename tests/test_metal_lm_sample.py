@@ -1,0 +1,68 @@
+"""Prompts of models by the Metal kernels: from mlx-lm's caches, with SparQ after them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_arrays import to_mlx, to_numpy
+from msl import Metal
+from tiny_models import build, greedy, prompt_of
+
+import mlx_sparse
+from mlx_sparse.cache import SparseBatchKVCache, SparseKVCache
+from mlx_sparse.config import Sample
+from mlx_sparse.kernels import launch
+
+SAMPLE = Sample(block_size=32, alpha_column=0.5, alpha_slash=0.5, dense_below=0)
+
+
+@pytest.mark.parametrize("make", [SparseKVCache, lambda: SparseBatchKVCache([0, 0])], ids=["cache", "batch"])
+def test_a_cache_processes_prompts_on_metal_as_on_ops_and_hands_over_whole_buffers(
+    metal: Metal, make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[dict[str, Any]] = []
+    launched = launch.Kernel.__call__
+
+    def record(kernel: launch.Kernel, inputs: Any, outputs: Any, **geometry: Any) -> list[mx.array]:
+        seen.append(dict(inputs))
+        return launched(kernel, inputs, outputs, **geometry)
+
+    monkeypatch.setattr(launch.Kernel, "__call__", record)
+    rng = np.random.default_rng(3)
+    cache = make()
+    for L in (70, 200, 1, 130):  # the buffers hold more rows than are in use
+        k, v = (to_mlx(rng.normal(size=(2, 2, L, 64)), "f32") for _ in range(2))
+        cache.update_and_fetch(k, v)
+        if L == 1:
+            continue
+        queries = to_mlx(rng.standard_t(3, size=(2, 4, L, 64)), "f32")
+        results = [cache.attend_prompt(queries, SAMPLE, scale=0.125, backend=backend) for backend in ("metal", "ops")]
+        (out, lse, blocks), (ops_out, ops_lse, ops_blocks) = results
+        assert mx.array_equal(blocks, ops_blocks)
+        allowed = 64 * np.finfo(np.float32).eps * float(mx.abs(v).max())
+        np.testing.assert_allclose(to_numpy(out), to_numpy(ops_out), rtol=0, atol=allowed)
+        np.testing.assert_allclose(np.array(lse), np.array(ops_lse), rtol=0, atol=allowed)
+    assert cache.keys.shape[2] > cache.length
+    keys = [inputs["keys"] for inputs in seen[-3:] if "keys" in inputs]
+    assert len(keys) == 2
+    assert all(rows is cache.keys for rows in keys)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_model_processes_its_prompt_and_decodes_on_metal_as_on_ops(metal: Metal, family: str) -> None:
+    model, prompt = build(family), prompt_of(200)
+    generated, densities = {}, {}
+    for backend in ("ops", "metal"):
+        with mlx_sparse.sparse(model, f"{SAMPLE}+sparq:rank=8,top_k=16,dense_below=0", backend=backend) as report:
+            generated[report.backend] = greedy(model, prompt, 4)[0]
+        assert (report.prefill.calls, report.dense_calls) == (2, {})
+        densities[report.backend] = report.prefill.density
+    assert generated["metal"] == generated["ops"]
+    assert densities["metal"] == densities["ops"]
+    if metal.emulated:
+        names = {launched.kernel for launched in metal.launches}
+        assert names >= {"sample_scores", "sample_sums", "attend_blocks", "sparq_scores"}
