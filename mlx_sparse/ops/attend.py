@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
+from .blocks import after, causal_scores, most
 from .select import take_rows, valid_keys
 
 # Float32 scores that a pass over all queries and keys holds at a time: 128 MiB.
@@ -72,25 +73,21 @@ def dense_attention(
 
 
 def dense_lse(queries: mx.array, keys: mx.array, *, scale: float, left_padding: mx.array | None) -> mx.array:
-    """Float32 log-sum-exp of dense causal attention, ``(B, Hq, L)``: what retained mass is measured against.
-
-    Goes through the queries in pieces, so that at most `SCORES_AT_ONCE` scores exist at a time.
-    """
+    """Float32 log-sum-exp of dense causal attention, ``(B, Hq, L)``: what retained mass is measured against."""
     B, Hq, L, D = queries.shape
     Hkv, S = keys.shape[1:3]
-    rows = max(SCORES_AT_ONCE // (B * Hq * S), 1)
-    found: list[mx.array] = []
-    for start in range(0, L, rows):
-        stop = min(start + rows, L)
-        length = S - L + stop
-        piece = queries[:, :, start:stop].reshape(B, Hkv, Hq // Hkv, stop - start, D).astype(mx.float32) * scale
-        if found:
-            # Without this the pieces would be computed side by side.
-            (piece,) = mx.depends([piece], [found[-1]])
-        scores = piece @ keys[:, :, None, :length].swapaxes(-1, -2).astype(mx.float32)
-        _, lse = softmax_lse(scores, causal_mask(stop - start, length, left_padding)[:, None, None])
-        found.append(lse.reshape(B, Hq, stop - start))
-    return mx.concatenate(found, axis=2)
+    grouped = queries.reshape(B, Hkv, Hq // Hkv, L, D).astype(mx.float32) * scale
+    keys = keys[:, :, None].astype(mx.float32)
+    step = most(B * Hq * S)
+    done: list[mx.array] = []
+    for first in range(0, L, step):
+        stop = min(first + step, L)
+        end = S - L + stop
+        scores = causal_scores(after(done, grouped[..., first:stop, :]), keys[..., :end, :])
+        if left_padding is not None:
+            scores = mx.where(valid_keys(end, left_padding)[:, None, None, None], scores, -mx.inf)
+        done.append(mx.logsumexp(scores, axis=-1))
+    return mx.concatenate(done, axis=-1).reshape(B, Hq, L)
 
 
 def causal_mask(L: int, S: int, left_padding: mx.array | None) -> mx.array:
