@@ -18,10 +18,13 @@ SCRIPT = ROOT / "scripts" / "mac_check.sh"
 STEPS = [
     "python3 scripts/dev.py doctor",
     "env METAL_DEVICE_WRAPPER_TYPE=1 METAL_DEBUG_ERROR_MODE=0 MTL_SHADER_VALIDATION=1",
-    "env .venv/bin/python -m pytest tests/test_metal_kernels.py tests/test_backends.py -k metal",
+    "env .venv/bin/python -m pytest tests/test_metal_kernels.py tests/test_metal_attend_blocks.py "
+    "tests/test_metal_sample.py tests/test_backends.py -k metal",
     ".venv/bin/mlx-sparse bench --backend metal --lengths 1k,2k,4k,8k,16k,32k,64k,128k",
     ".venv/bin/python -m mlx_sparse.bench.report",
 ]
+
+FILES = ["test_metal_kernels", "test_metal_attend_blocks", "test_metal_sample", "test_backends"]
 
 # What a Mac answers, and a project of which only the parts that the script calls are there.
 MAC = {
@@ -65,7 +68,7 @@ def mac(tmp_path: Path) -> Path:
 
 
 def check(mac: Path, *, message: str, fails: bool) -> tuple[subprocess.CompletedProcess[str], dict]:
-    for name in ("test_metal_kernels", "test_backends"):
+    for name in FILES:
         (mac / "tests" / f"{name}.py").write_text(TESTS.format(message=message, fails=fails))
     path = f"{mac / 'bin'}{os.pathsep}{os.environ['PATH']}"
     done = run("bash", mac / "scripts" / "mac_check.sh", "-o", mac / "result.json", cwd=mac, PATH=path)
@@ -108,7 +111,7 @@ def test_what_passes_is_reported_with_the_machine(mac: Path) -> None:
     assert {"model": "Mac14,9", "macos": "26.1", "gpu_cores": "19"}.items() <= found["machine"].items()
     assert found["machine"]["mlx"]
     for name in ("validated", "plain"):
-        assert (found["tests"][name]["tests"], found["tests"][name]["failed"]) == (3, [])
+        assert (found["tests"][name]["tests"], found["tests"][name]["failed"]) == (7, [])
     assert found["validation"] == []
     # There is no Metal GPU behind it, so the real benchmark refused.
     assert found["problems"] == ["the benchmark did not finish"]
@@ -119,15 +122,15 @@ def test_what_passes_is_reported_with_the_machine(mac: Path) -> None:
 def test_failures_and_what_the_validation_said_are_reported(mac: Path) -> None:
     _, found = check(mac, message="Invalid device load at offset 4096", fails=True)
     assert [bad["test"] for bad in found["tests"]["validated"]["failed"]] == [
-        "tests.test_metal_kernels::test_kernel[ops]",  # all of the first file, and what is metal in the second
-        "tests.test_metal_kernels::test_kernel[metal]",
+        # all of the Metal files, and what is metal in the last
+        *(f"tests.{name}::test_kernel[{backend}]" for name in FILES[:3] for backend in ("ops", "metal")),
         "tests.test_backends::test_kernel[metal]",
     ]
-    assert found["validation"] == ["Invalid device load at offset 4096"] * 3
+    assert found["validation"] == ["Invalid device load at offset 4096"] * 7
     assert found["problems"][:3] == [
-        "3 of 3 tests (validated) failed",
-        "3 of 3 tests (plain) failed",
-        "Metal's validation reports 3 lines",
+        "7 of 7 tests (validated) failed",
+        "7 of 7 tests (plain) failed",
+        "Metal's validation reports 7 lines",
     ]
 
 
