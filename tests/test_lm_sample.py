@@ -33,7 +33,7 @@ from mlx_sparse.layout import Layout
 from mlx_sparse.lm import seam
 from mlx_sparse.lm.figures import PrefillFigures
 from mlx_sparse.lm.model import select_methods
-from mlx_sparse.ops import attend
+from mlx_sparse.ops import attend, blocks
 
 Array = npt.NDArray[Any]
 LAYERS, HEADS, BLOCK = 2, 4, 32
@@ -585,7 +585,7 @@ def test_dense_sums_of_a_long_prompt_never_hold_all_scores(monkeypatch: pytest.M
     queries, keys = (mx.random.normal((1, each, L, 16), key=mx.random.key(each)) for each in (heads, 2))
     whole = attend.dense_lse(queries, keys, scale=0.25, left_padding=None)
     mx.eval(whole)
-    monkeypatch.setattr(attend, "SCORES_AT_ONCE", 1 << 16)
+    monkeypatch.setitem(blocks.MOST_SCORES, mx.default_device().type, 1 << 16)
     mx.clear_cache()
     mx.reset_peak_memory()
     before = mx.get_active_memory()

@@ -7,9 +7,6 @@ import mlx.core as mx
 from .blocks import after, causal_scores, most
 from .select import take_rows, valid_keys
 
-# Float32 scores that a pass over all queries and keys holds at a time: 128 MiB.
-SCORES_AT_ONCE = 1 << 25
-
 
 def group_queries(queries: mx.array, Hkv: int) -> mx.array:
     """``(B, Hq, 1, D)`` to float32 ``(B, Hkv, G, D)``."""
