@@ -11,14 +11,26 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 from tiny_models import VOCAB, build, write
 
 import mlx_sparse
 from mlx_sparse.evaluate import runner
-from mlx_sparse.evaluate.results import Row
+from mlx_sparse.evaluate.journal import Journal
+from mlx_sparse.evaluate.picture import check_picture, draw_density
+from mlx_sparse.evaluate.results import Outcome, Row, Trial
 from mlx_sparse.evaluate.run import main
-from mlx_sparse.evaluate.runner import Steps
-from mlx_sparse.evaluate.tasks import BITS_TOKENS, COPY_PROMPT, COPY_TARGET, TASKS, Example
+from mlx_sparse.evaluate.runner import Prompt, Steps
+from mlx_sparse.evaluate.tasks import (
+    BITS_TOKENS,
+    COPY_PROMPT,
+    COPY_TARGET,
+    PASSAGES,
+    RETRIEVAL,
+    TASKS,
+    Example,
+    Passage,
+)
 
 CONTEXT = 400
 TOKENS = [1 + (i * i + i // 7) % (VOCAB - 1) for i in range(4 * (CONTEXT + BITS_TOKENS))]
@@ -112,12 +124,176 @@ def test_a_repetition_example_asks_for_what_stands_in_the_prompt() -> None:
         assert any(example.prompt[i : i + len(excerpt)] == excerpt for i in range(CONTEXT - len(excerpt)))
 
 
+PASSAGE = Passage(TOKENS[:300], list(range(150, 299, 2)))
+DENSE_SAMPLE = "sample:alpha_column=1,block_size=32,dense_below=0"
+SPARSE_SAMPLE = "sample:alpha_column=0.3,alpha_slash=0.3,block_size=32,dense_below=0"
+WINDOW = "streaming_prefill:window=0.1,block_size=32"
+
+
+@pytest.fixture(scope="module")
+def prompts() -> dict[str, Row]:
+    methods = [DENSE_SAMPLE, SPARSE_SAMPLE, WINDOW]
+    subject = Prompt(build(), Words(), PASSAGE, 100, mass=True)
+    return dict(zip(["dense", *methods], runner.run("task", [subject], methods, Progress(), prefill=True), strict=True))
+
+
+def test_a_prompt_is_scored_at_its_positions_as_one_causal_call_would(prompts: dict[str, Row]) -> None:
+    logits = build()(mx.array([PASSAGE.tokens]))[0].astype(mx.float32)
+    logp = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    nats = -sum(logp[position, PASSAGE.tokens[position + 1]].item() for position in PASSAGE.scored)
+    assert prompts["dense"].mean.bits == pytest.approx(nats / math.log(2) / (2 * len(PASSAGE.scored)), rel=1e-4)
+    best = logits.argmax(axis=-1).tolist()
+    right = [best[position] == PASSAGE.tokens[position + 1] for position in PASSAGE.scored]
+    assert prompts["dense"].mean.accuracy == pytest.approx(sum(right) / len(right))
+
+
+def test_a_prefill_that_keeps_everything_predicts_what_dense_does(prompts: dict[str, Row]) -> None:
+    row = prompts[DENSE_SAMPLE]
+    assert row.mean.agreement == 1
+    assert abs(row.mean.kl) < 1e-6
+    assert all(head == 1 for heads in row.density for head in heads)
+
+
+@pytest.mark.parametrize("method", [SPARSE_SAMPLE, WINDOW])
+def test_a_sparse_prefill_costs_something_and_says_what_it_kept(prompts: dict[str, Row], method: str) -> None:
+    row = prompts[method]
+    assert row.mean.kl > 1e-3
+    assert row.sparse_calls == 2 * 3
+    assert (len(row.density), {len(heads) for heads in row.density}) == (2, {4})
+    assert all(0 < head < 1 for heads in row.density for head in heads)
+    least, low, mean = row.mass
+    assert 0 < least <= low + 1e-3 <= mean + 2e-3 < 1
+    assert (row.sampled > 0) == (method == SPARSE_SAMPLE)
+
+
+def test_a_method_for_both_stages_is_sparse_in_both() -> None:
+    model, both, decode = build(), f"{SPARSE_SAMPLE}+sparq:rank=4,top_k=8", "sparq:rank=4,top_k=8"
+    subject = Steps(model, Words(), Example(TOKENS[:200], TOKENS[200:208]), 128)
+    row, alone = runner.run("task", [subject], [both, decode], Progress())[1:]
+    assert row.density and not alone.density
+    assert row.compression == alone.compression < 1
+    with mlx_sparse.sparse(model, both):
+        cache = make_prompt_cache(model)
+        for piece in (TOKENS[:128], TOKENS[128:199]):
+            model(mx.array([piece]), cache=cache)
+        logits = model(mx.array([[TOKENS[199]]]), cache=cache)[0, 0].astype(mx.float32)
+    nats = (mx.logsumexp(logits) - logits[TOKENS[200]]).item()
+    short = Steps(model, Words(), Example(TOKENS[:200], TOKENS[200:201]), 128)
+    assert short.trial(both).outcome.bits == pytest.approx(nats / math.log(2) / 2, rel=1e-4)
+
+
+class Once:
+    """A subject on which every method can be tried once."""
+
+    def __init__(self) -> None:
+        self.tried: list[str] = []
+
+    def trial(self, method: str) -> Trial:
+        assert method not in self.tried
+        self.tried.append(method)
+        density = [[0.25, 0.5]] if method != "dense" else []
+        return Trial(Outcome(1.5, 0.5, 1.0, -1e-9), method, density=density, mass=[0.1, 0.2, 0.3] if density else [])
+
+
+def test_what_the_journal_knows_is_not_run_again(tmp_path: Path) -> None:
+    subject, path = Once(), tmp_path / "results"
+
+    def run(*methods: str) -> list[Row]:
+        return runner.run("task", [subject], methods, Progress(), Journal(path, "eval", "key", Trial.read))
+
+    first, second = run("a"), run("a", "b")
+    assert subject.tried == ["dense", "a", "b"]
+    assert str(second[:2]) == str(first)  # as text: the errors of one example are no numbers
+    assert second[1].density == [[0.25, 0.5]]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"outcome": {}},
+        {"outcome": {"bits": math.nan, "accuracy": 0, "agreement": 0, "kl": 0}},
+        {"density": [[0.1], [0.1, 0.2]]},
+        {"density": [[2]]},
+        {"density": 3},
+        {"mass": [0.1]},
+        {"method": None},
+        {"sparse_calls": -1},
+        {"more": 1},
+    ],
+)
+def test_a_result_that_was_not_written_here_is_refused(change: dict[str, Any]) -> None:
+    data = Trial(Outcome(1.0, 0.5, 0.5, 0.1), "sample", density=[[0.5]], mass=[0.1, 0.2, 0.3]).as_dict()
+    assert Trial.read(data).as_dict() == data
+    with pytest.raises((ValueError, TypeError)):
+        Trial.read(data | change)
+
+
+@pytest.mark.parametrize("task", [*PASSAGES.values(), RETRIEVAL["needles"]])
+def test_a_passage_is_as_long_as_asked_for_and_the_same_every_time(task: Any) -> None:
+    first, second = (list(task(TOKENS, Words(), context=1024, limit=2, seed=3)) for _ in range(2))
+    assert first == second
+    for passage in first:
+        assert len(passage.tokens) == 1024
+        assert passage.scored == sorted(set(passage.scored))
+        assert 512 <= passage.scored[0] and passage.scored[-1] < 1023
+        assert passage.tokens[0] == 1  # what the tokenizer opens a text with
+
+
+def test_copies_in_a_passage_stand_in_its_first_half() -> None:
+    (passage,) = PASSAGES["repetition"](TOKENS * 2, Words(), context=4096, limit=1, seed=3)
+    starts = [position for position in passage.scored if position - 1 not in passage.scored]
+    assert len(starts) == 4
+    assert len({start % 512 for start in starts}) == 4  # not at fixed places
+    for start in starts:
+        first = start + 1 - COPY_PROMPT
+        excerpt = passage.tokens[first : first + COPY_PROMPT + COPY_TARGET]
+        assert any(passage.tokens[i : i + len(excerpt)] == excerpt for i in range(2048 - len(excerpt)))
+        assert set(range(start, start + COPY_TARGET)) <= set(passage.scored)
+
+
+class Letters:
+    """A token for each letter."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    def decode(self, tokens: list[int]) -> str:
+        return "".join(map(chr, tokens))
+
+
+def test_a_needle_is_stated_once_and_asked_for_at_the_end() -> None:
+    letters = Letters()
+    (passage,) = RETRIEVAL["needles"](letters.encode("text. " * 400), letters, context=2000, limit=1, seed=1)
+    text, answers = letters.decode(passage.tokens), letters.decode(passage.targets)
+    assert len(answers) == 20 and answers.isdigit()
+    for number in (answers[i : i + 5] for i in range(0, 20, 5)):
+        assert text.count(number) == 2
+        city = text.split(f" is {number}")[0].split()[-1]
+        assert f"What is the pass key of {city}? The pass key of {city} is {number}." in text[-400:]
+
+
+def test_a_density_map_shows_every_prefill_row(tmp_path: Path, prompts: dict[str, Row]) -> None:
+    for name in ("map.png", "map.svg"):
+        check_picture(tmp_path / name)
+        draw_density(list(prompts.values()), tmp_path / name)
+    assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in (tmp_path / "map.svg").read_text()
+    assert len(list(tmp_path.iterdir())) == 2
+    with pytest.raises(mlx_sparse.ConfigError, match="--density-map: expected a sparse prefill, got none"):
+        draw_density([prompts["dense"]], tmp_path / "none.png")
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
         (["--methods", "sparc"], "attn: expected one of"),
         (["--methods", "sparq", "--limit", "0"], "--limit, --context: expected at least 1 and 1024"),
         (["--methods", "sparq", "--context", "100"], "--limit, --context: expected at least 1 and 1024"),
+        (["--methods", "sample", "--prefill-step-size", "0"], "--prefill-step-size: expected at least 1"),
+        (["--methods", "sample", "--density-map", "map.bmp"], "--density-map: expected a file name in .png"),
+        (["--methods", "sample", "--density-map", "/nowhere/map.png"], "--density-map: expected a folder that exists"),
+        (["--methods", "sparq", "--density-map", "map.png"], "--density-map: expected a prefill method"),
+        (["--methods", "sample+minference"], "attn: expected"),
     ],
 )
 def test_bad_input_gets_one_line_before_anything_is_loaded(argv: list[str], message: str) -> None:
@@ -143,11 +319,18 @@ def test_the_command_prints_one_json_line_for_each_row(
             timeout=200,
         )
 
-    done = run("--methods", "sparq:rank=4,top_k=16", "--limit", "1", "--json", "--text", str(text))
+    options = ["--methods", "sparq:rank=4,top_k=16", SPARSE_SAMPLE, "--limit", "1", "--text", str(text)]
+    options += ["--resume", str(tmp_path / "results"), "--prefill-step-size", "300"]
+    done = run(*options, "--json", "--density-map", str(tmp_path / "map.png"))
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [line["task"] for line in lines] == ["bits_per_byte"] * 2 + ["repetition"] * 2
+    assert [line["task"] for line in lines] == ["bits_per_byte"] * 4 + ["repetition"] * 4
+    assert [line["prefill"] for line in lines] == [False, False, True, True] * 2
     assert all(line["sparse_calls"] > 0 for line in lines[1::2])
+    assert (tmp_path / "map.png").stat().st_size > 1000
+    again = run(*options)
+    assert again.stdout.count("| `dense` |") == 4
+    assert again.stdout.count("| density |") == 1
     short = run("--methods", "sparq:rank=4", "--limit", "4", "--text", str(text))
     assert short.returncode == 2
     assert short.stderr.strip().splitlines()[-1].startswith("mlx-sparse: error: --limit: expected 4 x 1,152 tokens")

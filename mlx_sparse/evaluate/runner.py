@@ -174,5 +174,6 @@ def trial_of(outcome: Outcome, report: Report) -> Trial:
         if figures.mass_mean is not None:
             prompt["mass"] = [figures.mass_min, figures.mass_low, figures.mass_mean]
     dense_calls = sum(report.dense_calls.values())
-    counts = (report.sparse_calls, dense_calls, report.sparse_bytes, report.dense_bytes)
+    calls = report.sparse_calls + (figures.calls if figures is not None else 0)
+    counts = (calls, dense_calls, report.sparse_bytes, report.dense_bytes)
     return Trial(outcome, report.attn, *counts, **prompt)
