@@ -160,9 +160,14 @@ def _cells(row: Row) -> list[str]:
     mean, delta, error = row.mean, row.delta, row.error
     cells = [row.task, f"`{row.method}`", str(row.examples)]
     cells += _prompt_cells(row) if row.prefill else [f"{row.compression:.3f}"]
-    cells += [f"{mean.bits:.4f}", f"{delta.bits:+.4f} ± {error.bits:.4f}", f"{mean.accuracy:.3f}"]
-    cells += [f"{delta.accuracy:+.3f} ± {error.accuracy:.3f}", f"{mean.agreement:.3f} ± {error.agreement:.3f}"]
-    return [*cells, f"{mean.kl:.4f} ± {error.kl:.4f}"]
+    cells += [f"{mean.bits:.4f}", f"{delta.bits:+.4f}{_error(error.bits, 4)}"]
+    cells += [f"{mean.accuracy:.3f}", f"{delta.accuracy:+.3f}{_error(error.accuracy, 3)}"]
+    return [*cells, f"{mean.agreement:.3f}{_error(error.agreement, 3)}", f"{mean.kl:.4f}{_error(error.kl, 4)}"]
+
+
+def _error(error: float, digits: int) -> str:
+    """A standard error where several examples give one."""
+    return "" if math.isnan(error) else f" ± {error:.{digits}f}"
 
 
 def _prompt_cells(row: Row) -> list[str]:
