@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from tiny_models import VOCAB, build, write
 
 import mlx_sparse
+from mlx_sparse.demo import blas
 from mlx_sparse.evaluate import runner
 from mlx_sparse.evaluate.journal import Journal
 from mlx_sparse.evaluate.picture import check_picture, draw_density
@@ -334,3 +337,22 @@ def test_the_command_prints_one_json_line_for_each_row(
     short = run("--methods", "sparq:rank=4", "--limit", "4", "--text", str(text))
     assert short.returncode == 2
     assert short.stderr.strip().splitlines()[-1].startswith("mlx-sparse: error: --limit: expected 4 x 1,152 tokens")
+
+
+@pytest.mark.skipif(not blas.wanted(), reason="MLX has a fast BLAS here, or one is preloaded")
+def test_a_command_goes_on_in_a_process_with_the_fast_blas(demo_cache: Path, without_torch: dict[str, str]) -> None:
+    code = f"""
+from pathlib import Path
+from mlx_sparse.demo import blas
+blas.use(["--version"], Path({str(demo_cache)!r}))
+print("not replaced")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **without_torch},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=100,
+    )
+    assert done.stdout.strip() == version("mlx-sparse-attention")
