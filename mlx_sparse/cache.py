@@ -346,7 +346,7 @@ def any_padded(cache: Any, others: Iterable[Any]) -> bool:
         most: Any = mx.stack([entry.left_padding.max() for entry in batches]).tolist()
         for entry, padding in zip(batches, most, strict=True):
             # While mlx-lm processes a ragged batch the padding is on the right.
-            entry._padded = padding > 0 or entry._right_padding is not None
+            entry._padded = padding > 0 or getattr(entry, "_right_padding", None) is not None
     return bool(cache._padded)
 
 

@@ -149,15 +149,19 @@ def _table(result: dict[str, Any]) -> str:
         ("pass key found", *("yes" if side["right"] else "no" for side in (dense, sparse))),
         ("prompt, tokens/s", f"{dense['prompt_tps']:.1f}", f"{sparse['prompt_tps']:.1f}"),
         ("generation, tokens/s", f"{dense['generation_tps']:.1f}", f"{sparse['generation_tps']:.1f}"),
-        ("K/V moved per token", *(f"{side['bytes_per_token'] / 1e6:.2f} MB" for side in (dense, sparse))),
     ]
+    if report["sparse_calls"]:
+        rows.append(("K/V moved per token", *(f"{side['bytes_per_token'] / 1e6:.2f} MB" for side in (dense, sparse))))
     lines = ["", *(f"{name:<22}{left:>12}{right:>12}" for name, left, right in rows), ""]
     lines.append(f"Same tokens at {result['same_tokens']} of {result['tokens']} positions, tokenizing both answers.")
     if result["bytes_ratio"] is not None:
         lines.append(f"{result['attn']} moved {result['bytes_ratio']:.0%} of the bytes that dense attention reads.")
-    lines.append("Bytes are counted by the papers' formulae, not measured.")
+        lines.append("Bytes are counted by the papers' formulae, not measured.")
     lines.append(f"Prompt of {dense['prompt_tokens']:,} tokens. Calls with {report['attn']}:")
     lines.append(f"  {report['sparse_calls']:>6,} sparse, in {report['served_layers']} of {report['layers']} layers")
+    if prompts := report.get("prefill"):
+        density = f", density {prompts['density']['mean']:.1%}" if prompts["calls"] else ""
+        lines.append(f"  {prompts['calls']:>6,} sparse for the prompt{density}")
     lines += [f"  {count:>6,} dense: {reason}" for reason, count in report["dense_calls"].items()]
     if result["device"] == "cpu":
         lines.append("These speeds are of a CPU and say nothing about a Mac.")
