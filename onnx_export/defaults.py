@@ -7,6 +7,9 @@ from mlx_sparse.config import SparQ
 LANES = (4096, 2048, 1024, 512, 256, 128, 64)
 # Elements per KV head that a step must save before the body of SparQ pays: its many small nodes cost as much.
 ENOUGH_SAVED = 1 << 19
+# Tokens of a prompt that go in at a time. A sampled one is scored piece by piece, at the cost of a row block each, so
+# that they are as long as mlx-lm's.
+PIECE, SAMPLE_PIECE = 512, 2048
 
 
 def lanes_for(length: int) -> int:
@@ -27,3 +30,8 @@ def dense_below(config: SparQ, D: int) -> int:
     if config.dense_below != "auto" or config.top_k < SparQ.top_k:
         return shortest
     return max(shortest, ENOUGH_SAVED // (2 * D - config.rank))
+
+
+def sample_below() -> int:
+    """Keys below which prompts stay dense, where that is "auto"; the same for bodies and native kernels."""
+    return 2048

@@ -12,6 +12,8 @@ import onnx
 
 from mlx_sparse.checks import ArtefactError
 
+from .defaults import PIECE
+
 CONFIG = "genai_config.json"
 
 
@@ -70,8 +72,9 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
             "outputs": outputs,
         },
     }
-    # Prompts in pieces: attention holds the logits of a piece against all keys.
-    search = {"do_sample": False, "max_length": length, "past_present_share_buffer": True, "chunk_size": 512}
+    # Prompts in pieces, which bound the memory that a call takes.
+    piece = int(said.get("mlx_sparse.prompt_piece", PIECE))
+    search = {"do_sample": False, "max_length": length, "past_present_share_buffer": True, "chunk_size": piece}
     _write(folder, {"model": model, "search": search})
 
 

@@ -17,12 +17,13 @@ from mlx_sparse.checks import ArtefactError, ConfigError, ShapeError, check_int
 
 from . import build, memory
 from . import native as kernels
+from .defaults import PIECE
 from .domain import DOMAIN, SPEC
 
 MODEL = "model.onnx"
 TYPES = (*build.TYPES.values(), onnx.TensorProto.INT64)
 STATES = {"past_key_values.": "present.", "past_sums.": "present_sums.", "past_conv.": "present_conv."}
-PIECE = 512  # tokens of a prompt at a time
+MOST_PIECE = 1 << 20  # tokens of a prompt at a time that a file may ask for
 MASK_STEP = 1024  # the mask grows by this: the graph looks at all of it for every token
 
 Array = npt.NDArray[Any]
@@ -64,6 +65,8 @@ class Runner:
             raise ConfigError(f"batch: expected {rows}, which the model was exported for, got {self.batch}.")
         self._capacity = states["past_key_values.0.key"][1][2]
         self.max_length = _number(self.path, self.metadata, "max_length", self._capacity)
+        said = "mlx_sparse.prompt_piece" in self.metadata  # older files do not
+        self._piece = _number(self.path, self.metadata, "prompt_piece", MOST_PIECE) if said else PIECE
         ours = any(opset.domain == DOMAIN for opset in proto.opset_import)  # none in files exported with --inline
         self._session = _session(self.path, _options(native, threads))
         self.native = ours and native == "auto" and kernels.unavailable() is None
@@ -149,7 +152,7 @@ class Runner:
         self._check_room("prompt", len(prompt))
         start, last = 0, len(prompt) - 1
         while start < last:
-            piece = self._fixed or PIECE
+            piece = self._fixed or self._piece
             if piece == last - start - 1 and not self._fixed:
                 piece += 1  # one token alone would be attended sparsely
             self.step([list(prompt[start : min(start + piece, last)])])

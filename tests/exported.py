@@ -22,6 +22,8 @@ import mlx_sparse
 
 # Few keys out of few components, so that choosing others would change the text.
 SPARQ = "sparq:rank=4,top_k=16,local_window=4,dense_below=0"
+# Small blocks and little mass, so that much is left out.
+SAMPLE = "sample:alpha_column=0.4,alpha_slash=0.3,block_size=32,dense_below=0+" + SPARQ
 # Largest error of logits, relative to the largest logit: 15 products of up to 256 terms, each sum off by about the root
 # of that many halves of an ulp, and eight times that for weights that are twice as large as those of trained models.
 FLOAT32 = 8 * 2.0**-24 * (15 * 256) ** 0.5
@@ -87,9 +89,9 @@ class Made:
             return contextlib.nullcontext()
         return mlx_sparse.sparse(self.model, self.method, backend="ops")
 
-    def check_tokens(self) -> None:
-        """Greedy tokens are those of mlx-lm, and so are the logits but for rounding."""
-        prompt = tiny_models.prompt_of(PROMPT_LENGTH)
+    def check_tokens(self, length: int = PROMPT_LENGTH) -> None:
+        """Greedy tokens after a prompt are those of mlx-lm, and so are the logits but for rounding."""
+        prompt = tiny_models.prompt_of(length)
         with self.mlx():
             tokens, logits = tiny_models.greedy(self.model, prompt, STEPS)
         expected = np.array(logits)

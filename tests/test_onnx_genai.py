@@ -10,7 +10,7 @@ import numpy as np
 import onnxruntime_genai as og
 import pytest
 import tiny_models
-from exported import SPARQ, by_method, exported, said_after_a_dense_prompt, said_in_steps
+from exported import SAMPLE, SPARQ, by_method, exported, said_after_a_dense_prompt, said_in_steps
 from mlx_sparse.onnx_export import genai, native
 from mlx_sparse.onnx_export.runner import Runner
 from require import absent
@@ -67,6 +67,14 @@ def test_tokens_are_those_of_mlx(method: str, layers: int, with_kernels: bool, t
     folder = copy_of(exported(method, **changes), tmp_path, with_kernels)
     [tokens] = Generator(folder).say([PROMPT], STEPS)
     assert tokens[1:] == said_after_a_dense_prompt(method, PROMPT, STEPS, **changes)
+
+
+def test_sampled_prompts_say_what_they_say_in_the_runner(with_kernels: bool, tmp_path: Path) -> None:
+    folder = copy_of(exported(SAMPLE), tmp_path, with_kernels)
+    assert json.loads((folder / genai.CONFIG).read_text())["search"]["chunk_size"] == 2048
+    runner = Runner(folder, native="auto" if with_kernels else "off")
+    prompt = tiny_models.prompt_of(200)
+    assert Generator(folder).say([prompt], STEPS) == said_in_steps(runner, [prompt], STEPS)
 
 
 @by_method

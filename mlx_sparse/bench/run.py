@@ -1,4 +1,4 @@
-"""``mlx-sparse bench``: time of a decode step, memory traffic of the kernels, the roofline model; ONNX and CUDA."""
+"""``mlx-sparse bench``: time of a decode step or a prompt, traffic of the kernels, the roofline model; ONNX and CUDA."""
 
 from __future__ import annotations
 
@@ -7,22 +7,26 @@ import importlib
 import json
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
 
-from ..checks import ConfigError, check_int, check_local_window, check_rank, read_length, read_shape
+from ..checks import ConfigError, check_int, check_local_window, check_rank, check_share, read_length, read_shape
 from ..config import Sample, SparQ, parse
+from ..config.values import read_value
 from .output import machine, write
 
 DTYPES = ("float16", "bfloat16", "float32")
 LENGTHS = "1k,2k,4k,8k,16k,32k,64k,128k"
 SHAPES = "32x8x128,32x32x128,9x3x64"
 ONNX = "mlx_sparse.onnx_export.bench.run"  # a name: mlx_sparse runs without onnx
+ONNX_PREFILL = "mlx_sparse.onnx_export.bench.prefill"
+ONNX_PROMPT, ONNX_PROMPT_SHAPES = "8k", "32x8x128,9x3x64"
 CUDA = "mlx_sparse.cuda_ref.bench.command"  # likewise without torch
 ONNX_LENGTHS = "4k,16k,64k,128k"
 ONNX_SHAPE = "32x8x128"
+PREFILL_LENGTHS, PREFILL_SHAPES = "4k,8k", "9x3x64,32x8x128"
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,8 @@ def main(argv: Sequence[str]) -> int:
         code: int = importlib.import_module(CUDA).main([argument for argument in argv if argument != "--cuda"])
         return code
     args = _parser().parse_args(argv)
+    args.attn = args.attn or ("sample" if args.prefill else "sparq")
+    args.repeat = (3 if args.prefill else 15) if args.repeat is None else args.repeat
     _check_output(args.output)
     result = _chosen(args)(args)
     command = shlex.join(["mlx-sparse", "bench", *_without_output(argv)])
@@ -56,6 +62,8 @@ def _chosen(args: argparse.Namespace) -> Callable[[argparse.Namespace], Result]:
         return _traffic
     if args.roofline:
         return _roofline
+    if args.prefill:
+        return _prefill
     return _onnx if args.onnx else _decode
 
 
@@ -66,19 +74,28 @@ def _parser() -> argparse.ArgumentParser:
         description="Time one decode step of SparQ against MLX's dense attention, interleaved in one run, after "
         "checking that its result is right.",
     )
-    parser.add_argument("--attn", metavar="METHOD", default="sparq", help="such as sparq:rank=16 (default: sparq)")
     parser.add_argument(
-        "--lengths", metavar="S,...", help=f"numbers of keys (default: {LENGTHS}; with --onnx {ONNX_LENGTHS})"
+        "--attn", metavar="METHOD", help="such as sparq:rank=16 (default: sparq; with --prefill sample)"
+    )
+    parser.add_argument(
+        "--lengths",
+        metavar="S,...",
+        help=f"numbers of keys (default: {LENGTHS}; with --onnx {ONNX_LENGTHS}; with --prefill {PREFILL_LENGTHS})",
     )
     parser.add_argument(
         "--shapes",
         metavar="QxKxD,...",
-        help=f"query heads x KV heads x head dim (default: {SHAPES}; with --onnx one, {ONNX_SHAPE})",
+        help=f"query heads x KV heads x head dim (default: {SHAPES}; with --onnx one, {ONNX_SHAPE}; with --prefill "
+        f"{PREFILL_SHAPES})",
     )
     parser.add_argument("--dtype", metavar="TYPE,...", default="float16", help=", ".join(DTYPES))
     parser.add_argument("--backend", metavar="NAME", default="auto", help="auto, ops or metal")
-    parser.add_argument("--repeat", metavar="N", type=int, default=15, help="steps of each kind (default: 15)")
+    parser.add_argument("--repeat", metavar="N", type=int, help="steps of each kind (default: 15; with --prefill 3)")
     parser.add_argument("--threads", metavar="N,...", default="1,2", help="with --onnx (default: 1,2)")
+    parser.add_argument(
+        "--steps", metavar="N,...", default="2048,all", help="with --prefill: queries per call (default: 2048,all)"
+    )
+    parser.add_argument("--alphas", metavar="ALPHA,...", help="with --prefill: both alphas (default: the method's)")
     other = parser.add_mutually_exclusive_group()
     other.add_argument(
         "--traffic",
@@ -88,6 +105,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     other.add_argument(
         "--roofline", action="store_true", help="instead, model the time on Apple's chips: no measurement"
+    )
+    other.add_argument(
+        "--prefill",
+        action="store_true",
+        help="instead, time the attention of a whole prompt by SampleAttention against MLX's dense attention",
     )
     other.add_argument(
         "--onnx",
@@ -116,9 +138,7 @@ def _decode(args: argparse.Namespace) -> Result:
     check_int("repeat", args.repeat, 2)
     lengths = [read_length(text) for text in (args.lengths or LENGTHS).split(",")]
     shapes = [Shape(*read_shape(text)) for text in (args.shapes or SHAPES).split(",")]
-    dtypes = args.dtype.split(",")
-    if not set(dtypes) <= set(DTYPES):
-        raise ConfigError(f"--dtype: expected some of {', '.join(DTYPES)}, got {args.dtype}.")
+    dtypes = _dtypes(args.dtype)
     for shape in shapes:
         check_rank(config.rank, shape.D)
     cases = [(shape, S, dtype) for dtype in dtypes for shape in shapes for S in lengths]
@@ -127,6 +147,40 @@ def _decode(args: argparse.Namespace) -> Result:
         rows.append(measure(shape, S, dtype, config, args.backend, args.repeat))
     where = machine()
     head = f"MLX {where['mlx']}, {where['chip']}, {where['device']}, {config}, backend {rows[0].backend}"
+    wrong = any(row.failed for row in rows)
+    return Result([row.as_dict() for row in rows], f"{head}\n\n{table(rows)}", right=not wrong)
+
+
+def _prefill(args: argparse.Namespace) -> Result:
+    from tqdm import tqdm
+
+    from .dense import Shape
+    from .prefill import Row, measure, table
+
+    config = _sample(args.attn)
+    if config is None:
+        raise ConfigError(f"--attn: expected sample with or without parameters, got {args.attn}.")
+    check_int("repeat", args.repeat, 1)
+    lengths = [read_length(text) for text in (args.lengths or PREFILL_LENGTHS).split(",")]
+    shapes = [Shape(*read_shape(text)) for text in (args.shapes or PREFILL_SHAPES).split(",")]
+    steps = [None if text == "all" else read_length(text, "--steps") for text in args.steps.split(",")]
+    configs = [config]
+    if args.alphas:
+        alphas = [check_share("--alphas", read_value(text)) for text in args.alphas.split(",")]
+        configs = [replace(config, alpha_column=alpha, alpha_slash=alpha) for alpha in alphas]
+    cases = {
+        (dtype, shape, S, min(step or S, S), config): None
+        for dtype in _dtypes(args.dtype)
+        for shape in shapes
+        for S in lengths
+        for step in steps
+        for config in configs
+    }
+    rows: list[Row] = []
+    for dtype, shape, S, step, config in tqdm(cases, unit="row", disable=None):
+        rows.append(measure(shape, S, step, dtype, config, args.backend, args.repeat))
+    where = machine()
+    head = f"MLX {where['mlx']}, {where['chip']}, {where['device']}, backend {rows[0].backend}"
     wrong = any(row.failed for row in rows)
     return Result([row.as_dict() for row in rows], f"{head}\n\n{table(rows)}", right=not wrong)
 
@@ -154,13 +208,20 @@ def _roofline(args: argparse.Namespace) -> Result:
 
 
 def _onnx(args: argparse.Namespace) -> Result:
+    check_int("repeat", args.repeat, 2)
+    threads = [_threads(number) for number in args.threads.split(",")]
+    if sample := _sample(args.attn):
+        if sample != Sample(block_size=sample.block_size, chunks=sample.chunks):
+            raise ConfigError(f"--attn: expected block_size and chunks alone with --onnx, got {args.attn}.")
+        lengths = [read_length(length) for length in (args.lengths or ONNX_PROMPT).split(",")]
+        shapes = [read_shape(shape) for shape in (args.shapes or ONNX_PROMPT_SHAPES).split(",")]
+        return Result(*importlib.import_module(ONNX_PREFILL).run(lengths, threads, shapes, sample, args.repeat))
     config = _sparq(args.attn)
     if config != SparQ(config.rank, config.top_k, config.local_window):
         raise ConfigError(f"--attn: expected rank, top_k and local_window alone with --onnx, got {args.attn}.")
-    check_int("repeat", args.repeat, 2)
     rows, text, right = importlib.import_module(ONNX).run(
         [read_length(length) for length in (args.lengths or ONNX_LENGTHS).split(",")],
-        [_threads(number) for number in args.threads.split(",")],
+        threads,
         read_shape(args.shapes or ONNX_SHAPE),
         rank=config.rank,
         top_k=config.top_k,
@@ -181,6 +242,13 @@ def _sparq(text: str) -> SparQ:
     if len(configs) != 1 or not isinstance(configs[0], SparQ):
         raise ConfigError(f"--attn: expected sparq with or without parameters, got {text}.")
     return configs[0]
+
+
+def _dtypes(text: str) -> list[str]:
+    dtypes = text.split(",")
+    if not set(dtypes) <= set(DTYPES):
+        raise ConfigError(f"--dtype: expected some of {', '.join(DTYPES)}, got {text}.")
+    return dtypes
 
 
 def _threads(text: str) -> int:

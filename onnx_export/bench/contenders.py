@@ -63,12 +63,16 @@ def unavailable(name: str) -> str | None:
     """Why a contender cannot run here, None if it can."""
     if name in KERNELS and (reason := native.unavailable()):
         return "not built" if reason == native.NOT_BUILT else reason
-    if name in TORCH:
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read by its first import: no pool here spins
-        try:
-            import torch  # noqa: F401
-        except ImportError:
-            return "torch is not installed"
+    return torch_missing() if name in TORCH else None
+
+
+def torch_missing() -> str | None:
+    """Why torch cannot be compared with, None if it can."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read by its first import: no pool here spins
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+        return "torch is not installed"
     return None
 
 

@@ -186,7 +186,8 @@ def _waited() -> float:
     return total / 1e9
 
 
-def _where(shape: tuple[int, int, int], rank: int, top_k: int, window: int) -> str:
+def machine() -> str:
+    """What the benchmark ran on."""
     versions = [f"onnxruntime {version('onnxruntime')}"]
     if importlib.util.find_spec("torch"):
         versions.append(f"torch {version('torch')}")
@@ -195,8 +196,12 @@ def _where(shape: tuple[int, int, int], rank: int, top_k: int, window: int) -> s
         platform.processor(),
     )
     pages = _text("/sys/kernel/mm/transparent_hugepage/enabled").strip()
+    return f"{', '.join(versions)}; {cpu}, {os.cpu_count()} processors; huge pages: {pages or 'unknown'}."
+
+
+def _where(shape: tuple[int, int, int], rank: int, top_k: int, window: int) -> str:
     return (
-        f"{', '.join(versions)}; {cpu}, {os.cpu_count()} processors; huge pages: {pages or 'unknown'}.\n\n"
+        f"{machine()}\n\n"
         f"One decode step in milliseconds, median (minimum): {shape[0]} query heads, {shape[1]} KV heads, "
         f"D = {shape[2]}; SparQ with rank {rank} and top_k {top_k} of which {window} are the last keys."
     )

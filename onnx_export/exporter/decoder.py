@@ -14,7 +14,7 @@ import numpy as np
 from onnx import TensorProto
 
 from mlx_sparse.checks import check_local_window
-from mlx_sparse.config import MethodConfig, SparQ
+from mlx_sparse.config import Dense, MethodConfig, Sample, SparQ
 
 from .. import build
 from .families import Family, Rope, head_dim, rope_of, window_of
@@ -29,7 +29,8 @@ class Target:
     """What is made of a model.
 
     Attributes:
-        method: dense or SparQ, with every automatic choice settled.
+        method: how tokens decode: dense or SparQ, with every automatic choice settled.
+        prompts: how prompts attend, with every automatic choice settled; None if densely.
         max_length: tokens that the caches must hold.
         lanes: keys per chunk of component-major keys.
         dtype: of caches and of weights that are not quantised.
@@ -46,6 +47,13 @@ class Target:
     dequantise: bool = False
     genai: bool = True
     rows: int | None = None
+    prompts: Sample | None = None
+
+    @property
+    def text(self) -> str:
+        """Both methods as text."""
+        decode = [] if self.prompts is not None and isinstance(self.method, Dense) else [str(self.method)]
+        return "+".join([*([] if self.prompts is None else [str(self.prompts)]), *decode])
 
     @property
     def capacity(self) -> int:
@@ -239,10 +247,14 @@ class Decoder:
         past_key, present_key = self._cache(f"{i}.key")
         past_value, present_value = self._cache(f"{i}.value")
         output = f"{g.scope}attended"
+        prompts = self._sample_attributes()
         if not isinstance(method, SparQ) or window:
             inputs = [*qkv, past_key, past_value, self.past_length, self.padding]
             outputs = [output, present_key, present_value]
-            g.add(build.node("CachedAttention", inputs, outputs, scale=scale, window=window))
+            if prompts and not window:
+                g.add(build.node("SampleAttention", inputs, outputs, **prompts, scale=scale))
+            else:
+                g.add(build.node("CachedAttention", inputs, outputs, scale=scale, window=window))
             return output
         past_key_t, present_key_t = self._cache(self._virtual_layer())
         self._sparse_layers += 1
@@ -255,7 +267,8 @@ class Decoder:
             g.op("Identity", conv, output=g.output(f"present_conv.{i}", FLOAT, dims))
         inputs = [*qkv, past_key, past_key_t, past_value, past_sums, self.past_length, self.padding]
         outputs = [output, present_key, present_key_t, present_value, present_sums]
-        g.add(build.node("SparQAttention", inputs, outputs, **self._sparq_attributes(method), scale=scale))
+        name = "SampleSparQAttention" if prompts else "SparQAttention"
+        g.add(build.node(name, inputs, outputs, **self._sparq_attributes(method), **prompts, scale=scale))
         return output
 
     def _sparq_attributes(self, method: SparQ) -> dict[str, int]:
@@ -269,6 +282,13 @@ class Decoder:
             "lanes": self.target.lanes,
             "dense_below": int(method.dense_below),
         }
+
+    def _sample_attributes(self) -> dict[str, float]:
+        """Empty where prompts attend densely."""
+        prompts = self.target.prompts
+        if prompts is None:
+            return {}
+        return {**prompts.parameters(), "dense_prompt_below": int(prompts.dense_below)}
 
     def _virtual_layer(self) -> str:
         """Where the component-major keys of the next SparQ layer live: onnxruntime-genai knows only keys and values."""

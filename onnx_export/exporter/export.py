@@ -21,12 +21,12 @@ from tqdm import tqdm
 
 import mlx_sparse
 from mlx_sparse.checks import ConfigError, check_choice, check_int, check_local_window, check_rank
-from mlx_sparse.config import MethodConfig, SparQ, load_toml, parse
+from mlx_sparse.config import CONFIGS, Dense, MethodConfig, Sample, SparQ, load_toml, parse
 from mlx_sparse.lm.model import resolve
 
 from .. import build
 from .. import lower as lowering
-from ..defaults import dense_below, lanes_for
+from ..defaults import SAMPLE_PIECE, dense_below, lanes_for, sample_below
 from ..domain import COMPAT, DEFAULT, DOMAIN, SPEC
 from ..genai import write_config
 from .decoder import Decoder, Target
@@ -35,7 +35,7 @@ from .graph import DataFile, Graph
 from .verify import Agreement, compare, reference
 from .weights import QUANTISED
 
-METHODS = ("dense", "sparq")
+METHODS: tuple[set[type[MethodConfig]], ...] = ({Dense}, {SparQ}, {Sample}, {Sample, SparQ})
 MOST = 2**31 - 1  # rows or tokens
 MAX_LENGTH = 4096  # where the model allows it and --max-length does not say otherwise
 # What tokenizers are made of; whatever of it the model has is copied.
@@ -90,8 +90,8 @@ def export(
     Args:
         model: a folder, or a repository of the hub, that mlx-lm loads.
         out: a folder that does not exist or is empty; it appears when everything has been written and verified.
-        method: dense or sparq[:key=value,...].
-        attn_config: TOML file with a table [sparq]; ``method`` wins over it.
+        method: dense, sparq, sample or sample+sparq, with [:key=value,...].
+        attn_config: TOML file with tables [sparq] and [sample]; ``method`` wins over it.
         max_length: tokens the caches hold; by default the model's own limit, at most `MAX_LENGTH`.
         dtype: float32, float16 or bfloat16, of caches and unquantised weights; by default the model's. Asked for by
             name, float32 also dequantises.
@@ -106,7 +106,9 @@ def export(
         ArtefactError: weights that are corrupt, or a file that disagrees with MLX.
         OSError: ``out`` cannot be written.
     """
-    config = method_of(method, attn_config)
+    prompts, config = methods_of(method, attn_config)
+    if prompts is not None and static:
+        raise ConfigError("--static: expected none beside --method sample, got both: prompts go in token by token.")
     _check_sizes(dtype, max_length, static)
     folder = Path(out)
     check_free(folder)
@@ -122,6 +124,7 @@ def export(
         dequantise=dtype == "float32",
         genai=genai and not inline and not static,
         rows=static and static[0],
+        prompts=None if prompts is None else settle_prompts(prompts, length),
     )
 
     def lower(proto: onnx.ModelProto) -> onnx.ModelProto:
@@ -143,7 +146,7 @@ def export(
             bar.update()
             agreement = compare(proto, made, expected, target, lower)
             bar.update()
-    return Exported(folder, str(target.method), length, nbytes, agreement)
+    return Exported(folder, target.text, length, nbytes, agreement)
 
 
 def _check_sizes(dtype: str | None, max_length: int | None, static: tuple[int, int] | None) -> None:
@@ -157,18 +160,37 @@ def _check_sizes(dtype: str | None, max_length: int | None, static: tuple[int, i
         raise ConfigError(f"--max-length: expected none beside --static {static[0]},{static[1]}, got {max_length}.")
 
 
-def method_of(text: str, attn_config: str | Path | None) -> MethodConfig:
-    """The method that ``--method`` and ``--attn-config`` mean.
+def methods_of(text: str, attn_config: str | Path | None) -> tuple[Sample | None, MethodConfig]:
+    """The methods for prompts, None if dense, and for decoding that ``--method`` and ``--attn-config`` mean.
 
     Raises:
-        ConfigError: it is not one that can be exported, or a key or value is wrong.
+        ConfigError: they are not such as can be exported, or a key or value is wrong.
     """
     base = load_toml(attn_config) if attn_config is not None else {}
-    name = text.partition(":")[0].strip()
-    if name not in METHODS or "+" in text:
-        raise ConfigError(f"--method: expected dense or sparq[:key=value,...], got {text!r}.")
-    (config,) = parse(text, base)
-    return config
+    known = "--method: expected dense, sparq, sample or sample+sparq, with [:key=value,...]"
+    names = [part.partition(":")[0].strip() for part in text.split("+")]
+    if {CONFIGS.get(name) for name in names} not in METHODS:
+        raise ConfigError(f"{known}, got {text!r}.")
+    configs = {type(config): config for config in parse(text, base)}
+    prompts = configs.get(Sample)
+    assert prompts is None or isinstance(prompts, Sample)
+    return prompts, configs.get(SparQ, Dense())
+
+
+def settle_prompts(config: Sample, max_length: int) -> Sample:
+    """SampleAttention with one setting for all contexts, as an operator's attributes are.
+
+    Raises:
+        ConfigError: several ranges of contexts that fit in ``max_length`` have settings of their own.
+    """
+    settled = {config.at(S) for S in (1, *(entry.up_to for entry in config.ranges if entry.up_to <= max_length))}
+    if len(settled) > 1:
+        raise ConfigError(
+            f"ranges: expected one setting for all contexts up to {max_length} tokens, which a file has, got "
+            f"{len(settled)}. Give alpha_column, alpha_slash and chunks instead."
+        )
+    below = sample_below() if config.dense_below == "auto" else config.dense_below
+    return dataclasses.replace(settled.pop(), dense_below=below)
 
 
 def settle(config: MethodConfig, model: Any, *, branches: bool = True) -> MethodConfig:
@@ -305,12 +327,14 @@ def metadata(target: Target, settings: Mapping[str, Any]) -> dict[str, str]:
     said = {
         "spec": SPEC,
         "version": mlx_sparse.__version__,
-        "method": target.method,
+        "method": target.text,
         "model_type": settings["model_type"],
         "max_length": target.max_length,
         "dtype": target.dtype,
         "eos_token_ids": json.dumps(eos if isinstance(eos, list) else [] if eos is None else [eos]),
     }
+    if target.prompts is not None:
+        said["prompt_piece"] = SAMPLE_PIECE
     return {f"{DOMAIN}.{key}": str(value) for key, value in said.items()}
 
 

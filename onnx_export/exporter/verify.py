@@ -3,7 +3,8 @@
 MLX runs the model in float32, and once more with embeddings disturbed as much as rounding errors would disturb them:
 what that does to the logits says how close the file must come. Caches of half precision round more than that, and may
 swap the keys that a sparse step chooses. So a copy of the file with float32 caches, whose sparse step comes early, is
-held to that, and the file itself must come as close as MLX does when it rounds what the caches hold.
+held to that, and the file itself must come as close as MLX does when it rounds what the caches hold. SampleAttention
+is compared in the same copy, on a prompt of several small blocks.
 """
 
 from __future__ import annotations
@@ -25,19 +26,18 @@ import mlx_lm.models.cache as caches
 import numpy as np
 import numpy.typing as npt
 import onnx
-import onnxruntime
 from mlx import nn
 from mlx.utils import tree_map_with_path
 from mlx_lm.models.cache import make_prompt_cache
-from onnx import TensorProto, helper
+from onnx import TensorProto
 
 from mlx_sparse.checks import ArtefactError, ConfigError
-from mlx_sparse.config import SparQ
+from mlx_sparse.config import Sample, SparQ
 from mlx_sparse.lm import seam, sparse
 
-from ..memory import ort_value, zeros
-from ..native import session_options
+from ..domain import DOMAIN
 from .decoder import Target
+from .file import File
 from .weights import QUANTISED
 
 Array = npt.NDArray[Any]
@@ -45,8 +45,25 @@ Lower = Callable[[onnx.ModelProto], onnx.ModelProto]
 
 ROWS = 3  # prompts
 PROMPT = 8  # tokens
+SAMPLED_PROMPT, SAMPLED_BLOCK = 160, 32  # tokens of a prompt that SampleAttention leaves something out of
 KEYS = 4  # most keys attended to in the sparse step that is compared, so that a short prompt shows it
 SLACK = 2  # errors that are alike in size are not the same
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What MLX computes for a prompt by a `shortened_prompts` method.
+
+    Attributes:
+        tokens: (rows, at most SAMPLED_PROMPT).
+        logits: (rows, vocabulary), and the same of dense attention.
+        error: largest difference of the median row.
+    """
+
+    tokens: Array
+    logits: Array
+    dense: Array
+    error: float
 
 
 @dataclass(frozen=True)
@@ -60,6 +77,7 @@ class Expected:
         rounded: largest difference of the file's dense logits.
         dense: the same with float32 caches.
         sparse: largest difference of the median row's sparse logits, with float32 caches.
+        sampled: of a longer prompt; None if prompts attend densely.
     """
 
     tokens: Array
@@ -67,6 +85,7 @@ class Expected:
     rounded: float
     dense: float
     sparse: float
+    sampled: Sampled | None = None
 
 
 @dataclass(frozen=True)
@@ -75,17 +94,21 @@ class Agreement:
 
     Attributes:
         dense: largest difference where attention is dense.
-        sparse: the same of the sparse step's median row, None if the method is dense.
+        sparse: the same of the sparse step's median row, None if decoding is dense.
         largest: logit, for comparison.
+        sampled: the same as ``sparse`` of a sampled prompt.
     """
 
     dense: float
     sparse: float | None
     largest: float
+    sampled: float | None = None
 
     def __str__(self) -> str:
-        both = f"{self.dense:.1e}" + ("" if self.sparse is None else f" dense, {self.sparse:.1e} sparse")
-        return f"logits of up to {self.largest:.3g} are within {both} of MLX's"
+        sparse = {"sparse": self.sparse, "sampled": self.sampled}
+        others = "".join(f", {error:.1e} {name}" for name, error in sparse.items() if error is not None)
+        errors = f"{self.dense:.1e}" + (f" dense{others}" if others else "")
+        return f"logits of up to {self.largest:.3g} are within {errors} of MLX's"
 
 
 def reference(model: Any, target: Target) -> Expected:
@@ -108,7 +131,8 @@ def _reference(model: Any, target: Target) -> Expected:
     products = [_columns(module) for _, module in model.named_modules() if isinstance(module, (nn.Linear, *QUANTISED))]
     noise = 2.0**-24 * math.sqrt(max(products) * len(products))
     method = shortened(target) if isinstance(target.method, SparQ) else None
-    runs = []
+    runs, sampled = [], []
+    long = _long_prompts(model, target)
     for embedding.noise in (0.0, noise):
         cache = make_prompt_cache(model)
         runs.append([_run(model, tokens[:, :-1], cache)])
@@ -117,6 +141,9 @@ def _reference(model: Any, target: Target) -> Expected:
         if method is not None:
             with sparse(model, method, backend="ops"):
                 runs[-1].append(_run(model, tokens[:, -1:], prompted))
+        if target.prompts is not None:
+            with sparse(model, shortened_prompts(target.prompts), backend="ops"):
+                sampled.append(_run(model, long, make_prompt_cache(model)))
     exact, moved = runs
     if not all(np.isfinite(logits).all() for logits in exact):
         raise ArtefactError("--model: expected finite logits from MLX, got NaN or infinity. The model is damaged.")
@@ -129,7 +156,17 @@ def _reference(model: Any, target: Target) -> Expected:
         lost = _largest(exact[:2], rounded)
         if not math.isfinite(lost):
             raise ConfigError(f"--dtype: expected a type that holds keys and values, got {target.dtype}. Give another.")
-    return Expected(tokens, exact, SLACK * (dense + lost), SLACK * dense, SLACK * float(np.median(moves[-1])))
+    of_long = None
+    if target.prompts is not None:
+        embedding.noise = 0.0
+        error = SLACK * float(np.median(np.abs(sampled[0] - sampled[1]).max(axis=1)))
+        of_long = Sampled(long, sampled[0], _run(model, long, make_prompt_cache(model)), error)
+    return Expected(tokens, exact, SLACK * (dense + lost), SLACK * dense, SLACK * float(np.median(moves[-1])), of_long)
+
+
+def _long_prompts(model: Any, target: Target) -> Array:
+    shape = ROWS, min(SAMPLED_PROMPT, target.max_length)
+    return np.random.default_rng(1).integers(0, model.model.embed_tokens.inner.weight.shape[0], shape)
 
 
 def _columns(module: Any) -> int:
@@ -245,6 +282,18 @@ def shortened(target: Target) -> SparQ:
     return dataclasses.replace(method, top_k=top_k, local_window=window, dense_below=0)
 
 
+def shortened_prompts(method: Sample) -> Sample:
+    """A method that leaves something out of a prompt of `SAMPLED_PROMPT` random tokens."""
+    return dataclasses.replace(
+        method,
+        alpha_column=method.alpha_column / 2,
+        alpha_slash=method.alpha_slash / 2,
+        chunks=min(method.chunks, 2),
+        block_size=SAMPLED_BLOCK,
+        dense_below=0,
+    )
+
+
 def compare(model: onnx.ModelProto, folder: Path, expected: Expected, target: Target, lower: Lower) -> Agreement:
     """Run the finished file on stock ONNX Runtime, and a copy with float32 caches that shares its data.
 
@@ -266,23 +315,35 @@ def compare(model: onnx.ModelProto, folder: Path, expected: Expected, target: Ta
     largest = _largest(got, logits[: len(got)]) if got else 0.0
     if not largest <= expected.rounded:
         raise _disagreement("dense attention", largest, expected.rounded)
-    median = None
-    if sparq or target.dtype != "float32":
+    median = of_sampled = None
+    if sparq or expected.sampled is not None or target.dtype != "float32":
         check = folder / "check.onnx"
         onnx.save(lower(_copy_for_check(model, target)), check)
         got = _steps(check, expected.tokens, target.rows)
+        if (sampled := expected.sampled) is not None:
+            file = File(check)
+            file.start(len(sampled.tokens))
+            errors = sampled.logits, sampled.dense, sampled.error
+            of_sampled = _median_error(file(sampled.tokens), *errors, where="a sampled prompt")
         check.unlink()
         exact = _largest(got[:1] if sparq else got, logits[:1] if sparq else logits)
         if not exact <= expected.dense:
             raise _disagreement("dense attention and float32 caches", exact, expected.dense)
         if sparq:
-            error = np.abs(got[1] - logits[2]).max(axis=1)
-            median = float(np.median(error))
-            # Keys that tie but for rounding may be swapped. That is rare, and moves less than leaving keys out does.
-            swapped = expected.sparse + np.abs(logits[2] - logits[1]).max(axis=1)
-            if not median <= expected.sparse or not (error <= swapped).all():
-                raise _disagreement("sparse attention", float(error.max()), expected.sparse)
-    return Agreement(largest, median, float(np.abs(logits[0]).max()))
+            median = _median_error(got[1], logits[2], logits[1], expected.sparse, where="sparse attention")
+    return Agreement(largest, median, float(np.abs(logits[0]).max()), of_sampled)
+
+
+def _median_error(got: Array, wanted: Array, dense: Array, allowed: float, *, where: str) -> float:
+    """The largest difference of the median row.
+
+    Keys or blocks that tie but for rounding may be swapped. That is rare, and moves less than leaving keys out does.
+    """
+    error = np.abs(got - wanted).max(axis=1)
+    median = float(np.median(error))
+    if not median <= allowed or not (error <= allowed + np.abs(wanted - dense).max(axis=1)).all():
+        raise _disagreement(where, float(error.max()), allowed)
+    return median
 
 
 def _disagreement(where: str, error: float, allowed: float) -> ArtefactError:
@@ -293,7 +354,7 @@ def _disagreement(where: str, error: float, allowed: float) -> ArtefactError:
 
 
 def _copy_for_check(model: onnx.ModelProto, target: Target) -> onnx.ModelProto:
-    """The model with float32 caches, and with the attributes of a `shortened` method."""
+    """The model with float32 caches, and with the attributes of `shortened` methods."""
     made = onnx.ModelProto()
     made.CopyFrom(model)
     for tensor in (*made.graph.input, *made.graph.output):
@@ -303,9 +364,14 @@ def _copy_for_check(model: onnx.ModelProto, target: Target) -> onnx.ModelProto:
         attributes = {attribute.name: attribute for attribute in node.attribute}
         if node.op_type == "Cast":  # up from the type of weights, or down to that of caches
             attributes["to"].i = TensorProto.FLOAT
-        if node.op_type == "SparQAttention":
+        if "top_k" in attributes and node.domain == DOMAIN:
             for name in ("top_k", "local_window", "dense_below"):
                 attributes[name].i = getattr(shortened(target), name)
+        if "alpha_column" in attributes and target.prompts is not None:
+            prompts = shortened_prompts(target.prompts)
+            for name, value in prompts.parameters().items():
+                setattr(attributes[name], "f" if isinstance(value, float) else "i", value)
+            attributes["dense_prompt_below"].i = 0
     return made
 
 
@@ -327,55 +393,3 @@ def _steps(path: Path, tokens: Array, batch: int | None) -> list[Array]:
         for into, logits in zip(found, steps[-2:], strict=True):
             into.append(logits)
     return [np.concatenate(logits) for logits in found]
-
-
-def _zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    try:
-        return zeros(shape, dtype)
-    except (OSError, MemoryError, OverflowError, ValueError):  # what mmap and NumPy say of sizes beyond them
-        raise ConfigError(
-            f"--max-length: expected caches that fit into memory, got some of shape {shape}. Give a smaller number."
-        ) from None
-
-
-class File:
-    """A file on stock ONNX Runtime with caches that it appends to in place."""
-
-    def __init__(self, path: Path) -> None:
-        options = session_options("off")
-        options.log_severity_level = 4  # errors come as exceptions
-        # Weights of half precision are widened one at a time where they are used, not all of them once and for all.
-        options.enable_cpu_mem_arena = False
-        self._session = onnxruntime.InferenceSession(
-            path, options, providers=["CPUExecutionProvider"], disabled_optimizers=["ConstantFolding"]
-        )
-        self._inputs = onnx.load(path, load_external_data=False).graph.input
-
-    def start(self, rows: int) -> None:
-        """Begin again, with so many rows."""
-        self._binding = self._session.io_binding()
-        self._memory = []
-        for tensor in self._inputs:
-            kind, sizes = tensor.type.tensor_type.elem_type, [d.dim_value for d in tensor.type.tensor_type.shape.dim]
-            if tensor.name == "attention_mask":
-                self._total = sizes[1]
-            elif tensor.name.startswith("past_"):
-                array = _zeros((rows, *sizes[1:]), helper.tensor_dtype_to_np_dtype(kind))
-                value = ort_value(array)
-                self._memory.append(array)  # which the value borrows
-                self._binding.bind_ortvalue_input(tensor.name, value)
-                present = tensor.name.replace("past_key_values", "present").replace("past_", "present_")
-                self._binding.bind_ortvalue_output(present, value)
-        self._length = 0
-
-    def __call__(self, tokens: Array) -> Array:
-        """Logits (rows, vocabulary) after new tokens (rows, L)."""
-        self._length += tokens.shape[1]
-        mask = np.zeros((len(tokens), self._total or self._length), np.int64)
-        mask[:, : self._length] = 1
-        self._binding.bind_cpu_input("input_ids", np.ascontiguousarray(tokens))
-        self._binding.bind_cpu_input("attention_mask", mask)
-        self._binding.bind_output("logits")
-        self._session.run_with_iobinding(self._binding)
-        logits: Array = self._binding.get_outputs()[-1].numpy()[:, 0]  # bound last
-        return logits

@@ -1,0 +1,364 @@
+"""``mlx-sparse bench --onnx --attn sample``: time of attention over a whole prompt on the CPU, in turns in one run."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnxruntime
+from onnx.helper import make_graph, make_model, make_node, make_opsetid, make_tensor_value_info
+
+from mlx_sparse import oracle
+from mlx_sparse.bars import length
+from mlx_sparse.config import Sample
+from mlx_sparse.layout import Layout
+
+from .. import memory, native
+from ..build import TYPES, operator_model
+from ..defaults import PIECE
+from ..domain import DEFAULT
+from .caches import DTYPES
+from .contenders import options, torch_missing
+from .run import machine
+
+Array = npt.NDArray[Any]
+Shape = tuple[int, int, int]  # query heads, KV heads, head dim
+
+DENSITIES = (0.1, 0.25, 0.5)
+DENSE = {
+    "gqa": "ORT GroupQueryAttention",
+    "attention": "ORT Attention (opset 24)",
+    "torch": "torch SDPA, enable_gqa",
+    "body-dense": f"our CachedAttention, body, {PIECE} tokens a call",
+    "native-dense": "our CachedAttention, native",
+}
+SPARSE = {"body-sample": "our SampleAttention, body", "native-sample": "our SampleAttention, native"}
+HALF = ("float32", "float16")
+MOST_LOGITS = 2 << 30  # bytes; ORT's Attention holds those of all heads
+CHECKED = 48  # rows of a head that are compared with float64 attention
+PEAK = 7.0  # logits of the keys that stand out
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A prompt of S tokens; its queries find keys at distances of their head's, and a few keys that all find."""
+
+    Hq: int
+    Hkv: int
+    D: int
+    S: int
+    block_size: int
+    chunks: int
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.S, self.S, self.chunks, self.block_size)
+
+    @property
+    def scale(self) -> float:
+        return float(self.D**-0.5)
+
+    @cached_property
+    def arrays(self) -> tuple[Array, Array, Array]:
+        """Queries (1, Hq, S, D), keys and values (1, Hkv, S, D): float32 numbers that float16 has too."""
+        rng = np.random.default_rng(0)
+        n, G, position = self.D // 4, self.Hq // self.Hkv, np.arange(self.S)
+        waves = rng.uniform(0.02, 1.5, size=n)
+        distance = rng.integers(0, self.S // 3, size=self.Hq) * (rng.random(self.Hq) < 0.5)
+
+        def wave(at: Array) -> Array:
+            return np.concatenate([np.cos(at[..., None] * waves), np.sin(at[..., None] * waves)], axis=-1)
+
+        queries = rng.normal(size=(1, self.Hq, self.S, self.D))
+        keys, values = (rng.normal(size=(1, self.Hkv, self.S, self.D)) for _ in "kv")
+        keys[..., : 2 * n] += wave(position)
+        queries[..., : 2 * n] += wave(position - distance[:, None]) * (PEAK * self.D**0.5 / n)
+        direction = rng.normal(size=(self.Hkv, 1, self.D - 2 * n))
+        direction /= np.linalg.norm(direction, axis=-1, keepdims=True)
+        column = (rng.random(size=(1, self.Hkv, self.S, 1)) < 4 / self.S) | (position < 4)[:, None]
+        keys[..., 2 * n :] += column * direction * self.D**0.25
+        queries[..., 2 * n :] += np.repeat(direction, G, axis=0) * PEAK * self.D**0.25
+        q, k, v = (array.astype(np.float16).astype(np.float32) for array in (queries, keys, values))
+        return q, k, v
+
+    @cached_property
+    def scores(self) -> tuple[Array, Array]:
+        q, k, _ = self.arrays
+        return oracle.sample_scores(q, k, chunks=self.chunks, block_size=self.block_size)
+
+    def blocks(self, alpha: float) -> Array:
+        """Attended blocks, bool (1, Hq, R, Nk)."""
+        column, slash = self.scores
+        mask = oracle.merge(oracle.keep(column, alpha), oracle.keep(slash, alpha), self.layout)
+        for block in self.layout.sampled_blocks:
+            mask[:, :, block, : block + 1] = True
+        return mask
+
+    def density(self, alpha: float) -> float:
+        return float(self.blocks(alpha).sum() / self.layout.causal_pairs / self.Hq)
+
+    def alpha_of(self, density: float) -> float:
+        """The alpha for both directions that comes nearest to a density."""
+        low, high = 0.0, 1.0
+        for _ in range(12):
+            middle = (low + high) / 2
+            low, high = (middle, high) if self.density(middle) < density else (low, middle)
+        return high
+
+    def expected(self, alpha: float | None) -> tuple[Array, Array]:
+        """Some rows, and the attention output of each head there in float64 (Hq, rows, D); dense without alpha."""
+        q, k, v = (array.astype(np.float64)[0] for array in self.arrays)
+        rows = np.unique(np.linspace(0, self.S - 1, CHECKED).astype(int))
+        key = np.arange(self.S)
+        mask = np.broadcast_to(key <= rows[:, None], (self.Hq, len(rows), self.S))
+        if alpha is not None:
+            mask = mask & self.blocks(alpha)[0][:, rows // self.block_size][:, :, key // self.block_size]
+        made = np.empty((self.Hq, len(rows), self.D))
+        for h in range(self.Hq):
+            logits = np.where(mask[h], self.scale * q[h, rows] @ k[h * self.Hkv // self.Hq].T, -np.inf)
+            weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+            made[h] = weights / weights.sum(axis=1, keepdims=True) @ v[h * self.Hkv // self.Hq]
+        return rows, made
+
+
+@dataclass
+class Row:
+    """One contender in one case; ``note`` says why it has no times."""
+
+    contender: str
+    dtype: str
+    S: int
+    shape: Shape
+    threads: int
+    density: float = 1.0
+    alpha: float | None = None
+    times: list[float] = field(default_factory=list)
+    note: str | None = None
+    failed: bool = False
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        row = vars(self) | {"samples": len(self.times), "min_s": min(self.times, default=None)}
+        del row["times"]
+        return row
+
+
+@dataclass
+class Contender:
+    """``run`` attends to the whole prompt; ``output`` gives what came out, (Hq, S, D)."""
+
+    run: Callable[[], object]
+    output: Callable[[], Array]
+
+
+def run(
+    lengths: Sequence[int], threads: Sequence[int], shapes: Sequence[Shape], config: Sample, repeat: int
+) -> tuple[list[dict[str, Any]], str, bool]:
+    """Measure; return rows for programs, Markdown for people, and whether all results were right."""
+    from tqdm import tqdm
+
+    rows: list[Row] = []
+    cases = [(shape, S, n) for shape in shapes for S in lengths for n in threads]
+    for shape, S, n in tqdm(cases, unit="case", disable=None):
+        rows += _case(Problem(*shape, S, config.block_size, config.chunks), shape, n, repeat)
+    head = (
+        f"{machine()}\n\nAttention over a prompt in one call: seconds (with one thread: of the processor), least of "
+        f"{repeat}; in parentheses how many times as fast as our native dense attention of that type. Blocks of "
+        f"{config.block_size}, {config.chunks} region(s)."
+    )
+    return [row.as_dict() for row in rows], f"{head}\n\n{text(rows)}", not any(row.failed for row in rows)
+
+
+def _case(problem: Problem, shape: Shape, threads: int, repeat: int) -> list[Row]:
+    dense = [(name, dtype) for name in DENSE for dtype in (HALF if name != "torch" else HALF[:1])]
+    rows = [Row(name, dtype, problem.S, shape, threads) for name, dtype in dense]
+    for density in DENSITIES:
+        alpha = problem.alpha_of(density)
+        found = problem.density(alpha)
+        rows += [Row(name, d, problem.S, shape, threads, found, alpha) for name in SPARSE for d in HALF]
+    entered = []
+    for row in rows:
+        row.note = _unavailable(row, problem)
+        if row.note is None:
+            contender = _build(row, problem)
+            contender.run()
+            row.note = _wrong(contender, problem, row)
+            row.failed = row.note is not None
+            if not row.failed:
+                entered.append((row, contender))
+    clock = time.process_time if threads == 1 else time.perf_counter  # the former leaves out what others take
+    for _ in range(repeat):
+        for row, contender in entered:
+            start = clock()
+            contender.run()
+            row.times.append(clock() - start)
+    del entered
+    gc.collect()
+    return rows
+
+
+def _unavailable(row: Row, problem: Problem) -> str | None:
+    if row.contender.startswith("native") and (reason := native.unavailable()):
+        return "not built" if reason == native.NOT_BUILT else reason
+    if row.contender == "torch":
+        return torch_missing()
+    logits = problem.Hq * problem.S**2 * 4
+    if row.contender == "attention" and logits > MOST_LOGITS:
+        return f"holds {logits / 1e9:.1f} GB of logits"
+    return None
+
+
+def _wrong(contender: Contender, problem: Problem, row: Row) -> str | None:
+    positions, expected = problem.expected(row.alpha)
+    got = contender.output()[:, positions].astype(np.float64)
+    # Weights of half precision, where a contender rounds them, err by half an ulp each.
+    allowed = 4 * float(np.finfo(DTYPES[row.dtype]).eps) * float(np.abs(expected).max()) + 2e-5
+    error = float(np.abs(got - expected).max())
+    return None if error <= allowed else f"wrong result: error {error:.1e}, allowed {allowed:.1e}"
+
+
+def _build(row: Row, problem: Problem) -> Contender:
+    kind = np.dtype(DTYPES[row.dtype])
+    arrays = [array.astype(kind) for array in problem.arrays]
+    if row.contender == "torch":
+        return _torch(arrays, problem, row.threads)
+    model = {"gqa": _gqa, "attention": _attention}.get(row.contender, _ours)(row, problem)
+    mode = "auto" if row.contender.startswith("native") else "off"
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options(row.threads, mode))
+    piece = PIECE if row.contender == "body-dense" else problem.S
+    return _ort(session, arrays, problem, kind, piece, flat=row.contender == "gqa")
+
+
+def _ort(
+    session: onnxruntime.InferenceSession,
+    arrays: list[Array],
+    p: Problem,
+    kind: np.dtype[Any],
+    piece: int,
+    *,
+    flat: bool,
+) -> Contender:
+    """A model on onnxruntime that takes the prompt in pieces, caches bound in place."""
+    inputs = {info.name for info in session.get_inputs()}
+    caches = {name: memory.zeros((1, p.Hkv, p.S, p.D), kind) for name in ("past_key", "past_value")}
+    kept: list[Any] = [caches]
+    bindings, outputs = [], []
+    for start in range(0, p.S, piece):
+        stop = min(start + piece, p.S)
+        given: dict[str, Array] = {
+            name: np.ascontiguousarray(array[:, :, start:stop])
+            for name, array in zip(("query", "key", "value"), arrays, strict=True)
+        }
+        if flat:
+            given = {name: array.swapaxes(1, 2).reshape(1, stop - start, -1) for name, array in given.items()}
+        out = np.zeros(given["query"].shape, kind)
+        given |= {
+            "past_length": np.array([start]),
+            "left_padding": np.array([0]),
+            "seqlens_k": np.array([stop - 1], np.int32),
+            "total_sequence_length": np.array(stop, np.int32),
+        }
+        binding = session.io_binding()
+        for name in inputs:
+            array = caches[name] if name in caches else given[name]
+            value = memory.ort_value(array)
+            binding.bind_ortvalue_input(name, value)
+            if name in caches:
+                binding.bind_ortvalue_output(name.replace("past", "present"), value)
+        binding.bind_ortvalue_output("output", memory.ort_value(out))
+        kept.append(given)
+        outputs.append(out)
+        bindings.append(binding)
+
+    def attend() -> None:
+        for binding in bindings:
+            session.run_with_iobinding(binding)
+
+    def output() -> Array:
+        whole: Array = np.concatenate(outputs, axis=1 if flat else 2)[0]
+        return whole.reshape(p.S, p.Hq, p.D).swapaxes(0, 1) if flat else whole
+
+    attend.kept = kept  # type: ignore[attr-defined]  # OrtValues borrow these
+    return Contender(attend, output)
+
+
+def _ours(row: Row, p: Problem) -> onnx.ModelProto:
+    sizes = {"B": 1, "Hq": p.Hq, "Hkv": p.Hkv, "C": p.S, "D": p.D}
+    if row.alpha is None:
+        return operator_model("CachedAttention", dtype=row.dtype, sizes=sizes, scale=p.scale, window=0)
+    settings: dict[str, Any] = {"chunks": p.chunks, "block_size": p.block_size, "dense_prompt_below": 0}
+    settings |= {"alpha_column": row.alpha, "alpha_slash": row.alpha, "scale": p.scale}
+    return operator_model("SampleAttention", dtype=row.dtype, sizes=sizes, **settings)
+
+
+def _model(node: onnx.NodeProto, inputs: dict[str, Any], outputs: dict[str, Any]) -> onnx.ModelProto:
+    taken, given = ([make_tensor_value_info(n, t, s) for n, (t, s) in side.items()] for side in (inputs, outputs))
+    opsets = [make_opsetid("", DEFAULT.opset), make_opsetid("com.microsoft", 1)]
+    return make_model(make_graph([node], "prompt", taken, given), ir_version=DEFAULT.ir, opset_imports=opsets)
+
+
+def _gqa(row: Row, p: Problem) -> onnx.ModelProto:
+    kind, integer = TYPES[row.dtype], onnx.TensorProto.INT32
+    cache = (kind, (1, p.Hkv, p.S, p.D))
+    query, key = (kind, (1, p.S, p.Hq * p.D)), (kind, (1, p.S, p.Hkv * p.D))
+    inputs = {"query": query, "key": key, "value": key, "past_key": cache, "past_value": cache}
+    inputs |= {"seqlens_k": (integer, (1,)), "total_sequence_length": (integer, ())}
+    outputs = {"output": query, "present_key": cache, "present_value": cache}
+    sizes: dict[str, Any] = {"num_heads": p.Hq, "kv_num_heads": p.Hkv, "scale": p.scale, "domain": "com.microsoft"}
+    return _model(make_node("GroupQueryAttention", [*inputs], [*outputs], **sizes), inputs, outputs)
+
+
+def _attention(row: Row, p: Problem) -> onnx.ModelProto:
+    kind = TYPES[row.dtype]
+    query, key = (kind, (1, p.Hq, p.S, p.D)), (kind, (1, p.Hkv, p.S, p.D))
+    node = make_node("Attention", ["query", "key", "value"], ["output"], is_causal=1, scale=p.scale)
+    return _model(node, {"query": query, "key": key, "value": key}, {"output": query})
+
+
+def _torch(arrays: list[Array], p: Problem, threads: int) -> Contender:
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    q, k, v = (torch.from_numpy(array) for array in arrays)
+    state: dict[str, Any] = {}
+
+    def attend() -> None:
+        torch.set_num_threads(threads)
+        with torch.inference_mode():
+            state["out"] = scaled_dot_product_attention(q, k, v, scale=p.scale, is_causal=True, enable_gqa=True)
+
+    return Contender(attend, lambda: np.asarray(state["out"].float().numpy()[0]))
+
+
+def text(rows: Sequence[Row]) -> str:
+    """Markdown: a table for each number of threads."""
+    blocks = []
+    for threads in dict.fromkeys(row.threads for row in rows):
+        chosen = [row for row in rows if row.threads == threads]
+        cases = list(dict.fromkeys((row.shape, row.S) for row in chosen))
+        heads = [f"{'/'.join(map(str, shape))}, {length(S)}" for shape, S in cases]
+        lines = [f"| | type | {' | '.join(heads)} |", "|---" * (len(cases) + 2) + "|"]
+        per_case = [[row for row in chosen if (row.shape, row.S) == case] for case in cases]
+        for group in zip(*per_case, strict=True):
+            cells = [_cell(row, chosen) for row in group]
+            name = {**DENSE, **SPARSE}[group[0].contender]
+            lines.append(f"| {name} | {group[0].dtype} | {' | '.join(cells)} |")
+        blocks.append(f"### {threads} thread{'s' * (threads > 1)}\n\n" + "\n".join(lines))
+    return "\n\n".join(blocks)
+
+
+def _cell(row: Row, rows: Sequence[Row]) -> str:
+    if not row.times:
+        return row.note or ""
+    ours = ("native-dense", row.dtype, row.S, row.shape)
+    dense = [min(r.times) for r in rows if (r.contender, r.dtype, r.S, r.shape) == ours and r.times]
+    ratio = f" ({dense[0] / min(row.times):.2f})" if dense else ""
+    density = "" if row.alpha is None else f"density {row.density:.2f}: "
+    return f"{density}{min(row.times):.2f}{ratio}"
