@@ -93,6 +93,8 @@ FUNCTIONS: Mapping[str, Mapping[str, str]] = {
         "ops": "ops.sample:sample_attention",
         "metal": "kernels.sample:sample_attention",
         "triton": "cuda_ref.prefill:sample_attention",
+        "onnx": "onnx_export:operator_model",
+        "ort": "onnx_export:session_options",
     },
     "minference": {"oracle": "oracle:minference_attention", "ops": "ops.prefill:minference_attention"},
     "bigbird": {"oracle": "oracle:bigbird_attention", "ops": "ops.prefill:bigbird_attention"},
