@@ -74,6 +74,17 @@ def test_any_list_is_legal(metal: Metal) -> None:
     assert all(mx.array_equal(a, b) for a, b in zip(attend(case, lists), expected, strict=True))
 
 
+@pytest.mark.parametrize("backend", ["ops", "metal"])
+@pytest.mark.parametrize("dtype", [mx.int64, mx.uint32, mx.uint64, mx.int8])
+def test_lists_may_be_of_any_integer_type(metal: Metal, dtype: mx.Dtype, backend: str) -> None:
+    case = SampleCase(1, 2, 1, 40, 90, 64, "f32", 32)
+    q, k, v = (to_mlx(array, "f32") for array in case.inputs())
+    none = 2**32 if dtype.size == 8 else 100
+    lists = np.broadcast_to([0, 1, none, none + 2], (1, 2, case.layout.row_blocks, 4))
+    out, lse = mlx_sparse.attend_blocks(q, k, v, mx.array(lists).astype(dtype), block_size=32, backend=backend)
+    assert_attends(to_numpy(out), np.array(lse), case, lists)
+
+
 def test_without_a_block_there_is_nothing_to_attend(metal: Metal) -> None:
     case = SampleCase(1, 4, 2, 40, 90, 64, "f16", 32)
     layout = case.layout

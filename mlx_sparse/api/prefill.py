@@ -43,9 +43,7 @@ def attend_blocks(
         raise ShapeError(f"blocks: expected shape (B, Hq, R, N) with {expected} first, got {tuple(blocks.shape)}.")
     check_integers("blocks", blocks)
     run = registry.load("attend_blocks", call.backend)
-    result: tuple[mx.array, mx.array] = run(
-        queries, keys, values, blocks.astype(mx.int32), block_size=block_size, scale=call.scale
-    )
+    result: tuple[mx.array, mx.array] = run(queries, keys, values, blocks, block_size=block_size, scale=call.scale)
     return result
 
 
