@@ -140,7 +140,7 @@ def check_sample(alpha_column: object, alpha_slash: object, chunks: object, bloc
     check_block_size(block_size)
 
 
-def read_length(text: str) -> int:
+def read_length(text: str, name: str = "--lengths") -> int:
     """A number of keys: ``4k`` is 4096.
 
     Raises:
@@ -148,7 +148,7 @@ def read_length(text: str) -> int:
     """
     number, factor = (text[:-1], 1024) if text.lower().endswith("k") else (text, 1)
     if not number.isdecimal() or int(number) < 1:
-        raise ConfigError(f"--lengths: expected numbers such as 1k,2k,3000, got {text!r}.")
+        raise ConfigError(f"{name}: expected numbers such as 1k,2k,3000, got {text!r}.")
     return int(number) * factor
 
 

@@ -1,4 +1,4 @@
-"""``mlx-sparse bench``: time of a decode step or a prompt, traffic of the kernels, the roofline model; ONNX and CUDA."""
+"""``mlx-sparse bench``: time of a decode step or a prompt, kernels' traffic, the roofline model; ONNX and CUDA."""
 
 from __future__ import annotations
 
