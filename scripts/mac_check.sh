@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# On a Mac with Apple silicon: run the kernel tests and the decode benchmark on its GPU, and write one JSON file to send
-# back. Everything it needs goes into .venv.
+# On a Mac with Apple silicon: run the kernel tests and the benchmarks on its GPU, and write one JSON file to send back.
+# Everything it needs goes into .venv.
 #
 #   scripts/mac_check.sh [--dry-run] [-o FILE.json]
 set -euo pipefail
@@ -68,4 +68,7 @@ tests validated env METAL_DEVICE_WRAPPER_TYPE=1 METAL_DEBUG_ERROR_MODE=0 MTL_SHA
 tests plain env
 run .venv/bin/mlx-sparse bench --backend metal --lengths 1k,2k,4k,8k,16k,32k,64k,128k \
   --shapes 32x8x128,32x32x128,9x3x64,8x1x256,16x2x128 -o "$work/bench.json" || echo "The benchmark failed."
+# From few blocks to all: how fast the kernel is beside MLX's own.
+run .venv/bin/mlx-sparse bench --prefill --backend metal --lengths 8k,32k --shapes 32x8x128 --alphas 0.5,0.9,0.999 \
+  -o "$work/prefill.json" || echo "The prefill benchmark failed."
 run .venv/bin/python -m mlx_sparse.bench.report "$work" "$output"

@@ -21,6 +21,7 @@ STEPS = [
     "env .venv/bin/python -m pytest tests/test_metal_kernels.py tests/test_metal_attend_blocks.py "
     "tests/test_metal_sample.py tests/test_backends.py -k metal",
     ".venv/bin/mlx-sparse bench --backend metal --lengths 1k,2k,4k,8k,16k,32k,64k,128k",
+    ".venv/bin/mlx-sparse bench --prefill --backend metal --lengths 8k,32k",
     ".venv/bin/python -m mlx_sparse.bench.report",
 ]
 
@@ -114,7 +115,7 @@ def test_what_passes_is_reported_with_the_machine(mac: Path) -> None:
         assert (found["tests"][name]["tests"], found["tests"][name]["failed"]) == (7, [])
     assert found["validation"] == []
     # There is no Metal GPU behind it, so the real benchmark refused.
-    assert found["problems"] == ["the benchmark did not finish"]
+    assert found["problems"] == ["the benchmark did not finish", "the prefill benchmark did not finish"]
     assert done.returncode == 1
     assert "expected auto or ops, got metal" in done.stderr
 
@@ -141,5 +142,6 @@ def test_an_empty_folder_is_reported_as_unfinished(tmp_path: Path, capsys: pytes
         "tests (validated) did not finish",
         "tests (plain) did not finish",
         "the benchmark did not finish",
+        "the prefill benchmark did not finish",
     ]
     assert capsys.readouterr().out.count("\n") == 1

@@ -24,6 +24,7 @@ def main(argv: Sequence[str]) -> int:
         "stderr": {run: text(folder / f"{run}.log")[-LAST_CHARACTERS:] for run in RUNS},
         "validation": messages(text(folder / "validated.log")),
         "benchmark": json.loads(text(folder / "bench.json") or "null"),
+        "prefill benchmark": json.loads(text(folder / "prefill.json") or "null"),
     }
     wrong = problems(found)
     write(target, json.dumps(found | {"problems": wrong}, indent=1))
@@ -43,10 +44,11 @@ def problems(found: dict[str, Any]) -> list[str]:
             wrong.append(f"no test ({run}) ran")
     if found["validation"]:
         wrong.append(f"Metal's validation reports {len(found['validation'])} lines")
-    if found["benchmark"] is None:
-        wrong.append("the benchmark did not finish")
-    elif failed := sum(row["failed"] for row in found["benchmark"]["rows"]):
-        wrong.append(f"{failed} results of the benchmark are wrong")
+    for name in ("benchmark", "prefill benchmark"):
+        if found[name] is None:
+            wrong.append(f"the {name} did not finish")
+        elif failed := sum(row["failed"] for row in found[name]["rows"]):
+            wrong.append(f"{failed} results of the {name} are wrong")
     return wrong
 
 
