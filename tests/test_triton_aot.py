@@ -7,36 +7,28 @@ matrix instructions and barriers, is looked for there.
 
 from __future__ import annotations
 
-import functools
-import json
-import os
 import re
-import subprocess
-import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from math import prod
-from pathlib import Path
 
 import pytest
-from packages import Package, fetched, wheel
-from require import absent, needs_triton
+from require import needs_triton
 from triton_aot import PROCESSORS, Case, Compiled
-
-from mlx_sparse.demo.store import cache_directory
+from triton_compiled import (
+    ARCHITECTURES,
+    MATRIX,
+    SHARED,
+    VERSIONS,
+    compiled,
+    count,
+    itemsize,
+    programs_at_once,
+    running,
+)
 
 needs_triton()
 
-SCRIPT = Path(__file__).parent / "triton_aot.py"
-MINUTES = 10 * 60
-# What torch 2.13 is pinned to and the environment has, and what torch 2.11 is pinned to.
-VERSIONS: dict[str, Package | None] = {"triton": None, "triton-3.6.0": wheel("triton==3.6.0")}
-ARCHITECTURES = (80, 90, 100)
-# Of one program and of all programs on a processor, in bytes; both in CUDA's guide, table "Technical Specifications".
-SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-PROCESSOR_SHARED = {80: 164 * 1024, 90: 228 * 1024, 100: 228 * 1024}
-REGISTERS, THREADS = 64 * 1024, 2048  # of a processor
 IN_FLIGHT = 26 * 1024  # bytes of a processor that keep 4.3 TB/s busy on 132 of them at a latency of 0.8 microseconds
-MATRIX = r"\b(HMMA|HGMMA|UTC\w*MMA)\b"
 
 EVERYWHERE = [  # on every architecture and version
     Case("sparq", 0, padded=True),
@@ -62,59 +54,18 @@ def cases(version: str) -> list[Case]:
     return everywhere + (ONCE if VERSIONS[version] is None else [])
 
 
-@functools.cache
-def running(version: str) -> subprocess.Popen[str] | str:
-    """The process that compiles the cases on a version, or why there is none."""
-    package = VERSIONS[version]
-    place = fetched(package) if package else ""
-    if package and isinstance(place, str):
-        return place
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(cache_directory() / "triton")  # what did not change is not compiled again
-    command = [sys.executable, str(SCRIPT), *([str(place)] if package else [])]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen(command, text=True, env=environment, **pipes)
-    process.stdin.write(json.dumps([asdict(case) for case in cases(version)]))
-    process.stdin.close()
-    process.stdin = None
-    return process
-
-
-@functools.cache
-def compiled(version: str) -> dict[Case, list[Compiled]]:
-    for other in VERSIONS:  # both at once
-        running(other)
-    process = running(version)
-    if isinstance(process, str):
-        absent(version, process)
-    out, errors = process.communicate(timeout=MINUTES)
-    assert process.returncode == 0, errors
-    found: dict[Case, list[Compiled]] = {}
-    for line in out.splitlines():
-        fields = json.loads(line)
-        fields["case"] = Case(**fields["case"])
-        found.setdefault(fields["case"], []).append(Compiled(**fields))
-    return found
-
-
 ALL = [(version, case) for version in VERSIONS for case in cases(version)]
 by_case = pytest.mark.parametrize(("version", "case"), ALL, ids=str)
 fast = pytest.mark.parametrize(("version", "case"), [pair for pair in ALL if not pair[1].odd], ids=str)
 
 
 def launches(version: str, case: Case) -> list[Compiled]:
-    found = compiled(version)[case]
+    for other in VERSIONS:  # both at once
+        running(other, tuple(cases(other)))
+    found = compiled(version, tuple(cases(version)))[case]
     names = {"sparq": ["sparq_scores", "top_k_select", "attend"], "dense": ["attend"], "select": ["top_k_select"]}
     assert [launch.kernel for launch in found] == names[case.launcher]
     return found
-
-
-def count(launch: Compiled, pattern: str) -> int:
-    return sum(bool(re.search(pattern, line)) for line in launch.sass)
-
-
-def itemsize(case: Case) -> int:
-    return 4 if case.dtype == "float32" else 2
 
 
 def tile_bytes(launch: Compiled) -> int:
@@ -124,13 +75,6 @@ def tile_bytes(launch: Compiled) -> int:
         components = -(-constants["RANK"] // constants["BLOCK_R"]) * constants["BLOCK_R"]
         return components * constants["BLOCK_S"] * itemsize(launch.case)
     return 2 * constants["BLOCK_N"] * constants["BLOCK_D"] * itemsize(launch.case)
-
-
-def programs_at_once(launch: Compiled) -> int:
-    """Programs that a processor holds."""
-    threads = 32 * launch.warps
-    shared = PROCESSOR_SHARED[launch.case.architecture] // (launch.shared + 1024)  # 1 KB each is CUDA's own
-    return min(REGISTERS // (-(-launch.registers // 8) * 8 * threads), shared, THREADS // threads)
 
 
 @by_case

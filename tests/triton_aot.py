@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+PROMPTS = ("sample", "blocks", "prompt")  # launchers
 PROCESSORS = {80: 108, 90: 132, 100: 148}  # of A100, H100 and H200, B200
 
 
@@ -39,10 +40,12 @@ class Case:
     padded: bool = False
     reallocate: bool = False
     odd: bool = False  # no stride and no pointer is a multiple of 16 bytes
+    block_size: int = 128  # of prompts
 
     def __str__(self) -> str:
         flags = [name for name in ("weighted", "padded", "reallocate", "odd") if getattr(self, name)]
-        sizes = f"B{self.B}-H{self.Hkv * self.G}x{self.Hkv}-S{self.S}-D{self.D}-r{self.rank}-k{self.top_k}"
+        sizes = f"B{self.B}-H{self.Hkv * self.G}x{self.Hkv}-S{self.S}-D{self.D}"
+        sizes += f"-block{self.block_size}" if self.launcher in PROMPTS else f"-r{self.rank}-k{self.top_k}"
         return "-".join([self.launcher, sizes, self.dtype, *flags, f"sm_{self.architecture}"])
 
 
@@ -106,7 +109,9 @@ def instructions(cubin: bytes) -> tuple[dict[str, int], list[str]]:
 def call(case: Case) -> None:
     """Call the launcher of ``case`` with tensors that have no memory."""
     import torch
-    from mlx_sparse.cuda_ref import attend, select, sparq
+    from mlx_sparse.cuda_ref import attend, blocks, sample, select, sparq
+
+    from mlx_sparse.layout import Layout
 
     dtype = getattr(torch, case.dtype)
     B, Hkv, G, S, D = case.B, case.Hkv, case.G, case.S, case.D
@@ -139,6 +144,14 @@ def call(case: Case) -> None:
         )
     elif case.launcher == "dense":
         attend.dense_decode(queries, keys, values, scale=D**-0.5, left_padding=padding)
+    elif case.launcher == "sample":
+        layout = Layout(S, S, 2, case.block_size)
+        alphas = {"alpha_column": 0.9, "alpha_slash": 0.9}
+        sample.sample_prefill(cache(B, Hkv * G, S, D), keys, values, layout, scale=D**-0.5, **alphas)
+    elif case.launcher in PROMPTS:
+        listed = empty(B, Hkv * G, S // case.block_size, 100, dtype=torch.int32) if case.launcher == "blocks" else None
+        heads = cache(B, Hkv * G, S, D)
+        blocks.attend_blocks(heads, keys, values, listed, block_size=case.block_size, scale=D**-0.5)
     elif case.launcher == "select":
         select.top_k_select(empty(B, Hkv, S), top_k=case.top_k, local_window=case.top_k // 4, left_padding=padding)
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -322,12 +322,26 @@ def watched(order: Callable[[int], Array] | None = None) -> Iterator[list[Launch
 
     def launch(executor: Any, *args: Any, **kwargs: Any) -> None:
         watch.start(executor, args, kwargs)
+        prepared.clear()  # it is taken back after a launch
         execute(executor, *args, **kwargs)
         watch.finish()
+
+    # Half of the interpreter's time goes into preparing the language again at every call of a function in a kernel, and
+    # into looking for integers that overflow, where it then says nothing.
+    prepare = interpreter._patch_lang
+    prepared: set[Any] = set()
+
+    def prepare_once(function: Any) -> Any:
+        if function in prepared:
+            return interpreter._LangPatchScope()
+        prepared.add(function)
+        return prepare(function)
 
     builder = interpreter.interpreter_builder
     place_program = builder.set_grid_idx
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_lang", prepare_once)
+        patch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
         patch.setattr(interpreter.GridExecutor, "__call__", launch)
         patch.setattr(interpreter, "_interpreter", _Functions(interpreter._interpreter, watch))
         patch.setattr(builder, "set_grid_idx", lambda *_: place_program(*watch.next_program()))

@@ -1,0 +1,304 @@
+"""SampleAttention's Triton kernels against the float64 oracle; on the CPU in Triton's interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cases import Array, ulp
+from mlx_sparse.cuda_ref import configs, ops, sample
+from sample_cases import (
+    SAMPLE_CASES,
+    SampleCase,
+    assert_attends,
+    assert_same_blocks,
+    assert_same_scores,
+    logit_error,
+    selection,
+)
+from torch_arrays import DEVICE, DTYPES, cached, to_numpy, to_torch
+
+from mlx_sparse import ConfigError, ShapeError, cuda_ref, oracle
+from mlx_sparse.layout import Layout
+
+pytestmark = pytest.mark.usefixtures("guarded")
+by_case = pytest.mark.parametrize("case", SAMPLE_CASES, ids=str)
+SMALL = SampleCase(2, 4, 2, 150, 230, 64, "f32", 32, chunks=2)
+
+
+def tensors(case: SampleCase) -> list[torch.Tensor]:
+    """Queries as a model has them, heads side by side, and slices of caches."""
+    q, k, v = (to_torch(array, case.dtype) for array in case.inputs())
+    return [q.transpose(1, 2).contiguous().transpose(1, 2), cached(k), cached(v)]
+
+
+@by_case
+def test_scores_and_blocks_are_those_of_the_oracle(case: SampleCase) -> None:
+    q, k, _ = case.inputs()
+    queries, keys, _ = tensors(case)
+    expected, error = selection(case), logit_error(q, k, case.scale)
+    column, slash = cuda_ref.sample_scores(queries, keys, **case.sampling)
+    assert column.dtype == slash.dtype == torch.float32
+    assert_same_scores(to_numpy(column), expected.column, error)
+    assert_same_scores(to_numpy(slash), expected.slash, error)
+    layout = case.layout
+    kept = sample.Kept(sample.keep(column, case.alpha_column), sample.keep(slash, case.alpha_slash))
+    counts = torch.empty(case.B, case.Hq, layout.row_blocks, dtype=torch.int32, device=DEVICE)
+    blocks = sample.merge(kept, layout, 0, layout.row_blocks, layout.key_blocks, counts)
+    assert torch.equal(counts, (blocks >= 0).sum(dim=3, dtype=torch.int32))
+    assert_same_blocks(to_numpy(blocks), case, expected)
+
+
+@by_case
+def test_attention_over_the_oracles_blocks_is_the_oracles(case: SampleCase) -> None:
+    chosen = selection(case).blocks
+    listed = torch.tensor(chosen, device=DEVICE)
+    out, lse = cuda_ref.attend_blocks(*tensors(case), listed, block_size=case.block_size, scale=case.scale)
+    assert out.dtype == DTYPES[case.dtype]
+    assert lse.dtype == torch.float32
+    assert_attends(to_numpy(out), to_numpy(lse), case, chosen)
+
+
+@pytest.mark.parametrize("case", [SAMPLE_CASES[n] for n in (0, 2, 3, 7)], ids=str)
+def test_sample_attention_is_attention_over_its_blocks_and_says_what_it_lost(case: SampleCase) -> None:
+    arrays = tensors(case)
+    out, stats = cuda_ref.sample_attention(*arrays, **case.parameters, return_stats="mass")
+    q, k, v = case.inputs()
+    _, expected = oracle.sample_attention(q, k, v, **case.parameters, return_stats=True)
+    if case.layout.everything:
+        assert torch.equal(out, cuda_ref.dense_attention(*arrays, scale=case.scale))
+        assert (stats.retained_mass == 1).all()
+        assert (stats.density, stats.head_density, stats.sampled) == (1.0, None, 0.0)
+        return
+    chosen = to_numpy(cuda_ref.sample_select(*arrays[:2], **case.parameters))
+    assert_attends(to_numpy(out), None, case, chosen)
+    density = (chosen >= 0).sum(axis=(2, 3)) / case.layout.causal_pairs
+    np.testing.assert_allclose(to_numpy(stats.head_density), density, rtol=1e-6)
+    assert stats.density == pytest.approx(density.mean())
+    assert (stats.sampled, stats.dense_elements) == (expected.sampled, expected.dense_elements)
+    assert stats.elements == pytest.approx(expected.elements, rel=0.05)  # blocks in doubt
+    lse = oracle.attend_blocks(q, k, v, chosen, block_size=case.block_size, scale=case.scale)[1]
+    mass = full(case, lse)
+    allowed = 2 * (logit_error(q, k, case.scale) + ulp(lse, "f32"))  # each of two log-sum-exps is off by as much
+    assert (np.abs(to_numpy(stats.retained_mass) - mass) <= allowed * mass).all()
+
+
+def full(case: SampleCase, lse: Array) -> Array:
+    """Retained mass behind a float64 ``lse``."""
+    mass: Array = np.exp(lse - oracle.attend.dense_with_lse(*case.inputs(), scale=case.scale, left_padding=None)[1])
+    return mass
+
+
+@pytest.mark.parametrize("case", [SAMPLE_CASES[n] for n in (2, 5)], ids=str)
+def test_the_mass_that_is_counted_is_attended(case: SampleCase) -> None:
+    """By the kept columns alone, and by the kept bins alone, where sampled rows are not attended in full."""
+    queries, keys, values = tensors(case)
+    scores = cuda_ref.sample_scores(queries, keys, **case.sampling)
+    alphas = (case.alpha_column, case.alpha_slash)
+    columns, bins = (to_numpy(sample.keep(side, alpha)) != 0 for side, alpha in zip(scores, alphas, strict=True))
+    error = 4 * logit_error(*case.inputs()[:2], case.scale)
+    for flags, alpha in (((columns, False & bins), alphas[0]), ((False & columns, bins), alphas[1])):
+        lists = torch.tensor(oracle.block_lists(oracle.merge(*flags, case.layout)), device=DEVICE)
+        _, lse = cuda_ref.attend_blocks(queries, keys, values, lists, block_size=case.block_size, scale=case.scale)
+        mass = full(case, to_numpy(lse).astype(np.float64))
+        for start, stop in (region.sample for region in case.layout.regions):
+            assert (mass[..., start:stop].mean(axis=-1) >= alpha - 1e-6 - error).all()
+
+
+@pytest.mark.parametrize("alphas", [(1.0, 0.5), (0.5, 1)])
+def test_an_alpha_of_one_is_dense_attention_to_the_last_bit(alphas: tuple[float, float]) -> None:
+    arrays = tensors(SMALL)
+    given = SMALL.parameters | {"alpha_column": alphas[0], "alpha_slash": alphas[1]}
+    out, stats = cuda_ref.sample_attention(*arrays, **given, return_stats=True)
+    assert torch.equal(out, cuda_ref.dense_attention(*arrays, scale=SMALL.scale))
+    assert stats.density == 1
+
+
+def test_without_a_list_every_block_is_attended() -> None:
+    case = SampleCase(1, 3, 1, 100, 170, 80, "f16", 32)
+    queries, keys, values = tensors(case)
+    everything = np.broadcast_to(np.arange(6, dtype=np.int32), (1, 3, case.layout.row_blocks, 6))
+    out, lse = ops.attend_blocks(queries, keys, values, None, case.block_size, case.scale)
+    assert_attends(to_numpy(out), to_numpy(lse), case, everything)
+    assert_attends(to_numpy(out), to_numpy(lse), case, oracle.block_lists(np.ones((1, 3, 4, 6), dtype=bool)))
+
+
+# Row blocks 0 to 4 of five.
+HOSTILE = {
+    "a hole": [[-1], [1], [0, -1, 2], [-1, -1, 3], [0, 1, 2, 3, 4]],
+    "beyond the keys": [[0, 5], [0, 1, 2**31 - 1], [5, 6, 7], [0, 2, 100], [4, 5, 6, 7]],
+    "above the diagonal": [[0, 1, 2], [2, 3], [0, 3, 4], [1, 4], [0]],
+    "negative": [[-(2**31), 0], [-7, 1], [-2, -1, 1], [-5], [-1, 4]],
+    "empty": [[], [], [], [], []],
+}
+
+
+@pytest.mark.parametrize("lists", HOSTILE.values(), ids=HOSTILE)
+@pytest.mark.parametrize(("L", "block_size", "dtype"), [(150, 32, "f32"), (560, 128, "f16")])
+def test_what_is_no_block_in_a_list_is_an_empty_slot(
+    lists: list[list[int]], L: int, block_size: int, dtype: str
+) -> None:
+    case = SampleCase(1, 2, 1, L, L, 64, dtype, block_size)
+    width = max(map(len, lists))
+    one = np.array([row + [-1] * (width - len(row)) for row in lists], dtype=np.int32).reshape(5, width)
+    blocks = np.stack([one, np.where(one == 0, 99, one)])[None]  # one head without the first block
+    out, lse = cuda_ref.attend_blocks(
+        *tensors(case), torch.tensor(blocks, device=DEVICE), block_size=block_size, scale=case.scale
+    )
+    q, k, v = case.inputs()
+    _, expected_lse = oracle.attend_blocks(q, k, v, blocks, block_size=block_size, scale=case.scale)
+    assert_attends(to_numpy(out), to_numpy(lse), case, blocks)
+    nothing = np.isneginf(expected_lse)
+    assert nothing.any()
+    assert (to_numpy(out)[nothing] == 0).all()
+
+
+def test_a_block_number_of_64_bits_does_not_wrap_to_a_block() -> None:
+    arrays = tensors(SMALL)
+    shape = (SMALL.B, SMALL.Hq, SMALL.layout.row_blocks, 1)
+    blocks = torch.full(shape, 1, device=DEVICE)
+    for found, alone in zip(
+        cuda_ref.attend_blocks(*arrays, torch.cat([blocks, blocks + 2**32], dim=3), block_size=32),
+        cuda_ref.attend_blocks(*arrays, blocks.int(), block_size=32),
+        strict=True,
+    ):
+        assert torch.equal(found, alone)
+
+
+@pytest.mark.parametrize("poison", [float("inf"), float("nan")])
+def test_what_lies_behind_the_keys_and_outside_the_lists_is_never_read(poison: float) -> None:
+    case = SampleCase(1, 2, 1, 100, 170, 64, "f16", 32)
+    q, k, v = (to_torch(array, case.dtype) for array in case.inputs())
+    blocks = torch.tensor([[[[0, 2, -1], [0, 9, 3], [0, -1, -1], [0, 5, -1]]] * 2], dtype=torch.int32, device=DEVICE)
+    clean = cuda_ref.attend_blocks(q, cached(k), cached(v), blocks, block_size=32)
+    k[:, :, 32:64] = v[:, :, 32:64] = poison  # block 1, in no list
+    dirty = cuda_ref.attend_blocks(q, cached(k, poison), cached(v, poison), blocks, block_size=32)
+    for before, after in zip(clean, dirty, strict=True):
+        assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize("scale", [-0.2, 0.0])
+def test_a_scale_may_be_negative_or_zero(scale: float) -> None:
+    q, k, v = SMALL.inputs()
+    settings: dict[str, Any] = {**SMALL.parameters, "scale": scale}
+    queries, keys, values = tensors(SMALL)
+    for got, expected in zip(
+        cuda_ref.sample_scores(queries, keys, chunks=2, block_size=32, scale=scale),
+        oracle.sample_scores(q, k, chunks=2, block_size=32, scale=scale),
+        strict=True,
+    ):
+        np.testing.assert_allclose(to_numpy(got), expected, rtol=1e-4, atol=1e-5)
+    blocks = cuda_ref.sample_select(queries, keys, **settings)
+    out, _ = oracle.attend_blocks(q, k, v, to_numpy(blocks), block_size=32, scale=scale)
+    found = cuda_ref.sample_attention(queries, keys, values, **settings)
+    np.testing.assert_allclose(to_numpy(found), out, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("processors", [1, 40])
+def test_keys_may_be_split_between_any_number_of_programs(monkeypatch: pytest.MonkeyPatch, processors: int) -> None:
+    monkeypatch.setattr(configs, "processors", lambda device: processors)
+    q, k, _ = SMALL.inputs()
+    found = cuda_ref.sample_scores(*tensors(SMALL)[:2], **SMALL.sampling)
+    expected = selection(SMALL)
+    for got, scores in zip(found, (expected.column, expected.slash), strict=True):
+        assert_same_scores(to_numpy(got), scores, logit_error(q, k, SMALL.scale))
+
+
+def test_each_sampled_row_spends_its_mass_once() -> None:
+    sampled = [stop - start for start, stop in (region.sample for region in SMALL.layout.regions)]
+    for got in cuda_ref.sample_scores(*tensors(SMALL)[:2], **SMALL.sampling):
+        np.testing.assert_allclose(
+            to_numpy(got).sum(axis=-1), np.broadcast_to(sampled, (SMALL.B, SMALL.Hq, 2)), rtol=1e-5
+        )
+
+
+def test_lists_are_made_for_as_many_row_blocks_as_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays = tensors(SMALL)
+    at_once = cuda_ref.sample_attention(*arrays, **SMALL.parameters, return_stats=True)
+    made: list[int] = []
+    merge = sample.merge
+
+    def counted(*given: Any) -> torch.Tensor:
+        blocks = merge(*given)
+        made.append(blocks.numel() * 4)
+        return blocks
+
+    monkeypatch.setattr(sample, "merge", counted)
+    monkeypatch.setattr(sample, "LIST_BYTES", 500)
+    out, stats = cuda_ref.sample_attention(*arrays, **SMALL.parameters, return_stats=True)
+    assert len(made) >= 3
+    assert max(made) <= 500
+    assert torch.equal(out, at_once[0])
+    assert torch.equal(stats.head_density, at_once[1].head_density)
+
+
+@pytest.mark.parametrize("entry", [1, 100, 1000, 10**9])
+@pytest.mark.parametrize(("L", "S"), [(1 << 20, 1 << 20), (2048, 1 << 20), (1, 1), (100, 300)])
+def test_portions_cover_every_row_block_once_the_last_first(L: int, S: int, entry: int) -> None:
+    layout = Layout(L, S, 1, 128)
+    found = list(sample.portions(layout, entry))
+    assert [row for first, stop in reversed(found) for row in range(first, stop)] == list(range(layout.row_blocks))
+    for first, stop in found:
+        assert first + 1 == stop or (stop - first) * (layout.first_block + stop) * entry <= sample.LIST_BYTES
+
+
+@pytest.mark.parametrize("alpha", [0.1, 0.5, 0.9, 0.999999])
+def test_the_fewest_of_the_largest_are_kept_ties_to_the_lower_index(alpha: float) -> None:
+    rng = np.random.default_rng(0)
+    scores = rng.integers(0, 9, size=(3, 2, 40)).astype(np.float32) / 8
+    kept = sample.keep(torch.tensor(scores, device=DEVICE), alpha)
+    assert (to_numpy(kept) == oracle.keep(scores.astype(np.float64), alpha)).all()
+
+
+OPERATORS: dict[str, Callable[[list[torch.Tensor]], tuple[Any, ...]]] = {
+    "sample_prefill": lambda qkv: (*qkv, 0.8, 0.7, 2, 32, 0.1),
+    "sample_scores": lambda qkv: (*qkv[:2], 2, 32, 0.1),
+    "sample_select": lambda qkv: (*qkv[:2], 0.8, 0.7, 2, 32, 0.1),
+    "attend_blocks": lambda qkv: (*qkv, torch.zeros(1, 2, 3, 2, dtype=torch.int32, device=DEVICE), 32, 0.1),
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_an_operator_of_torch_keeps_its_promises_and_compiles(name: str) -> None:
+    arguments = OPERATORS[name](tensors(SampleCase(1, 2, 1, 66, 90, 64, "f32", 32)))
+    operator = getattr(torch.ops.mlx_sparse, name)
+    torch.library.opcheck(operator, arguments)
+    compiled = torch.compile(operator, backend="aot_eager", fullgraph=True)
+    found, expected = compiled(*arguments), operator(*arguments)
+    for got, wanted in zip(*(pair if isinstance(pair, tuple) else (pair,) for pair in (found, expected)), strict=True):
+        assert torch.equal(got, wanted)
+
+
+BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"alpha_column": 0.0}, ConfigError, "alpha_column: expected a number above 0 and at most 1, got 0.0"),
+    ({"alpha_slash": 1.5}, ConfigError, "alpha_slash: expected a number above 0 and at most 1, got 1.5"),
+    ({"alpha_slash": float("nan")}, ConfigError, "alpha_slash: expected a number above 0 and at most 1, got nan"),
+    ({"chunks": 0}, ConfigError, "chunks: expected an integer of at least 1, got 0"),
+    ({"block_size": 48}, ConfigError, "block_size: expected one of 32, 64, 128, got 48"),
+    ({"return_stats": "all"}, ConfigError, "return_stats: expected one of"),
+]
+
+
+@pytest.mark.parametrize(("settings", "error", "message"), BAD, ids=[str(settings) for settings, _, _ in BAD])
+def test_a_wrong_argument_gets_one_clear_line(settings: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message) as caught:
+        cuda_ref.sample_attention(*tensors(SMALL), **settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_tensors_that_do_not_fit_are_refused() -> None:
+    queries, keys, values = tensors(SMALL)
+    with pytest.raises(ShapeError, match="keys: expected at least L=150 keys, got S=100"):
+        cuda_ref.sample_attention(queries, keys[:, :, :100], values[:, :, :100])
+    listed = torch.zeros(2, 4, 6, 3, dtype=torch.int32, device=DEVICE)
+    with pytest.raises(ShapeError, match=r"blocks: expected shape \(B, Hq, R, N\) with \(2, 4, 6\) first, got"):
+        cuda_ref.attend_blocks(queries, keys, values, listed[:, :, :5], block_size=32)
+    with pytest.raises(ShapeError, match="blocks: expected integers, got float32"):
+        cuda_ref.attend_blocks(queries, keys, values, listed.float(), block_size=32)
+    with pytest.raises(ConfigError, match="blocks: expected a tensor of torch, got list"):
+        cuda_ref.attend_blocks(queries, keys, values, listed.tolist(), block_size=32)
+    with pytest.raises(Exception, match="backend: expected head dims that are multiples of 8 from 16 to 256, got 12"):
+        cuda_ref.sample_scores(queries[..., :12], keys[..., :12])

@@ -1,0 +1,108 @@
+"""The kernels of prompts compiled for GPUs that are not here: see test_triton_aot.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from require import needs_triton
+from triton_aot import Case, Compiled
+from triton_compiled import (
+    ARCHITECTURES,
+    MATRIX,
+    SHARED,
+    VERSIONS,
+    compiled,
+    count,
+    itemsize,
+    programs_at_once,
+    running,
+)
+
+needs_triton()
+
+EVERYWHERE = [  # on every architecture and version
+    Case("sample", 0),
+    Case("blocks", 0, "bfloat16", D=64),
+    Case("blocks", 0, D=256),
+]
+ONCE = [  # on the version of the environment: the rest of the table, and float32
+    *(Case("blocks", a, D=D, block_size=size) for a in ARCHITECTURES for D in (64, 128, 256) for size in (32, 64)),
+    *(Case("sample", a, "float32", D=256, G=1) for a in (80, 90)),
+    Case("sample", 90, "bfloat16", D=256, block_size=64),
+    Case("sample", 80, D=96, block_size=32),
+    Case("sample", 90, "float32", D=64, block_size=32),
+    Case("prompt", 90, D=80),
+    Case("prompt", 100, "float32"),
+]
+ODD = Case("sample", 90, D=80, odd=True)
+KERNELS = {
+    "sample": ["sample_parts", "sample_sums", "merge_blocks", "attend_blocks"],
+    "blocks": ["attend_blocks"],
+    "prompt": ["attend_blocks"],
+}
+
+
+def cases(version: str) -> tuple[Case, ...]:
+    everywhere = [replace(case, architecture=a) for case in EVERYWHERE for a in ARCHITECTURES]
+    return *everywhere, *([*ONCE, ODD] if VERSIONS[version] is None else [])
+
+
+ALL = [(version, case) for version in VERSIONS for case in cases(version)]
+by_case = pytest.mark.parametrize(("version", "case"), ALL, ids=str)
+fast = pytest.mark.parametrize(("version", "case"), [pair for pair in ALL if not pair[1].odd], ids=str)
+
+
+def launches(version: str, case: Case) -> list[Compiled]:
+    for other in VERSIONS:  # both at once
+        running(other, cases(other))
+    found = compiled(version, cases(version))[case]
+    assert list(dict.fromkeys(launch.kernel for launch in found)) == KERNELS[case.launcher]
+    return found
+
+
+@by_case
+def test_nothing_spills_and_a_program_fits_on_a_processor(version: str, case: Case) -> None:
+    for launch in launches(version, case):
+        spills = (launch.stack, launch.local, count(launch, r"\b(STL|LDL)\b"))
+        assert spills == (0, 0, 0), f"{launch.kernel}: {launch.registers} registers"
+        assert launch.shared <= SHARED[case.architecture]
+        assert programs_at_once(launch) >= 1
+
+
+@fast
+def test_keys_and_values_come_in_loads_of_16_bytes(version: str, case: Case) -> None:
+    for launch in launches(version, case):
+        if launch.kernel not in ("sample_parts", "attend_blocks"):
+            continue
+        constants, rows = launch.constants, 2
+        if launch.kernel == "sample_parts":
+            rows = constants["BLOCK_SIZE"] // constants["BLOCK_N"]  # tiles of a turn of the loop; no values
+        tile = constants["BLOCK_N"] * constants["BLOCK_D"] * itemsize(case)
+        asynchronous = count(launch, r"\bLDGSTS\b")
+        wide = count(launch, r"\bLDGSTS\S*\.128\b")
+        assert asynchronous == wide, "no narrow one"
+        assert wide * 16 * 32 * launch.warps >= rows * tile * (launch.stages - 1)
+
+
+def test_the_check_of_loads_sees_caches_that_are_not_aligned() -> None:
+    for launch in launches("triton", ODD):
+        assert count(launch, r"\bLDGSTS\S*\.128\b") == 0
+
+
+@by_case
+def test_matrix_units_multiply_16_bits_and_nothing_rounds_float32(version: str, case: Case) -> None:
+    for launch in launches(version, case):
+        multiplies = launch.kernel in ("sample_parts", "attend_blocks")
+        assert (count(launch, MATRIX) > 0) == (multiplies and itemsize(case) == 2), launch.kernel
+        assert count(launch, "TF32") == 0
+        assert count(launch, r"\bFFMA\b") >= 128 or itemsize(case) == 2 or not multiplies
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_blocks_of_64_and_more_run_on_the_warpgroup_units(version: str) -> None:
+    """Where sm_90 and sm_100 fall back to sm_80's instruction, they reach half of their speed."""
+    for case in cases(version):
+        if case.architecture >= 90 and itemsize(case) == 2 and case.block_size >= 64:
+            for launch in launches(version, case):
+                assert count(launch, r"\bHMMA\b") == 0, (str(case), launch.kernel)
