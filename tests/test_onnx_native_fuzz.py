@@ -25,6 +25,7 @@ from onnx_operators import DTYPES, Operator, windowed_attention
 from require import absent
 
 from mlx_sparse import oracle
+from mlx_sparse.layout import Layout
 
 EXAMPLES = int(os.environ.get("MLX_SPARSE_FUZZ", "150"))
 ONE_LINE = re.compile(r"Status Message: \w+: \w+: expected [^\n]+, got [^\n]+\.$")
@@ -277,6 +278,77 @@ def test_lengths_that_do_not_fit_are_refused_and_others_are_not(case: Draw) -> N
             attend(**given)
 
 
+@dataclass
+class Prompt:
+    """Sizes and contents of a piece of a prompt; ``free`` slots of the buffers are NaN."""
+
+    B: int
+    Hkv: int
+    G: int
+    L: int
+    S: int
+    free: int
+    D: int
+    dtype: str
+    block_size: int
+    chunks: int
+    alphas: tuple[float, float]
+    seed: int
+
+    def __post_init__(self) -> None:
+        rng = np.random.default_rng(self.seed)
+        kind = DTYPES[self.dtype]
+        self.q = (2 * rng.normal(size=(self.B, self.Hkv * self.G, self.L, self.D))).astype(kind)
+        shape = (self.B, self.Hkv, self.S + self.free, self.D)
+        self.k, self.v = (rng.normal(size=shape).astype(kind) for _ in range(2))
+        for array in (self.k, self.v):
+            array[:, :, self.S :] = np.nan
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        alphas = {"alpha_column": self.alphas[0], "alpha_slash": self.alphas[1]}
+        return {**alphas, "chunks": self.chunks, "block_size": self.block_size, "scale": self.D**-0.5}
+
+
+@st.composite
+def prompts(draw: Any) -> Prompt:
+    L = draw(st.integers(1, 300))
+    alpha = st.sampled_from([1e-9, 0.1, 0.5, 0.9, 0.999, 1.0])
+    return Prompt(
+        B=draw(st.integers(1, 2)),
+        Hkv=draw(st.integers(1, 2)),
+        G=draw(st.integers(1, 4)),
+        L=L,
+        S=L + draw(st.sampled_from([0, 1, 31, 64, 200])),
+        free=draw(st.integers(0, 9)),
+        D=draw(st.sampled_from([1, 7, 16, 33, 64])),
+        dtype=draw(st.sampled_from(sorted(DTYPES))),
+        block_size=draw(st.sampled_from([32, 64, 128])),
+        chunks=draw(st.sampled_from([1, 2, 5, 2**31 - 1])),
+        alphas=(draw(alpha), draw(alpha)),
+        seed=draw(st.integers(0, 2**32 - 1)),
+    )
+
+
+@given(prompts())
+@fuzz
+def test_a_prompt_attends_the_blocks_that_are_told(case: Prompt) -> None:
+    attend = Operator("native", "Sample", case.dtype, **case.settings)
+    got = attend(query=case.q, keys=case.k, values=case.v, length=np.array([case.S]))
+    q, k, v = (array.astype(np.float64) for array in (case.q, case.k[:, :, : case.S], case.v[:, :, : case.S]))
+    blocks, layout = got["blocks"], Layout(case.L, case.S, case.chunks, case.block_size)
+    rows = np.arange(layout.first_block, layout.key_blocks)
+    assert blocks.shape[:3] == (case.B, case.Hkv * case.G, layout.row_blocks)
+    mask = oracle.block_mask(blocks, layout.key_blocks)
+    assert mask[..., 0].all()
+    assert mask[:, :, np.arange(len(rows)), rows].all()
+    assert (mask.sum(axis=-1) == (blocks >= 0).sum(axis=-1)).all()
+    assert not mask[:, :, np.arange(layout.key_blocks) > rows[:, None]].any()
+    expected, _ = oracle.attend_blocks(q, k, v, blocks, block_size=case.block_size)
+    off = ulp(expected, case.dtype) + 2e-5
+    np.testing.assert_allclose(got["output"].astype(np.float64), expected, rtol=2.0 ** -PRECISION[case.dtype], atol=off)
+
+
 def preloads(compiler: str) -> str | None:
     """What must be loaded before a library with sanitizers; None where the compiler has none."""
     found = []
@@ -309,4 +381,4 @@ sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", {__file__!r}, "-k", 
     env = {**os.environ, "LD_PRELOAD": preload, "ASAN_OPTIONS": "detect_leaks=0", "MLX_SPARSE_FUZZ": "25"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
-    assert "5 passed" in done.stdout
+    assert "6 passed" in done.stdout

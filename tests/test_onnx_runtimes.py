@@ -35,6 +35,7 @@ from onnx_operators import (
 )
 from packages import MINUTES, Package, fetched, wheel
 from require import absent
+from sample_cases import SampleCase, assert_attends, assert_same_blocks, selection
 
 from mlx_sparse import onnx_export
 
@@ -106,6 +107,37 @@ def dense(case: Case, window: int) -> File:
     return File("CachedAttention", case.dtype, {"scale": scale, "window": window}, inputs, check, {})
 
 
+def sampled(case: SampleCase) -> File:
+    """A whole prompt or a piece of one, over buffers with free slots."""
+    q, k, v = case.inputs()
+    free = np.full((case.B, case.Hkv, 5, case.D), np.nan)
+    inputs = {"query": q, "keys": np.concatenate([k, free], axis=2), "values": np.concatenate([v, free], axis=2)}
+    inputs["length"] = np.array([case.S])
+
+    def check(got: dict[str, Array]) -> None:
+        blocks = got["blocks"].reshape(case.B, case.Hq, case.layout.row_blocks, -1)
+        assert_same_blocks(blocks, case, selection(case))
+        assert_attends(got["output"], None, case, blocks)
+
+    return File("Sample", case.dtype, case.parameters, inputs, check, {})
+
+
+def sampled_after_others(case: SampleCase) -> File:
+    """A piece of a prompt in the caches of SampleAttention and SparQ."""
+    decode = Case(case.B, case.Hq, case.Hkv, case.S, case.D, case.dtype)
+    q, k, v = case.inputs()
+    past = case.S - case.L
+    new = {"query": q, "key": k[:, :, past:], "value": v[:, :, past:], "left_padding": padding(decode)}
+    inputs = {**filled_caches(decode, k, v, past, case.S + LANES), **new}
+    settings = {**CACHES, **attributes(parameters(decode, "paper")), **case.parameters, "dense_prompt_below": 0}
+
+    def check(got: dict[str, Array]) -> None:
+        assert_attends(got["output"], None, case, selection(case).blocks)
+        np.testing.assert_array_equal(got["present_key"][:, :, : case.S].astype(np.float32), k)
+
+    return File("SampleSparQAttention", case.dtype, settings, inputs, check, {})
+
+
 FILES = {
     "sparq": sparq_step(Case(2, 6, 2, 300, 64, "f32", padding=(0, 290)), "eval"),
     "sparq-f16": sparq_step(Case(2, 4, 4, 300, 64, "f16", padding=(0, 40)), "reallocate"),
@@ -116,7 +148,12 @@ FILES = {
     "cached-dense-f16": dense(Case(1, 8, 2, 300, 80, "f16"), 0),
     "cached-window": dense(Case(2, 6, 2, 300, 64, "f32", padding=(5, 290)), 40),
     "cached-dense-blocks": dense(Case(2, 8, 8, 1300, 64, "f32", padding=(3, 700)), 0),
+    "sample": sampled(SampleCase(2, 6, 2, 257, 400, 64, "f32", 32, chunks=2)),
+    "sample-f16": sampled(SampleCase(1, 4, 2, 300, 300, 64, "f16", 64)),
+    "cached-sample": sampled_after_others(SampleCase(1, 4, 2, 257, 400, 64, "f32", 32)),
 }
+# Runtimes that are handed files in which every size is a number get one token a call: there is nothing to sample.
+PROMPTS = {name for name in FILES if "sample" in name}
 
 
 def as_exported(file: File, model: onnx.ModelProto) -> onnx.ModelProto:
@@ -218,10 +255,14 @@ def read(folder: Path, name: str, call: Call) -> dict[str, Array] | str:
     return {key: np.fromfile(folder / f"{name}.{key}", t).reshape(shape) for key, (t, shape) in call.outputs.items()}
 
 
+def files_of(runtime: str) -> list[str]:
+    return [name for name in FILES if RUNTIMES[runtime].lowered is not static or name not in PROMPTS]
+
+
 @functools.cache
 def operators(runtime: str) -> dict[str, dict[str, Array] | str]:
     """What every operator file puts out."""
-    return run(runtime, {name: call(file, RUNTIMES[runtime]) for name, file in FILES.items()})
+    return run(runtime, {name: call(FILES[name], RUNTIMES[runtime]) for name in files_of(runtime)})
 
 
 def call(file: File, runtime: Runtime) -> Call:
@@ -229,7 +270,7 @@ def call(file: File, runtime: Runtime) -> Call:
     types = {"T": DTYPES[file.dtype], "tensor(float)": np.float32, "tensor(int64)": np.int64, "tensor(int32)": np.int32}
     shapes = {name.replace("past", "present"): array.shape for name, array in given.items()}
     query, key = shapes["query"], shapes["key" if "key" in shapes else "keys"]
-    shapes |= {"output": query, "indices": (*key[:2], -1)}
+    shapes |= {"output": query, "indices": (*key[:2], -1), "blocks": (-1,)}
     sizes = {"Hq": query[1], "Hkv": key[1], "D": query[3], **file.sizes} if runtime.lowered is static else {}
     model = onnx_export.operator_model(
         file.operator, dtype=DTYPES[file.dtype].name, profile=runtime.profile, sizes=sizes, **file.attributes
@@ -241,8 +282,7 @@ def call(file: File, runtime: Runtime) -> Call:
     )
 
 
-@pytest.mark.parametrize("file", FILES)
-@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize(("runtime", "file"), [(r, f) for r in RUNTIMES for f in files_of(r)])
 def test_other_runtimes_compute_the_same(runtime: str, file: str) -> None:
     got = operators(runtime)[file]
     assert not isinstance(got, str), got
