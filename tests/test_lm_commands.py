@@ -100,6 +100,10 @@ BAD: dict[str, tuple[list[str], str]] = {
         "attn: expected one prefill method, got sample and bigbird",
     ),
     "alpha 0": (["--attn", "sample:alpha_column=0"], "alpha_column: expected .*, got 0"),
+    "mass without a prefill method": (
+        [*SPARSE, "--attn-report", "mass"],
+        "--attn-report: expected text, json or off with --attn sparq, got mass",
+    ),
     "malformed TOML": (["--attn-config", "bad.toml"], r"attn-config: expected valid TOML, got bad.toml \(.*\)"),
     "missing TOML": (["--attn-config", "none.toml"], "attn-config: expected a readable TOML file, got none.toml"),
     "family without the seam": (["--model", "gemma2", *SPARSE], "model: expected attention .*, got gemma2"),

@@ -2,7 +2,8 @@
 
 How it works: every attention layer of mlx-lm calls one function, `mlx_lm.models.base.scaled_dot_product_attention`, and
 hands it the layer's cache. `seam` replaces that function in the modules of an enabled model; `plan` decides per call
-whether the cache attends sparsely and counts what it decided; `command` adds the option to mlx-lm's commands.
+whether the cache attends sparsely and counts what it decided, `figures` what prompts kept; `command` adds the option to
+mlx-lm's commands.
 """
 
 from .model import disable, enable, report, sparse

@@ -64,16 +64,18 @@ class Session:
             configs = parse(args.attn, base) if args.attn is not None else tuple(base.values())
             if configs == (Dense(),):
                 return
-            select_methods(configs)
+            prefill, _ = select_methods(configs)
             for config in configs:
                 registry.require(args.attn_backend, config.name)
         except SparseAttentionError as error:
             _fail(parser, str(error))
+        names = "+".join(config.name for config in configs)
+        if "mass" in self.report_as and prefill is None:
+            _fail(parser, f"--attn-report: expected text, json or off with --attn {names}, got {self.report_as}.")
         prompt_cache = getattr(args, "prompt_cache_file", None)
         if prompt_cache is not None and not self.only_prompts and not Path(prompt_cache).is_file():
             _fail(parser, f"--prompt-cache-file: expected a file, got {prompt_cache}.")
         if getattr(args, "kv_bits", None) is not None:
-            names = "+".join(config.name for config in configs)
             _fail(parser, f"--kv-bits: expected none with --attn {names}, which reads unquantised keys. Drop one.")
         self.configs = configs
         self.backend = args.attn_backend
