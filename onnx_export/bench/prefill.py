@@ -40,7 +40,7 @@ DENSE = {
     "native-dense": "our CachedAttention, native",
 }
 SPARSE = {"body-sample": "our SampleAttention, body", "native-sample": "our SampleAttention, native"}
-HALF = ("float32", "float16")
+TYPES_OF = {"native-dense": ("float32", "float16"), "native-sample": ("float32", "float16")}  # float32 alone otherwise
 MOST_LOGITS = 2 << 30  # bytes; ORT's Attention holds those of all heads
 CHECKED = 48  # rows of a head that are compared with float64 attention
 PEAK = 7.0  # logits of the keys that stand out
@@ -65,11 +65,15 @@ class Problem:
     def scale(self) -> float:
         return float(self.D**-0.5)
 
+    @property
+    def G(self) -> int:
+        return self.Hq // self.Hkv
+
     @cached_property
     def arrays(self) -> tuple[Array, Array, Array]:
         """Queries (1, Hq, S, D), keys and values (1, Hkv, S, D): float32 numbers that float16 has too."""
         rng = np.random.default_rng(0)
-        n, G, position = self.D // 4, self.Hq // self.Hkv, np.arange(self.S)
+        n, position = self.D // 4, np.arange(self.S)
         waves = rng.uniform(0.02, 1.5, size=n)
         distance = rng.integers(0, self.S // 3, size=self.Hq) * (rng.random(self.Hq) < 0.5)
 
@@ -84,14 +88,22 @@ class Problem:
         direction /= np.linalg.norm(direction, axis=-1, keepdims=True)
         column = (rng.random(size=(1, self.Hkv, self.S, 1)) < 4 / self.S) | (position < 4)[:, None]
         keys[..., 2 * n :] += column * direction * self.D**0.25
-        queries[..., 2 * n :] += np.repeat(direction, G, axis=0) * PEAK * self.D**0.25
+        queries[..., 2 * n :] += np.repeat(direction, self.G, axis=0) * PEAK * self.D**0.25
         q, k, v = (array.astype(np.float16).astype(np.float32) for array in (queries, keys, values))
         return q, k, v
 
     @cached_property
     def scores(self) -> tuple[Array, Array]:
+        """The oracle's, one head at a time."""
         q, k, _ = self.arrays
-        return oracle.sample_scores(q, k, chunks=self.chunks, block_size=self.block_size)
+        found = [
+            oracle.sample_scores(
+                q[:, h : h + 1], k[:, h // self.G : h // self.G + 1], chunks=self.chunks, block_size=self.block_size
+            )
+            for h in range(self.Hq)
+        ]
+        column, slash = (np.concatenate(scores, axis=1) for scores in zip(*found, strict=True))
+        return column, slash
 
     def blocks(self, alpha: float) -> Array:
         """Attended blocks, bool (1, Hq, R, Nk)."""
@@ -114,7 +126,7 @@ class Problem:
 
     def expected(self, alpha: float | None) -> tuple[Array, Array]:
         """Some rows, and the attention output of each head there in float64 (Hq, rows, D); dense without alpha."""
-        q, k, v = (array.astype(np.float64)[0] for array in self.arrays)
+        q, k, v = (array[0] for array in self.arrays)
         rows = np.unique(np.linspace(0, self.S - 1, CHECKED).astype(int))
         key = np.arange(self.S)
         mask = np.broadcast_to(key <= rows[:, None], (self.Hq, len(rows), self.S))
@@ -122,9 +134,10 @@ class Problem:
             mask = mask & self.blocks(alpha)[0][:, rows // self.block_size][:, :, key // self.block_size]
         made = np.empty((self.Hq, len(rows), self.D))
         for h in range(self.Hq):
-            logits = np.where(mask[h], self.scale * q[h, rows] @ k[h * self.Hkv // self.Hq].T, -np.inf)
+            own, keys, values = (a.astype(np.float64) for a in (q[h, rows], k[h // self.G], v[h // self.G]))
+            logits = np.where(mask[h], self.scale * own @ keys.T, -np.inf)
             weights = np.exp(logits - logits.max(axis=1, keepdims=True))
-            made[h] = weights / weights.sum(axis=1, keepdims=True) @ v[h * self.Hkv // self.Hq]
+            made[h] = weights / weights.sum(axis=1, keepdims=True) @ values
         return rows, made
 
 
@@ -148,6 +161,17 @@ class Row:
         row = vars(self) | {"samples": len(self.times), "min_s": min(self.times, default=None)}
         del row["times"]
         return row
+
+
+class Buffers:
+    """What contenders of one type share: inputs, caches and the output (1, Hq, S, D)."""
+
+    def __init__(self, problem: Problem, dtype: str) -> None:
+        self.kind = np.dtype(DTYPES[dtype])
+        self.inputs = [array.astype(self.kind, copy=False) for array in problem.arrays]
+        cache = (1, problem.Hkv, problem.S, problem.D)
+        self.caches = {name: memory.zeros(cache, self.kind) for name in ("past_key", "past_value")}
+        self.output = memory.zeros((1, problem.Hq, problem.S, problem.D), self.kind)
 
 
 @dataclass
@@ -177,31 +201,39 @@ def run(
 
 
 def _case(problem: Problem, shape: Shape, threads: int, repeat: int) -> list[Row]:
-    dense = [(name, dtype) for name in DENSE for dtype in (HALF if name != "torch" else HALF[:1])]
-    rows = [Row(name, dtype, problem.S, shape, threads) for name, dtype in dense]
+    rows = [Row(name, d, problem.S, shape, threads) for name in DENSE for d in TYPES_OF.get(name, ("float32",))]
     for density in DENSITIES:
         alpha = problem.alpha_of(density)
         found = problem.density(alpha)
-        rows += [Row(name, d, problem.S, shape, threads, found, alpha) for name in SPARSE for d in HALF]
+        for name in SPARSE:
+            kinds = TYPES_OF.get(name, ("float32",))
+            rows += [Row(name, dtype, problem.S, shape, threads, found, alpha) for dtype in kinds]
     entered = []
+    buffers = {dtype: Buffers(problem, dtype) for dtype in {row.dtype for row in rows}}
     for row in rows:
         row.note = _unavailable(row, problem)
         if row.note is None:
-            contender = _build(row, problem)
-            contender.run()
+            contender = _build(row, problem, buffers[row.dtype])
+            row.times.append(_timed(contender, threads))
             row.note = _wrong(contender, problem, row)
             row.failed = row.note is not None
-            if not row.failed:
+            if row.failed:
+                row.times.clear()
+            else:
                 entered.append((row, contender))
-    clock = time.process_time if threads == 1 else time.perf_counter  # the former leaves out what others take
-    for _ in range(repeat):
+    for _ in range(repeat - 1):
         for row, contender in entered:
-            start = clock()
-            contender.run()
-            row.times.append(clock() - start)
+            row.times.append(_timed(contender, threads))
     del entered
     gc.collect()
     return rows
+
+
+def _timed(contender: Contender, threads: int) -> float:
+    clock = time.process_time if threads == 1 else time.perf_counter  # the former leaves out what others take
+    start = clock()
+    contender.run()
+    return clock() - start
 
 
 def _unavailable(row: Row, problem: Problem) -> str | None:
@@ -224,42 +256,31 @@ def _wrong(contender: Contender, problem: Problem, row: Row) -> str | None:
     return None if error <= allowed else f"wrong result: error {error:.1e}, allowed {allowed:.1e}"
 
 
-def _build(row: Row, problem: Problem) -> Contender:
-    kind = np.dtype(DTYPES[row.dtype])
-    arrays = [array.astype(kind) for array in problem.arrays]
+def _build(row: Row, problem: Problem, buffers: Buffers) -> Contender:
     if row.contender == "torch":
-        return _torch(arrays, problem, row.threads)
+        return _torch(buffers.inputs, problem, row.threads)
     model = {"gqa": _gqa, "attention": _attention}.get(row.contender, _ours)(row, problem)
     mode = "auto" if row.contender.startswith("native") else "off"
     session = onnxruntime.InferenceSession(model.SerializeToString(), options(row.threads, mode))
     piece = PIECE if row.contender == "body-dense" else problem.S
-    return _ort(session, arrays, problem, kind, piece, flat=row.contender == "gqa")
+    return _ort(session, problem, buffers, piece, flat=row.contender == "gqa")
 
 
-def _ort(
-    session: onnxruntime.InferenceSession,
-    arrays: list[Array],
-    p: Problem,
-    kind: np.dtype[Any],
-    piece: int,
-    *,
-    flat: bool,
-) -> Contender:
+def _ort(session: onnxruntime.InferenceSession, p: Problem, buffers: Buffers, piece: int, *, flat: bool) -> Contender:
     """A model on onnxruntime that takes the prompt in pieces, caches bound in place."""
     inputs = {info.name for info in session.get_inputs()}
-    caches = {name: memory.zeros((1, p.Hkv, p.S, p.D), kind) for name in ("past_key", "past_value")}
-    kept: list[Any] = [caches]
-    bindings, outputs = [], []
+    bindings, outputs, kept = [], [], []
     for start in range(0, p.S, piece):
         stop = min(start + piece, p.S)
         given: dict[str, Array] = {
             name: np.ascontiguousarray(array[:, :, start:stop])
-            for name, array in zip(("query", "key", "value"), arrays, strict=True)
+            for name, array in zip(("query", "key", "value"), buffers.inputs, strict=True)
         }
         if flat:
             given = {name: array.swapaxes(1, 2).reshape(1, stop - start, -1) for name, array in given.items()}
-        out = np.zeros(given["query"].shape, kind)
-        given |= {
+        whole = piece >= p.S
+        out = buffers.output.reshape(given["query"].shape) if whole else np.zeros_like(given["query"])
+        given |= buffers.caches | {
             "past_length": np.array([start]),
             "left_padding": np.array([0]),
             "seqlens_k": np.array([stop - 1], np.int32),
@@ -267,25 +288,23 @@ def _ort(
         }
         binding = session.io_binding()
         for name in inputs:
-            array = caches[name] if name in caches else given[name]
-            value = memory.ort_value(array)
+            value = memory.ort_value(given[name])
             binding.bind_ortvalue_input(name, value)
-            if name in caches:
+            if name in buffers.caches:
                 binding.bind_ortvalue_output(name.replace("past", "present"), value)
         binding.bind_ortvalue_output("output", memory.ort_value(out))
-        kept.append(given)
+        kept.append(given)  # the runtime borrows its arrays
         outputs.append(out)
         bindings.append(binding)
 
     def attend() -> None:
-        for binding in bindings:
+        for binding, _ in zip(bindings, kept, strict=True):
             session.run_with_iobinding(binding)
 
     def output() -> Array:
-        whole: Array = np.concatenate(outputs, axis=1 if flat else 2)[0]
-        return whole.reshape(p.S, p.Hq, p.D).swapaxes(0, 1) if flat else whole
+        found: Array = np.concatenate(outputs, axis=1 if flat else 2)[0]
+        return found.reshape(p.S, p.Hq, p.D).swapaxes(0, 1) if flat else found
 
-    attend.kept = kept  # type: ignore[attr-defined]  # OrtValues borrow these
     return Contender(attend, output)
 
 
@@ -361,4 +380,4 @@ def _cell(row: Row, rows: Sequence[Row]) -> str:
     dense = [min(r.times) for r in rows if (r.contender, r.dtype, r.S, r.shape) == ours and r.times]
     ratio = f" ({dense[0] / min(row.times):.2f})" if dense else ""
     density = "" if row.alpha is None else f"density {row.density:.2f}: "
-    return f"{density}{min(row.times):.2f}{ratio}"
+    return f"{density}{min(row.times):.3g}{ratio}"
