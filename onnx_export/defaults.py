@@ -10,6 +10,9 @@ ENOUGH_SAVED = 1 << 19
 # Tokens of a prompt that go in at a time. A sampled one is scored piece by piece, at the cost of a row block each, so
 # that they are as long as mlx-lm's.
 PIECE, SAMPLE_PIECE = 512, 2048
+# Keys below which prompts stay dense where that is "auto": from here on SampleAttention was faster than dense attention
+# of its kind, bodies and native kernels alike, with half of the blocks attended.
+SAMPLE_BELOW = 2048
 
 
 def lanes_for(length: int) -> int:
@@ -30,8 +33,3 @@ def dense_below(config: SparQ, D: int) -> int:
     if config.dense_below != "auto" or config.top_k < SparQ.top_k:
         return shortest
     return max(shortest, ENOUGH_SAVED // (2 * D - config.rank))
-
-
-def sample_below() -> int:
-    """Keys below which prompts stay dense, where that is "auto"; the same for bodies and native kernels."""
-    return 2048

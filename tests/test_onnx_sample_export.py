@@ -14,12 +14,14 @@ from exported import FLOAT32, SAMPLE, Made
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_sparse.onnx_export import native, run
+from mlx_sparse.onnx_export.defaults import SAMPLE_BELOW
 from mlx_sparse.onnx_export.exporter import export as exporter
 from mlx_sparse.onnx_export.exporter import verify
 from mlx_sparse.onnx_export.runner import Runner
 from require import absent
 
-from mlx_sparse.checks import ArtefactError
+from mlx_sparse.checks import ArtefactError, ConfigError
+from mlx_sparse.config import Sample, parse
 
 METHODS = {
     "sample": SAMPLE.partition("+")[0],
@@ -112,6 +114,16 @@ def test_a_file_that_samples_otherwise_than_mlx_is_not_kept(
     with pytest.raises(ArtefactError, match="Nothing was kept"):
         Made(tmp_path, "llama", METHODS["sample"], {"num_hidden_layers": 3}, max_length=320)
     assert not (tmp_path / "exported").exists()
+
+
+def test_one_setting_is_taken_from_ranges_of_which_no_other_begins_in_the_file() -> None:
+    ranges = parse("sample:ranges=1000:0.9:0.8:3/2000:0.5:0.5:2")[0]
+    assert isinstance(ranges, Sample)
+    assert str(exporter.settle_prompts(ranges, 999)) == str(
+        Sample(alpha_column=0.9, alpha_slash=0.8, chunks=3, dense_below=SAMPLE_BELOW)
+    )
+    with pytest.raises(ConfigError, match="ranges: expected one setting for all contexts up to 1000 tokens"):
+        exporter.settle_prompts(ranges, 1000)
 
 
 def test_only_layers_without_a_window_are_sampled(tmp_path: Path) -> None:

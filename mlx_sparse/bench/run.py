@@ -115,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
         "--onnx",
         action="store_true",
         help="instead, time a decode step of the ONNX operators on onnxruntime against others on the CPU, and hold it "
-        "to the bars of docs/results/onnx.md",
+        "to the bars of docs/results/onnx.md; with --attn sample attention to a whole prompt",
     )
     other.add_argument(
         "--cuda",

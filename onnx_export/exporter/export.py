@@ -26,7 +26,7 @@ from mlx_sparse.lm.model import resolve
 
 from .. import build
 from .. import lower as lowering
-from ..defaults import SAMPLE_PIECE, dense_below, lanes_for, sample_below
+from ..defaults import SAMPLE_BELOW, SAMPLE_PIECE, dense_below, lanes_for
 from ..domain import COMPAT, DEFAULT, DOMAIN, SPEC
 from ..genai import write_config
 from .decoder import Decoder, Target
@@ -189,7 +189,7 @@ def settle_prompts(config: Sample, max_length: int) -> Sample:
             f"ranges: expected one setting for all contexts up to {max_length} tokens, which a file has, got "
             f"{len(settled)}. Give alpha_column, alpha_slash and chunks instead."
         )
-    below = sample_below() if config.dense_below == "auto" else config.dense_below
+    below = SAMPLE_BELOW if config.dense_below == "auto" else config.dense_below
     return dataclasses.replace(settled.pop(), dense_below=below)
 
 
