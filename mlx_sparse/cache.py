@@ -16,7 +16,8 @@ from mlx_lm.models.cache import BatchKVCache, KVCache
 
 from . import registry
 from .checks import check_local_window
-from .config import MethodConfig, OracleTopK, Prefill, SparQ, Streaming
+from .config import MethodConfig, OracleTopK, Prefill, Sample, SparQ, Streaming
+from .layout import Layout
 from .ops.select import valid_keys
 
 # Rows of ``keys_t`` hold a multiple of this many keys, so that they start on a cache line of 128 bytes in every type.
@@ -168,6 +169,7 @@ class SparseCache:
     keys: Any
     values: Any
     _side: SideBuffers | None = None
+    _full_at = 0  # keys at which a sample last kept too many blocks to be worth while
 
     length_name = "offset"  # where mlx-lm's class keeps the number of rows in use
 
@@ -204,6 +206,7 @@ class SparseCache:
     def drop_side_buffers(self) -> None:
         """Forget everything that can be rebuilt; for operations that move rows."""
         self._side = None
+        self._full_at = 0
 
     def attend(
         self, queries: mx.array, config: MethodConfig, *, scale: float, backend: str
@@ -235,20 +238,44 @@ class SparseCache:
         result: tuple[mx.array, mx.array] = registry.load(config.name, backend)(queries, keys, values, **parameters)
         return result
 
+    def select_prompt(
+        self, queries: mx.array, config: Sample, *, scale: float, backend: str, fullest: float
+    ) -> mx.array | None:
+        """The blocks for `attend_prompt` if they are at most the share ``fullest`` of all, for which this waits.
+
+        Where they are more, it is not tried again before the context has doubled: density falls slowly.
+        """
+        S = self.length
+        if self._full_at <= S < 2 * self._full_at:
+            return None
+        keys, _, length = self._rows(backend)
+        select = registry.load("sample_select", backend)
+        blocks: mx.array = select(queries, keys, scale=scale, **config.parameters(), **length)
+        pairs = Layout(queries.shape[2], S, config.chunks, config.block_size).causal_pairs
+        kept: Any = (blocks >= 0).sum().item()
+        full = kept > fullest * pairs * queries.shape[0] * queries.shape[1]
+        self._full_at = S if full else 0
+        return None if full else blocks
+
     def attend_prompt(
-        self, queries: mx.array, config: Prefill, *, scale: float, backend: str
+        self, queries: mx.array, config: Prefill, *, scale: float, backend: str, blocks: mx.array | None = None
     ) -> tuple[mx.array, mx.array, mx.array]:
         """A piece of a prompt over this cache, no row of which may be padded.
 
         Args:
             queries: ``(B, Hq, L, D)``; their keys and values have been written.
             config: method and parameters, as `Prefill.at` gives them for this context.
+            blocks: what `select_prompt` chose, if it was asked.
 
         Returns:
             ``out (B, Hq, L, D)``, float32 ``lse (B, Hq, L)`` of the attended keys and the blocks they are in,
             ``(B, Hq, R, N)``.
         """
         keys, values, length = self._rows(backend)
+        if blocks is not None:
+            attend = registry.load("attend_blocks", backend)
+            out, lse = attend(queries, keys, values, blocks, scale=scale, block_size=config.block_size, **length)
+            return out, lse, blocks
         attend = registry.load(config.name, backend)
         result: tuple[mx.array, mx.array, mx.array] = attend(
             queries, keys, values, scale=scale, **config.parameters(), **length

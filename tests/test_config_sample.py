@@ -13,6 +13,7 @@ from mlx_sparse.checks import ConfigError
 from mlx_sparse.config import (
     CONFIGS,
     SAMPLE_PAYS_FROM,
+    SAMPLE_PAYS_UP_TO,
     BigBird,
     MethodConfig,
     MInference,
@@ -38,6 +39,7 @@ configs = st.one_of(
         chunks=counts,
         block_size=sizes,
         dense_below=st.just("auto") | st.integers(min_value=0, max_value=10**9),
+        dense_above=st.just("auto") | shares,
         ranges=ranges,
     ),
     st.builds(MInference, vertical_tokens=counts, slash_tokens=counts, block_size=sizes),
@@ -100,6 +102,14 @@ def test_sampling_is_dense_below_a_context() -> None:
     assert Sample(dense_below=7).shortest_context() == 7
 
 
+@pytest.mark.parametrize("backend", ["ops", "metal"])
+def test_sampling_is_dense_above_a_density_unless_the_user_has_decided(backend: str) -> None:
+    assert Sample().fullest(backend) == SAMPLE_PAYS_UP_TO[backend] < 1
+    assert Sample(dense_below=0).fullest(backend) == 1
+    assert Sample(dense_below=0, dense_above=0.3).fullest(backend) == 0.3
+    assert MInference().fullest(backend) == 1
+
+
 def test_every_method_says_which_stage_it_is_for() -> None:
     prefill = {"sample", "minference", "bigbird", "streaming_prefill"}
     assert {name: cls.stage for name, cls in CONFIGS.items()} == {
@@ -116,6 +126,7 @@ def test_every_method_says_which_stage_it_is_for() -> None:
         ("sample:alpha_slash=high", "alpha_slash: expected a number above 0 and at most 1, got 'high'."),
         ("sample:chunks=0", "chunks: expected an integer of at least 1, got 0."),
         ("sample:block_size=48", "block_size: expected one of 32, 64, 128, got 48."),
+        ("sample:dense_above=0", "dense_above: expected a number above 0 and at most 1, got 0."),
         ("sample:dense_below=-1", "dense_below: expected an integer of at least 0, got -1."),
         (
             "sample:ranges=5:0.9:0.9",

@@ -6,7 +6,16 @@ prints it.
 
 from .base import NEVER, QK_NORMS, Dense, MethodConfig, Step
 from .decode import ENOUGH_SAVED, H2O, FlexGen, OracleTopK, SparQ, Streaming, nvidia_kind
-from .prefill import SAMPLE_PAYS_FROM, BigBird, MInference, Prefill, Sample, SampleRange, StreamingPrefill
+from .prefill import (
+    SAMPLE_PAYS_FROM,
+    SAMPLE_PAYS_UP_TO,
+    BigBird,
+    MInference,
+    Prefill,
+    Sample,
+    SampleRange,
+    StreamingPrefill,
+)
 from .text import CONFIGS, MAX_TOML_BYTES, load_toml, parse
 
 __all__ = [
@@ -17,6 +26,7 @@ __all__ = [
     "NEVER",
     "QK_NORMS",
     "SAMPLE_PAYS_FROM",
+    "SAMPLE_PAYS_UP_TO",
     "BigBird",
     "Dense",
     "FlexGen",

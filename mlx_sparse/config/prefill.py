@@ -12,6 +12,10 @@ from .values import read_value
 
 # Keys from which SampleAttention is on by default: about where the paper is no longer slower than dense.
 SAMPLE_PAYS_FROM = 8192
+# The share of block pairs up to which attending them is taken to be faster than attending densely. ops: measured on a
+# CPU (docs/results/prefill.md). metal: not measured; what a kernel four times slower per block than MLX's would allow
+# (docs/results/roofline.md).
+SAMPLE_PAYS_UP_TO = {"ops": 0.6, "metal": 0.22}
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,9 @@ class SampleRange:
         return f"{self.up_to}:{self.alpha_column}:{self.alpha_slash}:{self.chunks}"
 
 
+SWITCHES = ("dense_below", "dense_above", "ranges")  # fields that decide whether and how a backend is called
+
+
 @dataclass(frozen=True)
 class Prefill(MethodConfig):
     """What the methods for prompts have."""
@@ -44,18 +51,24 @@ class Prefill(MethodConfig):
 
     def parameters(self) -> dict[str, Any]:
         """Arguments of the backends' functions."""
-        kept = (field.name for field in dataclasses.fields(self) if field.name not in ("dense_below", "ranges"))
+        kept = (field.name for field in dataclasses.fields(self) if field.name not in SWITCHES)
         return {name: getattr(self, name) for name in kept}
 
     def shortest_context(self, step: Step | None = None) -> int:
         return 0
+
+    def fullest(self, backend: str) -> float:
+        """Density above which attention stays dense."""
+        return 1.0
 
 
 @dataclass(frozen=True)
 class Sample(Prefill):
     """SampleAttention for prompts (docs/spec/sample.md).
 
-    ``dense_below`` is the number of keys below which attention stays dense. "auto" means `SAMPLE_PAYS_FROM`.
+    ``dense_below`` is the number of keys below which attention stays dense, without looking: "auto" means
+    `SAMPLE_PAYS_FROM`. ``dense_above`` is the density above which it does after having looked: "auto" means
+    `SAMPLE_PAYS_UP_TO`, or 1 where ``dense_below`` is given.
     ``ranges`` are settings by context, ascending, that win over the single ones; contexts beyond the last range use the
     last one. ``mlx-sparse tune-sample`` finds them for a model.
     """
@@ -66,12 +79,15 @@ class Sample(Prefill):
     alpha_slash: float = 0.95
     chunks: int = 1
     dense_below: str | int = "auto"
+    dense_above: str | float = "auto"
     ranges: tuple[SampleRange, ...] = ()
 
     def __post_init__(self) -> None:
         check_sample(self.alpha_column, self.alpha_slash, self.chunks, self.block_size)
         if self.dense_below != "auto":
             check_int("dense_below", self.dense_below, 0)
+        if self.dense_above != "auto":
+            check_share("dense_above", self.dense_above)
         object.__setattr__(self, "ranges", _read_ranges(self.ranges))
 
     def at(self, S: int) -> Sample:
@@ -88,6 +104,11 @@ class Sample(Prefill):
 
     def shortest_context(self, step: Step | None = None) -> int:
         return SAMPLE_PAYS_FROM if isinstance(self.dense_below, str) else self.dense_below
+
+    def fullest(self, backend: str) -> float:
+        if not isinstance(self.dense_above, str):
+            return self.dense_above
+        return SAMPLE_PAYS_UP_TO[backend] if self.dense_below == "auto" else 1.0
 
 
 @dataclass(frozen=True)

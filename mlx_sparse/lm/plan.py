@@ -93,10 +93,13 @@ class Plan:
                 reason = next(self._prompt_reasons(queries, keys, cache, mask), None)
             else:
                 reason = self._step_reason(queries, keys, mask, sinks, backend)
-        if reason is not None:
-            self.report.dense_calls[reason] += 1
+        attended = None
+        if reason is None:
+            attended = (self._prompt if prompt else self._step)(queries, keys, cache, scale, backend)
+        if attended is None:
+            self.report.dense_calls[reason or "whose sample keeps too many blocks"] += 1
             return None
-        out, lse = (self._prompt if prompt else self._step)(queries, keys, cache, scale, backend)
+        out, lse = attended
         if sinks is not None:
             # A sink is one more logit in the softmax with nothing behind it.
             kept = mx.sigmoid(lse - sinks.astype(mx.float32)[None, :, None])
@@ -191,11 +194,16 @@ class Plan:
 
     def _prompt(
         self, queries: mx.array, keys: mx.array, cache: SparseCache, scale: float, backend: str
-    ) -> tuple[mx.array, mx.array]:
+    ) -> tuple[mx.array, mx.array] | None:
         assert self.prefill is not None
         L, S = queries.shape[2], keys.shape[2]
         config = self.prefill.at(S)
-        out, lse, blocks = cache.attend_prompt(queries, config, scale=scale, backend=backend)
+        blocks, fullest = None, config.fullest(backend)
+        if isinstance(config, Sample) and fullest < 1:
+            blocks = cache.select_prompt(queries, config, scale=scale, backend=backend, fullest=fullest)
+            if blocks is None:
+                return None
+        out, lse, blocks = cache.attend_prompt(queries, config, scale=scale, backend=backend, blocks=blocks)
         layer = next((index for index, leaf in enumerate(leaves(self._caches)) if leaf is cache), -1)
         self._figures.add(layer, blocks, _layout(config, L, S))
         if self.mass:

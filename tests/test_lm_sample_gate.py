@@ -1,0 +1,110 @@
+"""Prompts whose sample keeps so many blocks that attending densely is faster."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
+from tiny_models import build, prompt_of
+
+import mlx_sparse
+from mlx_sparse import registry
+from mlx_sparse.config import SAMPLE_PAYS_UP_TO
+
+LAYERS, STEP = 2, 128
+TOO_FULL = "whose sample keeps too many blocks"
+SAMPLE = "sample:block_size=32,alpha_column=0.1,alpha_slash=0.1,dense_below=0"
+
+
+def process(model: Any, tokens: list[int], cache: list[Any]) -> mx.array:
+    """Logits of a prompt in steps."""
+    rows = []
+    for start in range(0, len(tokens), STEP):
+        rows.append(model(mx.array(tokens[start : start + STEP])[None], cache=cache))
+        mx.eval(rows[-1], [entry.state for entry in cache])
+    return mx.concatenate(rows, axis=1)
+
+
+@pytest.fixture
+def samples(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Keys at every sample that is taken."""
+    found: list[int] = []
+    load = registry.load
+
+    def recording(function: str, backend: str) -> Any:
+        if function != "sample_select":
+            return load(function, backend)
+
+        def select(queries: mx.array, keys: mx.array, **options: Any) -> Any:
+            found.append(keys.shape[2])
+            return load(function, backend)(queries, keys, **options)
+
+        return select
+
+    monkeypatch.setattr(registry, "load", recording)
+    return found
+
+
+def test_too_full_a_layer_is_dense_and_asked_again_when_the_context_has_doubled(samples: list[int]) -> None:
+    model = build()
+    tokens = prompt_of(5 * STEP)
+    expected = process(model, tokens, make_prompt_cache(model))
+    with mlx_sparse.sparse(model, SAMPLE + ",dense_above=0.01") as report:
+        logits = process(model, tokens, make_prompt_cache(model))
+    assert mx.array_equal(logits, expected)
+    assert report.dense_calls == {TOO_FULL: 5 * LAYERS}
+    assert report.prefill.calls == 0
+    assert samples == [STEP] * LAYERS + [2 * STEP] * LAYERS + [4 * STEP] * LAYERS
+
+
+def test_a_layer_that_is_sparse_enough_is_what_it_is_without_a_limit(samples: list[int]) -> None:
+    model = build()
+    tokens = prompt_of(3 * STEP)
+    with mlx_sparse.sparse(model, SAMPLE) as unlimited:
+        expected = process(model, tokens, make_prompt_cache(model))
+    assert samples == []  # chosen and attended in one go
+    with mlx_sparse.sparse(model, SAMPLE + ",dense_above=0.999") as report:
+        logits = process(model, tokens, make_prompt_cache(model))
+    assert mx.array_equal(logits, expected)
+    assert samples == [length * STEP for length in (1, 2, 3) for _ in range(LAYERS)]
+    assert report.dense_calls == {}
+    assert report.prefill.as_dict() == unlimited.prefill.as_dict()
+
+
+def test_the_limit_lies_between_the_densities_of_layers() -> None:
+    model = build()
+    tokens = prompt_of(STEP)
+    with mlx_sparse.sparse(model, SAMPLE) as report:
+        process(model, tokens, make_prompt_cache(model))
+    densities = sorted(sum(heads) / len(heads) for heads in report.prefill.density.values())
+    assert densities[0] < densities[1]
+    with mlx_sparse.sparse(model, f"{SAMPLE},dense_above={sum(densities) / 2}") as report:
+        process(model, tokens, make_prompt_cache(model))
+    assert report.dense_calls == {TOO_FULL: 1}
+    assert report.prefill.calls == 1
+
+
+def test_a_cache_that_is_cut_back_is_asked_again(samples: list[int]) -> None:
+    model = build()
+    cache = make_prompt_cache(model)
+    with mlx_sparse.sparse(model, SAMPLE + ",dense_above=0.01"):
+        process(model, prompt_of(4 * STEP), cache)
+        del samples[:]
+        other = copy.deepcopy(cache)
+        trim_prompt_cache(cache, 3 * STEP)
+        process(model, prompt_of(STEP), cache)
+        assert samples == [2 * STEP] * LAYERS
+        process(model, prompt_of(STEP), other)  # 5 steps: asked at 4
+        assert samples == [2 * STEP] * LAYERS
+
+
+def test_contexts_that_are_long_enough_are_limited_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlx_sparse.config.prefill.SAMPLE_PAYS_FROM", STEP)
+    monkeypatch.setitem(SAMPLE_PAYS_UP_TO, "ops", 0.01)
+    model = build()
+    with mlx_sparse.sparse(model, SAMPLE.replace(",dense_below=0", "")) as report:
+        process(model, prompt_of(STEP), make_prompt_cache(model))
+    assert report.dense_calls == {TOO_FULL: LAYERS}
