@@ -14,9 +14,9 @@ import mlx_sparse
 from mlx_sparse import registry
 from mlx_sparse.config import SAMPLE_PAYS_UP_TO
 
-LAYERS, STEP = 2, 128
+LAYERS, STEP = 2, 256
 TOO_FULL = "whose sample keeps too many blocks"
-SAMPLE = "sample:block_size=32,alpha_column=0.1,alpha_slash=0.1,dense_below=0"
+SAMPLE = "sample:block_size=32,alpha_column=0.3,alpha_slash=0.3,dense_below=0"
 
 
 def process(model: Any, tokens: list[int], cache: list[Any]) -> mx.array:
