@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache, partial
 from statistics import median
 from typing import Any
 
@@ -157,10 +158,10 @@ class Inputs:
                 keys[:, 0] = True  # always attended; an empty slot has cleared it
             keys = keys.repeat_interleave(BLOCK_SIZE, dim=1)[:, : row + 1]
             for h in range(case.Hq):
-                kv = [array[0, h // (case.Hq // case.Hkv), : row + 1][keys[h]][None] for array in self.qkv[1:]]
-                given = self.qkv[0][0, h, row][None, None], *kv, case.scale
-                exact.append(attention(*given))
-                plain.append(plain_attention(*given))
+                k, v = (array[0, h // (case.Hq // case.Hkv), : row + 1][keys[h]][None] for array in self.qkv[1:])
+                q = self.qkv[0][0, h, row][None, None]
+                exact.append(attention(q, k, v, case.scale))
+                plain.append(plain_attention(q, k, v, case.scale))
         return Expected.of(torch.cat(exact), torch.cat(plain))
 
     def wrong(self, expected: Callable[[], Expected]) -> Callable[[Output], str | None]:
@@ -173,11 +174,14 @@ def contenders(
 ) -> Iterator[tuple[Row, Step, Callable[[Output], str | None]]]:
     """Who takes part: a row, what is timed, and what is wrong with what it gave."""
     case, layout, (q, k, v) = inputs.case, inputs.case.layout, inputs.qkv
-    dense = _once(lambda: inputs.expected(None))
+    dense = cache(partial(inputs.expected, None))
     for name in ("flash", "cudnn"):
         yield Row(case, name), _torch(name, inputs), inputs.wrong(dense)
-    everything = {"block_size": BLOCK_SIZE, "scale": case.scale}
-    yield Row(case, "dense"), lambda _: attend_blocks(q, k, v, None, **everything), inputs.wrong(dense)
+
+    def everything(_: int) -> Output:
+        return attend_blocks(q, k, v, None, block_size=BLOCK_SIZE, scale=case.scale)
+
+    yield Row(case, "dense"), everything, inputs.wrong(dense)
 
     def sampling(_: int) -> Output:
         return tuple(sample.choose(q, k, layout, alpha_column=0.95, alpha_slash=0.95, scale=case.scale))
@@ -186,7 +190,7 @@ def contenders(
     for asked in densities:
         kept, counts = inputs.drawn(asked)
         density = float(counts.sum() / case.Hq / layout.causal_pairs)
-        expected = _once(lambda kept=kept: inputs.expected(kept))
+        expected = cache(partial(inputs.expected, kept))
 
         def attend(_: int, kept: sample.Kept = kept, counts: torch.Tensor = counts) -> Output:
             prefill = Prefill(q, k, v, layout, case.scale)
@@ -204,11 +208,6 @@ def contenders(
             yield Row(case, "flex", asked, density), _flex(inputs, kept), inputs.wrong(expected)
 
 
-def _once(make: Callable[[], Expected]) -> Callable[[], Expected]:
-    known: list[Expected] = []
-    return lambda: known[0] if known else (known.append(make()), known[0])[1]
-
-
 def _torch(name: str, inputs: Inputs) -> Step:
     q, k, v = inputs.qkv
 
@@ -220,7 +219,10 @@ def _torch(name: str, inputs: Inputs) -> Step:
 
 
 def _flex(inputs: Inputs, kept: sample.Kept) -> Step:
-    """flex_attention over the same blocks: those below the diagonal as full ones, without a mask."""
+    """flex_attention over the same blocks: those below the diagonal as full ones, to which it applies no mask.
+
+    Without compiling it knows the mask alone, so that has the blocks too.
+    """
     from torch.nn.attention.flex_attention import BlockMask
 
     layout, (q, k, v) = inputs.case.layout, inputs.qkv
@@ -228,13 +230,16 @@ def _flex(inputs: Inputs, kept: sample.Kept) -> Step:
     lists = sample.merge(kept, layout, 0, layout.row_blocks, layout.key_blocks, counts)
     diagonal = torch.zeros_like(lists)
     diagonal[..., 0] = torch.arange(layout.row_blocks, device=inputs.device)
-    mask = BlockMask.from_kv_blocks(  # type: ignore[no-untyped-call]
+    attended = torch.zeros(lists.shape, dtype=torch.bool, device=inputs.device)
+    attended.scatter_(3, lists.clamp(min=0).long(), lists >= 0)
+    attended[..., 0] = True  # always; an empty slot has cleared it
+    mask = BlockMask.from_kv_blocks(
         torch.ones_like(counts),
         diagonal,
         counts - 1,  # the diagonal is the last of a list
         lists.clamp(min=0),
         BLOCK_SIZE=BLOCK_SIZE,
-        mask_mod=lambda b, h, i, j: i >= j,
+        mask_mod=lambda b, h, i, j: (i >= j) & attended[b, h, i // BLOCK_SIZE, j // BLOCK_SIZE],
         seq_lengths=(inputs.case.S, inputs.case.S),
     )
     attend = flex(inputs.device)
