@@ -52,7 +52,7 @@ def toml(tuned: Sequence[Tuned], prefer: str, model: str, block_size: int) -> st
     lines = [
         f"{FIRST_LINE} for {json.dumps(model)}: {prefer} first.",
         "# Read it with --attn-config. Longer contexts than the last range use the last one.",
-        "# Contexts of fewer keys than `dense_below`, which is not set here, stay dense all the same.",
+        "# What stays dense all the same: see dense_below and dense_above, which are not set here.",
         "",
         "[sample]",
         f"block_size = {block_size}",
