@@ -19,7 +19,7 @@ import pytest
 import tiny_models
 from mlx import nn
 from mlx.utils import tree_flatten
-from mlx_sparse.onnx_export.exporter import command, decoder, export, verify, weights
+from mlx_sparse.onnx_export.exporter import command, decoder, export, file, verify, weights
 
 NAMES = {"model.onnx", "model.onnx.data", "tokenizer.json", "tokenizer_config.json", "genai_config.json"}
 SPARQ = "sparq:rank=4,top_k=4"
@@ -318,7 +318,7 @@ def test_caches_beyond_memory_are_refused(
     def fail(*args: Any) -> None:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(verify, "zeros", fail)
+    monkeypatch.setattr(file, "zeros", fail)
     model = changed(tmp_path / "model", max_position_embeddings=None)
     message = run(model, "--method", SPARQ, "--max-length", "1000000")
     assert_refused(message, "--max-length: expected caches that fit into memory", tmp_path)
