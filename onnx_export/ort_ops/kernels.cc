@@ -338,7 +338,7 @@ constexpr TypeKernels kernels_of() {
 }  // namespace
 
 namespace sparse {
-const Kernels SPARSE_SIMD = {
-    SPARSE_NAME, {kernels_of<float>(), kernels_of<Half>(), kernels_of<BFloat16>()}, exponentials, bound_of, collect,
-    &SPARSE_TILES};
+const Kernels SPARSE_SIMD = {SPARSE_NAME,  {kernels_of<float>(), kernels_of<Half>(), kernels_of<BFloat16>()},
+                             exponentials, bound_of,
+                             collect,      &SPARSE_TILES};
 }

@@ -14,7 +14,7 @@ constexpr int W = 8;
 constexpr int kTileKeys = 2;
 constexpr int kTileVectors = 2;
 constexpr int kTileComponents = 4;  // rows of component-major keys at a time
-constexpr int kStripRows = 6;  // lines of a product in registers, and its vectors
+constexpr int kStripRows = 6;       // lines of a product in registers, and its vectors
 constexpr int kStripVectors = 2;
 
 inline F zero() { return _mm256_setzero_ps(); }

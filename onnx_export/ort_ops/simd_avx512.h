@@ -14,7 +14,7 @@ constexpr int W = 16;
 constexpr int kTileKeys = 4;
 constexpr int kTileVectors = 4;
 constexpr int kTileComponents = 8;  // rows of component-major keys at a time
-constexpr int kStripRows = 6;  // lines of a product in registers, and its vectors
+constexpr int kStripRows = 6;       // lines of a product in registers, and its vectors
 constexpr int kStripVectors = 4;
 
 inline F zero() { return _mm512_setzero_ps(); }

@@ -15,7 +15,7 @@ constexpr int W = 1;
 constexpr int kTileKeys = 4;        // dot products at a time, per row
 constexpr int kTileVectors = 4;     // vectors of output at a time, per row
 constexpr int kTileComponents = 4;  // rows of component-major keys at a time
-constexpr int kStripRows = 4;  // lines of a product in registers, and its vectors
+constexpr int kStripRows = 4;       // lines of a product in registers, and its vectors
 constexpr int kStripVectors = 4;
 
 inline uint32_t bits_of(float x) {

@@ -34,7 +34,8 @@ template <int N>
 void strip(const float* a, int64_t row, int64_t column, const float* b, float* c, int m, int k, int width, bool add) {
   int i = 0;
   const auto at = [&](int line) { return c + int64_t(line) * width; };
-  for (; i + kStripRows <= m; i += kStripRows) product<kStripRows, N>(a + i * row, row, column, b, at(i), k, width, add);
+  for (; i + kStripRows <= m; i += kStripRows)
+    product<kStripRows, N>(a + i * row, row, column, b, at(i), k, width, add);
   for (; i + 2 <= m; i += 2) product<2, N>(a + i * row, row, column, b, at(i), k, width, add);
   if (i < m) product<1, N>(a + i * row, row, column, b, at(i), k, width, add);
 }
