@@ -121,10 +121,9 @@ def check_decode_step(sizes: Sizes, method: str) -> None:
 
 def check_share(name: str, value: object) -> float:
     """Return ``value`` if it is a number in (0, 1]; raise `ConfigError` otherwise."""
-    number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else 0.0
-    if not 0 < number <= 1:  # NaN too
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < value <= 1:  # NaN too
         raise ConfigError(f"{name}: expected a number above 0 and at most 1, got {value!r}.")
-    return number
+    return float(value)
 
 
 def check_block_size(block_size: object) -> None:

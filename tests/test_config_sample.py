@@ -132,6 +132,10 @@ def test_every_method_says_which_stage_it_is_for() -> None:
             "sample:ranges=5:0.9:0.9",
             "ranges: expected up_to:alpha_column:alpha_slash:chunks for each range, got '5:0.9:0.9'.",
         ),
+        (
+            "sample:ranges=5:0.9:0.9:1:7",
+            "ranges: expected up_to:alpha_column:alpha_slash:chunks for each range, got '5:0.9:0.9:1:7'.",
+        ),
         ("sample:ranges=7", "ranges: expected up_to:alpha_column:alpha_slash:chunks for each range, got 7."),
         ("sample:ranges=9:1:1:1/9:1:1:1", "ranges: expected ascending up_to, got 9 before 9."),
         ("sample:ranges=9:2:1:1", "alpha_column: expected a number above 0 and at most 1, got 2."),
@@ -150,3 +154,22 @@ def test_bad_values_are_refused_in_one_line(text: str, message: str) -> None:
 def test_other_things_than_ranges_are_refused(entry: Any) -> None:
     with pytest.raises(ConfigError, match="ranges: expected up_to:alpha_column:alpha_slash:chunks for each range"):
         Sample(ranges=entry)
+
+
+@pytest.mark.parametrize(
+    "text", [f"alpha_column=1{'0' * 400}", f"dense_above=1{'0' * 400}", f"ranges=9:1{'0' * 400}:1:1"]
+)
+def test_a_share_with_hundreds_of_digits_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="expected a number above 0 and at most 1, got 10"):
+        parse(f"sample:{text}")
+
+
+@pytest.mark.parametrize(
+    "line", ["chunks = N", "alpha_column = N", "dense_below = N", "dense_above = N", "ranges = [{up_to = N}]", "N = 1"]
+)
+def test_integers_too_long_for_toml_are_refused_in_one_line(line: str, tmp_path: Path) -> None:
+    file = tmp_path / "hostile.toml"
+    file.write_text("[sample]\n" + line.replace("N", "0x" + "f" * 5000))
+    with pytest.raises(ConfigError) as caught:
+        load_toml(file)
+    assert "\n" not in str(caught.value)

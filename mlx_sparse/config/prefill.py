@@ -166,7 +166,8 @@ def _read_ranges(ranges: object) -> tuple[SampleRange, ...]:
     for entry in entries if isinstance(entries, (list, tuple)) else [entries]:
         values: Any = entry
         if isinstance(entry, str):
-            values = dict(zip(fields, map(read_value, entry.split(":")), strict=entry.count(":") == len(fields) - 1))
+            texts = entry.split(":")
+            values = dict(zip(fields, map(read_value, texts), strict=True)) if len(texts) == len(fields) else None
         if not isinstance(values, SampleRange):
             if not isinstance(values, dict) or set(values) != set(fields):
                 raise ConfigError(f"ranges: expected {':'.join(fields)} for each range, got {entry!r}.")

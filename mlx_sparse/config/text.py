@@ -71,6 +71,7 @@ def load_toml(path: str | Path) -> dict[str, MethodConfig]:
         raise ConfigError(f"attn-config: expected a TOML file of at most 1 MiB, got {file}.")
     try:
         tables = tomllib.loads(text.decode("utf-8"))
+        _check_integers(tables)
     except (ValueError, RecursionError) as error:  # not UTF-8, not TOML, an integer too long, brackets too deep
         raise ConfigError(f"attn-config: expected valid TOML, got {file} ({error}).") from None
     for name, table in tables.items():
@@ -79,6 +80,14 @@ def load_toml(path: str | Path) -> dict[str, MethodConfig]:
     if not tables:
         raise ConfigError(f"attn-config: expected a table such as [sparq], got an empty file {file}.")
     return {name: _build(name, table, None) for name, table in tables.items()}
+
+
+def _check_integers(value: object) -> None:
+    """Raise `ValueError` for an integer longer than TOML's, which Python reads in hex but may refuse to print."""
+    if isinstance(value, int) and value.bit_length() > 63:
+        raise ValueError("an integer of more than 64 bits")
+    for entry in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _check_integers(entry)
 
 
 def _class(name: str) -> type[MethodConfig]:
