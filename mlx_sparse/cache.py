@@ -169,7 +169,9 @@ class SparseCache:
     keys: Any
     values: Any
     _side: SideBuffers | None = None
-    _full_at = 0  # keys at which a sample last kept too many blocks to be worth while
+    # Settings and keys with which a sample last kept too many blocks to be worth while.
+    _full_for: tuple[Sample, float] | None = None
+    _full_at = 0
 
     length_name = "offset"  # where mlx-lm's class keeps the number of rows in use
 
@@ -206,7 +208,7 @@ class SparseCache:
     def drop_side_buffers(self) -> None:
         """Forget everything that can be rebuilt; for operations that move rows."""
         self._side = None
-        self._full_at = 0
+        self._full_for = None
 
     def attend(
         self, queries: mx.array, config: MethodConfig, *, scale: float, backend: str
@@ -243,10 +245,11 @@ class SparseCache:
     ) -> mx.array | None:
         """The blocks for `attend_prompt` if they are at most the share ``fullest`` of all, for which this waits.
 
-        Where they are more, it is not tried again before the context has doubled: density falls slowly.
+        Where they are more, it is not tried again with these settings before the context has doubled: density falls
+        slowly.
         """
-        S = self.length
-        if self._full_at <= S < 2 * self._full_at:
+        S, settings = self.length, (config, fullest)
+        if self._full_for == settings and self._full_at <= S < 2 * self._full_at:
             return None
         keys, _, length = self._rows(backend)
         select = registry.load("sample_select", backend)
@@ -254,7 +257,7 @@ class SparseCache:
         pairs = Layout(queries.shape[2], S, config.chunks, config.block_size).causal_pairs
         kept: Any = (blocks >= 0).sum().item()
         full = kept > fullest * pairs * queries.shape[0] * queries.shape[1]
-        self._full_at = S if full else 0
+        self._full_for, self._full_at = settings if full else None, S
         return None if full else blocks
 
     def attend_prompt(

@@ -101,6 +101,27 @@ def test_a_cache_that_is_cut_back_is_asked_again(samples: list[int]) -> None:
         assert samples == [2 * STEP] * LAYERS
 
 
+def test_a_layer_is_asked_again_with_other_settings(samples: list[int]) -> None:
+    """By another method over the same cache, or in the next range of contexts."""
+    model = build()
+    cache = make_prompt_cache(model)
+    with mlx_sparse.sparse(model, SAMPLE + ",dense_above=0.01"):
+        process(model, prompt_of(4 * STEP), cache)
+    for change in (",dense_above=0.02", ",dense_above=0.01,chunks=2", f",dense_above=0.01,ranges={6 * STEP}:0.3:0.2:1"):
+        del samples[:]
+        with mlx_sparse.sparse(model, SAMPLE + change):
+            process(model, prompt_of(STEP), cache)
+            assert len(samples) == LAYERS
+        trim_prompt_cache(cache, STEP)
+    del samples[:]
+    ranges = f"{5 * STEP}:0.9:0.9:1/{9 * STEP}:0.3:0.3:1"
+    with mlx_sparse.sparse(model, f"{SAMPLE},dense_above=0.01,ranges={ranges}"):
+        process(model, prompt_of(3 * STEP), make_prompt_cache(model))
+        assert samples == [STEP] * LAYERS + [2 * STEP] * LAYERS
+        process(model, prompt_of(3 * STEP), cache)
+        assert samples[2 * LAYERS :] == [5 * STEP] * LAYERS
+
+
 def test_contexts_that_are_long_enough_are_limited_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlx_sparse.config.prefill.SAMPLE_PAYS_FROM", STEP)
     monkeypatch.setitem(SAMPLE_PAYS_UP_TO, "ops", 0.01)
