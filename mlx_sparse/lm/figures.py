@@ -74,7 +74,8 @@ class PrefillFigures:
         known.rows += mass.size
         known.lost = lost if known.lost is None else known.lost + lost
         known.least = least if known.least is None else mx.minimum(known.least, least)
-        bins = mx.clip(mass * BINS, 0, BINS - 1).astype(mx.int32).flatten()
+        # A model that overflows has NaN here: no number that a bin may have.
+        bins = mx.clip(mx.where(mx.isnan(mass), 0.0, mass) * BINS, 0, BINS - 1).astype(mx.int32).flatten()
         counts = mx.zeros(BINS, mx.int32).at[bins].add(1).astype(mx.int64)
         self._histogram = counts if self._histogram is None else self._histogram + counts
 

@@ -45,9 +45,10 @@ def enable(model: Any, attn: Attn = "sparq", *, backend: str = "auto", mass: boo
     seam.require()
     if plan_of(model) is not None:
         raise ConfigError("model: expected one that is not enabled, got one that is. Call mlx_sparse.disable first.")
-    if isinstance(attn, MethodConfig):
-        attn = (attn,)
-    prefill, decode = select_methods(parse(attn) if isinstance(attn, str) else attn)
+    configs = parse(attn) if isinstance(attn, str) else (attn,) if isinstance(attn, MethodConfig) else attn
+    if not isinstance(configs, tuple) or not all(isinstance(config, MethodConfig) for config in configs):
+        raise ConfigError(f"attn: expected text, a configuration or a tuple of them, got {attn!r}.")
+    prefill, decode = select_methods(configs)
     if decode is not None:
         decode = resolve(decode, model)
     plan = Plan(prefill, decode, backend, model_type(model), mass=mass)

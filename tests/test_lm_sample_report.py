@@ -1,0 +1,173 @@
+"""What is counted of prompts by a sparse method, and what the counting and measuring holds."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from lm_prompts import (
+    BLOCK,
+    EVERY_BLOCK,
+    LAYERS,
+    SAMPLE,
+    SPARQ,
+    Piece,
+    batch,
+    generated,
+    pairs_of,
+    process,
+    record_pieces,
+    tiny_tokenizer,
+)
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from tiny_models import build, prompt_of
+
+import mlx_sparse
+from mlx_sparse.layout import Layout
+from mlx_sparse.lm.figures import PrefillFigures
+from mlx_sparse.ops import attend, blocks
+
+
+@pytest.fixture
+def model() -> Any:
+    return build()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> TokenizerWrapper:
+    return tiny_tokenizer()
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[Piece]:
+    return record_pieces(monkeypatch)
+
+
+def test_the_report_holds_density_and_retained_mass_by_layer_and_head(model: Any, seen: list[Piece]):
+    with mlx_sparse.sparse(model, SAMPLE + ",chunks=2", mass=True) as report:
+        process(model, prompt_of(400), 200)
+    figures = report.as_dict()["prefill"]
+    assert json.loads(json.dumps(figures)) == figures
+    assert figures["calls"] == len(seen) == 2 * LAYERS
+    masses = []
+    for layer in range(LAYERS):
+        pieces = [piece for piece in seen if piece.cache is seen[layer].cache]
+        kept = sum((piece.blocks >= 0).sum(axis=(0, 2, 3)) for piece in pieces)
+        expected = kept / sum(pairs_of(piece) for piece in pieces)
+        density = [(piece.blocks >= 0).sum(axis=(2, 3)) / pairs_of(piece) for piece in pieces]
+        mass = np.concatenate([piece.expected(return_stats="mass")[1].retained_mass for piece in pieces], axis=2)
+        entry = figures["layers"][layer]
+        assert entry["layer"] == layer
+        np.testing.assert_allclose(entry["heads"], expected)
+        np.testing.assert_allclose(report.prefill.density[layer], expected)
+        spread = {"mean": expected.mean(), "min": np.min(density), "max": np.max(density)}
+        assert entry["density"] == pytest.approx(spread)
+        assert entry["retained_mass"] == pytest.approx({"mean": mass.mean(), "min": mass.min()}, abs=1e-5)
+        masses.append(mass)
+    assert figures["density"]["mean"] == pytest.approx(np.mean([entry["heads"] for entry in figures["layers"]]))
+    rows = np.concatenate([mass.ravel() for mass in masses])
+    # The blocks of a step's last 32 rows of 100, twice.
+    assert figures["sampled"] == pytest.approx(64 / 200)
+    assert figures["retained_mass"]["mean"] == report.prefill.mass_mean == pytest.approx(rows.mean(), abs=1e-5)
+    assert figures["retained_mass"]["min"] == report.prefill.mass_min == pytest.approx(rows.min(), abs=1e-5)
+    low = report.prefill.mass_low
+    assert low == figures["retained_mass"]["low"]
+    assert low - 1e-5 <= np.sort(rows)[int(np.ceil(0.01 * rows.size)) - 1] <= low + 1e-3 + 1e-5
+
+
+def test_a_batch_counts_the_mean_of_its_rows(model: Any, tokenizer: TokenizerWrapper, seen: list[Piece]):
+    with mlx_sparse.sparse(model, SAMPLE) as report:
+        batch(model, tokenizer, [300] * 2)
+    for layer, piece in enumerate(seen):
+        density = (piece.blocks >= 0).sum(axis=(2, 3)) / pairs_of(piece)
+        np.testing.assert_allclose(report.prefill.density[layer], density.mean(axis=0))
+
+
+def test_the_text_sums_the_prompts_up(model: Any):
+    with mlx_sparse.sparse(model, SAMPLE + "+" + SPARQ, mass=True) as report:
+        generated(model, prompt_of(300))
+    first, prompts, density, mass, decoding = str(report).splitlines()
+    assert first.startswith(f"{SAMPLE}+{SPARQ[: SPARQ.index(',dense')]}"[:30])
+    assert prompts == f"  sparse prefill calls: {LAYERS}, {BLOCK / 299:.1%} of the queries sampled"
+    percent = r"\d+\.\d%"
+    assert re.fullmatch(
+        rf"  density: {percent}, by layer {percent} to {percent}, by call and head {percent} to {percent}", density
+    )
+    assert re.fullmatch(
+        r"  retained mass: 0\.\d{4}, at least 0\.\d{3} for 99% of the queries and 0\.\d{4} for all", mass
+    )
+    assert decoding.startswith(f"  sparse calls: {LAYERS * 7}, ")
+
+
+def test_without_a_prefill_method_there_are_no_figures_of_prompts(model: Any):
+    with mlx_sparse.sparse(model, SPARQ, mass=True) as report:
+        generated(model, prompt_of(300))
+    assert report.prefill is None
+    assert report.as_dict()["prefill"] is None
+    assert "prefill" not in str(report)
+
+
+@pytest.mark.parametrize("mass", [False, True])
+def test_memory_does_not_grow_with_the_steps(mass: bool):
+    # Wide keys and one layer, which mlx-lm never evaluates the output of: what it pends would hold on to every step's.
+    model = build(num_hidden_layers=1, head_dim=64, num_key_value_heads=4)
+    prompt = prompt_of(2000)
+    with mlx_sparse.sparse(model, EVERY_BLOCK, mass=mass) as report:
+        cache = process(model, prompt[:40], 40)
+        active = []
+        for start in range(40, 2000, 40):
+            process(model, prompt[start : start + 40], 40, cache)
+            own = sum(entry.nbytes for entry in cache)
+            mx.synchronize()
+            active.append(mx.get_active_memory() - own)
+    assert report.prefill.calls == 50
+    keys = cache[0].keys.nbytes
+    assert active[-1] - active[0] < keys // 4
+
+
+def test_figures_hold_nothing_of_what_they_were_counted_from():
+    figures, layout = PrefillFigures(), Layout(64, 64, 1, 32)
+    mx.synchronize()
+    before = mx.get_active_memory()
+    for step in range(20):
+        big = mx.random.normal((1 << 20,), key=mx.random.key(step))
+        mx.eval(big)
+        blocks = mx.where(big.max() > 0, mx.array([[[[0, -1], [0, 1]]]]), -1)
+        figures.add(0, blocks, layout)
+        figures.add_mass(0, mx.full((1, 1, 64), 0.5) + 0 * big[:64])
+        figures.submit()
+        mx.synchronize()
+    assert mx.get_active_memory() - before < 3 * big.nbytes
+    assert figures.density == {0: [1.0]}
+    assert (figures.mass_mean, figures.mass_low) == (0.5, 0.5)
+
+
+def test_a_model_that_gives_nan_is_reported_as_one_that_does():
+    model = build()
+    projection = model.layers[1].self_attn.q_proj
+    projection.weight = projection.weight * mx.nan
+    with mlx_sparse.sparse(model, SAMPLE, mass=True) as report:
+        process(model, prompt_of(400), 200)
+    assert math.isnan(report.prefill.mass_mean)
+    assert report.prefill.mass_low == 0
+    assert "nan" in str(report)
+
+
+def test_dense_sums_of_a_long_prompt_never_hold_all_scores(monkeypatch: pytest.MonkeyPatch):
+    L, heads = 1024, 4
+    queries, keys = (mx.random.normal((1, each, L, 16), key=mx.random.key(each)) for each in (heads, 2))
+    whole = attend.dense_lse(queries, keys, scale=0.25, left_padding=None)
+    mx.eval(whole)
+    monkeypatch.setitem(blocks.MOST_SCORES, mx.default_device().type, 1 << 16)
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    lse = attend.dense_lse(queries, keys, scale=0.25, left_padding=None)
+    mx.eval(lse)
+    assert mx.get_peak_memory() - before < 4 * heads * L * L / 4
+    np.testing.assert_allclose(lse, whole, atol=1e-5)
