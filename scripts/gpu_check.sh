@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# On a machine with an NVIDIA GPU: run the tests of the Triton kernels and the decode benchmark on it, within 8 minutes,
+# On a machine with an NVIDIA GPU: run the tests of the Triton kernels and the benchmarks on it, within 10 minutes,
 # and write FILE.jsonl and FILE.md to send back. python3 needs torch 2.11 and triton 3.6 or newer, and pytest for the
 # tests; mlx, an installation of this project and a network are not needed.
 #
@@ -67,13 +67,16 @@ if has xdist; then
   parallel=(-n 8)
 fi
 if has pytest || $dry_run; then
-  run timeout --signal=INT --kill-after=10 170 python3 -m pytest tests/test_triton_kernels.py tests/test_triton_select.py \
-    tests/test_triton_bench.py tests/test_triton_hf.py tests/test_triton_hf_cache.py tests/test_parity.py -k triton \
+  run timeout --signal=INT --kill-after=10 200 python3 -m pytest tests/test_triton_kernels.py tests/test_triton_select.py \
+    tests/test_triton_sample.py tests/test_triton_blocks.py tests/test_triton_bench.py tests/test_triton_sample_bench.py \
+    tests/test_triton_hf.py tests/test_triton_hf_cache.py tests/test_parity.py tests/test_parity_sample.py -k triton \
     --import-mode=importlib -o pythonpath=tests -p no:cacheprovider "${parallel[@]}" -q --junitxml="$work/tests.xml" ||
     echo "status: $?" | tee "$work/tests_status.txt"
 else
   echo "pytest is not installed: the tests do not run, the benchmark checks its results itself." | tee "$work/no_tests"
 fi
-run timeout --signal=INT --kill-after=10 300 python3 -m mlx_sparse.cuda_ref.bench --budget-s 250 \
-  -o "$work/bench.jsonl" || echo "The benchmark ended with status $?."
+run timeout --signal=INT --kill-after=10 250 python3 -m mlx_sparse.cuda_ref.bench --budget-s 200 \
+  -o "$work/bench.jsonl" || echo "The benchmark of decode steps ended with status $?."
+run timeout --signal=INT --kill-after=10 140 python3 -m mlx_sparse.cuda_ref.bench --prefill --budget-s 100 \
+  -o "$work/prefill.jsonl" || echo "The benchmark of prompts ended with status $?."
 run python3 -m mlx_sparse.bench.gpu_report "$work" "$output"

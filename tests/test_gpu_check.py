@@ -19,14 +19,20 @@ SCRIPT = ROOT / "scripts" / "gpu_check.sh"
 TESTS = (
     "test_triton_kernels",
     "test_triton_select",
+    "test_triton_sample",
+    "test_triton_blocks",
     "test_triton_bench",
+    "test_triton_sample_bench",
     "test_triton_hf",
     "test_triton_hf_cache",
     "test_parity",
+    "test_parity_sample",
 )
+UNFINISHED = ["the benchmark of decode steps did not finish", "the benchmark of prompts did not finish"]
 STEPS = [
-    f"timeout --signal=INT --kill-after=10 170 python3 -m pytest {' '.join(f'tests/{name}.py' for name in TESTS)}",
-    "timeout --signal=INT --kill-after=10 300 python3 -m mlx_sparse.cuda_ref.bench --budget-s 250 -o ",
+    f"timeout --signal=INT --kill-after=10 200 python3 -m pytest {' '.join(f'tests/{name}.py' for name in TESTS)}",
+    "timeout --signal=INT --kill-after=10 250 python3 -m mlx_sparse.cuda_ref.bench --budget-s 200 -o ",
+    "timeout --signal=INT --kill-after=10 140 python3 -m mlx_sparse.cuda_ref.bench --prefill --budget-s 100 -o ",
     "python3 -m mlx_sparse.bench.gpu_report ",
 ]
 
@@ -122,14 +128,14 @@ def test_tests_run_uninstalled_and_are_reported_with_the_machine(tmp_path: Path)
     assert (found["tests"]["tests"], found["tests"]["failed"]) == (len(TESTS), [])
     # There is no GPU behind it, so the real benchmark refused.
     assert "expected an NVIDIA GPU with torch and triton, got none" in done.stderr
-    assert found["problems"] == ["the benchmark did not finish"]
+    assert found["problems"] == UNFINISHED
     assert done.returncode == 1
-    assert markdown.startswith("`scripts/gpu_check.sh`: the benchmark did not finish.\n\ngpu NVIDIA H200, driver ")
+    assert markdown.startswith(f"`scripts/gpu_check.sh`: {'; '.join(UNFINISHED)}.\n\ngpu NVIDIA H200, driver ")
 
 
 def test_failing_tests_are_reported_and_do_not_keep_the_benchmark_from_running(tmp_path: Path) -> None:
     done, lines, markdown = check(machine(tmp_path, fails=True))
-    assert lines[0]["problems"] == [f"{len(TESTS)} of {len(TESTS)} tests failed", "the benchmark did not finish"]
+    assert lines[0]["problems"] == [f"{len(TESTS)} of {len(TESTS)} tests failed", *UNFINISHED]
     assert "expected an NVIDIA GPU" in done.stderr
     assert "test_triton_kernels::test_triton_kernel: AssertionError: two lines\n" in markdown
     assert done.returncode == 1
@@ -139,7 +145,7 @@ def test_without_pytest_it_says_so_in_one_line_and_goes_on(tmp_path: Path) -> No
     done, lines, markdown = check(machine(tmp_path, pytest_installed=False))
     assert "\npytest is not installed: the tests do not run, " in done.stdout
     assert lines[0]["tests"] is None
-    assert lines[0]["problems"] == ["the benchmark did not finish"]
+    assert lines[0]["problems"] == UNFINISHED
     assert "pytest is not installed" in markdown.splitlines()[0]
 
 
@@ -151,13 +157,13 @@ END = {"kind": "end", "right": True}
     ("rows", "name", "problems"),
     [
         ([ROW, END], "bench.jsonl", []),
-        ([ROW], "bench.jsonl.part", ["the benchmark did not finish"]),
+        ([ROW], "bench.jsonl.part", UNFINISHED[:1]),
         (
             [ROW, {**ROW, "failed": True, "turns": 0}, END],
             "bench.jsonl",
-            ["1 results of the benchmark are wrong"],
+            ["1 results of the benchmark of decode steps are wrong"],
         ),
-        ([{**ROW, "turns": 0}, END], "bench.jsonl", ["nothing could be measured"]),
+        ([{**ROW, "turns": 0}, END], "bench.jsonl", ["the benchmark of decode steps could measure nothing"]),
     ],
     ids=["right", "ended", "wrong", "nothing"],
 )
@@ -167,18 +173,20 @@ def test_what_the_benchmark_found_decides(
     (tmp_path / "tests.xml").write_text('<testsuites><testsuite tests="2" skipped="1" time="3.5"/></testsuites>')
     (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"kind": "ro')
     (tmp_path / "bench.md").write_text("| table |\n")
+    (tmp_path / "prefill.jsonl").write_text(json.dumps(END) + "\n")
     target = tmp_path / "result.jsonl"
     assert gpu_report.main([str(tmp_path), str(target)]) == bool(problems)
     found, *copied = [json.loads(line) for line in target.read_text().splitlines()]
     assert found["problems"] == problems
-    assert copied == rows
+    assert copied == [*rows, END]
     assert "| table |" in target.with_suffix(".md").read_text()
 
 
 def test_tests_that_were_cut_short_are_not_taken_for_all(tmp_path: Path) -> None:
     (tmp_path / "tests.xml").write_text('<testsuites><testsuite tests="2" skipped="1" time="3.5"/></testsuites>')
     (tmp_path / "tests_status.txt").write_text("status: 124\n")
-    (tmp_path / "bench.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (ROW, END)))
+    for name in gpu_report.BENCHMARKS:
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (ROW, END)))
     assert gpu_report.main([str(tmp_path), str(tmp_path / "result.jsonl")]) == 1
     found = json.loads((tmp_path / "result.jsonl").read_text().splitlines()[0])
     assert found["problems"] == ["the tests were ended after 2 of them (status 124)"]
@@ -187,4 +195,4 @@ def test_tests_that_were_cut_short_are_not_taken_for_all(tmp_path: Path) -> None
 def test_an_empty_folder_is_reported_as_unfinished(tmp_path: Path) -> None:
     assert gpu_report.main([str(tmp_path), str(tmp_path / "result.jsonl")]) == 1
     found = json.loads((tmp_path / "result.jsonl").read_text())
-    assert found["problems"] == ["the tests did not finish", "the benchmark did not finish"]
+    assert found["problems"] == ["the tests did not finish", *UNFINISHED]

@@ -135,7 +135,8 @@ class Inputs:
         """Columns and bins that give about this density, and all lists' lengths, ``(1, Hq, R)``."""
         case, layout = self.case, self.case.layout
         always = 3 * (layout.row_blocks - 1) / layout.causal_pairs  # first column, diagonal, last row
-        chance = 1 - (1 - max(0.0, density - always) / (1 - always)) ** (1 / 3)  # by its column, or by one of two bins
+        rest = (density - always) / (1 - always) if density > always else 0.0
+        chance = 1 - (1 - rest) ** (1 / 3)  # a block is attended by its column, or by one of two bins
         shape = (1, case.Hq, 1, layout.key_blocks)
         flags = [torch.rand(shape, device=self.device, generator=self.generator) < chance for _ in range(2)]
         kept = sample.Kept(*(flag.to(torch.uint8) for flag in flags))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from .output import write
 from .report import facts, junit, text
 
+BENCHMARKS = {"bench": "the benchmark of decode steps", "prefill": "the benchmark of prompts"}  # by file
 MOST_FAILURES = 20  # that the Markdown lists; the other file has all
 
 
@@ -21,20 +22,28 @@ def main(argv: Sequence[str]) -> int:
     tests = None if untested else junit(folder / "tests.xml")
     if tests is not None:
         tests["status"] = int(facts(folder / "tests_status.txt").get("status", 0))
-    # What was measured before the benchmark was ended has no name yet.
-    lines = (text(folder / "bench.jsonl") or text(folder / "bench.jsonl.part")).splitlines()
-    rows = [json.loads(line) for line in lines if line.endswith("}")]
-    wrong = problems(tests, untested, rows)
+    measured = {name: _rows(folder, name) for name in BENCHMARKS}
+    rows = [row for found in measured.values() for row in found]
+    wrong = problems(tests, untested, measured)
     check = {"kind": "check", "machine": facts(folder / "machine.txt"), "tests": tests, "note": untested or None}
     write(target, "\n".join(json.dumps(line) for line in (check | {"problems": wrong}, *rows)))
     summary = "; ".join(wrong) if wrong else "all results right" if untested else "all tests passed, all results right"
-    table = text(folder / "bench.md") or "The benchmark did not finish; the other file has what it measured.\n"
-    write(target.with_suffix(".md"), f"{_head(check, summary)}\n\n{table.rstrip()}")
+    unfinished = "{} did not finish; the other file has what it measured."
+    tables = [text(folder / f"{name}.md").rstrip() or unfinished.format(what) for name, what in BENCHMARKS.items()]
+    write(target.with_suffix(".md"), "\n\n".join([_head(check, summary), *tables]))
     print(f"Wrote {target} and {target.with_suffix('.md').name}: {summary}")
     return 1 if wrong else 0
 
 
-def problems(tests: dict[str, Any] | None, untested: str, rows: Sequence[dict[str, Any]]) -> list[str]:
+def _rows(folder: Path, name: str) -> list[dict[str, Any]]:
+    # What was measured before a benchmark was ended has no name yet.
+    lines = (text(folder / f"{name}.jsonl") or text(folder / f"{name}.jsonl.part")).splitlines()
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def problems(
+    tests: dict[str, Any] | None, untested: str, benchmarks: Mapping[str, Sequence[dict[str, Any]]]
+) -> list[str]:
     """One sentence for each thing that is missing or wrong."""
     wrong = []
     if tests is None and not untested:
@@ -45,13 +54,14 @@ def problems(tests: dict[str, Any] | None, untested: str, rows: Sequence[dict[st
         wrong.append("no test ran")
     if tests and tests["status"] > 1:  # 1: tests failed
         wrong.append(f"the tests were ended after {tests['tests']} of them (status {tests['status']})")
-    if not any(row["kind"] == "end" for row in rows):
-        wrong.append("the benchmark did not finish")
-    measured = [row for row in rows if row["kind"] == "row"]
-    if failed := sum(row["failed"] for row in measured):
-        wrong.append(f"{failed} results of the benchmark are wrong")
-    elif measured and not any(row["turns"] for row in measured):
-        wrong.append("nothing could be measured")
+    for name, rows in benchmarks.items():
+        if not any(row["kind"] == "end" for row in rows):
+            wrong.append(f"{BENCHMARKS[name]} did not finish")
+        measured = [row for row in rows if row["kind"] == "row"]
+        if failed := sum(row["failed"] for row in measured):
+            wrong.append(f"{failed} results of {BENCHMARKS[name]} are wrong")
+        elif measured and not any(row["turns"] for row in measured):
+            wrong.append(f"{BENCHMARKS[name]} could measure nothing")
     return wrong
 
 
