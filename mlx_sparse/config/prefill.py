@@ -16,6 +16,8 @@ SAMPLE_PAYS_FROM = 8192
 # CPU (docs/results/prefill.md). metal: not measured; what a kernel four times slower per block than MLX's would allow
 # (docs/results/roofline.md).
 SAMPLE_PAYS_UP_TO = {"ops": 0.6, "metal": 0.22}
+# The share of a piece's queries that its sample may be: more costs what is left out (docs/results/prefill.md).
+SAMPLE_SHARE = 1 / 8
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,8 @@ class Sample(Prefill):
 
     ``dense_below`` is the number of keys below which attention stays dense, without looking: "auto" means
     `SAMPLE_PAYS_FROM`. ``dense_above`` is the density above which it does after having looked: "auto" means
-    `SAMPLE_PAYS_UP_TO`, or 1 where ``dense_below`` is given.
+    `SAMPLE_PAYS_UP_TO`. Where ``dense_below`` is given, "auto" means 1, and short pieces, whose sample is more than
+    `SAMPLE_SHARE` of them, are not dense for that.
     ``ranges`` are settings by context, ascending, that win over the single ones; contexts beyond the last range use the
     last one. ``mlx-sparse tune-sample`` finds them for a model.
     """
@@ -104,6 +107,11 @@ class Sample(Prefill):
 
     def shortest_context(self, step: Step | None = None) -> int:
         return SAMPLE_PAYS_FROM if isinstance(self.dense_below, str) else self.dense_below
+
+    @property
+    def largest_sample(self) -> float:
+        """Share of the queries above which attention stays dense, without looking."""
+        return SAMPLE_SHARE if self.dense_below == "auto" else 1.0
 
     def fullest(self, backend: str) -> float:
         if not isinstance(self.dense_above, str):

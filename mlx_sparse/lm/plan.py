@@ -161,8 +161,11 @@ class Plan:
         if isinstance(config, Sample):
             if max(config.alpha_column, config.alpha_slash) >= 1:
                 yield "that an alpha of 1 keeps whole"
-            if _layout(config, L, S).everything:
+            layout = _layout(config, L, S)
+            if layout.everything:
                 yield "with a sample in every row block"
+            if layout.sampled_share > config.largest_sample:
+                yield "with a sample of more than an eighth of the queries"
         if any_padded(cache, leaves(self._caches)):
             yield "of a padded batch"
 
