@@ -78,9 +78,9 @@ def measure(shape: Shape, S: int, step: int, dtype: str, config: Sample, backend
     backend = registry.resolve(backend, "sample", D=shape.D, G=shape.G)
     kind = getattr(mx, dtype)
     row = partial(Row, dtype, shape, S, step, str(config), backend)
-    # On a CPU dense attention holds all scores of a step.
+    # On a CPU dense attention holds all scores of a step. The prompt is made in float32, in a few pieces.
     scores = 4 * shape.Hq * step * S if mx.default_device().type == mx.cpu else 0
-    needed = 1.2 * scores + 2 * kind.size * S * shape.D * (shape.Hq + shape.Hkv)
+    needed = 1.2 * scores + 16 * S * shape.D * (shape.Hq + shape.Hkv)
     if needed > LARGEST_SHARE * memory():
         return row(note=f"needs {needed / 1e9:.0f} GB of this machine's {memory() / 1e9:.0f} GB")
     pieces = steps(inputs(shape, S, kind), step)
@@ -102,17 +102,17 @@ def inputs(shape: Shape, S: int, dtype: mx.Dtype) -> Qkv:
     waves = shape.D // 4
     frequency = np.geomspace(1.0, 0.01, waves)
     distance = np.where(np.arange(shape.Hq) % 2, rng.integers(0, S // 2, shape.Hq), 0)[:, None]
-    share = rng.uniform(0.3, 1.0, (2, shape.Hq, 1, 1))
-    queries = rng.normal(size=(shape.Hq, S, shape.D)).astype(np.float32)
-    keys, values = rng.normal(size=(2, shape.Hkv, S, shape.D)).astype(np.float32)
+    share = rng.uniform(0.3, 1.0, (2, shape.Hq, 1, 1)).astype(np.float32)
+    queries = rng.standard_normal((shape.Hq, S, shape.D), np.float32)
+    keys, values = rng.standard_normal((2, shape.Hkv, S, shape.D), np.float32)
 
     def wave(position: Array) -> Array:
         angle = position[..., None] * frequency
-        return np.concatenate([np.cos(angle), np.sin(angle)], axis=-1)
+        return np.concatenate([np.cos(angle), np.sin(angle)], axis=-1).astype(np.float32)
 
     keys[..., : 2 * waves] = wave(np.arange(S))
     queries[..., : 2 * waves] = share[0] * wave(np.arange(S) - distance) * (PEAK * shape.D**0.5 / waves)
-    direction = rng.normal(size=(shape.Hkv, 1, shape.D - 2 * waves))
+    direction = rng.standard_normal((shape.Hkv, 1, shape.D - 2 * waves), np.float32)
     direction /= np.linalg.norm(direction, axis=-1, keepdims=True)
     found = (rng.random((shape.Hkv, S, 1)) < 4 / S) | (np.arange(S) < 4)[:, None]
     strength = PEAK**0.5 * shape.D**0.25
