@@ -54,7 +54,8 @@ def sample_attention(
     check_sample(alpha_column, alpha_slash, chunks, block_size)
     layout = Layout(n.L, n.S, chunks, block_size)
     if alpha_column >= 1 or alpha_slash >= 1 or layout.everything:
-        return dense_attention(queries, keys, values, scale=scale, return_stats=return_stats)
+        result = dense_attention(queries, keys, values, scale=scale, return_stats=return_stats)
+        return (result[0], stats.as_prefill(result[1], layout, n.D)) if return_stats else result
     check_head_dim(n.D)
     scale = float(n.D**-0.5 if scale is None else scale)
     qkv = rows(queries), rows(keys), rows(values)

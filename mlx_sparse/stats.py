@@ -6,7 +6,7 @@ a prompt per query head. Equation numbers refer to docs/spec/sparq.md and sample
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .layout import Layout
@@ -69,11 +69,17 @@ def oracle_top_k_elements(S: int, D: int, *, top_k: int) -> int:
     return streaming_elements(S, D, top_k=top_k)
 
 
-def prefill_elements(layout: Layout, D: int, density: float = 1.0) -> int:
-    """(sample.10) keys and values of every block pair, queries and output, keys for the sample; dense by default."""
-    dense = 2 * layout.L * D + 2 * layout.block_size * D * layout.causal_pairs * density
-    sampling = len(layout.regions) * layout.S * D if layout.sampled_share and density < 1 else 0
-    return round(dense) + sampling
+def prefill_elements(layout: Layout, D: int, density: float | None = None) -> int:
+    """(sample.10) keys and values of every block pair, queries and output, keys for the sample; dense if None."""
+    share = 1.0 if density is None else density
+    sampling = 0 if density is None or not layout.sampled_share else len(layout.regions) * layout.S * D
+    return round(2 * layout.L * D + 2 * layout.block_size * D * layout.causal_pairs * share) + sampling
+
+
+def as_prefill(stats: Stats, layout: Layout, D: int) -> Stats:
+    """``stats`` of a dense call, in a prompt's unit: elements per query head."""
+    moved = prefill_elements(layout, D)
+    return replace(stats, elements=moved, dense_elements=moved)
 
 
 def theoretical_speedup(S: int, D: int, *, rank: int, top_k: int) -> float:

@@ -197,6 +197,19 @@ def test_regions_cut_the_queries_into_whole_row_blocks(L: int, prefix: int, chun
     assert layout.sampled_share == len(rows) / L
 
 
+@by_case
+def test_what_is_moved_is_counted_in_one_unit_however_dense(case: SampleCase) -> None:
+    """(sample.10) per query head, with the sample's keys wherever there was a sample."""
+    layout, D = case.layout, case.D
+    dense = 2 * case.L * D + 2 * case.block_size * D * layout.causal_pairs
+    sampling = 0 if layout.everything else len(layout.regions) * case.S * D
+    qkv = tuple(np.zeros_like(array) for array in case.inputs())  # attends everywhere alike: nearly all is kept
+    for alphas, extra in (((1.0, 1.0), 0), ((1.0, 0.5), 0), ((1 - 1e-9, 1 - 1e-9), sampling)):
+        options = {**case.parameters, "alpha_column": alphas[0], "alpha_slash": alphas[1]}
+        _, stats = oracle.sample_attention(*qkv, **options, return_stats=True)
+        assert (stats.elements, stats.dense_elements, stats.density) == (dense + extra, dense, 1)
+
+
 def mask_of(call: Any, L: int, S: int, **options: Any) -> Array:
     """Which blocks a baseline attends, read off one-hot values of keys that are all alike."""
     b = options["block_size"]

@@ -97,3 +97,16 @@ def test_all_backends_attend_the_same_blocks(case: SampleCase) -> None:
     lists = {name: oracle.block_mask(result(name, case)[0], case.layout.key_blocks) for name in present}
     for left, right in combinations(present, 2):
         assert (lists[left] == lists[right]).all(), f"{left} and {right} attend different blocks"
+
+
+@pytest.mark.parametrize("change", [{}, {"alpha_column": 1.0}], ids=["sampled", "dense"])
+def test_what_is_moved_is_counted_alike(change: dict[str, float]) -> None:
+    import mlx.core as mx
+
+    import mlx_sparse
+
+    case = CASES[0]
+    options = {**case.parameters, **change, "return_stats": True}
+    _, expected = oracle.sample_attention(*case.inputs(), **options)
+    _, stats = mlx_sparse.sample_attention(*map(mx.array, case.inputs()), backend="ops", **options)
+    assert (stats.elements, stats.dense_elements) == (expected.elements, expected.dense_elements)

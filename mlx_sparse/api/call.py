@@ -45,13 +45,15 @@ class Call:
         implementation = registry.load(function, self.backend)
         return implementation(*self.arrays, scale=self.scale, left_padding=self.left_padding, **parameters)
 
-    def dense(self) -> Any:
+    def dense(self, layout: Layout | None = None) -> Any:
+        """Dense attention, of a piece of a prompt if there is a ``layout``."""
         out = self.run("dense")
         if not self.return_stats:
             return out
         n = self.sizes
         moved = stats.dense_elements(n.S, n.D)
-        return out, Stats(moved, moved, 1.0, mx.ones((n.B, n.Hq, n.L)) if self.return_stats == "mass" else None)
+        record = Stats(moved, moved, 1.0, mx.ones((n.B, n.Hq, n.L)) if self.return_stats == "mass" else None)
+        return out, record if layout is None else stats.as_prefill(record, layout, n.D)
 
     def decode(self, method: str, count: Callable[..., int], attended: int, **parameters: Any) -> Any:
         """One step of ``method``, which attends ``attended`` keys and moves ``count`` elements; dense if it is all."""

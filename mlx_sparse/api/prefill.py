@@ -106,7 +106,7 @@ def sample_attention(
     check_sample(alpha_column, alpha_slash, chunks, block_size)
     layout = Layout(call.sizes.L, call.sizes.S, chunks, block_size)
     if alpha_column >= 1 or alpha_slash >= 1 or layout.everything:
-        return call.dense()
+        return call.dense(layout)
     return call.prefill(
         "sample",
         layout,

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from ..checks import check_qkv, check_sample
 from ..layout import Layout
+from ..stats import as_prefill
 from .attend import check_backend, dense_attention, float64, logits, softmax_lse
 from .blocks import block_lists, prefill_result
 
@@ -139,7 +140,8 @@ def sample_attention(
     check_sample(alpha_column, alpha_slash, chunks, block_size)
     layout = Layout(n.L, n.S, chunks, block_size)
     if alpha_column >= 1 or alpha_slash >= 1 or layout.everything:
-        return dense_attention(q, k, v, scale=scale, return_stats=return_stats)
+        result = dense_attention(q, k, v, scale=scale, return_stats=return_stats)
+        return (result[0], as_prefill(result[1], layout, n.D)) if return_stats else result
     blocks = sample_select(
         q,
         k,
