@@ -39,6 +39,13 @@ def test_keep_is_the_oracles(alpha: float, ties: bool) -> None:
         np.testing.assert_array_equal(np.array(got), oracle_sample.keep(x, alpha))
 
 
+@pytest.mark.parametrize(("short", "count"), [(-1e-5, 1), (0.0, 1), (4e-7, 1), (4e-6, 2)])
+def test_a_share_that_reaches_alpha_but_for_rounding_is_enough(short: float, count: int) -> None:
+    """(sample.6) the threshold is ``alpha - 1e-6``: a sum of float32 shares may miss alpha by as much."""
+    x = np.array([[0.8 - short, 0.2 + short]], np.float32)
+    assert int(kept.keep(mx.array(x), 0.8).sum()) == oracle_sample.keep(x.astype(float), 0.8).sum() == count
+
+
 @pytest.mark.parametrize("ties", [False, True], ids=["distinct", "ties"])
 @pytest.mark.parametrize("count", [1, 5, 40, 1000])
 def test_best_is_the_oracles(count: int, ties: bool) -> None:
