@@ -23,12 +23,12 @@ def bench(*arguments: str) -> int:
 
 
 def test_a_row_has_a_time_for_each_step_and_the_density_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench(*SMALL, "--steps", "256,all", "--alphas", "0.5,0.9", "--json") == 0
+    assert bench(*SMALL, "--lengths", "1000", "--steps", "400,all", "--alphas", "0.5,0.9", "--json") == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     methods = ["sample:alpha_column=0.5,alpha_slash=0.5", "sample:alpha_column=0.9,alpha_slash=0.9"]
-    assert [(row["step"], row["method"]) for row in rows] == [(n, m) for n in (256, 600) for m in methods]
+    assert [(row["step"], row["method"]) for row in rows] == [(n, m) for n in (400, 1000) for m in methods]
     for row in rows:
-        assert len(row["dense"]) == len(row["sparse"]) == (3 if row["step"] == 256 else 1)
+        assert len(row["dense"]) == len(row["sparse"]) == (3 if row["step"] == 400 else 1)
         assert row["ratio"] == pytest.approx(sum(row["dense"]) / sum(row["sparse"]))
         assert row["last_step_ratio"] == pytest.approx(row["dense"][-1] / row["sparse"][-1])
     assert 0 < rows[2]["density"] < rows[3]["density"] < 1
