@@ -15,7 +15,7 @@ SAMPLE_PAYS_FROM = 8192
 # The share of block pairs up to which attending them is taken to be faster than attending densely. ops: measured on a
 # CPU (docs/results/prefill.md). metal: not measured; what a kernel four times slower per block than MLX's would allow
 # (docs/results/roofline.md).
-SAMPLE_PAYS_UP_TO = {"ops": 0.6, "metal": 0.22}
+SAMPLE_PAYS_UP_TO = {"ops": 0.75, "metal": 0.22}
 # The share of a piece's queries that its sample may be: more costs what is left out (docs/results/prefill.md).
 SAMPLE_SHARE = 1 / 8
 
