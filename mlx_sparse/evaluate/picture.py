@@ -51,4 +51,4 @@ def draw_density(rows: Sequence[Row], path: Path) -> None:
     for panel in panels[len(rows) :]:
         panel.remove()
     figure.colorbar(image, ax=list(panels[: len(rows)]), label="share of the causal block pairs attended")
-    replace_file(path, lambda new: figure.savefig(new, dpi=150))
+    replace_file(path, lambda new: figure.savefig(new, dpi=100))
