@@ -249,6 +249,17 @@ def test_minference_keeps_as_many_lines_as_its_budgets_pay_for() -> None:
             assert set(row[row >= 0].tolist()) == kept | {0, r}
 
 
+def test_baselines_say_what_they_sampled() -> None:
+    qkv = SampleCase(1, 1, 1, 160, 200, 64, "f32").inputs()
+    sampled = {"minference": 64 / 160, "bigbird": 0, "streaming_prefill": 0}
+    for method, share in sampled.items():
+        _, stats = getattr(oracle, f"{method}_attention")(*qkv, block_size=32, return_stats=True)
+        assert stats.sampled == share
+        dense = 2 * 160 * 64 + 2 * 32 * 64 * Layout(160, 200, 1, 32).causal_pairs
+        kept = (dense - 2 * 160 * 64) * stats.density + 2 * 160 * 64
+        assert (stats.elements, stats.dense_elements) == (round(kept) + (200 * 64 if share else 0), dense)
+
+
 ARRAYS = tuple(np.zeros(shape) for shape in ((1, 2, 8, 4), (1, 1, 8, 4), (1, 1, 8, 4)))
 
 

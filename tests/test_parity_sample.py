@@ -16,10 +16,10 @@ from mlx_sparse import oracle, registry
 
 # Three types, groups of 1, 3, 4 and 7 query heads, whole prompts and pieces, all block sizes, ragged ends.
 CASES = [
-    SampleCase(1, 2, 2, 200, 300, 64, "f32", 32),
+    SampleCase(1, 2, 2, 200, 520, 64, "f32", 128, alpha_column=0.4, alpha_slash=0.4),
     SampleCase(1, 3, 1, 250, 400, 64, "f16", 32, chunks=3),
     SampleCase(1, 4, 1, 130, 500, 80, "bf16", 64, alpha_column=0.3, alpha_slash=0.95),
-    SampleCase(1, 7, 1, 230, 700, 128, "bf16", 128, alpha_column=0.5, alpha_slash=0.5),
+    SampleCase(1, 7, 1, 100, 330, 128, "bf16", 32, alpha_column=0.5, alpha_slash=0.5),
     SampleCase(2, 2, 2, 129, 333, 96, "f32", 32, chunks=2),
 ]
 Result = tuple[Array, Array]  # the attended blocks, and the output

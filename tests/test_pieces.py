@@ -20,6 +20,7 @@ SIZES = {
     "a step at 1M": (32, 2048, 1 << 20, 128, 64),
     "a whole prompt of 128k": (32, 131072, 131072, 128, 512),
     "a batch of 8 at 256k": (8 * 64, 4096, 1 << 18, 128, 128),
+    "sizes that are no powers of two": (24, 3000, 100_000, 96, 7),
 }
 
 
@@ -28,6 +29,7 @@ def test_a_prompt_is_cut_into_as_many_pieces_as_its_work_takes(heads: int, L: in
     rows = pieces.piece_rows(heads, S, D)
     cut = pieces.pieces(L, S, rows)
     assert len(cut) == count
+    assert rows.bit_count() == 1, "tiles of the kernels are cut"
     work = [2 * heads * D * (stop - start) * (S - L + stop) for start, stop in cut]
     assert rows == pieces.FEWEST_ROWS or max(work) <= pieces.PIECE
 
