@@ -155,11 +155,12 @@ def test_steps_of_any_size_are_processed_and_counted(step: int, calls: str, mode
     assert report.sparse_calls == 0
 
 
-def test_contexts_below_dense_below_stay_dense(model: Any, seen: list[Piece]):
-    with mlx_sparse.sparse(model, SAMPLE.replace("dense_below=0", "dense_below=201")) as report:
+@pytest.mark.parametrize(("least", "sparse"), [(200, [200, 300, 400]), (201, [300, 400])])
+def test_contexts_below_dense_below_stay_dense(least: int, sparse: list[int], model: Any, seen: list[Piece]):
+    with mlx_sparse.sparse(model, SAMPLE.replace("dense_below=0", f"dense_below={least}")) as report:
         process(model, prompt_of(400), 100)
-    assert report.dense_calls == {"over fewer than 201 keys": 2 * LAYERS}
-    assert sorted({piece.S for piece in seen}) == [300, 400]
+    assert report.dense_calls == {f"over fewer than {least} keys": (4 - len(sparse)) * LAYERS}
+    assert sorted({piece.S for piece in seen}) == sparse
 
 
 def test_by_default_short_contexts_stay_dense(model: Any):

@@ -101,6 +101,30 @@ def test_a_cache_that_is_cut_back_is_asked_again(samples: list[int]) -> None:
         assert samples == [2 * STEP] * LAYERS
 
 
+def test_the_limit_is_of_the_blocks_of_all_sequences() -> None:
+    model = build()
+    tokens = mx.array([prompt_of(STEP, 1), prompt_of(STEP, 2), prompt_of(STEP, 3)])
+    with mlx_sparse.sparse(model, SAMPLE) as report:
+        model(tokens, cache=make_prompt_cache(model))
+    densities = [sum(heads) / len(heads) for heads in report.prefill.density.values()]
+    for limit, dense in ((1.01 * max(densities), 0), (0.99 * min(densities), LAYERS)):
+        with mlx_sparse.sparse(model, f"{SAMPLE},dense_above={limit}") as report:
+            model(tokens, cache=make_prompt_cache(model))
+        assert report.dense_calls[TOO_FULL] == dense
+
+
+def test_a_layer_is_asked_again_after_its_rows_have_moved(samples: list[int]) -> None:
+    model = build()
+    cache = make_prompt_cache(model)
+    with mlx_sparse.sparse(model, SAMPLE + ",dense_above=0.01"):
+        process(model, prompt_of(2 * STEP), cache)
+        del samples[:]
+        for entry in cache:
+            entry.state = entry.state
+        process(model, prompt_of(STEP), cache)
+    assert samples == [3 * STEP] * LAYERS
+
+
 def test_a_layer_is_asked_again_with_other_settings(samples: list[int]) -> None:
     """By another method over the same cache, or in the next range of contexts."""
     model = build()

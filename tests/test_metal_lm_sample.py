@@ -47,9 +47,13 @@ def test_a_cache_processes_prompts_on_metal_as_on_ops_and_hands_over_whole_buffe
         np.testing.assert_allclose(to_numpy(out), to_numpy(ops_out), rtol=0, atol=allowed)
         np.testing.assert_allclose(np.array(lse), np.array(ops_lse), rtol=0, atol=allowed)
     assert cache.keys.shape[2] > cache.length
-    scores, _, attended = seen[-3:]
-    assert scores["keys"] is attended["keys"] is cache.keys
-    assert attended["values"] is cache.values
+    asked = {"scale": 0.125, "backend": "metal"}
+    chosen = cache.select_prompt(queries, SAMPLE, **asked, fullest=0.999)
+    in_two = cache.attend_prompt(queries, SAMPLE, **asked, blocks=chosen)
+    assert all(mx.array_equal(one, other) for one, other in zip(in_two, results[0], strict=True))
+    for scores, _, attended in (seen[-3:], seen[-6:-3]):
+        assert scores["keys"] is attended["keys"] is cache.keys
+        assert attended["values"] is cache.values
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
