@@ -8,6 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+import onnx
 import pytest
 import tiny_models
 from exported import FLOAT32, SAMPLE, Made
@@ -100,7 +101,7 @@ def test_the_command_runs_it(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_a_file_that_samples_otherwise_than_mlx_is_not_kept(
     tmp_path: Path, wrong: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copy = verify._copy_for_check
+    copy = verify.copy_for_check
 
     def other_copy(*arguments: Any) -> Any:
         made = copy(*arguments)
@@ -110,7 +111,7 @@ def test_a_file_that_samples_otherwise_than_mlx_is_not_kept(
                     setattr(attribute, "i" if attribute.name == "chunks" else "f", wrong[attribute.name])
         return made
 
-    monkeypatch.setattr(verify, "_copy_for_check", other_copy)
+    monkeypatch.setattr(verify, "copy_for_check", other_copy)
     with pytest.raises(ArtefactError, match="Nothing was kept"):
         Made(tmp_path, "llama", METHODS["sample"], {"num_hidden_layers": 3}, max_length=320)
     assert not (tmp_path / "exported").exists()
@@ -124,6 +125,39 @@ def test_one_setting_is_taken_from_ranges_of_which_no_other_begins_in_the_file()
     )
     with pytest.raises(ConfigError, match="ranges: expected one setting for all contexts up to 1000 tokens"):
         exporter.settle_prompts(ranges, 1000)
+
+
+def test_a_density_that_is_to_decide_is_refused(tmp_path: Path) -> None:
+    source = tiny_models.write(tmp_path / "source")
+    with pytest.raises(ConfigError, match=r"^dense_above: expected auto or 1, .*, got 0\.4\. Give dense_below instead"):
+        exporter.export(str(source), tmp_path / "out", method="sample:dense_above=0.4")
+    assert not (tmp_path / "out").exists()
+    never = parse("sample:dense_above=1.0")[0]
+    assert isinstance(never, Sample)
+    assert exporter.settle_prompts(never, 999).dense_below == SAMPLE_BELOW
+
+
+@pytest.mark.parametrize(("layers", "compared"), [(2, 2), (5, 3)])
+def test_the_first_layers_are_compared(
+    tmp_path: Path, layers: int, compared: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs: list[set[str]] = []
+    original = verify.keep_layers
+
+    def watched(model: onnx.ModelProto, count: int) -> None:
+        original(model, count)
+        assert count == compared
+        inputs.append({value.name for value in model.graph.input})
+
+    monkeypatch.setattr(verify, "keep_layers", watched)
+    Made(tmp_path, "llama", SAMPLE, {"num_hidden_layers": layers}, max_length=320)
+    (names,) = inputs
+    assert {name for name in names if name.startswith("past_sums.")} == {f"past_sums.{i}" for i in range(compared)}
+
+
+def test_layers_are_compared_until_one_after_two_sampled_ones(tmp_path: Path) -> None:
+    made = Made(tmp_path, "gemma3_text", METHODS["sample"], {"num_hidden_layers": 8}, max_length=320)
+    assert made.result.agreement.sampled is not None
 
 
 def test_only_layers_without_a_window_are_sampled(tmp_path: Path) -> None:

@@ -61,6 +61,11 @@ class Target:
         return -(-self.max_length // self.lanes) * self.lanes
 
 
+def output_of(layer: int) -> str:
+    """The value that a layer hands on."""
+    return f"layers.{layer}/output"
+
+
 class Decoder:
     """One model's graph; `add` adds all of it.
 
@@ -131,7 +136,7 @@ class Decoder:
         attended = self._attention(i, layer, normed("input_layernorm", h))
         h = self.g.op("Add", h, normed(family.after_attention, attended))
         made = self._mlp(f"{name}.mlp", layer.mlp, normed(family.before_mlp, h))
-        return self.g.op("Add", h, normed(family.after_mlp, made))
+        return self.g.op("Add", h, normed(family.after_mlp, made), output=output_of(i))
 
     def _norm(self, name: str, module: Any, x: str) -> str:
         """RMSNorm over the last axis, in the nodes that ONNX Runtime makes one."""

@@ -181,8 +181,14 @@ def settle_prompts(config: Sample, max_length: int) -> Sample:
     """SampleAttention with one setting for all contexts, as an operator's attributes are.
 
     Raises:
-        ConfigError: several ranges of contexts that fit in ``max_length`` have settings of their own.
+        ConfigError: several ranges of contexts that fit in ``max_length`` have settings of their own, or a density is
+            to decide.
     """
+    if config.dense_above not in ("auto", 1):
+        raise ConfigError(
+            f"dense_above: expected auto or 1, as a file attends by its blocks however many it has chosen, got "
+            f"{config.dense_above}. Give dense_below instead."
+        )
     settled = {config.at(S) for S in (1, *(entry.up_to for entry in config.ranges if entry.up_to <= max_length))}
     if len(settled) > 1:
         raise ConfigError(

@@ -4,13 +4,12 @@ MLX runs the model in float32, and once more with embeddings disturbed as much a
 what that does to the logits says how close the file must come. Caches of half precision round more than that, and may
 swap the keys that a sparse step chooses. So a copy of the file with float32 caches, whose sparse step comes early, is
 held to that, and the file itself must come as close as MLX does when it rounds what the caches hold. SampleAttention
-is compared in the same copy, on a prompt of several small blocks.
+is compared in a copy of the first layers, on a prompt of several small blocks: MLX would take minutes for all of them.
 """
 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import itertools
 import math
@@ -29,14 +28,14 @@ import onnx
 from mlx import nn
 from mlx.utils import tree_map_with_path
 from mlx_lm.models.cache import make_prompt_cache
-from onnx import TensorProto
 
 from mlx_sparse.checks import ArtefactError, ConfigError
 from mlx_sparse.config import Sample, SparQ
 from mlx_sparse.lm import seam, sparse
 
-from ..domain import DOMAIN
+from .copies import PROMPT, SAMPLED_PROMPT, copy_for_check, keep_layers, shortened, shortened_prompts
 from .decoder import Target
+from .families import window_of
 from .file import File
 from .weights import QUANTISED
 
@@ -44,22 +43,21 @@ Array = npt.NDArray[Any]
 Lower = Callable[[onnx.ModelProto], onnx.ModelProto]
 
 ROWS = 3  # prompts
-PROMPT = 8  # tokens
-SAMPLED_PROMPT, SAMPLED_BLOCK = 160, 32  # tokens of a prompt that SampleAttention leaves something out of
-KEYS = 4  # most keys attended to in the sparse step that is compared, so that a short prompt shows it
 SLACK = 2  # errors that are alike in size are not the same
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """What MLX computes for a prompt by a `shortened_prompts` method.
+    """What the first layers compute in MLX for a prompt by a `shortened_prompts` method.
 
     Attributes:
+        layers: how many, before the norm and the head.
         tokens: (rows, at most SAMPLED_PROMPT).
         logits: (rows, vocabulary), and the same of dense attention.
         error: largest difference of the median row.
     """
 
+    layers: int
     tokens: Array
     logits: Array
     dense: Array
@@ -127,12 +125,13 @@ def _reference(model: Any, target: Target) -> Expected:
     _as_stored(model, target.dtype)
     tokens = np.random.default_rng(0).integers(0, model.model.embed_tokens.weight.shape[0], (ROWS, PROMPT + 1))
     embedding = model.model.embed_tokens = _Widened(model.model.embed_tokens)
+    if "lm_head" in model:
+        model.lm_head = _OfLast(model.lm_head)
     # Sums of K products err by about sqrt(K) halves of an ulp, and the layers add their errors up.
     products = [_columns(module) for _, module in model.named_modules() if isinstance(module, (nn.Linear, *QUANTISED))]
     noise = 2.0**-24 * math.sqrt(max(products) * len(products))
     method = shortened(target) if isinstance(target.method, SparQ) else None
-    runs, sampled = [], []
-    long = _long_prompts(model, target)
+    runs = []
     for embedding.noise in (0.0, noise):
         cache = make_prompt_cache(model)
         runs.append([_run(model, tokens[:, :-1], cache)])
@@ -141,9 +140,6 @@ def _reference(model: Any, target: Target) -> Expected:
         if method is not None:
             with sparse(model, method, backend="ops"):
                 runs[-1].append(_run(model, tokens[:, -1:], prompted))
-        if target.prompts is not None:
-            with sparse(model, shortened_prompts(target.prompts), backend="ops"):
-                sampled.append(_run(model, long, make_prompt_cache(model)))
     exact, moved = runs
     if not all(np.isfinite(logits).all() for logits in exact):
         raise ArtefactError("--model: expected finite logits from MLX, got NaN or infinity. The model is damaged.")
@@ -156,17 +152,38 @@ def _reference(model: Any, target: Target) -> Expected:
         lost = _largest(exact[:2], rounded)
         if not math.isfinite(lost):
             raise ConfigError(f"--dtype: expected a type that holds keys and values, got {target.dtype}. Give another.")
-    of_long = None
-    if target.prompts is not None:
-        embedding.noise = 0.0
-        error = SLACK * float(np.median(np.abs(sampled[0] - sampled[1]).max(axis=1)))
-        of_long = Sampled(long, sampled[0], _run(model, long, make_prompt_cache(model)), error)
+    of_long = None if target.prompts is None else _sampled(model, target.prompts, target.max_length, noise)
     return Expected(tokens, exact, SLACK * (dense + lost), SLACK * dense, SLACK * float(np.median(moves[-1])), of_long)
 
 
-def _long_prompts(model: Any, target: Target) -> Array:
-    shape = ROWS, min(SAMPLED_PROMPT, target.max_length)
-    return np.random.default_rng(1).integers(0, model.model.embed_tokens.inner.weight.shape[0], shape)
+def _sampled(model: Any, method: Sample, max_length: int, noise: float) -> Sampled:
+    embedding = model.model.embed_tokens
+    shape = ROWS, min(SAMPLED_PROMPT, max_length)
+    tokens = np.random.default_rng(1).integers(0, embedding.inner.weight.shape[0], shape)
+    # What a layer leaves out reaches the last row through the layers after it.
+    unbounded = [i for i, layer in enumerate(model.layers) if not window_of(layer, model)]
+    layers = min(len(model.layers), (unbounded[:2] or [0])[-1] + 2)
+    runs = []
+    caches = [make_prompt_cache(model) for _ in range(3)]  # of all layers: models look for the kinds of layers there
+    with _first_layers(model, layers):
+        with sparse(model, shortened_prompts(method), backend="ops"):
+            for embedding.noise in (noise, 0.0):
+                runs.append(_run(model, tokens, caches.pop()))
+        moved, exact = runs
+        dense = _run(model, tokens, caches.pop())
+    error = SLACK * float(np.median(np.abs(exact - moved).max(axis=1)))
+    return Sampled(layers, tokens, exact, dense, error)
+
+
+@contextmanager
+def _first_layers(model: Any, count: int) -> Iterator[None]:
+    """Without the other layers."""
+    layers = model.model.layers
+    model.model.layers = layers[:count]
+    try:
+        yield
+    finally:
+        model.model.layers = layers
 
 
 def _columns(module: Any) -> int:
@@ -208,7 +225,19 @@ class _Widened(nn.Module):
         return rows * (1 + self.noise * mx.random.normal(rows.shape, key=mx.random.key(0)))
 
     def as_linear(self, x: mx.array) -> mx.array:
-        logits: mx.array = self.inner.as_linear(x)
+        logits: mx.array = self.inner.as_linear(x[:, -1:])
+        return logits
+
+
+class _OfLast(nn.Module):
+    """A head for the last token, which is all that is compared."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.inner = inner
+
+    def __call__(self, x: mx.array) -> mx.array:
+        logits: mx.array = self.inner(x[:, -1:])
         return logits
 
 
@@ -273,27 +302,6 @@ def _run(model: Any, tokens: Array, cache: Any) -> Array:
     return np.array(model(mx.array(tokens), cache=cache)[:, -1])
 
 
-def shortened(target: Target) -> SparQ:
-    """The method of a target with a sparse step that comes right after a short prompt."""
-    method = target.method
-    assert isinstance(method, SparQ)
-    top_k = PROMPT if target.rows else min(method.top_k, KEYS)
-    window = min(int(method.local_window or 0), top_k // 4)
-    return dataclasses.replace(method, top_k=top_k, local_window=window, dense_below=0)
-
-
-def shortened_prompts(method: Sample) -> Sample:
-    """A method that leaves something out of a prompt of `SAMPLED_PROMPT` random tokens."""
-    return dataclasses.replace(
-        method,
-        alpha_column=method.alpha_column / 2,
-        alpha_slash=method.alpha_slash / 2,
-        chunks=min(method.chunks, 2),
-        block_size=SAMPLED_BLOCK,
-        dense_below=0,
-    )
-
-
 def compare(model: onnx.ModelProto, folder: Path, expected: Expected, target: Target, lower: Lower) -> Agreement:
     """Run the finished file on stock ONNX Runtime, and a copy with float32 caches that shares its data.
 
@@ -316,21 +324,24 @@ def compare(model: onnx.ModelProto, folder: Path, expected: Expected, target: Ta
     if not largest <= expected.rounded:
         raise _disagreement("dense attention", largest, expected.rounded)
     median = of_sampled = None
-    if sparq or expected.sampled is not None or target.dtype != "float32":
-        check = folder / "check.onnx"
-        onnx.save(lower(_copy_for_check(model, target)), check)
+    check = folder / "check.onnx"
+    if sparq or target.dtype != "float32":
+        onnx.save(lower(copy_for_check(model, target)), check)
         got = _steps(check, expected.tokens, target.rows)
-        if (sampled := expected.sampled) is not None:
-            file = File(check)
-            file.start(len(sampled.tokens))
-            errors = sampled.logits, sampled.dense, sampled.error
-            of_sampled = _median_error(file(sampled.tokens), *errors, where="a sampled prompt")
-        check.unlink()
         exact = _largest(got[:1] if sparq else got, logits[:1] if sparq else logits)
         if not exact <= expected.dense:
             raise _disagreement("dense attention and float32 caches", exact, expected.dense)
         if sparq:
             median = _median_error(got[1], logits[2], logits[1], expected.sparse, where="sparse attention")
+    if (sampled := expected.sampled) is not None:
+        first = copy_for_check(model, target)
+        keep_layers(first, sampled.layers)
+        onnx.save(lower(first), check)
+        file = File(check)
+        file.start(len(sampled.tokens))
+        errors = sampled.logits, sampled.dense, sampled.error
+        of_sampled = _median_error(file(sampled.tokens), *errors, where="a sampled prompt")
+    check.unlink(missing_ok=True)
     return Agreement(largest, median, float(np.abs(logits[0]).max()), of_sampled)
 
 
@@ -351,28 +362,6 @@ def _disagreement(where: str, error: float, allowed: float) -> ArtefactError:
         f"model.onnx: expected logits within {allowed:.1e} of MLX's, got {error:.1e} with {where}. Nothing was kept; "
         "please report the model and the command."
     )
-
-
-def _copy_for_check(model: onnx.ModelProto, target: Target) -> onnx.ModelProto:
-    """The model with float32 caches, and with the attributes of `shortened` methods."""
-    made = onnx.ModelProto()
-    made.CopyFrom(model)
-    for tensor in (*made.graph.input, *made.graph.output):
-        if tensor.type.tensor_type.elem_type != TensorProto.INT64:
-            tensor.type.tensor_type.elem_type = TensorProto.FLOAT
-    for node in made.graph.node:
-        attributes = {attribute.name: attribute for attribute in node.attribute}
-        if node.op_type == "Cast":  # up from the type of weights, or down to that of caches
-            attributes["to"].i = TensorProto.FLOAT
-        if "top_k" in attributes and node.domain == DOMAIN:
-            for name in ("top_k", "local_window", "dense_below"):
-                attributes[name].i = getattr(shortened(target), name)
-        if "alpha_column" in attributes and target.prompts is not None:
-            prompts = shortened_prompts(target.prompts)
-            for name, value in prompts.parameters().items():
-                setattr(attributes[name], "f" if isinstance(value, float) else "i", value)
-            attributes["dense_prompt_below"].i = 0
-    return made
 
 
 def _steps(path: Path, tokens: Array, batch: int | None) -> list[Array]:
