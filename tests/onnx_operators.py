@@ -27,7 +27,8 @@ parameters = every_parameter  # an operator's have no defaults
 
 by_case = pytest.mark.parametrize("case", CASES, ids=str)
 by_setting = pytest.mark.parametrize("setting", SPARQ)
-by_runtime = pytest.mark.parametrize("runtime", ["onnxruntime", "onnxruntime-compat", "reference", "native"])
+RUNTIMES = ("onnxruntime", "onnxruntime-compat", "reference", "native")
+by_runtime = pytest.mark.parametrize("runtime", RUNTIMES)
 
 
 def session(model: Any, kernels: str = "off", threads: int = 1) -> ort.InferenceSession:
