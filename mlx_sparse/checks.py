@@ -121,9 +121,10 @@ def check_decode_step(sizes: Sizes, method: str) -> None:
 
 def check_share(name: str, value: object) -> float:
     """Return ``value`` if it is a number in (0, 1]; raise `ConfigError` otherwise."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < value <= 1:  # NaN too
+    number: Any = value
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < number <= 1:  # NaN too
         raise ConfigError(f"{name}: expected a number above 0 and at most 1, got {value!r}.")
-    return float(value)
+    return float(number)
 
 
 def check_block_size(block_size: object) -> None:
