@@ -100,9 +100,9 @@ def attend_blocks(
         raise ShapeError(f"blocks: expected shape (B, Hq, R, N) with {expected} first, got {tuple(blocks.shape)}.")
     check_integers("blocks", blocks)
     check_device("blocks", blocks, queries.device)
-    listed = blocks
-    if blocks.dtype != torch.int32:  # a number of 64 bits must not become a block's by losing some
-        listed = torch.where((blocks >= 0) & (blocks < layout.key_blocks), blocks, -1).to(torch.int32)
+    fresh = (blocks >= 0) & (blocks < layout.key_blocks)  # a number of 64 bits must not become a block's by losing some
+    fresh[..., 1:] &= blocks[..., 1:] != blocks[..., :-1]  # a block that is listed twice is attended once
+    listed = torch.where(fresh, blocks.to(torch.int32), -1)
     scale = float(n.D**-0.5 if scale is None else scale)
     result: tuple[torch.Tensor, torch.Tensor] = ops.attend_blocks(
         rows(queries), rows(keys), rows(values), listed, block_size, scale

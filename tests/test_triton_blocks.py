@@ -8,12 +8,12 @@ import torch
 from mlx_sparse.cuda_ref import ops, sample
 from sample_cases import SAMPLE_CASES, SampleCase, assert_attends, logit_error, selection
 from torch_arrays import DEVICE, DTYPES, cached, to_numpy, to_torch
-from triton_prompts import retained, tensors
+from triton_prompts import INTERPRETED, retained, tensors
 
 from mlx_sparse import cuda_ref, oracle
 
 pytestmark = pytest.mark.usefixtures("guarded")
-by_case = pytest.mark.parametrize("case", SAMPLE_CASES, ids=str)
+by_case = pytest.mark.parametrize("case", INTERPRETED, ids=str)
 SMALL = SampleCase(2, 4, 2, 150, 230, 64, "f32", 32, chunks=2)
 
 
@@ -92,6 +92,19 @@ def test_a_block_number_of_64_bits_does_not_wrap_to_a_block() -> None:
         strict=True,
     ):
         assert torch.equal(found, alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8])
+def test_a_block_that_is_listed_twice_is_attended_once(dtype: torch.dtype) -> None:
+    arrays = tensors(SMALL)
+    once = torch.tensor([0, 1, 2], device=DEVICE).expand(SMALL.B, SMALL.Hq, SMALL.layout.row_blocks, 3)
+    twice = torch.tensor([0, 0, 1, 2, 2, 2], device=DEVICE).expand(*once.shape[:3], 6).to(dtype)
+    for found, alone in zip(
+        cuda_ref.attend_blocks(*arrays, twice, block_size=32),
+        cuda_ref.attend_blocks(*arrays, once, block_size=32),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, alone, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("poison", [float("inf"), float("nan")])

@@ -20,13 +20,13 @@ from sample_cases import (
     selection,
 )
 from torch_arrays import DEVICE, to_numpy
-from triton_prompts import retained, tensors
+from triton_prompts import INTERPRETED, retained, tensors
 
 from mlx_sparse import ConfigError, ShapeError, cuda_ref, oracle
 from mlx_sparse.layout import Layout
 
 pytestmark = pytest.mark.usefixtures("guarded")
-by_case = pytest.mark.parametrize("case", SAMPLE_CASES, ids=str)
+by_case = pytest.mark.parametrize("case", INTERPRETED, ids=str)
 SMALL = SampleCase(2, 4, 2, 150, 230, 64, "f32", 32, chunks=2)
 
 
@@ -107,11 +107,15 @@ def test_keys_may_be_split_between_any_number_of_programs(monkeypatch: pytest.Mo
         assert_same_scores(to_numpy(got), scores, logit_error(q, k, SMALL.scale))
 
 
-def test_each_sampled_row_spends_its_mass_once() -> None:
-    sampled = [stop - start for start, stop in (region.sample for region in SMALL.layout.regions)]
-    for got in cuda_ref.sample_scores(*tensors(SMALL)[:2], **SMALL.sampling):
+RAGGED = SampleCase(1, 2, 1, 70, 106, 64, "f32", 32, chunks=9)  # regions of 28, 32 and 10 rows
+
+
+@pytest.mark.parametrize("case", [SMALL, RAGGED], ids=str)
+def test_each_sampled_row_spends_its_mass_once(case: SampleCase) -> None:
+    sampled = [stop - start for start, stop in (region.sample for region in case.layout.regions)]
+    for got in cuda_ref.sample_scores(*tensors(case)[:2], **case.sampling):
         np.testing.assert_allclose(
-            to_numpy(got).sum(axis=-1), np.broadcast_to(sampled, (SMALL.B, SMALL.Hq, 2)), rtol=1e-5
+            to_numpy(got).sum(axis=-1), np.broadcast_to(sampled, (case.B, case.Hq, len(sampled))), rtol=1e-5
         )
 
 
