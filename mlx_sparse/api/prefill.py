@@ -1,7 +1,8 @@
 """Prefill methods: docs/spec/sample.md.
 
 Every row block of ``block_size`` queries attends the key blocks that a method selects for it, per query head. Blocks
-count from position 0, so that pieces of a prompt after a cached prefix (``L < S``) have the same ones.
+count from position 0, so that pieces of a prompt after a cached prefix (``L < S``) have the same ones. With the `ops`
+backend attention waits for the chosen blocks, which `mx.compile` refuses.
 """
 
 from __future__ import annotations
