@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from mlx_sparse.cuda_ref import ops, sample
+from mlx_sparse.cuda_ref import blocks, ops, sample
 from sample_cases import SAMPLE_CASES, SampleCase, assert_attends, logit_error, selection
 from torch_arrays import DEVICE, DTYPES, cached, to_numpy, to_torch
 from triton_prompts import INTERPRETED, retained, tensors
@@ -43,6 +43,16 @@ def test_the_mass_that_is_counted_is_attended(case: SampleCase) -> None:
             assert (mass[..., start:stop].mean(axis=-1) >= alpha - 1e-6 - error).all()
 
 
+def test_the_end_of_a_long_list_is_found_in_several_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "BLOCK_LIST", 16)
+    layout, arrays = SMALL.layout, tensors(SMALL)
+    listed = np.full((2, 4, layout.row_blocks, 40), -1, dtype=np.int32)
+    listed[:, :, :, 0] = 0
+    listed[:, 0, :, 17] = 1
+    out, lse = cuda_ref.attend_blocks(*arrays, torch.tensor(listed, device=DEVICE), block_size=32, scale=SMALL.scale)
+    assert_attends(to_numpy(out), to_numpy(lse), SMALL, listed)
+
+
 def test_without_a_list_every_block_is_attended() -> None:
     case = SampleCase(1, 3, 1, 100, 170, 80, "f16", 32)
     queries, keys, values = tensors(case)
@@ -55,7 +65,7 @@ def test_without_a_list_every_block_is_attended() -> None:
 # Row blocks 0 to 4 of five.
 HOSTILE = {
     "a hole": [[-1], [1], [0, -1, 2], [-1, -1, 3], [0, 1, 2, 3, 4]],
-    "beyond the keys": [[0, 5], [0, 1, 2**31 - 1], [5, 6, 7], [0, 2, 100], [4, 5, 6, 7]],
+    "beyond the keys": [[0, 5], [0, 1, 2**31 - 1], [2**31 - 1, 0, 7], [0, 2, 100], [4, 5, 6, 7]],
     "above the diagonal": [[0, 1, 2], [2, 3], [0, 3, 4], [1, 4], [0]],
     "negative": [[-(2**31), 0], [-7, 1], [-2, -1, 1], [-5], [-1, 4]],
     "empty": [[], [], [], [], []],

@@ -100,6 +100,7 @@ def test_a_scale_may_be_negative_or_zero(scale: float) -> None:
 @pytest.mark.parametrize("processors", [1, 40])
 def test_keys_may_be_split_between_any_number_of_programs(monkeypatch: pytest.MonkeyPatch, processors: int) -> None:
     monkeypatch.setattr(configs, "processors", lambda device: processors)
+    monkeypatch.setattr(sample, "BLOCK_SPLITS", 2)  # so that their statistics are read in several turns
     q, k, _ = SMALL.inputs()
     found = cuda_ref.sample_scores(*tensors(SMALL)[:2], **SMALL.sampling)
     expected = selection(SMALL)
@@ -147,6 +148,32 @@ def test_portions_cover_every_row_block_once_the_last_first(L: int, S: int, entr
     assert [row for first, stop in reversed(found) for row in range(first, stop)] == list(range(layout.row_blocks))
     for first, stop in found:
         assert first + 1 == stop or (stop - first) * (layout.first_block + stop) * entry <= sample.LIST_BYTES
+
+
+@pytest.mark.parametrize(("L", "S", "chunks"), [(600, 700, 3), (130, 191, 1), (1, 40, 1), (70, 106, 9)])
+def test_lists_are_those_of_the_oracle_for_any_flags(
+    monkeypatch: pytest.MonkeyPatch, L: int, S: int, chunks: int
+) -> None:
+    """Also where the first block is not kept, and a list is made in several turns."""
+    monkeypatch.setattr(sample, "MERGED", 16)
+    layout = Layout(L, S, chunks, 32)
+    flags = np.random.default_rng(0).random((2, 1, 2, len(layout.regions), layout.key_blocks)) < 0.2
+    expected = oracle.merge(*flags, layout)
+    for block in layout.sampled_blocks:
+        expected[:, :, block - layout.first_block, : block + 1] = True
+    kept = sample.Kept(*(torch.tensor(side.astype(np.uint8), device=DEVICE) for side in flags))
+    counts = torch.empty(1, 2, layout.row_blocks, dtype=torch.int32, device=DEVICE)
+    blocks = sample.merge(kept, layout, 0, layout.row_blocks, layout.key_blocks, counts)
+    assert (oracle.block_mask(to_numpy(blocks), layout.key_blocks) == expected).all()
+    assert (to_numpy(counts) == expected.sum(axis=3)).all()
+    filled = to_numpy(blocks >= 0)
+    assert (filled[..., :-1] >= filled[..., 1:]).all()
+
+
+def test_shares_that_are_reached_but_for_rounding_are_reached() -> None:
+    for count in range(1, 41):
+        kept = sample.keep(torch.full((1, 40), 0.1, device=DEVICE), count / 40)
+        assert int(kept.sum()) == count
 
 
 @pytest.mark.parametrize("alpha", [0.1, 0.5, 0.9, 0.999999])

@@ -15,6 +15,7 @@ from mlx_sparse import oracle
 INTERPRETED = [
     *(case for case in SAMPLE_CASES if case.block_size < 128),
     SampleCase(1, 4, 1, 200, 390, 128, "f16", 128, alpha_column=0.8, alpha_slash=0.8),
+    SampleCase(1, 2, 1, 130, 191, 64, "f32", 32, alpha_column=0.3, alpha_slash=0.3),  # the sample begins in a last row
 ]
 
 
