@@ -89,6 +89,21 @@ def test_an_alpha_of_1_is_dense_attention(runtime: str, alphas: tuple[float, flo
     np.testing.assert_array_equal(got["blocks"], np.broadcast_to(causal, got["blocks"].shape))
 
 
+@pytest.mark.parametrize(("more", "expected"), [(5e-7, [0, 1, 3, 4, -1, -1]), (2e-6, [0, 1, 2, 3, 4, -1])], ids=str)
+@by_runtime
+def test_blocks_that_tie_are_kept_from_the_left_until_the_threshold_but_for_1e_6(
+    runtime: str, more: float, expected: list[int]
+) -> None:
+    case = SampleCase(1, 1, 1, 192, 192, 64, "f32", 32)
+    # All keys are alike: five columns hold the same mass, and so do five bins, of which the first is kept.
+    share = float(np.mean(32 / np.arange(161, 193)))
+    case = replace(case, alpha_column=2 * share + more, alpha_slash=0.01)
+    q = np.ones((1, 1, 192, 64))
+    attend = Operator(runtime, "Sample", "f32", **case.parameters)
+    got = attend(query=q, length=np.array([192]), **with_stale_keys(case, 0 * q, q))
+    assert got["blocks"][0, 0, 4].tolist() == expected
+
+
 def settings_of(case: SampleCase, below: int = 0) -> dict[str, Any]:
     return {**case.parameters, "dense_prompt_below": below}
 
