@@ -16,8 +16,8 @@ SAMPLE_PAYS_FROM = 8192
 # CPU (docs/results/prefill.md). metal: not measured; what a kernel four times slower per block than MLX's would allow
 # (docs/results/roofline.md).
 SAMPLE_PAYS_UP_TO = {"ops": 0.75, "metal": 0.22}
-# The share of a piece's queries that its sample may be: more costs what is left out (docs/results/prefill.md).
-SAMPLE_SHARE = 1 / 8
+# A sample may be one of so many of a piece's queries: more cost what is left out (docs/results/prefill.md).
+SAMPLE_SHARE = 8
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ class Sample(Prefill):
 
     ``dense_below`` is the number of keys below which attention stays dense, without looking: "auto" means
     `SAMPLE_PAYS_FROM`. ``dense_above`` is the density above which it does after having looked: "auto" means
-    `SAMPLE_PAYS_UP_TO`. Where ``dense_below`` is given, "auto" means 1, and short pieces, whose sample is more than
-    `SAMPLE_SHARE` of them, are not dense for that.
+    `SAMPLE_PAYS_UP_TO`. Where ``dense_below`` is given, "auto" means 1, and pieces too short for their sample
+    (`SAMPLE_SHARE`) are not dense for that.
     ``ranges`` are settings by context, ascending, that win over the single ones; contexts beyond the last range use the
     last one. ``mlx-sparse tune-sample`` finds them for a model.
     """
@@ -108,10 +108,12 @@ class Sample(Prefill):
     def shortest_context(self, step: Step | None = None) -> int:
         return SAMPLE_PAYS_FROM if isinstance(self.dense_below, str) else self.dense_below
 
-    @property
-    def largest_sample(self) -> float:
-        """Share of the queries above which attention stays dense, without looking."""
-        return SAMPLE_SHARE if self.dense_below == "auto" else 1.0
+    def too_short(self, L: int) -> bool:
+        """Whether ``L`` queries stay dense, without looking: too few for their sample.
+
+        One block may be missing, as mlx-lm keeps the last token of a prompt back.
+        """
+        return self.dense_below == "auto" and L < (SAMPLE_SHARE * self.chunks - 1) * self.block_size
 
     def fullest(self, backend: str) -> float:
         if not isinstance(self.dense_above, str):

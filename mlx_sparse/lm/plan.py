@@ -161,10 +161,9 @@ class Plan:
         if isinstance(config, Sample):
             if max(config.alpha_column, config.alpha_slash) >= 1:
                 yield "that an alpha of 1 keeps whole"
-            layout = _layout(config, L, S)
-            if layout.everything:
+            if _layout(config, L, S).everything:
                 yield "with a sample in every row block"
-            if layout.sampled_share > config.largest_sample:
+            if config.too_short(L):
                 yield "with a sample of more than an eighth of the queries"
         if any_padded(cache, leaves(self._caches)):
             yield "of a padded batch"
