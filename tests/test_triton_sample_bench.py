@@ -90,6 +90,33 @@ def test_what_fails_or_does_not_fit_is_a_row_with_its_reason(
     assert "left out: needs " in text
 
 
+def test_what_fails_before_a_step_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("no lists")
+
+    monkeypatch.setattr(prefill.sample, "merge", broken)
+    monkeypatch.setattr(prefill, "TURNS", 1)
+    facts, rows = prefill.run([SMALL], [0.1], 600, lambda row: None)
+    assert [(row.contender, row.note) for row in rows if row.failed] == [("", "no lists")]
+    assert [row.contender for row in rows if row.times] == ["flash", "dense", "sampling"]
+    assert "* all, 2/1 heads D=64 S=400: no lists" in prefill_report.text(facts, rows)
+
+
+def test_the_results_of_contenders_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    record = prefill.record
+    monkeypatch.setattr(prefill, "record", lambda *given: made.append(record(*given)) or made[-1])
+    monkeypatch.setattr(prefill, "TURNS", 0)
+    prefill.run([replace(SMALL, S=140)], [], 600, lambda row: None)
+    assert len(made) == 4
+    assert not any(steps.outputs for steps in made if steps)
+
+
+def test_settings_of_decode_steps_say_nothing_of_prompts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--prefill", "--model", "--lengths", "100", "--shapes", "2x1x16"]) == 0
+    assert capsys.readouterr().out
+
+
 def test_the_command_writes_lines_and_a_table(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -132,11 +132,8 @@ def _checked(args: argparse.Namespace) -> Callable[[], list[Any]]:
     check_int("--top-k", args.top_k, 1)
     if args.prefill:
         _check_densities(args.densities)
-    for _, _, D in shapes:
-        check_rank(args.rank, D)
-    for S in lengths:
-        if args.top_k >= S:
-            raise ConfigError(f"--lengths: expected more than the {args.top_k} keys that SparQ attends to, got {S}.")
+    else:
+        _check_steps(args, lengths, shapes)
     if not args.budget_s > 0:
         raise ConfigError(f"--budget-s: expected seconds, got {args.budget_s:g}.")
     if args.output and (args.output.suffix != ".jsonl" or not args.output.parent.is_dir()):
@@ -151,6 +148,14 @@ def _checked(args: argparse.Namespace) -> Callable[[], list[Any]]:
         return list(plan(lengths, batches, shapes, args.dtype, Setting(args.rank, args.top_k)))
 
     return cases
+
+
+def _check_steps(args: argparse.Namespace, lengths: list[int], shapes: list[tuple[int, int, int]]) -> None:
+    for _, _, D in shapes:
+        check_rank(args.rank, D)
+    for S in lengths:
+        if args.top_k >= S:
+            raise ConfigError(f"--lengths: expected more than the {args.top_k} keys that SparQ attends to, got {S}.")
 
 
 def _check_densities(text: str) -> None:
