@@ -33,6 +33,8 @@ from mlx_sparse import onnx_export, oracle
 
 MOST_KEYS = 520  # of what the reference evaluator is given: it is slow
 SETS = ["scalar", "neon"] if platform.machine() in ("aarch64", "arm64") else ["scalar", "avx2", "avx512"]
+# Its decode steps are always dense; what that says of prompts is nothing.
+SPARQ = {**attributes(parameters(Case(2, 6, 2, 400, 64, "f32"), "robust")), "lanes": LANES, "dense_below": 1 << 20}
 SPARSE = SampleCase(2, 6, 2, 200, 400, 64, "f32", 32, chunks=2)
 
 
@@ -151,19 +153,24 @@ def test_a_prompt_in_pieces_is_sampled_piece_by_piece(runtime: str) -> None:
     ],
     ids=["long-enough", "too-short", "padded", "rows-of-two-lengths"],
 )
+@pytest.mark.parametrize("name", ["SampleAttention", "SampleSparQAttention"])
 @by_runtime
 def test_a_piece_is_dense_where_it_cannot_be_sampled(
-    runtime: str, below: int, padding: list[int], past: list[int], is_sampled: bool
+    runtime: str, name: str, below: int, padding: list[int], past: list[int], is_sampled: bool
 ) -> None:
     case = SPARSE
     q, k, v = case.inputs()
-    attend = Operator(runtime, "SampleAttention", "f32", **settings_of(case, below))
+    with_sparq = name == "SampleSparQAttention"
+    settings = {**(SPARQ if with_sparq else {}), **settings_of(case, below)}
+    attend = Operator(runtime, name, "f32", **settings)
     caches = {"past_key": np.full((2, 2, 448, 64), np.nan), "past_value": np.full((2, 2, 448, 64), np.nan)}
+    if with_sparq:
+        caches |= {"past_key_t": np.zeros((2, 2, 448, 64)), "past_sums": np.zeros((2, 2, 3, 64))}
     new = {"key": np.empty((2, 2, 200, 64)), "value": np.empty((2, 2, 200, 64))}
     for b, start in enumerate(past):
-        for name, array in (("key", k), ("value", v)):
-            caches[f"past_{name}"][b, :, :start] = array[b, :, :start]
-            new[name][b] = array[b, :, start : start + 200]
+        for what, array in (("key", k), ("value", v)):
+            caches[f"past_{what}"][b, :, :start] = array[b, :, :start]
+            new[what][b] = array[b, :, start : start + 200]
     got = attend(query=q, left_padding=np.array(padding), past_length=np.array(past), **new, **caches)["output"]
     for b, start in enumerate(past):
         row, S = slice(b, b + 1), start + 200
@@ -194,6 +201,9 @@ def test_a_sampled_prompt_is_followed_by_sparq(runtime: str) -> None:
     last = slice(400, 401)
     got = attend(query=q[:, :, last], key=k[:, :, last], value=v[:, :, last], left_padding=np.zeros(case.B), **caches)
     assert_is_sparq(got["output"], decode, params, q[:, :, last], k, v)
+    attend = Operator(runtime, "SampleSparQAttention", "f32", **{**settings, "dense_below": 402})
+    got = attend(query=q[:, :, last], key=k[:, :, last], value=v[:, :, last], left_padding=np.zeros(case.B), **caches)
+    np.testing.assert_allclose(got["output"], oracle.dense_attention(q[:, :, last], k, v), rtol=0, atol=2e-5)
 
 
 @by_runtime
