@@ -11,7 +11,7 @@ from torch_arrays import cached, to_torch
 from mlx_sparse import oracle
 
 # Blocks of 128 take the interpreter longest: a smaller prompt of them stands for the shared ones. The prompts of
-# test_parity_sample.py run as well, one of them with such blocks, bfloat16 and seven query heads a group.
+# test_parity_sample.py run as well, one of them with such blocks.
 INTERPRETED = [
     *(case for case in SAMPLE_CASES if case.block_size < 128),
     SampleCase(1, 4, 1, 200, 390, 128, "f16", 128, alpha_column=0.8, alpha_slash=0.8),
