@@ -89,6 +89,8 @@ SAMPLE_CASES = [
     SampleCase(1, 1, 1, 64, 64, 64, "f32", 32, chunks=2),  # every row block is sampled
     SampleCase(1, 2, 2, 300, 300, 64, "f32", 32),
     SampleCase(1, 2, 2, 300, 300, 64, "bf16", 32, chunks=3),
+    SampleCase(1, 2, 1, 140, 191, 64, "f32", 32, alpha_column=0.3, alpha_slash=0.3),  # a last block but for one key
+    SampleCase(1, 2, 1, 70, 202, 64, "f32", 32, chunks=3),  # regions of one block, ragged at both ends
     SampleCase(2, 3, 1, 257, 400, 64, "f32", 32, chunks=2),
     SampleCase(1, 9, 3, 320, 500, 64, "f16", 32, chunks=6),
     SampleCase(1, 4, 4, 201, 513, 80, "f32", 32, chunks=2, alpha_column=0.95, alpha_slash=0.3),
