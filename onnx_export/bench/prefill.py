@@ -191,7 +191,8 @@ def run(
     rows: list[Row] = []
     cases = [(shape, S, n) for shape in shapes for S in lengths for n in threads]
     for shape, S, n in tqdm(cases, unit="case", disable=None):
-        rows += _case(Problem(*shape, S, config.block_size, config.chunks), shape, n, repeat)
+        Hq, Hkv, D = shape
+        rows += _case(Problem(Hq, Hkv, D, S, config.block_size, config.chunks), shape, n, repeat)
     head = (
         f"{machine()}\n\nAttention over a prompt in one call: seconds (with one thread: of the processor), least of "
         f"{repeat}; in parentheses how many times as fast as our native dense attention of that type. Blocks of "
