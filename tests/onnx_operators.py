@@ -23,6 +23,38 @@ from mlx_sparse.oracle.sparq import deviation, masked_mean
 DTYPES = {"f32": np.dtype(np.float32), "f16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
 LANES = 64  # keys per chunk of the caches under test
 CACHES = {"lanes": LANES, "dense_below": 0}
+
+_SPARQ: dict[str, float] = {
+    "rank": 16,
+    "top_k": 32,
+    "local_window": 8,
+    "reallocate": 0,
+    "group_reduce": 0,
+    "component_score": 0,
+    "scale": 0.125,
+}
+_DENSE = {"scale": 0.125, "window": 0}
+_SAMPLE: dict[str, float] = {
+    "alpha_column": 0.9,
+    "alpha_slash": 0.8,
+    "chunks": 2,
+    "block_size": 64,
+    "scale": 0.125,
+}
+_CACHED_SPARQ = {**_SPARQ, **CACHES}
+_CACHED_SAMPLE = {**_SAMPLE, "dense_prompt_below": 0}
+# Some attributes of each operator, all of them valid.
+ATTRIBUTES: dict[str, dict[str, float]] = {
+    "SparQ": _SPARQ,
+    "SparQAppend": {"lanes": LANES},
+    "SparQAttention": _CACHED_SPARQ,
+    "DenseAttention": _DENSE,
+    "CachedAttention": _DENSE,
+    "Append": {},
+    "Sample": _SAMPLE,
+    "SampleAttention": _CACHED_SAMPLE,
+    "SampleSparQAttention": {**_CACHED_SPARQ, **_CACHED_SAMPLE},
+}
 parameters = every_parameter  # an operator's have no defaults
 
 by_case = pytest.mark.parametrize("case", CASES, ids=str)

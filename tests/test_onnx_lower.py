@@ -18,6 +18,7 @@ from exported import SPARQ, exported
 from mlx_lm.convert import convert
 from mlx_sparse.onnx_export import export, lower
 from onnx_operators import (
+    ATTRIBUTES,
     CACHES,
     Operator,
     advance,
@@ -123,9 +124,7 @@ def test_a_static_model_has_numbers_for_sizes_and_no_control_flow(
 
 @pytest.mark.parametrize("name", onnx_export.OPERATORS)
 def test_an_inlined_model_has_nothing_of_the_domain_and_keeps_its_names(name: str) -> None:
-    params = attributes(parameters(Case(2, 6, 2, 9, 64, "f32"), "paper"))
-    settings = {"SparQ": params, "SparQAttention": {**CACHES, **params}, "Append": {}}.get(name, DENSE)
-    model = onnx_export.operator_model(name, **settings)
+    model = onnx_export.operator_model(name, **ATTRIBUTES[name])
     made = lower.inline(model)
     onnx.checker.check_model(made, full_check=True)
     assert not made.functions

@@ -10,40 +10,11 @@ import onnx
 import onnxruntime as ort
 import pytest
 from mlx_sparse.onnx_export.reference import page
+from onnx_operators import ATTRIBUTES
 
 from mlx_sparse import ConfigError, onnx_export
 
 ROOT = Path(__file__).parent.parent
-SPARQ: dict[str, float] = {
-    "rank": 16,
-    "top_k": 32,
-    "local_window": 8,
-    "reallocate": 0,
-    "group_reduce": 0,
-    "component_score": 0,
-    "scale": 0.125,
-}
-DENSE = {"scale": 0.125, "window": 0}
-SAMPLE: dict[str, float] = {
-    "alpha_column": 0.9,
-    "alpha_slash": 0.8,
-    "chunks": 2,
-    "block_size": 64,
-    "scale": 0.125,
-}
-CACHED_SPARQ = {**SPARQ, "lanes": 64, "dense_below": 0}
-CACHED_SAMPLE = {**SAMPLE, "dense_prompt_below": 0}
-ATTRIBUTES = {
-    "SparQ": SPARQ,
-    "SparQAppend": {"lanes": 64},
-    "SparQAttention": CACHED_SPARQ,
-    "DenseAttention": DENSE,
-    "CachedAttention": DENSE,
-    "Append": {},
-    "Sample": SAMPLE,
-    "SampleAttention": CACHED_SAMPLE,
-    "SampleSparQAttention": {**CACHED_SPARQ, **CACHED_SAMPLE},
-}
 BAD_GRAPH = (onnx.checker.ValidationError, onnx.shape_inference.InferenceError)
 
 by_operator = pytest.mark.parametrize("name", onnx_export.OPERATORS)
