@@ -12,7 +12,7 @@ from mlx_sparse.layout import Layout
 from . import configs
 from .blocks import Prefill, positive
 from .kernels.merge_blocks import merge_blocks as merge_kernel
-from .kernels.sample_scores import sample_parts as parts_kernel
+from .kernels.sample_scores import sample_scores as parts_kernel
 from .kernels.sample_scores import sample_sums as sums_kernel
 from .launch import Launch, power_of_2, upcast
 

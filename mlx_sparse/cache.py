@@ -17,7 +17,6 @@ from mlx_lm.models.cache import BatchKVCache, KVCache
 from . import registry
 from .checks import check_local_window
 from .config import MethodConfig, OracleTopK, Prefill, Sample, SparQ, Streaming
-from .layout import Layout
 from .ops.select import valid_keys
 
 # Rows of ``keys_t`` hold a multiple of this many keys, so that they start on a cache line of 128 bytes in every type.
@@ -254,7 +253,7 @@ class SparseCache:
         keys, _, length = self._rows(backend)
         select = registry.load("sample_select", backend)
         blocks: mx.array = select(queries, keys, scale=scale, **config.parameters(), **length)
-        pairs = Layout(queries.shape[2], S, config.chunks, config.block_size).causal_pairs
+        pairs = config.layout(queries.shape[2], S).causal_pairs
         kept: Any = (blocks >= 0).sum().item()
         full = kept > fullest * pairs * queries.shape[0] * queries.shape[1]
         self._full_for, self._full_at = settings if full else None, S

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent
 
 # A part of mlx_sparse may import parts of a lower level, never of its own or a higher one.
 LEVELS = [
-    {"layout", "bars"},
+    {"layout", "bars", "files"},
     {"checks"},
     {"stats", "call_report"},
     {"config"},

@@ -36,7 +36,7 @@ ONCE = [  # on the version of the environment
 ]
 ODD = Case("sample", 90, D=80, odd=True)
 KERNELS = {
-    "sample": ["sample_parts", "sample_sums", "merge_blocks", "attend_blocks"],
+    "sample": ["sample_scores", "sample_sums", "merge_blocks", "attend_blocks"],
     "blocks": ["attend_blocks"],
     "prompt": ["attend_blocks"],
 }
@@ -72,10 +72,10 @@ def test_nothing_spills_and_a_program_fits_on_a_processor(version: str, case: Ca
 @fast
 def test_keys_and_values_come_in_loads_of_16_bytes(version: str, case: Case) -> None:
     for launch in launches(version, case):
-        if launch.kernel not in ("sample_parts", "attend_blocks"):
+        if launch.kernel not in ("sample_scores", "attend_blocks"):
             continue
         constants, rows = launch.constants, 2
-        if launch.kernel == "sample_parts":
+        if launch.kernel == "sample_scores":
             rows = constants["BLOCK_SIZE"] // constants["BLOCK_N"]  # tiles of a turn of the loop; no values
         tile = constants["BLOCK_N"] * constants["BLOCK_D"] * itemsize(case)
         asynchronous = count(launch, r"\bLDGSTS\b")
@@ -92,7 +92,7 @@ def test_the_check_of_loads_sees_caches_that_are_not_aligned() -> None:
 @by_case
 def test_matrix_units_multiply_16_bits_and_nothing_rounds_float32(version: str, case: Case) -> None:
     for launch in launches(version, case):
-        multiplies = launch.kernel in ("sample_parts", "attend_blocks")
+        multiplies = launch.kernel in ("sample_scores", "attend_blocks")
         assert (count(launch, MATRIX) > 0) == (multiplies and itemsize(case) == 2), launch.kernel
         assert count(launch, "TF32") == 0
         assert count(launch, r"\bFFMA2?\b") >= 128 or itemsize(case) == 2 or not multiplies

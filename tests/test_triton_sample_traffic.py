@@ -58,7 +58,7 @@ def test_programs_of_the_last_row_blocks_start_first() -> None:
 
 def test_the_sample_reads_each_key_once_a_head_and_writes_no_scores() -> None:
     _, (parts, sums) = watch(cuda_ref.sample_scores, *tensors(CASE)[:2], **CASE.sampling)
-    assert (parts.kernel, sums.kernel) == ("sample_parts", "sample_sums")
+    assert (parts.kernel, sums.kernel) == ("sample_scores", "sample_sums")
     key_blocks = CASE.layout.key_blocks
     assert parts.traffic["keys"].loaded == CASE.Hq * CASE.S * D * ITEM
     assert parts.traffic["keys"].distinct == CASE.Hkv * CASE.S * D * ITEM

@@ -23,6 +23,7 @@ from mlx_sparse.checks import (
     read_length,
     read_shape,
 )
+from mlx_sparse.files import replace_file
 
 from ..availability import unavailable
 
@@ -53,7 +54,8 @@ def main(argv: Sequence[str]) -> int:
         emit({"kind": "end", "right": right})
     print(text)
     if args.output:
-        _replace(args.output.with_suffix(".md"), f"    {command}\n\n{text}\n")
+        page = f"    {command}\n\n{text}\n"
+        replace_file(args.output.with_suffix(".md"), lambda new: new.write_text(page, encoding="utf-8"))
     return 0 if right else 1
 
 
@@ -180,12 +182,6 @@ def _lines(path: Path | None) -> Iterator[Callable[[dict[str, Any]], None]]:
             stream.flush()
 
         yield emit
-    part.replace(path)
-
-
-def _replace(path: Path, text: str) -> None:
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
     part.replace(path)
 
 

@@ -1,6 +1,6 @@
 """SampleAttention's first stage: how much attention the sampled queries of each region pay to key blocks and offsets.
 
-The scores are never written, and every key is multiplied with a query once. `sample_parts` reads the keys of its share
+The scores are never written, and every key is multiplied with a query once. `sample_scores` reads the keys of its share
 of key blocks, D * itemsize bytes a key, once for each query head, and keeps two float32 numbers for each sampled query
 and key block: at most two offset bins meet there. The mass of the keys up to the query's own place in a block belongs
 to one bin, that of the others to the next. The numbers are logarithms, so that they need no largest score beside them
@@ -33,7 +33,7 @@ def log2_of(mass):
 
 
 @triton.jit(do_not_specialize=["length", "offset", "first_row_block", "row_blocks", "chunks", "rows", "heads"])
-def sample_parts(
+def sample_scores(
     queries,  # (B, Hq, length - offset, D), last stride 1
     keys,  # (B, Hkv, length, D), likewise
     parts,  # out: (C, B Hq, key blocks, 2, BLOCK_SIZE) float32: log2 of the mass, before the row is normalised
@@ -150,7 +150,7 @@ def mass_of(parts, block, which: tl.constexpr, m, seen, logarithm, BLOCK_SIZE: t
     do_not_specialize=["length", "offset", "first_row_block", "row_blocks", "chunks", "rows", "splits", "key_blocks"]
 )
 def sample_sums(
-    parts,  # of `sample_parts`
+    parts,  # of `sample_scores`
     statistics,  # likewise
     column,  # out: (B Hq, C, key blocks) float32
     slash,  # out: likewise

@@ -1,13 +1,14 @@
-"""On what something was measured, and files that are written at once or not at all."""
+"""On what something was measured, and where the figures go."""
 
 from __future__ import annotations
 
 import os
 import platform
-import tempfile
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from ..files import replace_file
 
 
 def machine() -> dict[str, Any]:
@@ -33,7 +34,4 @@ def memory() -> int:
 
 def write(path: Path, text: str) -> None:
     """Replace a file at once or not at all."""
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as folder:
-        whole = Path(folder) / path.name
-        whole.write_text(text + "\n", encoding="utf-8")
-        whole.replace(path)
+    replace_file(path, lambda new: new.write_text(text + "\n", encoding="utf-8"))

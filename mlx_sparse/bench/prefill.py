@@ -21,7 +21,6 @@ import numpy.typing as npt
 from .. import oracle, registry
 from ..api import dense_attention, sample_attention
 from ..config import Sample
-from ..layout import Layout
 from .dense import Shape
 from .output import memory
 
@@ -159,7 +158,7 @@ def density(pieces: Sequence[Qkv], config: Sample, backend: str) -> float:
     for queries, keys, values in pieces:
         settings = config.at(keys.shape[2]).parameters()
         _, stats = sample_attention(queries, keys, values, **settings, backend=backend, return_stats=True)
-        pairs = Layout(queries.shape[2], keys.shape[2], 1, config.block_size).causal_pairs
+        pairs = config.layout(queries.shape[2], keys.shape[2]).causal_pairs
         attended, causal = attended + stats.density * pairs, causal + pairs
     return attended / causal
 
@@ -174,7 +173,7 @@ def parity(piece: Qkv, config: Sample, backend: str) -> str | None:
     _, Hq, L, D = queries.shape
     Hkv, S = keys.shape[1:3]
     settings = config.parameters() | {"scale": D**-0.5}
-    layout = Layout(L, S, config.chunks, config.block_size)
+    layout = config.layout(L, S)
     if layout.everything:
         return None
     out, _, listed = registry.load("sample", backend)(*piece, **settings)

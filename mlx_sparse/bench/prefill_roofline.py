@@ -41,7 +41,7 @@ class Step:
 
     @property
     def layout(self) -> Layout:
-        return Layout(self.L, self.S, self.config.chunks, self.config.block_size)
+        return self.config.layout(self.L, self.S)
 
     @property
     def dense_work(self) -> float:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..checks import ConfigError, check_block_size, check_int, check_sample, check_share
+from ..layout import MINFERENCE_ROWS, Layout
 from .base import MethodConfig, Step
 from .values import read_value
 
@@ -55,6 +56,10 @@ class Prefill(MethodConfig):
         """Arguments of the backends' functions."""
         kept = (field.name for field in dataclasses.fields(self) if field.name not in SWITCHES)
         return {name: getattr(self, name) for name in kept}
+
+    def layout(self, L: int, S: int) -> Layout:
+        """The blocks of ``L`` queries over ``S`` keys, and their samples: none where sizes alone choose."""
+        return Layout(L, S, 1, self.block_size, rows=0)
 
     def shortest_context(self, step: Step | None = None) -> int:
         return 0
@@ -108,6 +113,9 @@ class Sample(Prefill):
     def shortest_context(self, step: Step | None = None) -> int:
         return SAMPLE_PAYS_FROM if isinstance(self.dense_below, str) else self.dense_below
 
+    def layout(self, L: int, S: int) -> Layout:
+        return Layout(L, S, self.chunks, self.block_size)
+
     def too_short(self, L: int) -> bool:
         """Whether ``L`` queries stay dense, without looking: too few for their sample.
 
@@ -134,6 +142,9 @@ class MInference(Prefill):
         check_int("vertical_tokens", self.vertical_tokens, 1)
         check_int("slash_tokens", self.slash_tokens, 1)
         check_block_size(self.block_size)
+
+    def layout(self, L: int, S: int) -> Layout:
+        return Layout(L, S, 1, self.block_size, rows=MINFERENCE_ROWS)
 
 
 @dataclass(frozen=True)

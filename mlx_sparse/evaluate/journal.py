@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from ..checks import ArtefactError
+from ..files import replace_file
 
 T = TypeVar("T")
 LIMIT = 64 << 20  # bytes; a result is a few hundred to a few thousand
@@ -75,16 +75,6 @@ class Journal(Generic[T]):
         if len(whole) < len(content):
             with path.open("r+b") as file:
                 file.truncate(len(whole))
-
-
-def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Let ``write`` fill a new file beside ``path``, which takes the name only when it is complete."""
-    new = path.with_name(f".{path.stem}-{os.getpid()}{path.suffix}")
-    try:
-        write(new)
-        new.replace(path)
-    finally:
-        new.unlink(missing_ok=True)
 
 
 def _parse(line: bytes) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..checks import BackendUnavailable, ConfigError
-from .journal import replace_file
+from ..files import replace_file
 from .results import Row
 
 FORMATS = (".png", ".svg", ".pdf")

@@ -11,8 +11,7 @@ from .. import registry
 from ..cache import SparseBatchKVCache, SparseCache, adopt, any_padded
 from ..call_report import Report
 from ..checks import check_rank
-from ..config import NEVER, FlexGen, MethodConfig, MInference, Prefill, Sample, SparQ, Step
-from ..layout import MINFERENCE_ROWS, Layout
+from ..config import NEVER, FlexGen, MethodConfig, Prefill, Sample, SparQ, Step
 from ..stats import dense_elements
 from .figures import PrefillFigures
 
@@ -161,7 +160,7 @@ class Plan:
         if isinstance(config, Sample):
             if max(config.alpha_column, config.alpha_slash) >= 1:
                 yield "that an alpha of 1 keeps whole"
-            if _layout(config, L, S).everything:
+            if config.layout(L, S).everything:
                 yield "with a sample in every row block"
             if config.too_short(L):
                 yield "with a sample of more than an eighth of the queries"
@@ -207,7 +206,7 @@ class Plan:
                 return None
         out, lse, blocks = cache.attend_prompt(queries, config, scale=scale, backend=backend, blocks=blocks)
         layer = next((index for index, leaf in enumerate(leaves(self._caches)) if leaf is cache), -1)
-        self._figures.add(layer, blocks, _layout(config, L, S))
+        self._figures.add(layer, blocks, config.layout(L, S))
         if self.mass:
             dense = registry.load("dense_lse", backend)(queries, keys, scale=scale, left_padding=None)
             self._figures.add_mass(layer, mx.exp(lse - dense))
@@ -238,10 +237,3 @@ def _serves_sinks(config: MethodConfig, queries: mx.array, keys: mx.array) -> bo
         auto = queries.shape[1] == keys.shape[1]
         return not (auto if config.reallocate == "auto" else config.reallocate)
     return not isinstance(config, FlexGen)
-
-
-def _layout(config: Prefill, L: int, S: int) -> Layout:
-    """The blocks and samples of a piece of a prompt; methods that choose by sizes alone sample nothing."""
-    if isinstance(config, Sample):
-        return Layout(L, S, config.chunks, config.block_size)
-    return Layout(L, S, 1, config.block_size, MINFERENCE_ROWS if isinstance(config, MInference) else 0)

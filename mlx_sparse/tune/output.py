@@ -10,8 +10,8 @@ from typing import Any
 
 from ..checks import ConfigError
 from ..config import load_toml
-from ..evaluate.journal import replace_file
 from ..evaluate.tasks import RETRIEVAL
+from ..files import replace_file
 from .search import ENOUGH, Measured, Tuned
 
 FIRST_LINE = "# Written by mlx-sparse tune-sample"
