@@ -14,14 +14,15 @@ LEVELS = [
     {"checks"},
     {"stats", "call_report"},
     {"config"},
-    {"patterns", "kept", "pieces"},
+    {"patterns", "kept", "pieces", "bucket_lists"},
     {"oracle", "ops", "kernels"},
     {"registry"},
-    {"api", "saap"},
+    {"api"},
     {"cache"},
     {"lm"},
     {"_boot"},  # the start-up hook hands over to lm
     {"demo"},
+    {"saap"},
     {"bench", "evaluate"},  # on the demo's model and BLAS
     {"tune"},
     {"doctor", "matrix"},
