@@ -140,6 +140,15 @@ def check_sample(alpha_column: object, alpha_slash: object, chunks: object, bloc
     check_block_size(block_size)
 
 
+def check_saap(sizes: Sizes, bucket_ids: Any, visited: Any, sink_tokens: object, recent_tokens: object) -> None:
+    """Check the arrays and parameters of SAAP."""
+    check_shape("bucket_ids", bucket_ids, (sizes.B, sizes.Hkv, sizes.S))
+    if len(visited.shape) != 3 or tuple(visited.shape[:2]) != (sizes.B, sizes.Hkv):
+        raise ShapeError(f"visited: expected shape (B={sizes.B}, Hkv={sizes.Hkv}, n), got {tuple(visited.shape)}.")
+    check_int("sink_tokens", sink_tokens, 0)
+    check_int("recent_tokens", recent_tokens, 1)
+
+
 def read_length(text: str, name: str = "--lengths") -> int:
     """A number of keys: ``4k`` is 4096.
 

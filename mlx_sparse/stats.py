@@ -1,7 +1,7 @@
 """What attention moves: the papers' transfer formulae, and the record returned with ``return_stats``.
 
 Counts are elements (multiply by the item size for bytes), with S keys of head dim D: for a decode step per KV head, for
-a prompt per query head. Equation numbers refer to docs/spec/sparq.md and sample.md.
+a prompt per query head. Equation numbers refer to docs/spec/sparq.md, sample.md and saap.md.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ class Stats:
             None unless asked for with ``return_stats="mass"``.
         head_density: ``density`` of each head of a prompt, ``(B, Hq)``; None for a decode step.
         sampled: share of a prompt's queries that were scored to choose the blocks.
+        selectivity: share of the keys outside SAAP's exact part that are in visited buckets (saap.12).
     """
 
     elements: int
@@ -32,6 +33,7 @@ class Stats:
     retained_mass: Any = None
     head_density: Any = None
     sampled: float = 0.0
+    selectivity: float = 0.0
 
     @property
     def compression(self) -> float:
@@ -67,6 +69,11 @@ def flexgen_elements(S: int, D: int, *, top_k: int) -> int:
 def oracle_top_k_elements(S: int, D: int, *, top_k: int) -> int:
     """(sparq.13) as if the choice were free: ``2 k D + 2 D``. A bound, not a method."""
     return streaming_elements(S, D, top_k=top_k)
+
+
+def saap_elements(D: int, attended: int, *, network: int = 0) -> int:
+    """(saap.14) attended keys and values, their list, the new row, the query network: ``2 n D + n + 2 D + w``."""
+    return 2 * attended * D + attended + 2 * D + network
 
 
 def prefill_elements(layout: Layout, D: int, density: float | None = None) -> int:

@@ -14,6 +14,22 @@ from .baselines import (
 )
 from .blocks import attend_blocks, block_lists, block_mask
 from .prefill import bigbird_attention, minference_attention, streaming_prefill_attention
+from .saap import (
+    Target,
+    fold_batch_norm,
+    imbalance,
+    kmeans_step,
+    query_network,
+    route_scores,
+    saap_assign,
+    saap_attention,
+    saap_index,
+    saap_indices,
+    saap_keys,
+    saap_route,
+    saap_target,
+    selectivity,
+)
 from .sample import SampleSelection, keep, merge, sample_attention, sample_scores, sample_select
 from .select import top_k_select, valid_keys
 from .sparq import SparQSelection, sparq_attention, sparq_select
@@ -21,6 +37,7 @@ from .sparq import SparQSelection, sparq_attention, sparq_select
 __all__ = [
     "SampleSelection",
     "SparQSelection",
+    "Target",
     "attend_blocks",
     "attend_indices",
     "bigbird_attention",
@@ -28,15 +45,28 @@ __all__ = [
     "block_mask",
     "dense_attention",
     "flexgen_attention",
+    "fold_batch_norm",
     "h2o_attention",
     "h2o_scores",
+    "imbalance",
     "keep",
+    "kmeans_step",
     "merge",
     "minference_attention",
     "oracle_top_k_attention",
+    "query_network",
+    "route_scores",
+    "saap_assign",
+    "saap_attention",
+    "saap_index",
+    "saap_indices",
+    "saap_keys",
+    "saap_route",
+    "saap_target",
     "sample_attention",
     "sample_scores",
     "sample_select",
+    "selectivity",
     "sparq_attention",
     "sparq_select",
     "streaming_attention",
