@@ -1,0 +1,225 @@
+"""The file that `mlx-sparse train-saap` writes: centroids and query networks per layer and KV head."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from ..checks import ArtefactError
+from ..files import replace_file
+from .header import Header, read_header
+from .identity import identity, kv_shapes
+
+__all__ = ["Artefact", "Layer", "identity", "kv_shapes", "load", "versions"]
+
+FORMAT = 1
+SPACES = ("before_rope", "roped")
+NETWORK = ("hidden_weight", "hidden_bias", "out_weight", "out_bias")
+MOST_BUCKETS, MOST_HIDDEN = 4096, 1024  # what the kernels take
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer: ``centroids (Hkv, C, D)`` and, if it has query networks, their four arrays, batch norm folded in.
+
+    hidden_weight ``(Hkv, D, H)``, hidden_bias ``(Hkv, H)``, out_weight ``(Hkv, H, C)``, out_bias ``(Hkv, C)``.
+    """
+
+    centroids: mx.array
+    hidden_weight: mx.array | None = None
+    hidden_bias: mx.array | None = None
+    out_weight: mx.array | None = None
+    out_bias: mx.array | None = None
+
+    @property
+    def trained(self) -> bool:
+        """Whether it has query networks."""
+        return self.hidden_weight is not None
+
+    def arrays(self) -> dict[str, mx.array]:
+        """Those that there are, by name."""
+        return {name: array for name in ("centroids", *NETWORK) if (array := getattr(self, name)) is not None}
+
+
+@dataclass(frozen=True)
+class Artefact:
+    """Everything in the file.
+
+    Attributes:
+        layers: by index among the model's KV caches.
+        buckets: C of every layer.
+        hidden: H of every layer; 0 where there are centroids only.
+        space: "before_rope", or "roped" for the baseline that clusters keys after RoPE.
+        sink_tokens, recent_tokens: the exact part that the networks were trained beside.
+        model: ``model_type`` and ``hash`` of the model it was trained on.
+        training: options and figures of the training, for people.
+    """
+
+    layers: dict[int, Layer]
+    buckets: int
+    hidden: int
+    space: str
+    sink_tokens: int
+    recent_tokens: int
+    model: Mapping[str, str]
+    training: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    def check_model(self, model: Any) -> None:
+        """Raise `ArtefactError` unless ``model`` is the one this was trained on, or a quantised copy of it."""
+        found = identity(model)
+        if found["model_type"] != self.model["model_type"]:
+            raise ArtefactError(
+                f"artefact: expected one for {found['model_type']}, got one for {self.model['model_type']}. Train one."
+            )
+        shapes = kv_shapes(model)
+        for index, layer in self.layers.items():
+            here = shapes[index] if index < len(shapes) else None
+            heads, _, D = layer.centroids.shape
+            if here != (heads, D):
+                has = "no keys" if here is None else f"{here[0]} KV heads of {here[1]}"
+                raise ArtefactError(
+                    f"artefact: expected layers as the model has them, got {heads} KV heads of {D} for layer {index}, "
+                    f"which has {has}. Train one for this model."
+                )
+        if found["hash"] != self.model["hash"]:
+            raise ArtefactError(
+                "artefact: expected one trained on this model, got one for a model of the same family with another "
+                "config or other weights. Train one for this model."
+            )
+
+    def save(self, path: str | Path) -> None:
+        """Write the file whole, once it has been read back.
+
+        Raises:
+            OSError: it cannot be written; what was there before is still there.
+        """
+        path = Path(path)
+        tensors = {
+            f"layers.{index}.{name}": mx.contiguous(array)
+            for index, layer in self.layers.items()
+            for name, array in layer.arrays().items()
+        }
+        about = {
+            "format": FORMAT,
+            "kind": "saap",
+            "space": self.space,
+            "buckets": self.buckets,
+            "hidden": self.hidden,
+            "sink_tokens": self.sink_tokens,
+            "recent_tokens": self.recent_tokens,
+            "model": dict(self.model),
+            "training": dict(self.training),
+            "versions": dict(self.versions) or versions(),
+        }
+        metadata = {"mlx_sparse": json.dumps(about, allow_nan=False)}
+
+        def write(new: Path) -> None:
+            try:
+                mx.save_safetensors(str(new), tensors, metadata)
+                load(new)
+            except (ArtefactError, RuntimeError, ValueError):
+                # MLX does not say why. A file that reads back wrong, from arrays that are right, is a short one.
+                _check_values(path, tensors)
+                raise OSError(28, "expected room for the whole file, got a short one (disk full?)", str(path)) from None
+
+        replace_file(path, write)
+
+
+def load(path: str | Path) -> Artefact:
+    """Read an artefact; everything in it has been checked.
+
+    Raises:
+        ArtefactError: the file is missing, truncated, damaged, of another kind or format, or holds numbers that are
+            not finite.
+    """
+    path = Path(path)
+    header = read_header(path)
+    about = _about(path, header)
+    buckets, hidden = about["buckets"], about["hidden"]
+    _check_shapes(path, header.shapes, buckets, hidden)
+    try:
+        tensors: Any = mx.load(str(path), format="safetensors")
+        _check_values(path, tensors)
+    except (RuntimeError, ValueError) as error:
+        if isinstance(error, ArtefactError):
+            raise
+        raise _refuse(path, "one that MLX cannot read") from None
+    by_layer: dict[int, dict[str, mx.array]] = {}
+    for name, array in tensors.items():
+        _, index, part = name.split(".")
+        by_layer.setdefault(int(index), {})[part] = array
+    layers = {index: Layer(**by_layer[index]) for index in sorted(by_layer)}
+    names = ("space", "sink_tokens", "recent_tokens", "model", "training", "versions")
+    return Artefact(layers, buckets, hidden, **{name: about[name] for name in names})
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that a result depends on."""
+    return {name: version(name) for name in ("mlx-sparse-attention", "mlx", "mlx-lm")}
+
+
+def _refuse(path: Path, found: str) -> ArtefactError:
+    return ArtefactError(f"{path}: expected an artefact of mlx-sparse train-saap, got {found}. Train it again.")
+
+
+def _about(path: Path, header: Header) -> dict[str, Any]:
+    """The metadata, checked."""
+    try:
+        about = json.loads(header.metadata["mlx_sparse"])
+        kind, form = about["kind"], about["format"]
+    except (KeyError, ValueError, TypeError, RecursionError):
+        raise _refuse(path, "a safetensors file of something else") from None
+    if kind != "saap" or form != FORMAT:
+        raise _refuse(path, f"kind {str(kind)[:20]!r}, format {str(form)[:20]!r}, not 'saap' and {FORMAT}")
+    bounds = {
+        "buckets": (1, MOST_BUCKETS),
+        "hidden": (0, MOST_HIDDEN),
+        "sink_tokens": (0, 1 << 30),
+        "recent_tokens": (0, 1 << 30),
+    }
+    right = about.get("space") in SPACES
+    right &= all(type(about.get(name)) is int and low <= about[name] <= high for name, (low, high) in bounds.items())
+    right &= all(isinstance(about.get(name), dict) for name in ("model", "training", "versions"))
+    right = right and all(isinstance(about["model"].get(name), str) for name in ("model_type", "hash"))
+    if not right:
+        raise _refuse(path, "one whose description is damaged")
+    return dict(about)
+
+
+def _check_shapes(path: Path, shapes: dict[str, tuple[int, ...]], buckets: int, hidden: int) -> None:
+    """Every layer has its centroids and either a whole network or none."""
+    by_layer: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, shape in shapes.items():
+        parts = name.split(".")
+        known = len(parts) == 3 and parts[0] == "layers" and parts[2] in ("centroids", *NETWORK)
+        # A layer's number as it is written, with no second spelling.
+        if not known or not (parts[1].isdecimal() and parts[1].isascii()) or str(int(parts[1][:9])) != parts[1]:
+            raise _refuse(path, f"an unknown tensor {name[:40]!r}")
+        by_layer.setdefault(parts[1], {})[parts[2]] = shape
+    if not by_layer:
+        raise _refuse(path, "one without layers")
+    for index, found in by_layer.items():
+        centroids = found.get("centroids", ())
+        heads, _, D = centroids if len(centroids) == 3 else (0, 0, 0)
+        network = {
+            "hidden_weight": (heads, D, hidden),
+            "hidden_bias": (heads, hidden),
+            "out_weight": (heads, hidden, buckets),
+            "out_bias": (heads, buckets),
+        }
+        wanted = {"centroids": (heads, buckets, D), **(network if hidden else {})}
+        if found != wanted or min(heads, D) < 1:
+            raise _refuse(path, f"tensors of other shapes in layer {index}")
+
+
+def _check_values(path: Path, tensors: dict[str, mx.array]) -> None:
+    for name, array in tensors.items():
+        if not mx.all(mx.isfinite(array)).item():
+            raise _refuse(path, f"numbers that are not finite in {name}")

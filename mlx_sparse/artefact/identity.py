@@ -1,0 +1,69 @@
+"""Which model an artefact belongs to."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+CONFIG = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "vocab_size",
+    "rope_theta",
+)
+VALUES = 16  # of each vector
+
+
+def identity(model: Any) -> dict[str, str]:
+    """``model_type`` and a ``hash`` of the config and of the beginnings of all vectors among the weights.
+
+    Vectors are norms and biases, which quantisation leaves alone: a quantised copy is the same model, and so is one in
+    bfloat16 or one whose matrices were tuned (LoRA). Few bytes are read, however large the model is.
+    """
+    from mlx.utils import tree_flatten
+
+    args = getattr(model, "args", None)
+    nested = getattr(args, "text_config", None)
+    config = {name: getattr(args, name, (nested or {}).get(name)) for name in CONFIG}
+    family = model_type(model)
+    digest = hashlib.sha256(json.dumps([family, config], sort_keys=True, default=str).encode())
+    weights: Any = tree_flatten(model.parameters())
+    for name, array in sorted(weights, key=lambda item: item[0]):
+        if array.ndim == 1 and mx.issubdtype(array.dtype, mx.floating):
+            values = array[:VALUES].astype(mx.bfloat16).astype(mx.float32)
+            digest.update(f"{name} {array.shape}".encode() + np.array(values).tobytes())
+    return {"model_type": family, "hash": digest.hexdigest()}
+
+
+def kv_shapes(model: Any) -> list[tuple[int, int] | None]:
+    """KV heads and head dim of each cache of ``model``; None where it holds no keys. Nothing is evaluated."""
+    from mlx_lm.models.cache import make_prompt_cache
+
+    caches = make_prompt_cache(model)
+    model(mx.zeros((1, 1), mx.int32), cache=caches)
+    shapes: list[tuple[int, int] | None] = []
+    for cache in leaves(caches):
+        keys = getattr(cache, "keys", None)
+        shapes.append((keys.shape[1], keys.shape[3]) if isinstance(keys, mx.array) and keys.ndim == 4 else None)
+    return shapes
+
+
+def leaves(caches: Any) -> list[Any]:
+    """The caches of a model's list, those inside a CacheList too."""
+    if isinstance(caches, (list, tuple)):
+        return [leaf for entry in caches for leaf in leaves(entry)]
+    return leaves(caches.caches) if hasattr(caches, "caches") else [caches]
+
+
+def model_type(model: Any) -> str:
+    """mlx-lm's name of the model's family."""
+    declared = getattr(model, "model_type", None) or type(model).__module__.rpartition(".")[2]
+    return str(declared)

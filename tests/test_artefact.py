@@ -1,0 +1,269 @@
+"""SAAP's artefact: what is written is what is read, and everything else is refused with one line."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import resource
+import signal
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx import nn
+from mlx_arrays import to_numpy
+from tiny_models import build
+
+from mlx_sparse.artefact import Artefact, Layer, identity, kv_shapes, load
+from mlx_sparse.checks import ArtefactError
+
+BUCKETS, HIDDEN, HEADS, D = 6, 8, 2, 16
+
+
+def layer(seed: int = 0, *, trained: bool = True) -> Layer:
+    keys = mx.random.split(mx.random.key(seed), 5)
+    shapes = [(HEADS, BUCKETS, D), (HEADS, D, HIDDEN), (HEADS, HIDDEN), (HEADS, HIDDEN, BUCKETS), (HEADS, BUCKETS)]
+    arrays = [mx.random.normal(shape, key=key).astype(mx.float16) for shape, key in zip(shapes, keys, strict=True)]
+    return Layer(*(arrays if trained else arrays[:1]))
+
+
+def artefact(model: Any = None, *, trained: bool = True, layers: tuple[int, ...] = (0, 1)) -> Artefact:
+    of = identity(model) if model is not None else {"model_type": "llama", "hash": "0" * 64}
+    made = {index: layer(index, trained=trained) for index in layers}
+    return Artefact(made, BUCKETS, HIDDEN if trained else 0, "before_rope", 1, 2047, of, {"steps": 3})
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "model.saap.safetensors"
+
+
+def rewrite(path: Path, change: Any) -> None:
+    """Change the header as JSON data, and write the file with whatever length that gives it."""
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+
+
+def describe(path: Path, **changes: Any) -> None:
+    """Change the description in the metadata; None leaves a field out."""
+
+    def change(header: dict[str, Any]) -> None:
+        about = json.loads(header["__metadata__"]["mlx_sparse"]) | changes
+        kept = {name: value for name, value in about.items() if value is not None}
+        header["__metadata__"]["mlx_sparse"] = json.dumps(kept)
+
+    rewrite(path, change)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_what_is_read_is_what_was_written(path: Path, trained: bool) -> None:
+    written = artefact(trained=trained, layers=(3, 11, 2))
+    written.save(path)
+    read = load(path)
+    assert list(read.layers) == [2, 3, 11]
+    assert dataclasses.replace(read, layers={}, versions={}) == dataclasses.replace(written, layers={})
+    assert set(read.versions) == {"mlx-sparse-attention", "mlx", "mlx-lm"}
+    for index, found in read.layers.items():
+        assert found.trained == trained
+        assert found.arrays().keys() == written.layers[index].arrays().keys()
+        for name, array in found.arrays().items():
+            np.testing.assert_array_equal(to_numpy(array), to_numpy(written.layers[index].arrays()[name]))
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+
+def test_every_truncation_is_refused(path: Path) -> None:
+    artefact(layers=(0,)).save(path)
+    content = path.read_bytes()
+    for length in [*range(0, 64), *range(64, len(content), 97), len(content) - 1]:
+        path.write_bytes(content[:length])
+        with pytest.raises(ArtefactError, match=r"expected .*, got .*\. Train it again\."):
+            load(path)
+    path.write_bytes(content + b"\0")
+    with pytest.raises(ArtefactError, match="bytes of data"):
+        load(path)
+
+
+def test_a_damaged_byte_of_the_header_is_refused_or_harmless(path: Path) -> None:
+    artefact(layers=(0,)).save(path)
+    content = bytearray(path.read_bytes())
+    length = int.from_bytes(content[:8], "little")
+    random = np.random.default_rng(0)
+    for place in random.choice(8 + length, 300, replace=False):
+        damaged = content.copy()
+        damaged[place] = int(random.integers(256))
+        path.write_bytes(damaged)
+        try:
+            read = load(path)
+        except ArtefactError as error:
+            assert "\n" not in str(error)
+        else:
+            assert read.layers[0].centroids.shape == (HEADS, BUCKETS, D)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "truncated"),
+        (b"GGUF" * 100, "another file"),
+        ((1 << 63).to_bytes(8, "little") + b"{}", "another file"),
+        ((2).to_bytes(8, "little") + b"[]", "damaged header"),
+        ((2).to_bytes(8, "little") + b"{}", "something else"),
+        ((100_000).to_bytes(8, "little") + b"[" * 100_000, "damaged header"),
+    ],
+)
+def test_foreign_files_are_refused(path: Path, content: bytes, message: str) -> None:
+    path.write_bytes(content)
+    with pytest.raises(ArtefactError, match=message):
+        load(path)
+
+
+def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
+    for path in (tmp_path / "none", tmp_path):
+        with pytest.raises(ArtefactError, match="none that can be read"):
+            load(path)
+
+
+def test_another_safetensors_file_is_refused(path: Path) -> None:
+    mx.save_safetensors(str(path), {"weight": mx.zeros((2, 2))}, {"format": "mlx"})
+    with pytest.raises(ArtefactError, match="something else"):
+        load(path)
+    mx.save_safetensors(str(path), {"weight": mx.zeros((2, 2), mx.bfloat16)})
+    with pytest.raises(ArtefactError, match="damaged header"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": 2}, "format '2'"),
+        ({"kind": "sample"}, "kind 'sample'"),
+        ({"buckets": BUCKETS + 1}, "other shapes in layer 0"),
+        ({"buckets": 5000}, "description is damaged"),
+        ({"buckets": True}, "description is damaged"),
+        ({"hidden": 0}, "other shapes"),
+        ({"hidden": 1 << 40}, "description is damaged"),
+        ({"space": "after"}, "description is damaged"),
+        ({"sink_tokens": -1}, "description is damaged"),
+        ({"recent_tokens": None}, "description is damaged"),
+        ({"model": {"model_type": "llama"}}, "description is damaged"),
+        ({"model": "llama"}, "description is damaged"),
+    ],
+)
+def test_a_description_that_does_not_fit_is_refused(path: Path, changes: dict[str, Any], message: str) -> None:
+    artefact().save(path)
+    describe(path, **changes)
+    with pytest.raises(ArtefactError, match=message):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("layers.1.out_bias", None, "bytes of data|gaps"),
+        ("layers.1.out_bias", "layers.1.bias", "unknown tensor"),
+        ("layers.1.out_bias", "layers.01.out_bias", "unknown tensor"),
+        ("layers.1.out_bias", "layers.2.out_bias", "other shapes in layer [12]"),
+        ("layers.1.out_bias", "layers.1.out_bias.x", "unknown tensor"),
+    ],
+)
+def test_other_tensors_are_refused(path: Path, old: str, new: str | None, message: str) -> None:
+    artefact().save(path)
+
+    def change(header: dict[str, Any]) -> None:
+        entry = header.pop(old)
+        if new:
+            header[new] = entry
+
+    rewrite(path, change)
+    with pytest.raises(ArtefactError, match=message):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"dtype": "F32"},
+        {"dtype": "BF16"},
+        {"shape": [HEADS, BUCKETS]},
+        {"shape": [-HEADS, -BUCKETS, D]},
+        {"shape": [HEADS, BUCKETS, float(D)]},
+        {"shape": [1 << 60, 1 << 60, 16]},
+        {"data_offsets": [0, 4]},
+        {"data_offsets": [-4, 380]},
+    ],
+)
+def test_a_tensor_that_does_not_fit_is_refused(path: Path, entry: dict[str, Any]) -> None:
+    artefact().save(path)
+    rewrite(path, lambda header: header["layers.0.centroids"].update(entry))
+    with pytest.raises(ArtefactError):
+        load(path)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_numbers_that_are_not_finite_are_refused_and_never_written(path: Path, value: float) -> None:
+    made = artefact()
+    made.save(path)
+    wrong = dataclasses.replace(made.layers[1], hidden_bias=mx.full((HEADS, HIDDEN), value, mx.float16))
+    with pytest.raises(ArtefactError, match=r"not finite in layers\.1\.hidden_bias"):
+        dataclasses.replace(made, layers={**made.layers, 1: wrong}).save(path)
+    assert load(path).layers.keys() == {0, 1}
+    tensors, metadata = mx.load(str(path), return_metadata=True)
+    tensors["layers.0.centroids"] = tensors["layers.0.centroids"] * value
+    mx.save_safetensors(str(path), tensors, metadata)
+    with pytest.raises(ArtefactError, match=r"not finite in layers\.0\.centroids"):
+        load(path)
+
+
+def test_a_full_disk_leaves_the_file_that_was_there(path: Path) -> None:
+    artefact(layers=(0,)).save(path)
+    before = path.read_bytes()
+    many = artefact(layers=tuple(range(40)))
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2 * len(before), limits[1]))
+    try:
+        with pytest.raises(OSError, match="disk full"):
+            many.save(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert path.read_bytes() == before
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+
+def test_the_model_it_was_trained_on_is_taken_quantised_or_in_half_precision_too() -> None:
+    made = artefact(build("llama", intermediate_size=96))
+    model = build("llama", intermediate_size=96)
+    made.check_model(model)
+    model.set_dtype(mx.bfloat16)
+    made.check_model(model)
+    nn.quantize(model, group_size=32, bits=4)
+    made.check_model(model)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("llama", {"seed": 1}, "another config or other weights"),
+        ("llama", {"rope_theta": 5000.0}, "another config or other weights"),
+        ("llama", {"num_key_value_heads": 1}, "2 KV heads of 16 for layer 0, which has 1 KV heads of 16"),
+        ("llama", {"num_hidden_layers": 1}, "layer 1, which has no keys"),
+        ("llama", {"head_dim": 32}, "2 KV heads of 32"),
+        ("qwen3", {}, "expected one for qwen3, got one for llama"),
+    ],
+)
+def test_a_file_for_another_model_is_refused(family: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArtefactError, match=message):
+        artefact(build("llama")).check_model(build(family, **changes))
+
+
+def test_layers_are_counted_as_the_caches_are() -> None:
+    assert kv_shapes(build("llama")) == [(2, 16), (2, 16)]
+    assert kv_shapes(build("mistral3")) == [(2, 16), (2, 16)]
+    assert kv_shapes(build("mamba")) == [None, None]
