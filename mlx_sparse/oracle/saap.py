@@ -1,0 +1,338 @@
+"""SAAP: docs/spec/saap.md, equations (saap.1) to (saap.14)."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..checks import check_int, check_qkv, check_saap, check_shape
+from ..stats import Stats, dense_elements, saap_elements
+from .attend import attend_indices, check_backend, dense_attention, dense_with_lse, float64, retained_mass, softmax_lse
+from .select import valid_keys
+
+Array = npt.NDArray[Any]
+
+
+def saap_assign(keys: npt.ArrayLike, centroids: npt.ArrayLike) -> Array:
+    """Bucket of each key before RoPE: the centroid with the largest inner product (saap.1).
+
+    Args:
+        keys: ``(B, Hkv, n, D)`` before RoPE.
+        centroids: ``(Hkv, C, D)``.
+
+    Returns:
+        ``(B, Hkv, n)`` int32; ties go to the lower bucket.
+    """
+    products = np.einsum("bhnd,hcd->bhnc", float64(keys), float64(centroids))
+    ids: Array = np.argmax(products, axis=-1).astype(np.int32)
+    return ids
+
+
+def kmeans_step(keys: npt.ArrayLike, centroids: npt.ArrayLike) -> Array:
+    """One iteration of spherical k-means (saap.2).
+
+    Args:
+        keys: ``(N, D)`` of one KV head, before RoPE.
+        centroids: ``(C, D)``.
+
+    Returns:
+        ``(C, D)``: the sum of each bucket's keys, scaled to length 1; an empty bucket keeps its centroid.
+    """
+    k, c = float64(keys), float64(centroids)
+    bucket = saap_assign(k[None, None], c[None])[0, 0]
+    total = np.zeros_like(c)
+    np.add.at(total, bucket, k)
+    length = np.linalg.norm(total, axis=-1, keepdims=True)
+    moved: Array = np.where(length > 0, total / np.where(length > 0, length, 1.0), c)
+    return moved
+
+
+class Target(NamedTuple):
+    """What a query network is trained on.
+
+    Attributes:
+        mass: ``(n, C)`` share of each query's long-range attention in each bucket (saap.4); rows add up to 1.
+        rows: ``(n,)`` the queries that have any, by position.
+        far: ``(n,)`` share of the whole attention that is long-range.
+    """
+
+    mass: Array
+    rows: Array
+    far: Array
+
+
+def saap_target(
+    queries: npt.ArrayLike,
+    keys: npt.ArrayLike,
+    bucket_ids: npt.ArrayLike,
+    *,
+    buckets: int,
+    sink_tokens: int = 1,
+    recent_tokens: int = 2047,
+    farthest_top: int = 1024,
+    scale: float | None = None,
+    causal: bool = False,
+) -> Target:
+    """Attention mass per bucket over long-range keys, of the queries that look far away (saap.3), (saap.4).
+
+    Args:
+        queries: ``(S, D)`` of one query head, after RoPE, at positions 0..S-1.
+        keys: ``(S, D)`` of its KV head, after RoPE.
+        bucket_ids: ``(S,)`` bucket of each key.
+        recent_tokens: a key counts for a query if it is at least this many positions behind it.
+        farthest_top: a query counts if its best key, sinks aside, is more than this many positions away.
+        causal: queries see earlier keys only, as when decoding; without it all keys of the text, as in the paper.
+    """
+    q, k = float64(queries), float64(keys)
+    S, D = q.shape
+    ids = np.asarray(bucket_ids)
+    logits = q @ k.T * (D**-0.5 if scale is None else scale)
+    distance = np.arange(S)[:, None] - np.arange(S)
+    seen = distance >= 0 if causal else np.ones((S, S), dtype=bool)
+    attention, _ = softmax_lse(logits, seen)
+    # (saap.3) queries whose best key is far away
+    candidates = seen & (np.arange(S) >= sink_tokens)
+    best = np.argmax(np.where(candidates, logits, -np.inf), axis=1)
+    looks_far = candidates.any(axis=1) & (np.abs(np.arange(S) - best) > farthest_top)
+    # (saap.4) mass by bucket, renormalised over far keys
+    far = seen & (np.abs(distance) >= recent_tokens) & (np.arange(S) >= sink_tokens)
+    kept = np.where(far, attention, 0.0)
+    share = kept.sum(axis=1)
+    rows = np.flatnonzero(looks_far & (share > 0))
+    mass = np.zeros((S, buckets))
+    for bucket in range(buckets):
+        mass[:, bucket] = kept[:, ids == bucket].sum(axis=1)
+    return Target(mass[rows] / share[rows, None], rows, share[rows])
+
+
+def query_network(
+    queries: npt.ArrayLike,
+    *,
+    out_weight: npt.ArrayLike,
+    out_bias: npt.ArrayLike | None = None,
+    hidden_weight: npt.ArrayLike | None = None,
+    hidden_bias: npt.ArrayLike | None = None,
+) -> Array:
+    """Probability of each bucket for queries before RoPE (saap.5).
+
+    Args:
+        queries: ``(B, Hq, 1, D)``.
+        out_weight: ``(Hkv, H, C)``, or ``(Hkv, D, C)`` without a hidden layer.
+        out_bias: ``(Hkv, C)``; hidden_weight: ``(Hkv, D, H)``; hidden_bias: ``(Hkv, H)``.
+
+    Returns:
+        ``(B, Hkv, G, C)``; rows add up to 1.
+    """
+    q, w2 = float64(queries), float64(out_weight)
+    B, Hq, _, D = q.shape
+    Hkv = w2.shape[0]
+    x = q.reshape(B, Hkv, Hq // Hkv, D)
+    if hidden_weight is not None:
+        x = np.einsum("bhgd,hde->bhge", x, float64(hidden_weight))
+        x = np.maximum(x if hidden_bias is None else x + float64(hidden_bias)[:, None, :], 0.0)
+    logits = np.einsum("bhge,hec->bhgc", x, w2)
+    if out_bias is not None:
+        logits = logits + float64(out_bias)[:, None, :]
+    probabilities, _ = softmax_lse(logits, np.ones(logits.shape, dtype=bool))
+    return probabilities
+
+
+def fold_batch_norm(
+    weight: npt.ArrayLike,
+    bias: npt.ArrayLike,
+    *,
+    mean: npt.ArrayLike,
+    variance: npt.ArrayLike,
+    gain: npt.ArrayLike,
+    shift: npt.ArrayLike,
+    eps: float = 1e-5,
+) -> tuple[Array, Array]:
+    """Weight ``(D, H)`` and bias ``(H,)`` of a layer with the batch norm behind it folded in (saap.6)."""
+    factor = float64(gain) / np.sqrt(float64(variance) + eps)
+    folded: Array = (float64(bias) - float64(mean)) * factor + float64(shift)
+    return float64(weight) * factor, folded
+
+
+def saap_route(queries: npt.ArrayLike, *, probes: int, **network: npt.ArrayLike | None) -> Array:
+    """The ``probes`` buckets that the group of each KV head visits (saap.8).
+
+    Args:
+        queries: ``(B, Hq, 1, D)`` before RoPE.
+        network: the arguments of `query_network`.
+
+    Returns:
+        ``(B, Hkv, probes)`` int32, ascending; ties go to the lower bucket.
+    """
+    scores = route_scores(queries, **network)
+    order = np.argsort(-scores, axis=-1, kind="stable")[..., :probes]
+    visited: Array = np.sort(order, axis=-1).astype(np.int32)
+    return visited
+
+
+def route_scores(queries: npt.ArrayLike, **network: Any) -> Array:
+    """``(B, Hkv, C)``: the probabilities of each bucket, summed over the group."""
+    scores: Array = query_network(queries, **network).sum(axis=2)
+    return scores
+
+
+def saap_index(
+    bucket_ids: npt.ArrayLike, *, buckets: int, sink_tokens: int, left_padding: npt.ArrayLike | None = None
+) -> tuple[Array, Array]:
+    """Keys in bucket order (saap.9).
+
+    Args:
+        bucket_ids: ``(B, Hkv, n)`` of keys 0..n-1; sinks, padded keys and those in no bucket are not listed.
+
+    Returns:
+        ``offsets (B, Hkv, C + 1)`` and ``key_ids (B, Hkv, n)`` int32: the keys of bucket c are
+        ``key_ids[offsets[c]:offsets[c + 1]]``, ascending; -1 from ``offsets[C]`` on.
+    """
+    ids = np.asarray(bucket_ids)
+    B, Hkv, n = ids.shape
+    first = _first(B, left_padding)
+    offsets = np.zeros((B, Hkv, buckets + 1), dtype=np.int32)
+    key_ids = np.full((B, Hkv, n), -1, dtype=np.int32)
+    for b, h in np.ndindex(B, Hkv):
+        indexed = np.arange(n) >= first[b] + sink_tokens
+        for c in range(buckets):
+            members = np.flatnonzero(indexed & (ids[b, h] == c))
+            start = offsets[b, h, c]
+            offsets[b, h, c + 1] = start + len(members)
+            key_ids[b, h, start : start + len(members)] = members
+    return offsets, key_ids
+
+
+def saap_indices(
+    visited: npt.ArrayLike,
+    offsets: npt.ArrayLike,
+    key_ids: npt.ArrayLike,
+    *,
+    length: int,
+    covered: int,
+    sink_tokens: int,
+    capacity: int,
+    left_padding: npt.ArrayLike | None = None,
+) -> tuple[Array, Array]:
+    """The keys of one step: sinks, keys from ``covered`` on, keys of the visited buckets (saap.10).
+
+    Args:
+        visited: ``(B, Hkv, n)`` distinct buckets; numbers that are no bucket's are empty slots.
+        offsets, key_ids: as `saap_index` gives them for keys 0..covered-1.
+
+    Returns:
+        ``indices (B, Hkv, capacity)`` int32, packed in this order, then -1; ``counts (B, Hkv)`` of those used.
+    """
+    chosen, starts, ids = (np.asarray(array) for array in (visited, offsets, key_ids))
+    B, Hkv, _ = chosen.shape
+    C = starts.shape[2] - 1
+    first = _first(B, left_padding)
+    indices = np.full((B, Hkv, capacity), -1, dtype=np.int32)
+    counts = np.zeros((B, Hkv), dtype=np.int32)
+    for b, h in np.ndindex(B, Hkv):
+        start = first[b]
+        parts = [np.arange(start, min(start + sink_tokens, covered)), np.arange(max(covered, start), length)]
+        for c in chosen[b, h]:
+            if 0 <= c < C:
+                parts.append(ids[b, h, starts[b, h, c] : starts[b, h, c + 1]])
+        listed = np.concatenate(parts)
+        counts[b, h] = len(listed)
+        indices[b, h, : len(listed)] = listed
+    return indices, counts
+
+
+def saap_attention(
+    queries: npt.ArrayLike,
+    keys: npt.ArrayLike,
+    values: npt.ArrayLike,
+    *,
+    bucket_ids: npt.ArrayLike,
+    visited: npt.ArrayLike,
+    sink_tokens: int = 1,
+    recent_tokens: int = 2047,
+    scale: float | None = None,
+    left_padding: npt.ArrayLike | None = None,
+    backend: str = "auto",
+    return_stats: bool | str = False,
+) -> Any:
+    """One decode step over sinks, recent keys and the keys of the visited buckets; dense for more than one query.
+
+    The arguments are those of `mlx_sparse.saap_attention`.
+
+    Returns:
+        ``out (B, Hq, L, D)`` float64; with ``return_stats`` also a `Stats`.
+    """
+    check_backend(backend)
+    q, k, v = float64(queries), float64(keys), float64(values)
+    n = check_qkv(q, k, v)
+    ids, chosen = np.asarray(bucket_ids), np.asarray(visited)
+    check_saap(n, ids, chosen, sink_tokens, recent_tokens)
+    check_shape("left_padding", None if left_padding is None else np.asarray(left_padding), (n.B,))
+    if n.L > 1 or n.S <= sink_tokens + recent_tokens:
+        return dense_attention(q, k, v, scale=scale, left_padding=left_padding, return_stats=return_stats)
+    scale = n.D**-0.5 if scale is None else scale
+    attended = saap_keys(ids, chosen, sink_tokens, recent_tokens, left_padding)
+    counts = attended.sum(axis=-1)
+    indices = np.full((n.B, n.Hkv, n.S), -1, dtype=np.int32)
+    for b, h in np.ndindex(n.B, n.Hkv):
+        indices[b, h, : counts[b, h]] = np.flatnonzero(attended[b, h])
+    out, lse = attend_indices(q, k, v, indices, scale=scale)
+    if not return_stats:
+        return out
+    mass = None
+    if return_stats == "mass":
+        mass = retained_mass(lse, dense_with_lse(q, k, v, scale=scale, left_padding=left_padding)[1])
+    moved = saap_elements(n.D, round(float(counts.mean())))
+    chosen_share = selectivity(ids, chosen, sink_tokens, recent_tokens, left_padding)
+    return out, Stats(moved, dense_elements(n.S, n.D), float(counts.mean()) / n.S, mass, selectivity=chosen_share)
+
+
+def saap_keys(
+    bucket_ids: Array, visited: Array, sink_tokens: int, recent_tokens: int, left_padding: npt.ArrayLike | None = None
+) -> Array:
+    """``(B, Hkv, S)`` bool: key j is attended. The rule behind (saap.9) and (saap.10), key by key."""
+    exact, valid = _exact(bucket_ids.shape[0], bucket_ids.shape[2], sink_tokens, recent_tokens, left_padding)
+    in_visited = (bucket_ids[..., None] == np.where(visited >= 0, visited, -1)[:, :, None, :]) & (
+        bucket_ids[..., None] >= 0
+    )
+    keys: Array = valid[:, None, :] & (exact[:, None, :] | in_visited.any(axis=-1))
+    return keys
+
+
+def selectivity(
+    bucket_ids: Array,
+    visited: Array,
+    sink_tokens: int,
+    recent_tokens: int,
+    left_padding: npt.ArrayLike | None = None,
+) -> float:
+    """(saap.12) keys in visited buckets over keys outside the exact part, mean over heads; 0 if there are none."""
+    exact, valid = _exact(bucket_ids.shape[0], bucket_ids.shape[2], sink_tokens, recent_tokens, left_padding)
+    outside = (valid & ~exact)[:, None, :]
+    keys = saap_keys(bucket_ids, visited, sink_tokens, recent_tokens, left_padding)
+    total = outside.sum(axis=-1)
+    share = (keys & outside).sum(axis=-1) / np.maximum(total, 1)
+    return float(share.mean())
+
+
+def _first(B: int, left_padding: npt.ArrayLike | None) -> list[int]:
+    return [0] * B if left_padding is None else [int(first) for first in np.asarray(left_padding)]
+
+
+def _exact(
+    B: int, S: int, sink_tokens: int, recent_tokens: int, left_padding: npt.ArrayLike | None
+) -> tuple[Array, Array]:
+    """``(B, S)`` bool: keys that are always attended, and keys that exist."""
+    valid = valid_keys(B, S, left_padding)
+    first = np.argmax(valid, axis=1)[:, None]
+    position = np.arange(S)
+    return valid & ((position < first + sink_tokens) | (position >= S - recent_tokens)), valid
+
+
+def imbalance(bucket_ids: npt.ArrayLike, buckets: int) -> float:
+    """(saap.13) C times the sum of squared bucket sizes over the square of their sum: 1 if all are equal."""
+    check_int("buckets", buckets, 1)
+    ids = np.asarray(bucket_ids).ravel()
+    sizes = np.bincount(ids[(ids >= 0) & (ids < buckets)], minlength=buckets).astype(np.float64)
+    return float(buckets * (sizes**2).sum() / max(sizes.sum(), 1.0) ** 2)
