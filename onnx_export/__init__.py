@@ -6,7 +6,8 @@ if __name__ != "mlx_sparse.onnx_export":  # an editable install puts the project
 from .build import check, function, functions, node, operator_model
 from .domain import COMPAT, DEFAULT, DOMAIN, SPEC, VERSION, Profile
 from .native import library_path, session_options
-from .schemas import OPERATORS, registered
+from .operators import OPERATORS
+from .schemas import registered
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

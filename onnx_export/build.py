@@ -13,7 +13,8 @@ import onnx.parser
 from mlx_sparse.checks import ConfigError, check_choice, check_int, check_local_window, check_rank, check_share
 
 from .domain import DEFAULT, DOMAIN, SPEC, VERSION, Profile
-from .schemas import OPERATORS, Operator, Tensor, registered
+from .operators import OPERATORS, Operator, Tensor
+from .schemas import registered
 
 BODIES = Path(__file__).parent / "bodies"
 TYPES = {"float32": onnx.TensorProto.FLOAT, "float16": onnx.TensorProto.FLOAT16, "bfloat16": onnx.TensorProto.BFLOAT16}

@@ -17,7 +17,7 @@ from onnxscript.optimizer import fold_constants
 from mlx_sparse.checks import ConfigError, check_int
 
 from .domain import DOMAIN
-from .schemas import OPERATORS, T
+from .operators import OPERATORS, T
 
 LARGEST = 1 << 22  # elements of a constant that folding may make: positions of a whole cache
 

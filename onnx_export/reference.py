@@ -1,4 +1,4 @@
-"""The reference page docs/spec/operators.md, made from the schemas.
+"""The reference page docs/spec/operators.md, made from the table of operators.
 
 ``python -m mlx_sparse.onnx_export.reference > docs/spec/operators.md``
 """
@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from .build import functions
 from .domain import COMPAT, DEFAULT, DOMAIN, SPEC, VERSION
-from .schemas import OPERATORS, Operator, T, Tensor
+from .operators import OPERATORS, Operator, T, Tensor
 
 _HEAD = f"""# ONNX operators
 
-The operators of domain `{DOMAIN}`, version {VERSION}. This page is made from `onnx_export/schemas.py` by
+The operators of domain `{DOMAIN}`, version {VERSION}. This page is made from `onnx_export/operators.py` by
 `python -m mlx_sparse.onnx_export.reference`; a test holds it to that.
 
 * A file carries every operator twice: as a node, and as a model-local function of standard operators, the *body*. A
