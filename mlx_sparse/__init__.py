@@ -1,6 +1,6 @@
 """Sparse attention for long-context language models on MLX.
 
-Functions on arrays: `sparq_attention`, `sample_attention` and the baselines. Models: `enable`, `disable`, `sparse`,
+Functions on arrays: `sparq_attention`, `saap_attention`, `sample_attention` and the baselines. Models: `enable`, `disable`, `sparse`,
 `report`. Names are imported on first use: importing this package imports neither mlx nor mlx_lm.
 """
 
@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from .api import h2o_scores as h2o_scores
     from .api import minference_attention as minference_attention
     from .api import oracle_top_k_attention as oracle_top_k_attention
+    from .api import saap_assign as saap_assign
+    from .api import saap_attention as saap_attention
+    from .api import saap_route as saap_route
     from .api import sample_attention as sample_attention
     from .api import sample_select as sample_select
     from .api import sparq_attention as sparq_attention
@@ -37,8 +40,8 @@ _HOMES = {
     "checks": "ArtefactError BackendUnavailable ConfigError ShapeError SparseAttentionError",
     "stats": "Stats",
     "api": "attend_blocks attend_indices bigbird_attention dense_attention flexgen_attention h2o_attention h2o_scores "
-    "minference_attention oracle_top_k_attention sample_attention sample_select sparq_attention streaming_attention "
-    "streaming_prefill_attention",
+    "minference_attention oracle_top_k_attention saap_assign saap_attention saap_route sample_attention sample_select sparq_attention "
+    "streaming_attention streaming_prefill_attention",
     "lm": "disable enable report sparse",
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}

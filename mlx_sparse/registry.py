@@ -55,6 +55,7 @@ class Method:
 METHODS: Mapping[str, Method] = {
     "dense": Method("prefill and decode", "the baseline"),
     "sparq": Method("decode", "SparQ Attention, arXiv 2312.04985"),
+    "saap": Method("decode", "SAAP, arXiv 2502.08246"),
     "sample": Method("prefill", "SampleAttention, MLSys 2025, arXiv 2406.15486"),
     "minference": Method("prefill", "MInference, arXiv 2407.02490"),
     "bigbird": Method("prefill", "BigBird, arXiv 2007.14062"),
@@ -80,6 +81,14 @@ FUNCTIONS: Mapping[str, Mapping[str, str]] = {
         "ops": "ops.sparq:sparq_attention",
         "metal": "kernels.sparq:sparq_attention",
         "triton": "cuda_ref.api:sparq_attention",
+        "onnx": "onnx_export:operator_model",
+        "ort": "onnx_export:session_options",
+    },
+    "saap": {
+        "oracle": "oracle:saap_attention",
+        "ops": "ops.saap:saap_attention",
+        "metal": "kernels.saap:saap_attention",
+        "triton": "cuda_ref.api:saap_attention",
         "onnx": "onnx_export:operator_model",
         "ort": "onnx_export:session_options",
     },
@@ -113,6 +122,30 @@ FUNCTIONS: Mapping[str, Mapping[str, str]] = {
         "ops": "ops.sample:sample_select",
         "metal": "kernels.sample:sample_select",
         "triton": "cuda_ref.prefill:sample_select",
+    },
+    "saap_assign": {
+        "oracle": "oracle:saap_assign",
+        "ops": "ops.saap:saap_assign",
+        "metal": "ops.saap:saap_assign",  # a matrix product and a maximum, once per key
+        "triton": "cuda_ref.api:saap_assign",
+    },
+    "saap_route": {
+        "oracle": "oracle:saap_route",
+        "ops": "ops.saap:saap_route",
+        "metal": "kernels.saap:saap_route",
+        "triton": "cuda_ref.api:saap_route",
+    },
+    "saap_index": {
+        "oracle": "oracle:saap_index",
+        "ops": "bucket_lists:saap_index",
+        "metal": "bucket_lists:saap_index",  # once every few hundred tokens
+        "triton": "cuda_ref.api:saap_index",
+    },
+    "saap_indices": {
+        "oracle": "oracle:saap_indices",
+        "ops": "ops.saap:saap_indices",
+        "metal": "kernels.saap:saap_indices",
+        "triton": "cuda_ref.api:saap_indices",
     },
     "attend_blocks": {
         "oracle": "oracle:attend_blocks",

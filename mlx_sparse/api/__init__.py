@@ -28,6 +28,7 @@ from .prefill import (
     sample_select,
     streaming_prefill_attention,
 )
+from .saap import saap_assign, saap_attention, saap_route
 
 __all__ = [
     "attend_blocks",
@@ -39,6 +40,9 @@ __all__ = [
     "h2o_scores",
     "minference_attention",
     "oracle_top_k_attention",
+    "saap_assign",
+    "saap_attention",
+    "saap_route",
     "sample_attention",
     "sample_select",
     "sparq_attention",

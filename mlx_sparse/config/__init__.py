@@ -5,7 +5,7 @@ prints it.
 """
 
 from .base import NEVER, QK_NORMS, Dense, MethodConfig, Step
-from .decode import ENOUGH_SAVED, H2O, FlexGen, OracleTopK, SparQ, Streaming, nvidia_kind
+from .decode import ENOUGH_SAVED, H2O, MAX_BUCKETS, SAAP, FlexGen, OracleTopK, SparQ, Streaming, nvidia_kind
 from .prefill import (
     SAMPLE_PAYS_FROM,
     SAMPLE_PAYS_UP_TO,
@@ -22,9 +22,11 @@ __all__ = [
     "CONFIGS",
     "ENOUGH_SAVED",
     "H2O",
+    "MAX_BUCKETS",
     "MAX_TOML_BYTES",
     "NEVER",
     "QK_NORMS",
+    "SAAP",
     "SAMPLE_PAYS_FROM",
     "SAMPLE_PAYS_UP_TO",
     "BigBird",

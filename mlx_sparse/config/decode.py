@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from .. import stats
-from ..checks import check_choice, check_int, check_local_window
+from ..checks import ConfigError, check_choice, check_int, check_local_window
 from .base import NEVER, MethodConfig, Step
 
 # Bytes that a layer's decode step has to save before SparQ's extra launches pay, by kind of GPU.
@@ -19,6 +19,10 @@ ENOUGH_SAVED = {
     **{"g": 20 << 20, "s": 36 << 20, "d": 52 << 20},
     **{"sm_80": 40 << 20, "sm_90": 80 << 20, "sm_100": 160 << 20},
 }
+
+
+MAX_BUCKETS = 4096  # what the kernels hold scores of
+ONLINE_BUCKETS = 256
 
 
 def nvidia_kind(capability: int) -> str:
@@ -93,6 +97,66 @@ class SparQ(MethodConfig):
 
     def elements(self, S: int, D: int) -> int:
         return stats.sparq_elements(S, D, rank=self.rank, top_k=self.top_k)
+
+
+@dataclass(frozen=True)
+class SAAP(MethodConfig):
+    """SAAP decoding (docs/spec/saap.md).
+
+    Attributes:
+        artefact: file of `mlx-sparse train-saap`; the "online" mode has none.
+        mode: who chooses the buckets: the "trained" query networks of the artefact, its centroids ("kmeans"), or
+            centroids fitted on the prompt itself ("online").
+        probes: buckets visited per KV head and step.
+        buckets: how many the "online" mode fits, 256 unless given; otherwise the artefact says.
+        sink_tokens, recent_tokens: first and last keys that are always attended.
+        dense_layers: attention layers, from the first on, that stay dense.
+        fold_every: keys that left the window are listed in their buckets this many at a time, and attended till then.
+        dense_below: keys below which attention stays dense.
+    """
+
+    name: ClassVar[str] = "saap"
+    artefact: str | None = None
+    mode: str = "trained"
+    probes: int = 32
+    buckets: int | None = None
+    sink_tokens: int = 1
+    recent_tokens: int = 2047
+    dense_layers: int = 1
+    fold_every: int = 256
+    dense_below: str | int = "auto"
+
+    def __post_init__(self) -> None:
+        check_choice("mode", self.mode, ("trained", "kmeans", "online"))
+        if self.mode == "online" and self.artefact is not None:
+            raise ConfigError("artefact: expected none with mode=online, got a file. Leave one of them out.")
+        if self.mode != "online" and (not isinstance(self.artefact, str) or not self.artefact):
+            raise ConfigError(
+                f"artefact: expected a file that mlx-sparse train-saap wrote, got {self.artefact}. "
+                "saap:mode=online does without one."
+            )
+        if self.buckets is not None:
+            check_int("buckets", self.buckets, 1, MAX_BUCKETS)
+            if self.mode != "online":
+                raise ConfigError("buckets: expected none with an artefact, which says how many it has, got a number.")
+        check_int("probes", self.probes, 1, MAX_BUCKETS)
+        if self.mode == "online" and self.probes > self.fitted_buckets:
+            raise ConfigError(f"probes: expected at most buckets={self.fitted_buckets}, got {self.probes}.")
+        check_int("sink_tokens", self.sink_tokens, 0)
+        check_int("recent_tokens", self.recent_tokens, 1)
+        check_int("dense_layers", self.dense_layers, 0)
+        check_int("fold_every", self.fold_every, 1)
+        if self.dense_below != "auto":
+            check_int("dense_below", self.dense_below, 0)
+
+    @property
+    def fitted_buckets(self) -> int:
+        """Buckets of the "online" mode."""
+        return ONLINE_BUCKETS if self.buckets is None else self.buckets
+
+    @property
+    def attended(self) -> int:
+        return self.sink_tokens + self.recent_tokens
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..checks import ConfigError
 from .base import Dense, MethodConfig
-from .decode import H2O, FlexGen, OracleTopK, SparQ, Streaming
+from .decode import H2O, SAAP, FlexGen, OracleTopK, SparQ, Streaming
 from .prefill import BigBird, MInference, Sample, StreamingPrefill
 from .values import read_value
 
@@ -21,9 +21,22 @@ else:  # Python 3.10
 
 MAX_TOML_BYTES = 1 << 20  # a configuration is a few lines; refuse to parse a model file by mistake
 
+BASELINES = (Streaming, H2O, FlexGen, OracleTopK, MInference, BigBird, StreamingPrefill)
 CONFIGS: Mapping[str, type[MethodConfig]] = {
     config.name: config
-    for config in (Dense, SparQ, Sample, Streaming, H2O, FlexGen, OracleTopK, MInference, BigBird, StreamingPrefill)
+    for config in (
+        Dense,
+        SparQ,
+        SAAP,
+        Sample,
+        Streaming,
+        H2O,
+        FlexGen,
+        OracleTopK,
+        MInference,
+        BigBird,
+        StreamingPrefill,
+    )
 }
 
 

@@ -27,7 +27,13 @@ def softmax_lse(scores: mx.array, mask: mx.array | None) -> tuple[mx.array, mx.a
 
 
 def attend_indices(
-    queries: mx.array, keys: mx.array, values: mx.array, indices: mx.array, *, scale: float
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    indices: mx.array,
+    *,
+    scale: float,
+    counts: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
     """Exact attention of one query per head over the listed keys (sparq.7).
 
@@ -35,12 +41,15 @@ def attend_indices(
         queries: ``(B, Hq, 1, D)``.
         keys, values: ``(B, Hkv, S, D)``.
         indices: ``(B, Hkv, N)`` int32; ``-1``, or any number that is no key's, = empty slot.
+        counts: ``(B, Hkv)`` slots of each list that are in use; those behind are empty. None: all.
 
     Returns:
         ``out (B, Hq, 1, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, 1)``; 0 and -inf where every slot
         is empty.
     """
     filled = (indices >= 0) & (indices < keys.shape[2])
+    if counts is not None:
+        filled = filled & (mx.arange(indices.shape[2]) < counts[..., None])
     rows = mx.where(filled, indices, 0)
     keys_n = take_rows(keys, rows).astype(mx.float32)
     values_n = take_rows(values, rows).astype(mx.float32)

@@ -1,0 +1,142 @@
+"""SAAP: assign keys to buckets, route queries to them, attend to what is in them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+
+from .. import registry, stats
+from ..checks import ConfigError, ShapeError, check_int, check_saap, check_shape
+from ..config import MAX_BUCKETS
+from ..stats import Stats
+from .call import Call, check_integers
+
+
+def saap_assign(keys: mx.array, centroids: mx.array, *, backend: str = "auto") -> mx.array:
+    """Bucket of each key: the centroid with the largest inner product (saap.1).
+
+    Args:
+        keys: ``(B, Hkv, n, D)`` before RoPE.
+        centroids: ``(Hkv, C, D)``.
+
+    Returns:
+        int32 ``(B, Hkv, n)``.
+    """
+    if len(keys.shape) != 4 or len(centroids.shape) != 3 or centroids.shape[::2] != keys.shape[1::2]:
+        raise ShapeError(
+            f"centroids: expected (Hkv, C, D) to fit keys (B, Hkv, n, D) of shape {tuple(keys.shape)}, "
+            f"got {tuple(centroids.shape)}."
+        )
+    check_buckets(centroids.shape[1])
+    chosen = registry.resolve(backend, "saap_assign", D=keys.shape[3], G=1)
+    ids: mx.array = registry.load("saap_assign", chosen)(keys, centroids)
+    return ids
+
+
+def saap_route(
+    queries: mx.array,
+    *,
+    out_weight: mx.array,
+    out_bias: mx.array | None = None,
+    hidden_weight: mx.array | None = None,
+    hidden_bias: mx.array | None = None,
+    probes: int = 32,
+    backend: str = "auto",
+) -> mx.array:
+    """The ``probes`` buckets that the query heads of each KV head visit together (saap.5), (saap.8).
+
+    Args:
+        queries: ``(B, Hq, 1, D)`` before RoPE.
+        out_weight: ``(Hkv, H, C)``; without a hidden layer ``(Hkv, D, C)``, for k-means ``scale * centroids``.
+        out_bias: ``(Hkv, C)``.
+        hidden_weight: ``(Hkv, D, H)``.
+        hidden_bias: ``(Hkv, H)``.
+        probes: 1..C.
+
+    Returns:
+        int32 ``(B, Hkv, probes)``, ascending.
+    """
+    if len(queries.shape) != 4 or queries.shape[2] != 1:
+        raise ShapeError(f"queries: expected shape (B, Hq, 1, D), got {tuple(queries.shape)}.")
+    _, Hq, _, D = queries.shape
+    if len(out_weight.shape) != 3 or Hq % max(out_weight.shape[0], 1) or not out_weight.shape[0]:
+        raise ShapeError(f"out_weight: expected (Hkv, rows, C) with Hkv a divisor of Hq={Hq}, got {out_weight.shape}.")
+    Hkv, rows, C = out_weight.shape
+    check_shape("hidden_weight", hidden_weight, (Hkv, D, rows))
+    if hidden_weight is None:
+        check_shape("out_weight", out_weight, (Hkv, D, C))
+        if hidden_bias is not None:
+            raise ConfigError("hidden_bias: expected none without hidden_weight, got an array.")
+    check_shape("hidden_bias", hidden_bias, (Hkv, rows))
+    check_shape("out_bias", out_bias, (Hkv, C))
+    check_buckets(C)
+    check_int("probes", probes, 1, C)
+    sizes = {"D": D, "G": Hq // Hkv}
+    run = registry.load("saap_route", registry.resolve(backend, "saap_route", **sizes))
+    network = {"hidden_weight": hidden_weight, "hidden_bias": hidden_bias}
+    visited: mx.array = run(queries, out_weight=out_weight, out_bias=out_bias, **network, probes=probes)
+    return visited
+
+
+def saap_attention(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    *,
+    bucket_ids: mx.array,
+    visited: mx.array,
+    sink_tokens: int = 1,
+    recent_tokens: int = 2047,
+    scale: float | None = None,
+    left_padding: mx.array | None = None,
+    backend: str = "auto",
+    return_stats: bool | str = False,
+) -> Any:
+    """One decode step of SAAP attention (docs/spec/saap.md; arXiv 2502.08246).
+
+    Attends the first ``sink_tokens`` and the last ``recent_tokens`` valid keys, the current one included, and every key
+    whose bucket is visited. The index over the buckets is built for this one step; a cache keeps it over many.
+
+    Args:
+        bucket_ids: ``(B, Hkv, S)`` int; a number that is no bucket's (negative) = in no bucket.
+        visited: ``(B, Hkv, n)`` int; negative = empty slot. A bucket listed twice is visited once.
+    """
+    call = Call(
+        "saap",
+        queries,
+        keys,
+        values,
+        scale=scale,
+        left_padding=left_padding,
+        backend=backend,
+        return_stats=return_stats,
+    )
+    n = call.sizes
+    check_saap(n, bucket_ids, visited, sink_tokens, recent_tokens)
+    check_integers("bucket_ids", bucket_ids)
+    check_integers("visited", visited)
+    if n.L > 1 or n.S <= sink_tokens + recent_tokens:
+        return call.dense()
+    largest: Any = visited.max().item() if visited.size else -1
+    buckets = check_buckets(largest + 1)
+    ascending = mx.sort(visited.astype(mx.int32), axis=-1)
+    again = mx.pad(ascending[..., 1:] == ascending[..., :-1], [(0, 0), (0, 0), (1, 0)])[..., : visited.shape[2]]
+    window = {"sink_tokens": sink_tokens, "recent_tokens": recent_tokens}
+    distinct = mx.where(again, -1, ascending)
+    out, lse, counts = call.run("saap", bucket_ids=bucket_ids, visited=distinct, buckets=buckets, **window)
+    if not return_stats:
+        return out
+    # (saap.12), (saap.14)
+    attended: Any = counts.mean().item()
+    padding = mx.zeros(n.B, mx.int32) if call.left_padding is None else call.left_padding
+    valid = (n.S - padding)[:, None]
+    exact = mx.minimum(valid, sink_tokens + recent_tokens)
+    selectivity: Any = ((counts - exact) / mx.maximum(valid - exact, 1)).mean().item()
+    moved, dense = stats.saap_elements(n.D, round(attended)), stats.dense_elements(n.S, n.D)
+    return out, Stats(moved, dense, attended / n.S, call.mass(lse), selectivity=selectivity)
+
+
+def check_buckets(buckets: int) -> int:
+    """Raise `ConfigError` for more buckets than the backends serve."""
+    return check_int("buckets", buckets, 0, MAX_BUCKETS)

@@ -1,0 +1,153 @@
+"""SAAP in array operations: docs/spec/saap.md."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from ..bucket_lists import saap_index
+from .attend import attend_indices, group_queries
+
+ASSIGNED_AT_ONCE = 1 << 25  # inner products of keys with centroids that are held at once
+
+
+def saap_assign(keys: mx.array, centroids: mx.array) -> mx.array:
+    """Bucket of each key before RoPE: the centroid with the largest inner product (saap.1).
+
+    Args:
+        keys: ``(B, Hkv, n, D)``.
+        centroids: ``(Hkv, C, D)``.
+
+    Returns:
+        int32 ``(B, Hkv, n)``.
+    """
+    B, Hkv, n, _ = keys.shape
+    columns = centroids.astype(mx.float32).swapaxes(-1, -2)
+    step = max(1, ASSIGNED_AT_ONCE // (B * Hkv * centroids.shape[1]))
+    pieces = [
+        mx.argmax(keys[:, :, first : first + step].astype(mx.float32) @ columns, axis=-1).astype(mx.int32)
+        for first in range(0, n, step)
+    ]
+    return mx.concatenate(pieces, axis=-1) if pieces else mx.zeros((B, Hkv, 0), mx.int32)
+
+
+def saap_route(
+    queries: mx.array,
+    *,
+    out_weight: mx.array,
+    out_bias: mx.array | None = None,
+    hidden_weight: mx.array | None = None,
+    hidden_bias: mx.array | None = None,
+    probes: int,
+) -> mx.array:
+    """The ``probes`` buckets that each group visits (saap.5), (saap.8).
+
+    Args:
+        queries: ``(B, Hq, 1, D)`` before RoPE.
+        out_weight: ``(Hkv, H, C)``, or ``(Hkv, D, C)`` without a hidden layer.
+        out_bias: ``(Hkv, C)``; hidden_weight: ``(Hkv, D, H)``; hidden_bias: ``(Hkv, H)``.
+
+    Returns:
+        int32 ``(B, Hkv, probes)``, ascending.
+    """
+    x = group_queries(queries, out_weight.shape[0])
+    if hidden_weight is not None:
+        x = mx.maximum(_layer(x, hidden_weight, hidden_bias), 0.0)
+    scores = mx.softmax(_layer(x, out_weight, out_bias), axis=-1).sum(axis=2)
+    C = scores.shape[-1]
+    order = mx.argpartition(-scores, kth=probes - 1, axis=-1)[..., :probes] if probes < C else mx.arange(C)
+    return mx.sort(mx.broadcast_to(order, (*scores.shape[:2], probes)).astype(mx.int32), axis=-1)
+
+
+def _layer(x: mx.array, weight: mx.array, bias: mx.array | None) -> mx.array:
+    y = x @ weight.astype(mx.float32)
+    return y if bias is None else y + bias.astype(mx.float32)[:, None, :]
+
+
+def saap_indices(
+    visited: mx.array,
+    offsets: mx.array,
+    key_ids: mx.array,
+    *,
+    length: int,
+    covered: int,
+    sink_tokens: int,
+    capacity: int,
+    left_padding: mx.array | None = None,
+) -> tuple[mx.array, mx.array]:
+    """The keys of one step: sinks, keys from ``covered`` on, keys of the visited buckets (saap.10).
+
+    Args:
+        visited: ``(B, Hkv, n)`` int, distinct; numbers that are no bucket's are empty slots.
+        offsets: ``(B, Hkv, C + 1)``; key_ids: ``(B, Hkv, m)``, as `saap_index` gives them for keys 0..covered-1.
+        capacity: slots of a list; keys that do not fit are left out.
+
+    Returns:
+        int32 ``indices (B, Hkv, capacity)``, packed in this order, then -1, and ``counts (B, Hkv)`` of those used.
+    """
+    B, Hkv, n = visited.shape
+    C = offsets.shape[2] - 1
+    first = mx.zeros((B, 1, 1), mx.int32) if left_padding is None else left_padding[:, None, None].astype(mx.int32)
+    # A list is a row of runs of consecutive numbers: sinks, tail, then one run per bucket; here are where each starts
+    # and how long it is. Runs of keys are taken as they are, those of buckets are positions in key_ids.
+    real = (visited >= 0) & (visited < C)
+    bucket = mx.where(real, visited, 0).astype(mx.int32)
+    begin = mx.take_along_axis(offsets, bucket, axis=-1)
+    size = mx.where(real, mx.take_along_axis(offsets, bucket + 1, axis=-1) - begin, 0)
+    exact_begin = mx.concatenate([first, mx.maximum(first, covered)], axis=-1)
+    exact_end = mx.concatenate([mx.minimum(first + sink_tokens, covered), mx.full((B, 1, 1), length)], axis=-1)
+    exact_size = mx.maximum(exact_end - exact_begin, 0)
+    begin = mx.concatenate([mx.broadcast_to(exact_begin, (B, Hkv, 2)), begin], axis=-1).astype(mx.int32)
+    size = mx.concatenate([mx.broadcast_to(exact_size, (B, Hkv, 2)), size], axis=-1).astype(mx.int32)
+    stop = mx.cumsum(size, axis=-1)
+    # The run of each slot: how many runs have stopped at or before it.
+    rows, heads = mx.arange(B)[:, None, None], mx.arange(Hkv)[None, :, None]
+    ends = mx.zeros((B, Hkv, capacity + 1), mx.int32).at[rows, heads, mx.minimum(stop, capacity)].add(1)
+    run = mx.minimum(mx.cumsum(ends[..., :capacity], axis=-1), n + 1)
+    slot = mx.arange(capacity)
+    number = slot - mx.take_along_axis(stop - size - begin, run, axis=-1)
+    listed = number
+    if key_ids.shape[2]:
+        listed = mx.take_along_axis(key_ids, mx.clip(number, 0, key_ids.shape[2] - 1), axis=-1)
+    counts = mx.minimum(stop[..., -1], capacity)
+    indices = mx.where(run < 2, number, listed)
+    return mx.where(slot < counts[..., None], indices, -1).astype(mx.int32), counts
+
+
+def saap_attention(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    *,
+    bucket_ids: mx.array,
+    visited: mx.array,
+    buckets: int,
+    sink_tokens: int,
+    recent_tokens: int,
+    scale: float,
+    left_padding: mx.array | None,
+) -> tuple[mx.array, mx.array, mx.array]:
+    """One decode step with an index built for it (saap.9) to (saap.11).
+
+    Args:
+        bucket_ids: ``(B, Hkv, S)`` int.
+        visited: ``(B, Hkv, n)`` int, distinct.
+
+    Returns:
+        ``out (B, Hq, 1, D)``, float32 ``lse (B, Hq, 1)`` and ``counts (B, Hkv)`` of the attended keys.
+    """
+    S = keys.shape[2]
+    covered = max(S - recent_tokens, 0)
+    offsets, key_ids = saap_index(
+        bucket_ids[..., :covered], buckets=buckets, sink_tokens=sink_tokens, left_padding=left_padding
+    )
+    indices, counts = saap_indices(
+        visited,
+        offsets,
+        key_ids,
+        length=S,
+        covered=covered,
+        sink_tokens=sink_tokens,
+        capacity=S,
+        left_padding=left_padding,
+    )
+    return *attend_indices(queries, keys, values, indices, scale=scale, counts=counts), counts
