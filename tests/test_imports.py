@@ -22,9 +22,8 @@ LEVELS = [
     {"lm"},
     {"_boot"},  # the start-up hook hands over to lm
     {"demo"},
-    {"saap"},
     {"bench", "evaluate"},  # on the demo's model and BLAS
-    {"tune"},
+    {"tune", "saap"},
     {"doctor", "matrix"},
     {"cli"},
     {"__init__", "__main__"},
