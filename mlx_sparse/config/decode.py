@@ -130,15 +130,12 @@ class SAAP(MethodConfig):
         check_choice("mode", self.mode, ("trained", "kmeans", "online"))
         if self.mode == "online" and self.artefact is not None:
             raise ConfigError("artefact: expected none with mode=online, got a file. Leave one of them out.")
-        if self.mode != "online" and (not isinstance(self.artefact, str) or not self.artefact):
-            raise ConfigError(
-                f"artefact: expected a file that mlx-sparse train-saap wrote, got {self.artefact}. "
-                "saap:mode=online does without one."
-            )
+        if self.artefact is not None and (not isinstance(self.artefact, str) or not self.artefact):
+            raise ConfigError(f"artefact: expected the name of a file, got {self.artefact!r}.")
         if self.buckets is not None:
             check_int("buckets", self.buckets, 1, MAX_BUCKETS)
             if self.mode != "online":
-                raise ConfigError("buckets: expected none with an artefact, which says how many it has, got a number.")
+                raise ConfigError(f"buckets: expected none with mode={self.mode}, whose artefact says, got one.")
         check_int("probes", self.probes, 1, MAX_BUCKETS)
         if self.mode == "online" and self.probes > self.fitted_buckets:
             raise ConfigError(f"probes: expected at most buckets={self.fitted_buckets}, got {self.probes}.")
@@ -148,6 +145,20 @@ class SAAP(MethodConfig):
         check_int("fold_every", self.fold_every, 1)
         if self.dense_below != "auto":
             check_int("dense_below", self.dense_below, 0)
+
+    @property
+    def file(self) -> str | None:
+        """The artefact to load; None for the "online" mode.
+
+        Raises:
+            ConfigError: none is given where one is needed.
+        """
+        if self.mode != "online" and self.artefact is None:
+            raise ConfigError(
+                "artefact: expected a file that mlx-sparse train-saap wrote, got none. "
+                "Name it, saap:artefact=FILE, or use saap:mode=online, which needs none."
+            )
+        return self.artefact
 
     @property
     def fitted_buckets(self) -> int:
