@@ -18,6 +18,7 @@ from ..checks import ConfigError
 from ..config import CONFIGS, QK_NORMS, Dense, MethodConfig, Prefill, SparQ, parse
 from . import seam
 from .plan import Plan, leaves
+from .rope import reduce_as
 
 NORMS_WITHOUT_WEIGHTS = frozenset({"nanochat", "talkie", "muse_glimmer"})
 
@@ -166,12 +167,8 @@ def _sparse_class(cls: type) -> type:
             seam.active.reset(token)
             plan.end()
 
-    def reduce(self: Any, protocol: Any) -> Any:
-        # A copy is a model of its own: not enabled, so that disabling either leaves the other alone.
-        reduced: Any = cls.__reduce_ex__(self, protocol)  # type: ignore[call-arg]
-        make, (_, *args), state, *items = reduced
-        return make, (cls, *args), {key: value for key, value in state.items() if key != "_mlx_sparse"}, *items
-
+    # A copy is a model of its own: not enabled, so that disabling either leaves the other alone.
+    reduce = reduce_as(cls, "_mlx_sparse")
     own = {"__call__": call, "__reduce_ex__": reduce, "__module__": cls.__module__, "__doc__": cls.__doc__}
     return type(cls.__name__, (cls,), own)
 

@@ -6,7 +6,7 @@ import inspect
 import sys
 from collections import Counter
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx_lm
@@ -15,7 +15,6 @@ from mlx_lm.models import base
 from mlx_lm.models import cache as caches
 
 from ..checks import BackendUnavailable
-from .plan import Plan
 
 NAME = "scaled_dot_product_attention"
 SUPPORTED = "mlx-lm 0.32 (0.31.3 on Python 3.10)"
@@ -23,8 +22,18 @@ PARAMETERS = ["queries", "keys", "values", "cache", "scale", "mask", "sinks"]
 
 original = base.scaled_dot_product_attention
 
-# The plan of the model that is being called on this thread.
-active: ContextVar[Plan | None] = ContextVar("active", default=None)
+
+class Listener(Protocol):
+    """Who is asked at each attention call: the plan of an enabled model, or an observer."""
+
+    def attend(
+        self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None
+    ) -> mx.array | None:
+        """The result of the call, or None to let mlx-lm attend densely."""
+
+
+# The listener of the model that is being called on this thread.
+active: ContextVar[Listener | None] = ContextVar("active", default=None)
 
 
 def scaled_dot_product_attention(
@@ -36,10 +45,10 @@ def scaled_dot_product_attention(
     mask: Any,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """mlx-lm's function of this name, with the active plan asked first."""
-    plan = active.get()
-    if plan is not None:
-        out = plan.attend(queries, keys, values, cache, scale, mask, sinks)
+    """mlx-lm's function of this name, with the active listener asked first."""
+    listener = active.get()
+    if listener is not None:
+        out = listener.attend(queries, keys, values, cache, scale, mask, sinks)
         if out is not None:
             return out
     dense: mx.array = original(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)

@@ -1,0 +1,218 @@
+"""Queries and keys before RoPE, as SAAP's index wants them, from models that were not made to show them.
+
+A model hands attention queries and keys after RoPE. `Recorder` remembers the last calls of the model's own rope
+modules, so that what went into one is known by the identity of what came out: exact and free. `inverse` turns rotated
+rows back, for keys that nobody recorded (a prompt cache from a file) and for rows that are scaled after RoPE. `Source`
+says which of them is right for a layer; `mlx_sparse.lm.observe.find_sources` finds out.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+RECORDERS = "_mlx_sparse_recorders"
+# A layer calls its rope twice, for queries and keys; some split them.
+REMEMBERED = 4
+
+NOT_A_MODULE = "with a rope that is no module of its own"
+CHANGED = "with a norm or another change after RoPE"
+LENGTH_DEPENDENT = "with a rope that depends on the length (dynamic NTK), of keys that were not recorded"
+NOT_INVERTIBLE = "with a rope that cannot be turned back, of keys that were not recorded"
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of a rope module."""
+
+    rope: Any
+    before: mx.array
+    after: mx.array
+    offset: Any
+
+
+def ropes(model: Any) -> list[Any]:
+    """The rope modules of ``model``, each once: by the names that mlx-lm's classes have."""
+    found = {id(module): module for _, module in model.named_modules() if _is_rope(type(module))}
+    return list(found.values())
+
+
+def _is_rope(cls: type) -> bool:
+    name = cls.__name__.lower()
+    return "rope" in name or "rotary" in name
+
+
+class Recorder:
+    """While active, as a context manager, remembers the last calls of a model's rope modules.
+
+    Their owner takes what a layer needs with `before` and calls `clear` when the layer or the call of the model is
+    over: what stays remembered stays in memory.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._ropes = ropes(model)
+        self.calls: deque[Call] = deque(maxlen=REMEMBERED)
+        self.paused = False
+
+    def __enter__(self) -> Recorder:
+        for rope in self._ropes:
+            if not hasattr(rope, RECORDERS):
+                rope.__class__ = _recording(type(rope))
+                # Not through nn.Module, which files lists among the parameters.
+                object.__setattr__(rope, RECORDERS, [])
+            getattr(rope, RECORDERS).append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for rope in self._ropes:
+            recorders = getattr(rope, RECORDERS)
+            recorders.remove(self)
+            if not recorders:
+                object.__delattr__(rope, RECORDERS)
+                rope.__class__ = type(rope).__mro__[1]
+        self.clear()
+
+    def before(self, array: mx.array) -> mx.array | None:
+        """What went into the call that returned ``array``, this very object, and forget that call; None if none did."""
+        for call in self.calls:
+            if call.after is array:
+                self.calls.remove(call)
+                return call.before
+        return None
+
+    def clear(self) -> None:
+        """Forget all calls."""
+        self.calls.clear()
+
+
+def _recording(cls: type) -> type:
+    """A subclass of a rope's class that tells the recorders of each call."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        after = cls.__call__(self, *args, **kwargs)
+        if args and isinstance(args[0], mx.array) and isinstance(after, mx.array):
+            offset = args[1] if len(args) > 1 else kwargs.get("offset", 0)
+            for recorder in getattr(self, RECORDERS):
+                if not recorder.paused:
+                    recorder.calls.append(Call(self, args[0], after, offset))
+        return after
+
+    own = {"__call__": call, "__reduce_ex__": reduce_as(cls, RECORDERS), "__module__": cls.__module__}
+    return type(cls.__name__, (cls,), own)
+
+
+def reduce_as(cls: type, attribute: str) -> Any:
+    """A ``__reduce_ex__`` by which copies are plain objects of ``cls``, without ``attribute``."""
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        reduced: Any = cls.__reduce_ex__(self, protocol)  # type: ignore[call-arg]
+        make, (_, *args), state, *items = reduced
+        return make, (cls, *args), {key: value for key, value in state.items() if key != attribute}, *items
+
+    return reduce
+
+
+def rotate(rope: Any, rows: mx.array, offset: int | mx.array) -> mx.array:
+    """``rope`` of ``rows (B, H, n, D)``, the first of them at position ``offset``; not recorded."""
+    cls = type(rope).__mro__[1] if hasattr(rope, RECORDERS) else type(rope)
+    rotated: mx.array = cls.__call__(rope, rows, offset=offset)
+    return rotated
+
+
+def inverse(rope: Any, rotated: mx.array, offset: int | mx.array) -> mx.array:
+    """The rows that ``rope`` turned into ``rotated (B, H, n, D)``, the first of them at position ``offset``.
+
+    A rope R scales each component and rotates pairs of equal scale, so ``R^-1 = g^-2 R^T``, where R^T is its gradient
+    and g what it makes of ones at position 0. ``offset`` may be one position per row of the batch. In float32, then
+    rounded to the type of ``rotated``.
+    """
+    rows = rotated.astype(mx.float32)
+    _, (turned,) = mx.vjp(lambda x: rotate(rope, x, offset), [mx.zeros_like(rows)], [rows])
+    gain = rotate(rope, mx.ones((1, 1, 1, rotated.shape[-1])), 0)
+    return (turned / (gain * gain)).astype(rotated.dtype)
+
+
+def irreversible(rope: Any, D: int) -> str | None:
+    """Why `inverse` is wrong for ``rope`` and rows of ``D`` components; None where it is right."""
+    rows = mx.cos(mx.arange(66 * D, dtype=mx.float32)).reshape(1, 1, 66, D)
+    far = 1 << 22  # beyond what any model calls its context, below what float32 counts
+    few, many = rotate(rope, rows[:, :, :2], far), rotate(rope, rows, far)[:, :, :2]
+    if not _close(few, many, 1e-2):
+        return LENGTH_DEPENDENT
+    return None if _close(inverse(rope, rotate(rope, rows, 5), 5), rows, 1e-3) else NOT_INVERTIBLE
+
+
+def _close(a: mx.array, b: mx.array, share: float) -> bool:
+    """Whether the arrays differ by at most this share of the largest number."""
+    a, b = a.astype(mx.float32), b.astype(mx.float32)
+    near: Any = (mx.abs(a - b).max() <= share * mx.abs(b).max()).item()
+    return bool(near)
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """How to have the queries and keys of one layer before RoPE.
+
+    Attributes:
+        rope: the layer's rope; None where it calls none, and its tensors are what they were before it.
+        irreversible: why keys that were not recorded cannot be had; None where they can.
+    """
+
+    rope: Any = None
+    irreversible: str | None = None
+
+    def before(self, recorder: Recorder, rows: mx.array, offset: int | mx.array) -> mx.array | None:
+        """The rows before RoPE of ``rows (B, H, n, D)``, the first at position ``offset``; None if they are unknown."""
+        if self.rope is None:
+            return rows
+        recorded = recorder.before(rows)
+        if recorded is not None or self.irreversible is not None:
+            return recorded
+        return inverse(self.rope, rows, offset)
+
+    def turned_back(self, rows: mx.array, offset: int | mx.array) -> mx.array:
+        """`before` of rows that nobody recorded; not where they are ``irreversible``."""
+        return rows if self.rope is None else inverse(self.rope, rows, offset)
+
+
+def find_source(recorder: Recorder, arrays: tuple[mx.array, ...], position: int, rotations: int) -> Source | str:
+    """How to have the layer's tensors before RoPE, or why they cannot be had.
+
+    Args:
+        recorder: with the calls of this layer.
+        arrays: the queries and the new keys, as the layer hands them to attention and to the cache.
+        position: the position of their first row; more than 0, where rotated rows look as before.
+        rotations: how often the layer called `mx.fast.rope`, in a module or not.
+    """
+    if rotations == 0 and not recorder.calls:
+        return Source()
+    if not recorder.calls:
+        return NOT_A_MODULE
+    rope, D = recorder.calls[-1].rope, arrays[0].shape[-1]
+    reason = irreversible(rope, D)
+    for array in arrays:
+        if any(call.after is array and call.rope is rope for call in recorder.calls):
+            continue
+        if reason is not None or not any(_only_scaled(call, array, position) for call in recorder.calls):
+            return CHANGED
+    if reason is None and any(not _is_position(call.offset, position) for call in recorder.calls):
+        reason = NOT_INVERTIBLE
+    return Source(rope, reason)
+
+
+def _is_position(offset: Any, position: int) -> bool:
+    return bool(mx.all(mx.array(offset) == position).item())
+
+
+def _only_scaled(call: Call, array: mx.array, position: int) -> bool:
+    """Whether ``array`` is what ``call`` returned but for a factor per row: then `inverse` gives rows so scaled."""
+    if call.before.shape != array.shape:
+        return False
+    rows, expected = inverse(call.rope, array, position).astype(mx.float32), call.before.astype(mx.float32)
+    length = (expected * expected).sum(axis=-1, keepdims=True)
+    factor = (rows * expected).sum(axis=-1, keepdims=True) / length
+    rounding = float(mx.finfo(min(array.dtype, call.before.dtype, key=lambda dtype: dtype.size)).eps)
+    return float(factor.min()) > 0 and _close(factor * expected, rows, 8 * rounding)

@@ -1,0 +1,302 @@
+"""Queries and keys before RoPE: recorded, turned back where they were not recorded, refused where that is wrong."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.rope_utils import initialize_rope
+from tiny_models import FAMILIES, build, prompt_of
+
+from mlx_sparse.lm import rope as rope_module
+from mlx_sparse.lm.observe import Seen, find_sources, observe
+from mlx_sparse.lm.rope import Recorder, Source, inverse, irreversible, ropes, rotate
+
+D = 64
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LONG = {
+    "rope_type": "longrope",
+    "original_max_position_embeddings": 64,
+    "short_factor": [1.0] * 32,
+    "long_factor": [1.0 + i / 8 for i in range(32)],
+}
+# Variant: dims, traditional, scaling.
+VARIANTS: dict[str, tuple[int, bool, dict[str, Any] | None]] = {
+    "default": (D, False, None),
+    "traditional": (D, True, None),
+    "partial": (32, False, None),
+    "partial traditional": (32, True, None),
+    "linear": (D, False, {"rope_type": "linear", "factor": 4.0}),
+    "llama3": (D, False, {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}),
+    "yarn": (D, False, YARN),
+    "yarn with mscale": (32, False, {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5}),
+    "longrope": (D, False, LONG),
+    "proportional": (D, False, {"rope_type": "proportional", "partial_rotary_factor": 0.5}),
+    "mrope": (D, False, {"rope_type": "mrope", "mrope_section": [8, 12, 12]}),
+    "dynamic": (D, False, {"rope_type": "dynamic", "factor": 2.0}),
+}
+
+
+def rope_of(variant: str) -> Any:
+    dims, traditional, scaling = VARIANTS[variant]
+    return initialize_rope(dims, 10000.0, traditional, scaling, max_position_embeddings=256)
+
+
+def rows_of(*shape: int, dtype: mx.Dtype = mx.float32) -> mx.array:
+    return mx.random.normal(shape, key=mx.random.key(3)).astype(dtype)
+
+
+def largest_error(a: mx.array, b: mx.array) -> float:
+    """Relative to the largest number."""
+    a, b = a.astype(mx.float32), b.astype(mx.float32)
+    return float(mx.abs(a - b).max() / mx.abs(b).max())
+
+
+@pytest.mark.parametrize("offset", [0, 1, 63, 300], ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_inverse_of_every_variant_gives_the_rows_back(variant: str, offset: int):
+    rope, rows = rope_of(variant), rows_of(2, 3, 40, D)
+    rotated = rotate(rope, rows, offset)
+    assert offset == 0 or largest_error(rotated, rows) > 0.1
+    assert largest_error(inverse(rope, rotated, offset), rows) <= 1e-6
+
+
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "dynamic"])
+def test_rows_are_turned_back_in_other_pieces_and_from_a_position_of_their_own(variant: str):
+    rope, rows, offsets = rope_of(variant), rows_of(2, 3, 40, D), mx.array([7, 90])
+    rotated = rotate(rope, rows, offsets)
+    back = [inverse(rope, rotated[:, :, start : start + 10], offsets + start) for start in range(0, 40, 10)]
+    assert largest_error(mx.concatenate(back, axis=2), rows) <= 1e-6
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=["f16", "bf16"])
+@pytest.mark.parametrize("variant", ["default", "yarn with mscale", "longrope"])
+def test_the_inverse_of_half_precision_is_off_by_its_rounding(variant: str, dtype: mx.Dtype):
+    rope, rows = rope_of(variant), rows_of(1, 2, 40, D, dtype=dtype)
+    back = inverse(rope, rotate(rope, rows, 20), 20)
+    assert back.dtype == dtype
+    # Rounded where it is scaled, turned, and turned back.
+    assert largest_error(back, rows) <= 3 / 2 * float(mx.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_only_a_rope_that_depends_on_the_length_is_irreversible(variant: str):
+    expected = rope_module.LENGTH_DEPENDENT if variant == "dynamic" else None
+    assert irreversible(rope_of(variant), D) == expected
+
+
+def test_a_rope_that_is_no_rotation_is_irreversible():
+    class RoPEWithBias(type(rope_of("default"))):  # type: ignore[misc]
+        def __call__(self, x: mx.array, offset: int = 0) -> mx.array:
+            return super().__call__(x, offset=offset) + 1.0
+
+    assert irreversible(RoPEWithBias(D), D) == rope_module.NOT_INVERTIBLE
+
+
+# Families beyond those that the other tests decode with, and what they are called with.
+MORE: dict[str, dict[str, Any]] = {
+    "hunyuan_v1_dense": {"use_qk_norm": True, "rope_scaling": {"alpha": 1000.0, "factor": 1.0, "type": "dynamic"}},
+    "cohere2": {
+        "sliding_window": 16,
+        "sliding_window_pattern": 2,
+        "layer_norm_bias": False,
+        "layer_norm_eps": 1e-5,
+        "logit_scale": 1.0,
+    },
+    "nanochat": {},
+    "gpt2": {
+        "n_ctx": 64,
+        "n_embd": 64,
+        "n_head": 4,
+        "n_layer": 2,
+        "n_positions": 64,
+        "layer_norm_epsilon": 1e-5,
+        "num_key_value_heads": 4,
+    },
+    "starcoder2": {"norm_epsilon": 1e-5, "use_bias": False},
+    "nemotron": {"hidden_act": "relu2", "norm_eps": 1e-5, "partial_rotary_factor": 0.5},
+}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
+# Family and changes.
+MODELS: list[tuple[str, dict[str, Any]]] = [
+    *((family, {}) for family in FAMILIES),
+    ("llama", {"rope_scaling": LLAMA3}),
+    ("llama", {"rope_traditional": True}),
+    ("qwen2", {"rope_scaling": YARN}),
+    ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.5] * 8},
+              "original_max_position_embeddings": 64}),
+    ("internlm2", {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "max_position_embeddings": 16}),
+    ("internlm3", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": 16,
+                   "qkv_bias": False, "bias": False}),
+    *((family, MORE[family]) for family in ("cohere2", "starcoder2", "nemotron", "gpt2")),
+]  # fmt: skip
+
+
+def seen_before_rope(model: Any, pieces: tuple[int, ...]) -> tuple[list[tuple[Seen, Any, Any]], list[Any]]:
+    """Every attention call of a prompt in pieces, with its queries and keys before RoPE; and the caches."""
+    sources, caches, calls = find_sources(model), make_prompt_cache(model), []
+    with Recorder(model) as recorder:
+
+        def visit(seen: Seen) -> None:
+            source = sources[seen.layer]
+            assert isinstance(source, Source)
+            assert seen.keys is not None
+            before = [source.before(recorder, rows, seen.position) for rows in (seen.queries, seen.keys)]
+            calls.append((seen, *before))
+
+        prompt = prompt_of(sum(pieces))
+        for start, length in zip(range(0, 100, pieces[0]), pieces, strict=False):
+            mx.eval(observe(model, mx.array([prompt[start : start + length]]), caches, visit, recorder))
+    return calls, caches
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"), MODELS, ids=[f"{family} {' '.join(changes)}" for family, changes in MODELS]
+)
+def test_models_show_their_queries_and_keys_before_rope(family: str, changes: dict[str, Any]):
+    model = build(family, **changes)
+    calls, caches = seen_before_rope(model, (20, 20, 1))
+    sources = find_sources(model)
+    assert {seen.layer for seen, *_ in calls} == set(range(len(caches)))
+    for seen, queries, keys in calls:
+        source = sources[seen.layer]
+        assert isinstance(source, Source)
+        for before, after in ((queries, seen.queries), (keys, seen.keys)):
+            assert before.shape == after.shape
+            if source.rope is None:
+                assert before is after
+            else:
+                # The model's rope makes of it what the model attends with, or that but for a factor per row.
+                rotated = rotate(source.rope, before, seen.position)
+                assert largest_error(rotated, after) <= 1e-6
+                assert seen.position == 0 or largest_error(before, after) > 0.05
+
+
+def test_both_ways_to_keys_before_rope_agree():
+    for family in ("llama", "qwen3", "phi3", "glm4", "gpt_oss"):
+        model = build(family)
+        sources = find_sources(model)
+        for seen, _, keys in seen_before_rope(model, (20, 20, 1))[0]:
+            source = sources[seen.layer]
+            assert isinstance(source, Source)
+            assert seen.keys is not None
+            assert largest_error(source.turned_back(seen.keys, seen.position), keys) <= 1e-6
+
+
+def test_a_norm_after_rope_is_refused_by_name():
+    changes = MORE["hunyuan_v1_dense"]
+    assert set(find_sources(build("hunyuan_v1_dense", **changes)).values()) == {rope_module.CHANGED}
+    # The same family without the norm is served.
+    without = find_sources(build("hunyuan_v1_dense", **{**changes, "use_qk_norm": False}))
+    assert all(isinstance(source, Source) and source.irreversible is None for source in without.values())
+
+
+def test_a_rope_that_is_a_function_is_refused_by_name():
+    assert set(find_sources(build("nanochat")).values()) == {rope_module.NOT_A_MODULE}
+
+
+def test_layers_that_call_no_rope_are_told_from_those_that_own_one():
+    full = find_sources(build("cohere2", **MORE["cohere2"]))[1]
+    assert isinstance(full, Source)
+    assert full.rope is None
+    assert len(ropes(build("cohere2", **MORE["cohere2"]))) == 2
+
+
+def test_queries_that_are_scaled_after_rope_are_turned_back_with_their_scale():
+    model = build("ministral3")
+    caches, sources, checked = make_prompt_cache(model), find_sources(model), 0
+    with Recorder(model) as recorder:
+
+        def visit(seen: Seen) -> None:
+            nonlocal checked
+            source, call = sources[seen.layer], recorder.calls[0]
+            assert isinstance(source, Source)
+            assert call.after is not seen.queries
+            before = source.before(recorder, seen.queries, seen.position)
+            assert before is not None
+            scale = seen.queries / call.after
+            assert largest_error(before, call.before * scale.mean(axis=-1, keepdims=True)) <= 1e-6
+            checked += 1
+
+        observe(model, mx.array([prompt_of(100)]), caches, visit, recorder)
+    assert checked == 2
+
+
+def test_the_dynamic_variant_is_exact_where_it_was_recorded_and_unknown_otherwise():
+    model = build("internlm2", rope_scaling={"type": "dynamic", "factor": 2.0}, max_position_embeddings=16)
+    source = find_sources(model)[0]
+    assert isinstance(source, Source)
+    assert source.irreversible == rope_module.LENGTH_DEPENDENT
+    with Recorder(model) as recorder:
+        rows = rows_of(1, 2, 30, 16)
+        rotated = source.rope(rows, offset=4)
+        assert source.before(recorder, rotated + 0, 4) is None
+        assert source.before(recorder, rotated, 4) is rows
+
+
+def test_nothing_recorded_outlives_its_use():
+    model = build("llama")
+    rope = ropes(model)[0]
+    with Recorder(model) as recorder:
+        rows = rows_of(1, 2, 4, 16)
+        rotated = rope(rows, offset=1)
+        alive = weakref.ref(recorder.calls[0])
+        assert recorder.before(rotated) is rows
+        assert recorder.before(rotated) is None
+        gc.collect()
+        assert alive() is None
+        rope(rows)
+        recorder.clear()
+        assert not recorder.calls
+        for _ in range(100):
+            rope(rows)
+        assert len(recorder.calls) == rope_module.REMEMBERED
+    assert not recorder.calls
+    assert type(rope).__mro__[1].__name__ == "Module", "the rope has its own class again"
+    rope(rows)
+    assert not recorder.calls
+
+
+def test_memory_after_a_call_is_that_of_the_caches():
+    """Queries and keys before RoPE of a piece are gone when the piece is."""
+    model, prompt = build("llama"), mx.array([prompt_of(2000)])
+
+    def left_behind(recorded: bool) -> int:
+        caches = make_prompt_cache(model)
+        gc.collect()
+        start = mx.get_active_memory()
+        if recorded:
+            with Recorder(model) as recorder:
+                mx.eval(observe(model, prompt, caches, lambda seen: None, recorder))
+                gc.collect()
+                return mx.get_active_memory() - start
+        mx.eval(model(prompt, cache=caches))
+        gc.collect()
+        return mx.get_active_memory() - start
+
+    assert left_behind(recorded=True) == left_behind(recorded=False)
+
+
+def test_two_recorders_of_one_model_remember_apart():
+    model = build("llama")
+    rope, rows = ropes(model)[0], rows_of(1, 2, 4, 16)
+    with Recorder(model) as outer:
+        with Recorder(model) as inner:
+            rotated = rope(rows)
+        assert not inner.calls
+        assert outer.before(rotated) is rows
+        assert outer.before(rope(rows)) is rows
+
+
+def test_a_copy_of_a_recorded_model_is_not_recorded():
+    model = build("llama")
+    with Recorder(model) as recorder:
+        other = copy.deepcopy(model)
+        ropes(other)[0](rows_of(1, 2, 4, 16))
+        assert not recorder.calls
+        assert type(ropes(other)[0]) is type(rope_of("default"))
