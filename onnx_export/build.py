@@ -18,6 +18,7 @@ from .schemas import registered
 
 BODIES = Path(__file__).parent / "bodies"
 TYPES = {"float32": onnx.TensorProto.FLOAT, "float16": onnx.TensorProto.FLOAT16, "bfloat16": onnx.TensorProto.BFLOAT16}
+WEIGHT_TYPES = ("float32", "float16")
 
 
 def operator(name: str) -> Operator:
@@ -97,6 +98,7 @@ def operator_model(
     name: str,
     *,
     dtype: str = "float32",
+    weights: str = "float32",
     profile: Profile = DEFAULT,
     sizes: Mapping[str, int] | None = None,
     **attributes: float,
@@ -105,7 +107,8 @@ def operator_model(
 
     Args:
         name: the operator.
-        dtype: float32, float16 or bfloat16.
+        dtype: float32, float16 or bfloat16, of queries, keys and values.
+        weights: float32 or float16, of what else is stored in a type of its own.
         sizes: axis lengths to fix, such as ``{"D": 128}``; the others stay symbolic.
         attributes: all attributes but ``spec``.
 
@@ -113,8 +116,8 @@ def operator_model(
         ConfigError: see `node`.
     """
     op = operator(name)
-    if dtype not in TYPES:
-        raise ConfigError(f"dtype: expected one of {', '.join(TYPES)}, got {dtype!r}.")
+    check_choice("dtype", dtype, tuple(TYPES))
+    check_choice("weights", weights, WEIGHT_TYPES)
     fixed = sizes or {}
     if "D" in fixed and "rank" in attributes:
         check_rank(attributes["rank"], fixed["D"])
@@ -124,7 +127,8 @@ def operator_model(
 
     def info(tensor: Tensor) -> onnx.ValueInfoProto:
         kind = tensor.type.removeprefix("tensor(").removesuffix(")").upper()
-        element = TYPES[dtype] if kind == "T" else onnx.TensorProto.DataType.Value(kind)
+        own = {"T": dtype, "W": weights}
+        element = TYPES[own[kind]] if kind in own else onnx.TensorProto.DataType.Value(kind)
         dims = [None if axis == "?" else fixed.get(str(axis), axis) for axis in tensor.dims]
         return onnx.helper.make_tensor_value_info(tensor.name, element, dims)
 

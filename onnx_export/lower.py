@@ -107,7 +107,7 @@ def _read_everything(function: onnx.FunctionProto, capacity: int) -> None:
     for graph in _graphs(function):
         for node in graph.node:
             match node.output[0]:
-                case "longest":  # row
+                case "longest" | "most_attended":  # row, or list of keys
                     scalar = any(attribute.name == "keepdims" and not attribute.i for attribute in node.attribute)
                     made = {"value_int": capacity} if scalar else {"value_ints": [capacity]}
                 case "not_negative":  # number of the first key

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from mlx_sparse.layout import BLOCK_SIZES
 
 T = ("tensor(float)", "tensor(float16)", "tensor(bfloat16)")
+W = ("tensor(float)", "tensor(float16)")  # what query networks and centroids are stored in
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,11 @@ class Operator:
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
 
+    @property
+    def weighted(self) -> bool:
+        """Whether it has weights, which have a type of their own."""
+        return any(tensor.type == "W" for tensor in self.inputs)
+
 
 _SPEC = Attribute("spec", int, "Version of the meaning of the node. This page describes 1.", 1, 1)
 _SCALE = Attribute("scale", float, "Factor of the logits, c; usually D ** -0.5.")
@@ -66,6 +72,13 @@ _SPARQ = (
         0,
         1,
     ),
+    _SCALE,
+)
+_SAAP = (
+    _SPEC,
+    Attribute("probes", int, "Buckets that one query visits per KV head: 1 to N.", 1),
+    Attribute("sink_tokens", int, "First valid keys that are always attended to.", 0),
+    Attribute("recent_tokens", int, "Last valid keys that are always attended to, the new one included.", 1),
     _SCALE,
 )
 _WINDOW = Attribute(
@@ -159,6 +172,16 @@ _SPARQ_PRESENT = (
     Tensor("present_key_t", "T", "B Hkv C D", "`past_key_t` with the new tokens."),
     _PRESENT_VALUE,
     Tensor("present_sums", "tensor(float)", "B Hkv 3 D", "`past_sums` with the new tokens."),
+)
+
+# What SAAP needs besides: docs/spec/saap.md.
+_BUCKET_IDS = "Bucket of each key so far, 0 to N - 1; a key with any other number is in none."
+_SAAP_NETWORK = (
+    Tensor("centroids", "W", "Hkv N D", "Centroids of the N buckets, of which there are at most 32767."),
+    Tensor("hidden_weight", "W", "Hkv D H", "Hidden layer of the query networks; without one, H is 0."),
+    Tensor("hidden_bias", "W", "Hkv H", "Its biases."),
+    Tensor("out_weight", "W", "Hkv features N", "Output layer: `features` is H, or D without a hidden layer."),
+    Tensor("out_bias", "W", "Hkv N", "Its biases; zeros where there are none."),
 )
 
 OPERATORS: Mapping[str, Operator] = {
@@ -283,6 +306,33 @@ OPERATORS: Mapping[str, Operator] = {
             (*_SPARQ, _LANES, _DENSE_BELOW, *_SAMPLE[1:-1], _DENSE_PROMPT),
             (_QUERY, _KEY, _VALUE, *_SPARQ_PAST),
             (_OUTPUT, *_SPARQ_PRESENT),
+        ),
+        Operator(
+            "SaapAttention",
+            "`Append`, also the buckets of the new keys (saap.1), then attend. Where L is 1 and the longest row has "
+            "`dense_below` keys or more, the query visits `probes` buckets (saap.5), (saap.8) and attends to their keys, "
+            "the first `sink_tokens` and the last `recent_tokens` valid ones of its row; `DenseAttention` with window 0 "
+            "elsewhere. The next `past_length` is `past_length` + L.",
+            (*_SAAP, _DENSE_BELOW),
+            (
+                _QUERY,
+                _KEY,
+                _VALUE,
+                Tensor("query_before", "T", "B Hq L D", "The same queries before their positions are encoded."),
+                Tensor("key_before", "T", "B Hkv L D", "The same keys before their positions are encoded."),
+                _PAST_KEY,
+                _PAST_VALUE,
+                Tensor("past_bucket_ids", "tensor(int16)", "B Hkv C", _BUCKET_IDS),
+                _PAST_LENGTH,
+                _PADDING,
+                *_SAAP_NETWORK,
+            ),
+            (
+                _OUTPUT,
+                _PRESENT_KEY,
+                _PRESENT_VALUE,
+                Tensor("present_bucket_ids", "tensor(int16)", "B Hkv C", "`past_bucket_ids` with the new keys."),
+            ),
         ),
     )
 }

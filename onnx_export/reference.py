@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from .build import functions
 from .domain import COMPAT, DEFAULT, DOMAIN, SPEC, VERSION
-from .operators import OPERATORS, Operator, T, Tensor
+from .operators import OPERATORS, Operator, T, Tensor, W
 
 _HEAD = f"""# ONNX operators
 
@@ -32,7 +32,7 @@ The operators of domain `{DOMAIN}`, version {VERSION}. This page is made from `o
 * Key j of row b is valid when `left_padding[b] <= j < length[b]`. What lies elsewhere in a buffer never reaches an
   output, be it NaN.
 
-Equations (sparq.1) to (sparq.10) are in [sparq.md](sparq.md).
+Equations (sparq.1) to (sparq.10) are in [sparq.md](sparq.md), (saap.1) to (saap.10) in [saap.md](saap.md).
 """
 
 
@@ -70,6 +70,7 @@ def _section(operator: Operator) -> str:
             "#### Type constraints",
             "",
             f"* **T** : {', '.join(T)}",
+            *([f"* **W** : {', '.join(W)}"] if operator.weighted else []),
             "",
             "#### Shape inference",
             "",

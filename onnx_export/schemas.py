@@ -9,7 +9,7 @@ import onnx
 from onnx.defs import OpSchema
 
 from .domain import DOMAIN, VERSION
-from .operators import OPERATORS, Operator, T, Tensor
+from .operators import OPERATORS, Operator, T, Tensor, W
 
 
 def infer(operator: Operator) -> Callable[[onnx.shape_inference.InferenceContext], None]:
@@ -74,6 +74,9 @@ def schema(operator: Operator) -> OpSchema:
     def formal(tensor: Tensor) -> OpSchema.FormalParameter:
         return OpSchema.FormalParameter(tensor.name, tensor.type, f"({', '.join(tensor.axes.split())}). {tensor.doc}")
 
+    constraints = [("T", list(T), "Type of queries, keys, values and caches.")]
+    if operator.weighted:
+        constraints.append(("W", list(W), "Type of centroids and query networks."))
     made = OpSchema(
         operator.name,
         DOMAIN,
@@ -81,7 +84,7 @@ def schema(operator: Operator) -> OpSchema:
         operator.doc,
         inputs=[formal(tensor) for tensor in operator.inputs],
         outputs=[formal(tensor) for tensor in operator.outputs],
-        type_constraints=[("T", list(T), "Type of queries, keys, values and caches.")],
+        type_constraints=constraints,
         attributes=[OpSchema.Attribute(a.name, kinds[a.type], a.doc, required=True) for a in operator.attributes],
     )
     made.set_type_and_shape_inference_function(infer(operator))

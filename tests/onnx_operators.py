@@ -10,17 +10,19 @@ import ml_dtypes
 import numpy as np
 import onnxruntime as ort
 import pytest
-from cases import CASES, SPARQ, Array, Case, assert_as_good_as_plain, every_parameter, plain_sparq
+from cases import CASES, SPARQ, Array, Case, assert_as_good_as_plain, every_parameter, plain_sparq, round_to
 from mlx_sparse.onnx_export import native
 from onnx import ModelProto
 from onnx.reference import ReferenceEvaluator
 from require import absent
+from saap_cases import SaapCase
 
 from mlx_sparse import onnx_export, oracle
 from mlx_sparse.oracle.select import valid_keys
 from mlx_sparse.oracle.sparq import deviation, masked_mean
 
 DTYPES = {"f32": np.dtype(np.float32), "f16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
+TYPES = {f"tensor({name})": np.dtype(kind) for name, kind in (("float", "f4"), ("int64", "i8"), ("int16", "i2"))}
 LANES = 64  # keys per chunk of the caches under test
 CACHES = {"lanes": LANES, "dense_below": 0}
 
@@ -54,6 +56,7 @@ ATTRIBUTES: dict[str, dict[str, float]] = {
     "Sample": _SAMPLE,
     "SampleAttention": _CACHED_SAMPLE,
     "SampleSparQAttention": {**_CACHED_SPARQ, **_CACHED_SAMPLE},
+    "SaapAttention": {"probes": 4, "sink_tokens": 2, "recent_tokens": 40, "scale": 0.125, "dense_below": 0},
 }
 parameters = every_parameter  # an operator's have no defaults
 
@@ -70,6 +73,15 @@ def session(model: Any, kernels: str = "off", threads: int = 1) -> ort.Inference
     options.log_severity_level = 4  # the errors under test come as exceptions
     options.enable_cpu_mem_arena = False  # every output is an allocation of its own, whose ends sanitizers watch
     return ort.InferenceSession(model.SerializeToString(), options)
+
+
+def without_shapes(model: ModelProto) -> ModelProto:
+    """The model as only native kernels check it: the runtime knows no shapes and no bodies."""
+    for info in (*model.graph.input, *model.graph.output):
+        info.type.tensor_type.shape.Clear()
+        info.type.tensor_type.ClearField("shape")
+    del model.functions[:]
+    return model
 
 
 def ort_value(array: Array) -> ort.OrtValue:
@@ -97,14 +109,16 @@ class Operator:
         dtype: str,
         threads: int = 1,
         lowered: Callable[[ModelProto], ModelProto] = lambda model: model,
+        weights: str = "f32",
         **settings: Any,
     ) -> None:
         if runtime == "native" and (reason := native.unavailable()):
             absent("ort", reason)
         profile = onnx_export.COMPAT if runtime == "onnxruntime-compat" else onnx_export.DEFAULT
-        model = lowered(onnx_export.operator_model(name, dtype=DTYPES[dtype].name, profile=profile, **settings))
+        types = {"dtype": DTYPES[dtype].name, "weights": DTYPES[weights].name}
+        model = lowered(onnx_export.operator_model(name, **types, profile=profile, **settings))
         self.schema = onnx_export.OPERATORS[name]
-        self.dtype = DTYPES[dtype]
+        self.types = {**TYPES, "T": DTYPES[dtype], "W": DTYPES[weights]}
         self.reference = ReferenceEvaluator(model) if runtime == "reference" else None
         kernels = "auto" if runtime == "native" else "off"
         self.session = None if runtime == "reference" else session(model, kernels, threads)
@@ -112,8 +126,7 @@ class Operator:
     def __call__(self, **arrays: Array) -> dict[str, Array]:
         feeds = {}
         for tensor in self.schema.inputs:
-            kind = {"T": self.dtype, "tensor(float)": np.float32, "tensor(int64)": np.int64}[tensor.type]
-            feeds[tensor.name] = np.asarray(arrays[tensor.name]).astype(kind)
+            feeds[tensor.name] = np.asarray(arrays[tensor.name]).astype(self.types[tensor.type])
         if self.reference:
             outputs = self.reference.run(None, feeds)
         else:
@@ -185,6 +198,52 @@ def filled_caches(case: Case, k: Array, v: Array, tokens: int, room: int) -> dic
     sums = [np.where(counted, array[:, :, :tokens], 0).sum(axis=2) for array in (v, k, apart**2)]
     caches["past_key_t"] = by_lane.reshape(caches["past_key"].shape)
     return {**caches, "past_sums": np.stack(sums, axis=2).astype(np.float32)}
+
+
+def saap_weights(case: SaapCase) -> dict[str, Array]:
+    """Centroids and query networks as `SaapAttention` takes them."""
+    n, network = case.step, case.network()
+    return {
+        "centroids": round_to(np.random.default_rng(4).normal(size=(n.Hkv, case.buckets, n.D)), case.weights),
+        "hidden_weight": np.zeros((n.Hkv, n.D, 0)),
+        "hidden_bias": np.zeros((n.Hkv, 0)),
+        "out_bias": np.zeros((n.Hkv, case.buckets)),
+        **network,
+    }
+
+
+def saap_settings(case: SaapCase) -> dict[str, Any]:
+    """Arguments of `Operator` for `SaapAttention`; weights of type bfloat16 are kept in float32."""
+    weights = "f16" if case.weights == "f16" else "f32"
+    return {"probes": case.probes, **case.window, "scale": case.scale, "dense_below": 0, "weights": weights}
+
+
+def saap_step(case: SaapCase, room: int = 9) -> dict[str, Array]:
+    """Inputs of `SaapAttention` for the last token, with poison and numbers of buckets in free slots."""
+    n, (q, k, v) = case.step, case.inputs()
+    past = case.step.S - 1
+    caches = [
+        np.pad(array[:, :, :past], ((0, 0), (0, 0), (0, 1 + room), (0, 0)), constant_values=np.nan) for array in (k, v)
+    ]
+    ids = np.zeros((n.B, n.Hkv, n.S + room), np.int16)
+    ids[:, :, :past] = case.bucket_ids()[:, :, :past]
+    return {
+        **{"query": q, "key": k[:, :, past:], "value": v[:, :, past:], "query_before": case.queries_before()},
+        "key_before": round_to(np.random.default_rng(5).normal(size=(n.B, n.Hkv, 1, n.D)), n.dtype),
+        **{"past_key": caches[0], "past_value": caches[1], "past_bucket_ids": ids},
+        **{"past_length": np.full(n.B, past), "left_padding": padding(n)},
+        **saap_weights(case),
+    }
+
+
+def assert_same_assignment(got: Array, keys: Array, centroids: Array) -> None:
+    """Each key is in the bucket of the largest inner product, but for products that tie to float32 accuracy."""
+    expected = oracle.saap_assign(keys, centroids)
+    products = np.einsum("bhnd,hcd->bhnc", keys.astype(np.float64), centroids.astype(np.float64))
+    terms = np.einsum("bhnd,hcd->bhnc", np.abs(keys), np.abs(centroids)).max(axis=-1)
+    chosen, best = (np.take_along_axis(products, ids[..., None].astype(int), -1)[..., 0] for ids in (got, expected))
+    assert (best - chosen <= 2 * keys.shape[-1] * 2.0**-24 * terms).all()
+    assert (got == expected).mean() > 0.99
 
 
 def advance(caches: dict[str, Array], got: dict[str, Array], tokens: int) -> dict[str, Array]:

@@ -10,6 +10,20 @@
 
 namespace sparse {
 
+// Chooses the buckets of new keys, (saap.1) of docs/spec/saap.md; a past and its present may be the same memory.
+struct Assign {
+  const Kernels* kernels;
+  Type type, weights;  // of the keys, of the centroids
+  int64_t Hkv, L, C, D, buckets;
+  const void* key;        // (B, Hkv, L, D) before RoPE
+  const void* centroids;  // (Hkv, buckets, D)
+  const int16_t* past_ids;
+  int16_t* present_ids;  // (B, Hkv, C)
+  const int64_t* past_length;
+
+  void head(int64_t b, int64_t h) const;
+};
+
 // Appends tokens to the caches of one node; a past and its present may be the same memory.
 struct Append {
   Type type;
@@ -26,6 +40,7 @@ struct Append {
   float* present_sums = nullptr;  // (B, Hkv, 3, D)
   const int64_t* first = nullptr;
   const TypeKernels* kernels = nullptr;
+  const Assign* assign = nullptr;  // of SaapAttention
 
   void head(int64_t b, int64_t h) const;
 };
@@ -64,7 +79,18 @@ struct SparQ {
   int64_t slots = 0;
 };
 
+// What SAAP needs besides, docs/spec/saap.md.
+struct Saap {
+  int64_t probes, sink_tokens, recent_tokens, buckets;
+  int64_t hidden;            // 0: no hidden layer
+  Type weights;              // of the networks
+  const void* query_before;  // (B, Hq, 1, D)
+  const int16_t* ids;        // (B, Hkv, C)
+  const void *hidden_weight, *hidden_bias, *out_weight, *out_bias;
+};
+
 void attend_densely(const Attention&, const Pool&);
+void attend_buckets(const Attention&, const Saap&, const Pool&);
 void attend_sparsely(const Attention&, const SparQ&, const Pool&);
 
 // Mean value (sparq.9) and deviation of (sparq.1) of `valid` tokens from their sums (3, D).
@@ -81,6 +107,15 @@ struct Span {
 // Rows for the running softmax of `count` queries, empty; query rows are widened by load_queries.
 Rows take_rows(Scratch&, int64_t count, int64_t D);
 size_t rows_bytes(int64_t count, int64_t D);
+
+// The rows of queries i0 to i0 + n - 1 of a group, head by head.
+void load_queries(const Attention&, const Rows&, int64_t b, int64_t h, int64_t i0, int64_t n);
+
+// Divides by the sums and writes the rows of queries i0 to i0 + n - 1; a query without a key gives 0.
+void store_rows(const Attention&, const Rows&, int64_t b, int64_t h, int64_t i0, int64_t n);
+
+// Adds the parts of a head into the first, exactly as if they had been one.
+void merge(const Rows* parts, int64_t count);
 
 // Parts that `heads` of work are cut into, so that every worker has some, of at least `least` of `length` keys each.
 inline int64_t parts_for(int64_t heads, int64_t length, int64_t least, int64_t tasks_per_worker) {

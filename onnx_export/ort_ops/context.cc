@@ -12,13 +12,23 @@ std::string text(const int64_t* lengths, int count) {
   return all + ")";
 }
 
-ort::ElementType element(char kind, Type type) {
-  if (kind == 'f') return ort::kFloat;
-  if (kind == 'i') return ort::kInt64;
-  return type == kTypeFloat ? ort::kFloat : type == kTypeHalf ? ort::kFloat16 : ort::kBFloat16;
-}
-
 }  // namespace
+
+ort::ElementType element_type(char letter, Type type, Type weights) {
+  switch (letter) {
+    case 'f':
+      return ort::kFloat;
+    case 'i':
+      return ort::kInt64;
+    case 'n':
+      return ort::kInt32;
+    case 's':
+      return ort::kInt16;
+    default:
+      const Type named = letter == 'W' ? weights : type;
+      return named == kTypeFloat ? ort::kFloat : named == kTypeHalf ? ort::kFloat16 : ort::kBFloat16;
+  }
+}
 
 void fail(const char* argument, const std::string& expected, const std::string& got) {
   throw Error(std::string(argument) + ": expected " + expected + ", got " + got + ".");
@@ -55,9 +65,8 @@ Tensor Context::input(int index, const char* name, char kind) const {
   ort::ReleaseInfo::call(api_, info);
   check(api_, status, name);
   if (axes > Tensor::kMostAxes) fail(name, "at most 8 axes", std::to_string(axes));
-  if (found != element(kind, type_)) {
-    fail(name, "element type " + std::to_string(element(kind, type_)), std::to_string(found));
-  }
+  const ort::ElementType wanted = element_type(kind, type_, weights_);
+  if (found != wanted) fail(name, "element type " + std::to_string(wanted), std::to_string(found));
   tensor.axes = int(axes);
   void* data = nullptr;
   check(api_, ort::GetTensorMutableData::call(api_, const_cast<ort::Value*>(value), &data), name);

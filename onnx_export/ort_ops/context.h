@@ -27,6 +27,7 @@ struct Tensor {
 
   const int64_t* ints() const { return static_cast<const int64_t*>(data); }
   const float* floats() const { return static_cast<const float*>(data); }
+  const int16_t* shorts() const { return static_cast<const int16_t*>(data); }
   // Checks the axis lengths; a negative one may be anything above 0.
   void expect(std::initializer_list<int64_t> lengths) const;
 };
@@ -34,20 +35,25 @@ struct Tensor {
 // One call of a kernel.
 class Context {
  public:
-  Context(const ort::Api* api, ort::KernelContext* context, Type type) : api_(api), context_(context), type_(type) {}
+  Context(const ort::Api* api, ort::KernelContext* context, Type type, Type weights)
+      : api_(api), context_(context), type_(type), weights_(weights) {}
 
-  // Input `index`: T for 'T', float for 'f', int64 for 'i'.
+  // Input `index`: T for 'T', W for 'W', float for 'f', int64 for 'i', int16 for 's'.
   Tensor input(int index, const char* name, char kind) const;
   void* output(int index, std::initializer_list<int64_t> shape) const;
   Type type() const { return type_; }
+  Type weights() const { return weights_; }
   const ort::Api* api() const { return api_; }
   const ort::KernelContext* context() const { return context_; }
 
  private:
   const ort::Api* api_;
   ort::KernelContext* context_;
-  Type type_;
+  Type type_, weights_;
 };
+
+// The element type that a letter of a signature means.
+ort::ElementType element_type(char letter, Type type, Type weights);
 
 // Throws what a status says, and releases it.
 void check(const ort::Api*, ort::Status*, const char* what);

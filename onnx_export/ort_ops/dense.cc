@@ -22,43 +22,6 @@ void attend_all(const Attention& a, const Rows& rows, int64_t b, int64_t h, Span
   }
 }
 
-// The rows of queries i0 to i0 + n - 1 of a group, head by head.
-void load_queries(const Attention& a, const Rows& rows, int64_t b, int64_t h, int64_t i0, int64_t n) {
-  const char* query = static_cast<const char*>(a.query) + a.group_offset(b, h);
-  float* q = const_cast<float*>(rows.q);
-  for (int64_t g = 0; g < a.G(); g++) {
-    a.typed().widen(q + g * n * a.D, query + (g * a.L + i0) * a.D * size_of(a.type), n * a.D);
-  }
-  for (int64_t d = 0; d < rows.count * a.D; d++) q[d] *= a.scale;
-}
-
-// Divides by the sums and writes the rows of queries i0 to i0 + n - 1; a query without a key gives 0.
-void store_rows(const Attention& a, const Rows& rows, int64_t b, int64_t h, int64_t i0, int64_t n) {
-  char* output = static_cast<char*>(a.output) + a.group_offset(b, h);
-  for (int64_t r = 0; r < rows.count; r++) {
-    const Span keys = span(a, b, i0 + r % n);
-    const float factor = keys.low < keys.high ? 1 / rows.sum[r] : 0;
-    float* row = rows.output + r * a.D;
-    for (int64_t d = 0; d < a.D; d++) row[d] *= factor;
-    a.typed().narrow(output + (r / n * a.L + i0 + r % n) * a.D * size_of(a.type), row, a.D);
-  }
-}
-
-// Adds the parts of a head into the first, exactly as if they had been one.
-void merge(const Rows* parts, int64_t count) {
-  const Rows& whole = parts[0];
-  for (int64_t p = 1; p < count; p++) {
-    for (int r = 0; r < whole.count; r++) {
-      const float top = std::max(whole.top[r], parts[p].top[r]), shift = std::isinf(top) && top < 0 ? 0 : top;
-      const float ours = std::exp(whole.top[r] - shift), theirs = std::exp(parts[p].top[r] - shift);
-      float *to = whole.output + int64_t(r) * whole.D, *from = parts[p].output + int64_t(r) * whole.D;
-      for (int d = 0; d < whole.D; d++) to[d] = ours * to[d] + theirs * from[d];
-      whole.sum[r] = ours * whole.sum[r] + theirs * parts[p].sum[r];
-      whole.top[r] = top;
-    }
-  }
-}
-
 void attend_one_query(const Attention& a, const Pool& pool) {
   const int64_t heads = a.B * a.Hkv, G = a.G();
   int64_t longest = 0;
@@ -116,6 +79,40 @@ void attend_prompt(const Attention& a, const Pool& pool) {
 }
 
 }  // namespace
+
+void load_queries(const Attention& a, const Rows& rows, int64_t b, int64_t h, int64_t i0, int64_t n) {
+  const char* query = static_cast<const char*>(a.query) + a.group_offset(b, h);
+  float* q = const_cast<float*>(rows.q);
+  for (int64_t g = 0; g < a.G(); g++) {
+    a.typed().widen(q + g * n * a.D, query + (g * a.L + i0) * a.D * size_of(a.type), n * a.D);
+  }
+  for (int64_t d = 0; d < rows.count * a.D; d++) q[d] *= a.scale;
+}
+
+void store_rows(const Attention& a, const Rows& rows, int64_t b, int64_t h, int64_t i0, int64_t n) {
+  char* output = static_cast<char*>(a.output) + a.group_offset(b, h);
+  for (int64_t r = 0; r < rows.count; r++) {
+    const Span keys = span(a, b, i0 + r % n);
+    const float factor = keys.low < keys.high ? 1 / rows.sum[r] : 0;
+    float* row = rows.output + r * a.D;
+    for (int64_t d = 0; d < a.D; d++) row[d] *= factor;
+    a.typed().narrow(output + (r / n * a.L + i0 + r % n) * a.D * size_of(a.type), row, a.D);
+  }
+}
+
+void merge(const Rows* parts, int64_t count) {
+  const Rows& whole = parts[0];
+  for (int64_t p = 1; p < count; p++) {
+    for (int r = 0; r < whole.count; r++) {
+      const float top = std::max(whole.top[r], parts[p].top[r]), shift = std::isinf(top) && top < 0 ? 0 : top;
+      const float ours = std::exp(whole.top[r] - shift), theirs = std::exp(parts[p].top[r] - shift);
+      float *to = whole.output + int64_t(r) * whole.D, *from = parts[p].output + int64_t(r) * whole.D;
+      for (int d = 0; d < whole.D; d++) to[d] = ours * to[d] + theirs * from[d];
+      whole.sum[r] = ours * whole.sum[r] + theirs * parts[p].sum[r];
+      whole.top[r] = top;
+    }
+  }
+}
 
 size_t rows_bytes(int64_t count, int64_t D) {
   return 2 * Scratch::size<float>(count * D) + 2 * Scratch::size<float>(count);

@@ -84,7 +84,6 @@ inline void dots(const float* q, const T* const* k, int D, float* scores) {
   }
 }
 
-// scores (rows, kBlock) = q . k; the values of the block are fetched meanwhile.
 template <class T>
 void score_block(const Rows& rows, const Keys& block, float* scores) {
   const T *keys = static_cast<const T*>(block.keys), *values = static_cast<const T*>(block.values);
@@ -332,7 +331,7 @@ int32_t bound_of(const int32_t* keys, int n, int k) {
 
 template <class T>
 constexpr TypeKernels kernels_of() {
-  return {widen<T>, narrow<T>, attend<T>, approximate<T>};
+  return {widen<T>, narrow<T>, attend<T>, score_block<T>, approximate<T>};
 }
 
 }  // namespace

@@ -50,6 +50,9 @@ struct TypeKernels {
   void (*narrow)(void* out, const float* in, int64_t n);
   // Extends the running softmax; `scores` is room for (count, kBlock).
   void (*attend)(const Rows&, const Keys&, float* scores);
+  // The first part of that: scores (count, kBlock) = q . k. The values are fetched into the processor's cache
+  // meanwhile.
+  void (*score)(const Rows&, const Keys&, float* scores);
   // a (G, stride) = q . k over the components; q is (rank, G) in tiles of 4 heads: tile, component, head of the tile.
   void (*approximate)(const Columns&, const float* q, float* a, int64_t stride);
 };

@@ -1,5 +1,6 @@
 // What ONNX Runtime and Python see of the library.
 
+#include <cstring>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -17,23 +18,10 @@ namespace {
 
 using namespace sparse;
 
-ort::ElementType element_type(char letter, Type type) {
-  switch (letter) {
-    case 'f':
-      return ort::kFloat;
-    case 'i':
-      return ort::kInt64;
-    case 'n':
-      return ort::kInt32;
-    default:
-      return type == kTypeFloat ? ort::kFloat : type == kTypeHalf ? ort::kFloat16 : ort::kBFloat16;
-  }
-}
-
-// One operator for one element type. ONNX Runtime joins those of one name.
+// One operator for one element type, and one type of weights. ONNX Runtime joins those of one name.
 struct Operator : ort::CustomOp {
   const Signature* signature;
-  Type type;
+  Type type, weights;
 
   static const Operator& of(const ort::CustomOp* op) { return *static_cast<const Operator*>(op); }
 };
@@ -70,8 +58,10 @@ ort::Status* create(const ort::CustomOp* op, const ort::Api* api, const ort::Ker
 
 ort::Status* compute(void* kernel, ort::KernelContext* context) {
   const Kernel& self = *static_cast<const Kernel*>(kernel);
-  return guarded(self.api, self.op->signature->name,
-                 [&] { self.op->signature->compute(self.attributes, Context(self.api, context, self.op->type)); });
+  return guarded(self.api, self.op->signature->name, [&] {
+    const Context called(self.api, context, self.op->type, self.op->weights);
+    self.op->signature->compute(self.attributes, called);
+  });
 }
 
 const ort::Api* known_api = nullptr;  // the shape callback is given none
@@ -97,21 +87,23 @@ ort::Status* infer(const ort::CustomOp* op, ort::ShapeContext* context) {
   return nullptr;
 }
 
-Operator make(const Signature& signature, Type type) {
+Operator make(const Signature& signature, Type type, Type weights) {
   Operator op{};
   op.signature = &signature;
-  op.type = type;
+  op.type = type, op.weights = weights;
   op.version = ort::kApiVersion;
   op.GetName = [](const ort::CustomOp* self) { return Operator::of(self).signature->name; };
   op.GetExecutionProviderType = [](const ort::CustomOp*) { return "CPUExecutionProvider"; };
   op.GetInputType = [](const ort::CustomOp* self, size_t i) {
-    return element_type(Operator::of(self).signature->inputs[i], Operator::of(self).type);
+    const Operator& of = Operator::of(self);
+    return element_type(of.signature->inputs[i], of.type, of.weights);
   };
   op.GetInputTypeCount = [](const ort::CustomOp* self) {
     return std::string(Operator::of(self).signature->inputs).size();
   };
   op.GetOutputType = [](const ort::CustomOp* self, size_t i) {
-    return element_type(Operator::of(self).signature->outputs[i], Operator::of(self).type);
+    const Operator& of = Operator::of(self);
+    return element_type(of.signature->outputs[i], of.type, of.weights);
   };
   op.GetOutputTypeCount = [](const ort::CustomOp* self) {
     return std::string(Operator::of(self).signature->outputs).size();
@@ -135,7 +127,11 @@ ort::Status* add_operators(const ort::Api* api, ort::Domain* domain) {
   static std::vector<Operator> operators;
   if (operators.empty()) {
     for (const Signature& signature : kSignatures) {
-      for (const Type type : {kTypeFloat, kTypeHalf, kTypeBFloat16}) operators.push_back(make(signature, type));
+      const bool weighted = std::strchr(signature.inputs, 'W');
+      for (const Type type : {kTypeFloat, kTypeHalf, kTypeBFloat16}) {
+        operators.push_back(make(signature, type, kTypeFloat));
+        if (weighted) operators.push_back(make(signature, type, kTypeHalf));
+      }
     }
   }
   for (const Operator& op : operators) {

@@ -1,8 +1,6 @@
 #include "operators.h"
 
-#include <cmath>
 #include <limits>
-#include <utility>
 
 #include "attention.h"
 #include "dispatch.h"
@@ -13,6 +11,7 @@ namespace sparse {
 namespace {
 
 constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+constexpr int64_t kMostBuckets = std::numeric_limits<int16_t>::max();
 using std::to_string;
 
 // Sizes of a query (B, Hq, L, D) and of caches (B, Hkv, C, D) that fit it.
@@ -274,27 +273,54 @@ void compute_sparq_attention(const Attributes& attributes, const Context& contex
   attend_sparsely(a, s, pool);
 }
 
-struct IntAttribute {
-  const char* name;
-  int64_t Attributes::*to;
-  int64_t low, high;
-  Has of;
-};
+// One layer of the query networks of all KV heads: x (.., n) to (.., width).
+void check_layer(const Tensor& weight, const Tensor& bias, int64_t Hkv, int64_t n, int64_t width) {
+  weight.expect({Hkv, n, width});
+  bias.expect({Hkv, width});
+}
 
-constexpr IntAttribute kInts[] = {
-    {"rank", &Attributes::rank, 1, kMost, kSparQ},
-    {"top_k", &Attributes::top_k, 1, kMost, kSparQ},
-    {"local_window", &Attributes::local_window, 0, kMost, kSparQ},
-    {"reallocate", &Attributes::reallocate, 0, 1, kSparQ},
-    {"group_reduce", &Attributes::group_reduce, 0, 1, kSparQ},
-    {"component_score", &Attributes::component_score, 0, 1, kSparQ},
-    {"window", &Attributes::window, 0, std::numeric_limits<int64_t>::max(), kWindow},
-    {"lanes", &Attributes::lanes, 1, kMost, kLanes},
-    {"dense_below", &Attributes::dense_below, 0, std::numeric_limits<int64_t>::max(), kDenseBelow},
-    {"chunks", &Attributes::chunks, 1, kMost, kSample},
-    {"block_size", &Attributes::block_size, 32, kBlock, kSample},
-    {"dense_prompt_below", &Attributes::dense_prompt_below, 0, std::numeric_limits<int64_t>::max(), kPrompts},
-};
+void compute_saap_attention(const Attributes& attributes, const Context& context) {
+  const Tensor query = context.input(0, "query", 'T'), padding = context.input(9, "left_padding", 'i');
+  const Tensor query_before = context.input(3, "query_before", 'T'), key_before = context.input(4, "key_before", 'T');
+  const Tensor past_ids = context.input(7, "past_bucket_ids", 's'), centroids = context.input(10, "centroids", 'W');
+  const Tensor hidden_weight = context.input(11, "hidden_weight", 'W'),
+               hidden_bias = context.input(12, "hidden_bias", 'W');
+  const Tensor out_weight = context.input(13, "out_weight", 'W'), out_bias = context.input(14, "out_bias", 'W');
+  const Caches caches(context, 1, 5, 6, 8);
+  Append append = caches.append(context);
+  Scratch scratch(Scratch::kLengths, Scratch::size<int64_t>(caches.key.shape[0]));
+  int64_t* length = scratch.take<int64_t>(caches.key.shape[0]);
+  Attention a = attention_over(attributes, context, caches, append, query, padding, length);
+  query_before.expect({a.B, a.Hq, a.L, a.D});
+  key_before.expect({a.B, a.Hkv, a.L, a.D});
+  past_ids.expect({a.B, a.Hkv, a.C});
+  centroids.expect({a.Hkv, -1, a.D});
+  const int64_t N = centroids.shape[1], H = hidden_weight.axes == 3 ? hidden_weight.shape[2] : 1;
+  if (N > kMostBuckets) fail("centroids", "at most " + to_string(kMostBuckets) + " buckets", to_string(N));
+  if (attributes.probes > N) fail("probes", "at most the " + to_string(N) + " buckets", to_string(attributes.probes));
+  check_layer(hidden_weight, hidden_bias, a.Hkv, a.D, H);
+  check_layer(out_weight, out_bias, a.Hkv, H ? H : a.D, N);
+
+  a.output = context.output(0, {a.B, a.Hq, a.L, a.D});
+  a.keys = append.present_key = context.output(1, {a.B, a.Hkv, a.C, a.D});
+  a.values = append.present_value = context.output(2, {a.B, a.Hkv, a.C, a.D});
+  int16_t* ids = static_cast<int16_t*>(context.output(3, {a.B, a.Hkv, a.C}));
+  Assign assign{};
+  assign.kernels = a.kernels, assign.type = a.type, assign.weights = context.weights();
+  assign.Hkv = a.Hkv, assign.L = a.L, assign.C = a.C, assign.D = a.D, assign.buckets = N;
+  assign.key = key_before.data, assign.centroids = centroids.data, assign.past_length = append.past_length;
+  assign.past_ids = past_ids.shorts(), assign.present_ids = ids;
+  append.assign = &assign;
+  const Pool pool(context.api(), context.context());
+  if (a.L > 1 || longest_of(a) < attributes.dense_below) return attend_densely(a, pool);
+  Saap s{};
+  s.probes = attributes.probes, s.sink_tokens = attributes.sink_tokens, s.recent_tokens = attributes.recent_tokens;
+  s.buckets = N, s.hidden = H, s.weights = context.weights();
+  s.query_before = query_before.data, s.ids = ids;
+  s.hidden_weight = hidden_weight.data, s.hidden_bias = hidden_bias.data;
+  s.out_weight = out_weight.data, s.out_bias = out_bias.data;
+  attend_buckets(a, s, pool);
+}
 
 }  // namespace
 
@@ -314,53 +340,7 @@ const Signature kSignatures[kOperators] = {
      {0, 3, 4, 5, 6},
      kSparQCaches | kSample | kPrompts,
      compute_sparq_attention},
+    {"SaapAttention", "TTTTTTTsiiWWWWW", "TTTs", {0, 5, 6, 7}, kScale | kSaap | kDenseBelow, compute_saap_attention},
 };
-
-Attributes read_attributes(const Signature& signature, const ort::Api* api, const ort::KernelInfo* info) {
-  Attributes read;
-  const auto integer = [&](const char* name) {
-    int64_t value = 0;
-    if (ort::Status* status = ort::GetAttributeInt::call(api, info, name, &value)) {
-      ort::ReleaseStatus::call(api, status);
-      fail(name, "an integer attribute", "none");
-    }
-    return value;
-  };
-  if (const int64_t spec = integer("spec"); spec != kSpec) {
-    fail("spec", to_string(kSpec) + ", which this library knows", to_string(spec));
-  }
-  const auto number = [&](const char* name) {
-    float value = 0;
-    if (ort::Status* status = ort::GetAttributeFloat::call(api, info, name, &value)) {
-      ort::ReleaseStatus::call(api, status);
-      fail(name, "a float attribute", "none");
-    }
-    return value;
-  };
-  for (const IntAttribute& each : kInts) {
-    if (!(signature.has & each.of)) continue;
-    const int64_t value = integer(each.name);
-    if (value < each.low || value > each.high) {
-      fail(each.name, to_string(each.low) + " to " + to_string(each.high), to_string(value));
-    }
-    read.*each.to = value;
-  }
-  if (read.local_window > read.top_k) {
-    fail("local_window", "at most top_k=" + to_string(read.top_k) + ", which includes it",
-         to_string(read.local_window));
-  }
-  if (signature.has & kScale) {
-    read.scale = number("scale");
-    if (!std::isfinite(read.scale)) fail("scale", "a finite number", to_string(read.scale));
-  }
-  if (signature.has & kSample) {
-    if (read.block_size & (read.block_size - 1)) fail("block_size", "32, 64 or 128", to_string(read.block_size));
-    for (const auto& [name, to] : {std::pair("alpha_column", &read.alpha_column), {"alpha_slash", &read.alpha_slash}}) {
-      *to = number(name);
-      if (!(*to > 0 && *to <= 1)) fail(name, "a number above 0 and at most 1", to_string(*to));
-    }
-  }
-  return read;
-}
 
 }  // namespace sparse
