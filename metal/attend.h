@@ -232,7 +232,8 @@ struct AttendShared {
   threadgroup Running* softmax; // G
 };
 
-// The entries of a list that one of `splits` threadgroups attends: whole tiles, but for the last.
+// The entries of a list that one of `splits` threadgroups attends: whole tiles, but for the last; the last ones may have
+// none.
 struct Part {
   uint first;
   uint count;
@@ -241,7 +242,8 @@ struct Part {
 inline Part make_part(uint entries, uint splits, uint split) {
   const uint tiles = (entries + ATTEND_TILE - 1) / ATTEND_TILE;
   const uint size = (tiles + splits - 1) / splits * ATTEND_TILE;
-  return {split * size, min(size, entries - split * size)};
+  const uint first = min(split * size, entries);
+  return {first, min(size, entries - first)};
 }
 
 // Attend the keys indices[0 .. count): sums of weighted values stay in the lanes, the softmax of each head goes to
@@ -345,6 +347,17 @@ void store_sums(
   if (place.index() < G) {
     const threadgroup Running& softmax = shared.softmax[place.index()];
     lse[place.index()] = softmax.total == 0.0f ? -INFINITY : softmax.largest + log(softmax.total);
+  }
+}
+
+// A part without entries, without a look at anything.
+template <int D, int G, typename Out>
+void store_nothing(device Out* out, device float* lse, Place place) {
+  for (uint i = place.index(); i < G * D; i += place.threads()) {
+    out[i] = Out(0.0f);
+  }
+  if (place.index() < G) {
+    lse[place.index()] = -INFINITY;
   }
 }
 

@@ -1,12 +1,13 @@
-// attend_indices: exact attention of the group over a part of an index list (sparq.7).
+// attend_indices: exact attention of the group over a part of an index list (sparq.7). All of its entries are in use, or,
+// with COUNTED, the first counts[b, h]: those are shared out, and threadgroups left without any leave at once.
 //
 // inputs       queries (B, Hq, 1, D) T; keys, values (B, Hkv, capacity, D) T; indices (B, Hkv, N) int;
-//              length () int; scale () float
+//              counts (B, Hkv) int; length () int; scale () float
 // outputs      out (B, Hkv, splits, G, D) O; lse (B, Hkv, splits, G) float
-// template     D, G, HEADS, SIMDGROUPS
+// template     D, G, HEADS, SIMDGROUPS, COUNTED
 // grid         splits * SIMDGROUPS * 32, Hkv * G // HEADS, B
 // threadgroup  SIMDGROUPS * 32, 1, 1
-// reads        B * Hkv * (2 * N * D * T + G * D * T + N * 4)
+// reads        B * Hkv * (2 * used * D * T + G * D * T + used * 4 + COUNTED * 4)
 // writes       B * Hkv * splits * G * (D * O + 4)
 threadgroup float4 scratch[AttendSizes<D, HEADS, SIMDGROUPS>::scratch / 4];
 threadgroup int list[ATTEND_TILE];
@@ -19,9 +20,14 @@ const uint splits = threadgroups_per_grid.x;
 const size_t row = (at.z * threadgroups_per_grid.y + at.y) / (G / HEADS);
 const uint first_head = at.y % (G / HEADS) * HEADS;
 const size_t rows_at = row * size_t(keys_shape[2]) * D;
-const Part part = make_part(uint(indices_shape[2]), splits, at.x);
-const auto entries = indices + row * size_t(indices_shape[2]) + part.first;
+const uint N = uint(indices_shape[2]), used = COUNTED ? min(uint(counts[row]), N) : N;
+const Part part = make_part(used, splits, at.x);
+const auto entries = indices + row * N + part.first;
 const size_t head = (row * splits + at.x) * G + first_head;
+if (part.count == 0) {  // uniform
+  store_nothing<D, HEADS>(out + head * D, lse + head, place);
+  return;
+}
 
 float4 sums[HEADS][RowLayout<D>::chunks] = {};
 attend_list<D, HEADS, SIMDGROUPS>(

@@ -24,8 +24,9 @@ template <typename Parts, typename Lse>
 float merged_component(Parts parts, Lse lse, float total, uint splits, uint parts_stride, uint lse_stride) {
   float sum = 0.0f;
   for (uint s = 0; s < splits; ++s) {
-    const float weight = lse[s * lse_stride] == -INFINITY ? 0.0f : exp(lse[s * lse_stride] - total);
-    sum += weight * parts[s * parts_stride];
+    if (lse[s * lse_stride] != -INFINITY) {
+      sum += exp(lse[s * lse_stride] - total) * parts[s * parts_stride];
+    }
   }
   return sum;
 }

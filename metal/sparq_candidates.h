@@ -1,7 +1,7 @@
 // SparQ's second step: one score per key of the group, and the best keys.
 #pragma once
 
-#include "top_k_select.h"
+#include "group_scores.h"
 
 // Largest logit and 1 / sum of exp(logit - largest) over all tiles for each query of the group: the softmax of (sparq.4)
 // is exp(logit - .x) * .y. 0 for .y without a valid key. Ends with a barrier.
@@ -25,28 +25,3 @@ void merge_statistics(Statistics tiles, uint count, threadgroup float2* merged, 
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 }
-
-// Source of a row: the group's sum over softmaxes (SOFTMAX) or logits (sparq.5).
-template <int G, bool SOFTMAX, typename Logits>
-struct GroupScores {
-  Logits logits;  // (S, G), at the row
-  const threadgroup float2* softmax;
-  Window window;
-  uint first;  // key of item 0
-
-  uint bits(uint item) const {
-    const uint j = first + item;
-    uint decided;
-    if (window.decides(j, decided)) {
-      return decided;
-    }
-    float score = 0.0f;
-#pragma clang loop unroll(full)
-    for (uint g = 0; g < G; ++g) {
-      const float logit = logits[size_t(j) * G + g];
-      score += SOFTMAX ? exp(logit - softmax[g].x) * softmax[g].y : logit;
-    }
-    return ordered_bits(score);
-  }
-  int index(uint item) const { return int(first + item); }
-};

@@ -12,7 +12,8 @@ from msl import Fault, Metal
 from msl.mutation import barriers
 from sample_cases import SampleCase
 
-from mlx_sparse.kernels import attend, sample, select, sparq
+from mlx_sparse.bucket_lists import saap_index
+from mlx_sparse.kernels import attend, saap, sample, select, sparq
 
 pytestmark = pytest.mark.skipif(mx.metal.is_available(), reason="only the harness sees races")
 
@@ -52,6 +53,23 @@ def prefill() -> list[mx.array]:
     return [out, lse, *sample.sample_scores(*(mx.array(array) for array in case.inputs()[:2]), **case.sampling)]
 
 
+def route() -> list[mx.array]:
+    rng = np.random.default_rng(1)
+
+    def weights(*shape: int) -> mx.array:
+        return mx.array(rng.normal(size=shape).astype(np.float32))
+
+    hidden, out = weights(1, 160, 300), weights(1, 300, 1032)
+    return [saap.saap_route(weights(1, 4, 1, 160), hidden_weight=hidden, out_weight=out, probes=20)]
+
+
+def listed() -> list[mx.array]:
+    ids = mx.array(np.random.default_rng(1).integers(0, 600, size=(1, 2, 3000)))
+    visited = mx.broadcast_to(mx.arange(0, 600, 2, dtype=mx.int32), (1, 2, 300))
+    index = saap_index(ids, buckets=600, sink_tokens=1)
+    return list(saap.saap_indices(visited, *index, length=3100, covered=3000, sink_tokens=1, capacity=2100))
+
+
 # A run of each kernel that has barriers, long enough for loops to come round again.
 RUNS: dict[str, Callable[[], list[mx.array]]] = {
     "sparq_scores": decode,
@@ -63,6 +81,8 @@ RUNS: dict[str, Callable[[], list[mx.array]]] = {
     "sample_scores": prefill,
     "sample_sums": prefill,
     "attend_blocks": prefill,
+    "saap_route": route,
+    "saap_indices": listed,
 }
 
 

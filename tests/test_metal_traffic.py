@@ -18,7 +18,7 @@ from msl import Metal, Report
 from sample_cases import SampleCase
 
 from mlx_sparse import oracle, stats
-from mlx_sparse.kernels import attend, blocks, launch, sample, select, sparq
+from mlx_sparse.kernels import attend, blocks, launch, saap, sample, select, sparq
 
 pytestmark = pytest.mark.skipif(mx.metal.is_available(), reason="only the harness counts bytes")
 
@@ -183,6 +183,7 @@ KERNELS = [
     *(select.SCORES, select.CANDIDATES),
     *(attend.ATTEND, attend.REALLOCATE, attend.MERGE, attend.MERGE_REALLOCATE),
     *(sample.SCORES, sample.SUMS, blocks.ATTEND),
+    *(saap.ROUTE, saap.INDICES),
 ]
 
 
@@ -240,7 +241,7 @@ def test_split_attention_does_what_its_comments_say(metal: Metal) -> None:
     splits = attend.splits_of(N, HKV)
     common = {"N": N, "splits": splits, "HEADS": 4, "SIMDGROUPS": 16, "G": G, "Hq": HKV * G}
     decode(metal, 8192, G, top_k=N, reallocate=False)
-    check(metal, "attend_indices", O=4, **common)
+    check(metal, "attend_indices", O=4, used=N, COUNTED=0, **common)
     check(metal, "merge_parts", O=2, **common)
     decode(metal, 8192, G, top_k=N, reallocate=True)
     check(metal, "merge_reallocate", O=2, **common)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import mlx.core as mx
 
@@ -12,10 +14,13 @@ TILE = 128  # list entries worked off together: ATTEND_TILE
 UNSPLIT = 512  # a list up to this length is not worth a second launch
 GROUPS = 512  # threadgroups that fill the largest GPU several times
 
-_LIST = ("queries", "keys", "values", "indices", "length", "scale")
-ATTEND = Kernel("attend_indices", "attend.h", _LIST, ("out", "lse"))
+_LIST = ("queries", "keys", "values", "indices")
+ATTEND = Kernel("attend_indices", "attend.h", (*_LIST, "counts", "length", "scale"), ("out", "lse"))
 REALLOCATE = Kernel(
-    "attend_reallocate", "attend.h", (*_LIST, "logits", "softmax", "value_mean"), ("out", "lse", "alpha")
+    "attend_reallocate",
+    "attend.h",
+    (*_LIST, "length", "scale", "logits", "softmax", "value_mean"),
+    ("out", "lse", "alpha"),
 )
 MERGE = Kernel("merge_parts", "merge.h", ("part_out", "part_lse"), ("out", "lse"))
 MERGE_REALLOCATE = Kernel(
@@ -73,6 +78,7 @@ def attend_indices(
     *,
     scale: float,
     length: int | None = None,
+    counts: mx.array | None = None,
     reallocation: Reallocation | None = None,
 ) -> tuple[mx.array, mx.array]:
     """Exact attention of one query per head over the listed keys (sparq.7).
@@ -81,7 +87,9 @@ def attend_indices(
         queries: ``(B, Hq, 1, D)``.
         keys, values: ``(B, Hkv, capacity, D)`` with ``length`` rows in use; whole buffers, which are not copied.
         indices: ``(B, Hkv, N)`` int32; ``-1``, or any number that is no key's, = empty slot.
-        reallocation: mix in the mean value (sparq.10).
+        counts: ``(B, Hkv)`` slots of each list that are in use: only those are shared out among the threadgroups.
+            None: all.
+        reallocation: mix in the mean value (sparq.10); not with ``counts``.
 
     Returns:
         ``out (B, Hq, 1, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, 1)``; 0 and -inf where every slot
@@ -90,7 +98,8 @@ def attend_indices(
     B, Hq, _, D = queries.shape
     if indices.shape[2] == 0:
         return mx.zeros_like(queries), mx.full((B, Hq, 1), -mx.inf)
-    results = parts(queries, keys, values, indices, scale=scale, length=length, reallocation=reallocation)
+    how: dict[str, Any] = {"length": length, "counts": counts, "reallocation": reallocation}
+    results = parts(queries, keys, values, indices, scale=scale, **how)
     if results[0].shape[2] > 1:
         results = _merge(results, queries.dtype, reallocation)
     return results[0].reshape(B, Hq, 1, D), results[1].reshape(B, Hq, 1)
@@ -104,6 +113,7 @@ def parts(
     *,
     scale: float,
     length: int | None = None,
+    counts: mx.array | None = None,
     reallocation: Reallocation | None = None,
 ) -> list[mx.array]:
     """The first launch of `attend_indices`: each of ``splits`` threadgroups attends its part of the list.
@@ -127,15 +137,20 @@ def parts(
     }
     statistic = ((B, Hkv, splits, G), mx.float32)
     outputs = [((B, Hkv, splits, G, D), queries.dtype if splits == 1 else mx.float32), statistic]
+    template = {"D": D, "G": G, "HEADS": heads, "SIMDGROUPS": simdgroups}
     kernel = ATTEND
     if reallocation is not None:
+        assert counts is None
         kernel = REALLOCATE
         inputs |= vars(reallocation)
         outputs.append(statistic)
+    else:
+        inputs["counts"] = _no_counts() if counts is None else counts.astype(mx.int32)
+        template["COUNTED"] = counts is not None
     return kernel(
         inputs,
         outputs,
-        template={"D": D, "G": G, "HEADS": heads, "SIMDGROUPS": simdgroups},
+        template=template,
         groups=(splits, Hkv * G // heads, B),
         threads=simdgroups * LANES,
     )
@@ -152,3 +167,8 @@ def _merge(results: list[mx.array], dtype: mx.Dtype, reallocation: Reallocation 
         inputs["value_mean"] = reallocation.value_mean
         outputs.append(statistic)
     return kernel(inputs, outputs, template={"O": dtype, "D": D, "G": G}, groups=(1, Hkv * G, B), threads=D)
+
+
+@cache
+def _no_counts() -> mx.array:
+    return mx.array([0], mx.int32)

@@ -1,0 +1,146 @@
+// SAAP's router: a network of one KV head sees the queries of its group and chooses buckets (saap.5), (saap.8).
+//
+// One threadgroup takes a KV head through both layers, so that each weight is read once for the whole group. What passes
+// from layer to layer, one float32 per unit and query head, goes through memory: at 16 query heads and 4,096 buckets it
+// fits into no threadgroup. It is laid out (units, G), as a thread writes it and the selection reads it.
+#pragma once
+
+#include "group_scores.h"
+
+constant constexpr uint INPUT_TILE = 128;  // units of the layer below that are staged together
+constant constexpr uint ROUTE_BATCH = 8;   // rows of weights whose loads a lane has in flight
+
+// The units below the first layer: components of the queries ...
+template <int G, typename Queries>
+struct QueryUnits {
+  Queries queries;  // (G, units)
+  uint units;
+
+  float operator()(uint i) const { return float(queries[i % G * units + i / G]); }
+};
+
+// ... and what a layer has written.
+template <int G>
+struct HiddenUnits {
+  const device float* hidden;  // (units, G)
+  uint units;
+
+  float operator()(uint i) const { return hidden[i]; }
+};
+
+struct Linear {
+  float operator()(float x) const { return x; }
+};
+
+struct Relu {
+  float operator()(float x) const { return x > 0.0f || isnan(x) ? x : 0.0f; }  // max would drop a NaN
+};
+
+// WIDTH neighbours of a row of weights as float32.
+template <int WIDTH>
+struct Weights {
+  float at[WIDTH];
+
+  template <typename T>
+  void load(const device T* row) {
+    const vec<T, WIDTH> loaded = *reinterpret_cast<const device vec<T, WIDTH>*>(row);
+#pragma clang loop unroll(full)
+    for (uint w = 0; w < WIDTH; ++w) {
+      at[w] = float(loaded[w]);
+    }
+  }
+};
+
+template <>
+struct Weights<1> {
+  float at[1];
+
+  template <typename Row>  // of any address space
+  void load(Row row) {
+    at[0] = float(*row);
+  }
+};
+
+// out[unit * G + g] = finish(below_g . weight[:, unit] + bias[unit]) in float32. A thread takes WIDTH neighbouring units
+// at a time. Begins with a barrier that waits for what the layer below wrote.
+template <int G, int WIDTH, typename Below, typename Matrix, typename Bias, typename Finish>
+void layer(
+    Below below,
+    Matrix weight,  // (below.units, units)
+    Bias bias,      // (units)
+    uint units,     // a multiple of WIDTH
+    Finish finish,
+    device float* out,
+    threadgroup float* tile,  // INPUT_TILE * G
+    Place place) {
+  for (uint first_unit = 0; first_unit < units; first_unit += place.threads() * WIDTH) {
+    const uint unit = first_unit + place.index() * WIDTH;
+    float sums[G][WIDTH];
+#pragma clang loop unroll(full)
+    for (uint w = 0; w < WIDTH; ++w) {
+      const float start = unit < units ? float(bias[unit + w]) : 0.0f;
+#pragma clang loop unroll(full)
+      for (uint g = 0; g < G; ++g) {
+        sums[g][w] = start;
+      }
+    }
+    for (uint first = 0; first < below.units; first += INPUT_TILE) {
+      const uint rows = min(INPUT_TILE, below.units - first);
+      threadgroup_barrier(mem_flags::mem_device | mem_flags::mem_threadgroup);
+      for (uint i = place.index(); i < rows * G; i += place.threads()) {
+        tile[i] = below(first * G + i);
+      }
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      for (uint start = 0; start < rows && unit < units; start += ROUTE_BATCH) {
+        Weights<WIDTH> loaded[ROUTE_BATCH];
+#pragma clang loop unroll(full)
+        for (uint r = 0; r < ROUTE_BATCH; ++r) {
+          if (start + r < rows) {
+            loaded[r].load(weight + size_t(first + start + r) * units + unit);
+          }
+        }
+#pragma clang loop unroll(full)
+        for (uint r = 0; r < ROUTE_BATCH; ++r) {
+#pragma clang loop unroll(full)
+          for (uint g = 0; g < G; ++g) {
+            const float x = start + r < rows ? tile[(start + r) * G + g] : 0.0f;
+#pragma clang loop unroll(full)
+            for (uint w = 0; w < WIDTH; ++w) {
+              sums[g][w] += start + r < rows ? x * loaded[r].at[w] : 0.0f;
+            }
+          }
+        }
+      }
+    }
+    if (unit < units) {
+#pragma clang loop unroll(full)
+      for (uint w = 0; w < WIDTH; ++w) {
+#pragma clang loop unroll(full)
+        for (uint g = 0; g < G; ++g) {
+          out[size_t(unit + w) * G + g] = finish(sums[g][w]);
+        }
+      }
+    }
+  }
+}
+
+// Largest logit and 1 / sum of exp(logit - largest) for each query of the group. Ends with a barrier.
+template <int G>
+void softmax_statistics(const device float* logits, uint buckets, threadgroup float2* softmax, Place place) {
+  for (uint g = place.simdgroup; g < G; g += place.simdgroups) {
+    float largest = -INFINITY;
+    for (uint c = place.lane; c < buckets; c += LANES) {
+      largest = max(largest, logits[size_t(c) * G + g]);
+    }
+    largest = simd_max(largest);
+    float sum = 0.0f;
+    for (uint c = place.lane; c < buckets; c += LANES) {
+      sum += exp(logits[size_t(c) * G + g] - largest);
+    }
+    sum = simd_sum(sum);
+    if (place.lane == 0) {
+      softmax[g] = float2(largest, 1.0f / sum);
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+}

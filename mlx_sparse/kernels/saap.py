@@ -1,0 +1,178 @@
+"""SAAP on the GPU: docs/spec/saap.md, equations (saap.5) to (saap.10).
+
+A decode step is three launches or four: the router, the list of keys, and attention over it; one more merges the parts
+of a list of more than 512 keys.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import mlx.core as mx
+import numpy as np
+
+from ..bucket_lists import saap_index
+from .attend import attend_indices
+from .launch import LANES, Kernel, integer, padding_or_zeros
+
+THREADS = 512
+LIST_TILE, LIST_THREADS = 1024, 256
+
+ROUTE = Kernel(
+    "saap_route",
+    "saap_route.h",
+    ("queries", "hidden_weight", "hidden_bias", "out_weight", "out_bias", "probes"),
+    ("units", "bits", "visited"),
+)
+INDICES = Kernel(
+    "saap_indices",
+    "saap_indices.h",
+    ("visited", "offsets", "key_ids", "left_padding", "length", "covered", "sink_tokens", "capacity"),
+    ("indices", "counts"),
+)
+
+
+def shape_of(G: int, *layers: int) -> tuple[int, int]:
+    """Neighbouring units per thread and threads, for layers of so many units.
+
+    A thread keeps one float32 sum per unit and query head: at most 32.
+    """
+    width = next(n for n in (4, 2, 1) if n * G <= 32 and all(units % n == 0 for units in layers))
+    simdgroups = -(-max(layers) // (width * LANES))
+    return width, min(simdgroups * LANES, THREADS)
+
+
+def saap_route(
+    queries: mx.array,
+    *,
+    out_weight: mx.array,
+    out_bias: mx.array | None = None,
+    hidden_weight: mx.array | None = None,
+    hidden_bias: mx.array | None = None,
+    probes: int,
+) -> mx.array:
+    """The buckets that each KV head visits (saap.8).
+
+    Args:
+        queries: ``(B, Hq, 1, D)`` before RoPE.
+        out_weight, out_bias: ``(Hkv, H, C)`` and ``(Hkv, C)``; ``(Hkv, D, C)`` without a hidden layer.
+        hidden_weight, hidden_bias: ``(Hkv, D, H)`` and ``(Hkv, H)``.
+
+    Returns:
+        ``(B, Hkv, probes)`` int32, ascending; -1 where scores are NaN.
+    """
+    B, Hq, _, D = queries.shape
+    Hkv, _, C = out_weight.shape
+    G = Hq // Hkv
+    hidden = () if hidden_weight is None else (hidden_weight.shape[2],)
+    # Fewer than eight elements would come in another address space, where they are read one by one.
+    width, threads = shape_of(G, C, *hidden) if out_weight.size >= 8 else (1, LANES)
+    inputs = {
+        "queries": queries,
+        "hidden_weight": _zeros(8) if hidden_weight is None else hidden_weight,
+        "hidden_bias": _zeros(Hkv, *hidden) if hidden_bias is None else hidden_bias,
+        "out_weight": out_weight,
+        "out_bias": _zeros(Hkv, C) if out_bias is None else out_bias,
+        "probes": integer(probes),
+    }
+    slots = (B, Hkv, probes)
+    _, _, visited = ROUTE(
+        inputs,
+        [((B, Hkv, sum(hidden) + C, G), mx.float32), (slots, mx.uint32), (slots, mx.int32)],
+        template={"D": D, "G": G, "WIDTH": width, "HIDDEN": bool(hidden)},
+        groups=(1, Hkv, B),
+        threads=threads,
+    )
+    return visited
+
+
+def saap_indices(
+    visited: mx.array,
+    offsets: mx.array,
+    key_ids: mx.array,
+    *,
+    length: int,
+    covered: int,
+    sink_tokens: int,
+    capacity: int,
+    left_padding: mx.array | None = None,
+) -> tuple[mx.array, mx.array]:
+    """The keys of a decode step (saap.10): sinks, keys from ``covered`` on, keys of the visited buckets.
+
+    Args:
+        visited: ``(B, Hkv, n)`` int32, no bucket twice; any number that is no bucket's = empty slot.
+        offsets, key_ids: of `saap_index` over the first ``covered`` keys.
+        capacity: room of a list; keys beyond it are left out.
+
+    Returns:
+        ``indices (B, Hkv, capacity)`` int32, -1 behind the keys, and their number ``counts (B, Hkv)`` int32.
+    """
+    B, Hkv, slots = visited.shape
+    if slots == 0:
+        visited, slots = mx.full((B, Hkv, 1), -1, mx.int32), 1
+    if key_ids.shape[2] == 0:
+        key_ids = mx.zeros((B, Hkv, 1), mx.int32)
+    inputs = {
+        "visited": visited.astype(mx.int32),
+        "offsets": offsets,
+        "key_ids": key_ids,
+        "left_padding": padding_or_zeros(left_padding, B),
+        "length": integer(length),
+        "covered": integer(covered),
+        "sink_tokens": integer(sink_tokens),
+        "capacity": integer(capacity),
+    }
+    indices, counts = INDICES(
+        inputs,
+        [((B, Hkv, capacity), mx.int32), ((B, Hkv), mx.int32)],
+        template={"SLOTS": slots},
+        groups=(-(-capacity // LIST_TILE), Hkv, B),
+        threads=LIST_THREADS,
+    )
+    return indices, counts
+
+
+def saap_attention(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    *,
+    bucket_ids: mx.array,
+    visited: mx.array,
+    buckets: int,
+    sink_tokens: int,
+    recent_tokens: int,
+    scale: float,
+    left_padding: mx.array | None = None,
+    length: int | None = None,
+) -> tuple[mx.array, mx.array, mx.array]:
+    """One decode step from bucket ids: ``out (B, Hq, 1, D)``, float32 ``lse (B, Hq, 1)`` and ``counts (B, Hkv)``.
+
+    Args:
+        keys, values: ``(B, Hkv, capacity, D)`` with ``length`` rows in use; whole buffers, which are not copied.
+        bucket_ids: ``(B, Hkv, length or more)`` int; any number that is no bucket's = attended in the exact part only.
+        visited: ``(B, Hkv, n)`` int, no bucket twice.
+    """
+    S = keys.shape[2] if length is None else length
+    covered = max(S - recent_tokens, 0)
+    offsets, key_ids = saap_index(
+        bucket_ids[..., :covered], buckets=buckets, sink_tokens=sink_tokens, left_padding=left_padding
+    )
+    indices, counts = saap_indices(
+        visited,
+        offsets,
+        key_ids,
+        length=S,
+        covered=covered,
+        sink_tokens=sink_tokens,
+        capacity=S,
+        left_padding=left_padding,
+    )
+    out, lse = attend_indices(queries, keys, values, indices, counts=counts, scale=scale, length=S)
+    return out, lse, counts
+
+
+@lru_cache(maxsize=64)
+def _zeros(*shape: int) -> mx.array:
+    """What stands for weights that are not there."""
+    return mx.array(np.zeros(shape, np.float16))
