@@ -19,6 +19,7 @@ from .rows import Distances, Texts, bucket_mass
 
 Array = npt.NDArray[Any]
 SELECTIVITIES = (0.05, 0.1, 0.2)
+FEW = 16  # queries, of which a mean would say little
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,14 @@ class Curve:
 
     Attributes:
         selectivity: ``(C + 1,)`` share of the far keys in the visited buckets, mean over positions.
-        recall: ``(C + 1,)`` share of the far attention on them, over the attention of all queries together.
+        recall: ``(C + 1,)`` share of a query's far attention that is on them, mean over the queries that look far
+            away; over all queries where fewer than `FEW` do.
+        mass: ``(C + 1,)`` the same over the far attention of all queries together.
     """
 
     selectivity: Array
     recall: Array
+    mass: Array
 
     def at(self, selectivity: float) -> float:
         """Recall at a selectivity between those that whole buckets give."""
@@ -67,7 +71,6 @@ def index(texts: Texts, ids: Array, head: int, *, buckets: int, distances: Dista
             buckets=buckets,
             distances=distances,
             scale=texts.scale,
-            causal=True,
         )
         mass.append(found.mass.reshape(G, len(positions), buckets).swapaxes(0, 1))
         distance.append(found.distance.reshape(G, len(positions)).T)
@@ -86,14 +89,20 @@ def keys_per_bucket(ids: Array, positions: Array, buckets: int, distances: Dista
     return counts.cumsum(axis=0)
 
 
-def curve(indexed: Indexed, scores: Array) -> Curve:
-    """What visiting the best buckets first finds: ``scores (n, C)`` of each bucket at each query."""
+def curve(indexed: Indexed, scores: Array, distances: Distances) -> Curve:
+    """What visiting the best buckets first finds: ``scores (n, C)`` of each bucket at each position."""
     order = np.argsort(-scores, axis=1, kind="stable")
     keys = np.take_along_axis(indexed.keys, order, axis=1).cumsum(axis=1)
-    mass = np.take_along_axis(indexed.mass.sum(axis=1, dtype=np.float64), order, axis=1).cumsum(axis=1)
-    selectivity = (keys / np.maximum(keys[:, -1:], 1)).mean(axis=0)
-    recall = mass.sum(axis=0) / max(mass[:, -1].sum(), 1e-30)
-    return Curve(*(np.concatenate([[0.0], values]) for values in (selectivity, recall)))
+    mass = np.take_along_axis(indexed.mass.astype(np.float64), order[:, None], axis=2).cumsum(axis=2)
+    share = mass / np.maximum(mass[..., -1:], 1e-30)
+    looks_far = indexed.distance > distances.farthest_top
+    looks_far = looks_far if looks_far.sum() >= FEW else np.ones_like(looks_far)
+    values = (
+        (keys / np.maximum(keys[:, -1:], 1)).mean(axis=0),
+        share[looks_far].mean(axis=0),
+        mass.sum(axis=(0, 1)) / max(mass[..., -1].sum(), 1e-30),
+    )
+    return Curve(*(np.concatenate([[0.0], value]) for value in values))
 
 
 def router_scores(queries: Array, layer: Layer, head: int, *, scale: float, kmeans: bool = False) -> Array:

@@ -90,20 +90,18 @@ def bucket_mass(
     buckets: int,
     distances: Distances,
     scale: float,
-    causal: bool,
 ) -> Mass:
-    """Where the attention of ``queries (n, D)`` at ``positions (n,)`` goes.
+    """Where the attention of ``queries (n, D)`` at ``positions (n,)`` goes, of which each sees the keys before it.
 
     Args:
         keys: ``(S, D)`` of a whole text, after RoPE as the queries are.
         ids: ``(S,)`` bucket of each key.
-        causal: queries see earlier keys only, as when decoding; without it all keys of the text, as in the paper.
     """
     on_device = mx.array(np.asarray(keys, np.float32)), mx.array(np.asarray(ids, np.int32))
     found = []
     for rows in _chunks(len(queries), len(keys)):
         chunk = mx.array(queries[rows]), mx.array(np.asarray(positions[rows], np.int32))
-        mass, distance = _bucket_mass(*chunk, *on_device, buckets, distances, scale, causal)
+        mass, distance = _bucket_mass(*chunk, *on_device, buckets, distances, scale)
         mx.eval(mass, distance)
         found.append((np.array(mass), np.array(distance)))
     masses, far = zip(*found, strict=True)
@@ -118,20 +116,19 @@ def _bucket_mass(
     buckets: int,
     distances: Distances,
     scale: float,
-    causal: bool,
 ) -> tuple[mx.array, mx.array]:
     logits = (queries * scale) @ keys.T
     key = mx.arange(len(keys))
     behind = positions[:, None] - key
     no_sink = key >= distances.sink_tokens
-    seen = behind >= 0 if causal else mx.full(behind.shape, True)
+    seen = behind >= 0
     logits = mx.where(seen, logits, -mx.inf)
     best = mx.argmax(mx.where(no_sink, logits, -mx.inf), axis=1).astype(mx.int32)
     visible = mx.any(seen & no_sink, axis=1)
-    distance = mx.where(visible, mx.abs(positions - best), -1)
+    distance = mx.where(visible, positions - best, -1)
     attention = mx.exp(logits - mx.max(logits, axis=1, keepdims=True))
     total = attention.sum(axis=1, keepdims=True)
-    far = no_sink & ((behind if causal else mx.abs(behind)) >= distances.recent_tokens)
+    far = no_sink & (behind >= distances.recent_tokens)
     attention = mx.where(far, attention, 0.0) / total
     # One row of the sum per bucket, so that each key adds a whole row of it.
     by_bucket = mx.zeros((buckets, len(queries))).at[ids].add(mx.contiguous(attention.T))
@@ -161,10 +158,12 @@ def long_range_rows(
     buckets: int,
     distances: Distances,
     most: int,
-    causal: bool = False,
     seed: int = 0,
 ) -> Rows:
     """The rows of one KV head, from all its query heads and texts, at most ``most`` of them.
+
+    Unlike the paper's, queries see no later keys: a model that was trained to look back attends to them at random, and
+    what is learnt from that is worse (docs/results/saap.md).
 
     Args:
         ids: ``(W, Hkv, S)`` bucket of each key.
@@ -182,7 +181,6 @@ def long_range_rows(
             buckets=buckets,
             distances=distances,
             scale=texts.scale,
-            causal=causal,
         )
         far = found.mass.sum(axis=1)
         rows = np.flatnonzero((found.distance > distances.farthest_top) & (far > 0))
