@@ -1,6 +1,7 @@
 """Triton kernels for NVIDIA GPUs behind the functions of `mlx_sparse`, on torch tensors. Needs no mlx.
 
 `sparq_attention`, `dense_attention`, `attend_indices` and `top_k_select` are the functions for decode steps,
+`saap_attention`, `saap_assign`, `saap_route`, `saap_index` and `saap_indices` those for steps of SAAP, and
 `sample_attention`, `sample_select`, `sample_scores` and `attend_blocks` those for prompts; `register` and `SparQCache`
 run models of transformers.
 """
@@ -21,6 +22,11 @@ if TYPE_CHECKING:
     from .prefill import sample_attention as sample_attention
     from .prefill import sample_scores as sample_scores
     from .prefill import sample_select as sample_select
+    from .saap import saap_assign as saap_assign
+    from .saap import saap_attention as saap_attention
+    from .saap import saap_index as saap_index
+    from .saap import saap_indices as saap_indices
+    from .saap import saap_route as saap_route
 
 _HOME_OF = {
     "SparQCache": "hf",
@@ -28,6 +34,11 @@ _HOME_OF = {
     "attend_indices": "api",
     "dense_attention": "api",
     "register": "hf",
+    "saap_assign": "saap",
+    "saap_attention": "saap",
+    "saap_index": "saap",
+    "saap_indices": "saap",
+    "saap_route": "saap",
     "sample_attention": "prefill",
     "sample_scores": "prefill",
     "sample_select": "prefill",

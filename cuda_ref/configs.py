@@ -83,6 +83,26 @@ BLOCK_TILES: Mapping[int, Mapping[int, Mapping[int, BlockTile]]] = {
     },
 }
 WITHOUT_MATRIX_UNITS = BlockTile(32, 32, 8, 2)  # float32, everywhere
+
+
+@dataclass(frozen=True)
+class ColumnTile:
+    """What one program of a query network's layer works on.
+
+    Attributes:
+        columns: of the weights, that it multiplies with.
+        rows: of the weights, that are loaded at a time.
+        warps: 32 threads each.
+        stages: of the software pipeline.
+    """
+
+    columns: int
+    rows: int
+    warps: int
+    stages: int
+
+
+COLUMNS = (64, 32, 16)  # that a program may take of a query network's layer
 MOST_ROWS = 256  # of a tile: with more, registers run out where a row is short
 SELECT_WARPS = {1024: 8, 2048: 8, 4096: 8}  # of `top_k_select` by the keys of a tile
 WITHOUT_A_GPU = 4  # processors: a few splits, so that the interpreter merges some
@@ -106,6 +126,12 @@ def sample_tile(block_size: int, itemsize: int) -> BlockTile:
     if itemsize > 2:
         return BlockTile(32, 32, 4, 2)
     return BlockTile(block_size, min(block_size, 64), 8 if block_size == 128 else 4, 2)
+
+
+def columns(N: int, programs: int, device: torch.device) -> ColumnTile:
+    """Of a layer with ``N`` outputs, so many ``programs`` for each tile: the widest that keeps all processors busy."""
+    wide = (width for width in COLUMNS if -(-N // width) * programs >= processors(device))
+    return ColumnTile(next(wide, min(COLUMNS)), 128, 4, 4)
 
 
 def nearest(device: torch.device) -> int:

@@ -12,7 +12,7 @@ import torch
 
 from mlx_sparse.layout import Layout
 
-from . import attend, blocks, sample, select, sparq
+from . import attend, blocks, buckets, sample, select, sparq
 
 
 @torch.library.custom_op("mlx_sparse::sparq_decode", mutates_args=())
@@ -61,10 +61,20 @@ def dense_decode(
 
 @torch.library.custom_op("mlx_sparse::attend_indices", mutates_args=())
 def attend_indices(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, indices: torch.Tensor, scale: float
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    indices: torch.Tensor,
+    scale: float,
+    counts: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over listed keys (sparq.7): ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)``."""
-    return attend.attend_indices(queries.contiguous(), keys, values, indices.contiguous(), scale=scale)
+    """Attention over listed keys (sparq.7): ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)``.
+
+    Entries from ``counts (B, Hkv)`` int32 on are empty slots.
+    """
+    return attend.attend_indices(
+        queries.contiguous(), keys, values, indices.contiguous(), counts=_packed(counts), scale=scale
+    )
 
 
 @torch.library.custom_op("mlx_sparse::top_k_select", mutates_args=())
@@ -133,6 +143,72 @@ def attend_blocks(
     return blocks.attend_blocks(queries, keys, values, _packed(listed), block_size=block_size, scale=scale)
 
 
+@torch.library.custom_op("mlx_sparse::saap_route", mutates_args=())
+def saap_route(
+    queries: torch.Tensor,
+    out_weight: torch.Tensor,
+    out_bias: torch.Tensor | None,
+    hidden_weight: torch.Tensor | None,
+    hidden_bias: torch.Tensor | None,
+    probes: int,
+) -> torch.Tensor:
+    """The buckets that each KV head visits (saap.8): ``(B, Hkv, probes)`` int32."""
+    network = buckets.Network(out_weight.contiguous(), _packed(out_bias), _packed(hidden_weight), _packed(hidden_bias))
+    return buckets.saap_route(queries.contiguous(), network, probes=probes)
+
+
+@torch.library.custom_op("mlx_sparse::saap_indices", mutates_args=())
+def saap_indices(
+    visited: torch.Tensor,
+    offsets: torch.Tensor,
+    key_ids: torch.Tensor,
+    length: int,
+    covered: int,
+    sink_tokens: int,
+    capacity: int,
+    left_padding: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The keys of a step (saap.10): ``indices (B, Hkv, capacity)`` and ``counts (B, Hkv)`` int32."""
+    indices, counts, _ = buckets.saap_indices(
+        visited.contiguous(),
+        offsets.contiguous(),
+        key_ids.contiguous(),
+        length=length,
+        covered=covered,
+        sink_tokens=sink_tokens,
+        capacity=capacity,
+        left_padding=_packed(left_padding),
+    )
+    return indices, counts
+
+
+@torch.library.custom_op("mlx_sparse::saap_decode", mutates_args=())
+def saap_decode(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    visited: torch.Tensor,
+    offsets: torch.Tensor,
+    key_ids: torch.Tensor,
+    covered: int,
+    sink_tokens: int,
+    capacity: int,
+    scale: float,
+    left_padding: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One step over visited buckets: ``out (B, Hq, 1, D)``, float32 ``lse (B, Hq, 1)`` and the lists' ``counts``."""
+    index = buckets.Index(offsets.contiguous(), key_ids.contiguous(), covered, sink_tokens, capacity)
+    return buckets.saap_decode(
+        queries.contiguous(),
+        keys,
+        values,
+        visited.contiguous(),
+        index,
+        scale=scale,
+        left_padding=_packed(left_padding),
+    )
+
+
 def _packed(array: torch.Tensor | None) -> torch.Tensor | None:
     """As the kernels take all but keys and values."""
     return None if array is None else array.contiguous()
@@ -172,3 +248,20 @@ def _(queries: torch.Tensor, keys: torch.Tensor, *given: Any) -> tuple[torch.Ten
 def _(queries: torch.Tensor, keys: torch.Tensor, *given: Any) -> torch.Tensor:
     layout = Layout(queries.shape[2], keys.shape[2], 1, given[-2])
     return queries.new_empty(*queries.shape[:2], layout.row_blocks, layout.key_blocks, dtype=torch.int32)
+
+
+@saap_route.register_fake
+def _(queries: torch.Tensor, out_weight: torch.Tensor, *given: Any) -> torch.Tensor:
+    return queries.new_empty(queries.shape[0], out_weight.shape[0], given[-1], dtype=torch.int32)
+
+
+@saap_indices.register_fake
+def _(visited: torch.Tensor, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return visited.new_empty(*visited.shape[:2], given[-2]), visited.new_empty(visited.shape[:2])
+
+
+@saap_decode.register_fake
+def _(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visited: torch.Tensor, *_: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return *_like_queries(queries), visited.new_empty(visited.shape[:2])

@@ -88,7 +88,7 @@ FUNCTIONS: Mapping[str, Mapping[str, str]] = {
         "oracle": "oracle:saap_attention",
         "ops": "ops.saap:saap_attention",
         "metal": "kernels.saap:saap_attention",
-        "triton": "cuda_ref.api:saap_attention",
+        "triton": "cuda_ref.saap:saap_attention",
         "onnx": "onnx_export:operator_model",
         "ort": "onnx_export:session_options",
     },
@@ -127,25 +127,25 @@ FUNCTIONS: Mapping[str, Mapping[str, str]] = {
         "oracle": "oracle:saap_assign",
         "ops": "ops.saap:saap_assign",
         "metal": "ops.saap:saap_assign",  # a matrix product and a maximum, once per key
-        "triton": "cuda_ref.api:saap_assign",
+        "triton": "cuda_ref.saap:saap_assign",
     },
     "saap_route": {
         "oracle": "oracle:saap_route",
         "ops": "ops.saap:saap_route",
         "metal": "kernels.saap:saap_route",
-        "triton": "cuda_ref.api:saap_route",
+        "triton": "cuda_ref.saap:saap_route",
     },
     "saap_index": {
         "oracle": "oracle:saap_index",
         "ops": "bucket_lists:saap_index",
         "metal": "bucket_lists:saap_index",  # once every few hundred tokens
-        "triton": "cuda_ref.api:saap_index",
+        "triton": "cuda_ref.saap:saap_index",
     },
     "saap_indices": {
         "oracle": "oracle:saap_indices",
         "ops": "ops.saap:saap_indices",
         "metal": "kernels.saap:saap_indices",
-        "triton": "cuda_ref.api:saap_indices",
+        "triton": "cuda_ref.saap:saap_indices",
     },
     "attend_blocks": {
         "oracle": "oracle:attend_blocks",

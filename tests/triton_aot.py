@@ -41,11 +41,18 @@ class Case:
     reallocate: bool = False
     odd: bool = False  # no stride and no pointer is a multiple of 16 bytes
     block_size: int = 128  # of prompts
+    hidden: int = 1024  # of a query network; 0 for a linear router
+    buckets: int = 1024
+    probes: int = 32
+    weights: str = "float16"  # of a query network
 
     def __str__(self) -> str:
         flags = [name for name in ("weighted", "padded", "reallocate", "odd") if getattr(self, name)]
         sizes = f"B{self.B}-H{self.Hkv * self.G}x{self.Hkv}-S{self.S}-D{self.D}"
-        sizes += f"-block{self.block_size}" if self.launcher in PROMPTS else f"-r{self.rank}-k{self.top_k}"
+        if self.launcher == "saap":
+            sizes += f"-H{self.hidden}-C{self.buckets}-probes{self.probes}-{self.weights}"
+        else:
+            sizes += f"-block{self.block_size}" if self.launcher in PROMPTS else f"-r{self.rank}-k{self.top_k}"
         return "-".join([self.launcher, sizes, self.dtype, *flags, f"sm_{self.architecture}"])
 
 
@@ -109,7 +116,7 @@ def instructions(cubin: bytes) -> tuple[dict[str, int], list[str]]:
 def call(case: Case) -> None:
     """Call the launcher of ``case`` with tensors that have no memory."""
     import torch
-    from mlx_sparse.cuda_ref import attend, blocks, sample, select, sparq
+    from mlx_sparse.cuda_ref import attend, blocks, buckets, sample, select, sparq
 
     from mlx_sparse.layout import Layout
 
@@ -152,6 +159,17 @@ def call(case: Case) -> None:
         listed = empty(B, Hkv * G, S // case.block_size, 100, dtype=torch.int32) if case.launcher == "blocks" else None
         heads = cache(B, Hkv * G, S, D)
         blocks.attend_blocks(heads, keys, values, listed, block_size=case.block_size, scale=D**-0.5)
+    elif case.launcher == "saap":
+        sizes, weights = (Hkv, case.hidden, case.buckets), getattr(torch, case.weights)
+        network = buckets.Network(empty(Hkv, case.hidden or D, case.buckets, dtype=weights))
+        if case.hidden:
+            biases = (empty(*sizes[::2], dtype=weights), empty(*sizes[:2], dtype=weights))
+            network = buckets.Network(network[0], biases[0], empty(Hkv, D, case.hidden, dtype=weights), biases[1])
+        visited = buckets.saap_route(queries, network, probes=case.probes)
+        covered = S - 2047
+        offsets, key_ids = empty(B, Hkv, case.buckets + 1, dtype=torch.int32), empty(B, Hkv, covered, dtype=torch.int32)
+        index = buckets.Index(offsets, key_ids, covered, 1, 2304 + S // 16)
+        buckets.saap_decode(queries, keys, values, visited, index, scale=D**-0.5, left_padding=padding)
     elif case.launcher == "select":
         select.top_k_select(empty(B, Hkv, S), top_k=case.top_k, local_window=case.top_k // 4, left_padding=padding)
 

@@ -1,8 +1,9 @@
 """Attend: exact attention of one query per head over a list of keys, or over all of them. Shared by every method.
 
-Grid (splits of the list, Hkv, B). A program reads `share` rows of K and of V, D * itemsize bytes each, once for the
-whole group, and keeps a running softmax. With more than one split it writes G * (D + 3) float32 numbers, and the
-program of a row that arrives last merges them, exactly, as every split carries its largest logit and its sum.
+Grid (splits of the list, Hkv, B), or (programs) for rows of different numbers of entries. A program reads `share` rows
+of K and of V, D * itemsize bytes each, once for the whole group, and keeps a running softmax. With more than one split
+it writes G * (D + 3) float32 numbers, and the program of a row that arrives last merges them, exactly, as every split
+carries its largest logit and its sum.
 """
 
 import triton
@@ -147,24 +148,59 @@ def merge_splits(
     write_result(out, lse, value_mean, top, total, weighted, alpha, g, d, D, G)
 
 
-@triton.jit(do_not_specialize=["length", "entries", "share"])
+@triton.jit
+def work_of(program, programs, counts, rows, entries, BLOCK_N: tl.constexpr, BLOCK_ROWS: tl.constexpr):
+    """What one of ``programs`` does when rows of ``counts`` entries are cut into equal shares, in whole blocks.
+
+    Returns:
+        Its row; the first program of that row, and how many there are, 0 if there is nothing to do; the row's entries;
+        and the share of a program.
+    """
+    total = tl.zeros([], tl.int64)
+    for first in range(0, rows, BLOCK_ROWS):
+        r = first + tl.arange(0, BLOCK_ROWS)
+        count = tl.minimum(tl.load(counts + r, mask=r < rows, other=0), entries)
+        total += tl.sum(count.to(tl.int64), axis=0)
+    # A row's last program may have less than a share, and there is one for a row without entries.
+    spare = tl.maximum(programs - rows, 1)
+    share = tl.maximum(tl.cdiv(tl.cdiv(total, spare), BLOCK_N), 1).to(tl.int32) * BLOCK_N
+    row, start, splits, found = 0, 0, 0, 0
+    before = 0
+    for first in range(0, rows, BLOCK_ROWS):
+        r = first + tl.arange(0, BLOCK_ROWS)
+        count = tl.minimum(tl.load(counts + r, mask=r < rows, other=0), entries)
+        parts = tl.where(r < rows, tl.maximum(tl.cdiv(count, share), 1), 0)
+        stop = before + tl.cumsum(parts, 0)
+        here = (program >= stop - parts) & (program < stop)
+        row += tl.sum(tl.where(here, r, 0), axis=0)
+        start += tl.sum(tl.where(here, stop - parts, 0), axis=0)
+        splits += tl.sum(tl.where(here, parts, 0), axis=0)
+        found += tl.sum(tl.where(here, count, 0), axis=0)
+        before += tl.sum(parts, axis=0)
+    return row, start, splits, found, share
+
+
+@triton.jit(do_not_specialize=["length", "entries", "share", "rows", "heads"])
 def attend(
     queries,  # (B, Hkv, G, D)
     keys,  # (B, Hkv, length, D), last stride 1
     values,  # likewise
     indices,  # (B, Hkv, entries) int32, or None for keys left_padding to length
+    counts,  # (B, Hkv) int32: entries that are used, shared out by `work_of`; None: all, in equal shares
     left_padding,  # (B,) int32, or None; for no list only
     logits,  # (B, Hkv, G, stride_l) float32 of sparq_scores, or None without reallocation
     softmax,  # (B, Hkv, G, 2) float32 of top_k_select, or None
     value_mean,  # (B, Hkv, D) float32, or None
     out,  # out: (B, Hkv, G, D)
     lse,  # out: (B, Hkv, G) float32
-    parts,  # scratch: (B, Hkv, splits, G, D) float32 weighted sums of values
-    part_sums,  # scratch: (B, Hkv, splits, G, 3) float32: largest logit, sum of exp(logit - largest), part of alpha
+    parts,  # scratch: (programs, G, D) float32 weighted sums of values
+    part_sums,  # scratch: (programs, G, 3) float32: largest logit, sum of exp(logit - largest), part of alpha
     tickets,  # (B, Hkv, 2) int32, zeros
     length,
     entries,
     share,
+    rows,
+    heads,
     scale,
     stride_l,
     stride_kb,
@@ -180,11 +216,22 @@ def attend(
     BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    split, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    splits = tl.num_programs(0)
-    row = (b * tl.num_programs(1) + h).to(tl.int64)
+    if counts is None:
+        split, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+        splits, used = tl.num_programs(0), entries
+        row = (b * heads + h).to(tl.int64)
+        first_part = row * splits
+    else:
+        place, first_part, splits, used, share = work_of(
+            tl.program_id(0), tl.num_programs(0), counts, rows, entries, BLOCK_N, BLOCK_ROWS
+        )
+        if splits == 0:
+            return
+        split, h, b = tl.program_id(0) - first_part, place % heads, place // heads
+        row = place.to(tl.int64)
     keys += b.to(tl.int64) * stride_kb + h.to(tl.int64) * stride_kh
     values += b.to(tl.int64) * stride_vb + h.to(tl.int64) * stride_vh
     out += row * G * D
@@ -199,7 +246,7 @@ def attend(
         softmax += row * G * 2
         value_mean += row * D
     start = split * share
-    end = tl.minimum(start + share, entries)
+    end = tl.minimum(start + share, used)
     start = tl.maximum(start, first_valid // BLOCK_N * BLOCK_N)
     top, total, weighted, alpha = attend_share(
         queries + row * G * D,
@@ -228,8 +275,8 @@ def attend(
     if splits == 1:
         write_result(out, lse, value_mean, top, total, weighted, alpha, g, d, D, G)
     else:
-        parts += row * splits * G * D
-        part_sums += row * splits * G * 3
+        parts += first_part.to(tl.int64) * G * D
+        part_sums += first_part.to(tl.int64) * G * 3
         head = split * G + g
         tl.store(parts + head[:, None] * D + d[None, :], weighted, mask=(g[:, None] < G) & (d[None, :] < D))
         tl.store(part_sums + head * 3, top, mask=g < G)

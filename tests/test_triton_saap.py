@@ -1,0 +1,354 @@
+"""SAAP of the Triton backend against the float64 oracle, over the one list of cases; on the CPU in the interpreter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cases import Case
+from mlx_sparse.cuda_ref import attend, buckets, configs
+from saap_cases import (
+    SAAP_CASES,
+    SaapCase,
+    assert_attends,
+    assert_same_buckets,
+    assert_same_list,
+    listed,
+    visited,
+)
+from torch_arrays import DEVICE, cached, padding, to_numpy, to_torch
+
+from mlx_sparse import BackendUnavailable, ConfigError, ShapeError, cuda_ref, oracle
+
+pytestmark = pytest.mark.usefixtures("guarded")
+by_case = pytest.mark.parametrize("case", SAAP_CASES, ids=str)
+SMALL = SaapCase(Case(2, 6, 2, 200, 64, "f32", padding=(0, 60)), "random")
+
+
+def network(case: SaapCase) -> dict[str, torch.Tensor]:
+    return {name: to_torch(array, case.weights) for name, array in case.network().items()}
+
+
+def tensors(case: SaapCase) -> list[torch.Tensor]:
+    """Queries, and keys and values as slices of a cache."""
+    queries, keys, values = (to_torch(array, case.step.dtype) for array in case.inputs())
+    return [queries, cached(keys), cached(values)]
+
+
+def integers(array: Any, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.tensor(array, dtype=dtype, device=DEVICE)
+
+
+def index(case: SaapCase, covered: int) -> dict[str, Any]:
+    """Arguments of `saap_indices` that come from an index of ``covered`` keys."""
+    ids = integers(case.bucket_ids()[..., :covered])
+    window = {"sink_tokens": case.sink_tokens, "left_padding": case.step.padding}
+    offsets, key_ids = cuda_ref.saap_index(ids, buckets=case.buckets, **window)
+    return {"offsets": offsets, "key_ids": key_ids, "covered": covered, **window}
+
+
+@by_case
+def test_a_group_visits_the_buckets_of_the_oracle(case: SaapCase) -> None:
+    queries = to_torch(case.queries_before(), case.step.dtype)
+    got = cuda_ref.saap_route(queries, probes=case.probes, **network(case))
+    assert_same_buckets(to_numpy(got), case)
+
+
+@by_case
+def test_the_index_is_that_of_the_oracle(case: SaapCase) -> None:
+    ids = case.bucket_ids()[..., : case.covered]
+    window = {"sink_tokens": case.sink_tokens, "left_padding": case.step.padding}
+    offsets, key_ids = oracle.saap_index(ids, buckets=case.buckets, **window)
+    got, listed_keys = cuda_ref.saap_index(integers(ids, torch.int16), buckets=case.buckets, **window)
+    assert got.dtype == listed_keys.dtype == torch.int32
+    np.testing.assert_array_equal(to_numpy(got), offsets)
+    used = np.arange(key_ids.shape[2]) < offsets[..., -1:]
+    np.testing.assert_array_equal(to_numpy(listed_keys)[used], key_ids[used])
+
+
+@by_case
+@pytest.mark.parametrize("pending", [0, 7])
+def test_the_list_of_a_step_is_that_of_the_oracle(case: SaapCase, pending: int) -> None:
+    covered = max(case.covered - pending, 0)
+    ids = case.bucket_ids()[..., :covered]
+    sizes = {"length": case.step.S, "covered": covered, "capacity": case.step.S + 300}
+    window = {"sink_tokens": case.sink_tokens, "left_padding": case.step.padding}
+    found = oracle.saap_index(ids, buckets=case.buckets, **window)
+    expected = oracle.saap_indices(visited(case), *found, **sizes, **window)
+    given = index(case, covered)
+    got = cuda_ref.saap_indices(integers(visited(case)), **given, length=case.step.S, capacity=case.step.S + 300)
+    assert_same_list(*map(to_numpy, got), expected)
+
+
+@by_case
+def test_attention_is_that_of_the_oracle_and_says_what_it_moved(case: SaapCase) -> None:
+    settings = case.window | {"left_padding": case.step.padding, "return_stats": "mass"}
+    ids, chosen = case.bucket_ids(), visited(case)
+    _, stats = oracle.saap_attention(*case.inputs(), bucket_ids=ids, visited=chosen, **settings)
+    out, got = cuda_ref.saap_attention(
+        *tensors(case), bucket_ids=integers(ids, torch.int16), visited=integers(chosen), **settings
+    )
+    assert out.dtype == to_torch(np.zeros(1), case.step.dtype).dtype
+    assert_attends(to_numpy(out), None, case)
+    assert (got.elements, got.dense_elements) == (stats.elements, stats.dense_elements)
+    assert got.density == pytest.approx(stats.density)
+    assert got.selectivity == pytest.approx(stats.selectivity)
+    np.testing.assert_allclose(to_numpy(got.retained_mass), stats.retained_mass, rtol=1e-4, atol=1e-6)
+
+
+@by_case
+def test_a_step_over_a_prepared_index_is_that_of_the_oracle(case: SaapCase) -> None:
+    prepared = buckets.Index.of(
+        integers(case.bucket_ids()),
+        buckets=case.buckets,
+        probes=case.probes,
+        left_padding=padding(case.step),
+        **case.window,
+    )
+    route = integers(visited(case))
+    scale = {"scale": case.scale, "left_padding": padding(case.step)}
+    out, lse, counts = buckets.saap_decode(*tensors(case), route, prepared, **scale)
+    assert_attends(to_numpy(out.float()), to_numpy(lse), case)
+    np.testing.assert_array_equal(to_numpy(counts), listed(case)[1])
+    assert int(counts.max()) <= prepared.capacity - buckets.FOLD_EVERY
+
+
+def test_a_step_is_four_launches_and_three_without_a_hidden_layer(guarded: list[Any]) -> None:
+    for case in (SAAP_CASES[2], replace(SAAP_CASES[2], hidden=None)):
+        ids = integers(case.bucket_ids())
+        prepared = buckets.Index.of(ids, buckets=case.buckets, probes=case.probes, **case.window)
+        queries = to_torch(case.queries_before(), case.step.dtype)
+        del guarded[:]
+        route = buckets.saap_route(queries, buckets.Network(**network(case)), probes=case.probes)
+        buckets.saap_decode(*tensors(case), route, prepared, scale=0.1)
+        hidden = ["saap_hidden"] if case.hidden else []
+        if guarded:
+            assert [launch.kernel for launch in guarded] == [*hidden, "saap_route", "saap_expand", "attend"]
+
+
+@pytest.mark.parametrize("B", [1, 3, 9])
+@pytest.mark.parametrize("G", [1, 4, 5, 40])
+def test_sequences_share_what_is_read_of_the_network(B: int, G: int) -> None:
+    case = SaapCase(Case(B, 2 * G, 2, 60, 64, "f16"), "random", buckets=40, weights="f16")
+    got = cuda_ref.saap_route(to_torch(case.queries_before(), "f16"), probes=case.probes, **network(case))
+    assert_same_buckets(to_numpy(got), case)
+
+
+@pytest.mark.parametrize(("buckets_", "probes"), [(1, 1), (300, 300), (4096, 1), (4096, 100)])
+def test_any_number_of_buckets_and_probes(buckets_: int, probes: int) -> None:
+    case = SaapCase(Case(1, 2, 1, 60, 64, "f32"), "random", buckets=buckets_, probes=probes, hidden=48)
+    got = cuda_ref.saap_route(to_torch(case.queries_before(), "f32"), probes=probes, **network(case))
+    assert_same_buckets(to_numpy(got), case)
+
+
+def test_buckets_that_tie_are_visited_from_the_lowest() -> None:
+    weight = torch.zeros(2, 64, 50, device=DEVICE)
+    weight[:, :, 7] = weight[:, :, 30] = weight[:, :, 49] = 1
+    queries = torch.ones(1, 4, 1, 64, device=DEVICE)
+    assert cuda_ref.saap_route(queries, out_weight=weight, probes=2).tolist() == [[[7, 30]] * 2]
+    assert cuda_ref.saap_route(queries, out_weight=weight, probes=5).tolist() == [[[0, 1, 7, 30, 49]] * 2]
+
+
+@pytest.mark.parametrize("size", [1e-6, 1e30])
+def test_weights_of_16_bits_and_activations_of_any_size_lose_nothing(size: float) -> None:
+    """Activations are not rounded to the type of the weights: they would be 0 or infinite here."""
+    rng = np.random.default_rng(5)
+    hidden, out = rng.normal(size=(1, 64, 40)), rng.normal(size=(1, 40, 60))
+    queries = rng.normal(size=(1, 4, 1, 64)) * size
+    given = {"hidden_weight": to_torch(hidden, "bf16"), "out_weight": to_torch(out, "bf16")}
+    got = cuda_ref.saap_route(to_torch(queries, "f32"), probes=3, **given)
+    exact = {name: to_numpy(array) for name, array in given.items()}
+    np.testing.assert_array_equal(to_numpy(got), oracle.saap_route(np.float32(queries), probes=3, **exact))
+
+
+def test_every_bucket_visited_is_dense_attention() -> None:
+    case = replace(SMALL, filling="balanced")
+    queries, keys, values = tensors(case)
+    everything = integers(np.broadcast_to(np.arange(case.buckets), (2, 2, case.buckets)))
+    out = cuda_ref.saap_attention(
+        queries,
+        keys,
+        values,
+        bucket_ids=integers(case.bucket_ids()),
+        visited=everything,
+        left_padding=case.step.padding,
+        **case.window,
+    )
+    dense = cuda_ref.dense_attention(queries, keys, values, left_padding=case.step.padding)
+    np.testing.assert_allclose(to_numpy(out), to_numpy(dense), rtol=0, atol=1e-6)
+
+
+def test_a_bucket_visited_twice_counts_once_and_its_number_may_be_large() -> None:
+    case = SMALL
+    ids = integers(case.bucket_ids(), torch.int64)
+    settings = case.window | {"left_padding": case.step.padding}
+    expected = cuda_ref.saap_attention(*tensors(case), bucket_ids=ids, visited=integers([[[3, 5]] * 2] * 2), **settings)
+    far = torch.where(ids == 5, 2**40, ids)
+    twice = integers([[[2**40, 3, -1, 3, 2**32 + 7]] * 2] * 2, torch.int64)
+    got = cuda_ref.saap_attention(*tensors(case), bucket_ids=far, visited=twice, **settings)
+    assert torch.equal(got, expected)
+
+
+def test_keys_in_no_bucket_and_empty_slots_are_not_attended() -> None:
+    case = SMALL
+    nowhere = torch.full((2, 2, case.step.S), -1, dtype=torch.int32, device=DEVICE)
+    settings = case.window | {"left_padding": case.step.padding, "return_stats": True}
+    for slots in (integers([[[-1, -1]] * 2] * 2), integers([[[-1, 0]] * 2] * 2), nowhere[..., :0]):
+        _, stats = cuda_ref.saap_attention(*tensors(case), bucket_ids=nowhere, visited=slots, **settings)
+        assert stats.selectivity == 0
+        assert stats.density == (case.sink_tokens + case.recent_tokens) / case.step.S
+
+
+def test_a_short_context_and_several_queries_are_dense_to_the_last_bit() -> None:
+    for L, window in ((1, {}), (3, {"sink_tokens": 1, "recent_tokens": 5})):
+        case = SMALL.step
+        q, k, v = (to_torch(array, "f32") for array in case.inputs(L=L))
+        ids = torch.zeros(2, 2, case.S, dtype=torch.int32, device=DEVICE)
+        given = {"bucket_ids": ids, "visited": ids[..., :1], "left_padding": case.padding}
+        got = cuda_ref.saap_attention(q, k, v, **given, **window)
+        assert torch.equal(got, cuda_ref.dense_attention(q, k, v, left_padding=case.padding))
+
+
+@pytest.mark.parametrize("most", [1, 2, 1024])
+@pytest.mark.parametrize("processors", [1, 4, 132])
+def test_rows_of_any_length_are_shared_out(monkeypatch: pytest.MonkeyPatch, processors: int, most: int) -> None:
+    """Long rows get more programs, rows without entries zeros, and what is behind a count is never read."""
+    monkeypatch.setattr(configs, "processors", lambda device: processors)
+    monkeypatch.setattr(attend, "MOST_ROWS", most)
+    case = Case(3, 4, 2, 700, 64, "f32")
+    q, k, v = case.inputs()
+    counts = np.array([[700, 0], [1, 33], [64, 600]], np.int32)
+    rng = np.random.default_rng(0)
+    order = rng.permuted(np.broadcast_to(np.arange(700, dtype=np.int32), (3, 2, 700)), axis=2)
+    used = np.arange(700) < counts[..., None]
+    expected, expected_lse = oracle.attend_indices(q, k, v, np.where(used, order, -1), scale=0.1)
+    given = [cached(to_torch(array, "f32")) if n else to_torch(array, "f32") for n, array in enumerate((q, k, v))]
+    behind = integers(np.where(used, order, 3))  # a key, but not one to attend
+    out, lse = attend.attend_indices(*given, behind, counts=integers(counts), scale=0.1)
+    np.testing.assert_allclose(to_numpy(out), expected, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(to_numpy(lse), expected_lse, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("capacity", [0, 1, 50, 256])
+def test_keys_that_do_not_fit_are_left_out(capacity: int) -> None:
+    case = SMALL
+    given = index(case, case.covered) | {"length": case.step.S}
+    route = integers(visited(case))
+    whole, _ = cuda_ref.saap_indices(route, **given, capacity=case.step.S)
+    indices, counts = cuda_ref.saap_indices(route, **given, capacity=capacity)
+    assert torch.equal(
+        indices, torch.nn.functional.pad(whole, (0, max(0, capacity - case.step.S)), value=-1)[..., :capacity]
+    )
+    assert int(counts.max()) <= capacity
+
+
+def test_offsets_that_lie_beyond_the_keys_read_nothing() -> None:
+    offsets = integers([[[0, 5, 90, -3]]])
+    key_ids = integers([[[1, 2, 3, 4, 5, 6]]])
+    sizes = {"length": 20, "covered": 15, "sink_tokens": 1, "capacity": 128}
+    indices, _ = cuda_ref.saap_indices(integers([[[0, 1, 2]]]), offsets, key_ids, **sizes)
+    assert set(indices.flatten().tolist()) <= {-1, 0, *range(1, 7), *range(15, 20)}
+
+
+def test_keys_go_to_the_centroid_with_the_largest_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    keys, centroids = rng.normal(size=(2, 3, 70, 64)), rng.normal(size=(3, 20, 64))
+    centroids[:, 9] = centroids[:, 4]
+    monkeypatch.setitem(cuda_ref.saap_assign.__globals__, "ASSIGNED_AT_ONCE", 2 * 3 * 20 * 16)
+    for dtype in ("f32", "f16", "bf16"):
+        given = to_torch(keys, dtype), to_torch(centroids, dtype)
+        ids = cuda_ref.saap_assign(*given)
+        assert ids.dtype == torch.int32
+        np.testing.assert_array_equal(to_numpy(ids), oracle.saap_assign(*map(to_numpy, given)))
+        assert not (ids == 9).any()
+
+
+OPERATORS = {
+    "saap_route": lambda: (torch.randn(1, 4, 1, 64), *(torch.randn(2, 32, 20), None, torch.randn(2, 64, 32), None), 3),
+    "saap_indices": lambda: (*step_arguments()[3:6], 50, 40, 1, 60, None),
+    "saap_decode": lambda: (*step_arguments(), 40, 1, 60, 0.1, None),
+    "attend_indices": lambda: (*step_arguments()[:3], integers([[[1, 2, 3]] * 2]), 0.1, integers([[2, 0]])),
+}
+
+
+def step_arguments() -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    heads = [torch.randn(1, 4, 1, 64), torch.randn(1, 2, 50, 64), torch.randn(1, 2, 50, 64)]
+    offsets, key_ids = cuda_ref.saap_index(torch.randint(0, 4, (1, 2, 40)), buckets=4, sink_tokens=1)
+    return [array.to(DEVICE) for array in (*heads, integers([[[0, 2], [1, 3]]]), offsets, key_ids)]
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_an_operator_of_torch_keeps_its_promises_and_compiles(name: str) -> None:
+    arguments = tuple(a.to(DEVICE) if isinstance(a, torch.Tensor) else a for a in OPERATORS[name]())
+    operator = getattr(torch.ops.mlx_sparse, name)
+    torch.library.opcheck(operator, arguments)
+    compiled = torch.compile(operator, backend="aot_eager", fullgraph=True)
+    for got, expected in zip(compiled(*arguments), operator(*arguments), strict=True):
+        assert torch.equal(got, expected)
+
+
+BAD_STEPS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"bucket_ids": torch.zeros(1, 2, 49, dtype=torch.int32)}, ShapeError, "bucket_ids: expected shape"),
+    ({"bucket_ids": torch.zeros(1, 2, 50)}, ShapeError, "bucket_ids: expected integers, got float32"),
+    ({"visited": torch.zeros(1, 3, 2, dtype=torch.int32)}, ShapeError, "visited: expected shape"),
+    ({"visited": [1]}, ConfigError, "visited: expected a tensor of torch, got list"),
+    ({"sink_tokens": -1}, ConfigError, "sink_tokens: expected an integer of at least 0, got -1"),
+    ({"recent_tokens": 0}, ConfigError, "recent_tokens: expected an integer of at least 1, got 0"),
+    ({"backend": "ops"}, BackendUnavailable, "backend: expected auto or triton"),
+    ({"return_stats": "all"}, ConfigError, "return_stats: expected one of"),
+]
+
+
+@pytest.mark.parametrize(("settings", "error", "message"), BAD_STEPS, ids=[m for _, _, m in BAD_STEPS])
+def test_a_wrong_argument_of_a_step_gets_one_clear_line(
+    settings: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    arrays = [torch.zeros(1, 4, 1, 64), *[torch.zeros(1, 2, 50, 64)] * 2]
+    ids = torch.zeros(1, 2, 50, dtype=torch.int32)
+    given: dict[str, Any] = {"bucket_ids": ids, "visited": ids[..., :1], "recent_tokens": 5} | settings
+    given = {name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for name, value in given.items()}
+    with pytest.raises(error, match=message) as caught:
+        cuda_ref.saap_attention(*(array.to(DEVICE) for array in arrays), **given)
+    assert "\n" not in str(caught.value)
+
+
+BAD_NETWORKS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    (
+        {"out_weight": torch.zeros(3, 32, 20)},
+        ShapeError,
+        "Hkv a divisor of Hq=4, got",
+    ),
+    ({"hidden_weight": torch.zeros(2, 60, 32)}, ShapeError, "hidden_weight: expected shape"),
+    ({"hidden_weight": None}, ShapeError, "out_weight: expected shape"),
+    ({"hidden_bias": torch.zeros(2, 31)}, ShapeError, "hidden_bias: expected shape"),
+    ({"out_bias": torch.zeros(20)}, ShapeError, "out_bias: expected shape"),
+    (
+        {"out_weight": torch.zeros(2, 32, 20, dtype=torch.int32)},
+        ConfigError,
+        "out_weight: expected float32, float16",
+    ),
+    (
+        {"out_weight": torch.zeros(2, 32, 5000)},
+        ConfigError,
+        "buckets: expected an integer of at least 1 and at most 4096, got",
+    ),
+    ({"probes": 21}, ConfigError, "probes: expected an integer of at least 1 and at most 20, got 21"),
+    ({"probes": 0}, ConfigError, "probes: expected an integer of at least 1 and at most 20, got 0"),
+    ({"backend": "metal"}, BackendUnavailable, "backend: expected auto or triton"),
+]
+
+
+@pytest.mark.parametrize(("settings", "error", "message"), BAD_NETWORKS, ids=[m for _, _, m in BAD_NETWORKS])
+def test_a_wrong_argument_of_a_network_gets_one_clear_line(
+    settings: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    given: dict[str, Any] = {"out_weight": torch.zeros(2, 32, 20), "hidden_weight": torch.zeros(2, 64, 32), "probes": 3}
+    given |= settings
+    given = {name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for name, value in given.items()}
+    with pytest.raises(error, match=message) as caught:
+        cuda_ref.saap_route(torch.zeros(1, 4, 1, 64, device=DEVICE), **given)
+    assert "\n" not in str(caught.value)
