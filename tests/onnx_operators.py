@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,7 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 from cases import CASES, SPARQ, Array, Case, assert_as_good_as_plain, every_parameter, plain_sparq, round_to
+from hypothesis import HealthCheck, settings
 from mlx_sparse.onnx_export import native
 from onnx import ModelProto
 from onnx.reference import ReferenceEvaluator
@@ -23,6 +26,15 @@ from mlx_sparse.oracle.sparq import deviation, masked_mean
 
 DTYPES = {"f32": np.dtype(np.float32), "f16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
 TYPES = {f"tensor({name})": np.dtype(kind) for name, kind in (("float", "f4"), ("int64", "i8"), ("int16", "i2"))}
+# What native kernels say to a mistake.
+ONE_LINE = re.compile(r"Status Message: \w+: \w+: expected [^\n]+, got [^\n]+\.$")
+fuzz = settings(
+    max_examples=int(os.environ.get("MLX_SPARSE_FUZZ", "150")),
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+    database=None,
+)
 LANES = 64  # keys per chunk of the caches under test
 CACHES = {"lanes": LANES, "dense_below": 0}
 

@@ -1,12 +1,12 @@
 """The native kernels under random sizes, lengths and contents: the right answer, or an error in one line.
 
-`test_nothing_outside_the_buffers_is_touched` runs all of this again on a library built with sanitizers.
+`test_nothing_outside_the_buffers_is_touched` runs this and test_onnx_saap_fuzz.py again on a library built with
+sanitizers.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -18,20 +18,14 @@ import ninja
 import numpy as np
 import pytest
 from cases import PRECISION, Array, assert_same_choice, ulp
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mlx_sparse.onnx_export import native
-from onnx_operators import DTYPES, Operator, windowed_attention
+from onnx_operators import DTYPES, ONE_LINE, Operator, fuzz, windowed_attention
 from require import absent
 
 from mlx_sparse import oracle
 from mlx_sparse.layout import Layout
-
-EXAMPLES = int(os.environ.get("MLX_SPARSE_FUZZ", "150"))
-ONE_LINE = re.compile(r"Status Message: \w+: \w+: expected [^\n]+, got [^\n]+\.$")
-fuzz = settings(
-    max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None
-)
 
 
 @dataclass
@@ -376,9 +370,10 @@ from pathlib import Path
 import pytest
 from mlx_sparse.onnx_export import native
 native._found, native._mismatch = lambda: Path({str(tmp_path / native.LIBRARY)!r}), lambda path: None
-sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", {__file__!r}, "-k", "not outside_the_buffers"]))
+files = {[__file__, str(Path(__file__).with_name("test_onnx_saap_fuzz.py"))]}
+sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *files, "-k", "not outside_the_buffers"]))
 """
     env = {**os.environ, "LD_PRELOAD": preload, "ASAN_OPTIONS": "detect_leaks=0", "MLX_SPARSE_FUZZ": "25"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
-    assert "6 passed" in done.stdout
+    assert "8 passed" in done.stdout
