@@ -73,7 +73,7 @@ def saap_target(
     recent_tokens: int = 2047,
     farthest_top: int = 1024,
     scale: float | None = None,
-    causal: bool = False,
+    causal: bool = True,
 ) -> Target:
     """Attention mass per bucket over long-range keys, of the queries that look far away (saap.3), (saap.4).
 
@@ -83,7 +83,7 @@ def saap_target(
         bucket_ids: ``(S,)`` bucket of each key.
         recent_tokens: a key counts for a query if it is at least this many positions behind it.
         farthest_top: a query counts if its best key, sinks aside, is more than this many positions away.
-        causal: queries see earlier keys only, as when decoding; without it all keys of the text, as in the paper.
+        causal: queries see earlier keys only, as when decoding; without it all keys of the text, as the paper says.
     """
     q, k = float64(queries), float64(keys)
     S, D = q.shape
