@@ -13,7 +13,9 @@ if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # They need mlx, which machines with an NVIDIA GPU do without (scripts/gpu_check.sh).
-pytest_plugins = ["fixtures_triton", *(["fixtures_msl", "fixtures_smollm2"] if importlib.util.find_spec("mlx") else [])]
+MODELS = ["fixtures_msl", "fixtures_smollm2"] if importlib.util.find_spec("mlx") else []
+pytest_plugins = ["fixtures_onnx", "fixtures_triton", *MODELS]
+]
 
 # onnxruntime 1.31 needs Python 3.11.
 collect_ignore_glob = ["test_onnx_*.py"] if sys.version_info < (3, 11) else []

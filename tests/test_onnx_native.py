@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import itertools
-import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,6 +15,7 @@ import numpy as np
 import onnx
 import pytest
 from cases import Array, Case, assert_same_choice
+from fixtures_onnx import SETS
 from mlx_sparse.onnx_export import native
 from onnx_operators import (
     CACHES,
@@ -41,31 +39,8 @@ from require import absent
 from mlx_sparse import __version__, onnx_export, oracle
 from mlx_sparse.checks import BackendUnavailable, ConfigError
 
-SETS = ["scalar", "neon"] if platform.machine() in ("aarch64", "arm64") else ["scalar", "avx2", "avx512"]
 DENSE = {"scale": 0.125, "window": 0}
 KERNELS = Path(__file__).parents[1] / "onnx_export" / "ort_ops"
-
-
-@pytest.fixture(scope="module")
-def library() -> ctypes.CDLL:
-    if reason := native.unavailable():
-        absent("ort", reason)
-    loaded = ctypes.CDLL(str(native.library_path()))
-    loaded.mlx_sparse_ort_limit.restype = ctypes.c_char_p
-    loaded.mlx_sparse_ort_limit.argtypes = [ctypes.c_char_p, ctypes.c_int]
-    return loaded
-
-
-@pytest.fixture
-def limit(library: ctypes.CDLL) -> Iterator[Callable[[str | None, int], None]]:
-    """Sets which instruction set runs, None for the fastest, and for how many threads work is cut, 0 for all here."""
-
-    def set_limit(name: str | None, workers: int = 0) -> None:
-        if library.mlx_sparse_ort_limit(name and name.encode(), workers) is None:
-            pytest.skip(f"this machine has no {name}")
-
-    yield set_limit
-    library.mlx_sparse_ort_limit(None, 0)
 
 
 def prompted(case: Case, k: Array, v: Array, tokens: int) -> dict[str, Array]:

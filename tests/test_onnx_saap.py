@@ -6,9 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 from cases import Array, Case
+from fixtures_onnx import SETS
+from mlx_sparse.onnx_export import lower
+from onnx import ModelProto
 from onnx_operators import (
+    ATTRIBUTES,
     DTYPES,
     Operator,
     advance,
@@ -25,7 +30,7 @@ from onnx_operators import (
 )
 from saap_cases import SAAP_CASES, SaapCase, assert_attends
 
-from mlx_sparse import oracle
+from mlx_sparse import onnx_export, oracle
 
 by_case = pytest.mark.parametrize("case", SAAP_CASES, ids=str)
 SMALL = SaapCase(Case(2, 6, 2, 150, 64, "f32", padding=(0, 40)), "random")
@@ -190,6 +195,56 @@ def test_a_token_beyond_the_caches_is_an_error_of_the_runtime(runtime: str) -> N
     for past in (150, -1):
         with pytest.raises(Exception, match=r"(?i)indice|past_length|bounds"):
             attention(runtime, SMALL)(**{**given, "past_length": np.full(2, past)})
+
+
+def lowered_static(model: ModelProto, case: SaapCase) -> ModelProto:
+    return lower.static(model, case.step.B, saap_step(case)["past_key"].shape[2])
+
+
+LOWERED = {"inline": lambda model, case: lower.inline(model), "static": lowered_static}
+
+
+@pytest.mark.parametrize("hidden", [None, 32], ids=["linear", "hidden"])
+@pytest.mark.parametrize("form", LOWERED)
+@pytest.mark.parametrize("runtime", ["onnxruntime", "onnxruntime-compat", "reference"])
+def test_lowered_it_equals_the_oracle(runtime: str, form: str, hidden: int | None) -> None:
+    case = replace(SMALL, hidden=hidden)
+    sizes = {"Hq": 6, "Hkv": 2, "D": 64, "N": case.buckets, "H": hidden or 0, "features": hidden or 64}
+    attend = attention(runtime, case, sizes=sizes, lowered=lambda model: LOWERED[form](model, case))
+    assert_attends(attend(**saap_step(case))["output"], None, case)
+
+
+@pytest.mark.parametrize("dense_below", [0, 1000], ids=["sparse", "dense"])
+def test_a_static_model_has_no_control_flow(dense_below: int) -> None:
+    sizes = {"Hq": 6, "Hkv": 2, "D": 64, "N": 16, "H": 0, "features": 64}
+    settings = {**ATTRIBUTES["SaapAttention"], "dense_below": dense_below, "sizes": sizes}
+    made = lowered_static(onnx_export.operator_model("SaapAttention", **settings), SMALL)
+    kinds = {node.op_type for node in made.graph.node}
+    assert not {"Loop", "If", "Range", "Shape", "Constant"} & kinds
+    assert ("TopK" in kinds) == (dense_below == 0)
+    inferred = onnx.shape_inference.infer_shapes(made, strict_mode=True).graph
+    infos = (*inferred.input, *inferred.output, *inferred.value_info)
+    assert all(dim.HasField("dim_value") for info in infos for dim in info.type.tensor_type.shape.dim)
+
+
+@pytest.mark.parametrize("name", SETS)
+@by_case
+def test_every_instruction_set_equals_the_oracle(name: str, case: SaapCase, limit: Any) -> None:
+    limit(name)
+    assert_attends(attention("native", case)(**saap_step(case))["output"], None, case)
+
+
+@pytest.mark.parametrize("workers", [1, 3, 8])
+@pytest.mark.parametrize("filling", ["skewed", "one"])
+def test_any_number_of_threads_gives_the_same_answer(filling: str, workers: int, limit: Any) -> None:
+    """With work cut for more threads, the list of a head is attended in parts."""
+    limit(None, workers)
+    case = SaapCase(Case(2, 6, 2, 5000, 64, "f32", padding=(0, 2500)), filling, recent_tokens=600)
+    given = saap_step(case)
+    outputs = [attention("native", case, threads=threads)(**given)["output"] for threads in (1, 2, 4)]
+    assert_attends(outputs[0], None, case)
+    np.testing.assert_array_equal(outputs[0], outputs[1])
+    np.testing.assert_array_equal(outputs[0], outputs[2])
 
 
 @pytest.mark.parametrize(
