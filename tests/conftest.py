@@ -15,7 +15,6 @@ if not Path("/dev/nvidiactl").exists():
 # They need mlx, which machines with an NVIDIA GPU do without (scripts/gpu_check.sh).
 MODELS = ["fixtures_msl", "fixtures_smollm2"] if importlib.util.find_spec("mlx") else []
 pytest_plugins = ["fixtures_onnx", "fixtures_triton", *MODELS]
-]
 
 # onnxruntime 1.31 needs Python 3.11.
 collect_ignore_glob = ["test_onnx_*.py"] if sys.version_info < (3, 11) else []
