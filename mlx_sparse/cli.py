@@ -20,6 +20,7 @@ OWN_PARSERS = {
     "demo": "mlx_sparse.demo.run",
     "eval": "mlx_sparse.evaluate.run",
     "tune-sample": "mlx_sparse.tune.run",
+    "train-saap": "mlx_sparse.saap.run",
     "bench": "mlx_sparse.bench.run",
     "run-onnx": "mlx_sparse.onnx_export.run",
 }
@@ -69,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("demo", help="a real model answers a question about a long text, densely and sparsely")
     commands.add_parser("eval", help="what a method costs in quality, on your model and your text")
     commands.add_parser("tune-sample", help="settings of SampleAttention for a model, as a file for --attn-config")
+    commands.add_parser("train-saap", help="SAAP's index of a model, trained on text, as a file for --attn")
     commands.add_parser("bench", help="time a decode step, count its memory traffic, or model it on Apple's chips")
     commands.add_parser("run-onnx", help="text from a model that export-onnx wrote, on onnxruntime")
     for name in HOSTED:

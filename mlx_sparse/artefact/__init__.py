@@ -12,16 +12,16 @@ from typing import Any
 import mlx.core as mx
 
 from ..checks import ArtefactError
-from ..files import replace_file
-from .header import Header, read_header
+from ..config import MAX_BUCKETS
 from .identity import identity, kv_shapes
+from .tensors import Header, read_header, write_tensors
 
 __all__ = ["Artefact", "Layer", "identity", "kv_shapes", "load", "versions"]
 
 FORMAT = 1
 SPACES = ("before_rope", "roped")
 NETWORK = ("hidden_weight", "hidden_bias", "out_weight", "out_bias")
-MOST_BUCKETS, MOST_HIDDEN = 4096, 1024  # what the kernels take
+MOST_HIDDEN = 4096
 
 
 @dataclass(frozen=True)
@@ -95,14 +95,15 @@ class Artefact:
             )
 
     def save(self, path: str | Path) -> None:
-        """Write the file whole, once it has been read back.
+        """Write the file, whole or not at all.
 
         Raises:
+            ArtefactError: some numbers are not finite.
             OSError: it cannot be written; what was there before is still there.
         """
         path = Path(path)
         tensors = {
-            f"layers.{index}.{name}": mx.contiguous(array)
+            f"layers.{index}.{name}": array
             for index, layer in self.layers.items()
             for name, array in layer.arrays().items()
         }
@@ -118,18 +119,8 @@ class Artefact:
             "training": dict(self.training),
             "versions": dict(self.versions) or versions(),
         }
-        metadata = {"mlx_sparse": json.dumps(about, allow_nan=False)}
-
-        def write(new: Path) -> None:
-            try:
-                mx.save_safetensors(str(new), tensors, metadata)
-                load(new)
-            except (ArtefactError, RuntimeError, ValueError):
-                # MLX does not say why. A file that reads back wrong, from arrays that are right, is a short one.
-                _check_values(path, tensors)
-                raise OSError(28, "expected room for the whole file, got a short one (disk full?)", str(path)) from None
-
-        replace_file(path, write)
+        _check_values(path, tensors)
+        write_tensors(path, tensors, {"mlx_sparse": json.dumps(about, allow_nan=False)})
 
 
 def load(path: str | Path) -> Artefact:
@@ -179,7 +170,7 @@ def _about(path: Path, header: Header) -> dict[str, Any]:
     if kind != "saap" or form != FORMAT:
         raise _refuse(path, f"kind {str(kind)[:20]!r}, format {str(form)[:20]!r}, not 'saap' and {FORMAT}")
     bounds = {
-        "buckets": (1, MOST_BUCKETS),
+        "buckets": (1, MAX_BUCKETS),
         "hidden": (0, MOST_HIDDEN),
         "sink_tokens": (0, 1 << 30),
         "recent_tokens": (0, 1 << 30),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Sequence
@@ -15,9 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..artefact import Layer
-from ..artefact.header import read_header
+from ..artefact.tensors import read_header, write_tensors
 from ..checks import ArtefactError
-from ..files import replace_file
 from . import network
 from .network import Params, Spread
 from .rows import Rows
@@ -33,7 +31,7 @@ class Training:
     """How query networks are trained: ``steps`` of Adam, each on ``batch`` rows, at a ``rate`` that falls to 0."""
 
     hidden: int = 256
-    steps: int = 400
+    steps: int = 300
     batch: int = 512
     rate: float = 1e-3
     seed: int = 0
@@ -134,15 +132,7 @@ class Adam:
         """
         parts = {"params": self.params, "first": self.first, "second": self.second}
         arrays = {f"{part}.{name}": array for part, of in parts.items() for name, array in of.items()}
-
-        def write(new: Path) -> None:
-            try:
-                mx.save_safetensors(str(new), arrays, {"step": json.dumps(self.step)})
-                read_header(new)
-            except (ArtefactError, RuntimeError, ValueError):
-                raise OSError(28, "no room for a checkpoint (disk full?)", str(path)) from None
-
-        replace_file(path, write)
+        write_tensors(path, arrays, {"step": str(self.step)})
 
     @classmethod
     def load(cls, path: Path, like: Adam) -> Adam:

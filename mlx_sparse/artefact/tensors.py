@@ -1,14 +1,19 @@
-"""What a safetensors file says it holds, checked against the file before anything is read by it."""
+"""Safetensors files: what one says it holds is checked against the file before it is read; written whole or not."""
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+
 from ..checks import ArtefactError
+from ..files import replace_file
 
 HEADER_LIMIT = 8 << 20  # bytes; ours has a few hundred per layer
 ITEM_SIZES = {"F16": 2, "F32": 4}
@@ -39,7 +44,7 @@ def read_header(path: Path) -> Header:
         raise _refuse(path, f"none that can be read ({error.strerror})") from None
     try:
         entries = json.loads(text.decode("utf-8"))
-        metadata = entries.pop("__metadata__", {})
+        metadata = entries.pop("__metadata__", None) or {}
         tensors = {name: _tensor(entry) for name, entry in entries.items()}
         metadata = {str(name): str(value) for name, value in metadata.items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
@@ -52,6 +57,25 @@ def read_header(path: Path) -> Header:
     if end != size - 8 - length:
         raise _refuse(path, f"{size - 8 - length:,} bytes of data where its header says {end:,}")
     return Header({name: shape for name, (_, _, shape) in tensors.items()}, metadata)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, mx.array], metadata: Mapping[str, str] | None = None) -> None:
+    """Write a file of float16 and float32 tensors.
+
+    Raises:
+        OSError: it cannot be written; what was there before is still there.
+    """
+    whole = {name: mx.contiguous(array) for name, array in tensors.items()}
+
+    def write(new: Path) -> None:
+        try:
+            mx.save_safetensors(str(new), whole, dict(metadata or {}))
+            read_header(new)
+        except (ArtefactError, RuntimeError):
+            # MLX does not say why, or notice.
+            raise OSError(errno.ENOSPC, "no room for the whole file (disk full?)", str(path)) from None
+
+    replace_file(path, write)
 
 
 def _tensor(entry: Any) -> tuple[int, int, tuple[int, ...]]:

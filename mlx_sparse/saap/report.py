@@ -1,0 +1,97 @@
+"""What a training achieved, per KV head on held-out text: figures, a table, JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import mean
+from typing import Any
+
+from ..evaluate.journal import fields, number
+from .recall import SELECTIVITIES
+
+ROUTERS = ("trained", "kmeans", "roped")
+
+
+@dataclass(frozen=True)
+class HeadReport:
+    """One KV head.
+
+    Attributes:
+        rows: long-range queries that it was trained on; too few, and the k-means router is what it keeps.
+        long_range: share of the collected queries that are long-range.
+        loss: KL divergence of each router before RoPE from the targets of held-out queries, nats; empty if there are
+            no such queries.
+        recall: of each router, at `recall.SELECTIVITIES`.
+        imbalance: (saap.13) of the held-out keys, by space.
+    """
+
+    layer: int
+    head: int
+    rows: int
+    long_range: float
+    loss: dict[str, float]
+    recall: dict[str, list[float]]
+    imbalance: dict[str, float]
+
+    @classmethod
+    def read(cls, data: Any) -> HeadReport:
+        """What `asdict` made; raises `ValueError` if it did not."""
+        layer, head, rows, share, loss, recall, imbalance = fields(data, *cls.__dataclass_fields__)
+        whole = all(type(value) is int and value >= 0 for value in (layer, head, rows))
+        if not whole or not all(isinstance(part, dict) for part in (loss, recall, imbalance)):
+            raise ValueError(data)
+        return cls(
+            layer,
+            head,
+            rows,
+            number(share, 0, 1),
+            {str(name): number(value, -1) for name, value in loss.items()},
+            {str(name): [number(value, 0, 1 + 1e-6) for value in found] for name, found in recall.items()},
+            {str(name): number(value, 0) for name, value in imbalance.items()},
+        )
+
+
+def table(heads: Sequence[HeadReport]) -> str:
+    """Markdown: a line per head, and their mean."""
+    routers = [router for router in ROUTERS if router in heads[0].recall]
+    losses = [router for router in routers if router != "roped"]
+    at = [f"{share:.0%}" for share in SELECTIVITIES]
+    header = ["layer", "head", "rows", *(f"loss {name}" for name in losses)]
+    header += [f"{name} {share}" for name in routers for share in at] + ["imbalance", "roped"]
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    for found in heads:
+        cells = [str(found.layer), str(found.head), f"{found.rows:,}"]
+        cells += [f"{found.loss[name]:.3f}" if name in found.loss else "" for name in losses]
+        cells += [f"{value:.3f}" for name in routers for value in found.recall[name]]
+        cells += [f"{found.imbalance[space]:.2f}" for space in ("before_rope", "roped")]
+        lines.append("| " + " | ".join(cells) + " |")
+    means = summary(heads)
+    cells = ["mean", "", f"{means['rows']:,.0f}", *(f"{means['loss'].get(name, 0):.3f}" for name in losses)]
+    cells += [f"{value:.3f}" for name in routers for value in means["recall"][name]]
+    lines.append("| " + " | ".join([*cells, "", ""]) + " |")
+    lines += [
+        "",
+        "On text that was not trained on. loss: KL divergence from where long-range attention goes. ROUTER N%: what",
+        "share of that attention is found by visiting N% of the keys that are not attended anyway; kmeans and roped",
+        "route by the centroids of keys before and after RoPE. imbalance: 1 if all buckets are equal.",
+    ]
+    return "\n".join(lines)
+
+
+def summary(heads: Sequence[HeadReport]) -> dict[str, Any]:
+    """Means over heads."""
+    losses = {name for found in heads for name in found.loss}
+    return {
+        "rows": mean(found.rows for found in heads),
+        "loss": {name: mean(found.loss[name] for found in heads if name in found.loss) for name in sorted(losses)},
+        "recall": {
+            name: [mean(found.recall[name][i] for found in heads) for i in range(len(SELECTIVITIES))]
+            for name in heads[0].recall
+        },
+    }
+
+
+def as_dict(heads: Sequence[HeadReport]) -> dict[str, Any]:
+    """Plain data for JSON."""
+    return {"selectivities": list(SELECTIVITIES), "mean": summary(heads), "heads": [asdict(found) for found in heads]}
