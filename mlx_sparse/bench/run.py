@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checks import ConfigError, check_int, check_local_window, check_rank, check_share, read_length, read_shape
-from ..config import Sample, SparQ, parse
+from ..config import SAAP, Sample, SparQ, parse
 from ..config.values import read_value
 from .output import machine, write
 
@@ -186,8 +186,11 @@ def _prefill(args: argparse.Namespace) -> Result:
 
 
 def _traffic(args: argparse.Namespace) -> Result:
-    from . import prefill_traffic, traffic
+    from . import prefill_traffic, saap_traffic, traffic
 
+    if saap := _saap(args.attn):
+        steps = saap_traffic.measure(saap)
+        return Result([step.as_dict() for step in steps], saap_traffic.text(steps, saap))
     if _sample(args.attn):
         rows = prefill_traffic.measure()
         return Result([row.as_dict() for row in rows], prefill_traffic.text(rows))
@@ -235,6 +238,12 @@ def _sample(text: str) -> Sample | None:
     """SampleAttention, if that is what is asked for."""
     (config, *others) = parse(text)
     return config if isinstance(config, Sample) and not others else None
+
+
+def _saap(text: str) -> SAAP | None:
+    """SAAP, likewise."""
+    (config, *others) = parse(text)
+    return config if isinstance(config, SAAP) and not others else None
 
 
 def _sparq(text: str) -> SparQ:

@@ -72,7 +72,7 @@ def measure(cases: Iterable[tuple[int, int]] = CASES, kv_heads: int = KV_HEADS) 
     for S, G, kernel in tqdm(jobs, unit="run", disable=None):
         shape = Shape(kv_heads * G, kv_heads, D)
         try:
-            reports = _sparq(msl, shape, S) if kernel is None else _dense(msl, kernel, shape, S)
+            reports = _sparq(msl, shape, S) if kernel is None else dense_step(msl, kernel, shape, S)
         except msl.CompileError as error:
             raise ConfigError(f"--traffic: {error}") from None
         elements = stats.dense_elements(S, D) if kernel else stats.sparq_elements(S, D, rank=RANK, top_k=TOP_K)
@@ -171,7 +171,7 @@ def _sparq(msl: Any, shape: Shape, S: int) -> list[Any]:
         return list(metal.launches)
 
 
-def _dense(msl: Any, kernel: DenseKernel, shape: Shape, S: int) -> list[Any]:
+def dense_step(msl: Any, kernel: DenseKernel, shape: Shape, S: int) -> list[Any]:
     """MLX's kernel, launched as MLX launches it."""
     queries, keys, values = (
         np.array(_random(heads, n)) for heads, n in ((shape.Hq, 1), (shape.Hkv, S), (shape.Hkv, S))

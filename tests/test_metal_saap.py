@@ -1,0 +1,317 @@
+"""SAAP's Metal kernels: any network, any list, odd calls. The cases of all backends are in test_saap_backends.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from cases import Array, Case, assert_as_good_as_plain, lse_tolerance, plain_attention
+from mlx_arrays import to_mlx, to_numpy, whole
+from msl import Metal
+from saap_cases import FILLINGS, SAAP_CASES, SaapCase, assert_attends, assert_same_buckets, visited
+
+from mlx_sparse import oracle, registry
+from mlx_sparse.bucket_lists import saap_index
+from mlx_sparse.kernels import attend, saap
+
+
+def network_of(case: SaapCase) -> dict[str, mx.array]:
+    return {name: to_mlx(array, case.weights) for name, array in case.network().items()}
+
+
+def route(case: SaapCase, **weights: mx.array | None) -> Array:
+    queries = to_mlx(case.queries_before(), case.step.dtype)
+    return np.array(saap.saap_route(queries, probes=case.probes, **(network_of(case) | weights)))
+
+
+def router(D: int, G: int, hidden: int | None, buckets: int, probes: int, *types: str) -> SaapCase:
+    query, weights = types
+    return SaapCase(Case(1, 2 * G, 2, 1, D, query), "random", buckets, probes, hidden, weights=weights)
+
+
+# route
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(router(64, 4, 256, 256, 8, "f16", weights) for weights in ("f16", "bf16", "f32")),
+        *(router(D, 3, 2 * D, 100, 7, "bf16", "f16") for D in (80, 96, 256)),
+        router(128, 16, 1024, 4096, 32, "f16", "f16"),  # what passes between the layers fits into no threadgroup
+        router(128, 1, 1024, 1024, 128, "f32", "bf16"),
+        router(128, 4, None, 4096, 4096, "bf16", "f32"),  # every bucket
+        router(8, 2, None, 1, 1, "f32", "f16"),
+        *(router(64, 5, hidden, buckets, 3, "f32", "f16") for hidden, buckets in ((33, 64), (1, 5), (7, 1023))),
+    ],
+    ids=str,
+)
+def test_any_network_visits_the_buckets_of_the_oracle(metal: Metal, case: SaapCase) -> None:
+    assert_same_buckets(route(case), case)
+
+
+def test_networks_of_fewer_than_eight_weights_are_read(metal: Metal) -> None:
+    """MLX passes them in the constant address space."""
+    case = SaapCase(Case(1, 2, 1, 1, 8, "f32"), "random", buckets=4, probes=2, hidden=1)
+    assert_same_buckets(route(case), case)
+
+
+@pytest.mark.parametrize("hidden", [None, 24])
+def test_ties_go_to_the_lower_bucket(metal: Metal, hidden: int | None) -> None:
+    case = router(64, 4, hidden, 40, 9, "f16", "f32")
+    weights = network_of(case)
+    assert (route(case, **{name: mx.zeros_like(array) for name, array in weights.items()}) == np.arange(9)).all()
+    # Every bucket twice, 20 apart: of each pair that is visited the lower one is.
+    half = {name: array[..., :20] for name, array in weights.items() if name.startswith("out")}
+    got = route(case, **{name: mx.concatenate([array, array], axis=-1) for name, array in half.items()})
+    single = SaapCase(case.step, case.filling, 20, 5, hidden)
+    queries = to_mlx(case.queries_before(), "f16")
+    names = weights | half
+    best = np.array(saap.saap_route(queries, probes=single.probes, **names))
+    lower, upper = got[got < 20].reshape(1, 2, -1), got[got >= 20].reshape(1, 2, -1) - 20
+    assert (lower == best).all()
+    assert upper.shape[2] == 4
+    assert np.isin(upper, lower).all()
+
+
+def test_a_bias_that_is_not_there_is_zero(metal: Metal) -> None:
+    case = router(64, 4, 48, 64, 6, "f16", "f16")
+    zeros = {name: mx.zeros_like(network_of(case)[name]) for name in ("hidden_bias", "out_bias")}
+    assert (route(case, hidden_bias=None, out_bias=None) == route(case, **zeros)).all()
+
+
+@pytest.mark.parametrize("spoiled", ["query", "hidden_weight", "out_weight"])
+def test_nan_visits_nothing_and_stays_in_its_head(metal: Metal, spoiled: str) -> None:
+    case = router(64, 4, 48, 64, 6, "f32", "f32")
+    queries, weights = mx.array(case.queries_before()), network_of(case)
+    expected = route(case)
+    if spoiled == "query":
+        queries[0, 1, 0, 5] = mx.nan
+    else:
+        weights[spoiled][0, 3] = mx.nan
+    got = np.array(saap.saap_route(queries, probes=case.probes, **weights))
+    assert (got[0, 0] == -1).all()
+    assert (got[0, 1] == expected[0, 1]).all()
+
+
+@pytest.mark.parametrize("hidden", [None, 192])
+def test_weights_are_read_once_for_the_whole_group(metal: Metal, hidden: int | None) -> None:
+    case = SaapCase(Case(2, 8, 2, 1, 128, "f16"), "random", buckets=1100, probes=4, hidden=hidden, weights="f16")
+    route(case)
+    if metal.emulated:
+        for name, array in network_of(case).items():
+            read = metal.last("saap_route").reads[name]
+            assert read.lane == case.step.B * array.nbytes, name
+            assert read.threadgroup <= case.step.B * (array.nbytes + 2 * 128 * case.step.Hkv), name
+
+
+# list
+
+
+def listed(case: SaapCase, chosen: Array, *, pending: int = 0, spare: int = 0) -> tuple[list[Array], list[Array]]:
+    """Indices and counts of a step with ``spare`` slots of room, and the oracle's."""
+    covered = max(case.covered - pending, 0)
+    padding = case.step.padding
+    common = {"sink_tokens": case.sink_tokens, "left_padding": padding}
+    ids = case.bucket_ids()[..., :covered]
+    index = oracle.saap_index(ids, buckets=case.buckets, **common)
+    sizes = {"length": case.step.S, "covered": covered, "capacity": case.step.S + spare}
+    expected = oracle.saap_indices(chosen, *index, **sizes, **common)
+    common["left_padding"] = None if padding is None else mx.array(padding)
+    ours = saap_index(mx.array(ids.astype(np.int16)), buckets=case.buckets, **common)
+    got = saap.saap_indices(mx.array(chosen.astype(np.int32)), *ours, **sizes, **common)
+    return [np.array(array) for array in got], list(expected)
+
+
+LONG = SaapCase(Case(2, 2, 2, 6000, 8, "f32", padding=(0, 300)), "skewed", buckets=512, recent_tokens=600)
+
+
+@pytest.mark.parametrize("filling", FILLINGS)
+@pytest.mark.parametrize(("buckets", "probes"), [(512, 1), (512, 31), (512, 512), (4096, 1500)])
+def test_a_long_list_is_the_oracles_in_its_order(metal: Metal, filling: str, buckets: int, probes: int) -> None:
+    case = SaapCase(LONG.step, filling, buckets, probes, hidden=None, recent_tokens=600)
+    rng = np.random.default_rng(probes)
+    chosen = np.array([[rng.permutation(buckets)[:probes] for _ in range(2)] for _ in range(2)])
+    if filling == "one":  # that bucket comes first
+        full = case.bucket_ids()[0, 0, 0]
+        chosen[chosen == full] = chosen[..., :1][(chosen == full).any(axis=-1)].ravel()
+        chosen[..., 0] = full
+    for pending, spare in ((0, 0), (100, 2000), (10**6, 0)):
+        got, expected = listed(case, chosen, pending=pending, spare=spare)
+        assert (got[1] == expected[1]).all()
+        assert (got[0] == expected[0]).all()
+
+
+def test_what_is_no_bucket_holds_no_key(metal: Metal) -> None:
+    chosen = np.array([-1, 5, 4096, 2**31 - 1, -(2**31), 7, 4097])
+    got, _ = listed(LONG, np.broadcast_to(chosen, (2, 2, 7)))
+    expected, _ = listed(LONG, np.broadcast_to(chosen[[1, 5]], (2, 2, 2)))
+    assert all((a == b).all() for a, b in zip(got, expected, strict=True))
+
+
+def test_an_index_that_is_none_and_a_bucket_visited_twice_are_no_fault(metal: Metal) -> None:
+    rng = np.random.default_rng(0)
+    offsets = mx.array(rng.integers(-(2**31), 2**31, size=(1, 2, 65)).astype(np.int32))
+    key_ids = mx.array(rng.integers(-(2**31), 2**31, size=(1, 2, 300)).astype(np.int32))
+    chosen = mx.array(np.full((1, 2, 50), 3, np.int32))
+    sizes = {"length": 400, "covered": 300, "sink_tokens": 1, "capacity": 777}
+    for visits in (chosen, mx.broadcast_to(mx.arange(64, dtype=mx.int32), (1, 2, 64))):
+        indices, counts = saap.saap_indices(visits, offsets, key_ids, **sizes)
+        assert indices.shape == (1, 2, 777)
+        assert ((np.array(counts) >= 101) & (np.array(counts) <= 777)).all()
+
+
+def test_nothing_visited_and_nothing_indexed_leaves_the_ends(metal: Metal) -> None:
+    case = SaapCase(Case(1, 2, 2, 50, 8, "f32"), "random")
+    for chosen, pending in ((np.zeros((1, 2, 0)), 0), (visited(case), 50)):
+        got, expected = listed(case, chosen, pending=pending)
+        assert all((a == b).all() for a, b in zip(got, expected, strict=True))
+
+
+def test_a_bucket_of_half_the_keys_is_many_threadgroups_work(metal: Metal) -> None:
+    case = SaapCase(Case(1, 1, 1, 20_000, 8, "f32"), "one", buckets=16, probes=4)
+    got, _ = listed(case, visited(case))
+    assert (got[1] == 20_000).all()
+    if metal.emulated:
+        report = metal.last("saap_indices")
+        assert report.grid[0] // report.threadgroup[0] == 20
+        assert report.reads["key_ids"].lane == 4 * (20_000 - 42)  # each once
+
+
+# attention over counted lists
+
+WIDE = Case(1, 8, 2, 9000, 64, "f16")
+
+
+def attend_counted(counts: list[int], N: int = 9000) -> tuple[Array, Array, Array, Array]:
+    """Lists with room for ``N`` keys, of which the counted ones are in use: output and lse, and the oracle's."""
+    q, k, v = WIDE.inputs()
+    lists = np.array([[np.random.default_rng(head).permutation(WIDE.S)[:N] for head in range(WIDE.Hkv)]])
+    arrays = to_mlx(q, "f16"), whole(k, WIDE.S + 9, "f16"), whole(v, WIDE.S + 9, "f16")
+    used = mx.array([counts], dtype=mx.int32)
+    out, lse = attend.attend_indices(*arrays, mx.array(lists), counts=used, scale=0.125, length=WIDE.S)
+    lists = np.where(np.arange(N) < np.array(counts)[None, :, None], lists, -1)
+    return to_numpy(out), np.array(lse), *oracle.attend_indices(q, k, v, lists, scale=0.125)
+
+
+@pytest.mark.parametrize("N", [1, 300, 512, 513, 9000])
+@pytest.mark.parametrize("counts", [(0, 0), (1, 0), (130, 127), (300, 9000)], ids=str)
+def test_only_counted_entries_are_attended(metal: Metal, N: int, counts: tuple[int, int]) -> None:
+    out, lse, expected, expected_lse = attend_counted([min(count, N) for count in counts], N)
+    np.testing.assert_allclose(out, expected, rtol=0, atol=2e-3)
+    np.testing.assert_allclose(lse, expected_lse, rtol=0, atol=2e-5)
+
+
+def test_a_count_that_is_none_is_the_whole_list(metal: Metal) -> None:
+    out, lse, _, _ = attend_counted([9000, 9000])
+    for counts in ([9001, 2**31 - 1], [-1, -(2**31)]):
+        got, got_lse, _, _ = attend_counted(counts)
+        assert (got == out).all()
+        assert (got_lse == lse).all()
+
+
+@pytest.mark.parametrize("counts", [(9000, 9000), (2500, 700), (100, 0)], ids=str)
+def test_threadgroups_share_what_is_counted_and_the_others_leave_at_once(metal: Metal, counts: tuple[int, int]) -> None:
+    attend_counted(list(counts))
+    if not metal.emulated:
+        return
+    report = next(report for report in metal.launches if report.kernel == "attend_indices")
+    splits = report.grid[0] // report.threadgroup[0]
+    assert splits == 36
+    # Who works reads the queries of its group first. Nobody has a tile more than needed.
+    tiles = [-(-count // attend.TILE) for count in counts]
+    working = [-(-n // -(-n // splits)) if n else 0 for n in tiles]
+    row = WIDE.D * 2
+    assert report.reads["queries"].lane == sum(working) * WIDE.Hq // WIDE.Hkv * row
+    for name in ("keys", "values"):
+        assert report.reads[name].lane == report.reads[name].dispatch == sum(counts) * row
+    assert report.reads["indices"].lane == sum(counts) * 4
+
+
+# the whole step
+
+
+def step(case: SaapCase, *, pending: int, capacity: int) -> tuple[mx.array, mx.array, Array]:
+    """A decode step as a cache runs it, over whole buffers: output, lse and the oracle's list."""
+    S, padding = case.step.S, case.step.padding
+    q, k, v = case.inputs()
+    covered = max(case.covered - pending, 0)
+    common = {"sink_tokens": case.sink_tokens, "left_padding": padding}
+    sizes = {"length": S, "covered": covered, "capacity": capacity}
+    ids = case.bucket_ids()
+    index = oracle.saap_index(ids[..., :covered], buckets=case.buckets, **common)
+    expected, _ = oracle.saap_indices(visited(case), *index, **sizes, **common)
+    common["left_padding"] = None if padding is None else mx.array(padding)
+    index = saap_index(mx.array(ids[..., :covered]), buckets=case.buckets, **common)
+    before = to_mlx(case.queries_before(), case.step.dtype)
+    chosen = saap.saap_route(before, probes=case.probes, **network_of(case))
+    indices, counts = saap.saap_indices(chosen, *index, **sizes, **common)
+    keys, values = (whole(array, S + 11, case.step.dtype) for array in (k, v))
+    queries = to_mlx(q, case.step.dtype)
+    out, lse = attend.attend_indices(queries, keys, values, indices, counts=counts, scale=case.scale, length=S)
+    return out, lse, expected
+
+
+@pytest.mark.parametrize("case", SAAP_CASES, ids=str)
+def test_a_step_with_pending_keys_attends_the_keys_of_the_oracle(metal: Metal, case: SaapCase) -> None:
+    q, k, v = case.inputs()
+    out, lse, indices = step(case, pending=13, capacity=case.step.S + 20)
+    expected, expected_lse = oracle.attend_indices(q, k, v, indices, scale=case.scale)
+    plain = plain_attention(q, k, v, indices, case.scale, case.step.dtype)
+    assert_as_good_as_plain(to_numpy(out), expected, plain, case.step.dtype)
+    allowed = lse_tolerance(q, k, indices, case.scale, expected_lse)
+    np.testing.assert_allclose(np.array(lse), expected_lse, rtol=0, atol=allowed)
+
+
+def test_nothing_recompiles_as_the_context_grows(metal: Metal) -> None:
+    texts: set[tuple[str, str]] = set()
+    for S, pending in ((2100, 0), (2101, 1), (2350, 250)):
+        case = SaapCase(Case(1, 4, 2, S, 64, "f16"), "balanced")
+        out, _, _ = step(case, pending=pending, capacity=2400)
+        mx.eval(out)
+        texts.update(metal.texts.items())
+    assert len(texts) == (4 if metal.emulated else 0)
+
+
+def test_the_one_shot_reads_only_what_is_in_use(metal: Metal) -> None:
+    case = SAAP_CASES[5]
+    q, k, v = case.inputs()
+    results = []
+    for spare in (0, 45):
+        S = case.step.S + spare
+        ids = np.pad(case.bucket_ids(), [(0, 0), (0, 0), (0, spare)], constant_values=int(visited(case)[0, 0, 0]))
+        arrays = to_mlx(q, case.step.dtype), *(whole(array, S, case.step.dtype) for array in (k, v))
+        given = {"bucket_ids": mx.array(ids), "visited": mx.array(visited(case)), "buckets": case.buckets}
+        padding = mx.array(case.step.padding)
+        results.append(
+            registry.load("saap", "metal")(
+                *arrays, **given, **case.window, scale=case.scale, left_padding=padding, length=case.step.S
+            )
+        )
+    assert all(mx.array_equal(a, b) for a, b in zip(*results, strict=True))
+    out, lse, _ = results[0]
+    assert_attends(to_numpy(out), np.array(lse), case)
+
+
+@pytest.mark.skipif(mx.metal.is_available(), reason="the GPU's own launches are not recorded")
+def test_a_step_is_four_launches_and_nothing_waits_for_the_gpu() -> None:
+    """MLX records the step without running it: whoever looks at a value fails."""
+    case = SaapCase(Case(1, 4, 2, 900, 64, "f16"), "balanced", buckets=64, probes=8)
+    ids = mx.array(case.bucket_ids()[..., :860])
+    index = saap_index(ids, buckets=64, sink_tokens=2)
+    q, k, v = (to_mlx(array, "f16") for array in case.inputs())
+    weights = network_of(case)
+
+    def traced(q: mx.array, k: mx.array, v: mx.array, *arrays: mx.array) -> tuple[mx.array, mx.array]:
+        *named, offsets, key_ids = arrays
+        chosen = saap.saap_route(q, probes=8, **dict(zip(weights, named, strict=True)))
+        sizes = {"length": 900, "covered": 860, "sink_tokens": 2, "capacity": 1200}
+        indices, counts = saap.saap_indices(chosen, offsets, key_ids, **sizes)
+        return attend.attend_indices(q, k, v, indices, counts=counts, scale=0.125, length=900)
+
+    nodes: list[dict[str, Any]] = []
+    mx.export_function(nodes.append, traced, q, k, v, *weights.values(), *index)
+    launched = [node["arguments"][0] for node in nodes if node.get("name") == "CustomKernel"]
+    kinds = ["saap_route", "saap_indices", "attend_indices", "merge_parts"]
+    assert [next(kind for kind in kinds if kind in name) for name in launched] == kinds
