@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -10,9 +13,13 @@ import numpy.typing as npt
 import pytest
 
 from mlx_sparse import kmeans, oracle
-from mlx_sparse.checks import ConfigError
+from mlx_sparse.artefact import Layer
+from mlx_sparse.checks import ArtefactError, ConfigError
+from mlx_sparse.saap import network
 from mlx_sparse.saap.clusters import POINTS, fit_centroids
-from mlx_sparse.saap.rows import Distances, Texts, bucket_mass, long_range_rows
+from mlx_sparse.saap.layers import losses
+from mlx_sparse.saap.rows import Distances, Rows, Texts, bucket_mass, long_range_rows
+from mlx_sparse.saap.train import FEWEST_ROWS, Adam, Training, train_layer
 
 Array = npt.NDArray[Any]
 D, BUCKETS = 16, 12
@@ -146,3 +153,214 @@ def test_rows_are_bounded_and_the_same_for_the_same_seed() -> None:
     assert len(first.queries) == len(first.target) == 40
     np.testing.assert_array_equal(first.queries, second.queries)
     assert not np.array_equal(first.queries, other.queries)
+
+
+HIDDEN, SCALE = 2 * D + 5, 0.25
+
+
+def long_tailed_rows(n: int, seed: int = 0, *, heads: int = HEADS) -> list[Rows]:
+    """Queries and targets that a query determines, but not by the inner products with centroids alone."""
+    random = np.random.default_rng(seed)
+    truth = np.random.default_rng(99).normal(size=(heads, D, BUCKETS))
+    found = []
+    for head in range(heads):
+        queries = random.normal(size=(n, D)) + 0.5
+        logits = 1.5 * np.abs(queries) @ truth[head]
+        target = np.exp(logits - logits.max(axis=1, keepdims=True))
+        target /= target.sum(axis=1, keepdims=True)
+        found.append(Rows(queries.astype(np.float32), target.astype(np.float16), 2 * n))
+    return found
+
+
+def unit_centroids(seed: int = 1) -> Array:
+    centroids = np.random.default_rng(seed).normal(size=(HEADS, BUCKETS, D))
+    return (centroids / np.linalg.norm(centroids, axis=-1, keepdims=True)).astype(np.float32)
+
+
+def started(rows: list[Rows], *, at_random: bool = False) -> network.Params:
+    spread = network.Spread.of([found.queries for found in rows])
+    params = network.start(mx.array(unit_centroids()), spread, HIDDEN, SCALE, seed=4)
+    if at_random:
+        keys = mx.random.split(mx.random.key(8), len(params))
+        noise = [0.3 * mx.random.normal(array.shape, key=key) for array, key in zip(params.values(), keys, strict=True)]
+        params = {name: array + extra for (name, array), extra in zip(params.items(), noise, strict=True)}
+    return params
+
+
+def plain_loss(params: dict[str, Array], queries: Array, target: Array) -> float:
+    """`network.loss` in float64, head by head, as one would write it down."""
+    total = 0.0
+    for head in range(len(queries)):
+        x = queries[head] @ params["hidden_weight"][head]
+        x = (x - x.mean(axis=0)) / np.sqrt(x.var(axis=0) + network.EPS)
+        h = np.maximum(x * params["gain"][head] + params["shift"][head], 0)
+        logits = h @ params["out_weight"][head] + params["out_bias"][head]
+        logf = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+        total -= (target[head] * logf).sum(axis=1).mean()
+    return total
+
+
+def test_the_gradient_is_that_of_the_loss_in_float64() -> None:
+    rows = long_tailed_rows(9)
+    params = started(rows, at_random=True)
+    queries, target = np.stack([r.queries for r in rows]), np.stack([r.target for r in rows]).astype(np.float32)
+    gradient = mx.grad(network.loss)(params, mx.array(queries), mx.array(target))
+    exact = {name: np.array(array).astype(np.float64) for name, array in params.items()}
+    found = float(np.array(network.loss(params, mx.array(queries), mx.array(target))))
+    assert found == pytest.approx(plain_loss(exact, queries, target), rel=1e-5)
+    random, step = np.random.default_rng(0), 1e-5
+    for name, array in exact.items():
+        for place in random.choice(array.size, 25):
+            at = np.unravel_index(place, array.shape)
+            here = array[at]
+            sides = []
+            for there in (here + step, here - step):
+                array[at] = there
+                sides.append(plain_loss(exact, queries, target))
+            array[at] = here
+            slope = (sides[0] - sides[1]) / (2 * step)
+            assert float(np.array(gradient[name])[at]) == pytest.approx(slope, abs=2e-5), (name, at)
+
+
+def test_adam_is_adam() -> None:
+    random = np.random.default_rng(0)
+    exact = random.normal(size=(3, 4))
+    state = Adam.of({"w": mx.array(exact.astype(np.float32))})
+    first, second = np.zeros((3, 4)), np.zeros((3, 4))
+    for step, rate in enumerate((1e-2, 8e-3, 5e-3), 1):
+        gradient = random.normal(size=(3, 4))
+        state = state.after({"w": mx.array(gradient.astype(np.float32))}, rate)
+        first, second = 0.9 * first + 0.1 * gradient, 0.999 * second + 0.001 * gradient**2
+        exact -= rate * (first / (1 - 0.9**step)) / (np.sqrt(second / (1 - 0.999**step)) + 1e-8)
+    assert state.step == 3
+    np.testing.assert_allclose(np.array(state.params["w"]), exact, atol=1e-6)
+
+
+def folded_probabilities(layer: Layer, queries: Array) -> Array:
+    """``(Hkv, n, C)`` by the oracle, of ``queries (Hkv, n, D)``."""
+    arrays = {name: np.array(array.astype(mx.float32)) for name, array in layer.arrays().items()}
+    del arrays["centroids"]
+    return np.stack(
+        [
+            oracle.query_network(queries[:, [row]].reshape(1, HEADS, 1, D), **arrays)[0, :, 0]
+            for row in range(queries.shape[1])
+        ],
+        axis=1,
+    )
+
+
+def test_batch_norm_is_folded_in_as_the_oracle_does() -> None:
+    rows = long_tailed_rows(50)
+    spread = network.Spread.of([found.queries for found in rows])
+    params = started(rows, at_random=True)
+    folded = network.fold(params, spread)
+    of = {name: np.array(array).astype(np.float64) for name, array in params.items()}
+    for head, found in enumerate(rows):
+        before = found.queries.astype(np.float64) @ of["hidden_weight"][head]
+        weight, bias = oracle.fold_batch_norm(
+            of["hidden_weight"][head],
+            np.zeros(HIDDEN),
+            mean=before.mean(axis=0),
+            variance=before.var(axis=0),
+            gain=of["gain"][head],
+            shift=of["shift"][head],
+            eps=network.EPS,
+        )
+        np.testing.assert_allclose(np.array(folded["hidden_weight"][head]), weight, atol=1e-5)
+        np.testing.assert_allclose(np.array(folded["hidden_bias"][head]), bias, atol=1e-5)
+    layer = Layer(mx.array(unit_centroids()), **folded)
+    queries = np.stack([found.queries for found in rows])
+    ours = np.array(mx.softmax(network.logits(folded, mx.array(queries)), axis=-1))
+    np.testing.assert_allclose(ours, folded_probabilities(layer, queries), atol=1e-5)
+
+
+def test_training_starts_at_the_kmeans_router() -> None:
+    rows, centroids = long_tailed_rows(80), unit_centroids()
+    queries = np.stack([found.queries for found in rows])
+    linear = SCALE * np.einsum("hnd,hcd->hnc", queries, centroids)
+    spread = network.Spread.of([found.queries for found in rows])
+    for folded in (network.fold(started(rows), spread), network.router(mx.array(centroids), HIDDEN, SCALE)):
+        np.testing.assert_allclose(np.array(network.logits(folded, mx.array(queries))), linear, atol=1e-4)
+
+
+TRAINING = Training(HIDDEN, steps=60, batch=64, rate=1e-2, seed=2)
+
+
+def test_a_trained_network_predicts_queries_it_has_not_seen_better_than_kmeans() -> None:
+    layer = train_layer(long_tailed_rows(2000), unit_centroids(), TRAINING, scale=SCALE)
+    for head, rows in enumerate(long_tailed_rows(300, seed=1)):
+        found = losses(rows, layer, head, SCALE)
+        assert 0 < found["trained"] < 0.7 * found["kmeans"]
+
+
+def test_the_loss_that_is_reported_is_the_divergence() -> None:
+    rows, layer = long_tailed_rows(40), Layer(mx.array(unit_centroids()))
+    logits = SCALE * rows[1].queries.astype(np.float64) @ unit_centroids()[1].T.astype(np.float64)
+    f = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    target = rows[1].target.astype(np.float64)
+    expected = np.where(target > 0, target * np.log(np.maximum(target, 1e-30) / f), 0).sum(axis=1).mean()
+    # targets are float16: their sums are 1 within half a thousandth
+    assert losses(rows[1], layer, 1, SCALE) == {"kmeans": pytest.approx(expected, abs=2e-3)}
+    none = Rows(rows[0].queries[:0], rows[0].target[:0], 5)
+    assert losses(none, layer, 0, SCALE) == {}
+
+
+def test_a_head_with_too_few_rows_keeps_the_kmeans_router() -> None:
+    many, few = long_tailed_rows(500)[0], long_tailed_rows(FEWEST_ROWS - 1)[1]
+    layer = train_layer([many, few], unit_centroids(), TRAINING, scale=SCALE)
+    assert losses(many, layer, 0, SCALE)["trained"] < 0.8 * losses(many, layer, 0, SCALE)["kmeans"]
+    queries = np.stack([few.queries] * HEADS)
+    logits = np.array(network.logits({k: v for k, v in layer.arrays().items() if k != "centroids"}, mx.array(queries)))
+    np.testing.assert_allclose(logits[1], SCALE * few.queries @ unit_centroids()[1].T, atol=1e-5)
+    alone = train_layer([few, few], unit_centroids(), TRAINING, scale=SCALE)
+    np.testing.assert_array_equal(np.array(alone.out_bias), 0)
+
+
+class Killed(Exception):
+    """Stands for a signal."""
+
+
+@dataclass
+class Progress:
+    """A bar that may end the process at some step."""
+
+    kill_at: int = -1
+    n: int = 0
+
+    def update(self, n: int) -> None:
+        self.n += n
+        if self.n == self.kill_at:
+            raise Killed
+
+
+def same(a: Layer, b: Layer) -> None:
+    for name, array in a.arrays().items():
+        np.testing.assert_array_equal(np.array(array), np.array(b.arrays()[name]), err_msg=name)
+
+
+def test_a_training_that_was_killed_gives_the_same_as_one_that_was_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, checkpoint = long_tailed_rows(400), tmp_path / "state.safetensors"
+    whole = train_layer(rows, unit_centroids(), TRAINING, scale=SCALE)
+    monkeypatch.setattr("mlx_sparse.saap.train.CHECKPOINT_SECONDS", 0.0)
+    progress = Progress(kill_at=23)
+    with pytest.raises(Killed):
+        train_layer(rows, unit_centroids(), TRAINING, scale=SCALE, checkpoint=checkpoint, progress=progress)
+    resumed = Progress()
+    layer = train_layer(rows, unit_centroids(), TRAINING, scale=SCALE, checkpoint=checkpoint, progress=resumed)
+    same(layer, whole)
+    assert resumed.n == TRAINING.steps
+    assert [path.name for path in tmp_path.iterdir()] == [checkpoint.name]
+
+
+def test_a_damaged_or_foreign_checkpoint_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlx_sparse.saap.train.CHECKPOINT_SECONDS", 0.0)
+    rows, checkpoint = long_tailed_rows(100), tmp_path / "state.safetensors"
+    train_layer(rows, unit_centroids(), TRAINING, scale=SCALE, checkpoint=checkpoint)
+    wider = dataclasses.replace(TRAINING, hidden=HIDDEN + 1)
+    with pytest.raises(ArtefactError, match="expected a checkpoint of this training"):
+        train_layer(rows, unit_centroids(), wider, scale=SCALE, checkpoint=checkpoint)
+    checkpoint.write_bytes(checkpoint.read_bytes()[:-5])
+    with pytest.raises(ArtefactError, match="bytes of data"):
+        train_layer(rows, unit_centroids(), TRAINING, scale=SCALE, checkpoint=checkpoint)
