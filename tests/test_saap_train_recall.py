@@ -1,0 +1,123 @@
+"""What the report of a training says: recall against selectivity, counted key by key, and routers that are known."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from test_saap_train import BUCKETS, DISTANCES, GROUP, HEADS, WINDOWS, D, bucket_ids, texts
+
+from mlx_sparse import oracle
+from mlx_sparse.artefact import Layer
+from mlx_sparse.saap.layers import Recipe, imbalance, make_centroids, make_layer, report_layer
+from mlx_sparse.saap.layers import bucket_ids as assign_all
+from mlx_sparse.saap.recall import Indexed, curve, grouped_queries, index, keys_per_bucket, router_scores
+from mlx_sparse.saap.rows import Distances
+from mlx_sparse.saap.train import Training
+
+RECIPE = Recipe(BUCKETS, DISTANCES, Training(2 * D, steps=5, batch=16), 10**6, 0)
+
+
+def test_the_keys_of_a_bucket_are_those_that_a_decode_step_would_find_there() -> None:
+    ids, positions = bucket_ids()[0, 0], np.arange(0, 150, 7)
+    found = keys_per_bucket(ids, positions, BUCKETS, DISTANCES)
+    for row, position in enumerate(positions):
+        S = position + 1  # the current token included
+        covered = max(S - DISTANCES.recent_tokens, 0)
+        offsets, _ = oracle.saap_index(ids[None, None, :covered], buckets=BUCKETS, sink_tokens=DISTANCES.sink_tokens)
+        np.testing.assert_array_equal(found[row], np.diff(offsets[0, 0]))
+
+
+def test_mass_is_that_of_dense_attention_on_the_keys_of_each_bucket() -> None:
+    data, ids = texts(every=9), bucket_ids()
+    found = index(data, ids, 1, buckets=BUCKETS, distances=DISTANCES)
+    n = data.positions.shape[1]
+    assert found.mass.shape == (WINDOWS * n, GROUP, BUCKETS)
+    for window, row, query_head in ((0, 8, 0), (1, n - 1, 2)):
+        position = data.positions[window, row]
+        keys = data.keys_after[window, 1, : position + 1].astype(np.float64)
+        logits = data.scale * keys @ data.queries_after[window, GROUP + query_head, row].astype(np.float64)
+        attention = np.exp(logits - logits.max())
+        attention /= attention.sum()
+        far = np.arange(position + 1) <= position - DISTANCES.recent_tokens
+        far[: DISTANCES.sink_tokens] = False
+        expected = [attention[far & (ids[window, 1, : position + 1] == c)].sum() for c in range(BUCKETS)]
+        np.testing.assert_allclose(found.mass[window * n + row, query_head], expected, atol=1e-6)
+        best = DISTANCES.sink_tokens + np.argmax(logits[DISTANCES.sink_tokens :])
+        assert found.distance[window * n + row, query_head] == position - best
+
+
+def test_a_curve_counts_keys_and_mass_in_the_order_of_the_scores() -> None:
+    mass = np.array([[[0.1, 0.3, 0.0], [0.2, 0.0, 0.2]]])
+    keys, distance = np.array([[10, 30, 60]]), np.array([[900, 900]])
+    found = curve(Indexed(mass, keys, distance), np.array([[0.2, 0.5, 0.1]]), DISTANCES)
+    np.testing.assert_allclose(found.selectivity, [0, 0.3, 0.4, 1])
+    np.testing.assert_allclose(found.recall, [0, (0.75 + 0) / 2, (1 + 0.5) / 2, 1])
+    np.testing.assert_allclose(found.mass, [0, 0.3 / 0.8, 0.6 / 0.8, 1])
+    assert found.at(0.35) == pytest.approx((0.375 + 0.75) / 2)
+
+
+def test_recall_is_that_of_queries_that_look_far_away_where_there_are_enough() -> None:
+    n = 40
+    mass, keys = np.zeros((n, 1, 2)), np.full((n, 2), 5)
+    mass[:, 0, 0] = 1
+    mass[:20, 0] = (0, 1)
+    distance = np.where(np.arange(n) < 20, 900, 3)[:, None]
+    scores = np.tile([1.0, 0.0], (n, 1))
+    assert curve(Indexed(mass, keys, distance), scores, DISTANCES).recall[1] == 0
+    few = np.where(np.arange(n) < 5, 900, 3)[:, None]
+    assert curve(Indexed(mass, keys, few), scores, DISTANCES).recall[1] == 0.5
+
+
+def test_visiting_everything_finds_everything_and_nothing_nothing() -> None:
+    found = index(texts(every=9), bucket_ids(), 0, buckets=BUCKETS, distances=DISTANCES)
+    line = curve(found, np.random.default_rng(0).random(found.keys.shape), DISTANCES)
+    for values in (line.selectivity, line.recall, line.mass):
+        assert values[0] == 0
+        assert values[-1] == pytest.approx(1, abs=1e-6) or not found.keys.any(axis=1).all()
+        assert (np.diff(values) >= 0).all()
+
+
+def test_routers_are_the_oracles() -> None:
+    data = texts(every=50)
+    layer, _ = make_layer(data, RECIPE, checkpoint=None, progress=None)
+    arrays = {name: np.array(array.astype(mx.float32)) for name, array in layer.arrays().items()}
+    centroids = arrays.pop("centroids")
+    n = data.positions.shape[1]
+    every = [router_scores(grouped_queries(data, head), layer, head, scale=0.6) for head in range(HEADS)]
+    linear = [router_scores(grouped_queries(data, head), layer, head, scale=0.6, kmeans=True) for head in range(HEADS)]
+    for window, row in np.ndindex(WINDOWS, n):
+        queries = data.queries_before[window, :, row].astype(np.float32)[None, :, None]
+        expected = oracle.query_network(queries, **arrays)[0].sum(axis=1)
+        of_kmeans = oracle.query_network(queries, out_weight=0.6 * centroids.swapaxes(1, 2))[0].sum(axis=1)
+        for head in range(HEADS):
+            np.testing.assert_allclose(every[head][window * n + row], expected[head], atol=1e-4)
+            np.testing.assert_allclose(linear[head][window * n + row], of_kmeans[head], atol=1e-5)
+
+
+def test_the_report_covers_every_head_and_router() -> None:
+    train, held_out = texts(), texts(seed=1, every=3)
+    layer, rows = make_layer(train, RECIPE, checkpoint=None, progress=None)
+    roped = make_centroids(train, RECIPE, roped=True)
+    heads = report_layer(5, held_out, layer, roped, rows, RECIPE)
+    assert [(found.layer, found.head) for found in heads] == [(5, 0), (5, 1)]
+    for found in heads:
+        assert found.recall.keys() == {"trained", "kmeans", "roped"}
+        assert found.loss.keys() == {"trained", "kmeans"}
+        assert 0 < found.long_range < 1 and found.rows > 64
+        assert all(0 <= a <= b <= c <= 1 for a, b, c in found.recall.values())
+        ids = assign_all(held_out.keys_before, np.array(layer.centroids.astype(mx.float32)))
+        expected = oracle.imbalance(ids[:, found.head, DISTANCES.sink_tokens :], BUCKETS)
+        assert found.imbalance["before_rope"] == pytest.approx(expected)
+    assert imbalance(np.zeros((1, 9), np.int32), RECIPE) == BUCKETS
+
+
+def test_sinks_are_no_keys_of_the_clusters() -> None:
+    data = texts()
+    sinks = Distances(sink_tokens=20, recent_tokens=40, farthest_top=20)
+    found = make_centroids(data, Recipe(BUCKETS, sinks, None, 1, 0), roped=False)
+    data.keys_before[:, :, :20] *= 1000
+    data.keys_after[:, :, :20] *= 1000
+    np.testing.assert_array_equal(make_centroids(data, Recipe(BUCKETS, sinks, None, 1, 0), roped=False), found)
+    assert not np.array_equal(make_centroids(data, Recipe(BUCKETS, sinks, None, 1, 0), roped=True), found)
+    assert isinstance(make_layer(data, Recipe(BUCKETS, sinks, None, 1, 0), checkpoint=None, progress=None)[0], Layer)
