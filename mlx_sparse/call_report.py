@@ -24,10 +24,11 @@ class Report:
         dense_layers: number of other layers by reason.
         sparse_calls: decode calls that ran sparsely.
         dense_calls: number of other calls by reason.
-        sparse_bytes: bytes of K and V that the sparse calls moved, by the papers' formulae.
+        formula_bytes: bytes that the sparse calls moved, by the papers' formulae, as far as the host knows.
         dense_bytes: bytes that dense attention would have moved in the same calls.
         prefill: figures of the prompts (`mlx_sparse.lm.figures.PrefillFigures`); None without a prefill method.
         decodes: whether there is a decode method.
+        buckets: what SAAP attended (`mlx_sparse.lm.figures.BucketFigures`); None with any other method.
     """
 
     attn: str
@@ -39,15 +40,24 @@ class Report:
     dense_layers: Counter[str] = field(default_factory=Counter)
     sparse_calls: int = 0
     dense_calls: Counter[str] = field(default_factory=Counter)
-    sparse_bytes: int = 0
+    formula_bytes: int = 0
     dense_bytes: int = 0
     prefill: Any = None
     decodes: bool = True
+    buckets: Any = None
+
+    @property
+    def sparse_bytes(self) -> int:
+        """Bytes that the sparse calls moved, by the papers' formulae; SAAP's lists are counted on the device."""
+        return self.formula_bytes + (self.buckets.bytes if self.buckets else 0)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         data = {**self.__dict__, "dense_layers": dict(self.dense_layers), "dense_calls": dict(self.dense_calls)}
         data["prefill"] = self.prefill and self.prefill.as_dict()
+        data["buckets"] = self.buckets and self.buckets.as_dict()
+        del data["formula_bytes"]
+        data["sparse_bytes"] = self.sparse_bytes
         return data
 
     def __str__(self) -> str:
@@ -64,6 +74,8 @@ class Report:
                 f"  sparse calls: {self.sparse_calls:,}, {share:.1%} of the dense bytes by formula "
                 f"({_bytes(self.sparse_bytes * per_step)} instead of {_bytes(self.dense_bytes * per_step)} per step)"
             )
+            if self.buckets is not None:
+                lines.append(f"  selectivity: {self.buckets.selectivity:.1%} of the keys outside the window")
         elif not self.dense_calls and not (self.prefill and self.prefill.calls):
             lines.append("  attention calls: none that came here")
         elif self.decodes:

@@ -17,7 +17,7 @@ LEVELS = [
     {"patterns", "kept", "pieces", "bucket_lists", "kmeans", "artefact"},
     {"oracle", "ops", "kernels"},
     {"registry"},
-    {"api"},
+    {"api", "side", "buckets"},
     {"cache"},
     {"lm"},
     {"_boot"},  # the start-up hook hands over to lm

@@ -24,6 +24,8 @@ class Step:
         G: query heads per KV head.
         D: head dim.
         itemsize: bytes of an element of keys and values.
+        buckets: that the index of SAAP has.
+        network: bytes of SAAP's query network of a KV head.
         gpu: for the `metal` and `triton` backends the kind of GPU, a key of `ENOUGH_SAVED`; empty where there is none.
     """
 
@@ -32,6 +34,8 @@ class Step:
     D: int
     itemsize: int
     gpu: str = ""
+    buckets: int = 0
+    network: int = 0
 
 
 @dataclass(frozen=True)

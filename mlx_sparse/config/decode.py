@@ -112,7 +112,9 @@ class SAAP(MethodConfig):
         sink_tokens, recent_tokens: first and last keys that are always attended.
         dense_layers: attention layers, from the first on, that stay dense.
         fold_every: keys that left the window are listed in their buckets this many at a time, and attended till then.
-        dense_below: keys below which attention stays dense.
+        dense_below: keys below which attention stays dense; "auto" is four times the exact part with the `ops` backend,
+            `pays_from` with kernels on a GPU, and none for fewer ``recent_tokens`` than the default, which are for
+            experiments on short texts.
     """
 
     name: ClassVar[str] = "saap"
@@ -168,6 +170,28 @@ class SAAP(MethodConfig):
     @property
     def attended(self) -> int:
         return self.sink_tokens + self.recent_tokens
+
+    def shortest_context(self, step: Step | None = None) -> int:
+        exact = self.attended + 1
+        if not isinstance(self.dense_below, str):
+            return max(self.dense_below, exact)
+        if self.recent_tokens < SAAP.recent_tokens:
+            return exact
+        return max(self.pays_from(step), exact) if step and step.gpu else 4 * self.attended
+
+    def pays_from(self, step: Step) -> int:
+        """Keys from which a step with the kernels of a GPU saves `ENOUGH_SAVED` bytes.
+
+        Buckets are uneven, so those visited are taken to hold twice their share. Spent are the query network and three
+        int32 numbers per listed key: read in its bucket, written to the list and read there.
+        """
+        share = min(2 * self.probes / step.buckets, 1.0)
+        row, listed = 2 * step.itemsize * step.D, 3 * 4
+        per_key = row * (1 - share) - listed * share
+        if per_key <= 0:
+            return NEVER
+        fixed = (row + listed) * (self.attended + self.fold_every // 2) + step.network
+        return math.ceil((ENOUGH_SAVED[step.gpu] / step.heads + fixed) / per_key)
 
 
 @dataclass(frozen=True)

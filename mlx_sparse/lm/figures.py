@@ -1,4 +1,4 @@
-"""What sparse prefill calls kept, by layer and head: counted on the device, read when somebody asks."""
+"""What sparse calls kept: counted on the device, read when somebody asks."""
 
 from __future__ import annotations
 
@@ -169,6 +169,55 @@ class PrefillFigures:
     def _density(layer: _Layer) -> list[float]:
         kept: Any = layer.kept.tolist()
         return [count / layer.pairs for count in kept]
+
+
+class BucketFigures:
+    """What SAAP's decode steps attended, of all sequences and KV heads together.
+
+    Attributes:
+        valid: keys there were, padding aside.
+        listed: those of them that had a bucket to be visited in; the rest is attended exactly.
+    """
+
+    SETTLED_AT = 1024  # counts that are held before their sum replaces them
+
+    def __init__(self) -> None:
+        self.valid = self.listed = 0
+        self._counts: dict[int, list[mx.array]] = {}
+
+    def add(self, counts: mx.array, key_bytes: int, *, valid: int, listed: int) -> None:
+        """Count a step whose lists are ``counts (B, Hkv)`` long; an attended key moves ``key_bytes``."""
+        held = self._counts.setdefault(key_bytes, [])
+        held.append(counts.flatten())
+        if len(held) > self.SETTLED_AT:
+            total = mx.concatenate(held).astype(mx.int64).sum(keepdims=True)
+            mx.async_eval(total)  # type: ignore[no-untyped-call]
+            self._counts[key_bytes] = [total]
+        self.valid += valid
+        self.listed += listed
+
+    def _attended(self) -> dict[int, int]:
+        """By bytes of a key, how many were attended."""
+        sums: dict[int, int] = {}
+        for key_bytes, held in self._counts.items():
+            total: Any = mx.concatenate([counts.astype(mx.int64) for counts in held]).sum().item()
+            sums[key_bytes] = total
+        return sums
+
+    @property
+    def bytes(self) -> int:
+        """What reading the attended keys and values, and the lists of them, moved."""
+        return sum(key_bytes * count for key_bytes, count in self._attended().items())
+
+    @property
+    def selectivity(self) -> float:
+        """(saap.12) attended share of the keys that are not attended exactly; 0 where there were none."""
+        visited = sum(self._attended().values()) - (self.valid - self.listed)
+        return visited / self.listed if self.listed else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {"attended": sum(self._attended().values()), "keys": self.valid, "selectivity": self.selectivity}
 
 
 def _spread(mean: float, low: float, high: float) -> dict[str, float]:

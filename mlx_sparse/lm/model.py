@@ -13,12 +13,14 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from .. import registry
+from ..artefact.identity import leaves, model_type
 from ..call_report import Report
 from ..checks import ConfigError
-from ..config import CONFIGS, QK_NORMS, Dense, MethodConfig, Prefill, SparQ, parse
+from ..config import CONFIGS, QK_NORMS, SAAP, Dense, MethodConfig, Prefill, SparQ, parse
 from . import seam
-from .plan import Plan, leaves
+from .plan import Plan
 from .rope import reduce_as
+from .saap import Buckets, find_routers
 
 NORMS_WITHOUT_WEIGHTS = frozenset({"nanochat", "talkie", "muse_glimmer"})
 
@@ -41,6 +43,7 @@ def enable(model: Any, attn: Attn = "sparq", *, backend: str = "auto", mass: boo
     Raises:
         ConfigError: the method or its parameters are wrong, the model has no layer that could use them, or is already
             enabled.
+        ArtefactError: the file that SAAP was given cannot be read, or was trained for another model.
         BackendUnavailable: the backend cannot run here, or the installed mlx-lm has moved its interfaces.
     """
     seam.require()
@@ -52,9 +55,10 @@ def enable(model: Any, attn: Attn = "sparq", *, backend: str = "auto", mass: boo
     prefill, decode = select_methods(configs)
     if decode is not None:
         decode = resolve(decode, model)
-    plan = Plan(prefill, decode, backend, model_type(model), mass=mass)
-    for config in plan.configs:
+    for config in configs:
         registry.require(backend, config.name)
+    buckets = Buckets(decode, find_routers(decode, model), model) if isinstance(decode, SAAP) else None
+    plan = Plan(prefill, decode, backend, model_type(model), mass=mass, buckets=buckets)
     names = seam.bind(model)
     if not names:
         raise ConfigError(
@@ -65,6 +69,8 @@ def enable(model: Any, attn: Attn = "sparq", *, backend: str = "auto", mass: boo
     model.__class__ = _sparse_class(cls)
     # Not through nn.Module, which files attributes among the parameters.
     object.__setattr__(model, "_mlx_sparse", (plan, cls, names))
+    if buckets is not None:
+        buckets.open()
     try:
         _probe(model, plan)
     except BaseException:
@@ -78,7 +84,9 @@ def disable(model: Any) -> None:
     state = getattr(model, "_mlx_sparse", None)
     if state is None:
         return
-    _, cls, names = state
+    plan, cls, names = state
+    if plan.buckets is not None:
+        plan.buckets.close()
     object.__delattr__(model, "_mlx_sparse")
     model.__class__ = cls
     seam.unbind(names)
@@ -144,12 +152,6 @@ def has_qk_norm(model: Any) -> bool:
         or model_type(model) in NORMS_WITHOUT_WEIGHTS
         or any(name.rpartition(".")[2] in QK_NORMS for name, _ in modules)
     )
-
-
-def model_type(model: Any) -> str:
-    """mlx-lm's name of the model's family."""
-    declared = getattr(model, "model_type", None) or type(model).__module__.rpartition(".")[2]
-    return str(declared)
 
 
 def _sparse_class(cls: type) -> type:

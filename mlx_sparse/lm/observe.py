@@ -10,8 +10,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
+from ..artefact.identity import leaves
 from . import seam
-from .plan import leaves
 from .rope import Recorder, Source, find_source
 
 
@@ -105,23 +105,25 @@ def observe(model: Any, tokens: mx.array, caches: Any, visit: Callable[[Seen], N
     return logits
 
 
-def find_sources(model: Any) -> dict[int, Source | str]:
+def find_sources(model: Any, visit: Callable[[Seen], None] | None = None) -> dict[int, Source | str]:
     """How to have queries and keys before RoPE, or why they cannot be had, by the position of a layer's cache.
 
     Two calls of one token, the second at position 1, where rotated rows look otherwise than before. Nothing of the
-    model is evaluated unless a layer changes its rows after RoPE.
+    model is evaluated unless a layer changes its rows after RoPE. ``visit`` is asked as in `observe`.
     """
     caches = make_prompt_cache(model)
     sources: dict[int, Source | str] = {}
 
-    def visit(seen: Seen) -> None:
+    def find(seen: Seen) -> None:
+        if visit is not None:
+            visit(seen)
         if seen.keys is not None and seen.position > 0:
             found = find_source(recorder, (seen.queries, seen.keys), seen.position, seen.rotations)
             sources.setdefault(seen.layer, found)
 
     with Recorder(model) as recorder:
         for position in range(2):
-            observe(model, mx.array([[position]], mx.int32), caches, visit, recorder)
+            observe(model, mx.array([[position]], mx.int32), caches, find, recorder)
     return sources
 
 

@@ -8,12 +8,14 @@ from typing import Any
 import mlx.core as mx
 
 from .. import registry
+from ..artefact.identity import leaves
 from ..cache import SparseBatchKVCache, SparseCache, adopt, any_padded
 from ..call_report import Report
 from ..checks import check_rank
 from ..config import NEVER, FlexGen, MethodConfig, Prefill, Sample, SparQ, Step
-from ..stats import dense_elements
+from ..stats import dense_elements, saap_elements
 from .figures import PrefillFigures
+from .saap import Buckets
 
 # More queries than this in one call are a prompt; fewer, after a prompt, are draft tokens to verify or a short turn.
 VERIFY_QUERIES = 16
@@ -26,19 +28,29 @@ class Plan:
     Attributes:
         prefill, decode: the method of each stage; None where it stays dense.
         mass: whether the retained mass of prompts is measured.
+        buckets: what SAAP keeps; None with any other method.
     """
 
     def __init__(
-        self, prefill: Prefill | None, decode: MethodConfig | None, backend: str, family: str, *, mass: bool
+        self,
+        prefill: Prefill | None,
+        decode: MethodConfig | None,
+        backend: str,
+        family: str,
+        *,
+        mass: bool,
+        buckets: Buckets | None = None,
     ) -> None:
         self.prefill = prefill
         self.decode = decode
         self.backend = backend
         self.mass = mass
+        self.buckets = buckets
         self.report = Report("+".join(map(str, self.configs)), backend, family, decodes=decode is not None)
         self._figures = PrefillFigures()
         if prefill is not None:
             self.report.prefill = self._figures
+        self.report.buckets = buckets and buckets.figures
         self.decodes = True  # False where a command only processes a prompt
         self._probed: list[tuple[Any, str | None]] | None = None
         self._backends: set[str] = set()  # what served layers resolve to
@@ -59,11 +71,15 @@ class Plan:
         if caches is not None:
             adopt(caches)
         self._caches = caches
+        if self.buckets is not None:
+            self.buckets.begin([] if caches is None else leaves(caches))
 
     def end(self) -> None:
         """The call is over: its caches are the caller's alone again."""
         self._caches = None
         self._figures.submit()
+        if self.buckets is not None:
+            self.buckets.end()
 
     def probe(self) -> list[tuple[Any, str | None]]:
         """From now on until `end_probe`, note per call its cache and why the layer stays dense, None if it need not."""
@@ -80,8 +96,10 @@ class Plan:
         """The sparse result of one attention call, or None to let mlx-lm attend densely."""
         reason = self._layer_reason(keys, values, cache)
         if self._probed is not None:
-            self._probed.append((cache, reason or self._probe(queries, keys, mask, sinks)))
+            self._probed.append((cache, reason or self._probe(queries, keys, cache, mask, sinks)))
             return None
+        if self.buckets is not None and reason is None:
+            self.buckets.take_in(cache)
         prompt = queries.shape[2] > 1
         config = self.prefill if prompt else self.decode
         backend = ""
@@ -91,7 +109,7 @@ class Plan:
             if prompt:
                 reason = next(self._prompt_reasons(queries, keys, cache, mask), None)
             else:
-                reason = self._step_reason(queries, keys, mask, sinks, backend)
+                reason = next(self._step_reasons(queries, keys, cache, mask, sinks, backend), None)
         attended = None
         if reason is None:
             attended = (self._prompt if prompt else self._step)(queries, keys, cache, scale, backend)
@@ -105,7 +123,7 @@ class Plan:
             out = (out.astype(mx.float32) * kept[..., None]).astype(out.dtype)
         return out
 
-    def _probe(self, queries: mx.array, keys: mx.array, mask: Any, sinks: mx.array | None) -> str | None:
+    def _probe(self, queries: mx.array, keys: mx.array, cache: Any, mask: Any, sinks: mx.array | None) -> str | None:
         """Why a layer with a cache of ours stays dense in every stage.
 
         Raises:
@@ -113,12 +131,14 @@ class Plan:
         """
         if mask is not None and not self._is_padding_mask(mask):
             return "with an array mask"
+        refusal = None if self.buckets is None else self.buckets.refusal(cache)
         serving = [config for config in self.configs if sinks is None or _serves_sinks(config, queries, keys)]
+        serving = [config for config in serving if refusal is None or config is not self.decode]
         for config in serving:
             if isinstance(config, SparQ):
                 check_rank(config.rank, queries.shape[-1])
             self._backends.add(self._resolve(config, queries, keys))
-        return None if serving else "with attention sinks"
+        return None if serving else refusal or "with attention sinks"
 
     def _resolve(self, config: MethodConfig, queries: mx.array, keys: mx.array) -> str:
         """The backend for these sizes."""
@@ -167,25 +187,30 @@ class Plan:
         if any_padded(cache, leaves(self._caches)):
             yield "of a padded batch"
 
-    def _step_reason(
-        self, queries: mx.array, keys: mx.array, mask: Any, sinks: mx.array | None, backend: str
-    ) -> str | None:
-        """Why this call of a single query attends densely."""
+    def _step_reasons(
+        self, queries: mx.array, keys: mx.array, cache: Any, mask: Any, sinks: mx.array | None, backend: str
+    ) -> Iterator[str]:
+        """Why this call of a single query attends densely. The first reason counts; others need not hold then."""
         if not self.decodes:
-            return "of the prompt's last token"
+            yield "of the prompt's last token"
         if self.decode is None:
-            return "of a single query (no decode method)"
+            yield "of a single query (no decode method)"
+            return
         if sinks is not None and not _serves_sinks(self.decode, queries, keys):
-            return "with attention sinks"
+            yield "with attention sinks"
         if mask is not None and not self._is_padding_mask(mask):
-            return "with an array mask"
+            yield "with an array mask"
+        sizes = {}
+        if self.buckets is not None:
+            yield from self.buckets.step_reasons(cache)
+            sizes = self.buckets.sizes(cache)
         B, Hkv, S, D = keys.shape
         gpu = registry.gpu_kind() if backend == "metal" else ""
-        step = Step(B * Hkv, queries.shape[1] // Hkv, D, keys.itemsize, gpu)
-        shortest = self.decode.shortest_context(step)
+        shortest = self.decode.shortest_context(Step(B * Hkv, queries.shape[1] // Hkv, D, keys.itemsize, gpu, **sizes))
         if shortest >= NEVER:
-            return "whose scores would move more bytes than they save"
-        return f"over fewer than {shortest:,} keys" if S < shortest else None
+            yield "whose scores would move more bytes than they save"
+        if S < shortest:
+            yield f"over fewer than {shortest:,} keys"
 
     def _is_padding_mask(self, mask: Any) -> bool:
         """Whether ``mask`` is causal and no more, or the one a batch cache made of its left padding besides."""
@@ -219,16 +244,13 @@ class Plan:
         B, Hkv, S, D = keys.shape
         size = B * Hkv * keys.itemsize
         self.report.sparse_calls += 1
-        self.report.sparse_bytes += size * self.decode.elements(S, D)
         self.report.dense_bytes += size * dense_elements(S, D)
+        if self.buckets is not None:
+            network = self.buckets.sizes(cache)["network"]
+            self.report.formula_bytes += size * saap_elements(D, 0) + B * Hkv * network
+            return self.buckets.step(queries, cache, scale=scale, backend=backend)
+        self.report.formula_bytes += size * self.decode.elements(S, D)
         return cache.attend(queries, self.decode, scale=scale, backend=backend)
-
-
-def leaves(caches: Any) -> list[Any]:
-    """The caches of a model's list, those inside a CacheList too."""
-    if isinstance(caches, (list, tuple)):
-        return [leaf for entry in caches for leaf in leaves(entry)]
-    return leaves(caches.caches) if hasattr(caches, "caches") else [caches]
 
 
 def _serves_sinks(config: MethodConfig, queries: mx.array, keys: mx.array) -> bool:

@@ -48,14 +48,13 @@ def _is_rope(cls: type) -> bool:
 class Recorder:
     """While active, as a context manager, remembers the last calls of a model's rope modules.
 
-    Their owner takes what a layer needs with `before` and calls `clear` when the layer or the call of the model is
-    over: what stays remembered stays in memory.
+    Its owner takes what a layer needs with `before` and calls `clear` when the layer or the call of the model is over:
+    what stays remembered stays in memory.
     """
 
     def __init__(self, model: Any) -> None:
         self._ropes = ropes(model)
         self.calls: deque[Call] = deque(maxlen=REMEMBERED)
-        self.paused = False
 
     def __enter__(self) -> Recorder:
         for rope in self._ropes:
@@ -96,8 +95,7 @@ def _recording(cls: type) -> type:
         if args and isinstance(args[0], mx.array) and isinstance(after, mx.array):
             offset = args[1] if len(args) > 1 else kwargs.get("offset", 0)
             for recorder in getattr(self, RECORDERS):
-                if not recorder.paused:
-                    recorder.calls.append(Call(self, args[0], after, offset))
+                recorder.calls.append(Call(self, args[0], after, offset))
         return after
 
     own = {"__call__": call, "__reduce_ex__": reduce_as(cls, RECORDERS), "__module__": cls.__module__}

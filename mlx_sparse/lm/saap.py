@@ -1,0 +1,194 @@
+"""SAAP's part of a plan: the routers of a model's layers, and the indices of its caches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+
+from .. import artefact as artefacts
+from .. import registry
+from ..buckets import BucketIndex, Router, fold, kmeans_network
+from ..cache import SparseCache
+from ..checks import ConfigError
+from ..config import SAAP
+from .figures import BucketFigures
+from .observe import Seen, find_sources
+from .rope import Recorder, Source
+
+FIRST = "among the first (dense_layers)"
+NOT_IN_ARTEFACT = "that the artefact does not have"
+NOT_TRAINED = "without query networks in the artefact"
+NOT_WRITTEN = "with keys that another layer wrote"
+
+
+def find_routers(config: SAAP, model: Any) -> dict[int, Router | str]:
+    """What routes each attention layer, or why it stays dense, by the position of its cache. ``model`` is not enabled.
+
+    Raises:
+        ArtefactError: the artefact cannot be read or is another model's.
+        ConfigError: there is none where one is needed, or it has fewer buckets than ``probes``.
+    """
+    artefact = None
+    if config.file is not None:
+        artefact = artefacts.load(config.file)
+        if config.probes > artefact.buckets:
+            raise ConfigError(
+                f"probes: expected at most the {artefact.buckets} buckets of the artefact, got {config.probes}."
+            )
+        artefact.check_model(model)
+    scales: dict[int, float] = {}
+
+    def note_scale(seen: Seen) -> None:
+        scales[seen.layer] = seen.scale
+
+    found: dict[int, Router | str] = {}
+    for place, (layer, source) in enumerate(sorted(find_sources(model, note_scale).items())):
+        scale = scales[layer]
+        if place < config.dense_layers:
+            found[layer] = FIRST
+        elif artefact is not None and artefact.space == "roped":
+            # The baseline that clusters keys as they are cached.
+            found[layer] = _trained(config.mode, artefact, layer, Source(), scale)
+        elif isinstance(source, str):
+            found[layer] = source
+        elif artefact is not None:
+            found[layer] = _trained(config.mode, artefact, layer, source, scale)
+        else:
+            found[layer] = source.irreversible or Router(source, scale, config.fitted_buckets)
+    return found
+
+
+def _trained(mode: str, artefact: artefacts.Artefact, layer: int, source: Source, scale: float) -> Router | str:
+    """The router that the artefact has for a layer, or why there is none."""
+    arrays = artefact.layers.get(layer)
+    if arrays is None:
+        return NOT_IN_ARTEFACT
+    if mode == "kmeans":
+        network = kmeans_network(arrays.centroids, scale)
+    elif arrays.trained:
+        network = {name: array for name, array in arrays.arrays().items() if name != "centroids"}
+    else:
+        return NOT_TRAINED
+    return Router(source, scale, artefact.buckets, arrays.centroids, network)
+
+
+class Buckets:
+    """Keeps the indices of an enabled model's caches up to date, and attends by them.
+
+    Attributes:
+        figures: what was attended.
+    """
+
+    def __init__(self, config: SAAP, routers: dict[int, Router | str], model: Any) -> None:
+        self.config = config
+        self.figures = BucketFigures()
+        self._routers = routers
+        self._recorder = Recorder(model)
+        self._layers: dict[int, int] = {}  # of the caches of this call, by identity
+        self._caches: list[SparseCache] = []
+        self._unsubmitted: list[mx.array] = []
+        self._writer: SparseCache | None = None
+
+    def open(self) -> None:
+        """From now on the model's ropes are watched."""
+        self._recorder.__enter__()
+
+    def close(self) -> None:
+        self._recorder.__exit__()
+
+    def begin(self, caches: list[Any]) -> None:
+        """A call of the model starts: its caches have indices."""
+        self._layers = {id(cache): layer for layer, cache in enumerate(caches)}
+        for layer, cache in enumerate(caches):
+            router = self._routers.get(layer)
+            if not isinstance(cache, SparseCache) or not isinstance(router, Router):
+                continue
+            if cache.index is None or cache.index.router is not router:
+                cache.index = BucketIndex(router)
+            cache.index.listening = True
+            self._caches.append(cache)
+
+    def end(self) -> None:
+        """The call is over. What prompts assigned is computed now: waiting for it would hold on to the keys."""
+        for cache in self._caches:
+            if cache.index is not None:
+                cache.index.listening, cache.index.received = False, None
+        self._caches, self._layers, self._writer = [], {}, None
+        self._recorder.clear()
+        if self._unsubmitted:
+            mx.async_eval(self._unsubmitted)  # type: ignore[no-untyped-call]
+            self._unsubmitted = []
+
+    def refusal(self, cache: Any) -> str | None:
+        """Why the layer of ``cache`` stays dense at every step."""
+        router = self._routers.get(self._layers.get(id(cache), -1), NOT_WRITTEN)
+        return router if isinstance(router, str) else None
+
+    def take_in(self, cache: SparseCache) -> None:
+        """The layer has written keys: index them."""
+        index = cache.index
+        self._writer = None
+        if index is None or index.received is None:
+            return
+        self._writer = cache
+        (start, keys), index.received = index.received, None
+        if getattr(cache, "_right_padding", None) is not None:
+            return  # mlx-lm will move the rows when the batch's prompts are complete
+        offset = start if cache.padding is None else start - cache.padding
+        before = index.router.source.before(self._recorder, keys, offset)
+        if before is None:
+            return
+        ids = index.write(start, before, self.config.fold_every)
+        if ids is not None:
+            self._unsubmitted.append(ids)
+
+    def step_reasons(self, cache: SparseCache) -> Iterator[str]:
+        """Why this step of a layer attends densely. The first reason counts; others need not hold then."""
+        refusal = self.refusal(cache)
+        if refusal is not None:
+            yield refusal
+        if cache.index is None or self._writer is not cache:
+            yield NOT_WRITTEN
+            return
+        irreversible = cache.index.router.source.irreversible
+        if irreversible is not None and cache.index.length < cache.length:
+            yield irreversible
+
+    def sizes(self, cache: SparseCache) -> dict[str, int]:
+        """What a step's `Step` says about the index."""
+        if cache.index is None:
+            return {}
+        router = cache.index.router
+        network = sum(array.nbytes for array in (router.network or {}).values())
+        if router.network is None:
+            network = cache.keys.shape[1] * cache.keys.shape[3] * router.buckets * cache.keys.itemsize
+        return {"buckets": router.buckets, "network": network // cache.keys.shape[1]}
+
+    def step(self, queries: mx.array, cache: SparseCache, *, scale: float, backend: str) -> tuple[mx.array, mx.array]:
+        """One decode step of a layer, whose keys have been taken in: ``out`` and ``lse``."""
+        index, S, padding = cache.index, cache.length, cache.padding
+        assert index is not None
+        if index.due(S, self.config):
+            # All layers at once: they wait for the device once.
+            fold([one for one in self._caches if one is cache or self._folds_along(one, S)], S, self.config)
+        offset = S - 1 if padding is None else S - 1 - padding
+        before = index.router.source.before(self._recorder, queries, offset)
+        assert before is not None, "find_source checks that it is recorded where it cannot be turned back"
+        indices, counts = index.lists(before, S, self.config, padding, backend)
+        keys, values, length = cache.rows(backend)
+        attend = registry.load("attend_indices", backend)
+        attended: tuple[mx.array, mx.array] = attend(
+            queries, keys, values, indices, scale=scale, counts=counts, **length
+        )
+        B, Hkv, _, D = keys.shape
+        self.figures.add(counts, (2 * D + 1) * keys.itemsize, valid=B * Hkv * S - index.padded, listed=index.listed)
+        return attended
+
+    def _folds_along(self, cache: SparseCache, S: int) -> bool:
+        """Whether the step of another layer at length ``S``, taken or to come, wants a fold too, and can have it."""
+        index = cache.index
+        if index is None or cache.keys is None or not S - 1 <= cache.length <= S or not index.due(S, self.config):
+            return False
+        return index.length >= cache.length or index.router.source.irreversible is None
