@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from math import prod
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -15,9 +16,11 @@ import pytest
 from cases import Case
 from foreign_kernels import steel_attention
 from msl import Metal, Report
+from saap_cases import SaapCase
 from sample_cases import SampleCase
 
 from mlx_sparse import oracle, stats
+from mlx_sparse.bucket_lists import saap_index
 from mlx_sparse.kernels import attend, blocks, launch, saap, sample, select, sparq
 
 pytestmark = pytest.mark.skipif(mx.metal.is_available(), reason="only the harness counts bytes")
@@ -195,10 +198,10 @@ def test_its_comment_names_the_inputs_and_outputs_of_the_launcher(kernel: launch
     assert {"grid", "threadgroup", "reads", "writes"} <= set(comment)
 
 
-SIZES = {"B": 1, "H": HKV, "Hkv": HKV, "D": D, "T": 2, "rank": RANK}
+SIZES: dict[str, Any] = {"min": min, "B": 1, "H": HKV, "Hkv": HKV, "D": D, "T": 2, "rank": RANK}
 
 
-def check(metal: Metal, name: str, **sizes: int) -> None:
+def check(metal: Metal, name: str, **sizes: Any) -> None:
     """Grid, threadgroup, template parameters and bytes of the last launch are what the comment says."""
     report = metal.last(name)
     comment = facts(name)
@@ -270,3 +273,27 @@ def test_prefill_kernels_do_what_their_comments_say(metal: Metal) -> None:
     check(metal, "sample_sums", **sizes)
     rows, staged = blocks.tile_of(case.D, 2)
     check(metal, "attend_blocks", **(sizes | {"ROWS": rows, "KEYS": staged}))
+
+
+@pytest.mark.parametrize("hidden", [512, None])
+def test_saap_kernels_do_what_their_comments_say(metal: Metal, hidden: int | None) -> None:
+    S, G, C, probes, recent = 30_000, 4, 64, 8, 500
+    case = SaapCase(Case(1, HKV * G, HKV, S, D, "f16"), "random", C, probes, hidden, 1, recent, "f16")
+    q, k, v = (mx.array(array).astype(mx.float16) for array in case.inputs())
+    weights = {name: mx.array(array).astype(mx.float16) for name, array in case.network().items()}
+    visited = saap.saap_route(q, probes=probes, **weights)
+    width, threads = saap.shape_of(G, C, *([hidden] if hidden else []))
+    sizes = {"G": G, "C": C, "H": hidden or 0, "HIDDEN": hidden is not None, "W": 2, "WIDTH": width}
+    check(metal, "saap_route", **sizes, threads=threads, probes=probes)
+    covered = S - recent
+    offsets, key_ids = saap_index(mx.array(case.bucket_ids()[..., :covered]), buckets=C, sink_tokens=1)
+    steps = {"length": S, "covered": covered, "sink_tokens": 1, "capacity": S // 2}
+    indices, counts = saap.saap_indices(visited, offsets, key_ids, **steps)
+    used = int(np.array(counts).mean())
+    tiles = -(-S // 2 // saap.LIST_TILE)
+    sizes = {"SLOTS": probes, "C": C, "capacity": S // 2, "tiles": tiles, "threads": saap.LIST_THREADS}
+    check(metal, "saap_indices", **sizes, bucket_keys=used - recent - 1)
+    attend.attend_indices(q, k, v, indices, counts=counts, scale=1.0)
+    splits = attend.splits_of(S // 2, HKV)
+    sizes = {"N": S // 2, "used": used, "splits": splits, "HEADS": 4, "SIMDGROUPS": 16, "COUNTED": 1, "O": 4}
+    check(metal, "attend_indices", G=G, Hq=HKV * G, **sizes)

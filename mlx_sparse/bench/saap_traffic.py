@@ -43,6 +43,7 @@ class Row:
     """What one step moves.
 
     Attributes:
+        S, kv_heads: keys and KV heads.
         attended: keys, the mean over the heads.
         slots: room of a list.
         groups: threadgroups that attend to a list.
@@ -53,6 +54,8 @@ class Row:
     """
 
     name: str
+    S: int
+    kv_heads: int
     attended: float
     slots: int
     groups: int
@@ -69,7 +72,7 @@ class Row:
         """For JSON."""
         facts = {name: value for name, value in vars(self).items() if name != "parts"}
         moved = {part: {level: count[level] for level in LEVELS} for part, count in self.parts.items()}
-        return {"S": S, "G": G, "kv_heads": KV_HEADS, **facts, "bytes": moved}
+        return {"G": G, **facts, "bytes": moved}
 
 
 def measure(config: SAAP, length: int = S, kv_heads: int = KV_HEADS) -> list[Row]:
@@ -84,7 +87,7 @@ def measure(config: SAAP, length: int = S, kv_heads: int = KV_HEADS) -> list[Row
     msl = harness()
     jobs = tqdm([None, *FILLINGS], unit="run", disable=None)
     try:
-        return [_step(msl, config, name, length, kv_heads) if name else _dense(msl, length, kv_heads) for name in jobs]
+        return [step(msl, config, name, length, kv_heads) if name else _dense(msl, length, kv_heads) for name in jobs]
     except msl.CompileError as error:
         raise ConfigError(f"--traffic: {error}") from None
 
@@ -101,7 +104,7 @@ def bucket_ids(filling: str, visited: np.ndarray, length: int) -> np.ndarray:
     return ids
 
 
-def _step(msl: Any, config: SAAP, filling: str, length: int, kv_heads: int) -> Row:
+def step(msl: Any, config: SAAP, filling: str, length: int, kv_heads: int) -> Row:
     """One step: route, list, attend."""
     route, index, expand, attended = (
         registry.load(name, "metal") for name in ("saap_route", "saap_index", "saap_indices", "attend_indices")
@@ -141,6 +144,8 @@ def _step(msl: Any, config: SAAP, filling: str, length: int, kv_heads: int) -> R
     chosen = np.take_along_axis(sizes, np.array(visited), axis=-1)
     return Row(
         filling,
+        length,
+        kv_heads,
         float(used.mean()),
         slots,
         groups,
@@ -155,8 +160,8 @@ def text(rows: Sequence[Row], config: SAAP) -> str:
     """The rows for people."""
     window = f"{config.sink_tokens} + {config.recent_tokens:,} keys exactly"
     head = [
-        f"One decode step in kB (1,000 bytes) over S = {S:,} keys: {KV_HEADS} KV heads, G = {G}, D = {D}, float16, a "
-        f"network of {HIDDEN:,} hidden units, {config.probes} of {BUCKETS:,} buckets visited, {window}.",
+        f"One decode step in kB (1,000 bytes) over S = {rows[0].S:,} keys: {rows[0].kv_heads} KV heads, G = {G}, "
+        f"D = {D}, float16, a network of {HIDDEN:,} hidden units, {config.probes} of {BUCKETS:,} buckets, {window}.",
         *(f"* {name}: {what}." for name, what in FILLINGS.items()),
     ]
     columns = ["keys", "level", *NAMES, "sum", "formula", "sum / formula"]
@@ -184,7 +189,7 @@ def _dense(msl: Any, length: int, kv_heads: int) -> Row:
     parts = {name: Counter({level: kv_heads * count[level] for level in LEVELS}) for name, count in parts.items()}
     chain = ceil(length / kernel.blocks / attend.TILE)
     formula = kv_heads * stats.dense_elements(length, D) * ITEM
-    return Row(f"MLX's {kernel.name}", length, length, kernel.blocks, chain, chain, parts, formula)
+    return Row(f"MLX's {kernel.name}", length, kv_heads, length, length, kernel.blocks, chain, chain, parts, formula)
 
 
 def _parts(reports: Iterable[Any], names: dict[str, str]) -> dict[str, Counter[str]]:
