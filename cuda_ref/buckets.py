@@ -58,7 +58,7 @@ def saap_route(queries: torch.Tensor, network: Network, *, probes: int) -> torch
     else:
         tickets = torch.empty(parts, Hkv, dtype=torch.int32, device=device)
         x = torch.empty(B, Hkv, G, K, dtype=torch.float32, device=device)
-        tiles = configs.columns(K, Hkv * parts, device)
+        tiles = configs.columns(K, network.hidden_weight.element_size(), BLOCK_M, Hkv * parts, device)
         Launch(
             hidden_kernel,
             (-(-K // tiles.columns), Hkv, parts),
@@ -76,7 +76,7 @@ def saap_route(queries: torch.Tensor, network: Network, *, probes: int) -> torch
             {"num_warps": tiles.warps, "num_stages": tiles.stages},
         ).run()
     visited = torch.empty(B, Hkv, probes, dtype=torch.int32, device=device)
-    tiles = configs.columns(C, Hkv * parts, device)
+    tiles = configs.columns(C, network.out_weight.element_size(), BLOCK_M, Hkv * parts, device)
     Launch(
         route_kernel,
         (-(-C // tiles.columns), Hkv, parts),

@@ -128,10 +128,13 @@ def sample_tile(block_size: int, itemsize: int) -> BlockTile:
     return BlockTile(block_size, min(block_size, 64), 8 if block_size == 128 else 4, 2)
 
 
-def columns(N: int, programs: int, device: torch.device) -> ColumnTile:
-    """Of a layer with ``N`` outputs, so many ``programs`` for each tile: the widest that keeps all processors busy."""
+def columns(N: int, itemsize: int, queries: int, programs: int, device: torch.device) -> ColumnTile:
+    """Of a layer with ``N`` outputs, and so many ``programs`` for each tile, each with so many rows of ``queries``.
+
+    The widest that keeps all processors busy; with more queries fewer rows fit into registers.
+    """
     wide = (width for width in COLUMNS if -(-N // width) * programs >= processors(device))
-    return ColumnTile(next(wide, min(COLUMNS)), 128, 4, 4)
+    return ColumnTile(next(wide, min(COLUMNS)), max(32, 2048 // (queries * itemsize)), 4, 6)
 
 
 def nearest(device: torch.device) -> int:
