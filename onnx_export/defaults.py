@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from mlx_sparse.config import SparQ
+import math
+
+from mlx_sparse.config import NEVER, SAAP, SparQ
 
 LANES = (4096, 2048, 1024, 512, 256, 128, 64)
-# Elements per KV head that a step must save before the body of SparQ pays: its many small nodes cost as much.
+# Elements per KV head that a step must save before the body of SparQ or SAAP pays: its many small nodes cost as much.
 ENOUGH_SAVED = 1 << 19
 # Tokens of a prompt that go in at a time. A sampled one is scored piece by piece, at the cost of a row block each, so
 # that they are as long as mlx-lm's.
@@ -33,3 +35,14 @@ def dense_below(config: SparQ, D: int) -> int:
     if config.dense_below != "auto" or config.top_k < SparQ.top_k:
         return shortest
     return max(shortest, ENOUGH_SAVED // (2 * D - config.rank))
+
+
+def saap_dense_below(config: SAAP, D: int, buckets: int, network: int) -> int:
+    """The same for SAAP, where buckets of equal size would save enough; ``network`` weights are read for every step."""
+    shortest = config.attended + 1
+    if config.dense_below != "auto":
+        return max(shortest, int(config.dense_below))
+    if config.recent_tokens < SAAP.recent_tokens:
+        return shortest
+    skipped = 1 - config.probes / buckets
+    return shortest + math.ceil((ENOUGH_SAVED + network) / (2 * D * skipped)) if skipped else NEVER

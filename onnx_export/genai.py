@@ -46,9 +46,10 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
         "past_value_names": "past_key_values.%d.value",
     }
     outputs = {"logits": "logits", "present_key_names": "present.%d.key", "present_value_names": "present.%d.value"}
-    if any(name.startswith("past_sums.") for name in shapes):
-        inputs |= {"past_recurrent_names": "past_sums.%d", "past_conv_names": "past_conv.%d"}
-        outputs |= {"present_recurrent_names": "present_sums.%d", "present_conv_names": "present_conv.%d"}
+    for state in ("sums", "bucket_ids"):
+        if any(name.startswith(f"past_{state}.") for name in shapes):
+            inputs |= {"past_recurrent_names": f"past_{state}.%d", "past_conv_names": "past_conv.%d"}
+            outputs |= {"present_recurrent_names": f"present_{state}.%d", "present_conv_names": "present_conv.%d"}
     eos = config.get("eos_token_id")
     ends = [int(token) for token in (eos if isinstance(eos, list) else [] if eos is None else [eos])]
     pad = config.get("pad_token_id")

@@ -21,8 +21,11 @@ from .defaults import PIECE
 from .domain import DOMAIN, SPEC
 
 MODEL = "model.onnx"
-TYPES = (*build.TYPES.values(), onnx.TensorProto.INT64)
-STATES = {"past_key_values.": "present.", "past_sums.": "present_sums.", "past_conv.": "present_conv."}
+TYPES = (*build.TYPES.values(), onnx.TensorProto.INT64, onnx.TensorProto.INT16)
+STATES = {
+    "past_key_values.": "present.",
+    **{f"past_{name}.": f"present_{name}." for name in ("sums", "bucket_ids", "conv")},
+}
 MOST_PIECE = 1 << 20  # tokens of a prompt at a time that a file may ask for
 MASK_STEP = 1024  # the mask grows by this: the graph looks at all of it for every token
 

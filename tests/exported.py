@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import tempfile
 from pathlib import Path
@@ -19,6 +20,7 @@ from mlx_sparse.onnx_export import export
 from mlx_sparse.onnx_export.runner import Runner
 
 import mlx_sparse
+from mlx_sparse.artefact import Artefact, Layer, identity, kv_shapes
 
 # Few keys out of few components, so that choosing others would change the text.
 SPARQ = "sparq:rank=4,top_k=16,local_window=4,dense_below=0"
@@ -28,7 +30,25 @@ SAMPLE = "sample:alpha_column=0.4,alpha_slash=0.3,block_size=32,dense_below=0+" 
 # of that many halves of an ulp, and eight times that for weights that are twice as large as those of trained models.
 FLOAT32 = 8 * 2.0**-24 * (15 * 256) ** 0.5
 PROMPT_LENGTH, STEPS = 24, 16  # of `Made.check_tokens`
+# Every key is listed as soon as it leaves the window, as in a file; half of the buckets hold some of the keys.
+SAAP = "probes=3,sink_tokens=1,recent_tokens=9,dense_layers=1,dense_below=0,fold_every=1"
 by_method = pytest.mark.parametrize("method", ["dense", SPARQ], ids=["dense", "sparq"])
+
+
+def artefact(path: Path, model: Any, *, hidden: int = 12, buckets: int = 8, **changes: Any) -> Path:
+    """An artefact for a tiny model with centroids and networks that were made up."""
+    layers = {}
+    for i, shape in enumerate(kv_shapes(model)):
+        assert shape is not None
+        heads, D = shape
+        sizes = [(buckets, D), *([(D, hidden), (hidden,), (hidden, buckets), (buckets,)] if hidden else [])]
+        keys = mx.random.split(mx.random.key(i), len(sizes))
+        arrays = [mx.random.normal((heads, *size), key=key) for size, key in zip(sizes, keys, strict=True)]
+        arrays[0] = arrays[0] / mx.linalg.norm(arrays[0], axis=-1, keepdims=True)
+        layers[i] = Layer(*(array.astype(mx.float16) for array in arrays))
+    made = Artefact(layers, buckets, hidden, "before_rope", 1, 9, identity(model))
+    dataclasses.replace(made, **changes).save(path)
+    return path
 
 
 @functools.cache

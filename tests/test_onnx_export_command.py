@@ -76,7 +76,7 @@ def test_parameters_come_from_a_file_too(run: Callable[..., str], llama: Path, t
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (["--method", "h2o"], "--method: expected dense, sparq, sample or sample.sparq, .*, got 'h2o'"),
+        (["--method", "h2o"], "--method: expected dense, sparq, sample, sample.sparq or saap, .*, got 'h2o'"),
         (["--method", ""], "--method: expected dense, sparq"),
         (["--method", "dense:rank=4"], "dense: expected one of the keys"),
         (["--method", "sparq:rank=0"], "rank: expected an integer of at least 1, got 0"),

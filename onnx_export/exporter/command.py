@@ -84,13 +84,13 @@ def _parser() -> argparse.ArgumentParser:
         "--method",
         default="sparq",
         metavar="METHOD[:KEY=VALUE,...]",
-        help="'dense'; 'sparq' for decoding, 'sample' for prompts, 'sample+sparq' for both, with parameters such as "
-        "'sparq:rank=16,top_k=256' (default: sparq).",
+        help="'dense'; 'sparq' or 'saap' for decoding, 'sample' for prompts, 'sample+sparq' for both, with parameters "
+        "such as 'sparq:rank=16,top_k=256' or 'saap:artefact=FILE,probes=32' (default: sparq).",
     )
     parser.add_argument(
         "--attn-config",
         metavar="FILE.toml",
-        help="Parameters from a TOML file with tables [sparq] and [sample]; --method wins.",
+        help="Parameters from a TOML file with tables [sparq], [sample] and [saap]; --method wins.",
     )
     parser.add_argument(
         "--max-length",

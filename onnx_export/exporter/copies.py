@@ -8,19 +8,25 @@ import itertools
 import onnx
 from onnx import TensorProto
 
-from mlx_sparse.config import Sample, SparQ
+from mlx_sparse.config import SAAP, MethodConfig, Sample, SparQ
 
 from ..domain import DOMAIN
 from .decoder import Target, output_of
 
 PROMPT = 8  # tokens
 SAMPLED_PROMPT, SAMPLED_BLOCK = 160, 32  # tokens of a prompt that SampleAttention leaves something out of
+SIZES = {"top_k", "local_window", "sink_tokens", "recent_tokens", "dense_below"}  # attributes that say how many keys
 KEYS = 4  # most keys attended to in the sparse step that is compared, so that a short prompt shows it
 
 
-def shortened(target: Target) -> SparQ:
+def shortened(target: Target) -> MethodConfig:
     """The method of a target with a sparse step that comes right after a short prompt."""
     method = target.method
+    if isinstance(method, SAAP):
+        sinks = min(method.sink_tokens, 1)
+        recent = (PROMPT if target.rows else KEYS) - sinks
+        # A file lists every key as soon as it leaves the window.
+        return dataclasses.replace(method, sink_tokens=sinks, recent_tokens=recent, dense_below=0, fold_every=1)
     assert isinstance(method, SparQ)
     top_k = PROMPT if target.rows else min(method.top_k, KEYS)
     window = min(int(method.local_window or 0), top_k // 4)
@@ -44,14 +50,14 @@ def copy_for_check(model: onnx.ModelProto, target: Target) -> onnx.ModelProto:
     made = onnx.ModelProto()
     made.CopyFrom(model)
     for tensor in (*made.graph.input, *made.graph.output):
-        if tensor.type.tensor_type.elem_type != TensorProto.INT64:
+        if tensor.type.tensor_type.elem_type not in (TensorProto.INT64, TensorProto.INT16):
             tensor.type.tensor_type.elem_type = TensorProto.FLOAT
     for node in made.graph.node:
         attributes = {attribute.name: attribute for attribute in node.attribute}
         if node.op_type == "Cast":  # up from the type of weights, or down to that of caches
             attributes["to"].i = TensorProto.FLOAT
-        if "top_k" in attributes and node.domain == DOMAIN:
-            for name in ("top_k", "local_window", "dense_below"):
+        if "dense_below" in attributes and node.domain == DOMAIN:
+            for name in SIZES.intersection(attributes):
                 attributes[name].i = getattr(shortened(target), name)
         if "alpha_column" in attributes and target.prompts is not None:
             prompts = shortened_prompts(target.prompts)

@@ -7,18 +7,20 @@ batch is a left-padded sequence; the caches hold ``past_length`` tokens of it, p
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from onnx import TensorProto
 
 from mlx_sparse.checks import check_local_window
-from mlx_sparse.config import Dense, MethodConfig, Sample, SparQ
+from mlx_sparse.config import SAAP, Dense, MethodConfig, Sample, SparQ
 
 from .. import build
 from .families import Family, Rope, head_dim, rope_of, window_of
 from .graph import Graph
+from .index import Index
 from .weights import Weights
 
 FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64
@@ -29,7 +31,7 @@ class Target:
     """What is made of a model.
 
     Attributes:
-        method: how tokens decode: dense or SparQ, with every automatic choice settled.
+        method: how tokens decode: dense, SparQ or SAAP, with every automatic choice settled.
         prompts: how prompts attend, with every automatic choice settled; None if densely.
         max_length: tokens that the caches must hold.
         lanes: keys per chunk of component-major keys.
@@ -38,6 +40,7 @@ class Target:
         genai: lay the caches out so that onnxruntime-genai finds them.
         rows: batch size of a graph without symbolic sizes, which takes one token at a time and is sparse wherever more
             than ``top_k`` keys are; None otherwise.
+        index: centroids and networks of SAAP; None without it.
     """
 
     method: MethodConfig
@@ -48,11 +51,15 @@ class Target:
     genai: bool = True
     rows: int | None = None
     prompts: Sample | None = None
+    index: Index | None = None
 
     @property
     def text(self) -> str:
         """Both methods as text."""
-        decode = [] if self.prompts is not None and isinstance(self.method, Dense) else [str(self.method)]
+        method = self.method
+        if isinstance(method, SAAP) and method.artefact is not None:
+            method = replace(method, artefact=Path(method.artefact).name)  # where it lay is nobody's business
+        decode = [] if self.prompts is not None and isinstance(method, Dense) else [str(method)]
         return "+".join([*([] if self.prompts is None else [str(self.prompts)]), *decode])
 
     @property
@@ -190,15 +197,23 @@ class Decoder:
         if "q_norm" in attention:
             q = self._norm(f"{name}.q_norm", attention.q_norm, q)
             k = self._norm(f"{name}.k_norm", attention.k_norm, k)
-        rope = rope_of(attention.rope)
+        rope, before = rope_of(attention.rope), [q, k]
         if rope is not None:
             q, k = self._turned(rope, q, D), self._turned(rope, k, D)
-        q, k, v = (self._stored(g.op("Transpose", part, perm=[0, 2, 1, 3])) for part in (q, k, v))
-        out = self._attend(i, (q, k, v), (Hq, Hkv, D), float(attention.scale), window_of(layer, self.model))
+        routing = self._before(i, before, [q, k])
+        parts = [self._stored(g.op("Transpose", part, perm=[0, 2, 1, 3])) for part in (q, k, v, *routing)]
+        out = self._attend(i, parts, (Hq, Hkv, D), float(attention.scale), window_of(layer, self.model))
         if self.target.dtype != "float32":
             out = g.op("Cast", out, to=FLOAT)
         flat = g.op("Reshape", g.op("Transpose", out, perm=[0, 2, 1, 3]), g.constant([0, 0, Hq * D]))
         return self.weights.linear(f"{name}.o_proj", attention.o_proj, flat)
+
+    def _before(self, i: int, before: list[str], after: list[str]) -> list[str]:
+        """Which of its queries and keys choose the buckets of a layer; none where it has none."""
+        index = self.target.index
+        if index is None or i not in index.layers:
+            return []
+        return after if index.roped else before
 
     def _stored(self, value: str) -> str:
         """A value in the type of the caches."""
@@ -244,8 +259,11 @@ class Decoder:
             g.scope = scope
         return self._angles[rope]
 
-    def _attend(self, i: int, qkv: tuple[str, str, str], sizes: tuple[int, int, int], scale: float, window: int) -> str:
-        """The attention node of a layer, its caches and its output (B, Hq, L, D)."""
+    def _attend(self, i: int, parts: list[str], sizes: tuple[int, int, int], scale: float, window: int) -> str:
+        """The attention node of a layer, its caches and its output (B, Hq, L, D).
+
+        ``parts`` are queries, keys and values, and with SAAP queries and keys before RoPE.
+        """
         g, method = self.g, self.target.method
         _, Hkv, D = sizes
         self._cache_dims: list[str | int] = ["batch", Hkv, self.target.capacity, D]
@@ -253,8 +271,19 @@ class Decoder:
         past_value, present_value = self._cache(f"{i}.value")
         output = f"{g.scope}attended"
         prompts = self._sample_attributes()
+        if isinstance(method, SAAP) and len(parts) > 3:
+            dims: list[str | int] = ["batch", Hkv, self.target.capacity]
+            past_ids = g.input(f"past_bucket_ids.{i}", TensorProto.INT16, dims)
+            present_ids = g.output(f"present_bucket_ids.{i}", TensorProto.INT16, dims)
+            self._convolution(i)
+            assert self.target.index is not None
+            weights = self.target.index.store(g, i, scale)
+            inputs = [*parts, past_key, past_value, past_ids, self.past_length, self.padding, *weights]
+            outputs = [output, present_key, present_value, present_ids]
+            g.add(build.node("SaapAttention", inputs, outputs, **self._saap_attributes(method), scale=scale))
+            return output
         if not isinstance(method, SparQ) or window:
-            inputs = [*qkv, past_key, past_value, self.past_length, self.padding]
+            inputs = [*parts, past_key, past_value, self.past_length, self.padding]
             outputs = [output, present_key, present_value]
             if prompts and not window:
                 g.add(build.node("SampleAttention", inputs, outputs, **prompts, scale=scale))
@@ -263,18 +292,26 @@ class Decoder:
             return output
         past_key_t, present_key_t = self._cache(self._virtual_layer())
         self._sparse_layers += 1
-        dims: list[str | int] = ["batch", Hkv, 3, D]
+        dims = ["batch", Hkv, 3, D]
         past_sums = g.input(f"past_sums.{i}", FLOAT, dims)
         present_sums = g.output(f"present_sums.{i}", FLOAT, dims)
-        if self.target.genai:  # it wants a convolution beside every state
-            dims = ["batch", 1, 1]
-            conv = g.input(f"past_conv.{i}", FLOAT, dims)
-            g.op("Identity", conv, output=g.output(f"present_conv.{i}", FLOAT, dims))
-        inputs = [*qkv, past_key, past_key_t, past_value, past_sums, self.past_length, self.padding]
+        self._convolution(i)
+        inputs = [*parts, past_key, past_key_t, past_value, past_sums, self.past_length, self.padding]
         outputs = [output, present_key, present_key_t, present_value, present_sums]
         name = "SampleSparQAttention" if prompts else "SparQAttention"
         g.add(build.node(name, inputs, outputs, **self._sparq_attributes(method), **prompts, scale=scale))
         return output
+
+    def _convolution(self, i: int) -> None:
+        """What onnxruntime-genai wants beside every state."""
+        if self.target.genai:
+            dims: list[str | int] = ["batch", 1, 1]
+            conv = self.g.input(f"past_conv.{i}", FLOAT, dims)
+            self.g.op("Identity", conv, output=self.g.output(f"present_conv.{i}", FLOAT, dims))
+
+    def _saap_attributes(self, method: SAAP) -> dict[str, int]:
+        names = ("probes", "sink_tokens", "recent_tokens", "dense_below")
+        return {name: int(getattr(method, name)) for name in names}
 
     def _sparq_attributes(self, method: SparQ) -> dict[str, int]:
         return {

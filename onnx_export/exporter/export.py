@@ -21,21 +21,22 @@ from tqdm import tqdm
 
 import mlx_sparse
 from mlx_sparse.checks import ConfigError, check_choice, check_int, check_local_window, check_rank
-from mlx_sparse.config import CONFIGS, Dense, MethodConfig, Sample, SparQ, load_toml, parse
+from mlx_sparse.config import CONFIGS, SAAP, Dense, MethodConfig, Sample, SparQ, load_toml, parse
 from mlx_sparse.lm.model import resolve
 
 from .. import build
 from .. import lower as lowering
-from ..defaults import SAMPLE_BELOW, SAMPLE_PIECE, dense_below, lanes_for
+from ..defaults import SAMPLE_BELOW, SAMPLE_PIECE, dense_below, lanes_for, saap_dense_below
 from ..domain import COMPAT, DEFAULT, DOMAIN, SPEC
 from ..genai import write_config
 from .decoder import Decoder, Target
 from .families import check_modules, family_of, head_dim
 from .graph import DataFile, Graph
+from .index import Index, index_of
 from .verify import Agreement, compare, reference
 from .weights import QUANTISED
 
-METHODS: tuple[set[type[MethodConfig]], ...] = ({Dense}, {SparQ}, {Sample}, {Sample, SparQ})
+METHODS: tuple[set[type[MethodConfig]], ...] = ({Dense}, {SparQ}, {Sample}, {Sample, SparQ}, {SAAP})
 MOST = 2**31 - 1  # rows or tokens
 MAX_LENGTH = 4096  # where the model allows it and --max-length does not say otherwise
 # What tokenizers are made of; whatever of it the model has is copied.
@@ -90,8 +91,8 @@ def export(
     Args:
         model: a folder, or a repository of the hub, that mlx-lm loads.
         out: a folder that does not exist or is empty; it appears when everything has been written and verified.
-        method: dense, sparq, sample or sample+sparq, with [:key=value,...].
-        attn_config: TOML file with tables [sparq] and [sample]; ``method`` wins over it.
+        method: dense, sparq, sample, sample+sparq or saap, with [:key=value,...].
+        attn_config: TOML file with tables [sparq], [sample] and [saap]; ``method`` wins over it.
         max_length: tokens the caches hold; by default the model's own limit, at most `MAX_LENGTH`.
         dtype: float32, float16 or bfloat16, of caches and unquantised weights; by default the model's. Asked for by
             name, float32 also dequantises.
@@ -116,8 +117,9 @@ def export(
     family = family_of(settings)
     check_modules(loaded, dequantise=dtype == "float32")
     length = length_of(settings, "--static", static[1]) if static else length_of(settings, "--max-length", max_length)
+    index = index_of(config, loaded) if isinstance(config, SAAP) else None
     target = Target(
-        settle(config, loaded, branches=not static),
+        settle(config, loaded, branches=not static, index=index),
         max_length=length,
         lanes=lanes_for(length),
         dtype=dtype or own_type(loaded),
@@ -125,6 +127,7 @@ def export(
         genai=genai and not inline and not static,
         rows=static and static[0],
         prompts=None if prompts is None else settle_prompts(prompts, length),
+        index=index,
     )
 
     def lower(proto: onnx.ModelProto) -> onnx.ModelProto:
@@ -167,14 +170,14 @@ def methods_of(text: str, attn_config: str | Path | None) -> tuple[Sample | None
         ConfigError: they are not such as can be exported, or a key or value is wrong.
     """
     base = load_toml(attn_config) if attn_config is not None else {}
-    known = "--method: expected dense, sparq, sample or sample+sparq, with [:key=value,...]"
+    known = "--method: expected dense, sparq, sample, sample+sparq or saap, with [:key=value,...]"
     names = [part.partition(":")[0].strip() for part in text.split("+")]
     if {CONFIGS.get(name) for name in names} not in METHODS:
         raise ConfigError(f"{known}, got {text!r}.")
     configs = {type(config): config for config in parse(text, base)}
     prompts = configs.get(Sample)
     assert prompts is None or isinstance(prompts, Sample)
-    return prompts, configs.get(SparQ, Dense())
+    return prompts, configs.get(SparQ) or configs.get(SAAP) or Dense()
 
 
 def settle_prompts(config: Sample, max_length: int) -> Sample:
@@ -199,11 +202,16 @@ def settle_prompts(config: Sample, max_length: int) -> Sample:
     return dataclasses.replace(settled.pop(), dense_below=below)
 
 
-def settle(config: MethodConfig, model: Any, *, branches: bool = True) -> MethodConfig:
-    """SparQ with every automatic choice made as `mlx_sparse.enable` makes it.
+def settle(config: MethodConfig, model: Any, *, branches: bool = True, index: Index | None = None) -> MethodConfig:
+    """SparQ with every automatic choice made as `mlx_sparse.enable` makes it; SAAP, which has an ``index``, likewise.
 
-    Without ``branches`` the graph cannot turn to dense attention in short contexts, but for those of ``top_k`` keys.
+    Without ``branches`` the graph cannot turn to dense attention in short contexts, but for those of which everything
+    is attended.
     """
+    if isinstance(config, SAAP):
+        assert index is not None
+        below = saap_dense_below(config, *index.sizes) if branches else config.attended + 1
+        return dataclasses.replace(config, dense_below=below)
     if not isinstance(config, SparQ):
         return config
     args = model.args

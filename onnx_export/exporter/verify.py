@@ -30,7 +30,7 @@ from mlx.utils import tree_map_with_path
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_sparse.checks import ArtefactError, ConfigError
-from mlx_sparse.config import Sample, SparQ
+from mlx_sparse.config import SAAP, Sample, SparQ
 from mlx_sparse.lm import seam, sparse
 
 from .copies import PROMPT, SAMPLED_PROMPT, copy_for_check, keep_layers, shortened, shortened_prompts
@@ -130,7 +130,7 @@ def _reference(model: Any, target: Target) -> Expected:
     # Sums of K products err by about sqrt(K) halves of an ulp, and the layers add their errors up.
     products = [_columns(module) for _, module in model.named_modules() if isinstance(module, (nn.Linear, *QUANTISED))]
     noise = 2.0**-24 * math.sqrt(max(products) * len(products))
-    method = shortened(target) if isinstance(target.method, SparQ) else None
+    method = shortened(target) if isinstance(target.method, (SparQ, SAAP)) else None
     runs = []
     for embedding.noise in (0.0, noise):
         cache = make_prompt_cache(model)
@@ -315,23 +315,23 @@ def compare(model: onnx.ModelProto, folder: Path, expected: Expected, target: Ta
     Raises:
         ArtefactError: the file computes something else.
     """
-    logits, sparq = expected.logits, isinstance(target.method, SparQ)
+    logits = expected.logits
     got = _steps(folder / "model.onnx", expected.tokens, target.rows)
-    if isinstance(target.method, SparQ):
-        shortest = int(target.method.dense_below)  # as settled: beyond top_k
+    if is_sparse := isinstance(target.method, (SparQ, SAAP)):
+        shortest = int(target.method.dense_below)  # as settled: beyond the keys that are always attended
         got = got[: (PROMPT < shortest or not target.rows) + (PROMPT + 1 < shortest)]
     largest = _largest(got, logits[: len(got)]) if got else 0.0
     if not largest <= expected.rounded:
         raise _disagreement("dense attention", largest, expected.rounded)
     median = of_sampled = None
     check = folder / "check.onnx"
-    if sparq or target.dtype != "float32":
+    if is_sparse or target.dtype != "float32":
         onnx.save(lower(copy_for_check(model, target)), check)
         got = _steps(check, expected.tokens, target.rows)
-        exact = _largest(got[:1] if sparq else got, logits[:1] if sparq else logits)
+        exact = _largest(got[:1] if is_sparse else got, logits[:1] if is_sparse else logits)
         if not exact <= expected.dense:
             raise _disagreement("dense attention and float32 caches", exact, expected.dense)
-        if sparq:
+        if is_sparse:
             median = _median_error(got[1], logits[2], logits[1], expected.sparse, where="sparse attention")
     if (sampled := expected.sampled) is not None:
         first = copy_for_check(model, target)
