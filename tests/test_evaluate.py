@@ -21,7 +21,7 @@ from mlx_sparse.demo import blas
 from mlx_sparse.evaluate import runner
 from mlx_sparse.evaluate.journal import Journal
 from mlx_sparse.evaluate.picture import check_picture, draw_density
-from mlx_sparse.evaluate.results import Outcome, Row, Trial
+from mlx_sparse.evaluate.results import Outcome, Row, Trial, table
 from mlx_sparse.evaluate.run import main
 from mlx_sparse.evaluate.runner import Prompt, Steps
 from mlx_sparse.evaluate.tasks import (
@@ -90,6 +90,55 @@ def test_few_keys_run_sparsely_and_cost_something(rows: dict[str, Row]) -> None:
 def test_rank_D_costs_what_the_best_keys_cost(rows: dict[str, Row]) -> None:
     all_components, best_keys = rows["sparq:rank=16,top_k=8"].mean, rows["oracle_top_k:top_k=8"].mean
     assert all_components.kl == pytest.approx(best_keys.kl, rel=1e-3)
+
+
+EXACT = "sink_tokens=1,recent_tokens=15,dense_layers=0,dense_below=0"
+
+
+def test_buckets_say_what_they_attended_and_every_bucket_is_dense() -> None:
+    methods = [f"saap:mode=online,buckets=8,probes={probes},{EXACT}" for probes in (2, 8)]
+    subject = Steps(build(), Words(), Example(TOKENS[:100], TOKENS[100:120]), 512)
+    dense, few, every = runner.run("task", [subject], methods, Progress())
+    assert dense.selectivity is None
+    assert few.sparse_calls == every.sparse_calls == 2 * 20
+    assert few.selectivity is not None and 0 < few.selectivity < 0.8
+    assert few.mean.kl > 1e-4
+    assert every.selectivity == 1
+    assert abs(every.mean.kl) < 1e-5 and every.mean.agreement == 1
+    cells = [line.split(" | ") for line in table([dense, few, every]).splitlines()]
+    column = cells[0].index("selectivity")
+    assert [row[column] for row in cells[2:]] == ["", f"{few.selectivity:.3f}", "1.000"]
+
+
+def test_a_prompt_without_an_index_is_indexed_as_if_it_had_been_there_from_the_start() -> None:
+    """Prompts are processed densely and once, for all methods."""
+    model, method = build(), f"saap:mode=online,buckets=8,probes=2,{EXACT}"
+    prompt, target = TOKENS[:100], TOKENS[100:120]
+    found = Steps(model, Words(), Example(prompt, target), 512).trial(method)
+    rows = []
+    with mlx_sparse.lm.sparse(model, method) as report:
+        cache = runner.prefill(model, prompt[:-1], 512)
+        for token in [prompt[-1], *target[:-1]]:
+            rows.append(model(mx.array([[token]]), cache=cache)[0])
+    dense = Steps(model, Words(), Example(prompt, target), 512).reference
+    expected = runner.outcome(mx.concatenate(rows), dense, target, 2 * len(target))
+    assert found.outcome.kl == pytest.approx(expected.kl, rel=1e-3)
+    assert found.selectivity == pytest.approx(report.buckets.selectivity)
+
+
+def test_results_belong_to_what_an_artefact_holds_not_to_its_name(tmp_path: Path) -> None:
+    path, tried = tmp_path / "saap.safetensors", []
+    method = f"saap:artefact={path}"
+
+    class Subject:
+        def trial(self, method: str) -> Trial:
+            tried.append(method)
+            return Trial(Outcome(1.5, 0.5, 1.0, 0.0), method)
+
+    for content in (b"one", b"one", b"two"):
+        path.write_bytes(content)
+        runner.run("task", [Subject()], [method], Progress(), Journal(tmp_path / "results", "eval", "key", Trial.read))
+    assert tried == ["dense", method, method]
 
 
 def test_bits_per_byte_is_the_likelihood_of_the_target() -> None:
@@ -204,8 +253,8 @@ def test_what_the_journal_knows_is_not_run_again(tmp_path: Path) -> None:
     def run(*methods: str) -> list[Row]:
         return runner.run("task", [subject], methods, Progress(), Journal(path, "eval", "key", Trial.read))
 
-    first, second = run("a"), run("a", "b")
-    assert subject.tried == ["dense", "a", "b"]
+    first, second = run("sparq"), run("sparq", "streaming")
+    assert subject.tried == ["dense", "sparq", "streaming"]
     assert str(second[:2]) == str(first)  # as text: the errors of one example are no numbers
     assert second[1].density == [[0.25, 0.5]]
 
@@ -221,6 +270,7 @@ def test_what_the_journal_knows_is_not_run_again(tmp_path: Path) -> None:
         {"mass": [0.1]},
         {"method": None},
         {"sparse_calls": -1},
+        {"selectivity": 1.5},
         {"more": 1},
     ],
 )
@@ -297,10 +347,15 @@ def test_a_density_map_shows_every_prefill_row(tmp_path: Path, prompts: dict[str
         (["--methods", "sample", "--density-map", "/nowhere/map.png"], "--density-map: expected a folder that exists"),
         (["--methods", "sparq", "--density-map", "map.png"], "--density-map: expected a prefill method"),
         (["--methods", "sample+minference"], "attn: expected"),
+        (["--methods", "saap"], "artefact: expected a file that mlx-sparse train-saap wrote"),
+        (
+            ["--methods", "saap:artefact=/nowhere/x.safetensors"],
+            "expected a file written by mlx-sparse train-saap, got none that",
+        ),
     ],
 )
 def test_bad_input_gets_one_line_before_anything_is_loaded(argv: list[str], message: str) -> None:
-    with pytest.raises(mlx_sparse.ConfigError, match=message):
+    with pytest.raises((mlx_sparse.ConfigError, mlx_sparse.ArtefactError), match=message):
         main(argv)
 
 

@@ -10,7 +10,10 @@ from typing import Any
 
 from .journal import fields, number
 
-DECODE_HEADER = ["task", "method", "n", "bytes", "bits/byte", "Δ", "accuracy", "Δ", "agreement", "KL"]
+DECODE_HEADER = [
+    *["task", "method", "n", "bytes", "selectivity"],
+    *["bits/byte", "Δ", "accuracy", "Δ", "agreement", "KL"],
+]
 PREFILL_HEADER = [
     *["task", "method", "n", "density", "of layers", "sampled", "mass: min", "1 %", "mean"],
     *["bits/byte", "Δ", "accuracy", "Δ", "agreement", "KL"],
@@ -44,6 +47,7 @@ class Trial:
         method: the method as text, every automatic choice resolved.
         sparse_calls, dense_calls: attention calls.
         sparse_bytes, dense_bytes: bytes of K and V moved by the sparse calls, and by dense attention in their place.
+        selectivity: (saap.12) share of the keys outside the exact part that were attended; None but for SAAP.
         density: of a prompt, by served layer and query head: share of the causal block pairs attended.
         sampled: share of a prompt's rows that were scored to choose the blocks.
         mass: retained mass over all layers, heads and rows of a prompt: least, 1st percentile, mean; empty if it was
@@ -56,6 +60,7 @@ class Trial:
     dense_calls: int = 0
     sparse_bytes: int = 0
     dense_bytes: int = 0
+    selectivity: float | None = None
     density: list[list[float]] = field(default_factory=list)
     sampled: float = 0.0
     mass: list[float] = field(default_factory=list)
@@ -76,6 +81,8 @@ class Trial:
         outcome = Outcome(*(number(value, low, high) for value, (low, high) in zip(figures, OUTCOMES, strict=True)))
         for name in ("sparse_calls", "dense_calls", "sparse_bytes", "dense_bytes"):
             found[name] = int(number(found[name], 0))
+        if found["selectivity"] is not None:
+            number(found["selectivity"], 0, 1)
         density = [[number(head, 0, 1) for head in layer] for layer in found.pop("density")]
         if len({len(layer) for layer in density}) > 1 or not isinstance(found["method"], str):
             raise ValueError(data)
@@ -91,7 +98,8 @@ class Row:
 
     Attributes:
         prefill: whether the prompt itself was run through the method and scored, not steps after it.
-        density, sampled, mass: as in `Trial`, means over the examples; of ``mass`` the first is the least of them.
+        selectivity, density, sampled, mass: as in `Trial`, means over the examples; of ``mass`` the first is the least
+            of them.
     """
 
     task: str
@@ -104,6 +112,7 @@ class Row:
     sparse_calls: int
     dense_calls: int
     prefill: bool = False
+    selectivity: float | None = None
     density: list[list[float]] = field(default_factory=list)
     sampled: float = 0.0
     mass: list[float] = field(default_factory=list)
@@ -128,6 +137,7 @@ def _row(task: str, trials: Sequence[Trial], dense: Sequence[Trial], prefill: bo
     moved, full = (sum(getattr(trial, name) for trial in trials) for name in ("sparse_bytes", "dense_bytes"))
     layers = [trial.density for trial in trials]
     masses = [trial.mass for trial in trials if trial.mass]
+    selectivities = [trial.selectivity for trial in trials if trial.selectivity is not None]
     return Row(
         task,
         trials[0].method,
@@ -139,6 +149,7 @@ def _row(task: str, trials: Sequence[Trial], dense: Sequence[Trial], prefill: bo
         sum(trial.sparse_calls for trial in trials),
         sum(trial.dense_calls for trial in trials),
         prefill,
+        mean(selectivities) if selectivities else None,
         [[mean(heads) for heads in zip(*of, strict=True)] for of in zip(*layers, strict=True)],
         mean(trial.sampled for trial in trials),
         [min(m[0] for m in masses), *(mean(m[i] for m in masses) for i in (1, 2))] if masses else [],
@@ -159,7 +170,7 @@ def table(rows: Sequence[Row]) -> str:
 def _cells(row: Row) -> list[str]:
     mean, delta, error = row.mean, row.delta, row.error
     cells = [row.task, f"`{row.method}`", str(row.examples)]
-    cells += _prompt_cells(row) if row.prefill else [f"{row.compression:.3f}"]
+    cells += _prompt_cells(row) if row.prefill else _step_cells(row)
     cells += [f"{mean.bits:.4f}", f"{delta.bits:+.4f}{_error(error.bits, 4)}"]
     cells += [f"{mean.accuracy:.3f}", f"{delta.accuracy:+.3f}{_error(error.accuracy, 3)}"]
     return [*cells, f"{mean.agreement:.3f}{_error(error.agreement, 3)}", f"{mean.kl:.4f}{_error(error.kl, 4)}"]
@@ -168,6 +179,10 @@ def _cells(row: Row) -> list[str]:
 def _error(error: float, digits: int) -> str:
     """A standard error where several examples give one."""
     return "" if math.isnan(error) else f" ± {error:.{digits}f}"
+
+
+def _step_cells(row: Row) -> list[str]:
+    return [f"{row.compression:.3f}", "" if row.selectivity is None else f"{row.selectivity:.3f}"]
 
 
 def _prompt_cells(row: Row) -> list[str]:

@@ -11,8 +11,9 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
+from .. import artefact
 from ..checks import ConfigError
-from ..config import parse
+from ..config import SAAP, parse
 from ..demo import blas
 from ..demo.smollm2 import prepare_model
 from ..demo.store import cache_directory
@@ -27,6 +28,9 @@ def main(argv: Sequence[str]) -> int:
     """Run the evaluation; return the exit code."""
     args = _parser().parse_args(argv)
     stages = [select_methods(parse(method)) for method in args.methods]
+    for _, decode in stages:
+        if isinstance(decode, SAAP) and decode.file is not None:
+            artefact.load(decode.file)  # a mistake is to show now, not after the dense runs
     if args.limit < 1 or args.context < SHORTEST:
         raise ConfigError(
             f"--limit, --context: expected at least 1 and {SHORTEST}, got {args.limit} and {args.context}."

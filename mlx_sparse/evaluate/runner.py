@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -14,7 +15,8 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..call_report import Report
-from ..config import parse
+from ..config import SAAP, parse
+from ..demo.store import file_hash
 from ..lm import sparse
 from ..lm.model import select_methods
 from .journal import Journal
@@ -110,15 +112,24 @@ def run(
     """Every subject under dense attention and every method; what the journal knows is not run again."""
     journal = journal or Journal(None, "", "", Trial.read)
     trials: dict[str, list[Trial]] = {method: [] for method in ("dense", *methods)}
+    names = {method: name_of(method) for method in trials}
     for i, subject in enumerate(subjects):
         for method, found in trials.items():
-            name = f"{task}/{'prefill' if prefill else 'decode'}/{i}/{method}"
+            name = f"{task}/{'prefill' if prefill else 'decode'}/{i}/{names[method]}"
             if name not in journal.results:
                 trial = subject.trial(method)
                 journal.add(name, trial, trial.as_dict())
             found.append(journal.results[name])
             progress.update()
     return rows_of(task, trials, prefill=prefill)
+
+
+def name_of(method: str) -> str:
+    """What results of ``method`` are kept under: with what its artefact holds, which a file name does not tell."""
+    decode = None if method == "dense" else select_methods(parse(method))[1]
+    if not isinstance(decode, SAAP) or decode.file is None:
+        return method
+    return f"{method}@{file_hash(Path(decode.file))}"
 
 
 def prefill(model: Any, tokens: list[int], step: int) -> list[Any]:
@@ -176,4 +187,5 @@ def trial_of(outcome: Outcome, report: Report) -> Trial:
     dense_calls = sum(report.dense_calls.values())
     calls = report.sparse_calls + (figures.calls if figures is not None else 0)
     counts = (calls, dense_calls, report.sparse_bytes, report.dense_bytes)
-    return Trial(outcome, report.attn, *counts, **prompt)
+    selectivity = report.buckets.selectivity if report.buckets is not None and report.sparse_calls else None
+    return Trial(outcome, report.attn, *counts, selectivity, **prompt)
