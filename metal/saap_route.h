@@ -9,6 +9,7 @@
 
 constant constexpr uint INPUT_TILE = 128;  // units of the layer below that are staged together
 constant constexpr uint ROUTE_BATCH = 8;   // rows of weights whose loads a lane has in flight
+constant constexpr uint MOST_SHARES = 8;
 
 // The units below the first layer: components of the queries ...
 template <int G, typename Queries>
@@ -61,8 +62,11 @@ struct Weights<1> {
   }
 };
 
-// out[unit * G + g] = finish(below_g . weight[:, unit] + bias[unit]) in float32. A thread takes WIDTH neighbouring units
-// at a time. Begins with a barrier that waits for what the layer below wrote.
+// out[unit * G + g] = finish(below_g . weight[:, unit] + bias[unit]) in float32. Begins with a barrier that waits for what
+// the layer below wrote.
+//
+// A lane takes WIDTH neighbouring units. Where there are fewer units than that, 2, 4 or 8 lanes of a SIMD group share
+// them by rows, so that all have loads under way.
 template <int G, int WIDTH, typename Below, typename Matrix, typename Bias, typename Finish>
 void layer(
     Below below,
@@ -73,17 +77,14 @@ void layer(
     device float* out,
     threadgroup float* tile,  // INPUT_TILE * G
     Place place) {
-  for (uint first_unit = 0; first_unit < units; first_unit += place.threads() * WIDTH) {
-    const uint unit = first_unit + place.index() * WIDTH;
-    float sums[G][WIDTH];
-#pragma clang loop unroll(full)
-    for (uint w = 0; w < WIDTH; ++w) {
-      const float start = unit < units ? float(bias[unit + w]) : 0.0f;
-#pragma clang loop unroll(full)
-      for (uint g = 0; g < G; ++g) {
-        sums[g][w] = start;
-      }
-    }
+  uint shares = 1;
+  while (shares < MOST_SHARES && 2 * shares * units <= place.threads() * WIDTH) {
+    shares *= 2;
+  }
+  const uint columns = LANES / shares, share = place.lane / columns;
+  for (uint first_unit = 0; first_unit < units; first_unit += place.simdgroups * columns * WIDTH) {
+    const uint unit = first_unit + (place.simdgroup * columns + place.lane % columns) * WIDTH;
+    float sums[G][WIDTH] = {};
     for (uint first = 0; first < below.units; first += INPUT_TILE) {
       const uint rows = min(INPUT_TILE, below.units - first);
       threadgroup_barrier(mem_flags::mem_device | mem_flags::mem_threadgroup);
@@ -91,33 +92,41 @@ void layer(
         tile[i] = below(first * G + i);
       }
       threadgroup_barrier(mem_flags::mem_threadgroup);
-      for (uint start = 0; start < rows && unit < units; start += ROUTE_BATCH) {
+      for (uint start = share; start < rows && unit < units; start += ROUTE_BATCH * shares) {
         Weights<WIDTH> loaded[ROUTE_BATCH];
 #pragma clang loop unroll(full)
         for (uint r = 0; r < ROUTE_BATCH; ++r) {
-          if (start + r < rows) {
-            loaded[r].load(weight + size_t(first + start + r) * units + unit);
+          const uint row = start + r * shares;
+          if (row < rows) {
+            loaded[r].load(weight + size_t(first + row) * units + unit);
           }
         }
 #pragma clang loop unroll(full)
         for (uint r = 0; r < ROUTE_BATCH; ++r) {
+          const uint row = start + r * shares;
 #pragma clang loop unroll(full)
           for (uint g = 0; g < G; ++g) {
-            const float x = start + r < rows ? tile[(start + r) * G + g] : 0.0f;
+            const float x = row < rows ? tile[row * G + g] : 0.0f;
 #pragma clang loop unroll(full)
             for (uint w = 0; w < WIDTH; ++w) {
-              sums[g][w] += start + r < rows ? x * loaded[r].at[w] : 0.0f;
+              sums[g][w] += row < rows ? x * loaded[r].at[w] : 0.0f;
             }
           }
         }
       }
     }
-    if (unit < units) {
 #pragma clang loop unroll(full)
-      for (uint w = 0; w < WIDTH; ++w) {
+    for (uint w = 0; w < WIDTH; ++w) {
+      const bool writes = share == 0 && unit < units;
+      const float start = writes ? float(bias[unit + w]) : 0.0f;
 #pragma clang loop unroll(full)
-        for (uint g = 0; g < G; ++g) {
-          out[size_t(unit + w) * G + g] = finish(sums[g][w]);
+      for (uint g = 0; g < G; ++g) {
+        float sum = sums[g][w];
+        for (uint offset = columns; offset < LANES; offset *= 2) {
+          sum += simd_shuffle_xor(sum, ushort(offset));
+        }
+        if (writes) {
+          out[size_t(unit + w) * G + g] = finish(sum + start);
         }
       }
     }

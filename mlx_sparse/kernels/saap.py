@@ -15,7 +15,7 @@ from ..bucket_lists import saap_index
 from .attend import attend_indices
 from .launch import LANES, Kernel, integer, padding_or_zeros
 
-THREADS = 512
+THREADS, SHARES = 512, 8
 LIST_TILE, LIST_THREADS = 1024, 256
 
 ROUTE = Kernel(
@@ -33,12 +33,12 @@ INDICES = Kernel(
 
 
 def shape_of(G: int, *layers: int) -> tuple[int, int]:
-    """Neighbouring units per thread and threads, for layers of so many units.
+    """Neighbouring units per lane and threads, for layers of so many units.
 
-    A thread keeps one float32 sum per unit and query head: at most 32.
+    A lane keeps one float32 sum per unit and query head: at most 32. Up to eight lanes share a unit.
     """
     width = next(n for n in (4, 2, 1) if n * G <= 32 and all(units % n == 0 for units in layers))
-    simdgroups = -(-max(layers) // (width * LANES))
+    simdgroups = -(-SHARES * max(layers) // (width * LANES))
     return width, min(simdgroups * LANES, THREADS)
 
 
