@@ -237,6 +237,12 @@ def test_a_full_disk_leaves_the_file_that_was_there(path: Path) -> None:
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 
 
+def test_a_name_that_mlx_would_change_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ArtefactError, match=r"expected a name in \.safetensors"):
+        artefact().save(tmp_path / "model.saap")
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_model_it_was_trained_on_is_taken_quantised_or_in_half_precision_too() -> None:
     made = artefact(build("llama", intermediate_size=96))
     model = build("llama", intermediate_size=96)

@@ -63,8 +63,11 @@ def write_tensors(path: Path, tensors: Mapping[str, mx.array], metadata: Mapping
     """Write a file of float16 and float32 tensors.
 
     Raises:
+        ArtefactError: ``path`` does not end in .safetensors, which MLX would add.
         OSError: it cannot be written; what was there before is still there.
     """
+    if path.suffix != ".safetensors":
+        raise ArtefactError(f"path: expected a name in .safetensors, got {path}.")
     whole = {name: mx.contiguous(array) for name, array in tensors.items()}
 
     def write(new: Path) -> None:

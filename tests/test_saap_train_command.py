@@ -1,0 +1,337 @@
+"""`mlx-sparse train-saap`: what it collects and writes, what it refuses, and runs that were killed."""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import namedtuple
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from test_saap_train import Progress
+from tiny_models import build, write
+
+from mlx_sparse import cli, oracle
+from mlx_sparse.artefact import Artefact, load
+from mlx_sparse.demo import blas
+from mlx_sparse.saap.collect import collect, find_places
+
+TOKENS = [1 + (i * i + i // 7) % 95 for i in range(4000)]
+EXACT = ["--recent-tokens", "63", "--farther-than", "32"]
+SMALL = ["--context", "512", "--windows", "3", "--queries", "96", "--buckets", "8", "--hidden", "32", "--batch", "32"]
+
+
+@pytest.fixture(autouse=True)
+def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stay in pytest's process, on whatever BLAS it has."""
+    monkeypatch.setattr(blas, "wanted", lambda: False)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saap")
+    write(folder / "model", num_hidden_layers=3)
+    write(folder / "other", seed=1, num_hidden_layers=3)
+    (folder / "text.txt").write_text(" ".join(f"w{token}" for token in TOKENS))
+    (folder / "short.txt").write_text(" ".join(f"w{token}" for token in TOKENS[:700]))
+    return folder
+
+
+def arguments(folder: Path, out: Path, *more: str) -> list[str]:
+    of = ["train-saap", "--model", str(folder / "model"), "--text", str(folder / "text.txt"), "-o", str(out)]
+    return [*of, *SMALL, *EXACT, "--steps", "12", *more]
+
+
+def same(a: Artefact, b: Artefact) -> bool:
+    arrays = [
+        {(i, name): np.array(x) for i, layer in of.layers.items() for name, x in layer.arrays().items()}
+        for of in (a, b)
+    ]
+    return arrays[0].keys() == arrays[1].keys() and all(
+        np.array_equal(array, arrays[1][name]) for name, array in arrays[0].items()
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The work folder and the artefact of one whole run."""
+    place = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blas, "wanted", lambda: False)
+        assert cli.main(arguments(folder, place / "a.safetensors", "--work", str(place / "work"))) == 0
+    return place
+
+
+def test_the_file_is_for_the_model_and_has_every_layer_but_the_dense_ones(folder: Path, trained: Path) -> None:
+    made = load(trained / "a.safetensors")
+    made.check_model(build(num_hidden_layers=3))
+    assert (list(made.layers), made.buckets, made.hidden, made.space) == ([1, 2], 8, 32, "before_rope")
+    assert (made.sink_tokens, made.recent_tokens) == (1, 63)
+    assert made.training["training"]["steps"] == 12
+    for layer in made.layers.values():
+        assert layer.trained and layer.centroids.dtype == mx.float16
+        lengths = mx.linalg.norm(layer.centroids.astype(mx.float32), axis=-1)
+        np.testing.assert_allclose(np.array(lengths), 1, atol=2e-3)
+
+
+def test_json_reports_every_head(folder: Path, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(arguments(folder, trained / "a.safetensors", "--work", str(trained / "work"), "--json")) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(head["layer"], head["head"]) for head in found["heads"]] == [(1, 0), (1, 1), (2, 0), (2, 1)]
+    assert found["selectivities"] == [0.05, 0.1, 0.2]
+    for head in found["heads"]:
+        assert head["recall"].keys() == {"trained", "kmeans", "roped"}
+        assert head["imbalance"]["before_rope"] >= 1
+
+
+def test_collected_texts_are_shared_and_centroids_alone_can_be_written(folder: Path, trained: Path) -> None:
+    work = trained / "work"
+    collected = {path: path.stat().st_mtime_ns for path in work.glob("collected-*/*.f16")}
+    out = trained / "b.safetensors"
+    assert cli.main(arguments(folder, out, "--work", str(work), "--steps", "0", "--buckets", "16")) == 0
+    made = load(out)
+    assert (made.buckets, made.hidden, made.layers[1].trained) == (16, 0, False)
+    assert {path: path.stat().st_mtime_ns for path in work.glob("collected-*/*.f16")} == collected
+    assert len(list(work.glob("trained-*"))) == 2
+
+
+def test_the_baseline_clusters_keys_after_rope(folder: Path, trained: Path) -> None:
+    out, work = trained / "roped.safetensors", str(trained / "work")
+    assert cli.main(arguments(folder, out, "--work", work, "--steps", "0", "--space", "roped")) == 0
+    roped, before = load(out), load(trained / "a.safetensors")
+    assert roped.space == "roped"
+    assert not np.allclose(np.array(roped.layers[1].centroids), np.array(before.layers[1].centroids), atol=0.1)
+
+
+def test_only_some_layers_and_no_work_folder_left(folder: Path, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "one.safetensors"
+    assert cli.main(arguments(folder, out, "--layers", "2", "--steps", "0")) == 0
+    assert list(load(out).layers) == [2]
+    assert [path.name for path in tmp_path.iterdir()] == [out.name]
+    table = capsys.readouterr().out
+    assert "| 2 | 1 |" in table and "kmeans 10%" in table and "trained" not in table.splitlines()[0]
+
+
+def test_collected_rows_are_those_of_the_model(tmp_path: Path) -> None:
+    model = build(num_hidden_layers=3)
+    windows = [TOKENS[:600], TOKENS[600:1200]]
+    options = {"queries": 50, "first": 100, "seed": 3, "key": "k", "progress": Progress()}
+    found = collect(model, find_places(model, 1), windows, tmp_path, **options)
+    assert list(found.places) == [1, 2]
+    caches = make_prompt_cache(model)
+    mx.eval(model(mx.array([windows[1]]), cache=caches))
+    positions = found.positions[1]
+    assert (np.diff(positions) > 0).all() and positions[0] >= 100
+    for number in found.places:
+        texts = found.texts(number)
+        attention = model.layers[number].self_attn
+        keys = np.array(caches[number].keys[0, :, :600])
+        # The model ran in chunks here, so its sums were in another order; then half precision.
+        np.testing.assert_allclose(texts.keys_after[1], keys, rtol=2**-10, atol=2e-3)
+        rotated = attention.rope(mx.array(texts.keys_before[1].astype(np.float32))[None])[0]
+        np.testing.assert_allclose(np.array(rotated), keys, rtol=2**-9, atol=1e-2)
+        queries = mx.array(texts.queries_before[1].astype(np.float32))
+        for row, position in enumerate(positions[:5]):
+            again = np.array(attention.rope(queries[None, :, [row]], offset=int(position)))[0, :, 0]
+            np.testing.assert_allclose(texts.queries_after[1][:, row], again, rtol=2**-9, atol=1e-2)
+
+
+def test_no_model_of_which_tensors_before_rope_are_unknown(folder: Path, tmp_path: Path, capsys: Any) -> None:
+    write(tmp_path / "model", "mamba")
+    argv = arguments(folder, tmp_path / "a.safetensors", "--model", str(tmp_path / "model"))
+    assert cli.main(argv) == 2
+    assert "expected an attention layer that SAAP can serve, got none" in capsys.readouterr().err
+
+
+REFUSED = {
+    "text shorter than the window": (["--text", "short.txt"], r"--text: expected at least 2 x 512 tokens, got 700"),
+    "held-out text too": (["--held-out", "short.txt", "--context", "1024"], "--held-out: expected at least 1 x 1,024"),
+    "window shorter than what is attended": (["--recent-tokens", "600"], "--context: expected at least twice the 601"),
+    "longer than the model's context": (["--context", "9000"], "--context: expected an integer of .* at most 4096"),
+    "unknown text": (["--text", "none.txt"], "--text: expected readable UTF-8 text files"),
+    "unknown model": (["--model", "none"], "none"),
+    "more buckets than keys": (
+        ["--buckets", "2000"],
+        "--buckets: expected at most the 1,533 keys there are, got 2,000",
+    ),
+    "more buckets than kernels take": (["--buckets", "5000"], "--buckets: expected an integer of .* at most 4096"),
+    "hidden too small": (["--hidden", "16"], "--hidden: expected an integer of at least 32"),
+    "unknown layer": (["--layers", "0"], r"--layers: expected some of 1, 2, got 0"),
+    "networks of the baseline": (["--space", "roped"], "--steps: expected 0 with --space roped"),
+    "rate": (["--rate", "0"], "--rate: expected a number above 0"),
+    "rate that is none": (["--rate", "nan"], "--rate: expected a number above 0"),
+    "no folder": (["-o", "/nowhere/a.safetensors"], "--out: expected a name in .safetensors in a folder that exists"),
+    "another suffix": (["-o", "a.npz"], "--out: expected a name in .safetensors"),
+    "somebody else's file": (["-o", "model/model.safetensors"], "got a safetensors file of something else"),
+    "all layers dense": (["--dense-layers", "3"], "got 3 that stay dense"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_input_gets_one_line_and_writes_nothing(
+    case: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    before = sorted(folder.rglob("*"))
+    more, message = REFUSED[case]
+    assert cli.main(arguments(folder, tmp_path / "a.safetensors", *more)) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("mlx-sparse: error: ")]
+    assert re.search(message, line), line
+    assert not (tmp_path / "a.safetensors").exists()
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_the_file_of_another_model_is_not_overwritten(folder: Path, trained: Path, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "a.safetensors"
+    shutil.copy(trained / "a.safetensors", out)
+    before = out.read_bytes()
+    assert cli.main(arguments(folder, out, "--model", str(folder / "other"))) == 2
+    assert "--out: expected a new file or one for this model" in capsys.readouterr().err
+    assert out.read_bytes() == before
+
+
+@pytest.fixture
+def small_files() -> Iterator[Any]:
+    """Files may not grow beyond some bytes, as on a disk that is full."""
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.parametrize(
+    ("size", "file"),
+    [(20_000, r"layer-001\.keys_before\.f16"), (100_000, r"layer-001\.state\.safetensors|a\.safetensors")],
+)
+def test_a_disk_that_is_full_gets_one_line_and_the_same_command_goes_on(
+    size: int, file: str, folder: Path, trained: Path, tmp_path: Path, small_files: Any, monkeypatch: Any, capsys: Any
+) -> None:
+    monkeypatch.setattr("mlx_sparse.saap.train.CHECKPOINT_SECONDS", 0.0)
+    out = tmp_path / "a.safetensors"
+    # Networks so large that they do not fit where the texts do.
+    argv = arguments(folder, out, *(["--hidden", "640"] if size > 50_000 else []))
+    small_files(size)
+    assert cli.main(argv) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("mlx-sparse: error: ")]
+    assert re.search(f"({file}): expected to read or write it, got: ", line), line
+    assert not out.exists()
+    assert not [path.name for path in tmp_path.rglob(".*")]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert cli.main(argv) == 0
+    if size < 50_000:
+        assert same(load(out), load(trained / "a.safetensors"))
+
+
+def test_a_disk_without_room_is_noticed_before_the_model_runs(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9 - 1000, 1000))
+    assert cli.main(arguments(folder, tmp_path / "a.safetensors")) == 2
+    assert "--work: expected 0.00 GB free" in capsys.readouterr().err
+
+
+def start(argv: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
+    """The command in a process that keeps a checkpoint at every step."""
+    script = "import sys, mlx_sparse.saap.train as train; from mlx_sparse.cli import main\n"
+    script += "train.CHECKPOINT_SECONDS = 0.0\nsys.exit(main(sys.argv[1:]))"
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-c", script, *argv], env=environment, **pipes)
+
+
+def test_a_command_that_was_killed_while_it_collected_and_while_it_trained_gives_the_same_file(
+    folder: Path, tmp_path: Path, trained: Path, blas_environment: dict[str, str], without_torch: dict[str, str]
+) -> None:
+    environment = blas_environment | without_torch
+    whole, out, work = tmp_path / "whole.safetensors", tmp_path / "a.safetensors", tmp_path / "work"
+    more = ["--steps", "60", "--work"]
+    process = start(arguments(folder, whole, *more, str(tmp_path / "other")), environment)
+    assert process.wait(120) == 0, process.stderr
+    argv = arguments(folder, out, *more, str(work))
+    for pattern in ("collected-*/layer-002.keys_after.f16", "trained-*/layer-002.state.safetensors"):
+        process, deadline = start(argv, environment), time.monotonic() + 120
+        while not list(work.glob(pattern)) and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.002)
+        process.kill()
+        process.communicate(timeout=60)
+        assert process.returncode == -signal.SIGKILL
+        assert not out.exists()
+    finished = next(work.glob("trained-*/layer-001.safetensors")).stat().st_mtime_ns
+    process = start(argv, environment)
+    assert process.wait(120) == 0, process.stderr
+    assert same(load(out), load(whole))
+    assert next(work.glob("trained-*/layer-001.safetensors")).stat().st_mtime_ns == finished
+
+
+def test_what_somebody_else_left_in_the_work_folder_is_refused(
+    folder: Path, trained: Path, tmp_path: Path, capsys: Any
+) -> None:
+    work = tmp_path / "work"
+    shutil.copytree(trained / "work", work)
+    argv = arguments(folder, tmp_path / "a.safetensors", "--work", str(work))
+    for path in work.glob("trained-*/layer-001.safetensors"):
+        path.write_bytes(path.read_bytes()[:-3])
+    assert cli.main(argv) == 2
+    assert "bytes of data where its header says" in capsys.readouterr().err
+    for path in work.glob("collected-*/about.json"):
+        path.write_text("[" * 100_000)
+    assert cli.main(argv) == 2
+    assert "expected what an interrupted run of this command collected" in capsys.readouterr().err
+
+
+def test_memory_does_not_grow_with_the_texts(tmp_path: Path, blas_environment: dict[str, str]) -> None:
+    """Four times the texts, which are much larger than the model, in hardly more memory."""
+    script = """
+import resource, sys
+sys.path.insert(0, {tests!r})
+from pathlib import Path
+from tiny_models import build
+from test_saap_train import Progress
+from mlx_sparse.saap.collect import collect, find_places
+model = build(head_dim=256)
+windows = [[1 + (i * i + i // 7 + w) % 95 for i in range(1024)] for w in range(int(sys.argv[1]))]
+options = dict(queries=1000, first=0, seed=0, key="k", progress=Progress())
+found = collect(model, find_places(model, 0), windows, Path(sys.argv[2]), **options)
+print(found.bytes, 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+    script = script.format(tests=str(Path(__file__).parent))
+    sizes = []
+    for windows in (2, 12):
+        place = tmp_path / str(windows)
+        place.mkdir()
+        done = subprocess.run(
+            [sys.executable, "-c", script, str(windows), str(place)],
+            env=blas_environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        sizes.append([int(number) for number in done.stdout.split()])
+    (few, least), (many, most) = sizes
+    print(sizes)
+    assert most - least < 0.25 * (many - few), sizes
+
+
+def test_rows_of_the_report_agree_with_the_oracle_on_one_head(folder: Path, trained: Path, capsys: Any) -> None:
+    """Recall at full probes is 1, and imbalance is that of the oracle, from the very files that the command wrote."""
+    assert cli.main(arguments(folder, trained / "a.safetensors", "--work", str(trained / "work"), "--json")) == 0
+    head = json.loads(capsys.readouterr().out)["heads"][0]
+    held_out = min(
+        trained.glob("work/collected-*/about.json"), key=lambda path: json.loads(path.read_text())["windows"]
+    )
+    keys = np.fromfile(held_out.parent / "layer-001.keys_before.f16", np.float16).reshape(1, 2, 512, 16)
+    centroids = np.array(load(trained / "a.safetensors").layers[1].centroids.astype(mx.float32))
+    ids = oracle.saap_assign(keys, centroids)
+    assert head["imbalance"]["before_rope"] == pytest.approx(oracle.imbalance(ids[:, 0, 1:], 8))
