@@ -1,0 +1,378 @@
+"""SAAP's index beside a cache: after any history every key is attended exactly once, or skipped with its bucket."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from mlx import nn
+from mlx_lm.models.cache import BatchKVCache, KVCache, load_prompt_cache, save_prompt_cache
+
+from mlx_sparse import oracle
+from mlx_sparse.buckets import BucketIndex, Router, fold, kmeans_network
+from mlx_sparse.cache import SparseBatchKVCache, SparseKVCache, adopt
+from mlx_sparse.config import SAAP
+from mlx_sparse.lm.rope import Source, rotate
+
+H, D, C = 2, 16, 8
+SCALE = D**-0.5
+CONFIG = SAAP(mode="online", buckets=C, probes=3, sink_tokens=2, recent_tokens=20, fold_every=16, dense_below=0)
+EVERYTHING = SAAP(mode="online", buckets=C, probes=C, sink_tokens=2, recent_tokens=20, fold_every=16, dense_below=0)
+PADDING = [3, 0, 1]
+ROPE = nn.RoPE(D)
+
+
+def router(**changes: Any) -> Router:
+    centroids = mx.random.normal((H, C, D), key=mx.random.key(5))
+    centroids = centroids / mx.linalg.norm(centroids, axis=-1, keepdims=True)
+    values = {"centroids": centroids, "network": kmeans_network(centroids, SCALE), "source": Source(ROPE)} | changes
+    return Router(scale=SCALE, buckets=C, **values)
+
+
+class Decoder:
+    """A cache, its index, and what it should hold: every key before RoPE."""
+
+    def __init__(self, cache: Any, config: SAAP = CONFIG, **changes: Any) -> None:
+        adopt(cache)
+        self.cache, self.config = cache, config
+        self.cache.index = BucketIndex(router(**changes))
+        self.random = np.random.default_rng(0)
+        self.before = np.zeros((cache.left_padding.size if isinstance(cache, BatchKVCache) else 1, H, 0, D), np.float32)
+        self.records = True
+
+    def write(self, count: int) -> None:
+        """New keys: recorded, unless the plan could not record them."""
+        cache, start = self.cache, self.cache.length
+        self.before = self.before[:, :, :start]
+        B = self.before.shape[0]
+        # Sequences drift, so that buckets fill unevenly and in runs.
+        drift = np.sin(np.arange(start, start + count)[:, None] / 50 + np.arange(D))
+        before = (self.random.normal(size=(B, H, count, D)) + 2 * drift).astype(np.float32)
+        offset = start if cache.padding is None else start - cache.padding
+        keys = rotate(ROPE, mx.array(before), offset)
+        cache.index.listening = True
+        cache.update_and_fetch(keys, mx.array(before))
+        cache.index.listening = False
+        assert cache.index.received is not None
+        (at, written), cache.index.received = cache.index.received, None
+        assert (at, written is keys) == (start, True)
+        if self.records:
+            cache.index.write(start, mx.array(before), self.config.fold_every)
+        self.before = np.concatenate([self.before, before], axis=2)
+
+    def queries(self) -> np.ndarray:
+        """Of a step, before RoPE."""
+        return self.random.normal(size=(self.before.shape[0], 2 * H, 1, D)).astype(np.float32)
+
+    def lists(self, queries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The keys of a step at the present length, and how many there are."""
+        cache, S = self.cache, self.cache.length
+        if cache.index.due(S, self.config):
+            fold([cache], S, self.config)
+        indices, counts = cache.index.lists(mx.array(queries), S, self.config, cache.padding, "ops")
+        return np.array(indices), np.array(counts)
+
+    def check(self) -> None:
+        """The lists are what the oracle's rule says, each key once."""
+        cache, config, S = self.cache, self.config, self.cache.length
+        if S <= config.attended:
+            return  # the plan attends densely
+        queries, index = self.queries(), cache.index
+        indices, counts = self.lists(queries)
+        network = {name: np.array(array) for name, array in index.network.items()}
+        visited = oracle.saap_route(queries, probes=config.probes, **network)
+        assert index.covered <= S - config.recent_tokens < index.covered + config.fold_every
+        padding = [0] * len(indices) if cache.padding is None else cache.padding.tolist()
+        ids = np.array(index.ids)
+        for b, h in np.ndindex(indices.shape[:2]):
+            listed = indices[b, h, : counts[b, h]]
+            position = np.arange(padding[b], S)
+            exact = (position < padding[b] + config.sink_tokens) | (position >= index.covered)
+            inside = np.isin(ids[b, h, np.minimum(position, ids.shape[2] - 1)], visited[b, h]) & ~exact
+            np.testing.assert_array_equal(np.sort(listed), position[exact | inside])
+            assert (indices[b, h, counts[b, h] :] == -1).all()
+        assert index.padded == sum(padding) * H
+        assert index.listed == sum(max(index.covered - first - config.sink_tokens, 0) for first in padding) * H
+
+    def check_ids(self) -> None:
+        """Every id is the oracle's, to within the rounding of keys that were turned back."""
+        index, first = self.cache.index, [0] if self.cache.padding is None else self.cache.padding.tolist()
+        index.complete(self.cache, self.config)
+        assert index.assigned == index.length == self.cache.length
+        before, centroids = (
+            self.before[:, :, : index.assigned].astype(np.float64),
+            np.array(index.centroids, np.float64),
+        )
+        products = before @ centroids.swapaxes(-1, -2)
+        chosen = np.take_along_axis(products, np.array(index.ids)[..., None].astype(np.int64), axis=-1)[..., 0]
+        for b, start in enumerate(first):
+            np.testing.assert_allclose(chosen[b, :, start:], products[b, :, start:].max(axis=-1), rtol=1e-5)
+
+
+def single() -> Any:
+    return KVCache()
+
+
+def padded() -> Any:
+    return BatchKVCache(PADDING)
+
+
+CACHES = pytest.mark.parametrize("make", [single, padded])
+
+
+def test_every_key_is_attended_once_at_every_length_to_5000():
+    """With every bucket visited a list is a permutation of the keys: of the window, the pending tail, the buckets."""
+    decoder = Decoder(KVCache(), EVERYTHING)
+    for S in range(1, 5001):
+        decoder.write(1)
+        if S > EVERYTHING.attended:
+            indices, counts = decoder.lists(decoder.queries())
+            assert (counts == S).all()
+            np.testing.assert_array_equal(np.sort(indices[..., :S], axis=-1), np.broadcast_to(np.arange(S), (1, H, S)))
+    decoder.check_ids()
+
+
+def test_the_oracles_keys_are_attended_around_every_fold_to_5000():
+    decoder, folds = Decoder(KVCache()), 0
+    for S in range(1, 5001):
+        decoder.write(1)
+        pending = S - CONFIG.recent_tokens - decoder.cache.index.covered
+        if pending in (1, CONFIG.fold_every - 1, CONFIG.fold_every):
+            decoder.check()
+            folds += pending == CONFIG.fold_every
+    assert folds > 300
+    decoder.check_ids()
+
+
+OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("write"), st.integers(1, 70)),
+        st.tuples(st.just("decode"), st.integers(1, 40)),
+        st.tuples(st.just("unrecorded"), st.integers(1, 20)),
+        st.tuples(st.just("trim"), st.integers(1, 60)),
+        st.tuples(st.just("copy"), st.just(0)),
+        st.tuples(st.just("reload"), st.just(0)),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@CACHES
+@pytest.mark.parametrize("config", [EVERYTHING, CONFIG], ids=["all buckets", "some buckets"])
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(history=OPERATIONS)
+def test_every_key_is_attended_once_after_any_history(make: Any, config: SAAP, history: list[tuple[str, int]]):
+    decoder = Decoder(make(), config)
+    decoder.write(50)
+    for operation, count in history:
+        if operation in ("write", "unrecorded"):
+            decoder.records = operation == "write"
+            decoder.write(count)
+            decoder.records = True
+        elif operation == "trim":
+            # As mlx-lm does: not into the padding of a batch.
+            decoder.cache.trim(min(count, decoder.cache.length - 5))
+        elif operation == "copy":
+            decoder.cache = copy.deepcopy(decoder.cache)
+        elif operation == "reload":
+            index = decoder.cache.index
+            decoder.cache.state = decoder.cache.state
+            assert decoder.cache.index is None, "another text may be in it"
+            decoder.cache.index = BucketIndex(index.router)
+        for _ in range(count if operation == "decode" else 1):
+            decoder.write(1)
+            decoder.check()
+    if decoder.cache.length > config.attended:
+        decoder.check_ids()
+
+
+def test_decode_steps_get_their_ids_together():
+    decoder = Decoder(KVCache())
+    decoder.write(100)
+    assert decoder.cache.index.assigned == 100, "a piece of a prompt gets them when it is written"
+    decoder.check()
+    for step in range(CONFIG.fold_every - 1):
+        decoder.write(1)
+        decoder.check()
+        assert decoder.cache.index.assigned == 100
+        assert len(decoder.cache.index.pending) == step + 1
+    decoder.write(1)
+    decoder.check()
+    assert decoder.cache.index.assigned == 100 + CONFIG.fold_every
+    assert not decoder.cache.index.pending
+
+
+def test_recorded_keys_are_indexed_without_turning_the_cache_back():
+    class Broken(Source):
+        def turned_back(self, rows: mx.array, offset: Any) -> mx.array:
+            raise AssertionError("every key was recorded")
+
+    decoder = Decoder(KVCache(), source=Broken(ROPE))
+    for count in (50, 1, 1, 60, 1):
+        decoder.write(count)
+        decoder.check()
+    decoder.cache.trim(40)
+    decoder.write(1)
+    decoder.check()
+    decoder.check_ids()
+
+
+def test_keys_of_unknown_history_are_turned_back_once():
+    decoder = Decoder(KVCache())
+    decoder.records = False
+    decoder.write(100)
+    decoder.records = True
+    decoder.write(1)  # behind unknown rows
+    assert decoder.cache.index.length == 0
+    decoder.check()
+    decoder.check_ids()
+    decoder.write(1)
+    assert decoder.cache.index.length == 102
+
+
+@pytest.mark.parametrize("moves", ["filter", "extend", "finalize"])
+def test_the_index_is_right_after_rows_move(moves: str):
+    decoder = Decoder(padded())
+    decoder.write(60)
+    decoder.check()
+    cache = decoder.cache
+    if moves == "filter":
+        cache.filter(mx.array([0, 2]))  # the padding that both share goes too
+        decoder.before = decoder.before[[0, 2], :, 1:]
+    elif moves == "extend":
+        other = Decoder(BatchKVCache([0]))
+        other.write(70)
+        cache.extend(other.cache)
+        before = np.pad(decoder.before, [(0, 0), (0, 0), (10, 0), (0, 0)])
+        decoder.before = np.concatenate([before, other.before])
+    else:
+        cache.prepare(right_padding=[2, 0, 5], lengths=[6, 8, 3])
+        decoder.write(8)
+        cache.finalize()
+        decoder.before = np.stack(
+            [np.roll(rows, by, axis=1) for rows, by in zip(decoder.before, [2, 0, 5], strict=True)]
+        )
+    assert cache.index.length == 0
+    decoder.check()
+    decoder.check_ids()
+    decoder.write(1)
+    decoder.check()
+
+
+def test_a_merged_batch_and_an_extracted_row_are_indexed_afresh():
+    decoders = [Decoder(KVCache()) for _ in range(2)]
+    for decoder, length in zip(decoders, (60, 75), strict=True):
+        decoder.write(length)
+        decoder.check()
+    batch = BatchKVCache.merge([decoder.cache for decoder in decoders])
+    merged = Decoder(batch)
+    assert isinstance(batch, SparseBatchKVCache)
+    longest = max(decoder.before.shape[2] for decoder in decoders)
+    merged.before = np.concatenate(
+        [np.pad(d.before, [(0, 0), (0, 0), (longest - d.before.shape[2], 0), (0, 0)]) for d in decoders]
+    )
+    merged.check()
+    merged.check_ids()
+    one = Decoder(batch.extract(0))
+    assert isinstance(one.cache, SparseKVCache)
+    one.before = decoders[0].before
+    one.check()
+    one.check_ids()
+
+
+def test_a_file_holds_what_mlx_lm_saves_and_its_keys_are_turned_back(tmp_path: Any):
+    decoder = Decoder(KVCache())
+    decoder.write(80)
+    decoder.check()
+    plain = KVCache()
+    plain.update_and_fetch(*decoder.cache.state[:2])
+    for name, cache in (("ours", decoder.cache), ("theirs", plain)):
+        save_prompt_cache(str(tmp_path / f"{name}.safetensors"), [cache])
+    ours, theirs = (mx.load(str(tmp_path / f"{name}.safetensors"), return_metadata=True) for name in ("ours", "theirs"))
+    assert ours[1] == theirs[1]
+    assert {name: array.tolist() for name, array in ours[0].items()} == {
+        name: array.tolist() for name, array in theirs[0].items()
+    }
+    loaded = Decoder(load_prompt_cache(str(tmp_path / "ours.safetensors"))[0])
+    loaded.before = decoder.before
+    loaded.check()
+    loaded.check_ids()
+
+
+def test_copies_share_the_models_weights_and_nothing_else():
+    decoder = Decoder(KVCache())
+    decoder.write(60)
+    decoder.check()
+    twin = copy.deepcopy(decoder)
+    assert twin.cache.index.router is decoder.cache.index.router
+    for each, trimmed in ((decoder, 7), (twin, 30)):
+        each.cache.trim(trimmed)
+        each.write(20)
+        each.check()
+        each.check_ids()
+
+
+def test_nbytes_counts_the_index_and_not_the_models_weights():
+    decoder = Decoder(KVCache())
+    decoder.write(60)
+    own = decoder.cache.keys.nbytes + decoder.cache.values.nbytes
+    assert decoder.cache.nbytes == own + 60 * H * 2
+    decoder.check()
+    covered = 60 - CONFIG.recent_tokens
+    assert decoder.cache.nbytes == own + 60 * H * 2 + covered * H * 4 + (C + 1) * H * 4
+
+
+def test_centroids_are_fitted_once_to_the_text_and_stay():
+    decoder = Decoder(KVCache(), centroids=None, network=None)
+    decoder.write(90)
+    assert decoder.cache.index.nbytes == 0, "nothing is kept before there is a bucket to put it in"
+    decoder.check()
+    centroids = decoder.cache.index.centroids
+    np.testing.assert_allclose(np.linalg.norm(np.array(centroids), axis=-1), 1, rtol=1e-5)
+    # Better than the same number of directions at random.
+    before = decoder.before.astype(np.float64)
+    best = (before @ np.array(centroids, np.float64).swapaxes(-1, -2)).max(axis=-1).mean()
+    assert best > 1.2 * (before @ np.array(router().centroids, np.float64).swapaxes(-1, -2)).max(axis=-1).mean()
+    for count in (1, 40, 1):
+        decoder.write(count)
+        decoder.check()
+    decoder.cache.trim(100)
+    decoder.write(40)
+    decoder.check()
+    assert decoder.cache.index.centroids is centroids
+    twin = copy.deepcopy(decoder)
+    twin.write(1)
+    twin.check()
+    assert mx.array_equal(twin.cache.index.centroids, centroids)
+
+
+@CACHES
+def test_a_text_with_fewer_keys_than_buckets_still_gets_centroids(make: Any):
+    few = SAAP(mode="online", buckets=C, probes=2, sink_tokens=0, recent_tokens=2, fold_every=4, dense_below=0)
+    decoder = Decoder(make(), few, centroids=None, network=None)
+    decoder.write(6)
+    decoder.check()
+
+
+def test_the_host_waits_once_for_all_layers(monkeypatch: pytest.MonkeyPatch):
+    decoders = [Decoder(KVCache()) for _ in range(4)]
+    for decoder in decoders:
+        decoder.write(100)
+    waits: list[int] = []
+    tolist = mx.array.tolist
+    stack = mx.stack
+    monkeypatch.setattr(mx, "stack", lambda *args, **kwargs: waits.append(1) or stack(*args, **kwargs))
+    fold([decoder.cache for decoder in decoders], 100, CONFIG)
+    assert len(waits) == 1 + len(decoders), "one small array per layer, and the one of them all that is read"
+    assert tolist is mx.array.tolist
+    for decoder in decoders:
+        assert not decoder.cache.index.due(100, CONFIG)
+        assert not decoder.cache.index.due(100 + CONFIG.fold_every - 1, CONFIG)
+        assert decoder.cache.index.due(100 + CONFIG.fold_every, CONFIG)
+        assert decoder.cache.index.due(99, CONFIG)
