@@ -22,6 +22,7 @@ LENGTHS = "1k,2k,4k,8k,16k,32k,64k,128k"
 SHAPES = "32x8x128,32x32x128,9x3x64"
 ONNX = "mlx_sparse.onnx_export.bench.run"  # a name: mlx_sparse runs without onnx
 ONNX_PREFILL = "mlx_sparse.onnx_export.bench.prefill"
+ONNX_SAAP, ONNX_SAAP_LENGTHS = "mlx_sparse.onnx_export.bench.saap", "8k,16k,32k"
 ONNX_PROMPT, ONNX_PROMPT_SHAPES = "8k", "32x8x128,9x3x64"
 CUDA = "mlx_sparse.cuda_ref.bench.command"  # likewise without torch
 ONNX_LENGTHS = "4k,16k,64k,128k"
@@ -115,7 +116,8 @@ def _parser() -> argparse.ArgumentParser:
         "--onnx",
         action="store_true",
         help="instead, time a decode step of the ONNX operators on onnxruntime against others on the CPU, and hold it "
-        "to the bars of docs/results/onnx.md; with --attn sample attention to a whole prompt",
+        "to the bars of docs/results/onnx.md; with --attn sample attention to a whole prompt, with --attn saap against "
+        "dense attention",
     )
     other.add_argument(
         "--cuda",
@@ -219,6 +221,14 @@ def _onnx(args: argparse.Namespace) -> Result:
         lengths = [read_length(length) for length in (args.lengths or ONNX_PROMPT).split(",")]
         shapes = [read_shape(shape) for shape in (args.shapes or ONNX_PROMPT_SHAPES).split(",")]
         return Result(*importlib.import_module(ONNX_PREFILL).run(lengths, threads, shapes, sample, args.repeat))
+    if saap := _saap(args.attn):
+        if saap != SAAP(probes=saap.probes, sink_tokens=saap.sink_tokens, recent_tokens=saap.recent_tokens):
+            raise ConfigError(
+                f"--attn: expected probes, sink_tokens and recent_tokens alone with --onnx, got {args.attn}."
+            )
+        lengths = [read_length(length) for length in (args.lengths or ONNX_SAAP_LENGTHS).split(",")]
+        shape = read_shape(args.shapes or ONNX_SHAPE)
+        return Result(*importlib.import_module(ONNX_SAAP).run(lengths, threads, shape, saap, args.repeat))
     config = _sparq(args.attn)
     if config != SparQ(config.rank, config.top_k, config.local_window):
         raise ConfigError(f"--attn: expected rank, top_k and local_window alone with --onnx, got {args.attn}.")

@@ -32,6 +32,10 @@ NAMES = {  # in the order of the table
     "body-sparq": "our SparQAttention, function body",
     "native-dense": "our CachedAttention, native",
     "native-sparq": "our SparQAttention, native",
+    # bench/saap.py
+    "body-saap": "our SaapAttention, function body",
+    "native-saap": "our SaapAttention, native",
+    "native-saap-kmeans": "the same, routed by centroids",
 }
 TORCH, BODIES, KERNELS = ("torch-gqa", "torch-rows"), ("body-dense", "body-sparq"), ("native-dense", "native-sparq")
 HALF = ("float32", "float16")
@@ -61,7 +65,7 @@ class Contender:
 
 def unavailable(name: str) -> str | None:
     """Why a contender cannot run here, None if it can."""
-    if name in KERNELS and (reason := native.unavailable()):
+    if name.startswith("native") and (reason := native.unavailable()):
         return "not built" if reason == native.NOT_BUILT else reason
     return torch_missing() if name in TORCH else None
 
@@ -83,9 +87,9 @@ def build(name: str, dtype: str, caches: Caches, threads: int) -> Contender:
     if name in TORCH:
         return _torch(name, dtype, caches, threads)
     if name in (*BODIES, *KERNELS):
-        return _ours(name, dtype, caches, threads)
+        return ours(name, dtype, caches, threads)
     model = _gqa(caches.problem, dtype) if name == "gqa" else _standard(caches.problem)
-    return _Ort(name, dtype, model, caches, options(threads))
+    return Ort(name, dtype, model, caches, options(threads))
 
 
 def options(threads: int, mode: str = "off") -> onnxruntime.SessionOptions:
@@ -96,15 +100,27 @@ def options(threads: int, mode: str = "off") -> onnxruntime.SessionOptions:
     return made
 
 
-class _Ort(Contender):
-    """A model on onnxruntime, its caches bound in place; what is no cache is an input by name."""
+class Ort(Contender):
+    """A model on onnxruntime, its caches bound in place; what is no cache is an input by name.
+
+    Args:
+        inputs: further ones, one array or a set of them that are taken in turns.
+    """
 
     def __init__(
-        self, name: str, dtype: str, model: onnx.ModelProto, caches: Caches, options: onnxruntime.SessionOptions
+        self,
+        name: str,
+        dtype: str,
+        model: onnx.ModelProto,
+        caches: Caches,
+        options: onnxruntime.SessionOptions,
+        inputs: Mapping[str, Array | list[Array]] | None = None,
     ) -> None:
         self._session = onnxruntime.InferenceSession(model.SerializeToString(), options)
         self._binding = self._session.io_binding()
+        more = inputs or {}
         stored = {"past_key": caches.keys, "past_key_t": caches.keys_t, "past_value": caches.values}
+        stored |= {name: sets for name, sets in more.items() if isinstance(sets, list)}
         p = caches.problem
         kind = np.dtype(np.float32) if dtype == "int8" else caches.dtype
         row = caches.keys[0][:, :, p.S - 1 : p.S], caches.values[0][:, :, p.S - 1 : p.S]
@@ -119,13 +135,14 @@ class _Ort(Contender):
             "total_sequence_length": np.array(p.S, np.int32),
             "length": np.array([p.S]),
             "scale": np.array([caches.step], np.float32),
+            **{name: array for name, array in more.items() if not isinstance(array, list)},
         }
-        inputs = {info.name: info.shape for info in self._session.get_inputs()}
+        shapes = {info.name: info.shape for info in self._session.get_inputs()}
         outputs = [info.name for info in self._session.get_outputs()]
-        self._caches = {past: [memory.ort_value(a) for a in stored[past]] for past in stored if past in inputs}
-        self._in_place = {past: now for past in inputs if (now := past.replace("past", "present")) in outputs}
+        self._caches = {past: [memory.ort_value(a) for a in stored[past]] for past in stored if past in shapes}
+        self._in_place = {past: now for past in shapes if (now := past.replace("past", "present")) in outputs}
         self._arrays = []  # OrtValues share their memory
-        for past, shape in inputs.items():
+        for past, shape in shapes.items():
             if past not in stored:
                 self._arrays.append(np.ascontiguousarray(given[past].reshape(shape)))
                 value = memory.ort_value(self._arrays[-1])
@@ -149,7 +166,7 @@ class _Ort(Contender):
         self._session.run_with_iobinding(self._binding)
 
 
-def _ours(name: str, dtype: str, caches: Caches, threads: int) -> Contender:
+def ours(name: str, dtype: str, caches: Caches, threads: int) -> Contender:
     p = caches.problem
     attributes: dict[str, Any] = {"scale": p.scale}
     if name.endswith("sparq"):
@@ -162,7 +179,7 @@ def _ours(name: str, dtype: str, caches: Caches, threads: int) -> Contender:
         attributes["window"] = 0
     sizes = {"B": 1, "Hq": p.Hq, "Hkv": p.Hkv, "L": 1, "C": p.C, "D": p.D}
     model = operator_model(operator, dtype=dtype, sizes=sizes, **attributes)
-    return _Ort(name, dtype, model, caches, options(threads, "auto" if name in KERNELS else "off"))
+    return Ort(name, dtype, model, caches, options(threads, "auto" if name in KERNELS else "off"))
 
 
 def _model(
