@@ -9,6 +9,7 @@ import pytest
 
 from mlx_sparse import cli
 from mlx_sparse.bench import saap_traffic as traffic
+from mlx_sparse.bench.traffic import LEVELS, harness
 from mlx_sparse.config import SAAP
 
 LENGTH = 16_384
@@ -25,7 +26,7 @@ def test_each_weight_and_each_attended_row_is_read_once(rows: dict[str, traffic.
     network = 2 * (128 * 1024 + 1024 + 1024 * 1024 + 1024)
     for name in traffic.FILLINGS:
         row = rows[name]
-        for level in traffic.LEVELS:
+        for level in LEVELS:
             assert row.parts["network"][level] == network
             assert row.parts["K rows"][level] == row.parts["V rows"][level] == row.attended * 128 * 2
 
@@ -49,7 +50,7 @@ def test_five_percent_of_131072_keys_cost_little_more_than_the_formula() -> None
     """For one KV head; the others do the same."""
     if sys.platform != "linux":
         pytest.skip("the harness of tests/msl runs on Linux")
-    row = traffic.step(traffic.harness(), SAAP(), "balanced", traffic.S, 1)
+    row = traffic.step(harness(), SAAP(), "balanced", traffic.S, 1)
     assert row.total["dispatch"] <= row.total["threadgroup"] <= 1.15 * row.formula
     assert 9 * row.formula < 2 * row.S * 128 * 2 < 11 * row.formula
 
@@ -62,7 +63,7 @@ def test_the_tables_say_what_was_counted(
     text = capsys.readouterr().out
     assert f"S = {LENGTH:,} keys: 1 KV heads" in text
     for name, row in rows.items():
-        assert text.count(f"\n| {name} | ") == len(traffic.LEVELS) + 1
+        assert text.count(f"\n| {name} | ") == len(LEVELS) + 1
         assert f"| {row.total['dispatch'] / row.formula:.3f} |" in text
     assert cli.main(["bench", "--attn", "saap", "--traffic", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)["rows"]

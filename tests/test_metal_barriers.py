@@ -116,12 +116,16 @@ def test_three_schedules_give_the_same_bits(metal: Metal, kernel: str) -> None:
         assert all(mx.array_equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
-def test_a_split_attention_gives_the_same_bits_under_three_schedules(metal: Metal) -> None:
+@pytest.mark.parametrize("counts", [None, (1300, 40), (0, 700)], ids=str)
+def test_a_split_attention_gives_the_same_bits_under_three_schedules(
+    metal: Metal, counts: tuple[int, int] | None
+) -> None:
     q, k, v = arrays(Case(1, 4, 2, 2000, 64, "f32"))
     indices = mx.broadcast_to(mx.arange(1500), (1, 2, 1500)).astype(mx.int32)
+    used = None if counts is None else mx.array([counts])
     results = []
     for metal.seed in (0, 1, 2):
-        results.append(attend.attend_indices(q, k, v, indices, scale=0.1))
+        results.append(attend.attend_indices(q, k, v, indices, scale=0.1, counts=used))
     for out, lse in results[1:]:
         assert mx.array_equal(out, results[0][0])
         assert mx.array_equal(lse, results[0][1])
