@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 ITEM_SIZES = {"float16": 2, "bfloat16": 2}
 K = 1024
@@ -39,6 +40,10 @@ class Setting:
         """Last keys among them, as by default."""
         return self.top_k // 4
 
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"rank": self.rank, "top_k": self.top_k}
+
     def __str__(self) -> str:
         return f"r={self.rank}, k={self.top_k}"
 
@@ -53,8 +58,8 @@ def eighth(S: int, D: int) -> Setting:
 
 
 @dataclass(frozen=True)
-class Case:
-    """One decode step: sizes, type, and SparQ's settings."""
+class Sizes:
+    """Sizes and type of one decode step."""
 
     B: int
     Hq: int
@@ -62,7 +67,6 @@ class Case:
     D: int
     S: int
     dtype: str
-    settings: tuple[Setting, ...]
 
     @property
     def G(self) -> int:
@@ -83,6 +87,30 @@ class Case:
         return self.B * self.Hkv
 
     @property
+    def keys(self) -> int:
+        """Bytes of the keys; the values, and the keys by component, are as many."""
+        return self.rows * self.S * self.D * self.item
+
+    def __str__(self) -> str:
+        return f"B={self.B} {self.Hq}/{self.Hkv} heads D={self.D} S={self.S}"
+
+    @property
+    def least(self) -> int:
+        """The fewest bytes that a contender reads."""
+        raise NotImplementedError
+
+    def copies(self, l2: int) -> int:
+        """Sets of caches, so that an L2 cache of ``l2`` bytes holds nothing of what a step reads when it starts."""
+        return min(max(1, math.ceil(ROTATIONS * l2 / self.least)), MOST_COPIES)
+
+
+@dataclass(frozen=True)
+class Case(Sizes):
+    """One decode step, and SparQ's settings."""
+
+    settings: tuple[Setting, ...]
+
+    @property
     def bar(self) -> float | None:
         """The ratio that SparQ is held to; None if to none."""
         return BARS.get((self.Hq, self.Hkv, self.D), {}).get(self.B, {}).get(self.S)
@@ -93,20 +121,9 @@ class Case:
         return all(getattr(self, name) == value for name, value in PAPER.items())
 
     @property
-    def keys(self) -> int:
-        """Bytes of the keys; the values, and the keys by component, are as many."""
-        return self.rows * self.S * self.D * self.item
-
-    def __str__(self) -> str:
-        return f"B={self.B} {self.Hq}/{self.Hkv} heads D={self.D} S={self.S}"
-
-    def copies(self, l2: int) -> int:
-        """Sets of caches, so that an L2 cache of ``l2`` bytes holds nothing of what a step reads when it starts.
-
-        SparQ reads least: a few components of each key, and its chosen rows.
-        """
-        least = min(self.rows * (self.S * s.rank + 2 * s.top_k * self.D) * self.item for s in self.settings)
-        return min(max(1, math.ceil(ROTATIONS * l2 / least)), MOST_COPIES)
+    def least(self) -> int:
+        """SparQ's: a few components of each key, and its chosen rows."""
+        return min(self.rows * (self.S * s.rank + 2 * s.top_k * self.D) * self.item for s in self.settings)
 
     def memory(self, copies: int) -> int:
         """Bytes of everything alive at once: caches, what contenders put aside, and what the reference takes.

@@ -27,9 +27,12 @@ from mlx_sparse.files import replace_file
 
 from ..availability import unavailable
 
-LENGTHS = "4k,8k,16k,32k,64k,128k,256k,512k"
-SHAPES = "32x8x128,32x32x128"
-PROMPTS, PROMPT_SHAPES, DENSITIES = "8k,16k,32k,64k,128k,256k", "32x8x128", "0.05,0.1,0.2,0.5"
+# Lengths, shapes and batches of steps of SparQ, of steps of SAAP, and of prompts.
+STEPS = ("4k,8k,16k,32k,64k,128k,256k,512k", "32x8x128,32x32x128", "1,8,64")
+SAAP = ("64k,128k,171k,256k,512k", "32x8x128", "1")
+PROMPTS = ("8k,16k,32k,64k,128k,256k", "32x8x128", "1")
+SAAP_LEAST = 4096  # keys
+DENSITIES = "0.05,0.1,0.2,0.5"
 DTYPES = ("float16", "bfloat16")
 
 
@@ -42,11 +45,11 @@ def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
     cases_of = _checked(args)
     if args.model:
-        print(_model(args.prefill))
+        print(_model(args))
         return 0
     if reason := unavailable():
         raise BackendUnavailable(f"--cuda: expected an NVIDIA GPU with torch and triton, got none ({reason}).")
-    measure = _prompts if args.prefill else _steps
+    measure = _prompts if args.prefill else _saap if args.saap else _steps
     command = shlex.join(["mlx-sparse", "bench", "--cuda", *argv])
     with _lines(args.output) as emit:
         emit({"kind": "command", "command": command, "date": date.today().isoformat()})
@@ -72,6 +75,17 @@ def _steps(args: argparse.Namespace, cases: list[Any], emit: Callable[[Any], Non
     return found.right, report.text(found)
 
 
+def _saap(args: argparse.Namespace, cases: list[Any], emit: Callable[[Any], None]) -> tuple[bool, str]:
+    """Likewise steps of SAAP."""
+    from . import saap, saap_report
+    from .run import run
+
+    found = run(cases, args.budget_s, emit, saap)
+    for bar in saap_report.bars(found):
+        emit({"kind": "bar"} | bar.as_dict())
+    return found.right, saap_report.text(found)
+
+
 def _prompts(args: argparse.Namespace, cases: list[Any], emit: Callable[[Any], None]) -> tuple[bool, str]:
     """Likewise prompts."""
     from . import prefill_report
@@ -84,34 +98,39 @@ def _prompts(args: argparse.Namespace, cases: list[Any], emit: Callable[[Any], N
     return right, prefill_report.text(machine, rows)
 
 
-def _model(prefill: bool) -> str:
+def _model(args: argparse.Namespace) -> str:
     try:
-        from . import model, prefill_report
+        from . import model, prefill_report, saap_report
     except ModuleNotFoundError as error:
         raise BackendUnavailable(
             f"--model: expected {error.name} to be installed, got none. Run: pip install 'mlx-sparse-attention[cuda]'"
         ) from None
-    return prefill_report.model() if prefill else model.table()
+    return prefill_report.model() if args.prefill else saap_report.model() if args.saap else model.table()
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mlx-sparse bench --cuda",
-        description="Time one decode step of SparQ, or a prompt with SampleAttention, on an NVIDIA GPU against torch's "
-        "attention and our own dense kernel in turns in one run, after checking that every result is right.",
+        description="Time one decode step of SparQ or of SAAP, or a prompt with SampleAttention, on an NVIDIA GPU "
+        "against torch's attention and our own dense kernel in turns in one run, after checking that every result is "
+        "right.",
     )
-    parser.add_argument("--prefill", action="store_true", help="time prompts, not decode steps")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--prefill", action="store_true", help="time prompts, not decode steps")
+    what.add_argument("--saap", action="store_true", help="time decode steps of SAAP, its query network included")
     parser.add_argument(
-        "--lengths", metavar="S,...", help=f"numbers of keys (default: {LENGTHS}; of prompts: {PROMPTS})"
+        "--lengths",
+        metavar="S,...",
+        help=f"numbers of keys (default: {STEPS[0]}; of SAAP: {SAAP[0]}; of prompts: {PROMPTS[0]})",
     )
     parser.add_argument(
         "--densities", metavar="SHARE,...", default=DENSITIES, help=f"of prompts' blocks (default: {DENSITIES})"
     )
-    parser.add_argument("--batches", metavar="B,...", default="1,8,64", help="sequences (default: 1,8,64)")
+    parser.add_argument("--batches", metavar="B,...", help=f"sequences (default: {STEPS[2]}; of SAAP: {SAAP[2]})")
     parser.add_argument(
         "--shapes",
         metavar="QxKxD,...",
-        help=f"query heads x KV heads x head dim (default: {SHAPES}; of prompts: {PROMPT_SHAPES})",
+        help=f"query heads x KV heads x head dim (default: {STEPS[1]}; of SAAP and of prompts: {SAAP[1]})",
     )
     parser.add_argument("--dtype", metavar="TYPE", default="float16", help=f"{' or '.join(DTYPES)} (default: float16)")
     parser.add_argument("--rank", metavar="R", type=int, default=32, help="of SparQ, beside 1/8 (default: 32)")
@@ -126,14 +145,17 @@ def _parser() -> argparse.ArgumentParser:
 
 def _checked(args: argparse.Namespace) -> Callable[[], list[Any]]:
     """Check the arguments; return what makes the cases of them, which takes torch."""
-    default = (PROMPTS, PROMPT_SHAPES) if args.prefill else (LENGTHS, SHAPES)
+    default = PROMPTS if args.prefill else SAAP if args.saap else STEPS
     lengths = [read_length(text) for text in (args.lengths or default[0]).split(",")]
     shapes = [read_shape(text) for text in (args.shapes or default[1]).split(",")]
-    batches = [check_int("--batches", int(text) if text.isdecimal() else text, 1) for text in args.batches.split(",")]
+    numbers = [int(text) if text.isdecimal() else text for text in (args.batches or default[2]).split(",")]
+    batches = [check_int("--batches", number, 1) for number in numbers]
     check_choice("--dtype", args.dtype, DTYPES)
     check_int("--top-k", args.top_k, 1)
     if args.prefill:
         _check_densities(args.densities)
+    elif args.saap:
+        _check_saap(lengths)
     else:
         _check_steps(args, lengths, shapes)
     if not args.budget_s > 0:
@@ -142,11 +164,13 @@ def _checked(args: argparse.Namespace) -> Callable[[], list[Any]]:
         raise ConfigError(f"-o: expected FILE.jsonl in a folder that exists, got {args.output}.")
 
     def cases() -> list[Any]:
-        from . import prefill
+        from . import prefill, saap_cases
         from .cases import Setting, plan
 
         if args.prefill:
             return list(prefill.plan(lengths, shapes, args.dtype))
+        if args.saap:
+            return list(saap_cases.plan(lengths, batches, shapes, args.dtype))
         return list(plan(lengths, batches, shapes, args.dtype, Setting(args.rank, args.top_k)))
 
     return cases
@@ -158,6 +182,14 @@ def _check_steps(args: argparse.Namespace, lengths: list[int], shapes: list[tupl
     for S in lengths:
         if args.top_k >= S:
             raise ConfigError(f"--lengths: expected more than the {args.top_k} keys that SparQ attends to, got {S}.")
+
+
+def _check_saap(lengths: list[int]) -> None:
+    for S in lengths:
+        if S < SAAP_LEAST:
+            raise ConfigError(
+                f"--lengths: expected at least {SAAP_LEAST} keys, twice what SAAP always attends, got {S}."
+            )
 
 
 def _check_densities(text: str) -> None:

@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from .. import ops, sparq
 from .cases import Case, Setting
-from .inputs import Choice, Expected, Inputs, expected_dense
+from .inputs import Caches, Choice, Expected, Inputs, expected_dense
 from .model import dense_bytes, sparq_bytes, sparq_parts
 from .timing import Output, Step
 
@@ -47,14 +47,14 @@ class Contender:
 
     Attributes:
         name: a key of `NAMES`.
-        setting: of SparQ; None for dense attention.
+        setting: of the method; None for dense attention.
         bytes: what it has to move.
         step: takes it on one set of caches.
         wrong: what is wrong with what a step gave; None if nothing is.
     """
 
     name: str
-    setting: Setting | None
+    setting: Any
     bytes: int
     step: Step
     wrong: Callable[[Output], str | None]
@@ -73,6 +73,11 @@ def left_out(name: str, case: Case, device: torch.device) -> str | None:
     return None
 
 
+def field(case: Case, copies: int, device: torch.device) -> Field:
+    """The contenders of a case."""
+    return Field(Inputs(case, copies, device))
+
+
 class Field:
     """The contenders over the inputs of one case."""
 
@@ -85,7 +90,7 @@ class Field:
         """Make one. What compiling it raises comes with its first step."""
         case = self._inputs.case
         if setting is None:
-            step = self._dense(name)
+            step = dense_step(name, self._inputs)
             return Contender(name, None, dense_bytes(case), step, lambda out: self._right_dense().wrong(out[0]))
         parts = [part.bytes for part in sparq_parts(case, setting)]
         choice = self._choices.setdefault(setting, Choice(self._inputs, setting))
@@ -106,26 +111,6 @@ class Field:
         if self._expected is None:
             self._expected = expected_dense(self._inputs)
         return self._expected
-
-    def _dense(self, name: str) -> Step:
-        inputs, scale = self._inputs, self._inputs.case.scale
-        case = inputs.case
-        if name == "dense":
-            return lambda i: ops.dense_decode(inputs.queries, inputs.keys[i], inputs.values[i], scale, None)
-        if name == "flex":
-            attend = flex(inputs.keys.device)
-            grouped = case.G > 1
-            return lambda i: (attend(inputs.queries, inputs.keys[i], inputs.values[i], enable_gqa=grouped),)
-        backend, view = name.split("-")
-        rows = view == "rows"
-        queries = inputs.queries.view(case.B, case.Hkv, case.G, case.D) if rows else inputs.queries
-
-        def step(i: int) -> Output:
-            with sdpa_kernel(BACKENDS[backend]):
-                grouped = not rows and case.G > 1
-                return (scaled_dot_product_attention(queries, inputs.keys[i], inputs.values[i], enable_gqa=grouped),)
-
-        return step
 
     def _selection(self, setting: Setting) -> dict[str, Any]:
         scale = self._inputs.case.scale
@@ -150,6 +135,27 @@ class Field:
             return out, lse
 
         return step
+
+
+def dense_step(name: str, inputs: Caches) -> Step:
+    """A decode step of dense attention."""
+    case, scale = inputs.case, inputs.case.scale
+    if name == "dense":
+        return lambda i: ops.dense_decode(inputs.queries, inputs.keys[i], inputs.values[i], scale, None)
+    if name == "flex":
+        attend = flex(inputs.keys.device)
+        grouped = case.G > 1
+        return lambda i: (attend(inputs.queries, inputs.keys[i], inputs.values[i], enable_gqa=grouped),)
+    backend, view = name.split("-")
+    rows = view == "rows"
+    queries = inputs.queries.view(case.B, case.Hkv, case.G, case.D) if rows else inputs.queries
+
+    def step(i: int) -> Output:
+        with sdpa_kernel(BACKENDS[backend]):
+            grouped = not rows and case.G > 1
+            return (scaled_dot_product_attention(queries, inputs.keys[i], inputs.values[i], enable_gqa=grouped),)
+
+    return step
 
 
 def flex(device: torch.device) -> Callable[..., torch.Tensor]:

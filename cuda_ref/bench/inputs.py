@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -12,47 +13,29 @@ from .cases import REFERENCE_ELEMENTS, Case, Setting
 LEAST_GAP = 1e-5  # between the last component that is taken and the next, relative: no order of sums can swap them
 
 
-class Inputs:
+class Caches:
     """One query per head, and ``copies`` equal sets of caches.
 
     Attributes:
-        queries: ``(B, Hq, 1, D)``, heavy-tailed.
+        queries: ``(B, Hq, 1, D)``.
         keys, values: ``(copies, B, Hkv, S, D)``.
-        keys_t: ``(copies, B, Hkv, D, S)``.
-        value_mean: float32 ``(B, Hkv, D)`` for one query head per KV head, where SparQ reallocates; None otherwise.
     """
 
-    def __init__(self, case: Case, copies: int, device: torch.device) -> None:
+    queries: torch.Tensor
+
+    def __init__(self, case: Any, copies: int, device: torch.device) -> None:
         self.case, self.copies = case, copies
-        dtype = getattr(torch, case.dtype)
         self._generator = torch.Generator(device).manual_seed(1)
         shape = (copies, case.B, case.Hkv, case.S, case.D)
+        dtype = getattr(torch, case.dtype)
         self.keys = torch.empty(shape, dtype=dtype, device=device)
         self.values = torch.empty(shape, dtype=dtype, device=device)
-        self.keys_t = torch.empty(*shape[:3], case.D, case.S, dtype=dtype, device=device)
         self.keys[0].normal_(generator=self._generator)
         self.keys[0] += torch.randn(case.Hkv, 1, case.D, device=device, generator=self._generator).to(dtype)
         self.values[0].normal_(generator=self._generator)
-        self.keys_t[0] = self.keys[0].transpose(-1, -2)
         for copy in range(1, copies):
-            for cache in (self.keys, self.values, self.keys_t):
+            for cache in (self.keys, self.values):
                 cache[copy] = cache[0]
-        self.value_mean = self.values[0].mean(dim=2, dtype=torch.float32) if case.G == 1 else None
-        self.queries = self._queries().to(dtype).reshape(case.B, case.Hq, 1, case.D)
-
-    def _queries(self) -> torch.Tensor:
-        """Student's t with three degrees of freedom, drawn again where components tie at a rank that is asked for."""
-        case, device = self.case, self.keys.device
-        dtype = self.keys.dtype
-        made = torch.empty(case.rows, case.G, case.D, device=device)
-        again = torch.ones(case.rows, dtype=torch.bool, device=device)
-        while again.any():
-            normal = torch.randn(4, int(again.sum()), case.G, case.D, device=device, generator=self._generator)
-            made[again] = (normal[0] / (normal[1:].square().mean(dim=0)).sqrt()).clamp(-30, 30).to(dtype).float()
-            ordered = made.double().abs().sum(dim=1).sort(dim=1, descending=True).values
-            gaps = [ordered[:, s.rank - 1] - ordered[:, s.rank] for s in case.settings if s.rank < case.D]
-            again = torch.stack([gap <= LEAST_GAP * ordered[:, 0] for gap in gaps] or [~again]).any(dim=0)
-        return made
 
     @property
     def grouped(self) -> torch.Tensor:
@@ -67,6 +50,36 @@ class Inputs:
         for first in range(0, case.rows, step):
             part = slice(first, first + step)
             yield part, self.grouped[part], keys[part], values[part]
+
+
+class Inputs(Caches):
+    """The same for SparQ, its queries heavy-tailed.
+
+    Attributes:
+        keys_t: ``(copies, B, Hkv, D, S)``.
+        value_mean: float32 ``(B, Hkv, D)`` for one query head per KV head, where SparQ reallocates; None otherwise.
+    """
+
+    def __init__(self, case: Case, copies: int, device: torch.device) -> None:
+        super().__init__(case, copies, device)
+        self.keys_t = torch.empty_like(self.keys.transpose(3, 4), memory_format=torch.contiguous_format)
+        self.keys_t[:] = self.keys[0].transpose(-1, -2)
+        self.value_mean = self.values[0].mean(dim=2, dtype=torch.float32) if case.G == 1 else None
+        self.queries = self._queries().to(self.keys.dtype).reshape(case.B, case.Hq, 1, case.D)
+
+    def _queries(self) -> torch.Tensor:
+        """Student's t with three degrees of freedom, drawn again where components tie at a rank that is asked for."""
+        case, device = self.case, self.keys.device
+        dtype = self.keys.dtype
+        made = torch.empty(case.rows, case.G, case.D, device=device)
+        again = torch.ones(case.rows, dtype=torch.bool, device=device)
+        while again.any():
+            normal = torch.randn(4, int(again.sum()), case.G, case.D, device=device, generator=self._generator)
+            made[again] = (normal[0] / (normal[1:].square().mean(dim=0)).sqrt()).clamp(-30, 30).to(dtype).float()
+            ordered = made.double().abs().sum(dim=1).sort(dim=1, descending=True).values
+            gaps = [ordered[:, s.rank - 1] - ordered[:, s.rank] for s in case.settings if s.rank < case.D]
+            again = torch.stack([gap <= LEAST_GAP * ordered[:, 0] for gap in gaps] or [~again]).any(dim=0)
+        return made
 
 
 @dataclass(frozen=True)
@@ -109,7 +122,7 @@ def plain_attention(queries: torch.Tensor, keys: torch.Tensor, values: torch.Ten
     return (weights @ values.float() / weights.sum(dim=2, keepdim=True)).to(dtype)
 
 
-def expected_dense(inputs: Inputs) -> Expected:
+def expected_dense(inputs: Caches) -> Expected:
     """Attention over all keys."""
     exact, plain = [], []
     for _, queries, keys, values in inputs.rows():

@@ -12,7 +12,7 @@ from mlx_sparse import stats
 from mlx_sparse.bars import length
 
 from ..select import block_size
-from .cases import BARS, PAPER_SETTING, Case, Setting
+from .cases import BARS, PAPER_SETTING, Case, Setting, Sizes
 
 H200 = 4.3e12  # bytes a second that a large copy read and wrote on one
 
@@ -25,7 +25,7 @@ class Part:
     bytes: int
 
 
-def dense_bytes(case: Case) -> int:
+def dense_bytes(case: Sizes) -> int:
     """(sparq.11)"""
     return case.rows * case.item * stats.dense_elements(case.S, case.D)
 

@@ -20,9 +20,7 @@ from mlx_sparse.checks import SparseAttentionError
 
 from ..availability import interpreted
 from . import contenders
-from .cases import Case, Setting
-from .contenders import OURS, Contender, Field
-from .inputs import Inputs
+from .contenders import Contender
 from .timing import Run, copy_bandwidth, record
 
 REPEAT, LEAST = 9, 5  # turns, and how many are taken when time is short
@@ -45,9 +43,9 @@ class Row:
         failed: the result was wrong, or our code raised.
     """
 
-    case: Case
+    case: Any
     contender: str
-    setting: Setting | None = None
+    setting: Any = None
     bytes: int = 0
     floor: float = 0.0
     times: list[float] = field(default_factory=list)
@@ -61,7 +59,7 @@ class Row:
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         case = {name: getattr(self.case, name) for name in ("B", "Hq", "Hkv", "D", "S", "dtype")}
-        setting = {"rank": self.setting.rank, "top_k": self.setting.top_k} if self.setting else {}
+        setting = self.setting.as_dict() if self.setting else {}
         return {
             "kind": "row",
             **case,
@@ -90,8 +88,12 @@ class Found:
         return not any(row.failed for row in self.rows) and any(row.times for row in self.rows)
 
 
-def run(cases: Sequence[Case], budget: float, emit: Callable[[dict[str, Any]], None]) -> Found:
-    """Measure ``cases`` in order within ``budget`` seconds; hand every fact and row to ``emit`` when it is known."""
+def run(cases: Sequence[Any], budget: float, emit: Callable[[dict[str, Any]], None], method: Any = contenders) -> Found:
+    """Measure ``cases`` in order within ``budget`` seconds; hand every fact and row to ``emit`` when it is known.
+
+    Args:
+        method: the module that says who takes part: `contenders` for SparQ, or `saap`.
+    """
     end = time.monotonic() + budget
     device = torch.device("cpu" if interpreted() else "cuda")
     # Sums in float16, which the float32 ones of everybody else would be compared with.
@@ -104,7 +106,7 @@ def run(cases: Sequence[Case], budget: float, emit: Callable[[dict[str, Any]], N
         if left <= 0:
             rows = [Row(case, "", note=f"left out: the {budget:g} s were over")]
         else:
-            rows = measure_case(case, device, found.machine, left / (len(cases) - number))
+            rows = measure_case(case, device, found.machine, left / (len(cases) - number), method)
         found.rows += rows
         for row in rows:
             emit(row.as_dict())
@@ -140,7 +142,7 @@ def free_memory(device: torch.device) -> int:
     return torch.cuda.mem_get_info()[0]
 
 
-def measure_case(case: Case, device: torch.device, facts: dict[str, Any], seconds: float) -> list[Row]:
+def measure_case(case: Any, device: torch.device, facts: dict[str, Any], seconds: float, method: Any) -> list[Row]:
     """Rows of one case, whose turns end early when it has taken ``seconds``."""
     end = time.monotonic() + seconds
     if not case.settings:
@@ -153,23 +155,28 @@ def measure_case(case: Case, device: torch.device, facts: dict[str, Any], second
         needed = f"needs {case.memory(copies) / 1e9:.0f} GB of {most / 1e9:.0f} GB that are free"
         return [Row(case, "", note=f"left out: {needed}")]
     try:
-        inputs = Inputs(case, copies, device)
+        contestants = method.field(case, copies, device)
     except torch.OutOfMemoryError:
         return [Row(case, "", note="left out: out of memory")]
     rows, entered = [], []
-    contestants = Field(inputs)
     pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-    for name, setting in contenders.names(case):
-        row = Row(case, name, setting, note=contenders.left_out(name, case, device))
+    for name, setting in method.names(case):
+        row = Row(case, name, setting, note=method.left_out(name, case, device))
         rows.append(row)
-        if row.note is None and (steps := enter(row, contestants, copies, device, facts, pool)):
+        if row.note is None and (steps := enter(row, contestants, copies, device, facts, pool, method.OURS)):
             entered.append((row, steps))
     measure(entered, end)
     return rows
 
 
 def enter(
-    row: Row, contestants: Field, copies: int, device: torch.device, facts: dict[str, Any], pool: Any
+    row: Row,
+    contestants: Any,
+    copies: int,
+    device: torch.device,
+    facts: dict[str, Any],
+    pool: Any,
+    ours: tuple[str, ...],
 ) -> Run | None:
     """Prepare a contender's steps and check what they give; None, with the reason in ``row``, if that fails."""
     with warnings.catch_warnings(record=True) as said:
@@ -189,7 +196,7 @@ def enter(
         # Whatever a library raises, the others can still be measured.
         except Exception as error:
             row.note = reason(error, [str(warning.message) for warning in said])
-            row.failed = row.contender in OURS
+            row.failed = row.contender in ours
     return None if row.note else steps
 
 

@@ -121,7 +121,7 @@ def _sparse(
     B, Hkv, S, D = key.shape
     report, size = origin.cache.report, B * Hkv * key.element_size()
     report.sparse_calls += 1
-    report.sparse_bytes += size * config.elements(S, D)
+    report.formula_bytes += size * config.elements(S, D)
     report.dense_bytes += size * dense_elements(S, D)
     return result
 
