@@ -19,7 +19,7 @@ from typing import Any
 from .. import registry
 from ..call_report import JSON_KEY, Report
 from ..checks import ConfigError, SparseAttentionError
-from ..config import Dense, MethodConfig, load_toml, parse
+from ..config import SAAP, Dense, MethodConfig, load_toml, parse
 
 REPORTS = ("text", "mass", "json", "json+mass", "off")
 
@@ -49,12 +49,15 @@ class Session:
         self.backend = "auto"
         self.report_as = "text"
         self.max_kv_size: int | None = None
+        self.draft: str | None = None
+        self.loading: str | None = None
         self.reports: list[Report] = []
         self.loads = self.loads_at_start = 0
 
     def configure(self, parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         """Check our options and their company before anything is loaded; a mistake ends the program here."""
         from .model import select_methods
+        from .saap import load_artefact
 
         self.report_as = args.attn_report
         if args.attn is None and args.attn_config is None:
@@ -67,6 +70,8 @@ class Session:
             prefill, _ = select_methods(configs)
             for config in configs:
                 registry.require(args.attn_backend, config.name)
+                if isinstance(config, SAAP):
+                    load_artefact(config)
         except SparseAttentionError as error:
             _fail(parser, str(error))
         names = "+".join(config.name for config in configs)
@@ -80,11 +85,13 @@ class Session:
         self.configs = configs
         self.backend = args.attn_backend
         self.max_kv_size = getattr(args, "max_kv_size", None)
+        self.draft = getattr(args, "draft_model", None)
         self.loads_at_start = sum(getattr(args, name, None) is not None for name in ("model", "draft_model"))
 
     def find(self, original: Callable[..., Any], model: str, *args: Any, **kwargs: Any) -> Any:
         """mlx-lm's search for a model, on disk or on the hub."""
         self.loads += 1
+        self.loading = model
         with self._ending_the_program(), loading(model):
             return original(model, *args, **kwargs)
 
@@ -92,12 +99,18 @@ class Session:
         """mlx-lm's ``load_model`` with the methods enabled on what it loads."""
         from .model import enable, plan_of
 
+        configs = self.configs
+        if self.loading == self.draft:
+            # An artefact is the model's, and no other's.
+            configs = tuple(c for c in configs if not (isinstance(c, SAAP) and c.artefact is not None))
         with self._ending_the_program():
             with loading(model):
                 if self.max_kv_size is not None:
                     refuse_rotating_cache(Path(model))
                 loaded = original(model, *args, **kwargs)
-            report = enable(loaded[0], self.configs, backend=self.backend, mass="mass" in self.report_as)
+            if not configs:
+                return loaded
+            report = enable(loaded[0], configs, backend=self.backend, mass="mass" in self.report_as)
         report.model = Path(model).name
         self.reports.append(report)
         if self.only_prompts and (plan := plan_of(loaded[0])) is not None:

@@ -98,7 +98,7 @@ class Plan:
         if self._probed is not None:
             self._probed.append((cache, reason or self._probe(queries, keys, cache, mask, sinks)))
             return None
-        if self.buckets is not None and reason is None:
+        if self.buckets is not None and reason is None and self.decodes:
             self.buckets.take_in(cache)
         prompt = queries.shape[2] > 1
         config = self.prefill if prompt else self.decode

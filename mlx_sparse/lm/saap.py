@@ -23,20 +23,30 @@ NOT_TRAINED = "without query networks in the artefact"
 NOT_WRITTEN = "with keys that another layer wrote"
 
 
+def load_artefact(config: SAAP) -> artefacts.Artefact | None:
+    """The file that ``config`` names; None in the online mode.
+
+    Raises:
+        ArtefactError: it cannot be read.
+        ConfigError: there is none where one is needed, or it has fewer buckets than ``probes``.
+    """
+    if config.file is None:
+        return None
+    artefact = artefacts.load(config.file)
+    if config.probes > artefact.buckets:
+        most = f"the {artefact.buckets} buckets of {config.file}"
+        raise ConfigError(f"probes: expected at most {most}, got {config.probes}.")
+    return artefact
+
+
 def find_routers(config: SAAP, model: Any) -> dict[int, Router | str]:
     """What routes each attention layer, or why it stays dense, by the position of its cache. ``model`` is not enabled.
 
     Raises:
-        ArtefactError: the artefact cannot be read or is another model's.
-        ConfigError: there is none where one is needed, or it has fewer buckets than ``probes``.
+        ArtefactError, ConfigError: as `load_artefact`, or the artefact is another model's.
     """
-    artefact = None
-    if config.file is not None:
-        artefact = artefacts.load(config.file)
-        if config.probes > artefact.buckets:
-            raise ConfigError(
-                f"probes: expected at most the {artefact.buckets} buckets of the artefact, got {config.probes}."
-            )
+    artefact = load_artefact(config)
+    if artefact is not None:
         artefact.check_model(model)
     scales: dict[int, float] = {}
 

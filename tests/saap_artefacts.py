@@ -1,0 +1,43 @@
+"""Artefacts of tiny models: random buckets, random query networks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_sparse.artefact import Artefact, Layer, identity, kv_shapes
+
+BUCKETS = 8
+
+
+def artefact_of(
+    model: Any, *, buckets: int = BUCKETS, hidden: int = 24, without: tuple[int, ...] = (), **changes: Any
+) -> Artefact:
+    """Of every layer but those ``without``; centroids only where ``hidden`` is 0."""
+    layers = {}
+    for index, shape in enumerate(kv_shapes(model)):
+        if shape is None or index in without:
+            continue
+        heads, D = shape
+        key = mx.random.key(index)
+        centroids = mx.random.normal((heads, buckets, D), key=key)
+        centroids = centroids / mx.linalg.norm(centroids, axis=-1, keepdims=True)
+        shapes = {
+            "hidden_weight": (heads, D, hidden),
+            "hidden_bias": (heads, hidden),
+            "out_weight": (heads, hidden, buckets),
+            "out_bias": (heads, buckets),
+        }
+        network = {name: 0.3 * mx.random.normal(size, key=key) for name, size in shapes.items()} if hidden else {}
+        layers[index] = Layer(centroids, **network)
+    values = {"space": "before_rope", "sink_tokens": 1, "recent_tokens": 16, "model": identity(model)} | changes
+    return Artefact(layers, buckets, hidden, **values)
+
+
+def write_artefact(path: Path, model: Any, **changes: Any) -> Path:
+    """Save one as ``path`` with the suffix of such files; return where it is."""
+    path = path.with_name(f"{path.name.partition('.')[0]}.saap.safetensors")
+    artefact_of(model, **changes).save(path)
+    return path

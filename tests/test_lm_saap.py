@@ -1,0 +1,485 @@
+"""SAAP in mlx-lm's models: dense where every bucket is visited, the oracle's keys where not, after any history."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from lm_prompts import tiny_tokenizer
+from mlx_lm import batch_generate, stream_generate
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import (
+    load_prompt_cache,
+    make_prompt_cache,
+    save_prompt_cache,
+    trim_prompt_cache,
+)
+from saap_artefacts import BUCKETS, artefact_of, write_artefact
+from test_lm_rope import MORE
+from tiny_models import FAMILIES, build, greedy, prompt_of
+
+import mlx_sparse
+from mlx_sparse import oracle
+from mlx_sparse.artefact import load
+from mlx_sparse.buckets import BucketIndex
+from mlx_sparse.checks import ArtefactError, ConfigError
+from mlx_sparse.config import SAAP, Step
+from mlx_sparse.lm import rope as rope_module
+from mlx_sparse.lm import saap
+from mlx_sparse.lm.plan import A_FEW
+from mlx_sparse.stats import dense_elements, saap_elements
+
+PROMPT, STEPS, LAYERS = 60, 30, 2
+WINDOW = "sink_tokens=1,recent_tokens=16,fold_every=8,dense_below=0"
+ONLINE = f"saap:mode=online,buckets={BUCKETS},dense_layers=0,{WINDOW}"
+
+
+def attn(path: Path, probes: int = BUCKETS, **changes: Any) -> SAAP:
+    values: dict[str, Any] = {
+        "artefact": str(path),
+        "probes": probes,
+        "recent_tokens": 16,
+        "fold_every": 8,
+        "dense_below": 0,
+        "dense_layers": 0,
+    }
+    return SAAP(**{**values, **changes})
+
+
+@pytest.fixture
+def model() -> Any:
+    return build()
+
+
+@pytest.fixture
+def artefact(model: Any, tmp_path: Path) -> Path:
+    return write_artefact(tmp_path / "model", model)
+
+
+def close(a: mx.array, b: mx.array) -> bool:
+    """Float32 through a few layers."""
+    return bool((mx.abs(a - b).max() < 1e-4 * mx.abs(b).max()).item())
+
+
+ALL_FAMILIES = [*FAMILIES, "cohere2", "starcoder2", "nemotron"]
+# The modes differ in what routes, not in the model.
+SOME_FAMILIES = ["llama", "qwen3", "phi3", "gpt_oss", "ministral3", "cohere2"]
+
+
+@pytest.mark.parametrize(
+    ("family", "mode"),
+    [(family, "trained") for family in ALL_FAMILIES]
+    + [(family, mode) for family in SOME_FAMILIES for mode in ("kmeans", "online")],
+)
+def test_every_bucket_gives_the_dense_tokens(family: str, mode: str, tmp_path: Path):
+    model, prompt = build(family, **MORE.get(family, {})), prompt_of(PROMPT)
+    tokens, logits = greedy(model, prompt, STEPS)
+    if mode == "online":
+        config = SAAP(mode="online", buckets=BUCKETS, probes=BUCKETS, recent_tokens=16, fold_every=8, dense_layers=0)
+    else:
+        config = attn(write_artefact(tmp_path / "a", model), mode=mode)
+    with mlx_sparse.sparse(model, config) as report:
+        same_tokens, same_logits = greedy(model, prompt, STEPS)
+    assert report.served_layers > 0
+    assert report.sparse_calls == report.served_layers * STEPS
+    assert same_tokens == tokens
+    assert close(same_logits, logits)
+    assert report.buckets.selectivity == 1
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "ministral3", "phi3", "smollm3"])
+@pytest.mark.parametrize("mode", ["trained", "kmeans"])
+def test_few_probes_attend_the_oracles_keys(family: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    seen: list[dict[str, Any]] = []
+    lists, step = BucketIndex.lists, saap.Buckets.step
+
+    def noting_lists(index: BucketIndex, queries: mx.array, S: int, *args: Any) -> Any:
+        result = lists(index, queries, S, *args)
+        seen.append({"before": np.array(queries), "S": S, "lists": result, "index": index, "covered": index.covered})
+        return result
+
+    def noting_step(self: Any, queries: mx.array, cache: Any, *, scale: float, backend: str) -> Any:
+        result = step(self, queries, cache, scale=scale, backend=backend)
+        S = cache.length
+        rows = [np.array(x[..., :S, :].astype(mx.float32), np.float64) for x in (cache.keys, cache.values)]
+        ids = np.array(mx.concatenate([cache.index.ids, mx.zeros((1, 2, S - cache.index.assigned), mx.int16)], axis=2))
+        seen[-1] |= {"queries": np.array(queries, np.float64), "rows": rows, "ids": ids, "scale": scale, "out": result}
+        return result
+
+    monkeypatch.setattr(BucketIndex, "lists", noting_lists)
+    monkeypatch.setattr(saap.Buckets, "step", noting_step)
+    model = build(family)
+    file = write_artefact(tmp_path / "a", model)
+    with mlx_sparse.sparse(model, attn(file, 2, mode=mode)) as report:
+        greedy(model, prompt_of(PROMPT), STEPS)
+    assert len(seen) == report.sparse_calls == report.served_layers * STEPS
+    attended = listed = 0
+    routers = {id(call["index"]): call["index"].router for call in seen}
+    assert len(routers) == report.served_layers
+    for call in seen:
+        network = {name: np.array(array) for name, array in call["index"].router.network.items()}
+        visited = oracle.saap_route(call["before"], probes=2, **network)
+        indices, counts = (np.array(array) for array in call["lists"])
+        keys, values = call["rows"]
+        out, _ = (np.array(array.astype(mx.float32)) for array in call["out"])
+        position = np.arange(call["S"])
+        exact = (position < 1) | (position >= call["covered"])
+        for h in range(2):
+            chosen = exact | np.isin(call["ids"][0, h], visited[0, h])
+            np.testing.assert_array_equal(np.sort(indices[0, h, : counts[0, h]]), position[chosen])
+            G = call["queries"].shape[1] // 2
+            for g in range(h * G, h * G + G):
+                scores = np.where(chosen, keys[0, h] @ call["queries"][0, g, 0] * call["scale"], -np.inf)
+                weights = np.exp(scores - scores.max())
+                expected = weights / weights.sum() @ values[0, h]
+                assert np.abs(out[0, g, 0] - expected).max() < 1e-5 * np.abs(values).max()
+        attended += counts.sum()
+        listed += 2 * (call["covered"] - 1)
+    exactly = sum(2 * call["S"] for call in seen) - listed
+    assert report.buckets.selectivity == pytest.approx((attended - exactly) / listed)
+    assert 0 < report.buckets.selectivity < 0.8
+
+
+def test_a_prompt_in_pieces_and_its_last_token_are_indexed(model: Any, artefact: Path):
+    prompt = mx.array(prompt_of(500))
+    expected = [token for token, _ in generate_step(prompt, build(), max_tokens=STEPS, prefill_step_size=64)]
+    with mlx_sparse.sparse(model, attn(artefact)) as report:
+        cache = make_prompt_cache(model)
+        found = [t for t, _ in generate_step(prompt, model, max_tokens=STEPS, prefill_step_size=64, prompt_cache=cache)]
+    assert found == expected
+    assert report.sparse_calls == LAYERS * (STEPS + 1)  # mlx-lm works one token ahead
+    assert cache[0].index.length == cache[0].length
+
+
+@pytest.mark.parametrize("text", ["sample:block_size=32,alpha_column=1,alpha_slash=1,dense_below=0", ""])
+def test_it_decodes_after_sparse_prompts_and_after_dense_ones(model: Any, artefact: Path, text: str):
+    tokens, logits = greedy(model, prompt_of(200), STEPS)
+    methods = "+".join(filter(None, [text, str(attn(artefact))]))
+    with mlx_sparse.sparse(model, methods) as report:
+        same, same_logits = greedy(model, prompt_of(200), STEPS)
+    assert same == tokens
+    assert close(same_logits, logits)
+    assert report.sparse_calls == LAYERS * STEPS
+
+
+def test_a_layer_that_saap_refuses_still_has_its_sparse_prompts():
+    model = build("hunyuan_v1_dense", **MORE["hunyuan_v1_dense"])
+    sample = "sample:block_size=32,alpha_column=0.3,alpha_slash=0.3,dense_below=0"
+    with mlx_sparse.sparse(model, f"{sample}+{ONLINE},probes=2") as report:
+        greedy(model, prompt_of(300), 4)
+    assert report.prefill.calls == LAYERS
+    assert (report.sparse_calls, report.dense_calls) == (0, {rope_module.CHANGED: 4 * LAYERS})
+
+
+@pytest.mark.parametrize("probes", [2, BUCKETS])
+def test_a_cache_from_a_file_a_copy_and_one_reused_after_trim_give_the_same_tokens(
+    model: Any, artefact: Path, tmp_path: Path, probes: int
+):
+    file = str(tmp_path / "cache.safetensors")
+    with mlx_sparse.sparse(model, attn(artefact, probes)) as report:
+        cache = make_prompt_cache(model)
+        model(mx.array([prompt_of(PROMPT)]), cache=cache)
+        save_prompt_cache(file, cache)
+        twin = copy.deepcopy(cache)
+        first = greedy(model, [7, 8, 9], STEPS, cache)[0]
+        trim_prompt_cache(cache, 3 + STEPS)
+        for again in (cache, twin, load_prompt_cache(file)):
+            for layer in again:
+                if getattr(layer, "index", None) is not None:
+                    layer.index.offsets = None  # fold when the others do: what is pending is attended exactly
+            assert greedy(model, [7, 8, 9], STEPS, again)[0] == first
+    assert report.sparse_calls == 4 * LAYERS * STEPS
+
+
+def test_a_batch_of_ragged_prompts_gives_what_each_gives_alone(model: Any, artefact: Path):
+    tokenizer, prompts = tiny_tokenizer(), [prompt_of(length, length) for length in (80, 55, 70)]
+
+    def texts(prompts: list[list[int]]) -> list[str]:
+        return list(batch_generate(model, tokenizer, prompts, max_tokens=STEPS).texts)
+
+    dense = texts(prompts)
+    with mlx_sparse.sparse(model, attn(artefact)) as report:
+        assert texts(prompts) == dense
+        assert [texts([prompt])[0] for prompt in prompts] == dense
+    assert report.sparse_calls >= 4 * LAYERS * STEPS
+    assert "with an array mask" not in report.dense_calls
+    with mlx_sparse.sparse(model, attn(artefact, 2)) as few:
+        assert texts(prompts) != dense
+    assert 0 < few.buckets.selectivity < 0.8
+
+
+def test_requests_that_join_and_leave_a_batch_keep_their_text(model: Any, artefact: Path):
+    tokenizer = tiny_tokenizer()
+    prompts = [prompt_of(length, length) for length in (80, 55, 70, 44)]
+    options = {"max_tokens": [6, 30, 14, 22], "completion_batch_size": 2, "prefill_batch_size": 2}
+    dense = list(batch_generate(model, tokenizer, prompts, **options).texts)
+    with mlx_sparse.sparse(model, attn(artefact)) as report:
+        assert list(batch_generate(model, tokenizer, prompts, **options).texts) == dense
+    assert report.sparse_calls > 0
+
+
+def test_speculative_decoding_gives_the_dense_text(model: Any, artefact: Path):
+    tokenizer, prompt = tiny_tokenizer(), prompt_of(PROMPT)
+    expected = [token for token, _ in generate_step(mx.array(prompt), build(), max_tokens=STEPS)]
+    draft = build(seed=1)
+    with mlx_sparse.sparse(model, attn(artefact)) as report, mlx_sparse.sparse(draft, f"{ONLINE},probes=2") as drafts:
+        responses = stream_generate(model, tokenizer, prompt, STEPS, draft_model=draft)
+        assert [response.token for response in responses] == expected
+    assert report.dense_calls[A_FEW] > 0
+    assert drafts.sparse_calls > 0
+
+
+def test_a_draft_as_good_as_the_model_is_accepted_through_trims(model: Any, artefact: Path):
+    tokenizer, prompt = tiny_tokenizer(), prompt_of(PROMPT)
+    draft = build()
+    with mlx_sparse.sparse(draft, attn(artefact)) as drafts:
+        responses = list(stream_generate(model, tokenizer, prompt, STEPS, draft_model=draft, num_draft_tokens=3))
+    assert sum(response.from_draft for response in responses) == STEPS - STEPS // 4  # three of every four
+    assert drafts.sparse_calls > 0
+
+
+def test_the_first_layers_and_those_the_artefact_lacks_stay_dense_and_say_why(tmp_path: Path):
+    model = build(num_hidden_layers=5)
+    file = write_artefact(tmp_path / "a", model, without=(3,))
+    with mlx_sparse.sparse(model, attn(file, dense_layers=2)) as report:
+        greedy(model, prompt_of(PROMPT), STEPS)
+    assert (report.layers, report.served_layers) == (5, 2)
+    assert report.dense_layers == {saap.FIRST: 2, saap.NOT_IN_ARTEFACT: 1}
+    assert report.sparse_calls == 2 * STEPS
+    assert report.dense_calls[saap.FIRST] == 2 * STEPS
+    assert report.dense_calls[saap.NOT_IN_ARTEFACT] == STEPS
+    assert "2 of 5 layers" in str(report)
+
+
+def test_an_artefact_of_centroids_serves_kmeans_and_not_trained(model: Any, tmp_path: Path):
+    file = write_artefact(tmp_path / "a", model, hidden=0)
+    with mlx_sparse.sparse(model, attn(file, mode="kmeans")) as report:
+        assert report.served_layers == LAYERS
+    with pytest.raises(ConfigError, match=f"got llama with 2 layers: 2 {saap.NOT_TRAINED}"):
+        mlx_sparse.enable(model, attn(file))
+
+
+def test_keys_clustered_after_rope_are_a_baseline_that_runs(tmp_path: Path):
+    """Of the norm after RoPE too: nothing is turned back."""
+    for family in ("llama", "hunyuan_v1_dense"):
+        model = build(family, **MORE.get(family, {}))
+        tokens, _ = greedy(model, prompt_of(PROMPT), STEPS)
+        file = write_artefact(tmp_path / family, model, space="roped", hidden=0)
+        with mlx_sparse.sparse(model, attn(file, mode="kmeans")) as report:
+            cache = make_prompt_cache(model)
+            assert greedy(model, prompt_of(PROMPT), STEPS, cache)[0] == tokens
+        assert report.sparse_calls == LAYERS * STEPS
+        keys = np.array(cache[1].keys[:, :, :PROMPT])
+        ids = oracle.saap_assign(keys, np.array(load(file).layers[1].centroids))
+        np.testing.assert_array_equal(np.array(cache[1].index.ids[..., :PROMPT]), ids)
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [("hunyuan_v1_dense", rope_module.CHANGED), ("nanochat", rope_module.NOT_A_MODULE)],
+)
+def test_layers_without_tensors_before_rope_are_refused_by_name(family: str, reason: str):
+    model = build(family, **MORE[family])
+    with pytest.raises(ConfigError, match=f"2 {reason}"):
+        mlx_sparse.enable(model, f"{ONLINE},probes=2")
+    assert mlx_sparse.report(model) is None
+
+
+def test_a_rope_that_depends_on_the_length_is_served_where_its_keys_were_recorded(tmp_path: Path):
+    model = build("internlm2", rope_scaling={"type": "dynamic", "factor": 2.0}, max_position_embeddings=16)
+    tokens, _ = greedy(model, prompt_of(PROMPT), STEPS)
+    with pytest.raises(ConfigError, match="dynamic NTK"):
+        mlx_sparse.enable(model, f"{ONLINE},probes=2")
+    file = str(tmp_path / "cache.safetensors")
+    with mlx_sparse.sparse(model, attn(write_artefact(tmp_path / "a", model))) as report:
+        cache = make_prompt_cache(model)
+        assert greedy(model, prompt_of(PROMPT), STEPS, cache)[0] == tokens
+        assert report.sparse_calls == LAYERS * STEPS
+        save_prompt_cache(file, cache)
+        greedy(model, [5], 3, load_prompt_cache(file))
+    assert report.dense_calls[rope_module.LENGTH_DEPENDENT] == 4 * LAYERS
+    assert report.sparse_calls == LAYERS * STEPS
+
+
+def test_a_text_shorter_than_the_window_is_dense_and_says_so(model: Any, artefact: Path):
+    prompt = prompt_of(PROMPT)
+    tokens, logits = greedy(model, prompt, STEPS)
+    for config, shortest in ((attn(artefact, recent_tokens=200), 202), (attn(artefact, dense_below=150), 150)):
+        with mlx_sparse.sparse(model, config) as report:
+            same, same_logits = greedy(model, prompt, STEPS)
+        assert same == tokens
+        assert mx.array_equal(same_logits, logits)
+        assert report.sparse_calls == 0
+        assert report.dense_calls[f"over fewer than {shortest:,} keys"] == LAYERS * STEPS
+        assert "sparse calls: none" in str(report)
+
+
+def test_a_text_that_grows_out_of_the_window_goes_on_sparsely(model: Any, artefact: Path):
+    tokens, _ = greedy(model, prompt_of(10), 120)
+    with mlx_sparse.sparse(model, attn(artefact)) as report:
+        cache = make_prompt_cache(model)
+        assert greedy(model, prompt_of(10), 120, cache)[0] == tokens
+    assert report.sparse_calls == LAYERS * (120 - (17 - 10))
+    assert len(cache[0].index.pending) <= 8
+
+
+def test_bytes_count_lists_rows_and_the_network(model: Any, artefact: Path):
+    with mlx_sparse.sparse(model, attn(artefact)) as report:
+        greedy(model, prompt_of(PROMPT), STEPS)
+    heads, D, hidden, size = 2, 16, 24, 4
+    network = (D * hidden + hidden + hidden * BUCKETS + BUCKETS) * size  # of float32 weights
+    lengths = range(PROMPT + 1, PROMPT + STEPS + 1)
+    moved = sum(saap_elements(D, S) * size + network for S in lengths)
+    assert report.sparse_bytes == LAYERS * heads * moved
+    assert report.dense_bytes == LAYERS * heads * size * sum(dense_elements(S, D) for S in lengths)
+    assert report.as_dict()["sparse_bytes"] == report.sparse_bytes
+    assert report.as_dict()["buckets"]["selectivity"] == 1
+    assert "selectivity: 100.0% of the keys" in str(report)
+
+
+def test_counts_of_many_steps_are_summed_without_losing_any(
+    monkeypatch: pytest.MonkeyPatch, model: Any, artefact: Path
+):
+    def total() -> dict[str, Any]:
+        with mlx_sparse.sparse(model, attn(artefact, 3)) as report:
+            greedy(model, prompt_of(PROMPT), STEPS)
+        return dict(report.as_dict()["buckets"])
+
+    expected = total()
+    monkeypatch.setattr("mlx_sparse.lm.figures.BucketFigures.SETTLED_AT", 7)
+    assert total() == expected
+
+
+def test_the_device_is_waited_for_once_per_fold_and_not_per_token(
+    model: Any, artefact: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folds: list[tuple[int, int]] = []
+    fold = saap.fold
+    monkeypatch.setattr(
+        saap, "fold", lambda caches, S, config: folds.append((S, len(caches))) or fold(caches, S, config)
+    )
+    evaluations: list[int] = []
+    evaluate = mx.eval
+    with mlx_sparse.sparse(model, attn(artefact, 3)):
+        cache = make_prompt_cache(model)
+        logits = model(mx.array([prompt_of(PROMPT)]), cache=cache)[:, -1]
+        monkeypatch.setattr(mx, "eval", lambda *args: evaluations.append(1) or evaluate(*args))
+        for _ in range(STEPS):
+            before = len(evaluations), len(folds)
+            logits = model(mx.argmax(logits, axis=-1)[:, None], cache=cache)[:, -1]
+            assert len(folds) > before[1] or len(evaluations) == before[0]
+    assert folds == [(S, LAYERS) for S in range(PROMPT + 1, PROMPT + STEPS + 1, 8)]
+
+
+def test_nothing_but_the_index_stays_in_memory(model: Any, artefact: Path):
+    prompt = mx.array([prompt_of(2000)])
+
+    def left_behind() -> tuple[int, Any]:
+        cache = make_prompt_cache(model)
+        gc.collect()
+        start = mx.get_active_memory()
+        model(prompt, cache=cache)
+        mx.eval([layer.state for layer in cache])  # what mlx-lm evaluates after a piece
+        gc.collect()
+        return mx.get_active_memory() - start, cache
+
+    plain, _ = left_behind()
+    with mlx_sparse.sparse(model, attn(artefact)):
+        first, cache = left_behind()
+        mx.synchronize()
+        indexed = sum(layer.index.nbytes for layer in cache)
+    assert indexed == LAYERS * 2 * 2000 * 2
+    # Allocations are rounded up.
+    assert first <= plain + indexed + LAYERS * 16384
+
+
+def test_disabled_models_are_as_before_and_their_caches_go_on(model: Any, artefact: Path):
+    ropes = [type(rope) for rope in rope_module.ropes(model)]
+    cache, plain = make_prompt_cache(model), make_prompt_cache(model)
+    model(mx.array([prompt_of(PROMPT)]), cache=plain)
+    with mlx_sparse.sparse(model, attn(artefact)):
+        assert [type(rope) for rope in rope_module.ropes(model)] != ropes
+        greedy(model, prompt_of(PROMPT), 3, cache)
+        trim_prompt_cache(cache, 3)
+    assert [type(rope) for rope in rope_module.ropes(model)] == ropes
+    logits = [model(mx.array([[5]]), cache=each) for each in (cache, plain)]
+    assert mx.array_equal(*logits)
+    assert cache[0].index.received is None
+
+
+def test_a_cache_that_goes_on_with_another_artefact_is_indexed_anew(model: Any, tmp_path: Path):
+    files = [write_artefact(tmp_path / str(C), model, buckets=C) for C in (8, 12)]
+    tokens, _ = greedy(model, prompt_of(PROMPT), 21)
+    cache, found = make_prompt_cache(model), []
+    for file, config in zip(files, (attn(files[0], 8), attn(files[1], 12)), strict=True):
+        with mlx_sparse.sparse(model, config) as report:
+            first = prompt_of(PROMPT) if file is files[0] else [found[-1]]
+            found += greedy(model, first, 10, cache)[0]
+        assert report.sparse_calls >= LAYERS * 10
+        assert cache[0].index.offsets.shape[-1] == load(file).buckets + 1
+    assert found[:10] == tokens[:10]
+    assert found[10:] == tokens[11:], "greedy does not return what it says after its prompt"
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ("truncated", ArtefactError, "got .* bytes of data where its header says"),
+        ("missing", ArtefactError, "got none that can be read"),
+        ("another model", ArtefactError, "expected one trained on this model"),
+        ("another family", ArtefactError, "expected one for llama, got one for qwen3"),
+        ("probes", ConfigError, "probes: expected at most the 8 buckets of .*, got 9"),
+        ("none", ConfigError, "artefact: expected a file that mlx-sparse train-saap wrote, got none"),
+        ("no layer", ConfigError, "expected an attention layer that saap can serve"),
+    ],
+)
+def test_bad_input_is_one_clear_error_and_leaves_the_model_alone(
+    change: str, error: type[Exception], message: str, model: Any, artefact: Path
+):
+    config = attn(artefact)
+    if change == "truncated":
+        artefact.write_bytes(artefact.read_bytes()[:-10])
+    elif change == "missing":
+        artefact.unlink()
+    elif change == "another model":
+        write_artefact(artefact, build(seed=3))
+    elif change == "another family":
+        write_artefact(artefact, build("qwen3"))
+    elif change == "probes":
+        config = attn(artefact, 9)
+    elif change == "none":
+        config = SAAP()
+    elif change == "no layer":
+        config = attn(artefact, dense_layers=2)
+    cls, ropes = type(model), [type(rope) for rope in rope_module.ropes(model)]
+    with pytest.raises(error, match=message) as caught:
+        mlx_sparse.enable(model, config)
+    assert "\n" not in str(caught.value)
+    assert type(model) is cls
+    assert [type(rope) for rope in rope_module.ropes(model)] == ropes
+    assert mlx_sparse.report(model) is None
+
+
+def test_contexts_too_short_to_pay_stay_dense_by_themselves():
+    """The saving of one layer's step reaches what kernels on that GPU need, and not one key earlier."""
+    config = SAAP(mode="online", buckets=1024, probes=32)
+    step = Step(heads=8, G=4, D=128, itemsize=2, gpu="s", buckets=1024, network=(128 * 1024 + 1024 * 1024) * 2)
+    shortest = config.shortest_context(step)
+    assert 2048 < shortest < 65536
+    cheap = Step(heads=8, G=4, D=128, itemsize=2, gpu="s", buckets=1024, network=128 * 1024 * 2)
+    assert config.shortest_context(cheap) < shortest
+    assert config.shortest_context(Step(8, 4, 128, 2)) == 4 * 2048
+    assert SAAP(mode="online", recent_tokens=16, probes=2).shortest_context(step) == 18
+    assert SAAP(mode="online", dense_below=5000, probes=2).shortest_context(step) == 5000
+    with_everything = SAAP(mode="online", buckets=64, probes=64)
+    assert with_everything.shortest_context(Step(8, 4, 128, 2, "s", 64)) >= 1 << 40
+
+
+def test_artefacts_of_tests_are_artefacts(model: Any, artefact: Path):
+    found, made = load(artefact), artefact_of(model)
+    assert (found.buckets, found.hidden, set(found.layers)) == (made.buckets, made.hidden, set(made.layers))
