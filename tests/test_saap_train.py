@@ -156,6 +156,8 @@ def test_rows_are_bounded_and_the_same_for_the_same_seed() -> None:
 
 
 HIDDEN, SCALE = 2 * D + 5, 0.25
+SHARE = (np.arange(1, BUCKETS + 1) / np.arange(1, BUCKETS + 1).sum()).astype(np.float32)
+EVEN = mx.ones((HEADS, BUCKETS))
 
 
 def long_tailed_rows(n: int, seed: int = 0, *, heads: int = HEADS) -> list[Rows]:
@@ -168,7 +170,7 @@ def long_tailed_rows(n: int, seed: int = 0, *, heads: int = HEADS) -> list[Rows]
         logits = 1.5 * np.abs(queries) @ truth[head]
         target = np.exp(logits - logits.max(axis=1, keepdims=True))
         target /= target.sum(axis=1, keepdims=True)
-        found.append(Rows(queries.astype(np.float32), target.astype(np.float16), 2 * n))
+        found.append(Rows(queries.astype(np.float32), target.astype(np.float16), 2 * n, SHARE))
     return found
 
 
@@ -253,7 +255,7 @@ def test_batch_norm_is_folded_in_as_the_oracle_does() -> None:
     rows = long_tailed_rows(50)
     spread = network.Spread.of([found.queries for found in rows])
     params = started(rows, at_random=True)
-    folded = network.fold(params, spread)
+    folded = network.fold(params, spread, EVEN)
     of = {name: np.array(array).astype(np.float64) for name, array in params.items()}
     for head, found in enumerate(rows):
         before = found.queries.astype(np.float64) @ of["hidden_weight"][head]
@@ -279,7 +281,7 @@ def test_training_starts_at_the_kmeans_router() -> None:
     queries = np.stack([found.queries for found in rows])
     linear = SCALE * np.einsum("hnd,hcd->hnc", queries, centroids)
     spread = network.Spread.of([found.queries for found in rows])
-    for folded in (network.fold(started(rows), spread), network.router(mx.array(centroids), HIDDEN, SCALE)):
+    for folded in (network.fold(started(rows), spread, EVEN), network.router(mx.array(centroids), HIDDEN, SCALE)):
         np.testing.assert_allclose(np.array(network.logits(folded, mx.array(queries))), linear, atol=1e-4)
 
 
@@ -289,8 +291,29 @@ TRAINING = Training(HIDDEN, steps=60, batch=64, rate=1e-2, seed=2)
 def test_a_trained_network_predicts_queries_it_has_not_seen_better_than_kmeans() -> None:
     layer = train_layer(long_tailed_rows(2000), unit_centroids(), TRAINING, scale=SCALE)
     for head, rows in enumerate(long_tailed_rows(300, seed=1)):
-        found = losses(rows, layer, head, SCALE)
+        found = losses(rows, layer, head, SCALE, rows)
         assert 0 < found["trained"] < 0.7 * found["kmeans"]
+
+
+def test_the_file_holds_attention_per_key_and_the_report_speaks_of_attention_per_bucket() -> None:
+    rows = long_tailed_rows(200)
+    even = [dataclasses.replace(found, share=np.full(BUCKETS, 1 / BUCKETS, np.float32)) for found in rows]
+    per_key, per_bucket = (train_layer(each, unit_centroids(), TRAINING, scale=SCALE) for each in (rows, even))
+    odds = np.array(per_key.out_bias - per_bucket.out_bias)
+    np.testing.assert_allclose(odds, np.tile(-np.log(SHARE * BUCKETS), (HEADS, 1)), atol=1e-5)
+    for head, (one, other) in enumerate(zip(rows, even, strict=True)):
+        a, b = losses(one, per_key, head, SCALE, one), losses(other, per_bucket, head, SCALE, other)
+        assert a["trained"] == pytest.approx(b["trained"], abs=1e-5)
+
+
+def test_the_share_of_keys_leaves_out_sinks_and_knows_no_zero() -> None:
+    data, ids = texts(), bucket_ids()
+    ids[ids == 3] = 4
+    found = long_range_rows(data, ids, 0, buckets=BUCKETS, distances=DISTANCES, most=10)
+    counted = ids[:, 0, DISTANCES.sink_tokens :]
+    expected = [(counted == c).mean() for c in range(BUCKETS)]
+    expected[3] = 1 / counted.size
+    np.testing.assert_allclose(found.share, expected, rtol=1e-6)
 
 
 def test_the_loss_that_is_reported_is_the_divergence() -> None:
@@ -301,14 +324,16 @@ def test_the_loss_that_is_reported_is_the_divergence() -> None:
     expected = np.where(target > 0, target * np.log(np.maximum(target, 1e-30) / f), 0).sum(axis=1).mean()
     # targets are float16: their sums are 1 within half a thousandth
     assert losses(rows[1], layer, 1, SCALE) == {"kmeans": pytest.approx(expected, abs=2e-3)}
-    none = Rows(rows[0].queries[:0], rows[0].target[:0], 5)
+    none = Rows(rows[0].queries[:0], rows[0].target[:0], 5, SHARE)
     assert losses(none, layer, 0, SCALE) == {}
 
 
 def test_a_head_with_too_few_rows_keeps_the_kmeans_router() -> None:
     many, few = long_tailed_rows(500)[0], long_tailed_rows(FEWEST_ROWS - 1)[1]
     layer = train_layer([many, few], unit_centroids(), TRAINING, scale=SCALE)
-    assert losses(many, layer, 0, SCALE)["trained"] < 0.8 * losses(many, layer, 0, SCALE)["kmeans"]
+    found = losses(many, layer, 0, SCALE, many), losses(few, layer, 1, SCALE, few)
+    assert found[0]["trained"] < 0.8 * found[0]["kmeans"]
+    assert found[1]["trained"] == pytest.approx(found[1]["kmeans"], abs=1e-5)
     queries = np.stack([few.queries] * HEADS)
     logits = np.array(network.logits({k: v for k, v in layer.arrays().items() if k != "centroids"}, mx.array(queries)))
     np.testing.assert_allclose(logits[1], SCALE * few.queries @ unit_centroids()[1].T, atol=1e-5)

@@ -18,7 +18,7 @@ from .clusters import POINTS, fit_centroids
 from .recall import SELECTIVITIES, Indexed, curve, grouped_queries, index, router_scores
 from .report import HeadReport
 from .rows import Distances, Rows, Texts, long_range_rows
-from .train import Training, train_layer
+from .train import FEWEST_ROWS, Training, train_layer
 
 Array = npt.NDArray[Any]
 
@@ -116,7 +116,7 @@ def report_layer(
                 head,
                 len(trained_on.queries) if trained_on else 0,
                 len(held_out.queries) / held_out.seen,
-                losses(held_out, layer, head, texts.scale),
+                losses(held_out, layer, head, texts.scale, trained_on),
                 recall,
                 {"before_rope": imbalance(ids[:, head], recipe), "roped": imbalance(roped_ids[:, head], recipe)},
             )
@@ -129,15 +129,21 @@ def _recall(indexed: Indexed, scores: Array, recipe: Recipe) -> list[float]:
     return [found.at(selectivity) for selectivity in SELECTIVITIES]
 
 
-def losses(rows: Rows, layer: Layer, head: int, scale: float) -> dict[str, float]:
-    """KL(target || router) in nats, mean over ``rows``, of the routers there are; none without rows."""
+def losses(rows: Rows, layer: Layer, head: int, scale: float, trained_on: Rows | None = None) -> dict[str, float]:
+    """KL(target || router) in nats, mean over ``rows``, of the routers there are; none without rows.
+
+    Args:
+        trained_on: what the network learnt from.
+    """
     if not len(rows.queries):
         return {}
     queries, target = mx.array(rows.queries)[None], mx.array(rows.target).astype(mx.float32)[None]
     of = {name: array[head : head + 1].astype(mx.float32) for name, array in layer.arrays().items()}
     logits = {"kmeans": scale * queries @ of["centroids"].swapaxes(-1, -2)}
-    if layer.trained:
-        logits = {"trained": network.logits(of, queries), **logits}
+    if trained_on is not None:
+        # What it has learnt, before it was divided by the buckets' sizes; the k-means router was not.
+        share = trained_on.share if len(trained_on.queries) >= FEWEST_ROWS else np.ones_like(trained_on.share)
+        logits = {"trained": network.logits(of, queries) + mx.log(mx.array(share)), **logits}
     entropy = -(target * mx.log(mx.maximum(target, 1e-30))).sum(axis=-1).mean()
     found = {name: network.cross_entropy(x, target)[0] - entropy for name, x in logits.items()}
     return {name: float(np.array(value)) for name, value in found.items()}

@@ -96,15 +96,20 @@ def cross_entropy(logits: mx.array, target: mx.array) -> mx.array:
     return (mx.logsumexp(logits, axis=-1) * total - (logits * target).sum(axis=-1)).mean(axis=-1)
 
 
-def fold(params: Params, spread: Spread) -> Params:
-    """(saap.6) the four arrays that the artefact holds, with batch norm's mean and variance over all queries."""
+def fold(params: Params, spread: Spread, share: mx.array) -> Params:
+    """(saap.6) the four arrays that the artefact holds, with batch norm's mean and variance over all queries.
+
+    Args:
+        share: ``(Hkv, C)`` of the keys in each bucket. The networks learn how much attention a bucket has; divided by
+            this, it is what a key in it has, and for the same keys read more attention is found.
+    """
     mean, variance = spread.through(params["hidden_weight"])
     factor = params["gain"] * mx.rsqrt(variance + EPS)
     return {
         "hidden_weight": params["hidden_weight"] * factor[:, None],
         "hidden_bias": params["shift"] - mean * factor,
         "out_weight": params["out_weight"],
-        "out_bias": params["out_bias"],
+        "out_bias": params["out_bias"] - mx.log(share),
     }
 
 

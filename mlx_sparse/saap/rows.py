@@ -143,11 +143,13 @@ class Rows:
         queries: ``(N, D)`` float32 before RoPE.
         target: ``(N, C)`` float16 share of the far attention in each bucket; rows add up to 1.
         seen: how many queries were looked at to find these.
+        share: ``(C,)`` float32 share of the texts' keys in each bucket; an empty one counts as if it had one key.
     """
 
     queries: Array
     target: Array
     seen: int
+    share: Array
 
 
 def long_range_rows(
@@ -189,7 +191,9 @@ def long_range_rows(
             rows = np.sort(np.random.default_rng([seed, window]).choice(rows, share, replace=False))
         queries.append(before.reshape(-1, before.shape[-1])[rows])
         targets.append((found.mass[rows] / far[rows, None]).astype(np.float16))
-    return Rows(np.concatenate(queries), np.concatenate(targets), seen)
+    sizes = np.bincount(ids[:, head, distances.sink_tokens :].ravel(), minlength=buckets)
+    share = (np.maximum(sizes, 1) / sizes.sum()).astype(np.float32)
+    return Rows(np.concatenate(queries), np.concatenate(targets), seen, share)
 
 
 def _chunks(rows: int, columns: int) -> Iterator[slice]:

@@ -95,7 +95,7 @@ def _train(
         if checkpoint is not None and time.monotonic() - saved > CHECKPOINT_SECONDS:
             state.save(checkpoint)
             saved = time.monotonic()
-    return network.fold(state.params, spread)
+    return network.fold(state.params, spread, mx.array(np.stack([found.share for found in rows])))
 
 
 @dataclass(frozen=True)
