@@ -6,7 +6,7 @@ Routing, list and attention run as a cache launches them, with an index that cov
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
@@ -19,7 +19,7 @@ from ..checks import ConfigError, check_int
 from ..config import SAAP
 from ..kernels import attend
 from .dense import Shape, dense_kernel
-from .traffic import LEVELS, dense_step, harness
+from .traffic import LEVELS, dense_step, harness, parts_of
 
 PARTS = {
     **dict.fromkeys(("hidden_weight", "hidden_bias", "out_weight", "out_bias"), "network"),
@@ -151,7 +151,7 @@ def step(msl: Any, config: SAAP, filling: str, length: int, kv_heads: int) -> Ro
         groups,
         chain=ceil(ceil(int(used.max()) / attend.TILE) / groups),
         alone=ceil(max(config.recent_tokens, int(chosen.max())) / attend.TILE),
-        parts=_parts(reports, PARTS),
+        parts=parts_of(reports, PARTS),
         formula=elements * ITEM,
     )
 
@@ -185,20 +185,11 @@ def _dense(msl: Any, length: int, kv_heads: int) -> Row:
     """MLX's kernel of a base chip, run for one KV head: the others do the same."""
     shape = Shape(G, 1, D)
     kernel = dense_kernel("g", shape, length)
-    parts = _parts(dense_step(msl, kernel, shape, length), PARTS)
+    parts = parts_of(dense_step(msl, kernel, shape, length), PARTS)
     parts = {name: Counter({level: kv_heads * count[level] for level in LEVELS}) for name, count in parts.items()}
     chain = ceil(length / kernel.blocks / attend.TILE)
     formula = kv_heads * stats.dense_elements(length, D) * ITEM
     return Row(f"MLX's {kernel.name}", length, kv_heads, length, length, kernel.blocks, chain, chain, parts, formula)
-
-
-def _parts(reports: Iterable[Any], names: dict[str, str]) -> dict[str, Counter[str]]:
-    parts: dict[str, Counter[str]] = {part: Counter() for part in NAMES}
-    for report in reports:
-        for buffers in (report.reads, report.writes):
-            for name, traffic in buffers.items():
-                parts[names.get(name, "rest")].update({level: getattr(traffic, level) for level in LEVELS})
-    return {part: count for part, count in parts.items() if any(count.values())}
 
 
 def _random(*shape: int) -> mx.array:

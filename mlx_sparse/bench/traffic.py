@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,7 @@ def measure(cases: Iterable[tuple[int, int]] = CASES, kv_heads: int = KV_HEADS) 
             raise ConfigError(f"--traffic: {error}") from None
         elements = stats.dense_elements(S, D) if kernel else stats.sparq_elements(S, D, rank=RANK, top_k=TOP_K)
         name = _name(kernel, shape, S) if kernel else "sparq"
-        tables.append(Table(S, G, name, len(reports), _parts(reports), kv_heads * elements * ITEM))
+        tables.append(Table(S, G, name, len(reports), parts_of(reports, PARTS), kv_heads * elements * ITEM))
     return tables
 
 
@@ -141,12 +141,13 @@ def _name(kernel: DenseKernel, shape: Shape, S: int) -> str:
     return f"MLX's {kernel.name}{blocks} ({chips})"
 
 
-def _parts(reports: Iterable[Any]) -> dict[str, Counter[str]]:
-    parts: dict[str, Counter[str]] = {part: Counter() for part in [*PARTS.values(), "rest"]}
+def parts_of(reports: Iterable[Any], names: Mapping[str, str]) -> dict[str, Counter[str]]:
+    """Bytes by part and level; ``names`` says which part a buffer belongs to, and any other is the rest."""
+    parts: dict[str, Counter[str]] = {part: Counter() for part in [*names.values(), "rest"]}
     for report in reports:
         for buffers in (report.reads, report.writes):
             for name, traffic in buffers.items():
-                parts[PARTS.get(name, "rest")].update({level: getattr(traffic, level) for level in LEVELS})
+                parts[names.get(name, "rest")].update({level: getattr(traffic, level) for level in LEVELS})
     return {part: count for part, count in parts.items() if any(count.values())}
 
 
