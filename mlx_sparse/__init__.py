@@ -1,7 +1,7 @@
 """Sparse attention for long-context language models on MLX.
 
-Functions on arrays: `sparq_attention`, `saap_attention`, `sample_attention` and the baselines. Models: `enable`, `disable`, `sparse`,
-`report`. Names are imported on first use: importing this package imports neither mlx nor mlx_lm.
+Functions on arrays: `sparq_attention`, `saap_attention`, `sample_attention` and the baselines. Models: `enable`,
+`disable`, `sparse`, `report`. Names are imported on first use: importing this package imports neither mlx nor mlx_lm.
 """
 
 TYPE_CHECKING = False  # typing itself would cost every Python start 10 ms: the start-up hook imports this file
@@ -40,8 +40,8 @@ _HOMES = {
     "checks": "ArtefactError BackendUnavailable ConfigError ShapeError SparseAttentionError",
     "stats": "Stats",
     "api": "attend_blocks attend_indices bigbird_attention dense_attention flexgen_attention h2o_attention h2o_scores "
-    "minference_attention oracle_top_k_attention saap_assign saap_attention saap_route sample_attention sample_select sparq_attention "
-    "streaming_attention streaming_prefill_attention",
+    "minference_attention oracle_top_k_attention saap_assign saap_attention saap_route sample_attention sample_select "
+    "sparq_attention streaming_attention streaming_prefill_attention",
     "lm": "disable enable report sparse",
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
