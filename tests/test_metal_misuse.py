@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -11,7 +12,7 @@ from cases import Case
 from msl import Metal
 
 import mlx_sparse
-from mlx_sparse.kernels import launch, sparq
+from mlx_sparse.kernels import attend, launch, saap, sparq
 
 
 def inputs(case: Case) -> list[mx.array]:
@@ -57,13 +58,19 @@ def test_an_index_past_32_bits_is_an_empty_slot(metal: Metal) -> None:
 
 def test_shared_constants_serve_every_thread() -> None:
     """A lazy array belongs to the thread that made it; what threads share must hold its value already."""
-    launch._zeros.cache_clear()
-    sparq._no_weight.cache_clear()
-    maker = threading.Thread(target=lambda: [launch._zeros(7), sparq._no_weight()])
+    shared: list[Any] = [launch._zeros, sparq._no_weight, attend._no_counts, saap._zeros]
+    sizes = [(7,), (), (), (2, 5)]
+
+    def made() -> list[mx.array]:
+        return [make(*size) for make, size in zip(shared, sizes, strict=True)]
+
+    for make in shared:
+        make.cache_clear()
+    maker = threading.Thread(target=made)
     maker.start()
     maker.join()
     try:
-        mx.eval(launch._zeros(7) + 1, sparq._no_weight() + 1)
+        mx.eval([array + 1 for array in made()])
     finally:
-        launch._zeros.cache_clear()
-        sparq._no_weight.cache_clear()
+        for make in shared:
+            make.cache_clear()
