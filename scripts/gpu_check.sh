@@ -68,15 +68,18 @@ if has xdist; then
 fi
 if has pytest || $dry_run; then
   run timeout --signal=INT --kill-after=10 200 python3 -m pytest tests/test_triton_kernels.py tests/test_triton_select.py \
-    tests/test_triton_sample.py tests/test_triton_blocks.py tests/test_triton_bench.py tests/test_triton_sample_bench.py \
-    tests/test_triton_hf.py tests/test_triton_hf_cache.py tests/test_parity.py tests/test_parity_sample.py -k triton \
+    tests/test_triton_saap.py tests/test_triton_sample.py tests/test_triton_blocks.py tests/test_triton_bench.py \
+    tests/test_triton_saap_bench.py tests/test_triton_sample_bench.py tests/test_triton_hf.py tests/test_triton_hf_cache.py \
+    tests/test_parity.py tests/test_parity_saap.py tests/test_parity_sample.py -k triton \
     --import-mode=importlib -o pythonpath=tests -p no:cacheprovider "${parallel[@]}" -q --junitxml="$work/tests.xml" ||
     echo "status: $?" | tee "$work/tests_status.txt"
 else
   echo "pytest is not installed: the tests do not run, the benchmark checks its results itself." | tee "$work/no_tests"
 fi
-run timeout --signal=INT --kill-after=10 250 python3 -m mlx_sparse.cuda_ref.bench --budget-s 200 \
+run timeout --signal=INT --kill-after=10 190 python3 -m mlx_sparse.cuda_ref.bench --budget-s 150 \
   -o "$work/bench.jsonl" || echo "The benchmark of decode steps ended with status $?."
-run timeout --signal=INT --kill-after=10 140 python3 -m mlx_sparse.cuda_ref.bench --prefill --budget-s 100 \
+run timeout --signal=INT --kill-after=10 90 python3 -m mlx_sparse.cuda_ref.bench --saap --budget-s 60 \
+  -o "$work/saap.jsonl" || echo "The benchmark of SAAP's steps ended with status $?."
+run timeout --signal=INT --kill-after=10 110 python3 -m mlx_sparse.cuda_ref.bench --prefill --budget-s 75 \
   -o "$work/prefill.jsonl" || echo "The benchmark of prompts ended with status $?."
 run python3 -m mlx_sparse.bench.gpu_report "$work" "$output"

@@ -19,20 +19,24 @@ SCRIPT = ROOT / "scripts" / "gpu_check.sh"
 TESTS = (
     "test_triton_kernels",
     "test_triton_select",
+    "test_triton_saap",
     "test_triton_sample",
     "test_triton_blocks",
     "test_triton_bench",
+    "test_triton_saap_bench",
     "test_triton_sample_bench",
     "test_triton_hf",
     "test_triton_hf_cache",
     "test_parity",
+    "test_parity_saap",
     "test_parity_sample",
 )
-UNFINISHED = ["the benchmark of decode steps did not finish", "the benchmark of prompts did not finish"]
+UNFINISHED = [f"the benchmark of {what} did not finish" for what in ("decode steps", "SAAP's steps", "prompts")]
 STEPS = [
     f"timeout --signal=INT --kill-after=10 200 python3 -m pytest {' '.join(f'tests/{name}.py' for name in TESTS)}",
-    "timeout --signal=INT --kill-after=10 250 python3 -m mlx_sparse.cuda_ref.bench --budget-s 200 -o ",
-    "timeout --signal=INT --kill-after=10 140 python3 -m mlx_sparse.cuda_ref.bench --prefill --budget-s 100 -o ",
+    "timeout --signal=INT --kill-after=10 190 python3 -m mlx_sparse.cuda_ref.bench --budget-s 150 -o ",
+    "timeout --signal=INT --kill-after=10 90 python3 -m mlx_sparse.cuda_ref.bench --saap --budget-s 60 -o ",
+    "timeout --signal=INT --kill-after=10 110 python3 -m mlx_sparse.cuda_ref.bench --prefill --budget-s 75 -o ",
     "python3 -m mlx_sparse.bench.gpu_report ",
 ]
 
@@ -101,6 +105,11 @@ def test_the_dry_run_shows_every_step_in_order_and_writes_nothing(tmp_path: Path
     places = [done.stdout.index(f"$ {step}") for step in STEPS]
     assert places == sorted(places)
     assert not list(tmp_path.iterdir())
+
+
+def test_its_steps_end_within_ten_minutes() -> None:
+    limits = [int(step.split()[3]) for step in STEPS if step.startswith("timeout")]
+    assert sum(limits) <= 590
 
 
 def test_the_tests_that_it_runs_exist() -> None:
@@ -173,12 +182,13 @@ def test_what_the_benchmark_found_decides(
     (tmp_path / "tests.xml").write_text('<testsuites><testsuite tests="2" skipped="1" time="3.5"/></testsuites>')
     (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"kind": "ro')
     (tmp_path / "bench.md").write_text("| table |\n")
-    (tmp_path / "prefill.jsonl").write_text(json.dumps(END) + "\n")
+    for other in ("saap", "prefill"):
+        (tmp_path / f"{other}.jsonl").write_text(json.dumps(END) + "\n")
     target = tmp_path / "result.jsonl"
     assert gpu_report.main([str(tmp_path), str(target)]) == bool(problems)
     found, *copied = [json.loads(line) for line in target.read_text().splitlines()]
     assert found["problems"] == problems
-    assert copied == [*rows, END]
+    assert copied == [*rows, END, END]
     assert "| table |" in target.with_suffix(".md").read_text()
 
 

@@ -11,7 +11,11 @@ from typing import Any
 from .output import write
 from .report import facts, junit, text
 
-BENCHMARKS = {"bench": "the benchmark of decode steps", "prefill": "the benchmark of prompts"}  # by file
+BENCHMARKS = {  # by file
+    "bench": "the benchmark of decode steps",
+    "saap": "the benchmark of SAAP's steps",
+    "prefill": "the benchmark of prompts",
+}
 MOST_FAILURES = 20  # that the Markdown lists; the other file has all
 
 
