@@ -8,7 +8,8 @@ from mlx_sparse.config import NEVER, SAAP, SparQ
 
 LANES = (4096, 2048, 1024, 512, 256, 128, 64)
 # Elements per KV head that a step must save before the body of SparQ or SAAP pays: its many small nodes cost as much.
-ENOUGH_SAVED = 1 << 19
+ENOUGH_SAVED, SAAP_ENOUGH_SAVED = 1 << 19, 1 << 20
+LOOKED_AT = 0.2  # what it costs SAAP's body to look at the bucket of a key, relative to attending to the key
 # Tokens of a prompt that go in at a time. A sampled one is scored piece by piece, at the cost of a row block each, so
 # that they are as long as mlx-lm's.
 PIECE, SAMPLE_PIECE = 512, 2048
@@ -38,11 +39,11 @@ def dense_below(config: SparQ, D: int) -> int:
 
 
 def saap_dense_below(config: SAAP, D: int, buckets: int, network: int) -> int:
-    """The same for SAAP, where buckets of equal size would save enough; ``network`` weights are read for every step."""
+    """The same for SAAP if its buckets were equal; ``network`` weights are read for every step."""
     shortest = config.attended + 1
     if config.dense_below != "auto":
         return max(shortest, int(config.dense_below))
     if config.recent_tokens < SAAP.recent_tokens:
         return shortest
-    skipped = 1 - config.probes / buckets
-    return shortest + math.ceil((ENOUGH_SAVED + network) / (2 * D * skipped)) if skipped else NEVER
+    saved = 2 * D * (1 - LOOKED_AT - config.probes / buckets)  # for each key beyond those that are always attended to
+    return shortest + math.ceil((SAAP_ENOUGH_SAVED + network) / saved) if saved > 0 else NEVER

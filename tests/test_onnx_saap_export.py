@@ -269,8 +269,9 @@ def test_what_cannot_be_exported_is_refused_in_one_line(
 @pytest.mark.parametrize(
     ("given", "keys"),
     [
-        ({}, 2049 + 2294),  # 2 ** 19 elements and the network's, 256 for each of 31 keys out of 32
+        ({}, 2049 + 5555),  # 2 ** 20 elements and the network's, 256 for each of 31 - 6.4 keys out of 32
         ({"probes": 1024}, config.NEVER),
+        ({"probes": 820}, config.NEVER),
         ({"recent_tokens": 100}, 102),  # an experiment on a short text
         ({"dense_below": 5000}, 5000),
         ({"dense_below": 0}, 2049),
