@@ -1,4 +1,4 @@
-"""`mlx-sparse bench --traffic --attn saap`: what it counts."""
+"""`mlx-sparse bench --traffic` and `--roofline` for SAAP: what they count and model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import sys
 import pytest
 
 from mlx_sparse import cli
+from mlx_sparse.bench import launches, roofline
+from mlx_sparse.bench import saap_roofline as model
 from mlx_sparse.bench import saap_traffic as traffic
+from mlx_sparse.bench.dense import Shape
 from mlx_sparse.bench.traffic import LEVELS, harness
 from mlx_sparse.config import SAAP
 
@@ -75,3 +78,48 @@ def test_more_probes_than_buckets_are_refused_in_one_line(capsys: pytest.Capture
     assert cli.main(["bench", "--attn", "saap:probes=1024", "--traffic"]) == 2
     error = capsys.readouterr().err
     assert error == "mlx-sparse: error: probes: expected an integer of at least 1 and at most 1023, got 1024.\n"
+
+
+# roofline
+
+
+@pytest.mark.parametrize(("filling", "share"), [("balanced", 0.05), ("half visited", 0.55)])
+def test_the_formulae_are_what_the_harness_counts(rows: dict[str, traffic.Row], filling: str, share: float) -> None:
+    shape, router = Shape(traffic.G, 1, traffic.D), launches.Router(traffic.BUCKETS, traffic.HIDDEN)
+    step = launches.saap_launches(shape, LENGTH, SAAP(), router, share)
+    kernels = [launch for launch in step if launch.name != "fold"]
+    assert [launch.name for launch in kernels] == ["saap_route", "saap_indices", "attend_indices", "merge"]
+    assert sum(launch.once for launch in kernels) == pytest.approx(rows[filling].total["dispatch"], rel=0.02)
+    assert sum(launch.each for launch in kernels) == pytest.approx(rows[filling].total["threadgroup"], rel=0.02)
+
+
+@pytest.mark.parametrize("config", [SAAP(), SAAP(probes=8), SAAP(probes=128)], ids=str)
+@pytest.mark.parametrize("chip", roofline.CHIPS, ids=lambda chip: chip.name)
+def test_from_the_advised_context_on_the_model_never_loses(chip: roofline.Chip, config: SAAP) -> None:
+    for shape in roofline.SHAPES:
+        for hidden in model.ROUTERS:
+            router = model.router_of(shape, hidden)
+            first = model.advised(chip.letter, shape, config, router)
+            assert first is not None
+            for S in [first, *(S for S in roofline.LENGTHS if S > first), 1 << 20]:
+                worst, best = model.saap(chip, shape, S, config, router)[1], roofline.dense(chip, shape, S)[0]
+                assert worst < best, (shape, hidden, S)
+
+
+def test_centroids_that_route_are_a_smaller_network() -> None:
+    shape = Shape(32, 8, 128)
+    small, large = (launches.Router(1024, hidden) for hidden in (0, 256))
+    assert small.weights(128) == 128 * 1024 + 1024
+    assert large.weights(128) == 128 * 256 + 256 + 256 * 1024 + 1024
+    times = [model.saap(roofline.CHIPS[0], shape, 65_536, SAAP(), router) for router in (small, large)]
+    assert all(a < b for a, b in zip(*times, strict=True))
+
+
+def test_the_roofline_says_what_it_modelled(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "--attn", "saap", "--roofline"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("A model, not a measurement")
+    assert text.count("| M2 Ultra | ") == 2 * len(model.SHOWN)
+    assert cli.main(["bench", "--attn", "saap", "--roofline", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert len(rows) == len(roofline.CHIPS) * len(roofline.SHAPES) * len(model.ROUTERS)

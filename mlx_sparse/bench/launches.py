@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from math import ceil
 
 from ..checks import check_local_window
-from ..config import SparQ
-from ..kernels import attend, select, sparq
+from ..config import SAAP, SparQ
+from ..kernels import attend, saap, select, sparq
 from ..kernels.launch import LANES
 from .dense import DenseKernel, Shape
 
@@ -26,6 +26,10 @@ EXP = 8
 
 GROWTH = 256  # tokens after which the cache's buffers grow and are copied
 ANSWER = 128  # tokens over which building the component-major keys is spread
+
+# Bytes per key and head that array operations move when SAAP lists the keys anew, by the number of passes: compare,
+# number, sort in eight passes or so, take apart.
+LISTED = 25 * 2 * FLOAT
 
 # Array operations of mlx_sparse.cache per step, by (query_key, reallocate); the first writes the new key's column.
 SIDE_LAUNCHES = {(False, False): 1, (False, True): 3, (True, False): 3, (True, True): 5}
@@ -58,6 +62,37 @@ def sparq_launches(shape: Shape, S: int, config: SparQ) -> list[Launch]:
         _scores(shape, S, config.rank, weighted),
         *_selection(shape, S, config),
         *_attend(shape, S, min(config.top_k, S), reallocate),
+    ]
+
+
+@dataclass(frozen=True)
+class Router:
+    """SAAP's query network of a KV head; ``hidden`` is 0 for centroids that route."""
+
+    buckets: int
+    hidden: int
+
+    def weights(self, D: int) -> int:
+        """Numbers in it."""
+        C, H = self.buckets, self.hidden
+        return D * H + H + H * C + C if H else D * C + C
+
+
+def saap_launches(shape: Shape, S: int, config: SAAP, router: Router, share: float) -> list[Launch]:
+    """A step of SAAP over ``S`` keys, with what the cache does for it.
+
+    Args:
+        share: of the keys outside the exact part that are in visited buckets.
+    """
+    far = max(S - config.attended, 0)
+    listed = round(share * far)
+    tail = config.attended + config.fold_every
+    folding = shape.Hkv * S * LISTED / config.fold_every
+    return [
+        Launch("fold", ceil(folding / 4096), folding, folding),
+        _route(shape, router, config.probes),
+        _list(shape, router.buckets, config.probes, listed, tail + listed),
+        *_attend(shape, S, config.attended + listed, False, tail + listed),
     ]
 
 
@@ -129,9 +164,33 @@ def _select_cycles(items: int, tiles: int, threads: int, load: int) -> int:
     return threads // LANES * (blocks * (reading + writing) + blocks * rounds) // SCHEDULERS
 
 
-def _attend(shape: Shape, S: int, N: int, reallocate: bool) -> list[Launch]:
+def _route(shape: Shape, router: Router, probes: int) -> Launch:
     Hkv, D, G = shape.Hkv, shape.D, shape.G
-    splits = attend.splits_of(N, Hkv)
+    weights, C = router.weights(D), router.buckets
+    layers = [C, router.hidden] if router.hidden else [C]
+    width, threads = saap.shape_of(G, *layers)
+    moved = weights * ITEM + G * D * ITEM + 2 * sum(layers) * G * FLOAT + 2 * probes * FLOAT
+    multiplying = ceil(weights * (G + (2 * G + 2) / width) / LANES)
+    softmax = G * (ceil(C / LANES) * (EXP + 8) + 2 * REDUCTION)
+    cycles = (multiplying + softmax) // SCHEDULERS + _select_cycles(C, 1, threads, G * (4 + EXP) + 10)
+    return _kernel("saap_route", Hkv, Hkv * moved, Hkv * moved, cycles)
+
+
+def _list(shape: Shape, buckets: int, probes: int, listed: int, slots: int) -> Launch:
+    tiles = ceil(slots / saap.LIST_TILE)
+    sizes = probes * FLOAT + min(probes * LINE, _lines(buckets * FLOAT))
+    once = sizes + listed * FLOAT + min(probes, listed) * LINE + slots * FLOAT
+    simdgroups, entries = saap.LIST_THREADS // LANES, saap.LIST_TILE // saap.LIST_THREADS
+    cycles = simdgroups * (entries * (30 + 8 * probes.bit_length()) + 3 * REDUCTION + 40) // SCHEDULERS
+    return _kernel(
+        "saap_indices", shape.Hkv * tiles, shape.Hkv * once, shape.Hkv * (once + (tiles - 1) * sizes), cycles
+    )
+
+
+def _attend(shape: Shape, S: int, N: int, reallocate: bool, slots: int | None = None) -> list[Launch]:
+    """Attention over ``N`` keys, in lists with room for ``slots`` if that is more."""
+    Hkv, D, G = shape.Hkv, shape.D, shape.G
+    splits = attend.splits_of(slots or N, Hkv)
     heads, simdgroups = attend.heads_of(D, G)
     size = ITEM if splits == 1 else FLOAT
     logits = reallocate * (N * min(LINE, S * G * FLOAT) + D * FLOAT)

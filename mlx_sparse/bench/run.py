@@ -201,8 +201,11 @@ def _traffic(args: argparse.Namespace) -> Result:
 
 
 def _roofline(args: argparse.Namespace) -> Result:
-    from . import prefill_roofline, roofline
+    from . import prefill_roofline, roofline, saap_roofline
 
+    if saap := _saap(args.attn):
+        rows = saap_roofline.rows(saap)
+        return Result(rows, saap_roofline.text(rows, saap))
     if sample := _sample(args.attn):
         rows = prefill_roofline.rows(sample)
         return Result(rows, prefill_roofline.text(rows, sample))

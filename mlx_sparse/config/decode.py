@@ -21,6 +21,10 @@ ENOUGH_SAVED = {
 }
 
 
+# KV heads whose query networks a GPU reads as fast as its memory delivers, by kind: one core reads that of a KV head, at
+# 20 GB/s in the roofline model. Likewise the pessimistic end, and not measured.
+ROUTING_HEADS = {"g": 8, "s": 27, "d": 40}
+
 MAX_BUCKETS = 4096  # what the kernels hold scores of
 ONLINE_BUCKETS = 256
 
@@ -190,7 +194,8 @@ class SAAP(MethodConfig):
         per_key = row * (1 - share) - listed * share
         if per_key <= 0:
             return NEVER
-        fixed = (row + listed) * (self.attended + self.fold_every // 2) + step.network
+        routing = step.network * max(ROUTING_HEADS.get(step.gpu, 0) / step.heads, 1.0)
+        fixed = (row + listed) * (self.attended + self.fold_every // 2) + routing
         return math.ceil((ENOUGH_SAVED[step.gpu] / step.heads + fixed) / per_key)
 
 
