@@ -20,7 +20,6 @@ from mlx_lm.models.cache import (
     trim_prompt_cache,
 )
 from saap_artefacts import BUCKETS, artefact_of, write_artefact
-from test_lm_rope import MORE
 from tiny_models import FAMILIES, build, greedy, prompt_of
 
 import mlx_sparse
@@ -77,7 +76,7 @@ SOME_FAMILIES = ["llama", "qwen3", "phi3", "gpt_oss", "ministral3", "cohere2"]
     + [(family, mode) for family in SOME_FAMILIES for mode in ("kmeans", "online")],
 )
 def test_every_bucket_gives_the_dense_tokens(family: str, mode: str, tmp_path: Path):
-    model, prompt = build(family, **MORE.get(family, {})), prompt_of(PROMPT)
+    model, prompt = build(family), prompt_of(PROMPT)
     tokens, logits = greedy(model, prompt, STEPS)
     if mode == "online":
         config = SAAP(mode="online", buckets=BUCKETS, probes=BUCKETS, recent_tokens=16, fold_every=8, dense_layers=0)
@@ -168,7 +167,7 @@ def test_it_decodes_after_sparse_prompts_and_after_dense_ones(model: Any, artefa
 
 
 def test_a_layer_that_saap_refuses_still_has_its_sparse_prompts():
-    model = build("hunyuan_v1_dense", **MORE["hunyuan_v1_dense"])
+    model = build("hunyuan_v1_dense")
     sample = "sample:block_size=32,alpha_column=0.3,alpha_slash=0.3,dense_below=0"
     with mlx_sparse.sparse(model, f"{sample}+{ONLINE},probes=2") as report:
         greedy(model, prompt_of(300), 4)
@@ -267,7 +266,7 @@ def test_an_artefact_of_centroids_serves_kmeans_and_not_trained(model: Any, tmp_
 def test_keys_clustered_after_rope_are_a_baseline_that_runs(tmp_path: Path):
     """Of the norm after RoPE too: nothing is turned back."""
     for family in ("llama", "hunyuan_v1_dense"):
-        model = build(family, **MORE.get(family, {}))
+        model = build(family)
         tokens, _ = greedy(model, prompt_of(PROMPT), STEPS)
         file = write_artefact(tmp_path / family, model, space="roped", hidden=0)
         with mlx_sparse.sparse(model, attn(file, mode="kmeans")) as report:
@@ -284,7 +283,7 @@ def test_keys_clustered_after_rope_are_a_baseline_that_runs(tmp_path: Path):
     [("hunyuan_v1_dense", rope_module.CHANGED), ("nanochat", rope_module.NOT_A_MODULE)],
 )
 def test_layers_without_tensors_before_rope_are_refused_by_name(family: str, reason: str):
-    model = build(family, **MORE[family])
+    model = build(family)
     with pytest.raises(ConfigError, match=f"2 {reason}"):
         mlx_sparse.enable(model, f"{ONLINE},probes=2")
     assert mlx_sparse.report(model) is None

@@ -124,6 +124,31 @@ UNSERVED: dict[str, dict[str, Any]] = {
 }
 
 
+# Served too, in part at least; for the tests of what SAAP sees of a model.
+MORE: dict[str, dict[str, Any]] = {
+    "hunyuan_v1_dense": {"use_qk_norm": True, "rope_scaling": {"alpha": 1000.0, "factor": 1.0, "type": "dynamic"}},
+    "cohere2": {
+        "sliding_window": 16,
+        "sliding_window_pattern": 2,
+        "layer_norm_bias": False,
+        "layer_norm_eps": 1e-5,
+        "logit_scale": 1.0,
+    },
+    "nanochat": {},
+    "gpt2": {
+        "n_ctx": 64,
+        "n_embd": 64,
+        "n_head": 4,
+        "n_layer": 2,
+        "n_positions": 64,
+        "layer_norm_epsilon": 1e-5,
+        "num_key_value_heads": 4,
+    },
+    "starcoder2": {"norm_epsilon": 1e-5, "use_bias": False},
+    "nemotron": {"hidden_act": "relu2", "norm_eps": 1e-5, "partial_rotary_factor": 0.5},
+}
+
+
 @dataclass(frozen=True)
 class EveryStepSparQ(SparQ):
     """SparQ that takes the sparse step even where it selects every key, to compare that step with dense attention."""
@@ -134,7 +159,8 @@ class EveryStepSparQ(SparQ):
 
 def config_of(family: str, **changes: Any) -> dict[str, Any]:
     """The config.json of a tiny model."""
-    return {**BASE, **FAMILIES.get(family, {}), **UNSERVED.get(family, {}), "model_type": family, **changes}
+    own = (FAMILIES | UNSERVED | MORE).get(family, {})
+    return {**BASE, **own, "model_type": family, **changes}
 
 
 def build(family: str = "llama", seed: int = 0, **changes: Any) -> Any:

@@ -188,9 +188,9 @@ class BucketFigures:
     def add(self, counts: mx.array, key_bytes: int, *, valid: int, listed: int) -> None:
         """Count a step whose lists are ``counts (B, Hkv)`` long; an attended key moves ``key_bytes``."""
         held = self._counts.setdefault(key_bytes, [])
-        held.append(counts.flatten())
+        held.append(counts)  # as it is: attending evaluates it, and would no array made of it
         if len(held) > self.SETTLED_AT:
-            total = mx.concatenate(held).astype(mx.int64).sum(keepdims=True)
+            total = mx.concatenate([one.flatten() for one in held]).astype(mx.int64).sum().reshape(1, 1)
             mx.async_eval(total)  # type: ignore[no-untyped-call]
             self._counts[key_bytes] = [total]
         self.valid += valid
@@ -198,11 +198,9 @@ class BucketFigures:
 
     def _attended(self) -> dict[int, int]:
         """By bytes of a key, how many were attended."""
-        sums: dict[int, int] = {}
-        for key_bytes, held in self._counts.items():
-            total: Any = mx.concatenate([counts.astype(mx.int64) for counts in held]).sum().item()
-            sums[key_bytes] = total
-        return sums
+        # Summed here: another thread than the model's may ask, where the device computes nothing with them.
+        lists: dict[int, Any] = {size: [counts.tolist() for counts in held] for size, held in self._counts.items()}
+        return {size: sum(sum(row) for rows in held for row in rows) for size, held in lists.items()}
 
     @property
     def bytes(self) -> int:
