@@ -21,8 +21,8 @@ ENOUGH_SAVED = {
 }
 
 
-# KV heads whose query networks a GPU reads as fast as its memory delivers, by kind: one core reads that of a KV head, at
-# 20 GB/s in the roofline model. Likewise the pessimistic end, and not measured.
+# KV heads whose query networks a GPU reads as fast as its memory delivers, by kind: one core reads that of a KV head,
+# at 20 GB/s in the roofline model. Likewise the pessimistic end, and not measured.
 ROUTING_HEADS = {"g": 8, "s": 27, "d": 40}
 
 MAX_BUCKETS = 4096  # what the kernels hold scores of
