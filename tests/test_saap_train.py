@@ -18,7 +18,7 @@ from mlx_sparse.checks import ArtefactError, ConfigError
 from mlx_sparse.saap import network
 from mlx_sparse.saap.clusters import POINTS, fit_centroids
 from mlx_sparse.saap.layers import losses
-from mlx_sparse.saap.rows import Distances, Rows, Texts, bucket_mass, long_range_rows
+from mlx_sparse.saap.rows import Distances, Rows, Texts, best_distance, bucket_mass, long_range_rows
 from mlx_sparse.saap.train import FEWEST_ROWS, Adam, Training, train_layer
 
 Array = npt.NDArray[Any]
@@ -135,15 +135,22 @@ def test_targets_are_the_oracles(monkeypatch: pytest.MonkeyPatch) -> None:
         np.testing.assert_allclose(found.target, np.concatenate(mass), atol=2**-12 + 1e-5)
 
 
-def test_a_sample_of_queries_has_the_targets_that_they_have_among_all() -> None:
-    every = 7
+def test_a_sample_of_queries_in_any_order_has_the_targets_that_they_have_among_all() -> None:
     data, ids = texts(), bucket_ids()
+    queries, positions = data.queries_after[0, 0], data.positions[0]
+    some = np.random.default_rng(0).permutation(S)[:31]
     options = {"buckets": BUCKETS, "distances": DISTANCES, "scale": 0.6}
-    of_all = bucket_mass(data.queries_after[0, 0], data.keys_after[0, 0], ids[0, 0], data.positions[0], **options)
-    sampled = data.queries_after[0, 0][::every], data.keys_after[0, 0], ids[0, 0], data.positions[0][::every]
-    found = bucket_mass(*sampled, **options)
-    np.testing.assert_allclose(found.mass, of_all.mass[::every], atol=1e-6)
-    np.testing.assert_array_equal(found.distance, of_all.distance[::every])
+    whole, found = (
+        bucket_mass(queries[rows], data.keys_after[0, 0], ids[0, 0], positions[rows], **options)
+        for rows in (np.arange(S), some)
+    )
+    np.testing.assert_allclose(found, whole[some], atol=1e-6)
+    far, near = (
+        best_distance(queries[rows], data.keys_after[0, 0], positions[rows], distances=DISTANCES)
+        for rows in (np.arange(S), some)
+    )
+    np.testing.assert_array_equal(near, far[some])
+    assert (far[: DISTANCES.sink_tokens] == -1).all() and (far[DISTANCES.sink_tokens :] >= 0).all()
 
 
 def test_rows_are_bounded_and_the_same_for_the_same_seed() -> None:

@@ -86,8 +86,8 @@ def bucket_ids(keys: Array, centroids: Array) -> Array:
 
 def head_rows(texts: Texts, ids: Array, head: int, recipe: Recipe) -> Rows:
     """What one head learns from."""
-    options = {"buckets": recipe.buckets, "distances": recipe.distances, "seed": recipe.seed}
-    return long_range_rows(texts, ids, head, most=recipe.most_rows, **options)  # type: ignore[arg-type]
+    options: dict[str, Any] = {"buckets": recipe.buckets, "distances": recipe.distances, "seed": recipe.seed}
+    return long_range_rows(texts, ids, head, most=recipe.most_rows, **options)
 
 
 def report_layer(
@@ -99,15 +99,15 @@ def report_layer(
     after = Layer(mx.array(roped))
     found = []
     for head in range(texts.heads):
-        own = {"buckets": recipe.buckets, "distances": recipe.distances}
-        before = index(texts, ids, head, **own)  # type: ignore[arg-type]
+        own: dict[str, Any] = {"buckets": recipe.buckets, "distances": recipe.distances}
+        before = index(texts, ids, head, **own)
         queries = grouped_queries(texts, head)
         scores = {"kmeans": router_scores(queries, layer, head, scale=texts.scale, kmeans=True)}
         if layer.trained:
             scores = {"trained": router_scores(queries, layer, head, scale=texts.scale), **scores}
         recall = {name: _recall(before, score, recipe) for name, score in scores.items()}
         of_roped = router_scores(grouped_queries(texts, head, roped=True), after, head, scale=texts.scale)
-        recall["roped"] = _recall(index(texts, roped_ids, head, **own), of_roped, recipe)  # type: ignore[arg-type]
+        recall["roped"] = _recall(index(texts, roped_ids, head, **own), of_roped, recipe)
         held_out = head_rows(texts, ids, head, recipe)
         trained_on = rows[head] if rows else None
         found.append(

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ..artefact import Layer
 from . import network
-from .rows import Distances, Texts, bucket_mass
+from .rows import Distances, Texts, best_distance, bucket_mass
 
 Array = npt.NDArray[Any]
 SELECTIVITIES = (0.05, 0.1, 0.2)
@@ -63,17 +63,12 @@ def index(texts: Texts, ids: Array, head: int, *, buckets: int, distances: Dista
     mass, keys, distance = [], [], []
     for window, positions in enumerate(texts.positions):
         queries = texts.group(texts.queries_after, window, head)
-        found = bucket_mass(
-            queries.reshape(-1, queries.shape[-1]),
-            texts.keys_after[window, head],
-            ids[window, head],
-            np.tile(positions, G),
-            buckets=buckets,
-            distances=distances,
-            scale=texts.scale,
-        )
-        mass.append(found.mass.reshape(G, len(positions), buckets).swapaxes(0, 1))
-        distance.append(found.distance.reshape(G, len(positions)).T)
+        rows, at = queries.reshape(-1, queries.shape[-1]), np.tile(positions, G)
+        own = texts.keys_after[window, head]
+        options: dict[str, Any] = {"buckets": buckets, "distances": distances, "scale": texts.scale}
+        found = bucket_mass(rows, own, ids[window, head], at, **options)
+        mass.append(found.reshape(G, len(positions), buckets).swapaxes(0, 1))
+        distance.append(best_distance(rows, own, at, distances=distances).reshape(G, len(positions)).T)
         keys.append(keys_per_bucket(ids[window, head], positions, buckets, distances))
     return Indexed(np.concatenate(mass), np.concatenate(keys), np.concatenate(distance))
 

@@ -5,7 +5,7 @@ docs/spec/saap.md, (saap.3), (saap.4).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,11 @@ class Distances:
         check_int("recent_tokens", self.recent_tokens, 1)
         check_int("farthest_top", self.farthest_top, 0)
 
+    @property
+    def exact(self) -> int:
+        """Tokens that are attended always."""
+        return self.sink_tokens + self.recent_tokens
+
 
 @dataclass(frozen=True)
 class Texts:
@@ -68,71 +73,68 @@ class Texts:
         return np.asarray(array[window, head * G : (head + 1) * G], np.float32)
 
 
-@dataclass(frozen=True)
-class Mass:
-    """Attention of some queries, by bucket of far keys.
+def best_distance(queries: Array, keys: Array, positions: Array, *, distances: Distances) -> Array:
+    """``(n,)`` int32: how far back the best key of each query is, sinks aside; -1 where there is none.
 
-    Attributes:
-        mass: ``(n, C)`` float32 share of each query's whole attention; rows add up to its far share.
-        distance: ``(n,)`` int32 to the best key, sinks aside; -1 where there is none.
+    Args:
+        queries: ``(n, D)`` at ``positions (n,)``; each sees the keys before it.
+        keys: ``(S, D)`` of a whole text, after RoPE as the queries are.
     """
 
-    mass: Array
-    distance: Array
+    def distance(rows: mx.array, at: mx.array, behind: mx.array, logits: mx.array) -> mx.array:
+        own = (behind >= 0) & (mx.arange(logits.shape[1]) >= distances.sink_tokens)
+        best = mx.argmax(mx.where(own, logits, -mx.inf), axis=1).astype(mx.int32)
+        return mx.where(mx.any(own, axis=1), at - best, -1)
+
+    return _by_chunks(queries, keys, positions, distance)
 
 
 def bucket_mass(
-    queries: Array,
-    keys: Array,
-    ids: Array,
-    positions: Array,
-    *,
-    buckets: int,
-    distances: Distances,
-    scale: float,
-) -> Mass:
-    """Where the attention of ``queries (n, D)`` at ``positions (n,)`` goes, of which each sees the keys before it.
+    queries: Array, keys: Array, ids: Array, positions: Array, *, buckets: int, distances: Distances, scale: float
+) -> Array:
+    """``(n, C)`` float32: the share of each query's whole attention that is on the far keys of each bucket.
 
     Args:
-        keys: ``(S, D)`` of a whole text, after RoPE as the queries are.
+        queries, keys, positions: as of `best_distance`.
         ids: ``(S,)`` bucket of each key.
     """
-    on_device = mx.array(np.asarray(keys, np.float32)), mx.array(np.asarray(ids, np.int32))
+    bucket = mx.array(np.asarray(ids, np.int32))
+
+    def mass(rows: mx.array, at: mx.array, behind: mx.array, logits: mx.array) -> mx.array:
+        logits = mx.where(behind >= 0, scale * logits, -mx.inf)
+        attention = mx.softmax(logits, axis=1)
+        far = (behind >= distances.recent_tokens) & (mx.arange(logits.shape[1]) >= distances.sink_tokens)
+        attention = mx.where(far, attention, 0.0)
+        # One row of the sum per bucket, so that each key adds a whole row of it.
+        total = mx.zeros((buckets, len(rows))).at[bucket[: logits.shape[1]]].add(mx.contiguous(attention.T))
+        return total.T
+
+    return _by_chunks(queries, keys, positions, mass)
+
+
+def _by_chunks(
+    queries: Array,
+    keys: Array,
+    positions: Array,
+    of_chunk: Callable[[mx.array, mx.array, mx.array, mx.array], mx.array],
+) -> Array:
+    """What ``of_chunk`` says of queries, positions, distances to the keys and inner products, a few rows at a time.
+
+    Rows are taken by position, so that a chunk is multiplied with no keys behind its last one.
+    """
+    every = mx.array(np.asarray(keys, np.float32))
+    order = np.argsort(positions, kind="stable")
+    size = max(CHUNK // len(keys), 1)
     found = []
-    for rows in _chunks(len(queries), len(keys)):
-        chunk = mx.array(queries[rows]), mx.array(np.asarray(positions[rows], np.int32))
-        mass, distance = _bucket_mass(*chunk, *on_device, buckets, distances, scale)
-        mx.eval(mass, distance)
-        found.append((np.array(mass), np.array(distance)))
-    masses, far = zip(*found, strict=True)
-    return Mass(np.concatenate(masses), np.concatenate(far))
-
-
-def _bucket_mass(
-    queries: mx.array,
-    positions: mx.array,
-    keys: mx.array,
-    ids: mx.array,
-    buckets: int,
-    distances: Distances,
-    scale: float,
-) -> tuple[mx.array, mx.array]:
-    logits = (queries * scale) @ keys.T
-    key = mx.arange(len(keys))
-    behind = positions[:, None] - key
-    no_sink = key >= distances.sink_tokens
-    seen = behind >= 0
-    logits = mx.where(seen, logits, -mx.inf)
-    best = mx.argmax(mx.where(no_sink, logits, -mx.inf), axis=1).astype(mx.int32)
-    visible = mx.any(seen & no_sink, axis=1)
-    distance = mx.where(visible, positions - best, -1)
-    attention = mx.exp(logits - mx.max(logits, axis=1, keepdims=True))
-    total = attention.sum(axis=1, keepdims=True)
-    far = no_sink & (behind >= distances.recent_tokens)
-    attention = mx.where(far, attention, 0.0) / total
-    # One row of the sum per bucket, so that each key adds a whole row of it.
-    by_bucket = mx.zeros((buckets, len(queries))).at[ids].add(mx.contiguous(attention.T))
-    return by_bucket.T, distance
+    for start in range(0, len(order), size):
+        rows = order[start : start + size]
+        at = mx.array(np.asarray(positions[rows], np.int32))
+        some = every[: int(positions[rows[-1]]) + 1]
+        chunk = mx.array(np.asarray(queries[rows], np.float32))
+        found.append(np.array(of_chunk(chunk, at, at[:, None] - mx.arange(len(some)), chunk @ some.T)))
+    result = np.concatenate(found)
+    result[order] = result.copy()
+    return result
 
 
 @dataclass(frozen=True)
@@ -175,27 +177,22 @@ def long_range_rows(
     queries, targets, seen = [], [], 0
     for window in range(windows):
         before, after = (texts.group(a, window, head) for a in (texts.queries_before, texts.queries_after))
-        found = bucket_mass(
-            after.reshape(-1, after.shape[-1]),
-            texts.keys_after[window, head],
-            ids[window, head],
-            np.tile(texts.positions[window], G),
-            buckets=buckets,
-            distances=distances,
-            scale=texts.scale,
-        )
-        far = found.mass.sum(axis=1)
-        rows = np.flatnonzero((found.distance > distances.farthest_top) & (far > 0))
-        seen += len(far)
+        before, after = (array.reshape(-1, array.shape[-1]) for array in (before, after))
+        keys, positions = texts.keys_after[window, head], np.tile(texts.positions[window], G)
+        distance = best_distance(after, keys, positions, distances=distances)
+        rows = np.flatnonzero((distance > distances.farthest_top) & (positions >= distances.exact))
+        seen += len(distance)
         if len(rows) > share:
             rows = np.sort(np.random.default_rng([seed, window]).choice(rows, share, replace=False))
-        queries.append(before.reshape(-1, before.shape[-1])[rows])
-        targets.append((found.mass[rows] / far[rows, None]).astype(np.float16))
+        if not len(rows):
+            continue
+        options: dict[str, Any] = {"buckets": buckets, "distances": distances, "scale": texts.scale}
+        mass = bucket_mass(after[rows], keys, ids[window, head], positions[rows], **options)
+        far = mass.sum(axis=1)
+        queries.append(before[rows][far > 0])
+        targets.append((mass[far > 0] / far[far > 0, None]).astype(np.float16))
+    D = texts.keys_before.shape[-1]
+    queries, targets = queries or [np.empty((0, D), np.float32)], targets or [np.empty((0, buckets), np.float16)]
     sizes = np.bincount(ids[:, head, distances.sink_tokens :].ravel(), minlength=buckets)
     share = (np.maximum(sizes, 1) / sizes.sum()).astype(np.float32)
     return Rows(np.concatenate(queries), np.concatenate(targets), seen, share)
-
-
-def _chunks(rows: int, columns: int) -> Iterator[slice]:
-    size = max(CHUNK // columns, 1)
-    return (slice(start, start + size) for start in range(0, rows, size))

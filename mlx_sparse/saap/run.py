@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--held-out", metavar="FILE", nargs="+", help="text for the report (default: the text's end)")
     parser.add_argument("-o", "--out", metavar="FILE.safetensors", type=Path, required=True, help="what to write")
     parser.add_argument("--buckets", default=1024, help="clusters of keys per KV head (default: 1024)", **number)
-    parser.add_argument("--hidden", help="hidden units per network (default: 256, or twice the head dim)", **number)
+    parser.add_argument("--hidden", help="hidden units per network (default: twice the head dim)", **number)
     parser.add_argument("--steps", help="of training (default: 300); 0 for centroids only", **number)
     parser.add_argument("--batch", default=512, help="queries per step (default: 512)", **number)
     parser.add_argument("--rate", metavar="R", type=float, default=1e-3, help="learning rate (default: 0.001)")
@@ -149,7 +149,7 @@ def _texts(args: argparse.Namespace, tokenizer: Any, config: dict[str, Any]) -> 
     """The texts to train on and those held out, all of ``--context`` tokens."""
     limit = config.get("max_position_embeddings") or config.get("text_config", {}).get("max_position_embeddings")
     context = check_int("--context", args.context or min(limit or LONGEST, LONGEST), 1, limit)
-    exact = args.sink_tokens + args.recent_tokens
+    exact = args.distances.exact
     if context < 2 * exact:
         raise ConfigError(
             f"--context: expected at least twice the {exact:,} tokens that are attended always, got {context:,}. Give "
@@ -196,7 +196,7 @@ def _recipe(args: argparse.Namespace, places: dict[int, Place], texts: list[list
     keys = len(texts) * (len(texts[0]) - args.sink_tokens)
     if args.buckets > keys:
         raise ConfigError(f"--buckets: expected at most the {keys:,} keys there are, got {args.buckets:,}.")
-    hidden = check_int("--hidden", max(256, 2 * D) if args.hidden is None else args.hidden, 2 * D, 1024)
+    hidden = check_int("--hidden", 2 * D if args.hidden is None else args.hidden, 2 * D, 1024)
     training = Training(hidden, args.steps, args.batch, args.rate, args.seed) if args.steps else None
     return Recipe(args.buckets, args.distances, training, args.rows, args.seed)
 
@@ -210,7 +210,7 @@ def _collect(
 ) -> tuple[Collection, Collection]:
     from tqdm import tqdm
 
-    exact = args.sink_tokens + args.recent_tokens
+    exact = args.distances.exact
     length = len(texts[0][0])
     options = [args.queries, args.seed, exact, sorted(places)]
     total = sum(len(windows) * length for windows in texts)

@@ -30,7 +30,7 @@ CHECKPOINT_SECONDS = 20.0
 class Training:
     """How query networks are trained: ``steps`` of Adam, each on ``batch`` rows, at a ``rate`` that falls to 0."""
 
-    hidden: int = 256
+    hidden: int
     steps: int = 300
     batch: int = 512
     rate: float = 1e-3
