@@ -76,7 +76,10 @@ def _parser() -> argparse.ArgumentParser:
         "checking that its result is right.",
     )
     parser.add_argument(
-        "--attn", metavar="METHOD", help="such as sparq:rank=16 (default: sparq; with --prefill sample)"
+        "--attn",
+        metavar="METHOD",
+        help="such as sparq:rank=16; sample and saap too with --traffic and --roofline (default: sparq; with --prefill "
+        "sample)",
     )
     parser.add_argument(
         "--lengths",
