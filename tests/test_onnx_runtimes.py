@@ -24,17 +24,22 @@ from onnx_operators import (
     CACHES,
     DTYPES,
     LANES,
+    TYPES,
     assert_is_sparq,
     attributes,
     filled_caches,
     padding,
     parameters,
+    saap_settings,
+    saap_step,
     select,
     step,
     windowed_attention,
 )
 from packages import MINUTES, Package, fetched, wheel
 from require import absent
+from saap_cases import SaapCase
+from saap_cases import assert_attends as assert_lists
 from sample_cases import SampleCase, assert_attends, assert_same_blocks, selection
 
 from mlx_sparse import onnx_export
@@ -53,6 +58,7 @@ class File:
     inputs: dict[str, Array]
     check: Callable[[dict[str, Array]], None]
     sizes: dict[str, int]
+    weights: str = "f32"
 
 
 def sparq_step(case: Case, setting: str) -> File:
@@ -138,6 +144,22 @@ def sampled_after_others(case: SampleCase) -> File:
     return File("SampleSparQAttention", case.dtype, settings, inputs, check, {})
 
 
+def bucketed(case: SaapCase) -> File:
+    """One token by SAAP after a prompt."""
+    arrays = saap_step(case)
+    settings = saap_settings(case)
+    weights = settings.pop("weights")
+
+    def check(got: dict[str, Array]) -> None:
+        assert_lists(got["output"], None, case)
+        past = case.step.S - 1
+        np.testing.assert_array_equal(got["present_bucket_ids"][:, :, :past], arrays["past_bucket_ids"][:, :, :past])
+
+    hidden, rows = arrays["hidden_weight"].shape[2], arrays["out_weight"].shape[1]
+    sizes = {"N": case.buckets, "H": hidden, "features": rows}
+    return File("SaapAttention", case.step.dtype, settings, arrays, check, sizes, weights)
+
+
 FILES = {
     "sparq": sparq_step(Case(2, 6, 2, 300, 64, "f32", padding=(0, 290)), "eval"),
     "sparq-f16": sparq_step(Case(2, 4, 4, 300, 64, "f16", padding=(0, 40)), "reallocate"),
@@ -148,6 +170,9 @@ FILES = {
     "cached-dense-f16": dense(Case(1, 8, 2, 300, 80, "f16"), 0),
     "cached-window": dense(Case(2, 6, 2, 300, 64, "f32", padding=(5, 290)), 40),
     "cached-dense-blocks": dense(Case(2, 8, 8, 1300, 64, "f32", padding=(3, 700)), 0),
+    "saap": bucketed(SaapCase(Case(2, 6, 2, 300, 64, "f32", padding=(5, 250)), "random")),
+    "saap-f16": bucketed(SaapCase(Case(1, 8, 2, 300, 80, "f16"), "skewed", weights="f16")),
+    "saap-linear": bucketed(SaapCase(Case(2, 8, 8, 1300, 64, "f32", padding=(3, 700)), "balanced", hidden=None)),
     "sample": sampled(SampleCase(2, 6, 2, 257, 400, 64, "f32", 32, chunks=2)),
     "sample-f16": sampled(SampleCase(1, 4, 2, 300, 300, 64, "f16", 64)),
     "cached-sample": sampled_after_others(SampleCase(1, 4, 2, 257, 400, 64, "f32", 32)),
@@ -267,13 +292,18 @@ def operators(runtime: str) -> dict[str, dict[str, Array] | str]:
 
 def call(file: File, runtime: Runtime) -> Call:
     operator, given = onnx_export.OPERATORS[file.operator], file.inputs
-    types = {"T": DTYPES[file.dtype], "tensor(float)": np.float32, "tensor(int64)": np.int64, "tensor(int32)": np.int32}
+    types = {**TYPES, "T": DTYPES[file.dtype], "W": DTYPES[file.weights], "tensor(int32)": np.dtype(np.int32)}
     shapes = {name.replace("past", "present"): array.shape for name, array in given.items()}
     query, key = shapes["query"], shapes["key" if "key" in shapes else "keys"]
     shapes |= {"output": query, "indices": (*key[:2], -1), "blocks": (-1,)}
     sizes = {"Hq": query[1], "Hkv": key[1], "D": query[3], **file.sizes} if runtime.lowered is static else {}
     model = onnx_export.operator_model(
-        file.operator, dtype=DTYPES[file.dtype].name, profile=runtime.profile, sizes=sizes, **file.attributes
+        file.operator,
+        dtype=DTYPES[file.dtype].name,
+        weights=DTYPES[file.weights].name,
+        profile=runtime.profile,
+        sizes=sizes,
+        **file.attributes,
     )
     return Call(
         runtime.lowered(file, model),

@@ -12,6 +12,7 @@ const arrays = {
   float16: globalThis.Float16Array ?? Uint16Array, // the bits, where Node has no such array
   int64: BigInt64Array,
   int32: Int32Array,
+  int16: Int16Array,
 };
 
 const files = JSON.parse(readFileSync(join(folder, "files.json"), "utf8"));
