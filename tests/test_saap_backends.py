@@ -169,6 +169,19 @@ def test_a_bucket_listed_twice_is_visited_once(backend: str, again: list[int]) -
     assert (attend(again) == attend(sorted({bucket for bucket in again if bucket >= 0}))).all()
 
 
+def test_numbers_of_64_bits_do_not_become_buckets() -> None:
+    case = SaapCase(Case(1, 2, 2, 300, 64, "f32"), "random")
+    wide = {"visited": np.array([[[3, 5 - 2**32]] * 2]), "bucket_ids": case.bucket_ids() + (np.arange(300) % 2 << 32)}
+    narrow = {"visited": np.array([[[3]] * 2]), "bucket_ids": np.where(np.arange(300) % 2, -1, case.bucket_ids())}
+    outs = [
+        mlx_sparse.saap_attention(
+            *inputs(case), **{name: mx.array(array, mx.int64) for name, array in given.items()}, **case.window
+        )
+        for given in (wide, narrow)
+    ]
+    assert (outs[0] == outs[1]).all()
+
+
 @by_backend
 def test_a_context_of_the_window_and_a_prompt_are_dense(backend: str) -> None:
     case = SaapCase(Case(1, 4, 2, 42, 64, "f32"), "one")

@@ -120,7 +120,8 @@ def saap_attention(
         return call.dense()
     largest: Any = visited.max().item() if visited.size else -1
     buckets = check_buckets(largest + 1)
-    ascending = mx.sort(visited.astype(mx.int32), axis=-1)
+    # Any negative number is an empty slot; of 64 bits it could become a bucket in 32.
+    ascending = mx.sort(mx.maximum(visited, -1).astype(mx.int32), axis=-1)
     again = mx.pad(ascending[..., 1:] == ascending[..., :-1], [(0, 0), (0, 0), (1, 0)])[..., : visited.shape[2]]
     window = {"sink_tokens": sink_tokens, "recent_tokens": recent_tokens}
     distinct = mx.where(again, -1, ascending)
