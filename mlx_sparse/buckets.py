@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 POINTS = 64
 # Rows that are turned back and assigned at a time.
 PIECE = 4096
+# Decode steps whose keys get their buckets together: the centroids are read once for all of them, and a model that
+# computes queries, keys and values in one product keeps no more rows of it than these.
+TOGETHER = 64
 
 
 class BeforeRope(Protocol):
@@ -65,9 +68,8 @@ def kmeans_network(centroids: mx.array, scale: float) -> dict[str, mx.array]:
 class BucketIndex:
     """The buckets of a cache's keys, up to date with its writes and trims.
 
-    Rows are ``[0, length)``: bucket ids of the first, keys before RoPE of the rest, which get theirs together, so that
-    the centroids are read once per few hundred tokens. Rows from ``length`` on are unknown (the cache came from a file,
-    or its rows moved); `complete` turns them back.
+    Rows are ``[0, length)``: bucket ids of the first, keys before RoPE of the rest, which get theirs together. Rows
+    from ``length`` on are unknown (the cache came from a file, or its rows moved); `complete` turns them back.
 
     Attributes:
         ids: int16 ``(B, Hkv, n)`` of rows ``[0, n)``; None where n is 0.
@@ -124,7 +126,7 @@ class BucketIndex:
             self.offsets = self.key_ids = None
             self.covered = 0
 
-    def write(self, start: int, before: mx.array, fold_every: int) -> mx.array | None:
+    def write(self, start: int, before: mx.array) -> mx.array | None:
         """Take in keys before RoPE that the cache has written at row ``start``; return ids if new ones want computing.
 
         Rows behind unknown ones are left unknown, and all where there are no centroids yet.
@@ -132,7 +134,7 @@ class BucketIndex:
         if start != self.length or self.centroids is None:
             return None
         self.pending.append(before)
-        return self._assign_pending() if self.length - self.assigned >= fold_every else None
+        return self._assign_pending() if self.length - self.assigned >= TOGETHER else None
 
     def _assign_pending(self) -> mx.array | None:
         if not self.pending:

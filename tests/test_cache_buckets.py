@@ -14,7 +14,7 @@ from mlx import nn
 from mlx_lm.models.cache import BatchKVCache, KVCache, load_prompt_cache, save_prompt_cache
 
 from mlx_sparse import oracle
-from mlx_sparse.buckets import BucketIndex, Router, fold, kmeans_network
+from mlx_sparse.buckets import TOGETHER, BucketIndex, Router, fold, kmeans_network
 from mlx_sparse.cache import SparseBatchKVCache, SparseKVCache, adopt
 from mlx_sparse.config import SAAP
 from mlx_sparse.lm.rope import Source, rotate
@@ -62,7 +62,7 @@ class Decoder:
         (at, written), cache.index.received = cache.index.received, None
         assert (at, written is keys) == (start, True)
         if self.records:
-            cache.index.write(start, mx.array(before), self.config.fold_every)
+            cache.index.write(start, mx.array(before))
         self.before = np.concatenate([self.before, before], axis=2)
 
     def queries(self) -> np.ndarray:
@@ -197,7 +197,7 @@ def test_decode_steps_get_their_ids_together():
     decoder.write(100)
     assert decoder.cache.index.assigned == 100, "a piece of a prompt gets them when it is written"
     decoder.check()
-    for step in range(CONFIG.fold_every - 1):
+    for step in range(CONFIG.fold_every - 1):  # fewer than get them together anyway
         decoder.write(1)
         decoder.check()
         assert decoder.cache.index.assigned == 100
@@ -206,6 +206,15 @@ def test_decode_steps_get_their_ids_together():
     decoder.check()
     assert decoder.cache.index.assigned == 100 + CONFIG.fold_every
     assert not decoder.cache.index.pending
+
+
+def test_decode_steps_before_the_first_fold_get_their_ids_together_too():
+    decoder = Decoder(KVCache())
+    for _ in range(2 * TOGETHER + 5):
+        decoder.write(1)
+        assert len(decoder.cache.index.pending) < TOGETHER
+    assert decoder.cache.index.assigned == 2 * TOGETHER
+    decoder.check_ids()
 
 
 def test_recorded_keys_are_indexed_without_turning_the_cache_back():
@@ -322,7 +331,7 @@ def test_nbytes_counts_the_index_and_not_the_models_weights():
     decoder = Decoder(KVCache())
     decoder.write(60)
     own = decoder.cache.keys.nbytes + decoder.cache.values.nbytes
-    assert decoder.cache.nbytes == own + 60 * H * 2
+    assert decoder.cache.nbytes == own + 60 * H * D * 4, "the rows that wait for their ids"
     decoder.check()
     covered = 60 - CONFIG.recent_tokens
     assert decoder.cache.nbytes == own + 60 * H * 2 + covered * H * 4 + (C + 1) * H * 4

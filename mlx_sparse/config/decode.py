@@ -116,8 +116,8 @@ class SAAP(MethodConfig):
         sink_tokens, recent_tokens: first and last keys that are always attended.
         dense_layers: attention layers, from the first on, that stay dense.
         fold_every: keys that left the window are listed in their buckets this many at a time, and attended till then.
-        dense_below: keys below which attention stays dense; "auto" is `pays_from` with kernels on a GPU, three times the
-            rows that are read anyway, the query network counted as rows, with the `ops` backend, and none for fewer
+        dense_below: keys below which attention stays dense; "auto" is `pays_from` with kernels on a GPU, with the `ops`
+            backend three times the rows that are read anyway, the query network counted as rows, and none for fewer
             ``recent_tokens`` than the default, which are for experiments on short texts.
     """
 

@@ -150,7 +150,7 @@ class Buckets:
         before = index.router.source.before(self._recorder, keys, offset)
         if before is None:
             return
-        ids = index.write(start, before, self.config.fold_every)
+        ids = index.write(start, before)
         if ids is not None:
             self._unsubmitted.append(ids)
 
