@@ -14,10 +14,10 @@ from .kernels.saap import saap_hidden as hidden_kernel
 from .kernels.saap import saap_route as route_kernel
 from .launch import Launch, power_of_2
 
-MOST_BUCKETS = 4096  # that one program chooses from
+CHOSEN_FROM = 4096  # probabilities that a program holds at a time
 MOST_ROWS = 32  # of queries that share what is read of the weights
-SLOTS = 256  # of a list, that a program fills
-VISITED = 32  # buckets that are looked at at a time
+SLOTS = 128  # of a list, that a program fills
+VISITED = 64  # buckets that are looked at at a time
 FOLD_EVERY = 256  # tokens after which an index is made anew
 
 
@@ -75,6 +75,7 @@ def saap_route(queries: torch.Tensor, network: Network, *, probes: int) -> torch
             {"G": G, "GROUP": GROUP, "BLOCK_M": BLOCK_M, "BLOCK_K": tiles.rows, "BLOCK_N": tiles.columns},
             {"num_warps": tiles.warps, "num_stages": tiles.stages},
         ).run()
+    BLOCK_C = power_of_2(C, 256)
     visited = torch.empty(B, Hkv, probes, dtype=torch.int32, device=device)
     tiles = configs.columns(C, network.out_weight.element_size(), BLOCK_M, Hkv * parts, device)
     Launch(
@@ -98,7 +99,8 @@ def saap_route(queries: torch.Tensor, network: Network, *, probes: int) -> torch
             "BLOCK_M": BLOCK_M,
             "BLOCK_K": tiles.rows,
             "BLOCK_N": tiles.columns,
-            "BLOCK_C": power_of_2(C, 256),
+            "BLOCK_G": min(GROUP, max(1, CHOSEN_FROM // BLOCK_C)),
+            "BLOCK_C": BLOCK_C,
         },
         {"num_warps": tiles.warps, "num_stages": tiles.stages},
     ).run()
@@ -160,7 +162,7 @@ def saap_indices(
             "indexed": key_ids.shape[2],
         },
         {"BLOCK": SLOTS, "BLOCK_P": VISITED},
-        {"num_warps": 4, "num_stages": 1},
+        {"num_warps": 8, "num_stages": 1},
     ).run()
     return indices, counts, tickets
 
