@@ -220,6 +220,13 @@ def test_numbers_that_are_not_finite_are_refused_and_never_written(path: Path, v
         load(path)
 
 
+def test_layers_that_do_not_fit_the_description_are_never_written(path: Path) -> None:
+    for changes in ({"buckets": BUCKETS + 1}, {"hidden": 0}, {"layers": {}}):
+        with pytest.raises(ArtefactError):
+            dataclasses.replace(artefact(), **changes).save(path)
+    assert not path.exists()
+
+
 def test_a_full_disk_leaves_the_file_that_was_there(path: Path) -> None:
     artefact(layers=(0,)).save(path)
     before = path.read_bytes()

@@ -112,6 +112,16 @@ def test_the_report_covers_every_head_and_router() -> None:
     assert imbalance(np.zeros((1, 9), np.int32), RECIPE) == BUCKETS
 
 
+def test_thinned_texts_have_fewer_queries_and_all_keys() -> None:
+    data = texts(every=2)  # 75 queries
+    few = data.thinned(30)
+    np.testing.assert_array_equal(few.positions, data.positions[:, ::3])
+    np.testing.assert_array_equal(few.queries_before[1], data.queries_before[1][:, ::3])
+    np.testing.assert_array_equal(few.queries_after[0], data.queries_after[0][:, ::3])
+    assert few.keys_after is data.keys_after
+    assert data.thinned(75).positions.shape == data.positions.shape
+
+
 def test_sinks_are_no_keys_of_the_clusters() -> None:
     data = texts()
     sinks = Distances(sink_tokens=20, recent_tokens=40, farthest_top=20)

@@ -16,12 +16,12 @@ from ..config import MAX_BUCKETS
 from .identity import identity, kv_shapes
 from .tensors import Header, read_header, write_tensors
 
-__all__ = ["Artefact", "Layer", "identity", "kv_shapes", "load", "versions"]
+__all__ = ["MAX_HIDDEN", "Artefact", "Layer", "identity", "kv_shapes", "load", "versions"]
 
 FORMAT = 1
 SPACES = ("before_rope", "roped")
 NETWORK = ("hidden_weight", "hidden_bias", "out_weight", "out_bias")
-MOST_HIDDEN = 4096
+MAX_HIDDEN = 1024  # units of a network, as the kernels take them
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Artefact:
         """Write the file, whole or not at all.
 
         Raises:
-            ArtefactError: some numbers are not finite.
+            ArtefactError: it is none that `load` would take.
             OSError: it cannot be written; what was there before is still there.
         """
         path = Path(path)
@@ -119,6 +119,7 @@ class Artefact:
             "training": dict(self.training),
             "versions": dict(self.versions) or versions(),
         }
+        _check_shapes(path, {name: array.shape for name, array in tensors.items()}, self.buckets, self.hidden)
         _check_values(path, tensors)
         write_tensors(path, tensors, {"mlx_sparse": json.dumps(about, allow_nan=False)})
 
@@ -171,7 +172,7 @@ def _about(path: Path, header: Header) -> dict[str, Any]:
         raise _refuse(path, f"kind {str(kind)[:20]!r}, format {str(form)[:20]!r}, not 'saap' and {FORMAT}")
     bounds = {
         "buckets": (1, MAX_BUCKETS),
-        "hidden": (0, MOST_HIDDEN),
+        "hidden": (0, MAX_HIDDEN),
         "sink_tokens": (0, 1 << 30),
         "recent_tokens": (0, 1 << 30),
     }

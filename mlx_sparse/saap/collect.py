@@ -158,14 +158,21 @@ def collect(
             "another folder, or fewer --windows or --queries."
         )
     progress.update(done * found.length)
+    sources = find_sources(model) if done < found.windows else {}
     for window in range(done, found.windows):
-        _run(model, found, window, windows[window], progress)
+        _run(model, found, sources, window, windows[window], progress)
         _note(found, key, window + 1)
     return found
 
 
-def _run(model: Any, collection: Collection, window: int, tokens: Sequence[int], progress: Any) -> None:
-    sources = find_sources(model)
+def _run(
+    model: Any,
+    collection: Collection,
+    sources: dict[int, Source | str],
+    window: int,
+    tokens: Sequence[int],
+    progress: Any,
+) -> None:
     caches = make_prompt_cache(model)
 
     def visit(seen: Seen) -> None:

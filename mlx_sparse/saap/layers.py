@@ -21,6 +21,7 @@ from .rows import Distances, Rows, Texts, long_range_rows
 from .train import FEWEST_ROWS, Training, train_layer
 
 Array = npt.NDArray[Any]
+MOST_HELD_OUT = 1024  # queries of a held-out text that are looked at, to bound memory
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,7 @@ def report_layer(
     number: int, texts: Texts, layer: Layer, roped: Array, rows: Sequence[Rows], recipe: Recipe
 ) -> list[HeadReport]:
     """What every router finds in held-out ``texts``; ``roped`` are the centroids after RoPE."""
+    texts = texts.thinned(MOST_HELD_OUT)
     centroids = np.array(layer.centroids.astype(mx.float32))
     ids, roped_ids = bucket_ids(texts.keys_before, centroids), bucket_ids(texts.keys_after, roped)
     after = Layer(mx.array(roped))

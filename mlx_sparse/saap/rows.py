@@ -6,7 +6,7 @@ docs/spec/saap.md, (saap.3), (saap.4).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -66,6 +66,12 @@ class Texts:
     def heads(self) -> int:
         """KV heads."""
         return int(self.keys_before.shape[1])
+
+    def thinned(self, most: int) -> Texts:
+        """With at most ``most`` queries of each text, evenly from all of them."""
+        every = slice(None, None, -(-self.positions.shape[1] // most))
+        before, after = (array[:, :, every] for array in (self.queries_before, self.queries_after))
+        return replace(self, queries_before=before, queries_after=after, positions=self.positions[:, every])
 
     def group(self, array: Array, window: int, head: int) -> Array:
         """Float32 ``(G, n, D)`` of the queries that share a KV head."""

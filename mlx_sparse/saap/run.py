@@ -14,7 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..artefact import Artefact, Layer, identity, load, versions
+from ..artefact import MAX_HIDDEN, Artefact, Layer, identity, load, versions
 from ..artefact.tensors import read_header, write_tensors
 from ..checks import ConfigError, check_int
 from ..config import MAX_BUCKETS
@@ -196,7 +196,7 @@ def _recipe(args: argparse.Namespace, places: dict[int, Place], texts: list[list
     keys = len(texts) * (len(texts[0]) - args.sink_tokens)
     if args.buckets > keys:
         raise ConfigError(f"--buckets: expected at most the {keys:,} keys there are, got {args.buckets:,}.")
-    hidden = check_int("--hidden", 2 * D if args.hidden is None else args.hidden, 2 * D, 1024)
+    hidden = check_int("--hidden", 2 * D if args.hidden is None else args.hidden, 2 * D, MAX_HIDDEN)
     training = Training(hidden, args.steps, args.batch, args.rate, args.seed) if args.steps else None
     return Recipe(args.buckets, args.distances, training, args.rows, args.seed)
 
