@@ -165,6 +165,15 @@ def test_both_ways_to_keys_before_rope_agree():
             assert largest_error(source.turned_back(seen.keys, seen.position), keys) <= 1e-6
 
 
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=["f16", "bf16"])
+def test_half_precision_tells_a_scale_from_a_norm(dtype: mx.Dtype):
+    scaled, normed = build("ministral3"), build("hunyuan_v1_dense")
+    for model in (scaled, normed):
+        model.set_dtype(dtype)
+    assert all(isinstance(source, Source) for source in find_sources(scaled).values())
+    assert set(find_sources(normed).values()) == {rope_module.CHANGED}
+
+
 def test_a_norm_after_rope_is_refused_by_name():
     assert set(find_sources(build("hunyuan_v1_dense")).values()) == {rope_module.CHANGED}
     # The same family without the norm is served.

@@ -2,8 +2,9 @@
 
 How it works: every attention layer of mlx-lm calls one function, `mlx_lm.models.base.scaled_dot_product_attention`, and
 hands it the layer's cache. `seam` replaces that function in the modules of an enabled model; `plan` decides per call
-whether the cache attends sparsely and counts what it decided, `figures` what prompts kept; `command` adds the option to
-mlx-lm's commands.
+whether the cache attends sparsely and counts what it decided, `figures` what was kept; `command` adds the option to
+mlx-lm's commands. `saap` keeps the indices of SAAP, which are made of queries and keys before RoPE: `rope` has those,
+and `observe` shows them of a model that is not enabled.
 """
 
 from .model import disable, enable, report, sparse
