@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from mlx import nn
 from mlx_arrays import to_numpy
-from tiny_models import build
+from tiny_models import FAMILIES, build
 
 from mlx_sparse.artefact import Artefact, Layer, identity, kv_shapes, load
 from mlx_sparse.checks import ArtefactError
@@ -274,6 +274,27 @@ def test_the_model_it_was_trained_on_is_taken_quantised_or_in_half_precision_too
 def test_a_file_for_another_model_is_refused(family: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ArtefactError, match=message):
         artefact(build("llama")).check_model(build(family, **changes))
+
+
+def test_the_config_of_a_nested_text_model_counts() -> None:
+    text = FAMILIES["mistral3"]["text_config"]
+    one, other = (build("mistral3", text_config={**text, "rope_theta": theta}) for theta in (1e4, 2e4))
+    assert identity(one) == identity(build("mistral3")) != identity(other)
+
+
+class Arguments:
+    """As of models whose text config is an object."""
+
+    def __init__(self, **values: Any) -> None:
+        self.__dict__ |= values
+
+
+def test_a_nested_config_may_be_an_object() -> None:
+    model, found = build(), []
+    for theta in (1e4, 2e4):
+        model.args = Arguments(model_type="x", text_config=Arguments(rope_theta=theta))
+        found.append(identity(model)["hash"])
+    assert found[0] != found[1]
 
 
 def test_layers_are_counted_as_the_caches_are() -> None:

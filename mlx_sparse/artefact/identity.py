@@ -30,9 +30,7 @@ def identity(model: Any) -> dict[str, str]:
     """
     from mlx.utils import tree_flatten
 
-    args = getattr(model, "args", None)
-    nested = getattr(args, "text_config", None)
-    config = {name: getattr(args, name, (nested or {}).get(name)) for name in CONFIG}
+    config = {name: value for name, value in _config(getattr(model, "args", None)).items() if name in CONFIG}
     family = model_type(model)
     digest = hashlib.sha256(json.dumps([family, config], sort_keys=True, default=str).encode())
     weights: Any = tree_flatten(model.parameters())
@@ -41,6 +39,12 @@ def identity(model: Any) -> dict[str, str]:
             values = array[:VALUES].astype(mx.bfloat16).astype(mx.float32)
             digest.update(f"{name} {array.shape}".encode() + np.array(values).tobytes())
     return {"model_type": family, "hash": digest.hexdigest()}
+
+
+def _config(args: Any) -> dict[str, Any]:
+    """The arguments that a model was built with, those of its text model too."""
+    known = args if isinstance(args, dict) else getattr(args, "__dict__", {})
+    return {**_config(known["text_config"]), **known} if "text_config" in known else dict(known)
 
 
 def kv_shapes(model: Any) -> list[tuple[int, int] | None]:

@@ -55,9 +55,11 @@ def _parser() -> argparse.ArgumentParser:
         description="Train SAAP for a model: run it on text, cluster the keys of every layer and KV head before RoPE, "
         "and train a network that predicts from a query in which clusters its far attention lies. Writes one file for "
         "--attn saap:artefact=FILE, and reports per head what is found on text that was held out.",
-        epilog="Memory: the model and its cache of one text; later, per KV head of one layer, --rows x --buckets x 2 "
-        "bytes, and --buckets x 1 KiB x head dim while clustering. What the model sees goes to disk, which is checked "
-        "for room first. An interrupted command goes on where it stopped when it is given again.",
+        epilog="Example, for texts that are shorter than the paper's: mlx-sparse train-saap --model MODEL --text A.txt "
+        "B.txt -o model.saap.safetensors --context 8192 --recent-tokens 511 --farther-than 256 --buckets 128. "
+        "Memory: the model and its cache of one text; later, per KV head of one layer, --rows x --buckets x 2 bytes, "
+        "and --buckets x 1 KiB x head dim while clustering. What the model sees goes to disk, which is checked for "
+        "room first. An interrupted command goes on where it stopped when it is given again.",
     )
     number: dict[str, Any] = {"metavar": "N", "type": int}
     parser.add_argument("--model", metavar="MODEL", help="path or Hugging Face repo (default: SmolLM2-135M-Instruct)")
