@@ -34,7 +34,7 @@ WEIGHTS = ("centroids", "hidden_weight", "hidden_bias", "out_weight", "out_bias"
 
 def hidden_of(D: int) -> int:
     """Hidden units of a network, as `mlx-sparse train-saap` makes them."""
-    return max(256, 2 * D)
+    return 2 * D
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,6 @@ class Step {
            Scratch::size<float>(widest) + 2 * Scratch::size<int32_t>(widest) + Scratch::size<int32_t>(s.probes) +
            Scratch::size<uint8_t>(s.buckets + 1);
   }
-  size_t attend_bytes() const { return rows_bytes(G, a.D) + Scratch::size<float>(G * kBlock); }
   void apply(const Layer&, const float* x, float* y, Scratch&) const;
   const uint8_t* route(int64_t b, int64_t h, Scratch&) const;
   int64_t list(int64_t b, int64_t h, const uint8_t* visited, int32_t* listed) const;
