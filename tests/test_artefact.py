@@ -205,6 +205,22 @@ def test_a_tensor_that_does_not_fit_is_refused(path: Path, entry: dict[str, Any]
         load(path)
 
 
+def test_a_header_that_says_a_thing_twice_is_refused_or_read_one_way(path: Path) -> None:
+    artefact(layers=(0,)).save(path)
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    entry = b'"layers.0.out_bias":{"data_offsets":[0,24],"dtype":"F16","shape":[2,6]},'
+    for place in (1, content[8 : 8 + length].rindex(b'"layers.0')):
+        text = content[8 : 8 + place] + entry + content[8 + place : 8 + length]
+        path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+        try:
+            read = load(path)
+        except ArtefactError as error:
+            assert "\n" not in str(error)
+        else:
+            np.testing.assert_array_equal(to_numpy(read.layers[0].out_bias), to_numpy(layer(0).out_bias))
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_numbers_that_are_not_finite_are_refused_and_never_written(path: Path, value: float) -> None:
     made = artefact()

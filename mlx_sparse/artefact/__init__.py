@@ -14,7 +14,7 @@ import mlx.core as mx
 from ..checks import ArtefactError
 from ..config import MAX_BUCKETS
 from .identity import identity, kv_shapes
-from .tensors import Header, read_header, write_tensors
+from .tensors import Header, read_header, read_tensors, write_tensors
 
 __all__ = ["MAX_HIDDEN", "Artefact", "Layer", "identity", "kv_shapes", "load", "versions"]
 
@@ -136,13 +136,8 @@ def load(path: str | Path) -> Artefact:
     about = _about(path, header)
     buckets, hidden = about["buckets"], about["hidden"]
     _check_shapes(path, header.shapes, buckets, hidden)
-    try:
-        tensors: Any = mx.load(str(path), format="safetensors")
-        _check_values(path, tensors)
-    except (RuntimeError, ValueError) as error:
-        if isinstance(error, ArtefactError):
-            raise
-        raise _refuse(path, "one that MLX cannot read") from None
+    tensors = read_tensors(path, header)
+    _check_values(path, tensors)
     by_layer: dict[int, dict[str, mx.array]] = {}
     for name, array in tensors.items():
         _, index, part = name.split(".")

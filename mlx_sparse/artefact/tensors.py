@@ -59,6 +59,22 @@ def read_header(path: Path) -> Header:
     return Header({name: shape for name, (_, _, shape) in tensors.items()}, metadata)
 
 
+def read_tensors(path: Path, header: Header) -> dict[str, mx.array]:
+    """The tensors of a file whose ``header`` has been read.
+
+    Raises:
+        ArtefactError: MLX reads something else from it.
+    """
+    try:
+        tensors: Any = mx.load(str(path), format="safetensors")
+        mx.eval(tensors)
+    except (RuntimeError, ValueError):
+        raise _refuse(path, "one that MLX cannot read") from None
+    if {name: tuple(array.shape) for name, array in tensors.items()} != header.shapes:
+        raise _refuse(path, "one whose header says a thing twice")
+    return dict(tensors)
+
+
 def write_tensors(path: Path, tensors: Mapping[str, mx.array], metadata: Mapping[str, str] | None = None) -> None:
     """Write a file of float16 and float32 tensors.
 

@@ -45,20 +45,17 @@ def start(centroids: mx.array, spread: Spread, hidden: int, scale: float, seed: 
         spread: of the queries, by which batch norm is made to change nothing.
         scale: of the inner products.
     """
-    Hkv, C, D = centroids.shape
-    assert hidden >= 2 * D
-    identity = mx.broadcast_to(mx.eye(D), (Hkv, D, D))
+    Hkv, _, D = centroids.shape
+    folded = router(centroids, hidden, scale)
     spare = mx.random.normal((Hkv, D, hidden - 2 * D), key=mx.random.key(seed)) / D**0.5
-    weight = mx.concatenate([identity, -identity, spare], axis=-1)
-    directions = scale * centroids.swapaxes(-1, -2)
-    silent = mx.zeros((Hkv, hidden - 2 * D, C))
+    weight = mx.concatenate([folded["hidden_weight"][..., : 2 * D], spare], axis=-1)
     mean, variance = spread.through(weight)
     return {
         "hidden_weight": weight,
         "gain": mx.sqrt(variance + EPS),
         "shift": mean,
-        "out_weight": mx.concatenate([directions, -directions, silent], axis=1),
-        "out_bias": mx.zeros((Hkv, C)),
+        "out_weight": folded["out_weight"],
+        "out_bias": folded["out_bias"],
     }
 
 

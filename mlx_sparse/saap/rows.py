@@ -87,7 +87,7 @@ def best_distance(queries: Array, keys: Array, positions: Array, *, distances: D
         keys: ``(S, D)`` of a whole text, after RoPE as the queries are.
     """
 
-    def distance(rows: mx.array, at: mx.array, behind: mx.array, logits: mx.array) -> mx.array:
+    def distance(at: mx.array, behind: mx.array, logits: mx.array) -> mx.array:
         own = (behind >= 0) & (mx.arange(logits.shape[1]) >= distances.sink_tokens)
         best = mx.argmax(mx.where(own, logits, -mx.inf), axis=1).astype(mx.int32)
         return mx.where(mx.any(own, axis=1), at - best, -1)
@@ -106,13 +106,13 @@ def bucket_mass(
     """
     bucket = mx.array(np.asarray(ids, np.int32))
 
-    def mass(rows: mx.array, at: mx.array, behind: mx.array, logits: mx.array) -> mx.array:
+    def mass(_: mx.array, behind: mx.array, logits: mx.array) -> mx.array:
         logits = mx.where(behind >= 0, scale * logits, -mx.inf)
         attention = mx.softmax(logits, axis=1)
         far = (behind >= distances.recent_tokens) & (mx.arange(logits.shape[1]) >= distances.sink_tokens)
         attention = mx.where(far, attention, 0.0)
         # One row of the sum per bucket, so that each key adds a whole row of it.
-        total = mx.zeros((buckets, len(rows))).at[bucket[: logits.shape[1]]].add(mx.contiguous(attention.T))
+        total = mx.zeros((buckets, len(logits))).at[bucket[: logits.shape[1]]].add(mx.contiguous(attention.T))
         return total.T
 
     return _by_chunks(queries, keys, positions, mass)
@@ -122,9 +122,9 @@ def _by_chunks(
     queries: Array,
     keys: Array,
     positions: Array,
-    of_chunk: Callable[[mx.array, mx.array, mx.array, mx.array], mx.array],
+    of_chunk: Callable[[mx.array, mx.array, mx.array], mx.array],
 ) -> Array:
-    """What ``of_chunk`` says of queries, positions, distances to the keys and inner products, a few rows at a time.
+    """What ``of_chunk`` says of positions, distances to the keys and inner products, a few rows at a time.
 
     Rows are taken by position, so that a chunk is multiplied with no keys behind its last one.
     """
@@ -137,7 +137,7 @@ def _by_chunks(
         at = mx.array(np.asarray(positions[rows], np.int32))
         some = every[: int(positions[rows[-1]]) + 1]
         chunk = mx.array(np.asarray(queries[rows], np.float32))
-        found.append(np.array(of_chunk(chunk, at, at[:, None] - mx.arange(len(some)), chunk @ some.T)))
+        found.append(np.array(of_chunk(at, at[:, None] - mx.arange(len(some)), chunk @ some.T)))
     result = np.concatenate(found)
     result[order] = result.copy()
     return result

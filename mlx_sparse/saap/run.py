@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..artefact import MAX_HIDDEN, Artefact, Layer, identity, load, versions
-from ..artefact.tensors import read_header, write_tensors
+from ..artefact.tensors import read_header, read_tensors, write_tensors
 from ..checks import ConfigError, check_int
 from ..config import MAX_BUCKETS
 from ..demo import blas
@@ -264,9 +264,7 @@ def _layers(
 
 
 def _load(path: Path) -> Layer:
-    read_header(path)
-    arrays: Any = mx.load(str(path), format="safetensors")
-    return Layer(**arrays)
+    return Layer(**read_tensors(path, read_header(path)))
 
 
 def _read_heads(data: Any) -> list[HeadReport]:

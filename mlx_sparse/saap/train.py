@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..artefact import Layer
-from ..artefact.tensors import read_header, write_tensors
+from ..artefact.tensors import read_header, read_tensors, write_tensors
 from ..checks import ArtefactError
 from . import network
 from .network import Params, Spread
@@ -147,7 +147,7 @@ class Adam:
         step = header.metadata.get("step", "")
         if header.shapes != wanted or not step.isdecimal():
             raise ArtefactError(f"{path}: expected a checkpoint of this training, got another file. Delete it.")
-        arrays: Any = mx.load(str(path), format="safetensors")
+        arrays = read_tensors(path, header)
         params, first, second = ({name: arrays[f"{part}.{name}"] for name in like.params} for part in parts)
         return cls(params, first, second, int(step))
 
