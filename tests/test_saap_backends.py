@@ -182,6 +182,22 @@ def test_numbers_of_64_bits_do_not_become_buckets() -> None:
     assert (outs[0] == outs[1]).all()
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "uint32", "int64", "uint64"])
+def test_integers_of_every_type_are_buckets(dtype: str) -> None:
+    case = SaapCase(Case(1, 2, 2, 300, 64, "f32"), "balanced")
+    q, k, v = inputs(case)
+
+    def attend(visited: list[int], type_of_visited: str, type_of_ids: str) -> mx.array:
+        given = {"visited": mx.array([[visited] * 2], getattr(mx, type_of_visited))}
+        ids = mx.array(case.bucket_ids(), getattr(mx, type_of_ids))
+        out: mx.array = mlx_sparse.saap_attention(q, k, v, bucket_ids=ids, **given, **case.window)
+        return out
+
+    assert (attend([3, 5], dtype, dtype) == attend([3, 5], "int32", "int32")).all()
+    # More buckets than a number of one byte can tell.
+    assert (attend([3, 1000], "int32", dtype) == attend([3], "int32", "int32")).all()
+
+
 @by_backend
 def test_a_context_of_the_window_and_a_prompt_are_dense(backend: str) -> None:
     case = SaapCase(Case(1, 4, 2, 42, 64, "f32"), "one")
@@ -205,7 +221,11 @@ GOOD: dict[str, Any] = {"bucket_ids": mx.zeros((1, 2, 8), mx.int32), "visited": 
         ({"bucket_ids": mx.zeros((1, 2, 8))}, ShapeError, "bucket_ids: expected integers"),
         ({"visited": mx.zeros((2, 2, 3), mx.int32)}, ShapeError, r"visited: expected shape \(B=1, Hkv=2, n\)"),
         ({"visited": mx.zeros((1, 2, 3))}, ShapeError, "visited: expected integers"),
-        ({"visited": mx.full((1, 2, 3), 1 << 30, mx.int32)}, ConfigError, "buckets: expected an integer of at least 0"),
+        (
+            {"visited": mx.full((1, 2, 3), 1 << 30, mx.int32)},
+            ConfigError,
+            "visited: expected buckets of at most 4095, got 1073741824",
+        ),
         ({"sink_tokens": -1}, ConfigError, "sink_tokens: expected an integer of at least 0"),
         ({"recent_tokens": 0}, ConfigError, "recent_tokens: expected an integer of at least 1"),
         ({"backend": "triton"}, BackendUnavailable, "torch tensors"),
@@ -246,3 +266,5 @@ def test_bad_arguments_of_saap_route_are_one_clear_line(
 def test_centroids_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ShapeError, match="centroids: expected"):
         mlx_sparse.saap_assign(mx.zeros((1, 2, 8, 16)), mx.zeros((2, 5, 8)))
+    with pytest.raises(ConfigError, match="buckets: expected an integer of at least 1 and at most 4096, got 0"):
+        mlx_sparse.saap_assign(mx.zeros((1, 2, 8, 16)), mx.zeros((2, 0, 16)))

@@ -119,13 +119,16 @@ def saap_attention(
     if n.L > 1 or n.S <= sink_tokens + recent_tokens:
         return call.dense()
     largest: Any = visited.max().item() if visited.size else -1
-    buckets = check_buckets(largest + 1)
+    if largest >= MAX_BUCKETS:
+        raise ConfigError(f"visited: expected buckets of at most {MAX_BUCKETS - 1}, got {largest}.")
     # Any negative number is an empty slot; of 64 bits it could become a bucket in 32.
-    ascending = mx.sort(mx.maximum(visited, -1).astype(mx.int32), axis=-1)
+    ascending = mx.sort(mx.where(visited < 0, -1, visited.astype(mx.int32)), axis=-1)
     again = mx.pad(ascending[..., 1:] == ascending[..., :-1], [(0, 0), (0, 0), (1, 0)])[..., : visited.shape[2]]
     window = {"sink_tokens": sink_tokens, "recent_tokens": recent_tokens}
     distinct = mx.where(again, -1, ascending)
-    out, lse, counts = call.run("saap", bucket_ids=bucket_ids, visited=distinct, buckets=buckets, **window)
+    if bucket_ids.itemsize == 1:
+        bucket_ids = bucket_ids.astype(mx.int16)  # to be compared with the number of buckets
+    out, lse, counts = call.run("saap", bucket_ids=bucket_ids, visited=distinct, buckets=max(largest + 1, 0), **window)
     if not return_stats:
         return out
     # (saap.12), (saap.14)
@@ -138,6 +141,6 @@ def saap_attention(
     return out, Stats(moved, dense, attended / n.S, call.mass(lse), selectivity=selectivity)
 
 
-def check_buckets(buckets: int) -> int:
-    """Raise `ConfigError` for more buckets than the backends serve."""
-    return check_int("buckets", buckets, 0, MAX_BUCKETS)
+def check_buckets(buckets: int) -> None:
+    """Raise `ConfigError` for more buckets than the backends serve, or none."""
+    check_int("buckets", buckets, 1, MAX_BUCKETS)
