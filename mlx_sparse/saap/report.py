@@ -58,7 +58,7 @@ def table(heads: Sequence[HeadReport]) -> str:
     losses = [router for router in routers if router != "roped"]
     at = [f"{share:.0%}" for share in SELECTIVITIES]
     header = ["layer", "head", "rows", *(f"loss {name}" for name in losses)]
-    header += [f"{name} {share}" for name in routers for share in at] + ["imbalance", "roped"]
+    header += [f"{name} {share}" for name in routers for share in at] + ["imbalance", "imbalance roped"]
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     for found in heads:
         cells = [str(found.layer), str(found.head), f"{found.rows:,}"]
