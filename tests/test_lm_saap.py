@@ -305,6 +305,20 @@ def test_a_rope_that_depends_on_the_length_is_served_where_its_keys_were_recorde
     assert report.sparse_calls == LAYERS * STEPS
 
 
+def test_a_layer_that_reads_the_keys_of_another_is_dense_and_says_so(model: Any, artefact: Path):
+    """Its queries are not those that the other layer's router knows."""
+    with mlx_sparse.sparse(model, attn(artefact)) as report:
+        cache = make_prompt_cache(model)
+        greedy(model, prompt_of(PROMPT), 1, cache)
+        plan, _, _ = model._mlx_sparse
+        plan.begin(cache)
+        queries = mx.ones((1, 4, 1, 16))
+        keys, values = (rows[..., : cache[0].offset, :] for rows in (cache[0].keys, cache[0].values))
+        assert plan.attend(queries, keys, values, cache[0], 0.25, None, None) is None
+        plan.end()
+    assert report.dense_calls[saap.NOT_WRITTEN] == 1
+
+
 def test_a_text_shorter_than_the_window_is_dense_and_says_so(model: Any, artefact: Path):
     prompt = prompt_of(PROMPT)
     tokens, logits = greedy(model, prompt, STEPS)

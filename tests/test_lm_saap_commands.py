@@ -27,7 +27,6 @@ GENERATE = ["mlx_lm.generate", "--model", "llama", "--prompt", "-", "--max-token
 SAVE = ["mlx_lm.cache_prompt", "--model", "llama", "--prompt", "-", "--prompt-cache-file"]
 RESUME = ["mlx_lm.generate", "--prompt", "w3 w4 w5", "--max-tokens", str(TOKENS), "--prompt-cache-file"]
 BENCHMARK = ["mlx_lm.benchmark", "--model", "llama", "-p", "60", "-g", "6", "-n", "1"]
-SAMPLE = "sample:block_size=32,alpha_column=0.3,alpha_slash=0.3,dense_below=0"
 
 # Name: commands that run one after the other.
 GOOD: dict[str, list[list[str]]] = {
@@ -44,10 +43,6 @@ GOOD: dict[str, list[list[str]]] = {
     "saved dense, resumed dense": [[*SAVE, "d.safetensors"], [*RESUME, "d.safetensors"]],
     "saved dense, resumed": [[*SAVE, "e.safetensors"], [*RESUME, "e.safetensors", *EVERY, *JSON]],
     "saved, resumed dense": [[*SAVE, "s.safetensors", *FEW], [*RESUME, "s.safetensors"]],
-    "saved with sample, resumed": [
-        [*SAVE, "t.safetensors", "--attn", f"{SAMPLE}+{EVERY[1]}"],
-        [*RESUME, "t.safetensors", *EVERY, *JSON],
-    ],
 }
 
 # Name: what comes after GENERATE, and what the one line says.
@@ -73,8 +68,6 @@ BAD: dict[str, tuple[list[str], str]] = {
         ["--model", "hunyuan", "--attn", "saap:mode=online,dense_layers=0"],
         "model: expected .* that saap can serve, got hunyuan_v1_dense .*: 2 with a norm or another change after RoPE",
     ),
-    "two decode methods": (["--attn", f"{FEW[1]}+sparq"], "attn: expected one decode method, got saap and sparq"),
-    "--kv-bits": ([*FEW, "--kv-bits", "8"], "--kv-bits: expected none with --attn saap"),
 }
 
 
@@ -167,12 +160,6 @@ def test_prompt_caches_are_mlx_lms_own(name: str, finished: Runs):
     if name == "saved dense, resumed":
         (report,) = result.reports
         assert report["sparse_calls"] == LAYERS * STEPS
-
-
-def test_a_cache_whose_prompt_was_sparse_is_indexed_when_it_is_resumed(finished: Runs):
-    result = finished("saved with sample, resumed")
-    assert result.code == 0, result.err
-    assert result.reports[0]["sparse_calls"] == LAYERS * STEPS
 
 
 @pytest.mark.parametrize("name", BAD)
