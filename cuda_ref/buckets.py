@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -52,29 +53,11 @@ def saap_route(queries: torch.Tensor, network: Network, *, probes: int) -> torch
     GROUP = power_of_2(G)
     BLOCK_M = max(16, GROUP, min(MOST_ROWS, GROUP * power_of_2(B)))
     parts = -(-B // (BLOCK_M // GROUP))
-    x = queries
+    rows = {"G": G, "GROUP": GROUP, "BLOCK_M": BLOCK_M}
     if network.hidden_weight is None:
-        tickets = torch.zeros(parts, Hkv, dtype=torch.int32, device=device)
+        x, tickets = queries, torch.zeros(parts, Hkv, dtype=torch.int32, device=device)
     else:
-        tickets = torch.empty(parts, Hkv, dtype=torch.int32, device=device)
-        x = torch.empty(B, Hkv, G, K, dtype=torch.float32, device=device)
-        tiles = configs.columns(K, network.hidden_weight.element_size(), BLOCK_M, Hkv * parts, device)
-        Launch(
-            hidden_kernel,
-            (-(-K // tiles.columns), Hkv, parts),
-            {
-                "x": queries,
-                "weight": network.hidden_weight,
-                "bias": network.hidden_bias,
-                "out": x,
-                "tickets": tickets,
-                "batch": B,
-                "K": queries.shape[3],
-                "N": K,
-            },
-            {"G": G, "GROUP": GROUP, "BLOCK_M": BLOCK_M, "BLOCK_K": tiles.rows, "BLOCK_N": tiles.columns},
-            {"num_warps": tiles.warps, "num_stages": tiles.stages},
-        ).run()
+        x, tickets = _hidden(queries, network.hidden_weight, network.hidden_bias, parts, rows)
     BLOCK_C = power_of_2(C, 256)
     visited = torch.empty(B, Hkv, probes, dtype=torch.int32, device=device)
     tiles = configs.columns(C, network.out_weight.element_size(), BLOCK_M, Hkv * parts, device)
@@ -94,9 +77,7 @@ def saap_route(queries: torch.Tensor, network: Network, *, probes: int) -> torch
             "C": C,
         },
         {
-            "G": G,
-            "GROUP": GROUP,
-            "BLOCK_M": BLOCK_M,
+            **rows,
             "BLOCK_K": tiles.rows,
             "BLOCK_N": tiles.columns,
             "BLOCK_G": min(GROUP, max(1, CHOSEN_FROM // BLOCK_C)),
@@ -105,6 +86,26 @@ def saap_route(queries: torch.Tensor, network: Network, *, probes: int) -> torch
         {"num_warps": tiles.warps, "num_stages": tiles.stages},
     ).run()
     return visited
+
+
+def _hidden(
+    queries: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, parts: int, rows: Mapping[str, int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The hidden layer, float32 ``(B, Hkv, G, H)``, and tickets for the launch that follows."""
+    B, D = queries.shape[0], queries.shape[3]
+    Hkv, _, H = weight.shape
+    device = queries.device
+    out = torch.empty(B, Hkv, rows["G"], H, dtype=torch.float32, device=device)
+    tickets = torch.empty(parts, Hkv, dtype=torch.int32, device=device)
+    tiles = configs.columns(H, weight.element_size(), rows["BLOCK_M"], Hkv * parts, device)
+    Launch(
+        hidden_kernel,
+        (-(-H // tiles.columns), Hkv, parts),
+        {"x": queries, "weight": weight, "bias": bias, "out": out, "tickets": tickets, "batch": B, "K": D, "N": H},
+        {**rows, "BLOCK_K": tiles.rows, "BLOCK_N": tiles.columns},
+        {"num_warps": tiles.warps, "num_stages": tiles.stages},
+    ).run()
+    return out, tickets
 
 
 def saap_index(
