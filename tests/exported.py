@@ -45,6 +45,8 @@ def artefact(path: Path, model: Any, *, hidden: int = 12, buckets: int = 8, **ch
         keys = mx.random.split(mx.random.key(i), len(sizes))
         arrays = [mx.random.normal((heads, *size), key=key) for size, key in zip(sizes, keys, strict=True)]
         arrays[0] = arrays[0] / mx.linalg.norm(arrays[0], axis=-1, keepdims=True)
+        # Weights that leave every bucket a probability that float32 can tell from 0.
+        arrays[1:] = [array * array.shape[-2] ** -0.5 if array.ndim == 3 else array for array in arrays[1:]]
         layers[i] = Layer(*(array.astype(mx.float16) for array in arrays))
     made = Artefact(layers, buckets, hidden, "before_rope", 1, 9, identity(model))
     dataclasses.replace(made, **changes).save(path)
