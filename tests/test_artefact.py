@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from mlx import nn
 from mlx_arrays import to_numpy
+from mlx_lm.tuner.utils import linear_to_lora_layers
 from tiny_models import FAMILIES, build
 
 from mlx_sparse.artefact import Artefact, Layer, identity, kv_shapes, load
@@ -276,11 +277,46 @@ def test_the_model_it_was_trained_on_is_taken_quantised_or_in_half_precision_too
     made.check_model(model)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2"])
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_a_model_with_adapters_is_the_same_model(family: str, use_dora: bool) -> None:
+    model = build(family)
+    found = identity(model)
+    linear_to_lora_layers(model, 2, {"rank": 2, "scale": 1.0, "dropout": 0.0}, use_dora=use_dora)
+    assert identity(model) == found
+
+
+def test_a_bfloat16_model_is_the_same_in_float16() -> None:
+    model = build("qwen2")
+    model.model.norm.weight = mx.array([1e-3, 3e-5, 1e-5, 1e-7, -7e-6] * 13)[:64]
+    model.set_dtype(mx.bfloat16)
+    found = identity(model)
+    model.set_dtype(mx.float16)
+    assert identity(model) == found
+
+
+def test_a_model_without_vectors_is_known_by_its_matrices() -> None:
+    assert identity(build("nanochat")) == identity(build("nanochat")) != identity(build("nanochat", seed=1))
+
+
+def test_rope_scaling_counts_however_it_is_written() -> None:
+    def hash_of(**scaling: Any) -> str:
+        model = build()
+        model.args.rope_scaling = scaling or None
+        return identity(model)["hash"]
+
+    assert (
+        hash_of(type="linear", factor=2) == hash_of(rope_type="linear", factor=2.0) != hash_of(type="linear", factor=4)
+    )
+    assert hash_of() == hash_of(rope_type="default") != hash_of(type="linear", factor=2)
+
+
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
         ("llama", {"seed": 1}, "another config or other weights"),
         ("llama", {"rope_theta": 5000.0}, "another config or other weights"),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "another config or other weights"),
         ("llama", {"num_key_value_heads": 1}, "2 KV heads of 16 for layer 0, which has 1 KV heads of 16"),
         ("llama", {"num_hidden_layers": 1}, "layer 1, which has no keys"),
         ("llama", {"head_dim": 32}, "2 KV heads of 32"),

@@ -19,26 +19,51 @@ CONFIG = (
     "vocab_size",
     "rope_theta",
 )
+ADAPTERS = ("lora_a", "lora_b", "m")  # what LoRA and DoRA add
 VALUES = 16  # of each vector
+SMALLEST = 2.0**-14  # normal number of float16
 
 
 def identity(model: Any) -> dict[str, str]:
-    """``model_type`` and a ``hash`` of the config and of the beginnings of all vectors among the weights.
+    """``model_type`` and a ``hash`` of the config, its RoPE scaling too, and of the beginnings of all vectors.
 
-    Vectors are norms and biases, which quantisation leaves alone: a quantised copy is the same model, and so is one in
-    bfloat16 or one whose matrices were tuned (LoRA). Few bytes are read, however large the model is.
+    Vectors are norms and biases, which quantisation leaves alone: a quantised copy is the same model, and so is one
+    whose float32 or float16 became bfloat16, or whose matrices were tuned (LoRA). Few bytes are read, however large
+    the model is. A model without vectors is known by the beginnings of its matrices, and a quantised copy is another.
     """
     from mlx.utils import tree_flatten
 
-    config = {name: value for name, value in _config(getattr(model, "args", None)).items() if name in CONFIG}
+    every = _config(getattr(model, "args", None))
+    config = {name: value for name, value in every.items() if name in CONFIG} | _rope_scaling(every)
     family = model_type(model)
     digest = hashlib.sha256(json.dumps([family, config], sort_keys=True, default=str).encode())
-    weights: Any = tree_flatten(model.parameters())
-    for name, array in sorted(weights, key=lambda item: item[0]):
-        if array.ndim == 1 and mx.issubdtype(array.dtype, mx.floating):
-            values = array[:VALUES].astype(mx.bfloat16).astype(mx.float32)
-            digest.update(f"{name} {array.shape}".encode() + np.array(values).tobytes())
+    tree: Any = tree_flatten(model.parameters())
+    weights = {
+        name.replace(".linear.", ".").replace(".embedding.", "."): array  # inside an adapter
+        for name, array in tree
+        if name.rpartition(".")[2] not in ADAPTERS and mx.issubdtype(array.dtype, mx.floating)
+    }
+    vectors = {name: array for name, array in weights.items() if array.ndim == 1}
+    for name, array in sorted((vectors or weights).items()):
+        values = array.reshape(-1)[:VALUES].astype(mx.bfloat16).astype(mx.float32)
+        # What float16 has with fewer digits, or not at all, is nothing.
+        values = mx.where(mx.abs(values) < SMALLEST, 0.0, values)
+        digest.update(f"{name} {array.shape}".encode() + np.array(values).tobytes())
     return {"model_type": family, "hash": digest.hexdigest()}
+
+
+def _rope_scaling(config: dict[str, Any]) -> dict[str, Any]:
+    """What stretches the model's RoPE, by any of its names; empty where nothing does."""
+    found: dict[str, Any] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        value = config.get(name)
+        found |= value if isinstance(value, dict) else {}
+    kind = found.pop("rope_type", found.pop("type", "default"))
+    found.pop("type", None)
+    if kind == "default":
+        return {}
+    numbers = {name: float(value) if type(value) is int else value for name, value in found.items()}
+    return {"rope_scaling": {**numbers, "type": kind}}
 
 
 def _config(args: Any) -> dict[str, Any]:
