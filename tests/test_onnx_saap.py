@@ -171,6 +171,15 @@ def test_visiting_every_bucket_is_dense_attention(runtime: str) -> None:
     np.testing.assert_allclose(attention(runtime, case)(**saap_step(case))["output"], expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["sink_tokens", "recent_tokens"])
+@by_runtime
+def test_a_window_longer_than_any_text_is_dense_attention(runtime: str, name: str) -> None:
+    q, k, v = SMALL.inputs()
+    expected = oracle.dense_attention(q, k, v, left_padding=SMALL.step.padding)
+    got = attention(runtime, SMALL, **{name: 2**63 - 1})(**saap_step(SMALL))["output"]
+    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("runtime", ["onnxruntime", "native"])
 def test_caches_of_one_buffer_are_appended_to_in_place(runtime: str) -> None:
     given = saap_step(SMALL)
