@@ -114,7 +114,7 @@ def test_the_kernels_pass_too(shape: Shape, metal: Metal) -> None:
         ),
         (["--dtype", "half"], "--dtype: expected some of float16, bfloat16, float32, got half."),
         (["--repeat", "1"], "repeat: expected an integer of at least 2, got 1."),
-        (["--attn", "streaming"], "--attn: expected sparq with or without parameters, got streaming."),
+        (["--attn", "streaming"], "--attn: expected sparq or saap with or without parameters, got streaming."),
         (["--attn", "sparq:rank=33"], "rank: expected at most the head dim D=32, got 33."),
         (["--roofline", "--attn", "sparq:rank=65"], "rank: expected at most the head dim D=64, got 65."),
         (["-o", "result.txt"], "-o: expected a name that ends in .json or .md, got result.txt."),

@@ -86,26 +86,29 @@ def times(
     shape: Shape, S: int, dtype: mx.Dtype, config: SparQ, backend: str, layers: int, repeat: int
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Quartiles of microseconds per layer, dense and sparse, in turns."""
-    queries = _normal(shape.Hq, 1, shape.D, dtype)
-    caches = [_cache(*(_normal(shape.Hkv, S, shape.D, dtype) for _ in "kv")) for _ in range(layers)]
+    queries = normal(shape.Hq, 1, shape.D, dtype)
+    caches = [cache_of(*(normal(shape.Hkv, S, shape.D, dtype) for _ in "kv")) for _ in range(layers)]
+    return in_turns(queries, caches, lambda out, cache: sparse_attention(out, cache, config, backend), repeat)
 
-    def dense() -> mx.array:
+
+def in_turns(
+    queries: mx.array, caches: list[SparseKVCache], attend: Callable[[mx.array, SparseKVCache], mx.array], repeat: int
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Quartiles of microseconds per layer of a step through ``caches``, dense and by ``attend``."""
+
+    def through(attention: Callable[[mx.array, SparseKVCache], mx.array]) -> float:
         out = queries  # what a layer returns is the next one's query
+        start = time.perf_counter()
         for cache in caches:
-            out = dense_attention(out, cache)
-        return out
-
-    def sparse() -> mx.array:
-        out = queries
-        for cache in caches:
-            out = sparse_attention(out, cache, config, backend)
-        return out
+            out = attention(out, cache)
+        mx.eval(out)
+        return time.perf_counter() - start
 
     for _ in range(WARM_UP):
-        _seconds(dense), _seconds(sparse)
-    pairs = [(_seconds(dense), _seconds(sparse)) for _ in range(repeat)]
+        through(dense_attention), through(attend)
+    pairs = [(through(dense_attention), through(attend)) for _ in range(repeat)]
     spread = [quantiles(side, method="inclusive") for side in zip(*pairs, strict=True)]
-    first, second = (tuple(1e6 * t / layers for t in quartiles) for quartiles in spread)
+    first, second = (tuple(1e6 * t / len(caches) for t in quartiles) for quartiles in spread)
     return first, second
 
 
@@ -119,17 +122,17 @@ def parity(shape: Shape, S: int, dtype: mx.Dtype, config: SparQ, backend: str) -
     base = mx.random.normal((1, shape.Hkv, 1, shape.D))
     noise = mx.random.normal((1, shape.Hkv, shape.G, shape.D))
     queries = (base + 0.5 * noise).reshape(1, shape.Hq, 1, shape.D).astype(dtype)
-    keys, values = (_normal(shape.Hkv, S, shape.D, dtype) for _ in "kv")
+    keys, values = (normal(shape.Hkv, S, shape.D, dtype) for _ in "kv")
     count = max(1, config.top_k - window)
     planted = mx.array([i * (S - window) // count for i in range(count)])
     keys[:, :, planted] += (base * (GAP * shape.D**0.5 / (base**2).sum(axis=-1, keepdims=True))).astype(dtype)
-    cache = _cache(keys, values)
+    cache = cache_of(keys, values)
 
-    rows = [_double(mx.take(array, planted, axis=2)[0]) for array in (keys, values)]
-    expected = _plain(_double(queries).reshape(shape.Hkv, shape.G, shape.D), *rows).reshape(shape.Hq, shape.D)
+    rows = [double(mx.take(array, planted, axis=2)[0]) for array in (keys, values)]
+    expected = plain(double(queries).reshape(shape.Hkv, shape.G, shape.D), *rows).reshape(shape.Hq, shape.D)
 
     def error(out: mx.array) -> float:
-        return float(np.abs(_double(out).reshape(expected.shape) - expected).max())
+        return float(np.abs(double(out).reshape(expected.shape) - expected).max())
 
     ulp = mx.finfo(dtype).eps * float(np.abs(expected).max())
     allowed = 2 * error(dense_attention(queries, cache)) + ulp
@@ -157,27 +160,30 @@ def table(rows: Sequence[Row]) -> str:
     for row in rows:
         cells = [row.dtype, row.shape.Hq, row.shape.Hkv, row.shape.D, row.S, row.layers]
         if row.dense and row.sparse:
-            cells += [_spread(row.dense), _spread(row.sparse), f"{row.dense[1] / row.sparse[1]:.2f}"]
+            cells += [spread_of(row.dense), spread_of(row.sparse), f"{row.dense[1] / row.sparse[1]:.2f}"]
         else:
             cells += [row.note, "", ""]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)
 
 
-def _spread(quartiles: tuple[float, ...]) -> str:
+def spread_of(quartiles: tuple[float, ...]) -> str:
+    """Median and quartiles."""
     low, middle, high = (f"{value:.1f}" if value < 100 else f"{value:.0f}" for value in quartiles)
     return f"{middle} ({low} to {high})"
 
 
-def _normal(heads: int, length: int, D: int, dtype: mx.Dtype) -> mx.array:
+def normal(heads: int, length: int, D: int, dtype: mx.Dtype) -> mx.array:
+    """Rows ``(1, heads, length, D)``."""
     return mx.random.normal((1, heads, length, D), dtype=dtype)
 
 
-def _double(array: mx.array) -> Array:
+def double(array: mx.array) -> Array:
+    """As float64."""
     return np.array(array.astype(mx.float32), np.float64)
 
 
-def _plain(queries: Array, keys: Array, values: Array) -> Array:
+def plain(queries: Array, keys: Array, values: Array) -> Array:
     """Attention of (heads, G, D) over (heads, N, D) in NumPy."""
     scores = queries @ keys.swapaxes(1, 2) * keys.shape[2] ** -0.5
     weights = np.exp(scores - scores.max(axis=2, keepdims=True))
@@ -185,14 +191,9 @@ def _plain(queries: Array, keys: Array, values: Array) -> Array:
     return mean
 
 
-def _cache(keys: mx.array, values: mx.array) -> SparseKVCache:
+def cache_of(keys: mx.array, values: mx.array) -> SparseKVCache:
+    """A cache that holds these rows."""
     cache = SparseKVCache()  # type: ignore[no-untyped-call]
     cache.keys, cache.values, cache.offset = keys, values, keys.shape[2]
     mx.eval(keys, values)
     return cache
-
-
-def _seconds(run: Callable[[], mx.array]) -> float:
-    start = time.perf_counter()
-    mx.eval(run())
-    return time.perf_counter() - start

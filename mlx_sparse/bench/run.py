@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -72,13 +73,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mlx-sparse bench",
         allow_abbrev=False,  # --cuda is looked for before the arguments are read
-        description="Time one decode step of SparQ against MLX's dense attention, interleaved in one run, after "
-        "checking that its result is right.",
+        description="Time one decode step of SparQ or SAAP against MLX's dense attention, interleaved in one run, "
+        "after checking that its result is right.",
     )
     parser.add_argument(
         "--attn",
         metavar="METHOD",
-        help="such as sparq:rank=16; sample and saap too with --traffic and --roofline (default: sparq; with --prefill "
+        help="such as sparq:rank=16 or saap; sample too with --traffic and --roofline (default: sparq; with --prefill "
         "sample)",
     )
     parser.add_argument(
@@ -136,24 +137,32 @@ def _parser() -> argparse.ArgumentParser:
 def _decode(args: argparse.Namespace) -> Result:
     from tqdm import tqdm
 
-    from .decode import Row, measure, table
+    from . import decode, saap_decode
     from .dense import Shape
 
-    config = _sparq(args.attn)
+    saap = _saap(args.attn)
+    config = saap or _sparq(args.attn)
     check_int("repeat", args.repeat, 2)
     lengths = [read_length(text) for text in (args.lengths or LENGTHS).split(",")]
     shapes = [Shape(*read_shape(text)) for text in (args.shapes or SHAPES).split(",")]
-    dtypes = _dtypes(args.dtype)
-    for shape in shapes:
-        check_rank(config.rank, shape.D)
-    cases = [(shape, S, dtype) for dtype in dtypes for shape in shapes for S in lengths]
-    rows: list[Row] = []
-    for shape, S, dtype in tqdm(cases, unit="row", disable=None):
-        rows.append(measure(shape, S, dtype, config, args.backend, args.repeat))
+    cases = [(shape, S, dtype) for dtype in _dtypes(args.dtype) for shape in shapes for S in lengths]
+    rows: list[Any] = []
+    if saap:
+        networks = saap_decode.networks(saap)
+        for case, hidden in tqdm(list(product(cases, networks)), unit="row", disable=None):
+            rows.append(saap_decode.measure(*case, saap, hidden, args.backend, args.repeat))
+        text = saap_decode.table(rows)
+    else:
+        sparq = _sparq(args.attn)
+        for shape in shapes:
+            check_rank(sparq.rank, shape.D)
+        for case in tqdm(cases, unit="row", disable=None):
+            rows.append(decode.measure(*case, sparq, args.backend, args.repeat))
+        text = decode.table(rows)
     where = machine()
     head = f"MLX {where['mlx']}, {where['chip']}, {where['device']}, {config}, backend {rows[0].backend}"
     wrong = any(row.failed for row in rows)
-    return Result([row.as_dict() for row in rows], f"{head}\n\n{table(rows)}", right=not wrong)
+    return Result([row.as_dict() for row in rows], f"{head}\n\n{text}", right=not wrong)
 
 
 def _prefill(args: argparse.Namespace) -> Result:
@@ -265,7 +274,7 @@ def _saap(text: str) -> SAAP | None:
 def _sparq(text: str) -> SparQ:
     configs = parse(text)
     if len(configs) != 1 or not isinstance(configs[0], SparQ):
-        raise ConfigError(f"--attn: expected sparq with or without parameters, got {text}.")
+        raise ConfigError(f"--attn: expected sparq or saap with or without parameters, got {text}.")
     return configs[0]
 
 
