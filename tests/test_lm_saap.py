@@ -486,7 +486,11 @@ def test_contexts_too_short_to_pay_stay_dense_by_themselves():
     assert 2048 < shortest < 65536
     cheap = Step(heads=8, G=4, D=128, itemsize=2, gpu="s", buckets=1024, network=128 * 1024 * 2)
     assert config.shortest_context(cheap) < shortest
-    assert config.shortest_context(Step(8, 4, 128, 2, network=512 * 100)) == 3 * (2048 + 128 + 100)
+    # Array operations: 2.5 rows per row that is read, one of them for every 16th key.
+    ops = Step(8, 4, 128, 2, network=512 * 100, buckets=1024)
+    assert config.shortest_context(ops) == round(2.5 * (2048 + 128 + 100) / (1 - 2.5 / 16) + 0.5)
+    assert config.shortest_context() == 2.5 * (2048 + 128)
+    assert SAAP(mode="online", buckets=160, probes=32).shortest_context(Step(8, 4, 128, 2, buckets=160)) >= 1 << 40
     assert SAAP(mode="online", recent_tokens=16, probes=2).shortest_context(step) == 18
     assert SAAP(mode="online", dense_below=5000, probes=2).shortest_context(step) == 5000
     with_everything = SAAP(mode="online", buckets=64, probes=64)

@@ -25,6 +25,9 @@ ENOUGH_SAVED = {
 # at 20 GB/s in the roofline model. Likewise the pessimistic end, and not measured.
 ROUTING_HEADS = {"g": 8, "s": 27, "d": 40}
 
+# Time that a listed row takes array operations over that of a row in MLX's dense attention (docs/results/ops.md).
+GATHERED_ROW = 2.5
+
 MAX_BUCKETS = 4096  # what the kernels hold scores of
 ONLINE_BUCKETS = 256
 
@@ -117,8 +120,8 @@ class SAAP(MethodConfig):
         dense_layers: attention layers, from the first on, that stay dense.
         fold_every: keys that left the window are listed in their buckets this many at a time, and attended till then.
         dense_below: keys below which attention stays dense; "auto" is `pays_from` with kernels on a GPU, with the `ops`
-            backend three times the rows that are read anyway, the query network counted as rows, and none for fewer
-            ``recent_tokens`` than the default, which are for experiments on short texts.
+            backend where dense attention reads `GATHERED_ROW` times the rows of a step, the query network counted as
+            rows, and none for fewer ``recent_tokens`` than the default, which are for experiments on short texts.
     """
 
     name: ClassVar[str] = "saap"
@@ -183,17 +186,23 @@ class SAAP(MethodConfig):
             return exact
         if step and step.gpu:
             return max(self.pays_from(step), exact)
-        # On two cores, D = 128 in float32: even from 10,500 keys on with 1,024 hidden units, from 4,100 with 128.
         network = step.network // (2 * step.itemsize * step.D) if step else 0
-        return 3 * (self.attended + self.fold_every // 2 + network)
+        per_key = 1 - GATHERED_ROW * (self._visited_share(step.buckets) if step and step.buckets else 0.0)
+        if per_key <= 0:
+            return NEVER
+        return math.ceil(GATHERED_ROW * (self.attended + self.fold_every // 2 + network) / per_key)
+
+    def _visited_share(self, buckets: int) -> float:
+        """Of the keys, those in visited buckets: buckets are uneven, so twice their share is assumed."""
+        return min(2 * self.probes / buckets, 1.0)
 
     def pays_from(self, step: Step) -> int:
         """Keys from which a step with the kernels of a GPU saves `ENOUGH_SAVED` bytes.
 
-        Buckets are uneven, so those visited are taken to hold twice their share. Spent are the query network and three
-        int32 numbers per listed key: read in its bucket, written to the list and read there.
+        Spent are the query network and three int32 numbers per listed key: read in its bucket, written to the list and
+        read there.
         """
-        share = min(2 * self.probes / step.buckets, 1.0)
+        share = self._visited_share(step.buckets)
         row, listed = 2 * step.itemsize * step.D, 3 * 4
         per_key = row * (1 - share) - listed * share
         if per_key <= 0:

@@ -208,7 +208,7 @@ class Plan:
         gpu = registry.gpu_kind() if backend == "metal" else ""
         shortest = self.decode.shortest_context(Step(B * Hkv, queries.shape[1] // Hkv, D, keys.itemsize, gpu, **sizes))
         if shortest >= NEVER:
-            yield "whose scores would move more bytes than they save"
+            yield "whose choice of keys would cost more than it saves"
         if S < shortest:
             yield f"over fewer than {shortest:,} keys"
 
