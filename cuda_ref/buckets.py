@@ -113,6 +113,7 @@ def saap_index(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys in bucket order (saap.9); of ``bucket_ids (B, Hkv, n)``: ``offsets (B, Hkv, C + 1)`` and ``key_ids``."""
     position = torch.arange(bucket_ids.shape[2], device=bucket_ids.device)
+    sink_tokens = min(sink_tokens, bucket_ids.shape[2])  # what is added to it fits int32
     first = sink_tokens if left_padding is None else (left_padding + sink_tokens)[:, None, None]
     indexed = (bucket_ids >= 0) & (bucket_ids < buckets) & (position >= first)
     ids = torch.where(indexed, bucket_ids, buckets).to(torch.int32).contiguous()
@@ -156,7 +157,7 @@ def saap_indices(
             "tickets": tickets,
             "length": length,
             "covered": covered,
-            "sink_tokens": sink_tokens,
+            "sink_tokens": min(sink_tokens, covered),  # what is added to it fits int32
             "capacity": capacity,
             "probes": probes,
             "buckets": offsets.shape[2] - 1,

@@ -253,6 +253,18 @@ def test_offsets_that_lie_beyond_the_keys_read_nothing() -> None:
     assert set(indices.flatten().tolist()) <= {-1, 0, *range(1, 7), *range(15, 20)}
 
 
+@pytest.mark.parametrize("sink_tokens", [2**31 - 1, 2**40])
+def test_more_sinks_than_any_cache_holds_leave_no_key_to_the_buckets(sink_tokens: int) -> None:
+    """In 32 bits the first key behind them would have a negative number."""
+    ids = integers(SMALL.bucket_ids()[..., :150])
+    window = {"sink_tokens": sink_tokens, "left_padding": SMALL.step.padding}
+    offsets, key_ids = cuda_ref.saap_index(ids, buckets=SMALL.buckets, **window)
+    assert not offsets.any()
+    given = {"length": 200, "covered": 150, "capacity": 200, **window}
+    _, counts = cuda_ref.saap_indices(integers(visited(SMALL)), offsets, key_ids, **given)
+    assert counts.tolist() == [[200] * 2, [140] * 2]
+
+
 def test_keys_go_to_the_centroid_with_the_largest_product(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
     keys, centroids = rng.normal(size=(2, 3, 70, 64)), rng.normal(size=(3, 20, 64))
