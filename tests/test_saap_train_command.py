@@ -12,20 +12,21 @@ import sys
 import time
 from collections import namedtuple
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
-from test_saap_train import Progress
-from tiny_models import build, write
+from tiny_models import build, greedy, write
 
 from mlx_sparse import cli, oracle
 from mlx_sparse.artefact import Artefact, load
+from mlx_sparse.artefact.tensors import write_tensors
 from mlx_sparse.demo import blas
-from mlx_sparse.saap.collect import collect, find_places
+from mlx_sparse.lm import sparse
+from mlx_sparse.saap.work import alone
 
 TOKENS = [1 + (i * i + i // 7) % 95 for i in range(4000)]
 EXACT = ["--recent-tokens", "63", "--farther-than", "32"]
@@ -44,6 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write(folder / "model", num_hidden_layers=3)
     write(folder / "other", seed=1, num_hidden_layers=3)
     (folder / "text.txt").write_text(" ".join(f"w{token}" for token in TOKENS))
+    (folder / "latin.txt").write_bytes(b"w1 \xe9")
     (folder / "short.txt").write_text(" ".join(f"w{token}" for token in TOKENS[:700]))
     return folder
 
@@ -123,43 +125,26 @@ def test_only_some_layers_and_no_work_folder_left(folder: Path, tmp_path: Path, 
     assert "| 2 | 1 |" in table and "kmeans 10%" in table and "trained" not in table.splitlines()[0]
 
 
-def test_collected_rows_are_those_of_the_model(tmp_path: Path) -> None:
+def test_what_somebody_else_has_in_the_usual_work_folder_stays(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "one.safetensors"
+    mine = tmp_path / "one.safetensors.work" / "mine.txt"
+    mine.parent.mkdir()
+    mine.write_text("precious")
+    assert cli.main(arguments(folder, out, "--layers", "2", "--steps", "0")) == 0
+    assert sorted(path.name for path in tmp_path.rglob("*")) == sorted([mine.name, mine.parent.name, out.name])
+
+
+@pytest.mark.parametrize("more", [[], ["--steps", "0"], ["--steps", "0", "--space", "roped"]])
+def test_the_file_is_used_as_the_command_says(more: list[str], folder: Path, trained: Path, capsys: Any) -> None:
+    out = trained / "used.safetensors"
+    assert cli.main(arguments(folder, out, "--work", str(trained / "work"), *more)) == 0
+    out_and_use = re.search(r"Use it with --attn (\S+)", capsys.readouterr().err)
+    assert out_and_use is not None
     model = build(num_hidden_layers=3)
-    windows = [TOKENS[:600], TOKENS[600:1200]]
-    options = {"queries": 50, "first": 100, "seed": 3, "key": "k", "progress": Progress()}
-    found = collect(model, find_places(model, 1), windows, tmp_path, **options)
-    assert list(found.places) == [1, 2]
-    caches = make_prompt_cache(model)
-    mx.eval(model(mx.array([windows[1]]), cache=caches))
-    positions = found.positions[1]
-    assert (np.diff(positions) > 0).all() and positions[0] >= 100
-    for number in found.places:
-        texts = found.texts(number)
-        attention = model.layers[number].self_attn
-        keys = np.array(caches[number].keys[0, :, :600])
-        # The model ran in chunks here, so its sums were in another order; then half precision.
-        np.testing.assert_allclose(texts.keys_after[1], keys, rtol=2**-10, atol=2e-3)
-        rotated = attention.rope(mx.array(texts.keys_before[1].astype(np.float32))[None])[0]
-        np.testing.assert_allclose(np.array(rotated), keys, rtol=2**-9, atol=1e-2)
-        queries = mx.array(texts.queries_before[1].astype(np.float32))
-        for row, position in enumerate(positions[:5]):
-            again = np.array(attention.rope(queries[None, :, [row]], offset=int(position)))[0, :, 0]
-            np.testing.assert_allclose(texts.queries_after[1][:, row], again, rtol=2**-9, atol=1e-2)
-
-
-@pytest.mark.parametrize(
-    ("family", "layers"),
-    [
-        ("llama", [0, 1]),
-        ("qwen3", [0, 1]),
-        ("glm4", [0, 1]),
-        ("smollm3", [0, 1]),
-        ("gemma3_text", [1, 3]),
-        ("gpt_oss", [1]),
-    ],
-)
-def test_layers_with_a_sliding_window_are_left_out(family: str, layers: list[int]) -> None:
-    assert list(find_places(build(family), 0)) == layers
+    with sparse(model, out_and_use[1]) as report:
+        greedy(model, TOKENS[:300], 5)
+    assert report.sparse_calls == 2 * 5, str(report)
+    out.unlink()
 
 
 def test_no_model_of_which_tensors_before_rope_are_unknown(folder: Path, tmp_path: Path, capsys: Any) -> None:
@@ -184,6 +169,15 @@ REFUSED = {
     "hidden too small": (["--hidden", "16"], "--hidden: expected an integer of at least 32"),
     "unknown layer": (["--layers", "0"], r"--layers: expected some of 1, 2, got 0"),
     "networks of the baseline": (["--space", "roped"], "--steps: expected 0 with --space roped"),
+    "context of nothing": (["--context", "0"], "--context: expected an integer of at least 1"),
+    "seed that MLX does not take": (["--seed", str(1 << 70)], "--seed: expected an integer of .* at most 4294967295"),
+    "batch beyond memory": (["--batch", str(10**12)], "--batch: expected an integer of .* at most 65536"),
+    "distance": (["--farther-than", "-1"], "--farther-than: expected an integer of at least 0"),
+    "a folder of held-out text": (["--held-out", "model"], "--held-out: expected readable .* text files, got .*model"),
+    "text in another encoding": (
+        ["--text", "latin.txt"],
+        r"--text: expected readable .* files, got latin\.txt: ",
+    ),
     "rate": (["--rate", "0"], "--rate: expected a number above 0"),
     "rate that is none": (["--rate", "nan"], "--rate: expected a number above 0"),
     "no folder": (["-o", "/nowhere/a.safetensors"], "--out: expected a name in .safetensors in a folder that exists"),
@@ -299,16 +293,33 @@ def test_a_command_that_was_killed_while_it_collected_and_while_it_trained_gives
     assert next(work.glob("trained-*/layer-001.safetensors")).stat().st_mtime_ns == finished
 
 
+@pytest.mark.parametrize("kind", ["collected", "trained"])
+def test_two_runs_do_not_work_in_one_folder(
+    kind: str, folder: Path, trained: Path, tmp_path: Path, capsys: Any
+) -> None:
+    argv = arguments(folder, tmp_path / "a.safetensors", "--work", str(trained / "work"))
+    with ExitStack() as others:
+        for path in trained.glob(f"work/{kind}-*"):
+            others.enter_context(alone(path))
+        assert cli.main(argv) == 2
+        assert "--work: expected a folder that no other run is working in" in capsys.readouterr().err
+    assert cli.main(argv) == 0
+
+
 def test_what_somebody_else_left_in_the_work_folder_is_refused(
     folder: Path, trained: Path, tmp_path: Path, capsys: Any
 ) -> None:
     work = tmp_path / "work"
     shutil.copytree(trained / "work", work)
     argv = arguments(folder, tmp_path / "a.safetensors", "--work", str(work))
-    for path in work.glob("trained-*/layer-001.safetensors"):
-        path.write_bytes(path.read_bytes()[:-3])
-    assert cli.main(argv) == 2
-    assert "bytes of data where its header says" in capsys.readouterr().err
+    for damage, message in (
+        (lambda path: write_tensors(path, {"mine": mx.zeros(3)}), "expected a layer that this command has trained"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-3]), "bytes of data where its header says"),
+    ):
+        for path in work.glob("trained-*/layer-001.safetensors"):
+            damage(path)
+        assert cli.main(argv) == 2
+        assert message in capsys.readouterr().err
     for path in work.glob("trained-*"):
         shutil.rmtree(path)
     (rows,) = {path for path in work.glob("collected-*/layer-002.keys_after.f16") if path.stat().st_size > 50_000}
@@ -319,38 +330,6 @@ def test_what_somebody_else_left_in_the_work_folder_is_refused(
         path.write_text("[" * 100_000)
     assert cli.main(argv) == 2
     assert "expected what an interrupted run of this command collected" in capsys.readouterr().err
-
-
-def test_memory_does_not_grow_with_the_texts(tmp_path: Path, blas_environment: dict[str, str]) -> None:
-    """Four times the texts, which are much larger than the model, in hardly more memory."""
-    script = """
-import resource, sys
-sys.path.insert(0, {tests!r})
-from pathlib import Path
-from tiny_models import build
-from test_saap_train import Progress
-from mlx_sparse.saap.collect import collect, find_places
-model = build(head_dim=256)
-windows = [[1 + (i * i + i // 7 + w) % 95 for i in range(1024)] for w in range(int(sys.argv[1]))]
-options = dict(queries=1000, first=0, seed=0, key="k", progress=Progress())
-found = collect(model, find_places(model, 0), windows, Path(sys.argv[2]), **options)
-print(found.bytes, 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
-"""
-    script = script.format(tests=str(Path(__file__).parent))
-    sizes = []
-    for windows in (2, 8):
-        place = tmp_path / str(windows)
-        place.mkdir()
-        done = subprocess.run(
-            [sys.executable, "-c", script, str(windows), str(place)],
-            env=blas_environment,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        sizes.append([int(number) for number in done.stdout.split()])
-    (few, least), (many, most) = sizes
-    assert most - least < 0.25 * (many - few), sizes
 
 
 def test_rows_of_the_report_agree_with_the_oracle_on_one_head(folder: Path, trained: Path, capsys: Any) -> None:

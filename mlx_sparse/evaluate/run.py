@@ -117,12 +117,16 @@ def load_model(name: str | None, cache: str | None) -> tuple[Any, Any, dict[str,
     return model, tokenizer, config
 
 
-def read_tokens(tokenizer: Any, files: list[str] | None) -> list[int]:
-    """The tokens of ``files``, or of Python's language reference."""
-    try:
-        texts = [Path(file).read_text(encoding="utf-8") for file in files or []]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--text: expected readable UTF-8 text files, got {error}.") from None
+def read_tokens(tokenizer: Any, files: list[str] | None, option: str = "--text") -> list[int]:
+    """The tokens of ``files``, or of Python's language reference; ``option`` is who named them."""
+    texts = []
+    for file in files or []:
+        try:
+            texts.append(Path(file).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"{option}: expected readable UTF-8 text files, got {error}.") from None
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{option}: expected readable UTF-8 text files, got {file}: {error}.") from None
     # transformers warns of texts longer than the context, of which only pieces are used here.
     logging.getLogger("transformers").setLevel(logging.ERROR)
     tokens: list[int] = tokenizer.encode("\n\n".join(texts or [topics[name] for name in sorted(topics)]))

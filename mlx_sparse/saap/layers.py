@@ -21,7 +21,8 @@ from .rows import Distances, Rows, Texts, long_range_rows
 from .train import FEWEST_ROWS, Training, train_layer
 
 Array = npt.NDArray[Any]
-MOST_HELD_OUT = 1024  # queries of a held-out text that are looked at, to bound memory
+MOST_HELD_OUT = 1024  # queries of a held-out text that are looked at
+MOST_REPORTED = 2048  # of all held-out texts, to bound memory
 
 
 @dataclass(frozen=True)
@@ -64,16 +65,16 @@ def make_centroids(texts: Texts, recipe: Recipe, *, roped: bool) -> Array:
 
 def _head_centroids(keys: Array, recipe: Recipe) -> Array:
     """Of ``keys (W, S, D)``; no more of them are read than k-means looks at."""
-    windows, S, _ = keys.shape
-    share = -(-POINTS * recipe.buckets // windows)
+    windows, S, D = keys.shape
     random, sinks = np.random.default_rng(recipe.seed), recipe.distances.sink_tokens
-    parts = []
+    share = min(-(-POINTS * recipe.buckets // windows), S - sinks)
+    found = np.empty((windows, share, D), np.float32)
     for window in range(windows):
         rows = np.arange(sinks, S)
         if len(rows) > share:
             rows = np.sort(random.choice(rows, share, replace=False))
-        parts.append(np.asarray(keys[window][rows], np.float32))
-    return fit_centroids(np.concatenate(parts), recipe.buckets, seed=recipe.seed)
+        found[window] = keys[window][rows]
+    return fit_centroids(found.reshape(-1, D), recipe.buckets, seed=recipe.seed)
 
 
 def bucket_ids(keys: Array, centroids: Array) -> Array:
@@ -95,7 +96,7 @@ def report_layer(
     number: int, texts: Texts, layer: Layer, roped: Array, rows: Sequence[Rows], recipe: Recipe
 ) -> list[HeadReport]:
     """What every router finds in held-out ``texts``; ``roped`` are the centroids after RoPE."""
-    texts = texts.thinned(MOST_HELD_OUT)
+    texts = texts.thinned(min(MOST_HELD_OUT, max(MOST_REPORTED // len(texts.positions), 1)))
     centroids = np.array(layer.centroids.astype(mx.float32))
     ids, roped_ids = bucket_ids(texts.keys_before, centroids), bucket_ids(texts.keys_after, roped)
     after = Layer(mx.array(roped))

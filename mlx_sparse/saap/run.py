@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -16,8 +15,8 @@ import mlx.core as mx
 
 from ..artefact import MAX_HIDDEN, Artefact, Layer, identity, load, versions
 from ..artefact.tensors import read_header, read_tensors, write_tensors
-from ..checks import ConfigError, check_int
-from ..config import MAX_BUCKETS
+from ..checks import ArtefactError, ConfigError, check_int
+from ..config import MAX_BUCKETS, SAAP
 from ..demo import blas
 from ..demo.store import cache_directory
 from ..evaluate.journal import Journal
@@ -27,8 +26,19 @@ from .layers import Recipe, half, make_centroids, make_layer, report_layer
 from .report import HeadReport, as_dict, table
 from .rows import Distances
 from .train import Training
+from .work import alone, clear
 
 LONGEST = 32768  # tokens of a text, unless more are asked for
+MOST_BATCH = 1 << 16
+LEAST = {
+    "windows": 1,
+    "queries": 1,
+    "rows": 1,
+    "dense_layers": 0,
+    "sink_tokens": 0,
+    "recent_tokens": 1,
+    "farther_than": 0,
+}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -43,10 +53,21 @@ def main(argv: Sequence[str]) -> int:
         print(f"\nmlx-sparse train-saap: interrupted; the same command goes on from {work}", file=sys.stderr)
         return 130
     if args.work is None:
-        shutil.rmtree(work)
+        clear(work)
     print(json.dumps({"artefact": str(args.out), **as_dict(heads)}) if args.json else table(heads))
-    print(f"Wrote {args.out}. Use it with --attn saap:artefact={args.out}", file=sys.stderr)
+    print(f"Wrote {args.out}. Use it with --attn {_advice(args)}", file=sys.stderr)
     return 0
+
+
+def _advice(args: argparse.Namespace) -> str:
+    """How the file is used: with other settings where the usual ones do not fit it."""
+    usual = SAAP()
+    own: dict[str, Any] = {"probes": min(usual.probes, max(args.buckets // 16, 1))}
+    own |= {"sink_tokens": args.sink_tokens, "recent_tokens": args.recent_tokens, "dense_layers": args.dense_layers}
+    if not args.steps:
+        own = {"mode": "kmeans", **own}
+    changed = [f",{name}={value}" for name, value in own.items() if value != getattr(usual, name)]
+    return f"saap:artefact={args.out}{''.join(changed)}"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -116,9 +137,11 @@ def _check(args: argparse.Namespace) -> None:
     check_int("--buckets", args.buckets, 2, MAX_BUCKETS)
     args.steps = (300 if args.space == "before_rope" else 0) if args.steps is None else args.steps
     check_int("--steps", args.steps, 0)
+    check_int("--seed", args.seed, 0, (1 << 32) - 1)
+    check_int("--batch", args.batch, 1, MOST_BATCH)
     if args.space == "roped" and args.steps:
         raise ConfigError("--steps: expected 0 with --space roped, which has centroids only.")
-    for name, low in (("batch", 1), ("windows", 1), ("queries", 1), ("rows", 1), ("dense_layers", 0), ("seed", 0)):
+    for name, low in LEAST.items():
         check_int(f"--{name.replace('_', '-')}", getattr(args, name), low)
     if not 0 < args.rate <= 1:
         raise ConfigError(f"--rate: expected a number above 0 and at most 1, got {args.rate}.")
@@ -138,7 +161,9 @@ def _train(args: argparse.Namespace, work: Path) -> list[HeadReport]:
     mx.clear_cache()
     options = {**asdict(recipe), "space": args.space}
     key = _key([collection.folder.name for collection in collections], options)
-    layers, heads = _layers(work / f"trained-{key[:12]}", key, collections, recipe, args.space)
+    folder = work / f"trained-{key[:12]}"
+    with alone(folder):
+        layers, heads = _layers(folder, key, collections, recipe, args.space)
     hidden = recipe.training.hidden if recipe.training else 0
     exact = args.sink_tokens, args.recent_tokens
     about = {**options, "texts": len(texts[0]), "context": len(texts[0][0])}
@@ -150,7 +175,7 @@ def _train(args: argparse.Namespace, work: Path) -> list[HeadReport]:
 def _texts(args: argparse.Namespace, tokenizer: Any, config: dict[str, Any]) -> tuple[list[list[int]], list[list[int]]]:
     """The texts to train on and those held out, all of ``--context`` tokens."""
     limit = config.get("max_position_embeddings") or config.get("text_config", {}).get("max_position_embeddings")
-    context = check_int("--context", args.context or min(limit or LONGEST, LONGEST), 1, limit)
+    context = check_int("--context", min(limit or LONGEST, LONGEST) if args.context is None else args.context, 1, limit)
     exact = args.distances.exact
     if context < 2 * exact:
         raise ConfigError(
@@ -160,7 +185,7 @@ def _texts(args: argparse.Namespace, tokenizer: Any, config: dict[str, Any]) -> 
     opening = tokenizer.encode("")  # what the model expects before a text: nothing, or a token of its own
     length = context - len(opening)
     tokens = read_tokens(tokenizer, args.text)
-    beside = read_tokens(tokenizer, args.held_out) if args.held_out else None
+    beside = read_tokens(tokenizer, args.held_out, "--held-out") if args.held_out else None
     wanted = 1 if beside is not None else 2
     if len(tokens) < wanted * length or (beside is not None and len(beside) < length):
         short, name, wanted = (tokens, "--text", wanted) if len(tokens) < wanted * length else (beside, "--held-out", 1)
@@ -222,10 +247,10 @@ def _collect(
         for windows, first in zip(texts, (exact, max(exact, length // 2)), strict=True):
             key = fingerprint(model, [token for window in windows for token in window], *options, first)
             folder = work / f"collected-{key[:12]}"
-            folder.mkdir(parents=True, exist_ok=True)
             queries = min(args.queries, length - first)
             own = {"queries": queries, "first": first, "seed": args.seed, "key": key, "progress": progress}
-            found.append(collect(model, places, windows, folder, **own))
+            with alone(folder):
+                found.append(collect(model, places, windows, folder, **own))
     return found[0], found[1]
 
 
@@ -235,7 +260,6 @@ def _layers(
     """Every layer and its report; those that an interrupted command finished are read."""
     from tqdm import tqdm
 
-    folder.mkdir(parents=True, exist_ok=True)
     journal = Journal(folder / "report.jsonl", "train-saap", key, _read_heads)
     steps = recipe.training.steps if recipe.training else 1
     train, held_out = collections
@@ -243,10 +267,8 @@ def _layers(
     with tqdm(total=steps * len(train.places), unit="step", smoothing=0, disable=None) as progress:
         for number in train.places:
             progress.set_description(f"layer {number}")
-            path, checkpoint = (
-                folder / f"layer-{number:03}.safetensors",
-                folder / f"layer-{number:03}.state.safetensors",
-            )
+            path = folder / f"layer-{number:03}.safetensors"
+            checkpoint = path.with_suffix(".state.safetensors")
             if str(number) in journal.results:
                 progress.update(steps)
             else:
@@ -264,7 +286,10 @@ def _layers(
 
 
 def _load(path: Path) -> Layer:
-    return Layer(**read_tensors(path, read_header(path)))
+    tensors = read_tensors(path, read_header(path))
+    if not {"centroids"} <= tensors.keys() <= Layer.__dataclass_fields__.keys():
+        raise ArtefactError(f"{path}: expected a layer that this command has trained, got another file. Delete it.")
+    return Layer(**tensors)
 
 
 def _read_heads(data: Any) -> list[HeadReport]:

@@ -145,7 +145,7 @@ class Adam:
         wanted = {f"{part}.{name}": array.shape for part, of in parts.items() for name, array in of.items()}
         header = read_header(path)
         step = header.metadata.get("step", "")
-        if header.shapes != wanted or not step.isdecimal():
+        if header.shapes != wanted or not (step.isdecimal() and len(step) < 10):
             raise ArtefactError(f"{path}: expected a checkpoint of this training, got another file. Delete it.")
         arrays = read_tensors(path, header)
         params, first, second = ({name: arrays[f"{part}.{name}"] for name in like.params} for part in parts)

@@ -1,0 +1,89 @@
+"""What `mlx-sparse train-saap` collects: the model's own queries and keys, of the layers that SAAP serves."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from test_saap_train import Progress
+from tiny_models import build
+
+from mlx_sparse.saap.collect import collect, find_places
+
+TOKENS = [1 + (i * i + i // 7) % 95 for i in range(1200)]
+
+
+def test_collected_rows_are_those_of_the_model(tmp_path: Path) -> None:
+    model = build(num_hidden_layers=3)
+    windows = [TOKENS[:600], TOKENS[600:1200]]
+    options = {"queries": 50, "first": 100, "seed": 3, "key": "k", "progress": Progress()}
+    found = collect(model, find_places(model, 1), windows, tmp_path, **options)
+    assert list(found.places) == [1, 2]
+    caches = make_prompt_cache(model)
+    mx.eval(model(mx.array([windows[1]]), cache=caches))
+    positions = found.positions[1]
+    assert (np.diff(positions) > 0).all() and positions[0] >= 100
+    for number in found.places:
+        texts = found.texts(number)
+        attention = model.layers[number].self_attn
+        keys = np.array(caches[number].keys[0, :, :600])
+        # The model ran in chunks here, so its sums were in another order; then half precision.
+        np.testing.assert_allclose(texts.keys_after[1], keys, rtol=2**-10, atol=2e-3)
+        rotated = attention.rope(mx.array(texts.keys_before[1].astype(np.float32))[None])[0]
+        np.testing.assert_allclose(np.array(rotated), keys, rtol=2**-9, atol=1e-2)
+        queries = mx.array(texts.queries_before[1].astype(np.float32))
+        for row, position in enumerate(positions[:5]):
+            again = np.array(attention.rope(queries[None, :, [row]], offset=int(position)))[0, :, 0]
+            np.testing.assert_allclose(texts.queries_after[1][:, row], again, rtol=2**-9, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("family", "layers"),
+    [
+        ("llama", [0, 1]),
+        ("qwen3", [0, 1]),
+        ("glm4", [0, 1]),
+        ("smollm3", [0, 1]),
+        ("gemma3_text", [1, 3]),
+        ("gpt_oss", [1]),
+    ],
+)
+def test_layers_with_a_sliding_window_are_left_out(family: str, layers: list[int]) -> None:
+    assert list(find_places(build(family), 0)) == layers
+
+
+def test_memory_does_not_grow_with_the_texts(tmp_path: Path, blas_environment: dict[str, str]) -> None:
+    """Four times the texts, which are much larger than the model, in hardly more memory."""
+    script = """
+import resource, sys
+sys.path.insert(0, {tests!r})
+from pathlib import Path
+from tiny_models import build
+from test_saap_train import Progress
+from mlx_sparse.saap.collect import collect, find_places
+model = build(head_dim=256)
+windows = [[1 + (i * i + i // 7 + w) % 95 for i in range(1024)] for w in range(int(sys.argv[1]))]
+options = dict(queries=1000, first=0, seed=0, key="k", progress=Progress())
+found = collect(model, find_places(model, 0), windows, Path(sys.argv[2]), **options)
+print(found.bytes, 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+    script = script.format(tests=str(Path(__file__).parent))
+    sizes = []
+    for windows in (2, 8):
+        place = tmp_path / str(windows)
+        place.mkdir()
+        done = subprocess.run(
+            [sys.executable, "-c", script, str(windows), str(place)],
+            env=blas_environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        sizes.append([int(number) for number in done.stdout.split()])
+    (few, least), (many, most) = sizes
+    assert most - least < 0.25 * (many - few), sizes
