@@ -122,6 +122,7 @@ def test_a_prompt_without_an_index_is_indexed_as_if_it_had_been_there_from_the_s
             rows.append(model(mx.array([[token]]), cache=cache)[0])
     dense = Steps(model, Words(), Example(prompt, target), 512).reference
     expected = runner.outcome(mx.concatenate(rows), dense, target, 2 * len(target))
+    assert found.sparse_calls == 2 * 20 and found.dense_calls == 0  # its prompt was not the method's
     assert found.outcome.kl == pytest.approx(expected.kl, rel=1e-3)
     assert found.selectivity == pytest.approx(report.buckets.selectivity)
 

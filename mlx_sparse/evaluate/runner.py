@@ -61,10 +61,10 @@ class Steps:
         if method == "dense":
             return Trial(self._outcome(self.reference))
         with_prompt = select_methods(parse(method))[0] is not None
+        cache = None if with_prompt else copy.deepcopy(self.cache)
         rows = []
         with sparse(self.model, method) as report:
-            prompt = self.example.prompt[:-1]
-            cache = prefill(self.model, prompt, self.step) if with_prompt else copy.deepcopy(self.cache)
+            cache = cache or prefill(self.model, self.example.prompt[:-1], self.step)
             for token in self.inputs:
                 row = self.model(mx.array([[token]]), cache=cache)[0].astype(mx.float32)
                 mx.eval(row)
