@@ -232,6 +232,28 @@ def test_recorded_keys_are_indexed_without_turning_the_cache_back():
     decoder.check_ids()
 
 
+@pytest.mark.parametrize("written", [1, CONFIG.recent_tokens + 3])
+def test_a_trim_to_any_row_forgets_what_was_behind_it_and_no_more(written: int):
+    """To before and behind what is listed, between rows that wait for their ids: no key is turned back after it."""
+
+    class Broken(Source):
+        def turned_back(self, rows: mx.array, offset: Any) -> mx.array:
+            raise AssertionError("every key was recorded")
+
+    decoder = Decoder(KVCache(), source=Broken(ROPE))
+    for count in (70, 1, 1, 5, 3):
+        decoder.write(count)
+        decoder.check()
+    covered, length = decoder.cache.index.covered, decoder.cache.length
+    assert decoder.cache.index.assigned < length - 8
+    for row in range(covered - 3, length):
+        twin = copy.deepcopy(decoder)
+        twin.cache.trim(length - row)
+        twin.write(written)
+        twin.check()
+        twin.check_ids()
+
+
 def test_keys_of_unknown_history_are_turned_back_once():
     decoder = Decoder(KVCache())
     decoder.records = False
