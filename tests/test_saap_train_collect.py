@@ -57,6 +57,19 @@ def test_layers_with_a_sliding_window_are_left_out(family: str, layers: list[int
     assert list(find_places(build(family), 0)) == layers
 
 
+def test_the_first_layers_are_counted_among_those_that_attend() -> None:
+    """As a decoder counts them, of a model that begins with a convolution."""
+    layers = {"layer_types": ["conv", "full_attention"] * 2, "full_attn_idxs": [1, 3], "num_hidden_layers": 4}
+    block = {
+        "block_dim": 64,
+        "block_multiple_of": 8,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": False,
+    }
+    model = build("lfm2", **layers, **block, norm_eps=1e-5, conv_bias=False, conv_L_cache=3)
+    assert [list(find_places(model, dense)) for dense in (0, 1)] == [[1, 3], [3]]
+
+
 def test_memory_does_not_grow_with_the_texts(tmp_path: Path, blas_environment: dict[str, str]) -> None:
     """Four times the texts, which are much larger than the model, in hardly more memory."""
     script = """

@@ -196,12 +196,13 @@ def _run(
 
 
 def find_places(model: Any, dense_layers: int) -> dict[int, Place]:
-    """The layers that SAAP can serve, from ``dense_layers`` on.
+    """The layers that SAAP can serve, but for the first ``dense_layers`` of those that attend.
 
     Raises:
         ConfigError: there is none; it says why.
     """
     sources = find_sources(model)
+    order = sorted(sources)
     caches = make_prompt_cache(model)
     places: dict[int, Place] = {}
     reasons: list[str] = []
@@ -215,7 +216,7 @@ def find_places(model: Any, dense_layers: int) -> dict[int, Place]:
             reasons.append(f"with a {type(cache).__name__}")
         elif not isinstance(source, Source):
             reasons.append(source or "without tensors before RoPE")
-        elif seen.layer < dense_layers:
+        elif order.index(seen.layer) < dense_layers:
             reasons.append("that stay dense")
         elif seen.queries.shape[3] != D:
             reasons.append("with key and value head dims that differ (MLA)")
