@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,14 @@ SAAP = "probes=3,sink_tokens=1,recent_tokens=9,dense_layers=1,dense_below=0,fold
 by_method = pytest.mark.parametrize("method", ["dense", SPARQ], ids=["dense", "sparq"])
 
 
-def artefact(path: Path, model: Any, *, hidden: int = 12, buckets: int = 8, **changes: Any) -> Path:
-    """An artefact for a tiny model with centroids and networks that were made up."""
+def artefact(
+    path: Path, model: Any, *, hidden: int = 12, buckets: int = 8, only: Sequence[int] | None = None, **changes: Any
+) -> Path:
+    """An artefact for a tiny model, or ``only`` for some layers, with centroids and networks that were made up."""
     layers = {}
     for i, shape in enumerate(kv_shapes(model)):
+        if only is not None and i not in only:
+            continue
         assert shape is not None
         heads, D = shape
         sizes = [(buckets, D), *([(D, hidden), (hidden,), (hidden, buckets), (buckets,)] if hidden else [])]

@@ -58,6 +58,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "every bucket": {"settings": SAAP.replace("probes=3", "probes=8")},
     "after rope": {"about": {"space": "roped"}},
     "late": {"settings": SAAP.replace("dense_below=0", "dense_below=33")},
+    "a layer that the artefact lacks": {
+        "settings": SAAP.replace("dense_layers=1", "dense_layers=0"),
+        "about": {"only": [1]},
+        "changes": {"num_hidden_layers": 3},
+    },
     "no sinks": {"settings": SAAP.replace("sink_tokens=1", "sink_tokens=0")},
 }
 
@@ -207,6 +212,20 @@ def test_queries_that_choose_after_rope_are_noticed(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(Decoder, "_before", lambda self, i, before, after: original(self, i, after, after))
     with pytest.raises(ArtefactError, match="Nothing was kept"):
         made(tmp_path)
+
+
+@pytest.mark.parametrize(("length", "dense_below", "dense"), [(100, 101, True), (100, 100, False)])
+def test_a_file_too_short_for_sparse_steps_is_named(
+    tmp_path: Path, length: int, dense_below: int, dense: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_models.write(tmp_path / "model")
+    file = artefact(tmp_path / "own.safetensors", tiny_models.build())
+    method = f"saap:artefact={file},probes=3,recent_tokens=9,dense_below={dense_below}"
+    given = {"--model": tmp_path / "model", "-o": tmp_path / "out", "--method": method, "--max-length": length}
+    command.main([str(word) for pair in given.items() for word in pair])
+    said = capsys.readouterr().out
+    assert ("It decodes densely: sparse steps begin at 101 keys and it holds 100 tokens." in said) == dense
+    assert ("densely" in said) == dense
 
 
 @pytest.fixture

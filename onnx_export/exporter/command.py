@@ -40,6 +40,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, before)
     print(f"{args.out}: {made.method}, {made.max_length} tokens, {made.nbytes / 1e6:,.0f} MB.")
     print(f"Checked on onnxruntime: {made.agreement}.")
+    if made.sparse_from is not None and made.sparse_from > made.max_length:
+        print(
+            f"It decodes densely: sparse steps begin at {made.sparse_from} keys and it holds {made.max_length} tokens. "
+            "Give a larger --max-length, or dense_below."
+        )
     return 0
 
 

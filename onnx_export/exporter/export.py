@@ -64,6 +64,7 @@ class Exported:
         max_length: tokens that the caches hold.
         nbytes: size of model.onnx and its data.
         agreement: how well the logits agree with MLX's.
+        sparse_from: keys from which decode steps are sparse; None if the method decodes densely.
     """
 
     folder: Path
@@ -71,6 +72,7 @@ class Exported:
     max_length: int
     nbytes: int
     agreement: Agreement
+    sparse_from: int | None
 
 
 def export(
@@ -149,7 +151,8 @@ def export(
             bar.update()
             agreement = compare(proto, made, expected, target, lower)
             bar.update()
-    return Exported(folder, target.text, length, nbytes, agreement)
+    sparse_from = int(target.method.dense_below) if isinstance(target.method, (SparQ, SAAP)) else None
+    return Exported(folder, target.text, length, nbytes, agreement, sparse_from)
 
 
 def _check_sizes(dtype: str | None, max_length: int | None, static: tuple[int, int] | None) -> None:
