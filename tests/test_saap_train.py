@@ -19,7 +19,7 @@ from mlx_sparse.saap import network
 from mlx_sparse.saap.clusters import POINTS, fit_centroids
 from mlx_sparse.saap.layers import losses
 from mlx_sparse.saap.rows import Distances, Rows, Texts, best_distance, bucket_mass, long_range_rows
-from mlx_sparse.saap.train import FEWEST_ROWS, Adam, Training, train_layer
+from mlx_sparse.saap.train import FEWEST_ROWS, Adam, Training, _batch, train_layer
 
 Array = npt.NDArray[Any]
 D, BUCKETS = 16, 12
@@ -333,6 +333,19 @@ def test_the_loss_that_is_reported_is_the_divergence() -> None:
     assert losses(rows[1], layer, 1, SCALE) == {"kmeans": pytest.approx(expected, abs=2e-3)}
     none = Rows(rows[0].queries[:0], rows[0].target[:0], 5, SHARE)
     assert losses(none, layer, 0, SCALE) == {}
+
+
+def test_the_rate_falls_to_nothing() -> None:
+    rates = [Training(2 * D, steps=8, rate=0.5).rate_at(step) for step in range(9)]
+    np.testing.assert_allclose([rates[0], rates[4], rates[8]], [0.5, 0.25, 0], atol=1e-12)
+    assert (np.diff(rates) < 0).all()
+
+
+def test_every_step_sees_other_rows_and_the_same_ones_again() -> None:
+    rows = long_tailed_rows(500)
+    first, second, again = (np.array(_batch(rows, TRAINING, step)[0]) for step in (0, 1, 0))
+    np.testing.assert_array_equal(first, again)
+    assert not np.array_equal(first, second)
 
 
 def test_a_head_with_too_few_rows_keeps_the_kmeans_router() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -62,7 +64,7 @@ def test_recall_is_that_of_queries_that_look_far_away_where_there_are_enough() -
     mass, keys = np.zeros((n, 1, 2)), np.full((n, 2), 5)
     mass[:, 0, 0] = 1
     mass[:20, 0] = (0, 1)
-    distance = np.where(np.arange(n) < 20, 900, 3)[:, None]
+    distance = np.where(np.arange(n) < 20, 900, DISTANCES.farthest_top)[:, None]
     scores = np.tile([1.0, 0.0], (n, 1))
     assert curve(Indexed(mass, keys, distance), scores, DISTANCES).recall[1] == 0
     few = np.where(np.arange(n) < 5, 900, 3)[:, None]
@@ -110,6 +112,25 @@ def test_the_report_covers_every_head_and_router() -> None:
         expected = oracle.imbalance(ids[:, found.head, DISTANCES.sink_tokens :], BUCKETS)
         assert found.imbalance["before_rope"] == pytest.approx(expected)
     assert imbalance(np.zeros((1, 9), np.int32), RECIPE) == BUCKETS
+
+
+def test_every_router_is_reported_under_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    train, held_out = texts(), texts(seed=1, every=3)
+    layer, rows = make_layer(train, RECIPE, checkpoint=None, progress=None)
+    roped = make_centroids(train, RECIPE, roped=True)
+    whole = report_layer(5, held_out, layer, roped, rows, RECIPE)
+    plain = report_layer(5, held_out, Layer(layer.centroids), roped, [], RECIPE)
+    swapped = replace(held_out, keys_before=held_out.keys_after, queries_before=held_out.queries_after)
+    after = report_layer(5, swapped, Layer(mx.array(roped)), roped, [], RECIPE)
+    for with_networks, without, of_roped in zip(whole, plain, after, strict=True):
+        assert without.recall == {name: with_networks.recall[name] for name in ("kmeans", "roped")}
+        assert with_networks.recall["trained"] != with_networks.recall["kmeans"]
+        np.testing.assert_allclose(with_networks.recall["roped"], of_roped.recall["kmeans"], atol=1e-6)
+    # Many texts are looked at with few queries of each.
+    monkeypatch.setattr("mlx_sparse.saap.layers.MOST_REPORTED", 5 * WINDOWS)
+    assert report_layer(5, held_out, layer, roped, rows, RECIPE) == report_layer(
+        5, held_out.thinned(5), layer, roped, rows, RECIPE
+    )
 
 
 def test_thinned_texts_have_fewer_queries_and_all_keys() -> None:

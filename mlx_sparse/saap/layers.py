@@ -18,7 +18,7 @@ from .clusters import POINTS, fit_centroids
 from .recall import SELECTIVITIES, Indexed, curve, grouped_queries, index, router_scores
 from .report import HeadReport
 from .rows import Distances, Rows, Texts, long_range_rows
-from .train import FEWEST_ROWS, Training, train_layer
+from .train import Training, learns, train_layer
 
 Array = npt.NDArray[Any]
 MOST_HELD_OUT = 1024  # queries of a held-out text that are looked at
@@ -145,7 +145,7 @@ def losses(rows: Rows, layer: Layer, head: int, scale: float, trained_on: Rows |
     logits = {"kmeans": scale * queries @ of["centroids"].swapaxes(-1, -2)}
     if trained_on is not None:
         # What it has learnt, before it was divided by the buckets' sizes; the k-means router was not.
-        share = trained_on.share if len(trained_on.queries) >= FEWEST_ROWS else np.ones_like(trained_on.share)
+        share = trained_on.share if learns(trained_on) else np.ones_like(trained_on.share)
         logits = {"trained": network.logits(of, queries) + mx.log(mx.array(share)), **logits}
     entropy = -(target * mx.log(mx.maximum(target, 1e-30))).sum(axis=-1).mean()
     found = {name: network.cross_entropy(x, target)[0] - entropy for name, x in logits.items()}

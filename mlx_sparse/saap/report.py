@@ -9,6 +9,7 @@ from typing import Any
 
 from ..evaluate.journal import fields, number
 from .recall import SELECTIVITIES
+from .train import FEWEST_ROWS
 
 ROUTERS = ("trained", "kmeans", "roped")
 
@@ -72,9 +73,10 @@ def table(heads: Sequence[HeadReport]) -> str:
     lines.append("| " + " | ".join([*cells, "", ""]) + " |")
     lines += [
         "",
-        "On text that was not trained on. loss: KL divergence from where long-range attention goes. ROUTER N%: what",
-        "share of that attention is found by visiting N% of the keys that are not attended anyway; kmeans and roped",
-        "route by the centroids of keys before and after RoPE. imbalance: 1 if all buckets are equal.",
+        f"rows: queries trained on, which look far away; a head with fewer than {FEWEST_ROWS} routes by its centroids.",
+        "The rest is of text that was not trained on. loss: KL divergence from where long-range attention goes.",
+        "ROUTER N%: what share of that attention is found by visiting N% of the keys that are not attended anyway;",
+        "kmeans and roped route by the centroids of keys before and after RoPE. imbalance: 1 if all buckets are equal.",
     ]
     return "\n".join(lines)
 

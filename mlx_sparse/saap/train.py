@@ -36,6 +36,15 @@ class Training:
     rate: float = 1e-3
     seed: int = 0
 
+    def rate_at(self, step: int) -> float:
+        """Half a cosine, from ``rate`` at step 0 to 0 when all steps are done."""
+        return self.rate * 0.5 * (1 + math.cos(math.pi * step / self.steps))
+
+
+def learns(rows: Rows) -> bool:
+    """Whether these are enough for a head to be trained."""
+    return len(rows.queries) >= FEWEST_ROWS
+
 
 def train_layer(
     rows: Sequence[Rows],
@@ -56,7 +65,7 @@ def train_layer(
         progress: a bar; its ``update`` is told of steps.
     """
     every = network.router(mx.array(centroids), training.hidden, scale)
-    heads = [head for head, found in enumerate(rows) if len(found.queries) >= FEWEST_ROWS]
+    heads = [head for head, found in enumerate(rows) if learns(found)]
     if heads:
         own = mx.array(heads)
         folded = _train([rows[head] for head in heads], mx.array(centroids)[own], training, scale, checkpoint, progress)
@@ -87,8 +96,7 @@ def _train(
     gradient = mx.grad(network.loss)
     while state.step < training.steps:
         batch = _batch(rows, training, state.step)
-        rate = training.rate * 0.5 * (1 + math.cos(math.pi * state.step / training.steps))
-        state = state.after(gradient(state.params, *batch), rate)
+        state = state.after(gradient(state.params, *batch), training.rate_at(state.step))
         mx.eval(state.params, state.first, state.second)
         if progress is not None:
             progress.update(1)
