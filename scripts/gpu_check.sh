@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # On a machine with an NVIDIA GPU: run the tests of the Triton kernels and the benchmarks on it, within 10 minutes,
 # and write FILE.jsonl and FILE.md to send back. python3 needs torch 2.11 and triton 3.6 or newer, and pytest for the
-# tests; mlx, an installation of this project and a network are not needed.
+# tests (those of transformers run where it is installed); mlx, an installation of this project and a network are not
+# needed.
 #
 #   scripts/gpu_check.sh [--dry-run] [-o FILE.jsonl]
 set -euo pipefail
@@ -17,7 +18,7 @@ while (($#)); do
   case $1 in
     --dry-run) dry_run=true ;;
     -o) [[ ${2-} == *.jsonl ]] || refuse "-o FILE.jsonl, got -o ${2-}"; output=$2 && shift ;;
-    -h | --help) sed -n '2,6s/^# \{0,1\}//p' "$0" && exit ;;
+    -h | --help) sed -n '2,7s/^# \{0,1\}//p' "$0" && exit ;;
     *) refuse "--dry-run or -o FILE.jsonl, got $1" ;;
   esac
   shift
@@ -66,10 +67,14 @@ parallel=()
 if has xdist; then
   parallel=(-n 8)
 fi
+transformers=()
+if has transformers || $dry_run; then
+  transformers=(tests/test_triton_hf.py tests/test_triton_hf_cache.py)
+fi
 if has pytest || $dry_run; then
   run timeout --signal=INT --kill-after=10 200 python3 -m pytest tests/test_triton_kernels.py tests/test_triton_select.py \
     tests/test_triton_saap.py tests/test_triton_sample.py tests/test_triton_blocks.py tests/test_triton_bench.py \
-    tests/test_triton_saap_bench.py tests/test_triton_sample_bench.py tests/test_triton_hf.py tests/test_triton_hf_cache.py \
+    tests/test_triton_saap_bench.py tests/test_triton_sample_bench.py "${transformers[@]}" \
     tests/test_parity.py tests/test_parity_saap.py tests/test_parity_sample.py -k triton \
     --import-mode=importlib -o pythonpath=tests -p no:cacheprovider "${parallel[@]}" -q --junitxml="$work/tests.xml" ||
     echo "status: $?" | tee "$work/tests_status.txt"

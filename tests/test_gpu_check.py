@@ -46,6 +46,7 @@ case "$*" in
   *cuda.is_available*) echo True ;;
   *"find_spec('xdist')"*) exit 1 ;;
   *"find_spec('pytest')"*) exit {pytest} ;;
+  *"find_spec('transformers')"*) exit {transformers} ;;
   *) exec {python} "$@" ;;
 esac
 """
@@ -67,7 +68,7 @@ def run(*command: object, cwd: Path = ROOT, **env: str) -> subprocess.CompletedP
     )
 
 
-def machine(folder: Path, *, pytest_installed: bool = True, fails: bool = False) -> Path:
+def machine(folder: Path, *, missing: str | None = None, fails: bool = False) -> Path:
     """A copy of the project, with other tests, on a machine that answers as one with a GPU does."""
     if shutil.which("nvidia-smi"):
         pytest.skip("with a GPU it would run the whole benchmark")
@@ -78,7 +79,8 @@ def machine(folder: Path, *, pytest_installed: bool = True, fails: bool = False)
     shutil.copy(SCRIPT, folder / "scripts")
     for name in TESTS:
         (folder / "tests" / f"{name}.py").write_text(TEST.format(fails=fails))
-    python = PYTHON.format(python=sys.executable, pytest=0 if pytest_installed else 1)
+    has = {name: int(name == missing) for name in ("pytest", "transformers")}
+    python = PYTHON.format(python=sys.executable, **has)
     for name, body in {"python3": python, "nvidia-smi": NVIDIA_SMI}.items():
         (folder / "bin" / name).write_text(body)
         (folder / "bin" / name).chmod(0o755)
@@ -151,11 +153,19 @@ def test_failing_tests_are_reported_and_do_not_keep_the_benchmark_from_running(t
 
 
 def test_without_pytest_it_says_so_in_one_line_and_goes_on(tmp_path: Path) -> None:
-    done, lines, markdown = check(machine(tmp_path, pytest_installed=False))
+    done, lines, markdown = check(machine(tmp_path, missing="pytest"))
     assert "\npytest is not installed: the tests do not run, " in done.stdout
     assert lines[0]["tests"] is None
     assert lines[0]["problems"] == UNFINISHED
     assert "pytest is not installed" in markdown.splitlines()[0]
+
+
+def test_without_transformers_the_other_tests_run(tmp_path: Path) -> None:
+    folder = machine(tmp_path, missing="transformers")
+    for name in ("test_triton_hf", "test_triton_hf_cache"):
+        (folder / "tests" / f"{name}.py").write_text("raise ModuleNotFoundError('transformers')")
+    _, lines, _ = check(folder)
+    assert (lines[0]["tests"]["tests"], lines[0]["tests"]["failed"]) == (len(TESTS) - 2, [])
 
 
 ROW = {"kind": "row", "failed": False, "turns": 9}
