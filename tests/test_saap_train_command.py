@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import resource
@@ -26,6 +27,8 @@ from mlx_sparse.artefact import Artefact, load
 from mlx_sparse.artefact.tensors import write_tensors
 from mlx_sparse.demo import blas
 from mlx_sparse.lm import sparse
+from mlx_sparse.saap.rows import Distances
+from mlx_sparse.saap.run import _texts
 from mlx_sparse.saap.work import alone
 
 TOKENS = [1 + (i * i + i // 7) % 95 for i in range(4000)]
@@ -85,6 +88,29 @@ def test_the_file_is_for_the_model_and_has_every_layer_but_the_dense_ones(folder
         assert layer.trained and layer.centroids.dtype == mx.float16
         lengths = mx.linalg.norm(layer.centroids.astype(mx.float32), axis=-1)
         np.testing.assert_allclose(np.array(lengths), 1, atol=2e-3)
+
+
+class Numbers:
+    """A tokenizer of numbers, for a model that expects a 7 before a text."""
+
+    def encode(self, text: str) -> list[int]:
+        return [7, *map(int, text.split())]
+
+
+@pytest.mark.parametrize(
+    ("windows", "trained_on", "held_out"), [(1, 1, 1), (3, 2, 1), (8, 2, 1), (100, 2, 1), (1000, 76, 25)]
+)
+def test_text_that_is_held_out_is_not_trained_on(windows: int, trained_on: int, held_out: int, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(map(str, range(1000, 1320 if windows < 1000 else 1000 + 100 * 101))))
+    options = {"context": 101, "windows": windows, "text": [str(text)], "held_out": None}
+    args = argparse.Namespace(**options, distances=Distances(1, 20, 10))
+    train, beside = _texts(args, Numbers(), {"max_position_embeddings": 128})
+    assert (len(train), len(beside)) == (trained_on, held_out)
+    assert all(len(one) == 101 and one[0] == 7 for one in train + beside)
+    learnt, tested = ({token for one in texts for token in one[1:]} - {7} for texts in (train, beside))
+    assert not learnt & tested
+    assert len(learnt) >= 100 * trained_on - 1 and len(tested) == 100 * held_out
 
 
 def test_json_reports_every_head(folder: Path, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:

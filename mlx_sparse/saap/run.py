@@ -174,7 +174,7 @@ def _train(args: argparse.Namespace, work: Path) -> list[HeadReport]:
 
 def _texts(args: argparse.Namespace, tokenizer: Any, config: dict[str, Any]) -> tuple[list[list[int]], list[list[int]]]:
     """The texts to train on and those held out, all of ``--context`` tokens."""
-    limit = config.get("max_position_embeddings") or config.get("text_config", {}).get("max_position_embeddings")
+    limit = config.get("max_position_embeddings") or (config.get("text_config") or {}).get("max_position_embeddings")
     context = check_int("--context", min(limit or LONGEST, LONGEST) if args.context is None else args.context, 1, limit)
     exact = args.distances.exact
     if context < 2 * exact:
@@ -195,7 +195,7 @@ def _texts(args: argparse.Namespace, tokenizer: Any, config: dict[str, Any]) -> 
         )
     held = max(args.windows // 4, 1)
     if beside is None:
-        held = min(held, len(tokens) // length - 1)
+        held = max(min(args.windows, len(tokens) // length - 1) // 4, 1)  # most of a short text is to learn from
         tokens, beside = tokens[: -held * length], tokens[-held * length :]
     return _cut(tokens, length, args.windows, opening), _cut(beside, length, held, opening)
 
