@@ -180,6 +180,18 @@ def test_no_model_of_which_tensors_before_rope_are_unknown(folder: Path, tmp_pat
     assert "expected an attention layer that SAAP can serve, got none" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("factor", [float("nan"), 1e6])
+def test_keys_that_float16_does_not_hold_are_refused(factor: float, folder: Path, tmp_path: Path, capsys: Any) -> None:
+    shutil.copytree(folder / "model", tmp_path / "model")
+    path = tmp_path / "model" / "model.safetensors"
+    weights = {name: array * factor if "1.self_attn.k" in name else array for name, array in mx.load(str(path)).items()}
+    mx.save_safetensors(str(path), weights, {"format": "mlx"})
+    out = tmp_path / "a.safetensors"
+    assert cli.main(arguments(folder, out, "--model", str(tmp_path / "model"))) == 2
+    assert "expected queries and keys within float16, got larger ones or NaN in layer-001" in capsys.readouterr().err
+    assert not out.exists()
+
+
 REFUSED = {
     "text shorter than the window": (["--text", "short.txt"], r"--text: expected at least 2 x 512 tokens, got 700"),
     "held-out text too": (["--held-out", "short.txt", "--context", "1024"], "--held-out: expected at least 1 x 1,024"),
