@@ -246,11 +246,23 @@ def test_keys_that_do_not_fit_are_left_out(capacity: int) -> None:
 
 
 def test_offsets_that_lie_beyond_the_keys_read_nothing() -> None:
-    offsets = integers([[[0, 5, 90, -3]]])
-    key_ids = integers([[[1, 2, 3, 4, 5, 6]]])
+    """Nor the keys of another head."""
+    offsets = integers([[[0, 5, 90, -3], [-4, 2, 2, 2]]])
+    key_ids = integers([[[1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, 12]]])
     sizes = {"length": 20, "covered": 15, "sink_tokens": 1, "capacity": 128}
-    indices, _ = cuda_ref.saap_indices(integers([[[0, 1, 2]]]), offsets, key_ids, **sizes)
-    assert set(indices.flatten().tolist()) <= {-1, 0, *range(1, 7), *range(15, 20)}
+    indices, _ = cuda_ref.saap_indices(integers([[[0, 1, 2]] * 2]), offsets, key_ids, **sizes)
+    for row, first in zip(indices[0], (1, 7), strict=True):
+        assert set(row.tolist()) <= {-1, 0, *range(first, first + 6), *range(15, 20)}
+
+
+def test_a_number_that_is_no_buckets_is_an_empty_slot_of_the_kernel() -> None:
+    """The offset behind a head's last one is another head's."""
+    given = index(SMALL, SMALL.covered)
+    sizes = {name: given[name] for name in ("offsets", "key_ids", "covered", "sink_tokens")}
+    sizes |= {"length": SMALL.step.S, "capacity": SMALL.step.S, "left_padding": padding(SMALL.step)}
+    found = [buckets.saap_indices(integers([[[3, slot]] * 2] * 2), **sizes)[:2] for slot in (-1, SMALL.buckets)]
+    for got, expected in zip(*found, strict=True):
+        assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize("sink_tokens", [2**31 - 1, 2**40])
