@@ -113,7 +113,7 @@ class Collection:
         """
         _, heads, length, D = shape
         if not np.isfinite(rows).all():
-            raise ConfigError(f"--model: expected queries and keys within float16, got larger ones or NaN in {path.stem}.")
+            raise ConfigError(f"--model: expected queries and keys within float16, got larger or NaN in {path.stem}.")
         try:
             with path.open("r+b" if path.exists() else "w+b") as file:
                 for head in range(heads):
