@@ -1,4 +1,4 @@
-"""Artefacts of tiny models: random buckets, random query networks."""
+"""Artefacts of tiny models, random buckets and query networks, and settings to run them with."""
 
 from __future__ import annotations
 
@@ -8,8 +8,25 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_sparse.artefact import Artefact, Layer, identity, kv_shapes
+from mlx_sparse.config import SAAP
 
 BUCKETS = 8
+PROMPT, STEPS, LAYERS = 60, 30, 2
+WINDOW = "sink_tokens=1,recent_tokens=16,fold_every=8,dense_below=0"
+ONLINE = f"saap:mode=online,buckets={BUCKETS},dense_layers=0,{WINDOW}"
+
+
+def attn(path: Path, probes: int = BUCKETS, **changes: Any) -> SAAP:
+    """Settings that make tiny texts long: a window of 1 + 16, lists anew every 8 tokens."""
+    values: dict[str, Any] = {
+        "artefact": str(path),
+        "probes": probes,
+        "recent_tokens": 16,
+        "fold_every": 8,
+        "dense_below": 0,
+        "dense_layers": 0,
+    }
+    return SAAP(**{**values, **changes})
 
 
 def artefact_of(

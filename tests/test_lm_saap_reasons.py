@@ -1,0 +1,179 @@
+"""What SAAP serves in mlx-lm's models, and what stays dense or is refused, each with its reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
+from saap_artefacts import LAYERS, ONLINE, PROMPT, STEPS, attn, write_artefact
+from tiny_models import build, greedy, prompt_of
+
+import mlx_sparse
+from mlx_sparse import oracle
+from mlx_sparse.artefact import load
+from mlx_sparse.checks import ArtefactError, ConfigError
+from mlx_sparse.config import SAAP, Step
+from mlx_sparse.lm import rope as rope_module
+from mlx_sparse.lm import saap
+
+
+@pytest.fixture
+def model() -> Any:
+    return build()
+
+
+@pytest.fixture
+def artefact(model: Any, tmp_path: Path) -> Path:
+    return write_artefact(tmp_path / "model", model)
+
+
+def test_the_first_layers_and_those_the_artefact_lacks_stay_dense_and_say_why(tmp_path: Path):
+    model = build(num_hidden_layers=5)
+    file = write_artefact(tmp_path / "a", model, without=(3,))
+    with mlx_sparse.sparse(model, attn(file, dense_layers=2)) as report:
+        greedy(model, prompt_of(PROMPT), STEPS)
+    assert (report.layers, report.served_layers) == (5, 2)
+    assert report.dense_layers == {saap.FIRST: 2, saap.NOT_IN_ARTEFACT: 1}
+    assert report.sparse_calls == 2 * STEPS
+    assert report.dense_calls[saap.FIRST] == 2 * STEPS
+    assert report.dense_calls[saap.NOT_IN_ARTEFACT] == STEPS
+    assert "2 of 5 layers" in str(report)
+
+
+def test_an_artefact_of_centroids_serves_kmeans_and_not_trained(model: Any, tmp_path: Path):
+    file = write_artefact(tmp_path / "a", model, hidden=0)
+    with mlx_sparse.sparse(model, attn(file, mode="kmeans")) as report:
+        assert report.served_layers == LAYERS
+    with pytest.raises(ConfigError, match=f"got llama with 2 layers: 2 {saap.NOT_TRAINED}"):
+        mlx_sparse.enable(model, attn(file))
+
+
+def test_keys_clustered_after_rope_are_a_baseline_that_runs(tmp_path: Path):
+    """Of the norm after RoPE too: nothing is turned back."""
+    for family in ("llama", "hunyuan_v1_dense"):
+        model = build(family)
+        tokens, _ = greedy(model, prompt_of(PROMPT), STEPS)
+        file = write_artefact(tmp_path / family, model, space="roped", hidden=0)
+        with mlx_sparse.sparse(model, attn(file, mode="kmeans")) as report:
+            cache = make_prompt_cache(model)
+            assert greedy(model, prompt_of(PROMPT), STEPS, cache)[0] == tokens
+        assert report.sparse_calls == LAYERS * STEPS
+        keys = np.array(cache[1].keys[:, :, :PROMPT])
+        ids = oracle.saap_assign(keys, np.array(load(file).layers[1].centroids))
+        np.testing.assert_array_equal(np.array(cache[1].index.ids[..., :PROMPT]), ids)
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [("hunyuan_v1_dense", rope_module.CHANGED), ("nanochat", rope_module.NOT_A_MODULE)],
+)
+def test_layers_without_tensors_before_rope_are_refused_by_name(family: str, reason: str):
+    model = build(family)
+    with pytest.raises(ConfigError, match=f"2 {reason}"):
+        mlx_sparse.enable(model, f"{ONLINE},probes=2")
+    assert mlx_sparse.report(model) is None
+
+
+def test_a_rope_that_depends_on_the_length_is_served_where_its_keys_were_recorded(tmp_path: Path):
+    model = build("internlm2", rope_scaling={"type": "dynamic", "factor": 2.0}, max_position_embeddings=16)
+    tokens, _ = greedy(model, prompt_of(PROMPT), STEPS)
+    with pytest.raises(ConfigError, match="dynamic NTK"):
+        mlx_sparse.enable(model, f"{ONLINE},probes=2")
+    file = str(tmp_path / "cache.safetensors")
+    with mlx_sparse.sparse(model, attn(write_artefact(tmp_path / "a", model))) as report:
+        cache = make_prompt_cache(model)
+        assert greedy(model, prompt_of(PROMPT), STEPS, cache)[0] == tokens
+        assert report.sparse_calls == LAYERS * STEPS
+        save_prompt_cache(file, cache)
+        greedy(model, [5], 3, load_prompt_cache(file))
+    assert report.dense_calls[rope_module.LENGTH_DEPENDENT] == 4 * LAYERS
+    assert report.sparse_calls == LAYERS * STEPS
+
+
+def test_a_layer_that_reads_the_keys_of_another_is_dense_and_says_so(model: Any, artefact: Path):
+    """Its queries are not those that the other layer's router knows."""
+    with mlx_sparse.sparse(model, attn(artefact)) as report:
+        cache = make_prompt_cache(model)
+        greedy(model, prompt_of(PROMPT), 1, cache)
+        plan, _, _ = model._mlx_sparse
+        plan.begin(cache)
+        queries = mx.ones((1, 4, 1, 16))
+        keys, values = (rows[..., : cache[0].offset, :] for rows in (cache[0].keys, cache[0].values))
+        assert plan.attend(queries, keys, values, cache[0], 0.25, None, None) is None
+        plan.end()
+    assert report.dense_calls[saap.NOT_WRITTEN] == 1
+
+
+def test_a_text_shorter_than_the_window_is_dense_and_says_so(model: Any, artefact: Path):
+    prompt = prompt_of(PROMPT)
+    tokens, logits = greedy(model, prompt, STEPS)
+    for config, shortest in ((attn(artefact, recent_tokens=200), 202), (attn(artefact, dense_below=150), 150)):
+        with mlx_sparse.sparse(model, config) as report:
+            same, same_logits = greedy(model, prompt, STEPS)
+        assert same == tokens
+        assert mx.array_equal(same_logits, logits)
+        assert report.sparse_calls == 0
+        assert report.dense_calls[f"over fewer than {shortest:,} keys"] == LAYERS * STEPS
+        assert "sparse calls: none" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ("truncated", ArtefactError, "got .* bytes of data where its header says"),
+        ("missing", ArtefactError, "got none that can be read"),
+        ("another model", ArtefactError, "expected one trained on this model"),
+        ("another family", ArtefactError, "expected one for llama, got one for qwen3"),
+        ("probes", ConfigError, "probes: expected at most the 8 buckets of .*, got 9"),
+        ("none", ConfigError, "artefact: expected a file that mlx-sparse train-saap wrote, got none"),
+        ("no layer", ConfigError, "expected an attention layer that saap can serve"),
+    ],
+)
+def test_bad_input_is_one_clear_error_and_leaves_the_model_alone(
+    change: str, error: type[Exception], message: str, model: Any, artefact: Path
+):
+    config = attn(artefact)
+    if change == "truncated":
+        artefact.write_bytes(artefact.read_bytes()[:-10])
+    elif change == "missing":
+        artefact.unlink()
+    elif change == "another model":
+        write_artefact(artefact, build(seed=3))
+    elif change == "another family":
+        write_artefact(artefact, build("qwen3"))
+    elif change == "probes":
+        config = attn(artefact, 9)
+    elif change == "none":
+        config = SAAP()
+    elif change == "no layer":
+        config = attn(artefact, dense_layers=2)
+    cls, ropes = type(model), [type(rope) for rope in rope_module.ropes(model)]
+    with pytest.raises(error, match=message) as caught:
+        mlx_sparse.enable(model, config)
+    assert "\n" not in str(caught.value)
+    assert type(model) is cls
+    assert [type(rope) for rope in rope_module.ropes(model)] == ropes
+    assert mlx_sparse.report(model) is None
+
+
+def test_contexts_too_short_to_pay_stay_dense_by_themselves():
+    """The saving of one layer's step reaches what kernels on that GPU need, and not one key earlier."""
+    config = SAAP(mode="online", buckets=1024, probes=32)
+    step = Step(heads=8, G=4, D=128, itemsize=2, gpu="s", buckets=1024, network=(128 * 1024 + 1024 * 1024) * 2)
+    shortest = config.shortest_context(step)
+    assert 2048 < shortest < 65536
+    cheap = Step(heads=8, G=4, D=128, itemsize=2, gpu="s", buckets=1024, network=128 * 1024 * 2)
+    assert config.shortest_context(cheap) < shortest
+    # Array operations: 2.5 rows per row that is read, one of them for every 16th key.
+    ops = Step(8, 4, 128, 2, network=512 * 100, buckets=1024)
+    assert config.shortest_context(ops) == round(2.5 * (2048 + 128 + 100) / (1 - 2.5 / 16) + 0.5)
+    assert config.shortest_context() == 2.5 * (2048 + 128)
+    assert SAAP(mode="online", buckets=160, probes=32).shortest_context(Step(8, 4, 128, 2, buckets=160)) >= 1 << 40
+    assert SAAP(mode="online", recent_tokens=16, probes=2).shortest_context(step) == 18
+    assert SAAP(mode="online", dense_below=5000, probes=2).shortest_context(step) == 5000
+    with_everything = SAAP(mode="online", buckets=64, probes=64)
+    assert with_everything.shortest_context(Step(8, 4, 128, 2, "s", 64)) >= 1 << 40
