@@ -23,6 +23,7 @@ def saap_index(
     B, Hkv, n = bucket_ids.shape
     if n == 0:
         return mx.zeros((B, Hkv, buckets + 1), mx.int32), mx.zeros((B, Hkv, 0), mx.int32)
+    sink_tokens = min(sink_tokens, n)  # more would overflow 32 bits
     first = mx.array(sink_tokens) if left_padding is None else (left_padding + sink_tokens)[:, None, None]
     listed = (bucket_ids >= 0) & (bucket_ids < buckets) & (mx.arange(n) >= first)
     ids = mx.where(listed, bucket_ids, buckets).astype(mx.int32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import resource
 import signal
 from pathlib import Path
@@ -128,6 +129,12 @@ def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "none", tmp_path):
         with pytest.raises(ArtefactError, match="none that can be read"):
             load(path)
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ArtefactError, match="no file"):
+        load(tmp_path / "pipe")
 
 
 def test_another_safetensors_file_is_refused(path: Path) -> None:

@@ -112,6 +112,19 @@ def test_a_list_longer_than_its_capacity_is_cut_and_nothing_else_is_touched(back
     assert indices.shape[2] == 20
 
 
+@by_backend
+def test_more_sinks_than_numbers_of_32_bits_are_all_keys(backend: str) -> None:
+    case = SaapCase(Case(2, 4, 2, 150, 64, "f32", padding=(0, 60)), "random")
+    ids = mx.array(case.bucket_ids()[..., : case.covered])
+    many = {"sink_tokens": (1 << 31) - 1, "left_padding": padding(case)}
+    offsets, key_ids = registry.load("saap_index", backend)(ids, buckets=case.buckets, **many)
+    assert (offsets == 0).all()
+    sizes = {"length": case.step.S, "covered": case.covered, "capacity": case.step.S}
+    expand = registry.load("saap_indices", backend)
+    _, counts = expand(mx.array(visited(case)), offsets, key_ids, **sizes, **many)
+    assert counts.tolist() == [[150, 150], [90, 90]]
+
+
 @by_case
 @by_backend
 def test_saap_attention_equals_the_oracle(backend: str, case: SaapCase) -> None:

@@ -35,6 +35,8 @@ def read_header(path: Path) -> Header:
     """
     try:
         size = path.stat().st_size
+        if not path.is_file():
+            raise _refuse(path, "none that can be read (no file)")  # a pipe would never end
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, HEADER_LIMIT):

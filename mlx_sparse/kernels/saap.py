@@ -119,7 +119,7 @@ def saap_indices(
         "left_padding": padding_or_zeros(left_padding, B),
         "length": integer(length),
         "covered": integer(covered),
-        "sink_tokens": integer(sink_tokens),
+        "sink_tokens": integer(min(sink_tokens, covered)),
         "capacity": integer(capacity),
     }
     indices, counts = INDICES(
