@@ -15,7 +15,15 @@ from typing import Any
 import torch
 
 from mlx_sparse import stats
-from mlx_sparse.checks import ConfigError, ShapeError, Sizes, check_int, check_saap, check_shape
+from mlx_sparse.checks import (
+    ConfigError,
+    ShapeError,
+    Sizes,
+    check_centroids,
+    check_int,
+    check_router,
+    check_saap,
+)
 from mlx_sparse.config import MAX_BUCKETS
 from mlx_sparse.stats import Stats
 
@@ -29,7 +37,6 @@ from .checks import (
     check_call,
     check_device,
     check_integers,
-    check_like,
     check_tensor,
     rows,
     type_name,
@@ -124,11 +131,7 @@ def saap_assign(keys: torch.Tensor, centroids: torch.Tensor, *, backend: str = "
     check_tensor("keys", keys)
     check_tensor("centroids", centroids)
     check_backend(backend, keys.device)
-    if keys.ndim != 4 or centroids.ndim != 3 or centroids.shape[::2] != keys.shape[1::2] or 0 in centroids.shape:
-        raise ShapeError(
-            f"centroids: expected (Hkv, C, D) to fit keys (B, Hkv, n, D) of shape {tuple(keys.shape)}, "
-            f"got {tuple(centroids.shape)}."
-        )
+    check_centroids(keys, centroids)
     check_device("centroids", centroids, keys.device)
     columns = centroids.float().mT
     step = max(1, ASSIGNED_AT_ONCE // (keys.shape[0] * columns.shape[0] * columns.shape[2]))
@@ -170,21 +173,7 @@ def saap_route(
             _check_real(name, array, queries.device)
     check_backend(backend, queries.device)
     _check_real("queries", queries, queries.device)
-    if queries.ndim != 4 or queries.shape[2] != 1 or 0 in queries.shape:
-        raise ShapeError(f"queries: expected shape (B, Hq, 1, D), got {tuple(queries.shape)}.")
-    Hq, D = queries.shape[1], queries.shape[3]
-    if out_weight.ndim != 3 or 0 in out_weight.shape or Hq % out_weight.shape[0]:
-        raise ShapeError(
-            f"out_weight: expected (Hkv, rows, C) with Hkv a divisor of Hq={Hq}, got {tuple(out_weight.shape)}."
-        )
-    Hkv, hidden, C = out_weight.shape
-    if hidden_weight is None:
-        check_shape("out_weight", out_weight, (Hkv, D, C))
-        if hidden_bias is not None:
-            raise ConfigError("hidden_bias: expected none without hidden_weight, got a tensor.")
-    check_like("hidden_weight", hidden_weight, (Hkv, D, hidden), None, queries.device)
-    check_like("hidden_bias", hidden_bias, (Hkv, hidden), None, queries.device)
-    check_like("out_bias", out_bias, (Hkv, C), None, queries.device)
+    C = check_router(queries, **network)
     check_int("buckets", C, 1, MAX_BUCKETS)
     check_int("probes", probes, 1, C)
     visited: torch.Tensor = ops.saap_route(queries, **network, probes=probes)

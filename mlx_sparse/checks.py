@@ -149,6 +149,35 @@ def check_saap(sizes: Sizes, bucket_ids: Any, visited: Any, sink_tokens: object,
     check_int("recent_tokens", recent_tokens, 1)
 
 
+def check_centroids(keys: Any, centroids: Any) -> None:
+    """Raise `ShapeError` unless ``centroids`` are ``(Hkv, C, D)`` for ``keys (B, Hkv, n, D)``."""
+    kept = tuple(centroids.shape)
+    if len(keys.shape) != 4 or len(kept) != 3 or kept[::2] != tuple(keys.shape[1::2]) or 0 in kept:
+        raise ShapeError(
+            f"centroids: expected (Hkv, C, D) to fit keys (B, Hkv, n, D) of shape {tuple(keys.shape)}, got {kept}."
+        )
+
+
+def check_router(queries: Any, out_weight: Any, out_bias: Any, hidden_weight: Any, hidden_bias: Any) -> int:
+    """Check the arrays of (saap.5), for ``queries (B, Hq, 1, D)``; return the number of buckets."""
+    if len(queries.shape) != 4 or queries.shape[2] != 1 or 0 in queries.shape:
+        raise ShapeError(f"queries: expected shape (B, Hq, 1, D), got {tuple(queries.shape)}.")
+    Hq, D = queries.shape[1], queries.shape[3]
+    if len(out_weight.shape) != 3 or 0 in out_weight.shape or Hq % out_weight.shape[0]:
+        raise ShapeError(
+            f"out_weight: expected (Hkv, rows, C) with Hkv a divisor of Hq={Hq}, got {tuple(out_weight.shape)}."
+        )
+    Hkv, hidden, C = out_weight.shape
+    check_shape("hidden_weight", hidden_weight, (Hkv, D, hidden))
+    if hidden_weight is None:
+        check_shape("out_weight", out_weight, (Hkv, D, C))
+        if hidden_bias is not None:
+            raise ConfigError("hidden_bias: expected none without hidden_weight, got one.")
+    check_shape("hidden_bias", hidden_bias, (Hkv, hidden))
+    check_shape("out_bias", out_bias, (Hkv, C))
+    return int(C)
+
+
 def read_length(text: str, name: str = "--lengths") -> int:
     """A number of keys: ``4k`` is 4096.
 

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 
 from .. import registry, stats
-from ..checks import ConfigError, ShapeError, check_int, check_saap, check_shape
+from ..checks import ConfigError, check_centroids, check_int, check_router, check_saap
 from ..config import MAX_BUCKETS
 from ..stats import Stats
 from .call import Call, check_integers
@@ -23,11 +23,7 @@ def saap_assign(keys: mx.array, centroids: mx.array, *, backend: str = "auto") -
     Returns:
         int32 ``(B, Hkv, n)``.
     """
-    if len(keys.shape) != 4 or len(centroids.shape) != 3 or centroids.shape[::2] != keys.shape[1::2]:
-        raise ShapeError(
-            f"centroids: expected (Hkv, C, D) to fit keys (B, Hkv, n, D) of shape {tuple(keys.shape)}, "
-            f"got {tuple(centroids.shape)}."
-        )
+    check_centroids(keys, centroids)
     check_buckets(centroids.shape[1])
     chosen = registry.resolve(backend, "saap_assign", D=keys.shape[3], G=1)
     ids: mx.array = registry.load("saap_assign", chosen)(keys, centroids)
@@ -57,22 +53,10 @@ def saap_route(
     Returns:
         int32 ``(B, Hkv, probes)``, ascending.
     """
-    if len(queries.shape) != 4 or queries.shape[2] != 1:
-        raise ShapeError(f"queries: expected shape (B, Hq, 1, D), got {tuple(queries.shape)}.")
-    _, Hq, _, D = queries.shape
-    if len(out_weight.shape) != 3 or Hq % max(out_weight.shape[0], 1) or not out_weight.shape[0]:
-        raise ShapeError(f"out_weight: expected (Hkv, rows, C) with Hkv a divisor of Hq={Hq}, got {out_weight.shape}.")
-    Hkv, rows, C = out_weight.shape
-    check_shape("hidden_weight", hidden_weight, (Hkv, D, rows))
-    if hidden_weight is None:
-        check_shape("out_weight", out_weight, (Hkv, D, C))
-        if hidden_bias is not None:
-            raise ConfigError("hidden_bias: expected none without hidden_weight, got an array.")
-    check_shape("hidden_bias", hidden_bias, (Hkv, rows))
-    check_shape("out_bias", out_bias, (Hkv, C))
+    C = check_router(queries, out_weight, out_bias, hidden_weight, hidden_bias)
     check_buckets(C)
     check_int("probes", probes, 1, C)
-    sizes = {"D": D, "G": Hq // Hkv}
+    sizes = {"D": queries.shape[3], "G": queries.shape[1] // out_weight.shape[0]}
     run = registry.load("saap_route", registry.resolve(backend, "saap_route", **sizes))
     network = {"hidden_weight": hidden_weight, "hidden_bias": hidden_bias}
     visited: mx.array = run(queries, out_weight=out_weight, out_bias=out_bias, **network, probes=probes)
