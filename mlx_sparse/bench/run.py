@@ -149,15 +149,15 @@ def _decode(args: argparse.Namespace) -> Result:
     rows: list[Any] = []
     if saap:
         networks = saap_decode.networks(saap)
-        for case, hidden in tqdm(list(product(cases, networks)), unit="row", disable=None):
-            rows.append(saap_decode.measure(*case, saap, hidden, args.backend, args.repeat))
+        for (shape, S, dtype), hidden in tqdm(list(product(cases, networks)), unit="row", disable=None):
+            rows.append(saap_decode.measure(shape, S, dtype, saap, hidden, args.backend, args.repeat))
         text = saap_decode.table(rows)
     else:
         sparq = _sparq(args.attn)
         for shape in shapes:
             check_rank(sparq.rank, shape.D)
-        for case in tqdm(cases, unit="row", disable=None):
-            rows.append(decode.measure(*case, sparq, args.backend, args.repeat))
+        for shape, S, dtype in tqdm(cases, unit="row", disable=None):
+            rows.append(decode.measure(shape, S, dtype, sparq, args.backend, args.repeat))
         text = decode.table(rows)
     where = machine()
     head = f"MLX {where['mlx']}, {where['chip']}, {where['device']}, {config}, backend {rows[0].backend}"
