@@ -156,7 +156,7 @@ SPOILT: list[tuple[str, Callable[[Any], Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "spoil", "message"), SPOILT, ids=str)
+@pytest.mark.parametrize(("name", "spoil", "message"), SPOILT)
 def test_what_is_wrong_is_found(name: str, spoil: Callable[[Any], Any], message: str) -> None:
     contender = saap.field(SMALL, 1, DEVICE).contender(name, None if name == "dense" else SETTINGS[0])
     out = contender.step(0)
