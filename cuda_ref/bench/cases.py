@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -58,7 +59,7 @@ def eighth(S: int, D: int) -> Setting:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class Sizes(ABC):
     """Sizes and type of one decode step."""
 
     B: int
@@ -95,9 +96,9 @@ class Sizes:
         return f"B={self.B} {self.Hq}/{self.Hkv} heads D={self.D} S={self.S}"
 
     @property
+    @abstractmethod
     def least(self) -> int:
         """The fewest bytes that a contender reads."""
-        raise NotImplementedError
 
     def copies(self, l2: int) -> int:
         """Sets of caches, so that an L2 cache of ``l2`` bytes holds nothing of what a step reads when it starts."""
