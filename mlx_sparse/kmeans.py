@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import mlx.core as mx
 import numpy as np
 
@@ -16,14 +18,17 @@ def assign(keys: mx.array, centroids: mx.array) -> mx.array:
 
     Ties go to the lower bucket.
     """
-    n, heads = keys.shape[-2], keys.size // (keys.shape[-2] * keys.shape[-1])
-    step = max(CHUNK // (heads * centroids.shape[-2]), 1)
+    *heads, n, _ = keys.shape
+    if n == 0:
+        return mx.zeros((*heads, 0), mx.int32)
+    step = max(CHUNK // (math.prod(heads) * centroids.shape[-2]), 1)
     directions = centroids.astype(mx.float32).swapaxes(-1, -2)
     ids = []
     for start in range(0, n, step):
         products = keys[..., start : start + step, :].astype(mx.float32) @ directions
         ids.append(mx.argmax(products, axis=-1).astype(mx.int32))
-        mx.eval(ids[-1])  # one chunk of products at a time
+        if n > step:
+            mx.eval(ids[-1])  # one chunk of products at a time
     return ids[0] if len(ids) == 1 else mx.concatenate(ids, axis=-1)
 
 

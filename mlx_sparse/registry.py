@@ -125,8 +125,8 @@ FUNCTIONS: Mapping[str, Mapping[str, str]] = {
     },
     "saap_assign": {
         "oracle": "oracle:saap_assign",
-        "ops": "ops.saap:saap_assign",
-        "metal": "ops.saap:saap_assign",  # a matrix product and a maximum, once per key
+        "ops": "kmeans:assign",
+        "metal": "kmeans:assign",  # a matrix product and a maximum, once per key
         "triton": "cuda_ref.saap:saap_assign",
     },
     "saap_route": {

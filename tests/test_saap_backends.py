@@ -276,6 +276,10 @@ def test_bad_arguments_of_saap_route_are_one_clear_line(
     assert "\n" not in str(caught.value)
 
 
+def test_no_keys_have_no_buckets() -> None:
+    assert mlx_sparse.saap_assign(mx.zeros((1, 2, 0, 16)), mx.zeros((2, 5, 16))).shape == (1, 2, 0)
+
+
 @pytest.mark.parametrize("shape", [(2, 5, 8), (2, 0, 16), (3, 5, 16), (5, 16)], ids=str)
 def test_centroids_that_do_not_fit_are_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ShapeError, match="centroids: expected"):

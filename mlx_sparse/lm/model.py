@@ -161,9 +161,9 @@ def _sparse_class(cls: type) -> type:
     @functools.wraps(cls.__call__)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         plan: Plan = self._mlx_sparse[0]
-        plan.begin(signature.bind_partial(self, *args, **kwargs).arguments.get("cache"))
         token = seam.active.set(plan)
         try:
+            plan.begin(signature.bind_partial(self, *args, **kwargs).arguments.get("cache"))
             return cls.__call__(self, *args, **kwargs)
         finally:
             seam.active.reset(token)

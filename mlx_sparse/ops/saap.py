@@ -7,28 +7,6 @@ import mlx.core as mx
 from ..bucket_lists import saap_index
 from .attend import attend_indices, group_queries
 
-ASSIGNED_AT_ONCE = 1 << 25  # inner products of keys with centroids that are held at once
-
-
-def saap_assign(keys: mx.array, centroids: mx.array) -> mx.array:
-    """Bucket of each key before RoPE: the centroid with the largest inner product (saap.1).
-
-    Args:
-        keys: ``(B, Hkv, n, D)``.
-        centroids: ``(Hkv, C, D)``.
-
-    Returns:
-        int32 ``(B, Hkv, n)``.
-    """
-    B, Hkv, n, _ = keys.shape
-    columns = centroids.astype(mx.float32).swapaxes(-1, -2)
-    step = max(1, ASSIGNED_AT_ONCE // (B * Hkv * centroids.shape[1]))
-    pieces = [
-        mx.argmax(keys[:, :, first : first + step].astype(mx.float32) @ columns, axis=-1).astype(mx.int32)
-        for first in range(0, n, step)
-    ]
-    return mx.concatenate(pieces, axis=-1) if pieces else mx.zeros((B, Hkv, 0), mx.int32)
-
 
 def saap_route(
     queries: mx.array,
