@@ -38,7 +38,8 @@ def objective(keys: Array, centroids: Array) -> float:
 
 
 def test_keys_go_to_the_bucket_that_the_oracle_and_faiss_give_them() -> None:
-    faiss = pytest.importorskip("faiss")
+    import faiss
+
     keys, centroids = clustered(3000), fit_centroids(clustered(3000), BUCKETS, by="mlx")
     ids = np.array(kmeans.assign(mx.array(keys), mx.array(centroids)))
     np.testing.assert_array_equal(ids, oracle.saap_assign(keys[None, None], centroids[None])[0, 0])
@@ -72,7 +73,6 @@ def test_a_bucket_that_no_key_wants_keeps_its_centroid() -> None:
 
 @pytest.mark.parametrize("n", [2000, POINTS * BUCKETS + 500])
 def test_faiss_and_mlx_find_the_same_centroids_from_the_same_start(n: int) -> None:
-    pytest.importorskip("faiss")
     keys = clustered(n)
     by_faiss, by_mlx = (fit_centroids(keys, BUCKETS, seed=5, by=library) for library in ("faiss", "mlx"))
     np.testing.assert_allclose(by_mlx, by_faiss, atol=1e-5)
@@ -80,7 +80,8 @@ def test_faiss_and_mlx_find_the_same_centroids_from_the_same_start(n: int) -> No
 
 
 def test_the_objective_is_that_of_faiss_left_to_itself() -> None:
-    faiss = pytest.importorskip("faiss")
+    import faiss
+
     keys = clustered(3000)
     own = faiss.Kmeans(D, BUCKETS, niter=10, spherical=True, seed=7)
     own.train(keys)
