@@ -23,6 +23,7 @@ from cases import (
 )
 from mlx_sparse.cuda_ref import api, attend, configs, sparq
 from torch_arrays import DEVICE, DTYPES, cached, component_major, padding, to_numpy, to_torch
+from torch_operators import assert_keeps_its_promises_and_compiles
 
 from mlx_sparse import BackendUnavailable, ConfigError, ShapeError, cuda_ref, oracle
 
@@ -306,12 +307,7 @@ OPERATORS = {
 @pytest.mark.parametrize("name", OPERATORS)
 def test_an_operator_of_torch_keeps_its_promises_and_compiles(name: str) -> None:
     case = Case(1, 4, 2, 50, 64, "f32")
-    arguments = OPERATORS[name](*tensors(case, *case.inputs()))
-    operator = getattr(torch.ops.mlx_sparse, name)
-    torch.library.opcheck(operator, arguments)
-    compiled = torch.compile(operator, backend="aot_eager", fullgraph=True)
-    for got, expected in zip(compiled(*arguments), operator(*arguments), strict=True):
-        assert torch.equal(got, expected)
+    assert_keeps_its_promises_and_compiles(name, OPERATORS[name](*tensors(case, *case.inputs())))
 
 
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [

@@ -20,6 +20,7 @@ from saap_cases import (
     visited,
 )
 from torch_arrays import DEVICE, cached, padding, to_numpy, to_torch
+from torch_operators import assert_keeps_its_promises_and_compiles
 
 from mlx_sparse import BackendUnavailable, ConfigError, ShapeError, cuda_ref, oracle
 
@@ -307,12 +308,8 @@ def step_arguments() -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_an_operator_of_torch_keeps_its_promises_and_compiles(name: str) -> None:
-    arguments = tuple(a.to(DEVICE) if isinstance(a, torch.Tensor) else a for a in OPERATORS[name]())
-    operator = getattr(torch.ops.mlx_sparse, name)
-    torch.library.opcheck(operator, arguments)
-    compiled = torch.compile(operator, backend="aot_eager", fullgraph=True)
-    for got, expected in zip(compiled(*arguments), operator(*arguments), strict=True):
-        assert torch.equal(got, expected)
+    arguments = [a.to(DEVICE) if isinstance(a, torch.Tensor) else a for a in OPERATORS[name]()]
+    assert_keeps_its_promises_and_compiles(name, arguments)
 
 
 BAD_STEPS: list[tuple[dict[str, Any], type[Exception], str]] = [

@@ -20,6 +20,7 @@ from sample_cases import (
     selection,
 )
 from torch_arrays import DEVICE, to_numpy
+from torch_operators import assert_keeps_its_promises_and_compiles
 from triton_prompts import INTERPRETED, retained, tensors
 
 from mlx_sparse import ConfigError, ShapeError, cuda_ref, oracle
@@ -195,12 +196,7 @@ OPERATORS: dict[str, Callable[[list[torch.Tensor]], tuple[Any, ...]]] = {
 @pytest.mark.parametrize("name", OPERATORS)
 def test_an_operator_of_torch_keeps_its_promises_and_compiles(name: str) -> None:
     arguments = OPERATORS[name](tensors(SampleCase(1, 2, 1, 66, 90, 64, "f32", 32)))
-    operator = getattr(torch.ops.mlx_sparse, name)
-    torch.library.opcheck(operator, arguments)
-    compiled = torch.compile(operator, backend="aot_eager", fullgraph=True)
-    found, expected = compiled(*arguments), operator(*arguments)
-    for got, wanted in zip(*(pair if isinstance(pair, tuple) else (pair,) for pair in (found, expected)), strict=True):
-        assert torch.equal(got, wanted)
+    assert_keeps_its_promises_and_compiles(name, arguments)
 
 
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
