@@ -28,6 +28,7 @@ from mlx_sparse.config import (
     Streaming,
     load_toml,
     parse,
+    split_methods,
 )
 
 counts = st.integers(min_value=1, max_value=10**9)
@@ -364,3 +365,28 @@ def test_where_the_scores_cost_more_than_the_keys_no_context_is_long_enough() ->
 def test_dense_has_no_cost_to_ask_for(ask: Callable[[], int]) -> None:
     with pytest.raises(ConfigError, match=r"^attn: expected a sparse method, got dense\.$"):
         ask()
+
+
+@pytest.mark.parametrize(
+    ("text", "methods"),
+    [
+        ("sparq", ["sparq"]),
+        ("sparq:rank=16,top_k=64,h2o", ["sparq:rank=16,top_k=64", "h2o"]),
+        ("dense, sample:block_size=64, ranges=1024:0.9:0.9:1/2048:0.8:0.8:1,minference+sparq:rank=8,top_k=9", None),
+    ],
+)
+def test_a_list_is_cut_between_methods_not_within_them(text: str, methods: list[str] | None) -> None:
+    expected = methods or [
+        "dense",
+        "sample:block_size=64,ranges=1024:0.9:0.9:1/2048:0.8:0.8:1",
+        "minference+sparq:rank=8,top_k=9",
+    ]
+    assert split_methods(text) == expected
+    for method in expected:
+        parse(method)
+
+
+@pytest.mark.parametrize("text", ["", "sparq,,h2o", "sparq,", "rank=16,sparq"])
+def test_a_list_with_a_gap_or_a_key_before_any_method_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="methods: expected a list such as sparq:rank=16,streaming, got"):
+        split_methods(text)

@@ -16,7 +16,7 @@ from .prefill import (
     SampleRange,
     StreamingPrefill,
 )
-from .text import CONFIGS, MAX_TOML_BYTES, load_toml, parse
+from .text import CONFIGS, MAX_TOML_BYTES, load_toml, parse, split_methods
 
 __all__ = [
     "CONFIGS",
@@ -45,4 +45,5 @@ __all__ = [
     "load_toml",
     "nvidia_kind",
     "parse",
+    "split_methods",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -66,6 +67,26 @@ def parse(text: str, base: Mapping[str, MethodConfig] | None = None) -> tuple[Me
             raise ConfigError(f"attn: expected each method once, got {name} twice.")
         configs[name] = _build(name, dict(pairs), (base or {}).get(name))
     return tuple(configs.values())
+
+
+def split_methods(text: str) -> list[str]:
+    """Cut a list of methods at its commas, but for those before ``key=value``, which belongs to the method before it.
+
+    ``"sparq:rank=16,top_k=64,streaming"`` are two: ``sparq:rank=16,top_k=64`` and ``streaming``.
+
+    Raises:
+        ConfigError: nothing between two commas, or ``key=value`` before any method.
+    """
+    methods: list[str] = []
+    for piece in (piece.strip() for piece in text.split(",")):
+        continues = re.match(r"\w+\s*=", piece)
+        if not piece or (continues and not methods):
+            raise ConfigError(f"methods: expected a list such as sparq:rank=16,streaming, got {text!r}.")
+        if continues:
+            methods[-1] += f",{piece}"
+        else:
+            methods.append(piece)
+    return methods
 
 
 def load_toml(path: str | Path) -> dict[str, MethodConfig]:
