@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
+from text_tokenizers import Words
 from tiny_models import VOCAB, build, write
 
 import mlx_sparse
@@ -24,29 +25,10 @@ from mlx_sparse.evaluate.picture import check_picture, draw_density
 from mlx_sparse.evaluate.results import Outcome, Row, Trial, table
 from mlx_sparse.evaluate.run import main
 from mlx_sparse.evaluate.runner import Prompt, Steps
-from mlx_sparse.evaluate.tasks import (
-    BITS_TOKENS,
-    COPY_PROMPT,
-    COPY_TARGET,
-    PASSAGES,
-    RETRIEVAL,
-    TASKS,
-    Example,
-    Passage,
-)
+from mlx_sparse.evaluate.tasks import BITS_TOKENS, Example, Passage
 
 CONTEXT = 400
 TOKENS = [1 + (i * i + i // 7) % (VOCAB - 1) for i in range(4 * (CONTEXT + BITS_TOKENS))]
-
-
-class Words:
-    """Two bytes for each token."""
-
-    def decode(self, tokens: list[int]) -> str:
-        return "ab" * len(tokens)
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return [1] * add_special_tokens + [2 + sum(word.encode()) % (VOCAB - 2) for word in text.split()]
 
 
 class Progress:
@@ -161,22 +143,6 @@ def test_kl_is_from_dense_attention_to_the_method() -> None:
     assert found.kl == pytest.approx(0.9 * math.log(0.9 / 0.5) + 0.1 * math.log(0.1 / 0.5), rel=1e-5)
 
 
-def test_a_bits_per_byte_example_continues_the_text() -> None:
-    for example in TASKS["bits_per_byte"](TOKENS, context=CONTEXT, limit=3, seed=1):
-        text = example.prompt + example.target
-        assert (len(example.prompt), len(example.target)) == (CONTEXT, BITS_TOKENS)
-        assert any(TOKENS[i : i + len(text)] == text for i in range(len(TOKENS)))
-
-
-def test_a_repetition_example_asks_for_what_stands_in_the_prompt() -> None:
-    examples = list(TASKS["repetition"](TOKENS, context=CONTEXT, limit=3, seed=1))
-    assert examples == list(TASKS["repetition"](TOKENS, context=CONTEXT, limit=3, seed=1))
-    for example in examples:
-        assert (len(example.prompt), len(example.target)) == (CONTEXT, COPY_TARGET)
-        excerpt = example.prompt[-COPY_PROMPT:] + example.target
-        assert any(example.prompt[i : i + len(excerpt)] == excerpt for i in range(CONTEXT - len(excerpt)))
-
-
 PASSAGE = Passage(TOKENS[:300], list(range(150, 299, 2)))
 DENSE_SAMPLE = "sample:alpha_column=1,block_size=32,dense_below=0"
 SPARSE_SAMPLE = "sample:alpha_column=0.3,alpha_slash=0.3,block_size=32,dense_below=0"
@@ -282,50 +248,6 @@ def test_a_result_that_was_not_written_here_is_refused(change: dict[str, Any]) -
         Trial.read(data | change)
 
 
-@pytest.mark.parametrize("task", [*PASSAGES.values(), RETRIEVAL["needles"]])
-def test_a_passage_is_as_long_as_asked_for_and_the_same_every_time(task: Any) -> None:
-    first, second = (list(task(TOKENS, Words(), context=1024, limit=2, seed=3)) for _ in range(2))
-    assert first == second
-    for passage in first:
-        assert len(passage.tokens) == 1024
-        assert passage.scored == sorted(set(passage.scored))
-        assert 512 <= passage.scored[0] and passage.scored[-1] < 1023
-        assert passage.tokens[0] == 1  # what the tokenizer opens a text with
-
-
-def test_copies_in_a_passage_stand_in_its_first_half() -> None:
-    (passage,) = PASSAGES["repetition"](TOKENS * 2, Words(), context=4096, limit=1, seed=3)
-    starts = [position for position in passage.scored if position - 1 not in passage.scored]
-    assert len(starts) == 4
-    assert len({start % 512 for start in starts}) == 4  # not at fixed places
-    for start in starts:
-        first = start + 1 - COPY_PROMPT
-        excerpt = passage.tokens[first : first + COPY_PROMPT + COPY_TARGET]
-        assert any(passage.tokens[i : i + len(excerpt)] == excerpt for i in range(2048 - len(excerpt)))
-        assert set(range(start, start + COPY_TARGET)) <= set(passage.scored)
-
-
-class Letters:
-    """A token for each letter."""
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return [ord(letter) for letter in text]
-
-    def decode(self, tokens: list[int]) -> str:
-        return "".join(map(chr, tokens))
-
-
-def test_a_needle_is_stated_once_and_asked_for_at_the_end() -> None:
-    letters = Letters()
-    (passage,) = RETRIEVAL["needles"](letters.encode("text. " * 400), letters, context=2000, limit=1, seed=1)
-    text, answers = letters.decode(passage.tokens), letters.decode(passage.targets)
-    assert len(answers) == 20 and answers.isdigit()
-    for number in (answers[i : i + 5] for i in range(0, 20, 5)):
-        assert text.count(number) == 2
-        city = text.split(f" is {number}")[0].split()[-1]
-        assert f"What is the pass key of {city}? The pass key of {city} is {number}." in text[-400:]
-
-
 def test_a_density_map_shows_every_prefill_row(tmp_path: Path, prompts: dict[str, Row]) -> None:
     for name in ("map.png", "map.svg"):
         check_picture(tmp_path / name)
@@ -341,8 +263,8 @@ def test_a_density_map_shows_every_prefill_row(tmp_path: Path, prompts: dict[str
     ("argv", "message"),
     [
         (["--methods", "sparc"], "attn: expected one of"),
-        (["--methods", "sparq", "--limit", "0"], "--limit, --context: expected at least 1 and 1024"),
-        (["--methods", "sparq", "--context", "100"], "--limit, --context: expected at least 1 and 1024"),
+        (["--methods", "sparq", "--limit", "0"], "--limit, --context: expected at least 1 and 512"),
+        (["--methods", "sparq", "--context", "100"], "--limit, --context: expected at least 1 and 512"),
         (["--methods", "sample", "--prefill-step-size", "0"], "--prefill-step-size: expected at least 1"),
         (["--methods", "sample", "--density-map", "map.bmp"], "--density-map: expected a file name in .png"),
         (["--methods", "sample", "--density-map", "/nowhere/map.png"], "--density-map: expected a folder that exists"),

@@ -12,7 +12,8 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from test_evaluate import Progress, Words
+from test_evaluate import Progress
+from text_tokenizers import Words
 from tiny_models import VOCAB, build, write
 
 import mlx_sparse

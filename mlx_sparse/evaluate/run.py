@@ -97,7 +97,7 @@ def _evaluate(args: argparse.Namespace) -> Iterator[Row]:
         for task in args.tasks:
             progress.set_description(task)
             if decode:
-                examples = TASKS[task](tokens, **of_text)
+                examples = TASKS[task](tokens, tokenizer, **of_text)
                 steps = (Steps(model, tokenizer, example, args.prefill_step_size) for example in examples)
                 yield from run(task, steps, decode, progress, journal)
             if prefill:

@@ -1,0 +1,30 @@
+"""Tasks made from real text, teacher-forced: a prompt and the tokens after it, or one passage run as a whole."""
+
+from collections.abc import Mapping
+
+from .base import SHORTEST, Example, Maker, Passage, Task
+from .copying import COPY_PROMPT, COPY_TARGET, copy_text, repetition
+from .needles import find_needles
+from .reading import BITS_TOKENS, bits_per_byte, read_text
+
+TASKS: Mapping[str, Task] = {"bits_per_byte": bits_per_byte, "repetition": repetition}
+PASSAGES: Mapping[str, Maker[Passage]] = {
+    "bits_per_byte": read_text,
+    "repetition": copy_text,
+    "retained_mass": read_text,
+}
+RETRIEVAL: Mapping[str, Maker[Passage]] = {"needles": find_needles, "repetition": copy_text}
+
+__all__ = [
+    "BITS_TOKENS",
+    "COPY_PROMPT",
+    "COPY_TARGET",
+    "PASSAGES",
+    "RETRIEVAL",
+    "SHORTEST",
+    "TASKS",
+    "Example",
+    "Maker",
+    "Passage",
+    "Task",
+]
