@@ -14,7 +14,7 @@ LEVELS = [
     {"checks"},
     {"stats", "call_report"},
     {"config"},
-    {"patterns", "kept", "pieces", "bucket_lists", "kmeans", "artefact"},
+    {"machine", "patterns", "kept", "pieces", "bucket_lists", "kmeans", "artefact"},
     {"oracle", "ops", "kernels"},
     {"registry"},
     {"api", "side", "buckets"},

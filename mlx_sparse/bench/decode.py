@@ -21,8 +21,8 @@ import numpy.typing as npt
 from .. import registry
 from ..cache import SparseKVCache
 from ..config import SparQ
+from ..machine import memory
 from .dense import Shape
-from .output import memory
 
 Array = npt.NDArray[np.float64]
 

@@ -21,8 +21,8 @@ import numpy.typing as npt
 from .. import oracle, registry
 from ..api import dense_attention, sample_attention
 from ..config import Sample
+from ..machine import memory
 from .dense import Shape
-from .output import memory
 
 Array = npt.NDArray[Any]
 Qkv = tuple[mx.array, mx.array, mx.array]

@@ -21,11 +21,11 @@ from ..buckets import BucketIndex, Router, fold, kmeans_network
 from ..cache import SparseKVCache
 from ..checks import check_int
 from ..config import SAAP, Step
+from ..machine import memory
 from ..oracle.saap import route_scores
 from . import decode
 from .dense import Shape
 from .launches import Router as Network
-from .output import memory
 from .saap_roofline import BUCKETS, ROUTERS, UNEVEN, router_of
 
 FOLDS = 3  # that are timed; their median counts
