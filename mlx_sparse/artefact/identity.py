@@ -1,4 +1,4 @@
-"""Which model an artefact belongs to."""
+"""Which model an artefact belongs to, and which weights a result."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ CONFIG = (
 ADAPTERS = ("lora_a", "lora_b", "m")  # what LoRA and DoRA add
 VALUES = 16  # of each vector
 SMALLEST = 2.0**-14  # normal number of float16
+ENDS = 64  # values at either end of each weight
 
 
 def identity(model: Any) -> dict[str, str]:
@@ -33,7 +34,7 @@ def identity(model: Any) -> dict[str, str]:
     """
     from mlx.utils import tree_flatten
 
-    every = _config(getattr(model, "args", None))
+    every = config_of(model)
     config = {name: value for name, value in every.items() if name in CONFIG} | _rope_scaling(every)
     family = model_type(model)
     digest = hashlib.sha256(json.dumps([family, config], sort_keys=True, default=str).encode())
@@ -52,6 +53,22 @@ def identity(model: Any) -> dict[str, str]:
     return {"model_type": family, "hash": digest.hexdigest()}
 
 
+def weights_hash(model: Any) -> str:
+    """A hash of the whole config and of both ends of every weight: a quantised copy, another type or tuned matrices
+    are another model, as they are to what is measured with it. Few bytes are read, however large the model is.
+    """
+    from mlx.utils import tree_flatten
+
+    about = [model_type(model), config_of(model)]
+    digest = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode())
+    weights: Any = tree_flatten(model.parameters())
+    for name, array in sorted(weights):
+        flat = array.reshape(-1)
+        ends = mx.concatenate([flat[:ENDS], flat[-ENDS:]]).view(mx.uint8)
+        digest.update(f"{name} {array.shape} {array.dtype}".encode() + np.array(ends).tobytes())
+    return digest.hexdigest()
+
+
 def _rope_scaling(config: dict[str, Any]) -> dict[str, Any]:
     """What stretches the model's RoPE, by any of its names; empty where nothing does."""
     found: dict[str, Any] = {}
@@ -66,10 +83,14 @@ def _rope_scaling(config: dict[str, Any]) -> dict[str, Any]:
     return {"rope_scaling": {**numbers, "type": kind}}
 
 
-def _config(args: Any) -> dict[str, Any]:
-    """The arguments that a model was built with, those of its text model too."""
+def config_of(model: Any) -> dict[str, Any]:
+    """The arguments that ``model`` was built with, those of its text model too."""
+    return _flat(getattr(model, "args", None))
+
+
+def _flat(args: Any) -> dict[str, Any]:
     known = args if isinstance(args, dict) else getattr(args, "__dict__", {})
-    return {**_config(known["text_config"]), **known} if "text_config" in known else dict(known)
+    return {**_flat(known["text_config"]), **known} if "text_config" in known else dict(known)
 
 
 def kv_shapes(model: Any) -> list[tuple[int, int] | None]:

@@ -1,0 +1,120 @@
+"""What a run was: everything that its figures depend on, and nothing else of the machine or its user."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from datetime import date
+from typing import Any, Protocol
+
+from .. import machine
+from ..artefact.identity import config_of, kv_shapes, model_type, weights_hash
+from .journal import fields, number
+
+RUN = ("command", "date", "seed", "prefill_step_size", "batch", "versions", "machine", "model", "texts")
+MODEL = ("name", "type", "hash", "layers", "query_heads", "kv_heads", "head_dim")
+TEXT = ("name", "sha256", "bytes", "tokens")
+LONGEST, MOST = 20_000, 1000  # characters of a text, entries of a list
+
+
+class Text(Protocol):
+    """A text that examples are made of (`texts.Text`)."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def text(self) -> str: ...
+    @property
+    def sha256(self) -> str: ...
+
+
+def run_facts(
+    argv: Sequence[str],
+    *,
+    name: str,
+    model: Any,
+    texts: Sequence[tuple[Text, int]],
+    seed: int,
+    prefill_step_size: int,
+    batch: int,
+) -> dict[str, Any]:
+    """Plain data for JSON: what ``mlx-sparse eval`` with ``argv`` ran.
+
+    ``name`` is the model as it was asked for; ``texts`` come with their numbers of tokens. Paths stay as they were
+    written, and no variable of the environment is read.
+    """
+    return {
+        "command": shlex.join(["mlx-sparse", "eval", *argv]),
+        "date": date.today().isoformat(),
+        "seed": seed,
+        "prefill_step_size": prefill_step_size,
+        "batch": batch,
+        "versions": machine.versions(),
+        "machine": machine.hardware(),
+        "model": model_facts(name, model),
+        "texts": [
+            {"name": text.name, "sha256": text.sha256, "bytes": len(text.text.encode()), "tokens": tokens}
+            for text, tokens in texts
+        ],
+    }
+
+
+def model_facts(name: str, model: Any) -> dict[str, Any]:
+    """Which model, and its attention; KV heads and head dims that differ between layers are lists."""
+    shapes = [shape for shape in kv_shapes(model) if shape is not None]
+    kv_heads, head_dims = (sorted({shape[axis] for shape in shapes}) for axis in (0, 1))
+    return {
+        "name": name,
+        "type": model_type(model),
+        "hash": weights_hash(model),
+        "layers": len(shapes),
+        "query_heads": config_of(model).get("num_attention_heads"),
+        "kv_heads": kv_heads[0] if len(kv_heads) == 1 else kv_heads,
+        "head_dim": head_dims[0] if len(head_dims) == 1 else head_dims,
+    }
+
+
+def read_facts(data: Any) -> dict[str, Any]:
+    """What `run_facts` made.
+
+    Raises:
+        ValueError: it did not.
+    """
+    found = dict(zip(RUN, fields(data, *RUN), strict=True))
+    for name in ("command", "date"):
+        _text(found[name])
+    for name in ("seed", "prefill_step_size", "batch"):
+        number(found[name], 0)
+    for part in (found["versions"], found["machine"]):
+        if not isinstance(part, dict) or len(part) > MOST:
+            raise ValueError(part)
+        for name, value in part.items():
+            _text(name)
+            _plain(value)
+    for value in fields(found["model"], *MODEL):
+        _plain(value)
+    if not isinstance(found["texts"], list) or len(found["texts"]) > MOST:
+        raise ValueError(data)
+    for text in found["texts"]:
+        name, sha256, size, tokens = fields(text, *TEXT)
+        _text(name)
+        _text(sha256)
+        number(size, 0)
+        number(tokens, 0)
+    return found
+
+
+def _text(value: Any) -> None:
+    if not isinstance(value, str) or len(value) > LONGEST:
+        raise ValueError(value)
+
+
+def _plain(value: Any) -> None:
+    """Nothing, a text, a number, or a list of numbers."""
+    if isinstance(value, list) and len(value) <= MOST:
+        for entry in value:
+            number(entry, 0)
+    elif value is not None and not isinstance(value, str):
+        number(value, 0)
+    elif value is not None:
+        _text(value)
