@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from datetime import date
 from typing import Any, Protocol
@@ -29,7 +28,7 @@ class Text(Protocol):
 
 
 def run_facts(
-    argv: Sequence[str],
+    command: str,
     *,
     name: str,
     model: Any,
@@ -38,13 +37,13 @@ def run_facts(
     prefill_step_size: int,
     batch: int,
 ) -> dict[str, Any]:
-    """Plain data for JSON: what ``mlx-sparse eval`` with ``argv`` ran.
+    """Plain data for JSON: what ``command`` ran.
 
     ``name`` is the model as it was asked for; ``texts`` come with their numbers of tokens. Paths stay as they were
     written, and no variable of the environment is read.
     """
     return {
-        "command": shlex.join(["mlx-sparse", "eval", *argv]),
+        "command": command,
         "date": date.today().isoformat(),
         "seed": seed,
         "prefill_step_size": prefill_step_size,
