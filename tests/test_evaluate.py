@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from text_tokenizers import Words
@@ -19,12 +20,13 @@ from tiny_models import VOCAB, build, write
 
 import mlx_sparse
 from mlx_sparse.demo import blas
-from mlx_sparse.evaluate import runner
+from mlx_sparse.evaluate import runner, score
+from mlx_sparse.evaluate.arms import DENSE, Arm
 from mlx_sparse.evaluate.journal import Journal
-from mlx_sparse.evaluate.picture import check_picture, draw_density
-from mlx_sparse.evaluate.results import Outcome, Row, Trial, table
+from mlx_sparse.evaluate.results import Outcome, Row, Trial
 from mlx_sparse.evaluate.run import main
 from mlx_sparse.evaluate.runner import Prompt, Steps
+from mlx_sparse.evaluate.table import table
 from mlx_sparse.evaluate.tasks import BITS_TOKENS, Example, Passage
 
 CONTEXT = 400
@@ -37,17 +39,24 @@ class Progress:
     def __init__(self) -> None:
         self.count = 0
 
-    def update(self) -> None:
-        self.count += 1
+    def update(self, n: int = 1) -> None:
+        self.count += n
+
+
+def arms(*methods: str) -> list[Arm]:
+    return [Arm(method, method) for method in methods]
+
+
+def run(subjects: list[Any], *methods: str, journal: Journal[Trial] | None = None, prefill: bool = False) -> list[Row]:
+    return runner.run("task", subjects, arms(*methods), Progress(), journal, context=100, D=16, prefill=prefill)
 
 
 @pytest.fixture(scope="module")
 def rows() -> dict[str, Row]:
     methods = ["sparq:rank=4,top_k=500", "sparq:rank=4,top_k=8", "sparq:rank=16,top_k=8", "oracle_top_k:top_k=8"]
-    examples = [Example(TOKENS[:100], TOKENS[100:120]), Example(TOKENS[7:90], TOKENS[90:110])]
-    progress, model = Progress(), build()
-    subjects = [Steps(model, Words(), example, 512) for example in examples]
-    result = runner.run("task", subjects, methods, progress)
+    examples = [Example(TOKENS[:100], TOKENS[100:120]), Example(TOKENS[7:107], TOKENS[107:127])]
+    progress, subject = Progress(), Steps(build(), Words(), examples, 512)
+    result = runner.run("task", [subject], arms(*methods), progress, context=100, D=16)
     assert progress.count == 2 * (1 + len(methods))
     return dict(zip(["dense", *methods], result, strict=True))
 
@@ -57,16 +66,62 @@ def test_every_key_is_dense_to_float32_accuracy(rows: dict[str, Row]) -> None:
     assert row.mean.agreement == 1
     assert abs(row.delta.bits) < 1e-5
     assert abs(row.mean.kl) < 1e-5
-    assert (row.sparse_calls, row.compression) == (0, 1)  # and says that nothing ran sparsely
+    assert (row.sparse_calls, row.compression) == (0, 1)
+    assert row.served == "fell back"
+    assert row.dense_reasons == {"over fewer than 8,000 keys": 2 * 2 * 20}
+    assert "no call was sparse; dense: 80 over fewer than 8,000 keys" in table([row])
+
+
+def test_examples_decoded_together_predict_what_each_does_alone(rows: dict[str, Row]) -> None:
+    methods, model = list(rows)[1:], build()
+    examples = [Example(TOKENS[:100], TOKENS[100:120]), Example(TOKENS[7:107], TOKENS[107:113])]
+    together = Steps(model, Words(), examples, 512)  # the shorter target's row goes on to the other's end
+    for arm in (DENSE, *arms(*methods)):
+        alone = [Steps(model, Words(), [example], 512).trials(arm)[0] for example in examples]
+        for one, of_two in zip(alone, together.trials(arm), strict=True):
+            assert of_two.outcome.accuracy == one.outcome.accuracy
+            assert of_two.outcome.bits == pytest.approx(one.outcome.bits, rel=1e-4)
+            assert of_two.outcome.kl == pytest.approx(one.outcome.kl, rel=1e-3, abs=1e-6)
+
+
+def test_only_the_scored_tokens_of_a_target_count() -> None:
+    model, tokens = build(), TOKENS[:120]
+    whole = Steps(model, Words(), [Example(tokens[:100], tokens[100:])], 512)
+    part = Steps(model, Words(), [Example(tokens[:100], tokens[100:], scored=[3, 7])], 512)
+    figures = score.figures_of(whole.reference, whole.reference, whole.targets)[0]
+    (found,) = part.trials(DENSE)
+    assert found.outcome.bits == pytest.approx(figures[[3, 7], 0].sum() / math.log(2) / 4, rel=1e-6)
+    assert found.outcome.accuracy == figures[[3, 7], 1].mean()
+
+
+@pytest.mark.parametrize(
+    ("right", "matched", "exact"), [([1, 1, 0, 1], 4, 0), ([0, 1, 1, 1], 0, 0), ([1, 1, 1, 1], 8, 1)]
+)
+def test_characters_match_up_to_the_first_wrong_token(right: list[int], matched: int, exact: int) -> None:
+    figures = np.array([[0.5, good, 1, 0] for good in right], float)
+    found = score.step_outcome(figures, Example([1], [2, 3, 4, 5]), Words())
+    assert (found.matched, found.exact, found.accuracy) == (matched, exact, sum(right) / 4)
+
+
+def test_depths_of_answers_become_cells_of_a_row() -> None:
+    examples = [
+        Example(TOKENS[i : i + 50], TOKENS[i + 50 : i + 53], depth=depth) for i, depth in enumerate((0.5, 0, 0.5))
+    ]
+    (row,) = run([Steps(build(), Words(), examples, 512)])
+    assert [(cell.depth, cell.examples) for cell in row.depths] == [(0, 1), (0.5, 2)]
 
 
 def test_few_keys_run_sparsely_and_cost_something(rows: dict[str, Row]) -> None:
     row = rows["sparq:rank=4,top_k=8"]
-    assert row.method == "sparq:rank=4,top_k=8,component_score=query"
+    assert row.method == "sparq:rank=4,top_k=8"
+    assert row.attn == "sparq:rank=4,top_k=8,component_score=query"
+    assert (row.examples, row.served) == (2, "sparse")
     assert row.sparse_calls == 2 * 2 * 20
     assert row.dense_calls == 0
     assert row.mean.kl > 1e-3
     assert row.compression < 0.5
+    assert row.formula == pytest.approx((100 * 4 + 2 * 8 * 16 + 4 * 16) / (2 * 100 * 16 + 2 * 16))
+    assert row.compression == pytest.approx(row.formula, rel=0.1)  # the keys grow while it decodes
 
 
 def test_rank_D_costs_what_the_best_keys_cost(rows: dict[str, Row]) -> None:
@@ -79,8 +134,8 @@ EXACT = "sink_tokens=1,recent_tokens=15,dense_layers=0,dense_below=0"
 
 def test_buckets_say_what_they_attended_and_every_bucket_is_dense() -> None:
     methods = [f"saap:mode=online,buckets=8,probes={probes},{EXACT}" for probes in (2, 8)]
-    subject = Steps(build(), Words(), Example(TOKENS[:100], TOKENS[100:120]), 512)
-    dense, few, every = runner.run("task", [subject], methods, Progress())
+    subject = Steps(build(), Words(), [Example(TOKENS[:100], TOKENS[100:120])], 512)
+    dense, few, every = run([subject], *methods)
     assert dense.selectivity is None
     assert few.sparse_calls == every.sparse_calls == 2 * 20
     assert few.selectivity is not None and 0 < few.selectivity < 0.8
@@ -96,31 +151,36 @@ def test_a_prompt_without_an_index_is_indexed_as_if_it_had_been_there_from_the_s
     """Prompts are processed densely and once, for all methods."""
     model, method = build(), f"saap:mode=online,buckets=8,probes=2,{EXACT}"
     prompt, target = TOKENS[:100], TOKENS[100:120]
-    found = Steps(model, Words(), Example(prompt, target), 512).trial(method)
+    (found,) = Steps(model, Words(), [Example(prompt, target)], 512).trials(Arm(method, method))
     rows = []
     with mlx_sparse.lm.sparse(model, method) as report:
-        cache = runner.prefill(model, prompt[:-1], 512)
+        cache = runner.prefill(model, mx.array([prompt[:-1]]), 512)
         for token in [prompt[-1], *target[:-1]]:
             rows.append(model(mx.array([[token]]), cache=cache)[0])
-    dense = Steps(model, Words(), Example(prompt, target), 512).reference
-    expected = runner.outcome(mx.concatenate(rows), dense, target, 2 * len(target))
+    dense = Steps(model, Words(), [Example(prompt, target)], 512).reference[0]
+    expected = score.prompt_outcome(mx.concatenate(rows), dense, target, 2 * len(target))
     assert found.sparse_calls == 2 * 20 and found.dense_calls == 0  # its prompt was not the method's
     assert found.outcome.kl == pytest.approx(expected.kl, rel=1e-3)
     assert found.selectivity == pytest.approx(report.buckets.selectivity)
 
 
-def test_results_belong_to_what_an_artefact_holds_not_to_its_name(tmp_path: Path) -> None:
+def test_results_belong_to_what_an_artefact_holds_not_to_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, tried = tmp_path / "saap.safetensors", []
     method = f"saap:artefact={path}"
 
     class Subject:
-        def trial(self, method: str) -> Trial:
-            tried.append(method)
-            return Trial(Outcome(1.5, 0.5, 1.0, 0.0), method)
+        depths = (None,)
 
+        def trials(self, arm: Arm) -> list[Trial]:
+            tried.append(arm.attn)
+            return [Trial(Outcome(1.5, 0.5, 1.0, 0.0), arm.attn)]
+
+    monkeypatch.setattr(Arm, "formula", lambda arm, S, D: None)  # it would ask the artefact, which is none
     for content in (b"one", b"one", b"two"):
         path.write_bytes(content)
-        runner.run("task", [Subject()], [method], Progress(), Journal(tmp_path / "results", "eval", "key", Trial.read))
+        run([Subject()], method, journal=Journal(tmp_path / "results", "eval", "key", Trial.read))
     assert tried == ["dense", method, method]
 
 
@@ -129,7 +189,7 @@ def test_bits_per_byte_is_the_likelihood_of_the_target() -> None:
     logits = model(mx.array([[*prompt, *target]]))[0].astype(mx.float32)
     logp = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     bits = -sum(logp[29 + i, token].item() for i, token in enumerate(target)) / 0.6931471805599453
-    row = runner.run("task", [Steps(model, Words(), Example(prompt, target), 512)], [], Progress())[0]
+    row = run([Steps(model, Words(), [Example(prompt, target)], 512)])[0]
     assert row.mean.bits == pytest.approx(bits / (2 * len(target)), rel=1e-4)
     best = logp.argmax(axis=-1).tolist()
     assert row.mean.accuracy == pytest.approx(
@@ -139,7 +199,7 @@ def test_bits_per_byte_is_the_likelihood_of_the_target() -> None:
 
 def test_kl_is_from_dense_attention_to_the_method() -> None:
     dense, sparse = mx.array([[0.9, 0.1]]), mx.array([[0.5, 0.5]])
-    found = runner.outcome(mx.log(sparse), mx.log(dense), [0], 1)
+    found = score.prompt_outcome(mx.log(sparse), mx.log(dense), [0], 1)
     assert found.kl == pytest.approx(0.9 * math.log(0.9 / 0.5) + 0.1 * math.log(0.1 / 0.5), rel=1e-5)
 
 
@@ -153,7 +213,7 @@ WINDOW = "streaming_prefill:window=0.1,block_size=32"
 def prompts() -> dict[str, Row]:
     methods = [DENSE_SAMPLE, SPARSE_SAMPLE, WINDOW]
     subject = Prompt(build(), Words(), PASSAGE, 100, mass=True)
-    return dict(zip(["dense", *methods], runner.run("task", [subject], methods, Progress(), prefill=True), strict=True))
+    return dict(zip(["dense", *methods], run([subject], *methods, prefill=True), strict=True))
 
 
 def test_a_prompt_is_scored_at_its_positions_as_one_causal_call_would(prompts: dict[str, Row]) -> None:
@@ -187,8 +247,8 @@ def test_a_sparse_prefill_costs_something_and_says_what_it_kept(prompts: dict[st
 
 def test_a_method_for_both_stages_is_sparse_in_both() -> None:
     model, both, decode = build(), f"{SPARSE_SAMPLE}+sparq:rank=4,top_k=8", "sparq:rank=4,top_k=8"
-    subject = Steps(model, Words(), Example(TOKENS[:200], TOKENS[200:208]), 128)
-    row, alone = runner.run("task", [subject], [both, decode], Progress())[1:]
+    subject = Steps(model, Words(), [Example(TOKENS[:200], TOKENS[200:208])], 128)
+    row, alone = run([subject], both, decode)[1:]
     assert row.density and not alone.density
     assert row.compression == alone.compression < 1
     with mlx_sparse.sparse(model, both):
@@ -197,30 +257,33 @@ def test_a_method_for_both_stages_is_sparse_in_both() -> None:
             model(mx.array([piece]), cache=cache)
         logits = model(mx.array([[TOKENS[199]]]), cache=cache)[0, 0].astype(mx.float32)
     nats = (mx.logsumexp(logits) - logits[TOKENS[200]]).item()
-    short = Steps(model, Words(), Example(TOKENS[:200], TOKENS[200:201]), 128)
-    assert short.trial(both).outcome.bits == pytest.approx(nats / math.log(2) / 2, rel=1e-4)
+    short = Steps(model, Words(), [Example(TOKENS[:200], TOKENS[200:201])], 128)
+    assert short.trials(Arm(both, both))[0].outcome.bits == pytest.approx(nats / math.log(2) / 2, rel=1e-4)
 
 
 class Once:
     """A subject on which every method can be tried once."""
 
+    depths = (None,)
+
     def __init__(self) -> None:
         self.tried: list[str] = []
 
-    def trial(self, method: str) -> Trial:
-        assert method not in self.tried
-        self.tried.append(method)
-        density = [[0.25, 0.5]] if method != "dense" else []
-        return Trial(Outcome(1.5, 0.5, 1.0, -1e-9), method, density=density, mass=[0.1, 0.2, 0.3] if density else [])
+    def trials(self, arm: Arm) -> list[Trial]:
+        assert arm.attn not in self.tried
+        self.tried.append(arm.attn)
+        density = [[0.25, 0.5]] if arm != DENSE else []
+        mass = [0.1, 0.2, 0.3] if density else []
+        return [Trial(Outcome(1.5, 0.5, 1.0, -1e-9), arm.attn, density=density, mass=mass)]
 
 
 def test_what_the_journal_knows_is_not_run_again(tmp_path: Path) -> None:
     subject, path = Once(), tmp_path / "results"
 
-    def run(*methods: str) -> list[Row]:
-        return runner.run("task", [subject], methods, Progress(), Journal(path, "eval", "key", Trial.read))
+    def again(*methods: str) -> list[Row]:
+        return run([subject], *methods, journal=Journal(path, "eval", "key", Trial.read))
 
-    first, second = run("sparq"), run("sparq", "streaming")
+    first, second = again("sparq"), again("sparq", "streaming")
     assert subject.tried == ["dense", "sparq", "streaming"]
     assert str(second[:2]) == str(first)  # as text: the errors of one example are no numbers
     assert second[1].density == [[0.25, 0.5]]
@@ -230,12 +293,14 @@ def test_what_the_journal_knows_is_not_run_again(tmp_path: Path) -> None:
     "change",
     [
         {"outcome": {}},
-        {"outcome": {"bits": math.nan, "accuracy": 0, "agreement": 0, "kl": 0}},
+        {"outcome": {"bits": math.nan, "accuracy": 0, "agreement": 0, "kl": 0, "matched": 0, "exact": 0}},
         {"density": [[0.1], [0.1, 0.2]]},
         {"density": [[2]]},
         {"density": 3},
         {"mass": [0.1]},
-        {"method": None},
+        {"attn": None},
+        {"dense_reasons": {"why": 0}},
+        {"dense_reasons": ["why"]},
         {"sparse_calls": -1},
         {"selectivity": 1.5},
         {"more": 1},
@@ -248,27 +313,19 @@ def test_a_result_that_was_not_written_here_is_refused(change: dict[str, Any]) -
         Trial.read(data | change)
 
 
-def test_a_density_map_shows_every_prefill_row(tmp_path: Path, prompts: dict[str, Row]) -> None:
-    for name in ("map.png", "map.svg"):
-        check_picture(tmp_path / name)
-        draw_density(list(prompts.values()), tmp_path / name)
-    assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
-    assert "<svg" in (tmp_path / "map.svg").read_text()
-    assert len(list(tmp_path.iterdir())) == 2
-    with pytest.raises(mlx_sparse.ConfigError, match="--density-map: expected a sparse prefill, got none"):
-        draw_density([prompts["dense"]], tmp_path / "none.png")
-
-
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
         (["--methods", "sparc"], "attn: expected one of"),
-        (["--methods", "sparq", "--limit", "0"], "--limit, --context: expected at least 1 and 512"),
-        (["--methods", "sparq", "--context", "100"], "--limit, --context: expected at least 1 and 512"),
-        (["--methods", "sample", "--prefill-step-size", "0"], "--prefill-step-size: expected at least 1"),
-        (["--methods", "sample", "--density-map", "map.bmp"], "--density-map: expected a file name in .png"),
-        (["--methods", "sample", "--density-map", "/nowhere/map.png"], "--density-map: expected a folder that exists"),
-        (["--methods", "sparq", "--density-map", "map.png"], "--density-map: expected a prefill method"),
+        (["--methods", "sparq", "--limit", "0"], "--limit: expected an integer of at least 1, got 0"),
+        (["--methods", "sparq", "--batch", "0"], "--batch: expected an integer of at least 1, got 0"),
+        (["--methods", "sparq", "--context", "2k,100"], "--context: expected an integer of at least 512, got 100"),
+        (["--methods", "sparq", "--tasks", "repetition,tetris"], "--tasks: expected some of .*, got 'tetris'"),
+        (["--methods", "sparq", "--tasks", "retained_mass"], "--tasks: expected a prefill method such as sample"),
+        (["--methods", "sparq", "--budget", "1/2,2"], "--budget: expected shares such as 1/2,1/8, got '2'"),
+        (["--tasks", "repetition"], "--methods: expected a method such as sparq, got none"),
+        (["--methods", "sparq,,streaming"], "methods: expected a list such as"),
+        (["--methods", "sample", "--prefill-step-size", "0"], "--prefill-step-size: expected an integer of at least 1"),
         (["--methods", "sample+minference"], "attn: expected"),
         (["--methods", "saap"], "artefact: expected a file that mlx-sparse train-saap wrote"),
         (
@@ -300,19 +357,18 @@ def test_the_command_prints_one_json_line_for_each_row(
             timeout=200,
         )
 
-    options = ["--methods", "sparq:rank=4,top_k=16", SPARSE_SAMPLE, "--limit", "1", "--text", str(text)]
-    options += ["--resume", str(tmp_path / "results"), "--prefill-step-size", "300"]
-    done = run(*options, "--json", "--density-map", str(tmp_path / "map.png"))
+    options = ["--methods", f"dense,sparq:rank=4,top_k=16,{SPARSE_SAMPLE}", "--limit", "1", "--text", str(text)]
+    options += ["--out", str(tmp_path / "results"), "--prefill-step-size", "300"]
+    done = run(*options, "--tasks", "bits_per_byte,repetition", "--json")
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert [line["task"] for line in lines] == ["bits_per_byte"] * 4 + ["repetition"] * 4
     assert [line["prefill"] for line in lines] == [False, False, True, True] * 2
     assert all(line["sparse_calls"] > 0 for line in lines[1::2])
-    assert (tmp_path / "map.png").stat().st_size > 1000
     again = run(*options)
     assert again.stdout.count("| `dense` |") == 4
     assert again.stdout.count("| density |") == 1
-    short = run("--methods", "sparq:rank=4", "--limit", "4", "--text", str(text))
+    short = run("--methods", "sparq:rank=4", "--tasks", "bits_per_byte", "--limit", "4", "--text", str(text))
     assert short.returncode == 2
     assert short.stderr.strip().splitlines()[-1].startswith("mlx-sparse: error: --limit: expected 4 x 1,152 tokens")
 

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import mean, stdev
 from typing import Any
 
 from .journal import fields, number
 
-DECODE_HEADER = [
-    *["task", "method", "n", "bytes", "selectivity"],
-    *["bits/byte", "Δ", "accuracy", "Δ", "agreement", "KL"],
-]
-PREFILL_HEADER = [
-    *["task", "method", "n", "density", "of layers", "sampled", "mass: min", "1 %", "mean"],
-    *["bits/byte", "Δ", "accuracy", "Δ", "agreement", "KL"],
-]
-OUTCOMES = ((0, math.inf), (0, 1), (0, 1), (-1, math.inf))  # what its figures may be; KL is 0 but for rounding
+BOUNDS = {"bits": math.inf, "accuracy": 1, "agreement": 1, "kl": math.inf, "matched": math.inf, "exact": 1}
+MOST_REASONS, LONGEST_REASON = 100, 1000  # of dense calls
 
 
 @dataclass(frozen=True)
@@ -27,15 +21,20 @@ class Outcome:
 
     Attributes:
         bits: negative log2-likelihood of the target per byte of its text.
-        accuracy: share of target tokens that were the most likely ones.
-        agreement: share of positions where the most likely token is dense attention's.
+        accuracy: share of the scored target tokens that were the most likely ones.
+        agreement: share of the scored positions where the most likely token is dense attention's.
         kl: mean Kullback-Leibler divergence from dense attention's distribution, nats.
+        matched: characters of the target before the first token that was not the most likely one: what greedy decoding
+            would have got right (SparQ paper, section 5).
+        exact: 1 if every scored token was the most likely one, else 0.
     """
 
     bits: float
     accuracy: float
     agreement: float
     kl: float
+    matched: float = 0.0
+    exact: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -44,8 +43,9 @@ class Trial:
 
     Attributes:
         outcome: how well it predicted.
-        method: the method as text, every automatic choice resolved.
-        sparse_calls, dense_calls: attention calls.
+        attn: the method as text, every automatic choice resolved.
+        sparse_calls, dense_calls: attention calls; of examples that were decoded together, each one's.
+        dense_reasons: number of the dense calls by reason.
         sparse_bytes, dense_bytes: bytes of K and V moved by the sparse calls, and by dense attention in their place.
         selectivity: (saap.12) share of the keys outside the exact part that were attended; None but for SAAP.
         density: of a prompt, by served layer and query head: share of the causal block pairs attended.
@@ -55,11 +55,12 @@ class Trial:
     """
 
     outcome: Outcome
-    method: str = "dense"
+    attn: str = "dense"
     sparse_calls: int = 0
     dense_calls: int = 0
-    sparse_bytes: int = 0
-    dense_bytes: int = 0
+    sparse_bytes: float = 0
+    dense_bytes: float = 0
+    dense_reasons: dict[str, int] = field(default_factory=dict)
     selectivity: float | None = None
     density: list[list[float]] = field(default_factory=list)
     sampled: float = 0.0
@@ -77,116 +78,180 @@ class Trial:
             ValueError, TypeError: it did not.
         """
         found = dict(zip(cls.__annotations__, fields(data, *cls.__annotations__), strict=True))
-        figures = fields(found.pop("outcome"), *Outcome.__annotations__)
-        outcome = Outcome(*(number(value, low, high) for value, (low, high) in zip(figures, OUTCOMES, strict=True)))
-        for name in ("sparse_calls", "dense_calls", "sparse_bytes", "dense_bytes"):
+        for name in ("sparse_calls", "dense_calls"):
             found[name] = int(number(found[name], 0))
-        if found["selectivity"] is not None:
-            number(found["selectivity"], 0, 1)
-        density = [[number(head, 0, 1) for head in layer] for layer in found.pop("density")]
-        if len({len(layer) for layer in density}) > 1 or not isinstance(found["method"], str):
-            raise ValueError(data)
-        mass = [number(value, 0, 2) for value in found.pop("mass")]
-        if len(mass) not in (0, 3):
-            raise ValueError(data)
-        return cls(outcome, **found | {"density": density, "mass": mass, "sampled": number(found["sampled"], 0, 1)})
+        for name in ("sparse_bytes", "dense_bytes"):
+            number(found[name], 0)
+        if not isinstance(found["attn"], str):
+            raise TypeError(data)
+        found["outcome"] = read_outcome(found["outcome"])
+        found["dense_reasons"] = read_reasons(found["dense_reasons"])
+        return cls(**found | read_prompt(found))
+
+
+def read_outcome(data: Any) -> Outcome:
+    """An `Outcome` from JSON data; raise `ValueError` if it is none."""
+    figures = zip(fields(data, *BOUNDS), BOUNDS.items(), strict=True)
+    return Outcome(*(number(value, -1 if name == "kl" else 0, high) for value, (name, high) in figures))
+
+
+def read_reasons(data: Any) -> dict[str, int]:
+    """Numbers of dense calls by reason, from JSON data; raise `ValueError` if they are none."""
+    if not isinstance(data, dict) or len(data) > MOST_REASONS or any(len(reason) > LONGEST_REASON for reason in data):
+        raise ValueError(data)
+    return {reason: int(number(count, 1)) for reason, count in data.items()}
+
+
+def read_prompt(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures of a trial or a row that need checks of their own; raise `ValueError` or `TypeError` at others."""
+    selectivity = found["selectivity"]
+    if selectivity is not None:
+        number(selectivity, 0, 1)
+    density = [[number(head, 0, 1) for head in layer] for layer in found["density"]]
+    mass = [number(value, 0, 2) for value in found["mass"]]
+    if len({len(layer) for layer in density}) > 1 or len(mass) not in (0, 3):
+        raise ValueError(found)
+    return {"selectivity": selectivity, "density": density, "mass": mass, "sampled": number(found["sampled"], 0, 1)}
+
+
+@dataclass(frozen=True)
+class Depth:
+    """The examples of a row whose answer stands at one ``depth`` of the prompt, 0 at its beginning and 1 at its end."""
+
+    depth: float
+    examples: int
+    accuracy: float
+    exact: float
 
 
 @dataclass(frozen=True)
 class Row:
-    """A task under one method: means over the examples, and standard errors of the paired differences to dense.
+    """A task under one method: means over the examples, with standard errors.
 
     Attributes:
+        method: as it was asked for.
+        attn: what ran, every automatic choice resolved.
+        budget: the share of dense attention's transfers that the settings were made for, such as "1/8".
+        context: tokens of the prompts.
+        mean, mean_error: of the outcomes, and its standard error; NaN with one example.
+        delta, error: of the differences to dense attention on the same example, and its standard error.
+        formula: elements moved by the method's transfer formula at this context, over dense attention's; None where
+            there is none.
+        compression: bytes moved by the calls of the run that were sparse, over dense attention's.
+        sparse_calls, dense_calls, dense_reasons: of all examples.
         prefill: whether the prompt itself was run through the method and scored, not steps after it.
         selectivity, density, sampled, mass: as in `Trial`, means over the examples; of ``mass`` the first is the least
             of them.
+        depths: for tasks whose answer stands at a known depth.
     """
 
     task: str
     method: str
+    attn: str
+    budget: str | None
+    context: int
     examples: int
     mean: Outcome
+    mean_error: Outcome
     delta: Outcome
     error: Outcome
+    formula: float | None
     compression: float
     sparse_calls: int
     dense_calls: int
+    dense_reasons: dict[str, int] = field(default_factory=dict)
     prefill: bool = False
     selectivity: float | None = None
     density: list[list[float]] = field(default_factory=list)
     sampled: float = 0.0
     mass: list[float] = field(default_factory=list)
+    depths: list[Depth] = field(default_factory=list)
+
+    @property
+    def served(self) -> str:
+        """ "dense" (the baseline), "sparse", "partly" (some calls were dense) or "fell back" (all of them were)."""
+        if self.method == "dense":
+            return "dense"
+        if not self.sparse_calls:
+            return "fell back"
+        return "partly" if self.dense_calls else "sparse"
+
+    @property
+    def sparse_share(self) -> float:
+        """Of the calls that the method was asked about."""
+        return self.sparse_calls / max(1, self.sparse_calls + self.dense_calls)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return asdict(self)
+        """Plain data for JSON: what is not a number is null."""
+        data = asdict(self)
+        for name in ("mean_error", "error"):
+            data[name] = {key: None if math.isnan(value) else value for key, value in data[name].items()}
+        return data
 
 
-def rows_of(task: str, trials: Mapping[str, Sequence[Trial]], *, prefill: bool = False) -> list[Row]:
-    """One row for each method; ``trials["dense"]`` are the same examples under dense attention."""
-    return [_row(task, found, trials["dense"], prefill) for found in trials.values()]
-
-
-def _row(task: str, trials: Sequence[Trial], dense: Sequence[Trial], prefill: bool) -> Row:
-    means, deltas, errors = {}, {}, {}
-    for name in Outcome.__annotations__:
-        values, reference = ([getattr(trial.outcome, name) for trial in of] for of in (trials, dense))
-        differences = [a - b for a, b in zip(values, reference, strict=True)]
-        means[name], deltas[name] = mean(values), mean(differences)
-        errors[name] = stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else math.nan
+def row_of(
+    trials: Sequence[Trial],
+    dense: Sequence[Trial],
+    depths: Sequence[float | None],
+    *,
+    task: str,
+    method: str,
+    budget: str | None,
+    context: int,
+    formula: float | None,
+    prefill: bool,
+) -> Row:
+    """One row of ``trials``; ``dense`` are the same examples under dense attention, ``depths`` their answers'."""
+    outcomes, reference = ([vars(trial.outcome) for trial in of] for of in (trials, dense))
+    deltas = [{name: a[name] - b[name] for name in BOUNDS} for a, b in zip(outcomes, reference, strict=True)]
     moved, full = (sum(getattr(trial, name) for trial in trials) for name in ("sparse_bytes", "dense_bytes"))
-    layers = [trial.density for trial in trials]
     masses = [trial.mass for trial in trials if trial.mass]
     selectivities = [trial.selectivity for trial in trials if trial.selectivity is not None]
+    layers = [trial.density for trial in trials]
+    reasons: Counter[str] = Counter()
+    for trial in trials:
+        reasons.update(trial.dense_reasons)
     return Row(
-        task,
-        trials[0].method,
-        len(trials),
-        Outcome(**means),
-        Outcome(**deltas),
-        Outcome(**errors),
-        moved / full if full else 1.0,
-        sum(trial.sparse_calls for trial in trials),
-        sum(trial.dense_calls for trial in trials),
-        prefill,
-        mean(selectivities) if selectivities else None,
-        [[mean(heads) for heads in zip(*of, strict=True)] for of in zip(*layers, strict=True)],
-        mean(trial.sampled for trial in trials),
-        [min(m[0] for m in masses), *(mean(m[i] for m in masses) for i in (1, 2))] if masses else [],
+        task=task,
+        method=method,
+        attn=trials[0].attn,
+        budget=budget,
+        context=context,
+        examples=len(trials),
+        mean=_means(outcomes),
+        mean_error=_errors(outcomes),
+        delta=_means(deltas),
+        error=_errors(deltas),
+        formula=formula,
+        compression=moved / full if full else 1.0,
+        sparse_calls=sum(trial.sparse_calls for trial in trials),
+        dense_calls=sum(trial.dense_calls for trial in trials),
+        dense_reasons=dict(reasons),
+        prefill=prefill,
+        selectivity=mean(selectivities) if selectivities else None,
+        density=[[mean(heads) for heads in zip(*of, strict=True)] for of in zip(*layers, strict=True)],
+        sampled=mean(trial.sampled for trial in trials),
+        mass=[min(m[0] for m in masses), *(mean(m[i] for m in masses) for i in (1, 2))] if masses else [],
+        depths=_depths(trials, depths),
     )
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Markdown: a table of the steps after a prompt, one of prompts, or both."""
-    parts = []
-    for prefill, header in ((False, DECODE_HEADER), (True, PREFILL_HEADER)):
-        chosen = [row for row in rows if row.prefill == prefill]
-        if chosen:
-            lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-            parts.append("\n".join([*lines, *("| " + " | ".join(_cells(row)) + " |" for row in chosen)]))
-    return "\n\n".join(parts)
+def _means(outcomes: Sequence[Mapping[str, float]]) -> Outcome:
+    return Outcome(*(mean(outcome[name] for outcome in outcomes) for name in BOUNDS))
 
 
-def _cells(row: Row) -> list[str]:
-    mean, delta, error = row.mean, row.delta, row.error
-    cells = [row.task, f"`{row.method}`", str(row.examples)]
-    cells += _prompt_cells(row) if row.prefill else _step_cells(row)
-    cells += [f"{mean.bits:.4f}", f"{delta.bits:+.4f}{_error(error.bits, 4)}"]
-    cells += [f"{mean.accuracy:.3f}", f"{delta.accuracy:+.3f}{_error(error.accuracy, 3)}"]
-    return [*cells, f"{mean.agreement:.3f}{_error(error.agreement, 3)}", f"{mean.kl:.4f}{_error(error.kl, 4)}"]
+def _errors(outcomes: Sequence[Mapping[str, float]]) -> Outcome:
+    if len(outcomes) < 2:
+        return Outcome(*(math.nan for _ in BOUNDS))
+    return Outcome(*(stdev(outcome[name] for outcome in outcomes) / math.sqrt(len(outcomes)) for name in BOUNDS))
 
 
-def _error(error: float, digits: int) -> str:
-    """A standard error where several examples give one."""
-    return "" if math.isnan(error) else f" ± {error:.{digits}f}"
-
-
-def _step_cells(row: Row) -> list[str]:
-    return [f"{row.compression:.3f}", "" if row.selectivity is None else f"{row.selectivity:.3f}"]
-
-
-def _prompt_cells(row: Row) -> list[str]:
-    layers = [mean(heads) for heads in row.density]
-    density = [f"{mean(layers):.3f}", f"{min(layers):.2f} to {max(layers):.2f}"] if layers else ["1.000", ""]
-    mass = [f"{value:.3f}" for value in row.mass] or [""] * 3
-    return [*density, f"{row.sampled:.3f}", *mass]
+def _depths(trials: Sequence[Trial], depths: Iterable[float | None]) -> list[Depth]:
+    by_depth: dict[float, list[Outcome]] = {}
+    for trial, depth in zip(trials, depths, strict=True):
+        if depth is not None:
+            by_depth.setdefault(depth, []).append(trial.outcome)
+    return [
+        Depth(depth, len(found), mean(o.accuracy for o in found), mean(o.exact for o in found))
+        for depth, found in sorted(by_depth.items())
+    ]

@@ -6,46 +6,41 @@ import argparse
 import hashlib
 import json
 import logging
+import shlex
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
-from .. import artefact
-from ..checks import ConfigError
-from ..config import SAAP, parse
+from ..artefact.identity import leaves, weights_hash
+from ..checks import ConfigError, check_int, read_length
+from ..config import parse
 from ..demo import blas
 from ..demo.smollm2 import prepare_model
 from ..demo.store import cache_directory
 from ..lm.command import loading
 from ..lm.model import select_methods
-from .picture import check_picture, draw_density
-from .results import Row, Trial, table
+from .arms import Arm, arms_of, read_methods
+from .budget import read_budget
+from .journal import Journal
+from .results import Row, Trial
+from .table import table
 from .tasks import PASSAGES, SHORTEST, TASKS
+
+AGREEMENT, MASS = "top_k_agreement", "retained_mass"
+NAMES = (*TASKS, MASS, AGREEMENT)
+DEFAULT_TASKS = ("repetition", "bits_per_byte")
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the evaluation; return the exit code."""
     args = _parser().parse_args(argv)
-    stages = [select_methods(parse(method)) for method in args.methods]
-    for _, decode in stages:
-        if isinstance(decode, SAAP) and decode.file is not None:
-            artefact.load(decode.file)  # a mistake is to show now, not after the dense runs
-    if args.limit < 1 or args.context < SHORTEST:
-        raise ConfigError(
-            f"--limit, --context: expected at least 1 and {SHORTEST}, got {args.limit} and {args.context}."
-        )
-    if args.prefill_step_size < 1:
-        raise ConfigError(f"--prefill-step-size: expected at least 1, got {args.prefill_step_size}.")
-    if args.density_map is not None:
-        check_picture(args.density_map)
-        if all(prefill is None for prefill, _ in stages):
-            raise ConfigError("--density-map: expected a prefill method such as sample among --methods, got none.")
+    _check(args)
     blas.use(["eval", *argv], cache_directory(args.cache_dir))
-    rows = list(_evaluate(args))
+    args.command = shlex.join(["mlx-sparse", "eval", *argv])
+    rows = list(_Evaluation(args).rows())
     print("\n".join(json.dumps(row.as_dict()) for row in rows) if args.json else table(rows))
-    if args.density_map is not None:
-        draw_density(rows, args.density_map)
     return 0
 
 
@@ -53,58 +48,147 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mlx-sparse eval",
         description="Compare methods with dense attention on real text, teacher-forced. A decode method runs the steps "
-        "after a prompt that was processed densely, a prefill method the text itself, in which tokens of the second "
-        "half are predicted. Where METHOD+METHOD names both, the prompt and the steps after it are sparse.",
+        "after a prompt that was processed densely. A prefill method runs the prompt: in bits_per_byte, repetition and "
+        "retained_mass tokens inside it are predicted, in the other tasks the answer after it. Where METHOD+METHOD "
+        "names both, the prompt and the steps after it are sparse. Lists take commas or spaces.",
+        epilog="Example:\n  mlx-sparse eval --methods sparq,h2o,streaming --tasks repetition --budget 1/2,1/8 "
+        "--limit 50 --out results",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", metavar="MODEL", help="path or Hugging Face repo (default: SmolLM2-135M-Instruct)")
     parser.add_argument(
-        "--methods", metavar="METHOD", nargs="+", required=True, help="such as sparq:rank=16 sample:dense_below=0"
+        "--methods", metavar="METHOD,...", nargs="+", default=[], help="such as sparq:rank=16,h2o,sample:dense_below=0"
     )
-    parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS), help="(default: all)")
+    parser.add_argument(
+        "--tasks", metavar="TASK,...", nargs="+", help=f"of {', '.join(NAMES)} (default: {','.join(DEFAULT_TASKS)})"
+    )
+    parser.add_argument(
+        "--budget",
+        metavar="SHARE,...",
+        nargs="+",
+        default=[],
+        help="shares of dense attention's transfers, such as 1/2,1/8: settings that METHOD does not name follow from "
+        "the papers' formulae (default: the methods as they are)",
+    )
     parser.add_argument("--text", metavar="FILE", nargs="+", help="text files (default: Python's language reference)")
-    parser.add_argument("--context", metavar="N", type=int, default=2048, help="prompt tokens (default: 2048)")
+    parser.add_argument("--context", metavar="N,...", nargs="+", default=["2k"], help="prompt tokens (default: 2k)")
     parser.add_argument("--limit", metavar="N", type=int, default=6, help="examples per task (default: 6)")
-    parser.add_argument("--seed", type=int, default=0, help="for the places in the text (default: 0)")
+    parser.add_argument("--seed", metavar="N", type=int, default=0, help="for the places in the text (default: 0)")
+    parser.add_argument("--batch", metavar="N", type=int, default=8, help="examples decoded together (default: 8)")
     parser.add_argument(
-        "--prefill-step-size", metavar="N", type=int, default=2048, help="tokens per step of a prefill (default: 2048)"
+        "--prefill-step-size",
+        metavar="N",
+        type=int,
+        default=2048,
+        help="tokens per step of a sparse prompt (default: 2048)",
     )
-    parser.add_argument("--mass", action="store_true", help="measure the retained mass of prefill methods (slow)")
-    parser.add_argument("--density-map", metavar="FILE.png", type=Path, help="draw density by layer and head")
     parser.add_argument(
-        "--resume", metavar="FILE", type=Path, help="keep results in this file, and do not run again what is there"
+        "--out",
+        metavar="DIR",
+        type=Path,
+        help="write results.jsonl, pictures and report.html there, and keep every result in trials.jsonl as it comes: "
+        "the same command goes on where it stopped",
     )
     parser.add_argument("--cache-dir", metavar="DIR", help="where the default model goes (default: user's cache)")
     parser.add_argument("--json", action="store_true", help="print JSON lines")
     return parser
 
 
-def _evaluate(args: argparse.Namespace) -> Iterator[Row]:
-    from tqdm import tqdm
+def _check(args: argparse.Namespace) -> None:
+    """Refuse what is wrong before anything is loaded, and read the lists."""
+    args.methods = read_methods(args.methods)
+    args.tasks = [name.strip() for text in args.tasks or DEFAULT_TASKS for name in text.split(",")]
+    args.budget = [read_budget(share) for text in args.budget for share in text.split(",")]
+    args.context = [read_length(length) for text in args.context for length in text.split(",")]
+    for name in args.tasks:
+        if name not in NAMES:
+            raise ConfigError(f"--tasks: expected some of {', '.join(NAMES)}, got {name!r}.")
+    if not args.methods and set(args.tasks) != {AGREEMENT}:
+        raise ConfigError("--methods: expected a method such as sparq, got none.")
+    prefill = [select_methods(parse(method))[0] for method in args.methods]
+    if MASS in args.tasks and not any(prefill):
+        raise ConfigError(f"--tasks: expected a prefill method such as sample with {MASS}, got none.")
+    check_int("--limit", args.limit, 1)
+    check_int("--batch", args.batch, 1)
+    check_int("--prefill-step-size", args.prefill_step_size, 1)
+    for context in args.context:
+        check_int("--context", context, SHORTEST)
+    if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)
 
-    from .journal import Journal
-    from .runner import Prompt, Steps, run
 
-    model, tokenizer, _ = load_model(args.model, args.cache_dir)
-    tokens = read_tokens(tokenizer, args.text)
-    options = (args.context, args.limit, args.seed, args.prefill_step_size, args.mass)
-    journal = Journal(args.resume, "eval", fingerprint(model, tokens, *options), Trial.read)
-    of_text = {"context": args.context, "limit": args.limit, "seed": args.seed}
-    # A prefill method alone is scored in the prompt; every other one in the steps after it.
-    in_prompt = {method: select_methods(parse(method))[1] is None for method in args.methods}
-    decode, prefill = ([method for method in args.methods if in_prompt[method] == wanted] for wanted in (False, True))
-    runs = sum(1 + len(methods) for methods in (decode, prefill) if methods) * len(args.tasks) * args.limit
-    with tqdm(total=runs, unit="run", disable=None) as progress:
-        for task in args.tasks:
-            progress.set_description(task)
-            if decode:
-                examples = TASKS[task](tokens, tokenizer, **of_text)
-                steps = (Steps(model, tokenizer, example, args.prefill_step_size) for example in examples)
-                yield from run(task, steps, decode, progress, journal)
-            if prefill:
-                passages = PASSAGES[task](tokens, tokenizer, **of_text)
-                size = args.prefill_step_size
-                prompts = (Prompt(model, tokenizer, passage, size, mass=args.mass) for passage in passages)
-                yield from run(task, prompts, prefill, progress, journal, prefill=True)
+class _Evaluation:
+    """A model, a text and what is asked of them."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.model, self.tokenizer, self.config = load_model(args.model, args.cache_dir)
+        self.tokens = read_tokens(self.tokenizer, args.text)
+        self.D = head_dim(self.model)
+        key = fingerprint(self.model, self.tokens, args.limit, args.seed, args.prefill_step_size)
+        self.journal = Journal(args.out and args.out / "trials.jsonl", "eval", key, Trial.read)
+
+    def rows(self) -> Iterator[Row]:
+        """Of all contexts and tasks."""
+        from tqdm import tqdm
+
+        from .runner import run
+
+        args, plans = self.args, []
+        for context in args.context:
+            arms, left_out = arms_of(args.methods, args.budget, context, self.D)
+            print(*left_out, sep="\n", end="\n" if left_out else "", file=sys.stderr)
+            plans += [(context, task, *split(task, arms)) for task in args.tasks if task != AGREEMENT]
+        runs = sum(1 + len(arms) for _, _, *both in plans for arms in both if arms) * args.limit
+        with tqdm(total=runs, unit="run", disable=None) as progress:
+            for context, task, in_steps, in_prompt in plans:
+                progress.set_description(f"{task} {context:,}")
+                common = {"progress": progress, "journal": self.journal, "context": context, "D": self.D}
+                if in_steps:
+                    yield from run(task, self._steps(task, context, in_steps), in_steps, **common)
+                if in_prompt:
+                    yield from run(task, self._prompts(task, context), in_prompt, **common, prefill=True)
+
+    def _steps(self, task: str, context: int, arms: Sequence[Arm]) -> Iterator[Any]:
+        from .runner import Steps, observed_by
+
+        examples = list(TASKS[task](self.tokens, self.tokenizer, **self._choice(context)))
+        observed, size = observed_by(arms), self.args.batch
+        for start in range(0, len(examples), size):
+            batch = examples[start : start + size]
+            yield Steps(self.model, self.tokenizer, batch, self.args.prefill_step_size, observed=observed)
+
+    def _prompts(self, task: str, context: int) -> Iterator[Any]:
+        from .runner import Prompt
+
+        for passage in PASSAGES[task](self.tokens, self.tokenizer, **self._choice(context)):
+            yield Prompt(self.model, self.tokenizer, passage, self.args.prefill_step_size, mass=task == MASS)
+
+    def _choice(self, context: int) -> dict[str, int]:
+        return {"context": context, "limit": self.args.limit, "seed": self.args.seed}
+
+
+def split(task: str, arms: Sequence[Arm]) -> tuple[list[Arm], list[Arm]]:
+    """The methods that ``task`` scores in the steps after a prompt, and those that it scores in the prompt."""
+    in_prompt = [arm for arm in arms if task in PASSAGES and arm.stages[1] is None]
+    in_steps = [arm for arm in arms if task in TASKS and arm not in in_prompt]
+    if task == MASS:  # of prompts, whatever comes after them
+        in_prompt = [arm for arm in arms if arm.stages[0] is not None]
+    return in_steps, in_prompt
+
+
+def head_dim(model: Any) -> int:
+    """Components of a key, by running the model on one token without evaluating it."""
+    import mlx.core as mx
+    from mlx_lm.models.cache import make_prompt_cache
+
+    caches = make_prompt_cache(model)
+    model(mx.zeros((1, 1), mx.int32), cache=caches)
+    keys = next((cache.keys for cache in leaves(caches) if getattr(cache, "keys", None) is not None), None)
+    if keys is None:
+        raise ConfigError("--model: expected a model with a KV cache, got one without.")
+    size: int = keys.shape[-1]
+    return size
 
 
 def load_model(name: str | None, cache: str | None) -> tuple[Any, Any, dict[str, Any]]:
@@ -134,16 +218,9 @@ def read_tokens(tokenizer: Any, files: list[str] | None, option: str = "--text")
 
 
 def fingerprint(model: Any, tokens: Sequence[int], *options: Any) -> str:
-    """A hash that stands for a command's inputs: the model's weights (the ends of each), the text and the options."""
-    import mlx.core as mx
+    """A hash that stands for a command's inputs: the model, the text and the options."""
     import numpy as np
-    from mlx.utils import tree_flatten
 
-    digest = hashlib.sha256(json.dumps(options).encode())
+    digest = hashlib.sha256(json.dumps([weights_hash(model), options]).encode())
     digest.update(np.array(tokens, dtype=np.int64).tobytes())
-    weights: Any = tree_flatten(model.parameters())
-    for name, array in weights:
-        flat = array.reshape(-1)
-        ends = mx.concatenate([flat[:64], flat[-64:]]).astype(mx.float32)
-        digest.update(f"{name} {array.shape} {array.dtype}".encode() + np.array(ends).tobytes())
     return digest.hexdigest()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-import math
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -15,64 +15,80 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..call_report import Report
-from ..config import SAAP, parse
-from ..demo.store import file_hash
+from ..config import H2O
 from ..lm import sparse
-from ..lm.model import select_methods
+from ..lm.plan import NO_DECODE
+from .arms import DENSE, Arm
 from .journal import Journal
-from .results import Outcome, Row, Trial, rows_of
+from .results import Outcome, Row, Trial, row_of
+from .score import figures_of, log_softmax, prompt_outcome, step_outcome
 from .tasks import Example, Passage
 
 DENSE_STEP = 512  # tokens at a time of a prompt that is processed densely
-SLICE = 128  # positions compared at a time
 
 
 class Subject(Protocol):
-    """An example that methods can be tried on."""
+    """Examples that methods can be tried on together.
 
-    def trial(self, method: str) -> Trial:
-        """What ``method`` makes of it; "dense" is what the others are compared with."""
+    Attributes:
+        depths: of each example, where its answer stands in the prompt; None where that is no question.
+    """
+
+    depths: list[float | None]
+
+    def trials(self, arm: Arm) -> list[Trial]:
+        """What a method makes of each; `DENSE` is what the others are compared with."""
         ...
 
 
 class Steps:
-    """A prompt, and the steps after it: teacher-forced, one token at a time, by the model's own decode."""
+    """Prompts of one length, and the steps after them: teacher-forced, a token of each at a time, by the model's own
+    decode."""
 
-    def __init__(self, model: Any, tokenizer: Any, example: Example, step: int) -> None:
-        """``step`` is that of prompts which are themselves processed sparsely."""
-        self.model, self.example, self.step = model, example, step
-        self.inputs = [example.prompt[-1], *example.target[:-1]]
-        self.n_bytes = len(tokenizer.decode(example.target).encode())
+    def __init__(
+        self, model: Any, tokenizer: Any, examples: Sequence[Example], step: int, *, observed: str | None = None
+    ) -> None:
+        """``step`` is that of prompts which are themselves processed sparsely; ``observed`` is a method that has to see
+        the dense prompts which all methods go on from."""
+        self.model, self.tokenizer, self.examples, self.step = model, tokenizer, examples, step
+        self.observed = observed
+        self.depths = [example.depth for example in examples]
+        longest = max(len(example.target) for example in examples)
+        # Rows of shorter targets go on to the longest one's end; what they predict there is left out.
+        padded = [example.target + example.target[-1:] * (longest - len(example.target)) for example in examples]
+        self.prompts = mx.array([example.prompt for example in examples])
+        self.targets = mx.array(padded)
+        self.inputs = mx.concatenate([self.prompts[:, -1:], self.targets[:, :-1]], axis=1)
 
     @cached_property
     def cache(self) -> list[Any]:
-        """That of the prompt, processed densely."""
-        return prefill(self.model, self.example.prompt[:-1], DENSE_STEP)
+        """That of the prompts, processed densely."""
+        with sparse(self.model, self.observed) if self.observed else nullcontext():
+            return prefill(self.model, self.prompts[:, :-1], DENSE_STEP)
 
     @cached_property
     def reference(self) -> mx.array:
-        """Dense attention's float32 logits ``(len(inputs), vocabulary)``, of all steps in one causal block."""
-        logits = self.model(mx.array(self.inputs)[None], cache=copy.deepcopy(self.cache))[0].astype(mx.float32)
-        mx.eval(logits)
-        result: mx.array = logits
-        return result
+        """Dense attention's log-probabilities ``(examples, steps, vocabulary)``, of all steps in one causal block."""
+        logp = log_softmax(self.model(self.inputs, cache=copy.deepcopy(self.cache)))
+        mx.eval(logp)
+        return logp
 
-    def trial(self, method: str) -> Trial:
-        if method == "dense":
-            return Trial(self._outcome(self.reference))
-        with_prompt = select_methods(parse(method))[0] is not None
+    def trials(self, arm: Arm) -> list[Trial]:
+        if arm == DENSE:
+            return [Trial(found) for found in self._outcomes(figures_of(self.reference, self.reference, self.targets))]
+        reference, figures = self.reference, []
+        with_prompt = arm.stages[0] is not None
         cache = None if with_prompt else copy.deepcopy(self.cache)
-        rows = []
-        with sparse(self.model, method) as report:
-            cache = cache or prefill(self.model, self.example.prompt[:-1], self.step)
-            for token in self.inputs:
-                row = self.model(mx.array([[token]]), cache=cache)[0].astype(mx.float32)
-                mx.eval(row)
-                rows.append(row)
-        return trial_of(self._outcome(mx.concatenate(rows)), report)
+        with sparse(self.model, arm.attn) as report:
+            cache = cache or prefill(self.model, self.prompts[:, :-1], self.step)
+            for position in range(self.inputs.shape[1]):
+                logp = log_softmax(self.model(self.inputs[:, position : position + 1], cache=cache)[:, 0])
+                figures.append(figures_of(logp, reference[:, position], self.targets[:, position]))
+        return [trial_of(found, report, len(self.examples)) for found in self._outcomes(np.stack(figures, axis=1))]
 
-    def _outcome(self, logits: mx.array) -> Outcome:
-        return outcome(logits, self.reference, self.example.target, self.n_bytes)
+    def _outcomes(self, figures: np.ndarray[Any, Any]) -> list[Outcome]:
+        rows = zip(figures, self.examples, strict=True)
+        return [step_outcome(of_one, example, self.tokenizer) for of_one, example in rows]
 
 
 class Prompt:
@@ -81,6 +97,7 @@ class Prompt:
     def __init__(self, model: Any, tokenizer: Any, passage: Passage, step: int, *, mass: bool = False) -> None:
         """With ``mass``, retained mass is measured too, for which every score is computed."""
         self.model, self.passage, self.step, self.mass = model, passage, step, mass
+        self.depths: list[float | None] = [None]
         first, last = passage.scored[0], passage.scored[-1]
         # Single tokens need not be whole characters: take the bytes per token of the stretch they come from.
         stretch = tokenizer.decode(passage.tokens[first + 1 : last + 2]).encode()
@@ -91,52 +108,72 @@ class Prompt:
         """Dense attention's float32 logits ``(scored, vocabulary)``."""
         return passage_logits(self.model, self.passage, self.step)[0]
 
-    def trial(self, method: str) -> Trial:
+    def trials(self, arm: Arm) -> list[Trial]:
         targets = self.passage.targets
-        if method == "dense":
-            return Trial(outcome(self.reference, self.reference, targets, self.n_bytes))
-        with sparse(self.model, method, mass=self.mass) as report:
+        if arm == DENSE:
+            return [Trial(prompt_outcome(self.reference, self.reference, targets, self.n_bytes))]
+        with sparse(self.model, arm.attn, mass=self.mass) as report:
             logits = passage_logits(self.model, self.passage, self.step)[0]
-        return trial_of(outcome(logits, self.reference, targets, self.n_bytes), report)
+        return [trial_of(prompt_outcome(logits, self.reference, targets, self.n_bytes), report)]
 
 
 def run(
     task: str,
     subjects: Iterable[Subject],
-    methods: Sequence[str],
+    arms: Sequence[Arm],
     progress: Any,
     journal: Journal[Trial] | None = None,
     *,
+    context: int,
+    D: int,
     prefill: bool = False,
 ) -> list[Row]:
     """Every subject under dense attention and every method; what the journal knows is not run again."""
     journal = journal or Journal(None, "", "", Trial.read)
-    trials: dict[str, list[Trial]] = {method: [] for method in ("dense", *methods)}
-    names = {method: name_of(method) for method in trials}
-    for i, subject in enumerate(subjects):
-        for method, found in trials.items():
-            name = f"{task}/{'prefill' if prefill else 'decode'}/{i}/{names[method]}"
-            if name not in journal.results:
-                trial = subject.trial(method)
-                journal.add(name, trial, trial.as_dict())
-            found.append(journal.results[name])
-            progress.update()
-    return rows_of(task, trials, prefill=prefill)
+    found: dict[Arm, list[Trial]] = {arm: [] for arm in (DENSE, *arms)}
+    keys = {arm: arm.key for arm in found}
+    depths: list[float | None] = []
+    for subject in subjects:
+        first = len(depths)
+        depths += subject.depths
+        for arm, trials in found.items():
+            names = [
+                f"{task}/{'prefill' if prefill else 'decode'}/{context}/{i}/{keys[arm]}"
+                for i in range(first, len(depths))
+            ]
+            if any(name not in journal.results for name in names):
+                for name, trial in zip(names, subject.trials(arm), strict=True):
+                    if name not in journal.results:
+                        journal.add(name, trial, trial.as_dict())
+            trials += [journal.results[name] for name in names]
+            progress.update(len(names))
+    dense = found[DENSE]
+    return [
+        row_of(
+            trials,
+            dense,
+            depths,
+            task=task,
+            method=arm.method,
+            budget=arm.budget,
+            context=context,
+            formula=None if prefill else arm.formula(context, D),
+            prefill=prefill,
+        )
+        for arm, trials in found.items()
+    ]
 
 
-def name_of(method: str) -> str:
-    """What results of ``method`` are kept under: with what its artefact holds, which a file name does not tell."""
-    decode = None if method == "dense" else select_methods(parse(method))[1]
-    if not isinstance(decode, SAAP) or decode.file is None:
-        return method
-    return f"{method}@{file_hash(Path(decode.file))}"
+def observed_by(arms: Sequence[Arm]) -> str | None:
+    """The method that has to see the dense prompts, if one is among ``arms``: its choice begins there."""
+    return next((H2O.name for arm in arms if isinstance(arm.stages[1], H2O)), None)
 
 
-def prefill(model: Any, tokens: list[int], step: int) -> list[Any]:
-    """Process ``tokens``, ``step`` at a time; return the cache."""
+def prefill(model: Any, tokens: mx.array, step: int) -> list[Any]:
+    """Process ``tokens (examples, length)``, ``step`` at a time; return the cache."""
     cache: list[Any] = make_prompt_cache(model)
-    for start in range(0, len(tokens), step):
-        model(mx.array(tokens[start : start + step])[None], cache=cache)
+    for start in range(0, tokens.shape[1], step):
+        model(tokens[:, start : start + step], cache=cache)
         mx.eval([entry.state for entry in cache])
     return cache
 
@@ -155,37 +192,19 @@ def passage_logits(model: Any, passage: Passage, step: int) -> tuple[mx.array, f
     return mx.concatenate(rows), time.perf_counter() - began
 
 
-def outcome(logits: mx.array, reference: mx.array, target: Sequence[int], n_bytes: float) -> Outcome:
-    """Compare ``logits`` with the target tokens and with dense attention's ``reference``."""
-    figures = np.zeros(4)
-    for start in range(0, len(target), SLICE):
-        rows = slice(start, start + SLICE)
-        logp, dense = (x[rows] - mx.logsumexp(x[rows], axis=-1, keepdims=True) for x in (logits, reference))
-        wanted = mx.array(list(target[rows]))
-        best = logp.argmax(axis=-1)
-        figures += mx.stack(
-            [
-                -mx.take_along_axis(logp, wanted[:, None], axis=-1).sum(),
-                (best == wanted).sum(),
-                (best == dense.argmax(axis=-1)).sum(),
-                (mx.exp(dense) * (dense - logp)).sum(),
-            ]
-        )
-    nats, right, agreed, kl = figures.tolist()
-    n = len(target)
-    return Outcome(nats / (math.log(2) * n_bytes), right / n, agreed / n, kl / n)
-
-
-def trial_of(outcome: Outcome, report: Report) -> Trial:
-    """An outcome with what the report of its run counted."""
+def trial_of(outcome: Outcome, report: Report, examples: int = 1) -> Trial:
+    """An outcome with what the report of its run counted; ``examples`` were decoded together."""
     figures = report.prefill
     prompt: dict[str, Any] = {}
     if figures is not None and figures.calls:
         prompt = {"density": list(figures.density.values()), "sampled": figures.sampled}
         if figures.mass_mean is not None:
             prompt["mass"] = [figures.mass_min, figures.mass_low, figures.mass_mean]
-    dense_calls = sum(report.dense_calls.values())
+    # Layers that the method cannot serve, and a stage for which there is none, did not fall back.
+    reasons = Counter({reason: n for reason, n in report.dense_calls.items() if reason not in report.dense_layers})
+    del reasons[NO_DECODE]
     calls = report.sparse_calls + (figures.calls if figures is not None else 0)
-    counts = (calls, dense_calls, report.sparse_bytes, report.dense_bytes)
+    moved, full = report.sparse_bytes / examples, report.dense_bytes / examples
     selectivity = report.buckets.selectivity if report.buckets is not None and report.sparse_calls else None
-    return Trial(outcome, report.attn, *counts, selectivity, **prompt)
+    counts = (calls, reasons.total(), moved, full)
+    return Trial(outcome, report.attn, *counts, dict(reasons), selectivity, **prompt)

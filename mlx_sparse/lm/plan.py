@@ -20,6 +20,7 @@ from .saap import Buckets
 # More queries than this in one call are a prompt; fewer, after a prompt, are draft tokens to verify or a short turn.
 VERIFY_QUERIES = 16
 A_FEW = "of a few queries at once (verification or short prompt)"
+NO_DECODE = "of a single query (no decode method)"
 
 
 class Plan:
@@ -194,7 +195,7 @@ class Plan:
         if not self.decodes:
             yield "of the prompt's last token"
         if self.decode is None:
-            yield "of a single query (no decode method)"
+            yield NO_DECODE
             return
         if sinks is not None and not _serves_sinks(self.decode, queries, keys):
             yield "with attention sinks"

@@ -1,0 +1,78 @@
+"""Rows as Markdown tables for people."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import mean
+
+from .results import Row
+
+ENDS = ["bits/byte", "Δ", "accuracy", "Δ", "matched", "agreement", "KL"]
+DECODE_HEADER = ["task", "context", "method", "budget", "n", "bytes by formula", "counted", "selectivity", *ENDS]
+PREFILL_HEADER = [
+    "task",
+    "context",
+    "method",
+    "n",
+    "density",
+    "of layers",
+    "sampled",
+    "mass: min",
+    "1 %",
+    "mean",
+    *ENDS,
+]
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Markdown: a table of the steps after a prompt, one of prompts, or both."""
+    parts = []
+    for prefill, header in ((False, DECODE_HEADER), (True, PREFILL_HEADER)):
+        chosen = [row for row in rows if row.prefill == prefill]
+        if chosen:
+            lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+            parts.append("\n".join([*lines, *("| " + " | ".join(_cells(row)) + " |" for row in chosen)]))
+    notes = [note for row in rows if (note := remark(row))]
+    return "\n\n".join([*parts, *notes])
+
+
+def remark(row: Row) -> str | None:
+    """One sentence about a row that is not all that its name says; None if it is."""
+    if row.served not in ("partly", "fell back"):
+        return None
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(row.dense_reasons.items()))
+    share = "no call was" if row.served == "fell back" else f"{row.sparse_share:.0%} of the calls were"
+    return f"`{row.method}`, {row.task}, {row.context:,} tokens: {share} sparse; dense: {reasons}."
+
+
+def _cells(row: Row) -> list[str]:
+    mean, delta, error = row.mean, row.delta, row.error
+    cells = [row.task, f"{row.context:,}", f"`{row.attn}`" + _mark(row)]
+    cells += _prompt_cells(row) if row.prefill else _step_cells(row)
+    cells += [f"{mean.bits:.4f}", f"{delta.bits:+.4f}{plus_minus(error.bits, 4)}"]
+    cells += [f"{mean.accuracy:.3f}", f"{delta.accuracy:+.3f}{plus_minus(error.accuracy, 3)}"]
+    cells.append(f"{mean.matched:.0f}{plus_minus(row.mean_error.matched, 0)}")
+    return [*cells, f"{mean.agreement:.3f}{plus_minus(error.agreement, 3)}", f"{mean.kl:.4f}{plus_minus(error.kl, 4)}"]
+
+
+def _mark(row: Row) -> str:
+    return {"partly": f" (sparse: {row.sparse_share:.0%})", "fell back": " (ran densely)"}.get(row.served, "")
+
+
+def plus_minus(error: float, digits: int) -> str:
+    """A standard error where several examples give one."""
+    return "" if math.isnan(error) else f" ± {error:.{digits}f}"
+
+
+def _step_cells(row: Row) -> list[str]:
+    formula = "" if row.formula is None else f"{row.formula:.3f}"
+    selectivity = "" if row.selectivity is None else f"{row.selectivity:.3f}"
+    return [row.budget or "", str(row.examples), formula, f"{row.compression:.3f}", selectivity]
+
+
+def _prompt_cells(row: Row) -> list[str]:
+    layers = [mean(heads) for heads in row.density]
+    density = [f"{mean(layers):.3f}", f"{min(layers):.2f} to {max(layers):.2f}"] if layers else ["1.000", ""]
+    mass = [f"{value:.3f}" for value in row.mass] or [""] * 3
+    return [str(row.examples), *density, f"{row.sampled:.3f}", *mass]
