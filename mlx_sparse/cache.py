@@ -2,7 +2,8 @@
 
 A cache is adopted in place (`adopt`): its keys, values and offset stay mlx-lm's, so files, trimming, merging and
 batching work as before. What a method reads besides, component-major keys and running sums (`side`) or an index of
-buckets (`buckets`), can be rebuilt from them and follows the cache through trim, growth, copies and reloads.
+buckets (`buckets`), can be rebuilt from them and follows the cache through trim, growth, copies and reloads. The
+attention that keys have received (`received`) cannot: where it is lost, H2O attends densely.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from . import registry
 from .buckets import BucketIndex
 from .checks import check_local_window
 from .config import MethodConfig, OracleTopK, Prefill, Sample, SparQ, Streaming
+from .received import Received
 from .side import SideBuffers
 
 
@@ -27,6 +29,7 @@ class SparseCache:
     values: Any
     _side: SideBuffers | None = None
     index: BucketIndex | None = None  # of SAAP, whose owner is the plan of an enabled model
+    received: Received | None = None  # of H2O, likewise
     # Settings and keys with which a sample last kept too many blocks to be worth while.
     _full_for: tuple[Sample, float] | None = None
     _full_at = 0
@@ -51,24 +54,26 @@ class SparseCache:
     @state.setter
     def state(self, value: Any) -> None:
         self.drop_side_buffers()
-        self.index = None
+        self.index = self.received = None
         super(SparseCache, type(self)).state.fset(self, value)  # type: ignore[misc]
 
     @property
     def nbytes(self) -> int:
         own: int = super().nbytes  # type: ignore[misc]
-        return own + sum(kept.nbytes for kept in (self._side, self.index) if kept is not None)
+        return own + sum(kept.nbytes for kept in (self._side, self.index, self.received) if kept is not None)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
         if self._side is not None:
             self._side.rewind(self, self.length)
         if self.index is not None:
             self.index.receive(self.length, keys)
+        if self.received is not None:
+            self.received.rewind(self.length)
         return super().update_and_fetch(keys, values)  # type: ignore[misc]
 
     def drop_side_buffers(self) -> None:
-        """Forget everything that can be rebuilt; for operations that move rows."""
-        self._side = None
+        """Forget what is kept beside; for operations that move rows."""
+        self._side = self.received = None
         self._full_for = None
         if self.index is not None:
             self.index.rewind(0)
@@ -177,6 +182,15 @@ class SparseCache:
 class SparseKVCache(SparseCache, KVCache):
     """`mlx_lm.models.cache.KVCache` that can attend sparsely."""
 
+    @classmethod
+    def merge(cls, caches: Any) -> Any:
+        merged = super().merge(caches)  # type: ignore[no-untyped-call]
+        received = Received.joined([(getattr(cache, "received", None), cache.offset) for cache in caches])
+        if received is not None:
+            adopt(merged)
+            merged.received = received
+        return merged
+
 
 class SparseBatchKVCache(SparseCache, BatchKVCache):
     """`mlx_lm.models.cache.BatchKVCache`, the server's left-padded batch, that can attend sparsely."""
@@ -200,7 +214,7 @@ class SparseBatchKVCache(SparseCache, BatchKVCache):
         super().drop_side_buffers()
         self._padded = None
 
-    # These move rows.
+    # These move rows, and of what is kept beside take along what could not be rebuilt.
 
     def prepare(self, **kwargs: Any) -> None:
         self.drop_side_buffers()
@@ -211,12 +225,25 @@ class SparseBatchKVCache(SparseCache, BatchKVCache):
         super().finalize()  # type: ignore[no-untyped-call]
 
     def filter(self, batch_indices: Any) -> None:
+        received, length = self.received, self.length
         self.drop_side_buffers()
         super().filter(batch_indices)  # type: ignore[no-untyped-call]
+        if received is not None:
+            self.received = received.filtered(batch_indices, length, length - self.length)
 
     def extend(self, other: Any) -> None:
+        parts = [(cache.received, cache.length) for cache in (self, other) if isinstance(cache, SparseCache)]
         self.drop_side_buffers()
         super().extend(other)  # type: ignore[no-untyped-call]
+        if len(parts) == 2:
+            self.received = Received.joined(parts)
+
+    def extract(self, idx: int) -> Any:
+        one = super().extract(idx)  # type: ignore[no-untyped-call]
+        if self.received is not None:
+            adopt(one)
+            one.received = self.received.filtered([idx], self.length, self.length - one.offset)
+        return one
 
 
 # mlx-lm saves a cache under its class name and finds it again by that name: files stay its own.

@@ -143,7 +143,7 @@ def test_a_base_of_another_method_is_not_used() -> None:
     assert parse("h2o", {"sparq": SparQ(top_k=5)}) == (H2O(),)
 
 
-METHODS = "dense, sparq, saap, sample, streaming, flexgen, oracle_top_k, minference, bigbird, streaming_prefill"
+METHODS = "dense, sparq, saap, sample, streaming, h2o, flexgen, oracle_top_k, minference, bigbird, streaming_prefill"
 
 
 @pytest.mark.parametrize(

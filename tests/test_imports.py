@@ -17,7 +17,7 @@ LEVELS = [
     {"machine", "patterns", "kept", "pieces", "bucket_lists", "kmeans", "artefact"},
     {"oracle", "ops", "kernels"},
     {"registry"},
-    {"api", "side", "buckets"},
+    {"api", "side", "buckets", "received"},
     {"cache"},
     {"lm"},
     {"_boot"},  # the start-up hook hands over to lm

@@ -23,7 +23,7 @@ SPARSE = ["--attn", "sparq:rank=4,top_k=4,dense_below=0"]
 SAMPLE = "sample:block_size=32,alpha_column=0.3,alpha_slash=0.3,dense_below=0"
 BOTH = ["--attn", f"{SAMPLE}+{SPARSE[1]}"]
 JSON = ["--attn-report", "json"]
-COMMANDS = ["generate", "chat", "server", "benchmark", "cache_prompt"]
+COMMANDS = ["generate", "chat", "server", "benchmark", "cache_prompt", "evaluate"]
 PROMPT, TOKENS, LAYERS = 40, 8, 2
 STEPS = TOKENS + 1  # mlx-lm's last prompt token is a step, and it works one token ahead
 
@@ -85,7 +85,10 @@ BAD: dict[str, tuple[list[str], str]] = {
     "rank 0": (["--attn", "sparq:rank=0"], "rank: expected an integer of at least 1, got 0"),
     "rank above D": (["--attn", "sparq:rank=17"], "rank: expected at most the head dim D=16, got 17"),
     "negative top_k": (["--attn", "sparq:top_k=-1"], "top_k: expected an integer of at least 1, got -1"),
-    "a method models cannot run": (["--attn", "h2o"], "attn: expected one of .* for a model, got h2o"),
+    "a method that needs dense prompts": (
+        ["--attn", "sample+h2o"],
+        "attn: expected dense prompts for h2o .*, got sample",
+    ),
     "no such backend": (
         ["--attn", "sparq", "--attn-backend", "tpu"],
         r"backend: .*got tpu \(unknown; this version",

@@ -301,7 +301,7 @@ def test_a_rank_above_the_head_dim_is_refused_and_leaves_the_model_alone(model: 
     assert tokens_of(model) == dense
 
 
-@pytest.mark.parametrize("attn", ["dense", "h2o", "flash", "sparq+streaming", "", "sparq:preset=none"])
+@pytest.mark.parametrize("attn", ["dense", "sample+h2o", "flash", "sparq+streaming", "", "sparq:preset=none"])
 def test_what_a_model_cannot_run_is_refused(attn: str, model: Any):
     with pytest.raises(mlx_sparse.ConfigError, match=r"expected .*, got .*\.$"):
         mlx_sparse.enable(model, attn)

@@ -275,7 +275,7 @@ def test_speculative_verification_stays_dense(model: Any, tokenizer: TokenizerWr
     [
         ("sample+minference", "attn: expected one prefill method, got sample and minference."),
         ("sample+sparq+streaming", "attn: expected one decode method, got sparq and streaming."),
-        ("sample+h2o", "attn: expected one of .* for a model, got h2o."),
+        ("sample+h2o", "attn: expected dense prompts for h2o .*, got sample."),
         (5, "attn: expected text, a configuration or a tuple of them, got 5."),
         (None, "attn: expected text, a configuration or a tuple of them, got None."),
         (("sample", "sparq"), "attn: expected text, a configuration or a tuple of them, got ('sample', 'sparq')."),

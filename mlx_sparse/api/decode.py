@@ -242,7 +242,7 @@ def h2o_scores(
 ) -> mx.array:
     """Attention each key has received from causal ``queries``: float32 ``(B, Hkv, S)``, -inf at invalid keys.
 
-    What `h2o_attention` starts from after a dense prompt. Holds ``Hq * L * S`` float32 scores.
+    What `h2o_attention` starts from after a dense prompt.
     """
     call = Call("h2o_scores", queries, keys, keys, scale=scale, left_padding=left_padding, backend=backend)
     run = registry.load("h2o_scores", call.backend)

@@ -234,10 +234,12 @@ class Streaming(MethodConfig):
 
 @dataclass(frozen=True)
 class H2O(MethodConfig):
-    """Heavy hitters: the ``top_k`` keys with the largest attention so far; the rest is evicted for good."""
+    """Heavy hitters: the ``top_k`` keys with the largest attention so far; the rest is evicted for good.
+
+    A method to compare with: what prompts attend to is computed a second time, and evicted keys stay in memory.
+    """
 
     name: ClassVar[str] = "h2o"
-    served: ClassVar[bool] = False  # needs the attention of the prompt, which models do not hand out
     top_k: int = 128
     local_window: int | None = None
 
@@ -248,6 +250,11 @@ class H2O(MethodConfig):
     @property
     def attended(self) -> int:
         return self.top_k
+
+    @property
+    def window(self) -> int:
+        """``local_window``, its default resolved."""
+        return check_local_window(self.local_window, self.top_k)
 
     def elements(self, S: int, D: int) -> int:
         return stats.h2o_elements(S, D, top_k=self.attended)

@@ -16,7 +16,7 @@ from .. import registry
 from ..artefact.identity import leaves, model_type
 from ..call_report import Report
 from ..checks import ConfigError
-from ..config import CONFIGS, QK_NORMS, SAAP, Dense, MethodConfig, Prefill, SparQ, parse
+from ..config import CONFIGS, H2O, QK_NORMS, SAAP, Dense, MethodConfig, Prefill, SparQ, parse
 from . import seam
 from .plan import Plan
 from .rope import reduce_as
@@ -130,6 +130,8 @@ def select_methods(configs: tuple[MethodConfig, ...]) -> tuple[Prefill | None, M
         if len(found) > 1:
             names = " and ".join(config.name for config in found)
             raise ConfigError(f"attn: expected one {stage} method, got {names}.")
+    if prefill and any(isinstance(config, H2O) for config in decode):
+        raise ConfigError(f"attn: expected dense prompts for h2o to count their attention, got {prefill[0].name}.")
     if not configs:
         raise ConfigError("attn: expected a method for prompts or for decoding, got none.")
     return next(iter(prefill), None), next(iter(decode), None)

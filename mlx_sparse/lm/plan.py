@@ -12,7 +12,8 @@ from ..artefact.identity import leaves
 from ..cache import SparseBatchKVCache, SparseCache, adopt, any_padded
 from ..call_report import Report
 from ..checks import check_rank
-from ..config import NEVER, FlexGen, MethodConfig, Prefill, Sample, SparQ, Step
+from ..config import H2O, NEVER, FlexGen, MethodConfig, Prefill, Sample, SparQ, Step
+from ..received import Received
 from ..stats import dense_elements, saap_elements
 from .figures import PrefillFigures
 from .saap import Buckets
@@ -20,6 +21,7 @@ from .saap import Buckets
 # More queries than this in one call are a prompt; fewer, after a prompt, are draft tokens to verify or a short turn.
 VERIFY_QUERIES = 16
 A_FEW = "of a few queries at once (verification or short prompt)"
+UNCOUNTED = "over keys whose attention so far is not known"
 NO_DECODE = "of a single query (no decode method)"
 
 
@@ -77,6 +79,10 @@ class Plan:
 
     def end(self) -> None:
         """The call is over: its caches are the caller's alone again."""
+        if isinstance(self.decode, H2O) and self._caches is not None:
+            for cache in leaves(self._caches):
+                if isinstance(cache, SparseCache) and cache.received is not None:
+                    cache.received.submit()
         self._caches = None
         self._figures.submit()
         if self.buckets is not None:
@@ -95,7 +101,7 @@ class Plan:
         self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None
     ) -> mx.array | None:
         """The sparse result of one attention call, or None to let mlx-lm attend densely."""
-        reason = self._layer_reason(keys, values, cache)
+        refusal = reason = self._layer_reason(keys, values, cache)
         if self._probed is not None:
             self._probed.append((cache, reason or self._probe(queries, keys, cache, mask, sinks)))
             return None
@@ -116,6 +122,8 @@ class Plan:
             attended = (self._prompt if prompt else self._step)(queries, keys, cache, scale, backend)
         if attended is None:
             self.report.dense_calls[reason or "whose sample keeps too many blocks"] += 1
+            if isinstance(self.decode, H2O) and refusal is None:
+                self._receive(queries, keys, cache, scale, mask, sinks)
             return None
         out, lse = attended
         if sinks is not None:
@@ -202,6 +210,8 @@ class Plan:
         if mask is not None and not self._is_padding_mask(mask):
             yield "with an array mask"
         sizes = {}
+        if isinstance(self.decode, H2O) and not _counted(cache, keys.shape[2] - 1):
+            yield UNCOUNTED
         if self.buckets is not None:
             yield from self.buckets.step_reasons(cache)
             sizes = self.buckets.sizes(cache)
@@ -251,12 +261,32 @@ class Plan:
             self.report.formula_bytes += size * saap_elements(D, 0) + B * Hkv * network
             return self.buckets.step(queries, cache, scale=scale, backend=backend)
         self.report.formula_bytes += size * self.decode.elements(S, D)
+        if isinstance(self.decode, H2O):
+            cache.received = cache.received or Received()
+            rows = keys, cache.values[..., :S, :]
+            return cache.received.step(queries, *rows, self.decode, scale=scale, left_padding=cache.padding)
         return cache.attend(queries, self.decode, scale=scale, backend=backend)
+
+    def _receive(
+        self, queries: mx.array, keys: mx.array, cache: SparseCache, scale: float, mask: Any, sinks: mx.array | None
+    ) -> None:
+        """Count the attention of a dense call for H2O, if `h2o_scores` computes the same."""
+        L, S = queries.shape[2], keys.shape[2]
+        causal = self._is_padding_mask(mask) if mask is not None else L == 1
+        ragged = getattr(cache, "_right_padding", None) is not None  # queries that stand for nothing are among them
+        if causal and not ragged and sinks is None and _counted(cache, S - L):
+            cache.received = cache.received or Received()
+            cache.received.add(queries, keys, scale=scale, left_padding=cache.padding)
+
+
+def _counted(cache: SparseCache, length: int) -> bool:
+    """Whether the attention of all queries of rows ``[0, length)``, and of no others, has been counted."""
+    return length == (0 if cache.received is None else cache.received.length)
 
 
 def _serves_sinks(config: MethodConfig, queries: mx.array, keys: mx.array) -> bool:
-    """Whether a sink's share can be told from the log-sum-exp of the attended keys: if nothing else is mixed in."""
+    """Whether a sink's share can be told from the log-sum-exp of the attended keys, and is all that is asked for."""
     if isinstance(config, SparQ):
         auto = queries.shape[1] == keys.shape[1]
         return not (auto if config.reallocate == "auto" else config.reallocate)
-    return not isinstance(config, FlexGen)
+    return not isinstance(config, FlexGen | H2O)

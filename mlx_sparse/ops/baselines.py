@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from .attend import attend_indices, causal_mask, group_queries, softmax_lse
+from .attend import attend_indices, group_queries, softmax_lse
+from .blocks import after, causal_scores, most
 from .select import take_rows, top_k_select, valid_keys
 
 
@@ -105,9 +106,22 @@ def h2o_scores(queries: mx.array, keys: mx.array, *, scale: float, left_padding:
     B, Hq, L, D = queries.shape
     Hkv, S = keys.shape[1:3]
     grouped = queries.reshape(B, Hkv, Hq // Hkv, L, D).astype(mx.float32) * scale
-    logits = grouped @ keys[:, :, None].swapaxes(-1, -2).astype(mx.float32)
-    weights, _ = softmax_lse(logits, causal_mask(L, S, left_padding)[:, None, None])
-    received = weights.mean(axis=2).sum(axis=2)
+    keys = keys[:, :, None].astype(mx.float32)
+    step = most(B * Hq * S)
+    received = mx.zeros((B, Hkv, S))
+    for first in range(0, L, step):
+        stop = min(first + step, L)
+        end = S - L + stop
+        scores = causal_scores(after([received], grouped[..., first:stop, :]), keys[..., :end, :])
+        if left_padding is not None:
+            scores = mx.where(valid_keys(end, left_padding)[:, None, None, None], scores, -mx.inf)
+        weights = mx.softmax(scores, axis=-1)
+        if left_padding is not None:
+            # Queries of padded rows have nothing to attend and do not count.
+            counted = valid_keys(end, left_padding)[:, end - (stop - first) :]
+            weights = mx.where(counted[:, None, None, :, None], weights, 0.0)
+        total = weights.sum(axis=(2, 3)) / (Hq // Hkv)
+        received = received + mx.pad(total, [(0, 0), (0, 0), (0, S - end)])
     return received if left_padding is None else mx.where(valid_keys(S, left_padding)[:, None], received, -mx.inf)
 
 
