@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -14,6 +15,7 @@ from ..files import replace_file
 T = TypeVar("T")
 LIMIT = 64 << 20  # bytes; a result is a few hundred to a few thousand
 FORMAT = 1
+MOST = sys.float_info.max  # an integer may be larger
 
 
 class Journal(Generic[T]):
@@ -86,7 +88,19 @@ def _parse(line: bytes) -> Any:
 
 def number(value: Any, low: float, high: float = math.inf) -> float:
     """``value`` if it is a finite number in ``low..high``; raise `ValueError` otherwise."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high or math.isinf(value):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not low <= value <= high
+        or not -MOST <= value <= MOST
+    ):
+        raise ValueError(value)
+    return value
+
+
+def whole(value: Any, low: int) -> int:
+    """``value`` if it is an integer of at least ``low``; raise `ValueError` otherwise."""
+    if type(value) is not int or not low <= value <= MOST:
         raise ValueError(value)
     return value
 

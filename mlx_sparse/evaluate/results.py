@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import mean, stdev
 from typing import Any
 
-from .journal import fields, number
+from .journal import fields, number, whole
 
 BOUNDS = {"bits": math.inf, "accuracy": 1, "agreement": 1, "kl": math.inf, "matched": math.inf, "exact": 1}
 MOST_REASONS, LONGEST_REASON = 100, 1000  # of dense calls
+LONGEST_NAME = 10_000  # characters of a task, a method or a budget
 
 
 @dataclass(frozen=True)
@@ -187,6 +189,37 @@ class Row:
         for name in ("mean_error", "error"):
             data[name] = {key: None if math.isnan(value) else value for key, value in data[name].items()}
         return data
+
+    @classmethod
+    def read(cls, data: Any) -> Row:
+        """What `as_dict` made.
+
+        Raises:
+            ValueError, TypeError: it did not.
+        """
+        found = dict(zip(cls.__annotations__, fields(data, *cls.__annotations__), strict=True))
+        names = (found["task"], found["method"], found["attn"], *([] if found["budget"] is None else [found["budget"]]))
+        if not all(isinstance(name, str) and 0 < len(name) <= LONGEST_NAME for name in names):
+            raise ValueError(data)
+        if not re.fullmatch("[a-z][a-z0-9_]*", found["task"]) or type(found["prefill"]) is not bool:
+            raise ValueError(data)
+        for name, least in (("context", 1), ("examples", 1), ("sparse_calls", 0), ("dense_calls", 0)):
+            whole(found[name], least)
+        number(found["compression"], 0)
+        if found["formula"] is not None:
+            number(found["formula"], 0)
+        found["mean"] = read_outcome(found["mean"])
+        found["delta"] = Outcome(*(number(value, -math.inf) for value in fields(found["delta"], *BOUNDS)))
+        for name in ("mean_error", "error"):
+            values = fields(found[name], *BOUNDS)
+            found[name] = Outcome(*(math.nan if value is None else number(value, 0) for value in values))
+        found["dense_reasons"] = read_reasons(found["dense_reasons"])
+        depths = [fields(depth, *Depth.__annotations__) for depth in found["depths"]]
+        found["depths"] = [
+            Depth(number(depth, 0, 1), whole(examples, 1), number(accuracy, 0, 1), number(exact, 0, 1))
+            for depth, examples, accuracy, exact in depths
+        ]
+        return cls(**found | read_prompt(found))
 
 
 def row_of(
