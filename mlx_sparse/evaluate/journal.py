@@ -88,7 +88,8 @@ def _parse(line: bytes) -> Any:
 
 def number(value: Any, low: float, high: float = math.inf) -> float:
     """``value`` if it is a finite number in ``low..high``; raise `ValueError` otherwise."""
-    if type(value) not in (int, float) or not low <= value <= high or not -MOST <= value <= MOST:
+    low, high = max(low, -MOST), min(high, MOST)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
         raise ValueError(value)
     return value
 
