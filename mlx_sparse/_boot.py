@@ -1,7 +1,7 @@
 """Start-up hook: gives mlx-lm's commands the --attn option.
 
 Installation adds a .pth and a .start file that call install() whenever Python starts. So this module imports nothing
-but sys, and does nothing until one of the five command modules of mlx-lm is imported.
+but sys, and does nothing until one of the command modules of mlx-lm is imported.
 """
 
 import sys
@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
-COMMANDS = frozenset(f"mlx_lm.{name}" for name in ("generate", "chat", "server", "benchmark", "cache_prompt"))
+NAMES = ("generate", "chat", "server", "benchmark", "cache_prompt", "evaluate")
+COMMANDS = frozenset(f"mlx_lm.{name}" for name in NAMES)
 
 
 class CommandFinder:

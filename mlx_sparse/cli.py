@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 
 from .checks import BackendUnavailable, ConfigError, SparseAttentionError
 
 # mlx-lm's commands that take --attn, as subcommands of ours.
-HOSTED = ("generate", "chat", "server", "benchmark", "cache_prompt")
+HOSTED = ("generate", "chat", "server", "benchmark", "cache_prompt", "evaluate")
 
 # Subcommands that parse their own arguments, and where their main() is.
 OWN_PARSERS = {
@@ -25,7 +26,7 @@ OWN_PARSERS = {
     "run-onnx": "mlx_sparse.onnx_export.run",
 }
 
-EXTRA = ("onnx", "onnxruntime")  # packages of the extra `onnx`
+EXTRAS = {"onnx": "onnx", "onnxruntime": "onnx", "lm_eval": "lm-eval"}  # packages, and the extras that have them
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,16 +85,25 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+@contextlib.contextmanager
+def _naming_extras() -> Iterator[None]:
+    """Say which extra has a package that is missing."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name not in EXTRAS:
+            raise
+        raise BackendUnavailable(
+            f"{error.name}: expected it to be installed, got none. "
+            f"Run: pip install 'mlx-sparse-attention[{EXTRAS[error.name]}]'"
+        ) from None
+
+
 def _own(module: str, arguments: list[str]) -> int:
     """Run a subcommand that parses its own arguments."""
     try:
-        code: int = importlib.import_module(module).main(arguments)
-    except ModuleNotFoundError as error:
-        if error.name not in EXTRA:
-            raise
-        raise BackendUnavailable(
-            f"{error.name}: expected it to be installed, got none. Run: pip install 'mlx-sparse-attention[onnx]'"
-        ) from None
+        with _naming_extras():
+            code: int = importlib.import_module(module).main(arguments)
     except BrokenPipeError:
         raise
     except OSError as error:  # a folder that cannot be written, a full disk
@@ -107,7 +117,8 @@ def _hosted(name: str, arguments: list[str]) -> int:
     """Run mlx-lm's command with our options."""
     from .lm.command import run
 
-    module = importlib.import_module(f"mlx_lm.{name}")
+    with _naming_extras():
+        module = importlib.import_module(f"mlx_lm.{name}")
     # The start-up hook may have wrapped it already.
     original = getattr(module.main, "__wrapped__", module.main)
     sys.argv = [f"mlx-sparse {name}", *arguments]

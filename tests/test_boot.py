@@ -1,4 +1,4 @@
-"""The start-up hook costs every Python program next to nothing, and wraps five commands and nothing else."""
+"""The start-up hook costs every Python program next to nothing, and wraps some commands and nothing else."""
 
 import importlib.util
 import subprocess
@@ -10,7 +10,8 @@ import pytest
 
 from mlx_sparse import _boot
 
-COMMANDS = ["mlx_lm.generate", "mlx_lm.chat", "mlx_lm.server", "mlx_lm.benchmark", "mlx_lm.cache_prompt"]
+NAMES = ["generate", "chat", "server", "benchmark", "cache_prompt", "evaluate"]
+COMMANDS = [f"mlx_lm.{name}" for name in NAMES]
 
 
 def python(code: str, *options: str) -> str:
@@ -123,7 +124,7 @@ print(answer, importlib.util.find_spec("mlx_lm.chat"))
     assert python(code) == "42 None\n"
 
 
-def test_the_five_commands_exist_in_the_installed_mlx_lm():
+def test_the_commands_exist_in_the_installed_mlx_lm():
     for name in COMMANDS:
         spec = importlib.util.find_spec(name)
         assert spec is not None and "\ndef main()" in Path(spec.origin).read_text(), name

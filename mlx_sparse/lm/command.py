@@ -19,7 +19,7 @@ from typing import Any
 from .. import registry
 from ..call_report import JSON_KEY, Report
 from ..checks import ConfigError, SparseAttentionError
-from ..config import SAAP, Dense, MethodConfig, load_toml, parse
+from ..config import SAAP, Dense, MethodConfig, Prefill, load_toml, parse
 
 REPORTS = ("text", "mass", "json", "json+mass", "off")
 
@@ -45,13 +45,17 @@ class Session:
     def __init__(self, command: str) -> None:
         self.command = command
         self.only_prompts = command.endswith("cache_prompt")
+        self.suites = command.endswith("evaluate")
         self.configs: tuple[MethodConfig, ...] = ()
+        self.prefill: Prefill | None = None
+        self.decode: MethodConfig | None = None
         self.backend = "auto"
         self.report_as = "text"
         self.max_kv_size: int | None = None
         self.draft: str | None = None
         self.loading: str | None = None
         self.reports: list[Report] = []
+        self.requests: dict[str, Any] = {}  # of suites, by kind: the calls they made
         self.loads = self.loads_at_start = 0
 
     def configure(self, parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -67,7 +71,7 @@ class Session:
             configs = parse(args.attn, base) if args.attn is not None else tuple(base.values())
             if configs == (Dense(),):
                 return
-            prefill, _ = select_methods(configs)
+            prefill, decode = select_methods(configs)
             for config in configs:
                 registry.require(args.attn_backend, config.name)
                 if isinstance(config, SAAP):
@@ -82,7 +86,10 @@ class Session:
             _fail(parser, f"--prompt-cache-file: expected a file, got {prompt_cache}.")
         if getattr(args, "kv_bits", None) is not None:
             _fail(parser, f"--kv-bits: expected none with --attn {names}, which reads unquantised keys. Drop one.")
-        self.configs = configs
+        if self.suites and prefill is not None and args.batch_size > 1:
+            args.batch_size = 1
+            print(f"[mlx-sparse] --batch-size 1: {prefill.name} takes prompts without padding.", file=sys.stderr)
+        self.configs, self.prefill, self.decode = configs, prefill, decode
         self.backend = args.attn_backend
         self.max_kv_size = getattr(args, "max_kv_size", None)
         self.draft = getattr(args, "draft_model", None)
@@ -131,7 +138,8 @@ class Session:
     def print_report(self) -> None:
         """The call report on standard error, so that the text on standard output stays the model's."""
         if "json" in self.report_as:
-            print(json.dumps({JSON_KEY: [report.as_dict() for report in self.reports]}), file=sys.stderr)
+            requests = {"requests": self.requests} if self.requests else {}
+            print(json.dumps({JSON_KEY: [report.as_dict() for report in self.reports]} | requests), file=sys.stderr)
         elif self.report_as != "off":
             for report in self.reports:
                 print(f"[mlx-sparse] {report}", file=sys.stderr)
@@ -141,7 +149,7 @@ def run(main: Callable[..., Any], command: str) -> Any:
     """Run ``main`` of the mlx-lm command ``command`` with our options added to it."""
     session = Session(command)
     try:
-        with _options_in_first_parser(session), _enabled_on_load(session):
+        with _options_in_first_parser(session), _enabled_on_load(session), _suites(session):
             return main()
     except SparseAttentionError as error:
         _exit(command, str(error))
@@ -253,6 +261,14 @@ def _enabled_on_load(session: Session) -> Iterator[None]:
         yield
     finally:
         utils.load_model, utils._download = load_model, download
+
+
+def _suites(session: Session) -> contextlib.AbstractContextManager[None]:
+    if not session.suites:
+        return contextlib.nullcontext()
+    from . import suites
+
+    return suites.scored(session)
 
 
 def _fail(parser: argparse.ArgumentParser, message: str) -> Any:
