@@ -35,12 +35,13 @@ def scored(session: Session) -> Iterator[None]:
     from mlx_lm import evaluate
 
     original, simple_evaluate = evaluate.MLXLM, lm_eval.simple_evaluate
-    evaluate.MLXLM = _scorer(session, original)
+    evaluate.MLXLM = _scorer(session, original)  # type: ignore[misc]
     lm_eval.simple_evaluate = _marking(session, simple_evaluate)
     try:
         yield
     finally:
-        evaluate.MLXLM, lm_eval.simple_evaluate = original, simple_evaluate
+        evaluate.MLXLM = original  # type: ignore[misc]
+        lm_eval.simple_evaluate = simple_evaluate
 
 
 def _scorer(session: Session, original: Any) -> Any:
