@@ -1,0 +1,224 @@
+"""How pictures look, and SVG that changes only when the figures do."""
+
+from __future__ import annotations
+
+import io
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from xml.etree import ElementTree
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+REFERENCE = re.compile(r"url\(#([^)]+)\)")
+SVG, XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+DENSE = "#000000"
+OTHER = "#666666"
+# Colour and marker of a method, the same in every picture. The colours are told apart by the colour-blind (those of
+# Okabe and Ito, then of Tol); a marker tells methods of one kind apart in black and white too.
+METHODS = {
+    "sparq": ("#0072B2", "o"),
+    "oracle_top_k": ("#009E73", "^"),
+    "h2o": ("#D55E00", "s"),
+    "streaming": ("#E69F00", "D"),
+    "flexgen": ("#CC79A7", "v"),
+    "saap": ("#56B4E9", "P"),
+    "sample": ("#332288", "o"),
+    "minference": ("#882255", "s"),
+    "bigbird": ("#999933", "v"),
+    "streaming_prefill": ("#E69F00", "D"),
+}
+# Lines and markers of one method with several settings.
+DASHES: Sequence[Any] = ("-", "--", ":", "-.", (0, (5, 1)), (0, (1, 1)), (0, (3, 1, 1, 1)), (0, (8, 2)))
+MARKERS = "o^sDvPX*<>"
+LONGEST, LONGEST_NOTE = 80, 120  # characters of a label and of a remark
+LEAST_WIDTH, LINE, NOTE = 5.2, 0.17, 0.135  # inches: of a figure, of a line of its legend, of one of its remarks
+
+RC = {
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.labelsize": 8,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlesize": 9,
+    "figure.facecolor": "white",
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans", "Verdana"],  # as wide as one another, so a page without one looks the same
+    "font.size": 8,
+    "grid.alpha": 0.3,
+    "legend.fontsize": 8,
+    "legend.frameon": False,
+    "legend.labelspacing": 0.35,
+    "lines.linewidth": 1.4,
+    "lines.markersize": 5,
+    "svg.fonttype": "none",  # small files whose words can be read, selected and searched
+    "svg.hashsalt": "mlx-sparse",
+    "text.parse_math": False,  # a name may hold dollars
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+}
+
+
+@contextmanager
+def _style() -> Iterator[None]:
+    """Our settings and no others: a user's matplotlibrc changes no picture."""
+    from matplotlib import style
+
+    with style.context(RC, after_reset=True), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from")  # the reader's fonts draw the text, not ours
+        yield
+
+
+def styled(draw: Callable[P, T]) -> Callable[P, T]:
+    """``draw`` under our settings."""
+
+    @wraps(draw)
+    def drawn(*args: P.args, **kwargs: P.kwargs) -> T:
+        with _style():
+            return draw(*args, **kwargs)
+
+    return drawn
+
+
+def name_of(method: str) -> str:
+    """Of a label such as ``sample+sparq:rank=16`` or ``sparq on ops``: the method that decodes, or runs a prompt."""
+    return method.rpartition("+")[2].partition(":")[0].partition(" ")[0]
+
+
+def colour_of(method: str) -> str:
+    return DENSE if method == "dense" else METHODS.get(name_of(method), (OTHER, "o"))[0]
+
+
+def looks(methods: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Arguments of a line for each method: colour and marker of its kind, and others where there are several of it."""
+    found: dict[str, dict[str, Any]] = {}
+    for method in dict.fromkeys(methods):
+        colour, first = colour_of(method), METHODS.get(name_of(method), (OTHER, "X"))[1]
+        like = sum(name_of(other) == name_of(method) for other in found)
+        markers = first + MARKERS.replace(first, "")
+        dashes = DASHES[like % len(DASHES)]
+        found[method] = {"color": colour, "marker": markers[like % len(markers)], "linestyle": dashes}
+    return found
+
+
+class Sheet:
+    """A figure of ``panels`` axes of ``size`` inches, at most ``across`` side by side, and below them its key.
+
+    The key is the legend, and remarks under it.
+    """
+
+    def __init__(self, title: str, panels: int, size: tuple[float, float], *, across: int = 3) -> None:
+        from matplotlib.figure import Figure
+
+        columns = min(panels, across)
+        rows = -(-panels // columns)
+        self.width, self.height = max(size[0] * columns, LEAST_WIDTH), size[1] * rows + 0.3
+        self.figure = Figure(figsize=(self.width, self.height), layout="constrained")
+        self.grid = self.figure.add_gridspec(2, 1)
+        self.above = self.figure.add_subfigure(self.grid[0])
+        self.below = self.figure.add_subfigure(self.grid[1])
+        self.above.suptitle(title, fontsize=10)
+        axes = list(self.above.subplots(rows, columns, squeeze=False).flatten())
+        for ax in axes[panels:]:
+            ax.remove()
+        self.axes: list[Axes] = axes[:panels]
+        self.entries: dict[str, Any] = {}
+        self.notes: dict[str, None] = {}
+
+    def enter(self, label: str, artist: Any) -> None:
+        """Give ``artist`` a line in the legend, once."""
+        self.entries.setdefault(clean(label), artist)
+
+    def note(self, text: str) -> None:
+        """A remark below the legend, once."""
+        self.notes.setdefault(clean(text, LONGEST_NOTE))
+
+    def finish(self) -> Figure:
+        """The figure, its key drawn."""
+        longest = max(map(len, self.entries), default=0)
+        columns = max(1, int(self.width // (0.6 + 0.065 * longest)))
+        lines = LINE * -(-len(self.entries) // columns)
+        below = lines + NOTE * len(self.notes) + 0.15
+        if self.entries:
+            self.below.legend([*self.entries.values()], [*self.entries], loc="upper left", ncols=columns)
+        self.below.text(0.01, 0.04 / below, "\n".join(self.notes), va="bottom", fontsize=7, color="0.3")
+        self.figure.set_size_inches(self.width, self.height + below)
+        self.grid.set_height_ratios([self.height, below])
+        return self.figure
+
+
+def clean(text: Any, longest: int = LONGEST) -> str:
+    """``text`` on one line, without what cannot be printed; its middle is left out where it is too long."""
+    line = "".join(letter if letter.isprintable() else REPLACEMENT for letter in str(text))
+    half = (longest - 1) // 2
+    return line if len(line) <= longest else f"{line[:half]}…{line[-half:]}"
+
+
+def svg(figure: Figure) -> ElementTree.Element:
+    """The figure as SVG: no date, no version, no id that nothing refers to."""
+    with _style():
+        file = io.BytesIO()
+        empty = dict.fromkeys(("Date", "Creator", "Type", "Format"))
+        figure.savefig(file, format="svg", metadata=empty)
+    root = ElementTree.fromstring(file.getvalue())
+    for child in list(root):
+        if child.tag == f"{{{SVG}}}metadata":
+            root.remove(child)
+    _drop_styles(root)
+    root.set("style", "stroke-linejoin: round; stroke-linecap: butt")
+    wanted = set(_references(root))
+    for element in root.iter():
+        if element.get("id") not in wanted:
+            element.attrib.pop("id", None)
+        if element.tag != f"{{{SVG}}}text":  # indentation
+            element.text = None
+        element.tail = None
+    return root
+
+
+def _drop_styles(root: ElementTree.Element) -> None:
+    """Without matplotlib's style sheet, which would reach the whole page: `svg` says the same on the root."""
+    for parent in root.iter():
+        for child in list(parent):
+            if child.tag == f"{{{SVG}}}style":
+                parent.remove(child)
+
+
+def _references(root: ElementTree.Element) -> Iterator[str]:
+    """Ids that some element refers to."""
+    for element in root.iter():
+        for name, value in element.attrib.items():
+            if name == f"{{{XLINK}}}href" and value.startswith("#"):
+                yield value[1:]
+            yield from REFERENCE.findall(value)
+
+
+def to_file(root: ElementTree.Element) -> bytes:
+    """An SVG file."""
+    ElementTree.register_namespace("", SVG)
+    ElementTree.register_namespace("xlink", XLINK)
+    text: bytes = ElementTree.tostring(root, encoding="utf-8", xml_declaration=True)
+    return text + b"\n"
+
+
+def to_page(root: ElementTree.Element, prefix: str) -> ElementTree.Element:
+    """A copy for an HTML page, which needs no namespaces and where ids of several pictures must differ."""
+
+    copy = ElementTree.Element(root.tag.removeprefix(f"{{{SVG}}}"))
+    copy.text, copy.tail = root.text, root.tail
+    for name, value in root.attrib.items():
+        if name == f"{{{XLINK}}}href":
+            copy.set("href", f"#{prefix}{value[1:]}" if value.startswith("#") else value)
+        else:
+            copy.set(name, prefix + value if name == "id" else REFERENCE.sub(rf"url(#{prefix}\1)", value))
+    copy.extend(to_page(child, prefix) for child in root)
+    return copy

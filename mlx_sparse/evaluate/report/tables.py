@@ -1,0 +1,175 @@
+"""Tables of the report: every row of a task, with what it read and how it ran."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import mean
+from typing import TYPE_CHECKING, Any
+from xml.etree.ElementTree import Element
+
+from ..results import Row
+from .markup import Child, table, tag
+from .quality import of_prompt
+from .words import BITS, MASS
+
+if TYPE_CHECKING:
+    from ..selection import SelectionRow
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A figure of `Outcome`: its name in a header, its digits, and whether dense attention is what it compares with."""
+
+    field: str
+    header: str
+    digits: int
+    compares: bool = False
+
+
+ACCURACY, EXACT = Measure("accuracy", "accuracy", 3), Measure("exact", "all right", 3)
+MATCHED, BITS_PER_BYTE = Measure("matched", "characters matched", 1), Measure("bits", "bits per byte", 4)
+COMPARED = [Measure("agreement", "agreement", 3, compares=True), Measure("kl", "KL, nats", 4, compares=True)]
+MEASURES = {
+    BITS: [BITS_PER_BYTE, ACCURACY, *COMPARED],
+    MASS: [BITS_PER_BYTE, ACCURACY, *COMPARED],
+    "repetition": [ACCURACY, MATCHED, BITS_PER_BYTE, *COMPARED],
+}
+OTHERS = [ACCURACY, EXACT, *COMPARED]
+Column = tuple[str, Callable[[Row], Child]]
+
+
+def tables(rows: Sequence[Row], task: str) -> list[tuple[str, Element]]:
+    """Captions and tables of ``task``: the steps after a prompt, and prompts."""
+    found = []
+    for prompt, caption in ((False, "Steps after the prompt"), (True, "Tokens inside a sparse prompt")):
+        chosen = [row for row in rows if row.task == task and row.prefill == prompt]
+        if chosen:
+            columns = [*_about(chosen), *(_prompt() if prompt else _steps(chosen)), *_measured(task)]
+            columns.append(("calls", ran))
+            cells = [(row.served.replace(" ", "-"), [of(row) for _, of in columns]) for row in chosen]
+            found.append((caption, table([name for name, _ in columns], cells)))
+    return found
+
+
+def plus_minus(value: float, error: float, digits: int, *, signed: bool = False) -> str:
+    """A mean, and its standard error where several examples give one."""
+    text = f"{value:+.{digits}f}" if signed else f"{value:.{digits}f}"
+    return text if math.isnan(error) else f"{text} ± {error:.{digits}f}"
+
+
+def ran(row: Row) -> str:
+    """How many calls were sparse, and why the others were not."""
+    reasons = ", ".join(f"{reason} ({number:,})" for reason, number in sorted(row.dense_reasons.items()))
+    if row.served == "dense":
+        return "the baseline"
+    if row.served == "fell back":
+        return f"fell back to dense: {reasons or 'no call was sparse'}"
+    if row.served == "partly":
+        return (
+            f"partly sparse: {row.sparse_calls:,} calls ({row.sparse_share:.0%}); dense: {reasons or row.dense_calls}"
+        )
+    return f"sparse: {row.sparse_calls:,} calls"
+
+
+def _about(rows: Sequence[Row]) -> list[Column]:
+    columns: list[Column] = [("method", _method), ("prompt tokens", lambda row: f"{row.context:,}")]
+    if any(row.budget for row in rows):
+        columns.insert(1, ("budget", lambda row: row.budget or ""))
+    return [*columns, ("n", lambda row: f"{row.examples:,}")]
+
+
+def _method(row: Row) -> Child:
+    """As it was asked for, marked where it did not run so, and with the settings that ran below."""
+    parts: list[Child] = [tag("code", row.method)]
+    if row.served == "fell back":
+        parts.append(tag("strong", " ran densely"))
+    if row.served == "partly":
+        parts.append(tag("strong", f" {row.sparse_share:.0%} sparse"))
+    if row.attn != row.method:
+        parts += [tag("br"), tag("small", tag("code", row.attn))]
+    return tag("span", *parts)
+
+
+def _steps(rows: Sequence[Row]) -> list[Column]:
+    """What a step read; density too where a method ran the prompt, selectivity where there are buckets."""
+    columns: list[Column] = [
+        ("bytes by formula", lambda row: "" if row.formula is None else f"{row.formula:.3f}"),
+        ("bytes counted", lambda row: "" if of_prompt(row) else f"{row.compression:.3f}"),
+    ]
+    if any(row.selectivity is not None for row in rows):
+        columns.append(("selectivity", lambda row: "" if row.selectivity is None else f"{row.selectivity:.3f}"))
+    if any(row.density for row in rows):
+        columns += _density()
+    return columns
+
+
+def _density() -> list[Column]:
+    def layers(row: Row) -> list[float]:
+        return [mean(heads) for heads in row.density if heads] or [1.0]
+
+    return [
+        ("density", lambda row: f"{mean(layers(row)):.3f}"),
+        ("by layer", lambda row: f"{min(layers(row)):.2f} to {max(layers(row)):.2f}" if row.density else ""),
+    ]
+
+
+def _prompt() -> list[Column]:
+    columns: list[Column] = [*_density(), ("rows sampled", lambda row: f"{row.sampled:.3f}" if row.density else "")]
+    for at, name in enumerate(("mass: least", "1 %", "mean")):
+        columns.append((name, partial(_mass, at=at)))
+    return columns
+
+
+def _mass(row: Row, at: int) -> str:
+    return f"{row.mass[at]:.3f}" if row.mass else ""
+
+
+def _measured(task: str) -> list[Column]:
+    columns: list[Column] = []
+    for measure in MEASURES.get(task, OTHERS):
+        columns.append((measure.header, partial(_value, of=measure)))
+        if not measure.compares:
+            columns.append(("Δ", partial(_delta, of=measure)))
+    return columns
+
+
+def _value(row: Row, of: Measure) -> str:
+    if of.compares and row.served == "dense":
+        return ""
+    return plus_minus(getattr(row.mean, of.field), getattr(row.mean_error, of.field), of.digits)
+
+
+def _delta(row: Row, of: Measure) -> str:
+    if row.served == "dense":
+        return ""
+    return plus_minus(getattr(row.delta, of.field), getattr(row.error, of.field), of.digits, signed=True)
+
+
+def agreement_table(rows: Sequence[SelectionRow]) -> Element:
+    """SparQ's choice of keys by component score and rank."""
+    header = ["component score", "rank", "tokens", "n", "agreement", "worst layer", "attention captured"]
+    cells = []
+    for row in rows:
+        found = [row.component_score, f"{row.rank} of {row.head_dim}", f"{row.context:,}", f"{row.examples:,}"]
+        found += [plus_minus(row.agreement, row.agreement_error, 3), f"{row.worst:.3f} (layer {row.worst_layer})"]
+        found += [plus_minus(row.mass, row.mass_error, 3), f"{row.exact_mass:.3f}"]
+        cells.append(("", [*found, plus_minus(row.alpha_gap, row.alpha_gap_error, 3)]))
+    return table([*header, "by the exact choice", "error of its estimate"], cells)
+
+
+def speed_table(rows: Sequence[Mapping[str, Any]]) -> Element:
+    """Times of a benchmark; a wrong result has a reason in their place."""
+    header = ["method", "backend", "type", "heads x KV heads x dim", "batch", "keys", "dense, µs", "method, µs"]
+    cells = []
+    for row in rows:
+        found = [row["method"], row["backend"], row["dtype"], row["shape"], f"{row['batch']:,}", f"{row['S']:,}"]
+        for side in ("dense_us", "sparse_us"):
+            found.append("" if row[side] is None else f"{row[side]:,.1f}")
+        found.append("" if row["ratio"] is None else f"{row['ratio']:.2f}")
+        moved, plain = row["bytes_formula"], row["bytes_plain"]
+        found.append(f"{moved / plain:.3f}" if moved and plain else "")
+        cells.append(("failed" if row["failed"] else "", [*found, row["note"] or ""]))
+    return table([*header, "dense / method", "bytes of K and V", "note"], cells)
