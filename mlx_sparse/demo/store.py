@@ -88,3 +88,8 @@ def build_directory(path: Path, fill: Callable[[Path], None]) -> Path:
         except OSError:
             check_directory(path)  # another process was faster; its result is as good if it is complete
     return path
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write a JSON file that a person can read."""
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -17,7 +17,7 @@ from ..artefact.identity import leaves, weights_hash
 from ..checks import ConfigError, check_int, read_length
 from ..config import parse
 from ..demo import blas
-from ..demo.smollm2 import prepare_model
+from ..demo.models import add_model_options, find_model
 from ..demo.store import cache_directory
 from ..lm.command import loading
 from ..lm.model import select_methods
@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
         "--limit 50 --out results",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model", metavar="MODEL", help="path or Hugging Face repo (default: SmolLM2-135M-Instruct)")
+    add_model_options(parser)
     parser.add_argument(
         "--methods", metavar="METHOD,...", nargs="+", default=[], help="such as sparq:rank=16,h2o,sample:dense_below=0"
     )
@@ -122,7 +122,7 @@ class _Evaluation:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
-        self.model, self.tokenizer, self.config = load_model(args.model, args.cache_dir)
+        self.model, self.tokenizer, self.config = load_model(args.model, args.cache_dir, args.accept_licence)
         self.tokens = read_tokens(self.tokenizer, args.text)
         self.D = head_dim(self.model)
         key = fingerprint(self.model, self.tokens, args.limit, args.seed, args.prefill_step_size)
@@ -191,11 +191,11 @@ def head_dim(model: Any) -> int:
     return size
 
 
-def load_model(name: str | None, cache: str | None) -> tuple[Any, Any, dict[str, Any]]:
-    """A model, its tokenizer and its ``config.json``; SmolLM2 by default."""
+def load_model(name: str | None, cache: str | None, licence: str | None = None) -> tuple[Any, Any, dict[str, Any]]:
+    """A model, its tokenizer and its ``config.json``; SmolLM2 by default. ``licence`` is one that the user accepts."""
     from mlx_lm import load
 
-    path = name or str(prepare_model(cache_directory(cache)))
+    path = find_model(name, cache_directory(cache), licence)
     with loading(path):
         model, tokenizer, config = load(path, return_config=True)  # type: ignore[misc]
     return model, tokenizer, config

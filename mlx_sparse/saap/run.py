@@ -18,6 +18,7 @@ from ..artefact.tensors import read_header, read_tensors, write_tensors
 from ..checks import ArtefactError, ConfigError, check_int
 from ..config import MAX_BUCKETS, SAAP
 from ..demo import blas
+from ..demo.models import add_model_options
 from ..demo.store import cache_directory
 from ..evaluate.journal import Journal
 from ..evaluate.run import fingerprint, load_model, read_tokens
@@ -83,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
         "room first. An interrupted command goes on where it stopped when it is given again.",
     )
     number: dict[str, Any] = {"metavar": "N", "type": int}
-    parser.add_argument("--model", metavar="MODEL", help="path or Hugging Face repo (default: SmolLM2-135M-Instruct)")
+    add_model_options(parser)
     parser.add_argument("--text", metavar="FILE", nargs="+", help="text files (default: Python's language reference)")
     parser.add_argument("--held-out", metavar="FILE", nargs="+", help="text for the report (default: the text's end)")
     parser.add_argument("-o", "--out", metavar="FILE.safetensors", type=Path, required=True, help="what to write")
@@ -149,7 +150,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _train(args: argparse.Namespace, work: Path) -> list[HeadReport]:
-    model, tokenizer, config = load_model(args.model, args.cache_dir)
+    model, tokenizer, config = load_model(args.model, args.cache_dir, args.accept_licence)
     of_model = identity(model)
     if args.out.exists() and dict(load(args.out).model) != of_model:
         raise ConfigError(f"--out: expected a new file or one for this model, got one for another: {args.out}.")

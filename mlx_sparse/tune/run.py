@@ -12,6 +12,7 @@ from typing import Any
 from .. import registry
 from ..checks import ConfigError, check_int, check_sample, check_share, read_length
 from ..demo import blas
+from ..demo.models import add_model_options
 from ..demo.store import cache_directory
 from ..evaluate.journal import Journal
 from ..evaluate.run import fingerprint, load_model, read_tokens
@@ -59,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
         "sparse prefill. Two settings come out: accuracy first (no loss) and speed first (at least 90 percent of dense "
         "attention's accuracy), both the one with the least work.",
     )
-    parser.add_argument("--model", metavar="MODEL", help="path or Hugging Face repo (default: SmolLM2-135M-Instruct)")
+    add_model_options(parser)
     parser.add_argument(
         "--out",
         metavar="FILE.toml",
@@ -122,7 +123,7 @@ def _check(args: argparse.Namespace) -> None:
 def _tune(args: argparse.Namespace, state: Path | None) -> list[Tuned]:
     from tqdm import tqdm
 
-    model, tokenizer, config = load_model(args.model, args.cache_dir)
+    model, tokenizer, config = load_model(args.model, args.cache_dir, args.accept_licence)
     tokens = read_tokens(tokenizer, args.text)
     context = config.get("max_position_embeddings") or config.get("text_config", {}).get("max_position_embeddings")
     bounds = {

