@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
-import subprocess
 import sys
-import sysconfig
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from ..checks import ArtefactError, ConfigError, SparseAttentionError
 from ..config import parse
 from ..lm.model import select_methods
 from . import blas
+from .command import generate_command, run_command
 from .outcome import Outcome, compare, parse_outcome
 from .smollm2 import prepare_model
 from .store import cache_directory
@@ -61,13 +57,13 @@ def _demo(args: argparse.Namespace) -> int:
     model = _model_directory(args.model) if args.model else prepare_model(cache)
     environment = blas.environment(cache)
     task = pass_key_task()
-    dense = [*_generate(), "--model", str(model), "--prompt", "-", "--max-tokens", str(args.max_tokens), "--temp", "0"]
+    dense = generate_command(str(model), args.max_tokens)
     sparse = [*dense, "--attn", args.attn, "--attn-report", "json"]
     if not args.json:
         _say_task(model, task)
     outcomes = []
     for name, command in (("dense", dense), (args.attn, sparse)):
-        outcome = parse_outcome(_run(name, command, task.prompt, environment))
+        outcome = parse_outcome(run_command(name, command, task.prompt, environment))
         outcomes.append(outcome)
         if not args.json:
             _say_answer(command, outcome)
@@ -83,39 +79,6 @@ def _model_directory(name: str) -> Path:
     if not (path / "config.json").is_file():
         raise ConfigError(f"--model: expected a model directory with a config.json, got {name}. Convert one first.")
     return path
-
-
-def _generate() -> list[str]:
-    """The command ``mlx_lm.generate`` of this Python, by its short name if that is the one the shell would find."""
-    script = Path(sysconfig.get_path("scripts")) / "mlx_lm.generate"
-    if not script.is_file():
-        return [sys.executable, "-m", "mlx_lm", "generate"]
-    found = shutil.which(script.name)
-    return [script.name if found and Path(found) == script else str(script)]
-
-
-def _run(name: str, command: list[str], prompt: str, environment: dict[str, str]) -> tuple[str, str]:
-    """Run one command with the prompt on standard input; return its standard output and error."""
-    pipe = subprocess.PIPE
-    with (
-        subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment) as process,
-        tqdm(desc=f"{name} is running", bar_format="{desc}, {elapsed}", leave=False, delay=2, disable=None) as clock,
-    ):
-        given: str | None = prompt
-        while True:
-            try:
-                out, err = process.communicate(given, timeout=0.5)
-                break
-            except subprocess.TimeoutExpired:
-                given = None  # the first call took the whole prompt
-                clock.update()
-            except BaseException:
-                process.kill()
-                raise
-    if process.returncode:
-        last = (err.strip().splitlines() or ["no message"])[-1]
-        raise ArtefactError(f"{' '.join(command[:1])}: expected it to succeed with {name}, got: {last}")
-    return out, err
 
 
 def _short(word: str) -> str:
