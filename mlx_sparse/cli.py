@@ -20,6 +20,7 @@ HOSTED = ("generate", "chat", "server", "benchmark", "cache_prompt", "evaluate")
 OWN_PARSERS = {
     "demo": "mlx_sparse.demo.run",
     "eval": "mlx_sparse.evaluate.run",
+    "report": "mlx_sparse.evaluate.report.command",
     "tune-sample": "mlx_sparse.tune.run",
     "train-saap": "mlx_sparse.saap.run",
     "bench": "mlx_sparse.bench.run",
@@ -70,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     commands.add_parser("demo", help="a real model answers a question about a long text, densely and sparsely")
     commands.add_parser("eval", help="what a method costs in quality, on your model and your text")
+    commands.add_parser("report", help="pictures and a report of what eval found, without running it again")
     commands.add_parser("tune-sample", help="settings of SampleAttention for a model, as a file for --attn-config")
     commands.add_parser("train-saap", help="SAAP's index of a model, trained on text, as a file for --attn")
     commands.add_parser("bench", help="time a decode step, count its memory traffic, or model it on Apple's chips")

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from .. import machine
 from ..artefact.identity import config_of, kv_shapes, model_type, weights_hash
-from .journal import fields, number
+from .journal import fields, whole
 
 RUN = ("command", "date", "seed", "prefill_step_size", "batch", "versions", "machine", "model", "texts")
 MODEL = ("name", "type", "hash", "layers", "query_heads", "kv_heads", "head_dim")
@@ -81,39 +81,43 @@ def read_facts(data: Any) -> dict[str, Any]:
     """
     found = dict(zip(RUN, fields(data, *RUN), strict=True))
     for name in ("command", "date"):
-        _text(found[name])
+        read_text(found[name])
     for name in ("seed", "prefill_step_size", "batch"):
-        number(found[name], 0)
-    for part in (found["versions"], found["machine"]):
-        if not isinstance(part, dict) or len(part) > MOST:
-            raise ValueError(part)
-        for name, value in part.items():
-            _text(name)
-            _plain(value)
-    for value in fields(found["model"], *MODEL):
-        _plain(value)
-    if not isinstance(found["texts"], list) or len(found["texts"]) > MOST:
+        whole(found[name], 0)
+    versions, where, texts = found["versions"], found["machine"], found["texts"]
+    kinds = ((versions, dict), (where, dict), (texts, list))
+    if any(not isinstance(part, kind) or len(part) > MOST for part, kind in kinds):
         raise ValueError(data)
-    for text in found["texts"]:
+    for entry in (*versions, *versions.values(), *where):
+        read_text(entry)
+    for value in where.values():
+        if value is not None and not isinstance(value, str):
+            whole(value, 0)
+    *names, layers, query_heads, kv_heads, head_dim = fields(found["model"], *MODEL)
+    for entry in names:
+        read_text(entry)
+    whole(layers, 0)
+    for value in (query_heads, kv_heads, head_dim):
+        _counts(value)
+    for text in texts:
         name, sha256, size, tokens = fields(text, *TEXT)
-        _text(name)
-        _text(sha256)
-        number(size, 0)
-        number(tokens, 0)
+        for entry in (name, sha256):
+            read_text(entry)
+        for count in (size, tokens):
+            whole(count, 0)
     return found
 
 
-def _text(value: Any) -> None:
+def read_text(value: Any) -> str:
+    """``value`` if it is a text of a sane length; raise `ValueError` otherwise."""
     if not isinstance(value, str) or len(value) > LONGEST:
         raise ValueError(value)
+    return value
 
 
-def _plain(value: Any) -> None:
-    """Nothing, a text, a number, or a list of numbers."""
-    if isinstance(value, list) and len(value) <= MOST:
-        for entry in value:
-            number(entry, 0)
-    elif value is not None and not isinstance(value, str):
-        number(value, 0)
-    elif value is not None:
-        _text(value)
+def _counts(value: Any) -> None:
+    """Nothing, a number, or one for each layer."""
+    if isinstance(value, list) and len(value) > MOST:
+        raise ValueError(value)
+    for entry in value if isinstance(value, list) else [] if value is None else [value]:
+        whole(entry, 0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -15,7 +14,7 @@ from ..files import replace_file
 T = TypeVar("T")
 LIMIT = 64 << 20  # bytes; a result is a few hundred to a few thousand
 FORMAT = 1
-MOST = sys.float_info.max  # an integer may be larger
+MOST = 1e30  # no figure is larger
 
 
 class Journal(Generic[T]):
@@ -62,13 +61,13 @@ class Journal(Generic[T]):
         whole = content[: content.rfind(b"\n") + 1]
         lines = whole.splitlines()
         try:
-            header = _parse(lines[0]) if lines else None
+            header = parse(lines[0]) if lines else None
             if not isinstance(header, dict) or header.get("mlx_sparse") != self._header["mlx_sparse"]:
                 raise refuse("another file")
             if header != self._header:
                 raise refuse("those of other inputs (model, text, options or version)")
             for line in lines[1:]:
-                name, result = fields(_parse(line), "name", "result")
+                name, result = fields(parse(line), "name", "result")
                 self.results.setdefault(str(name), self._read(result))
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             if isinstance(error, ArtefactError):
@@ -79,7 +78,9 @@ class Journal(Generic[T]):
                 file.truncate(len(whole))
 
 
-def _parse(line: bytes) -> Any:
+def parse(line: bytes) -> Any:
+    """The JSON data of a line; raise `ValueError` if it is none, or not a number where it has one."""
+
     def refuse(text: str) -> Any:
         raise ValueError(text)
 

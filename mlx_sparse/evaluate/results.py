@@ -14,6 +14,7 @@ from .journal import fields, number, whole
 
 BOUNDS = {"bits": math.inf, "accuracy": 1, "agreement": 1, "kl": math.inf, "matched": math.inf, "exact": 1}
 MOST_REASONS, LONGEST_REASON = 100, 1000  # of dense calls
+MOST_DEPTHS, MOST_HEADS = 1000, 100_000  # of a row; heads of all layers
 LONGEST_NAME = 10_000  # characters of a task, a method or a budget
 
 
@@ -214,6 +215,8 @@ class Row:
             values = fields(found[name], *BOUNDS)
             found[name] = Outcome(*(math.nan if value is None else number(value, 0) for value in values))
         found["dense_reasons"] = read_reasons(found["dense_reasons"])
+        if len(found["depths"]) > MOST_DEPTHS or sum(len(layer) for layer in found["density"]) > MOST_HEADS:
+            raise ValueError(data)
         depths = [fields(depth, *Depth.__annotations__) for depth in found["depths"]]
         found["depths"] = [
             Depth(number(depth, 0, 1), whole(examples, 1), number(accuracy, 0, 1), number(exact, 0, 1))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from ..selection import SelectionRow
 
-__all__ = ["check", "draw_agreement", "draw_density", "draw_needle", "draw_quality", "draw_speed", "write"]
+__all__ = ["check", "draw_agreement", "draw_density", "draw_needle", "draw_quality", "draw_speed", "save", "write"]
 
 
 def check() -> None:
@@ -64,6 +64,11 @@ def write(
         ("speed", "Speed", speed_table(speed) if speed else None),
     ]
     _replace(folder / "report.html", page(facts, rows, pictures, sections))
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write one picture as SVG."""
+    _replace(path, style.to_file(style.svg(figure)))
 
 
 def _replace(path: Path, content: bytes) -> None:

@@ -88,6 +88,9 @@ def draw_speed(rows: Sequence[BENCH]) -> Figure | None:
     shown = list(panels.items())[:MOST_PANELS]
     sheet = style.Sheet("Time of attention against the number of keys", len(shown), SIZE)
     looks = style.looks(line_of(row) for _, of in shown for row in of)
+    lines = {line_of(row) for row in rows if timed(row)}
+    if len(lines) > len(looks):
+        sheet.note(f"{len(looks)} of {len(lines):,} methods are drawn; the table has all.")
     for ax, ((shape, dtype, batch, step), of) in zip(sheet.axes, shown, strict=True):
         _draw_times(ax, of, looks, sheet)
         heads, kv_heads, D = shape.split("x")
@@ -121,7 +124,7 @@ def _draw_times(ax: Axes, rows: Sequence[BENCH], looks: Mapping[str, dict[str, A
     if reads:
         plain = {"color": style.OTHER, "linestyle": ":"}
         sheet.enter("reading K and V once, no arithmetic", _draw_side(ax, reads, "plain_read_us", "read", plain))
-    for line in dict.fromkeys(map(line_of, rows)):
+    for line in dict.fromkeys(filter(looks.__contains__, map(line_of, rows))):
         of = sorted((row for row in rows if line_of(row) == line), key=lambda row: int(row["S"]))
         sheet.enter(line, _draw_side(ax, of, "sparse_us", line, looks[line]))
     ax.set_xscale("log", base=2)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SIZE = 2.5, 2.3  # of a panel, inches
-MOST_PANELS, MOST_DEPTHS = 24, 12
+MOST_PANELS, MOST_DEPTHS, MOST_CONTEXTS = 24, 12, 12
 LONGEST = 31  # characters of a panel's title
 DARK = 0.55  # values above are written in black
 
@@ -27,6 +27,8 @@ def draw_needle(rows: Sequence[Row]) -> Figure | None:
     As figure A4 of the SparQ paper. What ran densely at a length has no cell there.
     """
     rows = [row for row in rows if row.depths]
+    contexts = sorted({row.context for row in rows})[:MOST_CONTEXTS]
+    rows = [row for row in rows if row.context in contexts]
     panels: dict[tuple[str, str, str | None], list[Row]] = {}
     for row in rows:
         panels.setdefault((row.task, row.method, row.budget), []).append(row)
@@ -36,7 +38,6 @@ def draw_needle(rows: Sequence[Row]) -> Figure | None:
     shown = list(panels.items())[:MOST_PANELS]
     tasks = list(dict.fromkeys(task for (task, _, _), _ in shown))
     sheet = style.Sheet(" / ".join(map(title, tasks)), len(shown), SIZE, across=4)
-    contexts = sorted({row.context for row in rows})
     for ax, ((task, method, budget), of) in zip(sheet.axes, shown, strict=True):
         image = _draw_depths(ax, of, contexts)
         name = style.clean(method, LONGEST) + (f" at {budget}" if budget else "")

@@ -63,6 +63,9 @@ def draw_quality(rows: Sequence[Row], task: str) -> Figure | None:
         return None
     sheet = style.Sheet(title(task), len(panels), SIZE)
     looks = style.looks(row.method for panel in panels for row in panel.rows)
+    methods = {row.method for row in rows if drawn(row)}
+    if len(methods) > len(looks):
+        sheet.note(f"{len(looks)} of {len(methods):,} methods are drawn; the tables have all.")
     for ax, panel in zip(sheet.axes, panels, strict=True):
         _draw(ax, panel, measure(task), looks, sheet)
     for row in rows:
@@ -108,7 +111,7 @@ def _panels(rows: Sequence[Row]) -> list[Panel]:
 def _draw(ax: Axes, panel: Panel, of: str, looks: Mapping[str, dict[str, Any]], sheet: style.Sheet) -> None:
     if panel.dense is not None:
         _draw_level(ax, panel.dense, of, sheet)
-    for method in dict.fromkeys(row.method for row in panel.rows):
+    for method in dict.fromkeys(row.method for row in panel.rows if row.method in looks):
         rows = sorted((row for row in panel.rows if row.method == method), key=share)
         points = [(max(share(row), SMALLEST), *_value(row, of)) for row in rows]
         across, up, low, high = zip(*points, strict=True)

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
+from itertools import islice
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from xml.etree import ElementTree
 
@@ -40,6 +41,7 @@ METHODS = {
 # Lines and markers of one method with several settings.
 DASHES: Sequence[Any] = ("-", "--", ":", "-.", (0, (5, 1)), (0, (1, 1)), (0, (3, 1, 1, 1)), (0, (8, 2)))
 MARKERS = "o^sDvPX*<>"
+MOST_LINES, MOST_NOTES = 40, 12
 LONGEST, LONGEST_NOTE = 80, 120  # characters of a label and of a remark
 LEAST_WIDTH, LINE, NOTE = 5.2, 0.17, 0.135  # inches: of a figure, of a line of its legend, of one of its remarks
 
@@ -99,9 +101,12 @@ def colour_of(method: str) -> str:
 
 
 def looks(methods: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Arguments of a line for each method: colour and marker of its kind, and others where there are several of it."""
+    """Arguments of a line for each of the first `MOST_LINES` methods.
+
+    They are colour and marker of its kind, and other markers and dashes where there are several of the kind.
+    """
     found: dict[str, dict[str, Any]] = {}
-    for method in dict.fromkeys(methods):
+    for method in islice(dict.fromkeys(methods), MOST_LINES):
         colour, first = colour_of(method), METHODS.get(name_of(method), (OTHER, "X"))[1]
         like = sum(name_of(other) == name_of(method) for other in found)
         markers = first + MARKERS.replace(first, "")
@@ -144,13 +149,16 @@ class Sheet:
 
     def finish(self) -> Figure:
         """The figure, its key drawn."""
+        notes = list(self.notes)
+        if len(notes) > MOST_NOTES:
+            notes[MOST_NOTES:] = [f"And {len(notes) - MOST_NOTES:,} more remarks: see the tables."]
         longest = max(map(len, self.entries), default=0)
         columns = max(1, int(self.width // (0.6 + 0.065 * longest)))
         lines = LINE * -(-len(self.entries) // columns)
-        below = lines + NOTE * len(self.notes) + 0.15
+        below = lines + NOTE * len(notes) + 0.15
         if self.entries:
             self.below.legend([*self.entries.values()], [*self.entries], loc="upper left", ncols=columns)
-        self.below.text(0.01, 0.04 / below, "\n".join(self.notes), va="bottom", fontsize=7, color="0.3")
+        self.below.text(0.01, 0.04 / below, "\n".join(notes), va="bottom", fontsize=7, color="0.3")
         self.figure.set_size_inches(self.width, self.height + below)
         self.grid.set_height_ratios([self.height, below])
         return self.figure

@@ -13,6 +13,7 @@ from xml.etree.ElementTree import Element
 from ..results import Row
 from .markup import Child, table, tag
 from .quality import of_prompt
+from .style import clean
 from .words import BITS, MASS
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ MEASURES = {
     MASS: [BITS_PER_BYTE, ACCURACY, *COMPARED],
     "repetition": [ACCURACY, MATCHED, BITS_PER_BYTE, *COMPARED],
 }
+LONGEST = 400  # characters of a cell
 OTHERS = [ACCURACY, EXACT, *COMPARED]
 Column = tuple[str, Callable[[Row], Child]]
 
@@ -62,7 +64,7 @@ def plus_minus(value: float, error: float, digits: int, *, signed: bool = False)
 
 def ran(row: Row) -> str:
     """How many calls were sparse, and why the others were not."""
-    reasons = ", ".join(f"{reason} ({number:,})" for reason, number in sorted(row.dense_reasons.items()))
+    reasons = clean(", ".join(f"{reason} ({n:,})" for reason, n in sorted(row.dense_reasons.items())), LONGEST)
     if row.served == "dense":
         return "the baseline"
     if row.served == "fell back":
@@ -83,13 +85,13 @@ def _about(rows: Sequence[Row]) -> list[Column]:
 
 def _method(row: Row) -> Child:
     """As it was asked for, marked where it did not run so, and with the settings that ran below."""
-    parts: list[Child] = [tag("code", row.method)]
+    parts: list[Child] = [tag("code", clean(row.method, LONGEST))]
     if row.served == "fell back":
         parts.append(tag("strong", " ran densely"))
     if row.served == "partly":
         parts.append(tag("strong", f" {row.sparse_share:.0%} sparse"))
     if row.attn != row.method:
-        parts += [tag("br"), tag("small", tag("code", row.attn))]
+        parts += [tag("br"), tag("small", tag("code", clean(row.attn, LONGEST)))]
     return tag("span", *parts)
 
 
@@ -172,4 +174,6 @@ def speed_table(rows: Sequence[Mapping[str, Any]]) -> Element:
         moved, plain = row["bytes_formula"], row["bytes_plain"]
         found.append(f"{moved / plain:.3f}" if moved and plain else "")
         cells.append(("failed" if row["failed"] else "", [*found, row["note"] or ""]))
-    return table([*header, "dense / method", "bytes of K and V", "note"], cells)
+    runs = dict.fromkeys((run["command"], f"{run['date']}, {run['chip']}") for run in (row["run"] for row in rows))
+    parts = [part for command, where in runs for part in (tag("pre", tag("code", command)), tag("p", where))]
+    return tag("div", *parts, table([*header, "dense / method", "bytes of K and V", "note"], cells))
