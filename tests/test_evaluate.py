@@ -365,6 +365,12 @@ def test_the_command_prints_one_json_line_for_each_row(
     assert [line["task"] for line in lines] == ["bits_per_byte"] * 4 + ["repetition"] * 4
     assert [line["prefill"] for line in lines] == [False, False, True, True] * 2
     assert all(line["sparse_calls"] > 0 for line in lines[1::2])
+    kept = [json.loads(line) for line in (tmp_path / "results" / "results.jsonl").read_text().splitlines()]
+    facts = [line.pop("run") for line in kept]
+    assert kept == lines
+    assert all(of_row == facts[0] for of_row in facts)
+    assert (facts[0]["seed"], facts[0]["model"]["head_dim"], facts[0]["versions"]["mlx"]) == (0, 16, version("mlx"))
+    assert "<html" in (tmp_path / "results" / "report.html").read_text()
     again = run(*options)
     assert again.stdout.count("| `dense` |") == 4
     assert again.stdout.count("| density |") == 1

@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
-import logging
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Any
 
-from ..artefact.identity import leaves, weights_hash
 from ..checks import ConfigError, check_int, read_length
 from ..config import parse
 from ..demo import blas
-from ..demo.models import add_model_options, find_model
+from ..demo.models import DEFAULT, add_model_options
 from ..demo.store import cache_directory
-from ..lm.command import loading
+from ..files import replace_file
 from ..lm.model import select_methods
+from . import report, texts
 from .arms import Arm, arms_of, read_methods
 from .budget import read_budget
+from .facts import run_facts
+from .inputs import encode_texts, fingerprint, head_dim, load_model
 from .journal import Journal
+from .report.read import RESULTS
 from .results import Row, Trial
+from .selection import SelectionRow
+from .selection import run as compare_choices
+from .selection import table as table_of_choices
 from .table import table
 from .tasks import PASSAGES, SHORTEST, TASKS
+from .tasks.base import opening
 
 AGREEMENT, MASS = "top_k_agreement", "retained_mass"
 NAMES = (*TASKS, MASS, AGREEMENT)
@@ -39,9 +43,30 @@ def main(argv: Sequence[str]) -> int:
     _check(args)
     blas.use(["eval", *argv], cache_directory(args.cache_dir))
     args.command = shlex.join(["mlx-sparse", "eval", *argv])
-    rows = list(_Evaluation(args).rows())
-    print("\n".join(json.dumps(row.as_dict()) for row in rows) if args.json else table(rows))
+    evaluation = _Evaluation(args)
+    try:
+        rows, choices = list(evaluation.rows()), list(evaluation.choices())
+    except KeyboardInterrupt:
+        kept = f"the same command goes on from {args.out}" if args.out else "without --out nothing is kept"
+        print(f"\nmlx-sparse eval: interrupted; {kept}", file=sys.stderr)
+        return 130
+    if args.json:
+        every: list[Row | SelectionRow] = [*rows, *choices]
+        print("\n".join(json.dumps(row.as_dict()) for row in every))
+    else:
+        print("\n\n".join([table(rows)] * bool(rows) + [table_of_choices(choices)] * bool(choices)))
+    if args.out is not None:
+        _write(args.out, rows, choices, evaluation.facts())
+        print(f"Wrote {args.out / 'report.html'}", file=sys.stderr)
     return 0
+
+
+def _write(folder: Path, rows: Sequence[Row], choices: Sequence[SelectionRow], facts: dict[str, Any]) -> None:
+    """Every row with the facts of the run, for `mlx-sparse report`; and the report itself."""
+    every: list[Row | SelectionRow] = [*rows, *choices]
+    lines = [json.dumps(row.as_dict() | {"run": facts}, allow_nan=False) for row in every]
+    replace_file(folder / RESULTS, lambda new: new.write_text("\n".join(lines) + "\n", encoding="utf-8"))
+    report.write(folder, rows, facts, selection=choices)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -70,7 +95,12 @@ def _parser() -> argparse.ArgumentParser:
         help="shares of dense attention's transfers, such as 1/2,1/8: settings that METHOD does not name follow from "
         "the papers' formulae (default: the methods as they are)",
     )
-    parser.add_argument("--text", metavar="FILE", nargs="+", help="text files (default: Python's language reference)")
+    parser.add_argument(
+        "--text",
+        metavar="TEXT",
+        nargs="+",
+        help=f"files, or {', '.join(texts.NAMES)} (default: {texts.DEFAULT}, its language reference)",
+    )
     parser.add_argument("--context", metavar="N,...", nargs="+", default=["2k"], help="prompt tokens (default: 2k)")
     parser.add_argument("--limit", metavar="N", type=int, default=6, help="examples per task (default: 6)")
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="for the places in the text (default: 0)")
@@ -114,6 +144,7 @@ def _check(args: argparse.Namespace) -> None:
     for context in args.context:
         check_int("--context", context, SHORTEST)
     if args.out is not None:
+        report.check()
         args.out.mkdir(parents=True, exist_ok=True)
 
 
@@ -123,7 +154,10 @@ class _Evaluation:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.model, self.tokenizer, self.config = load_model(args.model, args.cache_dir, args.accept_licence)
-        self.tokens = read_tokens(self.tokenizer, args.text)
+        self.texts = texts.read(args.text, cache=cache_directory(args.cache_dir))
+        tokens = encode_texts(self.tokenizer, self.texts)
+        self.lengths = list(map(len, tokens))
+        self.tokens = [token for of_text in tokens for token in of_text]
         self.D = head_dim(self.model)
         key = fingerprint(self.model, self.tokens, args.limit, args.seed, args.prefill_step_size)
         self.journal = Journal(args.out and args.out / "trials.jsonl", "eval", key, Trial.read)
@@ -167,6 +201,29 @@ class _Evaluation:
     def _choice(self, context: int) -> dict[str, int]:
         return {"context": context, "limit": self.args.limit, "seed": self.args.seed}
 
+    def choices(self) -> Iterator[SelectionRow]:
+        """How well approximate choices of keys agree with exact ones, if that is asked for."""
+        if AGREEMENT in self.args.tasks:
+            first = opening(self.tokenizer)
+            args = self.args
+            for context in args.context:
+                yield from compare_choices(
+                    self.model, self.tokens, context=context, limit=args.limit, seed=args.seed, opening=first
+                )
+
+    def facts(self) -> dict[str, Any]:
+        """What the figures belong to."""
+        args = self.args
+        return run_facts(
+            args.command,
+            name=args.model or DEFAULT,
+            model=self.model,
+            texts=list(zip(self.texts, self.lengths, strict=True)),
+            seed=args.seed,
+            prefill_step_size=args.prefill_step_size,
+            batch=args.batch,
+        )
+
 
 def split(task: str, arms: Sequence[Arm]) -> tuple[list[Arm], list[Arm]]:
     """The methods that ``task`` scores in the steps after a prompt, and those that it scores in the prompt."""
@@ -175,52 +232,3 @@ def split(task: str, arms: Sequence[Arm]) -> tuple[list[Arm], list[Arm]]:
     if task == MASS:  # of prompts, whatever comes after them
         in_prompt = [arm for arm in arms if arm.stages[0] is not None]
     return in_steps, in_prompt
-
-
-def head_dim(model: Any) -> int:
-    """Components of a key, by running the model on one token without evaluating it."""
-    import mlx.core as mx
-    from mlx_lm.models.cache import make_prompt_cache
-
-    caches = make_prompt_cache(model)
-    model(mx.zeros((1, 1), mx.int32), cache=caches)
-    keys = next((cache.keys for cache in leaves(caches) if getattr(cache, "keys", None) is not None), None)
-    if keys is None:
-        raise ConfigError("--model: expected a model with a KV cache, got one without.")
-    size: int = keys.shape[-1]
-    return size
-
-
-def load_model(name: str | None, cache: str | None, licence: str | None = None) -> tuple[Any, Any, dict[str, Any]]:
-    """A model, its tokenizer and its ``config.json``; SmolLM2 by default. ``licence`` is one that the user accepts."""
-    from mlx_lm import load
-
-    path = find_model(name, cache_directory(cache), licence)
-    with loading(path):
-        model, tokenizer, config = load(path, return_config=True)  # type: ignore[misc]
-    return model, tokenizer, config
-
-
-def read_tokens(tokenizer: Any, files: list[str] | None, option: str = "--text") -> list[int]:
-    """The tokens of ``files``, or of Python's language reference; ``option`` is who named them."""
-    texts = []
-    for file in files or []:
-        try:
-            texts.append(Path(file).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError(f"{option}: expected readable UTF-8 text files, got {error}.") from None
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{option}: expected readable UTF-8 text files, got {file}: {error}.") from None
-    # transformers warns of texts longer than the context, of which only pieces are used here.
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    tokens: list[int] = tokenizer.encode("\n\n".join(texts or [topics[name] for name in sorted(topics)]))
-    return tokens
-
-
-def fingerprint(model: Any, tokens: Sequence[int], *options: Any) -> str:
-    """A hash that stands for a command's inputs: the model, the text and the options."""
-    import numpy as np
-
-    digest = hashlib.sha256(json.dumps([weights_hash(model), options]).encode())
-    digest.update(np.array(tokens, dtype=np.int64).tobytes())
-    return digest.hexdigest()

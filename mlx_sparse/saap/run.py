@@ -20,8 +20,8 @@ from ..config import MAX_BUCKETS, SAAP
 from ..demo import blas
 from ..demo.models import add_model_options
 from ..demo.store import cache_directory
+from ..evaluate.inputs import fingerprint, load_model, read_tokens
 from ..evaluate.journal import Journal
-from ..evaluate.run import fingerprint, load_model, read_tokens
 from .collect import Collection, Place, collect, find_places
 from .layers import Recipe, half, make_centroids, make_layer, report_layer
 from .report import HeadReport, as_dict, table
@@ -185,8 +185,8 @@ def _texts(args: argparse.Namespace, tokenizer: Any, config: dict[str, Any]) -> 
         )
     opening = tokenizer.encode("")  # what the model expects before a text: nothing, or a token of its own
     length = context - len(opening)
-    tokens = read_tokens(tokenizer, args.text)
-    beside = read_tokens(tokenizer, args.held_out, "--held-out") if args.held_out else None
+    tokens = read_tokens(tokenizer, args.text, args.cache_dir)
+    beside = read_tokens(tokenizer, args.held_out, args.cache_dir, "--held-out") if args.held_out else None
     wanted = 1 if beside is not None else 2
     if len(tokens) < wanted * length or (beside is not None and len(beside) < length):
         short, name, wanted = (tokens, "--text", wanted) if len(tokens) < wanted * length else (beside, "--held-out", 1)

@@ -14,8 +14,8 @@ from ..checks import ConfigError, check_int, check_sample, check_share, read_len
 from ..demo import blas
 from ..demo.models import add_model_options
 from ..demo.store import cache_directory
+from ..evaluate.inputs import fingerprint, load_model, read_tokens
 from ..evaluate.journal import Journal
-from ..evaluate.run import fingerprint, load_model, read_tokens
 from ..evaluate.tasks import SHORTEST
 from .output import as_dict, check_target, table, toml, write_toml
 from .search import Search, Trial, Tuned, by_range, whole_grid
@@ -124,7 +124,7 @@ def _tune(args: argparse.Namespace, state: Path | None) -> list[Tuned]:
     from tqdm import tqdm
 
     model, tokenizer, config = load_model(args.model, args.cache_dir, args.accept_licence)
-    tokens = read_tokens(tokenizer, args.text)
+    tokens = read_tokens(tokenizer, args.text, args.cache_dir)
     context = config.get("max_position_embeddings") or config.get("text_config", {}).get("max_position_embeddings")
     bounds = {
         "the model's context": context,

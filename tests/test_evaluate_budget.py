@@ -1,0 +1,96 @@
+"""Settings that a budget gives a method: as much as the transfer formulae allow, and no more."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from saap_artefacts import BUCKETS, write_artefact
+from tiny_models import build
+
+from mlx_sparse import ConfigError, stats
+from mlx_sparse.config import parse
+from mlx_sparse.evaluate.arms import Arm, arms_of, read_methods
+from mlx_sparse.evaluate.budget import OutOfReach, read_budget, settle, transfers
+
+S, D = 2048, 64
+SIZES = {"sparq": "top_k", "streaming": "recent_tokens", "h2o": "top_k", "oracle_top_k": "top_k"}
+
+
+@pytest.mark.parametrize("budget", [Fraction(1, 2), Fraction(1, 4), Fraction(1, 8)], ids=str)
+@pytest.mark.parametrize("method", [*SIZES, "sparq:top_k=128", "sparq:preset=eval", "sparq:rank=4,local_window=0"])
+def test_a_budget_is_spent_as_far_as_whole_keys_and_components_go(method: str, budget: Fraction) -> None:
+    settled = settle(method, budget, S, D)
+    assert settled is not None
+    (config,) = parse(settled)
+    size = "rank" if "top_k=" in method or "preset" in method else SIZES[config.name]
+    (more,) = parse(settled.replace(f"{size}={getattr(config, size)}", f"{size}={getattr(config, size) + 1}"))
+    assert transfers(config, S, D) <= budget < transfers(more, S, D)
+
+
+def test_transfers_are_those_of_the_formulae() -> None:
+    (config,) = parse("sparq:rank=8,top_k=128")
+    assert transfers(config, S, D) == (S * 8 + 2 * 128 * D + 4 * D) / (2 * S * D + 2 * D)
+    assert transfers(parse("streaming")[0], S, D) == (2 * 128 * D + 2 * D) / (2 * S * D + 2 * D)
+    assert transfers(parse("sample")[0], S, D) is None
+
+
+def test_half_of_the_budget_of_sparq_chooses_and_half_attends() -> None:
+    (config,) = parse(settle("sparq", Fraction(1, 4), S, D) or "")
+    assert config.rank == D // 4
+    assert config.top_k == pytest.approx(S // 4 // 2, abs=2)
+
+
+def test_a_setting_that_is_named_stays() -> None:
+    assert settle("sparq:rank=16,top_k=64", Fraction(1, 2), S, D) is None
+    assert settle("streaming:recent_tokens=100", Fraction(1, 2), S, D) is None
+    assert "dense_below=5" in (settle("sparq:dense_below=5", Fraction(1, 2), S, D) or "")
+    assert "dense_below=0" in (settle("sparq", Fraction(1, 2), S, D) or "")
+    assert settle("sample:alpha_column=0.5", Fraction(1, 2), S, D) is None
+    both = settle("sample:alpha_column=0.5+sparq", Fraction(1, 8), S, D) or ""
+    assert both == f"sample:alpha_column=0.5+{settle('sparq', Fraction(1, 8), S, D)}"
+
+
+@pytest.mark.parametrize("mode", ["online", "trained"])
+def test_saap_visits_the_buckets_that_the_budget_pays_for(mode: str, tmp_path: Path) -> None:
+    named, buckets = "mode=online,buckets=64", 64
+    if mode == "trained":
+        buckets = BUCKETS
+        named = f"artefact={write_artefact(tmp_path / 'saap', build())}"
+    (config,) = parse(settle(f"saap:{named},recent_tokens=127", Fraction(1, 2), S, D) or "")
+    expected = 128 + (S - 128) * config.probes / buckets
+    assert expected * (1 + 1 / (2 * D)) <= S / 2 < expected + (S - 128) / buckets
+    assert transfers(config, S, D) == stats.saap_elements(D, round(expected)) / stats.dense_elements(S, D)
+
+
+def test_what_no_setting_can_reach_is_left_out_with_its_reason() -> None:
+    with pytest.raises(OutOfReach, match=r"within reach of flexgen at 2,048 keys, got 1/4: its least is 0.5"):
+        settle("flexgen", Fraction(1, 4), S, D)
+    arms, left_out = arms_of(["flexgen", "streaming", "sparq:rank=16,top_k=64"], [Fraction(3, 4), Fraction(1, 4)], S, D)
+    assert [(arm.method, arm.budget) for arm in arms] == [
+        ("flexgen", "3/4"),
+        ("streaming", "3/4"),
+        ("streaming", "1/4"),
+        ("sparq:rank=16,top_k=64", None),  # once, as it is
+    ]
+    (line,) = left_out
+    assert "flexgen" in line and line.endswith("Left out.")
+
+
+def test_without_a_budget_methods_run_as_they_are() -> None:
+    arms, left_out = arms_of(["sparq", "sample"], [], S, D)
+    assert arms == [Arm("sparq", "sparq"), Arm("sample", "sample")] and not left_out
+    assert [arm.formula(S, D) for arm in arms] == [transfers(parse("sparq")[0], S, D), None]
+
+
+def test_lists_of_methods_leave_out_dense_and_repetitions() -> None:
+    texts = ["dense,sparq:rank=16,top_k=64,streaming", "sparq:rank=16,top_k=64"]
+    assert read_methods(texts) == ["sparq:rank=16,top_k=64", "streaming"]
+
+
+@pytest.mark.parametrize("text", ["2", "0", "1", "-1/2", "1/0", "half", "", "1/8/2", "nan", "inf"])
+def test_a_budget_is_a_share_of_dense_attention(text: str) -> None:
+    with pytest.raises(ConfigError, match="--budget: expected shares such as 1/2,1/8, got"):
+        read_budget(text)
+    assert read_budget(" 0.125 ") == read_budget("1/8") == Fraction(1, 8)
