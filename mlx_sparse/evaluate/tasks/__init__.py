@@ -4,10 +4,19 @@ from collections.abc import Mapping
 
 from .base import SHORTEST, Example, Maker, Passage, Task
 from .copying import COPY_PROMPT, COPY_TARGET, copy_text, repetition
-from .needles import find_needles
+from .needles import find_needles, multi_key, needle
+from .pairs import key_value
+from .question import question
 from .reading import BITS_TOKENS, bits_per_byte, read_text
 
-TASKS: Mapping[str, Task] = {"bits_per_byte": bits_per_byte, "repetition": repetition}
+TASKS: Mapping[str, Task] = {
+    "bits_per_byte": bits_per_byte,
+    "repetition": repetition,
+    "needle": needle,
+    "key_value": key_value,
+    "multi_key": multi_key,
+    "question": question,
+}
 PASSAGES: Mapping[str, Maker[Passage]] = {
     "bits_per_byte": read_text,
     "repetition": copy_text,
