@@ -70,9 +70,8 @@ def ran(row: Row) -> str:
     if row.served == "fell back":
         return f"fell back to dense: {reasons or 'no call was sparse'}"
     if row.served == "partly":
-        return (
-            f"partly sparse: {row.sparse_calls:,} calls ({row.sparse_share:.0%}); dense: {reasons or row.dense_calls}"
-        )
+        calls = row.sparse_calls + row.dense_calls
+        return f"partly sparse: {row.sparse_calls:,} of {calls:,} calls; dense: {reasons}"
     return f"sparse: {row.sparse_calls:,} calls"
 
 
