@@ -260,3 +260,10 @@ def test_the_real_command_scores_local_tasks(
     assert said["requests"].keys() == {"loglikelihood", "generate_until"}
     assert said[JSON_KEY][0]["sparse_calls"] == scored + LAYERS * (TOKENS + 1)
     assert "warning" not in done.stderr
+
+
+def test_a_mistake_is_one_line_of_the_command(capsys: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "argv", ["mlx_lm.evaluate", "--model", "any", "--tasks", "any", "--attn", "sparkle"])
+    with pytest.raises(SystemExit):
+        evaluate.main()  # which the start-up hook has wrapped
+    assert capsys.readouterr().err.startswith("mlx_lm.evaluate: error: attn: expected one of ")

@@ -231,6 +231,8 @@ def _options_in_first_parser(session: Session) -> Iterator[None]:
 
     def parse_args(parser: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> Any:
         argparse.ArgumentParser.parse_args = original  # type: ignore[method-assign]
+        if session.suites:
+            parser.prog = session.command  # mlx-lm gives its description as the name
         add_options(parser)
         parsed = original(parser, args, namespace)
         session.configure(parser, parsed)
