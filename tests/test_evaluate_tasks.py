@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from text_tokenizers import Letters, Words
+from text_tokenizers import Letters, Pieces, Words
 from tiny_models import VOCAB
 
+from mlx_sparse.checks import ConfigError
 from mlx_sparse.evaluate.tasks import (
     BITS_TOKENS,
     COPY_PROMPT,
     COPY_TARGET,
     PASSAGES,
     RETRIEVAL,
+    SHORTEST,
     TASKS,
+    Example,
 )
 
 CONTEXT = 400
@@ -68,3 +74,180 @@ def test_a_passage_states_a_needle_once_and_asks_for_it_at_the_end() -> None:
         assert text.count(number) == 2
         city = text.split(f" is {number}")[0].split()[-1]
         assert f"What is the pass key of {city}? The pass key of {city} is {number}." in text[-400:]
+
+
+TEXT = " ".join(
+    f"On the {i}th day the {color} {animal} of {place} went to see what had become of its old {thing}. "
+    f"It found nothing there, and {verb} until the evening came."
+    for i, (color, animal, place, thing, verb) in enumerate(
+        itertools.product(
+            ("grey", "brown", "spotted"),
+            ("badger", "heron", "squirrel", "lizard"),
+            ("Arden", "Lorne", "Ostwick"),
+            ("lantern", "bicycle", "umbrella", "teapot"),
+            ("waited", "slept", "whistled"),
+        )
+    )
+)
+TOKENIZERS = {
+    "letters": Letters(),
+    "digits": Pieces(1, blank=False),
+    "triples": Pieces(3, blank=False),
+    "sentencepiece": Pieces(1, blank=True),
+}
+LETTERS = {"letters": 3}  # times as many tokens
+ASKING = ("needle", "key_value", "multi_key", "question")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A task's examples with a tokenizer."""
+
+    tokenizer: Any
+    context: int
+    examples: list[Example]
+
+    def prompt(self, example: Example) -> str:
+        return self.tokenizer.decode(example.prompt)
+
+    def scored(self, example: Example) -> str:
+        assert example.scored is not None
+        return self.tokenizer.decode([example.target[i] for i in example.scored])
+
+
+def asked(task: str, kind: str, *, limit: int = 10, seed: int = 3) -> Asked:
+    tokenizer, context = TOKENIZERS[kind], SHORTEST * LETTERS.get(kind, 1)
+    tokens = tokenizer.encode(TEXT, add_special_tokens=False)
+    return Asked(tokenizer, context, list(TASKS[task](tokens, tokenizer, context=context, limit=limit, seed=seed)))
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("task", TASKS)
+def test_an_example_is_as_long_as_asked_for_and_the_same_for_the_same_seed(task: str, kind: str) -> None:
+    first = asked(task, kind)
+    assert len(first.examples) == 10
+    for example in first.examples:
+        assert len(example.prompt) == first.context
+        assert [Pieces.OPENING] * (kind != "letters") == example.prompt[: kind != "letters"]
+    assert asked(task, kind).examples == first.examples
+    assert asked(task, kind, seed=4).examples != first.examples
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("task", ASKING)
+def test_scored_tokens_spell_the_answer_which_the_prompt_holds_once(task: str, kind: str) -> None:
+    found = asked(task, kind)
+    for example in found.examples:
+        answer = found.tokenizer.decode(example.target)
+        assert answer[0] == " " and len(answer.split()) >= 1
+        assert found.scored(example).strip() in (answer.strip(), answer.replace(" ", ""))
+        assert found.prompt(example).count(answer.strip()) == 1
+        assert not found.prompt(example).endswith(" ")  # the blank belongs to the answer
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_a_needle_stands_where_its_depth_says_and_is_asked_for_at_the_end(kind: str) -> None:
+    found = asked("needle", kind)
+    assert [example.depth for example in found.examples] == [0.0, 0.25, 0.5, 0.75, 1.0] * 2
+    kinds = set()
+    for example in found.examples:
+        prompt, answer = found.prompt(example), found.tokenizer.decode(example.target).strip()
+        statement, stem = re.search(rf"\n\s?((The [a-zA-Z ]+ is(?: to)?) {answer}\.)\n", prompt).groups()
+        end = re.search(rf"\n\s?(What is [a-zA-Z ]+\?) {stem}$", prompt)
+        assert end is not None
+        before = len(found.tokenizer.encode(prompt[: prompt.index(statement)].rstrip(), add_special_tokens=False))
+        after = len(found.tokenizer.encode(prompt[prompt.index(statement) + len(statement) : end.start()].strip()))
+        assert before / (before + after) == pytest.approx(example.depth, abs=0.02)
+        kinds.add((example.depth, answer.isdigit()))
+        assert answer.isdigit() == (len(answer) == 5)
+    assert len(kinds) == 10  # either kind at every depth
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_one_of_eight_keys_is_asked_for(kind: str) -> None:
+    found = asked("multi_key", kind)
+    for example in found.examples:
+        prompt, answer = found.prompt(example), found.tokenizer.decode(example.target).strip()
+        keys = dict(re.findall(r"\n\s?The pass key of (\w+) is ([0-9]{5})\.\n", prompt))
+        assert len(keys) == len(set(keys.values())) == 8
+        (wanted,) = re.findall(r"What is the pass key of (\w+)\? The pass key of \1 is$", prompt)
+        assert keys[wanted] == answer
+        before = prompt.index(f"The pass key of {wanted} is {answer}") / prompt.index("What is")
+        assert before == pytest.approx(example.depth, abs=0.4)
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_the_value_of_one_of_the_keys_of_a_list_is_recalled(kind: str) -> None:
+    found = asked("key_value", kind)
+    wanted = set()
+    for example in found.examples:
+        prompt, answer = found.prompt(example), found.tokenizer.decode(example.target).strip()
+        pairs = re.findall(r"(?<=\n)(\w+): ([0-9]{5})\n", re.sub(r"\n (?=\w+:)", "\n", prompt))
+        assert len(pairs) == len(dict(pairs)) == 8
+        key = re.search(r"\n\s?(\w+):$", prompt).group(1)
+        assert dict(pairs)[key] == answer
+        wanted.add([name for name, _ in pairs].index(key))
+    assert len(wanted) > 2  # from all over the list
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_a_sentence_is_to_be_completed_that_one_of_eight_passages_has(kind: str) -> None:
+    found, text = asked("question", kind), " ".join(TEXT.split())
+    holding = []
+    for example in found.examples:
+        *passages, end = found.prompt(example).split("\n\n")
+        answer = found.tokenizer.decode(example.target).strip()
+        quoted = end.strip().removeprefix("Complete this sentence of the text: ")
+        assert len(passages) == 8
+        assert len(quoted.split()) >= 6
+        assert f"{quoted} {answer}" in text
+        (place,) = (i for i, passage in enumerate(passages) if answer in passage)
+        assert f"{quoted} {answer}" in " ".join(passages[place].split())
+        holding.append(place)
+    assert holding == [0, 1, 2, 3, 4, 5, 6, 7, 0, 1]
+
+
+def test_the_other_passages_share_more_words_with_the_question_than_others_would() -> None:
+    found, words = asked("question", "digits"), TEXT.split()
+
+    def shared(quoted: str, passage: str) -> int:
+        return len({word for word in quoted.split() if len(word) >= 4} & set(passage.split()))
+
+    chosen, random = [], []
+    for i, example in enumerate(found.examples):
+        *passages, end = found.prompt(example).split("\n\n")
+        del passages[i % 8]
+        chosen += [shared(end, passage) for passage in passages]
+        length = len(passages[0].split())
+        random += [shared(end, " ".join(words[at : at + length])) for at in range(0, len(words) - length, length)]
+    assert sum(chosen) / len(chosen) > 1.1 * sum(random) / len(random)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "no capital and no stop. " * 2000,
+            "--text: expected sentences with a word to ask for, got none",
+        ),
+        ("The cat sat on a mat when Peter came. " * 2000, "--text: expected sentences with a word"),
+    ],
+)
+def test_a_text_without_anything_to_ask_about_is_one_line(text: str, message: str) -> None:
+    tokenizer = Pieces(1, blank=False)
+    with pytest.raises(ConfigError, match=message):
+        list(TASKS["question"](tokenizer.encode(text), tokenizer, context=512, limit=1, seed=0))
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_too_little_text_is_one_line(task: str) -> None:
+    tokenizer = Pieces(1, blank=False)
+    tokens = tokenizer.encode(TEXT)[:1500]
+    with pytest.raises(ConfigError, match=r"^--limit: expected 30 x \d+ tokens of text, got 1,500. Give more --text.$"):
+        list(TASKS[task](tokens, tokenizer, context=512, limit=30, seed=0))
+
+
+def test_statements_that_do_not_fit_into_the_context_are_one_line() -> None:
+    letters = Letters()
+    with pytest.raises(ConfigError, match=r"^--context: expected at least \d+ tokens for this task, got 256.$"):
+        list(TASKS["multi_key"](letters.encode(TEXT), letters, context=256, limit=1, seed=0))

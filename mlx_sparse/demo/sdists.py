@@ -41,7 +41,7 @@ def fetch_sdist(requirement: str, sha256: str, cache: Path, *, limit: int) -> Pa
     if not target.exists():
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache, prefix=".fetch-") as scratch:
-            new = Path(scratch) / "sdist"
+            new = Path(scratch) / target.name
             new.write_bytes(_download(requirement, target, limit))
             check_file(new, sha256, f"the source archive of {requirement}")
             new.rename(target)
