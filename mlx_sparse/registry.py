@@ -234,6 +234,14 @@ def unfit(backend: str, function: str, D: int, G: int) -> str | None:
     return None
 
 
+def refusal(backend: str, function: str, reason: str | None = None) -> str | None:
+    """Why a backend asked for by name cannot run ``function`` on MLX arrays here; ``reason`` if nothing else."""
+    reason = FOREIGN.get(backend) or unavailable(backend) or reason
+    if reason is None and backend not in FUNCTIONS.get(function, {}):
+        return f"it does not have {function}; `mlx-sparse matrix` shows what it has"
+    return reason
+
+
 def require(backend: str, function: str, reason: str | None = None) -> None:
     """Check that a backend asked for by name can run ``function`` on MLX arrays here; "auto" always can.
 
@@ -243,12 +251,7 @@ def require(backend: str, function: str, reason: str | None = None) -> None:
     Raises:
         BackendUnavailable: it cannot; nothing falls back silently.
     """
-    if backend == "auto":
-        return
-    reason = FOREIGN.get(backend) or unavailable(backend) or reason
-    if reason is None and backend not in FUNCTIONS.get(function, {}):
-        reason = f"it does not have {function}; `mlx-sparse matrix` shows what it has"
-    if reason is not None:
+    if backend != "auto" and (reason := refusal(backend, function, reason)) is not None:
         raise BackendUnavailable(f"backend: expected auto or ops, got {backend} ({reason}).")
 
 

@@ -1,8 +1,7 @@
-"""`mlx-sparse bench`: what it times, counts and models, and what it refuses."""
+"""`mlx-sparse bench --traffic` and `--roofline` for SparQ: what they count and model, and what they refuse."""
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections import Counter
@@ -13,119 +12,17 @@ import pytest
 from msl import Metal
 
 from mlx_sparse import cli
-from mlx_sparse.bench import decode, launches, roofline, traffic
+from mlx_sparse.bench import launches, roofline, traffic
 from mlx_sparse.bench.dense import Shape, dense_kernel
 from mlx_sparse.cache import SparseKVCache
 from mlx_sparse.checks import ConfigError
 from mlx_sparse.config import SparQ
 
-SMALL = ["--shapes", "4x2x32", "--lengths", "200,1k", "--repeat", "2", "--dtype", "float32"]
 CONFIGS = [SparQ(), SparQ(component_score="query_key"), SparQ(top_k=256), SparQ(rank=16, top_k=64)]
 
 
 def bench(*arguments: str) -> int:
     return cli.main(["bench", *arguments])
-
-
-@pytest.fixture(autouse=True)
-def few_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "MOST_LAYERS", 2)
-
-
-# decode
-
-
-def test_a_row_has_both_times_and_their_ratio(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench(*SMALL, "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["command"].startswith("mlx-sparse bench --shapes 4x2x32")
-    assert found["machine"]["mlx"]
-    assert [(row["S"], row["backend"], row["layers"]) for row in found["rows"]] == [(200, "ops", 2), (1024, "ops", 2)]
-    for row in found["rows"]:
-        assert row["dense"] == sorted(row["dense"])
-        assert row["ratio"] == pytest.approx(row["dense"][1] / row["sparse"][1])
-
-
-@pytest.mark.parametrize("suffix", [".json", ".md"])
-def test_the_result_goes_into_a_file_too(suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    target = tmp_path / f"result{suffix}"
-    target.write_text("old")
-    assert bench(*SMALL, "-o", str(target)) == 0
-    text = target.read_text()
-    table = capsys.readouterr().out.strip()
-    assert json.loads(text)["rows"] if suffix == ".json" else text.endswith(table + "\n")
-    assert f"mlx-sparse bench {' '.join(SMALL)}" in text
-    assert list(tmp_path.iterdir()) == [target]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "note"),
-    [
-        (["--lengths", "100"], "dense: all of 100 keys are attended"),
-        (["--lengths", "1000000000"], r"needs \d+ GB of this machine's \d+ GB"),
-    ],
-)
-def test_what_cannot_be_timed_is_said(arguments: list[str], note: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench(*SMALL, *arguments) == 0
-    assert re.search(rf"\| {note} \|", capsys.readouterr().out)
-
-
-WRONG = {
-    "a little off": lambda out: out + 0.01,
-    "not a number": lambda out: out * mx.nan,
-    "heads in another order": lambda out: out[:, ::-1],
-}
-
-
-@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
-def test_no_speed_beside_a_wrong_result(
-    wrong, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    right = decode.sparse_attention
-    monkeypatch.setattr(decode, "sparse_attention", lambda *arguments: wrong(right(*arguments)))
-    assert bench(*SMALL, "--json") == 1
-    for row in json.loads(capsys.readouterr().out)["rows"]:
-        assert row["failed"]
-        assert row["note"].startswith("wrong result: error ")
-        assert row["dense"] is row["sparse"] is None
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("shape", ["9x3x64", "8x8x128", "16x1x256"])
-@pytest.mark.parametrize("config", [*CONFIGS, SparQ(rank=4, top_k=30, local_window=0), SparQ(reallocate=True)], ids=str)
-def test_right_results_pass(dtype: str, shape: str, config: SparQ) -> None:
-    mx.random.seed(0)
-    sizes = Shape(*map(int, shape.split("x")))
-    assert decode.parity(sizes, 3000, getattr(mx, dtype), config, "ops") is None
-
-
-@pytest.mark.parametrize("shape", [Shape(8, 2, 64), Shape(2, 2, 128)], ids=str)
-def test_the_kernels_pass_too(shape: Shape, metal: Metal) -> None:
-    assert decode.measure(shape, 1024, "float16", SparQ(), "metal", 2).note is None
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--lengths", "1k,much"], "--lengths: expected numbers such as 1k,2k,3000, got 'much'."),
-        (
-            ["--shapes", "3x2x64"],
-            "--shapes: expected query heads x KV heads x head dim such as 32x8x128, got '3x2x64'.",
-        ),
-        (["--dtype", "half"], "--dtype: expected some of float16, bfloat16, float32, got half."),
-        (["--repeat", "1"], "repeat: expected an integer of at least 2, got 1."),
-        (["--attn", "streaming"], "--attn: expected sparq or saap with or without parameters, got streaming."),
-        (["--attn", "sparq:rank=33"], "rank: expected at most the head dim D=32, got 33."),
-        (["--roofline", "--attn", "sparq:rank=65"], "rank: expected at most the head dim D=64, got 65."),
-        (["-o", "result.txt"], "-o: expected a name that ends in .json or .md, got result.txt."),
-        (["-o", "no/folder/result.md"], "-o: expected a folder that exists, got no/folder."),
-    ],
-)
-def test_wrong_arguments_are_refused_in_one_line(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert bench(*SMALL, *arguments) == 2
-    assert capsys.readouterr().err == f"mlx-sparse: error: {message}\n"
 
 
 # traffic
@@ -307,6 +204,18 @@ def test_where_nothing_is_saved_no_context_is_advised() -> None:
 def test_the_roofline_says_that_it_is_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench("--roofline") == 0
     text = capsys.readouterr().out
-    assert text.startswith("A model, not a measurement")
+    assert "\n\nA model, not a measurement" in text
     for chip in roofline.CHIPS:
         assert chip.name in text
+
+
+@pytest.mark.parametrize(
+    ("attn", "message"),
+    [
+        ("sparq:rank=65", "rank: expected at most the head dim D=64, got 65."),
+        ("streaming", "--attn: expected sparq, saap or sample with or without parameters, got streaming."),
+    ],
+)
+def test_the_roofline_is_of_methods_with_kernels(attn: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench("--roofline", "--attn", attn) == 2
+    assert capsys.readouterr().err == f"mlx-sparse: error: {message}\n"

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 LEVELS = [
     {"layout", "bars", "files"},
     {"checks"},
-    {"stats", "call_report"},
+    {"stats", "call_report", "forms"},
     {"config"},
     {"machine", "patterns", "kept", "pieces", "bucket_lists", "kmeans", "artefact"},
     {"oracle", "ops", "kernels"},
@@ -22,7 +22,8 @@ LEVELS = [
     {"lm"},
     {"_boot"},  # the start-up hook hands over to lm
     {"demo"},
-    {"bench", "evaluate"},  # on the demo's model and BLAS
+    {"evaluate"},  # on the demo's model and BLAS
+    {"bench"},  # with a picture of the evaluation's
     {"tune", "saap"},
     {"doctor", "matrix"},
     {"cli"},

@@ -1,4 +1,4 @@
-"""Time of one decode step: SparQ against MLX's dense attention, interleaved in one run.
+"""Time of one decode step: each method against dense attention, interleaved in one run.
 
 A step goes through several layers, each with a cache of its own, as in a model: on a GPU a single small attention would
 drown in the cost of `mx.eval`, and one cache used again and again would stay in the chip's last-level cache.
@@ -7,193 +7,139 @@ drown in the cost of `mx.eval`, and one cache used again and again would stay in
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from statistics import quantiles
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
-import numpy.typing as npt
 
-from .. import registry
 from ..cache import SparseKVCache
-from ..config import SparQ
-from ..machine import memory
+from ..config import NEVER
+from ..forms import table
 from .dense import Shape
-
-Array = npt.NDArray[np.float64]
+from .rows import Row, Times
+from .steps import DecodeStep, normal, wrong_result
+from .timing import Dense, Run, cache_of, dense_ways, in_turns, read, too_large
 
 WORKING_SET = 256 << 20  # bytes of K and V that a step goes through if it can: more than a last-level cache
 MOST_LAYERS = 32
 WARM_UP = 2
-LARGEST_SHARE = 0.6  # of the memory of the machine
-GAP = 60.0  # logits by which planted keys stand out, so that they hold all of the attention by a few components too
 
 
 @dataclass(frozen=True)
-class Row:
-    """One shape, type and length.
-
-    Attributes:
-        dense, sparse: microseconds per layer and step: first quartile, median, third quartile; None with a ``note``.
-        note: why there are no times.
-        failed: the result was wrong.
-    """
+class Case:
+    """What all methods of a run share."""
 
     dtype: str
     shape: Shape
+    B: int
     S: int
-    method: str
-    backend: str
-    layers: int
-    dense: tuple[float, ...] | None = None
-    sparse: tuple[float, ...] | None = None
-    note: str | None = None
-    failed: bool = False
 
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        row = vars(self) | vars(self.shape) | {"shape": str(self.shape)}
-        if self.dense and self.sparse:
-            row["ratio"] = self.dense[1] / self.sparse[1]
-        return row
+    @property
+    def kind(self) -> mx.Dtype:
+        found: mx.Dtype = getattr(mx, self.dtype)
+        return found
 
+    @property
+    def bytes(self) -> int:
+        """Of the keys and values of a layer."""
+        return 2 * self.B * self.shape.Hkv * self.S * self.shape.D * self.kind.size
 
-def measure(shape: Shape, S: int, dtype: str, config: SparQ, backend: str, repeat: int) -> Row:
-    """Check the method's result, then time it."""
-    backend = registry.resolve(backend, "sparq", D=shape.D, G=shape.G)
-    kind = getattr(mx, dtype)
-    size = 2 * shape.Hkv * S * shape.D * kind.size
-    layers = max(1, min(MOST_LAYERS, WORKING_SET // size))
-    row = partial(Row, dtype, shape, S, str(config), backend, layers)
-    if config.attended >= S:
-        return row(note=f"dense: all of {S} keys are attended")
-    needed = 1.5 * size * layers
-    if needed > LARGEST_SHARE * memory():
-        return row(note=f"needs {needed / 1e9:.0f} GB of this machine's {memory() / 1e9:.0f} GB")
-    wrong = parity(shape, S, kind, config, backend)
-    gc.collect()  # its arrays, before the next ones
-    if wrong:
-        return row(note=wrong, failed=True)
-    dense, sparse = times(shape, S, kind, config, backend, layers, repeat)
-    return row(dense=dense, sparse=sparse)
+    @property
+    def layers(self) -> int:
+        return max(1, min(MOST_LAYERS, WORKING_SET // self.bytes))
 
 
-def times(
-    shape: Shape, S: int, dtype: mx.Dtype, config: SparQ, backend: str, layers: int, repeat: int
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Quartiles of microseconds per layer, dense and sparse, in turns."""
-    queries = normal(shape.Hq, 1, shape.D, dtype)
-    caches = [cache_of(*(normal(shape.Hkv, S, shape.D, dtype) for _ in "kv")) for _ in range(layers)]
-    return in_turns(queries, caches, lambda out, cache: sparse_attention(out, cache, config, backend), repeat)
-
-
-def in_turns(
-    queries: mx.array, caches: list[SparseKVCache], attend: Callable[[mx.array, SparseKVCache], mx.array], repeat: int
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Quartiles of microseconds per layer of a step through ``caches``, dense and by ``attend``."""
-
-    def through(attention: Callable[[mx.array, SparseKVCache], mx.array]) -> float:
-        out = queries  # what a layer returns is the next one's query
-        start = time.perf_counter()
-        for cache in caches:
-            out = attention(out, cache)
-        mx.eval(out)
-        return time.perf_counter() - start
-
-    for _ in range(WARM_UP):
-        through(dense_attention), through(attend)
-    pairs = [(through(dense_attention), through(attend)) for _ in range(repeat)]
-    spread = [quantiles(side, method="inclusive") for side in zip(*pairs, strict=True)]
-    first, second = (tuple(1e6 * t / len(caches) for t in quartiles) for quartiles in spread)
-    return first, second
-
-
-def parity(shape: Shape, S: int, dtype: mx.Dtype, config: SparQ, backend: str) -> str | None:
-    """What is wrong with the method's result; None if nothing is.
-
-    All of the attention is on as many planted keys as the method can choose, so its answer must be dense attention's:
-    that of plain float64 attention over the planted keys alone.
-    """
-    window = config.top_k // 4 if config.local_window is None else config.local_window
-    base = mx.random.normal((1, shape.Hkv, 1, shape.D))
-    noise = mx.random.normal((1, shape.Hkv, shape.G, shape.D))
-    queries = (base + 0.5 * noise).reshape(1, shape.Hq, 1, shape.D).astype(dtype)
-    keys, values = (normal(shape.Hkv, S, shape.D, dtype) for _ in "kv")
-    count = max(1, config.top_k - window)
-    planted = mx.array([i * (S - window) // count for i in range(count)])
-    keys[:, :, planted] += (base * (GAP * shape.D**0.5 / (base**2).sum(axis=-1, keepdims=True))).astype(dtype)
-    cache = cache_of(keys, values)
-
-    rows = [double(mx.take(array, planted, axis=2)[0]) for array in (keys, values)]
-    expected = plain(double(queries).reshape(shape.Hkv, shape.G, shape.D), *rows).reshape(shape.Hq, shape.D)
-
-    def error(out: mx.array) -> float:
-        return float(np.abs(double(out).reshape(expected.shape) - expected).max())
-
-    ulp = mx.finfo(dtype).eps * float(np.abs(expected).max())
-    allowed = 2 * error(dense_attention(queries, cache)) + ulp
-    found = error(sparse_attention(queries, cache, config, backend))
-    return None if found <= allowed else f"wrong result: error {found:.1e}, allowed {allowed:.1e}"
-
-
-def dense_attention(queries: mx.array, cache: SparseKVCache) -> mx.array:
-    """Attention as mlx-lm runs it."""
-    scale = queries.shape[-1] ** -0.5
-    return mx.fast.scaled_dot_product_attention(queries, cache.keys, cache.values, scale=scale)
-
-
-def sparse_attention(queries: mx.array, cache: SparseKVCache, config: SparQ, backend: str) -> mx.array:
-    """Attention as an enabled model runs it; what the cache keeps beside the keys is built in the first call."""
-    return cache.attend(queries, config, scale=queries.shape[-1] ** -0.5, backend=backend)[0]
-
-
-def table(rows: Sequence[Row]) -> str:
-    """The rows for people; times are per layer, medians with quartiles."""
-    lines = [
-        "| type | query heads | KV heads | D | S | layers | dense, us | sparq, us | dense / sparq |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        cells = [row.dtype, row.shape.Hq, row.shape.Hkv, row.shape.D, row.S, row.layers]
-        if row.dense and row.sparse:
-            cells += [spread_of(row.dense), spread_of(row.sparse), f"{row.dense[1] / row.sparse[1]:.2f}"]
+def measure(case: Case, steps: Sequence[DecodeStep], repeat: int) -> list[Row]:
+    """Check the result of every step, then time those that are right in turns: a row for each."""
+    found: list[Row] = []
+    entered = []
+    large = too_large(case.bytes * case.layers * (1 + 0.5 * len(steps)))
+    for step in steps:
+        row = _row(case, step)
+        if step.config.attended >= case.S:
+            row = row.without_times(f"dense: all of {case.S} keys are attended")
+        elif large:
+            row = row.without_times(large)
+        elif wrong := wrong_result(step, case.B, case.S, case.kind):
+            row = row.without_times(wrong, failed=True)
         else:
-            cells += [row.note, "", ""]
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines)
+            entered.append((len(found), step))
+        found.append(row)
+        gc.collect()  # the arrays of the check, before the next ones
+    times = _times(case, [step for _, step in entered], repeat) if entered else []
+    for (place, _), timed in zip(entered, times, strict=True):
+        found[place] = replace(found[place], times=timed)
+    return found
 
 
-def spread_of(quartiles: tuple[float, ...]) -> str:
-    """Median and quartiles."""
-    low, middle, high = (f"{value:.1f}" if value < 100 else f"{value:.0f}" for value in quartiles)
-    return f"{middle} ({low} to {high})"
+def _row(case: Case, step: DecodeStep) -> Row:
+    item = case.kind.size
+    first = step.config.shortest_context(step.sizes(case.B, item))
+    details = {"layers": case.layers, "default_from": None if first >= NEVER else first}
+    moved = step.bytes(case.B, case.S, item)
+    return Row(step.label, step.backend, case.dtype, case.shape, case.B, case.S, details, moved, case.bytes)
 
 
-def normal(heads: int, length: int, D: int, dtype: mx.Dtype) -> mx.array:
-    """Rows ``(1, heads, length, D)``."""
-    return mx.random.normal((1, heads, length, D), dtype=dtype)
+def _times(case: Case, steps: Sequence[DecodeStep], repeat: int) -> list[Times]:
+    """Of each step, and of dense attention and a plain read in the same turns, per layer."""
+    shape, layers = case.shape, range(case.layers)
+    queries = normal(case.B, shape.Hq, 1, shape.D, case.kind)
+    rows = [[normal(case.B, shape.Hkv, case.S, shape.D, case.kind) for _ in "kv"] for _ in layers]
+    plain = [cache_of(keys, values) for keys, values in rows]
+    own = [[step.cache(keys, values) for keys, values in rows] for step in steps]
+    upkeep = [step.upkeep(caches) for step, caches in zip(steps, own, strict=True)]
+    dense: dict[str, Run] = {
+        name: partial(through, queries, plain, partial(_dense, way)) for name, way in dense_ways(case.kind, 1).items()
+    }
+    runs: dict[str, Run] = dense | {"read": lambda: [read(cache) for cache in plain]}
+    for i, (step, caches) in enumerate(zip(steps, own, strict=True)):
+        runs[f"step {i}"] = partial(through, queries, caches, step.attend, step.beside)
+    samples = in_turns(runs, repeat, WARM_UP)
+    found = []
+    for i, share in enumerate(upkeep):
+        sparse = [seconds + share for seconds in samples[f"step {i}"]]
+        found.append(Times.of({name: samples[name] for name in dense}, sparse, samples["read"], case.layers))
+    return found
 
 
-def double(array: mx.array) -> Array:
-    """As float64."""
-    return np.array(array.astype(mx.float32), np.float64)
+def _dense(way: Dense, queries: mx.array, cache: SparseKVCache) -> mx.array:
+    return way(queries, cache.keys, cache.values)
 
 
-def plain(queries: Array, keys: Array, values: Array) -> Array:
-    """Attention of (heads, G, D) over (heads, N, D) in NumPy."""
-    scores = queries @ keys.swapaxes(1, 2) * keys.shape[2] ** -0.5
-    weights = np.exp(scores - scores.max(axis=2, keepdims=True))
-    mean: Array = weights @ values / weights.sum(axis=2, keepdims=True)
-    return mean
+def through(
+    queries: mx.array,
+    caches: Sequence[SparseKVCache],
+    attend: Callable[[mx.array, SparseKVCache], mx.array],
+    beside: Callable[[SparseKVCache], list[mx.array]] | None = None,
+) -> list[Any]:
+    """A step through all layers: what a layer returns is the next one's query."""
+    out, more = queries, []
+    for cache in caches:
+        out = attend(out, cache)
+        more += beside(cache) if beside else []
+    return [out, *more]
 
 
-def cache_of(keys: mx.array, values: mx.array) -> SparseKVCache:
-    """A cache that holds these rows."""
-    cache = SparseKVCache()  # type: ignore[no-untyped-call]
-    cache.keys, cache.values, cache.offset = keys, values, keys.shape[2]
-    mx.eval(keys, values)
-    return cache
+def text(rows: Sequence[Row]) -> str:
+    """The rows for people; times are per layer, medians with quartiles."""
+    header = ["method", "backend", "type", "heads", "batch", "keys", "dense, us", "by", "sparse, us", "dense / sparse"]
+    header += ["bytes, of K and V", "dense, of a plain read", "sparse, of a plain read", "sparse by default from"]
+    lines = []
+    for row in rows:
+        cells = [row.method, row.backend, row.dtype, row.shape, row.batch, f"{row.S:,}"]
+        if row.times is None:
+            lines.append([*cells, "", "", row.note, *[""] * (len(header) - len(cells) - 3)])
+            continue
+        first, times = row.details["default_from"], row.times
+        cells += [times.dense, times.by, times.sparse, f"{times.ratio:.2f}"]
+        cells += [_share((row.bytes_formula or 0) / (row.bytes_plain or 1))]
+        sides = ((times.dense, row.bytes_plain), (times.sparse, row.bytes_formula))
+        cells += [_share(row.of_read(spread, moved)) for spread, moved in sides]
+        lines.append([*cells, f"{first:,}" if first else "never"])
+    return table(header, lines)
+
+
+def _share(share: float | None) -> str:
+    return "" if share is None else f"{share:.2f}"

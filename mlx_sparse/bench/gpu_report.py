@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .output import write
+from ..forms import write
 from .report import facts, junit, text
 
 BENCHMARKS = {  # by file

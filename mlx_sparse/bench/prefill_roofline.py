@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config import Sample
+from ..forms import table
 from ..kernels.blocks import tile_of
 from ..layout import Layout
 from .dense import Shape
 from .launches import ITEM
-from .roofline import CHIPS, CLOCK, LAUNCH, Chip, table
+from .roofline import CHIPS, CLOCK, LAUNCH, Chip
 
 STEEL = 0.85  # of the arithmetic peak that MLX's kernel reaches
 ALUS = 128  # of a core, each a multiply-add per cycle

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from .output import machine, write
+from ..forms import write
+from .output import machine
 
 RUNS = ("validated", "plain")  # pytest with Metal's validation, and without
 MOST_MESSAGES, LAST_CHARACTERS = 100, 10_000

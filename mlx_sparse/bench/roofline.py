@@ -14,6 +14,7 @@ from math import ceil
 from typing import Any
 
 from ..config import ENOUGH_SAVED, NEVER, SparQ, Step
+from ..forms import table
 from .dense import Shape, dense_kernel
 from .launches import ITEM, Launch, dense_launches, sparq_launches
 
@@ -159,9 +160,3 @@ def _keys(number: int | None) -> str:
 
 def _range(ends: tuple[float, float]) -> str:
     return f"{ends[0]:.0f} to {ends[1]:.0f}"
-
-
-def table(header: list[str], cells: list[list[str]]) -> str:
-    """A table in Markdown."""
-    lines = [header, ["---"] * len(header), *cells]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -1,202 +1,154 @@
-"""``mlx-sparse bench``: time of a decode step or a prompt, kernels' traffic, the roofline model; ONNX and CUDA."""
+"""``mlx-sparse bench``: time of decode steps and prompts, kernels' traffic, the roofline model; ONNX and CUDA."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import shlex
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from datetime import date
-from itertools import product
 from pathlib import Path
-from typing import Any
 
-from ..checks import ConfigError, check_int, check_local_window, check_rank, check_share, read_length, read_shape
-from ..config import SAAP, Sample, SparQ, parse
-from ..config.values import read_value
-from .output import machine, write
+from .. import forms
+from ..checks import ConfigError, check_int, check_local_window, check_rank, read_length, read_shape
+from ..config import SAAP, Sample, SparQ, parse, split_methods
+from ..forms import Result
+from .output import machine
 
 DTYPES = ("float16", "bfloat16", "float32")
-LENGTHS = "1k,2k,4k,8k,16k,32k,64k,128k"
-SHAPES = "32x8x128,32x32x128,9x3x64"
+LENGTHS, SHAPES = "1k,2k,4k,8k,16k,32k,64k,128k", "32x8x128,32x32x128,9x3x64"
+PROMPTS, PROMPT_SHAPES, STEPS = "4k,8k", "9x3x64,32x8x128", "2048,all"
+REPEAT, PROMPT_REPEAT = 15, 3
 ONNX = "mlx_sparse.onnx_export.bench.run"  # a name: mlx_sparse runs without onnx
 ONNX_PREFILL = "mlx_sparse.onnx_export.bench.prefill"
 ONNX_SAAP, ONNX_SAAP_LENGTHS = "mlx_sparse.onnx_export.bench.saap", "8k,16k,32k"
 ONNX_PROMPT, ONNX_PROMPT_SHAPES = "8k", "32x8x128,9x3x64"
-CUDA = "mlx_sparse.cuda_ref.bench.command"  # likewise without torch
-ONNX_LENGTHS = "4k,16k,64k,128k"
-ONNX_SHAPE = "32x8x128"
-PREFILL_LENGTHS, PREFILL_SHAPES = "4k,8k", "9x3x64,32x8x128"
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a benchmark found: rows for programs, text for people, and whether what ran was right."""
-
-    rows: list[dict[str, Any]]
-    text: str
-    right: bool = True
+ONNX_LENGTHS, ONNX_SHAPE = "4k,16k,64k,128k", "32x8x128"
+# What has arguments of its own. --cuda runs without mlx.
+APART = {"--cuda": "mlx_sparse.cuda_ref.bench.command", "--generate": "mlx_sparse.bench.generate"}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a benchmark; return the exit code."""
-    if "--cuda" in argv:  # it has arguments of its own, and runs without mlx
-        code: int = importlib.import_module(CUDA).main([argument for argument in argv if argument != "--cuda"])
-        return code
+    """Run a benchmark; return the exit code: 1 if a result was wrong."""
+    for option, module in APART.items():
+        if option in argv:
+            code: int = importlib.import_module(module).main([argument for argument in argv if argument != option])
+            return code
     args = _parser().parse_args(argv)
-    args.attn = args.attn or ("sample" if args.prefill else "sparq")
-    args.repeat = (3 if args.prefill else 15) if args.repeat is None else args.repeat
-    _check_output(args.output)
+    forms.check_options(args)
+    if args.plot:
+        _check_plot(args)
     result = _chosen(args)(args)
-    command = shlex.join(["mlx-sparse", "bench", *_without_output(argv)])
-    facts = {"command": command, "date": date.today().isoformat(), "machine": machine()}
-    document = json.dumps(facts | {"rows": result.rows}, indent=1, default=str)
-    print(document if args.json else result.text)
-    if args.output:
-        write(args.output, document if args.output.suffix == ".json" else f"    {command}\n\n{result.text}")
+    facts = {"command": shlex.join(["mlx-sparse", "bench", *argv]), "date": date.today().isoformat()}
+    forms.put(args, {**facts, "machine": machine()}, result)
+    if args.plot:
+        _plot(result, args.plot)
     return 0 if result.right else 1
 
 
 def _chosen(args: argparse.Namespace) -> Callable[[argparse.Namespace], Result]:
-    if args.traffic:
-        return _traffic
-    if args.roofline:
-        return _roofline
-    if args.prefill:
-        return _prefill
-    return _onnx if args.onnx else _decode
+    return _traffic if args.traffic else _roofline if args.roofline else _onnx if args.onnx else _time
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mlx-sparse bench",
-        allow_abbrev=False,  # --cuda is looked for before the arguments are read
-        description="Time one decode step of SparQ or SAAP against MLX's dense attention, interleaved in one run, "
-        "after checking that its result is right.",
+        allow_abbrev=False,  # those of APART are looked for before the arguments are read
+        description="Time decode steps or prompts of one layer by each method, the fastest dense attention and a plain "
+        "read of keys and values in turns in one run, after checking that every result is right.",
     )
     parser.add_argument(
         "--attn",
-        metavar="METHOD",
-        help="such as sparq:rank=16 or saap; sample too with --traffic and --roofline (default: sparq; with --prefill "
-        "sample)",
+        metavar="METHOD,...",
+        default="sparq",
+        help="such as sparq:rank=16,streaming,saap for decode steps, sample,minference for prompts (default: sparq)",
     )
     parser.add_argument(
         "--lengths",
         metavar="S,...",
-        help=f"numbers of keys (default: {LENGTHS}; with --onnx {ONNX_LENGTHS}; with --prefill {PREFILL_LENGTHS})",
+        help=f"numbers of keys (default: {LENGTHS}; of prompts {PROMPTS}; with --onnx {ONNX_LENGTHS})",
     )
+    parser.add_argument("--batches", metavar="B,...", help="sequences (default: 1)")
     parser.add_argument(
         "--shapes",
         metavar="QxKxD,...",
-        help=f"query heads x KV heads x head dim (default: {SHAPES}; with --onnx one, {ONNX_SHAPE}; with --prefill "
-        f"{PREFILL_SHAPES})",
+        help=f"query heads x KV heads x head dim (default: {SHAPES}; of prompts {PROMPT_SHAPES}; with --onnx one, "
+        f"{ONNX_SHAPE})",
     )
     parser.add_argument("--dtype", metavar="TYPE,...", default="float16", help=", ".join(DTYPES))
-    parser.add_argument("--backend", metavar="NAME", default="auto", help="auto, ops or metal")
-    parser.add_argument("--repeat", metavar="N", type=int, help="steps of each kind (default: 15; with --prefill 3)")
-    parser.add_argument("--threads", metavar="N,...", default="1,2", help="with --onnx (default: 1,2)")
+    parser.add_argument("--backend", metavar="NAME,...", default="auto", help="auto, ops, metal (default: auto)")
     parser.add_argument(
-        "--steps", metavar="N,...", default="2048,all", help="with --prefill: queries per call (default: 2048,all)"
+        "--repeat", metavar="N", type=int, help=f"turns after a warm-up (default: {REPEAT}; of prompts {PROMPT_REPEAT})"
     )
-    parser.add_argument("--alphas", metavar="ALPHA,...", help="with --prefill: both alphas (default: the method's)")
+    parser.add_argument(
+        "--steps", metavar="N,...", default=STEPS, help=f"of prompts: queries per call (default: {STEPS})"
+    )
+    parser.add_argument("--threads", metavar="N,...", default="1,2", help="with --onnx (default: 1,2)")
+    forms.add_options(parser)
+    parser.add_argument("--plot", metavar="FILE.svg", type=Path, help="also draw speed against length")
     other = parser.add_mutually_exclusive_group()
     other.add_argument(
         "--traffic",
         action="store_true",
-        help="instead, count the bytes that the Metal kernels and MLX's own move, in the harness of tests/msl "
-        "(in a source checkout)",
+        help="instead, count the bytes that the Metal kernels of sparq, saap or sample and MLX's own move, in the "
+        "harness of tests/msl (in a source checkout)",
     )
     other.add_argument(
-        "--roofline", action="store_true", help="instead, model the time on Apple's chips: no measurement"
-    )
-    other.add_argument(
-        "--prefill",
+        "--roofline",
         action="store_true",
-        help="instead, time the attention of a whole prompt by SampleAttention against MLX's dense attention",
+        help="instead, model the time of sparq, saap or sample on Apple's chips: no measurement",
     )
     other.add_argument(
         "--onnx",
         action="store_true",
-        help="instead, time a decode step of the ONNX operators on onnxruntime against others on the CPU, and hold it "
-        "to the bars of docs/results/onnx.md; with --attn sample attention to a whole prompt, with --attn saap against "
-        "dense attention",
+        help="instead, time the ONNX operators of sparq, saap or sample on onnxruntime against others on the CPU, and "
+        "hold them to the bars of docs/results/onnx.md",
     )
     other.add_argument(
         "--cuda",
         action="store_true",
-        help="instead, time a decode step of the Triton kernels on an NVIDIA GPU against torch's attention, and hold "
-        "it to the bars of docs/results/triton.md; --cuda --help shows its options",
+        help="instead, time the Triton kernels on an NVIDIA GPU against torch's attention, and hold them to the bars "
+        "of docs/results/triton.md; --cuda --help shows its options",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="also write FILE.json or FILE.md")
+    other.add_argument(
+        "--generate",
+        action="store_true",
+        help="instead, time mlx_lm.generate itself, densely and with each method; with --onnx an exported model; "
+        "--generate --help shows its options",
+    )
     return parser
 
 
-def _decode(args: argparse.Namespace) -> Result:
-    from tqdm import tqdm
-
-    from . import decode, saap_decode
+def _time(args: argparse.Namespace) -> Result:
+    from . import times
     from .dense import Shape
 
-    saap = _saap(args.attn)
-    config = saap or _sparq(args.attn)
-    check_int("repeat", args.repeat, 2)
-    lengths = [read_length(text) for text in (args.lengths or LENGTHS).split(",")]
-    shapes = [Shape(*read_shape(text)) for text in (args.shapes or SHAPES).split(",")]
-    cases = [(shape, S, dtype) for dtype in _dtypes(args.dtype) for shape in shapes for S in lengths]
-    rows: list[Any] = []
-    if saap:
-        networks = saap_decode.networks(saap)
-        for (shape, S, dtype), hidden in tqdm(list(product(cases, networks)), unit="row", disable=None):
-            rows.append(saap_decode.measure(shape, S, dtype, saap, hidden, args.backend, args.repeat))
-        text = saap_decode.table(rows)
-    else:
-        sparq = _sparq(args.attn)
-        for shape in shapes:
-            check_rank(sparq.rank, shape.D)
-        for shape, S, dtype in tqdm(cases, unit="row", disable=None):
-            rows.append(decode.measure(shape, S, dtype, sparq, args.backend, args.repeat))
-        text = decode.table(rows)
-    where = machine()
-    head = f"MLX {where['mlx']}, {where['chip']}, {where['device']}, {config}, backend {rows[0].backend}"
-    wrong = any(row.failed for row in rows)
-    return Result([row.as_dict() for row in rows], f"{head}\n\n{text}", right=not wrong)
-
-
-def _prefill(args: argparse.Namespace) -> Result:
-    from tqdm import tqdm
-
-    from .dense import Shape
-    from .prefill import Row, measure, table
-
-    config = _sample(args.attn)
-    if config is None:
-        raise ConfigError(f"--attn: expected sample with or without parameters, got {args.attn}.")
-    check_int("repeat", args.repeat, 1)
-    lengths = [read_length(text) for text in (args.lengths or PREFILL_LENGTHS).split(",")]
-    shapes = [Shape(*read_shape(text)) for text in (args.shapes or PREFILL_SHAPES).split(",")]
+    methods = [times.read_method(text) for text in split_methods(args.attn)]
+    batches = [_number("--batches", text) for text in (args.batches or "1").split(",")]
+    dtypes, backends = _dtypes(args.dtype), args.backend.split(",")
     steps = [None if text == "all" else read_length(text, "--steps") for text in args.steps.split(",")]
-    configs = [config]
-    if args.alphas:
-        alphas = [check_share("--alphas", read_value(text)) for text in args.alphas.split(",")]
-        configs = [replace(config, alpha_column=alpha, alpha_slash=alpha) for alpha in alphas]
-    cases = {
-        (dtype, shape, S, min(step or S, S), config): None
-        for dtype in _dtypes(args.dtype)
-        for shape in shapes
-        for S in lengths
-        for step in steps
-        for config in configs
-    }
-    rows: list[Row] = []
-    for dtype, shape, S, step, config in tqdm(cases, unit="row", disable=None):
-        rows.append(measure(shape, S, step, dtype, config, args.backend, args.repeat))
+    found = []
+    for stage, lengths, shapes, repeat in (
+        ("decode", LENGTHS, SHAPES, REPEAT),
+        ("prefill", PROMPTS, PROMPT_SHAPES, PROMPT_REPEAT),
+    ):
+        if chosen := [config for config in methods if config.stage == stage]:
+            sizes = times.Sizes(
+                dtypes,
+                [Shape(*read_shape(text)) for text in (args.shapes or shapes).split(",")],
+                batches,
+                [read_length(text) for text in (args.lengths or lengths).split(",")],
+            )
+            turns = check_int("repeat", repeat if args.repeat is None else args.repeat, 1)
+            if stage == "decode":
+                found.append(times.decode_steps(chosen, backends, sizes, turns))
+            else:
+                found.append(times.prompts(chosen, backends, sizes, steps, turns))
     where = machine()
-    head = f"MLX {where['mlx']}, {where['chip']}, {where['device']}, backend {rows[0].backend}"
-    wrong = any(row.failed for row in rows)
-    return Result([row.as_dict() for row in rows], f"{head}\n\n{table(rows)}", right=not wrong)
+    head = f"MLX {where['mlx']}, {where['chip']}, {where['device']}"
+    text = "\n\n".join([head, *(part.text for part in found)])
+    return Result([row for part in found for row in part.rows], text, all(part.right for part in found))
 
 
 def _traffic(args: argparse.Namespace) -> Result:
@@ -228,14 +180,16 @@ def _roofline(args: argparse.Namespace) -> Result:
 
 
 def _onnx(args: argparse.Namespace) -> Result:
-    check_int("repeat", args.repeat, 2)
-    threads = [_threads(number) for number in args.threads.split(",")]
+    if args.batches:
+        raise ConfigError(f"--batches: expected none with --onnx, whose steps are of one sequence, got {args.batches}.")
+    repeat = check_int("repeat", REPEAT if args.repeat is None else args.repeat, 2)
+    threads = [_number("--threads", number) for number in args.threads.split(",")]
     if sample := _sample(args.attn):
         if sample != Sample(block_size=sample.block_size, chunks=sample.chunks):
             raise ConfigError(f"--attn: expected block_size and chunks alone with --onnx, got {args.attn}.")
         lengths = [read_length(length) for length in (args.lengths or ONNX_PROMPT).split(",")]
         shapes = [read_shape(shape) for shape in (args.shapes or ONNX_PROMPT_SHAPES).split(",")]
-        return Result(*importlib.import_module(ONNX_PREFILL).run(lengths, threads, shapes, sample, args.repeat))
+        return Result(*importlib.import_module(ONNX_PREFILL).run(lengths, threads, shapes, sample, repeat))
     if saap := _saap(args.attn):
         if saap != SAAP(probes=saap.probes, sink_tokens=saap.sink_tokens, recent_tokens=saap.recent_tokens):
             raise ConfigError(
@@ -243,7 +197,7 @@ def _onnx(args: argparse.Namespace) -> Result:
             )
         lengths = [read_length(length) for length in (args.lengths or ONNX_SAAP_LENGTHS).split(",")]
         shape = read_shape(args.shapes or ONNX_SHAPE)
-        return Result(*importlib.import_module(ONNX_SAAP).run(lengths, threads, shape, saap, args.repeat))
+        return Result(*importlib.import_module(ONNX_SAAP).run(lengths, threads, shape, saap, repeat))
     config = _sparq(args.attn)
     if config != SparQ(config.rank, config.top_k, config.local_window):
         raise ConfigError(f"--attn: expected rank, top_k and local_window alone with --onnx, got {args.attn}.")
@@ -254,7 +208,7 @@ def _onnx(args: argparse.Namespace) -> Result:
         rank=config.rank,
         top_k=config.top_k,
         window=check_local_window(config.local_window, config.top_k),
-        repeat=args.repeat,
+        repeat=repeat,
     )
     return Result(rows, text, right)
 
@@ -274,7 +228,7 @@ def _saap(text: str) -> SAAP | None:
 def _sparq(text: str) -> SparQ:
     configs = parse(text)
     if len(configs) != 1 or not isinstance(configs[0], SparQ):
-        raise ConfigError(f"--attn: expected sparq or saap with or without parameters, got {text}.")
+        raise ConfigError(f"--attn: expected sparq, saap or sample with or without parameters, got {text}.")
     return configs[0]
 
 
@@ -285,22 +239,27 @@ def _dtypes(text: str) -> list[str]:
     return dtypes
 
 
-def _threads(text: str) -> int:
-    return check_int("--threads", int(text) if text.isdecimal() else text, 1)
+def _number(option: str, text: str) -> int:
+    return check_int(option, int(text) if text.isdecimal() else text, 1)
 
 
-def _check_output(path: Path | None) -> None:
-    if path is None:
-        return
-    if path.suffix not in (".json", ".md"):
-        raise ConfigError(f"-o: expected a name that ends in .json or .md, got {path}.")
-    if not path.parent.is_dir():
-        raise ConfigError(f"-o: expected a folder that exists, got {path.parent}.")
+def _check_plot(args: argparse.Namespace) -> None:
+    """Refuse before anything is timed what could not be drawn."""
+    if args.traffic or args.roofline or args.onnx:
+        raise ConfigError("--plot: expected times of decode steps or prompts to draw, got another option.")
+    if args.plot.suffix != ".svg":
+        raise ConfigError(f"--plot: expected a name that ends in .svg, got {args.plot}.")
+    forms.check_folder("--plot", args.plot)
+    from ..evaluate import report
+
+    report.check()
 
 
-def _without_output(argv: Sequence[str]) -> list[str]:
-    """The arguments that say what was run, not where its result went."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("-o", "--output")
-    parser.add_argument("--json", action="store_true")
-    return parser.parse_known_args(list(argv))[1]
+def _plot(result: Result, path: Path) -> None:
+    from ..evaluate import report
+
+    figure = report.draw_speed(result.rows)
+    if figure is None:
+        print("mlx-sparse bench: --plot: nothing to draw: no row has times.", file=sys.stderr)
+    else:
+        report.save(figure, path)

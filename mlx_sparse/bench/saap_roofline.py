@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..config import NEVER, SAAP, Step
+from ..forms import table
 from .dense import Shape
 from .launches import ITEM, Router, saap_launches
-from .roofline import CHIPS, KINDS, SHAPES, Chip, bracket, dense, table
+from .roofline import CHIPS, KINDS, SHAPES, Chip, bracket, dense
 
 BUCKETS = 1024
 ROUTERS = {"2 D": 2, "1,024": 0}  # hidden units: so many times the head dim, or as many as the paper's
