@@ -1,0 +1,209 @@
+"""``mlx-sparse bench --generate --onnx``: tokens per second of decoding with an exported model.
+
+Of its caches only the sizes matter to the speed, so they are filled with random numbers: a prompt of 32,768 tokens
+would take a CPU half an hour. What the steps compute is checked all the same: the native kernels and the operators'
+bodies have to give the same logits on these caches.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mlx_sparse import forms
+from mlx_sparse.bench.timing import Spread, too_large
+from mlx_sparse.checks import ConfigError, check_int
+from mlx_sparse.config import SAAP, parse
+from mlx_sparse.forms import Result
+from mlx_sparse.lm.command import loading
+from mlx_sparse.lm.saap import load_artefact
+
+from .. import native
+from ..exporter.export import Exported, export
+from ..runner import MASK_STEP, Runner
+
+DENSE = "dense"
+KERNELS = {"auto": "native", "off": "bodies"}  # what `Runner` takes, and what it is called here
+TOKEN = 5  # appended first
+MOST_ERROR = 1e-2  # of the largest logit, between native kernels and bodies
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Decoding with one file and one kind of kernels from one length on.
+
+    Attributes:
+        logits: of the first step.
+        speeds: tokens per second of each turn.
+        busy: tokens per second of the processor's time, which other programs disturb less.
+    """
+
+    logits: Array
+    speeds: list[float]
+    busy: list[float]
+
+
+def run(
+    model: str,
+    methods: Sequence[str],
+    lengths: Sequence[int],
+    max_tokens: int,
+    repeat: int,
+    threads: int,
+    dtype: str | None,
+) -> Result:
+    """Export ``model`` with each method, and decode ``max_tokens`` after each length in turns.
+
+    Raises:
+        ConfigError: a method or the model cannot be exported, or the caches do not fit into memory.
+        ArtefactError: a file does not run.
+    """
+    check_int("--threads", threads, 1)
+    capacity = max(lengths) + max_tokens + 1
+    found: dict[tuple[str, str, int], Turns] = {}
+    with tempfile.TemporaryDirectory(prefix="mlx-sparse-bench-") as scratch:
+        source, own = _allowing(model, capacity, Path(scratch) / "source")
+        files = {
+            method: export(
+                str(source), Path(scratch) / str(i), method=method, max_length=capacity, dtype=dtype, genai=False
+            )
+            for i, method in enumerate((DENSE, *methods))
+        }
+        missing = native.unavailable()
+        for mode, kernels in KERNELS.items():
+            if mode == "auto" and missing:
+                continue
+            runners = {method: _filled(file, method, mode, threads) for method, file in files.items()}
+            for S in lengths:
+                for method, turns in _in_turns(runners, S, max_tokens, repeat).items():
+                    found[method, kernels, S] = turns
+    rows = [row(files[method], method, kernels, S, threads, found) for method, kernels, S in found]
+    about = [f"{Path(model).name} exported, onnxruntime {version('onnxruntime')}, threads: {threads}"]
+    about += [f"{max_tokens} tokens in each of {repeat} turns, caches of random numbers; medians (quartiles)"]
+    if own is not None and own < capacity:
+        about.append(f"the model was made for {own:,} tokens: beyond them this is about speed only")
+    if missing:
+        about.append(f"no native kernels ({missing})")
+    return Result(rows, f"{'; '.join(about)}.\n\n{table(rows)}", not any(found["failed"] for found in rows))
+
+
+def _allowing(model: str, capacity: int, folder: Path) -> tuple[Path, int | None]:
+    """A copy of ``model`` for contexts of ``capacity`` tokens, whose weights are links; and what it was made for."""
+    from mlx_lm import utils
+
+    with loading(model):
+        source = Path(utils._download(model)).absolute()
+        settings = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    own = settings.get("max_position_embeddings")
+    folder.mkdir()
+    for file in source.iterdir():
+        (folder / file.name).symlink_to(file)
+    if isinstance(own, int) and own < capacity:
+        (folder / "config.json").unlink()
+        (folder / "config.json").write_text(json.dumps(settings | {"max_position_embeddings": capacity}))
+    return folder, own if isinstance(own, int) else None
+
+
+def _filled(file: Exported, method: str, mode: str, threads: int) -> Runner:
+    """A runner with random numbers in its caches, the same for every kind of kernels."""
+    runner = Runner(file.folder, native=mode, threads=threads)
+    if too_large(2 * sum(array.nbytes for array in runner._caches)):  # there are those of the other method too
+        raise ConfigError(f"--lengths: expected caches that fit into memory, got {file.max_length} tokens.")
+    rng = np.random.Generator(np.random.SFC64(1))
+    noise = rng.standard_normal(max(array.size for array in runner._caches), np.float32)
+    sums = {id(array) for array in runner._sums}  # they stay zero, as no squares are negative
+    for array in runner._caches:
+        if array.dtype.kind == "i":
+            array[...] = rng.integers(0, _buckets(method), array.shape, array.dtype)
+        elif id(array) not in sums:
+            array[...] = noise[: array.size].reshape(array.shape)
+    return runner
+
+
+def _buckets(method: str) -> int:
+    artefacts = [load_artefact(config) for config in parse(method) if isinstance(config, SAAP)]
+    return next(artefact.buckets for artefact in artefacts if artefact is not None)
+
+
+def _in_turns(runners: Mapping[str, Runner], S: int, max_tokens: int, repeat: int) -> dict[str, Turns]:
+    """``repeat`` turns of each, after one step that does not count."""
+    found = {method: Turns(_first(runner, S), [], []) for method, runner in runners.items()}
+    for _ in range(repeat):
+        for method, runner in runners.items():
+            token = int(_first(runner, S)[0].argmax())
+            start, busy = time.perf_counter(), time.process_time()
+            for _ in range(max_tokens):
+                token = int(runner.step([[token]])[0].argmax())
+            found[method].speeds.append(max_tokens / (time.perf_counter() - start))
+            found[method].busy.append(max_tokens / (time.process_time() - busy))
+    return found
+
+
+def _first(runner: Runner, S: int) -> Array:
+    """The logits of the step after ``S`` tokens."""
+    _go_on_from(runner, S)
+    return runner.step([[TOKEN]]).copy()
+
+
+def _go_on_from(runner: Runner, S: int) -> None:
+    """Have a runner take what its caches hold for ``S`` tokens."""
+    runner._mask = runner._bound_input("attention_mask", (runner.batch, -(-S // MASK_STEP) * MASK_STEP))
+    runner._mask[:, :S] = 1
+    runner.length = S
+
+
+def row(
+    file: Exported, method: str, kernels: str, S: int, threads: int, found: Mapping[tuple[str, str, int], Turns]
+) -> dict[str, Any]:
+    """What is to be said of one method, one kind of kernels and one length; no speed of a step that is wrong."""
+    turns, dense = found[method, kernels, S], found[DENSE, kernels, S]
+    logits = [found[method, other, S].logits for other in KERNELS.values() if (method, other, S) in found]
+    error = float(np.abs(logits[0] - logits[-1]).max() / np.abs(logits[0]).max()) if len(logits) > 1 else None
+    failed = not np.isfinite(logits).all() or (error or 0.0) > MOST_ERROR
+    made: dict[str, Any] = {"method": method, "attn": file.method, "kernels": kernels, "S": S, "threads": threads}
+    made |= {"turns": len(turns.speeds), "error": error, "failed": failed, "note": None}
+    speeds = {"generation": (turns.speeds, dense.speeds), "busy": (turns.busy, dense.busy)}
+    for name, (ours, theirs) in speeds.items():
+        ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+        for key, spread in ((name, Spread.of(ours)), (f"{name}_ratio", Spread.of(ratios))):
+            ends = {"_low": spread.low, "": spread.median, "_high": spread.high}
+            made |= {f"{key}{end}": None if failed else value for end, value in ends.items()}
+    if failed:
+        made["note"] = "its logits differ between native kernels and bodies, or are not finite"
+    elif file.sparse_from is not None and S < file.sparse_from:
+        made["note"] = f"its steps are dense below {file.sparse_from:,} keys"
+    return made
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """For people: tokens per second, in parentheses their quartiles, and the ratio to dense attention."""
+    lengths = sorted({found["S"] for found in rows})
+    texts = []
+    for of, name in (("second", "generation"), ("second of the processor's time", "busy")):
+        lines = []
+        for method, kernels in dict.fromkeys((found["method"], found["kernels"]) for found in rows):
+            ours = {found["S"]: found for found in rows if (found["method"], found["kernels"]) == (method, kernels)}
+            lines.append([f"`{method}`", kernels, *(_cell(ours[S], name) if S in ours else "" for S in lengths)])
+        texts.append(forms.table([f"tokens per {of}", "kernels", *(f"{S:,} tokens" for S in lengths)], lines))
+    marked = [found for found in rows if found["note"]]
+    notes = [f"* `{found['method']}`, {found['kernels']}, at {found['S']:,}: {found['note']}." for found in marked]
+    return "\n\n".join([*texts, *(["\n".join(notes)] if notes else [])])
+
+
+def _cell(found: Mapping[str, Any], name: str) -> str:
+    if found["failed"]:
+        return "wrong"
+    low, middle, high = (found[f"{name}{end}"] for end in ("_low", "", "_high"))
+    ratio = "" if found["method"] == DENSE else f", {found[f'{name}_ratio']:.2f} x"
+    return f"{middle:.1f} ({low:.1f} to {high:.1f}){ratio}"

@@ -1,0 +1,90 @@
+"""mlx-sparse bench --generate --onnx: exported models decode in turns, and wrong ones get no speed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_models
+from exported import artefact
+from mlx_sparse.onnx_export import native
+from mlx_sparse.onnx_export.bench import generate as onnx_generate
+from mlx_sparse.onnx_export.bench.generate import Turns
+from require import absent
+
+from mlx_sparse.bench import generate
+from mlx_sparse.checks import ConfigError
+
+SPARQ = "sparq:rank=4,top_k=16,dense_below=64"
+LENGTHS, TOKENS, TURNS = (40, 300), 3, 2
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that was made for 256 tokens."""
+    return tiny_models.write(tmp_path_factory.mktemp("models") / "llama", max_position_embeddings=256)
+
+
+def rows_of(capsys: pytest.CaptureFixture[str], model: Path, attn: str, *options: str) -> list[dict[str, Any]]:
+    lengths = ",".join(map(str, LENGTHS))
+    argv = ["--onnx", "--model", str(model), "--attn", attn, "--lengths", lengths, "--max-tokens", str(TOKENS)]
+    assert generate.main([*argv, "--repeat", str(TURNS), "-o", "json", *options]) == 0
+    rows: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["rows"]
+    return rows
+
+
+def test_every_file_and_kind_of_kernels_decodes_from_every_length(model: Path, capsys: Any):
+    if reason := native.unavailable():
+        absent("ort", reason)
+    rows = rows_of(capsys, model, SPARQ)
+    kinds = [(row["method"], row["kernels"], row["S"]) for row in rows]
+    assert set(kinds) == {(m, k, S) for m in ("dense", SPARQ) for k in ("native", "bodies") for S in LENGTHS}
+    assert len(kinds) == len(set(kinds))
+    assert all(row["turns"] == TURNS and row["generation"] > 0 and not row["failed"] for row in rows)
+    assert all(row["error"] < 1e-4 for row in rows)  # float32, and no choice of a key on the edge
+    assert all(row["generation_ratio"] == row["busy_ratio"] == 1 for row in rows if row["method"] == "dense")
+    notes = {(row["S"], row["note"]) for row in rows if row["method"] == SPARQ}
+    assert notes == {(40, "its steps are dense below 64 keys"), (300, None)}
+
+
+def test_saap_decodes_with_its_artefact(model: Path, tmp_path: Path, capsys: Any):
+    file = artefact(tmp_path / "index.safetensors", tiny_models.build(max_position_embeddings=256))
+    method = f"saap:artefact={file},probes=2,sink_tokens=1,recent_tokens=9,dense_layers=1,dense_below=0,fold_every=1"
+    rows = [row for row in rows_of(capsys, model, method) if row["method"] == method]
+    assert rows and not any(row["failed"] or row["note"] for row in rows)
+
+
+def test_the_model_itself_is_left_as_it_is(model: Path, tmp_path: Path):
+    before = (model / "config.json").read_bytes()
+    copy, own = onnx_generate._allowing(str(model), 1000, tmp_path / "copy")
+    assert (own, json.loads((copy / "config.json").read_text())["max_position_embeddings"]) == (256, 1000)
+    assert (model / "config.json").read_bytes() == before
+
+
+def test_a_step_that_is_wrong_gets_no_speed():
+    file = SimpleNamespace(method="sparq:rank=4", sparse_from=10)
+    right = Turns(np.array([[1.0, -4.0]]), [10.0, 20.0], [20.0, 20.0])
+    found = {("dense", kernels, 99): right for kernels in ("native", "bodies")}
+    found |= {("sparq", "native", 99): replace(right, logits=np.array([[1.1, -4.0]]))}
+    found |= {("sparq", "bodies", 99): replace(right, speeds=[20.0, 30.0])}
+    row = onnx_generate.row(file, "sparq", "bodies", 99, 1, found)
+    assert row["failed"] and row["generation"] is row["generation_ratio"] is None
+    assert "| wrong |" in onnx_generate.table([row]) and "differ" in onnx_generate.table([row])
+    dense = onnx_generate.row(file, "dense", "native", 99, 1, found)
+    assert not dense["failed"] and dense["generation"] == 15
+    found["sparq", "native", 99] = right
+    row = onnx_generate.row(file, "sparq", "bodies", 99, 1, found)
+    assert (row["generation"], row["generation_ratio"], row["error"]) == (25, 1.75, 0)
+    assert row["busy_ratio"] == 1
+    assert "25.0 (22.5 to 27.5), 1.75 x" in onnx_generate.table([row])
+
+
+def test_caches_that_do_not_fit_are_refused(model: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(onnx_generate, "too_large", lambda needed: "too large")
+    with pytest.raises(ConfigError, match="--lengths: expected caches that fit into memory"):
+        generate.main(["--onnx", "--model", str(model), "--attn", SPARQ, "--lengths", "40"])
