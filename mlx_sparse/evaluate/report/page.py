@@ -25,7 +25,7 @@ figure { margin: 1rem 0; } figure svg { background: #fff; max-width: 100%; heigh
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .8rem; font-variant-numeric: tabular-nums; }
 th, td { border-bottom: 1px solid var(--line); padding: .25rem .6rem; text-align: right; white-space: nowrap; }
-td:first-child, th:first-child, td:last-child { text-align: left; white-space: normal; min-width: 12rem; }
+:is(td, th):is(:first-child, :last-child) { text-align: left; white-space: normal; min-width: 14rem; }
 tr.dense { font-weight: 600; } tr.fell-back, tr.partly, tr.failed { background: var(--mark); }
 tr.fell-back { color: var(--faint); }
 @media print { body { max-width: none; margin: 0; font-size: 10pt; } .wide { overflow: visible; }

@@ -156,7 +156,8 @@ def _limit(ax: Axes, of: str) -> None:
     low, high = low - missing / 2, high + missing / 2
     if of != "bits":
         high = min(high, 1.03)
-    ax.set_ylim(max(min(low, high - SPAN[of]), -0.03), high)
+    least = -0.03 * (high - low)  # nothing is below 0, but a point at 0 is to be seen whole
+    ax.set_ylim(max(min(low, high - SPAN[of]), least), high)
 
 
 def _scale(ax: Axes, shares: Sequence[float], *, log: bool) -> None:

@@ -127,7 +127,8 @@ class Sheet:
         columns = min(panels, across)
         rows = -(-panels // columns)
         self.width, self.height = max(size[0] * columns, LEAST_WIDTH), size[1] * rows + 0.3
-        self.figure = Figure(figsize=(self.width, self.height), layout="constrained")
+        self.figure = Figure(figsize=(self.width, self.height))
+        self.figure.set_layout_engine("constrained", w_pad=0.07, h_pad=0.05)
         self.grid = self.figure.add_gridspec(2, 1)
         self.above = self.figure.add_subfigure(self.grid[0])
         self.below = self.figure.add_subfigure(self.grid[1])

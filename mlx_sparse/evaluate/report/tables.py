@@ -49,7 +49,7 @@ def tables(rows: Sequence[Row], task: str) -> list[tuple[str, Element]]:
     for prompt, caption in ((False, "Steps after the prompt"), (True, "Tokens inside a sparse prompt")):
         chosen = [row for row in rows if row.task == task and row.prefill == prompt]
         if chosen:
-            columns = [*_about(chosen), *(_prompt() if prompt else _steps(chosen)), *_measured(task)]
+            columns = [*_about(chosen), *(_prompt(chosen) if prompt else _steps(chosen)), *_measured(task)]
             columns.append(("calls", ran))
             cells = [(row.served.replace(" ", "-"), [of(row) for _, of in columns]) for row in chosen]
             found.append((caption, table([name for name, _ in columns], cells)))
@@ -117,10 +117,10 @@ def _density() -> list[Column]:
     ]
 
 
-def _prompt() -> list[Column]:
+def _prompt(rows: Sequence[Row]) -> list[Column]:
     columns: list[Column] = [*_density(), ("rows sampled", lambda row: f"{row.sampled:.3f}" if row.density else "")]
-    for at, name in enumerate(("mass: least", "1 %", "mean")):
-        columns.append((name, partial(_mass, at=at)))
+    if any(row.mass for row in rows):
+        columns += [(name, partial(_mass, at=at)) for at, name in enumerate(("mass: least", "1 %", "mean"))]
     return columns
 
 
