@@ -91,7 +91,7 @@ def _download(requirement: str, target: Path, limit: int) -> bytes:
     settings = _pip_settings()
     indexes = [settings.get("index-url", INDEX), *settings.get("extra-index-url", "").split()]
     reason = "no http index"
-    for index in indexes if settings.get("no-index") not in ("1", "true") else []:
+    for index in indexes if settings.get("no-index", "no").lower() in ("0", "false", "no", "off") else []:
         if urlsplit(index).scheme not in ("http", "https"):
             continue
         page = f"{index.rstrip('/')}/{name}/"
@@ -133,8 +133,7 @@ def _get(url: str, settings: Mapping[str, str], limit: int) -> bytes:
     if login:
         secret = base64.b64encode(unquote(login).encode()).decode()
         request.add_unredirected_header("Authorization", f"Basic {secret}")
-    context = ssl.create_default_context(cafile=settings.get("cert"))
-    handlers: list[urllib.request.BaseHandler] = [urllib.request.HTTPSHandler(context=context)]
+    handlers: list[urllib.request.BaseHandler] = [urllib.request.HTTPSHandler(context=_trust(settings.get("cert")))]
     if "proxy" in settings:
         handlers.append(urllib.request.ProxyHandler(dict.fromkeys(("http", "https"), settings["proxy"])))
     with urllib.request.build_opener(*handlers).open(request, timeout=TIMEOUT) as response:
@@ -142,6 +141,15 @@ def _get(url: str, settings: Mapping[str, str], limit: int) -> bytes:
     if len(content) > limit:
         raise ValueError(f"more than {limit:,} bytes")
     return content
+
+
+def _trust(certificates: str | None) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=certificates)
+    if certificates is None and importlib.util.find_spec("certifi") is not None:
+        import certifi  # mlx-lm brings it; Python from python.org has no certificates of its own on a Mac
+
+        context.load_verify_locations(certifi.where())
+    return context
 
 
 def _pip_settings() -> dict[str, str]:
