@@ -10,6 +10,7 @@ import pytest
 import tiny_models
 
 from mlx_sparse.bench import generate
+from mlx_sparse.bench.generate import Run
 from mlx_sparse.checks import ArtefactError, ConfigError
 from mlx_sparse.demo.outcome import Outcome
 
@@ -32,8 +33,8 @@ def words(text: str) -> list[int]:
     return [0, *(hash(word) for word in text.split())]
 
 
-def outcome(prompt: float, generation: float, text: str = "a b c d", report: Any = None) -> Outcome:
-    return Outcome(text, 100, prompt, 4, generation, report)
+def run(prompt: float, generation: float, text: str = "a b c d", report: Any = None) -> Run:
+    return Run(Outcome(text, 100, prompt, 4, generation, report), busy=1 / prompt)
 
 
 @pytest.mark.parametrize("S", [2, 3, 17])
@@ -49,12 +50,13 @@ def test_a_text_that_is_too_short_is_refused():
 
 
 def test_ratios_are_of_the_same_turn():
-    dense = [outcome(100, 10), outcome(50, 4), outcome(80, 8)]
-    sparse = [outcome(110, 20, report=REPORT), outcome(100, 6, report=REPORT), outcome(80, 12, report=REPORT)]
+    dense = [run(100, 10), run(50, 4), run(80, 8)]
+    sparse = [run(110, 20, report=REPORT), run(100, 6, report=REPORT), run(80, 12, report=REPORT)]
     row = generate.row("sparq:rank=16", 100, dense, sparse, words)
     assert (row["prompt"], row["prompt_low"], row["prompt_high"]) == (100, 90, 105)
     assert (row["prompt_ratio"], row["generation_ratio"]) == pytest.approx((1.1, 1.5))  # not 100 / 80 and 12 / 8
     assert (row["generation_ratio_low"], row["generation_ratio_high"]) == pytest.approx((1.5, 1.75))
+    assert row["busy_seconds"] == 1 / 100
     assert (row["bytes_per_token"], row["dense_bytes_per_token"]) == (10_000_000, 40_000_000)
     assert (row["attn"], row["sparse_calls"], row["note"]) == ("sparq:rank=16,top_k=128", 300, None)
     base = generate.row("dense", 100, dense, dense, words)
@@ -65,7 +67,7 @@ def test_ratios_are_of_the_same_turn():
     ("text", "same", "as_dense"), [("a b c d", 4, True), ("a b x d", 2, False), ("a b", 2, False), ("", 0, False)]
 )
 def test_tokens_are_compared_with_those_of_dense_attention(text: str, same: int, as_dense: bool):
-    row = generate.row("sparq", 100, [outcome(1, 1)], [outcome(1, 1, text, REPORT)], words)
+    row = generate.row("sparq", 100, [run(1, 1)], [run(1, 1, text, REPORT)], words)
     assert (row["same_tokens"], row["as_dense"]) == (same, as_dense)
     assert ("all" if as_dense else f"the first {same} of 4") in generate.table([row])
 
@@ -80,14 +82,14 @@ def test_tokens_are_compared_with_those_of_dense_attention(text: str, same: int,
     ],
 )
 def test_a_method_without_a_sparse_call_is_noted(method: str, changes: dict[str, Any], note: str | None):
-    row = generate.row(method, 100, [outcome(1, 1)], [outcome(1, 1, report=REPORT | changes)], words)
+    row = generate.row(method, 100, [run(1, 1)], [run(1, 1, report=REPORT | changes)], words)
     assert (row["note"] or "").startswith(note or "") and bool(row["note"]) == bool(note)
     assert f"* `{method}` at 100: " in generate.table([row]) or not note
 
 
 def test_a_run_without_a_report_is_refused():
     with pytest.raises(ArtefactError, match="expected a report of sparq, got none"):
-        generate.row("sparq", 100, [outcome(1, 1)], [outcome(1, 1)], words)
+        generate.row("sparq", 100, [run(1, 1)], [run(1, 1)], words)
 
 
 @pytest.mark.parametrize(
@@ -120,5 +122,12 @@ def test_the_real_commands_are_run_and_compared(tmp_path: Path, without_torch: A
     assert dense["as_dense"] and not sparse["as_dense"]
     assert sparse["sparse_calls"] == LAYERS * (TOKENS + 1)
     assert 0 < sparse["bytes_per_token"] < sparse["dense_bytes_per_token"]
-    assert min(row[name] for row in (dense, sparse) for name in ("prompt", "generation", "generation_ratio")) > 0
+    assert (
+        min(
+            row[name]
+            for row in (dense, sparse)
+            for name in ("prompt", "generation", "generation_ratio", "busy_seconds")
+        )
+        > 0
+    )
     assert "processors" in document["load average"] and document["machine"]["mlx"]

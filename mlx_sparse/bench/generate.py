@@ -6,8 +6,10 @@ import argparse
 import bisect
 import importlib
 import os
+import resource
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -36,6 +38,14 @@ SLACK = 64  # characters beyond the shortest prefix of enough tokens, among whic
 CPU = "These speeds are of a CPU and say nothing about a Mac."
 
 Encode = Callable[[str], list[int]]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of the command: what it printed, and the seconds of the processor that it took, its start included."""
+
+    outcome: Outcome
+    busy: float
 
 
 def main(argv: Sequence[str]) -> int:
@@ -123,23 +133,21 @@ def measure(
     prompts = {S: prompt_of(source, S, encode) for S in lengths}
     rows = []
     for S, prompt in prompts.items():
-        found: dict[str, list[Outcome]] = {name: [] for name in (DENSE, *methods)}
+        found: dict[str, list[Run]] = {name: [] for name in (DENSE, *methods)}
         for _ in range(repeat):
-            for name, outcomes in found.items():
+            for name, runs in found.items():
                 command = [*generate_command(model, max_tokens), "--ignore-chat-template"]
                 if name != DENSE:
                     command += ["--attn", name, "--attn-report", "json"]
+                before = _busy()
                 outcome = parse_outcome(run_command(f"{name}, {S} tokens,", command, prompt, environment))
-                if outcome.prompt_tokens != S:
-                    raise ArtefactError(
-                        f"mlx_lm.generate: expected a prompt of {S} tokens, got {outcome.prompt_tokens}."
-                    )
-                outcomes.append(outcome)
-        rows += [row(name, S, found[DENSE], outcomes, encode) for name, outcomes in found.items()]
-    about = (
-        f"{text.name if text else 'the language reference of Python'}, {max_tokens} tokens generated, {repeat} turns"
-    )
-    return Result(rows, f"{Path(model).name}; the start of {about}; medians (quartiles).\n\n{table(rows)}")
+                if (tokens := outcome.prompt_tokens) != S:
+                    raise ArtefactError(f"mlx_lm.generate: expected a prompt of {S} tokens, got {tokens}.")
+                runs.append(Run(outcome, _busy() - before))
+        rows += [row(name, S, found[DENSE], runs, encode) for name, runs in found.items()]
+    name = text.name if text else "the language reference of Python"
+    about = f"{Path(model).name}; the start of {name}, {max_tokens} tokens generated, {repeat} turns"
+    return Result(rows, f"{about}; medians (quartiles).\n\n{table(rows)}")
 
 
 def prompt_of(text: str, S: int, encode: Encode) -> str:
@@ -159,26 +167,38 @@ def prompt_of(text: str, S: int, encode: Encode) -> str:
     )
 
 
-def row(method: str, S: int, dense: Sequence[Outcome], outcomes: Sequence[Outcome], encode: Encode) -> dict[str, Any]:
-    """What is to be said of one method at one length; ``dense[i]`` and ``outcomes[i]`` are of the same turn."""
-    speeds = {
-        "prompt": [outcome.prompt_tps for outcome in outcomes],
-        "generation": [outcome.generation_tps for outcome in outcomes],
-    }
-    speeds["prompt_ratio"] = [a / b.prompt_tps for a, b in zip(speeds["prompt"], dense, strict=True)]
-    speeds["generation_ratio"] = [a / b.generation_tps for a, b in zip(speeds["generation"], dense, strict=True)]
-    found: dict[str, Any] = {"method": method, "S": S, "turns": len(outcomes)}
-    for name, samples in speeds.items():
-        found |= {f"{name}{end}": value for end, value in zip(("_low", "", "_high"), _quartiles(samples), strict=True)}
-    ours, theirs = (encode(first.text)[len(encode("")) :] for first in (outcomes[0], dense[0]))
-    same = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
-    found |= {"tokens": outcomes[0].generation_tokens, "same_tokens": same, "as_dense": ours == theirs}
-    return found | _said(method, outcomes[0].report)
+def row(method: str, S: int, dense: Sequence[Run], runs: Sequence[Run], encode: Encode) -> dict[str, Any]:
+    """What is to be said of one method at one length; ``dense[i]`` and ``runs[i]`` are of the same turn."""
+    found: dict[str, Any] = {"method": method, "S": S, "turns": len(runs)}
+    for name, of in (("prompt", _prompt), ("generation", _generation)):
+        ratios = [of(ours) / of(theirs) for ours, theirs in zip(runs, dense, strict=True)]
+        found |= _spread(name, [of(run) for run in runs]) | _spread(f"{name}_ratio", ratios)
+    found |= _spread("busy_seconds", [run.busy for run in runs])
+    first, theirs = runs[0].outcome, dense[0].outcome
+    ours, dense_tokens = (encode(text)[len(encode("")) :] for text in (first.text, theirs.text))
+    differing = (i for i, (a, b) in enumerate(zip(ours, dense_tokens, strict=False)) if a != b)
+    same = next(differing, min(len(ours), len(dense_tokens)))
+    found |= {"tokens": first.generation_tokens, "same_tokens": same, "as_dense": ours == dense_tokens}
+    return found | _said(method, first.report)
 
 
-def _quartiles(samples: Sequence[float]) -> tuple[float, float, float]:
+def _prompt(run: Run) -> float:
+    return run.outcome.prompt_tps
+
+
+def _generation(run: Run) -> float:
+    return run.outcome.generation_tps
+
+
+def _spread(name: str, samples: Sequence[float]) -> dict[str, float]:
     spread = Spread.of(samples)
-    return spread.low, spread.median, spread.high
+    return {f"{name}_low": spread.low, name: spread.median, f"{name}_high": spread.high}
+
+
+def _busy() -> float:
+    """Seconds of the processor that the programs started from here have taken."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _said(method: str, report: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -206,7 +226,7 @@ def _said(method: str, report: Mapping[str, Any] | None) -> dict[str, Any]:
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """For people."""
     header = ["prompt", "method", "prompt, tokens/s", "over dense", "generation, tokens/s", "over dense"]
-    header += ["K/V per token, over dense", "tokens as dense"]
+    header += ["processor, s", "K/V per token, over dense", "tokens as dense"]
     lines = []
     for found in rows:
         cells = [f"{found['S']:,}", f"`{found['method']}`"]
@@ -214,6 +234,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
             low, middle, high = (found[f"{name}{end}"] for end in ("_low", "", "_high"))
             digits = 2 if name.endswith("ratio") else 1
             cells.append(f"{middle:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})")
+        cells.append(f"{found['busy_seconds']:.1f}")
         share = found["bytes_per_token"] and found["bytes_per_token"] / found["dense_bytes_per_token"]
         cells.append("" if share is None else f"{share:.1%}")
         cells.append("all" if found["as_dense"] else f"the first {found['same_tokens']} of {found['tokens']}")
