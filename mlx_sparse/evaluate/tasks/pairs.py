@@ -29,5 +29,5 @@ def key_value(tokens: list[int], tokenizer: Any, *, context: int, limit: int, se
         pairs = dict(zip(rng.sample(KEYS, PAIRS), values, strict=True))
         lines = "".join(f"{key}: {value}\n" for key, value in pairs.items())
         wanted = rng.choice(sorted(pairs))
-        asked = ask(tokenizer, f"\n{wanted}:", f" {pairs[wanted]}")
+        asked = ask(tokenizer, f"\nThe keys and their values again:\n{wanted}:", f" {pairs[wanted]}")
         yield hide(tokenizer, text, [(depth, f"\n{lines}")], asked, context, depth)
