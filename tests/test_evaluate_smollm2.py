@@ -39,7 +39,4 @@ def test_sparq_copies_at_an_eighth_of_the_transfers_where_eviction_cannot(
         assert (rows[method]["budget"], rows[method]["dense_calls"]) == ("1/8", 0)
         assert rows[method]["formula"] <= 1 / 8
         assert rows[method]["compression"] == pytest.approx(1 / 8, rel=0.15)  # the text grows while it decodes
-    assert (
-        "quality-repetition" in (out / "report.html").read_text(encoding="utf-8")
-        or (out / "quality-repetition.svg").is_file()
-    )
+    assert (out / "report.html").stat().st_size > (out / "quality-repetition.svg").stat().st_size > 1000
