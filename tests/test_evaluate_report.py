@@ -235,6 +235,16 @@ def test_speed_is_drawn_where_the_result_was_right() -> None:
     assert report.draw_speed(SPEED[2:]) is None
 
 
+def test_a_prompt_is_timed_at_once_or_in_pieces() -> None:
+    prompts = [speed_row(S, method="sample", step=step) for S, step in ((1024, 1024), (2048, 1024), (2048, 2048))]
+    at_once, in_pieces = report.draw_speed(prompts).axes
+    for ax in (at_once, in_pieces):
+        assert points(lines(ax)["sample on ops"]) == [(1024, 0.0512), (2048, 0.1024)]
+        assert ax.get_ylabel() == "milliseconds per layer"
+        assert "read" not in lines(ax)
+    assert "1,024 tokens at a time" in in_pieces.get_title()
+
+
 def test_a_method_has_its_colour_whatever_is_drawn_beside_it() -> None:
     alone = lines(report.draw_quality(DECODE[:1] + DECODE[3:4], "repetition").axes[0])["h2o"]
     beside = lines(report.draw_quality(DECODE, "repetition").axes[0])["h2o"]

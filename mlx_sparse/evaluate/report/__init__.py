@@ -11,10 +11,11 @@ from ...checks import BackendUnavailable
 from ...files import replace_file
 from ..results import Row
 from . import style
-from .lines import draw_agreement, draw_speed
+from .agreement import draw_agreement
 from .maps import draw_density, draw_needle
 from .page import page
 from .quality import draw_quality
+from .speed import draw_speed
 from .tables import agreement_table, speed_table
 
 if TYPE_CHECKING:
