@@ -120,7 +120,6 @@ def test_matrix_json_says_what_runs_here(capsys: pytest.CaptureFixture[str]):
     here = "yes" if mx.metal.is_available() else "MLX finds no Metal GPU on this machine"
     found = {name: registry.unavailable(name) or "yes" for name in ("triton", "onnx", "ort")}
     assert rows["sparq"]["backends"] == {"oracle": "yes", "ops": "yes", "metal": here, **found}
-    assert all(row["attn"] for row in rows.values())
 
 
 def test_alone_it_prints_its_help(capsys: pytest.CaptureFixture[str]):

@@ -42,7 +42,7 @@ def read_method(text: str) -> MethodConfig:
         ConfigError: none, or several at once.
     """
     configs = parse(text)
-    if len(configs) != 1 or not configs[0].served or configs[0].name == "dense":
+    if len(configs) != 1 or configs[0].name == "dense":
         raise ConfigError(f"--attn: expected methods such as sparq:rank=16,streaming or sample, got {text}.")
     return configs[0]
 

@@ -45,7 +45,6 @@ class MethodConfig:
     name: ClassVar[str]
     stage: ClassVar[str] = "decode"  # or "prefill": what it replaces dense attention in
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    served: ClassVar[bool] = True  # can be named in --attn and mlx_sparse.enable
 
     @property
     def attended(self) -> int:

@@ -126,8 +126,7 @@ def _check_integers(value: object) -> None:
 
 def _class(name: str) -> type[MethodConfig]:
     if name not in CONFIGS:
-        served = ", ".join(known for known, cls in CONFIGS.items() if cls.served)
-        raise ConfigError(f"attn: expected one of {served}, got {name!r}.")
+        raise ConfigError(f"attn: expected one of {', '.join(CONFIGS)}, got {name!r}.")
     return CONFIGS[name]
 
 

@@ -121,8 +121,8 @@ def select_methods(configs: tuple[MethodConfig, ...]) -> tuple[Prefill | None, M
         ConfigError: several methods for one stage, none at all, or one that models cannot be run with.
     """
     for config in configs:
-        if not config.served or isinstance(config, Dense):
-            listed = ", ".join(name for name, cls in CONFIGS.items() if cls.served and cls is not Dense)
+        if isinstance(config, Dense):
+            listed = ", ".join(name for name, cls in CONFIGS.items() if cls is not Dense)
             raise ConfigError(f"attn: expected one of {listed} for a model, got {config.name}.")
     prefill = [config for config in configs if isinstance(config, Prefill)]
     decode = [config for config in configs if not isinstance(config, Prefill)]
