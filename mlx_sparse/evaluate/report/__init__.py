@@ -27,14 +27,14 @@ __all__ = ["check", "draw_agreement", "draw_density", "draw_needle", "draw_quali
 
 
 def check() -> None:
-    """Refuse before anything is run what `write` could not draw.
+    """Refuse before anything is run what could not be drawn.
 
     Raises:
         BackendUnavailable: matplotlib is not installed.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise BackendUnavailable(
-            "matplotlib: expected it to be installed for the pictures of --out, got none. Run: "
+            "matplotlib: expected it to be installed for pictures, got none. Run: "
             "pip install 'mlx-sparse-attention[eval]'"
         )
 

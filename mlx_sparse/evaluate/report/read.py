@@ -13,7 +13,7 @@ from ...checks import ArtefactError
 from ..facts import read_facts, read_text
 from ..journal import fields, number, parse, whole
 from ..results import Row
-from ..selection import SelectionRow
+from ..selection import SCORES, SelectionRow
 from ..tasks import PASSAGES, TASKS
 
 RESULTS = "results.jsonl"
@@ -99,7 +99,8 @@ def _row(data: dict[str, Any]) -> Row:
 
 def _selection(data: dict[str, Any]) -> SelectionRow:
     found = dict(zip(SelectionRow.__annotations__, fields(data, *SelectionRow.__annotations__), strict=True))
-    read_text(found["component_score"])
+    if found["component_score"] not in SCORES:
+        raise ValueError(data)
     for name in ("rank", "head_dim", "top_k", "context", "layers", "examples"):
         whole(found[name], 1)
     whole(found["worst_layer"], 0)
