@@ -17,7 +17,7 @@ PASSAGES = 8  # one that holds the answer, the others to confuse (SparQ paper, s
 REQUEST = "Complete this sentence of the text:"
 CANDIDATES = 200  # places that the others are chosen from
 BEFORE = range(6, 19)  # words of a sentence before its answer
-SENTENCE = re.compile(r"(?:^|(?<=[.!?;:]\s)|(?<=\n))[A-Z][^.!?\n]*(?:\n[^.!?\n]+)*[.!?]")
+SENTENCE = re.compile(r"(?:(?<=[.!?]\s)|(?<=[.!?]\s\s)|(?<=\n\n))[A-Z][^.!?\n]*(?:\n[^.!?\n]+)*[.!?]")
 WORD = re.compile(r"[A-Za-z]{4,}|[0-9]+")
 ALONE = re.compile(rf"({WORD.pattern})\W*")  # no part of a longer one, such as `run-time`
 
