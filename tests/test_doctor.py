@@ -100,7 +100,7 @@ def test_matrix_lists_every_method_and_backend(capsys: pytest.CaptureFixture[str
     code, out, _ = run(capsys, "matrix")
     assert code == 0
     header, *lines = out.splitlines()
-    assert header.split() == ["method", "stage", "--attn", *registry.BACKENDS]
+    assert header.split() == ["method", "stage", *registry.BACKENDS]
     assert [line.split()[0] for line in lines[: len(registry.METHODS)]] == list(registry.METHODS)
 
 
@@ -109,7 +109,7 @@ def test_matrix_markdown_is_a_table_with_one_line_per_method(capsys: pytest.Capt
     assert code == 0
     assert out == matrix.markdown() + "\n"
     table = [line.strip("|").split("|") for line in out.splitlines() if line.startswith("|")]
-    assert {len(cells) for cells in table} == {4 + len(registry.BACKENDS)}
+    assert {len(cells) for cells in table} == {3 + len(registry.BACKENDS)}
     assert [cells[0].strip() for cells in table[2:]] == [f"`{name}`" for name in registry.METHODS]
 
 
