@@ -29,7 +29,7 @@ from ..lm.model import select_methods
 from .output import machine
 from .timing import Spread
 
-ONNX = "mlx_sparse.onnx_export.bench.generate"  # a name: mlx_sparse runs without onnx
+ONNX = "mlx_sparse.onnx_export.exporter.bench"  # a name: mlx_sparse runs without onnx
 LENGTHS, ONNX_LENGTHS = "2k,4k", "4k,8k,16k,32k"
 MAX_TOKENS, ONNX_MAX_TOKENS, REPEAT = 64, 16, 3
 DENSE = "dense"

@@ -28,8 +28,8 @@ from mlx_sparse.lm.command import loading
 from mlx_sparse.lm.saap import load_artefact
 
 from .. import native
-from ..exporter.export import Exported, export
 from ..runner import MASK_STEP, Runner
+from .export import Exported, export
 
 DENSE = "dense"
 KERNELS = {"auto": "native", "off": "bodies"}  # what `Runner` takes, and what it is called here
