@@ -43,6 +43,14 @@ run() {
   $dry_run || "$@"
 }
 
+# Show a command and run it, its output into FILE: save FILE COMMAND...
+save() {
+  local file=$1
+  shift
+  echo "$ $* >$file"
+  $dry_run || "$@" >"$file"
+}
+
 # What the report should say of the machine; no serial numbers, no names.
 describe() {
   echo "gpu: $(nvidia-smi --query-gpu=name --format=csv,noheader | head -n 1)"
@@ -81,10 +89,10 @@ if has pytest || $dry_run; then
 else
   echo "pytest is not installed: the tests do not run, the benchmark checks its results itself." | tee "$work/no_tests"
 fi
-run timeout --signal=INT --kill-after=10 190 python3 -m mlx_sparse.cuda_ref.bench --budget-s 150 \
-  -o "$work/bench.jsonl" || echo "The benchmark of decode steps ended with status $?."
-run timeout --signal=INT --kill-after=10 90 python3 -m mlx_sparse.cuda_ref.bench --saap --budget-s 60 \
-  -o "$work/saap.jsonl" || echo "The benchmark of SAAP's steps ended with status $?."
-run timeout --signal=INT --kill-after=10 110 python3 -m mlx_sparse.cuda_ref.bench --prefill --budget-s 75 \
-  -o "$work/prefill.jsonl" || echo "The benchmark of prompts ended with status $?."
+save "$work/bench.jsonl" timeout --signal=INT --kill-after=10 190 \
+  python3 -m mlx_sparse.cuda_ref.bench --budget-s 150 -o jsonl || echo "The benchmark of decode steps ended with status $?."
+save "$work/saap.jsonl" timeout --signal=INT --kill-after=10 90 \
+  python3 -m mlx_sparse.cuda_ref.bench --saap --budget-s 60 -o jsonl || echo "The benchmark of SAAP's steps ended with status $?."
+save "$work/prefill.jsonl" timeout --signal=INT --kill-after=10 110 \
+  python3 -m mlx_sparse.cuda_ref.bench --prefill --budget-s 75 -o jsonl || echo "The benchmark of prompts ended with status $?."
 run python3 -m mlx_sparse.bench.gpu_report "$work" "$output"

@@ -34,9 +34,9 @@ TESTS = (
 UNFINISHED = [f"the benchmark of {what} did not finish" for what in ("decode steps", "SAAP's steps", "prompts")]
 STEPS = [
     f"timeout --signal=INT --kill-after=10 200 python3 -m pytest {' '.join(f'tests/{name}.py' for name in TESTS)}",
-    "timeout --signal=INT --kill-after=10 190 python3 -m mlx_sparse.cuda_ref.bench --budget-s 150 -o ",
-    "timeout --signal=INT --kill-after=10 90 python3 -m mlx_sparse.cuda_ref.bench --saap --budget-s 60 -o ",
-    "timeout --signal=INT --kill-after=10 110 python3 -m mlx_sparse.cuda_ref.bench --prefill --budget-s 75 -o ",
+    "timeout --signal=INT --kill-after=10 190 python3 -m mlx_sparse.cuda_ref.bench --budget-s 150 -o jsonl >",
+    "timeout --signal=INT --kill-after=10 90 python3 -m mlx_sparse.cuda_ref.bench --saap --budget-s 60 -o jsonl >",
+    "timeout --signal=INT --kill-after=10 110 python3 -m mlx_sparse.cuda_ref.bench --prefill --budget-s 75 -o jsonl >",
     "python3 -m mlx_sparse.bench.gpu_report ",
 ]
 
@@ -169,44 +169,39 @@ def test_without_transformers_the_other_tests_run(tmp_path: Path) -> None:
 
 
 ROW = {"kind": "row", "failed": False, "turns": 9}
-END = {"kind": "end", "right": True}
+COMMAND = {"kind": "command", "command": "mlx-sparse bench --cuda"}
+END = {"kind": "end", "right": True, "text": "| table |"}
 
 
 @pytest.mark.parametrize(
-    ("rows", "name", "problems"),
+    ("rows", "problems"),
     [
-        ([ROW, END], "bench.jsonl", []),
-        ([ROW], "bench.jsonl.part", UNFINISHED[:1]),
-        (
-            [ROW, {**ROW, "failed": True, "turns": 0}, END],
-            "bench.jsonl",
-            ["1 results of the benchmark of decode steps are wrong"],
-        ),
-        ([{**ROW, "turns": 0}, END], "bench.jsonl", ["the benchmark of decode steps could measure nothing"]),
+        ([ROW, END], []),
+        ([ROW], UNFINISHED[:1]),
+        ([ROW, {**ROW, "failed": True, "turns": 0}, END], ["1 results of the benchmark of decode steps are wrong"]),
+        ([{**ROW, "turns": 0}, END], ["the benchmark of decode steps could measure nothing"]),
     ],
     ids=["right", "ended", "wrong", "nothing"],
 )
-def test_what_the_benchmark_found_decides(
-    rows: list[dict[str, Any]], name: str, problems: list[str], tmp_path: Path
-) -> None:
+def test_what_the_benchmark_found_decides(rows: list[dict[str, Any]], problems: list[str], tmp_path: Path) -> None:
     (tmp_path / "tests.xml").write_text('<testsuites><testsuite tests="2" skipped="1" time="3.5"/></testsuites>')
-    (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"kind": "ro')
-    (tmp_path / "bench.md").write_text("| table |\n")
+    (tmp_path / "bench.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (COMMAND, *rows)) + '{"kind": "ro')
     for other in ("saap", "prefill"):
-        (tmp_path / f"{other}.jsonl").write_text(json.dumps(END) + "\n")
+        (tmp_path / f"{other}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (COMMAND, END)))
     target = tmp_path / "result.jsonl"
     assert gpu_report.main([str(tmp_path), str(target)]) == bool(problems)
     found, *copied = [json.loads(line) for line in target.read_text().splitlines()]
     assert found["problems"] == problems
-    assert copied == [*rows, END, END]
-    assert "| table |" in target.with_suffix(".md").read_text()
+    assert copied == [COMMAND, *rows, COMMAND, END, COMMAND, END]
+    tables = target.with_suffix(".md").read_text().count("    mlx-sparse bench --cuda\n\n| table |")
+    assert tables == 2 + (END in rows)
 
 
 def test_tests_that_were_cut_short_are_not_taken_for_all(tmp_path: Path) -> None:
     (tmp_path / "tests.xml").write_text('<testsuites><testsuite tests="2" skipped="1" time="3.5"/></testsuites>')
     (tmp_path / "tests_status.txt").write_text("status: 124\n")
     for name in gpu_report.BENCHMARKS:
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (ROW, END)))
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (COMMAND, ROW, END)))
     assert gpu_report.main([str(tmp_path), str(tmp_path / "result.jsonl")]) == 1
     found = json.loads((tmp_path / "result.jsonl").read_text().splitlines()[0])
     assert found["problems"] == ["the tests were ended after 2 of them (status 124)"]

@@ -21,7 +21,7 @@ STEPS = [
     "env .venv/bin/python -m pytest tests/test_metal_kernels.py tests/test_metal_attend_blocks.py "
     "tests/test_metal_sample.py tests/test_backends.py -k metal",
     ".venv/bin/mlx-sparse bench --backend metal --lengths 1k,2k,4k,8k,16k,32k,64k,128k",
-    ".venv/bin/mlx-sparse bench --prefill --backend metal --lengths 8k,32k",
+    ".venv/bin/mlx-sparse bench --attn sample:alpha_column=0.5,alpha_slash=0.5,sample:alpha_column=0.9,",
     ".venv/bin/python -m mlx_sparse.bench.report",
 ]
 
@@ -117,7 +117,8 @@ def test_what_passes_is_reported_with_the_machine(mac: Path) -> None:
     # There is no Metal GPU behind it, so the real benchmark refused.
     assert found["problems"] == ["the benchmark did not finish", "the prefill benchmark did not finish"]
     assert done.returncode == 1
-    assert "expected auto or ops, got metal" in done.stderr
+    assert "expected one that has sparq here, got metal (MLX finds no Metal GPU on this machine)" in done.stderr
+    assert "expected one that has sample here, got metal" in done.stderr
 
 
 def test_failures_and_what_the_validation_said_are_reported(mac: Path) -> None:

@@ -78,7 +78,7 @@ def test_the_command_prints_a_table_and_json(capsys: pytest.CaptureFixture[str])
     assert "| | caches | 600 |" in text
     assert "| our CachedAttention, function body | float16 |" in text
     assert "| our SaapAttention, function body | float32 |" in text
-    assert cli.main([*SMALL, *method, "--json"]) == 0
+    assert cli.main([*SMALL, *method, "-o", "json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [(row["contender"], row["dtype"]) for row in rows] == [
         (name, dtype) for dtype in ("float32", "float16") for name in NAMES

@@ -206,15 +206,17 @@ def test_no_time_beside_a_wrong_result(
     monkeypatch.setattr(contenders.Field, "contender", spoilt)
     monkeypatch.setattr(run, "REPEAT", 1)
     target = tmp_path / "cuda.jsonl"
-    assert command.main([*ARGUMENTS, "-o", str(target)]) == 1
-    rows = [row for row in map(json.loads, target.read_text().splitlines()) if row["kind"] == "row"]
+    assert command.main([*ARGUMENTS, "-o", "jsonl", "--out", str(target)]) == 1
+    lines = [json.loads(line) for line in target.read_text().splitlines()]
+    rows = [row for row in lines if row["kind"] == "row"]
     for row in rows:
         wrong = row["contender"] in ("sparq", "flash-gqa")
         assert row["failed"] == wrong
         if wrong:
             assert row["note"].startswith("wrong result: error ")
             assert row["median_us"] is row["min_us"] is None
-    text = capsys.readouterr().out
+    assert capsys.readouterr().out == target.read_text()
+    text = lines[-1]["text"]
     assert "**Failed:**\n\n* torch SDPA flash, enable_gqa, B=1 4/2 heads D=64 S=200: wrong result" in text
     assert "| our sparq_decode, r=16, k=32 |  |" in text
 
@@ -272,15 +274,15 @@ def test_the_command_prints_tables_and_writes_lines(
 ) -> None:
     monkeypatch.setattr(run, "REPEAT", 3)
     target = tmp_path / "cuda.jsonl"
-    assert bench(["--cuda", *ARGUMENTS, "-o", str(target)]) == 0
-    text = capsys.readouterr().out
-    written = target.with_suffix(".md").read_text()
-    assert written.startswith("    mlx-sparse bench --cuda --lengths 200 ")
-    assert written.endswith(text)
-    lines = [json.loads(line) for line in target.read_text().splitlines()]
+    assert bench(["--cuda", *ARGUMENTS, "-o", "jsonl", "--out", str(target)]) == 0
+    printed = capsys.readouterr().out
+    assert target.read_text() == printed
+    lines = [json.loads(line) for line in printed.splitlines()]
     assert [line["kind"] for line in lines[:2]] == ["command", "machine"]
-    assert lines[-1] == {"kind": "end", "right": True}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["cuda.jsonl", "cuda.md"]
+    assert lines[0]["command"].startswith("mlx-sparse bench --cuda --lengths 200 ")
+    assert (lines[-1]["kind"], lines[-1]["right"]) == ("end", True)
+    text = lines[-1]["text"]
+    assert list(tmp_path.iterdir()) == [target]
     bandwidth = lines[1]["copy_bytes_per_second"]
     rows = [line for line in lines if line["kind"] == "row"]
     assert len(rows) == 16 + 13
@@ -423,8 +425,8 @@ def test_what_is_not_installed_is_named() -> None:
         (["--rank", "65"], "rank: expected at most the head dim D=64, got 65."),
         (["--dtype", "int8"], "--dtype: expected one of float16, bfloat16, got 'int8'."),
         (["--budget-s", "0"], "--budget-s: expected seconds, got 0."),
-        (["-o", "x.json"], "-o: expected FILE.jsonl in a folder that exists, got x.json."),
-        (["-o", "no/such/x.jsonl"], "-o: expected FILE.jsonl in a folder that exists, got no/such/x.jsonl."),
+        (["-o", "x.jsonl"], "-o: expected one of md, json, jsonl, csv, got x.jsonl. --out names a file."),
+        (["--out", "no/such/x"], "--out: expected a file in a folder that exists, got no/such/x."),
     ],
 )
 def test_wrong_arguments_are_refused_in_one_line(

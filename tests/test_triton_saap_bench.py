@@ -224,13 +224,15 @@ def test_the_command_writes_lines_and_a_table(
     monkeypatch.setattr(saap_cases, "BUCKETS", 64)
     monkeypatch.setattr(saap_cases, "HIDDEN", 64)
     monkeypatch.setattr(saap_cases, "plan", lambda *given: [replace(SMALL, B=1, settings=SETTINGS)])
-    target = tmp_path / "saap.jsonl"
-    assert command.main(["--saap", "--lengths", "500", "--shapes", "4x2x64", "-o", str(target)]) == 0
-    assert target.with_suffix(".md").read_text().endswith(capsys.readouterr().out)
-    lines = [json.loads(line) for line in target.read_text().splitlines()]
-    assert [line["kind"] for line in lines[:2]] == ["command", "machine"]
-    assert lines[-1] == {"kind": "end", "right": True}
-    rows = [line for line in lines if line["kind"] == "row"]
+    target = tmp_path / "saap.md"
+    arguments = ["--saap", "--lengths", "500", "--shapes", "4x2x64"]
+    assert command.main([*arguments, "--out", str(target)]) == 0
+    assert target.read_text() == capsys.readouterr().out
+    assert target.read_text().startswith("    mlx-sparse bench --cuda --saap ")
+    assert command.main([*arguments, "-o", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["machine"]["copy_bytes_per_second"] > 0
+    rows = [row for row in found["rows"] if row["kind"] == "row"]
     assert [row["hidden"] for row in rows if row["contender"] == "saap"] == [32, 24]
     assert all(row["note"] or row["turns"] == 1 for row in rows)
 

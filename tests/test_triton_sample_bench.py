@@ -122,12 +122,12 @@ def test_the_command_writes_lines_and_a_table(
 ) -> None:
     monkeypatch.setattr(prefill, "TURNS", 1)
     target = tmp_path / "prompts.jsonl"
-    arguments = ["--prefill", "--lengths", "300", "--shapes", "1x1x64", "--densities", "0.5", "-o", str(target)]
-    assert command.main(arguments) == 0
-    assert target.with_suffix(".md").read_text().endswith(capsys.readouterr().out)
+    arguments = ["--prefill", "--lengths", "300", "--shapes", "1x1x64", "--densities", "0.5", "-o", "jsonl"]
+    assert command.main([*arguments, "--out", str(target)]) == 0
+    assert target.read_text() == capsys.readouterr().out
     lines = [json.loads(line) for line in target.read_text().splitlines()]
     assert [line["kind"] for line in lines[:2]] == ["command", "machine"]
-    assert lines[-1] == {"kind": "end", "right": True}
+    assert (lines[-1]["kind"], lines[-1]["right"]) == ("end", True)
     rows = [line for line in lines if line["kind"] == "row"]
     assert [row["contender"] for row in rows] == ["flash", "cudnn", "dense", "sampling", "attend", "included"]
     assert all(row["note"] or row["turns"] == 1 for row in rows)

@@ -6,12 +6,11 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import date
-from pathlib import Path
 from typing import Any
 
+from mlx_sparse import forms
 from mlx_sparse.checks import (
     BackendUnavailable,
     ConfigError,
@@ -23,7 +22,7 @@ from mlx_sparse.checks import (
     read_length,
     read_shape,
 )
-from mlx_sparse.files import replace_file
+from mlx_sparse.forms import Result
 
 from ..availability import unavailable
 
@@ -50,15 +49,23 @@ def main(argv: Sequence[str]) -> int:
     if reason := unavailable():
         raise BackendUnavailable(f"--cuda: expected an NVIDIA GPU with torch and triton, got none ({reason}).")
     measure = _prompts if args.prefill else _saap if args.saap else _steps
-    command = shlex.join(["mlx-sparse", "bench", "--cuda", *argv])
-    with _lines(args.output) as emit:
-        emit({"kind": "command", "command": command, "date": date.today().isoformat()})
-        right, text = measure(args, cases_of(), emit)
-        emit({"kind": "end", "right": right})
-    print(text)
-    if args.output:
-        page = f"    {command}\n\n{text}\n"
-        replace_file(args.output.with_suffix(".md"), lambda new: new.write_text(page, encoding="utf-8"))
+    facts = {"command": shlex.join(["mlx-sparse", "bench", "--cuda", *argv]), "date": date.today().isoformat()}
+    lines: list[dict[str, Any]] = []
+
+    def emit(line: dict[str, Any]) -> None:
+        lines.append(line)
+        if args.output == "jsonl":  # at once: whatever ends the run early, these are known
+            print(json.dumps(line), flush=True)
+
+    emit({"kind": "command"} | facts)
+    right, text = measure(args, cases_of(), emit)
+    emit({"kind": "end", "right": right, "text": text})
+    if args.output != "jsonl":
+        (machine,) = (line for line in lines if line["kind"] == "machine")
+        rows = [line for line in lines if line["kind"] not in ("command", "machine", "end")]
+        forms.put(args, {**facts, "machine": machine}, Result(rows, text, right))
+    elif args.out:
+        forms.write(args.out, "\n".join(map(json.dumps, lines)))
     return 0 if right else 1
 
 
@@ -139,7 +146,7 @@ def _parser() -> argparse.ArgumentParser:
         "--budget-s", metavar="N", type=float, default=280, help="seconds, of which first repetitions are saved (280)"
     )
     parser.add_argument("--model", action="store_true", help="instead, print what bytes allow: no measurement")
-    parser.add_argument("-o", "--output", metavar="FILE.jsonl", type=Path, help="also write FILE.jsonl and FILE.md")
+    forms.add_options(parser)
     return parser
 
 
@@ -160,8 +167,7 @@ def _checked(args: argparse.Namespace) -> Callable[[], list[Any]]:
         _check_steps(args, lengths, shapes)
     if not args.budget_s > 0:
         raise ConfigError(f"--budget-s: expected seconds, got {args.budget_s:g}.")
-    if args.output and (args.output.suffix != ".jsonl" or not args.output.parent.is_dir()):
-        raise ConfigError(f"-o: expected FILE.jsonl in a folder that exists, got {args.output}.")
+    forms.check_options(args)
 
     def cases() -> list[Any]:
         from . import prefill, saap_cases
@@ -198,23 +204,6 @@ def _check_densities(text: str) -> None:
             check_share("--densities", float(share))
         except ValueError:
             raise ConfigError(f"--densities: expected shares such as {DENSITIES}, got {text!r}.") from None
-
-
-@contextmanager
-def _lines(path: Path | None) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Gives what writes a line of JSON; the file gets its name when all are written, and is FILE.part until then."""
-    if path is None:
-        yield lambda _: None
-        return
-    part = path.with_name(path.name + ".part")
-    with part.open("w", encoding="utf-8") as stream:
-
-        def emit(row: dict[str, Any]) -> None:
-            stream.write(json.dumps(row) + "\n")
-            stream.flush()
-
-        yield emit
-    part.replace(path)
 
 
 def program() -> int:

@@ -33,16 +33,21 @@ def main(argv: Sequence[str]) -> int:
     write(target, "\n".join(json.dumps(line) for line in (check | {"problems": wrong}, *rows)))
     summary = "; ".join(wrong) if wrong else "all results right" if untested else "all tests passed, all results right"
     unfinished = "{} did not finish; the other file has what it measured."
-    tables = [text(folder / f"{name}.md").rstrip() or unfinished.format(what) for name, what in BENCHMARKS.items()]
+    tables = [_text(measured[name]) or unfinished.format(what) for name, what in BENCHMARKS.items()]
     write(target.with_suffix(".md"), "\n\n".join([_head(check, summary), *tables]))
     print(f"Wrote {target} and {target.with_suffix('.md').name}: {summary}")
     return 1 if wrong else 0
 
 
 def _rows(folder: Path, name: str) -> list[dict[str, Any]]:
-    # What was measured before a benchmark was ended has no name yet.
-    lines = (text(folder / f"{name}.jsonl") or text(folder / f"{name}.jsonl.part")).splitlines()
-    return [json.loads(line) for line in lines if line.endswith("}")]
+    # A benchmark that was ended may have left half a line.
+    return [json.loads(line) for line in text(folder / f"{name}.jsonl").splitlines() if line.endswith("}")]
+
+
+def _text(rows: Sequence[dict[str, Any]]) -> str:
+    """The report of a benchmark that came to its end, under its command."""
+    found = {row["kind"]: row for row in rows}
+    return f"    {found['command']['command']}\n\n{found['end']['text']}" if "end" in found else ""
 
 
 def problems(
