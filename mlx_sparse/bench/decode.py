@@ -123,7 +123,7 @@ def through(
 
 
 def text(rows: Sequence[Row]) -> str:
-    """The rows for people; times are per layer, medians with quartiles."""
+    """The rows for people."""
     header = ["method", "backend", "type", "heads", "batch", "keys", "dense, us", "by", "sparse, us", "dense / sparse"]
     header += ["bytes, of K and V", "dense, of a plain read", "sparse, of a plain read", "sparse by default from"]
     lines = []
@@ -138,7 +138,7 @@ def text(rows: Sequence[Row]) -> str:
         sides = ((times.dense, row.bytes_plain), (times.sparse, row.bytes_formula))
         cells += [_share(row.of_read(spread, moved)) for spread, moved in sides]
         lines.append([*cells, f"{first:,}" if first else "never"])
-    return table(header, lines)
+    return f"A decode step of one layer, median (first to third quartile):\n\n{table(header, lines)}"
 
 
 def _share(share: float | None) -> str:

@@ -223,7 +223,7 @@ def expected_blocks(config: Prefill, queries: Array, keys: Array, layout: Layout
 
 
 def text(rows: Sequence[Row]) -> str:
-    """The rows for people; times are of a whole prompt, medians with quartiles."""
+    """The rows for people."""
     header = ["method", "backend", "type", "heads", "batch", "keys", "step", "density", "dense, ms", "by", "sparse, ms"]
     header += ["dense / sparse", "in the last step"]
     lines = []
@@ -235,4 +235,4 @@ def text(rows: Sequence[Row]) -> str:
         dense, sparse = (side.scaled(1e-3) for side in (row.times.dense, row.times.sparse))
         cells += [f"{row.details['density']:.2f}", dense, row.times.by, sparse, f"{row.times.ratio:.2f}"]
         lines.append([*cells, f"{row.details['last_step_ratio']:.2f}"])
-    return table(header, lines)
+    return f"The attention of a prompt in one layer, median (first to third quartile):\n\n{table(header, lines)}"

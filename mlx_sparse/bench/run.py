@@ -160,6 +160,7 @@ def _traffic(args: argparse.Namespace) -> Result:
     if _sample(args.attn):
         rows = prefill_traffic.measure()
         return Result([row.as_dict() for row in rows], prefill_traffic.text(rows))
+    _sparq(args.attn)
     tables = traffic.measure()
     return Result([row for table in tables for row in table.as_dicts()], traffic.text(tables))
 
