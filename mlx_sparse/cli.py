@@ -74,7 +74,9 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("report", help="pictures and a report of what eval found, without running it again")
     commands.add_parser("tune-sample", help="settings of SampleAttention for a model, as a file for --attn-config")
     commands.add_parser("train-saap", help="SAAP's index of a model, trained on text, as a file for --attn")
-    commands.add_parser("bench", help="time a decode step, count its memory traffic, or model it on Apple's chips")
+    commands.add_parser(
+        "bench", help="time decode steps and prompts, count their memory traffic, model them on Apple's chips"
+    )
     commands.add_parser("run-onnx", help="text from a model that export-onnx wrote, on onnxruntime")
     for name in HOSTED:
         commands.add_parser(name, help=f"mlx_lm.{name} with --attn, without the start-up hook")

@@ -367,22 +367,20 @@ def test_dense_has_no_cost_to_ask_for(ask: Callable[[], int]) -> None:
         ask()
 
 
+RANGES = "sample:block_size=64,ranges=1024:0.9:0.9:1/2048:0.8:0.8:1"
+
+
 @pytest.mark.parametrize(
     ("text", "methods"),
     [
         ("sparq", ["sparq"]),
         ("sparq:rank=16,top_k=64,h2o", ["sparq:rank=16,top_k=64", "h2o"]),
-        ("dense, sample:block_size=64, ranges=1024:0.9:0.9:1/2048:0.8:0.8:1,minference+sparq:rank=8,top_k=9", None),
+        (f"dense, {RANGES}, minference+sparq:rank=8,top_k=9", ["dense", RANGES, "minference+sparq:rank=8,top_k=9"]),
     ],
 )
-def test_a_list_is_cut_between_methods_not_within_them(text: str, methods: list[str] | None) -> None:
-    expected = methods or [
-        "dense",
-        "sample:block_size=64,ranges=1024:0.9:0.9:1/2048:0.8:0.8:1",
-        "minference+sparq:rank=8,top_k=9",
-    ]
-    assert split_methods(text) == expected
-    for method in expected:
+def test_a_list_is_cut_between_methods_not_within_them(text: str, methods: list[str]) -> None:
+    assert split_methods(text) == methods
+    for method in methods:
         parse(method)
 
 
