@@ -15,7 +15,19 @@ from mlx_lm.models.cache import KVCache
 
 from mlx_sparse import _boot, cli, doctor, matrix, registry
 
-COMMANDS = ["demo", "generate", "chat", "server", "benchmark", "cache_prompt", "matrix", "doctor", "bench", "eval"]
+COMMANDS = [
+    "demo",
+    "generate",
+    "chat",
+    "server",
+    "benchmark",
+    "cache_prompt",
+    "matrix",
+    "doctor",
+    "bench",
+    "eval",
+    "report",
+]
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
