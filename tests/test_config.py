@@ -117,6 +117,23 @@ def test_a_preset_sets_what_the_specification_lists(preset: str, settings: dict[
     assert parse(f"sparq:preset={preset}") == (SparQ(**settings),)
 
 
+@pytest.mark.parametrize(
+    ("text", "qk_norm", "expected"),
+    [
+        ("sparq", False, "sparq:component_score=query"),
+        ("sparq", True, "sparq:reallocate=false,component_score=query_key"),
+        ("sparq:component_score=query", True, "sparq:component_score=query"),
+        ("sparq:preset=robust", False, "sparq:reallocate=false,component_score=query_key"),
+        ("sparq:reallocate=true", True, "sparq:reallocate=true,component_score=query_key"),
+    ],
+)
+def test_what_auto_means_for_a_model(text: str, qk_norm: bool, expected: str) -> None:
+    """Where the estimate of the attended mass is too low, values are not mixed by it."""
+    (config,) = parse(text)
+    assert isinstance(config, SparQ)
+    assert str(config.for_model(qk_norm=qk_norm)) == expected
+
+
 def test_every_preset_of_the_code_is_in_the_specification() -> None:
     text = (Path(__file__).parents[1] / "docs" / "spec" / "sparq.md").read_text(encoding="utf-8")
     for preset, settings in SparQ.presets.items():

@@ -195,9 +195,10 @@ def test_every_sparse_step_in_a_model_is_the_oracles(
     model = build(family, **changes)
     (config,) = parse(attn)
     assert isinstance(config, SparQ)
-    with mlx_sparse.sparse(model, config) as report:
+    with mlx_sparse.sparse(model, config):
         greedy(model, prompt_of(PROMPT), STEPS)
     assert len(seen) == 2 * STEPS
+    config = config.for_model(qk_norm=family in WITH_QK_NORM)
     for queries, keys, values, out in seen:
         expected = oracle.sparq_attention(
             queries,
@@ -208,6 +209,6 @@ def test_every_sparse_step_in_a_model_is_the_oracles(
             local_window=config.local_window,
             reallocate=config.reallocate,
             group_reduce=config.group_reduce,
-            component_score="query_key" if "query_key" in report.attn else "query",
+            component_score=config.component_score,
         )
         assert np.abs(out - expected).max() < 64 * np.finfo(np.float32).eps * np.abs(values).max()

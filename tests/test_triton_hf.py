@@ -105,13 +105,11 @@ def reference(name: str, config: SparQ) -> str:
         q, k, v = (array.cpu().double().numpy() for array in (query, key, value))
         padding = None if mask is None else mask[:, 0, 0].int().argmax(dim=1).cpu().numpy()
         G = q.shape[1] // k.shape[1]
-        score = config.component_score
-        if score == "auto":
-            score = "query_key" if hasattr(module, "q_norm") else "query"
+        of_model = config.for_model(qk_norm=hasattr(module, "q_norm"))
         selection = {"rank": config.rank, "top_k": config.top_k, "group_reduce": config.group_reduce}
         selection |= {"local_window": check_local_window(config.local_window, config.top_k)}
-        selection |= {"component_score": score, "scale": scaling}
-        reallocate = G == 1 if config.reallocate == "auto" else config.reallocate
+        selection |= {"component_score": of_model.component_score, "scale": scaling}
+        reallocate = G == 1 if of_model.reallocate == "auto" else of_model.reallocate
         indices = oracle.sparq_select(q, k, left_padding=padding, **selection).indices
         if name == "oracle":
             out = oracle.sparq_attention(q, k, v, left_padding=padding, reallocate=reallocate, **selection)
@@ -325,7 +323,9 @@ def test_the_report_says_what_ran() -> None:
     cache, _ = call("gemma3_text")
     assert hf.report(cache) is cache.report
     lines = str(cache.report).splitlines()
-    assert lines[0].startswith("sparq:rank=16,top_k=8,component_score=query_key on triton: 1 of 2 layers (gemma3_text")
+    assert lines[0].startswith(
+        "sparq:rank=16,top_k=8,reallocate=false,component_score=query_key on triton: 1 of 2 layers (gemma3_text"
+    )
     assert lines[1] == "  dense layers: 1 with a sliding window (DynamicSlidingWindowLayer)"
     assert lines[2].startswith("  sparse calls: 1, ")
     assert "1 of several queries at once (prompt)" in lines[3]

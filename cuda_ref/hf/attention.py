@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import warnings
 from collections.abc import Iterator
@@ -131,10 +130,10 @@ def _reallocates(config: SparQ, query: torch.Tensor, key: torch.Tensor) -> bool:
 
 
 def _resolve(cache: SparQCache, module: torch.nn.Module) -> SparQ:
-    """Settle what "auto" means for this model: the component score."""
-    if cache.attn.component_score == "auto":
-        score = "query_key" if has_qk_norm(module) else "query"
-        cache.attn = dataclasses.replace(cache.attn, component_score=score)
+    """Settle what "auto" means for this model."""
+    attn = cache.attn
+    if attn.component_score == "auto" or (attn.component_score == "query_key" and attn.reallocate == "auto"):
+        cache.attn = attn.for_model(qk_norm=has_qk_norm(module))
         cache.report.attn = str(cache.attn)
     return cache.attn
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -46,7 +47,8 @@ class SparQ(MethodConfig):
     `ops` backend, from where on no shape was slower (docs/results/ops.md), `pays_from` with kernels on a GPU, and none
     for a ``top_k`` below the default, which is for experiments on short texts; ``component_score`` is
     ``"query_key"`` for models with q/k-norm, whose channels learn scales of their own, and ``"query"``, the paper's,
-    otherwise; ``reallocate`` is on for one query head per KV head and off otherwise.
+    otherwise; ``reallocate`` is on for one query head per KV head and off otherwise, and off in models with
+    ``"query_key"``, whose estimate of the attended mass is too low to mix by (docs/results/gemma3.md).
     """
 
     name: ClassVar[str] = "sparq"
@@ -78,6 +80,13 @@ class SparQ(MethodConfig):
         check_choice("reallocate", self.reallocate, ("auto", True, False))
         check_choice("group_reduce", self.group_reduce, ("softmax", "logits"))
         check_choice("component_score", self.component_score, ("auto", "query", "query_key"))
+
+    def for_model(self, *, qk_norm: bool) -> SparQ:
+        """With what "auto" means for a model, but for what its layers decide."""
+        auto = "query_key" if qk_norm else "query"
+        score = auto if self.component_score == "auto" else self.component_score
+        mixes = False if score == "query_key" and self.reallocate == "auto" else self.reallocate
+        return dataclasses.replace(self, component_score=score, reallocate=mixes)
 
     @property
     def attended(self) -> int:

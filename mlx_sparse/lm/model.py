@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import inspect
 from collections.abc import Iterator
@@ -138,11 +137,8 @@ def select_methods(configs: tuple[MethodConfig, ...]) -> tuple[Prefill | None, M
 
 
 def resolve(config: MethodConfig, model: Any) -> MethodConfig:
-    """Settle what "auto" means for this model: SparQ's component score."""
-    if isinstance(config, SparQ) and config.component_score == "auto":
-        score = "query_key" if has_qk_norm(model) else "query"
-        return dataclasses.replace(config, component_score=score)
-    return config
+    """Settle what "auto" means for this model."""
+    return config.for_model(qk_norm=has_qk_norm(model)) if isinstance(config, SparQ) else config
 
 
 def has_qk_norm(model: Any) -> bool:

@@ -226,7 +226,7 @@ def settle(config: MethodConfig, model: Any, *, branches: bool = True, index: In
     return dataclasses.replace(
         resolved,
         local_window=check_local_window(config.local_window, config.top_k),
-        reallocate=same if config.reallocate == "auto" else config.reallocate,
+        reallocate=same if resolved.reallocate == "auto" else resolved.reallocate,
         dense_below=dense_below(config, D) if branches else config.top_k + 1,
     )
 
