@@ -54,4 +54,6 @@ def test_the_layers_that_see_everything_are_sparse(gemma: Any) -> None:
     with sparse(model, "sparq:top_k=64,dense_below=0") as report:
         generate(model, tokenizer, prompt, max_tokens=4)
     assert report.served_layers == 3 and "query_key" in report.attn
-    assert report.sparse_calls >= 3 * 4 and sum(report.dense_calls.values()) == 3  # steps, and the prompt
+    assert report.sparse_calls >= 3 * 4
+    # The other layers are dense for their windows, these three only for the prompt.
+    assert [count for reason, count in report.dense_calls.items() if "window" not in reason] == [3]
