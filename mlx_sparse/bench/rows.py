@@ -18,20 +18,23 @@ class Times:
 
     Attributes:
         by: which of the ways to attend densely was the fastest.
+        ways: the median of each of them.
     """
 
     by: str
     dense: Spread
     sparse: Spread
     read: Spread
+    ways: Mapping[str, float]
 
     @classmethod
     def of(
         cls, dense: Mapping[str, Sequence[float]], sparse: Sequence[float], read: Sequence[float], steps: int = 1
     ) -> Times:
         """From the seconds of ``steps`` steps."""
-        by = best(dense)
-        return cls(by, *(Spread.of(samples, MICRO * steps) for samples in (dense[by], sparse, read)))
+        by, unit = best(dense), MICRO * steps
+        first, second, third = (Spread.of(samples, unit) for samples in (dense[by], sparse, read))
+        return cls(by, first, second, third, {name: Spread.of(dense[name], unit).median for name in dense})
 
     @property
     def ratio(self) -> float:
@@ -78,9 +81,9 @@ class Row:
         for name, side in sides.items():
             spread = None if self.times is None else getattr(self.times, side)
             row |= {f"{name}{end}": getattr(spread, of, None) for end, of in ENDS.items()}
-        row |= dict.fromkeys(("ratio", "dense_of_read", "sparse_of_read"))
+        row |= dict.fromkeys(("ratio", "dense_of_read", "sparse_of_read", "dense_ways_us"))
         if self.times is not None:
-            row |= {"dense": self.times.by, "ratio": self.times.ratio}
+            row |= {"dense": self.times.by, "ratio": self.times.ratio, "dense_ways_us": self.times.ways}
             row |= {"dense_of_read": self.of_read(self.times.dense, self.bytes_plain)}
             row |= {"sparse_of_read": self.of_read(self.times.sparse, self.bytes_formula)}
         return row
