@@ -26,10 +26,13 @@ figure { margin: 1rem 0; } figure svg { background: #fff; max-width: 100%; heigh
 table { border-collapse: collapse; font-size: .8rem; font-variant-numeric: tabular-nums; }
 th, td { border-bottom: 1px solid var(--line); padding: .25rem .6rem; text-align: right; white-space: nowrap; }
 :is(td, th):is(:first-child, :last-child) { text-align: left; white-space: normal; min-width: 14rem; }
+th { white-space: normal; }
 tr.dense { font-weight: 600; } tr.fell-back, tr.partly, tr.failed { background: var(--mark); }
 tr.fell-back { color: var(--faint); }
+@page { size: landscape; margin: 12mm; }
 @media print { body { max-width: none; margin: 0; font-size: 10pt; } .wide { overflow: visible; }
-  figure, tr { break-inside: avoid; } h2, h3 { break-after: avoid; } table { font-size: 6pt; } }
+  table { font-size: 6.5pt; } th, td, :is(td, th):is(:first-child, :last-child) { padding: .1rem .25rem; min-width: 0; }
+  td:first-child { min-width: 24mm; } figure, tr { break-inside: avoid; } h2, h3 { break-after: avoid; } }
 """
 GUIDE = (
     (
