@@ -244,7 +244,7 @@ def test_the_real_command_scores_local_tasks(
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr
