@@ -6,6 +6,7 @@ import argparse
 import csv
 import io
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,9 +47,13 @@ def check_options(args: argparse.Namespace) -> None:
 
 
 def check_folder(option: str, path: Path | None) -> None:
-    """Raise `ConfigError` unless ``path`` is None or in a folder that exists."""
-    if path is not None and not path.parent.is_dir():
+    """Raise `ConfigError` unless ``path`` is None or a file that may be written in a folder that exists."""
+    if path is None:
+        return
+    if path.is_dir() or not path.parent.is_dir():
         raise ConfigError(f"{option}: expected a file in a folder that exists, got {path}.")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise ConfigError(f"{option}: expected a folder that can be written, got {path.parent}.")
 
 
 def put(args: argparse.Namespace, facts: Mapping[str, Any], result: Result) -> None:
@@ -58,9 +63,9 @@ def put(args: argparse.Namespace, facts: Mapping[str, Any], result: Result) -> N
         facts: of the run; its ``command`` stands above the Markdown.
     """
     text = render(args.output, facts, result)
+    print(text)  # first: a disk that is full must not cost what was measured
     if args.out:
         write(args.out, text)
-    print(text)
 
 
 def render(form: str, facts: Mapping[str, Any], result: Result) -> str:

@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,39 @@ def test_no_speed_beside_other_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (row.failed, row.note) == (True, "wrong result: other buckets")
 
 
+CHOOSING = [
+    SparQ(local_window=32),
+    SparQ(rank=4, top_k=30, local_window=0),
+    SparQ(component_score="query_key", local_window=32),
+    OracleTopK(local_window=32),
+]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("config", CHOOSING, ids=str)
+def test_dense_attention_is_no_right_result(config: MethodConfig, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = DecodeStep(config, "ops", Shape(8, 2, 64))
+    monkeypatch.setattr(step, "attend", lambda queries, cache: timing.fused(queries, cache.keys, cache.values))
+    assert str(wrong_result(step, 2, 600, getattr(mx, dtype))).startswith("wrong result: error")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("config", CHOOSING, ids=str)
+def test_a_key_too_few_is_no_right_result(config: Any, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = DecodeStep(config, "ops", Shape(8, 2, 64))
+    fewer = DecodeStep(replace(config, top_k=config.attended - 1), "ops", step.shape)
+    monkeypatch.setattr(step, "attend", fewer.attend)
+    assert str(wrong_result(step, 2, 600, getattr(mx, dtype))).startswith("wrong result: error")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("config", [SparQ(local_window=32), OracleTopK(local_window=32)], ids=str)
+def test_a_step_without_its_window_is_no_right_result(config: Any, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = DecodeStep(config, "ops", Shape(8, 2, 64))
+    monkeypatch.setattr(step, "attend", DecodeStep(replace(config, local_window=0), "ops", step.shape).attend)
+    assert str(wrong_result(step, 2, 600, getattr(mx, dtype))).startswith("wrong result: error")
+
+
 CONFIGS = [
     SparQ(),
     SparQ(component_score="query_key"),
@@ -298,6 +332,7 @@ def test_a_method_that_a_backend_does_not_have_is_a_row(metal: Metal) -> None:
         ),
         (["-o", "result.md"], "-o: expected one of md, json, jsonl, csv, got result.md. --out names a file."),
         (["--out", "no/folder/x"], "--out: expected a file in a folder that exists, got no/folder/x."),
+        (["--out", "."], "--out: expected a file in a folder that exists, got .."),
         (["--plot", "speed.png"], "--plot: expected a name that ends in .svg, got speed.png."),
         (
             ["--roofline", "--plot", "speed.svg"],

@@ -11,16 +11,19 @@ import numpy.typing as npt
 from .. import registry
 from ..cache import SparseKVCache
 from ..checks import check_local_window
-from ..config import H2O, SAAP, MethodConfig, OracleTopK, SparQ, Step, Streaming
+from ..config import H2O, SAAP, FlexGen, MethodConfig, OracleTopK, SparQ, Step, Streaming
 from ..received import Received, State
 from .dense import Shape
 from .timing import cache_of, double, fused, plain
 
 Rows = npt.NDArray[np.int64]
-# A step whose answer is known: queries, a cache, and by sequence and KV head the rows that hold all of the attention.
+# A step whose answer is known: queries, a cache, and by sequence and KV head the rows that are attended.
 Known = tuple[mx.array, SparseKVCache, list[list[Rows]]]
 
-GAP = 60.0  # logits by which planted keys stand out, so that they hold all of the attention by a few components too
+# Planted keys stand out by so many logits: enough to be told by a few components, and so few that the other keys have a
+# share of dense attention that shows; but nearly none where a method counts that share.
+GAP, SURE = 3.0, 60.0
+NOISE = 1 / 32  # of the components of keys: less than what the fewest components tell
 
 
 class DecodeStep:
@@ -65,9 +68,9 @@ class DecodeStep:
         return Step(B * self.shape.Hkv, self.shape.G, self.shape.D, item, gpu)
 
     def known(self, B: int, S: int, dtype: mx.Dtype) -> Known:
-        """All of the attention is on as many planted keys as the method can choose, those of its window among them."""
+        """As many planted keys as the method can choose, each of some weight, and the keys of its window."""
         shape, top_k = self.shape, self.config.attended
-        window = 0
+        window, gap = 0, SURE if self._counts_the_rest else GAP
         if isinstance(self.config, (SparQ, OracleTopK)):
             window = check_local_window(self.config.local_window, top_k)
         base = mx.random.normal((B, shape.Hkv, 1, shape.D))
@@ -75,10 +78,19 @@ class DecodeStep:
         queries = (base + 0.5 * noise).reshape(B, shape.Hq, 1, shape.D).astype(dtype)
         keys, values = (normal(B, shape.Hkv, S, shape.D, dtype) for _ in "kv")
         count = top_k - window
-        planted = np.array([i * (S - window) // count for i in range(count)] + [S - 1] * (window > 0))
-        direction = base * (GAP * shape.D**0.5 / (base**2).sum(axis=-1, keepdims=True))
-        keys[:, :, mx.array(planted)] += direction.astype(dtype)
-        return queries, self.cache(keys, values), [[planted] * shape.Hkv] * B
+        rows = np.array([*(i * (S - window) // count for i in range(count)), *range(S - window, S)])
+        planted = np.isin(np.arange(S), [*rows[:count], rows[-1]])[:, None]
+        direction = base * (gap * shape.D**0.5 / (base**2).sum(axis=-1, keepdims=True))
+        keys = NOISE * keys + mx.where(mx.array(planted), direction.astype(dtype), 0)
+        return queries, self.cache(keys, values), [[rows] * shape.Hkv] * B
+
+    @property
+    def _counts_the_rest(self) -> bool:
+        """Whether the result depends on the attention that is left for keys that are not chosen."""
+        if isinstance(self.config, SparQ):
+            auto = self.shape.G == 1
+            return auto if self.config.reallocate == "auto" else bool(self.config.reallocate)
+        return isinstance(self.config, FlexGen)
 
     def _random(self, B: int, S: int, dtype: mx.Dtype) -> tuple[mx.array, SparseKVCache]:
         shape = self.shape
