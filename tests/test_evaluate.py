@@ -171,7 +171,7 @@ def test_results_belong_to_what_an_artefact_holds_not_to_its_name(
     method = f"saap:artefact={path}"
 
     class Subject:
-        depths = (None,)
+        depths, digests = (None,), ("0",)
 
         def trials(self, arm: Arm) -> list[Trial]:
             tried.append(arm.attn)
@@ -264,7 +264,7 @@ def test_a_method_for_both_stages_is_sparse_in_both() -> None:
 class Once:
     """A subject on which every method can be tried once."""
 
-    depths = (None,)
+    depths, digests = (None,), ("0",)
 
     def __init__(self) -> None:
         self.tried: list[str] = []
@@ -287,6 +287,39 @@ def test_what_the_journal_knows_is_not_run_again(tmp_path: Path) -> None:
     assert subject.tried == ["dense", "sparq", "streaming"]
     assert str(second[:2]) == str(first)  # as text: the errors of one example are no numbers
     assert second[1].density == [[0.25, 0.5]]
+
+
+def test_results_belong_to_the_tokens_that_were_run(tmp_path: Path) -> None:
+    """A task that came to ask for something else, or another batch, must not be given what was found before."""
+    model, path, counts = build(), tmp_path / "results", []
+    for prompt, scored in ((TOKENS[:50], None), (TOKENS[:50], None), (TOKENS[:50], [1]), (TOKENS[1:51], [1])):
+        journal = Journal(path, "eval", "key", Trial.read)
+        run(
+            [Steps(model, Words(), [Example(prompt, TOKENS[60:63], scored)], 512)],
+            "streaming:recent_tokens=8",
+            journal=journal,
+        )
+        counts.append(len(journal.results))
+    assert counts == [2, 2, 4, 6]
+
+
+def test_logits_that_are_no_numbers_are_one_line() -> None:
+    for value in (math.nan, math.inf):
+        with pytest.raises(mlx_sparse.ConfigError, match="--model: expected logits that are finite, got others"):
+            score.prompt_outcome(mx.array([[value, 0.0]]), mx.zeros((1, 2)), [0], 1)
+
+
+def test_tokens_that_the_model_rules_out_add_nothing_to_the_divergence() -> None:
+    logits = mx.array([[1.0, 2.0, -math.inf]])
+    assert score.prompt_outcome(logits, logits, [0], 1).kl == 0
+
+
+def test_layers_and_stages_that_a_method_does_not_serve_did_not_fall_back() -> None:
+    (_, row) = run([Steps(build(), Words(), [Example(TOKENS[:200], TOKENS[200:203])], 128)], SPARSE_SAMPLE)
+    assert (row.served, row.sparse_calls, row.dense_calls) == ("sparse", 2 * 2, 0)
+    sliding = Steps(build("gemma3_text"), Words(), [Example(TOKENS[:50], TOKENS[50:53])], 512)
+    (_, row) = run([sliding], "sparq:rank=4,top_k=8")
+    assert (row.served, row.dense_calls, row.dense_reasons) == ("sparse", 0, {})
 
 
 @pytest.mark.parametrize(
@@ -318,6 +351,8 @@ def test_a_result_that_was_not_written_here_is_refused(change: dict[str, Any]) -
     [
         (["--methods", "sparc"], "attn: expected one of"),
         (["--methods", "sparq", "--limit", "0"], "--limit: expected an integer of at least 1, got 0"),
+        (["--methods", "sparq", "--seed=-1"], "--seed: expected an integer of at least 0"),
+        (["--methods", "sparq", "--context", "many"], "--context: expected numbers such as"),
         (["--methods", "sparq", "--batch", "0"], "--batch: expected an integer of at least 1, got 0"),
         (["--methods", "sparq", "--context", "2k,100"], "--context: expected an integer of at least 512, got 100"),
         (["--methods", "sparq", "--tasks", "repetition,tetris"], "--tasks: expected some of .*, got 'tetris'"),

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from .. import machine
 from ..artefact.identity import leaves, weights_hash
 from ..checks import ConfigError
 from ..demo.models import find_model
@@ -41,10 +42,11 @@ def read_tokens(tokenizer: Any, names: list[str] | None, cache: str | None, opti
 
 
 def fingerprint(model: Any, tokens: Sequence[int], *options: Any) -> str:
-    """A hash that stands for a command's inputs: the model, the text and the options."""
+    """A hash that stands for what results depend on: the model, the text, the options, the versions and the device."""
     import numpy as np
 
-    digest = hashlib.sha256(json.dumps([weights_hash(model), options]).encode())
+    chip = machine.hardware()["chip"]
+    digest = hashlib.sha256(json.dumps([weights_hash(model), machine.versions(), chip, options]).encode())
     digest.update(np.array(tokens, dtype=np.int64).tobytes())
     return digest.hexdigest()
 

@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Compare methods with dense attention on real text, teacher-forced. A decode method runs the steps "
         "after a prompt that was processed densely. A prefill method runs the prompt: in bits_per_byte, repetition and "
         "retained_mass tokens inside it are predicted, in the other tasks the answer after it. Where METHOD+METHOD "
-        "names both, the prompt and the steps after it are sparse. Lists take commas or spaces.",
+        "names both, the prompt and the steps after it are sparse. Lists take commas or spaces, --text spaces.",
         epilog="Example:\n  mlx-sparse eval --methods sparq,h2o,streaming --tasks repetition --budget 1/2,1/8 "
         "--limit 50 --out results",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -127,9 +127,9 @@ def _parser() -> argparse.ArgumentParser:
 def _check(args: argparse.Namespace) -> None:
     """Refuse what is wrong before anything is loaded, and read the lists."""
     args.methods = read_methods(args.methods)
-    args.tasks = [name.strip() for text in args.tasks or DEFAULT_TASKS for name in text.split(",")]
-    args.budget = [read_budget(share) for text in args.budget for share in text.split(",")]
-    args.context = [read_length(length) for text in args.context for length in text.split(",")]
+    args.tasks = [name.strip() for name in _pieces(args.tasks or DEFAULT_TASKS)]
+    args.budget = [read_budget(share) for share in _pieces(args.budget)]
+    args.context = list(dict.fromkeys(read_length(length.strip(), "--context") for length in _pieces(args.context)))
     for name in args.tasks:
         if name not in NAMES:
             raise ConfigError(f"--tasks: expected some of {', '.join(NAMES)}, got {name!r}.")
@@ -139,6 +139,7 @@ def _check(args: argparse.Namespace) -> None:
     if MASS in args.tasks and not any(prefill):
         raise ConfigError(f"--tasks: expected a prefill method such as sample with {MASS}, got none.")
     check_int("--limit", args.limit, 1)
+    check_int("--seed", args.seed, 0, (1 << 63) - 1)
     check_int("--batch", args.batch, 1)
     check_int("--prefill-step-size", args.prefill_step_size, 1)
     for context in args.context:
@@ -146,6 +147,11 @@ def _check(args: argparse.Namespace) -> None:
     if args.out is not None:
         report.check()
         args.out.mkdir(parents=True, exist_ok=True)
+
+
+def _pieces(texts: Sequence[str]) -> list[str]:
+    """What stands between commas or blanks, each once."""
+    return list(dict.fromkeys(piece for text in texts for piece in text.split(",")))
 
 
 class _Evaluation:
@@ -159,7 +165,7 @@ class _Evaluation:
         self.lengths = list(map(len, tokens))
         self.tokens = [token for of_text in tokens for token in of_text]
         self.D = head_dim(self.model)
-        key = fingerprint(self.model, self.tokens, args.limit, args.seed, args.prefill_step_size)
+        key = fingerprint(self.model, self.tokens, args.limit, args.seed, args.prefill_step_size, args.batch)
         self.journal = Journal(args.out and args.out / "trials.jsonl", "eval", key, Trial.read)
 
     def rows(self) -> Iterator[Row]:
@@ -168,38 +174,53 @@ class _Evaluation:
 
         from .runner import run
 
+        plans = self._plans()
+        runs = sum(1 + len(arms) for *_, arms in plans) * self.args.limit
+        with tqdm(total=runs, unit="run", disable=None) as progress:
+            for context, task, prefill, examples, arms in plans:
+                progress.set_description(f"{task} {context:,}")
+                subjects = self._prompts(task, examples) if prefill else self._steps(examples, arms)
+                common: dict[str, Any] = {
+                    "progress": progress,
+                    "journal": self.journal,
+                    "context": context,
+                    "D": self.D,
+                }
+                yield from run(task, subjects, arms, **common, prefill=prefill)
+
+    def _plans(self) -> list[tuple[int, str, bool, list[Any], list[Arm]]]:
+        """Context, task, whether tokens of the prompt are scored, examples and methods of all that is to run.
+
+        All examples are made first: what is wrong with a text is to show before hours of runs.
+        """
         args, plans = self.args, []
         for context in args.context:
             arms, left_out = arms_of(args.methods, args.budget, context, self.D)
             print(*left_out, sep="\n", end="\n" if left_out else "", file=sys.stderr)
-            plans += [(context, task, *split(task, arms)) for task in args.tasks if task != AGREEMENT]
-        runs = sum(1 + len(arms) for _, _, *both in plans for arms in both if arms) * args.limit
-        with tqdm(total=runs, unit="run", disable=None) as progress:
-            for context, task, in_steps, in_prompt in plans:
-                progress.set_description(f"{task} {context:,}")
-                common = {"progress": progress, "journal": self.journal, "context": context, "D": self.D}
-                if in_steps:
-                    yield from run(task, self._steps(task, context, in_steps), in_steps, **common)
-                if in_prompt:
-                    yield from run(task, self._prompts(task, context), in_prompt, **common, prefill=True)
+            for task in args.tasks:
+                for prefill, chosen in enumerate(split(task, arms)):
+                    if chosen:
+                        made = (PASSAGES if prefill else TASKS)[task](
+                            self.tokens, self.tokenizer, context=context, limit=args.limit, seed=args.seed
+                        )
+                        plans.append((context, task, bool(prefill), list(made), chosen))
+        if not plans and AGREEMENT not in args.tasks:
+            raise ConfigError("--budget: expected a share within reach of a method, got none. Name a larger one.")
+        return plans
 
-    def _steps(self, task: str, context: int, arms: Sequence[Arm]) -> Iterator[Any]:
+    def _steps(self, examples: Sequence[Any], arms: Sequence[Arm]) -> Iterator[Any]:
         from .runner import Steps, observed_by
 
-        examples = list(TASKS[task](self.tokens, self.tokenizer, **self._choice(context)))
         observed, size = observed_by(arms), self.args.batch
         for start in range(0, len(examples), size):
             batch = examples[start : start + size]
             yield Steps(self.model, self.tokenizer, batch, self.args.prefill_step_size, observed=observed)
 
-    def _prompts(self, task: str, context: int) -> Iterator[Any]:
+    def _prompts(self, task: str, passages: Sequence[Any]) -> Iterator[Any]:
         from .runner import Prompt
 
-        for passage in PASSAGES[task](self.tokens, self.tokenizer, **self._choice(context)):
+        for passage in passages:
             yield Prompt(self.model, self.tokenizer, passage, self.args.prefill_step_size, mass=task == MASS)
-
-    def _choice(self, context: int) -> dict[str, int]:
-        return {"context": context, "limit": self.args.limit, "seed": self.args.seed}
 
     def choices(self) -> Iterator[SelectionRow]:
         """How well approximate choices of keys agree with exact ones, if that is asked for."""

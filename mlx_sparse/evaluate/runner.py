@@ -21,8 +21,9 @@ from ..lm.plan import NO_DECODE
 from .arms import DENSE, Arm
 from .journal import Journal
 from .results import Outcome, Row, Trial, row_of
-from .score import figures_of, log_softmax, prompt_outcome, step_outcome
+from .score import Array, figures_of, log_softmax, prompt_outcome, step_outcome
 from .tasks import Example, Passage
+from .tasks.base import digest
 
 DENSE_STEP = 512  # tokens at a time of a prompt that is processed densely
 
@@ -32,9 +33,11 @@ class Subject(Protocol):
 
     Attributes:
         depths: of each example, where its answer stands in the prompt; None where that is no question.
+        digests: of each example (`tasks.base.digest`).
     """
 
     depths: list[float | None]
+    digests: list[str]
 
     def trials(self, arm: Arm) -> list[Trial]:
         """What a method makes of each; `DENSE` is what the others are compared with."""
@@ -53,6 +56,7 @@ class Steps:
         self.model, self.tokenizer, self.examples, self.step = model, tokenizer, examples, step
         self.observed = observed
         self.depths = [example.depth for example in examples]
+        self.digests = list(map(digest, examples))
         longest = max(len(example.target) for example in examples)
         # Rows of shorter targets go on to the longest one's end; what they predict there is left out.
         padded = [example.target + example.target[-1:] * (longest - len(example.target)) for example in examples]
@@ -75,7 +79,8 @@ class Steps:
 
     def trials(self, arm: Arm) -> list[Trial]:
         if arm == DENSE:
-            return [Trial(found) for found in self._outcomes(figures_of(self.reference, self.reference, self.targets))]
+            each = zip(self.reference, self.targets, strict=True)  # one at a time: a vocabulary can be large
+            return [Trial(found) for found in self._outcomes([figures_of(logp, logp, tokens) for logp, tokens in each])]
         reference, figures = self.reference, []
         with_prompt = arm.stages[0] is not None
         cache = None if with_prompt else copy.deepcopy(self.cache)
@@ -86,7 +91,7 @@ class Steps:
                 figures.append(figures_of(logp, reference[:, position], self.targets[:, position]))
         return [trial_of(found, report, len(self.examples)) for found in self._outcomes(np.stack(figures, axis=1))]
 
-    def _outcomes(self, figures: np.ndarray[Any, Any]) -> list[Outcome]:
+    def _outcomes(self, figures: Iterable[Array]) -> list[Outcome]:
         rows = zip(figures, self.examples, strict=True)
         return [step_outcome(of_one, example, self.tokenizer) for of_one, example in rows]
 
@@ -98,6 +103,7 @@ class Prompt:
         """With ``mass``, retained mass is measured too, for which every score is computed."""
         self.model, self.passage, self.step, self.mass = model, passage, step, mass
         self.depths: list[float | None] = [None]
+        self.digests = [digest(passage)]
         first, last = passage.scored[0], passage.scored[-1]
         # Single tokens need not be whole characters: take the bytes per token of the stretch they come from.
         stretch = tokenizer.decode(passage.tokens[first + 1 : last + 2]).encode()
@@ -134,13 +140,10 @@ def run(
     keys = {arm: arm.key for arm in found}
     depths: list[float | None] = []
     for subject in subjects:
-        first = len(depths)
+        of_each = [f"{i}-{of_one}" for i, of_one in enumerate(subject.digests, len(depths))]
         depths += subject.depths
         for arm, trials in found.items():
-            names = [
-                f"{task}/{'prefill' if prefill else 'decode'}/{context}/{i}/{keys[arm]}"
-                for i in range(first, len(depths))
-            ]
+            names = [f"{task}/{'prefill' if prefill else 'decode'}/{context}/{one}/{keys[arm]}" for one in of_each]
             if any(name not in journal.results for name in names):
                 for name, trial in zip(names, subject.trials(arm), strict=True):
                     if name not in journal.results:

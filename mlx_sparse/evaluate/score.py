@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from ..checks import ConfigError
 from .results import Outcome
 from .tasks import Example
 
@@ -35,13 +36,20 @@ def figures_of(logp: mx.array, dense: mx.array, targets: mx.array) -> Array:
     """
     best = logp.argmax(axis=-1)
     nats = -mx.take_along_axis(logp, targets[..., None], axis=-1)[..., 0]
-    kl = (mx.exp(dense) * (dense - logp)).sum(axis=-1)
+    # What dense attention rules out adds nothing, even where its logit is -inf.
+    kl = mx.where(mx.exp(dense) > 0, mx.exp(dense) * (dense - logp), 0.0).sum(axis=-1)
     columns = [nats, best == targets, best == dense.argmax(axis=-1), kl]
     return np.array(mx.stack([column.astype(mx.float32) for column in columns], axis=-1), np.float64)
 
 
 def outcome(figures: Array, n_bytes: float, matched: float = 0.0) -> Outcome:
-    """The outcome of the scored positions' ``figures (scored, 4)``, whose text has ``n_bytes``."""
+    """The outcome of the scored positions' ``figures (scored, 4)``, whose text has ``n_bytes``.
+
+    Raises:
+        ConfigError: the model's logits are no numbers.
+    """
+    if not np.isfinite(figures).all():
+        raise ConfigError("--model: expected logits that are finite, got others. Use a copy in bfloat16 or float32.")
     nats, right, agreed, kl = figures.sum(axis=0).tolist()
     n = len(figures)
     return Outcome(nats / (math.log(2) * n_bytes), right / n, agreed / n, kl / n, matched, float(right == n))

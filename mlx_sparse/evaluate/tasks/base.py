@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -38,6 +40,11 @@ class Passage:
     def targets(self) -> list[int]:
         """The tokens that the scored positions have to predict."""
         return [self.tokens[position + 1] for position in self.scored]
+
+
+def digest(example: Example | Passage) -> str:
+    """What stands for its tokens and for what is asked of them: results belong to that, not to a task's name."""
+    return hashlib.sha256(json.dumps(vars(example)).encode()).hexdigest()[:16]
 
 
 M_co = TypeVar("M_co", Example, Passage, covariant=True)
