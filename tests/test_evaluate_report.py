@@ -436,6 +436,7 @@ def test_results_that_were_not_written_here_get_one_line(
         {"dense_us": -1},
         {"sparse_us": 0},
         {"failed": "no"},
+        {"failed": True},
         {"run": None},
         {"run": {"command": "x"}},
         {"method": 1},

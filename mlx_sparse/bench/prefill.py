@@ -116,9 +116,9 @@ def inputs(case: Case) -> Qkv:
     """
     shape, B, S = case.shape, case.B, case.S
     rng = np.random.default_rng(0)
-    waves = shape.D // 4
+    waves = max(shape.D // 4, 1)
     frequency = np.geomspace(1.0, 0.01, waves)
-    distance = np.where(np.arange(shape.Hq) % 2, rng.integers(0, S // 2, shape.Hq), 0)[:, None]
+    distance = np.where(np.arange(shape.Hq) % 2, rng.integers(0, max(S // 2, 1), shape.Hq), 0)[:, None]
     share = rng.uniform(0.3, 1.0, (2, shape.Hq, 1, 1)).astype(np.float32)
     queries = rng.standard_normal((B, shape.Hq, S, shape.D), np.float32)
     keys, values = rng.standard_normal((2, B, shape.Hkv, S, shape.D), np.float32)

@@ -125,6 +125,8 @@ def _speed(line: dict[str, Any]) -> dict[str, Any]:
     for name in (*SIDES, "ratio"):
         if row[name] is not None:
             number(row[name], SHORTEST)
+    if row["failed"] and any(row[name] is not None for name in (*SIDES, "ratio")):
+        raise ValueError(row)  # a speed beside a wrong result
     if row["note"] is not None:
         read_text(row["note"])
     run = line["run"]
