@@ -68,16 +68,17 @@ def test_the_model_itself_is_left_as_it_is(model: Path, tmp_path: Path):
 
 def test_a_step_that_is_wrong_gets_no_speed():
     file = SimpleNamespace(method="sparq:rank=4", sparse_from=10)
-    right = Turns(np.array([[1.0, -4.0]]), [10.0, 20.0], [20.0, 20.0])
+    right = Turns(np.array([[[1.0, -4.0]], [[2.0, 3.0]]]), [10.0, 20.0], [20.0, 20.0])
     found = {("dense", kernels, 99): right for kernels in ("native", "bodies")}
-    found |= {("sparq", "native", 99): replace(right, logits=np.array([[1.1, -4.0]]))}
+    found |= {("sparq", "native", 99): replace(right, logits=np.array([[[1.1, -4.0]], [[2.1, 3.0]]]))}
     found |= {("sparq", "bodies", 99): replace(right, speeds=[20.0, 30.0])}
     row = onnx_generate.row(file, "sparq", "bodies", 99, 1, found)
     assert row["failed"] and row["generation"] is row["generation_ratio"] is None
     assert "| wrong |" in onnx_generate.table([row]) and "differ" in onnx_generate.table([row])
     dense = onnx_generate.row(file, "dense", "native", 99, 1, found)
     assert not dense["failed"] and dense["generation"] == 15
-    found["sparq", "native", 99] = right
+    on_the_edge = np.array([[[1.1, -4.0]], [[2.0, 3.0]]])  # after one of the tokens
+    found["sparq", "native", 99] = replace(right, logits=on_the_edge)
     row = onnx_generate.row(file, "sparq", "bodies", 99, 1, found)
     assert (row["generation"], row["generation_ratio"], row["error"]) == (25, 1.75, 0)
     assert row["busy_ratio"] == 1
