@@ -27,7 +27,7 @@ from mlx_sparse.artefact.identity import weights_hash
 from mlx_sparse.evaluate import report
 from mlx_sparse.evaluate.facts import read_facts, run_facts
 from mlx_sparse.evaluate.report import style
-from mlx_sparse.evaluate.report.read import read_speed
+from mlx_sparse.evaluate.report.read import SIDES, read_speed
 from mlx_sparse.evaluate.results import Depth, Outcome, Row
 from mlx_sparse.evaluate.selection import SelectionRow
 
@@ -95,7 +95,7 @@ def speed_row(S: int, **changes: Any) -> dict[str, Any]:
     return about | sizes | times | spread | {"run": run} | changes
 
 
-WRONG = {"failed": True, "note": "wrong", "dense_us": None, "sparse_us": None, "plain_read_us": None, "ratio": None}
+WRONG = {"failed": True, "note": "wrong", "ratio": None, **dict.fromkeys(SIDES)}
 SPEED = [speed_row(1024), speed_row(2048), speed_row(4096, **WRONG)]
 FACTS = {
     "command": "mlx-sparse eval --methods sparq",
