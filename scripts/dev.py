@@ -81,8 +81,9 @@ def main():
     if options.verb in ("test", "lint"):
         lint()
     if options.verb == "test":
-        # All tests go to all processors, file by file, so that fixtures of a file are made once.
-        run(BIN / "python", "-m", "pytest", *(options.args or ["-n", "logical", "--dist", "loadfile"]))
+        # All tests go to all processors, file by file, so that fixtures of a file are made once; slow files first.
+        everything = ["-n", "logical", "--dist", "loadfile", "--no-loadscope-reorder"]
+        run(BIN / "python", "-m", "pytest", *(options.args or everything))
     elif options.verb in ("demo", "doctor"):
         run(BIN / "mlx-sparse", options.verb, *options.args)
 

@@ -12,6 +12,11 @@ import pytest
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Workers have a processor each: threads of a product would only wait for those of another worker.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    for library in ("OPENBLAS", "OMP"):
+        os.environ.setdefault(f"{library}_NUM_THREADS", "1")
+
 # They need mlx, which machines with an NVIDIA GPU do without (scripts/gpu_check.sh).
 MODELS = ["fixtures_msl", "fixtures_smollm2"] if importlib.util.find_spec("mlx") else []
 pytest_plugins = ["fixtures_onnx", "fixtures_triton", *MODELS]
@@ -30,6 +35,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     return True if collection_path.name == REAL_GEMMA and not config.getoption("accept_licence") else None
+
+
+# Files of which one test takes a minute: first, so that no worker is left alone with them at the end.
+SLOW = {
+    *(
+        "test_onnx_native.py",
+        "test_triton_aot.py",
+        "test_demo.py",
+        "test_evaluate_smollm2.py",
+        "test_triton_sample_aot.py",
+    ),
+    *("test_triton_saap_aot.py", "test_onnx_native_fuzz.py", "test_saap_train_smollm2.py", "test_install.py"),
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in SLOW)
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

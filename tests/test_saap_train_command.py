@@ -93,8 +93,8 @@ def test_the_file_is_for_the_model_and_has_every_layer_but_the_dense_ones(folder
 class Numbers:
     """A tokenizer of numbers, for a model that expects a 7 before a text."""
 
-    def encode(self, text: str) -> list[int]:
-        return [7, *map(int, text.split())]
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [7] * add_special_tokens + [*map(int, text.split())]
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_text_that_is_held_out_is_not_trained_on(windows: int, trained_on: int, 
     text = tmp_path / "text.txt"
     text.write_text(" ".join(map(str, range(1000, 1320 if windows < 1000 else 1000 + 100 * 101))))
     options = {"context": 101, "windows": windows, "text": [str(text)], "held_out": None}
-    args = argparse.Namespace(**options, distances=Distances(1, 20, 10))
+    args = argparse.Namespace(**options, distances=Distances(1, 20, 10), cache_dir=None)
     train, beside = _texts(args, Numbers(), {"max_position_embeddings": 128})
     assert (len(train), len(beside)) == (trained_on, held_out)
     assert all(len(one) == 101 and one[0] == 7 for one in train + beside)
@@ -211,10 +211,13 @@ REFUSED = {
     "seed that MLX does not take": (["--seed", str(1 << 70)], "--seed: expected an integer of .* at most 4294967295"),
     "batch beyond memory": (["--batch", str(10**12)], "--batch: expected an integer of .* at most 65536"),
     "distance": (["--farther-than", "-1"], "--farther-than: expected an integer of at least 0"),
-    "a folder of held-out text": (["--held-out", "model"], "--held-out: expected readable .* text files, got .*model"),
+    "a folder of held-out text": (
+        ["--held-out", "model"],
+        "--held-out: expected readable .* text files or .*, got .*model",
+    ),
     "text in another encoding": (
         ["--text", "latin.txt"],
-        r"--text: expected readable .* files, got latin\.txt: ",
+        r"--text: expected readable .* files or .*, got latin\.txt: ",
     ),
     "rate": (["--rate", "0"], "--rate: expected a number above 0"),
     "rate that is none": (["--rate", "nan"], "--rate: expected a number above 0"),
