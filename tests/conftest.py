@@ -39,14 +39,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 # Files of which one test takes a minute: first, so that no worker is left alone with them at the end.
 SLOW = {
-    *(
-        "test_onnx_native.py",
-        "test_triton_aot.py",
-        "test_demo.py",
-        "test_evaluate_smollm2.py",
-        "test_triton_sample_aot.py",
-    ),
-    *("test_triton_saap_aot.py", "test_onnx_native_fuzz.py", "test_saap_train_smollm2.py", "test_install.py"),
+    "test_demo.py",
+    "test_evaluate_smollm2.py",
+    "test_install.py",
+    "test_onnx_native.py",
+    "test_onnx_native_fuzz.py",
+    "test_saap_train_smollm2.py",
+    "test_triton_aot.py",
+    "test_triton_saap_aot.py",
+    "test_triton_sample_aot.py",
 }
 
 
