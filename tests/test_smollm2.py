@@ -255,6 +255,23 @@ def test_without_a_fast_blas_it_goes_on(
     assert capfd.readouterr().err.count("\n") == 1
 
 
+@pytest.mark.parametrize("step", ["fetch_wheel", "_unpack"])
+def test_two_processes_may_unpack_the_fast_blas_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """The faster one removes the wheel that the slower one is about to read."""
+    monkeypatch.setattr(blas.platform, "machine", lambda: "x86_64")
+    libraries = blas.BUILDS["x86_64"].libraries
+    monkeypatch.setattr(blas, "fetch_wheel", lambda *_: tmp_path / "wheel")
+
+    def faster(*_: object) -> None:
+        build_directory(tmp_path / "openblas-0.3.27-x86_64", lambda folder: [write(folder / n, n) for n in libraries])
+        raise ArtefactError("wheel: expected a wheel, got no file.")
+
+    monkeypatch.setattr(blas, step, faster)
+    assert [path.read_text() for path in blas.fetch_libraries(tmp_path)] == list(libraries)
+
+
 @pytest.mark.skipif(
     not blas.wanted(), reason="MLX does not compute on a Linux CPU here, or a BLAS is preloaded already"
 )

@@ -99,9 +99,13 @@ def fetch_libraries(cache: Path) -> list[Path]:
     if not target.exists():
         # This SciPy stops at Python 3.12; as data its wheel serves every Python.
         options = ["--python-version", "3.11", "--implementation", "cp", "--abi", "cp311"]
-        wheel = fetch_wheel(WHEEL, build.sha256, cache, [*options, "--platform", f"manylinux2014_{machine}"])
-        build_directory(target, partial(_unpack, wheel, build))
-        wheel.unlink()  # the libraries are all that is needed of it
+        try:
+            wheel = fetch_wheel(WHEEL, build.sha256, cache, [*options, "--platform", f"manylinux2014_{machine}"])
+            build_directory(target, partial(_unpack, wheel, build))
+            wheel.unlink(missing_ok=True)  # the libraries are all that is needed of it
+        except (ArtefactError, OSError):
+            if not target.exists():  # or another process was faster, and has removed the wheel
+                raise
     build_directory(target, lambda _: None)
     return [target / name for name in build.libraries]
 
