@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
-import sys
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +11,13 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from text_tokenizers import Words
-from tiny_models import VOCAB, build, write
+from tiny_models import VOCAB, build
 
 import mlx_sparse
-from mlx_sparse.demo import blas
 from mlx_sparse.evaluate import runner, score
 from mlx_sparse.evaluate.arms import DENSE, Arm
 from mlx_sparse.evaluate.journal import Journal
 from mlx_sparse.evaluate.results import Outcome, Row, Trial
-from mlx_sparse.evaluate.run import main
 from mlx_sparse.evaluate.runner import Prompt, Steps
 from mlx_sparse.evaluate.table import table
 from mlx_sparse.evaluate.tasks import BITS_TOKENS, Example, Passage
@@ -344,90 +337,3 @@ def test_a_result_that_was_not_written_here_is_refused(change: dict[str, Any]) -
     assert Trial.read(data).as_dict() == data
     with pytest.raises((ValueError, TypeError)):
         Trial.read(data | change)
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--methods", "sparc"], "attn: expected one of"),
-        (["--methods", "sparq", "--limit", "0"], "--limit: expected an integer of at least 1, got 0"),
-        (["--methods", "sparq", "--seed=-1"], "--seed: expected an integer of at least 0"),
-        (["--methods", "sparq", "--context", "many"], "--context: expected numbers such as"),
-        (["--methods", "sparq", "--batch", "0"], "--batch: expected an integer of at least 1, got 0"),
-        (["--methods", "sparq", "--context", "2k,100"], "--context: expected an integer of at least 512, got 100"),
-        (["--methods", "sparq", "--tasks", "repetition,tetris"], "--tasks: expected some of .*, got 'tetris'"),
-        (["--methods", "sparq", "--tasks", "retained_mass"], "--tasks: expected a prefill method such as sample"),
-        (["--methods", "sparq", "--budget", "1/2,2"], "--budget: expected shares such as 1/2,1/8, got '2'"),
-        (["--tasks", "repetition"], "--methods: expected a method such as sparq, got none"),
-        (["--methods", "sparq,,streaming"], "methods: expected a list such as"),
-        (["--methods", "sample", "--prefill-step-size", "0"], "--prefill-step-size: expected an integer of at least 1"),
-        (["--methods", "sample+minference"], "attn: expected"),
-        (["--methods", "saap"], "artefact: expected a file that mlx-sparse train-saap wrote"),
-        (
-            ["--methods", "saap:artefact=/nowhere/x.safetensors"],
-            "expected a file written by mlx-sparse train-saap, got none that",
-        ),
-    ],
-)
-def test_bad_input_gets_one_line_before_anything_is_loaded(argv: list[str], message: str) -> None:
-    with pytest.raises((mlx_sparse.ConfigError, mlx_sparse.ArtefactError), match=message):
-        main(argv)
-
-
-def test_the_command_prints_one_json_line_for_each_row(
-    tmp_path: Path, blas_environment: dict[str, str], without_torch: dict[str, str]
-) -> None:
-    write(tmp_path / "model")
-    text = tmp_path / "text.txt"
-    text.write_text(" ".join(f"w{token}" for token in TOKENS[:1800]))
-    command = [sys.executable, "-m", "mlx_sparse.cli", "eval", "--model", str(tmp_path / "model"), "--context", "1024"]
-
-    def run(*more: str) -> Any:
-        return subprocess.run(
-            [*command, *more],
-            env=blas_environment | without_torch,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=200,
-        )
-
-    options = ["--methods", f"dense,sparq:rank=4,top_k=16,{SPARSE_SAMPLE}", "--limit", "1", "--text", str(text)]
-    options += ["--out", str(tmp_path / "results"), "--prefill-step-size", "300"]
-    done = run(*options, "--tasks", "bits_per_byte,repetition", "--json")
-    assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [line["task"] for line in lines] == ["bits_per_byte"] * 4 + ["repetition"] * 4
-    assert [line["prefill"] for line in lines] == [False, False, True, True] * 2
-    assert all(line["sparse_calls"] > 0 for line in lines[1::2])
-    kept = [json.loads(line) for line in (tmp_path / "results" / "results.jsonl").read_text().splitlines()]
-    facts = [line.pop("run") for line in kept]
-    assert kept == lines
-    assert all(of_row == facts[0] for of_row in facts)
-    assert (facts[0]["seed"], facts[0]["model"]["head_dim"], facts[0]["versions"]["mlx"]) == (0, 16, version("mlx"))
-    assert "<html" in (tmp_path / "results" / "report.html").read_text()
-    again = run(*options)
-    assert again.stdout.count("| `dense` |") == 4
-    assert again.stdout.count("| density |") == 1
-    short = run("--methods", "sparq:rank=4", "--tasks", "bits_per_byte", "--limit", "4", "--text", str(text))
-    assert short.returncode == 2
-    assert short.stderr.strip().splitlines()[-1].startswith("mlx-sparse: error: --limit: expected 4 x 1,152 tokens")
-
-
-@pytest.mark.skipif(not blas.wanted(), reason="MLX has a fast BLAS here, or one is preloaded")
-def test_a_command_goes_on_in_a_process_with_the_fast_blas(demo_cache: Path, without_torch: dict[str, str]) -> None:
-    code = f"""
-from pathlib import Path
-from mlx_sparse.demo import blas
-blas.use(["--version"], Path({str(demo_cache)!r}))
-print("not replaced")
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, **without_torch},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=100,
-    )
-    assert done.stdout.strip() == version("mlx-sparse-attention")

@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import copy
 import itertools
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from h2o_simulation import (
+    H2O,
+    LAYERS,
+    NEXT,
+    PROMPT,
+    PROMPT_CALL,
+    STEPS,
+    TOP_K,
+    Simulation,
+    close,
+    run,
+    simulated,
+    singles,
+)
 from lm_prompts import tiny_tokenizer
-from mlx_lm import batch_generate, stream_generate
+from mlx_lm import stream_generate
 from mlx_lm.models.cache import (
-    BatchKVCache,
     load_prompt_cache,
     make_prompt_cache,
     save_prompt_cache,
@@ -23,75 +35,18 @@ from mlx_lm.models.cache import (
 from tiny_models import build, greedy, prompt_of
 
 import mlx_sparse
-from mlx_sparse import oracle
 from mlx_sparse.artefact.identity import leaves
 from mlx_sparse.lm import seam
 from mlx_sparse.lm.plan import A_FEW, UNCOUNTED
 from mlx_sparse.received import STATES
 from mlx_sparse.stats import dense_elements, h2o_elements
 
-LAYERS, STEPS, TOP_K = 2, 12, 8
-H2O = f"h2o:top_k={TOP_K}"
-PROMPT = prompt_of(24)
-PROMPT_CALL = "of several queries at once (prompt)"
 GROUPS = {1: {"num_attention_heads": 2}, 3: {"num_attention_heads": 6}, 4: {"num_key_value_heads": 1}}
-
-
-class Simulation:
-    """In place of a plan: every attention call by the float64 oracle, prompts dense, steps by H2O."""
-
-    def __init__(self, top_k: int = TOP_K, local_window: int | None = None) -> None:
-        self.settings: dict[str, Any] = {"top_k": top_k, "local_window": local_window}
-        self.scores: dict[int, Any] = {}  # by cache
-        self.verifying = False  # then a single query too is attended densely
-
-    def attend(
-        self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: Any
-    ) -> mx.array:
-        q, k, v = (np.array(array, np.float64) for array in (queries, keys, values))
-        L, S = q.shape[2], k.shape[2]
-        padding = np.array(cache.left_padding) if hasattr(cache, "left_padding") else None
-        sizes: dict[str, Any] = {"scale": scale, "left_padding": padding}
-        before = self.scores.get(id(cache), np.zeros((*k.shape[:2], 0)))
-        before = np.pad(before, [(0, 0), (0, 0), (0, S - before.shape[2])])
-        if L == 1 and not self.verifying:
-            out, self.scores[id(cache)] = oracle.h2o_attention(q, k, v, scores=before, **self.settings, **sizes)
-        else:
-            out = oracle.dense_attention(q, k, v, **sizes)
-            self.scores[id(cache)] = before + oracle.h2o_scores(q, k, **sizes)
-        return mx.array(out.astype(np.float32))
-
-
-@contextmanager
-def simulated(model: Any, **settings: Any) -> Any:
-    simulation = Simulation(**settings)
-    names, token = seam.bind(model), seam.active.set(simulation)
-    try:
-        yield simulation
-    finally:
-        seam.active.reset(token)
-        seam.unbind(names)
 
 
 @pytest.fixture
 def model() -> Any:
     return build()
-
-
-def run(model: Any, cache: Any, *tokens: list[int]) -> mx.array:
-    """Logits at the last position of each call, for a cache of one sequence."""
-    rows = [model(mx.array([call]), cache=cache)[:, -1] for call in tokens]
-    mx.eval(rows)
-    return mx.concatenate(rows)
-
-
-def singles(tokens: list[int]) -> list[list[int]]:
-    return [[token] for token in tokens]
-
-
-def close(a: mx.array, b: mx.array) -> bool:
-    """Float32 through a few layers."""
-    return bool((mx.abs(a - b).max() < 1e-4 * mx.abs(b).max()).item())
 
 
 def check_scores(cache: Any, simulation: Simulation) -> None:
@@ -103,9 +58,6 @@ def check_scores(cache: Any, simulation: Simulation) -> None:
         np.testing.assert_array_equal(np.isfinite(found), np.isfinite(expected))
         kept = np.isfinite(expected)
         np.testing.assert_allclose(found[kept], expected[kept], atol=1e-4)
-
-
-NEXT = prompt_of(STEPS, seed=5)
 
 
 @pytest.mark.parametrize("local_window", [None, 0, TOP_K])
@@ -320,94 +272,6 @@ def test_a_call_under_a_mask_that_cannot_be_counted_leaves_the_rest_dense(model:
         plan.end()
         run(model, cache, [3])
     assert report.dense_calls == {PROMPT_CALL: LAYERS, "with an array mask": LAYERS, UNCOUNTED: LAYERS}
-
-
-# --- Batches ---------------------------------------------------------------------------------------------------------
-
-LENGTHS = [24, 9, 17]
-PROMPTS = [prompt_of(length, seed=length) for length in LENGTHS]
-
-
-def alone(model: Any, prompt: list[int], following: list[int]) -> mx.array:
-    with simulated(model):
-        return run(model, make_prompt_cache(model), prompt, *singles(following))
-
-
-def steps(model: Any, cache: Any, rows: int, following: list[int] = NEXT) -> mx.array:
-    """Logits ``(rows, steps, vocabulary)`` of the same tokens in every row."""
-    found = [model(mx.array([[token]] * rows), cache=cache) for token in following]
-    mx.eval(found)
-    return mx.concatenate(found, axis=1)
-
-
-def test_sequences_of_one_length_are_each_as_alone(model: Any):
-    prompts = [prompt_of(24, seed=seed) for seed in range(3)]
-    with mlx_sparse.sparse(model, H2O) as report:
-        cache = make_prompt_cache(model)
-        model(mx.array(prompts), cache=cache)
-        together = steps(model, cache, 3)
-    for row, prompt in zip(together, prompts, strict=True):
-        assert close(row, alone(model, prompt, NEXT)[1:])
-    assert report.sparse_calls == LAYERS * STEPS
-
-
-def padded_batch(model: Any) -> list[Any]:
-    """Caches of a left-padded batch, its prompts processed."""
-    S = max(LENGTHS)
-    cache = [BatchKVCache([S - length for length in LENGTHS]) for _ in range(LAYERS)]
-    model(mx.array([[0] * (S - len(prompt)) + prompt for prompt in PROMPTS]), cache=cache)
-    return cache
-
-
-def test_each_row_of_a_left_padded_batch_is_that_prompt_alone(model: Any):
-    with mlx_sparse.sparse(model, H2O) as report:
-        together = steps(model, padded_batch(model), len(PROMPTS))
-    for row, prompt in zip(together, PROMPTS, strict=True):
-        assert close(row, alone(model, prompt, NEXT)[1:])
-    assert report.dense_calls == {PROMPT_CALL: LAYERS}
-    assert report.sparse_calls == LAYERS * STEPS
-
-
-def test_rows_leave_a_batch_join_it_and_are_taken_out(model: Any):
-    late = prompt_of(30, seed=30)
-    with mlx_sparse.sparse(model, H2O) as report:
-        cache = padded_batch(model)
-        steps(model, cache, 3, NEXT[:4])
-        for layer in cache:
-            layer.filter([1, 2])  # and the padding that both share goes too
-        assert cache[0].left_padding.tolist() == [8, 0]
-        steps(model, cache, 2, NEXT[4:6])
-        other = [BatchKVCache([0]) for _ in range(LAYERS)]
-        model(mx.array([late]), cache=other)
-        for layer, more in zip(cache, other, strict=True):
-            layer.extend(more)
-        together = steps(model, cache, 3, NEXT[6:9])
-        one = [layer.extract(1) for layer in cache]
-        again = [layer.merge([layer, copy.deepcopy(layer)]) for layer in one]
-        twins = steps(model, again, 2, NEXT[9:])
-    expected = [alone(model, prompt, NEXT)[1:] for prompt in PROMPTS[1:]]
-    assert close(together[0], expected[0][6:9])
-    assert close(together[1], expected[1][6:9])
-    assert close(together[2], alone(model, late, NEXT[6:9])[1:])
-    assert close(twins[0], expected[1][9:])
-    assert close(twins[1], expected[1][9:])
-    assert report.dense_calls == {PROMPT_CALL: 2 * LAYERS}
-
-
-def test_a_batch_of_mlx_lm_is_sparse_where_its_prompts_are_of_one_length_and_else_dense(model: Any):
-    tokenizer = tiny_tokenizer()
-    ragged = batch_generate(model, tokenizer, PROMPTS, max_tokens=4).texts
-    with mlx_sparse.sparse(model, H2O) as report:
-        assert batch_generate(model, tokenizer, PROMPTS, max_tokens=4).texts == ragged
-    assert report.sparse_calls == 0
-    assert report.dense_calls[UNCOUNTED] > 0
-    even = [prompt_of(24, seed=seed) for seed in range(3)]
-    with mlx_sparse.sparse(model, H2O) as report:
-        together = batch_generate(model, tokenizer, even, max_tokens=[2, 6, 4]).texts
-        for prompt, text, end in zip(even, together, [2, 6, 4], strict=True):
-            assert batch_generate(model, tokenizer, [prompt], max_tokens=end).texts == [text]
-    assert report.sparse_calls > 0
-    assert UNCOUNTED not in report.dense_calls
 
 
 # --- What it cannot serve --------------------------------------------------------------------------------------------
