@@ -8,6 +8,11 @@ from importlib.metadata import version
 from typing import Any
 
 
+def machine() -> dict[str, Any]:
+    """The machine, and the versions of what runs there."""
+    return hardware() | versions()
+
+
 def hardware() -> dict[str, Any]:
     """The machine, and the device of it that MLX uses."""
     import mlx.core as mx

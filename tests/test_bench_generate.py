@@ -100,6 +100,7 @@ def test_a_run_without_a_report_is_refused():
         (["--max-tokens", "0"], "--max-tokens: expected"),
         (["--lengths", "many"], "--lengths: expected"),
         (["-o", "pdf"], "-o: expected one of"),
+        (["--text", "no/such/file"], "--text: expected readable UTF-8 text files or one of python"),
     ],
 )
 def test_a_mistake_is_told_before_anything_runs(argv: list[str], message: str):

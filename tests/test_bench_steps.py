@@ -131,7 +131,6 @@ def test_each_form_holds_the_same_rows(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_the_plot_draws_what_was_timed(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     target = tmp_path / "speed.svg"
     printed(*SMALL, "--attn", "sparq,streaming", "--plot", str(target))
     drawn = target.read_text()

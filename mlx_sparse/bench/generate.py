@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Any
 
 from .. import forms
@@ -23,10 +22,11 @@ from ..demo.command import generate_command, run_command
 from ..demo.models import add_model_options, find_model
 from ..demo.outcome import Outcome, parse_outcome
 from ..demo.store import cache_directory
+from ..evaluate import texts
 from ..forms import Result
 from ..lm.command import loading
 from ..lm.model import select_methods
-from .output import machine
+from ..machine import machine
 from .timing import Spread
 
 ONNX = "mlx_sparse.onnx_export.exporter.bench"  # a name: mlx_sparse runs without onnx
@@ -60,13 +60,14 @@ def main(argv: Sequence[str]) -> int:
     args.max_tokens = check_int("--max-tokens", tokens if args.max_tokens is None else args.max_tokens, 1)
     lengths = [read_length(text) for text in (args.lengths or (ONNX_LENGTHS if args.onnx else LENGTHS)).split(",")]
     cache = cache_directory(args.cache_dir)
+    (source,) = texts.read([args.text], cache=cache)
     model = find_model(args.model, cache, args.accept_licence)
     before = os.getloadavg()[0]
     if args.onnx:
         run = importlib.import_module(ONNX).run
         result: Result = run(model, methods, lengths, args.max_tokens, args.repeat, args.threads, args.dtype)
     else:
-        result = measure(model, methods, lengths, args.max_tokens, args.repeat, args.text, blas.environment(cache))
+        result = measure(model, methods, lengths, args.max_tokens, args.repeat, source, blas.environment(cache))
     command = shlex.join(["mlx-sparse", "bench", "--generate", *argv])
     load = f"{before:.1f} before, {os.getloadavg()[0]:.1f} after, {os.cpu_count()} processors"
     where = machine()
@@ -102,8 +103,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--text",
         metavar="FILE",
-        type=Path,
-        help="of which the prompts are the start (default: Python's language reference)",
+        default=texts.DEFAULT,
+        help=f"the prompts are its start: a file or one of {', '.join(texts.NAMES)} (default: {texts.DEFAULT})",
     )
     parser.add_argument("--cache-dir", metavar="DIR", help="where a named model goes (default: user's cache)")
     parser.add_argument("--onnx", action="store_true", help="decode with the exported model on onnxruntime")
@@ -119,7 +120,7 @@ def measure(
     lengths: Sequence[int],
     max_tokens: int,
     repeat: int,
-    text: Path | None,
+    text: texts.Text,
     environment: dict[str, str],
 ) -> Result:
     """Rows of each length, dense attention first.
@@ -129,8 +130,7 @@ def measure(
         ArtefactError: the command fails.
     """
     encode = _encoder(model)
-    source = _read(text)
-    prompts = {S: prompt_of(source, S, encode) for S in lengths}
+    prompts = {S: prompt_of(text.text, S, encode) for S in lengths}
     rows = []
     for S, prompt in prompts.items():
         found: dict[str, list[Run]] = {name: [] for name in (DENSE, *methods)}
@@ -145,8 +145,8 @@ def measure(
                     raise ArtefactError(f"mlx_lm.generate: expected a prompt of {S} tokens, got {tokens}.")
                 runs.append(Run(outcome, _busy() - before))
         rows += [row(name, S, found[DENSE], runs, encode) for name, runs in found.items()]
-    name = text.name if text else "the language reference of Python"
-    about = f"{Path(model).name}; the start of {name}, {max_tokens} tokens generated, {repeat} turns"
+    about = f"{Path(model).name}; the start of {text.name} (SHA-256 {text.sha256[:16]})"
+    about += f", {max_tokens} tokens generated, {repeat} turns"
     return Result(rows, f"{about}; medians (quartiles).\n\n{table(rows)}")
 
 
@@ -255,12 +255,3 @@ def _encoder(model: str) -> Encode:
         return list(tokenizer.encode(text, add_special_tokens=True))
 
     return encode
-
-
-def _read(file: Path | None) -> str:
-    if file is None:
-        return "\n\n".join(topics.values())
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(f"--text: expected a file of text in UTF-8, got {file} ({error}).") from None

@@ -10,7 +10,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from ..forms import write
-from .output import machine
+from ..machine import machine
 
 RUNS = ("validated", "plain")  # pytest with Metal's validation, and without
 MOST_MESSAGES, LAST_CHARACTERS = 100, 10_000

@@ -14,7 +14,7 @@ from .. import forms
 from ..checks import ConfigError, check_int, check_local_window, check_rank, read_length, read_shape
 from ..config import SAAP, Sample, SparQ, parse, split_methods
 from ..forms import Result
-from .output import machine
+from ..machine import machine
 
 DTYPES = ("float16", "bfloat16", "float32")
 LENGTHS, SHAPES = "1k,2k,4k,8k,16k,32k,64k,128k", "32x8x128,32x32x128,9x3x64"

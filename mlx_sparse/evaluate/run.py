@@ -159,7 +159,7 @@ class _Evaluation:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
-        self.model, self.tokenizer, self.config = load_model(args.model, args.cache_dir, args.accept_licence)
+        self.model, self.tokenizer, _ = load_model(args.model, args.cache_dir, args.accept_licence)
         self.texts = texts.read(args.text, cache=cache_directory(args.cache_dir))
         tokens = encode_texts(self.tokenizer, self.texts)
         self.lengths = list(map(len, tokens))

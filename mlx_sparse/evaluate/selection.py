@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
+from .. import forms
 from ..artefact.identity import leaves
 from ..checks import ConfigError, check_int
 from ..lm.observe import Seen, observe
@@ -245,13 +246,11 @@ def _captured(weights: mx.array, indices: mx.array) -> mx.array:
 
 def table(rows: Sequence[SelectionRow]) -> str:
     """Markdown."""
-    lines = [
-        "| component score | rank | context | n | agreement | worst layer | mass | exact choice | alpha off by |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    header = ["component score", "rank", "context", "n", "agreement", "worst layer", "mass", "exact choice"]
+    lines = []
     for row in rows:
         cells = [f"`{row.component_score}`", f"{row.rank} of {row.head_dim}", f"{row.context:,}", str(row.examples)]
-        cells += [f"{row.agreement:.3f}{plus_minus(row.agreement_error, 3)}", f"{row.worst:.3f} ({row.worst_layer})"]
-        cells += [f"{row.mass:.3f}{plus_minus(row.mass_error, 3)}", f"{row.exact_mass:.3f}"]
-        lines.append("| " + " | ".join([*cells, f"{row.alpha_gap:.3f}{plus_minus(row.alpha_gap_error, 3)}"]) + " |")
-    return "\n".join(lines)
+        cells += [plus_minus(row.agreement, row.agreement_error, 3), f"{row.worst:.3f} ({row.worst_layer})"]
+        cells += [plus_minus(row.mass, row.mass_error, 3), f"{row.exact_mass:.3f}"]
+        lines.append([*cells, plus_minus(row.alpha_gap, row.alpha_gap_error, 3)])
+    return forms.table([*header, "alpha off by"], lines)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from statistics import mean
 
+from .. import forms
 from .results import Row
 
 ENDS = ["bits/byte", "Δ", "accuracy", "Δ", "matched", "agreement", "KL"]
@@ -31,8 +32,7 @@ def table(rows: Sequence[Row]) -> str:
     for prefill, header in ((False, DECODE_HEADER), (True, PREFILL_HEADER)):
         chosen = [row for row in rows if row.prefill == prefill]
         if chosen:
-            lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-            parts.append("\n".join([*lines, *("| " + " | ".join(_cells(row)) + " |" for row in chosen)]))
+            parts.append(forms.table(header, map(_cells, chosen)))
     notes = [note for row in rows if (note := remark(row))]
     return "\n\n".join([*parts, *notes])
 
@@ -50,19 +50,20 @@ def _cells(row: Row) -> list[str]:
     mean, delta, error = row.mean, row.delta, row.error
     cells = [row.task, f"{row.context:,}", f"`{row.attn}`" + _mark(row)]
     cells += _prompt_cells(row) if row.prefill else _step_cells(row)
-    cells += [f"{mean.bits:.4f}", f"{delta.bits:+.4f}{plus_minus(error.bits, 4)}"]
-    cells += [f"{mean.accuracy:.3f}", f"{delta.accuracy:+.3f}{plus_minus(error.accuracy, 3)}"]
-    cells.append(f"{mean.matched:.0f}{plus_minus(row.mean_error.matched, 0)}")
-    return [*cells, f"{mean.agreement:.3f}{plus_minus(error.agreement, 3)}", f"{mean.kl:.4f}{plus_minus(error.kl, 4)}"]
+    cells += [f"{mean.bits:.4f}", plus_minus(delta.bits, error.bits, 4, signed=True)]
+    cells += [f"{mean.accuracy:.3f}", plus_minus(delta.accuracy, error.accuracy, 3, signed=True)]
+    cells.append(plus_minus(mean.matched, row.mean_error.matched, 0))
+    return [*cells, plus_minus(mean.agreement, error.agreement, 3), plus_minus(mean.kl, error.kl, 4)]
 
 
 def _mark(row: Row) -> str:
     return {"partly": f" (sparse: {row.sparse_share:.0%})", "fell back": " (ran densely)"}.get(row.served, "")
 
 
-def plus_minus(error: float, digits: int) -> str:
-    """A standard error where several examples give one."""
-    return "" if math.isnan(error) else f" ± {error:.{digits}f}"
+def plus_minus(value: float, error: float, digits: int, *, signed: bool = False) -> str:
+    """A mean, and its standard error where several examples give one."""
+    text = f"{value:+.{digits}f}" if signed else f"{value:.{digits}f}"
+    return text if math.isnan(error) else f"{text} ± {error:.{digits}f}"
 
 
 def _step_cells(row: Row) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from xml.etree.ElementTree import Element
 
 from ..results import Row
+from ..table import plus_minus
 from .markup import Child, table, tag
 from .quality import of_prompt
 from .style import clean
@@ -54,12 +54,6 @@ def tables(rows: Sequence[Row], task: str) -> list[tuple[str, Element]]:
             cells = [(row.served.replace(" ", "-"), [of(row) for _, of in columns]) for row in chosen]
             found.append((caption, table([name for name, _ in columns], cells)))
     return found
-
-
-def plus_minus(value: float, error: float, digits: int, *, signed: bool = False) -> str:
-    """A mean, and its standard error where several examples give one."""
-    text = f"{value:+.{digits}f}" if signed else f"{value:.{digits}f}"
-    return text if math.isnan(error) else f"{text} ± {error:.{digits}f}"
 
 
 def ran(row: Row) -> str:
