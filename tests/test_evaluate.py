@@ -310,6 +310,10 @@ def test_tokens_that_the_model_rules_out_add_nothing_to_the_divergence() -> None
 def test_layers_and_stages_that_a_method_does_not_serve_did_not_fall_back() -> None:
     (_, row) = run([Steps(build(), Words(), [Example(TOKENS[:200], TOKENS[200:203])], 128)], SPARSE_SAMPLE)
     assert (row.served, row.sparse_calls, row.dense_calls) == ("sparse", 2 * 2, 0)
+    header, _, line = ([cell.strip() for cell in line.split("|")] for line in table([row]).splitlines())
+    cells = dict(zip(header, line, strict=True))
+    assert cells["counted"] == "", "its steps are dense attention's"
+    assert cells["density"] == f"{np.mean(row.density):.3f}"
     sliding = Steps(build("gemma3_text"), Words(), [Example(TOKENS[:50], TOKENS[50:53])], 512)
     (_, row) = run([sliding], "sparq:rank=4,top_k=8")
     assert (row.served, row.dense_calls, row.dense_reasons) == ("sparse", 0, {})
@@ -320,7 +324,7 @@ def test_layers_and_stages_that_a_method_does_not_serve_did_not_fall_back() -> N
     [
         {"outcome": {}},
         {"outcome": {"bits": math.nan, "accuracy": 0, "agreement": 0, "kl": 0, "matched": 0, "exact": 0}},
-        {"density": [[0.1], [0.1, 0.2]]},
+        {"density": [[0.1], []]},
         {"density": [[2]]},
         {"density": 3},
         {"mass": [0.1]},

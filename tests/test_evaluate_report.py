@@ -122,6 +122,11 @@ def test_the_density_map_shows_every_head() -> None:
     assert report.draw_density(DECODE) is None
 
 
+def test_layers_of_the_density_map_may_have_different_numbers_of_heads() -> None:
+    drawn = report.draw_density([replace(PROMPT[0], density=[[0.1], [0.2, 0.3]])]).axes[0].images[0].get_array()
+    assert drawn.filled(-1).tolist() == [[0.1, -1], [0.2, 0.3]]
+
+
 def test_agreement_is_drawn_for_both_component_scores() -> None:
     agreement, mass, gap = report.draw_agreement(SELECTION).axes
     for score in ("query", "query_key"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -12,7 +13,7 @@ import pytest
 from tiny_models import build, prompt_of
 
 from mlx_sparse import oracle
-from mlx_sparse.checks import ConfigError
+from mlx_sparse.checks import ArtefactError, ConfigError
 from mlx_sparse.evaluate import selection
 from mlx_sparse.evaluate.selection import QUERIES, SelectionRow
 
@@ -137,6 +138,40 @@ def test_a_prompt_in_several_calls_of_the_model_gives_the_figures_of_one(
     for key, row in rows_of(build()).items():
         assert row.agreement == pytest.approx(rows[key].agreement, abs=1e-3)
         assert row.alpha_gap == pytest.approx(rows[key].alpha_gap, abs=1e-4)
+
+
+def test_texts_that_were_measured_are_not_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: dict[tuple[str, int], SelectionRow]
+):
+    kept = {"out": tmp_path, "key": "model and text"}
+    measure, calls = selection._measure, []
+
+    def interrupted(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return measure(*arguments)
+
+    monkeypatch.setattr(selection, "_measure", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        rows_of(build(), **kept)
+    assert rows_of(build(), **kept) == rows
+    assert len(calls) == 4
+    assert rows_of(build(), **kept) == rows
+    assert len(calls) == 4
+    assert rows_of(build(), **kept, top_k=TOP_K + 1) != rows
+
+
+@pytest.mark.parametrize("figures", [[], [[[0.5] * 4]], [[[0.5] * 4] * 8] * 3, [[["a"] * 4] * 8] * 2, 3], ids=str)
+def test_figures_that_were_not_written_here_are_refused(tmp_path: Path, figures: Any):
+    rows_of(build(), out=tmp_path, limit=1)
+    path = tmp_path / selection.KEPT
+    header, line = path.read_text().splitlines()
+    path.write_text("\n".join([header, json.dumps(json.loads(line) | {"result": {"figures": figures}}), ""]))
+    with pytest.raises(
+        ArtefactError, match=r"expected the results of an interrupted run of this command, got a damaged"
+    ):
+        rows_of(build(), out=tmp_path, limit=1)
 
 
 def test_the_table_has_a_line_for_each_choice(rows: dict[tuple[str, int], SelectionRow]):

@@ -112,7 +112,7 @@ def read_prompt(found: Mapping[str, Any]) -> dict[str, Any]:
         number(selectivity, 0, 1)
     density = [[number(head, 0, 1) for head in layer] for layer in found["density"]]
     mass = [number(value, 0, 2) for value in found["mass"]]
-    if len({len(layer) for layer in density}) > 1 or len(mass) not in (0, 3):
+    if not all(density) or len(mass) not in (0, 3):
         raise ValueError(found)
     return {"selectivity": selectivity, "density": density, "mass": mass, "sampled": number(found["sampled"], 0, 1)}
 
@@ -178,6 +178,11 @@ class Row:
         if not self.sparse_calls:
             return "fell back"
         return "partly" if self.dense_calls else "sparse"
+
+    @property
+    def of_prompt(self) -> bool:
+        """Whether the method made the prompt alone cheaper, and not the steps after it."""
+        return self.prefill or (bool(self.density) and self.compression == 1)
 
     @property
     def sparse_share(self) -> float:

@@ -116,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
         "--out",
         metavar="DIR",
         type=Path,
-        help="write results.jsonl, pictures and report.html there, and keep every result in trials.jsonl as it comes: "
+        help="write results.jsonl, pictures and report.html there, and keep every result there as it comes: "
         "the same command goes on where it stopped",
     )
     parser.add_argument("--cache-dir", metavar="DIR", help="where the default model goes (default: user's cache)")
@@ -165,8 +165,8 @@ class _Evaluation:
         self.lengths = list(map(len, tokens))
         self.tokens = [token for of_text in tokens for token in of_text]
         self.D = head_dim(self.model)
-        key = fingerprint(self.model, self.tokens, args.limit, args.seed, args.prefill_step_size, args.batch)
-        self.journal = Journal(args.out and args.out / "trials.jsonl", "eval", key, Trial.read)
+        self.key = fingerprint(self.model, self.tokens, args.limit, args.seed, args.prefill_step_size, args.batch)
+        self.journal = Journal(args.out and args.out / "trials.jsonl", "eval", self.key, Trial.read)
 
     def rows(self) -> Iterator[Row]:
         """Of all contexts and tasks."""
@@ -225,12 +225,11 @@ class _Evaluation:
     def choices(self) -> Iterator[SelectionRow]:
         """How well approximate choices of keys agree with exact ones, if that is asked for."""
         if AGREEMENT in self.args.tasks:
-            first = opening(self.tokenizer)
             args = self.args
+            asked: dict[str, Any] = {"limit": args.limit, "seed": args.seed, "opening": opening(self.tokenizer)}
             for context in args.context:
-                yield from compare_choices(
-                    self.model, self.tokens, context=context, limit=args.limit, seed=args.seed, opening=first
-                )
+                kept = {"out": args.out, "key": self.key}
+                yield from compare_choices(self.model, self.tokens, context=context, **asked, **kept)
 
     def facts(self) -> dict[str, Any]:
         """What the figures belong to."""

@@ -6,6 +6,8 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -21,6 +23,7 @@ from ..lm.rope import Recorder
 from ..ops.baselines import exact_weights
 from ..ops.select import top_k_select
 from ..ops.sparq import deviation, sparq_select
+from .journal import Journal, fields, number
 from .table import plus_minus
 from .tasks.base import starts
 
@@ -32,6 +35,8 @@ QUERIES = 64  # the last ones of a text: each is the query of a decode step
 STEP = 512  # tokens that the model sees at a time
 CHUNK = 1 << 24  # elements of the keys that queries are compared with at a time
 AGREEMENT, MASS, EXACT_MASS, ALPHA_GAP = range(4)  # what is measured of a choice, along the last axis
+FIGURES = 4
+KEPT = "choices.jsonl"
 
 
 @dataclass(frozen=True)
@@ -86,6 +91,8 @@ def run(
     ranks: Sequence[int] = RANKS,
     top_k: int = 128,
     opening: Sequence[int] = (),
+    out: Path | None = None,
+    key: str = "",
 ) -> list[SelectionRow]:
     """Compare SparQ's choices with the exact one at the last `QUERIES` tokens of ``limit`` texts.
 
@@ -95,9 +102,11 @@ def run(
         context: tokens of each, with ``opening``.
         ranks: those above the model's head dim are left out.
         opening: tokens that the model expects before a text.
+        out: the folder whose `KEPT` keeps the figures of every text as they come; ``key`` stands for model and text.
 
     Raises:
         ConfigError: there is too little text, the context is too short, or no layer has a plain KV cache.
+        ArtefactError: `KEPT` is damaged, or another command's.
     """
     from tqdm import tqdm
 
@@ -108,14 +117,28 @@ def run(
     layers, head_dim = sorted(sizes), min(sizes.values())
     choices = [(score, rank) for score in SCORES for rank in ranks if rank <= head_dim]
     places = starts(tokens, context - len(opening), limit, random.Random(seed))
-    figures = []
+    read = partial(_read, shape=(len(layers), len(choices), FIGURES))
+    journal, figures = Journal(out and out / KEPT, "eval top_k_agreement", key, read), []
     with tqdm(total=limit * context, unit="token", desc="top_k_agreement", delay=2, disable=None) as progress:
         for start in places:
             text = [*opening, *tokens[start : start + context - len(opening)]]
-            found = _measure(model, text, layers, choices, top_k, progress)
-            figures.append([found[layer] for layer in layers])
+            name = f"{context}/{start}/{[*opening]}/{top_k}/{choices}"
+            if name not in journal.results:
+                found = _measure(model, text, layers, choices, top_k, progress)
+                of_text = np.array([found[layer] for layer in layers])
+                journal.add(name, of_text, {"figures": of_text.tolist()})
+            figures.append(journal.results[name])
     # (texts, layers, choices, figures)
     return _rows(np.array(figures), choices, layers, head_dim=head_dim, top_k=top_k, context=context)
+
+
+def _read(data: Any, shape: tuple[int, ...]) -> Array:
+    """Figures ``(layers, choices, figures)`` of a text from JSON data; raise `ValueError` if they are none."""
+    (figures,) = fields(data, "figures")
+    found = np.array([[[number(value, 0, 2) for value in choice] for choice in layer] for layer in figures])
+    if found.shape != shape:
+        raise ValueError(data)
+    return found
 
 
 def _rows(
@@ -177,7 +200,7 @@ def _measure(
 ) -> dict[int, Array]:
     """By layer ``(choices, figures)``: means over the last queries of one text, which runs densely."""
     caches = make_prompt_cache(model)
-    found = {layer: np.zeros((len(choices), 4)) for layer in layers}
+    found = {layer: np.zeros((len(choices), FIGURES)) for layer in layers}
 
     def visit(seen: Seen) -> None:
         if seen.layer not in found:
@@ -200,7 +223,7 @@ def _measure(
 def _compare(queries: mx.array, keys: mx.array, scale: float, choices: Sequence[tuple[str, int]], top_k: int) -> Array:
     """Figures of the last ``n`` queries ``(1, Hq, n, D)`` over ``keys (1, Hkv, S, D)``, summed over the queries."""
     n, S = queries.shape[2], keys.shape[2]
-    total = np.zeros((len(choices), 4))
+    total = np.zeros((len(choices), FIGURES))
     step = max(1, CHUNK // keys.size)
     for first in range(0, n, step):
         # A batch of decode steps, each over the keys up to its own, which come last.

@@ -10,7 +10,7 @@ from .. import forms
 from .results import Row
 
 ENDS = ["bits/byte", "Δ", "accuracy", "Δ", "matched", "agreement", "KL"]
-DECODE_HEADER = ["task", "context", "method", "budget", "n", "bytes by formula", "counted", "selectivity", *ENDS]
+DECODE_HEADER = ["task", "context", "method", "budget", "n", "bytes by formula", "counted", "selectivity", "density"]
 PREFILL_HEADER = [
     "task",
     "context",
@@ -29,7 +29,7 @@ PREFILL_HEADER = [
 def table(rows: Sequence[Row]) -> str:
     """Markdown: a table of the steps after a prompt, one of prompts, or both."""
     parts = []
-    for prefill, header in ((False, DECODE_HEADER), (True, PREFILL_HEADER)):
+    for prefill, header in ((False, [*DECODE_HEADER, *ENDS]), (True, PREFILL_HEADER)):
         chosen = [row for row in rows if row.prefill == prefill]
         if chosen:
             parts.append(forms.table(header, map(_cells, chosen)))
@@ -69,7 +69,9 @@ def plus_minus(value: float, error: float, digits: int, *, signed: bool = False)
 def _step_cells(row: Row) -> list[str]:
     formula = "" if row.formula is None else f"{row.formula:.3f}"
     selectivity = "" if row.selectivity is None else f"{row.selectivity:.3f}"
-    return [row.budget or "", str(row.examples), formula, f"{row.compression:.3f}", selectivity]
+    counted = "" if row.of_prompt else f"{row.compression:.3f}"
+    density = f"{mean(map(mean, row.density)):.3f}" if row.density else ""
+    return [row.budget or "", str(row.examples), formula, counted, selectivity, density]
 
 
 def _prompt_cells(row: Row) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import isnan
+from math import isnan, nan
 from typing import TYPE_CHECKING, Any
 
 from ..results import Depth, Row
@@ -59,7 +59,9 @@ def draw_density(rows: Sequence[Row]) -> Figure | None:
     shown = panels[:MOST_PANELS]
     sheet = style.Sheet("Density: what each head attends of a sparse prompt", len(shown), SIZE, across=4)
     for ax, row in zip(sheet.axes, shown, strict=True):
-        image = ax.imshow(row.density, vmin=0, vmax=1, aspect="auto", interpolation="none", cmap="viridis")
+        most = max(map(len, row.density))  # layers may have different numbers of heads
+        cells = [[*heads, *[nan] * (most - len(heads))] for heads in row.density]
+        image = ax.imshow(cells, vmin=0, vmax=1, aspect="auto", interpolation="none", cmap="viridis")
         ax.set_title(f"{style.clean(row.method, LONGEST)}\n{row.task}, {row.context:,} tokens", fontsize=8)
         ax.set_xlabel("query head")
         ax.set_ylabel("layer")

@@ -79,14 +79,9 @@ def drawn(row: Row) -> bool:
     return row.served in ("sparse", "partly") and (row.task != MASS or bool(row.mass))
 
 
-def of_prompt(row: Row) -> bool:
-    """Whether the method made the prompt alone cheaper, and not the steps after it."""
-    return row.prefill or (bool(row.density) and row.compression == 1)
-
-
 def share(row: Row) -> float:
     """What the method read, or attended, over what dense attention does."""
-    if not of_prompt(row):
+    if not row.of_prompt:
         return row.compression
     heads = [head for layer in row.density for head in layer]
     return sum(heads) / len(heads) if heads else 1.0
@@ -101,7 +96,7 @@ def _panels(rows: Sequence[Row]) -> list[Panel]:
     dense = {(row.context, row.prefill): row for row in rows if row.served == "dense"}
     groups: dict[tuple[bool, int, bool], list[Row]] = {}
     for row in filter(drawn, rows):
-        groups.setdefault((of_prompt(row), row.context, row.prefill), []).append(row)
+        groups.setdefault((row.of_prompt, row.context, row.prefill), []).append(row)
     return [
         Panel(context, prompt, groups[prompt, context, prefill], dense.get((context, prefill)))
         for prompt, context, prefill in sorted(groups)

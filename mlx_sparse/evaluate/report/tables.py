@@ -12,7 +12,6 @@ from xml.etree.ElementTree import Element
 from ..results import Row
 from ..table import plus_minus
 from .markup import Child, table, tag
-from .quality import of_prompt
 from .style import clean
 from .words import BITS, MASS
 
@@ -92,7 +91,7 @@ def _steps(rows: Sequence[Row]) -> list[Column]:
     """What a step read; density too where a method ran the prompt, selectivity where there are buckets."""
     columns: list[Column] = [
         ("bytes by formula", lambda row: "" if row.formula is None else f"{row.formula:.3f}"),
-        ("bytes counted", lambda row: "" if of_prompt(row) else f"{row.compression:.3f}"),
+        ("bytes counted", lambda row: "" if row.of_prompt else f"{row.compression:.3f}"),
     ]
     if any(row.selectivity is not None for row in rows):
         columns.append(("selectivity", lambda row: "" if row.selectivity is None else f"{row.selectivity:.3f}"))
