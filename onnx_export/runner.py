@@ -45,6 +45,7 @@ class Runner:
 
     Attributes:
         length: tokens so far, padding included.
+        caches: what the runtime reads and appends to, in memory that it shares, by the name of the graph's input.
         max_length: tokens that fit.
         native: whether the native kernels run.
         eos: tokens that end a text.
@@ -75,17 +76,14 @@ class Runner:
         self.native = ours and native == "auto" and kernels.unavailable() is None
 
         self._binding = self._session.io_binding()
-        self._caches: list[Array] = []  # the runtime shares their memory
-        self._sums: list[Array] = []
+        self.caches: dict[str, Array] = {}
         for name, (dtype, shape) in states.items():
             assert dtype is not None  # or _states had refused it
             array = self._zeros((self.batch, *shape[1:]), dtype)
             value = memory.ort_value(array)
             self._binding.bind_ortvalue_input(name, value)
             self._binding.bind_ortvalue_output(_present(name), value)  # one buffer: appended to in place
-            self._caches.append(array)
-            if name.startswith("past_sums."):
-                self._sums.append(array)
+            self.caches[name] = array
         first = self._capacity if self._fixed else min(MASK_STEP, self._capacity)
         self._mask = self._bound_input("attention_mask", (self.batch, first))
         self._logits = self._zeros((self.batch, 1, vocabulary), np.float32)
@@ -97,8 +95,21 @@ class Runner:
         """Forget all tokens. The caches need no clearing: what is not masked is never read."""
         self.length = 0
         self._mask[:] = 0
-        for array in self._sums:
-            array[:] = 0
+        for name, array in self.caches.items():
+            if name.startswith("past_sums."):
+                array[:] = 0
+
+    def go_on_from(self, length: int) -> None:
+        """Take what was written into `caches` for ``length`` tokens, none of them padding.
+
+        Raises:
+            ConfigError: they do not fit.
+        """
+        check_int("length", length, 1, self.max_length)
+        wanted = self._capacity if self._fixed else min(-(-length // MASK_STEP) * MASK_STEP, self._capacity)
+        self._mask = self._bound_input("attention_mask", (self.batch, wanted))
+        self._mask[:, :length] = 1
+        self.length = length
 
     def step(self, tokens: npt.ArrayLike, left_padding: Sequence[int] | None = None) -> Array:
         """Append ``tokens (batch, L)`` and return the logits ``(batch, vocabulary)`` of the last, until the next step.

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_models
-from exported import artefact
-from mlx_sparse.onnx_export import native
+from exported import artefact, exported
+from mlx_sparse.onnx_export import Runner, native
 from mlx_sparse.onnx_export.exporter import bench as onnx_generate
 from mlx_sparse.onnx_export.exporter.bench import Turns
 from require import absent
@@ -21,6 +21,7 @@ from mlx_sparse.bench import generate
 from mlx_sparse.checks import ConfigError
 
 SPARQ = "sparq:rank=4,top_k=16,dense_below=64"
+ROBUST = SPARQ + ",component_score=query_key,reallocate=true"
 LENGTHS, TOKENS, TURNS = (40, 300), 3, 2
 
 
@@ -66,6 +67,20 @@ def test_the_model_itself_is_left_as_it_is(model: Path, tmp_path: Path):
     assert (model / "config.json").read_bytes() == before
 
 
+def test_caches_hold_what_a_prompt_leaves_there(model: Path):
+    """The same keys in both layouts, and their sums."""
+    folder, prompt = exported(ROBUST), tiny_models.prompt_of(100)
+    runner = Runner(folder, native="off")
+    runner.prefill(prompt)
+    layers = list(onnx_generate._sparq_caches(SimpleNamespace(folder=folder), runner.caches))
+    assert len(layers) == 2
+    for keys, keys_t, values, sums, lanes in layers:
+        written = onnx_generate._component_major(keys, lanes)
+        assert np.array_equal(keys_t, written) and not np.array_equal(keys, written)
+        expected = onnx_generate._sums_of(keys[:, :, : len(prompt)], values[:, :, : len(prompt)])
+        np.testing.assert_allclose(sums, expected, rtol=1e-5, atol=1e-4)  # float32 sums
+
+
 def test_a_step_that_is_wrong_gets_no_speed():
     file = SimpleNamespace(method="sparq:rank=4", sparse_from=10)
     right = Turns(np.array([[[1.0, -4.0]], [[2.0, 3.0]]]), [10.0, 20.0], [20.0, 20.0])
@@ -77,8 +92,9 @@ def test_a_step_that_is_wrong_gets_no_speed():
     assert "| wrong |" in onnx_generate.table([row]) and "differ" in onnx_generate.table([row])
     dense = onnx_generate.row(file, "dense", "native", 99, 1, found)
     assert not dense["failed"] and dense["generation"] == 15
-    on_the_edge = np.array([[[1.1, -4.0]], [[2.0, 3.0]]])  # after one of the tokens
-    found["sparq", "native", 99] = replace(right, logits=on_the_edge)
+    found["sparq", "native", 99] = replace(right, logits=np.array([[[1.1, -4.0]], [[2.0, 3.0]]]))
+    assert onnx_generate.row(file, "sparq", "bodies", 99, 1, found)["failed"], "wrong after one of the tokens"
+    found["sparq", "native", 99] = right
     row = onnx_generate.row(file, "sparq", "bodies", 99, 1, found)
     assert (row["generation"], row["generation_ratio"], row["error"]) == (25, 1.75, 0)
     assert row["busy_ratio"] == 1

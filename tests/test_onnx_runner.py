@@ -68,6 +68,22 @@ def test_after_a_reset_nothing_is_left(method: str) -> None:
 
 
 @by_method
+def test_a_copy_of_the_caches_goes_on_as_they_do(method: str) -> None:
+    model, other = Runner(exported(method)), Runner(exported(method))
+    model.prefill(PROMPT)
+    other.step([[9]])
+    for name, array in model.caches.items():
+        other.caches[name][...] = array
+    other.go_on_from(len(PROMPT))
+    for token in (5, 7):
+        assert np.array_equal(other.step([[token]]), model.step([[token]]))
+    for length in (0, other.max_length + 1):
+        with pytest.raises(ConfigError, match=r"^length: expected an integer "):
+            other.go_on_from(length)
+    assert other.length == len(PROMPT) + 2
+
+
+@by_method
 def test_padded_rows_say_what_each_says_alone(method: str) -> None:
     prompts = [tiny_models.prompt_of(n, seed=n) for n in (60, 45)]
     padded = [prompts[0], [tiny_models.EOS] * 15 + prompts[1]]
