@@ -84,7 +84,7 @@ def test_the_command_prints_one_json_line_for_each_row(
     assert "<html" in (tmp_path / "results" / "report.html").read_text()
     again = run(*options)
     assert again.stdout.count("| `dense` |") == 4
-    assert again.stdout.count("| density |") == 1
+    assert again.stdout.count("| density | of layers |") == 1
     short = run("--methods", "sparq:rank=4", "--tasks", "bits_per_byte", "--limit", "4", "--text", str(text))
     assert short.returncode == 2
     assert short.stderr.strip().splitlines()[-1].startswith("mlx-sparse: error: --limit: expected 4 x 1,152 tokens")
