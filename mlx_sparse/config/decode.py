@@ -44,11 +44,11 @@ class SparQ(MethodConfig):
     """SparQ decoding (docs/spec/sparq.md).
 
     What "auto" means: ``dense_below``, the number of keys below which attention stays dense, is ``16 * top_k`` with the
-    `ops` backend, from where on no shape was slower (docs/results/ops.md), `pays_from` with kernels on a GPU, and none
-    for a ``top_k`` below the default, which is for experiments on short texts; ``component_score`` is
-    ``"query_key"`` for models with q/k-norm, whose channels learn scales of their own, and ``"query"``, the paper's,
-    otherwise; ``reallocate`` is on for one query head per KV head and off otherwise, and off in models with
-    ``"query_key"``, whose estimate of the attended mass is too low to mix by (docs/results/gemma3.md).
+    `ops` backend, about where it begins to pay (docs/results/ops.md), `pays_from` with kernels on a GPU, and none for a
+    ``top_k`` below the default, which is for experiments on short texts; ``component_score`` is ``"query_key"`` for
+    models with q/k-norm, whose channels learn scales of their own, and ``"query"``, the paper's, otherwise;
+    ``reallocate`` is on for one query head per KV head and off otherwise, and off in models with ``"query_key"``, whose
+    estimate of the attended mass is too low to mix by (docs/results/gemma3.md).
     """
 
     name: ClassVar[str] = "sparq"
