@@ -194,6 +194,13 @@ def test_what_cannot_be_measured_is_refused(options: dict[str, int], message: st
         rows_of(build(), **options)
 
 
+def test_attention_that_is_no_number_is_refused(tmp_path: Path):
+    model = build()
+    model.model.layers[1].self_attn.q_proj.weight *= mx.array(math.nan)
+    with pytest.raises(ConfigError, match=r"^--model: expected attention of finite numbers, got others\.$"):
+        rows_of(model, out=tmp_path, limit=1)
+
+
 def test_a_model_without_plain_caches_is_refused():
     with pytest.raises(ConfigError, match=r"^--model: expected an attention layer with a plain KV cache, got none\.$"):
         rows_of(build("mamba"))

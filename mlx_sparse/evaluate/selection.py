@@ -105,7 +105,8 @@ def run(
         out: the folder whose `KEPT` keeps the figures of every text as they come; ``key`` stands for model and text.
 
     Raises:
-        ConfigError: there is too little text, the context is too short, or no layer has a plain KV cache.
+        ConfigError: there is too little text, the context is too short, no layer has a plain KV cache, or attention is
+            not finite.
         ArtefactError: `KEPT` is damaged, or another command's.
     """
     from tqdm import tqdm
@@ -126,6 +127,8 @@ def run(
             if name not in journal.results:
                 found = _measure(model, text, layers, choices, top_k, progress)
                 of_text = np.array([found[layer] for layer in layers])
+                if not np.isfinite(of_text).all():
+                    raise ConfigError("--model: expected attention of finite numbers, got others.")
                 journal.add(name, of_text, {"figures": of_text.tolist()})
             figures.append(journal.results[name])
     # (texts, layers, choices, figures)
