@@ -161,7 +161,7 @@ class SparseCache:
         return self.keys[..., :S, :], self.values[..., :S, :], {}
 
     def _sparq_parameters(self, config: SparQ, G: int, S: int) -> dict[str, Any]:
-        reallocate = G == 1 if config.reallocate == "auto" else bool(config.reallocate)
+        reallocate = config.reallocates(G)
         weighted = config.component_score == "query_key"
         side = self._side = self._side or SideBuffers()
         side.extend(self, S, mean=reallocate, spread=weighted)

@@ -81,6 +81,17 @@ def test_caches_hold_what_a_prompt_leaves_there(model: Path):
         np.testing.assert_allclose(sums, expected, rtol=1e-5, atol=1e-4)  # float32 sums
 
 
+def test_random_caches_are_such_as_a_prompt_could_have_left():
+    file = SimpleNamespace(folder=exported(ROBUST), max_length=256)
+    decoder = onnx_generate.Decoder(file, ROBUST, "off", 1)
+    for S in (100, 200, 100):
+        decoder.first(S, 5)
+        for keys, keys_t, values, sums, lanes in onnx_generate._sparq_caches(file, decoder.runner.caches):
+            assert np.array_equal(keys_t, onnx_generate._component_major(keys, lanes))
+            expected = onnx_generate._sums_of(keys[:, :, : S + 1], values[:, :, : S + 1])
+            np.testing.assert_allclose(sums, expected, rtol=1e-5, atol=1e-4)
+
+
 def test_a_step_that_is_wrong_gets_no_speed():
     file = SimpleNamespace(method="sparq:rank=4", sparse_from=10)
     right = Turns(np.array([[[1.0, -4.0]], [[2.0, 3.0]]]), [10.0, 20.0], [20.0, 20.0])

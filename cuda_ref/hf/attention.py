@@ -126,7 +126,7 @@ def _sparse(
 
 
 def _reallocates(config: SparQ, query: torch.Tensor, key: torch.Tensor) -> bool:
-    return query.shape[1] == key.shape[1] if config.reallocate == "auto" else bool(config.reallocate)
+    return config.reallocates(query.shape[1] // key.shape[1])
 
 
 def _resolve(cache: SparQCache, module: torch.nn.Module) -> SparQ:

@@ -102,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--repeat", metavar="N", type=int, default=REPEAT, help=f"turns (default: {REPEAT})")
     parser.add_argument(
         "--text",
-        metavar="FILE",
+        metavar="TEXT",
         default=texts.DEFAULT,
         help=f"the prompts are its start: a file or one of {', '.join(texts.NAMES)} (default: {texts.DEFAULT})",
     )

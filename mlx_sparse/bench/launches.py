@@ -55,7 +55,7 @@ class Launch:
 
 def sparq_launches(shape: Shape, S: int, config: SparQ) -> list[Launch]:
     """A step of SparQ over ``S`` keys, with what the cache does for it."""
-    reallocate = shape.G == 1 if config.reallocate == "auto" else bool(config.reallocate)
+    reallocate = config.reallocates(shape.G)
     weighted = config.component_score == "query_key"
     return [
         *_side(shape, S, SIDE_LAUNCHES[weighted, reallocate]),

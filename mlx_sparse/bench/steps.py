@@ -88,8 +88,7 @@ class DecodeStep:
     def _counts_the_rest(self) -> bool:
         """Whether the result depends on the attention that is left for keys that are not chosen."""
         if isinstance(self.config, SparQ):
-            auto = self.shape.G == 1
-            return auto if self.config.reallocate == "auto" else bool(self.config.reallocate)
+            return self.config.reallocates(self.shape.G)
         return isinstance(self.config, FlexGen)
 
     def _random(self, B: int, S: int, dtype: mx.Dtype) -> tuple[mx.array, SparseKVCache]:

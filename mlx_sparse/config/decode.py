@@ -88,6 +88,10 @@ class SparQ(MethodConfig):
         mixes = False if score == "query_key" and self.reallocate == "auto" else self.reallocate
         return dataclasses.replace(self, component_score=score, reallocate=mixes)
 
+    def reallocates(self, G: int) -> bool:
+        """Whether a layer of ``G`` query heads per KV head mixes in the mean value (sparq.9)."""
+        return G == 1 if self.reallocate == "auto" else bool(self.reallocate)
+
     @property
     def attended(self) -> int:
         return self.top_k

@@ -34,8 +34,8 @@ SCORES = ("query", "query_key")
 QUERIES = 64  # the last ones of a text: each is the query of a decode step
 STEP = 512  # tokens that the model sees at a time
 CHUNK = 1 << 24  # elements of the keys that queries are compared with at a time
-AGREEMENT, MASS, EXACT_MASS, ALPHA_GAP = range(4)  # what is measured of a choice, along the last axis
-FIGURES = 4
+FIGURES = 4  # what is measured of a choice, along the last axis
+AGREEMENT, MASS, EXACT_MASS, ALPHA_GAP = range(FIGURES)
 KEPT = "choices.jsonl"
 
 

@@ -287,6 +287,5 @@ def _counted(cache: SparseCache, length: int) -> bool:
 def _serves_sinks(config: MethodConfig, queries: mx.array, keys: mx.array) -> bool:
     """Whether a sink's share can be told from the log-sum-exp of the attended keys, and is all that is asked for."""
     if isinstance(config, SparQ):
-        auto = queries.shape[1] == keys.shape[1]
-        return not (auto if config.reallocate == "auto" else config.reallocate)
+        return not config.reallocates(queries.shape[1] // keys.shape[1])
     return not isinstance(config, FlexGen | H2O)

@@ -218,7 +218,6 @@ def settle(config: MethodConfig, model: Any, *, branches: bool = True, index: In
     if not isinstance(config, SparQ):
         return config
     args = model.args
-    same = args.num_attention_heads == args.num_key_value_heads
     D = head_dim(model.layers[0].self_attn)
     check_rank(config.rank, D)
     resolved = resolve(config, model)
@@ -226,7 +225,7 @@ def settle(config: MethodConfig, model: Any, *, branches: bool = True, index: In
     return dataclasses.replace(
         resolved,
         local_window=check_local_window(config.local_window, config.top_k),
-        reallocate=same if resolved.reallocate == "auto" else resolved.reallocate,
+        reallocate=resolved.reallocates(args.num_attention_heads // args.num_key_value_heads),
         dense_below=dense_below(config, D) if branches else config.top_k + 1,
     )
 
