@@ -1,0 +1,307 @@
+"""One attention call of a model against the float64 oracle: what it chose, and what it made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import mlx.core as mx
+import numpy as np
+from cases import Array, assert_same_choice, plain_attention, plain_reallocation, plain_scores, row_sum, ulp
+from sample_cases import SampleCase, attended, kept_for_sure, logit_error, plain_blocks_attention
+
+from mlx_sparse import oracle
+from mlx_sparse.config import H2O, SAAP, FlexGen, MethodConfig, OracleTopK, Prefill, Sample, SparQ, Streaming
+from mlx_sparse.config.prefill import MInference
+from mlx_sparse.layout import MINFERENCE_ROWS
+from mlx_sparse.oracle.sparq import masked_mean
+
+# Sums of float32 may be taken in any order: so many give the error that a plain computation may have.
+ORDERS = 16
+
+
+@dataclass
+class Call:
+    """One attention call of a layer: what it was given, what it chose, and what it gave.
+
+    Attributes:
+        layer: the place of its cache.
+        config: its method; None where the model is not enabled.
+        arrays: queries, keys and values.
+        padding: ``(B,)`` first valid key of each row, or None.
+        out: None where it was dense.
+        chosen: what the method was seen to choose, in the form that the method has.
+        allowed: how far ``out`` may be off; before that is known, how far mixing in the mean value may bring it.
+        ties, unchecked: choices that float32 may make otherwise, and that cannot be compared.
+    """
+
+    layer: int
+    config: MethodConfig | None
+    arrays: tuple[Any, ...]
+    padding: Any
+    scale: float
+    sinks: Any
+    out: Any
+    chosen: list[Any]
+    allowed: float = 0.0
+    ties: int = 0
+    unchecked: int = 0
+
+    def settle(self) -> None:
+        """Arrays of NumPy from here on."""
+        self.arrays = tuple(np.array(array.astype(mx.float32)) for array in self.arrays)
+        self.padding = None if self.padding is None else np.array(self.padding)
+        self.sinks = None if self.sinks is None else np.array(self.sinks.astype(mx.float32))
+        self.out = None if self.out is None else np.array(self.out.astype(mx.float32))
+
+    @property
+    def method(self) -> str:
+        """What is counted: SAAP by how its buckets are chosen."""
+        name = "" if self.config is None else self.config.name
+        return f"{name}:mode={self.config.mode}" if isinstance(self.config, SAAP) else name
+
+    @property
+    def valid(self) -> Array:
+        """``(B, S)`` bool."""
+        B, _, S, _ = self.arrays[1].shape
+        return oracle.valid_keys(B, S, self.padding)
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        return {"scale": self.scale, "left_padding": self.padding}
+
+    def check(self, received: Array) -> None:
+        """Hold a sparse call to the oracle; ``received (B, Hkv, S)`` is the attention that keys had before, for H2O.
+
+        Raises:
+            AssertionError: it chose other keys, or its result is worse than that of plain float32.
+        """
+        (self._check_prompt if isinstance(self.config, Prefill) else self._check_step)(received)
+
+    def _check_step(self, received: Array) -> None:
+        queries, keys, values = self.arrays
+        indices, alpha = self._choice(received)
+        expected, lse = oracle.attend_indices(queries, keys, values, indices, scale=self.scale)
+        if isinstance(self.config, FlexGen):
+            values = np.where(oracle.baselines.listed(indices, keys.shape[2])[..., None], values, 0)
+            expected = oracle.dense_attention(queries, keys, values, **self.sizes)
+            indices = lists(np.broadcast_to(self.valid[:, None], keys.shape[:3]))
+        if alpha is not None:
+            mean = masked_mean(values.astype(np.float64), self.valid)
+            mean = np.repeat(mean, queries.shape[1] // keys.shape[1], axis=1)[:, :, None]
+            # A softmax weight is off by the error of its own logit and of its denominator (`assert_same_scores`).
+            share = np.abs(alpha[..., None, None] * (expected - mean)).max()
+            self.allowed = float(2 * logit_error(queries, keys, self.scale) * share)
+            expected = alpha[..., None, None] * expected + (1 - alpha[..., None, None]) * mean
+
+        def plain(components: Array, slots: Array) -> tuple[Array, Array]:
+            q, k, listed = queries[..., components], keys[..., components], indices[..., slots]
+            out = plain_attention(q, k, values, listed, self.scale, "f32").reshape(queries.shape)
+            if alpha is not None:
+                assert isinstance(self.config, SparQ)
+                settings = {"rank": self.config.rank, "component_score": self.config.component_score}
+                settings |= {"padding": self.padding, "scale": self.scale}
+                out = plain_reallocation(out, q, k, values, listed, **settings)
+            scores, top = plain_scores(q, k, listed, self.scale, "f32")
+            return out, (np.log(row_sum(np.exp(scores - top))) + top).reshape(lse.shape).astype(np.float32)
+
+        rng, sizes = np.random.default_rng(0), (keys.shape[3], indices.shape[2])
+        orders = [tuple(np.arange(n) for n in sizes), *(tuple(map(rng.permutation, sizes)) for _ in range(ORDERS))]
+        self._close(expected, lse, (plain(*order) for order in orders))
+
+    def _choice(self, received: Array) -> tuple[Array, Array | None]:
+        """The keys that a step chose, which are the oracle's but for ties, and their mass if it mixes in the mean."""
+        config, (queries, keys, _) = self.config, self.arrays
+        G, D = queries.shape[1] // keys.shape[1], keys.shape[3]
+        if isinstance(config, Streaming):
+            first, position = np.argmax(self.valid, axis=1)[:, None], np.arange(keys.shape[2])
+            exact = (position < first + config.sink_tokens) | (position >= keys.shape[2] - config.recent_tokens)
+            return lists(np.broadcast_to((self.valid & exact)[:, None], keys.shape[:3])), None
+        if isinstance(config, SAAP):
+            return self._listed(config), None
+        indices = np.array(self.chosen[0])
+        if isinstance(config, H2O):
+            sizes = {"top_k": config.top_k, "local_window": config.window, "left_padding": self.padding}
+            self._same_choice(indices, oracle.top_k_select(received, **sizes), received)
+            return indices, None
+        assert config is not None
+        settings: dict[str, Any] = {"rank": D, "top_k": config.attended, "local_window": 0, **self.sizes}
+        if isinstance(config, SparQ | OracleTopK):
+            settings |= {"local_window": config.local_window, "group_reduce": config.group_reduce}
+        if isinstance(config, SparQ):
+            settings |= {"rank": config.rank, "component_score": config.component_score}
+        selection = oracle.sparq_select(queries, keys, **settings)
+        if isinstance(config, SparQ) and self._components_tie(config):
+            self.ties += 1  # and other components give other scores
+        else:
+            self._same_choice(indices, selection.indices, selection.scores)
+        if not isinstance(config, SparQ) or not config.reallocates(G):
+            return indices, None
+        slots = np.repeat(indices, G, axis=1)
+        mass = np.where(slots >= 0, np.take_along_axis(selection.s_hat, np.maximum(slots, 0), axis=-1), 0)
+        return indices, mass.sum(axis=-1)
+
+    def _components_tie(self, config: SparQ) -> bool:
+        """Whether float32 may rank other components."""
+        queries, keys, _ = (array.astype(np.float64) for array in self.arrays)
+        score = np.abs(queries).reshape(*keys.shape[:2], -1, keys.shape[3]).sum(axis=2)
+        if config.component_score == "query_key":
+            score = score * oracle.sparq.deviation(keys, self.valid)
+        return config.rank < keys.shape[3] and not sure_of(score, config.rank).all()
+
+    def _same_choice(self, indices: Array, expected: Array, scores: Array) -> None:
+        assert_same_choice(indices, expected, np.where(np.isfinite(scores), scores, 0))
+        self.ties += not np.array_equal(indices, expected)
+
+    def _listed(self, config: SAAP) -> Array:
+        """The keys that a step of SAAP attended: sinks, keys from ``covered`` on and those of the visited buckets."""
+        router, network, centroids, ids, covered, before, indices, counts = self.chosen
+        keys, valid = self.arrays[1], self.valid
+        B, Hkv, S, _ = keys.shape
+        assert 0 <= S - config.recent_tokens - covered < config.fold_every, f"{covered} of {S} keys are in the lists"
+        listed, attended = np.array(indices), np.zeros((B, Hkv, S), bool)
+        for b, h in np.ndindex(B, Hkv):
+            used = listed[b, h, : int(counts[b, h])]
+            attended[b, h, used] = True
+            assert len(used) == attended[b, h].sum(), "a key is listed twice"
+        weights = {name: np.array(array, np.float64) for name, array in network.items()}
+        scores = oracle.route_scores(np.array(before), **weights)
+        visited = oracle.saap_route(np.array(before), probes=config.probes, **weights)
+        sure = np.ones((B, Hkv), bool) if config.probes >= scores.shape[-1] else sure_of(scores, config.probes)
+        self.ties += int((~sure).sum())
+        found = np.array(ids)[..., :covered]
+        self._check_buckets(router, found, np.array(centroids, np.float64))
+        position = np.arange(S)
+        exact = (position < np.argmax(valid, axis=1)[:, None] + config.sink_tokens) | (position >= covered)
+        expected = np.broadcast_to((valid & exact)[:, None], attended.shape).copy()
+        expected[..., :covered] |= (found[..., None] == visited[:, :, None]).any(axis=-1) & valid[:, None, :covered]
+        same = (attended == expected) | (~sure[..., None] & ~exact[:, None])
+        assert same.all(), "other keys are attended than those of the visited buckets"
+        return lists(attended)
+
+    def _check_buckets(self, router: Any, ids: Array, centroids: Array) -> None:
+        """The first keys are in the buckets of their nearest centroids."""
+        if router.source.irreversible is not None:
+            self.unchecked += 1  # what they were before RoPE is not to be had
+            return
+        offset = 0 if self.padding is None else -mx.array(self.padding)
+        before = router.source.turned_back(mx.array(self.arrays[1][:, :, : ids.shape[2]]), offset)
+        products = np.einsum("bhnd,hcd->bhnc", np.array(before, np.float64), centroids)
+        wrong = (ids != products.argmax(axis=-1)) & self.valid[:, None, : ids.shape[2]]
+        # Turned back they are off by what rounding does to the rotated ones.
+        wrong &= sure_of(products, 1, 1 << 12)
+        assert not wrong.any(), f"{wrong.sum()} keys are in other buckets"
+
+    def _check_prompt(self, _: Array) -> None:
+        config = self.config
+        assert isinstance(config, Prefill)
+        if len(self.chosen) != 1 or (self.padding is not None and self.padding.any()):
+            self.unchecked += 1
+            return
+        blocks, case = np.array(self.chosen[0]), Piece.of(self, config)
+        sure, possible = case.bounds(config)
+        mask = oracle.block_mask(blocks, case.layout.key_blocks)
+        assert (mask >= sure).all(), "a block is missing"
+        assert (mask <= possible).all(), "a block too many"
+        self.ties += not np.array_equal(sure, possible)
+        sizes = {"block_size": config.block_size, "scale": self.scale}
+        expected, lse = oracle.attend_blocks(*self.arrays, blocks, **sizes)
+        self._close(expected, lse, [(plain_blocks_attention(case, *self.arrays, blocks), case.plain_lse(blocks))])
+
+    def _close(self, expected: Array, lse: Array, plains: Iterable[tuple[Array, Array]]) -> None:
+        """``out`` is as good as plain float32, summed in one order or another (`cases.assert_as_good_as_plain`)."""
+        expected = self._with_sinks(expected, lse)
+        there = np.ones(self.out.shape[:3], bool)
+        if self.padding is not None:  # rows that stand for nothing
+            S, L = self.arrays[1].shape[2], self.out.shape[2]
+            there &= (np.arange(S - L, S) >= self.padding[:, None])[:, None]
+        error, mixed = float(np.abs(self.out - expected)[there].max(initial=0)), self.allowed
+        for out, plain_lse in plains:
+            allowed = float(2 * np.abs(self._with_sinks(out, plain_lse) - expected).max() + ulp(expected, "f32"))
+            self.allowed = max(self.allowed, mixed + allowed)
+            if error <= self.allowed:
+                return
+        raise AssertionError(f"{self.config}: layer {self.layer} is off by {error:.3g}, allowed {self.allowed:.3g}")
+
+    def _with_sinks(self, out: Array, lse: Array) -> Array:
+        """A sink is one more logit with nothing behind it."""
+        return out if self.sinks is None else out * (1 / (1 + np.exp(self.sinks[None, :, None] - lse)))[..., None]
+
+
+def sure_of(scores: Array, count: int, ulps: int = 64) -> Array:
+    """Whether the ``count`` largest of ``scores (..., n)`` are so in float32 too: bool ``(...)``."""
+    ranked = -np.sort(-scores, axis=-1)
+    sure: Array = ranked[..., count - 1] - ranked[..., count] > ulps * ulp(ranked, "f32")
+    return sure
+
+
+@dataclass(frozen=True, eq=False)
+class Piece(SampleCase):
+    """A piece of a model's prompt as a case."""
+
+    arrays: Any = None
+    factor: float = 1.0
+
+    @classmethod
+    def of(cls, call: Call, config: Prefill) -> Piece:
+        (B, Hq, L, D), (_, Hkv, S, _) = call.arrays[0].shape, call.arrays[1].shape
+        settings = {"block_size": config.block_size}
+        if isinstance(config, Sample):
+            settings |= {"chunks": config.chunks, "alpha_column": config.alpha_column}
+            settings |= {"alpha_slash": config.alpha_slash}
+        return cls(B, Hq, Hkv, L, S, D, "f32", **settings, arrays=call.arrays, factor=call.scale)
+
+    @property
+    def scale(self) -> float:
+        return self.factor
+
+    def inputs(self, seed: int = 0) -> tuple[Array, Array, Array]:
+        return self.arrays
+
+    def bounds(self, config: Prefill) -> tuple[Array, Array]:
+        """The blocks that are attended for sure, and those that may be: bool ``(B, Hq, R, Nk)``."""
+        queries, keys, values = self.arrays
+        layout, error = self.layout, logit_error(queries, keys, self.scale)
+        if isinstance(config, Sample):
+            scores = oracle.sample_scores(queries, keys, **self.sampling)
+            alphas = (config.alpha_column, config.alpha_slash)
+            both = [kept_for_sure(side, alpha, error) for side, alpha in zip(scores, alphas, strict=True)]
+        elif isinstance(config, MInference):
+            scores = oracle.sample_scores(queries, keys, **self.sampling, rows=MINFERENCE_ROWS)
+            budgets = (-(-count // config.block_size) for count in (config.vertical_tokens, config.slash_tokens))
+            both = [best_for_sure(side, count, error) for side, count in zip(scores, budgets, strict=True)]
+        else:
+            with patch.object(oracle.prefill, "prefill_result", lambda _qkv, blocks, *_, **__: blocks):
+                found = getattr(oracle, f"{config.name}_attention")(queries, keys, values, **config.parameters())
+            mask = oracle.block_mask(found, layout.key_blocks)
+            return mask, mask
+        sure, possible = (oracle.merge(column, slash, layout) for column, slash in zip(*both, strict=True))
+        for block in layout.sampled_blocks if isinstance(config, Sample) else ():
+            for mask in (sure, possible):
+                mask[:, :, block - layout.first_block, : block + 1] = True
+        return sure, possible
+
+    def plain_lse(self, blocks: Array) -> Array:
+        """Float32 ``(B, Hq, L)``."""
+        queries, keys, _ = self.arrays
+        grouped = queries.reshape(self.B, self.Hkv, -1, self.L, self.D) * np.float32(self.scale)
+        scores = np.where(attended(blocks, self), grouped @ keys[:, :, None].swapaxes(-1, -2), -np.inf)
+        top = scores.max(axis=-1, keepdims=True)
+        return (np.log(row_sum(np.exp(scores - top))) + top).reshape(queries.shape[:3]).astype(np.float32)
+
+
+def best_for_sure(scores: Array, count: int, error: float) -> tuple[Array, Array]:
+    """What the ``count`` best are, and what they may be, if every score is off by at most the share ``error``."""
+    kept = oracle.prefill.best(scores, count)
+    best_left = np.where(kept, 0, scores).max(axis=-1, keepdims=True)
+    least_kept = np.where(kept, scores, np.inf).min(axis=-1, keepdims=True)
+    return kept & (scores > best_left * (1 + 4 * error)), kept | (scores >= least_kept * (1 - 4 * error))
+
+
+def lists(mask: Array) -> Array:
+    """Bool ``(B, Hkv, S)`` as ascending int32 lists, then -1."""
+    S = mask.shape[-1]
+    listed = np.sort(np.where(mask, np.arange(S), S), axis=-1)
+    return np.where(listed < S, listed, -1).astype(np.int32)
