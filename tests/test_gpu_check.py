@@ -50,6 +50,8 @@ case "$*" in
   *) exec {python} "$@" ;;
 esac
 """
+# In place of the limits in seconds, which say nothing about a rehearsal: all in time, or none.
+TIMEOUT = {"in time": 'shift 3\nexec "$@"', "expired": "exit 124"}
 NVIDIA_SMI = """#!/bin/sh
 case "$1" in *=name) echo "NVIDIA H200" ;; *) echo 580.159.04 ;; esac
 """
@@ -62,14 +64,18 @@ def test_triton_kernel():
 """
 
 
+# The pytest that the script starts is not the one that runs this: what it is told is not for that one.
+OWN = {"PYTEST_ADDOPTS": ""}
+
+
 def run(*command: object, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [str(part) for part in command], cwd=cwd, env=os.environ | env, capture_output=True, text=True, check=False
     )
 
 
-def machine(folder: Path, *, missing: str | None = None, fails: bool = False) -> Path:
-    """A copy of the project, with other tests, on a machine that answers as one with a GPU does."""
+def machine(folder: Path, *, missing: str | None = None, fails: bool = False, limits: str = "in time") -> Path:
+    """A copy of the project, with other tests, on a machine that answers as one with a GPU does, at its own speed."""
     if shutil.which("nvidia-smi"):
         pytest.skip("with a GPU it would run the whole benchmark")
     for name in ("bin", "scripts", "tests"):
@@ -81,7 +87,8 @@ def machine(folder: Path, *, missing: str | None = None, fails: bool = False) ->
         (folder / "tests" / f"{name}.py").write_text(TEST.format(fails=fails))
     has = {name: int(name == missing) for name in ("pytest", "transformers")}
     python = PYTHON.format(python=sys.executable, **has)
-    for name, body in {"python3": python, "nvidia-smi": NVIDIA_SMI}.items():
+    commands = {"python3": python, "nvidia-smi": NVIDIA_SMI, "timeout": f"#!/bin/sh\n{TIMEOUT[limits]}\n"}
+    for name, body in commands.items():
         (folder / "bin" / name).write_text(body)
         (folder / "bin" / name).chmod(0o755)
     return folder
@@ -89,7 +96,7 @@ def machine(folder: Path, *, missing: str | None = None, fails: bool = False) ->
 
 def check(folder: Path) -> tuple[subprocess.CompletedProcess[str], list[dict[str, Any]], str]:
     path = f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    done = run("bash", folder / "scripts" / "gpu_check.sh", "-o", folder / "result.jsonl", cwd=folder, PATH=path)
+    done = run("bash", folder / "scripts" / "gpu_check.sh", "-o", folder / "result.jsonl", cwd=folder, PATH=path, **OWN)
     lines = (folder / "result.jsonl").read_text().splitlines()
     return done, [json.loads(line) for line in lines], (folder / "result.md").read_text()
 
@@ -149,6 +156,15 @@ def test_failing_tests_are_reported_and_do_not_keep_the_benchmark_from_running(t
     assert lines[0]["problems"] == [f"{len(TESTS)} of {len(TESTS)} tests failed", *UNFINISHED]
     assert "expected an NVIDIA GPU" in done.stderr
     assert "test_triton_kernels::test_triton_kernel: AssertionError: two lines\n" in markdown
+    assert done.returncode == 1
+
+
+def test_what_runs_into_its_limit_is_reported_as_unfinished(tmp_path: Path) -> None:
+    done, lines, markdown = check(machine(tmp_path, limits="expired"))
+    assert "status: 124" in done.stdout
+    assert done.stdout.count("ended with status 124.") == 3
+    assert lines[0]["problems"] == ["the tests did not finish", *UNFINISHED]
+    assert markdown.count("did not finish; the other file has what it measured.") == 3
     assert done.returncode == 1
 
 
