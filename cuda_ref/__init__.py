@@ -53,4 +53,8 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+    from mlx_sparse.extras import naming_missing
+
+    with naming_missing():
+        home = import_module(f"{__name__}.{_HOME_OF[name]}")
+    return getattr(home, name)

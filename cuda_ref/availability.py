@@ -6,6 +6,8 @@ import importlib.util
 import os
 import sys
 
+from mlx_sparse.extras import not_installed
+
 OLDEST = (8, 0)  # compute capability: the oldest that the kernels are compiled for in the tests
 
 
@@ -16,14 +18,10 @@ def interpreted() -> bool:
 
 def unavailable() -> str | None:
     """Why Triton's kernels cannot run here; None when they can."""
-    missing = [name for name in ("torch", "triton") if importlib.util.find_spec(name) is None]
-    if "triton" in missing and sys.platform != "linux":
+    if importlib.util.find_spec("triton") is None and sys.platform != "linux":
         return "triton has packages for Linux only"
-    if missing:
-        return f"{' and '.join(missing)} not installed: pip install 'mlx-sparse-attention[cuda]'"
-    if interpreted():
-        return None
-    return _no_gpu()
+    reason = not_installed("torch", "triton")
+    return reason if reason or interpreted() else _no_gpu()
 
 
 def _no_gpu() -> str | None:

@@ -52,7 +52,11 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    value: object = getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+    from .extras import naming_missing
+
+    with naming_missing():
+        home = import_module(f"{__name__}.{_HOME_OF[name]}")
+    value: object = getattr(home, name)
     globals()[name] = value
     return value
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 
-from .checks import BackendUnavailable, ConfigError, SparseAttentionError
+from .checks import ConfigError, SparseAttentionError
+from .extras import naming_missing
 
 # mlx-lm's commands that take --attn, as subcommands of ours.
 HOSTED = ("generate", "chat", "server", "benchmark", "cache_prompt", "evaluate")
@@ -26,8 +26,6 @@ OWN_PARSERS = {
     "bench": "mlx_sparse.bench.run",
     "run-onnx": "mlx_sparse.onnx_export.run",
 }
-
-EXTRAS = {"onnx": "onnx", "onnxruntime": "onnx", "lm_eval": "lm-eval"}  # packages, and the extras that have them
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
 
 
+@naming_missing()
 def _dispatch(parser: argparse.ArgumentParser, arguments: list[str]) -> int:
     if arguments[0] in HOSTED:
         return _hosted(arguments[0], arguments[1:])
@@ -89,25 +88,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-@contextlib.contextmanager
-def _naming_extras() -> Iterator[None]:
-    """Say which extra has a package that is missing."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if error.name not in EXTRAS:
-            raise
-        raise BackendUnavailable(
-            f"{error.name}: expected it to be installed, got none. "
-            f"Run: pip install 'mlx-sparse-attention[{EXTRAS[error.name]}]'"
-        ) from None
-
-
 def _own(module: str, arguments: list[str]) -> int:
     """Run a subcommand that parses its own arguments."""
     try:
-        with _naming_extras():
-            code: int = importlib.import_module(module).main(arguments)
+        code: int = importlib.import_module(module).main(arguments)
     except BrokenPipeError:
         raise
     except OSError as error:  # a folder that cannot be written, a full disk
@@ -121,8 +105,7 @@ def _hosted(name: str, arguments: list[str]) -> int:
     """Run mlx-lm's command with our options."""
     from .lm.command import run
 
-    with _naming_extras():
-        module = importlib.import_module(f"mlx_lm.{name}")
+    module = importlib.import_module(f"mlx_lm.{name}")
     # The start-up hook may have wrapped it already.
     original = getattr(module.main, "__wrapped__", module.main)
     sys.argv = [f"mlx-sparse {name}", *arguments]

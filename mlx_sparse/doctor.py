@@ -13,6 +13,7 @@ from typing import Any
 
 from . import __version__
 from ._boot import CommandFinder
+from .extras import install_hint
 from .registry import BACKENDS, unavailable
 
 PACKAGES = ("mlx", "mlx-lm", "numpy", "tqdm", "transformers", "torch", "triton")
@@ -85,8 +86,8 @@ def _hook(problems: list[str]) -> str:
     if any(isinstance(finder, CommandFinder) for finder in sys.meta_path):
         return "the start-up hook is active"
     problems.append(
-        "the start-up hook is not active, so mlx_lm.generate knows no --attn: use 'mlx-sparse generate', or reinstall "
-        "with 'pip install --force-reinstall --no-deps mlx-sparse-attention'"
+        "the start-up hook is not active, so mlx_lm.generate knows no --attn: use 'mlx-sparse generate', or reinstall: "
+        f"run {install_hint(options='--force-reinstall --no-deps')}"
     )
     return "the start-up hook is not active"
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .checks import BackendUnavailable, ConfigError
+from .extras import not_installed
 
 BACKENDS: Mapping[str, str] = {
     "oracle": "NumPy float64, everywhere: the specification that the tests compare with",
@@ -183,9 +184,7 @@ def unavailable(backend: str) -> str | None:
         return _ask("cuda_ref.availability")
     if backend in ("onnx", "ort"):
         return _no_onnx(backend)
-    if backend == "ops" and importlib.util.find_spec("mlx") is None:
-        return "mlx is not installed"
-    return None
+    return not_installed("mlx") if backend == "ops" else None
 
 
 def _no_metal() -> str | None:
@@ -201,10 +200,8 @@ def _no_metal() -> str | None:
 
 
 def _no_onnx(backend: str) -> str | None:
-    missing = [name for name in ("onnx", "onnxruntime") if importlib.util.find_spec(name) is None]
-    if missing:
-        return f"{' and '.join(missing)} not installed: pip install 'mlx-sparse-attention[onnx]'"
-    return None if backend == "onnx" else _ask("onnx_export.native")
+    reason = not_installed("onnx", "onnxruntime")
+    return reason if reason or backend == "onnx" else _ask("onnx_export.native")
 
 
 def _ask(module: str) -> str | None:

@@ -3,38 +3,37 @@
 if __name__ != "mlx_sparse.onnx_export":  # an editable install puts the project root on sys.path
     raise ImportError("onnx_export/ is installed as mlx_sparse.onnx_export: run `pip install -e .`, then import that")
 
-from .build import check, function, functions, node, operator_model
-from .domain import COMPAT, DEFAULT, DOMAIN, SPEC, VERSION, Profile
-from .native import library_path, session_options
-from .operators import OPERATORS
-from .schemas import registered
-
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from .build import check as check
+    from .build import function as function
+    from .build import functions as functions
+    from .build import node as node
+    from .build import operator_model as operator_model
+    from .domain import COMPAT as COMPAT
+    from .domain import DEFAULT as DEFAULT
+    from .domain import DOMAIN as DOMAIN
+    from .domain import SPEC as SPEC
+    from .domain import VERSION as VERSION
+    from .domain import Profile as Profile
     from .exporter.export import export as export
+    from .native import library_path as library_path
+    from .native import session_options as session_options
+    from .operators import OPERATORS as OPERATORS
     from .runner import Runner as Runner
+    from .schemas import registered as registered
 
-__all__ = [
-    "COMPAT",
-    "DEFAULT",
-    "DOMAIN",
-    "OPERATORS",
-    "SPEC",
-    "VERSION",
-    "Profile",
-    "Runner",
-    "check",
-    "export",
-    "function",
-    "functions",
-    "library_path",
-    "node",
-    "operator_model",
-    "registered",
-    "session_options",
-]
-
-_HOME_OF = {"export": "exporter.export", "Runner": "runner"}  # imported when used: these need more than onnx
+_HOMES = {
+    "build": "check function functions node operator_model",
+    "domain": "COMPAT DEFAULT DOMAIN SPEC VERSION Profile",
+    "exporter.export": "export",
+    "native": "library_path session_options",
+    "operators": "OPERATORS",
+    "runner": "Runner",
+    "schemas": "registered",
+}  # imported when used: a command is to say in one line that onnx is missing
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
+__all__ = list(_HOME_OF)
 
 
 def __getattr__(name: str) -> object:
@@ -42,4 +41,8 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+    from mlx_sparse.extras import naming_missing
+
+    with naming_missing():
+        home = import_module(f"{__name__}.{_HOME_OF[name]}")
+    return getattr(home, name)

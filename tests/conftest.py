@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from absent import without
 
 # Triton reads this when its kernels are defined. Without an NVIDIA GPU they run on the CPU, in its interpreter.
 if not Path("/dev/nvidiactl").exists():
@@ -65,7 +66,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 @pytest.fixture(scope="module")
 def without_torch() -> Iterator[dict[str, str]]:
     """What this module starts sees no torch: where there is one, transformers imports it, for two seconds a start."""
-    environment = {"PYTHONPATH": str(Path(__file__).with_name("without_torch"))}
+    environment = without("torch")
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment.items():
             patch.setenv(name, value)

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 LEVELS = [
     {"layout", "bars", "files"},
     {"checks"},
-    {"stats", "call_report", "forms"},
+    {"stats", "call_report", "forms", "extras"},
     {"config"},
     {"machine", "patterns", "kept", "pieces", "bucket_lists", "kmeans", "artefact"},
     {"oracle", "ops", "kernels"},

@@ -196,7 +196,7 @@ def test_a_missing_lm_eval_is_named_with_its_extra(capsys: Any, monkeypatch: pyt
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.delitem(sys.modules, "mlx_lm.evaluate")
     assert cli.main(["evaluate", "--model", "any", "--tasks", "any"]) == 2
-    assert "pip install 'mlx-sparse-attention[lm-eval]'" in capsys.readouterr().err
+    assert "pip install '.[lm-eval]'" in capsys.readouterr().err
 
 
 DATA = {

@@ -230,17 +230,6 @@ sys.exit(cli.main(["run-onnx", {str(exported(SPARQ))!r}, "--prompt", "w1 w2", "-
     assert "Generation: 3 tokens" in done.stdout
 
 
-def test_without_onnxruntime_one_line_says_what_to_install() -> None:
-    code = 'import sys; sys.modules["onnxruntime"] = None\nfrom mlx_sparse import cli\nsys.exit(cli.main(sys.argv[1:]))'
-    command = [sys.executable, "-c", code, "run-onnx", "nowhere", "--prompt", "x"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stderr == (
-        "mlx-sparse: error: onnxruntime: expected it to be installed, got none. "
-        "Run: pip install 'mlx-sparse-attention[onnx]'\n"
-    )
-
-
 # Sampling and text
 
 

@@ -13,6 +13,7 @@ from mlx_sparse.cuda_ref import availability
 from require import needs_triton
 
 from mlx_sparse import registry
+from mlx_sparse.extras import install_hint
 
 
 def run(code: str, **env: str) -> str:
@@ -32,7 +33,7 @@ def test_what_is_not_installed_is_named_with_the_command(
     for name in ("torch", "triton"):
         found = None if name in missing else importlib.util.find_spec("json")
         monkeypatch.setitem(sys.modules, name, found and importlib.util.module_from_spec(found))
-    expected = f"{' and '.join(missing)} not installed: pip install 'mlx-sparse-attention[cuda]'"
+    expected = f"{' and '.join(missing)} not installed: run {install_hint('cuda')}"
     assert availability.unavailable() == registry.unavailable("triton") == expected
 
 

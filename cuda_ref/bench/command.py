@@ -22,6 +22,7 @@ from mlx_sparse.checks import (
     read_length,
     read_shape,
 )
+from mlx_sparse.extras import naming_missing
 from mlx_sparse.forms import Result
 
 from ..availability import unavailable
@@ -35,6 +36,7 @@ DENSITIES = "0.05,0.1,0.2,0.5"
 DTYPES = ("float16", "bfloat16")
 
 
+@naming_missing()
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark; return the exit code: 1 if a result was wrong or nothing could be measured.
 
@@ -106,12 +108,8 @@ def _prompts(args: argparse.Namespace, cases: list[Any], emit: Callable[[Any], N
 
 
 def _model(args: argparse.Namespace) -> str:
-    try:
-        from . import model, prefill_report, saap_report
-    except ModuleNotFoundError as error:
-        raise BackendUnavailable(
-            f"--model: expected {error.name} to be installed, got none. Run: pip install 'mlx-sparse-attention[cuda]'"
-        ) from None
+    from . import model, prefill_report, saap_report
+
     return prefill_report.model() if args.prefill else saap_report.model() if args.saap else model.table()
 
 

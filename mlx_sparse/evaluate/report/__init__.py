@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...checks import BackendUnavailable
+from ...extras import require
 from ...files import replace_file
 from ..results import Row
 from . import style
@@ -32,11 +31,7 @@ def check() -> None:
     Raises:
         BackendUnavailable: matplotlib is not installed.
     """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise BackendUnavailable(
-            "matplotlib: expected it to be installed for pictures, got none. Run: "
-            "pip install 'mlx-sparse-attention[eval]'"
-        )
+    require("matplotlib")
 
 
 def write(

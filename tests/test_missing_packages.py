@@ -1,0 +1,149 @@
+"""A package that is not installed is one line, which says what brings it; no package index has this project."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from absent import OFFLINE, without
+
+from mlx_sparse import extras
+from mlx_sparse.checks import BackendUnavailable
+from mlx_sparse.cli import HOSTED
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parent.parent
+EXPORT = "mlx_sparse.onnx_export.exporter.command"
+
+
+def run(absent: str, *command: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *command],
+        env=os.environ | OFFLINE | without(absent),
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+COMMANDS = [
+    *(("mlx", name) for name in HOSTED),
+    ("mlx", "demo"),
+    ("mlx", "eval --methods sparq"),
+    ("mlx", "report"),
+    ("mlx", "tune-sample"),
+    ("mlx", "train-saap -o a.safetensors"),
+    ("mlx", "bench"),
+    ("mlx", "bench --roofline"),
+    ("mlx", "bench --onnx"),
+    ("mlx", "bench --generate"),
+    ("mlx_lm", "generate"),
+    ("transformers", "generate"),
+    ("lm_eval", "evaluate"),
+    ("torch", "bench --cuda"),
+    ("torch", "bench --cuda --model"),
+    ("triton", "bench --cuda"),
+    ("onnx", "bench --onnx --lengths 256 --repeat 2"),
+    ("onnxruntime", "bench --onnx --lengths 256 --repeat 2"),
+    ("onnxruntime", "bench --generate --onnx"),
+    ("onnxruntime", "run-onnx nowhere -p x"),
+    ("matplotlib", "eval --methods sparq --out results"),
+    ("matplotlib", "bench --plot a.svg"),
+    ("gguf", "eval --methods sparq --model gemma-3-270m --accept-licence gemma --cache-dir cache"),
+    *((name, "export-onnx --model nowhere -o out") for name in ("onnx", "onnx_ir", "onnxscript", "onnxruntime", "mlx")),
+]
+
+
+@pytest.mark.parametrize(("absent", "words"), COMMANDS, ids=[f"{words} without {name}" for name, words in COMMANDS])
+def test_a_command_without_a_package_says_in_one_line_what_to_type(absent: str, words: str, tmp_path: Path) -> None:
+    if words == "bench --generate --onnx":  # the model is found first
+        words += f" --model {tmp_path / 'model'}"
+        (tmp_path / "model").mkdir()
+    program, *rest = words.split() if words.startswith("export-onnx") else ["mlx-sparse", *words.split()]
+    module = EXPORT if program == "export-onnx" else "mlx_sparse.cli"
+    # As the installed script does: what the import of the module needs counts too.
+    script = f"import sys; from {module} import main; sys.exit(main(sys.argv[1:]))"
+    done = run(absent, "-c", script, *rest, folder=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith(f"{program}: error: ") and done.stderr.count("\n") == 1, done.stderr
+    assert absent in done.stderr and extras.install_hint(extras.EXTRAS[absent]) in done.stderr
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("absent", ["mlx", "mlx_lm", "torch", "onnx", "onnxruntime"])
+@pytest.mark.parametrize("command", ["matrix", "doctor"])
+def test_the_table_and_the_doctor_need_nothing(command: str, absent: str) -> None:
+    done = run(absent, "-m", "mlx_sparse.cli", command)
+    assert (done.returncode, done.stderr) == (int(command == "doctor" and absent.startswith("mlx")), "")
+    assert not absent.startswith("onnx") or f"{absent} not installed: run `pip install '.[onnx]'`" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("absent", "name"),
+    [
+        ("torch", "mlx_sparse.cuda_ref.sparq_attention"),
+        ("triton", "mlx_sparse.cuda_ref.sample_attention"),
+        ("mlx", "mlx_sparse.sparq_attention"),
+        ("onnx", "mlx_sparse.onnx_export.check"),
+        ("onnxruntime", "mlx_sparse.onnx_export.Runner"),
+    ],
+)
+def test_an_import_without_a_package_says_in_its_last_line_what_to_type(absent: str, name: str) -> None:
+    module, _, function = name.rpartition(".")
+    done = run(absent, "-c", f"import {module}\nfrom {module} import {function}")
+    assert (done.returncode, done.stdout) == (1, "")
+    hint = extras.install_hint(extras.EXTRAS[absent])
+    message = f"{absent}: expected it to be installed, got none. Run {hint}."
+    assert done.stderr.splitlines()[-1] == f"mlx_sparse.extras.PackageMissing: {message}"
+    assert done.stderr.count("Traceback") == 1  # without the one of the package below
+
+
+def test_who_expects_an_import_error_gets_one() -> None:
+    with pytest.raises(ImportError) as caught, extras.naming_missing():
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+    assert isinstance(caught.value, BackendUnavailable)
+
+
+def test_a_package_that_does_not_load_is_told_with_the_reason() -> None:
+    message = "mlx.core: expected it to load, got: libmlx.so: cannot open. Run `pip install .` in the clone, "
+    with pytest.raises(extras.PackageMissing, match=re.escape(message)), extras.naming_missing():
+        raise ImportError("libmlx.so: cannot open\nand more", name="mlx.core")
+
+
+@pytest.mark.parametrize("error", [ModuleNotFoundError("x", name="mlx_sparse.x"), ImportError("x"), OSError("x")])
+def test_what_is_our_own_mistake_is_not_taken_for_a_missing_package(error: Exception) -> None:
+    with pytest.raises(type(error)) as caught, extras.naming_missing():
+        raise error
+    assert caught.value is error
+
+
+def test_a_package_is_in_the_extra_that_is_named() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = {"": project["dependencies"]} | project["optional-dependencies"]
+    del declared["test"]
+    homes: dict[str, set[str]] = {}
+    for extra, requirements in declared.items():
+        for requirement in requirements:
+            name = re.split(r"[\[<>=;]", requirement)[0].replace("-", "_").removesuffix("_cpu")
+            homes.setdefault(name, set()).add(extra)
+    assert extras.EXTRAS.keys() == homes.keys()
+    homes["transformers"].add("")  # of mlx-lm, which a plain install brings
+    assert all(extra in homes[name] for name, extra in extras.EXTRAS.items())
+
+
+def test_nothing_is_to_be_installed_under_a_name_that_no_index_has() -> None:
+    told = [path for folder in ("mlx_sparse", "cuda_ref", "onnx_export") for path in (ROOT / folder).rglob("*.py")]
+    told += [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "scripts").glob("*.*")]
+    wrong = re.compile(r"pip install [^\n`]*mlx-sparse-attention")
+    assert not [path.name for path in told if wrong.search(path.read_text())]
