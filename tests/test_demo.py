@@ -90,7 +90,7 @@ def test_a_failing_command_is_shown(demo_cache: Path, tmp_path: Path, capfd: pyt
 
 
 def test_the_demo(demo_cache: Path, smollm2: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert run.main(["--cache-dir", str(demo_cache), "--json"]) == 0
+    assert run.main(["--cache-dir", str(demo_cache), "--fast-blas", "--json"]) == 0
     result: dict[str, Any] = json.loads(capfd.readouterr().out)
     assert KEY in result["dense"]["text"] and KEY in result["sparse"]["text"]
     assert result["same_tokens"] == result["tokens"] > 8

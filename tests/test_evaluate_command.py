@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from importlib.metadata import version
@@ -14,7 +13,6 @@ import pytest
 from tiny_models import VOCAB, write
 
 import mlx_sparse
-from mlx_sparse.demo import blas
 from mlx_sparse.evaluate.run import main
 
 # Of a text of which every word is a token.
@@ -88,22 +86,3 @@ def test_the_command_prints_one_json_line_for_each_row(
     short = run("--methods", "sparq:rank=4", "--tasks", "bits_per_byte", "--limit", "4", "--text", str(text))
     assert short.returncode == 2
     assert short.stderr.strip().splitlines()[-1].startswith("mlx-sparse: error: --limit: expected 4 x 1,152 tokens")
-
-
-@pytest.mark.skipif(not blas.wanted(), reason="MLX has a fast BLAS here, or one is preloaded")
-def test_a_command_goes_on_in_a_process_with_the_fast_blas(demo_cache: Path, without_torch: dict[str, str]) -> None:
-    code = f"""
-from pathlib import Path
-from mlx_sparse.demo import blas
-blas.use(["--version"], Path({str(demo_cache)!r}))
-print("not replaced")
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, **without_torch},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=100,
-    )
-    assert done.stdout.strip() == version("mlx-sparse-attention")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import io
+import os
 import tarfile
 import threading
 from collections.abc import Iterator
@@ -233,3 +234,9 @@ def test_without_an_index_nothing_is_asked_for(
     with pytest.raises(ArtefactError, match="got no http index"):
         fetch_sdist("x==1.0", HASH, tmp_path, limit=10_000)
     assert not index.asked
+
+
+def test_a_pipe_is_left_for_the_one_time_that_it_can_be_read(tmp_path: Path) -> None:
+    """Such as a shell's <(command); opening this one would wait for a writer."""
+    os.mkfifo(tmp_path / "pipe")
+    texts.check([str(tmp_path / "pipe"), "novels"])

@@ -25,7 +25,6 @@ from tiny_models import build, greedy, write
 from mlx_sparse import cli, oracle
 from mlx_sparse.artefact import Artefact, load
 from mlx_sparse.artefact.tensors import write_tensors
-from mlx_sparse.demo import blas
 from mlx_sparse.lm import sparse
 from mlx_sparse.saap.rows import Distances
 from mlx_sparse.saap.run import _texts
@@ -34,12 +33,6 @@ from mlx_sparse.saap.work import alone
 TOKENS = [1 + (i * i + i // 7) % 95 for i in range(4000)]
 EXACT = ["--recent-tokens", "63", "--farther-than", "32"]
 SMALL = ["--context", "512", "--windows", "3", "--queries", "96", "--buckets", "8", "--hidden", "32", "--batch", "32"]
-
-
-@pytest.fixture(autouse=True)
-def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stay in pytest's process, on whatever BLAS it has."""
-    monkeypatch.setattr(blas, "wanted", lambda: False)
 
 
 @pytest.fixture(scope="module")
@@ -72,9 +65,7 @@ def same(a: Artefact, b: Artefact) -> bool:
 def trained(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The work folder and the artefact of one whole run."""
     place = tmp_path_factory.mktemp("trained")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blas, "wanted", lambda: False)
-        assert cli.main(arguments(folder, place / "a.safetensors", "--work", str(place / "work"))) == 0
+    assert cli.main(arguments(folder, place / "a.safetensors", "--work", str(place / "work"))) == 0
     return place
 
 

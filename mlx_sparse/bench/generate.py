@@ -19,7 +19,7 @@ from ..checks import ArtefactError, ConfigError, check_int, read_length
 from ..config import parse, split_methods
 from ..demo import blas
 from ..demo.command import generate_command, run_command
-from ..demo.models import add_model_options, find_model
+from ..demo.models import add_model_options, check_model, find_model
 from ..demo.outcome import Outcome, parse_outcome
 from ..demo.store import cache_directory
 from ..evaluate import texts
@@ -60,6 +60,10 @@ def main(argv: Sequence[str]) -> int:
     args.max_tokens = check_int("--max-tokens", tokens if args.max_tokens is None else args.max_tokens, 1)
     lengths = [read_length(text) for text in (args.lengths or (ONNX_LENGTHS if args.onnx else LENGTHS)).split(",")]
     cache = cache_directory(args.cache_dir)
+    check_model(args.model, cache, args.accept_licence)
+    texts.check([args.text])
+    if args.onnx and args.fast_blas:
+        raise ConfigError("--fast-blas: expected none with --onnx, which times onnxruntime, got one. Drop one.")
     (source,) = texts.read([args.text], cache=cache)
     model = find_model(args.model, cache, args.accept_licence)
     before = os.getloadavg()[0]
@@ -67,7 +71,8 @@ def main(argv: Sequence[str]) -> int:
         run = importlib.import_module(ONNX).run
         result: Result = run(model, methods, lengths, args.max_tokens, args.repeat, args.threads, args.dtype)
     else:
-        result = measure(model, methods, lengths, args.max_tokens, args.repeat, source, blas.environment(cache))
+        environment = blas.chosen(args.fast_blas, cache)
+        result = measure(model, methods, lengths, args.max_tokens, args.repeat, source, environment)
     command = shlex.join(["mlx-sparse", "bench", "--generate", *argv])
     load = f"{before:.1f} before, {os.getloadavg()[0]:.1f} after, {os.cpu_count()} processors"
     where = machine()
@@ -107,6 +112,7 @@ def _parser() -> argparse.ArgumentParser:
         help=f"the prompts are its start: a file or one of {', '.join(texts.NAMES)} (default: {texts.DEFAULT})",
     )
     parser.add_argument("--cache-dir", metavar="DIR", help="where a named model goes (default: user's cache)")
+    blas.add_option(parser)
     parser.add_argument("--onnx", action="store_true", help="decode with the exported model on onnxruntime")
     parser.add_argument("--threads", metavar="N", type=int, default=1, help="with --onnx (default: 1)")
     parser.add_argument("--dtype", metavar="TYPE", help="with --onnx: of the export (default: the model's)")

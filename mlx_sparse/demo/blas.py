@@ -1,4 +1,4 @@
-"""A fast BLAS library for MLX on a Linux CPU, without root and without a compiler.
+"""``--fast-blas``: a fast BLAS library for MLX on a Linux CPU, without root and without a compiler.
 
 MLX's Linux wheel brings the reference BLAS. SciPy's wheel brings OpenBLAS under the plain names, so
 preloading it in a child process replaces the slow one. The wheel is read as data, never installed.
@@ -6,6 +6,7 @@ preloading it in a child process replaces the slow one. The wheel is read as dat
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 import re
@@ -21,6 +22,8 @@ from .wheels import extract, fetch_wheel
 
 WHEEL = "scipy==1.13.1"
 LIBRARY_LIMIT = 64_000_000
+SIZE = "38.6 MB"  # of the wheel
+OFFER = f"MLX's own BLAS is slow in float32 here: --fast-blas fetches OpenBLAS once ({SIZE}) and runs with it."
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,25 @@ BUILDS = {
 }
 
 
+def add_option(parser: argparse.ArgumentParser) -> None:
+    """Add ``--fast-blas``."""
+    parser.add_argument(
+        "--fast-blas",
+        action="store_true",
+        help=f"on a Linux CPU, where MLX's own BLAS is slow in float32: fetch OpenBLAS once ({SIZE}) and run with it; "
+        "elsewhere nothing changes",
+    )
+
+
+def chosen(asked: bool, cache: Path) -> dict[str, str]:
+    """Return `environment` if that was ``asked`` for; otherwise this process's, saying where it would help."""
+    if asked:
+        return environment(cache)
+    if wanted():
+        print(OFFER, file=sys.stderr)
+    return dict(os.environ)
+
+
 def environment(cache: Path | None = None) -> dict[str, str]:
     """Return the environment for a child process that runs MLX: this one's, with OpenBLAS where it helps."""
     inherited = dict(os.environ)
@@ -66,9 +88,12 @@ def environment(cache: Path | None = None) -> dict[str, str]:
     }
 
 
-def use(arguments: Sequence[str], cache: Path | None = None) -> None:
-    """Run `mlx-sparse` with ``arguments`` and OpenBLAS in this process's place; return where that is of no use."""
-    found = environment(cache)
+def use(asked: bool, arguments: Sequence[str], cache: Path) -> None:
+    """Run `mlx-sparse` with ``arguments`` and OpenBLAS in this process's place, if ``asked`` and of use; else return.
+
+    The new process is given the same arguments, and returns: it has OpenBLAS already.
+    """
+    found = chosen(asked, cache)
     if found != dict(os.environ):
         sys.stdout.flush()
         os.execve(sys.executable, [sys.executable, "-m", "mlx_sparse.cli", *arguments], found)

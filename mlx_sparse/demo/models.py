@@ -13,17 +13,21 @@ from . import gemma3, smollm2
 
 @dataclass(frozen=True)
 class Named:
-    """A model that packages bring; ``licence`` and ``terms`` if its licence is not an open-source one."""
+    """A model that packages bring; ``licence`` and ``terms`` if its licence is not an open-source one.
+
+    ``check`` says before anything is fetched that ``prepare`` would lack a package.
+    """
 
     prepare: Callable[[Path], Path]
     licence: str | None = None
     terms: str = ""
+    check: Callable[[Path], None] = lambda _: None
 
 
 DEFAULT = "smollm2-135m-instruct"
 MODELS = {
     DEFAULT: Named(smollm2.prepare_model),
-    "gemma-3-270m": Named(gemma3.prepare_model, "gemma", gemma3.TERMS),
+    "gemma-3-270m": Named(gemma3.prepare_model, "gemma", gemma3.TERMS, gemma3.check_reader),
 }
 LICENCES = [named.licence for named in MODELS.values() if named.licence]
 
@@ -40,6 +44,27 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def check_model(name: str | None, cache: Path, licence: str | None = None) -> None:
+    """Refuse what `find_model` or mlx-lm would, as far as that shows before anything is fetched.
+
+    Raises:
+        ConfigError: the model has terms of use that were not accepted, or is a folder that is not there.
+        PackageMissing: what reads its file is not installed.
+    """
+    name = name or DEFAULT
+    there, named = Path(name).exists(), MODELS.get(name)
+    if named is None and not there and name.startswith(("/", "./", "../")):
+        raise ConfigError(f"--model: expected a model that mlx-lm can load, got {name} (no such folder).")
+    if named is None or there:
+        return
+    if named.licence not in (None, licence):
+        raise ConfigError(
+            f"--model: expected --accept-licence {named.licence} with {name}, got none. Its weights are not open "
+            f"source: read {named.terms}, and give that option if you accept."
+        )
+    named.check(cache)
+
+
 def find_model(name: str | None, cache: Path, licence: str | None = None) -> str:
     """Return what mlx-lm loads for ``--model name``; a named model is fetched and converted the first time.
 
@@ -47,16 +72,10 @@ def find_model(name: str | None, cache: Path, licence: str | None = None) -> str
         licence: the licence that the user accepts.
 
     Raises:
-        ConfigError: the model has terms of use that were not accepted.
+        ConfigError, PackageMissing: `check_model` refuses it.
         ArtefactError: it cannot be fetched, or its files are damaged.
     """
+    check_model(name, cache, licence)
     name = name or DEFAULT
     named = MODELS.get(name)
-    if named is None or Path(name).exists():
-        return name
-    if named.licence != licence and named.licence is not None:
-        raise ConfigError(
-            f"--model: expected --accept-licence {named.licence} with {name}, got none. Its weights are not open "
-            f"source: read {named.terms}, and give that option if you accept."
-        )
-    return str(named.prepare(cache))
+    return name if named is None or Path(name).exists() else str(named.prepare(cache))

@@ -39,12 +39,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mlx-sparse demo",
         description="Ask a small real model about a real text, with dense and with sparse attention, and compare. "
-        "The first run downloads about 130 MB and writes a model of 540 MB into the cache.",
+        "The first run downloads 93 MB and writes a model of 540 MB into the cache.",
     )
     parser.add_argument("--model", metavar="DIR", help="mlx-lm model directory (default: SmolLM2-135M-Instruct)")
     parser.add_argument("--attn", metavar="METHOD", default="sparq", help="sparse method (default: %(default)s)")
     parser.add_argument("--max-tokens", metavar="N", type=int, default=32, help="tokens to generate (default: 32)")
     parser.add_argument("--cache-dir", metavar="DIR", help="where downloads and the model go (default: user's cache)")
+    blas.add_option(parser)
     parser.add_argument("--json", action="store_true", help="print the results as one JSON object")
     return parser
 
@@ -55,7 +56,7 @@ def _demo(args: argparse.Namespace) -> int:
     select_methods(parse(args.attn))  # a mistake is to show now, not after the dense run
     cache = cache_directory(args.cache_dir)
     model = _model_directory(args.model) if args.model else prepare_model(cache)
-    environment = blas.environment(cache)
+    environment = blas.chosen(args.fast_blas, cache)
     task = pass_key_task()
     dense = generate_command(str(model), args.max_tokens)
     sparse = [*dense, "--attn", args.attn, "--attn-report", "json"]

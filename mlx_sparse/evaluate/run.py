@@ -13,7 +13,7 @@ from typing import Any
 from ..checks import ConfigError, check_int, read_length
 from ..config import parse
 from ..demo import blas
-from ..demo.models import DEFAULT, add_model_options
+from ..demo.models import DEFAULT, add_model_options, check_model
 from ..demo.store import cache_directory
 from ..files import replace_file
 from ..lm.model import select_methods
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the evaluation; return the exit code."""
     args = _parser().parse_args(argv)
     _check(args)
-    blas.use(["eval", *argv], cache_directory(args.cache_dir))
+    blas.use(args.fast_blas, ["eval", *argv], cache_directory(args.cache_dir))
     args.command = shlex.join(["mlx-sparse", "eval", *argv])
     evaluation = _Evaluation(args)
     try:
@@ -120,12 +120,13 @@ def _parser() -> argparse.ArgumentParser:
         "the same command goes on where it stopped",
     )
     parser.add_argument("--cache-dir", metavar="DIR", help="where the default model goes (default: user's cache)")
+    blas.add_option(parser)
     parser.add_argument("--json", action="store_true", help="print JSON lines")
     return parser
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuse what is wrong before anything is loaded, and read the lists."""
+    """Refuse what is wrong before anything is fetched or loaded, and read the lists."""
     args.methods = read_methods(args.methods)
     args.tasks = [name.strip() for name in _pieces(args.tasks or DEFAULT_TASKS)]
     args.budget = [read_budget(share) for share in _pieces(args.budget)]
@@ -144,6 +145,8 @@ def _check(args: argparse.Namespace) -> None:
     check_int("--prefill-step-size", args.prefill_step_size, 1)
     for context in args.context:
         check_int("--context", context, SHORTEST)
+    check_model(args.model, cache_directory(args.cache_dir), args.accept_licence)
+    texts.check(args.text)
     if args.out is not None:
         report.check()
         args.out.mkdir(parents=True, exist_ok=True)

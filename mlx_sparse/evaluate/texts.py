@@ -44,11 +44,25 @@ def read(names: list[str] | None, option: str = "--text", cache: Path | None = N
     return [_read(name, option, cache or cache_directory()) for name in names or [DEFAULT]]
 
 
+def check(names: list[str] | None, option: str = "--text") -> None:
+    """Read those of ``names`` that are files and can be read again, and fetch nothing.
+
+    Raises:
+        ConfigError: as `read` does.
+    """
+    for name in names or []:
+        if not _fetched(name) and not Path(name).is_fifo():
+            _read(name, option, Path())
+
+
+def _fetched(name: str) -> bool:
+    return name in NAMES and not Path(name).is_file()
+
+
 def _read(name: str, option: str, cache: Path) -> Text:
     wanted = f"{option}: expected readable UTF-8 text files or one of {', '.join(NAMES)}, got"
     try:
-        named = name in NAMES and not Path(name).is_file()
-        text = NAMES[name](cache) if named else Path(name).read_text(encoding="utf-8")
+        text = NAMES[name](cache) if _fetched(name) else Path(name).read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{wanted} {error}.") from None
     except UnicodeDecodeError as error:

@@ -18,10 +18,11 @@ from ..artefact.tensors import read_header, read_tensors, write_tensors
 from ..checks import ArtefactError, ConfigError, check_int
 from ..config import MAX_BUCKETS, SAAP
 from ..demo import blas
-from ..demo.models import add_model_options
+from ..demo.models import add_model_options, check_model
 from ..demo.store import cache_directory
 from ..evaluate.inputs import fingerprint, load_model, read_tokens
 from ..evaluate.journal import Journal
+from ..evaluate.texts import check as check_texts
 from .collect import Collection, Place, collect, find_places
 from .layers import Recipe, half, make_centroids, make_layer, report_layer
 from .report import HeadReport, as_dict, table
@@ -46,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     """Train; return the exit code."""
     args = _parser().parse_args(argv)
     _check(args)
-    blas.use(["train-saap", *argv], cache_directory(args.cache_dir))
+    blas.use(args.fast_blas, ["train-saap", *argv], cache_directory(args.cache_dir))
     work = args.work or args.out.with_name(f"{args.out.name}.work")
     try:
         heads = _train(args, work)
@@ -125,12 +126,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--seed", default=0, help="(default: 0)", **number)
     parser.add_argument("--cache-dir", metavar="DIR", help="where the default model goes (default: user's cache)")
+    blas.add_option(parser)
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     return parser
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuse what is wrong before anything is loaded."""
+    """Refuse what is wrong before anything is fetched or loaded."""
     if args.out.suffix != ".safetensors" or not args.out.parent.is_dir():
         raise ConfigError(f"--out: expected a name in .safetensors in a folder that exists, got {args.out}.")
     if args.out.exists():
@@ -147,6 +149,19 @@ def _check(args: argparse.Namespace) -> None:
     if not 0 < args.rate <= 1:
         raise ConfigError(f"--rate: expected a number above 0 and at most 1, got {args.rate}.")
     args.distances = Distances(args.sink_tokens, args.recent_tokens, args.farther_than)
+    if args.context is not None:
+        _check_context(args.context, args.distances.exact)
+    check_model(args.model, cache_directory(args.cache_dir), args.accept_licence)
+    check_texts(args.text)
+    check_texts(args.held_out, "--held-out")
+
+
+def _check_context(context: int, exact: int) -> None:
+    if context < 2 * exact:
+        raise ConfigError(
+            f"--context: expected at least twice the {exact:,} tokens that are attended always, got {context:,}. Give "
+            "less --recent-tokens for short texts."
+        )
 
 
 def _train(args: argparse.Namespace, work: Path) -> list[HeadReport]:
@@ -177,12 +192,7 @@ def _texts(args: argparse.Namespace, tokenizer: Any, config: dict[str, Any]) -> 
     """The texts to train on and those held out, all of ``--context`` tokens."""
     limit = config.get("max_position_embeddings") or (config.get("text_config") or {}).get("max_position_embeddings")
     context = check_int("--context", min(limit or LONGEST, LONGEST) if args.context is None else args.context, 1, limit)
-    exact = args.distances.exact
-    if context < 2 * exact:
-        raise ConfigError(
-            f"--context: expected at least twice the {exact:,} tokens that are attended always, got {context:,}. Give "
-            "less --recent-tokens for short texts."
-        )
+    _check_context(context, args.distances.exact)
     opening = tokenizer.encode("")  # what the model expects before a text: nothing, or a token of its own
     length = context - len(opening)
     tokens = read_tokens(tokenizer, args.text, args.cache_dir)

@@ -12,11 +12,12 @@ from typing import Any
 from .. import registry
 from ..checks import ConfigError, check_int, check_sample, check_share, read_length
 from ..demo import blas
-from ..demo.models import add_model_options
+from ..demo.models import add_model_options, check_model
 from ..demo.store import cache_directory
 from ..evaluate.inputs import fingerprint, load_model, read_tokens
 from ..evaluate.journal import Journal
 from ..evaluate.tasks import SHORTEST
+from ..evaluate.texts import check as check_texts
 from .output import as_dict, check_target, table, toml, write_toml
 from .search import Search, Trial, Tuned, by_range, whole_grid
 
@@ -30,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
     """Tune; return the exit code."""
     args = _parser().parse_args(argv)
     _check(args)
-    blas.use(["tune-sample", *argv], cache_directory(args.cache_dir))
+    blas.use(args.fast_blas, ["tune-sample", *argv], cache_directory(args.cache_dir))
     state = args.out.with_name(f"{args.out.name}.state.jsonl") if args.out else None
     try:
         tuned = _tune(args, state)
@@ -97,6 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--attn-backend", metavar="NAME", default="auto", help="as of mlx-sparse generate")
     parser.add_argument("--cache-dir", metavar="DIR", help="where the default model goes (default: user's cache)")
+    blas.add_option(parser)
     parser.add_argument("--json", action="store_true", help="print everything measured and both settings as JSON")
     return parser
 
@@ -106,7 +108,7 @@ def _default(values: Sequence[Any]) -> str:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuse what is wrong before anything is loaded."""
+    """Refuse what is wrong before anything is fetched or loaded."""
     if args.out is not None:
         check_target(args.out, args.force)
     for setting in whole_grid(args.alpha_column, args.alpha_slash, args.chunks):
@@ -118,6 +120,8 @@ def _check(args: argparse.Namespace) -> None:
     registry.require(args.attn_backend, "sample")
     args.max_length = read_length(args.max_length) if args.max_length else None
     args.lengths = [read_length(length) for length in args.lengths.split(",")] if args.lengths else None
+    check_model(args.model, cache_directory(args.cache_dir), args.accept_licence)
+    check_texts(args.text)
 
 
 def _tune(args: argparse.Namespace, state: Path | None) -> list[Tuned]:

@@ -1,0 +1,105 @@
+"""`--fast-blas`: OpenBLAS is fetched and preloaded where it is asked for, and after all options are checked."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+from absent import OFFLINE
+
+from mlx_sparse import cli
+from mlx_sparse.demo import blas
+
+pytestmark = [
+    pytest.mark.usefixtures("without_torch"),
+    pytest.mark.skipif(not blas.wanted(), reason="MLX does not compute on a Linux CPU here, or a BLAS is preloaded"),
+]
+
+# Each ends, for one reason or another, soon after OpenBLAS would have been fetched.
+COMMANDS = {
+    "eval": "eval --methods sparq --text text.txt --model model --limit 99",
+    "tune-sample": "tune-sample --text text.txt --model model --lengths 4k",
+    "train-saap": "train-saap --text text.txt --model model -o a.safetensors --recent-tokens 63 --layers 99",
+    "bench --generate": "bench --generate --text text.txt --model model --lengths 4k",
+    "demo": "demo --model no-tokenizer",
+}
+every_command = pytest.mark.parametrize("name", COMMANDS)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder, with a model and a text; no package can be fetched."""
+    tiny_models.write(tmp_path / "model")
+    (tmp_path / "text.txt").write_text(tiny_models.words(tiny_models.prompt_of(3000)))
+    tiny_models.write(tmp_path / "no-tokenizer")
+    (tmp_path / "no-tokenizer" / "tokenizer.json").unlink()
+    for variable, value in OFFLINE.items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def fails(capfd: Any, words: str) -> str:
+    """What a command that fails prints on standard error; its cache folder is `cache`."""
+    assert cli.main([*words.split(), "--cache-dir", "cache"]) == 2
+    return str(capfd.readouterr().err)
+
+
+@every_command
+def test_nothing_is_fetched_unless_asked_for_and_one_line_offers_it(name: str, folder: Path, capfd: Any) -> None:
+    told = fails(capfd, COMMANDS[name])
+    assert not (folder / "cache").exists()
+    assert told.count(blas.OFFER) == 1 and "scipy" not in told
+
+
+@every_command
+def test_it_is_fetched_where_it_is_asked_for_and_without_it_the_command_goes_on(name: str, capfd: Any) -> None:
+    told = fails(capfd, f"{COMMANDS[name]} --fast-blas")
+    assert "No fast BLAS, going on slower: scipy==1.13.1: expected one wheel from pip" in told
+    assert blas.OFFER not in told
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        *((name, "--model /nowhere") for name in COMMANDS),
+        *((name, "--model gemma-3-270m") for name in COMMANDS if name != "demo"),
+        *((name, "--text nowhere.txt") for name in COMMANDS if name != "demo"),
+        ("eval", "--limit 0"),
+        ("tune-sample", "--examples 0"),
+        ("train-saap", "--context 100"),
+        ("train-saap", "--held-out nowhere.txt"),
+        ("bench --generate", "--repeat 0"),
+        ("bench --generate", "--onnx"),
+        ("demo", "--attn sparkle"),
+    ],
+)
+def test_all_options_are_checked_before_anything_is_fetched(name: str, wrong: str, folder: Path, capfd: Any) -> None:
+    told = fails(capfd, f"{COMMANDS[name]} --fast-blas {wrong}")
+    assert told.count("\n") == 1 and ": error: " in told
+    assert not (folder / "cache").exists()
+
+
+def start(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A process of its own: it is to be replaced."""
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, env=os.environ, capture_output=True, text=True, check=False, timeout=200)
+
+
+def test_a_command_goes_on_in_a_process_with_the_fast_blas(demo_cache: Path) -> None:
+    code = "import sys, pathlib; from mlx_sparse.demo import blas\n"
+    code += "blas.use(True, ['--version'], pathlib.Path(sys.argv[1])); print('not replaced')"
+    assert start(code, str(demo_cache)).stdout.strip() == version("mlx-sparse-attention")
+
+
+def test_the_process_that_takes_over_gets_the_same_arguments_and_stays(demo_cache: Path) -> None:
+    code = "import sys; from mlx_sparse import cli; sys.exit(cli.main(sys.argv[1:]))"
+    done = start(code, *COMMANDS["eval"].split(), "--fast-blas", "--cache-dir", str(demo_cache))
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1 and "--limit: expected 99 x" in done.stderr, done.stderr
