@@ -162,7 +162,7 @@ def top_k_select(
     """The last ``local_window`` valid keys and the best of the rest, ``top_k`` together (sparq.6).
 
     Args:
-        scores: ``(B, Hkv, S)``; scores of invalid keys are ignored, -inf and NaN are never chosen.
+        scores: ``(B, Hkv, S)``; scores of invalid keys are ignored, -inf is never chosen, NaN counts as +inf.
 
     Returns:
         ``(B, Hkv, min(top_k, S))`` int32, ascending, ties to the lower index, -1 in slots that no key fills.

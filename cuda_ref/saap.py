@@ -126,7 +126,7 @@ def saap_assign(keys: torch.Tensor, centroids: torch.Tensor, *, backend: str = "
         centroids: ``(Hkv, C, D)``.
 
     Returns:
-        ``(B, Hkv, n)`` int32.
+        ``(B, Hkv, n)`` int32; keys that hold NaN or inf are in bucket 0.
     """
     check_tensor("keys", keys)
     check_tensor("centroids", centroids)
@@ -138,7 +138,8 @@ def saap_assign(keys: torch.Tensor, centroids: torch.Tensor, *, backend: str = "
     ids = torch.empty(keys.shape[:3], dtype=torch.int32, device=keys.device)
     for first in range(0, keys.shape[2], step):
         part = slice(first, first + step)
-        ids[:, :, part] = (keys[:, :, part].float() @ columns).argmax(dim=3)
+        best = (keys[:, :, part].float() @ columns).max(dim=3)
+        ids[:, :, part] = best.indices.where(best.values.isfinite(), 0)
     return ids
 
 
@@ -163,7 +164,7 @@ def saap_route(
         probes: 1..C.
 
     Returns:
-        ``(B, Hkv, probes)`` int32, ascending; -1 in slots that no bucket fills, where probabilities are NaN.
+        ``(B, Hkv, probes)`` int32, ascending; NaN counts as +inf.
     """
     network = {"out_weight": out_weight, "out_bias": out_bias}
     network |= {"hidden_weight": hidden_weight, "hidden_bias": hidden_bias}

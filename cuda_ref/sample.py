@@ -107,13 +107,13 @@ def keep(scores: torch.Tensor, alpha: float) -> torch.Tensor:
     """(sample.6) the fewest of the largest ``scores (..., Nk)`` whose share of their sum reaches ``alpha - 1e-6``.
 
     Returns:
-        uint8 of the same shape, 1 = kept; ties go to the lower index.
+        uint8 of the same shape, 1 = kept; ties go to the lower index. Shares that are NaN reach nothing: all are kept.
     """
     ordered, order = scores.sort(dim=-1, descending=True, stable=True)
     share = ordered.cumsum(dim=-1) / ordered.sum(dim=-1, keepdim=True)
-    # The first is always needed; every other one is if those before it fall short.
+    # The first is always needed; every other one is if those before it do not reach it.
     needed = torch.ones_like(order, dtype=torch.uint8)
-    needed[..., 1:] = share[..., :-1] < alpha - 1e-6
+    needed[..., 1:] = ~(share[..., :-1] >= alpha - 1e-6)
     return torch.empty_like(needed).scatter_(-1, order, needed)
 
 

@@ -101,7 +101,7 @@ def select(
 def top_k_select(
     scores: torch.Tensor, *, top_k: int, local_window: int, left_padding: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`select` on float32 ``scores (B, Hkv, S)``; -inf and NaN are never chosen."""
+    """`select` on float32 ``scores (B, Hkv, S)``; -inf is never chosen, NaN counts as +inf."""
     B, Hkv, S = scores.shape
     tickets = torch.zeros(B, Hkv, 2, dtype=torch.int32, device=scores.device)
     given = GroupScores(scores.contiguous()[:, :, None], None, None, tickets)

@@ -156,7 +156,7 @@ float weigh_tile(
   for (uint i = 0; i < ATTEND_TILE / LANES; ++i) {
     const uint slot = i * LANES + place.lane;
     const bool filled = slot < count && list[slot] != EMPTY;
-    const float weight = filled ? exp(score[i] - largest) : 0.0f;
+    const float weight = score[i] == -INFINITY ? 0.0f : exp(score[i] - largest);
     if (slot < count) {
       scores[slot] = weight;
     }
@@ -340,8 +340,8 @@ void store_sums(
         sum += parts[((i / D) * SIMDGROUPS + s) * D + i % D];
       }
       const float total = shared.softmax[g].total;
-      const float y = total == 0.0f ? 0.0f : sum / total;
-      out[size_t(first) * D + i] = static_cast<Out>(finish(g, i % D, y, shared.softmax[g].mass));
+      const float result = total == 0.0f ? 0.0f : finish(g, i % D, sum / total, shared.softmax[g].mass);
+      out[size_t(first) * D + i] = static_cast<Out>(result);
     }
   }
   if (place.index() < G) {

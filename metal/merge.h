@@ -16,7 +16,7 @@ float merged_lse(Lse lse, uint splits, uint stride) {
   for (uint s = 0; s < splits; ++s) {
     total += largest == -INFINITY ? 0.0f : exp(lse[s * stride] - largest);
   }
-  return total > 0.0f ? largest + log(total) : -INFINITY;
+  return total == 0.0f ? -INFINITY : largest + log(total);  // NaN is to be seen
 }
 
 // One component of the merged output: each part weighs exp(its lse - the merged lse).

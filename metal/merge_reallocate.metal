@@ -19,7 +19,8 @@ float mass = 0.0f;
 for (uint s = 0; s < splits; ++s) {
   mass += part_alpha[head + s * G];
 }
-out[(row * G + g) * D + d] = static_cast<O>(mass * y + (1.0f - mass) * value_mean[row * D + d]);
+const float mixed = mass * y + (1.0f - mass) * value_mean[row * D + d];
+out[(row * G + g) * D + d] = static_cast<O>(total == -INFINITY ? 0.0f : mixed);
 if (d == 0) {
   lse[row * G + g] = total;
   alpha[row * G + g] = mass;

@@ -133,7 +133,8 @@ void layer(
   }
 }
 
-// Largest logit and 1 / sum of exp(logit - largest) for each query of the group. Ends with a barrier.
+// Largest logit and 1 / sum of exp(logit - largest) for each query of the group; 0 where a logit is NaN or +inf. Ends
+// with a barrier.
 template <int G>
 void softmax_statistics(const device float* logits, uint buckets, threadgroup float2* softmax, Place place) {
   for (uint g = place.simdgroup; g < G; g += place.simdgroups) {
@@ -148,7 +149,7 @@ void softmax_statistics(const device float* logits, uint buckets, threadgroup fl
     }
     sum = simd_sum(sum);
     if (place.lane == 0) {
-      softmax[g] = float2(largest, 1.0f / sum);
+      softmax[g] = float2(largest == -INFINITY ? 0.0f : largest, sum > 0.0f ? 1.0f / sum : 0.0f);
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);

@@ -7,7 +7,7 @@ constant constexpr uint SCORE_KEYS = 4;  // consecutive keys per thread
 
 // (sparq.1), (sparq.2): the `rank` components with the largest summed |q| of the group, times `weight` if WEIGHTED, and
 // the queries there. Every threadgroup finds them for itself: D numbers against thousands of keys.
-// component: D sums as bits, which are in the same order, as they are not negative, and order NaN too, as the largest;
+// component: D sums as bits, which are in the same order, as they are not negative, and with which NaN counts as +inf;
 // chosen: D; q_r: D rows of G, of which `rank` are filled. Ends with a barrier.
 template <int D, int G, bool WEIGHTED, typename Queries, typename Weights>
 void choose_components(
@@ -24,7 +24,7 @@ void choose_components(
     for (uint g = 0; g < G; ++g) {
       sum += abs(float(queries[g * D + d]));
     }
-    component[d] = as_type<uint>(WEIGHTED ? sum * weight[d] : sum);
+    component[d] = min(as_type<uint>(WEIGHTED ? sum * weight[d] : sum), as_type<uint>(INFINITY));
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   for (uint d = place.index(); d < D; d += place.threads()) {
@@ -110,7 +110,8 @@ void approximate_logits(
   }
 }
 
-// Largest logit and sum of exp(logit - largest) of a tile for each query of the group; -inf and 0 without a valid key.
+// Largest logit and sum of exp(logit - largest) of a tile for each query of the group; -inf and 0 without a valid key,
+// a sum of NaN where a logit is NaN or +inf.
 // partial: MAX_SIMDGROUPS floats for each query.
 template <int G>
 void tile_statistics(
@@ -120,7 +121,11 @@ void tile_statistics(
     Place place) {
 #pragma clang loop unroll(full)
   for (uint g = 0; g < G; ++g) {
-    const float own = max(max(logits[0][g], logits[1][g]), max(logits[2][g], logits[3][g]));
+    float own = -INFINITY;  // max passes over NaN
+#pragma clang loop unroll(full)
+    for (uint v = 0; v < SCORE_KEYS; ++v) {
+      own = max(own, logits[v][g]);
+    }
     const float largest = simd_max(own);
     if (place.lane == 0) {
       partial[g * MAX_SIMDGROUPS + place.simdgroup] = largest;

@@ -10,15 +10,15 @@
 
 constant constexpr uint TOP_K_ITEMS = 16;       // per lane, in registers
 constant constexpr uint TOP_K_PARTIAL = 3 * MAX_SIMDGROUPS;
-constant constexpr uint NEVER = 0;              // bits of an item that is never chosen: invalid, -inf or NaN
+constant constexpr uint NEVER = 0;              // bits of an item that is never chosen: invalid or -inf
 constant constexpr uint ALWAYS = 0xFFFFFFFF;    // bits of an item of the local window, above every score
 
-// a < b exactly if ordered_bits(a) < ordered_bits(b).
+// a < b exactly if ordered_bits(a) < ordered_bits(b). NaN counts as +inf.
 inline uint ordered_bits(float score) {
-  if (!(score > -INFINITY)) {
+  if (score == -INFINITY) {
     return NEVER;
   }
-  const uint bits = as_type<uint>(score == 0.0f ? 0.0f : score);  // -0 equals 0
+  const uint bits = as_type<uint>(score == 0.0f ? 0.0f : isnan(score) ? INFINITY : score);  // -0 equals 0
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 

@@ -14,17 +14,18 @@ def keep(scores: mx.array, alpha: float) -> mx.array:
     """(sample.6) the fewest of the largest ``scores (..., Nk)`` whose share of their sum reaches ``alpha - 1e-6``.
 
     Returns:
-        Bool; scores are float32, ties go to the lower index.
+        Bool; scores are float32, ties go to the lower index. Shares that are NaN reach nothing: everything is kept.
     """
     ordered = -mx.sort(-scores, axis=-1)
     reached = mx.cumsum(ordered, axis=-1)
-    # Each one is needed if those before it fall short.
-    count = 1 + mx.sum(reached < (alpha - 1e-6) * reached[..., -1:], axis=-1, keepdims=True)
+    # Each one is needed if those before it do not reach it.
+    enough = reached >= (alpha - 1e-6) * reached[..., -1:]
+    count = 1 + mx.sum(mx.logical_not(enough), axis=-1, keepdims=True)
     return _first(scores, ordered, mx.minimum(count, scores.shape[-1]))
 
 
 def best(scores: mx.array, count: int) -> mx.array:
-    """The ``count`` largest of ``scores (..., Nk)``: bool; ties go to the lower index."""
+    """The ``count`` largest of ``scores (..., Nk)``: bool; ties go to the lower index. Scores with a NaN keep all."""
     ordered = -mx.sort(-scores, axis=-1)
     return _first(scores, ordered, mx.full((*scores.shape[:-1], 1), min(count, scores.shape[-1]), mx.int32))
 
@@ -34,7 +35,8 @@ def _first(scores: mx.array, ordered: mx.array, count: mx.array) -> mx.array:
     last = mx.take_along_axis(ordered, count - 1, axis=-1)
     above, level = scores > last, scores == last
     room = count - mx.sum(above, axis=-1, keepdims=True)
-    return above | (level & (mx.cumsum(level.astype(mx.int32), axis=-1) <= room))
+    first = above | (level & (mx.cumsum(level.astype(mx.int32), axis=-1) <= room))
+    return first | mx.isnan(scores).any(axis=-1, keepdims=True)
 
 
 def merge(column_kept: mx.array, slash_kept: mx.array, layout: Layout, *, sampled_in_full: bool) -> mx.array:

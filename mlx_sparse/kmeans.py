@@ -16,7 +16,7 @@ CHUNK = 1 << 25  # products at a time: 128 MiB
 def assign(keys: mx.array, centroids: mx.array) -> mx.array:
     """(saap.1) int32 ``(..., n)``: which of the ``centroids (..., C, D)`` points most like each key ``(..., n, D)``.
 
-    Ties go to the lower bucket.
+    Ties go to the lower bucket, and keys that hold NaN or inf to bucket 0.
     """
     *heads, n, _ = keys.shape
     if n == 0:
@@ -25,8 +25,9 @@ def assign(keys: mx.array, centroids: mx.array) -> mx.array:
     directions = centroids.astype(mx.float32).swapaxes(-1, -2)
     ids = []
     for start in range(0, n, step):
-        products = keys[..., start : start + step, :].astype(mx.float32) @ directions
-        ids.append(mx.argmax(products, axis=-1).astype(mx.int32))
+        rows = keys[..., start : start + step, :].astype(mx.float32)
+        best = mx.argmax(rows @ directions, axis=-1).astype(mx.int32)
+        ids.append(mx.where(mx.isfinite(rows).all(axis=-1), best, 0))
         if n > step:
             mx.eval(ids[-1])  # one chunk of products at a time
     return ids[0] if len(ids) == 1 else mx.concatenate(ids, axis=-1)
@@ -39,7 +40,7 @@ def fit(keys: mx.array, buckets: int, *, seed: int = 0, iterations: int = ITERAT
         ConfigError: more buckets than keys.
     """
     centroids = keys[..., mx.array(start_points(keys.shape[-2], buckets, seed)), :].astype(mx.float32)
-    centroids = _unit(centroids, centroids)
+    centroids = _unit(centroids, mx.zeros_like(centroids))
     for _ in range(iterations):
         centroids = move(keys, centroids)
         mx.eval(centroids)
@@ -47,7 +48,10 @@ def fit(keys: mx.array, buckets: int, *, seed: int = 0, iterations: int = ITERAT
 
 
 def move(keys: mx.array, centroids: mx.array) -> mx.array:
-    """(saap.2) one iteration: the direction of each bucket's sum of keys; an empty bucket keeps its centroid."""
+    """(saap.2) one iteration: the direction of each bucket's sum of keys.
+
+    An empty bucket keeps its centroid, and so does one whose sum is no number.
+    """
     *heads, C, D = centroids.shape
     ids = assign(keys, centroids).reshape(-1, keys.shape[-2])
     rows = ids + C * mx.arange(len(ids))[:, None]
@@ -68,4 +72,5 @@ def start_points(n: int, buckets: int, seed: int) -> np.ndarray:
 
 def _unit(vectors: mx.array, otherwise: mx.array) -> mx.array:
     length = mx.linalg.norm(vectors, axis=-1, keepdims=True)
-    return mx.where(length > 0, vectors / mx.where(length > 0, length, 1.0), otherwise)
+    sound = (length > 0) & (length < mx.inf)
+    return mx.where(sound, vectors / mx.where(sound, length, 1.0), otherwise)

@@ -254,6 +254,15 @@ def test_a_row_without_a_valid_key_gives_zeros_and_has_lost_nothing(method: str,
 
 
 @by_backend
+def test_a_row_without_a_valid_key_gives_zeros_whatever_value_mean_is(backend: str) -> None:
+    case = Case(2, 6, 2, 300, 64, "f32", padding=(300, 0))
+    given = {"value_mean": mx.full((2, 2, 64), 7.0), "left_padding": padding(case), "backend": backend}
+    out = mlx_sparse.sparq_attention(*arrays(case, *case.inputs()), rank=16, top_k=32, reallocate=True, **given)
+    assert mx.all(out[0] == 0)
+    assert mx.all(out[1] != 0)
+
+
+@by_backend
 def test_a_given_value_mean_is_used(backend: str) -> None:
     case = Case(1, 2, 2, 300, 64, "f32")
     q, k, v = case.inputs()

@@ -36,7 +36,8 @@ def best(scores: Array, k: int, window: int, padding: tuple[int, ...] | None) ->
     chosen = np.full((B, H, min(k, S)), -1)
     for b, h in np.ndindex(B, H):
         first = padding[b] if padding else 0
-        row = np.where(np.isnan(scores[b, h]), -np.inf, scores[b, h])
+        largest = np.finfo(np.float32).max
+        row = np.where(scores[b, h] < largest, scores[b, h].astype(np.float64), largest)  # NaN counts as +inf
         row[max(S - window, first) :] = np.inf
         row[:first] = -np.inf
         order = [j for j in np.argsort(-row, kind="stable")[:k] if row[j] > -np.inf]

@@ -11,11 +11,12 @@ import onnx
 import onnxruntime as ort
 import pytest
 import tiny_models
-from exported import FLOAT32, STEPS, Made
+from exported import FLOAT32, SAAP, STEPS, Made, artefact
 from exported import PROMPT_LENGTH as PROMPT
 from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, KVCache, make_prompt_cache
-from mlx_sparse.onnx_export import COMPAT, DEFAULT, DOMAIN, export, registered
+from mlx_sparse.onnx_export import COMPAT, DEFAULT, DOMAIN, export, native, registered
 from mlx_sparse.onnx_export.exporter import families, verify
+from require import absent
 
 import mlx_sparse
 
@@ -26,6 +27,8 @@ METHODS = {
     "late": "sparq:rank=6,top_k=16,local_window=3,reallocate=true,component_score=query_key,group_reduce=logits,"
     "dense_below=33",
 }
+MIXED = "sparq:rank=4,top_k=2,local_window=1,reallocate=true,component_score=query_key,dense_below=0"
+SAMPLED = f"sample:block_size=32,dense_below=0+{METHODS['sparq']}"
 by_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 by_two_methods = pytest.mark.parametrize("method", [METHODS["dense"], METHODS["sparq"]], ids=["dense", "sparq"])
 
@@ -100,15 +103,21 @@ def test_left_padded_rows_are_those_of_mlx(tmp_path: Path, family: str, method: 
     assert np.abs(np.array(got) - np.array(expected)).max() < FLOAT32 * np.abs(expected).max()
 
 
-def outputs(made: Made, tokens: list[list[int]], mask: list[list[int]]) -> np.ndarray:
-    """Logits of one call on empty caches."""
-    options = ort.SessionOptions()
+def outputs(made: Made, *calls: tuple[list[list[int]], list[list[int]]], kernels: str = "off") -> np.ndarray:
+    """Logits of the last of some calls, tokens and mask each, on caches that begin empty."""
+    options = native.session_options(kernels)
     options.log_severity_level = 4
     session = ort.InferenceSession(made.folder / "model.onnx", options)
-    feeds = {"input_ids": np.array(tokens), "attention_mask": np.array(mask)}
-    for tensor in session.get_inputs()[2:]:
-        feeds[tensor.name] = np.zeros((len(tokens), *tensor.shape[1:]), np.float32)
-    return session.run(["logits"], feeds)[0]
+    rows = len(calls[0][0])
+    kinds = {"tensor(float)": np.float32, "tensor(int16)": np.int16}
+    caches = {t.name: np.zeros((rows, *t.shape[1:]), kinds[t.type]) for t in session.get_inputs()[2:]}
+    for tokens, mask in calls:
+        got = session.run(None, {"input_ids": np.array(tokens), "attention_mask": np.array(mask), **caches})
+        present = dict(zip([t.name for t in session.get_outputs()], got, strict=True))
+        caches = {
+            name: present[name.replace("past_key_values", "present").replace("past", "present")] for name in caches
+        }
+    return present["logits"]
 
 
 @pytest.fixture(scope="module")
@@ -118,14 +127,38 @@ def sparse_llama(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 def test_a_mask_may_be_longer_than_the_tokens(sparse_llama: Made) -> None:
     tokens = [tiny_models.prompt_of(9)]
-    short, long = (outputs(sparse_llama, tokens, [[0] * 2 + [1] * 7 + [0] * more]) for more in (0, 30))
+    short, long = (outputs(sparse_llama, (tokens, [[0] * 2 + [1] * 7 + [0] * more])) for more in (0, 30))
     np.testing.assert_array_equal(short, long)
 
 
-@pytest.mark.parametrize("mask", [[1, 1, 0, 1], [0, 1, 0, 1], [1, 1, 0, 0], [0, 0, 0, 0]])
+@pytest.mark.parametrize("mask", [[1, 1, 0, 1], [0, 1, 0, 1], [1, 1, 0, 0]])
 def test_a_mask_that_means_nothing_is_an_error_of_the_runtime(sparse_llama: Made, mask: list[int]) -> None:
     with pytest.raises(Exception, match="ScatterND"):
-        outputs(sparse_llama, [[5, 6, 7]], [mask])
+        outputs(sparse_llama, ([[5, 6, 7]], [mask]))
+
+
+@pytest.mark.parametrize("kernels", ["off", "auto"], ids=["bodies", "native"])
+@pytest.mark.parametrize("method", ["dense", METHODS["sparq"], MIXED, f"saap:artefact=FILE,{SAAP}", SAMPLED])
+def test_a_row_may_be_padding_throughout_and_begin_later(tmp_path: Path, method: str, kernels: str) -> None:
+    if kernels == "auto" and (reason := native.unavailable()):
+        absent("ort", reason)
+    file = artefact(tmp_path / "tiny.safetensors", tiny_models.build())
+    made = Made(tmp_path, "llama", method.replace("FILE", str(file)), {})
+    one, other = tiny_models.prompt_of(9, 1), tiny_models.prompt_of(3, 2)
+    rows = [one, [5] * 6 + other]
+    mask = [[1] * 9, [0] * 6 + [1] * 3]
+    # The second row has no token in the first two pieces, the second of which is a decode step.
+    pieces = [([row[a:b] for row in rows], [row[:b] for row in mask]) for a, b in ((0, 5), (5, 6), (6, 8), (8, 9))]
+    first = outputs(made, pieces[0], kernels=kernels)
+    assert np.isfinite(first).all()
+    assert np.isfinite(outputs(made, *pieces[:2], kernels=kernels)).all()
+    for row, tokens in enumerate((one, other)):
+        n = len(tokens)
+        cuts = [(a, b) for a, b in ((n - 9, n - 4), (n - 4, n - 3), (n - 3, n - 1), (n - 1, n)) if b > 0]
+        alone = [([tokens[max(a, 0) : b]], [[1] * b]) for a, b in cuts]
+        expected = outputs(made, *alone, kernels=kernels)
+        got = outputs(made, *pieces, kernels=kernels)[row : row + 1]
+        np.testing.assert_allclose(got, expected, rtol=0, atol=FLOAT32 * np.abs(expected).max())
 
 
 @by_two_methods

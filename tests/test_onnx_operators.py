@@ -169,6 +169,7 @@ def test_a_row_without_a_valid_key_gives_zeros(runtime: str, setting: str) -> No
     q, k, v = case.inputs()
     k[0], v[0] = np.nan, np.nan
     given = {**step(case, q, np.nan_to_num(k), np.nan_to_num(v)), "keys": k, "values": v}
+    given["value_mean"] = np.ones((case.B, case.Hkv, case.D))
     got = Operator(runtime, "SparQ", "f32", **attributes(parameters(case, setting)))(**given)
     assert (got["output"][0] == 0).all()
     assert (got["indices"][0] == -1).all()

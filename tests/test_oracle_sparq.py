@@ -165,6 +165,14 @@ def test_a_row_without_valid_key_gives_zeros(method: Callable[..., Any], options
     assert (info.retained_mass[0] == 1).all(), "nothing to lose"
 
 
+def test_a_row_without_valid_key_gives_zeros_whatever_value_mean_is() -> None:
+    q, k, v = make(B=2, G=3)
+    given = {"value_mean": np.ones((2, k.shape[1], k.shape[3])), "left_padding": [40, 0]}
+    out = sparq_attention(q, k, v, rank=4, top_k=9, reallocate=True, **given)
+    assert (out[0] == 0).all()
+    assert (out[1] != 0).all()
+
+
 def test_a_row_without_valid_key_has_empty_slots_alpha_0_and_lse_minus_inf() -> None:
     q, k, v = make(G=2)
     choice = sparq_select(q, k, rank=4, top_k=9, left_padding=[40])

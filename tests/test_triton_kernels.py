@@ -207,6 +207,14 @@ def test_padded_rows_never_reach_the_output(method: str, poison: float) -> None:
     np.testing.assert_allclose(to_numpy(out), clean, rtol=0, atol=1e-5)
 
 
+def test_a_row_without_a_valid_key_gives_zeros_whatever_value_mean_is() -> None:
+    case = Case(2, 6, 2, 300, 64, "f32", padding=(300, 0))
+    given = {"value_mean": torch.full((2, 2, 64), 7.0, device=DEVICE), "left_padding": case.padding}
+    out = cuda_ref.sparq_attention(*tensors(case, *case.inputs()), rank=16, top_k=32, reallocate=True, **given)
+    assert (out[0] == 0).all()
+    assert (out[1] != 0).all()
+
+
 @pytest.mark.parametrize("L", [2, 5, 70])
 @pytest.mark.parametrize("method", ["sparq", "dense"])
 def test_several_queries_are_attended_densely_and_causally(method: str, L: int) -> None:

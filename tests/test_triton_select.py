@@ -55,11 +55,14 @@ def test_ties_are_taken_in_order_when_candidates_fill_several_blocks() -> None:
     np.testing.assert_array_equal(to_numpy(got), expected)
 
 
-def test_a_score_that_is_nan_is_never_chosen() -> None:
+@pytest.mark.parametrize("nan", [torch.nan, -torch.nan], ids=["positive", "negative"])
+def test_a_score_that_is_nan_counts_as_infinity(nan: float) -> None:
     scores = torch.arange(40.0, device=DEVICE).expand(1, 1, 40).clone()
-    scores[..., 30:] = torch.nan
-    got = cuda_ref.top_k_select(scores, top_k=4, local_window=0)
-    assert got.flatten().tolist() == [26, 27, 28, 29]
+    scores[..., [3, 5]], scores[..., 4] = nan, torch.inf
+    got = cuda_ref.top_k_select(scores, top_k=5, local_window=1)
+    assert got.flatten().tolist() == [3, 4, 5, 38, 39]
+    got = cuda_ref.top_k_select(scores, top_k=3, local_window=1)
+    assert got.flatten().tolist() == [3, 4, 39]
 
 
 @pytest.mark.parametrize("top_k", [2**31, 2**70])

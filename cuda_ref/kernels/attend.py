@@ -96,10 +96,11 @@ def reallocated(mean, alpha, value_mean, d, D: tl.constexpr):
 @triton.jit
 def write_result(out, lse, value_mean, top, total, weighted, alpha, g, d, D: tl.constexpr, G: tl.constexpr):
     """Normalise, reallocate and store; 0 and -inf where nothing was attended."""
-    some = total > 0
+    some = total != 0  # NaN is to be seen
     result = weighted / tl.where(some, total, 1.0)[:, None]
     if value_mean is not None:
-        result = reallocated(result, alpha[:, None], value_mean, d[None, :], D)
+        mixed = reallocated(result, alpha[:, None], value_mean, d[None, :], D)
+        result = tl.where(some[:, None], mixed, 0.0)
     tl.store(out + g[:, None] * D + d[None, :], result, mask=(g[:, None] < G) & (d[None, :] < D))
     tl.store(lse + g, tl.where(some, finite(top) + tl.log(tl.where(some, total, 1.0)), float("-inf")), mask=g < G)
 

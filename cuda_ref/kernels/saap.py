@@ -68,7 +68,8 @@ def saap_hidden(
     if bias is not None:
         bias += h * N
     y = affine(x, weight, bias, row * K, there, n, K, N, BLOCK_M, BLOCK_K, BLOCK_N)
-    tl.store(out + row[:, None] * N + n[None, :], tl.maximum(y, 0.0), mask=there[:, None] & (n < N)[None, :])
+    hidden = tl.where(y < 0.0, 0.0, y)  # tl.maximum would drop a NaN
+    tl.store(out + row[:, None] * N + n[None, :], hidden, mask=there[:, None] & (n < N)[None, :])
 
 
 @triton.jit
@@ -82,7 +83,8 @@ def choose_buckets(logits, visited, C, probes, G: tl.constexpr, BLOCK_G: tl.cons
         logit = tl.load(logits + g[:, None] * C + c[None, :], mask=there, other=float("-inf"), cache_modifier=".cg")
         exponentials = tl.exp(logit - finite(tl.max(logit, axis=1))[:, None])
         total = tl.sum(exponentials, axis=1)
-        score += tl.sum(exponentials / tl.where(g < G, total, 1.0)[:, None], axis=0)
+        # A head without a softmax, as a logit is NaN or +inf, ranks nothing but those buckets, which become NaN.
+        score += tl.sum(exponentials / tl.where(total > 0, total, float("inf"))[:, None], axis=0)
     bits = ordered_bits(tl.where(c < C, score, float("-inf")))
     threshold, ties = kth_largest(bits, c < C, probes)
     written, _ = write_best(visited, bits, c, threshold, ties, 0, 0)

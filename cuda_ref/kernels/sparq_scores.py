@@ -13,7 +13,7 @@ from .numbers import finite, rounded_up, widen
 
 @triton.jit
 def component_keys(queries, component_weight, d, D: tl.constexpr, G: tl.constexpr, BLOCK_D: tl.constexpr):
-    """(sparq.1) of components d as integers, no two of them equal: the more it matters, the larger; NaN is the largest.
+    """(sparq.1) of components d as integers, no two of them equal: the more it matters, the larger; NaN counts as +inf.
 
     Above are the bits of the score, in the order of the numbers as they are not negative, below what puts the lower
     index first.
@@ -23,6 +23,7 @@ def component_keys(queries, component_weight, d, D: tl.constexpr, G: tl.constexp
         score += tl.abs(tl.load(queries + g * D + d, mask=d < D, other=0.0).to(tl.float32))
     if component_weight is not None:
         score *= tl.load(component_weight + d, mask=d < D, other=0.0)
+    score = tl.where(score < float("inf"), score, float("inf"))
     bits = tl.where(d < D, score.to(tl.int32, bitcast=True), -1)
     return (bits.to(tl.int64) << 32) | (BLOCK_D - 1 - d)
 

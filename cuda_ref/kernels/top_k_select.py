@@ -14,14 +14,15 @@ import triton.language as tl
 
 from .numbers import finite, rounded_up
 
-# Bits of a score that is never chosen (invalid, -inf or NaN), and of a key of the local window, above every score.
+# Bits of a score that is never chosen (invalid or -inf), and of a key of the local window, above every score.
 NEVER = tl.constexpr(0)
 ALWAYS = tl.constexpr(0xFFFFFFFF)
 
 
 @triton.jit
 def ordered_bits(score):
-    """a < b exactly if ordered_bits(a) < ordered_bits(b)."""
+    """a < b exactly if ordered_bits(a) < ordered_bits(b). NaN counts as +inf."""
+    score = tl.where(score < float("inf"), score, float("inf"))
     score = tl.where(score == 0.0, 0.0, score)  # -0 equals 0
     bits = score.to(tl.uint32, bitcast=True)
     ordered = bits ^ tl.where((bits >> 31) != 0, 0xFFFFFFFF, 0x80000000)
@@ -86,7 +87,10 @@ def kth_largest_of_many(candidate_bits, count, wanted, BLOCK: tl.constexpr):
 
 @triton.jit
 def row_softmax(statistics, splits, BLOCK: tl.constexpr):
-    """Largest logit of one query head's row, and one over the sum of exp(logit - largest); 0 without a valid key."""
+    """Largest logit of one query head's row, and one over the sum of exp(logit - largest); 0 without a valid key.
+
+    0 also where a logit is NaN or +inf: a head without a softmax ranks nothing but those keys, which become NaN.
+    """
     largest = float("-inf")
     total = 0.0
     for first in range(0, splits, BLOCK):

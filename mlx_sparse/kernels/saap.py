@@ -59,7 +59,7 @@ def saap_route(
         hidden_weight, hidden_bias: ``(Hkv, D, H)`` and ``(Hkv, H)``.
 
     Returns:
-        ``(B, Hkv, probes)`` int32, ascending; -1 where scores are NaN.
+        ``(B, Hkv, probes)`` int32, ascending; NaN counts as +inf.
     """
     B, Hq, _, D = queries.shape
     Hkv, _, C = out_weight.shape

@@ -70,7 +70,7 @@ def top_k_select(scores: mx.array, *, top_k: int, local_window: int, left_paddin
     """The last ``local_window`` valid keys and the best of the rest, ``top_k`` together (sparq.6).
 
     Args:
-        scores: float32 ``(B, Hkv, S)``; scores of invalid keys are ignored, -inf and NaN are never chosen.
+        scores: float32 ``(B, Hkv, S)``; scores of invalid keys are ignored, -inf is never chosen, NaN counts as +inf.
 
     Returns:
         ``(B, Hkv, min(top_k, S))`` int32, ascending, ties to the lower index, -1 in slots that no key fills.

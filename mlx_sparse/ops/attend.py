@@ -15,11 +15,14 @@ def group_queries(queries: mx.array, Hkv: int) -> mx.array:
 
 
 def softmax_lse(scores: mx.array, mask: mx.array | None) -> tuple[mx.array, mx.array]:
-    """Softmax over the last axis where ``mask``, and its log-sum-exp; a row with nothing to attend gives 0 and -inf."""
+    """Softmax over the last axis where ``mask``, and its log-sum-exp; a row with nothing to attend gives 0 and -inf.
+
+    A row that holds NaN or +inf has no softmax: it is NaN there and 0 elsewhere.
+    """
     if mask is not None:
         scores = mx.where(mask, scores, -mx.inf)
     top = mx.max(scores, axis=-1, keepdims=True)
-    top = mx.where(top == -mx.inf, 0.0, top)
+    top = mx.where(top == -mx.inf, 0.0, mx.where(mx.isnan(top), mx.inf, top))
     exps = mx.exp(scores - top)
     total = mx.sum(exps, axis=-1, keepdims=True)
     lse = (mx.log(total) + top).squeeze(-1)

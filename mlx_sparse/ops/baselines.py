@@ -113,9 +113,8 @@ def h2o_scores(queries: mx.array, keys: mx.array, *, scale: float, left_padding:
         stop = min(first + step, L)
         end = S - L + stop
         scores = causal_scores(after([received], grouped[..., first:stop, :]), keys[..., :end, :])
-        if left_padding is not None:
-            scores = mx.where(valid_keys(end, left_padding)[:, None, None, None], scores, -mx.inf)
-        weights = mx.softmax(scores, axis=-1)
+        valid = None if left_padding is None else valid_keys(end, left_padding)[:, None, None, None]
+        weights, _ = softmax_lse(scores, valid)
         if left_padding is not None:
             # Queries of padded rows have nothing to attend and do not count.
             counted = valid_keys(end, left_padding)[:, end - (stop - first) :]

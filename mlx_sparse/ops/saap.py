@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from ..bucket_lists import saap_index
-from .attend import attend_indices, group_queries
+from .attend import attend_indices, group_queries, softmax_lse
 
 
 def saap_route(
@@ -25,12 +25,13 @@ def saap_route(
         out_bias: ``(Hkv, C)``; hidden_weight: ``(Hkv, D, H)``; hidden_bias: ``(Hkv, H)``.
 
     Returns:
-        int32 ``(B, Hkv, probes)``, ascending.
+        int32 ``(B, Hkv, probes)``, ascending; NaN counts as +inf.
     """
     x = group_queries(queries, out_weight.shape[0])
     if hidden_weight is not None:
         x = mx.maximum(_layer(x, hidden_weight, hidden_bias), 0.0)
-    scores = mx.softmax(_layer(x, out_weight, out_bias), axis=-1).sum(axis=2)
+    scores = softmax_lse(_layer(x, out_weight, out_bias), None)[0].sum(axis=2)
+    scores = mx.where(mx.isnan(scores), mx.inf, scores)
     C = scores.shape[-1]
     order = mx.argpartition(-scores, kth=probes - 1, axis=-1)[..., :probes] if probes < C else mx.arange(C)
     return mx.sort(mx.broadcast_to(order, (*scores.shape[:2], probes)).astype(mx.int32), axis=-1)

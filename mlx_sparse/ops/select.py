@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import mlx.core as mx
 
+LARGEST = 3.4028234663852886e38  # of float32
+
 
 def valid_keys(S: int, left_padding: mx.array) -> mx.array:
     """``(B, S)`` bool: key j of row b exists, that is ``j >= left_padding[b]``."""
@@ -24,14 +26,15 @@ def top_k_select(scores: mx.array, *, top_k: int, local_window: int, left_paddin
     """The last ``local_window`` valid keys and the best of the rest, ``top_k`` together (sparq.6).
 
     Args:
-        scores: float32 ``(B, Hkv, S)``; scores of invalid keys are ignored, -inf is never chosen.
+        scores: float32 ``(B, Hkv, S)``; scores of invalid keys are ignored, -inf is never chosen, NaN counts as +inf.
 
     Returns:
         ``(B, Hkv, min(top_k, S))`` int32, ascending, ``-1`` in slots that no key fills.
     """
     S = scores.shape[-1]
     n = min(top_k, S)
-    # Forced by +inf, not by adding 1: a group sum of probabilities can exceed 1.
+    # Forced by +inf, not by adding 1: a group sum of probabilities can exceed 1. Nothing else keeps it.
+    scores = mx.where(scores < LARGEST, scores, LARGEST)
     scores = mx.where(mx.arange(S) >= S - local_window, mx.inf, scores)
     if left_padding is not None:
         scores = mx.where(valid_keys(S, left_padding)[:, None, :], scores, -mx.inf)

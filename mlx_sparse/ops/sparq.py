@@ -39,6 +39,7 @@ def sparq_select(
     component = mx.abs(q).sum(axis=2)
     if component_weight is not None:
         component = component * component_weight
+    component = mx.where(mx.isnan(component), mx.inf, component)
     i1 = mx.argpartition(-component, kth=rank - 1, axis=-1)[..., :rank] if rank < D else mx.arange(D)[None, None]
     i1 = mx.broadcast_to(i1, (B, Hkv, rank))
 
@@ -107,7 +108,8 @@ def sparq_attention(
         # (sparq.10) in float32: in bfloat16 an alpha of .9996 rounds to 1
         alpha = alpha[..., None, None]
         mean = mx.repeat(value_mean.astype(mx.float32), queries.shape[1] // keys.shape[1], axis=1)[:, :, None, :]
-        out = (alpha * out.astype(mx.float32) + (1.0 - alpha) * mean).astype(queries.dtype)
+        mixed = alpha * out.astype(mx.float32) + (1.0 - alpha) * mean
+        out = mx.where(lse[..., None] == -mx.inf, 0.0, mixed).astype(queries.dtype)
     return out, lse
 
 

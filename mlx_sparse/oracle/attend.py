@@ -36,20 +36,24 @@ def logits(queries: Array, keys: Array, scale: float) -> Array:
 
 
 def softmax_lse(scores: Array, mask: Array) -> tuple[Array, Array]:
-    """Softmax over the last axis where ``mask``, and its log-sum-exp; a row with nothing to attend gives 0 and -inf."""
+    """Softmax over the last axis where ``mask``, and its log-sum-exp; a row with nothing to attend gives 0 and -inf.
+
+    A row that holds NaN or +inf has no softmax: it is NaN there and 0 elsewhere.
+    """
     masked = np.where(mask, scores, -np.inf)
-    top = np.max(masked, axis=-1, keepdims=True, initial=-np.inf)
-    exps = np.exp(masked - np.where(np.isfinite(top), top, 0.0))
-    total = exps.sum(axis=-1, keepdims=True)
-    with np.errstate(divide="ignore"):
-        lse = np.log(total[..., 0]) + np.where(np.isfinite(top), top, 0.0)[..., 0]
+    top = np.max(np.where(np.isnan(masked), np.inf, masked), axis=-1, keepdims=True, initial=-np.inf)
+    top = np.where(top > -np.inf, top, 0.0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        exps = np.exp(masked - top)
+        total = exps.sum(axis=-1, keepdims=True)
+        lse = np.log(total[..., 0]) + top[..., 0]
     weights: Array = exps / np.where(total > 0, total, 1.0)
     return weights, lse
 
 
 def retained_mass(lse: Array, dense_lse: Array) -> Array:
     """Share of the dense attention mass behind ``lse``; 1 for a row that has nothing to attend and so loses nothing."""
-    some = np.isfinite(dense_lse)
+    some = dense_lse != -np.inf
     mass: Array = np.exp(np.where(some, lse, 0.0) - np.where(some, dense_lse, 0.0))
     return mass
 

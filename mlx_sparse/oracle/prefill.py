@@ -36,11 +36,11 @@ def minference_select(
 
 
 def best(scores: Array, count: int) -> Array:
-    """The ``count`` largest of ``scores (..., Nk)``, bool; ties go to the lower index."""
+    """The ``count`` largest of ``scores (..., Nk)``, bool; ties go to the lower index. Scores with a NaN keep all."""
     order = np.argsort(-scores, axis=-1, kind="stable")[..., :count]
     kept = np.zeros(scores.shape, dtype=bool)
     np.put_along_axis(kept, order, True, axis=-1)
-    return kept
+    return kept | np.isnan(scores).any(axis=-1, keepdims=True)
 
 
 def minference_attention(

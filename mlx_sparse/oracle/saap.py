@@ -10,7 +10,7 @@ import numpy.typing as npt
 from ..checks import check_int, check_qkv, check_saap, check_shape
 from ..stats import Stats, dense_elements, saap_elements
 from .attend import attend_indices, check_backend, dense_attention, dense_with_lse, float64, retained_mass, softmax_lse
-from .select import valid_keys
+from .select import ranked, valid_keys
 
 Array = npt.NDArray[Any]
 
@@ -23,10 +23,11 @@ def saap_assign(keys: npt.ArrayLike, centroids: npt.ArrayLike) -> Array:
         centroids: ``(Hkv, C, D)``.
 
     Returns:
-        ``(B, Hkv, n)`` int32; ties go to the lower bucket.
+        ``(B, Hkv, n)`` int32; ties go to the lower bucket, and keys that hold NaN or inf to bucket 0.
     """
-    products = np.einsum("bhnd,hcd->bhnc", float64(keys), float64(centroids))
-    ids: Array = np.argmax(products, axis=-1).astype(np.int32)
+    k = float64(keys)
+    products = np.einsum("bhnd,hcd->bhnc", k, float64(centroids))
+    ids: Array = np.where(np.isfinite(k).all(axis=-1), np.argmax(products, axis=-1), 0).astype(np.int32)
     return ids
 
 
@@ -38,14 +39,16 @@ def kmeans_step(keys: npt.ArrayLike, centroids: npt.ArrayLike) -> Array:
         centroids: ``(C, D)``.
 
     Returns:
-        ``(C, D)``: the sum of each bucket's keys, scaled to length 1; an empty bucket keeps its centroid.
+        ``(C, D)``: the sum of each bucket's keys, scaled to length 1; an empty bucket keeps its centroid, and so does
+        one whose sum is no number.
     """
     k, c = float64(keys), float64(centroids)
     bucket = saap_assign(k[None, None], c[None])[0, 0]
     total = np.zeros_like(c)
     np.add.at(total, bucket, k)
     length = np.linalg.norm(total, axis=-1, keepdims=True)
-    moved: Array = np.where(length > 0, total / np.where(length > 0, length, 1.0), c)
+    sound = (length > 0) & (length < np.inf)
+    moved: Array = np.where(sound, total / np.where(sound, length, 1.0), c)
     return moved
 
 
@@ -163,10 +166,10 @@ def saap_route(queries: npt.ArrayLike, *, probes: int, **network: npt.ArrayLike 
         network: the arguments of `query_network`.
 
     Returns:
-        ``(B, Hkv, probes)`` int32, ascending; ties go to the lower bucket.
+        ``(B, Hkv, probes)`` int32, ascending; ties go to the lower bucket, NaN counts as +inf.
     """
     scores = route_scores(queries, **network)
-    order = np.argsort(-scores, axis=-1, kind="stable")[..., :probes]
+    order = np.argsort(-ranked(scores), axis=-1, kind="stable")[..., :probes]
     visited: Array = np.sort(order, axis=-1).astype(np.int32)
     return visited
 

@@ -91,13 +91,16 @@ def sample_scores(
 
 
 def keep(scores: Array, alpha: float) -> Array:
-    """(sample.6) the fewest of the largest ``scores (..., Nk)`` whose share of their sum reaches ``alpha - 1e-6``."""
+    """(sample.6) the fewest of the largest ``scores (..., Nk)`` whose share of their sum reaches ``alpha - 1e-6``.
+
+    Shares that are NaN reach nothing, so that everything is kept.
+    """
     order = np.argsort(-scores, axis=-1, kind="stable")
     share = np.cumsum(np.take_along_axis(scores, order, axis=-1), axis=-1) / scores.sum(axis=-1, keepdims=True)
-    # The first is always needed; every other one is if those before it fall short.
-    short = np.concatenate([np.ones_like(share[..., :1]), share[..., :-1] < alpha - 1e-6], axis=-1).astype(bool)
+    # The first is always needed; every other one is if those before it do not reach it.
+    reached = np.concatenate([np.zeros_like(share[..., :1]), share[..., :-1] >= alpha - 1e-6], axis=-1).astype(bool)
     kept = np.zeros(scores.shape, dtype=bool)
-    np.put_along_axis(kept, order, short, axis=-1)
+    np.put_along_axis(kept, order, ~reached, axis=-1)
     return kept
 
 

@@ -19,19 +19,24 @@ def valid_keys(B: int, S: int, left_padding: npt.ArrayLike | None) -> Array:
     return np.arange(S) >= first[:, None]
 
 
+def ranked(scores: Array) -> Array:
+    """``scores`` as every choice ranks them: NaN counts as +inf."""
+    return np.where(np.isnan(scores), np.inf, scores)
+
+
 def top_k_select(
     scores: npt.ArrayLike, *, top_k: int, local_window: int, left_padding: npt.ArrayLike | None = None
 ) -> Array:
     """The last ``local_window`` valid keys and the best of the rest, ``top_k`` together (sparq.6).
 
     Args:
-        scores: ``(B, Hkv, S)``; scores of invalid keys are ignored, -inf is never chosen.
+        scores: ``(B, Hkv, S)``; scores of invalid keys are ignored, -inf is never chosen, NaN counts as +inf.
         left_padding: ``(B,)`` first valid key of each row.
 
     Returns:
         ``(B, Hkv, min(top_k, S))`` int32, ascending, ``-1`` in slots that no key fills. Ties go to the lower index.
     """
-    score = np.asarray(scores, dtype=np.float64)
+    score = ranked(np.asarray(scores, dtype=np.float64))
     B, Hkv, S = score.shape
     valid = valid_keys(B, S, left_padding)
     local = valid & (np.arange(S) >= S - local_window)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from ..checks import check_choice, check_int, check_local_window, check_qkv, check_rank, check_shape
 from ..stats import Stats, dense_elements, sparq_elements
 from .attend import attend_indices, check_backend, dense_attention, dense_with_lse, float64, retained_mass, softmax_lse
-from .select import top_k_select, valid_keys
+from .select import ranked, top_k_select, valid_keys
 
 Array = npt.NDArray[Any]
 
@@ -58,7 +58,7 @@ def sparq_select(
     if component_score == "query_key":
         component = component * deviation(k, valid)
     # (sparq.2) the r largest
-    i1 = np.argsort(-component, axis=-1, kind="stable")[..., :rank]
+    i1 = np.argsort(-ranked(component), axis=-1, kind="stable")[..., :rank]
 
     # (sparq.3) approximate logits
     q_r = np.take_along_axis(grouped, i1[:, :, None, :], axis=-1)
@@ -141,7 +141,8 @@ def sparq_attention(
         # (sparq.9), (sparq.10); with S <= top_k every key is attended and alpha is 1
         mean = masked_mean(v, valid_keys(n.B, n.S, left_padding)) if value_mean is None else float64(value_mean)
         alpha = selection.alpha[..., None, None]
-        out = alpha * out + (1.0 - alpha) * np.repeat(mean, n.G, axis=1)[:, :, None, :]
+        mixed = alpha * out + (1.0 - alpha) * np.repeat(mean, n.G, axis=1)[:, :, None, :]
+        out = np.where(lse[..., None] == -np.inf, 0.0, mixed)  # nothing was attended to
     if not return_stats:
         return out
     mass = None

@@ -118,15 +118,18 @@ class Decoder:
         g = self.g
         mask = g.input("attention_mask", INT64, ["batch", "total"])
         ones = g.op("Cast", mask, to=FLOAT)  # ArgMax of int64 is not everywhere
-        self.padding = g.op("ArgMax", ones, axis=1, keepdims=0)
+        first = g.op("ArgMax", ones, axis=1, keepdims=0)
         last = g.op("ArgMax", ones, axis=1, keepdims=0, select_last_index=1)
         tokens = g.op("ReduceSum", mask, g.constant([1]), keepdims=0)
         length = g.op("Shape", ids, start=1, end=2)
+        # A row of nothing but padding: its new tokens take the first slots, none of them valid.
+        empty = g.op("Equal", tokens, g.constant(0))
+        self.padding = g.op("Where", empty, length, first)
         past_tokens = g.op("Sub", tokens, length)
         past_length = g.op("Add", self.padding, past_tokens)
-        # A mask with a hole, or with fewer ones than new tokens: nothing fits there, which the append refuses.
+        # A mask with a hole, or that ends before there is room for the new tokens: the append refuses such a place.
         end = g.op("Add", last, g.constant(1))
-        whole = g.op("Equal", g.op("Sub", end, self.padding), tokens)
+        whole = g.op("Or", empty, g.op("Equal", g.op("Sub", end, self.padding), tokens))
         enough = g.op("GreaterOrEqual", past_length, g.constant(0))
         nowhere = g.constant(self.target.capacity)
         self.past_length = g.op("Where", g.op("And", whole, enough), past_length, nowhere)

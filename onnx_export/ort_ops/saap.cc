@@ -108,7 +108,9 @@ const uint8_t* Step::route(int64_t b, int64_t h, Scratch& scratch) const {
   for (int64_t g = 0; g < G; g++) {
     float *logits = x + g * padded(N), top, sum;
     a.kernels->exponentials(logits, int(N), true, &top, &sum);
-    for (int64_t i = 0; i < N; i++) score[i] += logits[i] / sum;
+    // A head without a softmax, as a logit is NaN or +inf, ranks nothing but those buckets, which become NaN.
+    const float total = sum > 0 ? sum : __builtin_inff();
+    for (int64_t i = 0; i < N; i++) score[i] += logits[i] / total;
   }
   largest(*a.kernels, score, N, s.probes, chosen, work);
   std::fill(visited, visited + N + 1, 0);
@@ -203,14 +205,14 @@ void Assign::head(int64_t b, int64_t h) const {
     const Rows tokens{int(n), int(D), rows, nullptr, nullptr, nullptr};
     float best[kTokens];
     std::fill(best, best + n, -__builtin_inff());
-    std::fill(ids + i, ids + i + n, int16_t(0));
+    std::fill(ids + i, ids + i + n, int16_t(0));  // where keys that hold NaN or inf stay: no product is a number
     for (int64_t j = 0; j < buckets; j += kBlock) {
       const Keys block{all, all, nullptr, j, int(std::min<int64_t>(kBlock, buckets - j)), 0, nullptr, nullptr};
       kernels->type[weights].score(tokens, block, scores);
       for (int64_t t = 0; t < n; t++) {
         for (int c = 0; c < block.count; c++) {
           const float score = scores[t * kBlock + c];
-          if (score > best[t]) best[t] = score, ids[i + t] = int16_t(j + c);
+          if (score > best[t] && score < __builtin_inff()) best[t] = score, ids[i + t] = int16_t(j + c);
         }
       }
     }

@@ -1,5 +1,4 @@
-// The largest of many numbers, exactly and without sorting. NaN is larger than every number; ties go to the lower
-// index.
+// The largest of many numbers, exactly and without sorting. NaN counts as +inf; ties go to the lower index.
 #pragma once
 
 #include <cstdint>
@@ -9,13 +8,13 @@
 
 namespace sparse {
 
-// Orders as the numbers do, NaN last; equal numbers give equal keys.
+// Orders as the numbers do, NaN as +inf; equal numbers give equal keys.
 inline int32_t key_of(float x) {
   x += 0.0f;  // -0 becomes 0
   int32_t bits;
   std::memcpy(&bits, &x, 4);
   const int32_t key = bits ^ (bits >> 31 & 0x7fffffff);
-  return x != x ? 0x7fffffff : key;
+  return x != x ? 0x7f800000 : key;
 }
 
 // Indices of the `count` largest of n numbers, ascending. `work` is room for n.

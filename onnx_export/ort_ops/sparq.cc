@@ -183,7 +183,8 @@ void Step::score(const Head& head, int64_t from, int64_t to) const {
   }
 }
 
-// The sums of (sparq.4).
+// The sums of (sparq.4). A head with a logit that is NaN or +inf has no softmax and ranks nothing but those keys, whose
+// scores are NaN.
 void Step::normalise(const Head& head) const {
   for (int64_t g = 0; g < G; g++) {
     float *tops = head.tops + g * head.blocks, *sums = head.sums + g * head.blocks, unused;
@@ -194,7 +195,7 @@ void Step::normalise(const Head& head) const {
     }
     head.total[g] = float(total);
     for (int64_t i = 0; i < head.blocks; i++) {
-      head.factors[i * G + g] = s.by_logits ? 1.0f : tops[i] / head.total[g];
+      head.factors[i * G + g] = s.by_logits ? 1.0f : head.total[g] > 0 ? tops[i] / head.total[g] : 0.0f;
     }
   }
 }
@@ -218,7 +219,8 @@ void Step::search(const Head& head, int64_t from, int64_t to, Reservoir& best) c
 float Step::share(const Head& head, int64_t g, int64_t key) const {
   const int64_t block = grid.block_of(key) - head.block0;
   const float score = head.scores[(block * G + g) * grid.stride + key - keys_of(head, block).low];
-  return s.by_logits ? std::exp(score - head.most[g]) / head.total[g] : score * head.factors[block * G + g];
+  if (!s.by_logits) return score * head.factors[block * G + g];
+  return head.total[g] > 0 ? std::exp(score - head.most[g]) / head.total[g] : 0.0f;
 }
 
 // (sparq.7) to (sparq.10) over the best keys and the local ones.
@@ -244,7 +246,7 @@ void Step::finish(const Head& head, const int32_t* best, int64_t count, Scratch&
   }
   for (int64_t g = 0; g < G; g++) {
     float* out = head.rows.output + g * D;
-    const float factor = count ? 1 / head.rows.sum[g] : 0;
+    const float factor = head.rows.sum[g] == 0 ? 0 : 1 / head.rows.sum[g];
     float alpha = 1;
     if (s.reallocate && !head.everything) {
       alpha = 0;
