@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -114,9 +115,7 @@ def outputs(made: Made, *calls: tuple[list[list[int]], list[list[int]]], kernels
     for tokens, mask in calls:
         got = session.run(None, {"input_ids": np.array(tokens), "attention_mask": np.array(mask), **caches})
         present = dict(zip([t.name for t in session.get_outputs()], got, strict=True))
-        caches = {
-            name: present[name.replace("past_key_values", "present").replace("past", "present")] for name in caches
-        }
+        caches = {past: present[re.sub("^past(_key_values)?", "present", past)] for past in caches}
     return present["logits"]
 
 
