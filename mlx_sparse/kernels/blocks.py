@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from ..layout import Layout
 from ..pieces import attend_in_pieces
-from .launch import Kernel, integer, real
+from .launch import Kernel, integer, of_one_type, real
 
 THREADGROUP_MEMORY = 32 << 10
 
@@ -43,7 +43,8 @@ def attend_blocks(
 
     Args:
         queries: ``(B, Hq, L, D)``, at positions ``length - L ..``.
-        keys, values: ``(B, Hkv, capacity, D)`` with ``length`` rows in use; whole buffers, which are not copied.
+        keys, values: ``(B, Hkv, capacity, D)`` with ``length`` rows in use; whole buffers, which are not copied if all
+            three have one type.
         blocks: ``(B, Hq, R, N)`` int32, R touched row blocks; ``-1``, or any number that is no block's, = empty slot.
 
     Returns:
@@ -77,15 +78,17 @@ def attend_lists(
     length: int | None = None,
 ) -> tuple[mx.array, mx.array]:
     """`attend_blocks` for lists that ascend and end at their first -1."""
-    S = keys.shape[2] if length is None else length
+    S, dtype = keys.shape[2] if length is None else length, queries.dtype
+    queries, keys, values = of_one_type(queries, keys, values)
     attend = partial(_attend, keys=keys, values=values, block_size=block_size, scale=scale)
-    return attend_in_pieces(
+    out, lse = attend_in_pieces(
         lambda piece, lists, end: attend(piece, blocks=lists, length=end),
         queries,
         blocks,
         S=S,
         block_size=block_size,
     )
+    return out.astype(dtype), lse
 
 
 def _attend(

@@ -91,6 +91,12 @@ def real(value: float) -> mx.array:
     return mx.array(value, mx.float32)
 
 
+def of_one_type(*arrays: mx.array) -> list[mx.array]:
+    """The arrays in the type that holds all their numbers: kernels of the matrix units stage rows in one."""
+    dtype = mx.result_type(*arrays)
+    return [array.astype(dtype) for array in arrays]
+
+
 def padding_or_zeros(left_padding: mx.array | None, B: int) -> mx.array:
     """First valid keys as int32 ``(B,)``."""
     return _zeros(B) if left_padding is None else left_padding.astype(mx.int32)

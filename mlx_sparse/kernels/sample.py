@@ -13,7 +13,7 @@ from .. import kept
 from ..layout import Layout
 from ..pieces import PIECE
 from .blocks import THREADGROUP_MEMORY, attend_lists
-from .launch import LANES, Kernel, integer, real
+from .launch import LANES, Kernel, integer, of_one_type, real
 
 SIDE = 8  # rows of a matrix
 SUM_THREADS, SUMMED_BLOCKS = 256, 32
@@ -55,12 +55,14 @@ def sample_scores(
 
     Args:
         queries: ``(B, Hq, L, D)``, at positions ``length - L ..``.
-        keys: ``(B, Hkv, capacity, D)`` with ``length`` rows in use; a whole buffer, which is not copied.
+        keys: ``(B, Hkv, capacity, D)`` with ``length`` rows in use; a whole buffer, which is not copied if ``queries``
+            have its type.
         rows: query rows sampled per region; None means ``block_size``.
 
     Returns:
         ``column`` and ``slash``, float32 ``(B, Hq, C, Nk)``.
     """
+    queries, keys = of_one_type(queries, keys)
     B, Hq, L, D = queries.shape
     Hkv, capacity = keys.shape[1:3]
     layout = Layout(L, capacity if length is None else length, chunks, block_size, rows)
@@ -157,7 +159,8 @@ def sample_attention(
 
     Args:
         queries: ``(B, Hq, L, D)``, at positions ``length - L ..``.
-        keys, values: ``(B, Hkv, capacity, D)`` with ``length`` rows in use; whole buffers, which are not copied.
+        keys, values: ``(B, Hkv, capacity, D)`` with ``length`` rows in use; whole buffers, which are not copied if all
+            three have one type.
     """
     blocks = sample_select(
         queries,

@@ -67,18 +67,17 @@ def attend_indices(
 def dense_attention(
     queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, left_padding: mx.array | None
 ) -> mx.array:
-    """Causal attention of ``queries (B, Hq, L, D)`` at positions ``S - L ..`` by MLX's own kernel."""
-    L, S = queries.shape[2], keys.shape[2]
+    """Causal attention of ``queries (B, Hq, L, D)`` at positions ``S - L ..`` by MLX's own kernel, in their type."""
+    L, S, dtype = queries.shape[2], keys.shape[2], queries.dtype
     if left_padding is None:
-        return mx.fast.scaled_dot_product_attention(
-            queries, keys, values, scale=scale, mask="causal" if L > 1 else None
-        )
+        mask = "causal" if L > 1 else None
+        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask).astype(dtype)
     valid = valid_keys(S, left_padding)
-    mask = causal_mask(L, S, left_padding)[:, None]
+    seen = causal_mask(L, S, left_padding)[:, None]
     # Padded rows may hold anything, and 0 * inf is NaN.
     keys, values = (mx.where(valid[:, None, :, None], rows, 0) for rows in (keys, values))
-    out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
-    return mx.where(mask.any(axis=-1, keepdims=True), out, 0)
+    out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=seen)
+    return mx.where(seen.any(axis=-1, keepdims=True), out, 0).astype(dtype)
 
 
 def dense_lse(queries: mx.array, keys: mx.array, *, scale: float, left_padding: mx.array | None) -> mx.array:

@@ -1,0 +1,101 @@
+"""Queries, keys and values of different types: the answer is that of their numbers, in the type of the queries."""
+
+from __future__ import annotations
+
+from itertools import permutations
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from cases import Array, round_to, ulp
+from mlx_arrays import DTYPES, to_mlx, to_numpy
+from msl import Metal
+from sample_cases import SampleCase, assert_same_blocks, selection
+
+import mlx_sparse
+from mlx_sparse import oracle
+
+PROMPT = SampleCase(1, 4, 2, 150, 230, 64, "f32", 32, chunks=2)
+PREFILL: dict[str, dict[str, Any]] = {
+    "dense_attention": {"scale": PROMPT.scale},
+    "sample_attention": PROMPT.parameters,
+    "minference_attention": {"vertical_tokens": 40, "slash_tokens": 40, "block_size": 32},
+    "bigbird_attention": {"block_size": 32},
+    "streaming_prefill_attention": {"sink_tokens": 32, "window": 0.2, "block_size": 32},
+}
+DECODE: dict[str, dict[str, Any]] = {
+    "dense_attention": {},
+    "sparq_attention": {"rank": 16, "top_k": 32},
+    "saap_attention": {"sink_tokens": 1, "recent_tokens": 20},
+    "streaming_attention": {"sink_tokens": 4, "recent_tokens": 60},
+    "oracle_top_k_attention": {"top_k": 32},
+    "flexgen_attention": {"top_k": 32},
+}
+PAIRS = list(permutations(DTYPES, 2))
+MIXES = [*[(queries, other, other) for queries, other in PAIRS], ("f16", "f16", "bf16")]
+BACKENDS = ("ops", "metal")
+
+
+def numbers(L: int) -> list[Array]:
+    """Queries, keys and values that every type holds."""
+    q, k, v = (round_to(round_to(array, "f16"), "bf16") for array in PROMPT.inputs())
+    return [q[:, :, -L:], k, v]
+
+
+def assert_attends_alike(out: mx.array, expected: Array, mix: tuple[str, ...]) -> None:
+    """In the type of the queries, and right but for the least precise type's rounding of sums and weights."""
+    assert out.dtype == DTYPES[mix[0]]
+    coarsest = "bf16" if "bf16" in mix else "f16"
+    assert (np.abs(to_numpy(out) - expected) <= 4 * ulp(np.abs(expected).max(), coarsest)).all()
+
+
+@pytest.mark.parametrize("mix", MIXES, ids="-".join)
+@pytest.mark.parametrize(
+    ("backend", "function"),
+    [(b, f) for b in BACKENDS for f in PREFILL if b == "ops" or f in ("dense_attention", "sample_attention")],
+)
+def test_prompts_take_any_types(metal: Metal, backend: str, function: str, mix: tuple[str, str, str]) -> None:
+    arrays = numbers(PROMPT.L)
+    expected = getattr(oracle, function)(*arrays, **PREFILL[function])
+    given = [to_mlx(array, dtype) for array, dtype in zip(arrays, mix, strict=True)]
+    assert_attends_alike(getattr(mlx_sparse, function)(*given, **PREFILL[function], backend=backend), expected, mix)
+
+
+@pytest.mark.parametrize("mix", MIXES, ids="-".join)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_lists_of_blocks_take_any_types(metal: Metal, backend: str, mix: tuple[str, str, str]) -> None:
+    arrays = numbers(PROMPT.L)
+    blocks = selection(PROMPT).blocks
+    expected, expected_lse = oracle.attend_blocks(*arrays, blocks, block_size=32, scale=PROMPT.scale)
+    given = [to_mlx(array, dtype) for array, dtype in zip(arrays, mix, strict=True)]
+    out, lse = mlx_sparse.attend_blocks(*given, mx.array(blocks), block_size=32, scale=PROMPT.scale, backend=backend)
+    assert_attends_alike(out, expected, mix)
+    np.testing.assert_allclose(np.array(lse), expected_lse, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("mix", PAIRS, ids="-".join)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_selection_takes_any_types(metal: Metal, backend: str, mix: tuple[str, str]) -> None:
+    arrays = numbers(PROMPT.L)[:2]
+    given = [to_mlx(array, dtype) for array, dtype in zip(arrays, mix, strict=True)]
+    blocks = mlx_sparse.sample_select(*given, **PROMPT.parameters, backend=backend)
+    assert_same_blocks(blocks, PROMPT, oracle.sample_select(*arrays, **PROMPT.parameters))
+
+
+@pytest.mark.parametrize("mix", MIXES, ids="-".join)
+@pytest.mark.parametrize(
+    ("backend", "function"),
+    [(b, f) for b in BACKENDS for f in DECODE if b == "ops" or f.split("_")[0] in ("dense", "sparq", "saap")],
+)
+def test_decoding_takes_any_types(metal: Metal, backend: str, function: str, mix: tuple[str, str, str]) -> None:
+    arrays = numbers(1)
+    parameters = dict(DECODE[function])
+    listed: dict[str, Array] = {}
+    if function == "saap_attention":
+        ids = np.random.default_rng(0).integers(0, 8, size=(1, PROMPT.Hkv, PROMPT.S))
+        listed = {"bucket_ids": ids.astype(np.int32), "visited": np.array([[[1, 4], [0, 6]]], np.int32)}
+    expected = getattr(oracle, function)(*arrays, **parameters, **listed)
+    given = [to_mlx(array, dtype) for array, dtype in zip(arrays, mix, strict=True)]
+    parameters |= {name: mx.array(array) for name, array in listed.items()}
+    assert_attends_alike(getattr(mlx_sparse, function)(*given, **parameters, backend=backend), expected, mix)
