@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -142,9 +143,12 @@ class Finished:
         return list(json.loads(last)[JSON_KEY])
 
 
-def run(argv: list[str], folder: Path, stdin: str) -> Finished:
+def run(argv: list[str], folder: Path, stdin: str, **environment: str) -> Finished:
     argv = [str(BIN / argv[0]), *argv[1:]]
-    done = subprocess.run(argv, cwd=folder, input=stdin, capture_output=True, text=True, timeout=60, check=False)
+    env = {**os.environ, **environment}
+    done = subprocess.run(
+        argv, cwd=folder, env=env, input=stdin, capture_output=True, text=True, timeout=60, check=False
+    )
     return Finished(done.returncode, done.stdout, done.stderr)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from saap_artefacts import BUCKETS, write_artefact
 from test_lm_commands import Finished, run
-from test_lm_server import running
+from test_lm_server import free_port, running
 from tiny_models import build, prompt_of, words, write
 
 from mlx_sparse.call_report import JSON_KEY
@@ -160,6 +160,40 @@ def test_prompt_caches_are_mlx_lms_own(name: str, finished: Runs):
     if name == "saved dense, resumed":
         (report,) = result.reports
         assert report["sparse_calls"] == LAYERS * STEPS
+
+
+@pytest.fixture
+def sharded(folder: Path, tmp_path: Path) -> Callable[[list[str]], list[Finished]]:
+    """Run a command in two processes of MLX's ring backend, each with half of the heads."""
+    hosts = tmp_path / "hosts.json"
+    hosts.write_text(json.dumps([[f"127.0.0.1:{free_port()}"] for _ in range(2)]))
+
+    def both(argv: list[str]) -> list[Finished]:
+        ranks = [{"MLX_RANK": str(rank), "MLX_HOSTFILE": str(hosts)} for rank in range(2)]
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(lambda rank: run(argv, folder, "", **rank), ranks))
+
+    return both
+
+
+def test_a_part_of_a_model_is_refused_the_whole_ones_artefact_at_load(sharded: Callable[[list[str]], list[Finished]]):
+    for result in sharded([*BENCHMARK, *FEW]):
+        assert result.code == 2
+        assert "Traceback" not in result.err
+        (line,) = [line for line in result.err.splitlines() if "error:" in line]
+        assert line.endswith(
+            "got 2 KV heads of 16 for layer 0, which has 1 KV heads of 16. "
+            "Train one for this model, or run it whole, not in parallel parts."
+        )
+
+
+def test_a_part_of_a_model_has_an_index_of_its_own(sharded: Callable[[list[str]], list[Finished]]):
+    for result in sharded([*BENCHMARK, *GOOD["online"][0][-4:]]):
+        assert result.code == 0, result.err
+        (report,) = result.reports
+        assert report["served_layers"] == LAYERS
+        assert report["sparse_calls"] > 0
+        assert report["buckets"]["selectivity"] == 1
 
 
 @pytest.mark.parametrize("name", BAD)

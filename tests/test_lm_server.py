@@ -74,11 +74,16 @@ class Server:
             else:
                 return
 
-    def interrupt(self) -> str:
-        """Control-C; returns standard error. The exit code says nothing: MLX often aborts then, without us too."""
-        self.process.send_signal(signal.SIGINT)
+    def interrupt(self, signum: signal.Signals = signal.SIGINT) -> str:
+        """Control-C; returns standard error. Its exit code says nothing: MLX often aborts then, without us too."""
+        self.process.send_signal(signum)
         _, err = self.process.communicate(timeout=60)
         return err
+
+
+def reports_in(err: str) -> list[dict[str, Any]]:
+    (line,) = [line for line in err.splitlines() if line.startswith(f'{{"{JSON_KEY}": ')]
+    return list(json.loads(line)[JSON_KEY])
 
 
 @contextmanager
@@ -111,8 +116,7 @@ def test_single_and_concurrent_requests_decode_sparsely_and_control_c_prints_the
         assert alone[0] == answer, "the prompt cache of the first request was reused"
         err = sparse.interrupt()
     assert "Traceback" not in err
-    (line,) = [line for line in err.splitlines() if line.startswith(f'{{"{JSON_KEY}": ')]
-    (report,) = json.loads(line)[JSON_KEY]
+    (report,) = reports_in(err)
     assert report["served_layers"] == LAYERS
     assert report["sparse_calls"] >= LAYERS * TOKENS * 5
     assert "with an array mask" not in report["dense_calls"]
@@ -129,13 +133,49 @@ def test_prompts_are_processed_sparsely_and_their_figures_are_read_from_another_
         err = server.interrupt()
     assert all(len(answer.split()) == TOKENS for answer in answers)
     assert "Traceback" not in err
-    (line,) = [line for line in err.splitlines() if line.startswith(f'{{"{JSON_KEY}": ')]
-    (report,) = json.loads(line)[JSON_KEY]
+    (report,) = reports_in(err)
     figures = report["prefill"]
     assert figures["calls"] >= LAYERS * 3
     assert 0 < figures["density"]["mean"] < 1
     assert 0 < figures["retained_mass"]["mean"] < 1
     assert "with an array mask" not in report["dense_calls"]
+
+
+def test_sigterm_prints_the_report_too(model: Path):
+    with running(model, *SPARSE) as server:
+        server.wait_until_up()
+        server.ask(words(prompt_of(20)))
+        (report,) = reports_in(server.interrupt(signal.SIGTERM))
+        assert server.process.returncode == 128 + signal.SIGTERM
+    assert report["sparse_calls"] >= LAYERS * TOKENS
+
+
+def test_sigterm_ends_a_command_without_methods_as_it_always_did(model: Path):
+    with running(model) as server:
+        server.wait_until_up()
+        server.interrupt(signal.SIGTERM)
+        assert server.process.returncode == -signal.SIGTERM
+
+
+ONLINE = "saap:mode=online,buckets=4,probes=2,recent_tokens=8,dense_layers=0,dense_below=0"
+
+
+@pytest.mark.parametrize("decode", [SPARSE[1], ONLINE])
+def test_a_model_loaded_again_goes_on_in_its_report(decode: str, model: Path):
+    attn = f"sample:block_size=32,alpha_column=0.3,alpha_slash=0.3,dense_below=0+{decode}"
+    other = write(model.parent / "other", seed=2)
+    with running(model, "--attn", attn, "--attn-report", "json") as server:
+        server.wait_until_up()
+        for seed, path in enumerate((model, other, model)):  # a text that is known would not be processed again
+            content = words(prompt_of(300, seed))
+            server.post({"model": str(path), "messages": [{"role": "user", "content": content}]})
+        twice, once = reports_in(server.interrupt(signal.SIGTERM))
+    assert (twice["model"], once["model"]) == ("llama", "other")
+    assert twice["layers"] == twice["served_layers"] == LAYERS
+    assert (twice["prefill"]["calls"], once["prefill"]["calls"]) == (2 * LAYERS, LAYERS)
+    assert twice["sparse_calls"] == 2 * once["sparse_calls"] > 0
+    assert twice["dense_calls"] == {reason: 2 * count for reason, count in once["dense_calls"].items()}
+    assert twice["buckets"] is None or twice["buckets"]["keys"] == 2 * once["buckets"]["keys"] > 0
 
 
 @pytest.mark.parametrize(

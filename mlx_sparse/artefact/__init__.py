@@ -86,7 +86,7 @@ class Artefact:
                 has = "no keys" if here is None else f"{here[0]} KV heads of {here[1]}"
                 raise ArtefactError(
                     f"artefact: expected layers as the model has them, got {heads} KV heads of {D} for layer {index}, "
-                    f"which has {has}. Train one for this model."
+                    f"which has {has}. Train one for this model, or run it whole, not in parallel parts."
                 )
         if found["hash"] != self.model["hash"]:
             raise ArtefactError(

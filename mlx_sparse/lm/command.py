@@ -10,10 +10,12 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from .. import registry
@@ -54,9 +56,11 @@ class Session:
         self.max_kv_size: int | None = None
         self.draft: str | None = None
         self.loading: str | None = None
-        self.reports: list[Report] = []
+        self.reports: dict[tuple[str, tuple[MethodConfig, ...]], Report] = {}  # by model and methods
         self.requests: dict[str, Any] = {}  # of suites, by kind: the calls they made
         self.loads = self.loads_at_start = 0
+        self.loads_part = False  # whether mlx-lm is loading what it will cut
+        self.terminated = False
 
     def configure(self, parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         """Check our options and their company before anything is loaded; a mistake ends the program here."""
@@ -97,32 +101,50 @@ class Session:
 
     def find(self, original: Callable[..., Any], model: str, *args: Any, **kwargs: Any) -> Any:
         """mlx-lm's search for a model, on disk or on the hub."""
-        self.loads += 1
+        self.loads += not self.loads_part
         self.loading = model
         with self._ending_the_program(), loading(model):
             return original(model, *args, **kwargs)
 
     def load(self, original: Callable[..., Any], model: Path, *args: Any, **kwargs: Any) -> Any:
         """mlx-lm's ``load_model`` with the methods enabled on what it loads."""
+        with self._ending_the_program():
+            with loading(model):
+                if self.max_kv_size is not None:
+                    refuse_rotating_cache(Path(model))
+                loaded = original(model, *args, **kwargs)
+            if not self.loads_part:
+                self._enable(loaded[0], str(model))
+        return loaded
+
+    def load_part(self, original: Callable[..., Any], model: str, *args: Any, **kwargs: Any) -> Any:
+        """mlx-lm's ``sharded_load``, which cuts what it has loaded: the methods are enabled on this process's part."""
+        self.loads += 1
+        self.loads_part = True
+        try:
+            loaded = original(model, *args, **kwargs)
+        finally:
+            self.loads_part = False
+        with self._ending_the_program():
+            self._enable(loaded[0], str(model))
+        return loaded
+
+    def _enable(self, model: Any, path: str) -> None:
+        """Enable the methods on a loaded model; one that was loaded before goes on in its report."""
         from .model import enable, plan_of
 
         configs = self.configs
         if self.loading == self.draft:
             # An artefact is the model's, and no other's.
             configs = tuple(c for c in configs if not (isinstance(c, SAAP) and c.artefact is not None))
-        with self._ending_the_program():
-            with loading(model):
-                if self.max_kv_size is not None:
-                    refuse_rotating_cache(Path(model))
-                loaded = original(model, *args, **kwargs)
-            if not configs:
-                return loaded
-            report = enable(loaded[0], configs, backend=self.backend, mass="mass" in self.report_as)
-        report.model = Path(model).name
-        self.reports.append(report)
-        if self.only_prompts and (plan := plan_of(loaded[0])) is not None:
-            plan.decodes = False
-        return loaded
+        if not configs:
+            return
+        report = enable(model, configs, backend=self.backend, mass="mass" in self.report_as)
+        plan = plan_of(model)
+        assert plan is not None
+        report.model = Path(path).name
+        plan.count_in(self.reports.setdefault((path, configs), report))
+        plan.decodes = not self.only_prompts
 
     @contextlib.contextmanager
     def _ending_the_program(self) -> Iterator[None]:
@@ -137,11 +159,12 @@ class Session:
 
     def print_report(self) -> None:
         """The call report on standard error, so that the text on standard output stays the model's."""
+        reports = list(self.reports.values())
         if "json" in self.report_as:
             requests = {"requests": self.requests} if self.requests else {}
-            print(json.dumps({JSON_KEY: [report.as_dict() for report in self.reports]} | requests), file=sys.stderr)
+            print(json.dumps({JSON_KEY: [report.as_dict() for report in reports]} | requests), file=sys.stderr)
         elif self.report_as != "off":
-            for report in self.reports:
+            for report in reports:
                 print(f"[mlx-sparse] {report}", file=sys.stderr)
 
 
@@ -149,13 +172,22 @@ def run(main: Callable[..., Any], command: str) -> Any:
     """Run ``main`` of the mlx-lm command ``command`` with our options added to it."""
     session = Session(command)
     try:
-        with _options_in_first_parser(session), _enabled_on_load(session), _suites(session):
+        with (
+            _options_in_first_parser(session),
+            _enabled_on_load(session, main),
+            _suites(session),
+            _interrupted_by_sigterm(session),
+        ):
             return main()
     except SparseAttentionError as error:
         _exit(command, str(error))
     finally:
         if session.reports:
             session.print_report()
+        if session.terminated:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(128 + signal.SIGTERM)  # threads of the command may live on, or abort in MLX
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -246,23 +278,52 @@ def _options_in_first_parser(session: Session) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _enabled_on_load(session: Session) -> Iterator[None]:
+def _enabled_on_load(session: Session, main: Callable[..., Any]) -> Iterator[None]:
     """Enable the session's methods, if it gets any, on every model that mlx-lm loads meanwhile, draft models too."""
     from mlx_lm import utils
 
-    load_model, download = utils.load_model, utils._download
+    ours = {"load_model": session.load, "_download": session.find, "sharded_load": session.load_part}
+    # Commands import one of them by value.
+    places = [(vars(utils), name) for name in ours] + [(getattr(main, "__globals__", {}), "sharded_load")]
+    originals = [(place, name, place[name]) for place, name in places if name in place]
 
-    def replaced(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    def replaced(original: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            return original(*args, **kwargs) if not session.configs else ours(original, *args, **kwargs)
+            return original(*args, **kwargs) if not session.configs else own(original, *args, **kwargs)
 
         return call
 
-    utils.load_model, utils._download = replaced(load_model, session.load), replaced(download, session.find)
+    for place, name, original in originals:
+        place[name] = replaced(original, ours[name])
     try:
         yield
     finally:
-        utils.load_model, utils._download = load_model, download
+        for place, name, original in originals:
+            place[name] = original
+
+
+@contextlib.contextmanager
+def _interrupted_by_sigterm(session: Session) -> Iterator[None]:
+    """Let SIGTERM end a run with ``--attn`` as Control-C does, unless somebody handles it already."""
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        if session.configs:
+            session.terminated = True
+            raise KeyboardInterrupt
+        signal.signal(signum, signal.SIG_DFL)
+        signal.raise_signal(signum)
+
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    ):
+        yield
+        return
+    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _suites(session: Session) -> contextlib.AbstractContextManager[None]:

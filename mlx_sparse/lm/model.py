@@ -30,7 +30,7 @@ def enable(model: Any, attn: Attn = "sparq", *, backend: str = "auto", mass: boo
     """Let ``model`` attend sparsely from now on, whatever cache it is called with.
 
     Args:
-        model: a model loaded by mlx-lm.
+        model: a model loaded by mlx-lm; `shard` or `pipeline` it before, if at all.
         attn: METHOD[:key=value,...][+METHOD...], at most one method for prompts and one for decoding, for example
             ``"sample+sparq:rank=16"``; or configurations of `mlx_sparse.config`.
         backend: "auto", or a backend by name.

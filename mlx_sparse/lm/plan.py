@@ -69,6 +69,17 @@ class Plan:
         """Their names."""
         return "+".join(config.name for config in self.configs)
 
+    def count_in(self, report: Report) -> None:
+        """Go on counting in the report of another plan, of the same methods on the same model."""
+        if report is self.report:
+            return
+        for name in ("backend", "layers", "served_layers", "dense_layers"):
+            setattr(report, name, getattr(self.report, name))
+        self.report = report
+        self._figures = report.prefill or self._figures
+        if self.buckets is not None:
+            self.buckets.figures = report.buckets
+
     def begin(self, caches: Any) -> None:
         """A call of the model starts: its plain caches become ours."""
         if caches is not None:

@@ -91,7 +91,7 @@ def _counted(session: Session, kind: str) -> Iterator[None]:
     if not session.reports:
         yield
         return
-    (report, *_) = session.reports
+    (report, *_) = session.reports.values()
     prompts, steps, dense = _calls(report)
     yield
     now = _calls(report)
@@ -120,7 +120,7 @@ def _marking(session: Session, simple_evaluate: Callable[..., Any]) -> Callable[
         if found is None or not session.reports:
             return found
         for task, result in found["results"].items():
-            result["attn"] = session.reports[0].attn
+            result["attn"] = next(iter(session.reports.values())).attn
             kind = found.get("configs", {}).get(task, {}).get("output_type")  # none: a group of tasks
             if calls := session.requests.get(REQUESTS.get(kind, kind)):
                 result["attn_calls"] = calls
