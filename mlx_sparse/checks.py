@@ -6,15 +6,45 @@ The checks look only at ``.shape``, so they serve NumPy, MLX and torch arrays al
 
 from __future__ import annotations
 
+import argparse
+import difflib
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, NoReturn
 
 from .layout import BLOCK_SIZES
 
+ECHO = 200  # characters of a word or a quoted text that a message repeats
+LONGEST = 1000  # characters of a message
+_WORD = re.compile(r"""'(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*"|\S+""")
+
+
+def shortened(message: str) -> str:
+    """A message that a person can read: words and quoted texts in it, which it may owe to the input, are cut."""
+    message = _WORD.sub(lambda word: word[0] if len(word[0]) <= ECHO else f"{word[0][:ECHO]}...", message)
+    return message if len(message) <= LONGEST else f"{message[: LONGEST // 2]} ... {message[-LONGEST // 2 :]}"
+
+
+def meant(name: object, known: Iterable[object]) -> str:
+    """The end of a message about an unknown ``name``: the known one that looks most like it, if any does."""
+    close = difflib.get_close_matches(str(name)[:ECHO], [str(one) for one in known], n=1)
+    return f" Did you mean {close[0]}?" if close else ""
+
+
+class Parser(argparse.ArgumentParser):
+    """Its messages too are `shortened`."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(shortened(message))
+
 
 class SparseAttentionError(Exception):
-    """Base of every error this package raises on purpose."""
+    """Base of every error this package raises on purpose; its message is `shortened`."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(shortened(message))
 
 
 class ConfigError(SparseAttentionError, ValueError):
@@ -92,7 +122,7 @@ def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
     # Compare types too: 1 == True in Python, but `reallocate=1` is a slip.
     if not any(value == choice and type(value) is type(choice) for choice in choices):
         listed = ", ".join(str(choice).lower() if isinstance(choice, bool) else str(choice) for choice in choices)
-        raise ConfigError(f"{name}: expected one of {listed}, got {value!r}.")
+        raise ConfigError(f"{name}: expected one of {listed}, got {value!r}.{meant(value, choices)}")
 
 
 def check_rank(rank: object, D: int) -> int:

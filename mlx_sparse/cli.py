@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from .checks import ConfigError, SparseAttentionError
+from .checks import ConfigError, Parser, SparseAttentionError
 from .extras import naming_missing
 
 # mlx-lm's commands that take --attn, as subcommands of ours.
@@ -58,7 +58,7 @@ def _dispatch(parser: argparse.ArgumentParser, arguments: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="mlx-sparse",
         description="Sparse attention for long-context models on MLX.",
         epilog="Examples:\n  mlx-sparse demo\n"
@@ -96,7 +96,7 @@ def _own(module: str, arguments: list[str]) -> int:
         raise
     except OSError as error:  # a folder that cannot be written, a full disk
         raise ConfigError(
-            f"{error.filename or module}: expected to read or write it, got: {error.strerror or error}."
+            f"{error.filename or 'output'}: expected to read or write it, got: {error.strerror or error}."
         ) from None
     return code
 

@@ -42,7 +42,7 @@ def check_options(args: argparse.Namespace) -> None:
         ConfigError: an unknown form, or a folder that is not there.
     """
     if args.output not in FORMS:
-        raise ConfigError(f"-o: expected one of {', '.join(FORMS)}, got {args.output}. --out names a file.")
+        raise ConfigError(f"-o: expected one of {', '.join(FORMS)}, got {args.output!r}. --out names a file.")
     check_folder("--out", args.out)
 
 

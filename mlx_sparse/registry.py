@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .checks import BackendUnavailable, ConfigError
+from .checks import BackendUnavailable, ConfigError, meant
 from .extras import not_installed
 
 BACKENDS: Mapping[str, str] = {
@@ -177,7 +177,7 @@ FUNCTIONS: Mapping[str, Mapping[str, str]] = {
 def unavailable(backend: str) -> str | None:
     """Why ``backend`` cannot run here; None when it can."""
     if backend not in BACKENDS:
-        return f"unknown; this version has {', '.join(BACKENDS)}"
+        return f"unknown; this version has {', '.join(BACKENDS)}.{meant(backend, BACKENDS)}".removesuffix(".")
     if backend == "metal":
         return _no_metal()
     if backend == "triton":

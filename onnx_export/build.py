@@ -10,7 +10,7 @@ from pathlib import Path
 import onnx
 import onnx.parser
 
-from mlx_sparse.checks import ConfigError, check_choice, check_int, check_local_window, check_rank, check_share
+from mlx_sparse.checks import ConfigError, check_choice, check_int, check_local_window, check_rank, check_share, meant
 
 from .domain import DEFAULT, DOMAIN, SPEC, VERSION, Profile
 from .operators import OPERATORS, Operator, Tensor
@@ -28,7 +28,7 @@ def operator(name: str) -> Operator:
         ConfigError: there is none.
     """
     if name not in OPERATORS:
-        raise ConfigError(f"operator: expected one of {', '.join(OPERATORS)}, got {name!r}.")
+        raise ConfigError(f"operator: expected one of {', '.join(OPERATORS)}, got {name!r}.{meant(name, OPERATORS)}")
     return OPERATORS[name]
 
 

@@ -95,7 +95,7 @@ def add_native_library(folder: Path) -> Path:
         found = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         options = found["model"]["decoder"]["session_options"]
         options["custom_ops_library"] = source.name
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise ArtefactError(f"folder: expected one with {CONFIG}, as export-onnx writes it, got {folder}.") from None
     copy = folder / source.name
     partial = copy.with_name(copy.name + ".partial")

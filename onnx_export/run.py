@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from mlx_sparse.checks import ArtefactError, ConfigError, check_int
+from mlx_sparse.checks import ArtefactError, ConfigError, Parser, check_int
 
 from .runner import Array, Pick, Runner, first_line
 
@@ -57,7 +57,7 @@ def _prompt(given: str) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="mlx-sparse run-onnx", description="Generate text with a model that export-onnx wrote, on onnxruntime."
     )
     parser.add_argument("model", metavar="OUT", type=Path, help="the folder that export-onnx wrote")

@@ -333,5 +333,5 @@ def _eos(path: Path, metadata: Mapping[str, str]) -> frozenset[int]:
     try:
         tokens = json.loads(metadata.get("mlx_sparse.eos_token_ids", "[]"))
         return frozenset(check_int("eos_token_ids", token, 0) for token in tokens)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         raise ArtefactError(f"model: expected a list of numbers as eos_token_ids, got another in {path}.") from None

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import zipfile
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -261,7 +262,8 @@ def test_two_processes_may_unpack_the_fast_blas_at_once(
 ) -> None:
     """The faster one removes the wheel that the slower one is about to read."""
     monkeypatch.setattr(blas.platform, "machine", lambda: "x86_64")
-    libraries = blas.BUILDS["x86_64"].libraries
+    libraries = {name: sha256(name.encode()).hexdigest() for name in blas.BUILDS["x86_64"].libraries}
+    monkeypatch.setitem(blas.BUILDS, "x86_64", blas.Build("", libraries))
     monkeypatch.setattr(blas, "fetch_wheel", lambda *_: tmp_path / "wheel")
 
     def faster(*_: object) -> None:

@@ -14,6 +14,7 @@ from mlx_sparse import forms
 from mlx_sparse.checks import (
     BackendUnavailable,
     ConfigError,
+    Parser,
     SparseAttentionError,
     check_choice,
     check_int,
@@ -114,7 +115,7 @@ def _model(args: argparse.Namespace) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="mlx-sparse bench --cuda",
         description="Time one decode step of SparQ or of SAAP, or a prompt with SampleAttention, on an NVIDIA GPU "
         "against torch's attention and our own dense kernel in turns in one run, after checking that every result is "

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import forms
-from ..checks import ArtefactError, ConfigError, check_int, read_length
+from ..checks import ArtefactError, ConfigError, Parser, check_int, read_length
 from ..config import parse, split_methods
 from ..demo import blas
 from ..demo.command import generate_command, run_command
@@ -84,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="mlx-sparse bench --generate",
         description="Run mlx_lm.generate on real text, densely and with each method in turns, and tell how fast it "
         "took in the prompt and generated. With --onnx, decode with the model exported by export-onnx instead.",

@@ -11,7 +11,7 @@ from datetime import date
 from pathlib import Path
 
 from .. import forms
-from ..checks import ConfigError, check_int, check_local_window, check_rank, read_length, read_shape
+from ..checks import ConfigError, Parser, check_int, check_local_window, check_rank, read_length, read_shape
 from ..config import SAAP, Sample, SparQ, parse, split_methods
 from ..forms import Result
 from ..machine import machine
@@ -53,7 +53,7 @@ def _chosen(args: argparse.Namespace) -> Callable[[argparse.Namespace], Result]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="mlx-sparse bench",
         allow_abbrev=False,  # those of APART are looked for before the arguments are read
         description="Time decode steps or prompts of one layer by each method, the fastest dense attention and a plain "
@@ -237,7 +237,7 @@ def _sparq(text: str) -> SparQ:
 def _dtypes(text: str) -> list[str]:
     dtypes = text.split(",")
     if not set(dtypes) <= set(DTYPES):
-        raise ConfigError(f"--dtype: expected some of {', '.join(DTYPES)}, got {text}.")
+        raise ConfigError(f"--dtype: expected some of {', '.join(DTYPES)}, got {text!r}.")
     return dtypes
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..checks import ConfigError
+from ..checks import ConfigError, meant
 from .base import Dense, MethodConfig
 from .decode import H2O, SAAP, FlexGen, OracleTopK, SparQ, Streaming
 from .prefill import BigBird, MInference, Sample, StreamingPrefill
@@ -55,6 +55,10 @@ def parse(text: str, base: Mapping[str, MethodConfig] | None = None) -> tuple[Me
     for part in text.split("+"):
         name, colon, options = part.partition(":")
         name = name.strip()
+        head, _, rest = name.partition(",")
+        if head.strip() in CONFIGS and "=" in rest:
+            written = f"{head.strip()}:{rest.strip()}"
+            raise ConfigError(f"attn: expected ':' before the first key, got {name!r}. Write {written}.")
         _class(name)
         if colon and not options.strip():
             raise ConfigError(f"{name}: expected key=value after ':', got nothing.")
@@ -126,7 +130,7 @@ def _check_integers(value: object) -> None:
 
 def _class(name: str) -> type[MethodConfig]:
     if name not in CONFIGS:
-        raise ConfigError(f"attn: expected one of {', '.join(CONFIGS)}, got {name!r}.")
+        raise ConfigError(f"attn: expected one of {', '.join(CONFIGS)}, got {name!r}.{meant(name, CONFIGS)}")
     return CONFIGS[name]
 
 
@@ -138,10 +142,11 @@ def _build(name: str, options: Mapping[str, Any], base: MethodConfig | None) -> 
     preset = settings.pop("preset", None)
     if preset is not None and preset not in list(cls.presets):
         listed = ", ".join(cls.presets) or "none"
-        raise ConfigError(f"{name}: expected one of the presets {listed}, got {preset!r}.")
+        raise ConfigError(f"{name}: expected one of the presets {listed}, got {preset!r}.{meant(preset, cls.presets)}")
     for key in settings:
         if key not in known:
-            raise ConfigError(f"{name}: expected one of the keys {', '.join([*known, 'preset'])}, got {key!r}.")
+            keys = [*known, "preset"]
+            raise ConfigError(f"{name}: expected one of the keys {', '.join(keys)}, got {key!r}.{meant(key, keys)}")
     inherited = {key: getattr(base, key) for key in known} if base is not None else {}
     return cls(**{**inherited, **cls.presets.get(preset or "", {}), **settings})
 

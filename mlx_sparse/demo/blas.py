@@ -11,13 +11,13 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from ..checks import ArtefactError
-from .store import build_directory, cache_directory
+from .store import build_directory, cache_directory, file_hash
 from .wheels import extract, fetch_wheel
 
 WHEEL = "scipy==1.13.1"
@@ -28,24 +28,27 @@ OFFER = f"MLX's own BLAS is slow in float32 here: --fast-blas fetches OpenBLAS o
 
 @dataclass(frozen=True)
 class Build:
-    """One architecture's wheel, and its libraries in the order in which they need each other."""
+    """SHA-256 of one architecture's wheel, and of its libraries by name, in the order in which they need each other."""
 
     sha256: str
-    libraries: tuple[str, ...]
+    libraries: Mapping[str, str]
 
 
 BUILDS = {
     "x86_64": Build(
         "a78b4b3345f1b6f68a763c6e25c0c9a23a9fd0f39f5f3d200efe8feda560a5fa",
-        (
-            "libquadmath-96973f99.so.0.0.0",
-            "libgfortran-040039e1.so.5.0.0",
-            "libopenblasp-r0-01191904.3.27.so",
-        ),
+        {
+            "libquadmath-96973f99.so.0.0.0": "934c22ded0e7d169c4d4678876c96051adf3d94545da962f60b41659b075da3b",
+            "libgfortran-040039e1.so.5.0.0": "14afb3129b1a8b50bc40a3b0820c7f1152ea9bc10121aab152943f7057472886",
+            "libopenblasp-r0-01191904.3.27.so": "9b91f6ba8fdba9cf7682371fda53bb228763bd5073ff824edbc4b81e2ddc46bc",
+        },
     ),
     "aarch64": Build(
         "e89369d27f9e7b0884ae559a3a956e77c02114cc60a6058b4e5011572eea9299",
-        ("libgfortran-daac5196.so.5.0.0", "libopenblasp-r0-b958c995.3.27.so"),
+        {
+            "libgfortran-daac5196.so.5.0.0": "73b06dc7d12c5d4e37fe8ba67aa9ab440bb794e79adff58ae894b3d457e71bd7",
+            "libopenblasp-r0-b958c995.3.27.so": "ff436c4ae08906f186840108e77c15a1edcfcfc37cb82ae7a28ddc5de98cda86",
+        },
     ),
 }
 
@@ -131,7 +134,11 @@ def fetch_libraries(cache: Path) -> list[Path]:
         except (ArtefactError, OSError):
             if not target.exists():  # or another process was faster, and has removed the wheel
                 raise
-    build_directory(target, lambda _: None)
+    # Not by the directory's own manifest: what lies beside a library cannot vouch for it.
+    for name, sha256 in build.libraries.items():
+        library = target / name
+        if not library.is_file() or file_hash(library) != sha256:
+            raise ArtefactError(f"{library}: expected that of {WHEEL}, got another. Delete its folder and run again.")
     return [target / name for name in build.libraries]
 
 

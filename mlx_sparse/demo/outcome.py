@@ -49,7 +49,7 @@ def parse_report(err: str) -> dict[str, Any] | None:
         report: dict[str, Any] = json.loads(lines[-1])["mlx_sparse_report"][0]
         complete = all(isinstance(report[name], int) for name in COUNTS)
         complete = complete and isinstance(report["dense_calls"], dict) and isinstance(report["attn"], str)
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         complete = False
     if not complete:
         raise ArtefactError(f"--attn-report: expected counts of calls and bytes, got {lines[-1][:60]!r}. Report this.")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..checks import ArtefactError, ConfigError, SparseAttentionError
+from ..checks import ArtefactError, ConfigError, Parser, SparseAttentionError
 from ..config import parse
 from ..lm.model import select_methods
 from . import blas
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="mlx-sparse demo",
         description="Ask a small real model about a real text, with dense and with sparse attention, and compare. "
         "The first run downloads 93 MB and writes a model of 540 MB into the cache.",

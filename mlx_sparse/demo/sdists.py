@@ -23,6 +23,7 @@ from urllib.parse import unquote, urljoin, urlsplit, urlunsplit
 from zlib import error as ZlibError
 
 from ..checks import ArtefactError
+from ..files import naming
 from .store import check_file
 
 INDEX = "https://pypi.org/simple"
@@ -40,7 +41,7 @@ def fetch_sdist(requirement: str, sha256: str, cache: Path, *, limit: int) -> Pa
     target = cache / f"{requirement.replace('==', '-')}-{sha256[:12]}.tar.gz"
     if not target.exists():
         cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache, prefix=".fetch-") as scratch:
+        with naming(target), tempfile.TemporaryDirectory(dir=cache, prefix=".fetch-") as scratch:
             new = Path(scratch) / target.name
             new.write_bytes(_download(requirement, target, limit))
             check_file(new, sha256, f"the source archive of {requirement}")
@@ -59,7 +60,10 @@ def read_texts(archive: Path, pattern: str, *, limit: int) -> dict[str, str]:
     try:
         with tarfile.open(archive, "r|gz") as tar:
             found = dict(_matching(tar, archive, pattern, limit))
-    except (tarfile.TarError, EOFError, OSError, ZlibError, UnicodeDecodeError) as error:
+    except ArtefactError:
+        raise
+    # A chain of headers that each announce another is read by recursion.
+    except (tarfile.TarError, EOFError, OSError, ZlibError, ValueError, RecursionError) as error:
         raise ArtefactError(f"{archive}: expected an archive of texts, got {error}. Move it away.") from error
     if not found:
         raise ArtefactError(f"{archive}: expected files {pattern}, got none. Move it away and run again.")

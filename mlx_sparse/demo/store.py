@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..checks import ArtefactError
+from ..files import naming
 
 MANIFEST = "mlx-sparse-manifest.json"
 
@@ -59,7 +60,7 @@ def check_directory(path: Path) -> None:
         hashes = json.loads(manifest.read_text(encoding="utf-8"))
         names = {entry.name for entry in path.iterdir()} - {MANIFEST}
         changed = sorted(names ^ set(hashes)) or [name for name in hashes if file_hash(path / name) != hashes[name]]
-    except (ValueError, TypeError, OSError):
+    except (ValueError, TypeError, OSError, RecursionError):
         changed = [MANIFEST]
     if changed:
         raise ArtefactError(
@@ -77,7 +78,7 @@ def build_directory(path: Path, fill: Callable[[Path], None]) -> Path:
         check_directory(path)
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as scratch:
+    with naming(path), tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as scratch:
         work = Path(scratch) / "work"
         work.mkdir()
         fill(work)

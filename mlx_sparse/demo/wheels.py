@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import subprocess
 import sys
@@ -9,7 +10,9 @@ import tempfile
 import zipfile
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from lzma import LZMAError
 from pathlib import Path, PurePosixPath
+from zlib import error as ZlibError
 
 from tqdm import tqdm
 
@@ -59,12 +62,17 @@ def extract(wheel: Path, pattern: str, folder: Path, *, limit: int) -> list[Path
     try:
         with zipfile.ZipFile(wheel) as archive:
             chosen = [item for item in archive.infolist() if fnmatchcase(item.filename, pattern) and not item.is_dir()]
-            if not chosen:
-                raise ArtefactError(f"{wheel}: expected a file {pattern}, got none. Move it away and run again.")
-            return [_copy(archive, item, folder, limit) for item in chosen]
-    # NotImplementedError is what zipfile raises for a compression that it does not know.
-    except (zipfile.BadZipFile, NotImplementedError, EOFError, OSError) as error:
+            copied = [_copy(archive, item, folder, limit) for item in chosen]
+    except ArtefactError:
+        raise
+    # RuntimeError is what zipfile raises for an encryption or a compression that it does not know.
+    except (zipfile.BadZipFile, RuntimeError, EOFError, OSError, ValueError, ZlibError, LZMAError) as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            raise
         raise ArtefactError(f"{wheel}: expected a wheel, got {error}. Move it away and run again.") from error
+    if not copied:
+        raise ArtefactError(f"{wheel}: expected a file {pattern}, got none. Move it away and run again.")
+    return copied
 
 
 def _copy(archive: zipfile.ZipFile, item: zipfile.ZipInfo, folder: Path, limit: int) -> Path:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from ..checks import ArtefactError
-from ..files import replace_file
+from ..files import naming, replace_file
 
 T = TypeVar("T")
 LIMIT = 64 << 20  # bytes; a result is a few hundred to a few thousand
@@ -45,7 +45,7 @@ class Journal(Generic[T]):
         """Keep ``result``, whose JSON data is ``data``."""
         self.results[name] = result
         if self.path is not None:
-            with self.path.open("a", encoding="utf-8") as file:
+            with naming(self.path), self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"name": name, "result": data}, allow_nan=False) + "\n")
 
     def _load(self, path: Path) -> None:

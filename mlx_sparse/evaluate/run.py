@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..checks import ConfigError, check_int, read_length
+from ..checks import ConfigError, Parser, check_int, meant, read_length
 from ..config import parse
 from ..demo import blas
 from ..demo.models import DEFAULT, add_model_options, check_model
@@ -70,7 +70,7 @@ def _write(folder: Path, rows: Sequence[Row], choices: Sequence[SelectionRow], f
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="mlx-sparse eval",
         description="Compare methods with dense attention on real text, teacher-forced. A decode method runs the steps "
         "after a prompt that was processed densely. A prefill method runs the prompt: in bits_per_byte, repetition and "
@@ -133,7 +133,7 @@ def _check(args: argparse.Namespace) -> None:
     args.context = list(dict.fromkeys(read_length(length.strip(), "--context") for length in _pieces(args.context)))
     for name in args.tasks:
         if name not in NAMES:
-            raise ConfigError(f"--tasks: expected some of {', '.join(NAMES)}, got {name!r}.")
+            raise ConfigError(f"--tasks: expected some of {', '.join(NAMES)}, got {name!r}.{meant(name, NAMES)}")
     if not args.methods and set(args.tasks) != {AGREEMENT}:
         raise ConfigError("--methods: expected a method such as sparq, got none.")
     prefill = [select_methods(parse(method))[0] for method in args.methods]

@@ -238,7 +238,7 @@ def loading(model: object) -> Iterator[None]:
         yield
     except SparseAttentionError:
         raise
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"--model: expected a model that mlx-lm can load, got {model} ({reason}).") from None
 

@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from ..artefact import MAX_HIDDEN, Artefact, Layer, identity, load, versions
 from ..artefact.tensors import read_header, read_tensors, write_tensors
-from ..checks import ArtefactError, ConfigError, check_int
+from ..checks import ArtefactError, ConfigError, Parser, check_int
 from ..config import MAX_BUCKETS, SAAP
 from ..demo import blas
 from ..demo.models import add_model_options, check_model
@@ -73,7 +73,7 @@ def _advice(args: argparse.Namespace) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="mlx-sparse train-saap",
         description="Train SAAP for a model: run it on text, cluster the keys of every layer and KV head before RoPE, "
         "and train a network that predicts from a query in which clusters its far attention lies. Writes one file for "

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import registry
-from ..checks import ConfigError, check_int, check_sample, check_share, read_length
+from ..checks import ConfigError, Parser, check_int, check_sample, check_share, read_length
 from ..demo import blas
 from ..demo.models import add_model_options, check_model
 from ..demo.store import cache_directory
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="mlx-sparse tune-sample",
         description="Find the thresholds and the number of chunks of SampleAttention for a model, by range of context "
         "length: every setting is tried on needles and on repetitions in real text, questions and answers inside the "

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from mlx_sparse.checks import ConfigError, SparseAttentionError
+from mlx_sparse.checks import ConfigError, SparseAttentionError, shortened
 from mlx_sparse.extras import naming_missing
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ class _Parser(argparse.ArgumentParser):
     """A mistake is one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
+        self.exit(2, f"{self.prog}: error: {shortened(message)}\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -20,7 +20,7 @@ from mlx_lm import utils
 from tqdm import tqdm
 
 import mlx_sparse
-from mlx_sparse.checks import ConfigError, check_choice, check_int, check_local_window, check_rank
+from mlx_sparse.checks import ConfigError, check_choice, check_int, check_local_window, check_rank, meant
 from mlx_sparse.config import CONFIGS, SAAP, Dense, MethodConfig, Sample, SparQ, load_toml, parse
 from mlx_sparse.lm.model import resolve
 
@@ -176,7 +176,7 @@ def methods_of(text: str, attn_config: str | Path | None) -> tuple[Sample | None
     known = "--method: expected dense, sparq, sample, sample+sparq or saap, with [:key=value,...]"
     names = [part.partition(":")[0].strip() for part in text.split("+")]
     if {CONFIGS.get(name) for name in names} not in METHODS:
-        raise ConfigError(f"{known}, got {text!r}.")
+        raise ConfigError(f"{known}, got {text!r}.{meant(names[-1], CONFIGS)}")
     configs = {type(config): config for config in parse(text, base)}
     prompts = configs.get(Sample)
     assert prompts is None or isinstance(prompts, Sample)

@@ -18,7 +18,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import rope_utils
 from mlx_lm.utils import MODEL_REMAPPING
 
-from mlx_sparse.checks import ConfigError
+from mlx_sparse.checks import ConfigError, meant
 
 from .quantized import BITS, REMAKE, REMEDY
 
@@ -81,7 +81,9 @@ def family_of(config: Mapping[str, Any]) -> Family:
     family = FAMILIES.get(MODEL_REMAPPING.get(str(named), str(named)))
     if family is None or "model_file" in config:
         known = sorted([*FAMILIES, *(alias for alias, name in MODEL_REMAPPING.items() if name in FAMILIES)])
-        raise ConfigError(f"--model: expected one of the architectures {', '.join(known)}, got {named}.")
+        raise ConfigError(
+            f"--model: expected one of the architectures {', '.join(known)}, got {named}.{meant(named, known)}"
+        )
     return family
 
 

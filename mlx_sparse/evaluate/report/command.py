@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from ...checks import Parser
 from . import check, write
 from .read import RESULTS, read_results, read_speed
 
@@ -22,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="mlx-sparse report",
         description="Write report.html and its pictures again, from the results of mlx-sparse eval --out DIR. Nothing "
         "is run.",

@@ -1,0 +1,289 @@
+"""What error messages repeat of the input, what they suggest, and which file they name."""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import os
+import re
+import resource
+import signal
+import tarfile
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import VOCAB, write
+
+from mlx_sparse import cli, forms, registry
+from mlx_sparse.checks import (
+    LONGEST,
+    ConfigError,
+    Parser,
+    SparseAttentionError,
+    check_choice,
+    check_int,
+    check_share,
+    read_length,
+    read_shape,
+)
+from mlx_sparse.config import load_toml, parse
+from mlx_sparse.config.text import split_methods
+from mlx_sparse.demo import blas, sdists, wheels
+from mlx_sparse.demo.outcome import parse_report
+from mlx_sparse.demo.store import build_directory, check_directory
+from mlx_sparse.evaluate.journal import Journal
+from mlx_sparse.files import replace_file
+
+HUGE = 100_000
+PLAIN, SPACED = "x" * HUGE, "x y " * (HUGE // 4)
+
+
+def message_of(call: Callable[[], Any]) -> str:
+    with pytest.raises(SparseAttentionError) as caught:
+        call()
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+# What is called with a text of 100 kB, and how the message begins.
+ECHOING: dict[str, tuple[Callable[[str], Any], str]] = {
+    "method": (parse, "attn: expected one of dense, sparq, "),
+    "key": (lambda text: parse(f"sparq:{text}=1"), "sparq: expected one of the keys rank, "),
+    "value": (lambda text: parse(f"sparq:rank={text}"), "rank: expected an integer of at least 1, got "),
+    "number": (lambda text: parse(f"sparq:rank=-{'1' * 4000}"), "rank: expected an integer of at least 1, got "),
+    "preset": (lambda text: parse(f"sparq:preset={text}"), "sparq: expected one of the presets "),
+    "pair": (lambda text: parse(f"sparq:{text}"), "sparq: expected key=value, got "),
+    "ranges": (lambda text: parse(f"sample:ranges={text}"), "ranges: expected up_to:"),
+    "list": (lambda text: split_methods(f"{text},,"), "methods: expected a list such as "),
+    "backend": (lambda text: registry.require(text, "sparq"), "backend: expected auto or ops, got "),
+    "choice": (lambda text: check_choice("dtype", text, ("f16", "f32")), "dtype: expected one of f16, f32, got "),
+    "share": (lambda text: check_share("window", text), "window: expected a number above 0 and at most 1, got "),
+    "list of values": (lambda text: check_int("top_k", [text] * 9, 1), "top_k: expected an integer of at least 1"),
+    "length": (read_length, "--lengths: expected numbers such as 1k,2k,3000, got "),
+    "shape": (read_shape, "--shapes: expected query heads x KV heads x head dim such as 32x8x128, got "),
+    "TOML file": (load_toml, "attn-config: expected a readable TOML file, got "),
+    "form": (
+        lambda text: forms.check_options(argparse.Namespace(output=text, out=None)),
+        "-o: expected one of md, json, jsonl, csv, got ",
+    ),
+}
+
+
+@pytest.mark.parametrize("text", [PLAIN, SPACED, PLAIN + "'"], ids=["plain", "spaced", "apostrophe"])
+@pytest.mark.parametrize("name", ECHOING)
+def test_what_a_message_repeats_of_the_input_is_cut(name: str, text: str) -> None:
+    call, beginning = ECHOING[name]
+    message = message_of(lambda: call(text))
+    assert message.startswith(beginning)
+    assert len(message) <= LONGEST + len(" ... ")
+    assert not re.search(r"\S{210}", message)
+
+
+def test_a_toml_files_keys_and_values_are_cut(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    for content, beginning in (
+        (f'"{PLAIN}" = 1', "attn-config: expected one table per method"),
+        (f'["{PLAIN}"]', "attn: expected one of"),
+        (f'[sparq]\n"{PLAIN}" = 1', "sparq: expected one of the keys"),
+        (f'[sparq]\nrank = "{PLAIN}"', "rank: expected an integer"),
+        (f"[sparq]\nrank = [{'1, ' * HUGE}]", "rank: expected an integer"),
+    ):
+        file.write_text(content)
+        message = message_of(lambda: load_toml(file))
+        assert message.startswith(beginning)
+        assert len(message) <= LONGEST + len(" ... ")
+
+
+def test_advice_after_what_is_cut_stays() -> None:
+    message = message_of(lambda: forms.check_options(argparse.Namespace(output=SPACED, out=None)))
+    assert message.endswith("--out names a file.")
+    short = "model: expected 'a b', got \"it's\" and 'c'. Do this."
+    assert str(ConfigError(short)) == short
+
+
+@pytest.mark.parametrize("argv", [[PLAIN], ["report", PLAIN], ["matrix", PLAIN], ["eval", "--limit", PLAIN]])
+def test_a_command_repeats_no_more(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        assert cli.main(argv) == 2
+    except SystemExit as ended:
+        assert ended.code == 2
+    err = capsys.readouterr().err
+    assert 0 < len(err) < 3000
+    assert "error: " in err.splitlines()[-1]
+
+
+def test_a_parsers_own_messages_are_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        Parser(prog="p").parse_args([SPACED])
+    assert len(capsys.readouterr().err) < LONGEST + 100
+
+
+@pytest.mark.parametrize(
+    ("call", "suggestion"),
+    [
+        (lambda: parse("sparc"), "got 'sparc'. Did you mean sparq?"),
+        (lambda: parse("sparq:topk=4"), "got 'topk'. Did you mean top_k?"),
+        (lambda: parse("sparq:preset=evil"), "got 'evil'. Did you mean eval?"),
+        (lambda: parse("sparq:group_reduce=softmx"), "got 'softmx'. Did you mean softmax?"),
+        (lambda: parse("saap:mode=train"), "got 'train'. Did you mean trained?"),
+        (lambda: registry.require("mettal", "sparq"), "Did you mean metal?)."),
+        (lambda: check_choice("--dtype", "bfloat61", ("float16", "bfloat16")), "Did you mean bfloat16?"),
+    ],
+)
+def test_an_unknown_name_gets_the_one_that_was_meant(call: Callable[[], Any], suggestion: str) -> None:
+    assert message_of(call).endswith(suggestion)
+
+
+def test_a_task_gets_the_one_that_was_meant(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["eval", "--methods", "sparq", "--tasks", "repitition"]) == 2
+    assert capsys.readouterr().err.endswith("got 'repitition'. Did you mean repetition?\n")
+
+
+def test_a_name_unlike_any_gets_none() -> None:
+    assert message_of(lambda: parse("zzz")).endswith("got 'zzz'.")
+
+
+@pytest.mark.parametrize("text", ["sparq,rank=16", "sample+sparq,rank=16", "sparq , rank=16,top_k=8"])
+def test_a_comma_in_place_of_the_colon_is_pointed_out(text: str) -> None:
+    message = message_of(lambda: parse(text))
+    assert message.startswith("attn: expected ':' before the first key, got 'sparq")
+    assert "Write sparq:rank=16" in message
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """Writing more than ``size`` bytes fails as on a full disk: in the write, which names no file."""
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
+    file, results = tmp_path / "whole.txt", tmp_path / "results.jsonl"
+    journal: Journal[int] = Journal(results, "test", {}, int)
+
+    def build(folder: Path) -> None:
+        (folder / "part").write_bytes(bytes(5000))
+
+    with files_of_at_most(1000):
+        for write_it, name in (
+            (lambda: replace_file(file, lambda new: new.write_bytes(bytes(5000))), file),
+            (lambda: journal.add("x" * 5000, 1, {}), results),
+            (lambda: build_directory(tmp_path / "model", build), tmp_path / "model"),
+        ):
+            with pytest.raises(OSError, match="too large") as caught:
+                write_it()
+            assert caught.value.filename == str(name)
+    assert not file.exists()
+
+
+def test_eval_on_a_full_disk_is_one_line_with_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, without_torch: Any
+) -> None:
+    monkeypatch.setattr(blas, "use", lambda *_: None)
+    write(tmp_path / "model")
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"w{1 + (i * i + i // 7) % (VOCAB - 1)}" for i in range(1800)))
+    out = tmp_path / "out"
+    argv = ["eval", "--model", str(tmp_path / "model"), "--context", "512", "--text", str(text), "--limit", "1"]
+    argv += ["--methods", "sparq:rank=4,top_k=4,dense_below=0", "--tasks", "repetition", "--out", str(out)]
+    with files_of_at_most(700):
+        assert cli.main(argv) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
+    assert re.fullmatch(rf"mlx-sparse: error: {out}/\S+: expected to read or write it, got: File too large\.", line)
+
+
+DEEP = "[" * 100_000
+
+
+def test_damaged_downloads_and_manifests_are_one_line(tmp_path: Path) -> None:
+    directory = build_directory(tmp_path / "model", lambda folder: (folder / "a").write_text("a"))
+    (directory / "mlx-sparse-manifest.json").write_text(DEEP)
+    assert "got a damaged mlx-sparse-manifest.json" in message_of(lambda: check_directory(directory))
+    assert "expected counts" in message_of(lambda: parse_report(f'{{"mlx_sparse_report": {DEEP}'))
+    whole = zipped()
+    place = whole.index(b"a.txt") + len(b"a.txt") + 4
+    wheel = tmp_path / "a.whl"
+    wheel.write_bytes(whole[:place] + bytes(8) + whole[place + 8 :])
+    assert "expected a wheel, got" in message_of(lambda: wheels.extract(wheel, "*.txt", tmp_path, limit=1 << 20))
+
+
+def zipped() -> bytes:
+    content = BytesIO()
+    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a.txt", os.urandom(500).hex())
+    return content.getvalue()
+
+
+@pytest.mark.parametrize("compression", [zipfile.ZIP_DEFLATED, zipfile.ZIP_LZMA, zipfile.ZIP_BZIP2])
+def test_every_damage_to_a_wheel_is_refused_or_harmless(tmp_path: Path, compression: int) -> None:
+    content = BytesIO()
+    with zipfile.ZipFile(content, "w", compression) as archive:
+        archive.writestr("a.txt", b"text " * 40)
+    whole, wheel = content.getvalue(), tmp_path / "a.whl"
+    for place in range(len(whole)):
+        for value in (0, 255, whole[place] ^ 1):
+            wheel.write_bytes(whole[:place] + bytes([value]) + whole[place + 1 :])
+            (tmp_path / "a.txt").unlink(missing_ok=True)
+            try:
+                wheels.extract(wheel, "*.txt", tmp_path, limit=1 << 20)
+            except SparseAttentionError as error:
+                assert "\n" not in str(error)
+
+
+def test_an_archive_whose_headers_go_on_for_ever_is_refused(tmp_path: Path) -> None:
+    """Each announces the next, and tarfile reads the next one by recursion."""
+    header = tarfile.TarInfo("long")
+    header.type, header.size = tarfile.GNUTYPE_LONGNAME, 1
+    block = header.tobuf(tarfile.GNU_FORMAT) + b"a".ljust(512, b"\0")
+    archive = tmp_path / "a.tar.gz"
+    archive.write_bytes(gzip.compress(block * 5000))
+    assert "expected an archive of texts, got" in message_of(lambda: sdists.read_texts(archive, "*", limit=1 << 20))
+
+
+def test_genai_settings_nested_too_deep_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    genai = pytest.importorskip("mlx_sparse.onnx_export.genai")
+    from mlx_sparse.onnx_export import native
+
+    monkeypatch.setattr(native, "library_path", lambda: tmp_path / "library.so")
+    (tmp_path / "genai_config.json").write_text(DEEP)
+    assert "expected one with genai_config.json" in message_of(lambda: genai.add_native_library(tmp_path))
+
+
+def test_libraries_are_preloaded_only_if_they_are_the_pinned_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their folder's own manifest, which says that nothing has changed, does not vouch for them."""
+    monkeypatch.setattr(blas.platform, "machine", lambda: "x86_64")
+    names = list(blas.BUILDS["x86_64"].libraries)
+    folder = build_directory(
+        tmp_path / "openblas-0.3.27-x86_64", lambda new: [(new / name).write_text("other") for name in names]
+    )
+    check_directory(folder)
+    message = message_of(lambda: blas.fetch_libraries(tmp_path))
+    assert re.fullmatch(rf"{folder}/{names[0]}: expected that of scipy==1\.13\.1, got another\. Delete .*", message)
+
+
+def test_the_pinned_libraries_are_those_of_the_pinned_wheel(blas_environment: dict[str, str]) -> None:
+    if not blas.wanted():
+        pytest.skip("nothing is preloaded here")
+    found = blas_environment["LD_PRELOAD"].split(":")
+    assert [Path(path).name for path in found] == list(blas.BUILDS[blas.platform.machine()].libraries)
+
+
+def test_deep_json_in_a_journal_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    path.write_text(json.dumps({"mlx_sparse": "test", "format": 1, "key": {}}) + f"\n{DEEP}\n")
+    assert "expected the results of an interrupted run" in message_of(lambda: Journal(path, "test", {}, int))
