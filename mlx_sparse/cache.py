@@ -64,7 +64,7 @@ class SparseCache:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
         if self._side is not None:
-            self._side.rewind(self, self.length)
+            self._side.rewind(self.length)
         if self.index is not None:
             self.index.receive(self.length, keys)
         if self.received is not None:
@@ -166,16 +166,15 @@ class SparseCache:
         side = self._side = self._side or SideBuffers()
         side.extend(self, S, mean=reallocate, spread=weighted)
         assert side.keys_t is not None
-        count = S if self.padding is None else mx.maximum(S - self.padding, 1)[:, None, None]
         return {
             "rank": config.rank,
             "top_k": config.top_k,
             "local_window": check_local_window(config.local_window, config.top_k),
             "reallocate": reallocate,
             "group_reduce": config.group_reduce,
-            "component_weight": side.deviation(count) if weighted else None,
+            "component_weight": side.keys.deviation() if weighted and side.keys else None,
             "keys_t": side.keys_t,
-            "value_mean": side.value_mean(count) if reallocate else None,
+            "value_mean": side.values.mean() if reallocate and side.values else None,
         }
 
 

@@ -102,6 +102,8 @@ class Runner:
     def go_on_from(self, length: int) -> None:
         """Take what was written into `caches` for ``length`` tokens, none of them padding.
 
+        It takes no token back: ``past_sums`` are those of all tokens, so write them too.
+
         Raises:
             ConfigError: they do not fit.
         """

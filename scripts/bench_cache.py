@@ -43,8 +43,10 @@ def measure(options: dict[str, bool] | None, shape: tuple[int, int, int], tokens
         kept = []
         if isinstance(cache, SparseKVCache) and options is not None:
             side.extend(cache, cache.length, **options)
-            kept = [side.keys_t, side.value_sum, *(side.key_sums or ())]
-        mx.eval(cache.keys, cache.values, [array for array in kept if array is not None])
+            kept = [side.keys_t]
+            kept += [side.values.mean()] if side.values else []
+            kept += [side.keys.deviation()] if side.keys else []
+        mx.eval(cache.keys, cache.values, kept)
 
     for _ in range(3):
         append()

@@ -78,9 +78,8 @@ def check_side_buffers(cache: Any) -> None:
     first = [0] * keys.shape[0] if cache.padding is None else cache.padding.tolist()
     assert side.covered == S
     np.testing.assert_array_equal(np.array(side.keys_t[..., :S]), np.array(cache.keys[..., :S, :].swapaxes(-1, -2)))
-    count = S if cache.padding is None else mx.maximum(S - cache.padding, 1)[:, None, None]
-    mean, variance = np.array(side.value_mean(count)), np.array(side.deviation(count)) ** 2
-    # Each row taken in and taken out again rounds once, at the size of what is summed.
+    mean, variance = np.array(side.values.mean()), np.array(side.keys.deviation()) ** 2
+    # Each row taken in rounds once, at the size of what is summed.
     eps = 64 * np.finfo(np.float32).eps
     for b, start in enumerate(first):
         if start < S:
@@ -112,7 +111,7 @@ def test_nbytes_counts_what_is_kept_beside(make: Any):
     own = cache.keys.nbytes + cache.values.nbytes
     assert cache.nbytes == own
     attend(cache)
-    sums = 4 * batch_of(cache) * H * D * 4  # mean, shift and two moments in float32
+    sums = 3 * batch_of(cache) * H * D * 4  # of values, keys and squares, in float32
     assert cache.nbytes == own + cache.keys.nbytes + sums
 
 
@@ -342,7 +341,7 @@ def test_an_appended_token_copies_no_buffer(kept: str):
             sums = kept == "and every sum"
             side.extend(cache, cache.length, mean=sums, spread=sums)
             buffers.append(side.keys_t)
-            buffers += [side.value_sum, side.key_sums] if sums else []
+            buffers += [side.values.state.sums, side.keys.state.sums] if sums else []
         mx.eval(buffers)
 
     append()  # the first one builds what is kept

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from cases import ulp
 from mlx_sparse.cuda_ref import hf
 from mlx_sparse.cuda_ref.hf import attention
 from mlx_sparse.cuda_ref.hf.buffers import ROW_MULTIPLE
+from mlx_sparse.cuda_ref.hf.moments import BLOCK
 
 from mlx_sparse.checks import ShapeError
 
@@ -20,7 +23,7 @@ def assert_reads_its_rows(layer: hf.SparQLayer, first: tuple[int, ...] | None = 
     S = layer.get_seq_length()
     padding = attention.Padding(padded(*first, length=S)[:, None, None]) if first else None
     keys_t, mean, deviation = layer.read(mean=True, spread=True, padding=padding)
-    assert torch.equal(keys_t, layer.keys.transpose(-1, -2))
+    assert torch.equal(keys_t.nan_to_num(), layer.keys.transpose(-1, -2).nan_to_num())
     assert keys_t.stride(2) % ROW_MULTIPLE == 0
     keys, values = (rows.cpu().double().numpy() for rows in (layer.keys, layer.values))
     for b, start in enumerate(first or (0,) * len(keys)):
@@ -81,6 +84,43 @@ def test_what_a_step_reads_follows_the_cache(change: str, first: tuple[int, ...]
     assert torch.equal(layer.keys, plain.keys)
     assert torch.equal(layer.values, plain.values)
     assert_reads_its_rows(layer, PADDING.get(change, first) if first else None)
+
+
+def bad_steps(layer: hf.SparQLayer, bad: float, first: tuple[int, ...] | None, count: int = 5) -> None:
+    """Steps that write bad rows and are read."""
+    for _ in range(count):
+        rows = torch.full_like(layer.keys[:, :, :1], bad)
+        layer.update(rows, rows)
+        padding = attention.Padding(padded(*first, length=layer.get_seq_length())[:, None, None]) if first else None
+        layer.read(mean=True, spread=True, padding=padding)
+
+
+@pytest.mark.parametrize("first", [None, (5, 112)], ids=["", "padded"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 1e6, 1e12])
+@pytest.mark.parametrize("rows", [40, BLOCK - 2, 2 * BLOCK + 3])
+def test_rows_that_were_cropped_or_are_padding_are_forgotten(
+    rows: int, bad: float, first: tuple[int, ...] | None
+) -> None:
+    layer = hf.SparQLayer()
+    keys, values = states(2, 2, 120)
+    for b, start in enumerate(first or ()):
+        keys[b, :, :start] = values[b, :, :start] = bad
+    layer.update(keys, values)
+    layer.update(*states(2, 2, rows, seed=1))
+    bad_steps(layer, bad, first)
+    copied = copy.deepcopy(layer)
+    for each in (layer, copied):
+        each.crop(-5)
+        assert_reads_its_rows(each, first)
+        each.update(*states(2, 2, 9, seed=2))
+        bad_steps(each, bad, first)
+        each.reorder_cache(torch.tensor([1, 0]))
+        swapped = first[::-1] if first else None
+        each.crop(-5)
+        assert_reads_its_rows(each, swapped)
+        bad_steps(each, bad, swapped)
+        each.crop(-rows)  # behind what blocks were summed to
+        assert_reads_its_rows(each, swapped)
 
 
 @pytest.mark.parametrize("first", [None, (5, 12)], ids=["", "padded"])

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
 from mlx_sparse.checks import ShapeError
 
-from .moments import Moments
+from .moments import Moments, lasting
 from .padding import Padding
 
 # Capacities are multiples of this many rows, so that the rows of ``keys_t`` start on cache lines of 128 bytes.
 ROW_MULTIPLE = 256
 ROOM = 32  # buffers grow by one part in this: copying then costs less per token than a decode step reads
-
-
-def lasting(method: Callable[..., Any]) -> Callable[..., Any]:
-    """For what makes tensors that are written to later: inside of torch.inference_mode, only there they could be."""
-    wrapped: Callable[..., Any] = torch.inference_mode(False)(torch.no_grad()(method))
-    return wrapped
 
 
 class Buffers:
@@ -32,7 +23,7 @@ class Buffers:
     Attributes:
         keys, values: ``(B, Hkv, capacity, D)``; rows from ``length`` on are stale.
         keys_t: ``(B, Hkv, D, capacity)`` component-major copy of rows ``[0, transposed)``, or None.
-        key_moments, value_moments: of the valid rows of ``[0, summed)`` under ``left_padding``, or None.
+        key_moments, value_moments: of the rows that are valid under ``left_padding``, or None.
     """
 
     @lasting
@@ -47,7 +38,6 @@ class Buffers:
     def _forget_moments(self) -> None:
         self.key_moments: Moments | None = None
         self.value_moments: Moments | None = None
-        self.summed = 0
         self.left_padding: torch.Tensor | None = None
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -82,11 +72,9 @@ class Buffers:
 
     def crop(self, length: int) -> None:
         """Forget rows from ``length`` on."""
-        if length < self.summed - length:
-            self._forget_moments()  # more rows go than stay: summing afresh reads fewer
-        elif length < self.summed:
-            self._sum(length, self.summed, sign=-1)
-            self.summed = length
+        for moments in (self.key_moments, self.value_moments):
+            if moments is not None:
+                moments.rewind(length)
         self.transposed = min(self.transposed, length)
         self.length = length
 
@@ -131,8 +119,9 @@ class Buffers:
         if not same or (mean and self.value_moments is None) or (spread and self.key_moments is None):
             self._begin_moments(mean, spread)
         self.left_padding = first
-        self._sum(self.summed, self.length)
-        self.summed = self.length
+        for moments, buffer in ((self.key_moments, self.keys), (self.value_moments, self.values)):
+            if moments is not None:
+                moments.extend(buffer, self.length, first)
         return (
             self.value_moments.mean if mean and self.value_moments else None,
             self.key_moments.deviation() if spread and self.key_moments else None,
@@ -143,8 +132,3 @@ class Buffers:
         self._forget_moments()
         self.value_moments = Moments(self.values, spread=False) if mean else None
         self.key_moments = Moments(self.keys, spread=True) if spread else None
-
-    def _sum(self, start: int, stop: int, sign: int = 1) -> None:
-        for moments, buffer in ((self.key_moments, self.keys), (self.value_moments, self.values)):
-            if moments is not None:
-                moments.take(buffer, start, stop, self.left_padding, sign)

@@ -1,78 +1,150 @@
-"""Running mean and spread of the rows of a cache."""
+"""Running mean and spread of the rows of a cache, which forget exactly."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 CHUNK = 8192  # rows that are taken in at a time, so that their float32 copies stay small
+BLOCK = 256  # rows between marks
 
 
-class Moments:
-    """Mean, and where asked for the squared deviation, of cache rows per component; rows can be taken out again.
+def lasting(method: Callable[..., Any]) -> Callable[..., Any]:
+    """For what makes tensors that are written to later: inside of torch.inference_mode, only there they could be."""
+    wrapped: Callable[..., Any] = torch.inference_mode(False)(torch.no_grad()(method))
+    return wrapped
 
-    Updated by chunks from their own mean and deviation, which stays accurate where the mean is far larger than the
-    spread; plain sums of squares would cancel.
+
+@dataclass
+class State:
+    """Of the valid ones of rows ``[0, length)``; updated in place.
 
     Attributes:
-        count: rows so far, ``(B, 1, 1)`` where sequences are padded.
+        count: how many they are, ``(B, 1, 1)`` where sequences are padded.
         mean: float32 ``(B, Hkv, D)``; 0 where there is no row.
         squares: float32 ``(B, Hkv, D)`` sum of squared deviations, or None.
     """
 
-    def __init__(self, buffer: torch.Tensor, *, spread: bool) -> None:
-        B, Hkv, _, D = buffer.shape
-        self.count: int | torch.Tensor = 0
-        self.mean = torch.zeros(B, Hkv, D, dtype=torch.float32, device=buffer.device)
-        self.squares = torch.zeros_like(self.mean) if spread else None
+    length: int
+    count: int | torch.Tensor
+    mean: torch.Tensor
+    squares: torch.Tensor | None
 
-    def take(
-        self, buffer: torch.Tensor, start: int, stop: int, left_padding: torch.Tensor | None, sign: int = 1
-    ) -> None:
-        """Take in rows ``[start, stop)`` of ``buffer (B, Hkv, capacity, D)``, or out again with ``sign=-1``.
+    def copy(self) -> State:
+        return replace(self, mean=self.mean.clone(), squares=None if self.squares is None else self.squares.clone())
 
-        Args:
-            left_padding: ``(B,)`` first valid row of each sequence; earlier ones do not count.
-        """
-        for first in range(start, stop, CHUNK):
-            last = min(first + CHUNK, stop)
-            valid = None
-            if left_padding is not None:
-                positions = torch.arange(first, last, device=buffer.device)
-                valid = (positions >= left_padding[:, None])[:, None, :, None]
-            self._merge(buffer[:, :, first:last].float(), valid, sign)
-
-    def _merge(self, rows: torch.Tensor, valid: torch.Tensor | None, sign: int) -> None:
+    def merge(self, rows: torch.Tensor, valid: torch.Tensor | None) -> None:
+        """Take in ``rows (B, Hkv, n, D)``, of which those count that are ``valid``."""
         added: int | torch.Tensor
+        self.length += rows.shape[2]
+        rows = rows.float()
         if valid is None:
             added = rows.shape[2]
             mean = rows[:, :, 0] if added == 1 else rows.mean(dim=2)
-            total = self.count + sign * added
-            share = sign * added / total if total else 0.0
+            total = self.count + added
+            share = added / total
         else:
             added = valid.sum(dim=2)
             mean = torch.where(valid, rows, 0.0).sum(dim=2) / added.clamp(min=1)
-            total = self.count + sign * added
-            share = sign * added / total.clamp(min=1)
+            total = self.count + added
+            share = added / total.clamp(min=1)
         if self.squares is not None:
             delta = mean - self.mean
             self.squares.addcmul_(delta, delta * (self.count * share))
             if rows.shape[2] > 1:
                 centred = rows - mean[:, :, None]
                 centred = centred if valid is None else torch.where(valid, centred, 0.0)
-                self.squares.add_(centred.square().sum(dim=2), alpha=sign)
-            if sign < 0:
-                self.squares.clamp_(min=0.0)  # rounding
+                self.squares.add_(centred.square().sum(dim=2))
         self.mean.lerp_(mean, share)
         self.count = total
 
+    def select(self, rows: torch.Tensor) -> State:
+        """Of the sequences ``rows``, in that order."""
+        count = self.count.index_select(0, rows) if isinstance(self.count, torch.Tensor) else self.count
+        squares = None if self.squares is None else self.squares.index_select(0, rows)
+        return State(self.length, count, self.mean.index_select(0, rows), squares)
+
+
+class Moments:
+    """Mean, and where asked for the squared deviation, of cache rows per component.
+
+    Updated by chunks from their own mean and deviation, which stays accurate where the mean is far larger than the
+    spread; plain sums of squares would cancel.
+
+    Rows are never taken out again: a NaN would stay for good, and a large number leave its rounding behind. A crop goes
+    back to a mark, and the rows from there on are taken in anew; where it leaves no mark, all that remain. The row that
+    fills a block has the block taken in anew, which replaces what single rows were rounded to.
+
+    Attributes:
+        state: of the rows so far.
+        marks: copies of the state at the ends of the last two blocks.
+    """
+
+    def __init__(self, buffer: torch.Tensor, *, spread: bool) -> None:
+        B, Hkv, _, D = buffer.shape
+        mean = torch.zeros(B, Hkv, D, dtype=torch.float32, device=buffer.device)
+        self.state = State(0, 0, mean, torch.zeros_like(mean) if spread else None)
+        self.marks: list[State] = []
+
+    def rewind(self, length: int) -> None:
+        """Forget rows from ``length`` on."""
+        if length < self.state.length:
+            self.marks = [mark for mark in self.marks if mark.length <= length]
+            self._go_back()
+
+    @lasting
+    def _go_back(self) -> None:
+        if self.marks:
+            self.state = self.marks[-1].copy()
+        else:
+            squares = self.state.squares
+            zeros = None if squares is None else torch.zeros_like(squares)
+            self.state = State(0, 0, torch.zeros_like(self.state.mean), zeros)
+
+    def extend(self, buffer: torch.Tensor, length: int, left_padding: torch.Tensor | None) -> None:
+        """Cover rows ``[0, length)`` of ``buffer (B, Hkv, capacity, D)``.
+
+        Args:
+            left_padding: ``(B,)`` first valid row of each sequence, the same in every call; earlier ones do not count.
+        """
+        full = length // BLOCK * BLOCK
+        if self.state.length < full:
+            self._go_back()
+            for stop in (full - BLOCK, full):
+                if stop > self.state.length:
+                    self._take(buffer, stop, left_padding)
+                    self.marks = [*self.marks, self._mark()][-2:]
+        self._take(buffer, length, left_padding)
+
+    @lasting
+    def _mark(self) -> State:
+        return self.state.copy()
+
+    def _take(self, buffer: torch.Tensor, stop: int, left_padding: torch.Tensor | None) -> None:
+        for first in range(self.state.length, stop, CHUNK):
+            last = min(first + CHUNK, stop)
+            valid = None
+            if left_padding is not None:
+                positions = torch.arange(first, last, device=buffer.device)
+                valid = (positions >= left_padding[:, None])[:, None, :, None]
+            self.state.merge(buffer[:, :, first:last], valid)
+
+    @property
+    def mean(self) -> torch.Tensor:
+        """(sparq.9) float32 ``(B, Hkv, D)``; goes on changing in place."""
+        return self.state.mean
+
     def deviation(self) -> torch.Tensor:
         """(sparq.1) standard deviation of each component, float32 ``(B, Hkv, D)``."""
-        assert self.squares is not None
-        count = self.count.clamp(min=1) if isinstance(self.count, torch.Tensor) else max(self.count, 1)
-        return (self.squares / count).sqrt_()
+        assert self.state.squares is not None
+        count = self.state.count
+        count = count.clamp(min=1) if isinstance(count, torch.Tensor) else max(count, 1)
+        return (self.state.squares / count).sqrt_()
 
+    @lasting
     def select(self, rows: torch.Tensor) -> None:
         """Keep the sequences ``rows``, in that order."""
-        self.mean = self.mean.index_select(0, rows)
-        self.squares = None if self.squares is None else self.squares.index_select(0, rows)
-        self.count = self.count.index_select(0, rows) if isinstance(self.count, torch.Tensor) else self.count
+        self.state, self.marks = self.state.select(rows), [mark.select(rows) for mark in self.marks]
