@@ -155,6 +155,10 @@ class BucketIndex:
         """
         if self.centroids is None:
             self.centroids = self._fit(cache, config)
+            if self.centroids is None:
+                self._await_keys(cache)
+                return
+            self.ids = None  # of rows that were all padding
             self.network = kmeans_network(self.centroids, self.router.scale)
             mx.eval(self.centroids, self.network)
         self._assign_pending()
@@ -164,11 +168,19 @@ class BucketIndex:
             offset = start if cache.padding is None else start - cache.padding
             mx.eval(self._assign(turned_back(cache.keys[:, :, start:stop], offset)))
 
-    def _fit(self, cache: SparseCache, config: SAAP) -> mx.array:
-        """Centroids of the keys that the cache holds."""
+    def _await_keys(self, cache: SparseCache) -> None:
+        """No row is in a bucket, and any may be visited; the next `fold` fits centroids if there are keys then."""
+        B, Hkv, _, D = cache.keys.shape
+        self.ids = mx.full((B, Hkv, cache.length), -1, mx.int16)
+        self.network = kmeans_network(mx.zeros((Hkv, self.router.buckets, D), cache.keys.dtype), self.router.scale)
+
+    def _fit(self, cache: SparseCache, config: SAAP) -> mx.array | None:
+        """Centroids of the keys that the cache holds; None where all its rows are padding or sinks."""
         B, Hkv, _, D = cache.keys.shape
         padding: Any = [0] * B if cache.padding is None else cache.padding.tolist()
         rows = [(b, s) for b, first in enumerate(padding) for s in range(first + config.sink_tokens, cache.length)]
+        if not rows:
+            return None
         # Evenly spread over the text; some twice where there are fewer than buckets.
         C = self.router.buckets
         chosen = np.linspace(0, len(rows) - 1, min(max(len(rows), C), POINTS * C)).astype(np.int64)

@@ -391,6 +391,21 @@ def test_a_text_with_fewer_keys_than_buckets_still_gets_centroids(make: Any):
     decoder.check()
 
 
+@pytest.mark.parametrize("padding", [[60], [60, 99], [59, 60]], ids=str)
+def test_a_batch_of_padding_alone_gets_centroids_when_it_has_keys(padding: list[int]):
+    decoder = Decoder(BatchKVCache(padding), centroids=None, network=None)
+    decoder.write(60)
+    decoder.check()
+    assert decoder.cache.index.centroids is None
+    indices, counts = decoder.lists(decoder.queries())
+    assert counts.max() <= 1 and (np.sort(indices[0, 0])[::-1][counts[0, 0] :] == -1).all()
+    for _ in range(80):
+        decoder.write(1)
+        decoder.check()
+    assert decoder.cache.index.centroids is not None
+    decoder.check_ids()
+
+
 def test_the_host_waits_once_for_all_layers(monkeypatch: pytest.MonkeyPatch):
     decoders = [Decoder(KVCache()) for _ in range(4)]
     for decoder in decoders:
