@@ -2,17 +2,51 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import threading
+from collections import Counter, deque
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 # The key of the JSON line that ``--attn-report json`` prints.
 JSON_KEY = "mlx_sparse_report"
+# Calls whose last figures may be with the device: so many that the oldest has long been computed.
+IN_FLIGHT = 64
+
+# Of all reports: whoever adds to one or reads one is done in a moment.
+_lock = threading.RLock()
+
+
+class Counting(Protocol):
+    """Figures that the device was told to compute: `mlx_sparse.lm.figures.BucketCounts`."""
+
+    def figures(self) -> Any:
+        """The figures, once they are there; on whatever thread, one at a time."""
+
+
+@dataclass
+class Counts:
+    """What one call of a model did; the attributes are those of `Report`.
+
+    Attributes:
+        counting: more of ``buckets``, which the device is counting; None if that is all.
+    """
+
+    sparse_calls: int = 0
+    dense_calls: Counter[str] = field(default_factory=Counter)
+    formula_bytes: int = 0
+    dense_bytes: int = 0
+    prefill: Any = None
+    buckets: Any = None
+    counting: Counting | None = None
 
 
 @dataclass
 class Report:
-    """Calls of one enabled model.
+    """Calls of one enabled model, made by any number of threads; any thread may read it at any time.
+
+    It holds plain numbers: a call of the model adds what it did when it returns, all of it or, where it raises,
+    nothing. So reading evaluates nothing. It waits, with SAAP alone, for the decode steps that the device is computing:
+    how many keys they attend, which `buckets` and `sparse_bytes` say, is only known there.
 
     Attributes:
         attn: the method as text, every automatic choice resolved.
@@ -28,7 +62,6 @@ class Report:
         dense_bytes: bytes that dense attention would have moved in the same calls.
         prefill: figures of the prompts (`mlx_sparse.lm.figures.PrefillFigures`); None without a prefill method.
         decodes: whether there is a decode method.
-        buckets: what SAAP attended (`mlx_sparse.lm.figures.BucketFigures`); None with any other method.
     """
 
     attn: str
@@ -44,23 +77,57 @@ class Report:
     dense_bytes: int = 0
     prefill: Any = None
     decodes: bool = True
-    buckets: Any = None
+    _buckets: Any = field(default=None, init=False, repr=False)
+    _counting: deque[Counting] = field(default_factory=deque, init=False, repr=False)
+
+    def add(self, counts: Counts) -> None:
+        """Count a call of the model."""
+        with _lock:
+            self.sparse_calls += counts.sparse_calls
+            self.formula_bytes += counts.formula_bytes
+            self.dense_bytes += counts.dense_bytes
+            # These are made anew: what somebody is reading stays as it is.
+            self.dense_calls = self.dense_calls + counts.dense_calls
+            self.prefill = _sum(self.prefill, counts.prefill)
+            self._buckets = _sum(self._buckets, counts.buckets)
+            if counts.counting is not None:
+                self._counting.append(counts.counting)
+            self._settle(IN_FLIGHT)
+
+    def _settle(self, in_flight: int = 0) -> None:
+        """Add what the device has counted, but for the last so many calls."""
+        while len(self._counting) > in_flight:
+            self._buckets = _sum(self._buckets, self._counting.popleft().figures())
+
+    @property
+    def buckets(self) -> Any:
+        """What SAAP attended (`mlx_sparse.lm.figures.BucketFigures`); None with any other method."""
+        with _lock:
+            self._settle()
+            return self._buckets
 
     @property
     def sparse_bytes(self) -> int:
         """Bytes that the sparse calls moved, by the papers' formulae; SAAP's lists are counted on the device."""
-        return self.formula_bytes + (self.buckets.bytes if self.buckets else 0)
+        with _lock:
+            return self.formula_bytes + (self.buckets.bytes if self.buckets else 0)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        data = {**self.__dict__, "dense_layers": dict(self.dense_layers), "dense_calls": dict(self.dense_calls)}
-        data["prefill"] = self.prefill and self.prefill.as_dict()
-        data["buckets"] = self.buckets and self.buckets.as_dict()
-        del data["formula_bytes"]
-        data["sparse_bytes"] = self.sparse_bytes
-        return data
+        with _lock:
+            data = {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
+            data |= {"dense_layers": dict(self.dense_layers), "dense_calls": dict(self.dense_calls)}
+            data["prefill"] = self.prefill and self.prefill.as_dict()
+            data["buckets"] = self.buckets and self.buckets.as_dict()
+            del data["formula_bytes"]
+            data["sparse_bytes"] = self.sparse_bytes
+            return data
 
     def __str__(self) -> str:
+        with _lock:
+            return "\n".join(self._lines())
+
+    def _lines(self) -> list[str]:
         model = ", ".join(filter(None, (self.model_type, self.model)))
         lines = [f"{self.attn} on {self.backend}: {self.served_layers} of {self.layers} layers ({model})"]
         if self.dense_layers:
@@ -82,7 +149,12 @@ class Report:
             lines.append("  sparse calls: none")
         if self.dense_calls:
             lines.append(f"  dense calls: {_listing(self.dense_calls)}")
-        return "\n".join(lines)
+        return lines
+
+
+def _sum(known: Any, more: Any) -> Any:
+    """Figures and more of them, either of which may be None."""
+    return more if known is None else known if more is None else known + more
 
 
 def _listing(counts: Counter[str]) -> str:

@@ -28,6 +28,8 @@ from transformers import PreTrainedTokenizerFast
 import mlx_sparse
 from mlx_sparse.cache import SparseKVCache
 from mlx_sparse.lm import seam
+from mlx_sparse.lm.model import plan_of
+from mlx_sparse.lm.plan import Call
 
 SPARSE = "sparq:rank=4,top_k=4,dense_below=0"
 EVERY_KEY = EveryStepSparQ(rank=4, top_k=1000)
@@ -198,10 +200,8 @@ def test_an_array_mask_is_dense_and_counted(model: Any):
 
     with mlx_sparse.sparse(model, SPARSE) as report:
         model(mx.array([prompt_of(PROMPT)]), cache=cache)
-        plan, _, _ = model._mlx_sparse
-        token = seam.active.set(plan)  # as a call of the model does
-        masked = layer(embeddings, cache)
-        seam.active.reset(token)
+        with Call(plan_of(model), cache):
+            masked = layer(embeddings, cache)
     assert report.dense_calls["with an array mask"] == 1
     assert report.sparse_calls == 0
     trim_prompt_cache(cache[:1], 1)

@@ -36,8 +36,8 @@ from tiny_models import build, greedy, prompt_of
 
 import mlx_sparse
 from mlx_sparse.artefact.identity import leaves
-from mlx_sparse.lm import seam
-from mlx_sparse.lm.plan import A_FEW, UNCOUNTED
+from mlx_sparse.lm.model import plan_of
+from mlx_sparse.lm.plan import A_FEW, UNCOUNTED, Call
 from mlx_sparse.received import STATES
 from mlx_sparse.stats import dense_elements, h2o_elements
 
@@ -263,13 +263,9 @@ def test_a_call_under_a_mask_that_cannot_be_counted_leaves_the_rest_dense(model:
     cache = make_prompt_cache(model)
     with mlx_sparse.sparse(model, H2O) as report:
         run(model, cache, PROMPT)
-        plan = model._mlx_sparse[0]
-        plan.begin(cache)
-        token = seam.active.set(plan)  # as a call of the model does
-        for layer, entry in zip(model.layers, cache, strict=True):
-            layer(mx.ones((1, 1, 64)), mx.arange(len(PROMPT) + 1)[None] != 5, entry)
-        seam.active.reset(token)
-        plan.end()
+        with Call(plan_of(model), cache):
+            for layer, entry in zip(model.layers, cache, strict=True):
+                layer(mx.ones((1, 1, 64)), mx.arange(len(PROMPT) + 1)[None] != 5, entry)
         run(model, cache, [3])
     assert report.dense_calls == {PROMPT_CALL: LAYERS, "with an array mask": LAYERS, UNCOUNTED: LAYERS}
 

@@ -248,19 +248,6 @@ def test_bytes_count_lists_rows_and_the_network(model: Any, artefact: Path):
     assert "selectivity: 100.0% of the keys" in str(report)
 
 
-def test_counts_of_many_steps_are_summed_without_losing_any(
-    monkeypatch: pytest.MonkeyPatch, model: Any, artefact: Path
-):
-    def total() -> dict[str, Any]:
-        with mlx_sparse.sparse(model, attn(artefact, 3)) as report:
-            greedy(model, prompt_of(PROMPT), STEPS)
-        return dict(report.as_dict()["buckets"])
-
-    expected = total()
-    monkeypatch.setattr("mlx_sparse.lm.figures.BucketFigures.SETTLED_AT", 7)
-    assert total() == expected
-
-
 def test_the_device_is_waited_for_once_per_fold_and_not_per_token(
     model: Any, artefact: Path, monkeypatch: pytest.MonkeyPatch
 ):

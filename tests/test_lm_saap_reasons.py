@@ -19,6 +19,8 @@ from mlx_sparse.checks import ArtefactError, ConfigError
 from mlx_sparse.config import SAAP, Step
 from mlx_sparse.lm import rope as rope_module
 from mlx_sparse.lm import saap
+from mlx_sparse.lm.model import plan_of
+from mlx_sparse.lm.plan import Call
 
 
 @pytest.fixture
@@ -99,12 +101,10 @@ def test_a_layer_that_reads_the_keys_of_another_is_dense_and_says_so(model: Any,
     with mlx_sparse.sparse(model, attn(artefact)) as report:
         cache = make_prompt_cache(model)
         greedy(model, prompt_of(PROMPT), 1, cache)
-        plan, _, _ = model._mlx_sparse
-        plan.begin(cache)
         queries = mx.ones((1, 4, 1, 16))
         keys, values = (rows[..., : cache[0].offset, :] for rows in (cache[0].keys, cache[0].values))
-        assert plan.attend(queries, keys, values, cache[0], 0.25, None, None) is None
-        plan.end()
+        with Call(plan_of(model), cache) as call:
+            assert call.attend(queries, keys, values, cache[0], 0.25, None, None) is None
     assert report.dense_calls[saap.NOT_WRITTEN] == 1
 
 

@@ -20,7 +20,8 @@ from tiny_models import build, prompt_of
 
 import mlx_sparse
 from mlx_sparse.cache import SparseBatchKVCache, any_padded
-from mlx_sparse.lm import seam
+from mlx_sparse.lm.model import plan_of
+from mlx_sparse.lm.plan import Call
 
 
 @pytest.fixture
@@ -123,12 +124,10 @@ def test_calls_that_cannot_be_sparse_say_why(model: Any):
         model(mx.array([prompt_of(100)]))
         model(mx.array([prompt_of(100)]), cache=[RotatingKVCache(500) for _ in range(LAYERS)])
         caches = [make_prompt_cache(model) for _ in masks]
-        for cache in caches:
-            plan, _, _ = model._mlx_sparse
-            plan.begin(cache)
-        token = seam.active.set(plan)  # as a call of the model does
-        outs = [layer(mask, cache[0]) for mask, cache in zip(masks, caches, strict=True)]
-        seam.active.reset(token)
+        outs = []
+        for mask, cache in zip(masks, caches, strict=True):
+            with Call(plan_of(model), cache):
+                outs.append(layer(mask, cache[0]))
     assert report.dense_calls == {
         "without a KV cache": LAYERS,
         "with a sliding window (RotatingKVCache)": LAYERS,

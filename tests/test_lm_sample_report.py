@@ -29,7 +29,7 @@ from tiny_models import build, prompt_of
 
 import mlx_sparse
 from mlx_sparse.layout import Layout
-from mlx_sparse.lm.figures import PrefillFigures
+from mlx_sparse.lm.figures import PrefillCounts, PrefillFigures
 from mlx_sparse.ops import attend, blocks
 
 
@@ -138,10 +138,10 @@ def test_figures_hold_nothing_of_what_they_were_counted_from():
         big = mx.random.normal((1 << 20,), key=mx.random.key(step))
         mx.eval(big)
         blocks = mx.where(big.max() > 0, mx.array([[[[0, -1], [0, 1]]]]), -1)
-        figures.add(0, blocks, layout)
-        figures.add_mass(0, mx.full((1, 1, 64), 0.5) + 0 * big[:64])
-        figures.submit()
-        mx.synchronize()
+        counts = PrefillCounts()
+        counts.add(0, blocks, layout)
+        counts.add_mass(0, mx.full((1, 1, 64), 0.5) + 0 * big[:64])
+        figures += counts.figures() or PrefillFigures()
     assert mx.get_active_memory() - before < 3 * big.nbytes
     assert figures.density == {0: [1.0]}
     assert (figures.mass_mean, figures.mass_low) == (0.5, 0.5)

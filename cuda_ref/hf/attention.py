@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from itertools import chain
@@ -14,7 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.modeling_utils import AttentionInterface
 
-from mlx_sparse.call_report import Report
+from mlx_sparse.call_report import Counts, Report
 from mlx_sparse.checks import ConfigError, check_local_window
 from mlx_sparse.config import NEVER, QK_NORMS, SparQ, Step, nvidia_kind
 from mlx_sparse.stats import dense_elements
@@ -78,7 +79,7 @@ def attention(
         reason = next(reasons, None)
     if origin is None or reason is not None:
         counted = _without_cache if origin is None else origin.cache.report
-        counted.dense_calls[str(reason)] += 1
+        counted.add(Counts(dense_calls=Counter([str(reason)])))
         return _dense(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     out, lse = _sparse(module, query, key, value, origin, padding, scale)
@@ -118,10 +119,9 @@ def _sparse(
         value_mean,
     )
     B, Hkv, S, D = key.shape
-    report, size = origin.cache.report, B * Hkv * key.element_size()
-    report.sparse_calls += 1
-    report.formula_bytes += size * config.elements(S, D)
-    report.dense_bytes += size * dense_elements(S, D)
+    size = B * Hkv * key.element_size()
+    counts = Counts(1, formula_bytes=size * config.elements(S, D), dense_bytes=size * dense_elements(S, D))
+    origin.cache.report.add(counts)
     return result
 
 

@@ -17,7 +17,7 @@ from ..call_report import Report
 from ..checks import ConfigError
 from ..config import CONFIGS, H2O, QK_NORMS, SAAP, Dense, MethodConfig, Prefill, SparQ, parse
 from . import seam
-from .plan import Plan
+from .plan import Call, Plan
 from .rope import reduce_as
 from .saap import Buckets, find_routers
 
@@ -29,6 +29,9 @@ Attn = str | MethodConfig | tuple[MethodConfig, ...]
 def enable(model: Any, attn: Attn = "sparq", *, backend: str = "auto", mass: bool = False) -> Report:
     """Let ``model`` attend sparsely from now on, whatever cache it is called with.
 
+    Any number of threads may then call it at the same time, each with caches of its own, and read the report. Enable
+    and disable it while none does.
+
     Args:
         model: a model loaded by mlx-lm; `shard` or `pipeline` it before, if at all.
         attn: METHOD[:key=value,...][+METHOD...], at most one method for prompts and one for decoding, for example
@@ -37,7 +40,7 @@ def enable(model: Any, attn: Attn = "sparq", *, backend: str = "auto", mass: boo
         mass: also measure the attention mass that prompts retain, which costs a dense pass over the keys.
 
     Returns:
-        The report, which keeps counting while the model runs.
+        The report, which keeps counting while the model runs: each call is in it when the call has returned.
 
     Raises:
         ConfigError: the method or its parameters are wrong, the model has no layer that could use them, or is already
@@ -65,7 +68,6 @@ def enable(model: Any, attn: Attn = "sparq", *, backend: str = "auto", mass: boo
             f"computes its own or has none. Run it without {plan.name}."
         )
     cls = type(model)
-    model.__class__ = _sparse_class(cls)
     # Not through nn.Module, which files attributes among the parameters.
     object.__setattr__(model, "_mlx_sparse", (plan, cls, names))
     if buckets is not None:
@@ -75,6 +77,7 @@ def enable(model: Any, attn: Attn = "sparq", *, backend: str = "auto", mass: boo
     except BaseException:
         disable(model)
         raise
+    model.__class__ = _sparse_class(cls)
     return plan.report
 
 
@@ -158,14 +161,8 @@ def _sparse_class(cls: type) -> type:
 
     @functools.wraps(cls.__call__)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        plan: Plan = self._mlx_sparse[0]
-        token = seam.active.set(plan)
-        try:
-            plan.begin(signature.bind_partial(self, *args, **kwargs).arguments.get("cache"))
+        with Call(self._mlx_sparse[0], signature.bind_partial(self, *args, **kwargs).arguments.get("cache")):
             return cls.__call__(self, *args, **kwargs)
-        finally:
-            seam.active.reset(token)
-            plan.end()
 
     # A copy is a model of its own: not enabled, so that disabling either leaves the other alone.
     reduce = reduce_as(cls, "_mlx_sparse")
@@ -180,12 +177,10 @@ def _probe(model: Any, plan: Plan) -> None:
         ConfigError: none of them, or a parameter does not fit the head dim.
     """
     caches = make_prompt_cache(model)
-    probed = plan.probe()
-    try:
+    with Call(plan, caches, probing=True) as call:
         model(mx.zeros((1, 1), mx.int32), cache=caches)
-    finally:
-        plan.end_probe()
-    report = plan.report
+    report, probed = plan.report, call.probed or []
+    report.backend = " and ".join(sorted(call.backends)) or plan.backend
     seen = {id(cache) for cache, _ in probed}
     reasons = [reason for _, reason in probed]
     reasons += ["that compute attention themselves or have none" for c in leaves(caches) if id(c) not in seen]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -127,17 +128,23 @@ def find_sources(model: Any, visit: Callable[[Seen], None] | None = None) -> dic
     return sources
 
 
+# Held by who has replaced `mx.fast.rope`.
+_counting = threading.RLock()
+
+
 @contextmanager
 def _counting_rotations() -> Iterator[list[int]]:
-    """Count the calls of `mx.fast.rope`, which every rotation in mlx-lm comes to, in the one number of the list."""
-    original, count = mx.fast.rope, [0]
+    """Count this thread's calls of `mx.fast.rope`, which every rotation in mlx-lm comes to, in the one number of the
+    list. Models that other threads call meanwhile are not counted."""
+    with _counting:
+        original, count, thread = mx.fast.rope, [0], threading.get_ident()
 
-    def rope(*args: Any, **kwargs: Any) -> Any:
-        count[0] += 1
-        return original(*args, **kwargs)
+        def rope(*args: Any, **kwargs: Any) -> Any:
+            count[0] += threading.get_ident() == thread
+            return original(*args, **kwargs)
 
-    mx.fast.rope = rope
-    try:
-        yield count
-    finally:
-        mx.fast.rope = original
+        mx.fast.rope = rope
+        try:
+            yield count
+        finally:
+            mx.fast.rope = original

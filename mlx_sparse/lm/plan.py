@@ -10,12 +10,13 @@ import mlx.core as mx
 from .. import registry
 from ..artefact.identity import leaves
 from ..cache import SparseBatchKVCache, SparseCache, adopt, any_padded
-from ..call_report import Report
+from ..call_report import Counts, Report
 from ..checks import check_rank
 from ..config import H2O, NEVER, FlexGen, MethodConfig, Prefill, Sample, SparQ, Step
 from ..received import Received
 from ..stats import dense_elements, saap_elements
-from .figures import PrefillFigures
+from . import seam
+from .figures import BucketFigures, PrefillCounts, PrefillFigures
 from .saap import Buckets
 
 # More queries than this in one call are a prompt; fewer, after a prompt, are draft tokens to verify or a short turn.
@@ -26,12 +27,14 @@ NO_DECODE = "of a single query (no decode method)"
 
 
 class Plan:
-    """The methods of one model and the count of its calls.
+    """What all calls of an enabled model have in common.
 
     Attributes:
         prefill, decode: the method of each stage; None where it stays dense.
         mass: whether the retained mass of prompts is measured.
-        buckets: what SAAP keeps; None with any other method.
+        buckets: what SAAP knows of the model; None with any other method.
+        decodes: whether steps of a single query may be sparse; False where a command only processes a prompt.
+        report: what the calls did.
     """
 
     def __init__(
@@ -49,15 +52,9 @@ class Plan:
         self.backend = backend
         self.mass = mass
         self.buckets = buckets
+        self.decodes = True
         self.report = Report("+".join(map(str, self.configs)), backend, family, decodes=decode is not None)
-        self._figures = PrefillFigures()
-        if prefill is not None:
-            self.report.prefill = self._figures
-        self.report.buckets = buckets and buckets.figures
-        self.decodes = True  # False where a command only processes a prompt
-        self._probed: list[tuple[Any, str | None]] | None = None
-        self._backends: set[str] = set()  # what served layers resolve to
-        self._caches: Any = None
+        self.report.add(Counts(prefill=prefill and PrefillFigures(), buckets=buckets and BucketFigures()))
 
     @property
     def configs(self) -> list[MethodConfig]:
@@ -71,50 +68,65 @@ class Plan:
 
     def count_in(self, report: Report) -> None:
         """Go on counting in the report of another plan, of the same methods on the same model."""
-        if report is self.report:
-            return
-        for name in ("backend", "layers", "served_layers", "dense_layers"):
-            setattr(report, name, getattr(self.report, name))
-        self.report = report
-        self._figures = report.prefill or self._figures
-        if self.buckets is not None:
-            self.buckets.figures = report.buckets
+        if report is not self.report:
+            for name in ("backend", "layers", "served_layers", "dense_layers"):
+                setattr(report, name, getattr(self.report, name))
+            self.report = report
 
-    def begin(self, caches: Any) -> None:
-        """A call of the model starts: its plain caches become ours."""
+
+class Call:
+    """One call of an enabled model: what it knows until it returns, and what it counts.
+
+    As a context manager it listens at the seam, for the thread that entered it alone. Its plain caches become ours.
+    The report has its counts when it is left, unless by an exception.
+
+    Attributes:
+        probed: per attention call its cache and why the layer stays dense, None if it need not; None, but in a call
+            that is made to find that out.
+    """
+
+    def __init__(self, plan: Plan, caches: Any, *, probing: bool = False) -> None:
+        self.configs, self.prefill, self.decode = plan.configs, plan.prefill, plan.decode
+        self.backend, self.mass, self.decodes = plan.backend, plan.mass, plan.decodes
+        self.report = plan.report
+        self.probed: list[tuple[Any, str | None]] | None = [] if probing else None
+        self.backends: set[str] = set()  # what probed layers resolve to
         if caches is not None:
             adopt(caches)
         self._caches = caches
-        if self.buckets is not None:
-            self.buckets.begin([] if caches is None else leaves(caches))
+        self.buckets = None if plan.buckets is None else plan.buckets.of_call([] if caches is None else leaves(caches))
+        self._counts = Counts()
+        self._figures = PrefillCounts()
 
-    def end(self) -> None:
-        """The call is over: its caches are the caller's alone again."""
+    def __enter__(self) -> Call:
+        self._token = seam.active.set(self)
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        seam.active.reset(self._token)
+        if self.buckets is not None:
+            self.buckets.end()
+        if error is None:
+            self._submit()
+            self.report.add(self._counts)
+
+    def _submit(self) -> None:
+        """Have the device compute what nothing else asks for; wait for no more than `PrefillCounts.figures` does."""
         if isinstance(self.decode, H2O) and self._caches is not None:
             for cache in leaves(self._caches):
                 if isinstance(cache, SparseCache) and cache.received is not None:
                     cache.received.submit()
-        self._caches = None
-        self._figures.submit()
         if self.buckets is not None:
-            self.buckets.end()
-
-    def probe(self) -> list[tuple[Any, str | None]]:
-        """From now on until `end_probe`, note per call its cache and why the layer stays dense, None if it need not."""
-        self._probed = []
-        return self._probed
-
-    def end_probe(self) -> None:
-        self._probed = None
-        self.report.backend = " and ".join(sorted(self._backends)) or self.backend
+            self._counts.counting = self.buckets.submit()
+        self._counts.prefill = self._figures.figures()
 
     def attend(
         self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None
     ) -> mx.array | None:
         """The sparse result of one attention call, or None to let mlx-lm attend densely."""
         refusal = reason = self._layer_reason(keys, values, cache)
-        if self._probed is not None:
-            self._probed.append((cache, reason or self._probe(queries, keys, cache, mask, sinks)))
+        if self.probed is not None:
+            self.probed.append((cache, reason or self._probe(queries, keys, cache, mask, sinks)))
             return None
         if self.buckets is not None and reason is None and self.decodes:
             self.buckets.take_in(cache)
@@ -132,7 +144,7 @@ class Plan:
         if reason is None:
             attended = (self._prompt if prompt else self._step)(queries, keys, cache, scale, backend)
         if attended is None:
-            self.report.dense_calls[reason or "whose sample keeps too many blocks"] += 1
+            self._counts.dense_calls[reason or "whose sample keeps too many blocks"] += 1
             if isinstance(self.decode, H2O) and refusal is None:
                 self._receive(queries, keys, cache, scale, mask, sinks)
             return None
@@ -157,7 +169,7 @@ class Plan:
         for config in serving:
             if isinstance(config, SparQ):
                 check_rank(config.rank, queries.shape[-1])
-            self._backends.add(self._resolve(config, queries, keys))
+            self.backends.add(self._resolve(config, queries, keys))
         return None if serving else refusal or "with attention sinks"
 
     def _resolve(self, config: MethodConfig, queries: mx.array, keys: mx.array) -> str:
@@ -265,13 +277,13 @@ class Plan:
         assert self.decode is not None
         B, Hkv, S, D = keys.shape
         size = B * Hkv * keys.itemsize
-        self.report.sparse_calls += 1
-        self.report.dense_bytes += size * dense_elements(S, D)
+        self._counts.sparse_calls += 1
+        self._counts.dense_bytes += size * dense_elements(S, D)
         if self.buckets is not None:
             network = self.buckets.sizes(cache)["network"]
-            self.report.formula_bytes += size * saap_elements(D, 0) + B * Hkv * network
+            self._counts.formula_bytes += size * saap_elements(D, 0) + B * Hkv * network
             return self.buckets.step(queries, cache, scale=scale, backend=backend)
-        self.report.formula_bytes += size * self.decode.elements(S, D)
+        self._counts.formula_bytes += size * self.decode.elements(S, D)
         if isinstance(self.decode, H2O):
             cache.received = cache.received or Received()
             rows = keys, cache.values[..., :S, :]

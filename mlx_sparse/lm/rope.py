@@ -8,6 +8,7 @@ says which of them is right for a layer; `mlx_sparse.lm.observe.find_sources` fi
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -46,7 +47,7 @@ def _is_rope(cls: type) -> bool:
 
 
 class Recorder:
-    """While active, as a context manager, remembers the last calls of a model's rope modules.
+    """While active, as a context manager, remembers the last calls of a model's rope modules, each thread its own.
 
     Its owner takes what a layer needs with `before` and calls `clear` when the layer or the call of the model is over:
     what stays remembered stays in memory.
@@ -54,7 +55,15 @@ class Recorder:
 
     def __init__(self, model: Any) -> None:
         self._ropes = ropes(model)
-        self.calls: deque[Call] = deque(maxlen=REMEMBERED)
+        self._own = threading.local()
+
+    @property
+    def calls(self) -> deque[Call]:
+        """The last calls that this thread has made."""
+        if not hasattr(self._own, "calls"):
+            self._own.calls = deque(maxlen=REMEMBERED)
+        calls: deque[Call] = self._own.calls
+        return calls
 
     def __enter__(self) -> Recorder:
         for rope in self._ropes:
@@ -83,7 +92,7 @@ class Recorder:
         return None
 
     def clear(self) -> None:
-        """Forget all calls."""
+        """Forget all calls of this thread."""
         self.calls.clear()
 
 

@@ -13,7 +13,7 @@ from ..buckets import BucketIndex, Router, fold, kmeans_network
 from ..cache import SparseCache
 from ..checks import ConfigError
 from ..config import SAAP
-from .figures import BucketFigures
+from .figures import BucketCounts
 from .observe import Seen, find_sources
 from .rope import Recorder, Source
 
@@ -85,32 +85,38 @@ def _trained(mode: str, artefact: artefacts.Artefact, layer: int, source: Source
 
 
 class Buckets:
-    """Keeps the indices of an enabled model's caches up to date, and attends by them.
-
-    Attributes:
-        figures: what was attended.
-    """
+    """SAAP of one model, the same for all its calls: settings, and what routes the layers."""
 
     def __init__(self, config: SAAP, routers: dict[int, Router | str], model: Any) -> None:
         self.config = config
-        self.figures = BucketFigures()
-        self._routers = routers
-        self._recorder = Recorder(model)
-        self._layers: dict[int, int] = {}  # of the caches of this call, by identity
-        self._caches: list[SparseCache] = []
-        self._unsubmitted: list[mx.array] = []
-        self._writer: SparseCache | None = None
+        self.routers = routers
+        self.recorder = Recorder(model)
+        # Now: only the thread that made an array may evaluate it, and all threads route with these.
+        mx.eval([[router.centroids, router.network] for router in routers.values() if isinstance(router, Router)])
 
     def open(self) -> None:
         """From now on the model's ropes are watched."""
-        self._recorder.__enter__()
+        self.recorder.__enter__()
 
     def close(self) -> None:
-        self._recorder.__exit__()
+        self.recorder.__exit__()
 
-    def begin(self, caches: list[Any]) -> None:
-        """A call of the model starts: its caches have indices."""
+    def of_call(self, caches: list[Any]) -> Indices:
+        """A call of the model starts with these caches."""
+        return Indices(self, caches)
+
+
+class Indices:
+    """The indices of the caches of one call: keeps them up to date, and attends by them."""
+
+    def __init__(self, buckets: Buckets, caches: list[Any]) -> None:
+        self.config = buckets.config
+        self._routers, self._recorder = buckets.routers, buckets.recorder
         self._layers = {id(cache): layer for layer, cache in enumerate(caches)}
+        self._caches: list[SparseCache] = []
+        self._unsubmitted: list[mx.array] = []
+        self._writer: SparseCache | None = None
+        self._counts = BucketCounts()
         for layer, cache in enumerate(caches):
             router = self._routers.get(layer)
             if not isinstance(cache, SparseCache) or not isinstance(router, Router):
@@ -121,15 +127,17 @@ class Buckets:
             self._caches.append(cache)
 
     def end(self) -> None:
-        """The call is over. What prompts assigned is computed now: waiting for it would hold on to the keys."""
+        """The call is over, well or not: its caches are the caller's alone again."""
         for cache in self._caches:
             if cache.index is not None:
                 cache.index.listening, cache.index.received = False, None
-        self._caches, self._layers, self._writer = [], {}, None
         self._recorder.clear()
+
+    def submit(self) -> BucketCounts | None:
+        """Start computing what was counted, and what prompts assigned: waiting for that would hold on to the keys."""
         if self._unsubmitted:
             mx.async_eval(self._unsubmitted)  # type: ignore[no-untyped-call]
-            self._unsubmitted = []
+        return self._counts.submit()
 
     def refusal(self, cache: Any) -> str | None:
         """Why the layer of ``cache`` stays dense at every step."""
@@ -193,7 +201,7 @@ class Buckets:
             queries, keys, values, indices, scale=scale, counts=counts, **length
         )
         B, Hkv, _, D = keys.shape
-        self.figures.add(counts, (2 * D + 1) * keys.itemsize, valid=B * Hkv * S - index.padded, listed=index.listed)
+        self._counts.add(counts, (2 * D + 1) * keys.itemsize, valid=B * Hkv * S - index.padded, listed=index.listed)
         return attended
 
     def _folds_along(self, cache: SparseCache, S: int) -> bool:

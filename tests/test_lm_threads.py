@@ -1,0 +1,158 @@
+"""One enabled model, many threads: each generates what it would alone, and any of them may read the report."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from lm_prompts import SAMPLE
+from mlx_lm.models.cache import make_prompt_cache
+from run_threads import METHODS
+from saap_artefacts import LAYERS, ONLINE, STEPS
+from tiny_models import build, greedy, prompt_of
+
+import mlx_sparse
+from mlx_sparse import registry
+from mlx_sparse.call_report import IN_FLIGHT, Counts, Report
+from mlx_sparse.lm.rope import Recorder, ropes
+
+PROMPT = 300
+SAAP = f"{ONLINE},probes=3"
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """By method what `run_threads` says of eight threads."""
+    script = Path(__file__).with_name("run_threads.py")
+    command = [sys.executable, str(script), str(tmp_path_factory.mktemp("threads"))]
+    run = subprocess.run(command, check=False, capture_output=True, text=True)
+    sys.stderr.write(run.stderr)  # shown where a test fails
+    return {line["method"]: line for line in map(json.loads, run.stdout.splitlines())}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_eight_threads_generate_what_each_does_alone_while_another_reads_the_report(
+    method: str, lines: dict[str, dict[str, Any]]
+):
+    assert method in lines, "the process ended here"
+    line = lines[method]
+    assert line["errors"] == []
+    assert line["same"] == [True] * 8
+    assert line["reads"] > 0
+    assert line["said"] == line["expected"], "the sum of what the threads did, one after the other"
+    _, figures = line["said"]
+    assert figures["sparse_calls"] > 0 or figures["prefill"]["calls"] > 0
+
+
+def test_every_method_of_the_table_runs_in_threads():
+    assert {name for names in METHODS for name in names.partition(":")[0].split("+")} == {*registry.METHODS} - {"dense"}
+
+
+def test_reading_the_report_evaluates_nothing(monkeypatch: pytest.MonkeyPatch):
+    model = build()
+    with mlx_sparse.sparse(model, f"{SAMPLE}+{SAAP}", mass=True) as report:
+        cache = make_prompt_cache(model)
+        model(mx.array([prompt_of(PROMPT)]), cache=cache)
+        for token in range(3):
+            model(mx.array([[token + 1]]), cache=cache)  # and nobody evaluates what it gives
+    for name in ("eval", "async_eval", "synchronize"):
+        monkeypatch.setattr(mx, name, lambda *_: pytest.fail("evaluated"))
+    found: list[Any] = []
+    reader = threading.Thread(target=lambda: found.extend([str(report), report.as_dict()]))
+    reader.start()
+    reader.join()
+    text, figures = found
+    assert figures["sparse_calls"] == 3 * LAYERS
+    assert figures["prefill"]["calls"] == LAYERS
+    assert figures["buckets"]["attended"] > 0
+    assert "selectivity" in text
+
+
+def test_figures_that_nobody_reads_do_not_pile_up():
+    model = build()
+    with mlx_sparse.sparse(model, SAAP) as report:
+        greedy(model, prompt_of(PROMPT), 2 * IN_FLIGHT)
+        assert len(report._counting) == IN_FLIGHT
+    assert report.buckets.attended > 0
+    assert len(report._counting) == 0
+
+
+def test_a_call_that_raises_counts_nothing_and_leaves_the_next_as_it_is(monkeypatch: pytest.MonkeyPatch):
+    def failing(*_: Any) -> None:
+        raise RuntimeError("no memory")
+
+    model = build()
+    with mlx_sparse.sparse(model, SAAP) as report:
+        expected = greedy(model, prompt_of(PROMPT), STEPS)[0]
+        before = report.as_dict()
+        with monkeypatch.context() as patch:
+            patch.setattr(type(model.model.norm), "__call__", failing)
+            with pytest.raises(RuntimeError, match="no memory"):
+                model(mx.array([prompt_of(PROMPT)]), cache=make_prompt_cache(model))
+        assert report.as_dict() == before
+        assert greedy(model, prompt_of(PROMPT), STEPS)[0] == expected
+
+
+@pytest.mark.parametrize("attn", [SAAP, f"{SAMPLE}+sparq:rank=4,top_k=16,dense_below=0"])
+def test_a_model_that_calls_another_one_within_its_call_attends_as_without(attn: str, monkeypatch: pytest.MonkeyPatch):
+    outer, inner, prompt = build(), build("qwen3", seed=3), prompt_of(PROMPT)
+
+    def run(nested: bool) -> list[Any]:
+        with mlx_sparse.sparse(outer, attn) as report, mlx_sparse.sparse(inner, attn) as other:
+            cache = make_prompt_cache(inner)
+            within = type(outer.layers[1].mlp)
+            call = within.__call__
+
+            def calling(self: Any, x: mx.array) -> mx.array:
+                if self is outer.layers[0].mlp:
+                    mx.eval(inner(mx.array([[7]] if x.shape[1] == 1 else [prompt]), cache=cache))
+                out: mx.array = call(self, x)
+                return out
+
+            with monkeypatch.context() as patch:
+                if nested:
+                    patch.setattr(within, "__call__", calling)
+                tokens = greedy(outer, prompt, STEPS)[0]
+            return [tokens, report.as_dict(), other.sparse_calls]
+
+    (*alone, none), (*nested, some) = run(False), run(True)
+    assert nested == alone
+    assert (none, some) == (0, LAYERS * STEPS)
+
+
+def test_threads_that_add_to_a_report_lose_no_count():
+    report = Report("", "", "")
+    one = Counts(1, Counter(["here"]), 2, 3)
+
+    def add() -> None:
+        for _ in range(2000):
+            report.add(one)
+
+    threads = [threading.Thread(target=add) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (report.sparse_calls, report.formula_bytes, report.dense_bytes) == (16000, 32000, 48000)
+    assert report.dense_calls == {"here": 16000}
+
+
+def test_a_rope_is_remembered_for_the_thread_that_called_it():
+    model = build()
+    rope, rows = ropes(model)[0], mx.ones((1, 2, 4, 16))
+    with Recorder(model) as recorder:
+        rotated = rope(rows)
+        seen: list[Any] = []
+        thread = threading.Thread(target=lambda: seen.append([recorder.before(rotated), rope(rows), recorder.clear()]))
+        thread.start()
+        thread.join()
+        assert seen[0][0] is None
+        assert recorder.before(seen[0][1]) is None
+        assert recorder.before(rotated) is rows
