@@ -29,7 +29,7 @@ def shortened(message: str) -> str:
 
 def meant(name: object, known: Iterable[object]) -> str:
     """The end of a message about an unknown ``name``: the known one that looks most like it, if any does."""
-    close = difflib.get_close_matches(str(name)[:ECHO], [str(one) for one in known], n=1)
+    close = difflib.get_close_matches(str(name)[:ECHO], [str(one) for one in known], n=1, cutoff=0.7)
     return f" Did you mean {close[0]}?" if close else ""
 
 

@@ -142,8 +142,8 @@ def test_an_unknown_name_gets_the_one_that_was_meant(call: Callable[[], Any], su
 
 
 def test_a_task_gets_the_one_that_was_meant(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["eval", "--methods", "sparq", "--tasks", "repitition"]) == 2
-    assert capsys.readouterr().err.endswith("got 'repitition'. Did you mean repetition?\n")
+    assert cli.main(["eval", "--methods", "sparq", "--tasks", "repetitions"]) == 2
+    assert capsys.readouterr().err.endswith("got 'repetitions'. Did you mean repetition?\n")
 
 
 def test_a_name_unlike_any_gets_none() -> None:
@@ -154,7 +154,7 @@ def test_a_name_unlike_any_gets_none() -> None:
 def test_a_comma_in_place_of_the_colon_is_pointed_out(text: str) -> None:
     message = message_of(lambda: parse(text))
     assert message.startswith("attn: expected ':' before the first key, got 'sparq")
-    assert "Write sparq:rank=16" in message
+    assert "Write 'sparq:rank=16" in message
 
 
 @contextmanager

@@ -58,7 +58,7 @@ def parse(text: str, base: Mapping[str, MethodConfig] | None = None) -> tuple[Me
         head, _, rest = name.partition(",")
         if head.strip() in CONFIGS and "=" in rest:
             written = f"{head.strip()}:{rest.strip()}"
-            raise ConfigError(f"attn: expected ':' before the first key, got {name!r}. Write {written}.")
+            raise ConfigError(f"attn: expected ':' before the first key, got {name!r}. Write {written!r}.")
         _class(name)
         if colon and not options.strip():
             raise ConfigError(f"{name}: expected key=value after ':', got nothing.")

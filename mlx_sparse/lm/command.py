@@ -282,7 +282,11 @@ def _enabled_on_load(session: Session, main: Callable[..., Any]) -> Iterator[Non
     """Enable the session's methods, if it gets any, on every model that mlx-lm loads meanwhile, draft models too."""
     from mlx_lm import utils
 
-    ours = {"load_model": session.load, "_download": session.find, "sharded_load": session.load_part}
+    ours: dict[str, Callable[..., Any]] = {
+        "load_model": session.load,
+        "_download": session.find,
+        "sharded_load": session.load_part,
+    }
     # Commands import one of them by value.
     places = [(vars(utils), name) for name in ours] + [(getattr(main, "__globals__", {}), "sharded_load")]
     originals = [(place, name, place[name]) for place, name in places if name in place]
