@@ -9,6 +9,7 @@ attention that keys have received (`received`) cannot: where it is lost, H2O att
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -22,6 +23,19 @@ from .received import Received
 from .side import SideBuffers
 
 
+@dataclass(frozen=True)
+class Full:
+    """Settings and keys with which a sample kept too many blocks to be worth while."""
+
+    config: Sample
+    fullest: float
+    keys: int
+
+    def holds(self, config: Sample, fullest: float, S: int) -> bool:
+        """Whether it need not be tried over ``S`` keys: density falls slowly, so not before they have doubled."""
+        return (self.config, self.fullest) == (config, fullest) and self.keys <= S < 2 * self.keys
+
+
 class SparseCache:
     """Mixed into mlx-lm's caches: side buffers, `attend` for decode steps and `attend_prompt` for prompts."""
 
@@ -30,9 +44,7 @@ class SparseCache:
     _side: SideBuffers | None = None
     index: BucketIndex | None = None  # of SAAP, whose owner is the plan of an enabled model
     received: Received | None = None  # of H2O, likewise
-    # Settings and keys with which a sample last kept too many blocks to be worth while.
-    _full_for: tuple[Sample, float] | None = None
-    _full_at = 0
+    _full: tuple[Full | None, ...] = ()  # one, or one for each sequence of a batch; none where rows are new
 
     length_name = "offset"  # where mlx-lm's class keeps the number of rows in use
 
@@ -55,6 +67,7 @@ class SparseCache:
     def state(self, value: Any) -> None:
         self.drop_side_buffers()
         self.index = self.received = None
+        self._full = ()
         super(SparseCache, type(self)).state.fset(self, value)  # type: ignore[misc]
 
     @property
@@ -74,7 +87,6 @@ class SparseCache:
     def drop_side_buffers(self) -> None:
         """Forget what is kept beside; for operations that move rows."""
         self._side = self.received = None
-        self._full_for = None
         if self.index is not None:
             self.index.rewind(0)
 
@@ -111,13 +123,9 @@ class SparseCache:
     def select_prompt(
         self, queries: mx.array, config: Sample, *, scale: float, backend: str, fullest: float
     ) -> mx.array | None:
-        """The blocks for `attend_prompt` if they are at most the share ``fullest`` of all, for which this waits.
-
-        Where they are more, it is not tried again with these settings before the context has doubled: density falls
-        slowly.
-        """
-        S, settings = self.length, (config, fullest)
-        if self._full_for == settings and self._full_at <= S < 2 * self._full_at:
+        """The blocks for `attend_prompt` if they are at most the share ``fullest`` of all, for which this waits."""
+        S = self.length
+        if any(full is not None and full.holds(config, fullest, S) for full in self._full):
             return None
         keys, _, length = self.rows(backend)
         select = registry.load("sample_select", backend)
@@ -125,13 +133,13 @@ class SparseCache:
         pairs = config.layout(queries.shape[2], S).causal_pairs
         kept: Any = (blocks >= 0).sum().item()
         full = kept > fullest * pairs * queries.shape[0] * queries.shape[1]
-        self._full_for, self._full_at = settings if full else None, S
+        self._full = (Full(config, fullest, S),) if full else ()
         return None if full else blocks
 
     def attend_prompt(
         self, queries: mx.array, config: Prefill, *, scale: float, backend: str, blocks: mx.array | None = None
     ) -> tuple[mx.array, mx.array, mx.array]:
-        """A piece of a prompt over this cache, no row of which may be padded.
+        """A piece of a prompt over this cache, which is not a padded batch.
 
         Args:
             queries: ``(B, Hq, L, D)``; their keys and values have been written.
@@ -196,7 +204,9 @@ class SparseBatchKVCache(SparseCache, BatchKVCache):
 
     length_name = "_idx"
     padding_mask: mx.array | None = None
-    _padded: bool | None = None  # None: not looked at since rows moved
+    _first: list[int] | None = None  # row of each sequence; None: not looked at since rows moved
+    # While mlx-lm processes ragged prompts, which it pads on the right: where each ends, of which `lm.seam` takes note.
+    prompt_ends: list[int] | None = None
 
     @property
     def padding(self) -> mx.array | None:
@@ -211,7 +221,47 @@ class SparseBatchKVCache(SparseCache, BatchKVCache):
 
     def drop_side_buffers(self) -> None:
         super().drop_side_buffers()
-        self._padded = None
+        self._first = None
+
+    def extents(self, others: Iterable[Any]) -> list[tuple[int, int]] | None:
+        """Rows ``[first, stop)`` of each sequence; None where mlx-lm pads on the right and has not said how much.
+
+        Finding out waits for the GPU, so it is found out once for each composition of the batch, and for ``others``,
+        the caches of the other layers, at the same time.
+        """
+        if self._first is None:
+            batches = [entry for entry in (self, *others) if isinstance(entry, SparseBatchKVCache)]
+            batches = [entry for entry in batches if entry.left_padding.size == self.left_padding.size]
+            firsts: Any = mx.stack([entry.left_padding for entry in batches]).tolist()
+            for entry, first in zip(batches, firsts, strict=True):
+                entry._first = first
+        assert self._first is not None
+        ends: list[int] | None = [self.length] * len(self._first)
+        if getattr(self, "_right_padding", None) is not None:  # a cache from a file has no such attribute
+            ends = self.prompt_ends
+        if ends is None:
+            return None
+        ends = [min(end, self.length) for end in ends]
+        return [(min(first, end), end) for first, end in zip(self._first, ends, strict=True)]
+
+    def alone(self, sequence: int, first: int, stop: int) -> SparseKVCache:
+        """The sequence in rows ``[first, stop)`` as a cache of its own; `keep` what it learns."""
+        one = SparseKVCache()  # type: ignore[no-untyped-call]
+        # From row 0 on it is a view of the buffer, which kernels can read as it is.
+        rows = slice(0, None) if first == 0 else slice(first, stop)
+        one.keys, one.values = (array[sequence : sequence + 1, :, rows] for array in (self.keys, self.values))
+        one.offset = stop - first
+        one._full = self._fulls[sequence : sequence + 1]
+        return one
+
+    def keep(self, sequence: int, one: SparseKVCache) -> None:
+        """Remember that the sample of a sequence was too full, or no longer is."""
+        known = self._fulls
+        self._full = (*known[:sequence], *(one._full or (None,)), *known[sequence + 1 :])
+
+    @property
+    def _fulls(self) -> tuple[Full | None, ...]:
+        return self._full or (None,) * self.left_padding.size
 
     # These move rows, and of what is kept beside take along what could not be rebuilt.
 
@@ -225,6 +275,8 @@ class SparseBatchKVCache(SparseCache, BatchKVCache):
 
     def filter(self, batch_indices: Any) -> None:
         received, length = self.received, self.length
+        fulls = self._fulls
+        self._full = tuple(fulls[int(index)] for index in batch_indices)
         self.drop_side_buffers()
         super().filter(batch_indices)  # type: ignore[no-untyped-call]
         if received is not None:
@@ -232,6 +284,8 @@ class SparseBatchKVCache(SparseCache, BatchKVCache):
 
     def extend(self, other: Any) -> None:
         parts = [(cache.received, cache.length) for cache in (self, other) if isinstance(cache, SparseCache)]
+        theirs = other._fulls if isinstance(other, SparseBatchKVCache) else (None,) * other.left_padding.size
+        self._full = self._fulls + theirs
         self.drop_side_buffers()
         super().extend(other)  # type: ignore[no-untyped-call]
         if len(parts) == 2:
@@ -250,23 +304,6 @@ SparseKVCache.__name__ = KVCache.__name__
 SparseBatchKVCache.__name__ = BatchKVCache.__name__
 
 SPARSE_CLASSES: dict[type, type] = {KVCache: SparseKVCache, BatchKVCache: SparseBatchKVCache}
-
-
-def any_padded(cache: Any, others: Iterable[Any]) -> bool:
-    """Whether a row of ``cache`` is padded.
-
-    Finding out waits for the GPU, so it is found out once for each composition of the batch, and for ``others``, the
-    caches of the other layers, at the same time.
-    """
-    if not isinstance(cache, SparseBatchKVCache):
-        return False
-    if cache._padded is None:
-        batches = [entry for entry in (cache, *others) if isinstance(entry, SparseBatchKVCache)]
-        most: Any = mx.stack([entry.left_padding.max() for entry in batches]).tolist()
-        for entry, padding in zip(batches, most, strict=True):
-            # While mlx-lm processes a ragged batch the padding is on the right.
-            entry._padded = padding > 0 or getattr(entry, "_right_padding", None) is not None
-    return bool(cache._padded)
 
 
 def adopt(cache: Any) -> None:

@@ -25,7 +25,6 @@ LAYERS, BLOCK = 2, 32
 SAMPLE = "sample:block_size=32,alpha_column=0.3,alpha_slash=0.3,dense_below=0"
 SPARQ = "sparq:rank=4,top_k=4,dense_below=0"
 EVERY_BLOCK = "streaming_prefill:window=1,block_size=32"
-PADDED = "of a padded batch"
 
 
 def tiny_tokenizer() -> TokenizerWrapper:

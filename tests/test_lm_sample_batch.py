@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from lm_prompts import LAYERS, PADDED, SAMPLE, SPARQ, Piece, batch, process, record_pieces, tiny_tokenizer
+from lm_prompts import LAYERS, SAMPLE, SPARQ, Piece, batch, process, record_pieces, tiny_tokenizer
 from mlx_lm import batch_generate
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import (
@@ -19,9 +19,11 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tiny_models import build, prompt_of
 
 import mlx_sparse
-from mlx_sparse.cache import SparseBatchKVCache, any_padded
-from mlx_sparse.lm.model import plan_of
-from mlx_sparse.lm.plan import Call
+from mlx_sparse.cache import SparseBatchKVCache, SparseKVCache
+from mlx_sparse.lm import seam
+from mlx_sparse.lm.plan import A_FEW, UNKNOWN_PADDING
+
+TOO_FULL = "whose sample keeps too many blocks"
 
 
 @pytest.fixture
@@ -34,50 +36,148 @@ def tokenizer() -> TokenizerWrapper:
     return tiny_tokenizer()
 
 
+def alone(model: Any, tokenizer: TokenizerWrapper, lengths: list[int], **options: Any) -> list[str]:
+    """What each prompt of `batch` gives by itself."""
+    prompts = [prompt_of(length, seed) for seed, length in enumerate(lengths)]
+    return [batch_generate(model, tokenizer, [one], max_tokens=6, **options).texts[0] for one in prompts]
+
+
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[Piece]:
     return record_pieces(monkeypatch)
 
 
 @pytest.mark.parametrize("attn", [SAMPLE, SAMPLE + "+" + SPARQ])
-def test_prompts_of_one_length_are_sparse_together_and_each_is_that_prompt_alone(
-    attn: str, model: Any, tokenizer: TokenizerWrapper, seen: list[Piece]
+@pytest.mark.parametrize("lengths", [[300] * 3, [300, 170, 290], [300, 40, 2, 3, 200]], ids=str)
+def test_each_prompt_of_a_batch_is_sparse_and_gives_what_it_gives_alone(
+    lengths: list[int], attn: str, model: Any, tokenizer: TokenizerWrapper
 ):
-    dense = batch(model, tokenizer, [300] * 3)
+    dense = batch(model, tokenizer, lengths)
     with mlx_sparse.sparse(model, attn) as report:
-        together = batch(model, tokenizer, [300] * 3)
-        assert report.prefill.calls == LAYERS
-        assert seen[0].q.shape[0] == 3
-        assert not {PADDED, "with an array mask"} & set(report.dense_calls)
-        for seed, text in enumerate(together):
-            (alone,) = batch_generate(model, tokenizer, [prompt_of(300, seed)], max_tokens=6).texts
-            assert alone == text
+        together = batch(model, tokenizer, lengths)
+        assert report.prefill.calls == LAYERS * sum(length > 64 for length in lengths)
+        assert "with an array mask" not in report.dense_calls
+        assert alone(model, tokenizer, lengths) == together
     assert together != dense
 
 
-def test_a_ragged_batch_is_dense_and_counted(model: Any, tokenizer: TokenizerWrapper):
-    dense = batch(model, tokenizer, [300, 280, 300])
-    with mlx_sparse.sparse(model, SAMPLE) as report:
-        assert batch(model, tokenizer, [300, 280, 300]) == dense
-    assert report.prefill.calls == 0
-    assert report.dense_calls[PADDED] == LAYERS
-
-
-def test_a_turn_after_merged_prompts_is_dense_if_they_were_padded(model: Any, seen: list[Piece]):
-    def merged(lengths: list[int]) -> list[Any]:
-        caches = [process(model, prompt_of(length), length) for length in lengths]
-        return [type(layer[0]).merge(list(layer)) for layer in zip(*caches, strict=True)]
-
-    turn = mx.array([prompt_of(100, 3), prompt_of(100, 4)])
-    even, ragged, plain = merged([150, 150]), merged([150, 140]), merged([150, 140])
-    expected = model(turn, cache=plain)
-    with mlx_sparse.sparse(model, SAMPLE) as report:
-        assert mx.array_equal(model(turn, cache=ragged), expected)
-        assert report.dense_calls == {PADDED: LAYERS}
-        model(turn, cache=even)
-    assert report.prefill.calls == LAYERS
+@pytest.mark.parametrize("step", [64, 100])
+def test_requests_that_join_a_batch_while_others_are_in_their_prompts_keep_their_text(
+    step: int, model: Any, tokenizer: TokenizerWrapper, seen: list[Piece]
+):
+    lengths, options = [300, 150, 420, 90, 333], {"prefill_step_size": step, "prefill_batch_size": 2}
+    with mlx_sparse.sparse(model, f"{SAMPLE}+{SPARQ}") as report:
+        together = batch(model, tokenizer, lengths, **options)
+        assert alone(model, tokenizer, lengths, **options) == together
+    assert set(report.dense_calls) <= {A_FEW, "with a sample in every row block"}
     for piece in seen:
         assert np.abs(piece.out - piece.expected()).max() < 64 * np.finfo(np.float32).eps * np.abs(piece.v).max()
+
+
+def test_a_short_prompt_is_dense_beside_a_long_one_and_says_so(model: Any, tokenizer: TokenizerWrapper):
+    attn = SAMPLE.replace("dense_below=0", "dense_below=250")
+    with mlx_sparse.sparse(model, attn) as report:
+        together = batch(model, tokenizer, [300, 200, 280])
+        assert (report.prefill.calls, report.dense_calls["over fewer than 250 keys"]) == (2 * LAYERS, LAYERS)
+        assert alone(model, tokenizer, [300, 200, 280]) == together
+
+
+def test_a_batch_whose_prompts_are_all_dense_is_mlx_lms(model: Any, tokenizer: TokenizerWrapper):
+    dense = batch(model, tokenizer, [300, 280])
+    with mlx_sparse.sparse(model, SAMPLE.replace("dense_below=0", "dense_below=400")) as report:
+        assert batch(model, tokenizer, [300, 280]) == dense
+    assert report.prefill.calls == 0
+    assert report.dense_calls["over fewer than 400 keys"] == 2 * LAYERS
+
+
+def test_which_samples_are_too_full_is_known_of_each_prompt(model: Any, tokenizer: TokenizerWrapper):
+    """And stays known while requests join and leave, as it does alone."""
+    lengths, options = [640, 300, 500, 420], {"prefill_step_size": 96, "prefill_batch_size": 3}
+    with mlx_sparse.sparse(model, SAMPLE) as report:
+        batch(model, tokenizer, lengths, **options)
+    densities = [sum(heads) / len(heads) for heads in report.prefill.density.values()]
+    attn = f"{SAMPLE},dense_above={sum(densities) / len(densities)}"
+    counts = []
+    for run in (batch, alone):
+        with mlx_sparse.sparse(model, attn) as report:
+            texts = run(model, tokenizer, lengths, **options)
+        counts.append((texts, report.prefill.calls, report.dense_calls[TOO_FULL], report.prefill.density))
+    assert counts[0] == counts[1]
+    assert counts[0][1] > 0
+    assert counts[0][2] > 0
+
+
+def test_a_turn_after_merged_prompts_is_that_turn_alone(model: Any, seen: list[Piece]):
+    def caches() -> list[Any]:
+        return [process(model, prompt_of(length), length) for length in (150, 140, 20)]
+
+    turns = [prompt_of(100, seed) for seed in (3, 4, 5)]
+    together, one_by_one = [list(layer) for layer in zip(*caches(), strict=True)], caches()
+    merged = [type(layer[0]).merge(layer) for layer in together]
+    with mlx_sparse.sparse(model, SAMPLE) as report:
+        expected = [model(mx.array([turn]), cache=cache) for turn, cache in zip(turns, one_by_one, strict=True)]
+        logits = model(mx.array(turns), cache=merged)
+    assert report.prefill.calls == 2 * 3 * LAYERS
+    assert mx.allclose(logits, mx.concatenate(expected), rtol=1e-4, atol=1e-4)
+    for piece in seen:
+        assert np.abs(piece.out - piece.expected()).max() < 64 * np.finfo(np.float32).eps * np.abs(piece.v).max()
+
+
+@pytest.mark.parametrize("sinks", [None, mx.array([1.0, -2.0, 0.5, 3.0])], ids=["", "sinks"])
+def test_padding_on_both_sides_takes_no_part(sinks: mx.array | None, model: Any):
+    """Queries and keys of a piece as mlx-lm lays them out, its padding poisoned; each sequence against its own rows."""
+    B, S, L, padding, lengths = 4, 400, 200, [0, 30, 0, 320], [200, 150, 1, 0]
+    cache = SparseBatchKVCache(padding)
+    keys, values, queries = (mx.random.normal((B, H, S, 16), key=mx.random.key(n)) for n, H in ((1, 2), (2, 2), (3, 4)))
+    row = mx.arange(S)[:, None]
+    with mlx_sparse.sparse(model, SAMPLE) as report:
+        plan = model._mlx_sparse[0]
+        for start, stop in ((0, S - L), (S - L, S)):
+            if start:
+                cache.prepare(lengths=lengths, right_padding=[L - length for length in lengths])
+            ends = [S - L + length for length in lengths]
+            valid = mx.stack([(row >= first) & (row < end) for first, end in zip(padding, ends, strict=True)])[:, None]
+            poisoned = [mx.where(valid, rows, 1e3)[:, :, start:stop] for rows in (keys, values)]
+            mask = cache.make_mask(stop - start)
+            plan.begin([cache])
+            cached = cache.update_and_fetch(*poisoned)
+            asked = mx.where(valid, queries, 1e3)[:, :, start:stop] if start else queries[:, :, :stop]
+            out = plan.attend(asked, *cached, cache, 0.25, mask, sinks)
+            plan.end()
+        outs = [
+            _alone(plan, queries, keys, values, sequence, first, S - L, length, sinks)
+            for sequence, (first, length) in enumerate(zip(padding, lengths, strict=True))
+        ]
+    assert report.prefill.calls > 0
+    for sequence, (expected, length) in enumerate(zip(outs, lengths, strict=True)):
+        assert mx.allclose(out[sequence, :, :length], expected, rtol=1e-5, atol=1e-5)
+
+
+def _alone(
+    plan: Any,
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    sequence: int,
+    first: int,
+    before: int,
+    length: int,
+    sinks: mx.array | None,
+) -> mx.array:
+    """What the last ``length`` queries of one sequence give in a cache of its own."""
+    stop = before + length
+    if length == 0:
+        return mx.zeros((queries.shape[1], 0, 16))
+    cache = SparseKVCache()
+    q, k, v = (array[sequence : sequence + 1, :, first:stop] for array in (queries, keys, values))
+    plan.begin([cache])
+    cached = cache.update_and_fetch(k, v)
+    q, mask = q[:, :, -length:], "causal" if length > 1 else None
+    out = plan.attend(q, *cached, cache, 0.25, mask, sinks)
+    if out is None:
+        out = seam.original(q, *cached, cache=cache, scale=0.25, mask=mask, sinks=sinks)
+    plan.end()
+    return out[0]
 
 
 def test_padding_is_looked_at_once_for_all_layers_until_rows_move():
@@ -86,29 +186,39 @@ def test_padding_is_looked_at_once_for_all_layers_until_rows_move():
     for cache in caches:
         cache.update_and_fetch(rows, rows)
 
-    def known() -> list[bool | None]:
-        return [cache._padded for cache in caches]
+    def known() -> list[list[int] | None]:
+        return [cache._first for cache in caches]
 
-    assert any_padded(caches[0], [KVCache(), *caches])
-    assert known() == [True] * 3
+    assert caches[0].extents([KVCache(), *caches]) == [(2, 8), (0, 8), (1, 8)]
+    assert known() == [[2, 0, 1]] * 3
     for cache in caches[:2]:
         cache.update_and_fetch(rows, rows)
-    assert known() == [True] * 3
+    assert known() == [[2, 0, 1]] * 3
     caches[0].filter([1])
-    assert known() == [None, True, True]
-    assert not any_padded(caches[0], caches)
+    assert known() == [None, [2, 0, 1], [2, 0, 1]]
+    assert caches[0].extents(caches) == [(0, 16)]
     caches[1].extend(caches[2])
-    assert known() == [False, None, True]
+    assert known() == [[0], None, [2, 0, 1]]
+    assert caches[1].extents([]) == [(2, 16), (0, 16), (1, 16), (10, 16), (8, 16), (9, 16)]
     caches[0].prepare(right_padding=[1])
-    assert any_padded(caches[0], [])
+    assert caches[0].extents([]) is None
+    seam.prepare_noting_ends(caches[0], lengths=[7], right_padding=[1])
+    caches[0].update_and_fetch(rows[:1], rows[:1])
+    assert caches[0].extents([]) == [(0, 23)]
     caches[0].finalize()
-    assert any_padded(caches[0], [])
-    caches[0].state = caches[0].state
-    assert known()[0] is None
+    assert caches[0].extents([]) == [(1, 24)]
     loaded = SparseBatchKVCache.__new__(SparseBatchKVCache)  # as mlx-lm loads one
     loaded.state = caches[0].state
-    assert any_padded(loaded, [])
-    assert not any_padded(KVCache(), caches)
+    assert loaded.extents([]) == [(1, 24)]
+
+
+def test_padding_on_the_right_by_an_unknown_number_is_dense_and_counted(model: Any):
+    merged = [type(layer[0]).merge(list(layer)) for layer in zip(*[process(model, [5], 1)] * 2, strict=True)]
+    for cache in merged:
+        cache.prepare(right_padding=[0, 100])
+    with mlx_sparse.sparse(model, SAMPLE) as report:
+        model(mx.array([prompt_of(300)] * 2), cache=merged)
+    assert report.dense_calls == {UNKNOWN_PADDING: LAYERS}
 
 
 def test_calls_that_cannot_be_sparse_say_why(model: Any):

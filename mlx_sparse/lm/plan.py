@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from .. import registry
 from ..artefact.identity import leaves
-from ..cache import SparseBatchKVCache, SparseCache, adopt, any_padded
+from ..cache import SparseBatchKVCache, SparseCache, adopt
 from ..call_report import Counts, Report
 from ..checks import check_rank
 from ..config import H2O, NEVER, FlexGen, MethodConfig, Prefill, Sample, SparQ, Step
@@ -24,6 +24,7 @@ VERIFY_QUERIES = 16
 A_FEW = "of a few queries at once (verification or short prompt)"
 UNCOUNTED = "over keys whose attention so far is not known"
 NO_DECODE = "of a single query (no decode method)"
+UNKNOWN_PADDING = "of a batch padded on the right by an unknown number"
 
 
 class Plan:
@@ -130,6 +131,31 @@ class Call:
             return None
         if self.buckets is not None and reason is None and self.decodes:
             self.buckets.take_in(cache)
+        if (
+            reason is None
+            and queries.shape[2] > 1
+            and self.prefill is not None
+            and isinstance(cache, SparseBatchKVCache)
+        ):
+            out = self._attend_each(queries, cache, scale, mask, sinks)
+        else:
+            out = self._attend(queries, keys, cache, scale, mask, sinks, self._layer(cache), reason)
+        if out is None and isinstance(self.decode, H2O) and refusal is None:
+            self._receive(queries, keys, cache, scale, mask, sinks)
+        return out
+
+    def _attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        cache: Any,
+        scale: float,
+        mask: Any,
+        sinks: mx.array | None,
+        layer: int,
+        reason: str | None = None,
+    ) -> mx.array | None:
+        """The counted call of ``layer``, dense for ``reason`` if there is one."""
         prompt = queries.shape[2] > 1
         config = self.prefill if prompt else self.decode
         backend = ""
@@ -137,16 +163,16 @@ class Call:
             backend = self._resolve(config, queries, keys)
         if reason is None:
             if prompt:
-                reason = next(self._prompt_reasons(queries, keys, cache, mask), None)
+                reason = next(self._prompt_reasons(queries, keys, mask), None)
             else:
                 reason = next(self._step_reasons(queries, keys, cache, mask, sinks, backend), None)
         attended = None
-        if reason is None:
-            attended = (self._prompt if prompt else self._step)(queries, keys, cache, scale, backend)
+        if reason is None and prompt:
+            attended = self._prompt(queries, keys, cache, scale, backend, layer)
+        elif reason is None:
+            attended = self._step(queries, keys, cache, scale, backend)
         if attended is None:
             self._counts.dense_calls[reason or "whose sample keeps too many blocks"] += 1
-            if isinstance(self.decode, H2O) and refusal is None:
-                self._receive(queries, keys, cache, scale, mask, sinks)
             return None
         out, lse = attended
         if sinks is not None:
@@ -154,6 +180,43 @@ class Call:
             kept = mx.sigmoid(lse - sinks.astype(mx.float32)[None, :, None])
             out = (out.astype(mx.float32) * kept[..., None]).astype(out.dtype)
         return out
+
+    def _attend_each(
+        self, queries: mx.array, cache: SparseBatchKVCache, scale: float, mask: Any, sinks: mx.array | None
+    ) -> mx.array | None:
+        """Prompts of a batch, each as it would be alone, so that no answer depends on others; None if all are dense.
+
+        mlx-lm cuts the prompts of a batch into the pieces that each would have alone. What is chosen for a piece, and
+        whether it is dense, then follows from the sequence's own rows.
+        """
+        before = cache.length - queries.shape[2]
+        extents = cache.extents(leaves(self._caches))
+        if extents is None:
+            self._counts.dense_calls[UNKNOWN_PADDING] += 1
+            return None
+        layer = self._layer(cache)
+        pieces = []
+        outs: list[Any] = []
+        for sequence, (first, stop) in enumerate(extents):
+            one = cache.alone(sequence, first, stop)
+            start, end = max(first - before, 0), max(stop - before, 0)
+            piece, out = queries[sequence : sequence + 1, :, start:end], None
+            if start < end:
+                keys, _, _ = one.rows("ops")
+                out = self._attend(piece, keys, one, scale, mask, sinks, layer)
+                cache.keep(sequence, one)
+            pieces.append((piece, one, start))
+            outs.append(out)
+        if all(out is None for out in outs):
+            return None
+        for sequence, (piece, one, start) in enumerate(pieces):
+            n, out = piece.shape[2], outs[sequence]
+            if out is None:
+                keys, values, _ = one.rows("ops")
+                causal: Any = "causal" if n > 1 else None
+                out = seam.original(piece, keys, values, cache=one, scale=scale, mask=causal, sinks=sinks)
+            outs[sequence] = mx.pad(out, [(0, 0), (0, 0), (start, queries.shape[2] - start - n), (0, 0)])
+        return mx.concatenate(outs)
 
     def _probe(self, queries: mx.array, keys: mx.array, cache: Any, mask: Any, sinks: mx.array | None) -> str | None:
         """Why a layer with a cache of ours stays dense in every stage.
@@ -177,6 +240,10 @@ class Call:
         Hq, D = queries.shape[1], queries.shape[3]
         return registry.resolve(self.backend, config.name, D=D, G=Hq // keys.shape[1])
 
+    def _layer(self, cache: Any) -> int:
+        """The position of the layer's cache."""
+        return next((index for index, leaf in enumerate(leaves(self._caches)) if leaf is cache), -1)
+
     def _layer_reason(self, keys: Any, values: Any, cache: Any) -> str | None:
         """Why this layer can never attend sparsely."""
         if cache is None:
@@ -193,7 +260,7 @@ class Call:
                 return "with keys or values that are not the cache's (MLA)"
         return None
 
-    def _prompt_reasons(self, queries: mx.array, keys: mx.array, cache: Any, mask: Any) -> Iterator[str]:
+    def _prompt_reasons(self, queries: mx.array, keys: mx.array, mask: Any) -> Iterator[str]:
         """Why this call of several queries attends densely. The first reason counts; others need not hold then."""
         L, S = queries.shape[2], keys.shape[2]
         if L <= VERIFY_QUERIES and (S > L or self.prefill is not None):
@@ -216,8 +283,6 @@ class Call:
                 yield "with a sample in every row block"
             if config.too_short(L):
                 yield "with a sample of more than an eighth of the queries"
-        if any_padded(cache, leaves(self._caches)):
-            yield "of a padded batch"
 
     def _step_reasons(
         self, queries: mx.array, keys: mx.array, cache: Any, mask: Any, sinks: mx.array | None, backend: str
@@ -253,7 +318,7 @@ class Call:
         return any(isinstance(c, SparseBatchKVCache) and c.padding_mask is mask for c in leaves(self._caches))
 
     def _prompt(
-        self, queries: mx.array, keys: mx.array, cache: SparseCache, scale: float, backend: str
+        self, queries: mx.array, keys: mx.array, cache: SparseCache, scale: float, backend: str, layer: int
     ) -> tuple[mx.array, mx.array] | None:
         assert self.prefill is not None
         L, S = queries.shape[2], keys.shape[2]
@@ -264,7 +329,6 @@ class Call:
             if blocks is None:
                 return None
         out, lse, blocks = cache.attend_prompt(queries, config, scale=scale, backend=backend, blocks=blocks)
-        layer = next((index for index, leaf in enumerate(leaves(self._caches)) if leaf is cache), -1)
         self._figures.add(layer, blocks, config.layout(L, S))
         if self.mass:
             dense = registry.load("dense_lse", backend)(queries, keys, scale=scale, left_padding=None)

@@ -21,6 +21,7 @@ SUPPORTED = "mlx-lm 0.32 (0.31.3 on Python 3.10)"
 PARAMETERS = ["queries", "keys", "values", "cache", "scale", "mask", "sinks"]
 
 original = base.scaled_dot_product_attention
+prepare = caches.BatchKVCache.prepare
 
 
 class Listener(Protocol):
@@ -55,13 +56,20 @@ def scaled_dot_product_attention(
     return dense
 
 
+def prepare_noting_ends(cache: Any, *, lengths: list[int] | None = None, **padding: Any) -> None:
+    """mlx-lm's `BatchKVCache.prepare`, which is told how long ragged prompts are and does not keep it."""
+    prepare(cache, lengths=lengths, **padding)  # type: ignore[no-untyped-call]
+    cache.prompt_ends = None if lengths is None else [cache.size() + length for length in lengths]
+
+
 _bound: Counter[str] = Counter()
 
 
 def bind(model: Any) -> list[str]:
     """Put our function into the modules whose classes ``model`` is made of; return their names.
 
-    Model files import mlx-lm's function by value, so each of them holds its own reference.
+    Model files import mlx-lm's function by value, so each of them holds its own reference. The cache of a batch is
+    prepared before any model sees it, so that is noted at its class.
     """
     names = {cls.__module__ for _, module in model.named_modules() for cls in type(module).__mro__}
     ours = scaled_dot_product_attention
@@ -69,6 +77,8 @@ def bind(model: Any) -> list[str]:
     for name in names:
         _bound[name] += 1
         setattr(sys.modules[name], NAME, ours)
+    if names:
+        caches.BatchKVCache.prepare = prepare_noting_ends  # type: ignore[method-assign, assignment]
     return sorted(names)
 
 
@@ -78,6 +88,8 @@ def unbind(names: list[str]) -> None:
         _bound[name] -= 1
         if _bound[name] == 0:
             setattr(sys.modules[name], NAME, original)
+    if not _bound.total():
+        caches.BatchKVCache.prepare = prepare  # type: ignore[method-assign]
 
 
 def moved() -> list[str]:
