@@ -2,7 +2,7 @@
 // after it has looked up how many keys each visited bucket holds.
 //
 // inputs       visited (B, Hkv, SLOTS) int; offsets (B, Hkv, C + 1) int; key_ids (B, Hkv, n) int; left_padding (B,) int;
-//              length, covered, sink_tokens, capacity () int
+//              covered (B,) int; length, sink_tokens, capacity () int
 // outputs      indices (B, Hkv, capacity) int; counts (B, Hkv) int
 // template     SLOTS
 // grid         tiles * threads, Hkv, B
@@ -21,7 +21,7 @@ const auto offsets_at = offsets + row * size_t(offsets_shape[2]);
 const auto keys_at = key_ids + row * n;
 const Stretches<decltype(visited_at), decltype(offsets_at)> stretches = {
     visited_at, offsets_at, uint(offsets_shape[2]) - 1, n};
-const ExactKeys exact = exact_keys(length, covered, sink_tokens, left_padding[at.z]);
+const ExactKeys exact = exact_keys(length, covered[at.z], sink_tokens, left_padding[at.z]);
 stretch_ends(stretches, SLOTS, ends, partial, place);
 const uint count = min(exact.count + ends[SLOTS - 1], room);
 const uint end = min((at.x + 1) * LIST_TILE, room);

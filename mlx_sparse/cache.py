@@ -84,11 +84,13 @@ class SparseCache:
             self.received.rewind(self.length)
         return super().update_and_fetch(keys, values)  # type: ignore[misc]
 
+    def first_rows(self, others: Iterable[Any] = ()) -> list[int]:
+        """The first valid row of each sequence. Of a batch, ``others`` are the caches of the other layers."""
+        return [0] * len(self.keys)
+
     def drop_side_buffers(self) -> None:
-        """Forget what is kept beside; for operations that move rows."""
+        """Forget what is kept beside, but for the index; for operations that move rows."""
         self._side = self.received = None
-        if self.index is not None:
-            self.index.rewind(0)
 
     def attend(
         self, queries: mx.array, config: MethodConfig, *, scale: float, backend: str
@@ -223,26 +225,31 @@ class SparseBatchKVCache(SparseCache, BatchKVCache):
         super().drop_side_buffers()
         self._first = None
 
-    def extents(self, others: Iterable[Any]) -> list[tuple[int, int]] | None:
-        """Rows ``[first, stop)`` of each sequence; None where mlx-lm pads on the right and has not said how much.
-
-        Finding out waits for the GPU, so it is found out once for each composition of the batch, and for ``others``,
-        the caches of the other layers, at the same time.
-        """
+    def first_rows(self, others: Iterable[Any] = ()) -> list[int]:
+        # Finding out waits for the GPU: once for each composition of the batch, and for all layers together.
         if self._first is None:
             batches = [entry for entry in (self, *others) if isinstance(entry, SparseBatchKVCache)]
             batches = [entry for entry in batches if entry.left_padding.size == self.left_padding.size]
-            firsts: Any = mx.stack([entry.left_padding for entry in batches]).tolist()
-            for entry, first in zip(batches, firsts, strict=True):
+            found: Any = mx.stack([entry.left_padding for entry in batches]).tolist()
+            for entry, first in zip(batches, found, strict=True):
                 entry._first = first
         assert self._first is not None
-        ends: list[int] | None = [self.length] * len(self._first)
+        return self._first
+
+    def extents(self, others: Iterable[Any]) -> list[tuple[int, int]] | None:
+        """Rows ``[first, stop)`` of each sequence; None where mlx-lm pads on the right and has not said how much.
+
+        Args:
+            others: as for `first_rows`.
+        """
+        first_rows = self.first_rows(others)
+        ends: list[int] | None = [self.length] * len(first_rows)
         if getattr(self, "_right_padding", None) is not None:  # a cache from a file has no such attribute
             ends = self.prompt_ends
         if ends is None:
             return None
         ends = [min(end, self.length) for end in ends]
-        return [(min(first, end), end) for first, end in zip(self._first, ends, strict=True)]
+        return [(min(first, end), end) for first, end in zip(first_rows, ends, strict=True)]
 
     def alone(self, sequence: int, first: int, stop: int) -> SparseKVCache:
         """The sequence in rows ``[first, stop)`` as a cache of its own; `keep` what it learns."""
@@ -270,15 +277,20 @@ class SparseBatchKVCache(SparseCache, BatchKVCache):
         super().prepare(**kwargs)  # type: ignore[no-untyped-call]
 
     def finalize(self) -> None:
+        if self.index is not None and self._right_padding is not None:
+            self.index.roll(self._right_padding, self.length)
         self.drop_side_buffers()
         super().finalize()  # type: ignore[no-untyped-call]
 
     def filter(self, batch_indices: Any) -> None:
         received, length = self.received, self.length
+        kept: Any = mx.array(batch_indices).tolist()
         fulls = self._fulls
-        self._full = tuple(fulls[int(index)] for index in batch_indices)
+        self._full = tuple(fulls[sequence] for sequence in kept)
         self.drop_side_buffers()
         super().filter(batch_indices)  # type: ignore[no-untyped-call]
+        if self.index is not None:
+            self.index.keep(kept, length - self.length)
         if received is not None:
             self.received = received.filtered(batch_indices, length, length - self.length)
 
@@ -286,6 +298,13 @@ class SparseBatchKVCache(SparseCache, BatchKVCache):
         parts = [(cache.received, cache.length) for cache in (self, other) if isinstance(cache, SparseCache)]
         theirs = other._fulls if isinstance(other, SparseBatchKVCache) else (None,) * other.left_padding.size
         self._full = self._fulls + theirs
+        if self.index is not None:
+            adopt(other)
+            index = other.index or BucketIndex(self.index.router)
+            if index.router is not self.index.router:
+                self.index = None
+            else:
+                self.index.join(self, index, other)
         self.drop_side_buffers()
         super().extend(other)  # type: ignore[no-untyped-call]
         if len(parts) == 2:

@@ -76,8 +76,14 @@ class Server:
             json.dumps(body).encode(),
             {"Content-Type": "application/json"},
         )
-        with urllib.request.urlopen(request, timeout=3600) as response:
-            found = json.load(response)["choices"][0]["logprobs"]["content"]
+        try:
+            with urllib.request.urlopen(request, timeout=3600) as response:
+                found = json.load(response)["choices"][0]["logprobs"]["content"]
+        except (ConnectionError, urllib.error.URLError):
+            # Its queue of connections holds five: the kernel resets others.
+            if self.process.poll() is not None:
+                raise
+            return self.ask(prompt)
         best = [sorted((top["logprob"] for top in token["top_logprobs"]), reverse=True) for token in found]
         return Answer([token["id"] for token in found], [first - second for first, second in best])
 
@@ -102,7 +108,7 @@ def running(args: argparse.Namespace, errors: Path) -> Iterator[Server]:
     cache = cache_directory(args.cache_dir)
     # Without a prompt cache: what it keeps, and so where a prompt is cut into pieces, depends on who asked before.
     command = [SERVER, "--model", find_model(args.model, cache), "--port", str(port), "--prompt-cache-size", "0"]
-    command += ["--prefill-step-size", str(args.step)]
+    command += ["--prefill-step-size", str(args.step), "--log-level", "WARNING"]
     if args.attn != "dense":
         command += ["--attn", args.attn, "--attn-report", "json"]
     environment = blas.environment(cache) if args.fast_blas else None
@@ -115,6 +121,8 @@ def running(args: argparse.Namespace, errors: Path) -> Iterator[Server]:
             process.send_signal(signal.SIGINT)
             process.wait(timeout=60)
         finally:
+            if (code := process.poll()) is not None and code < 0 and code != -signal.SIGINT:
+                print(f"{SERVER} died of {signal.Signals(-code).name}", file=sys.stderr)
             process.kill()
             process.wait()
 
@@ -198,7 +206,7 @@ def main() -> int:
             with running(args, errors) as server:
                 answers, differences = soak(server, prompts, args)
         except BaseException:
-            print(errors.read_text() if errors.exists() else "", file=sys.stderr)
+            print(errors.read_text()[-4000:] if errors.exists() else "", file=sys.stderr)
             raise
         report = read_report(errors)
     if args.json:

@@ -100,6 +100,24 @@ def test_a_step_lists_the_keys_of_the_oracle_once(backend: str, case: SaapCase, 
     assert_same_list(np.array(indices), np.array(counts), exact)
 
 
+@by_backend
+def test_each_sequence_of_a_step_may_have_listed_as_many_keys_as_it_likes(backend: str) -> None:
+    case = SaapCase(Case(3, 4, 2, 150, 64, "f32", padding=(0, 60, 7)), "random")
+    covered = np.array([130, 90, 7])
+    ids = np.where(np.arange(150) < covered[:, None, None], case.bucket_ids(), -1)
+    sinks = {"sink_tokens": 4, "left_padding": padding(case)}
+    offsets, key_ids = registry.load("saap_index", backend)(mx.array(ids), buckets=case.buckets, **sinks)
+    sizes = {"length": 150, "capacity": 150}
+    expand = registry.load("saap_indices", backend)
+    indices, counts = expand(
+        mx.array(visited(case)), offsets, key_ids, covered=mx.array(covered.astype(np.int32)), **sizes, **sinks
+    )
+    given = np.array(offsets), np.array(key_ids)
+    window = {"sink_tokens": 4, "left_padding": case.step.padding}
+    expected = oracle.saap_indices(visited(case), *given, covered=covered, **sizes, **window)
+    assert_same_list(np.array(indices), np.array(counts), expected)
+
+
 @by_case
 @by_backend
 def test_a_list_longer_than_its_capacity_is_cut_and_nothing_else_is_touched(backend: str, case: SaapCase) -> None:

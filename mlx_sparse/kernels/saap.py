@@ -92,7 +92,7 @@ def saap_indices(
     key_ids: mx.array,
     *,
     length: int,
-    covered: int,
+    covered: int | mx.array,
     sink_tokens: int,
     capacity: int,
     left_padding: mx.array | None = None,
@@ -102,6 +102,7 @@ def saap_indices(
     Args:
         visited: ``(B, Hkv, n)`` int32, no bucket twice; any number that is no bucket's = empty slot.
         offsets, key_ids: of `saap_index` over the first ``covered`` keys.
+        covered: one number, or int32 ``(B,)``.
         capacity: room of a list; keys beyond it are left out.
 
     Returns:
@@ -118,8 +119,8 @@ def saap_indices(
         "key_ids": key_ids,
         "left_padding": padding_or_zeros(left_padding, B),
         "length": integer(length),
-        "covered": integer(covered),
-        "sink_tokens": integer(min(sink_tokens, covered)),
+        "covered": _alike(B, covered) if isinstance(covered, int) else covered,
+        "sink_tokens": integer(min(sink_tokens, length)),
         "capacity": integer(capacity),
     }
     indices, counts = INDICES(
@@ -170,6 +171,11 @@ def saap_attention(
     )
     out, lse = attend_indices(queries, keys, values, indices, counts=counts, scale=scale, length=S)
     return out, lse, counts
+
+
+@lru_cache(maxsize=256)
+def _alike(B: int, number: int) -> mx.array:
+    return mx.full((B,), number, mx.int32)
 
 
 @lru_cache(maxsize=64)

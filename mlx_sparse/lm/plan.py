@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -131,12 +132,7 @@ class Call:
             return None
         if self.buckets is not None and reason is None and self.decodes:
             self.buckets.take_in(cache)
-        if (
-            reason is None
-            and queries.shape[2] > 1
-            and self.prefill is not None
-            and isinstance(cache, SparseBatchKVCache)
-        ):
+        if reason is None and isinstance(cache, SparseBatchKVCache) and self._apart(queries.shape[2], cache):
             out = self._attend_each(queries, cache, scale, mask, sinks)
         else:
             out = self._attend(queries, keys, cache, scale, mask, sinks, self._layer(cache), reason)
@@ -167,10 +163,12 @@ class Call:
             else:
                 reason = next(self._step_reasons(queries, keys, cache, mask, sinks, backend), None)
         attended = None
+        short: list[int] = []
         if reason is None and prompt:
             attended = self._prompt(queries, keys, cache, scale, backend, layer)
         elif reason is None:
-            attended = self._step(queries, keys, cache, scale, backend)
+            served, short = self._served(queries, keys, cache, backend)
+            attended = self._step(queries, keys, cache, served, scale, backend)
         if attended is None:
             self._counts.dense_calls[reason or "whose sample keeps too many blocks"] += 1
             return None
@@ -179,7 +177,17 @@ class Call:
             # A sink is one more logit in the softmax with nothing behind it.
             kept = mx.sigmoid(lse - sinks.astype(mx.float32)[None, :, None])
             out = (out.astype(mx.float32) * kept[..., None]).astype(out.dtype)
-        return out
+        return self._replace(out, short, queries, cache, scale, sinks) if short else out
+
+    def _apart(self, L: int, cache: SparseBatchKVCache) -> bool:
+        """Whether a call of ``L`` queries might be sparse for one sequence of a batch and dense for another.
+
+        Without a method for prompts that is the piece of a single token, which alone is a step of decoding.
+        """
+        if L == 1:
+            return False
+        ends = cache.prompt_ends or []
+        return self.prefill is not None or cache.length - L + 1 in ends
 
     def _attend_each(
         self, queries: mx.array, cache: SparseBatchKVCache, scale: float, mask: Any, sinks: mx.array | None
@@ -203,7 +211,11 @@ class Call:
             piece, out = queries[sequence : sequence + 1, :, start:end], None
             if start < end:
                 keys, _, _ = one.rows("ops")
-                out = self._attend(piece, keys, one, scale, mask, sinks, layer)
+                lending: Any = contextlib.nullcontext()
+                if self.buckets is not None and end - start == 1:  # alone it would be a step of decoding
+                    lending = self.buckets.lending(cache, sequence, one, first, queries, piece)
+                with lending:
+                    out = self._attend(piece, keys, one, scale, mask, sinks, layer)
                 cache.keep(sequence, one)
             pieces.append((piece, one, start))
             outs.append(out)
@@ -297,19 +309,55 @@ class Call:
             yield "with attention sinks"
         if mask is not None and not self._is_padding_mask(mask):
             yield "with an array mask"
-        sizes = {}
         if isinstance(self.decode, H2O) and not _counted(cache, keys.shape[2] - 1):
             yield UNCOUNTED
         if self.buckets is not None:
             yield from self.buckets.step_reasons(cache)
-            sizes = self.buckets.sizes(cache)
-        B, Hkv, S, D = keys.shape
-        gpu = registry.gpu_kind() if backend == "metal" else ""
-        shortest = self.decode.shortest_context(Step(B * Hkv, queries.shape[1] // Hkv, D, keys.itemsize, gpu, **sizes))
+        shortest = self._shortest(queries, keys, cache, backend)
         if shortest >= NEVER:
             yield "whose choice of keys would cost more than it saves"
-        if S < shortest:
+        if cache.length - min(cache.first_rows(leaves(self._caches))) < shortest:
             yield f"over fewer than {shortest:,} keys"
+
+    def _shortest(self, queries: mx.array, keys: mx.array, cache: SparseCache, backend: str) -> int:
+        """Keys from which a step of one sequence is sparse, whatever batch it is in."""
+        assert self.decode is not None
+        _, Hkv, _, D = keys.shape
+        gpu = registry.gpu_kind() if backend == "metal" else ""
+        sizes = {} if self.buckets is None else self.buckets.sizes(cache)
+        return self.decode.shortest_context(Step(Hkv, queries.shape[1] // Hkv, D, keys.itemsize, gpu, **sizes))
+
+    def _served(
+        self, queries: mx.array, keys: mx.array, cache: SparseCache, backend: str
+    ) -> tuple[list[int], list[int]]:
+        """The sequences of a step that are long enough to be sparse, and those for which that would not be dense."""
+        assert self.decode is not None
+        shortest = self._shortest(queries, keys, cache, backend)
+        lengths = [cache.length - first for first in cache.first_rows(leaves(self._caches))]
+        served = [sequence for sequence, length in enumerate(lengths) if length >= shortest]
+        return served, [b for b, length in enumerate(lengths) if self.decode.attended < length < shortest]
+
+    def _replace(
+        self,
+        out: mx.array,
+        short: list[int],
+        queries: mx.array,
+        cache: SparseCache,
+        scale: float,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """``out`` of a step with dense results for the sequences that are too short to be sparse alone."""
+        first_rows, rows = cache.first_rows(), mx.array(short)
+        start = min(first_rows[sequence] for sequence in short)
+        keys, values, _ = cache.rows("ops")
+        own = mx.array([first_rows[sequence] - start for sequence in short])[:, None, None, None]
+        mask = mx.arange(cache.length - start) >= own
+        dense = seam.original(
+            queries[rows], keys[:, :, start:][rows], values[:, :, start:][rows], cache, scale, mask, sinks
+        )
+        self._counts.dense_calls["of the short sequences of a batch"] += 1
+        out[rows] = dense
+        return out
 
     def _is_padding_mask(self, mask: Any) -> bool:
         """Whether ``mask`` is causal and no more, or the one a batch cache made of its left padding besides."""
@@ -336,7 +384,7 @@ class Call:
         return out, lse
 
     def _step(
-        self, queries: mx.array, keys: mx.array, cache: SparseCache, scale: float, backend: str
+        self, queries: mx.array, keys: mx.array, cache: SparseCache, served: list[int], scale: float, backend: str
     ) -> tuple[mx.array, mx.array]:
         assert self.decode is not None
         B, Hkv, S, D = keys.shape
@@ -346,7 +394,7 @@ class Call:
         if self.buckets is not None:
             network = self.buckets.sizes(cache)["network"]
             self._counts.formula_bytes += size * saap_elements(D, 0) + B * Hkv * network
-            return self.buckets.step(queries, cache, scale=scale, backend=backend)
+            return self.buckets.step(queries, cache, served, scale=scale, backend=backend)
         self._counts.formula_bytes += size * self.decode.elements(S, D)
         if isinstance(self.decode, H2O):
             cache.received = cache.received or Received()

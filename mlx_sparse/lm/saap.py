@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -152,8 +153,6 @@ class Indices:
             return
         self._writer = cache
         (start, keys), index.received = index.received, None
-        if getattr(cache, "_right_padding", None) is not None:
-            return  # mlx-lm will move the rows when the batch's prompts are complete
         offset = start if cache.padding is None else start - cache.padding
         before = index.router.source.before(self._recorder, keys, offset)
         if before is None:
@@ -161,6 +160,27 @@ class Indices:
         ids = index.write(start, before)
         if ids is not None:
             self._unsubmitted.append(ids)
+
+    @contextlib.contextmanager
+    def lending(
+        self, cache: SparseCache, sequence: int, one: SparseCache, first: int, queries: mx.array, part: mx.array
+    ) -> Iterator[None]:
+        """Meanwhile ``one`` is a sequence of ``cache`` from row ``first`` on, for one step of that layer.
+
+        Args:
+            queries: of the batch; ``part`` is the last one of the sequence among them.
+        """
+        if cache.index is None or self._writer is not cache:
+            yield
+            return
+        one.index = cache.index.alone(sequence, first, first + one.length)
+        at = first + one.length - (cache.length - queries.shape[2])
+        self._recorder.note_part(queries, part, (slice(sequence, sequence + 1), slice(None), slice(at - 1, at)))
+        kept = self._layers, self._caches, self._writer
+        self._layers, self._caches, self._writer = {id(one): self._layers[id(cache)]}, [one], one
+        yield
+        cache.index.put(sequence, one.index, first, len(cache.keys))
+        self._layers, self._caches, self._writer = kept
 
     def step_reasons(self, cache: SparseCache) -> Iterator[str]:
         """Why this step of a layer attends densely. The first reason counts; others need not hold then."""
@@ -184,13 +204,21 @@ class Indices:
             network = cache.keys.shape[1] * cache.keys.shape[3] * router.buckets * cache.keys.itemsize
         return {"buckets": router.buckets, "network": network // cache.keys.shape[1]}
 
-    def step(self, queries: mx.array, cache: SparseCache, *, scale: float, backend: str) -> tuple[mx.array, mx.array]:
-        """One decode step of a layer, whose keys have been taken in: ``out`` and ``lse``."""
+    def step(
+        self, queries: mx.array, cache: SparseCache, served: list[int], *, scale: float, backend: str
+    ) -> tuple[mx.array, mx.array]:
+        """One decode step of a layer, whose keys have been taken in: ``out`` and ``lse``.
+
+        Args:
+            served: the sequences whose results are wanted; those of the others are anything.
+        """
         index, S, padding = cache.index, cache.length, cache.padding
         assert index is not None
-        if index.due(S, self.config):
+        first_rows = cache.first_rows(self._caches)
+        if index.unfitted(served) or index.due(first_rows, S, self.config):
             # All layers at once: they wait for the device once.
-            fold([one for one in self._caches if one is cache or self._folds_along(one, S)], S, self.config)
+            others = [one for one in self._caches if one is not cache and self._folds_along(one, S, served)]
+            fold([cache, *others], S, self.config, served)
         offset = S - 1 if padding is None else S - 1 - padding
         before = index.router.source.before(self._recorder, queries, offset)
         assert before is not None, "find_source checks that it is recorded where it cannot be turned back"
@@ -201,12 +229,20 @@ class Indices:
             queries, keys, values, indices, scale=scale, counts=counts, **length
         )
         B, Hkv, _, D = keys.shape
-        self._counts.add(counts, (2 * D + 1) * keys.itemsize, valid=B * Hkv * S - index.padded, listed=index.listed)
+        if len(served) < B:
+            counts = counts[mx.array(served)]
+            mx.async_eval(counts)  # type: ignore[no-untyped-call]
+        valid = Hkv * sum(S - first_rows[sequence] for sequence in served)
+        listed = sum(index.listed[sequence] for sequence in served)
+        self._counts.add(counts, (2 * D + 1) * keys.itemsize, valid=valid, listed=listed)
         return attended
 
-    def _folds_along(self, cache: SparseCache, S: int) -> bool:
+    def _folds_along(self, cache: SparseCache, S: int, served: list[int]) -> bool:
         """Whether the step of another layer at length ``S``, taken or to come, wants a fold too, and can have it."""
         index = cache.index
-        if index is None or cache.keys is None or not S - 1 <= cache.length <= S or not index.due(S, self.config):
+        if index is None or cache.keys is None or not S - 1 <= cache.length <= S:
+            return False
+        # Centroids are fitted at the layer's own step, when its last key is there.
+        if index.unfitted(served) or not index.due(cache.first_rows(self._caches), S, self.config):
             return False
         return index.length >= cache.length or index.router.source.irreversible is None

@@ -48,7 +48,7 @@ def saap_indices(
     key_ids: mx.array,
     *,
     length: int,
-    covered: int,
+    covered: int | mx.array,
     sink_tokens: int,
     capacity: int,
     left_padding: mx.array | None = None,
@@ -58,6 +58,7 @@ def saap_indices(
     Args:
         visited: ``(B, Hkv, n)`` int, distinct; numbers that are no bucket's are empty slots.
         offsets: ``(B, Hkv, C + 1)``; key_ids: ``(B, Hkv, m)``, as `saap_index` gives them for keys 0..covered-1.
+        covered: one number, or int ``(B,)``.
         capacity: slots of a list; keys that do not fit are left out.
 
     Returns:
@@ -66,14 +67,15 @@ def saap_indices(
     B, Hkv, n = visited.shape
     C = offsets.shape[2] - 1
     first = mx.zeros((B, 1, 1), mx.int32) if left_padding is None else left_padding[:, None, None].astype(mx.int32)
+    known = mx.array(covered, mx.int32).reshape(-1, 1, 1)
     # A list is a row of runs of consecutive numbers: sinks, tail, then one run per bucket; here are where each starts
     # and how long it is. Runs of keys are taken as they are, those of buckets are positions in key_ids.
     real = (visited >= 0) & (visited < C)
     bucket = mx.where(real, visited, 0).astype(mx.int32)
     begin = mx.take_along_axis(offsets, bucket, axis=-1)
     size = mx.where(real, mx.take_along_axis(offsets, bucket + 1, axis=-1) - begin, 0)
-    exact_begin = mx.concatenate([first, mx.maximum(first, covered)], axis=-1)
-    sinks_end = mx.minimum(first + min(sink_tokens, covered), covered)
+    exact_begin = mx.concatenate([first, mx.maximum(first, known)], axis=-1)
+    sinks_end = mx.minimum(first + min(sink_tokens, length), known)  # more would overflow 32 bits
     exact_end = mx.concatenate([sinks_end, mx.full((B, 1, 1), length)], axis=-1)
     exact_size = mx.maximum(exact_end - exact_begin, 0)
     begin = mx.concatenate([mx.broadcast_to(exact_begin, (B, Hkv, 2)), begin], axis=-1).astype(mx.int32)

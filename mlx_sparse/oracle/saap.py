@@ -213,7 +213,7 @@ def saap_indices(
     key_ids: npt.ArrayLike,
     *,
     length: int,
-    covered: int,
+    covered: int | npt.ArrayLike,
     sink_tokens: int,
     capacity: int,
     left_padding: npt.ArrayLike | None = None,
@@ -223,6 +223,7 @@ def saap_indices(
     Args:
         visited: ``(B, Hkv, n)`` distinct buckets; numbers that are no bucket's are empty slots.
         offsets, key_ids: as `saap_index` gives them for keys 0..covered-1.
+        covered: one number, or ``(B,)``.
 
     Returns:
         ``indices (B, Hkv, capacity)`` int32, packed in this order, then -1; ``counts (B, Hkv)`` of those used.
@@ -230,12 +231,12 @@ def saap_indices(
     chosen, starts, ids = (np.asarray(array) for array in (visited, offsets, key_ids))
     B, Hkv, _ = chosen.shape
     C = starts.shape[2] - 1
-    first = _first(B, left_padding)
+    first, known = _first(B, left_padding), np.broadcast_to(covered, B).tolist()
     indices = np.full((B, Hkv, capacity), -1, dtype=np.int32)
     counts = np.zeros((B, Hkv), dtype=np.int32)
     for b, h in np.ndindex(B, Hkv):
-        start = first[b]
-        parts = [np.arange(start, min(start + sink_tokens, covered)), np.arange(max(covered, start), length)]
+        start, end = first[b], known[b]
+        parts = [np.arange(start, min(start + sink_tokens, end)), np.arange(max(end, start), length)]
         for c in chosen[b, h]:
             if 0 <= c < C:
                 parts.append(ids[b, h, starts[b, h, c] : starts[b, h, c + 1]])

@@ -1,0 +1,128 @@
+"""What a batch answers is what each of its prompts answers alone, however requests join and leave."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from lm_prompts import SAMPLE, SPARQ, tiny_tokenizer
+from mlx_lm import batch_generate
+from saap_artefacts import ONLINE, attn, write_artefact
+from tiny_models import build, prompt_of
+
+import mlx_sparse
+from mlx_sparse.cache import SparseBatchKVCache
+from mlx_sparse.lm import seam
+
+SHORT = "of the short sequences of a batch"
+JOINING = {"prefill_step_size": 32, "prefill_batch_size": 2, "completion_batch_size": 4}
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return build()
+
+
+@pytest.fixture(scope="module")
+def methods(model: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    artefact = write_artefact(tmp_path_factory.mktemp("load") / "model", model)
+    longer = {"dense_below": 75}
+    return {
+        "sparq": SPARQ,
+        "sparq of long contexts": SPARQ.replace("dense_below=0", "dense_below=75"),
+        "sample": SAMPLE,
+        "sample+sparq": f"{SAMPLE}+{SPARQ}",
+        "sample+sparq of long contexts": f"{SAMPLE}+{SPARQ}".replace("dense_below=0", "dense_below=75"),
+        "saap trained": attn(artefact, 2),
+        "saap trained, of long contexts": attn(artefact, 2, **longer),
+        "saap kmeans": attn(artefact, 2, mode="kmeans"),
+        "saap online": f"{ONLINE},probes=2",
+        "saap online, of long contexts": f"{ONLINE},probes=2".replace("dense_below=0", "dense_below=75"),
+        "sample+saap online": f"{SAMPLE}+{ONLINE},probes=2",
+        "streaming": "streaming:recent_tokens=20",
+    }
+
+
+NAMES = [
+    "sparq",
+    "sparq of long contexts",
+    "sample",
+    "sample+sparq",
+    "sample+sparq of long contexts",
+    "saap trained",
+    "saap trained, of long contexts",
+    "saap kmeans",
+    "saap online",
+    "saap online, of long contexts",
+    "sample+saap online",
+    "streaming",
+]
+
+
+class Answers:
+    """Tokens of each prompt, and the logarithm of how probable each was."""
+
+    def __init__(self, model: Any, prompts: list[list[int]], counts: list[int], **options: Any) -> None:
+        options |= {"return_token_ids": True, "return_logprobs": True}
+        found = batch_generate(model, tiny_tokenizer(), prompts, max_tokens=counts, **options)
+        self.tokens, self.logprobs = found.token_ids, found.logprobs
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("options", [{}, JOINING], ids=["together", "joining"])
+def test_answers_do_not_depend_on_load(name: str, options: dict[str, int], model: Any, methods: dict[str, Any]):
+    """With prompts whose last piece is one token, a step alone: 34 and 98 are 1 + 1 more than a multiple of 32."""
+    order = random.Random(0)
+    lengths = [34, 98, 200, *(order.randrange(20, 200) for _ in range(5))]
+    prompts = [prompt_of(length, seed) for seed, length in enumerate(lengths)]
+    counts = [order.randrange(10, 40) for _ in lengths]
+    dense = Answers(model, prompts, counts, **options)
+    with mlx_sparse.sparse(model, methods[name]) as report:
+        together = Answers(model, prompts, counts, **options)
+        alone = [Answers(model, [prompt], [count], **options) for prompt, count in zip(prompts, counts, strict=True)]
+    assert "with an array mask" not in report.dense_calls
+    assert together.tokens != dense.tokens
+    assert together.tokens == [one.tokens[0] for one in alone]
+    for logprobs, one in zip(together.logprobs, alone, strict=True):
+        np.testing.assert_allclose(logprobs, one.logprobs[0], atol=1e-4)
+
+
+@pytest.mark.parametrize("sinks", [None, mx.array([1.0, -2.0, 0.5, 3.0])], ids=["", "sinks"])
+def test_short_sequences_of_a_step_are_dense_and_the_others_sparse(sinks: mx.array | None, model: Any):
+    rows, padding = 200, [0, 120, 40]
+    keys, values, queries = (
+        mx.random.normal((3, H, rows, 16), key=mx.random.key(H + n)) for n, H in enumerate((2, 2, 4))
+    )
+    query = queries[:, :, -1:]
+    with mlx_sparse.sparse(model, SPARQ.replace("dense_below=0", "dense_below=100")) as report:
+        plan = model._mlx_sparse[0]
+
+        def attend(sequences: list[int], first: int, left_padding: list[int]) -> mx.array:
+            cache = SparseBatchKVCache(left_padding)
+            plan.begin([cache])
+            cached = cache.update_and_fetch(*(array[mx.array(sequences), :, first:] for array in (keys, values)))
+            out = plan.attend(query[mx.array(sequences)], *cached, cache, 0.25, None, sinks)
+            plan.end()
+            if out is None:
+                out = seam.original(query[mx.array(sequences)], *cached, None, 0.25, None, sinks)
+            return out
+
+        together = attend([0, 1, 2], 0, padding)
+        assert report.dense_calls == {SHORT: 1}
+        alone = [attend([sequence], first, [0]) for sequence, first in enumerate(padding)]
+    assert report.sparse_calls == 3
+    assert report.dense_calls == {SHORT: 1, "over fewer than 100 keys": 1}
+    assert mx.allclose(together, mx.concatenate(alone), rtol=1e-5, atol=1e-5)
+
+
+def test_the_class_that_notes_where_ragged_prompts_end_is_mlx_lms_own_again(model: Any):
+    own = seam.caches.BatchKVCache.prepare
+    with mlx_sparse.sparse(model, SAMPLE):
+        assert seam.caches.BatchKVCache.prepare is not own
+        with mlx_sparse.sparse(build(), SPARQ):
+            pass
+        assert seam.caches.BatchKVCache.prepare is not own
+    assert seam.caches.BatchKVCache.prepare is own
