@@ -8,8 +8,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from lm_prompts import tiny_tokenizer
 from mlx_arrays import to_mlx, to_numpy
+from mlx_lm import batch_generate
 from msl import Metal
+from saap_artefacts import ONLINE
 from tiny_models import build, greedy, prompt_of
 
 import mlx_sparse
@@ -70,3 +73,19 @@ def test_a_model_processes_its_prompt_and_decodes_on_metal_as_on_ops(metal: Meta
     if metal.emulated:
         names = {launched.kernel for launched in metal.launches}
         assert names >= {"sample_scores", "sample_sums", "attend_blocks", "sparq_scores"}
+
+
+@pytest.mark.parametrize(
+    "decode", ["sparq:rank=8,top_k=16,dense_below=75", f"{ONLINE},probes=2"], ids=["sparq", "saap"]
+)
+def test_prompts_of_a_ragged_batch_on_metal_give_what_each_gives_alone_on_ops(metal: Metal, decode: str) -> None:
+    """Prompts that join while another is in its second piece are padded on the left."""
+    model, tokenizer = build(), tiny_tokenizer()
+    prompts, options = [prompt_of(length, length) for length in (130, 66, 150)], {"max_tokens": 4}
+    pieces = {"prefill_step_size": 96, "prefill_batch_size": 2, "completion_batch_size": 2}
+    with mlx_sparse.sparse(model, f"{SAMPLE}+{decode}", backend="ops"):
+        alone = [batch_generate(model, tokenizer, [one], **options, **pieces).texts[0] for one in prompts]
+    with mlx_sparse.sparse(model, f"{SAMPLE}+{decode}", backend="metal") as report:
+        assert batch_generate(model, tokenizer, prompts, **options, **pieces).texts == alone
+    assert report.prefill.calls > 0
+    assert report.sparse_calls > 0

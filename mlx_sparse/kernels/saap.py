@@ -27,7 +27,7 @@ ROUTE = Kernel(
 INDICES = Kernel(
     "saap_indices",
     "saap_indices.h",
-    ("visited", "offsets", "key_ids", "left_padding", "length", "covered", "sink_tokens", "capacity"),
+    ("visited", "offsets", "key_ids", "left_padding", "covered", "length", "sink_tokens", "capacity"),
     ("indices", "counts"),
 )
 
