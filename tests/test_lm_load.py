@@ -16,6 +16,8 @@ from tiny_models import build, prompt_of
 import mlx_sparse
 from mlx_sparse.cache import SparseBatchKVCache
 from mlx_sparse.lm import seam
+from mlx_sparse.lm.model import plan_of
+from mlx_sparse.lm.plan import Call
 
 SHORT = "of the short sequences of a batch"
 JOINING = {"prefill_step_size": 96, "prefill_batch_size": 2, "completion_batch_size": 4}
@@ -98,14 +100,12 @@ def test_short_sequences_of_a_step_are_dense_and_the_others_sparse(sinks: mx.arr
     )
     query = queries[:, :, -1:]
     with mlx_sparse.sparse(model, SPARQ.replace("dense_below=0", "dense_below=100")) as report:
-        plan = model._mlx_sparse[0]
 
         def attend(sequences: list[int], first: int, left_padding: list[int]) -> mx.array:
             cache = SparseBatchKVCache(left_padding)
-            plan.begin([cache])
-            cached = cache.update_and_fetch(*(array[mx.array(sequences), :, first:] for array in (keys, values)))
-            out = plan.attend(query[mx.array(sequences)], *cached, cache, 0.25, None, sinks)
-            plan.end()
+            with Call(plan_of(model), [cache]) as call:
+                cached = cache.update_and_fetch(*(array[mx.array(sequences), :, first:] for array in (keys, values)))
+                out = call.attend(query[mx.array(sequences)], *cached, cache, 0.25, None, sinks)
             if out is None:
                 out = seam.original(query[mx.array(sequences)], *cached, None, 0.25, None, sinks)
             return out

@@ -78,7 +78,7 @@ def test_every_bucket_gives_the_dense_tokens(family: str, mode: str, tmp_path: P
 @pytest.mark.parametrize("mode", ["trained", "kmeans"])
 def test_few_probes_attend_the_oracles_keys(family: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     seen: list[dict[str, Any]] = []
-    lists, step = BucketIndex.lists, saap.Buckets.step
+    lists, step = BucketIndex.lists, saap.Indices.step
 
     def noting_lists(index: BucketIndex, queries: mx.array, S: int, *args: Any) -> Any:
         result = lists(index, queries, S, *args)
@@ -94,7 +94,7 @@ def test_few_probes_attend_the_oracles_keys(family: str, mode: str, tmp_path: Pa
         return result
 
     monkeypatch.setattr(BucketIndex, "lists", noting_lists)
-    monkeypatch.setattr(saap.Buckets, "step", noting_step)
+    monkeypatch.setattr(saap.Indices, "step", noting_step)
     model = build(family)
     file = write_artefact(tmp_path / "a", model)
     with mlx_sparse.sparse(model, attn(file, 2, mode=mode)) as report:

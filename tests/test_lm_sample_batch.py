@@ -132,7 +132,7 @@ def test_padding_on_both_sides_takes_no_part(sinks: mx.array | None, model: Any)
     keys, values, queries = (mx.random.normal((B, H, S, 16), key=mx.random.key(n)) for n, H in ((1, 2), (2, 2), (3, 4)))
     row = mx.arange(S)[:, None]
     with mlx_sparse.sparse(model, SAMPLE) as report:
-        plan = model._mlx_sparse[0]
+        plan = plan_of(model)
         for start, stop in ((0, S - L), (S - L, S)):
             if start:
                 cache.prepare(lengths=lengths, right_padding=[L - length for length in lengths])
@@ -140,11 +140,10 @@ def test_padding_on_both_sides_takes_no_part(sinks: mx.array | None, model: Any)
             valid = mx.stack([(row >= first) & (row < end) for first, end in zip(padding, ends, strict=True)])[:, None]
             poisoned = [mx.where(valid, rows, 1e3)[:, :, start:stop] for rows in (keys, values)]
             mask = cache.make_mask(stop - start)
-            plan.begin([cache])
-            cached = cache.update_and_fetch(*poisoned)
             asked = mx.where(valid, queries, 1e3)[:, :, start:stop] if start else queries[:, :, :stop]
-            out = plan.attend(asked, *cached, cache, 0.25, mask, sinks)
-            plan.end()
+            with Call(plan, [cache]) as call:
+                cached = cache.update_and_fetch(*poisoned)
+                out = call.attend(asked, *cached, cache, 0.25, mask, sinks)
         outs = [
             _alone(plan, queries, keys, values, sequence, first, S - L, length, sinks)
             for sequence, (first, length) in enumerate(zip(padding, lengths, strict=True))
@@ -171,13 +170,12 @@ def _alone(
         return mx.zeros((queries.shape[1], 0, 16))
     cache = SparseKVCache()
     q, k, v = (array[sequence : sequence + 1, :, first:stop] for array in (queries, keys, values))
-    plan.begin([cache])
-    cached = cache.update_and_fetch(k, v)
     q, mask = q[:, :, -length:], "causal" if length > 1 else None
-    out = plan.attend(q, *cached, cache, 0.25, mask, sinks)
+    with Call(plan, [cache]) as call:
+        cached = cache.update_and_fetch(k, v)
+        out = call.attend(q, *cached, cache, 0.25, mask, sinks)
     if out is None:
         out = seam.original(q, *cached, cache=cache, scale=0.25, mask=mask, sinks=sinks)
-    plan.end()
     return out[0]
 
 
