@@ -412,7 +412,7 @@ def test_what_is_not_installed_is_named() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert done.stderr.startswith("mlx-sparse bench --cuda: error: --model: expected torch to be installed, got none.")
+    assert done.stderr.startswith("mlx-sparse bench --cuda: error: torch: expected it to be installed, got none.")
 
 
 @pytest.mark.parametrize(

@@ -156,7 +156,8 @@ def _check(args: argparse.Namespace) -> None:
     check_texts(args.held_out, "--held-out")
 
 
-def _check_context(context: int, exact: int) -> None:
+def _check_context(context: int, exact: int, most: int | None = None) -> None:
+    check_int("--context", context, 1, most)
     if context < 2 * exact:
         raise ConfigError(
             f"--context: expected at least twice the {exact:,} tokens that are attended always, got {context:,}. Give "
@@ -191,8 +192,8 @@ def _train(args: argparse.Namespace, work: Path) -> list[HeadReport]:
 def _texts(args: argparse.Namespace, tokenizer: Any, config: dict[str, Any]) -> tuple[list[list[int]], list[list[int]]]:
     """The texts to train on and those held out, all of ``--context`` tokens."""
     limit = config.get("max_position_embeddings") or (config.get("text_config") or {}).get("max_position_embeddings")
-    context = check_int("--context", min(limit or LONGEST, LONGEST) if args.context is None else args.context, 1, limit)
-    _check_context(context, args.distances.exact)
+    context: int = min(limit or LONGEST, LONGEST) if args.context is None else args.context
+    _check_context(context, args.distances.exact, limit)
     opening = tokenizer.encode("")  # what the model expects before a text: nothing, or a token of its own
     length = context - len(opening)
     tokens = read_tokens(tokenizer, args.text, args.cache_dir)
