@@ -16,7 +16,7 @@ LEVELS = [
     {"config"},
     {"machine", "patterns", "kept", "pieces", "bucket_lists", "kmeans", "artefact"},
     {"oracle", "ops", "kernels"},
-    {"registry"},
+    {"registry", "moments"},
     {"api", "side", "buckets", "received"},
     {"cache"},
     {"lm"},

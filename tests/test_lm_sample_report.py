@@ -83,8 +83,10 @@ def test_the_report_holds_density_and_retained_mass_by_layer_and_head(model: Any
 def test_a_batch_counts_the_mean_of_its_rows(model: Any, tokenizer: TokenizerWrapper, seen: list[Piece]):
     with mlx_sparse.sparse(model, SAMPLE) as report:
         batch(model, tokenizer, [300] * 2)
-    for layer, rows in enumerate(zip(seen[::2], seen[1::2], strict=True)):
-        density = [(piece.blocks >= 0).sum(axis=(0, 2, 3)) / pairs_of(piece) for piece in rows]
+    assert report.prefill.calls == len(seen) == 2 * LAYERS
+    for layer in range(LAYERS):
+        pieces = seen[2 * layer : 2 * layer + 2]  # of the sequences, one after the other
+        density = [(piece.blocks >= 0).sum(axis=(0, 2, 3)) / pairs_of(piece) for piece in pieces]
         np.testing.assert_allclose(report.prefill.density[layer], np.mean(density, axis=0))
 
 

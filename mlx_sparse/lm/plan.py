@@ -17,6 +17,7 @@ from ..config import H2O, NEVER, FlexGen, MethodConfig, Prefill, Sample, SparQ, 
 from ..received import Received
 from ..stats import dense_elements, saap_elements
 from . import seam
+from .dense import attend_alone, replace
 from .figures import BucketFigures, PrefillCounts, PrefillFigures
 from .saap import Buckets
 
@@ -177,7 +178,10 @@ class Call:
             # A sink is one more logit in the softmax with nothing behind it.
             kept = mx.sigmoid(lse - sinks.astype(mx.float32)[None, :, None])
             out = (out.astype(mx.float32) * kept[..., None]).astype(out.dtype)
-        return self._replace(out, short, queries, cache, scale, sinks) if short else out
+        if short:
+            self._counts.dense_calls["of the short sequences of a batch"] += 1
+            out = replace(out, short, queries, cache, scale, sinks)
+        return out
 
     def _apart(self, L: int, cache: SparseBatchKVCache) -> bool:
         """Whether a call of ``L`` queries might be sparse for one sequence of a batch and dense for another.
@@ -224,9 +228,7 @@ class Call:
         for sequence, (piece, one, start) in enumerate(pieces):
             n, out = piece.shape[2], outs[sequence]
             if out is None:
-                keys, values, _ = one.rows("ops")
-                causal: Any = "causal" if n > 1 else None
-                out = seam.original(piece, keys, values, cache=one, scale=scale, mask=causal, sinks=sinks)
+                out = attend_alone(piece, one, scale, sinks)
             outs[sequence] = mx.pad(out, [(0, 0), (0, 0), (start, queries.shape[2] - start - n), (0, 0)])
         return mx.concatenate(outs)
 
@@ -336,28 +338,6 @@ class Call:
         lengths = [cache.length - first for first in cache.first_rows(leaves(self._caches))]
         served = [sequence for sequence, length in enumerate(lengths) if length >= shortest]
         return served, [b for b, length in enumerate(lengths) if self.decode.attended < length < shortest]
-
-    def _replace(
-        self,
-        out: mx.array,
-        short: list[int],
-        queries: mx.array,
-        cache: SparseCache,
-        scale: float,
-        sinks: mx.array | None,
-    ) -> mx.array:
-        """``out`` of a step with dense results for the sequences that are too short to be sparse alone."""
-        first_rows, rows = cache.first_rows(), mx.array(short)
-        start = min(first_rows[sequence] for sequence in short)
-        keys, values, _ = cache.rows("ops")
-        own = mx.array([first_rows[sequence] - start for sequence in short])[:, None, None, None]
-        mask = mx.arange(cache.length - start) >= own
-        dense = seam.original(
-            queries[rows], keys[:, :, start:][rows], values[:, :, start:][rows], cache, scale, mask, sinks
-        )
-        self._counts.dense_calls["of the short sequences of a batch"] += 1
-        out[rows] = dense
-        return out
 
     def _is_padding_mask(self, mask: Any) -> bool:
         """Whether ``mask`` is causal and no more, or the one a batch cache made of its left padding besides."""
