@@ -17,15 +17,16 @@ from unittest.mock import patch
 import mlx.core as mx
 import numpy as np
 from cases import Array
-from witness_call import Call
+from witness_call import Seen
 
 from mlx_sparse import oracle
 from mlx_sparse.artefact.identity import leaves
 from mlx_sparse.buckets import BucketIndex
 from mlx_sparse.cache import SPARSE_CLASSES, SparseCache
 from mlx_sparse.config import H2O
+from mlx_sparse.lm import plan as plans
 from mlx_sparse.lm import seam
-from mlx_sparse.lm.plan import Plan
+from mlx_sparse.lm.plan import Call
 from mlx_sparse.ops import baselines, sparq
 from mlx_sparse.received import STATES
 
@@ -63,22 +64,34 @@ class Witness:
     def __init__(self) -> None:
         self.sparse: Counter[str] = Counter()
         self.dense = self.ties = self.unchecked = 0
-        self.calls: list[Call] = []
+        self.calls: list[Seen] = []
         self._caches: list[Any] = []
         self._chosen: list[Any] = []
+        self._short: list[int] = []
+        self._parts: list[Seen] = []
 
     @contextmanager
     def watching(self) -> Iterator[Witness]:
         """While inside, every call of an enabled model is noted."""
-        attend, lists, prompt = Plan.attend, BucketIndex.lists, SparseCache.attend_prompt
+        attend, lists, prompt = Call.attend, BucketIndex.lists, SparseCache.attend_prompt
+        attend_one, replace = Call._attend, plans.replace
 
-        def noting(plan: Plan, *args: Any) -> Any:
-            if plan._probed is not None:
-                return attend(plan, *args)
-            self._chosen = []
-            out = attend(plan, *args)
-            self._note(plan, args, out)
+        def noting(call: Call, *args: Any) -> Any:
+            self._parts = []
+            out = attend(call, *args)
+            if call.probed is None:
+                self._note(args)
             return out
+
+        def noting_one(call: Call, *args: Any) -> Any:
+            self._chosen, self._short = [], []
+            out = attend_one(call, *args)
+            self._note_part(call, args, out)
+            return out
+
+        def noting_short(out: mx.array, short: list[int], *args: Any) -> Any:
+            self._short = short
+            return replace(out, short, *args)
 
         def noting_lists(index: BucketIndex, queries: mx.array, S: int, *args: Any) -> Any:
             found = lists(index, queries, S, *args)
@@ -99,7 +112,9 @@ class Witness:
             return choose
 
         with ExitStack() as stack:
-            stack.enter_context(patch.object(Plan, "attend", noting))
+            stack.enter_context(patch.object(Call, "attend", noting))
+            stack.enter_context(patch.object(Call, "_attend", noting_one))
+            stack.enter_context(patch.object(plans, "replace", noting_short))
             stack.enter_context(patch.object(BucketIndex, "lists", noting_lists))
             stack.enter_context(patch.object(SparseCache, "attend_prompt", noting_prompt))
             for module in (sparq, baselines):
@@ -118,25 +133,36 @@ class Witness:
 
     def attend(self, *args: Any) -> None:
         """As a listener at the seam: lets every call pass."""
-        self._chosen = []
-        self._note(None, args, None)
+        self._parts = []
+        self._note(args)
 
-    def _note(self, plan: Plan | None, args: tuple[Any, ...], out: Any) -> None:
+    def _note(self, args: tuple[Any, ...]) -> None:
+        """A call of a layer, and the calls that it was made of: one, or one of each sequence."""
         queries, keys, values, cache, scale, _, sinks = args
         if not isinstance(cache, (SparseCache, *SPARSE_CLASSES)):
             return
         layer = next(place for place, leaf in enumerate(self._caches) if leaf is cache)
-        config = None
-        if plan is not None:
-            prompt = queries.shape[2] > 1 and plan.prefill is not None and out is not None
-            config = plan.prefill.at(keys.shape[2]) if prompt else plan.decode
-        padding = getattr(cache, "left_padding", None)
-        padding = None if padding is None else mx.array(padding)
-        # Copies: the cache goes on to write into its own.
-        arrays = tuple(mx.array(array) for array in (queries, keys, values))
-        self.calls.append(Call(layer, config, arrays, padding, scale, sinks, out, self._chosen))
+        arrays = (queries, keys, values)
+        if len(self._parts) == 1 and self._parts[0].cache is cache:
+            (whole,) = self._parts
+        else:
+            config = self._parts[0].config if self._parts else None
+            whole = Seen.of(layer, config, arrays, cache, scale, sinks, None)
+        whole.parts = self._parts or [whole]
+        self.calls.append(whole)
 
-    def run(self, model: Any, tokens: Any, caches: list[Any], rows: list[Sequence], counts: list[int]) -> list[Call]:
+    def _note_part(self, call: Call, args: tuple[Any, ...], out: Any) -> None:
+        queries, keys, cache, scale, _, sinks, layer, *_ = args
+        if not isinstance(cache, (SparseCache, *SPARSE_CLASSES)):
+            return
+        prompt = queries.shape[2] > 1 and call.prefill is not None and out is not None
+        config = call.prefill.at(keys.shape[2]) if prompt else call.decode
+        values = cache.values[..., : keys.shape[2], :]
+        seen = Seen.of(layer, config, (queries, keys, values), cache, scale, sinks, out)
+        seen.chosen, seen.short = self._chosen, self._short
+        self._parts.append(seen)
+
+    def run(self, model: Any, tokens: Any, caches: list[Any], rows: list[Sequence], counts: list[int]) -> list[Seen]:
         """Call ``model`` and check what every layer did; ``counts`` of the tokens of each row are no padding.
 
         Raises:
@@ -149,18 +175,20 @@ class Witness:
         for call in self.calls:
             call.settle()
             received = self._take_in(call, rows, counts)
-            if call.out is None:
-                self.dense += 1
-            else:
-                self.sparse[call.method] += 1
-                call.check(received)
-                self.ties += call.ties
-                self.unchecked += call.unchecked
+            for part in call.parts:
+                part.settle()
+                if part.out is None:
+                    self.dense += 1
+                else:
+                    self.sparse[part.method] += 1
+                    part.check(received)
+                    self.ties += part.ties
+                    self.unchecked += part.unchecked
         for row, count in zip(rows, counts, strict=True):
             row.length += count
         return self.calls
 
-    def _take_in(self, call: Call, rows: list[Sequence], counts: list[int]) -> Array:
+    def _take_in(self, call: Seen, rows: list[Sequence], counts: list[int]) -> Array:
         """Compare the rows that were there and remember the new ones. For H2O, the scores before the call."""
         queries, *both = call.arrays
         keys = both[0]
@@ -186,7 +214,7 @@ class Witness:
         return before
 
     @staticmethod
-    def _receive(call: Call, rows: list[Sequence], before: Array) -> None:
+    def _receive(call: Seen, rows: list[Sequence], before: Array) -> None:
         """The scores after a step that attended the keys that it chose."""
         queries, keys, values = call.arrays
         listed = oracle.baselines.listed(np.array(call.chosen[0]), keys.shape[2])

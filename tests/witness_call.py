@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
@@ -23,7 +23,7 @@ ORDERS = 16
 
 
 @dataclass
-class Call:
+class Seen:
     """One attention call of a layer: what it was given, what it chose, and what it gave.
 
     Attributes:
@@ -33,6 +33,9 @@ class Call:
         padding: ``(B,)`` first valid key of each row, or None.
         out: None where it was dense.
         chosen: what the method was seen to choose, in the form that the method has.
+        short: sequences of a step that were dense for their length, in between others.
+        parts: the calls that this one was made of, itself or one of each sequence.
+        cache: over which it was.
         allowed: how far ``out`` may be off; before that is known, how far mixing in the mean value may bring it.
         ties, unchecked: choices that float32 may make otherwise, and that cannot be compared.
     """
@@ -44,13 +47,28 @@ class Call:
     scale: float
     sinks: Any
     out: Any
-    chosen: list[Any]
+    chosen: list[Any] = field(default_factory=list)
+    short: list[int] = field(default_factory=list)
+    parts: list[Seen] = field(default_factory=list)
+    cache: Any = None
     allowed: float = 0.0
     ties: int = 0
     unchecked: int = 0
 
+    @classmethod
+    def of(
+        cls, layer: int, config: Any, arrays: tuple[Any, ...], cache: Any, scale: float, sinks: Any, out: Any
+    ) -> Seen:
+        """A call over ``cache``, with copies of its arrays: the cache goes on to write into its own."""
+        padding = getattr(cache, "left_padding", None)
+        padding = None if padding is None else mx.array(padding)
+        copies = tuple(mx.array(array) for array in arrays)
+        return cls(layer, config, copies, padding, scale, sinks, out, cache=cache)
+
     def settle(self) -> None:
         """Arrays of NumPy from here on."""
+        if isinstance(self.arrays[0], np.ndarray):
+            return
         self.arrays = tuple(np.array(array.astype(mx.float32)) for array in self.arrays)
         self.padding = None if self.padding is None else np.array(self.padding)
         self.sinks = None if self.sinks is None else np.array(self.sinks.astype(mx.float32))
@@ -160,36 +178,47 @@ class Call:
         router, network, centroids, ids, covered, before, indices, counts = self.chosen
         keys, valid = self.arrays[1], self.valid
         B, Hkv, S, _ = keys.shape
-        assert 0 <= S - config.recent_tokens - covered < config.fold_every, f"{covered} of {S} keys are in the lists"
+        first = np.argmax(valid, axis=1)
+        for start, stop in zip(first, covered, strict=True):
+            unlisted = max(S - start - config.recent_tokens, 0) - (stop - start)
+            assert 0 <= unlisted < config.fold_every, f"{stop - start} of {S - start} keys are in the lists"
         listed, attended = np.array(indices), np.zeros((B, Hkv, S), bool)
         for b, h in np.ndindex(B, Hkv):
             used = listed[b, h, : int(counts[b, h])]
             attended[b, h, used] = True
             assert len(used) == attended[b, h].sum(), "a key is listed twice"
         weights = {name: np.array(array, np.float64) for name, array in network.items()}
-        scores = oracle.route_scores(np.array(before), **weights)
-        visited = oracle.saap_route(np.array(before), probes=config.probes, **weights)
+        routed = [(before, weights)]
+        if centroids.ndim == 4:  # each sequence has its own
+            own = [{name: array[b] for name, array in weights.items()} for b in range(B)]
+            routed = [(before[b : b + 1], own[b]) for b in range(B)]
+        scores = np.concatenate([oracle.route_scores(np.array(q), **one) for q, one in routed])
+        visited = np.concatenate([oracle.saap_route(np.array(q), probes=config.probes, **one) for q, one in routed])
         sure = np.ones((B, Hkv), bool) if config.probes >= scores.shape[-1] else sure_of(scores, config.probes)
         self.ties += int((~sure).sum())
-        found = np.array(ids)[..., :covered]
-        self._check_buckets(router, found, np.array(centroids, np.float64))
-        position = np.arange(S)
-        exact = (position < np.argmax(valid, axis=1)[:, None] + config.sink_tokens) | (position >= covered)
+        last = max(covered)
+        found = np.array(ids)[..., :last]
+        self._check_buckets(router, found, np.array(centroids, np.float64), covered)
+        position, before_window = np.arange(S), np.array(covered)[:, None]
+        exact = (position < first[:, None] + config.sink_tokens) | (position >= before_window)
         expected = np.broadcast_to((valid & exact)[:, None], attended.shape).copy()
-        expected[..., :covered] |= (found[..., None] == visited[:, :, None]).any(axis=-1) & valid[:, None, :covered]
+        inside = (valid & (position < before_window))[:, None, :last]
+        expected[..., :last] |= (found[..., None] == visited[:, :, None]).any(axis=-1) & inside
         same = (attended == expected) | (~sure[..., None] & ~exact[:, None])
         assert same.all(), "other keys are attended than those of the visited buckets"
         return lists(attended)
 
-    def _check_buckets(self, router: Any, ids: Array, centroids: Array) -> None:
+    def _check_buckets(self, router: Any, ids: Array, centroids: Array, covered: list[int]) -> None:
         """The first keys are in the buckets of their nearest centroids."""
         if router.source.irreversible is not None:
             self.unchecked += 1  # what they were before RoPE is not to be had
             return
         offset = 0 if self.padding is None else -mx.array(self.padding)
         before = router.source.turned_back(mx.array(self.arrays[1][:, :, : ids.shape[2]]), offset)
-        products = np.einsum("bhnd,hcd->bhnc", np.array(before, np.float64), centroids)
-        wrong = (ids != products.argmax(axis=-1)) & self.valid[:, None, : ids.shape[2]]
+        own = np.broadcast_to(centroids, (len(before), *centroids.shape[-3:]))
+        products = np.einsum("bhnd,bhcd->bhnc", np.array(before, np.float64), own)
+        listed = np.arange(ids.shape[2]) < np.array(covered)[:, None]
+        wrong = (ids != products.argmax(axis=-1)) & (self.valid[:, : ids.shape[2]] & listed)[:, None]
         # Turned back they are off by what rounding does to the rotated ones.
         wrong &= sure_of(products, 1, 1 << 12)
         assert not wrong.any(), f"{wrong.sum()} keys are in other buckets"
@@ -217,6 +246,8 @@ class Call:
         if self.padding is not None:  # rows that stand for nothing
             S, L = self.arrays[1].shape[2], self.out.shape[2]
             there &= (np.arange(S - L, S) >= self.padding[:, None])[:, None]
+        there[self.short] = False  # they are mlx-lm's
+        self.unchecked += bool(self.short)
         error, mixed = float(np.abs(self.out - expected)[there].max(initial=0)), self.allowed
         for out, plain_lse in plains:
             allowed = float(2 * np.abs(self._with_sinks(out, plain_lse) - expected).max() + ulp(expected, "f32"))
@@ -245,7 +276,7 @@ class Piece(SampleCase):
     factor: float = 1.0
 
     @classmethod
-    def of(cls, call: Call, config: Prefill) -> Piece:
+    def of(cls, call: Seen, config: Prefill) -> Piece:
         (B, Hq, L, D), (_, Hkv, S, _) = call.arrays[0].shape, call.arrays[1].shape
         settings = {"block_size": config.block_size}
         if isinstance(config, Sample):
