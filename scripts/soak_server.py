@@ -79,8 +79,8 @@ class Server:
         try:
             with urllib.request.urlopen(request, timeout=3600) as response:
                 found = json.load(response)["choices"][0]["logprobs"]["content"]
-        except (ConnectionError, urllib.error.URLError):
-            # Its queue of connections holds five: the kernel resets others.
+        except ConnectionResetError:
+            # By the kernel: the server's queue of connections holds five.
             if self.process.poll() is not None:
                 raise
             return self.ask(prompt)
