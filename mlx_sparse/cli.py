@@ -23,7 +23,7 @@ OWN_PARSERS = {
     "report": "mlx_sparse.evaluate.report.command",
     "tune-sample": "mlx_sparse.tune.run",
     "train-saap": "mlx_sparse.saap.run",
-    "bench": "mlx_sparse.bench.run",
+    "bench": "mlx_sparse.tools.bench.command",
     "run-onnx": "mlx_sparse.onnx_export.run",
 }
 
@@ -73,9 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("report", help="pictures and a report of what eval found, without running it again")
     commands.add_parser("tune-sample", help="settings of SampleAttention for a model, as a file for --attn-config")
     commands.add_parser("train-saap", help="SAAP's index of a model, trained on text, as a file for --attn")
-    commands.add_parser(
-        "bench", help="time decode steps and prompts, count their memory traffic, model them on Apple's chips"
-    )
+    commands.add_parser("bench", help="time decode steps, prompts and generation, on MLX, ONNX Runtime or CUDA")
     commands.add_parser("run-onnx", help="text from a model that export-onnx wrote, on onnxruntime")
     for name in HOSTED:
         commands.add_parser(name, help=f"mlx_lm.{name} with --attn, without the start-up hook")

@@ -64,7 +64,7 @@ trap 'rm -rf "$work"' EXIT
 # The package is this checkout, as links: what is installed, if anything is, may be another.
 mkdir -p "$work/tree/mlx_sparse"
 ln -s "$root"/mlx_sparse/* "$root/cuda_ref" "$work/tree/mlx_sparse/"
-ln -s "$root/tests" "$root/docs" "$root/pyproject.toml" "$work/tree/"
+ln -s "$root/tests" "$root/scripts" "$root/docs" "$root/pyproject.toml" "$work/tree/"
 cd "$work/tree"
 export PYTHONPATH="$work/tree"
 export TRITON_INTERPRET=0 # on the GPU, whatever the caller's environment says
@@ -82,7 +82,7 @@ fi
 if has pytest || $dry_run; then
   run timeout --signal=INT --kill-after=10 200 python3 -m pytest tests/test_triton_kernels.py tests/test_triton_select.py \
     tests/test_triton_saap.py tests/test_triton_sample.py tests/test_triton_blocks.py tests/test_triton_bench.py \
-    tests/test_triton_saap_bench.py tests/test_triton_sample_bench.py "${transformers[@]}" \
+    "${transformers[@]}" \
     tests/test_parity.py tests/test_parity_saap.py tests/test_parity_sample.py -k triton \
     --import-mode=importlib -o pythonpath=tests -p no:cacheprovider "${parallel[@]}" -q --junitxml="$work/tests.xml" ||
     echo "status: $?" | tee "$work/tests_status.txt"
@@ -90,9 +90,9 @@ else
   echo "pytest is not installed: the tests do not run, the benchmark checks its results itself." | tee "$work/no_tests"
 fi
 save "$work/bench.jsonl" timeout --signal=INT --kill-after=10 190 \
-  python3 -m mlx_sparse.cuda_ref.bench --budget-s 150 -o jsonl || echo "The benchmark of decode steps ended with status $?."
+  python3 -m mlx_sparse.cuda_ref.bench step --budget-s 150 -o jsonl || echo "The benchmark of decode steps ended with status $?."
 save "$work/saap.jsonl" timeout --signal=INT --kill-after=10 90 \
-  python3 -m mlx_sparse.cuda_ref.bench --saap --budget-s 60 -o jsonl || echo "The benchmark of SAAP's steps ended with status $?."
+  python3 -m mlx_sparse.cuda_ref.bench step --attn saap --budget-s 60 -o jsonl || echo "The benchmark of SAAP's steps ended with status $?."
 save "$work/prefill.jsonl" timeout --signal=INT --kill-after=10 110 \
-  python3 -m mlx_sparse.cuda_ref.bench --prefill --budget-s 75 -o jsonl || echo "The benchmark of prompts ended with status $?."
-run python3 -m mlx_sparse.bench.gpu_report "$work" "$output"
+  python3 -m mlx_sparse.cuda_ref.bench prompt --budget-s 75 -o jsonl || echo "The benchmark of prompts ended with status $?."
+run python3 scripts/check_report.py gpu "$work" "$output"

@@ -74,13 +74,13 @@ fi
 tests validated env METAL_DEVICE_WRAPPER_TYPE=1 METAL_DEBUG_ERROR_MODE=0 MTL_SHADER_VALIDATION=1 \
   MTL_SHADER_VALIDATION_REPORT_TO_STDERR=1
 tests plain env
-save "$work/bench.json" .venv/bin/mlx-sparse bench --backend metal --lengths 1k,2k,4k,8k,16k,32k,64k,128k \
+save "$work/bench.json" .venv/bin/mlx-sparse bench step --backend metal --lengths 1k,2k,4k,8k,16k,32k,64k,128k \
   --shapes 32x8x128,32x32x128,9x3x64,8x1x256,16x2x128 -o json || echo "The benchmark failed."
 # From few blocks to all: how fast the kernel is beside MLX's own.
 alphas=()
 for alpha in 0.5 0.9 0.999; do
   alphas+=("sample:alpha_column=$alpha,alpha_slash=$alpha")
 done
-save "$work/prefill.json" .venv/bin/mlx-sparse bench --attn "$(IFS=, && echo "${alphas[*]}")" --backend metal \
+save "$work/prefill.json" .venv/bin/mlx-sparse bench prompt --attn "$(IFS=, && echo "${alphas[*]}")" --backend metal \
   --lengths 8k,32k --shapes 32x8x128 -o json || echo "The prefill benchmark failed."
-run .venv/bin/python -m mlx_sparse.bench.report "$work" "$output"
+run .venv/bin/python scripts/check_report.py mac "$work" "$output"

@@ -1,7 +1,7 @@
 """What routers find in text that was held out, with the keys before RoPE and after it: two tables of saap.md.
 
 python scripts/saap_recall.py --collected WORK/collected-... --artefact A.safetensors --roped R.safetensors \
-    [--context 8192 --queries 1024 --farther-than 256 --thinned 256]
+    [--context 8192 --queries 1024 --farther-than 256 --thinned 256] [--jsonl docs/results/saap.jsonl]
 
 WORK is what `mlx-sparse train-saap --work WORK` keeps; of its two folders the one of the held-out text.
 """
@@ -66,14 +66,26 @@ def main() -> None:
                 mass[router].append([np.interp(at, drawn.selectivity, drawn.mass) for at in GRID])
                 if router != "random":
                     bands[router].append(_by_distance(seen[space], scores))
-    print(_table("router, long-range queries", GRID, {name: np.mean(rows, axis=0) for name, rows in recall.items()}))
-    print(_table("router, all far attention", GRID, {name: np.mean(rows, axis=0) for name, rows in mass.items()}))
+    tables = [
+        ("router, long-range queries", GRID, {name: np.mean(rows, axis=0) for name, rows in recall.items()}),
+        ("router, all far attention", GRID, {name: np.mean(rows, axis=0) for name, rows in mass.items()}),
+    ]
     totals = np.array([total for _, total in bands["kmeans"]])
     shares = {"share of the far attention": (totals / totals.sum(axis=1, keepdims=True)).mean(axis=0)}
     for name, rows in bands.items():
         shares[name] = np.mean([kept / np.maximum(total, 1e-30) for kept, total in rows], axis=0)
     ends = [*nearest[1:], args.context]
-    print(_table(f"found at {BAND_AT:.0%}", [f"{a:,} to {b:,}" for a, b in zip(nearest, ends, strict=True)], shares))
+    bands_of = [f"{a:,} to {b:,}" for a, b in zip(nearest, ends, strict=True)]
+    tables.append((f"found at {BAND_AT:.0%}", bands_of, shares))
+    for title, columns, rows in tables:
+        print(_table(title, columns, rows))
+    if args.jsonl:  # what scripts/plots.py draws
+        lines = [
+            {"table": title, "router": name, "columns": _names(columns), "values": [round(float(v), 3) for v in values]}
+            for title, columns, rows in tables
+            for name, values in rows.items()
+        ]
+        args.jsonl.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
 def _arguments() -> argparse.Namespace:
@@ -82,6 +94,7 @@ def _arguments() -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=Path, required=True)
     for name, default in (("context", 8192), ("queries", 1024), ("farther-than", 256), ("seed", 0), ("thinned", 256)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--jsonl", type=Path, help="also write the tables there")
     parser.add_argument("--layers", type=int, nargs="+", help="(default: all)")
     return parser.parse_args()
 
@@ -110,8 +123,12 @@ def _by_distance(seen: list[Any], scores: Any) -> tuple[Any, Any]:
     return kept[:-1] - kept[1:], total[:-1] - total[1:]
 
 
+def _names(columns: Any) -> list[str]:
+    return [column if isinstance(column, str) else f"{column:.0%}" for column in columns]
+
+
 def _table(title: str, columns: Any, rows: dict[str, Any]) -> str:
-    names = [column if isinstance(column, str) else f"{column:.0%}" for column in columns]
+    names = _names(columns)
     lines = ["| " + " | ".join([title, *names]) + " |", "|" + "---|" * (len(names) + 1)]
     lines += ["| " + " | ".join([name, *(f"{value:.3f}" for value in values)]) + " |" for name, values in rows.items()]
     return "\n".join([*lines, ""])

@@ -1,4 +1,4 @@
-"""mlx-sparse bench --generate: prompts of exact lengths, what rows say, and once the real commands."""
+"""mlx-sparse bench generate: prompts of exact lengths, what rows say, and once the real commands."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import tiny_models
 
-from mlx_sparse.bench import generate
-from mlx_sparse.bench.generate import Run
 from mlx_sparse.checks import ArtefactError, ConfigError
 from mlx_sparse.demo.outcome import Outcome
+from mlx_sparse.tools.bench import generate
+from mlx_sparse.tools.bench.command import main
+from mlx_sparse.tools.bench.generate import Prompt, Run
 
 SPARQ = "sparq:rank=4,top_k=4,dense_below=0"
 LAYERS, LENGTH, TOKENS, TURNS = 2, 50, 8, 1  # a start takes seconds
@@ -37,6 +38,10 @@ def run(prompt: float, generation: float, text: str = "a b c d", report: Any = N
     return Run(Outcome(text, 100, prompt, 4, generation, report), busy=1 / prompt)
 
 
+def row_of(method: str, dense: list[Run], runs: list[Run]) -> dict[str, Any]:
+    return generate.row(method, Prompt(100), dense, runs, words).as_dict()
+
+
 @pytest.mark.parametrize("S", [2, 3, 17])
 def test_a_prompt_is_the_start_of_the_text_with_exactly_so_many_tokens(S: int):
     text = " ".join(f"word{i}" for i in range(40))
@@ -52,14 +57,14 @@ def test_a_text_that_is_too_short_is_refused():
 def test_ratios_are_of_the_same_turn():
     dense = [run(100, 10), run(50, 4), run(80, 8)]
     sparse = [run(110, 20, report=REPORT), run(100, 6, report=REPORT), run(80, 12, report=REPORT)]
-    row = generate.row("sparq:rank=16", 100, dense, sparse, words)
+    row = row_of("sparq:rank=16", dense, sparse)
     assert (row["prompt"], row["prompt_low"], row["prompt_high"]) == (100, 90, 105)
     assert (row["prompt_ratio"], row["generation_ratio"]) == pytest.approx((1.1, 1.5))  # not 100 / 80 and 12 / 8
     assert (row["generation_ratio_low"], row["generation_ratio_high"]) == pytest.approx((1.5, 1.75))
     assert row["busy_seconds"] == 1 / 100
     assert (row["bytes_per_token"], row["dense_bytes_per_token"]) == (10_000_000, 40_000_000)
     assert (row["attn"], row["sparse_calls"], row["note"]) == ("sparq:rank=16,top_k=128", 300, None)
-    base = generate.row("dense", 100, dense, dense, words)
+    base = row_of("dense", dense, dense)
     assert (base["prompt_ratio"], base["generation_ratio"], base["as_dense"], base["note"]) == (1, 1, True, None)
 
 
@@ -67,8 +72,8 @@ def test_ratios_are_of_the_same_turn():
     ("text", "same", "as_dense"), [("a b c d", 4, True), ("a b x d", 2, False), ("a b", 2, False), ("", 0, False)]
 )
 def test_tokens_are_compared_with_those_of_dense_attention(text: str, same: int, as_dense: bool):
-    row = generate.row("sparq", 100, [run(1, 1)], [run(1, 1, text, REPORT)], words)
-    assert (row["same_tokens"], row["as_dense"]) == (same, as_dense)
+    row = generate.row("sparq", Prompt(100), [run(1, 1)], [run(1, 1, text, REPORT)], words)
+    assert (row.details["same_tokens"], row.details["as_dense"]) == (same, as_dense)
     assert ("all" if as_dense else f"the first {same} of 4") in generate.table([row])
 
 
@@ -82,14 +87,14 @@ def test_tokens_are_compared_with_those_of_dense_attention(text: str, same: int,
     ],
 )
 def test_a_method_without_a_sparse_call_is_noted(method: str, changes: dict[str, Any], note: str | None):
-    row = generate.row(method, 100, [run(1, 1)], [run(1, 1, report=REPORT | changes)], words)
-    assert (row["note"] or "").startswith(note or "") and bool(row["note"]) == bool(note)
+    row = generate.row(method, Prompt(100), [run(1, 1)], [run(1, 1, report=REPORT | changes)], words)
+    assert (row.note or "").startswith(note or "") and bool(row.note) == bool(note)
     assert f"* `{method}` at 100: " in generate.table([row]) or not note
 
 
 def test_a_run_without_a_report_is_refused():
     with pytest.raises(ArtefactError, match="expected a report of sparq, got none"):
-        generate.row("sparq", 100, [run(1, 1)], [run(1, 1)], words)
+        generate.row("sparq", Prompt(100), [run(1, 1)], [run(1, 1)], words)
 
 
 @pytest.mark.parametrize(
@@ -100,12 +105,14 @@ def test_a_run_without_a_report_is_refused():
         (["--max-tokens", "0"], "--max-tokens: expected"),
         (["--lengths", "many"], "--lengths: expected"),
         (["-o", "pdf"], "-o: expected one of"),
+        (["--threads", "2"], "--threads: expected none with --engine mlx, got 2."),
+        (["--engine", "onnx", "--text", "x"], "--text: expected none with --engine onnx, got x."),
         (["--text", "no/such/file"], "--text: expected readable UTF-8 text files or one of python"),
     ],
 )
 def test_a_mistake_is_told_before_anything_runs(argv: list[str], message: str):
     with pytest.raises(ConfigError, match=message):
-        generate.main(argv)
+        main(["generate", *argv])
 
 
 def test_the_real_commands_are_run_and_compared(tmp_path: Path, without_torch: Any, capsys: pytest.CaptureFixture[str]):
@@ -113,7 +120,7 @@ def test_the_real_commands_are_run_and_compared(tmp_path: Path, without_torch: A
     text = tmp_path / "text"
     text.write_text(tiny_models.words(tiny_models.prompt_of(2 * LENGTH)))
     options = ["--model", str(model), "--text", str(text), "--lengths", str(LENGTH), "--max-tokens", str(TOKENS)]
-    assert generate.main([*options, "--attn", SPARQ, "--repeat", str(TURNS), "-o", "json"]) == 0
+    assert main(["generate", *options, "--attn", SPARQ, "--repeat", str(TURNS), "-o", "json"]) == 0
     document = json.loads(capsys.readouterr().out)
     dense, sparse = document["rows"]
     assert (dense["method"], sparse["method"]) == ("dense", SPARQ)

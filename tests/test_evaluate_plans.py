@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from tiny_models import VOCAB, build, write
 
-from mlx_sparse import ConfigError, machine
+from mlx_sparse import ConfigError
 from mlx_sparse.evaluate import run as evaluate
 from mlx_sparse.evaluate.inputs import fingerprint
+from mlx_sparse.tools import environment
 
 TEXT = " ".join(f"w{1 + (i * i + i // 7) % (VOCAB - 1)}" for i in range(1200))
 
@@ -18,7 +19,7 @@ def test_results_of_other_versions_are_not_gone_on_from(monkeypatch: pytest.Monk
     model = build()
     first = fingerprint(model, [1, 2], "option")
     assert fingerprint(model, [1, 2], "option") == first
-    monkeypatch.setattr(machine, "versions", lambda: {"mlx": "0"})
+    monkeypatch.setattr(environment, "versions", lambda: {"mlx": "0"})
     assert fingerprint(model, [1, 2], "option") != first
 
 

@@ -10,9 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import check_report
 import pytest
-
-from mlx_sparse.bench import gpu_report
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "scripts" / "gpu_check.sh"
@@ -23,8 +22,6 @@ TESTS = (
     "test_triton_sample",
     "test_triton_blocks",
     "test_triton_bench",
-    "test_triton_saap_bench",
-    "test_triton_sample_bench",
     "test_triton_hf",
     "test_triton_hf_cache",
     "test_parity",
@@ -34,10 +31,11 @@ TESTS = (
 UNFINISHED = [f"the benchmark of {what} did not finish" for what in ("decode steps", "SAAP's steps", "prompts")]
 STEPS = [
     f"timeout --signal=INT --kill-after=10 200 python3 -m pytest {' '.join(f'tests/{name}.py' for name in TESTS)}",
-    "timeout --signal=INT --kill-after=10 190 python3 -m mlx_sparse.cuda_ref.bench --budget-s 150 -o jsonl >",
-    "timeout --signal=INT --kill-after=10 90 python3 -m mlx_sparse.cuda_ref.bench --saap --budget-s 60 -o jsonl >",
-    "timeout --signal=INT --kill-after=10 110 python3 -m mlx_sparse.cuda_ref.bench --prefill --budget-s 75 -o jsonl >",
-    "python3 -m mlx_sparse.bench.gpu_report ",
+    "timeout --signal=INT --kill-after=10 190 python3 -m mlx_sparse.cuda_ref.bench step --budget-s 150 -o jsonl >",
+    "timeout --signal=INT --kill-after=10 90 python3 -m mlx_sparse.cuda_ref.bench step --attn saap --budget-s 60 "
+    "-o jsonl >",
+    "timeout --signal=INT --kill-after=10 110 python3 -m mlx_sparse.cuda_ref.bench prompt --budget-s 75 -o jsonl >",
+    "python3 scripts/check_report.py gpu ",
 ]
 
 # A python3 that claims to see a GPU, and has no xdist; the rest it does as the one that runs this.
@@ -82,7 +80,8 @@ def machine(folder: Path, *, missing: str | None = None, fails: bool = False, li
         (folder / name).mkdir()
     for name in ("mlx_sparse", "cuda_ref", "docs", "pyproject.toml"):
         (folder / name).symlink_to(ROOT / name)
-    shutil.copy(SCRIPT, folder / "scripts")
+    for script in (SCRIPT, ROOT / "scripts" / "check_report.py"):
+        shutil.copy(script, folder / "scripts")
     for name in TESTS:
         (folder / "tests" / f"{name}.py").write_text(TEST.format(fails=fails))
     has = {name: int(name == missing) for name in ("pytest", "transformers")}
@@ -185,8 +184,7 @@ def test_without_transformers_the_other_tests_run(tmp_path: Path) -> None:
 
 
 ROW = {"kind": "row", "failed": False, "turns": 9}
-COMMAND = {"kind": "command", "command": "mlx-sparse bench --cuda"}
-END = {"kind": "end", "right": True, "text": "| table |"}
+END = {"kind": "end", "right": True, "text": "| table |", "run": {"command": "mlx-sparse bench step"}}
 
 
 @pytest.mark.parametrize(
@@ -201,29 +199,29 @@ END = {"kind": "end", "right": True, "text": "| table |"}
 )
 def test_what_the_benchmark_found_decides(rows: list[dict[str, Any]], problems: list[str], tmp_path: Path) -> None:
     (tmp_path / "tests.xml").write_text('<testsuites><testsuite tests="2" skipped="1" time="3.5"/></testsuites>')
-    (tmp_path / "bench.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (COMMAND, *rows)) + '{"kind": "ro')
+    (tmp_path / "bench.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"kind": "ro')
     for other in ("saap", "prefill"):
-        (tmp_path / f"{other}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (COMMAND, END)))
+        (tmp_path / f"{other}.jsonl").write_text(json.dumps(END) + "\n")
     target = tmp_path / "result.jsonl"
-    assert gpu_report.main([str(tmp_path), str(target)]) == bool(problems)
+    assert check_report.main(["gpu", str(tmp_path), str(target)]) == bool(problems)
     found, *copied = [json.loads(line) for line in target.read_text().splitlines()]
     assert found["problems"] == problems
-    assert copied == [COMMAND, *rows, COMMAND, END, COMMAND, END]
-    tables = target.with_suffix(".md").read_text().count("    mlx-sparse bench --cuda\n\n| table |")
+    assert copied == [*rows, END, END]
+    tables = target.with_suffix(".md").read_text().count("    mlx-sparse bench step\n\n| table |")
     assert tables == 2 + (END in rows)
 
 
 def test_tests_that_were_cut_short_are_not_taken_for_all(tmp_path: Path) -> None:
     (tmp_path / "tests.xml").write_text('<testsuites><testsuite tests="2" skipped="1" time="3.5"/></testsuites>')
     (tmp_path / "tests_status.txt").write_text("status: 124\n")
-    for name in gpu_report.BENCHMARKS:
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (COMMAND, ROW, END)))
-    assert gpu_report.main([str(tmp_path), str(tmp_path / "result.jsonl")]) == 1
+    for name in check_report.GPU:
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (ROW, END)))
+    assert check_report.main(["gpu", str(tmp_path), str(tmp_path / "result.jsonl")]) == 1
     found = json.loads((tmp_path / "result.jsonl").read_text().splitlines()[0])
     assert found["problems"] == ["the tests were ended after 2 of them (status 124)"]
 
 
 def test_an_empty_folder_is_reported_as_unfinished(tmp_path: Path) -> None:
-    assert gpu_report.main([str(tmp_path), str(tmp_path / "result.jsonl")]) == 1
+    assert check_report.main(["gpu", str(tmp_path), str(tmp_path / "result.jsonl")]) == 1
     found = json.loads((tmp_path / "result.jsonl").read_text())
     assert found["problems"] == ["the tests did not finish", *UNFINISHED]

@@ -9,9 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import check_report
 import pytest
-
-from mlx_sparse.bench import report
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "scripts" / "mac_check.sh"
@@ -20,9 +19,9 @@ STEPS = [
     "env METAL_DEVICE_WRAPPER_TYPE=1 METAL_DEBUG_ERROR_MODE=0 MTL_SHADER_VALIDATION=1",
     "env .venv/bin/python -m pytest tests/test_metal_kernels.py tests/test_metal_attend_blocks.py "
     "tests/test_metal_sample.py tests/test_backends.py -k metal",
-    ".venv/bin/mlx-sparse bench --backend metal --lengths 1k,2k,4k,8k,16k,32k,64k,128k",
-    ".venv/bin/mlx-sparse bench --attn sample:alpha_column=0.5,alpha_slash=0.5,sample:alpha_column=0.9,",
-    ".venv/bin/python -m mlx_sparse.bench.report",
+    ".venv/bin/mlx-sparse bench step --backend metal --lengths 1k,2k,4k,8k,16k,32k,64k,128k",
+    ".venv/bin/mlx-sparse bench prompt --attn sample:alpha_column=0.5,alpha_slash=0.5,sample:alpha_column=0.9,",
+    ".venv/bin/python scripts/check_report.py mac",
 ]
 
 FILES = ["test_metal_kernels", "test_metal_attend_blocks", "test_metal_sample", "test_backends"]
@@ -61,7 +60,8 @@ def mac(tmp_path: Path) -> Path:
     for folder in ("bin", "scripts", "tests"):
         (tmp_path / folder).mkdir()
     (tmp_path / "scripts" / "dev.py").write_text("print('doctor')")
-    shutil.copy(SCRIPT, tmp_path / "scripts")
+    for script in (SCRIPT, ROOT / "scripts" / "check_report.py"):
+        shutil.copy(script, tmp_path / "scripts")
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     real = {"python": sys.executable, "mlx-sparse": f"{sys.executable} -m mlx_sparse.cli"}
     commands = {f"bin/{name}": body for name, body in MAC.items()}
@@ -142,7 +142,7 @@ def test_failures_and_what_the_validation_said_are_reported(mac: Path) -> None:
 
 def test_an_empty_folder_is_reported_as_unfinished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "validated.xml").write_text("<testsuites>")  # cut short
-    assert report.main([str(tmp_path), str(tmp_path / "result.json")]) == 1
+    assert check_report.main(["mac", str(tmp_path), str(tmp_path / "result.json")]) == 1
     assert json.loads((tmp_path / "result.json").read_text())["problems"] == [
         "tests (validated) did not finish",
         "tests (plain) did not finish",

@@ -1,4 +1,4 @@
-"""mlx-sparse bench --generate --onnx: exported models decode in turns, and wrong ones get no speed."""
+"""mlx-sparse bench generate --engine onnx: exported models decode in turns, and wrong ones get no speed."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from mlx_sparse.onnx_export.exporter import bench as onnx_generate
 from mlx_sparse.onnx_export.exporter.bench import Turns
 from require import absent
 
-from mlx_sparse.bench import generate
 from mlx_sparse.checks import ConfigError
+from mlx_sparse.tools.bench.command import main
 
 SPARQ = "sparq:rank=4,top_k=16,dense_below=64"
 ROBUST = SPARQ + ",component_score=query_key,reallocate=true"
@@ -33,8 +33,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def rows_of(capsys: pytest.CaptureFixture[str], model: Path, attn: str, *options: str) -> list[dict[str, Any]]:
     lengths = ",".join(map(str, LENGTHS))
-    argv = ["--onnx", "--model", str(model), "--attn", attn, "--lengths", lengths, "--max-tokens", str(TOKENS)]
-    assert generate.main([*argv, "--repeat", str(TURNS), "-o", "json", *options]) == 0
+    argv = [
+        "generate",
+        "--engine",
+        "onnx",
+        "--model",
+        str(model),
+        "--attn",
+        attn,
+        "--lengths",
+        lengths,
+        "--max-tokens",
+        str(TOKENS),
+    ]
+    assert main([*argv, "--repeat", str(TURNS), "-o", "json", *options]) == 0
     rows: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["rows"]
     return rows
 
@@ -99,20 +111,20 @@ def test_a_step_that_is_wrong_gets_no_speed():
     found |= {("sparq", "native", 99): replace(right, logits=np.array([[[1.1, -4.0]], [[2.1, 3.0]]]))}
     found |= {("sparq", "bodies", 99): replace(right, speeds=[20.0, 30.0])}
     row = onnx_generate.row(file, "sparq", "bodies", 99, 1, found)
-    assert row["failed"] and row["generation"] is row["generation_ratio"] is None
+    assert row.failed and set(row.spreads.values()) == {None} and row.as_dict()["generation"] is None
     assert "| wrong |" in onnx_generate.table([row]) and "differ" in onnx_generate.table([row])
     dense = onnx_generate.row(file, "dense", "native", 99, 1, found)
-    assert not dense["failed"] and dense["generation"] == 15
+    assert not dense.failed and dense.as_dict()["generation"] == 15
     found["sparq", "native", 99] = replace(right, logits=np.array([[[1.1, -4.0]], [[2.0, 3.0]]]))
-    assert onnx_generate.row(file, "sparq", "bodies", 99, 1, found)["failed"], "wrong after one of the tokens"
+    assert onnx_generate.row(file, "sparq", "bodies", 99, 1, found).failed, "wrong after one of the tokens"
     found["sparq", "native", 99] = right
     row = onnx_generate.row(file, "sparq", "bodies", 99, 1, found)
-    assert (row["generation"], row["generation_ratio"], row["error"]) == (25, 1.75, 0)
-    assert row["busy_ratio"] == 1
+    said = row.as_dict()
+    assert (said["generation"], said["generation_ratio"], said["busy_ratio"], said["error"]) == (25, 1.75, 1, 0)
     assert "25.0 (22.5 to 27.5), 1.75 x" in onnx_generate.table([row])
 
 
 def test_caches_that_do_not_fit_are_refused(model: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(onnx_generate, "too_large", lambda needed: "too large")
+    monkeypatch.setattr(onnx_generate, "too_large", lambda needed, there, share: "too large")
     with pytest.raises(ConfigError, match="--lengths: expected caches that fit into memory"):
-        generate.main(["--onnx", "--model", str(model), "--attn", SPARQ, "--lengths", "40"])
+        main(["generate", "--engine", "onnx", "--model", str(model), "--attn", SPARQ, "--lengths", "40"])

@@ -1,4 +1,4 @@
-"""`mlx-sparse bench --cuda`: what is right for it, what it holds back, and that its report is whole.
+"""The contenders of `mlx-sparse bench --engine cuda`: what is measured, what is right, and what is held back.
 
 On a GPU it runs there; elsewhere in Triton's interpreter, where its times mean nothing and all else is the same.
 """
@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,35 +15,58 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from mlx_sparse.cuda_ref.bench import cases, command, contenders, inputs, model, report, run, timing
-from mlx_sparse.cuda_ref.bench.cases import Case, Setting
-from mlx_sparse.cuda_ref.bench.run import Found, Row
-from torch_arrays import DEVICE
+from mlx_sparse.cuda_ref import bench, blocks
+from mlx_sparse.cuda_ref.bench import dense, inputs, prompts, saap, saap_cases, sparq, sparq_cases
+from mlx_sparse.cuda_ref.bench.device import Device, Recorded
+from mlx_sparse.cuda_ref.bench.prompts import Prompt
+from mlx_sparse.cuda_ref.bench.saap_cases import SaapCase
+from mlx_sparse.cuda_ref.bench.sparq_cases import Setting, SparQCase
+from torch_arrays import DEVICE, to_numpy
 
-from mlx_sparse import ConfigError, oracle, stats
-from mlx_sparse.bench.run import main as bench
+from mlx_sparse import oracle, stats
+from mlx_sparse.tools.bench.command import main
+from mlx_sparse.tools.bench.core import Row, Shape, Turns, measure
 
 K = 1024
-ROOT = Path(__file__).parents[1]
-SETTING = Setting(32, 128)
+LLAMA = Shape(32, 8, 128)
 H200_L2, H200_MEMORY = 60 << 20, int(0.9 * 141e9)
-EVERY = cases.plan([4 * K << i for i in range(8)], [1, 8, 64], [(32, 8, 128), (32, 32, 128)], "float16", SETTING)
+LENGTHS = [4 * K << i for i in range(8)]
+EVERY = sparq_cases.plan(LENGTHS, [1, 8, 64], [LLAMA, Shape(32, 32, 128)], "float16", Setting(32, 128))
+EVERY_SAAP = saap_cases.plan([64 * K, *saap_cases.BARS], [1], [LLAMA], "float16")
 SMALL = [
-    Case(2, 8, 2, 64, 300, "float16", (Setting(16, 32), Setting(8, 40))),
-    Case(1, 3, 3, 64, 257, "float16", (Setting(16, 32),)),
-    Case(1, 3, 1, 128, 200, "bfloat16", (Setting(128, 40),)),
+    SparQCase("float16", Shape(8, 2, 64), 2, 300, (Setting(16, 32), Setting(8, 40))),
+    SparQCase("float16", Shape(3, 3, 64), 1, 257, (Setting(16, 32),)),
+    SparQCase("bfloat16", Shape(3, 1, 128), 1, 200, (Setting(128, 40),)),
 ]
-ARGUMENTS = ["--lengths", "200", "--batches", "1", "--shapes", "4x2x64,2x2x64", "--rank", "16", "--top-k", "32"]
+SETTINGS = saap_cases.equal(0.1, 32, 64), saap_cases.Setting(24, 8, 0.3, "a column", 64)
+SAAP = SaapCase("float16", Shape(4, 2, 64), 2, 500, SETTINGS, 2, 38)  # few exact keys, so that there are others
+PROMPT = Prompt("float16", Shape(2, 1, 64), 1, 400, block_size=32)
 by_case = pytest.mark.parametrize("case", SMALL, ids=str)
+by_setting = pytest.mark.parametrize("setting", SETTINGS, ids=str)
+plain_flex = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")  # as it is on the CPU
 
 
-def arrays(given: inputs.Inputs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+@pytest.fixture(scope="module")
+def device() -> Device:
+    return Device()
+
+
+def arrays(given: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Queries, keys and values for the oracle."""
     return tuple(t.double().cpu().numpy() for t in (given.queries, given.keys[0], given.values[0]))
 
 
 def sparq_settings(setting: Setting) -> dict[str, int]:
     return {"rank": setting.rank, "top_k": setting.top_k, "local_window": setting.window}
+
+
+def routed(setting: saap_cases.Setting) -> saap.Routed:
+    return saap.Routed(saap.SaapInputs(SAAP, 2, DEVICE), setting)
+
+
+def oracle_route(found: saap.Routed) -> np.ndarray:
+    network = {name: to_numpy(array) for name, array in found.networks[0]._asdict().items()}
+    return oracle.saap_route(to_numpy(found.inputs.before), probes=found.setting.probes, **network)
 
 
 # --- what is measured
@@ -64,26 +84,28 @@ def test_the_papers_case_comes_first_then_those_with_bars_then_the_rest_by_size(
 
 @pytest.mark.parametrize("S", [4 * K, 64 * K, 512 * K])
 def test_an_eighth_moves_an_eighth(S: int) -> None:
-    setting = cases.eighth(S, 128)
+    setting = sparq_cases.eighth(S, 128)
     moved = stats.sparq_elements(S, 128, rank=setting.rank, top_k=setting.top_k)
     assert moved / stats.dense_elements(S, 128) == pytest.approx(1 / 8, rel=0.01)
 
 
 def test_caches_are_enough_that_l2_holds_nothing_and_fit_where_bars_are() -> None:
-    for case in EVERY:
+    for case in (*EVERY, *EVERY_SAAP):
         copies = case.copies(H200_L2)
-        for setting in case.settings:
-            read = case.rows * case.item * (case.S * setting.rank + 2 * setting.top_k * case.D)
-            assert copies * read >= 3 * H200_L2
+        assert copies * case.least >= 3 * H200_L2
         if case.bar:
             assert case.memory(copies) < H200_MEMORY
+    for case in EVERY:
+        for setting in case.settings:
+            read = case.rows * case.item * (case.S * setting.rank + 2 * setting.top_k * case.D)
+            assert case.copies(H200_L2) * read >= 3 * H200_L2
     most = next(case for case in EVERY if case.B == 64 and case.S == 512 * K)
     assert most.memory(1) > H200_MEMORY
 
 
 @by_case
-def test_the_memory_of_inputs_is_within_the_estimate(case: Case) -> None:
-    made = inputs.Inputs(case, 2, DEVICE)
+def test_the_memory_of_inputs_is_within_the_estimate(case: SparQCase) -> None:
+    made = inputs.SparQInputs(case, 2, DEVICE)
     taken = sum(t.numel() * t.element_size() for t in (made.keys, made.values, made.keys_t))
     assert taken == 2 * 3 * case.keys < case.memory(2)
     for cache in (made.keys, made.values, made.keys_t):
@@ -91,12 +113,54 @@ def test_the_memory_of_inputs_is_within_the_estimate(case: Case) -> None:
     assert torch.equal(made.keys_t[1], made.keys[0].transpose(-1, -2))
 
 
+def test_every_bar_is_a_case_with_the_papers_network_at_5_percent() -> None:
+    assert {case.S: case.bar for case in EVERY_SAAP if case.bar} == saap_cases.BARS
+    for case in EVERY_SAAP:
+        held, small, skewed = case.settings
+        assert (held.hidden, held.buckets) == (1024, 1024)
+        assert held.share == pytest.approx(0.05, rel=0.01)
+        assert (small.hidden, small.share) == (256, held.share)
+        assert (skewed.probes, skewed.share) == (32, saap_cases.TABLE_5[case.S][1])
+
+
+@by_setting
+def test_visited_buckets_hold_the_share_that_is_asked_for(setting: saap_cases.Setting) -> None:
+    found = routed(setting)
+    visited = oracle_route(found)
+    ids = to_numpy(found._bucket_ids)
+    measured = oracle.saap.selectivity(ids, visited, SAAP.sink_tokens, SAAP.recent_tokens)
+    assert measured == pytest.approx(setting.share, rel=0.01)
+    shares = setting.head_shares(SAAP.Hkv)
+    assert (min(shares) < max(shares)) == bool(setting.column)
+    covered = slice(SAAP.sink_tokens, SAAP.S - SAAP.recent_tokens)
+    for h, share in enumerate(shares):
+        sizes = np.bincount(ids[0, h, covered], minlength=setting.buckets)[visited[0, h]] / SAAP.outside
+        np.testing.assert_allclose(sizes, setting.bucket_shares(share), atol=1.01 / SAAP.outside)
+
+
+def test_every_copy_has_arrays_of_its_own() -> None:
+    found = routed(SETTINGS[0])
+    for first, second in zip(found.networks[0], found.networks[1], strict=True):
+        assert torch.equal(first, second)
+        assert first.data_ptr() != second.data_ptr()
+    first, second = found.indices
+    assert torch.equal(first.key_ids, second.key_ids)
+    assert first.key_ids.data_ptr() != second.key_ids.data_ptr()
+
+
+def test_the_bars_leave_time_for_launches() -> None:
+    """A bar that bytes alone do not allow could not be met."""
+    for case in EVERY_SAAP:
+        moved = sum(part.bytes for part in saap_cases.parts(case, case.settings[0]))
+        assert case.dense_bytes / moved > 1.5 * (case.bar or 1)
+
+
 # --- what is right
 
 
 @by_case
-def test_the_reference_is_the_oracle(case: Case) -> None:
-    made = inputs.Inputs(case, 1, DEVICE)
+def test_the_reference_of_sparq_is_the_oracle(case: SparQCase) -> None:
+    made = inputs.SparQInputs(case, 1, DEVICE)
     dense = inputs.expected_dense(made)
     exact = oracle.dense_attention(*arrays(made))
     np.testing.assert_allclose(dense.out.cpu().numpy().reshape(exact.shape), exact, rtol=0, atol=1e-12)
@@ -112,54 +176,79 @@ def test_the_reference_is_the_oracle(case: Case) -> None:
         np.testing.assert_allclose(found, exact, rtol=0, atol=1e-7)  # the mean of the values is float32
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")  # as it is on the CPU
-@by_case
-def test_every_contender_is_right_on_every_copy(case: Case) -> None:
-    field = contenders.Field(inputs.Inputs(case, 2, DEVICE))
+@by_setting
+def test_the_reference_of_saap_is_the_oracle(setting: saap_cases.Setting) -> None:
+    found = routed(setting)
+    visited = oracle_route(found)
+    assert found.wrong_route((torch.tensor(visited, device=DEVICE),)) is None
+    window = {"sink_tokens": SAAP.sink_tokens, "recent_tokens": SAAP.recent_tokens}
+    ids = to_numpy(found._bucket_ids)
+    given = found.inputs.queries, found.inputs.keys[0], found.inputs.values[0]
+    exact = oracle.saap_attention(*map(to_numpy, given), bucket_ids=ids, visited=visited, **window)
+    expected = saap.expected_over(found.inputs, found.attended(torch.tensor(visited, device=DEVICE)))
+    np.testing.assert_allclose(expected.out.cpu().numpy().reshape(exact.shape), exact, rtol=0, atol=1e-12)
+
+
+def test_the_reference_of_prompts_is_the_oracle_over_the_drawn_blocks() -> None:
+    drawn = prompts.PromptInputs(PROMPT, DEVICE)
+    kept, counts = drawn.drawn(0.4)
+    layout = PROMPT.layout
+    lists = prompts.sample.merge(kept, layout, 0, layout.row_blocks, layout.key_blocks, torch.empty_like(counts))
+    assert torch.equal(counts, (lists >= 0).sum(dim=3, dtype=torch.int32))
+    assert 0.3 < float(counts.sum() / PROMPT.Hq / layout.causal_pairs) < 0.6
+    q, k, v = (array.double().cpu().numpy() for array in drawn.qkv)
+    out, _ = oracle.attend_blocks(q, k, v, lists.cpu().numpy(), block_size=32)
+    found = drawn.expected(kept).out.cpu().numpy().reshape(4, PROMPT.Hq, 64)
+    np.testing.assert_allclose(found, out[0][:, drawn.checked].swapaxes(0, 1), rtol=0, atol=1e-12)
+
+
+def field(case: Any, device: Device, copies: int = 2) -> list[Recorded]:
+    """The contenders of a case."""
+    if isinstance(case, Prompt):
+        return list(prompts.contenders(case, [prompts.HELD], device))
+    return list((saap if isinstance(case, SaapCase) else sparq).contenders(case, copies, device))
+
+
+@plain_flex
+@pytest.mark.parametrize("case", [*SMALL, SAAP, PROMPT], ids=str)
+def test_every_contender_is_right_on_every_copy(case: Any, device: Device) -> None:
     ran = []
-    for name, setting in contenders.names(case):
+    for contender in field(case, device):
+        name = contender.row.name
         try:
-            contender = field.contender(name, setting)
-            steps = timing.record(contender.step, 2, 4, DEVICE, None)
-            steps.run()
+            contender.prepare()
+            assert contender.check() is None, name
         except RuntimeError as error:
             assert "cudnn" in name or "efficient" in name, error  # which need a GPU, and not even there take all
             continue
-        assert [contender.wrong(out) for out in steps.outputs] == [None, None], name
-        assert steps.sample() > 0
+        assert contender.step(0).seconds > 0
         ran.append(name)
-    assert {"flash-gqa", "flex", *contenders.OURS, "plain-sparq"} <= set(ran)
+    ours = {SparQCase: {"flash-gqa", "plain-sparq", "sparq", "scores", "scores+select"}, SaapCase: set(saap.PARTS)}
+    assert ours.get(type(case), {"flash", "sampling", "attend", "included"}) | {"dense", "flex"} <= set(ran)
 
 
-def off_by_one_tile(out: torch.Tensor, _: Case) -> torch.Tensor:
-    return out * (15 / 16)
-
-
-def not_written(out: torch.Tensor, _: Case) -> torch.Tensor:
-    out = out.clone()
-    out.flatten()[-1] = float("nan")
-    return out
-
-
-@pytest.mark.parametrize("spoil", [off_by_one_tile, not_written])
-@pytest.mark.parametrize("name", ["dense", "sparq", "scores"])
-def test_a_wrong_result_is_found(name: str, spoil: Callable[[torch.Tensor, Case], torch.Tensor]) -> None:
-    case = SMALL[0]
-    field = contenders.Field(inputs.Inputs(case, 1, DEVICE))
-    contender = field.contender(name, None if name == "dense" else case.settings[0])
-    first, *rest = contender.step(0)
+@pytest.mark.parametrize(
+    "spoil",
+    [lambda out: out * (15 / 16), lambda out: out.flatten().index_fill(0, torch.tensor(out.numel() - 1), torch.nan)],
+    ids=["off by one tile", "not written"],
+)
+@pytest.mark.parametrize("name", ["dense", "sparq", "plain-sparq", "scores"])
+def test_a_wrong_result_is_found(name: str, spoil: Callable[[torch.Tensor], torch.Tensor], device: Device) -> None:
+    contender = next(one for one in field(SMALL[0], device, 1) if one.row.name == name)
+    step, wrong = contender._make()
+    first, *rest = step(0)
     if name == "scores":  # rows are padded to multiples of 16
-        first = first[..., : case.S].contiguous()
-    assert contender.wrong((first, *rest)) is None
-    assert "wrong" in str(contender.wrong((spoil(first, case), *rest)))
+        first = first[..., : SMALL[0].S].contiguous()
+    assert wrong((first, *rest)) is None
+    assert "wrong" in str(wrong((spoil(first.cpu()).to(first.device).reshape(first.shape), *rest)))
 
 
-def with_another_key(indices: torch.Tensor, case: Case, window: int) -> torch.Tensor:
+def with_another_key(indices: torch.Tensor, case: SparQCase, window: int) -> torch.Tensor:
     indices[0, 0, 0] = next(key for key in range(case.S - window) if key not in indices[0, 0].tolist())
     return indices.sort(dim=2).values
 
 
-def outside_the_window(indices: torch.Tensor, case: Case, window: int) -> torch.Tensor:
+def outside_the_window(indices: torch.Tensor, case: SparQCase, window: int) -> torch.Tensor:
     """All but the first key of the window, and one more key before it."""
     indices[0, 0, -window] = next(key for key in range(case.S - window) if key not in indices[0, 0].tolist())
     return indices.sort(dim=2).values
@@ -169,7 +258,7 @@ def with_first(indices: torch.Tensor, key: int) -> torch.Tensor:
     return torch.cat([torch.full_like(indices[..., :1], key), indices[..., 1:]], 2)
 
 
-SPOILT_CHOICES: dict[str, Callable[[torch.Tensor, Case, int], torch.Tensor]] = {
+SPOILT_CHOICES: dict[str, Callable[[torch.Tensor, SparQCase, int], torch.Tensor]] = {
     "another key": with_another_key,
     "outside the window": outside_the_window,
     "not ascending": lambda indices, case, window: indices.flip(2),
@@ -180,270 +269,167 @@ SPOILT_CHOICES: dict[str, Callable[[torch.Tensor, Case, int], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("spoil", SPOILT_CHOICES.values(), ids=SPOILT_CHOICES)
-def test_a_wrong_choice_is_found(spoil: Callable[[torch.Tensor, Case, int], torch.Tensor]) -> None:
+def test_a_wrong_choice_is_found(spoil: Callable[[torch.Tensor, SparQCase, int], torch.Tensor]) -> None:
     case = SMALL[0]
     (setting, *_) = case.settings
-    contender = contenders.Field(inputs.Inputs(case, 1, DEVICE)).contender("scores+select", setting)
-    (indices,) = contender.step(0)
-    assert contender.wrong((indices,)) is None
-    assert str(contender.wrong((spoil(indices.clone(), case, setting.window),))).startswith("wrong choice: ")
+    step, wrong = sparq.Field(inputs.SparQInputs(case, 1, DEVICE), setting).make("scores+select")
+    (indices,) = step(0)
+    assert wrong((indices,)) is None
+    assert str(wrong((spoil(indices.clone(), case, setting.window),))).startswith("wrong choice: ")
+
+
+def another_bucket(out: Any) -> Any:
+    visited = out[0].clone()
+    others = [bucket for bucket in range(64) if bucket not in visited[0, 0].tolist()]
+    visited[0, 0, 0] = others[0]
+    return (visited.sort(dim=2).values,)
+
+
+def a_key_twice(out: Any) -> Any:
+    indices = out[0].clone()
+    indices[0, 0, 1] = indices[0, 0, 0]
+    return indices, out[1]
+
+
+def one_key_less(out: Any) -> Any:
+    counts = out[1].clone()
+    counts[0, 0] -= 1
+    return out[0], counts
+
+
+SPOILT: list[tuple[str, Callable[[Any], Any], str]] = [
+    ("network", another_bucket, "wrong buckets: one left out scores"),
+    ("network", lambda out: (out[0].flip(2),), "wrong buckets: expected"),
+    ("network+list", a_key_twice, "wrong list: "),
+    ("network+list", one_key_less, "wrong list: "),
+    ("saap", lambda out: (out[0] * (15 / 16), *out[1:]), "wrong result: "),
+]
+
+
+@pytest.mark.parametrize(("name", "spoil", "message"), SPOILT)
+def test_a_wrong_step_of_saap_is_found(name: str, spoil: Callable[[Any], Any], message: str) -> None:
+    step, wrong = routed(SETTINGS[0]).make(name)
+    out = step(0)
+    assert wrong(out) is None
+    assert str(wrong(spoil(out))).startswith(message)
+
+
+def test_a_share_of_the_keys_that_is_not_the_one_asked_for_is_found() -> None:
+    found = routed(SETTINGS[0])
+    found.setting = replace(found.setting, share=0.2)
+    assert str(found.wrong_list(found.list(0))).startswith("wrong share of the keys: ")
+
+
+@plain_flex
+def test_a_wrong_prompt_is_found(device: Device) -> None:
+    for contender in field(PROMPT, device):
+        if contender.row.name != "cudnn":  # it needs a GPU
+            step, wrong = contender._make()
+            out = step(0)
+            assert wrong(out) is None, contender.row.name
+            assert str(wrong((torch.zeros_like(out[0]), *out[1:]))).startswith("wrong "), contender.row.name
 
 
 # --- what is held back
 
 
-def test_no_time_beside_a_wrong_result(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+def test_no_time_beside_a_wrong_result_on_any_copy(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
 ) -> None:
-    build = contenders.Field.contender
+    def spoilt(self: Recorded) -> None:
+        prepare(self)
+        if self.row.name in ("sparq", "flash-gqa"):
+            run = self._steps.run
 
-    def spoilt(self: contenders.Field, name: str, setting: Setting | None) -> contenders.Contender:
-        right = build(self, name, setting)
-        if name not in ("sparq", "flash-gqa"):
-            return right
-        return replace(right, step=lambda i: tuple(out + 0.1 for out in right.step(i)))
+            def wrong() -> None:
+                run()
+                self._steps.outputs[-1] = tuple(out + 0.1 for out in self._steps.outputs[-1])
 
-    monkeypatch.setattr(contenders.Field, "contender", spoilt)
-    monkeypatch.setattr(run, "REPEAT", 1)
+            self._steps.run = wrong
+
+    prepare = Recorded.prepare
+    monkeypatch.setattr(Recorded, "prepare", spoilt)
+    monkeypatch.setattr(SparQCase, "copies", lambda self, l2: 2)
     target = tmp_path / "cuda.jsonl"
-    assert command.main([*ARGUMENTS, "-o", "jsonl", "--out", str(target)]) == 1
+    arguments = ["step", "--lengths", "200", "--batches", "1", "--shapes", "4x2x64", "--attn", "sparq:rank=16,top_k=32"]
+    assert main([*arguments, "--repeat", "1", "-o", "jsonl", "--out", str(target)], "cuda") == 1
+    assert capsys.readouterr().out == target.read_text()
     lines = [json.loads(line) for line in target.read_text().splitlines()]
-    rows = [row for row in lines if row["kind"] == "row"]
-    for row in rows:
+    for row in (line for line in lines if line["kind"] == "row"):
         wrong = row["contender"] in ("sparq", "flash-gqa")
         assert row["failed"] == wrong
         if wrong:
             assert row["note"].startswith("wrong result: error ")
-            assert row["median_us"] is row["min_us"] is None
-    assert capsys.readouterr().out == target.read_text()
+            assert row["us"] is row["us_min"] is None
+        elif row["us"]:
+            assert (row["turns"], row["us"]) == (1, row["us_min"])
+            bandwidth = row["run"]["machine"]["copy_bytes_per_second"]
+            assert row["floor_us"] == pytest.approx(1e6 * row["bytes"] / bandwidth)
     text = lines[-1]["text"]
-    assert "**Failed:**\n\n* torch SDPA flash, enable_gqa, B=1 4/2 heads D=64 S=200: wrong result" in text
+    assert "**Failed:**\n\n* torch SDPA flash, enable_gqa, 4x2x64, float16, batch 1, S = 200: wrong result" in text
     assert "| our sparq_decode, r=16, k=32 |  |" in text
 
 
-def test_what_raises_is_a_row_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    def raises(self: contenders.Field, name: str, setting: Setting | None) -> contenders.Contender:
-        if name == "scores":
-            raise ConfigError("top_k: expected less.")
-        if name == "flash-rows":
-            raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
-        raise RuntimeError(f"no {name} kernel\nand a long story")
-
-    monkeypatch.setattr(contenders.Field, "contender", raises)
-    found = run.run([SMALL[0]], 60, lambda row: None)
-    rows = {row.contender: row for row in found.rows}
-    assert rows["scores"].note == "top_k: expected less."
-    assert rows["flash-rows"].note == "CUDA out of memory."
-    assert rows["flash-gqa"].note == "no flash-gqa kernel"
-    assert {name for name, row in rows.items() if row.failed} == {"dense", "sparq", "scores+select"}
-    assert not found.right
-
-
-def test_cases_that_do_not_fit_are_left_out_with_the_reason() -> None:
-    huge = replace(SMALL[0], S=1 << 40)
-    pointless = replace(SMALL[0], settings=())
-    found = run.run([huge, pointless], 60, lambda row: None)
-    assert [row.times for row in found.rows] == [[], []]
-    assert re.fullmatch(r"left out: needs \d+ GB of \d+ GB that are free", found.rows[0].note or "")
-    assert found.rows[1].note == "left out: SparQ would attend to all keys"
-    assert not found.right
-
-
-def test_short_time_costs_repetitions_first_then_cases() -> None:
-    class Steps:
-        taken = 0
-
-        def sample(self) -> float:
-            Steps.taken += 1
-            return 1.0
-
-    row = Row(SMALL[0], "dense")
-    run.measure([(row, Steps())], time.monotonic() - 1)
-    assert len(row.times) == Steps.taken == run.LEAST >= 5
-    run.measure([(row, Steps())], time.monotonic() + 60)
-    assert len(row.times) == run.LEAST + run.REPEAT
-    found = run.run([SMALL[0]], 1e-9, lambda row: None)
-    assert [row.note for row in found.rows] == ["left out: the 1e-09 s were over"]
-
-
-# --- the report
-
-
-def test_the_command_prints_tables_and_writes_lines(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run, "REPEAT", 3)
-    target = tmp_path / "cuda.jsonl"
-    assert bench(["--cuda", *ARGUMENTS, "-o", "jsonl", "--out", str(target)]) == 0
-    printed = capsys.readouterr().out
-    assert target.read_text() == printed
-    lines = [json.loads(line) for line in printed.splitlines()]
-    assert [line["kind"] for line in lines[:2]] == ["command", "machine"]
-    assert lines[0]["command"].startswith("mlx-sparse bench --cuda --lengths 200 ")
-    assert (lines[-1]["kind"], lines[-1]["right"]) == ("end", True)
-    text = lines[-1]["text"]
-    assert list(tmp_path.iterdir()) == [target]
-    bandwidth = lines[1]["copy_bytes_per_second"]
+@pytest.mark.parametrize("attn", ["saap", "sample"])
+def test_the_other_commands_print_their_tables(attn: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(bench, "SAAP_LEAST", 100)
+    monkeypatch.setattr(saap_cases, "plan", lambda *given: [replace(SAAP, B=1)])
+    prompt = ["prompt", "--lengths", "300", "--shapes", "1x1x64", "--densities", "0.5"]
+    arguments = prompt if attn == "sample" else ["step", "--attn", "saap", "--lengths", "500", "--shapes", "4x2x64"]
+    assert main([*arguments, "--repeat", "1", "-o", "jsonl"], "cuda") == 0
+    *lines, end = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     rows = [line for line in lines if line["kind"] == "row"]
-    assert len(rows) == 16 + 13
-    for row in rows:
-        if row["median_us"] is None:
-            assert row["note"]
-        else:
-            assert 0 < row["min_us"] <= row["median_us"]
-            assert row["turns"] == 3
-            assert row["floor_us"] == pytest.approx(1e6 * row["bytes"] / bandwidth)
-    for heading in ("From how many keys on SparQ pays", "SparQ against the fastest dense", "B = 1, 4/2 heads, D = 64"):
-        assert f"### {heading}\n" in text
-    assert text.count("| our sparq_decode, 1/8 |") == 2
+    assert end["right"] and all(row["note"] or row["turns"] == 1 for row in rows)
+    if attn == "sample":
+        names = ["flash", "cudnn", "dense", "sampling", "attend", "included"]
+        assert [row["contender"] for row in rows] == names and "| 1/1, 64 | 300 |" in end["text"]
+    else:
+        assert [row["hidden"] for row in rows if row["contender"] == "saap"] == [32, 24]
+        assert "| 4/2, 64, 1 | 500 | H=32, 9.4%, equal buckets |" in end["text"]
 
 
-def found(times: dict[int, dict[str, float]], case: Case, **machine: Any) -> Found:
-    """Rows of one shape and batch by number of keys, as if they had been measured."""
-    rows = []
-    for S, known in times.items():
-        at = replace(case, S=S)
-        for name, setting in contenders.names(at):
-            row = Row(at, name, setting, times=[known[name]] if name in known else [])
-            row.bytes = contender_bytes(at, name, setting)
-            rows.append(row)
-    return Found({"copy_bytes_per_second": 4e12, "device": "H200", "architecture": 90} | machine, rows)
-
-
-def contender_bytes(case: Case, name: str, setting: Setting | None) -> int:
-    if setting is None:
-        return model.dense_bytes(case)
-    parts = [part.bytes for part in model.sparq_parts(case, setting)]
-    return {"scores": parts[0], "scores+select": sum(parts[:2])}.get(name, sum(parts))
-
-
-LLAMA = Case(8, 32, 8, 128, 64 * K, "float16", (SETTING,))
-
-
-def test_bars_compare_with_the_fastest_dense_of_the_run() -> None:
-    scores = model.sparq_parts(LLAMA, SETTING)[0].bytes / 4e12 * 1e6
-    times = {"cudnn-rows": 700.0, "flash-gqa": 500.0, "dense": 600.0, "sparq": 100.0, "scores": scores / 0.7}
-    (ratio, share) = report.bars(found({64 * K: times}, LLAMA))
-    assert ratio.what == "SparQ over the fastest dense, B = 8, 32/8 heads, D = 128"
-    assert (ratio.S, ratio.wanted) == (64 * K, 4.5)
-    assert (ratio.found, ratio.met) == (5.0, "yes")
-    assert share.what == "first launch over the copy bandwidth, B = 8, 32/8 heads, D = 128"
-    assert (share.wanted, share.met) == (0.75, "NO")
-    assert share.found == pytest.approx(0.7)
-    assert all(bar.met == "not measured" for bar in report.bars(found({64 * K: {"dense": 600.0}}, LLAMA)))
-    other = replace(LLAMA, settings=(Setting(16, 128),))
-    assert not report.bars(found({64 * K: times}, other))
-
-
-def test_the_papers_row_is_marked_with_its_figure() -> None:
-    case = replace(EVERY[0], settings=(SETTING,))
-    text = report.text(found({4 * K: {"dense": 1000.0, "sparq": 200.0, "plain-sparq": 500.0}}, case))
-    assert "S = 4096, r=32, k=128: **5.00 x**, 2.00 x of torch operations. The paper: 3.02 x on an A100" in text
-
-
-def test_parts_are_what_each_launch_adds() -> None:
-    times = {"dense": 600.0, "sparq": 100.0, "scores": 60.0, "scores+select": 85.0}
-    (race,) = report.races(found({64 * K: times}, LLAMA).rows)
-    assert [(name, moved, took) for name, moved, took in race.parts] == [
-        (part.name, part.bytes, took)
-        for part, took in zip(model.sparq_parts(LLAMA, SETTING), (60.0, 25.0, 15.0), strict=True)
-    ]
-    (race,) = report.races(found({64 * K: {"sparq": 100.0, "scores": 60.0}}, LLAMA).rows)
-    assert race.parts == []
-
-
-@pytest.mark.parametrize(
-    ("dense", "wins"),
-    [
-        ((5.0, 20.0, 40.0), "from 5,461 (between 4k and 8k)"),
-        ((15.0, 20.0, 40.0), "from 4k or less"),
-        ((15.0, 5.0, 40.0), "from 9,362 (between 8k and 16k)"),
-        ((5.0, 8.0, 9.0), "not up to 16k"),
-    ],
-)
-def test_the_crossover_is_where_the_times_cross_for_good(dense: tuple[float, ...], wins: str) -> None:
-    times = {S: {"dense": t, "sparq": 10.0} for S, t in zip((4 * K, 8 * K, 16 * K), dense, strict=True)}
-    (crossed,) = report.crossovers(found(times, replace(LLAMA, S=4 * K)))
-    assert (crossed["what"], crossed["setting"], crossed["wins"]) == ("B = 8, 32/8 heads, D = 128", "r=32, k=128", wins)
-    assert crossed["rule"] > 128
-
-
-def test_what_was_left_out_is_listed_once() -> None:
-    made = found({4 * K: {"dense": 5.0, "sparq": 10.0}, 8 * K: {"dense": 5.0, "sparq": 10.0}}, LLAMA)
-    for row in made.rows:
-        if row.contender == "flex":
-            row.note = contenders.NOT_COMPILED
-    made.rows.append(Row(replace(LLAMA, S=512 * K), "", note="left out: needs 206 GB of 127 GB that are free"))
-    text = report.text(made)
-    assert text.count(contenders.NOT_COMPILED) == text.count("needs 206 GB") == 1
-    assert "* 1 of 9 turns, for time (" in text
-
-
-# --- the model, the arguments, the documentation
-
-
-def test_the_model_adds_up() -> None:
-    for case in model.bar_cases():
-        (setting,) = case.settings
-        ours, least = sum(part.bytes for part in model.sparq_parts(case, setting)), model.sparq_bytes(case, setting)
-        logits = 2 * 4 * case.rows * case.G * case.S
-        assert least < ours < 1.1 * (least + logits)
-
-
-def test_the_documentation_holds_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["--model"]) == 0
-    assert capsys.readouterr().out.strip() in (ROOT / "docs" / "results" / "triton.md").read_text()
-
-
-def test_it_runs_without_mlx(tmp_path: Path) -> None:
-    code = (
-        "import sys; sys.modules['mlx'] = sys.modules['mlx_lm'] = None\n"
-        "from mlx_sparse.cuda_ref.bench.command import main; sys.exit(main(['--model']))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("| batch |")
-
-
-def test_what_is_not_installed_is_named() -> None:
-    code = (
-        "import sys; sys.modules['torch'] = None\n"
-        "from mlx_sparse.cuda_ref.bench.command import program; sys.argv = ['bench', '--model']; sys.exit(program())"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert done.stderr.startswith("mlx-sparse bench --cuda: error: torch: expected it to be installed, got none.")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--batches", "1,many"], "--batches: expected an integer of at least 1, got 'many'."),
-        (["--lengths", "4q"], "--lengths: expected numbers such as 1k,2k,3000, got '4q'."),
-        (["--lengths", "32"], "--lengths: expected more than the 32 keys that SparQ attends to, got 32."),
-        (["--shapes", "4x3"], "--shapes: expected query heads x KV heads x head dim such as 32x8x128, got '4x3'."),
-        (["--rank", "65"], "rank: expected at most the head dim D=64, got 65."),
-        (["--dtype", "int8"], "--dtype: expected one of float16, bfloat16, got 'int8'."),
-        (["--budget-s", "0"], "--budget-s: expected seconds, got 0."),
-        (["-o", "x.jsonl"], "-o: expected one of md, json, jsonl, csv, got x.jsonl. --out names a file."),
-        (["--out", "no/such/x"], "--out: expected a file in a folder that exists, got no/such/x."),
-    ],
-)
-def test_wrong_arguments_are_refused_in_one_line(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_what_our_code_raises_is_a_failure_and_what_a_library_raises_is_not(
+    monkeypatch: pytest.MonkeyPatch, device: Device
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["bench", *ARGUMENTS, *arguments])
-    assert command.program() == 2
-    assert capsys.readouterr().err == f"mlx-sparse bench --cuda: error: {message}\n"
+    def broken(*_: object) -> None:
+        raise RuntimeError("no kernel\nand a long story")
+
+    monkeypatch.setattr(saap.Routed, "step", broken)
+    monkeypatch.setattr(dense, "dense_step", broken)
+    rows = measure(SAAP, field(replace(SAAP, settings=SETTINGS[:1]), device), Turns(1))
+    assert [row.name for row in rows if row.failed] == ["dense", "saap"]
+    assert {row.note for row in rows if row.name in dense.NAMES} == {"no kernel"}
 
 
-def test_without_a_gpu_it_refuses_in_one_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["bench", *ARGUMENTS])
-    assert command.program() == 2
-    error = capsys.readouterr().err
-    assert error.startswith("mlx-sparse bench --cuda: error: --cuda: expected an NVIDIA GPU with torch and triton, got")
-    assert error.count("\n") == 1
+def test_what_fails_before_a_prompts_step_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch, device: Device) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("no lists")
+
+    monkeypatch.setattr(prompts.sample, "merge", broken)
+    rows = measure(PROMPT, prompts.contenders(PROMPT, [0.1], device), Turns(1))
+    assert [(row.name, row.note) for row in rows if row.failed] == [("", "no lists")]
+    assert [row.name for row in rows if row.turns] == ["flash", "dense", "sampling"]
+
+
+def test_a_broken_kernel_of_prompts_fails_where_it_is_used(monkeypatch: pytest.MonkeyPatch, device: Device) -> None:
+    monkeypatch.setattr(blocks.Prefill, "attend", lambda *_: 1 / 0)
+    rows = measure(PROMPT, prompts.contenders(PROMPT, [0.5], device), Turns(1))
+    assert {row.name for row in rows if row.failed} == {"dense", "attend", "included"}
+
+
+def test_the_results_of_contenders_do_not_pile_up(device: Device) -> None:
+    for contender in prompts.contenders(replace(PROMPT, S=140), [], device):
+        if contender.row.name != "cudnn":
+            contender.prepare()
+            contender.check()
+            assert not contender._steps.outputs
+
+
+def test_cases_that_do_not_fit_or_have_no_setting_are_left_out_with_the_reason(device: Device) -> None:
+    def rows(case: Any) -> list[Row]:
+        return list(bench.steps(case, 0.0, device, sparq.contenders, 1))
+
+    (huge,) = rows(replace(SMALL[0], S=1 << 40))
+    assert re.fullmatch(r"left out: needs \d+ GB of the \d+ GB there are", huge.note or "")
+    (pointless,) = rows(replace(SMALL[0], settings=()))
+    assert pointless.note == "left out: SparQ would attend to all keys"

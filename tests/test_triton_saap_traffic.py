@@ -22,6 +22,7 @@ from torch_arrays import to_torch
 from triton_bytes import Launch, shuffled, watched
 
 from mlx_sparse import stats
+from mlx_sparse.tools.bench.core import Shape
 
 HKV, G, D, HIDDEN, C, PROBES = 2, 4, 128, 256, 64, 4
 SINKS, RECENT = 1, 63
@@ -92,13 +93,11 @@ def test_a_step_reads_the_network_the_list_and_its_rows_and_nothing_else_that_is
     assert parts <= moved <= 1.15 * parts
 
 
-def test_the_model_counts_what_the_kernels_move(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saap_cases, "SINK_TOKENS", SINKS)
-    monkeypatch.setattr(saap_cases, "RECENT_TOKENS", RECENT)
+def test_the_model_counts_what_the_kernels_move() -> None:
     S = 3000
     (_, _, counts), launches = step(S, EQUAL)
     setting = saap_cases.equal(PROBES / C, HIDDEN, C)
-    case = saap_cases.Case(1, HKV * G, HKV, D, S, "float16", (setting,))
+    case = saap_cases.SaapCase("float16", Shape(HKV * G, HKV, D), 1, S, (setting,), SINKS, RECENT)
     network, listed, attended = (part.bytes for part in saap_cases.parts(case, setting))
     hidden, route, expand, attend = (launch.traffic for launch in launches)
     found = sum(layer[name].loaded for layer in (hidden, route) for name in ("weight",))

@@ -1,7 +1,7 @@
-"""Runs the benchmark, without mlx."""
+"""``python -m mlx_sparse.cuda_ref.bench step | prompt``: `mlx-sparse bench --engine cuda`, without mlx."""
 
 import sys
 
-from .command import program
+from mlx_sparse.tools.bench.command import program
 
-sys.exit(program())
+sys.exit(program("cuda", "python -m mlx_sparse.cuda_ref.bench"))

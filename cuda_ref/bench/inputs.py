@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from .cases import REFERENCE_ELEMENTS, Case, Setting
+from .sizes import REFERENCE_ELEMENTS
+from .sparq_cases import Setting, SparQCase
 
 LEAST_GAP = 1e-5  # between the last component that is taken and the next, relative: no order of sums can swap them
 
@@ -52,7 +53,7 @@ class Caches:
             yield part, self.grouped[part], keys[part], values[part]
 
 
-class Inputs(Caches):
+class SparQInputs(Caches):
     """The same for SparQ, its queries heavy-tailed.
 
     Attributes:
@@ -60,7 +61,7 @@ class Inputs(Caches):
         value_mean: float32 ``(B, Hkv, D)`` for one query head per KV head, where SparQ reallocates; None otherwise.
     """
 
-    def __init__(self, case: Case, copies: int, device: torch.device) -> None:
+    def __init__(self, case: SparQCase, copies: int, device: torch.device) -> None:
         super().__init__(case, copies, device)
         self.keys_t = torch.empty_like(self.keys.transpose(3, 4), memory_format=torch.contiguous_format)
         self.keys_t[:] = self.keys[0].transpose(-1, -2)
@@ -134,7 +135,7 @@ def expected_dense(inputs: Caches) -> Expected:
 class Choice:
     """SparQ's approximate logits in float64, and what is right by them. Equation numbers: docs/spec/sparq.md."""
 
-    def __init__(self, inputs: Inputs, setting: Setting) -> None:
+    def __init__(self, inputs: SparQInputs, setting: Setting) -> None:
         self.inputs, self.setting = inputs, setting
         size = inputs.grouped.double().abs()
         order = size.sum(dim=1).sort(dim=1, descending=True, stable=True).indices[:, : setting.rank]  # (sparq.2)

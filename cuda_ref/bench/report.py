@@ -2,252 +2,329 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from mlx_sparse.bars import Bar, length, table
 from mlx_sparse.config import SparQ, Step, nvidia_kind
+from mlx_sparse.tools.bench.core import Row
+from mlx_sparse.tools.bench.thresholds import Bar, bar_table, length, ratio
+from mlx_sparse.tools.formats import table
 
-from .cases import PAPER_A100, PAPER_SETTING, PAPER_THEORY, Case, Setting
-from .contenders import DENSE, NAMES
-from .run import REPEAT, Found, Row
+from . import dense, prompts, saap, sparq
+from .saap_cases import LLAMA, PAPER, parts
+from .sparq_cases import PAPER_A100, PAPER_SETTING, PAPER_THEORY, Setting, sparq_parts
 
 LARGE = 256_000_000  # bytes from which the first launch is held to the copy bandwidth
 SHARE = 0.75
-Group = tuple[int, int, int, int]  # B, Hq, Hkv, D
+EXPLAINED = "Medians in microseconds; floor: the bytes that have to be moved, at the speed of the copy."
 
 
-@dataclass(frozen=True)
 class Race:
-    """SparQ with one setting against the fastest dense contender of the same case; what is not known is None."""
+    """One setting of a method against the fastest dense contender of the same case; what is not known is None."""
 
-    case: Case
-    setting: Setting
-    rows: dict[str, Row]
+    def __init__(self, case: Any, setting: Any, rows: Sequence[Row]) -> None:
+        self.case, self.setting = case, setting
+        self.rows = {row.name: row for row in rows if row.case == case and row.setting in (None, setting)}
+
+    def row(self, name: str) -> Row | None:
+        """A contender that was timed."""
+        row = self.rows.get(name)
+        return row if row is not None and row.turns else None
+
+    def median(self, name: str) -> float | None:
+        """Microseconds of a contender."""
+        row = self.row(name)
+        return row.median if row else None
 
     @property
     def dense(self) -> Row | None:
         """The fastest."""
-        there = [row for name, row in self.rows.items() if name in DENSE and row.median]
+        there = [row for row in map(self.row, (*dense.NAMES, *prompts.DENSE)) if row]
         return min(there, key=lambda row: row.median or 0.0, default=None)
 
-    def time(self, name: str) -> float | None:
-        """Median of a contender."""
-        return self.rows[name].median if name in self.rows else None
-
-    def ratio(self, name: str = "sparq") -> float | None:
+    def ratio(self, name: str) -> float | None:
         """Time of the fastest dense contender over that of ``name``."""
-        dense, ours = self.dense, self.time(name)
-        return dense.median / ours if dense and dense.median and ours else None
+        return ratio(self.dense.median, self.median(name)) if self.dense else None
 
-    @property
-    def parts(self) -> list[tuple[str, int, float]]:
-        """Name, bytes and time of each launch: what it adds to those before it. None unless all are known."""
-        runs = [self.rows.get(name) for name in ("scores", "scores+select", "sparq")]
-        found, before, moved = [], 0.0, 0
-        for name, row in zip(("scores", "select", "attend"), runs, strict=True):
-            if row is None or row.median is None:
-                return []
-            found.append((name, row.bytes - moved, row.median - before))
-            before, moved = row.median, row.bytes
-        return found
+    def added(self, names: Sequence[str], moved: Sequence[int]) -> list[tuple[int, float]]:
+        """Bytes of each launch, and what it adds to those before it in microseconds; nothing unless all are known."""
+        times = [self.median(name) for name in names]
+        known = [time for time in times if time is not None]
+        if len(known) < len(names):
+            return []
+        return [(part, now - before) for part, now, before in zip(moved, known, [0.0, *known], strict=False)]
 
 
 def races(rows: Sequence[Row]) -> list[Race]:
     """One for each case and setting, in the order of the cases' sizes."""
     cases = sorted({row.case for row in rows}, key=lambda case: (case.Hkv, case.B, case.S))
-    return [
-        Race(case, s, {row.contender: row for row in rows if row.case == case and row.setting in (None, s)})
-        for case in cases
-        for s in case.settings
-    ]
+    return [Race(case, setting, rows) for case in cases for setting in case.settings]
 
 
-def bars(found: Found) -> list[Bar]:
+def _opening(title: str, machine: Mapping[str, Any], rows: Sequence[Row], names: Mapping[str, str]) -> list[str]:
+    """What stands above the tables: the machine, and what failed."""
+    versions = ", ".join(
+        f"{name} {machine[name]}" for name in ("torch", "triton", "cuda", "cudnn") if machine.get(name)
+    )
+    speed = machine["copy_bytes_per_second"] / 1e12
+    blocks = [f"### {title}", f"{machine['device']}; {versions}. A large copy reads and writes {speed:.2f} TB/s."]
+    if machine.get("architecture") is None:
+        blocks.append("**On the CPU, in Triton's interpreter: the times below say nothing of any GPU.**")
+    if failures := [f"* {_who(row, names)}, {row.case}: {row.note}" for row in rows if row.failed]:
+        blocks.append("**Failed:**\n\n" + "\n".join(failures))
+    return blocks
+
+
+def _left_out(rows: Sequence[Row], names: Mapping[str, str], repeat: int) -> list[str]:
+    """Why something was not measured, and where time allowed fewer turns; the same reason once."""
+    why: dict[str, list[str]] = {}
+    for row in rows:
+        if row.note and not row.failed:
+            why.setdefault(f"{_who(row, names)}: {row.note}", []).append(str(row.case))
+        elif 0 < row.turns < repeat:
+            why.setdefault(f"{row.turns} of {repeat} turns, for time", []).append(str(row.case))
+    notes = []
+    for note, where in why.items():
+        cases = list(dict.fromkeys(where))
+        listed = "; ".join(cases) if len(cases) <= 3 else f"{cases[0]} and {len(cases) - 1} more"
+        notes.append(f"* {note} ({listed})")
+    return ["### Left out\n\n" + "\n".join(notes)] if notes else []
+
+
+def _who(row: Row, names: Mapping[str, str]) -> str:
+    return names.get(row.name, "all") + (f" ({row.setting})" if row.setting else "")
+
+
+def _group(case: Any) -> str:
+    return f"B = {case.B}, {case.Hq}/{case.Hkv} heads, D = {case.D}"
+
+
+def _with_floor(row: Row | None, *more: str) -> str:
+    if row is None or row.median is None:
+        return ""
+    floor = f"{row.details['floor_us']:.1f}"
+    return f"{row.median:.1f} ({', '.join([floor, *more])})"
+
+
+def _ratio(found: float | None) -> str:
+    return "" if found is None else f"{found:.2f}"
+
+
+# SparQ
+
+
+def sparq_bars(machine: Mapping[str, Any], rows: Sequence[Row]) -> list[Bar]:
     """Every bar of the cases that were asked for: ratios, and the first launch's share of the copy bandwidth."""
-    held = [race for race in races(found.rows) if race.setting == Setting(*PAPER_SETTING)]
-    bandwidth = found.machine["copy_bytes_per_second"]
+    held = [race for race in races(rows) if race.setting == Setting(*PAPER_SETTING)]
     made = [
-        Bar(f"SparQ over the fastest dense, {_group(race.case)}", race.case.S, race.case.bar, race.ratio())
+        Bar(f"SparQ over the fastest dense, {_group(race.case)}", race.case.S, race.case.bar, race.ratio("sparq"))
         for race in held
         if race.case.bar
     ]
     for race in held:
         row = race.rows.get("scores")
-        if row is not None and row.bytes >= LARGE:
-            share = None if row.median is None else row.bytes / (row.median * 1e-6) / bandwidth
+        if row is not None and row.details["bytes"] >= LARGE:
+            floor = 1e6 * row.details["bytes"] / machine["copy_bytes_per_second"]
             what = f"first launch over the copy bandwidth, {_group(race.case)}"
-            made.append(Bar(what, race.case.S, SHARE, share))
+            made.append(Bar(what, race.case.S, SHARE, ratio(floor, row.median)))
     return made
 
 
-def crossovers(found: Found) -> list[dict[str, Any]]:
+def sparq_lines(machine: Mapping[str, Any], rows: Sequence[Row]) -> Iterable[dict[str, Any]]:
+    """Bars and crossovers, for programs."""
+    yield from (bar.as_dict() for bar in sparq_bars(machine, rows))
+    yield from crossovers(machine, rows)
+
+
+def crossovers(machine: Mapping[str, Any], rows: Sequence[Row]) -> list[dict[str, Any]]:
     """From how many keys on SparQ was faster, per batch, heads and setting; beside it, what `dense_below` says."""
-    made = []
-    architecture = found.machine.get("architecture")
+    architecture = machine.get("architecture")
     kind = nvidia_kind(architecture) if architecture else ""
-    groups: dict[tuple[Group, str], list[Race]] = {}
-    for race in races(found.rows):
-        if race.ratio():
-            groups.setdefault((_key(race.case), _setting(race.case, race.setting)), []).append(race)
-    for (_, name), measured in groups.items():
+    groups: dict[tuple[str, str], list[Race]] = {}
+    for race in races(rows):
+        if race.ratio("sparq"):
+            groups.setdefault((_group(race.case), _setting(race.case, race.setting)), []).append(race)
+    made = []
+    for (group, name), measured in groups.items():
         case, setting = measured[0].case, measured[0].setting
         config = SparQ(rank=setting.rank, top_k=setting.top_k)
         rule = config.shortest_context(Step(case.rows, case.G, case.D, case.item, kind))
-        made.append({"kind": "crossover", "what": _group(case), "setting": name, "wins": wins(measured), "rule": rule})
+        made.append({"kind": "crossover", "what": group, "setting": name, "wins": wins(measured), "rule": rule})
     return made
 
 
 def wins(measured: Sequence[Race]) -> str:
     """The number of keys at which the times cross, between two that were measured."""
-    won = [(race.ratio() or 0.0) >= 1 for race in measured]
-    if not won[-1]:
-        return f"not up to {length(measured[-1].case.S)}"
-    first = max((i + 1 for i, win in enumerate(won) if not win), default=0)
+    gains = [(race.dense.median or 0.0) - (race.median("sparq") or 0.0) if race.dense else 0.0 for race in measured]
+    lengths = [race.case.S for race in measured]
+    if gains[-1] < 0:
+        return f"not up to {length(lengths[-1])}"
+    first = max((i + 1 for i, gain in enumerate(gains) if gain < 0), default=0)
     if first == 0:
-        return f"from {length(measured[0].case.S)} or less"
-    (S0, lost), (S1, gained) = ((race.case.S, _gain(race)) for race in measured[first - 1 : first + 1])
+        return f"from {length(lengths[0])} or less"
+    (lost, gained), (S0, S1) = gains[first - 1 : first + 1], lengths[first - 1 : first + 1]
     return f"from {S0 + (S1 - S0) * -lost / (gained - lost):,.0f} (between {length(S0)} and {length(S1)})"
 
 
-def _gain(race: Race) -> float:
-    """Microseconds that SparQ is faster."""
-    dense, ours = race.dense, race.time("sparq")
-    assert dense is not None
-    assert ours is not None
-    return (dense.median or 0.0) - ours
-
-
-def text(found: Found) -> str:
+def sparq_text(machine: Mapping[str, Any], rows: Sequence[Row], repeat: int) -> str:
     """Markdown."""
-    machine = found.machine
-    versions = ", ".join(
-        f"{name} {machine[name]}" for name in ("torch", "triton", "cuda", "cudnn") if machine.get(name)
-    )
-    bandwidth = machine["copy_bytes_per_second"]
-    blocks = [f"{machine['device']}; {versions}. A large copy reads and writes {bandwidth / 1e12:.2f} TB/s."]
-    if machine.get("architecture") is None:
-        blocks.append("**On the CPU, in Triton's interpreter: the times below say nothing of any GPU.**")
-    if failures := [row for row in found.rows if row.failed]:
-        lines = [f"* {_who(row)}, {row.case}: {row.note}" for row in failures]
-        blocks.append("**Failed:**\n\n" + "\n".join(lines))
-    if made := bars(found):
-        blocks.append(f"### Bars\n\n{table(made)}")
-    blocks += _paper(found)
-    if crossed := crossovers(found):
-        lines = ["| | SparQ | wins | `dense_below=auto` |", "|---|---|---|---|"]
-        lines += [f"| {c['what']} | {c['setting']} | {c['wins']} | {c['rule']:,} |" for c in crossed]
-        blocks.append("### From how many keys on SparQ pays\n\n" + "\n".join(lines))
-    blocks.append(f"### SparQ against the fastest dense\n\n{_against(found)}")
-    for key in dict.fromkeys(_key(row.case) for row in found.rows if row.contender):
-        rows = [row for row in found.rows if row.contender and _key(row.case) == key]
-        blocks.append(f"### {_group(rows[0].case)}\n\n{_times(rows)}")
-    if notes := _notes(found):
-        blocks.append("### Left out\n\n" + "\n".join(f"* {note}" for note in notes))
-    return "\n\n".join(blocks)
+    blocks = _opening("Decode steps of SparQ", machine, rows, sparq.NAMES)
+    if made := sparq_bars(machine, rows):
+        blocks.append(f"### Bars\n\n{bar_table(made)}")
+    held = [race for race in races(rows) if race.case.papers and race.setting == Setting(*PAPER_SETTING)]
+    for race in held:
+        if (found := race.ratio("sparq")) is not None:
+            plain = race.ratio("plain-sparq")
+            there = "" if plain is None else f", {plain:.2f} x of torch operations"
+            blocks.append(
+                f"### The paper's Table 4\n\nB = 64, 32 heads, S = 4096, {race.setting}: **{found:.2f} x**{there}. "
+                f"The paper: {PAPER_A100} x on an A100, {PAPER_THEORY} x in theory."
+            )
+    if crossed := crossovers(machine, rows):
+        lines = [[c["what"], c["setting"], c["wins"], f"{c['rule']:,}"] for c in crossed]
+        found_at = table(["", "SparQ", "wins", "`dense_below=auto`"], lines)
+        blocks.append(f"### From how many keys on SparQ pays\n\n{found_at}")
+    blocks.append(f"### SparQ against the fastest dense\n\n{_against(machine, rows)}")
+    for group in dict.fromkeys(_group(row.case) for row in rows if row.name):
+        chosen = [row for row in rows if row.name and _group(row.case) == group]
+        blocks.append(f"### {group}\n\n{_times(chosen)}")
+    return "\n\n".join(blocks + _left_out(rows, sparq.NAMES, repeat))
 
 
-def _paper(found: Found) -> list[str]:
-    race = next((r for r in races(found.rows) if r.case.papers and r.setting == Setting(*PAPER_SETTING)), None)
-    if race is None or race.ratio() is None:
-        return []
-    plain = race.ratio("plain-sparq")
-    there = "" if plain is None else f", {plain:.2f} x of torch operations"
-    return [
-        f"### The paper's Table 4\n\nB = 64, 32 heads, S = 4096, {race.setting}: **{race.ratio():.2f} x**{there}. "
-        f"The paper: {PAPER_A100} x on an A100, {PAPER_THEORY} x in theory."
-    ]
-
-
-def _against(found: Found) -> str:
-    lines = [
-        "| | SparQ | S | fastest dense | µs (floor) | SparQ, µs (floor) | ratio | bytes allow "
-        "| scores | select | attend |",
-        "|---" * 11 + "|",
-    ]
-    bandwidth = found.machine["copy_bytes_per_second"]
-    for race in races(found.rows):
-        dense, ratio = race.dense, race.ratio()
-        if dense is None or ratio is None:
+def _against(machine: Mapping[str, Any], rows: Sequence[Row]) -> str:
+    header = ["", "SparQ", "S", "fastest dense", "µs (floor)", "SparQ, µs (floor)", "ratio", "bytes allow"]
+    lines = []
+    for race in races(rows):
+        fastest, ours = race.dense, race.row("sparq")
+        if fastest is None or ours is None:
             continue
-        ours = race.rows["sparq"]
-        cells = [
-            _group(race.case),
-            str(race.setting),
-            length(race.case.S),
-            NAMES[dense.contender],
-            _cell(dense),
-            _cell(ours),
-            f"{ratio:.2f}",
-            f"{dense.bytes / ours.bytes:.2f}",
-            *(_part(*part, bandwidth) for part in race.parts),
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    explained = (
-        "Medians in microseconds; floor: the bytes that have to be moved, at the speed of the copy. Each launch: what "
-        "it adds to the step, the bytes it moves, and their speed as a share of the copy's."
-    )
-    return "\n".join(lines) + f"\n\n{explained}"
+        cells = [_group(race.case), str(race.setting), length(race.case.S), sparq.NAMES[fastest.name]]
+        cells += [_with_floor(fastest), _with_floor(ours), _ratio(race.ratio("sparq"))]
+        cells.append(f"{fastest.details['bytes'] / ours.details['bytes']:.2f}")
+        moved = [part.bytes for part in sparq_parts(race.case, race.setting)]
+        added = race.added(("scores", "scores+select", "sparq"), moved)
+        lines.append([*cells, *(_part(*part, machine["copy_bytes_per_second"]) for part in added)])
+    explained = f"{EXPLAINED} Each launch: what it adds to the step, the bytes it moves, and their speed as a share of "
+    return f"{table([*header, 'scores', 'select', 'attend'], lines)}\n\n{explained}the copy's."
 
 
-def _part(name: str, moved: int, time: float, bandwidth: float) -> str:
-    del name
+def _part(moved: int, time: float, bandwidth: float) -> str:
     share = f", {100 * moved / (time * 1e-6) / bandwidth:.0f} %" if time > 0 else ""
     return f"{time:.1f} ({moved / 1e6:.1f} MB{share})"
 
 
-def _cell(row: Row) -> str:
-    return f"{row.median:.1f} ({row.floor:.1f})"
-
-
 def _times(rows: Sequence[Row]) -> str:
     lengths = sorted({row.case.S for row in rows})
-    lines = ["| µs: median (least) | " + " | ".join(map(length, lengths)) + " |", "|---" * (len(lengths) + 1) + "|"]
-    names = [(row.contender, _setting(row.case, row.setting)) for row in rows]
-    for contender, setting in sorted(dict.fromkeys(names), key=lambda name: list(NAMES).index(name[0])):
-        named = zip(names, rows, strict=True)
-        found = {row.case.S: row for name, row in named if name == (contender, setting)}
-        cells = [NAMES[contender] + (f", {setting}" if setting else "")]
-        for S in lengths:
-            row = found.get(S)
-            cells.append(f"{row.median:.1f} ({min(row.times):.1f})" if row and row.median else "")
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    found = {(row.name, _setting(row.case, row.setting), row.case.S): row.time for row in rows}
+    lines = []
+    for name, setting in sorted(
+        dict.fromkeys(key[:2] for key in found), key=lambda key: list(sparq.NAMES).index(key[0])
+    ):
+        times = [found.get((name, setting, S)) for S in lengths]
+        title = sparq.NAMES[name] + (f", {setting}" if setting else "")
+        lines.append([title, *(f"{time.median:.1f} ({time.least:.1f})" if time else "" for time in times)])
+    return table(["µs: median (least)", *map(length, lengths)], lines)
 
 
-def _setting(case: Case, setting: Setting | None) -> str:
+def _setting(case: Any, setting: Setting | None) -> str:
     """A setting as a table's row has it: that of 1/8 has other numbers at every length."""
     if setting is None:
         return ""
     return str(setting) if setting == case.settings[0] else "1/8"
 
 
-def _notes(found: Found) -> list[str]:
-    """Why something was not measured, and where time allowed fewer turns; the same reason once."""
-    why: dict[tuple[str, str], list[str]] = {}
-    for row in found.rows:
-        if row.note and not row.failed:
-            why.setdefault((_who(row), row.note), []).append(str(row.case))
-        elif 0 < len(row.times) < REPEAT:
-            why.setdefault(("", f"{len(row.times)} of {REPEAT} turns, for time"), []).append(str(row.case))
-    notes = []
-    for (who, note), where in why.items():
-        cases = list(dict.fromkeys(where))
-        listed = "; ".join(cases) if len(cases) <= 3 else f"{cases[0]} and {len(cases) - 1} more"
-        notes.append(": ".join(filter(None, (who, note))) + f" ({listed})")
-    return notes
+# SAAP
 
 
-def _who(row: Row) -> str:
-    if not row.contender:
-        return ""
-    return NAMES[row.contender] if row.setting is None else f"{NAMES[row.contender]} ({row.setting})"
+def saap_bars(rows: Sequence[Row]) -> list[Bar]:
+    """Of the cases that were asked for."""
+    what = "SAAP ({}), network included, over the fastest dense"
+    return [
+        Bar(what.format(race.setting), race.case.S, race.case.bar, race.ratio("saap"))
+        for race in races(rows)
+        if race.case.bar and race.setting == race.case.settings[0]
+    ]
 
 
-def _key(case: Case) -> Group:
-    return case.B, case.Hq, case.Hkv, case.D
+def saap_text(machine: Mapping[str, Any], rows: Sequence[Row], repeat: int) -> str:
+    """Markdown."""
+    blocks = _opening("Steps of SAAP", machine, rows, saap.NAMES)
+    if made := saap_bars(rows):
+        blocks.append(f"{bar_table(made)}\n\nThe paper: {PAPER}.")
+    header = ["heads, D, batch", "S", "SAAP", "fastest dense, µs (floor)", "our dense", "SAAP, µs (floor)", "ratio"]
+    lines = table([*header, "bytes allow", "network and choice", "list", "attend"], map(_saap_cells, races(rows)))
+    blocks.append(f"{lines}\n\n{EXPLAINED} Parts: what each adds to the step, and the bytes it moves.")
+    return "\n\n".join(blocks + _left_out(rows, saap.NAMES, repeat))
 
 
-def _group(case: Case) -> str:
-    return f"B = {case.B}, {case.Hq}/{case.Hkv} heads, D = {case.D}"
+def _saap_cells(race: Race) -> list[str]:
+    case, fastest, own = race.case, race.dense, race.median("dense")
+    moved = [part.bytes for part in parts(case, race.setting)]
+    added = race.added(("network", "network+list", "saap"), moved)
+    return [
+        f"{case.Hq}/{case.Hkv}, {case.D}, {case.B}",
+        length(case.S),
+        str(race.setting),
+        _with_floor(fastest, fastest.name) if fastest else "",
+        f"{own:.1f}" if own else "",
+        _with_floor(race.row("saap")),
+        _ratio(race.ratio("saap")),
+        f"{case.dense_bytes / sum(moved):.2f}",
+        *([f"{time:.1f} ({part / 1e6:.1f} MB)" for part, time in added] or [""] * len(moved)),
+    ]
+
+
+# Prompts
+
+
+def prompt_races(rows: Sequence[Row]) -> list[Race]:
+    """One for each case and density."""
+    drawn = dict.fromkeys((row.case, row.setting) for row in rows if row.setting)
+    return [Race(case, density, rows) for case, density in drawn]
+
+
+def _share(race: Race) -> float | None:
+    """Operations a second over listed blocks, as a share of those of the same kernel over all."""
+    found = ratio(race.median("dense"), race.median("attend"))
+    return None if found is None else race.setting.drawn * found
+
+
+def prompt_bars(rows: Sequence[Row]) -> list[Bar]:
+    """Of the cases that were asked for."""
+    made = []
+    for race in prompt_races(rows):
+        case, held = race.case, race.setting.asked == prompts.HELD
+        if held and case.shape == LLAMA and case.S in prompts.BARS:
+            what = f"SampleAttention at {prompts.HELD:.0%}, sampling included, over the fastest dense"
+            made.append(Bar(what, case.S, prompts.BARS[case.S], race.ratio("included")))
+            made.append(Bar("listed blocks over our dense kernel", case.S, prompts.KERNEL_SHARE, _share(race)))
+    return made
+
+
+def prompt_text(machine: Mapping[str, Any], rows: Sequence[Row], repeat: int) -> str:
+    """Markdown."""
+    blocks = _opening("Prompts", machine, rows, prompts.NAMES)
+    if made := prompt_bars(rows):
+        blocks.append(bar_table(made))
+    header = ["heads, D", "S", "density", "fastest dense, ms", "our dense", "stage 1", "stage 2", "both", "ratio"]
+    lines = map(_prompt_cells, prompt_races(rows))
+    blocks.append(table([*header, "flex_attention", "share of our dense kernel's speed"], lines))
+    return "\n\n".join(blocks + _left_out(rows, prompts.NAMES, repeat))
+
+
+def _prompt_cells(race: Race) -> list[str]:
+    case, fastest, share = race.case, race.dense, _share(race)
+    return [
+        f"{case.Hq}/{case.Hkv}, {case.D}",
+        length(case.S),
+        f"{race.setting.drawn:.1%}",
+        f"{_ms(fastest)} ({fastest.name})" if fastest else "",
+        *(_ms(race.row(name)) for name in ("dense", "sampling", "attend", "included")),
+        _ratio(race.ratio("included")),
+        _ms(race.row("flex")),
+        "" if share is None else f"{share:.0%}",
+    ]
+
+
+def _ms(row: Row | None) -> str:
+    return "" if row is None or row.median is None else f"{row.median / 1e3:.3f}"

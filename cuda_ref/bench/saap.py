@@ -8,50 +8,50 @@ its own.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 
-from .. import buckets, ops
-from . import contenders
-from .contenders import DENSE, NOT_COMPILED, Contender, dense_step
-from .inputs import Caches, Expected, attention, expected_dense, plain_attention
-from .model import dense_bytes
-from .saap_cases import RECENT_TOKENS, SINK_TOKENS, Case, Setting, parts
-from .timing import Output, Step
+from mlx_sparse.tools.bench.core import Row
 
-NAMES = {name: contenders.NAMES[name] for name in DENSE} | {
-    "saap": "our SAAP step",
-    "network": "its first two launches: network, choice",
-    "network+list": "its first three: network, choice, list",
+from .. import buckets, ops
+from . import dense
+from .device import Device, Output, Recorded, Step, Wrong
+from .inputs import Caches, Expected, attention, plain_attention
+from .saap_cases import SaapCase, Setting, parts
+
+PARTS = {  # each with those before it, and how many of the launches it has
+    "saap": ("our SAAP step", 3),
+    "network": ("its first two launches: network, choice", 1),
+    "network+list": ("its first three: network, choice, list", 2),
 }
-OURS = ("dense", "saap", "network", "network+list")
+NAMES = dense.NAMES | {name: title for name, (title, _) in PARTS.items()}
 # Of what is added up: three products of TF32 numbers keep 22 bits, sums in float32 24, in order of their own.
 EPSILON = 64 * torch.finfo(torch.float32).eps
 RIGHT_SHARE = 0.01  # relative distance of the measured selectivity from what was asked for
 
 
-def names(case: Case) -> list[tuple[str, Setting | None]]:
-    """Who takes part in a case."""
-    dense = [(name, None) for name in DENSE if case.G > 1 or not name.endswith("-rows")]
-    return [*dense, *((name, setting) for setting in case.settings for name in NAMES if name not in DENSE)]
+def contenders(case: SaapCase, copies: int, device: Device) -> Iterator[Recorded]:
+    """Who takes part in a case: dense attention, and every setting."""
+    inputs, pool = SaapInputs(case, copies, device.torch), device.pool()
+    yield from dense.contenders(inputs, device, pool, compiled=False)
+    for setting in case.settings:
+        routed, moved = Routed(inputs, setting), [part.bytes for part in parts(case, setting)]
+        for name, (_, launches) in PARTS.items():
+            row = Row(case, name, setting, {"bytes": sum(moved[:launches])})
+            yield Recorded(row, partial(routed.make, name), device, ours=True, copies=copies, pool=pool)
 
 
-def left_out(name: str, case: Case, device: torch.device) -> str | None:
-    """Why a contender does not take part; None if it does."""
-    return NOT_COMPILED if name == "flex" and device.type == "cuda" else None
-
-
-class Inputs(Caches):
+class SaapInputs(Caches):
     """Queries after and before RoPE, caches, and the arrays of each setting.
 
     Attributes:
         before: ``(B, Hq, 1, D)``.
     """
 
-    def __init__(self, case: Case, copies: int, device: torch.device) -> None:
+    def __init__(self, case: SaapCase, copies: int, device: torch.device) -> None:
         super().__init__(case, copies, device)
         shape = (2, case.B, case.Hq, 1, case.D)
         drawn = torch.randn(shape, device=device, generator=self._generator).to(self.keys.dtype)
@@ -75,7 +75,7 @@ class Routed:
         indices: likewise.
     """
 
-    def __init__(self, inputs: Inputs, setting: Setting) -> None:
+    def __init__(self, inputs: SaapInputs, setting: Setting) -> None:
         case, self.inputs, self.setting = inputs.case, inputs, setting
         Hkv, D, H, C = case.Hkv, case.D, setting.hidden, setting.buckets
         arrays = inputs.random(Hkv, H, C), inputs.random(Hkv, C), inputs.random(Hkv, D, H), inputs.random(Hkv, H)
@@ -87,8 +87,8 @@ class Routed:
             self._bucket_ids,
             buckets=C,
             probes=setting.probes,
-            sink_tokens=SINK_TOKENS,
-            recent_tokens=RECENT_TOKENS,
+            sink_tokens=case.sink_tokens,
+            recent_tokens=case.recent_tokens,
         )
         copies = [array.expand(inputs.copies, *array.shape).contiguous() for array in (index.offsets, index.key_ids)]
         self.indices = [replace(index, offsets=copy[0], key_ids=copy[1]) for copy in zip(*copies, strict=True)]
@@ -116,8 +116,16 @@ class Routed:
                 ends = (shares.cumsum(dim=0) * case.outside).round().long()
                 bucket = torch.searchsorted(ends, torch.arange(case.outside, device=device), right=True)
                 order = self.inputs.uniform(case.outside).argsort()
-                ids[b, h, SINK_TOKENS : SINK_TOKENS + case.outside] = bucket.clamp(max=setting.buckets - 1)[order].int()
+                ids[b, h, case.sink_tokens : case.sink_tokens + case.outside] = bucket.clamp(max=setting.buckets - 1)[
+                    order
+                ].int()
         return ids
+
+    def make(self, name: str) -> tuple[Step, Wrong]:
+        """A contender's step and its check."""
+        if name == "network":
+            return lambda i: (self.route(i),), self.wrong_route
+        return (self.list, self.wrong_list) if name == "network+list" else (self.step, self.wrong_step)
 
     def route(self, i: int) -> torch.Tensor:
         """The first two launches."""
@@ -156,7 +164,7 @@ class Routed:
         """(saap.9), (saap.10) key by key: ``(B, Hkv, S)`` bool."""
         case = self.inputs.case
         position = torch.arange(case.S, device=visited.device)
-        exact = (position < SINK_TOKENS) | (position >= case.S - RECENT_TOKENS)
+        exact = (position < case.sink_tokens) | (position >= case.S - case.recent_tokens)
         flags = torch.zeros(case.B, case.Hkv, self.setting.buckets, dtype=torch.bool, device=visited.device)
         flags.scatter_(2, visited.long(), True)
         attended: torch.Tensor = exact | flags.gather(2, self._bucket_ids.long())
@@ -203,42 +211,3 @@ def expected_over(inputs: Caches, attended: torch.Tensor) -> Expected:
             exact.append(attention(*chosen))
             plain.append(plain_attention(*chosen))
     return Expected.of(torch.cat(exact), torch.cat(plain))
-
-
-class Field:
-    """The contenders over the inputs of one case."""
-
-    def __init__(self, inputs: Inputs) -> None:
-        self._inputs = inputs
-        self._routed: dict[Setting, Routed] = {}
-        self._expected: Expected | None = None
-
-    def contender(self, name: str, setting: Setting | None) -> Contender:
-        """Make one. What compiling it raises comes with its first step."""
-        case = self._inputs.case
-        if setting is None:
-            return Contender(name, None, dense_bytes(case), dense_step(name, self._inputs), self._wrong_dense)
-        if setting not in self._routed:
-            self._routed[setting] = Routed(self._inputs, setting)
-        routed = self._routed[setting]
-        moved = [part.bytes for part in parts(case, setting)]
-        if name == "network":
-            step: Step = partial(_alone, routed)
-            return Contender(name, setting, moved[0], step, routed.wrong_route)
-        if name == "network+list":
-            return Contender(name, setting, sum(moved[:2]), routed.list, routed.wrong_list)
-        return Contender(name, setting, sum(moved), routed.step, routed.wrong_step)
-
-    def _wrong_dense(self, out: Output) -> str | None:
-        if self._expected is None:
-            self._expected = expected_dense(self._inputs)
-        return self._expected.wrong(out[0])
-
-
-def _alone(routed: Routed, i: int) -> Output:
-    return (routed.route(i),)
-
-
-def field(case: Case, copies: int, device: torch.device) -> Any:
-    """The contenders of a case."""
-    return Field(Inputs(case, copies, device))

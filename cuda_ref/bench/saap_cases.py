@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
-from ..buckets import FOLD_EVERY
-from .cases import REFERENCE_BYTES, Sizes
-from .model import Part
+from mlx_sparse.tools.bench.core import Shape
 
-K = 1024
+from ..buckets import FOLD_EVERY
+from .sizes import REFERENCE_BYTES, K, Part, StepCase
+
 BUCKETS, HIDDEN = 1024, 1024  # of the paper
 SINK_TOKENS, RECENT_TOKENS = 1, 2047
 MOST_OF_A_HEAD = 0.9  # of the keys, in buckets that are visited
 
 # Ratios that a step of 5 %, its query network included, is held to on an H200, against the fastest dense contender of
 # the same run, for 32 query heads on 8 KV heads of D = 128, one sequence.
-LLAMA = (1, 32, 8, 128)
+LLAMA = Shape(32, 8, 128)
 BARS = {128 * K: 3.5, 171 * K: 4.5, 256 * K: 6.0, 512 * K: 8.0}
 PAPER = "50 to 18 µs, 2.78 x, at 171k with 4.4 % of the keys (an H100, one KV head, against FlashAttention-2)"
 # The paper's Table 5: share of the keys in 32 of 1024 buckets, which would be 3.1 % if they were equal.
@@ -78,20 +79,22 @@ def equal(share: float, hidden: int, buckets: int = BUCKETS) -> Setting:
 
 
 @dataclass(frozen=True)
-class Case(Sizes):
+class SaapCase(StepCase):
     """One decode step, and SAAP's settings; the first is held to the bar."""
 
     settings: tuple[Setting, ...]
+    sink_tokens: int = SINK_TOKENS
+    recent_tokens: int = RECENT_TOKENS
 
     @property
     def bar(self) -> float | None:
         """The ratio that the first setting is held to; None if to none."""
-        return BARS.get(self.S) if (self.B, self.Hq, self.Hkv, self.D) == LLAMA else None
+        return BARS.get(self.S) if (self.B, self.shape) == (1, LLAMA) else None
 
     @property
     def outside(self) -> int:
         """Keys outside the exact part."""
-        return self.S - SINK_TOKENS - RECENT_TOKENS
+        return self.S - self.sink_tokens - self.recent_tokens
 
     def attended(self, setting: Setting) -> float:
         """Keys of a KV head, mean over the heads."""
@@ -114,7 +117,7 @@ class Case(Sizes):
         return copies * (2 * self.keys + networks + index) + 16 * self.rows * self.G * self.S + REFERENCE_BYTES
 
 
-def parts(case: Case, setting: Setting) -> list[Part]:
+def parts(case: SaapCase, setting: Setting) -> list[Part]:
     """A step's launches: both layers, the list, attention.
 
     Left out as small: what the programs of attention hand to the one that merges.
@@ -132,14 +135,12 @@ def parts(case: Case, setting: Setting) -> list[Part]:
     ]
 
 
-def plan(
-    lengths: Sequence[int], batches: Sequence[int], shapes: Sequence[tuple[int, int, int]], dtype: str
-) -> list[Case]:
+def plan(lengths: Sequence[int], batches: Sequence[int], shapes: Sequence[Shape], dtype: str) -> list[SaapCase]:
     """Every case, those with a bar first, and among both the smaller ones first."""
 
     def settings(S: int) -> tuple[Setting, ...]:
         column, share = TABLE_5.get(S, OTHERWISE)
         return equal(0.05, HIDDEN), equal(0.05, HIDDEN // 4), Setting(HIDDEN, TABLE_5_PROBES, share, column)
 
-    cases = [Case(B, *shape, S, dtype, settings(S)) for shape in shapes for B in batches for S in lengths]
-    return sorted(cases, key=lambda case: (case.bar is None, case.keys))
+    found = [SaapCase(dtype, shape, B, S, settings(S)) for shape, B, S in product(shapes, batches, lengths)]
+    return sorted(found, key=lambda case: (case.bar is None, case.keys))

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from datetime import date
 from typing import Any, Protocol
 
-from .. import machine
 from ..artefact.identity import config_of, kv_shapes, model_type, weights_hash
+from ..tools import environment
 from .journal import fields, whole
 
 RUN = ("command", "date", "seed", "prefill_step_size", "batch", "versions", "machine", "model", "texts")
@@ -48,8 +48,8 @@ def run_facts(
         "seed": seed,
         "prefill_step_size": prefill_step_size,
         "batch": batch,
-        "versions": machine.versions(),
-        "machine": machine.hardware(),
+        "versions": environment.versions(),
+        "machine": environment.hardware(),
         "model": model_facts(name, model),
         "texts": [
             {"name": text.name, "sha256": text.sha256, "bytes": len(text.text.encode()), "tokens": tokens}

@@ -8,12 +8,12 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from .. import machine
 from ..artefact.identity import leaves, weights_hash
 from ..checks import ConfigError
 from ..demo.models import find_model
 from ..demo.store import cache_directory
 from ..lm.command import loading
+from ..tools import environment
 from .tasks.base import encode
 from .texts import Text, read
 
@@ -45,8 +45,8 @@ def fingerprint(model: Any, tokens: Sequence[int], *options: Any) -> str:
     """A hash that stands for what results depend on: the model, the text, the options, the versions and the device."""
     import numpy as np
 
-    chip = machine.hardware()["chip"]
-    digest = hashlib.sha256(json.dumps([weights_hash(model), machine.versions(), chip, options]).encode())
+    chip = environment.hardware()["chip"]
+    digest = hashlib.sha256(json.dumps([weights_hash(model), environment.versions(), chip, options]).encode())
     digest.update(np.array(tokens, dtype=np.int64).tobytes())
     return digest.hexdigest()
 

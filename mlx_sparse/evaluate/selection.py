@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from .. import forms
 from ..artefact.identity import leaves
 from ..checks import ConfigError, check_int
 from ..lm.observe import Seen, observe
@@ -23,6 +22,7 @@ from ..lm.rope import Recorder
 from ..ops.baselines import exact_weights
 from ..ops.select import top_k_select
 from ..ops.sparq import deviation, sparq_select
+from ..tools import formats
 from .journal import Journal, fields, number
 from .table import plus_minus
 from .tasks.base import starts
@@ -279,4 +279,4 @@ def table(rows: Sequence[SelectionRow]) -> str:
         cells += [plus_minus(row.agreement, row.agreement_error, 3), f"{row.worst:.3f} ({row.worst_layer})"]
         cells += [plus_minus(row.mass, row.mass_error, 3), f"{row.exact_mass:.3f}"]
         lines.append([*cells, plus_minus(row.alpha_gap, row.alpha_gap_error, 3)])
-    return forms.table([*header, "alpha off by"], lines)
+    return formats.table([*header, "alpha off by"], lines)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from statistics import mean
 
-from .. import forms
+from ..tools import formats
 from .results import Row
 
 ENDS = ["bits/byte", "Δ", "accuracy", "Δ", "matched", "agreement", "KL"]
@@ -32,7 +32,7 @@ def table(rows: Sequence[Row]) -> str:
     for prefill, header in ((False, [*DECODE_HEADER, *ENDS]), (True, PREFILL_HEADER)):
         chosen = [row for row in rows if row.prefill == prefill]
         if chosen:
-            parts.append(forms.table(header, map(_cells, chosen)))
+            parts.append(formats.table(header, map(_cells, chosen)))
     notes = [note for row in rows if (note := remark(row))]
     return "\n\n".join([*parts, *notes])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
+
+from mlx_sparse.tools.bench.core import Shape
 
 from .. import memory
 from ..defaults import lanes_for
@@ -22,19 +25,39 @@ DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bf
 
 @dataclass(frozen=True)
 class Problem:
-    """One decode step: S keys, the last of them new; SparQ's rank r, number of keys k and window l."""
+    """One decode step: S keys, the last of them new; SparQ's rank r, number of keys k and window l.
 
-    Hq: int
-    Hkv: int
-    D: int
+    Caches of every type are read in the same turns, so a type belongs to a contender.
+    """
+
+    shape: Shape
     S: int
     rank: int
     top_k: int
     window: int
 
     @property
+    def Hq(self) -> int:
+        return self.shape.Hq
+
+    @property
+    def Hkv(self) -> int:
+        return self.shape.Hkv
+
+    @property
+    def D(self) -> int:
+        return self.shape.D
+
+    @property
     def G(self) -> int:
-        return self.Hq // self.Hkv
+        return self.shape.G
+
+    def as_dict(self) -> dict[str, Any]:
+        """For programs."""
+        return {"shape": str(self.shape), "batch": 1, "S": self.S}
+
+    def __str__(self) -> str:
+        return f"{self.shape}, S = {self.S:,}"
 
     @property
     def lanes(self) -> int:
@@ -80,10 +103,10 @@ class Problem:
         both, read = 2 * self.bytes(dtype), self.bytes(dtype) * self.rank // self.D
         return max(2, -(-IN_PLAY // both)), max(2, -(-IN_PLAY // max(1, read)))
 
-    def memory(self) -> int:
-        """Bytes of all caches together."""
+    def memory(self, dtypes: Iterable[str]) -> int:
+        """Bytes of the caches of these types together."""
         total = 0
-        for dtype in DTYPES:
+        for dtype in dtypes:
             sets, sets_t = self.copies(dtype)
             total += self.bytes(dtype) * (2 * sets + (sets_t if dtype in ("float32", "float16") else 0))
         return total

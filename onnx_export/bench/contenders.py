@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -14,6 +16,8 @@ import onnx
 import onnxruntime
 from onnx.helper import make_graph, make_model, make_node, make_opsetid, make_tensor_value_info
 from onnx.numpy_helper import from_array
+
+from mlx_sparse.tools.bench.core import Contender, Row, Sample
 
 from .. import memory, native
 from ..build import TYPES, operator_model
@@ -32,13 +36,17 @@ NAMES = {  # in the order of the table
     "body-sparq": "our SparQAttention, function body",
     "native-dense": "our CachedAttention, native",
     "native-sparq": "our SparQAttention, native",
-    # bench/saap.py
+    # saap.py
     "body-saap": "our SaapAttention, function body",
     "native-saap": "our SaapAttention, native",
     "native-saap-kmeans": "the same, routed by centroids",
 }
 TORCH, BODIES, KERNELS = ("torch-gqa", "torch-rows"), ("body-dense", "body-sparq"), ("native-dense", "native-sparq")
 HALF = ("float32", "float16")
+PAUSE = 0.003  # seconds between two contenders: pools that spin for a moment after their work do so here
+# How long our threads may wait for a processor: a share of the sample's time, or some seconds. Beyond both, others
+# disturbed it.
+MOST_DELAY, LEAST_DELAY = 0.06, 5e-5
 CONTENDERS: dict[str, tuple[str, ...]] = {
     "read": HALF,
     "gqa": (*HALF, "int8"),
@@ -48,19 +56,65 @@ CONTENDERS: dict[str, tuple[str, ...]] = {
 }
 
 
-class Contender:
-    """One way to attend.
+class Bound:
+    """One way to attend, bound to sets of caches.
 
     Attributes:
-        name, dtype: a key of `CONTENDERS`, and the type of its caches.
         bind: make the next step use set ``i``.
         run: take the step.
         output: what it gave, (Hq, D); None for a plain read.
     """
 
-    def __init__(self, name: str, dtype: str, bind: Callable[[int], None], run: Callable[[], object]) -> None:
-        self.name, self.dtype, self.bind, self.run = name, dtype, bind, run
+    def __init__(self, bind: Callable[[int], None], run: Callable[[], object]) -> None:
+        self.bind, self.run = bind, run
         self.output: Callable[[], Array] | None = None
+
+
+class CpuStep(Contender):
+    """A decode step on the CPU: of two steps on two sets of caches the second. As in a model, its threads are awake.
+
+    Args:
+        make: binds it.
+    """
+
+    def __init__(self, row: Row, caches: Caches, make: Callable[[], Bound]) -> None:
+        super().__init__(row)
+        self._caches, self._make = caches, make
+
+    def prepare(self) -> None:
+        self._bound = self._make()
+
+    def check(self) -> str | None:
+        expected, allowed = self._caches.plant()
+        self._bound.bind(0)
+        self._bound.run()
+        out = None if self._bound.output is None else self._bound.output().astype(np.float64)
+        self._caches.restore()
+        if out is None:
+            return None
+        error = float(np.abs(out - expected).max())
+        return None if error <= allowed else f"wrong result: error {error:.1e}, allowed {allowed:.1e}"
+
+    def step(self, turn: int) -> Sample:
+        time.sleep(PAUSE)
+        self._bound.bind(2 * turn)
+        self._bound.run()
+        self._bound.bind(2 * turn + 1)
+        before, start = _waited(), time.perf_counter()
+        self._bound.run()
+        seconds = time.perf_counter() - start
+        return Sample(seconds, _waited() - before > max(MOST_DELAY * seconds, LEAST_DELAY))
+
+
+def _waited() -> float:
+    """Seconds that threads of ours that could run had to wait for a processor so far; 0 where the system is silent."""
+    total = 0
+    for path in Path("/proc/self/task").glob("*/schedstat"):
+        try:
+            total += int(path.read_bytes().split()[1])
+        except (OSError, IndexError):  # a thread that ended meanwhile
+            continue
+    return total / 1e9
 
 
 def unavailable(name: str) -> str | None:
@@ -80,16 +134,16 @@ def torch_missing() -> str | None:
     return None
 
 
-def build(name: str, dtype: str, caches: Caches, threads: int) -> Contender:
+def build(name: str, dtype: str, caches: Caches, threads: int) -> Bound:
     """The contender ``name`` over these caches."""
     if name == "read":
-        return _read(dtype, caches, threads)
+        return _read(caches, threads)
     if name in TORCH:
-        return _torch(name, dtype, caches, threads)
+        return _torch(name, caches, threads)
     if name in (*BODIES, *KERNELS):
         return ours(name, dtype, caches, threads)
     model = _gqa(caches.problem, dtype) if name == "gqa" else _standard(caches.problem)
-    return Ort(name, dtype, model, caches, options(threads))
+    return Ort(dtype, model, caches, options(threads))
 
 
 def options(threads: int, mode: str = "off") -> onnxruntime.SessionOptions:
@@ -100,7 +154,7 @@ def options(threads: int, mode: str = "off") -> onnxruntime.SessionOptions:
     return made
 
 
-class Ort(Contender):
+class Ort(Bound):
     """A model on onnxruntime, its caches bound in place; what is no cache is an input by name.
 
     Args:
@@ -109,7 +163,6 @@ class Ort(Contender):
 
     def __init__(
         self,
-        name: str,
         dtype: str,
         model: onnx.ModelProto,
         caches: Caches,
@@ -152,7 +205,7 @@ class Ort(Contender):
         self._out = np.zeros((p.Hq, p.D), kind)
         shape = next(info.shape for info in self._session.get_outputs() if info.name == "output")
         self._binding.bind_ortvalue_output("output", memory.ort_value(self._out.reshape(shape)))
-        super().__init__(name, dtype, self._bind, self._run)
+        super().__init__(self._bind, self._run)
         self.output = lambda: self._out
 
     def _bind(self, i: int) -> None:
@@ -166,7 +219,7 @@ class Ort(Contender):
         self._session.run_with_iobinding(self._binding)
 
 
-def ours(name: str, dtype: str, caches: Caches, threads: int) -> Contender:
+def ours(name: str, dtype: str, caches: Caches, threads: int) -> Bound:
     p = caches.problem
     attributes: dict[str, Any] = {"scale": p.scale}
     if name.endswith("sparq"):
@@ -179,7 +232,7 @@ def ours(name: str, dtype: str, caches: Caches, threads: int) -> Contender:
         attributes["window"] = 0
     sizes = {"B": 1, "Hq": p.Hq, "Hkv": p.Hkv, "L": 1, "C": p.C, "D": p.D}
     model = operator_model(operator, dtype=dtype, sizes=sizes, **attributes)
-    return Ort(name, dtype, model, caches, options(threads, "auto" if name in KERNELS else "off"))
+    return Ort(dtype, model, caches, options(threads, "auto" if name in KERNELS else "off"))
 
 
 def _model(
@@ -239,7 +292,7 @@ def _standard(p: Problem) -> onnx.ModelProto:
     return _model(nodes, inputs, {"output": rows}, constants)
 
 
-def _torch(name: str, dtype: str, caches: Caches, threads: int) -> Contender:
+def _torch(name: str, caches: Caches, threads: int) -> Bound:
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
@@ -264,12 +317,12 @@ def _torch(name: str, dtype: str, caches: Caches, threads: int) -> Contender:
             state["out"] = scaled_dot_product_attention(query, keys[i], values[i], scale=p.scale, enable_gqa=grouped)
 
     torch.set_num_threads(threads)
-    made = Contender(name, dtype, bind, run)
+    made = Bound(bind, run)
     made.output = lambda: state["out"].float().numpy().reshape(p.Hq, p.D)
     return made
 
 
-def _read(dtype: str, caches: Caches, threads: int) -> Contender:
+def _read(caches: Caches, threads: int) -> Bound:
     """Look at every byte of K and V: the largest of their 32-bit words, a part for each thread."""
     pool = ThreadPoolExecutor(threads)
     pairs = list(zip(caches.keys, caches.values, strict=True))
@@ -288,4 +341,4 @@ def _read(dtype: str, caches: Caches, threads: int) -> Contender:
         for other in others:
             other.result()
 
-    return Contender("read", dtype, bind, run)
+    return Bound(bind, run)

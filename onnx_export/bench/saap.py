@@ -1,11 +1,11 @@
-"""``mlx-sparse bench --onnx --attn saap``: time of one decode step with SAAP and without, on the CPU."""
+"""Decode steps with SAAP and without."""
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -13,16 +13,18 @@ import numpy.typing as npt
 import onnx
 from onnx.numpy_helper import from_array
 
-from mlx_sparse.bars import length
 from mlx_sparse.checks import ConfigError, check_int
 from mlx_sparse.config import SAAP
+from mlx_sparse.tools.bench.core import Row
+from mlx_sparse.tools.bench.run import Plan, Request
+from mlx_sparse.tools.bench.thresholds import length
+from mlx_sparse.tools.environment import machine
 
 from ..build import operator_model
 from . import caches as sets_of
-from . import report
+from . import steps
 from .caches import Caches, Problem
-from .contenders import HALF, Contender, Ort, options, ours, unavailable
-from .run import Row, check, machine, measure
+from .contenders import HALF, Bound, Ort, options, ours
 
 Array = npt.NDArray[Any]
 
@@ -112,60 +114,43 @@ class Index:
         return {**one, "past_bucket_ids": self.bucket_ids.copy(), **copies}
 
 
-def run(
-    lengths: Sequence[int], threads: Sequence[int], shape: tuple[int, int, int], config: SAAP, repeat: int
-) -> tuple[list[dict[str, Any]], str, bool]:
-    """Measure; return rows for programs, Markdown for people, and whether all results were right.
+def plan(request: Request, config: SAAP) -> Plan:
+    """Decode steps with SAAP and without.
 
     Raises:
         ConfigError: more probes than buckets, or a length of which everything is attended.
     """
-    from tqdm import tqdm
-
     check_int("probes", config.probes, 1, BUCKETS)
-    if short := [S for S in lengths if S <= config.attended + PLANTED]:
+    if short := [S for S in request.lengths if S <= config.attended + PLANTED]:
         raise ConfigError(f"--lengths: expected more than the {config.attended} keys always attended, got {short[0]}.")
-    rows: list[Row] = []
-    problems = [Indexed(*shape, S, shape[2], PLANTED + 32, 32, config) for S in lengths]
-    cases = [(problem, dtype) for problem in problems for dtype in HALF]
-    for problem, dtype in tqdm(cases, unit="case", disable=None):
-        rows += _case(problem, dtype, threads, repeat)
+    (shape,), threads = request.shapes, request.threads
+    problems = [Indexed(shape, S, shape.D, PLANTED + 32, 32, config) for S in request.lengths]
     shares = ", ".join(f"{100 * p.attended / p.S:.0f} % of {length(p.S)}" for p in problems)
-    Hq, Hkv, D = shape
-    text = (
-        f"{machine()}\n\nOne decode step in milliseconds, median (minimum): {Hq} query heads, {Hkv} KV heads, D = {D}; "
-        f"SAAP with {config.probes} of {BUCKETS} equal buckets and {config.sink_tokens} + {config.recent_tokens} keys "
-        f"exactly ({shares} keys); networks of {hidden_of(D)} hidden units in float16."
+    head = (
+        f"{steps.where()}\n\nOne decode step in milliseconds, median (minimum): {shape.Hq} query heads, {shape.Hkv} KV "
+        f"heads, D = {shape.D}; SAAP with {config.probes} of {BUCKETS} equal buckets and {config.sink_tokens} + "
+        f"{config.recent_tokens} keys exactly ({shares} keys); networks of {hidden_of(shape.D)} hidden units in "
+        "float16."
     )
-    order = sorted(rows, key=lambda row: (threads.index(row.threads), NAMES.index(row.contender), row.dtype, row.S))
-    return [row.as_dict() for row in rows], f"{text}\n\n{report.text(order, [])}", not any(row.failed for row in rows)
+
+    def text(rows: Sequence[Row]) -> str:
+        order = list(product(threads, NAMES, sorted(HALF)))
+
+        def place(row: Row) -> tuple[int, int]:
+            who = row.details["threads"], row.name, row.details["dtype"]
+            return order.index(who), row.case.S
+
+        named, whole = [row for row in rows if row.name], [row for row in rows if not row.name]
+        return f"{head}\n\n{steps.tables([*sorted(named, key=place), *whole])}"
+
+    def measured(problem: Indexed, _: float) -> Iterator[Row]:
+        for dtype in HALF:
+            yield from steps.measured(problem, [(name, dtype) for name in NAMES], threads, request.repeat, build)
+
+    return Plan(machine(), problems, measured, text)
 
 
-def _case(problem: Indexed, dtype: str, threads: Sequence[int], repeat: int) -> list[Row]:
-    caches = Caches(problem, dtype, component_major=False)
-    rows = []
-    for n in threads:
-        entered = []
-        for name in NAMES:
-            size = 2 * problem.bytes(dtype) * problem.S / problem.C / 1e9
-            row = Row(name, dtype, problem.S, n, size, note=unavailable(name))
-            rows.append(row)
-            if row.note is not None:
-                continue
-            contender = build(name, dtype, caches, n)
-            row.note = check(contender, caches)
-            row.failed = row.note is not None
-            if not row.failed:
-                entered.append((row, contender))
-        measure(entered, repeat)
-        del entered
-        gc.collect()
-    del caches
-    gc.collect()  # before the next ones
-    return rows
-
-
-def build(name: str, dtype: str, caches: Caches, threads: int) -> Contender:
+def build(name: str, dtype: str, caches: Caches, threads: int) -> Bound:
     """The contender ``name`` over these caches, of an `Indexed` problem."""
     if not name.startswith(("body-saap", "native-saap")):
         return ours(name, dtype, caches, threads)
@@ -181,7 +166,7 @@ def build(name: str, dtype: str, caches: Caches, threads: int) -> Contender:
     inputs = index.inputs(dtype)
     if name == "body-saap":
         _fix(model, {weight: inputs.pop(weight)[0] for weight in WEIGHTS})
-    return Ort(name, dtype, model, caches, options(threads, "auto" if name.startswith("native") else "off"), inputs)
+    return Ort(dtype, model, caches, options(threads, "auto" if name.startswith("native") else "off"), inputs)
 
 
 def _fix(model: onnx.ModelProto, weights: dict[str, Array]) -> None:

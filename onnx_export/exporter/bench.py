@@ -1,4 +1,4 @@
-"""``mlx-sparse bench --generate --onnx``: tokens per second of decoding with an exported model.
+"""``mlx-sparse bench generate --engine onnx``: tokens per second of decoding with an exported model.
 
 Of its caches only the sizes matter to the speed, so they are filled with random numbers: a prompt of 32,768 tokens
 would take a CPU half an hour. What the steps compute is checked all the same: the native kernels and the operators'
@@ -20,13 +20,14 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
-from mlx_sparse import forms
-from mlx_sparse.bench.timing import Spread, too_large
 from mlx_sparse.checks import ConfigError, check_int
 from mlx_sparse.config import SAAP, parse
-from mlx_sparse.forms import Result
 from mlx_sparse.lm.command import loading
 from mlx_sparse.lm.saap import load_artefact
+from mlx_sparse.tools.bench.core import Row, Spread, say, too_large
+from mlx_sparse.tools.bench.run import Plan
+from mlx_sparse.tools.environment import memory
+from mlx_sparse.tools.formats import table as markdown
 
 from .. import native
 from ..runner import MODEL, Runner
@@ -35,6 +36,7 @@ from .export import Exported, export
 DENSE = "dense"
 KERNELS = {"auto": "native", "off": "bodies"}  # what `Runner` takes, and what it is called here
 TOKENS = (5, 6, 7)  # appended first, one or the other
+LARGEST_SHARE = 0.6  # of the memory of the machine
 MOST_ERROR = 1e-2  # of the largest logit, between native kernels and bodies
 
 Array = npt.NDArray[Any]
@@ -55,7 +57,18 @@ class Turns:
     busy: list[float]
 
 
-def run(
+@dataclass(frozen=True)
+class Context:
+    """So many tokens in the caches."""
+
+    S: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """For programs."""
+        return {"S": self.S}
+
+
+def plan(
     model: str,
     methods: Sequence[str],
     lengths: Sequence[int],
@@ -63,40 +76,42 @@ def run(
     repeat: int,
     threads: int,
     dtype: str | None,
-) -> Result:
+) -> Plan:
     """Export ``model`` with each method, and decode ``max_tokens`` after each length in turns.
 
-    Raises:
+    Measuring raises:
         ConfigError: a method or the model cannot be exported, or the caches do not fit into memory.
         ArtefactError: a file does not run.
     """
     check_int("--threads", threads, 1)
     capacity = max(lengths) + max_tokens + 1
-    found: dict[tuple[str, str, int], Turns] = {}
-    with tempfile.TemporaryDirectory(prefix="mlx-sparse-bench-") as scratch:
-        source, own = _allowing(model, capacity, Path(scratch) / "source")
-        files = {
-            method: export(
-                str(source), Path(scratch) / str(i), method=method, max_length=capacity, dtype=dtype, genai=False
-            )
-            for i, method in enumerate((DENSE, *methods))
-        }
-        missing = native.unavailable()
-        for mode, kernels in KERNELS.items():
-            if mode == "auto" and missing:
-                continue
-            decoders = {method: Decoder(file, method, mode, threads) for method, file in files.items()}
-            for S in lengths:
-                for method, turns in _in_turns(decoders, S, max_tokens, repeat).items():
-                    found[method, kernels, S] = turns
-    rows = [row(files[method], method, kernels, S, threads, found) for method, kernels, S in found]
     about = [f"{Path(model).name} exported, onnxruntime {version('onnxruntime')}, threads: {threads}"]
     about += [f"{max_tokens} tokens in each of {repeat} turns, caches of random numbers; medians (quartiles)"]
-    if own is not None and own < capacity:
-        about.append(f"the model was made for {own:,} tokens: beyond them this is about speed only")
-    if missing:
-        about.append(f"no native kernels ({missing})")
-    return Result(rows, f"{'; '.join(about)}.\n\n{table(rows)}", not any(found["failed"] for found in rows))
+
+    def measure(case: str, _: float) -> Iterator[Row]:
+        found: dict[tuple[str, str, int], Turns] = {}
+        with tempfile.TemporaryDirectory(prefix="mlx-sparse-bench-") as scratch:
+            source, own = _allowing(model, capacity, Path(scratch) / "source")
+            if own is not None and own < capacity:
+                about.append(f"the model was made for {own:,} tokens: beyond them this is about speed only")
+            files = {
+                method: export(
+                    str(source), Path(scratch) / str(i), method=method, max_length=capacity, dtype=dtype, genai=False
+                )
+                for i, method in enumerate((DENSE, *methods))
+            }
+            for mode, kernels in KERNELS.items():
+                if mode == "auto" and (missing := native.unavailable()):
+                    about.append(f"no native kernels ({missing})")
+                    continue
+                decoders = {method: Decoder(file, method, mode, threads) for method, file in files.items()}
+                for S in lengths:
+                    say(f"  {kernels}: after {S:,} tokens")
+                    for method, turns in _in_turns(decoders, S, max_tokens, repeat).items():
+                        found[method, kernels, S] = turns
+        yield from (row(files[method], method, kernels, S, threads, found) for method, kernels, S in found)
+
+    return Plan({}, [Path(model).name], measure, lambda rows: f"{'; '.join(about)}.\n\n{table(rows)}")
 
 
 def _allowing(model: str, capacity: int, folder: Path) -> tuple[Path, int | None]:
@@ -122,7 +137,8 @@ class Decoder:
     def __init__(self, file: Exported, method: str, mode: str, threads: int) -> None:
         self.runner = Runner(file.folder, native=mode, threads=threads)
         caches = self.runner.caches
-        if too_large(2 * sum(array.nbytes for array in caches.values())):  # there are those of the other method too
+        needed = 2 * sum(array.nbytes for array in caches.values())  # there are those of the other method too
+        if too_large(needed, memory(), LARGEST_SHARE):
             raise ConfigError(f"--lengths: expected caches that fit into memory, got {file.max_length} tokens.")
         rng = np.random.Generator(np.random.SFC64(1))
         noise = rng.standard_normal(max(array.size for array in caches.values()), np.float32)
@@ -191,24 +207,23 @@ def _in_turns(decoders: Mapping[str, Decoder], S: int, max_tokens: int, repeat: 
 
 def row(
     file: Exported, method: str, kernels: str, S: int, threads: int, found: Mapping[tuple[str, str, int], Turns]
-) -> dict[str, Any]:
+) -> Row:
     """What is to be said of one method, one kind of kernels and one length; no speed of a step that is wrong."""
     turns, dense = found[method, kernels, S], found[DENSE, kernels, S]
     logits = [found[method, other, S].logits for other in KERNELS.values() if (method, other, S) in found]
     error = _error(logits[0], logits[1]) if len(logits) > 1 else None
-    failed = not np.isfinite(logits).all() or (error or 0.0) > MOST_ERROR
-    made: dict[str, Any] = {"method": method, "attn": file.method, "kernels": kernels, "S": S, "threads": threads}
-    made |= {"turns": len(turns.speeds), "error": error, "failed": failed, "note": None}
+    details = {"method": method, "attn": file.method, "kernels": kernels, "threads": threads, "error": error}
+    made = Row(Context(S), method, details=details, spreads={}, turns=len(turns.speeds))
+    made.failed = not np.isfinite(logits).all() or (error or 0.0) > MOST_ERROR
     speeds = {"generation": (turns.speeds, dense.speeds), "busy": (turns.busy, dense.busy)}
     for name, (ours, theirs) in speeds.items():
         ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-        for key, spread in ((name, Spread.of(ours)), (f"{name}_ratio", Spread.of(ratios))):
-            ends = {"_low": spread.low, "": spread.median, "_high": spread.high}
-            made |= {f"{key}{end}": None if failed else value for end, value in ends.items()}
-    if failed:
-        made["note"] = "its logits differ between native kernels and bodies, or are not finite"
+        for key, samples in ((name, ours), (f"{name}_ratio", ratios)):
+            made.spreads[key] = None if made.failed else Spread.of(samples)
+    if made.failed:
+        made.note = "its logits differ between native kernels and bodies, or are not finite"
     elif file.sparse_from is not None and S < file.sparse_from:
-        made["note"] = f"its steps are dense below {file.sparse_from:,} keys"
+        made.note = f"its steps are dense below {file.sparse_from:,} keys"
     return made
 
 
@@ -217,24 +232,23 @@ def _error(ours: Array, theirs: Array) -> float:
     return max(float(np.abs(a - b).max() / np.abs(a).max()) for a, b in zip(ours, theirs, strict=True))
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> str:
+def table(rows: Sequence[Row]) -> str:
     """For people: tokens per second, in parentheses their quartiles, and the ratio to dense attention."""
-    lengths = sorted({found["S"] for found in rows})
+    lengths = sorted({row.case.S for row in rows})
     texts = []
     for of, name in (("second", "generation"), ("second of the processor's time", "busy")):
         lines = []
-        for method, kernels in dict.fromkeys((found["method"], found["kernels"]) for found in rows):
-            ours = {found["S"]: found for found in rows if (found["method"], found["kernels"]) == (method, kernels)}
+        for method, kernels in dict.fromkeys((row.name, row.details["kernels"]) for row in rows):
+            ours = {row.case.S: row for row in rows if (row.name, row.details["kernels"]) == (method, kernels)}
             lines.append([f"`{method}`", kernels, *(_cell(ours[S], name) if S in ours else "" for S in lengths)])
-        texts.append(forms.table([f"tokens per {of}", "kernels", *(f"{S:,} tokens" for S in lengths)], lines))
-    marked = [found for found in rows if found["note"]]
-    notes = [f"* `{found['method']}`, {found['kernels']}, at {found['S']:,}: {found['note']}." for found in marked]
+        texts.append(markdown([f"tokens per {of}", "kernels", *(f"{S:,} tokens" for S in lengths)], lines))
+    notes = [f"* `{row.name}`, {row.details['kernels']}, at {row.case.S:,}: {row.note}." for row in rows if row.note]
     return "\n\n".join([*texts, *(["\n".join(notes)] if notes else [])])
 
 
-def _cell(found: Mapping[str, Any], name: str) -> str:
-    if found["failed"]:
+def _cell(row: Row, name: str) -> str:
+    speed, over = row.spreads[name], row.spreads[f"{name}_ratio"]
+    if speed is None or over is None:
         return "wrong"
-    low, middle, high = (found[f"{name}{end}"] for end in ("_low", "", "_high"))
-    ratio = "" if found["method"] == DENSE else f", {found[f'{name}_ratio']:.2f} x"
-    return f"{middle:.1f} ({low:.1f} to {high:.1f}){ratio}"
+    ratio = "" if row.name == DENSE else f", {over.median:.2f} x"
+    return f"{speed.median:.1f} ({speed.low:.1f} to {speed.high:.1f}){ratio}"

@@ -64,7 +64,12 @@ def read_speed(path: Path) -> list[dict[str, Any]]:
         ArtefactError: the file is not there, damaged or another.
     """
     rows: list[dict[str, Any]] = []
-    _lines(path, "mlx-sparse bench -o jsonl", lambda line: rows.append(_speed(line)))
+
+    def take(line: dict[str, Any]) -> None:
+        if line.get("kind", "row") == "row":  # bars and the end are no rows
+            rows.append(_speed(line))
+
+    _lines(path, "mlx-sparse bench -o jsonl", take)
     return rows
 
 

@@ -1,0 +1,85 @@
+"""Dense attention of one decode step: torch's, and ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from mlx_sparse.tools.bench.core import Row
+
+from .. import ops
+from .device import Device, Output, Recorded, Step, Wrong
+from .inputs import Caches, expected_dense
+
+NAMES = {  # in the order of the tables
+    "flash-gqa": "torch SDPA flash, enable_gqa",
+    "flash-rows": "torch SDPA flash, group as rows",
+    "cudnn-gqa": "torch SDPA cuDNN, enable_gqa",
+    "cudnn-rows": "torch SDPA cuDNN, group as rows",
+    "efficient-gqa": "torch SDPA memory-efficient, enable_gqa",
+    "efficient-rows": "torch SDPA memory-efficient, group as rows",
+    "flex": "torch flex_attention, compiled",
+    "dense": "our dense_decode",
+}
+BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+NOT_COMPILED = "left out: compiled only for the cases with a bar, for time"
+
+
+def contenders(inputs: Caches, device: Device, pool: Any, *, compiled: bool) -> Iterator[Recorded]:
+    """Who attends densely. With one query head per KV head the two views of the queries are one.
+
+    Args:
+        compiled: whether flex_attention takes part on a GPU.
+    """
+    case, expected = inputs.case, cache(lambda: expected_dense(inputs))
+
+    def make(name: str) -> Callable[[], tuple[Step, Wrong]]:
+        return lambda: (dense_step(name, inputs), lambda out: expected().wrong(out[0]))
+
+    for name in NAMES:
+        if case.G > 1 or not name.endswith("-rows"):
+            row = Row(case, name, details={"bytes": case.dense_bytes})
+            if name == "flex" and device.cuda and not compiled:
+                row.note = NOT_COMPILED
+            yield Recorded(row, make(name), device, ours=name == "dense", copies=inputs.copies, pool=pool)
+
+
+def dense_step(name: str, inputs: Caches) -> Step:
+    """A decode step of dense attention."""
+    case, scale = inputs.case, inputs.case.scale
+    if name == "dense":
+        return lambda i: ops.dense_decode(inputs.queries, inputs.keys[i], inputs.values[i], scale, None)
+    if name == "flex":
+        attend = flex(inputs.keys.device)
+        grouped = case.G > 1
+        return lambda i: (attend(inputs.queries, inputs.keys[i], inputs.values[i], enable_gqa=grouped),)
+    backend, view = name.split("-")
+    rows = view == "rows"
+    queries = inputs.queries.view(case.B, case.Hkv, case.G, case.D) if rows else inputs.queries
+
+    def step(i: int) -> Output:
+        with sdpa_kernel(BACKENDS[backend]):
+            grouped = not rows and case.G > 1
+            return (scaled_dot_product_attention(queries, inputs.keys[i], inputs.values[i], enable_gqa=grouped),)
+
+    return step
+
+
+def flex(device: torch.device) -> Callable[..., torch.Tensor]:
+    """flex_attention, compiled for the sizes of one case; on the CPU, where only tests call it, as it is."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    if device.type != "cuda":
+        return flex_attention
+    torch.compiler.reset()  # it stops to compile after a number of sizes
+    compiled: Callable[..., torch.Tensor] = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    return compiled

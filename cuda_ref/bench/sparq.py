@@ -1,0 +1,124 @@
+"""Decode steps of SparQ: ours as a whole and launch by launch, and one of torch operations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from mlx_sparse.tools.bench.core import Row
+
+from .. import ops, sparq
+from . import dense
+from .device import Device, Output, Recorded, Step, Wrong
+from .inputs import Choice, SparQInputs
+from .sparq_cases import Setting, SparQCase, sparq_bytes, sparq_parts
+
+NAMES = dense.NAMES | {
+    "plain-sparq": "SparQ of torch operations (topk, gather, matmul)",
+    "sparq": "our sparq_decode",
+    "scores": "its first launch: scores",
+    "scores+select": "its first two: scores, select",
+}
+OURS = [name for name in NAMES if name not in dense.NAMES]
+
+
+def contenders(case: SparQCase, copies: int, device: Device) -> Iterator[Recorded]:
+    """Who takes part in a case: dense attention, and every setting."""
+    inputs, pool = SparQInputs(case, copies, device.torch), device.pool()
+    yield from dense.contenders(inputs, device, pool, compiled=case.bar is not None)
+    for setting in case.settings:
+        field = Field(inputs, setting)
+        for name in OURS:
+            row = Row(case, name, setting, {"bytes": field.bytes(name)})
+            make = partial(field.make, name)
+            yield Recorded(row, make, device, ours=name != "plain-sparq", copies=copies, pool=pool)
+
+
+class Field:
+    """One setting's contenders over the inputs of a case."""
+
+    def __init__(self, inputs: SparQInputs, setting: Setting) -> None:
+        self._inputs, self._setting, self._choice = inputs, setting, Choice(inputs, setting)
+
+    def bytes(self, name: str) -> int:
+        """What a contender has to move."""
+        if name == "plain-sparq":
+            return sparq_bytes(self._inputs.case, self._setting)
+        parts = [part.bytes for part in sparq_parts(self._inputs.case, self._setting)]
+        return sum(parts[: {"scores": 1, "scores+select": 2}.get(name, 3)])
+
+    def make(self, name: str) -> tuple[Step, Wrong]:
+        """A contender's step and its check."""
+        case, setting, choice = self._inputs.case, self._setting, self._choice
+        if name == "plain-sparq":
+            return partial(plain_sparq, self._inputs, setting), partial(wrong_plain, choice, case)
+        epsilon = (setting.rank + 16) * torch.finfo(torch.float32).eps
+        if name == "scores":
+            return self._scores, partial(choice.wrong_logits, epsilon)
+        if name == "scores+select":
+            return self._select, lambda out: choice.wrong(out[0], setting.window, epsilon)
+        chosen = self._select(0)[0]  # the choice is that of the first two launches
+
+        def wrong(out: Output) -> str | None:
+            return choice.wrong(chosen, setting.window, epsilon) or choice.expected(chosen).wrong(out[0])
+
+        return self._sparq, wrong
+
+    @property
+    def _selection(self) -> dict[str, Any]:
+        scale = self._inputs.case.scale
+        return {"rank": self._setting.rank, "component_weight": None, "scale": scale, "left_padding": None}
+
+    def _scores(self, i: int) -> Output:
+        return (sparq.sparq_scores(self._inputs.queries, self._inputs.keys_t[i], **self._selection).logits,)
+
+    def _select(self, i: int) -> Output:
+        more: dict[str, Any] = {
+            "top_k": self._setting.top_k,
+            "local_window": self._setting.window,
+            "group_reduce": "softmax",
+        }
+        return sparq.sparq_select(self._inputs.queries, self._inputs.keys_t[i], **self._selection, **more)[:1]
+
+    def _sparq(self, i: int) -> Output:
+        inputs, setting = self._inputs, self._setting
+        given = inputs.queries, inputs.keys[i], inputs.values[i], inputs.keys_t[i]
+        chosen = setting.rank, setting.top_k, setting.window, "softmax", None
+        out, lse = ops.sparq_decode(*given, *chosen, inputs.case.scale, None, inputs.value_mean)
+        return out, lse
+
+
+def plain_sparq(inputs: SparQInputs, setting: Setting, i: int) -> Output:
+    """SparQ as torch operations, after Algorithm 1: what its authors timed as "SparQ (PyTorch)", for any group.
+
+    As in their benchmark the keys lie there by component too, and no local window is forced. The softmax is float32,
+    as in their evaluation: float16 has no numbers for the weights of so many keys. Gives output and chosen keys.
+    """
+    case = inputs.case
+    queries = inputs.queries.view(case.B, case.Hkv, case.G, case.D)
+    keys, values, keys_t = inputs.keys[i], inputs.values[i], inputs.keys_t[i]
+    size = queries.abs().float()
+    components = size.sum(dim=2).topk(setting.rank, dim=2, sorted=False).indices
+    columns = components[:, :, None].expand(-1, -1, case.G, -1)
+    covered = size.gather(3, columns).sum(dim=3, keepdim=True) / size.sum(dim=3, keepdim=True)
+    rows = keys_t.gather(2, components[..., None].expand(-1, -1, -1, case.S))
+    logits = (queries.gather(3, columns) @ rows).float() * (case.scale / covered.sqrt())
+    weights = logits.softmax(dim=3)
+    chosen = weights.sum(dim=2).topk(setting.top_k, dim=2, sorted=False).indices
+    places = chosen[..., None].expand(-1, -1, -1, case.D)
+    scores = (queries @ keys.gather(2, places).transpose(2, 3)).float() * case.scale
+    exact = (scores - scores.amax(dim=3, keepdim=True)).exp()
+    out = (exact.to(queries.dtype) @ values.gather(2, places)) / exact.sum(dim=3, keepdim=True)
+    if inputs.value_mean is not None:
+        alpha = weights.gather(3, chosen[:, :, None].expand(-1, -1, case.G, -1)).sum(dim=3, keepdim=True)
+        out = torch.lerp(inputs.value_mean[:, :, None], out, alpha)
+    return out.to(queries.dtype), chosen
+
+
+def wrong_plain(choice: Choice, case: SparQCase, out: Output) -> str | None:
+    """Check of `plain_sparq`: its logits are rounded to the type of the keys."""
+    chosen = out[1].sort(dim=2).values
+    return choice.wrong(chosen, 0, torch.finfo(getattr(torch, case.dtype)).eps) or choice.expected(chosen).wrong(out[0])

@@ -1,0 +1,46 @@
+"""On what something is measured; no serial numbers, no names."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+PACKAGES = ("mlx", "mlx-lm", "numpy", "mlx-sparse-attention")
+
+
+def machine() -> dict[str, Any]:
+    """The machine, and the versions of what runs there."""
+    return hardware() | versions()
+
+
+def hardware() -> dict[str, Any]:
+    """The machine, and the device of it that MLX uses."""
+    import mlx.core as mx
+
+    info = mx.device_info()
+    return {
+        "platform": platform.platform(),
+        "chip": info.get("device_name"),
+        "architecture": info.get("architecture"),
+        "device": str(mx.default_device()),
+        "memory": memory(),
+    }
+
+
+def memory() -> int:
+    """Bytes of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str | None]:
+    """Of Python and of the packages that figures depend on; None for one that is not installed."""
+    return {"python": platform.python_version(), **{name: _version(name) for name in packages}}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

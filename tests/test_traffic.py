@@ -1,0 +1,303 @@
+"""scripts/traffic.py: bytes that the Metal kernels move, counted; and the formulae that stand for them."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import launches
+import mlx.core as mx
+import msl
+import pytest
+import roofline_sample
+import traffic
+import traffic_saap
+import traffic_sample
+import traffic_sparq
+from launches import dense_kernel
+from msl import Metal
+from traffic_sparq import LEVELS
+
+from mlx_sparse import kept
+from mlx_sparse.cache import SparseKVCache
+from mlx_sparse.config import SAAP, Sample, SparQ
+from mlx_sparse.layout import Layout
+from mlx_sparse.tools.bench.core import Shape
+from mlx_sparse.tools.bench.mlx.saap import Network
+
+CONFIGS = [SparQ(), SparQ(component_score="query_key"), SparQ(top_k=700)]
+LENGTH = 16_384  # keys of SAAP's steps
+VIEWS = {"Slice", "Transpose", "Squeeze", "Broadcast", "Reshape", "ExpandDims"}
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="the harness of tests/msl runs on Linux")
+
+
+def operations(arrays: Any, folder: Path) -> int:
+    """Operations that make the arrays, views apart."""
+    mx.export_to_dot(str(folder / "graph.dot"), *arrays)
+    found = Counter(re.findall(r'label ?= ?"(\w+)", shape=rectangle', (folder / "graph.dot").read_text()))
+    return sum(n for name, n in found.items() if name not in VIEWS)
+
+
+# what the command prints
+
+
+def test_it_needs_linux(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.platform", "darwin")
+    assert traffic.main([]) == 2
+    message = "traffic.py: error: traffic.py: expected Linux, where the harness of tests/msl runs, got darwin.\n"
+    assert capsys.readouterr().err == message
+
+
+@pytest.mark.parametrize(
+    ("attn", "message"),
+    [
+        ("sparq:rank=16", "--attn: expected sparq without parameters, got sparq:rank=16."),
+        ("streaming", "--attn: expected sparq, saap or sample with or without parameters, got streaming."),
+        ("saap:probes=1024", "probes: expected an integer of at least 1 and at most 1023, got 1024."),
+    ],
+)
+@on_linux
+def test_wrong_methods_are_refused_in_one_line(attn: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert traffic.main(["--attn", attn]) == 2
+    assert capsys.readouterr().err == f"traffic.py: error: {message}\n"
+
+
+# sparq
+
+
+@pytest.fixture(scope="module")
+def tables() -> list[traffic_sparq.Table]:
+    if sys.platform != "linux":
+        pytest.skip("the harness of tests/msl runs on Linux")
+    return traffic_sparq.measure(msl, [(4096, 4), (2048, 1)], kv_heads=1)
+
+
+def test_traffic_compares_with_the_kernels_mlx_would_run(tables: list[traffic_sparq.Table]) -> None:
+    assert [(table.S, table.G, table.name, table.launches) for table in tables] == [
+        (4096, 4, "sparq", 3),
+        (4096, 4, "MLX's sdpa_vector_2pass_1 of 64 blocks (base and Pro, Max)", 2),
+        (4096, 4, "MLX's sdpa_vector_2pass_1 of 128 blocks (Ultra)", 2),
+        (2048, 1, "sparq", 3),
+        (2048, 1, "MLX's sdpa_vector (base and Pro)", 1),
+        (2048, 1, "MLX's sdpa_vector_2pass_1 of 64 blocks (Max)", 2),
+        (2048, 1, "MLX's sdpa_vector_2pass_1 of 128 blocks (Ultra)", 2),
+    ]
+
+
+def test_traffic_counts_each_part_exactly(tables: list[traffic_sparq.Table]) -> None:
+    for table in tables:
+        cache, chosen = table.S * 128 * 2, 128 * 128 * 2
+        parts = {"keys_t": cache // 4, "K rows": chosen, "V rows": chosen}
+        if table.name != "sparq":
+            parts = {"K rows": cache, "V rows": cache}
+        for part, size in parts.items():
+            assert table.parts[part]["dispatch"] == size
+            assert table.parts[part]["threadgroup"] == size
+        rows = table.as_dicts()
+        assert rows[-1]["part"] == "sum"
+        assert rows[-1]["dispatch"] == sum(row["dispatch"] for row in rows[:-1])
+
+
+def test_traffic_says_how_far_it_is_from_the_formula(tables: list[traffic_sparq.Table]) -> None:
+    text = traffic_sparq.text(tables)
+    ratios = re.findall(r"sparq at dispatch level: (\S+) x the formula, and (\S+) x its score buffer", text)
+    assert len(ratios) == 2
+    for formula, buffer in ratios:
+        assert 1 < float(formula) < 1.1
+        assert float(buffer) < 3
+
+
+def test_the_formulae_for_dense_attention_are_what_the_harness_counts(tables: list[traffic_sparq.Table]) -> None:
+    for table in tables:
+        if table.name == "sparq":
+            continue
+        letter = next(
+            letter for letter, chip in traffic_sparq.CHIPS.items() if re.search(rf"\(.*{chip}.*\)", table.name)
+        )
+        shape = Shape(table.G, 1, 128)
+        by_formula = launches.dense_launches(dense_kernel(letter, shape, table.S), shape, table.S)
+        assert len(by_formula) == table.launches
+        assert sum(launch.once for launch in by_formula) == pytest.approx(table.total["dispatch"], rel=0.02)
+        assert sum(launch.each for launch in by_formula) == pytest.approx(table.total["threadgroup"], rel=0.05)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "S"),
+    [(Shape(8, 2, 128), 4096), (Shape(2, 2, 128), 16384), (Shape(9, 3, 64), 5056), (Shape(8, 1, 256), 9024)],
+    ids=str,
+)
+def test_the_formulae_for_sparq_are_what_the_harness_counts(config: SparQ, shape: Shape, S: int, metal: Metal) -> None:
+    if not metal.emulated:
+        pytest.skip("a GPU does not count")
+    cache = SparseKVCache()
+    cache.keys, cache.values = (mx.random.normal((1, shape.Hkv, S, shape.D)).astype(mx.float16) for _ in "kv")
+    cache.offset = S
+    queries = mx.random.normal((1, shape.Hq, 1, shape.D)).astype(mx.float16)
+    cache.attend(queries, config, scale=shape.D**-0.5, backend="metal")
+    by_formula = [
+        launch for launch in launches.sparq_launches(shape, S, config) if launch.name not in ("append", "sums")
+    ]
+    assert len(by_formula) == len(metal.launches)
+    for launch, report in zip(by_formula, metal.launches, strict=True):
+        assert report.kernel.startswith(launch.name)
+        groups = [size // per for size, per in zip(report.grid, report.threadgroup, strict=True)]
+        assert launch.groups == groups[0] * groups[1] * groups[2]
+    for name, level in (("once", "dispatch"), ("each", "threadgroup")):
+        counted = sum(
+            getattr(buffer, level)
+            for report in metal.launches
+            for buffer in (*report.reads.values(), *report.writes.values())
+        )
+        # The lines of scattered scores that alpha is summed from are counted apart, though some are the same.
+        slack = 0.1 if shape.G == 1 else 0.03
+        assert sum(getattr(launch, name) for launch in by_formula) == pytest.approx(counted, rel=slack)
+
+
+@pytest.mark.parametrize(("weighted", "reallocate"), launches.SIDE_LAUNCHES)
+def test_the_launches_beside_the_kernels_are_those_of_the_cache(
+    weighted: bool, reallocate: bool, tmp_path: Path
+) -> None:
+    config = SparQ(reallocate=reallocate, component_score="query_key" if weighted else "query")
+    cache = SparseKVCache()
+    cache.update_and_fetch(*(mx.ones((1, 2, 200, 64), mx.float16) for _ in "kv"))
+    for _ in range(2):  # the second is a decode step like any other
+        row = mx.ones((1, 2, 1, 64), mx.float16)
+        cache.update_and_fetch(row, row)
+        mx.eval(cache.keys, cache.values)
+        read = cache._sparq_parameters(config, 4, cache.length)
+        side = cache._side
+        assert side is not None
+        kept = [side.keys_t, read["value_mean"], read["component_weight"]]
+        arrays = [array for array in kept if array is not None]
+        launched = operations(arrays, tmp_path)
+        mx.eval(arrays)
+    assert launched == launches.SIDE_LAUNCHES[weighted, reallocate]
+
+
+# saap
+
+
+@pytest.fixture(scope="module")
+def steps() -> dict[str, traffic_saap.Row]:
+    if sys.platform != "linux":
+        pytest.skip("the harness of tests/msl runs on Linux")
+    return {row.name: row for row in traffic_saap.measure(msl, SAAP(), LENGTH, kv_heads=1)}
+
+
+def test_each_weight_and_each_attended_row_is_read_once(steps: dict[str, traffic_saap.Row]) -> None:
+    network = 2 * (128 * 1024 + 1024 + 1024 * 1024 + 1024)
+    for name in traffic_saap.FILLINGS:
+        row = steps[name]
+        for level in LEVELS:
+            assert row.parts["network"][level] == network
+            assert row.parts["K rows"][level] == row.parts["V rows"][level] == row.attended * 128 * 2
+
+
+def test_lists_hold_the_keys_of_the_filling(steps: dict[str, traffic_saap.Row]) -> None:
+    far = LENGTH - 2048
+    assert steps["balanced"].attended == pytest.approx(2048 + 0.05 * far, abs=2)
+    assert steps["half visited"].attended == pytest.approx(2048 + 0.55 * far, abs=2)
+    assert steps["half unvisited"].attended == steps["balanced"].attended
+    assert steps["half unvisited"].slots > steps["half unvisited"].attended + 0.5 * far
+
+
+def test_nobody_works_off_more_tiles_than_a_fair_share(steps: dict[str, traffic_saap.Row]) -> None:
+    for name in traffic_saap.FILLINGS:
+        row = steps[name]
+        assert row.chain == -(-row.attended // (row.groups * 128))
+    assert steps["half visited"].alone >= 0.5 * (LENGTH - 2048) / 128
+
+
+@on_linux
+def test_five_percent_of_131072_keys_cost_little_more_than_the_formula() -> None:
+    """For one KV head; the others do the same."""
+    row = traffic_saap.step(msl, SAAP(), "balanced", traffic_saap.S, 1)
+    assert row.total["dispatch"] <= row.total["threadgroup"] <= 1.15 * row.formula
+    assert 9 * row.formula < 2 * row.S * 128 * 2 < 11 * row.formula
+
+
+@on_linux
+def test_the_tables_of_steps_say_what_was_counted(
+    steps: dict[str, traffic_saap.Row], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(traffic_saap, "measure", lambda msl, config: list(steps.values()))
+    assert traffic.main(["--attn", "saap"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("    python scripts/traffic.py --attn saap\n\n")
+    assert f"S = {LENGTH:,} keys: 1 KV heads" in text
+    for name, row in steps.items():
+        assert text.count(f"\n| {name} | ") == len(LEVELS) + 1
+        assert f"| {row.total['dispatch'] / row.formula:.3f} |" in text
+    assert traffic.main(["--attn", "saap", "-o", "json"]) == 0
+    printed = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["name"] for row in printed] == list(steps)
+    assert printed[1]["bytes"]["network"]["dispatch"] == steps["balanced"].parts["network"]["dispatch"]
+
+
+@pytest.mark.parametrize(("filling", "share"), [("balanced", 0.05), ("half visited", 0.55)])
+def test_the_formulae_for_saap_are_what_the_harness_counts(
+    steps: dict[str, traffic_saap.Row], filling: str, share: float
+) -> None:
+    shape, router = Shape(traffic_saap.G, 1, traffic_saap.D), Network(traffic_saap.BUCKETS, traffic_saap.HIDDEN)
+    launched = launches.saap_launches(shape, LENGTH, SAAP(), router, share)
+    kernels = [launch for launch in launched if launch.name != "fold"]
+    assert [launch.name for launch in kernels] == ["saap_route", "saap_indices", "attend_indices", "merge"]
+    assert sum(launch.once for launch in kernels) == pytest.approx(steps[filling].total["dispatch"], rel=0.02)
+    assert sum(launch.each for launch in kernels) == pytest.approx(steps[filling].total["threadgroup"], rel=0.02)
+
+
+# sample
+
+Prompts = dict[tuple[str, bool], traffic_sample.Row]
+
+
+@pytest.fixture(scope="module")
+def prompts() -> Prompts:
+    if sys.platform != "linux":
+        pytest.skip("the harness of tests/msl runs on Linux")
+    return {(row.name, row.density == 1): row for row in traffic_sample.measure(msl, [(128, 384)])}
+
+
+def test_attending_everything_is_the_work_of_mlx_own_kernel(prompts: Prompts) -> None:
+    ours, theirs = prompts["attend_blocks", True], prompts["MLX's dense kernel", True]
+    assert ours.multiply_adds == theirs.multiply_adds
+    for part in ("Q", "K", "V"):
+        assert ours.parts[part] == theirs.parts[part]
+    assert ours.total["threadgroup"] <= 1.02 * theirs.total["threadgroup"]
+
+
+def test_multiply_adds_follow_the_lists_and_the_sample(prompts: Prompts) -> None:
+    step = roofline_sample.Step(Shape(traffic_sample.G, 1, traffic_sample.D), 128, 384, Sample())
+    # What a kernel multiplies and masks are the tiles that the diagonal cuts.
+    assert 1 <= prompts["MLX's dense kernel", True].multiply_adds / step.dense_work < 1.1
+    assert prompts["sample_scores", False].multiply_adds == step.sample_work
+    few, all_ = prompts["attend_blocks", False], prompts["attend_blocks", True]
+    assert few.density is not None
+    assert few.density < 1
+    assert few.multiply_adds < all_.multiply_adds
+
+
+@on_linux
+def test_the_tables_of_prompts_say_what_was_counted(
+    prompts: Prompts, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(traffic_sample, "measure", lambda msl: list(prompts.values()))
+    assert traffic.main(["--attn", "sample"]) == 0
+    assert capsys.readouterr().out.count("\n| 128 | 384 | ") == 3 * len(prompts)
+    assert traffic.main(["--attn", "sample", "-o", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["multiply_adds"] for row in found] == [row.multiply_adds for row in prompts.values()]
+
+
+def test_the_operations_between_the_kernels_are_counted(tmp_path: Path) -> None:
+    layout = Layout(512, 2048, 1, 128)
+    column, slash = (mx.random.uniform(shape=(1, 4, 1, layout.key_blocks)) for _ in range(2))
+    mx.eval(column, slash)
+    lists = kept.select(column, slash, layout, alpha_column=0.9, alpha_slash=0.9, width=layout.key_blocks)
+    launched = 3 + operations([lists], tmp_path)
+    assert 0.8 * roofline_sample.SELECT_LAUNCHES <= launched <= roofline_sample.SELECT_LAUNCHES
