@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from mlx_sparse.tools.bench.core import Shape
+from mlx_sparse.tools.bench.core import Shape, Sized
 
 from .. import memory
 from ..defaults import lanes_for
@@ -24,7 +24,7 @@ DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bf
 
 
 @dataclass(frozen=True)
-class Problem:
+class Problem(Sized):
     """One decode step: S keys, the last of them new; SparQ's rank r, number of keys k and window l.
 
     Caches of every type are read in the same turns, so a type belongs to a contender.
@@ -35,22 +35,6 @@ class Problem:
     rank: int
     top_k: int
     window: int
-
-    @property
-    def Hq(self) -> int:
-        return self.shape.Hq
-
-    @property
-    def Hkv(self) -> int:
-        return self.shape.Hkv
-
-    @property
-    def D(self) -> int:
-        return self.shape.D
-
-    @property
-    def G(self) -> int:
-        return self.shape.G
 
     def as_dict(self) -> dict[str, Any]:
         """For programs."""
@@ -68,10 +52,6 @@ class Problem:
     def C(self) -> int:
         """Capacity: S in whole chunks."""
         return -(-self.S // self.lanes) * self.lanes
-
-    @property
-    def scale(self) -> float:
-        return float(self.D**-0.5)
 
     @cached_property
     def planted(self) -> Array:

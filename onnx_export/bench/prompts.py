@@ -17,7 +17,7 @@ from onnx.helper import make_graph, make_model, make_node, make_opsetid, make_te
 from mlx_sparse import oracle
 from mlx_sparse.config import Sample as SampleAttention
 from mlx_sparse.layout import Layout
-from mlx_sparse.tools.bench.core import Contender, Row, Sample, Shape, Turns, measure
+from mlx_sparse.tools.bench.core import Contender, Row, Sample, Shape, Sized, Turns, measure
 from mlx_sparse.tools.bench.run import Plan, Request
 from mlx_sparse.tools.bench.thresholds import length
 from mlx_sparse.tools.environment import machine
@@ -49,25 +49,13 @@ PEAK = 7.0  # logits of the keys that stand out
 
 
 @dataclass(frozen=True)
-class Problem:
+class Problem(Sized):
     """A prompt of S tokens; its queries find keys at distances of their head's, and a few keys that all find."""
 
     shape: Shape
     S: int
     block_size: int
     chunks: int
-
-    @property
-    def Hq(self) -> int:
-        return self.shape.Hq
-
-    @property
-    def Hkv(self) -> int:
-        return self.shape.Hkv
-
-    @property
-    def D(self) -> int:
-        return self.shape.D
 
     def as_dict(self) -> dict[str, Any]:
         """For programs."""
@@ -79,14 +67,6 @@ class Problem:
     @property
     def layout(self) -> Layout:
         return Layout(self.S, self.S, self.chunks, self.block_size)
-
-    @property
-    def scale(self) -> float:
-        return float(self.D**-0.5)
-
-    @property
-    def G(self) -> int:
-        return self.Hq // self.Hkv
 
     @cached_property
     def arrays(self) -> tuple[Array, Array, Array]:

@@ -41,14 +41,10 @@ class Shape:
         return f"{self.Hq}x{self.Hkv}x{self.D}"
 
 
-@dataclass(frozen=True)
-class Case:
-    """What all contenders of the same turns share: ``B`` sequences of ``S`` keys in one layer."""
+class Sized:
+    """The sizes of what has a shape, by their letters."""
 
-    dtype: str
     shape: Shape
-    B: int
-    S: int
 
     @property
     def Hq(self) -> int:
@@ -71,6 +67,21 @@ class Case:
         return self.shape.G
 
     @property
+    def scale(self) -> float:
+        """Of the logits."""
+        return float(self.D**-0.5)
+
+
+@dataclass(frozen=True)
+class Case(Sized):
+    """What all contenders of the same turns share: ``B`` sequences of ``S`` keys in one layer."""
+
+    dtype: str
+    shape: Shape
+    B: int
+    S: int
+
+    @property
     def rows(self) -> int:
         """KV heads of all sequences."""
         return self.B * self.Hkv
@@ -79,11 +90,6 @@ class Case:
     def item(self) -> int:
         """Bytes of an element."""
         return ITEM_SIZES[self.dtype]
-
-    @property
-    def scale(self) -> float:
-        """Of the logits."""
-        return float(self.D**-0.5)
 
     @property
     def keys(self) -> int:
