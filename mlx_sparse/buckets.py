@@ -248,6 +248,8 @@ class BucketIndex:
         if cache.keys is None and others.keys is None:
             return
         parts = ((self, cache), (other, others))
+        for index, one in parts:
+            index.rewind(one.length)  # rows may have been trimmed since the last write
         heads = next(one.keys.shape[1] for _, one in parts if one.keys is not None)
         if any(index.centroids is not None for index, _ in parts):
             length = max(cache.length, others.length)

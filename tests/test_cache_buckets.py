@@ -277,7 +277,7 @@ def test_keys_of_unknown_history_are_turned_back_once():
     assert decoder.cache.index.length == 102
 
 
-@pytest.mark.parametrize("moves", ["filter", "extend", "finalize"])
+@pytest.mark.parametrize("moves", ["filter", "extend", "extend by a trimmed one", "finalize"])
 @pytest.mark.parametrize("fitted", [False, True], ids=["trained", "online"])
 def test_ids_and_centroids_follow_rows_that_move(moves: str, fitted: bool):
     """No key that was recorded is turned back."""
@@ -297,14 +297,18 @@ def test_ids_and_centroids_follow_rows_that_move(moves: str, fitted: bool):
     if moves == "filter":
         cache.filter(mx.array([0, 2]))  # the padding that both share goes too
         decoder.before = decoder.before[[0, 2], :, 1:]
-    elif moves == "extend":
+    elif moves.startswith("extend"):
         other = Decoder(BatchKVCache([0]))
         other.cache.index, other.own = BucketIndex(cache.index.router), own
         other.write(70)
         other.check()
+        if moves != "extend":
+            other.cache.trim(5)
+            other.before = other.before[:, :, :65]
         del turned[:]
         cache.extend(other.cache)
-        before = np.pad(decoder.before, [(0, 0), (0, 0), (10, 0), (0, 0)])
+        longer = other.before.shape[2] - 60
+        before = np.pad(decoder.before, [(0, 0), (0, 0), (longer, 0), (0, 0)])
         decoder.before = np.concatenate([before, other.before])
     else:
         cache.prepare(right_padding=[2, 0, 5], lengths=[6, 8, 3])
