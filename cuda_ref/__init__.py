@@ -11,39 +11,39 @@ if __name__ != "mlx_sparse.cuda_ref":  # an editable install puts the project ro
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from .api import attend_indices as attend_indices
-    from .api import dense_attention as dense_attention
-    from .api import sparq_attention as sparq_attention
-    from .api import top_k_select as top_k_select
+    from .api.decode import attend_indices as attend_indices
+    from .api.decode import dense_attention as dense_attention
+    from .api.decode import sparq_attention as sparq_attention
+    from .api.decode import top_k_select as top_k_select
+    from .api.prefill import attend_blocks as attend_blocks
+    from .api.prefill import sample_attention as sample_attention
+    from .api.prefill import sample_scores as sample_scores
+    from .api.prefill import sample_select as sample_select
+    from .api.saap import saap_assign as saap_assign
+    from .api.saap import saap_attention as saap_attention
+    from .api.saap import saap_index as saap_index
+    from .api.saap import saap_indices as saap_indices
+    from .api.saap import saap_route as saap_route
     from .availability import unavailable as unavailable
     from .hf.attention import register as register
     from .hf.cache import SparQCache as SparQCache
-    from .prefill import attend_blocks as attend_blocks
-    from .prefill import sample_attention as sample_attention
-    from .prefill import sample_scores as sample_scores
-    from .prefill import sample_select as sample_select
-    from .saap import saap_assign as saap_assign
-    from .saap import saap_attention as saap_attention
-    from .saap import saap_index as saap_index
-    from .saap import saap_indices as saap_indices
-    from .saap import saap_route as saap_route
 
 _HOME_OF = {
     "SparQCache": "hf",
-    "attend_blocks": "prefill",
-    "attend_indices": "api",
-    "dense_attention": "api",
+    "attend_blocks": "api.prefill",
+    "attend_indices": "api.decode",
+    "dense_attention": "api.decode",
     "register": "hf",
-    "saap_assign": "saap",
-    "saap_attention": "saap",
-    "saap_index": "saap",
-    "saap_indices": "saap",
-    "saap_route": "saap",
-    "sample_attention": "prefill",
-    "sample_scores": "prefill",
-    "sample_select": "prefill",
-    "sparq_attention": "api",
-    "top_k_select": "api",
+    "saap_assign": "api.saap",
+    "saap_attention": "api.saap",
+    "saap_index": "api.saap",
+    "saap_indices": "api.saap",
+    "saap_route": "api.saap",
+    "sample_attention": "api.prefill",
+    "sample_scores": "api.prefill",
+    "sample_select": "api.prefill",
+    "sparq_attention": "api.decode",
+    "top_k_select": "api.decode",
     "unavailable": "availability",
 }  # imported when used: torch takes seconds
 
@@ -53,7 +53,7 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    from mlx_sparse.extras import naming_missing
+    from mlx_sparse.common.extras import naming_missing
 
     with naming_missing():
         home = import_module(f"{__name__}.{_HOME_OF[name]}")

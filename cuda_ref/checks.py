@@ -8,8 +8,8 @@ import torch
 
 from mlx_sparse.checks import BackendUnavailable, ConfigError, ShapeError, Sizes, check_choice, check_qkv, check_shape
 
-from . import configs
 from .availability import interpreted, unavailable
+from .launchers import configs
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 GRID_LIMIT = 65535  # programs that CUDA starts along the second and the third axis of a grid

@@ -28,17 +28,17 @@ if TYPE_CHECKING:
     from .checks import ConfigError as ConfigError
     from .checks import ShapeError as ShapeError
     from .checks import SparseAttentionError as SparseAttentionError
+    from .common.stats import Stats as Stats
     from .lm import disable as disable
     from .lm import enable as enable
     from .lm import report as report
     from .lm import sparse as sparse
-    from .stats import Stats as Stats
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "checks": "ArtefactError BackendUnavailable ConfigError ShapeError SparseAttentionError",
-    "stats": "Stats",
+    "common.stats": "Stats",
     "api": "attend_blocks attend_indices bigbird_attention dense_attention flexgen_attention h2o_attention h2o_scores "
     "minference_attention oracle_top_k_attention saap_assign saap_attention saap_route sample_attention sample_select "
     "sparq_attention streaming_attention streaming_prefill_attention",
@@ -52,7 +52,7 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    from .extras import naming_missing
+    from .common.extras import naming_missing
 
     with naming_missing():
         home = import_module(f"{__name__}.{_HOME_OF[name]}")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, NoReturn
 
-from .layout import BLOCK_SIZES
+from .common.block_layout import BLOCK_SIZES
 
 ECHO = 200  # characters of a word or a quoted text that a message repeats
 LONGEST = 1000  # characters of a message

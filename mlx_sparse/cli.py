@@ -11,20 +11,20 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 from .checks import ConfigError, Parser, SparseAttentionError
-from .extras import naming_missing
+from .common.extras import naming_missing
 
 # mlx-lm's commands that take --attn, as subcommands of ours.
 HOSTED = ("generate", "chat", "server", "benchmark", "cache_prompt", "evaluate")
 
 # Subcommands that parse their own arguments, and where their main() is.
 OWN_PARSERS = {
-    "demo": "mlx_sparse.demo.run",
-    "eval": "mlx_sparse.evaluate.run",
-    "report": "mlx_sparse.evaluate.report.command",
-    "tune-sample": "mlx_sparse.tune.run",
-    "train-saap": "mlx_sparse.saap.run",
+    "demo": "mlx_sparse.tools.demo.run",
+    "eval": "mlx_sparse.tools.evaluate.run",
+    "report": "mlx_sparse.tools.evaluate.report.command",
+    "tune-sample": "mlx_sparse.tools.tune.run",
+    "train-saap": "mlx_sparse.tools.train.run",
     "bench": "mlx_sparse.tools.bench.command",
-    "run-onnx": "mlx_sparse.onnx_export.run",
+    "run-onnx": "mlx_sparse.onnx_export.runtime.run",
 }
 
 
@@ -112,7 +112,7 @@ def _hosted(name: str, arguments: list[str]) -> int:
 
 
 def _matrix(args: argparse.Namespace) -> int:
-    from . import matrix
+    from .tools import matrix
 
     if args.json:
         print(json.dumps(matrix.rows(), indent=2))
@@ -122,7 +122,7 @@ def _matrix(args: argparse.Namespace) -> int:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from . import doctor
+    from .tools import doctor
 
     findings = doctor.examine()
     print(json.dumps(findings, indent=2) if args.json else doctor.text(findings))

@@ -17,19 +17,19 @@ if TYPE_CHECKING:
     from .domain import VERSION as VERSION
     from .domain import Profile as Profile
     from .exporter.export import export as export
-    from .native import library_path as library_path
-    from .native import session_options as session_options
     from .operators import OPERATORS as OPERATORS
-    from .runner import Runner as Runner
+    from .runtime.native import library_path as library_path
+    from .runtime.native import session_options as session_options
+    from .runtime.runner import Runner as Runner
     from .schemas import registered as registered
 
 _HOMES = {
     "build": "check function functions node operator_model",
     "domain": "COMPAT DEFAULT DOMAIN SPEC VERSION Profile",
     "exporter.export": "export",
-    "native": "library_path session_options",
+    "runtime.native": "library_path session_options",
     "operators": "OPERATORS",
-    "runner": "Runner",
+    "runtime.runner": "Runner",
     "schemas": "registered",
 }  # imported when used: a command is to say in one line that onnx is missing
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
@@ -41,7 +41,7 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    from mlx_sparse.extras import naming_missing
+    from mlx_sparse.common.extras import naming_missing
 
     with naming_missing():
         home = import_module(f"{__name__}.{_HOME_OF[name]}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from mlx_sparse.config import NEVER, SAAP, SparQ
+from mlx_sparse.methods import NEVER, SAAP, SparQ
 
 LANES = (4096, 2048, 1024, 512, 256, 128, 64)
 # Elements per KV head that a step must save before the body of SparQ or SAAP pays: its many small nodes cost as much.

@@ -12,7 +12,7 @@ import time
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-from mlx_sparse.cache import SideBuffers, SparseKVCache
+from mlx_sparse.cache.kv_cache import SideBuffers, SparseKVCache
 
 KEPT = {
     "mlx-lm's KVCache": None,

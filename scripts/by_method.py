@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_sparse.checks import ConfigError, SparseAttentionError
-from mlx_sparse.config import MethodConfig, parse
+from mlx_sparse.methods import MethodConfig, parse
 from mlx_sparse.tools import formats
 from mlx_sparse.tools.environment import versions
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from math import ceil
 
 from mlx_sparse.checks import check_local_window
-from mlx_sparse.config import SAAP, SparQ
 from mlx_sparse.kernels import attend, saap, select, sparq
 from mlx_sparse.kernels.launch import LANES
+from mlx_sparse.methods import SAAP, SparQ
 from mlx_sparse.tools.bench.core import Shape
 from mlx_sparse.tools.bench.mlx.saap import Network
 
@@ -32,7 +32,7 @@ ANSWER = 128  # tokens over which building the component-major keys is spread
 # number, sort in eight passes or so, take apart.
 LISTED = 25 * 2 * FLOAT
 
-# Array operations of mlx_sparse.cache per step, by (query_key, reallocate); the first writes the new key's column.
+# Array operations of a cache per step, by (query_key, reallocate); the first writes the new key's column.
 SIDE_LAUNCHES = {(False, False): 1, (False, True): 3, (True, False): 3, (True, True): 5}
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import matplotlib
 
-from mlx_sparse.stats import dense_elements, sparq_elements
+from mlx_sparse.common.stats import dense_elements, sparq_elements
 
 matplotlib.use("svg")
 matplotlib.rcParams["svg.hashsalt"] = "mlx-sparse"  # the same file from the same numbers
@@ -159,8 +159,8 @@ def _sample(rows: Sequence[dict[str, Any]]) -> Any:
 
 
 def _speed(source: Path, target: Path) -> int:
-    from mlx_sparse.evaluate import report
-    from mlx_sparse.evaluate.report.read import read_speed
+    from mlx_sparse.tools.evaluate import report
+    from mlx_sparse.tools.evaluate.report.read import read_speed
 
     figure = report.draw_speed(read_speed(source))
     if figure is None:

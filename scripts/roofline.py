@@ -11,7 +11,7 @@ from typing import Any
 
 import by_method
 
-from mlx_sparse.config import SAAP, MethodConfig, Sample, SparQ
+from mlx_sparse.methods import SAAP, MethodConfig, Sample, SparQ
 
 
 def sparq(config: SparQ) -> by_method.Found:

@@ -1,6 +1,6 @@
 """What each contender on an NVIDIA GPU has to move or multiply, from sizes alone, and what ratio that allows.
 
-Foreign contenders are counted by the paper's formulae (`mlx_sparse.stats`), our kernels by what they read and write.
+Foreign contenders are counted by the paper's formulae (common/stats.py), our kernels by what they read and write.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any
 from launches import ITEM, saap_launches
 from roofline_sparq import CHIPS, KINDS, SHAPES, Chip, bracket, dense, span
 
-from mlx_sparse.config import NEVER, SAAP, Step
+from mlx_sparse.methods import NEVER, SAAP, Step
 from mlx_sparse.tools.bench.core import Shape
 from mlx_sparse.tools.bench.mlx.saap import BUCKETS, ROUTERS, UNEVEN, Network, network_of
 from mlx_sparse.tools.formats import table

@@ -15,9 +15,9 @@ from typing import Any
 from launches import ITEM
 from roofline_sparq import CHIPS, CLOCK, LAUNCH, Chip
 
-from mlx_sparse.config import Sample
+from mlx_sparse.common.block_layout import Layout
 from mlx_sparse.kernels.blocks import tile_of
-from mlx_sparse.layout import Layout
+from mlx_sparse.methods import Sample
 from mlx_sparse.tools.bench.core import Shape
 from mlx_sparse.tools.formats import table
 

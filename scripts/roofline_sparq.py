@@ -16,7 +16,7 @@ from typing import Any
 from launches import ITEM, Launch, dense_kernel, dense_launches, sparq_launches
 
 from mlx_sparse.checks import check_rank
-from mlx_sparse.config import ENOUGH_SAVED, NEVER, SparQ, Step
+from mlx_sparse.methods import ENOUGH_SAVED, NEVER, SparQ, Step
 from mlx_sparse.tools.bench.core import Shape
 from mlx_sparse.tools.formats import table
 

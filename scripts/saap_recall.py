@@ -18,10 +18,10 @@ import numpy as np
 from tqdm import tqdm
 
 from mlx_sparse import artefact
-from mlx_sparse.saap.collect import Collection, Place
-from mlx_sparse.saap.layers import bucket_ids
-from mlx_sparse.saap.recall import curve, grouped_queries, index, router_scores
-from mlx_sparse.saap.rows import Distances, Texts
+from mlx_sparse.tools.train.collect import Collection, Place
+from mlx_sparse.tools.train.layers import bucket_ids
+from mlx_sparse.tools.train.recall import curve, grouped_queries, index, router_scores
+from mlx_sparse.tools.train.rows import Distances, Texts
 
 GRID = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
 BAND_AT = 0.1  # the selectivity at which recall is shown by distance

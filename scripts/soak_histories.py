@@ -34,8 +34,8 @@ from witness import Sequence, Witness
 
 import mlx_sparse
 from mlx_sparse.checks import ConfigError
-from mlx_sparse.config import H2O, SAAP
 from mlx_sparse.lm.model import plan_of
+from mlx_sparse.methods import H2O, SAAP
 
 LONGEST, HELD, LINE_EVERY = 640, 4, 60.0  # tokens of a sequence, caches of a history, seconds between lines
 

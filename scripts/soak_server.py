@@ -27,10 +27,10 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
-from mlx_sparse.call_report import JSON_KEY
-from mlx_sparse.demo import blas
-from mlx_sparse.demo.models import find_model
-from mlx_sparse.demo.store import cache_directory
+from mlx_sparse.lm.call_report import JSON_KEY
+from mlx_sparse.tools.assets import blas
+from mlx_sparse.tools.assets.models import find_model
+from mlx_sparse.tools.assets.store import cache_directory
 
 SERVER = str(Path(sys.executable).parent / "mlx_lm.server")
 

@@ -18,7 +18,7 @@ import traffic_sample
 import traffic_sparq
 
 from mlx_sparse.checks import ConfigError
-from mlx_sparse.config import SAAP, Sample, SparQ
+from mlx_sparse.methods import SAAP, Sample, SparQ
 
 T = TypeVar("T")
 

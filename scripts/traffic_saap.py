@@ -17,10 +17,10 @@ from launches import dense_kernel
 from tqdm import tqdm
 from traffic_sparq import LEVELS, dense_step, parts_of
 
-from mlx_sparse import registry, stats
 from mlx_sparse.checks import check_int
-from mlx_sparse.config import SAAP
+from mlx_sparse.common import stats
 from mlx_sparse.kernels import attend
+from mlx_sparse.methods import SAAP, registry
 from mlx_sparse.tools.bench.core import Shape
 
 PARTS = {

@@ -18,9 +18,9 @@ import numpy as np
 from tqdm import tqdm
 from traffic_sparq import LEVELS
 
-from mlx_sparse import registry
+from mlx_sparse.common.block_layout import Layout
 from mlx_sparse.kernels import blocks, sample
-from mlx_sparse.layout import Layout
+from mlx_sparse.methods import registry
 
 PARTS = {"queries": "Q", "keys": "K", "values": "V", "partials": "sums of rows"}  # anything else: rest
 STEEL = {"Q": "queries", "K": "keys", "V": "values"}

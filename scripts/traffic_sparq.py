@@ -17,7 +17,8 @@ import numpy as np
 from launches import DenseKernel, dense_kernel
 from tqdm import tqdm
 
-from mlx_sparse import registry, stats
+from mlx_sparse.common import stats
+from mlx_sparse.methods import registry
 from mlx_sparse.tools.bench.core import Shape
 
 LEVELS = ("lane", "threadgroup", "dispatch")

@@ -18,7 +18,7 @@ import tiny_models
 from mlx_lm.generate import generate_step
 from mlx_lm.utils import load_model
 from mlx_sparse.onnx_export import export
-from mlx_sparse.onnx_export.runner import Runner
+from mlx_sparse.onnx_export.runtime.runner import Runner
 
 import mlx_sparse
 from mlx_sparse.artefact import Artefact, Layer, identity, kv_shapes

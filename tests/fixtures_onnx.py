@@ -15,7 +15,7 @@ SETS = ["scalar", "neon"] if platform.machine() in ("aarch64", "arm64") else ["s
 @pytest.fixture
 def limit() -> Iterator[Callable[[str | None, int], None]]:
     """Sets which instruction set runs, None for the fastest, and for how many threads work is cut, 0 for all here."""
-    from mlx_sparse.onnx_export import native
+    from mlx_sparse.onnx_export.runtime import native
 
     if reason := native.unavailable():
         absent("ort", reason)

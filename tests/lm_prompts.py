@@ -16,9 +16,9 @@ from tiny_models import EOS, prompt_of, tokenizer_json
 from transformers import PreTrainedTokenizerFast
 
 from mlx_sparse import oracle
-from mlx_sparse.cache import SparseCache
-from mlx_sparse.config import Prefill
-from mlx_sparse.layout import Layout
+from mlx_sparse.cache.kv_cache import SparseCache
+from mlx_sparse.common.block_layout import Layout
+from mlx_sparse.methods import Prefill
 
 Array = npt.NDArray[Any]
 LAYERS, BLOCK = 2, 32

@@ -14,7 +14,7 @@ import onnxruntime as ort
 import pytest
 from cases import CASES, SPARQ, Array, Case, assert_as_good_as_plain, every_parameter, plain_sparq, round_to
 from hypothesis import HealthCheck, settings
-from mlx_sparse.onnx_export import native
+from mlx_sparse.onnx_export.runtime import native
 from onnx import ModelProto
 from onnx.reference import ReferenceEvaluator
 from require import absent

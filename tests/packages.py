@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlx_sparse.demo.store import cache_directory
+from mlx_sparse.tools.assets.store import cache_directory
 
 MINUTES = 5 * 60
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from mlx_sparse.evaluate.report.read import SIDES
-from mlx_sparse.evaluate.results import Depth, Outcome, Row
-from mlx_sparse.evaluate.selection import SelectionRow
+from mlx_sparse.tools.evaluate.report.read import SIDES
+from mlx_sparse.tools.evaluate.results import Depth, Outcome, Row
+from mlx_sparse.tools.evaluate.selection import SelectionRow
 
 NAN = Outcome(*[math.nan] * 6)
 ZERO = Outcome(*[0.0] * 6)

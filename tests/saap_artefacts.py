@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_sparse.artefact import Artefact, Layer, identity, kv_shapes
-from mlx_sparse.config import SAAP
+from mlx_sparse.methods import SAAP
 
 BUCKETS = 8
 PROMPT, STEPS, LAYERS = 60, 30, 2

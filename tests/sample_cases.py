@@ -10,7 +10,7 @@ import numpy as np
 from cases import Array, assert_as_good_as_plain, matmul, round_to, row_sum, ulp
 
 from mlx_sparse import oracle
-from mlx_sparse.layout import Layout
+from mlx_sparse.common.block_layout import Layout
 
 PEAK = 12.0  # logits of the keys that stand out; the others are about 0
 

@@ -23,8 +23,9 @@ from mlx_arrays import DTYPES, to_mlx, to_numpy
 from require import absent
 
 import mlx_sparse
-from mlx_sparse import oracle, registry
+from mlx_sparse import oracle
 from mlx_sparse.kernels import attend, sparq
+from mlx_sparse.methods import registry
 
 by_case = pytest.mark.parametrize("case", CASES, ids=str)
 

@@ -10,10 +10,10 @@ import pytest
 import tiny_models
 
 from mlx_sparse.checks import ArtefactError, ConfigError
-from mlx_sparse.demo.outcome import Outcome
 from mlx_sparse.tools.bench import generate
 from mlx_sparse.tools.bench.command import main
 from mlx_sparse.tools.bench.generate import Prompt, Run
+from mlx_sparse.tools.demo.outcome import Outcome
 
 SPARQ = "sparq:rank=4,top_k=4,dense_below=0"
 LAYERS, LENGTH, TOKENS, TURNS = 2, 50, 8, 1  # a start takes seconds

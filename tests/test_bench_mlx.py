@@ -18,8 +18,11 @@ import plots
 import pytest
 from msl import Metal
 
-from mlx_sparse import cli, stats
-from mlx_sparse.config import (
+from mlx_sparse import cli
+from mlx_sparse.common import stats
+from mlx_sparse.common.block_layout import Layout
+from mlx_sparse.common.stats import prefill_elements
+from mlx_sparse.methods import (
     H2O,
     SAAP,
     BigBird,
@@ -34,16 +37,14 @@ from mlx_sparse.config import (
     StreamingPrefill,
     parse,
 )
-from mlx_sparse.evaluate.report.read import read_speed
-from mlx_sparse.layout import Layout
 from mlx_sparse.ops import sample
-from mlx_sparse.stats import prefill_elements
 from mlx_sparse.tools.bench import mlx
 from mlx_sparse.tools.bench.core import Case, Shape
 from mlx_sparse.tools.bench.mlx import dense, prompts, saap, steps
 from mlx_sparse.tools.bench.mlx.methods import DecodeStep, wrong_result
 from mlx_sparse.tools.bench.mlx.prompts import MethodPrompt, Prompt
 from mlx_sparse.tools.bench.mlx.steps import steps_of
+from mlx_sparse.tools.evaluate.report.read import read_speed
 
 SIZES = ["--shapes", "4x2x32", "--repeat", "2", "--dtype", "float32"]
 DECODE = ["sparq", "sparq:rank=4,top_k=30", "streaming", "h2o", "flexgen", "oracle_top_k"]

@@ -25,8 +25,8 @@ from mlx_lm.models.cache import (
 from tiny_models import build, greedy, prompt_of
 
 import mlx_sparse
-from mlx_sparse.cache import SideBuffers, SparseBatchKVCache, SparseKVCache, adopt
-from mlx_sparse.config import SparQ
+from mlx_sparse.cache.kv_cache import SideBuffers, SparseBatchKVCache, SparseKVCache, adopt
+from mlx_sparse.methods import SparQ
 
 H, D = 2, 8
 ALL_BUFFERS = SparQ(rank=4, top_k=4, reallocate=True, component_score="query_key", dense_below=0)

@@ -14,10 +14,10 @@ from mlx import nn
 from mlx_lm.models.cache import BatchKVCache, KVCache, load_prompt_cache, save_prompt_cache
 
 from mlx_sparse import oracle
-from mlx_sparse.buckets import TOGETHER, BucketIndex, Router, fold, kmeans_network
-from mlx_sparse.cache import SparseBatchKVCache, SparseKVCache, adopt
-from mlx_sparse.config import SAAP
+from mlx_sparse.cache.kv_cache import SparseBatchKVCache, SparseKVCache, adopt
+from mlx_sparse.cache.saap_state import TOGETHER, BucketIndex, Router, fold, kmeans_network
 from mlx_sparse.lm.rope import Source, rotate
+from mlx_sparse.methods import SAAP
 
 H, D, C = 2, 16, 8
 SCALE = D**-0.5

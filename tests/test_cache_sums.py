@@ -12,9 +12,9 @@ import pytest
 from mlx_lm.models.cache import BatchKVCache, KVCache, load_prompt_cache, save_prompt_cache
 
 from mlx_sparse import oracle
-from mlx_sparse.cache import adopt
-from mlx_sparse.config import SparQ
-from mlx_sparse.moments import BLOCK, PIECE, Moments
+from mlx_sparse.cache.kv_cache import adopt
+from mlx_sparse.cache.moments import BLOCK, PIECE, Moments
+from mlx_sparse.methods import SparQ
 
 H, D, S = 2, 16, 300
 READS = {

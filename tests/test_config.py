@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_sparse import stats
 from mlx_sparse.checks import ConfigError
-from mlx_sparse.config import (
+from mlx_sparse.common import stats
+from mlx_sparse.methods import (
     CONFIGS,
     ENOUGH_SAVED,
     H2O,

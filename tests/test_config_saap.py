@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mlx_sparse.checks import ConfigError
-from mlx_sparse.config import SAAP, load_toml, parse
+from mlx_sparse.methods import SAAP, load_toml, parse
 
 
 def test_the_defaults_are_the_papers() -> None:

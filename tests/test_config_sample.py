@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_sparse.checks import ConfigError
-from mlx_sparse.config import (
+from mlx_sparse.methods import (
     CONFIGS,
     SAMPLE_PAYS_FROM,
     SAMPLE_PAYS_UP_TO,

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from mlx_sparse.checks import ArtefactError
-from mlx_sparse.demo import run
-from mlx_sparse.demo.outcome import Outcome, compare, parse_outcome, parse_report
-from mlx_sparse.demo.text import KEY, pass_key_task
+from mlx_sparse.tools.demo import run
+from mlx_sparse.tools.demo.outcome import Outcome, compare, parse_outcome, parse_report
+from mlx_sparse.tools.demo.text import KEY, pass_key_task
 
 pytestmark = pytest.mark.usefixtures("without_torch")
 

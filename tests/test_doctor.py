@@ -13,7 +13,9 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import KVCache
 
-from mlx_sparse import _boot, cli, doctor, matrix, registry
+from mlx_sparse import _boot, cli
+from mlx_sparse.methods import registry
+from mlx_sparse.tools import doctor, matrix
 
 COMMANDS = [
     "demo",

@@ -14,13 +14,13 @@ from text_tokenizers import Words
 from tiny_models import VOCAB, build
 
 import mlx_sparse
-from mlx_sparse.evaluate import runner, score
-from mlx_sparse.evaluate.arms import DENSE, Arm
-from mlx_sparse.evaluate.journal import Journal
-from mlx_sparse.evaluate.results import Outcome, Row, Trial
-from mlx_sparse.evaluate.runner import Prompt, Steps
-from mlx_sparse.evaluate.table import table
-from mlx_sparse.evaluate.tasks import BITS_TOKENS, Example, Passage
+from mlx_sparse.tools.evaluate import runner, score
+from mlx_sparse.tools.evaluate.journal import Journal
+from mlx_sparse.tools.evaluate.results import Outcome, Row, Trial
+from mlx_sparse.tools.evaluate.runner import Prompt, Steps
+from mlx_sparse.tools.evaluate.table import table
+from mlx_sparse.tools.evaluate.tasks import BITS_TOKENS, Example, Passage
+from mlx_sparse.tools.evaluate.variants import DENSE, Arm
 
 CONTEXT = 400
 TOKENS = [1 + (i * i + i // 7) % (VOCAB - 1) for i in range(4 * (CONTEXT + BITS_TOKENS))]

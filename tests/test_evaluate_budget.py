@@ -9,10 +9,11 @@ import pytest
 from saap_artefacts import BUCKETS, write_artefact
 from tiny_models import build
 
-from mlx_sparse import ConfigError, stats
-from mlx_sparse.config import parse
-from mlx_sparse.evaluate.arms import Arm, arms_of, read_methods
-from mlx_sparse.evaluate.budget import OutOfReach, read_budget, settle, transfers
+from mlx_sparse import ConfigError
+from mlx_sparse.common import stats
+from mlx_sparse.methods import parse
+from mlx_sparse.tools.evaluate.budget import OutOfReach, read_budget, settle, transfers
+from mlx_sparse.tools.evaluate.variants import Arm, arms_of, read_methods
 
 S, D = 2048, 64
 SIZES = {"sparq": "top_k", "streaming": "recent_tokens", "h2o": "top_k", "oracle_top_k": "top_k"}

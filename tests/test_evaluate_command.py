@@ -13,7 +13,7 @@ import pytest
 from tiny_models import VOCAB, write
 
 import mlx_sparse
-from mlx_sparse.evaluate.run import main
+from mlx_sparse.tools.evaluate.run import main
 
 # Of a text of which every word is a token.
 TEXT = " ".join(f"w{1 + (i * i + i // 7) % (VOCAB - 1)}" for i in range(1800))

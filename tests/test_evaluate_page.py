@@ -32,11 +32,11 @@ from tiny_models import build
 
 import mlx_sparse
 from mlx_sparse import cli
-from mlx_sparse.artefact.identity import weights_hash
-from mlx_sparse.evaluate import report
-from mlx_sparse.evaluate.facts import read_facts, run_facts
-from mlx_sparse.evaluate.report.read import read_speed
-from mlx_sparse.evaluate.results import Row
+from mlx_sparse.common.model_info import weights_hash
+from mlx_sparse.tools.evaluate import report
+from mlx_sparse.tools.evaluate.metadata import read_facts, run_facts
+from mlx_sparse.tools.evaluate.report.read import read_speed
+from mlx_sparse.tools.evaluate.results import Row
 
 
 class Page(HTMLParser):

@@ -8,9 +8,9 @@ import pytest
 from tiny_models import VOCAB, build, write
 
 from mlx_sparse import ConfigError
-from mlx_sparse.evaluate import run as evaluate
-from mlx_sparse.evaluate.inputs import fingerprint
 from mlx_sparse.tools import environment
+from mlx_sparse.tools.evaluate import run as evaluate
+from mlx_sparse.tools.evaluate.inputs import fingerprint
 
 TEXT = " ".join(f"w{1 + (i * i + i // 7) % (VOCAB - 1)}" for i in range(1200))
 

@@ -24,9 +24,9 @@ from report_rows import (
     speed_row,
 )
 
-from mlx_sparse.evaluate import report
-from mlx_sparse.evaluate.report import style
-from mlx_sparse.evaluate.results import Row
+from mlx_sparse.tools.evaluate import report
+from mlx_sparse.tools.evaluate.report import style
+from mlx_sparse.tools.evaluate.results import Row
 
 
 def lines(ax: Any) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from tiny_models import build, prompt_of
 
 from mlx_sparse import oracle
 from mlx_sparse.checks import ArtefactError, ConfigError
-from mlx_sparse.evaluate import selection
-from mlx_sparse.evaluate.selection import QUERIES, SelectionRow
+from mlx_sparse.tools.evaluate import selection
+from mlx_sparse.tools.evaluate.selection import QUERIES, SelectionRow
 
 CONTEXT, TOP_K, D = 150, 24, 16
 TOKENS = prompt_of(1000)

@@ -12,7 +12,7 @@ from text_tokenizers import Letters, Pieces, Words
 from tiny_models import VOCAB
 
 from mlx_sparse.checks import ConfigError
-from mlx_sparse.evaluate.tasks import (
+from mlx_sparse.tools.evaluate.tasks import (
     BITS_TOKENS,
     COPY_PROMPT,
     COPY_TARGET,

@@ -16,11 +16,11 @@ from typing import Any, ClassVar
 import pytest
 
 from mlx_sparse.checks import ArtefactError, ConfigError
-from mlx_sparse.demo import sdists
-from mlx_sparse.demo.sdists import fetch_sdist, read_texts
-from mlx_sparse.demo.store import cache_directory
-from mlx_sparse.evaluate import texts
-from mlx_sparse.evaluate.texts import gutenberg, read
+from mlx_sparse.tools.assets import sdists
+from mlx_sparse.tools.assets.sdists import fetch_sdist, read_texts
+from mlx_sparse.tools.assets.store import cache_directory
+from mlx_sparse.tools.evaluate import texts
+from mlx_sparse.tools.evaluate.texts import gutenberg, read
 
 
 def test_without_a_name_it_is_pythons_language_reference() -> None:

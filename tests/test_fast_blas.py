@@ -14,7 +14,7 @@ import tiny_models
 from absent import OFFLINE
 
 from mlx_sparse import cli
-from mlx_sparse.demo import blas
+from mlx_sparse.tools.assets import blas
 
 pytestmark = [
     pytest.mark.usefixtures("without_torch"),
@@ -93,7 +93,7 @@ def start(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_command_goes_on_in_a_process_with_the_fast_blas(demo_cache: Path) -> None:
-    code = "import sys, pathlib; from mlx_sparse.demo import blas\n"
+    code = "import sys, pathlib; from mlx_sparse.tools.assets import blas\n"
     code += "blas.use(True, ['--version'], pathlib.Path(sys.argv[1])); print('not replaced')"
     assert start(code, str(demo_cache)).stdout.strip() == version("mlx-sparse-attention")
 

@@ -22,8 +22,8 @@ from tokenizers import Tokenizer
 
 from mlx_sparse.checks import ArtefactError, BackendUnavailable, ConfigError
 from mlx_sparse.cli import main
-from mlx_sparse.demo import gemma3, models
-from mlx_sparse.demo.store import file_hash
+from mlx_sparse.tools.assets import gemma3, models
+from mlx_sparse.tools.assets.store import file_hash
 
 HIDDEN, FFN, HEADS, D, LAYERS = 64, 96, 2, 32, 6
 SPECIALS = ["<pad>", "<eos>", "<bos>", "<unk>"]

@@ -152,7 +152,7 @@ def test_nothing_that_is_installed_imports_the_tests(folder):
     ("source", "found"),
     [
         ("import torch.nn", {"torch.nn"}),
-        ("from ..cache import f", {"mlx_sparse.cache.f"}),
+        ("from ..cache import f", {"mlx_sparse.cache.kv_cache.f"}),
         ("from . import a", {"mlx_sparse.lm.a"}),
         ("def f():\n    from mlx_sparse import oracle", {"mlx_sparse.oracle"}),
         ("importlib.import_module('mlx_sparse.oracle')", {"mlx_sparse.oracle"}),

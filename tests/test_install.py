@@ -110,7 +110,7 @@ def test_a_compiler_that_fails_is_an_error_where_the_kernels_are_required(tmp_pa
 
 
 def test_the_kernels_are_found_or_missed_in_one_line(installed, request):
-    code = "from mlx_sparse.onnx_export import native; print(native.unavailable())"
+    code = "from mlx_sparse.onnx_export.runtime import native; print(native.unavailable())"
     told = installed.code(code).stdout
     built_here = has_compiler and request.node.callspec.params["installed"] != "wheel without compiler"
     assert told.count("\n") == 1

@@ -4,8 +4,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_sparse import kept
-from mlx_sparse.layout import Layout
+from mlx_sparse.common import block_select
+from mlx_sparse.common.block_layout import Layout
 from mlx_sparse.oracle import blocks as oracle_blocks
 from mlx_sparse.oracle import prefill as oracle_prefill
 from mlx_sparse.oracle import sample as oracle_sample
@@ -35,7 +35,7 @@ def scores(shape: tuple[int, ...], seed: int, *, ties: bool) -> np.ndarray:
 def test_keep_is_the_oracles(alpha: float, ties: bool) -> None:
     for n in (1, 2, 7, 40):
         x = scores((2, 3, 2, n), n, ties=ties)
-        got = kept.keep(mx.array(x.astype(np.float32)), alpha)
+        got = block_select.keep(mx.array(x.astype(np.float32)), alpha)
         np.testing.assert_array_equal(np.array(got), oracle_sample.keep(x, alpha))
 
 
@@ -43,7 +43,7 @@ def test_keep_is_the_oracles(alpha: float, ties: bool) -> None:
 def test_a_share_that_reaches_alpha_but_for_rounding_is_enough(short: float, count: int) -> None:
     """(sample.6) the threshold is ``alpha - 1e-6``: a sum of float32 shares may miss alpha by as much."""
     x = np.array([[0.8 - short, 0.2 + short]], np.float32)
-    assert int(kept.keep(mx.array(x), 0.8).sum()) == oracle_sample.keep(x.astype(float), 0.8).sum() == count
+    assert int(block_select.keep(mx.array(x), 0.8).sum()) == oracle_sample.keep(x.astype(float), 0.8).sum() == count
 
 
 @pytest.mark.parametrize("ties", [False, True], ids=["distinct", "ties"])
@@ -51,7 +51,7 @@ def test_a_share_that_reaches_alpha_but_for_rounding_is_enough(short: float, cou
 def test_best_is_the_oracles(count: int, ties: bool) -> None:
     x = scores((2, 3, 1, 40), count, ties=ties)
     np.testing.assert_array_equal(
-        np.array(kept.best(mx.array(x.astype(np.float32)), count)), oracle_prefill.best(x, count)
+        np.array(block_select.best(mx.array(x.astype(np.float32)), count)), oracle_prefill.best(x, count)
     )
 
 
@@ -61,14 +61,14 @@ def test_lists_are_the_oracles(layout: Layout, density: float) -> None:
     rng = np.random.default_rng(0)
     flags = [rng.random((2, 3, len(layout.regions), layout.key_blocks)) < density for _ in range(2)]
     mask = oracle_sample.merge(*flags, layout)
-    merged = kept.merge(*map(mx.array, flags), layout, sampled_in_full=False)
+    merged = block_select.merge(*map(mx.array, flags), layout, sampled_in_full=False)
     np.testing.assert_array_equal(np.array(merged), mask)
     for block in layout.sampled_blocks:
         mask[:, :, block - layout.first_block, : block + 1] = True
-    merged = kept.merge(*map(mx.array, flags), layout, sampled_in_full=True)
+    merged = block_select.merge(*map(mx.array, flags), layout, sampled_in_full=True)
     expected = oracle_blocks.block_lists(mask)
-    np.testing.assert_array_equal(np.array(kept.block_lists(merged)), expected)
-    wide = np.array(kept.block_lists(merged, layout.key_blocks + 3))
+    np.testing.assert_array_equal(np.array(block_select.block_lists(merged)), expected)
+    wide = np.array(block_select.block_lists(merged, layout.key_blocks + 3))
     np.testing.assert_array_equal(wide[..., : expected.shape[-1]], expected)
     assert (wide[..., expected.shape[-1] :] == -1).all()
 
@@ -77,9 +77,9 @@ def test_a_width_makes_lists_without_waiting() -> None:
     """Nothing is evaluated: the arrays go in as a graph and come out as one."""
     layout = LAYOUTS[1]
     column = mx.random.uniform(shape=(1, 2, 4, layout.key_blocks))
-    lists = kept.select(column, column, layout, alpha_column=0.5, alpha_slash=0.5, width=layout.key_blocks)
+    lists = block_select.select(column, column, layout, alpha_column=0.5, alpha_slash=0.5, width=layout.key_blocks)
     assert lists.shape == (1, 2, layout.row_blocks, layout.key_blocks)
     traced = mx.compile(
-        lambda x: kept.select(x, x, layout, alpha_column=0.5, alpha_slash=0.5, width=layout.key_blocks)
+        lambda x: block_select.select(x, x, layout, alpha_column=0.5, alpha_slash=0.5, width=layout.key_blocks)
     )  # compiling refuses whatever needs a value
     assert mx.array_equal(traced(column), lists)

@@ -26,7 +26,7 @@ from tiny_models import EOS, FAMILIES, EveryStepSparQ, build, greedy, prompt_of,
 from transformers import PreTrainedTokenizerFast
 
 import mlx_sparse
-from mlx_sparse.cache import SparseKVCache
+from mlx_sparse.cache.kv_cache import SparseKVCache
 from mlx_sparse.lm import seam
 from mlx_sparse.lm.model import plan_of
 from mlx_sparse.lm.plan import Call

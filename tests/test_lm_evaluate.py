@@ -22,10 +22,10 @@ from mlx_lm.utils import load
 from tiny_models import EveryStepSparQ, prompt_of, words, write
 
 from mlx_sparse import cli
-from mlx_sparse.call_report import JSON_KEY
-from mlx_sparse.config import CONFIGS
 from mlx_sparse.lm import disable, sparse
+from mlx_sparse.lm.call_report import JSON_KEY
 from mlx_sparse.lm.command import run
+from mlx_sparse.methods import CONFIGS
 
 SPARQ = "sparq:rank=4,top_k=4,dense_below=0"
 SAMPLE = "sample:block_size=32,alpha_column=0.3,alpha_slash=0.3,dense_below=0"

@@ -16,10 +16,10 @@ from tiny_models import FAMILIES, UNSERVED, EveryStepSparQ, build, greedy, promp
 
 import mlx_sparse
 from mlx_sparse import oracle
-from mlx_sparse.cache import SparseCache
-from mlx_sparse.config import SparQ, parse
+from mlx_sparse.cache.kv_cache import SparseCache
 from mlx_sparse.lm import seam
 from mlx_sparse.lm.model import has_qk_norm
+from mlx_sparse.methods import SparQ, parse
 
 SPARSE = "sparq:rank=4,top_k=4,dense_below=0"
 PROMPT, STEPS = 24, 10

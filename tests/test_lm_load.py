@@ -14,7 +14,7 @@ from saap_artefacts import ONLINE, attn, write_artefact
 from tiny_models import build, prompt_of
 
 import mlx_sparse
-from mlx_sparse.cache import SparseBatchKVCache
+from mlx_sparse.cache.kv_cache import SparseBatchKVCache
 from mlx_sparse.lm import seam
 from mlx_sparse.lm.model import plan_of
 from mlx_sparse.lm.plan import Call

@@ -25,12 +25,12 @@ from tiny_models import FAMILIES, build, greedy, prompt_of
 import mlx_sparse
 from mlx_sparse import oracle
 from mlx_sparse.artefact import load
-from mlx_sparse.buckets import BucketIndex
-from mlx_sparse.config import SAAP
+from mlx_sparse.cache.saap_state import BucketIndex
+from mlx_sparse.common.stats import dense_elements, saap_elements
 from mlx_sparse.lm import rope as rope_module
 from mlx_sparse.lm import saap
 from mlx_sparse.lm.plan import A_FEW
-from mlx_sparse.stats import dense_elements, saap_elements
+from mlx_sparse.methods import SAAP
 
 
 @pytest.fixture

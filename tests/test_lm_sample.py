@@ -34,8 +34,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tiny_models import FAMILIES, build, greedy, prompt_of
 
 import mlx_sparse
-from mlx_sparse.config import MInference, Sample, SampleRange, SparQ
 from mlx_sparse.lm.model import select_methods
+from mlx_sparse.methods import MInference, Sample, SampleRange, SparQ
 
 A_FEW = "of a few queries at once (verification or short prompt)"
 NO_DECODE = "of a single query (no decode method)"

@@ -19,7 +19,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tiny_models import build, prompt_of
 
 import mlx_sparse
-from mlx_sparse.cache import SparseBatchKVCache, SparseKVCache
+from mlx_sparse.cache.kv_cache import SparseBatchKVCache, SparseKVCache
 from mlx_sparse.lm import seam
 from mlx_sparse.lm.model import plan_of
 from mlx_sparse.lm.plan import A_FEW, UNKNOWN_PADDING, Call

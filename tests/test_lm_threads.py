@@ -19,9 +19,9 @@ from saap_artefacts import LAYERS, ONLINE, STEPS
 from tiny_models import build, greedy, prompt_of
 
 import mlx_sparse
-from mlx_sparse import registry
-from mlx_sparse.call_report import IN_FLIGHT, Counts, Report
+from mlx_sparse.lm.call_report import IN_FLIGHT, Counts, Report
 from mlx_sparse.lm.rope import Recorder, ropes
+from mlx_sparse.methods import registry
 
 PROMPT = 300
 SAAP = f"{ONLINE},probes=3"

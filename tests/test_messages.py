@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from tiny_models import VOCAB, write
 
-from mlx_sparse import cli, forms, registry
+from mlx_sparse import cli, forms
 from mlx_sparse.checks import (
     LONGEST,
     ConfigError,
@@ -32,13 +32,13 @@ from mlx_sparse.checks import (
     read_length,
     read_shape,
 )
-from mlx_sparse.config import load_toml, parse
-from mlx_sparse.config.text import split_methods
-from mlx_sparse.demo import blas, sdists, wheels
-from mlx_sparse.demo.outcome import parse_report
-from mlx_sparse.demo.store import build_directory, check_directory
-from mlx_sparse.evaluate.journal import Journal
-from mlx_sparse.files import replace_file
+from mlx_sparse.common.files import replace_file
+from mlx_sparse.methods import load_toml, parse, registry
+from mlx_sparse.methods.text import split_methods
+from mlx_sparse.tools.assets import blas, sdists, wheels
+from mlx_sparse.tools.assets.store import build_directory, check_directory
+from mlx_sparse.tools.demo.outcome import parse_report
+from mlx_sparse.tools.evaluate.journal import Journal
 
 HUGE = 100_000
 PLAIN, SPACED = "x" * HUGE, "x y " * (HUGE // 4)
@@ -254,8 +254,8 @@ def test_an_archive_whose_headers_go_on_for_ever_is_refused(tmp_path: Path) -> N
 
 
 def test_genai_settings_nested_too_deep_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    genai = pytest.importorskip("mlx_sparse.onnx_export.genai")
-    from mlx_sparse.onnx_export import native
+    genai = pytest.importorskip("mlx_sparse.onnx_export.runtime.genai")
+    from mlx_sparse.onnx_export.runtime import native
 
     monkeypatch.setattr(native, "library_path", lambda: tmp_path / "library.so")
     (tmp_path / "genai_config.json").write_text(DEEP)

@@ -11,8 +11,10 @@ from msl import Metal
 from sample_cases import SAMPLE_CASES, SampleCase, assert_attends, selection
 
 import mlx_sparse
-from mlx_sparse import oracle, pieces, registry
+from mlx_sparse import oracle
+from mlx_sparse.common import launch_split
 from mlx_sparse.kernels import blocks as kernels
+from mlx_sparse.methods import registry
 
 
 def attend(case: SampleCase, lists: Array, *, spare: int = 0) -> tuple[mx.array, mx.array]:
@@ -132,7 +134,7 @@ def test_a_long_prompt_is_work_in_bounded_pieces(metal: Metal, monkeypatch: pyte
     most = 2 * 4 * 64 * case.S * 64  # 64 rows
     sent: list[int] = []
     send = mx.async_eval
-    monkeypatch.setattr(pieces, "PIECE", most)
+    monkeypatch.setattr(launch_split, "PIECE", most)
     monkeypatch.setattr(mx, "async_eval", lambda *arrays: (sent.append(len(metal.launches)), send(*arrays))[1])
     metal.clear()
     apart = attend(case, lists)

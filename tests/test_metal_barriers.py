@@ -12,7 +12,7 @@ from msl import Fault, Metal
 from msl.mutation import barriers
 from sample_cases import SampleCase
 
-from mlx_sparse.bucket_lists import saap_index
+from mlx_sparse.common.csr import saap_index
 from mlx_sparse.kernels import attend, saap, sample, select, sparq
 
 pytestmark = pytest.mark.skipif(mx.metal.is_available(), reason="only the harness sees races")

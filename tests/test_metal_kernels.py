@@ -22,10 +22,10 @@ from msl import Metal
 from tiny_models import build, greedy, prompt_of
 
 import mlx_sparse
-from mlx_sparse import oracle, registry
-from mlx_sparse.cache import SparseBatchKVCache, SparseKVCache
-from mlx_sparse.config import SparQ
+from mlx_sparse import oracle
+from mlx_sparse.cache.kv_cache import SparseBatchKVCache, SparseKVCache
 from mlx_sparse.kernels import attend, launch, select, sparq
+from mlx_sparse.methods import SparQ, registry
 
 # select
 

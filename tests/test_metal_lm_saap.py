@@ -14,8 +14,8 @@ from saap_artefacts import write_artefact
 from tiny_models import build, greedy, prompt_of
 
 import mlx_sparse
-from mlx_sparse.config import SAAP
 from mlx_sparse.kernels import launch
+from mlx_sparse.methods import SAAP
 
 PROMPT, STEPS, LAYERS = 60, 10, 2
 

@@ -16,9 +16,9 @@ from saap_artefacts import ONLINE
 from tiny_models import build, greedy, prompt_of
 
 import mlx_sparse
-from mlx_sparse.cache import SparseBatchKVCache, SparseKVCache
-from mlx_sparse.config import Sample
+from mlx_sparse.cache.kv_cache import SparseBatchKVCache, SparseKVCache
 from mlx_sparse.kernels import launch
+from mlx_sparse.methods import Sample
 
 SAMPLE = Sample(block_size=32, alpha_column=0.5, alpha_slash=0.5, dense_below=0)
 

@@ -12,9 +12,10 @@ from mlx_arrays import to_mlx, to_numpy, whole
 from msl import Metal
 from saap_cases import FILLINGS, SAAP_CASES, SaapCase, assert_attends, assert_same_buckets, visited
 
-from mlx_sparse import oracle, registry
-from mlx_sparse.bucket_lists import saap_index
+from mlx_sparse import oracle
+from mlx_sparse.common.csr import saap_index
 from mlx_sparse.kernels import attend, saap
+from mlx_sparse.methods import registry
 
 
 def network_of(case: SaapCase) -> dict[str, mx.array]:

@@ -20,7 +20,8 @@ from sample_cases import (
 )
 
 import mlx_sparse
-from mlx_sparse import kept, oracle
+from mlx_sparse import oracle
+from mlx_sparse.common import block_select
 from mlx_sparse.kernels import sample
 
 SMALL = SampleCase(2, 4, 2, 150, 230, 64, "f32", 32, chunks=2)
@@ -41,7 +42,7 @@ def test_scores_and_selection_are_the_oracles(metal: Metal, case: SampleCase) ->
     assert_same_scores(column, expected.column, error)
     assert_same_scores(slash, expected.slash, error)
     alphas = {"alpha_column": case.alpha_column, "alpha_slash": case.alpha_slash}
-    blocks = kept.select(column, slash, case.layout, **alphas, width=case.layout.key_blocks)
+    blocks = block_select.select(column, slash, case.layout, **alphas, width=case.layout.key_blocks)
     assert_same_blocks(blocks, case, expected)
 
 

@@ -19,8 +19,9 @@ from msl import Metal, Report
 from saap_cases import SaapCase
 from sample_cases import SampleCase
 
-from mlx_sparse import oracle, stats
-from mlx_sparse.bucket_lists import saap_index
+from mlx_sparse import oracle
+from mlx_sparse.common import stats
+from mlx_sparse.common.csr import saap_index
 from mlx_sparse.kernels import attend, blocks, launch, saap, sample, select, sparq
 
 pytestmark = pytest.mark.skipif(mx.metal.is_available(), reason="only the harness counts bytes")

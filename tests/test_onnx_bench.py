@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mlx_sparse.onnx_export import native
 from mlx_sparse.onnx_export.bench import caches as bench_caches
 from mlx_sparse.onnx_export.bench import contenders as bench_contenders
 from mlx_sparse.onnx_export.bench import prompts, saap, steps
@@ -18,10 +17,11 @@ from mlx_sparse.onnx_export.bench.caches import Caches, Problem
 from mlx_sparse.onnx_export.bench.contenders import CONTENDERS, HALF
 from mlx_sparse.onnx_export.bench.prompts import DENSITIES, Buffers
 from mlx_sparse.onnx_export.bench.saap import BUCKETS, Index, Indexed
+from mlx_sparse.onnx_export.runtime import native
 from require import absent
 
 from mlx_sparse import cli, oracle
-from mlx_sparse.config import SAAP
+from mlx_sparse.methods import SAAP
 from mlx_sparse.tools.bench.core import MICRO, Row, Shape
 
 SMALL = ["bench", "step", "--engine", "onnx", "--shapes", "4x2x32", "--repeat", "2", "--threads"]

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import tiny_models
 from exported import artefact, exported
-from mlx_sparse.onnx_export import Runner, native
+from mlx_sparse.onnx_export import Runner
 from mlx_sparse.onnx_export.exporter import bench as onnx_generate
 from mlx_sparse.onnx_export.exporter.bench import Turns
+from mlx_sparse.onnx_export.runtime import native
 from require import absent
 
 from mlx_sparse.checks import ConfigError

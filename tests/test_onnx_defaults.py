@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from mlx_sparse.onnx_export.defaults import LANES, dense_below, lanes_for
 
-from mlx_sparse.config import SparQ
+from mlx_sparse.methods import SparQ
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,9 @@ import tiny_models
 from exported import FLOAT32, SAAP, STEPS, Made, artefact
 from exported import PROMPT_LENGTH as PROMPT
 from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, KVCache, make_prompt_cache
-from mlx_sparse.onnx_export import COMPAT, DEFAULT, DOMAIN, export, native, registered
+from mlx_sparse.onnx_export import COMPAT, DEFAULT, DOMAIN, export, registered
 from mlx_sparse.onnx_export.exporter import families, verify
+from mlx_sparse.onnx_export.runtime import native
 from require import absent
 
 import mlx_sparse

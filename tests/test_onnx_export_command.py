@@ -19,7 +19,7 @@ import pytest
 import tiny_models
 from mlx import nn
 from mlx.utils import tree_flatten
-from mlx_sparse.onnx_export.exporter import command, decoder, export, file, verify, weights
+from mlx_sparse.onnx_export.exporter import check_session, command, decoder, export, verify, weights
 
 NAMES = {"model.onnx", "model.onnx.data", "tokenizer.json", "tokenizer_config.json", "genai_config.json"}
 SPARQ = "sparq:rank=4,top_k=4"
@@ -48,7 +48,7 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str
 def assert_refused(message: str, expected: str, folder: Path) -> None:
     """One line that says it, and nothing beside what was in the folder before."""
     assert re.fullmatch(rf"export-onnx: error: [^\n]*{expected}[^\n]*\n", message), message
-    assert [file.name for file in folder.iterdir()] in ([], ["model"])
+    assert [check_session.name for check_session in folder.iterdir()] in ([], ["model"])
 
 
 def test_a_model_is_exported_and_the_check_is_told(run: Callable[..., str], llama: Path, tmp_path: Path) -> None:
@@ -56,8 +56,8 @@ def test_a_model_is_exported_and_the_check_is_told(run: Callable[..., str], llam
     assert re.match(
         r".*/out: sparq:rank=4,top_k=4,.*, 100 tokens, 0 MB.\nChecked on onnxruntime: logits of up to", said
     )
-    assert {file.name for file in (tmp_path / "out").iterdir()} == NAMES
-    assert [file.name for file in tmp_path.iterdir()] == ["out"]
+    assert {check_session.name for check_session in (tmp_path / "out").iterdir()} == NAMES
+    assert [check_session.name for check_session in tmp_path.iterdir()] == ["out"]
 
 
 def test_every_end_token_is_told(run: Callable[..., str], tmp_path: Path) -> None:
@@ -115,18 +115,18 @@ def test_wrong_arguments_are_refused(
 def changed(folder: Path, **config: Any) -> Path:
     """A tiny llama with another config.json."""
     tiny_models.write(folder)
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    check_session = folder / "config.json"
+    check_session.write_text(json.dumps(json.loads(check_session.read_text()) | config))
     return folder
 
 
 def with_weights(folder: Path, change: Callable[[dict[str, mx.array]], Any]) -> Path:
     """A tiny llama with other weights."""
-    file = tiny_models.write(folder) / "model.safetensors"
-    arrays = dict(mx.load(str(file)))
+    check_session = tiny_models.write(folder) / "model.safetensors"
+    arrays = dict(mx.load(str(check_session)))
     mx.eval(arrays)
     change(arrays)
-    mx.save_safetensors(str(file), arrays, {"format": "mlx"})
+    mx.save_safetensors(str(check_session), arrays, {"format": "mlx"})
     return folder
 
 
@@ -142,8 +142,8 @@ def float16_caches(folder: Path) -> Path:
 
 def cut(folder: Path, count: int) -> Path:
     """A tiny llama whose file of weights ends early."""
-    file = tiny_models.write(folder) / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:count])
+    check_session = tiny_models.write(folder) / "model.safetensors"
+    check_session.write_bytes(check_session.read_bytes()[:count])
     return folder
 
 
@@ -269,7 +269,7 @@ def test_an_empty_folder_is_taken_and_missing_ones_are_made(
     (tmp_path / "out").mkdir()
     for out in ("out", "new/folders/out"):
         run(llama, "--method", SPARQ, "--max-length", "64", out=out)
-        assert {file.name for file in (tmp_path / out).iterdir()} == NAMES
+        assert {check_session.name for check_session in (tmp_path / out).iterdir()} == NAMES
 
 
 @pytest.mark.parametrize("place", [(decoder.Decoder, "_mlp"), (export, "reference"), (export, "compare")])
@@ -318,7 +318,7 @@ def test_caches_beyond_memory_are_refused(
     def fail(*args: Any) -> None:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(file, "zeros", fail)
+    monkeypatch.setattr(check_session, "zeros", fail)
     model = changed(tmp_path / "model", max_position_embeddings=None)
     message = run(model, "--method", SPARQ, "--max-length", "1000000")
     assert_refused(message, "--max-length: expected caches that fit into memory", tmp_path)
@@ -349,8 +349,8 @@ def test_somebody_elses_folder_of_that_name_wins(
 
     monkeypatch.setattr(export, "compare", meanwhile)
     assert "-o: expected a folder that can be written" in run(llama, "--method", SPARQ)
-    assert [file.name for file in (tmp_path / "out").iterdir()] == ["theirs"]
-    assert [file.name for file in tmp_path.iterdir()] == ["out"]
+    assert [check_session.name for check_session in (tmp_path / "out").iterdir()] == ["theirs"]
+    assert [check_session.name for check_session in tmp_path.iterdir()] == ["out"]
 
 
 WRONG: dict[str, Callable[[pytest.MonkeyPatch], None]] = {

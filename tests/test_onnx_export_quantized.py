@@ -15,7 +15,8 @@ from exported import FLOAT32
 from mlx import nn
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.utils import load_model
-from mlx_sparse.onnx_export import export, runner
+from mlx_sparse.onnx_export import export
+from mlx_sparse.onnx_export.runtime import runner
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
 PROMPT, STEPS = 24, 12

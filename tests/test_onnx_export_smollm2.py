@@ -8,7 +8,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load
 from mlx_sparse.onnx_export.exporter.export import Exported
-from mlx_sparse.onnx_export.runner import Runner
+from mlx_sparse.onnx_export.runtime.runner import Runner
 
 import mlx_sparse
 

@@ -11,8 +11,8 @@ import onnxruntime_genai as og
 import pytest
 import tiny_models
 from exported import SAMPLE, SPARQ, by_method, exported, said_after_a_dense_prompt, said_in_steps
-from mlx_sparse.onnx_export import genai, native
-from mlx_sparse.onnx_export.runner import Runner
+from mlx_sparse.onnx_export.runtime import genai, native
+from mlx_sparse.onnx_export.runtime.runner import Runner
 from require import absent
 
 from mlx_sparse.checks import ArtefactError

@@ -16,7 +16,7 @@ import onnx
 import pytest
 from cases import Array, Case, assert_same_choice
 from fixtures_onnx import SETS
-from mlx_sparse.onnx_export import native
+from mlx_sparse.onnx_export.runtime import native
 from onnx_operators import (
     CACHES,
     LANES,

@@ -20,12 +20,12 @@ import pytest
 from cases import PRECISION, Array, assert_same_choice, ulp
 from hypothesis import given
 from hypothesis import strategies as st
-from mlx_sparse.onnx_export import native
+from mlx_sparse.onnx_export.runtime import native
 from onnx_operators import DTYPES, ONE_LINE, Operator, fuzz, windowed_attention
 from require import absent
 
 from mlx_sparse import oracle
-from mlx_sparse.layout import Layout
+from mlx_sparse.common.block_layout import Layout
 
 
 @dataclass
@@ -368,7 +368,7 @@ def test_nothing_outside_the_buffers_is_touched(tmp_path: Path) -> None:
 import sys
 from pathlib import Path
 import pytest
-from mlx_sparse.onnx_export import native
+from mlx_sparse.onnx_export.runtime import native
 native._found, native._mismatch = lambda: Path({str(tmp_path / native.LIBRARY)!r}), lambda path: None
 files = {[__file__, str(Path(__file__).with_name("test_onnx_saap_fuzz.py"))]}
 sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *files, "-k", "not outside_the_buffers"]))

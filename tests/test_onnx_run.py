@@ -16,8 +16,9 @@ import onnx
 import pytest
 import tiny_models
 from exported import SPARQ, by_method, exported
-from mlx_sparse.onnx_export import Runner, run
+from mlx_sparse.onnx_export import Runner
 from mlx_sparse.onnx_export.exporter.export import Exported
+from mlx_sparse.onnx_export.runtime import run
 
 import mlx_sparse
 from mlx_sparse import cli

@@ -15,7 +15,8 @@ import onnxruntime
 import pytest
 import tiny_models
 from exported import SPARQ, exported, said_by_mlx, said_in_steps
-from mlx_sparse.onnx_export import Runner, export, memory, native, runner
+from mlx_sparse.onnx_export import Runner, export
+from mlx_sparse.onnx_export.runtime import memory, native, runner
 from require import absent
 
 from mlx_sparse.checks import ArtefactError, ConfigError, ShapeError

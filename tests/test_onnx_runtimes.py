@@ -19,7 +19,8 @@ import onnxruntime as ort
 import pytest
 from cases import Array, Case, assert_as_good_as_plain, assert_same_choice, plain_attention
 from exported import SPARQ, exported
-from mlx_sparse.onnx_export import lower, native
+from mlx_sparse.onnx_export import lower
+from mlx_sparse.onnx_export.runtime import native
 from onnx_operators import (
     CACHES,
     DTYPES,

@@ -15,15 +15,15 @@ import pytest
 import tiny_models
 from exported import FLOAT32, PROMPT_LENGTH, SAAP, STEPS, Made, artefact, said_in_steps
 from mlx_lm.models.cache import BatchKVCache, make_prompt_cache
-from mlx_sparse.onnx_export import genai, native
 from mlx_sparse.onnx_export.defaults import saap_dense_below
 from mlx_sparse.onnx_export.exporter import command, families, verify
 from mlx_sparse.onnx_export.exporter.decoder import Decoder
-from mlx_sparse.onnx_export.runner import Runner
+from mlx_sparse.onnx_export.runtime import genai, native
+from mlx_sparse.onnx_export.runtime.runner import Runner
 from onnx import TensorProto
 from require import absent
 
-from mlx_sparse import config
+from mlx_sparse import methods
 from mlx_sparse.checks import ArtefactError
 
 NAMES = ("centroids", "hidden_weight", "hidden_bias", "out_weight", "out_bias")
@@ -289,12 +289,12 @@ def test_what_cannot_be_exported_is_refused_in_one_line(
     ("given", "keys"),
     [
         ({}, 2049 + 5555),  # 2 ** 20 elements and the network's, 256 for each of 31 - 6.4 keys out of 32
-        ({"probes": 1024}, config.NEVER),
-        ({"probes": 820}, config.NEVER),
+        ({"probes": 1024}, methods.NEVER),
+        ({"probes": 820}, methods.NEVER),
         ({"recent_tokens": 100}, 102),  # an experiment on a short text
         ({"dense_below": 5000}, 5000),
         ({"dense_below": 0}, 2049),
     ],
 )
 def test_short_contexts_stay_dense_where_sparse_steps_save_too_little(given: dict[str, Any], keys: int) -> None:
-    assert saap_dense_below(config.SAAP(artefact="file", **given), 128, 1024, 44_544) == keys
+    assert saap_dense_below(methods.SAAP(artefact="file", **given), 128, 1024, 44_544) == keys

@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 import pytest
 from cases import Array, Case, assert_as_good_as_plain
-from mlx_sparse.onnx_export import native
+from mlx_sparse.onnx_export.runtime import native
 from onnx_operators import (
     CACHES,
     LANES,

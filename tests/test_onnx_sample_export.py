@@ -14,15 +14,15 @@ import tiny_models
 from exported import FLOAT32, SAMPLE, Made
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_sparse.onnx_export import native, run
 from mlx_sparse.onnx_export.defaults import SAMPLE_BELOW
 from mlx_sparse.onnx_export.exporter import export as exporter
 from mlx_sparse.onnx_export.exporter import verify
-from mlx_sparse.onnx_export.runner import Runner
+from mlx_sparse.onnx_export.runtime import native, run
+from mlx_sparse.onnx_export.runtime.runner import Runner
 from require import absent
 
 from mlx_sparse.checks import ArtefactError, ConfigError
-from mlx_sparse.config import Sample, parse
+from mlx_sparse.methods import Sample, parse
 
 METHODS = {
     "sample": SAMPLE.partition("+")[0],

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from naive import EPS, Array, Row, appendix_b, apply, argtopk, assert_same, evaluation, every_method, make, paper
 
-from mlx_sparse.config import SparQ, parse
+from mlx_sparse.methods import SparQ, parse
 from mlx_sparse.oracle import (
     attend_indices,
     dense_attention,

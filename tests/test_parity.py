@@ -12,7 +12,8 @@ import pytest
 from cases import SPARQ, Array, Case, assert_as_good_as_plain, assert_same_choice, every_parameter, plain_sparq
 from require import absent
 
-from mlx_sparse import oracle, registry
+from mlx_sparse import oracle
+from mlx_sparse.methods import registry
 
 
 class BlindHead(Case):
@@ -75,7 +76,8 @@ def on_mlx(backend: str, case: Case, params: dict[str, Any]) -> Result:
 
 
 def on_triton(case: Case, params: dict[str, Any]) -> Result:
-    from mlx_sparse.cuda_ref import api, sparq
+    from mlx_sparse.cuda_ref.api import decode
+    from mlx_sparse.cuda_ref.launchers import sparq
     from torch_arrays import padding, to_numpy, to_torch
 
     from mlx_sparse import cuda_ref
@@ -85,7 +87,7 @@ def on_triton(case: Case, params: dict[str, Any]) -> Result:
     indices, _ = sparq.sparq_select(
         queries,
         keys.transpose(-1, -2),
-        component_weight=api.deviation(keys, padding(case)) if weighted else None,
+        component_weight=decode.deviation(keys, padding(case)) if weighted else None,
         left_padding=padding(case),
         **{name: params[name] for name in SELECTION},
     )

@@ -18,7 +18,9 @@ from sample_cases import SampleCase, selection
 from test_parity import BACKENDS
 
 import mlx_sparse
-from mlx_sparse import kmeans, oracle, registry
+from mlx_sparse import oracle
+from mlx_sparse.common import kmeans
+from mlx_sparse.methods import registry
 
 RANKED, ALSO_RANKED, NOT_RANKED = 3, 4, 7  # components of the queries: two large ones, one small one
 Spoil = Callable[[Array, Array, Array], None]

@@ -12,7 +12,8 @@ from cases import Array, Case
 from require import absent
 from saap_cases import SaapCase, assert_attends, assert_same_buckets, visited
 
-from mlx_sparse import oracle, registry
+from mlx_sparse import oracle
+from mlx_sparse.methods import registry
 
 # Three types, groups of 1, 3, 4 and 7 query heads, padded and not, every filling, with a hidden layer and without.
 CASES = [

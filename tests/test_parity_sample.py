@@ -12,7 +12,8 @@ from cases import Array, assert_as_good_as_plain
 from require import absent
 from sample_cases import SampleCase, assert_same_blocks, plain_blocks_attention, selection
 
-from mlx_sparse import oracle, registry
+from mlx_sparse import oracle
+from mlx_sparse.methods import registry
 
 # Three types, groups of 1, 3, 4 and 7 query heads, whole prompts and pieces, all block sizes, ragged ends.
 CASES = [

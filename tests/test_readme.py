@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from mlx_sparse import matrix
-from mlx_sparse.config import CONFIGS, SparQ
-from mlx_sparse.registry import METHODS
+from mlx_sparse.methods import CONFIGS, SparQ
+from mlx_sparse.methods.registry import METHODS
+from mlx_sparse.tools import matrix
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 
@@ -35,7 +35,7 @@ def test_the_defaults_of_sparq_are_the_stated_ones() -> None:
 
 @pytest.mark.parametrize("spec", sorted(set(re.findall(r"`((?:sparq|streaming)(?::[\w=,]+)?)`", README))))
 def test_every_method_specification_parses(spec: str) -> None:
-    from mlx_sparse.config import parse
+    from mlx_sparse.methods import parse
 
     assert type(parse(spec)[0]) is CONFIGS[spec.partition(":")[0]]
 

@@ -15,7 +15,7 @@ from launches import dense_kernel
 from mlx_sparse.cuda_ref.bench.sparq_cases import sparq_bytes, sparq_parts
 from roofline_sparq import CHIPS, LENGTHS, SHAPES, Chip
 
-from mlx_sparse.config import SAAP, Sample, SparQ
+from mlx_sparse.methods import SAAP, Sample, SparQ
 from mlx_sparse.tools.bench.core import Shape
 from mlx_sparse.tools.bench.mlx.saap import ROUTERS, Network, network_of
 

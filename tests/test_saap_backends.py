@@ -12,8 +12,9 @@ from mlx_arrays import DTYPES, to_mlx, to_numpy
 from saap_cases import SAAP_CASES, SaapCase, assert_attends, assert_same_buckets, assert_same_list, listed, visited
 
 import mlx_sparse
-from mlx_sparse import oracle, registry
+from mlx_sparse import oracle
 from mlx_sparse.checks import BackendUnavailable, ConfigError, ShapeError
+from mlx_sparse.methods import registry
 
 
 @pytest.fixture

@@ -12,14 +12,15 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from mlx_sparse import kmeans, oracle
+from mlx_sparse import oracle
 from mlx_sparse.artefact import Layer
 from mlx_sparse.checks import ArtefactError, ConfigError
-from mlx_sparse.saap import network
-from mlx_sparse.saap.clusters import POINTS, fit_centroids
-from mlx_sparse.saap.layers import losses
-from mlx_sparse.saap.rows import Distances, Rows, Texts, best_distance, bucket_mass, long_range_rows
-from mlx_sparse.saap.train import FEWEST_ROWS, Adam, Training, _batch, train_layer
+from mlx_sparse.common import kmeans
+from mlx_sparse.tools.train import network
+from mlx_sparse.tools.train.clusters import POINTS, fit_centroids
+from mlx_sparse.tools.train.layers import losses
+from mlx_sparse.tools.train.rows import Distances, Rows, Texts, best_distance, bucket_mass, long_range_rows
+from mlx_sparse.tools.train.train import FEWEST_ROWS, Adam, Training, _batch, train_layer
 
 Array = npt.NDArray[Any]
 D, BUCKETS = 16, 12
@@ -117,7 +118,7 @@ def bucket_ids(seed: int = 0) -> Array:
 
 
 def test_targets_are_the_oracles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlx_sparse.saap.rows.CHUNK", 64 * S)  # several chunks
+    monkeypatch.setattr("mlx_sparse.tools.train.rows.CHUNK", 64 * S)  # several chunks
     data, ids = texts(), bucket_ids()
     options = {"sink_tokens": 2, "recent_tokens": 40, "farthest_top": 20, "scale": 0.6, "causal": True}
     for head in range(HEADS):
@@ -389,7 +390,7 @@ def test_a_training_that_was_killed_gives_the_same_as_one_that_was_not(
 ) -> None:
     rows, checkpoint = long_tailed_rows(400), tmp_path / "state.safetensors"
     whole = train_layer(rows, unit_centroids(), TRAINING, scale=SCALE)
-    monkeypatch.setattr("mlx_sparse.saap.train.CHECKPOINT_SECONDS", 0.0)
+    monkeypatch.setattr("mlx_sparse.tools.train.train.CHECKPOINT_SECONDS", 0.0)
     progress = Progress(kill_at=23)
     with pytest.raises(Killed):
         train_layer(rows, unit_centroids(), TRAINING, scale=SCALE, checkpoint=checkpoint, progress=progress)
@@ -401,7 +402,7 @@ def test_a_training_that_was_killed_gives_the_same_as_one_that_was_not(
 
 
 def test_a_damaged_or_foreign_checkpoint_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlx_sparse.saap.train.CHECKPOINT_SECONDS", 0.0)
+    monkeypatch.setattr("mlx_sparse.tools.train.train.CHECKPOINT_SECONDS", 0.0)
     rows, checkpoint = long_tailed_rows(100), tmp_path / "state.safetensors"
     train_layer(rows, unit_centroids(), TRAINING, scale=SCALE, checkpoint=checkpoint)
     wider = dataclasses.replace(TRAINING, hidden=HIDDEN + 1)

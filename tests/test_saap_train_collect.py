@@ -13,7 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from test_saap_train import Progress
 from tiny_models import build
 
-from mlx_sparse.saap.collect import collect, find_places
+from mlx_sparse.tools.train.collect import collect, find_places
 
 TOKENS = [1 + (i * i + i // 7) % 95 for i in range(1200)]
 
@@ -78,7 +78,7 @@ sys.path.insert(0, {tests!r})
 from pathlib import Path
 from tiny_models import build
 from test_saap_train import Progress
-from mlx_sparse.saap.collect import collect, find_places
+from mlx_sparse.tools.train.collect import collect, find_places
 model = build(head_dim=256)
 windows = [[1 + (i * i + i // 7 + w) % 95 for i in range(1024)] for w in range(int(sys.argv[1]))]
 options = dict(queries=1000, first=0, seed=0, key="k", progress=Progress())

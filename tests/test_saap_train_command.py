@@ -26,9 +26,9 @@ from mlx_sparse import cli, oracle
 from mlx_sparse.artefact import Artefact, load
 from mlx_sparse.artefact.tensors import write_tensors
 from mlx_sparse.lm import sparse
-from mlx_sparse.saap.rows import Distances
-from mlx_sparse.saap.run import _texts
-from mlx_sparse.saap.work import alone
+from mlx_sparse.tools.train.rows import Distances
+from mlx_sparse.tools.train.run import _texts
+from mlx_sparse.tools.train.work import alone
 
 TOKENS = [1 + (i * i + i // 7) % 95 for i in range(4000)]
 EXACT = ["--recent-tokens", "63", "--farther-than", "32"]
@@ -259,7 +259,7 @@ def small_files() -> Iterator[Any]:
 def test_a_disk_that_is_full_gets_one_line_and_the_same_command_goes_on(
     size: int, file: str, folder: Path, trained: Path, tmp_path: Path, small_files: Any, monkeypatch: Any, capsys: Any
 ) -> None:
-    monkeypatch.setattr("mlx_sparse.saap.train.CHECKPOINT_SECONDS", 0.0)
+    monkeypatch.setattr("mlx_sparse.tools.train.train.CHECKPOINT_SECONDS", 0.0)
     out = tmp_path / "a.safetensors"
     # Networks so large that they do not fit where the texts do.
     argv = arguments(folder, out, *(["--hidden", "640"] if size > 50_000 else []))
@@ -286,7 +286,7 @@ def test_a_disk_without_room_is_noticed_before_the_model_runs(
 
 def start(argv: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
     """The command in a process that keeps a checkpoint at every step."""
-    script = "import sys, mlx_sparse.saap.train as train; from mlx_sparse.cli import main\n"
+    script = "import sys, mlx_sparse.tools.train.train as train; from mlx_sparse.cli import main\n"
     script += "train.CHECKPOINT_SECONDS = 0.0\nsys.exit(main(sys.argv[1:]))"
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     # A shell's background jobs ignore interrupts, and so would their children.

@@ -11,11 +11,11 @@ from test_saap_train import BUCKETS, DISTANCES, GROUP, HEADS, WINDOWS, D, bucket
 
 from mlx_sparse import oracle
 from mlx_sparse.artefact import Layer
-from mlx_sparse.saap.layers import Recipe, imbalance, make_centroids, make_layer, report_layer
-from mlx_sparse.saap.layers import bucket_ids as assign_all
-from mlx_sparse.saap.recall import Indexed, curve, grouped_queries, index, keys_per_bucket, router_scores
-from mlx_sparse.saap.rows import Distances
-from mlx_sparse.saap.train import Training
+from mlx_sparse.tools.train.layers import Recipe, imbalance, make_centroids, make_layer, report_layer
+from mlx_sparse.tools.train.layers import bucket_ids as assign_all
+from mlx_sparse.tools.train.recall import Indexed, curve, grouped_queries, index, keys_per_bucket, router_scores
+from mlx_sparse.tools.train.rows import Distances
+from mlx_sparse.tools.train.train import Training
 
 RECIPE = Recipe(BUCKETS, DISTANCES, Training(2 * D, steps=5, batch=16), 10**6, 0)
 
@@ -127,7 +127,7 @@ def test_every_router_is_reported_under_its_own_name(monkeypatch: pytest.MonkeyP
         assert with_networks.recall["trained"] != with_networks.recall["kmeans"]
         np.testing.assert_allclose(with_networks.recall["roped"], of_roped.recall["kmeans"], atol=1e-6)
     # Many texts are looked at with few queries of each.
-    monkeypatch.setattr("mlx_sparse.saap.layers.MOST_REPORTED", 5 * WINDOWS)
+    monkeypatch.setattr("mlx_sparse.tools.train.layers.MOST_REPORTED", 5 * WINDOWS)
     assert report_layer(5, held_out, layer, roped, rows, RECIPE) == report_layer(
         5, held_out.thinned(5), layer, roped, rows, RECIPE
     )

@@ -22,8 +22,10 @@ from sample_cases import (
 )
 
 import mlx_sparse
-from mlx_sparse import ConfigError, ShapeError, kept, oracle, registry
-from mlx_sparse.layout import MINFERENCE_ROWS
+from mlx_sparse import ConfigError, ShapeError, oracle
+from mlx_sparse.common import block_select
+from mlx_sparse.common.block_layout import MINFERENCE_ROWS
+from mlx_sparse.methods import registry
 from mlx_sparse.ops import attend, blocks
 
 by_case = pytest.mark.parametrize("case", SAMPLE_CASES, ids=str)
@@ -121,10 +123,10 @@ def test_the_mass_that_is_counted_is_attended(backend: str, case: SampleCase) ->
     q, k, v = arrays(case)
     scores = registry.load("sample_scores", backend)(q, k, **case.sampling)
     alphas = (case.alpha_column, case.alpha_slash)
-    columns, bins = (kept.keep(side, alpha) for side, alpha in zip(scores, alphas, strict=True))
+    columns, bins = (block_select.keep(side, alpha) for side, alpha in zip(scores, alphas, strict=True))
     nothing = mx.zeros_like(columns)
     for flags, alpha in (((columns, nothing), alphas[0]), ((nothing, bins), alphas[1])):
-        lists = kept.block_lists(kept.merge(*flags, case.layout, sampled_in_full=False))
+        lists = block_select.block_lists(block_select.merge(*flags, case.layout, sampled_in_full=False))
         _, lse = mlx_sparse.attend_blocks(q, k, v, lists, block_size=case.block_size, scale=case.scale, backend=backend)
         mass = np.exp(np.array(lse, np.float64) - dense_lse(case))
         for start, stop in (region.sample for region in case.layout.regions):

@@ -19,10 +19,10 @@ from mlx_lm import load
 from tokenizers import Tokenizer
 
 from mlx_sparse.checks import ArtefactError
-from mlx_sparse.demo import blas, wheels
-from mlx_sparse.demo import smollm2 as converter
-from mlx_sparse.demo.store import build_directory, cache_directory, file_hash
-from mlx_sparse.demo.text import topics
+from mlx_sparse.tools.assets import blas, wheels
+from mlx_sparse.tools.assets import smollm2 as converter
+from mlx_sparse.tools.assets.store import build_directory, cache_directory, file_hash
+from mlx_sparse.tools.demo.text import topics
 
 PROSE = topics["compound"][:600]
 

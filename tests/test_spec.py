@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from mlx_sparse import oracle
-from mlx_sparse.layout import Layout
-from mlx_sparse.saap import run
-from mlx_sparse.saap.train import Training
+from mlx_sparse.common.block_layout import Layout
+from mlx_sparse.tools.train import run
+from mlx_sparse.tools.train.train import Training
 
 SPEC = Path(__file__).parents[1] / "docs" / "spec"
 SAAP, SAMPLE = ((SPEC / name).read_text(encoding="utf-8") for name in ("saap.md", "sample.md"))

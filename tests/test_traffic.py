@@ -22,10 +22,10 @@ from launches import dense_kernel
 from msl import Metal
 from traffic_sparq import LEVELS
 
-from mlx_sparse import kept
-from mlx_sparse.cache import SparseKVCache
-from mlx_sparse.config import SAAP, Sample, SparQ
-from mlx_sparse.layout import Layout
+from mlx_sparse.cache.kv_cache import SparseKVCache
+from mlx_sparse.common import block_select
+from mlx_sparse.common.block_layout import Layout
+from mlx_sparse.methods import SAAP, Sample, SparQ
 from mlx_sparse.tools.bench.core import Shape
 from mlx_sparse.tools.bench.mlx.saap import Network
 
@@ -172,8 +172,8 @@ def test_the_launches_beside_the_kernels_are_those_of_the_cache(
         read = cache._sparq_parameters(config, 4, cache.length)
         side = cache._side
         assert side is not None
-        kept = [side.keys_t, read["value_mean"], read["component_weight"]]
-        arrays = [array for array in kept if array is not None]
+        block_select = [side.keys_t, read["value_mean"], read["component_weight"]]
+        arrays = [array for array in block_select if array is not None]
         launched = operations(arrays, tmp_path)
         mx.eval(arrays)
     assert launched == launches.SIDE_LAUNCHES[weighted, reallocate]
@@ -298,6 +298,6 @@ def test_the_operations_between_the_kernels_are_counted(tmp_path: Path) -> None:
     layout = Layout(512, 2048, 1, 128)
     column, slash = (mx.random.uniform(shape=(1, 4, 1, layout.key_blocks)) for _ in range(2))
     mx.eval(column, slash)
-    lists = kept.select(column, slash, layout, alpha_column=0.9, alpha_slash=0.9, width=layout.key_blocks)
+    lists = block_select.select(column, slash, layout, alpha_column=0.9, alpha_slash=0.9, width=layout.key_blocks)
     launched = 3 + operations([lists], tmp_path)
     assert 0.8 * roofline_sample.SELECT_LAUNCHES <= launched <= roofline_sample.SELECT_LAUNCHES

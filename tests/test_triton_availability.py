@@ -12,8 +12,8 @@ import pytest
 from mlx_sparse.cuda_ref import availability
 from require import needs_triton
 
-from mlx_sparse import registry
-from mlx_sparse.extras import install_hint
+from mlx_sparse.common.extras import install_hint
+from mlx_sparse.methods import registry
 
 
 def run(code: str, **env: str) -> str:
@@ -81,7 +81,7 @@ def test_the_interpreter_is_on_when_triton_says_so(setting: str, monkeypatch: py
 def test_a_torch_that_does_not_load_is_a_reason_and_no_traceback(tmp_path: Path) -> None:
     needs_triton()
     (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.13: cannot open shared object file')")
-    code = "from mlx_sparse import registry; print(registry.unavailable('triton'))"
+    code = "from mlx_sparse.methods import registry; print(registry.unavailable('triton'))"
     told = run(code, PYTHONPATH=str(tmp_path), TRITON_INTERPRET="0")
     assert told == "torch does not work here: libcudart.so.13: cannot open shared object file\n"
 
@@ -91,7 +91,7 @@ def test_the_table_of_backends_and_the_package_load_neither_torch_nor_triton_nor
 import sys
 sys.modules.update(dict.fromkeys(("torch", "triton", "mlx", "mlx.core"), None))
 import mlx_sparse.cuda_ref
-from mlx_sparse import registry
+from mlx_sparse.methods import registry
 print(registry.FOREIGN["triton"] if registry.unavailable("triton") else "runs")
 """
     assert run(code) == registry.FOREIGN["triton"] + "\n"

@@ -15,15 +15,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from mlx_sparse.cuda_ref import bench, blocks
+from mlx_sparse.cuda_ref import bench
 from mlx_sparse.cuda_ref.bench import dense, inputs, prompts, saap, saap_cases, sparq, sparq_cases
 from mlx_sparse.cuda_ref.bench.device import Device, Recorded
 from mlx_sparse.cuda_ref.bench.prompts import Prompt
 from mlx_sparse.cuda_ref.bench.saap_cases import SaapCase
 from mlx_sparse.cuda_ref.bench.sparq_cases import Setting, SparQCase
+from mlx_sparse.cuda_ref.launchers import blocks
 from torch_arrays import DEVICE, to_numpy
 
-from mlx_sparse import oracle, stats
+from mlx_sparse import oracle
+from mlx_sparse.common import stats
 from mlx_sparse.tools.bench.command import main
 from mlx_sparse.tools.bench.core import Row, Shape, Turns, measure
 

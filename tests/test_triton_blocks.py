@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from mlx_sparse.cuda_ref import blocks, ops, sample
+from mlx_sparse.cuda_ref.launchers import blocks, sample, torch_ops
 from sample_cases import SAMPLE_CASES, SampleCase, assert_attends, logit_error, selection
 from torch_arrays import DEVICE, DTYPES, cached, to_numpy, to_torch
 from triton_prompts import INTERPRETED, retained, tensors
@@ -57,7 +57,7 @@ def test_without_a_list_every_block_is_attended() -> None:
     case = SampleCase(1, 3, 1, 100, 170, 80, "f16", 32)
     queries, keys, values = tensors(case)
     everything = np.broadcast_to(np.arange(6, dtype=np.int32), (1, 3, case.layout.row_blocks, 6))
-    out, lse = ops.attend_blocks(queries, keys, values, None, case.block_size, case.scale)
+    out, lse = torch_ops.attend_blocks(queries, keys, values, None, case.block_size, case.scale)
     assert_attends(to_numpy(out), to_numpy(lse), case, everything)
     assert_attends(to_numpy(out), to_numpy(lse), case, oracle.block_lists(np.ones((1, 3, 4, 6), dtype=bool)))
 

@@ -15,9 +15,10 @@ import pytest
 import torch
 from cache_rows import padded, states
 from cases import Array, assert_as_good_as_plain, plain_attention, plain_reallocation
-from mlx_sparse.cuda_ref import configs, hf
+from mlx_sparse.cuda_ref import hf
 from mlx_sparse.cuda_ref.hf import attention
 from mlx_sparse.cuda_ref.hf.buffers import Buffers
+from mlx_sparse.cuda_ref.launchers import configs
 from torch_arrays import DEVICE
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -26,7 +27,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from mlx_sparse import cuda_ref, oracle
 from mlx_sparse.checks import BackendUnavailable, ConfigError, check_local_window
-from mlx_sparse.config import ENOUGH_SAVED, SparQ, parse
+from mlx_sparse.methods import ENOUGH_SAVED, SparQ, parse
 
 SIZES = {"hidden_size": 96, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64, "head_dim": 64}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from cases import Case
-from mlx_sparse.cuda_ref import attend, buckets, configs
+from mlx_sparse.cuda_ref.launchers import attend, configs, saap
 from saap_cases import (
     SAAP_CASES,
     SaapCase,
@@ -102,7 +102,7 @@ def test_attention_is_that_of_the_oracle_and_says_what_it_moved(case: SaapCase) 
 
 @by_case
 def test_a_step_over_a_prepared_index_is_that_of_the_oracle(case: SaapCase) -> None:
-    prepared = buckets.Index.of(
+    prepared = saap.Index.of(
         integers(case.bucket_ids()),
         buckets=case.buckets,
         probes=case.probes,
@@ -111,20 +111,20 @@ def test_a_step_over_a_prepared_index_is_that_of_the_oracle(case: SaapCase) -> N
     )
     route = integers(visited(case))
     scale = {"scale": case.scale, "left_padding": padding(case.step)}
-    out, lse, counts = buckets.saap_decode(*tensors(case), route, prepared, **scale)
+    out, lse, counts = saap.saap_decode(*tensors(case), route, prepared, **scale)
     assert_attends(to_numpy(out.float()), to_numpy(lse), case)
     np.testing.assert_array_equal(to_numpy(counts), listed(case)[1])
-    assert int(counts.max()) <= prepared.capacity - buckets.FOLD_EVERY
+    assert int(counts.max()) <= prepared.capacity - saap.FOLD_EVERY
 
 
 def test_a_step_is_four_launches_and_three_without_a_hidden_layer(guarded: list[Any]) -> None:
     for case in (SAAP_CASES[2], replace(SAAP_CASES[2], hidden=None)):
         ids = integers(case.bucket_ids())
-        prepared = buckets.Index.of(ids, buckets=case.buckets, probes=case.probes, **case.window)
+        prepared = saap.Index.of(ids, buckets=case.buckets, probes=case.probes, **case.window)
         queries = to_torch(case.queries_before(), case.step.dtype)
         del guarded[:]
-        route = buckets.saap_route(queries, buckets.Network(**network(case)), probes=case.probes)
-        buckets.saap_decode(*tensors(case), route, prepared, scale=0.1)
+        route = saap.saap_route(queries, saap.Network(**network(case)), probes=case.probes)
+        saap.saap_decode(*tensors(case), route, prepared, scale=0.1)
         hidden = ["saap_hidden"] if case.hidden else []
         if guarded:
             assert [launch.kernel for launch in guarded] == [*hidden, "saap_route", "saap_expand", "attend"]
@@ -261,7 +261,7 @@ def test_a_number_that_is_no_buckets_is_an_empty_slot_of_the_kernel() -> None:
     given = index(SMALL, SMALL.covered)
     sizes = {name: given[name] for name in ("offsets", "key_ids", "covered", "sink_tokens")}
     sizes |= {"length": SMALL.step.S, "capacity": SMALL.step.S, "left_padding": padding(SMALL.step)}
-    found = [buckets.saap_indices(integers([[[3, slot]] * 2] * 2), **sizes)[:2] for slot in (-1, SMALL.buckets)]
+    found = [saap.saap_indices(integers([[[3, slot]] * 2] * 2), **sizes)[:2] for slot in (-1, SMALL.buckets)]
     for got, expected in zip(*found, strict=True):
         assert torch.equal(got, expected)
 

@@ -16,12 +16,12 @@ if reason := unavailable():
     absent("triton", reason)
 
 import torch
-from mlx_sparse.cuda_ref import buckets, configs, ops
 from mlx_sparse.cuda_ref.bench import saap_cases
+from mlx_sparse.cuda_ref.launchers import configs, saap, torch_ops
 from torch_arrays import to_torch
 from triton_bytes import Launch, shuffled, watched
 
-from mlx_sparse import stats
+from mlx_sparse.common import stats
 from mlx_sparse.tools.bench.core import Shape
 
 HKV, G, D, HIDDEN, C, PROBES = 2, 4, 128, 256, 64, 4
@@ -29,10 +29,10 @@ SINKS, RECENT = 1, 63
 ITEM = 2
 
 
-def network(hidden: int = HIDDEN) -> buckets.Network:
+def network(hidden: int = HIDDEN) -> saap.Network:
     torch.manual_seed(1)
     shapes = [(hidden or D, C), (C,), *([(D, hidden), (hidden,)] if hidden else [])]
-    return buckets.Network(*(0.1 * torch.randn(HKV, *shape, dtype=torch.float16) for shape in shapes))
+    return saap.Network(*(0.1 * torch.randn(HKV, *shape, dtype=torch.float16) for shape in shapes))
 
 
 def spread(S: int, visited: torch.Tensor, shares: list[float]) -> torch.Tensor:
@@ -53,14 +53,14 @@ def step(S: int, shares: list[float], order: Any = None, hidden: int = HIDDEN) -
     q, k, v = (to_torch(array, "f16") for array in case.inputs())
     before = to_torch(case.inputs(seed=1)[0], "f16")
     weights = network(hidden)
-    visited = buckets.saap_route(before, weights, probes=PROBES)
+    visited = saap.saap_route(before, weights, probes=PROBES)
     ids = spread(S, visited, shares)
     window = {"sink_tokens": SINKS, "recent_tokens": RECENT}
-    index = buckets.Index.of(ids, buckets=C, probes=PROBES, **window)
+    index = saap.Index.of(ids, buckets=C, probes=PROBES, **window)
     with watched(order) as launches:
-        chosen = ops.saap_route(before, *weights, PROBES)
+        chosen = torch_ops.saap_route(before, *weights, PROBES)
         given = q, k, v, chosen, index.offsets, index.key_ids, index.covered, SINKS, index.capacity
-        out = ops.saap_decode(*given, D**-0.5, None)
+        out = torch_ops.saap_decode(*given, D**-0.5, None)
     return out, launches
 
 
@@ -115,7 +115,7 @@ def test_sequences_share_the_weights() -> None:
     for B, times in ((1, 1), (8, 1), (9, 2)):
         queries = torch.randn(B, HKV * G, 1, D, dtype=torch.float16)
         with watched() as launches:
-            ops.saap_route(queries, *weights, PROBES)
+            torch_ops.saap_route(queries, *weights, PROBES)
         for launch in launches:
             weight = launch.traffic["weight"]
             assert weight.loaded == times * weight.distinct, f"{B} sequences"
@@ -140,14 +140,14 @@ def test_a_bucket_of_half_the_keys_is_shared_out() -> None:
         share = -(-int(counts.sum()) // spare)
         assert longest(launches[3]) <= (share + block) * D * ITEM
     # The list too: whoever fills slots of the large bucket reads one number for each.
-    assert max(half[2].traffic["key_ids"].by_program.values()) <= 4 * buckets.SLOTS
+    assert max(half[2].traffic["key_ids"].by_program.values()) <= 4 * saap.SLOTS
 
 
 def test_a_long_row_gets_the_programs_of_short_ones() -> None:
     q, keys = torch.randn(1, 8, 1, D), torch.randn(1, 2, 1000, D)
     indices = torch.arange(1000, dtype=torch.int32).expand(1, 2, 1000).contiguous()
     with watched() as launches:
-        ops.attend_indices(q, keys, keys.clone(), indices, 0.1, torch.tensor([[1000, 30]], dtype=torch.int32))
+        torch_ops.attend_indices(q, keys, keys.clone(), indices, 0.1, torch.tensor([[1000, 30]], dtype=torch.int32))
     (launch,) = launches
     reading = [size for size in launch.traffic["values"].by_program.values() if size]
     programs = 2 * configs.processors(torch.device("cpu"))
@@ -162,7 +162,7 @@ def test_empty_slots_cost_no_time_of_attention() -> None:
     indices = torch.full((1, 2, 5000), -1, dtype=torch.int32)
     indices[..., :70] = torch.arange(70)
     with watched() as launches:
-        ops.attend_indices(q, keys, keys.clone(), indices, 0.1, torch.tensor([[70, 70]], dtype=torch.int32))
+        torch_ops.attend_indices(q, keys, keys.clone(), indices, 0.1, torch.tensor([[70, 70]], dtype=torch.int32))
     traffic = launches[0].traffic
     assert traffic["indices"].loaded == 2 * 70 * 4
     assert len(traffic["keys"].by_program) >= 4

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from cases import ulp
-from mlx_sparse.cuda_ref import configs, sample
+from mlx_sparse.cuda_ref.launchers import configs, sample
 from sample_cases import (
     SAMPLE_CASES,
     SampleCase,
@@ -24,7 +24,7 @@ from torch_operators import assert_keeps_its_promises_and_compiles
 from triton_prompts import INTERPRETED, retained, tensors
 
 from mlx_sparse import ConfigError, ShapeError, cuda_ref, oracle
-from mlx_sparse.layout import Layout
+from mlx_sparse.common.block_layout import Layout
 
 pytestmark = pytest.mark.usefixtures("guarded")
 by_case = pytest.mark.parametrize("case", INTERPRETED, ids=str)

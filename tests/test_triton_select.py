@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from mlx_sparse.cuda_ref import configs, select
+from mlx_sparse.cuda_ref.launchers import configs, select
 from torch_arrays import DEVICE, to_numpy
 
 from mlx_sparse import cuda_ref, oracle

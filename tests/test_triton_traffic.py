@@ -11,7 +11,7 @@ from cases import Case
 from mlx_sparse.cuda_ref.availability import interpreted, unavailable
 from require import absent
 
-from mlx_sparse import stats
+from mlx_sparse.common import stats
 
 if not interpreted():
     absent("triton-interpreter", "on a GPU nothing is counted")
@@ -21,7 +21,7 @@ if reason := unavailable():
 import torch
 import triton
 import triton.language as tl
-from mlx_sparse.cuda_ref import configs
+from mlx_sparse.cuda_ref.launchers import configs
 from torch_arrays import DTYPES, to_torch
 from triton_bytes import Launch, shuffled, watched
 

@@ -18,13 +18,13 @@ from tiny_models import VOCAB, build, write
 
 import mlx_sparse
 from mlx_sparse.checks import ArtefactError, ConfigError
-from mlx_sparse.config import Sample, SampleRange, load_toml
-from mlx_sparse.evaluate.journal import Journal
-from mlx_sparse.evaluate.runner import passage_logits
-from mlx_sparse.evaluate.tasks import RETRIEVAL
-from mlx_sparse.tune.output import FIRST_LINE, check_target, toml, write_toml
-from mlx_sparse.tune.run import main
-from mlx_sparse.tune.search import Measured, Search, Setting, Trial, Tuned, by_range, choose, whole_grid
+from mlx_sparse.methods import Sample, SampleRange, load_toml
+from mlx_sparse.tools.evaluate.journal import Journal
+from mlx_sparse.tools.evaluate.runner import passage_logits
+from mlx_sparse.tools.evaluate.tasks import RETRIEVAL
+from mlx_sparse.tools.tune.output import FIRST_LINE, check_target, toml, write_toml
+from mlx_sparse.tools.tune.run import main
+from mlx_sparse.tools.tune.search import Measured, Search, Setting, Trial, Tuned, by_range, choose, whole_grid
 
 TOKENS = [1 + (i * i + i // 7) % (VOCAB - 1) for i in range(2500)]
 LENGTH = 1024

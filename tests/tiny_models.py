@@ -13,7 +13,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_sparse.config import SparQ, Step
+from mlx_sparse.methods import SparQ, Step
 
 VOCAB = 96
 EOS = 0  # the model never says it: its row of the output matrix is zero

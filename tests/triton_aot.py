@@ -42,7 +42,7 @@ class Case:
     odd: bool = False  # no stride and no pointer is a multiple of 16 bytes
     block_size: int = 128  # of prompts
     hidden: int = 1024  # of a query network; 0 for a linear router
-    buckets: int = 1024
+    saap: int = 1024
     probes: int = 32
     weights: str = "float16"  # of a query network
 
@@ -116,9 +116,9 @@ def instructions(cubin: bytes) -> tuple[dict[str, int], list[str]]:
 def call(case: Case) -> None:
     """Call the launcher of ``case`` with tensors that have no memory."""
     import torch
-    from mlx_sparse.cuda_ref import attend, blocks, buckets, sample, select, sparq
+    from mlx_sparse.cuda_ref.launchers import attend, blocks, saap, sample, select, sparq
 
-    from mlx_sparse.layout import Layout
+    from mlx_sparse.common.block_layout import Layout
 
     dtype = getattr(torch, case.dtype)
     B, Hkv, G, S, D = case.B, case.Hkv, case.G, case.S, case.D
@@ -161,15 +161,15 @@ def call(case: Case) -> None:
         blocks.attend_blocks(heads, keys, values, listed, block_size=case.block_size, scale=D**-0.5)
     elif case.launcher == "saap":
         sizes, weights = (Hkv, case.hidden, case.buckets), getattr(torch, case.weights)
-        network = buckets.Network(empty(Hkv, case.hidden or D, case.buckets, dtype=weights))
+        network = saap.Network(empty(Hkv, case.hidden or D, case.buckets, dtype=weights))
         if case.hidden:
             biases = (empty(*sizes[::2], dtype=weights), empty(*sizes[:2], dtype=weights))
-            network = buckets.Network(network[0], biases[0], empty(Hkv, D, case.hidden, dtype=weights), biases[1])
-        visited = buckets.saap_route(queries, network, probes=case.probes)
+            network = saap.Network(network[0], biases[0], empty(Hkv, D, case.hidden, dtype=weights), biases[1])
+        visited = saap.saap_route(queries, network, probes=case.probes)
         covered = S - 2047
         offsets, key_ids = empty(B, Hkv, case.buckets + 1, dtype=torch.int32), empty(B, Hkv, covered, dtype=torch.int32)
-        index = buckets.Index(offsets, key_ids, covered, 1, 2304 + S // 16)
-        buckets.saap_decode(queries, keys, values, visited, index, scale=D**-0.5, left_padding=padding)
+        index = saap.Index(offsets, key_ids, covered, 1, 2304 + S // 16)
+        saap.saap_decode(queries, keys, values, visited, index, scale=D**-0.5, left_padding=padding)
     elif case.launcher == "select":
         select.top_k_select(empty(B, Hkv, S), top_k=case.top_k, local_window=case.top_k // 4, left_padding=padding)
 
@@ -177,7 +177,7 @@ def call(case: Case) -> None:
 def compile_case(case: Case) -> list[Compiled]:
     """Everything that the launcher of ``case`` launches."""
     import triton
-    from mlx_sparse.cuda_ref import configs, launch
+    from mlx_sparse.cuda_ref.launchers import configs, launch
 
     found: list[Compiled] = []
 

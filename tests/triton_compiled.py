@@ -15,7 +15,7 @@ from packages import Package, fetched, wheel
 from require import absent
 from triton_aot import Case, Compiled
 
-from mlx_sparse.demo.store import cache_directory
+from mlx_sparse.tools.assets.store import cache_directory
 
 SCRIPT = Path(__file__).parent / "triton_aot.py"
 MINUTES = 10 * 60

@@ -20,15 +20,15 @@ from cases import Array
 from witness_call import Seen
 
 from mlx_sparse import oracle
-from mlx_sparse.artefact.identity import leaves
-from mlx_sparse.buckets import BucketIndex
-from mlx_sparse.cache import SPARSE_CLASSES, SparseCache
-from mlx_sparse.config import H2O
+from mlx_sparse.cache.h2o_state import STATES
+from mlx_sparse.cache.kv_cache import SPARSE_CLASSES, SparseCache
+from mlx_sparse.cache.saap_state import BucketIndex
+from mlx_sparse.common.model_info import leaves
 from mlx_sparse.lm import plan as plans
 from mlx_sparse.lm import seam
 from mlx_sparse.lm.plan import Call
+from mlx_sparse.methods import H2O
 from mlx_sparse.ops import baselines, sparq
-from mlx_sparse.received import STATES
 
 
 @dataclass

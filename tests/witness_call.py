@@ -13,9 +13,9 @@ from cases import Array, assert_same_choice, plain_attention, plain_reallocation
 from sample_cases import SampleCase, attended, kept_for_sure, logit_error, plain_blocks_attention
 
 from mlx_sparse import oracle
-from mlx_sparse.config import H2O, SAAP, FlexGen, MethodConfig, OracleTopK, Prefill, Sample, SparQ, Streaming
-from mlx_sparse.config.prefill import MInference
-from mlx_sparse.layout import MINFERENCE_ROWS
+from mlx_sparse.common.block_layout import MINFERENCE_ROWS
+from mlx_sparse.methods import H2O, SAAP, FlexGen, MethodConfig, OracleTopK, Prefill, Sample, SparQ, Streaming
+from mlx_sparse.methods.prefill import MInference
 from mlx_sparse.oracle.sparq import masked_mean
 
 # Sums of float32 may be taken in any order: so many give the error that a plain computation may have.

@@ -16,11 +16,11 @@ import torch
 from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from mlx_sparse.layout import Layout
+from mlx_sparse.common.block_layout import Layout
 from mlx_sparse.tools.bench.core import Case, Row, Shape
 
-from .. import sample
-from ..blocks import Prefill, attend_blocks
+from ..launchers import sample
+from ..launchers.blocks import Prefill, attend_blocks
 from .dense import BACKENDS, flex
 from .device import Device, Output, Recorded, Step, Wrong
 from .inputs import Expected, attention, plain_attention

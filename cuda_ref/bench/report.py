@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from mlx_sparse.config import SparQ, Step, nvidia_kind
+from mlx_sparse.methods import SparQ, Step, nvidia_kind
 from mlx_sparse.tools.bench.core import Row
 from mlx_sparse.tools.bench.thresholds import Bar, bar_table, length, ratio
 from mlx_sparse.tools.formats import table

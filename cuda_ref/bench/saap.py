@@ -16,7 +16,7 @@ import torch
 
 from mlx_sparse.tools.bench.core import Row
 
-from .. import buckets, ops
+from ..launchers import saap, torch_ops
 from . import dense
 from .device import Device, Output, Recorded, Step, Wrong
 from .inputs import Caches, Expected, attention, plain_attention
@@ -79,11 +79,11 @@ class Routed:
         case, self.inputs, self.setting = inputs.case, inputs, setting
         Hkv, D, H, C = case.Hkv, case.D, setting.hidden, setting.buckets
         arrays = inputs.random(Hkv, H, C), inputs.random(Hkv, C), inputs.random(Hkv, D, H), inputs.random(Hkv, H)
-        self.networks = [buckets.Network(*copy) for copy in zip(*arrays, strict=True)]
+        self.networks = [saap.Network(*copy) for copy in zip(*arrays, strict=True)]
         self._scores, self._slack = self._exact_scores()
         best = self._scores.topk(setting.probes, dim=2).indices.sort(dim=2).values
         self._bucket_ids = self._spread(best)
-        index = buckets.Index.of(
+        index = saap.Index.of(
             self._bucket_ids,
             buckets=C,
             probes=setting.probes,
@@ -129,14 +129,14 @@ class Routed:
 
     def route(self, i: int) -> torch.Tensor:
         """The first two launches."""
-        visited: torch.Tensor = ops.saap_route(self.inputs.before, *self.networks[i], self.setting.probes)
+        visited: torch.Tensor = torch_ops.saap_route(self.inputs.before, *self.networks[i], self.setting.probes)
         return visited
 
     def list(self, i: int) -> Output:
         """The first three: indices and counts."""
         index, S = self.indices[i], self.inputs.case.S
         sizes = S, index.covered, index.sink_tokens, index.capacity
-        indices, counts = ops.saap_indices(self.route(i), index.offsets, index.key_ids, *sizes, None)
+        indices, counts = torch_ops.saap_indices(self.route(i), index.offsets, index.key_ids, *sizes, None)
         return indices, counts
 
     def step(self, i: int) -> Output:
@@ -144,7 +144,7 @@ class Routed:
         inputs, index = self.inputs, self.indices[i]
         given = inputs.queries, inputs.keys[i], inputs.values[i], self.route(i), index.offsets, index.key_ids
         sizes = index.covered, index.sink_tokens, index.capacity
-        out, lse, counts = ops.saap_decode(*given, *sizes, inputs.case.scale, None)
+        out, lse, counts = torch_ops.saap_decode(*given, *sizes, inputs.case.scale, None)
         return out, lse, counts
 
     def wrong_route(self, out: Output) -> str | None:

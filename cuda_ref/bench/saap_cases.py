@@ -9,7 +9,7 @@ from typing import Any
 
 from mlx_sparse.tools.bench.core import Shape
 
-from ..buckets import FOLD_EVERY
+from ..launchers.saap import FOLD_EVERY
 from .sizes import REFERENCE_BYTES, K, Part, StepCase
 
 BUCKETS, HIDDEN = 1024, 1024  # of the paper

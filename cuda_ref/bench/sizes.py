@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-from mlx_sparse import stats
+from mlx_sparse.common import stats
 from mlx_sparse.tools.bench.core import Case
 
 K = 1024

@@ -10,7 +10,7 @@ import torch
 
 from mlx_sparse.tools.bench.core import Row
 
-from .. import ops, sparq
+from ..launchers import sparq, torch_ops
 from . import dense
 from .device import Device, Output, Recorded, Step, Wrong
 from .inputs import Choice, SparQInputs
@@ -87,7 +87,7 @@ class Field:
         inputs, setting = self._inputs, self._setting
         given = inputs.queries, inputs.keys[i], inputs.values[i], inputs.keys_t[i]
         chosen = setting.rank, setting.top_k, setting.window, "softmax", None
-        out, lse = ops.sparq_decode(*given, *chosen, inputs.case.scale, None, inputs.value_mean)
+        out, lse = torch_ops.sparq_decode(*given, *chosen, inputs.case.scale, None, inputs.value_mean)
         return out, lse
 
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from mlx_sparse import stats
+from mlx_sparse.common import stats
 from mlx_sparse.tools.bench.core import Shape
 
-from ..select import block_size
+from ..launchers.select import block_size
 from .sizes import REFERENCE_BYTES, K, Part, StepCase
 
 # Ratios that SparQ with rank 32 and 128 keys is held to on an H200, against the fastest dense contender of the same

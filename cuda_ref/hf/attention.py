@@ -15,13 +15,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.modeling_utils import AttentionInterface
 
-from mlx_sparse.call_report import Counts, Report
 from mlx_sparse.checks import ConfigError, check_local_window
-from mlx_sparse.config import NEVER, QK_NORMS, SparQ, Step, nvidia_kind
-from mlx_sparse.stats import dense_elements
+from mlx_sparse.common.stats import dense_elements
+from mlx_sparse.lm.call_report import Counts, Report
+from mlx_sparse.methods import NEVER, QK_NORMS, SparQ, Step, nvidia_kind
 
-from .. import configs, ops
 from ..availability import interpreted
+from ..launchers import configs, torch_ops
 from . import require
 from .cache import Origin, SparQCache, dense_layer, origin_of
 from .padding import Padding, mask, padding_of
@@ -104,7 +104,7 @@ def _sparse(
     reallocate = _reallocates(config, query, key)
     spread = config.component_score == "query_key"
     keys_t, value_mean, deviation = layer.read(mean=reallocate, spread=spread, padding=padding)
-    result: tuple[torch.Tensor, torch.Tensor] = ops.sparq_decode(
+    result: tuple[torch.Tensor, torch.Tensor] = torch_ops.sparq_decode(
         query,
         key,
         value,

@@ -8,9 +8,9 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.configuration_utils import PreTrainedConfig
 
-from mlx_sparse.call_report import Report
 from mlx_sparse.checks import ConfigError, check_local_window, check_rank
-from mlx_sparse.config import SparQ, parse
+from mlx_sparse.lm.call_report import Report
+from mlx_sparse.methods import SparQ, parse
 
 from . import require
 from .buffers import Buffers
@@ -123,7 +123,7 @@ class SparQCache(DynamicCache):
 
     Args:
         config: ``model.config``.
-        attn: ``"sparq[:key=value,...]"`` or a `mlx_sparse.config.SparQ`.
+        attn: ``"sparq[:key=value,...]"`` or a `mlx_sparse.methods.SparQ`.
 
     Attributes:
         report: what the attention calls did, counted while the model runs.

@@ -7,10 +7,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from .. import registry, stats
 from ..checks import ShapeError, check_choice, check_qkv, check_shape
-from ..layout import Layout
-from ..stats import Stats
+from ..common import stats
+from ..common.block_layout import Layout
+from ..common.stats import Stats
+from ..methods import registry
 
 
 class Call:

@@ -7,7 +7,6 @@ from typing import Any
 
 import mlx.core as mx
 
-from .. import registry, stats
 from ..checks import (
     ShapeError,
     check_choice,
@@ -17,6 +16,8 @@ from ..checks import (
     check_rank,
     check_shape,
 )
+from ..common import stats
+from ..methods import registry
 from .call import Call, check_integers
 
 

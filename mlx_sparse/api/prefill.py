@@ -11,9 +11,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from .. import registry
 from ..checks import ShapeError, check_block_size, check_int, check_sample, check_share
-from ..layout import MINFERENCE_ROWS, Layout
+from ..common.block_layout import MINFERENCE_ROWS, Layout
+from ..methods import registry
 from .call import Call, check_integers
 
 

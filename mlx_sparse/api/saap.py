@@ -6,10 +6,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from .. import registry, stats
 from ..checks import ConfigError, check_centroids, check_int, check_router, check_saap
-from ..config import MAX_BUCKETS
-from ..stats import Stats
+from ..common import stats
+from ..common.stats import Stats
+from ..methods import MAX_BUCKETS, registry
 from .call import Call, check_integers
 
 

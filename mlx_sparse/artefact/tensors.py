@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..checks import ArtefactError
-from ..files import replace_file
+from ..common.files import replace_file
 
 HEADER_LIMIT = 8 << 20  # bytes; ours has a few hundred per layer
 ITEM_SIZES = {"F16": 2, "F32": 4}

@@ -6,8 +6,8 @@ from functools import partial
 
 import mlx.core as mx
 
-from ..layout import Layout
-from ..pieces import attend_in_pieces
+from ..common.block_layout import Layout
+from ..common.launch_split import attend_in_pieces
 from .launch import Kernel, integer, of_one_type, real
 
 THREADGROUP_MEMORY = 32 << 10

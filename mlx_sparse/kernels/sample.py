@@ -9,9 +9,9 @@ from functools import lru_cache
 
 import mlx.core as mx
 
-from .. import kept
-from ..layout import Layout
-from ..pieces import PIECE
+from ..common import block_select
+from ..common.block_layout import Layout
+from ..common.launch_split import PIECE
 from .blocks import THREADGROUP_MEMORY, attend_lists
 from .launch import LANES, Kernel, integer, of_one_type, real
 
@@ -138,7 +138,7 @@ def sample_select(
     """Key blocks of each row block (sample.7): ``(B, Hq, R, Nk)`` int32, ascending, then -1. Waits for nothing."""
     layout = Layout(queries.shape[2], keys.shape[2] if length is None else length, chunks, block_size)
     column, slash = sample_scores(queries, keys, chunks=chunks, block_size=block_size, scale=scale, length=layout.S)
-    return kept.select(
+    return block_select.select(
         column, slash, layout, alpha_column=alpha_column, alpha_slash=alpha_slash, width=layout.key_blocks
     )
 

@@ -18,10 +18,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from .. import registry
-from ..call_report import JSON_KEY, Report
 from ..checks import ConfigError, SparseAttentionError
-from ..config import SAAP, Dense, MethodConfig, Prefill, load_toml, parse
+from ..methods import SAAP, Dense, MethodConfig, Prefill, load_toml, parse, registry
+from .call_report import JSON_KEY, Report
 
 REPORTS = ("text", "mass", "json", "json+mass", "off")
 
@@ -333,9 +332,9 @@ def _interrupted_by_sigterm(session: Session) -> Iterator[None]:
 def _suites(session: Session) -> contextlib.AbstractContextManager[None]:
     if not session.suites:
         return contextlib.nullcontext()
-    from . import suites
+    from . import lm_eval
 
-    return suites.scored(session)
+    return lm_eval.scored(session)
 
 
 def _fail(parser: argparse.ArgumentParser, message: str) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..cache import SparseCache
+from ..cache.kv_cache import SparseCache
 from . import seam
 
 

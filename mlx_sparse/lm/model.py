@@ -11,12 +11,11 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from .. import registry
-from ..artefact.identity import leaves, model_type
-from ..call_report import Report
 from ..checks import ConfigError
-from ..config import CONFIGS, H2O, QK_NORMS, SAAP, Dense, MethodConfig, Prefill, SparQ, parse
+from ..common.model_info import leaves, model_type
+from ..methods import CONFIGS, H2O, QK_NORMS, SAAP, Dense, MethodConfig, Prefill, SparQ, parse, registry
 from . import seam
+from .call_report import Report
 from .plan import Call, Plan
 from .rope import reduce_as
 from .saap import Buckets, find_routers
@@ -35,7 +34,7 @@ def enable(model: Any, attn: Attn = "sparq", *, backend: str = "auto", mass: boo
     Args:
         model: a model loaded by mlx-lm; `shard` or `pipeline` it before, if at all.
         attn: METHOD[:key=value,...][+METHOD...], at most one method for prompts and one for decoding, for example
-            ``"sample+sparq:rank=16"``; or configurations of `mlx_sparse.config`.
+            ``"sample+sparq:rank=16"``; or configurations of `mlx_sparse.methods`.
         backend: "auto", or a backend by name.
         mass: also measure the attention mass that prompts retain, which costs a dense pass over the keys.
 

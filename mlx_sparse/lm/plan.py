@@ -8,15 +8,14 @@ from typing import Any
 
 import mlx.core as mx
 
-from .. import registry
-from ..artefact.identity import leaves
-from ..cache import SparseBatchKVCache, SparseCache, adopt
-from ..call_report import Counts, Report
+from ..cache.h2o_state import Received
+from ..cache.kv_cache import SparseBatchKVCache, SparseCache, adopt
 from ..checks import check_rank
-from ..config import H2O, NEVER, FlexGen, MethodConfig, Prefill, Sample, SparQ, Step
-from ..received import Received
-from ..stats import dense_elements, saap_elements
+from ..common.model_info import leaves
+from ..common.stats import dense_elements, saap_elements
+from ..methods import H2O, NEVER, FlexGen, MethodConfig, Prefill, Sample, SparQ, Step, registry
 from . import seam
+from .call_report import Counts, Report
 from .dense import attend_alone, replace
 from .figures import BucketFigures, PrefillCounts, PrefillFigures
 from .saap import Buckets

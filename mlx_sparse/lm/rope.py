@@ -3,7 +3,7 @@
 A model hands attention queries and keys after RoPE. `Recorder` remembers the last calls of the model's own rope
 modules, so that what went into one is known by the identity of what came out: exact and free. `inverse` turns rotated
 rows back, for keys that nobody recorded (a prompt cache from a file) and for rows that are scaled after RoPE. `Source`
-says which of them is right for a layer; `mlx_sparse.lm.observe.find_sources` finds out.
+says which of them is right for a layer; `mlx_sparse.lm.tracing.find_sources` finds out.
 """
 
 from __future__ import annotations

@@ -9,14 +9,13 @@ from typing import Any
 import mlx.core as mx
 
 from .. import artefact as artefacts
-from .. import registry
-from ..buckets import BucketIndex, Router, fold, kmeans_network
-from ..cache import SparseCache
+from ..cache.kv_cache import SparseCache
+from ..cache.saap_state import BucketIndex, Router, fold, kmeans_network
 from ..checks import ConfigError
-from ..config import SAAP
+from ..methods import SAAP, registry
 from .figures import BucketCounts
-from .observe import Seen, find_sources
 from .rope import Recorder, Source
+from .tracing import Seen, find_sources
 
 FIRST = "among the first (dense_layers)"
 NOT_IN_ARTEFACT = "that the artefact does not have"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 
-from .. import kept
-from ..layout import MINFERENCE_ROWS, Layout
-from ..patterns import Pattern, bigbird_pattern, streaming_pattern
+from ..common import block_select
+from ..common.block_layout import MINFERENCE_ROWS, Layout
+from ..common.block_patterns import Pattern, bigbird_pattern, streaming_pattern
 from .blocks import attend_blocks
 from .sample import sample_scores
 
@@ -26,8 +26,8 @@ def minference_attention(
     layout = Layout(queries.shape[2], keys.shape[2], 1, block_size, MINFERENCE_ROWS)
     scores = sample_scores(queries, keys, chunks=1, block_size=block_size, scale=scale, rows=MINFERENCE_ROWS)
     budgets = (-(-tokens // block_size) for tokens in (vertical_tokens, slash_tokens))
-    column_kept, slash_kept = (kept.best(side, count) for side, count in zip(scores, budgets, strict=True))
-    blocks = kept.block_lists(kept.merge(column_kept, slash_kept, layout, sampled_in_full=False))
+    column_kept, slash_kept = (block_select.best(side, count) for side, count in zip(scores, budgets, strict=True))
+    blocks = block_select.block_lists(block_select.merge(column_kept, slash_kept, layout, sampled_in_full=False))
     return *attend_blocks(queries, keys, values, blocks, block_size=block_size, scale=scale), blocks
 
 
@@ -69,5 +69,5 @@ def _static(
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Attention over the same blocks for every head."""
     mask = mx.array(np.broadcast_to(pattern, (*queries.shape[:2], *pattern.shape)))
-    blocks = kept.block_lists(mask)
+    blocks = block_select.block_lists(mask)
     return *attend_blocks(queries, keys, values, blocks, block_size=block_size, scale=scale), blocks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from ..bucket_lists import saap_index
+from ..common.csr import saap_index
 from .attend import attend_indices, group_queries, softmax_lse
 
 

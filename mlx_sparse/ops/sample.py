@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from .. import kept
-from ..layout import Layout
+from ..common import block_select
+from ..common.block_layout import Layout
 from .blocks import after, attend_blocks, causal_scores, most
 
 
@@ -47,7 +47,7 @@ def sample_select(
     layout = Layout(queries.shape[2], keys.shape[2], chunks, block_size)
     column, slash = sample_scores(queries, keys, chunks=chunks, block_size=block_size, scale=scale)
     # Rows that were sampled attend everything, so the longest list nearly always is as long as this.
-    return kept.select(
+    return block_select.select(
         column, slash, layout, alpha_column=alpha_column, alpha_slash=alpha_slash, width=layout.key_blocks
     )
 

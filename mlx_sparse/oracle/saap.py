@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..checks import check_int, check_qkv, check_saap, check_shape
-from ..stats import Stats, dense_elements, saap_elements
+from ..common.stats import Stats, dense_elements, saap_elements
 from .attend import attend_indices, check_backend, dense_attention, dense_with_lse, float64, retained_mass, softmax_lse
 from .select import ranked, valid_keys
 

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..checks import check_choice, check_int, check_local_window, check_qkv, check_rank, check_shape
-from ..stats import Stats, dense_elements, sparq_elements
+from ..common.stats import Stats, dense_elements, sparq_elements
 from .attend import attend_indices, check_backend, dense_attention, dense_with_lse, float64, retained_mass, softmax_lse
 from .select import ranked, top_k_select, valid_keys
 

@@ -1,1 +1,1 @@
-"""What people use around the library; `mlx_sparse.cli` and the engines' benchmarks import from here, nothing else."""
+"""What people use around the library: evaluate, bench, train, tune, demo, doctor. Only cli.py imports it."""

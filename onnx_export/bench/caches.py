@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from mlx_sparse.tools.bench.core import Shape, Sized
 
-from .. import memory
 from ..defaults import lanes_for
+from ..runtime import memory
 
 Array = npt.NDArray[Any]
 

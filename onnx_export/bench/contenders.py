@@ -19,9 +19,9 @@ from onnx.numpy_helper import from_array
 
 from mlx_sparse.tools.bench.core import Contender, Row, Sample
 
-from .. import memory, native
 from ..build import TYPES, operator_model
 from ..domain import DEFAULT
+from ..runtime import memory, native
 from .caches import Caches, Problem
 
 Array = npt.NDArray[Any]

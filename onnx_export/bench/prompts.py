@@ -15,18 +15,18 @@ import onnxruntime
 from onnx.helper import make_graph, make_model, make_node, make_opsetid, make_tensor_value_info
 
 from mlx_sparse import oracle
-from mlx_sparse.config import Sample as SampleAttention
-from mlx_sparse.layout import Layout
+from mlx_sparse.common.block_layout import Layout
+from mlx_sparse.methods import Sample as SampleAttention
 from mlx_sparse.tools.bench.core import Contender, Row, Sample, Shape, Sized, Turns, measure
 from mlx_sparse.tools.bench.run import Plan, Request
 from mlx_sparse.tools.bench.thresholds import length
 from mlx_sparse.tools.environment import machine
 from mlx_sparse.tools.formats import table
 
-from .. import memory
 from ..build import TYPES, operator_model
 from ..defaults import PIECE
 from ..domain import DEFAULT
+from ..runtime import memory
 from . import contenders
 from .caches import DTYPES
 from .contenders import options

@@ -14,7 +14,7 @@ import onnx
 from onnx.numpy_helper import from_array
 
 from mlx_sparse.checks import ConfigError, check_int
-from mlx_sparse.config import SAAP
+from mlx_sparse.methods import SAAP
 from mlx_sparse.tools.bench.core import Row
 from mlx_sparse.tools.bench.run import Plan, Request
 from mlx_sparse.tools.bench.thresholds import length

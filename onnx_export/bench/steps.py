@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from mlx_sparse.checks import ConfigError, check_local_window, check_rank
-from mlx_sparse.config import SparQ
+from mlx_sparse.methods import SparQ
 from mlx_sparse.tools.bench.core import Row, Turns, measure, too_large
 from mlx_sparse.tools.bench.run import Plan, Request
 from mlx_sparse.tools.bench.thresholds import Bar, bar_table, length, ratio

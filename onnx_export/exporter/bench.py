@@ -21,16 +21,16 @@ import numpy.typing as npt
 import onnx
 
 from mlx_sparse.checks import ConfigError, check_int
-from mlx_sparse.config import SAAP, parse
 from mlx_sparse.lm.command import loading
 from mlx_sparse.lm.saap import load_artefact
+from mlx_sparse.methods import SAAP, parse
 from mlx_sparse.tools.bench.core import Row, Spread, say, too_large
 from mlx_sparse.tools.bench.run import Plan
 from mlx_sparse.tools.environment import memory
 from mlx_sparse.tools.formats import table as markdown
 
-from .. import native
-from ..runner import MODEL, Runner
+from ..runtime import native
+from ..runtime.runner import MODEL, Runner
 from .export import Exported, export
 
 DENSE = "dense"

@@ -15,12 +15,12 @@ import numpy as np
 from onnx import TensorProto
 
 from mlx_sparse.checks import check_local_window
-from mlx_sparse.config import SAAP, Dense, MethodConfig, Sample, SparQ
+from mlx_sparse.methods import SAAP, Dense, MethodConfig, Sample, SparQ
 
 from .. import build
 from .families import Family, Rope, head_dim, rope_of, window_of
 from .graph import Graph
-from .index import Index
+from .saap_weights import Index
 from .weights import Weights
 
 FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64

@@ -21,18 +21,18 @@ from tqdm import tqdm
 
 import mlx_sparse
 from mlx_sparse.checks import ConfigError, check_choice, check_int, check_local_window, check_rank, meant
-from mlx_sparse.config import CONFIGS, SAAP, Dense, MethodConfig, Sample, SparQ, load_toml, parse
 from mlx_sparse.lm.model import resolve
+from mlx_sparse.methods import CONFIGS, SAAP, Dense, MethodConfig, Sample, SparQ, load_toml, parse
 
 from .. import build
 from .. import lower as lowering
 from ..defaults import SAMPLE_BELOW, SAMPLE_PIECE, dense_below, lanes_for, saap_dense_below
 from ..domain import COMPAT, DEFAULT, DOMAIN, SPEC
-from ..genai import write_config
+from ..runtime.genai import write_config
 from .decoder import Decoder, Target
 from .families import check_modules, family_of, head_dim
 from .graph import DataFile, Graph
-from .index import Index, index_of
+from .saap_weights import Index, index_of
 from .verify import Agreement, compare, reference
 from .weights import QUANTISED
 

@@ -30,13 +30,13 @@ from mlx.utils import tree_map_with_path
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_sparse.checks import ArtefactError, ConfigError
-from mlx_sparse.config import SAAP, Sample, SparQ
 from mlx_sparse.lm import seam, sparse
+from mlx_sparse.methods import SAAP, Sample, SparQ
 
-from .copies import PROMPT, SAMPLED_PROMPT, copy_for_check, keep_layers, shortened, shortened_prompts
+from .check_model import PROMPT, SAMPLED_PROMPT, copy_for_check, keep_layers, shortened, shortened_prompts
+from .check_session import File
 from .decoder import Target
 from .families import window_of
-from .file import File
 from .weights import QUANTISED
 
 Array = npt.NDArray[Any]

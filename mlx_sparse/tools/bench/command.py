@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from datetime import date
 
 from ...checks import ConfigError, Parser, SparseAttentionError, check_int, check_share, read_length, read_shape
-from ...config import MethodConfig, parse, split_methods
-from ...extras import naming_missing
+from ...common.extras import naming_missing
+from ...methods import MethodConfig, parse, split_methods
 from .. import formats
 from .core import Shape
 from .run import Plan, Request, run

@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from ...checks import ArtefactError, ConfigError, check_int, read_length
-from ...config import parse, split_methods
-from ...demo import blas
-from ...demo.command import generate_command, run_command
-from ...demo.models import add_model_options, check_model, find_model
-from ...demo.outcome import Outcome, parse_outcome
-from ...demo.store import cache_directory
-from ...evaluate import texts
+from ...methods import parse, split_methods
 from .. import formats
+from ..assets import blas
+from ..assets.models import add_model_options, check_model, find_model
+from ..assets.store import cache_directory
+from ..demo.command import generate_command, run_command
+from ..demo.outcome import Outcome, parse_outcome
 from ..environment import machine
+from ..evaluate import texts
 from .core import Row, Sample, Spread, Turns, take_turns
 from .run import Plan
 from .run import run as run_plan

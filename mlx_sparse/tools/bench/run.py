@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...checks import ConfigError
-from ...config import MethodConfig
+from ...methods import MethodConfig
 from ..formats import Printer
 from .core import Row, Shape, say
 

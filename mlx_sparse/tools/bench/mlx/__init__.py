@@ -6,9 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import product
 
-from .... import registry
 from ....checks import BackendUnavailable, check_choice, check_rank
-from ....config import SAAP, MethodConfig, Prefill, SparQ
+from ....methods import SAAP, MethodConfig, Prefill, SparQ, registry
 from ...environment import machine
 from ..core import Case, Row, Shape, cases
 from ..run import Plan, Request

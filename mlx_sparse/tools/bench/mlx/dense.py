@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from ....cache import SparseKVCache
+from ....cache.kv_cache import SparseKVCache
 from ..core import Sample
 
 Array = npt.NDArray[np.float64]

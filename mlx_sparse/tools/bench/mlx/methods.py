@@ -8,11 +8,10 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from .... import registry
-from ....cache import SparseKVCache
+from ....cache.h2o_state import Received, State
+from ....cache.kv_cache import SparseKVCache
 from ....checks import check_local_window
-from ....config import H2O, FlexGen, MethodConfig, OracleTopK, SparQ, Step, Streaming
-from ....received import Received, State
+from ....methods import H2O, FlexGen, MethodConfig, OracleTopK, SparQ, Step, Streaming, registry
 from ..core import Shape
 from .dense import cache_of, double, fused, plain, wrong
 

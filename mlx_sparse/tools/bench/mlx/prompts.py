@@ -17,13 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 from .... import oracle
-from ....cache import SparseKVCache
-from ....config import BigBird, MInference, Prefill
-from ....config import Sample as SampleAttention
-from ....layout import Layout
+from ....cache.kv_cache import SparseKVCache
+from ....common.block_layout import Layout
+from ....common.block_patterns import bigbird_pattern, streaming_pattern
+from ....common.stats import prefill_elements
+from ....methods import BigBird, MInference, Prefill
+from ....methods import Sample as SampleAttention
 from ....oracle.prefill import minference_select
-from ....patterns import bigbird_pattern, streaming_pattern
-from ....stats import prefill_elements
 from ...environment import memory
 from ...formats import table
 from ..core import Case, Contender, Row, Sample, Turns, enter, take_turns, too_large

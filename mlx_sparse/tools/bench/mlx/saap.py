@@ -11,13 +11,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from .... import registry
-from ....buckets import BucketIndex, Router, fold, kmeans_network
-from ....cache import SparseKVCache
+from ....cache.kv_cache import SparseKVCache
+from ....cache.saap_state import BucketIndex, Router, fold, kmeans_network
 from ....checks import check_int
-from ....config import SAAP, Step
+from ....common.stats import saap_elements
+from ....methods import SAAP, Step, registry
 from ....oracle.saap import route_scores
-from ....stats import saap_elements
 from ..core import Shape
 from .dense import cache_of, double
 from .methods import DecodeStep, Known, WrongChoice, normal

@@ -13,8 +13,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from ....cache import SparseKVCache
-from ....config import H2O, NEVER, SAAP, MethodConfig, Streaming
+from ....cache.kv_cache import SparseKVCache
+from ....methods import H2O, NEVER, SAAP, MethodConfig, Streaming
 from ...environment import memory
 from ...formats import table
 from ..core import Case, Contender, Row, Sample, Shape, Turns, enter, take_turns, too_large

@@ -1,0 +1,54 @@
+"""From launchers to kernels: the one place that starts a kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..availability import interpreted
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of one kernel.
+
+    Attributes:
+        kernel: a function of `kernels`.
+        grid: programs along the three axes.
+        arguments: tensors and numbers by name.
+        constants: compile-time arguments by name.
+        options: ``num_warps`` and ``num_stages``.
+    """
+
+    kernel: Any
+    grid: tuple[int, int, int]
+    arguments: Mapping[str, Any]
+    constants: Mapping[str, Any]
+    options: Mapping[str, int]
+
+    def run(self) -> None:
+        device = next(value.device for value in self.arguments.values() if isinstance(value, torch.Tensor))
+        # Triton launches on the current device, which need not be the one of the tensors.
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            self.kernel[self.grid](**self.arguments, **self.constants, **self.options)
+
+
+def upcast(dtype: torch.dtype) -> bool:
+    """Whether kernels must widen what they load: Triton's interpreter cannot compute with bfloat16."""
+    return interpreted() and dtype == torch.bfloat16
+
+
+def result_like(queries: torch.Tensor) -> torch.Tensor:
+    """Room for the result of a kernel; float32 where the interpreter would not round to bfloat16 but cut."""
+    return torch.empty(
+        queries.shape, dtype=torch.float32 if upcast(queries.dtype) else queries.dtype, device=queries.device
+    )
+
+
+def power_of_2(number: int, least: int = 1) -> int:
+    """The smallest power of 2 that is neither less than ``number`` nor than ``least``."""
+    return max(least, 1 << (number - 1).bit_length())

@@ -1,0 +1,212 @@
+"""Launchers of SampleAttention (docs/spec/sample.md): scores of the sample, choice of blocks, attention over them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from mlx_sparse.common.block_layout import Layout
+
+from ..kernels.merge_blocks import merge_blocks as merge_kernel
+from ..kernels.sample_scores import sample_scores as parts_kernel
+from ..kernels.sample_scores import sample_sums as sums_kernel
+from . import configs
+from .blocks import Prefill, positive
+from .launch import Launch, power_of_2, upcast
+
+PROGRAMS_PER_PROCESSOR = 2  # splits of the keys are made until there are so many
+SUMMED = 32  # key blocks, and offset bins, of a program that adds up parts
+BLOCK_SPLITS = 8  # of the keys, whose statistics are read at a time
+MERGED = 1024  # key blocks that are looked at at a time
+LIST_BYTES = 512 << 20  # of lists at a time: all of them for a million keys and 32 heads would be 8.6 GB
+
+
+class Kept(NamedTuple):
+    """``column`` and ``slash``: ``(B, Hq, C, Nk)`` uint8, 1 = kept."""
+
+    column: torch.Tensor
+    slash: torch.Tensor
+
+
+def sample_scores(
+    queries: torch.Tensor, keys: torch.Tensor, layout: Layout, *, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention mass of each region's sample by key block and by offset bin (sample.4), (sample.5).
+
+    Args:
+        queries, keys: ``(B, Hq, L, D)`` and ``(B, Hkv, S, D)``, last stride 1.
+
+    Returns:
+        ``column`` and ``slash``, float32 ``(B, Hq, C, Nk)``.
+    """
+    queries, scale = positive(queries, scale)
+    B, Hq, _, D = queries.shape
+    Hkv = keys.shape[1]
+    size, C = layout.block_size, len(layout.regions)
+    device = queries.device
+    BLOCK_D = power_of_2(D, 16)
+    tile = configs.sample_tile(size, keys.element_size())
+    programs = C * B * Hq * (size // tile.queries)
+    splits = configs.splits(layout.key_blocks, programs, PROGRAMS_PER_PROCESSOR, device)
+    real: dict[str, Any] = {"dtype": torch.float32, "device": device}
+    parts = torch.empty(C, B, Hq, layout.key_blocks, 2, size, **real)
+    statistics = torch.empty(C, B, Hq, splits, 2, size, **real)
+    Launch(
+        parts_kernel,
+        (programs, splits, 1),
+        {
+            "queries": queries,
+            "keys": keys,
+            "parts": parts,
+            "statistics": statistics,
+            **_sizes(layout),
+            "rows": B * Hq,
+            "heads": Hq,
+            "scale": scale,
+            "stride_qb": queries.stride(0),
+            "stride_qh": queries.stride(1),
+            "stride_qn": queries.stride(2),
+            "stride_kb": keys.stride(0),
+            "stride_kh": keys.stride(1),
+            "stride_kn": keys.stride(2),
+        },
+        {
+            "D": D,
+            "G": Hq // Hkv,
+            "BLOCK_SIZE": size,
+            "BLOCK_D": BLOCK_D,
+            "BLOCK_M": tile.queries,
+            "BLOCK_N": tile.keys,
+            "UPCAST": upcast(keys.dtype),
+        },
+        {"num_warps": tile.warps, "num_stages": tile.stages},
+    ).run()
+    column, slash = (torch.empty(B, Hq, C, layout.key_blocks, **real) for _ in range(2))
+    Launch(
+        sums_kernel,
+        (C * B * Hq, -(-layout.key_blocks // SUMMED), 1),
+        {
+            "parts": parts,
+            "statistics": statistics,
+            "column": column,
+            "slash": slash,
+            **_sizes(layout),
+            "rows": B * Hq,
+            "splits": splits,
+            "key_blocks": layout.key_blocks,
+        },
+        {"BLOCK_SIZE": size, "BLOCK": SUMMED, "BLOCK_SPLITS": BLOCK_SPLITS},
+        {"num_warps": 4, "num_stages": 1},
+    ).run()
+    return column, slash
+
+
+def keep(scores: torch.Tensor, alpha: float) -> torch.Tensor:
+    """(sample.6) the fewest of the largest ``scores (..., Nk)`` whose share of their sum reaches ``alpha - 1e-6``.
+
+    Returns:
+        uint8 of the same shape, 1 = kept; ties go to the lower index. Shares that are NaN reach nothing: all are kept.
+    """
+    ordered, order = scores.sort(dim=-1, descending=True, stable=True)
+    share = ordered.cumsum(dim=-1) / ordered.sum(dim=-1, keepdim=True)
+    # The first is always needed; every other one is if those before it do not reach it.
+    needed = torch.ones_like(order, dtype=torch.uint8)
+    needed[..., 1:] = ~(share[..., :-1] >= alpha - 1e-6)
+    return torch.empty_like(needed).scatter_(-1, order, needed)
+
+
+def choose(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    layout: Layout,
+    *,
+    alpha_column: float,
+    alpha_slash: float,
+    scale: float,
+) -> Kept:
+    """What is kept for each region, in both directions."""
+    column, slash = sample_scores(queries, keys, layout, scale=scale)
+    return Kept(keep(column, alpha_column), keep(slash, alpha_slash))
+
+
+def merge(kept: Kept, layout: Layout, first: int, stop: int, width: int, counts: torch.Tensor) -> torch.Tensor:
+    """(sample.7) lists of row blocks ``first`` to ``stop``, counted from the first that holds a query.
+
+    Args:
+        width: of a list; at least the key blocks up to the last diagonal.
+        counts: ``(B, Hq, R)`` int32, where the lengths of these lists are written.
+
+    Returns:
+        ``(B, Hq, stop - first, width)`` int32, ascending, then -1.
+    """
+    B, Hq = kept.column.shape[:2]
+    blocks = torch.empty(B, Hq, stop - first, width, dtype=torch.int32, device=counts.device)
+    Launch(
+        merge_kernel,
+        (B * Hq * (stop - first), 1, 1),
+        {
+            "column_kept": kept.column,
+            "slash_kept": kept.slash,
+            "blocks": blocks,
+            "counts": counts,
+            **_sizes(layout),
+            "first": first,
+            "made": stop - first,
+            "width": width,
+            "key_blocks": layout.key_blocks,
+        },
+        {"BLOCK_SIZE": layout.block_size, "BLOCK": min(MERGED, power_of_2(layout.key_blocks, 16))},
+        {"num_warps": 4, "num_stages": 1},
+    ).run()
+    return blocks
+
+
+def sample_select(queries: torch.Tensor, keys: torch.Tensor, layout: Layout, **settings: float) -> torch.Tensor:
+    """The key blocks of every row block: ``(B, Hq, R, Nk)`` int32, ascending, then -1."""
+    counts = torch.empty(*queries.shape[:2], layout.row_blocks, dtype=torch.int32, device=queries.device)
+    kept = choose(queries, keys, layout, **settings)
+    return merge(kept, layout, 0, layout.row_blocks, layout.key_blocks, counts)
+
+
+def sample_prefill(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    layout: Layout,
+    *,
+    scale: float,
+    **alphas: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """SampleAttention of a prompt: `Prefill.result`, and int32 ``(B, Hq, R)``, the key blocks that were attended.
+
+    Lists are made for as many row blocks at a time as fit into `LIST_BYTES`.
+    """
+    B, Hq = queries.shape[:2]
+    counts = torch.empty(B, Hq, layout.row_blocks, dtype=torch.int32, device=queries.device)
+    kept = choose(queries, keys, layout, scale=scale, **alphas)
+    prefill = Prefill(queries, keys, values, layout, scale)
+    for first, stop in portions(layout, 4 * B * Hq):
+        prefill.attend(merge(kept, layout, first, stop, layout.first_block + stop, counts), first, stop)
+    return *prefill.result(), counts
+
+
+def portions(layout: Layout, entry: int) -> Iterator[tuple[int, int]]:
+    """Row blocks whose lists fit into `LIST_BYTES` with ``entry`` bytes for an entry of all of them, the last first."""
+    stop = layout.row_blocks
+    while stop > 0:
+        width = layout.first_block + stop
+        first = max(0, stop - max(1, LIST_BYTES // (entry * width)))
+        yield first, stop
+        stop = first
+
+
+def _sizes(layout: Layout) -> dict[str, int]:
+    return {
+        "length": layout.S,
+        "offset": layout.S - layout.L,
+        "first_row_block": layout.first_block,
+        "row_blocks": layout.row_blocks,
+        "chunks": len(layout.regions),
+    }

@@ -1,0 +1,108 @@
+"""Launcher of `kernels.top_k_select`: the k best keys of a row, exactly, without sorting."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..kernels.top_k_select import top_k_select as kernel
+from . import configs
+from .launch import Launch
+
+LINE = 16  # rows of logits start at multiples of this
+
+
+@dataclass(frozen=True)
+class GroupScores:
+    """What keys are chosen by.
+
+    Attributes:
+        logits: float32 ``(B, Hkv, G, S up to a multiple of 16)``, -inf for keys that are not valid.
+        statistics: float32 ``(B, Hkv, G, 2, splits)``: largest logit and sum of exp(logit - largest) of each split.
+        softmax: float32 ``(B, Hkv, G, 2)``, filled by `select`: largest logit and 1 / sum of exp(logit - largest).
+        tickets: int32 ``(B, Hkv, 2)`` zeros, one for each of the launches that follow.
+    """
+
+    logits: torch.Tensor
+    statistics: torch.Tensor | None
+    softmax: torch.Tensor | None
+    tickets: torch.Tensor
+
+    @classmethod
+    def empty(cls, B: int, Hkv: int, G: int, S: int, splits: int, device: torch.device) -> GroupScores:
+        """Room for S keys scored in ``splits`` parts."""
+        real: dict[str, Any] = {"dtype": torch.float32, "device": device}
+        return cls(
+            torch.empty(B, Hkv, G, S + -S % LINE, **real),
+            torch.empty(B, Hkv, G, 2, splits, **real),
+            torch.empty(B, Hkv, G, 2, **real),
+            torch.empty(B, Hkv, 2, dtype=torch.int32, device=device),
+        )
+
+
+def block_size(S: int, top_k: int) -> int:
+    """Keys of a tile: the fewest, for many programs, such that the candidates of all tiles fit into one block."""
+    return next(
+        (block for block in configs.SELECT_WARPS if -(-S // block) * min(top_k, block) <= block),
+        max(configs.SELECT_WARPS),
+    )
+
+
+def select(
+    scores: GroupScores,
+    S: int,
+    *,
+    top_k: int,
+    local_window: int,
+    left_padding: torch.Tensor | None,
+    sum_softmax: bool,
+) -> torch.Tensor:
+    """The last ``local_window`` valid keys and the best of the rest, ``top_k`` together (sparq.6).
+
+    Args:
+        sum_softmax: score a key by the sum of the softmax over the group, or else by the sum of the logits.
+
+    Returns:
+        ``(B, Hkv, min(top_k, S))`` int32, ascending, ties to the lower index, -1 in slots that no key fills.
+    """
+    B, Hkv, G, stride = scores.logits.shape
+    device = scores.logits.device
+    BLOCK = block_size(S, top_k)
+    grid = (-(-S // BLOCK), Hkv, B)
+    kept = min(top_k, BLOCK) if grid[0] > 1 else 0
+    indices = torch.empty(B, Hkv, min(top_k, S), dtype=torch.int32, device=device)
+    candidates = torch.empty(2, B, Hkv, grid[0], kept, dtype=torch.int32, device=device)
+    Launch(
+        kernel,
+        grid,
+        {
+            "logits": scores.logits,
+            "statistics": scores.statistics,
+            "softmax": scores.softmax,
+            "left_padding": left_padding,
+            "candidate_bits": candidates[0],
+            "candidate_indices": candidates[1],
+            "indices": indices,
+            "tickets": scores.tickets,
+            "length": S,
+            "top_k": top_k,
+            "local_window": local_window,
+            "splits": 0 if scores.statistics is None else scores.statistics.shape[4],
+            "stride_l": scores.logits.stride(2),
+        },
+        {"G": G, "BLOCK": BLOCK, "SUM_SOFTMAX": sum_softmax, "ALIGNED": stride >= S + -S % LINE},
+        {"num_warps": configs.SELECT_WARPS[BLOCK], "num_stages": 1},
+    ).run()
+    return indices
+
+
+def top_k_select(
+    scores: torch.Tensor, *, top_k: int, local_window: int, left_padding: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`select` on float32 ``scores (B, Hkv, S)``; -inf is never chosen, NaN counts as +inf."""
+    B, Hkv, S = scores.shape
+    tickets = torch.zeros(B, Hkv, 2, dtype=torch.int32, device=scores.device)
+    given = GroupScores(scores.contiguous()[:, :, None], None, None, tickets)
+    return select(given, S, top_k=top_k, local_window=local_window, left_padding=left_padding, sum_softmax=False)

@@ -1,0 +1,147 @@
+"""Launchers of SparQ (docs/spec/sparq.md): three launches on a decode step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..kernels.sparq_scores import sparq_scores as kernel
+from . import configs
+from .attend import Reallocation, attend
+from .launch import Launch, power_of_2, upcast
+from .select import GroupScores, select
+
+MOST_COMPONENTS = 64  # in a tile; more are added up
+PROGRAMS_PER_PROCESSOR = 4  # splits are made until there are so many
+
+
+def sparq_scores(
+    queries: torch.Tensor,
+    keys_t: torch.Tensor,
+    *,
+    rank: int,
+    component_weight: torch.Tensor | None,
+    scale: float,
+    left_padding: torch.Tensor | None,
+) -> GroupScores:
+    """Approximate logits of all keys from ``rank`` components (sparq.3).
+
+    Args:
+        queries: ``(B, Hq, 1, D)``, contiguous.
+        keys_t: ``(B, Hkv, D, S)`` of any strides; fast where the last is 1 and the others are multiples of 16.
+        component_weight: float32 ``(B, Hkv, D)``, or None for the paper's rule.
+    """
+    B, Hkv, D, S = keys_t.shape
+    G = queries.shape[1] // Hkv
+    tiles = configs.config(queries.device).scores
+    BLOCK_D = power_of_2(D, 32)
+    BLOCK_R = power_of_2(min(rank, MOST_COMPONENTS), 16)
+    BLOCK_S = configs.rows(tiles, BLOCK_R, keys_t.element_size())
+    share = configs.share(S, BLOCK_S, B * Hkv, PROGRAMS_PER_PROCESSOR, queries.device)
+    grid = (-(-S // share), Hkv, B)
+    found = GroupScores.empty(B, Hkv, G, S, grid[0], queries.device)
+    Launch(
+        kernel,
+        grid,
+        {
+            "queries": queries,
+            "keys_t": keys_t,
+            "component_weight": component_weight,
+            "left_padding": left_padding,
+            "logits": found.logits,
+            "statistics": found.statistics,
+            "tickets": found.tickets,
+            "length": S,
+            "blocks": share // BLOCK_S,
+            "scale": scale,
+            "stride_l": found.logits.stride(2),
+            "stride_kb": keys_t.stride(0),
+            "stride_kh": keys_t.stride(1),
+            "stride_kd": keys_t.stride(2),
+            "stride_ks": keys_t.stride(3),
+        },
+        {
+            "D": D,
+            "G": G,
+            "RANK": rank,
+            "BLOCK_D": BLOCK_D,
+            "BLOCK_G": power_of_2(G, 8),
+            "BLOCK_R": BLOCK_R,
+            "BLOCK_S": BLOCK_S,
+            "ALIGNED": readable_beyond(keys_t),
+            "UPCAST": upcast(keys_t.dtype),
+        },
+        {
+            # A thread for each component: one that ranks two runs out of registers, two that rank one load it twice.
+            "num_warps": max(tiles.warps, BLOCK_D // 32),
+            # Without matrix units the loop of many stages runs out of them, too.
+            "num_stages": min(tiles.stages, 2) if keys_t.dtype == torch.float32 else tiles.stages,
+        },
+    ).run()
+    return found
+
+
+def readable_beyond(keys_t: torch.Tensor) -> bool:
+    """Whether each row of ``keys_t (B, Hkv, D, S)`` may be read up to the next multiple of 16 keys.
+
+    So it is with slices of a cache whose capacity is a multiple of 16. Masks that end at S would cut the loads, which
+    are of 16 bytes, into single elements.
+    """
+    S = keys_t.shape[3]
+    beyond = -S % 16
+    if keys_t.stride(3) != 1 or any(stride % 16 for stride in keys_t.stride()[:3]):
+        return False
+    last = keys_t.storage_offset() + sum(
+        (n - 1) * stride for n, stride in zip(keys_t.shape, keys_t.stride(), strict=True)
+    )
+    return (last + beyond + 1) * keys_t.element_size() <= keys_t.untyped_storage().nbytes()
+
+
+def sparq_select(
+    queries: torch.Tensor,
+    keys_t: torch.Tensor,
+    *,
+    rank: int,
+    top_k: int,
+    local_window: int,
+    group_reduce: str,
+    component_weight: torch.Tensor | None,
+    scale: float,
+    left_padding: torch.Tensor | None,
+) -> tuple[torch.Tensor, GroupScores]:
+    """Choose the keys of one decode step: ``indices (B, Hkv, min(top_k, S))`` int32, and what they were chosen by."""
+    scores = sparq_scores(
+        queries, keys_t, rank=rank, component_weight=component_weight, scale=scale, left_padding=left_padding
+    )
+    indices = select(
+        scores,
+        keys_t.shape[3],
+        top_k=top_k,
+        local_window=local_window,
+        left_padding=left_padding,
+        sum_softmax=group_reduce == "softmax",
+    )
+    return indices, scores
+
+
+def sparq_decode(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    keys_t: torch.Tensor,
+    *,
+    top_k: int,
+    scale: float,
+    value_mean: torch.Tensor | None,
+    **selection: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One decode step: ``out (B, Hq, 1, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, 1)``.
+
+    Args:
+        value_mean: ``(B, Hkv, D)`` to reallocate to; None for none.
+        selection: the other parameters of `sparq_select`.
+    """
+    indices, scores = sparq_select(queries, keys_t, top_k=top_k, scale=scale, **selection)
+    reallocation = None if value_mean is None else Reallocation(scores.logits, scores.softmax, value_mean.float())
+    return attend(queries, keys, values, indices, scale=scale, reallocation=reallocation, tickets=scores.tickets)

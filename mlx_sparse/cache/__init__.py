@@ -1,0 +1,1 @@
+"""KV caches for mlx-lm, and what methods keep beside them."""

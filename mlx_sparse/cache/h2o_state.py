@@ -1,0 +1,127 @@
+"""What H2O keeps beside a cache: the attention that each of its keys has received (docs/spec/sparq.md, "Baselines")."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from ..methods import H2O, registry
+
+# The last so many states are kept for trims, as rejected drafts ask for. Each is one float32 number per key.
+STATES = 16
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """Scores after the queries of rows ``[0, length)``.
+
+    Attributes:
+        scores: float32 ``(B, Hkv, length)``; -inf for evicted and padded keys.
+    """
+
+    length: int
+    scores: mx.array
+
+
+class Received:
+    """Scores of a cache's keys, up to date with its writes and trims.
+
+    They cannot be rebuilt from keys and values: where queries were not counted, or a trim goes back behind the states
+    that are kept, the scores are unknown from there on.
+
+    Attributes:
+        states: the last ones, the longest last; none before the first row.
+    """
+
+    def __init__(self, states: list[State] | None = None) -> None:
+        self.states = states or []
+        self._submitted = True
+
+    @property
+    def nbytes(self) -> int:
+        return sum(state.scores.nbytes for state in self.states)
+
+    @property
+    def length(self) -> int:
+        """Rows whose queries have been counted."""
+        return self.states[-1].length if self.states else 0
+
+    def rewind(self, length: int) -> None:
+        """Forget the states of more than ``length`` rows: those behind are about to be overwritten."""
+        while self.length > length:
+            self.states.pop()
+
+    def add(self, queries: mx.array, keys: mx.array, *, scale: float, left_padding: mx.array | None) -> None:
+        """Count the queries of a dense call.
+
+        Args:
+            queries: ``(B, Hq, L, D)``, the last of ``keys (B, Hkv, S, D)``; ``length`` is ``S - L``.
+        """
+        L, S = queries.shape[2], keys.shape[2]
+        # Drafts are verified a few at a time, and any of them may be rejected.
+        step = 1 if L <= STATES else L
+        for stop in range(step, L + 1, step):
+            counted, seen = queries[:, :, stop - step : stop], keys[:, :, : S - L + stop]
+            received = registry.load("h2o_scores", "ops")(counted, seen, scale=scale, left_padding=left_padding)
+            self._push(self._grown(received.shape) + received)
+
+    def step(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        config: H2O,
+        *,
+        scale: float,
+        left_padding: mx.array | None,
+    ) -> tuple[mx.array, mx.array]:
+        """One decode step: ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)``; ``length`` is ``S - 1``."""
+        out, lse, scores = registry.load("h2o", "ops")(
+            queries,
+            keys,
+            values,
+            scores=self._grown(keys.shape[:3]),
+            top_k=config.top_k,
+            local_window=config.window,
+            scale=scale,
+            left_padding=left_padding,
+        )
+        self._push(scores)
+        return out, lse
+
+    def filtered(self, rows: Any, length: int, start: int) -> Received | None:
+        """Of a batch of ``length`` rows some sequences, from row ``start`` on; None if the scores are unknown."""
+        if self.length != length:
+            return None
+        return Received([State(length - start, self.states[-1].scores[rows][..., start:])])
+
+    @staticmethod
+    def joined(parts: Sequence[tuple[Received | None, int]]) -> Received | None:
+        """Of caches and their lengths one batch, padded on the left; None if the scores of one are unknown."""
+        S = max(length for _, length in parts)
+        padded = []
+        for received, length in parts:
+            if received is None or not 0 < length == received.length:
+                return None
+            widths = [(0, 0), (0, 0), (S - length, 0)]
+            padded.append(mx.pad(received.states[-1].scores, widths, constant_values=-mx.inf))
+        return Received([State(S, mx.concatenate(padded))])
+
+    def submit(self) -> None:
+        """Start computing what was added: nothing else asks for it, and it would hold on to the call's keys."""
+        if not self._submitted:
+            mx.async_eval([state.scores for state in self.states])  # type: ignore[no-untyped-call]
+            self._submitted = True
+
+    def _grown(self, shape: tuple[int, ...]) -> mx.array:
+        """The last scores, 0 for the rows that came after, ``(B, Hkv, S)``."""
+        if not self.states:
+            return mx.zeros(shape)
+        return mx.pad(self.states[-1].scores, [(0, 0), (0, 0), (0, shape[2] - self.length)])
+
+    def _push(self, scores: mx.array) -> None:
+        self.states = [*self.states, State(scores.shape[2], scores)][-STATES:]
+        self._submitted = False

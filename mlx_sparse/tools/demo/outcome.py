@@ -1,0 +1,91 @@
+"""What one run of ``mlx_lm.generate`` printed, and how two runs compare."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...checks import ArtefactError
+from .text import Task
+
+RULE = "=" * 10
+REPORT_START = '{"mlx_sparse_report":'
+SPEED = r"^{}: (\d+) tokens, ([\d.]+) tokens-per-sec$"
+COUNTS = ("layers", "served_layers", "sparse_calls", "sparse_bytes", "dense_bytes")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One run: the answer, mlx-lm's own speeds, and the report of the sparse attention if there was any."""
+
+    text: str
+    prompt_tokens: int
+    prompt_tps: float
+    generation_tokens: int
+    generation_tps: float
+    report: dict[str, Any] | None = None
+
+
+def parse_outcome(output: tuple[str, str]) -> Outcome:
+    """Read the standard output and standard error of ``mlx_lm.generate``."""
+    out, err = output
+    head, _, tail = out.rpartition(f"\n{RULE}\n")
+    _, found, text = head.partition(f"{RULE}\n")
+    prompt, generation = (re.search(SPEED.format(word), tail, re.MULTILINE) for word in ("Prompt", "Generation"))
+    if not (found and prompt and generation):
+        raise ArtefactError("mlx_lm.generate: expected its usual output, got another. Check mlx-lm's version.")
+    return Outcome(text, int(prompt[1]), float(prompt[2]), int(generation[1]), float(generation[2]), parse_report(err))
+
+
+def parse_report(err: str) -> dict[str, Any] | None:
+    """Return the last report on standard error, that of its first model; None if there is none."""
+    lines = [line for line in err.splitlines() if line.startswith(REPORT_START)]
+    if not lines:
+        return None
+    try:
+        report: dict[str, Any] = json.loads(lines[-1])["mlx_sparse_report"][0]
+        complete = all(isinstance(report[name], int) for name in COUNTS)
+        complete = complete and isinstance(report["dense_calls"], dict) and isinstance(report["attn"], str)
+    except (ValueError, LookupError, TypeError, RecursionError):
+        complete = False
+    if not complete:
+        raise ArtefactError(f"--attn-report: expected counts of calls and bytes, got {lines[-1][:60]!r}. Report this.")
+    return report
+
+
+def compare(model: Path, task: Task, attn: str, dense: Outcome, sparse: Outcome) -> dict[str, Any]:
+    """Return the figures of both runs as plain data."""
+    import mlx.core as mx
+    from mlx_lm import utils
+
+    report = sparse.report or {}
+    load_tokenizer: Any = utils.load_tokenizer
+    tokenizer = load_tokenizer(model)
+    ours, theirs = (tokenizer.encode(run.text, add_special_tokens=False) for run in (sparse, dense))
+    calls = report["sparse_calls"]
+
+    def side(run: Outcome, moved: int) -> dict[str, Any]:
+        return {
+            "text": run.text,
+            "right": task.key in run.text,
+            "prompt_tokens": run.prompt_tokens,
+            "prompt_tps": run.prompt_tps,
+            "generation_tokens": run.generation_tokens,
+            "generation_tps": run.generation_tps,
+            "bytes_per_token": moved / calls * report["served_layers"] if calls else 0.0,
+        }
+
+    return {
+        "attn": attn,
+        "device": "cpu" if mx.default_device() == mx.Device(mx.DeviceType.cpu, 0) else "gpu",
+        "key": task.key,
+        "dense": side(dense, report["dense_bytes"]),
+        "sparse": side(sparse, report["sparse_bytes"]),
+        "same_tokens": sum(a == b for a, b in zip(ours, theirs, strict=False)),
+        "tokens": max(len(ours), len(theirs)),
+        "bytes_ratio": report["sparse_bytes"] / report["dense_bytes"] if calls else None,
+        "report": report,
+    }

@@ -1,0 +1,132 @@
+"""``mlx-sparse demo``: mlx-lm's own command on a real model and a real text, dense and sparse, side by side."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ...checks import ArtefactError, ConfigError, Parser, SparseAttentionError
+from ...lm.model import select_methods
+from ...methods import parse
+from ..assets import blas
+from ..assets.smollm2 import prepare_model
+from ..assets.store import cache_directory
+from .command import generate_command, run_command
+from .outcome import Outcome, compare, parse_outcome
+from .text import Task, pass_key_task
+
+WIDTH = 79
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the demo; return 0 when both commands ran, whatever they answered."""
+    args = _parser().parse_args(argv)
+    try:
+        return _demo(args)
+    except (SparseAttentionError, OSError) as error:
+        print(f"mlx-sparse demo: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="mlx-sparse demo",
+        description="Ask a small real model about a real text, with dense and with sparse attention, and compare. "
+        "The first run downloads 93 MB and writes a model of 540 MB into the cache.",
+    )
+    parser.add_argument("--model", metavar="DIR", help="mlx-lm model directory (default: SmolLM2-135M-Instruct)")
+    parser.add_argument("--attn", metavar="METHOD", default="sparq", help="sparse method (default: %(default)s)")
+    parser.add_argument("--max-tokens", metavar="N", type=int, default=32, help="tokens to generate (default: 32)")
+    parser.add_argument("--cache-dir", metavar="DIR", help="where downloads and the model go (default: user's cache)")
+    blas.add_option(parser)
+    parser.add_argument("--json", action="store_true", help="print the results as one JSON object")
+    return parser
+
+
+def _demo(args: argparse.Namespace) -> int:
+    if args.max_tokens < 1:
+        raise ConfigError(f"--max-tokens: expected at least 1, got {args.max_tokens}.")
+    select_methods(parse(args.attn))  # a mistake is to show now, not after the dense run
+    cache = cache_directory(args.cache_dir)
+    model = _model_directory(args.model) if args.model else prepare_model(cache)
+    environment = blas.chosen(args.fast_blas, cache)
+    task = pass_key_task()
+    dense = generate_command(str(model), args.max_tokens)
+    sparse = [*dense, "--attn", args.attn, "--attn-report", "json"]
+    if not args.json:
+        _say_task(model, task)
+    outcomes = []
+    for name, command in (("dense", dense), (args.attn, sparse)):
+        outcome = parse_outcome(run_command(name, command, task.prompt, environment))
+        outcomes.append(outcome)
+        if not args.json:
+            _say_answer(command, outcome)
+    if outcomes[1].report is None:
+        raise ArtefactError(f"--attn: expected a report of {args.attn}, got none. Run `mlx-sparse doctor`.")
+    result = compare(model, task, args.attn, *outcomes) | {"commands": [dense, sparse]}
+    print(json.dumps(result) if args.json else _table(result))
+    return 0
+
+
+def _model_directory(name: str) -> Path:
+    path = Path(name).expanduser()
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"--model: expected a model directory with a config.json, got {name}. Convert one first.")
+    return path
+
+
+def _short(word: str) -> str:
+    """A path as a person would type it here."""
+    for folder, typed in ((Path.cwd(), ""), (Path.home(), "~/")):
+        if word.startswith(f"{folder}/"):
+            return typed + word[len(f"{folder}/") :]
+    return word
+
+
+def _wrapped(label: str, text: str) -> str:
+    return textwrap.fill(text, WIDTH, initial_indent=f"{label:<10}", subsequent_indent=" " * 10)
+
+
+def _say_task(model: Path, task: Task) -> None:
+    print(_wrapped("Model", _short(str(model))))
+    print(_wrapped("Text", task.about))
+    print(_wrapped("Question", task.question), flush=True)
+
+
+def _say_answer(command: list[str], outcome: Outcome) -> None:
+    print()
+    print(textwrap.fill("$ " + " ".join(map(_short, command)), WIDTH, subsequent_indent="    ", break_on_hyphens=False))
+    print(textwrap.indent(outcome.text.strip(), "  | ", lambda _: True), flush=True)
+
+
+def _table(result: dict[str, Any]) -> str:
+    dense, sparse, report = result["dense"], result["sparse"], result["report"]
+    rows = [
+        ("", "dense", result["attn"]),
+        ("pass key found", *("yes" if side["right"] else "no" for side in (dense, sparse))),
+        ("prompt, tokens/s", f"{dense['prompt_tps']:.1f}", f"{sparse['prompt_tps']:.1f}"),
+        ("generation, tokens/s", f"{dense['generation_tps']:.1f}", f"{sparse['generation_tps']:.1f}"),
+    ]
+    if report["sparse_calls"]:
+        rows.append(("K/V moved per token", *(f"{side['bytes_per_token'] / 1e6:.2f} MB" for side in (dense, sparse))))
+    lines = ["", *(f"{name:<22}{left:>12}{right:>12}" for name, left, right in rows), ""]
+    lines.append(f"Same tokens at {result['same_tokens']} of {result['tokens']} positions, tokenizing both answers.")
+    if result["bytes_ratio"] is not None:
+        lines.append(f"{result['attn']} moved {result['bytes_ratio']:.0%} of the bytes that dense attention reads.")
+        lines.append("Bytes are counted by the papers' formulae, not measured.")
+    lines.append(f"Prompt of {dense['prompt_tokens']:,} tokens. Calls with {report['attn']}:")
+    lines.append(f"  {report['sparse_calls']:>6,} sparse, in {report['served_layers']} of {report['layers']} layers")
+    if prompts := report.get("prefill"):
+        density = f", density {prompts['density']['mean']:.1%}" if prompts["calls"] else ""
+        lines.append(f"  {prompts['calls']:>6,} sparse for the prompt{density}")
+    lines += [f"  {count:>6,} dense: {reason}" for reason, count in report["dense_calls"].items()]
+    if result["device"] == "cpu":
+        lines.append("These speeds are of a CPU and say nothing about a Mac.")
+    return "\n".join(line if len(line) <= WIDTH else textwrap.fill(line, WIDTH) for line in lines)

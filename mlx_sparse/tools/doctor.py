@@ -1,0 +1,108 @@
+"""`mlx-sparse doctor`: what is installed, which backends run here and why not, and what is in the way.
+
+Every probe is guarded: the doctor always prints.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+from importlib import metadata, util
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from .._boot import CommandFinder
+from ..common.extras import install_hint
+from ..methods.registry import BACKENDS, unavailable
+
+PACKAGES = ("mlx", "mlx-lm", "numpy", "tqdm", "transformers", "torch", "triton")
+DISTRIBUTION = "mlx-sparse-attention"
+
+
+def examine() -> dict[str, Any]:
+    """Facts by name; ``problems`` lists what keeps this package from working, one sentence each."""
+    problems: list[str] = []
+    findings: dict[str, Any] = {
+        "version": __version__,
+        "python": sys.version.split()[0],
+        "platform": platform.platform(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "device": _guarded(_device, problems, "mlx"),
+        "backends": {name: unavailable(name) or "yes" for name in BACKENDS},
+        "hook": _hook(problems),
+        "seams": _guarded(_seams, problems, "mlx-lm"),
+    }
+    problems += [f"{name} is not installed" for name in ("mlx", "mlx-lm") if not findings["packages"][name]]
+    problems += [f"mlx-lm: {problem}" for problem in findings["seams"] or []]
+    problems += _other_owners()
+    findings["problems"] = problems
+    return findings
+
+
+def text(findings: dict[str, Any]) -> str:
+    """The findings for people."""
+    packages = ", ".join(f"{name} {version or 'not installed'}" for name, version in findings["packages"].items())
+    lines = [
+        f"mlx-sparse-attention {findings['version']}, Python {findings['python']}, {findings['platform']}",
+        f"packages: {packages}",
+        f"default device: {findings['device']}",
+        "backends: " + ", ".join(f"{name}: {state}" for name, state in findings["backends"].items()),
+        f"mlx_lm.* --attn: {findings['hook']}",
+        "mlx-lm's interfaces: " + ("as expected" if findings["seams"] == [] else "not as expected"),
+    ]
+    lines += [f"problem: {problem}" for problem in findings["problems"]] or ["no problems found"]
+    return "\n".join(lines)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _guarded(probe: Any, problems: list[str], package: str) -> Any:
+    try:
+        return probe()
+    except Exception as error:  # whatever is broken, say so and go on
+        problems.append(f"{package} does not work here: {type(error).__name__}: {error}")
+        return None
+
+
+def _device() -> str:
+    import mlx.core as mx
+
+    return str(mx.default_device())
+
+
+def _seams() -> list[str]:
+    from ..lm.seam import moved
+
+    return moved()
+
+
+def _hook(problems: list[str]) -> str:
+    if any(isinstance(finder, CommandFinder) for finder in sys.meta_path):
+        return "the start-up hook is active"
+    problems.append(
+        "the start-up hook is not active, so mlx_lm.generate knows no --attn: use 'mlx-sparse generate', or reinstall: "
+        f"run {install_hint(options='--force-reinstall --no-deps')}"
+    )
+    return "the start-up hook is not active"
+
+
+def _other_owners() -> list[str]:
+    """Another distribution that claims the import name: the index has a `mlx-sparse` that does."""
+    owners = {
+        distribution.metadata["Name"]
+        for distribution in metadata.distributions()
+        if any(file.parts[0] == "mlx_sparse" for file in distribution.files or [])
+    } - {DISTRIBUTION}
+    found = util.find_spec("mlx_sparse")
+    where = Path(found.origin).parent if found and found.origin else "nowhere"
+    return [
+        f"{owner} owns the import name mlx_sparse too (found at {where}): run 'pip uninstall {owner}', then reinstall "
+        f"{DISTRIBUTION}"
+        for owner in sorted(owners)
+    ]

@@ -1,0 +1,65 @@
+"""The model and the texts of a command that runs examples."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from ...checks import ConfigError
+from ...common.model_info import leaves, weights_hash
+from ...lm.command import loading
+from .. import environment
+from ..assets.models import find_model
+from ..assets.store import cache_directory
+from .tasks.base import encode
+from .texts import Text, read
+
+
+def load_model(name: str | None, cache: str | None, licence: str | None = None) -> tuple[Any, Any, dict[str, Any]]:
+    """A model, its tokenizer and its ``config.json``; SmolLM2 by default. ``licence`` is one that the user accepts."""
+    from mlx_lm import load
+
+    path = find_model(name, cache_directory(cache), licence)
+    with loading(path):
+        model, tokenizer, config = load(path, return_config=True)  # type: ignore[misc]
+    return model, tokenizer, config
+
+
+def encode_texts(tokenizer: Any, texts: Sequence[Text]) -> list[list[int]]:
+    """The tokens of each text, without those that open one; texts are parted by an empty line."""
+    # transformers warns of texts longer than the context, of which only pieces are used here.
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    return [encode(tokenizer, ("\n\n" if i else "") + text.text) for i, text in enumerate(texts)]
+
+
+def read_tokens(tokenizer: Any, names: list[str] | None, cache: str | None, option: str = "--text") -> list[int]:
+    """The tokens of the texts called ``names``, one after the other; ``option`` is who named them."""
+    texts = read(names, option, cache_directory(cache))
+    return [token for tokens in encode_texts(tokenizer, texts) for token in tokens]
+
+
+def fingerprint(model: Any, tokens: Sequence[int], *options: Any) -> str:
+    """A hash that stands for what results depend on: the model, the text, the options, the versions and the device."""
+    import numpy as np
+
+    chip = environment.hardware()["chip"]
+    digest = hashlib.sha256(json.dumps([weights_hash(model), environment.versions(), chip, options]).encode())
+    digest.update(np.array(tokens, dtype=np.int64).tobytes())
+    return digest.hexdigest()
+
+
+def head_dim(model: Any) -> int:
+    """Components of a key, by running the model on one token without evaluating it."""
+    import mlx.core as mx
+    from mlx_lm.models.cache import make_prompt_cache
+
+    caches = make_prompt_cache(model)
+    model(mx.zeros((1, 1), mx.int32), cache=caches)
+    keys = next((cache.keys for cache in leaves(caches) if getattr(cache, "keys", None) is not None), None)
+    if keys is None:
+        raise ConfigError("--model: expected a model with a KV cache, got one without.")
+    size: int = keys.shape[-1]
+    return size

@@ -1,0 +1,87 @@
+"""What every task is made of: examples, passages, and places in a text."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from ....checks import ConfigError
+
+SHORTEST = 512  # tokens of the shortest context that every task has room in
+
+
+@dataclass(frozen=True)
+class Example:
+    """Token ids: ``prompt`` is given, ``target`` is what follows it.
+
+    Attributes:
+        scored: positions of ``target``, ascending, that count; None means all.
+        depth: where in the prompt the answer stands, from 0 (its beginning) to 1 (its end), where that is a question.
+    """
+
+    prompt: list[int]
+    target: list[int]
+    scored: list[int] | None = None
+    depth: float | None = None
+
+
+@dataclass(frozen=True)
+class Passage:
+    """Token ids that are processed as one prompt; at the positions ``scored``, ascending, the next one is predicted."""
+
+    tokens: list[int]
+    scored: list[int]
+
+    @property
+    def targets(self) -> list[int]:
+        """The tokens that the scored positions have to predict."""
+        return [self.tokens[position + 1] for position in self.scored]
+
+
+def digest(example: Example | Passage) -> str:
+    """What stands for its tokens and for what is asked of them: results belong to that, not to a task's name."""
+    return hashlib.sha256(json.dumps(vars(example)).encode()).hexdigest()[:16]
+
+
+M_co = TypeVar("M_co", Example, Passage, covariant=True)
+
+
+class Maker(Protocol[M_co]):
+    """What makes examples or passages of a text, the same ones for the same ``seed``."""
+
+    def __call__(self, tokens: list[int], tokenizer: Any, /, *, context: int, limit: int, seed: int) -> Iterator[M_co]:
+        """``limit`` of them, ``context`` tokens each, from different parts of ``tokens``.
+
+        Raises:
+            ConfigError: there is too little text.
+        """
+        ...
+
+
+Task = Maker[Example]
+
+
+def opening(tokenizer: Any) -> list[int]:
+    """What the model expects before a text: nothing, or a token of its own."""
+    ids: list[int] = tokenizer.encode("")
+    return ids
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """The tokens of a piece of text, without those that open one."""
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+    return ids
+
+
+def starts(tokens: list[int], length: int, limit: int, rng: random.Random) -> list[int]:
+    """``limit`` places in different parts of the text."""
+    part = len(tokens) // limit
+    if part < length:
+        raise ConfigError(
+            f"--limit: expected {limit} x {length:,} tokens of text, got {len(tokens):,}. Give more --text."
+        )
+    return [i * part + rng.randrange(part - length + 1) for i in range(limit)]

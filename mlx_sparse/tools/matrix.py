@@ -1,0 +1,47 @@
+"""The support matrix: methods and backends of the registry, as a table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..methods.registry import BACKENDS, FUNCTIONS, METHODS, unavailable
+
+
+def rows() -> list[dict[str, Any]]:
+    """One entry per method: what it is, and per backend "yes", or why it cannot run here."""
+    return [
+        {
+            "method": name,
+            "stage": method.stage,
+            "source": method.source,
+            "backends": {backend: unavailable(backend) or "yes" for backend in FUNCTIONS[name]},
+        }
+        for name, method in METHODS.items()
+    ]
+
+
+def markdown() -> str:
+    """The table of the README: what exists, whatever this machine can run."""
+    lines = [
+        f"| method | stage | {' | '.join(BACKENDS)} | source |",
+        f"|---|---|{'---|' * len(BACKENDS)}---|",
+    ]
+    for name, method in METHODS.items():
+        cells = ["yes" if backend in FUNCTIONS[name] else "no" for backend in BACKENDS]
+        lines.append(f"| `{name}` | {method.stage} | {' | '.join(cells)} | {method.source} |")
+    lines += ["", *(f"- `{name}`: {what}" for name, what in BACKENDS.items())]
+    return "\n".join(lines)
+
+
+def text() -> str:
+    """The table for a terminal, with the reasons why a backend cannot run here below."""
+    lines = [f"{'method':<19}{'stage':<20}" + "".join(f"{backend:<10}" for backend in BACKENDS)]
+    for row in rows():
+        cells = [row["backends"].get(backend, "no") for backend in BACKENDS]
+        cells = [cell if cell in ("yes", "no") else "not here" for cell in cells]
+        lines.append(f"{row['method']:<19}{row['stage']:<20}" + "".join(f"{cell:<10}" for cell in cells).rstrip())
+    lines.append("")
+    for name, what in BACKENDS.items():
+        reason = unavailable(name)
+        lines.append(f"{name}: {what}" + (f". Not here: {reason}" if reason else ""))
+    return "\n".join(lines)

@@ -1,0 +1,158 @@
+"""One layer from its collected texts: centroids, query networks, and what they are worth on held-out text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from ...artefact import Layer
+from ...common.kmeans import assign
+from . import network
+from .clusters import POINTS, fit_centroids
+from .recall import SELECTIVITIES, Indexed, curve, grouped_queries, index, router_scores
+from .report import HeadReport
+from .rows import Distances, Rows, Texts, long_range_rows
+from .train import Training, learns, train_layer
+
+Array = npt.NDArray[Any]
+MOST_HELD_OUT = 1024  # queries of a held-out text that are looked at
+MOST_REPORTED = 2048  # of all held-out texts, to bound memory
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a layer is made.
+
+    Attributes:
+        training: of the query networks; None for centroids only.
+        most_rows: per head; ``2 * most_rows * buckets`` bytes of targets per head are held in memory.
+    """
+
+    buckets: int
+    distances: Distances
+    training: Training | None
+    most_rows: int
+    seed: int
+
+
+def make_layer(texts: Texts, recipe: Recipe, *, checkpoint: Path | None, progress: Any) -> tuple[Layer, list[Rows]]:
+    """Centroids before RoPE and query networks, float16, and what each head's learnt from (nothing, untrained)."""
+    centroids = make_centroids(texts, recipe, roped=False)
+    if recipe.training is None:
+        return half(Layer(mx.array(centroids))), []
+    ids = bucket_ids(texts.keys_before, centroids)
+    rows = [head_rows(texts, ids, head, recipe) for head in range(texts.heads)]
+    layer = train_layer(rows, centroids, recipe.training, scale=texts.scale, checkpoint=checkpoint, progress=progress)
+    return half(layer), rows
+
+
+def half(layer: Layer) -> Layer:
+    """In the type that the artefact holds."""
+    return Layer(**{name: array.astype(mx.float16) for name, array in layer.arrays().items()})
+
+
+def make_centroids(texts: Texts, recipe: Recipe, *, roped: bool) -> Array:
+    """``(Hkv, C, D)`` of the keys of all texts but sinks, before RoPE or after."""
+    keys = texts.keys_after if roped else texts.keys_before
+    return np.stack([_head_centroids(keys[:, head], recipe) for head in range(texts.heads)])
+
+
+def _head_centroids(keys: Array, recipe: Recipe) -> Array:
+    """Of ``keys (W, S, D)``; no more of them are read than k-means looks at."""
+    windows, S, D = keys.shape
+    random, sinks = np.random.default_rng(recipe.seed), recipe.distances.sink_tokens
+    share = min(-(-POINTS * recipe.buckets // windows), S - sinks)
+    found = np.empty((windows, share, D), np.float32)
+    for window in range(windows):
+        rows = np.arange(sinks, S)
+        if len(rows) > share:
+            rows = np.sort(random.choice(rows, share, replace=False))
+        found[window] = keys[window][rows]
+    return fit_centroids(found.reshape(-1, D), recipe.buckets, seed=recipe.seed)
+
+
+def bucket_ids(keys: Array, centroids: Array) -> Array:
+    """``(W, Hkv, S)`` int32: buckets of ``keys (W, Hkv, S, D)``, one text and head in memory at a time."""
+    ids = np.empty(keys.shape[:3], np.int32)
+    for window, head in np.ndindex(*keys.shape[:2]):
+        rows = mx.array(np.asarray(keys[window, head], np.float32))
+        ids[window, head] = np.array(assign(rows, mx.array(centroids[head])))
+    return ids
+
+
+def head_rows(texts: Texts, ids: Array, head: int, recipe: Recipe) -> Rows:
+    """What one head learns from."""
+    options: dict[str, Any] = {"buckets": recipe.buckets, "distances": recipe.distances, "seed": recipe.seed}
+    return long_range_rows(texts, ids, head, most=recipe.most_rows, **options)
+
+
+def report_layer(
+    number: int, texts: Texts, layer: Layer, roped: Array, rows: Sequence[Rows], recipe: Recipe
+) -> list[HeadReport]:
+    """What every router finds in held-out ``texts``; ``roped`` are the centroids after RoPE."""
+    texts = texts.thinned(min(MOST_HELD_OUT, max(MOST_REPORTED // len(texts.positions), 1)))
+    centroids = np.array(layer.centroids.astype(mx.float32))
+    ids, roped_ids = bucket_ids(texts.keys_before, centroids), bucket_ids(texts.keys_after, roped)
+    after = Layer(mx.array(roped))
+    found = []
+    for head in range(texts.heads):
+        own: dict[str, Any] = {"buckets": recipe.buckets, "distances": recipe.distances}
+        before = index(texts, ids, head, **own)
+        queries = grouped_queries(texts, head)
+        scores = {"kmeans": router_scores(queries, layer, head, scale=texts.scale, kmeans=True)}
+        if layer.trained:
+            scores = {"trained": router_scores(queries, layer, head, scale=texts.scale), **scores}
+        recall = {name: _recall(before, score, recipe) for name, score in scores.items()}
+        of_roped = router_scores(grouped_queries(texts, head, roped=True), after, head, scale=texts.scale)
+        recall["roped"] = _recall(index(texts, roped_ids, head, **own), of_roped, recipe)
+        held_out = head_rows(texts, ids, head, recipe)
+        trained_on = rows[head] if rows else None
+        found.append(
+            HeadReport(
+                number,
+                head,
+                len(trained_on.queries) if trained_on else 0,
+                len(held_out.queries) / held_out.seen,
+                losses(held_out, layer, head, texts.scale, trained_on),
+                recall,
+                {"before_rope": imbalance(ids[:, head], recipe), "roped": imbalance(roped_ids[:, head], recipe)},
+            )
+        )
+    return found
+
+
+def _recall(indexed: Indexed, scores: Array, recipe: Recipe) -> list[float]:
+    found = curve(indexed, scores, recipe.distances)
+    return [found.at(selectivity) for selectivity in SELECTIVITIES]
+
+
+def losses(rows: Rows, layer: Layer, head: int, scale: float, trained_on: Rows | None = None) -> dict[str, float]:
+    """KL(target || router) in nats, mean over ``rows``, of the routers there are; none without rows.
+
+    Args:
+        trained_on: what the network learnt from.
+    """
+    if not len(rows.queries):
+        return {}
+    queries, target = mx.array(rows.queries)[None], mx.array(rows.target).astype(mx.float32)[None]
+    of = {name: array[head : head + 1].astype(mx.float32) for name, array in layer.arrays().items()}
+    logits = {"kmeans": scale * queries @ of["centroids"].swapaxes(-1, -2)}
+    if trained_on is not None:
+        # What it has learnt, before it was divided by the buckets' sizes; the k-means router was not.
+        share = trained_on.share if learns(trained_on) else np.ones_like(trained_on.share)
+        logits = {"trained": network.logits(of, queries) + mx.log(mx.array(share)), **logits}
+    entropy = -(target * mx.log(mx.maximum(target, 1e-30))).sum(axis=-1).mean()
+    found = {name: network.cross_entropy(x, target)[0] - entropy for name, x in logits.items()}
+    return {name: float(np.array(value)) for name, value in found.items()}
+
+
+def imbalance(ids: Array, recipe: Recipe) -> float:
+    """(saap.13) of the keys behind the sinks, ``ids (W, S)``."""
+    sizes = np.bincount(ids[:, recipe.distances.sink_tokens :].ravel(), minlength=recipe.buckets).astype(np.float64)
+    return float(recipe.buckets * (sizes**2).sum() / sizes.sum() ** 2)

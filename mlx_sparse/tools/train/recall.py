@@ -1,0 +1,124 @@
+"""How much of the far attention a router finds, and how many keys it looks at for it: docs/spec/saap.md, (saap.12).
+
+Held-out texts are read as a decoder reads them: at the position of a query there are the keys before it, the sinks and
+the recent ones are attended anyway, and the others are found or not, by their buckets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from ...artefact import Layer
+from . import network
+from .rows import Distances, Texts, best_distance, bucket_mass
+
+Array = npt.NDArray[Any]
+SELECTIVITIES = (0.05, 0.1, 0.2)
+FEW = 16  # queries, of which a mean would say little
+
+
+@dataclass(frozen=True)
+class Indexed:
+    """One KV head's queries in texts whose keys are in buckets.
+
+    Attributes:
+        mass: ``(n, G, C)`` share of each query's whole attention in each bucket of far keys.
+        keys: ``(n, C)`` how many far keys each bucket has at the query's position.
+        distance: ``(n, G)`` from the query to its best key.
+    """
+
+    mass: Array
+    keys: Array
+    distance: Array
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Recall against selectivity, from no bucket to all of them.
+
+    Attributes:
+        selectivity: ``(C + 1,)`` share of the far keys in the visited buckets, mean over positions.
+        recall: ``(C + 1,)`` share of a query's far attention that is on them, mean over the queries that look far
+            away; over all queries where fewer than `FEW` do.
+        mass: ``(C + 1,)`` the same over the far attention of all queries together.
+    """
+
+    selectivity: Array
+    recall: Array
+    mass: Array
+
+    def at(self, selectivity: float) -> float:
+        """Recall at a selectivity between those that whole buckets give."""
+        return float(np.interp(selectivity, self.selectivity, self.recall))
+
+
+def index(texts: Texts, ids: Array, head: int, *, buckets: int, distances: Distances) -> Indexed:
+    """Look at the held-out texts of one KV head, whose keys are in the buckets ``ids (W, Hkv, S)``."""
+    G = texts.queries_after.shape[1] // texts.heads
+    mass, keys, distance = [], [], []
+    for window, positions in enumerate(texts.positions):
+        queries = texts.group(texts.queries_after, window, head)
+        rows, at = queries.reshape(-1, queries.shape[-1]), np.tile(positions, G)
+        own = texts.keys_after[window, head]
+        options: dict[str, Any] = {"buckets": buckets, "distances": distances, "scale": texts.scale}
+        found = bucket_mass(rows, own, ids[window, head], at, **options)
+        mass.append(found.reshape(G, len(positions), buckets).swapaxes(0, 1))
+        distance.append(best_distance(rows, own, at, distances=distances).reshape(G, len(positions)).T)
+        keys.append(keys_per_bucket(ids[window, head], positions, buckets, distances))
+    return Indexed(np.concatenate(mass), np.concatenate(keys), np.concatenate(distance))
+
+
+def keys_per_bucket(ids: Array, positions: Array, buckets: int, distances: Distances) -> Array:
+    """``(n, C)``: far keys of each bucket behind each of the ascending ``positions``."""
+    counts = np.zeros((len(positions), buckets), np.int64)
+    covered = distances.sink_tokens
+    for row, position in enumerate(positions):
+        end = max(int(position) - distances.recent_tokens + 1, covered)
+        counts[row] = np.bincount(ids[covered:end], minlength=buckets)
+        covered = end
+    return counts.cumsum(axis=0)
+
+
+def curve(indexed: Indexed, scores: Array, distances: Distances) -> Curve:
+    """What visiting the best buckets first finds: ``scores (n, C)`` of each bucket at each position."""
+    order = np.argsort(-scores, axis=1, kind="stable")
+    keys = np.take_along_axis(indexed.keys, order, axis=1).cumsum(axis=1)
+    mass = np.take_along_axis(indexed.mass.astype(np.float64), order[:, None], axis=2).cumsum(axis=2)
+    share = mass / np.maximum(mass[..., -1:], 1e-30)
+    looks_far = indexed.distance > distances.farthest_top
+    looks_far = looks_far if looks_far.sum() >= FEW else np.ones_like(looks_far)
+    values = (
+        (keys / np.maximum(keys[:, -1:], 1)).mean(axis=0),
+        share[looks_far].mean(axis=0),
+        mass.sum(axis=(0, 1)) / max(mass[..., -1].sum(), 1e-30),
+    )
+    return Curve(*(np.concatenate([[0.0], value]) for value in values))
+
+
+def router_scores(queries: Array, layer: Layer, head: int, *, scale: float, kmeans: bool = False) -> Array:
+    """(saap.8) ``(n, C)``: the probability of each bucket, summed over the group.
+
+    Args:
+        queries: ``(G, n, D)``.
+        scale: of the inner products with the centroids.
+        kmeans: route by the centroids although there are networks.
+    """
+    of = {name: array[head : head + 1].astype(mx.float32) for name, array in layer.arrays().items()}
+    rows = mx.array(queries.reshape(1, -1, queries.shape[-1]))
+    if kmeans or not layer.trained:
+        logits = scale * rows @ of["centroids"].swapaxes(-1, -2)
+    else:
+        logits = network.logits(of, rows)
+    probabilities = mx.softmax(logits, axis=-1).reshape(queries.shape[0], queries.shape[1], -1)
+    return np.array(probabilities.sum(axis=0))
+
+
+def grouped_queries(texts: Texts, head: int, *, roped: bool = False) -> Array:
+    """``(G, n, D)``: the queries of all texts in the order of `Indexed`, before RoPE or after."""
+    source = texts.queries_after if roped else texts.queries_before
+    return np.concatenate([texts.group(source, window, head) for window in range(len(source))], axis=1)

@@ -1,0 +1,314 @@
+"""``mlx-sparse train-saap``: centroids and query networks of SAAP for a model, from text."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from ...artefact import MAX_HIDDEN, Artefact, Layer, identity, load, versions
+from ...artefact.tensors import read_header, read_tensors, write_tensors
+from ...checks import ArtefactError, ConfigError, Parser, check_int
+from ...methods import MAX_BUCKETS, SAAP
+from ..assets import blas
+from ..assets.models import add_model_options, check_model
+from ..assets.store import cache_directory
+from ..evaluate.inputs import fingerprint, load_model, read_tokens
+from ..evaluate.journal import Journal
+from ..evaluate.texts import check as check_texts
+from .collect import Collection, Place, collect, find_places
+from .layers import Recipe, half, make_centroids, make_layer, report_layer
+from .report import HeadReport, as_dict, table
+from .rows import Distances
+from .train import Training
+from .work import alone, clear
+
+LONGEST = 32768  # tokens of a text, unless more are asked for
+MOST_BATCH = 1 << 16
+LEAST = {
+    "windows": 1,
+    "queries": 1,
+    "rows": 1,
+    "dense_layers": 0,
+    "sink_tokens": 0,
+    "recent_tokens": 1,
+    "farther_than": 0,
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Train; return the exit code."""
+    args = _parser().parse_args(argv)
+    _check(args)
+    blas.use(args.fast_blas, ["train-saap", *argv], cache_directory(args.cache_dir))
+    work = args.work or args.out.with_name(f"{args.out.name}.work")
+    try:
+        heads = _train(args, work)
+    except KeyboardInterrupt:
+        print(f"\nmlx-sparse train-saap: interrupted; the same command goes on from {work}", file=sys.stderr)
+        return 130
+    if args.work is None:
+        clear(work)
+    print(json.dumps({"artefact": str(args.out), **as_dict(heads)}) if args.json else table(heads))
+    print(f"Wrote {args.out}. Use it with --attn {_advice(args)}", file=sys.stderr)
+    return 0
+
+
+def _advice(args: argparse.Namespace) -> str:
+    """How the file is used: with other settings where the usual ones do not fit it."""
+    usual = SAAP()
+    own: dict[str, Any] = {"probes": min(usual.probes, max(args.buckets // 16, 1))}
+    own |= {"sink_tokens": args.sink_tokens, "recent_tokens": args.recent_tokens, "dense_layers": args.dense_layers}
+    if not args.steps:
+        own = {"mode": "kmeans", **own}
+    changed = [f",{name}={value}" for name, value in own.items() if value != getattr(usual, name)]
+    return f"saap:artefact={args.out}{''.join(changed)}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="mlx-sparse train-saap",
+        description="Train SAAP for a model: run it on text, cluster the keys of every layer and KV head before RoPE, "
+        "and train a network that predicts from a query in which clusters its far attention lies. Writes one file for "
+        "--attn saap:artefact=FILE, and reports per head what is found on text that was held out.",
+        epilog="Example, for texts that are shorter than the paper's: mlx-sparse train-saap --model MODEL --text A.txt "
+        "B.txt -o model.saap.safetensors --context 8192 --recent-tokens 511 --farther-than 256 --buckets 128. "
+        "Memory: the model and its cache of one text; later, per KV head of one layer, --rows x --buckets x 2 bytes, "
+        "and --buckets x 1 KiB x head dim while clustering. What the model sees goes to disk, which is checked for "
+        "room first. An interrupted command goes on where it stopped when it is given again.",
+    )
+    number: dict[str, Any] = {"metavar": "N", "type": int}
+    add_model_options(parser)
+    parser.add_argument("--text", metavar="FILE", nargs="+", help="text files (default: Python's language reference)")
+    parser.add_argument("--held-out", metavar="FILE", nargs="+", help="text for the report (default: the text's end)")
+    parser.add_argument("-o", "--out", metavar="FILE.safetensors", type=Path, required=True, help="what to write")
+    parser.add_argument("--buckets", default=1024, help="clusters of keys per KV head (default: 1024)", **number)
+    parser.add_argument("--hidden", help="hidden units per network (default: twice the head dim)", **number)
+    parser.add_argument("--steps", help="of training (default: 300); 0 for centroids only", **number)
+    parser.add_argument("--batch", default=512, help="queries per step (default: 512)", **number)
+    parser.add_argument("--rate", metavar="R", type=float, default=1e-3, help="learning rate (default: 0.001)")
+    parser.add_argument(
+        "--context", help=f"tokens per text (default: the model's context, at most {LONGEST:,})", **number
+    )
+    parser.add_argument("--windows", default=8, help="texts to train on, at most (default: 8)", **number)
+    parser.add_argument("--queries", default=4096, help="queries to keep of each text (default: 4096)", **number)
+    parser.add_argument(
+        "--rows", default=32768, help="long-range queries per KV head, at most (default: 32768)", **number
+    )
+    parser.add_argument("--sink-tokens", default=1, help="first keys, attended always (default: 1)", **number)
+    parser.add_argument("--recent-tokens", default=2047, help="last keys, attended always (default: 2047)", **number)
+    parser.add_argument(
+        "--farther-than",
+        default=1024,
+        help="train on queries whose best key is more than N tokens away (default: 1024)",
+        **number,
+    )
+    parser.add_argument("--dense-layers", default=1, help="first layers to leave dense (default: 1)", **number)
+    parser.add_argument("--layers", nargs="+", help="only these layers (default: all)", **number)
+    parser.add_argument(
+        "--space",
+        choices=("before_rope", "roped"),
+        default="before_rope",
+        help="cluster keys before RoPE, or after it, without networks, as a baseline (default: before_rope)",
+    )
+    parser.add_argument(
+        "--work",
+        metavar="FOLDER",
+        type=Path,
+        help="keep what is collected and trained there (default: only until done)",
+    )
+    parser.add_argument("--seed", default=0, help="(default: 0)", **number)
+    parser.add_argument("--cache-dir", metavar="DIR", help="where the default model goes (default: user's cache)")
+    blas.add_option(parser)
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    return parser
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuse what is wrong before anything is fetched or loaded."""
+    if args.out.suffix != ".safetensors" or not args.out.parent.is_dir():
+        raise ConfigError(f"--out: expected a name in .safetensors in a folder that exists, got {args.out}.")
+    if args.out.exists():
+        load(args.out)  # raises where it is anything else
+    check_int("--buckets", args.buckets, 2, MAX_BUCKETS)
+    args.steps = (300 if args.space == "before_rope" else 0) if args.steps is None else args.steps
+    check_int("--steps", args.steps, 0)
+    check_int("--seed", args.seed, 0, (1 << 32) - 1)
+    check_int("--batch", args.batch, 1, MOST_BATCH)
+    if args.space == "roped" and args.steps:
+        raise ConfigError("--steps: expected 0 with --space roped, which has centroids only.")
+    for name, low in LEAST.items():
+        check_int(f"--{name.replace('_', '-')}", getattr(args, name), low)
+    if not 0 < args.rate <= 1:
+        raise ConfigError(f"--rate: expected a number above 0 and at most 1, got {args.rate}.")
+    args.distances = Distances(args.sink_tokens, args.recent_tokens, args.farther_than)
+    if args.context is not None:
+        _check_context(args.context, args.distances.exact)
+    check_model(args.model, cache_directory(args.cache_dir), args.accept_licence)
+    check_texts(args.text)
+    check_texts(args.held_out, "--held-out")
+
+
+def _check_context(context: int, exact: int, most: int | None = None) -> None:
+    check_int("--context", context, 1, most)
+    if context < 2 * exact:
+        raise ConfigError(
+            f"--context: expected at least twice the {exact:,} tokens that are attended always, got {context:,}. Give "
+            "less --recent-tokens for short texts."
+        )
+
+
+def _train(args: argparse.Namespace, work: Path) -> list[HeadReport]:
+    model, tokenizer, config = load_model(args.model, args.cache_dir, args.accept_licence)
+    of_model = identity(model)
+    if args.out.exists() and dict(load(args.out).model) != of_model:
+        raise ConfigError(f"--out: expected a new file or one for this model, got one for another: {args.out}.")
+    texts = _texts(args, tokenizer, config)
+    places = _places(args, model)
+    recipe = _recipe(args, places, texts[0])
+    collections = _collect(args, work, model, places, texts)
+    del model
+    mx.clear_cache()
+    options = {**asdict(recipe), "space": args.space}
+    key = _key([collection.folder.name for collection in collections], options)
+    folder = work / f"trained-{key[:12]}"
+    with alone(folder):
+        layers, heads = _layers(folder, key, collections, recipe, args.space)
+    hidden = recipe.training.hidden if recipe.training else 0
+    exact = args.sink_tokens, args.recent_tokens
+    about = {**options, "texts": len(texts[0]), "context": len(texts[0][0])}
+    made = Artefact(layers, args.buckets, hidden, args.space, *exact, of_model, about, versions())
+    made.save(args.out)
+    return heads
+
+
+def _texts(args: argparse.Namespace, tokenizer: Any, config: dict[str, Any]) -> tuple[list[list[int]], list[list[int]]]:
+    """The texts to train on and those held out, all of ``--context`` tokens."""
+    limit = config.get("max_position_embeddings") or (config.get("text_config") or {}).get("max_position_embeddings")
+    context: int = min(limit or LONGEST, LONGEST) if args.context is None else args.context
+    _check_context(context, args.distances.exact, limit)
+    opening = tokenizer.encode("")  # what the model expects before a text: nothing, or a token of its own
+    length = context - len(opening)
+    tokens = read_tokens(tokenizer, args.text, args.cache_dir)
+    beside = read_tokens(tokenizer, args.held_out, args.cache_dir, "--held-out") if args.held_out else None
+    wanted = 1 if beside is not None else 2
+    if len(tokens) < wanted * length or (beside is not None and len(beside) < length):
+        short, name, wanted = (tokens, "--text", wanted) if len(tokens) < wanted * length else (beside, "--held-out", 1)
+        raise ConfigError(
+            f"{name}: expected at least {wanted} x {context:,} tokens, got {len(short or []):,}. Give more text, or a "
+            "smaller --context."
+        )
+    held = max(args.windows // 4, 1)
+    if beside is None:
+        held = max(min(args.windows, len(tokens) // length - 1) // 4, 1)  # most of a short text is to learn from
+        tokens, beside = tokens[: -held * length], tokens[-held * length :]
+    return _cut(tokens, length, args.windows, opening), _cut(beside, length, held, opening)
+
+
+def _cut(tokens: list[int], length: int, most: int, opening: list[int]) -> list[list[int]]:
+    """Up to ``most`` texts of equal length from all over the tokens."""
+    count = min(len(tokens) // length, most)
+    starts = [i * (len(tokens) - length) // max(count - 1, 1) for i in range(count)]
+    return [opening + tokens[start : start + length] for start in starts]
+
+
+def _places(args: argparse.Namespace, model: Any) -> dict[int, Place]:
+    places = find_places(model, args.dense_layers)
+    if args.layers is None:
+        return places
+    for layer in args.layers:
+        if layer not in places:
+            listed = ", ".join(map(str, places))
+            raise ConfigError(f"--layers: expected some of {listed}, got {layer}.")
+    return {layer: places[layer] for layer in sorted(set(args.layers))}
+
+
+def _recipe(args: argparse.Namespace, places: dict[int, Place], texts: list[list[int]]) -> Recipe:
+    D = max(place.D for place in places.values())
+    keys = len(texts) * (len(texts[0]) - args.sink_tokens)
+    if args.buckets > keys:
+        raise ConfigError(f"--buckets: expected at most the {keys:,} keys there are, got {args.buckets:,}.")
+    hidden = check_int("--hidden", 2 * D if args.hidden is None else args.hidden, 2 * D, MAX_HIDDEN)
+    training = Training(hidden, args.steps, args.batch, args.rate, args.seed) if args.steps else None
+    return Recipe(args.buckets, args.distances, training, args.rows, args.seed)
+
+
+def _collect(
+    args: argparse.Namespace,
+    work: Path,
+    model: Any,
+    places: dict[int, Place],
+    texts: tuple[list[list[int]], list[list[int]]],
+) -> tuple[Collection, Collection]:
+    from tqdm import tqdm
+
+    exact = args.distances.exact
+    length = len(texts[0][0])
+    options = [args.queries, args.seed, exact, sorted(places)]
+    total = sum(len(windows) * length for windows in texts)
+    found = []
+    with tqdm(total=total, unit="token", desc="running the model", disable=None) as progress:
+        # A network learns from all queries that have far keys; a report wants them to have many.
+        for windows, first in zip(texts, (exact, max(exact, length // 2)), strict=True):
+            key = fingerprint(model, [token for window in windows for token in window], *options, first)
+            folder = work / f"collected-{key[:12]}"
+            queries = min(args.queries, length - first)
+            own = {"queries": queries, "first": first, "seed": args.seed, "key": key, "progress": progress}
+            with alone(folder):
+                found.append(collect(model, places, windows, folder, **own))
+    return found[0], found[1]
+
+
+def _layers(
+    folder: Path, key: str, collections: tuple[Collection, Collection], recipe: Recipe, space: str
+) -> tuple[dict[int, Layer], list[HeadReport]]:
+    """Every layer and its report; those that an interrupted command finished are read."""
+    from tqdm import tqdm
+
+    journal = Journal(folder / "report.jsonl", "train-saap", key, _read_heads)
+    steps = recipe.training.steps if recipe.training else 1
+    train, held_out = collections
+    layers = {}
+    with tqdm(total=steps * len(train.places), unit="step", smoothing=0, disable=None) as progress:
+        for number in train.places:
+            progress.set_description(f"layer {number}")
+            path = folder / f"layer-{number:03}.safetensors"
+            checkpoint = path.with_suffix(".state.safetensors")
+            if str(number) in journal.results:
+                progress.update(steps)
+            else:
+                texts = train.texts(number)
+                layer, rows = make_layer(texts, recipe, checkpoint=checkpoint, progress=progress)
+                roped = make_centroids(texts, recipe, roped=True)
+                heads = report_layer(number, held_out.texts(number), layer, roped, rows, recipe)
+                write_tensors(path, (layer if space == "before_rope" else half(Layer(mx.array(roped)))).arrays())
+                journal.add(str(number), heads, {"heads": [asdict(head) for head in heads]})
+                checkpoint.unlink(missing_ok=True)
+                if recipe.training is None:
+                    progress.update(1)
+            layers[number] = _load(path)
+    return layers, [head for number in train.places for head in journal.results[str(number)]]
+
+
+def _load(path: Path) -> Layer:
+    tensors = read_tensors(path, read_header(path))
+    if not {"centroids"} <= tensors.keys() <= Layer.__dataclass_fields__.keys():
+        raise ArtefactError(f"{path}: expected a layer that this command has trained, got another file. Delete it.")
+    return Layer(**tensors)
+
+
+def _read_heads(data: Any) -> list[HeadReport]:
+    if not isinstance(data, dict) or not isinstance(data.get("heads"), list):
+        raise ValueError(data)  # noqa: TRY004 - what a journal expects of data that is not its own
+    return [HeadReport.read(head) for head in data["heads"]]
+
+
+def _key(collected: Sequence[str], options: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps([*collected, options], sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,1 @@
+"""What runs exported files: onnxruntime, onnxruntime-genai, and our native kernels."""

@@ -1,0 +1,111 @@
+"""``genai_config.json``: what onnxruntime-genai wants to know of an exported model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import onnx
+
+from mlx_sparse.checks import ArtefactError
+
+from ..defaults import PIECE
+
+CONFIG = "genai_config.json"
+
+
+def write_config(folder: Path, config: Mapping[str, Any]) -> None:
+    """Write genai_config.json beside a model.onnx whose inputs and outputs are named as the exporter names them.
+
+    Args:
+        folder: where model.onnx lies.
+        config: config.json of the model: its ``eos_token_id`` and, where it has them, ``bos_token_id`` and
+            ``pad_token_id`` and the sizes of the network.
+
+    Raises:
+        ArtefactError: model.onnx has no caches.
+    """
+    proto = onnx.load(folder / "model.onnx", load_external_data=False)
+    graph, said = proto.graph, {entry.key: entry.value for entry in proto.metadata_props}
+    shapes = {info.name: [dim.dim_value for dim in info.type.tensor_type.shape.dim] for info in graph.input}
+    vocabulary = graph.output[0].type.tensor_type.shape.dim[2].dim_value
+    caches = [name for name in shapes if name.startswith("past_key_values.") and name.endswith(".key")]
+    if not caches:
+        raise ArtefactError(f"model: expected caches named past_key_values.0.key and so on, got none in {folder}.")
+    _, kv_heads, capacity, head_dim = shapes[caches[0]]
+    length = int(said.get("mlx_sparse.max_length", capacity))
+    heads = config.get("num_attention_heads", kv_heads)
+    layers = config.get("num_hidden_layers", len(caches))
+    inputs = {
+        "input_ids": "input_ids",
+        "attention_mask": "attention_mask",
+        "past_key_names": "past_key_values.%d.key",
+        "past_value_names": "past_key_values.%d.value",
+    }
+    outputs = {"logits": "logits", "present_key_names": "present.%d.key", "present_value_names": "present.%d.value"}
+    for state in ("sums", "bucket_ids"):
+        if any(name.startswith(f"past_{state}.") for name in shapes):
+            inputs |= {"past_recurrent_names": f"past_{state}.%d", "past_conv_names": "past_conv.%d"}
+            outputs |= {"present_recurrent_names": f"present_{state}.%d", "present_conv_names": "present_conv.%d"}
+    eos = config.get("eos_token_id")
+    ends = [int(token) for token in (eos if isinstance(eos, list) else [] if eos is None else [eos])]
+    pad = config.get("pad_token_id")
+    bos = config.get("bos_token_id")
+    model = {
+        "type": "decoder",  # of no family in particular: the graph says it all
+        "vocab_size": vocabulary,
+        "context_length": length,  # genai refuses to go beyond it
+        "eos_token_id": ends,
+        "pad_token_id": int(pad if pad is not None else ends[0] if ends else 0),
+        **({} if bos is None else {"bos_token_id": int(bos)}),
+        "decoder": {
+            "filename": "model.onnx",
+            "session_options": {"log_id": "onnxruntime-genai", "provider_options": []},
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "head_size": head_dim,
+            "hidden_size": config.get("hidden_size", heads * head_dim),
+            "inputs": inputs,
+            "outputs": outputs,
+        },
+    }
+    # Prompts in pieces, which bound the memory that a call takes.
+    piece = int(said.get("mlx_sparse.prompt_piece", PIECE))
+    search = {"do_sample": False, "max_length": length, "past_present_share_buffer": True, "chunk_size": piece}
+    _write(folder, {"model": model, "search": search})
+
+
+def add_native_library(folder: Path) -> Path:
+    """Copy the native kernels into an exported folder and have onnxruntime-genai load them; return the copy.
+
+    genai loads libraries from the folder of the model only. The folder then fits machines like this one.
+
+    Raises:
+        BackendUnavailable: the kernels were not built.
+        ArtefactError: the folder has no genai_config.json.
+    """
+    from . import native
+
+    source = native.library_path()
+    try:
+        found = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        options = found["model"]["decoder"]["session_options"]
+        options["custom_ops_library"] = source.name
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        raise ArtefactError(f"folder: expected one with {CONFIG}, as export-onnx writes it, got {folder}.") from None
+    copy = folder / source.name
+    partial = copy.with_name(copy.name + ".partial")
+    shutil.copyfile(source, partial)
+    partial.replace(copy)
+    _write(folder, found)
+    return copy
+
+
+def _write(folder: Path, content: Mapping[str, Any]) -> None:
+    partial = folder / (CONFIG + ".partial")
+    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    partial.replace(folder / CONFIG)

@@ -1,0 +1,79 @@
+"""The native kernels of the operators: where their library is, and sessions that use it."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mlx_sparse import __version__
+from mlx_sparse.checks import BackendUnavailable, check_choice
+
+from ..domain import SPEC
+
+if TYPE_CHECKING:
+    import onnxruntime
+
+LIBRARY = "libmlx_sparse_ort.dylib" if sys.platform == "darwin" else "libmlx_sparse_ort.so"
+NOT_BUILT = (
+    "the library of native ONNX Runtime kernels was not built: there was no C++ compiler. Install one (macOS: "
+    "xcode-select --install; Debian: apt install g++), then run pip install --force-reinstall --no-deps . in the "
+    "project's folder"
+)
+
+
+def library_path() -> Path:
+    """The library that ONNX Runtime's ``SessionOptions.register_custom_ops_library`` takes.
+
+    Raises:
+        BackendUnavailable: it was not built, does not load, or is of another version than this package.
+    """
+    found = _found()
+    reason = NOT_BUILT if found is None else _mismatch(found)
+    if found is None or reason:
+        raise BackendUnavailable(f"native: expected {LIBRARY}, got none that can be used: {reason}.")
+    return found
+
+
+def unavailable() -> str | None:
+    """Why the native kernels cannot run here; None when they can."""
+    found = _found()
+    return NOT_BUILT if found is None else _mismatch(found)
+
+
+def session_options(native: str = "auto") -> onnxruntime.SessionOptions:
+    """New session options; with "auto" nodes run the native kernels where those were built, with "off" their bodies.
+
+    The kernels are registered here, and must not be a second time.
+
+    Raises:
+        ConfigError: ``native`` is neither.
+        BackendUnavailable: there is a library, but it does not load or is of another version.
+    """
+    check_choice("native", native, ("auto", "off"))
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    if native == "auto" and _found() is not None:
+        options.register_custom_ops_library(str(library_path()))
+    return options
+
+
+def _found() -> Path | None:
+    from mlx_sparse import __path__ as folders  # an editable install has two: the sources and what was built
+
+    return next((path for folder in folders if (path := Path(folder) / LIBRARY).is_file()), None)
+
+
+@cache
+def _mismatch(path: Path) -> str | None:
+    """Why a library cannot be used with this package."""
+    try:
+        version = ctypes.CDLL(str(path)).mlx_sparse_ort_version
+    except (OSError, AttributeError) as error:
+        return f"{path} does not load ({error})"
+    version.restype, version.argtypes = ctypes.c_char_p, []
+    built, wanted = (version() or b"").decode(), f"{__version__} spec {SPEC}"
+    return None if built == wanted else f"{path} is of version {built}, this package of {wanted}; reinstall it"

@@ -1,0 +1,340 @@
+"""Decoding with an exported model on plain onnxruntime."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnxruntime
+from google.protobuf.message import DecodeError
+
+from mlx_sparse.checks import ArtefactError, ConfigError, ShapeError, check_int
+
+from .. import build
+from ..defaults import PIECE
+from ..domain import DOMAIN, SPEC
+from . import memory
+from . import native as kernels
+
+MODEL = "model.onnx"
+TYPES = (*build.TYPES.values(), onnx.TensorProto.INT64, onnx.TensorProto.INT16)
+STATES = {
+    "past_key_values.": "present.",
+    **{f"past_{name}.": f"present_{name}." for name in ("sums", "bucket_ids", "conv")},
+}
+MOST_PIECE = 1 << 20  # tokens of a prompt at a time that a file may ask for
+MASK_STEP = 1024  # the mask grows by this: the graph looks at all of it for every token
+
+Array = npt.NDArray[Any]
+Pick = Callable[[Array], int]
+State = tuple[np.dtype[Any] | None, list[int]]
+
+
+class Runner:
+    """An exported model with caches of its own, decoding one batch.
+
+    Args:
+        path: the folder that export-onnx wrote, or its model.onnx.
+        native: "auto" runs the native kernels where they were built, "off" the operators' bodies.
+        threads: of onnxruntime; None leaves it the choice.
+        batch: sequences decoded together.
+
+    Attributes:
+        length: tokens so far, padding included.
+        caches: what the runtime reads and appends to, in memory that it shares, by the name of the graph's input.
+        max_length: tokens that fit.
+        native: whether the native kernels run.
+        eos: tokens that end a text.
+        metadata: what the exporter wrote about the model.
+
+    Raises:
+        ArtefactError: the file is missing, damaged, not ours, or of a newer version.
+        BackendUnavailable: there are native kernels, but of another version.
+    """
+
+    def __init__(self, path: str | Path, *, native: str = "auto", threads: int | None = None, batch: int = 1) -> None:
+        self.path = _model_file(Path(path))
+        self.batch = check_int("batch", batch, 1)
+        proto = _read(self.path)
+        # str: text that is no UTF-8 comes as bytes.
+        self.metadata: Mapping[str, str] = {str(entry.key): str(entry.value) for entry in proto.metadata_props}
+        _check_version(self.path, self.metadata)
+        self.eos = _eos(self.path, self.metadata)
+        (rows, self._fixed), states, vocabulary = _states(self.path, proto.graph)
+        if self.batch != (rows or self.batch):
+            raise ConfigError(f"batch: expected {rows}, which the model was exported for, got {self.batch}.")
+        self._capacity = states["past_key_values.0.key"][1][2]
+        self.max_length = _number(self.path, self.metadata, "max_length", self._capacity)
+        said = "mlx_sparse.prompt_piece" in self.metadata  # older files do not
+        self._piece = _number(self.path, self.metadata, "prompt_piece", MOST_PIECE) if said else PIECE
+        ours = any(opset.domain == DOMAIN for opset in proto.opset_import)  # none in files exported with --inline
+        self._session = _session(self.path, _options(native, threads))
+        self.native = ours and native == "auto" and kernels.unavailable() is None
+
+        self._binding = self._session.io_binding()
+        self.caches: dict[str, Array] = {}
+        for name, (dtype, shape) in states.items():
+            assert dtype is not None  # or _states had refused it
+            array = self._zeros((self.batch, *shape[1:]), dtype)
+            value = memory.ort_value(array)
+            self._binding.bind_ortvalue_input(name, value)
+            self._binding.bind_ortvalue_output(_present(name), value)  # one buffer: appended to in place
+            self.caches[name] = array
+        first = self._capacity if self._fixed else min(MASK_STEP, self._capacity)
+        self._mask = self._bound_input("attention_mask", (self.batch, first))
+        self._logits = self._zeros((self.batch, 1, vocabulary), np.float32)
+        self._binding.bind_ortvalue_output("logits", memory.ort_value(self._logits))
+        self._tokens = self._bound_input("input_ids", (self.batch, 1))
+        self.length = 0
+
+    def reset(self) -> None:
+        """Forget all tokens. The caches need no clearing: what is not masked is never read."""
+        self.length = 0
+        self._mask[:] = 0
+        for name, array in self.caches.items():
+            if name.startswith("past_sums."):
+                array[:] = 0
+
+    def go_on_from(self, length: int) -> None:
+        """Take what was written into `caches` for ``length`` tokens, none of them padding.
+
+        It takes no token back: ``past_sums`` are those of all tokens, so write them too.
+
+        Raises:
+            ConfigError: they do not fit.
+        """
+        check_int("length", length, 1, self.max_length)
+        wanted = self._capacity if self._fixed else min(-(-length // MASK_STEP) * MASK_STEP, self._capacity)
+        self._mask = self._bound_input("attention_mask", (self.batch, wanted))
+        self._mask[:, :length] = 1
+        self.length = length
+
+    def step(self, tokens: npt.ArrayLike, left_padding: Sequence[int] | None = None) -> Array:
+        """Append ``tokens (batch, L)`` and return the logits ``(batch, vocabulary)`` of the last, until the next step.
+
+        Args:
+            left_padding: tokens of each row that are padding; at the start only, and fewer than L.
+
+        Raises:
+            ShapeError: the tokens are no (batch, L), or more than fit.
+            ConfigError: padding that is too long or comes too late.
+            ArtefactError: the file does not run with these tokens. All tokens are forgotten, as they are after Ctrl-C.
+        """
+        wanted = (self.batch, self._fixed or "L")
+        try:
+            given = np.asarray(tokens).astype(np.int64, casting="same_kind")
+        except (TypeError, ValueError):  # rows of unequal length, or no integers
+            raise ShapeError(f"tokens: expected integers of shape {wanted}, got others. Pad the rows.") from None
+        if given.ndim != 2 or not given.size or given.shape != (self.batch, self._fixed or given.shape[1]):
+            raise ShapeError(f"tokens: expected shape {wanted}, got {given.shape}.")
+        L = given.shape[1]
+        self._check_room("tokens", L)
+        padding = [0] * self.batch if left_padding is None else list(left_padding)
+        if len(padding) != self.batch or not all(n in range(L) for n in padding) or (any(padding) and self.length):
+            raise ConfigError(
+                f"left_padding: expected {self.batch} numbers below {L} in the first step, and none later, "
+                f"got {padding} after {self.length} tokens."
+            )
+        if self._tokens.shape[1] != L:
+            self._tokens = self._bound_input("input_ids", (self.batch, L))
+        self._tokens[:] = given
+        if self.length + L > self._mask.shape[1]:
+            old, longer = self._mask, -(-(self.length + L) // MASK_STEP) * MASK_STEP
+            self._mask = self._bound_input("attention_mask", (self.batch, min(longer, self._capacity)))
+            self._mask[:, : old.shape[1]] = old
+        for row, first in enumerate(padding):
+            self._mask[row, self.length + first : self.length + L] = 1
+        try:
+            self._session.run_with_iobinding(self._binding)
+            self.length += L
+        except BaseException as error:  # onnxruntime's exceptions share no other base, and Ctrl-C comes after the run
+            self.reset()  # who knows what was written
+            if not isinstance(error, Exception):
+                raise
+            raise ArtefactError(f"model: expected {self.path} to run, got: {first_line(error)}") from None
+        return self._logits[:, 0]
+
+    def prefill(self, prompt: Sequence[int]) -> Array:
+        """Append a prompt, for a batch of one, in pieces of bounded memory; return the logits of its last token.
+
+        The last token is a step of its own, so it attends as those after it, which is how mlx-lm runs a prompt.
+        """
+        if not len(prompt):
+            raise ConfigError("prompt: expected at least one token, got none.")
+        self._check_room("prompt", len(prompt))
+        start, last = 0, len(prompt) - 1
+        while start < last:
+            piece = self._fixed or self._piece
+            if piece == last - start - 1 and not self._fixed:
+                piece += 1  # one token alone would be attended sparsely
+            self.step([list(prompt[start : min(start + piece, last)])])
+            start += piece
+        return self.step([list(prompt[last:])])
+
+    def generate(self, prompt: Sequence[int], max_tokens: int, pick: Pick | None = None) -> Iterator[int]:
+        """Append a prompt and yield the tokens that follow, at most ``max_tokens``, up to one that ends the text.
+
+        All but the last of them are appended too.
+
+        Args:
+            pick: chooses a token by its logits ``(vocabulary,)``; None takes the likeliest.
+
+        Raises:
+            ShapeError: prompt and tokens do not fit, said before anything runs.
+            ArtefactError: the file does not run with these tokens, or its logits are NaN.
+        """
+        if self.batch != 1:
+            raise ConfigError(f"batch: expected 1 to generate, got {self.batch}. Use step().")
+        check_int("max_tokens", max_tokens, 1)
+        self._check_room("prompt", len(prompt))
+        self._check_room("prompt and max_tokens", len(prompt) + max_tokens - 1)  # the last one is not run
+        return self._generate(prompt, max_tokens, pick or _likeliest)
+
+    def _generate(self, prompt: Sequence[int], max_tokens: int, pick: Pick) -> Iterator[int]:
+        logits = self.prefill(prompt)
+        for n in range(1, max_tokens + 1):
+            if np.isnan(logits[0].max()):
+                raise ArtefactError(
+                    f"model: expected logits, got NaN from {self.path}. Its numbers may be too large for its caches: "
+                    "export it with --dtype float32."
+                )
+            token = pick(logits[0])
+            if token in self.eos:
+                return
+            yield token
+            if n < max_tokens:
+                logits = self.step([[token]])
+
+    def _check_room(self, what: str, count: int) -> None:
+        if self.length + count > self.max_length:
+            after = f" after {self.length}" if self.length else ""
+            raise ShapeError(
+                f"{what}: expected at most {self.max_length} tokens, which the model was exported for, "
+                f"got {count}{after}. Shorten it, or export with a larger --max-length."
+            )
+
+    def _zeros(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
+        try:
+            return memory.zeros(shape, dtype)
+        except (MemoryError, OSError, OverflowError, ValueError):  # the last two: more than there are addresses
+            raise ArtefactError(
+                f"model: expected sizes that fit into memory, got {shape} in {self.path}. Export it with a smaller "
+                "--max-length."
+            ) from None
+
+    def _bound_input(self, name: str, shape: tuple[int, int]) -> Array:
+        array = self._zeros(shape, np.int64)
+        self._binding.bind_ortvalue_input(name, memory.ort_value(array))
+        return array
+
+
+def _likeliest(logits: Array) -> int:
+    return int(logits.argmax())
+
+
+def _present(past: str) -> str:
+    prefix = next(prefix for prefix in STATES if past.startswith(prefix))
+    return STATES[prefix] + past.removeprefix(prefix)
+
+
+def _options(mode: str, threads: int | None) -> onnxruntime.SessionOptions:
+    options = kernels.session_options(mode)
+    options.log_severity_level = 4  # its errors come as exceptions
+    if threads is not None:
+        options.intra_op_num_threads = check_int("threads", threads, 1)
+    return options
+
+
+def _model_file(path: Path) -> Path:
+    file = path / MODEL if path.is_dir() else path
+    if not file.is_file():
+        raise ArtefactError(f"model: expected a folder that export-onnx wrote, got {path}, without {MODEL}.")
+    return file
+
+
+def _read(path: Path) -> onnx.ModelProto:
+    """The file without its weights."""
+    try:
+        return onnx.load(path, load_external_data=False)
+    except DecodeError:
+        raise ArtefactError(f"model: expected an ONNX file, got something else in {path}.") from None
+
+
+def _session(path: Path, options: onnxruntime.SessionOptions) -> onnxruntime.InferenceSession:
+    try:
+        return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # see step
+        raise ArtefactError(f"model: expected {path} to load, got: {first_line(error)}") from None
+
+
+def first_line(error: Exception) -> str:
+    """What an exception says, in one line."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _check_version(path: Path, metadata: Mapping[str, str]) -> None:
+    spec = metadata.get("mlx_sparse.spec")
+    if spec is None:
+        raise ArtefactError(f"model: expected a file that export-onnx wrote, got another: {path}.")
+    if spec != str(SPEC):
+        raise ArtefactError(
+            f"model: expected version {SPEC} of the operators, got {spec!r} in {path}. "
+            "Update mlx-sparse-attention, or export the model again."
+        )
+
+
+def _states(path: Path, graph: onnx.GraphProto) -> tuple[tuple[int, int], dict[str, State], int]:
+    """What a file, which may say what it likes, says of its sizes.
+
+    Returns rows and tokens of a step, 0 where they are open; type and shape of every cache; the size of the vocabulary.
+    """
+
+    def fail(what: str) -> ArtefactError:
+        return ArtefactError(f"model: expected {what}, got another in {path}. Export the model again.")
+
+    inputs, outputs = ({str(info.name): _state(info) for info in side} for side in (graph.input, graph.output))
+    ids, mask = (inputs.pop(name, (None, [])) for name in ("input_ids", "attention_mask"))
+    if any(len(shape) != 2 or kind != np.int64 for kind, shape in (ids, mask)):
+        raise fail("inputs input_ids and attention_mask")
+    rows, tokens = ids[1]
+    kind, logits = outputs.pop("logits", (None, []))
+    if kind != np.float32 or len(logits) != 3 or logits[1] != 1 or logits[2] < 1:
+        raise fail("logits of one token")
+    for name, (dtype, shape) in inputs.items():
+        if not name.startswith(tuple(STATES)) or outputs.get(_present(name)) != (dtype, shape):
+            raise fail(f"caches and their successors (not {name!r})")
+        if dtype is None or len(shape) < 3 or shape[0] != rows or min(shape[1:]) < 1:
+            raise fail(f"{name} with a type and a size")
+    capacities = {shape[2] for name, (_, shape) in inputs.items() if name.startswith("past_key_values.")}
+    if len(capacities) != 1 or "past_key_values.0.key" not in inputs:
+        raise fail("caches of one length")
+    if (rows, tokens) != (0, 0) and (not rows or tokens != 1 or mask[1] != [rows, *capacities]):
+        raise fail("open sizes, or rows of one token and a mask as long as the caches")
+    return (rows, tokens), inputs, logits[2]
+
+
+def _state(info: onnx.ValueInfoProto) -> State:
+    """Type, None if it is none of ours, and sizes, 0 where they are open."""
+    tensor = info.type.tensor_type
+    kind = onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type) if tensor.elem_type in TYPES else None
+    return kind, [dim.dim_value for dim in tensor.shape.dim]
+
+
+def _number(path: Path, metadata: Mapping[str, str], name: str, most: int) -> int:
+    text = metadata.get(f"mlx_sparse.{name}", "")
+    if not text.isdecimal() or not 1 <= int(text) <= most:
+        raise ArtefactError(f"model: expected {name} to be a number from 1 to {most}, got {text!r} in {path}.")
+    return int(text)
+
+
+def _eos(path: Path, metadata: Mapping[str, str]) -> frozenset[int]:
+    try:
+        tokens = json.loads(metadata.get("mlx_sparse.eos_token_ids", "[]"))
+        return frozenset(check_int("eos_token_ids", token, 0) for token in tokens)
+    except (ValueError, TypeError, RecursionError):
+        raise ArtefactError(f"model: expected a list of numbers as eos_token_ids, got another in {path}.") from None
