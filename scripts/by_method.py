@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_sparse.checks import ConfigError, SparseAttentionError
-from mlx_sparse.methods import MethodConfig, parse
+from mlx_sparse.methods import Method, parse
 from mlx_sparse.tools import formats
 from mlx_sparse.tools.environment import versions
 
@@ -53,13 +53,13 @@ def main(argv: Sequence[str], script: str, about: str, kinds: Mapping[str, Metho
     return 0
 
 
-def bare(config: MethodConfig) -> None:
+def bare(config: Method) -> None:
     """Raise `ConfigError` unless a method has no parameters."""
     if config != type(config)():
         raise ConfigError(f"--attn: expected {config.name} without parameters, got {config}.")
 
 
-def _method(text: str, names: Sequence[str]) -> MethodConfig:
+def _method(text: str, names: Sequence[str]) -> Method:
     (config, *others) = parse(text)
     if others or config.name not in names:
         choice = f"{', '.join(names[:-1])} or {names[-1]}"

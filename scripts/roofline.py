@@ -11,7 +11,7 @@ from typing import Any
 
 import by_method
 
-from mlx_sparse.methods import SAAP, MethodConfig, Sample, SparQ
+from mlx_sparse.methods import SAAP, Method, Sample, SparQ
 
 
 def sparq(config: SparQ) -> by_method.Found:
@@ -38,7 +38,7 @@ def sample(config: Sample) -> by_method.Found:
     return rows, model.text(rows, config)
 
 
-def cuda(config: MethodConfig) -> by_method.Found:
+def cuda(config: Method) -> by_method.Found:
     """What the bars of docs/results/triton.md ask for on an H200; runs without mlx, with torch and triton."""
     import roofline_cuda as model
 

@@ -25,7 +25,7 @@ from require import absent
 import mlx_sparse
 from mlx_sparse import oracle
 from mlx_sparse.kernels import attend, sparq
-from mlx_sparse.methods import registry
+from mlx_sparse.methods import registry, table
 
 by_case = pytest.mark.parametrize("case", CASES, ids=str)
 
@@ -34,8 +34,8 @@ by_case = pytest.mark.parametrize("case", CASES, ids=str)
 METHODS = [
     pytest.param(method, backend, id=f"{method}-{backend}")
     for method in ("sparq", "streaming", "flexgen", "oracle_top_k", "dense")
-    for backend in registry.FUNCTIONS[method]
-    if backend not in registry.FOREIGN
+    for backend in table.FUNCTIONS[method]
+    if backend not in table.FOREIGN
 ]
 
 
@@ -277,7 +277,7 @@ def test_a_given_value_mean_is_used(backend: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "backend"), [(name, backend) for name, row in registry.FUNCTIONS.items() for backend in row]
+    ("function", "backend"), [(name, backend) for name, row in table.FUNCTIONS.items() for backend in row]
 )
 def test_what_the_table_names_is_there(function: str, backend: str) -> None:
     if backend != "metal" and (reason := registry.unavailable(backend)):  # the launchers of Metal load anywhere

@@ -27,7 +27,7 @@ from mlx_sparse.methods import (
     SAAP,
     BigBird,
     FlexGen,
-    MethodConfig,
+    Method,
     MInference,
     OracleTopK,
     Prefill,
@@ -240,7 +240,7 @@ CHOOSING = [
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("config", CHOOSING, ids=str)
-def test_dense_attention_is_no_right_result(config: MethodConfig, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dense_attention_is_no_right_result(config: Method, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     step = DecodeStep(config, "ops", Shape(8, 2, 64))
     monkeypatch.setattr(step, "attend", lambda queries, cache: dense.fused(queries, cache.keys, cache.values))
     assert str(wrong_result(step, 2, 600, getattr(mx, dtype))).startswith("wrong result: error")
@@ -263,7 +263,7 @@ def test_a_step_without_its_window_is_no_right_result(config: Any, dtype: str, m
     assert str(wrong_result(step, 2, 600, getattr(mx, dtype))).startswith("wrong result: error")
 
 
-CONFIGS = [
+METHODS = [
     SparQ(),
     SparQ(component_score="query_key"),
     SparQ(top_k=256),
@@ -281,15 +281,15 @@ CONFIGS = [
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("shape", ["9x3x64", "8x8x128", "16x1x256"])
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_right_results_pass(dtype: str, shape: str, config: MethodConfig) -> None:
+@pytest.mark.parametrize("config", METHODS, ids=str)
+def test_right_results_pass(dtype: str, shape: str, config: Method) -> None:
     mx.random.seed(0)
     (step,) = steps_of(config, "ops", Shape(*map(int, shape.split("x"))))
     assert wrong_result(step, 2 if shape == "9x3x64" else 1, 1000, getattr(mx, dtype)) is None
 
 
 @pytest.mark.parametrize("config", [SparQ(), SAAP()], ids=str)
-def test_the_kernels_pass_too(config: MethodConfig, metal: Metal) -> None:
+def test_the_kernels_pass_too(config: Method, metal: Metal) -> None:
     step = steps_of(config, "metal", Shape(4, 2, 64))[0]
     S = 3000 if isinstance(config, SAAP) else 1024
     (row,) = steps.measure(Case("float16", Shape(4, 2, 64), 1, S), [step], 2)

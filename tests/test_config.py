@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from mlx_sparse.checks import ConfigError
 from mlx_sparse.common import stats
 from mlx_sparse.methods import (
-    CONFIGS,
     ENOUGH_SAVED,
     H2O,
     MAX_TOML_BYTES,
+    METHODS,
     NEVER,
     Dense,
     FlexGen,
-    MethodConfig,
+    Method,
     OracleTopK,
     SparQ,
     Step,
@@ -61,7 +61,7 @@ configs = st.one_of(
 
 
 @given(st.lists(configs, min_size=1, unique_by=lambda config: config.name))
-def test_printed_configurations_parse_to_themselves(methods: list[MethodConfig]) -> None:
+def test_printed_configurations_parse_to_themselves(methods: list[Method]) -> None:
     assert parse("+".join(str(method) for method in methods)) == tuple(methods)
 
 
@@ -73,10 +73,10 @@ def test_printed_text_names_every_key_that_differs_from_its_default(config: Spar
         assert (f"{field.name}=" in str(config)) == (getattr(config, field.name) != field.default)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", METHODS)
 def test_a_method_alone_has_its_defaults(name: str) -> None:
-    assert parse(name) == (CONFIGS[name](),)
-    assert str(CONFIGS[name]()) == name
+    assert parse(name) == (METHODS[name](),)
+    assert str(METHODS[name]()) == name
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_a_method_alone_has_its_defaults(name: str) -> None:
         ("streaming:sink_tokens=4,recent_tokens=60", Streaming(sink_tokens=4, recent_tokens=60)),
     ],
 )
-def test_text_is_read_as_values(text: str, expected: MethodConfig) -> None:
+def test_text_is_read_as_values(text: str, expected: Method) -> None:
     assert parse(text) == (expected,)
 
 
@@ -160,17 +160,17 @@ def test_a_base_of_another_method_is_not_used() -> None:
     assert parse("h2o", {"sparq": SparQ(top_k=5)}) == (H2O(),)
 
 
-METHODS = "dense, sparq, saap, sample, streaming, h2o, flexgen, oracle_top_k, minference, bigbird, streaming_prefill"
+NAMES = "dense, sparq, saap, sample, streaming, h2o, flexgen, oracle_top_k, minference, bigbird, streaming_prefill"
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", f"attn: expected one of {METHODS}, got ''."),
-        ("sparc", f"attn: expected one of {METHODS}, got 'sparc'. Did you mean sparq?"),
-        ("SparQ", f"attn: expected one of {METHODS}, got 'SparQ'."),
-        ("sparq+", f"attn: expected one of {METHODS}, got ''."),
-        ("sparc:", f"attn: expected one of {METHODS}, got 'sparc'. Did you mean sparq?"),
+        ("", f"attn: expected one of {NAMES}, got ''."),
+        ("sparc", f"attn: expected one of {NAMES}, got 'sparc'. Did you mean sparq?"),
+        ("SparQ", f"attn: expected one of {NAMES}, got 'SparQ'."),
+        ("sparq+", f"attn: expected one of {NAMES}, got ''."),
+        ("sparc:", f"attn: expected one of {NAMES}, got 'sparc'. Did you mean sparq?"),
         ("sparq,rank=3", "attn: expected ':' before the first key, got 'sparq,rank=3'. Write 'sparq:rank=3'."),
         ("sparq+h2o+sparq:rank=3", "attn: expected each method once, got sparq twice."),
         ("sparq + sparq :rank=3", "attn: expected each method once, got sparq twice."),
@@ -263,8 +263,8 @@ def test_a_toml_file_of_exactly_the_largest_size_is_read(tmp_path: Path) -> None
         ("", "attn-config: expected a table such as [sparq], got an empty file {path}."),
         ("rank = 3", "attn-config: expected one table per method such as [sparq], got the key 'rank'."),
         ("[[sparq]]\nrank = 3", "attn-config: expected one table per method such as [sparq], got the key 'sparq'."),
-        ("[sparc]\n", f"attn: expected one of {METHODS}, got 'sparc'. Did you mean sparq?"),
-        ('["a\\nb"]\n', f"attn: expected one of {METHODS}, got 'a\\nb'."),
+        ("[sparc]\n", f"attn: expected one of {NAMES}, got 'sparc'. Did you mean sparq?"),
+        ('["a\\nb"]\n', f"attn: expected one of {NAMES}, got 'a\\nb'."),
         ("[h2o]\nrank = 3", "h2o: expected one of the keys top_k, local_window, preset, got 'rank'."),
         ("[sparq]\nrank = 0", "rank: expected an integer of at least 1, got 0."),
         ("[sparq]\nrank = 1.5", "rank: expected an integer of at least 1, got 1.5."),

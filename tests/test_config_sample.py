@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from mlx_sparse.checks import ConfigError
 from mlx_sparse.methods import (
-    CONFIGS,
+    METHODS,
     SAMPLE_PAYS_FROM,
     SAMPLE_PAYS_UP_TO,
     BigBird,
-    MethodConfig,
+    Method,
     MInference,
     Sample,
     SampleRange,
@@ -59,7 +59,7 @@ TUNED = Sample(
 
 
 @given(configs)
-def test_printed_configurations_parse_to_themselves(config: MethodConfig) -> None:
+def test_printed_configurations_parse_to_themselves(config: Method) -> None:
     assert parse(str(config)) == (config,)
 
 
@@ -112,8 +112,8 @@ def test_sampling_is_dense_above_a_density_unless_the_user_has_decided(backend: 
 
 def test_every_method_says_which_stage_it_is_for() -> None:
     prefill = {"sample", "minference", "bigbird", "streaming_prefill"}
-    assert {name: cls.stage for name, cls in CONFIGS.items()} == {
-        name: "prefill" if name in prefill else "decode" for name in CONFIGS
+    assert {name: cls.stage for name, cls in METHODS.items()} == {
+        name: "prefill" if name in prefill else "decode" for name in METHODS
     }
 
 

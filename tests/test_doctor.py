@@ -14,7 +14,7 @@ import pytest
 from mlx_lm.models.cache import KVCache
 
 from mlx_sparse import _boot, cli
-from mlx_sparse.methods import registry
+from mlx_sparse.methods import METHODS, registry, table
 from mlx_sparse.tools import doctor, matrix
 
 COMMANDS = [
@@ -114,8 +114,8 @@ def test_matrix_lists_every_method_and_backend(capsys: pytest.CaptureFixture[str
     code, out, _ = run(capsys, "matrix")
     assert code == 0
     header, *lines = out.splitlines()
-    assert header.split() == ["method", "stage", *registry.BACKENDS]
-    assert [line.split()[0] for line in lines[: len(registry.METHODS)]] == list(registry.METHODS)
+    assert header.split() == ["method", "stage", *table.BACKENDS]
+    assert [line.split()[0] for line in lines[: len(METHODS)]] == list(METHODS)
 
 
 def test_matrix_markdown_is_a_table_with_one_line_per_method(capsys: pytest.CaptureFixture[str]):
@@ -123,8 +123,8 @@ def test_matrix_markdown_is_a_table_with_one_line_per_method(capsys: pytest.Capt
     assert code == 0
     assert out == matrix.markdown() + "\n"
     table = [line.strip("|").split("|") for line in out.splitlines() if line.startswith("|")]
-    assert {len(cells) for cells in table} == {3 + len(registry.BACKENDS)}
-    assert [cells[0].strip() for cells in table[2:]] == [f"`{name}`" for name in registry.METHODS]
+    assert {len(cells) for cells in table} == {3 + len(table.BACKENDS)}
+    assert [cells[0].strip() for cells in table[2:]] == [f"`{name}`" for name in METHODS]
 
 
 def test_matrix_json_says_what_runs_here(capsys: pytest.CaptureFixture[str]):

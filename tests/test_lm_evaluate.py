@@ -25,7 +25,7 @@ from mlx_sparse import cli
 from mlx_sparse.lm import disable, sparse
 from mlx_sparse.lm.call_report import JSON_KEY
 from mlx_sparse.lm.command import run
-from mlx_sparse.methods import CONFIGS
+from mlx_sparse.methods import METHODS
 
 SPARQ = "sparq:rank=4,top_k=4,dense_below=0"
 SAMPLE = "sample:block_size=32,alpha_column=0.3,alpha_slash=0.3,dense_below=0"
@@ -106,7 +106,7 @@ def test_continuations_are_decoded_after_a_dense_context(model: Path, loaded: An
 def test_scores_are_those_of_dense_attention_where_every_key_is_chosen(
     model: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setitem(CONFIGS, "sparq", EveryStepSparQ)
+    monkeypatch.setitem(METHODS, "sparq", EveryStepSparQ)
     found = asked_likelihoods(model, "sparq:rank=4,top_k=64")
     assert report(capsys)[0]["requests"]["loglikelihood"]["sparse_decode"] > 0
     np.testing.assert_allclose(found, asked_likelihoods(model, None), rtol=1e-5)

@@ -146,8 +146,8 @@ def test_a_layer_is_asked_again_with_other_settings(samples: list[int]) -> None:
 
 
 def test_contexts_that_are_long_enough_are_limited_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlx_sparse.methods.prefill.SAMPLE_PAYS_FROM", STEP)
-    monkeypatch.setattr("mlx_sparse.methods.prefill.SAMPLE_SHARE", 0)
+    monkeypatch.setattr("mlx_sparse.methods.sample.SAMPLE_PAYS_FROM", STEP)
+    monkeypatch.setattr("mlx_sparse.methods.sample.SAMPLE_SHARE", 0)
     monkeypatch.setitem(SAMPLE_PAYS_UP_TO, "ops", 0.01)
     model = build()
     with mlx_sparse.sparse(model, SAMPLE.replace(",dense_below=0", "")) as report:
@@ -163,7 +163,7 @@ def test_short_pieces_are_limited_by_default(
     chunks: int, steps: tuple[int, ...], sparse: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks of 32: a sample is an eighth of 256 queries, of which a block may be missing."""
-    monkeypatch.setattr("mlx_sparse.methods.prefill.SAMPLE_PAYS_FROM", 0)
+    monkeypatch.setattr("mlx_sparse.methods.sample.SAMPLE_PAYS_FROM", 0)
     model = build()
     cache = make_prompt_cache(model)
     with mlx_sparse.sparse(model, f"sample:block_size=32,chunks={chunks},dense_above=1") as report:

@@ -19,9 +19,9 @@ from saap_artefacts import LAYERS, ONLINE, STEPS
 from tiny_models import build, greedy, prompt_of
 
 import mlx_sparse
+from mlx_sparse import methods
 from mlx_sparse.lm.call_report import IN_FLIGHT, Counts, Report
 from mlx_sparse.lm.rope import Recorder, ropes
-from mlx_sparse.methods import registry
 
 PROMPT = 300
 SAAP = f"{ONLINE},probes=3"
@@ -52,7 +52,7 @@ def test_eight_threads_generate_what_each_does_alone_while_another_reads_the_rep
 
 
 def test_every_method_of_the_table_runs_in_threads():
-    assert {name for names in METHODS for name in names.partition(":")[0].split("+")} == {*registry.METHODS} - {"dense"}
+    assert {name for names in METHODS for name in names.partition(":")[0].split("+")} == {*methods.METHODS} - {"dense"}
 
 
 def test_reading_the_report_evaluates_nothing(monkeypatch: pytest.MonkeyPatch):

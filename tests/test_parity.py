@@ -13,7 +13,7 @@ from cases import SPARQ, Array, Case, assert_as_good_as_plain, assert_same_choic
 from require import absent
 
 from mlx_sparse import oracle
-from mlx_sparse.methods import registry
+from mlx_sparse.methods import registry, table
 
 
 class BlindHead(Case):
@@ -110,7 +110,7 @@ BACKENDS: dict[str, Callable[[Case, dict[str, Any]], Result]] = {
     "onnx": partial(on_onnx, "onnxruntime"),
     "ort": partial(on_onnx, "native"),
 }
-assert list(BACKENDS) == list(registry.BACKENDS), "every backend states its parity"
+assert list(BACKENDS) == list(table.BACKENDS), "every backend states its parity"
 
 
 @cache

@@ -13,7 +13,7 @@ from require import absent
 from saap_cases import SaapCase, assert_attends, assert_same_buckets, visited
 
 from mlx_sparse import oracle
-from mlx_sparse.methods import registry
+from mlx_sparse.methods import registry, table
 
 # Three types, groups of 1, 3, 4 and 7 query heads, padded and not, every filling, with a hidden layer and without.
 CASES = [
@@ -77,7 +77,7 @@ BACKENDS: dict[str, Callable[[SaapCase], Result]] = {
     "onnx": partial(on_onnx, "onnxruntime"),
     "ort": partial(on_onnx, "native"),
 }
-assert list(BACKENDS) == list(registry.BACKENDS), "every backend states its parity"
+assert list(BACKENDS) == list(table.BACKENDS), "every backend states its parity"
 result = cache(lambda backend, case: BACKENDS[backend](case))
 by_case = pytest.mark.parametrize("case", CASES, ids=str)
 

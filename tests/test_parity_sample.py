@@ -13,7 +13,7 @@ from require import absent
 from sample_cases import SampleCase, assert_same_blocks, plain_blocks_attention, selection
 
 from mlx_sparse import oracle
-from mlx_sparse.methods import registry
+from mlx_sparse.methods import registry, table
 
 # Three types, groups of 1, 3, 4 and 7 query heads, whole prompts and pieces, all block sizes, ragged ends.
 CASES = [
@@ -69,7 +69,7 @@ BACKENDS: dict[str, Callable[[SampleCase], Result]] = {
     "onnx": partial(on_onnx, "onnxruntime"),
     "ort": partial(on_onnx, "native"),
 }
-assert list(BACKENDS) == list(registry.BACKENDS), "every backend states its parity"
+assert list(BACKENDS) == list(table.BACKENDS), "every backend states its parity"
 result = cache(lambda backend, case: BACKENDS[backend](case))
 by_case = pytest.mark.parametrize("case", CASES, ids=str)
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_sparse.methods import CONFIGS, SparQ
-from mlx_sparse.methods.registry import METHODS
+from mlx_sparse.methods import METHODS, SparQ
 from mlx_sparse.tools import matrix
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
@@ -37,7 +36,7 @@ def test_the_defaults_of_sparq_are_the_stated_ones() -> None:
 def test_every_method_specification_parses(spec: str) -> None:
     from mlx_sparse.methods import parse
 
-    assert type(parse(spec)[0]) is CONFIGS[spec.partition(":")[0]]
+    assert type(parse(spec)[0]) is METHODS[spec.partition(":")[0]]
 
 
 def test_every_file_it_links_exists() -> None:

@@ -20,7 +20,7 @@ from mlx_sparse.tools.bench.core import Shape
 from mlx_sparse.tools.bench.mlx.saap import ROUTERS, Network, network_of
 
 ROOT = Path(__file__).parents[1]
-CONFIGS = [SparQ(), SparQ(component_score="query_key"), SparQ(top_k=256), SparQ(rank=16, top_k=64)]
+METHODS = [SparQ(), SparQ(component_score="query_key"), SparQ(top_k=256), SparQ(rank=16, top_k=64)]
 by_chip = pytest.mark.parametrize("chip", CHIPS, ids=lambda chip: chip.name)
 
 
@@ -52,7 +52,7 @@ def test_brackets_are_in_order_and_shrink_with_bandwidth() -> None:
             assert all(a > b for a, b in zip(time(slow, shape, 65536), time(fast, shape, 65536), strict=True))
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("config", METHODS, ids=str)
 @by_chip
 def test_from_the_advised_context_on_sparq_never_loses(chip: Chip, config: SparQ) -> None:
     for shape in SHAPES:

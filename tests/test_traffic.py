@@ -29,7 +29,7 @@ from mlx_sparse.methods import SAAP, Sample, SparQ
 from mlx_sparse.tools.bench.core import Shape
 from mlx_sparse.tools.bench.mlx.saap import Network
 
-CONFIGS = [SparQ(), SparQ(component_score="query_key"), SparQ(top_k=700)]
+METHODS = [SparQ(), SparQ(component_score="query_key"), SparQ(top_k=700)]
 LENGTH = 16_384  # keys of SAAP's steps
 VIEWS = {"Slice", "Transpose", "Squeeze", "Broadcast", "Reshape", "ExpandDims"}
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="the harness of tests/msl runs on Linux")
@@ -125,7 +125,7 @@ def test_the_formulae_for_dense_attention_are_what_the_harness_counts(tables: li
         assert sum(launch.each for launch in by_formula) == pytest.approx(table.total["threadgroup"], rel=0.05)
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("config", METHODS, ids=str)
 @pytest.mark.parametrize(
     ("shape", "S"),
     [(Shape(8, 2, 128), 4096), (Shape(2, 2, 128), 16384), (Shape(9, 3, 64), 5056), (Shape(8, 1, 256), 9024)],

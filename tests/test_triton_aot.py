@@ -1,6 +1,6 @@
 """Kernels compiled for GPUs that are not here, exactly as a launch would compile them, on two versions of Triton.
 
-Every launch of `CASES` is compiled for the architectures of `configs.CONFIGS` in a process without the interpreter, and
+Every launch of `CASES` is compiled for the architectures of `configs.METHODS` in a process without the interpreter, and
 its machine code is read: what Triton's interpreter cannot show, spills, tiles that do not fit, scalar loads, missing
 matrix instructions and barriers, is looked for there.
 """

@@ -13,7 +13,7 @@ from mlx_sparse.cuda_ref import availability
 from require import needs_triton
 
 from mlx_sparse.common.extras import install_hint
-from mlx_sparse.methods import registry
+from mlx_sparse.methods import registry, table
 
 
 def run(code: str, **env: str) -> str:
@@ -91,7 +91,7 @@ def test_the_table_of_backends_and_the_package_load_neither_torch_nor_triton_nor
 import sys
 sys.modules.update(dict.fromkeys(("torch", "triton", "mlx", "mlx.core"), None))
 import mlx_sparse.cuda_ref
-from mlx_sparse.methods import registry
-print(registry.FOREIGN["triton"] if registry.unavailable("triton") else "runs")
+from mlx_sparse.methods import registry, table
+print(table.FOREIGN["triton"] if registry.unavailable("triton") else "runs")
 """
-    assert run(code) == registry.FOREIGN["triton"] + "\n"
+    assert run(code) == table.FOREIGN["triton"] + "\n"

@@ -14,8 +14,7 @@ from sample_cases import SampleCase, attended, kept_for_sure, logit_error, plain
 
 from mlx_sparse import oracle
 from mlx_sparse.common.block_layout import MINFERENCE_ROWS
-from mlx_sparse.methods import H2O, SAAP, FlexGen, MethodConfig, OracleTopK, Prefill, Sample, SparQ, Streaming
-from mlx_sparse.methods.prefill import MInference
+from mlx_sparse.methods import H2O, SAAP, FlexGen, Method, MInference, OracleTopK, Prefill, Sample, SparQ, Streaming
 from mlx_sparse.oracle.sparq import masked_mean
 
 # Sums of float32 may be taken in any order: so many give the error that a plain computation may have.
@@ -41,7 +40,7 @@ class Seen:
     """
 
     layer: int
-    config: MethodConfig | None
+    config: Method | None
     arrays: tuple[Any, ...]
     padding: Any
     scale: float
@@ -141,7 +140,7 @@ class Seen:
             return self._listed(config), None
         indices = np.array(self.chosen[0])
         if isinstance(config, H2O):
-            sizes = {"top_k": config.top_k, "local_window": config.window, "left_padding": self.padding}
+            sizes = {**config.parameters(), "left_padding": self.padding}
             self._same_choice(indices, oracle.top_k_select(received, **sizes), received)
             return indices, None
         assert config is not None

@@ -40,7 +40,7 @@ class Config:
 
 
 # By compute capability; a device takes the nearest one below it.
-CONFIGS: Mapping[int, Config] = {
+METHODS: Mapping[int, Config] = {
     80: Config(Tiles(8192, 4, 3), Tiles(4096, 4, 2), Tiles(8192, 4, 3)),
     90: Config(Tiles(8192, 4, 3), Tiles(4096, 4, 2), Tiles(8192, 4, 3)),
     100: Config(Tiles(8192, 4, 3), Tiles(4096, 4, 2), Tiles(8192, 4, 3)),
@@ -110,7 +110,7 @@ WITHOUT_A_GPU = 4  # processors: a few splits, so that the interpreter merges so
 
 def config(device: torch.device) -> Config:
     """The row of the table for ``device``."""
-    return CONFIGS[nearest(device)]
+    return METHODS[nearest(device)]
 
 
 def block_tile(device: torch.device, D: int, block_size: int, itemsize: int) -> BlockTile:
@@ -139,15 +139,15 @@ def columns(N: int, itemsize: int, queries: int, programs: int, device: torch.de
 
 def nearest(device: torch.device) -> int:
     """The architecture of the tables that ``device`` takes."""
-    known = [architecture for architecture in CONFIGS if architecture <= capability(device)]
-    return max(known, default=min(CONFIGS))
+    known = [architecture for architecture in METHODS if architecture <= capability(device)]
+    return max(known, default=min(METHODS))
 
 
 @cache
 def capability(device: torch.device) -> int:
     """Compute capability: 90 is sm_90."""
     if device.type != "cuda":
-        return min(CONFIGS)
+        return min(METHODS)
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
 

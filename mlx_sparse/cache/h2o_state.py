@@ -84,8 +84,7 @@ class Received:
             keys,
             values,
             scores=self._grown(keys.shape[:3]),
-            top_k=config.top_k,
-            local_window=config.window,
+            **config.parameters(),
             scale=scale,
             left_padding=left_padding,
         )

@@ -15,8 +15,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache, KVCache
 
-from ..checks import check_local_window
-from ..methods import MethodConfig, OracleTopK, Prefill, Sample, SparQ, Streaming, registry
+from ..methods import Method, Prefill, Sample, SparQ, registry
+from ..methods.table import WHOLE_BUFFERS
 from .h2o_state import Received
 from .saap_state import BucketIndex
 from .sparq_state import SideBuffers
@@ -91,9 +91,7 @@ class SparseCache:
         """Forget what is kept beside, but for the index; for operations that move rows."""
         self._side = self.received = None
 
-    def attend(
-        self, queries: mx.array, config: MethodConfig, *, scale: float, backend: str
-    ) -> tuple[mx.array, mx.array]:
+    def attend(self, queries: mx.array, config: Method, *, scale: float, backend: str) -> tuple[mx.array, mx.array]:
         """One decode step over this cache.
 
         Args:
@@ -111,13 +109,8 @@ class SparseCache:
             parameters |= self._sparq_parameters(config, G, S)
             if not length:
                 parameters["keys_t"] = parameters["keys_t"][..., :S]
-        elif isinstance(config, Streaming):
-            parameters |= {"sink_tokens": config.sink_tokens, "recent_tokens": config.recent_tokens}
         else:
-            parameters["top_k"] = config.attended
-        if isinstance(config, OracleTopK):
-            window = check_local_window(config.local_window, config.top_k)
-            parameters |= {"local_window": window, "group_reduce": config.group_reduce}
+            parameters |= config.parameters(queries.shape[1] // keys.shape[1])
         result: tuple[mx.array, mx.array] = registry.load(config.name, backend)(queries, keys, values, **parameters)
         return result
 
@@ -165,7 +158,7 @@ class SparseCache:
     def rows(self, backend: str) -> tuple[mx.array, mx.array, dict[str, int]]:
         """Keys, values and further parameters: whole buffers and the length if ``backend`` reads those, or slices."""
         S = self.length
-        if backend in registry.WHOLE_BUFFERS:
+        if backend in WHOLE_BUFFERS:
             return self.keys, self.values, {"length": S}
         return self.keys[..., :S, :], self.values[..., :S, :], {}
 
@@ -176,11 +169,7 @@ class SparseCache:
         side.extend(self, S, mean=reallocate, spread=weighted)
         assert side.keys_t is not None
         return {
-            "rank": config.rank,
-            "top_k": config.top_k,
-            "local_window": check_local_window(config.local_window, config.top_k),
-            "reallocate": reallocate,
-            "group_reduce": config.group_reduce,
+            **config.parameters(G),
             "component_weight": side.keys.deviation() if weighted and side.keys else None,
             "keys_t": side.keys_t,
             "value_mean": side.values.mean() if reallocate and side.values else None,

@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Any
 
 from ..checks import ConfigError, SparseAttentionError
-from ..methods import SAAP, Dense, MethodConfig, Prefill, load_toml, parse, registry
+from ..methods import SAAP, Dense, Method, Prefill, load_toml, parse, registry
 from .call_report import JSON_KEY, Report
 
 REPORTS = ("text", "mass", "json", "json+mass", "off")
@@ -47,15 +47,15 @@ class Session:
         self.command = command
         self.only_prompts = command.endswith("cache_prompt")
         self.suites = command.endswith("evaluate")
-        self.configs: tuple[MethodConfig, ...] = ()
+        self.configs: tuple[Method, ...] = ()
         self.prefill: Prefill | None = None
-        self.decode: MethodConfig | None = None
+        self.decode: Method | None = None
         self.backend = "auto"
         self.report_as = "text"
         self.max_kv_size: int | None = None
         self.draft: str | None = None
         self.loading: str | None = None
-        self.reports: dict[tuple[str, tuple[MethodConfig, ...]], Report] = {}  # by model and methods
+        self.reports: dict[tuple[str, tuple[Method, ...]], Report] = {}  # by model and methods
         self.requests: dict[str, Any] = {}  # of suites, by kind: the calls they made
         self.loads = self.loads_at_start = 0
         self.loads_part = False  # whether mlx-lm is loading what it will cut

@@ -13,7 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..checks import ConfigError
 from ..common.model_info import leaves, model_type
-from ..methods import CONFIGS, H2O, QK_NORMS, SAAP, Dense, MethodConfig, Prefill, SparQ, parse, registry
+from ..methods import METHODS, QK_NORMS, SAAP, Dense, Method, Prefill, parse, registry
 from . import seam
 from .call_report import Report
 from .plan import Call, Plan
@@ -22,7 +22,7 @@ from .saap import Buckets, find_routers
 
 NORMS_WITHOUT_WEIGHTS = frozenset({"nanochat", "talkie", "muse_glimmer"})
 
-Attn = str | MethodConfig | tuple[MethodConfig, ...]
+Attn = str | Method | tuple[Method, ...]
 
 
 def enable(model: Any, attn: Attn = "sparq", *, backend: str = "auto", mass: bool = False) -> Report:
@@ -50,8 +50,8 @@ def enable(model: Any, attn: Attn = "sparq", *, backend: str = "auto", mass: boo
     seam.require()
     if plan_of(model) is not None:
         raise ConfigError("model: expected one that is not enabled, got one that is. Call mlx_sparse.disable first.")
-    configs = parse(attn) if isinstance(attn, str) else (attn,) if isinstance(attn, MethodConfig) else attn
-    if not isinstance(configs, tuple) or not all(isinstance(config, MethodConfig) for config in configs):
+    configs = parse(attn) if isinstance(attn, str) else (attn,) if isinstance(attn, Method) else attn
+    if not isinstance(configs, tuple) or not all(isinstance(config, Method) for config in configs):
         raise ConfigError(f"attn: expected text, a configuration or a tuple of them, got {attn!r}.")
     prefill, decode = select_methods(configs)
     if decode is not None:
@@ -115,7 +115,7 @@ def plan_of(model: Any) -> Plan | None:
     return state[0] if state else None
 
 
-def select_methods(configs: tuple[MethodConfig, ...]) -> tuple[Prefill | None, MethodConfig | None]:
+def select_methods(configs: tuple[Method, ...]) -> tuple[Prefill | None, Method | None]:
     """The method for prompts and the one that decodes, at least one of them.
 
     Raises:
@@ -123,7 +123,7 @@ def select_methods(configs: tuple[MethodConfig, ...]) -> tuple[Prefill | None, M
     """
     for config in configs:
         if isinstance(config, Dense):
-            listed = ", ".join(name for name, cls in CONFIGS.items() if cls is not Dense)
+            listed = ", ".join(name for name, cls in METHODS.items() if cls is not Dense)
             raise ConfigError(f"attn: expected one of {listed} for a model, got {config.name}.")
     prefill = [config for config in configs if isinstance(config, Prefill)]
     decode = [config for config in configs if not isinstance(config, Prefill)]
@@ -131,16 +131,17 @@ def select_methods(configs: tuple[MethodConfig, ...]) -> tuple[Prefill | None, M
         if len(found) > 1:
             names = " and ".join(config.name for config in found)
             raise ConfigError(f"attn: expected one {stage} method, got {names}.")
-    if prefill and any(isinstance(config, H2O) for config in decode):
-        raise ConfigError(f"attn: expected dense prompts for h2o to count their attention, got {prefill[0].name}.")
+    if prefill and any(config.observes_prompts for config in decode):
+        seen, hidden = decode[0].name, prefill[0].name
+        raise ConfigError(f"attn: expected dense prompts for {seen} to count their attention, got {hidden}.")
     if not configs:
         raise ConfigError("attn: expected a method for prompts or for decoding, got none.")
     return next(iter(prefill), None), next(iter(decode), None)
 
 
-def resolve(config: MethodConfig, model: Any) -> MethodConfig:
+def resolve(config: Method, model: Any) -> Method:
     """Settle what "auto" means for this model."""
-    return config.for_model(qk_norm=has_qk_norm(model)) if isinstance(config, SparQ) else config
+    return config.for_model(qk_norm=has_qk_norm(model))
 
 
 def has_qk_norm(model: Any) -> bool:

@@ -10,10 +10,9 @@ import mlx.core as mx
 
 from ..cache.h2o_state import Received
 from ..cache.kv_cache import SparseBatchKVCache, SparseCache, adopt
-from ..checks import check_rank
 from ..common.model_info import leaves
 from ..common.stats import dense_elements, saap_elements
-from ..methods import H2O, NEVER, FlexGen, MethodConfig, Prefill, Sample, SparQ, Step, registry
+from ..methods import H2O, NEVER, Method, Prefill, Sample, Step, registry
 from . import seam
 from .call_report import Counts, Report
 from .dense import attend_alone, replace
@@ -42,7 +41,7 @@ class Plan:
     def __init__(
         self,
         prefill: Prefill | None,
-        decode: MethodConfig | None,
+        decode: Method | None,
         backend: str,
         family: str,
         *,
@@ -59,7 +58,7 @@ class Plan:
         self.report.add(Counts(prefill=prefill and PrefillFigures(), buckets=buckets and BucketFigures()))
 
     @property
-    def configs(self) -> list[MethodConfig]:
+    def configs(self) -> list[Method]:
         """The methods there are."""
         return [config for config in (self.prefill, self.decode) if config is not None]
 
@@ -240,15 +239,16 @@ class Call:
         if mask is not None and not self._is_padding_mask(mask):
             return "with an array mask"
         refusal = None if self.buckets is None else self.buckets.refusal(cache)
-        serving = [config for config in self.configs if sinks is None or _serves_sinks(config, queries, keys)]
+        serving = [
+            config for config in self.configs if sinks is None or config.serves_sinks(queries.shape[1] // keys.shape[1])
+        ]
         serving = [config for config in serving if refusal is None or config is not self.decode]
         for config in serving:
-            if isinstance(config, SparQ):
-                check_rank(config.rank, queries.shape[-1])
+            config.check_head_dim(queries.shape[-1])
             self.backends.add(self._resolve(config, queries, keys))
         return None if serving else refusal or "with attention sinks"
 
-    def _resolve(self, config: MethodConfig, queries: mx.array, keys: mx.array) -> str:
+    def _resolve(self, config: Method, queries: mx.array, keys: mx.array) -> str:
         """The backend for these sizes."""
         Hq, D = queries.shape[1], queries.shape[3]
         return registry.resolve(self.backend, config.name, D=D, G=Hq // keys.shape[1])
@@ -289,13 +289,8 @@ class Call:
         if S < shortest:
             yield f"over fewer than {shortest:,} keys"
         config = self.prefill.at(S)
-        if isinstance(config, Sample):
-            if max(config.alpha_column, config.alpha_slash) >= 1:
-                yield "that an alpha of 1 keeps whole"
-            if config.layout(L, S).everything:
-                yield "with a sample in every row block"
-            if config.too_short(L):
-                yield "with a sample of more than an eighth of the queries"
+        if (reason := config.dense_piece(L, S)) is not None:
+            yield reason
 
     def _step_reasons(
         self, queries: mx.array, keys: mx.array, cache: Any, mask: Any, sinks: mx.array | None, backend: str
@@ -306,7 +301,7 @@ class Call:
         if self.decode is None:
             yield NO_DECODE
             return
-        if sinks is not None and not _serves_sinks(self.decode, queries, keys):
+        if sinks is not None and not self.decode.serves_sinks(queries.shape[1] // keys.shape[1]):
             yield "with attention sinks"
         if mask is not None and not self._is_padding_mask(mask):
             yield "with an array mask"
@@ -396,10 +391,3 @@ class Call:
 def _counted(cache: SparseCache, length: int) -> bool:
     """Whether the attention of all queries of rows ``[0, length)``, and of no others, has been counted."""
     return length == (0 if cache.received is None else cache.received.length)
-
-
-def _serves_sinks(config: MethodConfig, queries: mx.array, keys: mx.array) -> bool:
-    """Whether a sink's share can be told from the log-sum-exp of the attended keys, and is all that is asked for."""
-    if isinstance(config, SparQ):
-        return not config.reallocates(queries.shape[1] // keys.shape[1])
-    return not isinstance(config, FlexGen | H2O)

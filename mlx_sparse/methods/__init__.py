@@ -1,29 +1,28 @@
-"""One frozen dataclass per method: validate, parse, print, presets, TOML.
+"""One frozen dataclass per method, which answers for itself: what it is, its settings, when it pays, what it moves.
 
-``"sparq:rank=16,top_k=64"`` is the text form: METHOD[:key=value,...][+METHOD...]. `parse` reads it, ``str(config)``
-prints it.
+``"sparq:rank=16,top_k=64"`` is the text form: METHOD[:key=value,...][+METHOD...]. `parse` reads it, ``str(method)``
+prints it. `METHODS` has them all by name; `mlx_sparse.methods.table` says which function runs each of them where.
 """
 
-from .base import NEVER, QK_NORMS, Dense, MethodConfig, Step
-from .decode import ENOUGH_SAVED, H2O, MAX_BUCKETS, SAAP, FlexGen, OracleTopK, SparQ, Streaming, nvidia_kind
-from .prefill import (
-    SAMPLE_PAYS_FROM,
-    SAMPLE_PAYS_UP_TO,
-    BigBird,
-    MInference,
-    Prefill,
-    Sample,
-    SampleRange,
-    StreamingPrefill,
-)
-from .text import CONFIGS, MAX_TOML_BYTES, load_toml, parse, split_methods
+from .base import NEVER, QK_NORMS, Dense, Method, Prefill, Step
+from .bigbird import BigBird
+from .cost import ENOUGH_SAVED, SAMPLE_PAYS_FROM, SAMPLE_PAYS_UP_TO, nvidia_kind
+from .flexgen import FlexGen
+from .h2o import H2O
+from .minference import MInference
+from .oracle_top_k import OracleTopK
+from .saap import MAX_BUCKETS, SAAP
+from .sample import Sample, SampleRange
+from .sparq import SparQ
+from .streaming import Streaming, StreamingPrefill
+from .text import MAX_TOML_BYTES, METHODS, load_toml, parse, split_methods
 
 __all__ = [
-    "CONFIGS",
     "ENOUGH_SAVED",
     "H2O",
     "MAX_BUCKETS",
     "MAX_TOML_BYTES",
+    "METHODS",
     "NEVER",
     "QK_NORMS",
     "SAAP",
@@ -33,7 +32,7 @@ __all__ = [
     "Dense",
     "FlexGen",
     "MInference",
-    "MethodConfig",
+    "Method",
     "OracleTopK",
     "Prefill",
     "Sample",

@@ -1,18 +1,24 @@
-"""What every method's configuration has."""
+"""What every method answers for itself."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..checks import ConfigError
+from ..common.block_layout import Layout
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # Names of submodules that normalise queries or keys, over mlx-lm's and transformers' model files.
 QK_NORMS = frozenset({"q_norm", "k_norm", "query_norm", "key_norm", "q_layernorm", "k_layernorm"})
 QK_NORMS |= {"query_layernorm", "key_layernorm", "qk_norm"}
 NEVER = 1 << 40  # keys; as `shortest_context`: not at any context
+SWITCHES = frozenset({"dense_below", "dense_above", "ranges"})  # fields that decide whether and how a backend is called
 
 
 @dataclass(frozen=True)
@@ -26,7 +32,8 @@ class Step:
         itemsize: bytes of an element of keys and values.
         buckets: that the index of SAAP has.
         network: bytes of SAAP's query network of a KV head.
-        gpu: for the `metal` and `triton` backends the kind of GPU, a key of `ENOUGH_SAVED`; empty where there is none.
+        gpu: for the `metal` and `triton` backends the kind of GPU, a key of `cost.ENOUGH_SAVED`; empty where there is
+            none.
     """
 
     heads: int
@@ -39,25 +46,84 @@ class Step:
 
 
 @dataclass(frozen=True)
-class MethodConfig:
-    """What every method has."""
+class Method:
+    """A method and its settings; the class says what it is.
+
+    Attributes:
+        name: in the text form and in every table.
+        stage: what it replaces dense attention in: "decode" (one query per step), "prefill" (a prompt, in pieces of any
+            size) or "prefill and decode".
+        source: the paper it comes from.
+        reads: what it reads per new token, or computes of a prompt, in one sentence.
+        look: its colour and marker in pictures. The colours are told apart by the colour-blind.
+        presets: settings by name.
+        grows: the setting that a budget of transfers decides; empty where none does.
+        observes_prompts: whether its choice begins with what dense prompts attend to.
+        before_rope: whether it chooses by queries and keys before RoPE.
+    """
 
     name: ClassVar[str]
-    stage: ClassVar[str] = "decode"  # or "prefill": what it replaces dense attention in
+    stage: ClassVar[str] = "decode"
+    source: ClassVar[str]
+    reads: ClassVar[str]
+    look: ClassVar[tuple[str, str]] = ("#666666", "o")
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    grows: ClassVar[str] = ""
+    observes_prompts: ClassVar[bool] = False
+    before_rope: ClassVar[bool] = False
 
     @property
     def attended(self) -> int:
         """Keys attended per step and KV head; contexts of up to this many keys are attended densely."""
         raise ConfigError(f"attn: expected a sparse method, got {self.name}.")
 
+    @property
+    def file(self) -> str | None:
+        """The artefact it is to load; None for methods, and settings, without one.
+
+        Raises:
+            ConfigError: none is given where one is needed.
+        """
+        return None
+
+    @property
+    def fitted_buckets(self) -> int:
+        """Buckets of its index where no artefact says; 0 for methods without one."""
+        return 0
+
+    def for_model(self, *, qk_norm: bool) -> Self:
+        """With what "auto" means for a model, but for what its layers decide."""
+        return self
+
+    def check_head_dim(self, D: int) -> None:
+        """Raise `ConfigError` if a setting does not fit the head dim ``D``."""
+
+    def serves_sinks(self, G: int) -> bool:
+        """Whether a sink's share can be told from the log-sum-exp of the attended keys, and is all that is asked for.
+
+        ``G`` is the number of query heads per KV head.
+        """
+        return True
+
+    def parameters(self, G: int = 1) -> dict[str, Any]:
+        """Arguments of the backends' functions for layers of ``G`` query heads per KV head: nothing is "auto"."""
+        kept = (field.name for field in dataclasses.fields(self) if field.name not in SWITCHES)
+        return {name: getattr(self, name) for name in kept}
+
     def shortest_context(self, step: Step | None = None) -> int:
         """Contexts of fewer keys are attended densely; `NEVER` where all are."""
         return self.attended + 1
 
-    def elements(self, S: int, D: int) -> int:
-        """Elements moved per KV head and step for ``S`` keys of head dim ``D``."""
+    def elements(self, S: int, D: int, buckets: int = 0) -> int:
+        """Elements moved per KV head and step for ``S`` keys of head dim ``D``, in ``buckets`` if it has an index."""
         raise ConfigError(f"attn: expected a sparse method, got {self.name}.")
+
+    def with_budget(self, share: Fraction, D: int, named: Collection[str]) -> tuple[Self, str]:
+        """Itself with what a budget of ``share`` of dense attention's transfers fixes, and the setting left to find.
+
+        Settings in ``named`` stay. The setting is empty where none is free.
+        """
+        return self, "" if self.grows in named else self.grows
 
     def __str__(self) -> str:
         """The text form with every key that differs from its default."""
@@ -70,10 +136,58 @@ class MethodConfig:
 
 
 @dataclass(frozen=True)
-class Dense(MethodConfig):
+class Dense(Method):
     """Attention as mlx-lm runs it: the baseline."""
 
     name: ClassVar[str] = "dense"
+    stage: ClassVar[str] = "prefill and decode"
+    source: ClassVar[str] = "the baseline"
+    reads: ClassVar[str] = "every key and value"
+    look: ClassVar[tuple[str, str]] = ("#000000", "X")
+
+
+@dataclass(frozen=True)
+class Prefill(Method):
+    """What the methods for prompts have.
+
+    Attributes:
+        block_size: queries per row block and keys per key block.
+    """
+
+    stage: ClassVar[str] = "prefill"
+    block_size: int = 128
+
+    def at(self, S: int) -> Prefill:
+        """The settings for a context of ``S`` keys."""
+        return self
+
+    def layout(self, L: int, S: int) -> Layout:
+        """The blocks of ``L`` queries over ``S`` keys, and their samples: none where sizes alone choose."""
+        return Layout(L, S, 1, self.block_size, rows=0)
+
+    def shortest_context(self, step: Step | None = None) -> int:
+        return 0
+
+    def fullest(self, backend: str) -> float:
+        """Density above which attention stays dense."""
+        return 1.0
+
+    def dense_piece(self, L: int, S: int) -> str | None:
+        """Why a piece of ``L`` queries over ``S`` keys stays dense whatever its keys are; None if it need not."""
+        return None
+
+
+def read_value(text: str) -> str | int | float | bool | None:
+    """A word, a number, or else the text itself."""
+    words: dict[str, bool | None] = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    for read in (int, float):
+        try:
+            return read(text)
+        except ValueError:
+            continue
+    return text
 
 
 def _print_value(value: object) -> str:

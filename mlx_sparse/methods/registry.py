@@ -1,177 +1,21 @@
-"""The table method x backend: what exists, where its code is, and why a backend cannot run here.
-
-Code is named by import strings, so that reading the table imports no backend.
-"""
+"""Finding the function that runs a method on a backend, and the reasons why a backend cannot run here."""
 
 from __future__ import annotations
 
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 from ..checks import BackendUnavailable, ConfigError, meant
 from ..common.extras import not_installed
-
-BACKENDS: Mapping[str, str] = {
-    "oracle": "NumPy float64, everywhere: the specification that the tests compare with",
-    "ops": "MLX array operations, everywhere MLX runs (CPU, Metal, CUDA)",
-    "metal": "custom Metal kernels, on Apple GPUs; under test on any Linux machine (tests/msl)",
-    "triton": "Triton kernels for torch tensors, on NVIDIA GPUs; slowly on any Linux machine with TRITON_INTERPRET=1",
-    "onnx": "exported files on any ONNX runtime: the operators as functions of standard ones",
-    "ort": "exported files on ONNX Runtime with native kernels for the CPU (AVX2, AVX-512, NEON)",
-}
-
-# Backends that take no MLX arrays, and what they take.
-FOREIGN: Mapping[str, str] = {
-    "oracle": "it takes NumPy arrays: call the same function in mlx_sparse.oracle",
-    "triton": "it takes torch tensors: call the same function in mlx_sparse.cuda_ref",
-    **dict.fromkeys(("onnx", "ort"), "it runs exported files: export-onnx, then mlx-sparse run-onnx"),
-}
-
-# Backends that read whole cache buffers and a `length`, where a slice would be copied on every call.
-WHOLE_BUFFERS = frozenset({"metal"})
+from .table import BACKENDS, FOREIGN, FUNCTIONS
 
 # What the Metal kernels keep in registers and threadgroup memory bounds the head dim and the group.
 METAL_HEAD_DIM, METAL_GROUP = 256, 16
 # These run on the matrix units, in tiles of 16 components and rows of any head.
 MATRIX_FUNCTIONS = frozenset({"sample", "sample_scores", "sample_select", "attend_blocks"})
-
-
-@dataclass(frozen=True)
-class Method:
-    """What a method is.
-
-    Attributes:
-        stage: "decode" (one query per step), "prefill" (a prompt, in pieces of any size) or "prefill and decode".
-        source: the paper it comes from.
-    """
-
-    stage: str
-    source: str
-
-
-METHODS: Mapping[str, Method] = {
-    "dense": Method("prefill and decode", "the baseline"),
-    "sparq": Method("decode", "SparQ Attention, arXiv 2312.04985"),
-    "saap": Method("decode", "SAAP, arXiv 2502.08246"),
-    "sample": Method("prefill", "SampleAttention, MLSys 2025, arXiv 2406.15486"),
-    "minference": Method("prefill", "MInference, arXiv 2407.02490"),
-    "bigbird": Method("prefill", "BigBird, arXiv 2007.14062"),
-    "streaming_prefill": Method("prefill", "StreamingLLM, arXiv 2309.17453"),
-    "streaming": Method("decode", "StreamingLLM, arXiv 2309.17453"),
-    "flexgen": Method("decode", "FlexGen, arXiv 2303.06865"),
-    "oracle_top_k": Method("decode", "the bound in the SparQ paper"),
-    "h2o": Method("decode", "H2O, arXiv 2306.14048"),
-}
-
-# Function by method and backend, then the functions that methods share.
-FUNCTIONS: Mapping[str, Mapping[str, str]] = {
-    "dense": {
-        "oracle": "oracle:dense_attention",
-        "ops": "ops.attend:dense_attention",
-        "metal": "ops.attend:dense_attention",  # MLX's own kernel
-        "triton": "cuda_ref.api.decode:dense_attention",
-        "onnx": "onnx_export:operator_model",
-        "ort": "onnx_export:session_options",
-    },
-    "sparq": {
-        "oracle": "oracle:sparq_attention",
-        "ops": "ops.sparq:sparq_attention",
-        "metal": "kernels.sparq:sparq_attention",
-        "triton": "cuda_ref.api.decode:sparq_attention",
-        "onnx": "onnx_export:operator_model",
-        "ort": "onnx_export:session_options",
-    },
-    "saap": {
-        "oracle": "oracle:saap_attention",
-        "ops": "ops.saap:saap_attention",
-        "metal": "kernels.saap:saap_attention",
-        "triton": "cuda_ref.api.saap:saap_attention",
-        "onnx": "onnx_export:operator_model",
-        "ort": "onnx_export:session_options",
-    },
-    "streaming": {"oracle": "oracle:streaming_attention", "ops": "ops.baselines:streaming_attention"},
-    "flexgen": {"oracle": "oracle:flexgen_attention", "ops": "ops.baselines:flexgen_attention"},
-    "oracle_top_k": {"oracle": "oracle:oracle_top_k_attention", "ops": "ops.baselines:oracle_top_k_attention"},
-    "h2o": {"oracle": "oracle:h2o_attention", "ops": "ops.baselines:h2o_attention"},
-    "h2o_scores": {"oracle": "oracle:h2o_scores", "ops": "ops.baselines:h2o_scores"},
-    "sample": {
-        "oracle": "oracle:sample_attention",
-        "ops": "ops.sample:sample_attention",
-        "metal": "kernels.sample:sample_attention",
-        "triton": "cuda_ref.api.prefill:sample_attention",
-        "onnx": "onnx_export:operator_model",
-        "ort": "onnx_export:session_options",
-    },
-    "minference": {"oracle": "oracle:minference_attention", "ops": "ops.prefill:minference_attention"},
-    "bigbird": {"oracle": "oracle:bigbird_attention", "ops": "ops.prefill:bigbird_attention"},
-    "streaming_prefill": {
-        "oracle": "oracle:streaming_prefill_attention",
-        "ops": "ops.prefill:streaming_prefill_attention",
-    },
-    "sample_scores": {
-        "oracle": "oracle:sample_scores",
-        "ops": "ops.sample:sample_scores",
-        "metal": "kernels.sample:sample_scores",
-        "triton": "cuda_ref.api.prefill:sample_scores",
-    },
-    "sample_select": {
-        "oracle": "oracle:sample_select",
-        "ops": "ops.sample:sample_select",
-        "metal": "kernels.sample:sample_select",
-        "triton": "cuda_ref.api.prefill:sample_select",
-    },
-    "saap_assign": {
-        "oracle": "oracle:saap_assign",
-        "ops": "common.kmeans:assign",
-        "metal": "common.kmeans:assign",  # a matrix product and a maximum, once per key
-        "triton": "cuda_ref.api.saap:saap_assign",
-    },
-    "saap_route": {
-        "oracle": "oracle:saap_route",
-        "ops": "ops.saap:saap_route",
-        "metal": "kernels.saap:saap_route",
-        "triton": "cuda_ref.api.saap:saap_route",
-    },
-    "saap_index": {
-        "oracle": "oracle:saap_index",
-        "ops": "common.csr:saap_index",
-        "metal": "common.csr:saap_index",  # once every few hundred tokens
-        "triton": "cuda_ref.api.saap:saap_index",
-    },
-    "saap_indices": {
-        "oracle": "oracle:saap_indices",
-        "ops": "ops.saap:saap_indices",
-        "metal": "kernels.saap:saap_indices",
-        "triton": "cuda_ref.api.saap:saap_indices",
-    },
-    "attend_blocks": {
-        "oracle": "oracle:attend_blocks",
-        "ops": "ops.blocks:attend_blocks",
-        "metal": "kernels.blocks:attend_blocks",
-        "triton": "cuda_ref.api.prefill:attend_blocks",
-    },
-    "attend_indices": {
-        "oracle": "oracle:attend_indices",
-        "ops": "ops.attend:attend_indices",
-        "metal": "kernels.attend:attend_indices",
-        "triton": "cuda_ref.api.decode:attend_indices",
-    },
-    "top_k_select": {
-        "oracle": "oracle:top_k_select",
-        "ops": "ops.select:top_k_select",
-        "metal": "kernels.select:top_k_select",
-        "triton": "cuda_ref.api.decode:top_k_select",
-    },
-    "sparq_select": {"oracle": "oracle:sparq_select", "ops": "ops.sparq:sparq_select"},
-    # Not on the way of a decode step: array operations do for every backend.
-    "dense_lse": {"ops": "ops.attend:dense_lse", "metal": "ops.attend:dense_lse"},
-    "deviation": {"ops": "ops.sparq:deviation", "metal": "ops.sparq:deviation"},
-    "masked_mean": {"ops": "ops.sparq:masked_mean", "metal": "ops.sparq:masked_mean"},
-}
 
 
 def unavailable(backend: str) -> str | None:

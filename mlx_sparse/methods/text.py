@@ -1,4 +1,4 @@
-"""Configurations as text and TOML."""
+"""All methods by name, and their text and TOML forms."""
 
 from __future__ import annotations
 
@@ -10,10 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from ..checks import ConfigError, meant
-from .base import Dense, MethodConfig
-from .decode import H2O, SAAP, FlexGen, OracleTopK, SparQ, Streaming
-from .prefill import BigBird, MInference, Sample, StreamingPrefill
-from .values import read_value
+from .base import Dense, Method, read_value
+from .bigbird import BigBird
+from .flexgen import FlexGen
+from .h2o import H2O
+from .minference import MInference
+from .oracle_top_k import OracleTopK
+from .saap import SAAP
+from .sample import Sample
+from .sparq import SparQ
+from .streaming import Streaming, StreamingPrefill
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -22,10 +28,9 @@ else:  # Python 3.10
 
 MAX_TOML_BYTES = 1 << 20  # a configuration is a few lines; refuse to parse a model file by mistake
 
-BASELINES = (Streaming, H2O, FlexGen, OracleTopK, MInference, BigBird, StreamingPrefill)
-CONFIGS: Mapping[str, type[MethodConfig]] = {
-    config.name: config
-    for config in (
+METHODS: Mapping[str, type[Method]] = {
+    method.name: method
+    for method in (
         Dense,
         SparQ,
         SAAP,
@@ -41,7 +46,7 @@ CONFIGS: Mapping[str, type[MethodConfig]] = {
 }
 
 
-def parse(text: str, base: Mapping[str, MethodConfig] | None = None) -> tuple[MethodConfig, ...]:
+def parse(text: str, base: Mapping[str, Method] | None = None) -> tuple[Method, ...]:
     """Read METHOD[:key=value,...][+METHOD...].
 
     Args:
@@ -51,12 +56,12 @@ def parse(text: str, base: Mapping[str, MethodConfig] | None = None) -> tuple[Me
     Raises:
         ConfigError: unknown method, key or preset; a value of the wrong type or out of range; a method named twice.
     """
-    configs: dict[str, MethodConfig] = {}
+    configs: dict[str, Method] = {}
     for part in text.split("+"):
         name, colon, options = part.partition(":")
         name = name.strip()
         head, _, rest = name.partition(",")
-        if head.strip() in CONFIGS and "=" in rest:
+        if head.strip() in METHODS and "=" in rest:
             written = f"{head.strip()}:{rest.strip()}"
             raise ConfigError(f"attn: expected ':' before the first key, got {name!r}. Write {written!r}.")
         _class(name)
@@ -93,7 +98,7 @@ def split_methods(text: str) -> list[str]:
     return methods
 
 
-def load_toml(path: str | Path) -> dict[str, MethodConfig]:
+def load_toml(path: str | Path) -> dict[str, Method]:
     """Read a TOML file with one table per method, for example ``[sparq]`` with ``rank = 16``.
 
     Raises:
@@ -128,13 +133,13 @@ def _check_integers(value: object) -> None:
         _check_integers(entry)
 
 
-def _class(name: str) -> type[MethodConfig]:
-    if name not in CONFIGS:
-        raise ConfigError(f"attn: expected one of {', '.join(CONFIGS)}, got {name!r}.{meant(name, CONFIGS)}")
-    return CONFIGS[name]
+def _class(name: str) -> type[Method]:
+    if name not in METHODS:
+        raise ConfigError(f"attn: expected one of {', '.join(METHODS)}, got {name!r}.{meant(name, METHODS)}")
+    return METHODS[name]
 
 
-def _build(name: str, options: Mapping[str, Any], base: MethodConfig | None) -> MethodConfig:
+def _build(name: str, options: Mapping[str, Any], base: Method | None) -> Method:
     """Options over preset over base over defaults."""
     cls = _class(name)
     known = [field.name for field in dataclasses.fields(cls)]

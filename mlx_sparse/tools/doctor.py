@@ -14,7 +14,8 @@ from typing import Any
 from .. import __version__
 from .._boot import CommandFinder
 from ..common.extras import install_hint
-from ..methods.registry import BACKENDS, unavailable
+from ..methods.registry import unavailable
+from ..methods.table import BACKENDS
 
 PACKAGES = ("mlx", "mlx-lm", "numpy", "tqdm", "transformers", "torch", "triton")
 DISTRIBUTION = "mlx-sparse-attention"

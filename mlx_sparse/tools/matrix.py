@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..methods.registry import BACKENDS, FUNCTIONS, METHODS, unavailable
+from ..methods import METHODS
+from ..methods.registry import unavailable
+from ..methods.table import BACKENDS, FUNCTIONS
 
 
 def rows() -> list[dict[str, Any]]:

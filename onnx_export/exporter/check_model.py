@@ -8,7 +8,7 @@ import itertools
 import onnx
 from onnx import TensorProto
 
-from mlx_sparse.methods import SAAP, MethodConfig, Sample, SparQ
+from mlx_sparse.methods import SAAP, Method, Sample, SparQ
 
 from ..domain import DOMAIN
 from .decoder import Target, output_of
@@ -19,7 +19,7 @@ SIZES = {"top_k", "local_window", "sink_tokens", "recent_tokens", "dense_below"}
 KEYS = 4  # most keys attended to in the sparse step that is compared, so that a short prompt shows it
 
 
-def shortened(target: Target) -> MethodConfig:
+def shortened(target: Target) -> Method:
     """The method of a target with a sparse step that comes right after a short prompt."""
     method = target.method
     if isinstance(method, SAAP):

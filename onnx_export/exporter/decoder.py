@@ -15,7 +15,7 @@ import numpy as np
 from onnx import TensorProto
 
 from mlx_sparse.checks import check_local_window
-from mlx_sparse.methods import SAAP, Dense, MethodConfig, Sample, SparQ
+from mlx_sparse.methods import SAAP, Dense, Method, Sample, SparQ
 
 from .. import build
 from .families import Family, Rope, head_dim, rope_of, window_of
@@ -43,7 +43,7 @@ class Target:
         index: centroids and networks of SAAP; None without it.
     """
 
-    method: MethodConfig
+    method: Method
     max_length: int
     lanes: int
     dtype: str

@@ -22,7 +22,7 @@ from tqdm import tqdm
 import mlx_sparse
 from mlx_sparse.checks import ConfigError, check_choice, check_int, check_local_window, check_rank, meant
 from mlx_sparse.lm.model import resolve
-from mlx_sparse.methods import CONFIGS, SAAP, Dense, MethodConfig, Sample, SparQ, load_toml, parse
+from mlx_sparse.methods import METHODS, SAAP, Dense, Method, Sample, SparQ, load_toml, parse
 
 from .. import build
 from .. import lower as lowering
@@ -36,7 +36,7 @@ from .saap_weights import Index, index_of
 from .verify import Agreement, compare, reference
 from .weights import QUANTISED
 
-METHODS: tuple[set[type[MethodConfig]], ...] = ({Dense}, {SparQ}, {Sample}, {Sample, SparQ}, {SAAP})
+EXPORTED: tuple[set[type[Method]], ...] = ({Dense}, {SparQ}, {Sample}, {Sample, SparQ}, {SAAP})
 MOST = 2**31 - 1  # rows or tokens
 MAX_LENGTH = 4096  # where the model allows it and --max-length does not say otherwise
 # What tokenizers are made of; whatever of it the model has is copied.
@@ -166,7 +166,7 @@ def _check_sizes(dtype: str | None, max_length: int | None, static: tuple[int, i
         raise ConfigError(f"--max-length: expected none beside --static {static[0]},{static[1]}, got {max_length}.")
 
 
-def methods_of(text: str, attn_config: str | Path | None) -> tuple[Sample | None, MethodConfig]:
+def methods_of(text: str, attn_config: str | Path | None) -> tuple[Sample | None, Method]:
     """The methods for prompts, None if dense, and for decoding that ``--method`` and ``--attn-config`` mean.
 
     Raises:
@@ -175,8 +175,8 @@ def methods_of(text: str, attn_config: str | Path | None) -> tuple[Sample | None
     base = load_toml(attn_config) if attn_config is not None else {}
     known = "--method: expected dense, sparq, sample, sample+sparq or saap, with [:key=value,...]"
     names = [part.partition(":")[0].strip() for part in text.split("+")]
-    if {CONFIGS.get(name) for name in names} not in METHODS:
-        raise ConfigError(f"{known}, got {text!r}.{meant(names[-1], CONFIGS)}")
+    if {METHODS.get(name) for name in names} not in EXPORTED:
+        raise ConfigError(f"{known}, got {text!r}.{meant(names[-1], METHODS)}")
     configs = {type(config): config for config in parse(text, base)}
     prompts = configs.get(Sample)
     assert prompts is None or isinstance(prompts, Sample)
@@ -205,7 +205,7 @@ def settle_prompts(config: Sample, max_length: int) -> Sample:
     return dataclasses.replace(settled.pop(), dense_below=below)
 
 
-def settle(config: MethodConfig, model: Any, *, branches: bool = True, index: Index | None = None) -> MethodConfig:
+def settle(config: Method, model: Any, *, branches: bool = True, index: Index | None = None) -> Method:
     """SparQ with every automatic choice made as `mlx_sparse.enable` makes it; SAAP, which has an ``index``, likewise.
 
     Without ``branches`` the graph cannot turn to dense attention in short contexts, but for those of which everything

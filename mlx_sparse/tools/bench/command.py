@@ -13,7 +13,7 @@ from datetime import date
 
 from ...checks import ConfigError, Parser, SparseAttentionError, check_int, check_share, read_length, read_shape
 from ...common.extras import naming_missing
-from ...methods import MethodConfig, parse, split_methods
+from ...methods import Method, parse, split_methods
 from .. import formats
 from .core import Shape
 from .run import Plan, Request, run
@@ -200,7 +200,7 @@ def read(args: argparse.Namespace) -> tuple[Request, float]:
     return request, default.budget if budget is None else budget
 
 
-def _method(text: str, stage: str) -> MethodConfig:
+def _method(text: str, stage: str) -> Method:
     wanted, example, _ = STAGES[stage]
     configs = parse(text)
     if len(configs) != 1 or configs[0].name == "dense" or configs[0].stage != wanted:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...checks import ConfigError
-from ...methods import MethodConfig
+from ...methods import Method
 from ..formats import Printer
 from .core import Row, Shape, say
 
@@ -27,7 +27,7 @@ class Request:
     engine: str
     stage: str
     attn: str
-    methods: Sequence[MethodConfig]
+    methods: Sequence[Method]
     lengths: Sequence[int]
     shapes: Sequence[Shape]
     batches: Sequence[int]
@@ -38,7 +38,7 @@ class Request:
     steps: Sequence[int | None]
     densities: Sequence[float]
 
-    def one_method(self, allowed: Mapping[str, Sequence[str]]) -> MethodConfig:
+    def one_method(self, allowed: Mapping[str, Sequence[str]]) -> Method:
         """The method, for an engine that has few of them.
 
         Args:

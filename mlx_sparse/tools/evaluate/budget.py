@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from fractions import Fraction
 
 from ... import artefact
 from ...checks import ConfigError
 from ...common import stats
-from ...methods import H2O, SAAP, FlexGen, MethodConfig, OracleTopK, SparQ, Streaming, parse
-
-# The setting that grows with the budget.
-SIZES: Mapping[type[MethodConfig], str] = {
-    SparQ: "top_k",
-    Streaming: "recent_tokens",
-    H2O: "top_k",
-    FlexGen: "top_k",
-    OracleTopK: "top_k",
-    SAAP: "probes",
-}
+from ...methods import Method, parse
 
 
 class OutOfReach(ConfigError):
@@ -41,26 +30,21 @@ def read_budget(text: str) -> Fraction:
     return share
 
 
-def transfers(config: MethodConfig, S: int, D: int, buckets: int = 0) -> float | None:
+def transfers(config: Method, S: int, D: int, buckets: int = 0) -> float | None:
     """Elements that a decode step moves over those of dense attention, at ``S`` keys of head dim ``D``.
 
-    For SAAP with ``buckets`` (0: ask its artefact) of equal size and without its query network. None for prefill
-    methods, whose density their own choice decides.
+    ``buckets`` are those of an index; 0 asks its artefact. None for prefill methods, whose density their own choice
+    decides.
     """
     if config.stage != "decode":
         return None
-    if isinstance(config, SAAP):
-        outside = max(0, S - config.attended)
-        attended = min(config.attended, S) + outside * config.probes / (buckets or buckets_of(config))
-        return stats.saap_elements(D, round(attended)) / stats.dense_elements(S, D)
-    return config.elements(S, D) / stats.dense_elements(S, D)
+    return config.elements(S, D, buckets or buckets_of(config)) / stats.dense_elements(S, D)
 
 
 def settle(method: str, budget: Fraction, S: int, D: int) -> str | None:
     """``method`` with its free settings such that it moves at most ``budget``, at ``S`` keys of head dim ``D``.
 
-    What is named in ``method`` stays. Of SparQ, where neither is named, half of the budget goes to choosing keys
-    (``rank``) and half to attending them (``top_k``). ``dense_below`` is 0 unless it is named: the method is to run.
+    What is named in ``method`` stays. ``dense_below`` is 0 unless it is named: the method is to run.
 
     Returns:
         The method as text; None where nothing is free: a prefill method, or one whose settings are all named.
@@ -71,40 +55,24 @@ def settle(method: str, budget: Fraction, S: int, D: int) -> str | None:
     parts, settled = method.split("+"), False
     for i, part in enumerate(parts):
         (config,) = parse(part)
-        found = _settle_one(config, _named(part, config), budget, S, D)
-        if found is not None:
-            parts[i], settled = str(found), True
+        fixed, size = config.with_budget(budget, D, _named(part, config))
+        if size:
+            parts[i], settled = str(_largest(fixed, size, budget, S, D)), True
     return "+".join(parts) if settled else None
 
 
-def _named(part: str, config: MethodConfig) -> set[str]:
+def _named(part: str, config: Method) -> set[str]:
     """The settings that the text of a method gives, itself or by a preset."""
     pairs = [pair.partition("=") for pair in part.partition(":")[2].split(",") if pair]
     values = {key.strip(): value.strip() for key, _, value in pairs}
     return set(values) | set(config.presets.get(values.get("preset", ""), {}))
 
 
-def _settle_one(config: MethodConfig, named: set[str], budget: Fraction, S: int, D: int) -> MethodConfig | None:
-    size = SIZES.get(type(config))
-    if size is None:
-        return None
-    if isinstance(config, SparQ):
-        if not named & {"rank", "top_k"}:
-            config = dataclasses.replace(config, rank=max(1, int(budget * D)))
-        elif "top_k" in named:
-            size = "rank"
-    if size in named:
-        return None
-    if isinstance(config, (SparQ, SAAP)) and "dense_below" not in named:
-        config = dataclasses.replace(config, dense_below=0)
-    return _largest(config, size, budget, S, D)
-
-
-def _largest(config: MethodConfig, size: str, budget: Fraction, S: int, D: int) -> MethodConfig:
+def _largest(config: Method, size: str, budget: Fraction, S: int, D: int) -> Method:
     """The method with the largest ``size`` within the budget."""
-    buckets = buckets_of(config) if isinstance(config, SAAP) else 0
+    buckets = buckets_of(config)
 
-    def at(value: int) -> MethodConfig:
+    def at(value: int) -> Method:
         return dataclasses.replace(config, **{size: value})
 
     def moves(value: int) -> float:
@@ -123,7 +91,7 @@ def _largest(config: MethodConfig, size: str, budget: Fraction, S: int, D: int) 
     return at(low)
 
 
-def buckets_of(config: SAAP) -> int:
-    """Buckets that the probes are of."""
+def buckets_of(config: Method) -> int:
+    """Buckets that the probes are of; 0 for methods without."""
     file = config.file
     return config.fitted_buckets if file is None else artefact.load(file).buckets

@@ -17,7 +17,6 @@ from mlx_lm.models.cache import make_prompt_cache
 from ...lm import sparse
 from ...lm.call_report import Report
 from ...lm.plan import NO_DECODE
-from ...methods import H2O
 from .journal import Journal
 from .results import Outcome, Row, Trial, row_of
 from .score import Array, figures_of, log_softmax, prompt_outcome, step_outcome
@@ -169,7 +168,8 @@ def run(
 
 def observed_by(arms: Sequence[Arm]) -> str | None:
     """The method that has to see the dense prompts, if one is among ``arms``: its choice begins there."""
-    return next((H2O.name for arm in arms if isinstance(arm.stages[1], H2O)), None)
+    decode = (arm.stages[1] for arm in arms)
+    return next((method.name for method in decode if method is not None and method.observes_prompts), None)
 
 
 def prefill(model: Any, tokens: mx.array, step: int) -> list[Any]:

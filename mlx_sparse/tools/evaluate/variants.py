@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ... import artefact
 from ...lm.model import select_methods
-from ...methods import SAAP, MethodConfig, Prefill, parse, split_methods
+from ...methods import Method, Prefill, parse, split_methods
 from ..assets.store import file_hash
 from .budget import OutOfReach, settle, transfers
 
@@ -29,7 +29,7 @@ class Arm:
     budget: str | None = None
 
     @property
-    def stages(self) -> tuple[Prefill | None, MethodConfig | None]:
+    def stages(self) -> tuple[Prefill | None, Method | None]:
         """The method for prompts and the one that decodes; neither for dense attention."""
         return (None, None) if self.attn == "dense" else select_methods(parse(self.attn))
 
@@ -37,7 +37,7 @@ class Arm:
     def key(self) -> str:
         """What its results are kept under: with what its artefact holds, which a file name does not tell."""
         decode = self.stages[1]
-        if not isinstance(decode, SAAP) or decode.file is None:
+        if decode is None or decode.file is None:
             return self.attn
         return f"{self.attn}@{file_hash(Path(decode.file))}"
 
@@ -60,7 +60,7 @@ def read_methods(texts: Sequence[str]) -> list[str]:
     found = list(dict.fromkeys(method for method in methods if method != "dense"))
     for method in found:
         _, decode = select_methods(parse(method))
-        if isinstance(decode, SAAP) and decode.file is not None:
+        if decode is not None and decode.file is not None:
             artefact.load(decode.file)  # a mistake is to show now, not after the dense runs
     return found
 

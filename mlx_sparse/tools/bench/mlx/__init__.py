@@ -7,7 +7,7 @@ from functools import partial
 from itertools import product
 
 from ....checks import BackendUnavailable, check_choice, check_rank
-from ....methods import SAAP, MethodConfig, Prefill, SparQ, registry
+from ....methods import SAAP, Method, Prefill, SparQ, registry, table
 from ...environment import machine
 from ..core import Case, Row, Shape, cases
 from ..run import Plan, Request
@@ -16,7 +16,7 @@ from .rows import method_row
 from .saap import check_probes
 from .steps import steps_of
 
-Served = tuple[MethodConfig, str, str | None]  # a backend, and why it cannot run the method
+Served = tuple[Method, str, str | None]  # a backend, and why it cannot run the method
 
 
 def plan(request: Request) -> Plan:
@@ -77,10 +77,10 @@ def _refused(case: Case, served: Sequence[Served]) -> Iterable[Row]:
             yield method_row(case, str(config), backend, {}, f"{backend}: {reason}")
 
 
-def serving(configs: Sequence[MethodConfig], backends: Sequence[str], shape: Shape) -> Iterator[Served]:
+def serving(configs: Sequence[Method], backends: Sequence[str], shape: Shape) -> Iterator[Served]:
     """Each method with each backend, and the reason if it cannot run it."""
     for name in backends:
-        check_choice("--backend", name, ("auto", *registry.BACKENDS))
+        check_choice("--backend", name, ("auto", *table.BACKENDS))
     for config in configs:
         function = "saap_route" if isinstance(config, SAAP) else config.name
         unfit = partial(registry.unfit, function=function, D=shape.D, G=shape.G)

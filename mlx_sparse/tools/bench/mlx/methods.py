@@ -11,7 +11,7 @@ import numpy.typing as npt
 from ....cache.h2o_state import Received, State
 from ....cache.kv_cache import SparseKVCache
 from ....checks import check_local_window
-from ....methods import H2O, FlexGen, MethodConfig, OracleTopK, SparQ, Step, Streaming, registry
+from ....methods import H2O, FlexGen, Method, OracleTopK, SparQ, Step, Streaming, registry
 from ..core import Shape
 from .dense import cache_of, double, fused, plain, wrong
 
@@ -32,7 +32,7 @@ class DecodeStep:
         backend: one that can run it.
     """
 
-    def __init__(self, config: MethodConfig, backend: str, shape: Shape) -> None:
+    def __init__(self, config: Method, backend: str, shape: Shape) -> None:
         self.config, self.backend, self.shape = config, backend, shape
 
     @property
@@ -133,7 +133,7 @@ class H2OStep(DecodeStep):
 
     def known(self, B: int, S: int, dtype: mx.Dtype) -> Known:
         queries, cache = self._random(B, S, dtype)
-        window = self.config.window
+        window = self.config.parameters()["local_window"]
         assert cache.received is not None
         older = np.array(cache.received.states[-1].scores)[..., : S - window]
         heavy = np.argsort(-older, axis=-1)[..., : self.config.top_k - window]

@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 
 from ....cache.kv_cache import SparseKVCache
-from ....methods import H2O, NEVER, SAAP, MethodConfig, Streaming
+from ....methods import H2O, NEVER, SAAP, Method, Streaming
 from ...environment import memory
 from ...formats import table
 from ..core import Case, Contender, Row, Sample, Shape, Turns, enter, take_turns, too_large
@@ -28,7 +28,7 @@ MOST_LAYERS = 32
 WARM_UP = 2
 
 
-def steps_of(config: MethodConfig, backend: str, shape: Shape) -> list[DecodeStep]:
+def steps_of(config: Method, backend: str, shape: Shape) -> list[DecodeStep]:
     """The steps to time: one, or with SAAP's query networks one for each size of network."""
     if isinstance(config, SAAP):
         return saap_steps(config, backend, shape)

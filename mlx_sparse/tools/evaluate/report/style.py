@@ -12,6 +12,8 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from xml.etree import ElementTree
 
+from ....methods import METHODS
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -24,20 +26,6 @@ SVG, XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 DENSE = "#000000"
 OTHER = "#666666"
-# Colour and marker of a method, the same in every picture. The colours are told apart by the colour-blind (those of
-# Okabe and Ito, then of Tol); a marker tells methods of one kind apart in black and white too.
-METHODS = {
-    "sparq": ("#0072B2", "o"),
-    "oracle_top_k": ("#009E73", "^"),
-    "h2o": ("#D55E00", "s"),
-    "streaming": ("#E69F00", "D"),
-    "flexgen": ("#CC79A7", "v"),
-    "saap": ("#56B4E9", "P"),
-    "sample": ("#332288", "o"),
-    "minference": ("#882255", "s"),
-    "bigbird": ("#999933", "v"),
-    "streaming_prefill": ("#E69F00", "D"),
-}
 # Lines and markers of one method with several settings.
 DASHES: Sequence[Any] = ("-", "--", ":", "-.", (0, (5, 1)), (0, (1, 1)), (0, (3, 1, 1, 1)), (0, (8, 2)))
 MARKERS = "o^sDvPX*<>"
@@ -96,8 +84,14 @@ def name_of(method: str) -> str:
     return method.rpartition("+")[2].partition(":")[0].partition(" ")[0]
 
 
+def look_of(method: str) -> tuple[str, str]:
+    """Colour and marker of the method that a label names, the same in every picture."""
+    known = METHODS.get(name_of(method))
+    return (OTHER, "X") if known is None else known.look
+
+
 def colour_of(method: str) -> str:
-    return DENSE if method == "dense" else METHODS.get(name_of(method), (OTHER, "o"))[0]
+    return look_of(method)[0]
 
 
 def looks(methods: Iterable[str]) -> dict[str, dict[str, Any]]:
@@ -107,7 +101,7 @@ def looks(methods: Iterable[str]) -> dict[str, dict[str, Any]]:
     """
     found: dict[str, dict[str, Any]] = {}
     for method in islice(dict.fromkeys(methods), MOST_LINES):
-        colour, first = colour_of(method), METHODS.get(name_of(method), (OTHER, "X"))[1]
+        colour, first = look_of(method)
         like = sum(name_of(other) == name_of(method) for other in found)
         markers = first + MARKERS.replace(first, "")
         dashes = DASHES[like % len(DASHES)]

@@ -1,4 +1,4 @@
-"""Prefill methods."""
+"""SampleAttention."""
 
 from __future__ import annotations
 
@@ -6,19 +6,10 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..checks import ConfigError, check_block_size, check_int, check_sample, check_share
-from ..common.block_layout import MINFERENCE_ROWS, Layout
-from .base import MethodConfig, Step
-from .values import read_value
-
-# Keys from which SampleAttention is on by default: about where the paper is no longer slower than dense.
-SAMPLE_PAYS_FROM = 8192
-# The share of block pairs up to which attending them is taken to be faster than attending densely. ops: measured on a
-# CPU (docs/results/prefill.md). metal: not measured; what a kernel four times slower per block than MLX's would allow
-# (docs/results/roofline.md).
-SAMPLE_PAYS_UP_TO = {"ops": 0.75, "metal": 0.22}
-# A sample may be one of so many of a piece's queries: more cost what is left out (docs/results/prefill.md).
-SAMPLE_SHARE = 8
+from ..checks import ConfigError, check_int, check_sample, check_share
+from ..common.block_layout import Layout
+from .base import Prefill, Step, read_value
+from .cost import SAMPLE_PAYS_FROM, SAMPLE_PAYS_UP_TO, SAMPLE_SHARE
 
 
 @dataclass(frozen=True)
@@ -38,37 +29,6 @@ class SampleRange:
         return f"{self.up_to}:{self.alpha_column}:{self.alpha_slash}:{self.chunks}"
 
 
-SWITCHES = ("dense_below", "dense_above", "ranges")  # fields that decide whether and how a backend is called
-
-
-@dataclass(frozen=True)
-class Prefill(MethodConfig):
-    """What the methods for prompts have."""
-
-    stage: ClassVar[str] = "prefill"
-    block_size: int = 128
-
-    def at(self, S: int) -> Prefill:
-        """The settings for a context of ``S`` keys."""
-        return self
-
-    def parameters(self) -> dict[str, Any]:
-        """Arguments of the backends' functions."""
-        kept = (field.name for field in dataclasses.fields(self) if field.name not in SWITCHES)
-        return {name: getattr(self, name) for name in kept}
-
-    def layout(self, L: int, S: int) -> Layout:
-        """The blocks of ``L`` queries over ``S`` keys, and their samples: none where sizes alone choose."""
-        return Layout(L, S, 1, self.block_size, rows=0)
-
-    def shortest_context(self, step: Step | None = None) -> int:
-        return 0
-
-    def fullest(self, backend: str) -> float:
-        """Density above which attention stays dense."""
-        return 1.0
-
-
 @dataclass(frozen=True)
 class Sample(Prefill):
     """SampleAttention for prompts (docs/spec/sample.md).
@@ -82,6 +42,12 @@ class Sample(Prefill):
     """
 
     name: ClassVar[str] = "sample"
+    source: ClassVar[str] = "SampleAttention, MLSys 2025, arXiv 2406.15486"
+    reads: ClassVar[str] = (
+        "the key blocks and distances that hold most of a sample's attention, per head "
+        "([SampleAttention](docs/spec/sample.md))"
+    )
+    look: ClassVar[tuple[str, str]] = ("#332288", "o")
 
     alpha_column: float = 0.95
     alpha_slash: float = 0.95
@@ -116,67 +82,20 @@ class Sample(Prefill):
     def layout(self, L: int, S: int) -> Layout:
         return Layout(L, S, self.chunks, self.block_size)
 
-    def too_short(self, L: int) -> bool:
-        """Whether ``L`` queries stay dense, without looking: too few for their sample.
-
-        One block may be missing, as mlx-lm keeps the last token of a prompt back.
-        """
-        return self.dense_below == "auto" and L < (SAMPLE_SHARE * self.chunks - 1) * self.block_size
+    def dense_piece(self, L: int, S: int) -> str | None:
+        if max(self.alpha_column, self.alpha_slash) >= 1:
+            return "that an alpha of 1 keeps whole"
+        if self.layout(L, S).everything:
+            return "with a sample in every row block"
+        # One block may be missing, as mlx-lm keeps the last token of a prompt back.
+        if self.dense_below == "auto" and L < (SAMPLE_SHARE * self.chunks - 1) * self.block_size:
+            return "with a sample of more than an eighth of the queries"
+        return None
 
     def fullest(self, backend: str) -> float:
         if not isinstance(self.dense_above, str):
             return self.dense_above
         return SAMPLE_PAYS_UP_TO[backend] if self.dense_below == "auto" else 1.0
-
-
-@dataclass(frozen=True)
-class MInference(Prefill):
-    """Vertical-slash attention with fixed budgets for prompts."""
-
-    name: ClassVar[str] = "minference"
-    vertical_tokens: int = 1000
-    slash_tokens: int = 6096
-    block_size: int = 64
-
-    def __post_init__(self) -> None:
-        check_int("vertical_tokens", self.vertical_tokens, 1)
-        check_int("slash_tokens", self.slash_tokens, 1)
-        check_block_size(self.block_size)
-
-    def layout(self, L: int, S: int) -> Layout:
-        return Layout(L, S, 1, self.block_size, rows=MINFERENCE_ROWS)
-
-
-@dataclass(frozen=True)
-class BigBird(Prefill):
-    """A window, the first keys and random blocks for prompts; window and first keys are shares of the context."""
-
-    name: ClassVar[str] = "bigbird"
-    window: float = 0.08
-    global_share: float = 0.08
-    random_blocks: int = 1
-    block_size: int = 64
-
-    def __post_init__(self) -> None:
-        check_share("window", self.window)
-        check_share("global_share", self.global_share)
-        check_int("random_blocks", self.random_blocks, 0)
-        check_block_size(self.block_size)
-
-
-@dataclass(frozen=True)
-class StreamingPrefill(Prefill):
-    """The first keys and a window that is a share of the context, for prompts (StreamingLLM)."""
-
-    name: ClassVar[str] = "streaming_prefill"
-    sink_tokens: int = 4
-    window: float = 0.08
-    block_size: int = 64
-
-    def __post_init__(self) -> None:
-        check_int("sink_tokens", self.sink_tokens, 0)
-        check_share("window", self.window)
-        check_block_size(self.block_size)
 
 
 def _read_ranges(ranges: object) -> tuple[SampleRange, ...]:

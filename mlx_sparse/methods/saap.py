@@ -1,0 +1,137 @@
+"""SAAP."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import ClassVar
+
+from ..checks import ConfigError, check_choice, check_int
+from ..common import stats
+from .base import NEVER, Method, Step
+from .cost import ENOUGH_SAVED, GATHERED_ROW, ROUTING_HEADS
+
+MAX_BUCKETS = 4096  # what the kernels hold scores of
+ONLINE_BUCKETS = 256
+
+
+@dataclass(frozen=True)
+class SAAP(Method):
+    """SAAP decoding (docs/spec/saap.md).
+
+    Attributes:
+        artefact: file of `mlx-sparse train-saap`; the "online" mode has none.
+        mode: who chooses the buckets: the "trained" query networks of the artefact, its centroids ("kmeans"), or
+            centroids fitted on the prompt itself ("online").
+        probes: buckets visited per KV head and step.
+        buckets: how many the "online" mode fits, 256 unless given; otherwise the artefact says.
+        sink_tokens, recent_tokens: first and last keys that are always attended.
+        dense_layers: attention layers, from the first on, that stay dense.
+        fold_every: keys that left the window are listed in their buckets this many at a time, and attended till then.
+        dense_below: keys below which attention stays dense; "auto" is `pays_from` with kernels on a GPU, with the `ops`
+            backend where dense attention reads `GATHERED_ROW` times the rows of a step, the query network counted as
+            rows, and none for fewer ``recent_tokens`` than the default, which are for experiments on short texts.
+    """
+
+    name: ClassVar[str] = "saap"
+    source: ClassVar[str] = "SAAP, arXiv 2502.08246"
+    reads: ClassVar[str] = (
+        "the weights of a small network, then the keys and values of the buckets it names, and the first and last ones "
+        "([SAAP](docs/spec/saap.md)); for very long contexts, after training once per model"
+    )
+    look: ClassVar[tuple[str, str]] = ("#56B4E9", "P")
+    grows: ClassVar[str] = "probes"
+    before_rope: ClassVar[bool] = True
+
+    artefact: str | None = None
+    mode: str = "trained"
+    probes: int = 32
+    buckets: int | None = None
+    sink_tokens: int = 1
+    recent_tokens: int = 2047
+    dense_layers: int = 1
+    fold_every: int = 256
+    dense_below: str | int = "auto"
+
+    def __post_init__(self) -> None:
+        check_choice("mode", self.mode, ("trained", "kmeans", "online"))
+        if self.mode == "online" and self.artefact is not None:
+            raise ConfigError("artefact: expected none with mode=online, got a file. Leave one of them out.")
+        if self.artefact is not None and (not isinstance(self.artefact, str) or not self.artefact):
+            raise ConfigError(f"artefact: expected the name of a file, got {self.artefact!r}.")
+        if self.buckets is not None:
+            check_int("buckets", self.buckets, 1, MAX_BUCKETS)
+            if self.mode != "online":
+                raise ConfigError(f"buckets: expected none with mode={self.mode}, whose artefact says, got one.")
+        check_int("probes", self.probes, 1, MAX_BUCKETS)
+        if self.mode == "online" and self.probes > self.fitted_buckets:
+            raise ConfigError(f"probes: expected at most buckets={self.fitted_buckets}, got {self.probes}.")
+        check_int("sink_tokens", self.sink_tokens, 0)
+        check_int("recent_tokens", self.recent_tokens, 1)
+        check_int("dense_layers", self.dense_layers, 0)
+        check_int("fold_every", self.fold_every, 1)
+        if self.dense_below != "auto":
+            check_int("dense_below", self.dense_below, 0)
+
+    @property
+    def file(self) -> str | None:
+        if self.mode != "online" and self.artefact is None:
+            raise ConfigError(
+                "artefact: expected a file that mlx-sparse train-saap wrote, got none. "
+                "Name it, saap:artefact=FILE, or use saap:mode=online, which needs none."
+            )
+        return self.artefact
+
+    @property
+    def fitted_buckets(self) -> int:
+        return ONLINE_BUCKETS if self.buckets is None else self.buckets
+
+    @property
+    def attended(self) -> int:
+        return self.sink_tokens + self.recent_tokens
+
+    def elements(self, S: int, D: int, buckets: int = 0) -> int:
+        """With buckets of equal size and without the query network."""
+        outside = max(0, S - self.attended)
+        attended = min(self.attended, S) + outside * self.probes / buckets
+        return stats.saap_elements(D, round(attended))
+
+    def with_budget(self, share: Fraction, D: int, named: Collection[str]) -> tuple[SAAP, str]:
+        config = self if "dense_below" in named else dataclasses.replace(self, dense_below=0)
+        return config, "" if self.grows in named else self.grows
+
+    def shortest_context(self, step: Step | None = None) -> int:
+        exact = self.attended + 1
+        if not isinstance(self.dense_below, str):
+            return max(self.dense_below, exact)
+        if self.recent_tokens < SAAP.recent_tokens:
+            return exact
+        if step and step.gpu:
+            return max(self.pays_from(step), exact)
+        network = step.network // (2 * step.itemsize * step.D) if step else 0
+        per_key = 1 - GATHERED_ROW * (self._visited_share(step.buckets) if step and step.buckets else 0.0)
+        if per_key <= 0:
+            return NEVER
+        return math.ceil(GATHERED_ROW * (self.attended + self.fold_every // 2 + network) / per_key)
+
+    def _visited_share(self, buckets: int) -> float:
+        """Of the keys, those in visited buckets: buckets are uneven, so twice their share is assumed."""
+        return min(2 * self.probes / buckets, 1.0)
+
+    def pays_from(self, step: Step) -> int:
+        """Keys from which a step with the kernels of a GPU saves `ENOUGH_SAVED` bytes.
+
+        Spent are the query network and three int32 numbers per listed key: read in its bucket, written to the list and
+        read there.
+        """
+        share = self._visited_share(step.buckets)
+        row, listed = 2 * step.itemsize * step.D, 3 * 4
+        per_key = row * (1 - share) - listed * share
+        if per_key <= 0:
+            return NEVER
+        routing = step.network * max(ROUTING_HEADS.get(step.gpu, 0) / step.heads, 1.0)
+        fixed = (row + listed) * (self.attended + self.fold_every // 2) + routing
+        return math.ceil((ENOUGH_SAVED[step.gpu] / step.heads + fixed) / per_key)

@@ -1,0 +1,130 @@
+"""SparQ."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, ClassVar
+
+from ..checks import check_choice, check_int, check_local_window, check_rank
+from ..common import stats
+from .base import NEVER, Method, Step
+from .cost import ENOUGH_SAVED
+
+
+@dataclass(frozen=True)
+class SparQ(Method):
+    """SparQ decoding (docs/spec/sparq.md).
+
+    Attributes:
+        rank: components r of the queries by which every key is scored, 1..D.
+        top_k: keys attended per KV head, the local window included.
+        local_window: last valid keys that are always attended, 0..top_k; None is ``top_k // 4``.
+        reallocate: whether the mean value stands for the attention mass left out; "auto" does so for one query head per
+            KV head, and never in models with ``"query_key"``, whose estimate of the attended mass is too low to mix by
+            (docs/results/gemma3.md).
+        group_reduce: what is summed over the query heads of a group: their "softmax" or their "logits".
+        component_score: components are ranked by |q| ("query", the paper's) or by |q| times the spread of the keys
+            ("query_key"); "auto" is "query_key" for models with q/k-norm, whose channels learn scales of their own.
+        dense_below: keys below which attention stays dense; "auto" is ``16 * top_k`` with the `ops` backend, about
+            where it begins to pay (docs/results/ops.md), `pays_from` with kernels on a GPU, and none for a ``top_k``
+            below the default, which is for experiments on short texts.
+    """
+
+    name: ClassVar[str] = "sparq"
+    source: ClassVar[str] = "SparQ Attention, arXiv 2312.04985"
+    reads: ClassVar[str] = (
+        "`rank` components of every key, then `top_k` whole keys and values ([SparQ](docs/spec/sparq.md))"
+    )
+    look: ClassVar[tuple[str, str]] = ("#0072B2", "o")
+    grows: ClassVar[str] = "top_k"
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        # Algorithm 1 with its GQA paragraph: what the functions do by default.
+        "paper": {"component_score": "query"},
+        # The paper's code listing: no local window, mean reallocation for every group size.
+        "appendix_b": {"component_score": "query", "local_window": 0, "reallocate": True},
+        # The authors' evaluation code: sum of logits; the current token comes free: 128 + 1 keys, 32 + 1 local.
+        "eval": {"component_score": "query", "group_reduce": "logits", "top_k": 129, "local_window": 33},
+        # Ours: components ranked by |q| times the spread of the keys.
+        "robust": {"component_score": "query_key"},
+    }
+
+    rank: int = 32
+    top_k: int = 128
+    local_window: int | None = None
+    reallocate: str | bool = "auto"
+    group_reduce: str = "softmax"
+    component_score: str = "auto"
+    dense_below: str | int = "auto"
+
+    def __post_init__(self) -> None:
+        if self.dense_below != "auto":
+            check_int("dense_below", self.dense_below, 0)
+        check_int("rank", self.rank, 1)
+        check_int("top_k", self.top_k, 1)
+        check_local_window(self.local_window, self.top_k)
+        check_choice("reallocate", self.reallocate, ("auto", True, False))
+        check_choice("group_reduce", self.group_reduce, ("softmax", "logits"))
+        check_choice("component_score", self.component_score, ("auto", "query", "query_key"))
+
+    def for_model(self, *, qk_norm: bool) -> SparQ:
+        auto = "query_key" if qk_norm else "query"
+        score = auto if self.component_score == "auto" else self.component_score
+        mixes = False if score == "query_key" and self.reallocate == "auto" else self.reallocate
+        return dataclasses.replace(self, component_score=score, reallocate=mixes)
+
+    def check_head_dim(self, D: int) -> None:
+        check_rank(self.rank, D)
+
+    def reallocates(self, G: int) -> bool:
+        """Whether a layer of ``G`` query heads per KV head mixes in the mean value (sparq.9)."""
+        return G == 1 if self.reallocate == "auto" else bool(self.reallocate)
+
+    def serves_sinks(self, G: int) -> bool:
+        return not self.reallocates(G)
+
+    def parameters(self, G: int = 1) -> dict[str, Any]:
+        return {
+            "rank": self.rank,
+            "top_k": self.top_k,
+            "local_window": check_local_window(self.local_window, self.top_k),
+            "reallocate": self.reallocates(G),
+            "group_reduce": self.group_reduce,
+        }
+
+    @property
+    def attended(self) -> int:
+        return self.top_k
+
+    def shortest_context(self, step: Step | None = None) -> int:
+        if not isinstance(self.dense_below, str):
+            return max(self.dense_below, self.top_k + 1)
+        if self.top_k < SparQ.top_k:
+            return self.top_k + 1
+        return self.pays_from(step) if step and step.gpu else 16 * self.top_k
+
+    def pays_from(self, step: Step) -> int:
+        """Keys from which a step with the kernels of a GPU saves `ENOUGH_SAVED` bytes.
+
+        Saved are the elements of keys and values that are not read, (sparq.11) less (sparq.12); spent is the score
+        buffer, one float32 number per key and query head, written and read.
+        """
+        per_key = step.itemsize * (2 * step.D - self.rank) - 2 * 4 * step.G
+        if per_key <= 0:
+            return NEVER
+        fixed = step.itemsize * 2 * (self.top_k + 1) * step.D
+        return math.ceil((ENOUGH_SAVED[step.gpu] / step.heads + fixed) / per_key)
+
+    def elements(self, S: int, D: int, buckets: int = 0) -> int:
+        return stats.sparq_elements(S, D, rank=self.rank, top_k=self.top_k)
+
+    def with_budget(self, share: Fraction, D: int, named: Collection[str]) -> tuple[SparQ, str]:
+        """Half of the budget goes to choosing keys and half to attending them, where neither setting is named."""
+        config = self if "dense_below" in named else dataclasses.replace(self, dense_below=0)
+        if not {"rank", "top_k"} & set(named):
+            return dataclasses.replace(config, rank=max(1, int(share * D))), "top_k"
+        free = [setting for setting in ("top_k", "rank") if setting not in named]
+        return config, free[0] if free else ""
