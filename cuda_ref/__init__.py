@@ -11,39 +11,39 @@ if __name__ != "mlx_sparse.cuda_ref":  # an editable install puts the project ro
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from .api.decode import attend_indices as attend_indices
-    from .api.decode import dense_attention as dense_attention
-    from .api.decode import sparq_attention as sparq_attention
-    from .api.decode import top_k_select as top_k_select
-    from .api.prefill import attend_blocks as attend_blocks
-    from .api.prefill import sample_attention as sample_attention
-    from .api.prefill import sample_scores as sample_scores
-    from .api.prefill import sample_select as sample_select
-    from .api.saap import saap_assign as saap_assign
-    from .api.saap import saap_attention as saap_attention
-    from .api.saap import saap_index as saap_index
-    from .api.saap import saap_indices as saap_indices
-    from .api.saap import saap_route as saap_route
+    from .api import attend_blocks as attend_blocks
+    from .api import attend_indices as attend_indices
+    from .api import dense_attention as dense_attention
+    from .api import saap_assign as saap_assign
+    from .api import saap_attention as saap_attention
+    from .api import saap_index as saap_index
+    from .api import saap_indices as saap_indices
+    from .api import saap_route as saap_route
+    from .api import sample_attention as sample_attention
+    from .api import sample_scores as sample_scores
+    from .api import sample_select as sample_select
+    from .api import sparq_attention as sparq_attention
+    from .api import top_k_select as top_k_select
     from .availability import unavailable as unavailable
     from .hf.attention import register as register
     from .hf.cache import SparQCache as SparQCache
 
 _HOME_OF = {
     "SparQCache": "hf",
-    "attend_blocks": "api.prefill",
-    "attend_indices": "api.decode",
-    "dense_attention": "api.decode",
+    "attend_blocks": "api",
+    "attend_indices": "api",
+    "dense_attention": "api",
     "register": "hf",
-    "saap_assign": "api.saap",
-    "saap_attention": "api.saap",
-    "saap_index": "api.saap",
-    "saap_indices": "api.saap",
-    "saap_route": "api.saap",
-    "sample_attention": "api.prefill",
-    "sample_scores": "api.prefill",
-    "sample_select": "api.prefill",
-    "sparq_attention": "api.decode",
-    "top_k_select": "api.decode",
+    "saap_assign": "api",
+    "saap_attention": "api",
+    "saap_index": "api",
+    "saap_indices": "api",
+    "saap_route": "api",
+    "sample_attention": "api",
+    "sample_scores": "api",
+    "sample_select": "api",
+    "sparq_attention": "api",
+    "top_k_select": "api",
     "unavailable": "availability",
 }  # imported when used: torch takes seconds
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from mlx_sparse.checks import BackendUnavailable, ConfigError, ShapeError, Sizes, check_choice, check_qkv, check_shape
+from mlx_sparse.checks import BackendUnavailable, ConfigError, ShapeError, Sizes, check_shape
 
 from .availability import interpreted, unavailable
 from .launchers import configs
@@ -18,29 +18,6 @@ GRID_LIMIT = 65535  # programs that CUDA starts along the second and the third a
 def rows(array: torch.Tensor) -> torch.Tensor:
     """Rows whose elements lie side by side, as the kernels read them; caches have them so."""
     return array if array.stride(-1) == 1 else array.contiguous()
-
-
-def check_call(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    backend: str,
-    return_stats: bool | str = False,
-) -> Sizes:
-    for name, array in (("queries", queries), ("keys", keys), ("values", values)):
-        check_tensor(name, array)
-    n = check_qkv(queries, keys, values)
-    if max(n.B, n.Hkv) > GRID_LIMIT:
-        raise ShapeError(f"queries: expected at most {GRID_LIMIT} sequences and KV heads, got {(n.B, n.Hkv)}.")
-    check_choice("return_stats", return_stats, (False, True, "mass"))
-    check_backend(backend, queries.device)
-    if queries.dtype not in DTYPES:
-        raise ConfigError(f"queries: expected float32, float16 or bfloat16, got {type_name(queries.dtype)}.")
-    for name, array in (("keys", keys), ("values", values)):
-        check_like(name, array, tuple(keys.shape), queries.dtype, queries.device)
-    if n.L == 1:
-        check_head_dim(n.D)
-    return n
 
 
 def check_head_dim(D: int) -> None:
@@ -101,6 +78,12 @@ def as_padding(left_padding: Any, n: Sizes, device: torch.device) -> torch.Tenso
     check_shape("left_padding", first, (n.B,))
     check_integers("left_padding", first)
     return first.to(device).clamp(0, n.S).to(torch.int32)
+
+
+def check_real(name: str, array: torch.Tensor) -> None:
+    """Raise `ConfigError` unless the kernels take tensors of this type."""
+    if array.dtype not in DTYPES:
+        raise ConfigError(f"{name}: expected float32, float16 or bfloat16, got {type_name(array.dtype)}.")
 
 
 def type_name(dtype: torch.dtype) -> str:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, NoReturn
 
-from .common.block_layout import BLOCK_SIZES
+BLOCK_SIZES = (32, 64, 128)  # of prompts, that every backend has
+MAX_BUCKETS = 4096  # what the kernels hold scores of
 
 ECHO = 200  # characters of a word or a quoted text that a message repeats
 LONGEST = 1000  # characters of a message

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mlx_sparse.common.block_layout import BLOCK_SIZES
+from mlx_sparse.checks import BLOCK_SIZES
 
 T = ("tensor(float)", "tensor(float16)", "tensor(bfloat16)")
 W = ("tensor(float)", "tensor(float16)")  # what query networks and centroids are stored in

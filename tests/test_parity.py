@@ -76,7 +76,7 @@ def on_mlx(backend: str, case: Case, params: dict[str, Any]) -> Result:
 
 
 def on_triton(case: Case, params: dict[str, Any]) -> Result:
-    from mlx_sparse.cuda_ref.api import decode
+    from mlx_sparse.cuda_ref.api import steps
     from mlx_sparse.cuda_ref.launchers import sparq
     from torch_arrays import padding, to_numpy, to_torch
 
@@ -87,7 +87,7 @@ def on_triton(case: Case, params: dict[str, Any]) -> Result:
     indices, _ = sparq.sparq_select(
         queries,
         keys.transpose(-1, -2),
-        component_weight=decode.deviation(keys, padding(case)) if weighted else None,
+        component_weight=steps.deviation(keys, padding(case)) if weighted else None,
         left_padding=padding(case),
         **{name: params[name] for name in SELECTION},
     )

@@ -21,7 +21,7 @@ from cases import (
     plain_reallocation,
     round_to,
 )
-from mlx_sparse.cuda_ref.api import decode
+from mlx_sparse.cuda_ref.api import steps
 from mlx_sparse.cuda_ref.launchers import attend, configs, sparq
 from torch_arrays import DEVICE, DTYPES, cached, component_major, padding, to_numpy, to_torch
 from torch_operators import assert_keeps_its_promises_and_compiles
@@ -60,7 +60,7 @@ def choose(case: Case, q: torch.Tensor, keys: torch.Tensor, params: dict[str, An
         top_k=params["top_k"],
         local_window=params.get("local_window", params["top_k"] // 4),
         group_reduce=params.get("group_reduce", "softmax"),
-        component_weight=decode.deviation(keys, padding(case)) if weighted else None,
+        component_weight=steps.deviation(keys, padding(case)) if weighted else None,
         scale=params.get("scale", case.D**-0.5),
         left_padding=padding(case),
     )
@@ -82,7 +82,7 @@ def test_sparq_chooses_the_keys_of_the_oracle_and_attends_to_them(case: Case, se
     plain = plain_attention(q, k, v, expected.indices, scale, case.dtype)
     out, lse = oracle.attend_indices(q, k, v, expected.indices, scale=scale)
     if reallocate:
-        mean = decode.masked_mean(values, padding(case))
+        mean = steps.masked_mean(values, padding(case))
         reallocation = attend.Reallocation(scores.logits, scores.softmax, mean)
         plain = plain_reallocation(plain, q, k, v, expected.indices, padding=case.padding, **params)
         out = oracle.sparq_attention(q, k, v, left_padding=case.padding, **params)

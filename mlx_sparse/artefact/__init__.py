@@ -11,9 +11,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..checks import ArtefactError
+from ..checks import MAX_BUCKETS, ArtefactError
 from ..common.model_info import identity, kv_shapes
-from ..methods import MAX_BUCKETS
 from .tensors import Header, read_header, read_tensors, write_tensors
 
 __all__ = ["MAX_HIDDEN", "Artefact", "Layer", "identity", "kv_shapes", "load", "versions"]

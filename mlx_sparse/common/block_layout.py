@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-BLOCK_SIZES = (32, 64, 128)
 MINFERENCE_ROWS = 64  # query rows that MInference samples
 
 

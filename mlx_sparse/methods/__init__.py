@@ -11,7 +11,7 @@ from .flexgen import FlexGen
 from .h2o import H2O
 from .minference import MInference
 from .oracle_top_k import OracleTopK
-from .saap import MAX_BUCKETS, SAAP
+from .saap import SAAP
 from .sample import Sample, SampleRange
 from .sparq import SparQ
 from .streaming import Streaming, StreamingPrefill
@@ -20,7 +20,6 @@ from .text import MAX_TOML_BYTES, METHODS, load_toml, parse, split_methods
 __all__ = [
     "ENOUGH_SAVED",
     "H2O",
-    "MAX_BUCKETS",
     "MAX_TOML_BYTES",
     "METHODS",
     "NEVER",

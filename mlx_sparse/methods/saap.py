@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import ClassVar
 
-from ..checks import ConfigError, check_choice, check_int
+from ..checks import MAX_BUCKETS, ConfigError, check_choice, check_int
 from ..common import stats
 from .base import NEVER, Method, Step
 from .cost import ENOUGH_SAVED, GATHERED_ROW, ROUTING_HEADS
 
-MAX_BUCKETS = 4096  # what the kernels hold scores of
 ONLINE_BUCKETS = 256
 
 

@@ -15,8 +15,8 @@ import mlx.core as mx
 
 from ...artefact import MAX_HIDDEN, Artefact, Layer, identity, load, versions
 from ...artefact.tensors import read_header, read_tensors, write_tensors
-from ...checks import ArtefactError, ConfigError, Parser, check_int
-from ...methods import MAX_BUCKETS, SAAP
+from ...checks import MAX_BUCKETS, ArtefactError, ConfigError, Parser, check_int
+from ...methods import SAAP
 from ..assets import blas
 from ..assets.models import add_model_options, check_model
 from ..assets.store import cache_directory

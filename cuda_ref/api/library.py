@@ -1,0 +1,55 @@
+"""What the public functions need to know of torch tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mlx_sparse.checks import ShapeError, Sizes
+from mlx_sparse.methods import registry
+
+from .. import checks
+
+
+class Torch:
+    """`mlx_sparse.common.call.Library` of torch, whose one backend is `triton`."""
+
+    xp: Any = torch
+
+    def check_array(self, name: str, array: Any, like: Any = None, *, integers: bool = False) -> None:
+        checks.check_tensor(name, array)
+        if integers:
+            checks.check_integers(name, array)
+        if like is not None:
+            checks.check_device(name, array, like.device)
+
+    def resolve(self, backend: str, function: str, sizes: Sizes, *arrays: torch.Tensor) -> str:
+        checks.check_backend(backend, arrays[0].device)
+        if max(sizes.B, sizes.Hkv) > checks.GRID_LIMIT:
+            raise ShapeError(
+                f"queries: expected at most {checks.GRID_LIMIT} sequences and KV heads, got {(sizes.B, sizes.Hkv)}."
+            )
+        if function != "saap_assign":
+            checks.check_real("queries", arrays[0])
+        for name, array in zip(("keys", "values"), arrays[1:], strict=False):
+            checks.check_like(name, array, tuple(array.shape), arrays[0].dtype, arrays[0].device)
+        if sizes.L == 1 and len(arrays) > 1:
+            checks.check_head_dim(sizes.D)
+        return "triton"
+
+    def load(self, function: str, backend: str) -> Callable[..., Any]:
+        return registry.load(function, backend)
+
+    def padding(self, left_padding: Any, sizes: Sizes, like: torch.Tensor) -> torch.Tensor | None:
+        return checks.as_padding(left_padding, sizes, like.device)
+
+    def ones(self, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+        return torch.ones(shape, device=like.device)
+
+    def visit(self, bucket_ids: torch.Tensor, visited: torch.Tensor) -> dict[str, Any]:
+        return {"bucket_ids": bucket_ids, "visited": visited}
+
+    def kept(self, blocks: torch.Tensor) -> torch.Tensor:
+        return blocks.sum(dim=2)

@@ -1,0 +1,132 @@
+"""The parts of methods that only this backend shows: a cache or a benchmark takes them one by one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mlx_sparse.checks import ShapeError, Sizes, check_int, check_local_window, check_sample
+from mlx_sparse.common.call import Call
+
+from ..checks import as_padding, check_backend, check_device, check_head_dim, check_integers, check_tensor, rows
+from ..launchers import saap as launchers
+from ..launchers import torch_ops
+from .library import Torch
+
+
+def top_k_select(
+    scores: torch.Tensor, *, top_k: int, local_window: int, left_padding: Any = None, backend: str = "auto"
+) -> torch.Tensor:
+    """The last ``local_window`` valid keys and the best of the rest, ``top_k`` together (sparq.6).
+
+    Args:
+        scores: ``(B, Hkv, S)``; scores of invalid keys are ignored, -inf is never chosen, NaN counts as +inf.
+
+    Returns:
+        ``(B, Hkv, min(top_k, S))`` int32, ascending, ties to the lower index, -1 in slots that no key fills.
+    """
+    check_tensor("scores", scores)
+    check_backend(backend, scores.device)
+    if scores.ndim != 3 or 0 in scores.shape:
+        raise ShapeError(f"scores: expected 3 axes (B, Hkv, S), none of them empty, got {tuple(scores.shape)}.")
+    B, Hkv, S = scores.shape
+    check_int("top_k", top_k, 1)
+    window = check_local_window(local_window, top_k)
+    padding = as_padding(left_padding, Sizes(B, Hkv, Hkv, 1, S, 1), scores.device)
+    chosen: torch.Tensor = torch_ops.top_k_select(scores.float(), min(top_k, S), min(window, S), padding)
+    return chosen
+
+
+def sample_scores(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    *,
+    chunks: int = 1,
+    block_size: int = 128,
+    scale: float | None = None,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention mass of each region's sample by key block and by distance (sample.4), (sample.5).
+
+    Returns:
+        ``column`` and ``slash``, float32 ``(B, Hq, C, Nk)``.
+    """
+    call = Call(Torch(), "sample_scores", queries, keys, keys, scale=scale, backend=backend)
+    check_sample(1.0, 1.0, chunks, block_size)
+    check_head_dim(call.sizes.D)
+    result: tuple[torch.Tensor, torch.Tensor] = torch_ops.sample_scores(
+        rows(queries), rows(keys), chunks, block_size, call.scale
+    )
+    return result
+
+
+def saap_index(
+    bucket_ids: torch.Tensor, *, buckets: int, sink_tokens: int, left_padding: Any = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys in bucket order (saap.9), by torch's sort.
+
+    Args:
+        bucket_ids: ``(B, Hkv, n)`` int of keys 0..n-1; any number outside 0..buckets-1 = in no bucket.
+
+    Returns:
+        ``offsets (B, Hkv, buckets + 1)`` and ``key_ids (B, Hkv, n)`` int32: bucket c holds the keys
+        ``key_ids[offsets[c]:offsets[c + 1]]``, ascending; slots from ``offsets[buckets]`` on hold anything.
+    """
+    B, Hkv, n = _check_rows("bucket_ids", bucket_ids)
+    check_int("buckets", buckets, 1)
+    check_int("sink_tokens", sink_tokens, 0)
+    padding = as_padding(left_padding, Sizes(B, Hkv, Hkv, 1, n, 1), bucket_ids.device)
+    return launchers.saap_index(bucket_ids, buckets=buckets, sink_tokens=sink_tokens, left_padding=padding)
+
+
+def saap_indices(
+    visited: torch.Tensor,
+    offsets: torch.Tensor,
+    key_ids: torch.Tensor,
+    *,
+    length: int,
+    covered: int,
+    sink_tokens: int,
+    capacity: int,
+    left_padding: Any = None,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The keys of one step: sinks, keys from ``covered`` on, keys of the visited buckets (saap.10).
+
+    Args:
+        visited: ``(B, Hkv, n)`` int, distinct; numbers that are no bucket's are empty slots.
+        offsets, key_ids: as `saap_index` gives them for keys 0..covered-1.
+        capacity: slots of a list; keys that do not fit are left out.
+
+    Returns:
+        ``indices (B, Hkv, capacity)`` int32, packed in this order, then -1; ``counts (B, Hkv)`` of those used.
+    """
+    B, Hkv, _ = _check_rows("visited", visited)
+    check_backend(backend, visited.device)
+    for name, array in (("offsets", offsets), ("key_ids", key_ids)):
+        shape = _check_rows(name, array)
+        check_device(name, array, visited.device)
+        if shape[:2] != (B, Hkv) or (name == "offsets" and shape[2] < 1):
+            raise ShapeError(f"{name}: expected (B={B}, Hkv={Hkv}, ...), got {shape}.")
+    check_int("length", length, 1)
+    check_int("covered", covered, 0, length)
+    check_int("sink_tokens", sink_tokens, 0)
+    check_int("capacity", capacity, 0)
+    padding = as_padding(left_padding, Sizes(B, Hkv, Hkv, 1, length, 1), visited.device)
+    # A number of 64 bits must not become a bucket's by losing some.
+    slots = torch.where((visited >= 0) & (visited < offsets.shape[2] - 1), visited, -1).to(torch.int32)
+    result: tuple[torch.Tensor, torch.Tensor] = torch_ops.saap_indices(
+        slots, offsets.to(torch.int32), key_ids.to(torch.int32), length, covered, sink_tokens, capacity, padding
+    )
+    return result
+
+
+def _check_rows(name: str, array: torch.Tensor) -> tuple[int, int, int]:
+    """The shape of integers ``(B, Hkv, n)``."""
+    check_tensor(name, array)
+    if array.ndim != 3 or 0 in array.shape[:2]:
+        raise ShapeError(f"{name}: expected shape (B, Hkv, n), got {tuple(array.shape)}.")
+    check_integers(name, array)
+    B, Hkv, n = array.shape
+    return B, Hkv, n

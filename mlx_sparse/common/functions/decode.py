@@ -1,0 +1,293 @@
+"""Dense attention and the decode methods."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from ...checks import ShapeError, check_choice, check_decode_step, check_int, check_local_window, check_rank
+from .. import stats
+from ..call import Call, Library
+
+Array = Any  # of the library that the functions are for
+
+
+class DecodeFunctions:
+    """Functions of one query per sequence."""
+
+    _library: Library
+
+    def attend_indices(
+        self,
+        queries: Array,
+        keys: Array,
+        values: Array,
+        indices: Array,
+        *,
+        scale: float | None = None,
+        backend: str = "auto",
+    ) -> tuple[Array, Array]:
+        """Exact attention of one query per head over the listed keys (sparq.7).
+
+        Args:
+            indices: ``(B, Hkv, N)`` int32, ascending; ``-1``, or any number that is no key's, = empty slot.
+
+        Returns:
+            ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)``; 0 and -inf where every slot is empty.
+        """
+        call = Call(self._library, "attend_indices", queries, keys, values, scale=scale, backend=backend)
+        n = call.sizes
+        check_decode_step(n, "attend_indices")
+        self._library.check_array("indices", indices, queries, integers=True)
+        if len(indices.shape) != 3 or tuple(indices.shape[:2]) != (n.B, n.Hkv):
+            raise ShapeError(f"indices: expected shape (B={n.B}, Hkv={n.Hkv}, N), got {tuple(indices.shape)}.")
+        run = call.load("attend_indices")
+        result: tuple[Array, Array] = run(queries, keys, values, indices, scale=call.scale)
+        return result
+
+    def dense_attention(
+        self,
+        queries: Array,
+        keys: Array,
+        values: Array,
+        *,
+        scale: float | None = None,
+        left_padding: Array | None = None,
+        backend: str = "auto",
+        return_stats: bool | str = False,
+    ) -> Any:
+        """Causal attention over all valid keys: the baseline."""
+        call = Call(
+            self._library,
+            "dense",
+            queries,
+            keys,
+            values,
+            scale=scale,
+            left_padding=left_padding,
+            backend=backend,
+            return_stats=return_stats,
+        )
+        return call.dense()
+
+    def sparq_attention(
+        self,
+        queries: Array,
+        keys: Array,
+        values: Array,
+        *,
+        rank: int = 32,
+        top_k: int = 128,
+        local_window: int | None = None,
+        reallocate: str | bool = "auto",
+        group_reduce: str = "softmax",
+        component_score: str = "query",
+        scale: float | None = None,
+        left_padding: Array | None = None,
+        keys_t: Array | None = None,
+        value_mean: Array | None = None,
+        backend: str = "auto",
+        return_stats: bool | str = False,
+    ) -> Any:
+        """One decode step of SparQ attention (docs/spec/sparq.md; arXiv 2312.04985, Algorithm 1).
+
+        Args:
+            rank: components r of the queries used to score every key, 1..D.
+            top_k: keys attended per KV head, the local window included.
+            local_window: last valid keys that are always attended; None means ``top_k // 4``.
+            reallocate: mix in the mean value for the mass left out; "auto" does so for one query head per KV head.
+            group_reduce: sum over the query heads of a group of the "softmax" (the paper) or of the "logits" (the
+                authors' evaluation code).
+            component_score: rank components by |q| ("query", the paper) or by |q| times the spread of the keys
+                ("query_key").
+            keys_t: ``(B, Hkv, D, S)`` keys stored component-major: without it, nothing is saved on real hardware.
+                The `metal` backend copies slices of larger buffers on every call; a cache passes whole buffers.
+            value_mean: ``(B, Hkv, D)`` mean of the valid values, the current one included; computed when absent.
+        """
+        call = Call(
+            self._library,
+            "sparq",
+            queries,
+            keys,
+            values,
+            scale=scale,
+            left_padding=left_padding,
+            backend=backend,
+            return_stats=return_stats,
+        )
+        n = call.sizes
+        check_rank(rank, n.D)
+        check_int("top_k", top_k, 1)
+        window = check_local_window(local_window, top_k)
+        check_choice("reallocate", reallocate, ("auto", True, False))
+        check_choice("group_reduce", group_reduce, ("softmax", "logits"))
+        check_choice("component_score", component_score, ("query", "query_key"))
+        call.check("keys_t", keys_t, (n.B, n.Hkv, n.D, n.S))
+        call.check("value_mean", value_mean, (n.B, n.Hkv, n.D))
+        reallocates = n.G == 1 if reallocate == "auto" else bool(reallocate)
+        if reallocates and value_mean is None:
+            value_mean = call.load("masked_mean")(values, call.left_padding)
+        weight = None
+        if component_score == "query_key":
+            weight = call.load("deviation")(keys, call.left_padding)
+        return call.decode(
+            partial(stats.sparq_elements, rank=rank),
+            top_k,
+            top_k=top_k,
+            rank=rank,
+            local_window=window,
+            reallocate=reallocates,
+            group_reduce=group_reduce,
+            component_weight=weight,
+            keys_t=keys_t,
+            value_mean=value_mean,
+        )
+
+    def streaming_attention(
+        self,
+        queries: Array,
+        keys: Array,
+        values: Array,
+        *,
+        sink_tokens: int = 16,
+        recent_tokens: int = 112,
+        scale: float | None = None,
+        left_padding: Array | None = None,
+        backend: str = "auto",
+        return_stats: bool | str = False,
+    ) -> Any:
+        """Attend the first ``sink_tokens`` and the last ``recent_tokens`` valid keys; positions stay as they are."""
+        call = Call(
+            self._library,
+            "streaming",
+            queries,
+            keys,
+            values,
+            scale=scale,
+            left_padding=left_padding,
+            backend=backend,
+            return_stats=return_stats,
+        )
+        top_k = check_int("sink_tokens", sink_tokens, 0) + check_int("recent_tokens", recent_tokens, 1)
+        return call.decode(stats.streaming_elements, top_k, sink_tokens=sink_tokens, recent_tokens=recent_tokens)
+
+    def oracle_top_k_attention(
+        self,
+        queries: Array,
+        keys: Array,
+        values: Array,
+        *,
+        top_k: int = 128,
+        local_window: int | None = None,
+        group_reduce: str = "softmax",
+        scale: float | None = None,
+        left_padding: Array | None = None,
+        backend: str = "auto",
+        return_stats: bool | str = False,
+    ) -> Any:
+        """Attend the ``top_k`` keys that the exact scores choose: a bound on what SparQ can keep, not a saving."""
+        call = Call(
+            self._library,
+            "oracle_top_k",
+            queries,
+            keys,
+            values,
+            scale=scale,
+            left_padding=left_padding,
+            backend=backend,
+            return_stats=return_stats,
+        )
+        check_int("top_k", top_k, 1)
+        window = check_local_window(local_window, top_k)
+        check_choice("group_reduce", group_reduce, ("softmax", "logits"))
+        return call.decode(
+            stats.oracle_top_k_elements, top_k, top_k=top_k, local_window=window, group_reduce=group_reduce
+        )
+
+    def flexgen_attention(
+        self,
+        queries: Array,
+        keys: Array,
+        values: Array,
+        *,
+        top_k: int = 128,
+        scale: float | None = None,
+        left_padding: Array | None = None,
+        backend: str = "auto",
+        return_stats: bool | str = False,
+    ) -> Any:
+        """Softmax over all keys, values of the ``top_k`` largest group-summed weights, not renormalised."""
+        call = Call(
+            self._library,
+            "flexgen",
+            queries,
+            keys,
+            values,
+            scale=scale,
+            left_padding=left_padding,
+            backend=backend,
+            return_stats=return_stats,
+        )
+        check_int("top_k", top_k, 1)
+        return call.decode(stats.flexgen_elements, top_k, top_k=top_k)
+
+    def h2o_scores(
+        self,
+        queries: Array,
+        keys: Array,
+        *,
+        scale: float | None = None,
+        left_padding: Array | None = None,
+        backend: str = "auto",
+    ) -> Array:
+        """Attention each key has received from causal ``queries``: float32 ``(B, Hkv, S)``, -inf at invalid keys.
+
+        What `h2o_attention` starts from after a dense prompt.
+        """
+        call = Call(
+            self._library, "h2o_scores", queries, keys, keys, scale=scale, left_padding=left_padding, backend=backend
+        )
+        run = call.load("h2o_scores")
+        scores: Array = run(queries, keys, scale=call.scale, left_padding=call.left_padding)
+        return scores
+
+    def h2o_attention(
+        self,
+        queries: Array,
+        keys: Array,
+        values: Array,
+        *,
+        scores: Array,
+        top_k: int = 128,
+        local_window: int | None = None,
+        scale: float | None = None,
+        left_padding: Array | None = None,
+        backend: str = "auto",
+        return_stats: bool | str = False,
+    ) -> Any:
+        """Attend the last ``local_window`` keys and the heavy hitters, ``top_k`` together; evict the rest for good.
+
+        Args:
+            scores: ``(B, Hkv, S)`` attention received so far, 0 for the current key, -inf for evicted keys.
+
+        Returns:
+            ``out, scores``; with ``return_stats`` also a `Stats`. The new scores hold -inf for what this step evicted.
+        """
+        call = Call(
+            self._library,
+            "h2o",
+            queries,
+            keys,
+            values,
+            scale=scale,
+            left_padding=left_padding,
+            backend=backend,
+            return_stats=return_stats,
+        )
+        n = call.sizes
+        check_decode_step(n, "h2o")
+        check_int("top_k", top_k, 1)
+        window = check_local_window(local_window, top_k)
+        call.check("scores", scores, (n.B, n.Hkv, n.S))
+        out, lse, updated = call.run(scores=scores, top_k=top_k, local_window=window)
+        return (out, updated, call.record(lse, stats.h2o_elements, top_k)) if return_stats else (out, updated)
