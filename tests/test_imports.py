@@ -1,6 +1,8 @@
 """Dependencies point one way: the imports of every file are read, none is run."""
 
 import ast
+import functools
+import graphlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,44 +11,39 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-# A part of mlx_sparse may import parts of a lower level, never of its own or a higher one.
+# A room of mlx_sparse may import rooms of a lower level, never of its own or a higher one.
 LEVELS = [
-    {"layout", "files", "tools.environment"},
     {"checks"},
-    {"stats", "call_report", "tools.formats", "extras"},
-    {"config"},
-    {"patterns", "kept", "pieces", "bucket_lists", "kmeans", "artefact"},
-    {"oracle", "ops", "kernels"},
-    {"registry", "moments"},
-    {"api", "side", "buckets", "received"},
-    {"cache"},
+    {"common"},
+    {"methods"},
+    {"oracle", "ops", "kernels", "artefact"},
+    {"api", "cache"},
     {"lm"},
     {"_boot"},  # the start-up hook hands over to lm
-    {"demo"},
-    {"evaluate"},  # on the demo's model and BLAS
-    {"tools.bench"},  # on the evaluation's texts and the demo's commands
-    {"tune", "saap"},
-    {"doctor", "matrix"},
-    {"tools"},  # an empty __init__
+    {"tools"},
     {"cli"},
     {"__init__", "__main__"},
 ]
-LEAVES = set().union(*LEVELS[:4])  # they need nothing but Python: what backends outside this folder share
-# Of the benchmarks, what every engine's contenders are measured by.
-CORE = {f"mlx_sparse.tools.bench.{name}" for name in ("core", "run", "thresholds", "command")}
-LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}
+LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
+LEAVES = {"checks", "common", "methods"}  # what backends outside this folder share
+BENCH = LEAVES | {"tools"}  # and their contenders: by what they are measured, and how that is printed
 FREE = {"torch", "triton", "onnx", "onnx_ir", "onnxscript", "onnxruntime"}  # mlx_sparse runs without them
 FACTS = (["__version__"], ["__path__"])  # of the package, which name no part of it
 
 
-def imports(path: Path, root: Path = ROOT) -> Iterator[str]:
-    """Dotted names of what a file imports when it runs, `from a import b` as a.b; type-checking blocks never run."""
+def imports(path: Path, root: Path = ROOT, *, when_read: bool = False) -> Iterator[str]:
+    """Dotted names of what a file imports when it runs, `from a import b` as a.b; type-checking blocks never run.
+
+    ``when_read``: only what it imports when it is imported itself.
+    """
     package = list(path.relative_to(root).parent.parts)
     todo: list[ast.AST] = [ast.parse(path.read_text())]
     while todo:
         node = todo.pop()
         if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
             todo += node.orelse
+            continue
+        if when_read and isinstance(node, ast.FunctionDef):
             continue
         todo += ast.iter_child_nodes(node)
         if isinstance(node, ast.Import):
@@ -59,23 +56,45 @@ def imports(path: Path, root: Path = ROOT) -> Iterator[str]:
             yield from (arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant))
 
 
-def parts_imported(path: Path, apart: set[str] = frozenset()) -> set[str]:
-    """The parts of mlx_sparse that a file imports, but for modules ``apart``; a public name counts as __init__."""
-    names = [name.split(".") for name in imports(path) if not name.startswith(tuple(apart))]
-    parts = {part(rest or ["__init__"]) for top, *rest in names if top == "mlx_sparse" and rest not in FACTS}
+def rooms_imported(path: Path) -> set[str]:
+    """The rooms of mlx_sparse that a file imports; a public name counts as __init__."""
+    names = [name.split(".") for name in imports(path)]
+    rooms = {(rest or ["__init__"])[0] for top, *rest in names if top == "mlx_sparse" and rest not in FACTS}
     home = ROOT / "mlx_sparse"
-    places = {name: home / name.replace(".", "/") for name in parts}
-    return {name if at.is_dir() or at.with_suffix(".py").is_file() else "__init__" for name, at in places.items()}
+    return {room if (home / room).is_dir() or (home / f"{room}.py").is_file() else "__init__" for room in rooms}
 
 
-def part(names: list[str]) -> str:
-    """A room; those in tools count each."""
-    return ".".join(names[:2]) if names[0] == "tools" else names[0]
+def room_of(path: Path) -> str:
+    return path.relative_to(ROOT / "mlx_sparse").parts[0].removesuffix(".py")
 
 
-def part_of(path: Path) -> str:
-    names = [name.removesuffix(".py") for name in path.relative_to(ROOT / "mlx_sparse").parts]
-    return "tools" if names == ["tools", "__init__"] else part(names)
+def home_of(name: str) -> Path | None:
+    """The file of mlx_sparse in which a dotted name is; None for names of others."""
+    parts = name.split(".")
+    while len(parts) > 1 and parts[0] == "mlx_sparse":
+        at = ROOT.joinpath(*parts)
+        if at.with_suffix(".py").is_file():
+            return at.with_suffix(".py")
+        if (at / "__init__.py").is_file():
+            return at / "__init__.py"
+        parts.pop()
+    return None
+
+
+@functools.cache
+def others_needed(path: Path) -> frozenset[str]:
+    """Packages that importing a file imports, by way of other files of mlx_sparse too."""
+    todo, seen, found = [path], set(), set()
+    while todo:
+        file = todo.pop()
+        if file in seen:
+            continue
+        seen.add(file)
+        names = set(imports(file, when_read=True))
+        homes = {name: home_of(name) for name in names}
+        todo += [home for home in homes.values() if home is not None]
+        found |= {name.split(".")[0] for name, home in homes.items() if home is None}
+    return frozenset(found - {"mlx_sparse"})
 
 
 def files(folder: str) -> list[Path]:
@@ -89,50 +108,58 @@ def name(path: Path) -> str:
 LIBRARY = files("mlx_sparse")
 
 
-@pytest.mark.parametrize("path", LIBRARY, ids=name)
-def test_imports_point_down(path):
-    room = part_of(path)
+def test_there_are_ten_levels_at_most():
+    assert len(LEVELS) <= 10
+
+
+@pytest.mark.parametrize("room", sorted({room_of(path) for path in LIBRARY}))
+def test_imports_point_down(room):
     assert room in LEVEL, f"say in LEVELS what mlx_sparse.{room} may import"
-    wrong = [other for other in parts_imported(path) - {room} if LEVEL[other] >= LEVEL[room]]
-    assert not wrong, f"mlx_sparse.{room} must not import {', '.join(sorted(wrong))}"
+    for path in LIBRARY:
+        if room_of(path) == room:
+            wrong = [other for other in rooms_imported(path) - {room} if LEVEL[other] >= LEVEL[room]]
+            assert not wrong, f"{name(path)} must not import {', '.join(sorted(wrong))}"
 
 
-# Benchmarks check what they time.
-CHECKS_RESULTS = ("oracle", "evaluate", "tools.bench")
+def test_no_file_is_imported_by_what_it_imports():
+    arrows = {path: {home_of(found) for found in imports(path, when_read=True)} - {path, None} for path in LIBRARY}
+    packages = {path for path in LIBRARY if path.name == "__init__.py"}  # they name what is in them
+    sorter = graphlib.TopologicalSorter({path: found - packages for path, found in arrows.items()})
+    sorter.prepare()  # raises CycleError
 
 
-@pytest.mark.parametrize("path", [p for p in LIBRARY if part_of(p) not in CHECKS_RESULTS], ids=name)
-def test_the_oracle_is_not_called_at_run_time(path):
-    assert "oracle" not in parts_imported(path)
+# The evaluation and the benchmarks check what they measure.
+def test_the_oracle_is_not_called_at_run_time():
+    checking = [ROOT / "mlx_sparse" / folder for folder in ("oracle", "tools/evaluate", "tools/bench")]
+    for path in LIBRARY:
+        if not any(path.is_relative_to(folder) for folder in checking):
+            assert "oracle" not in rooms_imported(path), path
 
 
-@pytest.mark.parametrize("path", LIBRARY, ids=name)
-def test_the_library_runs_without_torch_triton_and_onnx(path):
-    assert not {found.split(".")[0] for found in imports(path)} & FREE
+@pytest.mark.parametrize(
+    ("folder", "without"),
+    [
+        ("mlx_sparse", FREE),
+        ("cuda_ref", {"mlx", "mlx_lm", "onnx", "onnxruntime"}),
+        ("onnx_export", {"mlx", "mlx_lm", "triton"}),
+    ],
+)
+def test_each_part_runs_without_what_belongs_to_others(folder, without):
+    exporter = ROOT / "onnx_export" / "exporter"  # it reads mlx-lm's models
+    for path in files(folder):
+        if path.is_relative_to(exporter):
+            continue
+        assert not {found.split(".")[0] for found in imports(path)} & without, path
+        assert not others_needed(path) & without, f"{path} by way of other files"
+        if folder != "mlx_sparse":
+            allowed = BENCH | {"oracle"} if "bench" in path.parts else LEAVES
+            assert rooms_imported(path) <= allowed, path
 
 
-@pytest.mark.parametrize("path", files("cuda_ref"), ids=name)
-def test_the_triton_kernels_run_without_mlx(path):
-    assert not {found.split(".")[0] for found in imports(path)} & {"mlx", "mlx_lm", "onnx", "onnxruntime"}
-    assert parts_imported(path, CORE if "bench" in path.parts else set()) <= LEAVES
-
-
-ONNX_EXPORT = [path for path in files("onnx_export") if not path.is_relative_to(ROOT / "onnx_export" / "exporter")]
-
-
-@pytest.mark.parametrize("path", ONNX_EXPORT, ids=name)
-def test_exported_files_run_without_mlx(path):
-    assert not {found.split(".")[0] for found in imports(path)} & {"mlx", "mlx_lm", "triton"}
-    benchmark = "bench" in path.parts
-    assert parts_imported(path, CORE if benchmark else set()) <= (LEAVES | {"oracle"} if benchmark else LEAVES)
-
-
-@pytest.mark.parametrize("module", sorted(CORE))
+@pytest.mark.parametrize("module", ["core", "run", "thresholds", "command"])
 def test_the_core_of_the_benchmarks_needs_nothing_but_python(module):
-    path = ROOT / f"{module.replace('.', '/')}.py"
-    others = {found.split(".")[0] for found in imports(path)} - {"mlx_sparse"}
-    assert others <= sys.stdlib_module_names
-    assert parts_imported(path, CORE) <= LEAVES
+    path = ROOT / "mlx_sparse" / "tools" / "bench" / f"{module}.py"
+    assert others_needed(path) <= sys.stdlib_module_names
 
 
 TESTS = {path.stem for path in (ROOT / "tests").iterdir() if path.suffix == ".py" or path.is_dir()}
@@ -152,7 +179,7 @@ def test_nothing_that_is_installed_imports_the_tests(folder):
     ("source", "found"),
     [
         ("import torch.nn", {"torch.nn"}),
-        ("from ..cache import f", {"mlx_sparse.cache.kv_cache.f"}),
+        ("from ..cache import f", {"mlx_sparse.cache.f"}),
         ("from . import a", {"mlx_sparse.lm.a"}),
         ("def f():\n    from mlx_sparse import oracle", {"mlx_sparse.oracle"}),
         ("importlib.import_module('mlx_sparse.oracle')", {"mlx_sparse.oracle"}),
