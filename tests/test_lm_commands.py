@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from tiny_models import prompt_of, words, write
 
-from mlx_sparse.lm.call_report import JSON_KEY
+from mlx_sparse.common.call_report import JSON_KEY
 
 BIN = Path(sys.executable).parent
 SPARSE = ["--attn", "sparq:rank=4,top_k=4,dense_below=0"]

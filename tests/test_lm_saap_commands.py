@@ -15,7 +15,7 @@ from test_lm_commands import Finished, run
 from test_lm_server import free_port, running
 from tiny_models import build, prompt_of, words, write
 
-from mlx_sparse.lm.call_report import JSON_KEY
+from mlx_sparse.common.call_report import JSON_KEY
 
 PROMPT, TOKENS, LAYERS = 60, 8, 2
 STEPS = TOKENS + 1  # mlx-lm's last prompt token is a step, and it works one token ahead

@@ -16,8 +16,8 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.modeling_utils import AttentionInterface
 
 from mlx_sparse.checks import ConfigError, check_local_window
+from mlx_sparse.common.call_report import Counts, Report
 from mlx_sparse.common.stats import dense_elements
-from mlx_sparse.lm.call_report import Counts, Report
 from mlx_sparse.methods import NEVER, QK_NORMS, SparQ, Step, nvidia_kind
 
 from ..availability import interpreted

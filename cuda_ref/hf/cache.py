@@ -9,7 +9,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.configuration_utils import PreTrainedConfig
 
 from mlx_sparse.checks import ConfigError, check_local_window, check_rank
-from mlx_sparse.lm.call_report import Report
+from mlx_sparse.common.call_report import Report
 from mlx_sparse.methods import SparQ, parse
 
 from . import require

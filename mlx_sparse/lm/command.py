@@ -19,8 +19,8 @@ from types import FrameType
 from typing import Any
 
 from ..checks import ConfigError, SparseAttentionError
+from ..common.call_report import JSON_KEY, Report
 from ..methods import SAAP, Dense, Method, Prefill, load_toml, parse, registry
-from .call_report import JSON_KEY, Report
 
 REPORTS = ("text", "mass", "json", "json+mass", "off")
 

@@ -12,10 +12,10 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..checks import ConfigError
+from ..common.call_report import Report
 from ..common.model_info import leaves, model_type
 from ..methods import METHODS, QK_NORMS, SAAP, Dense, Method, Prefill, parse, registry
 from . import seam
-from .call_report import Report
 from .plan import Call, Plan
 from .rope import reduce_as
 from .saap import Buckets, find_routers

@@ -10,11 +10,11 @@ import mlx.core as mx
 
 from ..cache.h2o_state import Received
 from ..cache.kv_cache import SparseBatchKVCache, SparseCache, adopt
+from ..common.call_report import Counts, Report
 from ..common.model_info import leaves
 from ..common.stats import dense_elements, saap_elements
 from ..methods import H2O, NEVER, Method, Prefill, Sample, Step, registry
 from . import seam
-from .call_report import Counts, Report
 from .dense import attend_alone, replace
 from .figures import BucketFigures, PrefillCounts, PrefillFigures
 from .saap import Buckets

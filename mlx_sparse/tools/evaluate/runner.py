@@ -14,8 +14,8 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
+from ...common.call_report import Report
 from ...lm import sparse
-from ...lm.call_report import Report
 from ...lm.plan import NO_DECODE
 from .journal import Journal
 from .results import Outcome, Row, Trial, row_of
