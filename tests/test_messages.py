@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from tiny_models import VOCAB, write
 
-from mlx_sparse import cli, forms
+from mlx_sparse import cli
 from mlx_sparse.checks import (
     LONGEST,
     ConfigError,
@@ -35,6 +35,7 @@ from mlx_sparse.checks import (
 from mlx_sparse.common.files import replace_file
 from mlx_sparse.methods import load_toml, parse, registry
 from mlx_sparse.methods.text import split_methods
+from mlx_sparse.tools import formats
 from mlx_sparse.tools.assets import blas, sdists, wheels
 from mlx_sparse.tools.assets.store import build_directory, check_directory
 from mlx_sparse.tools.demo.outcome import parse_report
@@ -70,7 +71,7 @@ ECHOING: dict[str, tuple[Callable[[str], Any], str]] = {
     "shape": (read_shape, "--shapes: expected query heads x KV heads x head dim such as 32x8x128, got "),
     "TOML file": (load_toml, "attn-config: expected a readable TOML file, got "),
     "form": (
-        lambda text: forms.check_options(argparse.Namespace(output=text, out=None)),
+        lambda text: formats.check_options(argparse.Namespace(output=text, out=None)),
         "-o: expected one of md, json, jsonl, csv, got ",
     ),
 }
@@ -102,7 +103,7 @@ def test_a_toml_files_keys_and_values_are_cut(tmp_path: Path) -> None:
 
 
 def test_advice_after_what_is_cut_stays() -> None:
-    message = message_of(lambda: forms.check_options(argparse.Namespace(output=SPACED, out=None)))
+    message = message_of(lambda: formats.check_options(argparse.Namespace(output=SPACED, out=None)))
     assert message.endswith("--out names a file.")
     short = "model: expected 'a b', got \"it's\" and 'c'. Do this."
     assert str(ConfigError(short)) == short

@@ -10,7 +10,10 @@ import pytest
 from mlx_sparse.methods import METHODS, SparQ
 from mlx_sparse.tools import matrix
 
-README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+METHODS_PAGE = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def test_the_matrix_is_the_generated_one() -> None:
@@ -19,27 +22,44 @@ def test_the_matrix_is_the_generated_one() -> None:
     assert found[1] == matrix.markdown()
 
 
-def test_every_method_is_described() -> None:
-    table = README[README.index("## Methods") : README.index("## What runs where")]
-    assert set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == set(METHODS) - {"dense"}
+def test_it_can_be_read_at_one_sitting() -> None:
+    assert README.count("\n") <= 130
+
+
+def test_the_page_of_methods_says_what_each_says_of_itself() -> None:
+    for name, method in METHODS.items():
+        row = f"| `{name}` | {method.reads.replace('](docs/', '](')} | {method.source} |"
+        assert (row in METHODS_PAGE) == (name != "dense"), name
 
 
 def test_the_defaults_of_sparq_are_the_stated_ones() -> None:
-    assert f"`rank` ({SparQ().rank})" in README
-    assert f"`top_k` ({SparQ().top_k})" in README
-    assert "`dense_below` (`16 * top_k`; none" in README
+    assert f"`rank` ({SparQ().rank})" in METHODS_PAGE
+    assert f"`top_k` ({SparQ().top_k})" in METHODS_PAGE
+    assert "`dense_below` (`16 * top_k`; none" in METHODS_PAGE
     assert SparQ(top_k=200).shortest_context() == 3200
     assert SparQ(top_k=127).shortest_context() == 128
 
 
-@pytest.mark.parametrize("spec", sorted(set(re.findall(r"`((?:sparq|streaming)(?::[\w=,]+)?)`", README))))
+@pytest.mark.parametrize(
+    "spec", sorted(set(re.findall(r"`((?:sparq|streaming)(?::[\w=,]+)?)`", README + METHODS_PAGE)))
+)
 def test_every_method_specification_parses(spec: str) -> None:
     from mlx_sparse.methods import parse
 
     assert type(parse(spec)[0]) is METHODS[spec.partition(":")[0]]
 
 
-def test_every_file_it_links_exists() -> None:
-    root = Path(__file__).parents[1]
-    for link in re.findall(r"\]\(((?!http|#)[^)]+)\)", README):
-        assert (root / link).is_file(), link
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_file_that_a_page_links_exists(page: Path) -> None:
+    for link in re.findall(r"\]\(((?!http|#)[^)#]+)", page.read_text(encoding="utf-8")):
+        assert (page.parent / link).exists(), link
+
+
+def test_every_file_of_a_journey_exists() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    journeys = text[text.index("## Six journeys") : text.index("## Add a method")]
+    named = set(re.findall(r"`([\w./]+/?)`", journeys)) - {"sample", "."}
+    for name in named:
+        assert list(ROOT.glob(f"**/{name.rstrip('/')}")), name
+    for row in journeys.splitlines()[4:]:
+        assert row.count("`, `") < 12, row

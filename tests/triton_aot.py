@@ -42,7 +42,7 @@ class Case:
     odd: bool = False  # no stride and no pointer is a multiple of 16 bytes
     block_size: int = 128  # of prompts
     hidden: int = 1024  # of a query network; 0 for a linear router
-    saap: int = 1024
+    buckets: int = 1024
     probes: int = 32
     weights: str = "float16"  # of a query network
 
