@@ -5,9 +5,11 @@
   python3 scripts/dev.py test     lint, then run the tests; tells which backends ran and why others were skipped
   python3 scripts/dev.py lint     ruff, mypy and codespell
   python3 scripts/dev.py doctor   versions, devices and problems of this machine
+  python3 scripts/dev.py setup    install what the tests need, and run nothing
 
-The first run makes .venv in the project and installs the project into it; later runs find it ready. uv is used where
-it is installed. What follows demo, test and doctor is passed on: python3 scripts/dev.py test -k sparq
+The first run makes .venv in the project and installs the project into it, for test and lint with everything that the
+tests need (3 GB); later runs find it ready. uv is used where it is installed. What follows demo, test and doctor is
+passed on: python3 scripts/dev.py test -k sparq
 """
 
 import argparse
@@ -21,8 +23,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = ROOT / ".venv" / "bin"
-STAMP = ROOT / ".venv" / "dev-stamp"  # names the pyproject.toml and the native kernels that were installed
+STAMP = ROOT / ".venv" / "dev-stamp"  # what was installed: its extras, pyproject.toml, native kernels, modules
 KERNELS = ROOT / "onnx_export" / "ort_ops"
+PACKAGES = ("mlx_sparse", "metal", "cuda_ref", "onnx_export")
+BASE, TEST = ".", ".[test]"
 
 
 def run(*command):
@@ -46,18 +50,21 @@ def make_venv(uv):
         sys.exit(f"{sys.executable} has neither ensurepip nor pip: install python3-venv or uv")
 
 
-def setup():
-    """Bring .venv up to date with pyproject.toml, and with the sources that an install compiles."""
+def setup(wanted):
+    """Bring .venv up to date with pyproject.toml, the sources that an install compiles and the modules it lists."""
     read = [ROOT / "pyproject.toml", *sorted(path for path in KERNELS.iterdir() if path.is_file())]
-    wanted = hashlib.sha256(b"".join(path.read_bytes() for path in read)).hexdigest()
-    if STAMP.is_file() and STAMP.read_text() == wanted:
+    modules = sorted(str(path.relative_to(ROOT)) for name in PACKAGES for path in (ROOT / name).rglob("*.py"))
+    state = hashlib.sha256(b"".join([*(path.read_bytes() for path in read), *map(str.encode, modules)])).hexdigest()
+    installed, _, known = STAMP.read_text().partition(" ") if STAMP.is_file() else ("", "", "")
+    if known == state and installed in (wanted, TEST):
         return
+    wanted = TEST if TEST in (wanted, installed) else wanted  # what is there stays
     uv = shutil.which("uv")
     if not (BIN / "python").exists():
         make_venv(uv)
     install = [uv, "pip", "install", "--python", BIN / "python"] if uv else [BIN / "python", "-m", "pip", "install"]
-    run(*install, "-e", ".[test]")
-    STAMP.write_text(wanted)
+    run(*install, "-e", wanted)
+    STAMP.write_text(f"{wanted} {state}")
 
 
 def lint():
@@ -72,12 +79,12 @@ def main():
     if sys.version_info < (3, 10):  # noqa: UP036 (this runs before anything checks requires-python)
         sys.exit(f"mlx-sparse-attention needs Python 3.10 or newer; {sys.executable} is {sys.version.split()[0]}")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("verb", choices=["demo", "test", "lint", "doctor"])
+    parser.add_argument("verb", choices=["demo", "test", "lint", "doctor", "setup"])
     parser.add_argument("args", nargs=argparse.REMAINDER, help="passed on to the command that the verb runs")
     options = parser.parse_args()
-    if options.verb == "lint" and options.args:
-        parser.error("lint takes no arguments")
-    setup()
+    if options.verb in ("lint", "setup") and options.args:
+        parser.error(f"{options.verb} takes no arguments")
+    setup(BASE if options.verb in ("demo", "doctor") else TEST)
     if options.verb in ("test", "lint"):
         lint()
     if options.verb == "test":

@@ -67,7 +67,8 @@ describe() {
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-run python3 scripts/dev.py doctor || test -x .venv/bin/mlx-sparse # go on with what the doctor finds, not without .venv
+run python3 scripts/dev.py setup
+run .venv/bin/mlx-sparse doctor || echo "The doctor found problems." # go on with what it finds
 if ! $dry_run; then
   describe | tee "$work/machine.txt"
 fi

@@ -15,7 +15,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "scripts" / "mac_check.sh"
 STEPS = [
-    "python3 scripts/dev.py doctor",
+    "python3 scripts/dev.py setup",
+    ".venv/bin/mlx-sparse doctor",
     "env METAL_DEVICE_WRAPPER_TYPE=1 METAL_DEBUG_ERROR_MODE=0 MTL_SHADER_VALIDATION=1",
     "env .venv/bin/python -m pytest tests/test_metal_kernels.py tests/test_metal_attend_blocks.py "
     "tests/test_metal_sample.py tests/test_backends.py -k metal",
@@ -59,7 +60,7 @@ def mac(tmp_path: Path) -> Path:
         pytest.skip("on a Mac it would run the whole benchmark")
     for folder in ("bin", "scripts", "tests"):
         (tmp_path / folder).mkdir()
-    (tmp_path / "scripts" / "dev.py").write_text("print('doctor')")
+    (tmp_path / "scripts" / "dev.py").write_text("print('ready')")
     for script in (SCRIPT, ROOT / "scripts" / "check_report.py"):
         shutil.copy(script, tmp_path / "scripts")
     (tmp_path / ".venv" / "bin").mkdir(parents=True)

@@ -29,6 +29,15 @@ class Outcome:
     report: dict[str, Any] | None = None
 
 
+def answer(out: str) -> tuple[str, bool]:
+    """What the model has said so far, without blanks around it, and whether that is all; ``out`` as far as it goes."""
+    head, over, _ = out.rpartition(f"\n{RULE}\n")
+    _, begun, text = (head if over else out).partition(f"{RULE}\n")
+    # The rule at the end comes in pieces too.
+    said = text if over else text.removesuffix(RULE[: len(text) - len(text.rstrip("="))])
+    return (said.strip() if begun else ""), bool(over)
+
+
 def parse_outcome(output: tuple[str, str]) -> Outcome:
     """Read the standard output and standard error of ``mlx_lm.generate``."""
     out, err = output

@@ -17,7 +17,7 @@ from ..assets import blas
 from ..assets.smollm2 import prepare_model
 from ..assets.store import cache_directory
 from .command import generate_command, run_command
-from .outcome import Outcome, compare, parse_outcome
+from .outcome import answer, compare, parse_outcome
 from .text import Task, pass_key_task
 
 WIDTH = 79
@@ -64,10 +64,8 @@ def _demo(args: argparse.Namespace) -> int:
         _say_task(model, task)
     outcomes = []
     for name, command in (("dense", dense), (args.attn, sparse)):
-        outcome = parse_outcome(run_command(name, command, task.prompt, environment))
-        outcomes.append(outcome)
-        if not args.json:
-            _say_answer(command, outcome)
+        say = None if args.json else _Answer(command).say
+        outcomes.append(parse_outcome(run_command(name, command, task.prompt, environment, say)))
     if outcomes[1].report is None:
         raise ArtefactError(f"--attn: expected a report of {args.attn}, got none. Run `mlx-sparse doctor`.")
     result = compare(model, task, args.attn, *outcomes) | {"commands": [dense, sparse]}
@@ -100,10 +98,26 @@ def _say_task(model: Path, task: Task) -> None:
     print(_wrapped("Question", task.question), flush=True)
 
 
-def _say_answer(command: list[str], outcome: Outcome) -> None:
-    print()
-    print(textwrap.fill("$ " + " ".join(map(_short, command)), WIDTH, subsequent_indent="    ", break_on_hyphens=False))
-    print(textwrap.indent(outcome.text.strip(), "  | ", lambda _: True), flush=True)
+class _Answer:
+    """Shows a command, and what it answers as it answers it."""
+
+    def __init__(self, command: list[str]) -> None:
+        line = "$ " + " ".join(map(_short, command))
+        print()
+        print(textwrap.fill(line, WIDTH, subsequent_indent="    ", break_on_hyphens=False), flush=True)
+        self._said, self._over = "", False
+
+    def say(self, out: str) -> None:
+        """Print what is new in ``out``, all of the command's standard output so far."""
+        if self._over:
+            return
+        text, self._over = answer(out)
+        if new := text[len(self._said) :]:
+            start = "" if self._said else "  | "
+            print(start + new.replace("\n", "\n  | "), end="", flush=True)
+            self._said = text
+        if self._over:
+            print(flush=True)
 
 
 def _table(result: dict[str, Any]) -> str:
