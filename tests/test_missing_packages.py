@@ -44,22 +44,20 @@ COMMANDS = [
     ("mlx", "report"),
     ("mlx", "tune-sample"),
     ("mlx", "train-saap -o a.safetensors"),
-    ("mlx", "bench"),
-    ("mlx", "bench --roofline"),
-    ("mlx", "bench --onnx"),
-    ("mlx", "bench --generate"),
+    ("mlx", "bench step"),
+    ("mlx", "bench prompt"),
+    ("mlx", "bench generate"),
     ("mlx_lm", "generate"),
     ("transformers", "generate"),
     ("lm_eval", "evaluate"),
-    ("torch", "bench --cuda"),
-    ("torch", "bench --cuda --model"),
-    ("triton", "bench --cuda"),
-    ("onnx", "bench --onnx --lengths 256 --repeat 2"),
-    ("onnxruntime", "bench --onnx --lengths 256 --repeat 2"),
-    ("onnxruntime", "bench --generate --onnx"),
+    ("torch", "bench step --engine cuda"),
+    ("torch", "bench prompt --engine cuda"),
+    ("triton", "bench step --engine cuda"),
+    ("onnx", "bench step --engine onnx --lengths 256 --repeat 2"),
+    ("onnxruntime", "bench step --engine onnx --lengths 256 --repeat 2"),
+    ("onnxruntime", "bench generate --engine onnx"),
     ("onnxruntime", "run-onnx nowhere -p x"),
     ("matplotlib", "eval --methods sparq --out results"),
-    ("matplotlib", "bench --plot a.svg"),
     ("gguf", "eval --methods sparq --model gemma-3-270m --accept-licence gemma --cache-dir cache"),
     *((name, "export-onnx --model nowhere -o out") for name in ("onnx", "onnx_ir", "onnxscript", "onnxruntime", "mlx")),
 ]
@@ -67,7 +65,7 @@ COMMANDS = [
 
 @pytest.mark.parametrize(("absent", "words"), COMMANDS, ids=[f"{words} without {name}" for name, words in COMMANDS])
 def test_a_command_without_a_package_says_in_one_line_what_to_type(absent: str, words: str, tmp_path: Path) -> None:
-    if words == "bench --generate --onnx":  # the model is found first
+    if words == "bench generate --engine onnx":  # the model is found first
         words += f" --model {tmp_path / 'model'}"
         (tmp_path / "model").mkdir()
     program, *rest = words.split() if words.startswith("export-onnx") else ["mlx-sparse", *words.split()]

@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..methods import H2O, registry
+from ..methods import Method, registry
 
 # The last so many states are kept for trims, as rejected drafts ask for. Each is one float32 number per key.
 STATES = 16
@@ -73,7 +73,7 @@ class Received:
         queries: mx.array,
         keys: mx.array,
         values: mx.array,
-        config: H2O,
+        config: Method,
         *,
         scale: float,
         left_padding: mx.array | None,

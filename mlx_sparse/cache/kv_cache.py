@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache, KVCache
 
-from ..methods import Method, Prefill, Sample, SparQ, registry
+from ..methods import Method, Prefill, SparQ, registry
 from ..methods.table import WHOLE_BUFFERS
 from .h2o_state import Received
 from .saap_state import BucketIndex
@@ -26,11 +26,11 @@ from .sparq_state import SideBuffers
 class Full:
     """Settings and keys with which a sample kept too many blocks to be worth while."""
 
-    config: Sample
+    config: Prefill
     fullest: float
     keys: int
 
-    def holds(self, config: Sample, fullest: float, S: int) -> bool:
+    def holds(self, config: Prefill, fullest: float, S: int) -> bool:
         """Whether it need not be tried over ``S`` keys: density falls slowly, so not before they have doubled."""
         return (self.config, self.fullest) == (config, fullest) and self.keys <= S < 2 * self.keys
 
@@ -115,14 +115,14 @@ class SparseCache:
         return result
 
     def select_prompt(
-        self, queries: mx.array, config: Sample, *, scale: float, backend: str, fullest: float
+        self, queries: mx.array, config: Prefill, *, scale: float, backend: str, fullest: float
     ) -> mx.array | None:
         """The blocks for `attend_prompt` if they are at most the share ``fullest`` of all, for which this waits."""
         S = self.length
         if any(full is not None and full.holds(config, fullest, S) for full in self._full):
             return None
         keys, _, length = self.rows(backend)
-        select = registry.load("sample_select", backend)
+        select = registry.load(f"{config.name}_select", backend)
         blocks: mx.array = select(queries, keys, scale=scale, **config.parameters(), **length)
         pairs = config.layout(queries.shape[2], S).causal_pairs
         kept: Any = (blocks >= 0).sum().item()

@@ -135,7 +135,7 @@ class Session:
         configs = self.configs
         if self.loading == self.draft:
             # An artefact is the model's, and no other's.
-            configs = tuple(c for c in configs if not (isinstance(c, SAAP) and c.artefact is not None))
+            configs = tuple(config for config in configs if config.file is None)
         if not configs:
             return
         report = enable(model, configs, backend=self.backend, mass="mass" in self.report_as)

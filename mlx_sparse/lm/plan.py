@@ -13,7 +13,7 @@ from ..cache.kv_cache import SparseBatchKVCache, SparseCache, adopt
 from ..common.call_report import Counts, Report
 from ..common.model_info import leaves
 from ..common.stats import dense_elements, saap_elements
-from ..methods import H2O, NEVER, Method, Prefill, Sample, Step, registry
+from ..methods import NEVER, Method, Prefill, Step, registry
 from . import seam
 from .dense import attend_alone, replace
 from .figures import BucketFigures, PrefillCounts, PrefillFigures
@@ -89,6 +89,7 @@ class Call:
     def __init__(self, plan: Plan, caches: Any, *, probing: bool = False) -> None:
         self.configs, self.prefill, self.decode = plan.configs, plan.prefill, plan.decode
         self.backend, self.mass, self.decodes = plan.backend, plan.mass, plan.decodes
+        self.observing = plan.decode is not None and plan.decode.observes_prompts
         self.report = plan.report
         self.probed: list[tuple[Any, str | None]] | None = [] if probing else None
         self.backends: set[str] = set()  # what probed layers resolve to
@@ -113,7 +114,7 @@ class Call:
 
     def _submit(self) -> None:
         """Have the device compute what nothing else asks for; wait for no more than `PrefillCounts.figures` does."""
-        if isinstance(self.decode, H2O) and self._caches is not None:
+        if self.observing and self._caches is not None:
             for cache in leaves(self._caches):
                 if isinstance(cache, SparseCache) and cache.received is not None:
                     cache.received.submit()
@@ -135,7 +136,7 @@ class Call:
             out = self._attend_each(queries, cache, scale, mask, sinks)
         else:
             out = self._attend(queries, keys, cache, scale, mask, sinks, self._layer(cache), reason)
-        if out is None and isinstance(self.decode, H2O) and refusal is None:
+        if out is None and self.observing and refusal is None:
             self._receive(queries, keys, cache, scale, mask, sinks)
         return out
 
@@ -305,7 +306,7 @@ class Call:
             yield "with attention sinks"
         if mask is not None and not self._is_padding_mask(mask):
             yield "with an array mask"
-        if isinstance(self.decode, H2O) and not _counted(cache, keys.shape[2] - 1):
+        if self.observing and not _counted(cache, keys.shape[2] - 1):
             yield UNCOUNTED
         if self.buckets is not None:
             yield from self.buckets.step_reasons(cache)
@@ -346,7 +347,7 @@ class Call:
         L, S = queries.shape[2], keys.shape[2]
         config = self.prefill.at(S)
         blocks, fullest = None, config.fullest(backend)
-        if isinstance(config, Sample) and fullest < 1:
+        if fullest < 1:
             blocks = cache.select_prompt(queries, config, scale=scale, backend=backend, fullest=fullest)
             if blocks is None:
                 return None
@@ -370,7 +371,7 @@ class Call:
             self._counts.formula_bytes += size * saap_elements(D, 0) + B * Hkv * network
             return self.buckets.step(queries, cache, served, scale=scale, backend=backend)
         self._counts.formula_bytes += size * self.decode.elements(S, D)
-        if isinstance(self.decode, H2O):
+        if self.observing:
             cache.received = cache.received or Received()
             rows = keys, cache.values[..., :S, :]
             return cache.received.step(queries, *rows, self.decode, scale=scale, left_padding=cache.padding)
