@@ -113,13 +113,15 @@ def h2o_scores(queries: mx.array, keys: mx.array, *, scale: float, left_padding:
         stop = min(first + step, L)
         end = S - L + stop
         scores = causal_scores(after([received], grouped[..., first:stop, :]), keys[..., :end, :])
-        valid = None if left_padding is None else valid_keys(end, left_padding)[:, None, None, None]
-        weights, _ = softmax_lse(scores, valid)
         if left_padding is not None:
-            # Queries of padded rows have nothing to attend and do not count.
-            counted = valid_keys(end, left_padding)[:, end - (stop - first) :]
-            weights = mx.where(counted[:, None, None, :, None], weights, 0.0)
-        total = weights.sum(axis=(2, 3)) / (Hq // Hkv)
+            scores = mx.where(valid_keys(end, left_padding)[:, None, None, None], scores, -mx.inf)
+        # As `softmax_lse`, but normalised by a product: the exponentials are all that is held.
+        top = mx.max(scores, axis=-1, keepdims=True)
+        top = mx.where(top == -mx.inf, 0.0, mx.where(mx.isnan(top), mx.inf, top))
+        exps = mx.exp(scores - top)
+        sums = exps.sum(axis=-1, keepdims=True)
+        share = mx.where(sums > 0, 1.0 / sums, 0.0).swapaxes(-1, -2)
+        total = (share @ exps).sum(axis=(2, 3)) / (Hq // Hkv)
         received = received + mx.pad(total, [(0, 0), (0, 0), (0, S - end)])
     return received if left_padding is None else mx.where(valid_keys(S, left_padding)[:, None], received, -mx.inf)
 
