@@ -16,8 +16,8 @@ import mlx_sparse
 from mlx_sparse import oracle
 from mlx_sparse.artefact import load
 from mlx_sparse.checks import ArtefactError, ConfigError
+from mlx_sparse.common import reasons
 from mlx_sparse.lm import rope as rope_module
-from mlx_sparse.lm import saap
 from mlx_sparse.lm.model import plan_of
 from mlx_sparse.lm.plan import Call
 from mlx_sparse.methods import SAAP, Step
@@ -39,10 +39,10 @@ def test_the_first_layers_and_those_the_artefact_lacks_stay_dense_and_say_why(tm
     with mlx_sparse.sparse(model, attn(file, dense_layers=2)) as report:
         greedy(model, prompt_of(PROMPT), STEPS)
     assert (report.layers, report.served_layers) == (5, 2)
-    assert report.dense_layers == {saap.FIRST: 2, saap.NOT_IN_ARTEFACT: 1}
+    assert report.dense_layers == {reasons.FIRST_LAYERS: 2, reasons.NOT_IN_ARTEFACT: 1}
     assert report.sparse_calls == 2 * STEPS
-    assert report.dense_calls[saap.FIRST] == 2 * STEPS
-    assert report.dense_calls[saap.NOT_IN_ARTEFACT] == STEPS
+    assert report.dense_calls[reasons.FIRST_LAYERS] == 2 * STEPS
+    assert report.dense_calls[reasons.NOT_IN_ARTEFACT] == STEPS
     assert "2 of 5 layers" in str(report)
 
 
@@ -50,7 +50,7 @@ def test_an_artefact_of_centroids_serves_kmeans_and_not_trained(model: Any, tmp_
     file = write_artefact(tmp_path / "a", model, hidden=0)
     with mlx_sparse.sparse(model, attn(file, mode="kmeans")) as report:
         assert report.served_layers == LAYERS
-    with pytest.raises(ConfigError, match=f"got llama with 2 layers: 2 {saap.NOT_TRAINED}"):
+    with pytest.raises(ConfigError, match=f"got llama with 2 layers: 2 {reasons.NOT_TRAINED}"):
         mlx_sparse.enable(model, attn(file))
 
 
@@ -105,7 +105,7 @@ def test_a_layer_that_reads_the_keys_of_another_is_dense_and_says_so(model: Any,
         keys, values = (rows[..., : cache[0].offset, :] for rows in (cache[0].keys, cache[0].values))
         with Call(plan_of(model), cache) as call:
             assert call.attend(queries, keys, values, cache[0], 0.25, None, None) is None
-    assert report.dense_calls[saap.NOT_WRITTEN] == 1
+    assert report.dense_calls[reasons.NOT_WRITTEN] == 1
 
 
 def test_a_text_shorter_than_the_window_is_dense_and_says_so(model: Any, artefact: Path):

@@ -16,6 +16,7 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.modeling_utils import AttentionInterface
 
 from mlx_sparse.checks import ConfigError, check_local_window
+from mlx_sparse.common import reasons
 from mlx_sparse.common.call_report import Counts, Report
 from mlx_sparse.common.stats import dense_elements
 from mlx_sparse.methods import NEVER, QK_NORMS, SparQ, Step, nvidia_kind
@@ -27,8 +28,6 @@ from .cache import Origin, SparQCache, dense_layer, origin_of
 from .padding import Padding, mask, padding_of
 
 NAME = "sparq"
-# More queries than this in one call are a prompt; fewer, after a prompt, are draft tokens to verify or a short turn.
-VERIFY_QUERIES = 16
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 _without_cache = Report(NAME, "triton", "calls without a SparQCache")
@@ -169,7 +168,7 @@ def _layer_reasons(
         yield "with soft-capped scores"
     # The sinks' share can be told from the log-sum-exp of the attended keys only if nothing else is mixed in.
     if kwargs.get("s_aux") is not None and _reallocates(origin.cache.attn, query, key):
-        yield "with attention sinks"
+        yield reasons.SINKS
     if kwargs.get("position_bias") is not None:
         yield "with a position bias"
 
@@ -185,16 +184,16 @@ def _call_reasons(
     """Why this call attends densely, likewise; what waits for the GPU comes last."""
     L, S = query.shape[2], key.shape[2]
     if L > 1:
-        verifying = L <= VERIFY_QUERIES and S > L
-        few = "of a few queries at once (verification or short prompt)"
-        yield few if verifying else "of several queries at once (prompt)"
+        verifying = L <= reasons.VERIFY_QUERIES and S > L
+        few = reasons.A_FEW
+        yield few if verifying else reasons.PROMPT
     B, Hkv, _, D = key.shape
     G = query.shape[1] // Hkv
     shortest = _shortest_context(origin.cache.attn, B * Hkv, G, D, key.element_size(), query.device)
     if shortest >= NEVER:
         yield "whose scores would move more bytes than they save"
     if S < shortest:
-        yield f"over fewer than {shortest:,} keys"
+        yield reasons.shorter_than(shortest)
     if not (query.is_cuda or interpreted()):
         yield "on a device without Triton"
     if dropout > 0:

@@ -12,6 +12,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..checks import ConfigError
+from ..common import reasons
 from ..common.call_report import Report
 from ..common.model_info import leaves, model_type
 from ..methods import METHODS, QK_NORMS, SAAP, Dense, Method, Prefill, parse, registry
@@ -182,10 +183,10 @@ def _probe(model: Any, plan: Plan) -> None:
     report, probed = plan.report, call.probed or []
     report.backend = " and ".join(sorted(call.backends)) or plan.backend
     seen = {id(cache) for cache, _ in probed}
-    reasons = [reason for _, reason in probed]
-    reasons += ["that compute attention themselves or have none" for c in leaves(caches) if id(c) not in seen]
-    report.layers, report.served_layers = len(reasons), reasons.count(None)
-    report.dense_layers.update(reason for reason in reasons if reason is not None)
+    found = [reason for _, reason in probed]
+    found += [reasons.OWN_ATTENTION for c in leaves(caches) if id(c) not in seen]
+    report.layers, report.served_layers = len(found), found.count(None)
+    report.dense_layers.update(reason for reason in found if reason is not None)
     if report.served_layers == 0:
         listed = ", ".join(f"{count} {reason}" for reason, count in report.dense_layers.items())
         raise ConfigError(

@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from ..cache.h2o_state import Received
 from ..cache.kv_cache import SparseBatchKVCache, SparseCache, adopt
+from ..common import reasons
 from ..common.call_report import Counts, Report
 from ..common.model_info import leaves
 from ..common.stats import dense_elements, saap_elements
@@ -18,13 +19,6 @@ from . import seam
 from .dense import attend_alone, replace
 from .figures import BucketFigures, PrefillCounts, PrefillFigures
 from .saap import Buckets
-
-# More queries than this in one call are a prompt; fewer, after a prompt, are draft tokens to verify or a short turn.
-VERIFY_QUERIES = 16
-A_FEW = "of a few queries at once (verification or short prompt)"
-UNCOUNTED = "over keys whose attention so far is not known"
-NO_DECODE = "of a single query (no decode method)"
-UNKNOWN_PADDING = "of a batch padded on the right by an unknown number"
 
 
 class Plan:
@@ -170,7 +164,7 @@ class Call:
             served, short = self._served(queries, keys, cache, backend)
             attended = self._step(queries, keys, cache, served, scale, backend)
         if attended is None:
-            self._counts.dense_calls[reason or "whose sample keeps too many blocks"] += 1
+            self._counts.dense_calls[reason or reasons.TOO_FULL] += 1
             return None
         out, lse = attended
         if sinks is not None:
@@ -178,7 +172,7 @@ class Call:
             kept = mx.sigmoid(lse - sinks.astype(mx.float32)[None, :, None])
             out = (out.astype(mx.float32) * kept[..., None]).astype(out.dtype)
         if short:
-            self._counts.dense_calls["of the short sequences of a batch"] += 1
+            self._counts.dense_calls[reasons.SHORT_SEQUENCES] += 1
             out = replace(out, short, queries, cache, scale, sinks)
         return out
 
@@ -203,7 +197,7 @@ class Call:
         before = cache.length - queries.shape[2]
         extents = cache.extents(leaves(self._caches))
         if extents is None:
-            self._counts.dense_calls[UNKNOWN_PADDING] += 1
+            self._counts.dense_calls[reasons.UNKNOWN_PADDING] += 1
             return None
         layer = self._layer(cache)
         pieces = []
@@ -238,7 +232,7 @@ class Call:
             ConfigError: a parameter does not fit the head dim.
         """
         if mask is not None and not self._is_padding_mask(mask):
-            return "with an array mask"
+            return reasons.ARRAY_MASK
         refusal = None if self.buckets is None else self.buckets.refusal(cache)
         serving = [
             config for config in self.configs if sinks is None or config.serves_sinks(queries.shape[1] // keys.shape[1])
@@ -247,7 +241,7 @@ class Call:
         for config in serving:
             config.check_head_dim(queries.shape[-1])
             self.backends.add(self._resolve(config, queries, keys))
-        return None if serving else refusal or "with attention sinks"
+        return None if serving else refusal or reasons.SINKS
 
     def _resolve(self, config: Method, queries: mx.array, keys: mx.array) -> str:
         """The backend for these sizes."""
@@ -261,34 +255,33 @@ class Call:
     def _layer_reason(self, keys: Any, values: Any, cache: Any) -> str | None:
         """Why this layer can never attend sparsely."""
         if cache is None:
-            return "without a KV cache"
+            return reasons.NO_CACHE
         if hasattr(cache, "bits"):
-            return "with a quantised KV cache"
+            return reasons.QUANTISED
         if not isinstance(cache, SparseCache):
-            name = type(cache).__name__
-            return f"with a sliding window ({name})" if "Rotating" in name else f"with a {name}"
+            return reasons.other_cache(type(cache).__name__)
         if keys.shape != values.shape:
-            return "with key and value head dims that differ (MLA)"
+            return reasons.OTHER_HEAD_DIMS
         for rows, kept in ((keys, cache.keys), (values, cache.values)):
             if rows.shape[1:] != (kept.shape[1], cache.length, kept.shape[3]):
-                return "with keys or values that are not the cache's (MLA)"
+                return reasons.OTHER_ROWS
         return None
 
     def _prompt_reasons(self, queries: mx.array, keys: mx.array, mask: Any) -> Iterator[str]:
         """Why this call of several queries attends densely. The first reason counts; others need not hold then."""
         L, S = queries.shape[2], keys.shape[2]
-        if L <= VERIFY_QUERIES and (S > L or self.prefill is not None):
-            yield A_FEW
+        if L <= reasons.VERIFY_QUERIES and (S > L or self.prefill is not None):
+            yield reasons.A_FEW
         if self.prefill is None:
-            yield "of several queries at once (prompt)"
+            yield reasons.PROMPT
             return
         if mask is None:
-            yield "without a causal mask"
+            yield reasons.NOT_CAUSAL
         if not self._is_padding_mask(mask):
-            yield "with an array mask"
+            yield reasons.ARRAY_MASK
         shortest = self.prefill.shortest_context()
         if S < shortest:
-            yield f"over fewer than {shortest:,} keys"
+            yield reasons.shorter_than(shortest)
         config = self.prefill.at(S)
         if (reason := config.dense_piece(L, S)) is not None:
             yield reason
@@ -298,23 +291,23 @@ class Call:
     ) -> Iterator[str]:
         """Why this call of a single query attends densely. The first reason counts; others need not hold then."""
         if not self.decodes:
-            yield "of the prompt's last token"
+            yield reasons.LAST_OF_PROMPT
         if self.decode is None:
-            yield NO_DECODE
+            yield reasons.NO_DECODE
             return
         if sinks is not None and not self.decode.serves_sinks(queries.shape[1] // keys.shape[1]):
-            yield "with attention sinks"
+            yield reasons.SINKS
         if mask is not None and not self._is_padding_mask(mask):
-            yield "with an array mask"
+            yield reasons.ARRAY_MASK
         if self.observing and not _counted(cache, keys.shape[2] - 1):
-            yield UNCOUNTED
+            yield reasons.UNCOUNTED
         if self.buckets is not None:
             yield from self.buckets.step_reasons(cache)
         shortest = self._shortest(queries, keys, cache, backend)
         if shortest >= NEVER:
-            yield "whose choice of keys would cost more than it saves"
+            yield reasons.NOTHING_SAVED
         if cache.length - min(cache.first_rows(leaves(self._caches))) < shortest:
-            yield f"over fewer than {shortest:,} keys"
+            yield reasons.shorter_than(shortest)
 
     def _shortest(self, queries: mx.array, keys: mx.array, cache: SparseCache, backend: str) -> int:
         """Keys from which a step of one sequence is sparse, whatever batch it is in."""

@@ -15,14 +15,11 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..common import reasons
+
 RECORDERS = "_mlx_sparse_recorders"
 # A layer calls its rope twice, for queries and keys; some split them.
 REMEMBERED = 4
-
-NOT_A_MODULE = "with a rope that is no module of its own"
-CHANGED = "with a norm or another change after RoPE"
-LENGTH_DEPENDENT = "with a rope that depends on the length (dynamic NTK), of keys that were not recorded"
-NOT_INVERTIBLE = "with a rope that cannot be turned back, of keys that were not recorded"
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,8 +151,8 @@ def irreversible(rope: Any, D: int) -> str | None:
     far = 1 << 22  # beyond what any model calls its context, below what float32 counts
     few, many = rotate(rope, rows[:, :, :2], far), rotate(rope, rows, far)[:, :, :2]
     if not _close(few, many, 1e-2):
-        return LENGTH_DEPENDENT
-    return None if _close(inverse(rope, rotate(rope, rows, 5), 5), rows, 1e-3) else NOT_INVERTIBLE
+        return reasons.ROPE_BY_LENGTH
+    return None if _close(inverse(rope, rotate(rope, rows, 5), 5), rows, 1e-3) else reasons.ROPE_NOT_INVERTIBLE
 
 
 def _close(a: mx.array, b: mx.array, share: float) -> bool:
@@ -203,16 +200,16 @@ def find_source(recorder: Recorder, arrays: tuple[mx.array, ...], position: int,
     if rotations == 0 and not recorder.calls:
         return Source()
     if not recorder.calls:
-        return NOT_A_MODULE
+        return reasons.ROPE_NOT_A_MODULE
     rope, D = recorder.calls[-1].rope, arrays[0].shape[-1]
     reason = irreversible(rope, D)
     for array in arrays:
         if any(call.after is array and call.rope is rope for call in recorder.calls):
             continue
         if reason is not None or not any(_only_scaled(call, array, position) for call in recorder.calls):
-            return CHANGED
+            return reasons.CHANGED_AFTER_ROPE
     if reason is None and any(not _is_position(call.offset, position) for call in recorder.calls):
-        reason = NOT_INVERTIBLE
+        reason = reasons.ROPE_NOT_INVERTIBLE
     return Source(rope, reason)
 
 

@@ -12,15 +12,11 @@ from .. import artefact as artefacts
 from ..cache.kv_cache import SparseCache
 from ..cache.saap_state import BucketIndex, Router, fold, kmeans_network
 from ..checks import ConfigError
+from ..common import reasons
 from ..methods import SAAP, registry
 from .figures import BucketCounts
 from .rope import Recorder, Source
 from .tracing import Seen, find_sources
-
-FIRST = "among the first (dense_layers)"
-NOT_IN_ARTEFACT = "that the artefact does not have"
-NOT_TRAINED = "without query networks in the artefact"
-NOT_WRITTEN = "with keys that another layer wrote"
 
 
 def load_artefact(config: SAAP) -> artefacts.Artefact | None:
@@ -57,7 +53,7 @@ def find_routers(config: SAAP, model: Any) -> dict[int, Router | str]:
     for place, (layer, source) in enumerate(sorted(find_sources(model, note_scale).items())):
         scale = scales[layer]
         if place < config.dense_layers:
-            found[layer] = FIRST
+            found[layer] = reasons.FIRST_LAYERS
         elif artefact is not None and artefact.space == "roped":
             # The baseline that clusters keys as they are cached.
             found[layer] = _trained(config.mode, artefact, layer, Source(), scale)
@@ -74,13 +70,13 @@ def _trained(mode: str, artefact: artefacts.Artefact, layer: int, source: Source
     """The router that the artefact has for a layer, or why there is none."""
     arrays = artefact.layers.get(layer)
     if arrays is None:
-        return NOT_IN_ARTEFACT
+        return reasons.NOT_IN_ARTEFACT
     if mode == "kmeans":
         network = kmeans_network(arrays.centroids, scale)
     elif arrays.trained:
         network = {name: array for name, array in arrays.arrays().items() if name != "centroids"}
     else:
-        return NOT_TRAINED
+        return reasons.NOT_TRAINED
     return Router(source, scale, artefact.buckets, arrays.centroids, network)
 
 
@@ -141,7 +137,7 @@ class Indices:
 
     def refusal(self, cache: Any) -> str | None:
         """Why the layer of ``cache`` stays dense at every step."""
-        router = self._routers.get(self._layers.get(id(cache), -1), NOT_WRITTEN)
+        router = self._routers.get(self._layers.get(id(cache), -1), reasons.NOT_WRITTEN)
         return router if isinstance(router, str) else None
 
     def take_in(self, cache: SparseCache) -> None:
@@ -187,7 +183,7 @@ class Indices:
         if refusal is not None:
             yield refusal
         if cache.index is None or self._writer is not cache:
-            yield NOT_WRITTEN
+            yield reasons.NOT_WRITTEN
             return
         irreversible = cache.index.router.source.irreversible
         if irreversible is not None and cache.index.length < cache.length:

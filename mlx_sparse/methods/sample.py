@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..checks import ConfigError, check_int, check_sample, check_share
+from ..common import reasons
 from ..common.block_layout import Layout
 from .base import Prefill, Step, read_value
 from .cost import SAMPLE_PAYS_FROM, SAMPLE_PAYS_UP_TO, SAMPLE_SHARE
@@ -84,12 +85,12 @@ class Sample(Prefill):
 
     def dense_piece(self, L: int, S: int) -> str | None:
         if max(self.alpha_column, self.alpha_slash) >= 1:
-            return "that an alpha of 1 keeps whole"
+            return reasons.ALPHA_OF_ONE
         if self.layout(L, S).everything:
-            return "with a sample in every row block"
+            return reasons.ALL_SAMPLED
         # One block may be missing, as mlx-lm keeps the last token of a prompt back.
         if self.dense_below == "auto" and L < (SAMPLE_SHARE * self.chunks - 1) * self.block_size:
-            return "with a sample of more than an eighth of the queries"
+            return reasons.LARGE_SAMPLE
         return None
 
     def fullest(self, backend: str) -> float:

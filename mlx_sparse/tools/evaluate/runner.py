@@ -15,8 +15,8 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from ...common.call_report import Report
+from ...common.reasons import NO_DECODE
 from ...lm import sparse
-from ...lm.plan import NO_DECODE
 from .journal import Journal
 from .results import Outcome, Row, Trial, row_of
 from .score import Array, figures_of, log_softmax, prompt_outcome, step_outcome
