@@ -245,7 +245,7 @@ REFUSED = [
     (["--attn", "streaming,"], "methods: expected a list such as sparq:rank=16,streaming, got 'streaming,'."),
     (["--attn", "dense"], "--attn: expected methods of "),
     (["--attn", "sample+sparq"], "--attn: expected methods of "),
-    (["-o", "result.md"], "-o: expected one of md, json, jsonl, csv, got result.md. --out names a file."),
+    (["-o", "result.md"], "-o: expected one of md, json, jsonl, csv, got 'result.md'. --out names a file."),
     (["--out", "no/folder/x"], "--out: expected a file in a folder that exists, got no/folder/x."),
     (["--out", "."], "--out: expected a file in a folder that exists, got .."),
 ]
@@ -277,7 +277,7 @@ def test_wrong_arguments_are_refused_in_one_line(
             ["--attn", "sparq"],
             "--attn: expected methods of prompts such as sample,minference, got sparq.",
         ),
-        ("mlx", "step", ["--dtype", "half"], "--dtype: expected some of float16, bfloat16, float32, got half."),
+        ("mlx", "step", ["--dtype", "half"], "--dtype: expected some of float16, bfloat16, float32, got 'half'."),
         ("mlx", "step", ["--batches", "1,all"], "--batches: expected an integer of at least 1, got 'all'."),
         ("mlx", "step", ["--attn", "sparq:rank=33"], "rank: expected at most the head dim D=32, got 33."),
         (

@@ -13,6 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.rope_utils import initialize_rope
 from tiny_models import FAMILIES, build, prompt_of
 
+from mlx_sparse.common import reasons
 from mlx_sparse.lm import rope as rope_module
 from mlx_sparse.lm.rope import Recorder, Source, inverse, irreversible, ropes, rotate
 from mlx_sparse.lm.tracing import Seen, find_sources, observe
@@ -86,7 +87,7 @@ def test_the_inverse_of_half_precision_is_off_by_its_rounding(variant: str, dtyp
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_only_a_rope_that_depends_on_the_length_is_irreversible(variant: str):
-    expected = rope_module.LENGTH_DEPENDENT if variant == "dynamic" else None
+    expected = reasons.ROPE_BY_LENGTH if variant == "dynamic" else None
     assert irreversible(rope_of(variant), D) == expected
 
 
@@ -95,7 +96,7 @@ def test_a_rope_that_is_no_rotation_is_irreversible():
         def __call__(self, x: mx.array, offset: int = 0) -> mx.array:
             return super().__call__(x, offset=offset) + 1.0
 
-    assert irreversible(RoPEWithBias(D), D) == rope_module.NOT_INVERTIBLE
+    assert irreversible(RoPEWithBias(D), D) == reasons.ROPE_NOT_INVERTIBLE
 
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
@@ -171,18 +172,18 @@ def test_half_precision_tells_a_scale_from_a_norm(dtype: mx.Dtype):
     for model in (scaled, normed):
         model.set_dtype(dtype)
     assert all(isinstance(source, Source) for source in find_sources(scaled).values())
-    assert set(find_sources(normed).values()) == {rope_module.CHANGED}
+    assert set(find_sources(normed).values()) == {reasons.CHANGED_AFTER_ROPE}
 
 
 def test_a_norm_after_rope_is_refused_by_name():
-    assert set(find_sources(build("hunyuan_v1_dense")).values()) == {rope_module.CHANGED}
+    assert set(find_sources(build("hunyuan_v1_dense")).values()) == {reasons.CHANGED_AFTER_ROPE}
     # The same family without the norm is served.
     without = find_sources(build("hunyuan_v1_dense", use_qk_norm=False))
     assert all(isinstance(source, Source) and source.irreversible is None for source in without.values())
 
 
 def test_a_rope_that_is_a_function_is_refused_by_name():
-    assert set(find_sources(build("nanochat")).values()) == {rope_module.NOT_A_MODULE}
+    assert set(find_sources(build("nanochat")).values()) == {reasons.ROPE_NOT_A_MODULE}
 
 
 def test_layers_that_call_no_rope_are_told_from_those_that_own_one():
@@ -216,7 +217,7 @@ def test_the_dynamic_variant_is_exact_where_it_was_recorded_and_unknown_otherwis
     model = build("internlm2", rope_scaling={"type": "dynamic", "factor": 2.0}, max_position_embeddings=16)
     source = find_sources(model)[0]
     assert isinstance(source, Source)
-    assert source.irreversible == rope_module.LENGTH_DEPENDENT
+    assert source.irreversible == reasons.ROPE_BY_LENGTH
     with Recorder(model) as recorder:
         rows = rows_of(1, 2, 30, 16)
         rotated = source.rope(rows, offset=4)

@@ -71,7 +71,7 @@ def test_keys_clustered_after_rope_are_a_baseline_that_runs(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("family", "reason"),
-    [("hunyuan_v1_dense", rope_module.CHANGED), ("nanochat", rope_module.NOT_A_MODULE)],
+    [("hunyuan_v1_dense", reasons.CHANGED_AFTER_ROPE), ("nanochat", reasons.ROPE_NOT_A_MODULE)],
 )
 def test_layers_without_tensors_before_rope_are_refused_by_name(family: str, reason: str):
     model = build(family)
@@ -92,7 +92,7 @@ def test_a_rope_that_depends_on_the_length_is_served_where_its_keys_were_recorde
         assert report.sparse_calls == LAYERS * STEPS
         save_prompt_cache(file, cache)
         greedy(model, [5], 3, load_prompt_cache(file))
-    assert report.dense_calls[rope_module.LENGTH_DEPENDENT] == 4 * LAYERS
+    assert report.dense_calls[reasons.ROPE_BY_LENGTH] == 4 * LAYERS
     assert report.sparse_calls == LAYERS * STEPS
 
 

@@ -152,7 +152,7 @@ class SaapStep(DecodeStep):
         return Step(found.heads, found.G, found.D, item, found.gpu, self.network.buckets, self._network(item))
 
     def known(self, B: int, S: int, dtype: mx.Dtype) -> Known:
-        """The buckets have to be among the best of the oracle; attended are their keys and those of the window."""
+        """The buckets have to be among the best of the oracle; attended are their keys and those that are not listed."""
         queries, cache = self._random(B, S, dtype)
         index = cache.index
         assert index is not None
@@ -167,7 +167,7 @@ class SaapStep(DecodeStep):
         if (missed.max(axis=-1) - chosen.min(axis=-1) > 1e-4 * scores.max(axis=-1)).any():
             raise WrongChoice("other buckets")
         ids, position = np.array(index.ids), np.arange(S)
-        exact = (position < self.config.sink_tokens) | (position >= S - self.config.recent_tokens)
+        exact = (position < self.config.sink_tokens) | (position >= index.covered[0])
         heads = range(self.shape.Hkv)
         rows = [[np.flatnonzero(exact | np.isin(ids[b, h], visited[b, h])) for h in heads] for b in range(B)]
         return queries, cache, rows
