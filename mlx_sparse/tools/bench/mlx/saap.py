@@ -152,7 +152,7 @@ class SaapStep(DecodeStep):
         return Step(found.heads, found.G, found.D, item, found.gpu, self.network.buckets, self._network(item))
 
     def known(self, B: int, S: int, dtype: mx.Dtype) -> Known:
-        """The buckets have to be among the best of the oracle; attended are their keys and those that are not listed."""
+        """The buckets have to be among the best of the oracle; attended are theirs and keys that are not listed."""
         queries, cache = self._random(B, S, dtype)
         index = cache.index
         assert index is not None
