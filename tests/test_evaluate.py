@@ -122,7 +122,7 @@ def test_rank_D_costs_what_the_best_keys_cost(rows: dict[str, Row]) -> None:
     assert all_components.kl == pytest.approx(best_keys.kl, rel=1e-3)
 
 
-EXACT = "sink_tokens=1,recent_tokens=15,dense_layers=0,dense_below=0"
+EXACT = "sink_tokens=1,recent_tokens=15,dense_layers=0,dense_below=0,fold_every=1"
 
 
 def test_buckets_say_what_they_attended_and_every_bucket_is_dense() -> None:
