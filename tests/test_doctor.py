@@ -122,9 +122,9 @@ def test_matrix_markdown_is_a_table_with_one_line_per_method(capsys: pytest.Capt
     code, out, _ = run(capsys, "matrix", "--markdown")
     assert code == 0
     assert out == matrix.markdown() + "\n"
-    table = [line.strip("|").split("|") for line in out.splitlines() if line.startswith("|")]
-    assert {len(cells) for cells in table} == {3 + len(table.BACKENDS)}
-    assert [cells[0].strip() for cells in table[2:]] == [f"`{name}`" for name in METHODS]
+    lines = [line.strip("|").split("|") for line in out.splitlines() if line.startswith("|")]
+    assert {len(cells) for cells in lines} == {3 + len(table.BACKENDS)}
+    assert [cells[0].strip() for cells in lines[2:]] == [f"`{name}`" for name in METHODS]
 
 
 def test_matrix_json_says_what_runs_here(capsys: pytest.CaptureFixture[str]):

@@ -305,7 +305,7 @@ def test_benchmark_processes_prompts_sparsely(finished: Runs):
     result = finished("benchmark both -b 2")
     assert result.code == 0
     (report,) = result.reports
-    assert report["prefill"]["calls"] == 2 * LAYERS  # warm-up and trial
+    assert report["prefill"]["calls"] == 2 * 2 * LAYERS  # warm-up and trial, of two sequences each
     assert report["sparse_calls"] == 2 * LAYERS * 7
     assert report["dense_calls"] == {}
 
