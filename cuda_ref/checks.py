@@ -45,11 +45,17 @@ def check_like(
         return
     check_tensor(name, array)
     check_shape(name, array, shape)
-    if dtype is not None and array.dtype != dtype:
+    if dtype is not None:
+        check_type(name, array, dtype)
+    check_device(name, array, device)
+
+
+def check_type(name: str, array: torch.Tensor, dtype: torch.dtype) -> None:
+    """Raise `ConfigError` unless ``array`` has the type of the other tensors."""
+    if array.dtype != dtype:
         raise ConfigError(
             f"{name}: expected the type of the other tensors, {type_name(dtype)}, got {type_name(array.dtype)}."
         )
-    check_device(name, array, device)
 
 
 def check_tensor(name: str, array: Any) -> None:

@@ -303,8 +303,9 @@ def test_ids_and_centroids_follow_rows_that_move(moves: str, fitted: bool):
         other.write(70)
         other.check()
         if moves != "extend":
+            other.write(5)
             other.cache.trim(5)
-            other.before = other.before[:, :, :65]
+            other.before = other.before[:, :, :70]
         del turned[:]
         cache.extend(other.cache)
         longer = other.before.shape[2] - 60
@@ -402,14 +403,33 @@ def test_centroids_are_fitted_once_to_the_text_and_stay():
     for count in (1, 40, 1):
         decoder.write(count)
         decoder.check()
-    decoder.cache.trim(100)
-    decoder.write(40)
+    decoder.cache.trim(40)
+    decoder.write(1)
     decoder.check()
     assert decoder.cache.index.centroids is centroids
     twin = copy.deepcopy(decoder)
     twin.write(1)
     twin.check()
     assert mx.array_equal(twin.cache.index.centroids, centroids)
+
+
+def test_centroids_go_with_the_keys_that_they_were_fitted_to():
+    decoder = Decoder(KVCache(), centroids=None, network=None)
+    decoder.write(90)
+    decoder.check()
+    centroids = decoder.cache.index.centroids
+    twin = copy.deepcopy(decoder)
+    for one, trimmed in ((decoder, 60), (twin, 90)):
+        one.cache.trim(trimmed)
+        one.write(80)
+        one.check()
+        one.check_ids()
+        fresh = Decoder(KVCache(), centroids=None, network=None)
+        fresh.cache.state = one.cache.state
+        fresh.cache.index = BucketIndex(one.cache.index.router)
+        fresh.lists(one.queries())
+        assert mx.allclose(one.cache.index.centroids, fresh.cache.index.centroids, atol=1e-5)
+        assert not mx.allclose(one.cache.index.centroids, centroids, atol=1e-2)
 
 
 @CACHES

@@ -100,6 +100,17 @@ def test_a_cache_that_is_cut_back_is_asked_again(samples: list[int]) -> None:
         assert samples == [2 * STEP] * LAYERS
 
 
+def test_a_cache_that_begins_anew_is_asked_at_once(samples: list[int]) -> None:
+    model = build()
+    cache = make_prompt_cache(model)
+    with mlx_sparse.sparse(model, SAMPLE + ",dense_above=0.01"):
+        process(model, prompt_of(2 * STEP), cache)
+        del samples[:]
+        trim_prompt_cache(cache, 2 * STEP)
+        model(mx.array([prompt_of(2 * STEP, 1)]), cache=cache)
+    assert samples == [2 * STEP] * LAYERS, "it was the rows that are gone that kept too many blocks"
+
+
 def test_the_limit_is_of_the_blocks_of_all_sequences() -> None:
     model = build()
     tokens = mx.array([prompt_of(STEP, 1), prompt_of(STEP, 2), prompt_of(STEP, 3)])

@@ -18,12 +18,16 @@ class Torch:
 
     xp: Any = torch
 
-    def check_array(self, name: str, array: Any, like: Any = None, *, integers: bool = False) -> None:
+    def check_array(
+        self, name: str, array: Any, like: Any = None, *, integers: bool = False, same_type: bool = False
+    ) -> None:
         checks.check_tensor(name, array)
         if integers:
             checks.check_integers(name, array)
         if like is not None:
             checks.check_device(name, array, like.device)
+            if same_type:
+                checks.check_type(name, array, like.dtype)
 
     def resolve(self, backend: str, function: str, sizes: Sizes, *arrays: torch.Tensor) -> str:
         checks.check_backend(backend, arrays[0].device)

@@ -16,7 +16,9 @@ class MLX:
 
     xp: Any = mx
 
-    def check_array(self, name: str, array: Any, like: Any = None, *, integers: bool = False) -> None:
+    def check_array(
+        self, name: str, array: Any, like: Any = None, *, integers: bool = False, same_type: bool = False
+    ) -> None:
         if integers and not mx.issubdtype(array.dtype, mx.integer):
             raise ShapeError(f"{name}: expected integers, got {array.dtype}.")
 

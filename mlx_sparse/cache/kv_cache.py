@@ -81,6 +81,10 @@ class SparseCache:
             self.index.receive(self.length, keys)
         if self.received is not None:
             self.received.rewind(self.length)
+        if any(self._full):
+            rows = [self.length - first for first in self.first_rows()]
+            kept = zip(self._full, rows, strict=False)  # one for all rows of a batch that nothing pads
+            self._full = tuple(full if full and full.keys <= length else None for full, length in kept)
         return super().update_and_fetch(keys, values)  # type: ignore[misc]
 
     def first_rows(self, others: Iterable[Any] = ()) -> list[int]:

@@ -77,7 +77,8 @@ class BucketIndex:
     Attributes:
         centroids: ``(Hkv, C, D)`` of the router, or ``(B, Hkv, C, D)`` of the sequences; None before the first.
         network: the weights that route, of all sequences or of each likewise.
-        fitted: sequences that have centroids of their own; those of the others are 0.
+        fitted: by sequence that has centroids of its own the row before which the keys are that they were fitted to;
+            centroids of the others are 0.
         ids: int16 ``(B, Hkv, n)`` of rows ``[0, n)``; None where n is 0.
         pending: keys before RoPE of the rows after those, ``(B, Hkv, any, D)`` each.
         covered: the row of each sequence before which its keys are listed in ``offsets`` and ``key_ids`` (saap.9);
@@ -94,7 +95,7 @@ class BucketIndex:
         self.pending: list[mx.array] = []
         self.offsets: mx.array | None = None
         self.key_ids: mx.array | None = None
-        self.fitted: set[int] = set()
+        self.fitted: dict[int, int] = {}
         self.covered: list[int] = []
         self.listed: list[int] = []
         self.bounds: int | mx.array = 0  # `covered` as the kernels take it
@@ -126,7 +127,14 @@ class BucketIndex:
             self.received = (start, keys)
 
     def rewind(self, length: int) -> None:
-        """Forget rows from ``length`` on."""
+        """Forget rows from ``length`` on, and centroids that were fitted to them."""
+        self._forget_rows(length)
+        if any(stop > length for stop in self.fitted.values()):
+            self.fitted = {sequence: stop for sequence, stop in self.fitted.items() if stop <= length}
+            if not self.fitted:
+                self.centroids, self.network, self.ids, self.pending = None, None, None, []
+
+    def _forget_rows(self, length: int) -> None:
         while self.pending and self.length > length:
             rows = self.pending.pop()
             if (kept := length - self.length) > 0:
@@ -196,7 +204,7 @@ class BucketIndex:
             if self.centroids is None:
                 self.centroids = mx.zeros((len(first_rows), Hkv, C, D), cache.keys.dtype)
             self.centroids[b] = self._fit_one(cache, b, start, first_rows[b])
-            self.fitted.add(b)
+            self.fitted[b] = cache.length
             mx.eval(self.centroids)
             if self.ids is not None:
                 one, known = slice(b, b + 1), self.assigned
@@ -230,14 +238,16 @@ class BucketIndex:
             self.ids = self.ids[rows][..., start:] if start < self.assigned else None
         if self.centroids is not None and self.router.centroids is None:
             self._own(self.centroids[rows])
-        self.fitted = {place for place, sequence in enumerate(sequences) if sequence in self.fitted}
+        stops = ((place, self.fitted.get(sequence)) for place, sequence in enumerate(sequences))
+        self.fitted = {place: stop - start for place, stop in stops if stop is not None}
 
     def roll(self, padding: mx.array, length: int) -> None:
         """Of ``length`` rows, the last ``padding (B,)`` of each sequence, which stand for nothing, go to the front."""
         self._assign_pending()
         self._unlist()
+        self.fitted = dict.fromkeys(self.fitted, length)
         if self.ids is None or self.assigned != length:
-            self.rewind(0)
+            self._forget_rows(0)
         else:
             place = (mx.arange(length) - padding[:, None]) % length
             self.ids = mx.take_along_axis(self.ids, mx.broadcast_to(place[:, None], self.ids.shape), axis=2)
@@ -263,7 +273,13 @@ class BucketIndex:
             blanks = [mx.repeat(blank, count, axis=0) for count in counts]
             both = zip((self.centroids, other.centroids), blanks, strict=True)
             self._own(mx.concatenate([blank if own is None else own for own, blank in both]))
-        self.fitted = self.fitted | {counts[0] + sequence for sequence in other.fitted}
+        firsts = (0, counts[0])
+        behind = [max(cache.length, others.length) - one.length for _, one in parts]
+        self.fitted = {
+            first + sequence: shift + stop
+            for first, shift, (index, _) in zip(firsts, behind, parts, strict=True)
+            for sequence, stop in index.fitted.items()
+        }
 
     def _all_ids(self, cache: SparseCache, heads: int, length: int) -> mx.array | None:
         """Of each row of ``cache``, behind as many as make it ``length``; None if some cannot be known."""
@@ -283,7 +299,7 @@ class BucketIndex:
             one.ids = self.ids[part, :, first:stop]
         if self.centroids is not None and self.router.centroids is None:
             one._own(self.centroids[part])
-        one.fitted = {0} if sequence in self.fitted else set()
+        one.fitted = {0: self.fitted[sequence] - first} if sequence in self.fitted else {}
         return one
 
     def put(self, sequence: int, one: BucketIndex, first: int, sequences: int) -> None:
@@ -296,7 +312,7 @@ class BucketIndex:
             self.centroids = mx.zeros((sequences, *one.centroids.shape[1:]), one.centroids.dtype)
         self.centroids[sequence] = one.centroids[0]
         self._own(self.centroids)
-        self.fitted = self.fitted | {sequence}
+        self.fitted = self.fitted | {sequence: first + one.fitted[0]}
         if self.ids is not None:
             self.ids[sequence, :, first : first + one.assigned] = one.ids[0]
 
@@ -305,7 +321,7 @@ class BucketIndex:
 
     def unfitted(self, sequences: Iterable[int]) -> bool:
         """Whether one of the sequences waits for centroids of its own."""
-        return self.router.centroids is None and not self.fitted.issuperset(sequences)
+        return self.router.centroids is None and not self.fitted.keys() >= set(sequences)
 
     def due(self, first_rows: list[int], S: int, config: SAAP) -> bool:
         """Whether the lists of a step at length ``S`` want a `fold` first."""

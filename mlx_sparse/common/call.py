@@ -22,8 +22,10 @@ class Library(Protocol):
 
     xp: Any
 
-    def check_array(self, name: str, array: Any, like: Any = None, *, integers: bool = False) -> None:
-        """Raise unless ``array`` is one of this library, where ``like`` is, and holds integers if it has to."""
+    def check_array(
+        self, name: str, array: Any, like: Any = None, *, integers: bool = False, same_type: bool = False
+    ) -> None:
+        """Raise unless ``array`` is one of this library, where ``like`` is, and of the type that it has to have."""
 
     def resolve(self, backend: str, function: str, sizes: Sizes, *arrays: Any) -> str:
         """The backend that runs ``function`` on these arrays.
@@ -75,10 +77,10 @@ class Call:
         self.backend = library.resolve(backend, function, self.sizes, queries, keys, values)
         self.return_stats = return_stats
 
-    def check(self, name: str, array: Any, shape: tuple[int, ...]) -> None:
-        """Check an optional array beside keys and values."""
+    def check(self, name: str, array: Any, shape: tuple[int, ...], *, same_type: bool = False) -> None:
+        """Check an optional array beside keys and values; ``same_type``: the backends may want that of the keys."""
         if array is not None:
-            self.library.check_array(name, array, self.arrays[0])
+            self.library.check_array(name, array, self.arrays[0], same_type=same_type)
             check_shape(name, array, shape)
 
     def load(self, function: str) -> Callable[..., Any]:

@@ -173,9 +173,11 @@ class Indices:
         self._recorder.note_part(queries, part, (slice(sequence, sequence + 1), slice(None), slice(at - 1, at)))
         kept = self._layers, self._caches, self._writer
         self._layers, self._caches, self._writer = {id(one): self._layers[id(cache)]}, [one], one
-        yield
+        try:
+            yield
+        finally:
+            self._layers, self._caches, self._writer = kept
         cache.index.put(sequence, one.index, first, len(cache.keys))
-        self._layers, self._caches, self._writer = kept
 
     def step_reasons(self, cache: SparseCache) -> Iterator[str]:
         """Why this step of a layer attends densely. The first reason counts; others need not hold then."""

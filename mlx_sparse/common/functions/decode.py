@@ -122,8 +122,10 @@ class DecodeFunctions:
         check_choice("reallocate", reallocate, ("auto", True, False))
         check_choice("group_reduce", group_reduce, ("softmax", "logits"))
         check_choice("component_score", component_score, ("query", "query_key"))
-        call.check("keys_t", keys_t, (n.B, n.Hkv, n.D, n.S))
+        call.check("keys_t", keys_t, (n.B, n.Hkv, n.D, n.S), same_type=True)
         call.check("value_mean", value_mean, (n.B, n.Hkv, n.D))
+        if n.L > 1 or n.S <= top_k:
+            return call.dense()
         reallocates = n.G == 1 if reallocate == "auto" else bool(reallocate)
         if reallocates and value_mean is None:
             value_mean = call.load("masked_mean")(values, call.left_padding)
