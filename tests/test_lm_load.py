@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from typing import Any
 
 import mlx.core as mx
@@ -118,8 +119,12 @@ def test_short_sequences_of_a_step_are_dense_and_the_others_sparse(sinks: mx.arr
     assert mx.allclose(together, mx.concatenate(alone), rtol=1e-5, atol=1e-5)
 
 
-def test_the_class_that_notes_where_ragged_prompts_end_is_mlx_lms_own_again(model: Any):
-    own = seam.caches.BatchKVCache.prepare
+def test_the_class_that_notes_where_ragged_prompts_end_is_mlx_lms_own_again(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+):
+    own = seam.prepare
+    monkeypatch.setattr(seam, "_bound", Counter())  # models of other tests may still be enabled
+    monkeypatch.setattr(seam.caches.BatchKVCache, "prepare", own)
     with mlx_sparse.sparse(model, SAMPLE):
         assert seam.caches.BatchKVCache.prepare is not own
         with mlx_sparse.sparse(build(), SPARQ):

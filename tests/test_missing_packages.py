@@ -145,10 +145,3 @@ def test_nothing_is_to_be_installed_under_a_name_that_no_index_has() -> None:
     told += [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "scripts").glob("*.*")]
     wrong = re.compile(r"pip install [^\n`]*mlx-sparse-attention")
     assert not [path.name for path in told if wrong.search(path.read_text())]
-
-
-def test_a_name_of_our_own_that_is_missing_is_a_bug_and_stays_one() -> None:
-    for line in ("from mlx_sparse.checks import nothing_here", "import mlx_sparse.nowhere"):
-        with pytest.raises(ImportError) as caught, extras.naming_missing():
-            exec(line)
-        assert not isinstance(caught.value, extras.PackageMissing)

@@ -158,7 +158,7 @@ def test_the_bytes_of_launches_add_up() -> None:
         (["--attn", "sparq:rank=65"], "rank: expected at most the head dim D=64, got 65."),
         (["--attn", "h2o"], "--attn: expected sparq, saap or sample with or without parameters, got h2o."),
         (["--of", "cuda", "--attn", "saap:probes=8"], "--attn: expected saap without parameters, got saap:probes=8."),
-        (["-o", "pdf"], "-o: expected one of md, json, jsonl, csv, got pdf. --out names a file."),
+        (["-o", "pdf"], "-o: expected one of md, json, jsonl, csv, got 'pdf'. --out names a file."),
     ],
 )
 def test_wrong_arguments_are_refused_in_one_line(

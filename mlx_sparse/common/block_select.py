@@ -20,7 +20,7 @@ def keep(scores: mx.array, alpha: float) -> mx.array:
     reached = mx.cumsum(ordered, axis=-1)
     # Each one is needed if those before it do not reach it.
     enough = reached >= (alpha - 1e-6) * reached[..., -1:]
-    count = 1 + mx.sum(mx.logical_not(enough), axis=-1, keepdims=True)
+    count = 1 + enough.shape[-1] - mx.sum(enough, axis=-1, keepdims=True)
     return _first(scores, ordered, mx.minimum(count, scores.shape[-1]))
 
 

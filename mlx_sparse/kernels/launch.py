@@ -94,7 +94,7 @@ def real(value: float) -> mx.array:
 def of_one_type(*arrays: mx.array) -> list[mx.array]:
     """The arrays in the type that holds all their numbers: kernels of the matrix units stage rows in one."""
     dtype = mx.result_type(*arrays)
-    return [array.astype(dtype) for array in arrays]
+    return [array if array.dtype == dtype else array.astype(dtype) for array in arrays]
 
 
 def padding_or_zeros(left_padding: mx.array | None, B: int) -> mx.array:
