@@ -89,8 +89,10 @@ class Call:
         self.backends: set[str] = set()  # what probed layers resolve to
         if caches is not None:
             adopt(caches)
-        self._caches = caches
-        self.buckets = None if plan.buckets is None else plan.buckets.of_call([] if caches is None else leaves(caches))
+        # Once for all layers: every token comes by here.
+        self._caches: list[Any] = [] if caches is None else leaves(caches)
+        self._places = {id(cache): place for place, cache in enumerate(self._caches)}
+        self.buckets = None if plan.buckets is None else plan.buckets.of_call(self._caches)
         self._counts = Counts()
         self._figures = PrefillCounts()
 
@@ -108,8 +110,8 @@ class Call:
 
     def _submit(self) -> None:
         """Have the device compute what nothing else asks for; wait for no more than `PrefillCounts.figures` does."""
-        if self.observing and self._caches is not None:
-            for cache in leaves(self._caches):
+        if self.observing:
+            for cache in self._caches:
                 if isinstance(cache, SparseCache) and cache.received is not None:
                     cache.received.submit()
         if self.buckets is not None:
@@ -195,7 +197,7 @@ class Call:
         whether it is dense, then follows from the sequence's own rows.
         """
         before = cache.length - queries.shape[2]
-        extents = cache.extents(leaves(self._caches))
+        extents = cache.extents(self._caches)
         if extents is None:
             self._counts.dense_calls[reasons.UNKNOWN_PADDING] += 1
             return None
@@ -250,7 +252,7 @@ class Call:
 
     def _layer(self, cache: Any) -> int:
         """The position of the layer's cache."""
-        return next((index for index, leaf in enumerate(leaves(self._caches)) if leaf is cache), -1)
+        return self._places.get(id(cache), -1)
 
     def _layer_reason(self, keys: Any, values: Any, cache: Any) -> str | None:
         """Why this layer can never attend sparsely."""
@@ -306,7 +308,7 @@ class Call:
         shortest = self._shortest(queries, keys, cache, backend)
         if shortest >= NEVER:
             yield reasons.NOTHING_SAVED
-        if cache.length - min(cache.first_rows(leaves(self._caches))) < shortest:
+        if cache.length - min(cache.first_rows(self._caches)) < shortest:
             yield reasons.shorter_than(shortest)
 
     def _shortest(self, queries: mx.array, keys: mx.array, cache: SparseCache, backend: str) -> int:
@@ -323,7 +325,7 @@ class Call:
         """The sequences of a step that are long enough to be sparse, and those for which that would not be dense."""
         assert self.decode is not None
         shortest = self._shortest(queries, keys, cache, backend)
-        lengths = [cache.length - first for first in cache.first_rows(leaves(self._caches))]
+        lengths = [cache.length - first for first in cache.first_rows(self._caches)]
         served = [sequence for sequence, length in enumerate(lengths) if length >= shortest]
         return served, [b for b, length in enumerate(lengths) if self.decode.attended < length < shortest]
 
@@ -331,7 +333,7 @@ class Call:
         """Whether ``mask`` is causal and no more, or the one a batch cache made of its left padding besides."""
         if isinstance(mask, str):
             return True  # mlx-lm knows one: "causal"
-        return any(isinstance(c, SparseBatchKVCache) and c.padding_mask is mask for c in leaves(self._caches))
+        return any(isinstance(c, SparseBatchKVCache) and c.padding_mask is mask for c in self._caches)
 
     def _prompt(
         self, queries: mx.array, keys: mx.array, cache: SparseCache, scale: float, backend: str, layer: int
