@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from require import absent
 from tiny_models import VOCAB, write
 
 from mlx_sparse import cli
@@ -255,8 +256,9 @@ def test_an_archive_whose_headers_go_on_for_ever_is_refused(tmp_path: Path) -> N
 
 
 def test_genai_settings_nested_too_deep_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    genai = pytest.importorskip("mlx_sparse.onnx_export.runtime.genai")
-    from mlx_sparse.onnx_export.runtime import native
+    if reason := registry.unavailable("onnx"):
+        absent("onnx", reason)
+    from mlx_sparse.onnx_export.runtime import genai, native
 
     monkeypatch.setattr(native, "library_path", lambda: tmp_path / "library.so")
     (tmp_path / "genai_config.json").write_text(DEEP)
