@@ -77,14 +77,14 @@ if has xdist; then
 fi
 transformers=()
 if has transformers || $dry_run; then
-  transformers=(tests/test_triton_hf.py tests/test_triton_hf_cache.py)
+  transformers=(tests/lm/test_triton_hf.py tests/lm/test_triton_hf_cache.py)
 fi
 if has pytest || $dry_run; then
-  run timeout --signal=INT --kill-after=10 200 python3 -m pytest tests/test_triton_kernels.py tests/test_triton_select.py \
-    tests/test_triton_saap.py tests/test_triton_sample.py tests/test_triton_blocks.py tests/test_triton_bench.py \
+  run timeout --signal=INT --kill-after=10 200 python3 -m pytest tests/kernels/test_triton_kernels.py tests/kernels/test_triton_select.py \
+    tests/kernels/test_triton_saap.py tests/kernels/test_triton_sample.py tests/kernels/test_triton_blocks.py tests/evaluate/test_triton_bench.py \
     "${transformers[@]}" \
-    tests/test_parity.py tests/test_parity_saap.py tests/test_parity_sample.py -k triton \
-    --import-mode=importlib -o pythonpath=tests -p no:cacheprovider "${parallel[@]}" -q --junitxml="$work/tests.xml" ||
+    tests/conformance/test_parity.py tests/conformance/test_parity_saap.py tests/conformance/test_parity_sample.py -k triton \
+    --import-mode=importlib -o "pythonpath=tests tests/fixtures tests/conformance" -p no:cacheprovider "${parallel[@]}" -q --junitxml="$work/tests.xml" ||
     echo "status: $?" | tee "$work/tests_status.txt"
 else
   echo "pytest is not installed: the tests do not run, the benchmark checks its results itself." | tee "$work/no_tests"

@@ -1,7 +1,8 @@
 """What each launch of a decode step moves and computes on Apple's GPUs, by formula.
 
-tests/test_traffic.py holds the bytes to what the harness counts. Cycles are counted by hand from metal/*.h, in round
-numbers: one for a SIMD instruction, shared by the four schedulers of a core; the selection needs all of its rounds.
+tests/kernels/test_traffic.py holds the bytes to what the harness counts. Cycles are counted by hand from metal/*.h, in
+round numbers: one for a SIMD instruction, shared by the four schedulers of a core; the selection
+needs all of its rounds.
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ save() {
 tests() {
   local name=$1 status=0
   shift
-  run "$@" .venv/bin/python -m pytest tests/test_metal_kernels.py tests/test_metal_attend_blocks.py \
-    tests/test_metal_sample.py tests/test_backends.py -k metal --capture=sys \
+  run "$@" .venv/bin/python -m pytest tests/kernels/test_metal_kernels.py tests/kernels/test_metal_attend_blocks.py \
+    tests/kernels/test_metal_sample.py tests/conformance/test_backends.py -k metal --capture=sys \
     --junitxml="$work/$name.xml" 2>"$work/$name.log" || status=$?
   if ((status)); then
     echo "The tests ended with status $status."

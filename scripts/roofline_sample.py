@@ -24,7 +24,7 @@ from mlx_sparse.tools.formats import table
 STEEL = 0.85  # of the arithmetic peak that MLX's kernel reaches
 ALUS = 128  # of a core, each a multiply-add per cycle
 RESIDENT = 4  # threadgroups of a tile of rows that keep a core busy
-SELECT_LAUNCHES = 74  # between scores and attention: tests/test_roofline.py counts the operations
+SELECT_LAUNCHES = 74  # between scores and attention: tests/kernels/test_roofline.py counts the operations
 EFFICIENCIES = (1.0, 0.75, 0.5, 0.25, 1 / 6)
 STEP = 2048  # queries: how mlx-lm prefills
 SHOWN = (8192, 32768, 131072)

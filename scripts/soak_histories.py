@@ -27,7 +27,7 @@ import numpy as np
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache, trim_prompt_cache
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "fixtures"))
 from random_models import Draw
 from saap_artefacts import write_artefact
 from witness import Sequence, Witness

@@ -163,7 +163,7 @@ def test_the_core_of_the_benchmarks_needs_nothing_but_python(module):
     assert others_needed(path) - {"tomli"} <= sys.stdlib_module_names  # on Python 3.10 for tomllib
 
 
-TESTS = {path.stem for path in (ROOT / "tests").iterdir() if path.suffix == ".py" or path.is_dir()}
+TESTS = {path.stem for path in (ROOT / "tests").rglob("*.py")} | {"msl"}
 
 
 @pytest.mark.parametrize("folder", ["mlx_sparse", "cuda_ref", "onnx_export"])

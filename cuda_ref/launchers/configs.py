@@ -1,7 +1,7 @@
 """Tile sizes, warps and stages by architecture: an explicit table, so that runs are the same everywhere.
 
-The table is compiled for every architecture it names by tests/test_triton_aot.py, which rejects spills, tiles that do
-not fit and scalar loads. It was chosen so, and not by timing: there was no GPU.
+The table is compiled for every architecture it names by tests/kernels/test_triton_aot.py, which rejects spills,
+tiles that do not fit and scalar loads. It was chosen so, and not by timing: there was no GPU.
 """
 
 from __future__ import annotations

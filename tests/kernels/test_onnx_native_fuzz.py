@@ -359,7 +359,7 @@ def test_nothing_outside_the_buffers_is_touched(tmp_path: Path) -> None:
     if preload is None:
         absent("sanitizers", "g++ with libasan")
     cmake, made_by = [sys.executable, "-m", "cmake"], ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja.BIN_DIR}/ninja"]
-    source = Path(__file__).parents[1] / "onnx_export" / "ort_ops"
+    source = Path(__file__).parents[2] / "onnx_export" / "ort_ops"
     options = ["-DSPARSE_VERSION=sanitized", "-DSPARSE_SANITIZE=ON", f"-DCMAKE_CXX_COMPILER={compiler}"]
     for arguments in (["-S", source, "-B", tmp_path, *made_by, *options], ["--build", tmp_path, "--parallel", "2"]):
         done = subprocess.run([*cmake, *arguments], capture_output=True, text=True, check=False)

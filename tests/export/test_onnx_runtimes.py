@@ -38,6 +38,7 @@ from onnx_operators import (
     windowed_attention,
 )
 from packages import MINUTES, Package, fetched, wheel
+from places import FIXTURES
 from require import absent
 from saap_cases import SaapCase
 from saap_cases import assert_attends as assert_lists
@@ -45,8 +46,7 @@ from sample_cases import SampleCase, assert_attends, assert_same_blocks, selecti
 
 from mlx_sparse import onnx_export
 
-HERE = Path(__file__).parent
-WEB = HERE / "web"
+WEB = Path(__file__).parent / "web"
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ def static(file: File, model: onnx.ModelProto) -> onnx.ModelProto:
     return lower.static(model, rows, file.inputs["past_key" if "past_key" in file.inputs else "keys"].shape[2])
 
 
-ONNX_FILES = (sys.executable, str(HERE / "run_onnx_files.py"))
+ONNX_FILES = (sys.executable, str(FIXTURES / "run_onnx_files.py"))
 IN_NODE = ("node", str(WEB / "run.mjs"))
 
 

@@ -7,13 +7,13 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from lm_prompts import SAMPLE
 from mlx_lm.models.cache import make_prompt_cache
+from places import FIXTURES
 from run_threads import METHODS
 from saap_artefacts import LAYERS, ONLINE, STEPS
 from tiny_models import build, greedy, prompt_of
@@ -30,7 +30,7 @@ SAAP = f"{ONLINE},probes=3"
 @pytest.fixture(scope="module")
 def lines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """By method what `run_threads` says of eight threads."""
-    script = Path(__file__).with_name("run_threads.py")
+    script = FIXTURES / "run_threads.py"
     command = [sys.executable, str(script), str(tmp_path_factory.mktemp("threads"))]
     run = subprocess.run(command, check=False, capture_output=True, text=True)
     sys.stderr.write(run.stderr)  # shown where a test fails

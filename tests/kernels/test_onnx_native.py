@@ -40,7 +40,7 @@ from mlx_sparse import __version__, onnx_export, oracle
 from mlx_sparse.checks import BackendUnavailable, ConfigError
 
 DENSE = {"scale": 0.125, "window": 0}
-KERNELS = Path(__file__).parents[1] / "onnx_export" / "ort_ops"
+KERNELS = Path(__file__).parents[2] / "onnx_export" / "ort_ops"
 
 
 def prompted(case: Case, k: Array, v: Array, tokens: int) -> dict[str, Array]:

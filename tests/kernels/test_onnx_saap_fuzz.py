@@ -1,6 +1,6 @@
 """The native SaapAttention under random sizes, contents and buckets: the right answer, or an error in one line.
 
-tests/test_onnx_native_fuzz.py runs this again on a library built with sanitizers.
+tests/kernels/test_onnx_native_fuzz.py runs this again on a library built with sanitizers.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from mlx_sparse.common.block_layout import Layout
 from mlx_sparse.tools.train import run
 from mlx_sparse.tools.train.train import Training
 
-SPEC = Path(__file__).parents[1] / "docs" / "spec"
+SPEC = Path(__file__).parents[2] / "docs" / "spec"
 SAAP, SAMPLE = ((SPEC / name).read_text(encoding="utf-8") for name in ("saap.md", "sample.md"))
 
 

@@ -13,20 +13,20 @@ from typing import Any
 import check_report
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "gpu_check.sh"
 TESTS = (
-    "test_triton_kernels",
-    "test_triton_select",
-    "test_triton_saap",
-    "test_triton_sample",
-    "test_triton_blocks",
-    "test_triton_bench",
-    "test_triton_hf",
-    "test_triton_hf_cache",
-    "test_parity",
-    "test_parity_saap",
-    "test_parity_sample",
+    "kernels/test_triton_kernels",
+    "kernels/test_triton_select",
+    "kernels/test_triton_saap",
+    "kernels/test_triton_sample",
+    "kernels/test_triton_blocks",
+    "evaluate/test_triton_bench",
+    "lm/test_triton_hf",
+    "lm/test_triton_hf_cache",
+    "conformance/test_parity",
+    "conformance/test_parity_saap",
+    "conformance/test_parity_sample",
 )
 UNFINISHED = [f"the benchmark of {what} did not finish" for what in ("decode steps", "SAAP's steps", "prompts")]
 STEPS = [
@@ -83,7 +83,9 @@ def machine(folder: Path, *, missing: str | None = None, fails: bool = False, li
     for script in (SCRIPT, ROOT / "scripts" / "check_report.py"):
         shutil.copy(script, folder / "scripts")
     for name in TESTS:
-        (folder / "tests" / f"{name}.py").write_text(TEST.format(fails=fails))
+        path = folder / "tests" / f"{name}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(TEST.format(fails=fails))
     has = {name: int(name == missing) for name in ("pytest", "transformers")}
     python = PYTHON.format(python=sys.executable, **has)
     commands = {"python3": python, "nvidia-smi": NVIDIA_SMI, "timeout": f"#!/bin/sh\n{TIMEOUT[limits]}\n"}
@@ -177,7 +179,7 @@ def test_without_pytest_it_says_so_in_one_line_and_goes_on(tmp_path: Path) -> No
 
 def test_without_transformers_the_other_tests_run(tmp_path: Path) -> None:
     folder = machine(tmp_path, missing="transformers")
-    for name in ("test_triton_hf", "test_triton_hf_cache"):
+    for name in ("lm/test_triton_hf", "lm/test_triton_hf_cache"):
         (folder / "tests" / f"{name}.py").write_text("raise ModuleNotFoundError('transformers')")
     _, lines, _ = check(folder)
     assert (lines[0]["tests"]["tests"], lines[0]["tests"]["failed"]) == (len(TESTS) - 2, [])

@@ -12,20 +12,25 @@ from pathlib import Path
 import check_report
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "mac_check.sh"
 STEPS = [
     "python3 scripts/dev.py setup",
     ".venv/bin/mlx-sparse doctor",
     "env METAL_DEVICE_WRAPPER_TYPE=1 METAL_DEBUG_ERROR_MODE=0 MTL_SHADER_VALIDATION=1",
-    "env .venv/bin/python -m pytest tests/test_metal_kernels.py tests/test_metal_attend_blocks.py "
-    "tests/test_metal_sample.py tests/test_backends.py -k metal",
+    "env .venv/bin/python -m pytest tests/kernels/test_metal_kernels.py tests/kernels/test_metal_attend_blocks.py "
+    "tests/kernels/test_metal_sample.py tests/conformance/test_backends.py -k metal",
     ".venv/bin/mlx-sparse bench step --backend metal --lengths 1k,2k,4k,8k,16k,32k,64k,128k",
     ".venv/bin/mlx-sparse bench prompt --attn sample:alpha_column=0.5,alpha_slash=0.5,sample:alpha_column=0.9,",
     ".venv/bin/python scripts/check_report.py mac",
 ]
 
-FILES = ["test_metal_kernels", "test_metal_attend_blocks", "test_metal_sample", "test_backends"]
+FILES = [
+    "kernels/test_metal_kernels",
+    "kernels/test_metal_attend_blocks",
+    "kernels/test_metal_sample",
+    "conformance/test_backends",
+]
 
 # What a Mac answers, and a project of which only the parts that the script calls are there.
 MAC = {
@@ -75,7 +80,9 @@ def mac(tmp_path: Path) -> Path:
 
 def check(mac: Path, *, message: str, fails: bool) -> tuple[subprocess.CompletedProcess[str], dict]:
     for name in FILES:
-        (mac / "tests" / f"{name}.py").write_text(TESTS.format(message=message, fails=fails))
+        path = mac / "tests" / f"{name}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(TESTS.format(message=message, fails=fails))
     path = f"{mac / 'bin'}{os.pathsep}{os.environ['PATH']}"
     done = run("bash", mac / "scripts" / "mac_check.sh", "-o", mac / "result.json", cwd=mac, PATH=path, **OWN)
     return done, json.loads((mac / "result.json").read_text())
@@ -126,12 +133,17 @@ def test_what_passes_is_reported_with_the_machine(mac: Path) -> None:
     assert "expected one that has sample here, got metal" in done.stderr
 
 
+def module(name: str) -> str:
+    """As junit calls it."""
+    return f"tests.{name}".replace("/", ".")
+
+
 def test_failures_and_what_the_validation_said_are_reported(mac: Path) -> None:
     _, found = check(mac, message="Invalid device load at offset 4096", fails=True)
     assert [bad["test"] for bad in found["tests"]["validated"]["failed"]] == [
         # all of the Metal files, and what is metal in the last
-        *(f"tests.{name}::test_kernel[{backend}]" for name in FILES[:3] for backend in ("ops", "metal")),
-        "tests.test_backends::test_kernel[metal]",
+        *(f"{module(name)}::test_kernel[{backend}]" for name in FILES[:3] for backend in ("ops", "metal")),
+        f"{module(FILES[3])}::test_kernel[metal]",
     ]
     assert found["validation"] == ["Invalid device load at offset 4096"] * 7
     assert found["problems"][:3] == [

@@ -22,7 +22,7 @@ MOST = 40  # histories until a planted bug shows
 
 @pytest.fixture(scope="module")
 def soak() -> ModuleType:
-    path = Path(__file__).parents[1] / "scripts" / "soak_histories.py"
+    path = Path(__file__).parents[2] / "scripts" / "soak_histories.py"
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None

@@ -19,7 +19,7 @@ from mlx_sparse.methods import SAAP, Sample, SparQ
 from mlx_sparse.tools.bench.core import Shape
 from mlx_sparse.tools.bench.mlx.saap import ROUTERS, Network, network_of
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 METHODS = [SparQ(), SparQ(component_score="query_key"), SparQ(top_k=256), SparQ(rank=16, top_k=64)]
 by_chip = pytest.mark.parametrize("chip", CHIPS, ids=lambda chip: chip.name)
 

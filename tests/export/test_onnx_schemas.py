@@ -14,7 +14,7 @@ from onnx_operators import ATTRIBUTES
 
 from mlx_sparse import ConfigError, onnx_export
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 BAD_GRAPH = (onnx.checker.ValidationError, onnx.shape_inference.InferenceError)
 
 by_operator = pytest.mark.parametrize("name", onnx_export.OPERATORS)

@@ -1,5 +1,5 @@
 // The NEON kernels against the scalar ones: conversions bit by bit, everything else to float32 accuracy.
-// Run on another machine's instructions by an emulator, see tests/test_onnx_native.py.
+// Run on another machine's instructions by an emulator, see tests/kernels/test_onnx_native.py.
 
 #include <cmath>
 #include <cstdio>

@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
+from places import FIXTURES
 from test_saap_train import Progress
 from tiny_models import build
 
@@ -74,7 +75,7 @@ def test_memory_does_not_grow_with_the_texts(tmp_path: Path, blas_environment: d
     """Four times the texts, which are much larger than the model, in hardly more memory."""
     script = """
 import resource, sys
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {folders!r}
 from pathlib import Path
 from tiny_models import build
 from test_saap_train import Progress
@@ -85,7 +86,7 @@ options = dict(queries=1000, first=0, seed=0, key="k", progress=Progress())
 found = collect(model, find_places(model, 0), windows, Path(sys.argv[2]), **options)
 print(found.bytes, 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
-    script = script.format(tests=str(Path(__file__).parent))
+    script = script.format(folders=[str(FIXTURES), str(Path(__file__).parent)])
     sizes = []
     for windows in (2, 8):
         place = tmp_path / str(windows)
