@@ -6,14 +6,14 @@ Functions on arrays: `sparq_attention`, `saap_attention`, `sample_attention` and
 
 TYPE_CHECKING = False  # typing itself would cost every Python start 10 ms: the start-up hook imports this file
 if TYPE_CHECKING:
+    from typing import Any
+
     from .api import attend_blocks as attend_blocks
     from .api import attend_indices as attend_indices
-    from .api import bigbird_attention as bigbird_attention
     from .api import dense_attention as dense_attention
     from .api import flexgen_attention as flexgen_attention
     from .api import h2o_attention as h2o_attention
     from .api import h2o_scores as h2o_scores
-    from .api import minference_attention as minference_attention
     from .api import oracle_top_k_attention as oracle_top_k_attention
     from .api import saap_assign as saap_assign
     from .api import saap_attention as saap_attention
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from .api import sample_select as sample_select
     from .api import sparq_attention as sparq_attention
     from .api import streaming_attention as streaming_attention
-    from .api import streaming_prefill_attention as streaming_prefill_attention
     from .checks import ArtefactError as ArtefactError
     from .checks import BackendUnavailable as BackendUnavailable
     from .checks import ConfigError as ConfigError
@@ -39,27 +38,32 @@ __version__ = "0.1.0"
 _HOMES = {
     "checks": "ArtefactError BackendUnavailable ConfigError ShapeError SparseAttentionError",
     "common.stats": "Stats",
-    "api": "attend_blocks attend_indices bigbird_attention dense_attention flexgen_attention h2o_attention h2o_scores "
-    "minference_attention oracle_top_k_attention saap_assign saap_attention saap_route sample_attention sample_select "
-    "sparq_attention streaming_attention streaming_prefill_attention",
+    "api": "attend_blocks attend_indices h2o_scores saap_assign saap_route sample_select",
     "lm": "disable enable report sparse",
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
 
 
-def __getattr__(name: str) -> object:
-    if name not in _HOME_OF:
+def _attention() -> list[str]:
+    """Names of the methods' functions."""
+    from .methods import METHODS
+
+    return [f"{method}_attention" for method in METHODS]
+
+
+def __getattr__(name: str) -> "Any":
+    home_of = dict.fromkeys(_attention(), "api") if name.endswith("_attention") else _HOME_OF
+    if name not in home_of:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
     from .common.extras import naming_missing
 
     with naming_missing():
-        home = import_module(f"{__name__}.{_HOME_OF[name]}")
-    value: object = getattr(home, name)
-    globals()[name] = value
+        home = import_module(f"{__name__}.{home_of[name]}")
+    globals()[name] = value = getattr(home, name)
     return value
 
 
 def __dir__() -> list[str]:
-    return [*sorted(_HOME_OF), "__version__"]
+    return [*sorted([*_HOME_OF, *_attention()]), "__version__"]

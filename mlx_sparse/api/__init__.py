@@ -1,18 +1,17 @@
 """The public functions on MLX arrays: `mlx_sparse.common.functions`, which says what they take and return."""
 
 from ..common.functions import Functions
+from ..methods import METHODS, Prefill
 from .mlx import MLX
 
 _functions = Functions(MLX())
 
 attend_blocks = _functions.attend_blocks
 attend_indices = _functions.attend_indices
-bigbird_attention = _functions.bigbird_attention
 dense_attention = _functions.dense_attention
 flexgen_attention = _functions.flexgen_attention
 h2o_attention = _functions.h2o_attention
 h2o_scores = _functions.h2o_scores
-minference_attention = _functions.minference_attention
 oracle_top_k_attention = _functions.oracle_top_k_attention
 saap_assign = _functions.saap_assign
 saap_attention = _functions.saap_attention
@@ -21,17 +20,14 @@ sample_attention = _functions.sample_attention
 sample_select = _functions.sample_select
 sparq_attention = _functions.sparq_attention
 streaming_attention = _functions.streaming_attention
-streaming_prefill_attention = _functions.streaming_prefill_attention
 
 __all__ = [
     "attend_blocks",
     "attend_indices",
-    "bigbird_attention",
     "dense_attention",
     "flexgen_attention",
     "h2o_attention",
     "h2o_scores",
-    "minference_attention",
     "oracle_top_k_attention",
     "saap_assign",
     "saap_attention",
@@ -40,5 +36,8 @@ __all__ = [
     "sample_select",
     "sparq_attention",
     "streaming_attention",
-    "streaming_prefill_attention",
 ]
+
+# Baselines for prompts are their settings.
+_baselines = [method for name, method in METHODS.items() if issubclass(method, Prefill) and name != "sample"]
+globals().update({f"{method.name}_attention": _functions.of_method(method) for method in _baselines})

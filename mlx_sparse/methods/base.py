@@ -148,14 +148,14 @@ class Dense(Method):
 
 @dataclass(frozen=True)
 class Prefill(Method):
-    """What the methods for prompts have.
-
-    Attributes:
-        block_size: queries per row block and keys per key block.
-    """
+    """What the methods for prompts have."""
 
     stage: ClassVar[str] = "prefill"
-    block_size: int = 128
+
+    @property
+    def block_size(self) -> int:
+        """Queries per row block and keys per key block; 1 for methods that choose single keys for single queries."""
+        return 1
 
     def at(self, S: int) -> Prefill:
         """The settings for a context of ``S`` keys."""

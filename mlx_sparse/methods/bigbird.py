@@ -18,10 +18,10 @@ class BigBird(Prefill):
     reads: ClassVar[str] = "a window, the first keys and random blocks"
     look: ClassVar[tuple[str, str]] = ("#999933", "v")
 
+    block_size: int = 64
     window: float = 0.08
     global_share: float = 0.08
     random_blocks: int = 1
-    block_size: int = 64
 
     def __post_init__(self) -> None:
         check_share("window", self.window)

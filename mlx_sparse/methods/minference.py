@@ -19,9 +19,9 @@ class MInference(Prefill):
     reads: ClassVar[str] = "as many as fixed budgets pay for (MInference, in whole blocks)"
     look: ClassVar[tuple[str, str]] = ("#882255", "s")
 
+    block_size: int = 64
     vertical_tokens: int = 1000
     slash_tokens: int = 6096
-    block_size: int = 64
 
     def __post_init__(self) -> None:
         check_int("vertical_tokens", self.vertical_tokens, 1)

@@ -50,6 +50,7 @@ class Sample(Prefill):
     )
     look: ClassVar[tuple[str, str]] = ("#332288", "o")
 
+    block_size: int = 128
     alpha_column: float = 0.95
     alpha_slash: float = 0.95
     chunks: int = 1

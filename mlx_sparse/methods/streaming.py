@@ -44,9 +44,9 @@ class StreamingPrefill(Prefill):
     reads: ClassVar[str] = "a window and the first keys; forgets the middle"
     look: ClassVar[tuple[str, str]] = ("#E69F00", "D")
 
+    block_size: int = 64
     sink_tokens: int = 4
     window: float = 0.08
-    block_size: int = 64
 
     def __post_init__(self) -> None:
         check_int("sink_tokens", self.sink_tokens, 0)

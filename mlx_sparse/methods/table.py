@@ -72,6 +72,8 @@ FUNCTIONS: Mapping[str, Mapping[str, str]] = {
         "oracle": "oracle:streaming_prefill_attention",
         "ops": "ops.prefill:streaming_prefill_attention",
     },
+    "hyperattention": {"oracle": "oracle:hyperattention_attention", "ops": "ops.lsh:hyperattention_attention"},
+    "hash_sparse": {"oracle": "oracle:hash_sparse_attention", "ops": "ops.lsh:hash_sparse_attention"},
     "sample_scores": {
         "oracle": "oracle:sample_scores",
         "ops": "ops.sample:sample_scores",

@@ -14,6 +14,8 @@ from .base import Dense, Method, read_value
 from .bigbird import BigBird
 from .flexgen import FlexGen
 from .h2o import H2O
+from .hash_sparse import HashSparse
+from .hyperattention import HyperAttention
 from .minference import MInference
 from .oracle_top_k import OracleTopK
 from .saap import SAAP
@@ -42,6 +44,8 @@ METHODS: Mapping[str, type[Method]] = {
         MInference,
         BigBird,
         StreamingPrefill,
+        HyperAttention,
+        HashSparse,
     )
 }
 

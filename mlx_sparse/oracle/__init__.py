@@ -13,6 +13,7 @@ from .baselines import (
     streaming_attention,
 )
 from .blocks import attend_blocks, block_lists, block_mask
+from .lsh import hash_sparse_attention, hyperattention_attention
 from .prefill import bigbird_attention, minference_attention, streaming_prefill_attention
 from .saap import (
     Target,
@@ -48,6 +49,8 @@ __all__ = [
     "fold_batch_norm",
     "h2o_attention",
     "h2o_scores",
+    "hash_sparse_attention",
+    "hyperattention_attention",
     "imbalance",
     "keep",
     "kmeans_step",

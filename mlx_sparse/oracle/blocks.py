@@ -71,10 +71,24 @@ def prefill_result(
     qkv: tuple[Array, Array, Array], blocks: Array, layout: Layout, *, scale: float | None, return_stats: bool | str
 ) -> Any:
     """``out`` of attention over the lists; with ``return_stats`` also a `Stats`."""
-    q, k, v = qkv
-    out, lse = attend_blocks(q, k, v, blocks, block_size=layout.block_size, scale=scale)
+    out, lse = attend_blocks(*qkv, blocks, block_size=layout.block_size, scale=scale)
+    return prefill_stats(qkv, out, lse, blocks, layout, scale=scale, return_stats=return_stats)
+
+
+def prefill_stats(
+    qkv: tuple[Array, Array, Array],
+    out: Array,
+    lse: Array,
+    blocks: Array,
+    layout: Layout,
+    *,
+    scale: float | None,
+    return_stats: bool | str,
+) -> Any:
+    """``out``, or with ``return_stats`` ``out`` and the `Stats` of a call that attended ``blocks``."""
     if not return_stats:
         return out
+    q, k, v = qkv
     mass = None
     if return_stats == "mass":
         mass = retained_mass(lse, dense_with_lse(q, k, v, scale=scale, left_padding=None)[1])

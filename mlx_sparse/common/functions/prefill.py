@@ -7,10 +7,12 @@ backend attention waits for the chosen blocks, which `mx.compile` refuses.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
-from ...checks import ShapeError, check_block_size, check_int, check_sample, check_share
-from ..block_layout import MINFERENCE_ROWS, Layout
+from ...checks import ShapeError, check_block_size, check_sample
+from ..block_layout import Layout
 from ..call import Call, Library
 
 Array = Any  # of the library that the functions are for
@@ -121,86 +123,40 @@ class PrefillFunctions:
             block_size=block_size,
         )
 
-    def minference_attention(
-        self,
-        queries: Array,
-        keys: Array,
-        values: Array,
-        *,
-        vertical_tokens: int = 1000,
-        slash_tokens: int = 6096,
-        block_size: int = 64,
-        scale: float | None = None,
-        backend: str = "auto",
-        return_stats: bool | str = False,
-    ) -> Any:
-        """Vertical-slash attention with fixed budgets (MInference), at block granularity (sample.12)."""
-        call = Call(
-            self._library, "minference", queries, keys, values, scale=scale, backend=backend, return_stats=return_stats
-        )
-        check_int("vertical_tokens", vertical_tokens, 1)
-        check_int("slash_tokens", slash_tokens, 1)
-        check_block_size(block_size)
-        layout = Layout(call.sizes.L, call.sizes.S, 1, block_size, MINFERENCE_ROWS)
-        return call.prefill(layout, vertical_tokens=vertical_tokens, slash_tokens=slash_tokens, block_size=block_size)
+    def of_method(self, method: Any) -> Callable[..., Any]:
+        """The public function of a method for prompts whose settings are the fields of its class, a baseline's."""
 
-    def bigbird_attention(
-        self,
-        queries: Array,
-        keys: Array,
-        values: Array,
-        *,
-        window: float = 0.08,
-        global_share: float = 0.08,
-        random_blocks: int = 1,
-        block_size: int = 64,
-        scale: float | None = None,
-        backend: str = "auto",
-        return_stats: bool | str = False,
-    ) -> Any:
-        """A window and the first keys, both shares of S, and random blocks (BigBird; sample.13)."""
-        call = Call(
-            self._library, "bigbird", queries, keys, values, scale=scale, backend=backend, return_stats=return_stats
-        )
-        check_share("window", window)
-        check_share("global_share", global_share)
-        check_int("random_blocks", random_blocks, 0)
-        check_block_size(block_size)
-        return call.prefill(
-            Layout(call.sizes.L, call.sizes.S, 1, block_size, rows=0),
-            window=window,
-            global_share=global_share,
-            random_blocks=random_blocks,
-            block_size=block_size,
-        )
+        def attention(
+            queries: Array,
+            keys: Array,
+            values: Array,
+            *,
+            scale: float | None = None,
+            backend: str = "auto",
+            return_stats: bool | str = False,
+            **settings: Any,
+        ) -> Any:
+            call = Call(
+                self._library,
+                method.name,
+                queries,
+                keys,
+                values,
+                scale=scale,
+                backend=backend,
+                return_stats=return_stats,
+            )
+            config = method(**settings)
+            return call.prefill(config.layout(call.sizes.L, call.sizes.S), **config.parameters())
 
-    def streaming_prefill_attention(
-        self,
-        queries: Array,
-        keys: Array,
-        values: Array,
-        *,
-        sink_tokens: int = 4,
-        window: float = 0.08,
-        block_size: int = 64,
-        scale: float | None = None,
-        backend: str = "auto",
-        return_stats: bool | str = False,
-    ) -> Any:
-        """The first keys and a window that is a share of S (StreamingLLM for prompts; sample.14)."""
-        call = Call(
-            self._library,
-            "streaming_prefill",
-            queries,
-            keys,
-            values,
-            scale=scale,
-            left_padding=None,
-            backend=backend,
-            return_stats=return_stats,
-        )
-        check_int("sink_tokens", sink_tokens, 0)
-        check_share("window", window)
-        check_block_size(block_size)
-        layout = Layout(call.sizes.L, call.sizes.S, 1, block_size, rows=0)
-        return call.prefill(layout, sink_tokens=sink_tokens, window=window, block_size=block_size)
+        signature = inspect.signature(attention)
+        own = [
+            given.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            for given in inspect.signature(method).parameters.values()
+        ]
+        fixed = list(signature.parameters.values())
+        parameters = [*fixed[:3], *own, *fixed[3:-1]]
+        attention.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        attention.__name__ = attention.__qualname__ = f"{method.name}_attention"
+        attention.__doc__ = method.__doc__
+        return attention

@@ -1,0 +1,65 @@
+"""What methods that hash queries and keys share: docs/spec/sample.md, section "Baselines"."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Queries at positions ``[start, stop)`` and the keys ``[first, last)`` before them.
+
+    Their number tells whether the keys are chosen by hash or all attended.
+    """
+
+    start: int
+    stop: int
+    first: int
+    last: int
+
+
+def random_words(count: int) -> Array:
+    """``count`` uint64 words of SplitMix64 from seed 0: random, but the same in every run and for every head."""
+    words = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        words = (words ^ (words >> np.uint64(shift))) * np.uint64(factor)
+    return words ^ (words >> np.uint64(31))
+
+
+def signs(D: int, count: int) -> Array:
+    """Float32 ``(D, count)`` of 1 and -1: the directions along which vectors are hashed (sample.15)."""
+    high: Array = random_words(D * count) >> np.uint64(63)
+    return (1 - 2 * high.astype(np.float32)).reshape(D, count)
+
+
+def sampled(first: int, last: int, count: int) -> Array:
+    """One random key of each of ``count`` equal stretches of ``[first, last)``, ascending (sample.18)."""
+    borders = first + np.arange(count + 1) * (last - first) // count
+    lengths = (borders[1:] - borders[:-1]).astype(np.uint64)
+    return borders[:-1] + (random_words(count) % lengths).astype(np.int64)
+
+
+def pieces(L: int, S: int, exact_rows: int) -> Iterator[tuple[int, int, tuple[Span, ...]]]:
+    """(sample.16) the last ``L`` of ``S`` positions, halved until a piece is of at most ``exact_rows``.
+
+    Yields:
+        ``start`` and ``stop`` of a piece, and the spans that its queries are in, whose keys are those before it.
+    """
+
+    def cut(start: int, stop: int, before: tuple[Span, ...]) -> Iterator[tuple[int, int, tuple[Span, ...]]]:
+        if stop - start <= exact_rows:
+            yield start, stop, before
+            return
+        middle = (start + stop) // 2
+        yield from cut(start, middle, before)
+        yield from cut(middle, stop, (*before, Span(middle, stop, start, middle)))
+
+    start = S - L
+    yield from cut(start, S, (Span(start, S, 0, start),) if start else ())

@@ -1,0 +1,149 @@
+"""The baselines for prompts that hash queries and keys: docs/spec/sample.md, section "Baselines".
+
+To compare with, not to be fast: every pair of a query and a key is scored, some query rows at a time, and masked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import mlx.core as mx
+import numpy as np
+
+from ..common.block_select import block_lists
+from ..common.lsh import Span, pieces, sampled, signs
+from .blocks import after, most
+
+Result = tuple[mx.array, mx.array, mx.array]
+
+
+def hash_codes(vectors: mx.array, buckets: int) -> mx.array:
+    """(sample.15) the end of a random direction that each of ``vectors (..., D)`` is nearest to, 0..buckets - 1."""
+    along = vectors.astype(mx.float32) @ mx.array(signs(vectors.shape[-1], buckets // 2))
+    return mx.argmax(mx.concatenate([along, -along], axis=-1), axis=-1)
+
+
+def hash_sparse_attention(queries: mx.array, keys: mx.array, values: mx.array, *, buckets: int, scale: float) -> Result:
+    """(sample.15) the keys with the query's hash: ``out``, ``lse`` and the keys ``(B, Hq, L, N)``."""
+    L, S = queries.shape[2], keys.shape[2]
+    code_q, code_k = hash_codes(queries, buckets), _by_head(hash_codes(keys, buckets), queries, keys)
+    lost = _not_numbers(queries, keys)
+
+    def choose(start: int, stop: int) -> tuple[mx.array, None]:
+        same = code_q[:, :, start - (S - L) : stop - (S - L), None] == code_k[:, :, None, :stop]
+        itself = mx.arange(start, stop)[:, None] == mx.arange(stop)
+        return same | itself | lost[..., :stop], None
+
+    return _attend(queries, keys, values, _steps(queries, keys, S - L, S), choose, scale)
+
+
+def sort_ranks(vectors: mx.array, hash_bits: int) -> mx.array:
+    """(sample.17) the place of each of ``vectors (..., M, D)`` in an order by hash, 0..M - 1."""
+    positive = vectors.astype(mx.float32) @ mx.array(signs(vectors.shape[-1], hash_bits)) > 0
+    # What a Gray code counts: each digit is the parity of the signs up to it.
+    digits = mx.cumsum(positive.astype(mx.int32), axis=-1) % 2
+    code = (digits * mx.array(1 << np.arange(hash_bits)[::-1])).sum(axis=-1)
+    # MLX's sorts need not keep the order of equals: no two of these are equal.
+    M = code.shape[-1]
+    order = mx.argsort(code.astype(mx.int64) * M + mx.arange(M), axis=-1)
+    return mx.argsort(order, axis=-1)
+
+
+def hyperattention_attention(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    *,
+    bucket_size: int,
+    sampled_keys: int,
+    hash_bits: int,
+    exact_rows: int,
+    scale: float,
+) -> Result:
+    """(sample.16) to (sample.18): ``out``, ``lse`` of the attended keys without weights, the keys ``(B, Hq, L, N)``."""
+    L, S = queries.shape[2], keys.shape[2]
+    cut = list(pieces(L, S, exact_rows))
+    spans = {span for _, _, before in cut for span in before}
+    found = {span: _of_span(queries, keys, span, bucket_size, sampled_keys, hash_bits) for span in spans}
+    lost = _not_numbers(queries, keys)
+    before = {start: spans for start, _, spans in cut}
+    starts = sorted(before)
+
+    def choose(start: int, stop: int) -> tuple[mx.array, mx.array]:
+        piece = max(first for first in starts if first <= start)
+        shape = (*queries.shape[:2], stop - start)
+        kept, weight = [], []
+        for span in before[piece]:
+            same, drawn = found[span](start - span.start, stop - span.start)
+            M = span.last - span.first
+            kept.append(mx.broadcast_to(same | drawn, (*shape, M)))
+            weight.append(mx.broadcast_to(mx.where(drawn & ~same, np.log(M / sampled_keys), 0.0), (*shape, M)))
+        kept.append(mx.ones((*shape, stop - piece), mx.bool_))
+        weight.append(mx.zeros((*shape, stop - piece)))
+        return mx.concatenate(kept, axis=-1) | lost[..., :stop], mx.concatenate(weight, axis=-1)
+
+    steps = (step for start, stop, _ in cut for step in _steps(queries, keys, start, stop))
+    return _attend(queries, keys, values, steps, choose, scale)
+
+
+def _of_span(
+    queries: mx.array, keys: mx.array, span: Span, bucket_size: int, sampled_keys: int, hash_bits: int
+) -> Callable[[int, int], tuple[mx.array, mx.array]]:
+    """(sample.17), (sample.18): tells of some rows of a span which keys share their bucket, and which are drawn."""
+    P, M, offset = span.stop - span.start, span.last - span.first, keys.shape[2] - queries.shape[2]
+    if bucket_size + sampled_keys >= M:
+        return lambda start, stop: (mx.ones((1, 1, 1, M), mx.bool_), mx.zeros((M,), mx.bool_))
+    of_query = (
+        sort_ranks(queries[:, :, span.start - offset : span.stop - offset], hash_bits) * -(-M // bucket_size) // P
+    )
+    of_key = _by_head(sort_ranks(keys[:, :, span.first : span.last], hash_bits) // bucket_size, queries, keys)
+    drawn = mx.array(np.isin(np.arange(span.first, span.last), sampled(span.first, span.last, sampled_keys)))
+    return lambda start, stop: (of_query[:, :, start:stop, None] == of_key[:, :, None], drawn)
+
+
+def _by_head(array: mx.array, queries: mx.array, keys: mx.array) -> mx.array:
+    """What is known of the keys of each KV head, for each query head."""
+    return mx.repeat(array, queries.shape[1] // keys.shape[1], axis=1)
+
+
+def _not_numbers(queries: mx.array, keys: mx.array) -> mx.array:
+    """Keys that no hash can place, which everybody attends, so that they show: bool ``(B, Hq, 1, S)``."""
+    return _by_head(mx.isnan(keys.astype(mx.float32).sum(axis=-1)), queries, keys)[:, :, None]
+
+
+def _steps(queries: mx.array, keys: mx.array, start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Positions ``[start, stop)``, as many at a time as have so many scores."""
+    rows = most(queries.shape[0] * queries.shape[1] * keys.shape[2])
+    for first in range(start, stop, rows):
+        yield first, min(first + rows, stop)
+
+
+def _attend(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    steps: Iterator[tuple[int, int]],
+    choose: Callable[[int, int], tuple[mx.array, mx.array | None]],
+    scale: float,
+) -> Result:
+    """Attention of the queries at each step's positions over the keys that ``choose`` says, with ``exp(weight)``."""
+    B, Hq, L, D = queries.shape
+    Hkv, S = keys.shape[1:3]
+    k, v = (array.astype(mx.float32)[:, :, None] for array in (keys, values))
+    outs: list[mx.array] = []
+    lses, lists = [], []
+    for start, stop in steps:
+        kept, weight = choose(start, stop)
+        kept = kept & (mx.arange(stop) <= mx.arange(start, stop)[:, None])
+        q = after(outs, queries[:, :, start - (S - L) : stop - (S - L)]).astype(mx.float32) * scale
+        grouped = q.reshape(B, Hkv, Hq // Hkv, stop - start, D)
+        scores = (grouped @ k[..., :stop, :].swapaxes(-1, -2)).reshape(B, Hq, stop - start, stop)
+        scores = mx.where(kept, scores, -mx.inf)
+        lses.append(mx.logsumexp(scores, axis=-1))
+        weights = mx.softmax(scores if weight is None else scores + weight, axis=-1)
+        out = weights.reshape(B, Hkv, Hq // Hkv, stop - start, stop) @ v[..., :stop, :]
+        outs.append(out.reshape(B, Hq, stop - start, D).astype(queries.dtype))
+        lists.append(block_lists(kept))
+    width = max(listed.shape[-1] for listed in lists)
+    lists = [mx.pad(one, [(0, 0)] * 3 + [(0, width - one.shape[-1])], constant_values=-1) for one in lists]
+    return mx.concatenate(outs, axis=2), mx.concatenate(lses, axis=2), mx.concatenate(lists, axis=2)

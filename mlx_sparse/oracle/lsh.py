@@ -1,0 +1,122 @@
+"""The baselines for prompts that hash queries and keys: docs/spec/sample.md, section "Baselines"."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..checks import check_qkv
+from ..common.block_layout import Layout
+from ..common.lsh import Span, pieces, sampled, signs
+from .attend import check_backend, float64, logits, softmax_lse, weighted_values
+from .blocks import block_lists, prefill_stats
+
+Array = npt.NDArray[Any]
+
+
+def hash_codes(vectors: Array, buckets: int) -> Array:
+    """(sample.15) the end of a random direction that each of ``vectors (..., D)`` is nearest to, 0..buckets - 1."""
+    along = vectors @ signs(vectors.shape[-1], buckets // 2)
+    return np.argmax(np.concatenate([along, -along], axis=-1), axis=-1)
+
+
+def hash_sparse_attention(
+    queries: npt.ArrayLike,
+    keys: npt.ArrayLike,
+    values: npt.ArrayLike,
+    *,
+    buckets: int = 16,
+    scale: float | None = None,
+    backend: str = "auto",
+    return_stats: bool | str = False,
+) -> Any:
+    """Attention of every query over the keys up to it that have its hash, and itself (sample.15)."""
+    check_backend(backend)
+    q, k, v = float64(queries), float64(keys), float64(values)
+    n = check_qkv(q, k, v)
+    code_q, code_k = hash_codes(q, buckets), np.repeat(hash_codes(k, buckets), n.G, axis=1)
+    same = code_q[..., :, None] == code_k[..., None, :]
+    position, key = np.arange(n.S - n.L, n.S)[:, None], np.arange(n.S)
+    mask = (same | (key == position) | _not_numbers(k, n.G)) & (key <= position)
+    return _attend((q, k, v), mask, np.zeros(n.S), scale=scale, return_stats=return_stats)
+
+
+def sort_ranks(vectors: Array, hash_bits: int) -> Array:
+    """(sample.17) the place of each of ``vectors (..., M, D)`` in an order by hash, 0..M - 1.
+
+    The signs along random directions are a Gray code: neighbours in the order differ in one of them.
+    """
+    positive = vectors @ signs(vectors.shape[-1], hash_bits) > 0
+    bits = np.logical_xor.accumulate(positive, axis=-1)
+    code = bits @ (1 << np.arange(hash_bits)[::-1])
+    return np.argsort(np.argsort(code, axis=-1, kind="stable"), axis=-1)
+
+
+def hyperattention_attention(
+    queries: npt.ArrayLike,
+    keys: npt.ArrayLike,
+    values: npt.ArrayLike,
+    *,
+    bucket_size: int = 256,
+    sampled_keys: int = 256,
+    hash_bits: int = 7,
+    exact_rows: int = 4096,
+    scale: float | None = None,
+    backend: str = "auto",
+    return_stats: bool | str = False,
+) -> Any:
+    """HyperAttention: buckets of a sort by hash and a weighted sample of keys (sample.16) to (sample.18)."""
+    check_backend(backend)
+    q, k, v = float64(queries), float64(keys), float64(values)
+    n = check_qkv(q, k, v)
+    offset = n.S - n.L
+    mask, weight = np.zeros((n.B, n.Hq, n.L, n.S), dtype=bool), np.zeros((n.B, n.Hq, n.L, n.S))
+    for start, stop, spans in pieces(n.L, n.S, exact_rows):
+        rows = slice(start - offset, stop - offset)
+        mask[:, :, rows, start:stop] = np.tri(stop - start, dtype=bool)
+        for span in spans:
+            columns = slice(span.first, span.last)
+            kept, extra = _of_span(q, k, span, offset, bucket_size, sampled_keys, hash_bits)
+            inside = slice(start - span.start, stop - span.start)
+            mask[:, :, rows, columns], weight[:, :, rows, columns] = kept[:, :, inside], extra[:, :, inside]
+    position, key = np.arange(offset, n.S)[:, None], np.arange(n.S)
+    lost = _not_numbers(k, n.G) & (key <= position)
+    return _attend((q, k, v), mask | lost, weight, scale=scale, return_stats=return_stats)
+
+
+def _of_span(
+    q: Array, k: Array, span: Span, offset: int, bucket_size: int, sampled_keys: int, hash_bits: int
+) -> tuple[Array, Array]:
+    """(sample.17), (sample.18): kept pairs of a span, bool ``(B, Hq, P, M)``, and the logarithms of their weights."""
+    P, M, G = span.stop - span.start, span.last - span.first, q.shape[1] // k.shape[1]
+    if bucket_size + sampled_keys >= M:
+        return np.ones((*q.shape[:2], P, M), dtype=bool), np.zeros((*q.shape[:2], P, M))
+    buckets = -(-M // bucket_size)
+    rank_q = sort_ranks(q[:, :, span.start - offset : span.stop - offset], hash_bits)
+    rank_k = np.repeat(sort_ranks(k[:, :, span.first : span.last], hash_bits), G, axis=1)
+    same = (rank_q * buckets // P)[..., :, None] == (rank_k // bucket_size)[..., None, :]
+    drawn = np.isin(np.arange(span.first, span.last), sampled(span.first, span.last, sampled_keys))
+    return same | drawn, np.where(drawn & ~same, np.log(M / sampled_keys), 0.0)
+
+
+def _not_numbers(k: Array, G: int) -> Array:
+    """Keys that no hash can place, which everybody attends, so that they show: bool ``(B, Hq, 1, S)``."""
+    return np.repeat(np.isnan(k.sum(axis=-1)), G, axis=1)[:, :, None]
+
+
+def _attend(
+    qkv: tuple[Array, Array, Array], mask: Array, weight: Array, *, scale: float | None, return_stats: bool | str
+) -> Any:
+    """Attention over the pairs of ``mask (B, Hq, L, S)``, with ``exp(weight)`` of each."""
+    q, k, v = qkv
+    n = check_qkv(q, k, v)
+    grouped = (n.B, n.Hkv, n.G, n.L, n.S)
+    by_group = mask.reshape(grouped)
+    scores = logits(q, k, n.D**-0.5 if scale is None else scale)
+    lse = softmax_lse(scores, by_group)[1].reshape(q.shape[:3])
+    weights, _ = softmax_lse(scores + np.broadcast_to(weight, mask.shape).reshape(grouped), by_group)
+    out = weighted_values(weights, v, by_group).reshape(q.shape)
+    layout = Layout(n.L, n.S, 1, 1, rows=0)
+    return prefill_stats(qkv, out, lse, block_lists(mask), layout, scale=scale, return_stats=return_stats)
