@@ -19,7 +19,8 @@ Array = npt.NDArray[Any]
 def hash_codes(vectors: Array, buckets: int) -> Array:
     """(sample.15) the end of a random direction that each of ``vectors (..., D)`` is nearest to, 0..buckets - 1."""
     along = vectors @ signs(vectors.shape[-1], buckets // 2)
-    return np.argmax(np.concatenate([along, -along], axis=-1), axis=-1)
+    codes: Array = np.argmax(np.concatenate([along, -along], axis=-1), axis=-1)
+    return codes
 
 
 def hash_sparse_attention(
