@@ -12,7 +12,8 @@ import time
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-from mlx_sparse.cache.kv_cache import SideBuffers, SparseKVCache
+from mlx_sparse.cache.kv_cache import SparseKVCache
+from mlx_sparse.cache.sparq_state import SparQState
 
 KEPT = {
     "mlx-lm's KVCache": None,
@@ -33,9 +34,9 @@ def measure(options: dict[str, bool] | None, shape: tuple[int, int, int], tokens
         rows = chunk[:, :, : min(2048, context - 256 - cache.offset)]
         cache.update_and_fetch(rows, rows)
         mx.eval(cache.keys, cache.values)
-    side = SideBuffers()
+    side = SparQState()
     if isinstance(cache, SparseKVCache):
-        cache._side = side
+        cache.hold("sparq", side)
 
     def append() -> None:
         row = mx.ones((1, heads, 1, dim), mx.float16)

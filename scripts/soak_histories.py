@@ -19,6 +19,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,6 @@ from witness import Sequence, Witness
 import mlx_sparse
 from mlx_sparse.checks import ConfigError
 from mlx_sparse.lm.model import plan_of
-from mlx_sparse.methods import H2O, SAAP
 
 LONGEST, HELD, LINE_EVERY = 640, 4, 60.0  # tokens of a sequence, caches of a history, seconds between lines
 
@@ -250,9 +250,7 @@ class History:
         self.note("rebuild", held)
         token = self.draw.tokens(len(held.rows), 1)
         ours, theirs = self.call(held.copied(), token), self.call(held.rebuilt(), token)
-        kept = plan.decode
-        # H2O's scores are lost, SAAP's lists go on from where they were folded last.
-        if isinstance(kept, H2O | SAAP) and not (isinstance(kept, SAAP) and kept.artefact and kept.fold_every == 1):
+        if plan.decode is not None and not REBUILT.get(plan.decode.name, lambda decode: True)(plan.decode):
             return
         pairs = [(one, other) for one, other in zip(ours, theirs, strict=True) if one.out is not None]
         if pairs and pairs[0][1].out is not None:  # deeper layers are handed what differs by rounding
@@ -260,6 +258,13 @@ class History:
             off = float(np.abs(one.out - other.out).max())
             assert off <= one.allowed + other.allowed, f"a rebuilt cache attends otherwise, by {off:.3g}"
 
+
+# Methods that attend otherwise once what they keep has been rebuilt, and the settings with which they do not: H2O's
+# scores are lost, SAAP's lists go on from where they were folded last.
+REBUILT: dict[str, Callable[[Any], bool]] = {
+    "h2o": lambda decode: False,
+    "saap": lambda decode: decode.artefact is not None and decode.fold_every == 1,
+}
 
 # How often each is drawn.
 OPERATIONS = {

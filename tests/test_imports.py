@@ -3,11 +3,14 @@
 import ast
 import functools
 import graphlib
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from mlx_sparse.methods import METHODS, table
 
 ROOT = Path(__file__).parent.parent
 
@@ -174,6 +177,50 @@ def test_nothing_that_is_installed_imports_the_tests(folder):
         top = {found.split(".")[0] for found in imports(path)}
         assert not top & (TESTS | {"tests", "scripts"}), path
         assert "sys.path" not in ast.unparse(ast.parse(path.read_text())), path
+
+
+PARTICULAR = {cls.__name__ for cls in METHODS.values()}
+MENDING = ("mlx_sparse/tools/bench/", "onnx_export/exporter/")  # these still ask; nothing may be added
+
+
+def asked_classes(source: str) -> Iterator[str]:
+    """Names in the second argument of every ``isinstance`` and ``issubclass``, and of every class that is matched."""
+    for node in ast.walk(ast.parse(source)):
+        asked: list[ast.AST] = []
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
+            asked = list(node.args[1:])
+        elif isinstance(node, ast.MatchClass):
+            asked = [node.cls]
+        for part in (part for one in asked for part in ast.walk(one)):
+            if isinstance(part, ast.Name | ast.Attribute):
+                yield part.id if isinstance(part, ast.Name) else part.attr
+
+
+@pytest.mark.parametrize("folder", ["mlx_sparse", "cuda_ref", "onnx_export"])
+def test_a_method_is_asked_what_it_is_not_which_it_is(folder):
+    home = ROOT / "mlx_sparse" / "methods"
+    for path in files(folder):
+        if not path.is_relative_to(home) and not name(path).startswith(MENDING):
+            asked = PARTICULAR & set(asked_classes(path.read_text()))
+            assert not asked, f"{name(path)} must not ask for {', '.join(sorted(asked))}: ask the method"
+
+
+def test_the_reader_of_asked_classes():
+    source = "isinstance(a, SparQ) or isinstance(b, (m.H2O, int))\nmatch c:\n    case SAAP(): SparQState()"
+    assert set(asked_classes(source)) == {"SparQ", "m", "H2O", "int", "SAAP"}
+
+
+# A new method, and what it keeps beside a cache, needs no line in these.
+@pytest.mark.parametrize("file", ["cache/kv_cache.py", "cache/state.py", "lm/plan.py", "lm/hooks.py"])
+def test_what_serves_all_methods_names_none(file):
+    """Neither in code nor in words."""
+    entries = [*table.STATES.values(), *table.HOOKS.values()]
+    names = PARTICULAR | set(METHODS) | {entry.partition(":")[2] for entry in entries}
+    names |= {entry.partition(":")[0].rpartition(".")[2] for entry in table.STATES.values()}
+    text = (ROOT / "mlx_sparse" / file).read_text()
+    allowed = {"dense", "Dense", "sample"}  # attention by mlx-lm; a sample of queries
+    found = {word for word in names - allowed if re.search(rf"\b{word}\b", text)}
+    assert not found, f"mlx_sparse/{file} names {', '.join(sorted(found))}"
 
 
 @pytest.mark.parametrize(

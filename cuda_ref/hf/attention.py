@@ -15,7 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.modeling_utils import AttentionInterface
 
-from mlx_sparse.checks import ConfigError, check_local_window
+from mlx_sparse.checks import ConfigError
 from mlx_sparse.common import reasons
 from mlx_sparse.common.call_report import Counts, Report
 from mlx_sparse.common.stats import dense_elements
@@ -100,18 +100,18 @@ def _sparse(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)`` of the attended keys."""
     config, layer = _resolve(origin.cache, module), origin.layer
-    reallocate = _reallocates(config, query, key)
+    settings = config.parameters(query.shape[1] // key.shape[1])
     spread = config.component_score == "query_key"
-    keys_t, value_mean, deviation = layer.read(mean=reallocate, spread=spread, padding=padding)
+    keys_t, value_mean, deviation = layer.read(mean=settings["reallocate"], spread=spread, padding=padding)
     result: tuple[torch.Tensor, torch.Tensor] = torch_ops.sparq_decode(
         query,
         key,
         value,
         keys_t,
-        config.rank,
-        config.top_k,
-        check_local_window(config.local_window, config.top_k),
-        config.group_reduce,
+        settings["rank"],
+        settings["top_k"],
+        settings["local_window"],
+        settings["group_reduce"],
         deviation,
         scale,
         None if padding is None else padding.first,
@@ -122,10 +122,6 @@ def _sparse(
     counts = Counts(1, formula_bytes=size * config.elements(S, D), dense_bytes=size * dense_elements(S, D))
     origin.cache.report.add(counts)
     return result
-
-
-def _reallocates(config: SparQ, query: torch.Tensor, key: torch.Tensor) -> bool:
-    return config.reallocates(query.shape[1] // key.shape[1])
 
 
 def _resolve(cache: SparQCache, module: torch.nn.Module) -> SparQ:
@@ -166,8 +162,7 @@ def _layer_reasons(
         yield "with a type other than float32, float16 and bfloat16, or several"
     if kwargs.get("softcap") is not None:
         yield "with soft-capped scores"
-    # The sinks' share can be told from the log-sum-exp of the attended keys only if nothing else is mixed in.
-    if kwargs.get("s_aux") is not None and _reallocates(origin.cache.attn, query, key):
+    if kwargs.get("s_aux") is not None and not origin.cache.attn.serves_sinks(query.shape[1] // key.shape[1]):
         yield reasons.SINKS
     if kwargs.get("position_bias") is not None:
         yield "with a position bias"

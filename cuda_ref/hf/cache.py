@@ -8,7 +8,7 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.configuration_utils import PreTrainedConfig
 
-from mlx_sparse.checks import ConfigError, check_local_window, check_rank
+from mlx_sparse.checks import ConfigError
 from mlx_sparse.common.call_report import Report
 from mlx_sparse.methods import SparQ, parse
 
@@ -148,8 +148,7 @@ class SparQCache(DynamicCache):
         heads = getattr(text, "num_attention_heads", None)
         head_dim = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else None)
         if isinstance(head_dim, int):
-            check_rank(self.attn.rank, head_dim)
-        check_local_window(self.attn.local_window, self.attn.top_k)
+            self.attn.check_head_dim(head_dim)
         # Let transformers read the layer types; plain full-attention layers become ours.
         super().__init__(config=config)
         self.layers = [SparQLayer() if type(layer) is DynamicLayer else layer for layer in self.layers]
@@ -193,7 +192,8 @@ def dense_layer(layer: Any) -> str | None:
 
 def _sparq(attn: str | SparQ) -> SparQ:
     configs = parse(attn) if isinstance(attn, str) else (attn,)
-    if len(configs) != 1 or not isinstance(configs[0], SparQ):
+    if [getattr(config, "name", None) for config in configs] != [SparQ.name]:
         given = "+".join(map(str, configs))
         raise ConfigError(f"attn: expected sparq[:key=value,...] alone, got {given!r}.")
-    return configs[0]
+    found: Any = configs[0]
+    return found

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from ..methods import Method, registry
+from ..methods import H2O, registry
+from .state import State
+
+if TYPE_CHECKING:
+    from .kv_cache import SparseCache
 
 # The last so many states are kept for trims, as rejected drafts ask for. Each is one float32 number per key.
 STATES = 16
 
 
 @dataclass(frozen=True, eq=False)
-class State:
+class Scores:
     """Scores after the queries of rows ``[0, length)``.
 
     Attributes:
@@ -26,7 +30,7 @@ class State:
     scores: mx.array
 
 
-class Received:
+class Received(State):
     """Scores of a cache's keys, up to date with its writes and trims.
 
     They cannot be rebuilt from keys and values: where queries were not counted, or a trim goes back behind the states
@@ -36,7 +40,7 @@ class Received:
         states: the last ones, the longest last; none before the first row.
     """
 
-    def __init__(self, states: list[State] | None = None) -> None:
+    def __init__(self, states: list[Scores] | None = None) -> None:
         self.states = states or []
         self._submitted = True
 
@@ -50,7 +54,6 @@ class Received:
         return self.states[-1].length if self.states else 0
 
     def rewind(self, length: int) -> None:
-        """Forget the states of more than ``length`` rows: those behind are about to be overwritten."""
         while self.length > length:
             self.states.pop()
 
@@ -68,46 +71,34 @@ class Received:
             received = registry.load("h2o_scores", "ops")(counted, seen, scale=scale, left_padding=left_padding)
             self._push(self._grown(received.shape) + received)
 
-    def step(
-        self,
-        queries: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        config: Method,
-        *,
-        scale: float,
-        left_padding: mx.array | None,
-    ) -> tuple[mx.array, mx.array]:
-        """One decode step: ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)``; ``length`` is ``S - 1``."""
-        out, lse, scores = registry.load("h2o", "ops")(
-            queries,
-            keys,
-            values,
-            scores=self._grown(keys.shape[:3]),
-            **config.parameters(),
-            scale=scale,
-            left_padding=left_padding,
-        )
-        self._push(scores)
-        return out, lse
+    def read(self, cache: SparseCache, config: H2O, G: int, *, whole: bool) -> dict[str, Any]:
+        return {"scores": self._grown((*cache.keys.shape[:2], cache.length))}
 
-    def filtered(self, rows: Any, length: int, start: int) -> Received | None:
-        """Of a batch of ``length`` rows some sequences, from row ``start`` on; None if the scores are unknown."""
+    def take_back(self, *returned: mx.array) -> None:
+        self._push(*returned)
+
+    def filter(self, sequences: list[int], length: int, start: int) -> Received | None:
         if self.length != length:
             return None
-        return Received([State(length - start, self.states[-1].scores[rows][..., start:])])
+        return Received([Scores(length - start, self.states[-1].scores[sequences][..., start:])])
 
-    @staticmethod
-    def joined(parts: Sequence[tuple[Received | None, int]]) -> Received | None:
-        """Of caches and their lengths one batch, padded on the left; None if the scores of one are unknown."""
+    def extract(self, sequence: int, length: int, start: int) -> Received | None:
+        return self.filter([sequence], length, start)
+
+    def join(self, cache: SparseCache, theirs: State | None, other: SparseCache) -> Received | None:
+        return self.merge([(self, cache.length), (theirs, other.length)])
+
+    @classmethod
+    def merge(cls, parts: Sequence[tuple[State | None, int]]) -> Received | None:
+        """None if the scores of one are unknown."""
         S = max(length for _, length in parts)
         padded = []
         for received, length in parts:
-            if received is None or not 0 < length == received.length:
+            if not isinstance(received, Received) or not 0 < length == received.length:
                 return None
             widths = [(0, 0), (0, 0), (S - length, 0)]
             padded.append(mx.pad(received.states[-1].scores, widths, constant_values=-mx.inf))
-        return Received([State(S, mx.concatenate(padded))])
+        return Received([Scores(S, mx.concatenate(padded))])
 
     def submit(self) -> None:
         """Start computing what was added: nothing else asks for it, and it would hold on to the call's keys."""
@@ -122,5 +113,5 @@ class Received:
         return mx.pad(self.states[-1].scores, [(0, 0), (0, 0), (0, shape[2] - self.length)])
 
     def _push(self, scores: mx.array) -> None:
-        self.states = [*self.states, State(scores.shape[2], scores)][-STATES:]
+        self.states = [*self.states, Scores(scores.shape[2], scores)][-STATES:]
         self._submitted = False

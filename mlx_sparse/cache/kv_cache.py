@@ -1,25 +1,22 @@
-"""KV caches that attend sparsely: mlx-lm's own caches with side buffers that their ``state`` does not show.
+"""KV caches that attend sparsely: mlx-lm's own caches with something beside them that their ``state`` does not show.
 
 A cache is adopted in place (`adopt`): its keys, values and offset stay mlx-lm's, so files, trimming, merging and
-batching work as before. What a method reads besides, component-major keys and running sums (`side`) or an index of
-buckets (`buckets`), can be rebuilt from them and follows the cache through trim, growth, copies and reloads. The
-attention that keys have received (`received`) cannot: where it is lost, H2O attends densely.
+batching work as before. What a method keeps `beside` follows the cache through trim, growth, copies and batches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache, KVCache
 
-from ..methods import Method, Prefill, SparQ, registry
+from ..methods import Method, Prefill, registry
 from ..methods.table import WHOLE_BUFFERS
-from .h2o_state import Received
-from .saap_state import BucketIndex
-from .sparq_state import SideBuffers
+from .state import State
 
 
 @dataclass(frozen=True)
@@ -36,13 +33,15 @@ class Full:
 
 
 class SparseCache:
-    """Mixed into mlx-lm's caches: side buffers, `attend` for decode steps and `attend_prompt` for prompts."""
+    """Mixed into mlx-lm's caches: `attend` for decode steps, `attend_prompt` for prompts, and what methods keep.
+
+    Attributes:
+        beside: what is kept beside keys and values, by method.
+    """
 
     keys: Any
     values: Any
-    _side: SideBuffers | None = None
-    index: BucketIndex | None = None  # of SAAP, whose owner is the plan of an enabled model
-    received: Received | None = None  # of H2O, likewise
+    beside: Mapping[str, State] = MappingProxyType({})
     _full: tuple[Full | None, ...] = ()  # one, or one for each sequence of a batch; none where rows are new
 
     length_name = "offset"  # where mlx-lm's class keeps the number of rows in use
@@ -64,23 +63,18 @@ class SparseCache:
 
     @state.setter
     def state(self, value: Any) -> None:
-        self.drop_side_buffers()
-        self.index = self.received = None
+        self._moved(lambda method, state: None)
         self._full = ()
         super(SparseCache, type(self)).state.fset(self, value)  # type: ignore[misc]
 
     @property
     def nbytes(self) -> int:
         own: int = super().nbytes  # type: ignore[misc]
-        return own + sum(kept.nbytes for kept in (self._side, self.index, self.received) if kept is not None)
+        return own + sum(state.nbytes for state in self.beside.values())
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
-        if self._side is not None:
-            self._side.rewind(self.length)
-        if self.index is not None:
-            self.index.receive(self.length, keys)
-        if self.received is not None:
-            self.received.rewind(self.length)
+        for state in self.beside.values():
+            state.receive(self.length, keys)
         if any(self._full):
             rows = [self.length - first for first in self.first_rows()]
             kept = zip(self._full, rows, strict=False)  # one for all rows of a batch that nothing pads
@@ -91,32 +85,46 @@ class SparseCache:
         """The first valid row of each sequence. Of a batch, ``others`` are the caches of the other layers."""
         return [0] * len(self.keys)
 
-    def drop_side_buffers(self) -> None:
-        """Forget what is kept beside, but for the index; for operations that move rows."""
-        self._side = self.received = None
+    def hold(self, method: str, state: State) -> State:
+        """Keep ``state`` beside the rows from now on."""
+        self.beside = {**self.beside, method: state}
+        return state
+
+    def state_of(self, method: str) -> State | None:
+        """What ``method`` keeps beside the rows, begun if need be; None if it keeps nothing that a cache can begin."""
+        state = self.beside.get(method)
+        if state is None and (begin := registry.load_state(method)) is not None:
+            state = self.hold(method, begin())
+        return state
+
+    def _moved(self, follow: Callable[[str, State], State | None]) -> None:
+        """Rows move, or are others: only what follows them stays."""
+        followed = {method: follow(method, state) for method, state in self.beside.items()}
+        self.beside = {method: state for method, state in followed.items() if state is not None}
 
     def attend(self, queries: mx.array, config: Method, *, scale: float, backend: str) -> tuple[mx.array, mx.array]:
         """One decode step over this cache.
 
         Args:
             queries: ``(B, Hq, 1, D)``; their keys and values have been written.
-            config: method and parameters, with ``component_score`` resolved.
+            config: method and settings, as `Method.for_model` resolves them.
 
         Returns:
             ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)`` of the attended keys.
         """
-        S = self.length
+        G = queries.shape[1] // self.keys.shape[1]
         keys, values, length = self.rows(backend)
-        parameters: dict[str, Any] = {"scale": scale, "left_padding": self.padding, **length}
-        if isinstance(config, SparQ):
-            G = queries.shape[1] // keys.shape[1]
-            parameters |= self._sparq_parameters(config, G, S)
-            if not length:
-                parameters["keys_t"] = parameters["keys_t"][..., :S]
-        else:
-            parameters |= config.parameters(queries.shape[1] // keys.shape[1])
-        result: tuple[mx.array, mx.array] = registry.load(config.name, backend)(queries, keys, values, **parameters)
-        return result
+        state = self.state_of(config.name)
+        parameters = config.parameters(G)
+        if state is not None:
+            parameters |= state.read(self, config, G, whole=bool(length))
+        function = registry.load(config.name, backend)
+        out, lse, *returned = function(
+            queries, keys, values, scale=scale, left_padding=self.padding, **parameters, **length
+        )
+        if state is not None and returned:
+            state.take_back(*returned)
+        return out, lse
 
     def select_prompt(
         self, queries: mx.array, config: Prefill, *, scale: float, backend: str, fullest: float
@@ -166,19 +174,6 @@ class SparseCache:
             return self.keys, self.values, {"length": S}
         return self.keys[..., :S, :], self.values[..., :S, :], {}
 
-    def _sparq_parameters(self, config: SparQ, G: int, S: int) -> dict[str, Any]:
-        reallocate = config.reallocates(G)
-        weighted = config.component_score == "query_key"
-        side = self._side = self._side or SideBuffers()
-        side.extend(self, S, mean=reallocate, spread=weighted)
-        assert side.keys_t is not None
-        return {
-            **config.parameters(G),
-            "component_weight": side.keys.deviation() if weighted and side.keys else None,
-            "keys_t": side.keys_t,
-            "value_mean": side.values.mean() if reallocate and side.values else None,
-        }
-
 
 class SparseKVCache(SparseCache, KVCache):
     """`mlx_lm.models.cache.KVCache` that can attend sparsely."""
@@ -186,10 +181,12 @@ class SparseKVCache(SparseCache, KVCache):
     @classmethod
     def merge(cls, caches: Any) -> Any:
         merged = super().merge(caches)  # type: ignore[no-untyped-call]
-        received = Received.joined([(getattr(cache, "received", None), cache.offset) for cache in caches])
-        if received is not None:
-            adopt(merged)
-            merged.received = received
+        kept = [getattr(cache, "beside", {}) for cache in caches]
+        for method, state in kept[0].items():
+            parts = [(one.get(method), cache.offset) for one, cache in zip(kept, caches, strict=True)]
+            if (found := state.merge(parts)) is not None:
+                adopt(merged)
+                merged.hold(method, found)
         return merged
 
 
@@ -213,8 +210,8 @@ class SparseBatchKVCache(SparseCache, BatchKVCache):
         self.padding_mask = mask if kwargs.get("window_size") is None else None
         return mask
 
-    def drop_side_buffers(self) -> None:
-        super().drop_side_buffers()
+    def _moved(self, follow: Callable[[str, State], State | None]) -> None:
+        super()._moved(follow)
         self._first = None
 
     def first_rows(self, others: Iterable[Any] = ()) -> list[int]:
@@ -262,51 +259,36 @@ class SparseBatchKVCache(SparseCache, BatchKVCache):
     def _fulls(self) -> tuple[Full | None, ...]:
         return self._full or (None,) * self.left_padding.size
 
-    # These move rows, and of what is kept beside take along what could not be rebuilt.
+    # These move rows.
 
     def prepare(self, **kwargs: Any) -> None:
-        self.drop_side_buffers()
+        self._moved(lambda method, state: state.roll(None, self.length))
         super().prepare(**kwargs)  # type: ignore[no-untyped-call]
 
     def finalize(self) -> None:
-        if self.index is not None and self._right_padding is not None:
-            self.index.roll(self._right_padding, self.length)
-        self.drop_side_buffers()
+        self._moved(lambda method, state: state.roll(self._right_padding, self.length))
         super().finalize()  # type: ignore[no-untyped-call]
 
     def filter(self, batch_indices: Any) -> None:
-        received, length = self.received, self.length
+        length = self.length
         kept: Any = mx.array(batch_indices).tolist()
         fulls = self._fulls
         self._full = tuple(fulls[sequence] for sequence in kept)
-        self.drop_side_buffers()
         super().filter(batch_indices)  # type: ignore[no-untyped-call]
-        if self.index is not None:
-            self.index.keep(kept, length - self.length)
-        if received is not None:
-            self.received = received.filtered(batch_indices, length, length - self.length)
+        self._moved(lambda method, state: state.filter(kept, length, length - self.length))
 
     def extend(self, other: Any) -> None:
-        parts = [(cache.received, cache.length) for cache in (self, other) if isinstance(cache, SparseCache)]
-        theirs = other._fulls if isinstance(other, SparseBatchKVCache) else (None,) * other.left_padding.size
-        self._full = self._fulls + theirs
-        if self.index is not None:
-            adopt(other)
-            index = other.index or BucketIndex(self.index.router)
-            if index.router is not self.index.router:
-                self.index = None
-            else:
-                self.index.join(self, index, other)
-        self.drop_side_buffers()
+        adopt(other)
+        self._full = self._fulls + other._fulls
+        self._moved(lambda method, state: state.join(self, other.beside.get(method), other))
         super().extend(other)  # type: ignore[no-untyped-call]
-        if len(parts) == 2:
-            self.received = Received.joined(parts)
 
     def extract(self, idx: int) -> Any:
         one = super().extract(idx)  # type: ignore[no-untyped-call]
-        if self.received is not None:
-            adopt(one)
-            one.received = self.received.filtered([idx], self.length, self.length - one.offset)
+        for method, state in self.beside.items():
+            if (found := state.extract(idx, self.length, self.length - one.offset)) is not None:
+                adopt(one)
+                one.hold(method, found)
         return one
 
 
@@ -326,3 +308,10 @@ def adopt(cache: Any) -> None:
         adopt(cache.caches)
     elif type(cache) in SPARSE_CLASSES:
         cache.__class__ = SPARSE_CLASSES[type(cache)]
+
+
+def is_padding_mask(mask: Any, caches: Iterable[Any]) -> bool:
+    """Whether ``mask`` is causal and no more, or what a batch of ``caches`` made of its left padding besides."""
+    if isinstance(mask, str):
+        return True  # mlx-lm knows one: "causal"
+    return any(isinstance(cache, SparseBatchKVCache) and cache.padding_mask is mask for cache in caches)

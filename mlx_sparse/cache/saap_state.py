@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
 
 from ..common import kmeans
 from ..methods import SAAP, registry
+from .saap_router import Router, kmeans_network
+from .state import State
 
 if TYPE_CHECKING:
     from .kv_cache import SparseCache
@@ -24,48 +25,7 @@ PIECE = 4096
 TOGETHER = 64
 
 
-class BeforeRope(Protocol):
-    """How queries and keys of a layer are had before RoPE: `mlx_sparse.lm.rope.Source`."""
-
-    @property
-    def irreversible(self) -> str | None:
-        """Why keys that were not recorded cannot be turned back; None where they can."""
-
-    def before(self, recorder: Any, rows: mx.array, offset: int | mx.array) -> mx.array | None:
-        """Rows before RoPE of ``rows (B, H, n, D)``, the first of them at position ``offset``; None if unknown."""
-
-    def turned_back(self, rows: mx.array, offset: int | mx.array) -> mx.array:
-        """`before` of rows that were not recorded."""
-
-
-@dataclass(frozen=True, eq=False)
-class Router:
-    """What SAAP knows about a layer, the same for all caches of a model.
-
-    Attributes:
-        source: how its tensors before RoPE are had.
-        scale: of its attention scores.
-        buckets: how many there are.
-        centroids: ``(Hkv, C, D)``; None where each sequence has its own.
-        network: the weights that `saap_route` takes; empty where the centroids route.
-    """
-
-    source: BeforeRope
-    scale: float
-    buckets: int
-    centroids: mx.array | None = None
-    network: Mapping[str, mx.array] | None = None
-
-    def __deepcopy__(self, memo: Any) -> Router:
-        return self  # copies of a cache share the model's
-
-
-def kmeans_network(centroids: mx.array, scale: float) -> dict[str, mx.array]:
-    """The router whose logits are the scores of the centroids ``(..., C, D)``."""
-    return {"out_weight": mx.contiguous((centroids * scale).swapaxes(-1, -2))}
-
-
-class BucketIndex:
+class BucketIndex(State):
     """The buckets of a cache's keys, up to date with its writes and trims.
 
     Rows are ``[0, length)``: bucket ids of the first, keys before RoPE of the rest, which get theirs together. Rows
@@ -121,8 +81,7 @@ class BucketIndex:
         return self.assigned + sum(rows.shape[2] for rows in self.pending)
 
     def receive(self, start: int, keys: mx.array) -> None:
-        """The cache is about to write ``keys`` at row ``start``: what was there and behind it is gone."""
-        self.rewind(start)
+        super().receive(start, keys)
         if self.listening:
             self.received = (start, keys)
 
@@ -229,8 +188,7 @@ class BucketIndex:
 
     # These follow what mlx-lm does to the rows of a batch.
 
-    def keep(self, sequences: list[int], start: int) -> None:
-        """Only these sequences remain, from row ``start`` on."""
+    def filter(self, sequences: list[int], length: int, start: int) -> BucketIndex:
         self._assign_pending()
         self._unlist()
         rows = mx.array(sequences)
@@ -240,9 +198,11 @@ class BucketIndex:
             self._own(self.centroids[rows])
         stops = ((place, self.fitted.get(sequence)) for place, sequence in enumerate(sequences))
         self.fitted = {place: stop - start for place, stop in stops if stop is not None}
+        return self
 
-    def roll(self, padding: mx.array, length: int) -> None:
-        """Of ``length`` rows, the last ``padding (B,)`` of each sequence, which stand for nothing, go to the front."""
+    def roll(self, padding: mx.array | None, length: int) -> BucketIndex:
+        if padding is None:
+            return self
         self._assign_pending()
         self._unlist()
         self.fitted = dict.fromkeys(self.fitted, length)
@@ -251,18 +211,22 @@ class BucketIndex:
         else:
             place = (mx.arange(length) - padding[:, None]) % length
             self.ids = mx.take_along_axis(self.ids, mx.broadcast_to(place[:, None], self.ids.shape), axis=2)
+        return self
 
-    def join(self, cache: SparseCache, other: BucketIndex, others: SparseCache) -> None:
-        """The sequences of another cache are about to be added behind those of ``cache``, all aligned at the end."""
+    def join(self, cache: SparseCache, theirs: State | None, other: SparseCache) -> BucketIndex | None:
+        """None if another model's router made ``theirs``."""
+        added = theirs if isinstance(theirs, BucketIndex) else BucketIndex(self.router)
+        if added.router is not self.router:
+            return None
         self._unlist()
-        if cache.keys is None and others.keys is None:
-            return
-        parts = ((self, cache), (other, others))
+        if cache.keys is None and other.keys is None:
+            return self
+        parts = ((self, cache), (added, other))
         for index, one in parts:
             index.rewind(one.length)  # rows may have been trimmed since the last write
         heads = next(one.keys.shape[1] for _, one in parts if one.keys is not None)
         if any(index.centroids is not None for index, _ in parts):
-            length = max(cache.length, others.length)
+            length = max(cache.length, other.length)
             found = [index._all_ids(one, heads, length) for index, one in parts]
             known = [ids for ids in found if ids is not None]
             self.pending, self.ids = [], mx.concatenate(known) if len(known) == len(parts) else None
@@ -271,15 +235,16 @@ class BucketIndex:
         if self.router.centroids is None and fitted:
             blank = mx.zeros((1, *fitted[0].shape[1:]), fitted[0].dtype)
             blanks = [mx.repeat(blank, count, axis=0) for count in counts]
-            both = zip((self.centroids, other.centroids), blanks, strict=True)
+            both = zip((self.centroids, added.centroids), blanks, strict=True)
             self._own(mx.concatenate([blank if own is None else own for own, blank in both]))
         firsts = (0, counts[0])
-        behind = [max(cache.length, others.length) - one.length for _, one in parts]
+        behind = [max(cache.length, other.length) - one.length for _, one in parts]
         self.fitted = {
             first + sequence: shift + stop
             for first, shift, (index, _) in zip(firsts, behind, parts, strict=True)
             for sequence, stop in index.fitted.items()
         }
+        return self
 
     def _all_ids(self, cache: SparseCache, heads: int, length: int) -> mx.array | None:
         """Of each row of ``cache``, behind as many as make it ``length``; None if some cannot be known."""
@@ -377,9 +342,10 @@ def fold(caches: list[SparseCache], S: int, config: SAAP, sequences: Iterable[in
     """
     first_rows = caches[0].first_rows(caches)
     covered = covered_rows(first_rows, S, config)
-    found = [_list_keys(cache, index, covered, config, sequences) for cache, index in _indexed(caches)]
+    indexed = [(cache, index) for cache in caches if (index := index_of(cache)) is not None]
+    found = [_list_keys(cache, index, covered, config, sequences) for cache, index in indexed]
     numbers: Any = mx.stack([figures for *_, figures in found]).tolist()
-    for (_, index), (offsets, key_ids, _), (limits, listed) in zip(_indexed(caches), found, numbers, strict=True):
+    for (_, index), (offsets, key_ids, _), (limits, listed) in zip(indexed, found, numbers, strict=True):
         mx.eval(offsets, key_ids)
         index.offsets, index.key_ids, index.covered, index.listed = offsets, key_ids, covered, listed
         slots = [
@@ -390,10 +356,10 @@ def fold(caches: list[SparseCache], S: int, config: SAAP, sequences: Iterable[in
         index.bounds = covered[0] if len(set(covered)) == 1 else mx.array(covered, mx.int32)
 
 
-def _indexed(caches: list[SparseCache]) -> Iterator[tuple[SparseCache, BucketIndex]]:
-    for cache in caches:
-        assert cache.index is not None
-        yield cache, cache.index
+def index_of(cache: SparseCache) -> BucketIndex | None:
+    """The index beside a cache, if there is one."""
+    index = cache.beside.get(SAAP.name)
+    return index if isinstance(index, BucketIndex) else None
 
 
 def _list_keys(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
+from ..methods import SparQ
 from .moments import Moments
+from .state import State
 
 if TYPE_CHECKING:
     from .kv_cache import SparseCache
@@ -15,8 +17,8 @@ if TYPE_CHECKING:
 ROW_MULTIPLE = 64
 
 
-class SideBuffers:
-    """What is kept beside keys and values; everything can be rebuilt from them.
+class SparQState(State):
+    """What SparQ keeps beside keys and values; everything can be rebuilt from them.
 
     Attributes:
         keys_t: ``(B, Hkv, D, capacity)`` component-major copy of the keys; columns past ``covered`` are stale.
@@ -33,6 +35,16 @@ class SideBuffers:
     @property
     def nbytes(self) -> int:
         return sum(kept.nbytes for kept in (self.keys_t, self.keys, self.values) if kept is not None)
+
+    def read(self, cache: SparseCache, config: SparQ, G: int, *, whole: bool) -> dict[str, Any]:
+        reallocate, weighted = config.reallocates(G), config.component_score == "query_key"
+        self.extend(cache, cache.length, mean=reallocate, spread=weighted)
+        assert self.keys_t is not None
+        return {
+            "component_weight": self.keys.deviation() if weighted and self.keys else None,
+            "keys_t": self.keys_t if whole else self.keys_t[..., : cache.length],
+            "value_mean": self.values.mean() if reallocate and self.values else None,
+        }
 
     def extend(self, cache: SparseCache, S: int, *, mean: bool, spread: bool) -> None:
         """Cover rows ``[0, S)`` of ``cache``, with the mean of its values and the spread of its keys if asked for."""
@@ -68,7 +80,6 @@ class SideBuffers:
         return mx.contiguous(mx.pad(columns, [(0, 0)] * 3 + [(0, self._capacity(S) - S)]))
 
     def rewind(self, length: int) -> None:
-        """Forget rows from ``length`` on, which are about to be overwritten."""
         self.covered = min(self.covered, length)
         for moments in (self.keys, self.values):
             if moments is not None:

@@ -28,7 +28,8 @@ class Counts:
     """What one call of a model did; the attributes are those of `Report`.
 
     Attributes:
-        counting: more of ``buckets``, which the device is counting; None if that is all.
+        decode: figures of decode steps beyond these numbers; None where the method has none.
+        counting: more of them, which the device is counting; None if that is all.
     """
 
     sparse_calls: int = 0
@@ -36,7 +37,7 @@ class Counts:
     formula_bytes: int = 0
     dense_bytes: int = 0
     prefill: Any = None
-    buckets: Any = None
+    decode: Any = None
     counting: Counting | None = None
 
 
@@ -89,7 +90,7 @@ class Report:
             # These are made anew: what somebody is reading stays as it is.
             self.dense_calls = self.dense_calls + counts.dense_calls
             self.prefill = _sum(self.prefill, counts.prefill)
-            self._buckets = _sum(self._buckets, counts.buckets)
+            self._buckets = _sum(self._buckets, counts.decode)
             if counts.counting is not None:
                 self._counting.append(counts.counting)
             self._settle(IN_FLIGHT)

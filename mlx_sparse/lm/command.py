@@ -20,7 +20,7 @@ from typing import Any
 
 from ..checks import ConfigError, SparseAttentionError
 from ..common.call_report import JSON_KEY, Report
-from ..methods import SAAP, Dense, Method, Prefill, load_toml, parse, registry
+from ..methods import Method, Prefill, load_toml, parse, registry
 
 REPORTS = ("text", "mass", "json", "json+mass", "off")
 
@@ -63,8 +63,8 @@ class Session:
 
     def configure(self, parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         """Check our options and their company before anything is loaded; a mistake ends the program here."""
+        from .hooks import hooks_of
         from .model import select_methods
-        from .saap import load_artefact
 
         self.report_as = args.attn_report
         if args.attn is None and args.attn_config is None:
@@ -72,13 +72,12 @@ class Session:
         try:
             base = load_toml(args.attn_config) if args.attn_config is not None else {}
             configs = parse(args.attn, base) if args.attn is not None else tuple(base.values())
-            if configs == (Dense(),):
+            if not any(config.sparse for config in configs):
                 return
             prefill, decode = select_methods(configs)
             for config in configs:
                 registry.require(args.attn_backend, config.name)
-                if isinstance(config, SAAP):
-                    load_artefact(config)
+                hooks_of(config).check(config)
         except SparseAttentionError as error:
             _fail(parser, str(error))
         names = "+".join(config.name for config in configs)

@@ -15,11 +15,11 @@ from ..checks import ConfigError
 from ..common import reasons
 from ..common.call_report import Report
 from ..common.model_info import leaves, model_type
-from ..methods import METHODS, QK_NORMS, SAAP, Dense, Method, Prefill, parse, registry
+from ..methods import METHODS, QK_NORMS, Method, Prefill, parse, registry
 from . import seam
+from .hooks import hooks_of
 from .plan import Call, Plan
 from .rope import reduce_as
-from .saap import Buckets, find_routers
 
 NORMS_WITHOUT_WEIGHTS = frozenset({"nanochat", "talkie", "muse_glimmer"})
 
@@ -59,8 +59,8 @@ def enable(model: Any, attn: Attn = "sparq", *, backend: str = "auto", mass: boo
         decode = resolve(decode, model)
     for config in configs:
         registry.require(backend, config.name)
-    buckets = Buckets(decode, find_routers(decode, model), model) if isinstance(decode, SAAP) else None
-    plan = Plan(prefill, decode, backend, model_type(model), mass=mass, buckets=buckets)
+    hooks = hooks_of(decode)(decode, model)
+    plan = Plan(prefill, decode, backend, model_type(model), hooks, mass=mass)
     names = seam.bind(model)
     if not names:
         raise ConfigError(
@@ -70,8 +70,7 @@ def enable(model: Any, attn: Attn = "sparq", *, backend: str = "auto", mass: boo
     cls = type(model)
     # Not through nn.Module, which files attributes among the parameters.
     object.__setattr__(model, "_mlx_sparse", (plan, cls, names))
-    if buckets is not None:
-        buckets.open()
+    hooks.open()
     try:
         _probe(model, plan)
     except BaseException:
@@ -87,8 +86,7 @@ def disable(model: Any) -> None:
     if state is None:
         return
     plan, cls, names = state
-    if plan.buckets is not None:
-        plan.buckets.close()
+    plan.hooks.close()
     object.__delattr__(model, "_mlx_sparse")
     model.__class__ = cls
     seam.unbind(names)
@@ -123,8 +121,8 @@ def select_methods(configs: tuple[Method, ...]) -> tuple[Prefill | None, Method 
         ConfigError: several methods for one stage, none at all, or one that models cannot be run with.
     """
     for config in configs:
-        if isinstance(config, Dense):
-            listed = ", ".join(name for name, cls in METHODS.items() if cls is not Dense)
+        if not config.sparse:
+            listed = ", ".join(name for name, cls in METHODS.items() if cls.sparse)
             raise ConfigError(f"attn: expected one of {listed} for a model, got {config.name}.")
     prefill = [config for config in configs if isinstance(config, Prefill)]
     decode = [config for config in configs if not isinstance(config, Prefill)]

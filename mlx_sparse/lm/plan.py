@@ -8,17 +8,16 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..cache.h2o_state import Received
-from ..cache.kv_cache import SparseBatchKVCache, SparseCache, adopt
+from ..cache.kv_cache import SparseBatchKVCache, SparseCache, adopt, is_padding_mask
 from ..common import reasons
 from ..common.call_report import Counts, Report
 from ..common.model_info import leaves
-from ..common.stats import dense_elements, saap_elements
+from ..common.stats import dense_elements
 from ..methods import NEVER, Method, Prefill, Step, registry
 from . import seam
 from .dense import attend_alone, replace
-from .figures import BucketFigures, PrefillCounts, PrefillFigures
-from .saap import Buckets
+from .figures import PrefillCounts, PrefillFigures
+from .hooks import ModelHooks
 
 
 class Plan:
@@ -27,7 +26,7 @@ class Plan:
     Attributes:
         prefill, decode: the method of each stage; None where it stays dense.
         mass: whether the retained mass of prompts is measured.
-        buckets: what SAAP knows of the model; None with any other method.
+        hooks: what the decode method does besides.
         decodes: whether steps of a single query may be sparse; False where a command only processes a prompt.
         report: what the calls did.
     """
@@ -38,18 +37,18 @@ class Plan:
         decode: Method | None,
         backend: str,
         family: str,
+        hooks: ModelHooks,
         *,
         mass: bool,
-        buckets: Buckets | None = None,
     ) -> None:
         self.prefill = prefill
         self.decode = decode
         self.backend = backend
         self.mass = mass
-        self.buckets = buckets
+        self.hooks = hooks
         self.decodes = True
         self.report = Report("+".join(map(str, self.configs)), backend, family, decodes=decode is not None)
-        self.report.add(Counts(prefill=prefill and PrefillFigures(), buckets=buckets and BucketFigures()))
+        self.report.add(Counts(prefill=prefill and PrefillFigures(), decode=hooks.figures))
 
     @property
     def configs(self) -> list[Method]:
@@ -83,7 +82,6 @@ class Call:
     def __init__(self, plan: Plan, caches: Any, *, probing: bool = False) -> None:
         self.configs, self.prefill, self.decode = plan.configs, plan.prefill, plan.decode
         self.backend, self.mass, self.decodes = plan.backend, plan.mass, plan.decodes
-        self.observing = plan.decode is not None and plan.decode.observes_prompts
         self.report = plan.report
         self.probed: list[tuple[Any, str | None]] | None = [] if probing else None
         self.backends: set[str] = set()  # what probed layers resolve to
@@ -92,7 +90,7 @@ class Call:
         # Once for all layers: every token comes by here.
         self._caches: list[Any] = [] if caches is None else leaves(caches)
         self._places = {id(cache): place for place, cache in enumerate(self._caches)}
-        self.buckets = None if plan.buckets is None else plan.buckets.of_call(self._caches)
+        self.hooks = plan.hooks.of_call(self._caches)
         self._counts = Counts()
         self._figures = PrefillCounts()
 
@@ -102,20 +100,14 @@ class Call:
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         seam.active.reset(self._token)
-        if self.buckets is not None:
-            self.buckets.end()
+        self.hooks.end()
         if error is None:
             self._submit()
             self.report.add(self._counts)
 
     def _submit(self) -> None:
         """Have the device compute what nothing else asks for; wait for no more than `PrefillCounts.figures` does."""
-        if self.observing:
-            for cache in self._caches:
-                if isinstance(cache, SparseCache) and cache.received is not None:
-                    cache.received.submit()
-        if self.buckets is not None:
-            self._counts.counting = self.buckets.submit()
+        self._counts.counting = self.hooks.submit()
         self._counts.prefill = self._figures.figures()
 
     def attend(
@@ -126,14 +118,14 @@ class Call:
         if self.probed is not None:
             self.probed.append((cache, reason or self._probe(queries, keys, cache, mask, sinks)))
             return None
-        if self.buckets is not None and reason is None and self.decodes:
-            self.buckets.take_in(cache)
+        if reason is None and self.decodes:
+            self.hooks.take_in(cache)
         if reason is None and isinstance(cache, SparseBatchKVCache) and self._apart(queries.shape[2], cache):
             out = self._attend_each(queries, cache, scale, mask, sinks)
         else:
             out = self._attend(queries, keys, cache, scale, mask, sinks, self._layer(cache), reason)
-        if out is None and self.observing and refusal is None:
-            self._receive(queries, keys, cache, scale, mask, sinks)
+        if out is None and refusal is None:
+            self.hooks.observe(queries, keys, cache, scale, mask, sinks)
         return out
 
     def _attend(
@@ -211,8 +203,8 @@ class Call:
             if start < end:
                 keys, _, _ = one.rows("ops")
                 lending: Any = contextlib.nullcontext()
-                if self.buckets is not None and end - start == 1:  # alone it would be a step of decoding
-                    lending = self.buckets.lending(cache, sequence, one, first, queries, piece)
+                if end - start == 1:  # alone it would be a step of decoding
+                    lending = self.hooks.lending(cache, sequence, one, first, queries, piece)
                 with lending:
                     out = self._attend(piece, keys, one, scale, mask, sinks, layer)
                 cache.keep(sequence, one)
@@ -233,9 +225,9 @@ class Call:
         Raises:
             ConfigError: a parameter does not fit the head dim.
         """
-        if mask is not None and not self._is_padding_mask(mask):
+        if mask is not None and not is_padding_mask(mask, self._caches):
             return reasons.ARRAY_MASK
-        refusal = None if self.buckets is None else self.buckets.refusal(cache)
+        refusal = self.hooks.refusal(cache)
         serving = [
             config for config in self.configs if sinks is None or config.serves_sinks(queries.shape[1] // keys.shape[1])
         ]
@@ -279,7 +271,7 @@ class Call:
             return
         if mask is None:
             yield reasons.NOT_CAUSAL
-        if not self._is_padding_mask(mask):
+        if not is_padding_mask(mask, self._caches):
             yield reasons.ARRAY_MASK
         shortest = self.prefill.shortest_context()
         if S < shortest:
@@ -299,12 +291,9 @@ class Call:
             return
         if sinks is not None and not self.decode.serves_sinks(queries.shape[1] // keys.shape[1]):
             yield reasons.SINKS
-        if mask is not None and not self._is_padding_mask(mask):
+        if mask is not None and not is_padding_mask(mask, self._caches):
             yield reasons.ARRAY_MASK
-        if self.observing and not _counted(cache, keys.shape[2] - 1):
-            yield reasons.UNCOUNTED
-        if self.buckets is not None:
-            yield from self.buckets.step_reasons(cache)
+        yield from self.hooks.step_reasons(cache)
         shortest = self._shortest(queries, keys, cache, backend)
         if shortest >= NEVER:
             yield reasons.NOTHING_SAVED
@@ -316,8 +305,8 @@ class Call:
         assert self.decode is not None
         _, Hkv, _, D = keys.shape
         gpu = registry.gpu_kind() if backend == "metal" else ""
-        sizes = {} if self.buckets is None else self.buckets.sizes(cache)
-        return self.decode.shortest_context(Step(Hkv, queries.shape[1] // Hkv, D, keys.itemsize, gpu, **sizes))
+        G, sizes = queries.shape[1] // Hkv, self.hooks.sizes(cache)
+        return self.decode.shortest_context(Step(Hkv, G, D, keys.itemsize, gpu, **sizes))
 
     def _served(
         self, queries: mx.array, keys: mx.array, cache: SparseCache, backend: str
@@ -328,12 +317,6 @@ class Call:
         lengths = [cache.length - first for first in cache.first_rows(self._caches)]
         served = [sequence for sequence, length in enumerate(lengths) if length >= shortest]
         return served, [b for b, length in enumerate(lengths) if self.decode.attended < length < shortest]
-
-    def _is_padding_mask(self, mask: Any) -> bool:
-        """Whether ``mask`` is causal and no more, or the one a batch cache made of its left padding besides."""
-        if isinstance(mask, str):
-            return True  # mlx-lm knows one: "causal"
-        return any(isinstance(c, SparseBatchKVCache) and c.padding_mask is mask for c in self._caches)
 
     def _prompt(
         self, queries: mx.array, keys: mx.array, cache: SparseCache, scale: float, backend: str, layer: int
@@ -356,34 +339,8 @@ class Call:
     def _step(
         self, queries: mx.array, keys: mx.array, cache: SparseCache, served: list[int], scale: float, backend: str
     ) -> tuple[mx.array, mx.array]:
-        assert self.decode is not None
         B, Hkv, S, D = keys.shape
-        size = B * Hkv * keys.itemsize
         self._counts.sparse_calls += 1
-        self._counts.dense_bytes += size * dense_elements(S, D)
-        if self.buckets is not None:
-            network = self.buckets.sizes(cache)["network"]
-            self._counts.formula_bytes += size * saap_elements(D, 0) + B * Hkv * network
-            return self.buckets.step(queries, cache, served, scale=scale, backend=backend)
-        self._counts.formula_bytes += size * self.decode.elements(S, D)
-        if self.observing:
-            cache.received = cache.received or Received()
-            rows = keys, cache.values[..., :S, :]
-            return cache.received.step(queries, *rows, self.decode, scale=scale, left_padding=cache.padding)
-        return cache.attend(queries, self.decode, scale=scale, backend=backend)
-
-    def _receive(
-        self, queries: mx.array, keys: mx.array, cache: SparseCache, scale: float, mask: Any, sinks: mx.array | None
-    ) -> None:
-        """Count the attention of a dense call for H2O, if `h2o_scores` computes the same."""
-        L, S = queries.shape[2], keys.shape[2]
-        causal = self._is_padding_mask(mask) if mask is not None else L == 1
-        ragged = getattr(cache, "_right_padding", None) is not None  # queries that stand for nothing are among them
-        if causal and not ragged and sinks is None and _counted(cache, S - L):
-            cache.received = cache.received or Received()
-            cache.received.add(queries, keys, scale=scale, left_padding=cache.padding)
-
-
-def _counted(cache: SparseCache, length: int) -> bool:
-    """Whether the attention of all queries of rows ``[0, length)``, and of no others, has been counted."""
-    return length == (0 if cache.received is None else cache.received.length)
+        self._counts.dense_bytes += B * Hkv * keys.itemsize * dense_elements(S, D)
+        self._counts.formula_bytes += self.hooks.formula_bytes(cache)
+        return self.hooks.step(queries, cache, served, scale=scale, backend=backend)

@@ -10,11 +10,14 @@ import mlx.core as mx
 
 from .. import artefact as artefacts
 from ..cache.kv_cache import SparseCache
-from ..cache.saap_state import BucketIndex, Router, fold, kmeans_network
+from ..cache.saap_router import Router, kmeans_network
+from ..cache.saap_state import BucketIndex, fold, index_of
 from ..checks import ConfigError
 from ..common import reasons
+from ..common.stats import saap_elements
 from ..methods import SAAP, registry
-from .figures import BucketCounts
+from .figures import BucketCounts, BucketFigures
+from .hooks import CallHooks, ModelHooks
 from .rope import Recorder, Source
 from .tracing import Seen, find_sources
 
@@ -80,33 +83,39 @@ def _trained(mode: str, artefact: artefacts.Artefact, layer: int, source: Source
     return Router(source, scale, artefact.buckets, arrays.centroids, network)
 
 
-class Buckets:
-    """SAAP of one model, the same for all its calls: settings, and what routes the layers."""
+class Buckets(ModelHooks):
+    """SAAP of one model: what routes the layers, by the positions of their caches."""
 
-    def __init__(self, config: SAAP, routers: dict[int, Router | str], model: Any) -> None:
-        self.config = config
-        self.routers = routers
+    figures = BucketFigures()
+
+    def __init__(self, config: SAAP, model: Any) -> None:
+        super().__init__(config, model)
+        self.routers = find_routers(config, model)
         self.recorder = Recorder(model)
         # Now: only the thread that made an array may evaluate it, and all threads route with these.
-        mx.eval([[router.centroids, router.network] for router in routers.values() if isinstance(router, Router)])
+        mx.eval([[router.centroids, router.network] for router in self.routers.values() if isinstance(router, Router)])
+
+    @classmethod
+    def check(cls, config: SAAP) -> None:
+        load_artefact(config)
 
     def open(self) -> None:
-        """From now on the model's ropes are watched."""
         self.recorder.__enter__()
 
     def close(self) -> None:
         self.recorder.__exit__()
 
     def of_call(self, caches: list[Any]) -> Indices:
-        """A call of the model starts with these caches."""
         return Indices(self, caches)
 
 
-class Indices:
+class Indices(CallHooks):
     """The indices of the caches of one call: keeps them up to date, and attends by them."""
 
+    config: SAAP
+
     def __init__(self, buckets: Buckets, caches: list[Any]) -> None:
-        self.config = buckets.config
+        super().__init__(buckets.config, caches)
         self._routers, self._recorder = buckets.routers, buckets.recorder
         self._layers = {id(cache): layer for layer, cache in enumerate(caches)}
         self._caches: list[SparseCache] = []
@@ -117,16 +126,18 @@ class Indices:
             router = self._routers.get(layer)
             if not isinstance(cache, SparseCache) or not isinstance(router, Router):
                 continue
-            if cache.index is None or cache.index.router is not router:
-                cache.index = BucketIndex(router)
-            cache.index.listening = True
+            index = index_of(cache)
+            if index is None or index.router is not router:
+                index = BucketIndex(router)
+                cache.hold(SAAP.name, index)
+            index.listening = True
             self._caches.append(cache)
 
     def end(self) -> None:
-        """The call is over, well or not: its caches are the caller's alone again."""
+        """Its caches are the caller's alone again."""
         for cache in self._caches:
-            if cache.index is not None:
-                cache.index.listening, cache.index.received = False, None
+            if (index := index_of(cache)) is not None:
+                index.listening, index.received = False, None
         self._recorder.clear()
 
     def submit(self) -> BucketCounts | None:
@@ -136,13 +147,12 @@ class Indices:
         return self._counts.submit()
 
     def refusal(self, cache: Any) -> str | None:
-        """Why the layer of ``cache`` stays dense at every step."""
         router = self._routers.get(self._layers.get(id(cache), -1), reasons.NOT_WRITTEN)
         return router if isinstance(router, str) else None
 
     def take_in(self, cache: SparseCache) -> None:
-        """The layer has written keys: index them."""
-        index = cache.index
+        """Index the keys."""
+        index = index_of(cache)
         self._writer = None
         if index is None or index.received is None:
             return
@@ -160,15 +170,12 @@ class Indices:
     def lending(
         self, cache: SparseCache, sequence: int, one: SparseCache, first: int, queries: mx.array, part: mx.array
     ) -> Iterator[None]:
-        """Meanwhile ``one`` is a sequence of ``cache`` from row ``first`` on, for one step of that layer.
-
-        Args:
-            queries: of the batch; ``part`` is the last one of the sequence among them.
-        """
-        if cache.index is None or self._writer is not cache:
+        index = index_of(cache)
+        if index is None or self._writer is not cache:
             yield
             return
-        one.index = cache.index.alone(sequence, first, first + one.length)
+        lent = index.alone(sequence, first, first + one.length)
+        one.hold(SAAP.name, lent)
         at = first + one.length - (cache.length - queries.shape[2])
         self._recorder.note_part(queries, part, (slice(sequence, sequence + 1), slice(None), slice(at - 1, at)))
         kept = self._layers, self._caches, self._writer
@@ -177,39 +184,40 @@ class Indices:
             yield
         finally:
             self._layers, self._caches, self._writer = kept
-        cache.index.put(sequence, one.index, first, len(cache.keys))
+        index.put(sequence, lent, first, len(cache.keys))
 
     def step_reasons(self, cache: SparseCache) -> Iterator[str]:
-        """Why this step of a layer attends densely. The first reason counts; others need not hold then."""
         refusal = self.refusal(cache)
         if refusal is not None:
             yield refusal
-        if cache.index is None or self._writer is not cache:
+        index = index_of(cache)
+        if index is None or self._writer is not cache:
             yield reasons.NOT_WRITTEN
             return
-        irreversible = cache.index.router.source.irreversible
-        if irreversible is not None and cache.index.length < cache.length:
+        irreversible = index.router.source.irreversible
+        if irreversible is not None and index.length < cache.length:
             yield irreversible
 
     def sizes(self, cache: SparseCache) -> dict[str, int]:
-        """What a step's `Step` says about the index."""
-        if cache.index is None:
+        index = index_of(cache)
+        if index is None:
             return {}
-        router = cache.index.router
+        router = index.router
         network = sum(array.nbytes for array in (router.network or {}).values())
         if router.network is None:
             network = cache.keys.shape[1] * cache.keys.shape[3] * router.buckets * cache.keys.itemsize
         return {"buckets": router.buckets, "network": network // cache.keys.shape[1]}
 
+    def formula_bytes(self, cache: SparseCache) -> int:
+        """Without the attended keys, which are counted on the device."""
+        B, Hkv, _, D = cache.keys.shape
+        known: int = B * Hkv * (cache.keys.itemsize * saap_elements(D, 0) + self.sizes(cache)["network"])
+        return known
+
     def step(
         self, queries: mx.array, cache: SparseCache, served: list[int], *, scale: float, backend: str
     ) -> tuple[mx.array, mx.array]:
-        """One decode step of a layer, whose keys have been taken in: ``out`` and ``lse``.
-
-        Args:
-            served: the sequences whose results are wanted; those of the others are anything.
-        """
-        index, S, padding = cache.index, cache.length, cache.padding
+        index, S, padding = index_of(cache), cache.length, cache.padding
         assert index is not None
         first_rows = cache.first_rows(self._caches)
         if index.unfitted(served) or index.due(first_rows, S, self.config):
@@ -236,7 +244,7 @@ class Indices:
 
     def _folds_along(self, cache: SparseCache, S: int, served: list[int]) -> bool:
         """Whether the step of another layer at length ``S``, taken or to come, wants a fold too, and can have it."""
-        index = cache.index
+        index = index_of(cache)
         if index is None or cache.keys is None or not S - 1 <= cache.length <= S:
             return False
         # Centroids are fitted at the layer's own step, when its last key is there.

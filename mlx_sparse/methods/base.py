@@ -58,6 +58,7 @@ class Method:
         look: its colour and marker in pictures. The colours are told apart by the colour-blind.
         presets: settings by name.
         grows: the setting that a budget of transfers decides; empty where none does.
+        sparse: whether it leaves anything out, so that a model can be run with it.
         observes_prompts: whether its choice begins with what dense prompts attend to.
         before_rope: whether it chooses by queries and keys before RoPE.
     """
@@ -69,6 +70,7 @@ class Method:
     look: ClassVar[tuple[str, str]] = ("#666666", "o")
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     grows: ClassVar[str] = ""
+    sparse: ClassVar[bool] = True
     observes_prompts: ClassVar[bool] = False
     before_rope: ClassVar[bool] = False
 
@@ -141,6 +143,7 @@ class Dense(Method):
 
     name: ClassVar[str] = "dense"
     stage: ClassVar[str] = "prefill and decode"
+    sparse: ClassVar[bool] = False
     source: ClassVar[str] = "the baseline"
     reads: ClassVar[str] = "every key and value"
     look: ClassVar[tuple[str, str]] = ("#000000", "X")

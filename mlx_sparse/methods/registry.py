@@ -10,7 +10,7 @@ from typing import Any
 
 from ..checks import BackendUnavailable, ConfigError, meant
 from ..common.extras import not_installed
-from .table import BACKENDS, FOREIGN, FUNCTIONS
+from .table import BACKENDS, FOREIGN, FUNCTIONS, HOOKS, STATES
 
 # What the Metal kernels keep in registers and threadgroup memory bounds the head dim and the group.
 METAL_HEAD_DIM, METAL_GROUP = 256, 16
@@ -120,6 +120,21 @@ def load(function: str, backend: str) -> Callable[..., Any]:
     entry = FUNCTIONS.get(function, {}).get(backend)
     if entry is None:
         raise ConfigError(f"backend: expected one that has {function}, got {backend}.")
-    module, _, name = entry.partition(":")
-    loaded: Callable[..., Any] = getattr(importlib.import_module(f"mlx_sparse.{module}"), name)
+    loaded: Callable[..., Any] = _import(entry)
     return loaded
+
+
+def load_state(method: str) -> Callable[[], Any] | None:
+    """The class of what a cache begins for ``method`` at its first step; None if it keeps nothing."""
+    return _import(STATES[method]) if method in STATES else None
+
+
+def load_hooks(method: str) -> Any:
+    """The class of what ``method`` does around a model and its calls; None if attending is all."""
+    return _import(HOOKS[method]) if method in HOOKS else None
+
+
+def _import(entry: str) -> Any:
+    """What a string of the table names."""
+    module, _, name = entry.partition(":")
+    return getattr(importlib.import_module(f"mlx_sparse.{module}"), name)

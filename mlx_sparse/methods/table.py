@@ -146,3 +146,16 @@ FUNCTIONS: Mapping[str, Mapping[str, str]] = {
         "triton": "cuda_ref.api.steps:masked_mean",
     },
 }
+
+# What a cache begins for a method at its first step, if the method keeps anything beside keys and values: a
+# `mlx_sparse.cache.state.State`.
+STATES: Mapping[str, str] = {
+    "sparq": "cache.sparq_state:SparQState",
+    "h2o": "cache.h2o_state:Received",
+}
+
+# What a method does around a model and its calls, if attending is not all: `mlx_sparse.lm.hooks.ModelHooks`.
+HOOKS: Mapping[str, str] = {
+    "saap": "lm.saap:Buckets",
+    "h2o": "lm.h2o:ObservedPrompts",
+}

@@ -169,8 +169,8 @@ def test_the_launches_beside_the_kernels_are_those_of_the_cache(
         row = mx.ones((1, 2, 1, 64), mx.float16)
         cache.update_and_fetch(row, row)
         mx.eval(cache.keys, cache.values)
-        read = cache._sparq_parameters(config, 4, cache.length)
-        side = cache._side
+        read = cache.state_of("sparq").read(cache, config, 4, whole=True)
+        side = cache.beside["sparq"]
         assert side is not None
         block_select = [side.keys_t, read["value_mean"], read["component_weight"]]
         arrays = [array for array in block_select if array is not None]

@@ -25,7 +25,8 @@ from mlx_lm.models.cache import (
 from tiny_models import build, greedy, prompt_of
 
 import mlx_sparse
-from mlx_sparse.cache.kv_cache import SideBuffers, SparseBatchKVCache, SparseKVCache, adopt
+from mlx_sparse.cache.kv_cache import SparseBatchKVCache, SparseKVCache, adopt
+from mlx_sparse.cache.sparq_state import SparQState
 from mlx_sparse.methods import SparQ
 
 H, D = 2, 8
@@ -73,7 +74,7 @@ def attend(cache: Any, config: SparQ = ALL_BUFFERS, heads: int = 2 * H) -> tuple
 
 def check_side_buffers(cache: Any) -> None:
     """They are what a fresh float64 computation over the cache's own rows gives."""
-    S, side = cache.length, cache._side
+    S, side = cache.length, cache.beside["sparq"]
     keys, values = (np.array(rows[..., :S, :]).astype(np.float64) for rows in (cache.keys, cache.values))
     first = [0] * keys.shape[0] if cache.padding is None else cache.padding.tolist()
     assert side.covered == S
@@ -162,7 +163,7 @@ def test_a_deep_copy_and_its_original_go_on_independently(make: Any):
     for each in (cache, twin):
         attend(each)
         check_side_buffers(each)
-    assert not mx.array_equal(cache._side.keys_t, twin._side.keys_t)
+    assert not mx.array_equal(cache.beside["sparq"].keys_t, twin.beside["sparq"].keys_t)
 
 
 @CACHES
@@ -331,7 +332,7 @@ def test_an_appended_token_copies_no_buffer(kept: str):
     cache = single()
     rows = mx.random.normal((1, H, S - 100, dim)).astype(mx.float16)
     cache.update_and_fetch(rows, rows)
-    side = cache._side = SideBuffers()
+    side = cache.hold("sparq", SparQState())
 
     def append() -> None:
         row = mx.ones((1, H, 1, dim), mx.float16)

@@ -15,7 +15,8 @@ from mlx_lm.models.cache import BatchKVCache, KVCache, load_prompt_cache, save_p
 
 from mlx_sparse import oracle
 from mlx_sparse.cache.kv_cache import SparseBatchKVCache, SparseKVCache, adopt
-from mlx_sparse.cache.saap_state import TOGETHER, BucketIndex, Router, fold, kmeans_network
+from mlx_sparse.cache.saap_router import Router, kmeans_network
+from mlx_sparse.cache.saap_state import TOGETHER, BucketIndex, fold
 from mlx_sparse.lm.rope import Source, rotate
 from mlx_sparse.methods import SAAP
 
@@ -40,10 +41,14 @@ class Decoder:
     def __init__(self, cache: Any, config: SAAP = CONFIG, **changes: Any) -> None:
         adopt(cache)
         self.cache, self.config, self.own = cache, config, changes
-        self.cache.index = BucketIndex(router(**changes))
+        self.cache.hold("saap", BucketIndex(router(**changes)))
         self.random = np.random.default_rng(0)
         self.before = np.zeros((cache.left_padding.size if isinstance(cache, BatchKVCache) else 1, H, 0, D), np.float32)
         self.records = True
+
+    @property
+    def index(self) -> Any:
+        return self.cache.beside["saap"]
 
     def write(self, count: int) -> None:
         """New keys: recorded, unless the plan could not record them."""
@@ -55,14 +60,14 @@ class Decoder:
         before = (self.random.normal(size=(B, H, count, D)) + 2 * drift).astype(np.float32)
         offset = start if cache.padding is None else start - cache.padding
         keys = rotate(ROPE, mx.array(before), offset)
-        cache.index.listening = True
+        self.index.listening = True
         cache.update_and_fetch(keys, mx.array(before))
-        cache.index.listening = False
-        assert cache.index.received is not None
-        (at, written), cache.index.received = cache.index.received, None
+        self.index.listening = False
+        assert self.index.received is not None
+        (at, written), self.index.received = self.index.received, None
         assert (at, written is keys) == (start, True)
         if self.records:
-            cache.index.write(start, mx.array(before))
+            self.index.write(start, mx.array(before))
         self.before = np.concatenate([self.before, before], axis=2)
 
     def queries(self) -> np.ndarray:
@@ -72,11 +77,11 @@ class Decoder:
     def lists(self, queries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The keys of a step at the present length, and how many there are."""
         cache, S = self.cache, self.cache.length
-        index, first_rows = cache.index, cache.first_rows()
+        index, first_rows = self.index, cache.first_rows()
         if index.unfitted(range(len(first_rows))) or index.due(first_rows, S, self.config):
             fold([cache], S, self.config)
         assert not index.due(first_rows, S, self.config)
-        indices, counts = cache.index.lists(mx.array(queries), S, self.config, cache.padding, "ops")
+        indices, counts = self.index.lists(mx.array(queries), S, self.config, cache.padding, "ops")
         return np.array(indices), np.array(counts)
 
     def check(self) -> None:
@@ -84,7 +89,7 @@ class Decoder:
         cache, config, S = self.cache, self.config, self.cache.length
         if S <= config.attended:
             return  # the plan attends densely
-        queries, index = self.queries(), cache.index
+        queries, index = self.queries(), self.index
         indices, counts = self.lists(queries)
         network = {name: np.array(array) for name, array in index.network.items()}
         if "centroids" in self.own:
@@ -111,7 +116,7 @@ class Decoder:
 
     def check_ids(self) -> None:
         """Every id is the oracle's, to within the rounding of keys that were turned back."""
-        index, first = self.cache.index, [0] if self.cache.padding is None else self.cache.padding.tolist()
+        index, first = self.index, [0] if self.cache.padding is None else self.cache.padding.tolist()
         index.complete(self.cache, self.config)
         assert index.assigned == index.length == self.cache.length
         before, centroids = (
@@ -191,10 +196,10 @@ def test_every_key_is_attended_once_after_any_history(make: Any, config: SAAP, h
         elif operation == "copy":
             decoder.cache = copy.deepcopy(decoder.cache)
         elif operation == "reload":
-            index = decoder.cache.index
+            index = decoder.index
             decoder.cache.state = decoder.cache.state
-            assert decoder.cache.index is None, "another text may be in it"
-            decoder.cache.index = BucketIndex(index.router)
+            assert not decoder.cache.beside, "another text may be in it"
+            decoder.cache.hold("saap", BucketIndex(index.router))
         for _ in range(count if operation == "decode" else 1):
             decoder.write(1)
             decoder.check()
@@ -205,25 +210,25 @@ def test_every_key_is_attended_once_after_any_history(make: Any, config: SAAP, h
 def test_decode_steps_get_their_ids_together():
     decoder = Decoder(KVCache())
     decoder.write(100)
-    assert decoder.cache.index.assigned == 100, "a piece of a prompt gets them when it is written"
+    assert decoder.index.assigned == 100, "a piece of a prompt gets them when it is written"
     decoder.check()
     for step in range(CONFIG.fold_every - 1):  # fewer than get them together anyway
         decoder.write(1)
         decoder.check()
-        assert decoder.cache.index.assigned == 100
-        assert len(decoder.cache.index.pending) == step + 1
+        assert decoder.index.assigned == 100
+        assert len(decoder.index.pending) == step + 1
     decoder.write(1)
     decoder.check()
-    assert decoder.cache.index.assigned == 100 + CONFIG.fold_every
-    assert not decoder.cache.index.pending
+    assert decoder.index.assigned == 100 + CONFIG.fold_every
+    assert not decoder.index.pending
 
 
 def test_decode_steps_before_the_first_fold_get_their_ids_together_too():
     decoder = Decoder(KVCache())
     for _ in range(2 * TOGETHER + 5):
         decoder.write(1)
-        assert len(decoder.cache.index.pending) < TOGETHER
-    assert decoder.cache.index.assigned == 2 * TOGETHER
+        assert len(decoder.index.pending) < TOGETHER
+    assert decoder.index.assigned == 2 * TOGETHER
     decoder.check_ids()
 
 
@@ -254,8 +259,8 @@ def test_a_trim_to_any_row_forgets_what_was_behind_it_and_no_more(written: int):
     for count in (70, 1, 1, 5, 3):
         decoder.write(count)
         decoder.check()
-    (covered,), length = decoder.cache.index.covered, decoder.cache.length
-    assert decoder.cache.index.assigned < length - 8
+    (covered,), length = decoder.index.covered, decoder.cache.length
+    assert decoder.index.assigned < length - 8
     for row in range(covered - 3, length):
         twin = copy.deepcopy(decoder)
         twin.cache.trim(length - row)
@@ -270,11 +275,11 @@ def test_keys_of_unknown_history_are_turned_back_once():
     decoder.write(100)
     decoder.records = True
     decoder.write(1)  # behind unknown rows
-    assert decoder.cache.index.length == 0
+    assert decoder.index.length == 0
     decoder.check()
     decoder.check_ids()
     decoder.write(1)
-    assert decoder.cache.index.length == 102
+    assert decoder.index.length == 102
 
 
 @pytest.mark.parametrize("moves", ["filter", "extend", "extend by a trimmed one", "finalize"])
@@ -299,7 +304,8 @@ def test_ids_and_centroids_follow_rows_that_move(moves: str, fitted: bool):
         decoder.before = decoder.before[[0, 2], :, 1:]
     elif moves.startswith("extend"):
         other = Decoder(BatchKVCache([0]))
-        other.cache.index, other.own = BucketIndex(cache.index.router), own
+        other.cache.hold("saap", BucketIndex(decoder.index.router))
+        other.own = own
         other.write(70)
         other.check()
         if moves != "extend":
@@ -318,7 +324,7 @@ def test_ids_and_centroids_follow_rows_that_move(moves: str, fitted: bool):
         decoder.before = np.stack(
             [np.roll(rows, by, axis=1) for rows, by in zip(decoder.before, [2, 0, 5], strict=True)]
         )
-    assert cache.index.length == cache.length
+    assert decoder.index.length == cache.length
     decoder.check()
     decoder.check_ids()
     decoder.write(1)
@@ -371,7 +377,7 @@ def test_copies_share_the_models_weights_and_nothing_else():
     decoder.write(60)
     decoder.check()
     twin = copy.deepcopy(decoder)
-    assert twin.cache.index.router is decoder.cache.index.router
+    assert twin.index.router is decoder.index.router
     for each, trimmed in ((decoder, 7), (twin, 30)):
         each.cache.trim(trimmed)
         each.write(20)
@@ -392,9 +398,9 @@ def test_nbytes_counts_the_index_and_not_the_models_weights():
 def test_centroids_are_fitted_once_to_the_text_and_stay():
     decoder = Decoder(KVCache(), centroids=None, network=None)
     decoder.write(90)
-    assert decoder.cache.index.nbytes == 0, "nothing is kept before there is a bucket to put it in"
+    assert decoder.index.nbytes == 0, "nothing is kept before there is a bucket to put it in"
     decoder.check()
-    centroids = decoder.cache.index.centroids
+    centroids = decoder.index.centroids
     np.testing.assert_allclose(np.linalg.norm(np.array(centroids), axis=-1), 1, rtol=1e-5)
     # Better than the same number of directions at random.
     before = decoder.before.astype(np.float64)
@@ -406,18 +412,18 @@ def test_centroids_are_fitted_once_to_the_text_and_stay():
     decoder.cache.trim(40)
     decoder.write(1)
     decoder.check()
-    assert decoder.cache.index.centroids is centroids
+    assert decoder.index.centroids is centroids
     twin = copy.deepcopy(decoder)
     twin.write(1)
     twin.check()
-    assert mx.array_equal(twin.cache.index.centroids, centroids)
+    assert mx.array_equal(twin.index.centroids, centroids)
 
 
 def test_centroids_go_with_the_keys_that_they_were_fitted_to():
     decoder = Decoder(KVCache(), centroids=None, network=None)
     decoder.write(90)
     decoder.check()
-    centroids = decoder.cache.index.centroids
+    centroids = decoder.index.centroids
     twin = copy.deepcopy(decoder)
     for one, trimmed in ((decoder, 60), (twin, 90)):
         one.cache.trim(trimmed)
@@ -426,10 +432,10 @@ def test_centroids_go_with_the_keys_that_they_were_fitted_to():
         one.check_ids()
         fresh = Decoder(KVCache(), centroids=None, network=None)
         fresh.cache.state = one.cache.state
-        fresh.cache.index = BucketIndex(one.cache.index.router)
+        fresh.cache.hold("saap", BucketIndex(one.index.router))
         fresh.lists(one.queries())
-        assert mx.allclose(one.cache.index.centroids, fresh.cache.index.centroids, atol=1e-5)
-        assert not mx.allclose(one.cache.index.centroids, centroids, atol=1e-2)
+        assert mx.allclose(one.index.centroids, fresh.index.centroids, atol=1e-5)
+        assert not mx.allclose(one.index.centroids, centroids, atol=1e-2)
 
 
 @CACHES
@@ -445,12 +451,12 @@ def test_a_batch_of_padding_alone_gets_centroids_when_it_has_keys(padding: list[
     decoder = Decoder(BatchKVCache(padding), centroids=None, network=None)
     decoder.write(60)
     fold([decoder.cache], 60, decoder.config)
-    assert decoder.cache.index.centroids is None
+    assert decoder.index.centroids is None
     decoder.write(decoder.config.attended)  # a step over fewer keys is dense
     for _ in range(60):
         decoder.write(1)
         decoder.check()
-    assert decoder.cache.index.centroids is not None
+    assert decoder.index.centroids is not None
     decoder.check_ids()
 
 
@@ -466,5 +472,5 @@ def test_the_host_waits_once_for_all_layers(monkeypatch: pytest.MonkeyPatch):
     assert len(waits) == 1 + len(decoders), "one small array per layer, and the one of them all that is read"
     assert tolist is mx.array.tolist
     for decoder in decoders:
-        due = {S: decoder.cache.index.due([0], S, CONFIG) for S in (99, 100, 115, 116)}
+        due = {S: decoder.index.due([0], S, CONFIG) for S in (99, 100, 115, 116)}
         assert due == {99: True, 100: False, 115: False, 116: True}

@@ -57,7 +57,7 @@ def attend(cache: Any, read: str) -> mx.array:
 
 def check_sums(cache: Any) -> None:
     """They are what float64 says of the valid rows."""
-    side, first = cache._side, [0] * len(cache.keys) if cache.padding is None else cache.padding.tolist()
+    side, first = cache.beside["sparq"], [0] * len(cache.keys) if cache.padding is None else cache.padding.tolist()
     for b, start in enumerate(first):
         keys, values = (np.array(rows[b, :, start : cache.length]).astype(np.float64) for rows in cache.state[:2])
         unit = np.finfo(np.float32).eps
@@ -251,6 +251,6 @@ def test_drafts_that_are_rejected_cost_nothing_and_the_rest_of_a_block_little(re
             cache.update_and_fetch(*some_rows(1, 1))
             attend(cache, read)
         cache.trim(cache.length - length)
-        cache._side.rewind(cache.length)
-        moments = cache._side.keys or cache._side.values
+        cache.beside["sparq"].rewind(cache.length)
+        moments = cache.beside["sparq"].keys or cache.beside["sparq"].values
         assert length - moments.state.length < (BLOCK if length % BLOCK > BLOCK - 8 else 1)

@@ -66,7 +66,7 @@ def test_keys_clustered_after_rope_are_a_baseline_that_runs(tmp_path: Path):
         assert report.sparse_calls == LAYERS * STEPS
         keys = np.array(cache[1].keys[:, :, :PROMPT])
         ids = oracle.saap_assign(keys, np.array(load(file).layers[1].centroids))
-        np.testing.assert_array_equal(np.array(cache[1].index.ids[..., :PROMPT]), ids)
+        np.testing.assert_array_equal(np.array(cache[1].beside["saap"].ids[..., :PROMPT]), ids)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 
 from mlx_sparse.cache.kv_cache import SparseBatchKVCache, SparseCache
 from mlx_sparse.cache.saap_state import BucketIndex
-from mlx_sparse.cache.sparq_state import SideBuffers
+from mlx_sparse.cache.sparq_state import SparQState
 
 FOREVER = 1e9  # seconds
 MOST = 40  # histories until a planted bug shows
@@ -66,9 +66,9 @@ STREAMING = "streaming:sink_tokens=2,recent_tokens=8"
 @pytest.mark.parametrize(
     ("owner", "name", "wrong", "attn", "first"),  # histories before the first say nothing of it
     [
-        (SideBuffers, "rewind", nothing, SPARQ, 10),
+        (SparQState, "rewind", nothing, SPARQ, 10),
         (BucketIndex, "rewind", nothing, SAAP, 2),
-        (SparseBatchKVCache, "drop_side_buffers", nothing, SPARQ, 17),
+        (SparseBatchKVCache, "_moved", nothing, SPARQ, 17),
         (SparseBatchKVCache, "padding", property(without_padding), STREAMING, 0),
     ],
     ids=["sums not rewound", "lists not rewound", "moved rows kept", "padding attended"],

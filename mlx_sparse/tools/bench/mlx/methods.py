@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from ....cache.h2o_state import Received, State
+from ....cache.h2o_state import Received, Scores
 from ....cache.kv_cache import SparseKVCache
 from ....checks import check_local_window
 from ....methods import H2O, FlexGen, Method, OracleTopK, SparQ, Step, Streaming, registry
@@ -117,28 +117,28 @@ class H2OStep(DecodeStep):
         B, Hkv, S, _ = keys.shape
         # All different, so that there are no ties.
         received = np.random.default_rng(0).permuted(np.tile(np.arange(S - 1, dtype=np.float32), (B, Hkv, 1)), axis=2)
-        cache.received = Received([State(S - 1, mx.array(received))])
+        cache.hold(self.config.name, Received([Scores(S - 1, mx.array(received))]))
         return cache
 
     def attend(self, queries: mx.array, cache: SparseKVCache) -> mx.array:
-        received, (keys, values, _) = cache.received, cache.rows(self.backend)
-        assert received is not None
-        received.rewind(cache.length - 1)  # the state before this step: the same step again
-        scale = queries.shape[-1] ** -0.5
-        return received.step(queries, keys, values, self.config, scale=scale, left_padding=None)[0]
+        self._received(cache).rewind(cache.length - 1)  # the state before this step: the same step again
+        return super().attend(queries, cache)
 
     def beside(self, cache: SparseKVCache) -> list[mx.array]:
-        assert cache.received is not None
-        return [cache.received.states[-1].scores]
+        return [self._received(cache).states[-1].scores]
 
     def known(self, B: int, S: int, dtype: mx.Dtype) -> Known:
         queries, cache = self._random(B, S, dtype)
         window = self.config.parameters()["local_window"]
-        assert cache.received is not None
-        older = np.array(cache.received.states[-1].scores)[..., : S - window]
+        older = np.array(self._received(cache).states[-1].scores)[..., : S - window]
         heavy = np.argsort(-older, axis=-1)[..., : self.config.top_k - window]
         last = np.arange(S - window, S)
         return queries, cache, [[np.concatenate([np.sort(own), last]) for own in some] for some in heavy]
+
+    def _received(self, cache: SparseKVCache) -> Received:
+        received = cache.state_of(self.config.name)
+        assert isinstance(received, Received)
+        return received
 
 
 def wrong_result(step: DecodeStep, B: int, S: int, dtype: mx.Dtype) -> str | None:

@@ -12,7 +12,8 @@ import mlx.core as mx
 import numpy as np
 
 from ....cache.kv_cache import SparseKVCache
-from ....cache.saap_state import BucketIndex, Router, fold, kmeans_network
+from ....cache.saap_router import Router, kmeans_network
+from ....cache.saap_state import BucketIndex, fold, index_of
 from ....checks import check_int
 from ....common.stats import saap_elements
 from ....methods import SAAP, Step, registry
@@ -110,7 +111,8 @@ class SaapStep(DecodeStep):
         weights["out_bias"] = mx.array(bias)
         mx.eval(weights)
         cache = cache_of(keys, values)
-        index = cache.index = BucketIndex(Router(_Unrotated(), scale, C, centroids, weights))
+        index = BucketIndex(Router(_Unrotated(), scale, C, centroids, weights))
+        cache.hold(self.config.name, index)
         every = max(C // (UNEVEN * self.config.probes), 2)
         ids, key = np.empty((Hkv, S), np.int16), np.arange(S)
         for row, own in zip(ids, chosen, strict=True):
@@ -122,7 +124,7 @@ class SaapStep(DecodeStep):
 
     def attend(self, queries: mx.array, cache: SparseKVCache) -> mx.array:
         """As an enabled model does between two folds."""
-        index = cache.index
+        index = index_of(cache)
         assert index is not None
         indices, counts = index.lists(queries, cache.length, self.config, None, self.backend)
         keys, values, length = cache.rows(self.backend)
@@ -154,7 +156,7 @@ class SaapStep(DecodeStep):
     def known(self, B: int, S: int, dtype: mx.Dtype) -> Known:
         """The buckets have to be among the best of the oracle; attended are theirs and keys that are not listed."""
         queries, cache = self._random(B, S, dtype)
-        index = cache.index
+        index = index_of(cache)
         assert index is not None
         assert index.ids is not None
         network = dict(index.network or {})

@@ -1,0 +1,52 @@
+"""H2O's part of a plan: it counts what dense calls attend to, prompts above all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+
+from ..cache.h2o_state import Received
+from ..cache.kv_cache import SparseCache, is_padding_mask
+from ..common import reasons
+from ..methods import H2O
+from .hooks import CallHooks, ModelHooks
+
+
+class Observer(CallHooks):
+    """Adds the attention of dense calls to the scores beside the caches of one call."""
+
+    def step_reasons(self, cache: SparseCache) -> Iterator[str]:
+        if not _counted(cache, cache.length - 1):
+            yield reasons.UNCOUNTED
+
+    def observe(
+        self, queries: mx.array, keys: mx.array, cache: SparseCache, scale: float, mask: Any, sinks: mx.array | None
+    ) -> None:
+        """Count the call if `h2o_scores` computes the same."""
+        L, S = queries.shape[2], keys.shape[2]
+        causal = is_padding_mask(mask, self.caches) if mask is not None else L == 1
+        ragged = getattr(cache, "_right_padding", None) is not None  # queries that stand for nothing are among them
+        if causal and not ragged and sinks is None and _counted(cache, S - L):
+            received = cache.state_of(H2O.name)
+            assert isinstance(received, Received)
+            received.add(queries, keys, scale=scale, left_padding=cache.padding)
+
+    def submit(self) -> None:
+        for cache in self.caches:
+            received = cache.beside.get(H2O.name) if isinstance(cache, SparseCache) else None
+            if isinstance(received, Received):
+                received.submit()
+
+
+class ObservedPrompts(ModelHooks):
+    """H2O of one model."""
+
+    call_hooks = Observer
+
+
+def _counted(cache: SparseCache, length: int) -> bool:
+    """Whether the attention of all queries of rows ``[0, length)``, and of no others, has been counted."""
+    received = cache.beside.get(H2O.name)
+    return length == (received.length if isinstance(received, Received) else 0)
