@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
@@ -195,5 +195,4 @@ def _sparq(attn: str | SparQ) -> SparQ:
     if [getattr(config, "name", None) for config in configs] != [SparQ.name]:
         given = "+".join(map(str, configs))
         raise ConfigError(f"attn: expected sparq[:key=value,...] alone, got {given!r}.")
-    found: Any = configs[0]
-    return found
+    return cast("SparQ", configs[0])

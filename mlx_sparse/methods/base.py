@@ -108,7 +108,10 @@ class Method:
         return True
 
     def parameters(self, G: int = 1) -> dict[str, Any]:
-        """Arguments of the backends' functions for layers of ``G`` query heads per KV head: nothing is "auto"."""
+        """Arguments of the backends' functions for layers of ``G`` query heads per KV head: nothing is "auto".
+
+        Here alone the settings that `for_model` left to the layers are resolved.
+        """
         kept = (field.name for field in dataclasses.fields(self) if field.name not in SWITCHES)
         return {name: getattr(self, name) for name in kept}
 
