@@ -102,19 +102,16 @@ class Call:
         seam.active.reset(self._token)
         self.hooks.end()
         if error is None:
-            self._submit()
+            # The device computes what nothing else asks for; this waits for no more than `PrefillCounts.figures` does.
+            self._counts.counting = self.hooks.submit()
+            self._counts.prefill = self._figures.figures()
             self.report.add(self._counts)
-
-    def _submit(self) -> None:
-        """Have the device compute what nothing else asks for; wait for no more than `PrefillCounts.figures` does."""
-        self._counts.counting = self.hooks.submit()
-        self._counts.prefill = self._figures.figures()
 
     def attend(
         self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None
     ) -> mx.array | None:
         """The sparse result of one attention call, or None to let mlx-lm attend densely."""
-        refusal = reason = self._layer_reason(keys, values, cache)
+        reason = self._layer_reason(keys, values, cache)
         if self.probed is not None:
             self.probed.append((cache, reason or self._probe(queries, keys, cache, mask, sinks)))
             return None
@@ -124,7 +121,7 @@ class Call:
             out = self._attend_each(queries, cache, scale, mask, sinks)
         else:
             out = self._attend(queries, keys, cache, scale, mask, sinks, self._layer(cache), reason)
-        if out is None and refusal is None:
+        if out is None and reason is None:
             self.hooks.observe(queries, keys, cache, scale, mask, sinks)
         return out
 
@@ -140,12 +137,11 @@ class Call:
         reason: str | None = None,
     ) -> mx.array | None:
         """The counted call of ``layer``, dense for ``reason`` if there is one."""
-        prompt = queries.shape[2] > 1
-        config = self.prefill if prompt else self.decode
-        backend = ""
-        if reason is None and config is not None:
-            backend = self._resolve(config, queries, keys)
+        prompt, backend = queries.shape[2] > 1, ""
         if reason is None:
+            config = self.prefill if prompt else self.decode
+            if config is not None:
+                backend = self._resolve(config, queries, keys)
             if prompt:
                 reason = next(self._prompt_reasons(queries, keys, mask), None)
             else:

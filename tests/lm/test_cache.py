@@ -27,7 +27,9 @@ from tiny_models import build, greedy, prompt_of
 import mlx_sparse
 from mlx_sparse.cache.kv_cache import SparseBatchKVCache, SparseKVCache, adopt
 from mlx_sparse.cache.sparq_state import SparQState
-from mlx_sparse.methods import SparQ
+from mlx_sparse.cache.state import State
+from mlx_sparse.lm.hooks import ModelHooks, hooks_of
+from mlx_sparse.methods import METHODS, SparQ, table
 
 H, D = 2, 8
 ALL_BUFFERS = SparQ(rank=4, top_k=4, reallocate=True, component_score="query_key", dense_below=0)
@@ -89,6 +91,24 @@ def check_side_buffers(cache: Any) -> None:
 
 
 CACHES = pytest.mark.parametrize("make", [single, padded])
+
+
+@pytest.mark.parametrize("method", table.STATES)
+def test_what_a_cache_begins_for_a_method_is_of_its_rows(method: str):
+    cache = single()
+    cache.update_and_fetch(*Rows(1)(5))
+    state = cache.state_of(method)
+    assert isinstance(state, State)
+    assert state is cache.state_of(method) is cache.beside[method]
+    assert state.nbytes == 0
+    cache.state = cache.state
+    assert not cache.beside, "other rows may be in it"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_without_a_row_keeps_and_does_nothing_besides(method: str):
+    assert (single().state_of(method) is None) == (method not in table.STATES)
+    assert (hooks_of(METHODS[method]()) is ModelHooks) == (method not in table.HOOKS)
 
 
 @CACHES
