@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import isfinite
 from numbers import Real
 from pathlib import Path
@@ -13,7 +13,7 @@ import onnx.parser
 from mlx_sparse.checks import ConfigError, check_choice, check_int, check_local_window, check_rank, check_share, meant
 
 from .domain import DEFAULT, DOMAIN, SPEC, VERSION, Profile
-from .operators import OPERATORS, Operator, Tensor
+from .operators import OPERATORS, PROMPTS, Operator, Tensor
 from .schemas import registered
 
 BODIES = Path(__file__).parent / "bodies"
@@ -33,13 +33,28 @@ def operator(name: str) -> Operator:
 
 
 def function(name: str, profile: Profile = DEFAULT) -> onnx.FunctionProto:
-    """The body of an operator in standard operators, and in operators of the domain that it calls."""
-    path = BODIES / f"{operator(name).name}.onnxtxt"
-    made = onnx.parser.parse_function(path.read_text(encoding="utf-8"))
+    """The body of an operator, or `PROMPTS`, in standard operators and in functions of the domain that it calls."""
+    base = name if name == PROMPTS else operator(name).base or name
+    made = onnx.parser.parse_function((BODIES / f"{base}.onnxtxt").read_text(encoding="utf-8"))
     for opset in made.opset_import:
         if opset.domain == "":
             opset.version = profile.opset  # a function and its model must agree on it
+    if base != name:
+        _sample_prompts(made, operator(name))
     return made
+
+
+def _sample_prompts(body: onnx.FunctionProto, made: Operator) -> None:
+    """Make the body that of ``made``: `PROMPTS` takes the place of exact attention to the caches."""
+    body.name = made.name
+    body.attribute[:] = [attribute.name for attribute in made.attributes]
+    [node] = [node for node in _ours(body.node) if node.op_type == "DenseAttention" and node.input[1] == "present_key"]
+    types = {attribute.name: attribute.type for attribute in made.attributes}
+    node.op_type = PROMPTS
+    node.ClearField("attribute")
+    for name in function(PROMPTS).attribute:
+        kind = onnx.AttributeProto.INT if types[name] is int else onnx.AttributeProto.FLOAT
+        node.attribute.add(name=name, ref_attr_name=name, type=kind)
 
 
 def functions(names: Iterable[str], profile: Profile = DEFAULT) -> list[onnx.FunctionProto]:
@@ -47,20 +62,18 @@ def functions(names: Iterable[str], profile: Profile = DEFAULT) -> list[onnx.Fun
     found: dict[str, onnx.FunctionProto] = {}
     for name in names:
         body = function(name, profile)
-        called = functions(_called(body.node), profile)
+        called = functions([node.op_type for node in _ours(body.node)], profile)
         found |= {each.name: each for each in (*called, body) if each.name not in found}
     return list(found.values())
 
 
-def _called(nodes: Iterable[onnx.NodeProto]) -> list[str]:
-    """Operators of the domain in these nodes and in their branches."""
-    called = []
+def _ours(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
+    """The nodes of the domain among these and in their branches."""
     for node in nodes:
         if node.domain == DOMAIN:
-            called.append(node.op_type)
+            yield node
         for attribute in node.attribute:
-            called += _called(attribute.g.node)
-    return called
+            yield from _ours(attribute.g.node)
 
 
 def node(name: str, inputs: Sequence[str], outputs: Sequence[str], **attributes: float) -> onnx.NodeProto:
