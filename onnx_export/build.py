@@ -32,6 +32,13 @@ def operator(name: str) -> Operator:
     return OPERATORS[name]
 
 
+def element(kind: str, **own: str) -> int:
+    """ONNX's number of a tensor's type, ``own`` of those that are open."""
+    if kind in own:
+        return TYPES[own[kind]]
+    return int(onnx.TensorProto.DataType.Value(kind.removeprefix("tensor(").removesuffix(")").upper()))
+
+
 def function(name: str, profile: Profile = DEFAULT) -> onnx.FunctionProto:
     """The body of an operator, or `PROMPTS`, in standard operators and in functions of the domain that it calls."""
     base = name if name == PROMPTS else operator(name).base or name
@@ -47,7 +54,7 @@ def function(name: str, profile: Profile = DEFAULT) -> onnx.FunctionProto:
 def _sample_prompts(body: onnx.FunctionProto, made: Operator) -> None:
     """Make the body that of ``made``: `PROMPTS` takes the place of exact attention to the caches."""
     body.name = made.name
-    body.attribute[:] = [attribute.name for attribute in made.attributes]
+    body.attribute[:] = made.attribute_names
     [node] = [node for node in _ours(body.node) if node.op_type == "DenseAttention" and node.input[1] == "present_key"]
     types = {attribute.name: attribute.type for attribute in made.attributes}
     node.op_type = PROMPTS
@@ -139,11 +146,8 @@ def operator_model(
         raise ConfigError(f"lanes: expected a divisor of the capacity C={fixed['C']}, got {attributes['lanes']}.")
 
     def info(tensor: Tensor) -> onnx.ValueInfoProto:
-        kind = tensor.type.removeprefix("tensor(").removesuffix(")").upper()
-        own = {"T": dtype, "W": weights}
-        element = TYPES[own[kind]] if kind in own else onnx.TensorProto.DataType.Value(kind)
         dims = [None if axis == "?" else fixed.get(str(axis), axis) for axis in tensor.dims]
-        return onnx.helper.make_tensor_value_info(tensor.name, element, dims)
+        return onnx.helper.make_tensor_value_info(tensor.name, element(tensor.type, T=dtype, W=weights), dims)
 
     graph = onnx.helper.make_graph([made], name, [info(t) for t in op.inputs], [info(t) for t in op.outputs])
     model = onnx.helper.make_model(

@@ -24,6 +24,11 @@ class Tensor:
     def dims(self) -> list[str | int]:
         return [int(axis) if axis.isdigit() else axis for axis in self.axes.split()]
 
+    @property
+    def as_keys(self) -> bool:
+        """Whether its type and shape are those of the keys in the caches."""
+        return (self.type, self.axes) == ("T", "B Hkv C D")
+
 
 @dataclass(frozen=True)
 class Attribute:
@@ -53,6 +58,10 @@ class Operator:
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
     base: str = ""
+
+    @property
+    def attribute_names(self) -> list[str]:
+        return [attribute.name for attribute in self.attributes]
 
     @property
     def states(self) -> dict[str, Tensor]:
@@ -350,3 +359,6 @@ def _sampling(base: Operator) -> Operator:
 # Whatever appends to caches and attends can sample prompts.
 _PAIRS = {pair.name: pair for pair in map(_sampling, _OWN.values()) if pair.states and pair.outputs[0] is _OUTPUT}
 OPERATORS: Mapping[str, Operator] = {**_OWN, **_PAIRS}
+# States that a file cannot keep among its keys and values.
+RECURRENT = {name for each in _OWN.values() for name, state in each.states.items() if not state.as_keys}
+SAMPLING: Mapping[str, str] = {pair.base: name for name, pair in _PAIRS.items()}  # what also samples prompts

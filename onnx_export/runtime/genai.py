@@ -13,6 +13,7 @@ import onnx
 from mlx_sparse.checks import ArtefactError
 
 from ..defaults import PIECE
+from ..operators import RECURRENT
 
 CONFIG = "genai_config.json"
 
@@ -46,7 +47,7 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
         "past_value_names": "past_key_values.%d.value",
     }
     outputs = {"logits": "logits", "present_key_names": "present.%d.key", "present_value_names": "present.%d.value"}
-    for state in ("sums", "bucket_ids"):
+    for state in RECURRENT:
         if any(name.startswith(f"past_{state}.") for name in shapes):
             inputs |= {"past_recurrent_names": f"past_{state}.%d", "past_conv_names": "past_conv.%d"}
             outputs |= {"present_recurrent_names": f"present_{state}.%d", "present_conv_names": "present_conv.%d"}

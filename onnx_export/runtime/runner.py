@@ -18,15 +18,13 @@ from mlx_sparse.checks import ArtefactError, ConfigError, ShapeError, check_int
 from .. import build
 from ..defaults import PIECE
 from ..domain import DOMAIN, SPEC
+from ..operators import RECURRENT
 from . import memory
 from . import native as kernels
 
 MODEL = "model.onnx"
 TYPES = (*build.TYPES.values(), onnx.TensorProto.INT64, onnx.TensorProto.INT16)
-STATES = {
-    "past_key_values.": "present.",
-    **{f"past_{name}.": f"present_{name}." for name in ("sums", "bucket_ids", "conv")},
-}
+STATES = {"past_key_values.": "present.", **{f"past_{name}.": f"present_{name}." for name in (*RECURRENT, "conv")}}
 MOST_PIECE = 1 << 20  # tokens of a prompt at a time that a file may ask for
 MASK_STEP = 1024  # the mask grows by this: the graph looks at all of it for every token
 

@@ -16,7 +16,8 @@ from exported import FLOAT32, SAAP, STEPS, Made, artefact
 from exported import PROMPT_LENGTH as PROMPT
 from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, KVCache, make_prompt_cache
 from mlx_sparse.onnx_export import COMPAT, DEFAULT, DOMAIN, export, registered
-from mlx_sparse.onnx_export.exporter import families, verify
+from mlx_sparse.onnx_export.exporter import families
+from mlx_sparse.onnx_export.exporter.verify.session import File
 from mlx_sparse.onnx_export.runtime import native
 from require import absent
 
@@ -187,7 +188,7 @@ def test_a_static_file_has_only_numbers_and_says_the_same(tmp_path: Path, method
     for tensor in (*made.proto.graph.input, *made.proto.graph.output):
         assert all(dim.HasField("dim_value") for dim in tensor.type.tensor_type.shape.dim), tensor.name
     prompts = [tiny_models.prompt_of(4, seed) for seed in (1, 2)]  # attended densely, as mlx-lm does prompts
-    file = verify.File(made.folder / "model.onnx")
+    file = File(made.folder / "model.onnx")
     file.start(2)
     for column in np.array(prompts).T:
         last = file(column[:, None]).argmax(axis=1)

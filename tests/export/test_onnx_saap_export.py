@@ -16,8 +16,10 @@ import tiny_models
 from exported import FLOAT32, PROMPT_LENGTH, SAAP, STEPS, Made, artefact, said_in_steps
 from mlx_lm.models.cache import BatchKVCache, make_prompt_cache
 from mlx_sparse.onnx_export.defaults import saap_dense_below
-from mlx_sparse.onnx_export.exporter import command, families, verify
-from mlx_sparse.onnx_export.exporter.decoder import Decoder
+from mlx_sparse.onnx_export.exporter import command, families
+from mlx_sparse.onnx_export.exporter.methods.saap import SaapDecoding
+from mlx_sparse.onnx_export.exporter.verify import compare
+from mlx_sparse.onnx_export.exporter.verify.session import File
 from mlx_sparse.onnx_export.runtime import genai, native
 from mlx_sparse.onnx_export.runtime.runner import Runner
 from onnx import TensorProto
@@ -111,7 +113,7 @@ def test_a_static_file_has_only_numbers_and_says_the_same(tmp_path: Path, mode: 
     for tensor in (*file.proto.graph.input, *file.proto.graph.output):
         assert all(dim.HasField("dim_value") for dim in tensor.type.tensor_type.shape.dim), tensor.name
     prompts = [tiny_models.prompt_of(6, seed) for seed in (1, 2)]  # all in the window: dense, as mlx-lm does prompts
-    runner = verify.File(file.folder / "model.onnx")
+    runner = File(file.folder / "model.onnx")
     runner.start(2)
     for column in np.array(prompts).T:
         last = runner(column[:, None]).argmax(axis=1)
@@ -192,7 +194,7 @@ def test_a_text_after_another_starts_anew(tmp_path: Path) -> None:
 def test_a_file_that_attends_to_other_keys_is_not_kept(
     tmp_path: Path, name: str, change: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copy = verify.copy_for_check
+    copy = compare.copy_for_check
 
     def other_copy(*arguments: Any) -> onnx.ModelProto:
         model = copy(*arguments)
@@ -201,15 +203,15 @@ def test_a_file_that_attends_to_other_keys_is_not_kept(
                 attribute.i += change
         return model
 
-    monkeypatch.setattr(verify, "copy_for_check", other_copy)
+    monkeypatch.setattr(compare, "copy_for_check", other_copy)
     with pytest.raises(ArtefactError, match="Nothing was kept"):
         made(tmp_path)
     assert not (tmp_path / "exported").exists()
 
 
 def test_queries_that_choose_after_rope_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Decoder._before
-    monkeypatch.setattr(Decoder, "_before", lambda self, i, before, after: original(self, i, after, after))
+    original = SaapDecoding.routing
+    monkeypatch.setattr(SaapDecoding, "routing", lambda self, before, after: original(self, after, after))
     with pytest.raises(ArtefactError, match="Nothing was kept"):
         made(tmp_path)
 
@@ -271,8 +273,8 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[[str], s
             "dense_layers: expected a layer that SAAP serves",
         ),
         (
-            "sample+saap:artefact=FOLDER/own.safetensors",
-            "--method: expected dense, sparq, sample, sample.sparq or saap",
+            "sparq+saap:artefact=FOLDER/own.safetensors",
+            "--method: expected dense, sparq, saap, sample, sample.sparq or sample.saap",
         ),
         ("saap:artefact=FOLDER/own.safetensors,prob=4", "saap: expected one of the keys"),
     ],

@@ -16,7 +16,8 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_sparse.onnx_export.defaults import SAMPLE_BELOW
 from mlx_sparse.onnx_export.exporter import export as exporter
-from mlx_sparse.onnx_export.exporter import verify
+from mlx_sparse.onnx_export.exporter.methods import sample
+from mlx_sparse.onnx_export.exporter.verify import compare
 from mlx_sparse.onnx_export.runtime import native, run
 from mlx_sparse.onnx_export.runtime.runner import Runner
 from require import absent
@@ -101,7 +102,7 @@ def test_the_command_runs_it(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_a_file_that_samples_otherwise_than_mlx_is_not_kept(
     tmp_path: Path, wrong: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copy = verify.copy_for_check
+    copy = compare.copy_for_check
 
     def other_copy(*arguments: Any) -> Any:
         made = copy(*arguments)
@@ -111,7 +112,7 @@ def test_a_file_that_samples_otherwise_than_mlx_is_not_kept(
                     setattr(attribute, "i" if attribute.name == "chunks" else "f", wrong[attribute.name])
         return made
 
-    monkeypatch.setattr(verify, "copy_for_check", other_copy)
+    monkeypatch.setattr(compare, "copy_for_check", other_copy)
     with pytest.raises(ArtefactError, match="Nothing was kept"):
         Made(tmp_path, "llama", METHODS["sample"], {"num_hidden_layers": 3}, max_length=320)
     assert not (tmp_path / "exported").exists()
@@ -120,11 +121,11 @@ def test_a_file_that_samples_otherwise_than_mlx_is_not_kept(
 def test_one_setting_is_taken_from_ranges_of_which_no_other_begins_in_the_file() -> None:
     ranges = parse("sample:ranges=1000:0.9:0.8:3/2000:0.5:0.5:2")[0]
     assert isinstance(ranges, Sample)
-    assert str(exporter.settle_prompts(ranges, 999)) == str(
+    assert str(sample.settled(ranges, 999)) == str(
         Sample(alpha_column=0.9, alpha_slash=0.8, chunks=3, dense_below=SAMPLE_BELOW)
     )
     with pytest.raises(ConfigError, match="ranges: expected one setting for all contexts up to 1000 tokens"):
-        exporter.settle_prompts(ranges, 1000)
+        sample.settled(ranges, 1000)
 
 
 def test_a_density_that_is_to_decide_is_refused(tmp_path: Path) -> None:
@@ -134,7 +135,7 @@ def test_a_density_that_is_to_decide_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
     never = parse("sample:dense_above=1.0")[0]
     assert isinstance(never, Sample)
-    assert exporter.settle_prompts(never, 999).dense_below == SAMPLE_BELOW
+    assert sample.settled(never, 999).dense_below == SAMPLE_BELOW
 
 
 @pytest.mark.parametrize(("layers", "compared"), [(2, 2), (5, 3)])
@@ -142,14 +143,14 @@ def test_the_first_layers_are_compared(
     tmp_path: Path, layers: int, compared: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs: list[set[str]] = []
-    original = verify.keep_layers
+    original = compare.keep_layers
 
     def watched(model: onnx.ModelProto, count: int) -> None:
         original(model, count)
         assert count == compared
         inputs.append({value.name for value in model.graph.input})
 
-    monkeypatch.setattr(verify, "keep_layers", watched)
+    monkeypatch.setattr(compare, "keep_layers", watched)
     Made(tmp_path, "llama", SAMPLE, {"num_hidden_layers": layers}, max_length=320)
     (names,) = inputs
     assert {name for name in names if name.startswith("past_sums.")} == {f"past_sums.{i}" for i in range(compared)}

@@ -13,8 +13,8 @@ from onnx import helper
 
 from mlx_sparse.checks import ConfigError
 
-from ..runtime.memory import ort_value, zeros
-from ..runtime.native import session_options
+from ...runtime.memory import ort_value, zeros
+from ...runtime.native import session_options
 
 Array = npt.NDArray[Any]
 
