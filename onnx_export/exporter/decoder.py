@@ -96,6 +96,7 @@ class Decoder:
         self.model, self.family, self.target, self.g = model, family, target, graph
         self.weights = Weights(graph, target.dtype, dequantise=target.dequantise, written=written)
         self._virtual = 0  # states in layers that are none
+        self._sizes: dict[str | int, str | int] = {}
         self._angles: dict[Rope, tuple[str, str]] = {}
 
     def add(self) -> None:
@@ -211,8 +212,8 @@ class Decoder:
             q, k = self._turned(rope, q, D), self._turned(rope, k, D)
         window = window_of(layer, self.model)
         decode = EXACT if window or not self.target.decode.serves(i) else self.target.decode
-        parts = {"query": q, "key": k, "value": v, **decode.routing(before, [q, k])}
-        values = {name: self._stored(g.op("Transpose", part, perm=[0, 2, 1, 3])) for name, part in parts.items()}
+        taken = {"query": q, "key": k, "value": v, **decode.routing(before, [q, k])}
+        values = {name: self._stored(g.op("Transpose", part, perm=[0, 2, 1, 3])) for name, part in taken.items()}
         out = self._attend(i, decode, values, (Hkv, D), float(attention.scale), window)
         if self.target.dtype != "float32":
             out = g.op("Cast", out, to=FLOAT)
@@ -276,7 +277,13 @@ class Decoder:
         attributes = self.target.attributes(decode, sampled=sampled)
         if "window" in operator.attribute_names:
             attributes["window"] = window
-        self._sizes = {"B": "batch", "Hkv": sizes[0], "C": capacity, "D": sizes[1], **decode.axes(capacity)}
+        self._sizes: dict[str | int, str | int] = {
+            "B": "batch",
+            "Hkv": sizes[0],
+            "C": capacity,
+            "D": sizes[1],
+            **decode.axes(capacity),
+        }
         outputs = {"output": f"{g.scope}attended"}
         states = operator.states
         for name in sorted(states, key=lambda name: name not in ("key", "value")):
@@ -313,5 +320,5 @@ class Decoder:
     def _state(self, state: Tensor, past: str, present: str, place: str) -> tuple[str, str]:
         """Input and output of one state."""
         element = build.element(state.type, T=self.target.dtype)
-        dims = [self._sizes.get(str(axis), axis) for axis in state.dims]
+        dims = [self._sizes.get(axis, axis) for axis in state.dims]
         return self.g.input(f"{past}.{place}", element, dims), self.g.output(f"{present}.{place}", element, dims)

@@ -144,5 +144,5 @@ class SaapDecoding(Decoding):
         sinks = min(self.method.sink_tokens, 1)
         recent = (PROMPT if static else KEYS) - sinks
         # A file lists every key as soon as it leaves the window.
-        changes = {"sink_tokens": sinks, "recent_tokens": recent, "dense_below": 0, "fold_every": 1}
-        return dataclasses.replace(self, method=dataclasses.replace(self.method, **changes))
+        short = dataclasses.replace(self.method, sink_tokens=sinks, recent_tokens=recent, dense_below=0, fold_every=1)
+        return SaapDecoding(short, self.index)

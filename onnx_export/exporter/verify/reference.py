@@ -118,7 +118,7 @@ def _reference(model: Any, target: Target) -> Expected:
         lost = largest(exact[:2], rounded)
         if not math.isfinite(lost):
             raise ConfigError(f"--dtype: expected a type that holds keys and values, got {target.dtype}. Give another.")
-    of_long = short.prompts and _sampled(model, short.prompts, target.max_length, noise)
+    of_long = None if short.prompts is None else _sampled(model, short.prompts, target.max_length, noise)
     return Expected(tokens, exact, SLACK * (dense + lost), SLACK * dense, SLACK * float(np.median(moves[-1])), of_long)
 
 
