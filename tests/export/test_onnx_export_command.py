@@ -126,8 +126,8 @@ def changed(folder: Path, **config: Any) -> Path:
 
 
 def with_weights(folder: Path, change: Callable[[dict[str, mx.array]], Any]) -> Path:
-    """A tiny llama with other weights."""
-    file = tiny_models.write(folder) / "model.safetensors"
+    """The model in a folder, or else a tiny llama, with other weights."""
+    file = (folder if folder.exists() else tiny_models.write(folder)) / "model.safetensors"
     arrays = dict(mx.load(str(file)))
     mx.eval(arrays)
     change(arrays)
@@ -186,6 +186,19 @@ MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
     "mxfp4": (
         lambda p: quantised(p, bits=4, group_size=32, mode="mxfp4"),
         "model.embed_tokens: expected affine quantised weights, got mode mxfp4",
+    ),
+    "codes of another type": (
+        lambda p: with_weights(
+            quantised(p, bits=4, group_size=32),
+            lambda w: w.update({f"{DOWN}.weight": w[f"{DOWN}.weight"].view(mx.int32)}),
+        ),
+        "--model: expected a model that mlx-lm can load",
+    ),
+    "scales of another shape": (
+        lambda p: with_weights(
+            quantised(p, bits=4, group_size=32), lambda w: w.update({f"{DOWN}.scales": w[f"{DOWN}.scales"][:, :1]})
+        ),
+        "--model: expected a model that mlx-lm can load",
     ),
     "heads that do not divide": (
         lambda p: tiny_models.write(p, num_key_value_heads=3),
@@ -321,7 +334,7 @@ def test_caches_beyond_memory_are_refused(
     run: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: Any) -> None:
-        raise OSError(12, "Cannot allocate memory")
+        raise MemoryError
 
     monkeypatch.setattr(session, "zeros", fail)
     model = changed(tmp_path / "model", max_position_embeddings=None)

@@ -80,10 +80,9 @@ def compare(model: onnx.ModelProto, folder: Path, expected: Expected, target: Ta
         first = copy_for_check(model, target)
         keep_layers(first, sampled.layers)
         onnx.save(lower(first), check)
-        file = File(check)
-        file.start(len(sampled.tokens))
+        got_sampled = File(check, len(sampled.tokens)).step(sampled.tokens)
         errors = sampled.logits, sampled.dense, sampled.error
-        of_sampled = _median_error(file(sampled.tokens), *errors, where="a sampled prompt")
+        of_sampled = _median_error(got_sampled, *errors, where="a sampled prompt")
     check.unlink(missing_ok=True)
     return Agreement(of_dense, median, float(np.abs(logits[0]).max()), of_sampled)
 
@@ -114,14 +113,14 @@ def _steps(path: Path, tokens: Array, batch: int | None) -> list[Array]:
         batch: rows that the file is fixed to, one token at a time; None if it is not.
     """
     rows = batch or len(tokens)
-    file = File(path)
+    file = File(path, rows)
     cuts = [*range(PROMPT + 2)] if batch else [0, PROMPT, PROMPT + 1]
     found: list[list[Array]] = [[], []]
     for start in range(0, len(tokens), rows):
         group = tokens[start : start + rows]
         full = np.resize(group, (rows, PROMPT + 1))  # repeats rows
-        file.start(rows)
-        steps = [file(full[:, begin:end])[: len(group)] for begin, end in itertools.pairwise(cuts)]
+        file.reset()
+        steps = [file.step(full[:, begin:end])[: len(group)].copy() for begin, end in itertools.pairwise(cuts)]
         for into, logits in zip(found, steps[-2:], strict=True):
             into.append(logits)
     return [np.concatenate(logits) for logits in found]

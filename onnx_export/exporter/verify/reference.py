@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import copy
-import functools
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-import mlx_lm.models.cache as caches
 import numpy as np
 import numpy.typing as npt
 from mlx import nn
 from mlx.utils import tree_map_with_path
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from mlx_sparse.checks import ArtefactError, ConfigError
 from mlx_sparse.lm import seam, sparse
@@ -131,7 +129,7 @@ def _sampled(model: Any, method: Sample, max_length: int, noise: float) -> Sampl
     layers = min(len(model.layers), (unbounded[:2] or [0])[-1] + 2)
     runs = []
     caches = [make_prompt_cache(model) for _ in range(3)]  # of all layers: models look for the kinds of layers there
-    with _first_layers(model, layers):
+    with _replaced((model.model, "layers", model.model.layers[:layers])):  # without the others
         with sparse(model, method, backend="ops"):
             for embedding.noise in (noise, 0.0):
                 runs.append(_run(model, tokens, caches.pop()))
@@ -142,14 +140,16 @@ def _sampled(model: Any, method: Sample, max_length: int, noise: float) -> Sampl
 
 
 @contextmanager
-def _first_layers(model: Any, count: int) -> Iterator[None]:
-    """Without the other layers."""
-    layers = model.model.layers
-    model.model.layers = layers[:count]
+def _replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
+    """With attributes of objects set to other values."""
+    before = [(place, name, getattr(place, name)) for place, name, _ in changes]
+    for change in changes:
+        setattr(*change)
     try:
         yield
     finally:
-        model.model.layers = layers
+        for original in before:
+            setattr(*original)
 
 
 def _columns(module: Any) -> int:
@@ -207,8 +207,7 @@ class _OfLast(nn.Module):
         return logits
 
 
-@contextmanager
-def _layer_by_layer(model: Any) -> Iterator[None]:
+def _layer_by_layer(model: Any) -> AbstractContextManager[None]:
     """Compute each layer before the next, so that not all weights are widened at the same time."""
     layer = type(model.layers[0])
     original = layer.__call__
@@ -219,48 +218,27 @@ def _layer_by_layer(model: Any) -> Iterator[None]:
         mx.clear_cache()
         return out
 
-    layer.__call__ = call
-    try:
-        yield
-    finally:
-        layer.__call__ = original
+    return _replaced((layer, "__call__", call))
 
 
-@contextmanager
-def _rounding(model: Any, dtype: str) -> Iterator[None]:
+def _rounding(model: Any, dtype: str) -> AbstractContextManager[None]:
     """Round queries, keys, values and the output of every attention call to ``dtype``, and widen them again."""
 
     def rounded(array: mx.array) -> mx.array:
         return array.astype(getattr(mx, dtype)).astype(mx.float32)
 
+    def attention(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
+        return lambda queries, *args, **kwargs: rounded(original(rounded(queries), *args, **kwargs))
+
+    def append(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda self, keys, values: original(self, rounded(keys), rounded(values))
+
     names = {cls.__module__ for _, module in model.named_modules() for cls in type(module).__mro__}
     modules = [sys.modules[name] for name in names if hasattr(sys.modules.get(name), seam.NAME)]
-    places: list[tuple[Any, str]] = [(module, seam.NAME) for module in modules]
-    places += [(cls, "update_and_fetch") for cls in (caches.KVCache, caches.RotatingKVCache)]
-    originals = [getattr(*place) for place in places]
-
-    def attention(original: Callable[..., mx.array], queries: mx.array, *args: Any, **kwargs: Any) -> mx.array:
-        return rounded(original(rounded(queries), *args, **kwargs))
-
-    def append(original: Callable[..., Any], cache: Any, keys: mx.array, values: mx.array) -> Any:
-        return original(cache, rounded(keys), rounded(values))
-
-    for (place, name), original in zip(places, originals, strict=True):
-        setattr(place, name, functools.partial(attention, original) if name == seam.NAME else _method(append, original))
-    try:
-        yield
-    finally:
-        for (place, name), original in zip(places, originals, strict=True):
-            setattr(place, name, original)
-
-
-def _method(function: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    """A partial object would not be bound to the instance."""
-
-    def call(self: Any, *args: Any) -> Any:
-        return function(original, self, *args)
-
-    return call
+    return _replaced(
+        *((module, seam.NAME, attention(getattr(module, seam.NAME))) for module in modules),
+        *((kind, "update_and_fetch", append(kind.update_and_fetch)) for kind in (KVCache, RotatingKVCache)),
+    )
 
 
 def _run(model: Any, tokens: Array, cache: Any) -> Array:
