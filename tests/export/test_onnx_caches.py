@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from cases import Case
+from cases import Array, Case
 from onnx_operators import (
     CACHES,
     DTYPES,
@@ -14,6 +14,7 @@ from onnx_operators import (
     Operator,
     advance,
     assert_is_sparq,
+    assert_same_assignment,
     attributes,
     by_case,
     by_runtime,
@@ -23,7 +24,11 @@ from onnx_operators import (
     ort_value,
     padding,
     parameters,
+    saap_settings,
+    saap_weights,
 )
+from saap_cases import SaapCase
+from sample_cases import SampleCase
 
 from mlx_sparse import oracle
 from mlx_sparse.oracle.select import valid_keys
@@ -241,3 +246,46 @@ def test_components_far_from_zero_keep_their_deviation(runtime: str) -> None:
     np.testing.assert_allclose(spread, deviation(k, valid_keys(case.B, case.S, padding(case))), rtol=1e-3)
     expected = oracle.sparq_attention(q, k, v, left_padding=case.padding, **params)
     np.testing.assert_allclose(got["output"], expected, rtol=0, atol=1e-2)  # logits of thousands
+
+
+@by_runtime
+def test_a_sampled_prompt_is_followed_by_saap(runtime: str) -> None:
+    """Keys of all pieces get their buckets; a step attends as `SaapAttention` does, or exactly in short contexts."""
+    case = SaapCase(Case(1, 4, 2, 401, 64, "f32"), "random", sink_tokens=1, recent_tokens=20)
+    prompt = SampleCase(1, 4, 2, 401, 401, 64, "f32", 32, alpha_column=0.6, alpha_slash=0.5, chunks=2)
+    q, k, v = prompt.inputs()
+    rng = np.random.default_rng(0)
+    before = {name: rng.normal(size=array.shape).astype(np.float32) for name, array in (("query", q), ("key", k))}
+    arrays = saap_weights(case)
+    settings = {**saap_settings(case), **prompt.parameters, "dense_prompt_below": 0}
+    attend, late = (
+        Operator(runtime, "SampleSaapAttention", "f32", **{**settings, "dense_below": below}) for below in (401, 402)
+    )
+    caches = {
+        **{name: np.full((1, 2, 448, 64), np.nan) for name in ("past_key", "past_value")},
+        "past_bucket_ids": np.ones((1, 2, 448), np.int16),
+        "past_length": np.zeros(1, np.int64),
+    }
+
+    def given(start: int, stop: int) -> dict[str, Array]:
+        new = {"query": q, "key": k, "value": v, "query_before": before["query"], "key_before": before["key"]}
+        return {**{name: array[:, :, start:stop] for name, array in new.items()}, "left_padding": np.zeros(1)}
+
+    for start, stop in ((0, 200), (200, 400)):
+        got = attend(**given(start, stop), **caches, **arrays)
+        caches = advance(caches, got, 200)
+        taken = q[:, :, start:stop], k[:, :, :stop], v[:, :, :stop]
+        expected = oracle.sample_attention(*taken, **prompt.parameters)
+        assert np.abs(expected - oracle.dense_attention(*taken)).max() > 1e-2
+        np.testing.assert_allclose(got["output"], expected, rtol=0, atol=2e-5)
+    step = {**given(400, 401), **caches, **arrays}
+    got = attend(**step)
+    ids = got["present_bucket_ids"]
+    assert_same_assignment(ids[:, :, :401], before["key"], arrays["centroids"])
+    assert (ids[:, :, 401:] == 1).all()
+    visited = oracle.saap_route(before["query"][:, :, 400:], **case.network(), probes=case.probes)
+    expected = oracle.saap_attention(q[:, :, 400:], k, v, bucket_ids=ids[:, :, :401], visited=visited, **case.window)
+    dense = oracle.dense_attention(q[:, :, 400:], k, v)
+    assert np.abs(expected - dense).max() > 1e-3
+    np.testing.assert_allclose(got["output"], expected, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(late(**step)["output"], dense, rtol=0, atol=1e-5)
