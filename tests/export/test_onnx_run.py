@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +14,7 @@ import numpy as np
 import onnx
 import pytest
 import tiny_models
-from exported import SPARQ, by_method, exported
+from exported import SPARQ, by_method, copied, exported
 from mlx_sparse.onnx_export import Runner
 from mlx_sparse.onnx_export.exporter.export import Exported
 from mlx_sparse.onnx_export.runtime import run
@@ -67,7 +66,7 @@ def test_a_prompt_that_is_no_text_is_refused(locale: str) -> None:
 
 
 def test_a_chat_template_is_used_unless_ignored(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(exported("dense"), tmp_path / "model"))
+    folder = copied("dense", tmp_path)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     settings["chat_template"] = "w1 w2 {% for message in messages %}{{ message['content'] }}{% endfor %} w3"
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -88,19 +87,20 @@ def test_a_chat_template_is_used_unless_ignored(capsys: pytest.CaptureFixture[st
 
 
 def test_a_text_that_the_model_ends_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(exported("dense"), tmp_path / "model"))
-    tokens = list(Runner(folder).generate(PROMPT, 8))
-    model = onnx.load(folder / "model.onnx", load_external_data=False)
-    entry = next(entry for entry in model.metadata_props if entry.key == "mlx_sparse.eos_token_ids")
-    entry.value = json.dumps([tiny_models.VOCAB - 1, tokens[5]])
-    onnx.save(model, folder / "model.onnx")
+    tokens = list(Runner(exported("dense")).generate(PROMPT, 8))
+
+    def end_there(model: onnx.ModelProto) -> None:
+        entry = next(entry for entry in model.metadata_props if entry.key == "mlx_sparse.eos_token_ids")
+        entry.value = json.dumps([tiny_models.VOCAB - 1, tokens[5]])
+
+    folder = copied("dense", tmp_path, end_there)
     assert generate(str(folder), "--prompt", WORDS, "-m", "8", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["generation_tokens"], found["finish_reason"]) == (5, "stop")
 
 
 def test_a_terminal_without_a_character_gets_another(tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(exported("dense"), tmp_path / "model"))
+    folder = copied("dense", tmp_path)
     tokenizer = (folder / "tokenizer.json").read_text()
     (folder / "tokenizer.json").write_text(re.sub(r'"w(\d+)"', r'"ü\1"', tokenizer), encoding="utf-8")
     code = "import sys; from mlx_sparse import cli; sys.exit(cli.main(sys.argv[1:]))"
@@ -112,7 +112,7 @@ def test_a_terminal_without_a_character_gets_another(tmp_path: Path) -> None:
 
 
 def test_a_chat_template_that_fails_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = Path(shutil.copytree(exported("dense"), tmp_path / "model"))
+    folder = copied("dense", tmp_path)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     settings["chat_template"] = "{{ raise_exception('a system message\\nis needed') }}"
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -210,7 +210,7 @@ def test_wrong_arguments_are_refused_in_one_line(
 def test_a_folder_without_what_is_needed_is_refused(
     missing: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = Path(shutil.copytree(exported("dense"), tmp_path / "model"))
+    folder = copied("dense", tmp_path)
     (folder / missing).unlink()
     assert generate(str(folder), "--prompt", "w1") == 2
     error = capsys.readouterr().err
