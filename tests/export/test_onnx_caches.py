@@ -34,6 +34,19 @@ from mlx_sparse import oracle
 from mlx_sparse.oracle.select import valid_keys
 from mlx_sparse.oracle.sparq import deviation
 
+Caches = dict[str, Array]
+
+
+def feed(attend: Operator, case: Case, arrays: tuple[Array, Array, Array], caches: Caches, *ends: int) -> Caches:
+    """The outputs for the last of pieces of queries, keys and values, up to each of ``ends``; one query is all."""
+    q, k, v = arrays
+    for start, stop in pairwise((0, *ends)):
+        queries = np.repeat(q, stop - start, axis=2) if q.shape[2] == 1 else q[:, :, start:stop]
+        new = {"key": k[:, :, start:stop], "value": v[:, :, start:stop], "left_padding": padding(case)}
+        got = attend(query=queries, **new, **caches)
+        caches = advance(caches, got, stop - start)
+    return got
+
 
 @pytest.mark.parametrize("setting", ["paper", "eval", "reallocate", "own-scale"])
 @by_case
@@ -42,13 +55,8 @@ def test_sparq_attention_after_a_prompt_equals_the_oracle(runtime: str, case: Ca
     q, k, v = case.inputs()
     params = parameters(case, setting)
     attend = Operator(runtime, "SparQAttention", case.dtype, **CACHES, **attributes(params))
-    caches = empty_caches(case, case.S + 70)
-    prompt = case.S - 1
-    if prompt:
-        queries = np.repeat(q, prompt, axis=2)
-        got = attend(query=queries, key=k[:, :, :-1], value=v[:, :, :-1], left_padding=padding(case), **caches)
-        caches = advance(caches, got, prompt)
-    got = attend(query=q, key=k[:, :, -1:], value=v[:, :, -1:], left_padding=padding(case), **caches)
+    ends = sorted({case.S - 1, case.S} - {0})
+    got = feed(attend, case, (q, k, v), empty_caches(case, case.S + 70), *ends)
     assert_is_sparq(got["output"], case, params, q, k, v)
     chunked = got["present_key_t"].reshape(case.B, case.Hkv, -1, case.D, LANES)
     key_t = chunked.swapaxes(-1, -2).reshape(got["present_key"].shape)
@@ -63,11 +71,7 @@ def test_one_query_is_dense_while_the_longest_row_is_short(runtime: str, dense_b
     q, k, v = case.inputs()
     params = {**parameters(case, "paper"), "top_k": 8, "local_window": 2}
     attend = Operator(runtime, "SparQAttention", "f32", lanes=LANES, dense_below=dense_below, **attributes(params))
-    caches = empty_caches(case, case.S)
-    queries = np.repeat(q, case.S - 1, axis=2)
-    got = attend(query=queries, key=k[:, :, :-1], value=v[:, :, :-1], left_padding=padding(case), **caches)
-    caches = advance(caches, got, case.S - 1)
-    got = attend(query=q, key=k[:, :, -1:], value=v[:, :, -1:], left_padding=padding(case), **caches)
+    got = feed(attend, case, (q, k, v), empty_caches(case, case.S), case.S - 1, case.S)
     sparse = oracle.sparq_attention(q, k, v, left_padding=case.padding, **params)
     dense = oracle.dense_attention(q, k, v, left_padding=case.padding)
     assert np.abs(sparse - dense).max() > 1e-2
@@ -100,11 +104,7 @@ def test_component_major_keys_lie_as_documented_and_are_read_so(runtime: str, la
     q, k, v = case.inputs()
     params = parameters(case, "robust")
     attend = Operator(runtime, "SparQAttention", "f32", lanes=lanes, dense_below=0, **attributes(params))
-    caches = empty_caches(case, 384)
-    for start, stop in ((0, 120), (120, 249), (249, 250)):
-        new = {"key": k[:, :, start:stop], "value": v[:, :, start:stop], "left_padding": padding(case)}
-        got = attend(query=np.repeat(q, stop - start, axis=2), **new, **caches)
-        caches = advance(caches, got, stop - start)
+    got = feed(attend, case, (q, k, v), empty_caches(case, 384), 120, 249, 250)
     plane = np.full((2, 2, 384 * 80), np.nan, np.float32)
     j, d = np.meshgrid(np.arange(250), np.arange(80), indexing="ij")
     plane[:, :, ((j // lanes) * 80 + d) * lanes + j % lanes] = k
@@ -116,20 +116,10 @@ def test_component_major_keys_lie_as_documented_and_are_read_so(runtime: str, la
 @by_runtime
 def test_several_queries_are_attended_densely_and_causally(runtime: str, L: int) -> None:
     case = Case(2, 6, 2, 70, 64, "f32", padding=(0, 30))
-    q, k, v = case.inputs(L=L)
+    q, k, v = case.inputs(L=case.S)
     attend = Operator(runtime, "SparQAttention", "f32", **CACHES, **attributes(parameters(case, "paper")))
-    caches = empty_caches(case, 128)
-    start = case.S - L
-    got = attend(
-        query=np.repeat(q[:, :, :1], start, axis=2),
-        key=k[:, :, :start],
-        value=v[:, :, :start],
-        left_padding=padding(case),
-        **caches,
-    )
-    caches = advance(caches, got, start)
-    got = attend(query=q, key=k[:, :, start:], value=v[:, :, start:], left_padding=padding(case), **caches)
-    expected = oracle.dense_attention(q, k, v, left_padding=case.padding)
+    got = feed(attend, case, (q, k, v), empty_caches(case, 128), case.S - L, case.S)
+    expected = oracle.dense_attention(q[:, :, -L:], k, v, left_padding=case.padding)
     np.testing.assert_allclose(got["output"], expected, rtol=0, atol=1e-5)
 
 
@@ -236,12 +226,7 @@ def test_components_far_from_zero_keep_their_deviation(runtime: str) -> None:
     q = np.where(far, 10, 1) * q
     params = {**parameters(case, "robust"), "rank": 32, "reallocate": False}
     attend = Operator(runtime, "SparQAttention", "f32", **CACHES, **attributes(params))
-    caches = empty_caches(case, case.S)
-    edges = [*range(0, 4000, 500), 3999, 4000]
-    for start, stop in pairwise(edges):
-        new = {"key": k[:, :, start:stop], "value": v[:, :, start:stop], "left_padding": padding(case)}
-        got = attend(query=np.repeat(q, stop - start, axis=2), **new, **caches)
-        caches = advance(caches, got, stop - start)
+    got = feed(attend, case, (q, k, v), empty_caches(case, case.S), *range(500, 4000, 500), 3999, 4000)
     spread = np.sqrt(got["present_sums"][:, :, 2] / (case.S - padding(case))[:, None, None])
     np.testing.assert_allclose(spread, deviation(k, valid_keys(case.B, case.S, padding(case))), rtol=1e-3)
     expected = oracle.sparq_attention(q, k, v, left_padding=case.padding, **params)
