@@ -55,7 +55,7 @@ def _sample_prompts(body: onnx.FunctionProto, made: Operator) -> None:
     """Make the body that of ``made``: `PROMPTS` takes the place of exact attention to the caches."""
     body.name = made.name
     body.attribute[:] = made.attribute_names
-    [node] = [node for node in _ours(body.node) if node.op_type == "DenseAttention" and node.input[1] == "present_key"]
+    [node] = [node for node in calls(body) if node.op_type == "DenseAttention" and node.input[1] == "present_key"]
     types = {attribute.name: attribute.type for attribute in made.attributes}
     node.op_type = PROMPTS
     node.ClearField("attribute")
@@ -69,18 +69,23 @@ def functions(names: Iterable[str], profile: Profile = DEFAULT) -> list[onnx.Fun
     found: dict[str, onnx.FunctionProto] = {}
     for name in names:
         body = function(name, profile)
-        called = functions([node.op_type for node in _ours(body.node)], profile)
+        called = functions([node.op_type for node in calls(body)], profile)
         found |= {each.name: each for each in (*called, body) if each.name not in found}
     return list(found.values())
 
 
-def _ours(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
-    """The nodes of the domain among these and in their branches."""
-    for node in nodes:
-        if node.domain == DOMAIN:
-            yield node
+def graphs(holder: onnx.FunctionProto | onnx.GraphProto) -> Iterator[onnx.FunctionProto | onnx.GraphProto]:
+    """The graph or function, and the graphs inside its nodes."""
+    yield holder
+    for node in holder.node:
         for attribute in node.attribute:
-            yield from _ours(attribute.g.node)
+            if attribute.HasField("g"):
+                yield from graphs(attribute.g)
+
+
+def calls(holder: onnx.FunctionProto | onnx.GraphProto) -> list[onnx.NodeProto]:
+    """The nodes of the domain in a graph or function."""
+    return [node for graph in graphs(holder) for node in graph.node if node.domain == DOMAIN]
 
 
 def node(name: str, inputs: Sequence[str], outputs: Sequence[str], **attributes: float) -> onnx.NodeProto:

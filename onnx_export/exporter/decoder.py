@@ -24,6 +24,7 @@ from .methods.base import Decoding
 from .weights import Weights
 
 FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64
+CONV = Tensor("conv", "tensor(float)", "B 1 1", "Nothing: onnxruntime-genai wants it beside every state.")
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class Decoder:
     ) -> None:
         self.model, self.family, self.target, self.g = model, family, target, graph
         self.weights = Weights(graph, target.dtype, dequantise=target.dequantise, written=written)
-        self._virtual = 0  # states in layers that are none
+        self._virtual = 0  # states in layers after the last
         self._sizes: dict[str | int, str | int] = {}
         self._angles: dict[Rope, tuple[str, str]] = {}
 
@@ -274,51 +275,42 @@ class Decoder:
         g, capacity = self.g, self.target.capacity
         sampled = self.target.prompts is not None and not window
         operator = OPERATORS[SAMPLING[decode.operator] if sampled else decode.operator]
-        attributes = self.target.attributes(decode, sampled=sampled)
+        attributes = {**self.target.attributes(decode, sampled=sampled), "scale": scale}
         if "window" in operator.attribute_names:
             attributes["window"] = window
-        self._sizes: dict[str | int, str | int] = {
-            "B": "batch",
-            "Hkv": sizes[0],
-            "C": capacity,
-            "D": sizes[1],
-            **decode.axes(capacity),
-        }
+        self._sizes = {"B": "batch", "Hkv": sizes[0], "C": capacity, "D": sizes[1]}
+        self._sizes.update(decode.axes(capacity))
         outputs = {"output": f"{g.scope}attended"}
         states = operator.states
         for name in sorted(states, key=lambda name: name not in ("key", "value")):
-            place = f"{i}.{name}" if name in ("key", "value") else self._virtual_layer(states[name])
-            pair = ("past_key_values", "present") if place else (f"past_{name}", f"present_{name}")
-            values[f"past_{name}"], outputs[f"present_{name}"] = self._state(states[name], *pair, place or str(i))
+            values[f"past_{name}"], outputs[f"present_{name}"] = self._state(i, name, states[name])
         if self.target.genai and not all(state.as_keys for state in states.values()):
-            conv = Tensor("conv", "tensor(float)", "B 1 1", "What onnxruntime-genai wants beside every state.")
-            past, present = self._state(conv, "past_conv", "present_conv", str(i))
+            past, present = self._state(i, "conv", CONV)
             g.op("Identity", past, output=present)
         values |= {"past_length": self.past_length, "left_padding": self.padding, **decode.weights(g, i, scale)}
-        named = (
-            [values[tensor.name] for tensor in operator.inputs],
-            [outputs[tensor.name] for tensor in operator.outputs],
-        )
-        g.add(build.node(operator.name, *named, **attributes, scale=scale))
+        taken = [values[tensor.name] for tensor in operator.inputs]
+        given = [outputs[tensor.name] for tensor in operator.outputs]
+        g.add(build.node(operator.name, taken, given, **attributes))
         return outputs["output"]
 
-    def _virtual_layer(self, state: Tensor) -> str:
-        """Where a state like keys lives, as onnxruntime-genai knows only keys and values; empty for other states."""
-        if not state.as_keys:
-            return ""
-        layer, odd = divmod(self._virtual, 2)
-        self._virtual += 1
-        return f"{len(self.model.layers) + layer}.{'value' if odd else 'key'}"
+    def _state(self, i: int, name: str, state: Tensor) -> tuple[str, str]:
+        """Input and output of a state of layer ``i``.
 
-    def _fill_last_virtual_layer(self) -> None:
-        """An odd number of virtual states leaves the last virtual layer without values, which genai expects."""
-        if self.target.genai and self._virtual % 2:
-            keys = OPERATORS["CachedAttention"].states["key"]
-            past, present = self._state(keys, "past_key_values", "present", self._virtual_layer(keys))
-            self.g.op("Identity", past, output=present)
-
-    def _state(self, state: Tensor, past: str, present: str, place: str) -> tuple[str, str]:
-        """Input and output of one state."""
+        onnxruntime-genai knows keys and values only: other states like keys lie in layers after the last.
+        """
+        past, present, place = f"past_{name}", f"present_{name}", str(i)
+        if state.as_keys:
+            past, present, place = "past_key_values", "present", f"{i}.{name}"
+            if name not in ("key", "value"):
+                layer, odd = divmod(self._virtual, 2)
+                place = f"{len(self.model.layers) + layer}.{'value' if odd else 'key'}"
+                self._virtual += 1
         element = build.element(state.type, T=self.target.dtype)
         dims = [self._sizes.get(axis, axis) for axis in state.dims]
         return self.g.input(f"{past}.{place}", element, dims), self.g.output(f"{present}.{place}", element, dims)
+
+    def _fill_last_virtual_layer(self) -> None:
+        """An odd number of states in such layers leaves the last one without values, which genai expects."""
+        if self.target.genai and self._virtual % 2:
+            past, present = self._state(0, "none", OPERATORS["Append"].states["key"])
+            self.g.op("Identity", past, output=present)

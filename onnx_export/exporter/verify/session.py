@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy.typing as npt
 import onnxruntime
@@ -25,10 +26,10 @@ class File(Runner):
         super().__init__(path, native="off", batch=rows)
         self.max_length = self._capacity
 
-    def _open(self, options: onnxruntime.SessionOptions) -> onnxruntime.InferenceSession:
+    def _open(self, options: onnxruntime.SessionOptions, **how: Any) -> onnxruntime.InferenceSession:
         # Weights of half precision are widened one at a time where they are used, not all of them once and for all.
         options.enable_cpu_mem_arena = False
-        return super()._open(options, disabled_optimizers=["ConstantFolding"])
+        return super()._open(options, disabled_optimizers=["ConstantFolding"], **how)
 
     def _zeros(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
         try:
