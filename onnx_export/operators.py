@@ -360,5 +360,5 @@ def _sampling(base: Operator) -> Operator:
 _PAIRS = {pair.name: pair for pair in map(_sampling, _OWN.values()) if pair.states and pair.outputs[0] is _OUTPUT}
 OPERATORS: Mapping[str, Operator] = {**_OWN, **_PAIRS}
 # States that a file cannot keep among its keys and values.
-RECURRENT = {name for each in _OWN.values() for name, state in each.states.items() if not state.as_keys}
+RECURRENT = sorted({name for each in _OWN.values() for name, state in each.states.items() if not state.as_keys})
 SAMPLING: Mapping[str, str] = {pair.base: name for name, pair in _PAIRS.items()}  # what also samples prompts

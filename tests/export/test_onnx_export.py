@@ -231,6 +231,7 @@ def test_other_forms_say_the_same(tmp_path: Path, family: str, method: str, form
     assert (made.folder / "genai_config.json").exists() != inlined
     if "dtype" not in options:
         made.check_tokens(length)
+    assert not inlined or not made.runner(kernels="auto").native
     agreement = made.result.agreement
     of_sparse = [error for error in (agreement.sparse, agreement.sampled) if error is not None]
     assert len(of_sparse) == (method != "dense") + ("sample" in method)
