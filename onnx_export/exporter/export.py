@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import onnx
@@ -26,7 +26,7 @@ from .. import build
 from .. import lower as lowering
 from ..defaults import SAMPLE_PIECE, lanes_for
 from ..domain import COMPAT, DEFAULT, DOMAIN, SPEC
-from ..runtime.genai import write_config
+from ..runtime.genai import ends_of, write_config
 from .decoder import Decoder, Target
 from .families import check_modules, family_of
 from .graph import DataFile, Graph
@@ -175,8 +175,7 @@ def methods_of(text: str, attn_config: str | Path | None) -> tuple[Sample | None
         known = f"{', '.join(EXPORTED[:-1])} or {EXPORTED[-1]}, with [:key=value,...]"
         raise ConfigError(f"--method: expected {known}, got {text!r}.{meant(names[-1], EXPORTED)}")
     configs = {config.name: config for config in parse(text, base)}
-    prompts = configs.pop(Sample.name, None)
-    assert prompts is None or isinstance(prompts, Sample)
+    prompts = cast("Sample | None", configs.pop(Sample.name, None))
     return prompts, next(iter(configs.values()), Dense())
 
 
@@ -289,7 +288,6 @@ def _write(
 
 def metadata(target: Target, settings: Mapping[str, Any]) -> dict[str, str]:
     """What a runner must know of the file."""
-    eos = settings.get("eos_token_id")
     said = {
         "spec": SPEC,
         "version": mlx_sparse.__version__,
@@ -297,7 +295,7 @@ def metadata(target: Target, settings: Mapping[str, Any]) -> dict[str, str]:
         "model_type": settings["model_type"],
         "max_length": target.max_length,
         "dtype": target.dtype,
-        "eos_token_ids": json.dumps(eos if isinstance(eos, list) else [] if eos is None else [eos]),
+        "eos_token_ids": json.dumps(ends_of(settings)),
     }
     if target.prompts is not None:
         said["prompt_piece"] = SAMPLE_PIECE
