@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import isfinite
 from numbers import Real
 from pathlib import Path
@@ -13,7 +13,7 @@ import onnx.parser
 from mlx_sparse.checks import ConfigError, check_choice, check_int, check_local_window, check_rank, check_share, meant
 
 from .domain import DEFAULT, DOMAIN, SPEC, VERSION, Profile
-from .operators import OPERATORS, Operator, Tensor
+from .operators import OPERATORS, PROMPTS, Operator, Tensor
 from .schemas import registered
 
 BODIES = Path(__file__).parent / "bodies"
@@ -32,14 +32,36 @@ def operator(name: str) -> Operator:
     return OPERATORS[name]
 
 
+def element(kind: str, **own: str) -> int:
+    """ONNX's number of a tensor's type, ``own`` of those that are open."""
+    if kind in own:
+        return TYPES[own[kind]]
+    return int(onnx.TensorProto.DataType.Value(kind.removeprefix("tensor(").removesuffix(")").upper()))
+
+
 def function(name: str, profile: Profile = DEFAULT) -> onnx.FunctionProto:
-    """The body of an operator in standard operators, and in operators of the domain that it calls."""
-    path = BODIES / f"{operator(name).name}.onnxtxt"
-    made = onnx.parser.parse_function(path.read_text(encoding="utf-8"))
+    """The body of an operator, or `PROMPTS`, in standard operators and in functions of the domain that it calls."""
+    base = name if name == PROMPTS else operator(name).base or name
+    made = onnx.parser.parse_function((BODIES / f"{base}.onnxtxt").read_text(encoding="utf-8"))
     for opset in made.opset_import:
         if opset.domain == "":
             opset.version = profile.opset  # a function and its model must agree on it
+    if base != name:
+        _sample_prompts(made, operator(name))
     return made
+
+
+def _sample_prompts(body: onnx.FunctionProto, made: Operator) -> None:
+    """Make the body that of ``made``: `PROMPTS` takes the place of exact attention to the caches."""
+    body.name = made.name
+    body.attribute[:] = made.attribute_names
+    [node] = [node for node in calls(body) if node.op_type == "DenseAttention" and node.input[1] == "present_key"]
+    types = {attribute.name: attribute.type for attribute in made.attributes}
+    node.op_type = PROMPTS
+    node.ClearField("attribute")
+    for name in function(PROMPTS).attribute:
+        kind = onnx.AttributeProto.INT if types[name] is int else onnx.AttributeProto.FLOAT
+        node.attribute.add(name=name, ref_attr_name=name, type=kind)
 
 
 def functions(names: Iterable[str], profile: Profile = DEFAULT) -> list[onnx.FunctionProto]:
@@ -47,20 +69,23 @@ def functions(names: Iterable[str], profile: Profile = DEFAULT) -> list[onnx.Fun
     found: dict[str, onnx.FunctionProto] = {}
     for name in names:
         body = function(name, profile)
-        called = functions(_called(body.node), profile)
+        called = functions([node.op_type for node in calls(body)], profile)
         found |= {each.name: each for each in (*called, body) if each.name not in found}
     return list(found.values())
 
 
-def _called(nodes: Iterable[onnx.NodeProto]) -> list[str]:
-    """Operators of the domain in these nodes and in their branches."""
-    called = []
-    for node in nodes:
-        if node.domain == DOMAIN:
-            called.append(node.op_type)
+def graphs(holder: onnx.FunctionProto | onnx.GraphProto) -> Iterator[onnx.FunctionProto | onnx.GraphProto]:
+    """The graph or function, and the graphs inside its nodes."""
+    yield holder
+    for node in holder.node:
         for attribute in node.attribute:
-            called += _called(attribute.g.node)
-    return called
+            if attribute.HasField("g"):
+                yield from graphs(attribute.g)
+
+
+def calls(holder: onnx.FunctionProto | onnx.GraphProto) -> list[onnx.NodeProto]:
+    """The nodes of the domain in a graph or function."""
+    return [node for graph in graphs(holder) for node in graph.node if node.domain == DOMAIN]
 
 
 def node(name: str, inputs: Sequence[str], outputs: Sequence[str], **attributes: float) -> onnx.NodeProto:
@@ -126,11 +151,8 @@ def operator_model(
         raise ConfigError(f"lanes: expected a divisor of the capacity C={fixed['C']}, got {attributes['lanes']}.")
 
     def info(tensor: Tensor) -> onnx.ValueInfoProto:
-        kind = tensor.type.removeprefix("tensor(").removesuffix(")").upper()
-        own = {"T": dtype, "W": weights}
-        element = TYPES[own[kind]] if kind in own else onnx.TensorProto.DataType.Value(kind)
         dims = [None if axis == "?" else fixed.get(str(axis), axis) for axis in tensor.dims]
-        return onnx.helper.make_tensor_value_info(tensor.name, element, dims)
+        return onnx.helper.make_tensor_value_info(tensor.name, element(tensor.type, T=dtype, W=weights), dims)
 
     graph = onnx.helper.make_graph([made], name, [info(t) for t in op.inputs], [info(t) for t in op.outputs])
     model = onnx.helper.make_model(

@@ -16,6 +16,7 @@ from onnxscript.optimizer import fold_constants
 
 from mlx_sparse.checks import ConfigError, check_int
 
+from .build import calls, graphs
 from .domain import DOMAIN
 from .operators import OPERATORS, T
 
@@ -31,7 +32,7 @@ def inline(model: onnx.ModelProto) -> onnx.ModelProto:
         ConfigError: an operator of the domain has no body in the model.
     """
     made = inline_local_functions(model)
-    left = {node.op_type for graph in _graphs(made.graph) for node in graph.node if node.domain == DOMAIN}
+    left = {node.op_type for node in calls(made.graph)}
     if left:
         raise ConfigError(f"model: expected a body for {' and '.join(sorted(left))}, got none. Export it again.")
     kept = [opset for opset in made.opset_import if opset.domain != DOMAIN]  # runtimes refuse domains they do not know
@@ -104,7 +105,7 @@ def _check_capacity(model: onnx.ModelProto, capacity: int) -> None:
 def _read_everything(function: onnx.FunctionProto, capacity: int) -> None:
     """Make constants of what a body computes from data in order to read less. The names are those of bodies/."""
     made: dict[str, Any]
-    for graph in _graphs(function):
+    for graph in graphs(function):
         for node in graph.node:
             match node.output[0]:
                 case "longest" | "most_attended":  # row, or list of keys
@@ -119,15 +120,6 @@ def _read_everything(function: onnx.FunctionProto, capacity: int) -> None:
                 case _:
                     continue
             node.CopyFrom(onnx.helper.make_node("Constant", [], list(node.output), **made))
-
-
-def _graphs(holder: onnx.FunctionProto | onnx.GraphProto) -> Iterator[onnx.FunctionProto | onnx.GraphProto]:
-    """The graph or function and the graphs inside its nodes."""
-    yield holder
-    for node in holder.node:
-        for attribute in node.attribute:
-            if attribute.HasField("g"):
-                yield from _graphs(attribute.g)
 
 
 def _fold(model: onnx.ModelProto) -> onnx.ModelProto:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mlx_sparse.checks import BLOCK_SIZES
 
@@ -24,6 +24,11 @@ class Tensor:
     def dims(self) -> list[str | int]:
         return [int(axis) if axis.isdigit() else axis for axis in self.axes.split()]
 
+    @property
+    def as_keys(self) -> bool:
+        """Whether its type and shape are those of the keys in the caches."""
+        return (self.type, self.axes) == ("T", "B Hkv C D")
+
 
 @dataclass(frozen=True)
 class Attribute:
@@ -42,13 +47,28 @@ class Attribute:
 
 @dataclass(frozen=True)
 class Operator:
-    """One operator of the domain; its body is bodies/NAME.onnxtxt."""
+    """One operator of the domain.
+
+    Its body is bodies/NAME.onnxtxt, or that of ``base`` with `PROMPTS` in place of exact attention.
+    """
 
     name: str
     doc: str
     attributes: tuple[Attribute, ...]
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
+    base: str = ""
+
+    @property
+    def attribute_names(self) -> list[str]:
+        return [attribute.name for attribute in self.attributes]
+
+    @property
+    def states(self) -> dict[str, Tensor]:
+        """What it takes as ``past_NAME`` and gives as ``present_NAME``, by that name."""
+        given = {tensor.name for tensor in self.outputs}
+        pasts = {tensor.name.removeprefix("past_"): tensor for tensor in self.inputs}
+        return {name: tensor for name, tensor in pasts.items() if f"present_{name}" in given}
 
     @property
     def weighted(self) -> bool:
@@ -101,6 +121,7 @@ _DENSE_PROMPT = Attribute(
     "Attend densely to prompts while the rows, the new tokens included, have fewer keys; 0 never does.",
     0,
 )
+PROMPTS = "PromptAttention"  # a function that bodies call, no operator: it has no schema and no kernel of its own
 _WHEN_SAMPLED = (
     "Sampled are pieces of a prompt of more than `block_size` tokens, without padding and with rows of one length of "
     "`dense_prompt_below` keys or more"
@@ -184,7 +205,7 @@ _SAAP_NETWORK = (
     Tensor("out_bias", "W", "Hkv N", "Its biases; zeros where there are none."),
 )
 
-OPERATORS: Mapping[str, Operator] = {
+_OWN = {
     operator.name: operator
     for operator in (
         Operator(
@@ -291,23 +312,6 @@ OPERATORS: Mapping[str, Operator] = {
             (_OUTPUT, *_SPARQ_PRESENT),
         ),
         Operator(
-            "SampleAttention",
-            f"`Append`, then attend over the caches: `Sample` to some pieces of a prompt, `DenseAttention` with window "
-            f"0 elsewhere. {_WHEN_SAMPLED}. The next `past_length` is `past_length` + L.",
-            (*_SAMPLE, _DENSE_PROMPT),
-            (_QUERY, _KEY, _VALUE, _PAST_KEY, _PAST_VALUE, _PAST_LENGTH, _PADDING),
-            (_OUTPUT, _PRESENT_KEY, _PRESENT_VALUE),
-        ),
-        Operator(
-            "SampleSparQAttention",
-            f"`SparQAppend`, then attend: `SparQ` where L is 1 and the longest row has `dense_below` keys or more, "
-            f"`Sample` to some pieces of a prompt, `DenseAttention` with window 0 elsewhere. {_WHEN_SAMPLED}. The next "
-            "`past_length` is `past_length` + L.",
-            (*_SPARQ, _LANES, _DENSE_BELOW, *_SAMPLE[1:-1], _DENSE_PROMPT),
-            (_QUERY, _KEY, _VALUE, *_SPARQ_PAST),
-            (_OUTPUT, *_SPARQ_PRESENT),
-        ),
-        Operator(
             "SaapAttention",
             "`Append`, also the buckets of the new keys (saap.1), then attend. Where L is 1 and the longest row has "
             "`dense_below` keys or more, the queries of a group visit `probes` buckets (saap.5), (saap.8), and attend "
@@ -337,3 +341,24 @@ OPERATORS: Mapping[str, Operator] = {
         ),
     )
 }
+
+
+def _sampling(base: Operator) -> Operator:
+    """The operator that attends by SampleAttention to pieces of prompts, and is ``base`` otherwise."""
+    kept = tuple(attribute for attribute in base.attributes if attribute is not _WINDOW)
+    same = f"`{base.name}`" + (" with window 0" if _WINDOW in base.attributes else "")
+    return replace(
+        base,
+        name=f"Sample{base.name.removeprefix('Cached')}",
+        doc=f"{same}, but `Sample` to some pieces of a prompt. {_WHEN_SAMPLED}.",
+        attributes=(*kept, *_SAMPLE[1:-1], _DENSE_PROMPT),
+        base=base.name,
+    )
+
+
+# Whatever appends to caches and attends can sample prompts.
+_PAIRS = {pair.name: pair for pair in map(_sampling, _OWN.values()) if pair.states and pair.outputs[0] is _OUTPUT}
+OPERATORS: Mapping[str, Operator] = {**_OWN, **_PAIRS}
+# States that a file cannot keep among its keys and values.
+RECURRENT = sorted({name for each in _OWN.values() for name, state in each.states.items() if not state.as_keys})
+SAMPLING: Mapping[str, str] = {pair.base: name for name, pair in _PAIRS.items()}  # what also samples prompts

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from .build import functions
 from .domain import COMPAT, DEFAULT, DOMAIN, SPEC, VERSION
-from .operators import OPERATORS, Operator, T, Tensor, W
+from .operators import OPERATORS, PROMPTS, Operator, T, Tensor, W
 
 _HEAD = f"""# ONNX operators
 
@@ -45,6 +45,7 @@ def _section(operator: Operator) -> str:
     body = functions([operator.name])[-1]
     called = sorted({f"`{node.name}`" for node in functions([operator.name])[:-1]})
     calls = f", and calls {' and '.join(called)}" if called else ""
+    with_prompts = f", with {_body(PROMPTS)} in place of `DenseAttention`" if operator.base else ""
     return "\n".join(
         [
             f'## <a name="{DOMAIN}.{operator.name}"></a>**{DOMAIN}.{operator.name}**',
@@ -79,11 +80,14 @@ def _section(operator: Operator) -> str:
             "",
             "#### Body",
             "",
-            f"[onnx_export/bodies/{operator.name}.onnxtxt](../../onnx_export/bodies/{operator.name}.onnxtxt): "
-            f"{len(body.node)} nodes{calls}.",
+            f"{_body(operator.base or operator.name)}{with_prompts}: {len(body.node)} nodes{calls}.",
             "",
         ]
     )
+
+
+def _body(name: str) -> str:
+    return f"[onnx_export/bodies/{name}.onnxtxt](../../onnx_export/bodies/{name}.onnxtxt)"
 
 
 def _line(tensor: Tensor) -> str:

@@ -87,8 +87,8 @@ def _parser() -> argparse.ArgumentParser:
         "--method",
         default="sparq",
         metavar="METHOD[:KEY=VALUE,...]",
-        help="'dense'; 'sparq' or 'saap' for decoding, 'sample' for prompts, 'sample+sparq' for both, with parameters "
-        "such as 'sparq:rank=16,top_k=256' or 'saap:artefact=FILE,probes=32' (default: sparq).",
+        help="'dense'; 'sparq' or 'saap' for decoding, 'sample' for prompts, or both, such as 'sample+sparq', with "
+        "parameters such as 'sparq:rank=16,top_k=256' or 'saap:artefact=FILE,probes=32' (default: sparq).",
     )
     parser.add_argument(
         "--attn-config",

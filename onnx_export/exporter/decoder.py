@@ -8,22 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from onnx import TensorProto
 
-from mlx_sparse.checks import check_local_window
-from mlx_sparse.methods import SAAP, Dense, Method, Sample, SparQ
+from mlx_sparse.methods import Sample
 
 from .. import build
+from ..operators import OPERATORS, SAMPLING, Tensor
 from .families import Family, Rope, head_dim, rope_of, window_of
 from .graph import Graph
-from .saap_weights import Index
+from .methods import EXACT, sample
+from .methods.base import Decoding
 from .weights import Weights
 
 FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64
+CONV = Tensor("conv", "tensor(float)", "B 1 1", "Nothing: onnxruntime-genai wants it beside every state.")
 
 
 @dataclass(frozen=True)
@@ -31,19 +32,18 @@ class Target:
     """What is made of a model.
 
     Attributes:
-        method: how tokens decode: dense, SparQ or SAAP, with every automatic choice settled.
-        prompts: how prompts attend, with every automatic choice settled; None if densely.
+        decode: how tokens decode.
+        prompts: how prompts attend, with every automatic choice settled; None if exactly.
         max_length: tokens that the caches must hold.
         lanes: keys per chunk of component-major keys.
         dtype: of caches and of weights that are not quantised.
         dequantise: store quantised weights in ``dtype`` too.
         genai: lay the caches out so that onnxruntime-genai finds them.
-        rows: batch size of a graph without symbolic sizes, which takes one token at a time and is sparse wherever more
-            than ``top_k`` keys are; None otherwise.
-        index: centroids and networks of SAAP; None without it.
+        rows: batch size of a graph without symbolic sizes, which takes one token at a time and is sparse wherever there
+            are keys to leave out; None otherwise.
     """
 
-    method: Method
+    decode: Decoding
     max_length: int
     lanes: int
     dtype: str
@@ -51,16 +51,23 @@ class Target:
     genai: bool = True
     rows: int | None = None
     prompts: Sample | None = None
-    index: Index | None = None
 
     @property
     def text(self) -> str:
         """Both methods as text."""
-        method = self.method
-        if isinstance(method, SAAP) and method.artefact is not None:
-            method = replace(method, artefact=Path(method.artefact).name)  # where it lay is nobody's business
-        decode = [] if self.prompts is not None and isinstance(method, Dense) else [str(method)]
-        return "+".join([*([] if self.prompts is None else [str(self.prompts)]), *decode])
+        if self.prompts is None:
+            return self.decode.text
+        return str(self.prompts) if self.decode == EXACT else f"{self.prompts}+{self.decode.text}"
+
+    def attributes(self, decode: Decoding, *, sampled: bool) -> dict[str, float]:
+        """Attributes of a layer's node but ``scale`` and ``window``."""
+        prompts = sample.attributes(self.prompts) if sampled and self.prompts else {}
+        return {**decode.attributes(self.lanes), **prompts}
+
+    def shortened(self) -> Target:
+        """With methods that short prompts show the sparsity of."""
+        prompts = self.prompts and sample.shortened(self.prompts)
+        return replace(self, decode=self.decode.shortened(static=self.rows is not None), prompts=prompts)
 
     @property
     def capacity(self) -> int:
@@ -89,7 +96,8 @@ class Decoder:
     ) -> None:
         self.model, self.family, self.target, self.g = model, family, target, graph
         self.weights = Weights(graph, target.dtype, dequantise=target.dequantise, written=written)
-        self._sparse_layers = 0
+        self._virtual = 0  # states in layers after the last
+        self._sizes: dict[str | int, str | int] = {}
         self._angles: dict[Rope, tuple[str, str]] = {}
 
     def add(self) -> None:
@@ -105,7 +113,7 @@ class Decoder:
         for i, layer in enumerate(inner.layers):
             g.scope = f"layers.{i}/"
             h = self._layer(i, layer, h)
-        self._fill_last_virtual_layer(len(inner.layers))
+        self._fill_last_virtual_layer()
         g.scope = ""
         last = g.op("Gather", h, g.constant([-1]), axis=1)
         last = self._norm("model.norm", inner.norm, last)
@@ -203,20 +211,15 @@ class Decoder:
         rope, before = rope_of(attention.rope), [q, k]
         if rope is not None:
             q, k = self._turned(rope, q, D), self._turned(rope, k, D)
-        routing = self._before(i, before, [q, k])
-        parts = [self._stored(g.op("Transpose", part, perm=[0, 2, 1, 3])) for part in (q, k, v, *routing)]
-        out = self._attend(i, parts, (Hq, Hkv, D), float(attention.scale), window_of(layer, self.model))
+        window = window_of(layer, self.model)
+        decode = EXACT if window or not self.target.decode.serves(i) else self.target.decode
+        taken = {"query": q, "key": k, "value": v, **decode.routing(before, [q, k])}
+        values = {name: self._stored(g.op("Transpose", part, perm=[0, 2, 1, 3])) for name, part in taken.items()}
+        out = self._attend(i, decode, values, (Hkv, D), float(attention.scale), window)
         if self.target.dtype != "float32":
             out = g.op("Cast", out, to=FLOAT)
         flat = g.op("Reshape", g.op("Transpose", out, perm=[0, 2, 1, 3]), g.constant([0, 0, Hq * D]))
         return self.weights.linear(f"{name}.o_proj", attention.o_proj, flat)
-
-    def _before(self, i: int, before: list[str], after: list[str]) -> list[str]:
-        """Which of its queries and keys choose the buckets of a layer; none where it has none."""
-        index = self.target.index
-        if index is None or i not in index.layers:
-            return []
-        return after if index.roped else before
 
     def _stored(self, value: str) -> str:
         """A value in the type of the caches."""
@@ -262,94 +265,52 @@ class Decoder:
             g.scope = scope
         return self._angles[rope]
 
-    def _attend(self, i: int, parts: list[str], sizes: tuple[int, int, int], scale: float, window: int) -> str:
-        """The attention node of a layer, its caches and its output (B, Hq, L, D).
+    def _attend(
+        self, i: int, decode: Decoding, values: dict[str, str], sizes: tuple[int, int], scale: float, window: int
+    ) -> str:
+        """The attention node of a layer, its states and its output (B, Hq, L, D).
 
-        ``parts`` are queries, keys and values, and with SAAP queries and keys before RoPE.
+        ``values`` are inputs of the node that the layer computes, ``sizes`` KV heads and head dim.
         """
-        g, method = self.g, self.target.method
-        _, Hkv, D = sizes
-        self._cache_dims: list[str | int] = ["batch", Hkv, self.target.capacity, D]
-        past_key, present_key = self._cache(f"{i}.key")
-        past_value, present_value = self._cache(f"{i}.value")
-        output = f"{g.scope}attended"
-        prompts = self._sample_attributes()
-        if isinstance(method, SAAP) and len(parts) > 3:
-            dims: list[str | int] = ["batch", Hkv, self.target.capacity]
-            past_ids = g.input(f"past_bucket_ids.{i}", TensorProto.INT16, dims)
-            present_ids = g.output(f"present_bucket_ids.{i}", TensorProto.INT16, dims)
-            self._convolution(i)
-            assert self.target.index is not None
-            weights = self.target.index.store(g, i, scale)
-            inputs = [*parts, past_key, past_value, past_ids, self.past_length, self.padding, *weights]
-            outputs = [output, present_key, present_value, present_ids]
-            g.add(build.node("SaapAttention", inputs, outputs, **self._saap_attributes(method), scale=scale))
-            return output
-        if not isinstance(method, SparQ) or window:
-            inputs = [*parts, past_key, past_value, self.past_length, self.padding]
-            outputs = [output, present_key, present_value]
-            if prompts and not window:
-                g.add(build.node("SampleAttention", inputs, outputs, **prompts, scale=scale))
-            else:
-                g.add(build.node("CachedAttention", inputs, outputs, scale=scale, window=window))
-            return output
-        past_key_t, present_key_t = self._cache(self._virtual_layer())
-        self._sparse_layers += 1
-        dims = ["batch", Hkv, 3, D]
-        past_sums = g.input(f"past_sums.{i}", FLOAT, dims)
-        present_sums = g.output(f"present_sums.{i}", FLOAT, dims)
-        self._convolution(i)
-        inputs = [*parts, past_key, past_key_t, past_value, past_sums, self.past_length, self.padding]
-        outputs = [output, present_key, present_key_t, present_value, present_sums]
-        name = "SampleSparQAttention" if prompts else "SparQAttention"
-        g.add(build.node(name, inputs, outputs, **self._sparq_attributes(method), **prompts, scale=scale))
-        return output
+        g, capacity = self.g, self.target.capacity
+        sampled = self.target.prompts is not None and not window
+        operator = OPERATORS[SAMPLING[decode.operator] if sampled else decode.operator]
+        attributes = {**self.target.attributes(decode, sampled=sampled), "scale": scale}
+        if "window" in operator.attribute_names:
+            attributes["window"] = window
+        self._sizes = {"B": "batch", "Hkv": sizes[0], "C": capacity, "D": sizes[1]}
+        self._sizes.update(decode.axes(capacity))
+        outputs = {"output": f"{g.scope}attended"}
+        states = operator.states
+        for name in sorted(states, key=lambda name: name not in ("key", "value")):
+            values[f"past_{name}"], outputs[f"present_{name}"] = self._state(i, name, states[name])
+        if self.target.genai and not all(state.as_keys for state in states.values()):
+            past, present = self._state(i, "conv", CONV)
+            g.op("Identity", past, output=present)
+        values |= {"past_length": self.past_length, "left_padding": self.padding, **decode.weights(g, i, scale)}
+        taken = [values[tensor.name] for tensor in operator.inputs]
+        given = [outputs[tensor.name] for tensor in operator.outputs]
+        g.add(build.node(operator.name, taken, given, **attributes))
+        return outputs["output"]
 
-    def _convolution(self, i: int) -> None:
-        """What onnxruntime-genai wants beside every state."""
-        if self.target.genai:
-            dims: list[str | int] = ["batch", 1, 1]
-            conv = self.g.input(f"past_conv.{i}", FLOAT, dims)
-            self.g.op("Identity", conv, output=self.g.output(f"present_conv.{i}", FLOAT, dims))
+    def _state(self, i: int, name: str, state: Tensor) -> tuple[str, str]:
+        """Input and output of a state of layer ``i``.
 
-    def _saap_attributes(self, method: SAAP) -> dict[str, int]:
-        names = ("probes", "sink_tokens", "recent_tokens", "dense_below")
-        return {name: int(getattr(method, name)) for name in names}
+        onnxruntime-genai knows keys and values only: other states like keys lie in layers after the last.
+        """
+        past, present, place = f"past_{name}", f"present_{name}", str(i)
+        if state.as_keys:
+            past, present, place = "past_key_values", "present", f"{i}.{name}"
+            if name not in ("key", "value"):
+                layer, odd = divmod(self._virtual, 2)
+                place = f"{len(self.model.layers) + layer}.{'value' if odd else 'key'}"
+                self._virtual += 1
+        element = build.element(state.type, T=self.target.dtype)
+        dims = [self._sizes.get(axis, axis) for axis in state.dims]
+        return self.g.input(f"{past}.{place}", element, dims), self.g.output(f"{present}.{place}", element, dims)
 
-    def _sparq_attributes(self, method: SparQ) -> dict[str, int]:
-        return {
-            "rank": method.rank,
-            "top_k": method.top_k,
-            "local_window": check_local_window(method.local_window, method.top_k),
-            "reallocate": int(bool(method.reallocate)),
-            "group_reduce": ("softmax", "logits").index(method.group_reduce),
-            "component_score": ("query", "query_key").index(method.component_score),
-            "lanes": self.target.lanes,
-            "dense_below": int(method.dense_below),
-        }
-
-    def _sample_attributes(self) -> dict[str, float]:
-        """Empty where prompts attend densely."""
-        prompts = self.target.prompts
-        if prompts is None:
-            return {}
-        return {**prompts.parameters(), "dense_prompt_below": int(prompts.dense_below)}
-
-    def _virtual_layer(self) -> str:
-        """Where the component-major keys of the next SparQ layer live: onnxruntime-genai knows only keys and values."""
-        layer, odd = divmod(self._sparse_layers, 2)
-        return f"{len(self.model.layers) + layer}.{'value' if odd else 'key'}"
-
-    def _fill_last_virtual_layer(self, layers: int) -> None:
-        """An odd number of SparQ layers leaves the last virtual layer without values, which genai expects."""
-        if self.target.genai and self._sparse_layers % 2:
-            past, present = self._cache(self._virtual_layer())
+    def _fill_last_virtual_layer(self) -> None:
+        """An odd number of states in such layers leaves the last one without values, which genai expects."""
+        if self.target.genai and self._virtual % 2:
+            past, present = self._state(0, "none", OPERATORS["Append"].states["key"])
             self.g.op("Identity", past, output=present)
-
-    def _cache(self, name: str) -> tuple[str, str]:
-        """Input and output of one cache."""
-        element = build.TYPES[self.target.dtype]
-        return (
-            self.g.input(f"past_key_values.{name}", element, self._cache_dims),
-            self.g.output(f"present.{name}", element, self._cache_dims),
-        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import shutil
@@ -11,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import onnx
@@ -20,23 +19,24 @@ from mlx_lm import utils
 from tqdm import tqdm
 
 import mlx_sparse
-from mlx_sparse.checks import ConfigError, check_choice, check_int, check_local_window, check_rank, meant
-from mlx_sparse.lm.model import resolve
-from mlx_sparse.methods import METHODS, SAAP, Dense, Method, Sample, SparQ, load_toml, parse
+from mlx_sparse.checks import ConfigError, check_choice, check_int, meant
+from mlx_sparse.methods import Dense, Method, Sample, load_toml, parse
 
 from .. import build
 from .. import lower as lowering
-from ..defaults import SAMPLE_BELOW, SAMPLE_PIECE, dense_below, lanes_for, saap_dense_below
+from ..defaults import SAMPLE_PIECE, lanes_for
 from ..domain import COMPAT, DEFAULT, DOMAIN, SPEC
-from ..runtime.genai import write_config
+from ..runtime.genai import ends_of, write_config
 from .decoder import Decoder, Target
-from .families import check_modules, family_of, head_dim
+from .families import check_modules, family_of
 from .graph import DataFile, Graph
-from .saap_weights import Index, index_of
-from .verify import Agreement, compare, reference
+from .methods import DECODE, sample
+from .verify.compare import Agreement, compare
+from .verify.reference import reference
 from .weights import QUANTISED
 
-EXPORTED: tuple[set[type[Method]], ...] = ({Dense}, {SparQ}, {Sample}, {Sample, SparQ}, {SAAP})
+_NAMES = [kind.name for kind in DECODE]
+EXPORTED = [*_NAMES, Sample.name, *(f"{Sample.name}+{name}" for name in _NAMES if name != Dense.name)]
 MOST = 2**31 - 1  # rows or tokens
 MAX_LENGTH = 4096  # where the model allows it and --max-length does not say otherwise
 # What tokenizers are made of; whatever of it the model has is copied.
@@ -93,8 +93,8 @@ def export(
     Args:
         model: a folder, or a repository of the hub, that mlx-lm loads.
         out: a folder that does not exist or is empty; it appears when everything has been written and verified.
-        method: dense, sparq, sample, sample+sparq or saap, with [:key=value,...].
-        attn_config: TOML file with tables [sparq], [sample] and [saap]; ``method`` wins over it.
+        method: one of `EXPORTED` with [:key=value,...].
+        attn_config: TOML file with a table for each method, such as [sparq]; ``method`` wins over it.
         max_length: tokens the caches hold; by default the model's own limit, at most `MAX_LENGTH`.
         dtype: float32, float16 or bfloat16, of caches and unquantised weights; by default the model's. Asked for by
             name, float32 also dequantises.
@@ -119,17 +119,15 @@ def export(
     family = family_of(settings)
     check_modules(loaded, dequantise=dtype == "float32")
     length = length_of(settings, "--static", static[1]) if static else length_of(settings, "--max-length", max_length)
-    index = index_of(config, loaded) if isinstance(config, SAAP) else None
     target = Target(
-        settle(config, loaded, branches=not static, index=index),
+        DECODE[type(config)].settled(config, loaded, branches=not static),
         max_length=length,
         lanes=lanes_for(length),
         dtype=dtype or own_type(loaded),
         dequantise=dtype == "float32",
         genai=genai and not inline and not static,
         rows=static and static[0],
-        prompts=None if prompts is None else settle_prompts(prompts, length),
-        index=index,
+        prompts=prompts and sample.settled(prompts, length),
     )
 
     def lower(proto: onnx.ModelProto) -> onnx.ModelProto:
@@ -151,8 +149,7 @@ def export(
             bar.update()
             agreement = compare(proto, made, expected, target, lower)
             bar.update()
-    sparse_from = int(target.method.dense_below) if isinstance(target.method, (SparQ, SAAP)) else None
-    return Exported(folder, target.text, length, nbytes, agreement, sparse_from)
+    return Exported(folder, target.text, length, nbytes, agreement, target.decode.sparse_from)
 
 
 def _check_sizes(dtype: str | None, max_length: int | None, static: tuple[int, int] | None) -> None:
@@ -173,61 +170,13 @@ def methods_of(text: str, attn_config: str | Path | None) -> tuple[Sample | None
         ConfigError: they are not such as can be exported, or a key or value is wrong.
     """
     base = load_toml(attn_config) if attn_config is not None else {}
-    known = "--method: expected dense, sparq, sample, sample+sparq or saap, with [:key=value,...]"
     names = [part.partition(":")[0].strip() for part in text.split("+")]
-    if {METHODS.get(name) for name in names} not in EXPORTED:
-        raise ConfigError(f"{known}, got {text!r}.{meant(names[-1], METHODS)}")
-    configs = {type(config): config for config in parse(text, base)}
-    prompts = configs.get(Sample)
-    assert prompts is None or isinstance(prompts, Sample)
-    return prompts, configs.get(SparQ) or configs.get(SAAP) or Dense()
-
-
-def settle_prompts(config: Sample, max_length: int) -> Sample:
-    """SampleAttention with one setting for all contexts, as an operator's attributes are.
-
-    Raises:
-        ConfigError: several ranges of contexts that fit in ``max_length`` have settings of their own, or a density is
-            to decide.
-    """
-    if config.dense_above not in ("auto", 1):
-        raise ConfigError(
-            f"dense_above: expected auto or 1, as a file attends by its blocks however many it has chosen, got "
-            f"{config.dense_above}. Give dense_below instead."
-        )
-    settled = {config.at(S) for S in (1, *(entry.up_to for entry in config.ranges if entry.up_to <= max_length))}
-    if len(settled) > 1:
-        raise ConfigError(
-            f"ranges: expected one setting for all contexts up to {max_length} tokens, which a file has, got "
-            f"{len(settled)}. Give alpha_column, alpha_slash and chunks instead."
-        )
-    below = SAMPLE_BELOW if config.dense_below == "auto" else config.dense_below
-    return dataclasses.replace(settled.pop(), dense_below=below)
-
-
-def settle(config: Method, model: Any, *, branches: bool = True, index: Index | None = None) -> Method:
-    """SparQ with every automatic choice made as `mlx_sparse.enable` makes it; SAAP, which has an ``index``, likewise.
-
-    Without ``branches`` the graph cannot turn to dense attention in short contexts, but for those of which everything
-    is attended.
-    """
-    if isinstance(config, SAAP):
-        assert index is not None
-        below = saap_dense_below(config, *index.sizes) if branches else config.attended + 1
-        return dataclasses.replace(config, dense_below=below)
-    if not isinstance(config, SparQ):
-        return config
-    args = model.args
-    D = head_dim(model.layers[0].self_attn)
-    check_rank(config.rank, D)
-    resolved = resolve(config, model)
-    assert isinstance(resolved, SparQ)
-    return dataclasses.replace(
-        resolved,
-        local_window=check_local_window(config.local_window, config.top_k),
-        reallocate=resolved.reallocates(args.num_attention_heads // args.num_key_value_heads),
-        dense_below=dense_below(config, D) if branches else config.top_k + 1,
-    )
+    if set(names) not in [set(known.split("+")) for known in EXPORTED]:
+        known = f"{', '.join(EXPORTED[:-1])} or {EXPORTED[-1]}, with [:key=value,...]"
+        raise ConfigError(f"--method: expected {known}, got {text!r}.{meant(names[-1], EXPORTED)}")
+    configs = {config.name: config for config in parse(text, base)}
+    prompts = cast("Sample | None", configs.pop(Sample.name, None))
+    return prompts, next(iter(configs.values()), Dense())
 
 
 def check_free(folder: Path) -> None:
@@ -339,7 +288,6 @@ def _write(
 
 def metadata(target: Target, settings: Mapping[str, Any]) -> dict[str, str]:
     """What a runner must know of the file."""
-    eos = settings.get("eos_token_id")
     said = {
         "spec": SPEC,
         "version": mlx_sparse.__version__,
@@ -347,7 +295,7 @@ def metadata(target: Target, settings: Mapping[str, Any]) -> dict[str, str]:
         "model_type": settings["model_type"],
         "max_length": target.max_length,
         "dtype": target.dtype,
-        "eos_token_ids": json.dumps(eos if isinstance(eos, list) else [] if eos is None else [eos]),
+        "eos_token_ids": json.dumps(ends_of(settings)),
     }
     if target.prompts is not None:
         said["prompt_piece"] = SAMPLE_PIECE

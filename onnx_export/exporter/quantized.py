@@ -13,17 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import numpy as np
 
-from mlx_sparse.checks import ArtefactError, ConfigError, check_choice
+from mlx_sparse.checks import ArtefactError
 
 BITS = (4, 8)  # of the operators
-MLX_BITS = (1, 2, 3, 4, 5, 6, 8)
-GROUP_SIZES = (32, 64, 128)
-TYPES = ("float32", "float16", "bfloat16")  # of scales and biases
 ULP = 2.0**-23  # of float32, relative
 SLAB = 1 << 24  # weights dequantised at a time: the work arrays stay in the hundreds of MB
 REMEDY = "Export with --dtype float32, which dequantises the weights."
@@ -91,24 +87,14 @@ class Blocks:
 
 
 def blocks(
-    name: str,
-    weight: np.ndarray,
-    scales: np.ndarray,
-    biases: np.ndarray,
-    *,
-    group_size: int,
-    bits: int,
-    mode: str = "affine",
+    name: str, weight: np.ndarray, scales: np.ndarray, biases: np.ndarray, *, group_size: int, bits: int
 ) -> Blocks:
-    """Convert one weight; ``name`` is for messages. The bias of a linear layer is no part of this.
+    """Convert one weight of `BITS` bits, quantised as "affine"; the bias of a linear layer is no part of this.
 
     Raises:
-        ConfigError: a mode, bits or group size that the operators do not know.
-        ArtefactError: arrays that do not fit together.
+        ArtefactError: numbers that are not finite, of the weight called ``name``.
     """
-    _check(name, weight, scales, biases, group_size, bits, mode)
-    if bits not in BITS:
-        raise ConfigError(f"{name}: expected a weight of 4 or 8 bits, got {bits}. {REMEDY}")
+    _check_finite(name, scales, biases, bits)
     step, bias = _float32(scales), _float32(biases)
     codes = np.ascontiguousarray(weight).view(np.uint8).reshape(*step.shape, group_size * bits // 8)
     flat = step == 0
@@ -124,22 +110,14 @@ def blocks(
 
 
 def dequantised(
-    name: str,
-    weight: np.ndarray,
-    scales: np.ndarray,
-    biases: np.ndarray,
-    *,
-    group_size: int,
-    bits: int,
-    mode: str = "affine",
+    name: str, weight: np.ndarray, scales: np.ndarray, biases: np.ndarray, *, group_size: int, bits: int
 ) -> np.ndarray:
     """The weight ``scale * code + bias`` in float32 (N, K), computed in float64 and rounded once.
 
     Raises:
-        ConfigError: a mode, bits or group size that is not MLX's affine quantisation.
-        ArtefactError: arrays that do not fit together.
+        ArtefactError: numbers that are not finite, of the weight called ``name``.
     """
-    _check(name, weight, scales, biases, group_size, bits, mode)
+    _check_finite(name, scales, biases, bits)
     N, groups = scales.shape
     made = np.empty((N, groups, group_size), np.float32)
     for rows in _slabs(N, groups * group_size):
@@ -164,43 +142,8 @@ def _float32(array: np.ndarray) -> np.ndarray:
     return array.astype(np.float32)
 
 
-def _check(
-    name: str,
-    weight: np.ndarray,
-    scales: np.ndarray,
-    biases: np.ndarray,
-    group_size: int,
-    bits: int,
-    mode: str,
-) -> None:
-    for what, value, known in (
-        ("mode", mode, ("affine",)),
-        ("bits", bits, MLX_BITS),
-        ("group_size", group_size, GROUP_SIZES),
-    ):
-        try:
-            check_choice(f"{name}: {what} of the quantised weight", value, known)
-        except ConfigError as error:
-            raise ConfigError(f"{error} {REMAKE}") from None
-    for what, array in (("weight", weight), ("scales", scales), ("biases", biases)):
-        if not isinstance(array, np.ndarray) or array.ndim != 2 or not prod(array.shape):
-            got = f"shape {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
-            raise ArtefactError(f"{name}: expected {what} to be a NumPy array of 2 axes, none empty, got {got}.")
-    if weight.dtype != np.uint32:
-        raise ArtefactError(f"{name}: expected weight of dtype uint32, got {weight.dtype}.")
-    types = {"bfloat16" if array.dtype == np.uint16 else str(array.dtype) for array in (scales, biases)}
-    if len(types) > 1 or not types <= set(TYPES):
-        raise ArtefactError(
-            f"{name}: expected scales and biases of one dtype of {', '.join(TYPES)}, got {' and '.join(sorted(types))}."
-        )
-    groups, rest = divmod(weight.shape[1] * 32, bits * group_size)
-    fitting = (weight.shape[0], groups)
-    if scales.shape != fitting or biases.shape != fitting or rest:
-        raise ArtefactError(
-            f"{name}: expected scales and biases of shape {fitting} for a weight of shape {weight.shape} "
-            f"with bits={bits} and group_size={group_size}, got {scales.shape} and {biases.shape}."
-        )
-    # Not finite itself, or out of float32 at the largest code.
+def _check_finite(name: str, scales: np.ndarray, biases: np.ndarray, bits: int) -> None:
+    """Raise `ArtefactError` for numbers that are not finite themselves, or out of float32 at the largest code."""
     reach = np.abs(_float32(scales)) * np.float64(2**bits - 1) + np.abs(_float32(biases))
     if not np.max(reach) <= np.finfo(np.float32).max:
         raise ArtefactError(f"{name}: expected finite weights, got scales or biases that are NaN or too large.")

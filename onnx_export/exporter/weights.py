@@ -132,8 +132,7 @@ class Weights:
     def _halves(self, name: str, module: Any) -> tuple[list[Blocks], str | None]:
         """A quantised matrix as one or two of 4 bits, and the stored offsets (N, blocks) that it needs, if any."""
         arrays = self._arrays(name, module)
-        how = {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
-        made = blocks(f"{name}.weight", *arrays, **how)
+        made = blocks(f"{name}.weight", *arrays, group_size=module.group_size, bits=module.bits)
         offsets = None if made.offsets is None else self._graph.weight(f"{name}.offsets", made.offsets)
         return [made] if made.bits == 4 else list(made.halves()), offsets
 

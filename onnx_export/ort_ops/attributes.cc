@@ -35,7 +35,7 @@ constexpr IntAttribute kInts[] = {
     {"dense_below", &Attributes::dense_below, 0, kAny, kDenseBelow},
     {"chunks", &Attributes::chunks, 1, kMost, kSample},
     {"block_size", &Attributes::block_size, 32, kBlock, kSample},
-    {"dense_prompt_below", &Attributes::dense_prompt_below, 0, kAny, kPrompts},
+    {"dense_prompt_below", &Attributes::dense_prompt_below, 0, kAny, kDensePrompt},
 };
 
 }  // namespace

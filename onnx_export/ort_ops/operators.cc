@@ -176,9 +176,9 @@ void compute_sample(const Attributes& attributes, const Context& context) {
   sample.attend(pool);
 }
 
-// The new tokens of a prompt, by SampleAttention where it has something to leave out.
+// The new tokens exactly, or by SampleAttention where there are attributes of it and it has something to leave out.
 void attend_prompt(const Attributes& attributes, Attention& a, const Pool& pool) {
-  bool sampled = a.L > attributes.block_size && a.length[0] >= attributes.dense_prompt_below;
+  bool sampled = attributes.block_size && a.L > attributes.block_size && a.length[0] >= attributes.dense_prompt_below;
   for (int64_t b = 0; b < a.B; b++) sampled = sampled && a.first[b] == 0 && a.length[b] == a.length[0];
   if (!sampled) return attend_densely(a, pool);
   Sample sample(a, sample_of(attributes));
@@ -202,7 +202,6 @@ Attention attention_over(const Attributes& attributes, const Context& context, c
   return a;
 }
 
-// CachedAttention, and SampleAttention where the signature has its attributes.
 void compute_cached(const Attributes& attributes, const Context& context) {
   const Tensor query = context.input(0, "query", 'T'), padding = context.input(6, "left_padding", 'i');
   const Caches caches(context, 1, 3, 4, 5);
@@ -213,8 +212,7 @@ void compute_cached(const Attributes& attributes, const Context& context) {
   a.output = context.output(0, {a.B, a.Hq, a.L, a.D});
   a.keys = append.present_key = context.output(1, {a.B, a.Hkv, a.C, a.D});
   a.values = append.present_value = context.output(2, {a.B, a.Hkv, a.C, a.D});
-  const Pool pool(context.api(), context.context());
-  attributes.block_size ? attend_prompt(attributes, a, pool) : attend_densely(a, pool);
+  attend_prompt(attributes, a, Pool(context.api(), context.context()));
 }
 
 // The caches that SparQ has besides: inputs `key_t_at` and `sums_at`, outputs from `first` on.
@@ -253,7 +251,6 @@ void compute_sparq_append(const Attributes& attributes, const Context& context) 
   }
 }
 
-// SparQAttention, and SampleSparQAttention where the signature has the attributes of Sample.
 void compute_sparq_attention(const Attributes& attributes, const Context& context) {
   const Tensor query = context.input(0, "query", 'T'), padding = context.input(8, "left_padding", 'i');
   const Caches caches(context, 1, 3, 5, 7);
@@ -266,8 +263,7 @@ void compute_sparq_attention(const Attributes& attributes, const Context& contex
   add_sparq_caches(attributes, context, append, a.B, 4, 6, 1, a.first);
   a.keys = append.present_key, a.values = append.present_value;
   const Pool pool(context.api(), context.context());
-  if (a.L > 1 && attributes.block_size) return attend_prompt(attributes, a, pool);
-  if (a.L > 1 || longest_of(a) < attributes.dense_below) return attend_densely(a, pool);
+  if (a.L > 1 || longest_of(a) < attributes.dense_below) return attend_prompt(attributes, a, pool);
   s.keys_t = append.present_key_t, s.lanes = attributes.lanes, s.plane = a.C * a.D, s.sums = append.present_sums;
   clamp_choice(s, longest_of(a));
   attend_sparsely(a, s, pool);
@@ -312,7 +308,7 @@ void compute_saap_attention(const Attributes& attributes, const Context& context
   assign.past_ids = past_ids.shorts(), assign.present_ids = ids;
   append.assign = &assign;
   const Pool pool(context.api(), context.context());
-  if (a.L > 1 || longest_of(a) < attributes.dense_below) return attend_densely(a, pool);
+  if (a.L > 1 || longest_of(a) < attributes.dense_below) return attend_prompt(attributes, a, pool);
   Saap s{};
   s.probes = attributes.probes, s.sink_tokens = attributes.sink_tokens, s.recent_tokens = attributes.recent_tokens;
   s.buckets = N, s.hidden = H, s.weights = context.weights();
@@ -324,7 +320,7 @@ void compute_saap_attention(const Attributes& attributes, const Context& context
 
 }  // namespace
 
-constexpr unsigned kSparQCaches = kScale | kSparQ | kLanes | kDenseBelow;
+constexpr unsigned kSparQCaches = kScale | kSparQ | kLanes | kDenseBelow, kPrompts = kSample | kDensePrompt;
 const Signature kSignatures[kOperators] = {
     {"SparQ", "TTTTiiff", "Tn", {0, -1}, kScale | kSparQ, compute_sparq},
     {"DenseAttention", "TTTii", "T", {0}, kScale | kWindow, compute_dense},
@@ -333,14 +329,15 @@ const Signature kSignatures[kOperators] = {
     {"SparQAppend", "TTTTTfii", "TTTfff", {2, 3, 4, 5, -1, -1}, kLanes, compute_sparq_append},
     {"CachedAttention", "TTTTTii", "TTT", {0, 3, 4}, kScale | kWindow, compute_cached},
     {"SparQAttention", "TTTTTTfii", "TTTTf", {0, 3, 4, 5, 6}, kSparQCaches, compute_sparq_attention},
-    {"SampleAttention", "TTTTTii", "TTT", {0, 3, 4}, kScale | kSample | kPrompts, compute_cached},
-    {"SampleSparQAttention",
-     "TTTTTTfii",
-     "TTTTf",
-     {0, 3, 4, 5, 6},
-     kSparQCaches | kSample | kPrompts,
-     compute_sparq_attention},
     {"SaapAttention", "TTTTTTTsiiWWWWW", "TTTs", {0, 5, 6, 7}, kScale | kSaap | kDenseBelow, compute_saap_attention},
+    {"SampleAttention", "TTTTTii", "TTT", {0, 3, 4}, kScale | kPrompts, compute_cached},
+    {"SampleSparQAttention", "TTTTTTfii", "TTTTf", {0, 3, 4, 5, 6}, kSparQCaches | kPrompts, compute_sparq_attention},
+    {"SampleSaapAttention",
+     "TTTTTTTsiiWWWWW",
+     "TTTs",
+     {0, 5, 6, 7},
+     kScale | kSaap | kDenseBelow | kPrompts,
+     compute_saap_attention},
 };
 
 }  // namespace sparse

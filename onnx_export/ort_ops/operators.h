@@ -23,7 +23,7 @@ enum Has : unsigned {
   kLanes = 8,
   kDenseBelow = 16,
   kSample = 32,
-  kPrompts = 64,
+  kDensePrompt = 64,
   kSaap = 128
 };
 
@@ -36,7 +36,7 @@ struct Signature {
   void (*compute)(const Attributes&, const Context&);
 };
 
-constexpr int kOperators = 10;
+constexpr int kOperators = 11;
 extern const Signature kSignatures[kOperators];
 
 Attributes read_attributes(const Signature&, const ort::Api*, const ort::KernelInfo*);

@@ -13,6 +13,7 @@ import onnx
 from mlx_sparse.checks import ArtefactError
 
 from ..defaults import PIECE
+from ..operators import RECURRENT
 
 CONFIG = "genai_config.json"
 
@@ -46,12 +47,11 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
         "past_value_names": "past_key_values.%d.value",
     }
     outputs = {"logits": "logits", "present_key_names": "present.%d.key", "present_value_names": "present.%d.value"}
-    for state in ("sums", "bucket_ids"):
+    for state in RECURRENT:
         if any(name.startswith(f"past_{state}.") for name in shapes):
             inputs |= {"past_recurrent_names": f"past_{state}.%d", "past_conv_names": "past_conv.%d"}
             outputs |= {"present_recurrent_names": f"present_{state}.%d", "present_conv_names": "present_conv.%d"}
-    eos = config.get("eos_token_id")
-    ends = [int(token) for token in (eos if isinstance(eos, list) else [] if eos is None else [eos])]
+    ends = ends_of(config)
     pad = config.get("pad_token_id")
     bos = config.get("bos_token_id")
     model = {
@@ -77,6 +77,12 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
     piece = int(said.get("mlx_sparse.prompt_piece", PIECE))
     search = {"do_sample": False, "max_length": length, "past_present_share_buffer": True, "chunk_size": piece}
     _write(folder, {"model": model, "search": search})
+
+
+def ends_of(config: Mapping[str, Any]) -> list[int]:
+    """The tokens that end a text, by a config.json."""
+    eos = config.get("eos_token_id")
+    return [int(token) for token in (eos if isinstance(eos, list) else [] if eos is None else [eos])]
 
 
 def add_native_library(folder: Path) -> Path:

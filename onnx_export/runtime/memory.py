@@ -22,14 +22,20 @@ def zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
     """A C-ordered array of zeros on huge pages where the platform has them, and aligned to vectors anyway.
 
     Pages are taken when they are first written.
+
+    Raises:
+        MemoryError: it does not fit.
     """
     kind = np.dtype(dtype)
     size = prod(shape) * kind.itemsize
-    if size < HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        align, pages = LINE, mmap.mmap(-1, size + LINE)
-    else:  # private: shared pages, which are the default of mmap, are seldom huge
-        align, pages = HUGE, mmap.mmap(-1, size + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        pages.madvise(mmap.MADV_HUGEPAGE)
+    try:
+        if size < HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+            align, pages = LINE, mmap.mmap(-1, size + LINE)
+        else:  # private: shared pages, which are the default of mmap, are seldom huge
+            align, pages = HUGE, mmap.mmap(-1, size + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    except (OSError, OverflowError, ValueError) as error:  # the last two: more than there are addresses
+        raise MemoryError(str(error)) from None
     raw = np.frombuffer(pages, np.uint8)
     start = -raw.ctypes.data % align
     return raw[start : start + size].view(kind).reshape(shape)

@@ -18,15 +18,13 @@ from mlx_sparse.checks import ArtefactError, ConfigError, ShapeError, check_int
 from .. import build
 from ..defaults import PIECE
 from ..domain import DOMAIN, SPEC
+from ..operators import RECURRENT
 from . import memory
 from . import native as kernels
 
 MODEL = "model.onnx"
 TYPES = (*build.TYPES.values(), onnx.TensorProto.INT64, onnx.TensorProto.INT16)
-STATES = {
-    "past_key_values.": "present.",
-    **{f"past_{name}.": f"present_{name}." for name in ("sums", "bucket_ids", "conv")},
-}
+STATES = {"past_key_values.": "present.", **{f"past_{name}.": f"present_{name}." for name in (*RECURRENT, "conv")}}
 MOST_PIECE = 1 << 20  # tokens of a prompt at a time that a file may ask for
 MASK_STEP = 1024  # the mask grows by this: the graph looks at all of it for every token
 
@@ -73,7 +71,7 @@ class Runner:
         said = "mlx_sparse.prompt_piece" in self.metadata  # older files do not
         self._piece = _number(self.path, self.metadata, "prompt_piece", MOST_PIECE) if said else PIECE
         ours = any(opset.domain == DOMAIN for opset in proto.opset_import)  # none in files exported with --inline
-        self._session = _session(self.path, _options(native, threads))
+        self._session = self._open(_options(native, threads))
         self.native = ours and native == "auto" and kernels.unavailable() is None
 
         self._binding = self._session.io_binding()
@@ -210,6 +208,12 @@ class Runner:
             if n < max_tokens:
                 logits = self.step([[token]])
 
+    def _open(self, options: onnxruntime.SessionOptions, **how: Any) -> onnxruntime.InferenceSession:
+        try:
+            return onnxruntime.InferenceSession(str(self.path), options, providers=["CPUExecutionProvider"], **how)
+        except Exception as error:  # see step
+            raise ArtefactError(f"model: expected {self.path} to load, got: {first_line(error)}") from None
+
     def _check_room(self, what: str, count: int) -> None:
         if self.length + count > self.max_length:
             after = f" after {self.length}" if self.length else ""
@@ -221,7 +225,7 @@ class Runner:
     def _zeros(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
         try:
             return memory.zeros(shape, dtype)
-        except (MemoryError, OSError, OverflowError, ValueError):  # the last two: more than there are addresses
+        except MemoryError:
             raise ArtefactError(
                 f"model: expected sizes that fit into memory, got {shape} in {self.path}. Export it with a smaller "
                 "--max-length."
@@ -263,13 +267,6 @@ def _read(path: Path) -> onnx.ModelProto:
         return onnx.load(path, load_external_data=False)
     except DecodeError:
         raise ArtefactError(f"model: expected an ONNX file, got something else in {path}.") from None
-
-
-def _session(path: Path, options: onnxruntime.SessionOptions) -> onnxruntime.InferenceSession:
-    try:
-        return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # see step
-        raise ArtefactError(f"model: expected {path} to load, got: {first_line(error)}") from None
 
 
 def first_line(error: Exception) -> str:

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from cases import Case
+from cases import Array, Case
 from onnx_operators import (
     CACHES,
     DTYPES,
@@ -14,6 +14,7 @@ from onnx_operators import (
     Operator,
     advance,
     assert_is_sparq,
+    assert_same_assignment,
     attributes,
     by_case,
     by_runtime,
@@ -23,11 +24,28 @@ from onnx_operators import (
     ort_value,
     padding,
     parameters,
+    saap_settings,
+    saap_weights,
 )
+from saap_cases import SaapCase
+from sample_cases import SampleCase
 
 from mlx_sparse import oracle
 from mlx_sparse.oracle.select import valid_keys
 from mlx_sparse.oracle.sparq import deviation
+
+Caches = dict[str, Array]
+
+
+def feed(attend: Operator, case: Case, arrays: tuple[Array, Array, Array], caches: Caches, *ends: int) -> Caches:
+    """The outputs for the last of pieces of queries, keys and values, up to each of ``ends``; one query is all."""
+    q, k, v = arrays
+    for start, stop in pairwise((0, *ends)):
+        queries = np.repeat(q, stop - start, axis=2) if q.shape[2] == 1 else q[:, :, start:stop]
+        new = {"key": k[:, :, start:stop], "value": v[:, :, start:stop], "left_padding": padding(case)}
+        got = attend(query=queries, **new, **caches)
+        caches = advance(caches, got, stop - start)
+    return got
 
 
 @pytest.mark.parametrize("setting", ["paper", "eval", "reallocate", "own-scale"])
@@ -37,13 +55,8 @@ def test_sparq_attention_after_a_prompt_equals_the_oracle(runtime: str, case: Ca
     q, k, v = case.inputs()
     params = parameters(case, setting)
     attend = Operator(runtime, "SparQAttention", case.dtype, **CACHES, **attributes(params))
-    caches = empty_caches(case, case.S + 70)
-    prompt = case.S - 1
-    if prompt:
-        queries = np.repeat(q, prompt, axis=2)
-        got = attend(query=queries, key=k[:, :, :-1], value=v[:, :, :-1], left_padding=padding(case), **caches)
-        caches = advance(caches, got, prompt)
-    got = attend(query=q, key=k[:, :, -1:], value=v[:, :, -1:], left_padding=padding(case), **caches)
+    ends = sorted({case.S - 1, case.S} - {0})
+    got = feed(attend, case, (q, k, v), empty_caches(case, case.S + 70), *ends)
     assert_is_sparq(got["output"], case, params, q, k, v)
     chunked = got["present_key_t"].reshape(case.B, case.Hkv, -1, case.D, LANES)
     key_t = chunked.swapaxes(-1, -2).reshape(got["present_key"].shape)
@@ -58,11 +71,7 @@ def test_one_query_is_dense_while_the_longest_row_is_short(runtime: str, dense_b
     q, k, v = case.inputs()
     params = {**parameters(case, "paper"), "top_k": 8, "local_window": 2}
     attend = Operator(runtime, "SparQAttention", "f32", lanes=LANES, dense_below=dense_below, **attributes(params))
-    caches = empty_caches(case, case.S)
-    queries = np.repeat(q, case.S - 1, axis=2)
-    got = attend(query=queries, key=k[:, :, :-1], value=v[:, :, :-1], left_padding=padding(case), **caches)
-    caches = advance(caches, got, case.S - 1)
-    got = attend(query=q, key=k[:, :, -1:], value=v[:, :, -1:], left_padding=padding(case), **caches)
+    got = feed(attend, case, (q, k, v), empty_caches(case, case.S), case.S - 1, case.S)
     sparse = oracle.sparq_attention(q, k, v, left_padding=case.padding, **params)
     dense = oracle.dense_attention(q, k, v, left_padding=case.padding)
     assert np.abs(sparse - dense).max() > 1e-2
@@ -95,11 +104,7 @@ def test_component_major_keys_lie_as_documented_and_are_read_so(runtime: str, la
     q, k, v = case.inputs()
     params = parameters(case, "robust")
     attend = Operator(runtime, "SparQAttention", "f32", lanes=lanes, dense_below=0, **attributes(params))
-    caches = empty_caches(case, 384)
-    for start, stop in ((0, 120), (120, 249), (249, 250)):
-        new = {"key": k[:, :, start:stop], "value": v[:, :, start:stop], "left_padding": padding(case)}
-        got = attend(query=np.repeat(q, stop - start, axis=2), **new, **caches)
-        caches = advance(caches, got, stop - start)
+    got = feed(attend, case, (q, k, v), empty_caches(case, 384), 120, 249, 250)
     plane = np.full((2, 2, 384 * 80), np.nan, np.float32)
     j, d = np.meshgrid(np.arange(250), np.arange(80), indexing="ij")
     plane[:, :, ((j // lanes) * 80 + d) * lanes + j % lanes] = k
@@ -111,20 +116,10 @@ def test_component_major_keys_lie_as_documented_and_are_read_so(runtime: str, la
 @by_runtime
 def test_several_queries_are_attended_densely_and_causally(runtime: str, L: int) -> None:
     case = Case(2, 6, 2, 70, 64, "f32", padding=(0, 30))
-    q, k, v = case.inputs(L=L)
+    q, k, v = case.inputs(L=case.S)
     attend = Operator(runtime, "SparQAttention", "f32", **CACHES, **attributes(parameters(case, "paper")))
-    caches = empty_caches(case, 128)
-    start = case.S - L
-    got = attend(
-        query=np.repeat(q[:, :, :1], start, axis=2),
-        key=k[:, :, :start],
-        value=v[:, :, :start],
-        left_padding=padding(case),
-        **caches,
-    )
-    caches = advance(caches, got, start)
-    got = attend(query=q, key=k[:, :, start:], value=v[:, :, start:], left_padding=padding(case), **caches)
-    expected = oracle.dense_attention(q, k, v, left_padding=case.padding)
+    got = feed(attend, case, (q, k, v), empty_caches(case, 128), case.S - L, case.S)
+    expected = oracle.dense_attention(q[:, :, -L:], k, v, left_padding=case.padding)
     np.testing.assert_allclose(got["output"], expected, rtol=0, atol=1e-5)
 
 
@@ -231,13 +226,51 @@ def test_components_far_from_zero_keep_their_deviation(runtime: str) -> None:
     q = np.where(far, 10, 1) * q
     params = {**parameters(case, "robust"), "rank": 32, "reallocate": False}
     attend = Operator(runtime, "SparQAttention", "f32", **CACHES, **attributes(params))
-    caches = empty_caches(case, case.S)
-    edges = [*range(0, 4000, 500), 3999, 4000]
-    for start, stop in pairwise(edges):
-        new = {"key": k[:, :, start:stop], "value": v[:, :, start:stop], "left_padding": padding(case)}
-        got = attend(query=np.repeat(q, stop - start, axis=2), **new, **caches)
-        caches = advance(caches, got, stop - start)
+    got = feed(attend, case, (q, k, v), empty_caches(case, case.S), *range(500, 4000, 500), 3999, 4000)
     spread = np.sqrt(got["present_sums"][:, :, 2] / (case.S - padding(case))[:, None, None])
     np.testing.assert_allclose(spread, deviation(k, valid_keys(case.B, case.S, padding(case))), rtol=1e-3)
     expected = oracle.sparq_attention(q, k, v, left_padding=case.padding, **params)
     np.testing.assert_allclose(got["output"], expected, rtol=0, atol=1e-2)  # logits of thousands
+
+
+@by_runtime
+def test_a_sampled_prompt_is_followed_by_saap(runtime: str) -> None:
+    """Keys of all pieces get their buckets; a step attends as `SaapAttention` does, or exactly in short contexts."""
+    case = SaapCase(Case(1, 4, 2, 401, 64, "f32"), "random", sink_tokens=1, recent_tokens=20)
+    prompt = SampleCase(1, 4, 2, 401, 401, 64, "f32", 32, alpha_column=0.6, alpha_slash=0.5, chunks=2)
+    q, k, v = prompt.inputs()
+    rng = np.random.default_rng(0)
+    before = {name: rng.normal(size=array.shape).astype(np.float32) for name, array in (("query", q), ("key", k))}
+    arrays = saap_weights(case)
+    settings = {**saap_settings(case), **prompt.parameters, "dense_prompt_below": 0}
+    attend, late = (
+        Operator(runtime, "SampleSaapAttention", "f32", **{**settings, "dense_below": below}) for below in (401, 402)
+    )
+    caches = {
+        **{name: np.full((1, 2, 448, 64), np.nan) for name in ("past_key", "past_value")},
+        "past_bucket_ids": np.ones((1, 2, 448), np.int16),
+        "past_length": np.zeros(1, np.int64),
+    }
+
+    def given(start: int, stop: int) -> dict[str, Array]:
+        new = {"query": q, "key": k, "value": v, "query_before": before["query"], "key_before": before["key"]}
+        return {**{name: array[:, :, start:stop] for name, array in new.items()}, "left_padding": np.zeros(1)}
+
+    for start, stop in ((0, 200), (200, 400)):
+        got = attend(**given(start, stop), **caches, **arrays)
+        caches = advance(caches, got, 200)
+        taken = q[:, :, start:stop], k[:, :, :stop], v[:, :, :stop]
+        expected = oracle.sample_attention(*taken, **prompt.parameters)
+        assert np.abs(expected - oracle.dense_attention(*taken)).max() > 1e-2
+        np.testing.assert_allclose(got["output"], expected, rtol=0, atol=2e-5)
+    step = {**given(400, 401), **caches, **arrays}
+    got = attend(**step)
+    ids = got["present_bucket_ids"]
+    assert_same_assignment(ids[:, :, :401], before["key"], arrays["centroids"])
+    assert (ids[:, :, 401:] == 1).all()
+    visited = oracle.saap_route(before["query"][:, :, 400:], **case.network(), probes=case.probes)
+    expected = oracle.saap_attention(q[:, :, 400:], k, v, bucket_ids=ids[:, :, :401], visited=visited, **case.window)
+    dense = oracle.dense_attention(q[:, :, 400:], k, v)
+    assert np.abs(expected - dense).max() > 1e-3
+    np.testing.assert_allclose(got["output"], expected, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(late(**step)["output"], dense, rtol=0, atol=1e-5)

@@ -12,15 +12,16 @@ import onnx
 import onnxruntime as ort
 import pytest
 import tiny_models
-from exported import FLOAT32, SAAP, STEPS, Made, artefact
+from exported import FLOAT32, SAAP_FILE, SAMPLE, SAMPLE_SAAP, STEPS, Made, by_kernels, need
 from exported import PROMPT_LENGTH as PROMPT
 from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, KVCache, make_prompt_cache
-from mlx_sparse.onnx_export import COMPAT, DEFAULT, DOMAIN, export, registered
-from mlx_sparse.onnx_export.exporter import families, verify
+from mlx_sparse.onnx_export import COMPAT, DEFAULT, export, registered
+from mlx_sparse.onnx_export.exporter import families
+from mlx_sparse.onnx_export.exporter.verify import compare
 from mlx_sparse.onnx_export.runtime import native
-from require import absent
 
 import mlx_sparse
+from mlx_sparse.checks import ArtefactError
 
 METHODS = {
     "dense": "dense",
@@ -28,16 +29,33 @@ METHODS = {
     # Every other choice, and dense for the first eight steps.
     "late": "sparq:rank=6,top_k=16,local_window=3,reallocate=true,component_score=query_key,group_reduce=logits,"
     "dense_below=33",
+    "saap": SAAP_FILE,
+    "kmeans": f"{SAAP_FILE},mode=kmeans",
 }
 MIXED = "sparq:rank=4,top_k=2,local_window=1,reallocate=true,component_score=query_key,dense_below=0"
 SAMPLED = f"sample:block_size=32,dense_below=0+{METHODS['sparq']}"
 by_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
-by_two_methods = pytest.mark.parametrize("method", [METHODS["dense"], METHODS["sparq"]], ids=["dense", "sparq"])
 
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "mscale": 1.3}
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7}
 LONGROPE = {"short_factor": [1.0] * 8, "long_factor": [1.0 + i / 4 for i in range(8)]}
+FROM_0 = SAAP_FILE.replace("dense_layers=1", "dense_layers=0")
+SAAP_VARIANTS: dict[str, dict[str, Any]] = {
+    "every layer": {"method": FROM_0},
+    "three layers": {"changes": {"num_hidden_layers": 3}},
+    "one query head per KV head": {"changes": {"num_key_value_heads": 4}},
+    "traditional rope": {"changes": {"rope_traditional": True}},
+    "every bucket": {"method": SAAP_FILE.replace("probes=3", "probes=8")},
+    "after rope": {"about": {"space": "roped"}},
+    "late": {"method": SAAP_FILE.replace("dense_below=0", "dense_below=33")},
+    "a layer that the artefact lacks": {
+        "method": FROM_0,
+        "about": {"only": [1]},
+        "changes": {"num_hidden_layers": 3},
+    },
+    "no sinks": {"method": SAAP_FILE.replace("sink_tokens=1", "sink_tokens=0")},
+}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "one query head per KV head": ("llama", {"num_key_value_heads": 4}),
     "one KV head": ("llama", {"num_key_value_heads": 1}),
@@ -72,7 +90,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 @by_method
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_tokens_of_every_family_are_those_of_mlx(tmp_path: Path, family: str, method: str) -> None:
-    Made(tmp_path, family, method, {}).check_tokens()
+    Made(tmp_path, family, method).check_tokens()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -81,11 +99,29 @@ def test_tokens_of_variants_are_those_of_mlx(tmp_path: Path, variant: str) -> No
     Made(tmp_path, family, "sparq:rank=4,top_k=4,dense_below=33", changes).check_tokens()
 
 
-@by_two_methods
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "smollm3"])
-def test_left_padded_rows_are_those_of_mlx(tmp_path: Path, family: str, method: str) -> None:
-    changes = SLIDING if family == "smollm3" else {}
-    made = Made(tmp_path, family, method, changes)
+@pytest.mark.parametrize("variant", SAAP_VARIANTS)
+def test_tokens_of_variants_with_saap_are_those_of_mlx(tmp_path: Path, variant: str) -> None:
+    made = Made(tmp_path, "llama", **{"method": SAAP_FILE, **SAAP_VARIANTS[variant]})
+    made.check_tokens()
+    assert "SaapAttention" in made.nodes
+
+
+@pytest.mark.parametrize(
+    ("family", "method", "kernels"),
+    [
+        *(
+            (family, METHODS[name], "off")
+            for family in ("llama", "gemma3_text", "smollm3")
+            for name in METHODS
+            if name in ("dense", "sparq")
+        ),
+        ("llama", SAAP_FILE, "off"),
+        ("llama", SAAP_FILE, "auto"),
+    ],
+)
+def test_left_padded_rows_are_those_of_mlx(tmp_path: Path, family: str, method: str, kernels: str) -> None:
+    need(kernels)
+    made = Made(tmp_path, family, method, SLIDING if family == "smollm3" else {})
     padding = [5, 0]
     rows = np.array([tiny_models.prompt_of(PROMPT, seed) for seed in (1, 2)])
     with made.mlx():
@@ -97,7 +133,7 @@ def test_left_padded_rows_are_those_of_mlx(tmp_path: Path, family: str, method: 
         for _ in range(STEPS):
             last = mx.array(expected[-1].argmax(axis=1)[:, None])
             expected.append(np.array(made.model(last, cache=cache)[:, -1]))
-    model = made.runner(batch=2)
+    model = made.runner(batch=2, kernels=kernels)
     got = [model.step(rows, left_padding=padding).copy()]
     for _ in range(STEPS):
         got.append(model.step(got[-1].argmax(axis=1)[:, None]).copy())
@@ -137,13 +173,11 @@ def test_a_mask_that_means_nothing_is_an_error_of_the_runtime(sparse_llama: Made
         outputs(sparse_llama, ([[5, 6, 7]], [mask]))
 
 
-@pytest.mark.parametrize("kernels", ["off", "auto"], ids=["bodies", "native"])
-@pytest.mark.parametrize("method", ["dense", METHODS["sparq"], MIXED, f"saap:artefact=FILE,{SAAP}", SAMPLED])
+@by_kernels
+@pytest.mark.parametrize("method", ["dense", METHODS["sparq"], MIXED, SAAP_FILE, SAMPLED, SAMPLE_SAAP])
 def test_a_row_may_be_padding_throughout_and_begin_later(tmp_path: Path, method: str, kernels: str) -> None:
-    if kernels == "auto" and (reason := native.unavailable()):
-        absent("ort", reason)
-    file = artefact(tmp_path / "tiny.safetensors", tiny_models.build())
-    made = Made(tmp_path, "llama", method.replace("FILE", str(file)), {})
+    need(kernels)
+    made = Made(tmp_path, "llama", method)
     one, other = tiny_models.prompt_of(9, 1), tiny_models.prompt_of(3, 2)
     rows = [one, [5] * 6 + other]
     mask = [[1] * 9, [0] * 6 + [1] * 3]
@@ -161,44 +195,98 @@ def test_a_row_may_be_padding_throughout_and_begin_later(tmp_path: Path, method:
         np.testing.assert_allclose(got, expected, rtol=0, atol=FLOAT32 * np.abs(expected).max())
 
 
-@by_two_methods
+FORMS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "compat": {"compat": True},
+    "inline": {"inline": True},
+    "both": {"inline": True, "compat": True},
+    "float16": {"dtype": "float16"},
+    "bfloat16": {"dtype": "bfloat16"},
+}
+
+
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"compat": True}, {"inline": True}, {"inline": True, "compat": True}],
-    ids=["default", "compat", "inline", "both"],
+    ("family", "method", "form", "length"),
+    [
+        *(
+            ("qwen3", METHODS[name], form, PROMPT)
+            for name in ("dense", "sparq")
+            for form in ("default", "compat", "inline", "both")
+        ),
+        *(("llama", SAAP_FILE, form, PROMPT) for form in ("compat", "inline", "float16", "bfloat16")),
+        *(("llama", method, form, 230) for method in (SAMPLE, SAMPLE_SAAP) for form in ("compat", "inline", "float16")),
+    ],
 )
-def test_other_forms_say_the_same(tmp_path: Path, method: str, options: dict[str, bool]) -> None:
-    made = Made(tmp_path, "qwen3", method, {}, **options)
+def test_other_forms_say_the_same(tmp_path: Path, family: str, method: str, form: str, length: int) -> None:
+    options = FORMS[form]
+    made = Made(tmp_path, family, method, max_length=320, **options)
     profile = COMPAT if options.get("compat") else DEFAULT
     assert made.proto.ir_version == profile.ir
     assert {opset.version for opset in made.proto.opset_import if not opset.domain} == {profile.opset}
     with registered():
         onnx.checker.check_model(str(made.folder / "model.onnx"), full_check=True)
     inlined = options.get("inline", False)
-    assert any(node.domain == DOMAIN for node in made.proto.graph.node) != inlined
+    assert bool(made.nodes) != inlined
     assert bool(made.proto.functions) != inlined
     assert (made.folder / "genai_config.json").exists() != inlined
-    made.check_tokens()
+    if "dtype" not in options:
+        made.check_tokens(length)
+    assert not inlined or not made.runner(kernels="auto").native
+    agreement = made.result.agreement
+    of_sparse = [error for error in (agreement.sparse, agreement.sampled) if error is not None]
+    assert len(of_sparse) == (method != "dense") + ("sample" in method)
+    assert all(error < FLOAT32 * agreement.largest for error in of_sparse)
 
 
-@by_two_methods
+@pytest.mark.parametrize("method", ["dense", "sparq", "saap", "kmeans"])
 def test_a_static_file_has_only_numbers_and_says_the_same(tmp_path: Path, method: str) -> None:
-    made = Made(tmp_path, "llama", method, {}, static=(2, 64), max_length=None)
+    made = Made(tmp_path, "llama", METHODS[method], static=(2, 64), max_length=None)
     for tensor in (*made.proto.graph.input, *made.proto.graph.output):
         assert all(dim.HasField("dim_value") for dim in tensor.type.tensor_type.shape.dim), tensor.name
     prompts = [tiny_models.prompt_of(4, seed) for seed in (1, 2)]  # attended densely, as mlx-lm does prompts
-    file = verify.File(made.folder / "model.onnx")
-    file.start(2)
+    runner = made.runner(batch=2)
     for column in np.array(prompts).T:
-        last = file(column[:, None]).argmax(axis=1)
+        last = runner.step(column[:, None]).argmax(axis=1)
     told = []
     for _ in range(STEPS):
-        last = file(last[:, None]).argmax(axis=1)
+        last = runner.step(last[:, None]).argmax(axis=1)
         told.append(last.tolist())
     with made.mlx():
         assert [list(row) for row in zip(*told, strict=True)] == [
             tiny_models.greedy(made.model, prompt, STEPS)[0] for prompt in prompts
         ]
+
+
+@pytest.mark.parametrize(
+    ("method", "name", "change"),
+    [
+        *((method, name, 1) for method in (SAAP_FILE, SAMPLE_SAAP) for name in ("sink_tokens", "recent_tokens")),
+        (SAAP_FILE, "probes", -2),
+        (SAMPLE, "rank", 1),
+        *((method, "alpha_column", 0.8) for method in (SAMPLE.partition("+")[0], SAMPLE_SAAP)),
+        (SAMPLE.partition("+")[0], "chunks", 2),
+        (SAMPLE.partition("+")[0], "scale", -0.05),
+    ],
+)
+def test_a_file_that_attends_otherwise_than_mlx_is_not_kept(
+    tmp_path: Path, method: str, name: str, change: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = compare.copy_for_check
+
+    def other_copy(*arguments: Any) -> onnx.ModelProto:
+        model = copy(*arguments)
+        for node in model.graph.node:
+            for attribute in (
+                each for each in node.attribute if each.name == name and node.op_type != "CachedAttention"
+            ):
+                kind = "f" if attribute.type == onnx.AttributeProto.FLOAT else "i"
+                setattr(attribute, kind, getattr(attribute, kind) + change)
+        return model
+
+    monkeypatch.setattr(compare, "copy_for_check", other_copy)
+    with pytest.raises(ArtefactError, match="Nothing was kept"):
+        Made(tmp_path, "llama", method, {"num_hidden_layers": 3}, max_length=320)
+    assert not (tmp_path / "exported").exists()
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -231,8 +319,7 @@ def test_inputs_and_outputs_are_those_of_the_documentation(tmp_path: Path) -> No
     assert sorted(t.name for t in made.proto.graph.input) == sorted(["input_ids", "attention_mask", *pasts])
     presents = [n.replace("past_key_values", "present").replace("past_", "present_") for n in pasts]
     assert sorted(t.name for t in made.proto.graph.output) == sorted(["logits", *presents])
-    said = {entry.key.removeprefix("mlx_sparse."): entry.value for entry in made.proto.metadata_props}
-    assert said == {
+    assert made.metadata == {
         "spec": "1",
         "version": mlx_sparse.__version__,
         "method": "sparq:rank=4,top_k=4,local_window=1,reallocate=false,component_score=query,dense_below=5",

@@ -19,7 +19,9 @@ import pytest
 import tiny_models
 from mlx import nn
 from mlx.utils import tree_flatten
-from mlx_sparse.onnx_export.exporter import check_session, command, decoder, export, verify, weights
+from mlx_sparse.onnx_export.exporter import command, decoder, export, weights
+from mlx_sparse.onnx_export.exporter.methods.sparq import SparQDecoding
+from mlx_sparse.onnx_export.exporter.verify import compare, session
 
 NAMES = {"model.onnx", "model.onnx.data", "tokenizer.json", "tokenizer_config.json", "genai_config.json"}
 SPARQ = "sparq:rank=4,top_k=4"
@@ -48,7 +50,7 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str
 def assert_refused(message: str, expected: str, folder: Path) -> None:
     """One line that says it, and nothing beside what was in the folder before."""
     assert re.fullmatch(rf"export-onnx: error: [^\n]*{expected}[^\n]*\n", message), message
-    assert [check_session.name for check_session in folder.iterdir()] in ([], ["model"])
+    assert [file.name for file in folder.iterdir()] in ([], ["model"])
 
 
 def test_a_model_is_exported_and_the_check_is_told(run: Callable[..., str], llama: Path, tmp_path: Path) -> None:
@@ -56,8 +58,8 @@ def test_a_model_is_exported_and_the_check_is_told(run: Callable[..., str], llam
     assert re.match(
         r".*/out: sparq:rank=4,top_k=4,.*, 100 tokens, 0 MB.\nChecked on onnxruntime: logits of up to", said
     )
-    assert {check_session.name for check_session in (tmp_path / "out").iterdir()} == NAMES
-    assert [check_session.name for check_session in tmp_path.iterdir()] == ["out"]
+    assert {file.name for file in (tmp_path / "out").iterdir()} == NAMES
+    assert [file.name for file in tmp_path.iterdir()] == ["out"]
 
 
 def test_every_end_token_is_told(run: Callable[..., str], tmp_path: Path) -> None:
@@ -76,7 +78,10 @@ def test_parameters_come_from_a_file_too(run: Callable[..., str], llama: Path, t
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (["--method", "h2o"], "--method: expected dense, sparq, sample, sample.sparq or saap, .*, got 'h2o'"),
+        (
+            ["--method", "h2o"],
+            "--method: expected dense, sparq, saap, sample, sample.sparq or sample.saap, .*, got 'h2o'",
+        ),
         (["--method", ""], "--method: expected dense, sparq"),
         (["--method", "dense:rank=4"], "dense: expected one of the keys"),
         (["--method", "sparq:rank=0"], "rank: expected an integer of at least 1, got 0"),
@@ -115,18 +120,18 @@ def test_wrong_arguments_are_refused(
 def changed(folder: Path, **config: Any) -> Path:
     """A tiny llama with another config.json."""
     tiny_models.write(folder)
-    check_session = folder / "config.json"
-    check_session.write_text(json.dumps(json.loads(check_session.read_text()) | config))
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
     return folder
 
 
 def with_weights(folder: Path, change: Callable[[dict[str, mx.array]], Any]) -> Path:
-    """A tiny llama with other weights."""
-    check_session = tiny_models.write(folder) / "model.safetensors"
-    arrays = dict(mx.load(str(check_session)))
+    """The model in a folder, or else a tiny llama, with other weights."""
+    file = (folder if folder.exists() else tiny_models.write(folder)) / "model.safetensors"
+    arrays = dict(mx.load(str(file)))
     mx.eval(arrays)
     change(arrays)
-    mx.save_safetensors(str(check_session), arrays, {"format": "mlx"})
+    mx.save_safetensors(str(file), arrays, {"format": "mlx"})
     return folder
 
 
@@ -142,8 +147,8 @@ def float16_caches(folder: Path) -> Path:
 
 def cut(folder: Path, count: int) -> Path:
     """A tiny llama whose file of weights ends early."""
-    check_session = tiny_models.write(folder) / "model.safetensors"
-    check_session.write_bytes(check_session.read_bytes()[:count])
+    file = tiny_models.write(folder) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:count])
     return folder
 
 
@@ -181,6 +186,19 @@ MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
     "mxfp4": (
         lambda p: quantised(p, bits=4, group_size=32, mode="mxfp4"),
         "model.embed_tokens: expected affine quantised weights, got mode mxfp4",
+    ),
+    "codes of another type": (
+        lambda p: with_weights(
+            quantised(p, bits=4, group_size=32),
+            lambda w: w.update({f"{DOWN}.weight": w[f"{DOWN}.weight"].view(mx.int32)}),
+        ),
+        "--model: expected a model that mlx-lm can load",
+    ),
+    "scales of another shape": (
+        lambda p: with_weights(
+            quantised(p, bits=4, group_size=32), lambda w: w.update({f"{DOWN}.scales": w[f"{DOWN}.scales"][:, :1]})
+        ),
+        "--model: expected a model that mlx-lm can load",
     ),
     "heads that do not divide": (
         lambda p: tiny_models.write(p, num_key_value_heads=3),
@@ -269,7 +287,7 @@ def test_an_empty_folder_is_taken_and_missing_ones_are_made(
     (tmp_path / "out").mkdir()
     for out in ("out", "new/folders/out"):
         run(llama, "--method", SPARQ, "--max-length", "64", out=out)
-        assert {check_session.name for check_session in (tmp_path / out).iterdir()} == NAMES
+        assert {file.name for file in (tmp_path / out).iterdir()} == NAMES
 
 
 @pytest.mark.parametrize("place", [(decoder.Decoder, "_mlp"), (export, "reference"), (export, "compare")])
@@ -316,9 +334,9 @@ def test_caches_beyond_memory_are_refused(
     run: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: Any) -> None:
-        raise OSError(12, "Cannot allocate memory")
+        raise MemoryError
 
-    monkeypatch.setattr(check_session, "zeros", fail)
+    monkeypatch.setattr(session, "zeros", fail)
     model = changed(tmp_path / "model", max_position_embeddings=None)
     message = run(model, "--method", SPARQ, "--max-length", "1000000")
     assert_refused(message, "--max-length: expected caches that fit into memory", tmp_path)
@@ -340,17 +358,17 @@ def test_keys_too_large_for_the_type_are_refused(run: Callable[..., str], tmp_pa
 def test_somebody_elses_folder_of_that_name_wins(
     run: Callable[..., str], llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compare = export.compare
+    original = export.compare
 
-    def meanwhile(*args: Any) -> verify.Agreement:
+    def meanwhile(*args: Any) -> compare.Agreement:
         (tmp_path / "out").mkdir()
         (tmp_path / "out" / "theirs").write_text("theirs")
-        return compare(*args)
+        return original(*args)
 
     monkeypatch.setattr(export, "compare", meanwhile)
     assert "-o: expected a folder that can be written" in run(llama, "--method", SPARQ)
-    assert [check_session.name for check_session in (tmp_path / "out").iterdir()] == ["theirs"]
-    assert [check_session.name for check_session in tmp_path.iterdir()] == ["out"]
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["theirs"]
+    assert [file.name for file in tmp_path.iterdir()] == ["out"]
 
 
 WRONG: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
@@ -375,8 +393,8 @@ WRONG: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 
 
 def _attributes(monkeypatch: pytest.MonkeyPatch, **changes: int) -> None:
-    original = decoder.Decoder._sparq_attributes
-    monkeypatch.setattr(decoder.Decoder, "_sparq_attributes", lambda self, method: original(self, method) | changes)
+    original = SparQDecoding.attributes
+    monkeypatch.setattr(SparQDecoding, "attributes", lambda self, lanes: original(self, lanes) | changes)
 
 
 @pytest.mark.parametrize("what", WRONG)
@@ -392,11 +410,11 @@ def test_a_file_that_computes_something_else_is_not_kept(
 def test_a_step_that_gives_no_number_is_noticed(
     run: Callable[..., str], llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = verify._steps
+    original = compare._steps
 
     def spoiled(*args: Any) -> list[np.ndarray]:
         prompted, step = original(*args)
         return [prompted, np.where(np.arange(step.shape[1]) == 7, np.nan, step)]
 
-    monkeypatch.setattr(verify, "_steps", spoiled)
+    monkeypatch.setattr(compare, "_steps", spoiled)
     assert_refused(run(llama, "--method", "dense"), "expected logits within .* got nan with dense", tmp_path)

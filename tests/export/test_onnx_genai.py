@@ -10,7 +10,16 @@ import numpy as np
 import onnxruntime_genai as og
 import pytest
 import tiny_models
-from exported import SAMPLE, SPARQ, by_method, exported, said_after_a_dense_prompt, said_in_steps
+from exported import (
+    SAAP_FILE,
+    SAMPLE,
+    SAMPLE_SAAP,
+    SPARQ,
+    by_method,
+    exported,
+    said_after_a_dense_prompt,
+    said_in_steps,
+)
 from mlx_sparse.onnx_export.runtime import genai, native
 from mlx_sparse.onnx_export.runtime.runner import Runner
 from require import absent
@@ -69,9 +78,14 @@ def test_tokens_are_those_of_mlx(method: str, layers: int, with_kernels: bool, t
     assert tokens[1:] == said_after_a_dense_prompt(method, PROMPT, STEPS, **changes)
 
 
-def test_sampled_prompts_say_what_they_say_in_the_runner(with_kernels: bool, tmp_path: Path) -> None:
-    folder = copy_of(exported(SAMPLE), tmp_path, with_kernels)
-    assert json.loads((folder / genai.CONFIG).read_text())["search"]["chunk_size"] == 2048
+@pytest.mark.parametrize("layers", [2, 3])
+@pytest.mark.parametrize("method", [SAMPLE, SAAP_FILE, SAMPLE_SAAP], ids=["sample+sparq", "saap", "sample+saap"])
+def test_files_of_other_methods_say_what_they_say_in_the_runner(
+    method: str, layers: int, with_kernels: bool, tmp_path: Path
+) -> None:
+    folder = copy_of(exported(method, num_hidden_layers=layers), tmp_path, with_kernels)
+    piece = 2048 if "sample" in method else 512
+    assert json.loads((folder / genai.CONFIG).read_text())["search"]["chunk_size"] == piece
     runner = Runner(folder, native="auto" if with_kernels else "off")
     prompt = tiny_models.prompt_of(200)
     assert Generator(folder).say([prompt], STEPS) == said_in_steps(runner, [prompt], STEPS)

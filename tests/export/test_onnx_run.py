@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import mlx.core as mx
 import numpy as np
 import onnx
 import pytest
 import tiny_models
-from exported import SPARQ, by_method, exported
+from exported import SPARQ, by_method, copied, exported
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import load
 from mlx_sparse.onnx_export import Runner
 from mlx_sparse.onnx_export.exporter.export import Exported
 from mlx_sparse.onnx_export.runtime import run
@@ -67,7 +69,7 @@ def test_a_prompt_that_is_no_text_is_refused(locale: str) -> None:
 
 
 def test_a_chat_template_is_used_unless_ignored(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(exported("dense"), tmp_path / "model"))
+    folder = copied("dense", tmp_path)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     settings["chat_template"] = "w1 w2 {% for message in messages %}{{ message['content'] }}{% endfor %} w3"
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -88,19 +90,20 @@ def test_a_chat_template_is_used_unless_ignored(capsys: pytest.CaptureFixture[st
 
 
 def test_a_text_that_the_model_ends_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(exported("dense"), tmp_path / "model"))
-    tokens = list(Runner(folder).generate(PROMPT, 8))
-    model = onnx.load(folder / "model.onnx", load_external_data=False)
-    entry = next(entry for entry in model.metadata_props if entry.key == "mlx_sparse.eos_token_ids")
-    entry.value = json.dumps([tiny_models.VOCAB - 1, tokens[5]])
-    onnx.save(model, folder / "model.onnx")
+    tokens = list(Runner(exported("dense")).generate(PROMPT, 8))
+
+    def end_there(model: onnx.ModelProto) -> None:
+        entry = next(entry for entry in model.metadata_props if entry.key == "mlx_sparse.eos_token_ids")
+        entry.value = json.dumps([tiny_models.VOCAB - 1, tokens[5]])
+
+    folder = copied("dense", tmp_path, end_there)
     assert generate(str(folder), "--prompt", WORDS, "-m", "8", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["generation_tokens"], found["finish_reason"]) == (5, "stop")
 
 
 def test_a_terminal_without_a_character_gets_another(tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(exported("dense"), tmp_path / "model"))
+    folder = copied("dense", tmp_path)
     tokenizer = (folder / "tokenizer.json").read_text()
     (folder / "tokenizer.json").write_text(re.sub(r'"w(\d+)"', r'"ü\1"', tokenizer), encoding="utf-8")
     code = "import sys; from mlx_sparse import cli; sys.exit(cli.main(sys.argv[1:]))"
@@ -112,7 +115,7 @@ def test_a_terminal_without_a_character_gets_another(tmp_path: Path) -> None:
 
 
 def test_a_chat_template_that_fails_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = Path(shutil.copytree(exported("dense"), tmp_path / "model"))
+    folder = copied("dense", tmp_path)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     settings["chat_template"] = "{{ raise_exception('a system message\\nis needed') }}"
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -210,7 +213,7 @@ def test_wrong_arguments_are_refused_in_one_line(
 def test_a_folder_without_what_is_needed_is_refused(
     missing: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = Path(shutil.copytree(exported("dense"), tmp_path / "model"))
+    folder = copied("dense", tmp_path)
     (folder / missing).unlink()
     assert generate(str(folder), "--prompt", "w1") == 2
     error = capsys.readouterr().err
@@ -261,12 +264,34 @@ def test_characters_of_several_tokens_come_out_whole() -> None:
 
 # A real model
 
+TEXT = (
+    "The lighthouse keeper's name was Marta. Every evening at six she climbed the ninety stairs, lit the lamp, and "
+    "wrote one line about the weather in a green book. In winter the line was short. One evening a boy came to the "
+    "door and asked her who wrote the green book. She told him that"
+)
+
+
+def test_smollm2_says_what_it_says_under_mlx(smollm2: Path, smollm2_exported: Exported) -> None:
+    model, tokenizer = load(str(smollm2))
+    prompt = tokenizer.encode(TEXT)
+    assert 60 < len(prompt) < 76, "the text turns sparse after some steps"
+    expected: list[int] = []
+    with mlx_sparse.sparse(model, smollm2_exported.method) as report:
+        cache = make_prompt_cache(model)
+        logits = model(mx.array([prompt]), cache=cache)[:, -1]
+        for _ in range(16):
+            expected.append(int(logits.argmax()))
+            logits = model(mx.array([expected[-1:]]), cache=cache)[:, -1]
+    assert report.sparse_calls == report.layers * (len(prompt) + 16 - 75)
+    agreement = smollm2_exported.agreement
+    assert agreement.dense < 1e-5 * agreement.largest
+    assert list(Runner(smollm2_exported.folder, native="off").generate(prompt, 16)) == expected
+
 
 def test_smollm2_says_through_the_command_what_it_says_in_mlx(
     smollm2: Path, smollm2_exported: Exported, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from mlx_lm import generate as mlx_generate
-    from mlx_lm import load
 
     question = "Why is the sky blue? Answer in one sentence."
     capsys.readouterr()

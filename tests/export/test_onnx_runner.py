@@ -14,10 +14,9 @@ import onnx
 import onnxruntime
 import pytest
 import tiny_models
-from exported import SPARQ, exported, said_by_mlx, said_in_steps
+from exported import SPARQ, by_kernels, copied, exported, need, said_by_mlx, said_in_steps
 from mlx_sparse.onnx_export import Runner, export
-from mlx_sparse.onnx_export.runtime import memory, native, runner
-from require import absent
+from mlx_sparse.onnx_export.runtime import memory, runner
 
 from mlx_sparse.checks import ArtefactError, ConfigError, ShapeError
 
@@ -28,7 +27,6 @@ PROMPT = tiny_models.prompt_of(100)
 # Reads all of the sums.
 ROBUST = SPARQ + ",component_score=query_key,reallocate=true"
 by_method = pytest.mark.parametrize("method", ["dense", SPARQ, ROBUST], ids=["dense", "sparq", "robust"])
-by_kernels = pytest.mark.parametrize("mode", ["off", "auto"], ids=["bodies", "native"])
 
 
 # Runner
@@ -36,11 +34,10 @@ by_kernels = pytest.mark.parametrize("mode", ["off", "auto"], ids=["bodies", "na
 
 @by_method
 @by_kernels
-def test_tokens_are_those_of_mlx(method: str, mode: str) -> None:
-    if mode == "auto" and (reason := native.unavailable()):
-        absent("ort", reason)
-    model = Runner(exported(method), native=mode, threads=1)
-    assert model.native == (mode == "auto")
+def test_tokens_are_those_of_mlx(method: str, kernels: str) -> None:
+    need(kernels)
+    model = Runner(exported(method), native=kernels, threads=1)
+    assert model.native == (kernels == "auto")
     tokens = list(model.generate(PROMPT, STEPS))
     assert tokens == said_by_mlx(method, PROMPT, STEPS)
     assert model.length == len(PROMPT) + STEPS - 1
@@ -212,16 +209,6 @@ def test_padding_after_the_start_is_refused() -> None:
 # Files that are not ours
 
 
-def spoiled(tmp_path: Path, **metadata: str | None) -> Path:
-    """A copy of an exported model with other metadata."""
-    folder = Path(shutil.copytree(exported("dense"), tmp_path / "model"))
-    model = onnx.load(folder / "model.onnx", load_external_data=False)
-    known = {entry.key.removeprefix("mlx_sparse."): entry.value for entry in model.metadata_props} | metadata
-    onnx.helper.set_model_props(model, {f"mlx_sparse.{k}": v for k, v in known.items() if v is not None})
-    onnx.save(model, folder / "model.onnx")
-    return folder
-
-
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
@@ -234,19 +221,12 @@ def spoiled(tmp_path: Path, **metadata: str | None) -> Path:
     ],
 )
 def test_foreign_and_newer_files_are_refused(metadata: dict[str, Any], message: str, tmp_path: Path) -> None:
+    def spoil(model: onnx.ModelProto) -> None:
+        known = {entry.key.removeprefix("mlx_sparse."): entry.value for entry in model.metadata_props} | metadata
+        onnx.helper.set_model_props(model, {f"mlx_sparse.{k}": v for k, v in known.items() if v is not None})
+
     with pytest.raises(ArtefactError, match=f"^{re.escape(message)}[^\n]*$"):
-        Runner(spoiled(tmp_path, **metadata))
-
-
-def test_other_inputs_are_refused(tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(exported("dense"), tmp_path / "model"))
-    model = onnx.load(folder / "model.onnx", load_external_data=False)
-    model.graph.input.append(onnx.helper.make_tensor_value_info("surprise", 1, [1]))
-    onnx.save(model, folder / "model.onnx")
-    with pytest.raises(
-        ArtefactError, match=r"^model: expected caches and their successors \(not 'surprise'\), got another in "
-    ):
-        Runner(folder)
+        Runner(copied("dense", tmp_path, spoil))
 
 
 def resize(info: onnx.ValueInfoProto, *dims: int | str) -> None:
@@ -283,16 +263,20 @@ MALFORMED: dict[str, tuple[Any, str]] = {
         lambda i, o: resize(o["present.0.key"], "batch", 2, 64, 16),
         "caches and their successors",
     ),
+    "an input that is none": (lambda i, o: i["attention_mask"].__setattr__("name", "surprise"), "inputs input_ids"),
+    "an unknown state": (
+        lambda i, o: i["past_key_values.1.key"].__setattr__("name", "surprise"),
+        r"caches and their successors \(not 'surprise'\)",
+    ),
 }
 
 
 @pytest.mark.parametrize("which", MALFORMED)
 def test_sizes_that_make_no_sense_are_refused(which: str, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(exported("dense"), tmp_path / "model"))
-    model = onnx.load(folder / "model.onnx", load_external_data=False)
     spoil, message = MALFORMED[which]
-    spoil(*({info.name: info for info in side} for side in (model.graph.input, model.graph.output)))
-    onnx.save(model, folder / "model.onnx")
+    folder = copied(
+        "dense", tmp_path, lambda m: spoil(*({i.name: i for i in side} for side in (m.graph.input, m.graph.output)))
+    )
     with pytest.raises(ArtefactError, match=rf"^model: expected {message}[^\n]*, got another in [^\n]*$"):
         Runner(folder)
 
@@ -309,7 +293,7 @@ def test_a_file_of_another_model_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["no folder", "no model", "no data", "cut data", "cut model", "text"])
 def test_a_damaged_folder_is_refused_in_one_line(damage: str, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(exported("dense"), tmp_path / "model"))
+    folder = copied("dense", tmp_path)
     model, data = folder / "model.onnx", folder / "model.onnx.data"
     if damage == "no folder":
         shutil.rmtree(folder)
@@ -326,11 +310,11 @@ def test_a_damaged_folder_is_refused_in_one_line(damage: str, tmp_path: Path) ->
 
 
 def test_a_file_that_does_not_run_is_said_in_one_line(tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(exported("dense"), tmp_path / "model"))
-    model = onnx.load(folder / "model.onnx", load_external_data=False)
-    attention = next(node for node in model.graph.node if node.op_type == "CachedAttention")
-    attention.input[5] = "input_ids"  # as past_length
-    onnx.save(model, folder / "model.onnx")
+    def spoil(model: onnx.ModelProto) -> None:
+        attention = next(node for node in model.graph.node if node.op_type == "CachedAttention")
+        attention.input[5] = "input_ids"  # as past_length
+
+    folder = copied("dense", tmp_path, spoil)
     with pytest.raises(ArtefactError, match=r"^model: expected [^\n]* to (run|load), got: [^\n]*$"):
         Runner(folder).step([[1, 2]])
 
@@ -359,7 +343,7 @@ def test_an_interrupted_step_leaves_nothing_behind(monkeypatch: pytest.MonkeyPat
 
 
 def test_logits_that_are_no_numbers_are_said(tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(exported("dense"), tmp_path / "model"))
+    folder = copied("dense", tmp_path)
     data = folder / "model.onnx.data"
     data.write_bytes(b"\xff" * data.stat().st_size)  # NaN
     with pytest.raises(ArtefactError, match=r"^model: expected logits, got NaN from [^\n]*$"):
@@ -368,28 +352,25 @@ def test_logits_that_are_no_numbers_are_said(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("capacity", [1 << 40, 1 << 62])
 def test_a_file_too_large_for_memory_is_refused(capacity: int, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(exported("dense"), tmp_path / "model"))
-    model = onnx.load(folder / "model.onnx", load_external_data=False)
-    for info in (*model.graph.input, *model.graph.output):
-        if info.name.startswith(("past", "present")):
-            info.type.tensor_type.shape.dim[2].dim_value = capacity
-    onnx.save(model, folder / "model.onnx")
+    def enlarge(model: onnx.ModelProto) -> None:
+        for info in (*model.graph.input, *model.graph.output):
+            if info.name.startswith(("past", "present")):
+                info.type.tensor_type.shape.dim[2].dim_value = capacity
+
+    folder = copied("dense", tmp_path, enlarge)
     with pytest.raises(ArtefactError, match=r"^model: expected sizes that fit into memory, got [^\n]*$"):
         Runner(folder)
 
 
-@pytest.mark.parametrize("sizes", [{"inline": True, "max_length": 256}, {"static": (1, 256)}], ids=["inline", "static"])
-def test_files_for_other_runtimes_run_too(sizes: dict[str, Any], tmp_path: Path) -> None:
+def test_a_file_of_fixed_sizes_takes_no_others(tmp_path: Path) -> None:
     source = str(tiny_models.write(tmp_path / "source"))
-    export(source, tmp_path / "out", method=SPARQ, **sizes)
+    export(source, tmp_path / "out", method=SPARQ, static=(1, 256))
     model, other = Runner(tmp_path / "out"), Runner(exported(SPARQ), native="off")
     assert not model.native
-    if "static" in sizes:
-        with pytest.raises(ConfigError, match=r"^batch: expected 1, which the model was exported for, got 2.$"):
-            Runner(tmp_path / "out", batch=2)
-        with pytest.raises(ShapeError, match=r"^tokens: expected shape \(1, 1\), got \(1, 2\).$"):
-            model.step([[1, 2]])
-        for token in PROMPT[:-1]:  # as this file takes a prompt
-            other.step([[token]])
-    prompt = PROMPT[-1:] if "static" in sizes else PROMPT
-    assert list(model.generate(PROMPT, STEPS)) == list(other.generate(prompt, STEPS))
+    with pytest.raises(ConfigError, match=r"^batch: expected 1, which the model was exported for, got 2.$"):
+        Runner(tmp_path / "out", batch=2)
+    with pytest.raises(ShapeError, match=r"^tokens: expected shape \(1, 1\), got \(1, 2\).$"):
+        model.step([[1, 2]])
+    for token in PROMPT[:-1]:  # as this file takes a prompt
+        other.step([[token]])
+    assert list(model.generate(PROMPT, STEPS)) == list(other.generate(PROMPT[-1:], STEPS))

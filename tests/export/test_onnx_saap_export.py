@@ -7,21 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-import numpy as np
-import onnx
-import onnxruntime_genai as og
 import pytest
 import tiny_models
-from exported import FLOAT32, PROMPT_LENGTH, SAAP, STEPS, Made, artefact, said_in_steps
-from mlx_lm.models.cache import BatchKVCache, make_prompt_cache
+from exported import FLOAT32, SAAP, SAAP_FILE, SAMPLE_SAAP, Made, artefact
 from mlx_sparse.onnx_export.defaults import saap_dense_below
-from mlx_sparse.onnx_export.exporter import command, families, verify
-from mlx_sparse.onnx_export.exporter.decoder import Decoder
-from mlx_sparse.onnx_export.runtime import genai, native
-from mlx_sparse.onnx_export.runtime.runner import Runner
+from mlx_sparse.onnx_export.exporter import command
+from mlx_sparse.onnx_export.exporter.methods.saap import SaapDecoding
 from onnx import TensorProto
-from require import absent
 
 from mlx_sparse import methods
 from mlx_sparse.checks import ArtefactError
@@ -29,109 +21,13 @@ from mlx_sparse.checks import ArtefactError
 NAMES = ("centroids", "hidden_weight", "hidden_bias", "out_weight", "out_bias")
 
 
-def made(tmp_path: Path, family: str = "llama", mode: str = "trained", **options: Any) -> Made:
-    """A tiny model exported with an artefact of its own; ``options`` are the exporter's, or those listed here."""
-    changes = options.pop("changes", {})
-    about = options.pop("about", {})
-    settings = options.pop("settings", SAAP)
-    file = artefact(tmp_path / "tiny.safetensors", tiny_models.build(family, **changes), **about)
-    return Made(tmp_path, family, f"saap:artefact={file},mode={mode},{settings}", changes, **options)
-
-
-def nodes(of: Made) -> list[str]:
-    return [node.op_type for node in of.proto.graph.node if node.domain == "mlx_sparse"]
-
-
-@pytest.mark.parametrize("mode", ["trained", "kmeans"])
-@pytest.mark.parametrize("family", families.FAMILIES)
-def test_tokens_of_every_family_are_those_of_mlx(tmp_path: Path, family: str, mode: str) -> None:
-    file = made(tmp_path, family, mode)
-    file.check_tokens()
-    assert "SaapAttention" in nodes(file)
-
-
-VARIANTS: dict[str, dict[str, Any]] = {
-    "every layer": {"settings": SAAP.replace("dense_layers=1", "dense_layers=0")},
-    "three layers": {"changes": {"num_hidden_layers": 3}},
-    "one query head per KV head": {"changes": {"num_key_value_heads": 4}},
-    "traditional rope": {"changes": {"rope_traditional": True}},
-    "every bucket": {"settings": SAAP.replace("probes=3", "probes=8")},
-    "after rope": {"about": {"space": "roped"}},
-    "late": {"settings": SAAP.replace("dense_below=0", "dense_below=33")},
-    "a layer that the artefact lacks": {
-        "settings": SAAP.replace("dense_layers=1", "dense_layers=0"),
-        "about": {"only": [1]},
-        "changes": {"num_hidden_layers": 3},
-    },
-    "no sinks": {"settings": SAAP.replace("sink_tokens=1", "sink_tokens=0")},
-}
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_tokens_of_variants_are_those_of_mlx(tmp_path: Path, variant: str) -> None:
-    made(tmp_path, **VARIANTS[variant]).check_tokens()
-
-
-@pytest.mark.parametrize("kernels", ["off", "auto"])
-def test_left_padded_rows_are_those_of_mlx(tmp_path: Path, kernels: str) -> None:
-    if kernels == "auto" and (reason := native.unavailable()):
-        absent("ort", reason)
-    file, padding = made(tmp_path), [5, 0]
-    rows = np.array([tiny_models.prompt_of(PROMPT_LENGTH, seed) for seed in (1, 2)])
-    with file.mlx():
-        cache = [BatchKVCache(padding) for _ in make_prompt_cache(file.model)]
-        expected = [np.array(file.model(mx.array(rows), cache=cache)[:, -1])]
-        for _ in range(STEPS):
-            last = mx.array(expected[-1].argmax(axis=1)[:, None])
-            expected.append(np.array(file.model(last, cache=cache)[:, -1]))
-    model = Runner(file.folder, native=kernels, batch=2)
-    got = [model.step(rows, left_padding=padding).copy()]
-    for _ in range(STEPS):
-        got.append(model.step(got[-1].argmax(axis=1)[:, None]).copy())
-    assert np.abs(np.array(got) - np.array(expected)).max() < FLOAT32 * np.abs(expected).max()
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"compat": True}, {"inline": True}, {"dtype": "float16"}, {"dtype": "bfloat16"}],
-    ids=["compat", "inline", "float16", "bfloat16"],
-)
-def test_other_forms_say_the_same(tmp_path: Path, options: dict[str, Any]) -> None:
-    file = made(tmp_path, **options)
-    if "dtype" not in options:
-        file.check_tokens()
-    assert file.result.agreement.sparse < FLOAT32 * file.result.agreement.largest
-    types = {tensor.name: tensor.type.tensor_type.elem_type for tensor in file.proto.graph.input}
-    assert types["past_bucket_ids.1"] == TensorProto.INT16
-
-
-@pytest.mark.parametrize("mode", ["trained", "kmeans"])
-def test_a_static_file_has_only_numbers_and_says_the_same(tmp_path: Path, mode: str) -> None:
-    file = made(tmp_path, mode=mode, static=(2, 64), max_length=None)
-    for tensor in (*file.proto.graph.input, *file.proto.graph.output):
-        assert all(dim.HasField("dim_value") for dim in tensor.type.tensor_type.shape.dim), tensor.name
-    prompts = [tiny_models.prompt_of(6, seed) for seed in (1, 2)]  # all in the window: dense, as mlx-lm does prompts
-    runner = verify.File(file.folder / "model.onnx")
-    runner.start(2)
-    for column in np.array(prompts).T:
-        last = runner(column[:, None]).argmax(axis=1)
-    told = []
-    for _ in range(STEPS):
-        last = runner(last[:, None]).argmax(axis=1)
-        told.append(last.tolist())
-    with file.mlx():
-        assert [list(row) for row in zip(*told, strict=True)] == [
-            tiny_models.greedy(file.model, prompt, STEPS)[0] for prompt in prompts
-        ]
-
-
 def test_what_a_file_has_of_an_artefact(tmp_path: Path) -> None:
     """Weights as they were, no network for centroids, no layer that stays dense, no path of anybody's disk."""
     for mode, kind in (("trained", TensorProto.FLOAT16), ("kmeans", TensorProto.FLOAT)):
         folder = tmp_path / mode
         folder.mkdir()
-        file = made(folder, mode=mode, changes={"num_hidden_layers": 3})
-        assert nodes(file) == ["CachedAttention", "SaapAttention", "SaapAttention"]
+        file = Made(folder, "llama", f"{SAAP_FILE},mode={mode}", {"num_hidden_layers": 3})
+        assert file.nodes == ["CachedAttention", "SaapAttention", "SaapAttention"]
         weights = {t.name: t for t in file.proto.graph.initializer if ".saap." in t.name}
         stored = NAMES if mode == "trained" else ("centroids", "out_weight", "out_bias")
         assert sorted(weights) == sorted(f"model.layers.{i}.self_attn.saap.{name}" for i in (1, 2) for name in stored)
@@ -139,14 +35,23 @@ def test_what_a_file_has_of_an_artefact(tmp_path: Path) -> None:
         inputs = [t.name for t in file.proto.graph.input if not t.name.startswith("past_key")]
         states = [f"past_{name}.{i}" for i in (1, 2) for name in ("bucket_ids", "conv")]
         assert sorted(inputs) == sorted(["input_ids", "attention_mask", *states])
-        said = {entry.key: entry.value for entry in file.proto.metadata_props}
-        assert said["mlx_sparse.method"].startswith("saap:artefact=tiny.safetensors,")
-        assert str(tmp_path) not in str(said)
+        types = {tensor.name: tensor.type.tensor_type.elem_type for tensor in file.proto.graph.input}
+        assert types["past_bucket_ids.1"] == TensorProto.INT16
+        assert file.metadata["method"].startswith("saap:artefact=tiny.safetensors,")
+        assert str(tmp_path) not in str(file.metadata)
 
 
 def test_layers_with_a_sliding_window_stay_dense(tmp_path: Path) -> None:
-    file = made(tmp_path, "gemma3_text", settings=SAAP.replace("dense_layers=1", "dense_layers=0"))
-    assert nodes(file) == ["CachedAttention", "SaapAttention"] * 2
+    made = Made(tmp_path, "gemma3_text", SAAP_FILE.replace("dense_layers=1", "dense_layers=0"))
+    assert made.nodes == ["CachedAttention", "SaapAttention"] * 2
+
+
+def test_layers_that_saap_leaves_are_sampled_with_the_others(tmp_path: Path) -> None:
+    made = Made(tmp_path, "llama", SAMPLE_SAAP, {"num_hidden_layers": 3})
+    assert made.nodes == ["SampleAttention", "SampleSaapAttention", "SampleSaapAttention"]
+    assert made.metadata["method"].startswith("sample:block_size=32,alpha_column=0.4,alpha_slash=0.3,")
+    assert "+saap:artefact=tiny.safetensors," in made.metadata["method"]
+    assert made.metadata["prompt_piece"] == "2048"
 
 
 def test_quantised_models_keep_their_artefact(tmp_path: Path) -> None:
@@ -162,25 +67,8 @@ def test_quantised_models_keep_their_artefact(tmp_path: Path) -> None:
     assert result.agreement.sparse < FLOAT32 * result.agreement.largest
 
 
-@pytest.mark.parametrize("kernels", ["off", "auto"])
-@pytest.mark.parametrize("layers", [2, 3])
-def test_genai_says_what_the_runner_says(tmp_path: Path, layers: int, kernels: str) -> None:
-    if kernels == "auto" and (reason := native.unavailable()):
-        absent("ort", reason)
-    file, prompt = made(tmp_path, changes={"num_hidden_layers": layers}, max_length=256), tiny_models.prompt_of(100)
-    if kernels == "auto":
-        genai.add_native_library(file.folder)
-    model = og.Model(str(file.folder))
-    generator = og.Generator(model, og.GeneratorParams(model))
-    generator.append_tokens(np.array(prompt, np.int32))
-    for _ in range(STEPS):
-        generator.generate_next_token()
-    expected = said_in_steps(Runner(file.folder, native=kernels), [prompt], STEPS)
-    assert [generator.get_sequence(0)[-STEPS:].tolist()] == expected
-
-
 def test_a_text_after_another_starts_anew(tmp_path: Path) -> None:
-    runner, prompts = made(tmp_path).runner(), [tiny_models.prompt_of(20, seed) for seed in (1, 2)]
+    runner, prompts = Made(tmp_path, "llama", SAAP_FILE).runner(), [tiny_models.prompt_of(20, seed) for seed in (1, 2)]
     told = []
     for prompt in (*prompts, prompts[0]):
         told.append(list(runner.generate(prompt, 8)))
@@ -188,30 +76,11 @@ def test_a_text_after_another_starts_anew(tmp_path: Path) -> None:
     assert told[0] == told[2] != told[1]
 
 
-@pytest.mark.parametrize(("name", "change"), [("sink_tokens", 1), ("recent_tokens", 1), ("probes", -2)])
-def test_a_file_that_attends_to_other_keys_is_not_kept(
-    tmp_path: Path, name: str, change: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    copy = verify.copy_for_check
-
-    def other_copy(*arguments: Any) -> onnx.ModelProto:
-        model = copy(*arguments)
-        for node in model.graph.node:
-            for attribute in (each for each in node.attribute if each.name == name):
-                attribute.i += change
-        return model
-
-    monkeypatch.setattr(verify, "copy_for_check", other_copy)
-    with pytest.raises(ArtefactError, match="Nothing was kept"):
-        made(tmp_path)
-    assert not (tmp_path / "exported").exists()
-
-
 def test_queries_that_choose_after_rope_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Decoder._before
-    monkeypatch.setattr(Decoder, "_before", lambda self, i, before, after: original(self, i, after, after))
+    original = SaapDecoding.routing
+    monkeypatch.setattr(SaapDecoding, "routing", lambda self, before, after: original(self, after, after))
     with pytest.raises(ArtefactError, match="Nothing was kept"):
-        made(tmp_path)
+        Made(tmp_path, "llama", SAAP_FILE)
 
 
 @pytest.mark.parametrize(("length", "dense_below", "dense"), [(100, 101, True), (100, 100, False)])
@@ -271,8 +140,8 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[[str], s
             "dense_layers: expected a layer that SAAP serves",
         ),
         (
-            "sample+saap:artefact=FOLDER/own.safetensors",
-            "--method: expected dense, sparq, sample, sample.sparq or saap",
+            "sparq+saap:artefact=FOLDER/own.safetensors",
+            "--method: expected dense, sparq, saap, sample, sample.sparq or sample.saap",
         ),
         ("saap:artefact=FOLDER/own.safetensors,prob=4", "saap: expected one of the keys"),
     ],

@@ -4,30 +4,29 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import onnx
 import pytest
 import tiny_models
-from exported import FLOAT32, SAMPLE, Made
+from exported import FLOAT32, SAMPLE, SAMPLE_SAAP, Made, by_kernels, need
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_sparse.onnx_export.defaults import SAMPLE_BELOW
 from mlx_sparse.onnx_export.exporter import export as exporter
-from mlx_sparse.onnx_export.exporter import verify
-from mlx_sparse.onnx_export.runtime import native, run
-from mlx_sparse.onnx_export.runtime.runner import Runner
-from require import absent
+from mlx_sparse.onnx_export.exporter.methods import sample
+from mlx_sparse.onnx_export.exporter.verify import compare
+from mlx_sparse.onnx_export.runtime import run
 
-from mlx_sparse.checks import ArtefactError, ConfigError
+from mlx_sparse.checks import ConfigError
 from mlx_sparse.methods import Sample, parse
 
 METHODS = {
     "sample": SAMPLE.partition("+")[0],
     "regions": "sample:alpha_column=0.3,alpha_slash=0.5,chunks=2,block_size=32,dense_below=150",
     "sample+sparq": SAMPLE,
+    "sample+saap": SAMPLE_SAAP,
 }
 PROMPT = 230  # tokens: blocks at both ends are partly filled
 by_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
@@ -42,7 +41,7 @@ def logits_of(made: Made) -> np.ndarray:
 @by_method
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "glm4"])
 def test_tokens_after_a_sampled_prompt_are_those_of_mlx(tmp_path: Path, family: str, method: str) -> None:
-    made = Made(tmp_path, family, method, {}, max_length=320)
+    made = Made(tmp_path, family, method, max_length=320)
     made.check_tokens(PROMPT)
     prompt = tiny_models.prompt_of(PROMPT)
     with made.mlx():
@@ -53,31 +52,20 @@ def test_tokens_after_a_sampled_prompt_are_those_of_mlx(tmp_path: Path, family: 
         assert np.abs(logits_of(made) - sparse).max() > 20 * np.abs(got - sparse).max()
 
 
-@pytest.mark.parametrize(
-    "options", [{"compat": True}, {"inline": True}, {"dtype": "float16"}], ids=["compat", "inline", "float16"]
-)
-def test_other_forms_say_the_same(tmp_path: Path, options: dict[str, Any]) -> None:
-    made = Made(tmp_path, "llama", SAMPLE, {}, max_length=320, **options)
-    if options.get("dtype") is None:
-        made.check_tokens(PROMPT)
-    assert made.result.agreement.sampled is not None
-    assert made.result.agreement.sampled < FLOAT32 * made.result.agreement.largest
-
-
-@pytest.mark.parametrize("kernels", ["off", "auto"])
+@by_kernels
+@pytest.mark.parametrize("method", [SAMPLE, SAMPLE_SAAP], ids=["sparq", "saap"])
 def test_a_prompt_in_pieces_says_what_mlx_lm_says_with_pieces_of_that_size(
-    tmp_path: Path, kernels: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, method: str, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if kernels == "auto" and (reason := native.unavailable()):
-        absent("ort", reason)
+    need(kernels)
     monkeypatch.setattr(exporter, "SAMPLE_PIECE", 96)
-    made = Made(tmp_path, "llama", SAMPLE, {}, max_length=320)
+    made = Made(tmp_path, "llama", method, max_length=320)
     prompt = tiny_models.prompt_of(PROMPT)
     with made.mlx():
         expected = [
             int(token) for token, _ in generate_step(mx.array(prompt), made.model, max_tokens=20, prefill_step_size=96)
         ]
-    runner = Runner(made.folder, native=kernels)
+    runner = made.runner(kernels=kernels)
     steps: list[int] = []
     original = runner.step
     monkeypatch.setattr(runner, "step", lambda tokens: steps.append(len(tokens[0])) or original(tokens))
@@ -88,7 +76,7 @@ def test_a_prompt_in_pieces_says_what_mlx_lm_says_with_pieces_of_that_size(
 
 
 def test_the_command_runs_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made = Made(tmp_path, "llama", SAMPLE, {}, max_length=320)
+    made = Made(tmp_path, "llama", SAMPLE, max_length=320)
     prompt = tiny_models.words(tiny_models.prompt_of(PROMPT))
     assert run.main([str(made.folder), "--prompt", prompt, "--max-tokens", "4", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
@@ -97,34 +85,14 @@ def test_the_command_runs_it(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert said["prompt_tokens"] == PROMPT
 
 
-@pytest.mark.parametrize("wrong", [{"alpha_column": 0.99}, {"chunks": 3}, {"scale": 0.2}], ids=str)
-def test_a_file_that_samples_otherwise_than_mlx_is_not_kept(
-    tmp_path: Path, wrong: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    copy = verify.copy_for_check
-
-    def other_copy(*arguments: Any) -> Any:
-        made = copy(*arguments)
-        for node in made.graph.node:
-            for attribute in node.attribute:
-                if node.op_type == "SampleAttention" and attribute.name in wrong:
-                    setattr(attribute, "i" if attribute.name == "chunks" else "f", wrong[attribute.name])
-        return made
-
-    monkeypatch.setattr(verify, "copy_for_check", other_copy)
-    with pytest.raises(ArtefactError, match="Nothing was kept"):
-        Made(tmp_path, "llama", METHODS["sample"], {"num_hidden_layers": 3}, max_length=320)
-    assert not (tmp_path / "exported").exists()
-
-
 def test_one_setting_is_taken_from_ranges_of_which_no_other_begins_in_the_file() -> None:
     ranges = parse("sample:ranges=1000:0.9:0.8:3/2000:0.5:0.5:2")[0]
     assert isinstance(ranges, Sample)
-    assert str(exporter.settle_prompts(ranges, 999)) == str(
+    assert str(sample.settled(ranges, 999)) == str(
         Sample(alpha_column=0.9, alpha_slash=0.8, chunks=3, dense_below=SAMPLE_BELOW)
     )
     with pytest.raises(ConfigError, match="ranges: expected one setting for all contexts up to 1000 tokens"):
-        exporter.settle_prompts(ranges, 1000)
+        sample.settled(ranges, 1000)
 
 
 def test_a_density_that_is_to_decide_is_refused(tmp_path: Path) -> None:
@@ -134,7 +102,7 @@ def test_a_density_that_is_to_decide_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
     never = parse("sample:dense_above=1.0")[0]
     assert isinstance(never, Sample)
-    assert exporter.settle_prompts(never, 999).dense_below == SAMPLE_BELOW
+    assert sample.settled(never, 999).dense_below == SAMPLE_BELOW
 
 
 @pytest.mark.parametrize(("layers", "compared"), [(2, 2), (5, 3)])
@@ -142,14 +110,14 @@ def test_the_first_layers_are_compared(
     tmp_path: Path, layers: int, compared: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs: list[set[str]] = []
-    original = verify.keep_layers
+    original = compare.keep_layers
 
     def watched(model: onnx.ModelProto, count: int) -> None:
         original(model, count)
         assert count == compared
         inputs.append({value.name for value in model.graph.input})
 
-    monkeypatch.setattr(verify, "keep_layers", watched)
+    monkeypatch.setattr(compare, "keep_layers", watched)
     Made(tmp_path, "llama", SAMPLE, {"num_hidden_layers": layers}, max_length=320)
     (names,) = inputs
     assert {name for name in names if name.startswith("past_sums.")} == {f"past_sums.{i}" for i in range(compared)}
@@ -161,8 +129,6 @@ def test_layers_are_compared_until_one_after_two_sampled_ones(tmp_path: Path) ->
 
 
 def test_only_layers_without_a_window_are_sampled(tmp_path: Path) -> None:
-    made = Made(tmp_path, "gemma3_text", METHODS["sample"], {}, max_length=320)
-    names = [node.op_type for node in made.proto.graph.node if node.domain == "mlx_sparse"]
-    assert names == ["CachedAttention", "SampleAttention", "CachedAttention", "SampleAttention"]
-    said = {entry.key: entry.value for entry in made.proto.metadata_props}
-    assert said["mlx_sparse.prompt_piece"] == "2048"
+    made = Made(tmp_path, "gemma3_text", METHODS["sample"], max_length=320)
+    assert made.nodes == ["CachedAttention", "SampleAttention", "CachedAttention", "SampleAttention"]
+    assert made.metadata["prompt_piece"] == "2048"

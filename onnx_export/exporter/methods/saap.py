@@ -1,10 +1,12 @@
-"""SAAP's centroids and query networks in a file."""
+"""SAAP in a file, with centroids and query networks of its artefact."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import mlx.core as mx
 
@@ -12,9 +14,11 @@ from mlx_sparse import artefact
 from mlx_sparse.checks import ConfigError
 from mlx_sparse.methods import SAAP
 
-from .families import window_of
-from .graph import Graph
-from .weights import numpy_of
+from ...defaults import saap_dense_below
+from ..families import window_of
+from ..graph import Graph
+from ..weights import numpy_of
+from .base import KEYS, PROMPT, Decoding
 
 NETWORK = ("hidden_weight", "hidden_bias", "out_weight", "out_bias")
 
@@ -41,20 +45,20 @@ class Index:
         network = self._arrays(layer, 1.0)
         return D, buckets, sum(network[name].size for name in NETWORK) // heads
 
-    def store(self, graph: Graph, layer: int, scale: float) -> list[str]:
-        """Write a layer's weights; the last inputs of `SaapAttention`.
+    def store(self, graph: Graph, layer: int, scale: float) -> dict[str, str]:
+        """Write a layer's weights; where each is.
 
         All are float16 if the artefact's are, and float32 otherwise, as the networks of centroids are.
         """
         arrays = self._arrays(self.layers[layer], scale)
         half = all(array.dtype == mx.float16 for array in arrays.values())
-        names = []
+        places = {}
         for name in ("centroids", *NETWORK):
             array = numpy_of(arrays[name].astype(mx.float16 if half else mx.float32))
             made = f"model.layers.{layer}.self_attn.saap.{name}"
             # What is empty has no place in a data file.
-            names.append(graph.weight(made, array) if array.size else graph.constant(array, array.dtype.type))
-        return names
+            places[name] = graph.weight(made, array) if array.size else graph.constant(array, array.dtype.type)
+        return places
 
     def _arrays(self, layer: artefact.Layer, scale: float) -> dict[str, mx.array]:
         if self.trained:
@@ -97,3 +101,48 @@ def index_of(config: SAAP, model: Any) -> Index:
             f"sliding window or not in {file}. Give fewer."
         )
     return Index(layers, config.mode == "trained", loaded.space == "roped")
+
+
+@dataclass(frozen=True)
+class SaapDecoding(Decoding):
+    """Decoding by SAAP.
+
+    Attributes:
+        index: of the layers that it serves.
+    """
+
+    operator: ClassVar[str] = "SaapAttention"
+    method: SAAP
+    index: Index
+
+    @classmethod
+    def settled(cls, config: SAAP, model: Any, *, branches: bool) -> SaapDecoding:
+        index = index_of(config, model)
+        below = saap_dense_below(config, *index.sizes) if branches else config.attended + 1
+        return cls(dataclasses.replace(config, dense_below=below), index)
+
+    @property
+    def text(self) -> str:
+        """Without the folder of the artefact: where it lay is nobody's business."""
+        assert self.method.artefact is not None  # or index_of had refused
+        return str(dataclasses.replace(self.method, artefact=Path(self.method.artefact).name))
+
+    def serves(self, layer: int) -> bool:
+        return layer in self.index.layers
+
+    def attributes(self, lanes: int) -> dict[str, float]:
+        names = ("probes", "sink_tokens", "recent_tokens", "dense_below")
+        return {name: int(getattr(self.method, name)) for name in names}
+
+    def routing(self, before: Sequence[str], after: Sequence[str]) -> dict[str, str]:
+        return dict(zip(("query_before", "key_before"), after if self.index.roped else before, strict=True))
+
+    def weights(self, graph: Graph, layer: int, scale: float) -> Mapping[str, str]:
+        return self.index.store(graph, layer, scale)
+
+    def shortened(self, *, static: bool) -> SaapDecoding:
+        sinks = min(self.method.sink_tokens, 1)
+        recent = (PROMPT if static else KEYS) - sinks
+        # A file lists every key as soon as it leaves the window.
+        short = dataclasses.replace(self.method, sink_tokens=sinks, recent_tokens=recent, dense_below=0, fold_every=1)
+        return SaapDecoding(short, self.index)

@@ -1,0 +1,14 @@
+"""How each method is exported: one file per method, and the table of those that decode."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mlx_sparse.methods import SAAP, Dense, Method, SparQ
+
+from .base import Decoding
+from .saap import SaapDecoding
+from .sparq import SparQDecoding
+
+DECODE: Mapping[type[Method], type[Decoding]] = {Dense: Decoding, SparQ: SparQDecoding, SAAP: SaapDecoding}
+EXACT = Decoding(Dense())  # of layers that a method does not serve

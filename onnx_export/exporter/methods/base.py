@@ -1,0 +1,79 @@
+"""What the exporter asks of a method that decodes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from mlx_sparse.methods import Method
+
+from ..graph import Graph
+
+# Of the check: tokens of its prompt, and most keys that its sparse step attends to, so that a short prompt shows it.
+PROMPT, KEYS = 8, 4
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How layers of a file decode: exactly, unless a subclass says otherwise.
+
+    Attributes:
+        operator: which appends to the caches and attends. Its states, ``past_*`` to ``present_*``, become inputs and
+            outputs of the file.
+        method: with every automatic choice made.
+    """
+
+    operator: ClassVar[str] = "CachedAttention"
+    method: Method
+
+    @classmethod
+    def settled(cls, config: Any, model: Any, *, branches: bool) -> Decoding:
+        """By the settings ``config``, every automatic choice made for mlx-lm's ``model``.
+
+        Without ``branches`` the graph cannot turn to exact attention in short contexts, but for those of which
+        everything is attended.
+
+        Raises:
+            ConfigError: a setting does not fit the model, or cannot be exported.
+            ArtefactError: its file is damaged, or made for another model.
+        """
+        return cls(config)
+
+    @property
+    def sparse_from(self) -> int | None:
+        """Keys from which steps are sparse; None where all are exact."""
+        below = getattr(self.method, "dense_below", None)
+        return None if below is None else int(below)
+
+    @property
+    def text(self) -> str:
+        """The method as text."""
+        return str(self.method)
+
+    def serves(self, layer: int) -> bool:
+        """Whether a layer without a sliding window decodes by the operator."""
+        return True
+
+    def attributes(self, lanes: int) -> dict[str, float]:
+        """Attributes of the operator but ``scale`` and ``window``; ``lanes`` are keys per chunk of its columns."""
+        return {}
+
+    def axes(self, capacity: int) -> dict[str, int]:
+        """Lengths of axes of the operator's states that only it has, in caches of ``capacity`` tokens."""
+        return {}
+
+    def routing(self, before: Sequence[str], after: Sequence[str]) -> dict[str, str]:
+        """Inputs of the operator that are its queries and keys ``before`` or ``after`` RoPE, (B, L, H, D)."""
+        return {}
+
+    def weights(self, graph: Graph, layer: int, scale: float) -> Mapping[str, str]:
+        """Inputs of the operator that are weights of its own, stored by this call."""
+        return {}
+
+    def shortened(self, *, static: bool) -> Decoding:
+        """The same with a sparse step after `PROMPT` tokens, over at most `KEYS` keys, or over `PROMPT` if ``static``.
+
+        A static file attends by it from the first token on.
+        """
+        return self

@@ -1,0 +1,51 @@
+"""SampleAttention in a file."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from mlx_sparse.checks import ConfigError
+from mlx_sparse.methods import Sample
+
+from ...defaults import SAMPLE_BELOW
+
+SHORT_PROMPT, SHORT_BLOCK = 160, 32  # tokens of a prompt that a `shortened` method leaves something out of
+
+
+def settled(config: Sample, max_length: int) -> Sample:
+    """SampleAttention with one setting for all contexts, as an operator's attributes are.
+
+    Raises:
+        ConfigError: several ranges of contexts that fit in ``max_length`` have settings of their own, or a density is
+            to decide.
+    """
+    if config.dense_above not in ("auto", 1):
+        raise ConfigError(
+            f"dense_above: expected auto or 1, as a file attends by its blocks however many it has chosen, got "
+            f"{config.dense_above}. Give dense_below instead."
+        )
+    found = {config.at(S) for S in (1, *(entry.up_to for entry in config.ranges if entry.up_to <= max_length))}
+    if len(found) > 1:
+        raise ConfigError(
+            f"ranges: expected one setting for all contexts up to {max_length} tokens, which a file has, got "
+            f"{len(found)}. Give alpha_column, alpha_slash and chunks instead."
+        )
+    below = SAMPLE_BELOW if config.dense_below == "auto" else config.dense_below
+    return dataclasses.replace(found.pop(), dense_below=below)
+
+
+def attributes(config: Sample) -> dict[str, float]:
+    """Attributes of the operators that sample prompts, but ``scale``."""
+    return {**config.parameters(), "dense_prompt_below": int(config.dense_below)}
+
+
+def shortened(config: Sample) -> Sample:
+    """Settings that leave something out of a prompt of `SHORT_PROMPT` random tokens."""
+    return dataclasses.replace(
+        config,
+        alpha_column=config.alpha_column / 2,
+        alpha_slash=config.alpha_slash / 2,
+        chunks=min(config.chunks, 2),
+        block_size=SHORT_BLOCK,
+        dense_below=0,
+    )

@@ -1,0 +1,58 @@
+"""SparQ in a file."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from mlx_sparse.checks import check_local_window, check_rank
+from mlx_sparse.lm.model import resolve
+from mlx_sparse.methods import SparQ
+
+from ...defaults import dense_below
+from ..families import head_dim
+from .base import KEYS, PROMPT, Decoding
+
+
+@dataclass(frozen=True)
+class SparQDecoding(Decoding):
+    """Decoding by SparQ."""
+
+    operator: ClassVar[str] = "SparQAttention"
+    method: SparQ
+
+    @classmethod
+    def settled(cls, config: SparQ, model: Any, *, branches: bool) -> SparQDecoding:
+        """As `mlx_sparse.enable` makes the choices."""
+        args = model.args
+        D = head_dim(model.layers[0].self_attn)
+        check_rank(config.rank, D)
+        resolved = resolve(config, model)
+        assert isinstance(resolved, SparQ)
+        settled = dataclasses.replace(
+            resolved,
+            local_window=check_local_window(config.local_window, config.top_k),
+            reallocate=resolved.reallocates(args.num_attention_heads // args.num_key_value_heads),
+            dense_below=dense_below(config, D) if branches else config.top_k + 1,
+        )
+        return cls(settled)
+
+    def attributes(self, lanes: int) -> dict[str, float]:
+        method = self.method
+        return {
+            "rank": method.rank,
+            "top_k": method.top_k,
+            "local_window": check_local_window(method.local_window, method.top_k),
+            "reallocate": int(bool(method.reallocate)),
+            "group_reduce": ("softmax", "logits").index(method.group_reduce),
+            "component_score": ("query", "query_key").index(method.component_score),
+            "lanes": lanes,
+            "dense_below": int(method.dense_below),
+        }
+
+    def shortened(self, *, static: bool) -> SparQDecoding:
+        method = self.method
+        top_k = PROMPT if static else min(method.top_k, KEYS)
+        window = min(int(method.local_window or 0), top_k // 4)
+        return SparQDecoding(dataclasses.replace(method, top_k=top_k, local_window=window, dense_below=0))

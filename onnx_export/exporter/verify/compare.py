@@ -1,0 +1,126 @@
+"""Whether the logits of a finished file are those of MLX."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+
+from mlx_sparse.checks import ArtefactError
+
+from ..decoder import Target
+from ..methods.base import PROMPT
+from .copies import copy_for_check, keep_layers
+from .reference import Array, Expected, largest
+from .session import File
+
+Lower = Callable[[onnx.ModelProto], onnx.ModelProto]
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far the logits of a file are from MLX's.
+
+    Attributes:
+        dense: largest difference where attention is dense.
+        sparse: the same of the sparse step's median row, None if decoding is dense.
+        largest: logit, for comparison.
+        sampled: the same as ``sparse`` of a sampled prompt.
+    """
+
+    dense: float
+    sparse: float | None
+    largest: float
+    sampled: float | None = None
+
+    def __str__(self) -> str:
+        sparse = {"sparse": self.sparse, "sampled": self.sampled}
+        others = "".join(f", {error:.1e} {name}" for name, error in sparse.items() if error is not None)
+        errors = f"{self.dense:.1e}" + (f" dense{others}" if others else "")
+        return f"logits of up to {self.largest:.3g} are within {errors} of MLX's"
+
+
+def compare(model: onnx.ModelProto, folder: Path, expected: Expected, target: Target, lower: Lower) -> Agreement:
+    """Run the finished file on stock ONNX Runtime, and a copy with float32 caches that shares its data.
+
+    Args:
+        model: the model before it was lowered.
+        folder: where model.onnx and its data lie.
+        expected: what MLX computes.
+        target: what was made.
+        lower: what was done to the model in the end.
+
+    Raises:
+        ArtefactError: the file computes something else.
+    """
+    logits = expected.logits
+    got = _steps(folder / "model.onnx", expected.tokens, target.rows)
+    sparse_from = target.decode.sparse_from  # beyond the keys that are always attended
+    is_sparse = sparse_from is not None
+    if sparse_from is not None:
+        got = got[: (PROMPT < sparse_from or not target.rows) + (PROMPT + 1 < sparse_from)]
+    of_dense = largest(got, logits[: len(got)]) if got else 0.0
+    if not of_dense <= expected.rounded:
+        raise _disagreement("dense attention", of_dense, expected.rounded)
+    median = of_sampled = None
+    check = folder / "check.onnx"
+    if is_sparse or target.dtype != "float32":
+        onnx.save(lower(copy_for_check(model, target)), check)
+        got = _steps(check, expected.tokens, target.rows)
+        exact = largest(got[:1] if is_sparse else got, logits[:1] if is_sparse else logits)
+        if not exact <= expected.dense:
+            raise _disagreement("dense attention and float32 caches", exact, expected.dense)
+        if is_sparse:
+            median = _median_error(got[1], logits[2], logits[1], expected.sparse, where="sparse attention")
+    if (sampled := expected.sampled) is not None:
+        first = copy_for_check(model, target)
+        keep_layers(first, sampled.layers)
+        onnx.save(lower(first), check)
+        got_sampled = File(check, len(sampled.tokens)).step(sampled.tokens)
+        errors = sampled.logits, sampled.dense, sampled.error
+        of_sampled = _median_error(got_sampled, *errors, where="a sampled prompt")
+    check.unlink(missing_ok=True)
+    return Agreement(of_dense, median, float(np.abs(logits[0]).max()), of_sampled)
+
+
+def _median_error(got: Array, wanted: Array, dense: Array, allowed: float, *, where: str) -> float:
+    """The largest difference of the median row.
+
+    Keys or blocks that tie but for rounding may be swapped. That is rare, and moves less than leaving keys out does.
+    """
+    error = np.abs(got - wanted).max(axis=1)
+    median = float(np.median(error))
+    if not median <= allowed or not (error <= allowed + np.abs(wanted - dense).max(axis=1)).all():
+        raise _disagreement(where, float(error.max()), allowed)
+    return median
+
+
+def _disagreement(where: str, error: float, allowed: float) -> ArtefactError:
+    return ArtefactError(
+        f"model.onnx: expected logits within {allowed:.1e} of MLX's, got {error:.1e} with {where}. Nothing was kept; "
+        "please report the model and the command."
+    )
+
+
+def _steps(path: Path, tokens: Array, batch: int | None) -> list[Array]:
+    """Logits after the prompts, and after one more token, on stock ONNX Runtime.
+
+    Args:
+        batch: rows that the file is fixed to, one token at a time; None if it is not.
+    """
+    rows = batch or len(tokens)
+    file = File(path, rows)
+    cuts = [*range(PROMPT + 2)] if batch else [0, PROMPT, PROMPT + 1]
+    found: list[list[Array]] = [[], []]
+    for start in range(0, len(tokens), rows):
+        group = tokens[start : start + rows]
+        full = np.resize(group, (rows, PROMPT + 1))  # repeats rows
+        file.reset()
+        steps = [file.step(full[:, begin:end])[: len(group)].copy() for begin, end in itertools.pairwise(cuts)]
+        for into, logits in zip(found, steps[-2:], strict=True):
+            into.append(logits)
+    return [np.concatenate(logits) for logits in found]

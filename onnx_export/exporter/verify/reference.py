@@ -1,0 +1,246 @@
+"""What MLX computes with a model's weights, and how far from it a file may be."""
+
+from __future__ import annotations
+
+import copy
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+from mlx import nn
+from mlx.utils import tree_map_with_path
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+
+from mlx_sparse.checks import ArtefactError, ConfigError
+from mlx_sparse.lm import seam, sparse
+from mlx_sparse.methods import Sample
+
+from ..decoder import Target
+from ..families import window_of
+from ..methods.base import PROMPT
+from ..methods.sample import SHORT_PROMPT
+from ..weights import QUANTISED
+
+Array = npt.NDArray[Any]
+
+ROWS = 3  # prompts
+SLACK = 2  # errors that are alike in size are not the same
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What the first layers compute in MLX for a prompt by a shortened method.
+
+    Attributes:
+        layers: how many, before the norm and the head.
+        tokens: (rows, at most SHORT_PROMPT).
+        logits: (rows, vocabulary), and the same of dense attention.
+        error: largest difference of the median row.
+    """
+
+    layers: int
+    tokens: Array
+    logits: Array
+    dense: Array
+    error: float
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Logits (rows, vocabulary) of MLX, and how far from them a file may be.
+
+    Attributes:
+        tokens: (rows, PROMPT + 1).
+        logits: after the prompts, after one more token, and after that token if it is attended sparsely. The last is
+            missing if the method is dense.
+        rounded: largest difference of the file's dense logits.
+        dense: the same with float32 caches.
+        sparse: largest difference of the median row's sparse logits, with float32 caches.
+        sampled: of a longer prompt; None if prompts attend densely.
+    """
+
+    tokens: Array
+    logits: list[Array]
+    rounded: float
+    dense: float
+    sparse: float
+    sampled: Sampled | None = None
+
+
+def reference(model: Any, target: Target) -> Expected:
+    """What MLX computes on the CPU: Metal's products may round to less than float32.
+
+    The model is of no other use afterwards: its parameters are those of the file.
+
+    Raises:
+        ArtefactError: logits that are not finite.
+    """
+    with mx.stream(mx.cpu), _layer_by_layer(model):
+        return _reference(model, target)
+
+
+def _reference(model: Any, target: Target) -> Expected:
+    _as_stored(model, target.dtype)
+    tokens = np.random.default_rng(0).integers(0, model.model.embed_tokens.weight.shape[0], (ROWS, PROMPT + 1))
+    embedding = model.model.embed_tokens = _Widened(model.model.embed_tokens)
+    if "lm_head" in model:
+        model.lm_head = _OfLast(model.lm_head)
+    # Sums of K products err by about sqrt(K) halves of an ulp, and the layers add their errors up.
+    products = [_columns(module) for _, module in model.named_modules() if isinstance(module, (nn.Linear, *QUANTISED))]
+    noise = 2.0**-24 * math.sqrt(max(products) * len(products))
+    short = target.shortened()
+    runs = []
+    for embedding.noise in (0.0, noise):
+        cache = make_prompt_cache(model)
+        runs.append([_run(model, tokens[:, :-1], cache)])
+        prompted = copy.deepcopy(cache)
+        runs[-1].append(_run(model, tokens[:, -1:], cache))
+        if target.decode.sparse_from is not None:
+            with sparse(model, short.decode.method, backend="ops"):
+                runs[-1].append(_run(model, tokens[:, -1:], prompted))
+    exact, moved = runs
+    if not all(np.isfinite(logits).all() for logits in exact):
+        raise ArtefactError("--model: expected finite logits from MLX, got NaN or infinity. The model is damaged.")
+    moves = [np.abs(a - b).max(axis=1) for a, b in zip(exact, moved, strict=True)]
+    dense, lost = float(np.max(moves[:2])), 0.0
+    if target.dtype != "float32":
+        embedding.noise, cache = 0.0, make_prompt_cache(model)
+        with _rounding(model, target.dtype):
+            rounded = [_run(model, piece, cache) for piece in (tokens[:, :-1], tokens[:, -1:])]
+        lost = largest(exact[:2], rounded)
+        if not math.isfinite(lost):
+            raise ConfigError(f"--dtype: expected a type that holds keys and values, got {target.dtype}. Give another.")
+    of_long = None if short.prompts is None else _sampled(model, short.prompts, target.max_length, noise)
+    return Expected(tokens, exact, SLACK * (dense + lost), SLACK * dense, SLACK * float(np.median(moves[-1])), of_long)
+
+
+def _sampled(model: Any, method: Sample, max_length: int, noise: float) -> Sampled:
+    embedding = model.model.embed_tokens
+    shape = ROWS, min(SHORT_PROMPT, max_length)
+    tokens = np.random.default_rng(1).integers(0, embedding.inner.weight.shape[0], shape)
+    # What a layer leaves out reaches the last row through the layers after it.
+    unbounded = [i for i, layer in enumerate(model.layers) if not window_of(layer, model)]
+    layers = min(len(model.layers), (unbounded[:2] or [0])[-1] + 2)
+    runs = []
+    caches = [make_prompt_cache(model) for _ in range(3)]  # of all layers: models look for the kinds of layers there
+    with _replaced((model.model, "layers", model.model.layers[:layers])):  # without the others
+        with sparse(model, method, backend="ops"):
+            for embedding.noise in (noise, 0.0):
+                runs.append(_run(model, tokens, caches.pop()))
+        moved, exact = runs
+        dense = _run(model, tokens, caches.pop())
+    error = SLACK * float(np.median(np.abs(exact - moved).max(axis=1)))
+    return Sampled(layers, tokens, exact, dense, error)
+
+
+@contextmanager
+def _replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
+    """With attributes of objects set to other values."""
+    before = [(place, name, getattr(place, name)) for place, name, _ in changes]
+    for change in changes:
+        setattr(*change)
+    try:
+        yield
+    finally:
+        for original in before:
+            setattr(*original)
+
+
+def _columns(module: Any) -> int:
+    """How many products a linear layer sums."""
+    if isinstance(module, QUANTISED):
+        return int(module.scales.shape[1] * module.group_size)
+    return int(module.weight.shape[1])
+
+
+def largest(found: Sequence[Array], wanted: Sequence[Array]) -> float:
+    """The largest difference; NaN if there is one."""
+    return float(np.max([np.abs(a - b).max() for a, b in zip(found, wanted, strict=True)]))
+
+
+def _as_stored(model: Any, dtype: str) -> None:
+    """Round matrices to the type they are stored in; hold the rest, vectors and scales, in float32."""
+
+    def stored(name: str, array: mx.array) -> mx.array:
+        if not mx.issubdtype(array.dtype, mx.floating):
+            return array
+        matrix = array.ndim == 2 and name.endswith(".weight")
+        if matrix and dtype == "float32":
+            return array  # a product with float32 widens it anyway
+        return array.astype(getattr(mx, dtype) if matrix else mx.float32)
+
+    model.update(tree_map_with_path(stored, model.parameters()))
+
+
+class _Widened(nn.Module):
+    """An embedding in float32, from which everything after it is float32 too, with a relative ``noise``."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.inner = inner
+        self.noise = 0.0
+
+    def __call__(self, ids: mx.array) -> mx.array:
+        rows: mx.array = self.inner(ids).astype(mx.float32)
+        return rows * (1 + self.noise * mx.random.normal(rows.shape, key=mx.random.key(0)))
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        logits: mx.array = self.inner.as_linear(x[:, -1:])
+        return logits
+
+
+class _OfLast(nn.Module):
+    """A head for the last token, which is all that is compared."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.inner = inner
+
+    def __call__(self, x: mx.array) -> mx.array:
+        logits: mx.array = self.inner(x[:, -1:])
+        return logits
+
+
+def _layer_by_layer(model: Any) -> AbstractContextManager[None]:
+    """Compute each layer before the next, so that not all weights are widened at the same time."""
+    layer = type(model.layers[0])
+    original = layer.__call__
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> mx.array:
+        out: mx.array = original(self, *args, **kwargs)
+        mx.eval(out)
+        mx.clear_cache()
+        return out
+
+    return _replaced((layer, "__call__", call))
+
+
+def _rounding(model: Any, dtype: str) -> AbstractContextManager[None]:
+    """Round queries, keys, values and the output of every attention call to ``dtype``, and widen them again."""
+
+    def rounded(array: mx.array) -> mx.array:
+        return array.astype(getattr(mx, dtype)).astype(mx.float32)
+
+    def attention(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
+        return lambda queries, *args, **kwargs: rounded(original(rounded(queries), *args, **kwargs))
+
+    def append(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda self, keys, values: original(self, rounded(keys), rounded(values))
+
+    names = {cls.__module__ for _, module in model.named_modules() for cls in type(module).__mro__}
+    modules = [sys.modules[name] for name in names if hasattr(sys.modules.get(name), seam.NAME)]
+    return _replaced(
+        *((module, seam.NAME, attention(getattr(module, seam.NAME))) for module in modules),
+        *((kind, "update_and_fetch", append(kind.update_and_fetch)) for kind in (KVCache, RotatingKVCache)),
+    )
+
+
+def _run(model: Any, tokens: Array, cache: Any) -> Array:
+    """Logits (rows, vocabulary) after these tokens."""
+    return np.array(model(mx.array(tokens), cache=cache)[:, -1])
