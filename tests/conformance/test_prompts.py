@@ -10,7 +10,6 @@ from adapters import having
 from cases import Array
 from sample_cases import (
     SAMPLE_CASES,
-    SPARSE_CASES,
     SampleCase,
     assert_attends,
     assert_retains,
@@ -157,9 +156,7 @@ def test_nan_in_a_listed_key_is_not_hidden(backend: Any) -> None:
             k[0, 0, 3, 5] = np.nan
             return q, k, v
 
-    _, out, lse = backend.attend_blocks(
-        Spoiled(1, 2, 1, 64, 64, 64, "f32", 32), np.array([[[[0], [1]], [[0], [0]]]])
-    )
+    _, out, lse = backend.attend_blocks(Spoiled(1, 2, 1, 64, 64, 64, "f32", 32), np.array([[[[0], [1]], [[0], [0]]]]))
     rows = np.array([[*[False] * 3, *[True] * 29, *[False] * 32], [*[False] * 3, *[True] * 61]])
     np.testing.assert_array_equal(np.isnan(out).all(axis=-1)[0], rows)
     np.testing.assert_array_equal(np.isnan(lse)[0], rows)

@@ -1,4 +1,4 @@
-"""The Metal kernels one by one: any length, any list, any group. The cases of all backends are in test_backends.py."""
+"""The Metal kernels one by one: any length, any list, any group. tests/conformance has the cases."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from cases import (
     Array,
     Case,
     assert_as_good_as_plain,
-    assert_same_choice,
     plain_attention,
     plain_reallocation,
     round_to,
@@ -112,14 +111,6 @@ def test_attend_takes_lists_of_any_length(metal: Metal, N: int) -> None:
     out, got = attend.attend_indices(to_mlx(q, "f16"), *args, scale=case.D**-0.5, length=case.S)
     assert_as_good_as_plain(to_numpy(out), expected, plain_attention(q, k, v, indices, case.D**-0.5, "f16"), "f16")
     np.testing.assert_allclose(np.array(got), lse, rtol=0, atol=2e-6 * np.abs(lse[np.isfinite(lse)]).max(initial=1))
-
-
-def test_an_empty_list_gives_zeros(metal: Metal) -> None:
-    q, k, v = (to_mlx(array, "f32") for array in Case(1, 4, 2, 20, 64, "f32").inputs())
-    for indices in (mx.zeros((1, 2, 0), mx.int32), mx.full((1, 2, 700), -1, dtype=mx.int32)):
-        out, lse = attend.attend_indices(q, k, v, indices, scale=1.0)
-        assert mx.all(out == 0)
-        assert mx.all(lse == -mx.inf)
 
 
 # the whole step
@@ -304,22 +295,3 @@ def test_off_a_mac_metal_is_refused_with_the_reason_and_auto_is_ops() -> None:
     assert registry.resolve("auto", "sparq", D=128, G=4) == "ops"
     with pytest.raises(mlx_sparse.BackendUnavailable, match=r"got metal .MLX finds no Metal GPU on this machine"):
         registry.resolve("metal", "sparq", D=128, G=4)
-
-
-def test_select_agrees_with_the_oracle(metal: Metal) -> None:
-    case = Case(1, 32, 8, 1025, 128, "f16")
-    q, k, _ = case.inputs()
-    expected = oracle.sparq_select(q, k, rank=32, top_k=128)
-    indices, _, _ = sparq.sparq_select(
-        to_mlx(q, "f16"),
-        to_mlx(k, "f16"),
-        rank=32,
-        top_k=128,
-        local_window=32,
-        group_reduce="softmax",
-        component_weight=None,
-        scale=case.D**-0.5,
-        left_padding=None,
-        keys_t=None,
-    )
-    assert_same_choice(np.array(indices), expected.indices, expected.scores)

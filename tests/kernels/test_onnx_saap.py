@@ -58,24 +58,6 @@ def before(case: SaapCase) -> tuple[Array, Array]:
     return made[0].astype(np.float32), made[1].astype(np.float32)
 
 
-@by_case
-@by_runtime
-def test_a_step_attends_to_the_keys_of_the_oracle(runtime: str, case: SaapCase) -> None:
-    given = saap_step(case)
-    got = attention(runtime, case)(**given)
-    assert_attends(got["output"], None, case)
-    assert got["output"].dtype == DTYPES[case.step.dtype]
-    past = case.step.S - 1
-    _, k, v = case.inputs()
-    for name, array in (("key", k), ("value", v)):
-        np.testing.assert_array_equal(got[f"present_{name}"][:, :, : past + 1].astype(np.float32), array)
-    ids = got["present_bucket_ids"]
-    assert ids.dtype == np.int16
-    np.testing.assert_array_equal(ids[:, :, :past], given["past_bucket_ids"][:, :, :past])
-    np.testing.assert_array_equal(ids[:, :, past + 1 :], given["past_bucket_ids"][:, :, past + 1 :])
-    assert_same_assignment(ids[:, :, past : past + 1], given["key_before"], given["centroids"])
-
-
 @pytest.mark.parametrize("dtype, weights", [("f32", "f32"), ("f16", "f16"), ("bf16", "f16"), ("f16", "f32")])
 @by_runtime
 def test_buckets_are_chosen_when_keys_are_written(runtime: str, dtype: str, weights: str) -> None:
@@ -161,14 +143,6 @@ def test_a_row_without_a_valid_key_gives_zeros(runtime: str) -> None:
     given = saap_step(case)
     given["past_key"][0], given["past_value"][0] = np.nan, np.nan
     assert (attention(runtime, case)(**given)["output"][0] == 0).all()
-
-
-@by_runtime
-def test_visiting_every_bucket_is_dense_attention(runtime: str) -> None:
-    case = replace(SMALL, filling="balanced", probes=SMALL.buckets)
-    q, k, v = case.inputs()
-    expected = oracle.dense_attention(q, k, v, left_padding=case.step.padding)
-    np.testing.assert_allclose(attention(runtime, case)(**saap_step(case))["output"], expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["sink_tokens", "recent_tokens"])
