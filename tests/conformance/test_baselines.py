@@ -12,7 +12,7 @@ from cases import CASES, Case, assert_as_good_as_plain, plain_attention
 from expected import expected
 from mlx_arrays import to_mlx, to_numpy
 from sample_cases import SPARSE_CASES, SampleCase, assert_retains
-from test_not_numbers import SIZES, Spoiled, SpoiledPrompt, assert_shows
+from spoiled import SIZES, Spoiled, SpoiledPrompt, assert_shows
 
 import mlx_sparse
 from mlx_sparse import oracle

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,75 +11,11 @@ from adapters import having
 from cases import SPARQ, Array, Case, assert_same_choice, every_parameter
 from expected import Expected, expected
 from saap_cases import SaapCase, assert_attends, visited
-from sample_cases import SampleCase, selection
+from sample_cases import selection
+from spoiled import INF, NAN, SIZES, SPOILED, Spoiled, SpoiledPrompt, assert_shows
 
 from mlx_sparse import oracle
 
-RANKED, ALSO_RANKED, NOT_RANKED = 3, 4, 7  # components of the queries: two large ones, one small one
-Spoil = Callable[[Array, Array, Array], None]
-
-
-def at(array: int, row: object, component: object, number: float) -> Spoil:
-    """Put ``number`` into queries (0), keys (1) or values (2) of KV head 0 of the first sequence."""
-
-    def spoil(*arrays: Array) -> None:
-        arrays[array][0, 0, row, component] = number
-
-    return spoil
-
-
-def both(*spoils: Spoil) -> Spoil:
-    def spoil(*arrays: Array) -> None:
-        for each in spoils:
-            each(*arrays)
-
-    return spoil
-
-
-NAN, INF = np.nan, np.inf
-SPOILED: dict[str, Spoil] = {
-    "nan": at(1, 40, RANKED, NAN),
-    "nan-local": at(1, -2, RANKED, NAN),
-    "nan-current": at(1, -1, RANKED, NAN),
-    "nan-first": at(1, 0, RANKED, NAN),
-    "nan-not-ranked": at(1, 40, NOT_RANKED, NAN),
-    "nan-everywhere-in-a-key": at(1, 40, slice(None), NAN),
-    "inf": at(1, 40, RANKED, INF),
-    "inf-local": at(1, -2, RANKED, INF),
-    "minus-inf": at(1, 40, RANKED, -INF),
-    "inf-and-minus-inf": both(at(1, 40, RANKED, INF), at(1, 60, RANKED, -INF)),
-    "inf-minus-inf": both(at(1, 40, RANKED, INF), at(1, 40, ALSO_RANKED, -INF)),
-    "nan-and-inf": both(at(1, 40, RANKED, INF), at(1, 60, RANKED, NAN)),
-    "more-than-are-attended": at(1, slice(20, 90), RANKED, NAN),
-    "all-keys": at(1, slice(None), slice(None), NAN),
-    "value": at(2, 40, 5, NAN),
-    "value-of-an-attended-key": at(2, -1, 5, NAN),
-    "query": at(0, 0, RANKED, NAN),
-    "query-inf": at(0, 0, RANKED, INF),
-}
-
-
-@dataclass(frozen=True)
-class Spoiled(Case):
-    """A case in which KV head 0 of the first sequence has numbers that are none."""
-
-    spoil: str = ""
-
-    def inputs(self, seed: int = 0, L: int = 1) -> tuple[Array, Array, Array]:
-        arrays = super().inputs(seed, L)
-        queries = arrays[0]
-        queries[..., [RANKED, ALSO_RANKED]] = np.copysign(8, queries[..., [RANKED, ALSO_RANKED]])
-        queries[..., NOT_RANKED] = 2.0**-10
-        SPOILED[self.spoil](*arrays)
-        return arrays
-
-
-# Groups of 1 and 4 query heads; scores in one tile and in several, which takes Triton's interpreter long.
-SIZES = {
-    "G1": (2, 2, 2, 130, 64, "f32", (0, 5)),
-    "G4": (2, 8, 2, 130, 64, "f16", (0, 5)),
-    "tiles": (1, 4, 1, 1300, 64, "f32"),
-}
 # By method the sizes and settings that run.
 ARMS = {"sparq": (("G1", "reallocate"), ("G4", "paper"), ("G4", "eval"))}
 STEPS = [(method, spoil, *arm) for method, arms in ARMS.items() for spoil in SPOILED for arm in arms]
@@ -97,12 +32,6 @@ def assert_same_keys(indices: Array, wanted: Expected) -> None:
     assert scores is not None
     most = np.abs(scores[np.isfinite(scores)]).max(initial=0)
     assert_same_choice(indices, wanted.choice, np.where(scores < np.inf, np.maximum(scores, -most), 2 * most + 1))
-
-
-def assert_shows(out: Array, wanted: Array, atol: float = 2e-5) -> None:
-    """Equal, and NaN in the same places."""
-    np.testing.assert_array_equal(np.isnan(out), np.isnan(wanted))
-    np.testing.assert_allclose(out, wanted, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize(("method", "spoil", "sizes", "setting"), STEPS)
@@ -133,18 +62,6 @@ def test_nan_in_a_listed_key_is_not_hidden(backend: Any) -> None:
     assert np.isnan(out[0, :2]).all()
     assert np.isnan(lse[0, :2]).all()
     assert np.isfinite(out[0, 2:]).all()
-
-
-@dataclass(frozen=True)
-class SpoiledPrompt(SampleCase):
-    """A prompt in which one component of key 300 of the first KV head is no number."""
-
-    number: float = NAN
-
-    def inputs(self, seed: int = 0) -> tuple[Array, Array, Array]:
-        arrays = super().inputs(seed)
-        arrays[1][0, 0, 300, 3] = self.number
-        return arrays
 
 
 @pytest.mark.parametrize("number", [NAN, INF])

@@ -19,7 +19,8 @@ STEPS = [
     ".venv/bin/mlx-sparse doctor",
     "env METAL_DEVICE_WRAPPER_TYPE=1 METAL_DEBUG_ERROR_MODE=0 MTL_SHADER_VALIDATION=1",
     "env .venv/bin/python -m pytest tests/kernels/test_metal_kernels.py tests/kernels/test_metal_attend_blocks.py "
-    "tests/kernels/test_metal_sample.py tests/conformance/test_backends.py -k metal",
+    "tests/kernels/test_metal_sample.py tests/conformance/test_decode.py tests/conformance/test_prompts.py "
+    "tests/conformance/test_buckets.py -k metal",
     ".venv/bin/mlx-sparse bench step --backend metal --lengths 1k,2k,4k,8k,16k,32k,64k,128k",
     ".venv/bin/mlx-sparse bench prompt --attn sample:alpha_column=0.5,alpha_slash=0.5,sample:alpha_column=0.9,",
     ".venv/bin/python scripts/check_report.py mac",
@@ -29,7 +30,9 @@ FILES = [
     "kernels/test_metal_kernels",
     "kernels/test_metal_attend_blocks",
     "kernels/test_metal_sample",
-    "conformance/test_backends",
+    "conformance/test_decode",
+    "conformance/test_prompts",
+    "conformance/test_buckets",
 ]
 
 # What a Mac answers, and a project of which only the parts that the script calls are there.
