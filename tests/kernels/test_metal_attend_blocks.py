@@ -51,32 +51,6 @@ def test_every_head_dim_is_right(metal: Metal, D: int, dtype: str) -> None:
     check(case, some_lists(case))
 
 
-def test_without_a_block_there_is_nothing_to_attend(metal: Metal) -> None:
-    case = SampleCase(1, 4, 2, 40, 90, 64, "f16", 32)
-    layout = case.layout
-    above = np.full((1, 4, layout.row_blocks, 2), layout.key_blocks - 1, np.int32)
-    for lists in (
-        np.full((1, 4, layout.row_blocks, 3), -1, np.int32),
-        np.zeros((1, 4, layout.row_blocks, 0), np.int32),
-    ):
-        out, lse = attend(case, lists)
-        assert mx.all(out == 0)
-        assert mx.all(lse == -mx.inf)
-    out, lse = attend(case, above)  # the last block, which only rows of the last row block may see
-    first = layout.block_size * (layout.key_blocks - 1) - (case.S - case.L)
-    assert mx.all(lse[:, :, :first] == -mx.inf)
-    assert mx.all(lse[:, :, first:] > -mx.inf)
-
-
-def test_rows_that_are_not_in_use_do_not_count(metal: Metal) -> None:
-    case = SampleCase(2, 4, 2, 70, 150, 64, "bf16", 32)
-    lists = some_lists(case)
-    for spare in (1, 40, 300):
-        assert all(
-            mx.array_equal(a, b) for a, b in zip(attend(case, lists), attend(case, lists, spare=spare), strict=True)
-        )
-
-
 def test_a_long_prompt_is_work_in_bounded_pieces(metal: Metal, monkeypatch: pytest.MonkeyPatch) -> None:
     """No launch may have more multiply-adds than a piece even if its lists held everything, and none shares a command
     buffer: each is sent off before the next is made.

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from adapters import ADAPTERS
 from cases import Case
 from mlx_sparse.cuda_ref.launchers import attend, configs, saap
 from saap_cases import (
@@ -24,18 +25,15 @@ from torch_operators import assert_keeps_its_promises_and_compiles
 from mlx_sparse import cuda_ref, oracle
 
 pytestmark = pytest.mark.usefixtures("guarded")
+TRITON = ADAPTERS["triton"]
 by_case = pytest.mark.parametrize("case", SAAP_CASES, ids=str)
 SMALL = SaapCase(Case(2, 6, 2, 200, 64, "f32", padding=(0, 60)), "random")
 
 
-def network(case: SaapCase) -> dict[str, torch.Tensor]:
-    return {name: to_torch(array, case.weights) for name, array in case.network().items()}
-
-
 def tensors(case: SaapCase) -> list[torch.Tensor]:
     """Queries, and keys and values as slices of a cache."""
-    queries, keys, values = (to_torch(array, case.step.dtype) for array in case.inputs())
-    return [queries, cached(keys), cached(values)]
+    queries, *rows = TRITON.arrays(case.step)
+    return [queries, *map(TRITON.cached, rows)]
 
 
 def integers(array: Any, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -73,7 +71,7 @@ def test_a_step_is_four_launches_and_three_without_a_hidden_layer(guarded: list[
         prepared = saap.Index.of(ids, buckets=case.buckets, probes=case.probes, **case.window)
         queries = to_torch(case.queries_before(), case.step.dtype)
         del guarded[:]
-        route = saap.saap_route(queries, saap.Network(**network(case)), probes=case.probes)
+        route = saap.saap_route(queries, saap.Network(**TRITON.network(case)), probes=case.probes)
         saap.saap_decode(*tensors(case), route, prepared, scale=0.1)
         hidden = ["saap_hidden"] if case.hidden else []
         if guarded:
@@ -84,15 +82,13 @@ def test_a_step_is_four_launches_and_three_without_a_hidden_layer(guarded: list[
 @pytest.mark.parametrize("G", [1, 4, 5, 40])
 def test_sequences_share_what_is_read_of_the_network(B: int, G: int) -> None:
     case = SaapCase(Case(B, 2 * G, 2, 60, 64, "f16"), "random", buckets=40, weights="f16")
-    got = cuda_ref.saap_route(to_torch(case.queries_before(), "f16"), probes=case.probes, **network(case))
-    assert_same_buckets(to_numpy(got), case)
+    assert_same_buckets(TRITON.route(case), case)
 
 
 @pytest.mark.parametrize(("buckets_", "probes"), [(1, 1), (300, 300), (4096, 1), (4096, 100)])
 def test_any_number_of_buckets_and_probes(buckets_: int, probes: int) -> None:
     case = SaapCase(Case(1, 2, 1, 60, 64, "f32"), "random", buckets=buckets_, probes=probes, hidden=48)
-    got = cuda_ref.saap_route(to_torch(case.queries_before(), "f32"), probes=probes, **network(case))
-    assert_same_buckets(to_numpy(got), case)
+    assert_same_buckets(TRITON.route(case), case)
 
 
 def test_buckets_that_tie_are_visited_from_the_lowest() -> None:
