@@ -2,14 +2,14 @@
 """One command for each thing a newcomer wants. Needs Python 3.10 or newer and nothing else.
 
   python3 scripts/dev.py demo     generate with a small real model, dense and sparse
-  python3 scripts/dev.py test     lint, then run the tests; tells which backends ran and why others were skipped
+  python3 scripts/dev.py test     lint, then the fast tests: every backend, in 5 minutes on 2 processors. --all runs all
   python3 scripts/dev.py lint     ruff, mypy and codespell
   python3 scripts/dev.py doctor   versions, devices and problems of this machine
   python3 scripts/dev.py setup    install what the tests need, and run nothing
 
 The first run makes .venv in the project and installs the project into it, for test and lint with everything that the
 tests need (3 GB); later runs find it ready. uv is used where it is installed. What follows demo, test and doctor is
-passed on: python3 scripts/dev.py test -k sparq
+passed on: python3 scripts/dev.py test -k sparq runs all tests with that name.
 """
 
 import argparse
@@ -75,6 +75,14 @@ def lint():
     run(BIN / "codespell")
 
 
+def tests(args):
+    """What pytest is given: no arguments mean the fast tier, --all means everything, and others are passed on."""
+    if args not in ([], ["--all"]):
+        return args
+    # To all processors, file by file, so that fixtures of a file are made once; slow files first.
+    return ["-n", "logical", "--dist", "loadfile", "--no-loadscope-reorder", *([] if args else ["--fast"])]
+
+
 def main():
     if sys.version_info < (3, 10):  # noqa: UP036 (this runs before anything checks requires-python)
         sys.exit(f"mlx-sparse-attention needs Python 3.10 or newer; {sys.executable} is {sys.version.split()[0]}")
@@ -88,9 +96,7 @@ def main():
     if options.verb in ("test", "lint"):
         lint()
     if options.verb == "test":
-        # All tests go to all processors, file by file, so that fixtures of a file are made once; slow files first.
-        everything = ["-n", "logical", "--dist", "loadfile", "--no-loadscope-reorder"]
-        run(BIN / "python", "-m", "pytest", *(options.args or everything))
+        run(BIN / "python", "-m", "pytest", *tests(options.args))
     elif options.verb in ("demo", "doctor"):
         # MLX's own BLAS would take minutes for the demo on a Linux CPU.
         fast = ["--fast-blas"] if options.verb == "demo" and sys.platform == "linux" else []

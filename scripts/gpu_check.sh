@@ -83,8 +83,8 @@ if has pytest || $dry_run; then
   run timeout --signal=INT --kill-after=10 200 python3 -m pytest tests/kernels/test_triton_kernels.py tests/kernels/test_triton_select.py \
     tests/kernels/test_triton_saap.py tests/kernels/test_triton_sample.py tests/kernels/test_triton_blocks.py tests/evaluate/test_triton_bench.py \
     "${transformers[@]}" \
-    tests/conformance/test_parity.py tests/conformance/test_parity_saap.py tests/conformance/test_parity_sample.py -k triton \
-    --import-mode=importlib -o "pythonpath=tests tests/fixtures tests/conformance" -p no:cacheprovider "${parallel[@]}" -q --junitxml="$work/tests.xml" ||
+    tests/conformance/test_decode.py tests/conformance/test_prompts.py tests/conformance/test_buckets.py -k triton \
+    --import-mode=importlib -o "pythonpath=tests tests/fixtures" -p no:cacheprovider "${parallel[@]}" -q --junitxml="$work/tests.xml" ||
     echo "status: $?" | tee "$work/tests_status.txt"
 else
   echo "pytest is not installed: the tests do not run, the benchmark checks its results itself." | tee "$work/no_tests"

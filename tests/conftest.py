@@ -30,37 +30,80 @@ collect_ignore_glob = ["*test_onnx_*.py"] if sys.version_info < (3, 11) else []
 REAL_GEMMA = "test_gemma3_real.py"
 
 
+# The slow tier: a test of these takes a minute, or they start dozens of processes. They come first, so that no worker
+# is left alone with them at the end.
+SLOW = {
+    "test_demo.py": "the demo",
+    "test_evaluate_smollm2.py": "a real model",
+    "test_install.py": "installations",
+    "test_onnx_export_smollm2.py": "a real model",
+    "test_onnx_native.py": "instruction sets, threads, another machine's code",
+    "test_onnx_native_fuzz.py": "fuzzing, sanitizers",
+    "test_onnx_runtimes.py": "other runtimes",
+    "test_onnx_saap_fuzz.py": "fuzzing",
+    "test_saap_train_smollm2.py": "a real model",
+    "test_smollm2.py": "a real model",
+    "test_soak_histories.py": "random histories",
+    "test_triton_aot.py": "compiling for GPUs that are not here",
+    "test_triton_hf.py": "models of transformers",
+    "test_triton_saap_aot.py": "compiling for GPUs that are not here",
+    "test_triton_sample_aot.py": "compiling for GPUs that are not here",
+}
+# The fast tier runs this many of the instances of a test, evenly spread, for every backend that it is parametrised by.
+MOST = 8
+BACKENDS = ("backend", "runtime")
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--accept-licence", choices=["gemma"], help=f"accept the Gemma Terms of Use: run {REAL_GEMMA}")
+    parser.addoption("--fast", action="store_true", help="the fast tier: no slow files, a few instances of each test")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    return True if collection_path.name == REAL_GEMMA and not config.getoption("accept_licence") else None
+    name = collection_path.name
+    left_out = name == REAL_GEMMA and not config.getoption("accept_licence")
+    return True if left_out or (name in SLOW and config.getoption("fast")) else None
 
 
-# Files of which one test takes a minute: first, so that no worker is left alone with them at the end.
-SLOW = {
-    "test_demo.py",
-    "test_evaluate_smollm2.py",
-    "test_install.py",
-    "test_onnx_native.py",
-    "test_onnx_native_fuzz.py",
-    "test_saap_train_smollm2.py",
-    "test_triton_aot.py",
-    "test_triton_saap_aot.py",
-    "test_triton_sample_aot.py",
-}
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in SLOW)
+    if config.getoption("fast"):
+        left_out = set(thinned(items))
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
+
+
+def thinned(items: list[pytest.Item]) -> list[pytest.Item]:
+    """All but `MOST` instances of each test and backend."""
+    instances: dict[tuple[str, ...], list[pytest.Item]] = {}
+    for item in items:
+        parameters = getattr(getattr(item, "callspec", None), "params", {})
+        backend = next((str(parameters[name]) for name in BACKENDS if name in parameters), "")
+        instances.setdefault((item.nodeid.partition("[")[0], backend), []).append(item)
+    left_out = []
+    for rows in instances.values():
+        kept = {n * len(rows) // MOST for n in range(MOST)}
+        left_out += [row for n, row in enumerate(rows) if n not in kept and len(rows) > MOST]
+    return left_out
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
     absent = [f"not collected on this Python: {name}" for name in collect_ignore_glob]
     if not config.getoption("accept_licence"):
         absent.append(f"not collected without --accept-licence gemma: {REAL_GEMMA}")
-    return absent
+    return [*tier(config), *absent]
+
+
+def tier(config: pytest.Config) -> list[str]:
+    if not config.getoption("fast"):
+        return ["tier: everything"]
+    files = ", ".join(f"{name} ({what})" for name, what in SLOW.items())
+    return [f"tier: fast, which runs at most {MOST} instances of a test for each backend and leaves out {files}"]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if config.getoption("fast"):
+        terminalreporter.write_line("This was the fast tier. Everything: python3 scripts/dev.py test --all")
 
 
 @pytest.fixture(scope="module")

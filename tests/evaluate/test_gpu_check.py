@@ -24,9 +24,9 @@ TESTS = (
     "evaluate/test_triton_bench",
     "lm/test_triton_hf",
     "lm/test_triton_hf_cache",
-    "conformance/test_parity",
-    "conformance/test_parity_saap",
-    "conformance/test_parity_sample",
+    "conformance/test_decode",
+    "conformance/test_prompts",
+    "conformance/test_buckets",
 )
 UNFINISHED = [f"the benchmark of {what} did not finish" for what in ("decode steps", "SAAP's steps", "prompts")]
 STEPS = [

@@ -19,7 +19,8 @@ STEPS = [
     ".venv/bin/mlx-sparse doctor",
     "env METAL_DEVICE_WRAPPER_TYPE=1 METAL_DEBUG_ERROR_MODE=0 MTL_SHADER_VALIDATION=1",
     "env .venv/bin/python -m pytest tests/kernels/test_metal_kernels.py tests/kernels/test_metal_attend_blocks.py "
-    "tests/kernels/test_metal_sample.py tests/conformance/test_backends.py -k metal",
+    "tests/kernels/test_metal_sample.py tests/conformance/test_decode.py tests/conformance/test_prompts.py "
+    "tests/conformance/test_buckets.py -k metal",
     ".venv/bin/mlx-sparse bench step --backend metal --lengths 1k,2k,4k,8k,16k,32k,64k,128k",
     ".venv/bin/mlx-sparse bench prompt --attn sample:alpha_column=0.5,alpha_slash=0.5,sample:alpha_column=0.9,",
     ".venv/bin/python scripts/check_report.py mac",
@@ -29,7 +30,9 @@ FILES = [
     "kernels/test_metal_kernels",
     "kernels/test_metal_attend_blocks",
     "kernels/test_metal_sample",
-    "conformance/test_backends",
+    "conformance/test_decode",
+    "conformance/test_prompts",
+    "conformance/test_buckets",
 ]
 
 # What a Mac answers, and a project of which only the parts that the script calls are there.
@@ -124,7 +127,7 @@ def test_what_passes_is_reported_with_the_machine(mac: Path) -> None:
     assert {"model": "Mac14,9", "macos": "26.1", "gpu_cores": "19"}.items() <= found["machine"].items()
     assert found["machine"]["mlx"]
     for name in ("validated", "plain"):
-        assert (found["tests"][name]["tests"], found["tests"][name]["failed"]) == (7, [])
+        assert (found["tests"][name]["tests"], found["tests"][name]["failed"]) == (9, [])
     assert found["validation"] == []
     # There is no Metal GPU behind it, so the real benchmark refused.
     assert found["problems"] == ["the benchmark did not finish", "the prefill benchmark did not finish"]
@@ -141,15 +144,15 @@ def module(name: str) -> str:
 def test_failures_and_what_the_validation_said_are_reported(mac: Path) -> None:
     _, found = check(mac, message="Invalid device load at offset 4096", fails=True)
     assert [bad["test"] for bad in found["tests"]["validated"]["failed"]] == [
-        # all of the Metal files, and what is metal in the last
+        # all of the Metal files, and what is metal in the others
         *(f"{module(name)}::test_kernel[{backend}]" for name in FILES[:3] for backend in ("ops", "metal")),
-        f"{module(FILES[3])}::test_kernel[metal]",
+        *(f"{module(name)}::test_kernel[metal]" for name in FILES[3:]),
     ]
-    assert found["validation"] == ["Invalid device load at offset 4096"] * 7
+    assert found["validation"] == ["Invalid device load at offset 4096"] * 9
     assert found["problems"][:3] == [
-        "7 of 7 tests (validated) failed",
-        "7 of 7 tests (plain) failed",
-        "Metal's validation reports 7 lines",
+        "9 of 9 tests (validated) failed",
+        "9 of 9 tests (plain) failed",
+        "Metal's validation reports 9 lines",
     ]
 
 

@@ -1,4 +1,4 @@
-"""The Metal kernel that attends to lists of key blocks: every case, any list, whole cache buffers."""
+"""The Metal kernel that attends to lists of key blocks: every head dim, whole cache buffers, pieces."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from cases import Array
 from mlx_arrays import DTYPES, to_mlx, to_numpy, whole
 from msl import Metal
-from sample_cases import SAMPLE_CASES, SampleCase, assert_attends, selection
+from sample_cases import SampleCase, assert_attends
 
 import mlx_sparse
 from mlx_sparse import oracle
@@ -35,11 +35,6 @@ def check(case: SampleCase, lists: Array, *, spare: int = 0) -> None:
     assert_attends(to_numpy(out), np.array(lse), case, lists)
 
 
-@pytest.mark.parametrize("case", SAMPLE_CASES, ids=str)
-def test_every_prompt_is_attended_as_by_the_oracle(metal: Metal, case: SampleCase) -> None:
-    check(case, selection(case).blocks, spare=case.L % 3)
-
-
 def some_lists(case: SampleCase, *, seed: int = 0, share: float = 0.5) -> Array:
     """Random lists, some of them empty, not all with their diagonal."""
     layout = case.layout
@@ -54,74 +49,6 @@ def some_lists(case: SampleCase, *, seed: int = 0, share: float = 0.5) -> Array:
 def test_every_head_dim_is_right(metal: Metal, D: int, dtype: str) -> None:
     case = SampleCase(1, 2, 1, 45, 130, D, dtype, 32)
     check(case, some_lists(case))
-
-
-@pytest.mark.parametrize("block_size", [32, 64, 128])
-@pytest.mark.parametrize(("L", "S"), [(1, 1), (1, 97), (7, 200), (150, 150), (129, 257), (64, 256)])
-def test_every_piece_of_a_prompt_is_right(metal: Metal, L: int, S: int, block_size: int) -> None:
-    case = SampleCase(2, 3, 3, L, S, 64, "f32", block_size)
-    check(case, some_lists(case, share=0.7), spare=3)
-
-
-def test_any_list_is_legal(metal: Metal) -> None:
-    case = SampleCase(1, 4, 2, 100, 200, 64, "f32", 32)
-    layout = case.layout
-    rng = np.random.default_rng(1)
-    shape = (1, 4, layout.row_blocks)
-    lists = rng.choice([-(2**31), -7, -1, 0, 1, 2, 3, 4, 5, 6, 7, 100, 2**26, 2**31 - 1], size=(*shape, 20)).astype(
-        np.int32
-    )
-    check(case, lists)
-    expected = attend(case, oracle.block_lists(oracle.block_mask(lists, layout.key_blocks)))
-    assert all(mx.array_equal(a, b) for a, b in zip(attend(case, lists), expected, strict=True))
-
-
-@pytest.mark.parametrize("backend", ["ops", "metal"])
-@pytest.mark.parametrize("dtype", [mx.int64, mx.uint32, mx.uint64, mx.int8])
-def test_lists_may_be_of_any_integer_type(metal: Metal, dtype: mx.Dtype, backend: str) -> None:
-    case = SampleCase(1, 2, 1, 40, 90, 64, "f32", 32)
-    q, k, v = (to_mlx(array, "f32") for array in case.inputs())
-    none = 2**32 if dtype.size == 8 else 100
-    lists = np.broadcast_to([0, 1, none, none + 2], (1, 2, case.layout.row_blocks, 4))
-    out, lse = mlx_sparse.attend_blocks(q, k, v, mx.array(lists).astype(dtype), block_size=32, backend=backend)
-    assert_attends(to_numpy(out), np.array(lse), case, lists)
-
-
-def test_without_a_block_there_is_nothing_to_attend(metal: Metal) -> None:
-    case = SampleCase(1, 4, 2, 40, 90, 64, "f16", 32)
-    layout = case.layout
-    above = np.full((1, 4, layout.row_blocks, 2), layout.key_blocks - 1, np.int32)
-    for lists in (
-        np.full((1, 4, layout.row_blocks, 3), -1, np.int32),
-        np.zeros((1, 4, layout.row_blocks, 0), np.int32),
-    ):
-        out, lse = attend(case, lists)
-        assert mx.all(out == 0)
-        assert mx.all(lse == -mx.inf)
-    out, lse = attend(case, above)  # the last block, which only rows of the last row block may see
-    first = layout.block_size * (layout.key_blocks - 1) - (case.S - case.L)
-    assert mx.all(lse[:, :, :first] == -mx.inf)
-    assert mx.all(lse[:, :, first:] > -mx.inf)
-
-
-def test_rows_that_are_not_in_use_do_not_count(metal: Metal) -> None:
-    case = SampleCase(2, 4, 2, 70, 150, 64, "bf16", 32)
-    lists = some_lists(case)
-    for spare in (1, 40, 300):
-        assert all(
-            mx.array_equal(a, b) for a, b in zip(attend(case, lists), attend(case, lists, spare=spare), strict=True)
-        )
-
-
-def test_nan_in_a_listed_key_is_not_hidden(metal: Metal) -> None:
-    case = SampleCase(1, 2, 1, 64, 64, 64, "f32", 32)
-    q, k, v = (to_mlx(array, "f32") for array in case.inputs())
-    k[0, 0, 3, 5] = mx.nan
-    lists = mx.array([[[[0], [1]], [[0], [0]]]])
-    out, lse = mlx_sparse.attend_blocks(q, k, v, lists, block_size=32, backend="metal")
-    rows = mx.array([[*[False] * 3, *[True] * 29, *[False] * 32], [*[False] * 3, *[True] * 61]])
-    assert mx.array_equal(mx.isnan(out).all(axis=-1)[0], rows)
-    assert mx.array_equal(mx.isnan(lse)[0], rows)
 
 
 def test_a_long_prompt_is_work_in_bounded_pieces(metal: Metal, monkeypatch: pytest.MonkeyPatch) -> None:

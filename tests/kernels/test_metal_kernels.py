@@ -1,4 +1,4 @@
-"""The Metal kernels one by one: any length, any list, any group. The cases of all backends are in test_backends.py."""
+"""The Metal kernels one by one: any length, any list, any group. tests/conformance has the cases."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from adapters import ADAPTERS
 from cases import (
     Array,
     Case,
     assert_as_good_as_plain,
-    assert_same_choice,
+    every_parameter,
     plain_attention,
-    plain_reallocation,
-    round_to,
 )
+from expected import METHODS, assert_conforms
 from mlx_arrays import DTYPES, to_mlx, to_numpy, whole
 from msl import Metal
 from tiny_models import build, greedy, prompt_of
@@ -114,55 +114,19 @@ def test_attend_takes_lists_of_any_length(metal: Metal, N: int) -> None:
     np.testing.assert_allclose(np.array(got), lse, rtol=0, atol=2e-6 * np.abs(lse[np.isfinite(lse)]).max(initial=1))
 
 
-def test_an_empty_list_gives_zeros(metal: Metal) -> None:
-    q, k, v = (to_mlx(array, "f32") for array in Case(1, 4, 2, 20, 64, "f32").inputs())
-    for indices in (mx.zeros((1, 2, 0), mx.int32), mx.full((1, 2, 700), -1, dtype=mx.int32)):
-        out, lse = attend.attend_indices(q, k, v, indices, scale=1.0)
-        assert mx.all(out == 0)
-        assert mx.all(lse == -mx.inf)
-
-
 # the whole step
 
 
-def step(case: Case, capacity: int, dtype: str, **settings: Any) -> tuple[Array, Array, Array]:
-    """Output of a decode step over whole cache buffers, expected output, and the plain one."""
-    q, k, v = case.inputs()
-    weighted = settings.get("component_score") == "query_key"
-    expected = oracle.sparq_attention(q, k, v, left_padding=case.padding, **settings)
-    names = ("rank", "top_k", "local_window", "component_score")
-    chosen = oracle.sparq_select(q, k, left_padding=case.padding, **{n: settings[n] for n in names if n in settings})
-    plain = plain_attention(q, k, v, chosen.indices, case.D**-0.5, dtype)
-    if settings["reallocate"]:
-        plain = round_to(plain_reallocation(plain, q, k, v, chosen.indices, padding=case.padding, **settings), dtype)
-    padding = None if case.padding is None else mx.array(case.padding)
-    mk, mv = to_mlx(k, dtype), to_mlx(v, dtype)
-    keys = whole(k, capacity, dtype)
-    out, _ = sparq.sparq_attention(
-        to_mlx(q, dtype),
-        keys,
-        whole(v, capacity, dtype),
-        reallocate=settings["reallocate"],
-        scale=case.D**-0.5,
-        value_mean=registry.load("masked_mean", "metal")(mv, padding),
-        length=case.S,
-        rank=settings["rank"],
-        top_k=settings["top_k"],
-        local_window=settings.get("local_window", settings["top_k"] // 4),
-        group_reduce="softmax",
-        component_weight=registry.load("deviation", "metal")(mk, padding) if weighted else None,
-        left_padding=padding,
-        keys_t=mx.contiguous(keys.swapaxes(-1, -2)),
-    )
-    return to_numpy(out), expected, plain
+def check(case: Case, **settings: Any) -> None:
+    """A decode step over whole cache buffers."""
+    params = {**every_parameter(case, "paper"), "reallocate": False, **settings}
+    params["local_window"] = params["top_k"] // 4
+    assert_conforms(ADAPTERS["metal"].sparq(case, params), METHODS["sparq"](case, params), case)
 
 
 @pytest.mark.parametrize("S", [*range(1, 12), 31, 32, 33, 63, 64, 65, 127, 128, 129, 1023, 1024, 1025, 4097, 8200])
-@pytest.mark.parametrize("spare", [0, 3], ids=["full", "spare"])
-def test_every_length_is_right(metal: Metal, S: int, spare: int) -> None:
-    case = Case(2, 4, 2, S, 64, "f32", padding=(0, S // 2))
-    out, expected, plain = step(case, S + spare, "f32", rank=16, top_k=min(16, S), reallocate=False)
-    assert_as_good_as_plain(out, expected, plain, "f32")
+def test_every_length_is_right(metal: Metal, S: int) -> None:
+    check(Case(2, 4, 2, S, 64, "f32", padding=(0, S // 2)), top_k=min(16, S))
 
 
 @pytest.mark.parametrize("reallocate", [False, True], ids=["attend", "reallocate"])
@@ -174,17 +138,13 @@ def test_every_length_is_right(metal: Metal, S: int, spare: int) -> None:
     ],
 )
 def test_every_head_dim_and_group_is_right(metal: Metal, D: int, G: int, dtype: str, reallocate: bool) -> None:
-    case = Case(1, 2 * G, 2, 400, D, dtype)
     settings = {"rank": min(32, D), "top_k": 150, "component_score": "query_key", "reallocate": reallocate}
-    out, expected, plain = step(case, 448, dtype, **settings)
-    assert_as_good_as_plain(out, expected, plain, dtype)
+    check(Case(1, 2 * G, 2, 400, D, dtype), **settings)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_split_list_is_merged_and_reallocated(metal: Metal, dtype: str) -> None:
-    case = Case(1, 2, 2, 2000, 64, dtype, padding=(30,))
-    out, expected, plain = step(case, 2048, dtype, rank=16, top_k=900, reallocate=True)
-    assert_as_good_as_plain(out, expected, plain, dtype)
+    check(Case(1, 2, 2, 2000, 64, dtype, padding=(30,)), top_k=900, reallocate=True)
 
 
 def test_a_context_of_65536_keys_takes_four_launches(metal: Metal) -> None:
@@ -205,8 +165,18 @@ def test_a_context_of_65536_keys_takes_four_launches(metal: Metal) -> None:
 def test_nothing_recompiles_as_the_context_grows(metal: Metal) -> None:
     texts: set[tuple[str, str]] = set()
     for S in (300, 301, 4000, 4097):
-        case = Case(1, 4, 2, S, 64, "f16")
-        step(case, 4160, "f16", rank=16, top_k=32, reallocate=True)
+        q, k, v = (to_mlx(array, "f16") for array in Case(1, 4, 2, S, 64, "f16").inputs())
+        keys, values = (mx.pad(rows, [(0, 0), (0, 0), (0, 4160 - S), (0, 0)]) for rows in (k, v))
+        out, _ = sparq.sparq_attention(
+            q,
+            keys,
+            values,
+            **{"rank": 16, "top_k": 32, "local_window": 8, "group_reduce": "softmax", "scale": 0.125, "length": S},
+            **{"component_weight": None, "left_padding": None, "keys_t": mx.contiguous(keys.swapaxes(-1, -2))},
+            reallocate=True,
+            value_mean=mx.zeros((1, 2, 64)),
+        )
+        mx.eval(out)
         if metal.emulated:
             texts.update(metal.texts.items())
     names = [name for name, _ in texts]
@@ -304,22 +274,3 @@ def test_off_a_mac_metal_is_refused_with_the_reason_and_auto_is_ops() -> None:
     assert registry.resolve("auto", "sparq", D=128, G=4) == "ops"
     with pytest.raises(mlx_sparse.BackendUnavailable, match=r"got metal .MLX finds no Metal GPU on this machine"):
         registry.resolve("metal", "sparq", D=128, G=4)
-
-
-def test_select_agrees_with_the_oracle(metal: Metal) -> None:
-    case = Case(1, 32, 8, 1025, 128, "f16")
-    q, k, _ = case.inputs()
-    expected = oracle.sparq_select(q, k, rank=32, top_k=128)
-    indices, _, _ = sparq.sparq_select(
-        to_mlx(q, "f16"),
-        to_mlx(k, "f16"),
-        rank=32,
-        top_k=128,
-        local_window=32,
-        group_reduce="softmax",
-        component_weight=None,
-        scale=case.D**-0.5,
-        left_padding=None,
-        keys_t=None,
-    )
-    assert_same_choice(np.array(indices), expected.indices, expected.scores)

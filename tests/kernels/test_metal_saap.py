@@ -1,4 +1,4 @@
-"""SAAP's Metal kernels: any network, any list, odd calls. The cases of all backends are in test_saap_backends.py."""
+"""SAAP's Metal kernels: any network, any list, odd calls. tests/conformance has the cases."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from cases import Array, Case, assert_as_good_as_plain, lse_tolerance, plain_attention
+from adapters import ADAPTERS
+from cases import Array, Case
 from mlx_arrays import to_mlx, to_numpy, whole
 from msl import Metal
 from saap_cases import FILLINGS, SAAP_CASES, SaapCase, assert_attends, assert_same_buckets, visited
@@ -17,9 +18,7 @@ from mlx_sparse.common.csr import saap_index
 from mlx_sparse.kernels import attend, saap
 from mlx_sparse.methods import registry
 
-
-def network_of(case: SaapCase) -> dict[str, mx.array]:
-    return {name: to_mlx(array, case.weights) for name, array in case.network().items()}
+network_of = ADAPTERS["metal"].network
 
 
 def route(case: SaapCase, **weights: mx.array | None) -> Array:
@@ -112,17 +111,12 @@ def test_weights_are_read_once_for_the_whole_group(metal: Metal, hidden: int | N
 
 def listed(case: SaapCase, chosen: Array, *, pending: int = 0, spare: int = 0) -> tuple[list[Array], list[Array]]:
     """Indices and counts of a step with ``spare`` slots of room, and the oracle's."""
-    covered = max(case.covered - pending, 0)
-    padding = case.step.padding
-    common = {"sink_tokens": case.sink_tokens, "left_padding": padding}
-    ids = case.bucket_ids()[..., :covered]
-    index = oracle.saap_index(ids, buckets=case.buckets, **common)
-    sizes = {"length": case.step.S, "covered": covered, "capacity": case.step.S + spare}
-    expected = oracle.saap_indices(chosen, *index, **sizes, **common)
-    common["left_padding"] = None if padding is None else mx.array(padding)
-    ours = saap_index(mx.array(ids.astype(np.int16)), buckets=case.buckets, **common)
-    got = saap.saap_indices(mx.array(chosen.astype(np.int32)), *ours, **sizes, **common)
-    return [np.array(array) for array in got], list(expected)
+    covered, capacity = max(case.covered - pending, 0), case.step.S + spare
+    window = {"sink_tokens": case.sink_tokens, "left_padding": case.step.padding}
+    index = oracle.saap_index(case.bucket_ids()[..., :covered], buckets=case.buckets, **window)
+    sizes = {"length": case.step.S, "covered": covered, "capacity": capacity}
+    found = ADAPTERS["metal"].lists(case, chosen, covered, capacity)[1]
+    return found, list(oracle.saap_indices(chosen, *index, **sizes, **window))
 
 
 LONG = SaapCase(Case(2, 2, 2, 6000, 8, "f32", padding=(0, 300)), "skewed", buckets=512, recent_tokens=600)
@@ -233,43 +227,17 @@ def test_threadgroups_share_what_is_counted_and_the_others_leave_at_once(metal: 
 # the whole step
 
 
-def step(case: SaapCase, *, pending: int, capacity: int) -> tuple[mx.array, mx.array, Array]:
-    """A decode step as a cache runs it, over whole buffers: output, lse and the oracle's list."""
-    S, padding = case.step.S, case.step.padding
-    q, k, v = case.inputs()
-    covered = max(case.covered - pending, 0)
-    common = {"sink_tokens": case.sink_tokens, "left_padding": padding}
-    sizes = {"length": S, "covered": covered, "capacity": capacity}
-    ids = case.bucket_ids()
-    index = oracle.saap_index(ids[..., :covered], buckets=case.buckets, **common)
-    expected, _ = oracle.saap_indices(visited(case), *index, **sizes, **common)
-    common["left_padding"] = None if padding is None else mx.array(padding)
-    index = saap_index(mx.array(ids[..., :covered]), buckets=case.buckets, **common)
-    before = to_mlx(case.queries_before(), case.step.dtype)
-    chosen = saap.saap_route(before, probes=case.probes, **network_of(case))
-    indices, counts = saap.saap_indices(chosen, *index, **sizes, **common)
-    keys, values = (whole(array, S + 11, case.step.dtype) for array in (k, v))
-    queries = to_mlx(q, case.step.dtype)
-    out, lse = attend.attend_indices(queries, keys, values, indices, counts=counts, scale=case.scale, length=S)
-    return out, lse, expected
-
-
-@pytest.mark.parametrize("case", SAAP_CASES, ids=str)
-def test_a_step_with_pending_keys_attends_the_keys_of_the_oracle(metal: Metal, case: SaapCase) -> None:
-    q, k, v = case.inputs()
-    out, lse, indices = step(case, pending=13, capacity=case.step.S + 20)
-    expected, expected_lse = oracle.attend_indices(q, k, v, indices, scale=case.scale)
-    plain = plain_attention(q, k, v, indices, case.scale, case.step.dtype)
-    assert_as_good_as_plain(to_numpy(out), expected, plain, case.step.dtype)
-    allowed = lse_tolerance(q, k, indices, case.scale, expected_lse)
-    np.testing.assert_allclose(np.array(lse), expected_lse, rtol=0, atol=allowed)
-
-
 def test_nothing_recompiles_as_the_context_grows(metal: Metal) -> None:
     texts: set[tuple[str, str]] = set()
     for S, pending in ((2100, 0), (2101, 1), (2350, 250)):
         case = SaapCase(Case(1, 4, 2, S, 64, "f16"), "balanced")
-        out, _, _ = step(case, pending=pending, capacity=2400)
+        ADAPTERS["metal"].lists(case, route(case), case.covered - pending, 2400)
+        arrays = [
+            mx.pad(array, [(0, 0), (0, 0), (0, 2400 - S), (0, 0)]) for array in ADAPTERS["metal"].arrays(case.step)[1:]
+        ]
+        lists = mx.zeros((1, 2, 2400), mx.int32), mx.ones((1, 2), mx.int32)
+        queries = to_mlx(case.inputs()[0], "f16")
+        out, _ = attend.attend_indices(queries, *arrays, lists[0], counts=lists[1], scale=0.125, length=S)
         mx.eval(out)
         texts.update(metal.texts.items())
     assert len(texts) == (4 if metal.emulated else 0)

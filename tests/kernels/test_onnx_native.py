@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from cases import Array, Case, assert_same_choice
+from adapters import ADAPTERS
+from cases import Array, Case
+from expected import assert_conforms, expected
 from fixtures_onnx import SETS
 from mlx_sparse.onnx_export.runtime import native
 from onnx_operators import (
@@ -28,13 +30,15 @@ from onnx_operators import (
     empty_caches,
     padding,
     parameters,
-    select,
     session,
     step,
     windowed_attention,
-    without_shapes,
 )
 from require import absent
+from saap_cases import SAAP_CASES, SaapCase, visited
+from saap_cases import assert_attends as assert_lists
+from sample_cases import SAMPLE_CASES, SampleCase, assert_same_blocks, selection
+from sample_cases import assert_attends as assert_blocks
 
 from mlx_sparse import __version__, onnx_export, oracle
 from mlx_sparse.checks import BackendUnavailable, ConfigError
@@ -55,14 +59,26 @@ def prompted(case: Case, k: Array, v: Array, tokens: int) -> dict[str, Array]:
 @pytest.mark.parametrize("setting", ["eval", "reallocate", "own-scale"])
 @by_case
 @pytest.mark.parametrize("name", SETS)
-def test_every_instruction_set_equals_the_oracle(name: str, case: Case, setting: str, limit: Any) -> None:
+def test_every_instruction_set_steps_as_the_oracle(name: str, case: Case, setting: str, limit: Any) -> None:
     limit(name)
-    q, k, v = case.inputs()
-    params = parameters(case, setting)
-    got = Operator("native", "SparQ", case.dtype, **attributes(params))(**step(case, q, k, v))
-    expected = select(case, q, k, params)
-    assert_same_choice(got["indices"], expected.indices, expected.scores)
-    assert_is_sparq(got["output"], case, params, q, k, v)
+    found = ADAPTERS["ort"].sparq(case, parameters(case, setting))
+    assert_conforms(found, expected(case, setting, "sparq"), case)
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("case", SAMPLE_CASES[1:8], ids=str)
+def test_every_instruction_set_prompts_as_the_oracle(name: str, case: SampleCase, limit: Any) -> None:
+    limit(name)
+    choice, out, lse = ADAPTERS["ort"].sample(case)
+    assert_same_blocks(choice, case, selection(case))
+    assert_blocks(out, lse, case, choice)
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("case", SAAP_CASES, ids=str)
+def test_every_instruction_set_visits_as_the_oracle(name: str, case: SaapCase, limit: Any) -> None:
+    limit(name)
+    assert_lists(ADAPTERS["ort"].saap(case, visited(case)).out, None, case)
 
 
 def test_neon_kernels_agree_with_the_scalar_ones(tmp_path: Path) -> None:
@@ -164,9 +180,9 @@ def test_dense_below_attends_densely_up_to_it() -> None:
     params = parameters(case, "paper")
     dense = oracle.dense_attention(q, k, v, left_padding=case.padding)
     sparse = oracle.sparq_attention(q, k, v, left_padding=case.padding, **params)
-    for below, expected in ((case.S, sparse), (case.S + 1, dense)):
+    for below, wanted in ((case.S, sparse), (case.S + 1, dense)):
         attend = Operator("native", "SparQAttention", "f32", lanes=LANES, dense_below=below, **attributes(params))
-        np.testing.assert_allclose(attend(**given)["output"], expected, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(attend(**given)["output"], wanted, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -199,87 +215,6 @@ def session_of(model: onnx.ModelProto, options: Any) -> Any:
     import onnxruntime
 
     return onnxruntime.InferenceSession(model.SerializeToString(), options)
-
-
-def rejected(message: str, name: str, settings: dict[str, float], arrays: dict[str, Any], dtype: str = "f32") -> None:
-    with pytest.raises(Exception, match=message) as raised:
-        Operator("native", name, dtype, **settings)(**arrays)
-    assert f"{name}: " in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    "wrong, message",
-    [
-        ({"length": [0, 301]}, r"length: expected 0 to 300 .*, got 301\."),
-        ({"length": [-1, 300]}, r"length: expected 0 to 300 .*, got -1\."),
-        ({"left_padding": [0, -3]}, r"left_padding: expected 0 to \d+ .*, got -3\."),
-        ({"left_padding": [0]}, r"left_padding: expected shape \(2\), got \(1\)\."),
-        ({"keys": np.zeros((2, 5, 300, 64))}, r"query: expected a multiple of Hkv=5 heads, got 6\."),
-        ({"keys": np.zeros((2, 2, 300, 32))}, r"keys: expected shape \(2, any, any, 64\), got \(2, 2, 300, 32\)\."),
-        ({"values": np.zeros((2, 2, 299, 64))}, r"values: expected shape \(2, 2, 300, 64\), got \(2, 2, 299, 64\)\."),
-        ({"keys_t": np.zeros((2, 2, 4, 64, 64))}, r"length: expected 0 to 256 .*, got 300\."),
-        ({"query": np.zeros((2, 6, 2, 64))}, r"query: expected shape \(2, 6, 1, 64\), got \(2, 6, 2, 64\)\."),
-        ({"deviation": np.zeros((2, 2, 63))}, r"deviation: expected shape \(2, 2, 64\), got \(2, 2, 63\)\."),
-    ],
-    ids=str,
-)
-def test_inputs_that_do_not_fit_are_refused(wrong: dict[str, Any], message: str) -> None:
-    case = Case(2, 6, 2, 300, 64, "f32")
-    arrays = {**step(case, *case.inputs()), **wrong}
-    attend = Operator("native", "SparQ", "f32", lowered=without_shapes, **attributes(parameters(case, "paper")))
-    with pytest.raises(Exception, match=f"SparQ: {message}"):
-        attend(**arrays)
-
-
-@pytest.mark.parametrize(
-    "wrong, message",
-    [
-        ({"spec": 2}, r"spec: expected 1, which this library knows, got 2\."),
-        ({"rank": 0}, r"rank: expected 1 to \d+, got 0\."),
-        ({"top_k": -4}, r"top_k: expected 1 to \d+, got -4\."),
-        ({"local_window": 33}, r"local_window: expected at most top_k=32, which includes it, got 33\."),
-        ({"reallocate": 2}, r"reallocate: expected 0 to 1, got 2\."),
-        ({"lanes": 0}, r"lanes: expected 1 to \d+, got 0\."),
-        ({"dense_below": -1}, r"dense_below: expected 0 to \d+, got -1\."),
-        ({"scale": float("nan")}, r"scale: expected a finite number, got nan\."),
-        ({"rank": None}, r"rank: expected an integer attribute, got none\."),
-        ({"scale": None}, r"scale: expected a float attribute, got none\."),
-    ],
-    ids=str,
-)
-def test_attributes_of_another_meaning_are_refused(wrong: dict[str, Any], message: str) -> None:
-    if reason := native.unavailable():
-        absent("ort", reason)
-    case = Case(1, 2, 2, 65, 64, "f32")
-    model = onnx_export.operator_model("SparQAttention", **CACHES, **attributes(parameters(case, "paper")))
-    ((name, value),) = wrong.items()
-    for attribute in list(model.graph.node[0].attribute):
-        if attribute.name == name:
-            model.graph.node[0].attribute.remove(attribute)
-    if value is not None:
-        model.graph.node[0].attribute.append(onnx.helper.make_attribute(name, value))
-    with pytest.raises(Exception, match=f"SparQAttention: {message}"):
-        session(model, "auto")
-
-
-def test_sizes_and_attributes_that_contradict_each_other_are_refused() -> None:
-    case = Case(1, 2, 2, 65, 64, "f32")
-    q, k, v = case.inputs()
-    given = {"query": q, "key": k[:, :, -1:], "value": v[:, :, -1:], "left_padding": padding(case)}
-    settings = {**CACHES, **attributes(parameters(case, "paper"))}
-    caches = empty_caches(case, 65)  # 128 slots
-    rejected(
-        r"rank: expected at most the head dim D=64, got 65\.",
-        "SparQAttention",
-        {**settings, "rank": 65},
-        given | caches,
-    )
-    message = r"lanes: expected a divisor of the capacity C=128, got 48\."
-    rejected(message, "SparQAttention", {**settings, "lanes": 48}, given | caches)
-    long = {"query": q, "key": np.zeros((1, 2, 129, 64)), "value": np.zeros((1, 2, 129, 64)), "left_padding": [0]}
-    past = {name: caches[name] for name in ("past_key", "past_value", "past_length")}
-    message = r"key: expected at most the capacity C=128 of tokens, got 129\."
-    rejected(message, "CachedAttention", DENSE, long | past)
 
 
 def test_a_type_without_a_kernel_is_an_error_of_the_runtime() -> None:

@@ -1,4 +1,4 @@
-"""SAAP of the Triton backend against the float64 oracle, over the one list of cases; on the CPU in the interpreter."""
+"""SAAP's Triton kernels one by one: networks of any size, lists of any length; tests/conformance has the cases."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from adapters import ADAPTERS
 from cases import Case
 from mlx_sparse.cuda_ref.launchers import attend, configs, saap
 from saap_cases import (
@@ -15,28 +16,24 @@ from saap_cases import (
     SaapCase,
     assert_attends,
     assert_same_buckets,
-    assert_same_list,
     listed,
     visited,
 )
 from torch_arrays import DEVICE, cached, padding, to_numpy, to_torch
 from torch_operators import assert_keeps_its_promises_and_compiles
 
-from mlx_sparse import BackendUnavailable, ConfigError, ShapeError, cuda_ref, oracle
+from mlx_sparse import cuda_ref, oracle
 
 pytestmark = pytest.mark.usefixtures("guarded")
+TRITON = ADAPTERS["triton"]
 by_case = pytest.mark.parametrize("case", SAAP_CASES, ids=str)
 SMALL = SaapCase(Case(2, 6, 2, 200, 64, "f32", padding=(0, 60)), "random")
 
 
-def network(case: SaapCase) -> dict[str, torch.Tensor]:
-    return {name: to_torch(array, case.weights) for name, array in case.network().items()}
-
-
 def tensors(case: SaapCase) -> list[torch.Tensor]:
     """Queries, and keys and values as slices of a cache."""
-    queries, keys, values = (to_torch(array, case.step.dtype) for array in case.inputs())
-    return [queries, cached(keys), cached(values)]
+    queries, *rows = TRITON.arrays(case.step)
+    return [queries, *map(TRITON.cached, rows)]
 
 
 def integers(array: Any, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -49,55 +46,6 @@ def index(case: SaapCase, covered: int) -> dict[str, Any]:
     window = {"sink_tokens": case.sink_tokens, "left_padding": case.step.padding}
     offsets, key_ids = cuda_ref.saap_index(ids, buckets=case.buckets, **window)
     return {"offsets": offsets, "key_ids": key_ids, "covered": covered, **window}
-
-
-@by_case
-def test_a_group_visits_the_buckets_of_the_oracle(case: SaapCase) -> None:
-    queries = to_torch(case.queries_before(), case.step.dtype)
-    got = cuda_ref.saap_route(queries, probes=case.probes, **network(case))
-    assert_same_buckets(to_numpy(got), case)
-
-
-@by_case
-def test_the_index_is_that_of_the_oracle(case: SaapCase) -> None:
-    ids = case.bucket_ids()[..., : case.covered]
-    window = {"sink_tokens": case.sink_tokens, "left_padding": case.step.padding}
-    offsets, key_ids = oracle.saap_index(ids, buckets=case.buckets, **window)
-    got, listed_keys = cuda_ref.saap_index(integers(ids, torch.int16), buckets=case.buckets, **window)
-    assert got.dtype == listed_keys.dtype == torch.int32
-    np.testing.assert_array_equal(to_numpy(got), offsets)
-    used = np.arange(key_ids.shape[2]) < offsets[..., -1:]
-    np.testing.assert_array_equal(to_numpy(listed_keys)[used], key_ids[used])
-
-
-@by_case
-@pytest.mark.parametrize("pending", [0, 7])
-def test_the_list_of_a_step_is_that_of_the_oracle(case: SaapCase, pending: int) -> None:
-    covered = max(case.covered - pending, 0)
-    ids = case.bucket_ids()[..., :covered]
-    sizes = {"length": case.step.S, "covered": covered, "capacity": case.step.S + 300}
-    window = {"sink_tokens": case.sink_tokens, "left_padding": case.step.padding}
-    found = oracle.saap_index(ids, buckets=case.buckets, **window)
-    expected = oracle.saap_indices(visited(case), *found, **sizes, **window)
-    given = index(case, covered)
-    got = cuda_ref.saap_indices(integers(visited(case)), **given, length=case.step.S, capacity=case.step.S + 300)
-    assert_same_list(*map(to_numpy, got), expected)
-
-
-@by_case
-def test_attention_is_that_of_the_oracle_and_says_what_it_moved(case: SaapCase) -> None:
-    settings = case.window | {"left_padding": case.step.padding, "return_stats": "mass"}
-    ids, chosen = case.bucket_ids(), visited(case)
-    _, stats = oracle.saap_attention(*case.inputs(), bucket_ids=ids, visited=chosen, **settings)
-    out, got = cuda_ref.saap_attention(
-        *tensors(case), bucket_ids=integers(ids, torch.int16), visited=integers(chosen), **settings
-    )
-    assert out.dtype == to_torch(np.zeros(1), case.step.dtype).dtype
-    assert_attends(to_numpy(out), None, case)
-    assert (got.elements, got.dense_elements) == (stats.elements, stats.dense_elements)
-    assert got.density == pytest.approx(stats.density)
-    assert got.selectivity == pytest.approx(stats.selectivity)
-    np.testing.assert_allclose(to_numpy(got.retained_mass), stats.retained_mass, rtol=1e-4, atol=1e-6)
 
 
 @by_case
@@ -123,7 +71,7 @@ def test_a_step_is_four_launches_and_three_without_a_hidden_layer(guarded: list[
         prepared = saap.Index.of(ids, buckets=case.buckets, probes=case.probes, **case.window)
         queries = to_torch(case.queries_before(), case.step.dtype)
         del guarded[:]
-        route = saap.saap_route(queries, saap.Network(**network(case)), probes=case.probes)
+        route = saap.saap_route(queries, saap.Network(**TRITON.network(case)), probes=case.probes)
         saap.saap_decode(*tensors(case), route, prepared, scale=0.1)
         hidden = ["saap_hidden"] if case.hidden else []
         if guarded:
@@ -134,15 +82,13 @@ def test_a_step_is_four_launches_and_three_without_a_hidden_layer(guarded: list[
 @pytest.mark.parametrize("G", [1, 4, 5, 40])
 def test_sequences_share_what_is_read_of_the_network(B: int, G: int) -> None:
     case = SaapCase(Case(B, 2 * G, 2, 60, 64, "f16"), "random", buckets=40, weights="f16")
-    got = cuda_ref.saap_route(to_torch(case.queries_before(), "f16"), probes=case.probes, **network(case))
-    assert_same_buckets(to_numpy(got), case)
+    assert_same_buckets(TRITON.route(case), case)
 
 
 @pytest.mark.parametrize(("buckets_", "probes"), [(1, 1), (300, 300), (4096, 1), (4096, 100)])
 def test_any_number_of_buckets_and_probes(buckets_: int, probes: int) -> None:
     case = SaapCase(Case(1, 2, 1, 60, 64, "f32"), "random", buckets=buckets_, probes=probes, hidden=48)
-    got = cuda_ref.saap_route(to_torch(case.queries_before(), "f32"), probes=probes, **network(case))
-    assert_same_buckets(to_numpy(got), case)
+    assert_same_buckets(TRITON.route(case), case)
 
 
 def test_buckets_that_tie_are_visited_from_the_lowest() -> None:
@@ -165,54 +111,6 @@ def test_activations_are_not_rounded_to_the_type_of_the_weights(size: float, wei
     np.testing.assert_array_equal(to_numpy(got), oracle.saap_route(queries, probes=3, **exact))
 
 
-def test_every_bucket_visited_is_dense_attention() -> None:
-    case = replace(SMALL, filling="balanced")
-    queries, keys, values = tensors(case)
-    everything = integers(np.broadcast_to(np.arange(case.buckets), (2, 2, case.buckets)))
-    out = cuda_ref.saap_attention(
-        queries,
-        keys,
-        values,
-        bucket_ids=integers(case.bucket_ids()),
-        visited=everything,
-        left_padding=case.step.padding,
-        **case.window,
-    )
-    dense = cuda_ref.dense_attention(queries, keys, values, left_padding=case.step.padding)
-    np.testing.assert_allclose(to_numpy(out), to_numpy(dense), rtol=0, atol=1e-6)
-
-
-def test_a_bucket_visited_twice_counts_once_and_its_number_may_be_large() -> None:
-    case = SMALL
-    ids = integers(case.bucket_ids(), torch.int64)
-    settings = case.window | {"left_padding": case.step.padding}
-    expected = cuda_ref.saap_attention(*tensors(case), bucket_ids=ids, visited=integers([[[3, 5]] * 2] * 2), **settings)
-    far = torch.where(ids == 5, 2**40, ids)
-    twice = integers([[[2**40, 3, -1, 3, 2**32 + 7]] * 2] * 2, torch.int64)
-    got = cuda_ref.saap_attention(*tensors(case), bucket_ids=far, visited=twice, **settings)
-    assert torch.equal(got, expected)
-
-
-def test_keys_in_no_bucket_and_empty_slots_are_not_attended() -> None:
-    case = SMALL
-    nowhere = torch.full((2, 2, case.step.S), -1, dtype=torch.int32, device=DEVICE)
-    settings = case.window | {"left_padding": case.step.padding, "return_stats": True}
-    for slots in (integers([[[-1, -1]] * 2] * 2), integers([[[-1, 0]] * 2] * 2), nowhere[..., :0]):
-        _, stats = cuda_ref.saap_attention(*tensors(case), bucket_ids=nowhere, visited=slots, **settings)
-        assert stats.selectivity == 0
-        assert stats.density == (case.sink_tokens + case.recent_tokens) / case.step.S
-
-
-def test_a_short_context_and_several_queries_are_dense_to_the_last_bit() -> None:
-    for L, window in ((1, {}), (3, {"sink_tokens": 1, "recent_tokens": 5})):
-        case = SMALL.step
-        q, k, v = (to_torch(array, "f32") for array in case.inputs(L=L))
-        ids = torch.zeros(2, 2, case.S, dtype=torch.int32, device=DEVICE)
-        given = {"bucket_ids": ids, "visited": ids[..., :1], "left_padding": case.padding}
-        got = cuda_ref.saap_attention(q, k, v, **given, **window)
-        assert torch.equal(got, cuda_ref.dense_attention(q, k, v, left_padding=case.padding))
-
-
 @pytest.mark.parametrize("most", [1, 2, 1024])
 @pytest.mark.parametrize("processors", [1, 4, 132])
 def test_rows_of_any_length_are_shared_out(monkeypatch: pytest.MonkeyPatch, processors: int, most: int) -> None:
@@ -233,19 +131,6 @@ def test_rows_of_any_length_are_shared_out(monkeypatch: pytest.MonkeyPatch, proc
     np.testing.assert_allclose(to_numpy(lse), expected_lse, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("capacity", [0, 1, 50, 256])
-def test_keys_that_do_not_fit_are_left_out(capacity: int) -> None:
-    case = SMALL
-    given = index(case, case.covered) | {"length": case.step.S}
-    route = integers(visited(case))
-    whole, _ = cuda_ref.saap_indices(route, **given, capacity=case.step.S)
-    indices, counts = cuda_ref.saap_indices(route, **given, capacity=capacity)
-    assert torch.equal(
-        indices, torch.nn.functional.pad(whole, (0, max(0, capacity - case.step.S)), value=-1)[..., :capacity]
-    )
-    assert int(counts.max()) <= capacity
-
-
 def test_offsets_that_lie_beyond_the_keys_read_nothing() -> None:
     """Nor the keys of another head."""
     offsets = integers([[[0, 5, 90, -3], [-4, 2, 2, 2]]])
@@ -264,18 +149,6 @@ def test_a_number_that_is_no_buckets_is_an_empty_slot_of_the_kernel() -> None:
     found = [saap.saap_indices(integers([[[3, slot]] * 2] * 2), **sizes)[:2] for slot in (-1, SMALL.buckets)]
     for got, expected in zip(*found, strict=True):
         assert torch.equal(got, expected)
-
-
-@pytest.mark.parametrize("sink_tokens", [2**31 - 1, 2**40])
-def test_more_sinks_than_any_cache_holds_leave_no_key_to_the_buckets(sink_tokens: int) -> None:
-    """In 32 bits the first key behind them would have a negative number."""
-    ids = integers(SMALL.bucket_ids()[..., :150])
-    window = {"sink_tokens": sink_tokens, "left_padding": SMALL.step.padding}
-    offsets, key_ids = cuda_ref.saap_index(ids, buckets=SMALL.buckets, **window)
-    assert not offsets.any()
-    given = {"length": 200, "covered": 150, "capacity": 200, **window}
-    _, counts = cuda_ref.saap_indices(integers(visited(SMALL)), offsets, key_ids, **given)
-    assert counts.tolist() == [[200] * 2, [140] * 2]
 
 
 def test_keys_go_to_the_centroid_with_the_largest_product(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,66 +183,3 @@ def step_arguments() -> list[torch.Tensor]:
 def test_an_operator_of_torch_keeps_its_promises_and_compiles(name: str) -> None:
     arguments = [a.to(DEVICE) if isinstance(a, torch.Tensor) else a for a in OPERATORS[name]()]
     assert_keeps_its_promises_and_compiles(name, arguments)
-
-
-BAD_STEPS: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"bucket_ids": torch.zeros(1, 2, 49, dtype=torch.int32)}, ShapeError, "bucket_ids: expected shape"),
-    ({"bucket_ids": torch.zeros(1, 2, 50)}, ShapeError, "bucket_ids: expected integers, got float32"),
-    ({"visited": torch.zeros(1, 3, 2, dtype=torch.int32)}, ShapeError, "visited: expected shape"),
-    ({"visited": [1]}, ConfigError, "visited: expected a tensor of torch, got list"),
-    ({"sink_tokens": -1}, ConfigError, "sink_tokens: expected an integer of at least 0, got -1"),
-    ({"recent_tokens": 0}, ConfigError, "recent_tokens: expected an integer of at least 1, got 0"),
-    ({"backend": "ops"}, BackendUnavailable, "backend: expected auto or triton"),
-    ({"return_stats": "all"}, ConfigError, "return_stats: expected one of"),
-]
-
-
-@pytest.mark.parametrize(("settings", "error", "message"), BAD_STEPS, ids=[m for _, _, m in BAD_STEPS])
-def test_a_wrong_argument_of_a_step_gets_one_clear_line(
-    settings: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    arrays = [torch.zeros(1, 4, 1, 64), *[torch.zeros(1, 2, 50, 64)] * 2]
-    ids = torch.zeros(1, 2, 50, dtype=torch.int32)
-    given: dict[str, Any] = {"bucket_ids": ids, "visited": ids[..., :1], "recent_tokens": 5} | settings
-    given = {name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for name, value in given.items()}
-    with pytest.raises(error, match=message) as caught:
-        cuda_ref.saap_attention(*(array.to(DEVICE) for array in arrays), **given)
-    assert "\n" not in str(caught.value)
-
-
-BAD_NETWORKS: list[tuple[dict[str, Any], type[Exception], str]] = [
-    (
-        {"out_weight": torch.zeros(3, 32, 20)},
-        ShapeError,
-        "Hkv a divisor of Hq=4, got",
-    ),
-    ({"hidden_weight": torch.zeros(2, 60, 32)}, ShapeError, "hidden_weight: expected shape"),
-    ({"hidden_weight": None}, ShapeError, "out_weight: expected shape"),
-    ({"hidden_bias": torch.zeros(2, 31)}, ShapeError, "hidden_bias: expected shape"),
-    ({"out_bias": torch.zeros(20)}, ShapeError, "out_bias: expected shape"),
-    (
-        {"out_weight": torch.zeros(2, 32, 20, dtype=torch.int32)},
-        ConfigError,
-        "out_weight: expected float32, float16",
-    ),
-    (
-        {"out_weight": torch.zeros(2, 32, 5000)},
-        ConfigError,
-        "buckets: expected an integer of at least 1 and at most 4096, got",
-    ),
-    ({"probes": 21}, ConfigError, "probes: expected an integer of at least 1 and at most 20, got 21"),
-    ({"probes": 0}, ConfigError, "probes: expected an integer of at least 1 and at most 20, got 0"),
-    ({"backend": "metal"}, BackendUnavailable, "backend: expected auto or triton"),
-]
-
-
-@pytest.mark.parametrize(("settings", "error", "message"), BAD_NETWORKS, ids=[m for _, _, m in BAD_NETWORKS])
-def test_a_wrong_argument_of_a_network_gets_one_clear_line(
-    settings: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    given: dict[str, Any] = {"out_weight": torch.zeros(2, 32, 20), "hidden_weight": torch.zeros(2, 64, 32), "probes": 3}
-    given |= settings
-    given = {name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for name, value in given.items()}
-    with pytest.raises(error, match=message) as caught:
-        cuda_ref.saap_route(torch.zeros(1, 4, 1, 64, device=DEVICE), **given)
-    assert "\n" not in str(caught.value)

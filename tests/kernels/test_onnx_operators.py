@@ -1,11 +1,11 @@
-"""The ONNX operators against the oracle: bodies on a stock runtime and the reference evaluator, native kernels."""
+"""What only ONNX operators have: windows, caches, blocks of a loop, shared bodies; tests/conformance has the cases."""
 
 from __future__ import annotations
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from cases import Case, assert_as_good_as_plain, assert_same_choice, plain_attention
+from cases import Case, assert_same_choice
 from mlx_lm.models.base import create_causal_mask
 from onnx.inliner import inline_local_functions
 from onnx_operators import (
@@ -15,9 +15,7 @@ from onnx_operators import (
     advance,
     assert_is_sparq,
     attributes,
-    by_case,
     by_runtime,
-    by_setting,
     empty_caches,
     padding,
     parameters,
@@ -28,33 +26,6 @@ from onnx_operators import (
 )
 
 from mlx_sparse import onnx_export, oracle
-
-
-@by_setting
-@by_case
-@by_runtime
-def test_sparq_equals_the_oracle(runtime: str, case: Case, setting: str) -> None:
-    q, k, v = case.inputs()
-    params = parameters(case, setting)
-    got = Operator(runtime, "SparQ", case.dtype, **attributes(params))(**step(case, q, k, v))
-    expected = select(case, q, k, params)
-    assert got["indices"].dtype == np.int32
-    assert_same_choice(got["indices"], expected.indices, expected.scores)
-    assert_is_sparq(got["output"], case, params, q, k, v)
-
-
-@by_case
-@by_runtime
-def test_dense_attention_equals_the_oracle(runtime: str, case: Case) -> None:
-    q, k, v = case.inputs()
-    scale = case.D**-0.5
-    attend = Operator(runtime, "DenseAttention", case.dtype, scale=scale, window=0)
-    got = attend(query=q, keys=k, values=v, left_padding=padding(case), length=np.full(case.B, case.S))["output"]
-    expected = oracle.dense_attention(q, k, v, left_padding=case.padding)
-    everything = np.broadcast_to(np.arange(case.S), (case.B, case.Hkv, case.S))
-    everything = np.where(everything >= padding(case)[:, None, None], everything, -1)
-    plain = plain_attention(q, k, v, everything, scale, case.dtype)
-    assert_as_good_as_plain(got, expected, plain, case.dtype)
 
 
 @pytest.mark.parametrize("window", [1, 7, 64, 90, 1000])
@@ -114,20 +85,9 @@ def test_padded_rows_never_reach_the_output(runtime: str, setting: str, poison: 
     q, k, v = case.inputs()
     params = parameters(case, setting)
     clean = oracle.sparq_attention(q, k, v, left_padding=case.padding, **params)
-    dense = oracle.dense_attention(q, k, v, left_padding=case.padding)
-    given = step(case, q, k, v)
     for row, first in enumerate(case.padding or ()):
         k[row, :, :first] = poison
         v[row, :, :first] = poison
-    given = {**given, "keys": k, "keys_t": k.swapaxes(-1, -2)[:, :, None], "values": v}
-    got = Operator(runtime, "SparQ", "f32", **attributes(params))(**given)
-    np.testing.assert_allclose(got["output"], clean, rtol=0, atol=1e-5)
-
-    length = np.full(case.B, case.S)
-    attend = Operator(runtime, "DenseAttention", "f32", scale=params["scale"], window=0)
-    got = attend(query=q, keys=k, values=v, left_padding=padding(case), length=length)
-    np.testing.assert_allclose(got["output"], dense, rtol=0, atol=1e-5)
-
     attend = Operator(runtime, "SparQAttention", "f32", **CACHES, **attributes(params))
     caches = empty_caches(case, 384, poison)
     queries = np.repeat(q, case.S - 1, axis=2)
@@ -135,44 +95,6 @@ def test_padded_rows_never_reach_the_output(runtime: str, setting: str, poison: 
     caches = advance(caches, got, case.S - 1)
     got = attend(query=q, key=k[:, :, -1:], value=v[:, :, -1:], left_padding=padding(case), **caches)
     np.testing.assert_allclose(got["output"], clean, rtol=0, atol=1e-5)
-
-
-@by_case
-@by_runtime
-def test_keeping_every_key_is_dense_attention(runtime: str, case: Case) -> None:
-    q, k, v = case.inputs()
-    given = step(case, q, k, v)
-    params = {**parameters(case, "reallocate"), "rank": 2, "top_k": case.S, "local_window": 0}
-    sparse = Operator(runtime, "SparQ", case.dtype, **attributes(params))(**given)
-    dense = Operator(runtime, "DenseAttention", case.dtype, scale=params["scale"], window=0)(
-        **{name: given[name] for name in ("query", "keys", "values", "left_padding", "length")}
-    )
-    every = np.where(np.arange(case.S) >= padding(case)[:, None], np.arange(case.S), -1)
-    np.testing.assert_array_equal(np.sort(sparse["indices"]), np.sort(every)[:, None].repeat(case.Hkv, axis=1))
-    assert_is_sparq(sparse["output"], case, params, q, k, v)
-    assert_is_sparq(dense["output"], case, params, q, k, v)
-
-
-@by_runtime
-def test_rank_D_is_oracle_top_k(runtime: str) -> None:
-    case = Case(1, 8, 2, 300, 64, "f32")
-    q, k, v = case.inputs()
-    params = {**parameters(case, "no-reallocate"), "rank": 64, "top_k": 40, "local_window": 10}
-    got = Operator(runtime, "SparQ", "f32", **attributes(params))(**step(case, q, k, v))
-    np.testing.assert_allclose(got["output"], oracle.oracle_top_k_attention(q, k, v, top_k=40), rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("setting", ["paper", "reallocate", "eval"])
-@by_runtime
-def test_a_row_without_a_valid_key_gives_zeros(runtime: str, setting: str) -> None:
-    case = Case(2, 6, 2, 300, 64, "f32", padding=(300, 0))
-    q, k, v = case.inputs()
-    k[0], v[0] = np.nan, np.nan
-    given = {**step(case, q, np.nan_to_num(k), np.nan_to_num(v)), "keys": k, "values": v}
-    given["value_mean"] = np.ones((case.B, case.Hkv, case.D))
-    got = Operator(runtime, "SparQ", "f32", **attributes(parameters(case, setting)))(**given)
-    assert (got["output"][0] == 0).all()
-    assert (got["indices"][0] == -1).all()
 
 
 @by_runtime
@@ -235,15 +157,6 @@ def test_rows_of_different_length_do_not_meet_in_several_blocks(runtime: str, se
     for one, row in rows:
         expected = oracle.sparq_attention(q[row], k[row, :, : one.S], v[row, :, : one.S], **params)
         np.testing.assert_allclose(got[row], expected, rtol=0, atol=1e-5)
-
-
-@by_runtime
-def test_a_zero_query_attends_uniformly(runtime: str) -> None:
-    case = Case(1, 2, 2, 300, 64, "f32")
-    q, k, v = case.inputs()
-    params = parameters(case, "paper")
-    got = Operator(runtime, "SparQ", "f32", **attributes(params))(**step(case, 0 * q, k, v))
-    np.testing.assert_allclose(got["output"], oracle.sparq_attention(0 * q, k, v, **params), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("inlined", [False, True], ids=["functions", "inlined"])
