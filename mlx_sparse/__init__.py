@@ -8,20 +8,6 @@ TYPE_CHECKING = False  # typing itself would cost every Python start 10 ms: the 
 if TYPE_CHECKING:
     from typing import Any
 
-    from .api import attend_blocks as attend_blocks
-    from .api import attend_indices as attend_indices
-    from .api import dense_attention as dense_attention
-    from .api import flexgen_attention as flexgen_attention
-    from .api import h2o_attention as h2o_attention
-    from .api import h2o_scores as h2o_scores
-    from .api import oracle_top_k_attention as oracle_top_k_attention
-    from .api import saap_assign as saap_assign
-    from .api import saap_attention as saap_attention
-    from .api import saap_route as saap_route
-    from .api import sample_attention as sample_attention
-    from .api import sample_select as sample_select
-    from .api import sparq_attention as sparq_attention
-    from .api import streaming_attention as streaming_attention
     from .checks import ArtefactError as ArtefactError
     from .checks import BackendUnavailable as BackendUnavailable
     from .checks import ConfigError as ConfigError
