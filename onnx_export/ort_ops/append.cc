@@ -76,7 +76,7 @@ void Append::head(int64_t b, int64_t h) const {
   copy(past_value, present_value);
   std::memcpy(static_cast<char*>(present_key) + at, k, L * D * item);
   std::memcpy(static_cast<char*>(present_value) + at, v, L * D * item);
-  if (assign) assign->head(b, h);
+  if (follow) follow->head(b, h);
   if (!present_key_t) return;
   copy(past_key_t, present_key_t);
   void* columns = static_cast<char*>(present_key_t) + plane;

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <functional>
 
 #include "kernels.h"
 #include "runtime.h"
@@ -10,18 +11,12 @@
 
 namespace sparse {
 
-// Chooses the buckets of new keys, (saap.1) of docs/spec/saap.md; a past and its present may be the same memory.
-struct Assign {
-  const Kernels* kernels;
-  Type type, weights;  // of the keys, of the centroids
-  int64_t Hkv, L, C, D, buckets;
-  const void* key;        // (B, Hkv, L, D) before RoPE
-  const void* centroids;  // (Hkv, buckets, D)
-  const int16_t* past_ids;
-  int16_t* present_ids;  // (B, Hkv, C)
-  const int64_t* past_length;
+// What else is written for the tokens that a head appends, after their keys and values.
+struct Follow {
+  virtual void head(int64_t b, int64_t h) const = 0;
 
-  void head(int64_t b, int64_t h) const;
+ protected:
+  ~Follow() = default;
 };
 
 // Appends tokens to the caches of one node; a past and its present may be the same memory.
@@ -40,7 +35,7 @@ struct Append {
   float* present_sums = nullptr;  // (B, Hkv, 3, D)
   const int64_t* first = nullptr;
   const TypeKernels* kernels = nullptr;
-  const Assign* assign = nullptr;  // of SaapAttention
+  const Follow* follow = nullptr;
 
   void head(int64_t b, int64_t h) const;
 };
@@ -79,18 +74,12 @@ struct SparQ {
   int64_t slots = 0;
 };
 
-// What SAAP needs besides, docs/spec/saap.md.
-struct Saap {
-  int64_t probes, sink_tokens, recent_tokens, buckets;
-  int64_t hidden;            // 0: no hidden layer
-  Type weights;              // of the networks
-  const void* query_before;  // (B, Hq, 1, D)
-  const int16_t* ids;        // (B, Hkv, C)
-  const void *hidden_weight, *hidden_bias, *out_weight, *out_bias;
-};
-
 void attend_densely(const Attention&, const Pool&);
-void attend_buckets(const Attention&, const Saap&, const Pool&);
+// Appends the new key of a head, lists the keys that its one query attends to, ascending, and says how many these are.
+using Choose = std::function<int64_t(int64_t b, int64_t h, int32_t* listed)>;
+// Attention over what is chosen, at most `room` keys. All heads choose, then each list is shared out: lists may differ in
+// length.
+void attend_lists(const Attention&, int64_t room, const Choose&, const Pool&);
 void attend_sparsely(const Attention&, const SparQ&, const Pool&);
 
 // Mean value (sparq.9) and deviation of (sparq.1) of `valid` tokens from their sums (3, D).

@@ -126,7 +126,7 @@ Operator make(const Signature& signature, Type type, Type weights) {
 ort::Status* add_operators(const ort::Api* api, ort::Domain* domain) {
   static std::vector<Operator> operators;
   if (operators.empty()) {
-    for (const Signature& signature : kSignatures) {
+    for (const Signature& signature : signatures()) {
       const bool weighted = std::strchr(signature.inputs, 'W');
       for (const Type type : {kTypeFloat, kTypeHalf, kTypeBFloat16}) {
         operators.push_back(make(signature, type, kTypeFloat));

@@ -1,5 +1,10 @@
-// The operators of domain mlx_sparse, docs/spec/operators.md: attributes and inputs in, checks, and the call.
+// The operators of domain mlx_sparse, docs/spec/operators.md: attributes and inputs in, checks, and the call. Each file
+// that computes some of them registers their signatures.
 #pragma once
+
+#include <map>
+#include <string>
+#include <vector>
 
 #include "context.h"
 
@@ -7,37 +12,44 @@ namespace sparse {
 
 constexpr int64_t kSpec = 1;
 
-// Attributes of all operators; each reads those that its signature names.
-struct Attributes {
-  int64_t rank = 0, top_k = 0, local_window = 0, reallocate = 0, group_reduce = 0, component_score = 0;
-  int64_t window = 0, lanes = 0, dense_below = 0, chunks = 0, block_size = 0, dense_prompt_below = 0;
-  int64_t probes = 0, sink_tokens = 0, recent_tokens = 0;
-  float scale = 0, alpha_column = 0, alpha_slash = 0;
-};
+// The attributes of a node by name; 0 for those that its signature does not name.
+class Attributes {
+ public:
+  int64_t operator[](const char* name) const { return of(integers, name); }
+  float number(const char* name) const { return of(numbers, name); }
 
-// Which attributes a signature has besides `spec`.
-enum Has : unsigned {
-  kScale = 1,
-  kSparQ = 2,
-  kWindow = 4,
-  kLanes = 8,
-  kDenseBelow = 16,
-  kSample = 32,
-  kDensePrompt = 64,
-  kSaap = 128
+  std::map<std::string, int64_t, std::less<>> integers;
+  std::map<std::string, float, std::less<>> numbers;
+
+ private:
+  template <class Map>
+  static typename Map::mapped_type of(const Map& map, const char* name) {
+    const auto found = map.find(name);
+    return found == map.end() ? 0 : found->second;
+  }
 };
 
 struct Signature {
   const char* name;
-  const char* inputs;   // one letter each: T, W, f for float, i for int64, s for int16
-  const char* outputs;  // T, f, s, or n for int32
-  int shape_of[6];      // the input that has the shape of each output; -1 for none
-  unsigned has;
+  const char* inputs;      // one letter each: T, W, f for float, i for int64, s for int16
+  const char* outputs;     // T, f, s, or n for int32
+  int shape_of[6];         // the input that has the shape of each output; -1 for none
+  std::string attributes;  // besides `spec`, with spaces between them
   void (*compute)(const Attributes&, const Context&);
 };
 
-constexpr int kOperators = 11;
-extern const Signature kSignatures[kOperators];
+// All signatures; nothing is added once the library has been loaded.
+std::vector<Signature>& signatures();
+
+// A static object of this type adds signatures while the library is loaded.
+struct Registered {
+  explicit Registered(std::initializer_list<Signature> more) {
+    signatures().insert(signatures().end(), more.begin(), more.end());
+  }
+};
+
+// Attributes of SampleAttention, which every operator with caches has in a second signature.
+constexpr const char* kSampled = " alpha_column alpha_slash chunks block_size dense_prompt_below";
 
 Attributes read_attributes(const Signature&, const ort::Api*, const ort::KernelInfo*);
 

@@ -1,15 +1,39 @@
 // SAAP, docs/spec/saap.md: the buckets of new keys, and one decode step. There is no index beside the buckets of the
 // keys: looking through those of a head costs 2 bytes a key.
 
-#include "attention.h"
+#include "caches.h"
 #include "select.h"
 
 namespace sparse {
 
 namespace {
 
-constexpr int64_t kLeastKeys = 512;  // of a part
+constexpr int64_t kMostBuckets = std::numeric_limits<int16_t>::max();
 constexpr int64_t kTokens = 16;      // whose buckets are chosen at a time
+
+// Chooses the buckets of new keys, (saap.1) of docs/spec/saap.md; a past and its present may be the same memory.
+struct Assign final : Follow {
+  const Kernels* kernels;
+  Type type, weights;  // of the keys, of the centroids
+  int64_t Hkv, L, C, D, buckets;
+  const void* key;        // (B, Hkv, L, D) before RoPE
+  const void* centroids;  // (Hkv, buckets, D)
+  const int16_t* past_ids;
+  int16_t* present_ids;  // (B, Hkv, C)
+  const int64_t* past_length;
+
+  void head(int64_t b, int64_t h) const override;
+};
+
+// What SAAP needs besides, docs/spec/saap.md.
+struct Saap {
+  int64_t probes, sink_tokens, recent_tokens, buckets;
+  int64_t hidden;            // 0: no hidden layer
+  Type weights;              // of the networks
+  const void* query_before;  // (B, Hq, 1, D)
+  const int16_t* ids;        // (B, Hkv, C)
+  const void *hidden_weight, *hidden_bias, *out_weight, *out_bias;
+};
 
 int64_t padded(int64_t n) { return (n + 15) / 16 * 16; }
 
@@ -41,7 +65,6 @@ class Step {
   const uint8_t* route(int64_t b, int64_t h, Scratch&) const;
   int64_t list(int64_t b, int64_t h, const uint8_t* visited, int32_t* listed) const;
   int64_t choose(int64_t b, int64_t h, int32_t* listed) const;
-  void attend(const Rows&, int64_t b, int64_t h, const int32_t* listed, int64_t count) const;
 
   const Attention& a;
   const Saap& s;
@@ -142,53 +165,11 @@ int64_t Step::choose(int64_t b, int64_t h, int32_t* listed) const {
   return list(b, h, route(b, h, scratch), listed);
 }
 
-void Step::attend(const Rows& rows, int64_t b, int64_t h, const int32_t* listed, int64_t count) const {
-  Scratch scratch(Scratch::kTask, Scratch::size<float>(G * kBlock));
-  float* weights = scratch.take<float>(G * kBlock);
-  load_queries(a, rows, b, h, 0, 1);
-  Keys block{a.plane(a.keys, b, h), a.plane(a.values, b, h), listed, 0, 0, 0, nullptr, nullptr};
-  for (int64_t i = 0; i < count; i += kBlock) {
-    block.index = listed + i;
-    block.count = int(std::min<int64_t>(kBlock, count - i));
-    block.next = int(std::min<int64_t>(kBlock, count - i - block.count));
-    a.typed().attend(rows, block, weights);
-  }
-}
-
-// All heads choose, then each list is shared out: lists may differ in length as much as buckets do.
 void Step::run(const Pool& pool) const {
-  const int64_t heads = a.B * a.Hkv;
   int64_t room = 1;
   for (int64_t b = 0; b < a.B; b++) room = std::max(room, a.length[b] - a.first[b] + 1);
-  struct Found {
-    int64_t count;
-    int32_t* listed;
-  };
-  const int64_t most_parts = parts_for(heads, room, kLeastKeys, 4);
-  Scratch shared(Scratch::kCall, heads * (Scratch::size<int32_t>(room) + most_parts * rows_bytes(G, a.D)) +
-                                     Scratch::size<Found>(heads) + Scratch::size<Rows>(heads * most_parts));
-  Found* found = shared.take<Found>(heads);
-  for (int64_t i = 0; i < heads; i++) found[i] = {0, shared.take<int32_t>(room)};
-  pool.run(heads, [&](int64_t i) { found[i].count = choose(i / a.Hkv, i % a.Hkv, found[i].listed); });
-  int64_t longest = 0;
-  for (int64_t i = 0; i < heads; i++) longest = std::max(longest, found[i].count);
-  const int64_t parts = parts_for(heads, longest, kLeastKeys, 4);
-  Rows* rows = shared.take<Rows>(heads * parts);
-  for (int64_t i = 0; i < heads * parts; i++) rows[i] = take_rows(shared, G, a.D);
-  pool.run(heads * parts, [&](int64_t i) {
-    const Found& of = found[i / parts];
-    const int64_t low = of.count * (i % parts) / parts, high = of.count * (i % parts + 1) / parts;
-    attend(rows[i], i / parts / a.Hkv, i / parts % a.Hkv, of.listed + low, high - low);
-  });
-  pool.run(heads, [&](int64_t i) {
-    merge(rows + i * parts, parts);
-    store_rows(a, rows[i * parts], i / a.Hkv, i % a.Hkv, 0, 1);
-  });
+  attend_lists(a, room, [&](int64_t b, int64_t h, int32_t* listed) { return choose(b, h, listed); }, pool);
 }
-
-}  // namespace
-
-void attend_buckets(const Attention& a, const Saap& s, const Pool& pool) { Step(a, s).run(pool); }
 
 void Assign::head(int64_t b, int64_t h) const {
   const int64_t plane = b * Hkv + h, key_item = size_of(type), item = size_of(weights);
@@ -218,5 +199,63 @@ void Assign::head(int64_t b, int64_t h) const {
     }
   }
 }
+
+// One layer of the query networks of all KV heads: x (.., n) to (.., width).
+void check_layer(const Tensor& weight, const Tensor& bias, int64_t Hkv, int64_t n, int64_t width) {
+  weight.expect({Hkv, n, width});
+  bias.expect({Hkv, width});
+}
+
+void compute_saap_attention(const Attributes& attributes, const Context& context) {
+  const Tensor query = context.input(0, "query", 'T'), padding = context.input(9, "left_padding", 'i');
+  const Tensor query_before = context.input(3, "query_before", 'T'), key_before = context.input(4, "key_before", 'T');
+  const Tensor past_ids = context.input(7, "past_bucket_ids", 's'), centroids = context.input(10, "centroids", 'W');
+  const Tensor hidden_weight = context.input(11, "hidden_weight", 'W'),
+               hidden_bias = context.input(12, "hidden_bias", 'W');
+  const Tensor out_weight = context.input(13, "out_weight", 'W'), out_bias = context.input(14, "out_bias", 'W');
+  const Caches caches(context, 1, 5, 6, 8);
+  Append append = caches.append(context);
+  Scratch scratch(Scratch::kLengths, Scratch::size<int64_t>(caches.key.shape[0]));
+  int64_t* length = scratch.take<int64_t>(caches.key.shape[0]);
+  Attention a = attention_over(attributes, context, caches, append, query, padding, length);
+  query_before.expect({a.B, a.Hq, a.L, a.D});
+  key_before.expect({a.B, a.Hkv, a.L, a.D});
+  past_ids.expect({a.B, a.Hkv, a.C});
+  centroids.expect({a.Hkv, -1, a.D});
+  const int64_t N = centroids.shape[1], H = hidden_weight.axes == 3 ? hidden_weight.shape[2] : 1;
+  if (N > kMostBuckets) fail("centroids", "at most " + to_string(kMostBuckets) + " buckets", to_string(N));
+  Saap s{};
+  s.probes = attributes["probes"], s.sink_tokens = attributes["sink_tokens"];
+  s.recent_tokens = attributes["recent_tokens"];
+  if (s.probes > N) fail("probes", "at most the " + to_string(N) + " buckets", to_string(s.probes));
+  check_layer(hidden_weight, hidden_bias, a.Hkv, a.D, H);
+  check_layer(out_weight, out_bias, a.Hkv, H ? H : a.D, N);
+
+  a.output = context.output(0, {a.B, a.Hq, a.L, a.D});
+  a.keys = append.present_key = context.output(1, {a.B, a.Hkv, a.C, a.D});
+  a.values = append.present_value = context.output(2, {a.B, a.Hkv, a.C, a.D});
+  int16_t* ids = static_cast<int16_t*>(context.output(3, {a.B, a.Hkv, a.C}));
+  Assign assign{};
+  assign.kernels = a.kernels, assign.type = a.type, assign.weights = context.weights();
+  assign.Hkv = a.Hkv, assign.L = a.L, assign.C = a.C, assign.D = a.D, assign.buckets = N;
+  assign.key = key_before.data, assign.centroids = centroids.data, assign.past_length = append.past_length;
+  assign.past_ids = past_ids.shorts(), assign.present_ids = ids;
+  append.follow = &assign;
+  const Pool pool(context.api(), context.context());
+  if (a.L > 1 || longest_of(a) < attributes["dense_below"]) return attend_prompt(attributes, a, pool);
+  s.buckets = N, s.hidden = H, s.weights = context.weights();
+  s.query_before = query_before.data, s.ids = ids;
+  s.hidden_weight = hidden_weight.data, s.hidden_bias = hidden_bias.data;
+  s.out_weight = out_weight.data, s.out_bias = out_bias.data;
+  Step(a, s).run(pool);
+}
+
+}  // namespace
+
+const std::string kSaap = "probes sink_tokens recent_tokens scale dense_below";
+static const Registered registered({
+    {"SaapAttention", "TTTTTTTsiiWWWWW", "TTTs", {0, 5, 6, 7}, kSaap, compute_saap_attention},
+    {"SampleSaapAttention", "TTTTTTTsiiWWWWW", "TTTs", {0, 5, 6, 7}, kSaap + kSampled, compute_saap_attention},
+});
 
 }  // namespace sparse

@@ -1,0 +1,48 @@
+// What operators with caches share: their inputs, checked, and the attention of prompts.
+#pragma once
+
+#include <limits>
+
+#include "attention.h"
+#include "operators.h"
+#include "sample.h"
+
+namespace sparse {
+
+constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+using std::to_string;
+
+// Sizes of a query (B, Hq, L, D) and of caches (B, Hkv, C, D) that fit it.
+void set_sizes(Attention&, const Tensor& query, const Tensor& cache);
+void check_range(const Tensor&, int64_t low, int64_t high, const char* meaning);
+void check_padding(const Tensor& left_padding);
+
+// What every operator that attends starts from.
+Attention attention_of(const Attributes&, const Context&);
+
+inline int64_t longest_of(const Attention& a) { return *std::max_element(a.length, a.length + a.B); }
+
+// Inputs key, value, past_key and past_value, and what they are appended to.
+struct Caches {
+  Tensor key, value, past_key, past_value, past_length;
+
+  Caches(const Context& context, int first, int past_key_at, int past_value_at, int past_length_at)
+      : key(context.input(first, "key", 'T')),
+        value(context.input(first + 1, "value", 'T')),
+        past_key(context.input(past_key_at, "past_key", 'T')),
+        past_value(context.input(past_value_at, "past_value", 'T')),
+        past_length(context.input(past_length_at, "past_length", 'i')) {}
+
+  Append append(const Context&) const;
+};
+
+// The attention over caches to which `append` adds; `length` is room for B.
+Attention attention_over(const Attributes&, const Context&, const Caches&, const Append&, const Tensor& query,
+                         const Tensor& padding, int64_t* length);
+
+SampleSettings sample_of(const Attributes&);
+
+// The new tokens exactly, or by SampleAttention where there are attributes of it and it has something to leave out.
+void attend_prompt(const Attributes&, Attention&, const Pool&);
+
+}  // namespace sparse
