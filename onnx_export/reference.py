@@ -32,7 +32,7 @@ The operators of domain `{DOMAIN}`, version {VERSION}. This page is made from `o
 * Key j of row b is valid when `left_padding[b] <= j < length[b]`. What lies elsewhere in a buffer never reaches an
   output, be it NaN.
 
-Equations (sparq.1) to (sparq.10) are in [sparq.md](sparq.md), (saap.1) to (saap.10) in [saap.md](saap.md).
+Equations are numbered by page: (sparq.4) is in [sparq.md](sparq.md), (saap.10) in [saap.md](saap.md), and so on.
 """
 
 
@@ -45,13 +45,11 @@ def _section(operator: Operator) -> str:
     body = functions([operator.name])[-1]
     called = sorted({f"`{node.name}`" for node in functions([operator.name])[:-1]})
     calls = f", and calls {' and '.join(called)}" if called else ""
-    with_prompts = f", with {_body(PROMPTS)} in place of `DenseAttention`" if operator.base else ""
+    if operator.base:
+        return _pair(operator, OPERATORS[operator.base], f"{len(body.node)} nodes{calls}")
     return "\n".join(
         [
-            f'## <a name="{DOMAIN}.{operator.name}"></a>**{DOMAIN}.{operator.name}**',
-            "",
-            operator.doc,
-            "",
+            *_title(operator),
             "#### Version",
             "",
             f"Version {VERSION} of the `{DOMAIN}` domain.",
@@ -80,10 +78,32 @@ def _section(operator: Operator) -> str:
             "",
             "#### Body",
             "",
-            f"{_body(operator.base or operator.name)}{with_prompts}: {len(body.node)} nodes{calls}.",
+            f"{_body(operator.name)}: {len(body.node)} nodes{calls}.",
             "",
         ]
     )
+
+
+def _pair(operator: Operator, base: Operator, nodes: str) -> str:
+    """Of an operator that also samples prompts: what it has more."""
+    more = [attribute for attribute in operator.attributes if attribute not in base.attributes]
+    less = [f"`{attribute.name}`" for attribute in base.attributes if attribute not in operator.attributes]
+    without = f" but {' and '.join(less)}" if less else ""
+    return "\n".join(
+        [
+            *_title(operator),
+            f"Inputs, outputs and types are those of `{base.name}`; so are the attributes{without}, and besides",
+            "",
+            *(f"* **{a.name}** : {a.type.__name__} — {a.doc}" for a in more),
+            "",
+            f"The body is {_body(base.name)}, with {_body(PROMPTS)} in place of `DenseAttention`: {nodes}.",
+            "",
+        ]
+    )
+
+
+def _title(operator: Operator) -> list[str]:
+    return [f'## <a name="{DOMAIN}.{operator.name}"></a>**{DOMAIN}.{operator.name}**', "", operator.doc, ""]
 
 
 def _body(name: str) -> str:
