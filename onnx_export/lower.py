@@ -108,6 +108,10 @@ def _read_everything(function: onnx.FunctionProto, capacity: int) -> None:
     for graph in graphs(function):
         for node in graph.node:
             match node.output[0]:
+                case "longest" if "keys" in function.input:  # which are whole caches, or lists
+                    everything = onnx.helper.make_node("Shape", ["keys"], ["longest"], start=2, end=3)
+                    node.CopyFrom(everything)
+                    continue
                 case "longest" | "most_attended":  # row, or list of keys
                     scalar = any(attribute.name == "keepdims" and not attribute.i for attribute in node.attribute)
                     made = {"value_int": capacity} if scalar else {"value_ints": [capacity]}
