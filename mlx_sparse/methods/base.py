@@ -80,6 +80,11 @@ class Method:
         raise ConfigError(f"attn: expected a sparse method, got {self.name}.")
 
     @property
+    def together(self) -> int:
+        """Consecutive keys that are chosen as one; then the last of these groups always is."""
+        return 1
+
+    @property
     def file(self) -> str | None:
         """The artefact it is to load; None for methods, and settings, without one.
 

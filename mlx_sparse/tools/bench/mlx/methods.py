@@ -76,9 +76,12 @@ class DecodeStep:
         noise = mx.random.normal((B, shape.Hkv, shape.G, shape.D))
         queries = (base + 0.5 * noise).reshape(B, shape.Hq, 1, shape.D).astype(dtype)
         keys, values = (normal(B, shape.Hkv, S, shape.D, dtype) for _ in "kv")
-        count = top_k - window
-        rows = np.array([*(i * (S - window) // count for i in range(count)), *range(S - window, S)])
-        planted = np.isin(np.arange(S), [*rows[:count], rows[-1]])[:, None]
+        unit = np.arange(S) // self.config.together
+        last = unit >= (unit[S - window] if window else unit[-1] + (self.config.together == 1))
+        count = top_k // self.config.together - np.unique(unit[last]).size
+        chosen = np.isin(unit, [i * np.unique(unit[~last]).size // count for i in range(count)])
+        rows = np.flatnonzero(chosen | last)
+        planted = (chosen | (np.arange(S) == rows[-1]))[:, None]
         direction = base * (gap * shape.D**0.5 / (base**2).sum(axis=-1, keepdims=True))
         keys = NOISE * keys + mx.where(mx.array(planted), direction.astype(dtype), 0)
         return queries, self.cache(keys, values), [[rows] * shape.Hkv] * B
