@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 import re
+from importlib import import_module
 from math import prod
+from pkgutil import iter_modules
 from typing import Any
 
 import mlx.core as mx
@@ -19,6 +21,7 @@ from msl import Metal, Report
 from saap_cases import SaapCase
 from sample_cases import SampleCase
 
+import mlx_sparse.kernels
 from mlx_sparse import oracle
 from mlx_sparse.common import stats
 from mlx_sparse.common.csr import saap_index
@@ -182,16 +185,11 @@ def names(listed: str) -> tuple[str, ...]:
     return tuple(name for part in listed.split(";") for name in part.partition(" (")[0].strip().split(", "))
 
 
-KERNELS = [
-    *(sparq.SCORES, sparq.CANDIDATES),
-    *(select.SCORES, select.CANDIDATES),
-    *(attend.ATTEND, attend.REALLOCATE, attend.MERGE, attend.MERGE_REALLOCATE),
-    *(sample.SCORES, sample.SUMS, blocks.ATTEND),
-    *(saap.ROUTE, saap.INDICES),
-]
+MODULES = [import_module(f"mlx_sparse.kernels.{found.name}") for found in iter_modules(mlx_sparse.kernels.__path__)]
+KERNELS = {kernel for module in MODULES for kernel in vars(module).values() if isinstance(kernel, launch.Kernel)}
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("kernel", sorted(KERNELS, key=str), ids=lambda kernel: kernel.name)
 def test_its_comment_names_the_inputs_and_outputs_of_the_launcher(kernel: launch.Kernel) -> None:
     comment = facts(kernel.name)
     assert names(comment["inputs"]) == kernel.inputs
