@@ -27,6 +27,7 @@ The operators of domain `{DOMAIN}`, version {VERSION}. This page is made from `o
   the body's, and a function cannot ask whether an input is there. Without padding, `left_padding` is zeros.
 * `spec` is {SPEC}. A kernel refuses any other number. An incompatible change is a new operator, not a new version:
   runtimes give a kernel nodes of versions it does not know.
+* Axis lengths of one name are equal; those of the outputs follow from the inputs, and `?` is left open.
 * Axes: B rows, Hq query heads, Hkv KV heads, L tokens, D head dim, C capacity. Query head h reads KV head
   `h // (Hq // Hkv)`.
 * Key j of row b is valid when `left_padding[b] <= j < length[b]`. What lies elsewhere in a buffer never reaches an
@@ -50,10 +51,6 @@ def _section(operator: Operator) -> str:
     return "\n".join(
         [
             *_title(operator),
-            "#### Version",
-            "",
-            f"Version {VERSION} of the `{DOMAIN}` domain.",
-            "",
             "#### Attributes (all required)",
             "",
             *(f"* **{a.name}** : {a.type.__name__} — {a.doc}" for a in operator.attributes),
@@ -70,11 +67,6 @@ def _section(operator: Operator) -> str:
             "",
             f"* **T** : {', '.join(T)}",
             *([f"* **W** : {', '.join(W)}"] if operator.weighted else []),
-            "",
-            "#### Shape inference",
-            "",
-            "Axis lengths of one name are equal; those of the outputs follow from the inputs"
-            + ("; `?` is left open." if any("?" in t.axes for t in operator.outputs) else "."),
             "",
             "#### Body",
             "",
