@@ -101,6 +101,12 @@ _SAAP = (
     Attribute("recent_tokens", int, "Last valid keys that are always attended to, the new one included.", 1),
     _SCALE,
 )
+_QUEST = (
+    _SPEC,
+    Attribute("page_size", int, "Consecutive keys of a page, n.", 1),
+    Attribute("top_k", int, "Keys attended to, k, rounded up to whole pages; the current page is one of them.", 1),
+    _SCALE,
+)
 _WINDOW = Attribute(
     "window",
     int,
@@ -203,6 +209,14 @@ _SAAP_NETWORK = (
     Tensor("hidden_bias", "W", "Hkv H", "Its biases."),
     Tensor("out_weight", "W", "Hkv features N", "Output layer: `features` is H, or D without a hidden layer."),
     Tensor("out_bias", "W", "Hkv N", "Its biases; zeros where there are none."),
+)
+
+_PAST_BOUNDS = Tensor(
+    "past_bounds",
+    "T",
+    "B Hkv 2 pages D",
+    "Smallest and largest of each component over the valid keys of each page; ceil(C / page_size) pages. Those of "
+    "pages that hold no key may be anything.",
 )
 
 _OWN = {
@@ -337,6 +351,21 @@ _OWN = {
                 _PRESENT_KEY,
                 _PRESENT_VALUE,
                 Tensor("present_bucket_ids", "tensor(int16)", "B Hkv C", "`past_bucket_ids` with the new keys."),
+            ),
+        ),
+        Operator(
+            "QuestAttention",
+            "`Append`, also the bounds of the pages that get a row (quest.1), then attend. Where L is 1 and the "
+            "longest row has `dense_below` keys or more, the queries of a group attend to the keys of the pages of "
+            "(quest.4), each row by its own length. `DenseAttention` with window 0 elsewhere. The next `past_length` "
+            "is `past_length` + L.",
+            (*_QUEST, _DENSE_BELOW),
+            (_QUERY, _KEY, _VALUE, _PAST_KEY, _PAST_VALUE, _PAST_BOUNDS, _PAST_LENGTH, _PADDING),
+            (
+                _OUTPUT,
+                _PRESENT_KEY,
+                _PRESENT_VALUE,
+                Tensor("present_bounds", "T", "B Hkv 2 pages D", "`past_bounds` with the new keys."),
             ),
         ),
     )

@@ -1,7 +1,8 @@
 """What attention moves: the papers' transfer formulae, and the record returned with ``return_stats``.
 
 Counts are elements (multiply by the item size for bytes), with S keys of head dim D: for a decode step per KV head, for
-a prompt per query head. Equation numbers refer to docs/spec/sparq.md, sample.md and saap.md.
+a prompt per query head. Equation numbers refer to docs/spec/sparq.md, sample.md, saap.md and
+quest.md.
 """
 
 from __future__ import annotations
@@ -69,6 +70,11 @@ def flexgen_elements(S: int, D: int, *, top_k: int) -> int:
 def oracle_top_k_elements(S: int, D: int, *, top_k: int) -> int:
     """(sparq.13) as if the choice were free: ``2 k D + 2 D``. A bound, not a method."""
     return streaming_elements(S, D, top_k=top_k)
+
+
+def quest_elements(S: int, D: int, *, top_k: int, page_size: int) -> int:
+    """(quest.6) the bounds of all pages, k keys and values, new row: ``2 P D + 2 k D + 2 D``."""
+    return 2 * -(-S // page_size) * D + 2 * min(top_k, S) * D + 2 * D
 
 
 def saap_elements(D: int, attended: int, *, network: int = 0) -> int:

@@ -53,6 +53,14 @@ FUNCTIONS: Mapping[str, Mapping[str, str]] = {
         "onnx": "onnx_export:operator_model",
         "ort": "onnx_export:session_options",
     },
+    "quest": {
+        "oracle": "oracle:quest_attention",
+        "ops": "ops.quest:quest_attention",
+        "metal": "kernels.quest:quest_attention",
+        "triton": "cuda_ref.launchers.quest:quest_decode",
+        "onnx": "onnx_export:operator_model",
+        "ort": "onnx_export:session_options",
+    },
     "streaming": {"oracle": "oracle:streaming_attention", "ops": "ops.baselines:streaming_attention"},
     "flexgen": {"oracle": "oracle:flexgen_attention", "ops": "ops.baselines:flexgen_attention"},
     "oracle_top_k": {"oracle": "oracle:oracle_top_k_attention", "ops": "ops.baselines:oracle_top_k_attention"},
@@ -128,6 +136,19 @@ FUNCTIONS: Mapping[str, Mapping[str, str]] = {
         "metal": "kernels.select:top_k_select",
         "triton": "cuda_ref.api.parts:top_k_select",
     },
+    "page_bounds": {
+        "oracle": "oracle:page_bounds",
+        "ops": "ops.quest:page_bounds",
+        "metal": "ops.quest:page_bounds",  # once in as many steps as a page has keys
+        "triton": "cuda_ref.launchers.quest:page_bounds",
+    },
+    "page_keys": {"ops": "ops.quest:page_keys", "metal": "ops.quest:page_keys"},  # a few numbers per page
+    "quest_select": {
+        "oracle": "oracle:quest_select",
+        "ops": "ops.quest:quest_select",
+        "metal": "kernels.quest:quest_select",
+        "triton": "cuda_ref.launchers.quest:quest_select",
+    },
     "sparq_select": {"oracle": "oracle:sparq_select", "ops": "ops.sparq:sparq_select"},
     # Not on the way of a decode step: array operations do for every backend.
     "dense_lse": {
@@ -152,6 +173,7 @@ FUNCTIONS: Mapping[str, Mapping[str, str]] = {
 STATES: Mapping[str, str] = {
     "sparq": "cache.sparq_state:SparQState",
     "h2o": "cache.h2o_state:Received",
+    "quest": "cache.quest_state:QuestState",
 }
 
 # What a method does around a model and its calls, if attending is not all: `mlx_sparse.lm.hooks.ModelHooks`.

@@ -18,6 +18,7 @@ from .hash_sparse import HashSparse
 from .hyperattention import HyperAttention
 from .minference import MInference
 from .oracle_top_k import OracleTopK
+from .quest import Quest
 from .saap import SAAP
 from .sample import Sample
 from .sparq import SparQ
@@ -36,6 +37,7 @@ METHODS: Mapping[str, type[Method]] = {
         Dense,
         SparQ,
         SAAP,
+        Quest,
         Sample,
         Streaming,
         H2O,

@@ -15,6 +15,7 @@ from .baselines import (
 from .blocks import attend_blocks, block_lists, block_mask
 from .lsh import hash_sparse_attention, hyperattention_attention
 from .prefill import bigbird_attention, minference_attention, streaming_prefill_attention
+from .quest import QuestSelection, page_bounds, quest_attention, quest_select
 from .saap import (
     Target,
     fold_batch_norm,
@@ -36,6 +37,7 @@ from .select import top_k_select, valid_keys
 from .sparq import SparQSelection, sparq_attention, sparq_select
 
 __all__ = [
+    "QuestSelection",
     "SampleSelection",
     "SparQSelection",
     "Target",
@@ -57,7 +59,10 @@ __all__ = [
     "merge",
     "minference_attention",
     "oracle_top_k_attention",
+    "page_bounds",
     "query_network",
+    "quest_attention",
+    "quest_select",
     "route_scores",
     "saap_assign",
     "saap_attention",

@@ -145,6 +145,59 @@ class DecodeFunctions:
             value_mean=value_mean,
         )
 
+    def quest_attention(
+        self,
+        queries: Array,
+        keys: Array,
+        values: Array,
+        *,
+        page_size: int = 16,
+        top_k: int = 1024,
+        scale: float | None = None,
+        left_padding: Array | None = None,
+        page_min: Array | None = None,
+        page_max: Array | None = None,
+        backend: str = "auto",
+        return_stats: bool | str = False,
+    ) -> Any:
+        """One decode step of Quest (docs/spec/quest.md; arXiv 2406.10774).
+
+        Args:
+            page_size: consecutive keys of a page.
+            top_k: keys attended per KV head, rounded up to whole pages; the current page is one of them.
+            page_min, page_max: ``(B, Hkv, P, D)`` smallest and largest of each component over the valid keys of each of
+                the P pages, in the type of the keys; computed when absent, which reads every key. Those of the current
+                page are not read.
+        """
+        call = Call(
+            self._library,
+            "quest",
+            queries,
+            keys,
+            values,
+            scale=scale,
+            left_padding=left_padding,
+            backend=backend,
+            return_stats=return_stats,
+        )
+        n = call.sizes
+        check_int("page_size", page_size, 1)
+        check_int("top_k", top_k, 1)
+        shape = (n.B, n.Hkv, -(-n.S // page_size), n.D)
+        call.check("page_min", page_min, shape, same_type=True)
+        call.check("page_max", page_max, shape, same_type=True)
+        attended = -(-top_k // page_size) * page_size
+        if n.L == 1 and n.S > attended and (page_min is None or page_max is None):
+            page_min, page_max = call.load("page_bounds")(keys, call.left_padding, page_size=page_size)
+        return call.decode(
+            partial(stats.quest_elements, page_size=page_size),
+            attended,
+            page_size=page_size,
+            top_k=top_k,
+            page_min=page_min,
+            page_max=page_max,
+        )
+
     def streaming_attention(
         self,
         queries: Array,

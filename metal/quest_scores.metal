@@ -1,0 +1,48 @@
+// quest_scores: what a key of each page can score at most with any query of the group (quest.2), (quest.3); +inf for the
+// last page, the current one, whose bounds are not read. Eight lanes share a page; all heads take it from registers.
+//
+// inputs       queries (B, Hq, 1, D) Q; page_min, page_max (B, Hkv, capacity, D) T; pages () int
+// outputs      scores (B, Hkv, P) float
+// template     T, D, G
+// grid         ceil(P / 64) * 256, Hkv, B
+// threadgroup  256, 1, 1
+// reads        B * Hkv * (2 * (P - 1) * D * T + G * D * T)
+// writes       B * Hkv * P * 4
+threadgroup float4 q[G * D / 4];
+const Place place = {thread_index_in_simdgroup, simdgroup_index_in_threadgroup, simdgroups_per_threadgroup};
+const uint3 at = threadgroup_position_in_grid;
+const size_t row = at.z * threadgroups_per_grid.y + at.y;
+const uint P = uint(pages), sharing = 8, share = place.lane % sharing;
+const size_t bounds_at = row * size_t(page_min_shape[2]) * D;
+auto low = reinterpret_cast<const device vec<T, 4>*>(page_min + bounds_at);
+auto high = reinterpret_cast<const device vec<T, 4>*>(page_max + bounds_at);
+
+for (uint i = place.index(); i < G * D; i += place.threads()) {
+  reinterpret_cast<threadgroup float*>(q)[i] = float(queries[row * G * D + i]);
+}
+threadgroup_barrier(mem_flags::mem_threadgroup);
+
+for (uint page = at.x * 64 + place.index() / sharing; page < at.x * 64 + 64; page += place.threads() / sharing) {  // uniform
+  float bounds[G] = {};
+  for (uint c = share; c < D / 4 && page + 1 < P; c += sharing) {
+    const float4 least = float4(low[size_t(page) * (D / 4) + c]), most = float4(high[size_t(page) * (D / 4) + c]);
+#pragma clang loop unroll(full)
+    for (uint g = 0; g < G; ++g) {
+      const float4 own = q[g * (D / 4) + c];
+      const bool4 positive = own > 0.0f;  // max and min would pass over NaN
+      bounds[g] += dot(select(float4(0.0f), own, positive), most) + dot(select(own, float4(0.0f), positive), least);
+    }
+  }
+  float best = page + 1 < P ? -INFINITY : INFINITY;
+#pragma clang loop unroll(full)
+  for (uint g = 0; g < G; ++g) {
+    float bound = bounds[g];
+    for (uint offset = sharing / 2; offset > 0; offset /= 2) {
+      bound += simd_shuffle_xor(bound, ushort(offset));
+    }
+    best = max(best, isnan(bound) ? INFINITY : bound);
+  }
+  if (share == 0 && page < P) {
+    scores[row * P + page] = best;
+  }
+}

@@ -1,0 +1,74 @@
+"""Quest on the GPU: docs/spec/quest.md, equations (quest.2) to (quest.5).
+
+The scores of all pages, the best pages, MLX's own operations from them to their keys, and attention over those.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+
+from ..methods import registry
+from .attend import attend_indices
+from .launch import Kernel, integer
+from .select import top_k_select
+
+PAGES, THREADS = 64, 256  # per threadgroup
+
+SCORES = Kernel("quest_scores", "threadgroup.h", ("queries", "page_min", "page_max", "pages"), ("scores",))
+
+
+def quest_scores(queries: mx.array, page_min: mx.array, page_max: mx.array, *, pages: int) -> mx.array:
+    """Float32 ``(B, Hkv, pages)`` bounds of pages for the group (quest.3); +inf for the current one, the last.
+
+    Args:
+        page_min, page_max: ``(B, Hkv, capacity, D)`` with the bounds of the other pages; whole buffers.
+    """
+    B, Hkv, _, D = page_min.shape
+    (scores,) = SCORES(
+        {"queries": queries, "page_min": page_min, "page_max": page_max, "pages": integer(pages)},
+        [((B, Hkv, pages), mx.float32)],
+        template={"T": page_min.dtype, "D": D, "G": queries.shape[1] // Hkv},
+        groups=(-(-pages // PAGES), Hkv, B),
+        threads=THREADS,
+    )
+    return scores
+
+
+def quest_select(
+    queries: mx.array,
+    keys: mx.array,
+    *,
+    page_size: int,
+    top_k: int,
+    left_padding: mx.array | None,
+    page_min: mx.array,
+    page_max: mx.array,
+    length: int | None = None,
+) -> mx.array:
+    """The keys of one decode step (quest.5): ``(B, Hkv, K * page_size)`` int32, of more than K pages.
+
+    Args:
+        page_min, page_max: ``(B, Hkv, capacity, D)`` bounds of the pages before the current one; whole buffers.
+        length: keys in use; all of them when None.
+    """
+    length = keys.shape[2] if length is None else length
+    scores = quest_scores(queries, page_min, page_max, pages=-(-length // page_size))
+    first = None if left_padding is None else left_padding // page_size
+    pages = top_k_select(scores, top_k=-(-top_k // page_size), local_window=1, left_padding=first)
+    listed: mx.array = registry.load("page_keys", "metal")(pages, left_padding, page_size=page_size, length=length)
+    return listed
+
+
+def quest_attention(
+    queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, length: int | None = None, **selection: Any
+) -> tuple[mx.array, mx.array]:
+    """One decode step: ``out (B, Hq, 1, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, 1)``.
+
+    Args:
+        keys, values: ``(B, Hkv, capacity, D)`` with ``length`` rows in use; whole buffers, which are not copied.
+        selection: the other parameters of `quest_select`.
+    """
+    indices = quest_select(queries, keys, length=length, **selection)
+    return attend_indices(queries, keys, values, indices, scale=scale, length=length)

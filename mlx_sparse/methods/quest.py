@@ -1,0 +1,78 @@
+"""Quest."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import ClassVar
+
+from ..checks import check_int
+from ..common import stats
+from .base import NEVER, Method, Step
+from .cost import ENOUGH_SAVED
+
+
+@dataclass(frozen=True)
+class Quest(Method):
+    """Quest decoding: whole pages of keys, chosen by a bound on what any key in them can score (docs/spec/quest.md).
+
+    Attributes:
+        page_size: consecutive keys of a page, at least 1.
+        top_k: keys attended per KV head, in whole pages: rounded up to a multiple of ``page_size``. The current page is
+            one of them. The default is the budget at which the paper matches dense attention on LongBench.
+        dense_below: keys below which attention stays dense; "auto" is ``4 * top_k`` with the `ops` backend, where a
+            listed row takes 2.5 times as long as one of dense attention (docs/results/ops.md), what saves
+            `ENOUGH_SAVED` bytes with kernels on a GPU, and none for a ``top_k`` below the default, which is for
+            experiments on short texts.
+    """
+
+    name: ClassVar[str] = "quest"
+    source: ClassVar[str] = "Quest, arXiv 2406.10774"
+    reads: ClassVar[str] = (
+        "the smallest and largest components of each page of 16 keys, then the `top_k` keys and values of the pages "
+        "that promise most ([Quest](docs/spec/quest.md))"
+    )
+    look: ClassVar[tuple[str, str]] = ("#F0E442", "P")
+    grows: ClassVar[str] = "top_k"
+
+    page_size: int = 16
+    top_k: int = 1024
+    dense_below: str | int = "auto"
+
+    def __post_init__(self) -> None:
+        if self.dense_below != "auto":
+            check_int("dense_below", self.dense_below, 0)
+        check_int("page_size", self.page_size, 1)
+        check_int("top_k", self.top_k, 1)
+
+    @property
+    def attended(self) -> int:
+        return -(-self.top_k // self.page_size) * self.page_size
+
+    @property
+    def together(self) -> int:
+        return self.page_size
+
+    def shortest_context(self, step: Step | None = None) -> int:
+        if not isinstance(self.dense_below, str):
+            return max(self.dense_below, self.attended + 1)
+        if self.top_k < Quest.top_k:
+            return self.attended + 1
+        if not step or not step.gpu:
+            return 4 * self.attended
+        # Saved are rows that are not read; spent are the bounds (quest.6) and the scores of pages, written and read.
+        row = 2 * step.itemsize * step.D
+        saved = row - (row + 8) / self.page_size
+        if saved <= 0:
+            return NEVER
+        return self.attended + 1 + math.ceil((ENOUGH_SAVED[step.gpu] / step.heads + row * self.attended) / saved)
+
+    def elements(self, S: int, D: int, buckets: int = 0) -> int:
+        return stats.quest_elements(S, D, top_k=self.attended, page_size=self.page_size)
+
+    def with_budget(self, share: Fraction, D: int, named: Collection[str]) -> tuple[Quest, str]:
+        config = self if "dense_below" in named else dataclasses.replace(self, dense_below=0)
+        return config, "" if "top_k" in named else "top_k"

@@ -1,0 +1,85 @@
+"""Quest: docs/spec/quest.md, equations (quest.1) to (quest.5)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+
+from .attend import attend_indices, group_queries
+from .select import top_k_select, valid_keys
+
+
+def page_bounds(keys: mx.array, left_padding: mx.array | None, *, page_size: int) -> tuple[mx.array, mx.array]:
+    """(quest.1) smallest and largest of each component over the valid keys of each page.
+
+    Args:
+        keys: ``(B, Hkv, S, D)``.
+        left_padding: ``(B,)`` first valid key of each row, negative where that lies before these rows.
+
+    Returns:
+        Two ``(B, Hkv, P, D)`` in the type of ``keys``; +inf and -inf for a page without a valid key.
+    """
+    B, Hkv, S, D = keys.shape
+    bounds = []
+    for nothing, reduce in ((mx.inf, mx.min), (-mx.inf, mx.max)):
+        rows = keys
+        if left_padding is not None:
+            rows = mx.where(valid_keys(S, left_padding)[:, None, :, None], rows, mx.array(nothing, keys.dtype))
+        if S % page_size:
+            rows = mx.pad(rows, [(0, 0), (0, 0), (0, -S % page_size), (0, 0)], constant_values=nothing)
+        bounds.append(reduce(rows.reshape(B, Hkv, -1, page_size, D), axis=3))
+    return bounds[0], bounds[1]
+
+
+def page_scores(queries: mx.array, page_min: mx.array, page_max: mx.array) -> mx.array:
+    """Float32 ``(B, Hkv, P)`` bounds of pages for the group (quest.3); NaN has become +inf."""
+    q = group_queries(queries, page_min.shape[1])
+    # (quest.2)
+    bounds = mx.maximum(q, 0) @ page_max.swapaxes(-1, -2).astype(mx.float32)
+    bounds = bounds + mx.minimum(q, 0) @ page_min.swapaxes(-1, -2).astype(mx.float32)
+    return mx.where(mx.isnan(bounds), mx.inf, bounds).max(axis=2)
+
+
+def page_keys(pages: mx.array, left_padding: mx.array | None, *, page_size: int, length: int) -> mx.array:
+    """(quest.5) the keys of ``pages (B, Hkv, K)``: ``(B, Hkv, K * page_size)`` int32, -1 in empty slots."""
+    listed = pages[..., None] * page_size + mx.arange(page_size)
+    there = (pages[..., None] >= 0) & (listed < length)
+    if left_padding is not None:
+        there = there & (listed >= left_padding[:, None, None, None])
+    return mx.where(there, listed, -1).reshape(*pages.shape[:2], -1)
+
+
+def quest_select(
+    queries: mx.array,
+    keys: mx.array,
+    *,
+    page_size: int,
+    top_k: int,
+    left_padding: mx.array | None,
+    page_min: mx.array,
+    page_max: mx.array,
+) -> mx.array:
+    """The keys of one decode step (quest.5): ``(B, Hkv, K * page_size)`` int32, of more than K pages.
+
+    Args:
+        page_min, page_max: ``(B, Hkv, pages, D)`` bounds of the pages, of which those before the current one are read.
+    """
+    S = keys.shape[2]
+    before = (S - 1) // page_size
+    scores = page_scores(queries, page_min[:, :, :before], page_max[:, :, :before])
+    scores = mx.pad(scores, [(0, 0), (0, 0), (0, 1)])  # the current page, which the window forces in
+    first = None if left_padding is None else left_padding // page_size
+    pages = top_k_select(scores, top_k=-(-top_k // page_size), local_window=1, left_padding=first)
+    return page_keys(pages, left_padding, page_size=page_size, length=S)
+
+
+def quest_attention(
+    queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, **selection: Any
+) -> tuple[mx.array, mx.array]:
+    """One decode step: ``out (B, Hq, 1, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, 1)``.
+
+    Args:
+        selection: the other parameters of `quest_select`.
+    """
+    return attend_indices(queries, keys, values, quest_select(queries, keys, **selection), scale=scale)

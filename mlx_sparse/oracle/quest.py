@@ -1,0 +1,116 @@
+"""Quest: docs/spec/quest.md, equations (quest.1) to (quest.5)."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..checks import check_int, check_qkv, check_shape
+from ..common.stats import Stats, dense_elements, quest_elements
+from .attend import attend_indices, check_backend, dense_attention, dense_with_lse, float64, retained_mass
+from .select import ranked, top_k_select, valid_keys
+
+Array = npt.NDArray[Any]
+
+
+class QuestSelection(NamedTuple):
+    """What Quest decides.
+
+    Attributes:
+        indices: ``(B, Hkv, K * page_size)`` int32 keys to attend (quest.5), -1 in empty slots.
+        scores: ``(B, Hkv, P)`` of the pages (quest.3); +inf for the current one.
+    """
+
+    indices: Array
+    scores: Array
+
+
+def page_bounds(
+    keys: npt.ArrayLike, left_padding: npt.ArrayLike | None = None, *, page_size: int = 16
+) -> tuple[Array, Array]:
+    """(quest.1) smallest and largest of each component over the valid keys of each page: two ``(B, Hkv, P, D)``.
+
+    +inf and -inf for a page without a valid key; NaN where a valid key holds it.
+    """
+    k = float64(keys)
+    B, Hkv, S, D = k.shape
+    beyond = -S % page_size
+    valid = np.pad(valid_keys(B, S, left_padding), [(0, 0), (0, beyond)])[:, None, :, None]
+    k = np.pad(k, [(0, 0), (0, 0), (0, beyond), (0, 0)])
+    by_page = (B, Hkv, -1, page_size, D)
+    low: Array = np.where(valid, k, np.inf).reshape(by_page).min(axis=3)
+    high: Array = np.where(valid, k, -np.inf).reshape(by_page).max(axis=3)
+    return low, high
+
+
+def quest_select(
+    queries: npt.ArrayLike,
+    keys: npt.ArrayLike,
+    *,
+    page_size: int = 16,
+    top_k: int = 1024,
+    left_padding: npt.ArrayLike | None = None,
+    page_min: npt.ArrayLike | None = None,
+    page_max: npt.ArrayLike | None = None,
+) -> QuestSelection:
+    """Choose the pages of one decode step for ``queries (B, Hq, 1, D)`` and ``keys (B, Hkv, S, D)``."""
+    q, k = float64(queries), float64(keys)
+    B, Hkv, S, D = k.shape
+    low, high = page_bounds(k, left_padding, page_size=page_size)
+    low, high = (own if given is None else float64(given) for own, given in ((low, page_min), (high, page_max)))
+    grouped = q.reshape(B, Hkv, -1, D)
+    # (quest.2) with 0 * inf = NaN, then (quest.3)
+    with np.errstate(invalid="ignore"):
+        bounds = np.einsum("bhgd,bhpd->bhgp", np.maximum(grouped, 0.0), high)
+        bounds = bounds + np.einsum("bhgd,bhpd->bhgp", np.minimum(grouped, 0.0), low)
+    scores: Array = ranked(bounds).max(axis=2)
+    scores[..., -1] = np.inf
+    # (quest.4): pages are chosen as keys are, the last one forced in
+    first = None if left_padding is None else np.asarray(left_padding) // page_size
+    pages = top_k_select(scores, top_k=-(-top_k // page_size), local_window=1, left_padding=first)
+    # (quest.5)
+    listed = (pages[..., None] * page_size + np.arange(page_size)).reshape(B, Hkv, -1)
+    start = np.zeros(B, int) if left_padding is None else np.asarray(left_padding)
+    there = np.repeat(pages >= 0, page_size, axis=-1) & (listed >= start[:, None, None]) & (listed < S)
+    return QuestSelection(np.where(there, listed, -1).astype(np.int32), scores)
+
+
+def quest_attention(
+    queries: npt.ArrayLike,
+    keys: npt.ArrayLike,
+    values: npt.ArrayLike,
+    *,
+    page_size: int = 16,
+    top_k: int = 1024,
+    scale: float | None = None,
+    left_padding: npt.ArrayLike | None = None,
+    page_min: npt.ArrayLike | None = None,
+    page_max: npt.ArrayLike | None = None,
+    backend: str = "auto",
+    return_stats: bool | str = False,
+) -> Any:
+    """`mlx_sparse.quest_attention` in float64."""
+    check_backend(backend)
+    q, k, v = float64(queries), float64(keys), float64(values)
+    n = check_qkv(q, k, v)
+    check_int("page_size", page_size, 1)
+    check_int("top_k", top_k, 1)
+    pages = -(-n.S // page_size)
+    for name, bounds in (("page_min", page_min), ("page_max", page_max)):
+        check_shape(name, None if bounds is None else np.asarray(bounds), (n.B, n.Hkv, pages, n.D))
+    attended = -(-top_k // page_size) * page_size
+    if n.L > 1 or n.S <= attended:
+        return dense_attention(q, k, v, scale=scale, left_padding=left_padding, return_stats=return_stats)
+    scale = n.D**-0.5 if scale is None else scale
+    given = {"left_padding": left_padding, "page_min": page_min, "page_max": page_max}
+    chosen = quest_select(q, k, page_size=page_size, top_k=top_k, **given)
+    out, lse = attend_indices(q, k, v, chosen.indices, scale=scale)
+    if not return_stats:
+        return out
+    mass = None
+    if return_stats == "mass":
+        mass = retained_mass(lse, dense_with_lse(q, k, v, scale=scale, left_padding=left_padding)[1])
+    moved = quest_elements(n.S, n.D, top_k=attended, page_size=page_size)
+    return out, Stats(moved, dense_elements(n.S, n.D), attended / n.S, mass)

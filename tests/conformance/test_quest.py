@@ -1,0 +1,278 @@
+"""Quest: every backend against the oracle, beside caches, in models and in exported files."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from adapters import ADAPTERS, Onnx, Result
+from cases import CASES, Array, Case
+from expected import Expected, assert_conforms, attended
+from exported import Made
+from mlx_lm.models.cache import BatchKVCache, KVCache
+from msl import Metal
+from tiny_models import build, greedy, prompt_of
+
+import mlx_sparse
+from mlx_sparse import oracle
+from mlx_sparse.cache.kv_cache import SparseCache, adopt
+from mlx_sparse.common.stats import quest_elements
+from mlx_sparse.kernels import quest as kernels
+from mlx_sparse.methods import parse, registry
+from mlx_sparse.methods.quest import Quest
+from mlx_sparse.tools.evaluate.budget import settle, transfers
+
+SETTINGS = {"pages": {"page_size": 16, "top_k": 64}, "ragged": {"page_size": 5, "top_k": 13}}
+EVERY_BACKEND = pytest.mark.parametrize("backend", ADAPTERS, indirect=True)
+
+
+@dataclass(frozen=True)
+class Spoiled(Case):
+    """A case with ``number`` in a component of some keys of the first KV head, and in all padded rows."""
+
+    rows: tuple[int, int] = (0, 0)
+    number: float = np.nan
+
+    def inputs(self, seed: int = 0, L: int = 1) -> tuple[Array, Array, Array]:
+        q, k, v = super().inputs(seed, L)
+        k[0, 0, slice(*self.rows), 3] = self.number
+        for row, first in enumerate(self.padding or ()):
+            k[row, :, :first] = v[row, :, :first] = self.number
+        return q, k, v
+
+
+def wanted(case: Case, setting: str) -> Expected:
+    q, k, _ = case.inputs()
+    found = oracle.quest_select(q, k, left_padding=case.padding, **SETTINGS[setting])
+    scores = np.repeat(found.scores, SETTINGS[setting]["page_size"], axis=-1)[..., : case.S]
+    finite = np.where(np.isfinite(scores), scores, 2 * np.abs(scores[np.isfinite(scores)]).max(initial=1))
+    return attended(case, found.indices, case.D**-0.5, finite)
+
+
+def run(backend: Any, case: Case, setting: str) -> Result:
+    page_size, top_k = SETTINGS[setting].values()
+    if isinstance(backend, Onnx):
+        settings = {"page_size": page_size, "top_k": top_k, "scale": case.D**-0.5, "dense_below": 0}
+        node = backend.operator("QuestAttention", case.dtype, **settings)
+        return backend.result(node(**last(case, page_size)), case.dtype)
+    (q, k, v), padding = backend.arrays(case), backend.padding(case)
+    bounds = backend.load("page_bounds")(k, padding, page_size=page_size)
+    names = zip(("page_min", "page_max"), map(backend.cached, bounds), strict=True)
+    how = {**SETTINGS[setting], "left_padding": padding, **dict(names), **backend.length(case.S)}
+    given = (q, backend.cached(k))
+    out, lse = backend.load("quest")(*given, backend.cached(v), scale=case.D**-0.5, **how)
+    return backend.result(backend.load("quest_select")(*given, **how), out, lse, case)
+
+
+def last(case: Case, page_size: int, new: int = 1) -> dict[str, Array]:
+    """Inputs of `QuestAttention` for the last tokens; unused slots, and bounds of pages that get a key, hold NaN."""
+    q, k, v = case.inputs(L=new)
+    past, pages = case.S - new, -(-(case.S + 9) // page_size)
+    first = np.zeros(case.B, np.int64) if case.padding is None else np.array(case.padding)
+    bounds = np.full((case.B, case.Hkv, 2, pages, case.D), np.nan, np.float32)
+    if full := past // page_size:
+        rows = k[:, :, : full * page_size]
+        bounds[:, :, :, :full] = np.stack(oracle.page_bounds(rows, first, page_size=page_size), axis=2)
+    slots = [(0, 0), (0, 0), (0, new + 9), (0, 0)]
+    caches = [np.pad(array[:, :, :past], slots, constant_values=np.nan) for array in (k, v)]
+    given = {"query": q, "key": k[:, :, past:], "value": v[:, :, past:], "past_key": caches[0], "past_value": caches[1]}
+    return {**given, "past_bounds": bounds, "past_length": np.full(case.B, past), "left_padding": first}
+
+
+STEPS = [
+    pytest.param(name, setting, case, id=f"{setting}-{case}-{name}")
+    for setting in SETTINGS
+    for case in CASES
+    for name in ADAPTERS
+    if case.S > 64 and (case.Hq < 32 or setting == "pages") and (name != "onnx-reference" or case.S < 400)
+]
+
+
+@pytest.mark.parametrize(("backend", "setting", "case"), STEPS, indirect=["backend"])
+def test_a_backend_chooses_and_attends_as_the_oracle(backend: Any, setting: str, case: Case) -> None:
+    assert_conforms(run(backend, case, setting), wanted(case, setting), case)
+
+
+NUMBERS = [((40, 41), np.nan), ((40, 41), np.inf), ((40, 41), -np.inf), ((20, 90), np.nan), ((0, 0), 1e3)]
+
+
+@pytest.mark.parametrize(("rows", "number"), NUMBERS)
+@EVERY_BACKEND
+def test_pages_with_what_is_no_number_come_first_and_padding_does_not_count(
+    backend: Any, rows: tuple[int, int], number: float
+) -> None:
+    case = Spoiled(3, 4, 2, 130, 64, "f32", (0, 7, 130), rows, number)
+    expected, found = wanted(case, "pages"), run(backend, case, "pages")
+    if found.choice is not None:
+        np.testing.assert_array_equal(found.choice, expected.choice)
+    np.testing.assert_array_equal(np.isnan(found.out), np.isnan(expected.out))
+    np.testing.assert_allclose(found.out, expected.out, rtol=0, atol=2e-5)
+    dense = oracle.dense_attention(*case.inputs(), left_padding=case.padding)
+    np.testing.assert_array_equal(np.isnan(expected.out), np.isnan(dense))
+
+
+@pytest.mark.parametrize("case", CASES[1:], ids=str)
+def test_no_key_scores_more_than_its_page_and_the_current_page_is_attended(case: Case) -> None:
+    q, k, _ = case.inputs()
+    chosen = oracle.quest_select(q, k, page_size=7, top_k=20, left_padding=case.padding)
+    valid = oracle.valid_keys(case.B, case.S, case.padding)[:, None]
+    exact = np.einsum("bhgd,bhsd->bhgs", q.reshape(case.B, case.Hkv, -1, case.D).astype(float), k).max(axis=2)
+    bound = np.repeat(chosen.scores, 7, axis=-1)[..., : case.S]
+    assert (np.where(valid, exact, -np.inf) <= bound + 1e-9).all()
+    assert (chosen.indices == case.S - 1).any(axis=-1).all()
+
+
+@pytest.mark.parametrize("backend", [name for name, each in ADAPTERS.items() if hasattr(each, "public")], indirect=True)
+def test_public_functions_take_bounds_and_are_dense_where_no_page_is_left_out(backend: Any) -> None:
+    case = Case(2, 6, 2, 70, 64, "f32", (0, 30))
+    given = {"page_size": 16, "left_padding": case.padding}
+    every = backend.public("quest_attention", case, top_k=65, **given)
+    dense = backend.public("dense_attention", case, left_padding=case.padding)
+    assert (backend.numpy(every) == backend.numpy(dense)).all()
+    bounds = oracle.page_bounds(case.inputs()[1], case.padding)
+    arrays = (backend.array(bound.astype(np.float32), "f32") for bound in bounds)
+    names = dict(zip(("page_min", "page_max"), arrays, strict=True))
+    for more in ({}, names):
+        out, stats = backend.public("quest_attention", case, top_k=20, return_stats="mass", **given, **more)
+        given_stats = {"return_stats": "mass", "left_padding": case.padding}
+        expected, figures = oracle.quest_attention(*case.inputs(), top_k=20, **given_stats)
+        np.testing.assert_allclose(backend.numpy(out), expected, rtol=0, atol=1e-5)
+        assert (stats.elements, stats.density) == (figures.elements, figures.density) == (4864, 32 / 70)
+        np.testing.assert_allclose(backend.numpy(stats.retained_mass), figures.retained_mass, rtol=1e-4)
+    with pytest.raises(mlx_sparse.ShapeError, match="page_min: expected shape"):
+        backend.public("quest_attention", case, top_k=20, page_size=8, page_min=names["page_min"])
+
+
+def test_settings_budgets_and_contexts() -> None:
+    assert Quest(top_k=20, page_size=8).attended == 24
+    assert [Quest().shortest_context(), Quest(top_k=20).shortest_context()] == [4096, 33]
+    assert str(parse("quest:top_k=64")[0]) == "quest:top_k=64"
+    assert transfers(parse(settle("quest", Fraction(1, 4), 8192, 128) or "")[0], 8192, 128) <= 1 / 4
+    for wrong in ("quest:page_size=0", "quest:top_k=0"):
+        with pytest.raises(mlx_sparse.ConfigError, match="expected an integer of at least 1, got 0"):
+            parse(wrong)
+
+
+def attend(cache: Any, page_size: int = 4) -> None:
+    """A step, after which the bounds are those that the cache's keys have."""
+    config = Quest(page_size=page_size, top_k=page_size)
+    query = mx.random.normal((cache.keys.shape[0], 4, 1, 8))
+    out, _ = cache.attend(query, config, scale=0.3, backend="ops")
+    keys, values, _ = cache.rows("ops")
+    fresh = registry.load("page_bounds", "ops")(keys, cache.padding, page_size=page_size)
+    pages = (cache.length - 1) // page_size
+    for kept, bound in zip(cache.beside["quest"].bounds, fresh, strict=True):
+        assert mx.array_equal(kept[:, :, :pages], bound[:, :, :pages])
+    how = {"left_padding": cache.padding, "scale": 0.3, "page_size": page_size, "top_k": page_size}
+    assert mx.array_equal(out, mlx_sparse.quest_attention(query, keys, values, **how))
+
+
+@pytest.mark.parametrize("padding", [None, [3, 0, 1]], ids=["alone", "batch"])
+@pytest.mark.parametrize("seed", range(4))
+def test_bounds_are_right_after_any_history(padding: list[int] | None, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    cache: Any = KVCache() if padding is None else BatchKVCache(padding)
+    adopt(cache)
+    actions = ["append"] * 6 + ["trim", "copy", "page"] + (["filter", "extend"] if padding else [])
+    for action in ["append", *random.choice(actions, 40)]:
+        count = 250 if action == "append" and random.random() < 0.1 else int(random.integers(1, 12))
+        B = 1 if padding is None else cache.left_padding.size
+        if action == "append":
+            cache.update_and_fetch(*(mx.array(random.normal(size=(B, 2, count, 8)), mx.float16) for _ in "kv"))
+        elif action == "trim":
+            cache.trim(min(count, cache.length - 9))
+        elif action == "copy":
+            cache = copy.deepcopy(other := cache)
+            other.update_and_fetch(*(mx.ones((B, 2, 5, 8), mx.float16) for _ in "kv"))
+        elif action == "filter" and B > 1:
+            cache.filter(mx.array([B - 1, 0]))
+        elif action == "extend" and B < 4:
+            cache.extend(copy.deepcopy(cache))
+        if cache.length > 9:
+            attend(cache, 7 if action == "page" else 4)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "qwen3"])
+def test_a_model_attends_at_every_step_as_the_oracle(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    attending, steps = SparseCache.attend, []
+
+    def checked(cache: Any, queries: mx.array, config: Any, **how: Any) -> tuple[mx.array, mx.array]:
+        out, lse = attending(cache, queries, config, **how)
+        rows = [np.array(array.astype(mx.float32)) for array in (queries, *cache.rows("ops")[:2])]
+        expected = oracle.quest_attention(*rows, page_size=4, top_k=16, scale=how["scale"])
+        np.testing.assert_allclose(np.array(out.astype(mx.float32)), expected, rtol=0, atol=1e-4)
+        steps.append(cache.length)
+        return out, lse
+
+    monkeypatch.setattr(SparseCache, "attend", checked)
+    model = build(family)
+    with mlx_sparse.sparse(model, "quest:page_size=4,top_k=16"):
+        greedy(model, prompt_of(30), 8)
+    assert set(steps) >= set(range(31, 38))
+
+
+@pytest.mark.skipif(mx.metal.is_available(), reason="only the harness counts bytes")
+@pytest.mark.parametrize("G", [1, 8])
+def test_metal_reads_the_bounds_once_for_the_group(metal: Metal, G: int) -> None:
+    S, D, Hkv = 8192, 128, 2
+    q, k, v = (mx.random.normal(shape).astype(mx.float16) for shape in [(1, Hkv * G, 1, D), *[(1, Hkv, S, D)] * 2])
+    bounds = registry.load("page_bounds", "metal")(k, None, page_size=16)
+    how = {"page_size": 16, "top_k": 256, "left_padding": None, "page_min": bounds[0], "page_max": bounds[1]}
+    kernels.quest_attention(q, k, v, scale=0.1, **how)
+    report = metal.last("quest_scores")
+    pages = S // 16
+    for level in ("lane", "threadgroup", "dispatch"):
+        read = [getattr(report.reads[name], level) for name in ("page_min", "page_max")]
+        assert read == [Hkv * (pages - 1) * D * 2] * 2
+    assert report.reads["queries"].dispatch == Hkv * G * D * 2
+    assert report.writes["scores"].dispatch == Hkv * pages * 4
+    moved = sum(t.dispatch for each in metal.launches for n, t in each.reads.items() if n in (*how, "keys", "values"))
+    assert 0.98 <= moved / (Hkv * 2 * quest_elements(S, D, top_k=256, page_size=16)) <= 1
+
+
+def test_torch_can_compile_the_operator() -> None:
+    torch = pytest.importorskip("torch")
+    if reason := registry.unavailable("triton"):
+        pytest.skip(reason)
+    triton, case = ADAPTERS["triton"], Case(2, 8, 2, 127, 64, "f16", (0, 100))
+    q, k, v = triton.arrays(case)
+    bounds = triton.load("page_bounds")(k, triton.padding(case), page_size=16)
+    torch.library.opcheck(torch.ops.mlx_sparse.quest_decode, (q, k, v, *bounds, triton.padding(case), 16, 32, 0.1))
+
+
+@pytest.mark.parametrize("new", [1, 2, 5, 16, 40])
+@pytest.mark.parametrize("runtime", ["onnx", "onnx-reference", "ort"])
+def test_a_node_rewrites_the_bounds_of_the_pages_that_get_a_key(runtime: str, new: int) -> None:
+    case = Case(2, 4, 2, 75, 64, "f16", (0, 41))
+    given = last(case, 5, new)
+    node = ADAPTERS[runtime].operator("QuestAttention", "f16", page_size=5, top_k=12, scale=0.125, dense_below=0)
+    given["past_length"][1] -= 13  # a row that is shorter, or was rewound
+    got = node(**given)
+    for row, stop in enumerate(given["past_length"] + new):
+        keys = got["present_key"][row : row + 1, :, :stop].astype(np.float32)
+        fresh = np.stack(oracle.page_bounds(keys, given["left_padding"][row : row + 1], page_size=5), axis=2)
+        np.testing.assert_array_equal(got["present_bounds"][row : row + 1, :, :, : fresh.shape[3]], fresh)
+        values = got["present_value"][row : row + 1, :, :stop].astype(np.float32)
+        how = {"page_size": 5, "top_k": 12, "left_padding": given["left_padding"][row : row + 1]}
+        expected = oracle.quest_attention(given["query"][row : row + 1], keys, values, **how)
+        np.testing.assert_allclose(got["output"][row : row + 1].astype(np.float32), expected, rtol=0, atol=4e-3)
+
+
+@pytest.mark.parametrize("options", [{}, {"inline": True}, {"static": (1, 64)}], ids=["file", "inline", "static"])
+def test_an_exported_model_says_what_mlx_says(tmp_path: Path, options: dict[str, Any]) -> None:
+    made = Made(tmp_path, "llama", "quest:page_size=4,top_k=8,dense_below=0", {}, **options)
+    if options.get("static"):
+        assert made.result.sparse_from == 9
+    else:
+        made.check_tokens()
+
+
+def test_prompts_of_an_exported_model_can_be_sampled(tmp_path: Path) -> None:
+    made = Made(tmp_path, "llama", "sample+quest:page_size=4,top_k=8", {})
+    assert {node.op_type for node in made.proto.graph.node if node.domain == "mlx_sparse"} == {"SampleQuestAttention"}
