@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -67,7 +67,7 @@ class Decoding:
         """Inputs of the operator that are its queries and keys ``before`` or ``after`` RoPE, (B, L, H, D)."""
         return {}
 
-    def weights(self, graph: Graph, layer: int, scale: float) -> Mapping[str, str]:
+    def weights(self, graph: Graph, layer: int, scale: float) -> dict[str, str]:
         """Inputs of the operator that are weights of its own, stored by this call."""
         return {}
 

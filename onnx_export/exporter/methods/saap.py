@@ -24,32 +24,43 @@ NETWORK = ("hidden_weight", "hidden_bias", "out_weight", "out_bias")
 
 
 @dataclass(frozen=True)
-class Index:
-    """What of an artefact goes into a file.
+class SaapDecoding(Decoding):
+    """Decoding by SAAP.
 
     Attributes:
-        layers: by number, those that SAAP serves.
-        trained: whether query networks route, and not the centroids.
+        layers: by number, those that it serves.
         roped: whether queries and keys choose their buckets after RoPE.
     """
 
+    operator: ClassVar[str] = "SaapAttention"
+    method: SAAP
     layers: Mapping[int, artefact.Layer]
-    trained: bool
     roped: bool
 
+    @classmethod
+    def settled(cls, config: SAAP, model: Any, *, branches: bool) -> SaapDecoding:
+        made = cls(config, *_served(config, model))
+        below = saap_dense_below(config, *made._sizes) if branches else config.attended + 1
+        return dataclasses.replace(made, method=dataclasses.replace(config, dense_below=below))
+
     @property
-    def sizes(self) -> tuple[int, int, int]:
-        """Head dim, buckets, and weights of the network that a step reads, of one KV head."""
-        layer = next(iter(self.layers.values()))
-        heads, buckets, D = layer.centroids.shape
-        network = self._arrays(layer, 1.0)
-        return D, buckets, sum(network[name].size for name in NETWORK) // heads
+    def text(self) -> str:
+        """Without the folder of the artefact: where it lay is nobody's business."""
+        assert self.method.artefact is not None  # or settled had refused
+        return str(dataclasses.replace(self.method, artefact=Path(self.method.artefact).name))
 
-    def store(self, graph: Graph, layer: int, scale: float) -> dict[str, str]:
-        """Write a layer's weights; where each is.
+    def serves(self, layer: int) -> bool:
+        return layer in self.layers
 
-        All are float16 if the artefact's are, and float32 otherwise, as the networks of centroids are.
-        """
+    def attributes(self, lanes: int) -> dict[str, float]:
+        names = ("probes", "sink_tokens", "recent_tokens", "dense_below")
+        return {name: int(getattr(self.method, name)) for name in names}
+
+    def routing(self, before: Sequence[str], after: Sequence[str]) -> dict[str, str]:
+        return dict(zip(("query_before", "key_before"), after if self.roped else before, strict=True))
+
+    def weights(self, graph: Graph, layer: int, scale: float) -> dict[str, str]:
+        """All are float16 if the artefact's are, and float32 otherwise, as the networks of centroids are."""
         arrays = self._arrays(self.layers[layer], scale)
         half = all(array.dtype == mx.float16 for array in arrays.values())
         places = {}
@@ -60,8 +71,23 @@ class Index:
             places[name] = graph.weight(made, array) if array.size else graph.constant(array, array.dtype.type)
         return places
 
+    def shortened(self, *, static: bool) -> SaapDecoding:
+        sinks = min(self.method.sink_tokens, 1)
+        recent = (PROMPT if static else KEYS) - sinks
+        # A file lists every key as soon as it leaves the window.
+        short = dataclasses.replace(self.method, sink_tokens=sinks, recent_tokens=recent, dense_below=0, fold_every=1)
+        return dataclasses.replace(self, method=short)
+
+    @property
+    def _sizes(self) -> tuple[int, int, int]:
+        """Head dim, buckets, and weights of the network that a step reads, of one KV head."""
+        layer = next(iter(self.layers.values()))
+        heads, buckets, D = layer.centroids.shape
+        network = self._arrays(layer, 1.0)
+        return D, buckets, sum(network[name].size for name in NETWORK) // heads
+
     def _arrays(self, layer: artefact.Layer, scale: float) -> dict[str, mx.array]:
-        if self.trained:
+        if self.method.mode == "trained":
             return layer.arrays()
         centroids = layer.centroids.astype(mx.float32)
         heads, buckets, D = centroids.shape
@@ -70,8 +96,8 @@ class Index:
         return {"centroids": centroids, **empty, **linear}
 
 
-def index_of(config: SAAP, model: Any) -> Index:
-    """The part of the artefact that ``config`` names which serves ``model``.
+def _served(config: SAAP, model: Any) -> tuple[Mapping[int, artefact.Layer], bool]:
+    """The layers of the artefact that ``config`` names which serve ``model``, and whether they choose after RoPE.
 
     Raises:
         ArtefactError: the file is damaged, or made for another model.
@@ -100,49 +126,4 @@ def index_of(config: SAAP, model: Any) -> Index:
             f"dense_layers: expected a layer that SAAP serves, got {config.dense_layers} dense ones, others with a "
             f"sliding window or not in {file}. Give fewer."
         )
-    return Index(layers, config.mode == "trained", loaded.space == "roped")
-
-
-@dataclass(frozen=True)
-class SaapDecoding(Decoding):
-    """Decoding by SAAP.
-
-    Attributes:
-        index: of the layers that it serves.
-    """
-
-    operator: ClassVar[str] = "SaapAttention"
-    method: SAAP
-    index: Index
-
-    @classmethod
-    def settled(cls, config: SAAP, model: Any, *, branches: bool) -> SaapDecoding:
-        index = index_of(config, model)
-        below = saap_dense_below(config, *index.sizes) if branches else config.attended + 1
-        return cls(dataclasses.replace(config, dense_below=below), index)
-
-    @property
-    def text(self) -> str:
-        """Without the folder of the artefact: where it lay is nobody's business."""
-        assert self.method.artefact is not None  # or index_of had refused
-        return str(dataclasses.replace(self.method, artefact=Path(self.method.artefact).name))
-
-    def serves(self, layer: int) -> bool:
-        return layer in self.index.layers
-
-    def attributes(self, lanes: int) -> dict[str, float]:
-        names = ("probes", "sink_tokens", "recent_tokens", "dense_below")
-        return {name: int(getattr(self.method, name)) for name in names}
-
-    def routing(self, before: Sequence[str], after: Sequence[str]) -> dict[str, str]:
-        return dict(zip(("query_before", "key_before"), after if self.index.roped else before, strict=True))
-
-    def weights(self, graph: Graph, layer: int, scale: float) -> Mapping[str, str]:
-        return self.index.store(graph, layer, scale)
-
-    def shortened(self, *, static: bool) -> SaapDecoding:
-        sinks = min(self.method.sink_tokens, 1)
-        recent = (PROMPT if static else KEYS) - sinks
-        # A file lists every key as soon as it leaves the window.
-        short = dataclasses.replace(self.method, sink_tokens=sinks, recent_tokens=recent, dense_below=0, fold_every=1)
-        return SaapDecoding(short, self.index)
+    return layers, loaded.space == "roped"
