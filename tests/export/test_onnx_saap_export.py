@@ -141,7 +141,7 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[[str], s
         ),
         (
             "sparq+saap:artefact=FOLDER/own.safetensors",
-            "--method: expected dense, sparq, saap, sample, sample.sparq or sample.saap",
+            "--method: expected dense, sparq, saap, .*sample, sample.sparq.*sample.saap",
         ),
         ("saap:artefact=FOLDER/own.safetensors,prob=4", "saap: expected one of the keys"),
     ],
