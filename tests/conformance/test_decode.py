@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from adapters import having
-from cases import CASES, DECODE, Array, Case, every_parameter
+from cases import CASES, DECODE, PRECISION, Array, Case, every_parameter
 from expected import assert_conforms, attended, expected
 
 from mlx_sparse import oracle
@@ -209,11 +209,16 @@ def test_a_row_without_a_valid_key_has_lost_nothing_whatever_value_mean_is(backe
     assert (backend.numpy(stats.retained_mass)[0] == 1).all()
 
 
+@pytest.mark.parametrize(("dtype", "most"), [("f32", 7), ("bf16", 1000)])
 @by_attending
-def test_a_given_value_mean_is_used_whatever_its_strides(backend: Any) -> None:
-    case = Case(1, 2, 2, 300, 64, "f32")
-    mean = np.linspace(0, 7, 128, dtype=np.float32).reshape(1, 64, 2)
-    given = backend.array(mean, "f32").swapaxes(1, 2)
-    out = backend.public("sparq_attention", case, rank=8, top_k=16, value_mean=given)
-    wanted = oracle.sparq_attention(*case.inputs(), rank=8, top_k=16, value_mean=mean.swapaxes(1, 2))
-    np.testing.assert_allclose(backend.numpy(out), wanted, rtol=0, atol=1e-5)
+def test_a_given_value_mean_is_used_whatever_its_strides_and_alpha_is_not_rounded(
+    backend: Any, dtype: str, most: float
+) -> None:
+    """The mass left out is small, and bfloat16 has few numbers just below 1."""
+    case = Case(1, 2, 2, 300, 64, dtype)
+    mean = np.linspace(0, most, 128, dtype=np.float32).reshape(1, 64, 2)
+    settings = {"rank": 32, "top_k": 250}
+    out = backend.public("sparq_attention", case, value_mean=backend.array(mean, "f32").swapaxes(1, 2), **settings)
+    wanted = oracle.sparq_attention(*case.inputs(), value_mean=mean.swapaxes(1, 2), **settings)
+    rounding = np.abs(wanted) * 2.0 ** -(PRECISION[dtype] + 1) if dtype != "f32" else 0
+    assert (np.abs(backend.numpy(out) - wanted) <= 2 * rounding + 1e-5 * max(most / 7, 1)).all()

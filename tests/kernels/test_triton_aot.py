@@ -7,7 +7,6 @@ matrix instructions and barriers, is looked for there.
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from math import prod
 
@@ -17,8 +16,9 @@ from triton_aot import PROCESSORS, Case, Compiled
 from triton_compiled import (
     ARCHITECTURES,
     MATRIX,
-    SHARED,
     VERSIONS,
+    assert_fits,
+    assert_writes_before_its_ticket,
     compiled,
     count,
     itemsize,
@@ -78,17 +78,9 @@ def tile_bytes(launch: Compiled) -> int:
 
 
 @by_case
-def test_nothing_spills(version: str, case: Case) -> None:
+def test_nothing_spills_and_a_program_fits_on_a_processor(version: str, case: Case) -> None:
     for launch in launches(version, case):
-        spills = (launch.stack, launch.local, count(launch, r"\b(STL|LDL)\b"))
-        assert spills == (0, 0, 0), f"{launch.kernel}: {launch.registers} registers"
-
-
-@by_case
-def test_a_program_fits_on_a_processor(version: str, case: Case) -> None:
-    for launch in launches(version, case):
-        assert launch.shared <= SHARED[case.architecture]
-        assert programs_at_once(launch) >= 1
+        assert_fits(launch)
 
 
 @fast
@@ -120,16 +112,8 @@ def test_matrix_units_multiply_16_bits_and_nothing_rounds_float32(version: str, 
 
 @by_case
 def test_all_threads_have_written_before_the_ticket_is_drawn(version: str, case: Case) -> None:
-    """Triton puts no barrier before an atomic; without one another program may see the ticket but not the data."""
     for launch in launches(version, case):
-        barriers = [i for i, line in enumerate(launch.sass) if re.search(r"\bBAR\.SYNC", line)]
-        stores = [i for i, line in enumerate(launch.sass) if re.search(r"\bSTG\b", line)]
-        tickets = [i for i, line in enumerate(launch.sass) if re.search(r"\bATOMG\b", line)]
-        assert len(tickets) == (launch.kernel != "sparq_scores")
-        for ticket in tickets:
-            last = max(i for i in stores if i < ticket)
-            assert any(last < i < ticket for i in barriers)
-            assert any(i > ticket for i in barriers)
+        assert_writes_before_its_ticket(launch, launch.kernel != "sparq_scores")
 
 
 @fast

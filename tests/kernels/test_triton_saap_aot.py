@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from math import prod
 
@@ -12,8 +11,9 @@ from triton_aot import PROCESSORS, Case, Compiled
 from triton_compiled import (
     ARCHITECTURES,
     MATRIX,
-    SHARED,
     VERSIONS,
+    assert_fits,
+    assert_writes_before_its_ticket,
     compiled,
     count,
     programs_at_once,
@@ -63,10 +63,7 @@ def weight_bytes(launch: Compiled) -> int:
 @by_case
 def test_nothing_spills_and_a_program_fits_on_a_processor(version: str, case: Case) -> None:
     for launch in launches(version, case):
-        spills = (launch.stack, launch.local, count(launch, r"\b(STL|LDL)\b"))
-        assert spills == (0, 0, 0), f"{launch.kernel}: {launch.registers} registers"
-        assert launch.shared <= SHARED[case.architecture]
-        assert programs_at_once(launch) >= 1
+        assert_fits(launch)
 
 
 @by_case
@@ -101,14 +98,7 @@ def test_layers_multiply_three_times_and_attention_as_ever(version: str, case: C
 @by_case
 def test_all_threads_have_written_before_the_ticket_is_drawn(version: str, case: Case) -> None:
     for launch in launches(version, case):
-        barriers = [i for i, line in enumerate(launch.sass) if re.search(r"\bBAR\.SYNC", line)]
-        stores = [i for i, line in enumerate(launch.sass) if re.search(r"\bSTG\b", line)]
-        tickets = [i for i, line in enumerate(launch.sass) if re.search(r"\bATOMG\b", line)]
-        assert len(tickets) == (launch.kernel in ("saap_route", "attend"))
-        for ticket in tickets:
-            last = max(i for i in stores if i < ticket)
-            assert any(last < i < ticket for i in barriers)
-            assert any(i > ticket for i in barriers)
+        assert_writes_before_its_ticket(launch, launch.kernel in ("saap_route", "attend"))
 
 
 @by_case

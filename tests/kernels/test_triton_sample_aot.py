@@ -10,12 +10,11 @@ from triton_aot import Case, Compiled
 from triton_compiled import (
     ARCHITECTURES,
     MATRIX,
-    SHARED,
     VERSIONS,
+    assert_fits,
     compiled,
     count,
     itemsize,
-    programs_at_once,
     running,
 )
 
@@ -63,10 +62,7 @@ def launches(version: str, case: Case) -> list[Compiled]:
 @by_case
 def test_nothing_spills_and_a_program_fits_on_a_processor(version: str, case: Case) -> None:
     for launch in launches(version, case):
-        spills = (launch.stack, launch.local, count(launch, r"\b(STL|LDL)\b"))
-        assert spills == (0, 0, 0), f"{launch.kernel}: {launch.registers} registers"
-        assert launch.shared <= SHARED[case.architecture]
-        assert programs_at_once(launch) >= 1
+        assert_fits(launch)
 
 
 @fast
