@@ -14,6 +14,7 @@ from mlx_lm.models.cache import KVCache
 
 from mlx_sparse.cache.kv_cache import SparseKVCache
 from mlx_sparse.cache.sparq_state import SparQState
+from mlx_sparse.tools.formats import table
 
 KEPT = {
     "mlx-lm's KVCache": None,
@@ -73,11 +74,11 @@ def main() -> None:
     print(
         f"S = {args.context:,}, H = {args.heads}, D = {args.dim}, float16, {args.tokens} tokens, {mx.default_device()}"
     )
-    print("| kept | cache MiB | us per appended token (median) | peak above the cache, MiB |")
-    print("|---|---|---|---|")
+    lines = []
     for name, options in KEPT.items():
         micros, own, extra = measure(options, (args.heads, args.context, args.dim), min(args.tokens, 250))
-        print(f"| {name} | {own:.0f} | {micros:.0f} | {extra:.2f} |")
+        lines.append([name, f"{own:.0f}", f"{micros:.0f}", f"{extra:.2f}"])
+    print(table(["kept", "cache MiB", "us per appended token (median)", "peak above the cache, MiB"], lines))
 
 
 if __name__ == "__main__":

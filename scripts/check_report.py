@@ -52,12 +52,7 @@ def mac_problems(found: Mapping[str, Any]) -> list[str]:
     """One sentence for each thing that is missing or wrong."""
     wrong = []
     for run, tests in found["tests"].items():
-        if tests is None:
-            wrong.append(f"tests ({run}) did not finish")
-        elif tests["failed"]:
-            wrong.append(f"{len(tests['failed'])} of {tests['tests']} tests ({run}) failed")
-        elif tests["tests"] == tests["skipped"]:
-            wrong.append(f"no test ({run}) ran")
+        wrong += [f"tests ({run}) did not finish"] if tests is None else _failures(tests, f" ({run})")
     if found["validation"]:
         wrong.append(f"Metal's validation reports {len(found['validation'])} lines")
     for name in MAC.values():
@@ -91,13 +86,7 @@ def gpu_problems(
     tests: Mapping[str, Any] | None, untested: str, benchmarks: Mapping[str, Sequence[Mapping[str, Any]]]
 ) -> list[str]:
     """One sentence for each thing that is missing or wrong."""
-    wrong = []
-    if tests is None and not untested:
-        wrong.append("the tests did not finish")
-    elif tests and tests["failed"]:
-        wrong.append(f"{len(tests['failed'])} of {tests['tests']} tests failed")
-    elif tests and tests["tests"] == tests["skipped"]:
-        wrong.append("no test ran")
+    wrong = _failures(tests) if tests else [] if untested else ["the tests did not finish"]
     if tests and tests["status"] > 1:  # 1: tests failed
         wrong.append(f"the tests were ended after {tests['tests']} of them (status {tests['status']})")
     for name, rows in benchmarks.items():
@@ -109,6 +98,13 @@ def gpu_problems(
         elif measured and not any(row["turns"] for row in measured):
             wrong.append(f"{GPU[name]} could measure nothing")
     return wrong
+
+
+def _failures(tests: Mapping[str, Any], which: str = "") -> list[str]:
+    """What is wrong with a pytest run that ended."""
+    if failed := len(tests["failed"]):
+        return [f"{failed} of {tests['tests']} tests{which} failed"]
+    return [f"no test{which} ran"] if tests["tests"] == tests["skipped"] else []
 
 
 def _rows(folder: Path, name: str) -> list[dict[str, Any]]:

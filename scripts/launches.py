@@ -15,7 +15,7 @@ from mlx_sparse.kernels import attend, saap, select, sparq
 from mlx_sparse.kernels.launch import LANES
 from mlx_sparse.methods import SAAP, SparQ
 from mlx_sparse.tools.bench.core import Shape
-from mlx_sparse.tools.bench.mlx.saap import Network
+from mlx_sparse.tools.bench.inputs import network_weights
 
 ITEM = 2  # bytes: float16
 FLOAT = 4
@@ -53,6 +53,18 @@ class Launch:
     once: float
     each: float
     cycles: int = 0
+
+
+@dataclass(frozen=True)
+class Network:
+    """The query network of a KV head; ``hidden`` is 0 for centroids that route."""
+
+    buckets: int
+    hidden: int
+
+    def weights(self, D: int) -> int:
+        """Numbers in it."""
+        return network_weights(D, self.hidden, self.buckets)
 
 
 def sparq_launches(shape: Shape, S: int, config: SparQ) -> list[Launch]:

@@ -7,35 +7,27 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import by_method
 
-from mlx_sparse.methods import SAAP, Method, Sample, SparQ
+from mlx_sparse.methods import Method
+
+METHODS = ("sparq", "saap", "sample")
 
 
-def sparq(config: SparQ) -> by_method.Found:
-    """A decode step on Apple's chips."""
-    import roofline_sparq as model
+def apple(config: Method) -> by_method.Found:
+    """A decode step or a prompt on Apple's chips."""
+    import roofline_sample
+    import roofline_steps
 
-    rows = model.rows(config)
-    return rows, model.text(rows, config)
-
-
-def saap(config: SAAP) -> by_method.Found:
-    """A decode step on Apple's chips."""
-    import roofline_saap as model
-
-    rows = model.rows(config)
-    return rows, model.text(rows, config)
-
-
-def sample(config: Sample) -> by_method.Found:
-    """A prompt on Apple's chips."""
-    import roofline_sample as model
-
-    rows = model.rows(config)
-    return rows, model.text(rows, config)
+    model = {
+        "sparq": (roofline_steps.sparq_rows, roofline_steps.sparq_text),
+        "saap": (roofline_steps.saap_rows, roofline_steps.saap_text),
+        "sample": (roofline_sample.rows, roofline_sample.text),
+    }
+    rows, text = model[config.name]
+    found = rows(config)  # type: ignore[operator]
+    return found, text(found, config)  # type: ignore[operator]
 
 
 def cuda(config: Method) -> by_method.Found:
@@ -46,12 +38,10 @@ def cuda(config: Method) -> by_method.Found:
     return model.found(config.name)
 
 
-METHODS: dict[str, Any] = {"sparq": sparq, "saap": saap, "sample": sample}
-
-
 def main(argv: Sequence[str]) -> int:
     about = (__doc__ or "").partition("\n")[0]
-    return by_method.main(argv, __file__, about, {"apple": METHODS, "cuda": dict.fromkeys(METHODS, cuda)})
+    kinds = {"apple": dict.fromkeys(METHODS, apple), "cuda": dict.fromkeys(METHODS, cuda)}
+    return by_method.main(argv, __file__, about, kinds)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from launches import ITEM
-from roofline_sparq import CHIPS, CLOCK, LAUNCH, Chip
+from roofline_steps import CHIPS, CLOCK, LAUNCH, Chip
 
 from mlx_sparse.common.block_layout import Layout
 from mlx_sparse.kernels.blocks import tile_of

@@ -18,6 +18,7 @@ import numpy as np
 from tqdm import tqdm
 
 from mlx_sparse import artefact
+from mlx_sparse.tools.formats import table
 from mlx_sparse.tools.train.collect import Collection, Place
 from mlx_sparse.tools.train.layers import bucket_ids
 from mlx_sparse.tools.train.recall import curve, grouped_queries, index, router_scores
@@ -128,10 +129,8 @@ def _names(columns: Any) -> list[str]:
 
 
 def _table(title: str, columns: Any, rows: dict[str, Any]) -> str:
-    names = _names(columns)
-    lines = ["| " + " | ".join([title, *names]) + " |", "|" + "---|" * (len(names) + 1)]
-    lines += ["| " + " | ".join([name, *(f"{value:.3f}" for value in values)]) + " |" for name, values in rows.items()]
-    return "\n".join([*lines, ""])
+    lines = [[name, *(f"{value:.3f}" for value in values)] for name, values in rows.items()]
+    return table([title, *_names(columns)], lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -8,9 +8,9 @@ Runs on Linux; needs a clang or the test extra, which brings one.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import by_method
 import traffic_saap
@@ -18,19 +18,22 @@ import traffic_sample
 import traffic_sparq
 
 from mlx_sparse.checks import ConfigError
-from mlx_sparse.methods import SAAP, Sample, SparQ
-
-T = TypeVar("T")
+from mlx_sparse.methods import Method
 
 TESTS = Path(__file__).resolve().parents[1] / "tests"
+MODULES: dict[str, Any] = {"sparq": traffic_sparq, "saap": traffic_saap, "sample": traffic_sample}
 
 
-def counted(measure: Callable[[Any], Sequence[T]]) -> Sequence[T]:
-    """What ``measure`` counts with the package `msl` of this checkout.
+def count(config: Method) -> by_method.Found:
+    """What a decode step of the method, or a step of a prompt, moves.
 
     Raises:
-        ConfigError: it cannot run here, or has no compiler.
+        ConfigError: the package `msl` of this checkout cannot run here, or has no compiler; or the method has
+            parameters where only the paper's are counted.
     """
+    module = MODULES[config.name]
+    if not module.ANY_PARAMETERS:
+        by_method.bare(config)
     if sys.platform != "linux":
         raise ConfigError(f"traffic.py: expected Linux, where the harness of tests/msl runs, got {sys.platform}.")
     if str(TESTS) not in sys.path:
@@ -38,34 +41,15 @@ def counted(measure: Callable[[Any], Sequence[T]]) -> Sequence[T]:
     import msl
 
     try:
-        return measure(msl)
+        rows = module.measure(msl, config)
     except msl.CompileError as error:
         raise ConfigError(f"traffic.py: {error}") from None
-
-
-def sparq(config: SparQ) -> by_method.Found:
-    """A decode step, with the settings of the paper."""
-    by_method.bare(config)
-    tables = counted(traffic_sparq.measure)
-    return [row for table in tables for row in table.as_dicts()], traffic_sparq.text(tables)
-
-
-def saap(config: SAAP) -> by_method.Found:
-    """A decode step."""
-    steps = counted(lambda msl: traffic_saap.measure(msl, config))
-    return [step.as_dict() for step in steps], traffic_saap.text(steps, config)
-
-
-def sample(config: Sample) -> by_method.Found:
-    """A step of a prompt."""
-    by_method.bare(config)
-    rows = counted(traffic_sample.measure)
-    return [row.as_dict() for row in rows], traffic_sample.text(rows)
+    return [row.as_dict() for row in rows], module.text(rows, config)
 
 
 def main(argv: Sequence[str]) -> int:
     about = (__doc__ or "").partition("\n")[0]
-    return by_method.main(argv, __file__, about, {"apple": {"sparq": sparq, "saap": saap, "sample": sample}})
+    return by_method.main(argv, __file__, about, {"apple": dict.fromkeys(MODULES, count)})
 
 
 if __name__ == "__main__":

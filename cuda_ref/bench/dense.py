@@ -1,10 +1,10 @@
-"""Dense attention of one decode step: torch's, and ours."""
+"""Who takes part in a case of decode steps: dense attention, torch's and ours, and the launches of a method."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import cache
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial
+from typing import Any, Protocol
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -34,23 +34,42 @@ BACKENDS = {
 NOT_COMPILED = "left out: compiled only for the cases with a bar, for time"
 
 
-def contenders(inputs: Caches, device: Device, pool: Any, *, compiled: bool) -> Iterator[Recorded]:
-    """Who attends densely. With one query head per KV head the two views of the queries are one.
+class Field(Protocol):
+    """The contenders of one setting over the inputs of a case."""
+
+    def bytes(self, name: str) -> int:
+        """What a contender has to move."""
+
+    def make(self, name: str) -> tuple[Step, Wrong]:
+        """A contender's step and its check."""
+
+
+def contenders(
+    inputs: Caches, device: Device, field: Callable[[Any, Any], Field], names: Mapping[str, str], *, compiled: bool
+) -> Iterator[Recorded]:
+    """Who takes part. With one query head per KV head the two views of the queries are one.
 
     Args:
+        field: of inputs and a setting; ``names`` are its contenders' besides those of dense attention.
         compiled: whether flex_attention takes part on a GPU.
     """
-    case, expected = inputs.case, cache(lambda: expected_dense(inputs))
+    case, expected, pool = inputs.case, cache(lambda: expected_dense(inputs)), device.pool()
 
-    def make(name: str) -> Callable[[], tuple[Step, Wrong]]:
-        return lambda: (dense_step(name, inputs), lambda out: expected().wrong(out[0]))
+    def dense(name: str) -> tuple[Step, Wrong]:
+        return dense_step(name, inputs), lambda out: expected().wrong(out[0])
 
     for name in NAMES:
         if case.G > 1 or not name.endswith("-rows"):
             row = Row(case, name, details={"bytes": case.dense_bytes})
             if name == "flex" and device.cuda and not compiled:
                 row.note = NOT_COMPILED
-            yield Recorded(row, make(name), device, ours=name == "dense", copies=inputs.copies, pool=pool)
+            yield Recorded(row, partial(dense, name), device, ours=name == "dense", copies=inputs.copies, pool=pool)
+    for setting in case.settings:
+        made = field(inputs, setting)
+        for name in names:
+            row = Row(case, name, setting, {"bytes": made.bytes(name)})
+            ours = not name.startswith("plain")
+            yield Recorded(row, partial(made.make, name), device, ours=ours, copies=inputs.copies, pool=pool)
 
 
 def dense_step(name: str, inputs: Caches) -> Step:

@@ -29,7 +29,6 @@ COPIED = 2 << 30  # bytes of the buffer whose copy is timed
 COPIES_TIMED = 9
 ENOUGH = 300e-6  # seconds that the steps of one run take together, at least
 LAUNCH = 5e-6  # seconds of a step beside the bytes: a guess that only sets how many steps a run has
-LARGEST_SHARE = 0.9  # of the free memory
 
 
 class Device:

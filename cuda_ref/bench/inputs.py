@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from .sizes import REFERENCE_ELEMENTS
-from .sparq_cases import Setting, SparQCase
+from mlx_sparse.tools.bench import core
+
+from .cases import REFERENCE_ELEMENTS, SparQCase, SparQSetting
 
 LEAST_GAP = 1e-5  # between the last component that is taken and the next, relative: no order of sums can swap them
 
@@ -101,12 +102,18 @@ class Expected:
         ulp = 2.0 ** torch.tensor(largest).log2().floor().item() * torch.finfo(plain.dtype).eps if largest else 0.0
         return cls(exact, 2 * error + ulp)
 
+    @classmethod
+    def over(cls, pieces: Iterable[Sequence[torch.Tensor]], scale: float) -> Expected:
+        """Attention in each of ``pieces``, queries ``(n, G, D)`` over keys and values ``(n, N, D)``."""
+        made = [(attention(q, k, v, scale), plain_attention(q, k, v, scale)) for q, k, v in pieces]
+        return cls.of(torch.cat([exact for exact, _ in made]), torch.cat([plain for _, plain in made]))
+
     def wrong(self, out: torch.Tensor) -> str | None:
         """What is wrong with a result; None if nothing is."""
         if out.numel() != self.out.numel():
             return f"wrong result: shape {tuple(out.shape)}"
         error = float((out.double().reshape(self.out.shape) - self.out).abs().max())
-        return None if error <= self.allowed else f"wrong result: error {error:.1e}, allowed {self.allowed:.1e}"
+        return core.wrong(error, self.allowed)
 
 
 def attention(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
@@ -125,17 +132,13 @@ def plain_attention(queries: torch.Tensor, keys: torch.Tensor, values: torch.Ten
 
 def expected_dense(inputs: Caches) -> Expected:
     """Attention over all keys."""
-    exact, plain = [], []
-    for _, queries, keys, values in inputs.rows():
-        exact.append(attention(queries, keys, values, inputs.case.scale))
-        plain.append(plain_attention(queries, keys, values, inputs.case.scale))
-    return Expected.of(torch.cat(exact), torch.cat(plain))
+    return Expected.over((given for _, *given in inputs.rows()), inputs.case.scale)
 
 
 class Choice:
     """SparQ's approximate logits in float64, and what is right by them. Equation numbers: docs/spec/sparq.md."""
 
-    def __init__(self, inputs: SparQInputs, setting: Setting) -> None:
+    def __init__(self, inputs: SparQInputs, setting: SparQSetting) -> None:
         self.inputs, self.setting = inputs, setting
         size = inputs.grouped.double().abs()
         order = size.sum(dim=1).sort(dim=1, descending=True, stable=True).indices[:, : setting.rank]  # (sparq.2)

@@ -8,27 +8,21 @@ part of "included".
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
 
 import torch
 from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from mlx_sparse.common.block_layout import Layout
-from mlx_sparse.tools.bench.core import Case, Row, Shape
+from mlx_sparse.tools.bench.core import Row
 
 from ..launchers import sample
 from ..launchers.blocks import Prefill, attend_blocks
+from .cases import HELD, Density, K, Prompt
 from .dense import BACKENDS, flex
 from .device import Device, Output, Recorded, Step, Wrong
-from .inputs import Expected, attention, plain_attention
+from .inputs import Expected
 
-K = 1024
-BARS = {32 * K: 4.0, 64 * K: 5.0, 128 * K: 6.0, 256 * K: 6.0}  # included, at `HELD`, against the fastest dense
-HELD = 0.1
-KERNEL_SHARE = 0.7  # of our dense kernel's operations a second, that listed blocks have to reach
 CHECKED_ROWS = 4  # queries of every head whose results are computed in float64
 NAMES = {
     "flash": "torch SDPA flash",
@@ -41,55 +35,6 @@ NAMES = {
 }
 DENSE = ("flash", "cudnn", "dense")
 FOREIGN = ("flash", "cudnn", "flex")
-
-
-@dataclass(frozen=True)
-class Prompt(Case):
-    """A prompt of S tokens in blocks."""
-
-    block_size: int = 128
-
-    @property
-    def layout(self) -> Layout:
-        return Layout(self.S, self.S, 1, self.block_size)
-
-    @property
-    def memory(self) -> int:
-        """Bytes of everything alive at once, in two bytes an element: inputs, and results, lists and parts twice.
-
-        They are made before a step is recorded, and when it is.
-        """
-        made = 2 * self.Hq * self.S * self.D + 12 * self.Hq * self.S + sample.LIST_BYTES
-        return 2 * self.S * self.D * (2 * self.Hkv + self.Hq) + 2 * made
-
-    def flops(self, density: float = 1.0) -> float:
-        """Of both products over the attended block pairs, whole blocks on the diagonal."""
-        return 4.0 * self.Hq * self.D * self.block_size**2 * self.layout.causal_pairs * density
-
-    @property
-    def sampled_flops(self) -> float:
-        """Of the sample's scores."""
-        return 2.0 * self.Hq * self.D * self.block_size * self.S
-
-
-def plan(lengths: Sequence[int], shapes: Sequence[Shape], dtype: str) -> list[Prompt]:
-    """Every case, the shorter ones first."""
-    return [Prompt(dtype, shape, 1, S) for S in sorted(lengths) for shape in shapes]
-
-
-@dataclass(frozen=True)
-class Density:
-    """A share of the blocks: what was asked for, and what those drawn have."""
-
-    asked: float
-    drawn: float
-
-    def as_dict(self) -> dict[str, Any]:
-        """For programs."""
-        return {"asked": self.asked, "density": self.drawn}
-
-    def __str__(self) -> str:
-        return f"{self.asked:.0%}"
 
 
 class PromptInputs:
@@ -119,8 +64,11 @@ class PromptInputs:
 
     def expected(self, kept: sample.Kept | None) -> Expected:
         """The checked rows in float64, ``(Hq, checked, D)``, over the kept blocks or all."""
+        return Expected.over(self._rows(kept), self.case.scale)
+
+    def _rows(self, kept: sample.Kept | None) -> Iterator[tuple[torch.Tensor, ...]]:
+        """The query, keys and values of each checked row and head, one at a time: they are large."""
         case, layout = self.case, self.case.layout
-        exact, plain = [], []
         counts = torch.empty(1, case.Hq, layout.row_blocks, dtype=torch.int32, device=self.device)
         for row in self.checked:
             block = row // case.block_size
@@ -131,11 +79,8 @@ class PromptInputs:
                 keys[:, 0] = True  # always attended; an empty slot has cleared it
             keys = keys.repeat_interleave(case.block_size, dim=1)[:, : row + 1]
             for h in range(case.Hq):
-                k, v = (array[0, h // (case.Hq // case.Hkv), : row + 1][keys[h]][None] for array in self.qkv[1:])
-                q = self.qkv[0][0, h, row][None, None]
-                exact.append(attention(q, k, v, case.scale))
-                plain.append(plain_attention(q, k, v, case.scale))
-        return Expected.of(torch.cat(exact), torch.cat(plain))
+                k, v = (array[0, h // case.G, : row + 1][keys[h]][None] for array in self.qkv[1:])
+                yield self.qkv[0][0, h, row][None, None], k, v
 
     def wrong(self, expected: Callable[[], Expected]) -> Callable[[Output], str | None]:
         """What is wrong with an output."""

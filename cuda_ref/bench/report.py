@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from mlx_sparse.methods import SparQ, Step, nvidia_kind
@@ -10,12 +11,11 @@ from mlx_sparse.tools.bench.core import Row
 from mlx_sparse.tools.bench.thresholds import Bar, bar_table, length, ratio
 from mlx_sparse.tools.formats import table
 
-from . import dense, prompts, saap, sparq
-from .saap_cases import LLAMA, PAPER, parts
-from .sparq_cases import PAPER_A100, PAPER_SETTING, PAPER_THEORY, Setting, sparq_parts
+from . import cases, dense, prompts, saap, sparq
 
 LARGE = 256_000_000  # bytes from which the first launch is held to the copy bandwidth
 SHARE = 0.75
+HELD = cases.SparQSetting(*cases.PAPER_SETTING)
 EXPLAINED = "Medians in microseconds; floor: the bytes that have to be moved, at the speed of the copy."
 
 
@@ -56,43 +56,63 @@ class Race:
 
 
 def races(rows: Sequence[Row]) -> list[Race]:
-    """One for each case and setting, in the order of the cases' sizes."""
-    cases = sorted({row.case for row in rows}, key=lambda case: (case.Hkv, case.B, case.S))
-    return [Race(case, setting, rows) for case in cases for setting in case.settings]
+    """One for each case and setting: of steps in the order of their sizes, of prompts as they were drawn."""
+    found = dict.fromkeys((row.case, row.setting) for row in rows if row.setting)
+    if all(isinstance(row.case, cases.StepCase) for row in rows):  # those that were left out too
+        ordered = sorted({row.case for row in rows}, key=lambda case: (case.Hkv, case.B, case.S))
+        found = dict.fromkeys((case, setting) for case in ordered for setting in case.settings)
+    return [Race(case, setting, rows) for case, setting in found]
 
 
-def _opening(title: str, machine: Mapping[str, Any], rows: Sequence[Row], names: Mapping[str, str]) -> list[str]:
-    """What stands above the tables: the machine, and what failed."""
-    versions = ", ".join(
-        f"{name} {machine[name]}" for name in ("torch", "triton", "cuda", "cudnn") if machine.get(name)
-    )
-    speed = machine["copy_bytes_per_second"] / 1e12
-    blocks = [f"### {title}", f"{machine['device']}; {versions}. A large copy reads and writes {speed:.2f} TB/s."]
-    if machine.get("architecture") is None:
-        blocks.append("**On the CPU, in Triton's interpreter: the times below say nothing of any GPU.**")
-    if failures := [f"* {_who(row, names)}, {row.case}: {row.note}" for row in rows if row.failed]:
-        blocks.append("**Failed:**\n\n" + "\n".join(failures))
-    return blocks
+@dataclass(frozen=True)
+class Report:
+    """What is said of the rows of a method.
 
+    Attributes:
+        names: of the contenders, for people.
+        bars, blocks: of the machine and the rows; the blocks stand below the machine and what failed.
+        more: further lines for programs.
+    """
 
-def _left_out(rows: Sequence[Row], names: Mapping[str, str], repeat: int) -> list[str]:
-    """Why something was not measured, and where time allowed fewer turns; the same reason once."""
-    why: dict[str, list[str]] = {}
-    for row in rows:
-        if row.note and not row.failed:
-            why.setdefault(f"{_who(row, names)}: {row.note}", []).append(str(row.case))
-        elif 0 < row.turns < repeat:
-            why.setdefault(f"{row.turns} of {repeat} turns, for time", []).append(str(row.case))
-    notes = []
-    for note, where in why.items():
-        cases = list(dict.fromkeys(where))
-        listed = "; ".join(cases) if len(cases) <= 3 else f"{cases[0]} and {len(cases) - 1} more"
-        notes.append(f"* {note} ({listed})")
-    return ["### Left out\n\n" + "\n".join(notes)] if notes else []
+    title: str
+    names: Mapping[str, str]
+    bars: Callable[[Mapping[str, Any], Sequence[Row]], list[Bar]]
+    blocks: Callable[[Mapping[str, Any], Sequence[Row]], list[str]]
+    more: Callable[[Mapping[str, Any], Sequence[Row]], list[dict[str, Any]]] = lambda machine, rows: []
 
+    def lines(self, machine: Mapping[str, Any], rows: Sequence[Row]) -> Iterable[dict[str, Any]]:
+        """For programs."""
+        return [*(bar.as_dict() for bar in self.bars(machine, rows)), *self.more(machine, rows)]
 
-def _who(row: Row, names: Mapping[str, str]) -> str:
-    return names.get(row.name, "all") + (f" ({row.setting})" if row.setting else "")
+    def text(self, machine: Mapping[str, Any], rows: Sequence[Row], repeat: int) -> str:
+        """Markdown."""
+        known = (f"{name} {machine[name]}" for name in ("torch", "triton", "cuda", "cudnn") if machine.get(name))
+        speed = machine["copy_bytes_per_second"] / 1e12
+        about = f"{machine['device']}; {', '.join(known)}. A large copy reads and writes {speed:.2f} TB/s."
+        blocks = [f"### {self.title}", about]
+        if machine.get("architecture") is None:
+            blocks.append("**On the CPU, in Triton's interpreter: the times below say nothing of any GPU.**")
+        if failures := [f"* {self._who(row)}, {row.case}: {row.note}" for row in rows if row.failed]:
+            blocks.append("**Failed:**\n\n" + "\n".join(failures))
+        return "\n\n".join(blocks + self.blocks(machine, rows) + self._left_out(rows, repeat))
+
+    def _left_out(self, rows: Sequence[Row], repeat: int) -> list[str]:
+        """Why something was not measured, and where time allowed fewer turns; the same reason once."""
+        why: dict[str, list[str]] = {}
+        for row in rows:
+            if row.note and not row.failed:
+                why.setdefault(f"{self._who(row)}: {row.note}", []).append(str(row.case))
+            elif 0 < row.turns < repeat:
+                why.setdefault(f"{row.turns} of {repeat} turns, for time", []).append(str(row.case))
+        notes = []
+        for note, where in why.items():
+            found = list(dict.fromkeys(where))
+            listed = "; ".join(found) if len(found) <= 3 else f"{found[0]} and {len(found) - 1} more"
+            notes.append(f"* {note} ({listed})")
+        return ["### Left out\n\n" + "\n".join(notes)] if notes else []
+
+    def _who(self, row: Row) -> str:
+        return self.names.get(row.name, "all") + (f" ({row.setting})" if row.setting else "")
 
 
 def _group(case: Any) -> str:
@@ -115,7 +135,7 @@ def _ratio(found: float | None) -> str:
 
 def sparq_bars(machine: Mapping[str, Any], rows: Sequence[Row]) -> list[Bar]:
     """Every bar of the cases that were asked for: ratios, and the first launch's share of the copy bandwidth."""
-    held = [race for race in races(rows) if race.setting == Setting(*PAPER_SETTING)]
+    held = [race for race in races(rows) if race.setting == HELD]
     made = [
         Bar(f"SparQ over the fastest dense, {_group(race.case)}", race.case.S, race.case.bar, race.ratio("sparq"))
         for race in held
@@ -128,12 +148,6 @@ def sparq_bars(machine: Mapping[str, Any], rows: Sequence[Row]) -> list[Bar]:
             what = f"first launch over the copy bandwidth, {_group(race.case)}"
             made.append(Bar(what, race.case.S, SHARE, ratio(floor, row.median)))
     return made
-
-
-def sparq_lines(machine: Mapping[str, Any], rows: Sequence[Row]) -> Iterable[dict[str, Any]]:
-    """Bars and crossovers, for programs."""
-    yield from (bar.as_dict() for bar in sparq_bars(machine, rows))
-    yield from crossovers(machine, rows)
 
 
 def crossovers(machine: Mapping[str, Any], rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -166,19 +180,18 @@ def wins(measured: Sequence[Race]) -> str:
     return f"from {S0 + (S1 - S0) * -lost / (gained - lost):,.0f} (between {length(S0)} and {length(S1)})"
 
 
-def sparq_text(machine: Mapping[str, Any], rows: Sequence[Row], repeat: int) -> str:
-    """Markdown."""
-    blocks = _opening("Decode steps of SparQ", machine, rows, sparq.NAMES)
-    if made := sparq_bars(machine, rows):
-        blocks.append(f"### Bars\n\n{bar_table(made)}")
-    held = [race for race in races(rows) if race.case.papers and race.setting == Setting(*PAPER_SETTING)]
-    for race in held:
-        if (found := race.ratio("sparq")) is not None:
+def sparq_blocks(machine: Mapping[str, Any], rows: Sequence[Row]) -> list[str]:
+    """Tables of all that was measured."""
+    made = sparq_bars(machine, rows)
+    blocks = [f"### Bars\n\n{bar_table(made)}"] if made else []
+    for race in races(rows):
+        found = race.ratio("sparq") if race.case.papers and race.setting == HELD else None
+        if found is not None:
             plain = race.ratio("plain-sparq")
             there = "" if plain is None else f", {plain:.2f} x of torch operations"
             blocks.append(
                 f"### The paper's Table 4\n\nB = 64, 32 heads, S = 4096, {race.setting}: **{found:.2f} x**{there}. "
-                f"The paper: {PAPER_A100} x on an A100, {PAPER_THEORY} x in theory."
+                f"The paper: {cases.PAPER_A100} x on an A100, {cases.PAPER_THEORY} x in theory."
             )
     if crossed := crossovers(machine, rows):
         lines = [[c["what"], c["setting"], c["wins"], f"{c['rule']:,}"] for c in crossed]
@@ -188,7 +201,7 @@ def sparq_text(machine: Mapping[str, Any], rows: Sequence[Row], repeat: int) -> 
     for group in dict.fromkeys(_group(row.case) for row in rows if row.name):
         chosen = [row for row in rows if row.name and _group(row.case) == group]
         blocks.append(f"### {group}\n\n{_times(chosen)}")
-    return "\n\n".join(blocks + _left_out(rows, sparq.NAMES, repeat))
+    return blocks
 
 
 def _against(machine: Mapping[str, Any], rows: Sequence[Row]) -> str:
@@ -198,11 +211,10 @@ def _against(machine: Mapping[str, Any], rows: Sequence[Row]) -> str:
         fastest, ours = race.dense, race.row("sparq")
         if fastest is None or ours is None:
             continue
-        cells = [_group(race.case), str(race.setting), length(race.case.S), sparq.NAMES[fastest.name]]
+        cells = [_group(race.case), str(race.setting), length(race.case.S), dense.NAMES[fastest.name]]
         cells += [_with_floor(fastest), _with_floor(ours), _ratio(race.ratio("sparq"))]
         cells.append(f"{fastest.details['bytes'] / ours.details['bytes']:.2f}")
-        moved = [part.bytes for part in sparq_parts(race.case, race.setting)]
-        added = race.added(("scores", "scores+select", "sparq"), moved)
+        added = race.added(sparq.LAUNCHES, race.case.parts(race.setting))
         lines.append([*cells, *(_part(*part, machine["copy_bytes_per_second"]) for part in added)])
     explained = f"{EXPLAINED} Each launch: what it adds to the step, the bytes it moves, and their speed as a share of "
     return f"{table([*header, 'scores', 'select', 'attend'], lines)}\n\n{explained}the copy's."
@@ -217,16 +229,15 @@ def _times(rows: Sequence[Row]) -> str:
     lengths = sorted({row.case.S for row in rows})
     found = {(row.name, _setting(row.case, row.setting), row.case.S): row.time for row in rows}
     lines = []
-    for name, setting in sorted(
-        dict.fromkeys(key[:2] for key in found), key=lambda key: list(sparq.NAMES).index(key[0])
-    ):
+    names = dense.NAMES | sparq.NAMES
+    for name, setting in sorted(dict.fromkeys(key[:2] for key in found), key=lambda key: list(names).index(key[0])):
         times = [found.get((name, setting, S)) for S in lengths]
-        title = sparq.NAMES[name] + (f", {setting}" if setting else "")
+        title = names[name] + (f", {setting}" if setting else "")
         lines.append([title, *(f"{time.median:.1f} ({time.least:.1f})" if time else "" for time in times)])
     return table(["µs: median (least)", *map(length, lengths)], lines)
 
 
-def _setting(case: Any, setting: Setting | None) -> str:
+def _setting(case: Any, setting: Any) -> str:
     """A setting as a table's row has it: that of 1/8 has other numbers at every length."""
     if setting is None:
         return ""
@@ -236,7 +247,7 @@ def _setting(case: Any, setting: Setting | None) -> str:
 # SAAP
 
 
-def saap_bars(rows: Sequence[Row]) -> list[Bar]:
+def saap_bars(machine: Mapping[str, Any], rows: Sequence[Row]) -> list[Bar]:
     """Of the cases that were asked for."""
     what = "SAAP ({}), network included, over the fastest dense"
     return [
@@ -246,21 +257,19 @@ def saap_bars(rows: Sequence[Row]) -> list[Bar]:
     ]
 
 
-def saap_text(machine: Mapping[str, Any], rows: Sequence[Row], repeat: int) -> str:
-    """Markdown."""
-    blocks = _opening("Steps of SAAP", machine, rows, saap.NAMES)
-    if made := saap_bars(rows):
-        blocks.append(f"{bar_table(made)}\n\nThe paper: {PAPER}.")
+def saap_blocks(machine: Mapping[str, Any], rows: Sequence[Row]) -> list[str]:
+    """Tables of all that was measured."""
+    made = saap_bars(machine, rows)
+    blocks = [f"{bar_table(made)}\n\nThe paper: {cases.SAAP_PAPER}."] if made else []
     header = ["heads, D, batch", "S", "SAAP", "fastest dense, µs (floor)", "our dense", "SAAP, µs (floor)", "ratio"]
     lines = table([*header, "bytes allow", "network and choice", "list", "attend"], map(_saap_cells, races(rows)))
-    blocks.append(f"{lines}\n\n{EXPLAINED} Parts: what each adds to the step, and the bytes it moves.")
-    return "\n\n".join(blocks + _left_out(rows, saap.NAMES, repeat))
+    return [*blocks, f"{lines}\n\n{EXPLAINED} Parts: what each adds to the step, and the bytes it moves."]
 
 
 def _saap_cells(race: Race) -> list[str]:
     case, fastest, own = race.case, race.dense, race.median("dense")
-    moved = [part.bytes for part in parts(case, race.setting)]
-    added = race.added(("network", "network+list", "saap"), moved)
+    moved = case.parts(race.setting)
+    added = race.added(saap.LAUNCHES, moved)
     return [
         f"{case.Hq}/{case.Hkv}, {case.D}, {case.B}",
         length(case.S),
@@ -277,39 +286,31 @@ def _saap_cells(race: Race) -> list[str]:
 # Prompts
 
 
-def prompt_races(rows: Sequence[Row]) -> list[Race]:
-    """One for each case and density."""
-    drawn = dict.fromkeys((row.case, row.setting) for row in rows if row.setting)
-    return [Race(case, density, rows) for case, density in drawn]
-
-
 def _share(race: Race) -> float | None:
     """Operations a second over listed blocks, as a share of those of the same kernel over all."""
     found = ratio(race.median("dense"), race.median("attend"))
     return None if found is None else race.setting.drawn * found
 
 
-def prompt_bars(rows: Sequence[Row]) -> list[Bar]:
+def prompt_bars(machine: Mapping[str, Any], rows: Sequence[Row]) -> list[Bar]:
     """Of the cases that were asked for."""
     made = []
-    for race in prompt_races(rows):
-        case, held = race.case, race.setting.asked == prompts.HELD
-        if held and case.shape == LLAMA and case.S in prompts.BARS:
-            what = f"SampleAttention at {prompts.HELD:.0%}, sampling included, over the fastest dense"
-            made.append(Bar(what, case.S, prompts.BARS[case.S], race.ratio("included")))
-            made.append(Bar("listed blocks over our dense kernel", case.S, prompts.KERNEL_SHARE, _share(race)))
+    for race in races(rows):
+        case, wanted = race.case, cases.PROMPT_BARS.get(race.case.S)
+        if race.setting.asked == cases.HELD and case.shape == cases.LLAMA and wanted:
+            what = f"SampleAttention at {cases.HELD:.0%}, sampling included, over the fastest dense"
+            made.append(Bar(what, case.S, wanted, race.ratio("included")))
+            made.append(Bar("listed blocks over our dense kernel", case.S, cases.KERNEL_SHARE, _share(race)))
     return made
 
 
-def prompt_text(machine: Mapping[str, Any], rows: Sequence[Row], repeat: int) -> str:
-    """Markdown."""
-    blocks = _opening("Prompts", machine, rows, prompts.NAMES)
-    if made := prompt_bars(rows):
-        blocks.append(bar_table(made))
+def prompt_blocks(machine: Mapping[str, Any], rows: Sequence[Row]) -> list[str]:
+    """Tables of all that was measured."""
+    made = prompt_bars(machine, rows)
     header = ["heads, D", "S", "density", "fastest dense, ms", "our dense", "stage 1", "stage 2", "both", "ratio"]
-    lines = map(_prompt_cells, prompt_races(rows))
-    blocks.append(table([*header, "flex_attention", "share of our dense kernel's speed"], lines))
-    return "\n\n".join(blocks + _left_out(rows, prompts.NAMES, repeat))
+    lines = map(_prompt_cells, races(rows))
+    measured = table([*header, "flex_attention", "share of our dense kernel's speed"], lines)
+    return [*([bar_table(made)] if made else []), measured]
 
 
 def _prompt_cells(race: Race) -> list[str]:
@@ -328,3 +329,10 @@ def _prompt_cells(race: Race) -> list[str]:
 
 def _ms(row: Row | None) -> str:
     return "" if row is None or row.median is None else f"{row.median / 1e3:.3f}"
+
+
+REPORTS = {
+    "sparq": Report("Decode steps of SparQ", dense.NAMES | sparq.NAMES, sparq_bars, sparq_blocks, crossovers),
+    "saap": Report("Steps of SAAP", dense.NAMES | saap.NAMES, saap_bars, saap_blocks),
+    "sample": Report("Prompts", prompts.NAMES, prompt_bars, prompt_blocks),
+}

@@ -10,38 +10,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 
 import torch
 
-from mlx_sparse.tools.bench.core import Row
-
 from ..launchers import saap, torch_ops
 from . import dense
+from .cases import SaapCase, SaapSetting
 from .device import Device, Output, Recorded, Step, Wrong
-from .inputs import Caches, Expected, attention, plain_attention
-from .saap_cases import SaapCase, Setting, parts
+from .inputs import Caches, Expected
 
-PARTS = {  # each with those before it, and how many of the launches it has
-    "saap": ("our SAAP step", 3),
-    "network": ("its first two launches: network, choice", 1),
-    "network+list": ("its first three: network, choice, list", 2),
+NAMES = {
+    "saap": "our SAAP step",
+    "network": "its first two launches: network, choice",
+    "network+list": "its first three: network, choice, list",
 }
-NAMES = dense.NAMES | {name: title for name, (title, _) in PARTS.items()}
+LAUNCHES = ("network", "network+list", "saap")  # each with those before it
 # Of what is added up: three products of TF32 numbers keep 22 bits, sums in float32 24, in order of their own.
 EPSILON = 64 * torch.finfo(torch.float32).eps
 RIGHT_SHARE = 0.01  # relative distance of the measured selectivity from what was asked for
 
 
 def contenders(case: SaapCase, copies: int, device: Device) -> Iterator[Recorded]:
-    """Who takes part in a case: dense attention, and every setting."""
-    inputs, pool = SaapInputs(case, copies, device.torch), device.pool()
-    yield from dense.contenders(inputs, device, pool, compiled=False)
-    for setting in case.settings:
-        routed, moved = Routed(inputs, setting), [part.bytes for part in parts(case, setting)]
-        for name, (_, launches) in PARTS.items():
-            row = Row(case, name, setting, {"bytes": sum(moved[:launches])})
-            yield Recorded(row, partial(routed.make, name), device, ours=True, copies=copies, pool=pool)
+    """Who takes part in a case."""
+    return dense.contenders(SaapInputs(case, copies, device.torch), device, Routed, NAMES, compiled=False)
 
 
 class SaapInputs(Caches):
@@ -75,7 +66,7 @@ class Routed:
         indices: likewise.
     """
 
-    def __init__(self, inputs: SaapInputs, setting: Setting) -> None:
+    def __init__(self, inputs: SaapInputs, setting: SaapSetting) -> None:
         case, self.inputs, self.setting = inputs.case, inputs, setting
         Hkv, D, H, C = case.Hkv, case.D, setting.hidden, setting.buckets
         arrays = inputs.random(Hkv, H, C), inputs.random(Hkv, C), inputs.random(Hkv, D, H), inputs.random(Hkv, H)
@@ -120,6 +111,10 @@ class Routed:
                     order
                 ].int()
         return ids
+
+    def bytes(self, name: str) -> int:
+        """What a contender has to move."""
+        return sum(self.inputs.case.parts(self.setting)[: LAUNCHES.index(name) + 1])
 
     def make(self, name: str) -> tuple[Step, Wrong]:
         """A contender's step and its check."""
@@ -202,12 +197,10 @@ class Routed:
 
 def expected_over(inputs: Caches, attended: torch.Tensor) -> Expected:
     """Attention over the keys ``attended (B, Hkv, S)``."""
-    case = inputs.case
-    masks = attended.reshape(case.rows, case.S)
-    exact, plain = [], []
-    for part, queries, keys, values in inputs.rows():
-        for row, mask in enumerate(masks[part]):
-            chosen = queries[row, None], keys[row, mask][None], values[row, mask][None], case.scale
-            exact.append(attention(*chosen))
-            plain.append(plain_attention(*chosen))
-    return Expected.of(torch.cat(exact), torch.cat(plain))
+    masks = attended.reshape(inputs.case.rows, inputs.case.S)
+    chosen = (
+        (queries[row, None], keys[row, mask][None], values[row, mask][None])
+        for part, queries, keys, values in inputs.rows()
+        for row, mask in enumerate(masks[part])
+    )
+    return Expected.over(chosen, inputs.case.scale)

@@ -8,47 +8,39 @@ from typing import Any
 
 import torch
 
-from mlx_sparse.tools.bench.core import Row
-
 from ..launchers import sparq, torch_ops
 from . import dense
+from .cases import SparQCase, SparQSetting
 from .device import Device, Output, Recorded, Step, Wrong
 from .inputs import Choice, SparQInputs
-from .sparq_cases import Setting, SparQCase, sparq_bytes, sparq_parts
 
-NAMES = dense.NAMES | {
+NAMES = {
     "plain-sparq": "SparQ of torch operations (topk, gather, matmul)",
     "sparq": "our sparq_decode",
     "scores": "its first launch: scores",
     "scores+select": "its first two: scores, select",
 }
-OURS = [name for name in NAMES if name not in dense.NAMES]
+LAUNCHES = ("scores", "scores+select", "sparq")  # each with those before it
 
 
 def contenders(case: SparQCase, copies: int, device: Device) -> Iterator[Recorded]:
-    """Who takes part in a case: dense attention, and every setting."""
-    inputs, pool = SparQInputs(case, copies, device.torch), device.pool()
-    yield from dense.contenders(inputs, device, pool, compiled=case.bar is not None)
-    for setting in case.settings:
-        field = Field(inputs, setting)
-        for name in OURS:
-            row = Row(case, name, setting, {"bytes": field.bytes(name)})
-            make = partial(field.make, name)
-            yield Recorded(row, make, device, ours=name != "plain-sparq", copies=copies, pool=pool)
+    """Who takes part in a case."""
+    inputs = SparQInputs(case, copies, device.torch)
+    return dense.contenders(inputs, device, Field, NAMES, compiled=case.bar is not None)
 
 
 class Field:
     """One setting's contenders over the inputs of a case."""
 
-    def __init__(self, inputs: SparQInputs, setting: Setting) -> None:
+    def __init__(self, inputs: SparQInputs, setting: SparQSetting) -> None:
         self._inputs, self._setting, self._choice = inputs, setting, Choice(inputs, setting)
 
     def bytes(self, name: str) -> int:
         """What a contender has to move."""
-        if name == "plain-sparq":
-            return sparq_bytes(self._inputs.case, self._setting)
-        parts = [part.bytes for part in sparq_parts(self._inputs.case, self._setting)]
-        return sum(parts[: {"scores": 1, "scores+select": 2}.get(name, 3)])
+        case = self._inputs.case
+        if name not in LAUNCHES:
+            return int(case.formula(self._setting))
+        return sum(case.parts(self._setting)[: LAUNCHES.index(name) + 1])
 
     def make(self, name: str) -> tuple[Step, Wrong]:
         """A contender's step and its check."""
@@ -91,7 +83,7 @@ class Field:
         return out, lse
 
 
-def plain_sparq(inputs: SparQInputs, setting: Setting, i: int) -> Output:
+def plain_sparq(inputs: SparQInputs, setting: SparQSetting, i: int) -> Output:
     """SparQ as torch operations, after Algorithm 1: what its authors timed as "SparQ (PyTorch)", for any group.
 
     As in their benchmark the keys lie there by component too, and no local window is forced. The softmax is float32,

@@ -120,6 +120,12 @@ class Method:
         kept = (field.name for field in dataclasses.fields(self) if field.name not in SWITCHES)
         return {name: getattr(self, name) for name in kept}
 
+    @property
+    def always(self) -> tuple[int, int]:
+        """How many of the first and of the last keys are attended at every step, whatever the queries are."""
+        found = self.parameters()
+        return found.get("sink_tokens", 0), found.get("recent_tokens", found.get("local_window", 0))
+
     def shortest_context(self, step: Step | None = None) -> int:
         """Contexts of fewer keys are attended densely; `NEVER` where all are."""
         return self.attended + 1

@@ -14,7 +14,14 @@ from .baselines import (
 )
 from .blocks import attend_blocks, block_lists, block_mask
 from .lsh import hash_sparse_attention, hyperattention_attention
-from .prefill import bigbird_attention, minference_attention, streaming_prefill_attention
+from .prefill import (
+    bigbird_attention,
+    bigbird_select,
+    minference_attention,
+    minference_select,
+    streaming_prefill_attention,
+    streaming_prefill_select,
+)
 from .quest import QuestSelection, page_bounds, quest_attention, quest_select
 from .saap import (
     Target,
@@ -44,6 +51,7 @@ __all__ = [
     "attend_blocks",
     "attend_indices",
     "bigbird_attention",
+    "bigbird_select",
     "block_lists",
     "block_mask",
     "dense_attention",
@@ -58,6 +66,7 @@ __all__ = [
     "kmeans_step",
     "merge",
     "minference_attention",
+    "minference_select",
     "oracle_top_k_attention",
     "page_bounds",
     "query_network",
@@ -79,6 +88,7 @@ __all__ = [
     "sparq_select",
     "streaming_attention",
     "streaming_prefill_attention",
+    "streaming_prefill_select",
     "top_k_select",
     "valid_keys",
 ]

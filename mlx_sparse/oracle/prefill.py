@@ -69,6 +69,21 @@ def minference_attention(
     return prefill_result((q, k, v), blocks, layout, scale=scale, return_stats=return_stats)
 
 
+def bigbird_select(
+    queries: npt.ArrayLike,
+    keys: npt.ArrayLike,
+    *,
+    window: float = 0.08,
+    global_share: float = 0.08,
+    random_blocks: int = 1,
+    block_size: int = 64,
+) -> Array:
+    """(sample.13) block lists, the same for every head."""
+    layout, heads = _sizes(queries, keys, block_size)
+    pattern = bigbird_pattern(layout, window=window, global_share=global_share, random_blocks=random_blocks)
+    return block_lists(np.broadcast_to(pattern, (*heads, *pattern.shape)))
+
+
 def bigbird_attention(
     queries: npt.ArrayLike,
     keys: npt.ArrayLike,
@@ -90,9 +105,20 @@ def bigbird_attention(
     check_share("global_share", global_share)
     check_int("random_blocks", random_blocks, 0)
     check_block_size(block_size)
+    blocks = bigbird_select(
+        q, k, window=window, global_share=global_share, random_blocks=random_blocks, block_size=block_size
+    )
     layout = Layout(n.L, n.S, 1, block_size, rows=0)
-    pattern = bigbird_pattern(layout, window=window, global_share=global_share, random_blocks=random_blocks)
-    return _static((q, k, v), pattern, layout, scale, return_stats)
+    return prefill_result((q, k, v), blocks, layout, scale=scale, return_stats=return_stats)
+
+
+def streaming_prefill_select(
+    queries: npt.ArrayLike, keys: npt.ArrayLike, *, sink_tokens: int = 4, window: float = 0.08, block_size: int = 64
+) -> Array:
+    """(sample.14) block lists, the same for every head."""
+    layout, heads = _sizes(queries, keys, block_size)
+    pattern = streaming_pattern(layout, sink_tokens=sink_tokens, window=window)
+    return block_lists(np.broadcast_to(pattern, (*heads, *pattern.shape)))
 
 
 def streaming_prefill_attention(
@@ -114,14 +140,12 @@ def streaming_prefill_attention(
     check_int("sink_tokens", sink_tokens, 0)
     check_share("window", window)
     check_block_size(block_size)
+    blocks = streaming_prefill_select(q, k, sink_tokens=sink_tokens, window=window, block_size=block_size)
     layout = Layout(n.L, n.S, 1, block_size, rows=0)
-    pattern = streaming_pattern(layout, sink_tokens=sink_tokens, window=window)
-    return _static((q, k, v), pattern, layout, scale, return_stats)
+    return prefill_result((q, k, v), blocks, layout, scale=scale, return_stats=return_stats)
 
 
-def _static(
-    qkv: tuple[Array, Array, Array], pattern: Array, layout: Layout, scale: float | None, return_stats: bool | str
-) -> Any:
-    """Attention over the same blocks for every head; nothing is sampled."""
-    blocks = block_lists(np.broadcast_to(pattern, (*qkv[0].shape[:2], *pattern.shape)))
-    return prefill_result(qkv, blocks, layout, scale=scale, return_stats=return_stats)
+def _sizes(queries: npt.ArrayLike, keys: npt.ArrayLike, block_size: int) -> tuple[Layout, tuple[int, int]]:
+    """Where sizes alone choose: the blocks, and how many sequences and query heads there are."""
+    B, Hq, L, _ = np.shape(queries)
+    return Layout(L, np.shape(keys)[2], 1, block_size, rows=0), (B, Hq)

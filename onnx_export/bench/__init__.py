@@ -33,4 +33,4 @@ def plan(request: Request) -> Plan:
         raise ConfigError(f"--shapes: expected one for steps with --engine onnx, got {found}.")
     from . import saap, steps
 
-    return steps.plan(request, config) if config.name == "sparq" else saap.plan(request, config)
+    return saap.plan(request, config) if config.before_rope else steps.plan(request, config)

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from mlx_sparse.tools.bench.core import Shape, Sized
+from mlx_sparse.tools.bench.core import Case
 
 from ..defaults import lanes_for
 from ..runtime import memory
@@ -24,24 +24,15 @@ DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bf
 
 
 @dataclass(frozen=True)
-class Problem(Sized):
+class Problem(Case):
     """One decode step: S keys, the last of them new; SparQ's rank r, number of keys k and window l.
 
     Caches of every type are read in the same turns, so a type belongs to a contender.
     """
 
-    shape: Shape
-    S: int
     rank: int
     top_k: int
     window: int
-
-    def as_dict(self) -> dict[str, Any]:
-        """For programs."""
-        return {"shape": str(self.shape), "batch": 1, "S": self.S}
-
-    def __str__(self) -> str:
-        return f"{self.shape}, S = {self.S:,}"
 
     @property
     def lanes(self) -> int:

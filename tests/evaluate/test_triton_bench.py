@@ -16,11 +16,9 @@ import numpy as np
 import pytest
 import torch
 from mlx_sparse.cuda_ref import bench
-from mlx_sparse.cuda_ref.bench import dense, inputs, prompts, saap, saap_cases, sparq, sparq_cases
+from mlx_sparse.cuda_ref.bench import cases, dense, inputs, prompts, saap, sparq
+from mlx_sparse.cuda_ref.bench.cases import LLAMA, Prompt, SaapCase, SaapSetting, SparQCase, SparQSetting
 from mlx_sparse.cuda_ref.bench.device import Device, Recorded
-from mlx_sparse.cuda_ref.bench.prompts import Prompt
-from mlx_sparse.cuda_ref.bench.saap_cases import SaapCase
-from mlx_sparse.cuda_ref.bench.sparq_cases import Setting, SparQCase
 from mlx_sparse.cuda_ref.launchers import blocks
 from torch_arrays import DEVICE, to_numpy
 
@@ -30,17 +28,16 @@ from mlx_sparse.tools.bench.command import main
 from mlx_sparse.tools.bench.core import Row, Shape, Turns, measure
 
 K = 1024
-LLAMA = Shape(32, 8, 128)
 H200_L2, H200_MEMORY = 60 << 20, int(0.9 * 141e9)
 LENGTHS = [4 * K << i for i in range(8)]
-EVERY = sparq_cases.plan(LENGTHS, [1, 8, 64], [LLAMA, Shape(32, 32, 128)], "float16", Setting(32, 128))
-EVERY_SAAP = saap_cases.plan([64 * K, *saap_cases.BARS], [1], [LLAMA], "float16")
+EVERY = cases.sparq_cases(LENGTHS, [1, 8, 64], [LLAMA, Shape(32, 32, 128)], "float16", SparQSetting(32, 128))
+EVERY_SAAP = cases.saap_cases([64 * K, *cases.SAAP_BARS], [1], [LLAMA], "float16")
 SMALL = [
-    SparQCase("float16", Shape(8, 2, 64), 2, 300, (Setting(16, 32), Setting(8, 40))),
-    SparQCase("float16", Shape(3, 3, 64), 1, 257, (Setting(16, 32),)),
-    SparQCase("bfloat16", Shape(3, 1, 128), 1, 200, (Setting(128, 40),)),
+    SparQCase("float16", Shape(8, 2, 64), 2, 300, (SparQSetting(16, 32), SparQSetting(8, 40))),
+    SparQCase("float16", Shape(3, 3, 64), 1, 257, (SparQSetting(16, 32),)),
+    SparQCase("bfloat16", Shape(3, 1, 128), 1, 200, (SparQSetting(128, 40),)),
 ]
-SETTINGS = saap_cases.equal(0.1, 32, 64), saap_cases.Setting(24, 8, 0.3, "a column", 64)
+SETTINGS = cases.equal(0.1, 32, 64), SaapSetting(24, 8, 0.3, "a column", 64)
 SAAP = SaapCase("float16", Shape(4, 2, 64), 2, 500, SETTINGS, 2, 38)  # few exact keys, so that there are others
 PROMPT = Prompt("float16", Shape(2, 1, 64), 1, 400, block_size=32)
 by_case = pytest.mark.parametrize("case", SMALL, ids=str)
@@ -58,11 +55,11 @@ def arrays(given: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return tuple(t.double().cpu().numpy() for t in (given.queries, given.keys[0], given.values[0]))
 
 
-def sparq_settings(setting: Setting) -> dict[str, int]:
+def sparq_settings(setting: SparQSetting) -> dict[str, int]:
     return {"rank": setting.rank, "top_k": setting.top_k, "local_window": setting.window}
 
 
-def routed(setting: saap_cases.Setting) -> saap.Routed:
+def routed(setting: SaapSetting) -> saap.Routed:
     return saap.Routed(saap.SaapInputs(SAAP, 2, DEVICE), setting)
 
 
@@ -86,7 +83,7 @@ def test_the_papers_case_comes_first_then_those_with_bars_then_the_rest_by_size(
 
 @pytest.mark.parametrize("S", [4 * K, 64 * K, 512 * K])
 def test_an_eighth_moves_an_eighth(S: int) -> None:
-    setting = sparq_cases.eighth(S, 128)
+    setting = cases.eighth(S, 128)
     moved = stats.sparq_elements(S, 128, rank=setting.rank, top_k=setting.top_k)
     assert moved / stats.dense_elements(S, 128) == pytest.approx(1 / 8, rel=0.01)
 
@@ -116,17 +113,17 @@ def test_the_memory_of_inputs_is_within_the_estimate(case: SparQCase) -> None:
 
 
 def test_every_bar_is_a_case_with_the_papers_network_at_5_percent() -> None:
-    assert {case.S: case.bar for case in EVERY_SAAP if case.bar} == saap_cases.BARS
+    assert {case.S: case.bar for case in EVERY_SAAP if case.bar} == cases.SAAP_BARS
     for case in EVERY_SAAP:
         held, small, skewed = case.settings
         assert (held.hidden, held.buckets) == (1024, 1024)
         assert held.share == pytest.approx(0.05, rel=0.01)
         assert (small.hidden, small.share) == (256, held.share)
-        assert (skewed.probes, skewed.share) == (32, saap_cases.TABLE_5[case.S][1])
+        assert (skewed.probes, skewed.share) == (32, cases.TABLE_5[case.S][1])
 
 
 @by_setting
-def test_visited_buckets_hold_the_share_that_is_asked_for(setting: saap_cases.Setting) -> None:
+def test_visited_buckets_hold_the_share_that_is_asked_for(setting: SaapSetting) -> None:
     found = routed(setting)
     visited = oracle_route(found)
     ids = to_numpy(found._bucket_ids)
@@ -153,7 +150,7 @@ def test_every_copy_has_arrays_of_its_own() -> None:
 def test_the_bars_leave_time_for_launches() -> None:
     """A bar that bytes alone do not allow could not be met."""
     for case in EVERY_SAAP:
-        moved = sum(part.bytes for part in saap_cases.parts(case, case.settings[0]))
+        moved = sum(case.parts(case.settings[0]))
         assert case.dense_bytes / moved > 1.5 * (case.bar or 1)
 
 
@@ -179,7 +176,7 @@ def test_the_reference_of_sparq_is_the_oracle(case: SparQCase) -> None:
 
 
 @by_setting
-def test_the_reference_of_saap_is_the_oracle(setting: saap_cases.Setting) -> None:
+def test_the_reference_of_saap_is_the_oracle(setting: SaapSetting) -> None:
     found = routed(setting)
     visited = oracle_route(found)
     assert found.wrong_route((torch.tensor(visited, device=DEVICE),)) is None
@@ -207,7 +204,7 @@ def test_the_reference_of_prompts_is_the_oracle_over_the_drawn_blocks() -> None:
 def field(case: Any, device: Device, copies: int = 2) -> list[Recorded]:
     """The contenders of a case."""
     if isinstance(case, Prompt):
-        return list(prompts.contenders(case, [prompts.HELD], device))
+        return list(prompts.contenders(case, [cases.HELD], device))
     return list((saap if isinstance(case, SaapCase) else sparq).contenders(case, copies, device))
 
 
@@ -225,7 +222,7 @@ def test_every_contender_is_right_on_every_copy(case: Any, device: Device) -> No
             continue
         assert contender.step(0).seconds > 0
         ran.append(name)
-    ours = {SparQCase: {"flash-gqa", "plain-sparq", "sparq", "scores", "scores+select"}, SaapCase: set(saap.PARTS)}
+    ours = {SparQCase: {"flash-gqa", "plain-sparq", "sparq", "scores", "scores+select"}, SaapCase: set(saap.NAMES)}
     assert ours.get(type(case), {"flash", "sampling", "attend", "included"}) | {"dense", "flex"} <= set(ran)
 
 
@@ -375,7 +372,7 @@ def test_no_time_beside_a_wrong_result_on_any_copy(
 @pytest.mark.parametrize("attn", ["saap", "sample"])
 def test_the_other_commands_print_their_tables(attn: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr(bench, "SAAP_LEAST", 100)
-    monkeypatch.setattr(saap_cases, "plan", lambda *given: [replace(SAAP, B=1)])
+    monkeypatch.setattr(cases, "saap_cases", lambda *given: [replace(SAAP, B=1)])
     prompt = ["prompt", "--lengths", "300", "--shapes", "1x1x64", "--densities", "0.5"]
     arguments = prompt if attn == "sample" else ["step", "--attn", "saap", "--lengths", "500", "--shapes", "4x2x64"]
     assert main([*arguments, "--repeat", "1", "-o", "jsonl"], "cuda") == 0
@@ -429,7 +426,7 @@ def test_the_results_of_contenders_do_not_pile_up(device: Device) -> None:
 
 def test_cases_that_do_not_fit_or_have_no_setting_are_left_out_with_the_reason(device: Device) -> None:
     def rows(case: Any) -> list[Row]:
-        return list(bench.steps(case, 0.0, device, sparq.contenders, 1))
+        return list(bench.steps(case, 0.0, sparq.contenders, device, 1))
 
     (huge,) = rows(replace(SMALL[0], S=1 << 40))
     assert re.fullmatch(r"left out: needs \d+ GB of the \d+ GB there are", huge.note or "")

@@ -8,16 +8,14 @@ from pathlib import Path
 import pytest
 import roofline
 import roofline_cuda
-import roofline_saap
 import roofline_sample
-import roofline_sparq
-from launches import dense_kernel
-from mlx_sparse.cuda_ref.bench.sparq_cases import sparq_bytes, sparq_parts
-from roofline_sparq import CHIPS, LENGTHS, SHAPES, Chip
+import roofline_steps
+from launches import Network, dense_kernel
+from roofline_steps import CHIPS, LENGTHS, SHAPES, Chip
 
 from mlx_sparse.methods import SAAP, Sample, SparQ
 from mlx_sparse.tools.bench.core import Shape
-from mlx_sparse.tools.bench.mlx.saap import ROUTERS, Network, network_of
+from mlx_sparse.tools.bench.mlx.saap import ROUTERS
 
 ROOT = Path(__file__).parents[2]
 METHODS = [SparQ(), SparQ(component_score="query_key"), SparQ(top_k=256), SparQ(rank=16, top_k=64)]
@@ -47,7 +45,7 @@ def test_the_dense_kernel_is_the_one_mlx_takes(letter: str, shape: Shape, S: int
 def test_brackets_are_in_order_and_shrink_with_bandwidth() -> None:
     slow, fast = (next(chip for chip in CHIPS if chip.name == name) for name in ("M1", "M2 Ultra"))
     for shape in SHAPES:
-        for time in (roofline_sparq.dense, lambda *case: roofline_sparq.sparq(*case, SparQ())):
+        for time in (roofline_steps.dense, lambda *case: roofline_steps.sparq(*case, SparQ())):
             assert time(slow, shape, 65536)[0] < time(slow, shape, 65536)[1]
             assert all(a > b for a, b in zip(time(slow, shape, 65536), time(fast, shape, 65536), strict=True))
 
@@ -56,14 +54,14 @@ def test_brackets_are_in_order_and_shrink_with_bandwidth() -> None:
 @by_chip
 def test_from_the_advised_context_on_sparq_never_loses(chip: Chip, config: SparQ) -> None:
     for shape in SHAPES:
-        first = roofline_sparq.advised(chip.letter, shape, config)
+        first = roofline_steps.advised(chip.letter, shape, config)
         assert first is not None
         for S in [first, *(S for S in LENGTHS if S > first)]:
-            assert roofline_sparq.sparq(chip, shape, S, config)[1] < roofline_sparq.dense(chip, shape, S)[0], (shape, S)
+            assert roofline_steps.sparq(chip, shape, S, config)[1] < roofline_steps.dense(chip, shape, S)[0], (shape, S)
 
 
 def test_where_nothing_is_saved_no_context_is_advised() -> None:
-    assert roofline_sparq.advised("g", Shape(32, 2, 64), SparQ(rank=64)) is None
+    assert roofline_steps.advised("g", Shape(32, 2, 64), SparQ(rank=64)) is None
 
 
 @pytest.mark.parametrize("config", [SAAP(), SAAP(probes=8), SAAP(probes=128)], ids=str)
@@ -71,13 +69,13 @@ def test_where_nothing_is_saved_no_context_is_advised() -> None:
 def test_from_the_advised_context_on_saap_never_loses(chip: Chip, config: SAAP) -> None:
     for shape in SHAPES:
         for hidden in ROUTERS:
-            router = network_of(shape, hidden)
-            first = roofline_saap.advised(chip.letter, shape, config, router)
+            router = roofline_steps.router_of(shape, hidden)
+            first = roofline_steps.advised(chip.letter, shape, config, router)
             assert first is not None
             for S in [first, *(S for S in LENGTHS if S > first), 1 << 20]:
                 worst, best = (
-                    roofline_saap.saap(chip, shape, S, config, router)[1],
-                    roofline_sparq.dense(chip, shape, S)[0],
+                    roofline_steps.saap(chip, shape, S, config, router)[1],
+                    roofline_steps.dense(chip, shape, S)[0],
                 )
                 assert worst < best, (shape, hidden, S)
 
@@ -87,7 +85,7 @@ def test_centroids_that_route_are_a_smaller_network() -> None:
     small, large = (Network(1024, hidden) for hidden in (0, 256))
     assert small.weights(128) == 128 * 1024 + 1024
     assert large.weights(128) == 128 * 256 + 256 + 256 * 1024 + 1024
-    times = [roofline_saap.saap(CHIPS[0], shape, 65_536, SAAP(), router) for router in (small, large)]
+    times = [roofline_steps.saap(CHIPS[0], shape, 65_536, SAAP(), router) for router in (small, large)]
     assert all(a < b for a, b in zip(*times, strict=True))
 
 
@@ -147,7 +145,7 @@ def test_the_documentation_holds_what_bytes_allow_on_an_h200(attn: str, capsys: 
 def test_the_bytes_of_launches_add_up() -> None:
     for case in roofline_cuda.bar_cases():
         (setting,) = case.settings
-        ours, least = sum(part.bytes for part in sparq_parts(case, setting)), sparq_bytes(case, setting)
+        ours, least = sum(case.parts(setting)), case.formula(setting)
         logits = 2 * 4 * case.rows * case.G * case.S
         assert least < ours < 1.1 * (least + logits)
 

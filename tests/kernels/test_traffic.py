@@ -18,16 +18,15 @@ import traffic
 import traffic_saap
 import traffic_sample
 import traffic_sparq
+from counting import LEVELS, Row
 from launches import dense_kernel
 from msl import Metal
-from traffic_sparq import LEVELS
 
 from mlx_sparse.cache.kv_cache import SparseKVCache
 from mlx_sparse.common import block_select
 from mlx_sparse.common.block_layout import Layout
 from mlx_sparse.methods import SAAP, Sample, SparQ
 from mlx_sparse.tools.bench.core import Shape
-from mlx_sparse.tools.bench.mlx.saap import Network
 
 METHODS = [SparQ(), SparQ(component_score="query_key"), SparQ(top_k=700)]
 LENGTH = 16_384  # keys of SAAP's steps
@@ -70,14 +69,14 @@ def test_wrong_methods_are_refused_in_one_line(attn: str, message: str, capsys: 
 
 
 @pytest.fixture(scope="module")
-def tables() -> list[traffic_sparq.Table]:
+def tables() -> list[Row]:
     if sys.platform != "linux":
         pytest.skip("the harness of tests/msl runs on Linux")
-    return traffic_sparq.measure(msl, [(4096, 4), (2048, 1)], kv_heads=1)
+    return traffic_sparq.measure(msl, SparQ(), [(4096, 4), (2048, 1)], kv_heads=1)
 
 
-def test_traffic_compares_with_the_kernels_mlx_would_run(tables: list[traffic_sparq.Table]) -> None:
-    assert [(table.S, table.G, table.name, table.launches) for table in tables] == [
+def test_traffic_compares_with_the_kernels_mlx_would_run(tables: list[Row]) -> None:
+    assert [(table.facts["S"], table.facts["G"], table.name, table.facts["launches"]) for table in tables] == [
         (4096, 4, "sparq", 3),
         (4096, 4, "MLX's sdpa_vector_2pass_1 of 64 blocks (base and Pro, Max)", 2),
         (4096, 4, "MLX's sdpa_vector_2pass_1 of 128 blocks (Ultra)", 2),
@@ -88,22 +87,19 @@ def test_traffic_compares_with_the_kernels_mlx_would_run(tables: list[traffic_sp
     ]
 
 
-def test_traffic_counts_each_part_exactly(tables: list[traffic_sparq.Table]) -> None:
+def test_traffic_counts_each_part_exactly(tables: list[Row]) -> None:
     for table in tables:
-        cache, chosen = table.S * 128 * 2, 128 * 128 * 2
+        cache, chosen = table.facts["S"] * 128 * 2, 128 * 128 * 2
         parts = {"keys_t": cache // 4, "K rows": chosen, "V rows": chosen}
         if table.name != "sparq":
             parts = {"K rows": cache, "V rows": cache}
         for part, size in parts.items():
             assert table.parts[part]["dispatch"] == size
             assert table.parts[part]["threadgroup"] == size
-        rows = table.as_dicts()
-        assert rows[-1]["part"] == "sum"
-        assert rows[-1]["dispatch"] == sum(row["dispatch"] for row in rows[:-1])
 
 
-def test_traffic_says_how_far_it_is_from_the_formula(tables: list[traffic_sparq.Table]) -> None:
-    text = traffic_sparq.text(tables)
+def test_traffic_says_how_far_it_is_from_the_formula(tables: list[Row]) -> None:
+    text = traffic_sparq.text(tables, SparQ())
     ratios = re.findall(r"sparq at dispatch level: (\S+) x the formula, and (\S+) x its score buffer", text)
     assert len(ratios) == 2
     for formula, buffer in ratios:
@@ -111,16 +107,16 @@ def test_traffic_says_how_far_it_is_from_the_formula(tables: list[traffic_sparq.
         assert float(buffer) < 3
 
 
-def test_the_formulae_for_dense_attention_are_what_the_harness_counts(tables: list[traffic_sparq.Table]) -> None:
+def test_the_formulae_for_dense_attention_are_what_the_harness_counts(tables: list[Row]) -> None:
     for table in tables:
         if table.name == "sparq":
             continue
         letter = next(
             letter for letter, chip in traffic_sparq.CHIPS.items() if re.search(rf"\(.*{chip}.*\)", table.name)
         )
-        shape = Shape(table.G, 1, 128)
-        by_formula = launches.dense_launches(dense_kernel(letter, shape, table.S), shape, table.S)
-        assert len(by_formula) == table.launches
+        shape = Shape(table.facts["G"], 1, 128)
+        by_formula = launches.dense_launches(dense_kernel(letter, shape, table.facts["S"]), shape, table.facts["S"])
+        assert len(by_formula) == table.facts["launches"]
         assert sum(launch.once for launch in by_formula) == pytest.approx(table.total["dispatch"], rel=0.02)
         assert sum(launch.each for launch in by_formula) == pytest.approx(table.total["threadgroup"], rel=0.05)
 
@@ -183,47 +179,47 @@ def test_the_launches_beside_the_kernels_are_those_of_the_cache(
 
 
 @pytest.fixture(scope="module")
-def steps() -> dict[str, traffic_saap.Row]:
+def steps() -> dict[str, Row]:
     if sys.platform != "linux":
         pytest.skip("the harness of tests/msl runs on Linux")
     return {row.name: row for row in traffic_saap.measure(msl, SAAP(), LENGTH, kv_heads=1)}
 
 
-def test_each_weight_and_each_attended_row_is_read_once(steps: dict[str, traffic_saap.Row]) -> None:
+def test_each_weight_and_each_attended_row_is_read_once(steps: dict[str, Row]) -> None:
     network = 2 * (128 * 1024 + 1024 + 1024 * 1024 + 1024)
     for name in traffic_saap.FILLINGS:
         row = steps[name]
         for level in LEVELS:
             assert row.parts["network"][level] == network
-            assert row.parts["K rows"][level] == row.parts["V rows"][level] == row.attended * 128 * 2
+            assert row.parts["K rows"][level] == row.parts["V rows"][level] == row.facts["attended"] * 128 * 2
 
 
-def test_lists_hold_the_keys_of_the_filling(steps: dict[str, traffic_saap.Row]) -> None:
+def test_lists_hold_the_keys_of_the_filling(steps: dict[str, Row]) -> None:
     far = LENGTH - 2048
-    assert steps["balanced"].attended == pytest.approx(2048 + 0.05 * far, abs=2)
-    assert steps["half visited"].attended == pytest.approx(2048 + 0.55 * far, abs=2)
-    assert steps["half unvisited"].attended == steps["balanced"].attended
-    assert steps["half unvisited"].slots > steps["half unvisited"].attended + 0.5 * far
+    assert steps["balanced"].facts["attended"] == pytest.approx(2048 + 0.05 * far, abs=2)
+    assert steps["half visited"].facts["attended"] == pytest.approx(2048 + 0.55 * far, abs=2)
+    assert steps["half unvisited"].facts["attended"] == steps["balanced"].facts["attended"]
+    assert steps["half unvisited"].facts["slots"] > steps["half unvisited"].facts["attended"] + 0.5 * far
 
 
-def test_nobody_works_off_more_tiles_than_a_fair_share(steps: dict[str, traffic_saap.Row]) -> None:
+def test_nobody_works_off_more_tiles_than_a_fair_share(steps: dict[str, Row]) -> None:
     for name in traffic_saap.FILLINGS:
         row = steps[name]
-        assert row.chain == -(-row.attended // (row.groups * 128))
-    assert steps["half visited"].alone >= 0.5 * (LENGTH - 2048) / 128
+        assert row.facts["chain"] == -(-row.facts["attended"] // (row.facts["groups"] * 128))
+    assert steps["half visited"].facts["alone"] >= 0.5 * (LENGTH - 2048) / 128
 
 
 @on_linux
 def test_five_percent_of_131072_keys_cost_little_more_than_the_formula() -> None:
     """For one KV head; the others do the same."""
     row = traffic_saap.step(msl, SAAP(), "balanced", traffic_saap.S, 1)
-    assert row.total["dispatch"] <= row.total["threadgroup"] <= 1.15 * row.formula
-    assert 9 * row.formula < 2 * row.S * 128 * 2 < 11 * row.formula
+    assert row.total["dispatch"] <= row.total["threadgroup"] <= 1.15 * (row.formula or 0)
+    assert 9 * (row.formula or 0) < 2 * row.facts["S"] * 128 * 2 < 11 * (row.formula or 0)
 
 
 @on_linux
 def test_the_tables_of_steps_say_what_was_counted(
-    steps: dict[str, traffic_saap.Row], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    steps: dict[str, Row], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(traffic_saap, "measure", lambda msl, config: list(steps.values()))
     assert traffic.main(["--attn", "saap"]) == 0
@@ -232,18 +228,16 @@ def test_the_tables_of_steps_say_what_was_counted(
     assert f"S = {LENGTH:,} keys: 1 KV heads" in text
     for name, row in steps.items():
         assert text.count(f"\n| {name} | ") == len(LEVELS) + 1
-        assert f"| {row.total['dispatch'] / row.formula:.3f} |" in text
+        assert f"| {row.total['dispatch'] / (row.formula or 1):.3f} |" in text
     assert traffic.main(["--attn", "saap", "-o", "json"]) == 0
     printed = json.loads(capsys.readouterr().out)["rows"]
-    assert [row["name"] for row in printed] == list(steps)
+    assert [row["kernels"] for row in printed] == list(steps)
     assert printed[1]["bytes"]["network"]["dispatch"] == steps["balanced"].parts["network"]["dispatch"]
 
 
 @pytest.mark.parametrize(("filling", "share"), [("balanced", 0.05), ("half visited", 0.55)])
-def test_the_formulae_for_saap_are_what_the_harness_counts(
-    steps: dict[str, traffic_saap.Row], filling: str, share: float
-) -> None:
-    shape, router = Shape(traffic_saap.G, 1, traffic_saap.D), Network(traffic_saap.BUCKETS, traffic_saap.HIDDEN)
+def test_the_formulae_for_saap_are_what_the_harness_counts(steps: dict[str, Row], filling: str, share: float) -> None:
+    shape, router = Shape(traffic_saap.G, 1, traffic_saap.D), traffic_saap.NETWORK
     launched = launches.saap_launches(shape, LENGTH, SAAP(), router, share)
     kernels = [launch for launch in launched if launch.name != "fold"]
     assert [launch.name for launch in kernels] == ["saap_route", "saap_indices", "attend_indices", "merge"]
@@ -253,19 +247,19 @@ def test_the_formulae_for_saap_are_what_the_harness_counts(
 
 # sample
 
-Prompts = dict[tuple[str, bool], traffic_sample.Row]
+Prompts = dict[tuple[str, bool], Row]
 
 
 @pytest.fixture(scope="module")
 def prompts() -> Prompts:
     if sys.platform != "linux":
         pytest.skip("the harness of tests/msl runs on Linux")
-    return {(row.name, row.density == 1): row for row in traffic_sample.measure(msl, [(128, 384)])}
+    return {(row.name, row.facts["density"] == 1): row for row in traffic_sample.measure(msl, Sample(), [(128, 384)])}
 
 
 def test_attending_everything_is_the_work_of_mlx_own_kernel(prompts: Prompts) -> None:
     ours, theirs = prompts["attend_blocks", True], prompts["MLX's dense kernel", True]
-    assert ours.multiply_adds == theirs.multiply_adds
+    assert ours.facts["multiply_adds"] == theirs.facts["multiply_adds"]
     for part in ("Q", "K", "V"):
         assert ours.parts[part] == theirs.parts[part]
     assert ours.total["threadgroup"] <= 1.02 * theirs.total["threadgroup"]
@@ -274,24 +268,24 @@ def test_attending_everything_is_the_work_of_mlx_own_kernel(prompts: Prompts) ->
 def test_multiply_adds_follow_the_lists_and_the_sample(prompts: Prompts) -> None:
     step = roofline_sample.Step(Shape(traffic_sample.G, 1, traffic_sample.D), 128, 384, Sample())
     # What a kernel multiplies and masks are the tiles that the diagonal cuts.
-    assert 1 <= prompts["MLX's dense kernel", True].multiply_adds / step.dense_work < 1.1
-    assert prompts["sample_scores", False].multiply_adds == step.sample_work
+    assert 1 <= prompts["MLX's dense kernel", True].facts["multiply_adds"] / step.dense_work < 1.1
+    assert prompts["sample_scores", False].facts["multiply_adds"] == step.sample_work
     few, all_ = prompts["attend_blocks", False], prompts["attend_blocks", True]
-    assert few.density is not None
-    assert few.density < 1
-    assert few.multiply_adds < all_.multiply_adds
+    assert few.facts["density"] is not None
+    assert few.facts["density"] < 1
+    assert few.facts["multiply_adds"] < all_.facts["multiply_adds"]
 
 
 @on_linux
 def test_the_tables_of_prompts_say_what_was_counted(
     prompts: Prompts, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(traffic_sample, "measure", lambda msl: list(prompts.values()))
+    monkeypatch.setattr(traffic_sample, "measure", lambda msl, config: list(prompts.values()))
     assert traffic.main(["--attn", "sample"]) == 0
     assert capsys.readouterr().out.count("\n| 128 | 384 | ") == 3 * len(prompts)
     assert traffic.main(["--attn", "sample", "-o", "json"]) == 0
     found = json.loads(capsys.readouterr().out)["rows"]
-    assert [row["multiply_adds"] for row in found] == [row.multiply_adds for row in prompts.values()]
+    assert [row["multiply_adds"] for row in found] == [row.facts["multiply_adds"] for row in prompts.values()]
 
 
 def test_the_operations_between_the_kernels_are_counted(tmp_path: Path) -> None:

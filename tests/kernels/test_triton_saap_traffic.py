@@ -16,7 +16,7 @@ if reason := unavailable():
     absent("triton", reason)
 
 import torch
-from mlx_sparse.cuda_ref.bench import saap_cases
+from mlx_sparse.cuda_ref.bench import cases as bench_cases
 from mlx_sparse.cuda_ref.launchers import configs, saap, torch_ops
 from torch_arrays import to_torch
 from triton_bytes import Launch, shuffled, watched
@@ -96,9 +96,9 @@ def test_a_step_reads_the_network_the_list_and_its_rows_and_nothing_else_that_is
 def test_the_model_counts_what_the_kernels_move() -> None:
     S = 3000
     (_, _, counts), launches = step(S, EQUAL)
-    setting = saap_cases.equal(PROBES / C, HIDDEN, C)
-    case = saap_cases.SaapCase("float16", Shape(HKV * G, HKV, D), 1, S, (setting,), SINKS, RECENT)
-    network, listed, attended = (part.bytes for part in saap_cases.parts(case, setting))
+    setting = bench_cases.equal(PROBES / C, HIDDEN, C)
+    case = bench_cases.SaapCase("float16", Shape(HKV * G, HKV, D), 1, S, (setting,), SINKS, RECENT)
+    network, listed, attended = case.parts(setting)
     hidden, route, expand, attend = (launch.traffic for launch in launches)
     found = sum(layer[name].loaded for layer in (hidden, route) for name in ("weight",))
     assert found <= network <= 1.15 * found

@@ -25,19 +25,21 @@ ENGINES = {  # names: each is imported when it is asked for
 }
 GENERATE = "mlx_sparse.tools.bench.generate"
 DTYPES = ("float16", "bfloat16", "float32")
+DENSITIES = "0.05,0.1,0.2,0.5"
 STAGES = {  # whose methods they are, and which are named as examples
     "step": ("decode", "decode steps such as sparq:rank=16,streaming", "sparq"),
     "prompt": ("prefill", "prompts such as sample,minference", "sample"),
 }
-ONLY = {  # options that not all engines have, and the engines that have them
-    "batches": ("mlx", "cuda"),
-    "dtype": ("mlx", "cuda"),
-    "backend": ("mlx",),
-    "steps": ("mlx",),
-    "threads": ("onnx",),
-    "densities": ("cuda",),
-    "budget_s": ("cuda",),
+ONLY = {  # options that not all engines have: the engines that have them, what is typed, what is said of it
+    "batches": (("mlx", "cuda"), "B,...", "sequences {}"),
+    "dtype": (("mlx", "cuda"), "TYPE,...", f"of {', '.join(DTYPES)} (default: float16)"),
+    "backend": (("mlx",), "NAME,...", "with mlx: auto, ops, metal (default: auto)"),
+    "steps": (("mlx",), "N,...", "with mlx: queries per call (default: 2048,all)"),
+    "threads": (("onnx",), "N,...", "with onnx (default: 1,2)"),
+    "densities": (("cuda",), "SHARE,...", f"with cuda: share of the blocks (default: {DENSITIES})"),
+    "budget_s": (("cuda",), "N", "with cuda: seconds; turns are saved first (default: 280)"),
 }
+PROMPT_ONLY = ("steps", "densities")
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,6 @@ DEFAULTS = {  # a method with defaults of its own stands in place of the stage
     ("cuda", "saap"): Defaults("64k,128k,171k,256k,512k", "32x8x128", 9, budget=280),
     ("cuda", "prompt"): Defaults("8k,16k,32k,64k,128k,256k", "32x8x128", 5, budget=280),
 }
-DENSITIES = "0.05,0.1,0.2,0.5"
 
 
 @naming_missing()
@@ -125,9 +126,6 @@ def _add_options(parser: argparse.ArgumentParser, stage: str, engines: Sequence[
             return f"(default: {next(iter(texts.values()))})"
         return f"(default: {'; '.join(f'{engine} {text}' for engine, text in texts.items())})"
 
-    def only(name: str) -> bool:
-        return any(engine in ONLY[name] for engine in engines)
-
     if len(engines) > 1:
         parser.add_argument("--engine", choices=engines, default="mlx", help="what computes (default: mlx)")
     else:
@@ -139,24 +137,12 @@ def _add_options(parser: argparse.ArgumentParser, stage: str, engines: Sequence[
     parser.add_argument("--lengths", metavar="S,...", help=f"numbers of keys {default('lengths')}")
     parser.add_argument("--shapes", metavar="QxKxD,...", help=f"query heads x KV heads x head dim {default('shapes')}")
     parser.add_argument("--repeat", metavar="N", type=int, help=f"turns that count {default('repeat')}")
-    if only("batches"):
-        parser.add_argument("--batches", metavar="B,...", help=f"sequences {default('batches')}")
-    if only("dtype"):
-        parser.add_argument("--dtype", metavar="TYPE,...", help=f"of {', '.join(DTYPES)} (default: float16)")
-    if only("backend"):
-        parser.add_argument("--backend", metavar="NAME,...", help="with mlx: auto, ops, metal (default: auto)")
-    if stage == "prompt" and only("steps"):
-        parser.add_argument("--steps", metavar="N,...", help="with mlx: queries per call (default: 2048,all)")
-    if only("threads"):
-        parser.add_argument("--threads", metavar="N,...", help="with onnx (default: 1,2)")
-    if stage == "prompt" and only("densities"):
-        parser.add_argument(
-            "--densities", metavar="SHARE,...", help=f"with cuda: share of the blocks (default: {DENSITIES})"
-        )
-    if only("budget_s"):
-        parser.add_argument(
-            "--budget-s", metavar="N", type=float, help="with cuda: seconds; turns are saved first (default: 280)"
-        )
+    for name, (owners, typed, said) in ONLY.items():
+        if set(owners) & set(engines) and (stage == "prompt" or name not in PROMPT_ONLY):
+            option, kind = f"--{name.replace('_', '-')}", float if name == "budget_s" else str
+            parser.add_argument(
+                option, metavar=typed, type=kind, help=said.format(default(name)) if "{}" in said else said
+            )
     formats.add_options(parser)
 
 
@@ -166,7 +152,7 @@ def read(args: argparse.Namespace) -> tuple[Request, float]:
     Raises:
         ConfigError: one of them is wrong, or the engine does not have it.
     """
-    for name, engines in ONLY.items():
+    for name, (engines, *_) in ONLY.items():
         if getattr(args, name, None) is not None and args.engine not in engines:
             option = f"--{name.replace('_', '-')}"
             raise ConfigError(f"{option}: expected none with --engine {args.engine}, got {getattr(args, name)}.")

@@ -41,10 +41,18 @@ class Shape:
         return f"{self.Hq}x{self.Hkv}x{self.D}"
 
 
-class Sized:
-    """The sizes of what has a shape, by their letters."""
+@dataclass(frozen=True)
+class Case:
+    """What all contenders of the same turns share: ``B`` sequences of ``S`` keys in one layer.
 
+    Attributes:
+        dtype: of the keys and values; empty where each contender has its own.
+    """
+
+    dtype: str
     shape: Shape
+    B: int
+    S: int
 
     @property
     def Hq(self) -> int:
@@ -71,16 +79,6 @@ class Sized:
         """Of the logits."""
         return float(self.D**-0.5)
 
-
-@dataclass(frozen=True)
-class Case(Sized):
-    """What all contenders of the same turns share: ``B`` sequences of ``S`` keys in one layer."""
-
-    dtype: str
-    shape: Shape
-    B: int
-    S: int
-
     @property
     def rows(self) -> int:
         """KV heads of all sequences."""
@@ -98,10 +96,26 @@ class Case(Sized):
 
     def as_dict(self) -> dict[str, Any]:
         """For programs."""
-        return {"dtype": self.dtype, "shape": str(self.shape), "batch": self.B, "S": self.S}
+        sizes = {"shape": str(self.shape), "batch": self.B, "S": self.S}
+        return {"dtype": self.dtype, **sizes} if self.dtype else sizes
 
     def __str__(self) -> str:
-        return f"{self.shape}, {self.dtype}, batch {self.B}, S = {self.S:,}"
+        kind = f", {self.dtype}, batch {self.B}" if self.dtype else ""
+        return f"{self.shape}{kind}, S = {self.S:,}"
+
+
+@dataclass(frozen=True)
+class Length:
+    """So many tokens of a model's context."""
+
+    S: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """For programs."""
+        return {"S": self.S}
+
+    def __str__(self) -> str:
+        return f"{self.S:,} tokens"
 
 
 def cases(dtypes: Iterable[str], shapes: Iterable[Shape], batches: Iterable[int], lengths: Iterable[int]) -> list[Case]:
@@ -173,6 +187,11 @@ class Row:
     def take(self, seconds: Sequence[float]) -> None:
         """Say the times of the steps."""
         self.turns, self.spreads["us"] = len(seconds), Spread.of(seconds, MICRO)
+
+    def compare(self, name: str, speeds: Sequence[float], dense: Sequence[float]) -> None:
+        """Say speeds, and over those of dense attention in the same turns."""
+        ratios = [ours / theirs for ours, theirs in zip(speeds, dense, strict=True)]
+        self.spreads |= {name: Spread.of(speeds), f"{name}_ratio": Spread.of(ratios)}
 
     def as_dict(self) -> dict[str, Any]:
         """For programs. What is not known is None."""
@@ -344,3 +363,8 @@ def reason(error: Exception, said: Sequence[str] = ()) -> str:
 def too_large(needed: float, there: float, share: float) -> str | None:
     """Why ``needed`` bytes are more than a ``share`` of those that are ``there``; None if they are not."""
     return None if needed <= share * there else f"needs {needed / 1e9:.0f} GB of the {there / 1e9:.0f} GB there are"
+
+
+def wrong(error: float, allowed: float) -> str | None:
+    """What is wrong with a result that is off by ``error``; None if it may be."""
+    return None if error <= allowed else f"wrong result: error {error:.1e}, allowed {allowed:.1e}"

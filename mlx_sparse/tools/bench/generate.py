@@ -23,11 +23,11 @@ from ..demo.command import generate_command, run_command
 from ..demo.outcome import Outcome, parse_outcome
 from ..environment import machine
 from ..evaluate import texts
-from .core import Row, Sample, Spread, Turns, take_turns
+from .core import Length, Row, Sample, Spread, Turns, take_turns
 from .run import Plan
 from .run import run as run_plan
 
-ONNX = "mlx_sparse.onnx_export.exporter.bench"  # a name: mlx_sparse runs without onnx
+ONNX = "mlx_sparse.onnx_export.bench.generate"  # a name: mlx_sparse runs without onnx
 ENGINES = ("mlx", "onnx")
 LENGTHS = {"mlx": "2k,4k", "onnx": "4k,8k,16k,32k"}
 MAX_TOKENS, REPEAT = {"mlx": 64, "onnx": 16}, 3
@@ -48,18 +48,10 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Prompt:
+class Prompt(Length):
     """So many tokens, and what they are made of."""
 
-    S: int
     text: str = ""
-
-    def as_dict(self) -> dict[str, Any]:
-        """For programs."""
-        return {"S": self.S}
-
-    def __str__(self) -> str:
-        return f"{self.S:,} tokens"
 
 
 def run(args: argparse.Namespace) -> int:
@@ -214,26 +206,18 @@ def prompt_of(text: str, S: int, encode: Encode) -> str:
 def row(method: str, prompt: Prompt, dense: Sequence[Run], runs: Sequence[Run], encode: Encode) -> Row:
     """What is to be said of one method at one length; ``dense[i]`` and ``runs[i]`` are of the same turn."""
     found = Row(prompt, method, spreads={}, turns=len(runs))
-    for name, of in (("prompt", _prompt), ("generation", _generation)):
-        ratios = [of(ours) / of(theirs) for ours, theirs in zip(runs, dense, strict=True)]
-        found.spreads |= {name: Spread.of([of(run) for run in runs]), f"{name}_ratio": Spread.of(ratios)}
+    for name in ("prompt", "generation"):
+        ours, theirs = ([getattr(run.outcome, f"{name}_tps") for run in some] for some in (runs, dense))
+        found.compare(name, ours, theirs)
     found.spreads["busy_seconds"] = Spread.of([run.busy for run in runs])
-    first, theirs = runs[0].outcome, dense[0].outcome
-    ours, dense_tokens = (encode(text)[len(encode("")) :] for text in (first.text, theirs.text))
-    differing = (i for i, (a, b) in enumerate(zip(ours, dense_tokens, strict=False)) if a != b)
-    same = next(differing, min(len(ours), len(dense_tokens)))
+    first, other = runs[0].outcome, dense[0].outcome
+    tokens, dense_tokens = (encode(text)[len(encode("")) :] for text in (first.text, other.text))
+    differing = (i for i, (a, b) in enumerate(zip(tokens, dense_tokens, strict=False)) if a != b)
+    same = next(differing, min(len(tokens), len(dense_tokens)))
     found.details |= {"method": method, "tokens": first.generation_tokens, "same_tokens": same}
-    found.details |= {"as_dense": ours == dense_tokens} | _said(method, first.report)
+    found.details |= {"as_dense": tokens == dense_tokens} | _said(method, first.report)
     found.note = found.details.pop("note")
     return found
-
-
-def _prompt(run: Run) -> float:
-    return run.outcome.prompt_tps
-
-
-def _generation(run: Run) -> float:
-    return run.outcome.generation_tps
 
 
 def _busy() -> float:

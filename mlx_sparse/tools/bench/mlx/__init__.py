@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import product
 
-from ....checks import BackendUnavailable, check_choice, check_rank
-from ....methods import SAAP, Method, Prefill, SparQ, registry, table
+from ....checks import BackendUnavailable, check_choice
+from ....methods import Method, registry, table
 from ...environment import machine
-from ..core import Case, Row, Shape, cases
+from ..core import Case, Row, Shape, Turns, cases
 from ..run import Plan, Request
 from . import prompts, steps
-from .rows import method_row
-from .saap import check_probes
-from .steps import steps_of
+from .rows import measure, method_row
+from .saap import SaapStep, saap_steps
+from .steps import DecodeStep, Layers, ReceivedStep, layers_of
 
 Served = tuple[Method, str, str | None]  # a backend, and why it cannot run the method
+
+WARM_UP = 2  # turns of decode steps
 
 
 def plan(request: Request) -> Plan:
@@ -26,55 +28,27 @@ def plan(request: Request) -> Plan:
         ConfigError: a method does not fit a shape.
         BackendUnavailable: no backend can run any of the methods.
     """
-    for config in request.methods:
-        if isinstance(config, SAAP):
-            check_probes(config)
-        if isinstance(config, SparQ):
-            for shape in request.shapes:
-                check_rank(config.rank, shape.D)
+    for config, shape in product(request.methods, request.shapes):
+        if request.stage == "step":
+            step_of(config).check_config(config, shape)
     served = {shape: list(serving(request.methods, request.backends, shape)) for shape in request.shapes}
     (first, *_), *_ = served.values()
     if all(reason for some in served.values() for _, _, reason in some):
         raise BackendUnavailable(f"--backend: expected one that has {first[0].name} here, got {first[1]} ({first[2]}).")
     where, sizes = machine(), cases(request.dtypes, request.shapes, request.batches, request.lengths)
+    timed, text = (measure_steps, steps.text) if request.stage == "step" else (prompts.measure_prompts, prompts.text)
+    if request.stage == "prompt":
+        pieces = product(sizes, request.steps)
+        sizes = [prompts.Prompt(case.dtype, case.shape, case.B, case.S, min(n or case.S, case.S)) for case, n in pieces]
+
+    def rows(case: Case, _: float) -> Iterator[Row]:
+        yield from timed(case, [(config, name) for config, name, no in served[case.shape] if not no], request.repeat)
+        for config, backend, reason in served[case.shape]:
+            if reason:  # among others that can run
+                yield method_row(case, str(config), backend, {}, f"{backend}: {reason}")
+
     head = f"MLX {where['mlx']}, {where['chip']}, {where['device']}"
-    if request.stage == "step":
-        return Plan(
-            where,
-            sizes,
-            lambda case, _: _steps(case, served[case.shape], request.repeat),
-            lambda rows: f"{head}\n\n{steps.text(rows)}",
-        )
-    pieces = [
-        prompts.Prompt(case.dtype, case.shape, case.B, case.S, min(step or case.S, case.S))
-        for case, step in product(sizes, request.steps)
-    ]
-    return Plan(
-        where,
-        list(dict.fromkeys(pieces)),
-        lambda case, _: _prompts(case, served[case.shape], request.repeat),
-        lambda rows: f"{head}\n\n{prompts.text(rows)}",
-    )
-
-
-def _steps(case: Case, served: Sequence[Served], repeat: int) -> Iterator[Row]:
-    runnable = [(config, backend) for config, backend, reason in served if reason is None]
-    chosen = [step for config, backend in runnable for step in steps_of(config, backend, case.shape)]
-    yield from steps.measure(case, chosen, repeat)
-    yield from _refused(case, served)
-
-
-def _prompts(case: prompts.Prompt, served: Sequence[Served], repeat: int) -> Iterator[Row]:
-    methods = [(one, backend) for one, backend, reason in served if reason is None and isinstance(one, Prefill)]
-    yield from prompts.measure(case, methods, repeat)
-    yield from _refused(case, served)
-
-
-def _refused(case: Case, served: Sequence[Served]) -> Iterable[Row]:
-    """A row for each method that a backend cannot run, among others that it can."""
-    for config, backend, reason in served:
-        if reason:
-            yield method_row(case, str(config), backend, {}, f"{backend}: {reason}")
+    return Plan(where, list(dict.fromkeys(sizes)), rows, lambda found: f"{head}\n\n{text(found)}")
 
 
 def serving(configs: Sequence[Method], backends: Sequence[str], shape: Shape) -> Iterator[Served]:
@@ -82,10 +56,29 @@ def serving(configs: Sequence[Method], backends: Sequence[str], shape: Shape) ->
     for name in backends:
         check_choice("--backend", name, ("auto", *table.BACKENDS))
     for config in configs:
-        function = "saap_route" if isinstance(config, SAAP) else config.name
-        unfit = partial(registry.unfit, function=function, D=shape.D, G=shape.G)
+        unfit = partial(registry.unfit, function=config.name, D=shape.D, G=shape.G)
         found: dict[str, str | None] = {}
         for asked in backends:
-            name = registry.resolve("auto", function, D=shape.D, G=shape.G) if asked == "auto" else asked
-            found[name] = registry.refusal(name, function, unfit(name))
+            name = registry.resolve("auto", config.name, D=shape.D, G=shape.G) if asked == "auto" else asked
+            found[name] = registry.refusal(name, config.name, unfit(name))
         yield from ((config, name, reason) for name, reason in found.items())
+
+
+def step_of(config: Method) -> type[DecodeStep]:
+    """The kind of step, by what a method chooses from."""
+    return SaapStep if config.before_rope else ReceivedStep if config.observes_prompts else DecodeStep
+
+
+def steps_of(case: Case, config: Method, backend: str, layers: Layers | None = None) -> list[DecodeStep]:
+    """The steps to time: one, or with query networks one for each size of network."""
+    if config.before_rope:
+        return saap_steps(case, config, backend, layers)
+    return [step_of(config)(case, config, backend, layers)]
+
+
+def measure_steps(case: Case, methods: Sequence[tuple[Method, str]], repeat: int) -> list[Row]:
+    """A row for each method on a backend, timed in turns."""
+    layers = Layers(case)
+    contenders = [step for config, backend in methods for step in steps_of(case, config, backend, layers)]
+    needed = 2 * case.keys * layers_of(case) * (1 + 0.5 * len(contenders))
+    return measure(contenders, needed, layers.sides, Turns(repeat, WARM_UP), layers_of(case))

@@ -1,4 +1,4 @@
-"""What MLX's methods are compared with: dense attention, a plain read, and attention in float64."""
+"""What MLX's methods are compared with: dense attention and a plain read."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ....cache.kv_cache import SparseKVCache
-from ..core import Sample
+from ..core import Sample, wrong
 
 Array = npt.NDArray[np.float64]
 Dense = Callable[[mx.array, mx.array, mx.array], mx.array]
 
-LARGEST_SHARE = 0.6  # of the memory of the machine
 PIECE = 512  # queries that dense attention takes at a time on a CPU: it leaves out what is above the diagonal
 
 
@@ -99,19 +98,13 @@ def double(array: mx.array) -> Array:
     return np.array(array.astype(mx.float32), np.float64)
 
 
-def plain(queries: Array, keys: Array, values: Array, mask: Array | None = None) -> Array:
-    """Attention of ``queries (..., n, D)`` over ``keys (..., N, D)`` in NumPy, where ``mask (..., n, N)``."""
-    scores = queries @ keys.swapaxes(-1, -2) * keys.shape[-1] ** -0.5
-    if mask is not None:
-        scores = np.where(mask, scores, -np.inf)
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    mean: Array = weights @ values / weights.sum(axis=-1, keepdims=True)
-    return mean
-
-
-def wrong(out: Array, right: Array, error: float, dtype: mx.Dtype) -> str | None:
+def wrong_result(out: Array, right: Array, error: float, dtype: mx.Dtype) -> str | None:
     """What is wrong with ``out``: it may be off twice as much as dense attention's ``error``, and one unit in the
     last place."""
     allowed = 2 * error + float(mx.finfo(dtype).eps) * float(np.abs(right).max())
-    found = float(np.abs(out - right).max())
-    return None if found <= allowed else f"wrong result: error {found:.1e}, allowed {allowed:.1e}"
+    return wrong(float(np.abs(out - right).max()), allowed)
+
+
+def normal(B: int, heads: int, length: int, D: int, dtype: mx.Dtype) -> mx.array:
+    """Random rows ``(B, heads, length, D)``."""
+    return mx.random.normal((B, heads, length, D), dtype=dtype)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..core import MICRO, Case, Row, Spread
+from ...environment import memory
+from ..core import MICRO, Case, Contender, Row, Sample, Spread, Turns, enter, take_turns, too_large
+
+Step = Callable[[int], Sample]
 
 SIDES = ("dense_us", "sparse_us", "plain_read_us")
 FOUND = ("dense", "ratio", "dense_of_read", "sparse_of_read", "dense_ways_us")  # None without times
+LARGEST_SHARE = 0.6  # of the memory of the machine
 
 
 def method_row(case: Case, method: str, backend: str, details: Mapping[str, Any], note: str | None = None) -> Row:
@@ -19,6 +23,48 @@ def method_row(case: Case, method: str, backend: str, details: Mapping[str, Any]
     """
     said = {"method": method, "backend": backend, "bytes_formula": None, "bytes_plain": None, **details}
     return Row(case, method, None, said | dict.fromkeys(FOUND), dict.fromkeys(SIDES), note=note)
+
+
+class MethodContender(Contender):
+    """A method on a backend.
+
+    Attributes:
+        upkeep: seconds per step of what steps leave for once in a while.
+    """
+
+    upkeep = 0.0
+
+    def finish(self, dense: Mapping[str, Step], look: Step) -> None:
+        """Say what is known after the turns; `compare` comes next."""
+
+
+def measure(
+    contenders: Sequence[MethodContender],
+    needed: float,
+    sides: Callable[[], tuple[Mapping[str, Step], Step]],
+    turns: Turns,
+    steps: int = 1,
+) -> list[Row]:
+    """Check the result of every contender, then time those that are right in turns: a row for each.
+
+    Args:
+        needed: bytes of everything alive at once.
+        sides: gives every way to attend densely, and a plain read.
+        steps: that are taken at once.
+    """
+    large = too_large(needed, memory(), LARGEST_SHARE)
+    for one in contenders:
+        one.row.note = one.row.note or large
+    if entered := [one for one in contenders if enter(one)]:
+        dense, look = sides()
+        ours = {f"method {i}": one.step for i, one in enumerate(entered)}
+        taken = take_turns({**dense, "read": look, **ours}, turns)
+        seconds = {name: found.seconds for name, found in taken.items()}
+        for name, one in zip(ours, entered, strict=True):
+            one.finish(dense, look)
+            sparse = [sample + one.upkeep for sample in seconds[name]]
+            compare(one.row, {way: seconds[way] for way in dense}, sparse, seconds["read"], steps)
+    return [one.row for one in contenders]
 
 
 def compare(

@@ -23,15 +23,15 @@ import onnx
 from mlx_sparse.checks import ConfigError, check_int
 from mlx_sparse.lm.command import loading
 from mlx_sparse.lm.saap import load_artefact
-from mlx_sparse.methods import SAAP, parse
-from mlx_sparse.tools.bench.core import Row, Spread, say, too_large
+from mlx_sparse.methods import parse
+from mlx_sparse.tools.bench.core import Length, Row, say, too_large
 from mlx_sparse.tools.bench.run import Plan
 from mlx_sparse.tools.environment import memory
 from mlx_sparse.tools.formats import table as markdown
 
+from ..exporter.export import Exported, export
 from ..runtime import native
 from ..runtime.runner import MODEL, Runner
-from .export import Exported, export
 
 DENSE = "dense"
 KERNELS = {"auto": "native", "off": "bodies"}  # what `Runner` takes, and what it is called here
@@ -55,17 +55,6 @@ class Turns:
     logits: Array
     speeds: list[float]
     busy: list[float]
-
-
-@dataclass(frozen=True)
-class Context:
-    """So many tokens in the caches."""
-
-    S: int
-
-    def as_dict(self) -> dict[str, Any]:
-        """For programs."""
-        return {"S": self.S}
 
 
 def plan(
@@ -184,7 +173,8 @@ def _sums_of(keys: Array, values: Array) -> Array:
 
 
 def _buckets(method: str) -> int:
-    artefacts = [load_artefact(config) for config in parse(method) if isinstance(config, SAAP)]
+    configs: list[Any] = [config for config in parse(method) if config.before_rope]
+    artefacts = [load_artefact(config) for config in configs]
     return next(artefact.buckets for artefact in artefacts if artefact is not None)
 
 
@@ -213,14 +203,12 @@ def row(
     logits = [found[method, other, S].logits for other in KERNELS.values() if (method, other, S) in found]
     error = _error(logits[0], logits[1]) if len(logits) > 1 else None
     details = {"method": method, "attn": file.method, "kernels": kernels, "threads": threads, "error": error}
-    made = Row(Context(S), method, details=details, spreads={}, turns=len(turns.speeds))
+    made = Row(Length(S), method, details=details, spreads={}, turns=len(turns.speeds))
     made.failed = not np.isfinite(logits).all() or (error or 0.0) > MOST_ERROR
-    speeds = {"generation": (turns.speeds, dense.speeds), "busy": (turns.busy, dense.busy)}
-    for name, (ours, theirs) in speeds.items():
-        ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-        for key, samples in ((name, ours), (f"{name}_ratio", ratios)):
-            made.spreads[key] = None if made.failed else Spread.of(samples)
+    made.compare("generation", turns.speeds, dense.speeds)
+    made.compare("busy", turns.busy, dense.busy)
     if made.failed:
+        made.spreads = dict.fromkeys(made.spreads)
         made.note = "its logits differ between native kernels and bodies, or are not finite"
     elif file.sparse_from is not None and S < file.sparse_from:
         made.note = f"its steps are dense below {file.sparse_from:,} keys"
