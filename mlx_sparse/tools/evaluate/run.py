@@ -20,8 +20,8 @@ from ..assets.store import cache_directory
 from . import report, texts
 from .budget import read_budget
 from .inputs import encode_texts, fingerprint, head_dim, load_model
-from .journal import Journal
-from .metadata import run_facts
+from .journal import Journal, as_json
+from .metadata import Facts, run_facts
 from .report.read import RESULTS
 from .results import Row, Trial
 from .selection import SelectionRow
@@ -51,8 +51,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"\nmlx-sparse eval: interrupted; {kept}", file=sys.stderr)
         return 130
     if args.json:
-        every: list[Row | SelectionRow] = [*rows, *choices]
-        print("\n".join(json.dumps(row.as_dict()) for row in every))
+        print("\n".join(json.dumps(as_json(row)) for row in (*rows, *choices)))
     else:
         print("\n\n".join([table(rows)] * bool(rows) + [table_of_choices(choices)] * bool(choices)))
     if args.out is not None:
@@ -61,10 +60,10 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _write(folder: Path, rows: Sequence[Row], choices: Sequence[SelectionRow], facts: dict[str, Any]) -> None:
+def _write(folder: Path, rows: Sequence[Row], choices: Sequence[SelectionRow], facts: Facts) -> None:
     """Every row with the facts of the run, for `mlx-sparse report`; and the report itself."""
-    every: list[Row | SelectionRow] = [*rows, *choices]
-    lines = [json.dumps(row.as_dict() | {"run": facts}, allow_nan=False) for row in every]
+    run = {"run": as_json(facts)}
+    lines = [json.dumps(as_json(row) | run, allow_nan=False) for row in (*rows, *choices)]
     replace_file(folder / RESULTS, lambda new: new.write_text("\n".join(lines) + "\n", encoding="utf-8"))
     report.write(folder, rows, facts, selection=choices)
 
@@ -169,7 +168,7 @@ class _Evaluation:
         self.tokens = [token for of_text in tokens for token in of_text]
         self.D = head_dim(self.model)
         self.key = fingerprint(self.model, self.tokens, args.limit, args.seed, args.prefill_step_size, args.batch)
-        self.journal = Journal(args.out and args.out / "trials.jsonl", "eval", self.key, Trial.read)
+        self.journal = Journal(args.out and args.out / "trials.jsonl", "eval", self.key, Trial)
 
     def rows(self) -> Iterator[Row]:
         """Of all contexts and tasks."""
@@ -234,7 +233,7 @@ class _Evaluation:
                 kept = {"out": args.out, "key": self.key}
                 yield from compare_choices(self.model, self.tokens, context=context, **asked, **kept)
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Facts:
         """What the figures belong to."""
         args = self.args
         return run_facts(

@@ -134,7 +134,7 @@ def run(
     prefill: bool = False,
 ) -> list[Row]:
     """Every subject under dense attention and every method; what the journal knows is not run again."""
-    journal = journal or Journal(None, "", "", Trial.read)
+    journal = journal or Journal(None, "", "", Trial)
     found: dict[Arm, list[Trial]] = {arm: [] for arm in (DENSE, *arms)}
     keys = {arm: arm.key for arm in found}
     depths: list[float | None] = []
@@ -146,7 +146,7 @@ def run(
             if any(name not in journal.results for name in names):
                 for name, trial in zip(names, subject.trials(arm), strict=True):
                     if name not in journal.results:
-                        journal.add(name, trial, trial.as_dict())
+                        journal.add(name, trial)
             trials += [journal.results[name] for name in names]
             progress.update(len(names))
     dense = found[DENSE]

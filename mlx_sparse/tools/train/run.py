@@ -25,7 +25,7 @@ from ..evaluate.journal import Journal
 from ..evaluate.texts import check as check_texts
 from .collect import Collection, Place, collect, find_places
 from .layers import Recipe, half, make_centroids, make_layer, report_layer
-from .report import HeadReport, as_dict, table
+from .report import HeadReport, LayerReport, as_dict, table
 from .rows import Distances
 from .train import Training
 from .work import alone, clear
@@ -272,7 +272,7 @@ def _layers(
     """Every layer and its report; those that an interrupted command finished are read."""
     from tqdm import tqdm
 
-    journal = Journal(folder / "report.jsonl", "train-saap", key, _read_heads)
+    journal = Journal(folder / "report.jsonl", "train-saap", key, LayerReport)
     steps = recipe.training.steps if recipe.training else 1
     train, held_out = collections
     layers = {}
@@ -289,12 +289,12 @@ def _layers(
                 roped = make_centroids(texts, recipe, roped=True)
                 heads = report_layer(number, held_out.texts(number), layer, roped, rows, recipe)
                 write_tensors(path, (layer if space == "before_rope" else half(Layer(mx.array(roped)))).arrays())
-                journal.add(str(number), heads, {"heads": [asdict(head) for head in heads]})
+                journal.add(str(number), LayerReport(heads))
                 checkpoint.unlink(missing_ok=True)
                 if recipe.training is None:
                     progress.update(1)
             layers[number] = _load(path)
-    return layers, [head for number in train.places for head in journal.results[str(number)]]
+    return layers, [head for number in train.places for head in journal.results[str(number)].heads]
 
 
 def _load(path: Path) -> Layer:
@@ -302,12 +302,6 @@ def _load(path: Path) -> Layer:
     if not {"centroids"} <= tensors.keys() <= Layer.__dataclass_fields__.keys():
         raise ArtefactError(f"{path}: expected a layer that this command has trained, got another file. Delete it.")
     return Layer(**tensors)
-
-
-def _read_heads(data: Any) -> list[HeadReport]:
-    if not isinstance(data, dict) or not isinstance(data.get("heads"), list):
-        raise ValueError(data)  # noqa: TRY004 - what a journal expects of data that is not its own
-    return [HeadReport.read(head) for head in data["heads"]]
 
 
 def _key(collected: Sequence[str], options: dict[str, Any]) -> str:

@@ -142,7 +142,7 @@ def _tune(args: argparse.Namespace, state: Path | None) -> list[Tuned]:
         model,
         tokenizer,
         tokens,
-        Journal(state, "tune-sample", fingerprint(model, tokens, *options), Trial.read),
+        Journal(state, "tune-sample", fingerprint(model, tokens, *options), Trial),
         whole_grid(args.alpha_column, args.alpha_slash, args.chunks),
         args.examples,
         args.seed,

@@ -14,7 +14,7 @@ import mlx.core as mx
 from ...checks import ConfigError
 from ...lm import sparse
 from ...methods import Sample
-from ..evaluate.journal import Journal, fields, number
+from ..evaluate.journal import Journal
 from ..evaluate.runner import passage_logits
 from ..evaluate.tasks import RETRIEVAL, Passage
 
@@ -49,14 +49,6 @@ class Trial:
     density: float
     sampled: float
     seconds: float
-
-    @classmethod
-    def read(cls, data: Any) -> Trial:
-        """What `asdict` made; raises `ValueError` if it did not."""
-        right, scored, density, sampled, seconds = fields(data, *cls.__annotations__)
-        scored = int(number(scored, 1))
-        right = int(number(right, 0, scored))
-        return cls(right, scored, number(density, 0, 1), number(sampled, 0, 1), number(seconds, 0))
 
 
 @dataclass(frozen=True)
@@ -154,7 +146,7 @@ class Search:
                 name = f"{task}/{length}/{i}/{setting or 'dense'}"
                 if name not in self.journal.results:
                     trial = self._try(setting, passage)
-                    self.journal.add(name, trial, asdict(trial))
+                    self.journal.add(name, trial)
                 found.append(self.journal.results[name])
                 progress.update()
         everything = list(itertools.chain(*trials.values()))

@@ -1,4 +1,4 @@
-"""How pictures look, and SVG that changes only when the figures do."""
+"""How pictures look."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from functools import wraps
 from itertools import islice
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
-from xml.etree import ElementTree
 
 from ....methods import METHODS
 
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-REFERENCE = re.compile(r"url\(#([^)]+)\)")
-SVG, XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 DENSE = "#000000"
 OTHER = "#666666"
@@ -51,7 +48,6 @@ RC = {
     "lines.linewidth": 1.4,
     "lines.markersize": 5,
     "svg.fonttype": "none",  # small files whose words can be read, selected and searched
-    "svg.hashsalt": "mlx-sparse",
     "text.parse_math": False,  # a name may hold dollars
     "xtick.labelsize": 8,
     "ytick.labelsize": 8,
@@ -59,11 +55,11 @@ RC = {
 
 
 @contextmanager
-def _style() -> Iterator[None]:
+def _style(name: str = "") -> Iterator[None]:
     """Our settings and no others: a user's matplotlibrc changes no picture."""
     from matplotlib import style
 
-    with style.context(RC, after_reset=True), warnings.catch_warnings():
+    with style.context(RC | {"svg.hashsalt": f"mlx-sparse {name}"}, after_reset=True), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from")  # the reader's fonts draw the text, not ours
         yield
 
@@ -166,62 +162,10 @@ def clean(text: Any, longest: int = LONGEST) -> str:
     return line if len(line) <= longest else f"{line[:half]}…{line[-half:]}"
 
 
-def svg(figure: Figure) -> ElementTree.Element:
-    """The figure as SVG: no date, no version, no id that nothing refers to."""
-    with _style():
-        file = io.BytesIO()
-        empty = dict.fromkeys(("Date", "Creator", "Type", "Format"))
-        figure.savefig(file, format="svg", metadata=empty)
-    root = ElementTree.fromstring(file.getvalue())
-    for child in list(root):
-        if child.tag == f"{{{SVG}}}metadata":
-            root.remove(child)
-    _drop_styles(root)
-    root.set("style", "stroke-linejoin: round; stroke-linecap: butt")
-    wanted = set(_references(root))
-    for element in root.iter():
-        if element.get("id") not in wanted:
-            element.attrib.pop("id", None)
-        if element.tag != f"{{{SVG}}}text":  # indentation
-            element.text = None
-        element.tail = None
-    return root
-
-
-def _drop_styles(root: ElementTree.Element) -> None:
-    """Without matplotlib's style sheet, which would reach the whole page: `svg` says the same on the root."""
-    for parent in root.iter():
-        for child in list(parent):
-            if child.tag == f"{{{SVG}}}style":
-                parent.remove(child)
-
-
-def _references(root: ElementTree.Element) -> Iterator[str]:
-    """Ids that some element refers to."""
-    for element in root.iter():
-        for name, value in element.attrib.items():
-            if name == f"{{{XLINK}}}href" and value.startswith("#"):
-                yield value[1:]
-            yield from REFERENCE.findall(value)
-
-
-def to_file(root: ElementTree.Element) -> bytes:
-    """An SVG file."""
-    ElementTree.register_namespace("", SVG)
-    ElementTree.register_namespace("xlink", XLINK)
-    text: bytes = ElementTree.tostring(root, encoding="utf-8", xml_declaration=True)
-    return text + b"\n"
-
-
-def to_page(root: ElementTree.Element, prefix: str) -> ElementTree.Element:
-    """A copy for an HTML page, which needs no namespaces and where ids of several pictures must differ."""
-
-    copy = ElementTree.Element(root.tag.removeprefix(f"{{{SVG}}}"))
-    copy.text, copy.tail = root.text, root.tail
-    for name, value in root.attrib.items():
-        if name == f"{{{XLINK}}}href":
-            copy.set("href", f"#{prefix}{value[1:]}" if value.startswith("#") else value)
-        else:
-            copy.set(name, prefix + value if name == "id" else REFERENCE.sub(rf"url(#{prefix}\1)", value))
-    copy.extend(to_page(child, prefix) for child in root)
-    return copy
+def svg(figure: Figure, name: str = "") -> str:
+    """The figure as SVG, the same for the same figures; ``name`` is in the ids that its parts refer to."""
+    file = io.StringIO()
+    with _style(name):
+        figure.savefig(file, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Type", "Format")))
+    # Nothing refers to groups and images, and a page with several pictures may have each id only once.
+    return re.sub(r'(<(?:g|image)\b[^>]*?) id="[^"]*"', r"\1", file.getvalue())
