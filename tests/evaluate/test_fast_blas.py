@@ -61,7 +61,7 @@ def test_nothing_is_fetched_unless_asked_for_and_one_line_offers_it(name: str, f
 @every_command
 def test_it_is_fetched_where_it_is_asked_for_and_without_it_the_command_goes_on(name: str, capfd: Any) -> None:
     told = fails(capfd, f"{COMMANDS[name]} --fast-blas")
-    assert "No fast BLAS, going on slower: scipy==1.13.1: expected one wheel from pip" in told
+    assert "No fast BLAS, going on slower: scipy==1.13.1: expected one file from pip" in told
     assert blas.OFFER not in told
 
 
