@@ -87,7 +87,7 @@ def test_every_truncation_is_refused(path: Path) -> None:
         with pytest.raises(ArtefactError, match=r"expected .*, got .*\. Train it again\."):
             load(path)
     path.write_bytes(content + b"\0")
-    with pytest.raises(ArtefactError, match="bytes of data"):
+    with pytest.raises(ArtefactError, match="not fully covered"):
         load(path)
 
 
@@ -111,12 +111,11 @@ def test_a_damaged_byte_of_the_header_is_refused_or_harmless(path: Path) -> None
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "truncated"),
-        (b"GGUF" * 100, "another file"),
-        ((1 << 63).to_bytes(8, "little") + b"{}", "another file"),
-        ((2).to_bytes(8, "little") + b"[]", "damaged header"),
+        (b"", "header too small"),
+        (b"GGUF" * 100, "header too large"),
+        ((2).to_bytes(8, "little") + b"[]", "invalid JSON"),
         ((2).to_bytes(8, "little") + b"{}", "something else"),
-        ((100_000).to_bytes(8, "little") + b"[" * 100_000, "damaged header"),
+        ((100_000).to_bytes(8, "little") + b"[" * 100_000, "invalid JSON"),
     ],
 )
 def test_foreign_files_are_refused(path: Path, content: bytes, message: str) -> None:
@@ -142,7 +141,7 @@ def test_another_safetensors_file_is_refused(path: Path) -> None:
     with pytest.raises(ArtefactError, match="something else"):
         load(path)
     mx.save_safetensors(str(path), {"weight": mx.zeros((2, 2), mx.bfloat16)})
-    with pytest.raises(ArtefactError, match="damaged header"):
+    with pytest.raises(ArtefactError, match="tensors of other types than F16 and F32"):
         load(path)
 
 
@@ -173,7 +172,7 @@ def test_a_description_that_does_not_fit_is_refused(path: Path, changes: dict[st
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("layers.1.out_bias", None, "bytes of data|gaps"),
+        ("layers.1.out_bias", None, "none that can be read"),
         ("layers.1.out_bias", "layers.1.bias", "unknown tensor"),
         ("layers.1.out_bias", "layers.01.out_bias", "unknown tensor"),
         ("layers.1.out_bias", "layers.2.out_bias", "other shapes in layer [12]"),

@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 
 from ...artefact import MAX_HIDDEN, Artefact, Layer, identity, load, versions
-from ...artefact.tensors import read_header, read_tensors, write_tensors
+from ...artefact.tensors import read_tensors, write_tensors
 from ...checks import MAX_BUCKETS, ArtefactError, ConfigError, Parser, check_int
 from ...methods import SAAP
 from ..assets import blas
@@ -298,7 +298,7 @@ def _layers(
 
 
 def _load(path: Path) -> Layer:
-    tensors = read_tensors(path, read_header(path))
+    tensors, _ = read_tensors(path)
     if not {"centroids"} <= tensors.keys() <= Layer.__dataclass_fields__.keys():
         raise ArtefactError(f"{path}: expected a layer that this command has trained, got another file. Delete it.")
     return Layer(**tensors)

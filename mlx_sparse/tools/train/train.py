@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...artefact import Layer
-from ...artefact.tensors import read_header, read_tensors, write_tensors
+from ...artefact.tensors import read_tensors, write_tensors
 from ...checks import ArtefactError
 from . import network
 from .network import Params, Spread
@@ -151,11 +151,10 @@ class Adam:
         """
         parts = {"params": like.params, "first": like.first, "second": like.second}
         wanted = {f"{part}.{name}": array.shape for part, of in parts.items() for name, array in of.items()}
-        header = read_header(path)
-        step = header.metadata.get("step", "")
-        if header.shapes != wanted or not (step.isdecimal() and len(step) < 10):
+        arrays, metadata = read_tensors(path)
+        step = metadata.get("step", "")
+        if {name: array.shape for name, array in arrays.items()} != wanted or not step.isdecimal():
             raise ArtefactError(f"{path}: expected a checkpoint of this training, got another file. Delete it.")
-        arrays = read_tensors(path, header)
         params, first, second = ({name: arrays[f"{part}.{name}"] for name in like.params} for part in parts)
         return cls(params, first, second, int(step))
 
