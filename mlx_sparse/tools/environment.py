@@ -36,10 +36,11 @@ def memory() -> int:
 
 def versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str | None]:
     """Of Python and of the packages that figures depend on; None for one that is not installed."""
-    return {"python": platform.python_version(), **{name: _version(name) for name in packages}}
+    return {"python": platform.python_version(), **{name: version_of(name) for name in packages}}
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """The installed version of a package; None if there is none."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -15,11 +15,11 @@ from ...common.files import replace_file
 from ...lm.model import select_methods
 from ...methods import parse
 from ..assets import blas
-from ..assets.models import DEFAULT, add_model_options, check_model
+from ..assets.models import DEFAULT
 from ..assets.store import cache_directory
 from . import report, texts
 from .budget import read_budget
-from .inputs import encode_texts, fingerprint, head_dim, load_model
+from .inputs import add_options, check_options, encode_texts, fingerprint, head_dim, load_model
 from .journal import Journal, as_json
 from .metadata import Facts, run_facts
 from .report.read import RESULTS
@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
         "--limit 50 --out results",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_model_options(parser)
+    add_options(parser)
     parser.add_argument(
         "--methods", metavar="METHOD,...", nargs="+", default=[], help="such as sparq:rank=16,h2o,sample:dense_below=0"
     )
@@ -94,15 +94,8 @@ def _parser() -> argparse.ArgumentParser:
         help="shares of dense attention's transfers, such as 1/2,1/8: settings that METHOD does not name follow from "
         "the papers' formulae (default: the methods as they are)",
     )
-    parser.add_argument(
-        "--text",
-        metavar="TEXT",
-        nargs="+",
-        help=f"files, or {', '.join(texts.NAMES)} (default: {texts.DEFAULT}, its language reference)",
-    )
     parser.add_argument("--context", metavar="N,...", nargs="+", default=["2k"], help="prompt tokens (default: 2k)")
     parser.add_argument("--limit", metavar="N", type=int, default=6, help="examples per task (default: 6)")
-    parser.add_argument("--seed", metavar="N", type=int, default=0, help="for the places in the text (default: 0)")
     parser.add_argument("--batch", metavar="N", type=int, default=8, help="examples decoded together (default: 8)")
     parser.add_argument(
         "--prefill-step-size",
@@ -118,9 +111,6 @@ def _parser() -> argparse.ArgumentParser:
         help="write results.jsonl, pictures and report.html there, and keep every result there as it comes: "
         "the same command goes on where it stopped",
     )
-    parser.add_argument("--cache-dir", metavar="DIR", help="where the default model goes (default: user's cache)")
-    blas.add_option(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON lines")
     return parser
 
 
@@ -144,8 +134,7 @@ def _check(args: argparse.Namespace) -> None:
     check_int("--prefill-step-size", args.prefill_step_size, 1)
     for context in args.context:
         check_int("--context", context, SHORTEST)
-    check_model(args.model, cache_directory(args.cache_dir), args.accept_licence)
-    texts.check(args.text)
+    check_options(args)
     if args.out is not None:
         report.check()
         args.out.mkdir(parents=True, exist_ok=True)

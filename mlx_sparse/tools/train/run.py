@@ -18,9 +18,8 @@ from ...artefact.tensors import read_tensors, write_tensors
 from ...checks import MAX_BUCKETS, ArtefactError, ConfigError, Parser, check_int
 from ...methods import SAAP
 from ..assets import blas
-from ..assets.models import add_model_options, check_model
 from ..assets.store import cache_directory
-from ..evaluate.inputs import fingerprint, load_model, read_tokens
+from ..evaluate.inputs import add_options, check_options, fingerprint, load_model, read_tokens
 from ..evaluate.journal import Journal
 from ..evaluate.texts import check as check_texts
 from .collect import Collection, Place, collect, find_places
@@ -85,8 +84,7 @@ def _parser() -> argparse.ArgumentParser:
         "room first. An interrupted command goes on where it stopped when it is given again.",
     )
     number: dict[str, Any] = {"metavar": "N", "type": int}
-    add_model_options(parser)
-    parser.add_argument("--text", metavar="FILE", nargs="+", help="text files (default: Python's language reference)")
+    add_options(parser)
     parser.add_argument("--held-out", metavar="FILE", nargs="+", help="text for the report (default: the text's end)")
     parser.add_argument("-o", "--out", metavar="FILE.safetensors", type=Path, required=True, help="what to write")
     parser.add_argument("--buckets", default=1024, help="clusters of keys per KV head (default: 1024)", **number)
@@ -124,10 +122,6 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         help="keep what is collected and trained there (default: only until done)",
     )
-    parser.add_argument("--seed", default=0, help="(default: 0)", **number)
-    parser.add_argument("--cache-dir", metavar="DIR", help="where the default model goes (default: user's cache)")
-    blas.add_option(parser)
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
     return parser
 
 
@@ -151,8 +145,7 @@ def _check(args: argparse.Namespace) -> None:
     args.distances = Distances(args.sink_tokens, args.recent_tokens, args.farther_than)
     if args.context is not None:
         _check_context(args.context, args.distances.exact)
-    check_model(args.model, cache_directory(args.cache_dir), args.accept_licence)
-    check_texts(args.text)
+    check_options(args)
     check_texts(args.held_out, "--held-out")
 
 
