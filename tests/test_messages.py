@@ -5,16 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import resource
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import commands
 import pytest
+from commands import files_of_at_most
 from require import absent
-from tiny_models import VOCAB, write
+from tiny_models import write
 
 from mlx_sparse import cli
 from mlx_sparse.checks import (
@@ -155,19 +154,6 @@ def test_a_comma_in_place_of_the_colon_is_pointed_out(text: str) -> None:
     assert "Write 'sparq:rank=16" in message
 
 
-@contextmanager
-def files_of_at_most(size: int) -> Iterator[None]:
-    """Writing more than ``size`` bytes fails as on a full disk: in the write, which names no file."""
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, handler)
-
-
 def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
     file, results = tmp_path / "whole.txt", tmp_path / "results.jsonl"
     journal = Journal(results, "test", "key", Depth)
@@ -193,7 +179,7 @@ def test_eval_on_a_full_disk_is_one_line_with_the_file(
     monkeypatch.setattr(blas, "use", lambda *_: None)
     write(tmp_path / "model")
     text = tmp_path / "text.txt"
-    text.write_text(" ".join(f"w{1 + (i * i + i // 7) % (VOCAB - 1)}" for i in range(1800)))
+    text.write_text(commands.text(1800))
     out, before = tmp_path / "out", tmp_path / "before"
     argv = ["eval", "--model", str(tmp_path / "model"), "--context", "512", "--text", str(text), "--limit", "1"]
     argv += ["--methods", "sparq:rank=4,top_k=4,dense_below=0", "--tasks", "repetition", "--out"]

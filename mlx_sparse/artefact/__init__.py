@@ -44,7 +44,7 @@ class Layer:
         return self.hidden_weight is not None
 
     def arrays(self) -> dict[str, mx.array]:
-        """Those that there are, by name."""
+        """The arrays that the layer has, by name."""
         return {name: array for name in ("centroids", *NETWORK) if (array := getattr(self, name)) is not None}
 
 
@@ -141,7 +141,7 @@ def load(path: str | Path) -> Artefact:
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that a result depends on."""
+    """The versions of the packages that a result depends on."""
     return {name: version(name) for name in ("mlx-sparse-attention", "mlx", "mlx-lm")}
 
 

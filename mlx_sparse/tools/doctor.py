@@ -43,7 +43,7 @@ def examine() -> dict[str, Any]:
 
 
 def text(findings: dict[str, Any]) -> str:
-    """The findings for people."""
+    """What `examine` found as lines for people."""
     packages = ", ".join(f"{name} {version or 'not installed'}" for name, version in findings["packages"].items())
     lines = [
         f"mlx-sparse-attention {findings['version']}, Python {findings['python']}, {findings['platform']}",

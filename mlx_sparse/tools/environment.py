@@ -1,4 +1,4 @@
-"""On what something is measured; no serial numbers, no names."""
+"""The machine on which something is measured, without serial numbers and names."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def hardware() -> dict[str, Any]:
 
 
 def memory() -> int:
-    """Bytes of this machine."""
+    """The bytes of memory of this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str | None]:
-    """Of Python and of the packages that figures depend on; None for one that is not installed."""
+    """The versions of Python and of the packages that figures depend on; None for one that is not installed."""
     return {"python": platform.python_version(), **{name: version_of(name) for name in packages}}
 
 

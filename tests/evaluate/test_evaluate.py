@@ -6,12 +6,14 @@ import math
 from pathlib import Path
 from typing import Any
 
+import commands
 import mlx.core as mx
 import numpy as np
 import pytest
+from commands import Progress
 from mlx_lm.models.cache import make_prompt_cache
 from text_tokenizers import Words
-from tiny_models import VOCAB, build
+from tiny_models import build
 
 import mlx_sparse
 from mlx_sparse.tools.evaluate import runner, score
@@ -23,17 +25,7 @@ from mlx_sparse.tools.evaluate.tasks import BITS_TOKENS, Example, Passage
 from mlx_sparse.tools.evaluate.variants import DENSE, Arm
 
 CONTEXT = 400
-TOKENS = [1 + (i * i + i // 7) % (VOCAB - 1) for i in range(4 * (CONTEXT + BITS_TOKENS))]
-
-
-class Progress:
-    """Counts what a progress bar is told."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def update(self, n: int = 1) -> None:
-        self.count += n
+TOKENS = commands.tokens(4 * (CONTEXT + BITS_TOKENS))
 
 
 def arms(*methods: str) -> list[Arm]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 import pytest
+from commands import Killed, Progress
 
 from mlx_sparse import oracle
 from mlx_sparse.artefact import Layer
@@ -349,23 +349,6 @@ def test_a_head_with_too_few_rows_keeps_the_kmeans_router() -> None:
     np.testing.assert_array_equal(np.array(alone.out_bias), 0)
 
 
-class Killed(Exception):
-    """Stands for a signal."""
-
-
-@dataclass
-class Progress:
-    """A bar that may end the process at some step."""
-
-    kill_at: int = -1
-    n: int = 0
-
-    def update(self, n: int) -> None:
-        self.n += n
-        if self.n == self.kill_at:
-            raise Killed
-
-
 def same(a: Layer, b: Layer) -> None:
     for name, array in a.arrays().items():
         np.testing.assert_array_equal(np.array(array), np.array(b.arrays()[name]), err_msg=name)
@@ -383,7 +366,7 @@ def test_a_training_that_was_killed_gives_the_same_as_one_that_was_not(
     resumed = Progress()
     layer = train_layer(rows, unit_centroids(), TRAINING, scale=SCALE, checkpoint=checkpoint, progress=resumed)
     same(layer, whole)
-    assert resumed.n == TRAINING.steps
+    assert resumed.count == TRAINING.steps
     assert [path.name for path in tmp_path.iterdir()] == [checkpoint.name]
 
 

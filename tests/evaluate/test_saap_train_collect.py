@@ -9,14 +9,14 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from commands import Progress, tokens
 from mlx_lm.models.cache import make_prompt_cache
 from places import FIXTURES
-from test_saap_train import Progress
 from tiny_models import build
 
 from mlx_sparse.tools.train.collect import collect, find_places
 
-TOKENS = [1 + (i * i + i // 7) % 95 for i in range(1200)]
+TOKENS = tokens(1200)
 
 
 def test_collected_rows_are_those_of_the_model(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ import resource, sys
 sys.path[:0] = {folders!r}
 from pathlib import Path
 from tiny_models import build
-from test_saap_train import Progress
+from commands import Progress
 from mlx_sparse.tools.train.collect import collect, find_places
 model = build(head_dim=256)
 windows = [[1 + (i * i + i // 7 + w) % 95 for i in range(1024)] for w in range(int(sys.argv[1]))]
@@ -86,7 +86,7 @@ options = dict(queries=1000, first=0, seed=0, key="k", progress=Progress())
 found = collect(model, find_places(model, 0), windows, Path(sys.argv[2]), **options)
 print(found.bytes, 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
-    script = script.format(folders=[str(FIXTURES), str(Path(__file__).parent)])
+    script = script.format(folders=[str(FIXTURES)])
     sizes = []
     for windows in (2, 8):
         place = tmp_path / str(windows)

@@ -42,9 +42,9 @@ def from_json(kind: Any, value: Any) -> Any:
         ValueError, TypeError: the data is something else.
     """
     origin, inner = get_origin(kind), get_args(kind)
-    if is_dataclass(kind):
+    if isinstance(kind, type) and is_dataclass(kind):
         hints = _hints(kind)
-        return kind(**{name: from_json(hint, value[name]) for name, hint in hints.items() if name in value})  # type: ignore[operator]
+        return kind(**{name: from_json(hint, value[name]) for name, hint in hints.items() if name in value})
     if origin is UnionType:
         return None if value is None else from_json(inner[0], value)
     if origin is list and isinstance(value, list):
@@ -107,7 +107,7 @@ class Journal(Generic[T]):
             replace_file(path, lambda new: new.write_text(header, encoding="utf-8"))
 
     def add(self, name: str, result: T) -> None:
-        """Keep ``result``."""
+        """Keep ``result`` under ``name``, and write it to the file at once."""
         self.results[name] = result
         if self.path is not None:
             line = json.dumps({"name": name, "result": as_json(result)}, allow_nan=False)

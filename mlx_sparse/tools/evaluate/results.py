@@ -116,7 +116,7 @@ class Row:
 
     @property
     def served(self) -> str:
-        """ "dense" (the baseline), "sparse", "partly" (some calls were dense) or "fell back" (all of them were)."""
+        """What ran: "dense" (the baseline), "sparse", "partly" (not all calls were) or "fell back" (none was)."""
         if self.method == "dense":
             return "dense"
         if not self.sparse_calls:
@@ -130,7 +130,7 @@ class Row:
 
     @property
     def sparse_share(self) -> float:
-        """Of the calls that the method was asked about."""
+        """The share of the calls that the method was asked about which were sparse."""
         return self.sparse_calls / max(1, self.sparse_calls + self.dense_calls)
 
 

@@ -160,7 +160,7 @@ class _Evaluation:
         self.journal = Journal(args.out and args.out / "trials.jsonl", "eval", self.key, Trial)
 
     def rows(self) -> Iterator[Row]:
-        """Of all contexts and tasks."""
+        """The rows of all contexts and tasks, each as soon as its examples have run."""
         from tqdm import tqdm
 
         from .runner import run

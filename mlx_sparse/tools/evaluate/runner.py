@@ -44,14 +44,20 @@ class Subject(Protocol):
 
 
 class Steps:
-    """Prompts of one length, and the steps after them: teacher-forced, a token of each at a time, by the model's own
-    decode."""
+    """Prompts of one length, and the steps after them.
+
+    They are teacher-forced: a token of each example at a time, by the model's own decode.
+    """
 
     def __init__(
         self, model: Any, tokenizer: Any, examples: Sequence[Example], step: int, *, observed: str | None = None
     ) -> None:
-        """``step`` is that of prompts which are themselves processed sparsely; ``observed`` is a method that has to see
-        the dense prompts which all methods go on from."""
+        """Take examples that are decoded together.
+
+        Args:
+            step: tokens at a time of prompts that are themselves processed sparsely.
+            observed: a method that has to see the dense prompts, from which all methods go on.
+        """
         self.model, self.tokenizer, self.examples, self.step = model, tokenizer, examples, step
         self.observed = observed
         self.depths = [example.depth for example in examples]
@@ -77,6 +83,7 @@ class Steps:
         return logp
 
     def trials(self, arm: Arm) -> list[Trial]:
+        """What a method makes of each example's target."""
         if arm == DENSE:
             each = zip(self.reference, self.targets, strict=True)  # one at a time: a vocabulary can be large
             return [Trial(found) for found in self._outcomes([figures_of(logp, logp, tokens) for logp, tokens in each])]
@@ -99,7 +106,7 @@ class Prompt:
     """A passage run through the method's own prefill."""
 
     def __init__(self, model: Any, tokenizer: Any, passage: Passage, step: int, *, mass: bool = False) -> None:
-        """With ``mass``, retained mass is measured too, for which every score is computed."""
+        """Take a passage; ``mass`` says whether retained mass is measured too, for which every score is computed."""
         self.model, self.passage, self.step, self.mass = model, passage, step, mass
         self.depths: list[float | None] = [None]
         self.digests = [digest(passage)]
@@ -114,6 +121,7 @@ class Prompt:
         return passage_logits(self.model, self.passage, self.step)[0]
 
     def trials(self, arm: Arm) -> list[Trial]:
+        """What a method makes of the passage: a list of one."""
         targets = self.passage.targets
         if arm == DENSE:
             return [Trial(prompt_outcome(self.reference, self.reference, targets, self.n_bytes))]

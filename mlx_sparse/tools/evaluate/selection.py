@@ -190,7 +190,7 @@ def _measure(
     top_k: int,
     progress: Any,
 ) -> dict[int, Array]:
-    """By layer ``(choices, figures)``: means over the last queries of one text, which runs densely."""
+    """The figures ``(choices, figures)`` by layer: means over the last queries of one text, which runs densely."""
     caches = make_prompt_cache(model)
     found = {layer: np.zeros((len(choices), FIGURES)) for layer in layers}
 
@@ -255,12 +255,12 @@ def _compare_steps(
 
 
 def _captured(weights: mx.array, indices: mx.array) -> mx.array:
-    """Of ``weights (B, Hkv, G, S)`` those at ``indices (B, Hkv, k)``, summed: ``(B, Hkv, G)``."""
+    """The sum ``(B, Hkv, G)`` of the ``weights (B, Hkv, G, S)`` at ``indices (B, Hkv, k)``."""
     return mx.take_along_axis(weights, indices[:, :, None, :], axis=-1).sum(axis=-1)
 
 
 def table(rows: Sequence[SelectionRow]) -> str:
-    """Markdown."""
+    """The rows as a Markdown table."""
     header = ["component score", "rank", "context", "n", "agreement", "worst layer", "mass", "exact choice"]
     lines = []
     for row in rows:

@@ -38,7 +38,7 @@ class HeadReport:
 
 @dataclass(frozen=True)
 class LayerReport:
-    """The ``heads`` of one layer."""
+    """The reports of the KV heads of one layer, as the journal keeps them."""
 
     heads: list[HeadReport]
 
@@ -70,7 +70,7 @@ def table(heads: Sequence[HeadReport]) -> str:
 
 
 def summary(heads: Sequence[HeadReport]) -> dict[str, Any]:
-    """Means over heads."""
+    """The means of rows, losses and recall over the heads."""
     losses = {name for found in heads for name in found.loss}
     return {
         "rows": mean(found.rows for found in heads),
@@ -83,5 +83,5 @@ def summary(heads: Sequence[HeadReport]) -> dict[str, Any]:
 
 
 def as_dict(heads: Sequence[HeadReport]) -> dict[str, Any]:
-    """Plain data for JSON."""
+    """The heads and their means as plain data for JSON."""
     return {"selectivities": list(SELECTIVITIES), "mean": summary(heads), "heads": [asdict(found) for found in heads]}

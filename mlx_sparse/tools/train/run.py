@@ -43,7 +43,7 @@ LEAST = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train; return the exit code."""
+    """Run ``mlx-sparse train-saap`` with these arguments; return the exit code."""
     args = _parser().parse_args(argv)
     _check(args)
     blas.use(args.fast_blas, ["train-saap", *argv], cache_directory(args.cache_dir))

@@ -106,7 +106,7 @@ def table(tuned: Sequence[Tuned]) -> str:
 
 
 def as_dict(tuned: Sequence[Tuned], model: str, block_size: int) -> dict[str, Any]:
-    """Plain data for JSON."""
+    """Everything that was measured and chosen as plain data for JSON."""
     ranges = [
         {
             "up_to": found.up_to,

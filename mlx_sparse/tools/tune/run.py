@@ -26,7 +26,7 @@ LENGTHS = tuple(length << 10 for length in (8, 32, 64, 96, 128))  # one in each 
 
 
 def main(argv: Sequence[str]) -> int:
-    """Tune; return the exit code."""
+    """Run ``mlx-sparse tune-sample`` with these arguments; return the exit code."""
     args = _parser().parse_args(argv)
     _check(args)
     blas.use(args.fast_blas, ["tune-sample", *argv], cache_directory(args.cache_dir))

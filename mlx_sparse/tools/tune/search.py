@@ -23,7 +23,7 @@ ENOUGH = 0.9  # share of dense attention's accuracy that the speed-first setting
 
 @dataclass(frozen=True, order=True)
 class Setting:
-    """What is searched."""
+    """The parameters of SampleAttention that are searched."""
 
     alpha_column: float
     alpha_slash: float
@@ -68,6 +68,7 @@ class Measured:
 
     @property
     def accuracy(self) -> float:
+        """The mean of the tasks' accuracies."""
         return mean(self.tasks.values())
 
     @property
@@ -76,7 +77,7 @@ class Measured:
         return self.density + self.sampled / 2
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """The setting and its figures as plain data for JSON."""
         setting = asdict(self.setting) if self.setting else {}
         figures = {"accuracy": self.accuracy, "tasks": self.tasks, "density": self.density, "sampled": self.sampled}
         return {**setting, **figures, "work": self.work, "seconds": self.seconds}

@@ -64,7 +64,7 @@ def write(
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write one picture as SVG."""
+    """Write ``figure`` as the SVG file ``path``, at once or not at all."""
     _replace(path, style.svg(figure))
 
 

@@ -156,7 +156,7 @@ def _limit(ax: Axes, of: str) -> None:
 
 
 def _scale(ax: Axes, shares: Sequence[float], *, log: bool) -> None:
-    """From 1/16, or less where it is needed, to all; each tick is half of the next one."""
+    """Let the axis go from 1/16, or less where it is needed, to all; each tick is half of the next one."""
     if not log:
         ax.set_xlim(0, 1.03)
         return

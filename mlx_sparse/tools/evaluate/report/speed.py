@@ -99,6 +99,7 @@ def draw_speed(rows: Sequence[Speed]) -> Figure | None:
 
 
 def timed(row: Speed) -> bool:
+    """Whether a row has the times of both sides, which it has not where the method's result was wrong."""
     return not row.failed and row.sparse_us is not None and row.dense_us is not None
 
 

@@ -76,7 +76,7 @@ def styled(draw: Callable[P, T]) -> Callable[P, T]:
 
 
 def name_of(method: str) -> str:
-    """Of a label such as ``sample+sparq:rank=16`` or ``sparq on ops``: the method that decodes, or runs a prompt."""
+    """The method that decodes, or runs a prompt, in a label such as ``sample+sparq:rank=16`` or ``sparq on ops``."""
     return method.rpartition("+")[2].partition(":")[0].partition(" ")[0]
 
 

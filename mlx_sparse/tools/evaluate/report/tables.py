@@ -93,7 +93,7 @@ def _about(rows: Sequence[Row]) -> list[Column]:
 
 
 def _method(row: Row) -> str:
-    """As it was asked for, marked where it did not run so, and with the settings that ran below."""
+    """The method as it was asked for, marked where it did not run so, and with the settings that ran below."""
     text = Markup("<code>{}</code>").format(clean(row.method, LONGEST))
     if row.served == "fell back":
         text += Markup("<strong> ran densely</strong>")

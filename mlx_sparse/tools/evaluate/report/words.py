@@ -18,10 +18,11 @@ TITLES = {
 
 
 def title(task: str) -> str:
+    """The heading of a task; its name if it has none."""
     return TITLES.get(task, task)
 
 
 def count(examples: Iterable[int]) -> str:
-    """ "n = 50", or a range where rows differ."""
+    """The numbers of examples as "n = 50", or as a range where rows differ."""
     found = sorted(set(examples))
     return f"n = {found[0]:,}" if len(found) == 1 else f"n = {found[0]:,} to {found[-1]:,}"
