@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...checks import ConfigError
-from ...common.model_info import leaves, weights_hash
+from ...common.model_info import kv_shapes, weights_hash
 from ...lm.command import loading
 from .. import environment
 from ..assets import blas
@@ -79,14 +79,12 @@ def fingerprint(model: Any, tokens: Sequence[int], *options: Any) -> str:
 
 
 def head_dim(model: Any) -> int:
-    """Components of a key, by running the model on one token without evaluating it."""
-    import mlx.core as mx
-    from mlx_lm.models.cache import make_prompt_cache
+    """Components of a key of the first layer that keeps keys.
 
-    caches = make_prompt_cache(model)
-    model(mx.zeros((1, 1), mx.int32), cache=caches)
-    keys = next((cache.keys for cache in leaves(caches) if getattr(cache, "keys", None) is not None), None)
-    if keys is None:
+    Raises:
+        ConfigError: no layer does.
+    """
+    shape = next(filter(None, kv_shapes(model)), None)
+    if shape is None:
         raise ConfigError("--model: expected a model with a KV cache, got one without.")
-    size: int = keys.shape[-1]
-    return size
+    return shape[1]
