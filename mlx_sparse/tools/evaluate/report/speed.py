@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-SIZE = 3.6, 2.8  # of a panel, inches
-MOST_PANELS = 12
 STEP, WHOLE = "a decode step", "a prompt at once"
 MICRO, MILLI = (1.0, "microseconds"), (1e-3, "milliseconds")
 
@@ -68,7 +66,7 @@ class Speed:
     step: int | None = None
 
 
-@style.styled
+@style.styled()
 def draw_speed(rows: Sequence[Speed]) -> Figure | None:
     """Medians of dense attention and of each method, a panel for each shape, type, batch and size of a prompt's pieces.
 
@@ -81,8 +79,8 @@ def draw_speed(rows: Sequence[Speed]) -> Figure | None:
     for row in right:
         for what in _calls(row, right):
             panels.setdefault((row.shape, row.dtype, row.batch, what), []).append(row)
-    shown = list(panels.items())[:MOST_PANELS]
-    sheet = style.Sheet("Time of attention against the number of keys", len(shown), SIZE)
+    shown = list(panels.items())[: style.MOST_PANELS]
+    sheet = style.Sheet("Time of attention against the number of keys", len(shown), style.PANEL)
     lines = dict.fromkeys(map(line_of, right))
     looks = style.looks(lines)
     if len(lines) > len(looks):

@@ -5,20 +5,16 @@ from __future__ import annotations
 import io
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
 from itertools import islice
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from ....methods import METHODS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 DENSE = "#000000"
@@ -28,51 +24,36 @@ DASHES: Sequence[Any] = ("-", "--", ":", "-.", (0, (5, 1)), (0, (1, 1)), (0, (3,
 MARKERS = "o^sDvPX*<>"
 MOST_LINES, MOST_NOTES = 40, 12
 LONGEST, LONGEST_NOTE = 80, 120  # characters of a label and of a remark
+PANEL, MOST_PANELS = (3.6, 2.8), 12  # inches of a panel, and how many there are of them in a picture
 LEAST_WIDTH, LINE, NOTE = 5.2, 0.17, 0.135  # inches: of a figure, of a line of its legend, of one of its remarks
 
 RC = {
     "axes.grid": True,
     "axes.grid.axis": "y",
-    "axes.labelsize": 8,
     "axes.spines.right": False,
     "axes.spines.top": False,
     "axes.titlesize": 9,
-    "figure.facecolor": "white",
-    "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans", "Verdana"],  # as wide as one another, so a page without one looks the same
     "font.size": 8,
     "grid.alpha": 0.3,
-    "legend.fontsize": 8,
     "legend.frameon": False,
-    "legend.labelspacing": 0.35,
-    "lines.linewidth": 1.4,
-    "lines.markersize": 5,
     "svg.fonttype": "none",  # small files whose words can be read, selected and searched
     "text.parse_math": False,  # a name may hold dollars
-    "xtick.labelsize": 8,
-    "ytick.labelsize": 8,
 }
 
 
 @contextmanager
-def _style(name: str = "") -> Iterator[None]:
-    """Our settings and no others: a user's matplotlibrc changes no picture."""
+def styled(name: str = "") -> Iterator[None]:
+    """Draw with our settings and no others: a user's matplotlibrc changes no picture. Also a decorator.
+
+    Args:
+        name: of a picture; it is in the ids that parts of the SVG refer to.
+    """
     from matplotlib import style
 
     with style.context(RC | {"svg.hashsalt": f"mlx-sparse {name}"}, after_reset=True), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from")  # the reader's fonts draw the text, not ours
         yield
-
-
-def styled(draw: Callable[P, T]) -> Callable[P, T]:
-    """``draw`` under our settings."""
-
-    @wraps(draw)
-    def drawn(*args: P.args, **kwargs: P.kwargs) -> T:
-        with _style():
-            return draw(*args, **kwargs)
-
-    return drawn
 
 
 def name_of(method: str) -> str:
@@ -161,7 +142,7 @@ def clean(text: Any, longest: int = LONGEST) -> str:
 def svg(figure: Figure, name: str = "") -> str:
     """The figure as SVG, the same for the same figures; ``name`` is in the ids that its parts refer to."""
     file = io.StringIO()
-    with _style(name):
+    with styled(name):
         figure.savefig(file, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Type", "Format")))
     # Nothing refers to groups and images, and a page with several pictures may have each id only once.
     return re.sub(r'(<(?:g|image)\b[^>]*?) id="[^"]*"', r"\1", file.getvalue())
