@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -57,17 +55,10 @@ def test_the_command_prints_one_json_line_for_each_row(
     write(tmp_path / "model")
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
-    command = [sys.executable, "-m", "mlx_sparse.cli", "eval", "--model", str(tmp_path / "model"), "--context", "1024"]
+    command = ["-m", "mlx_sparse.cli", "eval", "--model", str(tmp_path / "model"), "--context", "1024"]
 
     def evaluate(*more: str) -> Any:
-        return subprocess.run(
-            [*command, *more],
-            env=blas_environment | without_torch,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=200,
-        )
+        return commands.run([*command, *more], blas_environment | without_torch)
 
     options = ["--methods", f"dense,sparq:rank=4,top_k=16,{SPARSE_SAMPLE}", "--limit", "1", "--text", str(text)]
     options += ["--out", str(tmp_path / "results"), "--prefill-step-size", "300"]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
+import commands
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -91,13 +90,7 @@ print(found.bytes, 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
     for windows in (2, 8):
         place = tmp_path / str(windows)
         place.mkdir()
-        done = subprocess.run(
-            [sys.executable, "-c", script, str(windows), str(place)],
-            env=blas_environment,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        done = commands.run(["-c", script, str(windows), str(place)], blas_environment)
         sizes.append([int(number) for number in done.stdout.split()])
     (few, least), (many, most) = sizes
     assert most - least < 0.25 * (many - few), sizes

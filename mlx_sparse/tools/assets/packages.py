@@ -30,10 +30,12 @@ def fetch(requirement: str, sha256: str, cache: Path, options: Sequence[str] = (
     Raises:
         ArtefactError: it cannot be had, or is another file.
     """
-    what, suffix, form = ("source archive", ".tar.gz", "--no-binary") if source else ("wheel", ".whl", "--only-binary")
+    what, suffix = ("source archive", ".tar.gz") if source else ("wheel", ".whl")
+    # What builds a source archive may come as wheels.
+    form = f"--no-binary={requirement.partition('==')[0]}" if source else "--only-binary=:all:"
     target = cache / f"{requirement.replace('==', '-')}-{sha256[:12]}{suffix}"
     if not target.exists():
-        _download(requirement, sha256, target, [f"{form}=:all:", *options])
+        _download(requirement, sha256, target, [form, *options])
     check_file(target, sha256, f"the {what} of {requirement}")
     return target
 
