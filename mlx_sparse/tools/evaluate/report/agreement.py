@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from . import style
-from .words import count
+from .style import count
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..results import Depth, Row
 from . import style
-from .words import count, title
+from .style import count, title
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,9 +11,8 @@ from markupsafe import Markup
 
 from ..metadata import Facts
 from ..results import Row
-from .style import REPLACEMENT
+from .style import REPLACEMENT, title
 from .tables import Table, tables
-from .words import title
 
 
 @dataclass(frozen=True)

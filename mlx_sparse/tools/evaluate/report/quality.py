@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..results import Row
 from . import style
-from .words import BITS, MASS, count, title
+from .style import BITS, MASS, count, title
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,4 +1,4 @@
-"""How pictures look."""
+"""How pictures look, and what tasks are called in them."""
 
 from __future__ import annotations
 
@@ -19,6 +19,17 @@ if TYPE_CHECKING:
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 DENSE = "#000000"
 OTHER = "#666666"
+BITS, MASS = "bits_per_byte", "retained_mass"
+
+TITLES = {
+    "repetition": "Repetition: copy on from an excerpt of the prompt",
+    BITS: "Bits per byte: predict real text",
+    "needle": "Needle: find what is stated once in a long text",
+    "key_value": "Key-value recall: find a key's value in a long list",
+    "multi_key": "Multi-key: find one key's value among keys like it",
+    "question": "Question: find an answer among passages that confuse",
+    MASS: "Retained mass: attention that a sparse prompt keeps",
+}
 # Lines and markers of one method with several settings.
 DASHES: Sequence[Any] = ("-", "--", ":", "-.", (0, (5, 1)), (0, (1, 1)), (0, (3, 1, 1, 1)), (0, (8, 2)))
 MARKERS = "o^sDvPX*<>"
@@ -54,6 +65,17 @@ def styled(name: str = "") -> Iterator[None]:
     with style.context(RC | {"svg.hashsalt": f"mlx-sparse {name}"}, after_reset=True), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from")  # the reader's fonts draw the text, not ours
         yield
+
+
+def title(task: str) -> str:
+    """The heading of a task; its name if it has none."""
+    return TITLES.get(task, task)
+
+
+def count(examples: Iterable[int]) -> str:
+    """The numbers of examples as "n = 50", or as a range where rows differ."""
+    found = sorted(set(examples))
+    return f"n = {found[0]:,}" if len(found) == 1 else f"n = {found[0]:,} to {found[-1]:,}"
 
 
 def name_of(method: str) -> str:

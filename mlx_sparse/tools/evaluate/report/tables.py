@@ -13,8 +13,7 @@ from markupsafe import Markup
 from ..results import Row
 from ..table import plus_minus
 from .speed import Speed
-from .style import clean
-from .words import BITS, MASS
+from .style import BITS, MASS, clean
 
 if TYPE_CHECKING:
     from ..selection import SelectionRow
