@@ -63,12 +63,12 @@ class Prompt(Case):
         return 2 * self.S * self.D * (2 * self.Hkv + self.Hq) + 2 * made
 
     def flops(self, density: float = 1.0) -> float:
-        """Of both products over the attended block pairs, whole blocks on the diagonal."""
+        """Operations of both products over the attended block pairs, whole blocks on the diagonal."""
         return 4.0 * self.Hq * self.D * self.block_size**2 * self.layout.causal_pairs * density
 
     @property
     def sampled_flops(self) -> float:
-        """Of the sample's scores."""
+        """Operations of the sample's scores."""
         return 2.0 * self.Hq * self.D * self.block_size * self.S
 
 
@@ -85,7 +85,7 @@ class Density:
     drawn: float
 
     def as_dict(self) -> dict[str, Any]:
-        """For programs."""
+        """The fields as plain data for programs."""
         return {"asked": self.asked, "density": self.drawn}
 
     def __str__(self) -> str:

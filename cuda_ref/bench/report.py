@@ -137,7 +137,7 @@ def sparq_lines(machine: Mapping[str, Any], rows: Sequence[Row]) -> Iterable[dic
 
 
 def crossovers(machine: Mapping[str, Any], rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """From how many keys on SparQ was faster, per batch, heads and setting; beside it, what `dense_below` says."""
+    """How many keys it took SparQ to be faster, per batch, heads and setting; beside it, what `dense_below` says."""
     architecture = machine.get("architecture")
     kind = nvidia_kind(architecture) if architecture else ""
     groups: dict[tuple[str, str], list[Race]] = {}
@@ -237,7 +237,7 @@ def _setting(case: Any, setting: Setting | None) -> str:
 
 
 def saap_bars(rows: Sequence[Row]) -> list[Bar]:
-    """Of the cases that were asked for."""
+    """The bars of the cases that were asked for."""
     what = "SAAP ({}), network included, over the fastest dense"
     return [
         Bar(what.format(race.setting), race.case.S, race.case.bar, race.ratio("saap"))
@@ -290,7 +290,7 @@ def _share(race: Race) -> float | None:
 
 
 def prompt_bars(rows: Sequence[Row]) -> list[Bar]:
-    """Of the cases that were asked for."""
+    """The bars of the cases that were asked for."""
     made = []
     for race in prompt_races(rows):
         case, held = race.case, race.setting.asked == prompts.HELD

@@ -59,12 +59,12 @@ class Setting:
         return [min(self.share * factor, MOST_OF_A_HEAD) for factor in factors]
 
     def bucket_shares(self, share: float) -> list[float]:
-        """Of the visited buckets of one head that has ``share`` in all of them."""
+        """The share of the keys in each visited bucket of a head that has ``share`` in all of them."""
         sizes = [1.0 / rank if self.column else 1.0 for rank in range(1, self.probes + 1)]
         return [share * size / sum(sizes) for size in sizes]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The fields as plain data for JSON."""
         return {"hidden": self.hidden, "probes": self.probes, "share": self.share, "column": self.column}
 
     def __str__(self) -> str:
@@ -73,7 +73,7 @@ class Setting:
 
 
 def equal(share: float, hidden: int, buckets: int = BUCKETS) -> Setting:
-    """As many of equal buckets as hold about ``share``."""
+    """A setting that visits as many buckets of equal size as hold about ``share`` of the keys."""
     probes = max(1, round(share * buckets))
     return Setting(hidden, probes, probes / buckets, "", buckets)
 

@@ -35,7 +35,7 @@ class StepCase(Case, ABC):
 
     @property
     def dense_bytes(self) -> int:
-        """(sparq.11)"""
+        """Bytes of dense attention's step (sparq.11)."""
         return self.rows * self.item * stats.dense_elements(self.S, self.D)
 
 

@@ -42,7 +42,7 @@ class Setting:
         return self.top_k // 4
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The fields as plain data for JSON."""
         return {"rank": self.rank, "top_k": self.top_k}
 
     def __str__(self) -> str:
@@ -103,7 +103,7 @@ def plan(
 
 
 def sparq_bytes(case: SparQCase, setting: Setting) -> int:
-    """(sparq.12)"""
+    """Bytes of a step with SparQ (sparq.12)."""
     return case.rows * case.item * stats.sparq_elements(case.S, case.D, rank=setting.rank, top_k=setting.top_k)
 
 

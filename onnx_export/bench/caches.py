@@ -37,7 +37,7 @@ class Problem(Sized):
     window: int
 
     def as_dict(self) -> dict[str, Any]:
-        """For programs."""
+        """The fields as plain data for programs."""
         return {"shape": str(self.shape), "batch": 1, "S": self.S}
 
     def __str__(self) -> str:
@@ -72,7 +72,7 @@ class Problem(Sized):
         return made
 
     def bytes(self, dtype: str) -> int:
-        """Of one cache of keys or values."""
+        """Bytes of one cache of keys or values."""
         return int(self.Hkv * self.C * self.D * np.dtype(DTYPES[dtype]).itemsize)
 
     def copies(self, dtype: str) -> tuple[int, int]:

@@ -220,6 +220,7 @@ class Ort(Bound):
 
 
 def ours(name: str, dtype: str, caches: Caches, threads: int) -> Bound:
+    """A session of our operator for a decode step, bound to the caches."""
     p = caches.problem
     attributes: dict[str, Any] = {"scale": p.scale}
     if name.endswith("sparq"):

@@ -58,7 +58,7 @@ class Problem(Sized):
     chunks: int
 
     def as_dict(self) -> dict[str, Any]:
-        """For programs."""
+        """The fields as plain data for programs."""
         return {"shape": str(self.shape), "batch": 1, "S": self.S}
 
     def __str__(self) -> str:

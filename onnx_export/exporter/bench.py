@@ -64,7 +64,7 @@ class Context:
     S: int
 
     def as_dict(self) -> dict[str, Any]:
-        """For programs."""
+        """The fields as plain data for programs."""
         return {"S": self.S}
 
 
@@ -233,7 +233,7 @@ def _error(ours: Array, theirs: Array) -> float:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """For people: tokens per second, in parentheses their quartiles, and the ratio to dense attention."""
+    """A Markdown table: tokens per second, in parentheses their quartiles, and the ratio to dense attention."""
     lengths = sorted({row.case.S for row in rows})
     texts = []
     for of, name in (("second", "generation"), ("second of the processor's time", "busy")):

@@ -68,7 +68,7 @@ class Sized:
 
     @property
     def scale(self) -> float:
-        """Of the logits."""
+        """The factor of the logits: ``D ** -0.5``."""
         return float(self.D**-0.5)
 
 
@@ -97,7 +97,7 @@ class Case(Sized):
         return self.rows * self.S * self.D * self.item
 
     def as_dict(self) -> dict[str, Any]:
-        """For programs."""
+        """The fields as plain data for programs."""
         return {"dtype": self.dtype, "shape": str(self.shape), "batch": self.B, "S": self.S}
 
     def __str__(self) -> str:
@@ -120,12 +120,12 @@ class Spread:
 
     @classmethod
     def of(cls, samples: Sequence[float], unit: float = 1.0) -> Spread:
-        """In units of ``unit``."""
+        """The quartiles and the least of ``samples``, in units of ``unit``."""
         some = samples if len(samples) > 1 else [*samples, *samples]
         return cls(*(value / unit for value in (*quantiles(some, method="inclusive"), min(some))))
 
     def scaled(self, factor: float) -> Spread:
-        """In other units."""
+        """The same spread in other units: every number times ``factor``."""
         return Spread(*(factor * value for value in (self.low, self.median, self.high, self.least)))
 
     def __str__(self) -> str:
@@ -175,7 +175,7 @@ class Row:
         self.turns, self.spreads["us"] = len(seconds), Spread.of(seconds, MICRO)
 
     def as_dict(self) -> dict[str, Any]:
-        """For programs. What is not known is None."""
+        """The fields as plain data for programs; what is not known is None."""
         made: dict[str, Any] = {"kind": "row"} | (self.case.as_dict() if self.case else {}) | {"contender": self.name}
         made |= (self.setting.as_dict() if self.setting else {}) | self.details
         for name, spread in self.spreads.items():

@@ -55,7 +55,7 @@ class Prompt:
     text: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """For programs."""
+        """The fields as plain data for programs."""
         return {"S": self.S}
 
     def __str__(self) -> str:
@@ -273,7 +273,7 @@ HEADER = [
 
 
 def table(rows: Sequence[Row]) -> str:
-    """For people."""
+    """The rows as a Markdown table for people."""
     lines = []
     for row in rows:
         found, cells = row.details, [f"{row.case.S:,}", f"`{row.name}`"]

@@ -49,7 +49,7 @@ def dense_ways(dtype: mx.Dtype, L: int) -> dict[str, Dense]:
 
 
 def fused(queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
-    """As mlx-lm runs it."""
+    """Dense attention as mlx-lm runs it, by MLX's fused kernel."""
     mask = "causal" if queries.shape[2] > 1 else None
     return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=queries.shape[-1] ** -0.5, mask=mask)
 
@@ -95,7 +95,7 @@ def cache_of(keys: mx.array, values: mx.array, length: int | None = None) -> Spa
 
 
 def double(array: mx.array) -> Array:
-    """As float64."""
+    """An array of MLX as one of NumPy in float64."""
     return np.array(array.astype(mx.float32), np.float64)
 
 
@@ -110,8 +110,10 @@ def plain(queries: Array, keys: Array, values: Array, mask: Array | None = None)
 
 
 def wrong(out: Array, right: Array, error: float, dtype: mx.Dtype) -> str | None:
-    """What is wrong with ``out``: it may be off twice as much as dense attention's ``error``, and one unit in the
-    last place."""
+    """What is wrong with ``out``; None if nothing is.
+
+    It may be off twice as much as dense attention's ``error``, and one unit in the last place.
+    """
     allowed = 2 * error + float(mx.finfo(dtype).eps) * float(np.abs(right).max())
     found = float(np.abs(out - right).max())
     return None if found <= allowed else f"wrong result: error {found:.1e}, allowed {allowed:.1e}"

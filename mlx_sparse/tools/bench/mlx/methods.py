@@ -58,7 +58,7 @@ class DecodeStep:
         return 0.0
 
     def bytes(self, B: int, S: int, item: int) -> int:
-        """By formula."""
+        """Bytes that a step moves, by the method's formula."""
         return B * self.shape.Hkv * self.config.elements(S, self.shape.D) * item
 
     def sizes(self, B: int, item: int) -> Step:

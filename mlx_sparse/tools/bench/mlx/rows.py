@@ -12,7 +12,7 @@ FOUND = ("dense", "ratio", "dense_of_read", "sparse_of_read", "dense_ways_us")  
 
 
 def method_row(case: Case, method: str, backend: str, details: Mapping[str, Any], note: str | None = None) -> Row:
-    """Without times yet.
+    """A row of a method's case without times yet.
 
     Args:
         details: ``bytes_formula`` by the method's formula, ``bytes_plain`` of keys and values, and what else there is.
