@@ -28,6 +28,7 @@ def check_head_dim(D: int) -> None:
 
 
 def check_backend(backend: str, device: torch.device) -> None:
+    """Raise `BackendUnavailable` unless Triton's kernels run on this device."""
     if backend not in ("auto", "triton"):
         raise BackendUnavailable(f"backend: expected auto or triton for mlx_sparse.cuda_ref, got {backend}.")
     reason = unavailable()
@@ -59,16 +60,19 @@ def check_type(name: str, array: torch.Tensor, dtype: torch.dtype) -> None:
 
 
 def check_tensor(name: str, array: Any) -> None:
+    """Raise `ConfigError` unless ``array`` is a tensor of torch."""
     if not isinstance(array, torch.Tensor):
         raise ConfigError(f"{name}: expected a tensor of torch, got {type(array).__name__}.")
 
 
 def check_device(name: str, array: torch.Tensor, device: torch.device) -> None:
+    """Raise `ConfigError` unless ``array`` is on the device of the other tensors."""
     if array.device != device:
         raise ConfigError(f"{name}: expected a tensor on {device}, got {array.device}.")
 
 
 def check_integers(name: str, array: torch.Tensor) -> None:
+    """Raise `ShapeError` unless ``array`` holds integers."""
     if array.dtype.is_floating_point or array.dtype.is_complex or array.dtype == torch.bool:
         raise ShapeError(f"{name}: expected integers, got {type_name(array.dtype)}.")
 
@@ -93,4 +97,5 @@ def check_real(name: str, array: torch.Tensor) -> None:
 
 
 def type_name(dtype: torch.dtype) -> str:
+    """The name of a type without "torch."."""
     return str(dtype).removeprefix("torch.")

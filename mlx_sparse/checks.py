@@ -35,7 +35,7 @@ def meant(name: object, known: Iterable[object]) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """Its messages too are `shortened`."""
+    """An `argparse.ArgumentParser` whose messages are `shortened` too."""
 
     def error(self, message: str) -> NoReturn:
         super().error(shortened(message))

@@ -147,7 +147,7 @@ class Choice:
         self._factor = inputs.case.scale / covered.sqrt()  # (sparq.3)
 
     def logits(self, part: slice, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of some rows ``(n, G, S)``; and the sum of the magnitudes that were added up, by which sums are rounded."""
+        """Logits ``(n, G, S)`` of some rows, and the sums of the magnitudes added up, by which sums are rounded."""
         components = self._components[part]
         q = self.inputs.grouped[part].double().gather(2, components) * self._factor[part, :, None]
         index = components[:, :1].expand(-1, keys.shape[1], -1)

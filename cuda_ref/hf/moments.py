@@ -13,14 +13,14 @@ BLOCK = 256  # rows between marks
 
 
 def lasting(method: Callable[..., Any]) -> Callable[..., Any]:
-    """For what makes tensors that are written to later: inside of torch.inference_mode, only there they could be."""
+    """Run ``method`` outside of torch.inference_mode: what it makes is written to later, which only then it can be."""
     wrapped: Callable[..., Any] = torch.inference_mode(False)(torch.no_grad()(method))
     return wrapped
 
 
 @dataclass
 class State:
-    """Of the valid ones of rows ``[0, length)``; updated in place.
+    """Running sums of the valid ones of rows ``[0, length)``; updated in place.
 
     Attributes:
         count: how many they are, ``(B, 1, 1)`` where sequences are padded.
@@ -62,7 +62,7 @@ class State:
         self.count = total
 
     def select(self, rows: torch.Tensor) -> State:
-        """Of the sequences ``rows``, in that order."""
+        """The state of the sequences ``rows``, in that order."""
         count = self.count.index_select(0, rows) if isinstance(self.count, torch.Tensor) else self.count
         squares = None if self.squares is None else self.squares.index_select(0, rows)
         return State(self.length, count, self.mean.index_select(0, rows), squares)

@@ -89,7 +89,7 @@ def attend_share(
 
 @triton.jit
 def reallocated(mean, alpha, value_mean, d, D: tl.constexpr):
-    """(sparq.10)"""
+    """Mix in the mean of the values, as much as the choice left out (sparq.10)."""
     return alpha * mean + (1.0 - alpha) * tl.load(value_mean + d, mask=d < D, other=0.0)
 
 

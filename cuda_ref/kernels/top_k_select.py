@@ -21,7 +21,7 @@ ALWAYS = tl.constexpr(0xFFFFFFFF)
 
 @triton.jit
 def ordered_bits(score):
-    """a < b exactly if ordered_bits(a) < ordered_bits(b). NaN counts as +inf."""
+    """Bits that are ordered as unsigned numbers exactly as the scores are; NaN counts as +inf."""
     score = tl.where(score < float("inf"), score, float("inf"))
     score = tl.where(score == 0.0, 0.0, score)  # -0 equals 0
     bits = score.to(tl.uint32, bitcast=True)

@@ -114,7 +114,7 @@ def config(device: torch.device) -> Config:
 
 
 def block_tile(device: torch.device, D: int, block_size: int, itemsize: int) -> BlockTile:
-    """Of `attend_blocks`."""
+    """The tile of `attend_blocks` on this device."""
     if itemsize > 2:
         return WITHOUT_MATRIX_UNITS
     tiles = BLOCK_TILES[nearest(device)]
@@ -122,14 +122,14 @@ def block_tile(device: torch.device, D: int, block_size: int, itemsize: int) -> 
 
 
 def sample_tile(block_size: int, itemsize: int) -> BlockTile:
-    """Of `sample_scores`, which keeps no weighted values: two programs fit on a processor, everywhere."""
+    """The tile of `sample_scores`, which keeps no weighted values: two programs fit on a processor, everywhere."""
     if itemsize > 2:
         return BlockTile(32, 32, 4, 2)
     return BlockTile(block_size, min(block_size, 64), 8 if block_size == 128 else 4, 2)
 
 
 def columns(N: int, itemsize: int, queries: int, programs: int, device: torch.device) -> ColumnTile:
-    """Of a layer with ``N`` outputs, and so many ``programs`` for each tile, each with so many rows of ``queries``.
+    """The tile of a layer with ``N`` outputs, for so many ``programs`` each, with so many rows of ``queries``.
 
     The widest that keeps all processors busy; with more queries fewer rows fit into registers.
     """

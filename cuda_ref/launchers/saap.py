@@ -197,7 +197,7 @@ class Index:
         recent_tokens: int,
         left_padding: torch.Tensor | None = None,
     ) -> Index:
-        """For a cache of ``bucket_ids (B, Hkv, S)``; the device is waited for, once in `FOLD_EVERY` tokens."""
+        """An index for a cache of ``bucket_ids (B, Hkv, S)``; the device is waited for, once in `FOLD_EVERY` tokens."""
         covered = max(bucket_ids.shape[2] - recent_tokens, 0)
         offsets, key_ids = saap_index(
             bucket_ids[..., :covered], buckets=buckets, sink_tokens=sink_tokens, left_padding=left_padding

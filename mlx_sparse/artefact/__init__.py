@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -13,13 +14,14 @@ import mlx.core as mx
 
 from ..checks import MAX_BUCKETS, ArtefactError
 from ..common.model_info import identity, kv_shapes
-from .tensors import Header, read_header, read_tensors, write_tensors
+from .tensors import read_tensors, write_tensors
 
 __all__ = ["MAX_HIDDEN", "Artefact", "Layer", "identity", "kv_shapes", "load", "versions"]
 
 FORMAT = 1
 SPACES = ("before_rope", "roped")
 NETWORK = ("hidden_weight", "hidden_bias", "out_weight", "out_bias")
+NAME = re.compile(rf"layers\.(0|[1-9][0-9]{{0,8}})\.({'|'.join(('centroids', *NETWORK))})")
 MAX_HIDDEN = 1024  # units of a network, as the kernels take them
 
 
@@ -42,7 +44,7 @@ class Layer:
         return self.hidden_weight is not None
 
     def arrays(self) -> dict[str, mx.array]:
-        """Those that there are, by name."""
+        """The arrays that the layer has, by name."""
         return {name: array for name in ("centroids", *NETWORK) if (array := getattr(self, name)) is not None}
 
 
@@ -118,8 +120,7 @@ class Artefact:
             "training": dict(self.training),
             "versions": dict(self.versions) or versions(),
         }
-        _check_shapes(path, {name: array.shape for name, array in tensors.items()}, self.buckets, self.hidden)
-        _check_values(path, tensors)
+        _layers(path, tensors, self.buckets, self.hidden)
         write_tensors(path, tensors, {"mlx_sparse": json.dumps(about, allow_nan=False)})
 
 
@@ -131,23 +132,16 @@ def load(path: str | Path) -> Artefact:
             not finite.
     """
     path = Path(path)
-    header = read_header(path)
-    about = _about(path, header)
+    tensors, metadata = read_tensors(path)
+    about = _about(path, metadata)
     buckets, hidden = about["buckets"], about["hidden"]
-    _check_shapes(path, header.shapes, buckets, hidden)
-    tensors = read_tensors(path, header)
-    _check_values(path, tensors)
-    by_layer: dict[int, dict[str, mx.array]] = {}
-    for name, array in tensors.items():
-        _, index, part = name.split(".")
-        by_layer.setdefault(int(index), {})[part] = array
-    layers = {index: Layer(**by_layer[index]) for index in sorted(by_layer)}
+    layers = _layers(path, tensors, buckets, hidden)
     names = ("space", "sink_tokens", "recent_tokens", "model", "training", "versions")
     return Artefact(layers, buckets, hidden, **{name: about[name] for name in names})
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that a result depends on."""
+    """The versions of the packages that a result depends on."""
     return {name: version(name) for name in ("mlx-sparse-attention", "mlx", "mlx-lm")}
 
 
@@ -155,10 +149,10 @@ def _refuse(path: Path, found: str) -> ArtefactError:
     return ArtefactError(f"{path}: expected an artefact of mlx-sparse train-saap, got {found}. Train it again.")
 
 
-def _about(path: Path, header: Header) -> dict[str, Any]:
+def _about(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     """The metadata, checked."""
     try:
-        about = json.loads(header.metadata["mlx_sparse"])
+        about = json.loads(metadata["mlx_sparse"])
         kind, form = about["kind"], about["format"]
     except (KeyError, ValueError, TypeError, RecursionError):
         raise _refuse(path, "a safetensors file of something else") from None
@@ -179,20 +173,21 @@ def _about(path: Path, header: Header) -> dict[str, Any]:
     return dict(about)
 
 
-def _check_shapes(path: Path, shapes: dict[str, tuple[int, ...]], buckets: int, hidden: int) -> None:
-    """Every layer has its centroids and either a whole network or none."""
-    by_layer: dict[str, dict[str, tuple[int, ...]]] = {}
-    for name, shape in shapes.items():
-        parts = name.split(".")
-        known = len(parts) == 3 and parts[0] == "layers" and parts[2] in ("centroids", *NETWORK)
-        # A layer's number as it is written, with no second spelling.
-        if not known or not (parts[1].isdecimal() and parts[1].isascii()) or str(int(parts[1][:9])) != parts[1]:
+def _layers(path: Path, tensors: Mapping[str, mx.array], buckets: int, hidden: int) -> dict[int, Layer]:
+    """The layers that the tensors make up: each has its centroids, and either a whole network or none."""
+    by_layer: dict[int, dict[str, mx.array]] = {}
+    for name, array in tensors.items():
+        found = NAME.fullmatch(name)
+        if found is None:
             raise _refuse(path, f"an unknown tensor {name[:40]!r}")
-        by_layer.setdefault(parts[1], {})[parts[2]] = shape
+        if not mx.all(mx.isfinite(array)).item():
+            raise _refuse(path, f"numbers that are not finite in {name}")
+        by_layer.setdefault(int(found[1]), {})[found[2]] = array
     if not by_layer:
         raise _refuse(path, "one without layers")
-    for index, found in by_layer.items():
-        centroids = found.get("centroids", ())
+    for index, parts in by_layer.items():
+        shapes = {name: array.shape for name, array in parts.items()}
+        centroids = shapes.get("centroids", ())
         heads, _, D = centroids if len(centroids) == 3 else (0, 0, 0)
         network = {
             "hidden_weight": (heads, D, hidden),
@@ -201,11 +196,6 @@ def _check_shapes(path: Path, shapes: dict[str, tuple[int, ...]], buckets: int, 
             "out_bias": (heads, buckets),
         }
         wanted = {"centroids": (heads, buckets, D), **(network if hidden else {})}
-        if found != wanted or min(heads, D) < 1:
+        if shapes != wanted or min(heads, D) < 1:
             raise _refuse(path, f"tensors of other shapes in layer {index}")
-
-
-def _check_values(path: Path, tensors: dict[str, mx.array]) -> None:
-    for name, array in tensors.items():
-        if not mx.all(mx.isfinite(array)).item():
-            raise _refuse(path, f"numbers that are not finite in {name}")
+    return {index: Layer(**by_layer[index]) for index in sorted(by_layer)}

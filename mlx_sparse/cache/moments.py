@@ -58,7 +58,7 @@ class Moments:
 
     @property
     def state(self) -> State:
-        """Of the rows taken in so far."""
+        """Sums and count of the rows taken in so far."""
         return (self.steps or self.blocks)[-1]
 
     @property

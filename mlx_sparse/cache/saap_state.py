@@ -257,7 +257,7 @@ class BucketIndex(State):
         return mx.pad(self.ids, [(0, 0), (0, 0), (length - cache.length, 0)])
 
     def alone(self, sequence: int, first: int, stop: int) -> BucketIndex:
-        """Of rows ``[first, stop)`` of one sequence; `put` takes back what it fits."""
+        """The index of rows ``[first, stop)`` of one sequence; `put` takes back what it fits."""
         self._assign_pending()
         one, part = BucketIndex(self.router), slice(sequence, sequence + 1)
         if self.ids is not None and stop <= self.assigned:

@@ -56,7 +56,7 @@ class State(ABC):
         return None
 
     def roll(self, padding: mx.array | None, length: int) -> State | None:
-        """Of ``length`` rows, the last ``padding (B,)`` of each sequence, which stand for nothing, go to the front.
+        """Move the last ``padding (B,)`` of ``length`` rows of each sequence, which stand for nothing, to the front.
 
         With None for ``padding`` no row moves: a batch is told of padding to come, or that none came.
         """
@@ -72,5 +72,5 @@ class State(ABC):
 
     @classmethod
     def merge(cls, parts: Sequence[tuple[State | None, int]]) -> State | None:
-        """Of caches of one sequence each, and their lengths, one batch, padded on the left."""
+        """One batch of caches of one sequence each, padded on the left; with them come their lengths."""
         return None

@@ -54,7 +54,7 @@ class Layout:
 
     @cached_property
     def regions(self) -> tuple[Region, ...]:
-        """(sample.1), (sample.2)"""
+        """The regions of the prompt, each with its sample (sample.1), (sample.2)."""
         R = self.row_blocks
         rows = self.block_size if self.rows is None else self.rows
         chunks = min(self.chunks, R)

@@ -54,8 +54,10 @@ def identity(model: Any) -> dict[str, str]:
 
 
 def weights_hash(model: Any) -> str:
-    """A hash of the whole config and of both ends of every weight: a quantised copy, another type or tuned matrices
-    are another model, as they are to what is measured with it. Few bytes are read, however large the model is.
+    """A hash of the whole config and of both ends of every weight.
+
+    A quantised copy, another type or tuned matrices are another model, as they are to what is measured with it. Few
+    bytes are read, however large the model is.
     """
     from mlx.utils import tree_flatten
 

@@ -85,7 +85,7 @@ class PrefillFigures:
 
     @property
     def density(self) -> dict[int, list[float]]:
-        """By layer, the position of its cache: the density of every query head over all calls."""
+        """The density of every query head over all calls, by layer: the position of its cache."""
         return {index: layer.density for index, layer in sorted(self.layers.items())}
 
     @property

@@ -57,7 +57,7 @@ class Plan:
 
     @property
     def name(self) -> str:
-        """Their names."""
+        """The names of the methods, joined by a plus sign."""
         return "+".join(config.name for config in self.configs)
 
     def count_in(self, report: Report) -> None:

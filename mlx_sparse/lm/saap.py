@@ -134,7 +134,7 @@ class Indices(CallHooks):
             self._caches.append(cache)
 
     def end(self) -> None:
-        """Its caches are the caller's alone again."""
+        """Leave its caches to the caller alone again."""
         for cache in self._caches:
             if (index := index_of(cache)) is not None:
                 index.listening, index.received = False, None
@@ -209,7 +209,7 @@ class Indices(CallHooks):
         return {"buckets": router.buckets, "network": network // cache.keys.shape[1]}
 
     def formula_bytes(self, cache: SparseCache) -> int:
-        """Without the attended keys, which are counted on the device."""
+        """Bytes by formula without the attended keys, which are counted on the device."""
         B, Hkv, _, D = cache.keys.shape
         known: int = B * Hkv * (cache.keys.itemsize * saap_elements(D, 0) + self.sizes(cache)["network"])
         return known

@@ -134,8 +134,10 @@ _counting = threading.RLock()
 
 @contextmanager
 def _counting_rotations() -> Iterator[list[int]]:
-    """Count this thread's calls of `mx.fast.rope`, which every rotation in mlx-lm comes to, in the one number of the
-    list. Models that other threads call meanwhile are not counted."""
+    """Count this thread's calls of `mx.fast.rope` in the one number of the list.
+
+    Every rotation in mlx-lm comes to that function. Models that other threads call meanwhile are not counted.
+    """
     with _counting:
         original, count, thread = mx.fast.rope, [0], threading.get_ident()
 

@@ -99,7 +99,7 @@ class Method:
         return 0
 
     def for_model(self, *, qk_norm: bool) -> Self:
-        """With what "auto" means for a model, but for what its layers decide."""
+        """The method with what "auto" means for a model, but for what its layers decide."""
         return self
 
     def check_head_dim(self, D: int) -> None:

@@ -93,7 +93,7 @@ class SAAP(Method):
         return self.sink_tokens + self.recent_tokens
 
     def elements(self, S: int, D: int, buckets: int = 0) -> int:
-        """With buckets of equal size and without the query network."""
+        """Elements that a step moves if buckets are of equal size, without the query network."""
         outside = max(0, S - self.attended)
         attended = min(self.attended, S) + outside * self.probes / buckets
         return stats.saap_elements(D, round(attended))

@@ -16,6 +16,7 @@ from .._boot import CommandFinder
 from ..common.extras import install_hint
 from ..methods.registry import unavailable
 from ..methods.table import BACKENDS
+from . import environment
 
 PACKAGES = ("mlx", "mlx-lm", "numpy", "tqdm", "transformers", "torch", "triton")
 DISTRIBUTION = "mlx-sparse-attention"
@@ -28,7 +29,7 @@ def examine() -> dict[str, Any]:
         "version": __version__,
         "python": sys.version.split()[0],
         "platform": platform.platform(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: environment.version_of(name) for name in PACKAGES},
         "device": _guarded(_device, problems, "mlx"),
         "backends": {name: unavailable(name) or "yes" for name in BACKENDS},
         "hook": _hook(problems),
@@ -42,7 +43,7 @@ def examine() -> dict[str, Any]:
 
 
 def text(findings: dict[str, Any]) -> str:
-    """The findings for people."""
+    """What `examine` found as lines for people."""
     packages = ", ".join(f"{name} {version or 'not installed'}" for name, version in findings["packages"].items())
     lines = [
         f"mlx-sparse-attention {findings['version']}, Python {findings['python']}, {findings['platform']}",
@@ -54,13 +55,6 @@ def text(findings: dict[str, Any]) -> str:
     ]
     lines += [f"problem: {problem}" for problem in findings["problems"]] or ["no problems found"]
     return "\n".join(lines)
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _guarded(probe: Any, problems: list[str], package: str) -> Any:

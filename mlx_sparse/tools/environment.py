@@ -1,4 +1,4 @@
-"""On what something is measured; no serial numbers, no names."""
+"""The machine on which something is measured, without serial numbers and names."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ def hardware() -> dict[str, Any]:
 
 
 def memory() -> int:
-    """Bytes of this machine."""
+    """The bytes of memory of this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str | None]:
-    """Of Python and of the packages that figures depend on; None for one that is not installed."""
-    return {"python": platform.python_version(), **{name: _version(name) for name in packages}}
+    """The versions of Python and of the packages that figures depend on; None for one that is not installed."""
+    return {"python": platform.python_version(), **{name: version_of(name) for name in packages}}
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """The installed version of a package; None if there is none."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -65,7 +65,7 @@ class Printer:
         return bool(self._form == "jsonl")
 
     def line(self, line: Mapping[str, Any]) -> None:
-        """Something was found."""
+        """Take a line that was found, and print it if lines are printed at once."""
         self._lines.append(line)
         if self.at_once:
             self._print(json.dumps({**line, "run": self._facts}, default=str))
@@ -89,7 +89,7 @@ class Printer:
 
 
 def table(header: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
-    """A table in Markdown."""
+    """A table in Markdown of ``rows`` under a ``header``."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 

@@ -110,7 +110,7 @@ class Index:
         return ids
 
     def inputs(self, dtype: str) -> dict[str, Array | list[Array]]:
-        """Of a node, with as many copies of the weights as the caches of a processor do not hold."""
+        """The inputs of a node, with as many copies of the weights as the caches of a processor do not hold."""
         kind = np.dtype(dtype)
         read = sum(self.weights[name].nbytes for name in WEIGHTS)
         count = -(-sets_of.IN_PLAY // read)

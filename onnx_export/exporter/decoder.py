@@ -65,7 +65,7 @@ class Target:
         return {**decode.attributes(self.lanes), **prompts}
 
     def shortened(self) -> Target:
-        """With methods that short prompts show the sparsity of."""
+        """The target with methods that short prompts show the sparsity of."""
         prompts = self.prompts and sample.shortened(self.prompts)
         return replace(self, decode=self.decode.shortened(static=self.rows is not None), prompts=prompts)
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import resource
-import signal
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from commands import files_of_at_most
 from mlx import nn
 from mlx_arrays import to_numpy
 from mlx_lm.tuner.utils import linear_to_lora_layers
@@ -79,44 +78,26 @@ def test_what_is_read_is_what_was_written(path: Path, trained: bool) -> None:
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 
 
-def test_every_truncation_is_refused(path: Path) -> None:
+def test_a_truncation_is_refused(path: Path) -> None:
     artefact(layers=(0,)).save(path)
     content = path.read_bytes()
-    for length in [*range(0, 64), *range(64, len(content), 97), len(content) - 1]:
+    for length in (0, 7, 63, len(content) // 2, len(content) - 1):
         path.write_bytes(content[:length])
-        with pytest.raises(ArtefactError, match=r"expected .*, got .*\. Train it again\."):
+        with pytest.raises(ArtefactError, match=r"^[^\n]*expected .*, got .*\. Train it again\.$"):
             load(path)
     path.write_bytes(content + b"\0")
-    with pytest.raises(ArtefactError, match="bytes of data"):
+    with pytest.raises(ArtefactError, match="not fully covered"):
         load(path)
-
-
-def test_a_damaged_byte_of_the_header_is_refused_or_harmless(path: Path) -> None:
-    artefact(layers=(0,)).save(path)
-    content = bytearray(path.read_bytes())
-    length = int.from_bytes(content[:8], "little")
-    random = np.random.default_rng(0)
-    for place in random.choice(8 + length, 300, replace=False):
-        damaged = content.copy()
-        damaged[place] = int(random.integers(256))
-        path.write_bytes(damaged)
-        try:
-            read = load(path)
-        except ArtefactError as error:
-            assert "\n" not in str(error)
-        else:
-            assert read.layers[0].centroids.shape == (HEADS, BUCKETS, D)
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "truncated"),
-        (b"GGUF" * 100, "another file"),
-        ((1 << 63).to_bytes(8, "little") + b"{}", "another file"),
-        ((2).to_bytes(8, "little") + b"[]", "damaged header"),
+        (b"", "header too small"),
+        (b"GGUF" * 100, "header too large"),
+        ((2).to_bytes(8, "little") + b"[]", "invalid JSON"),
         ((2).to_bytes(8, "little") + b"{}", "something else"),
-        ((100_000).to_bytes(8, "little") + b"[" * 100_000, "damaged header"),
+        ((100_000).to_bytes(8, "little") + b"[" * 100_000, "invalid JSON"),
     ],
 )
 def test_foreign_files_are_refused(path: Path, content: bytes, message: str) -> None:
@@ -142,7 +123,7 @@ def test_another_safetensors_file_is_refused(path: Path) -> None:
     with pytest.raises(ArtefactError, match="something else"):
         load(path)
     mx.save_safetensors(str(path), {"weight": mx.zeros((2, 2), mx.bfloat16)})
-    with pytest.raises(ArtefactError, match="damaged header"):
+    with pytest.raises(ArtefactError, match="tensors of other types than F16 and F32"):
         load(path)
 
 
@@ -173,7 +154,7 @@ def test_a_description_that_does_not_fit_is_refused(path: Path, changes: dict[st
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("layers.1.out_bias", None, "bytes of data|gaps"),
+        ("layers.1.out_bias", None, "none that can be read"),
         ("layers.1.out_bias", "layers.1.bias", "unknown tensor"),
         ("layers.1.out_bias", "layers.01.out_bias", "unknown tensor"),
         ("layers.1.out_bias", "layers.2.out_bias", "other shapes in layer [12]"),
@@ -191,42 +172,6 @@ def test_other_tensors_are_refused(path: Path, old: str, new: str | None, messag
     rewrite(path, change)
     with pytest.raises(ArtefactError, match=message):
         load(path)
-
-
-@pytest.mark.parametrize(
-    "entry",
-    [
-        {"dtype": "F32"},
-        {"dtype": "BF16"},
-        {"shape": [HEADS, BUCKETS]},
-        {"shape": [-HEADS, -BUCKETS, D]},
-        {"shape": [HEADS, BUCKETS, float(D)]},
-        {"shape": [1 << 60, 1 << 60, 16]},
-        {"data_offsets": [0, 4]},
-        {"data_offsets": [-4, 380]},
-    ],
-)
-def test_a_tensor_that_does_not_fit_is_refused(path: Path, entry: dict[str, Any]) -> None:
-    artefact().save(path)
-    rewrite(path, lambda header: header["layers.0.centroids"].update(entry))
-    with pytest.raises(ArtefactError):
-        load(path)
-
-
-def test_a_header_that_says_a_thing_twice_is_refused_or_read_one_way(path: Path) -> None:
-    artefact(layers=(0,)).save(path)
-    content = path.read_bytes()
-    length = int.from_bytes(content[:8], "little")
-    entry = b'"layers.0.out_bias":{"data_offsets":[0,24],"dtype":"F16","shape":[2,6]},'
-    for place in (1, content[8 : 8 + length].rindex(b'"layers.0')):
-        text = content[8 : 8 + place] + entry + content[8 + place : 8 + length]
-        path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
-        try:
-            read = load(path)
-        except ArtefactError as error:
-            assert "\n" not in str(error)
-        else:
-            np.testing.assert_array_equal(to_numpy(read.layers[0].out_bias), to_numpy(layer(0).out_bias))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -255,15 +200,8 @@ def test_a_full_disk_leaves_the_file_that_was_there(path: Path) -> None:
     artefact(layers=(0,)).save(path)
     before = path.read_bytes()
     many = artefact(layers=tuple(range(40)))
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2 * len(before), limits[1]))
-    try:
-        with pytest.raises(OSError, match="disk full"):
-            many.save(path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, handler)
+    with files_of_at_most(2 * len(before)), pytest.raises(OSError, match="disk full"):
+        many.save(path)
     assert path.read_bytes() == before
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 

@@ -336,7 +336,7 @@ def test_right_prompts_pass(config: Prefill, shape: str, dtype: str) -> None:
 def test_the_report_of_an_evaluation_reads_what_is_printed(tmp_path: Path) -> None:
     found = tmp_path / "speed.jsonl"
     found.write_text(printed("step", *SIZES, "--lengths", "200", "--attn", "sparq,streaming", "-o", "jsonl"))
-    assert [row["method"] for row in read_speed(found)] == ["sparq", "streaming"]
+    assert [row.method for row in read_speed(found)] == ["sparq", "streaming"]
     drawn = tmp_path / "speed.svg"
     assert plots.main(["speed", str(found), str(drawn)]) == 0
     assert "streaming on ops" in drawn.read_text()

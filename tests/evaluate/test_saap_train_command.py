@@ -5,21 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import resource
 import shutil
 import signal
 import subprocess
-import sys
-import time
 from collections import namedtuple
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import commands
 import mlx.core as mx
 import numpy as np
 import pytest
+from commands import files_of_at_most
 from tiny_models import build, greedy, write
 
 from mlx_sparse import cli, oracle
@@ -30,7 +28,7 @@ from mlx_sparse.tools.train.rows import Distances
 from mlx_sparse.tools.train.run import _texts
 from mlx_sparse.tools.train.work import alone
 
-TOKENS = [1 + (i * i + i // 7) % 95 for i in range(4000)]
+TOKENS = commands.tokens(4000)
 EXACT = ["--recent-tokens", "63", "--farther-than", "32"]
 SMALL = ["--context", "512", "--windows", "3", "--queries", "96", "--buckets", "8", "--hidden", "32", "--batch", "32"]
 
@@ -40,9 +38,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saap")
     write(folder / "model", num_hidden_layers=3)
     write(folder / "other", seed=1, num_hidden_layers=3)
-    (folder / "text.txt").write_text(" ".join(f"w{token}" for token in TOKENS))
+    (folder / "text.txt").write_text(commands.text(4000))
     (folder / "latin.txt").write_bytes(b"w1 \xe9")
-    (folder / "short.txt").write_text(" ".join(f"w{token}" for token in TOKENS[:700]))
+    (folder / "short.txt").write_text(commands.text(700))
     return folder
 
 
@@ -242,34 +240,23 @@ def test_the_file_of_another_model_is_not_overwritten(folder: Path, trained: Pat
     assert out.read_bytes() == before
 
 
-@pytest.fixture
-def small_files() -> Iterator[Any]:
-    """Files may not grow beyond some bytes, as on a disk that is full."""
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    signal.signal(signal.SIGXFSZ, handler)
-
-
 @pytest.mark.parametrize(
     ("size", "file"),
     [(20_000, r"layer-001\.keys_before\.f16"), (100_000, r"layer-001\.state\.safetensors|a\.safetensors")],
 )
 def test_a_disk_that_is_full_gets_one_line_and_the_same_command_goes_on(
-    size: int, file: str, folder: Path, trained: Path, tmp_path: Path, small_files: Any, monkeypatch: Any, capsys: Any
+    size: int, file: str, folder: Path, trained: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     monkeypatch.setattr("mlx_sparse.tools.train.train.CHECKPOINT_SECONDS", 0.0)
     out = tmp_path / "a.safetensors"
     # Networks so large that they do not fit where the texts do.
     argv = arguments(folder, out, *(["--hidden", "640"] if size > 50_000 else []))
-    small_files(size)
-    assert cli.main(argv) == 2
+    with files_of_at_most(size):
+        assert cli.main(argv) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("mlx-sparse: error: ")]
     assert re.search(f"({file}): expected to read or write it, got: ", line), line
     assert not out.exists()
     assert not [path.name for path in tmp_path.rglob(".*")]
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     assert cli.main(argv) == 0
     if size < 50_000:
         assert same(load(out), load(trained / "a.safetensors"))
@@ -288,10 +275,7 @@ def start(argv: list[str], environment: dict[str, str]) -> subprocess.Popen[str]
     """The command in a process that keeps a checkpoint at every step."""
     script = "import sys, mlx_sparse.tools.train.train as train; from mlx_sparse.cli import main\n"
     script += "train.CHECKPOINT_SECONDS = 0.0\nsys.exit(main(sys.argv[1:]))"
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    # A shell's background jobs ignore interrupts, and so would their children.
-    own = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
-    return subprocess.Popen([sys.executable, "-c", script, *argv], env=environment, **pipes, **own)
+    return commands.start(["-c", script, *argv], environment)
 
 
 def test_a_command_that_was_killed_while_it_collected_and_while_it_trained_gives_the_same_file(
@@ -309,11 +293,8 @@ def test_a_command_that_was_killed_while_it_collected_and_while_it_trained_gives
     }
     ends |= {"trained-*/layer-002.state.safetensors": signal.SIGINT}
     for pattern, end in ends.items():
-        process, deadline = start(argv, environment), time.monotonic() + 120
-        while not list(work.glob(pattern)) and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.002)
-        process.send_signal(end)
-        _, err = process.communicate(timeout=60)
+        process = start(argv, environment)
+        _, err = commands.end(process, end, lambda pattern=pattern: list(work.glob(pattern)))
         assert process.returncode == (-end if end == signal.SIGKILL else 130), err
         assert "Traceback" not in err
         assert ("interrupted; the same command goes on from" in err) == (end == signal.SIGINT)
@@ -346,7 +327,7 @@ def test_what_somebody_else_left_in_the_work_folder_is_refused(
     argv = arguments(folder, tmp_path / "a.safetensors", "--work", str(work))
     for damage, message in (
         (lambda path: write_tensors(path, {"mine": mx.zeros(3)}), "expected a layer that this command has trained"),
-        (lambda path: path.write_bytes(path.read_bytes()[:-3]), "bytes of data where its header says"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-3]), "not fully covered"),
     ):
         for path in work.glob("trained-*/layer-001.safetensors"):
             damage(path)

@@ -3,35 +3,26 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from statistics import mean
+
+import commands
 
 from mlx_sparse.artefact import load
 
 # Five texts of Python's language reference, two layers: less than a minute of one core.
-ARGUMENTS = {
-    "--context": ["1024"],
-    "--windows": ["4"],
-    "--queries": ["800"],
-    "--buckets": ["32"],
-    "--recent-tokens": ["127"],
-    "--farther-than": ["64"],
-    "--layers": ["20", "24"],
-    "--steps": ["200"],
-    "--json": [],
-}
+ARGUMENTS = (
+    "--context 1024 --windows 4 --queries 800 --buckets 32 --recent-tokens 127 --farther-than 64 --layers 20 24 "
+    "--steps 200 --json"
+)
 
 
 def test_routers_find_the_far_attention_of_a_real_model(
     smollm2: Path, tmp_path: Path, blas_environment: dict[str, str], without_torch: dict[str, str]
 ) -> None:
     out = tmp_path / "smollm2.safetensors"
-    command = [sys.executable, "-m", "mlx_sparse.cli", "train-saap", "--model", str(smollm2), "-o", str(out)]
-    arguments = [word for name, values in ARGUMENTS.items() for word in (name, *values)]
-    environment = blas_environment | without_torch
-    done = subprocess.run([*command, *arguments], env=environment, capture_output=True, text=True, check=False)
+    command = ["-m", "mlx_sparse.cli", "train-saap", "--model", str(smollm2), "-o", str(out), *ARGUMENTS.split()]
+    done = commands.run(command, blas_environment | without_torch)
     assert done.returncode == 0, done.stderr
     made = load(out)
     assert (list(made.layers), made.hidden, made.layers[20].centroids.shape) == ([20, 24], 128, (3, 32, 64))

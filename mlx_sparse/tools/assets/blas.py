@@ -17,11 +17,10 @@ from functools import partial
 from pathlib import Path
 
 from ...checks import ArtefactError
+from .packages import fetch, read_files
 from .store import build_directory, cache_directory, file_hash
-from .wheels import extract, fetch_wheel
 
 WHEEL = "scipy==1.13.1"
-LIBRARY_LIMIT = 64_000_000
 SIZE = "38.6 MB"  # of the wheel
 OFFER = f"MLX's own BLAS is slow in float32 here: --fast-blas fetches OpenBLAS once ({SIZE}) and runs with it."
 
@@ -128,7 +127,7 @@ def fetch_libraries(cache: Path) -> list[Path]:
         # This SciPy stops at Python 3.12; as data its wheel serves every Python.
         options = ["--python-version", "3.11", "--implementation", "cp", "--abi", "cp311"]
         try:
-            wheel = fetch_wheel(WHEEL, build.sha256, cache, [*options, "--platform", f"manylinux2014_{machine}"])
+            wheel = fetch(WHEEL, build.sha256, cache, [*options, "--platform", f"manylinux2014_{machine}"])
             build_directory(target, partial(_unpack, wheel, build))
             wheel.unlink(missing_ok=True)  # the libraries are all that is needed of it
         except (ArtefactError, OSError):
@@ -144,4 +143,4 @@ def fetch_libraries(cache: Path) -> list[Path]:
 
 def _unpack(wheel: Path, build: Build, folder: Path) -> None:
     for name in build.libraries:
-        extract(wheel, f"scipy.libs/{name}", folder, limit=LIBRARY_LIMIT)
+        (folder / name).write_bytes(read_files(wheel, f"scipy.libs/{name}")[name])

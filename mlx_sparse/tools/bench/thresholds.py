@@ -24,7 +24,7 @@ class Bar:
         return "not measured" if self.found is None else "yes" if self.found >= self.wanted else "NO"
 
     def as_dict(self) -> dict[str, Any]:
-        """For programs."""
+        """The fields as plain data for programs."""
         return {
             "kind": "bar",
             "bar": self.what,

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import codecs
-import contextlib
 import os
-import queue
+import select
 import shutil
 import subprocess
 import sys
 import sysconfig
-import threading
+import tempfile
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from tqdm import tqdm
 
@@ -45,58 +43,37 @@ def run_command(
     Raises:
         ArtefactError: it fails; the message has the last line of what it said.
     """
-    pipe = subprocess.PIPE
-    with (
-        subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment) as process,
-        tqdm(desc=f"{name} is running", bar_format="{desc}, {elapsed}", leave=False, delay=2, disable=None) as clock,
-    ):
-        assert process.stdin and process.stdout and process.stderr
-        pieces: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        errors: list[bytes] = []
-        streams = (
-            partial(_write, process.stdin, prompt.encode()),
-            partial(_read, process.stdout, pieces.put),
-            partial(_read, process.stderr, errors.append),
-        )
-        threads = [threading.Thread(target=stream, daemon=True) for stream in streams]
-        for thread in threads:
-            thread.start()
-        try:
-            out = _listen(pieces, clock, say)
-            for thread in threads:
-                thread.join()
-            process.wait()
-        except BaseException:
-            process.kill()
-            raise
-    err = b"".join(errors).decode(errors="replace")
+    with tempfile.TemporaryFile() as question, tempfile.TemporaryFile() as errors:
+        question.write(prompt.encode())
+        question.seek(0)
+        pipes: dict[str, Any] = {"stdin": question, "stdout": subprocess.PIPE, "stderr": errors}
+        bar: dict[str, Any] = {"bar_format": "{desc}, {elapsed}", "leave": False, "delay": 2, "disable": None}
+        with (
+            subprocess.Popen(command, env=environment, **pipes) as process,
+            tqdm(desc=f"{name} is running", **bar) as clock,
+        ):
+            assert process.stdout
+            try:
+                out = _listen(process.stdout, clock, say)
+            except BaseException:
+                process.kill()
+                raise
+        errors.seek(0)
+        err = errors.read().decode(errors="replace")
     if process.returncode:
         last = (err.strip().splitlines() or ["no message"])[-1]
         raise ArtefactError(f"{' '.join(command[:1])}: expected it to succeed with {name}, got: {last}")
     return out, err
 
 
-def _write(stream: IO[bytes], text: bytes) -> None:
-    with contextlib.suppress(BrokenPipeError), stream:  # a command that failed has not read it
-        stream.write(text)
-
-
-def _read(stream: IO[bytes], take: Callable[[bytes], object]) -> None:
-    """All of ``stream`` in pieces, and an empty one at its end."""
-    while piece := os.read(stream.fileno(), 1 << 16):
-        take(piece)
-    take(b"")
-
-
-def _listen(pieces: queue.SimpleQueue[bytes], clock: tqdm, say: Callable[[str], object] | None) -> str:
-    """The text that the pieces make up; meanwhile the clock goes on."""
+def _listen(stream: IO[bytes], clock: tqdm, say: Callable[[str], object] | None) -> str:
+    """All the text of ``stream``; meanwhile the clock goes on."""
     out, decoder, piece = "", codecs.getincrementaldecoder("utf-8")(errors="replace"), b" "
     while piece:
-        try:
-            piece = pieces.get(timeout=0.5)
-        except queue.Empty:
+        if not select.select([stream], [], [], 0.5)[0]:
             clock.update()
             continue
+        piece = os.read(stream.fileno(), 1 << 16)
         out += decoder.decode(piece, final=not piece)
         if say is not None:
             clock.clear()

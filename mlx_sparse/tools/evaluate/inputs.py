@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import logging
@@ -9,13 +10,39 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...checks import ConfigError
-from ...common.model_info import leaves, weights_hash
+from ...common.model_info import kv_shapes, weights_hash
 from ...lm.command import loading
 from .. import environment
-from ..assets.models import find_model
+from ..assets import blas
+from ..assets.models import add_model_options, check_model, find_model
 from ..assets.store import cache_directory
+from . import texts
 from .tasks.base import encode
-from .texts import Text, read
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add what every command that runs examples takes: ``--model``, ``--text``, ``--seed`` and how it runs."""
+    add_model_options(parser)
+    parser.add_argument(
+        "--text",
+        metavar="TEXT",
+        nargs="+",
+        help=f"files, or {', '.join(texts.NAMES)} (default: {texts.DEFAULT}, its language reference)",
+    )
+    parser.add_argument("--seed", metavar="N", type=int, default=0, help="for whatever is drawn (default: 0)")
+    parser.add_argument("--cache-dir", metavar="DIR", help="where the default model goes (default: user's cache)")
+    blas.add_option(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """Refuse a model and texts of `add_options` that cannot be had, before anything is fetched or loaded.
+
+    Raises:
+        ConfigError, PackageMissing: as `check_model` and `texts.check`.
+    """
+    check_model(args.model, cache_directory(args.cache_dir), args.accept_licence)
+    texts.check(args.text)
 
 
 def load_model(name: str | None, cache: str | None, licence: str | None = None) -> tuple[Any, Any, dict[str, Any]]:
@@ -28,17 +55,17 @@ def load_model(name: str | None, cache: str | None, licence: str | None = None) 
     return model, tokenizer, config
 
 
-def encode_texts(tokenizer: Any, texts: Sequence[Text]) -> list[list[int]]:
+def encode_texts(tokenizer: Any, read: Sequence[texts.Text]) -> list[list[int]]:
     """The tokens of each text, without those that open one; texts are parted by an empty line."""
     # transformers warns of texts longer than the context, of which only pieces are used here.
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    return [encode(tokenizer, ("\n\n" if i else "") + text.text) for i, text in enumerate(texts)]
+    return [encode(tokenizer, ("\n\n" if i else "") + text.text) for i, text in enumerate(read)]
 
 
 def read_tokens(tokenizer: Any, names: list[str] | None, cache: str | None, option: str = "--text") -> list[int]:
     """The tokens of the texts called ``names``, one after the other; ``option`` is who named them."""
-    texts = read(names, option, cache_directory(cache))
-    return [token for tokens in encode_texts(tokenizer, texts) for token in tokens]
+    found = texts.read(names, option, cache_directory(cache))
+    return [token for tokens in encode_texts(tokenizer, found) for token in tokens]
 
 
 def fingerprint(model: Any, tokens: Sequence[int], *options: Any) -> str:
@@ -52,14 +79,12 @@ def fingerprint(model: Any, tokens: Sequence[int], *options: Any) -> str:
 
 
 def head_dim(model: Any) -> int:
-    """Components of a key, by running the model on one token without evaluating it."""
-    import mlx.core as mx
-    from mlx_lm.models.cache import make_prompt_cache
+    """Components of a key of the first layer that keeps keys.
 
-    caches = make_prompt_cache(model)
-    model(mx.zeros((1, 1), mx.int32), cache=caches)
-    keys = next((cache.keys for cache in leaves(caches) if getattr(cache, "keys", None) is not None), None)
-    if keys is None:
+    Raises:
+        ConfigError: no layer does.
+    """
+    shape = next(filter(None, kv_shapes(model)), None)
+    if shape is None:
         raise ConfigError("--model: expected a model with a KV cache, got one without.")
-    size: int = keys.shape[-1]
-    return size
+    return shape[1]

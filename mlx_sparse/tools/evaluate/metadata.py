@@ -3,28 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import date
-from typing import Any, Protocol
+from typing import Any
 
 from ...common.model_info import config_of, kv_shapes, model_type, weights_hash
 from .. import environment
-from .journal import fields, whole
-
-RUN = ("command", "date", "seed", "prefill_step_size", "batch", "versions", "machine", "model", "texts")
-MODEL = ("name", "type", "hash", "layers", "query_heads", "kv_heads", "head_dim")
-TEXT = ("name", "sha256", "bytes", "tokens")
-LONGEST, MOST = 20_000, 1000  # characters of a text, entries of a list
+from .texts import Text
 
 
-class Text(Protocol):
-    """A text that examples are made of (`texts.Text`)."""
+@dataclass(frozen=True)
+class ModelFacts:
+    """Which model, and its attention; KV heads and head dims that differ between layers are lists."""
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def text(self) -> str: ...
-    @property
-    def sha256(self) -> str: ...
+    name: str
+    type: str
+    hash: str
+    layers: int
+    query_heads: int | None
+    kv_heads: Any
+    head_dim: Any
+
+
+@dataclass(frozen=True)
+class TextFacts:
+    """A text that examples were made of: its name, the hash and number of its bytes, and its tokens."""
+
+    name: str
+    sha256: str
+    bytes: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a command ran, and where. Paths stay as they were written; no variable of the environment is read."""
+
+    command: str
+    date: str
+    seed: int
+    prefill_step_size: int
+    batch: int
+    versions: dict[str, Any]
+    machine: dict[str, Any]
+    model: ModelFacts
+    texts: list[TextFacts]
 
 
 def run_facts(
@@ -36,88 +59,31 @@ def run_facts(
     seed: int,
     prefill_step_size: int,
     batch: int,
-) -> dict[str, Any]:
-    """Plain data for JSON: what ``command`` ran.
-
-    ``name`` is the model as it was asked for; ``texts`` come with their numbers of tokens. Paths stay as they were
-    written, and no variable of the environment is read.
-    """
-    return {
-        "command": command,
-        "date": date.today().isoformat(),
-        "seed": seed,
-        "prefill_step_size": prefill_step_size,
-        "batch": batch,
-        "versions": environment.versions(),
-        "machine": environment.hardware(),
-        "model": model_facts(name, model),
-        "texts": [
-            {"name": text.name, "sha256": text.sha256, "bytes": len(text.text.encode()), "tokens": tokens}
-            for text, tokens in texts
-        ],
-    }
+) -> Facts:
+    """What ``command`` ran: ``name`` is the model as it was asked for, ``texts`` come with their numbers of tokens."""
+    return Facts(
+        command,
+        date.today().isoformat(),
+        seed,
+        prefill_step_size,
+        batch,
+        environment.versions(),
+        environment.hardware(),
+        model_facts(name, model),
+        [TextFacts(text.name, text.sha256, len(text.text.encode()), tokens) for text, tokens in texts],
+    )
 
 
-def model_facts(name: str, model: Any) -> dict[str, Any]:
-    """Which model, and its attention; KV heads and head dims that differ between layers are lists."""
+def model_facts(name: str, model: Any) -> ModelFacts:
+    """The facts of a ``model`` that was asked for by ``name``."""
     shapes = [shape for shape in kv_shapes(model) if shape is not None]
     kv_heads, head_dims = (sorted({shape[axis] for shape in shapes}) for axis in (0, 1))
-    return {
-        "name": name,
-        "type": model_type(model),
-        "hash": weights_hash(model),
-        "layers": len(shapes),
-        "query_heads": config_of(model).get("num_attention_heads"),
-        "kv_heads": kv_heads[0] if len(kv_heads) == 1 else kv_heads,
-        "head_dim": head_dims[0] if len(head_dims) == 1 else head_dims,
-    }
-
-
-def read_facts(data: Any) -> dict[str, Any]:
-    """What `run_facts` made.
-
-    Raises:
-        ValueError: it did not.
-    """
-    found = dict(zip(RUN, fields(data, *RUN), strict=True))
-    for name in ("command", "date"):
-        read_text(found[name])
-    for name in ("seed", "prefill_step_size", "batch"):
-        whole(found[name], 0)
-    versions, where, texts = found["versions"], found["machine"], found["texts"]
-    kinds = ((versions, dict), (where, dict), (texts, list))
-    if any(not isinstance(part, kind) or len(part) > MOST for part, kind in kinds):
-        raise ValueError(data)
-    for entry in (*versions, *versions.values(), *where):
-        read_text(entry)
-    for value in where.values():
-        if value is not None and not isinstance(value, str):
-            whole(value, 0)
-    *names, layers, query_heads, kv_heads, head_dim = fields(found["model"], *MODEL)
-    for entry in names:
-        read_text(entry)
-    whole(layers, 0)
-    for value in (query_heads, kv_heads, head_dim):
-        _counts(value)
-    for text in texts:
-        name, sha256, size, tokens = fields(text, *TEXT)
-        for entry in (name, sha256):
-            read_text(entry)
-        for count in (size, tokens):
-            whole(count, 0)
-    return found
-
-
-def read_text(value: Any) -> str:
-    """``value`` if it is a text of a sane length; raise `ValueError` otherwise."""
-    if not isinstance(value, str) or len(value) > LONGEST:
-        raise ValueError(value)
-    return value
-
-
-def _counts(value: Any) -> None:
-    """Nothing, a number, or one for each layer."""
-    if isinstance(value, list) and len(value) > MOST:
-        raise ValueError(value)
-    for entry in value if isinstance(value, list) else [] if value is None else [value]:
-        whole(entry, 0)
+    return ModelFacts(
+        name,
+        model_type(model),
+        weights_hash(model),
+        len(shapes),
+        config_of(model).get("num_attention_heads"),
+        kv_heads[0] if len(kv_heads) == 1 else kv_heads,
+        head_dims[0] if len(head_dims) == 1 else head_dims,
+    )

@@ -3,19 +3,10 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from statistics import mean, stdev
-from typing import Any
-
-from .journal import fields, number, whole
-
-BOUNDS = {"bits": math.inf, "accuracy": 1, "agreement": 1, "kl": math.inf, "matched": math.inf, "exact": 1}
-MOST_REASONS, LONGEST_REASON = 100, 1000  # of dense calls
-MOST_DEPTHS, MOST_HEADS = 1000, 100_000  # of a row; heads of all layers
-LONGEST_NAME = 10_000  # characters of a task, a method or a budget
 
 
 @dataclass(frozen=True)
@@ -68,53 +59,6 @@ class Trial:
     density: list[list[float]] = field(default_factory=list)
     sampled: float = 0.0
     mass: list[float] = field(default_factory=list)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return asdict(self)
-
-    @classmethod
-    def read(cls, data: Any) -> Trial:
-        """What `as_dict` made.
-
-        Raises:
-            ValueError, TypeError: it did not.
-        """
-        found = dict(zip(cls.__annotations__, fields(data, *cls.__annotations__), strict=True))
-        for name in ("sparse_calls", "dense_calls"):
-            found[name] = int(number(found[name], 0))
-        for name in ("sparse_bytes", "dense_bytes"):
-            number(found[name], 0)
-        if not isinstance(found["attn"], str):
-            raise TypeError(data)
-        found["outcome"] = read_outcome(found["outcome"])
-        found["dense_reasons"] = read_reasons(found["dense_reasons"])
-        return cls(**found | read_prompt(found))
-
-
-def read_outcome(data: Any) -> Outcome:
-    """An `Outcome` from JSON data; raise `ValueError` if it is none."""
-    figures = zip(fields(data, *BOUNDS), BOUNDS.items(), strict=True)
-    return Outcome(*(number(value, -1 if name == "kl" else 0, high) for value, (name, high) in figures))
-
-
-def read_reasons(data: Any) -> dict[str, int]:
-    """Numbers of dense calls by reason, from JSON data; raise `ValueError` if they are none."""
-    if not isinstance(data, dict) or len(data) > MOST_REASONS or any(len(reason) > LONGEST_REASON for reason in data):
-        raise ValueError(data)
-    return {reason: int(number(count, 1)) for reason, count in data.items()}
-
-
-def read_prompt(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures of a trial or a row that need checks of their own; raise `ValueError` or `TypeError` at others."""
-    selectivity = found["selectivity"]
-    if selectivity is not None:
-        number(selectivity, 0, 1)
-    density = [[number(head, 0, 1) for head in layer] for layer in found["density"]]
-    mass = [number(value, 0, 2) for value in found["mass"]]
-    if not all(density) or len(mass) not in (0, 3):
-        raise ValueError(found)
-    return {"selectivity": selectivity, "density": density, "mass": mass, "sampled": number(found["sampled"], 0, 1)}
 
 
 @dataclass(frozen=True)
@@ -172,7 +116,7 @@ class Row:
 
     @property
     def served(self) -> str:
-        """ "dense" (the baseline), "sparse", "partly" (some calls were dense) or "fell back" (all of them were)."""
+        """What ran: "dense" (the baseline), "sparse", "partly" (not all calls were) or "fell back" (none was)."""
         if self.method == "dense":
             return "dense"
         if not self.sparse_calls:
@@ -186,48 +130,11 @@ class Row:
 
     @property
     def sparse_share(self) -> float:
-        """Of the calls that the method was asked about."""
+        """The share of the calls that the method was asked about which were sparse."""
         return self.sparse_calls / max(1, self.sparse_calls + self.dense_calls)
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON: what is not a number is null."""
-        data = asdict(self)
-        for name in ("mean_error", "error"):
-            data[name] = {key: None if math.isnan(value) else value for key, value in data[name].items()}
-        return data
 
-    @classmethod
-    def read(cls, data: Any) -> Row:
-        """What `as_dict` made.
-
-        Raises:
-            ValueError, TypeError: it did not.
-        """
-        found = dict(zip(cls.__annotations__, fields(data, *cls.__annotations__), strict=True))
-        names = (found["task"], found["method"], found["attn"], *([] if found["budget"] is None else [found["budget"]]))
-        if not all(isinstance(name, str) and 0 < len(name) <= LONGEST_NAME for name in names):
-            raise ValueError(data)
-        if not re.fullmatch("[a-z][a-z0-9_]*", found["task"]) or type(found["prefill"]) is not bool:
-            raise ValueError(data)
-        for name, least in (("context", 1), ("examples", 1), ("sparse_calls", 0), ("dense_calls", 0)):
-            whole(found[name], least)
-        number(found["compression"], 0)
-        if found["formula"] is not None:
-            number(found["formula"], 0)
-        found["mean"] = read_outcome(found["mean"])
-        found["delta"] = Outcome(*(number(value, -math.inf) for value in fields(found["delta"], *BOUNDS)))
-        for name in ("mean_error", "error"):
-            values = fields(found[name], *BOUNDS)
-            found[name] = Outcome(*(math.nan if value is None else number(value, 0) for value in values))
-        found["dense_reasons"] = read_reasons(found["dense_reasons"])
-        if len(found["depths"]) > MOST_DEPTHS or sum(len(layer) for layer in found["density"]) > MOST_HEADS:
-            raise ValueError(data)
-        depths = [fields(depth, *Depth.__annotations__) for depth in found["depths"]]
-        found["depths"] = [
-            Depth(number(depth, 0, 1), whole(examples, 1), number(accuracy, 0, 1), number(exact, 0, 1))
-            for depth, examples, accuracy, exact in depths
-        ]
-        return cls(**found | read_prompt(found))
+FIGURES = tuple(Outcome.__annotations__)
 
 
 def row_of(
@@ -244,7 +151,7 @@ def row_of(
 ) -> Row:
     """One row of ``trials``; ``dense`` are the same examples under dense attention, ``depths`` their answers'."""
     outcomes, reference = ([vars(trial.outcome) for trial in of] for of in (trials, dense))
-    deltas = [{name: a[name] - b[name] for name in BOUNDS} for a, b in zip(outcomes, reference, strict=True)]
+    deltas = [{name: a[name] - b[name] for name in a} for a, b in zip(outcomes, reference, strict=True)]
     moved, full = (sum(getattr(trial, name) for trial in trials) for name in ("sparse_bytes", "dense_bytes"))
     masses = [trial.mass for trial in trials if trial.mass]
     selectivities = [trial.selectivity for trial in trials if trial.selectivity is not None]
@@ -278,13 +185,13 @@ def row_of(
 
 
 def _means(outcomes: Sequence[Mapping[str, float]]) -> Outcome:
-    return Outcome(*(mean(outcome[name] for outcome in outcomes) for name in BOUNDS))
+    return Outcome(*(mean(outcome[name] for outcome in outcomes) for name in FIGURES))
 
 
 def _errors(outcomes: Sequence[Mapping[str, float]]) -> Outcome:
     if len(outcomes) < 2:
-        return Outcome(*(math.nan for _ in BOUNDS))
-    return Outcome(*(stdev(outcome[name] for outcome in outcomes) / math.sqrt(len(outcomes)) for name in BOUNDS))
+        return Outcome(*(math.nan for _ in FIGURES))
+    return Outcome(*(stdev(outcome[name] for outcome in outcomes) / math.sqrt(len(outcomes)) for name in FIGURES))
 
 
 def _depths(trials: Sequence[Trial], depths: Iterable[float | None]) -> list[Depth]:

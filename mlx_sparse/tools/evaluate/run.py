@@ -15,13 +15,13 @@ from ...common.files import replace_file
 from ...lm.model import select_methods
 from ...methods import parse
 from ..assets import blas
-from ..assets.models import DEFAULT, add_model_options, check_model
+from ..assets.models import DEFAULT
 from ..assets.store import cache_directory
 from . import report, texts
 from .budget import read_budget
-from .inputs import encode_texts, fingerprint, head_dim, load_model
-from .journal import Journal
-from .metadata import run_facts
+from .inputs import add_options, check_options, encode_texts, fingerprint, head_dim, load_model
+from .journal import Journal, as_json
+from .metadata import Facts, run_facts
 from .report.read import RESULTS
 from .results import Row, Trial
 from .selection import SelectionRow
@@ -51,8 +51,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"\nmlx-sparse eval: interrupted; {kept}", file=sys.stderr)
         return 130
     if args.json:
-        every: list[Row | SelectionRow] = [*rows, *choices]
-        print("\n".join(json.dumps(row.as_dict()) for row in every))
+        print("\n".join(json.dumps(as_json(row)) for row in (*rows, *choices)))
     else:
         print("\n\n".join([table(rows)] * bool(rows) + [table_of_choices(choices)] * bool(choices)))
     if args.out is not None:
@@ -61,10 +60,10 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _write(folder: Path, rows: Sequence[Row], choices: Sequence[SelectionRow], facts: dict[str, Any]) -> None:
+def _write(folder: Path, rows: Sequence[Row], choices: Sequence[SelectionRow], facts: Facts) -> None:
     """Every row with the facts of the run, for `mlx-sparse report`; and the report itself."""
-    every: list[Row | SelectionRow] = [*rows, *choices]
-    lines = [json.dumps(row.as_dict() | {"run": facts}, allow_nan=False) for row in every]
+    run = {"run": as_json(facts)}
+    lines = [json.dumps(as_json(row) | run, allow_nan=False) for row in (*rows, *choices)]
     replace_file(folder / RESULTS, lambda new: new.write_text("\n".join(lines) + "\n", encoding="utf-8"))
     report.write(folder, rows, facts, selection=choices)
 
@@ -80,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
         "--limit 50 --out results",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_model_options(parser)
+    add_options(parser)
     parser.add_argument(
         "--methods", metavar="METHOD,...", nargs="+", default=[], help="such as sparq:rank=16,h2o,sample:dense_below=0"
     )
@@ -95,15 +94,8 @@ def _parser() -> argparse.ArgumentParser:
         help="shares of dense attention's transfers, such as 1/2,1/8: settings that METHOD does not name follow from "
         "the papers' formulae (default: the methods as they are)",
     )
-    parser.add_argument(
-        "--text",
-        metavar="TEXT",
-        nargs="+",
-        help=f"files, or {', '.join(texts.NAMES)} (default: {texts.DEFAULT}, its language reference)",
-    )
     parser.add_argument("--context", metavar="N,...", nargs="+", default=["2k"], help="prompt tokens (default: 2k)")
     parser.add_argument("--limit", metavar="N", type=int, default=6, help="examples per task (default: 6)")
-    parser.add_argument("--seed", metavar="N", type=int, default=0, help="for the places in the text (default: 0)")
     parser.add_argument("--batch", metavar="N", type=int, default=8, help="examples decoded together (default: 8)")
     parser.add_argument(
         "--prefill-step-size",
@@ -119,9 +111,6 @@ def _parser() -> argparse.ArgumentParser:
         help="write results.jsonl, pictures and report.html there, and keep every result there as it comes: "
         "the same command goes on where it stopped",
     )
-    parser.add_argument("--cache-dir", metavar="DIR", help="where the default model goes (default: user's cache)")
-    blas.add_option(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON lines")
     return parser
 
 
@@ -145,8 +134,7 @@ def _check(args: argparse.Namespace) -> None:
     check_int("--prefill-step-size", args.prefill_step_size, 1)
     for context in args.context:
         check_int("--context", context, SHORTEST)
-    check_model(args.model, cache_directory(args.cache_dir), args.accept_licence)
-    texts.check(args.text)
+    check_options(args)
     if args.out is not None:
         report.check()
         args.out.mkdir(parents=True, exist_ok=True)
@@ -169,10 +157,10 @@ class _Evaluation:
         self.tokens = [token for of_text in tokens for token in of_text]
         self.D = head_dim(self.model)
         self.key = fingerprint(self.model, self.tokens, args.limit, args.seed, args.prefill_step_size, args.batch)
-        self.journal = Journal(args.out and args.out / "trials.jsonl", "eval", self.key, Trial.read)
+        self.journal = Journal(args.out and args.out / "trials.jsonl", "eval", self.key, Trial)
 
     def rows(self) -> Iterator[Row]:
-        """Of all contexts and tasks."""
+        """The rows of all contexts and tasks, each as soon as its examples have run."""
         from tqdm import tqdm
 
         from .runner import run
@@ -234,7 +222,7 @@ class _Evaluation:
                 kept = {"out": args.out, "key": self.key}
                 yield from compare_choices(self.model, self.tokens, context=context, **asked, **kept)
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Facts:
         """What the figures belong to."""
         args = self.args
         return run_facts(

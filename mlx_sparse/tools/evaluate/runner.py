@@ -44,14 +44,20 @@ class Subject(Protocol):
 
 
 class Steps:
-    """Prompts of one length, and the steps after them: teacher-forced, a token of each at a time, by the model's own
-    decode."""
+    """Prompts of one length, and the steps after them.
+
+    They are teacher-forced: a token of each example at a time, by the model's own decode.
+    """
 
     def __init__(
         self, model: Any, tokenizer: Any, examples: Sequence[Example], step: int, *, observed: str | None = None
     ) -> None:
-        """``step`` is that of prompts which are themselves processed sparsely; ``observed`` is a method that has to see
-        the dense prompts which all methods go on from."""
+        """Take examples that are decoded together.
+
+        Args:
+            step: tokens at a time of prompts that are themselves processed sparsely.
+            observed: a method that has to see the dense prompts, from which all methods go on.
+        """
         self.model, self.tokenizer, self.examples, self.step = model, tokenizer, examples, step
         self.observed = observed
         self.depths = [example.depth for example in examples]
@@ -77,6 +83,7 @@ class Steps:
         return logp
 
     def trials(self, arm: Arm) -> list[Trial]:
+        """What a method makes of each example's target."""
         if arm == DENSE:
             each = zip(self.reference, self.targets, strict=True)  # one at a time: a vocabulary can be large
             return [Trial(found) for found in self._outcomes([figures_of(logp, logp, tokens) for logp, tokens in each])]
@@ -99,7 +106,7 @@ class Prompt:
     """A passage run through the method's own prefill."""
 
     def __init__(self, model: Any, tokenizer: Any, passage: Passage, step: int, *, mass: bool = False) -> None:
-        """With ``mass``, retained mass is measured too, for which every score is computed."""
+        """Take a passage; ``mass`` says whether retained mass is measured too, for which every score is computed."""
         self.model, self.passage, self.step, self.mass = model, passage, step, mass
         self.depths: list[float | None] = [None]
         self.digests = [digest(passage)]
@@ -114,6 +121,7 @@ class Prompt:
         return passage_logits(self.model, self.passage, self.step)[0]
 
     def trials(self, arm: Arm) -> list[Trial]:
+        """What a method makes of the passage: a list of one."""
         targets = self.passage.targets
         if arm == DENSE:
             return [Trial(prompt_outcome(self.reference, self.reference, targets, self.n_bytes))]
@@ -134,7 +142,7 @@ def run(
     prefill: bool = False,
 ) -> list[Row]:
     """Every subject under dense attention and every method; what the journal knows is not run again."""
-    journal = journal or Journal(None, "", "", Trial.read)
+    journal = journal or Journal(None, "", "", Trial)
     found: dict[Arm, list[Trial]] = {arm: [] for arm in (DENSE, *arms)}
     keys = {arm: arm.key for arm in found}
     depths: list[float | None] = []
@@ -146,7 +154,7 @@ def run(
             if any(name not in journal.results for name in names):
                 for name, trial in zip(names, subject.trials(arm), strict=True):
                     if name not in journal.results:
-                        journal.add(name, trial, trial.as_dict())
+                        journal.add(name, trial)
             trials += [journal.results[name] for name in names]
             progress.update(len(names))
     dense = found[DENSE]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from ...ops.baselines import exact_weights
 from ...ops.select import top_k_select
 from ...ops.sparq import deviation, sparq_select
 from .. import formats
-from .journal import Journal, fields, number
+from .journal import Journal
 from .table import plus_minus
 from .tasks.base import starts
 
@@ -73,12 +72,12 @@ class SelectionRow:
     alpha_gap: float
     alpha_gap_error: float
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON: what is not a number is null."""
-        return {
-            name: None if isinstance(value, float) and math.isnan(value) else value
-            for name, value in asdict(self).items()
-        }
+
+@dataclass(frozen=True)
+class OfText:
+    """The ``figures`` of one text, by layer and choice, as a file keeps them."""
+
+    figures: list[list[list[float]]]
 
 
 def run(
@@ -118,8 +117,7 @@ def run(
     layers, head_dim = sorted(sizes), min(sizes.values())
     choices = [(score, rank) for score in SCORES for rank in ranks if rank <= head_dim]
     places = starts(tokens, context - len(opening), limit, random.Random(seed))
-    read = partial(_read, shape=(len(layers), len(choices), FIGURES))
-    journal, figures = Journal(out and out / KEPT, "eval top_k_agreement", key, read), []
+    journal, figures = Journal(out and out / KEPT, "eval top_k_agreement", key, OfText), []
     with tqdm(total=limit * context, unit="token", desc="top_k_agreement", delay=2, disable=None) as progress:
         for start in places:
             text = [*opening, *tokens[start : start + context - len(opening)]]
@@ -129,19 +127,10 @@ def run(
                 of_text = np.array([found[layer] for layer in layers])
                 if not np.isfinite(of_text).all():
                     raise ConfigError("--model: expected attention of finite numbers, got others.")
-                journal.add(name, of_text, {"figures": of_text.tolist()})
-            figures.append(journal.results[name])
+                journal.add(name, OfText(of_text.tolist()))
+            figures.append(journal.results[name].figures)
     # (texts, layers, choices, figures)
     return _rows(np.array(figures), choices, layers, head_dim=head_dim, top_k=top_k, context=context)
-
-
-def _read(data: Any, shape: tuple[int, ...]) -> Array:
-    """Figures ``(layers, choices, figures)`` of a text from JSON data; raise `ValueError` if they are none."""
-    (figures,) = fields(data, "figures")
-    found = np.array([[[number(value, 0, 2) for value in choice] for choice in layer] for layer in figures])
-    if found.shape != shape:
-        raise ValueError(data)
-    return found
 
 
 def _rows(
@@ -201,7 +190,7 @@ def _measure(
     top_k: int,
     progress: Any,
 ) -> dict[int, Array]:
-    """By layer ``(choices, figures)``: means over the last queries of one text, which runs densely."""
+    """The figures ``(choices, figures)`` by layer: means over the last queries of one text, which runs densely."""
     caches = make_prompt_cache(model)
     found = {layer: np.zeros((len(choices), FIGURES)) for layer in layers}
 
@@ -266,12 +255,12 @@ def _compare_steps(
 
 
 def _captured(weights: mx.array, indices: mx.array) -> mx.array:
-    """Of ``weights (B, Hkv, G, S)`` those at ``indices (B, Hkv, k)``, summed: ``(B, Hkv, G)``."""
+    """The sum ``(B, Hkv, G)`` of the ``weights (B, Hkv, G, S)`` at ``indices (B, Hkv, k)``."""
     return mx.take_along_axis(weights, indices[:, :, None, :], axis=-1).sum(axis=-1)
 
 
 def table(rows: Sequence[SelectionRow]) -> str:
-    """Markdown."""
+    """The rows as a Markdown table."""
     header = ["component score", "rank", "context", "n", "agreement", "worst layer", "mass", "exact choice"]
     lines = []
     for row in rows:

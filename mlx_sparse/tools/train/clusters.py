@@ -44,5 +44,5 @@ def fit_centroids(keys: Array, buckets: int, *, seed: int = 0, by: str | None = 
 
 
 def library() -> str:
-    """Who computes k-means here."""
+    """The library that computes k-means here: "faiss" or "mlx"."""
     return "faiss" if importlib.util.find_spec("faiss") else "mlx"

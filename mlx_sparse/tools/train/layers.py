@@ -53,7 +53,7 @@ def make_layer(texts: Texts, recipe: Recipe, *, checkpoint: Path | None, progres
 
 
 def half(layer: Layer) -> Layer:
-    """In the type that the artefact holds."""
+    """The layer in float16, the type that the artefact holds."""
     return Layer(**{name: array.astype(mx.float16) for name, array in layer.arrays().items()})
 
 
@@ -64,7 +64,7 @@ def make_centroids(texts: Texts, recipe: Recipe, *, roped: bool) -> Array:
 
 
 def _head_centroids(keys: Array, recipe: Recipe) -> Array:
-    """Of ``keys (W, S, D)``; no more of them are read than k-means looks at."""
+    """Centroids ``(C, D)`` of one head's ``keys (W, S, D)``; no more of them are read than k-means looks at."""
     windows, S, D = keys.shape
     random, sinks = np.random.default_rng(recipe.seed), recipe.distances.sink_tokens
     share = min(-(-POINTS * recipe.buckets // windows), S - sinks)

@@ -27,7 +27,7 @@ class Spread:
 
     @classmethod
     def of(cls, queries: Sequence[npt.NDArray[Any]]) -> Spread:
-        """Of ``(N, D)`` queries of each head."""
+        """The spread of the ``(N, D)`` queries of each head."""
         means = np.stack([rows.mean(axis=0, keepdims=True, dtype=np.float64) for rows in queries])
         spread = [(rows - mean).T @ (rows - mean) / len(rows) for rows, mean in zip(queries, means, strict=True)]
         return cls(mx.array(means.astype(np.float32)), mx.array(np.stack(spread).astype(np.float32)))

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from statistics import mean
 from typing import Any
 
-from ..evaluate.journal import fields, number
+from .. import formats
 from .recall import SELECTIVITIES
 from .train import FEWEST_ROWS
 
@@ -35,22 +35,12 @@ class HeadReport:
     recall: dict[str, list[float]]
     imbalance: dict[str, float]
 
-    @classmethod
-    def read(cls, data: Any) -> HeadReport:
-        """What `asdict` made; raises `ValueError` if it did not."""
-        layer, head, rows, share, loss, recall, imbalance = fields(data, *cls.__dataclass_fields__)
-        whole = all(type(value) is int and value >= 0 for value in (layer, head, rows))
-        if not whole or not all(isinstance(part, dict) for part in (loss, recall, imbalance)):
-            raise ValueError(data)
-        return cls(
-            layer,
-            head,
-            rows,
-            number(share, 0, 1),
-            {str(name): number(value, -1) for name, value in loss.items()},
-            {str(name): [number(value, 0, 1 + 1e-6) for value in found] for name, found in recall.items()},
-            {str(name): number(value, 0) for name, value in imbalance.items()},
-        )
+
+@dataclass(frozen=True)
+class LayerReport:
+    """The reports of the KV heads of one layer, as the journal keeps them."""
+
+    heads: list[HeadReport]
 
 
 def table(heads: Sequence[HeadReport]) -> str:
@@ -60,29 +50,27 @@ def table(heads: Sequence[HeadReport]) -> str:
     at = [f"{share:.0%}" for share in SELECTIVITIES]
     header = ["layer", "head", "rows", *(f"loss {name}" for name in losses)]
     header += [f"{name} {share}" for name in routers for share in at] + ["imbalance", "imbalance roped"]
-    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    lines = []
     for found in heads:
         cells = [str(found.layer), str(found.head), f"{found.rows:,}"]
         cells += [f"{found.loss[name]:.3f}" if name in found.loss else "" for name in losses]
         cells += [f"{value:.3f}" for name in routers for value in found.recall[name]]
         cells += [f"{found.imbalance[space]:.2f}" for space in ("before_rope", "roped")]
-        lines.append("| " + " | ".join(cells) + " |")
+        lines.append(cells)
     means = summary(heads)
     cells = ["mean", "", f"{means['rows']:,.0f}", *(f"{means['loss'].get(name, 0):.3f}" for name in losses)]
     cells += [f"{value:.3f}" for name in routers for value in means["recall"][name]]
-    lines.append("| " + " | ".join([*cells, "", ""]) + " |")
-    lines += [
-        "",
+    notes = [
         f"rows: queries trained on, which look far away; a head with fewer than {FEWEST_ROWS} routes by its centroids.",
         "The rest is of text that was not trained on. loss: KL divergence from where long-range attention goes.",
         "ROUTER N%: what share of that attention is found by visiting N% of the keys that are not attended anyway;",
         "kmeans and roped route by the centroids of keys before and after RoPE. imbalance: 1 if all buckets are equal.",
     ]
-    return "\n".join(lines)
+    return "\n".join([formats.table(header, [*lines, [*cells, "", ""]]), "", *notes])
 
 
 def summary(heads: Sequence[HeadReport]) -> dict[str, Any]:
-    """Means over heads."""
+    """The means of rows, losses and recall over the heads."""
     losses = {name for found in heads for name in found.loss}
     return {
         "rows": mean(found.rows for found in heads),
@@ -95,5 +83,5 @@ def summary(heads: Sequence[HeadReport]) -> dict[str, Any]:
 
 
 def as_dict(heads: Sequence[HeadReport]) -> dict[str, Any]:
-    """Plain data for JSON."""
+    """The heads and their means as plain data for JSON."""
     return {"selectivities": list(SELECTIVITIES), "mean": summary(heads), "heads": [asdict(found) for found in heads]}

@@ -64,11 +64,11 @@ class Texts:
 
     @property
     def heads(self) -> int:
-        """KV heads."""
+        """The number of KV heads."""
         return int(self.keys_before.shape[1])
 
     def thinned(self, most: int) -> Texts:
-        """With at most ``most`` queries of each text, evenly from all of them."""
+        """The same texts with at most ``most`` queries of each, evenly from all of them."""
         every = slice(None, None, -(-self.positions.shape[1] // most))
         before, after = (array[:, :, every] for array in (self.queries_before, self.queries_after))
         return replace(self, queries_before=before, queries_after=after, positions=self.positions[:, every])

@@ -14,18 +14,17 @@ from typing import Any
 import mlx.core as mx
 
 from ...artefact import MAX_HIDDEN, Artefact, Layer, identity, load, versions
-from ...artefact.tensors import read_header, read_tensors, write_tensors
+from ...artefact.tensors import read_tensors, write_tensors
 from ...checks import MAX_BUCKETS, ArtefactError, ConfigError, Parser, check_int
 from ...methods import SAAP
 from ..assets import blas
-from ..assets.models import add_model_options, check_model
 from ..assets.store import cache_directory
-from ..evaluate.inputs import fingerprint, load_model, read_tokens
+from ..evaluate.inputs import add_options, check_options, fingerprint, load_model, read_tokens
 from ..evaluate.journal import Journal
 from ..evaluate.texts import check as check_texts
 from .collect import Collection, Place, collect, find_places
 from .layers import Recipe, half, make_centroids, make_layer, report_layer
-from .report import HeadReport, as_dict, table
+from .report import HeadReport, LayerReport, as_dict, table
 from .rows import Distances
 from .train import Training
 from .work import alone, clear
@@ -44,7 +43,7 @@ LEAST = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train; return the exit code."""
+    """Run ``mlx-sparse train-saap`` with these arguments; return the exit code."""
     args = _parser().parse_args(argv)
     _check(args)
     blas.use(args.fast_blas, ["train-saap", *argv], cache_directory(args.cache_dir))
@@ -85,8 +84,7 @@ def _parser() -> argparse.ArgumentParser:
         "room first. An interrupted command goes on where it stopped when it is given again.",
     )
     number: dict[str, Any] = {"metavar": "N", "type": int}
-    add_model_options(parser)
-    parser.add_argument("--text", metavar="FILE", nargs="+", help="text files (default: Python's language reference)")
+    add_options(parser)
     parser.add_argument("--held-out", metavar="FILE", nargs="+", help="text for the report (default: the text's end)")
     parser.add_argument("-o", "--out", metavar="FILE.safetensors", type=Path, required=True, help="what to write")
     parser.add_argument("--buckets", default=1024, help="clusters of keys per KV head (default: 1024)", **number)
@@ -124,10 +122,6 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         help="keep what is collected and trained there (default: only until done)",
     )
-    parser.add_argument("--seed", default=0, help="(default: 0)", **number)
-    parser.add_argument("--cache-dir", metavar="DIR", help="where the default model goes (default: user's cache)")
-    blas.add_option(parser)
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
     return parser
 
 
@@ -151,8 +145,7 @@ def _check(args: argparse.Namespace) -> None:
     args.distances = Distances(args.sink_tokens, args.recent_tokens, args.farther_than)
     if args.context is not None:
         _check_context(args.context, args.distances.exact)
-    check_model(args.model, cache_directory(args.cache_dir), args.accept_licence)
-    check_texts(args.text)
+    check_options(args)
     check_texts(args.held_out, "--held-out")
 
 
@@ -272,7 +265,7 @@ def _layers(
     """Every layer and its report; those that an interrupted command finished are read."""
     from tqdm import tqdm
 
-    journal = Journal(folder / "report.jsonl", "train-saap", key, _read_heads)
+    journal = Journal(folder / "report.jsonl", "train-saap", key, LayerReport)
     steps = recipe.training.steps if recipe.training else 1
     train, held_out = collections
     layers = {}
@@ -289,25 +282,19 @@ def _layers(
                 roped = make_centroids(texts, recipe, roped=True)
                 heads = report_layer(number, held_out.texts(number), layer, roped, rows, recipe)
                 write_tensors(path, (layer if space == "before_rope" else half(Layer(mx.array(roped)))).arrays())
-                journal.add(str(number), heads, {"heads": [asdict(head) for head in heads]})
+                journal.add(str(number), LayerReport(heads))
                 checkpoint.unlink(missing_ok=True)
                 if recipe.training is None:
                     progress.update(1)
             layers[number] = _load(path)
-    return layers, [head for number in train.places for head in journal.results[str(number)]]
+    return layers, [head for number in train.places for head in journal.results[str(number)].heads]
 
 
 def _load(path: Path) -> Layer:
-    tensors = read_tensors(path, read_header(path))
+    tensors, _ = read_tensors(path)
     if not {"centroids"} <= tensors.keys() <= Layer.__dataclass_fields__.keys():
         raise ArtefactError(f"{path}: expected a layer that this command has trained, got another file. Delete it.")
     return Layer(**tensors)
-
-
-def _read_heads(data: Any) -> list[HeadReport]:
-    if not isinstance(data, dict) or not isinstance(data.get("heads"), list):
-        raise ValueError(data)  # noqa: TRY004 - what a journal expects of data that is not its own
-    return [HeadReport.read(head) for head in data["heads"]]
 
 
 def _key(collected: Sequence[str], options: dict[str, Any]) -> str:

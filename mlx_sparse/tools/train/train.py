@@ -12,9 +12,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
+from mlx.optimizers import Adam
+from mlx.utils import tree_flatten, tree_unflatten
 
 from ...artefact import Layer
-from ...artefact.tensors import read_header, read_tensors, write_tensors
+from ...artefact.tensors import read_tensors, write_tensors
 from ...checks import ArtefactError
 from . import network
 from .network import Params, Spread
@@ -22,7 +24,6 @@ from .rows import Rows
 
 Array = npt.NDArray[Any]
 FEWEST_ROWS = 64  # a head with fewer long-range queries keeps the k-means router
-BETAS, EPS = (0.9, 0.999), 1e-8  # Adam's
 CHECKPOINT_SECONDS = 20.0
 
 
@@ -87,77 +88,47 @@ def _train(
 ) -> Params:
     spread = Spread.of([found.queries for found in rows])
     params = network.start(centroids, spread, training.hidden, scale, training.seed)
-    state = Adam.of(params)
+    optimizer = Adam(training.rate, bias_correction=True)
+    optimizer.init(params)
+    done = 0
     if checkpoint is not None and checkpoint.exists():
-        state = Adam.load(checkpoint, state)
+        params, done = _load(checkpoint, params, optimizer)
         if progress is not None:
-            progress.update(state.step)
+            progress.update(done)
     saved = time.monotonic()
     gradient = mx.grad(network.loss)
-    while state.step < training.steps:
-        batch = _batch(rows, training, state.step)
-        state = state.after(gradient(state.params, *batch), training.rate_at(state.step))
-        mx.eval(state.params, state.first, state.second)
+    for step in range(done, training.steps):
+        optimizer.learning_rate = training.rate_at(step)
+        params = optimizer.apply_gradients(gradient(params, *_batch(rows, training, step)), params)
+        mx.eval(params, optimizer.state)
         if progress is not None:
             progress.update(1)
         if checkpoint is not None and time.monotonic() - saved > CHECKPOINT_SECONDS:
-            state.save(checkpoint)
+            write_tensors(checkpoint, _state(params, optimizer), {"step": str(step + 1)})
             saved = time.monotonic()
-    return network.fold(state.params, spread, mx.array(np.stack([found.share for found in rows])))
+    return network.fold(params, spread, mx.array(np.stack([found.share for found in rows])))
 
 
-@dataclass(frozen=True)
-class Adam:
-    """Adam's state after some steps: the parameters, and running means of gradients and of their squares."""
+def _state(params: Params, optimizer: Adam) -> dict[str, mx.array]:
+    """What a checkpoint holds: the parameters, and Adam's running means for each."""
+    moments: Any = {name: optimizer.state[name] for name in params}
+    return dict(tree_flatten({"params": params, "moments": moments}))
 
-    params: Params
-    first: Params
-    second: Params
-    step: int = 0
 
-    @classmethod
-    def of(cls, params: Params) -> Adam:
-        """The state before the first step."""
-        zeros = {name: mx.zeros_like(array) for name, array in params.items()}
-        return cls(params, zeros, dict(zeros))
+def _load(path: Path, params: Params, optimizer: Adam) -> tuple[Params, int]:
+    """The parameters and the number of steps in a checkpoint of a training that began at ``params``.
 
-    def after(self, gradient: Params, rate: float) -> Adam:
-        """The state after one more step."""
-        step, (b1, b2) = self.step + 1, BETAS
-        first = {name: b1 * self.first[name] + (1 - b1) * g for name, g in gradient.items()}
-        second = {name: b2 * self.second[name] + (1 - b2) * g * g for name, g in gradient.items()}
-        params = {
-            name: p - rate / (1 - b1**step) * first[name] / (mx.sqrt(second[name] / (1 - b2**step)) + EPS)
-            for name, p in self.params.items()
-        }
-        return Adam(params, first, second, step)
-
-    def save(self, path: Path) -> None:
-        """Write a checkpoint.
-
-        Raises:
-            OSError: it cannot be written; the one before it is still there.
-        """
-        parts = {"params": self.params, "first": self.first, "second": self.second}
-        arrays = {f"{part}.{name}": array for part, of in parts.items() for name, array in of.items()}
-        write_tensors(path, arrays, {"step": str(self.step)})
-
-    @classmethod
-    def load(cls, path: Path, like: Adam) -> Adam:
-        """Read a checkpoint of a training that began at ``like``.
-
-        Raises:
-            ArtefactError: the file is damaged or another training's.
-        """
-        parts = {"params": like.params, "first": like.first, "second": like.second}
-        wanted = {f"{part}.{name}": array.shape for part, of in parts.items() for name, array in of.items()}
-        header = read_header(path)
-        step = header.metadata.get("step", "")
-        if header.shapes != wanted or not (step.isdecimal() and len(step) < 10):
-            raise ArtefactError(f"{path}: expected a checkpoint of this training, got another file. Delete it.")
-        arrays = read_tensors(path, header)
-        params, first, second = ({name: arrays[f"{part}.{name}"] for name in like.params} for part in parts)
-        return cls(params, first, second, int(step))
+    Raises:
+        ArtefactError: the file is damaged or another training's.
+    """
+    wanted = {name: array.shape for name, array in _state(params, optimizer).items()}
+    arrays, metadata = read_tensors(path)
+    step = metadata.get("step", "")
+    if {name: array.shape for name, array in arrays.items()} != wanted or not step.isdecimal():
+        raise ArtefactError(f"{path}: expected a checkpoint of this training, got another file. Delete it.")
+    found: Any = tree_unflatten(list(arrays.items()))
+    optimizer.state |= found["moments"] | {"step": mx.array(int(step), mx.uint64)}
+    return found["params"], int(step)
 
 
 def _batch(rows: Sequence[Rows], training: Training, step: int) -> tuple[mx.array, mx.array]:

@@ -11,6 +11,7 @@ from typing import Any
 from ...checks import ConfigError
 from ...common.files import replace_file
 from ...methods import load_toml
+from .. import formats
 from ..evaluate.tasks import RETRIEVAL
 from .search import ENOUGH, Measured, Tuned
 
@@ -78,7 +79,7 @@ def toml(tuned: Sequence[Tuned], prefer: str, model: str, block_size: int) -> st
 
 def table(tuned: Sequence[Tuned]) -> str:
     """Markdown: everything that was measured, and what was chosen."""
-    lines = ["| " + " | ".join(HEADER) + " |", "|" + "---|" * len(HEADER)]
+    rows = []
     for found in tuned:
         for row in (found.dense, *found.measured):
             chosen = [
@@ -89,12 +90,13 @@ def table(tuned: Sequence[Tuned]) -> str:
             values = list(asdict(row.setting).values()) if row.setting else ["dense", "", ""]
             cells = [f"< {found.up_to:,}", *map(str, values), *(f"{row.tasks[task]:.3f}" for task in RETRIEVAL)]
             cells += [f"{value:.3f}" for value in (row.accuracy, row.density, row.sampled, row.work)]
-            lines.append("| " + " | ".join([*cells, f"{row.seconds:.2f}", ", ".join(chosen)]) + " |")
-    lines += [
+            rows.append([*cells, f"{row.seconds:.2f}", ", ".join(chosen)])
+    lines = [
+        formats.table(HEADER, rows),
         "",
         "work = density + sampled / 2: attention's multiply-adds over those of dense. The settings are ranked by",
+        f"it, not by the seconds. Speed first: at least {ENOUGH:.0%} of dense attention's accuracy.",
     ]
-    lines += [f"it, not by the seconds. Speed first: at least {ENOUGH:.0%} of dense attention's accuracy."]
     lines += [
         f"Fewer than {found.up_to:,} keys: no setting was without loss; accuracy first is the one that loses least."
         for found in tuned
@@ -104,7 +106,7 @@ def table(tuned: Sequence[Tuned]) -> str:
 
 
 def as_dict(tuned: Sequence[Tuned], model: str, block_size: int) -> dict[str, Any]:
-    """Plain data for JSON."""
+    """Everything that was measured and chosen as plain data for JSON."""
     ranges = [
         {
             "up_to": found.up_to,

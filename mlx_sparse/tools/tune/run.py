@@ -12,12 +12,10 @@ from typing import Any
 from ...checks import ConfigError, Parser, check_int, check_sample, check_share, read_length
 from ...methods import registry
 from ..assets import blas
-from ..assets.models import add_model_options, check_model
 from ..assets.store import cache_directory
-from ..evaluate.inputs import fingerprint, load_model, read_tokens
+from ..evaluate.inputs import add_options, check_options, fingerprint, load_model, read_tokens
 from ..evaluate.journal import Journal
 from ..evaluate.tasks import SHORTEST
-from ..evaluate.texts import check as check_texts
 from .output import as_dict, check_target, table, toml, write_toml
 from .search import Search, Trial, Tuned, by_range, whole_grid
 
@@ -28,7 +26,7 @@ LENGTHS = tuple(length << 10 for length in (8, 32, 64, 96, 128))  # one in each 
 
 
 def main(argv: Sequence[str]) -> int:
-    """Tune; return the exit code."""
+    """Run ``mlx-sparse tune-sample`` with these arguments; return the exit code."""
     args = _parser().parse_args(argv)
     _check(args)
     blas.use(args.fast_blas, ["tune-sample", *argv], cache_directory(args.cache_dir))
@@ -61,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
         "sparse prefill. Two settings come out: accuracy first (no loss) and speed first (at least 90 percent of dense "
         "attention's accuracy), both the one with the least work.",
     )
-    add_model_options(parser)
+    add_options(parser)
     parser.add_argument(
         "--out",
         metavar="FILE.toml",
@@ -77,7 +75,6 @@ def _parser() -> argparse.ArgumentParser:
         help="context lengths to tune at (default: of 8k,32k,64k,96k,128k those that the model and the text allow)",
     )
     parser.add_argument("--max-length", metavar="N", help="no longer than this")
-    parser.add_argument("--text", metavar="FILE", nargs="+", help="text files (default: Python's language reference)")
     parser.add_argument(
         "--alpha-column", metavar="A", nargs="+", type=float, default=ALPHAS, help=f"{_default(ALPHAS)}"
     )
@@ -85,7 +82,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--chunks", metavar="N", nargs="+", type=int, default=CHUNKS, help=f"{_default(CHUNKS)}")
     parser.add_argument("--block-size", metavar="N", type=int, default=128, help="(default: 128)")
     parser.add_argument("--examples", metavar="N", type=int, default=2, help="per task and length (default: 2)")
-    parser.add_argument("--seed", type=int, default=0, help="for the places in the text (default: 0)")
     parser.add_argument(
         "--prefill-step-size", metavar="N", type=int, default=2048, help="tokens per step of a prefill (default: 2048)"
     )
@@ -97,9 +93,6 @@ def _parser() -> argparse.ArgumentParser:
         help="refuse tasks of which dense attention does less than this (default: 0.5)",
     )
     parser.add_argument("--attn-backend", metavar="NAME", default="auto", help="as of mlx-sparse generate")
-    parser.add_argument("--cache-dir", metavar="DIR", help="where the default model goes (default: user's cache)")
-    blas.add_option(parser)
-    parser.add_argument("--json", action="store_true", help="print everything measured and both settings as JSON")
     return parser
 
 
@@ -120,8 +113,7 @@ def _check(args: argparse.Namespace) -> None:
     registry.require(args.attn_backend, "sample")
     args.max_length = read_length(args.max_length) if args.max_length else None
     args.lengths = [read_length(length) for length in args.lengths.split(",")] if args.lengths else None
-    check_model(args.model, cache_directory(args.cache_dir), args.accept_licence)
-    check_texts(args.text)
+    check_options(args)
 
 
 def _tune(args: argparse.Namespace, state: Path | None) -> list[Tuned]:
@@ -142,7 +134,7 @@ def _tune(args: argparse.Namespace, state: Path | None) -> list[Tuned]:
         model,
         tokenizer,
         tokens,
-        Journal(state, "tune-sample", fingerprint(model, tokens, *options), Trial.read),
+        Journal(state, "tune-sample", fingerprint(model, tokens, *options), Trial),
         whole_grid(args.alpha_column, args.alpha_slash, args.chunks),
         args.examples,
         args.seed,

@@ -14,7 +14,7 @@ import mlx.core as mx
 from ...checks import ConfigError
 from ...lm import sparse
 from ...methods import Sample
-from ..evaluate.journal import Journal, fields, number
+from ..evaluate.journal import Journal
 from ..evaluate.runner import passage_logits
 from ..evaluate.tasks import RETRIEVAL, Passage
 
@@ -23,7 +23,7 @@ ENOUGH = 0.9  # share of dense attention's accuracy that the speed-first setting
 
 @dataclass(frozen=True, order=True)
 class Setting:
-    """What is searched."""
+    """The parameters of SampleAttention that are searched."""
 
     alpha_column: float
     alpha_slash: float
@@ -50,14 +50,6 @@ class Trial:
     sampled: float
     seconds: float
 
-    @classmethod
-    def read(cls, data: Any) -> Trial:
-        """What `asdict` made; raises `ValueError` if it did not."""
-        right, scored, density, sampled, seconds = fields(data, *cls.__annotations__)
-        scored = int(number(scored, 1))
-        right = int(number(right, 0, scored))
-        return cls(right, scored, number(density, 0, 1), number(sampled, 0, 1), number(seconds, 0))
-
 
 @dataclass(frozen=True)
 class Measured:
@@ -76,6 +68,7 @@ class Measured:
 
     @property
     def accuracy(self) -> float:
+        """The mean of the tasks' accuracies."""
         return mean(self.tasks.values())
 
     @property
@@ -84,7 +77,7 @@ class Measured:
         return self.density + self.sampled / 2
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """The setting and its figures as plain data for JSON."""
         setting = asdict(self.setting) if self.setting else {}
         figures = {"accuracy": self.accuracy, "tasks": self.tasks, "density": self.density, "sampled": self.sampled}
         return {**setting, **figures, "work": self.work, "seconds": self.seconds}
@@ -154,7 +147,7 @@ class Search:
                 name = f"{task}/{length}/{i}/{setting or 'dense'}"
                 if name not in self.journal.results:
                     trial = self._try(setting, passage)
-                    self.journal.add(name, trial, asdict(trial))
+                    self.journal.add(name, trial)
                 found.append(self.journal.results[name])
                 progress.update()
         everything = list(itertools.chain(*trials.values()))

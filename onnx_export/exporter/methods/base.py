@@ -29,7 +29,7 @@ class Decoding:
 
     @classmethod
     def settled(cls, config: Any, model: Any, *, branches: bool) -> Decoding:
-        """By the settings ``config``, every automatic choice made for mlx-lm's ``model``.
+        """The method by the settings ``config``, every automatic choice made for mlx-lm's ``model``.
 
         Without ``branches`` the graph cannot turn to exact attention in short contexts, but for those of which
         everything is attended.

@@ -45,7 +45,7 @@ class SaapDecoding(Decoding):
 
     @property
     def text(self) -> str:
-        """Without the folder of the artefact: where it lay is nobody's business."""
+        """The method as text without the folder of the artefact: where it lay is nobody's business."""
         assert self.method.artefact is not None  # or settled had refused
         return str(dataclasses.replace(self.method, artefact=Path(self.method.artefact).name))
 

@@ -24,7 +24,7 @@ class SparQDecoding(Decoding):
 
     @classmethod
     def settled(cls, config: SparQ, model: Any, *, branches: bool) -> SparQDecoding:
-        """As `mlx_sparse.enable` makes the choices."""
+        """The method with every choice made as `mlx_sparse.enable` makes it."""
         args = model.args
         D = head_dim(model.layers[0].self_attn)
         check_rank(config.rank, D)

@@ -43,7 +43,7 @@ class Prompt(Case):
 
     @property
     def bytes(self) -> int:
-        """Of the keys and values that all pieces read."""
+        """Bytes of the keys and values that all pieces of the prompt read."""
         stops = range(self.step, self.S + self.step, self.step)
         return sum(2 * self.keys * min(stop, self.S) // self.S for stop in stops)
 

@@ -16,7 +16,7 @@ LARGEST_SHARE = 0.6  # of the memory of the machine
 
 
 def method_row(case: Case, method: str, backend: str, details: Mapping[str, Any], note: str | None = None) -> Row:
-    """Without times yet.
+    """A row of a method's case without times yet.
 
     Args:
         details: ``bytes_formula`` by the method's formula, ``bytes_plain`` of keys and values, and what else there is.

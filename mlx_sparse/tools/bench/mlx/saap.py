@@ -60,7 +60,7 @@ def buckets_of(config: Any) -> int:
 
 
 class SaapStep(DecodeStep):
-    """With a router of random weights, whose biases send every query to the same buckets.
+    """A decode step of SAAP with a router of random weights, whose biases send every query to the same buckets.
 
     These hold `UNEVEN` times their share of the keys.
 
@@ -106,7 +106,7 @@ class SaapStep(DecodeStep):
         return cache
 
     def attend(self, queries: mx.array, cache: SparseKVCache) -> mx.array:
-        """As an enabled model does between two folds."""
+        """Attend as an enabled model does between two folds."""
         index = index_of(cache)
         assert index is not None
         indices, counts = index.lists(queries, cache.length, self.config, None, self.backend)

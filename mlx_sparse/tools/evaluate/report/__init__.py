@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ....common.extras import require
 from ....common.files import replace_file
+from ..metadata import Facts
 from ..results import Row
 from . import style
 from .agreement import draw_agreement
 from .maps import draw_density, draw_needle
-from .page import page
+from .page import Section, chosen, page
 from .quality import draw_quality
-from .speed import draw_speed
+from .speed import Speed, draw_speed
 from .tables import agreement_table, speed_table
 
 if TYPE_CHECKING:
@@ -37,35 +38,35 @@ def check() -> None:
 def write(
     folder: Path,
     rows: Sequence[Row],
-    facts: Mapping[str, Any],
+    facts: Facts,
     *,
     selection: Sequence[SelectionRow] = (),
-    speed: Sequence[Mapping[str, Any]] = (),
+    speed: Sequence[Speed] = (),
 ) -> None:
     """Write ``report.html`` and its pictures as SVG into ``folder``.
 
-    ``facts`` are those of `facts.run_facts`, ``speed`` rows of ``mlx-sparse bench -o jsonl``. The same arguments make
-    the same files, byte by byte. A picture that nothing can be drawn in is left out.
+    The same arguments make the same files, byte by byte. A picture that nothing can be drawn in is left out.
     """
     tasks = list(dict.fromkeys(row.task for row in rows))
     figures: dict[str, Figure | None] = {f"quality-{task}": draw_quality(rows, task) for task in tasks}
     figures |= {f"depths-{task}": draw_needle([row for row in rows if row.task == task]) for task in tasks}
     figures |= {"density": draw_density(rows), "agreement": draw_agreement(selection), "speed": draw_speed(speed)}
-    pictures = {name: style.svg(figure) for name, figure in figures.items() if figure is not None}
-    for name, root in pictures.items():
-        _replace(folder / f"{name}.svg", style.to_file(root))
+    pictures = {name: style.svg(figure, name) for name, figure in figures.items() if figure is not None}
+    for name, picture in pictures.items():
+        _replace(folder / f"{name}.svg", picture)
+    choices, times = [agreement_table(selection)] * bool(selection), [speed_table(speed)] * bool(speed)
     sections = [
-        ("density", "Density by layer and head", None),
-        ("agreement", "SparQ's choice of keys", agreement_table(selection) if selection else None),
-        ("speed", "Speed", speed_table(speed) if speed else None),
+        Section("Density by layer and head", chosen(pictures, "density")),
+        Section("SparQ's choice of keys", chosen(pictures, "agreement"), choices),
+        Section("Speed", chosen(pictures, "speed"), times),
     ]
     _replace(folder / "report.html", page(facts, rows, pictures, sections))
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write one picture as SVG."""
-    _replace(path, style.to_file(style.svg(figure)))
+    """Write ``figure`` as the SVG file ``path``, at once or not at all."""
+    _replace(path, style.svg(figure))
 
 
-def _replace(path: Path, content: bytes) -> None:
-    replace_file(path, lambda new: new.write_bytes(content))
+def _replace(path: Path, content: str) -> None:
+    replace_file(path, lambda new: new.write_text(content, encoding="utf-8"))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from . import style
-from .words import count
+from .style import count
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -15,22 +15,20 @@ if TYPE_CHECKING:
 
     from ..selection import SelectionRow
 
-SIZE = 3.6, 2.8  # of a panel, inches
-MOST_PANELS = 12
 SCORES = {"query": ("#0072B2", "o"), "query_key": ("#D55E00", "s")}  # colour and marker of a component score
 
 
-@style.styled
+@style.styled()
 def draw_agreement(rows: Sequence[SelectionRow]) -> Figure | None:
     """SparQ's choice of keys against rank, by component score, as figure E2 of the paper; a line of panels per context.
 
     Agreement with the exact choice and its worst layer; attention on the chosen keys beside that on the exact choice;
     how far the estimate of it is off.
     """
-    contexts = sorted({(row.context, row.top_k) for row in rows})[: MOST_PANELS // 3]
+    contexts = sorted({(row.context, row.top_k) for row in rows})[: style.MOST_PANELS // 3]
     if not contexts:
         return None
-    sheet = style.Sheet("SparQ's choice of keys against the exact one", 3 * len(contexts), SIZE)
+    sheet = style.Sheet("SparQ's choice of keys against the exact one", 3 * len(contexts), style.PANEL)
     for line, (context, top_k) in enumerate(contexts):
         of = sorted((row for row in rows if (row.context, row.top_k) == (context, top_k)), key=lambda row: row.rank)
         of_choice, of_mass, of_estimate = sheet.axes[3 * line : 3 * line + 3]

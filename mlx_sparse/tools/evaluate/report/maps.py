@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..results import Depth, Row
 from . import style
-from .words import count, title
+from .style import count, title
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,7 +20,7 @@ LONGEST = 31  # characters of a panel's title
 DARK = 0.55  # values above are written in black
 
 
-@style.styled
+@style.styled()
 def draw_needle(rows: Sequence[Row]) -> Figure | None:
     """Accuracy by depth of the answer and length of the prompt, a panel for each task, method and budget.
 
@@ -50,7 +50,7 @@ def draw_needle(rows: Sequence[Row]) -> Figure | None:
     return sheet.finish()
 
 
-@style.styled
+@style.styled()
 def draw_density(rows: Sequence[Row]) -> Figure | None:
     """Share of the causal block pairs of a prompt that each layer and head attended, a panel for each row."""
     panels = [row for row in rows if row.density]

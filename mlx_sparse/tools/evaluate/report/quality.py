@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from ..results import Row
 from . import style
-from .words import BITS, MASS, count, title
+from .style import BITS, MASS, count, title
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-SIZE = 3.6, 2.8  # of a panel, inches
-MOST_PANELS = 12
 SMALLEST = 2.0**-12  # share that is drawn
 STEPS, PROMPT = "steps", "prompt"
 ACROSS = {
@@ -50,7 +48,7 @@ class Panel:
     dense: Row | None
 
 
-@style.styled
+@style.styled()
 def draw_quality(rows: Sequence[Row], task: str) -> Figure | None:
     """What methods keep of dense attention's quality in ``task``, over what they read; None if nothing ran sparsely.
 
@@ -61,7 +59,7 @@ def draw_quality(rows: Sequence[Row], task: str) -> Figure | None:
     panels = _panels(rows)
     if not panels:
         return None
-    sheet = style.Sheet(title(task), len(panels), SIZE)
+    sheet = style.Sheet(title(task), len(panels), style.PANEL)
     looks = style.looks(row.method for panel in panels for row in panel.rows)
     methods = {row.method for row in rows if drawn(row)}
     if len(methods) > len(looks):
@@ -100,7 +98,7 @@ def _panels(rows: Sequence[Row]) -> list[Panel]:
     return [
         Panel(context, prompt, groups[prompt, context, prefill], dense.get((context, prefill)))
         for prompt, context, prefill in sorted(groups)
-    ][:MOST_PANELS]
+    ][: style.MOST_PANELS]
 
 
 def _draw(ax: Axes, panel: Panel, of: str, looks: Mapping[str, dict[str, Any]], sheet: style.Sheet) -> None:
@@ -156,7 +154,7 @@ def _limit(ax: Axes, of: str) -> None:
 
 
 def _scale(ax: Axes, shares: Sequence[float], *, log: bool) -> None:
-    """From 1/16, or less where it is needed, to all; each tick is half of the next one."""
+    """Let the axis go from 1/16, or less where it is needed, to all; each tick is half of the next one."""
     if not log:
         ax.set_xlim(0, 1.03)
         return

@@ -1,143 +1,71 @@
-"""Results back from their files, which anyone may have written: each field is checked before it is used."""
+"""Results back from the files of ``mlx-sparse eval --out`` and ``mlx-sparse bench -o jsonl``."""
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ....checks import ArtefactError
-from ..journal import fields, number, parse, whole
-from ..metadata import read_facts, read_text
+from ..journal import from_json, read_lines
+from ..metadata import Facts
 from ..results import Row
-from ..selection import SCORES, SelectionRow
+from ..selection import SelectionRow
 from ..tasks import PASSAGES, TASKS
+from .speed import Speed
 
+T = TypeVar("T")
 RESULTS = "results.jsonl"
-LARGEST, MOST_LINES = 64 << 20, 5000  # bytes and lines of a file
-SHORTEST = 1e-9  # microseconds
-BOTH = ("method", "backend", "dtype", "shape", "batch", "S", "ratio", "bytes_formula", "bytes_plain", "note", "failed")
-SIDES = [f"{side}_us{end}" for side in ("dense", "sparse", "plain_read") for end in ("", "_low", "_high")]
 
 
 @dataclass(frozen=True)
 class Found:
-    """What ``mlx-sparse eval`` found: rows of its tasks, SparQ's choices of keys, and the facts of the run."""
+    """What ``mlx-sparse eval`` found: the facts of the run, rows of its tasks, and SparQ's choices of keys."""
 
-    facts: dict[str, Any]
-    rows: list[Row] = field(default_factory=list)
-    selection: list[SelectionRow] = field(default_factory=list)
+    facts: Facts
+    rows: list[Row]
+    selection: list[SelectionRow]
 
 
 def read_results(folder: Path) -> Found:
     """What ``mlx-sparse eval --out folder`` wrote.
 
     Raises:
-        ArtefactError: there is none, or it is damaged, or of several runs.
+        ArtefactError: there is none, or it is damaged, of another version, or of several runs.
     """
     path = folder / RESULTS
-    found: list[Found] = []
 
-    def take(line: Any) -> None:
-        row = dict(line)
-        facts = row.pop("run")
-        if not found:
-            found.append(Found(read_facts(facts)))
-        if facts != found[0].facts:
-            raise ArtefactError(f"{path}: expected the results of one run, got several. Report each on its own.")
-        if "component_score" in row:
-            found[0].selection.append(_selection(row))
-        else:
-            found[0].rows.append(_row(row))
+    def read(line: dict[str, Any]) -> tuple[Facts, Row | SelectionRow]:
+        row = from_json(SelectionRow if "component_score" in line else Row, line)
+        if isinstance(row, Row) and row.task not in (*TASKS, *PASSAGES):  # a picture is named after it
+            raise ValueError(row.task)
+        return from_json(Facts, line["run"]), row
 
-    _lines(path, "mlx-sparse eval --out", take)
-    return found[0]
+    lines = _read(path, "mlx-sparse eval --out", read)
+    facts = lines[0][0]
+    if any(of_row != facts for of_row, _ in lines):
+        raise ArtefactError(f"{path}: expected the results of one run, got several. Report each on its own.")
+    rows = [row for _, row in lines]
+    choices = [row for row in rows if isinstance(row, SelectionRow)]
+    return Found(facts, [row for row in rows if isinstance(row, Row)], choices)
 
 
-def read_speed(path: Path) -> list[dict[str, Any]]:
+def read_speed(path: Path) -> list[Speed]:
     """Rows that ``mlx-sparse bench -o jsonl`` printed, as far as a report shows them.
 
     Raises:
-        ArtefactError: the file is not there, damaged or another.
+        ArtefactError: the file is not there, damaged or of another version.
     """
-    rows: list[dict[str, Any]] = []
 
-    def take(line: dict[str, Any]) -> None:
-        if line.get("kind", "row") == "row":  # bars and the end are no rows
-            rows.append(_speed(line))
+    def read(line: dict[str, Any]) -> Speed | None:
+        return from_json(Speed, line) if line.get("kind", "row") == "row" else None  # bars and the end are no rows
 
-    _lines(path, "mlx-sparse bench -o jsonl", take)
-    return rows
+    return [row for row in _read(path, "mlx-sparse bench -o jsonl", read) if row is not None]
 
 
-def _lines(path: Path, command: str, take: Callable[[Any], None]) -> None:
-    """Hand every line of a file to ``take``; what it refuses is refused here in one line."""
-
-    def refuse(reason: str) -> ArtefactError:
-        return ArtefactError(f"{path}: expected what {command} wrote, got {reason}.")
-
-    if not path.is_file():
-        raise refuse("no such file")
-    if path.stat().st_size > LARGEST:
-        raise refuse(f"more than {LARGEST >> 20} MiB")
-    lines = path.read_bytes().splitlines()
-    if not 0 < len(lines) <= MOST_LINES:
-        raise refuse(f"{len(lines):,} lines")
-    for i, line in enumerate(lines):
-        try:
-            take(parse(line))
-        except ArtefactError:
-            raise
-        except (ValueError, TypeError, KeyError, RecursionError):
-            raise refuse(f"something else in line {i + 1}") from None
-
-
-def _row(data: dict[str, Any]) -> Row:
-    row = Row.read(data)
-    if row.task not in (*TASKS, *PASSAGES):
-        raise ValueError(row.task)
-    return row
-
-
-def _selection(data: dict[str, Any]) -> SelectionRow:
-    found = dict(zip(SelectionRow.__annotations__, fields(data, *SelectionRow.__annotations__), strict=True))
-    if found["component_score"] not in SCORES:
-        raise ValueError(data)
-    for name in ("rank", "head_dim", "top_k", "context", "layers", "examples"):
-        whole(found[name], 1)
-    whole(found["worst_layer"], 0)
-    for name in ("agreement", "worst", "mass", "exact_mass", "alpha_gap"):
-        number(found[name], 0, 1 + 1e-3)
-    for name in ("agreement_error", "mass_error", "alpha_gap_error"):
-        found[name] = math.nan if found[name] is None else number(found[name], 0)
-    return SelectionRow(**found)
-
-
-def _speed(line: dict[str, Any]) -> dict[str, Any]:
-    row = {name: line[name] for name in BOTH} | {name: line.get(name) for name in (*SIDES, "step")}
-    for name in ("method", "backend", "dtype", "shape"):
-        read_text(row[name])
-    if not re.fullmatch(r"\d{1,6}x\d{1,6}x\d{1,6}", row["shape"], re.ASCII) or type(row["failed"]) is not bool:
-        raise ValueError(row)
-    whole(row["batch"], 1)
-    whole(row["S"], 1)
-    for name in ("bytes_formula", "bytes_plain", "step"):
-        if row[name] is not None:
-            whole(row[name], 0)
-    for name in (*SIDES, "ratio"):
-        if row[name] is not None:
-            number(row[name], SHORTEST)
-    if row["failed"] and any(row[name] is not None for name in (*SIDES, "ratio")):
-        raise ValueError(row)  # a speed beside a wrong result
-    if row["note"] is not None:
-        read_text(row["note"])
-    run = line["run"]
-    return row | {"run": {name: read_text(run[name]) for name in ("command", "date")} | {"chip": _chip(run["machine"])}}
-
-
-def _chip(machine: dict[str, Any]) -> str:
-    chip = machine.get("chip")
-    return "" if chip is None else read_text(chip)
+def _read(path: Path, command: str, read: Callable[[Any], T]) -> list[T]:
+    content = path.read_bytes() if path.is_file() else b""
+    if not content:
+        raise ArtefactError(f"{path}: expected what {command} wrote, got no such file or an empty one.")
+    return read_lines(content, read, path, command)

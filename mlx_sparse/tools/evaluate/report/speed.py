@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from . import style
@@ -11,15 +12,62 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-SIZE = 3.6, 2.8  # of a panel, inches
-MOST_PANELS = 12
-BENCH = Mapping[str, Any]
 STEP, WHOLE = "a decode step", "a prompt at once"
 MICRO, MILLI = (1.0, "microseconds"), (1e-3, "milliseconds")
 
 
-@style.styled
-def draw_speed(rows: Sequence[BENCH]) -> Figure | None:
+@dataclass(frozen=True)
+class Run:
+    """When and on what a benchmark ran."""
+
+    command: str
+    date: str
+    machine: dict[str, Any]
+
+    @property
+    def where(self) -> str:
+        """The date and the machine, in words."""
+        return f"{self.date}, {self.machine.get('chip') or ''}"
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What a report shows of a row of ``mlx-sparse bench -o jsonl``: times in microseconds, with their quartiles.
+
+    Attributes:
+        shape: query heads, KV heads and head dim, such as "32x8x128".
+        S: keys.
+        ratio: time of dense attention over the method's.
+        step: tokens of a prompt that are processed at a time; None for a decode step.
+        failed: the result was wrong, so that there are no times.
+    """
+
+    method: str
+    backend: str
+    dtype: str
+    shape: str
+    batch: int
+    S: int
+    run: Run
+    failed: bool
+    note: str | None
+    ratio: float | None
+    bytes_formula: int | None
+    bytes_plain: int | None
+    dense_us: float | None = None
+    dense_us_low: float | None = None
+    dense_us_high: float | None = None
+    sparse_us: float | None = None
+    sparse_us_low: float | None = None
+    sparse_us_high: float | None = None
+    plain_read_us: float | None = None
+    plain_read_us_low: float | None = None
+    plain_read_us_high: float | None = None
+    step: int | None = None
+
+
+@style.styled()
+def draw_speed(rows: Sequence[Speed]) -> Figure | None:
     """Medians of dense attention and of each method, a panel for each shape, type, batch and size of a prompt's pieces.
 
     Where the result was wrong there are no times; it is named below. None if there are no times at all.
@@ -27,12 +75,12 @@ def draw_speed(rows: Sequence[BENCH]) -> Figure | None:
     right = [row for row in rows if timed(row)]
     if not right:
         return None
-    panels: dict[tuple[str, str, int, str], list[BENCH]] = {}
+    panels: dict[tuple[str, str, int, str], list[Speed]] = {}
     for row in right:
         for what in _calls(row, right):
-            panels.setdefault((row["shape"], row["dtype"], row["batch"], what), []).append(row)
-    shown = list(panels.items())[:MOST_PANELS]
-    sheet = style.Sheet("Time of attention against the number of keys", len(shown), SIZE)
+            panels.setdefault((row.shape, row.dtype, row.batch, what), []).append(row)
+    shown = list(panels.items())[: style.MOST_PANELS]
+    sheet = style.Sheet("Time of attention against the number of keys", len(shown), style.PANEL)
     lines = dict.fromkeys(map(line_of, right))
     looks = style.looks(lines)
     if len(lines) > len(looks):
@@ -43,50 +91,51 @@ def draw_speed(rows: Sequence[BENCH]) -> Figure | None:
         ax.set_title(f"{what}\n{heads} query and {kv_heads} KV heads of {D}, {dtype}, batch {batch}", fontsize=8)
     sheet.note("Medians; dense attention and the methods took turns in one run. Bars: the middle half of the times.")
     for row in rows:
-        if row["failed"]:
-            sheet.note(f"Not drawn, for its result was wrong: {line_of(row)}, {row['shape']}, {row['S']:,} keys")
+        if row.failed:
+            sheet.note(f"Not drawn, for its result was wrong: {line_of(row)}, {row.shape}, {row.S:,} keys")
     return sheet.finish()
 
 
-def timed(row: BENCH) -> bool:
-    return not row["failed"] and row["sparse_us"] is not None and row["dense_us"] is not None
+def timed(row: Speed) -> bool:
+    """Whether a row has the times of both sides, which it has not where the method's result was wrong."""
+    return not row.failed and row.sparse_us is not None and row.dense_us is not None
 
 
-def line_of(row: BENCH) -> str:
+def line_of(row: Speed) -> str:
     """The method, and what ran it."""
-    return f"{row['method']} on {row['backend']}"
+    return f"{row.method} on {row.backend}"
 
 
-def _calls(row: BENCH, rows: Sequence[BENCH]) -> list[str]:
+def _calls(row: Speed, rows: Sequence[Speed]) -> list[str]:
     """What was timed: a prompt no longer than the pieces of others is one at once, and one in such pieces."""
-    step = row.get("step")
+    step = row.step
     if step is None:
         return [STEP]
-    pieces = any(other.get("step") == step < other["S"] for other in rows)
-    return [WHOLE] * (step >= row["S"]) + [f"a prompt, {step:,} tokens at a time"] * pieces
+    pieces = any(other.step == step < other.S for other in rows)
+    return [WHOLE] * (step >= row.S) + [f"a prompt, {step:,} tokens at a time"] * pieces
 
 
 def _draw_times(
-    ax: Axes, rows: Sequence[BENCH], looks: Mapping[str, dict[str, Any]], sheet: style.Sheet, scale: float, unit: str
+    ax: Axes, rows: Sequence[Speed], looks: Mapping[str, dict[str, Any]], sheet: style.Sheet, scale: float, unit: str
 ) -> None:
-    def draw(rows: Sequence[BENCH], side: str, label: str, look: Mapping[str, Any]) -> Any:
+    def draw(rows: Sequence[Speed], side: str, label: str, look: Mapping[str, Any]) -> Any:
         """Medians with quartiles, where the rows have them."""
-        ends = [[row.get(f"{side}_{end}") or row[side] for row in rows] for end in ("low", "high")]
-        bars = [[abs(row[side] - other) * scale for row, other in zip(rows, end, strict=True)] for end in ends]
-        places, medians = [row["S"] for row in rows], [row[side] * scale for row in rows]
+        ends = [[getattr(row, f"{side}_{end}") or getattr(row, side) for row in rows] for end in ("low", "high")]
+        bars = [[abs(getattr(row, side) - other) * scale for row, other in zip(rows, end, strict=True)] for end in ends]
+        places, medians = [row.S for row in rows], [getattr(row, side) * scale for row in rows]
         return ax.errorbar(places, medians, bars, capsize=2, elinewidth=1, label=label, **look)
 
-    lengths = sorted({row["S"] for row in rows})
+    lengths = sorted({row.S for row in rows})
     # Each row has a dense time of its own run: the fastest is what a method has to beat.
-    fastest = [min((row for row in rows if row["S"] == S), key=lambda row: float(row["dense_us"])) for S in lengths]
+    fastest = [min((row for row in rows if row.S == S), key=lambda row: row.dense_us or 0.0) for S in lengths]
     dense = {"color": style.DENSE, "linestyle": "--", "marker": "."}
     sheet.enter("dense attention", draw(fastest, "dense_us", "dense", dense))
-    reads = [row for row in fastest if row.get("plain_read_us") is not None and row.get("step") is None]
+    reads = [row for row in fastest if row.plain_read_us is not None and row.step is None]
     if reads:
         plain = {"color": style.OTHER, "linestyle": ":"}
         sheet.enter("reading K and V once, no arithmetic", draw(reads, "plain_read_us", "read", plain))
     for line in dict.fromkeys(filter(looks.__contains__, map(line_of, rows))):
-        of = sorted((row for row in rows if line_of(row) == line), key=lambda row: int(row["S"]))
+        of = sorted((row for row in rows if line_of(row) == line), key=lambda row: row.S)
         sheet.enter(line, draw(of, "sparse_us", line, looks[line]))
     ax.set_xscale("log", base=2)
     ax.set_yscale("log", base=2)

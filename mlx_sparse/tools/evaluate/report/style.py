@@ -1,16 +1,14 @@
-"""How pictures look, and SVG that changes only when the figures do."""
+"""How pictures look, and what tasks are called in them."""
 
 from __future__ import annotations
 
 import io
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
 from itertools import islice
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
-from xml.etree import ElementTree
+from typing import TYPE_CHECKING, Any
 
 from ....methods import METHODS
 
@@ -18,69 +16,70 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
-REFERENCE = re.compile(r"url\(#([^)]+)\)")
-SVG, XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 DENSE = "#000000"
 OTHER = "#666666"
+BITS, MASS = "bits_per_byte", "retained_mass"
+
+TITLES = {
+    "repetition": "Repetition: copy on from an excerpt of the prompt",
+    BITS: "Bits per byte: predict real text",
+    "needle": "Needle: find what is stated once in a long text",
+    "key_value": "Key-value recall: find a key's value in a long list",
+    "multi_key": "Multi-key: find one key's value among keys like it",
+    "question": "Question: find an answer among passages that confuse",
+    MASS: "Retained mass: attention that a sparse prompt keeps",
+}
 # Lines and markers of one method with several settings.
 DASHES: Sequence[Any] = ("-", "--", ":", "-.", (0, (5, 1)), (0, (1, 1)), (0, (3, 1, 1, 1)), (0, (8, 2)))
 MARKERS = "o^sDvPX*<>"
 MOST_LINES, MOST_NOTES = 40, 12
 LONGEST, LONGEST_NOTE = 80, 120  # characters of a label and of a remark
+PANEL, MOST_PANELS = (3.6, 2.8), 12  # inches of a panel, and how many there are of them in a picture
 LEAST_WIDTH, LINE, NOTE = 5.2, 0.17, 0.135  # inches: of a figure, of a line of its legend, of one of its remarks
 
 RC = {
     "axes.grid": True,
     "axes.grid.axis": "y",
-    "axes.labelsize": 8,
     "axes.spines.right": False,
     "axes.spines.top": False,
     "axes.titlesize": 9,
-    "figure.facecolor": "white",
-    "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans", "Verdana"],  # as wide as one another, so a page without one looks the same
     "font.size": 8,
     "grid.alpha": 0.3,
-    "legend.fontsize": 8,
     "legend.frameon": False,
-    "legend.labelspacing": 0.35,
-    "lines.linewidth": 1.4,
-    "lines.markersize": 5,
     "svg.fonttype": "none",  # small files whose words can be read, selected and searched
-    "svg.hashsalt": "mlx-sparse",
     "text.parse_math": False,  # a name may hold dollars
-    "xtick.labelsize": 8,
-    "ytick.labelsize": 8,
 }
 
 
 @contextmanager
-def _style() -> Iterator[None]:
-    """Our settings and no others: a user's matplotlibrc changes no picture."""
+def styled(name: str = "") -> Iterator[None]:
+    """Draw with our settings and no others: a user's matplotlibrc changes no picture. Also a decorator.
+
+    Args:
+        name: of a picture; it is in the ids that parts of the SVG refer to.
+    """
     from matplotlib import style
 
-    with style.context(RC, after_reset=True), warnings.catch_warnings():
+    with style.context(RC | {"svg.hashsalt": f"mlx-sparse {name}"}, after_reset=True), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from")  # the reader's fonts draw the text, not ours
         yield
 
 
-def styled(draw: Callable[P, T]) -> Callable[P, T]:
-    """``draw`` under our settings."""
+def title(task: str) -> str:
+    """The heading of a task; its name if it has none."""
+    return TITLES.get(task, task)
 
-    @wraps(draw)
-    def drawn(*args: P.args, **kwargs: P.kwargs) -> T:
-        with _style():
-            return draw(*args, **kwargs)
 
-    return drawn
+def count(examples: Iterable[int]) -> str:
+    """The numbers of examples as "n = 50", or as a range where rows differ."""
+    found = sorted(set(examples))
+    return f"n = {found[0]:,}" if len(found) == 1 else f"n = {found[0]:,} to {found[-1]:,}"
 
 
 def name_of(method: str) -> str:
-    """Of a label such as ``sample+sparq:rank=16`` or ``sparq on ops``: the method that decodes, or runs a prompt."""
+    """The method that decodes, or runs a prompt, in a label such as ``sample+sparq:rank=16`` or ``sparq on ops``."""
     return method.rpartition("+")[2].partition(":")[0].partition(" ")[0]
 
 
@@ -88,10 +87,6 @@ def look_of(method: str) -> tuple[str, str]:
     """Colour and marker of the method that a label names, the same in every picture."""
     known = METHODS.get(name_of(method))
     return (OTHER, "X") if known is None else known.look
-
-
-def colour_of(method: str) -> str:
-    return look_of(method)[0]
 
 
 def looks(methods: Iterable[str]) -> dict[str, dict[str, Any]]:
@@ -166,62 +161,10 @@ def clean(text: Any, longest: int = LONGEST) -> str:
     return line if len(line) <= longest else f"{line[:half]}…{line[-half:]}"
 
 
-def svg(figure: Figure) -> ElementTree.Element:
-    """The figure as SVG: no date, no version, no id that nothing refers to."""
-    with _style():
-        file = io.BytesIO()
-        empty = dict.fromkeys(("Date", "Creator", "Type", "Format"))
-        figure.savefig(file, format="svg", metadata=empty)
-    root = ElementTree.fromstring(file.getvalue())
-    for child in list(root):
-        if child.tag == f"{{{SVG}}}metadata":
-            root.remove(child)
-    _drop_styles(root)
-    root.set("style", "stroke-linejoin: round; stroke-linecap: butt")
-    wanted = set(_references(root))
-    for element in root.iter():
-        if element.get("id") not in wanted:
-            element.attrib.pop("id", None)
-        if element.tag != f"{{{SVG}}}text":  # indentation
-            element.text = None
-        element.tail = None
-    return root
-
-
-def _drop_styles(root: ElementTree.Element) -> None:
-    """Without matplotlib's style sheet, which would reach the whole page: `svg` says the same on the root."""
-    for parent in root.iter():
-        for child in list(parent):
-            if child.tag == f"{{{SVG}}}style":
-                parent.remove(child)
-
-
-def _references(root: ElementTree.Element) -> Iterator[str]:
-    """Ids that some element refers to."""
-    for element in root.iter():
-        for name, value in element.attrib.items():
-            if name == f"{{{XLINK}}}href" and value.startswith("#"):
-                yield value[1:]
-            yield from REFERENCE.findall(value)
-
-
-def to_file(root: ElementTree.Element) -> bytes:
-    """An SVG file."""
-    ElementTree.register_namespace("", SVG)
-    ElementTree.register_namespace("xlink", XLINK)
-    text: bytes = ElementTree.tostring(root, encoding="utf-8", xml_declaration=True)
-    return text + b"\n"
-
-
-def to_page(root: ElementTree.Element, prefix: str) -> ElementTree.Element:
-    """A copy for an HTML page, which needs no namespaces and where ids of several pictures must differ."""
-
-    copy = ElementTree.Element(root.tag.removeprefix(f"{{{SVG}}}"))
-    copy.text, copy.tail = root.text, root.tail
-    for name, value in root.attrib.items():
-        if name == f"{{{XLINK}}}href":
-            copy.set("href", f"#{prefix}{value[1:]}" if value.startswith("#") else value)
-        else:
-            copy.set(name, prefix + value if name == "id" else REFERENCE.sub(rf"url(#{prefix}\1)", value))
-    copy.extend(to_page(child, prefix) for child in root)
-    return copy
+def svg(figure: Figure, name: str = "") -> str:
+    """The figure as SVG, the same for the same figures; ``name`` is in the ids that its parts refer to."""
+    file = io.StringIO()
+    with styled(name):
+        figure.savefig(file, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Type", "Format")))
+    # Nothing refers to groups and images, and a page with several pictures may have each id only once.
+    return re.sub(r'(<(?:g|image)\b[^>]*?) id="[^"]*"', r"\1", file.getvalue())

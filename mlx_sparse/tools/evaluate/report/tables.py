@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import mean
-from typing import TYPE_CHECKING, Any
-from xml.etree.ElementTree import Element
+from typing import TYPE_CHECKING
+
+from markupsafe import Markup
 
 from ..results import Row
 from ..table import plus_minus
-from .markup import Child, table, tag
-from .style import clean
-from .words import BITS, MASS
+from .speed import Speed
+from .style import BITS, MASS, clean
 
 if TYPE_CHECKING:
     from ..selection import SelectionRow
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of the page.
+
+    Attributes:
+        rows: each a class, which may be empty, and its cells: text, or markup that is escaped already.
+        caption: above it.
+        runs: commands that its figures are from, and where they ran.
+    """
+
+    header: Sequence[str]
+    rows: Sequence[tuple[str, Sequence[str]]]
+    caption: str = ""
+    runs: Sequence[tuple[str, str]] = ()
 
 
 @dataclass(frozen=True)
@@ -39,11 +55,11 @@ MEASURES = {
 }
 LONGEST = 400  # characters of a cell
 OTHERS = [ACCURACY, EXACT, *COMPARED]
-Column = tuple[str, Callable[[Row], Child]]
+Column = tuple[str, Callable[[Row], str]]
 
 
-def tables(rows: Sequence[Row], task: str) -> list[tuple[str, Element]]:
-    """Captions and tables of ``task``: the steps after a prompt, and prompts."""
+def tables(rows: Sequence[Row], task: str) -> list[Table]:
+    """The tables of ``task``: the steps after a prompt, and prompts."""
     found = []
     for prompt, caption in ((False, "Steps after the prompt"), (True, "Tokens inside a sparse prompt")):
         chosen = [row for row in rows if row.task == task and row.prefill == prompt]
@@ -51,7 +67,7 @@ def tables(rows: Sequence[Row], task: str) -> list[tuple[str, Element]]:
             columns = [*_about(chosen), *(_prompt(chosen) if prompt else _steps(chosen)), *_measured(task)]
             columns.append(("calls", ran))
             cells = [(row.served.replace(" ", "-"), [of(row) for _, of in columns]) for row in chosen]
-            found.append((caption, table([name for name, _ in columns], cells)))
+            found.append(Table([name for name, _ in columns], cells, caption))
     return found
 
 
@@ -75,16 +91,16 @@ def _about(rows: Sequence[Row]) -> list[Column]:
     return [*columns, ("n", lambda row: f"{row.examples:,}")]
 
 
-def _method(row: Row) -> Child:
-    """As it was asked for, marked where it did not run so, and with the settings that ran below."""
-    parts: list[Child] = [tag("code", clean(row.method, LONGEST))]
+def _method(row: Row) -> str:
+    """The method as it was asked for, marked where it did not run so, and with the settings that ran below."""
+    text = Markup("<code>{}</code>").format(clean(row.method, LONGEST))
     if row.served == "fell back":
-        parts.append(tag("strong", " ran densely"))
+        text += Markup("<strong> ran densely</strong>")
     if row.served == "partly":
-        parts.append(tag("strong", f" {row.sparse_share:.0%} sparse"))
+        text += Markup("<strong> {:.0%} sparse</strong>").format(row.sparse_share)
     if row.attn != row.method:
-        parts += [tag("br"), tag("small", tag("code", clean(row.attn, LONGEST)))]
-    return tag("span", *parts)
+        text += Markup("<br><small><code>{}</code></small>").format(clean(row.attn, LONGEST))
+    return text
 
 
 def _steps(rows: Sequence[Row]) -> list[Column]:
@@ -142,7 +158,7 @@ def _delta(row: Row, of: Measure) -> str:
     return plus_minus(getattr(row.delta, of.field), getattr(row.error, of.field), of.digits, signed=True)
 
 
-def agreement_table(rows: Sequence[SelectionRow]) -> Element:
+def agreement_table(rows: Sequence[SelectionRow]) -> Table:
     """SparQ's choice of keys by component score and rank."""
     header = ["component score", "rank", "tokens", "n", "agreement", "worst layer", "attention captured"]
     cells = []
@@ -151,21 +167,19 @@ def agreement_table(rows: Sequence[SelectionRow]) -> Element:
         found += [plus_minus(row.agreement, row.agreement_error, 3), f"{row.worst:.3f} (layer {row.worst_layer})"]
         found += [plus_minus(row.mass, row.mass_error, 3), f"{row.exact_mass:.3f}"]
         cells.append(("", [*found, plus_minus(row.alpha_gap, row.alpha_gap_error, 3)]))
-    return table([*header, "by the exact choice", "error of its estimate"], cells)
+    return Table([*header, "by the exact choice", "error of its estimate"], cells)
 
 
-def speed_table(rows: Sequence[Mapping[str, Any]]) -> Element:
+def speed_table(rows: Sequence[Speed]) -> Table:
     """Times of a benchmark; a wrong result has a reason in their place."""
     header = ["method", "backend", "type", "heads x KV heads x dim", "batch", "keys", "dense, µs", "method, µs"]
     cells = []
     for row in rows:
-        found = [row["method"], row["backend"], row["dtype"], row["shape"], f"{row['batch']:,}", f"{row['S']:,}"]
-        for side in ("dense_us", "sparse_us"):
-            found.append("" if row[side] is None else f"{row[side]:,.1f}")
-        found.append("" if row["ratio"] is None else f"{row['ratio']:.2f}")
-        moved, plain = row["bytes_formula"], row["bytes_plain"]
+        found = [row.method, row.backend, row.dtype, row.shape, f"{row.batch:,}", f"{row.S:,}"]
+        found += ["" if time is None else f"{time:,.1f}" for time in (row.dense_us, row.sparse_us)]
+        found.append("" if row.ratio is None else f"{row.ratio:.2f}")
+        moved, plain = row.bytes_formula, row.bytes_plain
         found.append(f"{moved / plain:.3f}" if moved and plain else "")
-        cells.append(("failed" if row["failed"] else "", [*found, row["note"] or ""]))
-    runs = dict.fromkeys((run["command"], f"{run['date']}, {run['chip']}") for run in (row["run"] for row in rows))
-    parts = [part for command, where in runs for part in (tag("pre", tag("code", command)), tag("p", where))]
-    return tag("div", *parts, table([*header, "dense / method", "bytes of K and V", "note"], cells))
+        cells.append(("failed" if row.failed else "", [*found, row.note or ""]))
+    runs = list(dict.fromkeys((row.run.command, row.run.where) for row in rows))
+    return Table([*header, "dense / method", "bytes of K and V", "note"], cells, runs=runs)

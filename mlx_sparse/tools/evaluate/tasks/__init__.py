@@ -3,11 +3,9 @@
 from collections.abc import Mapping
 
 from .base import SHORTEST, Example, Maker, Passage, Task
-from .copying import COPY_PROMPT, COPY_TARGET, copy_text, repetition
-from .needles import find_needles, multi_key, needle
-from .pairs import key_value
+from .hidden import find_needles, key_value, multi_key, needle
+from .plain import BITS_TOKENS, COPY_PROMPT, COPY_TARGET, bits_per_byte, copy_text, read_text, repetition
 from .question import question
-from .reading import BITS_TOKENS, bits_per_byte, read_text
 
 TASKS: Mapping[str, Task] = {
     "bits_per_byte": bits_per_byte,

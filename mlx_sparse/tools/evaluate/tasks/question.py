@@ -11,7 +11,7 @@ from typing import Any
 
 from ....checks import ConfigError
 from .base import Example, encode, opening, starts
-from .hiding import ask
+from .hidden import ask
 
 PASSAGES = 8  # one that holds the answer, the others to confuse (SparQ paper, section 5: SQuAD)
 REQUEST = "Complete this sentence of the text:"

@@ -1,4 +1,4 @@
-"""Copy what stands in the context (SparQ paper, section 5): an excerpt is begun again and must be continued."""
+"""Predict ordinary text, and copy what stands in the context."""
 
 from __future__ import annotations
 
@@ -8,9 +8,31 @@ from typing import Any
 
 from .base import Example, Passage, opening, starts
 
+BITS_TOKENS = 128  # scored tokens of one bits-per-byte example
+MOST_SCORED = 1024  # positions of a passage, to bound the memory that logits take
 COPY_PROMPT = 64  # tokens of the excerpt that the model is shown again ...
 COPY_TARGET = 80  # ... and tokens that it then has to copy
 COPY_EVERY, MOST_COPIES = 512, 4  # copies in a passage: one in so many tokens of its second half
+
+
+def bits_per_byte(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Example]:
+    """Continue the text: ``context`` tokens from a random place, then the next `BITS_TOKENS`."""
+    rng = random.Random(seed)
+    first = opening(tokenizer)
+    length = context - len(first) + BITS_TOKENS
+    for start in starts(tokens, length, limit, rng):
+        window = first + tokens[start : start + length]
+        yield Example(window[:context], window[context:])
+
+
+def read_text(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Passage]:
+    """Predict the second half of a text, at up to `MOST_SCORED` positions in equal distances."""
+    rng = random.Random(seed)
+    first = opening(tokenizer)
+    for start in starts(tokens, context - len(first), limit, rng):
+        passage = first + tokens[start : start + context - len(first)]
+        positions = range(context // 2, context - 1)
+        yield Passage(passage, list(positions[:: -(-len(positions) // MOST_SCORED)]))
 
 
 def repetition(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Example]:
