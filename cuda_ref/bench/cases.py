@@ -61,7 +61,7 @@ class StepCase(Case, ABC):
 
     @property
     def dense_bytes(self) -> int:
-        """(sparq.11)"""
+        """Bytes that dense attention moves (sparq.11)."""
         return self.rows * self.item * stats.dense_elements(self.S, self.D)
 
 

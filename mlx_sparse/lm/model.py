@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
@@ -21,6 +21,7 @@ from .hooks import hooks_of
 from .plan import Call, Plan
 from .rope import reduce_as
 
+M = TypeVar("M", bound=Method)
 NORMS_WITHOUT_WEIGHTS = frozenset({"nanochat", "talkie", "muse_glimmer"})
 
 Attn = str | Method | tuple[Method, ...]
@@ -138,7 +139,7 @@ def select_methods(configs: tuple[Method, ...]) -> tuple[Prefill | None, Method 
     return next(iter(prefill), None), next(iter(decode), None)
 
 
-def resolve(config: Method, model: Any) -> Method:
+def resolve(config: M, model: Any) -> M:
     """Settle what "auto" means for this model."""
     return config.for_model(qk_norm=has_qk_norm(model))
 

@@ -29,7 +29,6 @@ class SparQDecoding(Decoding):
         D = head_dim(model.layers[0].self_attn)
         check_rank(config.rank, D)
         resolved = resolve(config, model)
-        assert isinstance(resolved, SparQ)
         settled = dataclasses.replace(
             resolved,
             local_window=check_local_window(config.local_window, config.top_k),

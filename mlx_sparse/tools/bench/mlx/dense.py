@@ -99,8 +99,7 @@ def double(array: mx.array) -> Array:
 
 
 def wrong_result(out: Array, right: Array, error: float, dtype: mx.Dtype) -> str | None:
-    """What is wrong with ``out``: it may be off twice as much as dense attention's ``error``, and one unit in the
-    last place."""
+    """What is wrong with ``out``: it may be off by twice dense attention's ``error`` and one unit in the last place."""
     allowed = 2 * error + float(mx.finfo(dtype).eps) * float(np.abs(right).max())
     return wrong(float(np.abs(out - right).max()), allowed)
 
