@@ -62,7 +62,7 @@ def streaming_attention(
     scale = n.D**-0.5 if scale is None else scale
     out, lse = attend_indices(q, k, v, indices, scale=scale)
     moved = streaming_elements(n.S, n.D, top_k=top_k)
-    return _result(out, lse, (q, k, v), scale, left_padding, moved, top_k, return_stats)
+    return with_stats(out, lse, (q, k, v), scale, left_padding, moved, top_k, return_stats)
 
 
 def oracle_top_k_attention(
@@ -93,7 +93,7 @@ def oracle_top_k_attention(
     indices = top_k_select(scores, top_k=top_k, local_window=window, left_padding=left_padding)
     out, lse = attend_indices(q, k, v, indices, scale=scale)
     moved = oracle_top_k_elements(n.S, n.D, top_k=top_k)
-    return _result(out, lse, (q, k, v), scale, left_padding, moved, top_k, return_stats)
+    return with_stats(out, lse, (q, k, v), scale, left_padding, moved, top_k, return_stats)
 
 
 def flexgen_attention(
@@ -189,7 +189,7 @@ def h2o_attention(
     weights, _ = softmax_lse(exact, np.broadcast_to(kept[:, :, None, :], exact.shape))
     updated = np.where(kept, received + weights.mean(axis=2), -np.inf)
     moved = h2o_elements(n.S, n.D, top_k=top_k)
-    result = _result(out, lse, (q, k, v), scale, left_padding, moved, top_k, return_stats)
+    result = with_stats(out, lse, (q, k, v), scale, left_padding, moved, top_k, return_stats)
     return (result[0], updated, result[1]) if return_stats else (result, updated)
 
 
@@ -210,7 +210,7 @@ def _exact(q: Array, k: Array, scale: float, left_padding: npt.ArrayLike | None)
     return exact, weights
 
 
-def _result(
+def with_stats(
     out: Array,
     lse: Array,
     qkv: tuple[Array, Array, Array],
@@ -220,6 +220,7 @@ def _result(
     top_k: int,
     return_stats: bool | str,
 ) -> Any:
+    """What a public function returns for a step that attended ``top_k`` keys and moved so many elements."""
     if not return_stats:
         return out
     S, D = qkv[1].shape[2:]
