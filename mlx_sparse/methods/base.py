@@ -137,9 +137,11 @@ class Method:
     def with_budget(self, share: Fraction, D: int, named: Collection[str]) -> tuple[Self, str]:
         """Itself with what a budget of ``share`` of dense attention's transfers fixes, and the setting left to find.
 
-        Settings in ``named`` stay. The setting is empty where none is free.
+        Settings in ``named`` stay; others are such that the method runs. The setting is empty where none is free.
         """
-        return self, "" if self.grows in named else self.grows
+        own = {field.name for field in dataclasses.fields(self)}
+        config = dataclasses.replace(self, dense_below=0) if "dense_below" in own - set(named) else self
+        return config, "" if self.grows in named else self.grows
 
     def __str__(self) -> str:
         """The text form with every key that differs from its default."""

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Collection
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import ClassVar
 
 from ..checks import MAX_BUCKETS, ConfigError, check_choice, check_int
@@ -97,10 +94,6 @@ class SAAP(Method):
         outside = max(0, S - self.attended)
         attended = min(self.attended, S) + outside * self.probes / buckets
         return stats.saap_elements(D, round(attended))
-
-    def with_budget(self, share: Fraction, D: int, named: Collection[str]) -> tuple[SAAP, str]:
-        config = self if "dense_below" in named else dataclasses.replace(self, dense_below=0)
-        return config, "" if self.grows in named else self.grows
 
     def shortest_context(self, step: Step | None = None) -> int:
         exact = self.attended + 1
