@@ -33,48 +33,6 @@ def page_bounds(
     return bounds[0], bounds[1]
 
 
-def quest_scores(queries: torch.Tensor, page_min: torch.Tensor, page_max: torch.Tensor, *, pages: int) -> GroupScores:
-    """Bounds of pages for the group (quest.3); +inf for the current one, the last.
-
-    Args:
-        queries: ``(B, Hq, 1, D)``, contiguous.
-        page_min, page_max: ``(B, Hkv, pages - 1 or more, D)``, last stride 1.
-    """
-    B, Hkv, _, D = page_min.shape
-    G = queries.shape[1] // Hkv
-    tiles = configs.config(queries.device).scores
-    BLOCK_D = power_of_2(D, 32)
-    BLOCK_P = configs.rows(tiles, 2 * BLOCK_D, page_min.element_size())
-    scores = torch.empty(B, Hkv, 1, pages + -pages % LINE, dtype=torch.float32, device=queries.device)
-    tickets = torch.empty(B, Hkv, 2, dtype=torch.int32, device=queries.device)
-    names = ("stride_lb", "stride_lh", "stride_lp", "stride_hb", "stride_hh", "stride_hp")
-    strides = dict(zip(names, (*page_min.stride()[:3], *page_max.stride()[:3]), strict=True))
-    Launch(
-        kernel,
-        (-(-scores.shape[3] // BLOCK_P), Hkv, B),
-        {
-            "queries": queries,
-            "page_min": page_min,
-            "page_max": page_max,
-            "scores": scores,
-            "tickets": tickets,
-            "pages": pages,
-            "stride_s": scores.shape[3],
-            **strides,
-        },
-        {
-            "D": D,
-            "G": G,
-            "BLOCK_D": BLOCK_D,
-            "BLOCK_G": power_of_2(G, 8),
-            "BLOCK_P": BLOCK_P,
-            "UPCAST": upcast(page_min.dtype),
-        },
-        {"num_warps": configs.warps(tiles, BLOCK_D, page_min.element_size()), "num_stages": 1},
-    ).run()
-    return GroupScores(scores, None, None, tickets)
-
-
 def page_keys(pages: torch.Tensor, left_padding: torch.Tensor | None, *, page_size: int, length: int) -> torch.Tensor:
     """(quest.5) the keys of ``pages (B, Hkv, K)``: ``(B, Hkv, K * page_size)`` int32, -1 in empty slots."""
     listed = pages[..., None] * page_size + torch.arange(page_size, dtype=torch.int32, device=pages.device)
@@ -95,12 +53,36 @@ def quest_select(
     page_max: torch.Tensor,
 ) -> torch.Tensor:
     """The keys of one decode step (quest.5): ``(B, Hkv, K * page_size)`` int32, of more than K pages."""
-    S = keys.shape[2]
-    count = -(-S // page_size)
-    scores = quest_scores(queries.contiguous(), rows(page_min), rows(page_max), pages=count)
+    (B, Hkv, S, D), count = keys.shape, -(-keys.shape[2] // page_size)
+    page_min, page_max = rows(page_min), rows(page_max)
+    G = queries.shape[1] // Hkv
+    tiles = configs.config(queries.device).scores
+    BLOCK_D = power_of_2(D, 32)
+    BLOCK_P = configs.rows(tiles, 2 * BLOCK_D, page_min.element_size())
+    scores = torch.empty(B, Hkv, 1, count + -count % LINE, dtype=torch.float32, device=queries.device)
+    tickets = torch.empty(B, Hkv, 2, dtype=torch.int32, device=queries.device)
+    names = ("stride_lb", "stride_lh", "stride_lp", "stride_hb", "stride_hh", "stride_hp")
+    strides = dict(zip(names, (*page_min.stride()[:3], *page_max.stride()[:3]), strict=True))
+    bounds = {"queries": queries.contiguous(), "page_min": page_min, "page_max": page_max}
+    written = {"scores": scores, "tickets": tickets}
+    Launch(
+        kernel,
+        (-(-scores.shape[3] // BLOCK_P), Hkv, B),
+        {**bounds, **written, "pages": count, "stride_s": scores.shape[3], **strides},
+        {
+            "D": D,
+            "G": G,
+            "BLOCK_D": BLOCK_D,
+            "BLOCK_G": power_of_2(G, 8),
+            "BLOCK_P": BLOCK_P,
+            "UPCAST": upcast(page_min.dtype),
+        },
+        {"num_warps": configs.warps(tiles, BLOCK_D, page_min.element_size()), "num_stages": 1},
+    ).run()
     first = None if left_padding is None else left_padding // page_size
     chosen = -(-top_k // page_size)
-    pages = select(scores, count, top_k=chosen, local_window=1, left_padding=first, sum_softmax=False)
+    found = GroupScores(scores, None, None, tickets)
+    pages = select(found, count, top_k=chosen, local_window=1, left_padding=first, sum_softmax=False)
     return page_keys(pages, left_padding, page_size=page_size, length=S)
 
 

@@ -1,8 +1,7 @@
 """What attention moves: the papers' transfer formulae, and the record returned with ``return_stats``.
 
 Counts are elements (multiply by the item size for bytes), with S keys of head dim D: for a decode step per KV head, for
-a prompt per query head. Equation numbers refer to docs/spec/sparq.md, sample.md, saap.md and
-quest.md.
+a prompt per query head. Equation numbers refer to docs/spec/sparq.md, sample.md and saap.md.
 """
 
 from __future__ import annotations

@@ -19,23 +19,6 @@ PAGES, THREADS = 64, 256  # per threadgroup
 SCORES = Kernel("quest_scores", "threadgroup.h", ("queries", "page_min", "page_max", "pages"), ("scores",))
 
 
-def quest_scores(queries: mx.array, page_min: mx.array, page_max: mx.array, *, pages: int) -> mx.array:
-    """Float32 ``(B, Hkv, pages)`` bounds of pages for the group (quest.3); +inf for the current one, the last.
-
-    Args:
-        page_min, page_max: ``(B, Hkv, capacity, D)`` with the bounds of the other pages; whole buffers.
-    """
-    B, Hkv, _, D = page_min.shape
-    (scores,) = SCORES(
-        {"queries": queries, "page_min": page_min, "page_max": page_max, "pages": integer(pages)},
-        [((B, Hkv, pages), mx.float32)],
-        template={"T": page_min.dtype, "D": D, "G": queries.shape[1] // Hkv},
-        groups=(-(-pages // PAGES), Hkv, B),
-        threads=THREADS,
-    )
-    return scores
-
-
 def quest_select(
     queries: mx.array,
     keys: mx.array,
@@ -54,7 +37,14 @@ def quest_select(
         length: keys in use; all of them when None.
     """
     length = keys.shape[2] if length is None else length
-    scores = quest_scores(queries, page_min, page_max, pages=-(-length // page_size))
+    (B, Hkv, _, D), count = page_min.shape, -(-length // page_size)
+    (scores,) = SCORES(
+        {"queries": queries, "page_min": page_min, "page_max": page_max, "pages": integer(count)},
+        [((B, Hkv, count), mx.float32)],
+        template={"T": page_min.dtype, "D": D, "G": queries.shape[1] // Hkv},
+        groups=(-(-count // PAGES), Hkv, B),
+        threads=THREADS,
+    )
     first = None if left_padding is None else left_padding // page_size
     pages = top_k_select(scores, top_k=-(-top_k // page_size), local_window=1, left_padding=first)
     listed: mx.array = registry.load("page_keys", "metal")(pages, left_padding, page_size=page_size, length=length)

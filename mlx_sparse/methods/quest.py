@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Collection
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import ClassVar
 
 from ..checks import check_int
@@ -72,7 +69,3 @@ class Quest(Method):
 
     def elements(self, S: int, D: int, buckets: int = 0) -> int:
         return stats.quest_elements(S, D, top_k=self.attended, page_size=self.page_size)
-
-    def with_budget(self, share: Fraction, D: int, named: Collection[str]) -> tuple[Quest, str]:
-        config = self if "dense_below" in named else dataclasses.replace(self, dense_below=0)
-        return config, "" if "top_k" in named else "top_k"

@@ -60,11 +60,7 @@ def quest_select(
     page_min: mx.array,
     page_max: mx.array,
 ) -> mx.array:
-    """The keys of one decode step (quest.5): ``(B, Hkv, K * page_size)`` int32, of more than K pages.
-
-    Args:
-        page_min, page_max: ``(B, Hkv, pages, D)`` bounds of the pages, of which those before the current one are read.
-    """
+    """The keys of one decode step (quest.5): ``(B, Hkv, K * page_size)`` int32, of more than K pages."""
     S = keys.shape[2]
     before = (S - 1) // page_size
     scores = page_scores(queries, page_min[:, :, :before], page_max[:, :, :before])

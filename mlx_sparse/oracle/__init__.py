@@ -22,7 +22,7 @@ from .prefill import (
     streaming_prefill_attention,
     streaming_prefill_select,
 )
-from .quest import QuestSelection, page_bounds, quest_attention, quest_select
+from .quest import page_bounds, quest_attention, quest_select
 from .saap import (
     Target,
     fold_batch_norm,
@@ -44,7 +44,6 @@ from .select import top_k_select, valid_keys
 from .sparq import SparQSelection, sparq_attention, sparq_select
 
 __all__ = [
-    "QuestSelection",
     "SampleSelection",
     "SparQSelection",
     "Target",

@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ..checks import check_int, check_qkv, check_shape
-from ..common.stats import Stats, dense_elements, quest_elements
-from .attend import attend_indices, check_backend, dense_attention, dense_with_lse, float64, retained_mass
+from ..common.stats import quest_elements
+from .attend import attend_indices, check_backend, dense_attention, float64
+from .baselines import with_stats
 from .select import ranked, top_k_select, valid_keys
 
 Array = npt.NDArray[Any]
-
-
-class QuestSelection(NamedTuple):
-    """What Quest decides.
-
-    Attributes:
-        indices: ``(B, Hkv, K * page_size)`` int32 keys to attend (quest.5), -1 in empty slots.
-        scores: ``(B, Hkv, P)`` of the pages (quest.3); +inf for the current one.
-    """
-
-    indices: Array
-    scores: Array
 
 
 def page_bounds(
@@ -54,8 +43,13 @@ def quest_select(
     left_padding: npt.ArrayLike | None = None,
     page_min: npt.ArrayLike | None = None,
     page_max: npt.ArrayLike | None = None,
-) -> QuestSelection:
-    """Choose the pages of one decode step for ``queries (B, Hq, 1, D)`` and ``keys (B, Hkv, S, D)``."""
+) -> tuple[Array, Array]:
+    """Choose the pages of one decode step for ``queries (B, Hq, 1, D)`` and ``keys (B, Hkv, S, D)``.
+
+    Returns:
+        ``(B, Hkv, K * page_size)`` int32 keys (quest.5), -1 in empty slots, and the scores of all pages (quest.3), +inf
+        for the current one.
+    """
     q, k = float64(queries), float64(keys)
     B, Hkv, S, D = k.shape
     low, high = page_bounds(k, left_padding, page_size=page_size)
@@ -74,7 +68,7 @@ def quest_select(
     listed = (pages[..., None] * page_size + np.arange(page_size)).reshape(B, Hkv, -1)
     start = np.zeros(B, int) if left_padding is None else np.asarray(left_padding)
     there = np.repeat(pages >= 0, page_size, axis=-1) & (listed >= start[:, None, None]) & (listed < S)
-    return QuestSelection(np.where(there, listed, -1).astype(np.int32), scores)
+    return np.where(there, listed, -1).astype(np.int32), scores
 
 
 def quest_attention(
@@ -105,12 +99,7 @@ def quest_attention(
         return dense_attention(q, k, v, scale=scale, left_padding=left_padding, return_stats=return_stats)
     scale = n.D**-0.5 if scale is None else scale
     given = {"left_padding": left_padding, "page_min": page_min, "page_max": page_max}
-    chosen = quest_select(q, k, page_size=page_size, top_k=top_k, **given)
-    out, lse = attend_indices(q, k, v, chosen.indices, scale=scale)
-    if not return_stats:
-        return out
-    mass = None
-    if return_stats == "mass":
-        mass = retained_mass(lse, dense_with_lse(q, k, v, scale=scale, left_padding=left_padding)[1])
+    indices, _ = quest_select(q, k, page_size=page_size, top_k=top_k, **given)
+    out, lse = attend_indices(q, k, v, indices, scale=scale)
     moved = quest_elements(n.S, n.D, top_k=attended, page_size=page_size)
-    return out, Stats(moved, dense_elements(n.S, n.D), attended / n.S, mass)
+    return with_stats(out, lse, (q, k, v), scale, left_padding, moved, attended, return_stats)

@@ -1,7 +1,5 @@
 // Quest, docs/spec/quest.md: the bounds of the pages that get a key, and one decode step.
 
-#include <vector>
-
 #include "caches.h"
 #include "select.h"
 
@@ -53,10 +51,9 @@ void Bounds::head(int64_t b, int64_t h) const {
 }
 
 // z of (quest.3) for `count` pages from `first` on.
-void score_pages(const Attention& a, const Bounds& bounds, int64_t b, int64_t h, int64_t first, int64_t count,
-                 float* z) {
+void score_pages(const Attention& a, const Bounds& bounds, int64_t b, int64_t h, int64_t first, int64_t count, float* z,
+                 Scratch& scratch) {
   const int64_t D = a.D, G = a.G();
-  Scratch scratch(Scratch::kTask, 2 * Scratch::size<float>(G * D) + 2 * Scratch::size<float>(G * kBlock));
   float *up = scratch.take<float>(G * D), *down = scratch.take<float>(G * D);
   float *most = scratch.take<float>(G * kBlock), *least = scratch.take<float>(G * kBlock);
   a.typed().widen(up, static_cast<const char*>(a.query) + a.group_offset(b, h), G * D);
@@ -89,24 +86,24 @@ int64_t choose(const Attention& a, const Bounds& bounds, int64_t K, int64_t b, i
   if (begin >= end) return 0;
   const int64_t first = begin / size, current = (end - 1) / size, others = current - first;
   const int64_t wanted = std::min(K - 1, others);
-  int64_t count = 0;
-  std::vector<float> z(others);
-  std::vector<int32_t> best(others), work(others);
-  for (int64_t p = 0; p < others; p++) best[p] = int32_t(p);
-  if (wanted && wanted < others) {
-    score_pages(a, bounds, b, h, first, others, z.data());
-    largest(*a.kernels, z.data(), others, wanted, best.data(), work.data());
+  Scratch scratch(Scratch::kTask, 2 * Scratch::size<float>(a.G() * a.D) + 2 * Scratch::size<float>(a.G() * kBlock) +
+                                      Scratch::size<float>(others) + 2 * Scratch::size<int32_t>(others));
+  float* z = scratch.take<float>(others);
+  int32_t *best = scratch.take<int32_t>(others), *work = scratch.take<int32_t>(others), *end_of_list = listed;
+  const bool choice = wanted && wanted < others;
+  if (choice) {
+    score_pages(a, bounds, b, h, first, others, z, scratch);
+    largest(*a.kernels, z, others, wanted, best, work);
   }
   const auto list = [&](int64_t page) {
-    for (int64_t j = std::max(page * size, begin); j < std::min((page + 1) * size, end); j++) {
-      listed[count++] = int32_t(j);
-    }
+    const int64_t stop = std::min((page + 1) * size, end);
+    for (int64_t j = std::max(page * size, begin); j < stop; j++) *end_of_list++ = int32_t(j);
   };
   for (int64_t p = 0; p < wanted; p++) {
-    if (z[best[p]] != -__builtin_inff()) list(first + best[p]);
+    if (!choice || z[best[p]] != -__builtin_inff()) list(first + (choice ? best[p] : p));
   }
   list(current);
-  return count;
+  return end_of_list - listed;
 }
 
 void compute_quest_attention(const Attributes& attributes, const Context& context) {
