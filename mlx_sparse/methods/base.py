@@ -140,8 +140,8 @@ class Method:
         Settings in ``named`` stay; others are such that the method runs. The setting is empty where none is free.
         """
         own = {field.name for field in dataclasses.fields(self)}
-        config = dataclasses.replace(self, dense_below=0) if "dense_below" in own - set(named) else self
-        return config, "" if self.grows in named else self.grows
+        running: dict[str, Any] = {"dense_below": 0} if "dense_below" in own - set(named) else {}
+        return dataclasses.replace(self, **running), "" if self.grows in named else self.grows
 
     def __str__(self) -> str:
         """The text form with every key that differs from its default."""
