@@ -35,7 +35,7 @@ def load_rows(rows, place, stride, there, d, D: tl.constexpr):
 @triton.jit
 def write_rows(out, lse, place, there, d, largest, total, weighted, D: tl.constexpr):
     """Normalise and store rows, and their log-sum-exp; 0 and -inf where nothing was attended."""
-    some = total > 0
+    some = total != 0  # NaN is to be seen
     safe = tl.where(some, total, 1.0)
     result = weighted * (1.0 / safe)[:, None]
     tl.store(out + place[:, None] * D + d[None, :], result, mask=there[:, None] & (d < D)[None, :])
