@@ -192,7 +192,7 @@ def test_the_node_is_kept_for_the_kernel_and_its_shapes_are_known(name: str, dty
         absent("ort", reason)
     operator = onnx_export.OPERATORS[name]
     settings = {a.name: a.choices[0] if a.choices else 1 for a in operator.attributes if a.name != "spec"}
-    sizes = {"B": 2, "Hq": 4, "Hkv": 2, "C": 128, "D": 64, "L": 3}
+    sizes = {"B": 2, "Hq": 4, "Hkv": 2, "C": 128, "D": 64, "L": 3, "pages": 128}
     model = onnx_export.operator_model(name, dtype=dtype, sizes=sizes, **settings)
     for output in model.graph.output:  # so that they come from the kernel's shape inference
         output.type.tensor_type.ClearField("shape")
@@ -205,9 +205,7 @@ def test_the_node_is_kept_for_the_kernel_and_its_shapes_are_known(name: str, dty
         if kernels == "auto":
             shapes = [output.shape for output in made.get_outputs()]
             known = [shape for shape in shapes if all(isinstance(length, int) for length in shape) and shape]
-            inputs = [
-                tensor.axes for tensor in operator.inputs
-            ]  # of which an output has one's shape, or is not foretold
+            inputs = [tensor.axes for tensor in operator.inputs]  # an output has one's shape, or is not foretold
             assert len(known) == sum(tensor.axes in inputs for tensor in operator.outputs)
 
 
