@@ -52,7 +52,10 @@ BAD: dict[str, tuple[list[str], str]] = {
         ["--attn", "saap:artefact=none.safetensors"],
         "none.safetensors: expected .*, got none that can be read",
     ),
-    "truncated": (["--attn", "saap:artefact=cut.saap.safetensors"], "cut.saap.safetensors: expected .*file not fully covered"),
+    "truncated": (
+        ["--attn", "saap:artefact=cut.saap.safetensors"],
+        "cut.saap.safetensors: expected .*file not fully covered",
+    ),
     "not an artefact": (["--attn", "saap:artefact=llama/model.safetensors"], "llama/model.safetensors: expected"),
     "another model": (
         ["--attn", "saap:artefact=other.saap.safetensors,probes=2"],
