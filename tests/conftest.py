@@ -36,7 +36,7 @@ SLOW = {
     "test_demo.py": "the demo",
     "test_evaluate_smollm2.py": "a real model",
     "test_install.py": "installations",
-    "test_onnx_export_smollm2.py": "a real model",
+    "test_onnx_run.py": "a real model",
     "test_onnx_native.py": "instruction sets, threads, another machine's code",
     "test_onnx_native_fuzz.py": "fuzzing, sanitizers",
     "test_onnx_runtimes.py": "other runtimes",
