@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from adapters import having
-from cases import CASES, DECODE, PRECISION, Array, Case, every_parameter
+from cases import CASES, DECODE, PRECISION, Array, Case, every_parameter, ulp
 from expected import assert_conforms, attended, expected
 
 from mlx_sparse import oracle
@@ -48,7 +48,11 @@ def test_attention_to_the_oracles_own_keys_is_the_oracles(backend: Any, case: Ca
     """A tie can neither hide nor cause an error of it."""
     q, k, _ = case.inputs()
     chosen = oracle.sparq_select(q, k, rank=16, top_k=40, left_padding=case.padding).indices
-    assert_conforms(backend.attend_indices(case, chosen, 0.2), attended(case, chosen, 0.2), case)
+    found, wanted = backend.attend_indices(case, chosen, 0.2), attended(case, chosen, 0.2)
+    assert_conforms(found, wanted, case)
+    if backend.name in ("ops", "metal"):
+        some = np.isfinite(wanted.lse)
+        np.testing.assert_allclose(found.lse[some], wanted.lse[some], rtol=0, atol=4 * ulp(wanted.lse[some], "f32"))
 
 
 @pytest.mark.parametrize("empty", [-1, 20, 25_000, 2**31 - 1])

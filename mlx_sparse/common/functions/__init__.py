@@ -11,12 +11,13 @@ All raise `ShapeError` for arrays that do not fit together, `ConfigError` for pa
 """
 
 from ..call import Library
+from .baselines import BaselineFunctions
 from .decode import DecodeFunctions
 from .prefill import PrefillFunctions
 from .saap import SaapFunctions
 
 
-class Functions(DecodeFunctions, PrefillFunctions, SaapFunctions):
+class Functions(DecodeFunctions, PrefillFunctions, SaapFunctions, BaselineFunctions):
     """All of them, on the arrays of one library."""
 
     def __init__(self, library: Library) -> None:

@@ -7,8 +7,6 @@ backend attention waits for the chosen blocks, which `mx.compile` refuses.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from typing import Any
 
 from ...checks import ShapeError, check_block_size, check_sample
@@ -122,41 +120,3 @@ class PrefillFunctions:
             chunks=chunks,
             block_size=block_size,
         )
-
-    def of_method(self, method: Any) -> Callable[..., Any]:
-        """The public function of a method for prompts whose settings are the fields of its class, a baseline's."""
-
-        def attention(
-            queries: Array,
-            keys: Array,
-            values: Array,
-            *,
-            scale: float | None = None,
-            backend: str = "auto",
-            return_stats: bool | str = False,
-            **settings: Any,
-        ) -> Any:
-            call = Call(
-                self._library,
-                method.name,
-                queries,
-                keys,
-                values,
-                scale=scale,
-                backend=backend,
-                return_stats=return_stats,
-            )
-            config = method(**settings)
-            return call.prefill(config.layout(call.sizes.L, call.sizes.S), **config.parameters())
-
-        signature = inspect.signature(attention)
-        own = [
-            given.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-            for given in inspect.signature(method).parameters.values()
-        ]
-        fixed = list(signature.parameters.values())
-        parameters = [*fixed[:3], *own, *fixed[3:-1]]
-        attention.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-        attention.__name__ = attention.__qualname__ = f"{method.name}_attention"
-        attention.__doc__ = method.__doc__
-        return attention
