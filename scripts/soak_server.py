@@ -28,9 +28,9 @@ from pydoc_data.topics import topics
 from typing import Any
 
 from mlx_sparse.common.call_report import JSON_KEY
+from mlx_sparse.common.files import cache_directory
 from mlx_sparse.tools.assets import blas
 from mlx_sparse.tools.assets.models import find_model
-from mlx_sparse.tools.assets.store import cache_directory
 
 SERVER = str(Path(sys.executable).parent / "mlx_lm.server")
 

@@ -22,11 +22,11 @@ LEVELS = [
     {"methods"},
     {"oracle", "ops", "kernels", "artefact"},
     {"api", "cache"},
+    {"calibrate"},
     {"lm"},
     {"_boot"},  # the start-up hook hands over to lm
     {"tools"},
-    {"cli"},
-    {"__init__", "__main__"},
+    {"cli", "__init__"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 LEAVES = {"checks", "common", "methods"}  # what backends outside this folder share

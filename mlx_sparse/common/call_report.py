@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -63,6 +64,7 @@ class Report:
         dense_bytes: bytes that dense attention would have moved in the same calls.
         prefill: figures of the prompts (`mlx_sparse.lm.figures.PrefillFigures`); None without a prefill method.
         decodes: whether there is a decode method.
+        outlook: tells from where on layers are sparse, in lines.
     """
 
     attn: str
@@ -78,6 +80,7 @@ class Report:
     dense_bytes: int = 0
     prefill: Any = None
     decodes: bool = True
+    outlook: Callable[[], list[str]] = field(default=list, repr=False)
     _buckets: Any = field(default=None, init=False, repr=False)
     _counting: deque[Counting] = field(default_factory=deque, init=False, repr=False)
 
@@ -120,6 +123,7 @@ class Report:
             data |= {"dense_layers": dict(self.dense_layers), "dense_calls": dict(self.dense_calls)}
             data["prefill"] = self.prefill and self.prefill.as_dict()
             data["buckets"] = self.buckets and self.buckets.as_dict()
+            data["outlook"] = self.outlook()
             del data["formula_bytes"]
             data["sparse_bytes"] = self.sparse_bytes
             return data
@@ -133,6 +137,7 @@ class Report:
         lines = [f"{self.attn} on {self.backend}: {self.served_layers} of {self.layers} layers ({model})"]
         if self.dense_layers:
             lines.append(f"  dense layers: {_listing(self.dense_layers)}")
+        lines += [f"  {line}" for line in self.outlook()]
         if self.prefill is not None:
             lines += self.prefill.lines()
         if self.sparse_calls:

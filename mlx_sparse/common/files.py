@@ -4,8 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+
+def cache_directory(chosen: str | os.PathLike[str] | None = None) -> Path:
+    """Return the chosen cache folder, or this platform's usual place for one."""
+    if chosen is not None:
+        return Path(chosen).expanduser().absolute()
+    # The XDG rules say that a relative path there is to be ignored.
+    xdg = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if xdg.is_absolute():
+        return xdg / "mlx-sparse"
+    home = Path.home()
+    return (home / "Library" / "Caches" if sys.platform == "darwin" else home / ".cache") / "mlx-sparse"
 
 
 @contextlib.contextmanager

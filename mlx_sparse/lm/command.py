@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -16,11 +17,16 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..checks import ConfigError, SparseAttentionError
 from ..common.call_report import JSON_KEY, Report
-from ..methods import Method, Prefill, load_toml, parse, registry
+from ..methods import Method, Prefill, parse, read_toml, registry
+
+if TYPE_CHECKING:
+    from ..calibrate import Calibration
+    from ..common.call_report import Counts
+    from .plan import Plan
 
 REPORTS = ("text", "mass", "json", "json+mass", "off")
 
@@ -52,6 +58,8 @@ class Session:
         self.decode: Method | None = None
         self.backend = "auto"
         self.report_as = "text"
+        self.calibration: Calibration | None = None
+        self.max_tokens: int | None = None
         self.max_kv_size: int | None = None
         self.draft: str | None = None
         self.loading: str | None = None
@@ -63,14 +71,19 @@ class Session:
 
     def configure(self, parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         """Check our options and their company before anything is loaded; a mistake ends the program here."""
+        from ..calibrate import Calibration
         from .hooks import hooks_of
         from .model import select_methods
 
         self.report_as = args.attn_report
         if args.attn is None and args.attn_config is None:
             return
+        calibrates = not args.no_calibrate
         try:
-            base = load_toml(args.attn_config) if args.attn_config is not None else {}
+            base: dict[str, Method] = {}
+            if args.attn_config is not None:
+                base, options = read_toml(args.attn_config)
+                calibrates = calibrates and options.calibrate
             configs = parse(args.attn, base) if args.attn is not None else tuple(base.values())
             if not any(config.sparse for config in configs):
                 return
@@ -93,6 +106,10 @@ class Session:
             print(f"[mlx-sparse] --batch-size 1: {prefill.name} takes prompts without padding.", file=sys.stderr)
         self.configs, self.prefill, self.decode = configs, prefill, decode
         self.backend = args.attn_backend
+        self.calibration = Calibration(
+            measures=calibrates, piece=getattr(args, "prefill_step_size", 2048), say=self.say
+        )
+        self.max_tokens = getattr(args, "max_tokens", None) if self.command.endswith("generate") else None
         self.max_kv_size = getattr(args, "max_kv_size", None)
         self.draft = getattr(args, "draft_model", None)
         self.loads_at_start = sum(getattr(args, name, None) is not None for name in ("model", "draft_model"))
@@ -137,12 +154,44 @@ class Session:
             configs = tuple(config for config in configs if config.file is None)
         if not configs:
             return
-        report = enable(model, configs, backend=self.backend, mass="mass" in self.report_as)
+        report = enable(
+            model, configs, backend=self.backend, mass="mass" in self.report_as, calibration=self.calibration
+        )
         plan = plan_of(model)
         assert plan is not None
         report.model = Path(path).name
         plan.count_in(self.reports.setdefault((path, configs), report))
         plan.decodes = not self.only_prompts
+        if self.report_as in ("text", "mass"):
+            self._say_outlook(plan)
+
+    def _say_outlook(self, plan: Plan) -> None:
+        """What will happen, before the first token."""
+        report = plan.report
+        shown = [line for line in plan.outlook() if plan.decodes or line.startswith("prompts")]
+        lines = [f"{report.attn} on {report.backend}: {report.served_layers} of {report.layers} layers", *shown]
+        settings = [config.name for config in plan.configs if config.measurable]
+        hint = f"; --attn {settings[0]}:dense_below=N decides otherwise" if settings else ""
+        self.say("; ".join(lines) + hint)
+        if self.max_tokens is not None and plan.decodes:
+            plan.watch = functools.partial(self._watch, plan)
+
+    def _watch(self, plan: Plan, S: int, counts: Counts) -> None:
+        """Say so after the prompt if nothing will be sparse."""
+        prompts = plan.report.prefill
+        if counts.sparse_calls or (prompts is not None and prompts.calls):
+            return
+        decode = [plan.calibration.of(config, layer).value for config, layer in plan.layers if config is plan.decode]
+        if decode and S + (self.max_tokens or 0) >= min(decode):
+            return
+        every = plan.report.dense_calls if plan.decode is None else counts.dense_calls
+        why = " and ".join(reason for reason, _ in every.most_common(2))
+        self.say(f"nothing is sparse in this run of {S:,} keys and {self.max_tokens:,} tokens to come: calls {why}")
+
+    def say(self, text: str) -> None:
+        """Tell the user, on standard error."""
+        if self.report_as != "off":
+            print(f"[mlx-sparse] {text}", file=sys.stderr, flush=True)
 
     @contextlib.contextmanager
     def _ending_the_program(self) -> Iterator[None]:
@@ -214,6 +263,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="What runs the method: 'metal' (our kernels, on Apple GPUs), 'ops' (MLX array operations), or 'auto', "
         "metal where it can run (default: auto).",
+    )
+    group.add_argument(
+        "--no-calibrate",
+        action="store_true",
+        help="Measure nothing: from what context on a method is sparse is left to a documented model, unless this "
+        "machine has been measured before. Otherwise the first context that is long enough is measured, once for each "
+        "model's shape, in at most 10 seconds.",
     )
     group.add_argument(
         "--attn-report",

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
+from ..calibrate import Calibration
 from ..checks import ConfigError
 from ..common import reasons
 from ..common.call_report import Report
@@ -27,7 +28,14 @@ NORMS_WITHOUT_WEIGHTS = frozenset({"nanochat", "talkie", "muse_glimmer"})
 Attn = str | Method | tuple[Method, ...]
 
 
-def enable(model: Any, attn: Attn = "sparq", *, backend: str = "auto", mass: bool = False) -> Report:
+def enable(
+    model: Any,
+    attn: Attn = "sparq",
+    *,
+    backend: str = "auto",
+    mass: bool = False,
+    calibration: Calibration | None = None,
+) -> Report:
     """Let ``model`` attend sparsely from now on, whatever cache it is called with.
 
     Any number of threads may then call it at the same time, each with caches of its own, and read the report. Enable
@@ -39,6 +47,8 @@ def enable(model: Any, attn: Attn = "sparq", *, backend: str = "auto", mass: boo
             ``"sample+sparq:rank=16"``; or configurations of `mlx_sparse.methods`.
         backend: "auto", or a backend by name.
         mass: also measure the attention mass that prompts retain, which costs a dense pass over the keys.
+        calibration: from where on sparse attention pays here; None for what `mlx-sparse calibrate` or ``--attn`` has
+            measured on this machine, and the documented model for the rest.
 
     Returns:
         The report, which keeps counting while the model runs: each call is in it when the call has returned.
@@ -61,7 +71,7 @@ def enable(model: Any, attn: Attn = "sparq", *, backend: str = "auto", mass: boo
     for config in configs:
         registry.require(backend, config.name)
     hooks = hooks_of(decode)(decode, model)
-    plan = Plan(prefill, decode, backend, model_type(model), hooks, mass=mass)
+    plan = Plan(prefill, decode, backend, model_type(model), hooks, mass=mass, calibration=calibration or Calibration())
     names = seam.bind(model)
     if not names:
         raise ConfigError(
@@ -180,6 +190,7 @@ def _probe(model: Any, plan: Plan) -> None:
     with Call(plan, caches, probing=True) as call:
         model(mx.zeros((1, 1), mx.int32), cache=caches)
     report, probed = plan.report, call.probed or []
+    plan.layers = call.layers
     report.backend = " and ".join(sorted(call.backends)) or plan.backend
     seen = {id(cache) for cache, _ in probed}
     found = [reason for _, reason in probed]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import mlx.core as mx
 
 from ..cache.kv_cache import SparseBatchKVCache, SparseCache, adopt, is_padding_mask
+from ..calibrate import Calibration, Layer, describe
 from ..common import reasons
 from ..common.call_report import Counts, Report
 from ..common.model_info import leaves
@@ -27,7 +29,10 @@ class Plan:
         prefill, decode: the method of each stage; None where it stays dense.
         mass: whether the retained mass of prompts is measured.
         hooks: what the decode method does besides.
+        calibration: from where on both pay here.
         decodes: whether steps of a single query may be sparse; False where a command only processes a prompt.
+        watch: is told once, after the first step of a single query, the keys of its context and what it did.
+        layers: those that are served, counted by method and sizes.
         report: what the calls did.
     """
 
@@ -40,7 +45,9 @@ class Plan:
         hooks: ModelHooks,
         *,
         mass: bool,
+        calibration: Calibration,
     ) -> None:
+        self.calibration = calibration
         self.prefill = prefill
         self.decode = decode
         self.backend = backend
@@ -49,6 +56,9 @@ class Plan:
         self.decodes = True
         self.report = Report("+".join(map(str, self.configs)), backend, family, decodes=decode is not None)
         self.report.add(Counts(prefill=prefill and PrefillFigures(), decode=hooks.figures))
+        self.report.outlook = self.outlook
+        self.watch: Callable[[int, Counts], object] | None = None
+        self.layers: Counter[tuple[Method, Layer]] = Counter()
 
     @property
     def configs(self) -> list[Method]:
@@ -60,10 +70,18 @@ class Plan:
         """The names of the methods, joined by a plus sign."""
         return "+".join(config.name for config in self.configs)
 
+    def outlook(self) -> list[str]:
+        """When the layers that are served are sparse, a line for those that are alike."""
+        lines: Counter[str] = Counter()
+        for (config, layer), count in self.layers.items():
+            lines[describe(config, self.calibration.of(config, layer))] += count
+        many = len(lines) > len(self.configs)
+        return [f"{count} layers: {line}" if many else line for line, count in lines.items()]
+
     def count_in(self, report: Report) -> None:
         """Go on counting in the report of another plan, of the same methods on the same model."""
         if report is not self.report:
-            for name in ("backend", "layers", "served_layers", "dense_layers"):
+            for name in ("backend", "layers", "served_layers", "dense_layers", "outlook"):
                 setattr(report, name, getattr(self.report, name))
             self.report = report
 
@@ -82,9 +100,11 @@ class Call:
     def __init__(self, plan: Plan, caches: Any, *, probing: bool = False) -> None:
         self.configs, self.prefill, self.decode = plan.configs, plan.prefill, plan.decode
         self.backend, self.mass, self.decodes = plan.backend, plan.mass, plan.decodes
-        self.report = plan.report
+        self.report, self.calibration = plan.report, plan.calibration
         self.probed: list[tuple[Any, str | None]] | None = [] if probing else None
         self.backends: set[str] = set()  # what probed layers resolve to
+        self.layers: Counter[tuple[Method, Layer]] = Counter()  # probed ones, by method
+        self._plan = plan
         if caches is not None:
             adopt(caches)
         # Once for all layers: every token comes by here.
@@ -93,6 +113,7 @@ class Call:
         self.hooks = plan.hooks.of_call(self._caches)
         self._counts = Counts()
         self._figures = PrefillCounts()
+        self._steps = 0  # keys of a step of a single query
 
     def __enter__(self) -> Call:
         self._token = seam.active.set(self)
@@ -106,6 +127,9 @@ class Call:
             self._counts.counting = self.hooks.submit()
             self._counts.prefill = self._figures.figures()
             self.report.add(self._counts)
+            if self._steps and self._plan.watch is not None:
+                watch, self._plan.watch = self._plan.watch, None
+                watch(self._steps, self._counts)
 
     def attend(
         self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None
@@ -139,6 +163,7 @@ class Call:
         """The counted call of ``layer``, dense for ``reason`` if there is one."""
         prompt, backend = queries.shape[2] > 1, ""
         if reason is None:
+            self._steps = 0 if prompt else keys.shape[2]
             config = self.prefill if prompt else self.decode
             if config is not None:
                 backend = self._resolve(config, queries, keys)
@@ -230,7 +255,9 @@ class Call:
         serving = [config for config in serving if refusal is None or config is not self.decode]
         for config in serving:
             config.check_head_dim(queries.shape[-1])
-            self.backends.add(self._resolve(config, queries, keys))
+            backend = self._resolve(config, queries, keys)
+            self.backends.add(backend)
+            self.layers[config, self._sizes(config, queries, keys, cache, backend)] += 1
         return None if serving else refusal or reasons.SINKS
 
     def _resolve(self, config: Method, queries: mx.array, keys: mx.array) -> str:
@@ -290,19 +317,28 @@ class Call:
         if mask is not None and not is_padding_mask(mask, self._caches):
             yield reasons.ARRAY_MASK
         yield from self.hooks.step_reasons(cache)
-        shortest = self._shortest(queries, keys, cache, backend)
+        first_rows = cache.first_rows(self._caches)
+        longest = cache.length - min(first_rows)
+        shortest = self._shortest(queries, keys, cache, backend, longest)
         if shortest >= NEVER:
             yield reasons.NOTHING_SAVED
-        if cache.length - min(cache.first_rows(self._caches)) < shortest:
+        if longest < shortest:
             yield reasons.shorter_than(shortest)
 
-    def _shortest(self, queries: mx.array, keys: mx.array, cache: SparseCache, backend: str) -> int:
-        """Keys from which a step of one sequence is sparse, whatever batch it is in."""
+    def _shortest(self, queries: mx.array, keys: mx.array, cache: SparseCache, backend: str, S: int = 0) -> int:
+        """Keys from which a step of one sequence is sparse, whatever batch it is in; ``S`` keys may ask for more."""
         assert self.decode is not None
-        _, Hkv, _, D = keys.shape
+        layer = self._sizes(self.decode, queries, keys, cache, backend)
+        return int(self.calibration.of(self.decode, layer, S).value)
+
+    def _sizes(self, config: Method, queries: mx.array, keys: mx.array, cache: Any, backend: str) -> Layer:
+        """What the threshold of a layer depends on."""
+        Hkv, D = keys.shape[1], keys.shape[3]
+        prompts = isinstance(config, Prefill)
         gpu = registry.gpu_kind() if backend == "metal" else ""
-        G, sizes = queries.shape[1] // Hkv, self.hooks.sizes(cache)
-        return self.decode.shortest_context(Step(Hkv, G, D, keys.itemsize, gpu, **sizes))
+        more = {} if prompts else self.hooks.sizes(cache)
+        step = Step(Hkv, queries.shape[1] // Hkv, D, keys.itemsize, gpu, **more)
+        return Layer(backend, step, keys.dtype, self.calibration.piece if prompts else 1)
 
     def _served(
         self, queries: mx.array, keys: mx.array, cache: SparseCache, backend: str
@@ -320,7 +356,10 @@ class Call:
         assert self.prefill is not None
         L, S = queries.shape[2], keys.shape[2]
         config = self.prefill.at(S)
-        blocks, fullest = None, config.fullest(backend)
+        sizes = self._sizes(config, queries, keys, cache, backend)
+        blocks, fullest = None, self.calibration.of(config, sizes, S).value
+        if fullest <= 0:
+            return None
         if fullest < 1:
             blocks = cache.select_prompt(queries, config, scale=scale, backend=backend, fullest=fullest)
             if blocks is None:

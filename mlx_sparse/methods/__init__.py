@@ -16,7 +16,7 @@ from .saap import SAAP
 from .sample import Sample, SampleRange
 from .sparq import SparQ
 from .streaming import Streaming, StreamingPrefill
-from .text import MAX_TOML_BYTES, METHODS, load_toml, parse, split_methods
+from .text import MAX_TOML_BYTES, METHODS, load_toml, parse, read_toml, split_methods
 
 __all__ = [
     "ENOUGH_SAVED",
@@ -44,5 +44,6 @@ __all__ = [
     "load_toml",
     "nvidia_kind",
     "parse",
+    "read_toml",
     "split_methods",
 ]

@@ -34,6 +34,7 @@ class Step:
         network: bytes of SAAP's query network of a KV head.
         gpu: for the `metal` and `triton` backends the kind of GPU, a key of `cost.ENOUGH_SAVED`; empty where there is
             none.
+        measured: keys from which a step of these sizes was faster on this machine; None if that is not known.
     """
 
     heads: int
@@ -43,6 +44,7 @@ class Step:
     gpu: str = ""
     buckets: int = 0
     network: int = 0
+    measured: int | None = None
 
 
 @dataclass(frozen=True)
@@ -126,8 +128,29 @@ class Method:
         found = self.parameters()
         return found.get("sink_tokens", 0), found.get("recent_tokens", found.get("local_window", 0))
 
+    @property
+    def measurable(self) -> bool:
+        """Whether `shortest_context` is left to the machine: ``dense_below`` is "auto", and nothing else decides."""
+        return getattr(self, "dense_below", 0) == "auto" and not self.experiment
+
+    @property
+    def experiment(self) -> bool:
+        """Whether the settings are for experiments on short texts, where every step that can be is sparse."""
+        return False
+
     def shortest_context(self, step: Step | None = None) -> int:
         """Contexts of fewer keys are attended densely; `NEVER` where all are."""
+        below, exact = getattr(self, "dense_below", 0), self.attended + 1
+        if not isinstance(below, str):
+            return max(below, exact)
+        if self.experiment:
+            return exact
+        if step is not None and step.measured is not None:
+            return max(step.measured, exact)
+        return max(self.modelled_context(step), exact)
+
+    def modelled_context(self, step: Step | None) -> int:
+        """`shortest_context` where nothing was measured, by a model of the machine that errs on the dense side."""
         return self.attended + 1
 
     def elements(self, S: int, D: int, buckets: int = 0) -> int:
@@ -187,8 +210,8 @@ class Prefill(Method):
     def shortest_context(self, step: Step | None = None) -> int:
         return 0
 
-    def fullest(self, backend: str) -> float:
-        """Density above which attention stays dense."""
+    def fullest(self, backend: str, measured: float | None = None) -> float:
+        """Density above which attention stays dense; ``measured`` is where it was no longer faster here, if known."""
         return 1.0
 
     def dense_piece(self, L: int, S: int) -> str | None:

@@ -20,10 +20,10 @@ class Quest(Method):
         page_size: consecutive keys of a page, at least 1.
         top_k: keys attended per KV head, in whole pages: rounded up to a multiple of ``page_size``. The current page is
             one of them. The default is the budget at which the paper matches dense attention on LongBench.
-        dense_below: keys below which attention stays dense; "auto" is ``4 * top_k`` with the `ops` backend, where a
-            listed row takes 2.5 times as long as one of dense attention (docs/results/ops.md), what saves
-            `ENOUGH_SAVED` bytes with kernels on a GPU, and none for a ``top_k`` below the default, which is for
-            experiments on short texts.
+        dense_below: keys below which attention stays dense; "auto" is what was measured on this machine, before that
+            ``4 * top_k`` with the `ops` backend, where a listed row takes 2.5 times as long as one of dense attention
+            (docs/results/ops.md), and what saves `ENOUGH_SAVED` bytes with kernels on a GPU. For a ``top_k`` below the
+            default, which is for experiments on short texts, it is none.
     """
 
     name: ClassVar[str] = "quest"
@@ -53,11 +53,11 @@ class Quest(Method):
     def together(self) -> int:
         return self.page_size
 
-    def shortest_context(self, step: Step | None = None) -> int:
-        if not isinstance(self.dense_below, str):
-            return max(self.dense_below, self.attended + 1)
-        if self.top_k < Quest.top_k:
-            return self.attended + 1
+    @property
+    def experiment(self) -> bool:
+        return self.top_k < Quest.top_k
+
+    def modelled_context(self, step: Step | None) -> int:
         if not step or not step.gpu:
             return 4 * self.attended
         # Saved are rows that are not read; spent are the bounds (quest.6) and the scores of pages, written and read.

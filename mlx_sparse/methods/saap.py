@@ -29,7 +29,8 @@ class SAAP(Method):
         fold_every: keys that left the window are listed in their buckets this many at a time, and attended till then.
         dense_below: keys below which attention stays dense; "auto" is `pays_from` with kernels on a GPU, with the `ops`
             backend where dense attention reads `GATHERED_ROW` times the rows of a step, the query network counted as
-            rows, and none for fewer ``recent_tokens`` than the default, which are for experiments on short texts.
+            rows, and none for fewer ``recent_tokens`` than the default, which are for experiments on short texts. It is
+            not measured on the user's machine, as its time depends on how the keys of a text fall into the buckets.
     """
 
     name: ClassVar[str] = "saap"
@@ -95,14 +96,17 @@ class SAAP(Method):
         attended = min(self.attended, S) + outside * self.probes / buckets
         return stats.saap_elements(D, round(attended))
 
-    def shortest_context(self, step: Step | None = None) -> int:
-        exact = self.attended + 1
-        if not isinstance(self.dense_below, str):
-            return max(self.dense_below, exact)
-        if self.recent_tokens < SAAP.recent_tokens:
-            return exact
+    @property
+    def measurable(self) -> bool:
+        return False
+
+    @property
+    def experiment(self) -> bool:
+        return self.recent_tokens < SAAP.recent_tokens
+
+    def modelled_context(self, step: Step | None) -> int:
         if step and step.gpu:
-            return max(self.pays_from(step), exact)
+            return self.pays_from(step)
         network = step.network // (2 * step.itemsize * step.D) if step else 0
         per_key = 1 - GATHERED_ROW * (self._visited_share(step.buckets) if step and step.buckets else 0.0)
         if per_key <= 0:

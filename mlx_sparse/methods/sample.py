@@ -35,9 +35,9 @@ class Sample(Prefill):
     """SampleAttention for prompts (docs/spec/sample.md).
 
     ``dense_below`` is the number of keys below which attention stays dense, without looking: "auto" means
-    `SAMPLE_PAYS_FROM`. ``dense_above`` is the density above which it does after having looked: "auto" means
-    `SAMPLE_PAYS_UP_TO`. Where ``dense_below`` is given, "auto" means 1, and pieces too short for their sample
-    (`SAMPLE_SHARE`) are not dense for that.
+    `SAMPLE_PAYS_FROM`. ``dense_above`` is the density above which it does after having looked: "auto" means what was
+    measured on this machine (`mlx-sparse calibrate`), before that `SAMPLE_PAYS_UP_TO`. Where ``dense_below`` is given,
+    "auto" means 1, and pieces too short for their sample (`SAMPLE_SHARE`) are not dense for that.
     ``ranges`` are settings by context, ascending, that win over the single ones; contexts beyond the last range use the
     last one. ``mlx-sparse tune-sample`` finds them for a model.
     """
@@ -94,10 +94,16 @@ class Sample(Prefill):
             return reasons.LARGE_SAMPLE
         return None
 
-    def fullest(self, backend: str) -> float:
+    @property
+    def measurable(self) -> bool:
+        return self.dense_above == self.dense_below == "auto"
+
+    def fullest(self, backend: str, measured: float | None = None) -> float:
         if not isinstance(self.dense_above, str):
             return self.dense_above
-        return SAMPLE_PAYS_UP_TO[backend] if self.dense_below == "auto" else 1.0
+        if not self.measurable:
+            return 1.0
+        return SAMPLE_PAYS_UP_TO[backend] if measured is None else measured
 
 
 def _read_ranges(ranges: object) -> tuple[SampleRange, ...]:

@@ -29,9 +29,10 @@ class SparQ(Method):
         group_reduce: what is summed over the query heads of a group: their "softmax" or their "logits".
         component_score: components are ranked by |q| ("query", the paper's) or by |q| times the spread of the keys
             ("query_key"); "auto" is "query_key" for models with q/k-norm, whose channels learn scales of their own.
-        dense_below: keys below which attention stays dense; "auto" is ``16 * top_k`` with the `ops` backend, about
-            where it begins to pay (docs/results/ops.md), `pays_from` with kernels on a GPU, and none for a ``top_k``
-            below the default, which is for experiments on short texts.
+        dense_below: keys below which attention stays dense; "auto" is what was measured on this machine
+            (`mlx-sparse calibrate`), before that ``16 * top_k`` with the `ops` backend, about where it begins to pay
+            (docs/results/ops.md), and `pays_from` with kernels on a GPU. For a ``top_k`` below the default, which is
+            for experiments on short texts, it is none.
     """
 
     name: ClassVar[str] = "sparq"
@@ -99,11 +100,11 @@ class SparQ(Method):
     def attended(self) -> int:
         return self.top_k
 
-    def shortest_context(self, step: Step | None = None) -> int:
-        if not isinstance(self.dense_below, str):
-            return max(self.dense_below, self.top_k + 1)
-        if self.top_k < SparQ.top_k:
-            return self.top_k + 1
+    @property
+    def experiment(self) -> bool:
+        return self.top_k < SparQ.top_k
+
+    def modelled_context(self, step: Step | None) -> int:
         return self.pays_from(step) if step and step.gpu else 16 * self.top_k
 
     def pays_from(self, step: Step) -> int:

@@ -104,8 +104,24 @@ def split_methods(text: str) -> list[str]:
     return methods
 
 
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What a TOML file says besides the methods, at its head.
+
+    Attributes:
+        calibrate: whether ``--attn`` may measure from what context on a method pays.
+    """
+
+    calibrate: bool = True
+
+
 def load_toml(path: str | Path) -> dict[str, Method]:
-    """Read a TOML file with one table per method, for example ``[sparq]`` with ``rank = 16``.
+    """The methods of `read_toml`."""
+    return read_toml(path)[0]
+
+
+def read_toml(path: str | Path) -> tuple[dict[str, Method], Options]:
+    """Read a TOML file with one table per method, for example ``[sparq]`` with ``rank = 16``, and `Options`.
 
     Raises:
         ConfigError: the file is missing, too large, not TOML, or holds an unknown method, key or value.
@@ -123,12 +139,17 @@ def load_toml(path: str | Path) -> dict[str, Method]:
         _check_integers(tables)
     except (ValueError, RecursionError) as error:  # not UTF-8, not TOML, an integer too long, brackets too deep
         raise ConfigError(f"attn-config: expected valid TOML, got {file} ({error}).") from None
+    names = [field.name for field in dataclasses.fields(Options)]
+    options = {name: tables.pop(name) for name in names if name in tables}
+    for name, value in options.items():
+        if not isinstance(value, bool):
+            raise ConfigError(f"attn-config: expected {name} to be true or false, got {value!r}.")
     for name, table in tables.items():
         if not isinstance(table, dict):
             raise ConfigError(f"attn-config: expected one table per method such as [sparq], got the key {name!r}.")
-    if not tables:
+    if not tables and not options:
         raise ConfigError(f"attn-config: expected a table such as [sparq], got an empty file {file}.")
-    return {name: _build(name, table, None) for name, table in tables.items()}
+    return {name: _build(name, table, None) for name, table in tables.items()}, Options(**options)
 
 
 def _check_integers(value: object) -> None:

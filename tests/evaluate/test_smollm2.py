@@ -23,9 +23,10 @@ from mlx_lm import load
 from tokenizers import Tokenizer
 
 from mlx_sparse.checks import ArtefactError
+from mlx_sparse.common.files import cache_directory
 from mlx_sparse.tools.assets import blas, packages
 from mlx_sparse.tools.assets import smollm2 as converter
-from mlx_sparse.tools.assets.store import build_directory, cache_directory, file_hash
+from mlx_sparse.tools.assets.store import build_directory, file_hash
 from mlx_sparse.tools.demo.text import topics
 
 PROSE = topics["compound"][:600]

@@ -17,8 +17,9 @@ from functools import partial
 from pathlib import Path
 
 from ...checks import ArtefactError
+from ...common.files import cache_directory
 from .packages import fetch, read_files
-from .store import build_directory, cache_directory, file_hash
+from .store import build_directory, file_hash
 
 WHEEL = "scipy==1.13.1"
 SIZE = "38.6 MB"  # of the wheel

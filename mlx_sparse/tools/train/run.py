@@ -16,9 +16,9 @@ import mlx.core as mx
 from ...artefact import MAX_HIDDEN, Artefact, Layer, identity, load, versions
 from ...artefact.tensors import read_tensors, write_tensors
 from ...checks import MAX_BUCKETS, ArtefactError, ConfigError, Parser, check_int
+from ...common.files import cache_directory
 from ...methods import SAAP
 from ..assets import blas
-from ..assets.store import cache_directory
 from ..evaluate.inputs import add_options, check_options, fingerprint, load_model, read_tokens
 from ..evaluate.journal import Journal
 from ..evaluate.texts import check as check_texts

@@ -1,0 +1,86 @@
+"""``mlx-sparse calibrate``: measure now from what context on a method pays for a model on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from ..calibrate import MEASURED, SECONDS, Calibration, describe, device_kind
+from ..checks import ConfigError, Parser, SparseAttentionError, check_int
+from ..lm.command import loading
+from ..lm.model import disable, enable, plan_of
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure; return 0 if everything was, 1 if the model decides somewhere."""
+    parser = Parser(
+        prog="mlx-sparse calibrate",
+        description="Time dense and sparse attention in the shapes of a model's layers, and keep from what context on "
+        "the methods pay on this machine. --attn does the same by itself the first time that a context is long enough.",
+    )
+    parser.add_argument("--model", required=True, metavar="DIR_OR_REPO", help="a model that mlx-lm can load")
+    parser.add_argument("--attn", metavar="METHOD", default="sample+sparq", help="as for --attn (default: %(default)s)")
+    parser.add_argument("--attn-backend", default="auto", metavar="NAME", help="as for --attn-backend (default: auto)")
+    parser.add_argument(
+        "--seconds", type=float, metavar="N", help="for each method and shape (default: 3 on a GPU, 10 on a CPU)"
+    )
+    parser.add_argument(
+        "--prefill-step-size", type=int, default=2048, metavar="N", help="tokens of a prompt at a time (default: 2048)"
+    )
+    parser.add_argument("--json", action="store_true", help="for programs")
+    args = parser.parse_args(argv)
+    try:
+        return _run(args)
+    except SparseAttentionError as error:
+        print(f"mlx-sparse calibrate: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(args: argparse.Namespace) -> int:
+    seconds = SECONDS[device_kind()] if args.seconds is None else args.seconds
+    if not 0 < seconds <= 3600:
+        raise ConfigError(f"--seconds: expected a number from 0 to 3600, got {args.seconds:g}.")
+    check_int("--prefill-step-size", args.prefill_step_size, 1)
+    calibration = Calibration(seconds=seconds, piece=args.prefill_step_size, say=_say)
+    rows = [row for row in thresholds(args.model, args.attn, args.attn_backend, calibration, measures=True)]
+    if args.json:
+        print(json.dumps(rows, indent=2))
+    else:
+        for row in rows:
+            print(f"{row['layers']} layers, {row['shape']}: {row['attn']} {row['outlook']}")
+    return 0 if all(row["how"] == MEASURED for row in rows) else 1
+
+
+def thresholds(
+    name: str, attn: str, backend: str, calibration: Calibration, *, measures: bool = False
+) -> list[dict[str, Any]]:
+    """When the layers of a model are sparse, those that are alike in a row.
+
+    Args:
+        name: of a model that mlx-lm can load.
+        measures: whether all that can be measured is, whatever is known already.
+    """
+    from mlx_lm import load
+
+    with loading(name):
+        model: Any = load(name, lazy=True)[0]
+    enable(model, attn, backend=backend, calibration=calibration)
+    plan = plan_of(model)
+    assert plan is not None
+    rows = []
+    for (config, layer), count in plan.layers.items():
+        found = calibration.measure(config, layer) if measures and config.measurable else None
+        found = found or calibration.of(config, layer)
+        row = {"attn": str(config), "backend": layer.backend, "shape": str(layer), "layers": count}
+        rows.append(row | {"value": found.value, "how": found.how, "outlook": describe(config, found)})
+    disable(model)
+    return rows
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
