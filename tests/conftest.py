@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from absent import without
 
+from mlx_sparse.common import measured
+
 # Triton reads this when its kernels are defined. Without an NVIDIA GPU they run on the CPU, in its interpreter.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -104,6 +106,22 @@ def tier(config: pytest.Config) -> list[str]:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     if config.getoption("fast"):
         terminalreporter.write_line("This was the fast tier. Everything: python3 scripts/dev.py test --all")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_calibration(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What the user has measured on this machine decides nothing here."""
+    folder = tmp_path_factory.mktemp("measured") / "calibration"
+    measured.folder = lambda: folder
+
+
+@pytest.fixture
+def calibration_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where this test's measurements go."""
+    folder = tmp_path / "measured" / "calibration"
+    folder.parent.mkdir()
+    monkeypatch.setattr(measured, "folder", lambda: folder)
+    return folder
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,303 @@
+"""Thresholds that are measured on this machine: with the real steps, on tiny layers."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from msl import Metal
+from tiny_models import build, greedy, prompt_of, write
+
+import mlx_sparse
+from mlx_sparse import calibrate
+from mlx_sparse.calibrate import GIVEN, MEASURED, MODELLED, Calibration, Layer, Threshold, question
+from mlx_sparse.common import measured
+from mlx_sparse.common.crossing import Crossing
+from mlx_sparse.lm.model import plan_of
+from mlx_sparse.methods import SAAP, Method, Sample, SparQ, Step, parse
+from mlx_sparse.methods.quest import Quest
+
+pytestmark = pytest.mark.usefixtures("calibration_folder")
+
+OPS = Layer("ops", Step(2, 2, 32, 4), mx.float32)
+PROMPT = Layer("ops", Step(2, 2, 32, 4), mx.float32, 256)
+LONG = 1 << 20
+BIN = Path(sys.executable).parent
+
+
+def known(config: Method, layer: Layer, keys: int | None, up_to: int = 65_536) -> None:
+    """Keep a measurement as if this machine had made it."""
+    measured.write(question(config, layer), Crossing(keys, up_to).as_dict())
+
+
+def test_a_machine_that_was_not_measured_is_modelled_and_stays_so_unless_it_may_be_measured() -> None:
+    assert Calibration().of(SparQ(), OPS, LONG) == Threshold(2048, MODELLED)
+
+
+@pytest.mark.parametrize(
+    ("attn", "keys"), [("sparq:dense_below=300", 300), ("sparq:top_k=20", 21), ("quest:top_k=64", 65)]
+)
+def test_what_the_user_gives_is_neither_measured_nor_looked_up(attn: str, keys: int) -> None:
+    (config,) = parse(attn)
+    known(config, OPS, 5000)
+    assert Calibration(measures=True, seconds=0.01).of(config, OPS, LONG) == Threshold(keys, GIVEN)
+
+
+def test_saap_is_modelled_as_its_time_depends_on_the_text() -> None:
+    config = SAAP(mode="online")
+    assert Calibration(measures=True, seconds=0.01).of(config, OPS, LONG).how == MODELLED
+
+
+@pytest.mark.parametrize(
+    ("keys", "up_to", "expected"),
+    [(700, 4096, 700), (9000, 65_536, 9000), (50, 4096, 129), (None, 1024, 2048), (None, 4096, 4097)],
+    ids=["earlier", "later", "not before it can", "the model beyond what was looked at", "not as far as was looked"],
+)
+def test_what_was_measured_moves_the_default(keys: int | None, up_to: int, expected: int) -> None:
+    known(SparQ(), OPS, keys, up_to)
+    assert Calibration().of(SparQ(), OPS) == Threshold(expected, MEASURED)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Layer("ops", Step(4, 2, 32, 4), mx.float32),
+        Layer("ops", Step(2, 2, 64, 4), mx.float32),
+        Layer("ops", Step(2, 2, 32, 4), mx.bfloat16),
+        Layer("metal", Step(2, 2, 32, 4, "g"), mx.float32),
+    ],
+    ids=["heads", "head dim", "type", "backend"],
+)
+def test_another_layer_is_another_question(other: Layer) -> None:
+    known(SparQ(), OPS, 700)
+    assert Calibration().of(SparQ(), other).how == MODELLED
+    assert Calibration().of(SparQ(rank=16), OPS).how == MODELLED
+    assert Calibration().of(SparQ(component_score="query_key"), OPS).how == MODELLED
+
+
+@pytest.mark.parametrize("config", [SparQ(), Quest(), Sample(block_size=32)], ids=str)
+def test_a_context_that_is_long_enough_is_measured_once_and_kept(config: Method) -> None:
+    said: list[str] = []
+    layer = PROMPT if isinstance(config, Sample) else OPS
+    calibration = Calibration(measures=True, seconds=0.2, say=said.append)
+    enough = calibration.worth_asking(config)
+    assert calibration.of(config, layer, enough - 1).how == MODELLED
+    assert not said
+    found = calibration.of(config, layer, enough)
+    assert len(said) == 2
+    if found.how == MEASURED:  # a noisy machine says so, and need not answer
+        assert re.search(r"sparse from [\d,]+ keys on .*\(measured on this machine\); it took \d+\.\d s\.", said[1])
+        assert Calibration().of(config, layer) == found
+    else:
+        assert "The documented model decides instead." in said[1]
+        assert measured.read(question(config, layer)) is None
+    calibration.of(config, layer, LONG)
+    assert len(said) == 2
+
+
+def test_measuring_leaves_the_users_random_numbers_alone() -> None:
+    mx.random.seed(3)
+    expected = mx.random.normal((4,))
+    mx.random.seed(3)
+    Calibration(measures=True, seconds=0.05).of(SparQ(), OPS, LONG)
+    assert mx.array_equal(mx.random.normal((4,)), expected)
+
+
+def test_steps_are_of_the_length_and_the_number_asked_for() -> None:
+    pairs = calibrate.step_times(SparQ(), OPS, 300, seconds=0.0)
+    assert len(pairs) == calibrate.PAIRS[0]
+    assert all(dense > 0 < sparse for dense, sparse in pairs)
+
+
+def test_rows_that_are_timed_are_all_different() -> None:
+    rows = np.array(calibrate._rows(OPS, 1, 3 * calibrate.TILE))[0, 0]
+    assert rows.shape == (3 * calibrate.TILE, 32)
+    assert len(np.unique(rows, axis=0)) == len(rows)
+
+
+@pytest.mark.parametrize(("config", "layer"), [(SparQ(), OPS), (Sample(), PROMPT)], ids=["steps", "prompts"])
+def test_little_free_memory_leaves_it_to_the_model(
+    config: Method, layer: Layer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibrate, "free_memory", lambda: 1 << 20)
+    said: list[str] = []
+    assert Calibration(measures=True, say=said.append).of(config, layer, LONG).how == MODELLED
+    assert "MB of free memory are too few" in said[1]
+
+
+def test_a_damaged_file_is_said_once_and_replaced() -> None:
+    known(SparQ(), OPS, 700)
+    path = measured.path_of(question(SparQ(), OPS))
+    path.write_text("{")
+    said: list[str] = []
+    calibration = Calibration(say=said.append)
+    assert [calibration.of(SparQ(), OPS).how for _ in range(3)] == [MODELLED] * 3
+    assert len(said) == 1
+    assert str(path) in said[0]
+    known(SparQ(), OPS, 800)
+    assert Calibration().of(SparQ(), OPS).value == 800
+
+
+def test_a_hostile_answer_is_not_used() -> None:
+    measured.write(question(SparQ(), OPS), {"keys": -1, "up_to": "x", "points": []})
+    said: list[str] = []
+    assert Calibration(say=said.append).of(SparQ(), OPS) == Threshold(2048, MODELLED)
+    assert "ignored" in said[0]
+    measured.write(question(Sample(), PROMPT), {"share": 7})
+    assert Calibration(say=said.append).of(Sample(), PROMPT) == Threshold(0.75, MODELLED)
+
+
+def test_a_folder_that_cannot_be_written_costs_the_next_run_the_time_again(calibration_folder: Path) -> None:
+    calibration_folder.write_text("not a folder")
+    said: list[str] = []
+    found = Calibration(measures=True, seconds=0.2, say=said.append).of(SparQ(), OPS, LONG)
+    assert found.how == MODELLED or "It holds for this run." in said[-1]
+
+
+def test_an_interrupted_measurement_leaves_nothing(calibration_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(calibrate, "step_times", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Calibration(measures=True).of(SparQ(), OPS, LONG)
+    assert not calibration_folder.exists()
+
+
+def test_a_models_steps_are_sparse_from_the_measured_context_on() -> None:
+    model = build("llama")
+    known(*_served(model, "sparq:rank=4"), 310)
+    with mlx_sparse.sparse(model, "sparq:rank=4") as report:
+        greedy(model, prompt_of(300), 20)
+    assert report.outlook() == ["sparse from 310 keys on (measured on this machine)"]
+    assert "\n  sparse from 310 keys on (measured on this machine)\n" in str(report)
+    assert report.as_dict()["outlook"] == report.outlook()
+    assert report.sparse_calls > 0
+    assert report.dense_calls["over fewer than 310 keys"] > 0
+
+
+def _served(model: Any, attn: str) -> tuple[Method, Layer]:
+    """The method as it is resolved for the layers of a model, which are alike, and what they are."""
+    with mlx_sparse.sparse(model, attn):
+        plan = plan_of(model)
+        assert plan is not None
+        (served,) = plan.layers
+    return served
+
+
+@pytest.mark.parametrize(("share", "calls"), [(0.0, 0), (1.0, 2)])
+def test_a_prompt_is_dense_above_the_measured_density(
+    share: float, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlx_sparse.methods.sample.SAMPLE_PAYS_FROM", 256)
+    model, attn = build("llama"), "sample:block_size=32,alpha_column=0.3,alpha_slash=0.3"
+    measured.write(question(*_served(model, attn)), {"share": share})
+    with mlx_sparse.sparse(model, attn) as report:
+        greedy(model, prompt_of(600), 1)
+    assert report.prefill.calls == calls
+    assert report.outlook()[0].startswith("prompts sparse from 256 keys on")
+
+
+def test_the_kernels_of_a_gpu_are_measured_by_the_same_path(metal: Metal) -> None:
+    """In the harness times mean nothing; what is written is a whole answer all the same."""
+    layer = Layer("metal", Step(1, 2, 32, 4, "g"), mx.float32)
+    pairs = calibrate.step_times(SparQ(), layer, 256, seconds=0.0)
+    assert len(pairs) == calibrate.PAIRS[0]
+    answer = calibrate.measure_prompt(
+        Sample(block_size=32), Layer("metal", Step(1, 1, 32, 4, "g"), mx.float32, 64), 0.01
+    )
+    assert 0 <= answer["share"] <= 1
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny model, and a cache folder for the commands."""
+    path = tmp_path_factory.mktemp("calibrate")
+    write(path / "llama")
+    return path
+
+
+def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    environment = {"XDG_CACHE_HOME": str(folder / "cache"), "PATH": str(BIN), "HOME": str(folder)}
+    return subprocess.run(
+        [BIN / command[0], *command[1:]], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def test_the_command_measures_every_shape_and_attn_uses_it(folder: Path) -> None:
+    done = run(folder, "mlx-sparse", "calibrate", "--model", "llama", "--attn", "sparq:rank=4", "--seconds", "0.3")
+    assert done.returncode in (0, 1), done.stderr  # 1: too noisy
+    assert re.search(r"2 layers, ops, \d+ x \d+ heads of \d+: sparq:rank=4\S* sparse from [\d,]+ keys on", done.stdout)
+    assert "measuring from where on sparq pays here" in done.stderr
+    said = "measured on this machine" if done.returncode == 0 else "modelled"
+    generated = run(
+        folder,
+        "mlx_lm.generate",
+        "--model",
+        "llama",
+        "--prompt",
+        "w1 w2",
+        "--max-tokens",
+        "2",
+        "--attn",
+        "sparq:rank=4",
+    )
+    assert said in generated.stderr.splitlines()[0], generated.stderr
+    assert "nothing is sparse in this run" in generated.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (["--model", "nowhere"], "--model: expected a model that mlx-lm can load, got nowhere"),
+        (["--model", "llama", "--seconds", "0"], "--seconds: expected a number from 0 to 3600, got 0."),
+        (["--model", "llama", "--seconds", "nan"], "--seconds: expected a number from 0 to 3600, got nan."),
+        (["--model", "llama", "--attn", "sparc"], "attn: expected one of"),
+        (["--model", "llama", "--prefill-step-size", "0"], "--prefill-step-size: expected"),
+    ],
+)
+def test_the_commands_mistakes_are_one_line(folder: Path, options: list[str], error: str) -> None:
+    done = run(folder, "mlx-sparse", "calibrate", *options)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"mlx-sparse calibrate: error: {error}"), done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("toml", "error"),
+    [
+        ("calibrate = 1\n[sparq]", "expected calibrate to be true or false, got 1"),
+        ("calibration = true", "one table per"),
+    ],
+)
+def test_a_file_says_whether_to_calibrate(folder: Path, toml: str, error: str) -> None:
+    (folder / "bad.toml").write_text(toml)
+    done = run(folder, "mlx_lm.generate", "--model", "llama", "--prompt", "w1", "--attn-config", "bad.toml")
+    assert done.returncode == 2
+    assert error in done.stderr
+
+
+# top_k is the default, so that the machine decides; 1,100 tokens are enough to ask it.
+@pytest.mark.parametrize(
+    ("options", "toml", "asks"),
+    [([], "", True), (["--no-calibrate"], "", False), ([], "calibrate = false", False)],
+    ids=["by default", "--no-calibrate", "calibrate = false"],
+)
+def test_attn_measures_at_the_first_long_context_unless_told_not_to(
+    folder: Path, tmp_path: Path, options: list[str], toml: str, asks: bool
+) -> None:
+    (tmp_path / "attn.toml").write_text(f"{toml}\n[sparq]\nrank = 2\n")
+    prompt = " ".join(["w1 w2 w3 w4"] * 300)
+    done = run(
+        folder,
+        *("mlx_lm.generate", "--model", "llama", "--prompt", prompt, "--max-tokens", "2"),
+        *("--attn-config", str(tmp_path / "attn.toml"), *options),
+    )
+    assert done.returncode == 0, done.stderr
+    assert ("measuring from where on sparq pays here" in done.stderr) == asks
