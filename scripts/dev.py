@@ -62,7 +62,9 @@ def setup(wanted):
     uv = shutil.which("uv")
     if not (BIN / "python").exists():
         make_venv(uv)
-    install = [uv, "pip", "install", "--python", BIN / "python"] if uv else [BIN / "python", "-m", "pip", "install"]
+    # Python compiles what it imports; all of 3 GB would take a minute, which uv does not take either.
+    pip = [BIN / "python", "-m", "pip", "install", "--no-compile"]
+    install = [uv, "pip", "install", "--python", BIN / "python"] if uv else pip
     run(*install, "-e", wanted)
     STAMP.write_text(f"{wanted} {state}")
 

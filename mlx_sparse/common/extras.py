@@ -10,7 +10,7 @@ from ..checks import BackendUnavailable
 
 # Names to import, and the extra that has them; none where a plain install brings them.
 EXTRAS = {
-    **dict.fromkeys(("jinja2", "mlx", "mlx_lm", "numpy", "safetensors", "tqdm", "tomli", "transformers"), ""),
+    **dict.fromkeys(("jinja2", "mlx", "mlx_lm", "numpy", "psutil", "safetensors", "tqdm", "tomli", "transformers"), ""),
     **dict.fromkeys(("onnx", "onnx_ir", "onnxscript", "onnxruntime"), "onnx"),
     **dict.fromkeys(("torch", "triton"), "cuda"),
     "faiss": "saap",

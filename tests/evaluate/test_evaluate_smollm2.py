@@ -8,7 +8,7 @@ from pathlib import Path
 import commands
 import pytest
 
-ARGUMENTS = "--methods dense,sparq,h2o,streaming --tasks repetition --budget 1/8 --context 512 --limit 6 --batch 6"
+ARGUMENTS = "--methods dense,sparq,h2o,streaming --tasks repetition --budget 1/8 --context 512 --limit 4 --batch 4"
 
 
 def test_sparq_copies_at_an_eighth_of_the_transfers_where_eviction_cannot(
