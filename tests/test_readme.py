@@ -35,7 +35,7 @@ def test_the_page_of_methods_says_what_each_says_of_itself() -> None:
 def test_the_defaults_of_sparq_are_the_stated_ones() -> None:
     assert f"`rank` ({SparQ().rank})" in METHODS_PAGE
     assert f"`top_k` ({SparQ().top_k})" in METHODS_PAGE
-    assert "`dense_below` (`16 * top_k`; none" in METHODS_PAGE
+    assert "Where nothing was measured it is `16 * top_k`" in METHODS_PAGE
     assert SparQ(top_k=200).shortest_context() == 3200
     assert SparQ(top_k=127).shortest_context() == 128
 

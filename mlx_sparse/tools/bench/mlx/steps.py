@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy.typing as npt
 
 from ....cache.h2o_state import Received, Scores
 from ....cache.kv_cache import SparseKVCache
+from ....calibrate import Calibration, Layer
 from ....methods import NEVER, Method, Step, registry
 from ...formats import table
 from .. import inputs
@@ -104,8 +106,10 @@ class DecodeStep(MethodContender):
 
     def __init__(self, case: Case, config: Any, backend: str, layers: Layers | None = None) -> None:
         self.case, self.config, self.backend, self._layers = case, config, backend, layers or Layers(case)
-        first = config.shortest_context(self.sizes())
-        details = {"layers": layers_of(case), "default_from": None if first >= NEVER else first}
+        layer = Layer(backend, replace(self.sizes(), heads=case.Hkv), kind_of(case))
+        first = Calibration().of(config, layer)
+        details: dict[str, Any] = {"layers": layers_of(case), "default": first.how}
+        details["default_from"] = None if first.value >= NEVER else int(first.value)
         details |= {"bytes_formula": self.bytes(), "bytes_plain": 2 * case.keys}
         note = f"dense: all of {case.S} keys are attended" if config.attended >= case.S else None
         super().__init__(method_row(case, self.label, backend, details, note))
