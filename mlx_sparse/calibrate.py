@@ -66,7 +66,7 @@ class Layer:
         """For `measured.question`."""
         step = self.step
         sizes = {"heads": step.heads, "G": step.G, "D": step.D, "buckets": step.buckets, "network": step.network}
-        return {**sizes, "dtype": str(self.dtype), "L": self.L}
+        return {**sizes, "dtype": str(self.dtype).rpartition(".")[2], "L": self.L}
 
     def __str__(self) -> str:
         return f"{self.backend}, {self.step.heads * self.step.G} x {self.step.heads} heads of {self.step.D}"
@@ -147,6 +147,8 @@ class Calibration:
         except (Noisy, MemoryError) as error:
             self._say(f"not measured: {error}. The documented model decides instead.")
             return None
+        finally:
+            mx.clear_cache()  # memory that only this needed
         found = read_answer(config, layer, answer)
         self._say(f"{describe(config, found)}; it took {time.monotonic() - start:.1f} s.")
         try:
@@ -194,8 +196,11 @@ def question(config: Method, layer: Layer) -> measured.Question:
     """What is asked of this machine."""
     info = mx.device_info()
     device = f"{info.get('device_name', '')} {info.get('architecture', '')} {mx.default_device()}"
-    settings = {name: value for name, value in config.parameters(layer.step.G).items() if value is not None}
-    more = {"component_score": found} if (found := getattr(config, "component_score", None)) else {}
+    settled = config.for_model(qk_norm=False)  # a model has settled it before, what is "auto" otherwise
+    given = settled.parameters(layer.step.G).items()
+    # How much of a prompt is kept does not change what keeping it costs.
+    settings = {name: value for name, value in given if value is not None and not name.startswith("alpha")}
+    more = {"component_score": found} if (found := getattr(settled, "component_score", None)) else {}
     text = ",".join(f"{name}={value}" for name, value in sorted((settings | more).items()))
     return measured.question(layer.backend, device, ("mlx",), **layer.sizes, method=config.name, settings=text)
 

@@ -8,10 +8,15 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from ..calibrate import MEASURED, SECONDS, Calibration, describe, device_kind
-from ..checks import ConfigError, Parser, SparseAttentionError, check_int
+import mlx.core as mx
+
+from ..calibrate import MEASURED, SECONDS, Calibration, Layer, describe, device_kind
+from ..checks import ConfigError, Parser, SparseAttentionError, check_choice, check_int, read_shape
 from ..lm.command import loading
 from ..lm.model import disable, enable, plan_of
+from ..methods import Method, Prefill, Step, parse, registry
+
+Served = dict[tuple[Method, Layer], int]  # layers that are alike are counted
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,7 +26,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Time dense and sparse attention in the shapes of a model's layers, and keep from what context on "
         "the methods pay on this machine. --attn does the same by itself the first time that a context is long enough.",
     )
-    parser.add_argument("--model", required=True, metavar="DIR_OR_REPO", help="a model that mlx-lm can load")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--model", metavar="DIR_OR_REPO", help="a model that mlx-lm can load")
+    what.add_argument("--shapes", metavar="QxKxD,...", help="instead: query heads x KV heads x head dim of its layers")
+    parser.add_argument(
+        "--dtype", metavar="TYPE", help="with --shapes: float32, float16 or bfloat16 (default: float16)"
+    )
     parser.add_argument("--attn", metavar="METHOD", default="sample+sparq", help="as for --attn (default: %(default)s)")
     parser.add_argument("--attn-backend", default="auto", metavar="NAME", help="as for --attn-backend (default: auto)")
     parser.add_argument(
@@ -47,12 +57,19 @@ def _run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--seconds: expected a number from 0 to 3600, got {args.seconds:g}.")
     check_int("--prefill-step-size", args.prefill_step_size, 1)
     calibration = Calibration(seconds=seconds, piece=args.prefill_step_size, say=_say)
-    rows = [row for row in thresholds(args.model, args.attn, args.attn_backend, calibration, measures=True)]
+    if args.model is None:
+        served = _layers(args.shapes.split(","), args.dtype or "float16", args.attn, args.attn_backend, calibration)
+        rows = found(served, calibration, measures=True)
+    elif args.dtype is not None:
+        raise ConfigError(f"--dtype: expected none with --model, which has its own, got {args.dtype}.")
+    else:
+        rows = thresholds(args.model, args.attn, args.attn_backend, calibration, measures=True)
     if args.json:
         print(json.dumps(rows, indent=2))
     else:
         for row in rows:
-            print(f"{row['layers']} layers, {row['shape']}: {row['attn']} {row['outlook']}")
+            count = "" if args.model is None else f"{row['layers']} layers, "
+            print(f"{count}{row['shape']}: {row['attn']} {row['outlook']}")
     return 0 if all(row["how"] == MEASURED for row in rows) else 1
 
 
@@ -72,14 +89,34 @@ def thresholds(
     enable(model, attn, backend=backend, calibration=calibration)
     plan = plan_of(model)
     assert plan is not None
-    rows = []
-    for (config, layer), count in plan.layers.items():
-        found = calibration.measure(config, layer) if measures and config.measurable else None
-        found = found or calibration.of(config, layer)
-        row = {"attn": str(config), "backend": layer.backend, "shape": str(layer), "layers": count}
-        rows.append(row | {"value": found.value, "how": found.how, "outlook": describe(config, found)})
     disable(model)
+    return found(plan.layers, calibration, measures=measures)
+
+
+def found(served: Served, calibration: Calibration, *, measures: bool) -> list[dict[str, Any]]:
+    """A row for each kind of layers: see `thresholds`."""
+    rows = []
+    for (config, layer), count in served.items():
+        known = calibration.measure(config, layer) if measures and config.measurable else None
+        known = known or calibration.of(config, layer)
+        row = {"attn": str(config), "backend": layer.backend, "shape": str(layer), "layers": count}
+        rows.append(row | {"value": known.value, "how": known.how, "outlook": describe(config, known)})
     return rows
+
+
+def _layers(shapes: Sequence[str], dtype: str, attn: str, backend: str, calibration: Calibration) -> Served:
+    """One layer of each shape."""
+    check_choice("--dtype", dtype, ("float32", "float16", "bfloat16"))
+    kind = getattr(mx, dtype)
+    served: Served = {}
+    for text in shapes:
+        Hq, Hkv, D = read_shape(text)
+        for config in parse(attn):
+            config.check_head_dim(D)
+            runs = registry.resolve(backend, config.name, D=D, G=Hq // Hkv)
+            step = Step(Hkv, Hq // Hkv, D, kind.size, registry.gpu_kind() if runs == "metal" else "")
+            served[config, Layer(runs, step, kind, calibration.piece if isinstance(config, Prefill) else 1)] = 1
+    return served
 
 
 def _say(text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -62,6 +63,13 @@ def test_saap_is_modelled_as_its_time_depends_on_the_text() -> None:
 def test_what_was_measured_moves_the_default(keys: int | None, up_to: int, expected: int) -> None:
     known(SparQ(), OPS, keys, up_to)
     assert Calibration().of(SparQ(), OPS) == Threshold(expected, MEASURED)
+
+
+def test_a_setting_that_changes_no_time_is_no_other_question() -> None:
+    known(SparQ(), OPS, 700)
+    assert Calibration().of(SparQ().for_model(qk_norm=False), OPS).value == 700
+    measured.write(question(Sample(), PROMPT), {"share": 0.5})
+    assert Calibration().of(Sample(alpha_column=0.8, alpha_slash=0.7), PROMPT).value == 0.5
 
 
 @pytest.mark.parametrize(
@@ -252,9 +260,22 @@ def test_the_command_measures_every_shape_and_attn_uses_it(folder: Path) -> None
     assert "nothing is sparse in this run" in generated.stderr
 
 
+def test_the_command_takes_shapes_instead_of_a_model(folder: Path) -> None:
+    shapes = ["--shapes", "4x2x32,2x2x64", "--dtype", "float32", "--attn", "sparq:rank=4", "--seconds", "0.2"]
+    done = run(folder, "mlx-sparse", "calibrate", *shapes, "--json")
+    assert done.returncode in (0, 1), done.stderr
+    assert [row["shape"] for row in json.loads(done.stdout)] == ["ops, 4 x 2 heads of 32", "ops, 2 x 2 heads of 64"]
+
+
 @pytest.mark.parametrize(
     ("options", "error"),
     [
+        (
+            ["--shapes", "9x5x64"],
+            "--shapes: expected query heads x KV heads x head dim such as 32x8x128, got '9x5x64'.",
+        ),
+        (["--shapes", "4x2x32", "--dtype", "int8"], "--dtype: expected one of float32, float16, bfloat16, got 'int8'."),
+        (["--model", "llama", "--dtype", "float32"], "--dtype: expected none with --model, which has its own"),
         (["--model", "nowhere"], "--model: expected a model that mlx-lm can load, got nowhere"),
         (["--model", "llama", "--seconds", "0"], "--seconds: expected a number from 0 to 3600, got 0."),
         (["--model", "llama", "--seconds", "nan"], "--seconds: expected a number from 0 to 3600, got nan."),
