@@ -12,17 +12,20 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from absent import without
 from msl import Metal
 from tiny_models import build, greedy, prompt_of, write
 
 import mlx_sparse
 from mlx_sparse import calibrate
 from mlx_sparse.calibrate import GIVEN, MEASURED, MODELLED, Calibration, Layer, Threshold, question
+from mlx_sparse.checks import ConfigError
 from mlx_sparse.common import measured
 from mlx_sparse.common.crossing import Crossing
 from mlx_sparse.lm.model import plan_of
-from mlx_sparse.methods import SAAP, Method, Sample, SparQ, Step, parse
+from mlx_sparse.methods import SAAP, Method, Sample, SparQ, Step, parse, read_toml
 from mlx_sparse.methods.quest import Quest
+from mlx_sparse.tools.measure import main
 
 pytestmark = pytest.mark.usefixtures("calibration_folder")
 
@@ -232,7 +235,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    environment = {"XDG_CACHE_HOME": str(folder / "cache"), "PATH": str(BIN), "HOME": str(folder)}
+    environment = {"XDG_CACHE_HOME": str(folder / "cache"), "PATH": str(BIN), "HOME": str(folder)} | without("torch")
     return subprocess.run(
         [BIN / command[0], *command[1:]], cwd=folder, env=environment, capture_output=True, text=True, check=False
     )
@@ -283,25 +286,28 @@ def test_the_command_takes_shapes_instead_of_a_model(folder: Path) -> None:
         (["--model", "llama", "--prefill-step-size", "0"], "--prefill-step-size: expected"),
     ],
 )
-def test_the_commands_mistakes_are_one_line(folder: Path, options: list[str], error: str) -> None:
-    done = run(folder, "mlx-sparse", "calibrate", *options)
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"mlx-sparse calibrate: error: {error}"), done.stderr
-    assert done.stderr.count("\n") == 1
+def test_the_commands_mistakes_are_one_line(
+    folder: Path, options: list[str], error: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert main(options) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"mlx-sparse calibrate: error: {error}")
+    assert said.count("\n") == 1
 
 
 @pytest.mark.parametrize(
-    ("toml", "error"),
+    ("text", "error"),
     [
         ("calibrate = 1\n[sparq]", "expected calibrate to be true or false, got 1"),
-        ("calibration = true", "one table per"),
+        ("calibration = true", "one table per method"),
     ],
 )
-def test_a_file_says_whether_to_calibrate(folder: Path, toml: str, error: str) -> None:
-    (folder / "bad.toml").write_text(toml)
-    done = run(folder, "mlx_lm.generate", "--model", "llama", "--prompt", "w1", "--attn-config", "bad.toml")
-    assert done.returncode == 2
-    assert error in done.stderr
+def test_a_file_that_says_wrongly_whether_to_calibrate_is_refused(tmp_path: Path, text: str, error: str) -> None:
+    (tmp_path / "bad.toml").write_text(text)
+    with pytest.raises(ConfigError, match=error):
+        read_toml(tmp_path / "bad.toml")
 
 
 # top_k is the default, so that the machine decides; 1,100 tokens are enough to ask it.
