@@ -93,6 +93,7 @@ class Calibration:
         self.measures, self.piece, self._seconds, self._say = measures, piece, seconds, say
         self._known: dict[tuple[Method, Layer], Threshold] = {}
         self._asked: set[tuple[Method, Layer]] = set()  # what was measured, or tried, in this process
+        self._said: set[str] = set()
         self._lock = threading.Lock()
 
     def of(self, config: Method, layer: Layer, S: int = 0) -> Threshold:
@@ -120,9 +121,19 @@ class Calibration:
             found = self._known[asked] = self._look_up(config, layer) or modelled(config, layer)
         may = self.measures and found.how == MODELLED and asked not in self._asked
         if may and config.measurable and S >= self.worth_asking(config):
-            self._asked.add(asked)  # not again, if it fails
-            found = self._known[asked] = self.measure(config, layer) or found
+            with measured.alone() as free:
+                if not free:
+                    self._say_once("another process is measuring: the documented model decides until it has finished")
+                    return found
+                self._asked.add(asked)  # not again, if it fails
+                found = self._look_up(config, layer) or self.measure(config, layer) or found
+            self._known[asked] = found
         return found
+
+    def _say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self._say(text)
 
     def _look_up(self, config: Method, layer: Layer) -> Threshold | None:
         if not config.measurable:
@@ -131,7 +142,7 @@ class Calibration:
             answer = measured.read(question(config, layer))
             return None if answer is None else read_answer(config, layer, answer)
         except (ArtefactError, ValueError) as error:
-            self._say(f"a measurement is ignored, and replaced by the next: {error}")
+            self._say_once(f"a measurement is ignored, and replaced by the next: {error}")
             return None
 
     def measure(self, config: Method, layer: Layer) -> Threshold | None:
@@ -230,7 +241,9 @@ def measure_steps(config: Method, layer: Layer, seconds: float) -> dict[str, Any
         MemoryError: too little is free for the shortest context.
     """
     step = layer.step
-    row = 3 * step.heads * step.D * step.itemsize  # K, V and what is kept beside them, at most as much as K
+    row = (
+        6 * step.heads * step.D * step.itemsize
+    )  # K and V of both sides, what is kept beside them, and room to make it
     most = int(FREE_SHARE * free_memory()) // (row * LAYERS[0]) - ROOM
     shortest = Calibration.worth_asking(config)
     if most < shortest:
@@ -239,7 +252,7 @@ def measure_steps(config: Method, layer: Layer, seconds: float) -> dict[str, Any
     found = crossing.find(
         partial(step_times, config, layer, seconds=seconds / 8),
         shortest=shortest,
-        longest=min(most, LONGEST),
+        longest=max(min(most, LONGEST), shortest),
         first=config.shortest_context(step),
         seconds=seconds,
     )

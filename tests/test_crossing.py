@@ -72,9 +72,21 @@ def test_no_length_is_begun_after_the_time_and_the_answer_is_one_that_won() -> N
     asked: list[int] = []
     clock = count(0, 1.0)
     found = find(engine(SLOW, asked), **LIMITS, seconds=2.5, clock=lambda: float(next(clock)))
-    assert len(asked) == 3
+    assert len(asked) == 2
     assert found.keys == 2048
     assert find(engine(SLOW), **LIMITS, seconds=0).keys == 4096
+
+
+def test_a_length_that_would_take_too_long_is_not_begun() -> None:
+    now = 0.0
+
+    def slow(S: int) -> Pairs:
+        nonlocal now
+        now += S / 1000
+        return engine((1.0, 1e-6, 0.3e-6))(S)
+
+    find(slow, **LIMITS, seconds=20, clock=lambda: now)
+    assert now == 4096 / 1000 + 8192 / 1000
 
 
 def test_lengths_are_asked_once_each() -> None:
@@ -137,6 +149,21 @@ DAMAGED = {
     "another format": b'{"format": 2, "question": {}, "answer": {}}',
     "infinite": b'{"format": 1e999}',
 }
+
+
+def test_one_process_measures_at_a_time() -> None:
+    with measured.alone() as first:
+        assert first
+        with measured.alone() as second:
+            assert not second
+    with measured.alone() as again:
+        assert again
+
+
+def test_where_no_lock_can_be_written_nobody_waits(calibration_folder: Path) -> None:
+    calibration_folder.write_text("not a folder")
+    with measured.alone() as free:
+        assert free
 
 
 @pytest.mark.parametrize("data", DAMAGED.values(), ids=DAMAGED.keys())

@@ -115,7 +115,7 @@ def find(
         measure: the times of dense and sparse steps over so many keys, in turns.
         shortest, longest: the lengths to look at.
         first: where to begin.
-        seconds: no length is begun after so many.
+        seconds: no length is begun that would take longer, by the time that the one before it took.
         clock: tells seconds.
 
     Raises:
@@ -127,6 +127,7 @@ def find(
     lost: int | None = None
     S = min(max(first, shortest), longest)
     while True:
+        before, last = clock(), S
         point = Point.of(S, measure(S))
         if point.unclear:
             point = Point.of(S, measure(S))
@@ -138,7 +139,8 @@ def find(
         else:
             lost = S
         S = _next(won, lost, shortest, longest)
-        if S in points or clock() >= end:
+        now = clock()
+        if S in points or now + (now - before) * S / last > end:
             break
     known = tuple(points[S] for S in sorted(points))
     return Crossing(won, max(points), known)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -78,6 +80,26 @@ def read(asked: Question) -> dict[str, Any] | None:
 
 def _damaged(path: Path, got: str) -> ArtefactError:
     return ArtefactError(f"{path}: expected a measurement of this version, got {got[:80]}.")
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[bool]:
+    """Whether no other process is measuring; then none begins meanwhile. Two at once would disturb each other."""
+    try:
+        folder().mkdir(parents=True, exist_ok=True)
+        lock = (folder() / "lock").open("w")
+    except OSError:  # where nothing can be kept, nobody can be asked either
+        yield True
+        return
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        except OSError:  # a file system without locks
+            pass
+        yield True
 
 
 def write(asked: Question, answer: Mapping[str, Any]) -> None:

@@ -155,6 +155,16 @@ def test_a_damaged_file_is_said_once_and_replaced() -> None:
     assert Calibration().of(SparQ(), OPS).value == 800
 
 
+def test_another_process_that_measures_is_left_alone_and_its_answer_used() -> None:
+    said: list[str] = []
+    calibration = Calibration(measures=True, seconds=0.2, say=said.append)
+    with measured.alone():
+        assert [calibration.of(SparQ(), OPS, LONG).how for _ in range(3)] == [MODELLED] * 3
+        known(SparQ(), OPS, 700)
+    assert said == ["another process is measuring: the documented model decides until it has finished"]
+    assert calibration.of(SparQ(), OPS, LONG) == Threshold(700, MEASURED)
+
+
 def test_a_hostile_answer_is_not_used() -> None:
     measured.write(question(SparQ(), OPS), {"keys": -1, "up_to": "x", "points": []})
     said: list[str] = []
@@ -178,7 +188,7 @@ def test_an_interrupted_measurement_leaves_nothing(calibration_folder: Path, mon
     monkeypatch.setattr(calibrate, "step_times", interrupted)
     with pytest.raises(KeyboardInterrupt):
         Calibration(measures=True).of(SparQ(), OPS, LONG)
-    assert not calibration_folder.exists()
+    assert [path.name for path in calibration_folder.iterdir()] == ["lock"]
 
 
 def test_a_models_steps_are_sparse_from_the_measured_context_on() -> None:
