@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -86,9 +85,11 @@ def _damaged(path: Path, got: str) -> ArtefactError:
 def alone() -> Iterator[bool]:
     """Whether no other process is measuring; then none begins meanwhile. Two at once would disturb each other."""
     try:
+        import fcntl
+
         folder().mkdir(parents=True, exist_ok=True)
         lock = (folder() / "lock").open("w")
-    except OSError:  # where nothing can be kept, nobody can be asked either
+    except (ImportError, OSError):  # Windows; and where nothing can be kept, nobody can be asked either
         yield True
         return
     with lock:
