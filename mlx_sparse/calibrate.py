@@ -241,9 +241,8 @@ def measure_steps(config: Method, layer: Layer, seconds: float) -> dict[str, Any
         MemoryError: too little is free for the shortest context.
     """
     step = layer.step
-    row = (
-        6 * step.heads * step.D * step.itemsize
-    )  # K and V of both sides, what is kept beside them, and room to make it
+    # K and V of both sides, what is kept beside them, and room to make it.
+    row = 6 * step.heads * step.D * step.itemsize
     most = int(FREE_SHARE * free_memory()) // (row * LAYERS[0]) - ROOM
     shortest = Calibration.worth_asking(config)
     if most < shortest:
