@@ -14,8 +14,8 @@ import pytest
 from require import needs_triton
 from triton_aot import PROCESSORS, Case, Compiled
 from triton_compiled import (
-    ARCHITECTURES,
     MATRIX,
+    TARGETS,
     VERSIONS,
     assert_fits,
     assert_writes_before_its_ticket,
@@ -30,7 +30,7 @@ needs_triton()
 
 IN_FLIGHT = 26 * 1024  # bytes of a processor that keep 4.3 TB/s busy on 132 of them at a latency of 0.8 microseconds
 
-EVERYWHERE = [  # on every architecture and version
+EVERYWHERE = [  # on every version and all architectures of it
     Case("sparq", 0, padded=True),
     Case("sparq", 0, "float32", G=8, Hkv=4, D=256, rank=64, top_k=512, weighted=True),
     Case("dense", 0),
@@ -50,7 +50,7 @@ ONCE = [  # on the version of the environment
 
 
 def cases(version: str) -> list[Case]:
-    everywhere = [replace(case, architecture=a) for case in EVERYWHERE for a in ARCHITECTURES]
+    everywhere = [replace(case, architecture=a) for case in EVERYWHERE for a in TARGETS[version]]
     return everywhere + (ONCE if VERSIONS[version] is None else [])
 
 

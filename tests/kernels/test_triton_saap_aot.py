@@ -11,6 +11,7 @@ from triton_aot import PROCESSORS, Case, Compiled
 from triton_compiled import (
     ARCHITECTURES,
     MATRIX,
+    TARGETS,
     VERSIONS,
     assert_fits,
     assert_writes_before_its_ticket,
@@ -37,7 +38,7 @@ LAYERS = ("saap_hidden", "saap_route")
 
 
 def cases(version: str) -> tuple[Case, ...]:
-    everywhere = [replace(case, architecture=a) for case in EVERYWHERE for a in ARCHITECTURES]
+    everywhere = [replace(case, architecture=a) for case in EVERYWHERE for a in TARGETS[version]]
     return *everywhere, *(ONCE if VERSIONS[version] is None else [])
 
 

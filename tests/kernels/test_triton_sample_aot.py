@@ -10,6 +10,7 @@ from triton_aot import Case, Compiled
 from triton_compiled import (
     ARCHITECTURES,
     MATRIX,
+    TARGETS,
     VERSIONS,
     assert_fits,
     compiled,
@@ -42,7 +43,7 @@ KERNELS = {
 
 
 def cases(version: str) -> tuple[Case, ...]:
-    everywhere = [replace(case, architecture=a) for case in EVERYWHERE for a in ARCHITECTURES]
+    everywhere = [replace(case, architecture=a) for case in EVERYWHERE for a in TARGETS[version]]
     return *everywhere, *([*ONCE, ODD] if VERSIONS[version] is None else [])
 
 
