@@ -24,7 +24,7 @@ LONGEST = 65_536  # keys that are timed
 SECONDS = {"gpu": 3.0, "cpu": 10.0}  # that a measurement takes at most
 FREE_SHARE = 0.25  # of the memory that is free, which it may use
 WORKING_SET = 128 << 20  # bytes of K and V that a step goes through if it can: more than most last-level caches
-LAYERS = (2, 8)  # that a step goes through, at least and at most
+LEAST_LAYERS, MOST_LAYERS = 2, {"cpu": 8, "gpu": 32}  # that a step goes through: many make waiting for a GPU small
 ROOM = 256  # rows behind the context for the tokens of the steps; mlx-lm makes room for as many
 TILE = 1024  # random rows; longer contexts repeat them at other scales
 PAIRS = (5, 15)  # steps of each kind at a length, at least and at most
@@ -243,10 +243,10 @@ def measure_steps(config: Method, layer: Layer, seconds: float) -> dict[str, Any
     step = layer.step
     # K and V of both sides, what is kept beside them, and room to make it.
     row = 6 * step.heads * step.D * step.itemsize
-    most = int(FREE_SHARE * free_memory()) // (row * LAYERS[0]) - ROOM
+    most = int(FREE_SHARE * free_memory()) // (row * LEAST_LAYERS) - ROOM
     shortest = Calibration.worth_asking(config)
     if most < shortest:
-        raise MemoryError(f"{most * row * LAYERS[0] / 1e6:.0f} MB of free memory are too few")
+        raise MemoryError(f"{FREE_SHARE * free_memory() / 1e6:.0f} MB of free memory are too few")
     mx.synchronize()
     found = crossing.find(
         partial(step_times, config, layer, seconds=seconds / 8),
@@ -304,7 +304,7 @@ def _caches(layer: Layer, S: int) -> list[SparseKVCache]:
     size = 2 * step.heads * S * step.D * step.itemsize
     fit = int(FREE_SHARE * free_memory()) // (4 * size)  # both sides, and what is kept beside them
     made = []
-    for n in range(max(LAYERS[0], min(LAYERS[1], WORKING_SET // size, fit))):
+    for n in range(max(LEAST_LAYERS, min(MOST_LAYERS[device_kind()], WORKING_SET // size, fit))):
         cache = SparseKVCache()  # type: ignore[no-untyped-call]
         cache.keys, cache.values = (_rows(layer, step.heads, S + ROOM, 2 * n + side) for side in range(2))
         cache.offset = S
