@@ -1,0 +1,226 @@
+"""From where on a method pays: measured on this machine once and kept, or else modelled. For any engine."""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ..checks import ArtefactError
+from . import crossing, measured
+from .crossing import Crossing, Noisy, Pairs
+
+if TYPE_CHECKING:
+    from ..methods import Method, Step
+
+SHORT = 1024  # keys: for a shorter context nobody waits for a measurement
+LONGEST = 65_536  # keys that are timed
+KEPT = 4  # times the K and V of a layer that it needs: dense and sparse steps have their own, and there is more beside
+FREE_SHARE = 0.25  # of the memory that is free, which a measurement may use
+WORKING_SET = 128 << 20  # bytes of K and V that a step goes through if it can: more than most last-level caches
+LAYERS = (2, 8)  # that a step goes through, at least and at most
+
+MEASURED, MODELLED, GIVEN = "measured on this machine", "modelled", "given"
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """When a layer is sparse.
+
+    Attributes:
+        value: keys from which a step is sparse; of prompts, the density up to which it pays.
+        how: one of `MEASURED`, `MODELLED` and `GIVEN`.
+    """
+
+    value: float
+    how: str
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The sizes of a layer, and what runs it: what a threshold holds for.
+
+    Attributes:
+        step: with nothing measured.
+        dtype: of keys and values, as the engine writes it.
+        L: tokens of a prompt's piece; 1 for decode steps.
+        device: where an engine has several.
+    """
+
+    backend: str
+    step: Step
+    dtype: Any
+    L: int = 1
+    device: Any = None
+
+    @property
+    def row(self) -> int:
+        """Bytes of a key and its value, of all heads."""
+        return 2 * self.step.heads * self.step.D * self.step.itemsize
+
+    @property
+    def sizes(self) -> dict[str, str | int]:
+        """For `measured.question`."""
+        step = self.step
+        sizes = {"heads": step.heads, "G": step.G, "D": step.D, "buckets": step.buckets, "network": step.network}
+        return {**sizes, "dtype": str(self.dtype), "L": self.L}
+
+    def __str__(self) -> str:
+        return f"{self.backend}, {self.step.heads * self.step.G} x {self.step.heads} heads of {self.step.D}"
+
+
+class Thresholds(ABC):
+    """The thresholds of one user with one engine: those of this machine where they are known, or may be measured.
+
+    Args:
+        measures: whether what is not known is measured, when a context is long enough; otherwise the model decides.
+        seconds: of a measurement; None for the engine's own limit.
+        say: is told before and after a measurement.
+
+    Attributes:
+        longest: keys that are timed at most.
+    """
+
+    longest = LONGEST
+
+    def __init__(
+        self,
+        *,
+        measures: bool = False,
+        seconds: float | None = None,
+        say: Callable[[str], object] = lambda text: None,
+    ) -> None:
+        self.measures, self._seconds, self._say = measures, seconds, say
+        self._known: dict[tuple[Method, Layer], Threshold] = {}
+        self._asked: set[tuple[Method, Layer]] = set()  # what was measured, or tried, in this process
+        self._lock = threading.Lock()
+
+    @abstractmethod
+    def limit(self, layer: Layer) -> float:
+        """Seconds that a measurement takes at most."""
+
+    @abstractmethod
+    def question(self, config: Method, layer: Layer) -> measured.Question:
+        """What is asked of this machine."""
+
+    @abstractmethod
+    def free_memory(self, layer: Layer) -> int:
+        """Bytes that nobody uses now, of what the engine can use."""
+
+    @abstractmethod
+    def pairs(self, config: Method, layer: Layer, S: int, seconds: float) -> Pairs:
+        """Seconds of dense and sparse decode steps over ``S`` keys, in turns, as a model takes them: `in_turns`."""
+
+    def answer(self, config: Method, layer: Layer, seconds: float) -> dict[str, Any]:
+        """What `read` reads: decode steps are timed at several lengths.
+
+        Raises:
+            Noisy: steps took too different times.
+            MemoryError: too little is free for the shortest context.
+        """
+        shortest, first = self.worth_asking(config), config.shortest_context(layer.step)
+        most = int(FREE_SHARE * self.free_memory(layer)) // (LAYERS[0] * KEPT * layer.row)
+        if most < shortest:
+            raise MemoryError(f"{most * LAYERS[0] * KEPT * layer.row / 1e6:.0f} MB of free memory are too few")
+        measure = partial(self.pairs, config, layer, seconds=seconds / 8)
+        longest = min(most, self.longest)
+        found = crossing.find(measure, shortest=shortest, longest=longest, first=first, seconds=seconds)
+        return found.as_dict()
+
+    def layers(self, layer: Layer, S: int) -> int:
+        """Layers that a step over ``S`` keys goes through."""
+        fit = int(FREE_SHARE * self.free_memory(layer)) // (KEPT * layer.row * S)
+        return max(LAYERS[0], min(LAYERS[1], WORKING_SET // (layer.row * S), fit))
+
+    def modelled(self, config: Method, layer: Layer) -> Threshold:
+        """What holds where nothing was measured."""
+        how = MODELLED if getattr(config, "dense_below", 0) == "auto" and not config.experiment else GIVEN
+        return Threshold(config.shortest_context(layer.step), how)
+
+    def read(self, config: Method, layer: Layer, answer: Mapping[str, Any]) -> Threshold:
+        """The threshold that a measurement tells.
+
+        Raises:
+            ValueError: it is none.
+        """
+        found = Crossing.of(answer)
+        # Where dense attention won as far as was looked, the model decides beyond.
+        keys = found.keys or max(found.up_to + 1, config.shortest_context(layer.step))
+        return Threshold(config.shortest_context(replace(layer.step, measured=keys)), MEASURED)
+
+    @staticmethod
+    def worth_asking(config: Method) -> int:
+        """The shortest context for which anybody waits: below, sparse attention hardly pays on any machine."""
+        return max(SHORT, 2 * config.attended)
+
+    @staticmethod
+    def describe(config: Method, found: Threshold) -> str:
+        """A threshold in words."""
+        if found.value >= crossing.MOST:
+            return f"dense at any length ({found.how})"
+        return f"sparse from {found.value:,.0f} keys on ({found.how})"
+
+    def of(self, config: Method, layer: Layer, S: int = 0, *, measures: bool | None = None) -> Threshold:
+        """When ``config`` is sparse in a layer.
+
+        Args:
+            S: keys of the context; from `worth_asking` on it is measured, if this may.
+            measures: whether it may; None for what was said for all.
+        """
+        may = self.measures if measures is None else measures
+        known = self._known.get((config, layer))
+        if known is None or (may and known.how == MODELLED and S >= self.worth_asking(config)):
+            with self._lock:  # whoever comes second finds the answer
+                known = self._find(config, layer, S, may)
+        return known
+
+    def _find(self, config: Method, layer: Layer, S: int, may: bool) -> Threshold:
+        asked = (config, layer)
+        found = self._known.get(asked)
+        if found is None:
+            found = self._known[asked] = self.look_up(config, layer) or self.modelled(config, layer)
+        may = may and found.how == MODELLED and asked not in self._asked
+        if may and config.measurable and S >= self.worth_asking(config):
+            self._asked.add(asked)  # not again, if it fails
+            found = self._known[asked] = self.measure(config, layer) or found
+        return found
+
+    def look_up(self, config: Method, layer: Layer) -> Threshold | None:
+        """What is kept from an earlier measurement."""
+        if not config.measurable:
+            return None
+        try:
+            answer = measured.read(self.question(config, layer))
+            return None if answer is None else self.read(config, layer, answer)
+        except (ArtefactError, ValueError) as error:
+            self._say(f"a measurement is ignored, and replaced by the next: {error}")
+            return None
+
+    def measure(self, config: Method, layer: Layer) -> Threshold | None:
+        """Time dense and sparse attention now, and keep the answer; None if this machine is too noisy, or too full."""
+        seconds = self._seconds or self.limit(layer)
+        self._say(f"measuring from where on {config.name} pays here ({layer}; up to {seconds:g} s, once) ...")
+        start = time.monotonic()
+        try:
+            answer = self.answer(config, layer, seconds)
+        except (Noisy, MemoryError) as error:
+            self._say(f"not measured: {error}. The documented model decides instead.")
+            return None
+        found = self.read(config, layer, answer)
+        self._say(f"{self.describe(config, found)}; it took {time.monotonic() - start:.1f} s.")
+        try:
+            measured.write(self.question(config, layer), answer)
+        except OSError as error:
+            self._say(f"the measurement cannot be kept: {error}. It holds for this run.")
+        return found
+
+
+def settings_text(config: Method, G: int) -> str:
+    """The settings that a step's time depends on, for `measured.question`."""
+    settings = {name: value for name, value in config.parameters(G).items() if value is not None}
+    more = {"component_score": found} if (found := getattr(config, "component_score", None)) else {}
+    return ",".join(f"{name}={value}" for name, value in sorted((settings | more).items()))
