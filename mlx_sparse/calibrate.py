@@ -12,7 +12,7 @@ import mlx.core as mx
 import psutil  # type: ignore[import-untyped]
 
 from .cache.kv_cache import SparseKVCache
-from .common import crossing, measured
+from .common import crossing, measured, thresholds
 from .common.crossing import Noisy, Pairs
 from .common.thresholds import (
     FREE_SHARE,
@@ -66,8 +66,7 @@ class Calibration(Thresholds):
             return max(SHORT, config.shortest_context())
         return Thresholds.worth_asking(config)
 
-    @staticmethod
-    def describe(config: Method, found: Threshold) -> str:
+    def describe(self, config: Method, found: Threshold) -> str:
         return describe(config, found)
 
     def modelled(self, config: Method, layer: Layer) -> Threshold:
@@ -132,7 +131,7 @@ def describe(config: Method, found: Threshold) -> str:
     if isinstance(config, Prefill):
         share = f" where at most {found.value:.0%} of the blocks are kept" if found.value < 1 else ""
         return f"prompts sparse from {config.shortest_context():,} keys on{share} ({found.how})"
-    return Thresholds.describe(config, found)
+    return thresholds.describe(found)
 
 
 def device_kind() -> str:

@@ -157,12 +157,9 @@ class Thresholds(ABC):
         """The shortest context for which anybody waits: below, sparse attention hardly pays on any machine."""
         return max(SHORT, 2 * config.attended)
 
-    @staticmethod
-    def describe(config: Method, found: Threshold) -> str:
+    def describe(self, config: Method, found: Threshold) -> str:
         """A threshold in words."""
-        if found.value >= crossing.MOST:
-            return f"dense at any length ({found.how})"
-        return f"sparse from {found.value:,.0f} keys on ({found.how})"
+        return describe(found)
 
     def of(self, config: Method, layer: Layer, S: int = 0, *, measures: bool | None = None) -> Threshold:
         """When ``config`` is sparse in a layer.
@@ -217,6 +214,13 @@ class Thresholds(ABC):
         except OSError as error:
             self._say(f"the measurement cannot be kept: {error}. It holds for this run.")
         return found
+
+
+def describe(found: Threshold) -> str:
+    """The threshold of a decode step in words."""
+    if found.value >= crossing.MOST:
+        return f"dense at any length ({found.how})"
+    return f"sparse from {found.value:,.0f} keys on ({found.how})"
 
 
 def settings_text(config: Method, G: int) -> str:
