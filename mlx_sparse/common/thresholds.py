@@ -122,7 +122,7 @@ class Thresholds(ABC):
             Noisy: steps took too different times.
             MemoryError: too little is free for the shortest context.
         """
-        shortest, first = self.worth_asking(config), config.shortest_context(layer.step)
+        shortest, first = self.worth_asking(config), int(self.modelled(config, layer).value)
         most = int(FREE_SHARE * self.free_memory(layer)) // (LAYERS[0] * KEPT * layer.row)
         if most < shortest:
             raise MemoryError(f"{most * LAYERS[0] * KEPT * layer.row / 1e6:.0f} MB of free memory are too few")
@@ -149,7 +149,7 @@ class Thresholds(ABC):
         """
         found = Crossing.of(answer)
         # Where dense attention won as far as was looked, the model decides beyond.
-        keys = found.keys or max(found.up_to + 1, config.shortest_context(layer.step))
+        keys = found.keys or max(found.up_to + 1, int(self.modelled(config, layer).value))
         return Threshold(config.shortest_context(replace(layer.step, measured=keys)), MEASURED)
 
     @staticmethod
@@ -179,7 +179,8 @@ class Thresholds(ABC):
         asked = (config, layer)
         found = self._known.get(asked)
         if found is None:
-            found = self._known[asked] = self.look_up(config, layer) or self.modelled(config, layer)
+            kept = self.look_up(config, layer) if config.measurable else None
+            found = self._known[asked] = kept or self.modelled(config, layer)
         may = may and found.how == MODELLED and asked not in self._asked
         if may and config.measurable and S >= self.worth_asking(config):
             self._asked.add(asked)  # not again, if it fails
@@ -188,8 +189,6 @@ class Thresholds(ABC):
 
     def look_up(self, config: Method, layer: Layer) -> Threshold | None:
         """What is kept from an earlier measurement."""
-        if not config.measurable:
-            return None
         try:
             answer = measured.read(self.question(config, layer))
             return None if answer is None else self.read(config, layer, answer)
