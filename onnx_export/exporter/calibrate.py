@@ -44,8 +44,7 @@ class Calibration(Thresholds):
         decode: the method by the rule for files, which holds where nothing can be measured.
         lanes: keys per chunk of component-major keys.
         max_length: tokens that the file's caches hold; no longer context is timed.
-        seconds: of a measurement.
-        say: is told before and after it.
+        say: is told before and after a measurement.
 
     Raises:
         BackendUnavailable: there are no native kernels here.
@@ -58,7 +57,6 @@ class Calibration(Thresholds):
         *,
         lanes: int,
         max_length: int,
-        seconds: float = SECONDS,
         say: Callable[[str], object] = lambda text: None,
     ) -> None:
         native.library_path()
@@ -68,7 +66,7 @@ class Calibration(Thresholds):
                 f"--dense-below: expected a number for a file of fewer than {least} tokens, whose steps are not timed, "
                 f"got auto and --max-length {max_length}."
             )
-        super().__init__(seconds=seconds, say=say)
+        super().__init__(say=say)
         self._decode, self._lanes, self.longest = decode, lanes, min(max_length, LONGEST)
 
     def found(self, layer: Layer) -> Threshold:
@@ -121,6 +119,9 @@ class _Step:
     Args:
         S: keys, the new one among them.
         dense_below: of the layers.
+
+    Attributes:
+        output: of the last layer.
     """
 
     def __init__(self, decode: Decoding, lanes: int, layer: Layer, S: int, layers: int, dense_below: int) -> None:
@@ -131,7 +132,8 @@ class _Step:
         attributes = {**decode.attributes(lanes), "scale": step.D**-0.5, "dense_below": dense_below}
         states = {f"past_{name}": tensor for name, tensor in operator.states.items()}
         arrays = {tensor.name: fill(tensor) for tensor in operator.inputs if tensor.name not in states}
-        given = {"output": np.zeros_like(arrays["query"])}
+        self.output = np.zeros_like(arrays["query"])
+        given = {"output": self.output}
         nodes, query = [], "query"
         for i in range(layers):
             arrays |= {f"{name}.{i}": fill(tensor) for name, tensor in states.items()}
