@@ -126,9 +126,9 @@ class Thresholds(ABC):
         most = int(FREE_SHARE * self.free_memory(layer)) // (LAYERS[0] * KEPT * layer.row)
         if most < shortest:
             raise MemoryError(f"{most * LAYERS[0] * KEPT * layer.row / 1e6:.0f} MB of free memory are too few")
-        measure = partial(self.pairs, config, layer, seconds=seconds / 8)
-        longest = min(most, self.longest)
-        found = crossing.find(measure, shortest=shortest, longest=longest, first=first, seconds=seconds)
+        measure = partial(self.pairs, config, layer, seconds=seconds / 10)
+        longest, begun = min(most, self.longest), 0.75 * seconds  # the last length takes its time too
+        found = crossing.find(measure, shortest=shortest, longest=longest, first=first, seconds=begun)
         return found.as_dict()
 
     def layers(self, layer: Layer, S: int) -> int:
