@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median, quantiles
 from typing import Any
@@ -14,66 +12,32 @@ import mlx.core as mx
 import psutil  # type: ignore[import-untyped]
 
 from .cache.kv_cache import SparseKVCache
-from .checks import ArtefactError
-from .common import crossing, measured
-from .common.crossing import Crossing, Noisy, Pairs
-from .methods import Method, Prefill, Step
+from .common import crossing, measured, thresholds
+from .common.crossing import Noisy, Pairs
+from .common.thresholds import (
+    FREE_SHARE,
+    GIVEN,
+    MEASURED,
+    MODELLED,
+    SECONDS,
+    SHORT,
+    Layer,
+    Threshold,
+    Thresholds,
+    settings_text,
+)
+from .methods import Method, Prefill
 
-SHORT = 1024  # keys: for a shorter context nobody waits for a measurement
-LONGEST = 65_536  # keys that are timed
-SECONDS = {"gpu": 3.0, "cpu": 10.0}  # that a measurement takes at most
-FREE_SHARE = 0.25  # of the memory that is free, which it may use
-WORKING_SET = 128 << 20  # bytes of K and V that a step goes through if it can: more than most last-level caches
-LEAST_LAYERS, MOST_LAYERS = 2, {"cpu": 8, "gpu": 32}  # that a step goes through: many make waiting for a GPU small
+__all__ = ["GIVEN", "MEASURED", "MODELLED", "SECONDS", "Calibration", "Layer", "Threshold", "describe", "device_kind"]
+
 ROOM = 256  # rows behind the context for the tokens of the steps; mlx-lm makes room for as many
 TILE = 1024  # random rows; longer contexts repeat them at other scales
-PAIRS = (5, 15)  # steps of each kind at a length, at least and at most
 DENSITIES = (0.125, 0.5)  # at which the blocks of a prompt are timed
 PROMPT_TURNS = 3
 
-MEASURED, MODELLED, GIVEN = "measured on this machine", "modelled", "given"
 
-
-@dataclass(frozen=True)
-class Threshold:
-    """When a layer is sparse.
-
-    Attributes:
-        value: keys from which a step is sparse; of prompts, the density up to which it pays.
-        how: one of `MEASURED`, `MODELLED` and `GIVEN`.
-    """
-
-    value: float
-    how: str
-
-
-@dataclass(frozen=True)
-class Layer:
-    """The sizes of a layer, and what runs it: what a threshold holds for.
-
-    Attributes:
-        step: with one sequence's heads, nothing measured.
-        L: tokens of a prompt's piece; 1 for decode steps.
-    """
-
-    backend: str
-    step: Step
-    dtype: mx.Dtype
-    L: int = 1
-
-    @property
-    def sizes(self) -> dict[str, str | int]:
-        """For `measured.question`."""
-        step = self.step
-        sizes = {"heads": step.heads, "G": step.G, "D": step.D, "buckets": step.buckets, "network": step.network}
-        return {**sizes, "dtype": str(self.dtype).rpartition(".")[2], "L": self.L}
-
-    def __str__(self) -> str:
-        return f"{self.backend}, {self.step.heads * self.step.G} x {self.step.heads} heads of {self.step.D}"
-
-
-class Calibration:
-    """The thresholds of one user: those of this machine where they are known, or may be measured.
+class Calibration(Thresholds):
+    """The thresholds of one user with MLX: those of this machine where they are known, or may be measured.
 
     Args:
         measures: whether what is not known is measured, when a context is long enough; otherwise the model decides.
@@ -90,83 +54,79 @@ class Calibration:
         piece: int = 2048,
         say: Callable[[str], object] = lambda text: None,
     ) -> None:
-        self.measures, self.piece, self._seconds, self._say = measures, piece, seconds, say
-        self._known: dict[tuple[Method, Layer], Threshold] = {}
-        self._asked: set[tuple[Method, Layer]] = set()  # what was measured, or tried, in this process
-        self._said: set[str] = set()
-        self._lock = threading.Lock()
+        super().__init__(measures=measures, seconds=seconds, say=say)
+        self.piece = piece
 
-    def of(self, config: Method, layer: Layer, S: int = 0) -> Threshold:
-        """When ``config`` is sparse in a layer.
-
-        Args:
-            S: keys of the context; from `worth_asking` on it is measured, if this may.
-        """
-        known = self._known.get((config, layer))
-        if known is None or (self.measures and known.how == MODELLED and S >= self.worth_asking(config)):
-            with self._lock:  # whoever comes second finds the answer
-                known = self._find(config, layer, S)
-        return known
+    def kind(self, layer: Layer) -> str:
+        return device_kind()
 
     @staticmethod
     def worth_asking(config: Method) -> int:
-        """The shortest context for which anybody waits: below, sparse attention hardly pays on any machine."""
-        prompts = isinstance(config, Prefill)
-        return max(SHORT, config.shortest_context() if prompts else 2 * config.attended)
+        if isinstance(config, Prefill):
+            return max(SHORT, config.shortest_context())
+        return Thresholds.worth_asking(config)
 
-    def _find(self, config: Method, layer: Layer, S: int) -> Threshold:
-        asked = (config, layer)
-        found = self._known.get(asked)
-        if found is None:
-            found = self._known[asked] = self._look_up(config, layer) or modelled(config, layer)
-        may = self.measures and found.how == MODELLED and asked not in self._asked
-        if may and config.measurable and S >= self.worth_asking(config):
-            with measured.alone() as free:
-                if not free:
-                    self._say_once("another process is measuring: the documented model decides until it has finished")
-                    return found
-                self._asked.add(asked)  # not again, if it fails
-                found = self._look_up(config, layer) or self.measure(config, layer) or found
-            self._known[asked] = found
-        return found
+    def describe(self, config: Method, found: Threshold) -> str:
+        return describe(config, found)
 
-    def _say_once(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
-            self._say(text)
+    def modelled(self, config: Method, layer: Layer) -> Threshold:
+        found = super().modelled(config, layer)
+        return Threshold(config.fullest(layer.backend), found.how) if isinstance(config, Prefill) else found
 
-    def _look_up(self, config: Method, layer: Layer) -> Threshold | None:
-        if not config.measurable:
-            return None
-        try:
-            answer = measured.read(question(config, layer))
-            return None if answer is None else read_answer(config, layer, answer)
-        except (ArtefactError, ValueError) as error:
-            self._say_once(f"a measurement is ignored, and replaced by the next: {error}")
-            return None
+    def read(self, config: Method, layer: Layer, answer: Mapping[str, Any]) -> Threshold:
+        if not isinstance(config, Prefill):
+            return super().read(config, layer, answer)
+        share = answer.get("share")
+        if not isinstance(share, (int, float)) or not 0 <= share <= 1:
+            raise ValueError("share is a number from 0 to 1")
+        return Threshold(config.fullest(layer.backend, float(share)), MEASURED)
 
-    def measure(self, config: Method, layer: Layer) -> Threshold | None:
-        """Time dense and sparse attention now, and keep the answer; None if this machine is too noisy, or too full."""
-        seconds = self._seconds or SECONDS[device_kind()]
-        self._say(f"measuring from where on {config.name} pays here ({layer}; up to {seconds:g} s, once) ...")
-        start = time.monotonic()
+    def question(self, config: Method, layer: Layer) -> measured.Question:
+        info = mx.device_info()
+        device = f"{info.get('device_name', '')} {info.get('architecture', '')} {mx.default_device()}"
+        settings = settings_text(config, layer.step.G)
+        return measured.question(layer.backend, device, ("mlx",), **layer.sizes, method=config.name, settings=settings)
+
+    def free_memory(self, layer: Layer) -> int:
+        return free_memory()
+
+    def answer(self, config: Method, layer: Layer, seconds: float) -> dict[str, Any]:
+        mx.synchronize()
         try:
             if isinstance(config, Prefill):
-                answer = measure_prompt(config, layer, seconds)
-            else:
-                answer = measure_steps(config, layer, seconds)
-        except (Noisy, MemoryError) as error:
-            self._say(f"not measured: {error}. The documented model decides instead.")
-            return None
+                return measure_prompt(config, layer, seconds)
+            return super().answer(config, layer, seconds)
         finally:
             mx.clear_cache()  # memory that only this needed
-        found = read_answer(config, layer, answer)
-        self._say(f"{describe(config, found)}; it took {time.monotonic() - start:.1f} s.")
-        try:
-            measured.write(question(config, layer), answer)
-        except OSError as error:
-            self._say(f"the measurement cannot be kept: {error}. It holds for this run.")
-        return found
+
+    def pairs(self, config: Method, layer: Layer, S: int, seconds: float) -> Pairs:
+        """A step goes through several layers in one evaluation.
+
+        Each writes a row into a cache of its own, and what a layer returns is the next one's query.
+        """
+        heads, G, D = layer.step.heads, layer.step.G, layer.step.D
+        layers = range(self.layers(layer, S))
+        sides = [[_cache(layer, S, n) for n in layers] for _ in ("dense", "sparse")]
+        query, row = (_rows(layer, n, 1) for n in (heads * G, heads))
+        scale = D**-0.5
+
+        def dense(cache: SparseKVCache, out: mx.array) -> mx.array:
+            keys, values, _ = cache.rows("ops")
+            return mx.fast.scaled_dot_product_attention(out, keys, values, scale=scale, mask=None)
+
+        def sparse(cache: SparseKVCache, out: mx.array) -> mx.array:
+            return cache.attend(out, config, scale=scale, backend=layer.backend)[0]
+
+        def timed(attend: Callable[[SparseKVCache, mx.array], mx.array], caches: list[SparseKVCache]) -> float:
+            start = time.perf_counter()
+            out = query
+            for cache in caches:
+                cache.update_and_fetch(row, row)
+                out = attend(cache, out)
+            mx.eval(out)
+            return (time.perf_counter() - start) / len(caches)
+
+        return crossing.in_turns(partial(timed, dense, sides[0]), partial(timed, sparse, sides[1]), seconds)
 
 
 def describe(config: Method, found: Threshold) -> str:
@@ -174,46 +134,7 @@ def describe(config: Method, found: Threshold) -> str:
     if isinstance(config, Prefill):
         share = f" where at most {found.value:.0%} of the blocks are kept" if found.value < 1 else ""
         return f"prompts sparse from {config.shortest_context():,} keys on{share} ({found.how})"
-    return f"sparse from {found.value:,.0f} keys on ({found.how})"
-
-
-def modelled(config: Method, layer: Layer) -> Threshold:
-    """What holds where nothing was measured."""
-    how = MODELLED if getattr(config, "dense_below", 0) == "auto" and not config.experiment else GIVEN
-    if isinstance(config, Prefill):
-        return Threshold(config.fullest(layer.backend), how)
-    return Threshold(config.shortest_context(layer.step), how)
-
-
-def read_answer(config: Method, layer: Layer, answer: Mapping[str, Any]) -> Threshold:
-    """The threshold that a measurement tells.
-
-    Raises:
-        ValueError: it is none.
-    """
-    if isinstance(config, Prefill):
-        share = answer.get("share")
-        if not isinstance(share, (int, float)) or not 0 <= share <= 1:
-            raise ValueError("share is a number from 0 to 1")
-        return Threshold(config.fullest(layer.backend, float(share)), MEASURED)
-    found = Crossing.of(answer)
-    step = layer.step
-    # Where dense attention won as far as was looked, the model decides beyond.
-    keys = found.keys or max(found.up_to + 1, config.shortest_context(step))
-    return Threshold(config.shortest_context(replace(step, measured=keys)), MEASURED)
-
-
-def question(config: Method, layer: Layer) -> measured.Question:
-    """What is asked of this machine."""
-    info = mx.device_info()
-    device = f"{info.get('device_name', '')} {info.get('architecture', '')} {mx.default_device()}"
-    settled = config.for_model(qk_norm=False)  # a model has settled it before, what is "auto" otherwise
-    given = settled.parameters(layer.step.G).items()
-    # How much of a prompt is kept does not change what keeping it costs.
-    settings = {name: value for name, value in given if value is not None and not name.startswith("alpha")}
-    more = {"component_score": found} if (found := getattr(settled, "component_score", None)) else {}
-    text = ",".join(f"{name}={value}" for name, value in sorted((settings | more).items()))
-    return measured.question(layer.backend, device, ("mlx",), **layer.sizes, method=config.name, settings=text)
+    return thresholds.describe(found)
 
 
 def device_kind() -> str:
@@ -230,87 +151,13 @@ def free_memory() -> int:
     return max(free, 0)
 
 
-# Decode steps
-
-
-def measure_steps(config: Method, layer: Layer, seconds: float) -> dict[str, Any]:
-    """Time decode steps at several lengths.
-
-    Raises:
-        Noisy: steps took too different times.
-        MemoryError: too little is free for the shortest context.
-    """
-    step = layer.step
-    # K and V of both sides, what is kept beside them, and room to make it.
-    row = 6 * step.heads * step.D * step.itemsize
-    most = int(FREE_SHARE * free_memory()) // (row * LEAST_LAYERS) - ROOM
-    shortest = Calibration.worth_asking(config)
-    if most < shortest:
-        raise MemoryError(f"{FREE_SHARE * free_memory() / 1e6:.0f} MB of free memory are too few")
-    mx.synchronize()
-    found = crossing.find(
-        partial(step_times, config, layer, seconds=seconds / 8),
-        shortest=shortest,
-        longest=max(min(most, LONGEST), shortest),
-        first=config.shortest_context(step),
-        seconds=seconds,
-    )
-    return found.as_dict()
-
-
-def step_times(config: Method, layer: Layer, S: int, seconds: float) -> Pairs:
-    """Seconds of dense and sparse decode steps over ``S`` keys, in turns, as a model takes them.
-
-    A step goes through several layers in one evaluation. Each writes a row into a cache of its own, and what a layer
-    returns is the next one's query.
-    """
-    heads, G, D = layer.step.heads, layer.step.G, layer.step.D
-    sides = [_caches(layer, S) for _ in ("dense", "sparse")]
-    query, row = (_rows(layer, n, 1) for n in (heads * G, heads))
-    scale = D**-0.5
-
-    def dense(cache: SparseKVCache, out: mx.array) -> mx.array:
-        keys, values, _ = cache.rows("ops")
-        return mx.fast.scaled_dot_product_attention(out, keys, values, scale=scale, mask=None)
-
-    def sparse(cache: SparseKVCache, out: mx.array) -> mx.array:
-        return cache.attend(out, config, scale=scale, backend=layer.backend)[0]
-
-    def timed(attend: Callable[[SparseKVCache, mx.array], mx.array], caches: list[SparseKVCache]) -> float:
-        start = time.perf_counter()
-        out = query
-        for cache in caches:
-            cache.update_and_fetch(row, row)
-            out = attend(cache, out)
-        mx.eval(out)
-        return time.perf_counter() - start
-
-    turns = [(dense, sides[0]), (sparse, sides[1])]
-    for attend, caches in turns:  # what is compiled, copied or touched for the first time
-        timed(attend, caches)
-        timed(attend, caches)
-    pairs: list[tuple[float, float]] = []
-    end = time.perf_counter() + seconds
-    while len(pairs) < PAIRS[0] or (len(pairs) < PAIRS[1] and time.perf_counter() < end):
-        first = len(pairs) % 2  # nobody is always first
-        took = {which: timed(*turns[which]) / len(sides[0]) for which in (first, 1 - first)}
-        pairs.append((took[0], took[1]))
-    return pairs
-
-
-def _caches(layer: Layer, S: int) -> list[SparseKVCache]:
-    """A cache of ``S`` random rows for each layer, with room for more."""
-    step = layer.step
-    size = 2 * step.heads * S * step.D * step.itemsize
-    fit = int(FREE_SHARE * free_memory()) // (4 * size)  # both sides, and what is kept beside them
-    made = []
-    for n in range(max(LEAST_LAYERS, min(MOST_LAYERS[device_kind()], WORKING_SET // size, fit))):
-        cache = SparseKVCache()  # type: ignore[no-untyped-call]
-        cache.keys, cache.values = (_rows(layer, step.heads, S + ROOM, 2 * n + side) for side in range(2))
-        cache.offset = S
-        mx.eval(cache.keys, cache.values)
-        made.append(cache)
-    return made
+def _cache(layer: Layer, S: int, n: int) -> SparseKVCache:
+    """``S`` random rows, others for each ``n``, with room for more."""
+    cache = SparseKVCache()  # type: ignore[no-untyped-call]
+    cache.keys, cache.values = (_rows(layer, layer.step.heads, S + ROOM, 2 * n + side) for side in range(2))
+    cache.offset = S
+    mx.eval(cache.keys, cache.values)
+    return cache
 
 
 def _rows(layer: Layer, heads: int, S: int, seed: int = 0) -> mx.array:

@@ -19,12 +19,13 @@ from mlx_sparse.checks import ConfigError
 from mlx_sparse.common import reasons
 from mlx_sparse.common.call_report import Counts, Report
 from mlx_sparse.common.stats import dense_elements
-from mlx_sparse.methods import NEVER, QK_NORMS, SparQ, Step, nvidia_kind
+from mlx_sparse.methods import NEVER, QK_NORMS, SparQ
 
 from ..availability import interpreted
-from ..launchers import configs, torch_ops
-from . import require
+from ..launchers import configs
+from . import calibrate, require
 from .cache import Origin, SparQCache, dense_layer, origin_of
+from .calibrate import layer_of
 from .padding import Padding, mask, padding_of
 
 NAME = "sparq"
@@ -73,7 +74,7 @@ def attention(
     else:
         reasons = chain(
             _layer_reasons(origin, query, key, value, kwargs),
-            _call_reasons(origin, query, key, attention_mask, padding, dropout),
+            _call_reasons(origin, module, query, key, attention_mask, padding, dropout),
         )
         reason = next(reasons, None)
     if origin is None or reason is not None:
@@ -81,7 +82,9 @@ def attention(
         counted.add(Counts(dense_calls=Counter([str(reason)])))
         return _dense(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    out, lse = _sparse(module, query, key, value, origin, padding, scale)
+    config = origin.cache.attn
+    out, lse = origin.layer.attend(query, config, scale=scale, padding=padding)
+    origin.cache.report.add(_counts(config, key))
     sinks = kwargs.get("s_aux")
     if sinks is not None:
         # A sink is one more logit in the softmax with nothing behind it.
@@ -89,39 +92,11 @@ def attention(
     return out.transpose(1, 2), None
 
 
-def _sparse(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    origin: Origin,
-    padding: Padding | None,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)`` of the attended keys."""
-    config, layer = _resolve(origin.cache, module), origin.layer
-    settings = config.parameters(query.shape[1] // key.shape[1])
-    spread = config.component_score == "query_key"
-    keys_t, value_mean, deviation = layer.read(mean=settings["reallocate"], spread=spread, padding=padding)
-    result: tuple[torch.Tensor, torch.Tensor] = torch_ops.sparq_decode(
-        query,
-        key,
-        value,
-        keys_t,
-        settings["rank"],
-        settings["top_k"],
-        settings["local_window"],
-        settings["group_reduce"],
-        deviation,
-        scale,
-        None if padding is None else padding.first,
-        value_mean,
-    )
+def _counts(config: SparQ, key: torch.Tensor) -> Counts:
+    """Of one sparse call."""
     B, Hkv, S, D = key.shape
     size = B * Hkv * key.element_size()
-    counts = Counts(1, formula_bytes=size * config.elements(S, D), dense_bytes=size * dense_elements(S, D))
-    origin.cache.report.add(counts)
-    return result
+    return Counts(1, formula_bytes=size * config.elements(S, D), dense_bytes=size * dense_elements(S, D))
 
 
 def _resolve(cache: SparQCache, module: torch.nn.Module) -> SparQ:
@@ -170,6 +145,7 @@ def _layer_reasons(
 
 def _call_reasons(
     origin: Origin,
+    module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     attention_mask: torch.Tensor | None,
@@ -182,15 +158,13 @@ def _call_reasons(
         verifying = L <= reasons.VERIFY_QUERIES and S > L
         few = reasons.A_FEW
         yield few if verifying else reasons.PROMPT
-    B, Hkv, _, D = key.shape
-    G = query.shape[1] // Hkv
-    shortest = _shortest_context(origin.cache.attn, B * Hkv, G, D, key.element_size(), query.device)
+    if not (query.is_cuda or interpreted()):
+        yield "on a device without Triton"
+    shortest = _shortest_context(origin.cache, module, query, key)
     if shortest >= NEVER:
         yield "whose scores would move more bytes than they save"
     if S < shortest:
         yield reasons.shorter_than(shortest)
-    if not (query.is_cuda or interpreted()):
-        yield "on a device without Triton"
     if dropout > 0:
         yield "with dropout"
     if torch.is_grad_enabled() and query.requires_grad:
@@ -201,14 +175,13 @@ def _call_reasons(
         yield "with a mask that is not left padding"
 
 
-@cache
-def _shortest_context(config: SparQ, heads: int, G: int, D: int, itemsize: int, device: torch.device) -> int:
-    return config.shortest_context(Step(heads, G, D, itemsize, gpu_kind(device)))
-
-
-def gpu_kind(device: torch.device) -> str:
-    """The kind of GPU for `Step`; empty on the CPU."""
-    return nvidia_kind(configs.capability(device)) if device.type == "cuda" else ""
+def _shortest_context(cache: SparQCache, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor) -> int:
+    """Keys from which a step is sparse; it may be measured now."""
+    B, Hkv, S, D = key.shape
+    layer = layer_of(B * Hkv, query.shape[1] // Hkv, D, key.dtype, key.device)
+    found = calibrate.CALIBRATION.of(_resolve(cache, module), layer, S, measures=cache.calibrate)
+    cache.thresholds[layer] = found
+    return int(found.value)
 
 
 @cache

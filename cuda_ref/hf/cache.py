@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -10,8 +11,10 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from mlx_sparse.checks import ConfigError
 from mlx_sparse.common.call_report import Report
+from mlx_sparse.common.thresholds import Layer, Threshold, describe
 from mlx_sparse.methods import SparQ, parse
 
+from ..launchers import torch_ops
 from . import require
 from .buffers import Buffers
 from .padding import Padding
@@ -88,6 +91,31 @@ class SparQLayer(DynamicLayer):
             "offloading: expected none, which SparQCache does not do, got a call of offload. Use DynamicCache."
         )
 
+    def attend(
+        self, query: torch.Tensor, config: SparQ, *, scale: float, padding: Padding | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """SparQ of one ``query (B, Hq, 1, D)``: ``out`` like it and float32 ``lse (B, Hq, 1)`` of the attended keys."""
+        assert self.keys is not None
+        assert self.values is not None
+        settings = config.parameters(query.shape[1] // self.keys.shape[1])
+        spread = config.component_score == "query_key"
+        keys_t, value_mean, deviation = self.read(mean=settings["reallocate"], spread=spread, padding=padding)
+        result: tuple[torch.Tensor, torch.Tensor] = torch_ops.sparq_decode(
+            query,
+            self.keys,
+            self.values,
+            keys_t,
+            settings["rank"],
+            settings["top_k"],
+            settings["local_window"],
+            settings["group_reduce"],
+            deviation,
+            scale,
+            None if padding is None else padding.first,
+            value_mean,
+        )
+        return result
+
     def read(
         self, *, mean: bool, spread: bool, padding: Padding | None
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
@@ -124,9 +152,13 @@ class SparQCache(DynamicCache):
     Args:
         config: ``model.config``.
         attn: ``"sparq[:key=value,...]"`` or a `mlx_sparse.methods.SparQ`.
+        calibrate: whether the first step over a context that is long enough measures from how many keys on SparQ pays
+            on this GPU: once for each shape of layers, in 3 seconds. What was measured before holds in any case, and a
+            documented model where nothing was.
 
     Attributes:
         report: what the attention calls did, counted while the model runs.
+        thresholds: from where on steps are sparse, by the sizes of layers that were asked for.
 
     Raises:
         ConfigError: ``attn`` is wrong or does not fit the model, the model was not loaded with
@@ -134,11 +166,11 @@ class SparQCache(DynamicCache):
         BackendUnavailable: Triton's kernels cannot run here.
     """
 
-    def __init__(self, config: PreTrainedConfig, attn: str | SparQ = "sparq") -> None:
+    def __init__(self, config: PreTrainedConfig, attn: str | SparQ = "sparq", *, calibrate: bool = False) -> None:
         require()
         if not isinstance(config, PreTrainedConfig):
             raise ConfigError(f"config: expected model.config of a transformers model, got {type(config).__name__}.")
-        self.attn = _sparq(attn)
+        self.attn, self.calibrate = _sparq(attn), calibrate
         text = config.get_text_config(decoder=True)
         if text._attn_implementation != "sparq":
             raise ConfigError(
@@ -152,7 +184,9 @@ class SparQCache(DynamicCache):
         # Let transformers read the layer types; plain full-attention layers become ours.
         super().__init__(config=config)
         self.layers = [SparQLayer() if type(layer) is DynamicLayer else layer for layer in self.layers]
+        self.thresholds: dict[Layer, Threshold] = {}
         self.report = Report(str(self.attn), "triton", config.model_type, config._name_or_path, len(self.layers))
+        self.report.outlook = partial(_outlook, self.thresholds)
         self.report.dense_layers.update(reason for layer in self.layers if (reason := dense_layer(layer)))
         self.report.served_layers = len(self.layers) - self.report.dense_layers.total()
         if self.report.served_layers == 0:
@@ -180,6 +214,11 @@ class SparQCache(DynamicCache):
         tagged = keys.detach()
         setattr(tagged, _NAME, Origin(self, self.layers[layer_idx], keys, values))
         return tagged, values
+
+
+def _outlook(thresholds: dict[Layer, Threshold]) -> list[str]:
+    """Lines of the report; not of the cache, which would be held by its own report then."""
+    return [describe(found) for found in dict.fromkeys(thresholds.values())]
 
 
 def dense_layer(layer: Any) -> str | None:

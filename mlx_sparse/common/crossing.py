@@ -13,6 +13,7 @@ WORTH = 1.03  # dense over sparse: by less it is not called faster, so that nois
 WITHIN = 1.1  # how far apart the last length that lost and the first that won may be at the end
 SPREAD = 0.3  # of the middle half of the ratios, relative to their median: with more the machine is too noisy
 MOST = 1 << 32  # keys; what is read from a file is below
+PAIRS = (5, 15)  # steps of each kind at a length, at least and at most
 
 Pairs = Sequence[tuple[float, float]]  # seconds of a dense and of a sparse step, taken one after the other
 
@@ -154,3 +155,23 @@ def _next(won: int | None, lost: int | None, shortest: int, longest: int) -> int
     if lost is None:
         return max(won // 2, shortest)
     return won if won <= WITHIN * lost else round(math.sqrt(won * lost))
+
+
+def in_turns(dense: Callable[[], float], sparse: Callable[[], float], seconds: float) -> Pairs:
+    """The times of two kinds of steps, one after the other; neither is always first.
+
+    Args:
+        dense, sparse: take a step, and tell its seconds.
+        seconds: more than the fewest steps are taken for so long at most.
+    """
+    steps = (dense, sparse)
+    for step in steps:  # what is compiled, copied or touched for the first time
+        step()
+        step()
+    pairs: list[tuple[float, float]] = []
+    end = time.perf_counter() + seconds
+    while len(pairs) < PAIRS[0] or (len(pairs) < PAIRS[1] and time.perf_counter() < end):
+        first = len(pairs) % 2
+        took = {which: steps[which]() for which in (first, 1 - first)}
+        pairs.append((took[0], took[1]))
+    return pairs

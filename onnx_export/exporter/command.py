@@ -39,6 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, before)
     print(f"{args.out}: {made.method}, {made.max_length} tokens, {made.nbytes / 1e6:,.0f} MB.")
     print(f"Checked on onnxruntime: {made.agreement}.")
+    if made.sparse_from is not None and made.how is not None:
+        print(f"Decode steps are sparse from {made.sparse_from:,} keys on ({made.how}).")
     if made.sparse_from is not None and made.sparse_from > made.max_length:
         print(
             f"It decodes densely: sparse steps begin at {made.sparse_from} keys and it holds {made.max_length} tokens. "
@@ -56,6 +58,7 @@ def _export(args: argparse.Namespace) -> Exported:
         args.out,
         method=args.method,
         attn_config=args.attn_config,
+        dense_below=None if args.dense_below is None else _keys(args.dense_below),
         max_length=args.max_length,
         dtype=args.dtype,
         compat=args.compat,
@@ -63,6 +66,13 @@ def _export(args: argparse.Namespace) -> Exported:
         static=None if args.static is None else _pair(args.static),
         genai=not args.no_genai,
     )
+
+
+def _keys(text: str) -> str | int:
+    try:
+        return text if text == "auto" else int(text)
+    except ValueError:
+        raise ConfigError(f"--dense-below: expected auto or a number of keys, got {text!r}.") from None
 
 
 def _pair(text: str) -> tuple[int, int]:
@@ -94,6 +104,13 @@ def _parser() -> argparse.ArgumentParser:
         "--attn-config",
         metavar="FILE.toml",
         help="Parameters from a TOML file with tables [sparq], [sample] and [saap]; --method wins.",
+    )
+    parser.add_argument(
+        "--dense-below",
+        metavar="N",
+        help="Keys below which decode steps are dense, as dense_below=N in --method; 'auto' measures it on this "
+        "machine with the native kernels of sparq or quest, in at most 10 seconds (default: a rule that holds for all "
+        "machines, as files travel to others).",
     )
     parser.add_argument(
         "--max-length",

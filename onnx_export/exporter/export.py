@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -26,7 +28,9 @@ from .. import build
 from .. import lower as lowering
 from ..defaults import SAMPLE_PIECE, lanes_for
 from ..domain import COMPAT, DEFAULT, DOMAIN, SPEC
+from ..runtime import native
 from ..runtime.genai import ends_of, write_config
+from .calibrate import Calibration, layer_of
 from .decoder import Decoder, Target
 from .families import check_modules, family_of
 from .graph import DataFile, Graph
@@ -65,6 +69,7 @@ class Exported:
         nbytes: size of model.onnx and its data.
         agreement: how well the logits agree with MLX's.
         sparse_from: keys from which decode steps are sparse; None if the method decodes densely.
+        how: where `sparse_from` comes from if this machine was asked; None otherwise.
     """
 
     folder: Path
@@ -73,6 +78,7 @@ class Exported:
     nbytes: int
     agreement: Agreement
     sparse_from: int | None
+    how: str | None
 
 
 def export(
@@ -81,6 +87,7 @@ def export(
     *,
     method: str = "sparq",
     attn_config: str | Path | None = None,
+    dense_below: str | int | None = None,
     max_length: int | None = None,
     dtype: str | None = None,
     compat: bool = False,
@@ -95,6 +102,9 @@ def export(
         out: a folder that does not exist or is empty; it appears when everything has been written and verified.
         method: one of `EXPORTED` with [:key=value,...].
         attn_config: TOML file with a table for each method, such as [sparq]; ``method`` wins over it.
+        dense_below: keys below which decode steps are dense, as in ``method``; "auto" times the native kernels on this
+            machine, in at most 10 seconds, or takes what they needed before. By default a rule that holds for
+            all machines, and for bodies too.
         max_length: tokens the caches hold; by default the model's own limit, at most `MAX_LENGTH`.
         dtype: float32, float16 or bfloat16, of caches and unquantised weights; by default the model's. Asked for by
             name, float32 also dequantises.
@@ -107,9 +117,12 @@ def export(
     Raises:
         ConfigError: an argument or the model is not what can be exported.
         ArtefactError: weights that are corrupt, or a file that disagrees with MLX.
+        BackendUnavailable: ``dense_below`` is "auto" and there are no native kernels.
         OSError: ``out`` cannot be written.
     """
     prompts, config = methods_of(method, attn_config)
+    if dense_below is not None:
+        config = _with_dense_below(config, dense_below, lowered=inline or static is not None)
     if prompts is not None and static:
         raise ConfigError("--static: expected none beside --method sample, got both: prompts go in token by token.")
     _check_sizes(dtype, max_length, static)
@@ -119,11 +132,16 @@ def export(
     family = family_of(settings)
     check_modules(loaded, dequantise=dtype == "float32")
     length = length_of(settings, "--static", static[1]) if static else length_of(settings, "--max-length", max_length)
+    decode = DECODE[type(config)].settled(config, loaded, branches=not static)
+    kind, how = dtype or own_type(loaded), None
+    if dense_below == "auto":
+        found = Calibration(decode, lanes=lanes_for(length), max_length=length, say=_say).found(layer_of(loaded, kind))
+        decode, how = decode.sparse_at(int(found.value)), found.how
     target = Target(
-        DECODE[type(config)].settled(config, loaded, branches=not static),
+        decode,
         max_length=length,
         lanes=lanes_for(length),
-        dtype=dtype or own_type(loaded),
+        dtype=kind,
         dequantise=dtype == "float32",
         genai=genai and not inline and not static,
         rows=static and static[0],
@@ -149,7 +167,42 @@ def export(
             bar.update()
             agreement = compare(proto, made, expected, target, lower)
             bar.update()
-    return Exported(folder, target.text, length, nbytes, agreement, target.decode.sparse_from)
+    return Exported(folder, target.text, length, nbytes, agreement, target.decode.sparse_from, how)
+
+
+def _with_dense_below(config: Method, given: str | int, *, lowered: bool) -> Method:
+    """The method for decoding with what ``--dense-below`` says.
+
+    Args:
+        lowered: whether the operators are replaced by their bodies.
+
+    Raises:
+        ConfigError: it says nothing that can be done.
+    """
+    said = getattr(config, "dense_below", None)
+    if said is None:
+        raise ConfigError(f"--dense-below: expected none beside a --method that decodes densely, got {given}.")
+    if said != "auto":
+        raise ConfigError(f"--dense-below: expected none beside dense_below={said} of the method, got {given}.")
+    if given != "auto":
+        check_int("--dense-below", given, 0, MOST)
+        setting: dict[str, Any] = {"dense_below": given}
+        return dataclasses.replace(config, **setting)
+    if lowered:
+        raise ConfigError(
+            "--dense-below: expected a number beside --inline or --static, without native kernels, got auto."
+        )
+    if not DECODE[type(config)].timed:
+        raise ConfigError(
+            f"--dense-below: expected a number with {config.name}, whose steps take as long as its buckets are full, "
+            "got auto."
+        )
+    native.library_path()  # before anything is loaded
+    return config
+
+
+def _say(text: str) -> None:
+    print(f"[mlx-sparse] {text}", file=sys.stderr, flush=True)
 
 
 def _check_sizes(dtype: str | None, max_length: int | None, static: tuple[int, int] | None) -> None:

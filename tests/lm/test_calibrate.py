@@ -18,9 +18,9 @@ from tiny_models import build, greedy, prompt_of, write
 
 import mlx_sparse
 from mlx_sparse import calibrate
-from mlx_sparse.calibrate import GIVEN, MEASURED, MODELLED, Calibration, Layer, Threshold, question
+from mlx_sparse.calibrate import GIVEN, MEASURED, MODELLED, Calibration, Layer, Threshold
 from mlx_sparse.checks import ConfigError
-from mlx_sparse.common import measured
+from mlx_sparse.common import crossing, measured
 from mlx_sparse.common.crossing import Crossing
 from mlx_sparse.lm.model import plan_of
 from mlx_sparse.methods import SAAP, Method, Sample, SparQ, Step, parse, read_toml
@@ -33,6 +33,9 @@ OPS = Layer("ops", Step(2, 2, 32, 4), mx.float32)
 PROMPT = Layer("ops", Step(2, 2, 32, 4), mx.float32, 256)
 LONG = 1 << 20
 BIN = Path(sys.executable).parent
+
+
+question = Calibration().question
 
 
 def known(config: Method, layer: Layer, keys: int | None, up_to: int = 65_536) -> None:
@@ -121,8 +124,8 @@ def test_measuring_leaves_the_users_random_numbers_alone() -> None:
 
 
 def test_steps_are_of_the_length_and_the_number_asked_for() -> None:
-    pairs = calibrate.step_times(SparQ(), OPS, 300, seconds=0.0)
-    assert len(pairs) == calibrate.PAIRS[0]
+    pairs = Calibration().pairs(SparQ(), OPS, 300, 0.0)
+    assert len(pairs) == crossing.PAIRS[0]
     assert all(dense > 0 < sparse for dense, sparse in pairs)
 
 
@@ -185,7 +188,7 @@ def test_an_interrupted_measurement_leaves_nothing(calibration_folder: Path, mon
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(calibrate, "step_times", interrupted)
+    monkeypatch.setattr(Calibration, "pairs", interrupted)
     with pytest.raises(KeyboardInterrupt):
         Calibration(measures=True).of(SparQ(), OPS, LONG)
     assert [path.name for path in calibration_folder.iterdir()] == ["lock"]
@@ -228,8 +231,8 @@ def test_a_prompt_is_dense_above_the_measured_density(
 def test_the_kernels_of_a_gpu_are_measured_by_the_same_path(metal: Metal) -> None:
     """In the harness times mean nothing; what is written is a whole answer all the same."""
     layer = Layer("metal", Step(1, 2, 32, 4, "g"), mx.float32)
-    pairs = calibrate.step_times(SparQ(), layer, 256, seconds=0.0)
-    assert len(pairs) == calibrate.PAIRS[0]
+    pairs = Calibration().pairs(SparQ(), layer, 256, 0.0)
+    assert len(pairs) == crossing.PAIRS[0]
     answer = calibrate.measure_prompt(
         Sample(block_size=32), Layer("metal", Step(1, 1, 32, 4, "g"), mx.float32, 64), 0.01
     )

@@ -16,7 +16,7 @@ import torch
 from cache_rows import padded, states
 from cases import Array, assert_as_good_as_plain, plain_attention, plain_reallocation
 from mlx_sparse.cuda_ref import hf
-from mlx_sparse.cuda_ref.hf import attention
+from mlx_sparse.cuda_ref.hf import attention, calibrate
 from mlx_sparse.cuda_ref.hf.buffers import Buffers
 from mlx_sparse.cuda_ref.launchers import configs
 from torch_arrays import DEVICE
@@ -328,8 +328,9 @@ def test_the_report_says_what_ran() -> None:
         "sparq:rank=16,top_k=8,reallocate=false,component_score=query_key on triton: 1 of 2 layers (gemma3_text"
     )
     assert lines[1] == "  dense layers: 1 with a sliding window (DynamicSlidingWindowLayer)"
-    assert lines[2].startswith("  sparse calls: 1, ")
-    assert "1 of several queries at once (prompt)" in lines[3]
+    assert lines[2] == "  sparse from 9 keys on (given)"
+    assert lines[3].startswith("  sparse calls: 1, ")
+    assert "1 of several queries at once (prompt)" in lines[4]
 
 
 def test_keys_that_a_model_has_changed_are_not_taken_for_the_caches() -> None:
@@ -371,12 +372,12 @@ def test_dropout_and_gradients_keep_attention_dense() -> None:
 def test_the_kind_of_gpu_is_the_nearest_known_below(monkeypatch: pytest.MonkeyPatch) -> None:
     def kind(capability: int) -> str:
         monkeypatch.setattr(configs, "capability", lambda device: capability)
-        return attention.gpu_kind(torch.device("cuda"))
+        return calibrate.gpu_kind(torch.device("cuda"))
 
     kinds = {75: "sm_80", 80: "sm_80", 89: "sm_80", 90: "sm_90", 100: "sm_100", 120: "sm_100"}
     assert {capability: kind(capability) for capability in kinds} == kinds
     assert set(kinds.values()) <= set(ENOUGH_SAVED)
-    assert attention.gpu_kind(torch.device("cpu")) == ""
+    assert calibrate.gpu_kind(torch.device("cpu")) == ""
 
 
 def test_a_compiled_step_calls_the_operator_in_one_graph() -> None:

@@ -16,6 +16,7 @@ class QuestDecoding(Decoding):
     """Decoding by Quest."""
 
     operator: ClassVar[str] = "QuestAttention"
+    timed: ClassVar[bool] = True
     method: Quest
 
     @classmethod

@@ -20,6 +20,7 @@ class SparQDecoding(Decoding):
     """Decoding by SparQ."""
 
     operator: ClassVar[str] = "SparQAttention"
+    timed: ClassVar[bool] = True
     method: SparQ
 
     @classmethod
