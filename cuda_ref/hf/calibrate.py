@@ -8,7 +8,6 @@ from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -40,6 +39,8 @@ class Calibration(Thresholds):
     def free_memory(self, layer: Layer) -> int:
         if layer.device.type == "cuda":
             return int(torch.cuda.mem_get_info(layer.device)[0])
+        import psutil  # type: ignore[import-untyped]  # not on every machine with a GPU
+
         return int(psutil.virtual_memory().available)
 
     def answer(self, config: Any, layer: Layer, seconds: float) -> dict[str, Any]:
