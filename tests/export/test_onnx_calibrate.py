@@ -21,7 +21,7 @@ from mlx_sparse.onnx_export.runtime.runner import Runner
 from require import absent
 from simulated import extra_for, simulated
 
-from mlx_sparse.common import measured
+from mlx_sparse.common import measured, thresholds
 from mlx_sparse.common.thresholds import Layer
 from mlx_sparse.methods import SparQ, Step
 from mlx_sparse.methods.quest import Quest
@@ -76,7 +76,7 @@ def logits(out: Path, count: int) -> list[np.ndarray]:
 
 
 def test_this_machine_is_measured_once(run: Callable[..., Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibrate, "SECONDS", 0.5)
+    monkeypatch.setattr(thresholds, "SECONDS", {"cpu": 0.5})
     monkeypatch.setattr(calibrate, "SAMPLE", 0.002)
     out, said, told = run("--dense-below", "auto")
     keys = dense_below(out)
