@@ -17,7 +17,7 @@ from .cache.kv_cache import SparseKVCache
 from .checks import ArtefactError
 from .common import crossing, measured
 from .common.crossing import Crossing, Noisy, Pairs
-from .methods import Method, Prefill, Step
+from .methods import NEVER, Method, Prefill, Step
 
 SHORT = 1024  # keys: for a shorter context nobody waits for a measurement
 LONGEST = 65_536  # keys that are timed
@@ -107,6 +107,11 @@ class Calibration:
                 known = self._find(config, layer, S)
         return known
 
+    def waits(self, config: Method, layer: Layer) -> bool:
+        """Whether a layer is still to be measured, in the first context that is long enough."""
+        may = self.measures and config.measurable and (config, layer) not in self._asked
+        return may and self.of(config, layer).how == MODELLED
+
     @staticmethod
     def worth_asking(config: Method) -> int:
         """The shortest context for which anybody waits: below, sparse attention hardly pays on any machine."""
@@ -159,8 +164,12 @@ class Calibration:
 def describe(config: Method, found: Threshold) -> str:
     """A threshold in words."""
     if isinstance(config, Prefill):
+        if found.value <= 0:
+            return f"prompts never sparse ({found.how})"
         share = f" where at most {found.value:.0%} of the blocks are kept" if found.value < 1 else ""
         return f"prompts sparse from {config.shortest_context():,} keys on{share} ({found.how})"
+    if found.value >= NEVER:
+        return f"never sparse ({found.how})"
     return f"sparse from {found.value:,.0f} keys on ({found.how})"
 
 
