@@ -227,7 +227,8 @@ def test_the_first_line_says_who_decides_and_the_second_that_nothing_will_be_spa
     )
     longest = PROMPT + TOKENS
     assert second == (
-        f"[mlx-sparse] nothing will be sparse: this run has at most {longest} keys, and no step with fewer than 2,048 is"
+        f"[mlx-sparse] nothing will be sparse: this run has at most {longest} keys, "
+        "and no step with fewer than 2,048 is"
     )
     first, second, *_ = finished("short, measured").err.splitlines()
     assert (
