@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ..calibrate import MEASURED, SECONDS, Calibration, describe, device_kind
 from ..checks import ConfigError, Parser, SparseAttentionError, check_int
 from ..lm.command import loading
 from ..lm.model import disable, enable, plan_of
+
+if TYPE_CHECKING:
+    from ..lm.plan import Plan
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,6 +70,13 @@ def thresholds(
         name: of a model that mlx-lm can load.
         measures: whether all that can be measured is, whatever is known already.
     """
+    with planned(name, attn, backend, calibration) as plan:
+        return rows_of(plan, measures=measures)
+
+
+@contextlib.contextmanager
+def planned(name: str, attn: str, backend: str, calibration: Calibration) -> Iterator[Plan]:
+    """The plan of a model that is loaded, and not run."""
     from mlx_lm import load
 
     with loading(name):
@@ -72,13 +84,21 @@ def thresholds(
     enable(model, attn, backend=backend, calibration=calibration)
     plan = plan_of(model)
     assert plan is not None
+    plan.report.model = Path(name).name
+    try:
+        yield plan
+    finally:
+        disable(model)
+
+
+def rows_of(plan: Plan, *, measures: bool = False) -> list[dict[str, Any]]:
+    """`thresholds` of a plan."""
     rows = []
     for (config, layer), count in plan.layers.items():
-        found = calibration.measure(config, layer) if measures and config.measurable else None
-        found = found or calibration.of(config, layer)
+        found = plan.calibration.measure(config, layer) if measures and config.measurable else None
+        found = found or plan.calibration.of(config, layer)
         row = {"attn": str(config), "backend": layer.backend, "shape": str(layer), "layers": count}
         rows.append(row | {"value": found.value, "how": found.how, "outlook": describe(config, found)})
-    disable(model)
     return rows
 
 
