@@ -98,7 +98,7 @@ def test_a_mistake_is_one_line(argv: list[str], message: str, capfd: pytest.Capt
 
 @pytest.mark.parametrize(
     ("attn", "found"),
-    [("sparq", "with calibrate, got: mlx-sparse calibrate: error: --model: "), ("sparq:dense_below=0", "Error")],
+    [("sparq", "calibrate: expected it to succeed with "), ("sparq:dense_below=0", "Error")],
 )
 def test_a_failing_command_is_shown(
     attn: str, found: str, demo_cache: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -45,11 +45,12 @@ def thresholds(model: Path, attn: str, environment: dict[str, str]) -> list[Row]
     if not any(config.measurable for config in parse(attn)):
         return []
     command = [sys.executable, "-m", "mlx_sparse.cli", "calibrate", "--model", str(model), "--attn", attn, "--json"]
-    out, _ = run_command("calibrate", command, "", environment, codes=(0, 1))  # 1: the model decides somewhere
+    out, err = run_command("calibrate", command, "", environment, codes=(0, 1))  # 1: the model decides somewhere
     try:
         rows: list[Row] = json.loads(out)
     except ValueError:
-        raise ArtefactError(f"calibrate: expected JSON, got {out[:60]!r}. Report this.") from None
+        last = (err.strip().splitlines() or ["no message"])[-1]
+        raise ArtefactError(f"calibrate: expected it to succeed with {model}, got: {last}") from None
     return rows
 
 
