@@ -132,6 +132,8 @@ class Calibration(Thresholds):
 def describe(config: Method, found: Threshold) -> str:
     """A threshold in words."""
     if isinstance(config, Prefill):
+        if found.value <= 0:
+            return f"prompts never sparse ({found.how})"
         share = f" where at most {found.value:.0%} of the blocks are kept" if found.value < 1 else ""
         return f"prompts sparse from {config.shortest_context():,} keys on{share} ({found.how})"
     return thresholds.describe(found)

@@ -84,6 +84,9 @@ def _parser() -> argparse.ArgumentParser:
     form.add_argument("--markdown", action="store_true", help="as in the README, the same on every machine")
     form.add_argument("--json", action="store_true", help="for programs")
     doctor = commands.add_parser("doctor", help="say what is installed, what can run here and what is in the way")
+    doctor.add_argument("--model", metavar="MODEL", help="also say what --attn would do with a model, without a run")
+    doctor.add_argument("--attn", metavar="METHOD", help="as for --attn, with --model (default: sample+sparq)")
+    doctor.add_argument("--attn-backend", metavar="NAME", help="as for --attn-backend, with --model (default: auto)")
     doctor.add_argument("--json", action="store_true", help="for programs")
     return parser
 
@@ -126,7 +129,9 @@ def _matrix(args: argparse.Namespace) -> int:
 def _doctor(args: argparse.Namespace) -> int:
     from .tools import doctor
 
-    findings = doctor.examine()
+    if args.model is None and (args.attn or args.attn_backend):
+        raise ConfigError("--attn: expected it with --model, got it alone. Name the model.")
+    findings = doctor.examine(args.model, args.attn or doctor.ATTN, args.attn_backend or "auto")
     print(json.dumps(findings, indent=2) if args.json else doctor.text(findings))
     return 1 if findings["problems"] else 0
 

@@ -128,16 +128,26 @@ class Report:
             data["sparse_bytes"] = self.sparse_bytes
             return data
 
+    def calls(self) -> Counts:
+        """The calls so far; nobody waits for what the device counts."""
+        with _lock:
+            return Counts(self.sparse_calls, self.dense_calls, prefill=self.prefill)
+
+    def opening(self) -> list[str]:
+        """What is known before any call: the layers that are served, and when they are sparse."""
+        model = ", ".join(filter(None, (self.model_type, self.model)))
+        lines = [f"{self.attn} on {self.backend}: {self.served_layers} of {self.layers} layers ({model})"]
+        if self.dense_layers:
+            lines.append(f"dense layers: {listing(self.dense_layers)}")
+        return lines + self.outlook()
+
     def __str__(self) -> str:
         with _lock:
             return "\n".join(self._lines())
 
     def _lines(self) -> list[str]:
-        model = ", ".join(filter(None, (self.model_type, self.model)))
-        lines = [f"{self.attn} on {self.backend}: {self.served_layers} of {self.layers} layers ({model})"]
-        if self.dense_layers:
-            lines.append(f"  dense layers: {_listing(self.dense_layers)}")
-        lines += [f"  {line}" for line in self.outlook()]
+        first, *more = self.opening()
+        lines = [first, *(f"  {line}" for line in more)]
         if self.prefill is not None:
             lines += self.prefill.lines()
         if self.sparse_calls:
@@ -154,7 +164,7 @@ class Report:
         elif self.decodes:
             lines.append("  sparse calls: none")
         if self.dense_calls:
-            lines.append(f"  dense calls: {_listing(self.dense_calls)}")
+            lines.append(f"  dense calls: {listing(self.dense_calls)}")
         return lines
 
 
@@ -163,7 +173,8 @@ def _sum(known: Any, more: Any) -> Any:
     return more if known is None else known if more is None else known + more
 
 
-def _listing(counts: Counter[str]) -> str:
+def listing(counts: Counter[str]) -> str:
+    """Counts with their reasons, the most frequent first."""
     return ", ".join(f"{count:,} {reason}" for reason, count in counts.most_common())
 
 

@@ -33,6 +33,7 @@ def question(backend: str, device: str, packages: tuple[str, ...], **what: str |
     """
     versions = {name: _version(name) for name in ("mlx-sparse-attention", *packages)}
     where: dict[str, str | int] = {"backend": backend, "device": device, "processors": os.cpu_count() or 1}
+    where["preloaded"] = os.environ.get("LD_PRELOAD", "")  # a fast BLAS (--fast-blas): dense attention gains most
     return where | {"system": platform.platform(), "python": sys.version.split()[0]} | versions | what
 
 

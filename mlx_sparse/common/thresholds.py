@@ -177,6 +177,11 @@ class Thresholds(ABC):
                 known = self._find(config, layer, S, may)
         return known
 
+    def waits(self, config: Method, layer: Layer) -> bool:
+        """Whether a layer is still to be measured, in the first context that is long enough."""
+        may = self.measures and config.measurable and (config, layer) not in self._asked
+        return may and self.of(config, layer).how == MODELLED
+
     def _find(self, config: Method, layer: Layer, S: int, may: bool) -> Threshold:
         asked = (config, layer)
         found = self._known.get(asked)

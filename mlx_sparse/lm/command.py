@@ -10,22 +10,23 @@ import argparse
 import contextlib
 import functools
 import json
+import logging
 import os
 import signal
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from ..checks import ConfigError, SparseAttentionError
-from ..common.call_report import JSON_KEY, Report
-from ..methods import Method, Prefill, parse, read_toml, registry
+from ..common.call_report import JSON_KEY, Counts, Report, listing
+from ..methods import NEVER, Method, Prefill, parse, read_toml, registry
 
 if TYPE_CHECKING:
     from ..calibrate import Calibration
-    from ..common.call_report import Counts
     from .plan import Plan
 
 REPORTS = ("text", "mass", "json", "json+mass", "off")
@@ -53,6 +54,7 @@ class Session:
         self.command = command
         self.only_prompts = command.endswith("cache_prompt")
         self.suites = command.endswith("evaluate")
+        self.serves = command.endswith("server")
         self.configs: tuple[Method, ...] = ()
         self.prefill: Prefill | None = None
         self.decode: Method | None = None
@@ -68,6 +70,7 @@ class Session:
         self.loads = self.loads_at_start = 0
         self.loads_part = False  # whether mlx-lm is loading what it will cut
         self.terminated = False
+        self.meanwhile = contextlib.ExitStack()  # what is undone when the command ends
 
     def configure(self, parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         """Check our options and their company before anything is loaded; a mistake ends the program here."""
@@ -113,6 +116,10 @@ class Session:
         self.max_kv_size = getattr(args, "max_kv_size", None)
         self.draft = getattr(args, "draft_model", None)
         self.loads_at_start = sum(getattr(args, name, None) is not None for name in ("model", "draft_model"))
+        if self.serves:
+            from . import serving
+
+            self.meanwhile.enter_context(serving.shown(self))
 
     def find(self, original: Callable[..., Any], model: str, *args: Any, **kwargs: Any) -> Any:
         """mlx-lm's search for a model, on disk or on the hub."""
@@ -167,31 +174,36 @@ class Session:
 
     def _say_outlook(self, plan: Plan) -> None:
         """What will happen, before the first token."""
-        report = plan.report
-        shown = [line for line in plan.outlook() if plan.decodes or line.startswith("prompts")]
-        lines = [f"{report.attn} on {report.backend}: {report.served_layers} of {report.layers} layers", *shown]
-        settings = [config.name for config in plan.configs if config.measurable]
-        hint = f"; --attn {settings[0]}:dense_below=N decides otherwise" if settings else ""
-        self.say("; ".join(lines) + hint)
+        lines = plan.report.opening()
+        if any(config.measurable for config in plan.configs):
+            lines.append("dense_below=N in --attn decides otherwise")
+        self.say("; ".join(lines))
         if self.max_tokens is not None and plan.decodes:
             plan.watch = functools.partial(self._watch, plan)
 
     def _watch(self, plan: Plan, S: int, counts: Counts) -> None:
-        """Say so after the prompt if nothing will be sparse."""
+        """Say so if nothing will be sparse; ``counts`` are those of the first step, over ``S`` keys."""
         prompts = plan.report.prefill
         if counts.sparse_calls or (prompts is not None and prompts.calls):
             return
-        decode = [plan.calibration.of(config, layer).value for config, layer in plan.layers if config is plan.decode]
-        if decode and S + (self.max_tokens or 0) >= min(decode):
+        starts, longest = plan.sparse_from(), S + (self.max_tokens or 0)
+        if S < starts <= longest:
             return
-        every = plan.report.dense_calls if plan.decode is None else counts.dense_calls
-        why = " and ".join(reason for reason, _ in every.most_common(2))
-        self.say(f"nothing is sparse in this run of {S:,} keys and {self.max_tokens:,} tokens to come: calls {why}")
+        if longest < starts < NEVER:
+            why = f"this run has at most {longest:,} keys, and no step with fewer than {starts:,} is"
+        else:  # something else is in the way, or there are no steps to be sparse
+            why = f"calls so far: {listing(plan.report.dense_calls)}"
+        self.say(f"nothing will be sparse: {why}")
 
     def say(self, text: str) -> None:
         """Tell the user, on standard error."""
         if self.report_as != "off":
             print(f"[mlx-sparse] {text}", file=sys.stderr, flush=True)
+
+    def log(self, text: str) -> None:
+        """Tell who keeps the command's log."""
+        if self.report_as != "off":
+            logging.info(f"[mlx-sparse] {text}")
 
     @contextlib.contextmanager
     def _ending_the_program(self) -> Iterator[None]:
@@ -204,14 +216,26 @@ class Session:
                 os._exit(2)
             raise
 
+    def calls(self) -> Counts:
+        """The calls of all models so far, with the number of those of prompts; None where prompts stay dense."""
+        found = [report.calls() for report in list(self.reports.values())]
+        return Counts(
+            sum(counts.sparse_calls for counts in found),
+            sum((counts.dense_calls for counts in found), Counter()),
+            prefill=None if self.prefill is None else sum(counts.prefill.calls for counts in found if counts.prefill),
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """The reports as plain data for JSON."""
+        requests = {"requests": self.requests} if self.requests else {}
+        return {JSON_KEY: [report.as_dict() for report in list(self.reports.values())]} | requests
+
     def print_report(self) -> None:
         """The call report on standard error, so that the text on standard output stays the model's."""
-        reports = list(self.reports.values())
         if "json" in self.report_as:
-            requests = {"requests": self.requests} if self.requests else {}
-            print(json.dumps({JSON_KEY: [report.as_dict() for report in reports]} | requests), file=sys.stderr)
+            print(json.dumps(self.as_dict()), file=sys.stderr)
         elif self.report_as != "off":
-            for report in reports:
+            for report in self.reports.values():
                 print(f"[mlx-sparse] {report}", file=sys.stderr)
 
 
@@ -224,6 +248,7 @@ def run(main: Callable[..., Any], command: str) -> Any:
             _enabled_on_load(session, main),
             _suites(session),
             _interrupted_by_sigterm(session),
+            session.meanwhile,
         ):
             return main()
     except SparseAttentionError as error:
@@ -362,12 +387,12 @@ def _enabled_on_load(session: Session, main: Callable[..., Any]) -> Iterator[Non
 
 @contextlib.contextmanager
 def _interrupted_by_sigterm(session: Session) -> Iterator[None]:
-    """Let SIGTERM end a run with ``--attn`` as Control-C does, unless somebody handles it already."""
+    """Let SIGTERM end a run with ``--attn`` after its report, unless somebody handles it already."""
 
     def interrupt(signum: int, frame: FrameType | None) -> None:
         if session.configs:
             session.terminated = True
-            raise KeyboardInterrupt
+            raise SystemExit  # not as Control-C, after which the server finishes what it has begun
         signal.signal(signum, signal.SIG_DFL)
         signal.raise_signal(signum)
 

@@ -72,11 +72,30 @@ class Plan:
 
     def outlook(self) -> list[str]:
         """When the layers that are served are sparse, a line for those that are alike."""
-        lines: Counter[str] = Counter()
+        lines: dict[Method, Counter[str]] = {}
         for (config, layer), count in self.layers.items():
-            lines[describe(config, self.calibration.of(config, layer))] += count
-        many = len(lines) > len(self.configs)
-        return [f"{count} layers: {line}" if many else line for line, count in lines.items()]
+            if config is self.decode and not self.decodes:
+                continue
+            line = describe(config, self.calibration.of(config, layer))
+            if self.calibration.waits(config, layer):
+                asks = self.calibration.worth_asking(config)
+                line = f"{line[:-1]}; the first context of {asks:,} keys is measured)"
+            lines.setdefault(config, Counter())[line] += count
+        return [
+            f"{count} layers: {line}" if len(alike) > 1 else line
+            for alike in lines.values()
+            for line, count in alike.items()
+        ]
+
+    def sparse_from(self) -> int:
+        """Keys below which no step is sparse, whatever is measured until then; `NEVER` where none ever is."""
+        found = [NEVER]
+        for config, layer in self.layers:
+            if config is self.decode:
+                known = int(self.calibration.of(config, layer).value)
+                waits = self.calibration.waits(config, layer)
+                found.append(min(known, self.calibration.worth_asking(config)) if waits else known)
+        return min(found)
 
     def count_in(self, report: Report) -> None:
         """Go on counting in the report of another plan, of the same methods on the same model."""

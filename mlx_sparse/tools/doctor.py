@@ -13,17 +13,24 @@ from typing import Any
 
 from .. import __version__
 from .._boot import CommandFinder
+from ..checks import SparseAttentionError
 from ..common.extras import install_hint
 from ..methods.registry import unavailable
 from ..methods.table import BACKENDS
 from . import environment
 
 PACKAGES = ("mlx", "mlx-lm", "numpy", "tqdm", "transformers", "torch", "triton")
+ATTN = "sample+sparq"
 DISTRIBUTION = "mlx-sparse-attention"
 
 
-def examine() -> dict[str, Any]:
-    """Facts by name; ``problems`` lists what keeps this package from working, one sentence each."""
+def examine(model: str | None = None, attn: str = ATTN, backend: str = "auto") -> dict[str, Any]:
+    """Facts by name; ``problems`` lists what keeps this package from working, one sentence each.
+
+    Args:
+        model: that mlx-lm can load: say what ``--attn`` would do with it.
+        attn, backend: as ``--attn`` and ``--attn-backend``.
+    """
     problems: list[str] = []
     findings: dict[str, Any] = {
         "version": __version__,
@@ -38,6 +45,8 @@ def examine() -> dict[str, Any]:
     problems += [f"{name} is not installed" for name in ("mlx", "mlx-lm") if not findings["packages"][name]]
     problems += [f"mlx-lm: {problem}" for problem in findings["seams"] or []]
     problems += _other_owners()
+    if model is not None:
+        findings["model"] = _outlook(model, attn, backend, problems)
     findings["problems"] = problems
     return findings
 
@@ -53,6 +62,11 @@ def text(findings: dict[str, Any]) -> str:
         f"mlx_lm.* --attn: {findings['hook']}",
         "mlx-lm's interfaces: " + ("as expected" if findings["seams"] == [] else "not as expected"),
     ]
+    if found := findings.get("model"):
+        first, *more = found["lines"]
+        lines += [first, *(f"  {line}" for line in more)]
+        if any(row["how"] == "modelled" for row in found["thresholds"]):
+            lines.append("  mlx-sparse calibrate measures what is modelled, and so does --attn")
     lines += [f"problem: {problem}" for problem in findings["problems"]] or ["no problems found"]
     return "\n".join(lines)
 
@@ -63,6 +77,24 @@ def _guarded(probe: Any, problems: list[str], package: str) -> Any:
     except Exception as error:  # whatever is broken, say so and go on
         problems.append(f"{package} does not work here: {type(error).__name__}: {error}")
         return None
+
+
+def _outlook(model: str, attn: str, backend: str, problems: list[str]) -> dict[str, Any] | None:
+    """What ``--attn`` would say of a model before its first token; the model is loaded, and not run."""
+    try:
+        from ..calibrate import Calibration
+        from .measure import planned, rows_of
+
+        with planned(model, attn, backend, Calibration()) as plan:
+            report = plan.report
+            found = {name: getattr(report, name) for name in ("attn", "backend", "model_type", "layers")}
+            found |= {"served_layers": report.served_layers, "dense_layers": dict(report.dense_layers)}
+            return found | {"thresholds": rows_of(plan.layers, plan.calibration), "lines": report.opening()}
+    except SparseAttentionError as error:
+        problems.append(str(error))
+    except Exception as error:
+        problems.append(f"{model} does not work here: {type(error).__name__}: {error}")
+    return None
 
 
 def _device() -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
@@ -17,6 +19,9 @@ from ..lm.model import disable, enable, plan_of
 from ..methods import Method, Prefill, Step, parse, registry
 
 Served = dict[tuple[Method, Layer], int]  # layers that are alike are counted
+
+if TYPE_CHECKING:
+    from ..lm.plan import Plan
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,7 +64,7 @@ def _run(args: argparse.Namespace) -> int:
     calibration = Calibration(seconds=seconds, piece=args.prefill_step_size, say=_say)
     if args.model is None:
         served = _layers(args.shapes.split(","), args.dtype or "float16", args.attn, args.attn_backend, calibration)
-        rows = found(served, calibration, measures=True)
+        rows = rows_of(served, calibration, measures=True)
     elif args.dtype is not None:
         raise ConfigError(f"--dtype: expected none with --model, which has its own, got {args.dtype}.")
     else:
@@ -82,6 +87,13 @@ def thresholds(
         name: of a model that mlx-lm can load.
         measures: whether all that can be measured is, whatever is known already.
     """
+    with planned(name, attn, backend, calibration) as plan:
+        return rows_of(plan.layers, calibration, measures=measures)
+
+
+@contextlib.contextmanager
+def planned(name: str, attn: str, backend: str, calibration: Calibration) -> Iterator[Plan]:
+    """The plan of a model that is loaded, and not run."""
     from mlx_lm import load
 
     with loading(name):
@@ -89,18 +101,21 @@ def thresholds(
     enable(model, attn, backend=backend, calibration=calibration)
     plan = plan_of(model)
     assert plan is not None
-    disable(model)
-    return found(plan.layers, calibration, measures=measures)
+    plan.report.model = Path(name).name
+    try:
+        yield plan
+    finally:
+        disable(model)
 
 
-def found(served: Served, calibration: Calibration, *, measures: bool) -> list[dict[str, Any]]:
+def rows_of(served: Served, calibration: Calibration, *, measures: bool = False) -> list[dict[str, Any]]:
     """A row for each kind of layers: see `thresholds`."""
     rows = []
     for (config, layer), count in served.items():
-        known = calibration.measure(config, layer) if measures and config.measurable else None
-        known = known or calibration.of(config, layer)
+        found = calibration.measure(config, layer) if measures and config.measurable else None
+        found = found or calibration.of(config, layer)
         row = {"attn": str(config), "backend": layer.backend, "shape": str(layer), "layers": count}
-        rows.append(row | {"value": known.value, "how": known.how, "outlook": describe(config, known)})
+        rows.append(row | {"value": found.value, "how": found.how, "outlook": describe(config, found)})
     return rows
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_models import write
 
 from mlx_sparse.checks import ArtefactError
 from mlx_sparse.tools.demo import run
@@ -95,13 +96,23 @@ def test_a_mistake_is_one_line(argv: list[str], message: str, capfd: pytest.Capt
     assert message in line and line.count("\n") == 1 and not out
 
 
-def test_a_failing_command_is_shown(demo_cache: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    assert run.main(["--model", str(tmp_path), "--cache-dir", str(demo_cache)]) != 0
-    assert "Error" in capfd.readouterr().err.splitlines()[-1]
+@pytest.mark.parametrize(
+    ("attn", "found"),
+    [("sparq", "calibrate: expected it to succeed with "), ("sparq:dense_below=0", "Error")],
+)
+def test_a_failing_command_is_shown(
+    attn: str, found: str, demo_cache: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "tiny")
+    (tmp_path / "tiny" / "config.json").write_text("{}")
+    assert run.main(["--model", str(tmp_path / "tiny"), "--cache-dir", str(demo_cache), "--attn", attn]) != 0
+    assert found in capfd.readouterr().err.splitlines()[-1]
 
 
-def test_the_demo(demo_cache: Path, smollm2: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_demo(
+    demo_cache: Path, smollm2: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(demo_cache / "measured"))
     assert run.main(["--cache-dir", str(demo_cache), "--fast-blas", "--json"]) == 0
     result: dict[str, Any] = json.loads(capfd.readouterr().out)
     assert KEY in result["dense"]["text"] and KEY in result["sparse"]["text"]
@@ -110,3 +121,7 @@ def test_the_demo(demo_cache: Path, smollm2: Path, capfd: pytest.CaptureFixture[
     report = result["report"]
     assert report["served_layers"] == report["layers"] == 30
     assert report["sparse_calls"] > 0 and 0 < result["bytes_ratio"] < 0.5
+    (row,) = result["thresholds"]
+    assert (row["layers"], row["backend"]) == (30, report["backend"])
+    assert ("dense_below=0" in report["attn"]) == result["forced"]
+    assert result["forced"] or result["dense"]["prompt_tokens"] > row["value"]

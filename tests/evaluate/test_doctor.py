@@ -12,10 +12,13 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import KVCache
+from tiny_models import write
 
-from mlx_sparse import _boot, cli
+from mlx_sparse import _boot, calibrate, cli
+from mlx_sparse.common import measured
+from mlx_sparse.common.crossing import Crossing
 from mlx_sparse.methods import METHODS, registry, table
-from mlx_sparse.tools import doctor, matrix
+from mlx_sparse.tools import doctor, matrix, measure
 
 COMMANDS = [
     "demo",
@@ -62,6 +65,48 @@ def test_doctor_json_has_every_fact(capsys: pytest.CaptureFixture[str]):
     assert list(findings["backends"]) == ["oracle", "ops", "metal", "triton", "onnx", "ort"]
     assert findings["backends"]["oracle"] == findings["backends"]["ops"] == "yes"
     assert findings["seams"] == findings["problems"] == []
+
+
+def test_doctor_says_what_attn_would_do_with_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model = str(write(tmp_path / "tiny", "gemma3_text"))
+    code, out, _ = run(capsys, "doctor", "--model", model, "--attn", "sample+sparq:rank=4", "--attn-backend", "ops")
+    assert code == 0
+    attn = "sparq:rank=4,reallocate=false,component_score=query_key"
+    assert out.splitlines()[6:] == [
+        f"sample+{attn} on ops: 2 of 4 layers (gemma3_text, tiny)",
+        "  dense layers: 2 with a sliding window (RotatingKVCache)",
+        "  prompts sparse from 8,192 keys on where at most 75% of the blocks are kept (modelled)",
+        "  sparse from 2,048 keys on (modelled)",
+        "  mlx-sparse calibrate measures what is modelled, and so does --attn",
+        "no problems found",
+    ]
+    with measure.planned(model, "sparq:rank=4", "auto", calibrate.Calibration()) as plan:
+        ((config, layer),) = plan.layers
+        measured.write(calibrate.question(config, layer), Crossing(3000, 4000).as_dict())
+    code, out, _ = run(capsys, "doctor", "--model", model, "--attn", "sparq:rank=4", "--json")
+    found = json.loads(out)["model"]
+    assert (code, found["layers"], found["served_layers"]) == (0, 4, 2)
+    assert found["dense_layers"] == {"with a sliding window (RotatingKVCache)": 2}
+    (row,) = found["thresholds"]
+    assert (row["layers"], row["value"], row["how"]) == (2, 3000, "measured on this machine")
+    assert found["lines"][-1] == "sparse from 3,000 keys on (measured on this machine)"
+
+
+def test_doctor_says_what_keeps_a_model_from_it_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    model = str(write(tmp_path / "gemma2", "gemma2"))
+    for arguments, problem in (
+        (["--model", model], "model: expected attention through "),
+        (["--model", str(tmp_path)], "--model: expected a model that mlx-lm can load, got "),
+        (["--model", model, "--attn", "spork"], "attn: expected one of "),
+    ):
+        code, out, err = run(capsys, "doctor", *arguments)
+        assert (code, err) == (1, "")
+        assert out.splitlines()[-1].startswith(f"problem: {problem}")
+        assert "default device: " in out
+    assert run(capsys, "doctor", "--attn", "sparq")[0] == 2
 
 
 def test_doctor_works_as_an_installed_command():

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -52,6 +53,10 @@ GOOD: dict[str, list[list[str]]] = {
     "without hook": [["python", "-c", WITHOUT_HOOK, *GENERATE]],
     "--attn dense": [["mlx_lm.generate", *GENERATE, "--attn", "dense"]],
     "text report": [["mlx_lm.generate", *GENERATE, *SPARSE]],
+    "short, modelled": [["mlx_lm.generate", *GENERATE, "--attn", "sparq:rank=4", "--no-calibrate"]],
+    "short, measured": [["mlx_lm.generate", *GENERATE, "--attn", "sample+sparq:rank=4"]],
+    "short, prompts": [["mlx_lm.generate", *GENERATE, "--attn", "sample"]],
+    "windows": [["mlx_lm.generate", "--model", "gemma3", *GENERATE[2:], *SPARSE]],
     "no report": [["mlx_lm.generate", *GENERATE, *SPARSE, "--attn-report", "off"]],
     "toml": [["mlx_lm.generate", *GENERATE, "--attn-config", "good.toml", *JSON]],
     "toml and attn": [["mlx_lm.generate", *GENERATE, "--attn-config", "good.toml", "--attn", "sparq:rank=2", *JSON]],
@@ -159,6 +164,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, without_torch: Any) -> It
     write(folder / "llama")
     write(folder / "other", seed=5)
     write(folder / "gemma2", "gemma2")
+    write(folder / "gemma3", "gemma3_text")
     (write(folder / "no_weights", "qwen3") / "model.safetensors").write_bytes(b"")
     (folder / "good.toml").write_text("[sparq]\nrank = 4\ntop_k = 4\ndense_below = 0\n")
     toml = "[sample]\nblock_size = 32\ndense_below = 0\n[[sample.ranges]]\nup_to = 500\nalpha_column = 0.3\n"
@@ -169,7 +175,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory, without_torch: Any) -> It
     bad = {f"bad: {name}": [["mlx_lm.generate", "--model", "llama", *argv]] for name, (argv, _) in BAD.items()}
 
     def sequence(name: str, commands: list[list[str]]) -> Finished:
-        results = [run(argv, folder, CHAT if name == "chat" else prompt) for argv in commands]
+        stdin = CHAT if name == "chat" else prompt
+        results = [run(argv, folder, stdin, XDG_CACHE_HOME=str(folder / "cache")) for argv in commands]
         assert all(result.code == 0 for result in results[:-1]), results
         return results[-1]
 
@@ -201,13 +208,70 @@ def test_without_a_method_the_text_is_that_of_mlx_lm_alone(name: str, finished: 
 
 
 def test_the_text_report_follows_on_standard_error(finished: Runs):
-    first, *rest = finished("text report").err.splitlines()
+    opening, first, *rest = finished("text report").err.splitlines()
     assert re.fullmatch(r"\[mlx-sparse\] sparq:rank=4,top_k=4,.* on ops: 2 of 2 layers \(llama, llama\)", first)
+    assert opening == f"{first}; sparse from 5 keys on (given)"
+    assert rest[0] == "  sparse from 5 keys on (given)"
     assert re.fullmatch(
-        rf"  sparse calls: {LAYERS * STEPS}, [\d.]+% of the dense bytes by formula \(.* per step\)", rest[0]
+        rf"  sparse calls: {LAYERS * STEPS}, [\d.]+% of the dense bytes by formula \(.* per step\)", rest[1]
     )
-    assert rest[1:] == [f"  dense calls: {LAYERS} of several queries at once (prompt)"]
+    assert rest[2:] == [f"  dense calls: {LAYERS} of several queries at once (prompt)"]
     assert finished("text report").text == finished("mlx_lm.generate sparse").text
+
+
+def test_the_first_line_says_who_decides_and_the_second_that_nothing_will_be_sparse(finished: Runs):
+    first, second, *_ = finished("short, modelled").err.splitlines()
+    assert first == (
+        "[mlx-sparse] sparq:rank=4,component_score=query on ops: 2 of 2 layers (llama, llama); "
+        "sparse from 2,048 keys on (modelled); dense_below=N in --attn decides otherwise"
+    )
+    longest = PROMPT + TOKENS
+    assert second == (
+        f"[mlx-sparse] nothing will be sparse: this run has at most {longest} keys, "
+        "and no step with fewer than 2,048 is"
+    )
+    first, second, *_ = finished("short, measured").err.splitlines()
+    assert (
+        "; prompts sparse from 8,192 keys on where at most 75% of the blocks are kept (modelled; the first context of "
+        "8,192 keys is measured); sparse from 2,048 keys on (modelled; the first context of 1,024 keys is measured); "
+    ) in first
+    assert second.endswith(f"this run has at most {longest} keys, and no step with fewer than 1,024 is")
+
+
+def test_calls_that_stay_dense_for_another_reason_are_named(finished: Runs):
+    _, second, *_ = finished("short, prompts").err.splitlines()
+    assert second == (
+        "[mlx-sparse] nothing will be sparse: calls so far: 2 over fewer than 8,192 keys, 2 of a single query "
+        "(no decode method)"
+    )
+
+
+def test_the_first_line_names_the_layers_that_stay_dense(finished: Runs):
+    first, report, dense, *_ = finished("windows").err.splitlines()
+    served = re.fullmatch(
+        r"(.*layers \(gemma3_text, gemma3\)); (dense layers: \d with a sliding window .*\)); .*", first
+    )
+    assert served
+    assert (report, dense) == (served[1], f"  {served[2]}")
+
+
+def test_chat_says_it_before_the_first_question(tmp_path: Path, without_torch: Any):
+    folder = write(tmp_path / "llama").parent
+    argv = [str(BIN / "mlx_lm.chat"), "--model", "llama", "--attn", "sparq:rank=4", "--no-calibrate"]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    with subprocess.Popen(argv, cwd=folder, text=True, **pipes) as process:
+        assert process.stdin and process.stderr
+        clock = threading.Timer(60, process.kill)
+        clock.start()
+        line = process.stderr.readline()
+        assert process.poll() is None, "nothing was asked yet"
+        process.stdin.write("q\n")
+        process.stdin.close()
+        assert process.wait(60) == 0
+        clock.cancel()
+    assert line.startswith(
+        "[mlx-sparse] sparq:rank=4,component_score=query on ops: 2 of 2 layers (llama, llama); sparse "
+    )
 
 
 def test_the_report_can_be_turned_off(finished: Runs):
@@ -294,10 +358,12 @@ def test_settings_by_context_come_from_a_file(finished: Runs):
 
 
 def test_the_text_report_tells_of_prompts(finished: Runs):
-    first, *rest = finished("long, both, text").err.splitlines()
+    opening, first, *rest = finished("long, both, text").err.splitlines()
+    assert opening == "; ".join([first, *(line.strip() for line in rest[:2])])
     assert re.fullmatch(r"\[mlx-sparse\] sample:.*\+sparq:.* on ops: 2 of 2 layers \(llama, llama\)", first)
     assert [line.split(":")[0] for line in rest] == [
-        *("  sparse prefill calls", "  density", "  retained mass", "  sparse calls")
+        *("  prompts sparse from 0 keys on (given)", "  sparse from 5 keys on (given)"),
+        *("  sparse prefill calls", "  density", "  retained mass", "  sparse calls"),
     ]
 
 
@@ -329,7 +395,7 @@ def test_help_shows_the_options(program: str, command: str, finished: Runs):
     assert result.out.startswith(f"usage: {program}{command} ")
     group = result.out.partition("sparse attention:\n")[2]
     assert re.findall(r"^  (--[\w-]+)", group, re.MULTILINE) == [
-        *("--attn", "--attn-config", "--attn-backend", "--attn-report")
+        *("--attn", "--attn-config", "--attn-backend", "--no-calibrate", "--attn-report")
     ]
 
 

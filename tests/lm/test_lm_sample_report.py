@@ -93,8 +93,9 @@ def test_a_batch_counts_the_mean_of_its_rows(model: Any, tokenizer: TokenizerWra
 def test_the_text_sums_the_prompts_up(model: Any):
     with mlx_sparse.sparse(model, SAMPLE + "+" + SPARQ, mass=True) as report:
         generated(model, prompt_of(300))
-    first, prompts, density, mass, decoding = str(report).splitlines()
+    first, *outlook, prompts, density, mass, decoding = str(report).splitlines()
     assert first.startswith(f"{SAMPLE}+{SPARQ[: SPARQ.index(',dense')]}"[:30])
+    assert outlook == ["  prompts sparse from 0 keys on (given)", "  sparse from 5 keys on (given)"]
     assert prompts == f"  sparse prefill calls: {LAYERS}, {BLOCK / 299:.1%} of the queries sampled"
     percent = r"\d+\.\d%"
     assert re.fullmatch(

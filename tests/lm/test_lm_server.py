@@ -58,6 +58,22 @@ class Server:
         with urllib.request.urlopen(request, timeout=60) as response:
             return dict(json.load(response))
 
+    def sparse(self) -> list[dict[str, Any]]:
+        """The reports so far."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/v1/sparse?a=b", timeout=60) as response:
+            assert response.headers["Content-Type"] == "application/json"
+            return list(json.load(response)[JSON_KEY])
+
+    def stream(self, **body: Any) -> Iterator[bytes]:
+        """The lines of an answer as they come."""
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/v1/completions",
+            json.dumps({"temperature": 0.0, "stream": True, **body}).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=60) as response:
+            yield from response
+
     def ask(self, prompt: str) -> str:
         answer = self.post({"messages": [{"role": "user", "content": prompt}]})
         return str(answer["choices"][0]["message"]["content"])
@@ -79,6 +95,11 @@ class Server:
         self.process.send_signal(signum)
         _, err = self.process.communicate(timeout=60)
         return err
+
+
+def requests_in(err: str) -> list[str]:
+    """The lines of requests."""
+    return [line.partition("[mlx-sparse] ")[2] for line in err.splitlines() if "[mlx-sparse] prompt of" in line]
 
 
 def reports_in(err: str) -> list[dict[str, Any]]:
@@ -141,13 +162,81 @@ def test_prompts_are_processed_sparsely_and_their_figures_are_read_from_another_
     assert "with an array mask" not in report["dense_calls"]
 
 
-def test_sigterm_prints_the_report_too(model: Path):
-    with running(model, *SPARSE) as server:
+def test_each_request_has_its_line_and_the_counters_can_be_read_at_any_time(model: Path):
+    steps = LAYERS * (TOKENS + 1)  # mlx-lm works one token ahead
+    attn = ["--attn", "sparq:rank=4,top_k=4,dense_below=64", "--attn-report", "json"]
+    with running(model, *attn) as server:
         server.wait_until_up()
         server.ask(words(prompt_of(20)))
+        (short,) = server.sparse()
+        list(server.stream(prompt=words(prompt_of(100)), max_tokens=TOKENS))
+        server.ask(words(prompt_of(20)))
+        (report,) = server.sparse()
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            urllib.request.urlopen(f"http://127.0.0.1:{server.port}/v1/sparser", timeout=60)
+        err = server.interrupt()
+    below = "over fewer than 64 keys"
+    prompts = "of several queries at once (prompt)"
+    assert (short["sparse_calls"], short["dense_calls"]) == (0, {prompts: LAYERS, below: steps})
+    assert (report["sparse_calls"], report["outlook"]) == (steps, ["sparse from 64 keys on (given)"])
+    assert reports_in(err) == [report]
+    assert requests_in(err) == [
+        f"prompt of 20 tokens, {TOKENS} answered; calls: 0 sparse, {steps + LAYERS} dense "
+        f"({steps} {below}, {LAYERS} {prompts})",
+        f"prompt of 100 tokens, {TOKENS} answered; calls: {steps} sparse, {LAYERS} dense ({LAYERS} {prompts})",
+        f"prompt of 20 tokens (19 cached), {TOKENS} answered; calls: 0 sparse, {steps} dense ({steps} {below})",
+    ]
+
+
+def test_a_client_that_goes_away_and_requests_at_the_same_time_have_their_lines(model: Path):
+    attn = f"sample:block_size=32,alpha_column=0.3,alpha_slash=0.3,dense_below=0+{SPARSE[1]}"
+    with running(model, "--attn", attn) as server:
+        server.wait_until_up()
+        answer = server.stream(prompt=words(prompt_of(20)), max_tokens=10**6)
+        next(answer)
+        server.ask(words(prompt_of(300)))
+        answer.close()
+        deadline = time.monotonic() + 60
+        while True:  # until mlx-lm writes to the one who has gone
+            (report,) = server.sparse()
+            time.sleep(0.2)
+            if server.sparse() == [report]:
+                break
+            assert time.monotonic() < deadline
+        server.ask(words(prompt_of(300, seed=7)))
+        other, gone, last = requests_in(server.interrupt())
+    assert re.match(
+        r"prompt of 300 tokens, 6 answered; calls meanwhile, of up to 2 requests at a time: \d+ sparse", other
+    )
+    assert re.match(r"prompt of 20 tokens, \d+ answered; calls meanwhile, of up to 2 requests", gone)
+    assert f"6 answered; calls: {LAYERS * (TOKENS + 1)} sparse, {LAYERS} sparse for prompts, 0 dense" in last
+
+
+@pytest.mark.parametrize("asked", [False, True], ids=["idle", "busy"])
+def test_sigterm_ends_it_at_once_with_the_report(asked: bool, model: Path):
+    with running(model, *SPARSE) as server:
+        server.wait_until_up()
+        while not server.sparse():  # the model is loaded on another thread
+            time.sleep(0.1)
+        if asked:  # with a seed mlx-lm serves a request alone, and would finish it first
+            answer = server.stream(prompt=words(prompt_of(20)), max_tokens=10**6, seed=1)
+            assert [next(answer) for _ in range(8)]
         (report,) = reports_in(server.interrupt(signal.SIGTERM))
         assert server.process.returncode == 128 + signal.SIGTERM
-    assert report["sparse_calls"] >= LAYERS * TOKENS
+    assert report["served_layers"] == LAYERS
+    assert (report["sparse_calls"] > 0) == asked
+
+
+def test_the_log_begins_with_the_first_line(model: Path):
+    with running(model, *SPARSE[:2]) as server:
+        server.wait_until_up()
+        while not server.sparse():
+            time.sleep(0.1)
+        err = server.interrupt()
+    first, last = (line for line in err.splitlines() if line.startswith("[mlx-sparse] "))
+    assert first.startswith("[mlx-sparse] sparq:rank=4,top_k=4,")
+    assert first.endswith(" on ops: 2 of 2 layers (llama, llama); sparse from 5 keys on (given)")
+    assert first.startswith(f"{last}; ")
 
 
 def test_sigterm_ends_a_command_without_methods_as_it_always_did(model: Path):
@@ -158,6 +247,10 @@ def test_sigterm_ends_a_command_without_methods_as_it_always_did(model: Path):
 
 
 ONLINE = "saap:mode=online,buckets=4,probes=2,recent_tokens=8,dense_layers=0,dense_below=0"
+
+
+def outlook_of(decode: str) -> list[str]:
+    return ["prompts sparse from 0 keys on (given)", f"sparse from {10 if decode == ONLINE else 5} keys on (given)"]
 
 
 @pytest.mark.parametrize("decode", [SPARSE[1], ONLINE])
@@ -172,6 +265,7 @@ def test_a_model_loaded_again_goes_on_in_its_report(decode: str, model: Path):
         twice, once = reports_in(server.interrupt(signal.SIGTERM))
     assert (twice["model"], once["model"]) == ("llama", "other")
     assert twice["layers"] == twice["served_layers"] == LAYERS
+    assert twice["outlook"] == once["outlook"] == outlook_of(decode)
     assert (twice["prefill"]["calls"], once["prefill"]["calls"]) == (2 * LAYERS, LAYERS)
     assert twice["sparse_calls"] == 2 * once["sparse_calls"] > 0
     assert twice["dense_calls"] == {reason: 2 * count for reason, count in once["dense_calls"].items()}

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import IO, Any
 
@@ -33,12 +33,19 @@ def generate_command(model: str, max_tokens: int) -> list[str]:
 
 
 def run_command(
-    name: str, command: list[str], prompt: str, environment: dict[str, str], say: Callable[[str], object] | None = None
+    name: str,
+    command: list[str],
+    prompt: str,
+    environment: dict[str, str],
+    say: Callable[[str], object] | None = None,
+    *,
+    codes: Container[int] = (0,),
 ) -> tuple[str, str]:
     """Run one command with the prompt on standard input; return its standard output and error.
 
     Args:
         say: told all of the standard output so far, whenever there is more of it.
+        codes: exit codes of success.
 
     Raises:
         ArtefactError: it fails; the message has the last line of what it said.
@@ -60,7 +67,7 @@ def run_command(
                 raise
         errors.seek(0)
         err = errors.read().decode(errors="replace")
-    if process.returncode:
+    if process.returncode not in codes:
         last = (err.strip().splitlines() or ["no message"])[-1]
         raise ArtefactError(f"{' '.join(command[:1])}: expected it to succeed with {name}, got: {last}")
     return out, err

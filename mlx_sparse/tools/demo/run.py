@@ -6,10 +6,11 @@ import argparse
 import json
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...calibrate import MODELLED, device_kind
 from ...checks import ArtefactError, ConfigError, Parser, SparseAttentionError
 from ...common.files import cache_directory
 from ...lm.model import select_methods
@@ -18,8 +19,9 @@ from ..assets import blas
 from ..assets.smollm2 import prepare_model
 from .command import generate_command, run_command
 from .outcome import answer, compare, parse_outcome
-from .text import Task, pass_key_task
+from .settle import ANSWERED, MOST_TOKENS, Settled, settle, thresholds
 
+CHAT_TOKENS = 64  # that a chat template adds to a text
 WIDTH = 79
 
 
@@ -57,11 +59,16 @@ def _demo(args: argparse.Namespace) -> int:
     cache = cache_directory(args.cache_dir)
     model = _model_directory(args.model) if args.model else prepare_model(cache)
     environment = blas.chosen(args.fast_blas, cache)
-    task = pass_key_task()
+    rows = thresholds(model, args.attn, environment)
+    most = _most_tokens(model, args.max_tokens) if args.model else ANSWERED
+    settled = settle(args.attn, rows, _counter(model), most)
+    task = settled.task
     dense = generate_command(str(model), args.max_tokens)
-    sparse = [*dense, "--attn", args.attn, "--attn-report", "json"]
+    sparse = [*dense, "--attn", settled.attn, "--attn-report", "json"]
+    if any(row["how"] == MODELLED for row in rows):
+        sparse.append("--no-calibrate")  # it was just tried
     if not args.json:
-        _say_task(model, task)
+        _say_task(model, settled)
     outcomes = []
     for name, command in (("dense", dense), (args.attn, sparse)):
         say = None if args.json else _Answer(command).say
@@ -69,6 +76,7 @@ def _demo(args: argparse.Namespace) -> int:
     if outcomes[1].report is None:
         raise ArtefactError(f"--attn: expected a report of {args.attn}, got none. Run `mlx-sparse doctor`.")
     result = compare(model, task, args.attn, *outcomes) | {"commands": [dense, sparse]}
+    result |= {"thresholds": rows, "forced": settled.forced}
     print(json.dumps(result) if args.json else _table(result))
     return 0
 
@@ -78,6 +86,23 @@ def _model_directory(name: str) -> Path:
     if not (path / "config.json").is_file():
         raise ConfigError(f"--model: expected a model directory with a config.json, got {name}. Convert one first.")
     return path
+
+
+def _counter(model: Path) -> Callable[[str], int]:
+    """Tells the tokens of a text."""
+    from mlx_lm import utils
+
+    load_tokenizer: Any = utils.load_tokenizer
+    tokenizer = load_tokenizer(model)
+    return lambda text: len(tokenizer.encode(text))
+
+
+def _most_tokens(model: Path, answer: int) -> int:
+    """Tokens of a text that the model can take before its answer, and that nobody waits long for."""
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    longest = config.get("max_position_embeddings") if isinstance(config, dict) else None
+    most = MOST_TOKENS[device_kind()]
+    return min(most, longest - answer - CHAT_TOKENS) if isinstance(longest, int) else most
 
 
 def _short(word: str) -> str:
@@ -92,10 +117,12 @@ def _wrapped(label: str, text: str) -> str:
     return textwrap.fill(text, WIDTH, initial_indent=f"{label:<10}", subsequent_indent=" " * 10)
 
 
-def _say_task(model: Path, task: Task) -> None:
+def _say_task(model: Path, settled: Settled) -> None:
     print(_wrapped("Model", _short(str(model))))
-    print(_wrapped("Text", task.about))
-    print(_wrapped("Question", task.question), flush=True)
+    print(_wrapped("Text", settled.task.about))
+    print(_wrapped("Question", settled.task.question))
+    if settled.note:
+        print(_wrapped("Sparse", settled.note), flush=True)
 
 
 class _Answer:

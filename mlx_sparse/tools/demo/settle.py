@@ -1,0 +1,106 @@
+"""How long the demo's text is, and with which settings, so that something is sparse on any machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+from ...checks import ArtefactError
+from ...methods import NEVER, Method, Prefill, parse
+from .command import run_command
+from .text import CHARACTERS, TOPIC, Task, pass_key_task
+
+MOST_TOKENS = {"cpu": 4096, "gpu": 32768}  # of a text that nobody waits long for
+ANSWERED = 3640  # tokens of a text in which SmolLM2-135M finds the key; in one of 4,600 it does not
+MARGIN = 1.1  # a text is so much longer than where sparse attention begins to pay
+
+Row = Mapping[str, Any]
+_AT_ONCE: dict[str, Any] = {"dense_below": 0}
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What the demo runs.
+
+    Attributes:
+        attn: for ``--attn``.
+        note: what decided, a sentence; empty where the user's settings did.
+        forced: whether a method is sparse before it pays.
+    """
+
+    attn: str
+    task: Task
+    note: str = ""
+    forced: bool = False
+
+
+def thresholds(model: Path, attn: str, environment: dict[str, str]) -> list[Row]:
+    """What `mlx-sparse calibrate` measures for ``attn`` now; none where the user's settings leave nothing to it."""
+    if not any(config.measurable for config in parse(attn)):
+        return []
+    command = [sys.executable, "-m", "mlx_sparse.cli", "calibrate", "--model", str(model), "--attn", attn, "--json"]
+    out, err = run_command("calibrate", command, "", environment, codes=(0, 1))  # 1: the model decides somewhere
+    try:
+        rows: list[Row] = json.loads(out)
+    except ValueError:
+        last = (err.strip().splitlines() or ["no message"])[-1]
+        raise ArtefactError(f"calibrate: expected it to succeed with {model}, got: {last}") from None
+    return rows
+
+
+def settle(attn: str, rows: Sequence[Row], count: Callable[[str], int], most: int) -> Settled:
+    """Make the text long enough for the methods to pay, or else the methods sparse where they do not.
+
+    Args:
+        rows: of `thresholds`.
+        count: tells the tokens of a text.
+        most: tokens that the text may have.
+    """
+    configs = parse(attn)
+    starts = {config: start_of(config, rows) for config in configs if config.measurable}
+    within = {config: start for config, start in starts.items() if start * MARGIN <= most}
+    task = _long_enough(count, MARGIN * max(within.values(), default=0), most)
+    forced = {config for config in starts if task is None or config not in within}
+    notes, parts = [], []
+    for config in configs:
+        part: Any = dataclasses.replace(config, **_AT_ONCE) if config in forced else config
+        parts.append(str(part))
+        if config in starts:
+            forces = "; dense_below=0 forces it here, where it may be slower than dense attention"
+            notes.append(f"{_outlook(config, rows)}{forces if config in forced else ''}")
+    return Settled("+".join(parts) if forced else attn, task or pass_key_task(), ". ".join(notes), bool(forced))
+
+
+def start_of(config: Method, rows: Sequence[Row]) -> int:
+    """Keys from which a method is sparse in all layers that it serves; `NEVER` where it is in none."""
+    values = [row["value"] for row in _of(config, rows)]
+    if isinstance(config, Prefill):
+        return config.shortest_context() if min(values, default=0) > 0 else NEVER
+    return int(max(values, default=NEVER))
+
+
+def _of(config: Method, rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if row["attn"].partition(":")[0] == config.name]
+
+
+def _outlook(config: Method, rows: Sequence[Row]) -> str:
+    """When it is sparse, in words: those of the layers that begin last."""
+    found = max(_of(config, rows), key=lambda row: row["value"], default={"outlook": "never sparse"})
+    return f"{config.name}: {found['outlook']}"
+
+
+def _long_enough(count: Callable[[str], int], tokens: float, most: int) -> Task | None:
+    """The usual text, or a longer one, of so many tokens; None where it ends before, or would have too many."""
+    characters, task = CHARACTERS, pass_key_task()
+    while (found := count(task.prompt)) < tokens:
+        if characters > len(topics[TOPIC]):
+            return None
+        characters = int(characters * max(tokens / found, 1.02)) + 1
+        task = pass_key_task(characters=characters)
+    return task if found <= max(most, tokens) else None

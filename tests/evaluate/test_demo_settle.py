@@ -1,0 +1,100 @@
+"""How long the demo's text is, and what is forced, for machines on which sparse attention pays early, late or never."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import write
+
+from mlx_sparse.methods import NEVER
+from mlx_sparse.tools.demo import run
+from mlx_sparse.tools.demo.settle import ANSWERED, MARGIN, settle, thresholds
+from mlx_sparse.tools.demo.text import KEY, pass_key_task
+
+README = Path(__file__).parents[2] / "README.md"
+USUAL = pass_key_task().prompt
+FORCES = "; dense_below=0 forces it here, where it may be slower than dense attention"
+
+
+def count(text: str) -> int:
+    return len(text) // 4
+
+
+def row(attn: str, value: float, how: str = "modelled") -> dict[str, Any]:
+    return {"attn": attn, "value": value, "how": how, "outlook": f"sparse from {value:,.0f} keys on ({how})"}
+
+
+def test_where_it_pays_the_text_is_as_long_as_ever() -> None:
+    settled = settle("sparq", [row("sparq:component_score=query", 2048, "measured on this machine")], count, 6000)
+    assert (settled.attn, settled.task.prompt, settled.forced) == ("sparq", USUAL, False)
+    assert settled.note == "sparq: sparse from 2,048 keys on (measured on this machine)"
+
+
+def test_where_it_pays_later_the_text_is_longer() -> None:
+    settled = settle("sparq", [row("sparq", 4000)], count, 6000)
+    assert (settled.attn, settled.forced) == ("sparq", False)
+    assert 4000 * MARGIN <= count(settled.task.prompt) < 6000
+    assert KEY in settled.task.prompt
+
+
+@pytest.mark.parametrize("value", [5900, 19_602, 50_671, NEVER])
+def test_where_that_takes_too_long_it_is_forced_and_said(value: int) -> None:
+    """What is modelled for the Metal kernels is among these."""
+    settled = settle("sparq:rank=16", [row("sparq:rank=16", value)], count, 6000)
+    assert (settled.attn, settled.task.prompt, settled.forced) == ("sparq:rank=16,dense_below=0", USUAL, True)
+    assert settled.note == f"sparq: sparse from {value:,} keys on (modelled){FORCES}"
+
+
+def test_the_readme_shows_what_the_demo_says() -> None:
+    settled = settle("sparq", [row("sparq", 3756, "measured on this machine")], count, ANSWERED)
+    assert run._wrapped("Sparse", settled.note) in README.read_text(encoding="utf-8")
+
+
+def test_where_the_text_ends_it_is_forced() -> None:
+    settled = settle("sparq", [row("sparq", 40_000)], count, 100_000)
+    assert (settled.attn, settled.task.prompt) == ("sparq:dense_below=0", USUAL)
+
+
+def test_the_layers_that_begin_last_decide() -> None:
+    settled = settle("sparq", [row("sparq", 2000), row("sparq", 9000), row("sparq", 1000)], count, 6000)
+    assert settled.forced
+    assert settled.note == f"sparq: sparse from 9,000 keys on (modelled){FORCES}"
+
+
+@pytest.mark.parametrize(("share", "most", "forced"), [(0.5, 20_000, False), (0.5, 6000, True), (0.0, 20_000, True)])
+def test_prompts_are_settled_apart(share: float, most: int, forced: bool) -> None:
+    settled = settle("sample+sparq", [row("sample", share), row("sparq", 3500)], count, most)
+    assert settled.forced == forced
+    assert settled.attn == ("sample:dense_below=0+sparq" if forced else "sample+sparq")
+    assert count(settled.task.prompt) >= MARGIN * (3500 if forced else 8192)
+    assert settled.note.count(FORCES) == forced
+
+
+@pytest.mark.parametrize("attn", ["sparq:dense_below=100000", "sparq:top_k=16", "streaming", "sample:dense_below=9"])
+def test_the_users_own_settings_are_left_alone(attn: str) -> None:
+    assert thresholds(Path("nowhere"), attn, {}) == []
+    settled = settle(attn, [], count, 6000)
+    assert (settled.attn, settled.task.prompt, settled.note, settled.forced) == (attn, USUAL, "", False)
+    both = settle(f"sample+{attn}" if "sample" not in attn else f"{attn}+sparq", [], count, 6000)
+    assert attn in both.attn
+    assert both.forced
+
+
+def test_calibrate_is_asked_for_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without_torch: dict[str, str]
+) -> None:
+    model = write(tmp_path / "tiny")
+    environment = {**without_torch, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    (found,) = thresholds(model, "sparq:rank=4", environment)
+    assert (found["attn"], found["layers"]) == ("sparq:rank=4,component_score=query", 2)
+    assert settle("sparq:rank=4", [found], count, 6000).note.startswith("sparq: sparse from ")
+    if found["how"].startswith("measured"):  # this machine is not always quiet enough
+        assert list((tmp_path / "cache").rglob("*.json"))
+
+
+def test_a_text_leaves_room_for_the_answer(tmp_path: Path) -> None:
+    for text, most in (('{"max_position_embeddings": 4096}', 4096 - 32 - run.CHAT_TOKENS), ("{}", None), ("[]", None)):
+        (tmp_path / "config.json").write_text(text)
+        assert run._most_tokens(tmp_path, 32) == (most or run.MOST_TOKENS[run.device_kind()])

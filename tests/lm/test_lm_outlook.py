@@ -1,0 +1,79 @@
+"""What is said before the first token, and when nothing will be sparse."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import build
+
+import mlx_sparse
+from mlx_sparse.calibrate import GIVEN, MODELLED, Calibration, Threshold, describe
+from mlx_sparse.common.call_report import Report
+from mlx_sparse.lm.model import enable, plan_of
+from mlx_sparse.methods import NEVER, Sample, SparQ
+
+ONLINE = "saap:mode=online,buckets=4,probes=2,recent_tokens=8,dense_layers=0,dense_below=0"
+
+
+@pytest.fixture(autouse=True)
+def nothing_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def plan(attn: str, **options: Any) -> Any:
+    model = build()
+    enable(model, attn, calibration=Calibration(**options))
+    return plan_of(model)
+
+
+def test_what_is_never_sparse_is_called_that() -> None:
+    assert describe(SparQ(), Threshold(NEVER, MODELLED)) == "never sparse (modelled)"
+    assert describe(Sample(), Threshold(0, MODELLED)) == "prompts never sparse (modelled)"
+    assert describe(Sample(dense_below=9), Threshold(1, GIVEN)) == "prompts sparse from 9 keys on (given)"
+
+
+@pytest.mark.parametrize(
+    ("attn", "measures", "starts"),
+    [
+        ("sparq:rank=4", False, 2048),
+        ("sparq:rank=4", True, 1024),  # a measurement may say so
+        ("sparq:rank=4,dense_below=3000", True, 3000),
+        ("sparq:rank=4,top_k=4", True, 5),
+        ("sample", True, NEVER),
+    ],
+)
+def test_no_step_is_sparse_below(attn: str, measures: bool, starts: int) -> None:
+    assert plan(attn, measures=measures).sparse_from() == starts
+
+
+def test_a_measurement_that_was_tried_is_not_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = plan("sparq:rank=4", measures=True, seconds=0.01)
+    assert found.outlook() == ["sparse from 2,048 keys on (modelled; the first context of 1,024 keys is measured)"]
+    monkeypatch.setattr(Calibration, "measure", lambda *_: None)  # a machine that is too noisy
+    ((config, layer),) = found.layers
+    assert found.calibration.of(config, layer, 1024).how == MODELLED
+    assert found.outlook() == ["sparse from 2,048 keys on (modelled)"]
+    assert found.sparse_from() == 2048
+
+
+def test_a_command_that_only_processes_prompts_says_nothing_of_steps() -> None:
+    found = plan("sample+sparq:rank=4")
+    assert len(found.outlook()) == 2
+    found.decodes = False
+    assert found.outlook() == ["prompts sparse from 8,192 keys on where at most 75% of the blocks are kept (modelled)"]
+
+
+@pytest.mark.parametrize("attn", ["sparq:rank=4", "sample+sparq:rank=4", "h2o", ONLINE])
+def test_a_report_outlives_its_model_without_keeping_it(attn: str) -> None:
+    """A server that loads another model lets go of the first, whose report it still prints."""
+    model = build()
+    report: Report = mlx_sparse.enable(model, attn)
+    weights = weakref.ref(model.layers[0].self_attn.q_proj)
+    del model
+    gc.collect()
+    assert weights() is None
+    assert report.outlook()
