@@ -16,7 +16,7 @@ import psutil  # type: ignore[import-untyped]
 from .cache.kv_cache import SparseKVCache
 from .checks import ArtefactError
 from .common import crossing, measured
-from .common.crossing import Crossing, Noisy, Pairs
+from .common.crossing import Crossing, Noisy, Pairs, Point
 from .methods import Method, Prefill, Step
 
 SHORT = 1024  # keys: for a shorter context nobody waits for a measurement
@@ -133,6 +133,16 @@ class Calibration:
         except (ArtefactError, ValueError) as error:
             self._say(f"a measurement is ignored, and replaced by the next: {error}")
             return None
+
+    def timed(self, config: Method, layer: Layer) -> tuple[Point, ...]:
+        """The lengths at which decode steps were timed on this machine before; none if that is not known."""
+        if not config.measurable or isinstance(config, Prefill):
+            return ()
+        try:
+            answer = measured.read(question(config, layer))
+            return () if answer is None else Crossing.of(answer).points
+        except (ArtefactError, ValueError):
+            return ()  # `of` says so
 
     def measure(self, config: Method, layer: Layer) -> Threshold | None:
         """Time dense and sparse attention now, and keep the answer; None if this machine is too noisy, or too full."""
