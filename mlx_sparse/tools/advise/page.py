@@ -149,11 +149,10 @@ class Page:
         found = prospect.here
         line = f"`{prospect.method}` here: sparse from {found.keys:,.0f} keys on ({found.how})"
         if found.ratio is None:
-            ask = f"mlx-sparse calibrate --model {self.model} --attn {prospect.method} measures it"
-            return f"{line}; {ask}." if prospect.served[0].config.measurable else f"{line}."
+            return f"{line}; mlx-sparse calibrate times it." if prospect.served[0].config.measurable else f"{line}."
         return (
-            f"{line}; attention alone {found.ratio:.2f} x at {found.timed:,} keys (measured), "
-            f"so a step at {self.context:,} about {found.step:.2f} x (weights by their bytes)."
+            f"{line}; attention alone {found.ratio:.2f} x at {found.timed:,} keys (measured): were it so at "
+            f"{self.context:,}, a step would be {found.step:.2f} x as fast, the weights by their bytes."
         )
 
     def _memory(self) -> str:

@@ -156,16 +156,26 @@ class Passages:
         parameters: Any = tree_flatten(self.model.parameters())
         needed = sum(array.size * other.size for _, array in parameters if mx.issubdtype(array.dtype, mx.floating))
         if needed <= FREE_SHARE * free_memory():
-            with in_type(self.model, other):
-                yield Change(name, self._changed(lambda rows: rows.astype(other)))
+            yield self._change(name, lambda rows: rows.astype(other), in_type(self.model, other))
         else:
             yield Change(name, {}, f"not tried: it takes {needed / 1e9:.1f} GB more")
-        yield Change(f"keys and values in {KV_BITS} bits", self._changed(lambda rows: rounded(rows, KV_BITS)))
-        with in_bits(self.model, WEIGHT_BITS):
-            yield Change(f"weights in {WEIGHT_BITS} bits", self._changed(lambda rows: rows))
+        yield self._change(f"keys and values in {KV_BITS} bits", lambda rows: rounded(rows, KV_BITS))
+        yield self._change(f"weights in {WEIGHT_BITS} bits", lambda rows: rows, in_bits(self.model, WEIGHT_BITS))
+
+    def _change(
+        self,
+        name: str,
+        change: Callable[[mx.array], mx.array],
+        changed: contextlib.AbstractContextManager[None] | None = None,
+    ) -> Change:
+        """The model as it is while ``changed``, after prompts whose keys and values are changed."""
+        try:
+            with changed or contextlib.nullcontext():
+                return Change(name, self._changed(change))
+        except RuntimeError as error:  # a type or a size that MLX does not have on this device
+            return Change(name, {}, f"not tried: {error}")
 
     def _changed(self, change: Callable[[mx.array], mx.array]) -> Found:
-        """The model as it is now, after prompts whose keys and values are changed."""
         cache = copy.deepcopy(self.steps.cache)
         for leaf in leaves(cache):
             if getattr(leaf, "keys", None) is not None:
@@ -270,11 +280,21 @@ def measure(
 
 
 def rounded(rows: mx.array, bits: int) -> mx.array:
-    """``rows`` with as many values as ``bits`` can tell apart in a group; as they are where no group fits."""
-    group = next((size for size in GROUPS if rows.shape[-1] and rows.shape[-1] % size == 0), None)
+    """``rows`` with as many values in a group as ``bits`` can tell apart; as they are where they have no size."""
+    group = group_of(rows.shape[-1]) if rows.size else 0
+    return mx.dequantize(*mx.quantize(rows, group, bits), group, bits) if group else rows
+
+
+def group_of(size: int) -> int:
+    """How many of ``size`` numbers share a scale.
+
+    Raises:
+        RuntimeError: no group fits.
+    """
+    group = next((group for group in GROUPS if size % group == 0), None)
     if group is None:
-        return rows
-    return mx.dequantize(*mx.quantize(rows, group, bits), group, bits)
+        raise RuntimeError(f"{size} is no multiple of {GROUPS[-1]}")
+    return group
 
 
 @contextlib.contextmanager
@@ -327,10 +347,10 @@ def _weight_in(module: Any, bits: int) -> Iterator[None]:
     settings = {name: getattr(module, name) for name in ("bits", "mode", "group_size") if hasattr(module, name)}
     if "scales" in module:
         weight = mx.dequantize(arrays["weight"], arrays["scales"], arrays.get("biases"), **settings)
-        group = next(size for size in GROUPS if weight.shape[-1] % size == 0)
+        group = group_of(weight.shape[-1])
         module.weight, module.scales, module.biases = mx.quantize(weight, group, bits)
         module.bits, module.mode, module.group_size = bits, "affine", group
-    else:
+    elif module.weight.shape[-1] % GROUPS[-1] == 0:  # the few others stay, as mlx-lm's own quantisation leaves them
         module.weight = rounded(module.weight, bits)
     try:
         yield

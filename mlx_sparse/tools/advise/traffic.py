@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,8 +17,7 @@ from ...cache.kv_cache import SparseKVCache
 from ...calibrate import Calibration, Layer
 from ...common.model_info import config_of, leaves
 from ...common.stats import dense_elements
-from ...lm.rope import Recorder
-from ...lm.tracing import Seen, observe
+from ...lm import seam
 from ...methods import Method, registry
 
 FULL, WINDOW, LINEAR, LATENT = "full", "window", "linear", "latent"
@@ -162,19 +162,38 @@ def _is_output(module: Any, config: dict[str, Any], head: set[int]) -> bool:
     return sizes and rows not in head
 
 
+class _Readers:
+    """Counts at the seam which caches attention reads, by their places; every call passes.
+
+    A layer that reads what another one wrote hands over that layer's keys, with its cache or without.
+    """
+
+    def __init__(self, caches: list[Any]) -> None:
+        self.places = {id(cache): place for place, cache in enumerate(caches)}
+        self.keys: dict[int, tuple[Any, int]] = {}  # with the keys, whose id no other array may get
+        self.calls: Counter[int] = Counter()
+
+    def attend(
+        self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None
+    ) -> None:
+        place = self.places.get(id(cache), self.keys.get(id(keys), (None, -1))[1])
+        self.keys.setdefault(id(keys), (keys, place))
+        self.calls[place] += 1
+
+
 def kept_by(model: Any) -> Iterator[Kept]:
     """What a model's layers keep, those of a kind and window together."""
     caches = make_prompt_cache(model)
-    calls: dict[int, int] = {}
-
-    def visit(seen: Seen) -> None:
-        calls[seen.layer] = calls.get(seen.layer, 0) + 1
-
-    with Recorder(model) as recorder:
-        observe(model, mx.zeros((1, 1), mx.int32), caches, visit, recorder)
+    readers = _Readers(leaves(caches))
+    names, token = seam.bind(model), seam.active.set(readers)
+    try:
+        model(mx.zeros((1, 1), mx.int32), cache=caches)
+    finally:
+        seam.active.reset(token)
+        seam.unbind(names)
     found: dict[tuple[str, int | None], Kept] = {}
     for place, leaf in enumerate(leaves(caches)):
-        kept = _kept(leaf, max(1, calls.get(place, 1)))
+        kept = _kept(leaf, max(1, readers.calls[place]))
         known = found.get((kept.kind, kept.window))
         found[kept.kind, kept.window] = kept if known is None else known.with_more(kept)
     yield from found.values()
