@@ -20,4 +20,4 @@ def warning(model_type: str) -> str | None:
     reason = UNFIT.get(model_type)
     if reason is None:
         return None
-    return f"{model_type} is not known to be fit for this: {reason} (docs/advise.md). mlx-sparse advise measures yours"
+    return f"{model_type} is known to be unfit for this: {reason} (docs/advise.md). mlx-sparse advise measures yours"

@@ -368,6 +368,25 @@ def test_the_command_tries_methods_until_they_fail_and_saves_what_passes(
         assert [str(config) for config in read_toml(saved)[0].values()] == [found["attn"]]
 
 
+def test_where_every_key_counts_alike_no_choice_of_them_passes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], without_torch: dict[str, str]
+) -> None:
+    """Queries of zero attend to all keys alike, and half of the keys are not half of what they say."""
+    file, text, saved = tmp_path / "model" / "model.safetensors", tmp_path / "text.txt", tmp_path / "attn.toml"
+    write(tmp_path / "model")
+    weights: Any = mx.load(str(file))
+    flat = {name: array * ("q_proj" not in name) for name, array in weights.items()}
+    mx.eval(flat)
+    mx.save_safetensors(str(file), flat, {"format": "mlx"})
+    text.write_text(WORDS)
+    assert cli.main(["advise", str(tmp_path / "model"), "--text", str(text), *SHORT, "--save", str(saved)]) == 1
+    out = capsys.readouterr().out
+    assert re.search(r"\| `oracle_top_k:top_k=255` \(a bound\) \| 1/2 \|.*\| fails \|", out)
+    assert "`sparq:rank=4,top_k" not in out and "`streaming:" not in out  # nothing else was run
+    assert "\nDo not use it: even the best choice of keys (`oracle_top_k:top_k=255`) changes" in out
+    assert not saved.exists()
+
+
 def test_a_model_that_nothing_serves_is_told_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "model", "glm4_moe_lite")
     assert cli.main(["advise", str(tmp_path / "model"), "--methods", "sparq:rank=4"]) == 1
@@ -431,7 +450,7 @@ def test_families_known_to_be_unfit_are_told_in_one_line() -> None:
         assert importlib.import_module(f"mlx_lm.models.{family}")
     assert families.warning("llama") is None
     warned = page_of(None, "gemma4").advice()
-    assert warned[0].startswith("Warning: gemma4 is not known to be fit for this: ")
+    assert warned[0].startswith("Warning: gemma4 is known to be unfit for this: ")
 
 
 def test_attn_warns_of_them_before_the_first_token(tmp_path: Path, without_torch: dict[str, str]) -> None:
@@ -443,4 +462,4 @@ def test_attn_warns_of_them_before_the_first_token(tmp_path: Path, without_torch
             ["-m", "mlx_sparse.cli", *arguments, "--attn", "sparq:rank=4"], dict(os.environ) | without_torch
         )
         assert done.returncode == 0, done.stderr
-        assert len(re.findall(r"\[mlx-sparse\] gemma4_text is not known to be fit", done.stderr)) == warns
+        assert len(re.findall(r"\[mlx-sparse\] gemma4_text is known to be unfit", done.stderr)) == warns
