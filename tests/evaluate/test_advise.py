@@ -234,6 +234,11 @@ def test_the_mark_is_the_most_that_a_harmless_change_brings() -> None:
     assert {kind: (one.kl, one.agreement) for kind, one in mark.items()} == {COPY: (0.02, 0.8), TEXT: (0.02, 0.8)}
 
 
+def test_without_a_harmless_change_there_is_no_mark() -> None:
+    with pytest.raises(SparseAttentionError, match="expected one with which a harmless change can be tried, got a: no"):
+        quality.mark_of([Change("a", {}, "no")])
+
+
 @pytest.mark.parametrize("bits", [0, 4])
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_a_harmless_change_is_one_and_leaves_nothing_behind(family: str, bits: int) -> None:
@@ -283,6 +288,8 @@ def test_it_says_do_not_use_it_where_the_best_choice_of_keys_fails() -> None:
     hopeless = page_of(quality_of([tried("oracle_top_k:top_k=511", False)], []))
     assert hopeless.advice()[0].startswith("Do not use it: even the best choice of keys (`oracle_top_k:top_k=511`)")
     assert hopeless.chosen is None
+    bound = page_of(quality_of([tried("oracle_top_k:top_k=511", True)], [tried("oracle_top_k:top_k=300", True)]))
+    assert bound.chosen is None  # a bound saves nothing
     # A method that passes all the same is luck.
     lucky = page_of(quality_of([tried("oracle_top_k:top_k=511", False)], [tried("sparq:rank=4,top_k=128", True)]))
     assert lucky.chosen is None
@@ -385,6 +392,21 @@ def test_where_every_key_counts_alike_no_choice_of_them_passes(
     assert "`sparq:rank=4,top_k" not in out and "`streaming:" not in out  # nothing else was run
     assert "\nDo not use it: even the best choice of keys (`oracle_top_k:top_k=255`) changes" in out
     assert not saved.exists()
+
+
+def test_a_budget_out_of_reach_and_a_short_text_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "model")
+    text = tmp_path / "text.txt"
+    text.write_text(WORDS)
+    common = ["advise", str(tmp_path / "model"), "--text", str(text), "--methods", "sparq:rank=4"]
+    for more, message in (
+        (["--budget", "1/100000"], "--budget: expected a share within reach at 1,024 keys, got none"),
+        (["--passage", "4k"], "--limit: expected 4 x 4,"),
+    ):
+        assert cli.main([*common, *more]) == 2
+        assert message in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_a_model_that_nothing_serves_is_told_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,7 @@ from ..assets import blas
 from ..assets.models import DEFAULT
 from ..evaluate import texts
 from ..evaluate.budget import read_budget
-from ..evaluate.inputs import add_options, check_options, encode_texts, head_dim, load_model
+from ..evaluate.inputs import add_options, check_options, encode_texts, load_model
 from ..evaluate.tasks import SHORTEST
 from ..evaluate.variants import read_methods
 from ..tune.output import write_toml
@@ -127,7 +127,7 @@ def _page(args: argparse.Namespace) -> Page:
     )
     if args.no_quality or not prospects:
         return found
-    return dataclasses.replace(found, **_quality(args, model, tokenizer, [one.method for one in prospects]))
+    return dataclasses.replace(found, **_quality(args, model, tokenizer, prospects))
 
 
 def _prospects(model: Any, methods: Sequence[str], traffic: Traffic, S: int) -> tuple[list[Prospect], list[str]]:
@@ -150,12 +150,13 @@ def _prospects(model: Any, methods: Sequence[str], traffic: Traffic, S: int) -> 
     return found, refused
 
 
-def _quality(args: argparse.Namespace, model: Any, tokenizer: Any, methods: Sequence[str]) -> dict[str, Any]:
+def _quality(args: argparse.Namespace, model: Any, tokenizer: Any, prospects: Sequence[Prospect]) -> dict[str, Any]:
     from tqdm import tqdm
 
     read = texts.read(args.text, cache=cache_directory(args.cache_dir))
     tokens = [token for of_text in encode_texts(tokenizer, read) for token in of_text]
     about: dict[str, Any] = {"context": args.passage, "limit": args.limit, "seed": args.seed}
+    methods, D = [one.method for one in prospects], prospects[0].served[0].layer.step.D
     with tqdm(unit="run", desc="quality", disable=None) as progress:
-        found = quality.measure(model, tokenizer, tokens, methods, args.budget, progress, D=head_dim(model), **about)
+        found = quality.measure(model, tokenizer, tokens, methods, args.budget, progress, D=D, **about)
     return {"quality": found, "text": page.described(", ".join(text.name for text in read), **about)}

@@ -18,6 +18,7 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from ...calibrate import free_memory
+from ...checks import ConfigError
 from ...common.model_info import leaves
 from ..evaluate.results import Outcome
 from ..evaluate.runner import DENSE_STEP, Steps, observed_by
@@ -93,8 +94,15 @@ class Try:
 
 
 def mark_of(changes: Sequence[Change]) -> dict[str, Figures]:
-    """The pass mark: of every kind the largest KL and the smallest agreement that a harmless change brings."""
+    """The pass mark: of every kind the largest KL and the smallest agreement that a harmless change brings.
+
+    Raises:
+        ConfigError: none could be tried.
+    """
     tried = [change.found for change in changes if change.found]
+    if not tried:
+        notes = "; ".join(f"{change.name}: {change.note}" for change in changes)
+        raise ConfigError(f"--model: expected one with which a harmless change can be tried, got {notes}.")
     most = {kind: max((found[kind] for found in tried), key=lambda figures: figures.kl) for kind in KINDS}
     least = {kind: min(found[kind].agreement for found in tried) for kind in KINDS}
     return {kind: replace(most[kind], agreement=least[kind]) for kind in KINDS}
@@ -222,8 +230,8 @@ class Quality:
 
     @property
     def best(self) -> Try | None:
-        """The one that reads least of those that pass."""
-        passing = [one for one in self.tries if one.passes and one.share is not None]
+        """The one that reads least of those that pass; a bound is none of them."""
+        passing = [one for one in self.tries if one.passes and one.share and not one.arm.attn.startswith(ORACLE)]
         return None if self.hopeless else min(passing, key=lambda one: one.share or 0, default=None)
 
 
@@ -248,10 +256,12 @@ def measure(
         D: head dim of the layers.
 
     Raises:
-        ConfigError: there is too little text.
+        ConfigError: there is too little text, or no budget is within reach.
     """
     wanted = [ORACLE, *(method for method in methods if method != ORACLE)]
     arms, left_out = arms_of(wanted, sorted(budgets, reverse=True), context, D)
+    if not any(arm.method == ORACLE for arm in arms):
+        raise ConfigError(f"--budget: expected a share within reach at {context:,} keys, got none. Name a larger one.")
     passages = Passages(model, tokenizer, tokens, context=context, limit=limit, seed=seed, arms=arms)
     progress.total = 4 + len(arms)
 
