@@ -276,7 +276,7 @@ def page_of(found: Quality | None, family: str = "llama", **changes: Any) -> Pag
     model = build("llama")
     traffic = traffic_of(model)
     prospects, refused = command._prospects(model, ["sparq:rank=4"], traffic, 4096)
-    made = Page("m", family, "chip", "2026-01-02", 4096, [4096], traffic, prospects, refused, "a text", found)
+    made = Page("m", family, "chip", "2026-01-02", 4096, [4096], None, traffic, prospects, refused, "a text", found)
     return dataclasses.replace(made, **changes)
 
 
@@ -430,6 +430,7 @@ def test_without_quality_nothing_is_read_or_run(tmp_path: Path, capsys: pytest.C
     assert "2 window of 16 tokens, 2 full" in out
     assert "`sparq:rank=4` serves 2 of 4; 2 with a sliding window (RotatingKVCache)" in out
     assert "| 5,120 |" in out
+    assert "The model is made for 4,096 tokens, fewer than the 5,120 asked about." in out
     assert "pass mark" not in out
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from ...calibrate import Calibration
 from ...checks import ConfigError, Parser, check_int, read_length
 from ...common.files import cache_directory
-from ...common.model_info import model_type
+from ...common.model_info import config_of, model_type
 from ...lm.model import disable, enable, plan_of
 from ...methods import Prefill, parse
 from .. import environment, formats
@@ -121,6 +121,7 @@ def _page(args: argparse.Namespace) -> Page:
         date.today().isoformat(),
         args.context,
         sorted({*SHOWN, args.context}),
+        longest if isinstance(longest := config_of(model).get("max_position_embeddings"), int) else None,
         traffic,
         prospects,
         refused,

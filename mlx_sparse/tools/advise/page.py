@@ -50,6 +50,7 @@ class Page:
         machine: the chip.
         date: of the run, ISO.
         context, contexts: tokens that are asked about, and all that are shown.
+        made_for: tokens that the model is made for, as its config says; None if it does not.
         traffic: what a step reads.
         prospects: of the methods that serve any layer; ``refused`` says why the others do not.
         text: what was read, and how much of it; empty if nothing was.
@@ -62,6 +63,7 @@ class Page:
     date: str
     context: int
     contexts: list[int]
+    made_for: int | None
     traffic: Traffic
     prospects: list[Prospect]
     refused: list[str]
@@ -120,6 +122,10 @@ class Page:
             for kept in self.traffic.kept
         ]
         lines = [f"Layers that keep something: {', '.join(kinds)}."]
+        if self.made_for is not None and self.made_for < self.context:
+            lines.append(
+                f"The model is made for {self.made_for:,} tokens, fewer than the {self.context:,} asked about."
+            )
         for prospect in self.prospects:
             count = sum(one.layers for one in prospect.served)
             reasons = "".join(f"; {n} {reason}" for reason, n in prospect.dense.items())
@@ -214,6 +220,7 @@ class Page:
             "machine": self.machine,
             "date": self.date,
             "context": self.context,
+            "made_for": self.made_for,
             "weights": traffic.weights,
             "layers": [asdict(kept) for kept in traffic.kept],
             "steps": steps,

@@ -177,6 +177,7 @@ class Passages:
         changed: contextlib.AbstractContextManager[None] | None = None,
     ) -> Change:
         """The model as it is while ``changed``, after prompts whose keys and values are changed."""
+        mx.eval(self.steps.reference)  # of the model as it is
         try:
             with changed or contextlib.nullcontext():
                 return Change(name, self._changed(change))
