@@ -169,7 +169,10 @@ class Page:
                 lines.append(f"`{prospect.method}` keeps more beside them, which was not measured.")
             else:
                 more = prospect.beside / max(1, now)
-                lines.append(f"`{prospect.method}` keeps {size(prospect.beside)} beside them ({more:+.0%}).")
+                per_token = f"{size(prospect.beside / self.context)} a token"
+                lines.append(
+                    f"`{prospect.method}` keeps {size(prospect.beside)} beside them ({per_token}, {more:+.0%})."
+                )
         return "\n".join(lines)
 
     def _changes(self, quality: Quality) -> str:
