@@ -19,6 +19,7 @@ HOSTED = ("generate", "chat", "server", "benchmark", "cache_prompt", "evaluate")
 # Subcommands that parse their own arguments, and where their main() is.
 OWN_PARSERS = {
     "demo": "mlx_sparse.tools.demo.run",
+    "advise": "mlx_sparse.tools.advise.command",
     "calibrate": "mlx_sparse.tools.measure",
     "eval": "mlx_sparse.tools.evaluate.run",
     "report": "mlx_sparse.tools.evaluate.report.command",
@@ -70,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=version("mlx-sparse-attention"))
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     commands.add_parser("demo", help="a real model answers a question about a long text, densely and sparsely")
+    commands.add_parser("advise", help="whether sparse attention is worth it for your model, and safe on your text")
     commands.add_parser("calibrate", help="measure from what context on a method pays for your model on this machine")
     commands.add_parser("eval", help="what a method costs in quality, on your model and your text")
     commands.add_parser("report", help="pictures and a report of what eval found, without running it again")

@@ -35,6 +35,7 @@ REAL_GEMMA = "test_gemma3_real.py"
 # The slow tier: a test of these takes a minute, or they start dozens of processes. They come first, so that no worker
 # is left alone with them at the end.
 SLOW = {
+    "test_advise_smollm2.py": "a real model",
     "test_demo.py": "the demo",
     "test_evaluate_smollm2.py": "a real model",
     "test_install.py": "installations",

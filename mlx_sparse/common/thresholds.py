@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..checks import ArtefactError
 from . import crossing, measured
-from .crossing import Crossing, Noisy, Pairs
+from .crossing import Crossing, Noisy, Pairs, Point
 
 if TYPE_CHECKING:
     from ..methods import Method, Step
@@ -213,6 +213,14 @@ class Thresholds(ABC):
             self._say_once(f"a measurement is ignored, and replaced by the next: {error}")
             return None
 
+    def timed(self, config: Method, layer: Layer) -> tuple[Point, ...]:
+        """The lengths at which decode steps were timed on this machine before; none if that is not known."""
+        try:
+            answer = measured.read(self.question(config, layer))
+            return () if answer is None else Crossing.of(answer).points
+        except (ArtefactError, ValueError):
+            return ()  # `look_up` says so
+
     def measure(self, config: Method, layer: Layer) -> Threshold | None:
         """Time dense and sparse attention now, and keep the answer; None if this machine is too noisy, or too full."""
         seconds = self._seconds or SECONDS[self.kind(layer)]
@@ -235,7 +243,7 @@ class Thresholds(ABC):
 def describe(found: Threshold) -> str:
     """The threshold of a decode step in words."""
     if found.value >= crossing.MOST:
-        return f"dense at any length ({found.how})"
+        return f"never sparse ({found.how})"
     return f"sparse from {found.value:,.0f} keys on ({found.how})"
 
 

@@ -22,6 +22,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from ..checks import ConfigError, SparseAttentionError
+from ..common import families
 from ..common.call_report import JSON_KEY, Counts, Report, listing
 from ..methods import NEVER, Method, Prefill, parse, read_toml, registry
 
@@ -169,6 +170,8 @@ class Session:
         report.model = Path(path).name
         plan.count_in(self.reports.setdefault((path, configs), report))
         plan.decodes = not self.only_prompts
+        if (known := families.warning(report.model_type)) is not None:
+            self.say(known)
         if self.report_as in ("text", "mass"):
             self._say_outlook(plan)
 

@@ -32,10 +32,13 @@ MODELS = {
 LICENCES = [named.licence for named in MODELS.values() if named.licence]
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add ``--model`` and what goes with it."""
-    names = ", ".join(MODELS)
-    parser.add_argument("--model", metavar="MODEL", help=f"path, Hugging Face repo, or {names} (default: {DEFAULT})")
+def add_model_options(parser: argparse.ArgumentParser, *, positional: bool = False) -> None:
+    """Add ``--model``, or MODEL if it is to be an argument, and what goes with it."""
+    about = {"metavar": "MODEL", "help": f"path, Hugging Face repo, or {', '.join(MODELS)} (default: {DEFAULT})"}
+    if positional:
+        parser.add_argument("model", nargs="?", **about)  # type: ignore[arg-type]
+    else:
+        parser.add_argument("--model", **about)  # type: ignore[arg-type]
     parser.add_argument(
         "--accept-licence",
         metavar="NAME",

@@ -20,9 +20,12 @@ from . import texts
 from .tasks.base import encode
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add what every command that runs examples takes: ``--model``, ``--text``, ``--seed`` and how it runs."""
-    add_model_options(parser)
+def add_options(parser: argparse.ArgumentParser, *, positional: bool = False) -> None:
+    """Add what every command that runs examples takes: ``--model``, ``--text``, ``--seed`` and how it runs.
+
+    ``positional``: the model is an argument and no option.
+    """
+    add_model_options(parser, positional=positional)
     parser.add_argument(
         "--text",
         metavar="TEXT",
