@@ -295,6 +295,9 @@ def test_it_says_do_not_use_it_where_the_best_choice_of_keys_fails() -> None:
     assert lucky.chosen is None
     none = page_of(quality_of([tried("oracle_top_k:top_k=511", True)], [tried("sparq:rank=4,top_k=128", False)]))
     assert none.advice()[0].startswith("Do not use it with these methods and budgets")
+    dense = {kind: dataclasses.replace(one, accuracy=0.1) for kind, one in MARK.items()}
+    blind = page_of(dataclasses.replace(quality_of([tried("oracle_top_k:top_k=511", True)], []), dense=dense))
+    assert blind.advice()[-1].startswith("Dense attention itself hardly copies here")
     unserved = page_of(None, prospects=[])
     assert unserved.advice()[0].startswith("Do not use it: no method serves")
 
@@ -311,6 +314,9 @@ def test_it_recommends_the_cheapest_that_passes() -> None:
     text = str(found)
     assert "passes" in text and "fails" in text and "pass mark" in text
     assert json.loads(json.dumps(found.as_dict()))["attn"] == "sparq:rank=4"
+    assert re.fullmatch(r"At 4,096 tokens a step gets at most \d+\.\d\d x as fast, by bytes\.", found.advice()[1])
+    heavy = dataclasses.replace(found, traffic=dataclasses.replace(found.traffic, weights=10**12))
+    assert heavy.advice()[1].startswith("It is hardly worth it at 4,096 tokens: by bytes a step gets at most 1.00 x")
 
 
 @pytest.mark.parametrize(

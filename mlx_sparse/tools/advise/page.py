@@ -17,6 +17,7 @@ from .quality import COPY, ORACLE, STEPS, TEXT, Found, Quality, Try
 from .traffic import Here, Served, Traffic
 
 FIRST_LINE = "# Written by mlx-sparse advise"
+COPIES = 0.5  # share of the tokens that dense attention has to copy right for copying to show anything
 WORTH = 1.1  # the speed-up below which nobody notices
 
 
@@ -99,6 +100,8 @@ class Page:
             measured = f"`{quality.best.arm.attn}`"
             lines.append(f'Use --attn "{chosen}": {measured} is the cheapest that stays within the mark on this text.')
             lines += self._worth(chosen)
+        if quality is not None and quality.dense[COPY].accuracy < COPIES:
+            lines.append("Dense attention itself hardly copies here, so that copying shows little: try another --text.")
         return [line for line in lines if line]
 
     def _worth(self, chosen: Method) -> list[str]:
@@ -176,7 +179,7 @@ class Page:
         return "\n".join(lines)
 
     def _changes(self, quality: Quality) -> str:
-        rows = [[change.name, *(_cells(change.found) if change.found else [change.note])] for change in quality.changes]
+        rows = [[change.name, *(_cells(change.found) or [change.note, "", "", ""])] for change in quality.changes]
         rows.append(["**pass mark**, the most of these", *_cells(quality.mark)])
         header = ["harmless change", "KL, copying", "same token", "KL, text", "same token"]
         return f"Quality: {self.text}.\n\n" + formats.table(header, rows)
@@ -285,7 +288,7 @@ def _settings(oracle: Sequence[Try]) -> str:
 
 
 def _cells(found: Found) -> list[str]:
-    each = [found[kind] for kind in (COPY, TEXT)]
+    each = [found[kind] for kind in (COPY, TEXT) if kind in found]
     return [cell for one in each for cell in (plus_minus(one.kl, one.kl_error, 4), f"{one.agreement:.2f}")]
 
 
