@@ -191,7 +191,7 @@ def test_times_of_this_machine_are_told_where_they_are_known(tmp_path: Path, mon
         for S, ratio in ((2048, 0.5), (4096, 1.5), (9000, 2.0))
     ]
     answer = {"keys": 4096, "up_to": 9000, "points": points}
-    measured.write(calibrate.question(served[0].config, served[0].layer), answer)
+    measured.write(calibrate.Calibration().question(served[0].config, served[0].layer), answer)
     known = here(traffic, served, Calibration(), 8192)
     assert (known.keys, known.how, known.ratio, known.timed) == (4096, calibrate.MEASURED, 2.0, 9000)
     total = traffic.total(8192)

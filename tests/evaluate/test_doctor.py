@@ -85,7 +85,7 @@ def test_doctor_says_what_attn_would_do_with_a_model(
     ]
     with measure.planned(model, "sparq:rank=4", "auto", calibrate.Calibration()) as plan:
         ((config, layer),) = plan.layers
-        measured.write(calibrate.question(config, layer), Crossing(3000, 4000).as_dict())
+        measured.write(calibrate.Calibration().question(config, layer), Crossing(3000, 4000).as_dict())
     code, out, _ = run(capsys, "doctor", "--model", model, "--attn", "sparq:rank=4", "--json")
     found = json.loads(out)["model"]
     assert (code, found["layers"], found["served_layers"]) == (0, 4, 2)
