@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import pytest
 from tiny_models import write
 
-from mlx_sparse.calibrate import Layer, describe, modelled
 from mlx_sparse.methods import NEVER, SparQ, Step
 from mlx_sparse.tools.demo import run
 from mlx_sparse.tools.demo.settle import ANSWERED, MARGIN, settle, thresholds
@@ -43,12 +41,11 @@ def test_where_it_pays_later_the_text_is_longer() -> None:
 
 @pytest.mark.parametrize("gpu", ["g", "s", "d"])
 def test_it_is_forced_on_a_mac_of_which_only_the_model_is_known(gpu: str) -> None:
-    layer = Layer("metal", Step(3, 3, 64, 4, gpu), mx.float32)
-    found = modelled(SparQ(), layer)
-    rows = [{"attn": "sparq", "value": found.value, "how": found.how, "outlook": describe(SparQ(), found)}]
-    settled = settle("sparq", rows, count, ANSWERED)
+    modelled = SparQ().shortest_context(Step(3, 3, 64, 4, gpu))
+    assert modelled > 19_000
+    settled = settle("sparq", [row("sparq", modelled)], count, ANSWERED)
     assert (settled.attn, settled.task.prompt) == ("sparq:dense_below=0", USUAL)
-    assert f"sparse from {found.value:,} keys on (modelled)" in settled.note
+    assert settled.note == f"sparq: sparse from {modelled:,} keys on (modelled){FORCES}"
 
 
 @pytest.mark.parametrize("value", [5900, 19_602, NEVER])
