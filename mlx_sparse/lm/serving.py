@@ -11,7 +11,7 @@ import inspect
 import json
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..common.call_report import Counts, listing
@@ -86,12 +86,12 @@ def describe(request: Request, now: Counts, prompt: int, cached: int) -> str:
     """The line of a request: a prompt of so many tokens, of which some were in the server's prompt cache."""
     known = f" ({cached:,} cached)" if cached > 0 else ""
     others = f" meanwhile, of up to {request.together} requests at a time" if request.together > 1 else ""
-    sparse = [f"{now.sparse_calls - request.before.sparse_calls:,} sparse"]
+    calls = [f"{now.sparse_calls - request.before.sparse_calls:,} sparse"]
     if now.prefill is not None:
-        sparse.append(f"{now.prefill - request.before.prefill:,} sparse for prompts")
+        calls.append(f"{now.prefill - request.before.prefill:,} sparse for prompts")
     dense = now.dense_calls - request.before.dense_calls
-    sparse.append(f"{dense.total():,} dense" + (f" ({listing(dense)})" if dense else ""))
-    return f"prompt of {prompt:,} tokens{known}, {request.tokens:,} answered; calls{others}: {', '.join(sparse)}"
+    calls.append(f"{dense.total():,} dense" + (f" ({listing(dense)})" if dense else ""))
+    return f"prompt of {prompt:,} tokens{known}, {request.tokens:,} answered; calls{others}: {', '.join(calls)}"
 
 
 def moved() -> str | None:
@@ -106,11 +106,10 @@ def moved() -> str | None:
     for name, parameters in expected.items():
         owner, _, attribute = name.partition(".")
         found = getattr(getattr(server, owner, None), attribute, None)
-        if found is None or list(inspect.signature(found).parameters) != parameters:
+        if not callable(found) or list(inspect.signature(found).parameters) != parameters:
             return name
-    context = getattr(server, "GenerationContext", None)
-    named = {field.name for field in fields(context)} if context is not None else set()
-    return None if {"prompt", "prompt_cache_count"} <= named else "GenerationContext"
+    named = getattr(getattr(server, "GenerationContext", None), "__annotations__", {})
+    return None if {"prompt", "prompt_cache_count"} <= set(named) else "GenerationContext"
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tiny_models import write
 
-from mlx_sparse.methods import NEVER
+from mlx_sparse.methods import NEVER, SparQ, Step
 from mlx_sparse.tools.demo import run
 from mlx_sparse.tools.demo.settle import ANSWERED, MARGIN, settle, thresholds
 from mlx_sparse.tools.demo.text import KEY, pass_key_task
@@ -39,9 +39,17 @@ def test_where_it_pays_later_the_text_is_longer() -> None:
     assert KEY in settled.task.prompt
 
 
-@pytest.mark.parametrize("value", [5900, 19_602, 50_671, NEVER])
+@pytest.mark.parametrize("gpu", ["g", "s", "d"])
+def test_it_is_forced_on_a_mac_of_which_only_the_model_is_known(gpu: str) -> None:
+    modelled = SparQ().shortest_context(Step(3, 3, 64, 4, gpu))
+    assert modelled > 19_000
+    settled = settle("sparq", [row("sparq", modelled)], count, ANSWERED)
+    assert (settled.attn, settled.task.prompt) == ("sparq:dense_below=0", USUAL)
+    assert settled.note == f"sparq: sparse from {modelled:,} keys on (modelled){FORCES}"
+
+
+@pytest.mark.parametrize("value", [5900, 19_602, NEVER])
 def test_where_that_takes_too_long_it_is_forced_and_said(value: int) -> None:
-    """What is modelled for the Metal kernels is among these."""
     settled = settle("sparq:rank=16", [row("sparq:rank=16", value)], count, 6000)
     assert (settled.attn, settled.task.prompt, settled.forced) == ("sparq:rank=16,dense_below=0", USUAL, True)
     assert settled.note == f"sparq: sparse from {value:,} keys on (modelled){FORCES}"

@@ -262,7 +262,9 @@ def test_a_model_loaded_again_goes_on_in_its_report(decode: str, model: Path):
         for seed, path in enumerate((model, other, model)):  # a text that is known would not be processed again
             content = words(prompt_of(300, seed))
             server.post({"model": str(path), "messages": [{"role": "user", "content": content}]})
+        shown = server.sparse()
         twice, once = reports_in(server.interrupt(signal.SIGTERM))
+    assert shown == [twice, once]
     assert (twice["model"], once["model"]) == ("llama", "other")
     assert twice["layers"] == twice["served_layers"] == LAYERS
     assert twice["outlook"] == once["outlook"] == outlook_of(decode)
