@@ -32,13 +32,20 @@ collect_ignore_glob = ["*test_onnx_*.py"] if sys.version_info < (3, 11) else []
 REAL_GEMMA = "test_gemma3_real.py"
 
 
-# The slow tier: a test of these takes a minute, or they start dozens of processes. They come first, so that no worker
+# The slow tier: these take half a minute or more, or start dozens of processes. They come first, so that no worker
 # is left alone with them at the end.
 SLOW = {
     "test_advise_smollm2.py": "a real model",
+    "test_bench_mlx.py": "benchmarks",
     "test_demo.py": "the demo",
     "test_evaluate_smollm2.py": "a real model",
+    "test_gpu_check.py": "reports",
     "test_install.py": "installations",
+    "test_lm_load.py": "many requests at once",
+    "test_lm_saap_commands.py": "commands",
+    "test_lm_threads.py": "many threads",
+    "test_mac_check.py": "reports",
+    "test_onnx_bench.py": "benchmarks",
     "test_onnx_run.py": "a real model",
     "test_onnx_native.py": "instruction sets, threads, another machine's code",
     "test_onnx_native_fuzz.py": "fuzzing, sanitizers",
@@ -47,13 +54,14 @@ SLOW = {
     "test_saap_train_smollm2.py": "a real model",
     "test_smollm2.py": "a real model",
     "test_soak_histories.py": "random histories",
+    "test_triton_bench.py": "benchmarks",
     "test_triton_aot.py": "compiling for GPUs that are not here",
     "test_triton_hf.py": "models of transformers",
     "test_triton_saap_aot.py": "compiling for GPUs that are not here",
     "test_triton_sample_aot.py": "compiling for GPUs that are not here",
 }
 # The fast tier runs this many of the instances of a test, evenly spread, for every backend that it is parametrised by.
-MOST = 8
+MOST = 3
 BACKENDS = ("backend", "runtime")
 
 
