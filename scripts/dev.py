@@ -15,6 +15,7 @@ passed on: python3 scripts/dev.py test -k sparq runs all tests with that name.
 import argparse
 import hashlib
 import importlib.util
+import os
 import shlex
 import shutil
 import subprocess
@@ -81,8 +82,10 @@ def tests(args):
     """What pytest is given: no arguments mean the fast tier, --all means everything, and others are passed on."""
     if args not in ([], ["--all"]):
         return args
-    # To all processors, file by file, so that fixtures of a file are made once; slow files first.
-    return ["-n", "logical", "--dist", "loadfile", "--no-loadscope-reorder", *([] if args else ["--fast"])]
+    # File by file, so that fixtures of a file are made once; slow files first. One more worker than processors: many
+    # wait for a program that they started.
+    workers = str((os.cpu_count() or 1) + 1)
+    return ["-n", workers, "--dist", "loadfile", "--no-loadscope-reorder", *([] if args else ["--fast"])]
 
 
 def main():

@@ -9,7 +9,7 @@ import commands
 
 from mlx_sparse.methods import load_toml
 
-ARGUMENTS = "--methods sparq,h2o,streaming --budget 1/4 --limit 2 --json"
+ARGUMENTS = "--methods sparq,h2o,streaming --budget 1/4 --passage 512 --limit 2 --json"
 
 
 def test_sparq_at_a_quarter_of_the_transfers_passes_where_eviction_and_windows_fail(

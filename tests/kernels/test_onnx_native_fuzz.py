@@ -373,7 +373,7 @@ native._found, native._mismatch = lambda: Path({str(tmp_path / native.LIBRARY)!r
 files = {[__file__, str(Path(__file__).with_name("test_onnx_saap_fuzz.py"))]}
 sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *files, "-k", "not outside_the_buffers"]))
 """
-    env = {**os.environ, "LD_PRELOAD": preload, "ASAN_OPTIONS": "detect_leaks=0", "MLX_SPARSE_FUZZ": "25"}
+    env = {**os.environ, "LD_PRELOAD": preload, "ASAN_OPTIONS": "detect_leaks=0", "MLX_SPARSE_FUZZ": "12"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
     assert "8 passed" in done.stdout

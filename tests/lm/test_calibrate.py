@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from absent import without
 from msl import Metal
+from simulated import extra_for, simulated
 from tiny_models import build, greedy, prompt_of, write
 
 import mlx_sparse
@@ -229,15 +230,48 @@ def test_a_prompt_is_dense_above_the_measured_density(
     assert report.outlook() == [f"{outlook} (measured on this machine)"]
 
 
-def test_the_kernels_of_a_gpu_are_measured_by_the_same_path(metal: Metal) -> None:
-    """In the harness times mean nothing; what is written is a whole answer all the same."""
-    layer = Layer("metal", Step(1, 2, 32, 4, "g"), mx.float32)
-    pairs = Calibration().pairs(SparQ(), layer, 256, 0.0)
-    assert len(pairs) == crossing.PAIRS[0]
-    answer = calibrate.measure_prompt(
-        Sample(block_size=32), Layer("metal", Step(1, 1, 32, 4, "g"), mx.float32, 64), 0.01
-    )
+def test_the_kernels_of_a_gpu_are_measured_and_kept_by_the_same_path(
+    metal: Metal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the harness times mean nothing; the path from the question to the file is a Mac's all the same."""
+    monkeypatch.setattr(Calibration, "longest", 1024)
+    monkeypatch.setattr(crossing, "PAIRS", (2, 2))
+    layer, said = Layer("metal", Step(1, 1, 32, 4, "g"), mx.float32), list[str]()
+    calibration = Calibration(measures=True, seconds=0.01, say=said.append)
+    found = calibration.of(SparQ(), layer, 2444)
+    assert len(said) == 2
+    if found.how == MODELLED:
+        assert said[1].startswith("not measured: times at 1,024 keys vary")
+        return
+    answer = measured.read(calibration.question(SparQ(), layer)) or {}
+    assert [point["S"] for point in answer["points"]] == [1024]
+    assert found.value == (1024 if answer["keys"] else SparQ().shortest_context(layer.step))
+
+
+def test_a_prompt_on_the_kernels_of_a_gpu_is_timed_by_the_same_path(metal: Metal) -> None:
+    layer = Layer("metal", Step(1, 1, 32, 4, "g"), mx.float32, 64)
+    answer = calibrate.measure_prompt(Sample(block_size=32, dense_below=512), layer, 0.01)
     assert 0 <= answer["share"] <= 1
+    assert answer["S"] == 512
+
+
+@pytest.mark.parametrize("kind", ["g", "s", "d"])
+@pytest.mark.parametrize("keys", [1500, 6000, 40_000], ids=["fast", "slower", "slow"])
+def test_the_device_moves_the_threshold_whatever_the_model_said(kind: str, keys: int) -> None:
+    layer = Layer("metal", Step(3, 3, 64, 2, kind), mx.float16)
+    device = simulated(Calibration, extra=extra_for(keys))
+    found = device(measures=True).of(SparQ(), layer, 2444)
+    assert found.how == MEASURED
+    assert keys <= found.value <= 1.1 * keys + 1
+    assert Calibration().of(SparQ(), layer) == found
+
+
+def test_a_noisy_device_is_left_to_the_model() -> None:
+    layer, said = Layer("metal", Step(3, 3, 64, 2, "s"), mx.float16), list[str]()
+    device = simulated(Calibration, extra=extra_for(6000), noisy=True)
+    found = device(measures=True, say=said.append).of(SparQ(), layer, 2444)
+    assert found == Threshold(SparQ().shortest_context(layer.step), MODELLED)
+    assert said[1].endswith("The documented model decides instead.")
 
 
 @pytest.fixture(scope="module")
