@@ -63,7 +63,7 @@ def setup(wanted):
     uv = shutil.which("uv")
     if not (BIN / "python").exists():
         make_venv(uv)
-    # Python compiles what it imports; all of 3 GB would take a minute, which uv does not take either.
+    # Python compiles what it imports, once; all of 3 GB would take minutes, which uv does not take either.
     pip = [BIN / "python", "-m", "pip", "install", "--no-compile"]
     install = [uv, "pip", "install", "--python", BIN / "python"] if uv else pip
     run(*install, "-e", wanted)
@@ -82,10 +82,8 @@ def tests(args):
     """What pytest is given: no arguments mean the fast tier, --all means everything, and others are passed on."""
     if args not in ([], ["--all"]):
         return args
-    # File by file, so that fixtures of a file are made once; slow files first. One more worker than processors: many
-    # wait for a program that they started.
-    workers = str((os.cpu_count() or 1) + 1)
-    return ["-n", workers, "--dist", "loadfile", "--no-loadscope-reorder", *([] if args else ["--fast"])]
+    # To all processors, file by file, so that fixtures of a file are made once; slow files first.
+    return ["-n", "logical", "--dist", "loadfile", "--no-loadscope-reorder", *([] if args else ["--fast"])]
 
 
 def main():
@@ -95,6 +93,7 @@ def main():
     parser.add_argument("verb", choices=["demo", "test", "lint", "doctor", "setup"])
     parser.add_argument("args", nargs=argparse.REMAINDER, help="passed on to the command that the verb runs")
     options = parser.parse_args()
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or hundreds of programs would compile the same modules each
     if options.verb in ("lint", "setup") and options.args:
         parser.error(f"{options.verb} takes no arguments")
     setup(BASE if options.verb in ("demo", "doctor") else TEST)
