@@ -2,7 +2,7 @@
 """One command for each thing a newcomer wants. Needs Python 3.10 or newer and nothing else.
 
   python3 scripts/dev.py demo     generate with a small real model, dense and sparse
-  python3 scripts/dev.py test     lint, then the fast tests: every backend, in 5 minutes on 2 processors. --all runs all
+  python3 scripts/dev.py test     lint, then the fast tests: a few of every backend. --all runs all
   python3 scripts/dev.py lint     ruff, mypy and codespell
   python3 scripts/dev.py doctor   versions, devices and problems of this machine
   python3 scripts/dev.py setup    install what the tests need, and run nothing
