@@ -85,14 +85,14 @@ class Crossing:
         up_to, points = found.get("up_to"), found.get("points")
         keys = found.get("keys")
         for number in (up_to, up_to if keys is None else keys):
-            if not isinstance(number, int) or not 0 < number < MOST:
+            if type(number) is not int or not 0 < number < MOST:  # a bool is no number of keys
                 raise ValueError("keys and up_to are numbers of keys")
         if not isinstance(points, list) or len(points) > 1000:
             raise ValueError("points is a list")
         names = Point.__dataclass_fields__.keys()
         for point in points:
             numbers: list[Any] = list(point.values()) if isinstance(point, dict) and point.keys() == names else [None]
-            if not all(isinstance(n, (int, float)) and math.isfinite(n) and n > 0 for n in numbers):
+            if not all(type(n) in (int, float) and math.isfinite(n) and n > 0 for n in numbers):
                 raise ValueError("a point has times and ratios")
         assert isinstance(up_to, int)
         return cls(keys, up_to, tuple(Point(**point) for point in points))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ..common.call_report import Counts, listing
 
 if TYPE_CHECKING:
-    from .command import Session
+    from .session import Session
 
 PATH = "/v1/sparse"
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from ..calibrate import MEASURED, SECONDS, Calibration, Layer, describe, device_kind
+from ..calibrate import MODELLED, SECONDS, Calibration, Layer, describe, device_kind
 from ..checks import ConfigError, Parser, SparseAttentionError, check_choice, check_int, read_shape
-from ..lm.command import loading
 from ..lm.model import disable, enable, plan_of
+from ..lm.session import loading
 from ..methods import Method, Prefill, Step, parse, registry
 
 Served = dict[tuple[Method, Layer], int]  # layers that are alike are counted
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure; return 0 if everything was, 1 if the model decides somewhere."""
+    """Measure; return 0 if everything was or is given, 1 if the model decides somewhere."""
     parser = Parser(
         prog="mlx-sparse calibrate",
         description="Time dense and sparse attention in the shapes of a model's layers, and keep from what context on "
@@ -75,7 +75,7 @@ def _run(args: argparse.Namespace) -> int:
         for row in rows:
             count = "" if args.model is None else f"{row['layers']} layers, "
             print(f"{count}{row['shape']}: {row['attn']} {row['outlook']}")
-    return 0 if all(row["how"] == MEASURED for row in rows) else 1
+    return 0 if all(row["how"] != MODELLED for row in rows) else 1
 
 
 def thresholds(

@@ -21,8 +21,8 @@ import numpy.typing as npt
 import onnx
 
 from mlx_sparse.checks import ConfigError, check_int
-from mlx_sparse.lm.command import loading
 from mlx_sparse.lm.saap import load_artefact
+from mlx_sparse.lm.session import loading
 from mlx_sparse.methods import parse
 from mlx_sparse.tools.bench.core import Length, Row, say, too_large
 from mlx_sparse.tools.bench.run import Plan

@@ -318,6 +318,10 @@ def test_the_command_takes_shapes_instead_of_a_model(folder: Path) -> None:
     assert [row["shape"] for row in json.loads(done.stdout)] == ["ops, 4 x 2 heads of 32", "ops, 2 x 2 heads of 64"]
 
 
+def test_the_command_succeeds_where_what_the_user_gives_leaves_nothing_to_measure() -> None:
+    assert main(["--shapes", "4x2x32", "--dtype", "float32", "--attn", "sparq:dense_below=9"]) == 0
+
+
 @pytest.mark.parametrize(
     ("options", "error"),
     [
