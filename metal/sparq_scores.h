@@ -112,10 +112,11 @@ void approximate_logits(
 
 // Largest logit and sum of exp(logit - largest) of a tile for each query of the group; -inf and 0 without a valid key,
 // a sum of NaN where a logit is NaN or +inf.
-// partial: MAX_SIMDGROUPS floats for each query.
-template <int G>
+// largest: the same for every thread; partial: MAX_SIMDGROUPS floats for each query.
+template <int G, uint KEYS>
 void tile_statistics(
-    const thread float (&logits)[SCORE_KEYS][G],
+    const thread float (&logits)[KEYS][G],
+    thread float (&largest)[G],
     threadgroup float* partial,
     device float2* statistics,
     Place place) {
@@ -123,23 +124,22 @@ void tile_statistics(
   for (uint g = 0; g < G; ++g) {
     float own = -INFINITY;  // max passes over NaN
 #pragma clang loop unroll(full)
-    for (uint v = 0; v < SCORE_KEYS; ++v) {
+    for (uint v = 0; v < KEYS; ++v) {
       own = max(own, logits[v][g]);
     }
-    const float largest = simd_max(own);
+    own = simd_max(own);
     if (place.lane == 0) {
-      partial[g * MAX_SIMDGROUPS + place.simdgroup] = largest;
+      partial[g * MAX_SIMDGROUPS + place.simdgroup] = own;
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   threadgroup float* sums = partial + G * MAX_SIMDGROUPS;
-  float largest[G];
 #pragma clang loop unroll(full)
   for (uint g = 0; g < G; ++g) {
     largest[g] = simd_max(of_simdgroup(partial + g * MAX_SIMDGROUPS, place, -INFINITY));
     float sum = 0.0f;
 #pragma clang loop unroll(full)
-    for (uint v = 0; v < SCORE_KEYS; ++v) {
+    for (uint v = 0; v < KEYS; ++v) {
       sum += logits[v][g] == -INFINITY ? 0.0f : exp(logits[v][g] - largest[g]);
     }
     sum = simd_sum(sum);

@@ -50,4 +50,5 @@ if (first < S) {
   }
 }
 device float2* tile = reinterpret_cast<device float2*>(statistics) + (row * threadgroups_per_grid.x + at.x) * G;
-tile_statistics<G>(own, partial, tile, place);
+float largest[G];
+tile_statistics(own, largest, partial, tile, place);

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .checks import ConfigError as ConfigError
     from .checks import ShapeError as ShapeError
     from .checks import SparseAttentionError as SparseAttentionError
+    from .common.key_codes import KeyCodes as KeyCodes
     from .common.stats import Stats as Stats
     from .lm import disable as disable
     from .lm import enable as enable
@@ -23,8 +24,9 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "checks": "ArtefactError BackendUnavailable ConfigError ShapeError SparseAttentionError",
+    "common.key_codes": "KeyCodes",
     "common.stats": "Stats",
-    "api": "attend_blocks attend_indices h2o_scores saap_assign saap_route sample_select",
+    "api": "attend_blocks attend_indices code_keys h2o_scores saap_assign saap_route sample_select",
     "lm": "disable enable report sparse",
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}

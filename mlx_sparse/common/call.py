@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from ..checks import Sizes, check_choice, check_qkv, check_shape
 from . import stats
 from .block_layout import Layout
+from .key_codes import KeyCodes, check_keys_t
 from .stats import Stats
 
 INF = float("inf")
@@ -82,6 +83,15 @@ class Call:
         if array is not None:
             self.library.check_array(name, array, self.arrays[0], same_type=same_type)
             check_shape(name, array, shape)
+
+    def check_keys_t(self, keys_t: Any, key_bits: int) -> None:
+        """Check component-major keys: an array like the keys, or `KeyCodes` with fewer ``key_bits`` than 16."""
+        if isinstance(keys_t, KeyCodes):
+            for name, array in zip(KeyCodes._fields, keys_t, strict=True):
+                self.library.check_array(f"keys_t.{name}", array, self.arrays[0])
+        elif keys_t is not None:
+            self.library.check_array("keys_t", keys_t, self.arrays[0], same_type=True)
+        check_keys_t(keys_t, self.sizes, key_bits)
 
     def load(self, function: str) -> Callable[..., Any]:
         """``function`` of the backend."""

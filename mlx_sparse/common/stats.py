@@ -46,9 +46,14 @@ def dense_elements(S: int, D: int) -> int:
     return 2 * S * D + 2 * D
 
 
-def sparq_elements(S: int, D: int, *, rank: int, top_k: int) -> int:
-    """(sparq.12) r components of every key, k keys and values, new row and mean value: ``S r + 2 k D + 4 D``."""
-    return S * rank + 2 * min(top_k, S) * D + 4 * D
+def sparq_elements(S: int, D: int, *, rank: int, top_k: int, key_bits: int = 16) -> int:
+    """(sparq.12) r components of every key, k keys and values, new row and mean value: ``S r + 2 k D + 4 D``.
+
+    With fewer ``key_bits`` (sparq.23) an element counts 16 bits, and a component of a key its code and its share of lo
+    and step: ``S r (bits + 1/2) / 16``.
+    """
+    scored = S * rank if key_bits == 16 else -(-S * rank * (2 * key_bits + 1) // 32)
+    return scored + 2 * min(top_k, S) * D + 4 * D
 
 
 def streaming_elements(S: int, D: int, *, top_k: int) -> int:

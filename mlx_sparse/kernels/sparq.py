@@ -1,4 +1,4 @@
-"""SparQ attention on the GPU: docs/spec/sparq.md, equations (sparq.1) to (sparq.10).
+"""SparQ attention on the GPU: docs/spec/sparq.md, equations (sparq.1) to (sparq.10), (sparq.21).
 
 Three launches or four: the logits of all keys, the best keys (again over what the tiles of a long context left), and
 attention over them; one more merges the parts of a list of more than 512 keys.
@@ -11,12 +11,15 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..common.key_codes import GROUP, KeyCodes
 from .attend import Reallocation, attend_indices
 from .launch import Kernel, integer, padding_or_zeros, real
 from .select import reduce
 
 KEYS = 4  # per thread: SCORE_KEYS
 THREADS = 256
+
+CODE_TILE = 1024  # coded keys of a threadgroup: SCORE_TILE
 
 SCORES = Kernel(
     "sparq_scores",
@@ -27,6 +30,21 @@ SCORES = Kernel(
 CANDIDATES = Kernel(
     "sparq_candidates",
     "sparq_candidates.h",
+    ("logits", "statistics", "left_padding", "length", "local_window", "top_k"),
+    ("bits", "indices", "softmax"),
+)
+CODE_SCORES = Kernel(
+    "sparq_code_scores",
+    "sparq_codes.h",
+    (
+        *("queries", "component_weight", "codes", "lo", "step", "centre", "keys"),
+        *("left_padding", "rank", "length", "scale"),
+    ),
+    ("logits", "statistics"),
+)
+CODE_CANDIDATES = Kernel(
+    "sparq_code_candidates",
+    "sparq_codes.h",
     ("logits", "statistics", "left_padding", "length", "local_window", "top_k"),
     ("bits", "indices", "softmax"),
 )
@@ -79,6 +97,59 @@ def sparq_scores(
     return logits, statistics
 
 
+def sparq_code_scores(
+    queries: mx.array,
+    keys: mx.array,
+    coded: KeyCodes,
+    *,
+    key_bits: int,
+    narrow: bool,
+    rank: int,
+    component_weight: mx.array | None,
+    scale: float,
+    left_padding: mx.array | None,
+    length: int,
+) -> tuple[mx.array, mx.array]:
+    """Approximate logits of all keys from codes of ``rank`` components (sparq.21).
+
+    Args:
+        keys: ``(B, Hkv, capacity, D)`` with ``length`` rows in use, of which those that are not coded are read.
+        coded: with room for at least the full groups among them.
+        narrow: whether the logits are written in 8 bits.
+
+    Returns:
+        Those of `sparq_scores`, but for a stride of a multiple of 8 and one more tile, the tail; or uint8 ``logits``,
+        sixteenths of a nat below the largest of their tile.
+    """
+    B, Hkv, _, D = keys.shape
+    G = queries.shape[1] // Hkv
+    if coded.lo.shape[-1] == 0:  # a kernel takes no empty arrays
+        codes, lo, step = (mx.pad(array, [(0, 0)] * 3 + [(0, 2 * key_bits)]) for array in coded[:3])
+        coded = KeyCodes(codes, lo, step, coded.centre)
+    per_thread = 8 if G <= 4 and key_bits == 4 else 4  # more would not fit into the registers
+    tiles = -(-(length // GROUP * GROUP) // CODE_TILE) + 1
+    logits, statistics = CODE_SCORES(
+        {
+            **coded._asdict(),
+            "queries": queries,
+            "component_weight": _no_weight() if component_weight is None else component_weight,
+            "keys": keys,
+            "left_padding": padding_or_zeros(left_padding, B),
+            "rank": integer(rank),
+            "length": integer(length),
+            "scale": real(scale),
+        },
+        [
+            ((B, Hkv, -(-length // 8) * 8, G), mx.uint8 if narrow else mx.float32),
+            ((B, Hkv, tiles, G, 2), mx.float32),
+        ],
+        template={"D": D, "G": G, "WEIGHTED": component_weight is not None, "BITS": key_bits, "KEYS": per_thread},
+        groups=(tiles, Hkv, B),
+        threads=CODE_TILE // per_thread,
+    )
+    return logits, statistics
+
+
 def sparq_candidates(
     logits: mx.array,
     statistics: mx.array,
@@ -99,7 +170,8 @@ def sparq_candidates(
     softmax: list[mx.array] = []
 
     def first(tiles: int, threads: int, slots: int) -> tuple[mx.array, mx.array]:
-        bits, indices, merged = CANDIDATES(
+        narrow = logits.dtype == mx.uint8
+        bits, indices, merged = (CODE_CANDIDATES if narrow else CANDIDATES)(
             {
                 "logits": logits,
                 "statistics": statistics,
@@ -113,7 +185,7 @@ def sparq_candidates(
                 ((B, Hkv, tiles, slots), mx.int32),
                 ((B, Hkv, G, 2), mx.float32),
             ],
-            template={"G": G, "SOFTMAX": group_reduce == "softmax"},
+            template={"G": G} if narrow else {"G": G, "SOFTMAX": group_reduce == "softmax"},
             groups=(tiles, Hkv, B),
             threads=threads,
         )
@@ -135,31 +207,39 @@ def sparq_select(
     component_weight: mx.array | None,
     scale: float,
     left_padding: mx.array | None,
-    keys_t: mx.array | None,
+    keys_t: mx.array | KeyCodes | None,
+    key_bits: int = 16,
+    exact: bool = False,
     length: int | None = None,
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Choose the keys of one decode step from ``rank`` components.
 
     Args:
         keys_t: ``(B, Hkv, D, capacity)`` component-major keys; without them the keys are transposed first, which costs
-            more than dense attention.
+            more than dense attention. With fewer ``key_bits`` than 16 coded ones.
+        exact: whether the logits have to be float32, as reallocation reads them. Sums of logits always are, and those
+            of keys that are not coded.
         length: keys in use; all of them when None.
 
     Returns:
         ``indices`` and ``softmax`` of `sparq_candidates`, and the ``logits`` of `sparq_scores`.
     """
     length = keys.shape[2] if length is None else length
-    if keys_t is None:
-        keys_t = mx.contiguous(keys.swapaxes(-1, -2))
-    logits, statistics = sparq_scores(
-        queries,
-        keys_t,
-        rank=rank,
-        component_weight=component_weight,
-        scale=scale,
-        left_padding=left_padding,
-        length=length,
-    )
+    scoring: dict[str, Any] = {
+        "rank": rank,
+        "component_weight": component_weight,
+        "scale": scale,
+        "left_padding": left_padding,
+        "length": length,
+    }
+    if key_bits < 16:
+        assert isinstance(keys_t, KeyCodes)
+        narrow = not exact and group_reduce == "softmax"
+        logits, statistics = sparq_code_scores(queries, keys, keys_t, key_bits=key_bits, narrow=narrow, **scoring)
+    else:
+        assert not isinstance(keys_t, KeyCodes)
+        columns = mx.contiguous(keys.swapaxes(-1, -2)) if keys_t is None else keys_t
+        logits, statistics = sparq_scores(queries, columns, **scoring)
     indices, softmax = sparq_candidates(
         logits,
         statistics,
@@ -190,7 +270,7 @@ def sparq_attention(
         value_mean: float32 ``(B, Hkv, D)``; needed to reallocate.
         selection: the other parameters of `sparq_select`.
     """
-    indices, softmax, logits = sparq_select(queries, keys, scale=scale, length=length, **selection)
+    indices, softmax, logits = sparq_select(queries, keys, scale=scale, length=length, exact=reallocate, **selection)
     reallocation = None
     if reallocate:
         assert value_mean is not None

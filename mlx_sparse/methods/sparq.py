@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from ..checks import check_choice, check_int, check_local_window, check_rank
 from ..common import stats
+from ..common.key_codes import KEY_BITS
 from .base import NEVER, Method, Step
 from .cost import ENOUGH_SAVED
 
@@ -29,6 +30,8 @@ class SparQ(Method):
         group_reduce: what is summed over the query heads of a group: their "softmax" or their "logits".
         component_score: components are ranked by |q| ("query", the paper's) or by |q| times the spread of the keys
             ("query_key"); "auto" is "query_key" for models with q/k-norm, whose channels learn scales of their own.
+        key_bits: bits of a component of a key that scores are taken from: 16, 8 or 4. With fewer than 16 a coded copy
+            is read instead of the keys, a quarter of the bytes and of the memory with 4 (docs/spec/sparq.md).
         dense_below: keys below which attention stays dense; "auto" is what was measured on this machine
             (`mlx-sparse calibrate`), before that ``16 * top_k`` with the `ops` backend, about where it begins to pay
             (docs/results/ops.md), and `pays_from` with kernels on a GPU. For a ``top_k`` below the default, which is
@@ -59,6 +62,7 @@ class SparQ(Method):
     reallocate: str | bool = "auto"
     group_reduce: str = "softmax"
     component_score: str = "auto"
+    key_bits: int = 16
     dense_below: str | int = "auto"
 
     def __post_init__(self) -> None:
@@ -70,6 +74,7 @@ class SparQ(Method):
         check_choice("reallocate", self.reallocate, ("auto", True, False))
         check_choice("group_reduce", self.group_reduce, ("softmax", "logits"))
         check_choice("component_score", self.component_score, ("auto", "query", "query_key"))
+        check_choice("key_bits", self.key_bits, KEY_BITS)
 
     def for_model(self, *, qk_norm: bool) -> SparQ:
         auto = "query_key" if qk_norm else "query"
@@ -94,6 +99,7 @@ class SparQ(Method):
             "local_window": check_local_window(self.local_window, self.top_k),
             "reallocate": self.reallocates(G),
             "group_reduce": self.group_reduce,
+            "key_bits": self.key_bits,
         }
 
     @property
@@ -120,7 +126,7 @@ class SparQ(Method):
         return math.ceil((ENOUGH_SAVED[step.gpu] / step.heads + fixed) / per_key)
 
     def elements(self, S: int, D: int, buckets: int = 0) -> int:
-        return stats.sparq_elements(S, D, rank=self.rank, top_k=self.top_k)
+        return stats.sparq_elements(S, D, rank=self.rank, top_k=self.top_k, key_bits=self.key_bits)
 
     def with_budget(self, share: Fraction, D: int, named: Collection[str]) -> tuple[SparQ, str]:
         """Half of the budget goes to choosing keys and half to attending them, where neither setting is named."""

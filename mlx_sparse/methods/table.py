@@ -136,6 +136,16 @@ FUNCTIONS: Mapping[str, Mapping[str, str]] = {
         "metal": "kernels.select:top_k_select",
         "triton": "cuda_ref.api.parts:top_k_select",
     },
+    "code_keys": {
+        "oracle": "oracle:code_keys",
+        "ops": "ops.key_codes:code_keys",
+        "metal": "ops.key_codes:code_keys",  # once every 64 tokens
+    },
+    "key_spread": {
+        "oracle": "oracle:key_spread",
+        "ops": "ops.key_codes:key_spread",
+        "metal": "ops.key_codes:key_spread",
+    },
     "page_bounds": {
         "oracle": "oracle:page_bounds",
         "ops": "ops.quest:page_bounds",

@@ -1,10 +1,12 @@
-"""SparQ attention: docs/spec/sparq.md, equations (sparq.1) to (sparq.10)."""
+"""SparQ attention: docs/spec/sparq.md, equations (sparq.1) to (sparq.10), (sparq.21)."""
 
 from __future__ import annotations
 
 import mlx.core as mx
 
+from ..common.key_codes import KeyCodes
 from .attend import attend_indices, group_queries, softmax_lse
+from .key_codes import approximate_logits, code_keys
 from .select import take_rows, top_k_select, valid_keys
 
 
@@ -19,14 +21,16 @@ def sparq_select(
     component_weight: mx.array | None,
     scale: float,
     left_padding: mx.array | None,
-    keys_t: mx.array | None,
+    keys_t: mx.array | KeyCodes | None,
+    key_bits: int = 16,
 ) -> tuple[mx.array, mx.array]:
     """Choose the keys of one decode step from ``rank`` components.
 
     Args:
         component_weight: float32 ``(B, Hkv, D)`` spread of the keys for ``component_score="query_key"``; None for the
             paper's rule.
-        keys_t: ``(B, Hkv, D, S)`` component-major keys; row-major ones are gathered column by column without it.
+        keys_t: ``(B, Hkv, D, S)`` component-major keys, which are gathered column by column without it; with fewer
+            ``key_bits`` than 16 the coded ones, which are coded without it.
 
     Returns:
         ``indices (B, Hkv, min(top_k, S))`` and float32 ``alpha (B, Hq)``.
@@ -45,17 +49,24 @@ def sparq_select(
 
     # (sparq.3) approximate logits
     q_r = mx.take_along_axis(q, i1[:, :, None, :], axis=-1)
-    if keys_t is not None:
-        k_r = take_rows(keys_t, i1)
-    else:
-        k_r = mx.take_along_axis(keys, i1[:, :, None, :], axis=3).swapaxes(-1, -2)
     factor = mx.array(scale, mx.float32)
     if component_weight is None:
         total = mx.abs(q).sum(axis=-1, keepdims=True)
         covered = mx.abs(q_r).sum(axis=-1, keepdims=True)
         coverage = covered / mx.where(covered > 0, total, 1.0)
         factor = factor * mx.rsqrt(mx.where(covered > 0, coverage, 1.0))
-    logits = (q_r * factor) @ k_r.astype(mx.float32)
+    if key_bits < 16:
+        coded = code_keys(keys, left_padding, key_bits=key_bits) if keys_t is None else keys_t
+        assert isinstance(coded, KeyCodes)
+        logits = approximate_logits(q_r * factor, i1, keys, coded, key_bits=key_bits)
+    else:
+        assert not isinstance(keys_t, KeyCodes)
+        k_r = (
+            mx.take_along_axis(keys, i1[:, :, None], axis=3).swapaxes(-1, -2)
+            if keys_t is None
+            else take_rows(keys_t, i1)
+        )
+        logits = (q_r * factor) @ k_r.astype(mx.float32)
 
     # (sparq.4) approximate attention, (sparq.5) summed over the group, (sparq.6) the keys
     valid = None if left_padding is None else valid_keys(S, left_padding)[:, None, None, :]
@@ -82,8 +93,9 @@ def sparq_attention(
     component_weight: mx.array | None,
     scale: float,
     left_padding: mx.array | None,
-    keys_t: mx.array | None,
+    keys_t: mx.array | KeyCodes | None,
     value_mean: mx.array | None,
+    key_bits: int = 16,
 ) -> tuple[mx.array, mx.array]:
     """One decode step: ``out (B, Hq, 1, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, 1)``.
 
@@ -101,6 +113,7 @@ def sparq_attention(
         scale=scale,
         left_padding=left_padding,
         keys_t=keys_t,
+        key_bits=key_bits,
     )
     out, lse = attend_indices(queries, keys, values, indices, scale=scale)
     if reallocate:

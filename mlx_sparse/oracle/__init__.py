@@ -13,6 +13,7 @@ from .baselines import (
     streaming_attention,
 )
 from .blocks import attend_blocks, block_lists, block_mask
+from .key_codes import code_keys, key_spread
 from .lsh import hash_sparse_attention, hyperattention_attention
 from .prefill import (
     bigbird_attention,
@@ -53,6 +54,7 @@ __all__ = [
     "bigbird_select",
     "block_lists",
     "block_mask",
+    "code_keys",
     "dense_attention",
     "flexgen_attention",
     "fold_batch_norm",
@@ -62,6 +64,7 @@ __all__ = [
     "hyperattention_attention",
     "imbalance",
     "keep",
+    "key_spread",
     "kmeans_step",
     "merge",
     "minference_attention",

@@ -1,4 +1,4 @@
-"""SparQ attention: docs/spec/sparq.md, equations (sparq.1) to (sparq.10)."""
+"""SparQ attention: docs/spec/sparq.md, equations (sparq.1) to (sparq.10), (sparq.21)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ..checks import check_choice, check_int, check_local_window, check_qkv, check_rank, check_shape
+from ..common.key_codes import KEY_BITS, KeyCodes, check_keys_t
 from ..common.stats import Stats, dense_elements, sparq_elements
 from .attend import attend_indices, check_backend, dense_attention, dense_with_lse, float64, retained_mass, softmax_lse
+from .key_codes import approximate_keys, code_keys, key_spread
 from .select import ranked, top_k_select, valid_keys
 
 Array = npt.NDArray[Any]
@@ -40,6 +42,7 @@ def sparq_select(
     local_window: int | None = None,
     group_reduce: str = "softmax",
     component_score: str = "query",
+    key_bits: int = 16,
     scale: float | None = None,
     left_padding: npt.ArrayLike | None = None,
 ) -> SparQSelection:
@@ -51,12 +54,18 @@ def sparq_select(
     scale = D**-0.5 if scale is None else scale
     valid = valid_keys(B, S, left_padding)
     k = np.where(valid[:, None, :, None], k, 0.0)
+    std = deviation(k, valid) if component_score == "query_key" else None
+    if key_bits < 16:
+        # (sparq.21), (sparq.22) take the place of the keys and of their deviation
+        coded = code_keys(k, key_bits=key_bits, left_padding=left_padding)
+        k = approximate_keys(k, coded, key_bits=key_bits)
+        std = None if std is None else key_spread(coded, std, key_bits=key_bits, left_padding=left_padding)
     grouped = q.reshape(B, Hkv, G, D)
 
     # (sparq.1) one score per component, shared by the group
     component = np.abs(grouped).sum(axis=2)
-    if component_score == "query_key":
-        component = component * deviation(k, valid)
+    if std is not None:
+        component = component * std
     # (sparq.2) the r largest
     i1 = np.argsort(-ranked(component), axis=-1, kind="stable")[..., :rank]
 
@@ -94,9 +103,10 @@ def sparq_attention(
     reallocate: str | bool = "auto",
     group_reduce: str = "softmax",
     component_score: str = "query",
+    key_bits: int = 16,
     scale: float | None = None,
     left_padding: npt.ArrayLike | None = None,
-    keys_t: npt.ArrayLike | None = None,
+    keys_t: npt.ArrayLike | KeyCodes | None = None,
     value_mean: npt.ArrayLike | None = None,
     backend: str = "auto",
     return_stats: bool | str = False,
@@ -119,7 +129,8 @@ def sparq_attention(
     check_choice("group_reduce", group_reduce, ("softmax", "logits"))
     check_choice("component_score", component_score, ("query", "query_key"))
     check_shape("left_padding", None if left_padding is None else np.asarray(left_padding), (n.B,))
-    check_shape("keys_t", None if keys_t is None else np.asarray(keys_t), (n.B, n.Hkv, n.D, n.S))
+    check_choice("key_bits", key_bits, KEY_BITS)
+    check_keys_t(keys_t if keys_t is None or isinstance(keys_t, KeyCodes) else np.asarray(keys_t), n, key_bits)
     check_shape("value_mean", None if value_mean is None else np.asarray(value_mean), (n.B, n.Hkv, n.D))
     if n.L > 1:
         return dense_attention(q, k, v, scale=scale, left_padding=left_padding, return_stats=return_stats)
@@ -133,6 +144,7 @@ def sparq_attention(
         local_window=local_window,
         group_reduce=group_reduce,
         component_score=component_score,
+        key_bits=key_bits,
         scale=scale,
         left_padding=left_padding,
     )
@@ -149,8 +161,10 @@ def sparq_attention(
     if return_stats == "mass":
         dense_lse = dense_with_lse(q, k, v, scale=scale, left_padding=left_padding)[1]
         mass = retained_mass(lse, dense_lse)
-    moved = sparq_elements(n.S, n.D, rank=rank, top_k=top_k) if n.S > top_k else dense_elements(n.S, n.D)
-    return out, Stats(moved, dense_elements(n.S, n.D), min(top_k, n.S) / n.S, mass)
+    moved = dense = dense_elements(n.S, n.D)
+    if n.S > top_k:
+        moved = sparq_elements(n.S, n.D, rank=rank, top_k=top_k, key_bits=key_bits)
+    return out, Stats(moved, dense, min(top_k, n.S) / n.S, mass)
 
 
 def masked_mean(rows: Array, valid: Array) -> Array:

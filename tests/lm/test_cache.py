@@ -33,6 +33,7 @@ from mlx_sparse.methods import METHODS, SparQ, table
 
 H, D = 2, 8
 ALL_BUFFERS = SparQ(rank=4, top_k=4, reallocate=True, component_score="query_key", dense_below=0)
+COLUMNS = SparQ(rank=4, top_k=4, reallocate=False, component_score="query", dense_below=0)
 PADDING = [3, 0, 1]
 
 
@@ -79,8 +80,10 @@ def check_side_buffers(cache: Any) -> None:
     S, side = cache.length, cache.beside["sparq"]
     keys, values = (np.array(rows[..., :S, :]).astype(np.float64) for rows in (cache.keys, cache.values))
     first = [0] * keys.shape[0] if cache.padding is None else cache.padding.tolist()
-    assert side.covered == S
-    np.testing.assert_array_equal(np.array(side.keys_t[..., :S]), np.array(cache.keys[..., :S, :].swapaxes(-1, -2)))
+    assert side.columns.covered == S
+    np.testing.assert_array_equal(
+        np.array(side.columns.keys_t[..., :S]), np.array(cache.keys[..., :S, :].swapaxes(-1, -2))
+    )
     mean, variance = np.array(side.values.mean()), np.array(side.keys.deviation()) ** 2
     # Each row taken in rounds once, at the size of what is summed.
     eps = 64 * np.finfo(np.float32).eps
@@ -183,7 +186,7 @@ def test_a_deep_copy_and_its_original_go_on_independently(make: Any):
     for each in (cache, twin):
         attend(each)
         check_side_buffers(each)
-    assert not mx.array_equal(cache.beside["sparq"].keys_t, twin.beside["sparq"].keys_t)
+    assert not mx.array_equal(cache.beside["sparq"].columns.keys_t, twin.beside["sparq"].columns.keys_t)
 
 
 @CACHES
@@ -360,8 +363,8 @@ def test_an_appended_token_copies_no_buffer(kept: str):
         buffers = [cache.keys, cache.values]
         if kept != "keys and values":
             sums = kept == "and every sum"
-            side.extend(cache, cache.length, mean=sums, spread=sums)
-            buffers.append(side.keys_t)
+            side.read(cache, ALL_BUFFERS if sums else COLUMNS, 2, whole=True)
+            buffers.append(side.columns.keys_t)
             buffers += [side.values.state.sums, side.keys.state.sums] if sums else []
         mx.eval(buffers)
 

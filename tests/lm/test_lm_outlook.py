@@ -20,8 +20,8 @@ ONLINE = "saap:mode=online,buckets=4,probes=2,recent_tokens=8,dense_layers=0,den
 
 
 @pytest.fixture(autouse=True)
-def nothing_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def nothing_measured(calibration_folder: Path) -> None:
+    """Other tests measure the same shapes."""
 
 
 def plan(attn: str, **options: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 from ...checks import ShapeError, check_choice, check_decode_step, check_int, check_local_window, check_rank
 from .. import stats
 from ..call import Call, Library
+from ..key_codes import KEY_BITS, KeyCodes
 
 Array = Any  # of the library that the functions are for
 
@@ -82,9 +83,10 @@ class DecodeFunctions:
         reallocate: str | bool = "auto",
         group_reduce: str = "softmax",
         component_score: str = "query",
+        key_bits: int = 16,
         scale: float | None = None,
         left_padding: Array | None = None,
-        keys_t: Array | None = None,
+        keys_t: Array | KeyCodes | None = None,
         value_mean: Array | None = None,
         backend: str = "auto",
         return_stats: bool | str = False,
@@ -100,8 +102,10 @@ class DecodeFunctions:
                 authors' evaluation code).
             component_score: rank components by |q| ("query", the paper) or by |q| times the spread of the keys
                 ("query_key").
-            keys_t: ``(B, Hkv, D, S)`` keys stored component-major: without it, nothing is saved on real hardware.
-                The `metal` backend copies slices of larger buffers on every call; a cache passes whole buffers.
+            key_bits: of a component of a key that scores are taken from: 16 (the paper), 8 or 4.
+            keys_t: ``(B, Hkv, D, S)`` keys stored component-major, or with fewer than 16 bits the `KeyCodes` of
+                `code_keys`: without it, nothing is saved on real hardware. The `metal` backend copies slices of larger
+                buffers on every call; a cache passes whole buffers.
             value_mean: ``(B, Hkv, D)`` mean of the valid values, the current one included; computed when absent.
         """
         call = Call(
@@ -122,7 +126,8 @@ class DecodeFunctions:
         check_choice("reallocate", reallocate, ("auto", True, False))
         check_choice("group_reduce", group_reduce, ("softmax", "logits"))
         check_choice("component_score", component_score, ("query", "query_key"))
-        call.check("keys_t", keys_t, (n.B, n.Hkv, n.D, n.S), same_type=True)
+        check_choice("key_bits", key_bits, KEY_BITS)
+        call.check_keys_t(keys_t, key_bits)
         call.check("value_mean", value_mean, (n.B, n.Hkv, n.D))
         if n.L > 1 or n.S <= top_k:
             return call.dense()
@@ -130,11 +135,19 @@ class DecodeFunctions:
         if reallocates and value_mean is None:
             value_mean = call.load("masked_mean")(values, call.left_padding)
         weight = None
-        if component_score == "query_key":
+        more: dict[str, Any] = {}
+        if key_bits < 16:
+            if keys_t is None:
+                keys_t = call.load("code_keys")(keys, call.left_padding, key_bits=key_bits)
+            more = {"key_bits": key_bits}
+            if component_score == "query_key":
+                weight = call.load("key_spread")(keys_t, keys, call.left_padding, **more)
+        elif component_score == "query_key":
             weight = call.load("deviation")(keys, call.left_padding)
         return call.decode(
-            partial(stats.sparq_elements, rank=rank),
+            partial(stats.sparq_elements, rank=rank, key_bits=key_bits),
             top_k,
+            **more,
             top_k=top_k,
             rank=rank,
             local_window=window,
@@ -144,6 +157,19 @@ class DecodeFunctions:
             keys_t=keys_t,
             value_mean=value_mean,
         )
+
+    def code_keys(
+        self, keys: Array, *, key_bits: int, left_padding: Array | None = None, backend: str = "auto"
+    ) -> KeyCodes:
+        """Keys in few bits, for ``keys_t`` of `sparq_attention` (docs/spec/sparq.md, (sparq.17) to (sparq.20)).
+
+        Args:
+            key_bits: 8 or 4.
+        """
+        call = Call(self._library, "code_keys", keys, keys, keys, left_padding=left_padding, backend=backend)
+        check_choice("key_bits", key_bits, KEY_BITS[1:])
+        coded: KeyCodes = call.load("code_keys")(keys, call.left_padding, key_bits=key_bits)
+        return coded
 
     def quest_attention(
         self,

@@ -1,0 +1,217 @@
+"""Scores from few bits (docs/spec/sparq.md, sparq.17 to sparq.22): every backend with them, and the oracle itself."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from adapters import having
+from cases import (
+    CASES,
+    Array,
+    Case,
+    assert_as_good_as_plain,
+    assert_same_choice,
+    every_parameter,
+    plain_sparq,
+    round_to,
+)
+
+import mlx_sparse
+from mlx_sparse import ConfigError, ShapeError, oracle
+from mlx_sparse.common.key_codes import GROUP, KeyCodes
+from mlx_sparse.methods.table import FUNCTIONS
+from mlx_sparse.oracle.key_codes import approximate_keys, unpack
+
+CODING = [name for name in having("code_keys") if name in FUNCTIONS["code_keys"]]
+SETTINGS: dict[str, dict[str, Any]] = {
+    "4-bits": {"key_bits": 4},
+    "8-bits": {"key_bits": 8, "component_score": "query_key"},
+    "spread": {"key_bits": 4, "component_score": "query_key", "rank": 8},
+    "reallocate": {"key_bits": 4, "reallocate": True},
+    "logits": {"key_bits": 8, "group_reduce": "logits"},
+    "every-component": {"key_bits": 4, "rank": None},
+}
+NARROWS = ("metal", "triton")  # they hold scores in 8 bits
+
+by_backend = pytest.mark.parametrize("backend", CODING, indirect=True)
+by_case = pytest.mark.parametrize("case", CASES, ids=str)
+by_bits = pytest.mark.parametrize("key_bits", [8, 4])
+
+
+class OddKeys(Case):
+    """Keys in which components are constant, nearly so, huge, not finite, and NaN where they are padding."""
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}-odd"
+
+    def inputs(self, seed: int = 0, L: int = 1) -> tuple[Array, Array, Array]:
+        queries, keys, values = super().inputs(seed, L)
+        keys[..., 0] = 3.0
+        keys[..., 1] = np.float32(1000) + np.float32(0.5) * (np.arange(self.S) % 2)
+        keys[..., 2] *= 1e-6
+        if self.dtype != "f16":
+            keys[..., 3] *= 1e6
+            keys[:, :, 70, 4] = 3e38
+            keys[:, :, 71, 4] = -3e38
+        keys[:, :, 65, 5], keys[:, :, 140, 6] = np.nan, np.inf
+        keys[:, :, -1, 7] = np.nan  # in the tail
+        for b, first in enumerate(self.padding or ()):
+            keys[b, :, :first] = np.nan
+        return queries, round_to(keys, self.dtype), values
+
+
+ODD = [OddKeys(2, 4, 2, 213, 64, dtype, padding) for dtype in ("f32", "f16", "bf16") for padding in (None, (0, 150))]
+
+
+@by_bits
+@by_backend
+@pytest.mark.parametrize("case", [*CASES, *ODD], ids=str)
+def test_the_codes_are_the_oracles_to_the_last_bit(backend: Any, case: Case, key_bits: int) -> None:
+    wanted = oracle.code_keys(case.inputs()[1], key_bits=key_bits, left_padding=case.padding)
+    for name, found, array in zip(KeyCodes._fields, backend.code_keys(case, key_bits), wanted, strict=True):
+        np.testing.assert_array_equal(found, array, err_msg=name)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@by_case
+@by_backend
+def test_a_backend_chooses_by_codes_as_the_oracle(backend: Any, setting: str, case: Case) -> None:
+    q, k, v = case.inputs()
+    params = {**every_parameter(case, "paper"), **SETTINGS[setting]}
+    params["rank"] = params["rank"] or case.D
+    found = backend.sparq(case, params)
+    selection = {name: value for name, value in params.items() if name != "reallocate"}
+    wanted = oracle.sparq_select(q, k, left_padding=case.padding, **selection)
+    exact = params["reallocate"] or params["group_reduce"] == "logits"
+    if backend.name in NARROWS and not exact:
+        assert_chosen_within(found.choice, wanted, case, 1 / 16)
+    else:
+        assert_same_choice(found.choice, wanted.indices, wanted.scores)
+    out = expected_from(found.choice, wanted, case, params)
+    plain = plain_sparq(case, {**params, "reallocate": False}, q, k, v, found.choice)
+    if params["reallocate"] and case.S > params["top_k"]:
+        plain = out + 2 * (plain - oracle.attend_indices(q, k, v, found.choice, scale=params["scale"])[0])
+    assert_as_good_as_plain(found.out, out, plain, case.dtype)
+
+
+def expected_from(choice: Array, wanted: Any, case: Case, params: dict[str, Any]) -> Array:
+    """The oracle's output for these keys."""
+    q, k, v = case.inputs()
+    out, lse = oracle.attend_indices(q, k, v, choice, scale=params["scale"])
+    if not params["reallocate"] or case.S <= params["top_k"]:
+        return out
+    valid = oracle.valid_keys(case.B, case.S, case.padding)
+    mean = np.where(valid[:, None, :, None], v, 0).sum(axis=2) / np.maximum(valid.sum(axis=1), 1)[:, None, None]
+    alpha = wanted.alpha[..., None, None]
+    mixed = alpha * out + (1 - alpha) * np.repeat(mean, case.Hq // case.Hkv, axis=1)[:, :, None]
+    return np.where(lse[..., None] == -np.inf, 0, mixed)
+
+
+def assert_chosen_within(choice: Array, wanted: Any, case: Case, nats: float) -> None:
+    """The choice is the oracle's but for keys whose scores are within so many nats of each other, or have no weight."""
+    assert ((choice >= 0).sum(axis=-1) == (wanted.indices >= 0).sum(axis=-1)).all()
+    for b, h in np.ndindex(choice.shape[:2]):
+        ours, theirs = (set(row[row >= 0].tolist()) for row in (choice[b, h], wanted.indices[b, h]))
+        scores = wanted.scores[b, h]
+        left_out, instead = (scores[sorted(keys)] for keys in (theirs - ours, ours - theirs))
+        if left_out.size:
+            assert left_out.max() <= instead.min() * np.exp(nats) + 16 * np.exp(-15.8), "a better key was left out"
+
+
+# --- The oracle -------------------------------------------------------------------------------------------------------
+
+
+@by_bits
+def test_a_coded_key_is_within_half_a_step_of_the_key(key_bits: int) -> None:
+    keys = Case(2, 4, 2, 200, 64, "f16").inputs()[1]
+    coded = oracle.code_keys(keys, key_bits=key_bits)
+    near = approximate_keys(keys.astype(np.float64), coded, key_bits=key_bits) + coded.centre[:, :, None]
+    step = np.repeat(coded.step.astype(np.float64), GROUP, axis=-1).swapaxes(-1, -2)
+    # lo and step are rounded to float16 themselves: by half a unit in the last of 11 bits, of at most 8.
+    assert (np.abs(near - keys)[:, :, :192] <= step * (0.5 + 2**-11 * 2**key_bits) + 8 * 2**-11).all()
+    np.testing.assert_allclose(near[:, :, 192:], keys[:, :, 192:], atol=1e-6)
+
+
+def test_codes_are_packed_lowest_bits_first() -> None:
+    keys = np.zeros((1, 1, GROUP, 8), np.float32)
+    keys[0, 0, :, 0] = np.arange(GROUP) % 16
+    codes = oracle.code_keys(keys, key_bits=4).codes
+    np.testing.assert_array_equal(codes[0, 0, 0, :8], [0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE])
+    np.testing.assert_array_equal(unpack(codes, key_bits=4)[0, 0, 0], np.arange(GROUP) % 16)
+
+
+def test_codes_of_enough_bits_choose_what_the_keys_would() -> None:
+    """Keys that are whole numbers of steps are coded exactly."""
+    rng = np.random.default_rng(0)
+    keys = rng.integers(0, 256, (1, 2, 256, 32)).astype(np.float64)
+    keys[:, :, ::GROUP], keys[:, :, 1::GROUP] = 0, 255
+    queries = rng.normal(size=(1, 8, 1, 32)) / 100
+    for score in ("query", "query_key"):
+        kept = [
+            oracle.sparq_select(queries, keys, rank=32, top_k=20, component_score=score, key_bits=bits).indices
+            for bits in (16, 8)
+        ]
+        np.testing.assert_array_equal(*kept)
+
+
+def test_a_shift_of_all_keys_leaves_the_choice() -> None:
+    q, k, _ = Case(1, 4, 2, 300, 64, "f32").inputs()
+    shifted = k + 512 * np.round(np.random.default_rng(1).normal(size=(1, 2, 1, 64)))
+    k, shifted = (np.round(keys * 64) / 64 for keys in (k, shifted))  # so that the shift rounds nothing
+    for score in ("query", "query_key"):
+        choose = {"rank": 16, "top_k": 32, "key_bits": 4, "component_score": score}
+        chosen = [oracle.sparq_select(q, keys, **choose) for keys in (k, shifted)]
+        np.testing.assert_array_equal(chosen[0].indices, chosen[1].indices)
+
+
+def test_a_key_that_is_not_finite_is_chosen_with_its_group() -> None:
+    q, k, _ = Case(1, 2, 2, 400, 64, "f32").inputs()
+    k[0, :, 200] = np.nan
+    chosen = oracle.sparq_select(q, k, rank=16, top_k=96, local_window=32, key_bits=4).indices
+    np.testing.assert_array_equal(chosen[..., :GROUP], np.broadcast_to(np.arange(192, 256), (1, 2, GROUP)))
+
+
+@by_bits
+def test_the_spread_orders_components_as_the_deviation_does(key_bits: int) -> None:
+    """It is some 1.2 times as large for normal keys: a factor of all components changes no order."""
+    k = Case(1, 2, 2, 1024, 64, "f32").inputs()[1].astype(np.float64) * np.geomspace(1e-3, 1e3, 64)
+    coded = oracle.code_keys(k, key_bits=key_bits)
+    found = oracle.key_spread(coded, np.zeros((1, 2, 64)), key_bits=key_bits)
+    np.testing.assert_allclose(found, 1.2 * k.std(axis=2), rtol=0.2)
+
+
+# --- What users give --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"key_bits": 5}, ConfigError, "key_bits: expected one of 16, 8, 4, got 5."),
+        ({"key_bits": True}, ConfigError, "key_bits: expected one of 16, 8, 4, got True."),
+        ({"key_bits": 4, "keys_t": "columns"}, ConfigError, "keys_t: expected KeyCodes with key_bits=4, got array."),
+        ({"key_bits": 16, "keys_t": 4}, ConfigError, "keys_t: expected an array (B, Hkv, D, S) with key_bits=16"),
+        ({"key_bits": 4, "keys_t": 8}, ShapeError, "keys_t.codes: expected shape (1, 2, 64, 24), got (1, 2, 64, 48)."),
+    ],
+)
+def test_codes_that_do_not_fit_are_refused(given: dict[str, Any], error: type[Exception], message: str) -> None:
+    import mlx.core as mx
+
+    q, k, v = (mx.array(array) for array in Case(1, 4, 2, 200, 64, "f32").inputs())
+    if given.get("keys_t") == "columns":
+        given = {**given, "keys_t": k.swapaxes(-1, -2)}
+    elif "keys_t" in given:
+        bits = given["keys_t"] if given["key_bits"] < 16 else 4
+        given = {**given, "keys_t": mlx_sparse.code_keys(k, key_bits=bits, backend="ops")}
+    with pytest.raises(error, match=re.escape(message)):
+        mlx_sparse.sparq_attention(q, k, v, top_k=32, backend="ops", **given)
+
+
+def test_a_step_with_codes_counts_their_bytes() -> None:
+    import mlx.core as mx
+
+    q, k, v = (mx.array(array) for array in Case(1, 4, 2, 640, 64, "f16").inputs())
+    _, stats = mlx_sparse.sparq_attention(q, k, v, rank=32, top_k=64, key_bits=4, return_stats=True)
+    assert stats.elements == 640 * 32 * 9 // 32 + 2 * 64 * 64 + 4 * 64  # (sparq.23)

@@ -1,0 +1,182 @@
+"""Keys in few bits beside a cache: what they are follows from the cache's rows alone, whatever became of it before."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from test_cache import CACHES, PADDING, Rows, attend, batch_of, padded, single
+
+from mlx_sparse import oracle
+from mlx_sparse.cache.sparq_state import SparQState
+from mlx_sparse.common.key_codes import GROUP
+from mlx_sparse.methods import SparQ
+
+FEW = SparQ(rank=4, top_k=4, reallocate=False, component_score="query_key", key_bits=4, dense_below=0)
+EIGHT = SparQ(rank=4, top_k=4, reallocate=True, component_score="query", key_bits=8, dense_below=0)
+
+
+def check_codes(cache: Any, config: SparQ = FEW) -> None:
+    """They are the oracle's of the rows in use, to the last bit."""
+    S, side = cache.length, cache.beside["sparq"]
+    rows = np.array(cache.keys[..., :S, :].astype(mx.float32))
+    padding = None if cache.padding is None else np.array(cache.padding)
+    assert side.codes.groups == S // GROUP
+    found = side.codes.read(cache.keys, whole=False)
+    wanted = oracle.code_keys(rows, key_bits=config.key_bits, left_padding=padding)
+    np.testing.assert_array_equal(np.array(found.codes).view(np.uint8), wanted.codes)
+    for name in ("lo", "step", "centre"):
+        np.testing.assert_array_equal(np.array(getattr(found, name)), getattr(wanted, name), err_msg=name)
+    first = cache.first_rows()
+    valid = [keys[:, start:].astype(np.float64) for keys, start in zip(rows, first, strict=True)]
+    exact = np.stack([keys.std(axis=1) if keys.size else keys.sum(axis=1) for keys in valid])
+    spread = side.codes.spread(cache.keys[..., :S, :], first)
+    np.testing.assert_allclose(
+        np.array(spread), oracle.key_spread(wanted, exact, key_bits=config.key_bits, left_padding=padding), rtol=1e-4
+    )
+
+
+@CACHES
+@pytest.mark.parametrize("config", [FEW, EIGHT], ids=str)
+@pytest.mark.parametrize("counts", [(200, 1), (63, 1, 1), (10, 54), (300, 300, 1), (128,)], ids=str)
+def test_codes_grow_with_the_cache(make: Any, config: SparQ, counts: tuple[int, ...]) -> None:
+    cache = make()
+    rows = Rows(batch_of(cache), dtype=mx.float16)
+    for count in counts:
+        cache.update_and_fetch(*rows(count))
+        attend(cache, config)
+        check_codes(cache, config)
+
+
+@CACHES
+@pytest.mark.parametrize("trimmed", [1, 10, 70, 190])
+def test_codes_are_right_after_trim_and_rewrite(make: Any, trimmed: int) -> None:
+    cache = make()
+    rows = Rows(batch_of(cache))
+    cache.update_and_fetch(*rows(200))
+    attend(cache, FEW)
+    cache.trim(trimmed)
+    attend(cache, FEW)
+    check_codes(cache)
+    cache.update_and_fetch(*rows(trimmed + 70))
+    attend(cache, FEW)
+    check_codes(cache)
+
+
+def test_padding_of_whole_groups_moves_the_centre_to_the_first_group_with_a_valid_key() -> None:
+    from mlx_lm.models.cache import BatchKVCache
+
+    from mlx_sparse.cache.kv_cache import adopt
+
+    cache: Any = BatchKVCache([130, 0, 64])
+    adopt(cache)
+    rows = Rows(3)
+    for count in (100, 60, 1, 200):
+        cache.update_and_fetch(*rows(count))
+        attend(cache, FEW)
+        check_codes(cache)
+    cache.trim(250)
+    attend(cache, FEW)
+    check_codes(cache)
+
+
+def test_other_bits_begin_anew_and_none_go_back_to_the_keys() -> None:
+    cache = single()
+    cache.update_and_fetch(*Rows(1)(200))
+    for config in (FEW, EIGHT, FEW):
+        attend(cache, config)
+        check_codes(cache, config)
+        assert cache.beside["sparq"].columns is None
+    attend(cache, SparQ(rank=4, top_k=4, component_score="query"))
+    assert cache.beside["sparq"].codes is None
+    assert cache.beside["sparq"].columns.covered == 200
+
+
+def test_a_batch_that_changes_is_coded_anew() -> None:
+    cache = padded()
+    rows = Rows(len(PADDING))
+    cache.update_and_fetch(*rows(150))
+    attend(cache, FEW)
+    cache.filter(mx.array([0, 2]))
+    attend(cache, FEW)
+    check_codes(cache)
+    other = padded()
+    other.update_and_fetch(*rows(90))
+    cache.extend(other)
+    attend(cache, FEW)
+    check_codes(cache)
+    one = cache.extract(0)
+    one.update_and_fetch(*Rows(1)(1))
+
+
+STEP = st.one_of(
+    st.tuples(st.just("append"), st.sampled_from([1, 1, 2, 60, 64, 100, 256])),
+    st.tuples(st.just("trim"), st.integers(1, 200)),
+    st.tuples(st.just("attend"), st.just(0)),
+    st.tuples(st.just("copy"), st.just(0)),
+)
+
+
+@CACHES
+@given(history=st.lists(STEP, max_size=20), seed=st.integers(0, 9))
+@example(history=[("append", 256), ("attend", 0), ("trim", 200), ("append", 60), ("trim", 30), ("append", 100)], seed=0)
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])  # no timing assertions
+def test_codes_are_right_after_any_history(make: Any, history: list[tuple[str, int]], seed: int) -> None:
+    cache = make()
+    rows = Rows(batch_of(cache), seed)
+    cache.update_and_fetch(*rows(10))
+    for action, number in history:
+        if action == "append":
+            cache.update_and_fetch(*rows(number))
+        elif action == "trim":
+            cache.trim(min(number, cache.length - 4))  # 4: every sequence has a row
+        elif action == "attend":
+            attend(cache, FEW)
+        else:
+            twin = copy.deepcopy(cache)
+            cache.update_and_fetch(*rows(3))
+            cache = twin
+    attend(cache, FEW)
+    check_codes(cache)
+
+
+@pytest.mark.parametrize(("dim", "share"), [(64, 0.1407), (128, 0.1407), (256, 0.1407)])
+def test_four_bits_take_an_eighth_and_a_sixty_fourth_of_keys_and_values(dim: int, share: float) -> None:
+    """D (4 / 8 + 4 / 64) bytes per token beside 4 D of K and V in half precision; and one centre."""
+    cache = single()
+    rows = mx.zeros((1, 2, 8192, dim), mx.float16)
+    cache.update_and_fetch(rows, rows)
+    before = cache.nbytes
+    cache.hold("sparq", SparQState()).read(cache, FEW, 1, whole=True)  # type: ignore[attr-defined]
+    assert (cache.nbytes - before) / before == pytest.approx(share, abs=2e-4)
+
+
+def test_building_codes_for_a_long_prompt_takes_little_memory_besides() -> None:
+    cache = single()
+    rows = mx.random.normal((1, 4, 65536, 64)).astype(mx.float16)
+    cache.update_and_fetch(rows, rows)
+    side = cache.hold("sparq", SparQState())
+    mx.eval(cache.keys, cache.values)
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    mx.eval(side.read(cache, FEW, 1, whole=True)["keys_t"])
+    assert mx.get_peak_memory() - before < side.nbytes + 0.5 * cache.keys.nbytes
+
+
+def test_most_tokens_change_nothing_that_is_coded() -> None:
+    cache = single()
+    rows = mx.random.normal((1, 2, 4096, 64)).astype(mx.float16)
+    cache.update_and_fetch(rows, rows)
+    side = cache.hold("sparq", SparQState())
+    kept = side.read(cache, FEW, 2, whole=True)
+    for _ in range(GROUP - 1):
+        cache.update_and_fetch(rows[:, :, :1], rows[:, :, :1])
+        again = side.read(cache, FEW, 2, whole=True)
+        assert again["keys_t"].codes is kept["keys_t"].codes
+        assert again["component_weight"] is kept["component_weight"]
