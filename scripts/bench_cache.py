@@ -14,22 +14,24 @@ from mlx_lm.models.cache import KVCache
 
 from mlx_sparse.cache.kv_cache import SparseKVCache
 from mlx_sparse.cache.sparq_state import SparQState
+from mlx_sparse.methods import SparQ
 from mlx_sparse.tools.formats import table
 
 KEPT = {
     "mlx-lm's KVCache": None,
-    "+ component-major keys": {"mean": False, "spread": False},
-    "+ value sum": {"mean": True, "spread": False},
-    "+ key moments": {"mean": True, "spread": True},
+    "+ keys in 4 bits, and their spread": SparQ(reallocate=False, component_score="query_key", key_bits=4),
+    "or component-major keys": SparQ(reallocate=False, component_score="query", key_bits=16),
+    "+ value sum": SparQ(reallocate=True, component_score="query", key_bits=16),
+    "+ key moments": SparQ(reallocate=True, component_score="query_key", key_bits=16),
 }
 
 
-def measure(options: dict[str, bool] | None, shape: tuple[int, int, int], tokens: int) -> tuple[float, float, float]:
+def measure(config: SparQ | None, shape: tuple[int, int, int], tokens: int) -> tuple[float, float, float]:
     """Median microseconds per token, and MiB: of the cache, and of the peak above it."""
     heads, context, dim = shape
     mx.clear_cache()
     # Filled in chunks, as a prompt is; the last step of 256 rows has room for the tokens.
-    cache = KVCache() if options is None else SparseKVCache()
+    cache = KVCache() if config is None else SparseKVCache()
     chunk = mx.random.normal((1, heads, 2048, dim)).astype(mx.float16)
     while cache.offset < context - 256:
         rows = chunk[:, :, : min(2048, context - 256 - cache.offset)]
@@ -42,12 +44,9 @@ def measure(options: dict[str, bool] | None, shape: tuple[int, int, int], tokens
     def append() -> None:
         row = mx.ones((1, heads, 1, dim), mx.float16)
         cache.update_and_fetch(row, row)
-        kept = []
-        if isinstance(cache, SparseKVCache) and options is not None:
-            side.extend(cache, cache.length, **options)
-            kept = [side.keys_t]
-            kept += [side.values.mean()] if side.values else []
-            kept += [side.keys.deviation()] if side.keys else []
+        kept = (
+            side.read(cache, config, 1, whole=True) if config is not None and isinstance(cache, SparseKVCache) else {}
+        )
         mx.eval(cache.keys, cache.values, kept)
 
     for _ in range(3):
@@ -75,8 +74,8 @@ def main() -> None:
         f"S = {args.context:,}, H = {args.heads}, D = {args.dim}, float16, {args.tokens} tokens, {mx.default_device()}"
     )
     lines = []
-    for name, options in KEPT.items():
-        micros, own, extra = measure(options, (args.heads, args.context, args.dim), min(args.tokens, 250))
+    for name, config in KEPT.items():
+        micros, own, extra = measure(config, (args.heads, args.context, args.dim), min(args.tokens, 250))
         lines.append([name, f"{own:.0f}", f"{micros:.0f}", f"{extra:.2f}"])
     print(table(["kept", "cache MiB", "us per appended token (median)", "peak above the cache, MiB"], lines))
 

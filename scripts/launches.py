@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from mlx_sparse.checks import check_local_window
+from mlx_sparse.common.key_codes import GROUP
 from mlx_sparse.kernels import attend, saap, select, sparq
 from mlx_sparse.kernels.launch import LANES
 from mlx_sparse.methods import SAAP, SparQ
@@ -35,6 +36,8 @@ LISTED = 25 * 2 * FLOAT
 
 # Array operations of a cache per step, by (query_key, reallocate); the first writes the new key's column.
 SIDE_LAUNCHES = {(False, False): 1, (False, True): 3, (True, False): 3, (True, True): 5}
+# With coded keys, by reallocate. What codes a group every 64 tokens counts as one more.
+CODED_SIDE_LAUNCHES = {False: 0, True: 2}
 
 
 @dataclass(frozen=True)
@@ -71,12 +74,12 @@ def sparq_launches(shape: Shape, S: int, config: SparQ) -> list[Launch]:
     """A step of SparQ over ``S`` keys, with what the cache does for it."""
     reallocate = config.reallocates(shape.G)
     weighted = config.component_score == "query_key"
-    return [
-        *_side(shape, S, SIDE_LAUNCHES[weighted, reallocate]),
-        _scores(shape, S, config.rank, weighted),
-        *_selection(shape, S, config),
-        *_attend(shape, S, min(config.top_k, S), reallocate),
-    ]
+    if config.bits < 16:
+        first = [*_coded_side(shape, S, config.bits, reallocate), _coded_scores(shape, S, config, weighted)]
+    else:
+        first = [*_side(shape, S, SIDE_LAUNCHES[weighted, reallocate]), _scores(shape, S, config.rank, weighted)]
+    selection, left = _selection(shape, S, config)
+    return [*first, *selection, *_attend(shape, S, min(config.top_k, S), reallocate, candidates=left)]
 
 
 def saap_launches(shape: Shape, S: int, config: SAAP, router: Network, share: float) -> list[Launch]:
@@ -181,23 +184,65 @@ def _scores(shape: Shape, S: int, rank: int, weighted: bool) -> Launch:
     return _kernel("sparq_scores", groups, rows + Hkv * query, rows + groups * query, cycles)
 
 
-def _selection(shape: Shape, S: int, config: SparQ) -> list[Launch]:
+def _coded_side(shape: Shape, S: int, bits: int, reallocate: bool) -> list[Launch]:
+    """Coding a group, its building and growing spread over the steps."""
+    coded = shape.Hkv * shape.D * (bits / 8 + 1 / 16)  # bytes a key
+    row = shape.Hkv * shape.D * ITEM
+    moved = row + coded + S * ((row + coded) / ANSWER + 2 * coded / GROWTH)
+    sums = 3 * shape.Hkv * shape.D * FLOAT
+    launches = CODED_SIDE_LAUNCHES[reallocate]
+    return [Launch("append", ceil(moved / 4096), moved, moved)] + [Launch("sums", shape.Hkv, sums, sums)] * launches
+
+
+def _narrow(config: SparQ, G: int) -> bool:
+    """Whether scores are held in 8 bits."""
+    return config.bits < 16 and config.group_reduce == "softmax" and not config.reallocates(G)
+
+
+def _score_tiles(S: int, config: SparQ) -> int:
+    if config.bits == 16:
+        return ceil(S / (sparq.KEYS * sparq.THREADS))
+    return ceil(S // GROUP * GROUP / sparq.CODE_TILE) + 1
+
+
+def _coded_scores(shape: Shape, S: int, config: SparQ, weighted: bool) -> Launch:
+    Hkv, D, G, rank = shape.Hkv, shape.D, shape.G, config.rank
+    tiles, keys = _score_tiles(S, config), sparq.keys_per_thread(G, config.bits)
+    coded, tail = S // GROUP, S % GROUP
+    codes = rank * _lines(coded * 8 * config.bits)
+    ranges = rank * 2 * _lines(coded * ITEM)
+    rows = tail * min(rank * LINE, _lines(D * ITEM)) + (min(rank * LINE, D * FLOAT) if tail else 0)
+    written = S * G * (1 if _narrow(config, G) else FLOAT) + tiles * G * 2 * FLOAT
+    query = G * D * ITEM + weighted * D * FLOAT
+    once = Hkv * (codes + ranges + rows + written + query)
+    each = Hkv * (codes + (tiles - 1) * rank * 2 * LINE + rows + written + tiles * query)
+    per_simdgroup = rank * (20 + 3 * keys + G * (3 + keys)) + G * (2 * REDUCTION + keys * (EXP + 8) + 20)
+    cycles = (sparq.CODE_TILE // keys // LANES * per_simdgroup + D * D * 6 // LANES) // SCHEDULERS
+    return _kernel("sparq_code_scores", Hkv * tiles, once, each, cycles)
+
+
+def _selection(shape: Shape, S: int, config: SparQ) -> tuple[list[Launch], int]:
+    """What finds the keys before attention to them, and the candidates that it leaves if attention finds the best."""
     Hkv, G = shape.Hkv, shape.G
     tiles, threads, slots = select.tiles_of(S, config.top_k)
     window = check_local_window(config.local_window, config.top_k)
-    statistics = ceil(S / (sparq.KEYS * sparq.THREADS)) * G * 2 * FLOAT
-    logits = max(S - window, 0) * G * FLOAT
+    narrow = _narrow(config, G)
+    statistics = _score_tiles(S, config) * G * 2 * FLOAT
+    logits = max(S - window, 0) * G * (1 if narrow else FLOAT)
     once = Hkv * (logits + statistics + tiles * slots * 2 * FLOAT + G * 2 * FLOAT)
     each = once + Hkv * (tiles - 1) * statistics
-    cycles = _select_cycles(S, tiles, threads, G * (4 + EXP) + 10)
-    launches = [_kernel("sparq_candidates", Hkv * tiles, once, each, cycles)]
+    cycles = _select_cycles(S, tiles, threads, G * ((8 if narrow else 4) + EXP) + 10)
+    launches = [_kernel("sparq_code_candidates" if narrow else "sparq_candidates", Hkv * tiles, once, each, cycles)]
+    fused = attend.takes_candidates(shape.D, G, tiles * slots, config.top_k) and not config.reallocates(G)
+    if fused and tiles > 1:
+        return launches, tiles * slots
     while tiles > 1:
         left = tiles * slots
         tiles, threads, slots = select.tiles_of(left, config.top_k)
         moved = Hkv * (left * FLOAT + min(left, 32 * slots) * FLOAT + tiles * slots * 2 * FLOAT)
         cycles = _select_cycles(left, tiles, threads, 6)
         launches.append(_kernel("top_k_candidates", Hkv * tiles, moved, moved, cycles))
-    return launches
+    return launches, 0
 
 
 def _select_cycles(items: int, tiles: int, threads: int, load: int) -> int:
@@ -232,14 +277,17 @@ def _list(shape: Shape, buckets: int, probes: int, listed: int, slots: int) -> L
     )
 
 
-def _attend(shape: Shape, S: int, N: int, reallocate: bool, slots: int | None = None) -> list[Launch]:
-    """Attention over ``N`` keys, in lists with room for ``slots`` if that is more."""
+def _attend(
+    shape: Shape, S: int, N: int, reallocate: bool, slots: int | None = None, candidates: int = 0
+) -> list[Launch]:
+    """Attention over ``N`` keys, in lists with room for ``slots`` if that is more, or the best of ``candidates``."""
     Hkv, D, G = shape.Hkv, shape.D, shape.G
     splits = attend.splits_of(slots or N, Hkv)
     heads, simdgroups = attend.heads_of(D, G)
     size = ITEM if splits == 1 else FLOAT
     logits = reallocate * (N * min(LINE, S * G * FLOAT) + D * FLOAT)
-    rows_and_list = Hkv * (2 * N * D * ITEM + N * FLOAT)
+    listed = candidates * FLOAT + min(candidates, 32 * N) * FLOAT if candidates else N * FLOAT
+    rows_and_list = Hkv * (2 * N * D * ITEM + listed)
     moved = rows_and_list + Hkv * (logits + splits * G * (D * size + (1 + reallocate) * FLOAT))
     query = G * D * ITEM
     lanes = min(LANES, 1 << (D // 4 - 1).bit_length())
@@ -251,7 +299,9 @@ def _attend(shape: Shape, S: int, N: int, reallocate: bool, slots: int | None = 
     softmax = ceil(heads / simdgroups) * (4 * (EXP + 8) + 3 * REDUCTION)
     merging = heads * (chunks * 10 + D * simdgroups // (simdgroups * LANES) * 4)
     cycles = simdgroups * (tiles * (scoring + softmax + adding) + merging) // SCHEDULERS
-    name = "attend_reallocate" if reallocate else "attend_indices"
+    name = "attend_reallocate" if reallocate else "attend_candidates" if candidates else "attend_indices"
+    if candidates:
+        cycles += _select_cycles(candidates, 1, simdgroups * LANES, 6)
     parts = G // heads
     each = moved + (parts - 1) * rows_and_list + Hkv * splits * query
     launches = [_kernel(name, Hkv * splits * parts, moved + Hkv * query, each, cycles)]

@@ -38,7 +38,6 @@ SLOW = {
     "test_advise_smollm2.py": "a real model",
     "test_bench_mlx.py": "benchmarks",
     "test_demo.py": "the demo",
-    "test_evaluate_smollm2.py": "a real model",
     "test_gpu_check.py": "reports",
     "test_install.py": "installations",
     "test_lm_load.py": "many requests at once",

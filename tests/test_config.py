@@ -107,9 +107,12 @@ def test_configurations_are_frozen() -> None:
 @pytest.mark.parametrize(
     ("preset", "settings"),
     [
-        ("paper", {"component_score": "query"}),
-        ("appendix_b", {"component_score": "query", "local_window": 0, "reallocate": True}),
-        ("eval", {"component_score": "query", "group_reduce": "logits", "top_k": 129, "local_window": 33}),
+        ("paper", {"component_score": "query", "key_bits": 16}),
+        ("appendix_b", {"component_score": "query", "key_bits": 16, "local_window": 0, "reallocate": True}),
+        (
+            "eval",
+            {"component_score": "query", "key_bits": 16, "group_reduce": "logits", "top_k": 129, "local_window": 33},
+        ),
         ("robust", {"component_score": "query_key"}),
     ],
 )
@@ -151,7 +154,13 @@ def test_keys_win_over_a_preset_in_any_order(text: str) -> None:
 def test_keys_win_over_a_preset_which_wins_over_the_base_which_wins_over_the_defaults() -> None:
     base = {"sparq": SparQ(rank=8, top_k=500, reallocate=False)}
     expected = SparQ(
-        rank=8, reallocate=False, component_score="query", group_reduce="logits", top_k=129, local_window=9
+        rank=8,
+        reallocate=False,
+        component_score="query",
+        key_bits=16,
+        group_reduce="logits",
+        top_k=129,
+        local_window=9,
     )
     assert parse("sparq:preset=eval,local_window=9", base) == (expected,)
 
@@ -324,7 +333,9 @@ def test_a_folder_is_not_a_toml_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "attended", "elements"),
     [
-        ("sparq:rank=8,top_k=16", 16, 100 * 8 + 2 * 16 * 64 + 4 * 64),
+        ("sparq:rank=8,top_k=16", 16, 100 * 8 * 9 // 32 + 2 * 16 * 64 + 4 * 64),
+        ("sparq:rank=8,top_k=16,key_bits=8", 16, -(-100 * 8 * 17 // 32) + 2 * 16 * 64 + 4 * 64),
+        ("sparq:rank=8,top_k=16,key_bits=16", 16, 100 * 8 + 2 * 16 * 64 + 4 * 64),
         ("streaming:sink_tokens=4,recent_tokens=12", 16, 2 * 16 * 64 + 2 * 64),
         ("h2o:top_k=16", 16, 2 * 16 * 64 + 2 * 64 + 2 * 100),
         ("flexgen:top_k=16", 16, 100 * 64 + 16 * 64 + 2 * 64),
@@ -353,14 +364,18 @@ def test_contexts_of_up_to_top_k_keys_are_dense(text: str, shortest: int) -> Non
 
 @pytest.mark.parametrize("gpu", ENOUGH_SAVED)
 @pytest.mark.parametrize("sizes", [(8, 4, 128, 2), (16, 4, 128, 4), (2, 16, 64, 2)], ids=str)
-def test_on_a_gpu_sparq_is_dense_until_a_step_saves_enough_bytes(sizes: tuple[int, ...], gpu: str) -> None:
-    step = Step(*sizes, gpu)
+@pytest.mark.parametrize("key_bits", [16, 4])
+def test_on_a_gpu_sparq_is_dense_until_a_step_saves_enough_bytes(
+    key_bits: int, sizes: tuple[int, ...], gpu: str
+) -> None:
+    step, config = Step(*sizes, gpu), SparQ(key_bits=key_bits)
 
-    def saved(S: int) -> int:
-        elements = stats.dense_elements(S, step.D) - SparQ().elements(S, step.D)
-        return step.heads * (step.itemsize * elements - 2 * 4 * step.G * S)
+    def saved(S: int) -> float:
+        attended = step.itemsize * (stats.dense_elements(S, step.D) - 2 * config.top_k * step.D - 4 * step.D)
+        scored = step.itemsize * 32 * S if key_bits == 16 else 32 * S * 9 / 16
+        return step.heads * (attended - scored - 2 * (4 if key_bits == 16 else 1) * step.G * S)
 
-    first = SparQ().shortest_context(step)
+    first = config.shortest_context(step)
     assert saved(first - 1) < ENOUGH_SAVED[step.gpu] <= saved(first)
     assert SparQ(dense_below=300).shortest_context(step) == 300
     assert SparQ(top_k=64).shortest_context(step) == 65
@@ -371,7 +386,7 @@ def test_on_other_backends_the_sizes_do_not_matter() -> None:
 
 
 def test_where_the_scores_cost_more_than_the_keys_no_context_is_long_enough() -> None:
-    assert SparQ().shortest_context(Step(2, 32, 64, 2, "g")) == NEVER
+    assert SparQ(key_bits=16).shortest_context(Step(2, 32, 64, 2, "g")) == NEVER
 
 
 @pytest.mark.parametrize(

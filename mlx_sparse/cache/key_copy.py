@@ -9,6 +9,8 @@ from ..methods import registry
 
 # Rows of a copy hold a multiple of this many keys, so that they start on a cache line of 128 bytes in every type.
 ROW_MULTIPLE = 64
+# As long are rows of 4-bit codes.
+GROUPS_MULTIPLE = 4
 # Rows of a prompt that are coded at a time, and waited for, so that their float32 copies stay small.
 PIECE = 2048
 
@@ -90,7 +92,7 @@ class Codes:
             return
         self._spread = None
         if self.coded is None or self.coded.lo.shape[-1] < groups:
-            self._grow(keys, -(-keys.shape[2] // GROUP))
+            self._grow(keys)
         assert self.coded is not None
         for start in range(self.groups, groups, PIECE // GROUP):
             stop = min(start + PIECE // GROUP, groups)
@@ -110,8 +112,9 @@ class Codes:
                 mx.eval(*self.coded)
         self.groups = groups
 
-    def _grow(self, keys: mx.array, groups: int) -> None:
-        B, Hkv, _, D = keys.shape
+    def _grow(self, keys: mx.array) -> None:
+        B, Hkv, rows, D = keys.shape
+        groups = -(-rows // (GROUP * GROUPS_MULTIPLE)) * GROUPS_MULTIPLE
         old = self.coded
         if old is None:
             blank = mx.zeros((B, Hkv, D, groups), mx.float16)
@@ -127,7 +130,7 @@ class Codes:
     def read(self, keys: mx.array, *, whole: bool) -> KeyCodes:
         """The codes of the groups that are full, or the whole buffers; before the first group of none."""
         if self.coded is None:
-            self._grow(keys, -(-keys.shape[2] // GROUP))
+            self._grow(keys)
         assert self.coded is not None
         if whole:
             return self.coded

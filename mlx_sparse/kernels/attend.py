@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from .launch import LANES, Kernel, integer, real
+from .select import ITEMS
 
 TILE = 128  # list entries worked off together: ATTEND_TILE
 UNSPLIT = 512  # a list up to this length is not worth a second launch
@@ -21,6 +22,12 @@ REALLOCATE = Kernel(
     "attend.h",
     (*_LIST, "length", "scale", "logits", "softmax", "value_mean"),
     ("out", "lse", "alpha"),
+)
+CANDIDATES = Kernel(
+    "attend_candidates",
+    "attend_candidates.h",
+    ("queries", "keys", "values", "candidate_bits", "candidate_indices", "length", "scale"),
+    ("out", "lse"),
 )
 MERGE = Kernel("merge_parts", "merge.h", ("part_out", "part_lse"), ("out", "lse"))
 MERGE_REALLOCATE = Kernel(
@@ -103,6 +110,45 @@ def attend_indices(
     if results[0].shape[2] > 1:
         results = _merge(results, queries.dtype, reallocation)
     return results[0].reshape(B, Hq, 1, D), results[1].reshape(B, Hq, 1)
+
+
+def takes_candidates(D: int, G: int, candidates: int, top_k: int) -> bool:
+    """Whether `attend_candidates` reads so many candidates once, and one threadgroup works off the list."""
+    return top_k <= UNSPLIT and candidates <= ITEMS * LANES * heads_of(D, G)[1]
+
+
+def attend_candidates(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    bits: mx.array,
+    indices: mx.array,
+    *,
+    top_k: int,
+    scale: float,
+    length: int,
+) -> tuple[mx.array, mx.array]:
+    """`attend_indices` of the best ``top_k`` of the candidates ``(B, Hkv, N)``, of `select.candidates`."""
+    B, Hq, _, D = queries.shape
+    Hkv = keys.shape[1]
+    G = Hq // Hkv
+    heads, simdgroups = heads_of(D, G)
+    out, lse = CANDIDATES(
+        {
+            "queries": queries,
+            "keys": keys,
+            "values": values,
+            "candidate_bits": bits,
+            "candidate_indices": indices,
+            "length": integer(length),
+            "scale": real(scale),
+        },
+        [((B, Hkv, 1, G, D), queries.dtype), ((B, Hkv, 1, G), mx.float32)],
+        template={"D": D, "G": G, "HEADS": heads, "SIMDGROUPS": simdgroups, "SLOTS": top_k},
+        groups=(1, Hkv * G // heads, B),
+        threads=simdgroups * LANES,
+    )
+    return out.reshape(B, Hq, 1, D), lse.reshape(B, Hq, 1)
 
 
 def parts(

@@ -39,31 +39,43 @@ def tiles_of(items: int, top_k: int) -> tuple[int, int, int]:
     return 1, MANY, min(top_k, items)
 
 
-def reduce(
-    first: Callable[[int, int, int], tuple[mx.array, mx.array]], B: int, Hkv: int, S: int, top_k: int
-) -> mx.array:
-    """Run ``first(tiles, threads, slots)`` and then as many more rounds as it takes to be left with one tile.
+First = Callable[[int, int, int], tuple[mx.array, mx.array]]
 
-    Returns:
-        ``indices (B, Hkv, min(top_k, S))`` int32, ascending, -1 in slots that no key fills.
+
+def candidates(first: First, B: int, Hkv: int, S: int, top_k: int) -> tuple[mx.array, mx.array]:
+    """Run ``first(tiles, threads, slots)``: bits and indices ``(B, Hkv, tiles * slots)`` of the best of each tile.
+
+    Where that is ``min(top_k, S)``, one tile, they are the best of the row.
     """
     tiles, threads, slots = tiles_of(S, top_k)
     bits, indices = first(tiles, threads, slots)
-    while tiles > 1:
-        left = tiles * slots
+    return bits.reshape(B, Hkv, tiles * slots), indices.reshape(B, Hkv, tiles * slots)
+
+
+def merge(bits: mx.array, indices: mx.array, top_k: int) -> mx.array:
+    """The best of what `candidates` left, in as many rounds as it takes to be left with one tile.
+
+    Returns:
+        ``indices (B, Hkv, top_k)`` int32, ascending, -1 in slots that no key fills.
+    """
+    B, Hkv, left = bits.shape
+    while left > top_k:
         tiles, threads, slots = tiles_of(left, top_k)
         bits, indices = CANDIDATES(
-            {
-                "candidate_bits": bits.reshape(B, Hkv, left),
-                "candidate_indices": indices.reshape(B, Hkv, left),
-                "top_k": integer(top_k),
-            },
+            {"candidate_bits": bits, "candidate_indices": indices, "top_k": integer(top_k)},
             [((B, Hkv, tiles, slots), mx.uint32), ((B, Hkv, tiles, slots), mx.int32)],
             template={},
             groups=(tiles, Hkv, B),
             threads=threads,
         )
-    return indices.reshape(B, Hkv, slots)
+        left = tiles * slots
+        bits, indices = bits.reshape(B, Hkv, left), indices.reshape(B, Hkv, left)
+    return indices
+
+
+def reduce(first: First, B: int, Hkv: int, S: int, top_k: int) -> mx.array:
+    """`candidates`, then `merge`: ``indices (B, Hkv, min(top_k, S))``."""
+    return merge(*candidates(first, B, Hkv, S, top_k), min(top_k, S))
 
 
 def top_k_select(scores: mx.array, *, top_k: int, local_window: int, left_padding: mx.array | None) -> mx.array:

@@ -1,20 +1,20 @@
 """SparQ attention on the GPU: docs/spec/sparq.md, equations (sparq.1) to (sparq.10), (sparq.21).
 
-Three launches or four: the logits of all keys, the best keys (again over what the tiles of a long context left), and
-attention over them; one more merges the parts of a list of more than 512 keys.
+Three launches: the logits of all keys, the best keys of each tile, and attention over the best of those. One more finds
+these where the mean value is mixed in or a list of more than 512 keys is shared out, and one merges its parts.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from ..common.key_codes import GROUP, KeyCodes
-from .attend import Reallocation, attend_indices
+from .attend import Reallocation, attend_candidates, attend_indices, takes_candidates
 from .launch import Kernel, integer, padding_or_zeros, real
-from .select import reduce
+from .select import candidates, merge
 
 KEYS = 4  # per thread: SCORE_KEYS
 THREADS = 256
@@ -35,7 +35,7 @@ CANDIDATES = Kernel(
 )
 CODE_SCORES = Kernel(
     "sparq_code_scores",
-    "sparq_codes.h",
+    "sparq_code_scores.h",
     (
         *("queries", "component_weight", "codes", "lo", "step", "centre", "keys"),
         *("left_padding", "rank", "length", "scale"),
@@ -44,7 +44,7 @@ CODE_SCORES = Kernel(
 )
 CODE_CANDIDATES = Kernel(
     "sparq_code_candidates",
-    "sparq_codes.h",
+    "sparq_code_candidates.h",
     ("logits", "statistics", "left_padding", "length", "local_window", "top_k"),
     ("bits", "indices", "softmax"),
 )
@@ -97,6 +97,11 @@ def sparq_scores(
     return logits, statistics
 
 
+def keys_per_thread(G: int, key_bits: int) -> int:
+    """Of `sparq_code_scores`: more would not fit into the registers."""
+    return 8 if G <= 4 and key_bits == 4 else 4
+
+
 def sparq_code_scores(
     queries: mx.array,
     keys: mx.array,
@@ -126,7 +131,7 @@ def sparq_code_scores(
     if coded.lo.shape[-1] == 0:  # a kernel takes no empty arrays
         codes, lo, step = (mx.pad(array, [(0, 0)] * 3 + [(0, 2 * key_bits)]) for array in coded[:3])
         coded = KeyCodes(codes, lo, step, coded.centre)
-    per_thread = 8 if G <= 4 and key_bits == 4 else 4  # more would not fit into the registers
+    per_thread = keys_per_thread(G, key_bits)
     tiles = -(-(length // GROUP * GROUP) // CODE_TILE) + 1
     logits, statistics = CODE_SCORES(
         {
@@ -159,12 +164,12 @@ def sparq_candidates(
     group_reduce: str,
     left_padding: mx.array | None,
     length: int,
-) -> tuple[mx.array, mx.array]:
-    """The keys to attend (sparq.6) and the softmax of the logits (sparq.4).
+) -> tuple[mx.array, mx.array, mx.array]:
+    """The best keys of each tile (sparq.6) and the softmax of the logits (sparq.4).
 
     Returns:
-        ``indices (B, Hkv, min(top_k, S))`` int32, ascending, -1 in slots that no key fills, and float32
-        ``softmax (B, Hkv, G, 2)``: largest logit and one over the sum of ``exp(logit - largest)``.
+        ``bits`` and ``indices`` of `select.candidates`, and float32 ``softmax (B, Hkv, G, 2)``: largest logit and one
+        over the sum of ``exp(logit - largest)``.
     """
     B, Hkv, _, G = logits.shape
     softmax: list[mx.array] = []
@@ -192,11 +197,25 @@ def sparq_candidates(
         softmax.append(merged)
         return bits, indices
 
-    indices = reduce(first, B, Hkv, length, top_k)
-    return indices, softmax[0]
+    bits, indices = candidates(first, B, Hkv, length, top_k)
+    return bits, indices, softmax[0]
 
 
-def sparq_select(
+class Choice(NamedTuple):
+    """What a step's first two launches make.
+
+    Attributes:
+        bits, indices, softmax: of `sparq_candidates`.
+        logits: of `sparq_scores` or `sparq_code_scores`.
+    """
+
+    bits: mx.array
+    indices: mx.array
+    softmax: mx.array
+    logits: mx.array
+
+
+def choose(
     queries: mx.array,
     keys: mx.array,
     *,
@@ -211,8 +230,8 @@ def sparq_select(
     key_bits: int = 16,
     exact: bool = False,
     length: int | None = None,
-) -> tuple[mx.array, mx.array, mx.array]:
-    """Choose the keys of one decode step from ``rank`` components.
+) -> Choice:
+    """Find the best keys of each tile from ``rank`` components.
 
     Args:
         keys_t: ``(B, Hkv, D, capacity)`` component-major keys; without them the keys are transposed first, which costs
@@ -220,9 +239,6 @@ def sparq_select(
         exact: whether the logits have to be float32, as reallocation reads them. Sums of logits always are, and those
             of keys that are not coded.
         length: keys in use; all of them when None.
-
-    Returns:
-        ``indices`` and ``softmax`` of `sparq_candidates`, and the ``logits`` of `sparq_scores`.
     """
     length = keys.shape[2] if length is None else length
     scoring: dict[str, Any] = {
@@ -240,7 +256,7 @@ def sparq_select(
         assert not isinstance(keys_t, KeyCodes)
         columns = mx.contiguous(keys.swapaxes(-1, -2)) if keys_t is None else keys_t
         logits, statistics = sparq_scores(queries, columns, **scoring)
-    indices, softmax = sparq_candidates(
+    found = sparq_candidates(
         logits,
         statistics,
         top_k=top_k,
@@ -249,7 +265,17 @@ def sparq_select(
         left_padding=left_padding,
         length=length,
     )
-    return indices, softmax, logits
+    return Choice(*found, logits)
+
+
+def sparq_select(queries: mx.array, keys: mx.array, *, top_k: int, **how: Any) -> mx.array:
+    """The keys of one decode step: ``(B, Hkv, min(top_k, S))`` int32, ascending, -1 in slots that no key fills.
+
+    Args:
+        how: the other parameters of `choose`.
+    """
+    found = choose(queries, keys, top_k=top_k, **how)
+    return merge(found.bits, found.indices, top_k)
 
 
 def sparq_attention(
@@ -257,6 +283,7 @@ def sparq_attention(
     keys: mx.array,
     values: mx.array,
     *,
+    top_k: int,
     reallocate: bool,
     scale: float,
     value_mean: mx.array | None,
@@ -268,14 +295,20 @@ def sparq_attention(
     Args:
         keys, values: ``(B, Hkv, capacity, D)`` with ``length`` rows in use; whole buffers, which are not copied.
         value_mean: float32 ``(B, Hkv, D)``; needed to reallocate.
-        selection: the other parameters of `sparq_select`.
+        selection: the other parameters of `choose`.
     """
-    indices, softmax, logits = sparq_select(queries, keys, scale=scale, length=length, exact=reallocate, **selection)
+    length = keys.shape[2] if length is None else length
+    rows = queries, keys, values
+    found = choose(queries, keys, top_k=top_k, scale=scale, length=length, exact=reallocate, **selection)
+    left, D = found.bits.shape[2], queries.shape[3]
+    if not reallocate and left > top_k and takes_candidates(D, queries.shape[1] // keys.shape[1], left, top_k):
+        return attend_candidates(*rows, found.bits, found.indices, top_k=top_k, scale=scale, length=length)
     reallocation = None
     if reallocate:
         assert value_mean is not None
-        reallocation = Reallocation(logits, softmax, value_mean.astype(mx.float32))
-    return attend_indices(queries, keys, values, indices, scale=scale, length=length, reallocation=reallocation)
+        reallocation = Reallocation(found.logits, found.softmax, value_mean.astype(mx.float32))
+    indices = merge(found.bits, found.indices, top_k)
+    return attend_indices(*rows, indices, scale=scale, length=length, reallocation=reallocation)
 
 
 @cache

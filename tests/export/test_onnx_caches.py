@@ -48,7 +48,7 @@ def feed(attend: Operator, case: Case, arrays: tuple[Array, Array, Array], cache
     return got
 
 
-@pytest.mark.parametrize("setting", ["paper", "eval", "reallocate", "own-scale"])
+@pytest.mark.parametrize("setting", ["paper", "eval", "reallocate"])
 @by_case
 @by_runtime
 def test_sparq_attention_after_a_prompt_equals_the_oracle(runtime: str, case: Case, setting: str) -> None:

@@ -14,6 +14,7 @@ from sample_cases import SampleCase
 
 from mlx_sparse.common.csr import saap_index
 from mlx_sparse.kernels import attend, saap, sample, select, sparq
+from mlx_sparse.ops.key_codes import code_keys
 
 pytestmark = pytest.mark.skipif(mx.metal.is_available(), reason="only the harness sees races")
 
@@ -22,7 +23,7 @@ def arrays(case: Case) -> list[mx.array]:
     return [mx.array(array) for array in case.inputs()]
 
 
-def decode(S: int = 700, top_k: int = 300, *, reallocate: bool = False) -> list[mx.array]:
+def decode(S: int = 700, top_k: int = 300, *, key_bits: int = 16, reallocate: bool = False) -> list[mx.array]:
     q, k, v = arrays(Case(1, 4, 2, S, 128, "f32"))
     out, lse = sparq.sparq_attention(
         q,
@@ -37,7 +38,8 @@ def decode(S: int = 700, top_k: int = 300, *, reallocate: bool = False) -> list[
         group_reduce="softmax",
         component_weight=None,
         left_padding=None,
-        keys_t=mx.contiguous(k.swapaxes(-1, -2)),
+        key_bits=key_bits,
+        keys_t=mx.contiguous(k.swapaxes(-1, -2)) if key_bits == 16 else code_keys(k, None, key_bits=key_bits),
     )
     return [out, lse]
 
@@ -74,6 +76,9 @@ def listed() -> list[mx.array]:
 RUNS: dict[str, Callable[[], list[mx.array]]] = {
     "sparq_scores": decode,
     "sparq_candidates": decode,
+    "sparq_code_scores": lambda: decode(key_bits=4),
+    "sparq_code_candidates": lambda: decode(key_bits=4),
+    "attend_candidates": lambda: decode(9000, 200, key_bits=4),
     "attend_indices": decode,
     "attend_reallocate": lambda: decode(reallocate=True),
     "top_k_scores": choose,

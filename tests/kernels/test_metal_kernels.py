@@ -147,7 +147,7 @@ def test_a_split_list_is_merged_and_reallocated(metal: Metal, dtype: str) -> Non
     check(Case(1, 2, 2, 2000, 64, dtype, padding=(30,)), top_k=900, reallocate=True)
 
 
-def test_a_context_of_65536_keys_takes_four_launches(metal: Metal) -> None:
+def test_a_context_of_65536_keys_takes_three_launches(metal: Metal) -> None:
     case = Case(1, 8, 2, 65_536, 128, "f16")
     q, k, v = case.inputs()
     expected = oracle.sparq_attention(q, k, v, rank=32, top_k=128)
@@ -159,7 +159,7 @@ def test_a_context_of_65536_keys_takes_four_launches(metal: Metal) -> None:
     assert_as_good_as_plain(to_numpy(out), expected, plain, "f16")
     if metal.emulated:
         names = [report.kernel for report in metal.launches]
-        assert names == ["sparq_scores", "sparq_candidates", "top_k_candidates", "attend_indices"]
+        assert names == ["sparq_scores", "sparq_candidates", "attend_candidates"]
 
 
 def test_nothing_recompiles_as_the_context_grows(metal: Metal) -> None:
@@ -186,11 +186,12 @@ def test_nothing_recompiles_as_the_context_grows(metal: Metal) -> None:
 # the cache and the model
 
 
+@pytest.mark.parametrize("bits", [16, 4])
 @pytest.mark.parametrize("make", [SparseKVCache, lambda: SparseBatchKVCache([0, 40])], ids=["cache", "batch"])
-def test_a_cache_decodes_on_metal_as_on_ops(metal: Metal, make: Callable[[], Any]) -> None:
+def test_a_cache_decodes_on_metal_as_on_ops(metal: Metal, make: Callable[[], Any], bits: int) -> None:
     rng = np.random.default_rng(3)
     cache = make()
-    config = SparQ(rank=8, top_k=16, component_score="query_key", reallocate=True, dense_below=0)
+    config = SparQ(rank=8, top_k=16, component_score="query_key", reallocate=True, key_bits=bits, dense_below=0)
     for L in (70, 1, 1, 1, 200, 1, 1):
         k, v = (to_mlx(rng.normal(size=(2, 2, L, 64)), "f16") for _ in range(2))
         cache.update_and_fetch(k, v)
@@ -215,7 +216,7 @@ def test_a_cache_hands_its_whole_buffers_to_the_kernels(metal: Metal, monkeypatc
     for L in (301, 1, 1001, 1):  # the buffers that mlx-lm makes of this are no multiple of anything
         row = mx.ones((1, 2, L, 64), mx.float16)
         cache.update_and_fetch(row, row)
-    config = SparQ(rank=8, top_k=16, component_score="query", dense_below=0)
+    config = SparQ(rank=8, top_k=16, component_score="query", key_bits=16, dense_below=0)
     cache.attend(mx.ones((1, 4, 1, 64), mx.float16), config, scale=1.0, backend="metal")
     (scores, how), *_, (attended, _) = seen
     assert attended["keys"] is cache.keys
@@ -223,6 +224,12 @@ def test_a_cache_hands_its_whole_buffers_to_the_kernels(metal: Metal, monkeypatc
     assert scores["keys_t"].shape[3] % 64 == 0
     assert scores["keys_t"].shape[3] >= cache.keys.shape[2]
     assert how["ALIGNED"]
+    seen.clear()
+    cache.attend(mx.ones((1, 4, 1, 64), mx.float16), SparQ(rank=8, top_k=16, dense_below=0), scale=1.0, backend="metal")
+    scores, _ = seen[0]
+    assert scores["keys"] is cache.keys
+    assert scores["codes"] is cache.beside["sparq"].codes.coded.codes  # type: ignore[attr-defined]
+    assert scores["codes"].shape[3] * 4 % 128 == 0
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -235,7 +242,7 @@ def test_a_model_decodes_on_metal_as_on_ops(metal: Metal, family: str) -> None:
         assert report.sparse_calls > 0
     assert generated["metal"] == generated["ops"]
     if metal.emulated:
-        assert {launched.kernel for launched in metal.launches} >= {"sparq_scores", "sparq_candidates"}
+        assert {launched.kernel for launched in metal.launches} >= {"sparq_code_scores", "sparq_code_candidates"}
 
 
 def test_a_model_stays_dense_on_metal_while_a_step_saves_too_little(metal: Metal) -> None:

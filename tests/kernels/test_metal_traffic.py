@@ -26,6 +26,7 @@ from mlx_sparse import oracle
 from mlx_sparse.common import stats
 from mlx_sparse.common.csr import saap_index
 from mlx_sparse.kernels import attend, blocks, launch, saap, sample, select, sparq
+from mlx_sparse.ops.key_codes import code_keys
 
 pytestmark = pytest.mark.skipif(mx.metal.is_available(), reason="only the harness counts bytes")
 
@@ -33,10 +34,16 @@ RANK, TOP_K, D, HKV = 32, 128, 128, 2
 SPARQ = ["sparq_scores", "sparq_candidates"]
 
 
-def decode(metal: Metal, S: int, G: int, *, top_k: int = TOP_K, reallocate: bool) -> list[Report]:
+def decode(
+    metal: Metal, S: int, G: int, *, top_k: int = TOP_K, rank: int = RANK, key_bits: int = 16, reallocate: bool
+) -> list[Report]:
     """The launches of one float16 decode step."""
     case = Case(1, HKV * G, HKV, S, D, "f16")
     q, k, v = (mx.array(array).astype(mx.float16) for array in case.inputs())
+    keys_t: Any = mx.contiguous(k.swapaxes(-1, -2))
+    if key_bits < 16:
+        keys_t = code_keys(k, None, key_bits=key_bits)
+        mx.eval(*keys_t)
     metal.clear()
     sparq.sparq_attention(
         q,
@@ -45,13 +52,14 @@ def decode(metal: Metal, S: int, G: int, *, top_k: int = TOP_K, reallocate: bool
         reallocate=reallocate,
         scale=D**-0.5,
         value_mean=mx.zeros((1, HKV, D)),
-        rank=RANK,
+        rank=rank,
+        key_bits=key_bits,
         top_k=top_k,
         local_window=top_k // 4,
         group_reduce="softmax",
         component_weight=mx.ones((1, HKV, D)) if reallocate else None,
         left_padding=None,
-        keys_t=mx.contiguous(k.swapaxes(-1, -2)),
+        keys_t=keys_t,
     )
     return list(metal.launches)
 
@@ -83,6 +91,23 @@ def test_a_step_moves_the_bytes_of_the_paper_and_a_bounded_score_buffer(metal: M
     assert moved(launches, "threadgroup") <= 1.25 * whole
 
 
+@pytest.mark.parametrize(("G", "rank", "most"), [(4, 32, 4.4), (1, 32, 3.6), (4, 64, 7.0)])
+@pytest.mark.parametrize("S", [4096, 16_384 + 40])
+def test_a_step_over_four_bits_moves_a_third_of_the_bytes(metal: Metal, S: int, G: int, rank: int, most: float) -> None:
+    launches = decode(metal, S, G, rank=rank, key_bits=4, reallocate=False)
+    coded = HKV * rank * (S // 64) * 36  # 32 bytes of codes, lo and step
+    assert moved(launches, "dispatch", "codes", "lo", "step", "centre") <= 1.03 * coded + 128 * HKV * rank * 4
+    assert moved(launches, "dispatch", "keys", "values") <= 1.05 * HKV * (2 * TOP_K + S % 64) * D * 2
+    buffer = HKV * S * G
+    for direction in ("write", "read"):
+        assert moved(launches, "dispatch", "logits", direction=direction) <= 1.01 * buffer
+    whole = moved(launches, "dispatch")
+    # lo and step of a tile are a quarter of a line each, which its neighbours read too.
+    assert moved(launches, "threadgroup") <= 1.35 * whole
+    if S > 16_000:
+        assert whole / HKV <= most * 1e6 / 8
+
+
 @pytest.mark.parametrize("G", [4, 8])
 def test_each_listed_row_is_read_once_for_the_whole_group(metal: Metal, G: int) -> None:
     launches = decode(metal, 4096, G, reallocate=False)
@@ -104,11 +129,12 @@ def test_a_long_list_is_read_once_however_it_is_split(metal: Metal) -> None:
 
 @pytest.mark.parametrize("G", [1, 4])
 @pytest.mark.parametrize("reallocate", [False, True], ids=["attend", "reallocate"])
-@pytest.mark.parametrize(("S", "top_k", "most"), [(1000, 128, 3), (8192, 512, 3), (8193, 1, 4), (65_536, 512, 4)])
-def test_a_step_takes_at_most_four_launches(
-    metal: Metal, S: int, top_k: int, most: int, G: int, reallocate: bool
+@pytest.mark.parametrize(("S", "top_k"), [(1000, 128), (8192, 512), (8193, 1), (65_536, 512)])
+def test_a_step_takes_three_launches_and_a_fourth_to_mix_in_the_mean_of_a_long_context(
+    metal: Metal, S: int, top_k: int, G: int, reallocate: bool
 ) -> None:
-    assert len(decode(metal, S, G, top_k=top_k, reallocate=reallocate)) <= most
+    launches = decode(metal, S, G, top_k=top_k, key_bits=4 if G == 4 else 16, reallocate=reallocate)
+    assert len(launches) == (4 if reallocate and S > 8192 else 3)
 
 
 # prefill
@@ -236,6 +262,19 @@ def test_sparq_kernels_do_what_their_comments_say(metal: Metal) -> None:
     check(metal, "top_k_candidates", N=N, tiles=tiles, threads=threads, slots=slots)
     splits = attend.splits_of(256, HKV)
     check(metal, "attend_reallocate", N=256, splits=splits, HEADS=4, SIMDGROUPS=16, O=2, **common)
+
+
+def test_coded_sparq_kernels_do_what_their_comments_say(metal: Metal) -> None:
+    S, G = 16_384, 4
+    decode(metal, S, G, key_bits=4, reallocate=False)
+    score_tiles = S // 1024 + 1  # the last for the tail
+    common = {"S": S, "G": G, "Hq": HKV * G}
+    check(metal, "sparq_code_scores", tiles=score_tiles, WEIGHTED=0, BITS=4, KEYS=8, O=1, **common)
+    tiles, threads, slots = select.tiles_of(S, TOP_K)
+    sizes = {"tiles": tiles, "threads": threads, "slots": slots, "score_tiles": score_tiles}
+    check(metal, "sparq_code_candidates", **sizes, **common)
+    N = tiles * slots
+    check(metal, "attend_candidates", N=N, HEADS=4, SIMDGROUPS=16, SLOTS=TOP_K, **common)
 
 
 def test_split_attention_does_what_its_comments_say(metal: Metal) -> None:

@@ -61,7 +61,7 @@ def test_from_the_advised_context_on_sparq_never_loses(chip: Chip, config: SparQ
 
 
 def test_where_nothing_is_saved_no_context_is_advised() -> None:
-    assert roofline_steps.advised("g", Shape(32, 2, 64), SparQ(rank=64)) is None
+    assert roofline_steps.advised("g", Shape(32, 2, 64), SparQ(rank=64, key_bits=16)) is None
 
 
 @pytest.mark.parametrize("config", [SAAP(), SAAP(probes=8), SAAP(probes=128)], ids=str)

@@ -1,0 +1,37 @@
+// SparQ's second step over scores in 8 bits.
+#pragma once
+
+#include "sparq_candidates.h"
+#include "sparq_codes.h"
+
+// Source of a row: the group's sum over softmaxes (sparq.5) of narrowed logits.
+template <int G, typename Scores, typename Statistics>
+struct NarrowedScores {
+  Scores scores;  // (S, G), at the row
+  Statistics tiles;  // (tiles, G, 2), at the row
+  uint last;  // tile: the tail's
+  const threadgroup float2* softmax;
+  Window window;
+  uint first;  // key of item 0
+
+  uint bits(uint item) const {
+    const uint j = first + item;
+    uint decided;
+    if (window.decides(j, decided)) {
+      return decided;
+    }
+    const uint tile = j < window.length / GROUP_KEYS * GROUP_KEYS ? j / SCORE_TILE : last;
+    float score = 0.0f;
+#pragma clang loop unroll(full)
+    for (uint g = 0; g < G; ++g) {
+      const uint below = uint(scores[size_t(j) * G + g]);
+      if (below == NO_SOFTMAX) {
+        score = NAN;
+      } else if (below < NO_WEIGHT && softmax[g].y > 0.0f) {
+        score += exp(tiles[(tile * G + g) * 2] - float(below) / 16.0f - softmax[g].x) * softmax[g].y;
+      }
+    }
+    return ordered_bits(score);
+  }
+  int index(uint item) const { return int(first + item); }
+};
