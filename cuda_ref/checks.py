@@ -12,6 +12,12 @@ from .availability import interpreted, unavailable
 from .launchers import configs
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+CODE_TYPES = {  # of what keys in few bits are made of: `mlx_sparse.common.key_codes.KeyCodes`
+    "keys_t.codes": torch.uint8,
+    "keys_t.lo": torch.float16,
+    "keys_t.step": torch.float16,
+    "keys_t.centre": torch.float32,
+}
 GRID_LIMIT = 65535  # programs that CUDA starts along the second and the third axis of a grid
 
 
@@ -56,6 +62,15 @@ def check_type(name: str, array: torch.Tensor, dtype: torch.dtype) -> None:
     if array.dtype != dtype:
         raise ConfigError(
             f"{name}: expected the type of the other tensors, {type_name(dtype)}, got {type_name(array.dtype)}."
+        )
+
+
+def check_code_type(name: str, array: torch.Tensor) -> None:
+    """Raise `ConfigError` if ``name`` is a part of keys in few bits and of another type than it has to be."""
+    wanted = CODE_TYPES.get(name, array.dtype)
+    if array.dtype != wanted:
+        raise ConfigError(
+            f"{name}: expected {type_name(wanted)}, got {type_name(array.dtype)}. Take what code_keys returns."
         )
 
 

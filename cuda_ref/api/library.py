@@ -22,6 +22,7 @@ class Torch:
         self, name: str, array: Any, like: Any = None, *, integers: bool = False, same_type: bool = False
     ) -> None:
         checks.check_tensor(name, array)
+        checks.check_code_type(name, array)
         if integers:
             checks.check_integers(name, array)
         if like is not None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from mlx_sparse.common.key_codes import KeyCodes
+
 from ..checks import check_head_dim, check_real, rows
 from ..launchers import saap as launchers
 from ..launchers import torch_ops
@@ -54,17 +56,21 @@ def sparq_attention(
     reallocate: bool,
     group_reduce: str,
     component_weight: torch.Tensor | None,
-    keys_t: torch.Tensor | None,
+    keys_t: torch.Tensor | KeyCodes | None,
     value_mean: torch.Tensor | None,
     scale: float,
     left_padding: torch.Tensor | None,
+    key_bits: int = 16,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One step of SparQ (sparq.1) to (sparq.10)."""
+    """One step of SparQ (sparq.1) to (sparq.10), (sparq.21)."""
+    if keys_t is None:
+        keys_t = keys.transpose(-1, -2)
+    coded = tuple(keys_t) if isinstance(keys_t, KeyCodes) else (keys_t,)
     result: tuple[torch.Tensor, torch.Tensor] = torch_ops.sparq_decode(
         queries,
         rows(keys),
         rows(values),
-        keys.transpose(-1, -2) if keys_t is None else keys_t,
+        coded[0],
         rank,
         top_k,
         local_window,
@@ -73,6 +79,8 @@ def sparq_attention(
         scale,
         left_padding,
         value_mean if reallocate else None,
+        key_bits,
+        *coded[1:],
     )
     return result
 

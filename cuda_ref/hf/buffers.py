@@ -6,6 +6,7 @@ import torch
 
 from mlx_sparse.checks import ShapeError
 
+from .key_codes import Codes
 from .moments import Moments, lasting
 from .padding import Padding
 
@@ -17,12 +18,13 @@ ROOM = 32  # buffers grow by one part in this: copying then costs less per token
 class Buffers:
     """Rows ``[0, length)`` of a cache layer; appending a token copies nothing.
 
-    ``keys_t`` and the moments are made when the first SparQ step asks and kept up from then on, so a context that stays
-    short costs what it costs with transformers' own layer.
+    ``keys_t`` or codes and the moments are made when the first SparQ step asks and kept up from then on, so a context
+    that stays short costs what it costs with transformers' own layer.
 
     Attributes:
         keys, values: ``(B, Hkv, capacity, D)``; rows from ``length`` on are stale.
         keys_t: ``(B, Hkv, D, capacity)`` component-major copy of rows ``[0, transposed)``, or None.
+        codes: the keys in few bits, which stand in for ``keys_t`` and for the moments of the keys, or None.
         key_moments, value_moments: of the rows that are valid under ``left_padding``, or None.
     """
 
@@ -33,6 +35,7 @@ class Buffers:
         self.length = 0
         self.keys_t: torch.Tensor | None = None
         self.transposed = 0
+        self.codes: Codes | None = None
         self._forget_moments()
 
     def _forget_moments(self) -> None:
@@ -72,9 +75,9 @@ class Buffers:
 
     def crop(self, length: int) -> None:
         """Forget rows from ``length`` on."""
-        for moments in (self.key_moments, self.value_moments):
-            if moments is not None:
-                moments.rewind(length)
+        for kept in (self.key_moments, self.value_moments, self.codes):
+            if kept is not None:
+                kept.rewind(length)
         self.transposed = min(self.transposed, length)
         self.length = length
 
@@ -86,12 +89,13 @@ class Buffers:
             self.keys_t = self.keys_t.index_select(0, sequences)
         if self.left_padding is not None:
             self.left_padding = self.left_padding.index_select(0, sequences)
-        for moments in (self.key_moments, self.value_moments):
-            if moments is not None:
-                moments.select(sequences)
+        for kept in (self.key_moments, self.value_moments, self.codes):
+            if kept is not None:
+                kept.select(sequences)
 
     def columns(self) -> torch.Tensor:
         """``keys_t (B, Hkv, D, S)`` of the rows in use."""
+        self.codes = None
         if self.keys_t is None:
             self._begin_columns()
         assert self.keys_t is not None
@@ -105,6 +109,17 @@ class Buffers:
         B, Hkv, capacity, D = self.keys.shape
         self.keys_t = self.keys.new_empty(B, Hkv, D, capacity)
 
+    def coded(self, key_bits: int, padding: Padding | None) -> Codes:
+        """The keys in use in so few bits."""
+        first = None if padding is None else padding.first
+        kept = self.codes
+        if kept is None or kept.key_bits != key_bits or not _same(kept.padding, padding):
+            self.codes = kept = Codes(self.keys, key_bits, first)
+            self.keys_t, self.transposed = None, 0
+        kept.padding = first
+        kept.extend(self.keys, self.length)
+        return kept
+
     def statistics(
         self, *, mean: bool, spread: bool, padding: Padding | None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -114,9 +129,9 @@ class Buffers:
         """
         if not mean and not spread:
             return None, None
-        known, first = self.left_padding, None if padding is None else padding.first
-        same = known is first or (known is not None and padding is not None and padding.equals(known))
-        if not same or (mean and self.value_moments is None) or (spread and self.key_moments is None):
+        first = None if padding is None else padding.first
+        lacking = (mean and self.value_moments is None) or (spread and self.key_moments is None)
+        if lacking or not _same(self.left_padding, padding):
             self._begin_moments(mean, spread)
         self.left_padding = first
         for moments, buffer in ((self.key_moments, self.keys), (self.value_moments, self.values)):
@@ -132,3 +147,10 @@ class Buffers:
         self._forget_moments()
         self.value_moments = Moments(self.values, spread=False) if mean else None
         self.key_moments = Moments(self.keys, spread=True) if spread else None
+
+
+def _same(known: torch.Tensor | None, padding: Padding | None) -> bool:
+    """Whether sequences begin where they did on an earlier step."""
+    if known is None or padding is None:
+        return known is None and padding is None
+    return known is padding.first or padding.equals(known)

@@ -11,6 +11,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from mlx_sparse.checks import ConfigError
 from mlx_sparse.common.call_report import Report
+from mlx_sparse.common.key_codes import KeyCodes
 from mlx_sparse.common.thresholds import Layer, Threshold, describe
 from mlx_sparse.methods import SparQ, parse
 
@@ -98,13 +99,18 @@ class SparQLayer(DynamicLayer):
         assert self.keys is not None
         assert self.values is not None
         settings = config.parameters(query.shape[1] // self.keys.shape[1])
-        spread = config.component_score == "query_key"
-        keys_t, value_mean, deviation = self.read(mean=settings["reallocate"], spread=spread, padding=padding)
+        keys_t, value_mean, deviation = self.read(
+            mean=settings["reallocate"],
+            spread=config.component_score == "query_key",
+            padding=padding,
+            key_bits=settings["key_bits"],
+        )
+        coded = tuple(keys_t) if isinstance(keys_t, KeyCodes) else (keys_t,)
         result: tuple[torch.Tensor, torch.Tensor] = torch_ops.sparq_decode(
             query,
             self.keys,
             self.values,
-            keys_t,
+            coded[0],
             settings["rank"],
             settings["top_k"],
             settings["local_window"],
@@ -113,14 +119,21 @@ class SparQLayer(DynamicLayer):
             scale,
             None if padding is None else padding.first,
             value_mean,
+            settings["key_bits"],
+            *coded[1:],
         )
         return result
 
     def read(
-        self, *, mean: bool, spread: bool, padding: Padding | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """``keys_t (B, Hkv, D, S)`` and `Buffers.statistics`."""
+        self, *, mean: bool, spread: bool, padding: Padding | None, key_bits: int = 16
+    ) -> tuple[torch.Tensor | KeyCodes, torch.Tensor | None, torch.Tensor | None]:
+        """``keys_t (B, Hkv, D, S)`` or its codes, and `Buffers.statistics`."""
         assert self.buffers is not None
+        if key_bits < 16:
+            assert self.keys is not None
+            value_mean, _ = self.buffers.statistics(mean=mean, spread=False, padding=padding)
+            codes = self.buffers.coded(key_bits, padding)
+            return codes.read(), value_mean, codes.spread(self.keys) if spread else None
         return self.buffers.columns(), *self.buffers.statistics(mean=mean, spread=spread, padding=padding)
 
 

@@ -1,7 +1,12 @@
-"""What the kernels agree on: softmax pieces that a tile without a valid key leaves at -inf and 0."""
+"""What the kernels agree on: softmax pieces that a tile without a valid key leaves at -inf and 0, logits of 8 bits."""
 
 import triton
 import triton.language as tl
+
+GROUP = tl.constexpr(64)  # keys in few bits that share lo and step
+# A logit of 8 bits: sixteenths of a nat below the largest of its tile.
+NO_WEIGHT = tl.constexpr(254)  # -inf, or too far below
+NO_SOFTMAX = tl.constexpr(255)  # NaN or +inf
 
 
 @triton.jit
@@ -20,3 +25,25 @@ def widen(loaded, UPCAST: tl.constexpr):
 def rounded_up(length):
     """The next multiple of 16. Masks that end there leave loads of 16 bytes whole."""
     return tl.cdiv(length, 16) * 16
+
+
+@triton.jit
+def narrowed(logit, largest):
+    """A logit of 8 bits, in a tile with this ``largest``."""
+    below = (largest - logit) * 16.0  # +inf or NaN without weight
+    code = tl.where(below < NO_WEIGHT - 0.5, tl.floor(below + 0.5), NO_WEIGHT)
+    return tl.where(logit < float("inf"), code, NO_SOFTMAX).to(tl.uint8)
+
+
+@triton.jit
+def widened(code, largest):
+    """The logit behind 8 bits, within 1/32; NaN where it has no softmax."""
+    logit = tl.where(code < NO_WEIGHT, largest - code.to(tl.float32) / 16.0, float("-inf"))
+    return tl.where(code == NO_SOFTMAX, float("nan"), logit)
+
+
+@triton.jit
+def tile_of(s, length, TILE: tl.constexpr):
+    """The tile of keys ``s`` whose largest logit 8 bits count from: of TILE coded keys, or all that are not coded."""
+    coded = length // GROUP * GROUP
+    return tl.where(s < coded, s // TILE, tl.cdiv(coded, TILE))

@@ -3,16 +3,16 @@
 Scores become unsigned integers in the same order; the k-th largest is found by four histograms of 256 bins, eight bits
 at a time, and what lies above it, and the first of what equals it, is written in order of index.
 
-Grid (tiles of BLOCK keys, Hkv, B). A program reads G * BLOCK float32 logits once, sums their softmax over the group and
-keeps the best k of its tile, eight bytes each. The program of a row that arrives last reads those of all its tiles,
-once where they fit into one block, and keeps the best k of the row. The softmax of the group is known only when every
-tile has been scored, so the histograms are built here, where the score of a key is first known.
+Grid (tiles of BLOCK keys, Hkv, B). A program reads G * BLOCK logits once, float32 or bytes, sums their softmax over the
+group and keeps the best k of its tile, eight bytes each. The program of a row that arrives last reads those of all its
+tiles, once where they fit into one block, and keeps the best k of the row. The softmax of the group is known only when
+every tile has been scored, so the histograms are built here, where the score of a key is first known.
 """
 
 import triton
 import triton.language as tl
 
-from .numbers import finite, rounded_up
+from .numbers import NO_WEIGHT, finite, rounded_up, tile_of, widened
 
 # Bits of a score that is never chosen (invalid or -inf), and of a key of the local window, above every score.
 NEVER = tl.constexpr(0)
@@ -104,9 +104,13 @@ def row_softmax(statistics, splits, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def head_score(logits, statistics, softmax, g, s, readable, stride_l, splits, SUM_SOFTMAX: tl.constexpr):
-    """What query head ``g`` gives to keys ``s``."""
-    logit = tl.load(logits + g * stride_l + s, mask=readable, other=float("-inf"))
+def head_score(logits, statistics, softmax, g, s, tile, readable, stride_l, splits, SUM_SOFTMAX: tl.constexpr):
+    """What query head ``g`` gives to keys ``s``, which are in these tiles where their logits are of 8 bits."""
+    if tile is None:
+        logit = tl.load(logits + g * stride_l + s, mask=readable, other=float("-inf"))
+    else:
+        code = tl.load(logits + g * stride_l + s, mask=readable, other=NO_WEIGHT)
+        logit = widened(code, tl.load(statistics + g * 2 * splits + tile, mask=readable, other=0.0))
     if statistics is not None:
         largest, factor = row_softmax(statistics + g * 2 * splits, splits, 256)
         if tl.program_id(0) == 0:
@@ -119,16 +123,16 @@ def head_score(logits, statistics, softmax, g, s, readable, stride_l, splits, SU
 
 @triton.jit
 def group_scores(
-    logits, statistics, softmax, s, readable, stride_l, splits, G: tl.constexpr, SUM_SOFTMAX: tl.constexpr
+    logits, statistics, softmax, s, tile, readable, stride_l, splits, G: tl.constexpr, SUM_SOFTMAX: tl.constexpr
 ):
     """(sparq.4), (sparq.5): what the group gives to keys ``s``; without ``statistics`` scores as they are."""
     score = tl.zeros(s.shape, tl.float32)
     if G <= 8:  # all at once; more do not fit into the registers
         for g in tl.static_range(G):
-            score += head_score(logits, statistics, softmax, g, s, readable, stride_l, splits, SUM_SOFTMAX)
+            score += head_score(logits, statistics, softmax, g, s, tile, readable, stride_l, splits, SUM_SOFTMAX)
     else:
         for g in range(G):
-            score += head_score(logits, statistics, softmax, g, s, readable, stride_l, splits, SUM_SOFTMAX)
+            score += head_score(logits, statistics, softmax, g, s, tile, readable, stride_l, splits, SUM_SOFTMAX)
     return score
 
 
@@ -174,8 +178,8 @@ def merge_tiles(candidate_bits, candidate_indices, count, indices, slots, BLOCK:
 
 @triton.jit(do_not_specialize=["length", "top_k", "local_window", "splits"])
 def top_k_select(
-    logits,  # (B, Hkv, G, stride_l) float32: approximate logits, or scores with G = 1
-    statistics,  # (B, Hkv, G, 2, splits) float32 of `sparq_scores`, or None for scores
+    logits,  # (B, Hkv, G, stride_l) float32 or of 8 bits: approximate logits, or scores with G = 1
+    statistics,  # (B, Hkv, G, 2, splits) float32 of the launch before: None for scores, of each tile for 8 bits
     softmax,  # out: (B, Hkv, G, 2) float32: largest logit, 1 / sum of exp(logit - largest); None for scores
     left_padding,  # (B,) int32, or None
     candidate_bits,  # scratch: (B, Hkv, tiles, min(top_k, BLOCK)) int32
@@ -191,6 +195,7 @@ def top_k_select(
     BLOCK: tl.constexpr,
     SUM_SOFTMAX: tl.constexpr,
     ALIGNED: tl.constexpr,  # rows of logits can be read up to the next multiple of 16 keys
+    TILE: tl.constexpr,  # coded keys that logits of 8 bits count from one largest logit; 0 for float32
 ):
     tile, b = tl.program_id(0), tl.program_id(2)
     tiles = tl.num_programs(0)
@@ -205,7 +210,8 @@ def top_k_select(
     # (sparq.6)
     s = tile * BLOCK + tl.arange(0, BLOCK)
     readable = s < (rounded_up(length) if ALIGNED else length)
-    score = group_scores(logits, statistics, softmax, s, readable, stride_l, splits, G, SUM_SOFTMAX)
+    within = tile_of(s, length, TILE) if TILE else None
+    score = group_scores(logits, statistics, softmax, s, within, readable, stride_l, splits, G, SUM_SOFTMAX)
     bits = tl.where(s >= length - local_window, ALWAYS, ordered_bits(score))
     bits = tl.where(s < length, bits, NEVER)
     if left_padding is not None:

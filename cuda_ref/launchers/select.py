@@ -19,26 +19,32 @@ class GroupScores:
     """What keys are chosen by.
 
     Attributes:
-        logits: float32 ``(B, Hkv, G, S up to a multiple of 16)``, -inf for keys that are not valid.
+        logits: float32 ``(B, Hkv, G, S up to a multiple of 16)``, -inf for keys that are not valid; or uint8,
+            sixteenths of a nat below the largest of their tile (`kernels.numbers.narrowed`).
         statistics: float32 ``(B, Hkv, G, 2, splits)``: largest logit and sum of exp(logit - largest) of each split.
         softmax: float32 ``(B, Hkv, G, 2)``, filled by `select`: largest logit and 1 / sum of exp(logit - largest).
         tickets: int32 ``(B, Hkv, 2)`` zeros, one for each of the launches that follow.
+        tile: coded keys of a split, where logits are uint8; those that are not coded are the last split. 0 for float32.
     """
 
     logits: torch.Tensor
     statistics: torch.Tensor | None
     softmax: torch.Tensor | None
     tickets: torch.Tensor
+    tile: int = 0
 
     @classmethod
-    def empty(cls, B: int, Hkv: int, G: int, S: int, splits: int, device: torch.device) -> GroupScores:
-        """Room for S keys scored in ``splits`` parts."""
+    def empty(
+        cls, B: int, Hkv: int, G: int, S: int, splits: int, device: torch.device, *, tile: int = 0
+    ) -> GroupScores:
+        """Room for S keys scored in ``splits`` parts, in 8 bits if these are ``tile`` keys each."""
         real: dict[str, Any] = {"dtype": torch.float32, "device": device}
         return cls(
-            torch.empty(B, Hkv, G, S + -S % LINE, **real),
+            torch.empty(B, Hkv, G, S + -S % LINE, dtype=torch.uint8 if tile else torch.float32, device=device),
             torch.empty(B, Hkv, G, 2, splits, **real),
             torch.empty(B, Hkv, G, 2, **real),
             torch.empty(B, Hkv, 2, dtype=torch.int32, device=device),
+            tile,
         )
 
 
@@ -92,7 +98,7 @@ def select(
             "splits": 0 if scores.statistics is None else scores.statistics.shape[4],
             "stride_l": scores.logits.stride(2),
         },
-        {"G": G, "BLOCK": BLOCK, "SUM_SOFTMAX": sum_softmax, "ALIGNED": stride >= S + -S % LINE},
+        {"G": G, "BLOCK": BLOCK, "SUM_SOFTMAX": sum_softmax, "ALIGNED": stride >= S + -S % LINE, "TILE": scores.tile},
         {"num_warps": configs.SELECT_WARPS[BLOCK], "num_stages": 1},
     ).run()
     return indices

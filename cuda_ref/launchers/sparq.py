@@ -6,6 +6,9 @@ from typing import Any
 
 import torch
 
+from mlx_sparse.common.key_codes import GROUP, KeyCodes
+
+from ..kernels.sparq_code_scores import sparq_code_scores as code_kernel
 from ..kernels.sparq_scores import sparq_scores as kernel
 from . import configs
 from .attend import Reallocation, attend
@@ -14,6 +17,7 @@ from .select import GroupScores, select
 
 MOST_COMPONENTS = 64  # in a tile; more are added up
 PROGRAMS_PER_PROCESSOR = 4  # splits are made until there are so many
+CODE_TILES = (256, 512)  # coded keys that are scored at a time; scores of 8 bits allow 1,024
 
 
 def sparq_scores(
@@ -98,9 +102,95 @@ def readable_beyond(keys_t: torch.Tensor) -> bool:
     return (last + beyond + 1) * keys_t.element_size() <= keys_t.untyped_storage().nbytes()
 
 
+def sparq_code_scores(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    coded: KeyCodes,
+    *,
+    key_bits: int,
+    narrow: bool,
+    rank: int,
+    component_weight: torch.Tensor | None,
+    scale: float,
+    left_padding: torch.Tensor | None,
+) -> GroupScores:
+    """Approximate logits of all keys from codes of ``rank`` components (sparq.21).
+
+    Args:
+        queries: ``(B, Hq, 1, D)``, contiguous.
+        keys: ``(B, Hkv, S, D)``, last stride 1, of which those that are not coded are read.
+        coded: of all full groups; fast where the last strides are 1 and those of ``codes`` else multiples of 16.
+        narrow: whether the logits are written in 8 bits.
+        component_weight: float32 ``(B, Hkv, D)``, or None for the paper's rule.
+    """
+    B, Hkv, S, D = keys.shape
+    G = queries.shape[1] // Hkv
+    codes, lo, step = (array if array.stride(-1) == 1 else array.contiguous() for array in coded[:3])
+    if lo.stride() != step.stride():
+        lo, step = lo.contiguous(), step.contiguous()
+    tiles = configs.config(queries.device).codes
+    BLOCK_D = power_of_2(D, 32)
+    BLOCK_S = code_tile(S, B * Hkv, queries.device)
+    full = S // GROUP * GROUP
+    share = configs.share(full, BLOCK_S, B * Hkv, PROGRAMS_PER_PROCESSOR, queries.device)
+    tail = int(full < S)
+    parts = -(-full // BLOCK_S) + tail
+    found = GroupScores.empty(B, Hkv, G, S, parts, queries.device, tile=BLOCK_S if narrow else 0)
+    Launch(
+        code_kernel,
+        (-(-full // share) + tail, Hkv, B),
+        {
+            "queries": queries,
+            "codes": codes,
+            "lo": lo,
+            "step": step,
+            "centre": coded.centre.contiguous(),
+            "keys": keys,
+            "component_weight": component_weight,
+            "left_padding": left_padding,
+            "logits": found.logits,
+            "statistics": found.statistics,
+            "tickets": found.tickets,
+            "length": S,
+            "blocks": share // BLOCK_S,
+            "tiles": parts,
+            "scale": scale,
+            "stride_l": found.logits.stride(2),
+            "stride_cb": codes.stride(0),
+            "stride_ch": codes.stride(1),
+            "stride_cd": codes.stride(2),
+            "stride_rb": lo.stride(0),
+            "stride_rh": lo.stride(1),
+            "stride_rd": lo.stride(2),
+            "stride_kb": keys.stride(0),
+            "stride_kh": keys.stride(1),
+            "stride_kn": keys.stride(2),
+        },
+        {
+            "D": D,
+            "G": G,
+            "RANK": rank,
+            "BITS": key_bits,
+            "BLOCK_D": BLOCK_D,
+            "BLOCK_G": power_of_2(G),
+            # With more heads fewer components: registers hold what each of them is multiplied with.
+            "BLOCK_R": power_of_2(min(rank, tiles.elements // (BLOCK_S * max(1, G // 4))), 16),
+            "BLOCK_S": BLOCK_S,
+        },
+        {"num_warps": max(tiles.warps, BLOCK_D // 32), "num_stages": tiles.stages},
+    ).run()
+    return found
+
+
+def code_tile(S: int, rows: int, device: torch.device) -> int:
+    """Coded keys that are scored at a time: the most for which every processor is busy."""
+    wanted = PROGRAMS_PER_PROCESSOR * configs.processors(device)
+    return next((tile for tile in reversed(CODE_TILES) if S // tile * rows >= wanted), CODE_TILES[0])
+
+
 def sparq_select(
     queries: torch.Tensor,
-    keys_t: torch.Tensor,
+    keys_t: torch.Tensor | KeyCodes,
     *,
     rank: int,
     top_k: int,
@@ -109,14 +199,35 @@ def sparq_select(
     component_weight: torch.Tensor | None,
     scale: float,
     left_padding: torch.Tensor | None,
+    keys: torch.Tensor | None = None,
+    key_bits: int = 16,
+    exact: bool = False,
 ) -> tuple[torch.Tensor, GroupScores]:
-    """Choose the keys of one decode step: ``indices (B, Hkv, min(top_k, S))`` int32, and what they were chosen by."""
-    scores = sparq_scores(
-        queries, keys_t, rank=rank, component_weight=component_weight, scale=scale, left_padding=left_padding
-    )
+    """Choose the keys of one decode step: ``indices (B, Hkv, min(top_k, S))`` int32, and what they were chosen by.
+
+    Args:
+        keys_t: component-major keys, with fewer ``key_bits`` than 16 coded ones.
+        keys: ``(B, Hkv, S, D)``, last stride 1; needed for those that are not coded.
+        exact: whether the logits have to be float32, as reallocation reads them. Sums of logits always are, and those
+            of keys of 16 bits.
+    """
+    scoring: dict[str, Any] = {
+        "rank": rank,
+        "component_weight": component_weight,
+        "scale": scale,
+        "left_padding": left_padding,
+    }
+    if isinstance(keys_t, KeyCodes):
+        assert keys is not None
+        narrow = not exact and group_reduce == "softmax"
+        S = keys.shape[2]
+        scores = sparq_code_scores(queries, keys, keys_t, key_bits=key_bits, narrow=narrow, **scoring)
+    else:
+        S = keys_t.shape[3]
+        scores = sparq_scores(queries, keys_t, **scoring)
     indices = select(
         scores,
-        keys_t.shape[3],
+        S,
         top_k=top_k,
         local_window=local_window,
         left_padding=left_padding,
@@ -129,7 +240,7 @@ def sparq_decode(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    keys_t: torch.Tensor,
+    keys_t: torch.Tensor | KeyCodes,
     *,
     top_k: int,
     scale: float,
@@ -142,6 +253,7 @@ def sparq_decode(
         value_mean: ``(B, Hkv, D)`` to reallocate to; None for none.
         selection: the other parameters of `sparq_select`.
     """
-    indices, scores = sparq_select(queries, keys_t, top_k=top_k, scale=scale, **selection)
+    exact = value_mean is not None
+    indices, scores = sparq_select(queries, keys_t, keys=keys, exact=exact, top_k=top_k, scale=scale, **selection)
     reallocation = None if value_mean is None else Reallocation(scores.logits, scores.softmax, value_mean.float())
     return attend(queries, keys, values, indices, scale=scale, reallocation=reallocation, tickets=scores.tickets)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from mlx_sparse.common.block_layout import Layout
+from mlx_sparse.common.key_codes import KeyCodes
 
 from . import attend, blocks, saap, sample, select, sparq
 
@@ -29,13 +30,21 @@ def sparq_decode(
     scale: float,
     left_padding: torch.Tensor | None,
     value_mean: torch.Tensor | None,
+    key_bits: int = 16,
+    lo: torch.Tensor | None = None,
+    step: torch.Tensor | None = None,
+    centre: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One step of SparQ: ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)``; reallocates to ``value_mean``."""
+    """One step of SparQ: ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)``; reallocates to ``value_mean``.
+
+    With fewer ``key_bits`` than 16 ``keys_t`` are the codes of a `KeyCodes`; ``lo``, ``step``, ``centre`` are its rest.
+    """
     return sparq.sparq_decode(
         queries.contiguous(),
         keys,
         values,
-        keys_t,
+        keys_t if key_bits == 16 else KeyCodes(keys_t, lo, step, centre),
+        key_bits=key_bits,
         rank=rank,
         top_k=top_k,
         local_window=local_window,

@@ -140,11 +140,13 @@ FUNCTIONS: Mapping[str, Mapping[str, str]] = {
         "oracle": "oracle:code_keys",
         "ops": "ops.key_codes:code_keys",
         "metal": "ops.key_codes:code_keys",  # once every 64 tokens
+        "triton": "cuda_ref.api.key_codes:code_keys",
     },
     "key_spread": {
         "oracle": "oracle:key_spread",
         "ops": "ops.key_codes:key_spread",
         "metal": "ops.key_codes:key_spread",
+        "triton": "cuda_ref.api.key_codes:key_spread",
     },
     "page_bounds": {
         "oracle": "oracle:page_bounds",

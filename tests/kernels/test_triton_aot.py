@@ -28,10 +28,12 @@ from triton_compiled import (
 
 needs_triton()
 
+SCORES = ("sparq_scores", "sparq_code_scores")
 IN_FLIGHT = 26 * 1024  # bytes of a processor that keep 4.3 TB/s busy on 132 of them at a latency of 0.8 microseconds
 
 EVERYWHERE = [  # on every version and all architectures of it
     Case("sparq", 0, padded=True),
+    Case("sparq", 0, key_bits=4, padded=True),
     Case("dense", 0),
 ]
 ODD = Case("sparq", 90, D=80, S=4097, odd=True)
@@ -46,6 +48,9 @@ ONCE = [  # on the version of the environment
     Case("dense", 80, D=256, G=1, Hkv=8),
     Case("dense", 90, "float32"),
     Case("select", 90, S=500_000, top_k=4096),
+    Case("sparq", 80, "bfloat16", G=16, Hkv=2, D=256, rank=128, S=16385, key_bits=4),
+    Case("sparq", 100, G=1, Hkv=32, rank=16, S=4096, key_bits=8, weighted=True, reallocate=True),
+    Case("sparq", 90, G=8, rank=64, S=16384, key_bits=8),
     ODD,
 ]
 
@@ -64,17 +69,23 @@ def launches(version: str, case: Case) -> list[Compiled]:
     for other in VERSIONS:  # both at once
         running(other, tuple(cases(other)))
     found = compiled(version, tuple(cases(version)))[case]
-    names = {"sparq": ["sparq_scores", "top_k_select", "attend"], "dense": ["attend"], "select": ["top_k_select"]}
+    scores = "sparq_scores" if case.key_bits == 16 else "sparq_code_scores"
+    names = {"sparq": [scores, "top_k_select", "attend"], "dense": ["attend"], "select": ["top_k_select"]}
     assert [launch.kernel for launch in found] == names[case.launcher]
     return found
+
+
+def key_bits(launch: Compiled) -> int:
+    """Of a component of a key, as the first launch reads it."""
+    return int(launch.constants.get("BITS", 8 * itemsize(launch.case)))
 
 
 def tile_bytes(launch: Compiled) -> int:
     """What a program asks for at a time: components of keys, or rows of keys and values."""
     constants = launch.constants
-    if launch.kernel == "sparq_scores":
+    if launch.kernel in SCORES:
         components = -(-constants["RANK"] // constants["BLOCK_R"]) * constants["BLOCK_R"]
-        return components * constants["BLOCK_S"] * itemsize(launch.case)
+        return components * constants["BLOCK_S"] * key_bits(launch) // 8
     return 2 * constants["BLOCK_N"] * constants["BLOCK_D"] * itemsize(launch.case)
 
 
@@ -87,6 +98,9 @@ def test_nothing_spills_and_a_program_fits_on_a_processor(version: str, case: Ca
 @fast
 def test_keys_and_values_come_in_loads_of_16_bytes(version: str, case: Case) -> None:
     for launch in launches(version, case):
+        if launch.kernel == "top_k_select" and launch.constants["TILE"]:
+            assert count(launch, r"\bLDG\S*\.[US]8\b") == 0  # bytes come four at a time
+            continue
         if launch.kernel == "top_k_select":
             heads = launch.constants["G"] if launch.constants["G"] <= 8 else 1  # more in a loop
             wanted = launch.constants["BLOCK"] * 4 * heads
@@ -106,15 +120,17 @@ def test_the_check_of_loads_sees_caches_that_are_not_aligned() -> None:
 def test_matrix_units_multiply_16_bits_and_nothing_rounds_float32(version: str, case: Case) -> None:
     for launch in launches(version, case):
         multiplies = launch.kernel != "top_k_select"
-        assert (count(launch, MATRIX) > 0) == (multiplies and itemsize(case) == 2), launch.kernel
+        # Codes are multiplied in float32: what is rounded to 16 bits would choose other keys.
+        wide = itemsize(case) == 4 or launch.kernel == "sparq_code_scores"
+        assert (count(launch, MATRIX) > 0) == (multiplies and not wide), launch.kernel
         assert count(launch, "TF32") == 0
-        assert count(launch, r"\bFFMA\b") >= 128 or itemsize(case) == 2 or not multiplies
+        assert count(launch, r"\bFFMA\b") >= 128 or not (multiplies and wide)
 
 
 @by_case
 def test_all_threads_have_written_before_the_ticket_is_drawn(version: str, case: Case) -> None:
     for launch in launches(version, case):
-        assert_writes_before_its_ticket(launch, launch.kernel != "sparq_scores")
+        assert_writes_before_its_ticket(launch, launch.kernel not in SCORES)
 
 
 @fast
@@ -126,16 +142,17 @@ def test_programs_share_what_is_read_and_keep_the_memory_busy(version: str, case
         if launch.kernel == "top_k_select":
             assert launch.grid[0] == -(-case.S // constants["BLOCK"])
             continue
-        if launch.kernel == "sparq_scores":
-            items, share, width = case.S, numbers["blocks"] * constants["BLOCK_S"], case.rank
+        if launch.kernel in SCORES:
+            coded = launch.kernel == "sparq_code_scores"
+            items, width = case.S // 64 * 64 if coded else case.S, case.rank * key_bits(launch) // 8
+            share, tail = numbers["blocks"] * constants["BLOCK_S"], coded and case.S % 64 > 0
         else:
-            items, share, width = numbers["entries"], numbers["share"], 2 * case.D
+            items, share, width, tail = numbers["entries"], numbers["share"], 2 * case.D * itemsize(case), False
             assert items == (case.S if case.launcher == "dense" else case.top_k)
         shares = [min(share, items - first) for first in range(0, items, share)]
-        assert len(shares) == launch.grid[0]
+        assert len(shares) + tail == launch.grid[0]
         assert min(shares) > 0
-        read = sum(shares) * width * itemsize(case) * rows
-        assert read == items * width * itemsize(case) * case.B * case.Hkv
-        if items == case.S:
+        assert sum(shares) * width * rows == items * width * case.B * case.Hkv
+        if items == case.S and launch.kernel != "sparq_code_scores":  # which has few bytes to ask for, and all at once
             at_once = min(programs_at_once(launch), prod(launch.grid) // PROCESSORS[case.architecture])
             assert at_once * (launch.stages - 1) * tile_bytes(launch) >= IN_FLIGHT, launch.kernel

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -97,8 +100,23 @@ def test_a_step_of_sparq_is_three_launches(monkeypatch: pytest.MonkeyPatch, S: i
     assert started == ["sparq_scores", "top_k_select", "attend"]
 
 
+def test_a_step_with_codes_is_three_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(1, 4, 2, 200, 64, "f16")
+    q, k, v = tensors(case, *case.inputs())
+    coded = cuda_ref.code_keys(k, key_bits=4)
+    started = launches(monkeypatch)
+    cuda_ref.sparq_attention(q, k, v, rank=16, top_k=32, key_bits=4, keys_t=coded)
+    assert started == ["sparq_code_scores", "top_k_select", "attend"]
+
+
+def with_codes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[Any, ...]:
+    codes, *ranges = cuda_ref.code_keys(k, key_bits=4)
+    return q, k, v, codes, 8, 16, 4, "softmax", None, 0.1, None, None, 4, *ranges
+
+
 OPERATORS = {
     "sparq_decode": lambda q, k, v: (q, k, v, component_major(k), 8, 16, 4, "softmax", None, 0.1, None, None),
+    "sparq_decode-codes": with_codes,
     "dense_decode": lambda q, k, v: (q, k, v, 0.1, None),
     "attend_indices": lambda q, k, v: (q, k, v, torch.tensor([[[1, 2, -1]] * 2], dtype=torch.int32).to(DEVICE), 0.1),
     "top_k_select": lambda q, k, v: (k[..., 0].float(), 8, 2, None),
@@ -107,8 +125,8 @@ OPERATORS = {
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_an_operator_of_torch_keeps_its_promises_and_compiles(name: str) -> None:
-    case = Case(1, 4, 2, 50, 64, "f32")
-    assert_keeps_its_promises_and_compiles(name, OPERATORS[name](*tensors(case, *case.inputs())))
+    case = Case(1, 4, 2, 70, 64, "f32")
+    assert_keeps_its_promises_and_compiles(name.partition("-")[0], OPERATORS[name](*tensors(case, *case.inputs())))
 
 
 def test_what_is_no_tensor_or_has_no_memory_is_refused() -> None:
@@ -122,6 +140,24 @@ def test_what_is_no_tensor_or_has_no_memory_is_refused() -> None:
         cuda_ref.sparq_attention(arrays[0], keys, keys, keys_t=torch.zeros(1, 2, 64, 50, device="meta"))
     with pytest.raises(ShapeError, match=r"queries: expected at most 65535 sequences and KV heads, got \(65536, 2\)"):
         cuda_ref.dense_attention(*[arrays[0].expand(65536, -1, -1, -1)] * 3)
+
+
+@pytest.mark.parametrize(
+    ("part", "dtype", "message"),
+    [
+        ("codes", torch.int32, "keys_t.codes: expected uint8, got int32. Take what code_keys returns."),
+        ("lo", torch.float32, "keys_t.lo: expected float16, got float32."),
+        ("step", torch.bfloat16, "keys_t.step: expected float16, got bfloat16."),
+        ("centre", torch.float16, "keys_t.centre: expected float32, got float16."),
+    ],
+)
+def test_codes_of_other_types_are_refused(part: str, dtype: torch.dtype, message: str) -> None:
+    case = Case(1, 4, 2, 130, 64, "f16")
+    q, k, v = tensors(case, *case.inputs())
+    coded = cuda_ref.code_keys(k, key_bits=4)
+    coded = coded._replace(**{part: getattr(coded, part).to(dtype)})
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        cuda_ref.sparq_attention(q, k, v, top_k=32, key_bits=4, keys_t=coded)
 
 
 def test_a_gradient_is_refused_and_not_left_out() -> None:

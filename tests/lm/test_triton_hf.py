@@ -109,7 +109,7 @@ def reference(name: str, config: SparQ) -> str:
         of_model = config.for_model(qk_norm=hasattr(module, "q_norm"))
         selection = {"rank": config.rank, "top_k": config.top_k, "group_reduce": config.group_reduce}
         selection |= {"local_window": check_local_window(config.local_window, config.top_k)}
-        selection |= {"component_score": of_model.component_score, "scale": scaling}
+        selection |= {"component_score": of_model.component_score, "scale": scaling, "key_bits": config.key_bits}
         reallocate = G == 1 if of_model.reallocate == "auto" else of_model.reallocate
         indices = oracle.sparq_select(q, k, left_padding=padding, **selection).indices
         if name == "oracle":
@@ -154,13 +154,17 @@ STEPS = [
     ("qwen3", "sparq:rank=16,top_k=12", (0, 11)),
     ("gemma3_text", "sparq:rank=16,top_k=8", None),
     ("gpt_oss", "sparq:rank=16,top_k=8", (0, 5)),
+    # Sums of logits, which are never held in 8 bits.
+    ("llama", "sparq:rank=16,top_k=12,group_reduce=logits,key_bits=4", (0, 70)),
+    ("qwen3", "sparq:rank=8,top_k=12,group_reduce=logits,key_bits=8", None),
 ]
 
 
 @pytest.mark.parametrize(("name", "attn", "first"), STEPS)
 def test_each_step_gives_the_logits_of_the_oracle(name: str, attn: str, first: tuple[int, ...] | None) -> None:
     B, n = len(first or (0,)), 2
-    prompt, then, mask = tokens(B, PROMPT), tokens(B, n, seed=1), padded(*first, length=PROMPT) if first else None
+    length = 126 if "key_bits" in attn else PROMPT  # the second step fills a group
+    prompt, then, mask = tokens(B, length), tokens(B, n, seed=1), padded(*first, length=length) if first else None
     cache = sparq_cache(name, attn)
     got = decode(model(name), "sparq", cache, prompt, then, mask)
     exact, plain = expected(name, attn, prompt, then, mask)
@@ -209,13 +213,19 @@ def test_beam_search_finds_the_beams_of_the_oracle() -> None:
     assert cache.report.sparse_calls == 3 * 2
 
 
-def test_a_cropped_cache_goes_on_with_other_tokens() -> None:
-    attn = "sparq:rank=16,top_k=12,component_score=query_key,reallocate=true"
-    prompt, then = tokens(1, PROMPT), tokens(1, 2, seed=2)
+@pytest.mark.parametrize(
+    ("attn", "length"),
+    [
+        ("sparq:rank=16,top_k=12,component_score=query_key,reallocate=true", PROMPT),
+        ("sparq:rank=16,top_k=12,component_score=query_key,group_reduce=logits,key_bits=4", 126),
+    ],
+)
+def test_a_cropped_cache_goes_on_with_other_tokens(attn: str, length: int) -> None:
+    prompt, then = tokens(1, length), tokens(1, 2, seed=2)
     cache = sparq_cache("llama", attn)
     decode(model("llama"), "sparq", cache, prompt, tokens(1, 3, seed=1))
     cache.crop(-3)
-    assert cache.get_seq_length() == PROMPT
+    assert cache.get_seq_length() == length
     got = decode(model("llama"), "sparq", cache, then[:, :1], then[:, 1:])
     exact, plain = expected("llama", attn, prompt, then)
     assert_as_good_as_plain(got, exact[:, 1:], plain[:, 1:], "f32")

@@ -14,8 +14,11 @@ from mlx_sparse.cuda_ref import hf
 from mlx_sparse.cuda_ref.hf import attention
 from mlx_sparse.cuda_ref.hf.buffers import ROW_MULTIPLE
 from mlx_sparse.cuda_ref.hf.moments import BLOCK
+from torch_arrays import to_numpy
 
+from mlx_sparse import oracle
 from mlx_sparse.checks import ShapeError
+from mlx_sparse.common.key_codes import GROUP
 
 
 def assert_reads_its_rows(layer: hf.SparQLayer, first: tuple[int, ...] | None = None) -> None:
@@ -32,6 +35,21 @@ def assert_reads_its_rows(layer: hf.SparQLayer, first: tuple[int, ...] | None = 
         assert np.abs(deviation[b].cpu().numpy() - rows.std(axis=1)).max() <= ulp(rows, "f32")
         middle = values[b, :, start:].mean(axis=1)
         assert np.abs(mean[b].cpu().numpy() - middle).max() <= 4 * ulp(middle, "f32")
+
+
+def assert_codes(layer: hf.SparQLayer, first: tuple[int, ...] | None = None, key_bits: int = 4) -> None:
+    """What a step with few bits reads is the oracle's of the rows in use, to the last bit."""
+    S = layer.get_seq_length()
+    padding = attention.Padding(padded(*first, length=S)[:, None, None]) if first else None
+    coded, _, spread = layer.read(mean=True, spread=True, padding=padding, key_bits=key_bits)
+    rows = to_numpy(layer.keys)
+    wanted = oracle.code_keys(rows, key_bits=key_bits, left_padding=first)
+    for name, found, array in zip(coded._fields, coded, wanted, strict=True):
+        np.testing.assert_array_equal(to_numpy(found), array, err_msg=name)
+    valid = [keys[:, start:].astype(np.float64) for keys, start in zip(rows, first or (0,) * len(rows), strict=True)]
+    exact = np.stack([keys.std(axis=1) if keys.size else keys.sum(axis=1) for keys in valid])
+    expected = oracle.key_spread(wanted, exact, key_bits=key_bits, left_padding=first)
+    np.testing.assert_allclose(to_numpy(spread), expected, rtol=1e-4)
 
 
 def test_appending_a_token_copies_nothing() -> None:
@@ -84,6 +102,36 @@ def test_what_a_step_reads_follows_the_cache(change: str, first: tuple[int, ...]
     assert torch.equal(layer.keys, plain.keys)
     assert torch.equal(layer.values, plain.values)
     assert_reads_its_rows(layer, PADDING.get(change, first) if first else None)
+
+
+@pytest.mark.parametrize(("first", "key_bits"), [(None, 8), ((5, 140), 4)], ids=["", "padded"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_codes_follow_the_cache(change: str, first: tuple[int, ...] | None, key_bits: int) -> None:
+    swapped = {"reorder": (140, 140), "repeat": (5, 5, 140, 140), "select": (140,), "select by bools": (140,)}
+    layer = hf.SparQLayer()
+    with torch.inference_mode():
+        layer.update(*states(2, 2, 200))
+        assert_codes(layer, first, key_bits)
+        layer.update(*states(2, 2, 70, seed=2))  # beyond the buffers
+        assert_codes(layer, first, key_bits)
+    CHANGES[change](layer)
+    after = swapped.get(change, first) if first else None
+    for count in (GROUP - 20, 1, 30):
+        layer.update(*states(len(swapped.get(change, (0, 0))), 2, count, seed=1))
+        assert_codes(layer, after, key_bits)
+
+
+def test_codes_take_the_place_of_keys_and_give_it_back() -> None:
+    layer = hf.SparQLayer()
+    layer.update(*states(2, 2, 300))
+    assert_codes(layer, key_bits=4)
+    few = layer.buffers.codes.nbytes
+    assert few == layer.buffers.keys.nbytes // 8 * 9 // 8 + 2 * 2 * 32 * 4  # 4.5 bits of each 32, and the centre
+    assert layer.buffers.keys_t is None
+    assert_codes(layer, key_bits=8)
+    assert_codes(layer, first=(0, 70), key_bits=8)
+    assert_reads_its_rows(layer)
+    assert layer.buffers.codes is None
 
 
 def bad_steps(layer: hf.SparQLayer, bad: float, first: tuple[int, ...] | None, count: int = 5) -> None:

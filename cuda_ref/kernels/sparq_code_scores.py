@@ -1,0 +1,211 @@
+"""SparQ's first step over keys in few bits: approximate logits of all keys from codes of the chosen components.
+
+Grid (splits of the coded keys and one program for the tail, Hkv, B). A program reads RANK components of `blocks`
+tiles of BLOCK_S keys: RANK * (BITS / 8 + 1 / 16) bytes a key, once for the whole group; the last one, where a group is
+not full, RANK * itemsize bytes of each of its keys. It writes G float32 logits or bytes a key, and for each tile and
+query head their largest and the sum of exponentials.
+"""
+
+import triton
+import triton.language as tl
+
+from .numbers import GROUP, finite, narrowed
+from .sparq_scores import component_at, component_ranks, logit_factors, query_components
+
+
+@triton.jit
+def coded_logits(
+    queries,
+    codes,
+    lo,
+    step,
+    before,
+    tile,
+    groups,
+    stride_cd,
+    stride_rd,
+    D: tl.constexpr,
+    G: tl.constexpr,
+    RANK: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """(sparq.21) without its factor for the coded keys of a ``tile``: ``(BLOCK_G, BLOCK_S)``.
+
+    ``q lo`` is summed once for the keys of a group. ``step code`` rounds nothing, 11 bits times 8, so ``q (step code)``
+    is ``(q step) code`` but for a rounding less, and costs one product for all heads.
+    """
+    BYTES: tl.constexpr = 8 * BITS  # of a group
+    GROUPS: tl.constexpr = BLOCK_S // GROUP
+    group = tile * GROUPS + tl.arange(0, GROUPS)
+    byte = tile * (GROUPS * BYTES) + tl.arange(0, GROUPS * BYTES)
+    base = tl.zeros([BLOCK_G, GROUPS], tl.float32)
+    first_keys = tl.zeros([BLOCK_G, GROUPS * BYTES], tl.float32)  # of each byte
+    second_keys = tl.zeros([BLOCK_G, GROUPS * BYTES], tl.float32)
+    for first in tl.static_range(0, RANK, BLOCK_R):
+        rank = first + tl.arange(0, BLOCK_R)
+        wanted = rank < RANK
+        component = component_at(before, rank)
+        q = tl.trans(query_components(queries, component, wanted, D, G, BLOCK_G).to(tl.float32))
+        row = component.to(tl.int64)[:, None]
+        ranges = row * stride_rd + group[None, :]
+        there = wanted[:, None] & (group < groups)[None, :]
+        least = tl.load(lo + ranges, mask=there, other=0.0).to(tl.float32)
+        width = tl.load(step + ranges, mask=there, other=0.0).to(tl.float32)
+        packed = tl.load(
+            codes + row * stride_cd + byte[None, :],
+            mask=wanted[:, None] & (byte < groups * BYTES)[None, :],
+            other=0,
+            eviction_policy="evict_first",
+        )
+        widths = tl.broadcast_to(width[:, :, None], [BLOCK_R, GROUPS, BYTES])
+        widths = tl.reshape(widths, [BLOCK_R, GROUPS * BYTES])
+        base = tl.dot(q, least, base, input_precision="ieee")
+        if BITS == 8:
+            first_keys = tl.dot(q, packed.to(tl.float32) * widths, first_keys, input_precision="ieee")
+        else:
+            first_keys = tl.dot(q, (packed & 15).to(tl.float32) * widths, first_keys, input_precision="ieee")
+            second_keys = tl.dot(q, (packed >> 4).to(tl.float32) * widths, second_keys, input_precision="ieee")
+    found = first_keys if BITS == 8 else tl.interleave(first_keys, second_keys)
+    bases = tl.broadcast_to(base[:, :, None], [BLOCK_G, GROUPS, GROUP])
+    return found + tl.reshape(bases, [BLOCK_G, BLOCK_S])
+
+
+@triton.jit
+def tail_logits(
+    queries,
+    keys,
+    centre,
+    before,
+    s,
+    length,
+    stride_kn,
+    D: tl.constexpr,
+    G: tl.constexpr,
+    RANK: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """(sparq.21) without its factor for keys ``s`` that are not coded: ``(BLOCK_G, keys)``."""
+    found = tl.zeros([BLOCK_G, s.shape[0]], tl.float32)
+    for first in tl.static_range(0, RANK, BLOCK_R):
+        rank = first + tl.arange(0, BLOCK_R)
+        wanted = rank < RANK
+        component = component_at(before, rank)
+        q = tl.trans(query_components(queries, component, wanted, D, G, BLOCK_G).to(tl.float32))
+        k = tl.load(
+            keys + s[None, :].to(tl.int64) * stride_kn + component[:, None],
+            mask=wanted[:, None] & (s < length)[None, :],
+            other=0.0,
+        )
+        middle = tl.load(centre + component, mask=wanted, other=0.0)
+        found = tl.dot(q, k.to(tl.float32) - middle[:, None], found, input_precision="ieee")
+    return found
+
+
+@triton.jit
+def write_tile(logits, statistics, approximate, s, end, heads, there, tile, tiles, stride_l):
+    """The scores ``(BLOCK_G, keys)`` of a tile up to key ``end``, and its part of (sparq.4)."""
+    largest = tl.max(approximate, axis=1)
+    total = tl.sum(tl.exp(approximate - finite(largest)[:, None]), axis=1)
+    tl.store(statistics + heads * 2 * tiles + tile, largest, mask=there)
+    tl.store(statistics + heads * 2 * tiles + tiles + tile, total, mask=there)
+    if logits.dtype.element_ty == tl.uint8:
+        approximate = narrowed(approximate, largest[:, None])
+    tl.store(logits + heads[:, None] * stride_l + s[None, :], approximate, mask=there[:, None] & (s < end)[None, :])
+
+
+@triton.jit(do_not_specialize=["length", "blocks", "tiles"])
+def sparq_code_scores(
+    queries,  # (B, Hkv, G, D)
+    codes,  # (B, Hkv, D, groups * 8 * BITS) uint8, last stride 1
+    lo,  # (B, Hkv, D, groups) float16, last stride 1
+    step,  # likewise, with the same strides
+    centre,  # (B, Hkv, D) float32
+    keys,  # (B, Hkv, length, D), last stride 1: read from the last full group on
+    component_weight,  # (B, Hkv, D) float32, or None for the paper's rule
+    left_padding,  # (B,) int32, or None
+    logits,  # out: (B, Hkv, G, stride_l) float32, -inf for keys that are not valid, or uint8: see `narrowed`
+    statistics,  # out: (B, Hkv, G, 2, tiles) float32: largest logit, sum of exp(logit - largest)
+    tickets,  # out: (B, Hkv, 2) int32, zeros for the launches that follow
+    length,
+    blocks,  # tiles of a program
+    tiles,
+    scale,
+    stride_l,
+    stride_cb,
+    stride_ch,
+    stride_cd,
+    stride_rb,
+    stride_rh,
+    stride_rd,
+    stride_kb,
+    stride_kh,
+    stride_kn,
+    D: tl.constexpr,
+    G: tl.constexpr,
+    RANK: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_S: tl.constexpr,  # keys of a tile
+):
+    split, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = (b * tl.num_programs(1) + h).to(tl.int64)
+    queries += row * G * D
+    centre += row * D
+    b, h = b.to(tl.int64), h.to(tl.int64)
+    codes += b * stride_cb + h * stride_ch
+    lo += b * stride_rb + h * stride_rh
+    step += b * stride_rb + h * stride_rh
+    keys += b * stride_kb + h * stride_kh
+    if component_weight is not None:
+        component_weight += row * D
+    first_valid = 0
+    if left_padding is not None:
+        first_valid = tl.load(left_padding + b)
+    if split == 0:
+        tl.store(tickets + row * 2 + tl.arange(0, 2), tl.zeros([2], tl.int32))
+
+    before = component_ranks(queries, component_weight, D, G, BLOCK_D)
+    factor = tl.full([BLOCK_G], 1.0, tl.float32) * scale
+    if component_weight is None:
+        factor = logit_factors(queries, before, scale, D, G, RANK, BLOCK_D, BLOCK_G)
+
+    g = tl.arange(0, BLOCK_G)
+    heads = row * G + g
+    groups = length // GROUP
+    coded_tiles = tl.cdiv(groups * GROUP, BLOCK_S)
+    if split * blocks < coded_tiles:
+        for tile in range(split * blocks, tl.minimum((split + 1) * blocks, coded_tiles)):
+            s = tile * BLOCK_S + tl.arange(0, BLOCK_S)
+            approximate = coded_logits(
+                queries,
+                codes,
+                lo,
+                step,
+                before,
+                tile,
+                groups,
+                stride_cd,
+                stride_rd,
+                D,
+                G,
+                RANK,
+                BITS,
+                BLOCK_G,
+                BLOCK_R,
+                BLOCK_S,
+            )
+            valid = (s < groups * GROUP) & (s >= first_valid)
+            approximate = tl.where(valid[None, :], approximate * factor[:, None], float("-inf"))
+            write_tile(logits, statistics, approximate, s, groups * GROUP, heads, g < G, tile, tiles, stride_l)
+    else:
+        s = groups * GROUP + tl.arange(0, GROUP)
+        approximate = tail_logits(queries, keys, centre, before, s, length, stride_kn, D, G, RANK, BLOCK_G, BLOCK_R)
+        valid = (s < length) & (s >= first_valid)
+        approximate = tl.where(valid[None, :], approximate * factor[:, None], float("-inf"))
+        write_tile(logits, statistics, approximate, s, stride_l, heads, g < G, tiles - 1, tiles, stride_l)
