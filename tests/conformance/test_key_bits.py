@@ -25,7 +25,8 @@ from mlx_sparse.common.key_codes import GROUP, KeyCodes
 from mlx_sparse.methods.table import FUNCTIONS
 from mlx_sparse.oracle.key_codes import approximate_keys, unpack
 
-CODING = [name for name in having("code_keys") if name in FUNCTIONS["code_keys"]]
+NODES = ("onnx", "ort")  # of exported files; bodies on one runtime here, on others in tests/export
+CODING = [name for name in having("code_keys") if name in (*FUNCTIONS["code_keys"], *NODES)]
 SETTINGS: dict[str, dict[str, Any]] = {
     "4-bits": {"key_bits": 4},
     "8-bits": {"key_bits": 8, "component_score": "query_key"},
@@ -36,8 +37,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 NARROWS = ("metal", "triton")  # they hold scores in 8 bits
 
-by_backend = pytest.mark.parametrize("backend", CODING, indirect=True)
-by_case = pytest.mark.parametrize("case", CASES, ids=str)
 by_bits = pytest.mark.parametrize("key_bits", [8, 4])
 
 
@@ -66,9 +65,15 @@ class OddKeys(Case):
 ODD = [OddKeys(2, 4, 2, 213, 64, dtype, padding) for dtype in ("f32", "f16", "bf16") for padding in (None, (0, 150))]
 
 
+def by_backend_and_case(*more: Case) -> Any:
+    """All cases; some of them for nodes, whose sessions take as long to make as all the rest."""
+    pairs = [(name, case) for name in CODING for case in (*(CASES[3::4] if name in NODES else CASES), *more)]
+    ids = [f"{name}-{case}" for name, case in pairs]
+    return pytest.mark.parametrize(("backend", "case"), pairs, ids=ids, indirect=["backend"])
+
+
 @by_bits
-@by_backend
-@pytest.mark.parametrize("case", [*CASES, *ODD], ids=str)
+@by_backend_and_case(*ODD)
 def test_the_codes_are_the_oracles_to_the_last_bit(backend: Any, case: Case, key_bits: int) -> None:
     wanted = oracle.code_keys(case.inputs()[1], key_bits=key_bits, left_padding=case.padding)
     for name, found, array in zip(KeyCodes._fields, backend.code_keys(case, key_bits), wanted, strict=True):
@@ -76,8 +81,7 @@ def test_the_codes_are_the_oracles_to_the_last_bit(backend: Any, case: Case, key
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-@by_case
-@by_backend
+@by_backend_and_case()
 def test_a_backend_chooses_by_codes_as_the_oracle(backend: Any, setting: str, case: Case) -> None:
     q, k, v = case.inputs()
     params = {**every_parameter(case, "paper"), **SETTINGS[setting]}

@@ -11,6 +11,7 @@ from mlx_sparse.lm.model import resolve
 from mlx_sparse.methods import SparQ
 
 from ...defaults import dense_below
+from ...operators import coded_axes
 from ..families import head_dim
 from .base import KEYS, PROMPT, Decoding
 
@@ -36,7 +37,7 @@ class SparQDecoding(Decoding):
             reallocate=resolved.reallocates(args.num_attention_heads // args.num_key_value_heads),
             dense_below=dense_below(config, D) if branches else config.top_k + 1,
         )
-        return cls(settled)
+        return CodedSparQDecoding(settled) if settled.key_bits < 16 else cls(settled)
 
     def attributes(self, lanes: int) -> dict[str, float]:
         method = self.method
@@ -55,4 +56,19 @@ class SparQDecoding(Decoding):
         method = self.method
         top_k = PROMPT if static else min(method.top_k, KEYS)
         window = min(int(method.local_window or 0), top_k // 4)
-        return SparQDecoding(dataclasses.replace(method, top_k=top_k, local_window=window, dense_below=0))
+        short = dataclasses.replace(method, top_k=top_k, local_window=window, dense_below=0)
+        return dataclasses.replace(self, method=short)
+
+
+@dataclass(frozen=True)
+class CodedSparQDecoding(SparQDecoding):
+    """Decoding by SparQ with scores from few bits."""
+
+    operator: ClassVar[str] = "SparQCodedAttention"
+
+    def attributes(self, lanes: int) -> dict[str, float]:
+        others = {name: value for name, value in super().attributes(lanes).items() if name != "lanes"}
+        return {**others, "key_bits": self.method.key_bits}
+
+    def axes(self, capacity: int) -> dict[str, int]:
+        return coded_axes(capacity, self.method.key_bits)
