@@ -13,7 +13,7 @@ import onnx.parser
 from mlx_sparse.checks import ConfigError, check_choice, check_int, check_local_window, check_rank, check_share, meant
 
 from .domain import DEFAULT, DOMAIN, SPEC, VERSION, Profile
-from .operators import OPERATORS, PROMPTS, Operator, Tensor
+from .operators import FUNCTIONS, OPERATORS, PROMPTS, Operator, Tensor
 from .schemas import registered
 
 BODIES = Path(__file__).parent / "bodies"
@@ -40,8 +40,8 @@ def element(kind: str, **own: str) -> int:
 
 
 def function(name: str, profile: Profile = DEFAULT) -> onnx.FunctionProto:
-    """The body of an operator, or `PROMPTS`, in standard operators and in functions of the domain that it calls."""
-    base = name if name == PROMPTS else operator(name).base or name
+    """The body of an operator, or one of `FUNCTIONS`, in standard operators and in functions that it calls."""
+    base = name if name in FUNCTIONS else operator(name).base or name
     made = onnx.parser.parse_function((BODIES / f"{base}.onnxtxt").read_text(encoding="utf-8"))
     for opset in made.opset_import:
         if opset.domain == "":

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from mlx_sparse.checks import BLOCK_SIZES
+from mlx_sparse.common.key_codes import GROUP, KEY_BITS
 
 T = ("tensor(float)", "tensor(float16)", "tensor(bfloat16)")
 W = ("tensor(float)", "tensor(float16)")  # what query networks and centroids are stored in
@@ -127,7 +128,9 @@ _DENSE_PROMPT = Attribute(
     "Attend densely to prompts while the rows, the new tokens included, have fewer keys; 0 never does.",
     0,
 )
-PROMPTS = "PromptAttention"  # a function that bodies call, no operator: it has no schema and no kernel of its own
+# Functions that bodies call, no operators: they have no schema and no kernel of their own.
+PROMPTS = "PromptAttention"
+FUNCTIONS = (PROMPTS, "SparQComponents", "SparQChoice", "CodeRanges")
 _WHEN_SAMPLED = (
     "Sampled are pieces of a prompt of more than `block_size` tokens, without padding and with rows of one length of "
     "`dense_prompt_below` keys or more"
@@ -200,6 +203,24 @@ _SPARQ_PRESENT = (
     _PRESENT_VALUE,
     Tensor("present_sums", "tensor(float)", "B Hkv 3 D", "`past_sums` with the new tokens."),
 )
+
+# What SparQ needs with keys in few bits.
+_KEY_BITS = Attribute("key_bits", int, "Bits of a coded component of a key.", choices=KEY_BITS[1:])
+_CODES = (
+    "Groups of 64 keys in codes, (sparq.17) to (sparq.20): for each component of each KV head ceil(C / 64) groups of "
+    "8 `key_bits` + 4 bytes, the record: lo and step as float16, lowest byte first, then the codes, lowest bits first. "
+    "Only groups with 64 keys are read."
+)
+_SUMMARY = (
+    "Of each KV head three rows: sum of the valid values; centre of the keys, (sparq.17); spread of each component, "
+    "(sparq.22), or its standard deviation where no valid key is coded."
+)
+
+
+def coded_axes(capacity: int, key_bits: int) -> dict[str, int]:
+    """Lengths of the axes that only codes have, in caches of ``capacity`` keys: groups, and bytes of a record."""
+    return {"groups": -(-capacity // GROUP), "record": 4 + GROUP // 8 * key_bits}
+
 
 # What SAAP needs besides: docs/spec/saap.md.
 _BUCKET_IDS = "Bucket of each key so far, 0 to N - 1; a key with any other number is in none."
@@ -324,6 +345,61 @@ _OWN = {
             (*_SPARQ, _LANES, _DENSE_BELOW),
             (_QUERY, _KEY, _VALUE, *_SPARQ_PAST),
             (_OUTPUT, *_SPARQ_PRESENT),
+        ),
+        Operator(
+            "SparQCoded",
+            "`SparQ` with scores from few bits: (sparq.21) in place of (sparq.3), over the coded keys and the tail "
+            "after them.",
+            (*_SPARQ, _KEY_BITS),
+            (
+                Tensor("query", "T", "B Hq 1 D", "Query of the current token, with its position encoded."),
+                _KEYS,
+                Tensor("key_codes", "tensor(uint8)", "B HkvD groups record", _CODES),
+                _VALUES,
+                Tensor("summary", "tensor(float)", "B 3Hkv D", _SUMMARY),
+                _PADDING,
+                _LENGTH,
+            ),
+            (
+                Tensor("output", "T", "B Hq 1 D", "Attention output."),
+                Tensor(
+                    "indices",
+                    "tensor(int32)",
+                    "B Hkv ?",
+                    "Keys attended to, ascending, then -1 in empty slots. The last axis is `top_k`, or the length "
+                    "of the longest row, at least 1, where that is smaller.",
+                ),
+            ),
+        ),
+        Operator(
+            "SparQCodedAttention",
+            "`Append`, also the codes of the groups that are full now, then attend: `SparQCoded` where L is 1 and the "
+            "longest row has `dense_below` keys or more, `DenseAttention` with window 0 elsewhere. The next "
+            "`past_length` is `past_length` + L. A state made with other `key_bits` is another.",
+            (*_SPARQ, _KEY_BITS, _DENSE_BELOW),
+            (
+                _QUERY,
+                _KEY,
+                _VALUE,
+                _PAST_KEY,
+                Tensor("past_key_codes", "tensor(uint8)", "B HkvD groups record", _CODES),
+                _PAST_VALUE,
+                Tensor("past_summary", "tensor(float)", "B 3Hkv D", _SUMMARY),
+                _PAST_LENGTH,
+                _PADDING,
+            ),
+            (
+                _OUTPUT,
+                _PRESENT_KEY,
+                Tensor(
+                    "present_key_codes",
+                    "tensor(uint8)",
+                    "B HkvD groups record",
+                    "`past_key_codes` with the new groups.",
+                ),
+                _PRESENT_VALUE,
+                Tensor("present_summary", "tensor(float)", "B 3Hkv D", "`past_summary` with the new tokens."),
+            ),
         ),
         Operator(
             "SaapAttention",

@@ -138,6 +138,7 @@ def ort_step(
     """
     binding, p, more = running.io_binding(), caches.problem, inputs or {}
     stored = {"past_key": caches.keys, "past_key_t": caches.keys_t, "past_value": caches.values}
+    stored["past_key_codes"] = caches.codes
     stored |= {name: sets for name, sets in more.items() if isinstance(sets, list)}
     kind = np.dtype(np.float32) if dtype == "int8" else caches.dtype
     row = caches.keys[0][:, :, p.S - 1 : p.S], caches.values[0][:, :, p.S - 1 : p.S]
@@ -146,6 +147,7 @@ def ort_step(
         "key": row[0].astype(kind) * kind.type(caches.step),
         "value": row[1].astype(kind) * kind.type(caches.step),
         "past_sums": np.zeros((1, p.Hkv, 3, p.D), np.float32),
+        "past_summary": caches.summary,
         "past_length": np.array([p.S - 1]),
         "left_padding": np.array([0]),
         "seqlens_k": np.array([p.S - 1], np.int32),

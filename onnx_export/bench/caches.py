@@ -11,14 +11,18 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from mlx_sparse.common.key_codes import KeyCodes
+from mlx_sparse.oracle import code_keys
 from mlx_sparse.tools.bench.core import Case
 
 from ..defaults import lanes_for
+from ..operators import coded_axes
 from ..runtime import memory
 
 Array = npt.NDArray[Any]
 
 IN_PLAY = 600_000_000  # bytes that a contender goes through before it sees the same ones again
+CODED_BITS = 4
 GAP = 60.0  # logits by which planted keys stand out, so that they hold all of the attention by a few components too
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "int8": np.int8}
 
@@ -74,13 +78,33 @@ class Problem(Case):
         both, read = 2 * self.bytes(dtype), self.bytes(dtype) * self.rank // self.D
         return max(2, -(-IN_PLAY // both)), max(2, -(-IN_PLAY // max(1, read)))
 
+    @property
+    def coded_bytes(self) -> int:
+        """Of one set of codes."""
+        axes = coded_axes(self.C, CODED_BITS)
+        return self.Hkv * self.D * axes["groups"] * axes["record"]
+
+    @property
+    def coded_copies(self) -> int:
+        """How many of them there are; a step reads a part of ``rank / D``."""
+        return max(2, -(-IN_PLAY * self.D // (self.coded_bytes * self.rank)))
+
     def memory(self, dtypes: Iterable[str]) -> int:
         """Bytes of the caches of these types together."""
         total = 0
         for dtype in dtypes:
             sets, sets_t = self.copies(dtype)
             total += self.bytes(dtype) * (2 * sets + (sets_t if dtype in ("float32", "float16") else 0))
+            total += self.coded_bytes * self.coded_copies if sets_t and dtype == "float16" else 0
         return total
+
+
+def records_of(coded: KeyCodes) -> Array:
+    """Codes as `SparQCoded` takes them: ``(B, Hkv D, groups, record)``."""
+    ranges = np.stack([coded.lo, coded.step], axis=-1).astype("<f2").view(np.uint8)
+    codes = coded.codes.reshape(*coded.lo.shape, -1)
+    records = np.concatenate([ranges, codes], axis=-1)
+    return records.reshape(len(records), -1, *records.shape[-2:])
 
 
 class Caches:
@@ -89,10 +113,12 @@ class Caches:
     Attributes:
         keys, values: the sets.
         keys_t: component-major keys, more sets of them; none unless ``component_major``.
+        codes: the same in `CODED_BITS` bits, and more sets again; none unless ``coded``.
+        summary: what `SparQCodedAttention` takes beside them.
         step: what int8 counts in; 1 for other types.
     """
 
-    def __init__(self, problem: Problem, dtype: str, *, component_major: bool) -> None:
+    def __init__(self, problem: Problem, dtype: str, *, component_major: bool, coded: bool = False) -> None:
         self.problem, self.dtype = problem, np.dtype(DTYPES[dtype])
         sets, sets_t = problem.copies(dtype)
         shape = (1, problem.Hkv, problem.C, problem.D)
@@ -111,6 +137,13 @@ class Caches:
         for copies in (self.keys, self.values, self.keys_t):
             for copy in copies[1:]:
                 copy[:] = copies[0]
+        axes = coded_axes(problem.C, CODED_BITS)
+        sizes = (1, problem.Hkv * problem.D, axes["groups"], axes["record"])
+        self.codes = [memory.zeros(sizes, np.uint8) for _ in range(problem.coded_copies if coded else 0)]
+        self.summary = np.zeros((1, 3 * problem.Hkv, problem.D), np.float32)
+        self._code()
+        for copy in self.codes[1:]:
+            copy[:] = self.codes[0]
 
     def plant(self) -> tuple[Array, float]:
         """Plant keys in the first set that hold all of the attention.
@@ -139,6 +172,16 @@ class Caches:
         if self.keys_t:
             chunk, lane = np.divmod(self.problem.planted, self.problem.lanes)
             self._chunks(0)[:, chunk, :, lane] = rows.swapaxes(0, 1)
+        self._code()
+
+    def _code(self) -> None:
+        """Code the keys of the first set, a head at a time."""
+        for head in range(self.problem.Hkv if self.codes else 0):
+            keys = self.keys[0][:, head : head + 1, : self.problem.S]
+            coded = code_keys(keys, key_bits=CODED_BITS)
+            rows = slice(head * self.problem.D, (head + 1) * self.problem.D)
+            self.codes[0][:, rows, : coded.lo.shape[-1]] = records_of(coded)
+            self.summary[:, 3 * head + 1] = coded.centre[:, 0]
 
     def _chunks(self, i: int) -> Array:
         p = self.problem

@@ -24,6 +24,7 @@ from mlx_sparse.checks import ConfigError, check_int
 from mlx_sparse.lm.saap import load_artefact
 from mlx_sparse.lm.session import loading
 from mlx_sparse.methods import parse
+from mlx_sparse.oracle import code_keys
 from mlx_sparse.tools.bench.core import Length, Row, say, too_large
 from mlx_sparse.tools.bench.run import Plan
 from mlx_sparse.tools.environment import memory
@@ -32,6 +33,7 @@ from mlx_sparse.tools.formats import table as markdown
 from ..exporter.export import Exported, export
 from ..runtime import native
 from ..runtime.runner import MODEL, Runner
+from .caches import records_of
 
 DENSE = "dense"
 KERNELS = {"auto": "native", "off": "bodies"}  # what `Runner` takes, and what it is called here
@@ -134,11 +136,16 @@ class Decoder:
         for array in caches.values():
             if array.dtype.kind == "i":
                 array[...] = rng.integers(0, _buckets(method), array.shape, array.dtype)
-            else:
+            elif array.dtype.kind != "u":  # codes are those of the keys
                 array[...] = noise[: array.size].reshape(array.shape)
         self._sparq = list(_sparq_caches(file, caches))
         for keys, keys_t, _, _, lanes in self._sparq:
             keys_t[...] = _component_major(keys, lanes)
+        self._coded = list(_coded_caches(file, caches))
+        for keys, codes, summary, bits in self._coded:
+            coded = code_keys(keys, key_bits=bits)
+            codes[...], summary[:, 1::3] = records_of(coded), coded.centre
+        self._summaries = [summary.copy() for _, _, summary, _ in self._coded]
         self._sums: dict[int, list[Array]] = {}
 
     def first(self, S: int, token: int) -> Array:
@@ -147,6 +154,8 @@ class Decoder:
             self._sums[S] = [_sums_of(keys[:, :, :S], values[:, :, :S]) for keys, _, values, _, _ in self._sparq]
         for (_, _, _, sums, _), found in zip(self._sparq, self._sums[S], strict=True):
             sums[...] = found
+        for (_, _, summary, _), before in zip(self._coded, self._summaries, strict=True):
+            summary[...] = before
         self.runner.go_on_from(S)
         return self.runner.step([[token]]).copy()
 
@@ -157,6 +166,14 @@ def _sparq_caches(file: Exported, caches: Mapping[str, Array]) -> Iterator[tuple
         if node.op_type in ("SparQAttention", "SampleSparQAttention"):
             keys, keys_t, values, sums = (caches[name] for name in node.input[-6:-2])
             yield keys, keys_t, values, sums, next(entry.i for entry in node.attribute if entry.name == "lanes")
+
+
+def _coded_caches(file: Exported, caches: Mapping[str, Array]) -> Iterator[tuple[Array, Array, Array, int]]:
+    """Of every SparQ layer with codes its keys, their codes, its summary and the bits of a code."""
+    for node in onnx.load(file.folder / MODEL, load_external_data=False).graph.node:
+        if node.op_type in ("SparQCodedAttention", "SampleSparQCodedAttention"):
+            keys, codes, _, summary = (caches[name] for name in node.input[-6:-2])
+            yield keys, codes, summary, next(entry.i for entry in node.attribute if entry.name == "key_bits")
 
 
 def _component_major(keys: Array, lanes: int) -> Array:

@@ -17,6 +17,7 @@ from mlx_sparse.tools.bench.thresholds import Bar, bar_table, length, ratio
 from mlx_sparse.tools.environment import machine, memory
 
 from ..build import operator_model
+from ..operators import coded_axes
 from .bound import (
     HALF,
     Bound,
@@ -28,10 +29,11 @@ from .bound import (
     standard,
     unavailable,
 )
-from .caches import Caches, Problem
+from .caches import CODED_BITS, Caches, Problem
 from .report import by_threads, tables, where
 
 TORCH = {"torch-gqa": "torch SDPA, enable_gqa", "torch-rows": "torch SDPA, group as rows"}
+CODED = "native-sparq-4"
 NAMES = {  # in the order of the table
     "read": "plain read of K and V",
     "gqa": "ORT GroupQueryAttention, shared buffers",
@@ -41,12 +43,14 @@ NAMES = {  # in the order of the table
     "body-sparq": "our SparQAttention, function body",
     "native-dense": "our CachedAttention, native",
     "native-sparq": "our SparQAttention, native",
+    CODED: "our SparQCodedAttention, 4 bits, native",
 }
 TYPES = {
     **dict.fromkeys(NAMES, HALF),
     "gqa": (*HALF, "int8"),
     "standard": ("float32",),
     **dict.fromkeys(TORCH, (*HALF, "bfloat16")),
+    CODED: ("float16",),
 }
 CONTENDERS = [(name, dtype) for name in NAMES for dtype in TYPES[name]]
 PAUSE = 0.003  # seconds between two contenders: pools that spin for a moment after their work do so here
@@ -190,7 +194,12 @@ def measured(
     types = dict.fromkeys(dtype for _, dtype in names)
     large = too_large(problem.memory(types), memory(), LARGEST_SHARE)
     component_major = [dtype for dtype in HALF if any(name.endswith("sparq") for name, _ in names)]
-    caches = {dtype: Caches(problem, dtype, component_major=dtype in component_major) for dtype in types if not large}
+    coded = [dtype for name, dtype in names if name == CODED]
+    caches = {
+        dtype: Caches(problem, dtype, component_major=dtype in component_major, coded=dtype in coded)
+        for dtype in types
+        if not large
+    }
 
     def rows_of(n: int) -> list[Row]:
         sizes = {dtype: 2 * problem.bytes(dtype) * problem.S // problem.C for dtype in types}
@@ -235,9 +244,14 @@ def _ours(name: str, dtype: str, p: Problem) -> Any:
     sizes = {"B": 1, "Hq": p.Hq, "Hkv": p.Hkv, "L": 1, "C": p.C, "D": p.D}
     if name.endswith("dense"):
         return operator_model("CachedAttention", dtype=dtype, sizes=sizes, scale=p.scale, window=0)
-    chosen: dict[str, Any] = {"rank": p.rank, "top_k": p.top_k, "local_window": p.window, "lanes": p.lanes}
+    chosen: dict[str, Any] = {"rank": p.rank, "top_k": p.top_k, "local_window": p.window}
     # dense_below 0: the step under test is taken at every length.
     chosen |= {"reallocate": 0, "group_reduce": 0, "component_score": 0, "dense_below": 0}
+    if name == CODED:
+        sizes |= {"3Hkv": 3 * p.Hkv, "HkvD": p.Hkv * p.D, **coded_axes(p.C, CODED_BITS)}
+        chosen["key_bits"] = CODED_BITS
+        return operator_model("SparQCodedAttention", dtype=dtype, sizes=sizes, scale=p.scale, **chosen)
+    chosen["lanes"] = p.lanes
     return operator_model("SparQAttention", dtype=dtype, sizes=sizes, scale=p.scale, **chosen)
 
 

@@ -126,6 +126,7 @@ class _Step:
         step, operator = layer.step, build.operator(decode.operator)
         capacity = -(-S // lanes) * lanes
         sizes = {"B": 1, "L": 1, "Hq": step.heads * step.G, "Hkv": step.heads, "C": capacity, "D": step.D}
+        sizes |= {"3Hkv": 3 * step.heads, "HkvD": step.heads * step.D}
         fill = partial(_filled, sizes={**sizes, **decode.axes(capacity)}, dtype=layer.dtype, S=S, lanes=lanes)
         attributes = {**decode.attributes(lanes), "scale": step.D**-0.5, "dense_below": dense_below}
         states = {f"past_{name}": tensor for name, tensor in operator.states.items()}

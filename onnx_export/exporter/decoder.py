@@ -24,7 +24,7 @@ from .methods.base import Decoding
 from .weights import Weights
 
 FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64
-CONV = Tensor("conv", "tensor(float)", "B 1 1", "Nothing: onnxruntime-genai wants it beside every state.")
+CONV = Tensor("conv", "tensor(float)", "B 1 1", "Nothing: onnxruntime-genai wants it beside a state that is alone.")
 
 
 @dataclass(frozen=True)
@@ -279,12 +279,13 @@ class Decoder:
         if "window" in operator.attribute_names:
             attributes["window"] = window
         self._sizes = {"B": "batch", "Hkv": sizes[0], "C": capacity, "D": sizes[1]}
+        self._sizes |= {"3Hkv": 3 * sizes[0], "HkvD": sizes[0] * sizes[1]}
         self._sizes.update(decode.axes(capacity))
         outputs = {"output": f"{g.scope}attended"}
         states = operator.states
         for name in sorted(states, key=lambda name: name not in ("key", "value")):
             values[f"past_{name}"], outputs[f"present_{name}"] = self._state(i, name, states[name])
-        if self.target.genai and not all(state.as_keys for state in states.values()):
+        if self.target.genai and sum(not state.as_keys for state in states.values()) == 1:
             past, present = self._state(i, "conv", CONV)
             g.op("Identity", past, output=present)
         values |= {"past_length": self.past_length, "left_padding": self.padding, **decode.weights(g, i, scale)}

@@ -40,6 +40,26 @@ struct Append {
   void head(int64_t b, int64_t h) const;
 };
 
+// The keys of these caches in few bits, and what SparQ needs to know of all keys: docs/spec/sparq.md, (sparq.17) to
+// (sparq.20), (sparq.22), and docs/spec/operators.md, SparQCoded.
+struct CodedKeys final : Follow {
+  const Append& append;
+  const int64_t* first;  // (B)
+  int64_t bits;
+  const uint8_t* past = nullptr;  // (B, Hkv D, groups, record); a past and its present may be the same memory
+  uint8_t* present = nullptr;
+  const float* past_summary = nullptr;
+  float* summary = nullptr;  // (B, 3 Hkv, D): sums of values, centre, spread
+
+  CodedKeys(const Append& append, const int64_t* first, int64_t bits) : append(append), first(first), bits(bits) {}
+  void head(int64_t b, int64_t h) const override;
+  int64_t groups() const { return groups_of(append.C); }
+  int64_t record() const { return record_of(bits); }
+  int64_t plane() const { return append.D * groups() * record(); }
+  static int64_t groups_of(int64_t C) { return (C + kGroup - 1) / kGroup; }
+  static int64_t record_of(int64_t bits) { return kHeader + kGroup / 8 * bits; }
+};
+
 // Queries, and the caches that they attend to.
 struct Attention {
   const Kernels* kernels;
@@ -68,6 +88,10 @@ struct SparQ {
   bool reallocate, by_logits, by_key;
   const void* keys_t;    // (B, Hkv, chunks, D, lanes)
   int64_t lanes, plane;  // plane: elements of one head
+  // Or the keys are coded.
+  const uint8_t* codes = nullptr;  // (B, Hkv D, groups, record)
+  int64_t bits = 0, groups = 0;
+  const float* summary = nullptr;  // (B, 3 Hkv, D)
   // The mean value and the deviation are given (B, Hkv, D), or made of the sums (B, Hkv, 3, D).
   const float *value_mean = nullptr, *deviation = nullptr, *sums = nullptr;
   int32_t* indices = nullptr;  // (B, Hkv, slots) or null

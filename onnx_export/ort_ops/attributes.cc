@@ -22,7 +22,7 @@ struct Range {
 constexpr Range kRanges[] = {
     {"local_window", 0, kMost},   {"reallocate", 0, 1},      {"group_reduce", 0, 1},    {"component_score", 0, 1},
     {"sink_tokens", 0, kAny},     {"recent_tokens", 1, kAny}, {"window", 0, kAny},       {"dense_below", 0, kAny},
-    {"block_size", 32, kBlock},   {"dense_prompt_below", 0, kAny},
+    {"block_size", 32, kBlock},   {"dense_prompt_below", 0, kAny}, {"key_bits", 4, 8},
 };
 
 bool is_number(const std::string& name) {
@@ -74,6 +74,7 @@ Attributes read_attributes(const Signature& signature, const ort::Api* api, cons
     fail("local_window", "at most top_k=" + to_string(read["top_k"]) + ", which includes it",
          to_string(read["local_window"]));
   }
+  if (const int64_t bits = read["key_bits"]; bits && bits != 4 && bits != 8) fail("key_bits", "4 or 8", to_string(bits));
   if (const int64_t size = read["block_size"]; size & (size - 1)) fail("block_size", "32, 64 or 128", to_string(size));
   return read;
 }

@@ -24,6 +24,8 @@ ort::ElementType element_type(char letter, Type type, Type weights) {
       return ort::kInt32;
     case 's':
       return ort::kInt16;
+    case 'u':
+      return ort::kUInt8;
     default:
       const Type named = letter == 'W' ? weights : type;
       return named == kTypeFloat ? ort::kFloat : named == kTypeHalf ? ort::kFloat16 : ort::kBFloat16;

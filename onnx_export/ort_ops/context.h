@@ -27,6 +27,7 @@ struct Tensor {
 
   const int64_t* ints() const { return static_cast<const int64_t*>(data); }
   const float* floats() const { return static_cast<const float*>(data); }
+  const uint8_t* bytes() const { return static_cast<const uint8_t*>(data); }
   const int16_t* shorts() const { return static_cast<const int16_t*>(data); }
   // Checks the axis lengths; a negative one may be anything above 0.
   void expect(std::initializer_list<int64_t> lengths) const;
@@ -38,7 +39,7 @@ class Context {
   Context(const ort::Api* api, ort::KernelContext* context, Type type, Type weights)
       : api_(api), context_(context), type_(type), weights_(weights) {}
 
-  // Input `index`: T for 'T', W for 'W', float for 'f', int64 for 'i', int16 for 's'.
+  // Input `index`: T for 'T', W for 'W', float for 'f', int64 for 'i', int16 for 's', uint8 for 'u'.
   Tensor input(int index, const char* name, char kind) const;
   void* output(int index, std::initializer_list<int64_t> shape) const;
   Type type() const { return type_; }

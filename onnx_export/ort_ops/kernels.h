@@ -9,6 +9,8 @@ struct Tiles;  // tiles.h
 
 constexpr int kBlock = 128;        // keys that `attend` takes at a time
 constexpr int kScoreBlock = 1024;  // keys that `approximate` takes at a time
+constexpr int kGroup = 64;         // keys that are coded together
+constexpr int kHeader = 4;         // bytes of lo and step, in front of the codes
 
 // Query rows of one KV head on their way over blocks of keys: the running softmax of each.
 struct Rows {
@@ -44,6 +46,18 @@ struct Columns {
   int readable;  // keys from the first one to the end of the chunk
 };
 
+// Groups of coded keys, each component of them a record: lo and step as float16, then kGroup codes of `bits` bits.
+struct Codes {
+  const uint8_t* records;     // of component 0 of the first group
+  int64_t stride;             // bytes from one component to the next
+  const int32_t* components;  // (rank)
+  int rank;
+  int G;
+  int bits;       // 8 or 4
+  int groups;     //
+  int64_t ahead;  // bytes to what is read next, for prefetching
+};
+
 // Everything that is done per element of type T.
 struct TypeKernels {
   void (*widen)(float* out, const void* in, int64_t n);
@@ -68,6 +82,8 @@ struct Kernels {
   // room for n, and for one vector more.
   int (*collect)(const float* a, int64_t stride, const float* factor, int G, int n, int32_t first, float threshold,
                  float* z, int32_t* index);
+  // a (G, stride) = q . k over the components of coded keys; q as in TypeKernels::approximate, `work` is room for 4 * rank.
+  void (*approximate_codes)(const Codes&, const float* q, float* work, float* a, int64_t stride);
   const Tiles* tiles;
 };
 

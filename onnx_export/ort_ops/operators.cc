@@ -49,6 +49,33 @@ void compute_sparq(const Attributes& attributes, const Context& context) {
   attend_sparsely(a, s, Pool(context.api(), context.context()));
 }
 
+void compute_sparq_coded(const Attributes& attributes, const Context& context) {
+  const Tensor query = context.input(0, "query", 'T'), keys = context.input(1, "keys", 'T');
+  const Tensor codes = context.input(2, "key_codes", 'u'), values = context.input(3, "values", 'T');
+  const Tensor summary = context.input(4, "summary", 'f');
+  const Tensor padding = context.input(5, "left_padding", 'i'), length = context.input(6, "length", 'i');
+  Attention a = attention_of(attributes, context);
+  set_sizes(a, query, keys);
+  SparQ s = sparq_of(attributes, a.D);
+  s.bits = attributes["key_bits"], s.groups = CodedKeys::groups_of(a.C);
+  query.expect({a.B, a.Hq, 1, a.D});
+  codes.expect({a.B, a.Hkv * a.D, s.groups, CodedKeys::record_of(s.bits)});
+  values.expect({a.B, a.Hkv, a.C, a.D});
+  summary.expect({a.B, 3 * a.Hkv, a.D});
+  padding.expect({a.B});
+  length.expect({a.B});
+  check_padding(padding);
+  check_range(length, 0, a.C, "the capacity");
+  a.query = query.data, a.keys = keys.data, a.values = values.data, a.first = padding.ints(), a.length = length.ints();
+  s.codes = codes.bytes(), s.summary = summary.floats();
+  const int64_t longest = longest_of(a);
+  s.slots = std::min(s.top_k, std::max<int64_t>(1, longest));
+  clamp_choice(s, longest);
+  a.output = context.output(0, {a.B, a.Hq, 1, a.D});
+  s.indices = static_cast<int32_t*>(context.output(1, {a.B, a.Hkv, s.slots}));
+  attend_sparsely(a, s, Pool(context.api(), context.context()));
+}
+
 void compute_dense(const Attributes& attributes, const Context& context) {
   const Tensor query = context.input(0, "query", 'T'), keys = context.input(1, "keys", 'T');
   const Tensor values = context.input(2, "values", 'T');
@@ -165,11 +192,46 @@ void compute_sparq_attention(const Attributes& attributes, const Context& contex
   attend_sparsely(a, s, pool);
 }
 
+void compute_sparq_coded_attention(const Attributes& attributes, const Context& context) {
+  const Tensor query = context.input(0, "query", 'T'), padding = context.input(8, "left_padding", 'i');
+  const Tensor past_codes = context.input(4, "past_key_codes", 'u'), past_summary = context.input(6, "past_summary", 'f');
+  const Caches caches(context, 1, 3, 5, 7);
+  Append append = caches.append(context);
+  Scratch scratch(Scratch::kLengths, Scratch::size<int64_t>(caches.key.shape[0]));
+  int64_t* length = scratch.take<int64_t>(caches.key.shape[0]);
+  Attention a = attention_over(attributes, context, caches, append, query, padding, length);
+  SparQ s = sparq_of(attributes, a.D);
+  CodedKeys coded(append, a.first, attributes["key_bits"]);
+  past_codes.expect({a.B, a.Hkv * a.D, coded.groups(), coded.record()});
+  past_summary.expect({a.B, 3 * a.Hkv, a.D});
+  a.output = context.output(0, {a.B, a.Hq, a.L, a.D});
+  a.keys = append.present_key = context.output(1, {a.B, a.Hkv, a.C, a.D});
+  coded.past = past_codes.bytes(), coded.past_summary = past_summary.floats();
+  coded.present = static_cast<uint8_t*>(context.output(2, {a.B, a.Hkv * a.D, coded.groups(), coded.record()}));
+  a.values = append.present_value = context.output(3, {a.B, a.Hkv, a.C, a.D});
+  coded.summary = static_cast<float*>(context.output(4, {a.B, 3 * a.Hkv, a.D}));
+  append.follow = &coded;
+  const Pool pool(context.api(), context.context());
+  if (a.L > 1 || longest_of(a) < attributes["dense_below"]) return attend_prompt(attributes, a, pool);
+  s.codes = coded.present, s.bits = coded.bits, s.groups = coded.groups(), s.summary = coded.summary;
+  clamp_choice(s, longest_of(a));
+  attend_sparsely(a, s, pool);
+}
+
 }  // namespace
 
 const std::string kSparQOnly = "rank top_k local_window reallocate group_reduce component_score scale";
 const std::string kSparQCaches = kSparQOnly + " lanes dense_below";
+const std::string kCodedCaches = kSparQOnly + " key_bits dense_below";
 static const Registered registered({
+    {"SparQCoded", "TTuTfii", "Tn", {0, -1}, kSparQOnly + " key_bits", compute_sparq_coded},
+    {"SparQCodedAttention", "TTTTuTfii", "TTuTf", {0, 3, 4, 5, 6}, kCodedCaches, compute_sparq_coded_attention},
+    {"SampleSparQCodedAttention",
+     "TTTTuTfii",
+     "TTuTf",
+     {0, 3, 4, 5, 6},
+     kCodedCaches + kSampled,
+     compute_sparq_coded_attention},
     {"SparQ", "TTTTiiff", "Tn", {0, -1}, kSparQOnly, compute_sparq},
     {"DenseAttention", "TTTii", "T", {0}, "scale window", compute_dense},
     {"Sample", "TTTi", "Tn", {0, -1}, "alpha_column alpha_slash chunks block_size scale", compute_sample},

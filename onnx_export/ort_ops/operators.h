@@ -31,8 +31,8 @@ class Attributes {
 
 struct Signature {
   const char* name;
-  const char* inputs;      // one letter each: T, W, f for float, i for int64, s for int16
-  const char* outputs;     // T, f, s, or n for int32
+  const char* inputs;      // one letter each: T, W, f for float, i for int64, s for int16, u for uint8
+  const char* outputs;     // T, f, s, u, or n for int32
   int shape_of[6];         // the input that has the shape of each output; -1 for none
   std::string attributes;  // besides `spec`, with spaces between them
   void (*compute)(const Attributes&, const Context&);

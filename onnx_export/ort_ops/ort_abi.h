@@ -20,7 +20,7 @@ struct SessionOptions;
 struct Domain;
 
 enum ErrorCode : int { kFail = 1, kInvalidArgument = 2 };
-enum ElementType : int { kFloat = 1, kInt16 = 5, kInt32 = 6, kInt64 = 7, kFloat16 = 10, kBFloat16 = 16 };
+enum ElementType : int { kFloat = 1, kUInt8 = 2, kInt16 = 5, kInt32 = 6, kInt64 = 7, kFloat16 = 10, kBFloat16 = 16 };
 
 // OrtApi is a struct of function pointers.
 struct Api {

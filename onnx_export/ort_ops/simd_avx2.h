@@ -14,6 +14,7 @@ constexpr int W = 8;
 constexpr int kTileKeys = 2;
 constexpr int kTileVectors = 2;
 constexpr int kTileComponents = 4;  // rows of component-major keys at a time
+constexpr int kCodeVectors = 2;     // of codes at a time, a multiple of two that divides a group
 constexpr int kStripRows = 6;       // lines of a product in registers, and its vectors
 constexpr int kStripVectors = 2;
 
@@ -24,6 +25,24 @@ inline F load(const Half* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m
 inline F load(const BFloat16* p) {
   const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
   return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+}
+inline float half_at(const uint8_t* p) {
+  uint16_t bits;
+  __builtin_memcpy(&bits, p, 2);
+  return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(bits)));
+}
+inline __m256i wide_bytes(const uint8_t* p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
+inline F bytes(const uint8_t* p) { return _mm256_cvtepi32_ps(wide_bytes(p)); }
+// The low and the high halves of W bytes.
+inline void nibbles(const uint8_t* p, F& low, F& high) {
+  const __m256i wide = wide_bytes(p);
+  low = _mm256_cvtepi32_ps(_mm256_and_si256(wide, _mm256_set1_epi32(15)));
+  high = _mm256_cvtepi32_ps(_mm256_srli_epi32(wide, 4));
+}
+// Numbers of a and b in turns.
+inline void interleave(F& a, F& b) {
+  const F left = _mm256_unpacklo_ps(a, b), right = _mm256_unpackhi_ps(a, b);
+  a = _mm256_permute2f128_ps(left, right, 0x20), b = _mm256_permute2f128_ps(left, right, 0x31);
 }
 inline void store(float* p, F x) { _mm256_storeu_ps(p, x); }
 inline void store(Half* p, F x) {

@@ -14,6 +14,7 @@ constexpr int W = 16;
 constexpr int kTileKeys = 4;
 constexpr int kTileVectors = 4;
 constexpr int kTileComponents = 8;  // rows of component-major keys at a time
+constexpr int kCodeVectors = 4;     // of codes at a time, a multiple of two that divides a group
 constexpr int kStripRows = 6;       // lines of a product in registers, and its vectors
 constexpr int kStripVectors = 4;
 
@@ -24,6 +25,28 @@ inline F load(const Half* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const 
 inline F load(const BFloat16* p) {
   const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
   return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
+inline float half_at(const uint8_t* p) {
+  uint16_t bits;
+  __builtin_memcpy(&bits, p, 2);
+  return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(bits)));
+}
+inline F bytes(const uint8_t* p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)));
+}
+// The low and the high halves of W bytes. A permutation looks at the lowest four bits of an index only.
+inline void nibbles(const uint8_t* p, F& low, F& high) {
+  const __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+  const F numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  low = _mm512_permutexvar_ps(wide, numbers);
+  high = _mm512_permutexvar_ps(_mm512_srli_epi32(wide, 4), numbers);
+}
+// Numbers of a and b in turns.
+inline void interleave(F& a, F& b) {
+  const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+  const F both = _mm512_permutex2var_ps(a, first, b);
+  b = _mm512_permutex2var_ps(a, second, b), a = both;
 }
 inline void store(float* p, F x) { _mm512_storeu_ps(p, x); }
 inline void store(Half* p, F x) {

@@ -14,6 +14,7 @@ constexpr int W = 4;
 constexpr int kTileKeys = 4;
 constexpr int kTileVectors = 4;
 constexpr int kTileComponents = 4;  // rows of component-major keys at a time
+constexpr int kCodeVectors = 4;     // of codes at a time, a multiple of two that divides a group
 constexpr int kStripRows = 6;       // lines of a product in registers, and its vectors
 constexpr int kStripVectors = 4;
 
@@ -22,6 +23,27 @@ inline F set1(float x) { return vdupq_n_f32(x); }
 inline F load(const float* p) { return vld1q_f32(p); }
 inline F load(const Half* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&p->bits))); }
 inline F load(const BFloat16* p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(&p->bits), 16)); }
+inline float half_at(const uint8_t* p) {
+  uint16_t bits;
+  __builtin_memcpy(&bits, p, 2);
+  return vgetq_lane_f32(vcvt_f32_f16(vreinterpret_f16_u16(vdup_n_u16(bits))), 0);
+}
+inline uint32x4_t wide_bytes(const uint8_t* p) {
+  uint32_t four;
+  __builtin_memcpy(&four, p, 4);
+  return vmovl_u16(vget_low_u16(vmovl_u8(vreinterpret_u8_u32(vdup_n_u32(four)))));
+}
+inline F bytes(const uint8_t* p) { return vcvtq_f32_u32(wide_bytes(p)); }
+// The low and the high halves of W bytes.
+inline void nibbles(const uint8_t* p, F& low, F& high) {
+  const uint32x4_t wide = wide_bytes(p);
+  low = vcvtq_f32_u32(vandq_u32(wide, vdupq_n_u32(15))), high = vcvtq_f32_u32(vshrq_n_u32(wide, 4));
+}
+// Numbers of a and b in turns.
+inline void interleave(F& a, F& b) {
+  const F left = vzip1q_f32(a, b);
+  b = vzip2q_f32(a, b), a = left;
+}
 inline void store(float* p, F x) { vst1q_f32(p, x); }
 inline void store(Half* p, F x) { vst1_u16(&p->bits, vreinterpret_u16_f16(vcvt_f16_f32(x))); }
 inline void store(BFloat16* p, F x) {

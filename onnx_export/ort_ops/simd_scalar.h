@@ -15,6 +15,7 @@ constexpr int W = 1;
 constexpr int kTileKeys = 4;        // dot products at a time, per row
 constexpr int kTileVectors = 4;     // vectors of output at a time, per row
 constexpr int kTileComponents = 4;  // rows of component-major keys at a time
+constexpr int kCodeVectors = 4;     // of codes at a time, a multiple of two that divides a group
 constexpr int kStripRows = 4;       // lines of a product in registers, and its vectors
 constexpr int kStripVectors = 4;
 
@@ -38,6 +39,16 @@ inline F load(const Half* p) {
   if (rest >= 0x7c00u << 13) return from_bits(sign | 0x7f800000 | (rest & 0x007fffff));  // inf and NaN
   return from_bits(sign | bits_of(from_bits(rest) * 0x1p112f));  // 2^112 moves the exponent, for subnormals too
 }
+inline float half_at(const uint8_t* p) {
+  Half half;
+  std::memcpy(&half, p, 2);
+  return load(&half);
+}
+inline F bytes(const uint8_t* p) { return float(*p); }
+// The low and the high halves of W bytes.
+inline void nibbles(const uint8_t* p, F& low, F& high) { low = float(*p & 15), high = float(*p >> 4); }
+// Numbers of a and b in turns.
+inline void interleave(F&, F&) {}
 inline void store(float* p, F x) { *p = x; }
 inline void store(BFloat16* p, F x) {
   const uint32_t bits = bits_of(x);

@@ -12,6 +12,7 @@ namespace {
 
 constexpr int64_t kLeastKeys = 2048;  // of a part
 constexpr int64_t kCollected = 256;   // keys between looks at the reservoir
+constexpr int64_t kUnbroken = int64_t(1) << 40;  // keys of a chunk where there are no chunks
 
 // How the keys of a head are cut into blocks of scores: at most kScoreBlock keys of one chunk.
 struct Grid {
@@ -35,6 +36,7 @@ struct Head {
   float* packed;           // queries over the components, times c / t: as `approximate` takes them
   int32_t* components;
   float *mean, *deviation;  // (D)
+  const float* centre;      // (D), of coded keys
   float* component;         // (D): scores of the components
   int32_t* work;            // (D)
   float* scores;            // (blocks, G, stride): exp(a - top) of the block, or a itself with by_logits
@@ -46,7 +48,7 @@ struct Head {
 
 class Step {
  public:
-  Step(const Attention& a, const SparQ& s) : a(a), s(s), grid(s.lanes), G(a.G()) {}
+  Step(const Attention& a, const SparQ& s) : a(a), s(s), grid(s.codes ? kUnbroken : s.lanes), G(a.G()) {}
 
   void run(const Pool& pool) const;
 
@@ -76,6 +78,7 @@ class Step {
   Span keys_of(const Head&, int64_t block) const;
   void statistics(Head&) const;
   void score(const Head&, int64_t from, int64_t to) const;
+  void score_codes(const Head&, Span keys, float* scores) const;
   void normalise(const Head&) const;
   void search(const Head&, int64_t from, int64_t to, Reservoir&) const;
   void finish(const Head&, const int32_t* best, int64_t count, Scratch&) const;
@@ -113,9 +116,15 @@ Head Step::take_head(Scratch& scratch, int64_t b, int64_t h, int64_t blocks) con
   return head;
 }
 
-// Mean value (sparq.9) and deviation of (sparq.1).
+// Mean value (sparq.9) and deviation of (sparq.1), or what takes its place.
 void Step::statistics(Head& head) const {
   const int64_t D = a.D, at = (head.b * a.Hkv + head.h) * D;
+  if (s.codes) {
+    const float *summary = s.summary + 3 * at, count = float(std::max<int64_t>(1, head.end - head.first));
+    for (int64_t d = 0; d < D; d++) head.mean[d] = summary[d] / count;
+    std::copy(summary + 2 * D, summary + 3 * D, head.deviation);
+    return;
+  }
   if (!s.sums) {
     std::copy(s.value_mean + at, s.value_mean + at + D, head.mean);
     std::copy(s.deviation + at, s.deviation + at + D, head.deviation);
@@ -130,6 +139,7 @@ void Step::prepare(Head& head) const {
   float* q = const_cast<float*>(head.rows.q);
   a.typed().widen(q, static_cast<const char*>(a.query) + a.group_offset(head.b, head.h), G * D);
   if (s.reallocate || s.by_key) statistics(head);
+  if (s.codes) head.centre = s.summary + ((head.b * a.Hkv + head.h) * 3 + 1) * D;
   if (!head.everything) {
     std::fill(head.component, head.component + D, 0.0f);
     for (int64_t g = 0; g < G; g++) {
@@ -169,17 +179,61 @@ void Step::score(const Head& head, int64_t from, int64_t to) const {
   for (int64_t block = from; block < to; block++) {
     const Span keys = keys_of(head, block);
     const int64_t n = keys.high - keys.low;
-    columns.lanes = column(keys.low);
-    columns.next = column(keys_of(head, block + 1 < to ? block + 1 : block).low);
-    columns.count = int(n);
-    columns.readable = int(std::min<int64_t>(s.lanes - keys.low % s.lanes, 2 * kScoreBlock));
     float* scores = head.scores + block * G * grid.stride;
-    a.typed().approximate(columns, head.packed, scores, grid.stride);
+    if (s.codes) {
+      score_codes(head, keys, scores);
+    } else {
+      columns.lanes = column(keys.low);
+      columns.next = column(keys_of(head, block + 1 < to ? block + 1 : block).low);
+      columns.count = int(n);
+      columns.readable = int(std::min<int64_t>(s.lanes - keys.low % s.lanes, 2 * kScoreBlock));
+      a.typed().approximate(columns, head.packed, scores, grid.stride);
+    }
     if (s.by_logits && !s.reallocate) continue;
     for (int64_t g = 0; g < G; g++) {
       const int64_t at = g * head.blocks + block;
       a.kernels->exponentials(scores + g * grid.stride, int(n), !s.by_logits, head.tops + at, head.sums + at);
     }
+  }
+}
+
+// (sparq.21) of the keys of a block: whole groups, and the tail from rows of K.
+void Step::score_codes(const Head& head, Span keys, float* scores) const {
+  const int64_t record = CodedKeys::record_of(s.bits), row = s.groups * record, rank = s.rank, D = a.D;
+  const int64_t tail = head.end / kGroup * kGroup, low = keys.low / kGroup * kGroup;
+  const int64_t coded = std::max<int64_t>(0, std::min(keys.high, tail) - low), padded = keys.low - low;
+  Scratch scratch(Scratch::kPart, Scratch::size<float>(4 * rank) + Scratch::size<float>(kGroup * rank) +
+                                      Scratch::size<float>(D) + Scratch::size<float>(G * rank) +
+                                      Scratch::size<float>(G * kBlock));
+  float *work = scratch.take<float>(4 * rank), *rows = scratch.take<float>(kGroup * rank);
+  float *whole = scratch.take<float>(D), *q = scratch.take<float>(G * rank), *found = scratch.take<float>(G * kBlock);
+  if (coded) {
+    const uint8_t* records = s.codes + (head.b * a.Hkv + head.h) * D * row + low / kGroup * record;
+    const Codes codes{records, row, head.components, int(rank), int(G), int(s.bits), int(coded / kGroup),
+                      kScoreBlock / kGroup * record};
+    a.kernels->approximate_codes(codes, head.packed, work, scores, grid.stride);
+    for (int64_t g = 0; padded && g < G; g++) {
+      float* of_head = scores + g * grid.stride;
+      std::copy(of_head + padded, of_head + coded, of_head);
+    }
+  }
+  const int64_t from = std::max(keys.low, tail), count = keys.high - from;
+  if (count <= 0) return;
+  for (int64_t j = 0; j < count; j++) {
+    a.typed().widen(whole, a.plane(a.keys, head.b, head.h) + (from + j) * D * size_of(a.type), D);
+    for (int64_t i = 0; i < rank; i++) {
+      const int32_t d = head.components[i];
+      rows[j * rank + i] = whole[d] - head.centre[d];
+    }
+  }
+  for (int64_t g = 0; g < G; g++) {
+    const int64_t tile = g / 4 * 4, heads = std::min<int64_t>(4, G - tile);
+    for (int64_t i = 0; i < rank; i++) q[g * rank + i] = head.packed[tile * rank + i * heads + g - tile];
+  }
+  const Keys block{rows, rows, nullptr, 0, int(count), 0, nullptr, nullptr};
+  a.kernels->type[kTypeFloat].score({int(G), int(rank), q, nullptr, nullptr, nullptr}, block, found);
+  for (int64_t g = 0; g < G; g++) {
+    std::copy(found + g * kBlock, found + g * kBlock + count, scores + g * grid.stride + from - keys.low);
   }
 }
 

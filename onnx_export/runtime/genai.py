@@ -47,10 +47,11 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
         "past_value_names": "past_key_values.%d.value",
     }
     outputs = {"logits": "logits", "present_key_names": "present.%d.key", "present_value_names": "present.%d.value"}
-    for state in RECURRENT:
-        if any(name.startswith(f"past_{state}.") for name in shapes):
-            inputs |= {"past_recurrent_names": f"past_{state}.%d", "past_conv_names": "past_conv.%d"}
-            outputs |= {"present_recurrent_names": f"present_{state}.%d", "present_conv_names": "present_conv.%d"}
+    states = [state for state in (*RECURRENT, "conv") if any(name.startswith(f"past_{state}.") for name in shapes)]
+    # genai carries two states of a layer beside its keys and values, by these names.
+    for role, state in zip(("recurrent", "conv"), states, strict=False):
+        inputs[f"past_{role}_names"] = f"past_{state}.%d"
+        outputs[f"present_{role}_names"] = f"present_{state}.%d"
     ends = ends_of(config)
     pad = config.get("pad_token_id")
     bos = config.get("bos_token_id")

@@ -23,7 +23,7 @@ from . import memory
 from . import native as kernels
 
 MODEL = "model.onnx"
-TYPES = (*build.TYPES.values(), onnx.TensorProto.INT64, onnx.TensorProto.INT16)
+TYPES = (*build.TYPES.values(), onnx.TensorProto.INT64, onnx.TensorProto.INT16, onnx.TensorProto.UINT8)
 STATES = {"past_key_values.": "present.", **{f"past_{name}.": f"present_{name}." for name in (*RECURRENT, "conv")}}
 MOST_PIECE = 1 << 20  # tokens of a prompt at a time that a file may ask for
 MASK_STEP = 1024  # the mask grows by this: the graph looks at all of it for every token
@@ -95,13 +95,13 @@ class Runner:
         self.length = 0
         self._mask[:] = 0
         for name, array in self.caches.items():
-            if name.startswith("past_sums."):
+            if name.startswith(("past_sums.", "past_summary.")):
                 array[:] = 0
 
     def go_on_from(self, length: int) -> None:
         """Take what was written into `caches` for ``length`` tokens, none of them padding.
 
-        It takes no token back: ``past_sums`` are those of all tokens, so write them too.
+        It takes no token back: ``past_sums`` and ``past_summary`` are those of all tokens, so write them too.
 
         Raises:
             ConfigError: they do not fit.

@@ -25,7 +25,8 @@ from mlx_sparse.common.key_codes import GROUP, KeyCodes
 from mlx_sparse.methods.table import FUNCTIONS
 from mlx_sparse.oracle.key_codes import approximate_keys, unpack
 
-CODING = [name for name in having("code_keys") if name in FUNCTIONS["code_keys"]]
+NODES = ("onnx", "ort")  # of exported files; bodies on one runtime here, on others in tests/export
+CODING = [name for name in having("code_keys") if name in (*FUNCTIONS["code_keys"], *NODES)]
 SETTINGS: dict[str, dict[str, Any]] = {
     "4-bits": {"key_bits": 4},
     "8-bits": {"key_bits": 8, "component_score": "query_key"},
@@ -36,7 +37,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 NARROWS = ("metal", "triton")  # they hold scores in 8 bits
 
-by_backend = pytest.mark.parametrize("backend", CODING, indirect=True)
 by_bits = pytest.mark.parametrize("key_bits", [8, 4])
 
 
@@ -65,22 +65,28 @@ class OddKeys(Case):
 ODD = [OddKeys(2, 4, 2, 213, 64, dtype, padding) for dtype in ("f32", "f16", "bf16") for padding in (None, (0, 150))]
 
 
+def by_backend_and_case(*more: Case) -> Any:
+    """All cases; some of them for nodes, whose sessions take as long to make as all the rest."""
+    pairs = [(name, case) for name in CODING for case in (*(CASES[3::4] if name in NODES else CASES), *more)]
+    ids = [f"{name}-{case}" for name, case in pairs]
+    return pytest.mark.parametrize(("backend", "case"), pairs, ids=ids, indirect=["backend"])
+
+
 @by_bits
-@by_backend
-@pytest.mark.parametrize("case", [*CASES, *ODD], ids=str)
+@by_backend_and_case(*ODD)
 def test_the_codes_are_the_oracles_to_the_last_bit(backend: Any, case: Case, key_bits: int) -> None:
     wanted = oracle.code_keys(case.inputs()[1], key_bits=key_bits, left_padding=case.padding)
     for name, found, array in zip(KeyCodes._fields, backend.code_keys(case, key_bits), wanted, strict=True):
         np.testing.assert_array_equal(found, array, err_msg=name)
 
 
-# In Triton's interpreter a case takes half a second: a third of them, of every size two settings.
+# Where a case is compiled or interpreted it takes half a second: a third of them, of every size two settings.
 ARMS = [
-    (backend, case, setting)
-    for backend in CODING
+    (name, case, setting)
+    for name in CODING
     for i, case in enumerate(CASES)
     for j, setting in enumerate(SETTINGS)
-    if backend != "triton" or (i + j) % 3 == 0
+    if (i % 4 == 3 if name in NODES else name not in NARROWS or (i + j) % 3 == 0)
 ]
 
 

@@ -18,7 +18,9 @@ from onnx_operators import (
     attributes,
     by_case,
     by_runtime,
+    coded_caches,
     empty_caches,
+    empty_codes,
     filled_caches,
     from_ort,
     ort_value,
@@ -26,11 +28,13 @@ from onnx_operators import (
     parameters,
     saap_settings,
     saap_weights,
+    unpacked,
 )
 from saap_cases import SaapCase
 from sample_cases import SampleCase
 
 from mlx_sparse import oracle
+from mlx_sparse.common.key_codes import KeyCodes
 from mlx_sparse.oracle.select import valid_keys
 from mlx_sparse.oracle.sparq import deviation
 
@@ -231,6 +235,55 @@ def test_components_far_from_zero_keep_their_deviation(runtime: str) -> None:
     np.testing.assert_allclose(spread, deviation(k, valid_keys(case.B, case.S, padding(case))), rtol=1e-3)
     expected = oracle.sparq_attention(q, k, v, left_padding=case.padding, **params)
     np.testing.assert_allclose(got["output"], expected, rtol=0, atol=1e-2)  # logits of thousands
+
+
+@pytest.mark.parametrize("setting", ["robust", "reallocate"])
+@by_runtime
+def test_groups_are_coded_when_they_are_full(runtime: str, setting: str) -> None:
+    """By a step, by a few tokens that begin in mid-group, and several by a prompt; every step chooses by them."""
+    case = Case(2, 4, 2, 330, 64, "f32", padding=(0, 100))
+    _, k, v = case.inputs()
+    q, _, _ = case.inputs(L=case.S)
+    k[1, :, :100] = np.nan
+    params = {**parameters(case, setting), "top_k": 24, "local_window": 4}
+    attend = Operator(runtime, "SparQCodedAttention", "f32", key_bits=4, dense_below=0, **attributes(params))
+    caches = empty_codes(case, case.S + 9, 4)
+    for start, stop in pairwise((0, 30, 31, 126, 127, 128, 129, 188, 195, 196, 328, 329, 330)):
+        new = {name: array[:, :, start:stop] for name, array in (("query", q), ("key", k), ("value", v))}
+        got = attend(**new, left_padding=padding(case), **caches)
+        caches = advance(caches, got, stop - start)
+        given = q[:, :, start:stop], k[:, :, :stop], v[:, :, :stop]
+        expected = oracle.sparq_attention(*given, left_padding=case.padding, key_bits=4, **params)
+        np.testing.assert_allclose(got["output"], expected, rtol=0, atol=2e-5, err_msg=str(stop))
+    wanted = oracle.code_keys(k, key_bits=4, left_padding=case.padding)
+    for name, found, array in zip(KeyCodes._fields, unpacked(got, case), wanted, strict=True):
+        np.testing.assert_array_equal(found, array, err_msg=name)
+    exact = oracle.sparq_attention(*given, left_padding=case.padding, **params)
+    assert np.abs(expected - exact).max() > 1e-4
+
+
+@by_runtime
+def test_rows_of_different_length_fill_their_groups_apart(runtime: str) -> None:
+    case = Case(3, 4, 2, 192, 64, "f32", padding=(0, 70, 0))
+    q, k, v = case.inputs()
+    params = {**parameters(case, "robust"), "top_k": 24, "local_window": 4}
+    attend = Operator(runtime, "SparQCodedAttention", "f32", key_bits=8, dense_below=0, **attributes(params))
+    lengths = np.array([128, 192, 75])
+    rows = [coded_caches(case, k, v, int(end), 192, 8) for end in lengths - 54]
+    caches = {name: np.stack([each[name][b] for b, each in enumerate(rows)]) for name in rows[0]}
+    for L, past in ((53, lengths - 54), (1, lengths - 1)):
+        at = past[:, None] + np.arange(L)
+        new = {n: np.stack([a[b][:, at[b]] for b in range(3)]) for n, a in (("key", k), ("value", v))}
+        got = attend(
+            query=np.repeat(q, L, axis=2), **new, left_padding=padding(case), **{**caches, "past_length": past}
+        )
+        caches = advance(caches, got, L)
+    for b, end in enumerate(lengths):
+        row = slice(b, b + 1)
+        expected = oracle.sparq_attention(
+            q[row], k[row, :, :end], v[row, :, :end], left_padding=padding(case)[row], key_bits=8, **params
+        )
+        np.testing.assert_allclose(got["output"][row], expected, rtol=0, atol=2e-5)
 
 
 @by_runtime

@@ -12,7 +12,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 import tiny_models
-from exported import FLOAT32, SAAP_FILE, SAMPLE, SAMPLE_SAAP, STEPS, Made, by_kernels, need
+from exported import CODED, FLOAT32, SAAP_FILE, SAMPLE, SAMPLE_SAAP, STEPS, Made, by_kernels, need
 from exported import PROMPT_LENGTH as PROMPT
 from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, KVCache, make_prompt_cache
 from mlx_sparse.onnx_export import COMPAT, DEFAULT, export, registered
@@ -330,6 +330,16 @@ def test_inputs_and_outputs_are_those_of_the_documentation(tmp_path: Path) -> No
     }
     names = {"model.onnx", "model.onnx.data", "tokenizer.json", "tokenizer_config.json", "genai_config.json"}
     assert {file.name for file in made.folder.iterdir()} == names
+
+
+def test_a_file_with_few_bits_carries_codes_and_says_what_mlx_says(tmp_path: Path) -> None:
+    made = Made(tmp_path, "llama", CODED, {"num_hidden_layers": 3}, max_length=256)
+    names = {tensor.name for tensor in made.proto.graph.input}
+    pasts = {f"past_key_values.{i}.{part}" for i in range(3) for part in ("key", "value")}
+    pasts |= {f"past_{name}.{i}" for name in ("key_codes", "summary") for i in range(3)}
+    assert names == {"input_ids", "attention_mask", *pasts}
+    assert set(made.nodes) == {"SparQCodedAttention"}
+    made.check_tokens(120)  # the second group is full after 8 more
 
 
 def test_without_genai_there_is_nothing_for_it(tmp_path: Path) -> None:

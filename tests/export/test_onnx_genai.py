@@ -11,6 +11,7 @@ import onnxruntime_genai as og
 import pytest
 import tiny_models
 from exported import (
+    CODED,
     SAAP_FILE,
     SAMPLE,
     SAMPLE_SAAP,
@@ -79,7 +80,9 @@ def test_tokens_are_those_of_mlx(method: str, layers: int, with_kernels: bool, t
 
 
 @pytest.mark.parametrize("layers", [2, 3])
-@pytest.mark.parametrize("method", [SAMPLE, SAAP_FILE, SAMPLE_SAAP], ids=["sample+sparq", "saap", "sample+saap"])
+@pytest.mark.parametrize(
+    "method", [CODED, SAMPLE, SAAP_FILE, SAMPLE_SAAP], ids=["sparq-4-bits", "sample+sparq", "saap", "sample+saap"]
+)
 def test_files_of_other_methods_say_what_they_say_in_the_runner(
     method: str, layers: int, with_kernels: bool, tmp_path: Path
 ) -> None:

@@ -20,6 +20,7 @@ import pytest
 from cases import Array, Case, assert_as_good_as_plain, assert_same_choice, plain_attention
 from exported import SPARQ, exported
 from mlx_sparse.onnx_export import lower
+from mlx_sparse.onnx_export.operators import coded_axes
 from mlx_sparse.onnx_export.runtime import native
 from onnx_operators import (
     CACHES,
@@ -28,6 +29,7 @@ from onnx_operators import (
     TYPES,
     assert_is_sparq,
     attributes,
+    coded_caches,
     filled_caches,
     padding,
     parameters,
@@ -35,6 +37,7 @@ from onnx_operators import (
     saap_step,
     select,
     step,
+    unpacked,
     windowed_attention,
 )
 from packages import MINUTES, Package, fetched, wheel
@@ -44,7 +47,7 @@ from saap_cases import SaapCase
 from saap_cases import assert_attends as assert_lists
 from sample_cases import SampleCase, assert_attends, assert_same_blocks, selection
 
-from mlx_sparse import onnx_export
+from mlx_sparse import onnx_export, oracle
 
 WEB = Path(__file__).parent / "web"
 
@@ -93,6 +96,31 @@ def cached(case: Case, setting: str) -> File:
             np.testing.assert_array_equal(got[f"present_{name}"].astype(np.float32), expected)
 
     return File("SparQAttention", case.dtype, {**CACHES, **attributes(params)}, inputs, check, {})
+
+
+def coded(case: Case, setting: str, key_bits: int) -> File:
+    """One token after a prompt, with scores from few bits."""
+    q, k, v = case.inputs()
+    params = {**parameters(case, setting), "key_bits": key_bits}
+    new = {"query": q, "key": k[:, :, -1:], "value": v[:, :, -1:], "left_padding": padding(case)}
+    room = case.S + LANES
+    inputs = {**coded_caches(case, k, v, case.S - 1, room, key_bits), **new}
+    wanted = oracle.code_keys(k, key_bits=key_bits, left_padding=case.padding)
+
+    def check(got: dict[str, Array]) -> None:
+        assert_is_sparq(got["output"], case, params, q, k, v)
+        for found, array in zip(unpacked(got, case), wanted, strict=True):
+            np.testing.assert_array_equal(found, array)
+
+    settings = {**attributes(params), "dense_below": 0}
+    return File(
+        "SparQCodedAttention",
+        case.dtype,
+        settings,
+        inputs,
+        check,
+        {"3Hkv": 3 * case.Hkv, "HkvD": case.Hkv * case.D, **coded_axes(room, key_bits)},
+    )
 
 
 def dense(case: Case, window: int) -> File:
@@ -167,6 +195,8 @@ FILES = {
     "cached-sparq": cached(Case(2, 6, 2, 300, 64, "f32", padding=(5, 250)), "robust"),
     "cached-sparq-f16": cached(Case(1, 8, 2, 300, 80, "f16"), "paper"),
     "cached-sparq-blocks": cached(Case(2, 8, 8, 1300, 64, "f32", padding=(3, 700)), "rank-D"),
+    "coded-sparq": coded(Case(2, 6, 2, 320, 64, "f32", padding=(5, 250)), "robust", 4),
+    "coded-sparq-f16": coded(Case(1, 8, 2, 300, 80, "f16"), "paper", 8),
     "cached-dense": dense(Case(2, 6, 2, 300, 64, "f32", padding=(5, 250)), 0),
     "cached-dense-f16": dense(Case(1, 8, 2, 300, 80, "f16"), 0),
     "cached-window": dense(Case(2, 6, 2, 300, 64, "f32", padding=(5, 290)), 40),

@@ -97,6 +97,22 @@ void scores_are_the_same(int type, int D, int G, int keys) {
   expect(std::abs(int(z[0].size()) - int(z[1].size())) <= 1, "collected");
 }
 
+void codes_give_the_same_scores(int bits, int rank, int G) {
+  const int groups = 3, record = kHeader + kGroup / 8 * bits, stride = groups * kGroup;
+  std::vector<uint8_t> stored(rank * groups * record);
+  for (uint8_t& byte : stored) byte = uint8_t(rand() % 0x3c);  // as numbers of half precision below 1
+  std::vector<int32_t> components(rank);
+  for (int i = 0; i < rank; i++) components[i] = rank - 1 - i;
+  const Floats q = random_floats(rank * G);
+  Floats a[2], work(4 * rank);
+  for (int w = 0; w < 2; w++) {
+    a[w].resize(G * stride);
+    const Codes codes{stored.data(), groups * record, components.data(), rank, G, bits, groups, 0};
+    kBoth[w]->approximate_codes(codes, q.data(), work.data(), a[w].data(), stride);
+  }
+  expect_close(a[0], a[1], "scores from codes");
+}
+
 // Two blocks of keys through the running softmax, and the masses of the second.
 void tiles_are_the_same(int D, int width, int keys) {
   const Floats q = random_floats(D * width), k = random_floats(2 * keys * D), near = [&] {
@@ -139,6 +155,11 @@ int main() {
           scores_are_the_same(type, D, rows, keys);
         }
       }
+    }
+  }
+  for (const int bits : {8, 4}) {
+    for (const int rank : {1, 11}) {
+      for (const int G : {1, 2, 3, 4, 5, 8}) codes_give_the_same_scores(bits, rank, G);
     }
   }
   for (const int D : {1, 7, 64}) {

@@ -13,7 +13,9 @@ from onnx_operators import (
     CACHES,
     Operator,
     attributes,
+    coded_step,
     empty_caches,
+    empty_codes,
     padding,
     parameters,
     saap_settings,
@@ -52,10 +54,20 @@ def cached() -> dict[str, Any]:
     return {**new, **empty_caches(case, 65)}
 
 
+def cached_codes() -> dict[str, Any]:
+    """A token and caches of 128 slots, with codes."""
+    case = Case(1, 2, 2, 65, 64, "f32")
+    q, k, v = case.inputs()
+    new = {"query": q, "key": k[:, :, -1:], "value": v[:, :, -1:], "left_padding": padding(case)}
+    return {**new, **empty_codes(case, 128, 4)}
+
+
 # Settings and inputs that fit, by operator.
 GOOD: dict[str, tuple[dict[str, Any], Any]] = {
     "SparQ": (PAPER, lambda: step(STEP, *STEP.inputs())),
     "SparQAttention": ({**CACHES, **PAPER}, cached),
+    "SparQCoded": ({**PAPER, "key_bits": 4}, lambda: coded_step(STEP, 4)),
+    "SparQCodedAttention": ({**PAPER, "key_bits": 4, "dense_below": 0}, cached_codes),
     "CachedAttention": (DENSE, cached),
     "Sample": (PROMPT.parameters, prompt),
     "SaapAttention": (saap_settings(BUCKETS), lambda: saap_step(BUCKETS)),
@@ -71,6 +83,21 @@ INPUTS: list[tuple[str, dict[str, Any], str]] = [
     ("SparQ", zeros(keys_t=(2, 2, 4, 64, 64)), r"length: expected 0 to 256 .*, got 300\."),
     ("SparQ", zeros(query=(2, 6, 2, 64)), r"query: expected shape \(2, 6, 1, 64\), got \(2, 6, 2, 64\)\."),
     ("SparQ", zeros(deviation=(2, 2, 63)), r"deviation: expected shape \(2, 2, 64\), got \(2, 2, 63\)\."),
+    ("SparQCoded", {"length": [0, 301]}, r"length: expected 0 to 300 .*, got 301\."),
+    (
+        "SparQCoded",
+        zeros(key_codes=(2, 128, 5, 68)),
+        r"key_codes: expected shape \(2, 128, 5, 36\), got \(2, 128, 5, 68\)\.",
+    ),
+    ("SparQCoded", zeros(key_codes=(2, 128, 4, 36)), r"key_codes: expected shape \(2, 128, 5, 36\), got \(2, 128, 4"),
+    ("SparQCoded", zeros(summary=(2, 2, 64)), r"summary: expected shape \(2, 6, 64\), got \(2, 2, 64\)\."),
+    (
+        "SparQCodedAttention",
+        zeros(past_key_codes=(1, 128, 1, 36)),
+        r"past_key_codes: expected shape \(1, 128, 2, 36\), got \(1, 128, 1, 36\)\.",
+    ),
+    ("SparQCodedAttention", zeros(past_summary=(1, 2, 64)), r"past_summary: expected shape \(1, 6, 64\), got"),
+    ("SparQCodedAttention", {"past_length": [128]}, r"past_length: expected 0 to 127 .*, got 128\."),
     (
         "CachedAttention",
         zeros(key=(1, 2, 129, 64), value=(1, 2, 129, 64)),
@@ -137,6 +164,8 @@ ATTRIBUTES: list[tuple[str, dict[str, Any], str]] = [
     ("SparQAttention", {"scale": float("nan")}, r"scale: expected a finite number, got nan\."),
     ("SparQAttention", {"rank": None}, r"rank: expected an integer attribute, got none\."),
     ("SparQAttention", {"scale": None}, r"scale: expected a float attribute, got none\."),
+    ("SparQCodedAttention", {"key_bits": 5}, r"key_bits: expected 4 or 8, got 5\."),
+    ("SparQCodedAttention", {"key_bits": 16}, r"key_bits: expected 4 to 8, got 16\."),
     ("SampleAttention", {"spec": 2}, r"spec: expected 1, which this library knows, got 2\."),
     ("SampleAttention", {"alpha_column": 0.0}, rf"alpha_column: {FRACTION}, got 0\.0+\."),
     ("SampleAttention", {"alpha_slash": 1.5}, rf"alpha_slash: {FRACTION}, got 1\.50*\."),
@@ -148,7 +177,11 @@ ATTRIBUTES: list[tuple[str, dict[str, Any], str]] = [
     ("SampleAttention", {"dense_prompt_below": -1}, r"dense_prompt_below: expected 0 to \d+, got -1\."),
     ("SampleAttention", {"dense_prompt_below": None}, r"dense_prompt_below: expected an integer attribute, got none\."),
 ]
-SETTINGS = {"SparQAttention": {**CACHES, **PAPER}, "SampleAttention": {**PROMPT.parameters, "dense_prompt_below": 0}}
+SETTINGS = {
+    "SparQAttention": {**CACHES, **PAPER},
+    "SparQCodedAttention": GOOD["SparQCodedAttention"][0],
+    "SampleAttention": {**PROMPT.parameters, "dense_prompt_below": 0},
+}
 
 
 @pytest.mark.parametrize(("name", "wrong", "message"), ATTRIBUTES, ids=str)

@@ -15,7 +15,7 @@ import numpy as np
 import onnx
 import pytest
 from adapters import ADAPTERS
-from cases import Array, Case
+from cases import CASES, Array, Case, assert_same_choice
 from expected import assert_conforms, expected
 from fixtures_onnx import SETS
 from mlx_sparse.onnx_export.runtime import native
@@ -27,9 +27,11 @@ from onnx_operators import (
     assert_is_sparq,
     attributes,
     by_case,
+    coded_step,
     empty_caches,
     padding,
     parameters,
+    select,
     session,
     step,
     windowed_attention,
@@ -63,6 +65,21 @@ def test_every_instruction_set_steps_as_the_oracle(name: str, case: Case, settin
     limit(name)
     found = ADAPTERS["ort"].sparq(case, parameters(case, setting))
     assert_conforms(found, expected(case, setting, "sparq"), case)
+
+
+@pytest.mark.parametrize("key_bits", [8, 4])
+@pytest.mark.parametrize("case", CASES[3::3], ids=str)
+@pytest.mark.parametrize("name", SETS)
+def test_every_instruction_set_codes_and_steps_as_the_oracle(name: str, case: Case, key_bits: int, limit: Any) -> None:
+    limit(name)
+    wanted = oracle.code_keys(case.inputs()[1], key_bits=key_bits, left_padding=case.padding)
+    for found, array in zip(ADAPTERS["ort"].code_keys(case, key_bits), wanted, strict=True):
+        np.testing.assert_array_equal(found, array)
+    params = {**parameters(case, "eval"), "key_bits": key_bits}
+    got = Operator("native", "SparQCoded", case.dtype, **attributes(params))(**coded_step(case, key_bits))
+    chosen = select(case, *case.inputs()[:2], params)
+    assert_same_choice(got["indices"], chosen.indices, chosen.scores)
+    assert_is_sparq(got["output"], case, params, *case.inputs())
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -127,16 +144,20 @@ def test_any_number_of_threads_gives_the_same_answer(workers: int, setting: str,
     params = parameters(case, setting)
     caches = prompted(case, k, v, case.S - 1)
     new = {"query": q, "key": k[:, :, -1:], "value": v[:, :, -1:], "left_padding": padding(case)}
-    sparse, dense = [], []
+    sparse, coded, dense = [], [], []
     for threads in (1, 2, 4):
         attend = Operator("native", "SparQAttention", "f32", threads, **CACHES, **attributes(params))
         sparse.append(attend(**new, **caches)["output"])
+        settings = {**attributes(params), "key_bits": 4}
+        attend = Operator("native", "SparQCoded", "f32", threads, **settings)
+        coded.append(attend(**coded_step(case, 4))["output"])
         attend = Operator("native", "CachedAttention", "f32", threads, **DENSE)
         past = {name: caches[name] for name in ("past_key", "past_value", "past_length")}
         dense.append(attend(**new, **past)["output"])
     assert_is_sparq(sparse[0], case, params, q, k, v)
+    assert_is_sparq(coded[0], case, {**params, "key_bits": 4}, q, k, v)
     np.testing.assert_allclose(dense[0], oracle.dense_attention(q, k, v, left_padding=case.padding), atol=1e-5)
-    for outputs in (sparse, dense):
+    for outputs in (sparse, coded, dense):
         np.testing.assert_array_equal(outputs[0], outputs[1])
         np.testing.assert_array_equal(outputs[0], outputs[2])
 
@@ -192,7 +213,19 @@ def test_the_node_is_kept_for_the_kernel_and_its_shapes_are_known(name: str, dty
         absent("ort", reason)
     operator = onnx_export.OPERATORS[name]
     settings = {a.name: a.choices[0] if a.choices else 1 for a in operator.attributes if a.name != "spec"}
-    sizes = {"B": 2, "Hq": 4, "Hkv": 2, "C": 128, "D": 64, "L": 3, "pages": 128}
+    sizes = {
+        "B": 2,
+        "Hq": 4,
+        "Hkv": 2,
+        "C": 128,
+        "D": 64,
+        "L": 3,
+        "pages": 128,
+        "groups": 2,
+        "record": 36,
+        "3Hkv": 6,
+        "HkvD": 128,
+    }
     model = onnx_export.operator_model(name, dtype=dtype, sizes=sizes, **settings)
     for output in model.graph.output:  # so that they come from the kernel's shape inference
         output.type.tensor_type.ClearField("shape")

@@ -17,11 +17,11 @@ from typing import Any
 import ninja
 import numpy as np
 import pytest
-from cases import PRECISION, Array, assert_same_choice, ulp
+from cases import PRECISION, Array, Case, assert_same_choice, ulp
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx_sparse.onnx_export.runtime import native
-from onnx_operators import DTYPES, ONE_LINE, Operator, fuzz, windowed_attention
+from onnx_operators import DTYPES, ONE_LINE, Operator, coded_caches, fuzz, windowed_attention
 from require import absent
 
 from mlx_sparse import oracle
@@ -256,6 +256,53 @@ def test_cached_sparq_is_sparq_over_its_caches(case: Draw) -> None:
     np.testing.assert_array_equal(got["output"][sound], expected[sound])
 
 
+def coded_states(case: Draw, ends: Array, key_bits: int) -> dict[str, Array]:
+    """Codes and summary after so many tokens of each row."""
+    rows = []
+    for b, end in enumerate(ends):
+        row = slice(b, b + 1)
+        one = Case(
+            1, case.Hkv * case.G, case.Hkv, int(end), case.D, case.dtype, padding=(min(case.padding[b], int(end)),)
+        )
+        rows.append(coded_caches(one, case.k[row], case.v[row], int(end), case.C, key_bits))
+    return {name: np.concatenate([row[name] for row in rows]) for name in ("past_key_codes", "past_summary")}
+
+
+@given(draws(), st.sampled_from([8, 4]))
+@fuzz
+def test_codes_are_the_oracles_and_choose_as_they_do(case: Draw, key_bits: int) -> None:
+    settings = {**sparq_settings(case), "key_bits": key_bits}
+    attend = Operator("native", "SparQCodedAttention", case.dtype, **settings, dense_below=0)
+    with np.errstate(all="ignore"):
+        past, wanted = (coded_states(case, ends, key_bits) for ends in (np.array(case.start), case.length))
+    got = attend(query=case.q, left_padding=case.padding, **case.appended(), **past)
+    assert_same_bits(got["present_key"], case.k)
+    np.testing.assert_array_equal(got["present_summary"][:, 1::3], wanted["past_summary"][:, 1::3])
+    sound = ~case.poisoned
+    spreads = (states[:, 2::3][sound] for states in (got["present_summary"], wanted["past_summary"]))
+    np.testing.assert_allclose(*spreads, rtol=1e-4, atol=1e-6)
+    for b, end in enumerate(case.length):
+        assert_same_bits(*(codes[b, :, : end // 64] for codes in (got["present_key_codes"], wanted["past_key_codes"])))
+    if case.L > 1:
+        return
+    states = {"key_codes": got["present_key_codes"], "summary": got["present_summary"], "length": case.length}
+    choose = Operator("native", "SparQCoded", case.dtype, **settings)
+    chosen = choose(query=case.q, keys=case.k, values=case.v, left_padding=case.padding, **states)
+    heads = np.repeat(sound, case.G, axis=1)
+    np.testing.assert_array_equal(chosen["output"][heads], got["output"][heads])
+    for b in range(case.B):
+        q, k, v, first = case.row(b)
+        count = min(case.top_k, int(case.length[b] - first[0]))
+        filled = chosen["indices"][b][:, :count]
+        assert (chosen["indices"][b][:, count:] == -1).all()
+        assert (np.diff(filled) > 0).all()
+        if sound[b].any() and count and case.top_k < case.length[b] - first[0]:
+            choice = oracle.sparq_select(q, k, left_padding=first, key_bits=key_bits, **oracle_settings(case))
+            assert_same_choice(filled[None, sound[b]], choice.indices[:, sound[b], :count], choice.scores[:, sound[b]])
+        expected, _ = oracle.attend_indices(q, k, v, chosen["indices"][b : b + 1], scale=case.scale)
+        case.close(chosen["output"], expected, b)
+
+
 @given(draws(mistakes=True))
 @fuzz
 def test_lengths_that_do_not_fit_are_refused_and_others_are_not(case: Draw) -> None:
@@ -376,4 +423,4 @@ sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *files, "-k", "not o
     env = {**os.environ, "LD_PRELOAD": preload, "ASAN_OPTIONS": "detect_leaks=0", "MLX_SPARSE_FUZZ": "12"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
-    assert "8 passed" in done.stdout
+    assert "9 passed" in done.stdout

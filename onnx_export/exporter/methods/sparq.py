@@ -11,6 +11,7 @@ from mlx_sparse.lm.model import resolve
 from mlx_sparse.methods import SparQ
 
 from ...defaults import dense_below
+from ...operators import coded_axes
 from ..families import head_dim
 from .base import KEYS, PROMPT, Decoding
 
@@ -25,7 +26,7 @@ class SparQDecoding(Decoding):
 
     @classmethod
     def settled(cls, config: SparQ, model: Any, *, branches: bool) -> SparQDecoding:
-        """The method with every choice made as `mlx_sparse.enable` makes it."""
+        """The method with every choice made as `mlx_sparse.enable` makes it, but for keys that are coded if asked for."""
         args = model.args
         D = head_dim(model.layers[0].self_attn)
         check_rank(config.rank, D)
@@ -35,8 +36,9 @@ class SparQDecoding(Decoding):
             local_window=check_local_window(config.local_window, config.top_k),
             reallocate=resolved.reallocates(args.num_attention_heads // args.num_key_value_heads),
             dense_below=dense_below(config, D) if branches else config.top_k + 1,
+            key_bits=16 if config.key_bits == "auto" else config.bits,
         )
-        return cls(settled)
+        return CodedSparQDecoding(settled) if settled.bits < 16 else cls(settled)
 
     def attributes(self, lanes: int) -> dict[str, float]:
         method = self.method
@@ -55,4 +57,19 @@ class SparQDecoding(Decoding):
         method = self.method
         top_k = PROMPT if static else min(method.top_k, KEYS)
         window = min(int(method.local_window or 0), top_k // 4)
-        return SparQDecoding(dataclasses.replace(method, top_k=top_k, local_window=window, dense_below=0))
+        short = dataclasses.replace(method, top_k=top_k, local_window=window, dense_below=0)
+        return dataclasses.replace(self, method=short)
+
+
+@dataclass(frozen=True)
+class CodedSparQDecoding(SparQDecoding):
+    """Decoding by SparQ with scores from few bits."""
+
+    operator: ClassVar[str] = "SparQCodedAttention"
+
+    def attributes(self, lanes: int) -> dict[str, float]:
+        others = {name: value for name, value in super().attributes(lanes).items() if name != "lanes"}
+        return {**others, "key_bits": self.method.bits}
+
+    def axes(self, capacity: int) -> dict[str, int]:
+        return coded_axes(capacity, self.method.bits)

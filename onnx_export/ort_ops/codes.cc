@@ -1,0 +1,176 @@
+// Keys in few bits, docs/spec/sparq.md, (sparq.17) to (sparq.20) and (sparq.22). Every operation is rounded to float32:
+// the codes are those of any other implementation to the last bit.
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "attention.h"
+#include "dispatch.h"
+
+namespace sparse {
+
+namespace {
+
+constexpr float kLargestHalf = 65504;
+
+// Room for what the coding of a group needs, all but `rows` (D).
+struct Work {
+  float* rows;  // (kGroup, D)
+  float *low, *high, *odd, *lo, *step;
+  uint16_t *lo_bits, *step_bits;
+
+  static size_t size(int64_t D) {
+    return Scratch::size<float>(kGroup * D) + 5 * Scratch::size<float>(D) + 2 * Scratch::size<uint16_t>(D);
+  }
+  Work(Scratch& scratch, int64_t D) {
+    rows = scratch.take<float>(kGroup * D);
+    for (float** each : {&low, &high, &odd, &lo, &step}) *each = scratch.take<float>(D);
+    lo_bits = scratch.take<uint16_t>(D), step_bits = scratch.take<uint16_t>(D);
+  }
+};
+
+// Half to even, of 0 to 2^22.
+float rounded(float x) {
+  constexpr float kShift = 12582912;  // 1.5 * 2^23
+  return (x + kShift) - kShift;
+}
+
+// Codes the rows from `skip` on of a group, D records that lie `stride` bytes apart; with `leads` it gives the centre.
+void code_group(const Kernels& kernels, const Work& w, int64_t D, int64_t skip, int64_t bits, bool leads, float* centre,
+                uint8_t* to, int64_t stride) {
+  const float largest = float((1 << bits) - 1), infinity = std::numeric_limits<float>::infinity();
+  std::fill(w.low, w.low + D, infinity);
+  std::fill(w.high, w.high + D, -infinity);
+  std::fill(w.odd, w.odd + D, 0.0f);
+  for (int64_t j = skip; j < kGroup; j++) {
+    const float* row = w.rows + j * D;
+    for (int64_t d = 0; d < D; d++) {
+      w.low[d] = row[d] < w.low[d] ? row[d] : w.low[d];
+      w.high[d] = row[d] > w.high[d] ? row[d] : w.high[d];
+      w.odd[d] += row[d] - row[d];  // NaN unless all are finite
+    }
+  }
+  for (int64_t d = 0; d < D; d++) {
+    const bool some = skip < kGroup;
+    if (leads) {
+      const float middle = w.low[d] * 0.5f + w.high[d] * 0.5f;
+      centre[d] = w.odd[d] == 0 && std::isfinite(middle) ? middle : 0;
+    }
+    const float low = some ? w.low[d] - centre[d] : 0, high = some ? w.high[d] - centre[d] : 0;
+    if (w.odd[d] != 0 || !std::isfinite(low) || !std::isfinite(high)) {
+      w.lo[d] = w.step[d] = std::numeric_limits<float>::quiet_NaN();
+      continue;
+    }
+    w.lo[d] = std::min(std::max(low, -kLargestHalf), kLargestHalf);
+    w.step[d] = std::min((high - low) / largest, kLargestHalf);
+  }
+  const TypeKernels& half = kernels.type[kTypeHalf];
+  half.narrow(w.lo_bits, w.lo, D), half.narrow(w.step_bits, w.step, D);
+  half.widen(w.lo, w.lo_bits, D), half.widen(w.step, w.step_bits, D);
+  for (int64_t j = skip; j < kGroup; j++) {
+    float* row = w.rows + j * D;
+    for (int64_t d = 0; d < D; d++) {
+      const float code = (row[d] - centre[d] - w.lo[d]) / w.step[d];
+      row[d] = w.step[d] > 0 ? rounded(code > largest ? largest : code > 0 ? code : 0) : 0;
+    }
+  }
+  std::fill(w.rows, w.rows + skip * D, 0.0f);
+  for (int64_t d = 0; d < D; d++) {
+    uint8_t* record = to + d * stride;
+    std::memcpy(record, w.lo_bits + d, 2), std::memcpy(record + 2, w.step_bits + d, 2);
+    record += kHeader;
+    const float* code = w.rows + d;
+    if (bits == 8) {
+      for (int64_t j = 0; j < kGroup; j++) record[j] = uint8_t(code[j * D]);
+    } else {
+      for (int64_t j = 0; j < kGroup; j += 2) {
+        record[j / 2] = uint8_t(int(code[j * D]) | int(code[(j + 1) * D]) << 4);
+      }
+    }
+  }
+}
+
+// (sparq.22) of `count` groups from the first record of a component on.
+float spread_of(const Kernels& kernels, const uint8_t* records, int64_t count, int64_t record, int64_t bits,
+                uint16_t* range_bits, float* range) {
+  for (int64_t n = 0; n < count; n++) std::memcpy(range_bits + 2 * n, records + n * record, kHeader);
+  kernels.type[kTypeHalf].widen(range, range_bits, 2 * count);
+  double total = 0, apart = 0, wide = 0;
+  for (int64_t n = 0; n < count; n++) {
+    const float width = range[2 * n + 1] * float((1 << bits) - 1);
+    range[2 * n] += width / 2, range[2 * n + 1] = width;
+    total += range[2 * n];
+  }
+  const double mean = total / double(count);
+  for (int64_t n = 0; n < count; n++) {
+    apart += (range[2 * n] - mean) * (range[2 * n] - mean), wide += double(range[2 * n + 1]) * range[2 * n + 1];
+  }
+  return float(std::sqrt((apart + wide / 16) / double(count)));
+}
+
+}  // namespace
+
+void CodedKeys::head(int64_t b, int64_t h) const {
+  const Kernels& all = sparse::kernels();
+  const int64_t D = append.D, at = b * append.Hkv + h, item = size_of(append.type), begin = append.past_length[b];
+  const int64_t end = begin + append.L, old = begin / kGroup, now = end / kGroup, first_group = first[b] / kGroup;
+  uint8_t* codes = present + at * plane();
+  if (past != present) std::copy_n(past + at * plane(), plane(), codes);
+  const float* before = past_summary + 3 * at * D;
+  float *values = summary + 3 * at * D, *centre = values + D, *spread = centre + D;
+  const char* keys = static_cast<const char*>(append.present_key) + at * append.C * D * item;
+  const char* value = static_cast<const char*>(append.value) + at * append.L * D * item;
+  Scratch scratch(Scratch::kTask, Work::size(D) + Scratch::size<double>(2 * D) + Scratch::size<float>(2 * now) +
+                                      Scratch::size<uint16_t>(2 * now));
+  const Work work(scratch, D);
+  double *total = scratch.take<double>(2 * D), *squares = total + D;
+
+  std::copy(before, before + D, total);
+  for (int64_t i = std::max<int64_t>(0, first[b] - begin); i < append.L; i++) {
+    append.kernels->widen(work.low, value + i * D * item, D);
+    for (int64_t d = 0; d < D; d++) total[d] += work.low[d];
+  }
+  for (int64_t d = 0; d < D; d++) values[d] = float(total[d]);
+
+  if (old > first_group) {
+    if (before != values) std::copy(before + D, before + 2 * D, centre);
+  } else {
+    std::fill(centre, centre + D, 0.0f);
+  }
+  for (int64_t n = old; n < now; n++) {
+    append.kernels->widen(work.rows, keys + n * kGroup * D * item, kGroup * D);
+    const int64_t skip = std::min<int64_t>(kGroup, std::max<int64_t>(0, first[b] - n * kGroup));
+    code_group(all, work, D, skip, bits, n == first_group, centre, codes + n * record(), groups() * record());
+  }
+
+  if (now > first_group) {
+    if (now == old) {
+      if (before != values) std::copy(before + 2 * D, before + 3 * D, spread);
+      return;
+    }
+    uint16_t* range_bits = scratch.take<uint16_t>(2 * now);
+    float* range = scratch.take<float>(2 * now);
+    for (int64_t d = 0; d < D; d++) {
+      const uint8_t* records = codes + (d * groups() + first_group) * record();
+      spread[d] = spread_of(all, records, now - first_group, record(), bits, range_bits, range);
+    }
+    return;
+  }
+  // No valid key is coded, so all are in the tail: the deviation of (sparq.1).
+  const int64_t low = std::max(first[b], now * kGroup), count = std::max<int64_t>(0, end - low);
+  std::fill(total, total + 2 * D, 0.0);
+  if (count) append.kernels->widen(work.rows, keys + low * D * item, count * D);
+  for (int64_t j = 0; j < count; j++) {
+    for (int64_t d = 0; d < D; d++) total[d] += work.rows[j * D + d];
+  }
+  for (int64_t j = 0; j < count; j++) {
+    for (int64_t d = 0; d < D; d++) {
+      const double apart = work.rows[j * D + d] - total[d] / double(count);
+      squares[d] += apart * apart;
+    }
+  }
+  for (int64_t d = 0; d < D; d++) spread[d] = count ? float(std::sqrt(squares[d] / double(count))) : 0;
+}
+
+}  // namespace sparse
