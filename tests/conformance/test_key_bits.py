@@ -112,7 +112,7 @@ def test_a_backend_chooses_by_codes_as_the_oracle(backend: Any, setting: str, ca
 
 @pytest.mark.parametrize("setting", ["4-bits", "logits"])
 @pytest.mark.parametrize("case", ODD[:2], ids=str)
-@by_backend
+@pytest.mark.parametrize("backend", [name for name in CODING if name not in NODES], indirect=True)
 def test_keys_that_are_no_numbers_come_first_with_their_groups(backend: Any, case: Case, setting: str) -> None:
     params = {**every_parameter(case, "paper"), **SETTINGS[setting], "rank": case.D, "top_k": 150}
     found = backend.sparq(case, params).choice

@@ -26,7 +26,7 @@ class SparQDecoding(Decoding):
 
     @classmethod
     def settled(cls, config: SparQ, model: Any, *, branches: bool) -> SparQDecoding:
-        """The method with every choice made as `mlx_sparse.enable` makes it, but for keys that are coded if asked for."""
+        """The method with every choice made as `mlx_sparse.enable` makes it; keys are coded if asked for."""
         args = model.args
         D = head_dim(model.layers[0].self_attn)
         check_rank(config.rank, D)
