@@ -89,7 +89,7 @@ def test_a_step_with_codes_reads_their_bytes_and_a_score_buffer_of_bytes(S: int,
     assert scores["logits"].stored == scores["logits"].distinct == logits
     assert 0.99 * logits <= select["logits"].loaded <= logits
     # Of each tile largest and sum of each head are written once, and read by the programs that choose.
-    assert scores["statistics"].stored <= HKV * G * 8 * (S // 256 + 1)
+    assert scores["statistics"].stored <= HKV * G * 8 * (S // 128 + 1)
 
 
 def test_programs_read_what_the_parameters_of_their_launch_say() -> None:
