@@ -179,6 +179,13 @@ def test_memory_that_nothing_has_written_is_found() -> None:
         copy[(1,)](torch.empty(64), torch.empty(64), 64, BLOCK=64)
 
 
+def test_bytes_that_nothing_has_written_are_found() -> None:
+    with watched(), pytest.raises(Exception, match="loads element 48 of source, which nothing has written"):
+        made = torch.empty(80, dtype=torch.uint8)
+        copy[(1,)](torch.zeros(64, dtype=torch.uint8), made[:64], 64, BLOCK=64)
+        copy[(1,)](made[16:], torch.empty(64, dtype=torch.uint8), 64, BLOCK=64)
+
+
 def test_a_store_to_an_argument_of_the_user_is_found() -> None:
     given = torch.zeros(64)
     with watched(), pytest.raises(Exception, match="stores to target, which its launcher did not allocate"):
