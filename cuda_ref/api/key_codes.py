@@ -87,9 +87,10 @@ def key_spread(
         return deviation(keys, left_padding)
     width = coded.step.float() * (2**key_bits - 1)
     middle = coded.lo.float() + width / 2
+    found: torch.Tensor
     if left_padding is None:
-        spread: torch.Tensor = (middle.var(dim=-1, correction=0) + width.square().mean(dim=-1) / 16).sqrt()
-        return spread
+        found = (middle.var(dim=-1, correction=0) + width.square().mean(dim=-1) / 16).sqrt()
+        return found
     there = _valid(tail, left_padding)[:, None, None, GROUP - 1 :: GROUP]
     count = there.sum(dim=-1, keepdim=True).clamp(min=1)
 

@@ -32,19 +32,18 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Config:
-    """Tiles of one architecture: `sparq_scores`, `sparq_code_scores` in keys, `attend` with a list, and without."""
+    """Tiles of one architecture: `sparq_scores` and its kind, `attend` with a list, and without."""
 
     scores: Tiles
-    codes: Tiles
     listed: Tiles
     dense: Tiles
 
 
 # By compute capability; a device takes the nearest one below it.
 METHODS: Mapping[int, Config] = {
-    80: Config(Tiles(8192, 4, 3), Tiles(8192, 4, 3), Tiles(4096, 4, 2), Tiles(8192, 4, 3)),
-    90: Config(Tiles(8192, 4, 3), Tiles(8192, 4, 3), Tiles(4096, 4, 2), Tiles(8192, 4, 3)),
-    100: Config(Tiles(8192, 4, 3), Tiles(8192, 4, 3), Tiles(4096, 4, 2), Tiles(8192, 4, 3)),
+    80: Config(Tiles(8192, 4, 3), Tiles(4096, 4, 2), Tiles(8192, 4, 3)),
+    90: Config(Tiles(8192, 4, 3), Tiles(4096, 4, 2), Tiles(8192, 4, 3)),
+    100: Config(Tiles(8192, 4, 3), Tiles(4096, 4, 2), Tiles(8192, 4, 3)),
 }
 
 

@@ -17,7 +17,7 @@ from .select import GroupScores, select
 
 MOST_COMPONENTS = 64  # in a tile; more are added up
 PROGRAMS_PER_PROCESSOR = 4  # splits are made until there are so many
-CODE_TILES = (256, 512)  # coded keys that are scored at a time; scores of 8 bits allow 1,024
+CODE_COMPONENTS = 16  # of codes that are multiplied at a time: more would not fit into the registers
 
 
 def sparq_scores(
@@ -128,9 +128,10 @@ def sparq_code_scores(
     codes, lo, step = (array if array.stride(-1) == 1 else array.contiguous() for array in coded[:3])
     if lo.stride() != step.stride():
         lo, step = lo.contiguous(), step.contiguous()
-    tiles = configs.config(queries.device).codes
+    tiles = configs.config(queries.device).scores
     BLOCK_D = power_of_2(D, 32)
-    BLOCK_S = code_tile(S, B * Hkv, queries.device)
+    warps = max(tiles.warps, BLOCK_D // 32)  # a thread for each component, as in `sparq_scores`
+    BLOCK_S = 32 * warps * 16 * 8 // (CODE_COMPONENTS * key_bits)  # a load of 16 bytes for each thread
     full = S // GROUP * GROUP
     share = configs.share(full, BLOCK_S, B * Hkv, PROGRAMS_PER_PROCESSOR, queries.device)
     tail = int(full < S)
@@ -173,19 +174,12 @@ def sparq_code_scores(
             "BITS": key_bits,
             "BLOCK_D": BLOCK_D,
             "BLOCK_G": power_of_2(G),
-            # With more heads fewer components: registers hold what each of them is multiplied with.
-            "BLOCK_R": power_of_2(min(rank, tiles.elements // (BLOCK_S * max(1, G // 4))), 16),
+            "BLOCK_R": CODE_COMPONENTS,
             "BLOCK_S": BLOCK_S,
         },
-        {"num_warps": max(tiles.warps, BLOCK_D // 32), "num_stages": tiles.stages},
+        {"num_warps": warps, "num_stages": tiles.stages},
     ).run()
     return found
-
-
-def code_tile(S: int, rows: int, device: torch.device) -> int:
-    """Coded keys that are scored at a time: the most for which every processor is busy."""
-    wanted = PROGRAMS_PER_PROCESSOR * configs.processors(device)
-    return next((tile for tile in reversed(CODE_TILES) if S // tile * rows >= wanted), CODE_TILES[0])
 
 
 def sparq_select(

@@ -30,8 +30,9 @@ class SparQ(Method):
         group_reduce: what is summed over the query heads of a group: their "softmax" or their "logits".
         component_score: components are ranked by |q| ("query", the paper's) or by |q| times the spread of the keys
             ("query_key"); "auto" is "query_key" for models with q/k-norm, whose channels learn scales of their own.
-        key_bits: bits of a component of a key that scores are taken from: 16 (the paper's), 8 or 4; "auto" is 4. With
-            fewer than 16 a coded copy is read instead of the keys, with 4 a quarter of the bytes (docs/spec/sparq.md).
+        key_bits: bits of a component of a key that scores are taken from: 16 (the paper's), 8 or 4; "auto" is 4, and 16
+            in batches. With fewer than 16 a coded copy is read instead of the keys, with 4 a quarter of the bytes
+            (docs/spec/sparq.md).
         dense_below: keys below which attention stays dense; "auto" is what was measured on this machine
             (`mlx-sparse calibrate`), before that ``16 * top_k`` with the `ops` backend, about where it begins to pay
             (docs/results/ops.md), and `pays_from` with kernels on a GPU. For a ``top_k`` below the default, which is
@@ -84,6 +85,10 @@ class SparQ(Method):
         score = auto if self.component_score == "auto" else self.component_score
         mixes = False if score == "query_key" and self.reallocate == "auto" else self.reallocate
         return dataclasses.replace(self, component_score=score, reallocate=mixes)
+
+    def in_batch(self) -> SparQ:
+        """Groups of coded keys lie by column, so codes would follow from the padding, which others decide."""
+        return dataclasses.replace(self, key_bits=16) if self.key_bits == "auto" else self
 
     @property
     def bits(self) -> int:

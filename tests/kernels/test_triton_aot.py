@@ -48,9 +48,9 @@ ONCE = [  # on the version of the environment
     Case("dense", 80, D=256, G=1, Hkv=8),
     Case("dense", 90, "float32"),
     Case("select", 90, S=500_000, top_k=4096),
-    Case("sparq", 80, "bfloat16", G=16, Hkv=2, D=256, rank=128, S=16385, key_bits=4),
+    Case("sparq", 80, "bfloat16", G=16, Hkv=2, D=96, S=16385, key_bits=4),
     Case("sparq", 100, G=1, Hkv=32, rank=16, S=4096, key_bits=8, weighted=True, reallocate=True),
-    Case("sparq", 90, G=8, rank=64, S=16384, key_bits=8),
+    Case("sparq", 90, "float32", rank=64, D=256, S=16384, key_bits=8),
     ODD,
 ]
 
@@ -121,10 +121,14 @@ def test_matrix_units_multiply_16_bits_and_nothing_rounds_float32(version: str, 
     for launch in launches(version, case):
         multiplies = launch.kernel != "top_k_select"
         # Codes are multiplied in float32: what is rounded to 16 bits would choose other keys.
-        wide = itemsize(case) == 4 or launch.kernel == "sparq_code_scores"
-        assert (count(launch, MATRIX) > 0) == (multiplies and not wide), launch.kernel
+        coded = launch.kernel == "sparq_code_scores"
+        assert (count(launch, MATRIX) > 0) == (multiplies and itemsize(case) == 2 and not coded), launch.kernel
         assert count(launch, "TF32") == 0
-        assert count(launch, r"\bFFMA\b") >= 128 or not (multiplies and wide)
+        if coded:
+            products = case.rank * launch.constants["BLOCK_S"] * case.G // (32 * launch.warps)  # of a thread
+            assert count(launch, r"\bFFMA2?\b") >= products // 2  # which may be two
+        else:
+            assert count(launch, r"\bFFMA\b") >= 128 or itemsize(case) == 2 or not multiplies
 
 
 @by_case

@@ -89,7 +89,7 @@ def test_a_step_with_codes_reads_their_bytes_and_a_score_buffer_of_bytes(S: int,
     assert scores["logits"].stored == scores["logits"].distinct == logits
     assert 0.99 * logits <= select["logits"].loaded <= logits
     # Of each tile largest and sum of each head are written once, and read by the programs that choose.
-    assert scores["statistics"].stored <= HKV * G * 8 * (S // 256 + 1)
+    assert scores["statistics"].stored <= HKV * G * 8 * (S // 128 + 1)
 
 
 def test_programs_read_what_the_parameters_of_their_launch_say() -> None:
@@ -177,6 +177,13 @@ def test_an_address_outside_is_found() -> None:
 def test_memory_that_nothing_has_written_is_found() -> None:
     with watched(), pytest.raises(Exception, match="loads element 0 of source, which nothing has written"):
         copy[(1,)](torch.empty(64), torch.empty(64), 64, BLOCK=64)
+
+
+def test_bytes_that_nothing_has_written_are_found() -> None:
+    with watched(), pytest.raises(Exception, match="loads element 48 of source, which nothing has written"):
+        made = torch.empty(80, dtype=torch.uint8)
+        copy[(1,)](torch.zeros(64, dtype=torch.uint8), made[:64], 64, BLOCK=64)
+        copy[(1,)](made[16:], torch.empty(64, dtype=torch.uint8), 64, BLOCK=64)
 
 
 def test_a_store_to_an_argument_of_the_user_is_found() -> None:

@@ -32,8 +32,8 @@ from mlx_sparse.lm.hooks import ModelHooks, hooks_of
 from mlx_sparse.methods import METHODS, SparQ, table
 
 H, D = 2, 8
-ALL_BUFFERS = SparQ(rank=4, top_k=4, reallocate=True, component_score="query_key", dense_below=0)
-COLUMNS = SparQ(rank=4, top_k=4, reallocate=False, component_score="query", dense_below=0)
+ALL_BUFFERS = SparQ(rank=4, top_k=4, reallocate=True, component_score="query_key", key_bits=16, dense_below=0)
+COLUMNS = SparQ(rank=4, top_k=4, reallocate=False, component_score="query", key_bits=16, dense_below=0)
 PADDING = [3, 0, 1]
 
 
@@ -340,7 +340,7 @@ def test_side_buffers_are_right_after_any_history(make: Any, history: list[tuple
             cache.trim(min(number, cache.length - 4))  # 4: every sequence has a row
         elif action == "attend":
             score = "query_key" if number & 1 else "query"
-            attend(cache, SparQ(rank=4, top_k=4, component_score=score, reallocate=bool(number & 2)))
+            attend(cache, SparQ(rank=4, top_k=4, component_score=score, key_bits=16, reallocate=bool(number & 2)))
         else:
             twin = copy.deepcopy(cache)
             cache.update_and_fetch(*rows(3))
