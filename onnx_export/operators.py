@@ -213,7 +213,7 @@ _CODES = (
 )
 _SUMMARY = (
     "Of each KV head three rows: sum of the valid values; centre of the keys, (sparq.17); spread of each component, "
-    "(sparq.22), or its standard deviation where no valid key is coded."
+    "(sparq.22), or its standard deviation where no valid key is coded, for `component_score` 1."
 )
 
 

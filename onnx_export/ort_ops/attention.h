@@ -46,12 +46,14 @@ struct CodedKeys final : Follow {
   const Append& append;
   const int64_t* first;  // (B)
   int64_t bits;
+  bool spreads;  // whether anybody asks for the spread
   const uint8_t* past = nullptr;  // (B, Hkv D, groups, record); a past and its present may be the same memory
   uint8_t* present = nullptr;
   const float* past_summary = nullptr;
   float* summary = nullptr;  // (B, 3 Hkv, D): sums of values, centre, spread
 
-  CodedKeys(const Append& append, const int64_t* first, int64_t bits) : append(append), first(first), bits(bits) {}
+  CodedKeys(const Append& append, const int64_t* first, int64_t bits, bool spreads)
+      : append(append), first(first), bits(bits), spreads(spreads) {}
   void head(int64_t b, int64_t h) const override;
   int64_t groups() const { return groups_of(append.C); }
   int64_t record() const { return record_of(bits); }

@@ -144,6 +144,10 @@ void CodedKeys::head(int64_t b, int64_t h) const {
     code_group(all, work, D, skip, bits, n == first_group, centre, codes + n * record(), groups() * record());
   }
 
+  if (!spreads) {
+    std::fill(spread, spread + D, 0.0f);
+    return;
+  }
   if (now > first_group) {
     if (now == old) {
       if (before != values) std::copy(before + 2 * D, before + 3 * D, spread);

@@ -279,26 +279,28 @@ void approximate_records(const Codes& codes, const float* q, float* work, float*
   for (int n = 0; n < codes.groups; n++, a += kGroup) {
     const uint8_t* group = codes.records + n * kRecord;
     float base[R] = {};
-    for (int i = 0; i < codes.rank; i++) {
-      const uint8_t* record = group + codes.components[i] * codes.stride;
-      __builtin_prefetch(record + codes.ahead, 0, 2);
-      const float lo = half_at(record), step = half_at(record + 2);
-      for (int r = 0; r < R; r++) base[r] += q[i * R + r] * lo;
-      for (int r = 0; r < R; r++) work[i * R + r] = q[i * R + r] * step;
-    }
     for (int j = 0; j < kGroup; j += kCodeVectors * W) {
       F total[R][kCodeVectors];
       for (int r = 0; r < R; r++) {
-        for (int v = 0; v < kCodeVectors; v++) total[r][v] = set1(base[r]);
+        for (int v = 0; v < kCodeVectors; v++) total[r][v] = zero();
       }
-      const uint8_t* first = group + kHeader + j * kBits / 8;
       for (int i = 0; i < codes.rank; i++) {
+        const uint8_t* record = group + codes.components[i] * codes.stride;
+        if (j == 0) {  // beside the products of the first keys, which hide it
+          __builtin_prefetch(record + codes.ahead, 0, 2);
+          const float lo = half_at(record), step = half_at(record + 2);
+          for (int r = 0; r < R; r++) base[r] += q[i * R + r] * lo;
+          for (int r = 0; r < R; r++) work[i * R + r] = q[i * R + r] * step;
+        }
         F code[kCodeVectors];
-        load_codes<kBits>(first + codes.components[i] * codes.stride, code);
+        load_codes<kBits>(record + kHeader + j * kBits / 8, code);
         for (int r = 0; r < R; r++) {
           const F query = set1(work[i * R + r]);
           for (int v = 0; v < kCodeVectors; v++) total[r][v] = fma(query, code[v], total[r][v]);
         }
+      }
+      for (int r = 0; r < R; r++) {
+        for (int v = 0; v < kCodeVectors; v++) total[r][v] = add(total[r][v], set1(base[r]));
       }
       for (int r = 0; r < R; r++) {
         for (int v = 0; v < kCodeVectors; v += 2) {

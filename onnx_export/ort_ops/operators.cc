@@ -201,7 +201,7 @@ void compute_sparq_coded_attention(const Attributes& attributes, const Context& 
   int64_t* length = scratch.take<int64_t>(caches.key.shape[0]);
   Attention a = attention_over(attributes, context, caches, append, query, padding, length);
   SparQ s = sparq_of(attributes, a.D);
-  CodedKeys coded(append, a.first, attributes["key_bits"]);
+  CodedKeys coded(append, a.first, attributes["key_bits"], s.by_key);
   past_codes.expect({a.B, a.Hkv * a.D, coded.groups(), coded.record()});
   past_summary.expect({a.B, 3 * a.Hkv, a.D});
   a.output = context.output(0, {a.B, a.Hq, a.L, a.D});
