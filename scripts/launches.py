@@ -74,8 +74,8 @@ def sparq_launches(shape: Shape, S: int, config: SparQ) -> list[Launch]:
     """A step of SparQ over ``S`` keys, with what the cache does for it."""
     reallocate = config.reallocates(shape.G)
     weighted = config.component_score == "query_key"
-    if config.bits < 16:
-        first = [*_coded_side(shape, S, config.bits, reallocate), _coded_scores(shape, S, config, weighted)]
+    if config.key_bits < 16:
+        first = [*_coded_side(shape, S, config.key_bits, reallocate), _coded_scores(shape, S, config, weighted)]
     else:
         first = [*_side(shape, S, SIDE_LAUNCHES[weighted, reallocate]), _scores(shape, S, config.rank, weighted)]
     selection, left = _selection(shape, S, config)
@@ -196,20 +196,20 @@ def _coded_side(shape: Shape, S: int, bits: int, reallocate: bool) -> list[Launc
 
 def _narrow(config: SparQ, G: int) -> bool:
     """Whether scores are held in 8 bits."""
-    return config.bits < 16 and config.group_reduce == "softmax" and not config.reallocates(G)
+    return config.key_bits < 16 and config.group_reduce == "softmax" and not config.reallocates(G)
 
 
 def _score_tiles(S: int, config: SparQ) -> int:
-    if config.bits == 16:
+    if config.key_bits == 16:
         return ceil(S / (sparq.KEYS * sparq.THREADS))
     return ceil(S // GROUP * GROUP / sparq.CODE_TILE) + 1
 
 
 def _coded_scores(shape: Shape, S: int, config: SparQ, weighted: bool) -> Launch:
     Hkv, D, G, rank = shape.Hkv, shape.D, shape.G, config.rank
-    tiles, keys = _score_tiles(S, config), sparq.keys_per_thread(G, config.bits)
+    tiles, keys = _score_tiles(S, config), sparq.keys_per_thread(G, config.key_bits)
     coded, tail = S // GROUP, S % GROUP
-    codes = rank * _lines(coded * 8 * config.bits)
+    codes = rank * _lines(coded * 8 * config.key_bits)
     ranges = rank * 2 * _lines(coded * ITEM)
     rows = tail * min(rank * LINE, _lines(D * ITEM)) + (min(rank * LINE, D * FLOAT) if tail else 0)
     written = S * G * (1 if _narrow(config, G) else FLOAT) + tiles * G * 2 * FLOAT

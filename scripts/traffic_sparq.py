@@ -28,12 +28,12 @@ CHIPS = {"g": "base and Pro", "s": "Max", "d": "Ultra"}  # by MLX's letter
 def measure(msl: Any, config: SparQ, cases: Iterable[tuple[int, int]] = CASES, kv_heads: int = KV_HEADS) -> list[Row]:
     """Run every case in the harness."""
     mx.random.seed(0)
-    halves = dataclasses.replace(config, key_bits=16)
+    coded = dataclasses.replace(config, key_bits=4)
     jobs: list[tuple[int, int, SparQ | DenseKernel]] = []
     for S, G in cases:
         shape = Shape(kv_heads * G, kv_heads, D)
         kernels = dict.fromkeys(dense_kernel(c, shape, S) for c in CHIPS)
-        jobs += [(S, G, contender) for contender in (*dict.fromkeys((config, halves)), *kernels)]
+        jobs += [(S, G, contender) for contender in (*dict.fromkeys((config, coded)), *kernels)]
     rows = []
     for S, G, contender in tqdm(jobs, unit="run", disable=None):
         shape = Shape(kv_heads * G, kv_heads, D)
@@ -45,7 +45,9 @@ def measure(msl: Any, config: SparQ, cases: Iterable[tuple[int, int]] = CASES, k
             elements = stats.dense_elements(S, D)
         facts = {"S": S, "G": G, "launches": len(reports)}
         if isinstance(contender, SparQ):
-            facts["score_bytes"] = S * G * kv_heads * (1 if contender.bits < 16 and not contender.reallocates(G) else 4)
+            facts["score_bytes"] = (
+                S * G * kv_heads * (1 if contender.key_bits < 16 and not contender.reallocates(G) else 4)
+            )
         rows.append(Row(name, facts, parts_of(reports, PARTS), kv_heads * elements * ITEM))
     return rows
 
@@ -54,7 +56,7 @@ def text(rows: Sequence[Row], config: SparQ) -> str:
     """The tables for people: one for each case."""
     blocks = [
         f"One decode step in kB (1,000 bytes): {KV_HEADS} KV heads, D = {D}, rank {config.rank}, "
-        f"top_k {config.top_k}, float16; keys of {config.bits} bits but where it says otherwise.",
+        f"top_k {config.top_k}, float16; keys of {config.key_bits} bits but where it says otherwise.",
         "lane: what lanes ask for. threadgroup, dispatch: lines of 128 bytes, counted once per threadgroup or launch.",
     ]
     columns = {"kernels": lambda row: row.name, "launches": lambda row: str(row.facts["launches"])}
@@ -100,8 +102,8 @@ def _sparq(config: SparQ, msl: Any, shape: Shape, S: int) -> list[Any]:
 
 
 def _copy(keys: mx.array, config: SparQ) -> Any:
-    if config.bits == 16:
+    if config.key_bits == 16:
         return mx.contiguous(keys.swapaxes(-1, -2))
-    coded = registry.load("code_keys", "metal")(keys, None, key_bits=config.bits)
+    coded = registry.load("code_keys", "metal")(keys, None, key_bits=config.key_bits)
     mx.eval(*coded)
     return coded

@@ -247,5 +247,4 @@ def _sparq(attn: str | SparQ) -> SparQ:
     if [getattr(config, "name", None) for config in configs] != [SparQ.name]:
         given = "+".join(map(str, configs))
         raise ConfigError(f"attn: expected sparq[:key=value,...] alone, got {given!r}.")
-    config = cast("SparQ", configs[0])
-    return config.in_batch()  # a cache serves batches of any padding
+    return cast("SparQ", configs[0])

@@ -113,7 +113,6 @@ class SparseCache:
             ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)`` of the attended keys.
         """
         G = queries.shape[1] // self.keys.shape[1]
-        config = config if self.padding is None else config.in_batch()
         keys, values, length = self.rows(backend)
         state = self.state_of(config.name)
         parameters = config.parameters(G)

@@ -44,7 +44,7 @@ class SparQState(State):
         S, weighted = cache.length, config.component_score == "query_key"
         self.rewind(S)
         found: dict[str, Any] = {"component_weight": None, "value_mean": None}
-        if config.bits == 16:
+        if config.key_bits == 16:
             self.columns, self.codes = self.columns or Columns(), None
             self.columns.extend(cache.keys, S)
             found["keys_t"] = self.columns.read(S, whole=whole)
@@ -53,8 +53,8 @@ class SparQState(State):
                 self.keys.extend(cache.keys, S)
                 found["component_weight"] = self.keys.deviation()
         else:
-            if self.codes is None or self.codes.key_bits != config.bits:
-                self.columns, self.keys, self.codes = None, None, Codes(config.bits, cache.padding)
+            if self.codes is None or self.codes.key_bits != config.key_bits:
+                self.columns, self.keys, self.codes = None, None, Codes(config.key_bits, cache.padding)
             self.codes.extend(cache.keys, S)
             found["keys_t"] = self.codes.read(cache.keys, whole=whole)
             if weighted:

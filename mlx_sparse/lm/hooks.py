@@ -43,8 +43,7 @@ class CallHooks:
     def formula_bytes(self, cache: SparseCache) -> int:
         """Bytes that a step over ``cache`` moves by formula, as far as the host knows."""
         B, Hkv, _, D = cache.keys.shape
-        config = self.config if cache.padding is None else self.config.in_batch()
-        moved: int = B * Hkv * cache.keys.itemsize * config.elements(cache.length, D)
+        moved: int = B * Hkv * cache.keys.itemsize * self.config.elements(cache.length, D)
         return moved
 
     def step(

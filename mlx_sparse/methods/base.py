@@ -104,10 +104,6 @@ class Method:
         """The method with what "auto" means for a model, but for what its layers decide."""
         return self
 
-    def in_batch(self) -> Self:
-        """The method with what "auto" means where sequences of several lengths are padded to one."""
-        return self
-
     def check_head_dim(self, D: int) -> None:
         """Raise `ConfigError` if a setting does not fit the head dim ``D``."""
 

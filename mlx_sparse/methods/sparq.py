@@ -30,9 +30,8 @@ class SparQ(Method):
         group_reduce: what is summed over the query heads of a group: their "softmax" or their "logits".
         component_score: components are ranked by |q| ("query", the paper's) or by |q| times the spread of the keys
             ("query_key"); "auto" is "query_key" for models with q/k-norm, whose channels learn scales of their own.
-        key_bits: bits of a component of a key that scores are taken from: 16 (the paper's), 8 or 4; "auto" is 4, and 16
-            in batches. With fewer than 16 a coded copy is read instead of the keys, with 4 a quarter of the bytes
-            (docs/spec/sparq.md).
+        key_bits: bits of a component of a key that scores are taken from: 16 (the paper's), 8 or 4. With fewer than 16
+            a coded copy is read instead of the keys, with 4 a quarter of the bytes (docs/spec/sparq.md).
         dense_below: keys below which attention stays dense; "auto" is what was measured on this machine
             (`mlx-sparse calibrate`), before that ``16 * top_k`` with the `ops` backend, about where it begins to pay
             (docs/results/ops.md), and `pays_from` with kernels on a GPU. For a ``top_k`` below the default, which is
@@ -48,14 +47,11 @@ class SparQ(Method):
     grows: ClassVar[str] = "top_k"
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         # Algorithm 1 with its GQA paragraph: what the functions do by default.
-        "paper": {"component_score": "query", "key_bits": 16},
+        "paper": {"component_score": "query"},
         # The paper's code listing: no local window, mean reallocation for every group size.
-        "appendix_b": {"component_score": "query", "key_bits": 16, "local_window": 0, "reallocate": True},
+        "appendix_b": {"component_score": "query", "local_window": 0, "reallocate": True},
         # The authors' evaluation code: sum of logits; the current token comes free: 128 + 1 keys, 32 + 1 local.
-        "eval": {
-            **{"component_score": "query", "key_bits": 16, "group_reduce": "logits"},
-            **{"top_k": 129, "local_window": 33},
-        },
+        "eval": {"component_score": "query", "group_reduce": "logits", "top_k": 129, "local_window": 33},
         # Ours: components ranked by |q| times the spread of the keys.
         "robust": {"component_score": "query_key"},
     }
@@ -66,7 +62,7 @@ class SparQ(Method):
     reallocate: str | bool = "auto"
     group_reduce: str = "softmax"
     component_score: str = "auto"
-    key_bits: str | int = "auto"
+    key_bits: int = 16
     dense_below: str | int = "auto"
 
     def __post_init__(self) -> None:
@@ -78,22 +74,13 @@ class SparQ(Method):
         check_choice("reallocate", self.reallocate, ("auto", True, False))
         check_choice("group_reduce", self.group_reduce, ("softmax", "logits"))
         check_choice("component_score", self.component_score, ("auto", "query", "query_key"))
-        check_choice("key_bits", self.key_bits, ("auto", *KEY_BITS))
+        check_choice("key_bits", self.key_bits, KEY_BITS)
 
     def for_model(self, *, qk_norm: bool) -> SparQ:
         auto = "query_key" if qk_norm else "query"
         score = auto if self.component_score == "auto" else self.component_score
         mixes = False if score == "query_key" and self.reallocate == "auto" else self.reallocate
         return dataclasses.replace(self, component_score=score, reallocate=mixes)
-
-    def in_batch(self) -> SparQ:
-        """Groups of coded keys lie by column, so codes would follow from the padding, which others decide."""
-        return dataclasses.replace(self, key_bits=16) if self.key_bits == "auto" else self
-
-    @property
-    def bits(self) -> int:
-        """``key_bits``; "auto" is 4."""
-        return 4 if self.key_bits == "auto" else int(self.key_bits)
 
     def check_head_dim(self, D: int) -> None:
         check_rank(self.rank, D)
@@ -112,7 +99,7 @@ class SparQ(Method):
             "local_window": check_local_window(self.local_window, self.top_k),
             "reallocate": self.reallocates(G),
             "group_reduce": self.group_reduce,
-            "key_bits": self.bits,
+            "key_bits": self.key_bits,
         }
 
     @property
@@ -132,9 +119,9 @@ class SparQ(Method):
         Saved are the elements of keys and values that are not read, (sparq.11) less (sparq.12) or (sparq.23); spent is
         the score buffer, one number per key and query head, written and read: float32, or 8 bits where they will do.
         """
-        coded = self.bits < 16
+        coded = self.key_bits < 16
         narrow = coded and self.group_reduce == "softmax" and not self.reallocates(step.G)
-        scored = self.rank * ((2 * self.bits + 1) / 16 if coded else step.itemsize)
+        scored = self.rank * ((2 * self.key_bits + 1) / 16 if coded else step.itemsize)
         per_key = step.itemsize * 2 * step.D - scored - 2 * (1 if narrow else 4) * step.G
         if per_key <= 0:
             return NEVER
@@ -142,13 +129,13 @@ class SparQ(Method):
         return math.ceil((ENOUGH_SAVED[step.gpu] / step.heads + fixed) / per_key)
 
     def elements(self, S: int, D: int, buckets: int = 0) -> int:
-        return stats.sparq_elements(S, D, rank=self.rank, top_k=self.top_k, key_bits=self.bits)
+        return stats.sparq_elements(S, D, rank=self.rank, top_k=self.top_k, key_bits=self.key_bits)
 
     def with_budget(self, share: Fraction, D: int, named: Collection[str]) -> tuple[SparQ, str]:
         """Half of the budget goes to choosing keys and half to attending them, where neither setting is named."""
         config = self if "dense_below" in named else dataclasses.replace(self, dense_below=0)
         if not {"rank", "top_k"} & set(named):
-            rank = share * D if self.bits == 16 else share * D * 32 / (2 * self.bits + 1)
+            rank = share * D if self.key_bits == 16 else share * D * 32 / (2 * self.key_bits + 1)
             return dataclasses.replace(config, rank=min(max(1, int(rank)), D)), "top_k"
         free = [setting for setting in ("top_k", "rank") if setting not in named]
         return config, free[0] if free else ""

@@ -28,7 +28,7 @@ def check_codes(cache: Any, config: SparQ = FEW) -> None:
     padding = None if cache.padding is None else np.array(cache.padding)
     assert side.codes.groups == S // GROUP
     found = side.codes.read(cache.keys, whole=False)
-    wanted = oracle.code_keys(rows, key_bits=config.bits, left_padding=padding)
+    wanted = oracle.code_keys(rows, key_bits=config.key_bits, left_padding=padding)
     np.testing.assert_array_equal(np.array(found.codes).view(np.uint8), wanted.codes)
     for name in ("lo", "step", "centre"):
         np.testing.assert_array_equal(np.array(getattr(found, name)), getattr(wanted, name), err_msg=name)
@@ -37,7 +37,7 @@ def check_codes(cache: Any, config: SparQ = FEW) -> None:
     exact = np.stack([keys.std(axis=1) if keys.size else keys.sum(axis=1) for keys in valid])
     spread = side.codes.spread(cache.keys[..., :S, :], first)
     np.testing.assert_allclose(
-        np.array(spread), oracle.key_spread(wanted, exact, key_bits=config.bits, left_padding=padding), rtol=1e-4
+        np.array(spread), oracle.key_spread(wanted, exact, key_bits=config.key_bits, left_padding=padding), rtol=1e-4
     )
 
 

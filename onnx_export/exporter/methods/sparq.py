@@ -26,7 +26,7 @@ class SparQDecoding(Decoding):
 
     @classmethod
     def settled(cls, config: SparQ, model: Any, *, branches: bool) -> SparQDecoding:
-        """The method with every choice made as `mlx_sparse.enable` makes it; keys are coded if asked for."""
+        """The method with every choice made as `mlx_sparse.enable` makes it."""
         args = model.args
         D = head_dim(model.layers[0].self_attn)
         check_rank(config.rank, D)
@@ -36,9 +36,8 @@ class SparQDecoding(Decoding):
             local_window=check_local_window(config.local_window, config.top_k),
             reallocate=resolved.reallocates(args.num_attention_heads // args.num_key_value_heads),
             dense_below=dense_below(config, D) if branches else config.top_k + 1,
-            key_bits=16 if config.key_bits == "auto" else config.bits,
         )
-        return CodedSparQDecoding(settled) if settled.bits < 16 else cls(settled)
+        return CodedSparQDecoding(settled) if settled.key_bits < 16 else cls(settled)
 
     def attributes(self, lanes: int) -> dict[str, float]:
         method = self.method
@@ -69,7 +68,7 @@ class CodedSparQDecoding(SparQDecoding):
 
     def attributes(self, lanes: int) -> dict[str, float]:
         others = {name: value for name, value in super().attributes(lanes).items() if name != "lanes"}
-        return {**others, "key_bits": self.method.bits}
+        return {**others, "key_bits": self.method.key_bits}
 
     def axes(self, capacity: int) -> dict[str, int]:
-        return coded_axes(capacity, self.method.bits)
+        return coded_axes(capacity, self.method.key_bits)
