@@ -20,7 +20,6 @@ from mlx_sparse.onnx_export.runtime import native
 from require import absent
 
 from mlx_sparse import cli, oracle
-from mlx_sparse.common.key_codes import GROUP
 from mlx_sparse.methods import SAAP
 from mlx_sparse.tools.bench.core import MICRO, Row, Shape
 
@@ -87,7 +86,7 @@ def test_every_step_computes_what_the_oracle_does(name: str, dtype: str, problem
         settings = {"rank": problem.rank, "top_k": problem.top_k, "local_window": problem.window}
         if name == steps.CODED:  # between two codings
             settings["key_bits"] = bench_caches.CODED_BITS
-            inputs = inputs[0], *(array[:, :, : problem.S - GROUP // 2] for array in inputs[1:])
+            inputs = inputs[0], *(array[:, :, : steps.between_codings(problem.S)] for array in inputs[1:])
         expected = oracle.sparq_attention(*inputs, **settings, reallocate=False)
     else:
         expected = oracle.dense_attention(*inputs)
