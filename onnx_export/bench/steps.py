@@ -241,9 +241,14 @@ def build(name: str, dtype: str, caches: Caches, threads: int) -> Bound:
     return ort_step(session(model, name, threads), dtype, caches, _between_codings(caches) if name == CODED else None)
 
 
+def between_codings(S: int) -> int:
+    """The keys of that step, S or fewer."""
+    return S if S % GROUP else S - GROUP // 2
+
+
 def _between_codings(caches: Caches) -> dict[str, Any]:
-    """A step with half a group in the tail: one step of 64 fills a group, which S would do every time."""
-    at = caches.problem.S - 1 - GROUP // 2
+    """A step that fills no group, which one of 64 does, and S might do every time: half a group before it, then."""
+    at = between_codings(caches.problem.S) - 1
     new = {"key": caches.keys[0][:, :, at : at + 1], "value": caches.values[0][:, :, at : at + 1]}
     return {**{name: array.copy() for name, array in new.items()}, "past_length": np.array([at])}
 
