@@ -311,8 +311,20 @@ def read(folder: Path, name: str, call: Call) -> dict[str, Array] | str:
     return {key: np.fromfile(folder / f"{name}.{key}", t).reshape(shape) for key, (t, shape) in call.outputs.items()}
 
 
+# OpenVINO 2026.4.1 counts the outputs of an If in the body of `SparQCodedAttention` wrongly: docs/limits.md.
+REFUSED = {"openvino": ("coded-sparq", "coded-sparq-f16")}
+
+
 def files_of(runtime: str) -> list[str]:
-    return [name for name in FILES if RUNTIMES[runtime].lowered is not static or name not in PROMPTS]
+    taken = [name for name in FILES if RUNTIMES[runtime].lowered is not static or name not in PROMPTS]
+    return [name for name in taken if name not in REFUSED.get(runtime, ())]
+
+
+def test_openvino_still_refuses_what_the_documentation_says_it_refuses() -> None:
+    (name, _), runtime = REFUSED["openvino"], RUNTIMES["openvino"]
+    found = run("openvino", {name: call(FILES[name], runtime)})[name]
+    assert isinstance(found, str)
+    assert "'then' and 'else' branches have to have the same number of outputs" in found
 
 
 @functools.cache

@@ -13,6 +13,7 @@ const arrays = {
   int64: BigInt64Array,
   int32: Int32Array,
   int16: Int16Array,
+  uint8: Uint8Array,
 };
 
 const files = JSON.parse(readFileSync(join(folder, "files.json"), "utf8"));
