@@ -138,12 +138,12 @@ class Codes:
         groups = self.groups
         return KeyCodes(codes[..., : groups * 2 * self.key_bits], lo[..., :groups], step[..., :groups], centre)
 
-    def spread(self, keys: mx.array, first_rows: list[int]) -> mx.array:
-        """(sparq.22) over ``keys``, the rows in use; computed once for each group."""
+    def spread(self, keys: mx.array, S: int, first_rows: list[int]) -> mx.array:
+        """(sparq.22) over rows ``[0, S)`` of the buffer ``keys``; computed once for each group."""
         if self._spread is not None:
             return self._spread
         found: mx.array = registry.load("key_spread", "ops")(
-            self.read(keys, whole=False), keys, self._padding, key_bits=self.key_bits
+            self.read(keys, whole=False), keys[..., :S, :], self._padding, key_bits=self.key_bits
         )
         if self.groups and max(first_rows) < self.groups * GROUP:
             self._spread = found

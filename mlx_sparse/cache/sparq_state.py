@@ -58,7 +58,7 @@ class SparQState(State):
             self.codes.extend(cache.keys, S)
             found["keys_t"] = self.codes.read(cache.keys, whole=whole)
             if weighted:
-                found["component_weight"] = self.codes.spread(cache.keys[..., :S, :], cache.first_rows())
+                found["component_weight"] = self.codes.spread(cache.keys, S, cache.first_rows())
         if config.reallocates(G):
             self.values = self.values or Moments(cache.padding, spread=False)
             self.values.extend(cache.values, S)

@@ -35,7 +35,7 @@ def check_codes(cache: Any, config: SparQ = FEW) -> None:
     first = cache.first_rows()
     valid = [keys[:, start:].astype(np.float64) for keys, start in zip(rows, first, strict=True)]
     exact = np.stack([keys.std(axis=1) if keys.size else keys.sum(axis=1) for keys in valid])
-    spread = side.codes.spread(cache.keys[..., :S, :], first)
+    spread = side.codes.spread(cache.keys, S, first)
     np.testing.assert_allclose(
         np.array(spread), oracle.key_spread(wanted, exact, key_bits=config.key_bits, left_padding=padding), rtol=1e-4
     )
