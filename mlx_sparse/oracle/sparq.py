@@ -58,8 +58,8 @@ def sparq_select(
     if key_bits < 16:
         # (sparq.21), (sparq.22) take the place of the keys and of their deviation
         coded = code_keys(k, key_bits=key_bits, left_padding=left_padding)
-        k = approximate_keys(k, coded, key_bits=key_bits)
-        std = None if std is None else key_spread(coded, std, key_bits=key_bits, left_padding=left_padding)
+        std = None if std is None else key_spread(coded, k, key_bits=key_bits, left_padding=left_padding)
+        k = approximate_keys(k, coded, key_bits=key_bits, left_padding=left_padding)
     grouped = q.reshape(B, Hkv, G, D)
 
     # (sparq.1) one score per component, shared by the group
