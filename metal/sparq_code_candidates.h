@@ -20,7 +20,9 @@ struct NarrowedScores {
     if (window.decides(j, decided)) {
       return decided;
     }
-    const uint tile = j < window.length / GROUP_KEYS * GROUP_KEYS ? j / SCORE_TILE : last;
+    const uint place = j - window.padding;
+    const uint coded = (window.length - window.padding) / GROUP_KEYS * GROUP_KEYS;
+    const uint tile = place < coded ? place / SCORE_TILE : last;
     float score = 0.0f;
 #pragma clang loop unroll(full)
     for (uint g = 0; g < G; ++g) {

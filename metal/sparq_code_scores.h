@@ -79,11 +79,16 @@ inline uint narrowed(float logit, float largest) {
   return below < float(NO_WEIGHT) - 0.5f ? uint(rint(below)) : NO_WEIGHT;
 }
 
-// The scores of a thread's keys, `count` of them, as logits or narrowed. All KEYS are written 16 or 4 bytes at a time.
+// The scores of a thread's keys, `count` of them, as logits or narrowed. All KEYS are written 16 or 4 bytes at a time where
+// they are aligned so.
 template <int G, uint KEYS>
 void store_scores(
-    device float* scores, const thread float (&logits)[KEYS][G], const thread float (&)[G], uint count) {
-  if (count == KEYS) {
+    device float* scores,
+    const thread float (&logits)[KEYS][G],
+    const thread float (&)[G],
+    uint count,
+    bool aligned) {
+  if (aligned && count == KEYS) {
 #pragma clang loop unroll(full)
     for (uint i = 0; i < KEYS * G; i += 4) {
       reinterpret_cast<device float4*>(scores)[i / 4] = float4(
@@ -99,8 +104,12 @@ void store_scores(
 
 template <int G, uint KEYS>
 void store_scores(
-    device uchar* scores, const thread float (&logits)[KEYS][G], const thread float (&largest)[G], uint count) {
-  if (count == KEYS) {
+    device uchar* scores,
+    const thread float (&logits)[KEYS][G],
+    const thread float (&largest)[G],
+    uint count,
+    bool aligned) {
+  if (aligned && count == KEYS) {
 #pragma clang loop unroll(full)
     for (uint i = 0; i < KEYS * G; i += 4) {
       uint packed = 0;
@@ -114,5 +123,22 @@ void store_scores(
   }
   for (uint i = 0; i < count * G; ++i) {
     scores[i] = uchar(narrowed(logits[i / G][i % G], largest[i % G]));
+  }
+}
+
+// Scores of an invalid key.
+template <int G>
+void store_none(device float* scores) {
+#pragma clang loop unroll(full)
+  for (uint g = 0; g < G; ++g) {
+    scores[g] = -INFINITY;
+  }
+}
+
+template <int G>
+void store_none(device uchar* scores) {
+#pragma clang loop unroll(full)
+  for (uint g = 0; g < G; ++g) {
+    scores[g] = uchar(NO_WEIGHT);
   }
 }

@@ -61,56 +61,69 @@ class Codes:
     """Codes of full groups of keys (sparq.17) to (sparq.20).
 
     Attributes:
-        coded: with room for the whole buffer; what is past ``groups`` is stale. None before the first group.
-        groups: how many hold.
+        coded: with room for the whole buffer; what is past a row's groups is stale. None before the first group.
+        covered: rows that it has seen.
     """
 
-    def __init__(self, key_bits: int, padding: mx.array | None) -> None:
+    def __init__(self, key_bits: int, padding: mx.array | None, first_rows: list[int]) -> None:
+        """No codes yet, of sequences that begin at ``first_rows``, which ``padding`` has for kernels."""
         self.key_bits = key_bits
         self.coded: KeyCodes | None = None
-        self.groups = 0
+        self.covered = 0
         self._padding = padding
+        self._first = first_rows
         self._spread: mx.array | None = None
 
     @property
     def nbytes(self) -> int:
         return 0 if self.coded is None else self.coded.nbytes
 
+    def _groups(self, first: int, length: int) -> int:
+        return max(0, length - first) // GROUP
+
     def rewind(self, length: int) -> None:
         """Forget rows from ``length`` on."""
-        if self.coded is None or length // GROUP >= self.groups:
+        if length >= self.covered:
             return
-        self.groups, self._spread = length // GROUP, None
-        # The centre of a sequence goes with its first coded group.
-        first = mx.array(0) if self._padding is None else self._padding[:, None, None] // GROUP
-        self.coded = self.coded._replace(centre=mx.where(first < self.groups, self.coded.centre, 0))
-
-    def extend(self, keys: mx.array, S: int) -> None:
-        """Cover rows ``[0, S)`` of the buffer ``keys``, but for those of the group that they do not fill."""
-        groups = S // GROUP
-        if groups == self.groups:
+        before, self.covered = self.covered, length
+        left = [self._groups(first, length) for first in self._first]
+        if self.coded is None or left == [self._groups(first, before) for first in self._first]:
             return
         self._spread = None
-        if self.coded is None or self.coded.lo.shape[-1] < groups:
+        # The centre of a sequence goes with its first group.
+        self.coded = self.coded._replace(centre=self.coded.centre * (mx.array(left) > 0)[:, None, None])
+
+    def extend(self, keys: mx.array, S: int) -> None:
+        """Cover rows ``[0, S)`` of the buffer ``keys``, but for those of groups that they do not fill."""
+        alike = len(set(self._first)) == 1
+        for b, first in enumerate(self._first[:1] if alike else self._first):
+            old, new = self._groups(first, self.covered), self._groups(first, S)
+            if new > old:
+                self._spread = None
+                self._code(keys, slice(None) if alike else slice(b, b + 1), first, old, new)
+        self.covered = S
+
+    def _code(self, keys: mx.array, sequences: slice, first: int, old: int, new: int) -> None:
+        """Code the groups ``[old, new)`` of sequences that begin at row ``first``."""
+        if self.coded is None or self.coded.lo.shape[-1] < new:
             self._grow(keys)
         assert self.coded is not None
-        for start in range(self.groups, groups, PIECE // GROUP):
-            stop = min(start + PIECE // GROUP, groups)
-            padding = None if self._padding is None else self._padding - start * GROUP
-            new = registry.load("code_keys", "ops")(
-                keys[:, :, start * GROUP : stop * GROUP],
-                padding,
+        for start in range(old, new, PIECE // GROUP):
+            stop = min(start + PIECE // GROUP, new)
+            made = registry.load("code_keys", "ops")(
+                keys[sequences, :, first + start * GROUP : first + stop * GROUP],
+                None,
                 key_bits=self.key_bits,
-                centre=self.coded.centre if start else None,
+                centre=self.coded.centre[sequences] if start else None,
             )
             per_group = 2 * self.key_bits  # words of 32 bits
-            self.coded.codes[..., start * per_group : stop * per_group] = new.codes
-            self.coded.lo[..., start:stop] = new.lo
-            self.coded.step[..., start:stop] = new.step
-            self.coded = self.coded._replace(centre=new.centre)
-            if stop < groups:
+            self.coded.codes[sequences, ..., start * per_group : stop * per_group] = made.codes
+            self.coded.lo[sequences, ..., start:stop] = made.lo
+            self.coded.step[sequences, ..., start:stop] = made.step
+            if start == 0:
+                self.coded.centre[sequences] = made.centre
+            if stop < new:
                 mx.eval(*self.coded)
-        self.groups = groups
 
     def _grow(self, keys: mx.array) -> None:
         B, Hkv, rows, D = keys.shape
@@ -128,24 +141,24 @@ class Codes:
         self.coded = KeyCodes(codes, lo, step, old.centre)
 
     def read(self, keys: mx.array, *, whole: bool) -> KeyCodes:
-        """The codes of the groups that are full, or the whole buffers; before the first group of none."""
+        """The codes of as many groups as a row without padding has, or the whole buffers."""
         if self.coded is None:
             self._grow(keys)
         assert self.coded is not None
         if whole:
             return self.coded
         codes, lo, step, centre = self.coded
-        groups = self.groups
+        groups = self.covered // GROUP
         return KeyCodes(codes[..., : groups * 2 * self.key_bits], lo[..., :groups], step[..., :groups], centre)
 
-    def spread(self, keys: mx.array, S: int, first_rows: list[int]) -> mx.array:
+    def spread(self, keys: mx.array, S: int) -> mx.array:
         """(sparq.22) over rows ``[0, S)`` of the buffer ``keys``; computed once for each group."""
         if self._spread is not None:
             return self._spread
         found: mx.array = registry.load("key_spread", "ops")(
             self.read(keys, whole=False), keys[..., :S, :], self._padding, key_bits=self.key_bits
         )
-        if self.groups and max(first_rows) < self.groups * GROUP:
+        if self._groups(max(self._first), S) > 0:
             self._spread = found
         return found
 

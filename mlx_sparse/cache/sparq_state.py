@@ -54,11 +54,12 @@ class SparQState(State):
                 found["component_weight"] = self.keys.deviation()
         else:
             if self.codes is None or self.codes.key_bits != config.key_bits:
-                self.columns, self.keys, self.codes = None, None, Codes(config.key_bits, cache.padding)
+                self.columns = self.keys = None
+                self.codes = Codes(config.key_bits, cache.padding, cache.first_rows())
             self.codes.extend(cache.keys, S)
             found["keys_t"] = self.codes.read(cache.keys, whole=whole)
             if weighted:
-                found["component_weight"] = self.codes.spread(cache.keys, S, cache.first_rows())
+                found["component_weight"] = self.codes.spread(cache.keys, S)
         if config.reallocates(G):
             self.values = self.values or Moments(cache.padding, spread=False)
             self.values.extend(cache.values, S)

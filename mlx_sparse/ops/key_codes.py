@@ -11,25 +11,34 @@ from .select import take_rows, valid_keys
 def code_keys(
     keys: mx.array, left_padding: mx.array | None, *, key_bits: int, centre: mx.array | None = None
 ) -> KeyCodes:
-    """Code the full groups of ``keys (B, Hkv, S, D)``, the first of which begins with the first row.
+    """Code the full groups of ``keys (B, Hkv, S, D)``.
 
     Args:
-        left_padding: ``(B,)`` first valid key of each row, negative where that lies before these rows.
-        centre: of the groups before these rows; None where there are none.
+        left_padding: ``(B,)`` first valid key of each row, where its groups begin.
+        centre: of groups before these keys; None where there are none, as with padding.
     """
+    if left_padding is None:
+        return _code_groups(keys, centre, key_bits)
+    S = keys.shape[2]
+    rows = mx.minimum(mx.arange(S) + left_padding[:, None], S - 1)
+    coded = _code_groups(mx.take_along_axis(keys, rows[:, None, :, None], axis=2), None, key_bits)
+    there = _full_groups(S, left_padding)
+    blank = [mx.where(there, array, mx.array(0, array.dtype)) for array in (coded.lo, coded.step)]
+    words = mx.where(mx.repeat(there, 2 * key_bits, axis=-1), coded.codes, mx.array(0, mx.uint32))
+    return KeyCodes(words, *blank, mx.where(there.any(axis=-1), coded.centre, 0))
+
+
+def _code_groups(keys: mx.array, centre: mx.array | None, key_bits: int) -> KeyCodes:
     B, Hkv, S, D = keys.shape
     groups, largest = S // GROUP, 2**key_bits - 1
     rows = keys[:, :, : groups * GROUP].astype(mx.float32).reshape(B, Hkv, groups, GROUP, D)
     least, most = rows.min(axis=3), rows.max(axis=3)
-    valid = some = mx.array(True)
-    if left_padding is not None:
-        valid = valid_keys(groups * GROUP, left_padding).reshape(B, 1, groups, GROUP, 1)
-        some = valid.any(axis=3)
-        # Invalid keys may be NaN, which a minimum passes on.
-        least, most = mx.where(valid, rows, mx.inf).min(axis=3), mx.where(valid, rows, -mx.inf).max(axis=3)
-    centre = _centre(least, most, left_padding, centre)
+    if centre is None:
+        # (sparq.17)
+        middle = least[:, :, 0] * 0.5 + most[:, :, 0] * 0.5 if groups else mx.zeros((B, Hkv, D))
+        centre = mx.where(mx.isfinite(middle), middle, 0)
     # (sparq.18): rounding keeps the order, so the least of the differences is that of the least
-    least, most = (mx.where(some, bound - centre[:, :, None], 0) for bound in (least, most))
+    least, most = least - centre[:, :, None], most - centre[:, :, None]
     # (sparq.19)
     odd = ~(mx.isfinite(least) & mx.isfinite(most))
     lo = mx.where(odd, mx.nan, mx.clip(least, -LARGEST, LARGEST)).astype(mx.float16)
@@ -37,73 +46,73 @@ def code_keys(
     # (sparq.20)
     lows, steps = (array.astype(mx.float32)[:, :, :, None] for array in (lo, step))
     code = mx.round((rows - centre[:, :, None, None] - lows) / steps)
-    code = mx.where(valid & (steps > 0), mx.clip(code, 0, largest), 0).astype(mx.uint32)
+    code = mx.where(steps > 0, mx.clip(code, 0, largest), 0).astype(mx.uint32)
     per_word = 32 // key_bits
     code = code.transpose(0, 1, 4, 2, 3).reshape(B, Hkv, D, groups * GROUP // per_word, per_word)
     words = (code << (mx.arange(per_word, dtype=mx.uint32) * key_bits)).sum(axis=-1)
     return KeyCodes(words, lo.swapaxes(-1, -2), step.swapaxes(-1, -2), centre)
 
 
-def _centre(least: mx.array, most: mx.array, left_padding: mx.array | None, centre: mx.array | None) -> mx.array:
-    """(sparq.17) from the bounds ``(B, Hkv, groups, D)`` of keys; kept where a group before these had a valid key."""
-    B, Hkv, groups, D = least.shape
-    if groups == 0:
-        return mx.zeros((B, Hkv, D), mx.float32) if centre is None else centre
-    if left_padding is None:
-        if centre is not None:
-            return centre
-        found = least[:, :, 0] * 0.5 + most[:, :, 0] * 0.5
-    else:
-        first = mx.clip(left_padding // GROUP, 0, groups - 1)[:, None, None, None]
-        least, most = (mx.take_along_axis(bound, first, axis=2).squeeze(2) for bound in (least, most))
-        found = least * 0.5 + most * 0.5  # inf - inf without a valid key
-    found = mx.where(mx.isfinite(found), found, 0)
-    if centre is None or left_padding is None:
-        return found
-    return mx.where((left_padding < 0)[:, None, None], centre, found)
+def _full_groups(S: int, left_padding: mx.array) -> mx.array:
+    """Which groups a row has: ``(B, 1, 1, S // GROUP)``."""
+    return (mx.arange(S // GROUP) < (S - left_padding)[:, None] // GROUP)[:, None, None]
 
 
 def key_spread(coded: KeyCodes, keys: mx.array, left_padding: mx.array | None, *, key_bits: int) -> mx.array:
     """(sparq.22) of each component over the valid ones of ``keys (B, Hkv, S, D)``: float32 ``(B, Hkv, D)``."""
     from .sparq import deviation
 
-    groups = coded.lo.shape[-1]
-    tail = groups * GROUP
-    if groups == 0:
+    S = keys.shape[2]
+    if S < GROUP:
         return deviation(keys, left_padding)
     lo = coded.lo.astype(mx.float32)
     width = coded.step.astype(mx.float32) * (2**key_bits - 1)
     middle = lo + width / 2
     if left_padding is None:
         return mx.sqrt(middle.var(axis=-1) + (width**2).mean(axis=-1) / 16)
-    there = valid_keys(tail, left_padding)[:, None, None, GROUP - 1 :: GROUP]
+    there = _full_groups(S, left_padding)
     count = mx.maximum(there.sum(axis=-1, keepdims=True), 1)
 
     def mean(array: mx.array) -> mx.array:
         return mx.where(there, array, 0).sum(axis=-1, keepdims=True) / count
 
     found = mx.sqrt(mean((middle - mean(middle)) ** 2) + mean(width**2) / 16).squeeze(-1)
-    # Where nothing valid is coded, all valid keys are in the tail.
-    return mx.where(there.any(axis=-1), found, deviation(keys[:, :, tail:], left_padding - tail))
+    # Where nothing is coded, all valid keys are among the last.
+    last = S - GROUP
+    return mx.where(there.any(axis=-1), found, deviation(keys[:, :, last:], left_padding - last))
 
 
 def approximate_logits(
-    queries: mx.array, components: mx.array, keys: mx.array, coded: KeyCodes, *, key_bits: int
+    queries: mx.array,
+    components: mx.array,
+    keys: mx.array,
+    coded: KeyCodes,
+    left_padding: mx.array | None,
+    *,
+    key_bits: int,
 ) -> mx.array:
     """(sparq.21) without its factor, or with it if the queries have it: float32 ``(B, Hkv, G, S)``.
 
     Args:
         queries: float32 ``(B, Hkv, G, r)``, of these components.
         components: ``(B, Hkv, r)`` int32.
-        keys: ``(B, Hkv, S, D)``, of which only the tail is read.
+        keys: ``(B, Hkv, S, D)``, of which only the last are read, those that a tail may have.
     """
-    tail = coded.lo.shape[-1] * GROUP
-    parts = []
-    if tail:
-        codes, lo, step = (take_rows(array, components) for array in coded[:3])
-        parts.append(mx.quantized_matmul(queries, codes, step, lo, transpose=False, group_size=GROUP, bits=key_bits))
-    if tail < keys.shape[2]:
-        rows = mx.take_along_axis(keys[:, :, tail:], components[:, :, None], axis=3).astype(mx.float32)
-        centre = mx.take_along_axis(coded.centre, components, axis=2)
-        parts.append(queries @ (rows - centre[:, :, None]).swapaxes(-1, -2))
-    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
+    S = keys.shape[2]
+    groups = S // GROUP
+    last = groups * GROUP if left_padding is None else max(0, S - GROUP + 1)  # the first key of the longest tail
+    centre = mx.take_along_axis(coded.centre, components, axis=2)
+    rows = mx.take_along_axis(keys[:, :, last:], components[:, :, None], axis=3).astype(mx.float32)
+    tail = queries @ (rows - centre[:, :, None]).swapaxes(-1, -2)
+    if groups == 0:
+        return tail
+    codes, lo, step = (take_rows(array, components) for array in coded[:3])
+    found = mx.quantized_matmul(queries, codes, step, lo, transpose=False, group_size=GROUP, bits=key_bits)
+    if left_padding is None:
+        return mx.concatenate([found, tail], axis=-1)
+    # Codes of a row begin at its first valid key.
+    first = left_padding[:, None]
+    place = mx.arange(S) - first
+    found = mx.take_along_axis(found, mx.clip(place, 0, groups * GROUP - 1)[:, None, None], axis=-1)
+    is_tail = place >= (S - first) // GROUP * GROUP
+    return mx.where(is_tail[:, None, None], mx.pad(tail, [(0, 0)] * 3 + [(last, 0)]), found)

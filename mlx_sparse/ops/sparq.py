@@ -58,7 +58,7 @@ def sparq_select(
     if key_bits < 16:
         coded = code_keys(keys, left_padding, key_bits=key_bits) if keys_t is None else keys_t
         assert isinstance(coded, KeyCodes)
-        logits = approximate_logits(q_r * factor, i1, keys, coded, key_bits=key_bits)
+        logits = approximate_logits(q_r * factor, i1, keys, coded, left_padding, key_bits=key_bits)
     else:
         assert not isinstance(keys_t, KeyCodes)
         k_r = (
