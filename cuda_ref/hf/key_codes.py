@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+
 import torch
 
 from mlx_sparse.common.key_codes import GROUP, KeyCodes
-from mlx_sparse.methods import registry
 
+from ..api.key_codes import code_groups, key_spread
 from .moments import lasting
 
 PIECE = 2048  # rows of a prompt that are coded at a time, so that their float32 copies stay small
 
 
 class Codes:
-    """Codes of full groups of keys (sparq.17) to (sparq.20).
+    """Codes of the full groups of each sequence's keys (sparq.17) to (sparq.20).
 
     Attributes:
         key_bits: of a code.
-        coded: with room for a whole buffer; what is past ``groups`` is stale.
-        groups: how many hold.
+        coded: with room for a whole buffer; what is behind the last full group of a sequence is stale.
+        length: rows that are covered, but for those of the groups that they do not fill.
         padding: ``(B,)`` first valid row of each sequence, or None.
     """
 
@@ -26,12 +28,12 @@ class Codes:
     def __init__(self, keys: torch.Tensor, key_bits: int, padding: torch.Tensor | None) -> None:
         """No codes yet, for the buffer ``keys (B, Hkv, capacity, D)``."""
         B, Hkv, capacity, D = keys.shape
-        self.key_bits, self.padding, self.groups = key_bits, padding, 0
+        self.key_bits, self.padding, self.length = key_bits, padding, 0
+        self._runs = _runs(padding)
         room = capacity // GROUP
         codes = torch.empty(B, Hkv, D, room * 8 * key_bits, dtype=torch.uint8, device=keys.device)
         lo = torch.empty(B, Hkv, D, room, dtype=torch.float16, device=keys.device)
         self.coded = KeyCodes(codes, lo, torch.empty_like(lo), torch.zeros(B, Hkv, D, device=keys.device))
-        self._last_first = 0 if padding is None else int(padding.max())  # no sequence begins later
         self._spread: torch.Tensor | None = None
 
     @property
@@ -41,64 +43,62 @@ class Codes:
     @lasting
     def rewind(self, length: int) -> None:
         """Forget rows from ``length`` on."""
-        if length // GROUP >= self.groups:
+        if length >= self.length:
             return
-        self.groups, self._spread = length // GROUP, None
-        # The centre of a sequence goes with its first coded group.
-        if self.padding is not None:
-            self.coded.centre.mul_((self.padding // GROUP < self.groups)[:, None, None])
-        elif self.groups == 0:
-            self.coded.centre.zero_()
+        for sequences, first in self._runs:
+            kept = _full(length, first)
+            if kept < _full(self.length, first):
+                self._spread = None
+            if kept == 0:
+                self.coded.centre[sequences] = 0
+        self.length = length
 
     @lasting
     def extend(self, keys: torch.Tensor, length: int) -> None:
-        """Cover rows ``[0, length)`` of the buffer ``keys``, but for those of the group that they do not fill."""
-        groups = length // GROUP
-        if groups == self.groups:
-            return
-        self._spread = None
-        if groups > self.coded.lo.shape[-1]:
+        """Cover rows ``[0, length)`` of the buffer ``keys``, but for those of the groups that they do not fill."""
+        if length // GROUP > self.coded.lo.shape[-1]:
             self._grow(keys.shape[2] // GROUP)
-        for start in range(self.groups, groups, PIECE // GROUP):
-            stop = min(start + PIECE // GROUP, groups)
-            new = registry.load("code_keys", "triton")(
-                keys[:, :, start * GROUP : stop * GROUP],
-                None if self.padding is None else self.padding - start * GROUP,
-                key_bits=self.key_bits,
-                centre=self.coded.centre if start else None,
-            )
-            per_group = 8 * self.key_bits
-            self.coded.codes[..., start * per_group : stop * per_group] = new.codes
-            self.coded.lo[..., start:stop] = new.lo
-            self.coded.step[..., start:stop] = new.step
-            self.coded.centre.copy_(new.centre)
-        self.groups = groups
+        for sequences, first in self._runs:
+            full = _full(length, first)
+            for start in range(_full(self.length, first), full, PIECE // GROUP):
+                stop = min(start + PIECE // GROUP, full)
+                codes, lo, step, centre = (array[sequences] for array in self.coded)
+                new = code_groups(
+                    keys[sequences, :, first + start * GROUP : first + stop * GROUP],
+                    key_bits=self.key_bits,
+                    centre=centre if start else None,
+                )
+                per_group = 8 * self.key_bits
+                codes[..., start * per_group : stop * per_group] = new.codes
+                lo[..., start:stop] = new.lo
+                step[..., start:stop] = new.step
+                centre.copy_(new.centre)
+                self._spread = None
+        self.length = length
 
     def _grow(self, room: int) -> None:
         def grown(array: torch.Tensor, per_group: int) -> torch.Tensor:
             larger = array.new_empty(*array.shape[:-1], room * per_group)
-            larger[..., : self.groups * per_group] = array[..., : self.groups * per_group]
+            larger[..., : array.shape[-1]] = array
             return larger
 
         codes, lo, step, centre = self.coded
         self.coded = KeyCodes(grown(codes, 8 * self.key_bits), grown(lo, 1), grown(step, 1), centre)
 
     def read(self) -> KeyCodes:
-        """The codes of the groups that are full."""
+        """The codes of the groups that are full, as many places as a sequence without padding has."""
         codes, lo, step, centre = self.coded
-        return KeyCodes(
-            codes[..., : self.groups * 8 * self.key_bits], lo[..., : self.groups], step[..., : self.groups], centre
-        )
+        groups = self.length // GROUP
+        return KeyCodes(codes[..., : groups * 8 * self.key_bits], lo[..., :groups], step[..., :groups], centre)
 
     @lasting
     def spread(self, keys: torch.Tensor) -> torch.Tensor:
         """(sparq.22) over ``keys``, the rows in use; computed once for each group."""
         if self._spread is not None:
             return self._spread
-        found: torch.Tensor = registry.load("key_spread", "triton")(
-            self.read(), keys, self.padding, key_bits=self.key_bits
-        )
-        if self._last_first < self.groups * GROUP:
+        found = key_spread(self.read(), keys, self.padding, key_bits=self.key_bits)
+        # The spread of a sequence without a full group changes with every row.
+        if all(_full(self.length, first) for _, first in self._runs):
             self._spread = found
         return found
 
@@ -108,5 +108,23 @@ class Codes:
         self.coded = KeyCodes(*(array.index_select(0, sequences) for array in self.coded))
         if self.padding is not None:
             self.padding = self.padding.index_select(0, sequences)
+            self._runs = _runs(self.padding)
         if self._spread is not None:
             self._spread = self._spread.index_select(0, sequences)
+
+
+def _full(length: int, first: int) -> int:
+    """Full groups of a sequence that begins with row ``first``, in ``length`` rows."""
+    return max(0, length - first) // GROUP
+
+
+def _runs(padding: torch.Tensor | None) -> list[tuple[slice, int]]:
+    """Neighbouring sequences that begin with the same row, whose groups are full at the same time, and that row."""
+    if padding is None:
+        return [(slice(None), 0)]
+    runs, start = [], 0
+    for first, same in groupby(padding.tolist()):
+        stop = start + sum(1 for _ in same)
+        runs.append((slice(start, stop), first))
+        start = stop
+    return runs

@@ -28,6 +28,12 @@ def rounded_up(length):
 
 
 @triton.jit
+def rounded_down(first):
+    """The last multiple of 16 up to ``first``. Masks that begin there leave loads of 16 bytes whole, too."""
+    return first // 16 * 16
+
+
+@triton.jit
 def narrowed(logit, largest):
     """A logit of 8 bits, in a tile with this ``largest``."""
     below = (largest - logit) * 16.0  # +inf or NaN without weight
@@ -43,7 +49,12 @@ def widened(code, largest):
 
 
 @triton.jit
-def tile_of(s, length, TILE: tl.constexpr):
-    """The tile of keys ``s`` whose largest logit 8 bits count from: of TILE coded keys, or all that are not coded."""
-    coded = length // GROUP * GROUP
-    return tl.where(s < coded, s // TILE, tl.cdiv(coded, TILE))
+def tile_of(s, first_valid, length, tiles, TILE: tl.constexpr):
+    """The tile of keys ``s`` whose largest logit 8 bits count from.
+
+    Coded keys are in tiles of TILE from ``first_valid`` on. All others are in the last tile of a row; keys before
+    ``first_valid`` count as such, for they have no weight in any tile.
+    """
+    place = s - first_valid
+    coded = (length - first_valid) // GROUP * GROUP
+    return tl.where((place >= 0) & (place < coded), place // TILE, tiles - 1)

@@ -4,12 +4,15 @@ Grid (splits of the coded keys and one program for the tail, Hkv, B). A program 
 tiles of BLOCK_S keys: RANK * (BITS / 8 + 1 / 16) bytes a key, once for the whole group; the last one, where a group is
 not full, RANK * itemsize bytes of each of its keys. It writes G float32 logits or bytes a key, and for each tile and
 query head their largest and the sum of exponentials.
+
+Tiles are counted from a row's first valid key, so that codes are read in whole lines. There are as many as the longest
+row has: in those behind the last group of a row nothing is read, and they are written as without a valid key.
 """
 
 import triton
 import triton.language as tl
 
-from .numbers import GROUP, finite, narrowed
+from .numbers import GROUP, NO_WEIGHT, finite, narrowed, rounded_down
 from .sparq_scores import component_at, component_ranks, logit_factors, query_components
 
 
@@ -117,17 +120,27 @@ def write_tile(logits, statistics, approximate, s, end, heads, there, tile, tile
     tl.store(logits + heads[:, None] * stride_l + s[None, :], approximate, mask=there[:, None] & (s < end)[None, :])
 
 
+@triton.jit
+def write_margin(logits, first, end, heads, there, stride_l):
+    """No weight for the columns from ``first`` to ``end``, at most 16, which are read with the keys beside them."""
+    column = first + tl.arange(0, 16)
+    weight = tl.full([16], NO_WEIGHT if logits.dtype.element_ty == tl.uint8 else float("-inf"), tl.float32)
+    weight = weight.to(logits.dtype.element_ty)
+    places = logits + heads[:, None] * stride_l + column[None, :]
+    tl.store(places, weight[None, :], mask=there[:, None] & (column < end)[None, :])
+
+
 @triton.jit(do_not_specialize=["length", "blocks", "tiles"])
 def sparq_code_scores(
     queries,  # (B, Hkv, G, D)
-    codes,  # (B, Hkv, D, groups * 8 * BITS) uint8, last stride 1
+    codes,  # (B, Hkv, D, groups * 8 * BITS) uint8, last stride 1: of each row from its first valid key on
     lo,  # (B, Hkv, D, groups) float16, last stride 1
     step,  # likewise, with the same strides
     centre,  # (B, Hkv, D) float32
-    keys,  # (B, Hkv, length, D), last stride 1: read from the last full group on
+    keys,  # (B, Hkv, length, D), last stride 1: read behind the last full group
     component_weight,  # (B, Hkv, D) float32, or None for the paper's rule
     left_padding,  # (B,) int32, or None
-    logits,  # out: (B, Hkv, G, stride_l) float32, -inf for keys that are not valid, or uint8: see `narrowed`
+    logits,  # out: (B, Hkv, G, stride_l) float32 or uint8, see `narrowed`; from the line of the first valid key on
     statistics,  # out: (B, Hkv, G, 2, tiles) float32: largest logit, sum of exp(logit - largest)
     tickets,  # out: (B, Hkv, 2) int32, zeros for the launches that follow
     length,
@@ -177,11 +190,11 @@ def sparq_code_scores(
 
     g = tl.arange(0, BLOCK_G)
     heads = row * G + g
-    groups = length // GROUP
-    coded_tiles = tl.cdiv(groups * GROUP, BLOCK_S)
+    groups = (length - first_valid) // GROUP
+    coded_tiles = tl.cdiv(length // GROUP * GROUP, BLOCK_S)  # of the longest row
     if split * blocks < coded_tiles:
         for tile in range(split * blocks, tl.minimum((split + 1) * blocks, coded_tiles)):
-            s = tile * BLOCK_S + tl.arange(0, BLOCK_S)
+            place = tile * BLOCK_S + tl.arange(0, BLOCK_S)
             approximate = coded_logits(
                 queries,
                 codes,
@@ -200,12 +213,16 @@ def sparq_code_scores(
                 BLOCK_R,
                 BLOCK_S,
             )
-            valid = (s < groups * GROUP) & (s >= first_valid)
-            approximate = tl.where(valid[None, :], approximate * factor[:, None], float("-inf"))
-            write_tile(logits, statistics, approximate, s, groups * GROUP, heads, g < G, tile, tiles, stride_l)
+            coded = place < groups * GROUP
+            approximate = tl.where(coded[None, :], approximate * factor[:, None], float("-inf"))
+            end = first_valid + groups * GROUP
+            write_tile(logits, statistics, approximate, first_valid + place, end, heads, g < G, tile, tiles, stride_l)
     else:
-        s = groups * GROUP + tl.arange(0, GROUP)
+        first = first_valid + groups * GROUP
+        s = first + tl.arange(0, GROUP)
         approximate = tail_logits(queries, keys, centre, before, s, length, stride_kn, D, G, RANK, BLOCK_G, BLOCK_R)
-        valid = (s < length) & (s >= first_valid)
-        approximate = tl.where(valid[None, :], approximate * factor[:, None], float("-inf"))
+        approximate = tl.where((s < length)[None, :], approximate * factor[:, None], float("-inf"))
         write_tile(logits, statistics, approximate, s, stride_l, heads, g < G, tiles - 1, tiles, stride_l)
+        if left_padding is not None:
+            write_margin(logits, rounded_down(first_valid), first_valid, heads, g < G, stride_l)
+            write_margin(logits, first + GROUP, stride_l, heads, g < G, stride_l)

@@ -12,7 +12,7 @@ every tile has been scored, so the histograms are built here, where the score of
 import triton
 import triton.language as tl
 
-from .numbers import NO_WEIGHT, finite, rounded_up, tile_of, widened
+from .numbers import NO_WEIGHT, finite, rounded_down, rounded_up, tile_of, widened
 
 # Bits of a score that is never chosen (invalid or -inf), and of a key of the local window, above every score.
 NEVER = tl.constexpr(0)
@@ -210,12 +210,16 @@ def top_k_select(
     # (sparq.6)
     s = tile * BLOCK + tl.arange(0, BLOCK)
     readable = s < (rounded_up(length) if ALIGNED else length)
-    within = tile_of(s, length, TILE) if TILE else None
+    first_valid = 0
+    if left_padding is not None:
+        first_valid = tl.load(left_padding + b)
+        readable &= s >= rounded_down(first_valid)
+    within = tile_of(s, first_valid, length, splits, TILE) if TILE else None
     score = group_scores(logits, statistics, softmax, s, within, readable, stride_l, splits, G, SUM_SOFTMAX)
     bits = tl.where(s >= length - local_window, ALWAYS, ordered_bits(score))
     bits = tl.where(s < length, bits, NEVER)
     if left_padding is not None:
-        bits = tl.where(s >= tl.load(left_padding + b), bits, NEVER)
+        bits = tl.where(s >= first_valid, bits, NEVER)
     bits = bits.to(tl.uint32)
     kept = tl.minimum(top_k, BLOCK)
     threshold, ties = kth_largest(bits, s >= 0, kept)

@@ -19,12 +19,13 @@ class GroupScores:
     """What keys are chosen by.
 
     Attributes:
-        logits: float32 ``(B, Hkv, G, S up to a multiple of 16)``, -inf for keys that are not valid; or uint8,
-            sixteenths of a nat below the largest of their tile (`kernels.numbers.narrowed`).
+        logits: float32 ``(B, Hkv, G, S up to a multiple of 16)``, or uint8, sixteenths of a nat below the largest of
+            their tile (`kernels.numbers.narrowed`). Those of keys that are not valid are -inf or not written.
         statistics: float32 ``(B, Hkv, G, 2, splits)``: largest logit and sum of exp(logit - largest) of each split.
         softmax: float32 ``(B, Hkv, G, 2)``, filled by `select`: largest logit and 1 / sum of exp(logit - largest).
         tickets: int32 ``(B, Hkv, 2)`` zeros, one for each of the launches that follow.
-        tile: coded keys of a split, where logits are uint8; those that are not coded are the last split. 0 for float32.
+        tile: coded keys of a split, counted from a row's first valid key, where logits are uint8; those that are not
+            coded are the last split. 0 for float32.
     """
 
     logits: torch.Tensor

@@ -132,9 +132,9 @@ def sparq_code_scores(
     BLOCK_D = power_of_2(D, 32)
     warps = max(tiles.warps, BLOCK_D // 32)  # a thread for each component, as in `sparq_scores`
     BLOCK_S = 32 * warps * 16 * 8 // (CODE_COMPONENTS * key_bits)  # a load of 16 bytes for each thread
-    full = S // GROUP * GROUP
+    full = S // GROUP * GROUP  # of the longest row
     share = configs.share(full, BLOCK_S, B * Hkv, PROGRAMS_PER_PROCESSOR, queries.device)
-    tail = int(full < S)
+    tail = int(full < S or left_padding is not None)
     parts = -(-full // BLOCK_S) + tail
     found = GroupScores.empty(B, Hkv, G, S, parts, queries.device, tile=BLOCK_S if narrow else 0)
     Launch(

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from cases import Array, Case
+from mlx_sparse.cuda_ref.api.key_codes import code_keys
 from mlx_sparse.cuda_ref.launchers import configs, sparq
 from torch_arrays import DEVICE, component_major, padding, to_numpy, to_torch
 from torch_operators import assert_keeps_its_promises_and_compiles
@@ -107,6 +108,24 @@ def test_a_step_with_codes_is_three_launches(monkeypatch: pytest.MonkeyPatch) ->
     started = launches(monkeypatch)
     cuda_ref.sparq_attention(q, k, v, rank=16, top_k=32, key_bits=4, keys_t=coded)
     assert started == ["sparq_code_scores", "top_k_select", "attend"]
+
+
+@pytest.mark.parametrize(("key_bits", "narrow"), [(4, True), (8, True), (4, False)])
+def test_a_padded_row_is_scored_as_it_is_alone(key_bits: int, narrow: bool) -> None:
+    case = Case(5, 4, 2, 1400, 64, "f16", padding=(0, 9, 700, 1337, 1400))
+    q, k, _ = tensors(case, *case.inputs())
+
+    def logits(rows: slice, first: int, padding: torch.Tensor) -> torch.Tensor:
+        keys = k[rows, :, first:]
+        coded = code_keys(keys, padding, key_bits=key_bits)
+        given = {"rank": 16, "component_weight": None, "scale": 0.125, "left_padding": padding}
+        return sparq.sparq_code_scores(q[rows], keys, coded, key_bits=key_bits, narrow=narrow, **given).logits
+
+    together = logits(slice(None), 0, padding(case))
+    for b, first in enumerate(case.padding):
+        if first < case.S:
+            alone = logits(slice(b, b + 1), first, torch.zeros(1, dtype=torch.int32, device=DEVICE))
+            assert torch.equal(together[b, :, :, first : case.S], alone[0, :, :, : case.S - first])
 
 
 def with_codes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[Any, ...]:

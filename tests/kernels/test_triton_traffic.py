@@ -92,6 +92,22 @@ def test_a_step_with_codes_reads_their_bytes_and_a_score_buffer_of_bytes(S: int,
     assert scores["statistics"].stored <= HKV * G * 8 * (S // 128 + 1)
 
 
+def test_a_padded_step_with_codes_reads_no_byte_of_the_padding() -> None:
+    S, G, padding = 2050, 4, (0, 37, 1300, 2000)
+    case = Case(len(padding), HKV * G, HKV, S, D, "f16", padding)
+    q, k, v = (to_torch(array, "f16") for array in case.inputs())
+    more = {"key_bits": 4, "left_padding": torch.tensor(padding)}
+    with watched() as launches:
+        cuda_ref.sparq_attention(q, k, v, rank=RANK, top_k=TOP_K, reallocate=False, **more)
+    scores, select, _ = (launch.traffic for launch in launches)
+    groups = sum((S - first) // 64 for first in padding)
+    tail = sum((S - first) % 64 for first in padding)
+    for name, size in {"codes": groups * 8 * 4, "lo": 2 * groups, "step": 2 * groups, "keys": 2 * tail}.items():
+        assert scores[name].loaded == scores[name].distinct == HKV * RANK * size, name
+    lines = sum(S + -S % 16 - first // 16 * 16 for first in padding)  # which go through memory whole
+    assert scores["logits"].stored == scores["logits"].distinct == select["logits"].loaded == HKV * G * lines
+
+
 def test_programs_read_what_the_parameters_of_their_launch_say() -> None:
     S = 4096
     _, (scores, _, _) = decode(S, 4, reallocate=False)
