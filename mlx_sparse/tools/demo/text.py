@@ -7,7 +7,7 @@ from pydoc_data.topics import topics
 
 TOPIC = "compound"
 KEY = "71853"
-CHARACTERS = 10_000
+CHARACTERS = (10_000, 12_000, 14_000)  # of texts in which SmolLM2-135M finds the key; in others it may not
 POSITION = 0.5
 
 
@@ -21,14 +21,14 @@ class Task:
     about: str
 
 
-def pass_key_task(key: str = KEY, position: float = POSITION, characters: int = CHARACTERS) -> Task:
+def pass_key_task(key: str = KEY, position: float = POSITION, characters: int = CHARACTERS[0]) -> Task:
     """State ``key`` between two paragraphs, ``position`` of the way through the text, and ask for it at the end."""
     paragraphs = topics[TOPIC].split("\n\n")
     lengths = [len(paragraph) + 2 for paragraph in paragraphs]
     kept = sum(1 for i in range(len(paragraphs)) if sum(lengths[: i + 1]) <= characters)
     before = sum(1 for i in range(kept) if sum(lengths[: i + 1]) <= position * sum(lengths[:kept]))
     needle = f"A note to the reader: the pass key of this text is {key}. Please remember that the pass key is {key}."
-    question = "What is the five-digit pass key of this text? Reply with one short sentence."
+    question = "What is the pass key? Answer with: The pass key is, and its five digits."
     text = [*paragraphs[:before], needle, *paragraphs[before:kept]]
     start, end = "Here is a text. A pass key, a number, is hidden in it.", f"That was the text. {question}"
     about = (
