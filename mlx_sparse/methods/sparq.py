@@ -31,7 +31,8 @@ class SparQ(Method):
         component_score: components are ranked by |q| ("query", the paper's) or by |q| times the spread of the keys
             ("query_key"); "auto" is "query_key" for models with q/k-norm, whose channels learn scales of their own.
         key_bits: bits of a component of a key that scores are taken from: 16 (the paper's), 8 or 4. With fewer than 16
-            a coded copy is read instead of the keys, with 4 a quarter of the bytes (docs/spec/sparq.md).
+            a coded copy is read instead of the keys, with 4 a quarter of the bytes and of the memory
+            (docs/spec/sparq.md; what it costs in quality: docs/results/quality.md).
         dense_below: keys below which attention stays dense; "auto" is what was measured on this machine
             (`mlx-sparse calibrate`), before that ``16 * top_k`` with the `ops` backend, about where it begins to pay
             (docs/results/ops.md), and `pays_from` with kernels on a GPU. For a ``top_k`` below the default, which is
@@ -47,11 +48,17 @@ class SparQ(Method):
     grows: ClassVar[str] = "top_k"
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         # Algorithm 1 with its GQA paragraph: what the functions do by default.
-        "paper": {"component_score": "query"},
+        "paper": {"component_score": "query", "key_bits": 16},
         # The paper's code listing: no local window, mean reallocation for every group size.
-        "appendix_b": {"component_score": "query", "local_window": 0, "reallocate": True},
+        "appendix_b": {"component_score": "query", "local_window": 0, "reallocate": True, "key_bits": 16},
         # The authors' evaluation code: sum of logits; the current token comes free: 128 + 1 keys, 32 + 1 local.
-        "eval": {"component_score": "query", "group_reduce": "logits", "top_k": 129, "local_window": 33},
+        "eval": {
+            "component_score": "query",
+            "group_reduce": "logits",
+            "top_k": 129,
+            "local_window": 33,
+            "key_bits": 16,
+        },
         # Ours: components ranked by |q| times the spread of the keys.
         "robust": {"component_score": "query_key"},
     }
@@ -62,7 +69,7 @@ class SparQ(Method):
     reallocate: str | bool = "auto"
     group_reduce: str = "softmax"
     component_score: str = "auto"
-    key_bits: int = 16
+    key_bits: int = 4
     dense_below: str | int = "auto"
 
     def __post_init__(self) -> None:

@@ -77,9 +77,7 @@ def approximate_keys(
     return found
 
 
-def key_spread(
-    coded: KeyCodes, keys: Array, *, key_bits: int, left_padding: npt.ArrayLike | None = None
-) -> Array:
+def key_spread(coded: KeyCodes, keys: Array, *, key_bits: int, left_padding: npt.ArrayLike | None = None) -> Array:
     """(sparq.22) of each component of ``keys (B, Hkv, S, D)``: float64 ``(B, Hkv, D)``."""
     from .sparq import deviation
 

@@ -18,8 +18,8 @@ from mlx_sparse.methods import SparQ
 
 H, D, S = 2, 16, 300
 READS = {
-    "query_key": {"component_score": "query_key", "reallocate": False},
-    "reallocate": {"component_score": "query", "reallocate": True},
+    "query_key": {"component_score": "query_key", "reallocate": False, "key_bits": 16},
+    "reallocate": {"component_score": "query", "reallocate": True, "key_bits": 16},
 }
 CHOICE: dict[str, Any] = {"rank": 5, "top_k": 12, "local_window": 3}
 

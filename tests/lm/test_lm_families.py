@@ -140,7 +140,7 @@ def test_latent_attention_is_refused_by_name(family: str):
 
 def test_the_report_counts_the_bytes_of_the_formulae():
     model = build()
-    with mlx_sparse.sparse(model, "sparq:rank=3,top_k=4") as report:
+    with mlx_sparse.sparse(model, "sparq:rank=3,top_k=4,key_bits=16") as report:
         greedy(model, prompt_of(PROMPT), 1)
     layers, kv_heads, S, D, size = 2, 2, PROMPT + 1, 16, 4
     assert report.sparse_calls == layers

@@ -72,7 +72,7 @@ def test_a_model_processes_its_prompt_and_decodes_on_metal_as_on_ops(metal: Meta
     assert densities["metal"] == densities["ops"]
     if metal.emulated:
         names = {launched.kernel for launched in metal.launches}
-        assert names >= {"sample_scores", "sample_sums", "attend_blocks", "sparq_scores"}
+        assert names >= {"sample_scores", "sample_sums", "attend_blocks", "sparq_code_scores"}
 
 
 @pytest.mark.parametrize(
