@@ -119,7 +119,7 @@ def _read_everything(function: onnx.FunctionProto, capacity: int) -> None:
                     made = {"value_ints": [0]}
                 case "block_elements":  # one block of everything
                     made = {"value_ints": [1 << 40]}
-                case "whole" | "sound" | "nothing_new" | "all_coded":  # nothing is spared: masks, NaN, codes, deviation
+                case "whole" | "sound" | "nothing_new" | "all_coded" | "in_place":  # nothing is spared
                     made = {"value": onnx.helper.make_tensor("", onnx.TensorProto.BOOL, [], [False])}
                 case _:
                     continue

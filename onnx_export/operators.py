@@ -207,13 +207,13 @@ _SPARQ_PRESENT = (
 # What SparQ needs with keys in few bits.
 _KEY_BITS = Attribute("key_bits", int, "Bits of a coded component of a key.", choices=KEY_BITS[1:])
 _CODES = (
-    "Groups of 64 keys in codes, (sparq.17) to (sparq.20): for each component of each KV head ceil(C / 64) groups of "
-    "8 `key_bits` + 4 bytes, the record: lo and step as float16, lowest byte first, then the codes, lowest bits first. "
-    "Only groups with 64 keys are read."
+    "Groups of 64 keys in codes, (sparq.17) to (sparq.20), from the first valid key of each row on: for each component "
+    "of each KV head ceil(C / 64) groups of 8 `key_bits` + 4 bytes, the record: lo and step as float16, lowest byte "
+    "first, then the codes, lowest bits first. Only groups of 64 valid keys are read."
 )
 _SUMMARY = (
     "Of each KV head three rows: sum of the valid values; centre of the keys, (sparq.17); spread of each component, "
-    "(sparq.22), or its standard deviation where no valid key is coded, for `component_score` 1."
+    "(sparq.22), or its standard deviation where no key is coded, for `component_score` 1."
 )
 
 

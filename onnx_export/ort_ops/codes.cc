@@ -36,14 +36,14 @@ float rounded(float x) {
   return (x + kShift) - kShift;
 }
 
-// Codes the rows from `skip` on of a group, D records that lie `stride` bytes apart; with `leads` it gives the centre.
-void code_group(const Kernels& kernels, const Work& w, int64_t D, int64_t skip, int64_t bits, bool leads, float* centre,
-                uint8_t* to, int64_t stride) {
+// Codes the rows of a group, D records that lie `stride` bytes apart; with `leads` it gives the centre.
+void code_group(const Kernels& kernels, const Work& w, int64_t D, int64_t bits, bool leads, float* centre, uint8_t* to,
+                int64_t stride) {
   const float largest = float((1 << bits) - 1), infinity = std::numeric_limits<float>::infinity();
   std::fill(w.low, w.low + D, infinity);
   std::fill(w.high, w.high + D, -infinity);
   std::fill(w.odd, w.odd + D, 0.0f);
-  for (int64_t j = skip; j < kGroup; j++) {
+  for (int64_t j = 0; j < kGroup; j++) {
     const float* row = w.rows + j * D;
     for (int64_t d = 0; d < D; d++) {
       w.low[d] = row[d] < w.low[d] ? row[d] : w.low[d];
@@ -52,12 +52,11 @@ void code_group(const Kernels& kernels, const Work& w, int64_t D, int64_t skip, 
     }
   }
   for (int64_t d = 0; d < D; d++) {
-    const bool some = skip < kGroup;
     if (leads) {
       const float middle = w.low[d] * 0.5f + w.high[d] * 0.5f;
       centre[d] = w.odd[d] == 0 && std::isfinite(middle) ? middle : 0;
     }
-    const float low = some ? w.low[d] - centre[d] : 0, high = some ? w.high[d] - centre[d] : 0;
+    const float low = w.low[d] - centre[d], high = w.high[d] - centre[d];
     if (w.odd[d] != 0 || !std::isfinite(low) || !std::isfinite(high)) {
       w.lo[d] = w.step[d] = std::numeric_limits<float>::quiet_NaN();
       continue;
@@ -68,14 +67,13 @@ void code_group(const Kernels& kernels, const Work& w, int64_t D, int64_t skip, 
   const TypeKernels& half = kernels.type[kTypeHalf];
   half.narrow(w.lo_bits, w.lo, D), half.narrow(w.step_bits, w.step, D);
   half.widen(w.lo, w.lo_bits, D), half.widen(w.step, w.step_bits, D);
-  for (int64_t j = skip; j < kGroup; j++) {
+  for (int64_t j = 0; j < kGroup; j++) {
     float* row = w.rows + j * D;
     for (int64_t d = 0; d < D; d++) {
       const float code = (row[d] - centre[d] - w.lo[d]) / w.step[d];
       row[d] = w.step[d] > 0 ? rounded(code > largest ? largest : code > 0 ? code : 0) : 0;
     }
   }
-  std::fill(w.rows, w.rows + skip * D, 0.0f);
   for (int64_t d = 0; d < D; d++) {
     uint8_t* record = to + d * stride;
     std::memcpy(record, w.lo_bits + d, 2), std::memcpy(record + 2, w.step_bits + d, 2);
@@ -114,12 +112,13 @@ float spread_of(const Kernels& kernels, const uint8_t* records, int64_t count, i
 void CodedKeys::head(int64_t b, int64_t h) const {
   const Kernels& all = sparse::kernels();
   const int64_t D = append.D, at = b * append.Hkv + h, item = size_of(append.type), begin = append.past_length[b];
-  const int64_t end = begin + append.L, old = begin / kGroup, now = end / kGroup, first_group = first[b] / kGroup;
+  const int64_t end = begin + append.L, low = std::min(first[b], end);
+  const int64_t old = std::max<int64_t>(0, begin - low) / kGroup, now = (end - low) / kGroup;
   uint8_t* codes = present + at * plane();
   if (past != present) std::copy_n(past + at * plane(), plane(), codes);
   const float* before = past_summary + 3 * at * D;
   float *values = summary + 3 * at * D, *centre = values + D, *spread = centre + D;
-  const char* keys = static_cast<const char*>(append.present_key) + at * append.C * D * item;
+  const char* keys = static_cast<const char*>(append.present_key) + (at * append.C + low) * D * item;  // valid ones
   const char* value = static_cast<const char*>(append.value) + at * append.L * D * item;
   Scratch scratch(Scratch::kTask, Work::size(D) + Scratch::size<double>(2 * D) + Scratch::size<float>(2 * now) +
                                       Scratch::size<uint16_t>(2 * now));
@@ -127,28 +126,27 @@ void CodedKeys::head(int64_t b, int64_t h) const {
   double *total = scratch.take<double>(2 * D), *squares = total + D;
 
   std::copy(before, before + D, total);
-  for (int64_t i = std::max<int64_t>(0, first[b] - begin); i < append.L; i++) {
+  for (int64_t i = std::max<int64_t>(0, low - begin); i < append.L; i++) {
     append.kernels->widen(work.low, value + i * D * item, D);
     for (int64_t d = 0; d < D; d++) total[d] += work.low[d];
   }
   for (int64_t d = 0; d < D; d++) values[d] = float(total[d]);
 
-  if (old > first_group) {
+  if (old > 0) {
     if (before != values) std::copy(before + D, before + 2 * D, centre);
   } else {
     std::fill(centre, centre + D, 0.0f);
   }
   for (int64_t n = old; n < now; n++) {
     append.kernels->widen(work.rows, keys + n * kGroup * D * item, kGroup * D);
-    const int64_t skip = std::min<int64_t>(kGroup, std::max<int64_t>(0, first[b] - n * kGroup));
-    code_group(all, work, D, skip, bits, n == first_group, centre, codes + n * record(), groups() * record());
+    code_group(all, work, D, bits, n == 0, centre, codes + n * record(), groups() * record());
   }
 
   if (!spreads) {
     std::fill(spread, spread + D, 0.0f);
     return;
   }
-  if (now > first_group) {
+  if (now > 0) {
     if (now == old) {
       if (before != values) std::copy(before + 2 * D, before + 3 * D, spread);
       return;
@@ -156,15 +154,14 @@ void CodedKeys::head(int64_t b, int64_t h) const {
     uint16_t* range_bits = scratch.take<uint16_t>(2 * now);
     float* range = scratch.take<float>(2 * now);
     for (int64_t d = 0; d < D; d++) {
-      const uint8_t* records = codes + (d * groups() + first_group) * record();
-      spread[d] = spread_of(all, records, now - first_group, record(), bits, range_bits, range);
+      spread[d] = spread_of(all, codes + d * groups() * record(), now, record(), bits, range_bits, range);
     }
     return;
   }
-  // No valid key is coded, so all are in the tail: the deviation of (sparq.1).
-  const int64_t low = std::max(first[b], now * kGroup), count = std::max<int64_t>(0, end - low);
+  // No key is coded, so all are in the tail: the deviation of (sparq.1).
+  const int64_t count = end - low;
   std::fill(total, total + 2 * D, 0.0);
-  if (count) append.kernels->widen(work.rows, keys + low * D * item, count * D);
+  if (count) append.kernels->widen(work.rows, keys, count * D);
   for (int64_t j = 0; j < count; j++) {
     for (int64_t d = 0; d < D; d++) total[d] += work.rows[j * D + d];
   }

@@ -14,7 +14,8 @@ constexpr int64_t kLeastKeys = 2048;  // of a part
 constexpr int64_t kCollected = 256;   // keys between looks at the reservoir
 constexpr int64_t kUnbroken = int64_t(1) << 40;  // keys of a chunk where there are no chunks
 
-// How the keys of a head are cut into blocks of scores: at most kScoreBlock keys of one chunk.
+// How the keys of a head are cut into blocks of scores: at most kScoreBlock keys of one chunk. Coded ones count from the
+// first valid key, so that their blocks are whole groups.
 struct Grid {
   int64_t lanes, size, per_chunk, stride;
 
@@ -56,8 +57,10 @@ class Step {
   size_t head_bytes(int64_t blocks) const;
   Head take_head(Scratch&, int64_t b, int64_t h, int64_t blocks) const;
   int64_t blocks_of(int64_t b) const {
-    return a.first[b] < a.length[b] ? grid.block_of(a.length[b] - 1) - grid.block_of(a.first[b]) + 1 : 0;
+    if (a.first[b] >= a.length[b]) return 0;
+    return grid.block_of(a.length[b] - 1 - origin(b)) - grid.block_of(a.first[b] - origin(b)) + 1;
   }
+  int64_t origin(int64_t b) const { return s.codes ? a.first[b] : 0; }  // the grid's first key
   size_t reservoir_bytes() const {
     const int64_t room = Reservoir::capacity(s.top_k);
     return Scratch::size<float>(room) + Scratch::size<int32_t>(room) + Scratch::size<int32_t>(room);
@@ -102,7 +105,7 @@ Head Step::take_head(Scratch& scratch, int64_t b, int64_t h, int64_t blocks) con
   Head head{};
   head.b = b, head.h = h, head.first = a.first[b], head.end = std::max(a.first[b], a.length[b]);
   head.blocks = blocks_of(b);
-  head.block0 = head.blocks ? grid.block_of(head.first) : 0;
+  head.block0 = head.blocks ? grid.block_of(head.first - origin(b)) : 0;
   head.everything = head.end - head.first <= s.top_k;
   head.rows = take_rows(scratch, G, a.D);
   head.packed = scratch.take<float>(G * s.rank);
@@ -165,8 +168,8 @@ void Step::pack(const Head& head, int64_t g) const {
 }
 
 Span Step::keys_of(const Head& head, int64_t block) const {
-  const int64_t id = head.block0 + block;
-  return {std::max(head.first, grid.first_key(id)), std::min(head.end, grid.end_key(id))};
+  const int64_t id = head.block0 + block, from = origin(head.b);
+  return {std::max(head.first, from + grid.first_key(id)), std::min(head.end, from + grid.end_key(id))};
 }
 
 // (sparq.3) and the exponentials of (sparq.4), relative to the largest logit of each block.
@@ -200,22 +203,18 @@ void Step::score(const Head& head, int64_t from, int64_t to) const {
 // (sparq.21) of the keys of a block: whole groups, and the tail from rows of K.
 void Step::score_codes(const Head& head, Span keys, float* scores) const {
   const int64_t record = CodedKeys::record_of(s.bits), row = s.groups * record, rank = s.rank, D = a.D;
-  const int64_t tail = head.end / kGroup * kGroup, low = keys.low / kGroup * kGroup;
-  const int64_t coded = std::max<int64_t>(0, std::min(keys.high, tail) - low), padded = keys.low - low;
+  const int64_t place = keys.low - head.first, tail = head.first + (head.end - head.first) / kGroup * kGroup;
+  const int64_t coded = std::max<int64_t>(0, std::min(keys.high, tail) - keys.low);
   Scratch scratch(Scratch::kPart, Scratch::size<float>(4 * rank) + Scratch::size<float>(kGroup * rank) +
                                       Scratch::size<float>(D) + Scratch::size<float>(G * rank) +
                                       Scratch::size<float>(G * kBlock));
   float *work = scratch.take<float>(4 * rank), *rows = scratch.take<float>(kGroup * rank);
   float *whole = scratch.take<float>(D), *q = scratch.take<float>(G * rank), *found = scratch.take<float>(G * kBlock);
   if (coded) {
-    const uint8_t* records = s.codes + (head.b * a.Hkv + head.h) * D * row + low / kGroup * record;
+    const uint8_t* records = s.codes + (head.b * a.Hkv + head.h) * D * row + place / kGroup * record;
     const Codes codes{records, row, head.components, int(rank), int(G), int(s.bits), int(coded / kGroup),
                       kScoreBlock / kGroup * record};
     a.kernels->approximate_codes(codes, head.packed, work, scores, grid.stride);
-    for (int64_t g = 0; padded && g < G; g++) {
-      float* of_head = scores + g * grid.stride;
-      std::copy(of_head + padded, of_head + coded, of_head);
-    }
   }
   const int64_t from = std::max(keys.low, tail), count = keys.high - from;
   if (count <= 0) return;
@@ -271,7 +270,7 @@ void Step::search(const Head& head, int64_t from, int64_t to, Reservoir& best) c
 
 // s of (sparq.4).
 float Step::share(const Head& head, int64_t g, int64_t key) const {
-  const int64_t block = grid.block_of(key) - head.block0;
+  const int64_t block = grid.block_of(key - origin(head.b)) - head.block0;
   const float score = head.scores[(block * G + g) * grid.stride + key - keys_of(head, block).low];
   if (!s.by_logits) return score * head.factors[block * G + g];
   return head.total[g] > 0 ? std::exp(score - head.most[g]) / head.total[g] : 0.0f;
