@@ -107,11 +107,11 @@ def test_configurations_are_frozen() -> None:
 @pytest.mark.parametrize(
     ("preset", "settings"),
     [
-        ("paper", {"component_score": "query"}),
-        ("appendix_b", {"component_score": "query", "local_window": 0, "reallocate": True}),
+        ("paper", {"component_score": "query", "key_bits": 16}),
+        ("appendix_b", {"component_score": "query", "local_window": 0, "reallocate": True, "key_bits": 16}),
         (
             "eval",
-            {"component_score": "query", "group_reduce": "logits", "top_k": 129, "local_window": 33},
+            {"component_score": "query", "group_reduce": "logits", "top_k": 129, "local_window": 33, "key_bits": 16},
         ),
         ("robust", {"component_score": "query_key"}),
     ],
@@ -160,6 +160,7 @@ def test_keys_win_over_a_preset_which_wins_over_the_base_which_wins_over_the_def
         group_reduce="logits",
         top_k=129,
         local_window=9,
+        key_bits=16,
     )
     assert parse("sparq:preset=eval,local_window=9", base) == (expected,)
 
@@ -332,9 +333,9 @@ def test_a_folder_is_not_a_toml_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "attended", "elements"),
     [
-        ("sparq:rank=8,top_k=16,key_bits=4", 16, 100 * 8 * 9 // 32 + 2 * 16 * 64 + 4 * 64),
+        ("sparq:rank=8,top_k=16", 16, 100 * 8 * 9 // 32 + 2 * 16 * 64 + 4 * 64),
         ("sparq:rank=8,top_k=16,key_bits=8", 16, -(-100 * 8 * 17 // 32) + 2 * 16 * 64 + 4 * 64),
-        ("sparq:rank=8,top_k=16", 16, 100 * 8 + 2 * 16 * 64 + 4 * 64),
+        ("sparq:rank=8,top_k=16,key_bits=16", 16, 100 * 8 + 2 * 16 * 64 + 4 * 64),
         ("streaming:sink_tokens=4,recent_tokens=12", 16, 2 * 16 * 64 + 2 * 64),
         ("h2o:top_k=16", 16, 2 * 16 * 64 + 2 * 64 + 2 * 100),
         ("flexgen:top_k=16", 16, 100 * 64 + 16 * 64 + 2 * 64),

@@ -146,14 +146,14 @@ def sparq_cache(name: str, attn: str | SparQ) -> hf.SparQCache:
 
 
 STEPS = [
-    ("llama", "sparq:rank=16,top_k=12", None),
-    ("llama", "sparq:rank=8,top_k=8,local_window=0,group_reduce=logits", (0, 17)),
-    ("llama", "sparq:rank=16,top_k=8,component_score=query_key,reallocate=true", (9, 0)),
+    ("llama", "sparq:rank=16,top_k=12,key_bits=16", None),
+    ("llama", "sparq:rank=8,top_k=8,local_window=0,group_reduce=logits,key_bits=16", (0, 17)),
+    ("llama", "sparq:rank=16,top_k=8,component_score=query_key,reallocate=true,key_bits=16", (9, 0)),
     ("llama-one-head-for-all", f"sparq:rank=64,top_k={PROMPT}", None),
-    ("llama-one-head-each", "sparq:rank=16,top_k=8", None),  # reallocates
-    ("qwen3", "sparq:rank=16,top_k=12", (0, 11)),
-    ("gemma3_text", "sparq:rank=16,top_k=8", None),
-    ("gpt_oss", "sparq:rank=16,top_k=8", (0, 5)),
+    ("llama-one-head-each", "sparq:rank=16,top_k=8", None),  # reallocates: scores in float32
+    ("qwen3", "sparq:rank=16,top_k=12,key_bits=16", (0, 11)),
+    ("gemma3_text", "sparq:rank=16,top_k=8,key_bits=16", None),
+    ("gpt_oss", "sparq:rank=16,top_k=8,key_bits=16", (0, 5)),
     # Sums of logits, which are never held in 8 bits.
     ("llama", "sparq:rank=16,top_k=12,group_reduce=logits,key_bits=4", (0, 70)),
     ("qwen3", "sparq:rank=8,top_k=12,group_reduce=logits,key_bits=8", None),
