@@ -159,7 +159,7 @@ def test_the_bound_is_what_is_left_of_the_bytes() -> None:
     assert one.layers == 2
     S, D, heads = 1000, 16, 2
     dense = 2 * heads * 4 * (2 * S * D + 2 * D)
-    sparse = 2 * heads * 4 * (S * 4 + 2 * 8 * D + 4 * D)
+    sparse = 2 * heads * 4 * (S * 4 * 9 // 32 + 2 * 8 * D + 4 * D)
     assert (one.dense_bytes(S), one.saved(S)) == (dense, dense - sparse)
     traffic = Traffic(10**6, (Kept("full", 2, 2 * heads * 2 * D * 4, 2 * heads * 2 * D * 4),))
     total = 10**6 + S * 2 * heads * 2 * D * 4
@@ -171,8 +171,10 @@ def test_the_bound_is_what_is_left_of_the_bytes() -> None:
 def test_what_a_method_keeps_is_what_it_keeps_in_a_model() -> None:
     model, S = build("llama"), 5 * 2048
     keys = 2 * 2 * S * 16 * 4  # layers, KV heads, keys, D, float32
-    moments = side_bytes(served_by(model, "sparq:rank=4,component_score=query_key"), S)
-    assert side_bytes(served_by(model, "sparq:rank=4"), S) == keys
+    moments = side_bytes(served_by(model, "sparq:rank=4,key_bits=16,component_score=query_key"), S)
+    assert side_bytes(served_by(model, "sparq:rank=4,key_bits=16"), S) == keys
+    coded = side_bytes(served_by(model, "sparq:rank=4,component_score=query_key"), S)
+    assert coded == pytest.approx(keys * 9 / 64, rel=0.01)  # of float32: 4 bits and two numbers of 16 bits in 64 keys
     assert moments is not None
     assert keys < moments < keys + 10_000  # sums that do not grow
     assert side_bytes(served_by(model, "quest"), S) == pytest.approx(keys / 8, rel=0.01)
