@@ -29,8 +29,8 @@ from mlx_sparse.methods import SAAP, Sample, SparQ
 from mlx_sparse.tools.bench.core import Shape
 
 METHODS = [
-    *(SparQ(), SparQ(component_score="query_key"), SparQ(top_k=700), SparQ(key_bits=4)),
-    SparQ(component_score="query_key", key_bits=8),
+    *(SparQ(), SparQ(component_score="query_key"), SparQ(top_k=700), SparQ(key_bits=16)),
+    *(SparQ(component_score="query_key", key_bits=bits) for bits in (8, 16)),
 ]
 LENGTH = 16_384  # keys of SAAP's steps
 VIEWS = {"Slice", "Transpose", "Squeeze", "Broadcast", "Reshape", "ExpandDims"}
@@ -80,12 +80,12 @@ def tables() -> list[Row]:
 
 def test_traffic_compares_with_the_kernels_mlx_would_run(tables: list[Row]) -> None:
     assert [(table.facts["S"], table.facts["G"], table.name, table.facts["launches"]) for table in tables] == [
+        (4096, 4, "sparq:key_bits=16", 3),
         (4096, 4, "sparq", 3),
-        (4096, 4, "sparq:key_bits=4", 3),
         (4096, 4, "MLX's sdpa_vector_2pass_1 of 64 blocks (base and Pro, Max)", 2),
         (4096, 4, "MLX's sdpa_vector_2pass_1 of 128 blocks (Ultra)", 2),
+        (2048, 1, "sparq:key_bits=16", 3),
         (2048, 1, "sparq", 3),
-        (2048, 1, "sparq:key_bits=4", 3),
         (2048, 1, "MLX's sdpa_vector (base and Pro)", 1),
         (2048, 1, "MLX's sdpa_vector_2pass_1 of 64 blocks (Max)", 2),
         (2048, 1, "MLX's sdpa_vector_2pass_1 of 128 blocks (Ultra)", 2),
@@ -98,7 +98,7 @@ def test_traffic_counts_each_part_exactly(tables: list[Row]) -> None:
         parts = {"keys_t": cache // 4, "K rows": chosen, "V rows": chosen}
         if not table.name.startswith("sparq"):
             parts = {"K rows": cache, "V rows": cache}
-        if table.name == "sparq:key_bits=4":
+        if table.name == "sparq":
             # A component's codes are whole lines; its lo and step, 2 bytes for each group, may begin one.
             codes, lines = 32 * table.facts["S"] // 2, 32 * 2 * -(-table.facts["S"] // 64 * 2 // 128) * 128
             del parts["keys_t"]
@@ -110,7 +110,7 @@ def test_traffic_counts_each_part_exactly(tables: list[Row]) -> None:
 
 def test_traffic_says_how_far_it_is_from_the_formula(tables: list[Row]) -> None:
     text = traffic_sparq.text(tables, SparQ())
-    ratios = re.findall(r"sparq at dispatch level: (\S+) x the formula, and (\S+) x its score buffer", text)
+    ratios = re.findall(r"sparq:key_bits=16 at dispatch level: (\S+) x the formula, and (\S+) x its score buffer", text)
     assert len(ratios) == 2
     for formula, buffer in ratios:
         assert 1 < float(formula) < 1.1
