@@ -29,9 +29,9 @@ def found(method: str) -> by_method.Found:
 
 def bar_cases() -> list[SparQCase]:
     """The cases that have a bar, with the paper's setting."""
-    setting = SparQSetting(*cases.PAPER_SETTING)
+    settings = tuple(SparQSetting(*cases.PAPER_SETTING, key_bits=bits) for bits in (16, 4))
     return [
-        SparQCase("float16", shape, B, S, (setting,))
+        SparQCase("float16", shape, B, S, settings)
         for shape, batches in SPARQ_BARS.items()
         for B, wanted in batches.items()
         for S in wanted
@@ -53,16 +53,18 @@ def _left(case: StepCase, moved: Sequence[int], bar: float | None, name: str) ->
 def _sparq() -> Iterable[Cells]:
     """Bytes per key and KV head."""
     for case in bar_cases():
-        moved = case.parts(case.settings[0])
-        per_key = [f"{part / case.rows / case.S:.1f}" for part in (case.dense_bytes, *moved)]
-        yield {
-            "batch": f"{case.B}",
-            "heads": f"{case.Hq}/{case.Hkv}",
-            "S": length(case.S),
-            **dict(zip(("dense, bytes per key", "scores", "select", "attend"), per_key, strict=True)),
-            "bytes allow": f"{case.dense_bytes / sum(moved):.2f}",
-            **_left(case, moved, case.bar, "SparQ"),
-        }
+        for setting in case.settings:
+            moved = case.parts(setting)
+            per_key = [f"{part / case.rows / case.S:.1f}" for part in (case.dense_bytes, *moved)]
+            yield {
+                "batch": f"{case.B}",
+                "heads": f"{case.Hq}/{case.Hkv}",
+                "S": length(case.S),
+                "bits": f"{setting.key_bits}",
+                **dict(zip(("dense, bytes per key", "scores", "select", "attend"), per_key, strict=True)),
+                "bytes allow": f"{case.dense_bytes / sum(moved):.2f}",
+                **_left(case, moved, case.bar if setting == case.settings[0] else None, "SparQ"),
+            }
 
 
 def _saap() -> Iterable[Cells]:

@@ -14,7 +14,7 @@ from ..availability import unavailable
 
 DTYPES = ("float16", "bfloat16")
 METHODS: dict[str, dict[str, tuple[str, ...]]] = {
-    "step": {"sparq": ("rank", "top_k"), "saap": ()},
+    "step": {"sparq": ("rank", "top_k", "key_bits"), "saap": ()},
     "prompt": {"sample": ()},
 }
 LEAST = 5  # turns of decode steps that are taken when time is short
@@ -60,7 +60,7 @@ def _plan(request: Request, dtype: str, config: Any) -> Plan:
         made = [cases.Prompt(dtype, shape, 1, S) for S in sorted(request.lengths) for shape in request.shapes]
         timed = partial(_prompt, contenders=prompts.contenders, device=device, request=request)
     elif config.name == "sparq":
-        made = cases.sparq_cases(*sizes, cases.SparQSetting(config.rank, config.top_k))
+        made = cases.sparq_cases(*sizes, cases.SparQSetting(config.rank, config.top_k, config.key_bits))
         timed = partial(steps, contenders=sparq.contenders, device=device, repeat=request.repeat)
     else:
         made = cases.saap_cases(*sizes)

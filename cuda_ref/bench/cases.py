@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -87,10 +87,11 @@ PAPER_A100, PAPER_THEORY = 3.02, 6.4
 
 @dataclass(frozen=True)
 class SparQSetting:
-    """SparQ's rank and number of keys."""
+    """SparQ's rank and number of keys, and the bits of a component that scores are taken from."""
 
     rank: int
     top_k: int
+    key_bits: int = 16
 
     @property
     def window(self) -> int:
@@ -99,10 +100,19 @@ class SparQSetting:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {"rank": self.rank, "top_k": self.top_k}
+        return {"rank": self.rank, "top_k": self.top_k, "key_bits": self.key_bits}
 
     def __str__(self) -> str:
-        return f"r={self.rank}, k={self.top_k}"
+        return f"r={self.rank}, k={self.top_k}" + (f", {self.key_bits} bits" if self.coded else "")
+
+    @property
+    def coded(self) -> bool:
+        """Whether scores are taken from codes."""
+        return self.key_bits < 16
+
+    def scored(self, item: int) -> float:
+        """Bytes of a key that scores are taken from, of components of ``item`` bytes: a code, 1/64 of lo and step."""
+        return self.rank * ((2 * self.key_bits + 1) / 16 if self.coded else item)
 
 
 def eighth(S: int, D: int) -> SparQSetting:
@@ -125,7 +135,8 @@ class SparQCase(StepCase):
     @property
     def least(self) -> int:
         """SparQ's: a few components of each key, and its chosen rows."""
-        return int(min(self.rows * (self.S * s.rank + 2 * s.top_k * self.D) * self.item for s in self.settings))
+        read = (self.S * s.scored(self.item) + 2 * s.top_k * self.D * self.item for s in self.settings)
+        return int(self.rows * min(read))
 
     def memory(self, copies: int) -> int:
         """Caches, what contenders put aside, and what the reference takes.
@@ -135,7 +146,10 @@ class SparQCase(StepCase):
         """
         logits = 4 * self.rows * self.G * self.S
         gathered = self.keys * max(s.rank for s in self.settings) // self.D
-        aside = len(self.settings) * copies * logits + gathered + 4 * logits
+        codes = sum(
+            self.rows * self.S * SparQSetting(self.D, 0, s.key_bits).scored(0) for s in self.settings if s.coded
+        )
+        aside = len(self.settings) * copies * logits + gathered + 4 * logits + (copies + 1) * codes
         return int(3 * copies * self.keys + aside + REFERENCE_BYTES)
 
     def parts(self, setting: SparQSetting) -> list[int]:
@@ -144,24 +158,32 @@ class SparQCase(StepCase):
         Left out as small: what the programs of a launch hand to the one that merges, but for the candidates of the
         choice.
         """
-        logits, chosen = 4 * self.G * self.S, 4 * setting.top_k
+        # Scores are held in 8 bits where they are of codes, but for reallocation, which one query head per KV head has.
+        logits, chosen = (1 if setting.coded and self.G > 1 else 4) * self.G * self.S, 4 * setting.top_k
         block = block_size(self.S, setting.top_k)
         tiles = -(-self.S // block)
         candidates = 8 * tiles * min(setting.top_k, block) if tiles > 1 else 0
-        moved = [self.S * setting.rank * self.item + logits, logits + 2 * candidates + chosen]
+        scored = int(self.S * setting.scored(self.item))
+        moved = [scored + logits, logits + 2 * candidates + chosen]
         return [self.rows * part for part in (*moved, 2 * setting.top_k * self.D * self.item + chosen)]
 
     def formula(self, setting: SparQSetting) -> int:
         """(sparq.12) in bytes."""
-        return self.rows * self.item * stats.sparq_elements(self.S, self.D, rank=setting.rank, top_k=setting.top_k)
+        elements = stats.sparq_elements(
+            self.S, self.D, rank=setting.rank, top_k=setting.top_k, key_bits=setting.key_bits
+        )
+        return self.rows * self.item * elements
 
 
 def sparq_cases(
     lengths: Iterable[int], batches: Iterable[int], shapes: Iterable[Shape], dtype: str, setting: SparQSetting
 ) -> list[StepCase]:
-    """Every case, the paper's first. A setting of as many keys as there are is dense attention."""
+    """Every case, the paper's first, with keys of 16 bits too. A setting of as many keys as there are is dense."""
+    whole = replace(setting, key_bits=16)
     return steps(
-        SparQCase(dtype, shape, B, S, tuple(s for s in dict.fromkeys((setting, eighth(S, shape.D))) if s.top_k < S))
+        SparQCase(
+            dtype, shape, B, S, tuple(s for s in dict.fromkeys((whole, setting, eighth(S, shape.D))) if s.top_k < S)
+        )
         for shape, B, S in product(shapes, batches, lengths)
     )
 

@@ -35,7 +35,13 @@ NOT_COMPILED = "left out: compiled only for the cases with a bar, for time"
 
 
 class Field(Protocol):
-    """The contenders of one setting over the inputs of a case."""
+    """The contenders of one setting over the inputs of a case.
+
+    Attributes:
+        names: theirs, besides those of dense attention, and what they are.
+    """
+
+    names: Mapping[str, str]
 
     def bytes(self, name: str) -> int:
         """What a contender has to move."""
@@ -45,12 +51,12 @@ class Field(Protocol):
 
 
 def contenders(
-    inputs: Caches, device: Device, field: Callable[[Any, Any], Field], names: Mapping[str, str], *, compiled: bool
+    inputs: Caches, device: Device, field: Callable[[Any, Any], Field], *, compiled: bool
 ) -> Iterator[Recorded]:
     """Who takes part. With one query head per KV head the two views of the queries are one.
 
     Args:
-        field: of inputs and a setting; ``names`` are its contenders' besides those of dense attention.
+        field: of inputs and a setting.
         compiled: whether flex_attention takes part on a GPU.
     """
     case, expected, pool = inputs.case, cache(lambda: expected_dense(inputs)), device.pool()
@@ -66,7 +72,7 @@ def contenders(
             yield Recorded(row, partial(dense, name), device, ours=name == "dense", copies=inputs.copies, pool=pool)
     for setting in case.settings:
         made = field(inputs, setting)
-        for name in names:
+        for name in made.names:
             row = Row(case, name, setting, {"bytes": made.bytes(name)})
             ours = not name.startswith("plain")
             yield Recorded(row, partial(made.make, name), device, ours=ours, copies=inputs.copies, pool=pool)

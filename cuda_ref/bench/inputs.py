@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
+from mlx_sparse.common.key_codes import GROUP, KeyCodes
 from mlx_sparse.tools.bench import core
 
+from ..hf.key_codes import Codes
 from .cases import REFERENCE_ELEMENTS, SparQCase, SparQSetting
 
 LEAST_GAP = 1e-5  # between the last component that is taken and the next, relative: no order of sums can swap them
@@ -68,6 +70,12 @@ class SparQInputs(Caches):
         self.keys_t[:] = self.keys[0].transpose(-1, -2)
         self.value_mean = self.values[0].mean(dim=2, dtype=torch.float32) if case.G == 1 else None
         self.queries = self._queries().to(self.keys.dtype).reshape(case.B, case.Hq, 1, case.D)
+
+    def coded(self, key_bits: int) -> list[KeyCodes]:
+        """The keys of every copy in few bits."""
+        codes = Codes(self.keys[0], key_bits, None)
+        codes.extend(self.keys[0], self.case.S)
+        return [KeyCodes(*(array.clone() for array in codes.read())) for _ in range(self.copies)]
 
     def _queries(self) -> torch.Tensor:
         """Student's t with three degrees of freedom, drawn again where components tie at a rank that is asked for."""
@@ -145,31 +153,59 @@ class Choice:
         self._components = order[:, None].expand(-1, inputs.case.G, -1)
         covered = size.gather(2, self._components).sum(dim=2) / size.sum(dim=2)
         self._factor = inputs.case.scale / covered.sqrt()  # (sparq.3)
+        self._coded = inputs.coded(setting.key_bits)[0] if setting.coded else None
 
     def logits(self, part: slice, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits ``(n, G, S)`` of some rows, and the sums of the magnitudes added up, by which sums are rounded."""
         components = self._components[part]
         q = self.inputs.grouped[part].double().gather(2, components) * self._factor[part, :, None]
-        index = components[:, :1].expand(-1, keys.shape[1], -1)
-        chosen = keys.gather(2, index).double().transpose(1, 2)
+        chosen = self._scored(part, keys, components[:, 0])
         return q @ chosen, q.abs() @ chosen.abs()
 
-    def wrong_logits(self, epsilon: float, out: tuple[torch.Tensor, ...]) -> str | None:
-        """What is wrong with logits ``(B, Hkv, G, S or more)`` that may be off by ``epsilon`` of what was added."""
+    def _scored(self, part: slice, keys: torch.Tensor, components: torch.Tensor) -> torch.Tensor:
+        """What (sparq.3) or (sparq.21) takes for ``components (n, r)`` of some rows' keys: ``(n, r, S)`` float64."""
+        index = components[:, None].expand(-1, keys.shape[1], -1)
+        chosen = keys.gather(2, index).double().transpose(1, 2)
+        if self._coded is None:
+            return chosen
+        rows, taken = self.inputs.case.rows, components[:, :, None]
+
+        def of_rows(array: torch.Tensor) -> torch.Tensor:
+            flat = array.reshape(rows, self.inputs.case.D, -1)[part]
+            return flat.gather(1, taken.expand(-1, -1, flat.shape[2]))
+
+        codes, lo, step, centre = (of_rows(array) for array in self._coded)
+        if self.setting.key_bits == 4:
+            codes = torch.stack([codes & 15, codes >> 4], dim=3).flatten(2)
+        lo, step = (array.double().repeat_interleave(GROUP, dim=2) for array in (lo, step))
+        chosen = chosen - centre.double()
+        chosen[..., : lo.shape[2]] = lo + step * codes
+        return chosen
+
+    def wrong_logits(
+        self, epsilon: float, widened: tuple[torch.Tensor, torch.Tensor], coarse: float = 0.0
+    ) -> str | None:
+        """What is wrong with logits, each ``(B, Hkv, G, S or more)``, that may be off by ``epsilon`` of what was added.
+
+        Args:
+            widened: the logits, and for each what it is if it is less than that.
+            coarse: nats by which they may be off besides.
+        """
         case = self.inputs.case
-        found = out[0][..., : case.S].reshape(case.rows, case.G, case.S)
+        found, least = (array[..., : case.S].reshape(case.rows, case.G, case.S) for array in widened)
         worst = 0.0
         for part, _, keys, _ in self.inputs.rows():
-            logits, added = self.logits(part, keys)
-            off = (found[part].double() - logits).abs() / (epsilon * added)
+            exact, added = self.logits(part, keys)
+            off = (found[part].double() - exact.maximum(least[part].double())).abs() - coarse
+            off = off / (epsilon * added)
             worst = max(worst, float(off.nan_to_num(torch.inf).max()))
         return None if worst <= 1 else f"wrong logits: error {worst:.1e} times what rounding allows"
 
-    def wrong(self, indices: torch.Tensor, window: int, epsilon: float) -> str | None:
+    def wrong(self, indices: torch.Tensor, window: int, epsilon: float, coarse: float = 0.0) -> str | None:
         """What is wrong with chosen ``indices (B, Hkv, k)`` when logits are rounded by ``epsilon`` of what was added.
 
         They have to be ascending keys, the last ``window`` among them, and no other key left out may have a larger
-        score than one that was taken, but for what the rounding can move.
+        score than one that was taken, but for what the rounding can move, and ``coarse`` nats.
         """
         case, setting = self.inputs.case, self.setting
         chosen = indices.reshape(case.rows, -1).long()
@@ -189,7 +225,7 @@ class Choice:
             least = scores.masked_fill(~taken, torch.inf).amin(dim=1)
             most = scores.masked_fill(taken, -torch.inf).amax(dim=1)
             # A logit that is off by x makes a weight off by exp(x), and the largest of the row moves by as much.
-            slack = 4 * epsilon * (1 + added.amax(dim=(1, 2)))
+            slack = 4 * epsilon * (1 + added.amax(dim=(1, 2))) + 2 * coarse
             worst = max(worst, float((most.log() - least.log() - slack).max()))
         return None if worst <= 0 else f"wrong choice: a key left out scores {worst:.1e} (log) above one taken"
 

@@ -161,7 +161,7 @@ def crossovers(machine: Mapping[str, Any], rows: Sequence[Row]) -> list[dict[str
     made = []
     for (group, name), measured in groups.items():
         case, setting = measured[0].case, measured[0].setting
-        config = SparQ(rank=setting.rank, top_k=setting.top_k)
+        config = SparQ(rank=setting.rank, top_k=setting.top_k, key_bits=setting.key_bits)
         rule = config.shortest_context(Step(case.rows, case.G, case.D, case.item, kind))
         made.append({"kind": "crossover", "what": group, "setting": name, "wins": wins(measured), "rule": rule})
     return made

@@ -8,7 +8,7 @@ its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -32,7 +32,7 @@ RIGHT_SHARE = 0.01  # relative distance of the measured selectivity from what wa
 
 def contenders(case: SaapCase, copies: int, device: Device) -> Iterator[Recorded]:
     """Who takes part in a case."""
-    return dense.contenders(SaapInputs(case, copies, device.torch), device, Routed, NAMES, compiled=False)
+    return dense.contenders(SaapInputs(case, copies, device.torch), device, Routed, compiled=False)
 
 
 class SaapInputs(Caches):
@@ -65,6 +65,8 @@ class Routed:
         networks: one for each set of caches.
         indices: likewise.
     """
+
+    names: Mapping[str, str] = NAMES
 
     def __init__(self, inputs: SaapInputs, setting: SaapSetting) -> None:
         case, self.inputs, self.setting = inputs.case, inputs, setting

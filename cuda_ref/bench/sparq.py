@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 
+from mlx_sparse.common.key_codes import GROUP, KeyCodes
+
+from ..kernels.numbers import NO_WEIGHT
 from ..launchers import sparq, torch_ops
 from . import dense
 from .cases import SparQCase, SparQSetting
@@ -26,7 +29,7 @@ LAUNCHES = ("scores", "scores+select", "sparq")  # each with those before it
 def contenders(case: SparQCase, copies: int, device: Device) -> Iterator[Recorded]:
     """Who takes part in a case."""
     inputs = SparQInputs(case, copies, device.torch)
-    return dense.contenders(inputs, device, Field, NAMES, compiled=case.bar is not None)
+    return dense.contenders(inputs, device, Field, compiled=case.bar is not None)
 
 
 class Field:
@@ -34,6 +37,12 @@ class Field:
 
     def __init__(self, inputs: SparQInputs, setting: SparQSetting) -> None:
         self._inputs, self._setting, self._choice = inputs, setting, Choice(inputs, setting)
+        self.names: Mapping[str, str] = {
+            name: what for name, what in NAMES.items() if name != "plain-sparq" or not setting.coded
+        }
+        self._keys_t = inputs.coded(setting.key_bits) if setting.coded else list(inputs.keys_t)
+        self._exact = inputs.value_mean is not None  # reallocation needs exact logits
+        self._tile = 0  # keys, where scores are held in 8 bits
 
     def bytes(self, name: str) -> int:
         """What a contender has to move."""
@@ -48,14 +57,15 @@ class Field:
         if name == "plain-sparq":
             return partial(plain_sparq, self._inputs, setting), partial(wrong_plain, choice, case)
         epsilon = (setting.rank + 16) * torch.finfo(torch.float32).eps
+        coarse = 1 / 32 if setting.coded and not self._exact else 0.0  # nats: half of a step of scores in 8 bits
         if name == "scores":
-            return self._scores, partial(choice.wrong_logits, epsilon)
+            return self._scores, lambda out: choice.wrong_logits(epsilon, self._widened(*out), coarse)
         if name == "scores+select":
-            return self._select, lambda out: choice.wrong(out[0], setting.window, epsilon)
+            return self._select, lambda out: choice.wrong(out[0], setting.window, epsilon, coarse)
         chosen = self._select(0)[0]  # the choice is that of the first two launches
 
         def wrong(out: Output) -> str | None:
-            return choice.wrong(chosen, setting.window, epsilon) or choice.expected(chosen).wrong(out[0])
+            return choice.wrong(chosen, setting.window, epsilon, coarse) or choice.expected(chosen).wrong(out[0])
 
         return self._sparq, wrong
 
@@ -65,7 +75,27 @@ class Field:
         return {"rank": self._setting.rank, "component_weight": None, "scale": scale, "left_padding": None}
 
     def _scores(self, i: int) -> Output:
-        return (sparq.sparq_scores(self._inputs.queries, self._inputs.keys_t[i], **self._selection).logits,)
+        inputs, keys_t = self._inputs, self._keys_t[i]
+        if not isinstance(keys_t, KeyCodes):
+            return (sparq.sparq_scores(inputs.queries, keys_t, **self._selection).logits,)
+        how = {"key_bits": self._setting.key_bits, "narrow": not self._exact, **self._selection}
+        scores = sparq.sparq_code_scores(inputs.queries, inputs.keys[i], keys_t, **how)
+        self._tile = scores.tile
+        assert scores.statistics is not None
+        return scores.logits, scores.statistics
+
+    def _widened(
+        self, logits: torch.Tensor, statistics: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits, and the least that can be told of them."""
+        if logits.dtype != torch.uint8:
+            return logits, torch.full_like(logits, -torch.inf)
+        assert statistics is not None
+        S = self._inputs.case.S
+        key = torch.arange(logits.shape[3], device=logits.device)
+        tile = torch.where(key < S // GROUP * GROUP, key // self._tile, statistics.shape[4] - 1)
+        largest = statistics[..., 0, :][..., tile]
+        return largest - logits.float() / 16, largest - (NO_WEIGHT.value - 0.5) / 16
 
     def _select(self, i: int) -> Output:
         more: dict[str, Any] = {
@@ -73,13 +103,18 @@ class Field:
             "local_window": self._setting.window,
             "group_reduce": "softmax",
         }
-        return sparq.sparq_select(self._inputs.queries, self._inputs.keys_t[i], **self._selection, **more)[:1]
+        if self._setting.coded:
+            more |= {"keys": self._inputs.keys[i], "key_bits": self._setting.key_bits, "exact": self._exact}
+        return sparq.sparq_select(self._inputs.queries, self._keys_t[i], **self._selection, **more)[:1]
 
     def _sparq(self, i: int) -> Output:
         inputs, setting = self._inputs, self._setting
-        given = inputs.queries, inputs.keys[i], inputs.values[i], inputs.keys_t[i]
+        keys_t = self._keys_t[i]
+        codes, *ranges = keys_t if isinstance(keys_t, KeyCodes) else (keys_t,)
+        given = inputs.queries, inputs.keys[i], inputs.values[i], codes
         chosen = setting.rank, setting.top_k, setting.window, "softmax", None
-        out, lse = torch_ops.sparq_decode(*given, *chosen, inputs.case.scale, None, inputs.value_mean)
+        how = inputs.case.scale, None, inputs.value_mean, setting.key_bits
+        out, lse = torch_ops.sparq_decode(*given, *chosen, *how, *ranges)
         return out, lse
 
 

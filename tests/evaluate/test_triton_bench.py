@@ -33,9 +33,9 @@ LENGTHS = [4 * K << i for i in range(8)]
 EVERY = cases.sparq_cases(LENGTHS, [1, 8, 64], [LLAMA, Shape(32, 32, 128)], "float16", SparQSetting(32, 128))
 EVERY_SAAP = cases.saap_cases([64 * K, *cases.SAAP_BARS], [1], [LLAMA], "float16")
 SMALL = [
-    SparQCase("float16", Shape(8, 2, 64), 2, 300, (SparQSetting(16, 32), SparQSetting(8, 40))),
-    SparQCase("float16", Shape(3, 3, 64), 1, 257, (SparQSetting(16, 32),)),
-    SparQCase("bfloat16", Shape(3, 1, 128), 1, 200, (SparQSetting(128, 40),)),
+    SparQCase("float16", Shape(8, 2, 64), 2, 300, (SparQSetting(16, 32), SparQSetting(8, 40), SparQSetting(16, 32, 4))),
+    SparQCase("float16", Shape(3, 3, 64), 1, 257, (SparQSetting(16, 32), SparQSetting(16, 32, 4))),
+    SparQCase("bfloat16", Shape(3, 1, 128), 1, 200, (SparQSetting(128, 40), SparQSetting(128, 40, 8))),
 ]
 SETTINGS = cases.equal(0.1, 32, 64), SaapSetting(24, 8, 0.3, "a column", 64)
 SAAP = SaapCase("float16", Shape(4, 2, 64), 2, 500, SETTINGS, 2, 38)  # few exact keys, so that there are others
@@ -56,7 +56,8 @@ def arrays(given: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def sparq_settings(setting: SparQSetting) -> dict[str, int]:
-    return {"rank": setting.rank, "top_k": setting.top_k, "local_window": setting.window}
+    how = {"rank": setting.rank, "top_k": setting.top_k, "local_window": setting.window}
+    return {**how, "key_bits": setting.key_bits}
 
 
 def routed(setting: SaapSetting) -> saap.Routed:
@@ -96,7 +97,7 @@ def test_caches_are_enough_that_l2_holds_nothing_and_fit_where_bars_are() -> Non
             assert case.memory(copies) < H200_MEMORY
     for case in EVERY:
         for setting in case.settings:
-            read = case.rows * case.item * (case.S * setting.rank + 2 * setting.top_k * case.D)
+            read = case.rows * (case.S * setting.scored(case.item) + case.item * 2 * setting.top_k * case.D)
             assert case.copies(H200_L2) * read >= 3 * H200_L2
     most = next(case for case in EVERY if case.B == 64 and case.S == 512 * K)
     assert most.memory(1) > H200_MEMORY
