@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -144,15 +146,21 @@ def test_codes_are_right_after_any_history(make: Any, history: list[tuple[str, i
     check_codes(cache)
 
 
-@pytest.mark.parametrize(("dim", "share"), [(64, 0.1407), (128, 0.1407), (256, 0.1407)])
-def test_four_bits_take_an_eighth_and_a_sixty_fourth_of_keys_and_values(dim: int, share: float) -> None:
-    """D (4 / 8 + 4 / 64) bytes per token beside 4 D of K and V in half precision; and one centre."""
-    cache = single()
-    rows = mx.zeros((1, 2, 8192, dim), mx.float16)
-    cache.update_and_fetch(rows, rows)
-    before = cache.nbytes
-    cache.hold("sparq", SparQState()).read(cache, FEW, 1, whole=True)  # type: ignore[attr-defined]
-    assert (cache.nbytes - before) / before == pytest.approx(share, abs=2e-4)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_a_token_takes_the_memory_that_the_specification_lists(dim: int) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "spec" / "sparq.md").read_text(encoding="utf-8")
+    (row,) = re.findall(rf"^\| {dim} \| (\d+) \| (\d+) .*\| (\d+) .*\| (\d+) .*\|$", text, re.MULTILINE)
+    plain, *listed = map(int, row)
+    heads, length = 2, 8192
+    for bits, more in zip((4, 8, 16), listed, strict=True):
+        cache = single()
+        rows = mx.zeros((1, heads, length, dim), mx.float16)
+        cache.update_and_fetch(rows, rows)
+        assert cache.nbytes == plain * heads * length
+        config = SparQ(rank=4, top_k=4, reallocate=False, component_score="query", key_bits=bits)
+        state = cache.hold("sparq", SparQState())
+        state.read(cache, config, 1, whole=True)
+        assert state.nbytes - more * heads * length == (4 * dim * heads if bits < 16 else 0)  # the centre
 
 
 def test_building_codes_for_a_long_prompt_takes_little_memory_besides() -> None:
