@@ -23,9 +23,9 @@ def code_keys(
     rows = mx.minimum(mx.arange(S) + left_padding[:, None], S - 1)
     coded = _code_groups(mx.take_along_axis(keys, rows[:, None, :, None], axis=2), None, key_bits)
     there = _full_groups(S, left_padding)
-    blank = [mx.where(there, array, mx.array(0, array.dtype)) for array in (coded.lo, coded.step)]
+    lo, step = (mx.where(there, array, mx.array(0, array.dtype)) for array in (coded.lo, coded.step))
     words = mx.where(mx.repeat(there, 2 * key_bits, axis=-1), coded.codes, mx.array(0, mx.uint32))
-    return KeyCodes(words, *blank, mx.where(there.any(axis=-1), coded.centre, 0))
+    return KeyCodes(words, lo, step, mx.where(there.any(axis=-1), coded.centre, 0))
 
 
 def _code_groups(keys: mx.array, centre: mx.array | None, key_bits: int) -> KeyCodes:
