@@ -9,6 +9,9 @@ from mlx_sparse.methods import NEVER, SAAP, SparQ
 LANES = (4096, 2048, 1024, 512, 256, 128, 64)
 # Elements per KV head that a step must save before the body of SparQ or SAAP pays: its many small nodes cost as much.
 ENOUGH_SAVED, SAAP_ENOUGH_SAVED = 1 << 19, 1 << 20
+# What a component of a key in codes costs the body of SparQ, relative to an element of dense attention: a quarter of
+# the bytes, but standard operators take a dozen passes to turn them into numbers.
+CODED_COST = 6
 LOOKED_AT = 0.2  # what it costs SAAP's body to look at the bucket of a key, relative to attending to the key
 # Tokens of a prompt that go in at a time. A sampled one is scored piece by piece, at the cost of a row block each, so
 # that they are as long as mlx-lm's.
@@ -30,12 +33,13 @@ def dense_below(config: SparQ, D: int) -> int:
     """Keys below which a decode step stays dense, where that is "auto".
 
     The same for bodies and native kernels, which must give the same answer. Bodies are slower than dense attention
-    below it; native kernels overtake at some 500 keys.
+    below it; native kernels overtake at some 500 keys. The body for codes never overtakes where heads are small.
     """
     shortest = config.shortest_context()
     if config.dense_below != "auto" or config.top_k < SparQ.top_k:
         return shortest
-    return max(shortest, ENOUGH_SAVED // (2 * D - config.rank))
+    saved = 2 * D - config.rank * (CODED_COST if config.key_bits < 16 else 1)  # for each key
+    return max(shortest, ENOUGH_SAVED // saved) if saved > 0 else NEVER
 
 
 def saap_dense_below(config: SAAP, D: int, buckets: int, network: int) -> int:

@@ -130,7 +130,7 @@ _DENSE_PROMPT = Attribute(
 )
 # Functions that bodies call, no operators: they have no schema and no kernel of their own.
 PROMPTS = "PromptAttention"
-FUNCTIONS = (PROMPTS, "SparQComponents", "SparQChoice", "CodeRanges")
+FUNCTIONS = (PROMPTS, "SparQComponents", "SparQChoice", "CodeRanges", "KeyRows", "KeyBounds")
 _WHEN_SAMPLED = (
     "Sampled are pieces of a prompt of more than `block_size` tokens, without padding and with rows of one length of "
     "`dense_prompt_below` keys or more"

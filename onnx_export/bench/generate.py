@@ -21,10 +21,11 @@ import numpy.typing as npt
 import onnx
 
 from mlx_sparse.checks import ConfigError, check_int
+from mlx_sparse.common.key_codes import GROUP
 from mlx_sparse.lm.saap import load_artefact
 from mlx_sparse.lm.session import loading
 from mlx_sparse.methods import parse
-from mlx_sparse.oracle import code_keys
+from mlx_sparse.oracle import code_keys, key_spread
 from mlx_sparse.tools.bench.core import Length, Row, say, too_large
 from mlx_sparse.tools.bench.run import Plan
 from mlx_sparse.tools.environment import memory
@@ -141,12 +142,10 @@ class Decoder:
         self._sparq = list(_sparq_caches(file, caches))
         for keys, keys_t, _, _, lanes in self._sparq:
             keys_t[...] = _component_major(keys, lanes)
-        self._coded = list(_coded_caches(file, caches))
-        for keys, codes, summary, bits in self._coded:
-            coded = code_keys(keys, key_bits=bits)
-            codes[...], summary[:, 1::3] = records_of(coded), coded.centre
-        self._summaries = [summary.copy() for _, _, summary, _ in self._coded]
+        layers = list(_coded_caches(file, caches))
+        self._coded = _Coded(layers) if layers else None
         self._sums: dict[int, list[Array]] = {}
+        self._first = 0  # token that was written since
 
     def first(self, S: int, token: int) -> Array:
         """The logits of the step that appends ``token`` to ``S`` tokens."""
@@ -154,10 +153,43 @@ class Decoder:
             self._sums[S] = [_sums_of(keys[:, :, :S], values[:, :, :S]) for keys, _, values, _, _ in self._sparq]
         for (_, _, _, sums, _), found in zip(self._sparq, self._sums[S], strict=True):
             sums[...] = found
-        for (_, _, summary, _), before in zip(self._coded, self._summaries, strict=True):
-            summary[...] = before
+        if self._coded is not None:
+            self._coded.put(S, slice(self._first, self.runner.length))
+        self._first = S
         self.runner.go_on_from(S)
         return self.runner.step([[token]]).copy()
+
+
+class _Coded:
+    """SparQ layers with codes, of the same random numbers each.
+
+    Steps overwrite keys that later codes are of, and bodies the codes of groups that are not full.
+    """
+
+    def __init__(self, layers: Sequence[tuple[Array, Array, Array, Array, int]]) -> None:
+        self._layers = layers
+        keys, _, _, _, self._bits = layers[0]
+        self._rows = keys.copy()  # of keys and of values
+        self._codes = code_keys(keys, key_bits=self._bits)
+        self._records = records_of(self._codes)
+        self._summaries: dict[int, Array] = {}
+
+    def put(self, S: int, written: slice) -> None:
+        """Give every layer what a prompt of ``S`` tokens leaves, after steps that wrote the rows ``written``."""
+        if S not in self._summaries:
+            self._summaries[S] = self._summary(S)
+        for keys, codes, values, summary, _ in self._layers:
+            keys[:, :, written] = values[:, :, written] = self._rows[:, :, written]
+            codes[...], summary[...] = self._records, self._summaries[S]
+
+    def _summary(self, S: int) -> Array:
+        """What `SparQCodedAttention` keeps beside the codes of ``S`` tokens."""
+        rows, M = self._rows[:, :, :S].astype(np.float32, copy=False), S // GROUP
+        lo, step = (array[..., :M] for array in (self._codes.lo, self._codes.step))
+        spread = key_spread(self._codes._replace(lo=lo, step=step), rows, key_bits=self._bits)
+        centre = self._codes.centre if M else np.zeros_like(self._codes.centre)
+        summary = np.stack([rows.sum(axis=2), centre, spread], axis=2)
+        return summary.reshape(len(summary), -1, summary.shape[-1])
 
 
 def _sparq_caches(file: Exported, caches: Mapping[str, Array]) -> Iterator[tuple[Array, Array, Array, Array, int]]:
@@ -168,12 +200,12 @@ def _sparq_caches(file: Exported, caches: Mapping[str, Array]) -> Iterator[tuple
             yield keys, keys_t, values, sums, next(entry.i for entry in node.attribute if entry.name == "lanes")
 
 
-def _coded_caches(file: Exported, caches: Mapping[str, Array]) -> Iterator[tuple[Array, Array, Array, int]]:
-    """Of every SparQ layer with codes its keys, their codes, its summary and the bits of a code."""
+def _coded_caches(file: Exported, caches: Mapping[str, Array]) -> Iterator[tuple[Array, Array, Array, Array, int]]:
+    """Of every SparQ layer with codes its keys, their codes, values and summary, and the bits of a code."""
     for node in onnx.load(file.folder / MODEL, load_external_data=False).graph.node:
         if node.op_type in ("SparQCodedAttention", "SampleSparQCodedAttention"):
-            keys, codes, _, summary = (caches[name] for name in node.input[-6:-2])
-            yield keys, codes, summary, next(entry.i for entry in node.attribute if entry.name == "key_bits")
+            keys, codes, values, summary = (caches[name] for name in node.input[-6:-2])
+            yield keys, codes, values, summary, next(entry.i for entry in node.attribute if entry.name == "key_bits")
 
 
 def _component_major(keys: Array, lanes: int) -> Array:

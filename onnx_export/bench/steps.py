@@ -34,7 +34,7 @@ from .caches import CODED_BITS, Caches, Problem
 from .report import by_threads, tables, where
 
 TORCH = {"torch-gqa": "torch SDPA, enable_gqa", "torch-rows": "torch SDPA, group as rows"}
-CODED = "native-sparq-4"
+CODED = ("body-sparq-4", "native-sparq-4")
 NAMES = {  # in the order of the table
     "read": "plain read of K and V",
     "gqa": "ORT GroupQueryAttention, shared buffers",
@@ -42,16 +42,17 @@ NAMES = {  # in the order of the table
     **TORCH,
     "body-dense": "our CachedAttention, function body",
     "body-sparq": "our SparQAttention, function body",
+    "body-sparq-4": "our SparQCodedAttention, 4 bits, function body",
     "native-dense": "our CachedAttention, native",
     "native-sparq": "our SparQAttention, native",
-    CODED: "our SparQCodedAttention, 4 bits, native",
+    "native-sparq-4": "our SparQCodedAttention, 4 bits, native",
 }
 TYPES = {
     **dict.fromkeys(NAMES, HALF),
     "gqa": (*HALF, "int8"),
     "standard": ("float32",),
     **dict.fromkeys(TORCH, (*HALF, "bfloat16")),
-    CODED: ("float16",),
+    **dict.fromkeys(CODED, ("float16",)),
 }
 CONTENDERS = [(name, dtype) for name in NAMES for dtype in TYPES[name]]
 PAUSE = 0.003  # seconds between two contenders: pools that spin for a moment after their work do so here
@@ -195,7 +196,7 @@ def measured(
     types = dict.fromkeys(dtype for _, dtype in names)
     large = too_large(problem.memory(types), memory(), LARGEST_SHARE)
     component_major = [dtype for dtype in HALF if any(name.endswith("sparq") for name, _ in names)]
-    coded = [dtype for name, dtype in names if name == CODED]
+    coded = [dtype for name, dtype in names if name in CODED]
     caches = {
         dtype: Caches(problem, dtype, component_major=dtype in component_major, coded=dtype in coded)
         for dtype in types
@@ -238,7 +239,7 @@ def build(name: str, dtype: str, caches: Caches, threads: int) -> Bound:
         model = standard(p)
     else:
         model = _ours(name, dtype, p)
-    return ort_step(session(model, name, threads), dtype, caches, _between_codings(caches) if name == CODED else None)
+    return ort_step(session(model, name, threads), dtype, caches, _between_codings(caches) if name in CODED else None)
 
 
 def between_codings(S: int) -> int:
@@ -260,7 +261,7 @@ def _ours(name: str, dtype: str, p: Problem) -> Any:
     chosen: dict[str, Any] = {"rank": p.rank, "top_k": p.top_k, "local_window": p.window}
     # dense_below 0: the step under test is taken at every length.
     chosen |= {"reallocate": 0, "group_reduce": 0, "component_score": 0, "dense_below": 0}
-    if name == CODED:
+    if name in CODED:
         sizes |= {"3Hkv": 3 * p.Hkv, "HkvD": p.Hkv * p.D, **coded_axes(p.C, CODED_BITS)}
         chosen["key_bits"] = CODED_BITS
         return operator_model("SparQCodedAttention", dtype=dtype, sizes=sizes, scale=p.scale, **chosen)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from mlx_sparse.checks import ConfigError, SparseAttentionError, shortened
 from mlx_sparse.common.extras import naming_missing
+from mlx_sparse.methods import NEVER
 
 if TYPE_CHECKING:
     from .export import Exported
@@ -41,7 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"Checked on onnxruntime: {made.agreement}.")
     if made.sparse_from is not None and made.how is not None:
         print(f"Decode steps are sparse from {made.sparse_from:,} keys on ({made.how}).")
-    if made.sparse_from is not None and made.sparse_from > made.max_length:
+    if made.sparse_from is not None and made.sparse_from >= NEVER:
+        print("It decodes densely: no length pays without native kernels. With them give --dense-below.")
+    elif made.sparse_from is not None and made.sparse_from > made.max_length:
         print(
             f"It decodes densely: sparse steps begin at {made.sparse_from} keys and it holds {made.max_length} tokens. "
             "Give a larger --max-length, or dense_below."
@@ -98,7 +101,8 @@ def _parser() -> argparse.ArgumentParser:
         default="sparq",
         metavar="METHOD[:KEY=VALUE,...]",
         help="'dense'; 'sparq' or 'saap' for decoding, 'sample' for prompts, or both, such as 'sample+sparq', with "
-        "parameters such as 'sparq:rank=16,top_k=256' or 'saap:artefact=FILE,probes=32' (default: sparq).",
+        "parameters such as 'sparq:rank=16,top_k=256' or 'saap:artefact=FILE,probes=32' (default: sparq, with scores "
+        "from 4-bit codes of the keys; 'sparq:key_bits=16' stores component-major keys instead).",
     )
     parser.add_argument(
         "--attn-config",

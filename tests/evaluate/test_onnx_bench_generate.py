@@ -14,15 +14,19 @@ import tiny_models
 from exported import artefact, exported
 from mlx_sparse.onnx_export import Runner
 from mlx_sparse.onnx_export.bench import generate as onnx_generate
+from mlx_sparse.onnx_export.bench.caches import records_of
 from mlx_sparse.onnx_export.bench.generate import Turns
 from mlx_sparse.onnx_export.runtime import native
 from require import absent
 
 from mlx_sparse.checks import ConfigError
+from mlx_sparse.common.key_codes import GROUP
+from mlx_sparse.oracle import code_keys, key_spread
 from mlx_sparse.tools.bench.command import main
 
 SPARQ = "sparq:rank=4,top_k=16,dense_below=64"
 ROBUST = SPARQ + ",component_score=query_key,reallocate=true"
+COLUMNS = ROBUST + ",key_bits=16"
 LENGTHS, TOKENS, TURNS = (40, 300), 3, 2
 
 
@@ -52,17 +56,18 @@ def rows_of(capsys: pytest.CaptureFixture[str], model: Path, attn: str, *options
     return rows
 
 
-def test_every_file_and_kind_of_kernels_decodes_from_every_length(model: Path, capsys: Any):
+@pytest.mark.parametrize("method", [SPARQ, ROBUST, SPARQ + ",key_bits=16"])
+def test_every_file_and_kind_of_kernels_decodes_from_every_length(method: str, model: Path, capsys: Any):
     if reason := native.unavailable():
         absent("ort", reason)
-    rows = rows_of(capsys, model, SPARQ)
+    rows = rows_of(capsys, model, method)
     kinds = [(row["method"], row["kernels"], row["S"]) for row in rows]
-    assert set(kinds) == {(m, k, S) for m in ("dense", SPARQ) for k in ("native", "bodies") for S in LENGTHS}
+    assert set(kinds) == {(m, k, S) for m in ("dense", method) for k in ("native", "bodies") for S in LENGTHS}
     assert len(kinds) == len(set(kinds))
     assert all(row["turns"] == TURNS and row["generation"] > 0 and not row["failed"] for row in rows)
     assert all(row["error"] < 1e-4 for row in rows)  # float32, and no choice of a key on the edge
     assert all(row["generation_ratio"] == row["busy_ratio"] == 1 for row in rows if row["method"] == "dense")
-    notes = {(row["S"], row["note"]) for row in rows if row["method"] == SPARQ}
+    notes = {(row["S"], row["note"]) for row in rows if row["method"] == method}
     assert notes == {(40, "its steps are dense below 64 keys"), (300, None)}
 
 
@@ -82,7 +87,7 @@ def test_the_model_itself_is_left_as_it_is(model: Path, tmp_path: Path):
 
 def test_caches_hold_what_a_prompt_leaves_there(model: Path):
     """The same keys in both layouts, and their sums."""
-    folder, prompt = exported(ROBUST), tiny_models.prompt_of(100)
+    folder, prompt = exported(COLUMNS), tiny_models.prompt_of(100)
     runner = Runner(folder, native="off")
     runner.prefill(prompt)
     layers = list(onnx_generate._sparq_caches(SimpleNamespace(folder=folder), runner.caches))
@@ -95,14 +100,35 @@ def test_caches_hold_what_a_prompt_leaves_there(model: Path):
 
 
 def test_random_caches_are_such_as_a_prompt_could_have_left():
-    file = SimpleNamespace(folder=exported(ROBUST), max_length=256)
-    decoder = onnx_generate.Decoder(file, ROBUST, "off", 1)
+    file = SimpleNamespace(folder=exported(COLUMNS), max_length=256)
+    decoder = onnx_generate.Decoder(file, COLUMNS, "off", 1)
     for S in (100, 200, 100):
         decoder.first(S, 5)
         for keys, keys_t, values, sums, lanes in onnx_generate._sparq_caches(file, decoder.runner.caches):
             assert np.array_equal(keys_t, onnx_generate._component_major(keys, lanes))
             expected = onnx_generate._sums_of(keys[:, :, : S + 1], values[:, :, : S + 1])
             np.testing.assert_allclose(sums, expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("lengths", [(100, 200, 100), (40, 200), (191, 200)])
+def test_coded_caches_are_such_as_a_prompt_could_have_left(lengths: tuple[int, ...]):
+    """After a step, that is: it writes a row, and in a body a record too. The one after 191 tokens fills a group."""
+    file = SimpleNamespace(folder=exported(ROBUST), max_length=256)
+    decoder = onnx_generate.Decoder(file, ROBUST, "off", 1)
+    for S in lengths:
+        decoder.first(S, 5)
+        layers = list(onnx_generate._coded_caches(file, decoder.runner.caches))
+        assert len(layers) == 2
+        for keys, codes, values, summary, bits in layers:
+            coded = code_keys(keys[:, :, : S + 1], key_bits=bits)
+            full = (S + 1) // GROUP
+            if full:
+                np.testing.assert_array_equal(codes[:, :, :full], records_of(coded))
+            value_sum, centre, spread = summary.reshape(1, -1, 3, keys.shape[-1]).swapaxes(0, 2)[:, :, 0]
+            np.testing.assert_array_equal(centre, coded.centre[0])
+            np.testing.assert_allclose(value_sum, values[0, :, : S + 1].sum(axis=1), rtol=1e-5, atol=1e-4)
+            expected = key_spread(coded, keys[:, :, : S + 1], key_bits=bits)[0]
+            np.testing.assert_allclose(spread, expected, rtol=1e-4)
 
 
 def test_a_step_that_is_wrong_gets_no_speed():

@@ -12,10 +12,11 @@ import onnx
 import onnxruntime as ort
 import pytest
 import tiny_models
-from exported import CODED, FLOAT32, SAAP_FILE, SAMPLE, SAMPLE_SAAP, STEPS, Made, by_kernels, need
+from exported import FLOAT32, OVER_A_GROUP, SAAP_FILE, SAMPLE, SAMPLE_SAAP, SPARQ, STEPS, Made, by_kernels, need
 from exported import PROMPT_LENGTH as PROMPT
 from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, KVCache, make_prompt_cache
 from mlx_sparse.onnx_export import COMPAT, DEFAULT, export, registered
+from mlx_sparse.onnx_export.build import graphs
 from mlx_sparse.onnx_export.exporter import families
 from mlx_sparse.onnx_export.exporter.verify import compare
 from mlx_sparse.onnx_export.runtime import native
@@ -26,13 +27,14 @@ from mlx_sparse.checks import ArtefactError
 METHODS = {
     "dense": "dense",
     "sparq": "sparq:rank=4,top_k=4,dense_below=0",
-    # Every other choice, and dense for the first eight steps.
+    # Every other choice, component-major keys among them, and dense for the first eight steps.
     "late": "sparq:rank=6,top_k=16,local_window=3,reallocate=true,component_score=query_key,group_reduce=logits,"
-    "dense_below=33",
+    "dense_below=33,key_bits=16",
     "saap": SAAP_FILE,
     "kmeans": f"{SAAP_FILE},mode=kmeans",
 }
-MIXED = "sparq:rank=4,top_k=2,local_window=1,reallocate=true,component_score=query_key,dense_below=0"
+COLUMNS = f"{METHODS['sparq']},key_bits=16"
+MIXED = "sparq:rank=4,top_k=2,local_window=1,reallocate=true,component_score=query_key,dense_below=0,key_bits=16"
 SAMPLED = f"sample:block_size=32,dense_below=0+{METHODS['sparq']}"
 by_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 
@@ -87,16 +89,21 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def length_for(method: str) -> int:
+    """Tokens of a prompt that shows the method: fewer are not coded."""
+    return OVER_A_GROUP if method == METHODS["sparq"] else PROMPT
+
+
 @by_method
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_tokens_of_every_family_are_those_of_mlx(tmp_path: Path, family: str, method: str) -> None:
-    Made(tmp_path, family, method).check_tokens()
+    Made(tmp_path, family, method, max_length=128).check_tokens(length_for(method))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_tokens_of_variants_are_those_of_mlx(tmp_path: Path, variant: str) -> None:
     family, changes = VARIANTS[variant]
-    Made(tmp_path, family, "sparq:rank=4,top_k=4,dense_below=33", changes).check_tokens()
+    Made(tmp_path, family, "sparq:rank=4,top_k=4,dense_below=33,key_bits=16", changes).check_tokens()
 
 
 @pytest.mark.parametrize("variant", SAAP_VARIANTS)
@@ -112,18 +119,19 @@ def test_tokens_of_variants_with_saap_are_those_of_mlx(tmp_path: Path, variant: 
         *(
             (family, METHODS[name], "off")
             for family in ("llama", "gemma3_text", "smollm3")
-            for name in METHODS
-            if name in ("dense", "sparq")
+            for name in ("dense", "sparq")
         ),
+        ("llama", METHODS["sparq"], "auto"),
+        ("llama", COLUMNS, "off"),
         ("llama", SAAP_FILE, "off"),
         ("llama", SAAP_FILE, "auto"),
     ],
 )
 def test_left_padded_rows_are_those_of_mlx(tmp_path: Path, family: str, method: str, kernels: str) -> None:
     need(kernels)
-    made = Made(tmp_path, family, method, SLIDING if family == "smollm3" else {})
+    made = Made(tmp_path, family, method, SLIDING if family == "smollm3" else {}, max_length=128)
     padding = [5, 0]
-    rows = np.array([tiny_models.prompt_of(PROMPT, seed) for seed in (1, 2)])
+    rows = np.array([tiny_models.prompt_of(length_for(method), seed) for seed in (1, 2)])
     with made.mlx():
         cache = [
             BatchKVCache(padding) if type(c) is KVCache else BatchRotatingKVCache(c.max_size, padding)
@@ -147,7 +155,7 @@ def outputs(made: Made, *calls: tuple[list[list[int]], list[list[int]]], kernels
     options.log_severity_level = 4
     session = ort.InferenceSession(made.folder / "model.onnx", options)
     rows = len(calls[0][0])
-    kinds = {"tensor(float)": np.float32, "tensor(int16)": np.int16}
+    kinds = {"tensor(float)": np.float32, "tensor(int16)": np.int16, "tensor(uint8)": np.uint8}
     caches = {t.name: np.zeros((rows, *t.shape[1:]), kinds[t.type]) for t in session.get_inputs()[2:]}
     for tokens, mask in calls:
         got = session.run(None, {"input_ids": np.array(tokens), "attention_mask": np.array(mask), **caches})
@@ -174,7 +182,7 @@ def test_a_mask_that_means_nothing_is_an_error_of_the_runtime(sparse_llama: Made
 
 
 @by_kernels
-@pytest.mark.parametrize("method", ["dense", METHODS["sparq"], MIXED, SAAP_FILE, SAMPLED, SAMPLE_SAAP])
+@pytest.mark.parametrize("method", ["dense", METHODS["sparq"], COLUMNS, MIXED, SAAP_FILE, SAMPLED, SAMPLE_SAAP])
 def test_a_row_may_be_padding_throughout_and_begin_later(tmp_path: Path, method: str, kernels: str) -> None:
     need(kernels)
     made = Made(tmp_path, "llama", method)
@@ -209,8 +217,8 @@ FORMS: dict[str, dict[str, Any]] = {
     ("family", "method", "form", "length"),
     [
         *(
-            ("qwen3", METHODS[name], form, PROMPT)
-            for name in ("dense", "sparq")
+            ("qwen3", method, form, length_for(method))
+            for method in ("dense", METHODS["sparq"], COLUMNS)
             for form in ("default", "compat", "inline", "both")
         ),
         *(("llama", SAAP_FILE, form, PROMPT) for form in ("compat", "inline", "float16", "bfloat16")),
@@ -233,14 +241,15 @@ def test_other_forms_say_the_same(tmp_path: Path, family: str, method: str, form
         made.check_tokens(length)
     assert not inlined or not made.runner(kernels="auto").native
     agreement = made.result.agreement
-    of_sparse = [error for error in (agreement.sparse, agreement.sampled) if error is not None]
-    assert len(of_sparse) == (method != "dense") + ("sample" in method)
+    of_sparse = [error for error in (agreement.sparse, agreement.sampled, agreement.coded) if error is not None]
+    coded = "sparq" in method and "key_bits=16" not in method
+    assert len(of_sparse) == (method != "dense") + ("sample" in method) + coded
     assert all(error < FLOAT32 * agreement.largest for error in of_sparse)
 
 
-@pytest.mark.parametrize("method", ["dense", "sparq", "saap", "kmeans"])
+@pytest.mark.parametrize("method", ["dense", METHODS["sparq"], COLUMNS, SAAP_FILE, METHODS["kmeans"]])
 def test_a_static_file_has_only_numbers_and_says_the_same(tmp_path: Path, method: str) -> None:
-    made = Made(tmp_path, "llama", METHODS[method], static=(2, 64), max_length=None)
+    made = Made(tmp_path, "llama", method, static=(2, 64), max_length=None)
     for tensor in (*made.proto.graph.input, *made.proto.graph.output):
         assert all(dim.HasField("dim_value") for dim in tensor.type.tensor_type.shape.dim), tensor.name
     prompts = [tiny_models.prompt_of(4, seed) for seed in (1, 2)]  # attended densely, as mlx-lm does prompts
@@ -289,21 +298,41 @@ def test_a_file_that_attends_otherwise_than_mlx_is_not_kept(
     assert not (tmp_path / "exported").exists()
 
 
+def test_a_file_that_reads_codes_otherwise_than_mlx_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = compare.copy_for_check
+
+    def other_copy(*arguments: Any) -> onnx.ModelProto:
+        model = copy(*arguments)
+        [body] = [function for function in model.functions if function.name == "SparQCoded"]
+        [sixteen] = [node for graph in graphs(body) for node in graph.node if "sixteen" in node.output]
+        sixteen.attribute[0].f = 8
+        return model
+
+    monkeypatch.setattr(compare, "copy_for_check", other_copy)
+    with pytest.raises(ArtefactError, match=r"with coded keys\. Nothing was kept"):
+        Made(tmp_path, "llama", METHODS["sparq"], max_length=128)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("own", [True, False], ids=["the model's", "asked for"])
-def test_half_precision_is_stored_and_widened(tmp_path: Path, dtype: str, own: bool) -> None:
+@pytest.mark.parametrize(
+    ("method", "state"), [("sparq:rank=4,top_k=4", "summary"), ("sparq:rank=4,top_k=4,key_bits=16", "sums")]
+)
+def test_half_precision_is_stored_and_widened(tmp_path: Path, method: str, state: str, dtype: str, own: bool) -> None:
     source = tiny_models.write(tmp_path / "source", tie_word_embeddings=True)
     if own:
         weights = mx.load(str(source / "model.safetensors"))
         halved = {name: array.astype(getattr(mx, dtype)) for name, array in weights.items()}
         mx.save_safetensors(str(source / "model.safetensors"), halved, {"format": "mlx"})
     folder = tmp_path / "exported"
-    made = export(str(source), folder, method="sparq:rank=4,top_k=4", max_length=64, dtype=None if own else dtype)
+    made = export(str(source), folder, method=method, max_length=64, dtype=None if own else dtype)
     proto = onnx.load(folder / "model.onnx", load_external_data=False)
     element = {"float16": onnx.TensorProto.FLOAT16, "bfloat16": onnx.TensorProto.BFLOAT16}[dtype]
     types = {tensor.name: tensor.type.tensor_type.elem_type for tensor in proto.graph.input}
     assert all(types[name] == element for name in types if name.startswith("past_key_values."))
-    assert types["past_sums.0"] == onnx.TensorProto.FLOAT
+    assert types[f"past_{state}.0"] == onnx.TensorProto.FLOAT
     stored = {t.name: t.data_type for t in proto.graph.initializer if t.data_location == onnx.TensorProto.EXTERNAL}
     assert {kind for name, kind in stored.items() if "proj" in name or "embed" in name} == {element}
     # The rounding of half precision, and no more: with float32 caches the sparse step agrees to float32.
@@ -313,7 +342,7 @@ def test_half_precision_is_stored_and_widened(tmp_path: Path, dtype: str, own: b
 
 
 def test_inputs_and_outputs_are_those_of_the_documentation(tmp_path: Path) -> None:
-    made = Made(tmp_path, "llama", METHODS["sparq"], {"num_hidden_layers": 3}, max_length=60)
+    made = Made(tmp_path, "llama", COLUMNS, {"num_hidden_layers": 3}, max_length=60)
     pasts = [f"past_key_values.{i}.{part}" for i in range(5) for part in ("key", "value")]
     pasts += [f"{name}.{i}" for name in ("past_sums", "past_conv") for i in range(3)]
     assert sorted(t.name for t in made.proto.graph.input) == sorted(["input_ids", "attention_mask", *pasts])
@@ -322,7 +351,8 @@ def test_inputs_and_outputs_are_those_of_the_documentation(tmp_path: Path) -> No
     assert made.metadata == {
         "spec": "1",
         "version": mlx_sparse.__version__,
-        "method": "sparq:rank=4,top_k=4,local_window=1,reallocate=false,component_score=query,dense_below=5",
+        "method": "sparq:rank=4,top_k=4,local_window=1,reallocate=false,component_score=query,key_bits=16,"
+        "dense_below=5",
         "model_type": "llama",
         "max_length": "60",
         "dtype": "float32",
@@ -332,8 +362,8 @@ def test_inputs_and_outputs_are_those_of_the_documentation(tmp_path: Path) -> No
     assert {file.name for file in made.folder.iterdir()} == names
 
 
-def test_a_file_with_few_bits_carries_codes_and_says_what_mlx_says(tmp_path: Path) -> None:
-    made = Made(tmp_path, "llama", CODED, {"num_hidden_layers": 3}, max_length=256)
+def test_a_file_carries_codes_by_default_and_says_what_mlx_says(tmp_path: Path) -> None:
+    made = Made(tmp_path, "llama", SPARQ, {"num_hidden_layers": 3}, max_length=256)
     names = {tensor.name for tensor in made.proto.graph.input}
     pasts = {f"past_key_values.{i}.{part}" for i in range(3) for part in ("key", "value")}
     pasts |= {f"past_{name}.{i}" for name in ("key_codes", "summary") for i in range(3)}
@@ -343,7 +373,7 @@ def test_a_file_with_few_bits_carries_codes_and_says_what_mlx_says(tmp_path: Pat
 
 
 def test_without_genai_there_is_nothing_for_it(tmp_path: Path) -> None:
-    made = Made(tmp_path, "llama", METHODS["sparq"], {"num_hidden_layers": 3}, genai=False)
+    made = Made(tmp_path, "llama", COLUMNS, {"num_hidden_layers": 3}, genai=False)
     names = [tensor.name for tensor in made.proto.graph.input]
     assert not any(name.startswith("past_conv") or name == "past_key_values.4.value" for name in names)
     assert not (made.folder / "genai_config.json").exists()

@@ -62,6 +62,11 @@ def test_a_model_is_exported_and_the_check_is_told(run: Callable[..., str], llam
     assert [file.name for file in tmp_path.iterdir()] == ["out"]
 
 
+def test_heads_that_codes_do_not_pay_for_decode_densely_and_that_is_told(run: Callable[..., str], llama: Path) -> None:
+    said = run(llama, "--method", "sparq:rank=8", "--max-length", "64")
+    assert said.endswith("It decodes densely: no length pays without native kernels. With them give --dense-below.\n")
+
+
 def test_every_end_token_is_told(run: Callable[..., str], tmp_path: Path) -> None:
     run(changed(tmp_path / "model", eos_token_id=[0, 5]), "--method", SPARQ, "--max-length", "64")
     proto = onnx.load(tmp_path / "out" / "model.onnx", load_external_data=False)

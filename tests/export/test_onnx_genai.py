@@ -11,7 +11,6 @@ import onnxruntime_genai as og
 import pytest
 import tiny_models
 from exported import (
-    CODED,
     SAAP_FILE,
     SAMPLE,
     SAMPLE_SAAP,
@@ -81,7 +80,7 @@ def test_tokens_are_those_of_mlx(method: str, layers: int, with_kernels: bool, t
 
 @pytest.mark.parametrize("layers", [2, 3])
 @pytest.mark.parametrize(
-    "method", [CODED, SAMPLE, SAAP_FILE, SAMPLE_SAAP], ids=["sparq-4-bits", "sample+sparq", "saap", "sample+saap"]
+    "method", [SPARQ, SAMPLE, SAAP_FILE, SAMPLE_SAAP], ids=["sparq", "sample+sparq", "saap", "sample+saap"]
 )
 def test_files_of_other_methods_say_what_they_say_in_the_runner(
     method: str, layers: int, with_kernels: bool, tmp_path: Path

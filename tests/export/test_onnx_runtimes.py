@@ -18,7 +18,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 from cases import Array, Case, assert_as_good_as_plain, assert_same_choice, plain_attention
-from exported import SPARQ, exported
+from exported import COLUMNS, SPARQ, exported
 from mlx_sparse.onnx_export import lower
 from mlx_sparse.onnx_export.operators import coded_axes
 from mlx_sparse.onnx_export.runtime import native
@@ -311,20 +311,8 @@ def read(folder: Path, name: str, call: Call) -> dict[str, Array] | str:
     return {key: np.fromfile(folder / f"{name}.{key}", t).reshape(shape) for key, (t, shape) in call.outputs.items()}
 
 
-# OpenVINO 2026.4.1 counts the outputs of an If in the body of `SparQCodedAttention` wrongly: docs/limits.md.
-REFUSED = {"openvino": ("coded-sparq", "coded-sparq-f16")}
-
-
 def files_of(runtime: str) -> list[str]:
-    taken = [name for name in FILES if RUNTIMES[runtime].lowered is not static or name not in PROMPTS]
-    return [name for name in taken if name not in REFUSED.get(runtime, ())]
-
-
-def test_openvino_still_refuses_what_the_documentation_says_it_refuses() -> None:
-    (name, _), runtime = REFUSED["openvino"], RUNTIMES["openvino"]
-    found = run("openvino", {name: call(FILES[name], runtime)})[name]
-    assert isinstance(found, str)
-    assert "'then' and 'else' branches have to have the same number of outputs" in found
+    return [name for name in FILES if RUNTIMES[runtime].lowered is not static or name not in PROMPTS]
 
 
 @functools.cache
@@ -362,17 +350,21 @@ def test_other_runtimes_compute_the_same(runtime: str, file: str) -> None:
     FILES[file].check(got)
 
 
-@pytest.mark.parametrize("method", ["dense", SPARQ], ids=["dense", "sparq"])
+@pytest.mark.parametrize("method", ["dense", SPARQ, COLUMNS], ids=["dense", "sparq", "columns"])
 @pytest.mark.parametrize("runtime", ["web", "openvino"])
 def test_a_whole_model_gives_the_same_logits(runtime: str, method: str) -> None:
-    """A prompt, then one token: the caches go through the files of the test."""
+    """A prompt, then one token: the caches go through the files of the test.
+
+    A group of coded keys of one row is full in the prompt, of the other with the token.
+    """
     model = onnx.load(exported(method) / "model.onnx")
     session = ort.InferenceSession(model.SerializeToString())
     inputs, names = session.get_inputs(), [output.name for output in session.get_outputs()]
-    tokens = np.random.default_rng(0).integers(0, 90, (2, 61))
-    caches = {i.name: np.zeros([2 if dim == "batch" else dim for dim in i.shape], np.float32) for i in inputs[2:]}
+    tokens = np.random.default_rng(0).integers(0, 90, (2, 71))
+    kinds = {"tensor(float)": np.float32, "tensor(uint8)": np.uint8}
+    caches = {i.name: np.zeros([2 if dim == "batch" else dim for dim in i.shape], kinds[i.type]) for i in inputs[2:]}
     calls, expected = {}, {}
-    for name, start, stop in (("prompt", 0, 60), ("token", 60, 61)):
+    for name, start, stop in (("prompt", 0, 70), ("token", 70, 71)):
         mask = np.ones((2, stop), np.int64)
         mask[1, :7] = 0
         feeds = {"input_ids": np.ascontiguousarray(tokens[:, start:stop]), "attention_mask": mask, **caches}

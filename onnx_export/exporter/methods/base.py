@@ -24,10 +24,12 @@ class Decoding:
             outputs of the file.
         method: with every automatic choice made.
         timed: whether steps can be timed without a model: by sizes alone, whatever is in the caches.
+        group: keys that become a part of a state together, when the last of them is written; 0 if there are none.
     """
 
     operator: ClassVar[str] = "CachedAttention"
     timed: ClassVar[bool] = False
+    group: ClassVar[int] = 0
     method: Method
 
     @classmethod

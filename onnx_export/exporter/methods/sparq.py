@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from mlx_sparse.checks import check_local_window, check_rank
+from mlx_sparse.common.key_codes import GROUP
 from mlx_sparse.lm.model import resolve
 from mlx_sparse.methods import SparQ
 
@@ -65,6 +66,7 @@ class CodedSparQDecoding(SparQDecoding):
     """Decoding by SparQ with scores from few bits."""
 
     operator: ClassVar[str] = "SparQCodedAttention"
+    group: ClassVar[int] = GROUP
 
     def attributes(self, lanes: int) -> dict[str, float]:
         others = {name: value for name, value in super().attributes(lanes).items() if name != "lanes"}

@@ -30,15 +30,17 @@ class Agreement:
         sparse: the same of the sparse step's median row, None if decoding is dense.
         largest: logit, for comparison.
         sampled: the same as ``sparse`` of a sampled prompt.
+        coded: the same as ``sparse`` after full groups of keys.
     """
 
     dense: float
     sparse: float | None
     largest: float
     sampled: float | None = None
+    coded: float | None = None
 
     def __str__(self) -> str:
-        sparse = {"sparse": self.sparse, "sampled": self.sampled}
+        sparse = {"sparse": self.sparse, "coded": self.coded, "sampled": self.sampled}
         others = "".join(f", {error:.1e} {name}" for name, error in sparse.items() if error is not None)
         errors = f"{self.dense:.1e}" + (f" dense{others}" if others else "")
         return f"logits of up to {self.largest:.3g} are within {errors} of MLX's"
@@ -66,7 +68,7 @@ def compare(model: onnx.ModelProto, folder: Path, expected: Expected, target: Ta
     of_dense = largest(got, logits[: len(got)]) if got else 0.0
     if not of_dense <= expected.rounded:
         raise _disagreement("dense attention", of_dense, expected.rounded)
-    median = of_sampled = None
+    median = None
     check = folder / "check.onnx"
     if is_sparse or target.dtype != "float32":
         onnx.save(lower(copy_for_check(model, target)), check)
@@ -76,15 +78,19 @@ def compare(model: onnx.ModelProto, folder: Path, expected: Expected, target: Ta
             raise _disagreement("dense attention and float32 caches", exact, expected.dense)
         if is_sparse:
             median = _median_error(got[1], logits[2], logits[1], expected.sparse, where="sparse attention")
-    if (sampled := expected.sampled) is not None:
+    of_long: list[float | None] = []
+    for long, where in ((expected.sampled, "a sampled prompt"), (expected.coded, "coded keys")):
+        if long is None:
+            of_long.append(None)
+            continue
         first = copy_for_check(model, target)
-        keep_layers(first, sampled.layers)
+        keep_layers(first, long.layers)
         onnx.save(lower(first), check)
-        got_sampled = File(check, len(sampled.tokens)).step(sampled.tokens)
-        errors = sampled.logits, sampled.dense, sampled.error
-        of_sampled = _median_error(got_sampled, *errors, where="a sampled prompt")
+        file = File(check, len(long.logits))
+        got_long = [file.step(piece).copy() for piece in long.pieces][-1]
+        of_long.append(_median_error(got_long, long.logits, long.dense, long.error, where=where))
     check.unlink(missing_ok=True)
-    return Agreement(of_dense, median, float(np.abs(logits[0]).max()), of_sampled)
+    return Agreement(of_dense, median, float(np.abs(logits[0]).max()), *of_long)
 
 
 def _median_error(got: Array, wanted: Array, dense: Array, allowed: float, *, where: str) -> float:

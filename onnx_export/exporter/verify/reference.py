@@ -19,7 +19,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from mlx_sparse.checks import ArtefactError, ConfigError
 from mlx_sparse.lm import seam, sparse
-from mlx_sparse.methods import Sample
+from mlx_sparse.methods import Method
 
 from ..decoder import Target
 from ..families import window_of
@@ -34,18 +34,18 @@ SLACK = 2  # errors that are alike in size are not the same
 
 
 @dataclass(frozen=True)
-class Sampled:
-    """What the first layers compute in MLX for a prompt by a shortened method.
+class FirstLayers:
+    """What the first layers compute in MLX for a longer prompt by a shortened method.
 
     Attributes:
         layers: how many, before the norm and the head.
-        tokens: (rows, at most SHORT_PROMPT).
+        pieces: tokens that go in one after the other, (rows, any number).
         logits: (rows, vocabulary), and the same of dense attention.
         error: largest difference of the median row.
     """
 
     layers: int
-    tokens: Array
+    pieces: list[Array]
     logits: Array
     dense: Array
     error: float
@@ -62,7 +62,9 @@ class Expected:
         rounded: largest difference of the file's dense logits.
         dense: the same with float32 caches.
         sparse: largest difference of the median row's sparse logits, with float32 caches.
-        sampled: of a longer prompt; None if prompts attend densely.
+        sampled: of a prompt of several blocks; None if prompts attend densely.
+        coded: of a prompt that fills a group of keys and a step that fills another; None if there are no groups, or
+            one token at a time, which would take too long.
     """
 
     tokens: Array
@@ -70,7 +72,8 @@ class Expected:
     rounded: float
     dense: float
     sparse: float
-    sampled: Sampled | None = None
+    sampled: FirstLayers | None = None
+    coded: FirstLayers | None = None
 
 
 def reference(model: Any, target: Target) -> Expected:
@@ -116,14 +119,21 @@ def _reference(model: Any, target: Target) -> Expected:
         lost = largest(exact[:2], rounded)
         if not math.isfinite(lost):
             raise ConfigError(f"--dtype: expected a type that holds keys and values, got {target.dtype}. Give another.")
-    of_long = None if short.prompts is None else _sampled(model, short.prompts, target.max_length, noise)
-    return Expected(tokens, exact, SLACK * (dense + lost), SLACK * dense, SLACK * float(np.median(moves[-1])), of_long)
+    sampled = coded = None
+    if short.prompts is not None:
+        sampled = _of_first_layers(model, short.prompts, min(SHORT_PROMPT, target.max_length), 0, noise)
+    group = target.decode.group
+    if group and not target.rows and target.capacity >= group:
+        coded = _of_first_layers(model, short.decode.method, min(2, target.capacity // group) * group, 1, noise)
+    bounds = SLACK * (dense + lost), SLACK * dense, SLACK * float(np.median(moves[-1]))
+    return Expected(tokens, exact, *bounds, sampled, coded)
 
 
-def _sampled(model: Any, method: Sample, max_length: int, noise: float) -> Sampled:
+def _of_first_layers(model: Any, method: Method, count: int, last: int, noise: float) -> FirstLayers:
+    """Of ``count`` tokens, the ``last`` of which go in on their own."""
     embedding = model.model.embed_tokens
-    shape = ROWS, min(SHORT_PROMPT, max_length)
-    tokens = np.random.default_rng(1).integers(0, embedding.inner.weight.shape[0], shape)
+    tokens = np.random.default_rng(1).integers(0, embedding.inner.weight.shape[0], (ROWS, count))
+    pieces = np.split(tokens, [count - last], axis=1) if last else [tokens]
     # What a layer leaves out reaches the last row through the layers after it.
     unbounded = [i for i, layer in enumerate(model.layers) if not window_of(layer, model)]
     layers = min(len(model.layers), (unbounded[:2] or [0])[-1] + 2)
@@ -132,11 +142,11 @@ def _sampled(model: Any, method: Sample, max_length: int, noise: float) -> Sampl
     with _replaced((model.model, "layers", model.model.layers[:layers])):  # without the others
         with sparse(model, method, backend="ops"):
             for embedding.noise in (noise, 0.0):
-                runs.append(_run(model, tokens, caches.pop()))
+                runs.append(_run_pieces(model, pieces, caches.pop()))
         moved, exact = runs
-        dense = _run(model, tokens, caches.pop())
+        dense = _run_pieces(model, pieces, caches.pop())
     error = SLACK * float(np.median(np.abs(exact - moved).max(axis=1)))
-    return Sampled(layers, tokens, exact, dense, error)
+    return FirstLayers(layers, pieces, exact, dense, error)
 
 
 @contextmanager
@@ -239,6 +249,11 @@ def _rounding(model: Any, dtype: str) -> AbstractContextManager[None]:
         *((module, seam.NAME, attention(getattr(module, seam.NAME))) for module in modules),
         *((kind, "update_and_fetch", append(kind.update_and_fetch)) for kind in (KVCache, RotatingKVCache)),
     )
+
+
+def _run_pieces(model: Any, pieces: Sequence[Array], cache: Any) -> Array:
+    """Logits after the last of the pieces."""
+    return [_run(model, piece, cache) for piece in pieces][-1]
 
 
 def _run(model: Any, tokens: Array, cache: Any) -> Array:
