@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from ..common.key_codes import GROUP, LARGEST, KeyCodes
-from .select import take_rows, valid_keys
+from .select import take_rows
 
 
 def code_keys(
