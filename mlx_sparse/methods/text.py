@@ -115,13 +115,16 @@ class Options:
     calibrate: bool = True
 
 
-def load_toml(path: str | Path) -> dict[str, Method]:
+def load_toml(path: str | Path, base: Mapping[str, Method] | None = None) -> dict[str, Method]:
     """The methods of `read_toml`."""
-    return read_toml(path)[0]
+    return read_toml(path, base)[0]
 
 
-def read_toml(path: str | Path) -> tuple[dict[str, Method], Options]:
+def read_toml(path: str | Path, base: Mapping[str, Method] | None = None) -> tuple[dict[str, Method], Options]:
     """Read a TOML file with one table per method, for example ``[sparq]`` with ``rank = 16``, and `Options`.
+
+    Args:
+        base: configurations by method name that the tables are applied on.
 
     Raises:
         ConfigError: the file is missing, too large, not TOML, or holds an unknown method, key or value.
@@ -149,7 +152,7 @@ def read_toml(path: str | Path) -> tuple[dict[str, Method], Options]:
             raise ConfigError(f"attn-config: expected one table per method such as [sparq], got the key {name!r}.")
     if not tables and not options:
         raise ConfigError(f"attn-config: expected a table such as [sparq], got an empty file {file}.")
-    return {name: _build(name, table, None) for name, table in tables.items()}, Options(**options)
+    return {name: _build(name, table, (base or {}).get(name)) for name, table in tables.items()}, Options(**options)
 
 
 def _check_integers(value: object) -> None:

@@ -101,8 +101,8 @@ def _parser() -> argparse.ArgumentParser:
         default="sparq",
         metavar="METHOD[:KEY=VALUE,...]",
         help="'dense'; 'sparq' or 'saap' for decoding, 'sample' for prompts, or both, such as 'sample+sparq', with "
-        "parameters such as 'sparq:rank=16,top_k=256' or 'saap:artefact=FILE,probes=32' (default: sparq, with scores "
-        "from 4-bit codes of the keys; 'sparq:key_bits=16' stores component-major keys instead).",
+        "parameters such as 'sparq:rank=16,top_k=256' or 'saap:artefact=FILE,probes=32' (default: sparq, with a "
+        "second copy of the keys; 'sparq:key_bits=4' stores 4-bit codes instead).",
     )
     parser.add_argument(
         "--attn-config",

@@ -26,7 +26,7 @@ from mlx_sparse.methods import Dense, Method, Sample, load_toml, parse
 
 from .. import build
 from .. import lower as lowering
-from ..defaults import SAMPLE_PIECE, lanes_for
+from ..defaults import IN_FILES, SAMPLE_PIECE, lanes_for
 from ..domain import COMPAT, DEFAULT, DOMAIN, SPEC
 from ..runtime import native
 from ..runtime.genai import ends_of, write_config
@@ -222,7 +222,7 @@ def methods_of(text: str, attn_config: str | Path | None) -> tuple[Sample | None
     Raises:
         ConfigError: they are not such as can be exported, or a key or value is wrong.
     """
-    base = load_toml(attn_config) if attn_config is not None else {}
+    base = {**IN_FILES, **(load_toml(attn_config, IN_FILES) if attn_config is not None else {})}
     names = [part.partition(":")[0].strip() for part in text.split("+")]
     if set(names) not in [set(known.split("+")) for known in EXPORTED]:
         known = f"{', '.join(EXPORTED[:-1])} or {EXPORTED[-1]}, with [:key=value,...]"

@@ -26,7 +26,7 @@ from mlx_sparse.common.thresholds import KEPT, LEAST_LAYERS, Layer
 from mlx_sparse.methods import SparQ, Step
 from mlx_sparse.methods.quest import Quest
 
-SPARQ = "sparq:rank=4,top_k=4,local_window=1"
+SPARQ = "sparq:rank=4,top_k=4,local_window=1,key_bits=16"
 RULE = 5  # keys: what a file of it gets where nobody says otherwise
 MEASURING = "[mlx-sparse] measuring from where on sparq pays here (ort, 4 x 2 heads of 16; up to "
 

@@ -18,6 +18,7 @@ from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, KVCache, mak
 from mlx_sparse.onnx_export import COMPAT, DEFAULT, export, registered
 from mlx_sparse.onnx_export.build import graphs
 from mlx_sparse.onnx_export.exporter import families
+from mlx_sparse.onnx_export.exporter.export import methods_of
 from mlx_sparse.onnx_export.exporter.verify import compare
 from mlx_sparse.onnx_export.runtime import native
 
@@ -26,14 +27,14 @@ from mlx_sparse.checks import ArtefactError
 
 METHODS = {
     "dense": "dense",
-    "sparq": "sparq:rank=4,top_k=4,dense_below=0",
+    "sparq": "sparq:rank=4,top_k=4,dense_below=0,key_bits=4",
     # Every other choice, component-major keys among them, and dense for the first eight steps.
     "late": "sparq:rank=6,top_k=16,local_window=3,reallocate=true,component_score=query_key,group_reduce=logits,"
     "dense_below=33,key_bits=16",
     "saap": SAAP_FILE,
     "kmeans": f"{SAAP_FILE},mode=kmeans",
 }
-COLUMNS = f"{METHODS['sparq']},key_bits=16"
+COLUMNS = METHODS["sparq"].replace("key_bits=4", "key_bits=16")
 MIXED = "sparq:rank=4,top_k=2,local_window=1,reallocate=true,component_score=query_key,dense_below=0,key_bits=16"
 SAMPLED = f"sample:block_size=32,dense_below=0+{METHODS['sparq']}"
 by_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
@@ -318,7 +319,7 @@ def test_a_file_that_reads_codes_otherwise_than_mlx_is_not_kept(
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("own", [True, False], ids=["the model's", "asked for"])
 @pytest.mark.parametrize(
-    ("method", "state"), [("sparq:rank=4,top_k=4", "summary"), ("sparq:rank=4,top_k=4,key_bits=16", "sums")]
+    ("method", "state"), [("sparq:rank=4,top_k=4,key_bits=4", "summary"), ("sparq:rank=4,top_k=4", "sums")]
 )
 def test_half_precision_is_stored_and_widened(tmp_path: Path, method: str, state: str, dtype: str, own: bool) -> None:
     source = tiny_models.write(tmp_path / "source", tie_word_embeddings=True)
@@ -362,7 +363,7 @@ def test_inputs_and_outputs_are_those_of_the_documentation(tmp_path: Path) -> No
     assert {file.name for file in made.folder.iterdir()} == names
 
 
-def test_a_file_carries_codes_by_default_and_says_what_mlx_says(tmp_path: Path) -> None:
+def test_a_file_carries_codes_where_they_are_asked_for_and_says_what_mlx_says(tmp_path: Path) -> None:
     made = Made(tmp_path, "llama", SPARQ, {"num_hidden_layers": 3}, max_length=256)
     names = {tensor.name for tensor in made.proto.graph.input}
     pasts = {f"past_key_values.{i}.{part}" for i in range(3) for part in ("key", "value")}
@@ -378,3 +379,14 @@ def test_without_genai_there_is_nothing_for_it(tmp_path: Path) -> None:
     assert not any(name.startswith("past_conv") or name == "past_key_values.4.value" for name in names)
     assert not (made.folder / "genai_config.json").exists()
     made.check_tokens()
+
+
+def test_a_file_has_component_major_keys_unless_codes_are_named(tmp_path: Path) -> None:
+    (tmp_path / "attn.toml").write_text("[sparq]\nrank = 8\n")
+    for text, file, bits in (
+        ("sparq", None, 16),
+        ("sample+sparq:rank=8", None, 16),
+        ("sparq", tmp_path / "attn.toml", 16),
+        ("sparq:key_bits=4", tmp_path / "attn.toml", 4),
+    ):
+        assert getattr(methods_of(text, file)[1], "key_bits", None) == bits

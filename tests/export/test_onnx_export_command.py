@@ -63,7 +63,7 @@ def test_a_model_is_exported_and_the_check_is_told(run: Callable[..., str], llam
 
 
 def test_heads_that_codes_do_not_pay_for_decode_densely_and_that_is_told(run: Callable[..., str], llama: Path) -> None:
-    said = run(llama, "--method", "sparq:rank=8", "--max-length", "64")
+    said = run(llama, "--method", "sparq:rank=8,key_bits=4", "--max-length", "64")
     assert said.endswith("It decodes densely: no length pays without native kernels. With them give --dense-below.\n")
 
 
