@@ -35,7 +35,6 @@ REAL_GEMMA = "test_gemma3_real.py"
 # The slow tier: these take half a minute or more, or start dozens of processes. They come first, so that no worker
 # is left alone with them at the end.
 SLOW = {
-    "test_advise_smollm2.py": "a real model",
     "test_bench_mlx.py": "benchmarks",
     "test_demo.py": "the demo",
     "test_gpu_check.py": "reports",
@@ -60,13 +59,14 @@ SLOW = {
     "test_triton_sample_aot.py": "compiling for GPUs that are not here",
 }
 # The fast tier runs this many of the instances of a test, evenly spread, for every backend that it is parametrised by.
-MOST = 3
+MOST, MOST_IN_FAST = 24, 3  # instances of a test for each backend
 BACKENDS = ("backend", "runtime")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--accept-licence", choices=["gemma"], help=f"accept the Gemma Terms of Use: run {REAL_GEMMA}")
     parser.addoption("--fast", action="store_true", help="the fast tier: no slow files, a few instances of each test")
+    parser.addoption("--every", action="store_true", help=f"not just {MOST} instances of a test for each backend")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -77,23 +77,32 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in SLOW)
+    left_out: set[pytest.Item] = set()
     if config.getoption("fast"):
-        left_out = set(thinned(items))
+        left_out = set(thinned(items, MOST_IN_FAST))
+    elif not config.getoption("every"):
+        named = [item for item in items if any(name in _parameters(item) for name in BACKENDS)]
+        left_out = set(thinned(named, MOST))
+    if left_out:
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
 
 
-def thinned(items: list[pytest.Item]) -> list[pytest.Item]:
-    """All but `MOST` instances of each test and backend."""
+def _parameters(item: pytest.Item) -> dict[str, object]:
+    return dict(getattr(getattr(item, "callspec", None), "params", {}))
+
+
+def thinned(items: list[pytest.Item], most: int) -> list[pytest.Item]:
+    """All but ``most`` instances of each test and backend, evenly spread over its cases."""
     instances: dict[tuple[str, ...], list[pytest.Item]] = {}
     for item in items:
-        parameters = getattr(getattr(item, "callspec", None), "params", {})
+        parameters = _parameters(item)
         backend = next((str(parameters[name]) for name in BACKENDS if name in parameters), "")
         instances.setdefault((item.nodeid.partition("[")[0], backend), []).append(item)
     left_out = []
     for rows in instances.values():
-        kept = {n * len(rows) // MOST for n in range(MOST)}
-        left_out += [row for n, row in enumerate(rows) if n not in kept and len(rows) > MOST]
+        kept = {n * len(rows) // most for n in range(most)}
+        left_out += [row for n, row in enumerate(rows) if n not in kept and len(rows) > most]
     return left_out
 
 
@@ -106,9 +115,12 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 def tier(config: pytest.Config) -> list[str]:
     if not config.getoption("fast"):
-        return ["tier: everything"]
+        every = config.getoption("every")
+        return ["tier: everything" if every else f"tier: at most {MOST} instances of a test for each backend (--every)"]
     files = ", ".join(f"{name} ({what})" for name, what in SLOW.items())
-    return [f"tier: fast, which runs at most {MOST} instances of a test for each backend and leaves out {files}"]
+    return [
+        f"tier: fast, which runs at most {MOST_IN_FAST} instances of a test for each backend and leaves out {files}"
+    ]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -26,7 +26,7 @@ from mlx_sparse.tools.bench.command import main
 
 SPARQ = "sparq:rank=4,top_k=16,dense_below=64"
 ROBUST = SPARQ + ",component_score=query_key,reallocate=true"
-COLUMNS = ROBUST + ",key_bits=16"
+COLUMNS, CODED = ROBUST + ",key_bits=16", ROBUST + ",key_bits=4"
 LENGTHS, TOKENS, TURNS = (40, 300), 3, 2
 
 
@@ -113,8 +113,8 @@ def test_random_caches_are_such_as_a_prompt_could_have_left():
 @pytest.mark.parametrize("lengths", [(100, 200, 100), (40, 200), (191, 200)])
 def test_coded_caches_are_such_as_a_prompt_could_have_left(lengths: tuple[int, ...]):
     """After a step, that is: it writes a row, and in a body a record too. The one after 191 tokens fills a group."""
-    file = SimpleNamespace(folder=exported(ROBUST), max_length=256)
-    decoder = onnx_generate.Decoder(file, ROBUST, "off", 1)
+    file = SimpleNamespace(folder=exported(CODED), max_length=256)
+    decoder = onnx_generate.Decoder(file, CODED, "off", 1)
     for S in lengths:
         decoder.first(S, 5)
         layers = list(onnx_generate._coded_caches(file, decoder.runner.caches))
