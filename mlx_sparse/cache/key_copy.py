@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from ..common.key_codes import GROUP, KeyCodes
-from ..methods import registry
+from ..ops.key_codes import code_groups, key_spread
 
 # Rows of a copy hold a multiple of this many keys, so that they start on a cache line of 128 bytes in every type.
 ROW_MULTIPLE = 64
@@ -78,16 +78,13 @@ class Codes:
     def nbytes(self) -> int:
         return 0 if self.coded is None else self.coded.nbytes
 
-    def _groups(self, first: int, length: int) -> int:
-        return max(0, length - first) // GROUP
-
     def rewind(self, length: int) -> None:
         """Forget rows from ``length`` on."""
         if length >= self.covered:
             return
         before, self.covered = self.covered, length
-        left = [self._groups(first, length) for first in self._first]
-        if self.coded is None or left == [self._groups(first, before) for first in self._first]:
+        left = [_full(length, first) for first in self._first]
+        if self.coded is None or left == [_full(before, first) for first in self._first]:
             return
         self._spread = None
         # The centre of a sequence goes with its first group.
@@ -97,7 +94,7 @@ class Codes:
         """Cover rows ``[0, S)`` of the buffer ``keys``, but for those of groups that they do not fill."""
         alike = len(set(self._first)) == 1
         for b, first in enumerate(self._first[:1] if alike else self._first):
-            old, new = self._groups(first, self.covered), self._groups(first, S)
+            old, new = _full(self.covered, first), _full(S, first)
             if new > old:
                 self._spread = None
                 self._code(keys, slice(None) if alike else slice(b, b + 1), first, old, new)
@@ -110,9 +107,8 @@ class Codes:
         assert self.coded is not None
         for start in range(old, new, PIECE // GROUP):
             stop = min(start + PIECE // GROUP, new)
-            made = registry.load("code_keys", "ops")(
+            made = code_groups(
                 keys[sequences, :, first + start * GROUP : first + stop * GROUP],
-                None,
                 key_bits=self.key_bits,
                 centre=self.coded.centre[sequences] if start else None,
             )
@@ -155,12 +151,16 @@ class Codes:
         """(sparq.22) over rows ``[0, S)`` of the buffer ``keys``; computed once for each group."""
         if self._spread is not None:
             return self._spread
-        found: mx.array = registry.load("key_spread", "ops")(
-            self.read(keys, whole=False), keys[..., :S, :], self._padding, key_bits=self.key_bits
-        )
-        if self._groups(max(self._first), S) > 0:
+        found = key_spread(self.read(keys, whole=False), keys[..., :S, :], self._padding, key_bits=self.key_bits)
+        # The spread of a sequence without a full group changes with every row.
+        if _full(S, max(self._first)) > 0:
             self._spread = found
         return found
+
+
+def _full(length: int, first: int) -> int:
+    """Full groups of a sequence that begins with row ``first``, in ``length`` rows."""
+    return max(0, length - first) // GROUP
 
 
 def _capacity(rows: int) -> int:

@@ -8,27 +8,29 @@ from ..common.key_codes import GROUP, LARGEST, KeyCodes
 from .select import take_rows
 
 
-def code_keys(
-    keys: mx.array, left_padding: mx.array | None, *, key_bits: int, centre: mx.array | None = None
-) -> KeyCodes:
-    """Code the full groups of ``keys (B, Hkv, S, D)``.
+def code_keys(keys: mx.array, left_padding: mx.array | None, *, key_bits: int) -> KeyCodes:
+    """Code the full groups of each row of ``keys (B, Hkv, S, D)``; 0 behind a row's last.
 
     Args:
-        left_padding: ``(B,)`` first valid key of each row, where its groups begin.
-        centre: of groups before these keys; None where there are none, as with padding.
+        left_padding: ``(B,)`` first valid key of each row, from which its groups are counted.
     """
     if left_padding is None:
-        return _code_groups(keys, centre, key_bits)
+        return code_groups(keys, key_bits=key_bits)
     S = keys.shape[2]
     rows = mx.minimum(mx.arange(S) + left_padding[:, None], S - 1)
-    coded = _code_groups(mx.take_along_axis(keys, rows[:, None, :, None], axis=2), None, key_bits)
+    coded = code_groups(mx.take_along_axis(keys, rows[:, None, :, None], axis=2), key_bits=key_bits)
     there = _full_groups(S, left_padding)
     lo, step = (mx.where(there, array, mx.array(0, mx.float16)) for array in (coded.lo, coded.step))
     words = mx.where(mx.repeat(there, 2 * key_bits, axis=-1), coded.codes, mx.array(0, mx.uint32))
     return KeyCodes(words, lo, step, mx.where(there.any(axis=-1), coded.centre, 0))
 
 
-def _code_groups(keys: mx.array, centre: mx.array | None, key_bits: int) -> KeyCodes:
+def code_groups(keys: mx.array, *, key_bits: int, centre: mx.array | None = None) -> KeyCodes:
+    """Code the full groups of valid ``keys (B, Hkv, S, D)``, the first of which begins with the first key.
+
+    Args:
+        centre: float32 ``(B, Hkv, D)`` of the groups before these; None where there are none.
+    """
     B, Hkv, S, D = keys.shape
     groups, largest = S // GROUP, 2**key_bits - 1
     rows = keys[:, :, : groups * GROUP].astype(mx.float32).reshape(B, Hkv, groups, GROUP, D)

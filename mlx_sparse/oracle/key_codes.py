@@ -26,8 +26,7 @@ def code_keys(keys: npt.ArrayLike, *, key_bits: int, left_padding: npt.ArrayLike
     groups, largest = S // GROUP, np.float32(2**key_bits - 1)
     lo, step = np.zeros((2, B, Hkv, D, groups), np.float16)
     codes, centre = np.zeros((B, Hkv, D, groups * GROUP), np.uint8), np.zeros((B, Hkv, D), np.float32)
-    for b, M in enumerate(coded_groups(B, S, left_padding)):
-        first = 0 if left_padding is None else max(0, int(np.asarray(left_padding)[b]))
+    for b, (first, M) in enumerate(coded_groups(B, S, left_padding)):
         # (Hkv, D, M, GROUP)
         k = rows[b, :, first : first + M * GROUP].reshape(Hkv, M, GROUP, D).transpose(0, 3, 1, 2)
         with np.errstate(all="ignore"):
@@ -51,9 +50,9 @@ def code_keys(keys: npt.ArrayLike, *, key_bits: int, left_padding: npt.ArrayLike
     return KeyCodes(codes, lo, step, centre)
 
 
-def coded_groups(B: int, S: int, left_padding: npt.ArrayLike | None) -> list[int]:
-    """Groups of each row that are full."""
-    return [int(count) // GROUP for count in valid_keys(B, S, left_padding).sum(axis=1)]
+def coded_groups(B: int, S: int, left_padding: npt.ArrayLike | None) -> list[tuple[int, int]]:
+    """The first valid key of each row, and how many groups from there on are full."""
+    return [(S - int(count), int(count) // GROUP) for count in valid_keys(B, S, left_padding).sum(axis=1)]
 
 
 def unpack(codes: Array, *, key_bits: int) -> Array:
@@ -71,8 +70,7 @@ def approximate_keys(
     decoded = (lo + step * unpack(coded.codes, key_bits=key_bits)).swapaxes(-1, -2)
     found: Array = keys - coded.centre[:, :, None]
     B, _, S, _ = keys.shape
-    for b, M in enumerate(coded_groups(B, S, left_padding)):
-        first = 0 if left_padding is None else max(0, int(np.asarray(left_padding)[b]))
+    for b, (first, M) in enumerate(coded_groups(B, S, left_padding)):
         found[b, :, first : first + M * GROUP] = decoded[b, :, : M * GROUP]
     return found
 
@@ -86,7 +84,7 @@ def key_spread(coded: KeyCodes, keys: Array, *, key_bits: int, left_padding: npt
     lo = coded.lo.astype(np.float64)
     width = (2**key_bits - 1) * coded.step.astype(np.float64)
     middle = lo + width / 2
-    for b, M in enumerate(coded_groups(B, S, left_padding)):
+    for b, (_, M) in enumerate(coded_groups(B, S, left_padding)):
         if M > 0:
             variance = middle[b, :, :, :M].var(axis=-1) + (width[b, :, :, :M] ** 2).mean(axis=-1) / 16
             found[b] = np.sqrt(variance)
