@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from ..checks import MAX_BUCKETS, ConfigError, ShapeError, Sizes, check_shape
 from ..methods import registry
+from ..ops.packed_rows import PackedRows, Rows
 
 
 class MLX:
@@ -22,8 +23,10 @@ class MLX:
         if integers and not mx.issubdtype(array.dtype, mx.integer):
             raise ShapeError(f"{name}: expected integers, got {array.dtype}.")
 
-    def resolve(self, backend: str, function: str, sizes: Sizes, *arrays: mx.array) -> str:
-        return registry.resolve(backend, function, D=sizes.D, G=sizes.G)
+    def resolve(self, backend: str, function: str, sizes: Sizes, *arrays: Rows) -> str:
+        packed = [array for array in arrays if isinstance(array, PackedRows)]
+        bits = max((rows.bits for rows in packed), default=None)
+        return registry.resolve(backend, function, D=sizes.D, G=sizes.G, bits=bits)
 
     def load(self, function: str, backend: str) -> Callable[..., Any]:
         return registry.load(function, backend)

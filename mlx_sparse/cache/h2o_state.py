@@ -72,10 +72,13 @@ class Received(State):
             self._push(self._grown(received.shape) + received)
 
     def read(self, cache: SparseCache, config: H2O, G: int, *, whole: bool) -> dict[str, Any]:
-        return {"scores": self._grown((*cache.keys.shape[:2], cache.length))}
+        return {"scores": self._grown((*cache.key_rows.shape[:2], cache.length))}
 
     def take_back(self, *returned: mx.array) -> None:
         self._push(*returned)
+
+    def pack(self) -> Received:
+        return self
 
     def filter(self, sequences: list[int], length: int, start: int) -> Received | None:
         if self.length != length:

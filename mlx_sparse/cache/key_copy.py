@@ -6,6 +6,7 @@ import mlx.core as mx
 
 from ..common.key_codes import GROUP, KeyCodes
 from ..ops.key_codes import code_groups, key_spread
+from ..ops.packed_rows import Rows
 
 # Rows of a copy hold a multiple of this many keys, so that they start on a cache line of 128 bytes in every type.
 ROW_MULTIPLE = 64
@@ -35,14 +36,14 @@ class Columns:
         """Forget rows from ``length`` on."""
         self.covered = min(self.covered, length)
 
-    def extend(self, keys: mx.array, S: int) -> None:
+    def extend(self, keys: Rows, S: int) -> None:
         """Cover rows ``[0, S)`` of the buffer ``keys``."""
         if S <= self.covered:
             return
         if self.keys_t is None or self.covered == 0:
             # The whole buffer, so that the next steps have room.
             room = _capacity(keys.shape[2]) - keys.shape[2]
-            self.keys_t = mx.contiguous(mx.pad(keys.swapaxes(-1, -2), [(0, 0)] * 3 + [(0, room)]))
+            self.keys_t = mx.contiguous(mx.pad(keys[:].swapaxes(-1, -2), [(0, 0)] * 3 + [(0, room)]))
         else:
             if S > self.keys_t.shape[-1]:
                 grown = _capacity(keys.shape[2]) - self.covered
@@ -90,7 +91,7 @@ class Codes:
         # The centre of a sequence goes with its first group.
         self.coded = self.coded._replace(centre=self.coded.centre * (mx.array(left) > 0)[:, None, None])
 
-    def extend(self, keys: mx.array, S: int) -> None:
+    def extend(self, keys: Rows, S: int) -> None:
         """Cover rows ``[0, S)`` of the buffer ``keys``, but for those of groups that they do not fill."""
         alike = len(set(self._first)) == 1
         for b, first in enumerate(self._first[:1] if alike else self._first):
@@ -100,7 +101,7 @@ class Codes:
                 self._code(keys, slice(None) if alike else slice(b, b + 1), first, old, new)
         self.covered = S
 
-    def _code(self, keys: mx.array, sequences: slice, first: int, old: int, new: int) -> None:
+    def _code(self, keys: Rows, sequences: slice, first: int, old: int, new: int) -> None:
         """Code the groups ``[old, new)`` of sequences that begin at row ``first``."""
         if self.coded is None or self.coded.lo.shape[-1] < new:
             self._grow(keys)
@@ -121,7 +122,7 @@ class Codes:
             if stop < new:
                 mx.eval(*self.coded)
 
-    def _grow(self, keys: mx.array) -> None:
+    def _grow(self, keys: Rows) -> None:
         B, Hkv, rows, D = keys.shape
         groups = -(-rows // (GROUP * GROUPS_MULTIPLE)) * GROUPS_MULTIPLE
         old = self.coded
@@ -136,7 +137,7 @@ class Codes:
         )
         self.coded = KeyCodes(codes, lo, step, old.centre)
 
-    def read(self, keys: mx.array, *, whole: bool) -> KeyCodes:
+    def read(self, keys: Rows, *, whole: bool) -> KeyCodes:
         """The codes of as many groups as a row without padding has, or the whole buffers."""
         if self.coded is None:
             self._grow(keys)
@@ -147,7 +148,7 @@ class Codes:
         groups = self.covered // GROUP
         return KeyCodes(codes[..., : groups * 2 * self.key_bits], lo[..., :groups], step[..., :groups], centre)
 
-    def spread(self, keys: mx.array, S: int) -> mx.array:
+    def spread(self, keys: Rows, S: int) -> mx.array:
         """(sparq.22) over rows ``[0, S)`` of the buffer ``keys``; computed once for each group."""
         if self._spread is not None:
             return self._spread

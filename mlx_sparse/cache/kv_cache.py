@@ -12,11 +12,18 @@ from types import MappingProxyType
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import BatchKVCache, KVCache
+from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache
 
 from ..methods import Method, Prefill, registry
 from ..methods.table import WHOLE_BUFFERS
+from ..ops.packed_rows import PackedRows, Rows
 from .state import State
+
+# Bytes of keys and values that are unpacked at a time for a prompt, of one KV head at least.
+UNPACKED = 64 << 20
+
+# Query heads, their queries, keys, values and further parameters to what is made of them, along axis 1.
+Run = Callable[[slice, mx.array, Any, Any, dict[str, int]], tuple[mx.array, ...]]
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,24 @@ class SparseCache:
     _full: tuple[Full | None, ...] = ()  # one, or one for each sequence of a batch; none where rows are new
 
     length_name = "offset"  # where mlx-lm's class keeps the number of rows in use
+
+    @property
+    def key_rows(self) -> Rows:
+        """The buffer of keys ``(B, Hkv, capacity, D)``."""
+        rows: mx.array = self.keys
+        return rows
+
+    @property
+    def value_rows(self) -> Rows:
+        """The buffer of values ``(B, Hkv, capacity, D)``."""
+        rows: mx.array = self.values
+        return rows
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a key or value of one head."""
+        rows = self.key_rows
+        return rows.row_bytes if isinstance(rows, PackedRows) else rows.shape[3] * rows.itemsize
 
     @property
     def length(self) -> int:
@@ -83,7 +108,7 @@ class SparseCache:
 
     def first_rows(self, others: Iterable[Any] = ()) -> list[int]:
         """The first valid row of each sequence. Of a batch, ``others`` are the caches of the other layers."""
-        return [0] * len(self.keys)
+        return [0] * self.key_rows.shape[0]
 
     def hold(self, method: str, state: State) -> State:
         """Keep ``state`` beside the rows from now on."""
@@ -112,7 +137,7 @@ class SparseCache:
         Returns:
             ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)`` of the attended keys.
         """
-        G = queries.shape[1] // self.keys.shape[1]
+        G = queries.shape[1] // self.key_rows.shape[1]
         keys, values, length = self.rows(backend)
         state = self.state_of(config.name)
         parameters = config.parameters(G)
@@ -133,9 +158,12 @@ class SparseCache:
         S = self.length
         if any(full is not None and full.holds(config, fullest, S) for full in self._full):
             return None
-        keys, _, length = self.rows(backend)
         select = registry.load(f"{config.name}_select", backend)
-        blocks: mx.array = select(queries, keys, scale=scale, **config.parameters(), **length)
+
+        def choose(heads: slice, queries: mx.array, keys: Any, values: Any, length: Any) -> tuple[mx.array]:
+            return (select(queries, keys, scale=scale, **config.parameters(), **length),)
+
+        (blocks,) = self.by_heads(choose, queries, backend)
         pairs = config.layout(queries.shape[2], S).causal_pairs
         kept: Any = (blocks >= 0).sum().item()
         full = kept > fullest * pairs * queries.shape[0] * queries.shape[1]
@@ -156,23 +184,31 @@ class SparseCache:
             ``out (B, Hq, L, D)``, float32 ``lse (B, Hq, L)`` of the attended keys and the blocks they are in,
             ``(B, Hq, R, N)``.
         """
-        keys, values, length = self.rows(backend)
-        if blocks is not None:
-            attend = registry.load("attend_blocks", backend)
-            out, lse = attend(queries, keys, values, blocks, scale=scale, block_size=config.block_size, **length)
-            return out, lse, blocks
-        attend = registry.load(config.name, backend)
-        result: tuple[mx.array, mx.array, mx.array] = attend(
-            queries, keys, values, scale=scale, **config.parameters(), **length
-        )
-        return result
+        name = config.name if blocks is None else "attend_blocks"
+        function = registry.load(name, backend)
 
-    def rows(self, backend: str) -> tuple[mx.array, mx.array, dict[str, int]]:
+        def attend(heads: slice, queries: mx.array, keys: Any, values: Any, length: Any) -> tuple[mx.array, ...]:
+            if blocks is None:
+                parameters = config.parameters()
+            else:
+                parameters = {"blocks": blocks[:, heads], "block_size": config.block_size}
+            found: tuple[mx.array, ...] = function(queries, keys, values, scale=scale, **parameters, **length)
+            return found
+
+        out, lse, *chosen = self.by_heads(attend, queries, backend)
+        return out, lse, chosen[0] if blocks is None else blocks
+
+    def rows(self, backend: str) -> tuple[Any, Any, dict[str, int]]:
         """Keys, values and further parameters: whole buffers and the length if ``backend`` reads those, or slices."""
         S = self.length
         if backend in WHOLE_BUFFERS:
-            return self.keys, self.values, {"length": S}
+            return self.key_rows, self.value_rows, {"length": S}
         return self.keys[..., :S, :], self.values[..., :S, :], {}
+
+    def by_heads(self, run: Run, queries: mx.array, backend: str) -> tuple[mx.array, ...]:
+        """What ``run`` makes of ``queries (B, Hq, L, D)`` and `rows`: of all heads at once, or of some after others."""
+        keys, values, length = self.rows(backend)
+        return run(slice(None), queries, keys, values, length)
 
 
 class SparseKVCache(SparseCache, KVCache):
@@ -188,6 +224,45 @@ class SparseKVCache(SparseCache, KVCache):
                 adopt(merged)
                 merged.hold(method, found)
         return merged
+
+    def to_quantized(self, group_size: int = 64, bits: int = 4) -> Any:
+        packed: Any = super().to_quantized(group_size=group_size, bits=bits)
+        for method, state in self.beside.items():
+            if (found := state.pack()) is not None:
+                adopt(packed)
+                packed.hold(method, found)
+        return packed
+
+
+class SparseQuantizedKVCache(SparseCache, QuantizedKVCache):
+    """`mlx_lm.models.cache.QuantizedKVCache` that can attend sparsely. Steps read its rows as they are."""
+
+    @property
+    def key_rows(self) -> PackedRows:
+        return PackedRows.kept(self.keys, self.bits)
+
+    @property
+    def value_rows(self) -> PackedRows:
+        return PackedRows.kept(self.values, self.bits)
+
+    def rows(self, backend: str) -> tuple[PackedRows, PackedRows, dict[str, int]]:
+        keys, values, S = self.key_rows, self.value_rows, self.length
+        if backend in WHOLE_BUFFERS:
+            return keys, values, {"length": S}
+        return keys.first(S), values.first(S), {}
+
+    def by_heads(self, run: Run, queries: mx.array, backend: str) -> tuple[mx.array, ...]:
+        # The rows of as many KV heads as `UNPACKED` bytes hold are there, and no others until these are done with.
+        keys, values, S = self.key_rows, self.value_rows, self.length
+        B, Hkv, _, D = keys.shape
+        G, step = queries.shape[1] // Hkv, max(1, UNPACKED // (2 * B * S * D * keys.itemsize))
+        length = {"length": S} if backend in WHOLE_BUFFERS else {}
+        parts = []
+        for first in range(0, Hkv, step):
+            kv, heads = slice(first, first + step), slice(first * G, (first + step) * G)
+            parts.append(run(heads, queries[:, heads], keys[:, kv, :S], values[:, kv, :S], length))
+            mx.eval(*parts[-1])
+        return tuple(mx.concatenate(list(found), axis=1) for found in zip(*parts, strict=True))
 
 
 class SparseBatchKVCache(SparseCache, BatchKVCache):
@@ -295,8 +370,13 @@ class SparseBatchKVCache(SparseCache, BatchKVCache):
 # mlx-lm saves a cache under its class name and finds it again by that name: files stay its own.
 SparseKVCache.__name__ = KVCache.__name__
 SparseBatchKVCache.__name__ = BatchKVCache.__name__
+SparseQuantizedKVCache.__name__ = QuantizedKVCache.__name__
 
-SPARSE_CLASSES: dict[type, type] = {KVCache: SparseKVCache, BatchKVCache: SparseBatchKVCache}
+SPARSE_CLASSES: dict[type, type] = {
+    KVCache: SparseKVCache,
+    BatchKVCache: SparseBatchKVCache,
+    QuantizedKVCache: SparseQuantizedKVCache,
+}
 
 
 def adopt(cache: Any) -> None:

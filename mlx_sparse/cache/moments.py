@@ -7,6 +7,7 @@ from functools import partial
 
 import mlx.core as mx
 
+from ..ops.packed_rows import Rows
 from ..ops.select import valid_keys
 
 # Rows whose sum is rounded once, and between the states that are kept for longer trims.
@@ -71,7 +72,7 @@ class Moments:
             self.blocks = [state for state in self.blocks if state.length <= length] or [self._empty]
             self.steps = [state for state in self.steps if state.length <= length]
 
-    def extend(self, buffer: mx.array, S: int) -> None:
+    def extend(self, buffer: Rows, S: int) -> None:
         """Cover rows ``[0, S)`` of ``buffer (B, Hkv, capacity, D)``."""
         self.rewind(S)
         full = S // BLOCK * BLOCK
@@ -84,7 +85,7 @@ class Moments:
             add = self._with_row if self.state.length == S - 1 else self._with_rows
             self.steps = [*self.steps, add(buffer, S)][-STEPS:]
 
-    def _with_row(self, buffer: mx.array, stop: int) -> State:
+    def _with_row(self, buffer: Rows, stop: int) -> State:
         """The state with the row of a decode step, the last before ``stop``."""
         start, sums = self.state.length, self.state.sums
         row = buffer[..., start:stop, :]
@@ -98,7 +99,7 @@ class Moments:
             added = _add_key(sums, row, sums[:, :, :1], self.state.count, count, _SQUARES)
         return State(stop, added, count)
 
-    def _with_rows(self, buffer: mx.array, stop: int) -> State:
+    def _with_rows(self, buffer: Rows, stop: int) -> State:
         """The state with rows ``[state.length, stop)``."""
         start, sums = self.state.length, self.state.sums
         valid = None if self._padding is None else valid_keys(stop, self._padding)[:, None, start:, None]

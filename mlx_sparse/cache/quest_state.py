@@ -45,9 +45,9 @@ class QuestState(State):
     def _extend(self, cache: SparseCache, pages: int) -> None:
         start = self.pages * self.page_size
         padding = None if cache.padding is None else cache.padding - start
-        rows = cache.keys[..., start : pages * self.page_size, :]
+        rows = cache.key_rows[..., start : pages * self.page_size, :]
         new = registry.load("page_bounds", "ops")(rows, padding, page_size=self.page_size)
-        B, Hkv, capacity, D = cache.keys.shape
+        B, Hkv, capacity, D = cache.key_rows.shape
         grown = -(-capacity // self.page_size) - (self.bounds[0].shape[2] if self.bounds else 0)
         if not self.bounds:
             self.bounds = [mx.zeros((B, Hkv, grown, D), rows.dtype) for _ in new]

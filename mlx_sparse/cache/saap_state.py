@@ -150,18 +150,18 @@ class BucketIndex(State):
 
     def _turned_back(self, cache: SparseCache, sequences: slice, start: int, stop: int) -> mx.array:
         offset = start if cache.padding is None else start - cache.padding[sequences]
-        return self.router.source.turned_back(cache.keys[sequences, :, start:stop], offset)
+        return self.router.source.turned_back(cache.key_rows[sequences, :, start:stop], offset)
 
     def _fit(self, cache: SparseCache, config: SAAP, sequences: Iterable[int]) -> None:
         """Centroids for those of the sequences that have keys and none yet, and new ids for their keys."""
-        _, Hkv, _, D = cache.keys.shape
+        _, Hkv, _, D = cache.key_rows.shape
         C, first_rows = self.router.buckets, cache.first_rows()
         first_key = {b: first_rows[b] + config.sink_tokens for b in sequences if b not in self.fitted}
         for b, start in first_key.items():
             if start >= cache.length:
                 continue
             if self.centroids is None:
-                self.centroids = mx.zeros((len(first_rows), Hkv, C, D), cache.keys.dtype)
+                self.centroids = mx.zeros((len(first_rows), Hkv, C, D), cache.key_rows.dtype)
             self.centroids[b] = self._fit_one(cache, b, start, first_rows[b])
             self.fitted[b] = cache.length
             mx.eval(self.centroids)
@@ -182,11 +182,14 @@ class BucketIndex(State):
         # Evenly spread over the text; some twice where there are fewer than buckets.
         chosen = start + np.linspace(0, count - 1, min(max(count, C), POINTS * C)).astype(np.int32)
         # One sequence of one row each: every row has a position of its own.
-        keys = cache.keys[sequence].swapaxes(0, 1)[mx.array(chosen)][:, :, None]
+        keys = cache.key_rows[sequence].swapaxes(0, 1)[mx.array(chosen)][:, :, None]
         before = self.router.source.turned_back(keys, mx.array(chosen - first_row))
-        return kmeans.fit(before[:, :, 0].swapaxes(0, 1), C).astype(cache.keys.dtype)
+        return kmeans.fit(before[:, :, 0].swapaxes(0, 1), C).astype(cache.key_rows.dtype)
 
     # These follow what mlx-lm does to the rows of a batch.
+
+    def pack(self) -> BucketIndex:
+        return self
 
     def filter(self, sequences: list[int], length: int, start: int) -> BucketIndex:
         self._assign_pending()
@@ -367,7 +370,7 @@ def _list_keys(
 ) -> tuple[mx.array, mx.array, mx.array]:
     """(saap.9) and what the host wants to know of each sequence: keys in the ``probes`` largest buckets, and in all."""
     index.complete(cache, config, sequences)
-    B, Hkv, _, _ = cache.keys.shape
+    B, Hkv, _, _ = cache.key_rows.shape
     last = max(covered)
     ids = mx.full((B, Hkv, last), -1, mx.int16) if index.ids is None else index.ids[..., :last]
     ids = mx.where(mx.arange(last) < mx.array(covered)[:, None, None], ids, -1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..methods import SparQ
+from ..ops.packed_rows import PackedRows
 from .key_copy import Codes, Columns
 from .moments import Moments
 from .state import State
@@ -44,24 +45,27 @@ class SparQState(State):
         S, weighted = cache.length, config.component_score == "query_key"
         self.rewind(S)
         found: dict[str, Any] = {"component_weight": None, "value_mean": None}
-        if config.key_bits == 16:
+        if config.scores_rows(packed=isinstance(cache.key_rows, PackedRows)):
+            self.columns = self.codes = self.keys = None
+            found |= {"keys_t": None, "key_bits": 16, "rank": cache.key_rows.shape[3]}
+        elif config.key_bits == 16:
             self.columns, self.codes = self.columns or Columns(), None
-            self.columns.extend(cache.keys, S)
+            self.columns.extend(cache.key_rows, S)
             found["keys_t"] = self.columns.read(S, whole=whole)
             if weighted:
                 self.keys = self.keys or Moments(cache.padding, spread=True)
-                self.keys.extend(cache.keys, S)
+                self.keys.extend(cache.key_rows, S)
                 found["component_weight"] = self.keys.deviation()
         else:
             if self.codes is None or self.codes.key_bits != config.key_bits:
                 self.columns = self.keys = None
                 self.codes = Codes(config.key_bits, cache.padding, cache.first_rows())
-            self.codes.extend(cache.keys, S)
-            found["keys_t"] = self.codes.read(cache.keys, whole=whole)
+            self.codes.extend(cache.key_rows, S)
+            found["keys_t"] = self.codes.read(cache.key_rows, whole=whole)
             if weighted:
-                found["component_weight"] = self.codes.spread(cache.keys, S)
+                found["component_weight"] = self.codes.spread(cache.key_rows, S)
         if config.reallocates(G):
             self.values = self.values or Moments(cache.padding, spread=False)
-            self.values.extend(cache.values, S)
+            self.values.extend(cache.value_rows, S)
             found["value_mean"] = self.values.mean()
         return found

@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 class State(ABC):
     """What a method keeps beside a cache: up to date with its writes and trims, and copied with it.
 
-    Of what mlx-lm does to the rows of a batch (`filter`, `extract`, `roll`, `join`, `merge`) a state answers what is
-    left of it. Nothing is the answer here, for states that the next step can rebuild from keys and values: theirs are
-    `rewind`, `read` and `nbytes`. A cache begins a state, without arguments, at the first step of its method.
+    Of what mlx-lm does to rows (`pack`) and to those of a batch (`filter`, `extract`, `roll`, `join`, `merge`) a state
+    answers what is left of it. Nothing is the answer here, for states that the next step can rebuild from keys and
+    values: theirs are `rewind`, `read` and `nbytes`. A cache begins a state, without arguments, at the first step of
+    its method.
     """
 
     @property
@@ -46,6 +47,10 @@ class State(ABC):
     def take_back(self, *returned: mx.array) -> None:
         """What the method's function returned besides ``out`` and ``lse``."""
         raise NotImplementedError(f"{type(self).__name__}: the method's function returns what it does not take back")
+
+    def pack(self) -> State | None:
+        """The rows go into few bits, and stay where they are."""
+        return None
 
     def filter(self, sequences: list[int], length: int, start: int) -> State | None:
         """Only these sequences remain of a batch of ``length`` rows, from row ``start`` on."""

@@ -7,7 +7,6 @@ VERIFY_QUERIES = 16
 
 # What a layer is.
 NO_CACHE = "without a KV cache"
-QUANTISED = "with a quantised KV cache"
 OTHER_HEAD_DIMS = "with key and value head dims that differ (MLA)"
 OTHER_ROWS = "with keys or values that are not the cache's (MLA)"
 SINKS = "with attention sinks"

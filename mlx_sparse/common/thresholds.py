@@ -61,14 +61,15 @@ class Layer:
     @property
     def row(self) -> int:
         """Bytes of a key and its value, of all heads."""
-        return 2 * self.step.heads * self.step.D * self.step.itemsize
+        return 2 * self.step.heads * self.step.row_bytes
 
     @property
     def sizes(self) -> dict[str, str | int]:
         """For `measured.question`."""
         step = self.step
         sizes = {"heads": step.heads, "G": step.G, "D": step.D, "buckets": step.buckets, "network": step.network}
-        return {**sizes, "dtype": str(self.dtype).rpartition(".")[2], "L": self.L}
+        packed = {} if step.packed is None else {"kv_bits": step.packed[0], "kv_group_size": step.packed[1]}
+        return {**sizes, **packed, "dtype": str(self.dtype).rpartition(".")[2], "L": self.L}
 
     def __str__(self) -> str:
         return f"{self.backend}, {self.step.heads * self.step.G} x {self.step.heads} heads of {self.step.D}"
@@ -253,5 +254,6 @@ def settings_text(config: Method, G: int) -> str:
     given = settled.parameters(G).items()
     # How much of a prompt is kept does not change what keeping it costs.
     settings = {name: value for name, value in given if value is not None and not name.startswith("alpha")}
-    more = {"component_score": found} if (found := getattr(settled, "component_score", None)) else {}
+    chosen = {name: getattr(settled, name, None) for name in ("component_score", "score")}
+    more = {name: value for name, value in chosen.items() if value not in (None, "auto")}
     return ",".join(f"{name}={value}" for name, value in sorted((settings | more).items()))

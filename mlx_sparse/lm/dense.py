@@ -7,7 +7,10 @@ from typing import Any
 import mlx.core as mx
 
 from ..cache.kv_cache import SparseCache
+from ..ops.blocks import after, most
 from . import seam
+
+FUSED_HEAD_DIMS = (64, 80, 128)  # for which MLX's kernel for prompts on a GPU holds no scores
 
 
 def attend_alone(queries: mx.array, cache: SparseCache, scale: float, sinks: mx.array | None) -> mx.array:
@@ -15,6 +18,30 @@ def attend_alone(queries: mx.array, cache: SparseCache, scale: float, sinks: mx.
     keys, values, _ = cache.rows("ops")
     mask: Any = "causal" if queries.shape[2] > 1 else None
     return seam.original(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
+
+
+def attend_packed(queries: mx.array, cache: SparseCache, scale: float) -> mx.array:
+    """Causal attention ``(B, Hq, L, D)`` of a prompt over packed rows, in pieces.
+
+    mlx-lm would hold the scores of all queries and keys. These are MLX's own kernels on unpacked rows, and where it has
+    none for the head dim, on as many queries as their scores are few.
+    """
+    fused = mx.default_device().type == mx.gpu and queries.shape[3] in FUSED_HEAD_DIMS
+
+    def attend(heads: slice, queries: mx.array, keys: mx.array, values: mx.array, length: Any) -> tuple[mx.array]:
+        (B, Hq, L, _), S = queries.shape, keys.shape[2]
+        step = L if fused else most(B * Hq * S)
+        outs: list[mx.array] = []
+        for first in range(0, L, step):
+            stop = min(first + step, L)
+            end = S - L + stop
+            part = after(outs, queries[:, :, first:stop])
+            given = part, keys[:, :, :end], values[:, :, :end]
+            outs.append(mx.fast.scaled_dot_product_attention(*given, scale=scale, mask="causal"))
+        return (mx.concatenate(outs, axis=2),)
+
+    (out,) = cache.by_heads(attend, queries, "ops")
+    return out
 
 
 def replace(

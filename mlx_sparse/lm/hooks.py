@@ -42,9 +42,10 @@ class CallHooks:
 
     def formula_bytes(self, cache: SparseCache) -> int:
         """Bytes that a step over ``cache`` moves by formula, as far as the host knows."""
-        B, Hkv, _, D = cache.keys.shape
-        moved: int = B * Hkv * cache.keys.itemsize * self.config.elements(cache.length, D)
-        return moved
+        keys = cache.key_rows
+        B, Hkv, _, D = keys.shape
+        moved: int = self.config.step_bytes(cache.length, D, itemsize=keys.itemsize, row_bytes=cache.row_bytes)
+        return B * Hkv * moved
 
     def step(
         self, queries: mx.array, cache: SparseCache, served: list[int], *, scale: float, backend: str

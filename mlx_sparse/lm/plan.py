@@ -16,8 +16,9 @@ from ..common.call_report import Counts, Report
 from ..common.model_info import leaves
 from ..common.stats import dense_elements
 from ..methods import NEVER, Method, Prefill, Step, registry
+from ..ops.packed_rows import PackedRows, Rows
 from . import seam
-from .dense import attend_alone, replace
+from .dense import attend_alone, attend_packed, replace
 from .figures import PrefillCounts, PrefillFigures
 from .hooks import ModelHooks
 
@@ -154,6 +155,8 @@ class Call:
         self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None
     ) -> mx.array | None:
         """The sparse result of one attention call, or None to let mlx-lm attend densely."""
+        if isinstance(cache, SparseCache) and not isinstance(keys, mx.array):  # the parts of packed rows
+            keys, values, _ = cache.rows("ops")
         reason = self._layer_reason(keys, values, cache)
         if self.probed is not None:
             self.probed.append((cache, reason or self._probe(queries, keys, cache, mask, sinks)))
@@ -166,12 +169,14 @@ class Call:
             out = self._attend(queries, keys, cache, scale, mask, sinks, self._layer(cache), reason)
         if out is None and reason is None:
             self.hooks.observe(queries, keys, cache, scale, mask, sinks)
+        if out is None and isinstance(keys, PackedRows) and isinstance(mask, str) and sinks is None:
+            out = attend_packed(queries, cache, scale)
         return out
 
     def _attend(
         self,
         queries: mx.array,
-        keys: mx.array,
+        keys: Rows,
         cache: Any,
         scale: float,
         mask: Any,
@@ -259,7 +264,7 @@ class Call:
             outs[sequence] = mx.pad(out, [(0, 0), (0, 0), (start, queries.shape[2] - start - n), (0, 0)])
         return mx.concatenate(outs)
 
-    def _probe(self, queries: mx.array, keys: mx.array, cache: Any, mask: Any, sinks: mx.array | None) -> str | None:
+    def _probe(self, queries: mx.array, keys: Rows, cache: Any, mask: Any, sinks: mx.array | None) -> str | None:
         """Why a layer with a cache of ours stays dense in every stage.
 
         Raises:
@@ -279,10 +284,12 @@ class Call:
             self.layers[config, self._sizes(config, queries, keys, cache, backend)] += 1
         return None if serving else refusal or reasons.SINKS
 
-    def _resolve(self, config: Method, queries: mx.array, keys: mx.array) -> str:
+    def _resolve(self, config: Method, queries: mx.array, keys: Rows) -> str:
         """The backend for these sizes."""
         Hq, D = queries.shape[1], queries.shape[3]
-        return registry.resolve(self.backend, config.name, D=D, G=Hq // keys.shape[1])
+        # Prompts are attended over unpacked rows.
+        bits = keys.bits if isinstance(keys, PackedRows) and not isinstance(config, Prefill) else None
+        return registry.resolve(self.backend, config.name, D=D, G=Hq // keys.shape[1], bits=bits)
 
     def _layer(self, cache: Any) -> int:
         """The position of the layer's cache."""
@@ -292,18 +299,16 @@ class Call:
         """Why this layer can never attend sparsely."""
         if cache is None:
             return reasons.NO_CACHE
-        if hasattr(cache, "bits"):
-            return reasons.QUANTISED
         if not isinstance(cache, SparseCache):
             return reasons.other_cache(type(cache).__name__)
         if keys.shape != values.shape:
             return reasons.OTHER_HEAD_DIMS
-        for rows, kept in ((keys, cache.keys), (values, cache.values)):
+        for rows, kept in ((keys, cache.key_rows), (values, cache.value_rows)):
             if rows.shape[1:] != (kept.shape[1], cache.length, kept.shape[3]):
                 return reasons.OTHER_ROWS
         return None
 
-    def _prompt_reasons(self, queries: mx.array, keys: mx.array, mask: Any) -> Iterator[str]:
+    def _prompt_reasons(self, queries: mx.array, keys: Rows, mask: Any) -> Iterator[str]:
         """Why this call of several queries attends densely. The first reason counts; others need not hold then."""
         L, S = queries.shape[2], keys.shape[2]
         if L <= reasons.VERIFY_QUERIES and (S > L or self.prefill is not None):
@@ -323,7 +328,7 @@ class Call:
             yield reason
 
     def _step_reasons(
-        self, queries: mx.array, keys: mx.array, cache: Any, mask: Any, sinks: mx.array | None, backend: str
+        self, queries: mx.array, keys: Rows, cache: Any, mask: Any, sinks: mx.array | None, backend: str
     ) -> Iterator[str]:
         """Why this call of a single query attends densely. The first reason counts; others need not hold then."""
         if not self.decodes:
@@ -344,24 +349,24 @@ class Call:
         if longest < shortest:
             yield reasons.shorter_than(shortest)
 
-    def _shortest(self, queries: mx.array, keys: mx.array, cache: SparseCache, backend: str, S: int = 0) -> int:
+    def _shortest(self, queries: mx.array, keys: Rows, cache: SparseCache, backend: str, S: int = 0) -> int:
         """Keys from which a step of one sequence is sparse, whatever batch it is in; ``S`` keys may ask for more."""
         assert self.decode is not None
         layer = self._sizes(self.decode, queries, keys, cache, backend)
         return int(self.calibration.of(self.decode, layer, S).value)
 
-    def _sizes(self, config: Method, queries: mx.array, keys: mx.array, cache: Any, backend: str) -> Layer:
+    def _sizes(self, config: Method, queries: mx.array, keys: Rows, cache: Any, backend: str) -> Layer:
         """What the threshold of a layer depends on."""
         Hkv, D = keys.shape[1], keys.shape[3]
         prompts = isinstance(config, Prefill)
         gpu = registry.gpu_kind() if backend == "metal" else ""
-        more = {} if prompts else self.hooks.sizes(cache)
+        more: dict[str, Any] = {} if prompts else self.hooks.sizes(cache)
+        if isinstance(keys, PackedRows):
+            more["packed"] = keys.bits, keys.group_size
         step = Step(Hkv, queries.shape[1] // Hkv, D, keys.itemsize, gpu, **more)
         return Layer(backend, step, keys.dtype, self.calibration.piece if prompts else 1)
 
-    def _served(
-        self, queries: mx.array, keys: mx.array, cache: SparseCache, backend: str
-    ) -> tuple[list[int], list[int]]:
+    def _served(self, queries: mx.array, keys: Rows, cache: SparseCache, backend: str) -> tuple[list[int], list[int]]:
         """The sequences of a step that are long enough to be sparse, and those for which that would not be dense."""
         assert self.decode is not None
         shortest = self._shortest(queries, keys, cache, backend)
@@ -370,7 +375,7 @@ class Call:
         return served, [b for b, length in enumerate(lengths) if self.decode.attended < length < shortest]
 
     def _prompt(
-        self, queries: mx.array, keys: mx.array, cache: SparseCache, scale: float, backend: str, layer: int
+        self, queries: mx.array, keys: Rows, cache: SparseCache, scale: float, backend: str, layer: int
     ) -> tuple[mx.array, mx.array] | None:
         assert self.prefill is not None
         L, S = queries.shape[2], keys.shape[2]
@@ -386,15 +391,15 @@ class Call:
         out, lse, blocks = cache.attend_prompt(queries, config, scale=scale, backend=backend, blocks=blocks)
         self._figures.add(layer, blocks, config.layout(L, S))
         if self.mass:
-            dense = registry.load("dense_lse", backend)(queries, keys, scale=scale, left_padding=None)
+            dense = registry.load("dense_lse", backend)(queries, keys[:], scale=scale, left_padding=None)
             self._figures.add_mass(layer, mx.exp(lse - dense))
         return out, lse
 
     def _step(
-        self, queries: mx.array, keys: mx.array, cache: SparseCache, served: list[int], scale: float, backend: str
+        self, queries: mx.array, keys: Rows, cache: SparseCache, served: list[int], scale: float, backend: str
     ) -> tuple[mx.array, mx.array]:
         B, Hkv, S, D = keys.shape
         self._counts.sparse_calls += 1
-        self._counts.dense_bytes += B * Hkv * keys.itemsize * dense_elements(S, D)
+        self._counts.dense_bytes += B * Hkv * cache.row_bytes * dense_elements(S, D) // D
         self._counts.formula_bytes += self.hooks.formula_bytes(cache)
         return self.hooks.step(queries, cache, served, scale=scale, backend=backend)

@@ -205,13 +205,13 @@ class Indices(CallHooks):
         router = index.router
         network = sum(array.nbytes for array in (router.network or {}).values())
         if router.network is None:
-            network = cache.keys.shape[1] * cache.keys.shape[3] * router.buckets * cache.keys.itemsize
-        return {"buckets": router.buckets, "network": network // cache.keys.shape[1]}
+            network = cache.key_rows.shape[1] * cache.key_rows.shape[3] * router.buckets * cache.key_rows.itemsize
+        return {"buckets": router.buckets, "network": network // cache.key_rows.shape[1]}
 
     def formula_bytes(self, cache: SparseCache) -> int:
         """Bytes by formula without the attended keys, which are counted on the device."""
-        B, Hkv, _, D = cache.keys.shape
-        known: int = B * Hkv * (cache.keys.itemsize * saap_elements(D, 0) + self.sizes(cache)["network"])
+        B, Hkv, _, D = cache.key_rows.shape
+        known: int = B * Hkv * (cache.key_rows.itemsize * saap_elements(D, 0) + self.sizes(cache)["network"])
         return known
 
     def step(

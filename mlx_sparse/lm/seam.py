@@ -101,6 +101,7 @@ def moved() -> list[str]:
         problems.append("mlx_lm.utils.load_model is gone")
     for cls, members in (
         (caches.KVCache, ("update_and_fetch", "state", "trim", "make_mask", "nbytes")),
+        (caches.QuantizedKVCache, ("update_and_fetch", "state", "trim", "make_mask", "nbytes")),
         (caches.BatchKVCache, ("update_and_fetch", "state", "prepare", "finalize", "filter", "extend", "make_mask")),
     ):
         problems += [f"{cls.__name__}.{member} is gone" for member in members if not hasattr(cls, member)]
@@ -110,6 +111,10 @@ def moved() -> list[str]:
         cache.update_and_fetch(rows, rows)
         if [getattr(entry, "ndim", None) for entry in cache.state[:2]] != [4, 4] or cache.offset != 1:
             problems.append("KVCache no longer keeps keys, values and an offset")
+        packed: Any = caches.QuantizedKVCache(group_size=32, bits=8)
+        packed.update_and_fetch(*(mx.zeros((1, 1, 1, 32)) for _ in range(2)))
+        if [part.shape[3] for part in packed.keys] != [8, 1, 1] or (packed.bits, packed.offset) != (8, 1):
+            problems.append("QuantizedKVCache no longer keeps codes, scales and biases")
     return problems
 
 

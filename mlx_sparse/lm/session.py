@@ -80,8 +80,6 @@ class Session:
         prompt_cache = getattr(args, "prompt_cache_file", None)
         if prompt_cache is not None and not self.only_prompts and not Path(prompt_cache).is_file():
             fail(parser, f"--prompt-cache-file: expected a file, got {prompt_cache}.")
-        if getattr(args, "kv_bits", None) is not None:
-            fail(parser, f"--kv-bits: expected none with --attn {names}, which reads unquantised keys. Drop one.")
         if self.suites and prefill is not None and args.batch_size > 1:
             args.batch_size = 1
             print(f"[mlx-sparse] --batch-size 1: {prefill.name} takes prompts without padding.", file=sys.stderr)

@@ -35,6 +35,7 @@ class Step:
         gpu: for the `metal` and `triton` backends the kind of GPU, a key of `cost.ENOUGH_SAVED`; empty where there is
             none.
         measured: keys from which a step of these sizes was faster on this machine; None if that is not known.
+        packed: bits of a component and components of a group, where keys and values are packed (quantised.1).
     """
 
     heads: int
@@ -45,6 +46,15 @@ class Step:
     buckets: int = 0
     network: int = 0
     measured: int | None = None
+    packed: tuple[int, int] | None = None
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a key or value of one head."""
+        if self.packed is None:
+            return self.D * self.itemsize
+        bits, group_size = self.packed
+        return self.D * bits // 8 + 2 * self.itemsize * self.D // group_size
 
 
 @dataclass(frozen=True)
@@ -156,6 +166,15 @@ class Method:
     def elements(self, S: int, D: int, buckets: int = 0) -> int:
         """Elements moved per KV head and step for ``S`` keys of head dim ``D``, in ``buckets`` if it has an index."""
         raise ConfigError(f"attn: expected a sparse method, got {self.name}.")
+
+    def rows(self, S: int) -> int:
+        """Keys and values, whole ones, among the elements that a step over ``S`` keys reads per KV head."""
+        return 2 * min(self.attended, S)
+
+    def step_bytes(self, S: int, D: int, *, itemsize: int, row_bytes: int) -> int:
+        """Bytes moved per KV head and step by `elements`, where a key or value takes ``row_bytes``."""
+        rows = self.rows(S)
+        return itemsize * (self.elements(S, D) - rows * D) + rows * row_bytes
 
     def with_budget(self, share: Fraction, D: int, named: Collection[str]) -> tuple[Self, str]:
         """Itself with what a budget of ``share`` of dense attention's transfers fixes, and the setting left to find.

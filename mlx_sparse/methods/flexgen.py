@@ -34,3 +34,6 @@ class FlexGen(Method):
 
     def elements(self, S: int, D: int, buckets: int = 0) -> int:
         return stats.flexgen_elements(S, D, top_k=self.attended)
+
+    def rows(self, S: int) -> int:
+        return S + min(self.attended, S)

@@ -70,8 +70,13 @@ def gpu_kind() -> str:
     return letter if letter in ("g", "s", "d") else "g"
 
 
-def unfit(backend: str, function: str, D: int, G: int) -> str | None:
-    """Why ``function`` of ``backend`` takes no head dim ``D`` with ``G`` query heads per KV head; None when it does."""
+def unfit(backend: str, function: str, D: int, G: int, bits: int | None = None) -> str | None:
+    """Why ``function`` of ``backend`` takes no head dim ``D`` with ``G`` query heads per KV head; None when it does.
+
+    ``bits`` are those of packed rows.
+    """
+    if backend == "metal" and bits is not None:
+        return "its kernels read no quantised cache"
     if backend == "metal" and function in MATRIX_FUNCTIONS:
         fits = D % 16 == 0 and D <= METAL_HEAD_DIM
         return None if fits else f"its kernels take head dims that are multiples of 16 up to {METAL_HEAD_DIM}, not {D}"
@@ -103,8 +108,8 @@ def require(backend: str, function: str, reason: str | None = None) -> None:
         raise BackendUnavailable(f"backend: expected auto or ops, got {backend} ({reason}).")
 
 
-def resolve(backend: str, function: str, *, D: int, G: int) -> str:
-    """The backend that ``backend`` means for ``function`` on MLX arrays of these sizes.
+def resolve(backend: str, function: str, *, D: int, G: int, bits: int | None = None) -> str:
+    """The backend that ``backend`` means for ``function`` on MLX arrays of these sizes, or rows packed in ``bits``.
 
     "auto" is metal where it has the function and can run, and ops otherwise.
 
@@ -113,8 +118,8 @@ def resolve(backend: str, function: str, *, D: int, G: int) -> str:
     """
     if backend == "auto":
         served = "metal" in FUNCTIONS.get(function, {})
-        return "metal" if served and (unavailable("metal") or unfit("metal", function, D, G)) is None else "ops"
-    require(backend, function, unfit(backend, function, D, G))
+        return "metal" if served and (unavailable("metal") or unfit("metal", function, D, G, bits)) is None else "ops"
+    require(backend, function, unfit(backend, function, D, G, bits))
     return backend
 
 

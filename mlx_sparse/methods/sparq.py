@@ -33,6 +33,9 @@ class SparQ(Method):
         key_bits: bits of a component of a key that scores are taken from: 16 (the paper's), 8 or 4. With fewer than 16
             a coded copy is read instead of the keys, with 4 a quarter of the bytes and of the memory
             (docs/spec/sparq.md; what it costs in quality: docs/results/quality.md).
+        score: what keys are scored by: a component-major "copy" of ``key_bits``, or all components of their "rows",
+            which takes no memory; "auto" is "rows" where the cache is quantised (``--kv-bits``), as who quantises it is
+            short of memory, and "copy" otherwise (docs/spec/quantised.md).
         dense_below: keys below which attention stays dense; "auto" is what was measured on this machine
             (`mlx-sparse calibrate`), before that ``16 * top_k`` with the `ops` backend, about where it begins to pay
             (docs/results/ops.md), and `pays_from` with kernels on a GPU. For a ``top_k`` below the default, which is
@@ -70,6 +73,7 @@ class SparQ(Method):
     group_reduce: str = "softmax"
     component_score: str = "auto"
     key_bits: int = 4
+    score: str = "auto"
     dense_below: str | int = "auto"
 
     def __post_init__(self) -> None:
@@ -82,6 +86,7 @@ class SparQ(Method):
         check_choice("group_reduce", self.group_reduce, ("softmax", "logits"))
         check_choice("component_score", self.component_score, ("auto", "query", "query_key"))
         check_choice("key_bits", self.key_bits, KEY_BITS)
+        check_choice("score", self.score, ("auto", "copy", "rows"))
 
     def for_model(self, *, qk_norm: bool) -> SparQ:
         auto = "query_key" if qk_norm else "query"
@@ -95,6 +100,10 @@ class SparQ(Method):
     def reallocates(self, G: int) -> bool:
         """Whether a layer of ``G`` query heads per KV head mixes in the mean value (sparq.9)."""
         return G == 1 if self.reallocate == "auto" else bool(self.reallocate)
+
+    def scores_rows(self, *, packed: bool) -> bool:
+        """Whether keys are scored by their rows, which are ``packed`` or not."""
+        return self.score == "rows" or (self.score == "auto" and packed)
 
     def serves_sinks(self, G: int) -> bool:
         return not self.reallocates(G)
@@ -126,17 +135,27 @@ class SparQ(Method):
         Saved are the elements of keys and values that are not read, (sparq.11) less (sparq.12) or (sparq.23); spent is
         the score buffer, one number per key and query head, written and read: float32, or 8 bits where they will do.
         """
-        coded = self.key_bits < 16
+        by_rows = self.scores_rows(packed=step.packed is not None)
+        coded = self.key_bits < 16 and not by_rows
         narrow = coded and self.group_reduce == "softmax" and not self.reallocates(step.G)
         scored = self.rank * ((2 * self.key_bits + 1) / 16 if coded else step.itemsize)
-        per_key = step.itemsize * 2 * step.D - scored - 2 * (1 if narrow else 4) * step.G
+        per_key = 2 * step.row_bytes - (step.row_bytes if by_rows else scored) - 2 * (1 if narrow else 4) * step.G
         if per_key <= 0:
             return NEVER
-        fixed = step.itemsize * 2 * (self.top_k + 1) * step.D
+        fixed = 2 * (self.top_k + 1) * step.row_bytes
         return math.ceil((ENOUGH_SAVED[step.gpu] / step.heads + fixed) / per_key)
 
     def elements(self, S: int, D: int, buckets: int = 0) -> int:
-        return stats.sparq_elements(S, D, rank=self.rank, top_k=self.top_k, key_bits=self.key_bits)
+        rank, key_bits = (D, 16) if self.scores_rows(packed=False) else (self.rank, self.key_bits)
+        return stats.sparq_elements(S, D, rank=rank, top_k=self.top_k, key_bits=key_bits)
+
+    def rows(self, S: int) -> int:
+        return (S if self.score == "rows" else 0) + super().rows(S)
+
+    def step_bytes(self, S: int, D: int, *, itemsize: int, row_bytes: int) -> int:
+        by_rows = self.scores_rows(packed=row_bytes < D * itemsize)
+        method = dataclasses.replace(self, score="rows" if by_rows else "copy")
+        return super(SparQ, method).step_bytes(S, D, itemsize=itemsize, row_bytes=row_bytes)
 
     def with_budget(self, share: Fraction, D: int, named: Collection[str]) -> tuple[SparQ, str]:
         """Half of the budget goes to choosing keys and half to attending them, where neither setting is named."""

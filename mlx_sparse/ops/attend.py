@@ -5,6 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from .blocks import after, causal_scores, most
+from .packed_rows import Rows
 from .select import take_rows, valid_keys
 
 
@@ -31,8 +32,8 @@ def softmax_lse(scores: mx.array, mask: mx.array | None) -> tuple[mx.array, mx.a
 
 def attend_indices(
     queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
+    keys: Rows,
+    values: Rows,
     indices: mx.array,
     *,
     scale: float,
@@ -42,7 +43,7 @@ def attend_indices(
 
     Args:
         queries: ``(B, Hq, 1, D)``.
-        keys, values: ``(B, Hkv, S, D)``.
+        keys, values: ``(B, Hkv, S, D)``; of packed rows only the listed ones are unpacked.
         indices: ``(B, Hkv, N)`` int32; ``-1``, or any number that is no key's, = empty slot.
         counts: ``(B, Hkv)`` slots of each list that are in use; those behind are empty. None: all.
 

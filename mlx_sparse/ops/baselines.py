@@ -6,13 +6,14 @@ import mlx.core as mx
 
 from .attend import attend_indices, group_queries, softmax_lse
 from .blocks import after, causal_scores, most
+from .packed_rows import Rows, exact_logits
 from .select import take_rows, top_k_select, valid_keys
 
 
 def streaming_attention(
     queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
+    keys: Rows,
+    values: Rows,
     *,
     sink_tokens: int,
     recent_tokens: int,
@@ -34,8 +35,8 @@ def streaming_attention(
 
 def oracle_top_k_attention(
     queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
+    keys: Rows,
+    values: Rows,
     *,
     top_k: int,
     local_window: int,
@@ -52,8 +53,8 @@ def oracle_top_k_attention(
 
 def flexgen_attention(
     queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
+    keys: Rows,
+    values: Rows,
     *,
     top_k: int,
     scale: float,
@@ -76,8 +77,8 @@ def flexgen_attention(
 
 def h2o_attention(
     queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
+    keys: Rows,
+    values: Rows,
     *,
     scores: mx.array,
     top_k: int,
@@ -101,12 +102,12 @@ def h2o_attention(
     return out, lse, updated[..., :S]
 
 
-def h2o_scores(queries: mx.array, keys: mx.array, *, scale: float, left_padding: mx.array | None) -> mx.array:
+def h2o_scores(queries: mx.array, keys: Rows, *, scale: float, left_padding: mx.array | None) -> mx.array:
     """Attention each key has received from ``L`` causal queries, mean over the group: float32 ``(B, Hkv, S)``."""
     B, Hq, L, D = queries.shape
     Hkv, S = keys.shape[1:3]
     grouped = queries.reshape(B, Hkv, Hq // Hkv, L, D).astype(mx.float32) * scale
-    keys = keys[:, :, None].astype(mx.float32)
+    keys = keys[:][:, :, None].astype(mx.float32)
     step = most(B * Hq * S)
     received = mx.zeros((B, Hkv, S))
     for first in range(0, L, step):
@@ -127,11 +128,11 @@ def h2o_scores(queries: mx.array, keys: mx.array, *, scale: float, left_padding:
 
 
 def exact_weights(
-    queries: mx.array, keys: mx.array, *, scale: float, left_padding: mx.array | None
+    queries: mx.array, keys: Rows, *, scale: float, left_padding: mx.array | None
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Exact float32 logits and softmax weights ``(B, Hkv, G, S)`` and log-sum-exp ``(B, Hkv, G)`` of one step."""
     S = keys.shape[2]
-    logits = (group_queries(queries, keys.shape[1]) * scale) @ keys.swapaxes(-1, -2).astype(mx.float32)
+    logits = exact_logits(group_queries(queries, keys.shape[1]) * scale, keys)
     valid = None if left_padding is None else valid_keys(S, left_padding)[:, None, None, :]
     weights, lse = softmax_lse(logits, valid)
     return logits, weights, lse

@@ -5,15 +5,17 @@ from __future__ import annotations
 import mlx.core as mx
 
 from ..common.key_codes import GROUP, LARGEST, KeyCodes
+from .packed_rows import Rows
 from .select import take_rows
 
 
-def code_keys(keys: mx.array, left_padding: mx.array | None, *, key_bits: int) -> KeyCodes:
+def code_keys(keys: Rows, left_padding: mx.array | None, *, key_bits: int) -> KeyCodes:
     """Code the full groups of each row of ``keys (B, Hkv, S, D)``; 0 behind a row's last.
 
     Args:
         left_padding: ``(B,)`` first valid key of each row, from which its groups are counted.
     """
+    keys = keys[:]
     if left_padding is None:
         return code_groups(keys, key_bits=key_bits)
     S = keys.shape[2]
@@ -60,13 +62,13 @@ def _full_groups(S: int, left_padding: mx.array) -> mx.array:
     return (mx.arange(S // GROUP) < (S - left_padding)[:, None] // GROUP)[:, None, None]
 
 
-def key_spread(coded: KeyCodes, keys: mx.array, left_padding: mx.array | None, *, key_bits: int) -> mx.array:
+def key_spread(coded: KeyCodes, keys: Rows, left_padding: mx.array | None, *, key_bits: int) -> mx.array:
     """(sparq.22) of each component over the valid ones of ``keys (B, Hkv, S, D)``: float32 ``(B, Hkv, D)``."""
     from .sparq import deviation
 
     S = keys.shape[2]
     if S < GROUP:
-        return deviation(keys, left_padding)
+        return deviation(keys[:], left_padding)
     lo = coded.lo.astype(mx.float32)
     width = coded.step.astype(mx.float32) * (2**key_bits - 1)
     middle = lo + width / 2
@@ -87,7 +89,7 @@ def key_spread(coded: KeyCodes, keys: mx.array, left_padding: mx.array | None, *
 def approximate_logits(
     queries: mx.array,
     components: mx.array,
-    keys: mx.array,
+    keys: Rows,
     coded: KeyCodes,
     left_padding: mx.array | None,
     *,

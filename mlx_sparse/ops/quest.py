@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 
 from .attend import attend_indices, group_queries
+from .packed_rows import Rows
 from .select import top_k_select, valid_keys
 
 
@@ -52,7 +53,7 @@ def page_keys(pages: mx.array, left_padding: mx.array | None, *, page_size: int,
 
 def quest_select(
     queries: mx.array,
-    keys: mx.array,
+    keys: Rows,
     *,
     page_size: int,
     top_k: int,
@@ -71,7 +72,7 @@ def quest_select(
 
 
 def quest_attention(
-    queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, **selection: Any
+    queries: mx.array, keys: Rows, values: Rows, *, scale: float, **selection: Any
 ) -> tuple[mx.array, mx.array]:
     """One decode step: ``out (B, Hq, 1, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, 1)``.
 

@@ -7,12 +7,13 @@ import mlx.core as mx
 from ..common.key_codes import KeyCodes
 from .attend import attend_indices, group_queries, softmax_lse
 from .key_codes import approximate_logits, code_keys
+from .packed_rows import Rows, exact_logits
 from .select import take_rows, top_k_select, valid_keys
 
 
 def sparq_select(
     queries: mx.array,
-    keys: mx.array,
+    keys: Rows,
     *,
     rank: int,
     top_k: int,
@@ -29,8 +30,9 @@ def sparq_select(
     Args:
         component_weight: float32 ``(B, Hkv, D)`` spread of the keys for ``component_score="query_key"``; None for the
             paper's rule.
-        keys_t: ``(B, Hkv, D, S)`` component-major keys, which are gathered column by column without it; with fewer
-            ``key_bits`` than 16 the coded ones, which are coded without it.
+        keys_t: ``(B, Hkv, D, S)`` component-major keys; with fewer ``key_bits`` than 16 the coded ones, which are coded
+            without it. With 16 and without it scores come from the rows of ``keys``: with a ``rank`` of D nothing of
+            packed rows is unpacked.
 
     Returns:
         ``indices (B, Hkv, min(top_k, S))`` and float32 ``alpha (B, Hq)``.
@@ -61,12 +63,12 @@ def sparq_select(
         logits = approximate_logits(q_r * factor, i1, keys, coded, left_padding, key_bits=key_bits)
     else:
         assert not isinstance(keys_t, KeyCodes)
-        k_r = (
-            mx.take_along_axis(keys, i1[:, :, None], axis=3).swapaxes(-1, -2)
-            if keys_t is None
-            else take_rows(keys_t, i1)
-        )
-        logits = (q_r * factor) @ k_r.astype(mx.float32)
+        if keys_t is not None:
+            logits = (q_r * factor) @ take_rows(keys_t, i1).astype(mx.float32)
+        elif rank == D:
+            logits = exact_logits(q * factor, keys)
+        else:
+            logits = exact_logits(q_r * factor, mx.take_along_axis(keys[:], i1[:, :, None], axis=3))
 
     # (sparq.4) approximate attention, (sparq.5) summed over the group, (sparq.6) the keys
     valid = None if left_padding is None else valid_keys(S, left_padding)[:, None, None, :]
@@ -82,8 +84,8 @@ def sparq_select(
 
 def sparq_attention(
     queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
+    keys: Rows,
+    values: Rows,
     *,
     rank: int,
     top_k: int,

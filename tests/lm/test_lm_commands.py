@@ -117,8 +117,6 @@ BAD: dict[str, tuple[list[str], str]] = {
     "missing TOML": (["--attn-config", "none.toml"], "attn-config: expected a readable TOML file, got none.toml"),
     "family without the seam": (["--model", "gemma2", *SPARSE], "model: expected attention .*, got gemma2"),
     "--attn twice": ([*SPARSE, *SPARSE], "--attn: expected once, got twice"),
-    "--kv-bits and prompts": ([*BOTH, "--kv-bits", "8"], r"--kv-bits: expected none with --attn sample\+sparq"),
-    "--kv-bits": ([*SPARSE, "--kv-bits", "8"], "--kv-bits: expected none with --attn sparq"),
     "no such model": ([*SPARSE, "--model", "nowhere/at/all"], "--model: expected a model .*, got nowhere/at/all"),
     "no config.json": ([*SPARSE, "--model", "."], r"--model: expected a model .*config\.json"),
     "no prompt cache": ([*SPARSE, "--prompt-cache-file", "no.safetensors"], "--prompt-cache-file: expected a file"),

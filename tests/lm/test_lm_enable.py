@@ -164,17 +164,6 @@ def test_a_draft_as_good_as_the_model_is_accepted_through_trims(model: Any, toke
     assert drafts.sparse_calls > 0
 
 
-def test_a_quantised_cache_is_dense_and_counted(model: Any):
-    prompt = mx.array(prompt_of(PROMPT))
-    options = {"max_tokens": STEPS, "kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 0}
-    wide = {"head_dim": 32}
-    expected = [token for token, _ in generate_step(prompt, build(**wide), **options)]
-    with mlx_sparse.sparse(model := build(**wide), SPARSE) as report:
-        assert [token for token, _ in generate_step(prompt, model, **options)] == expected
-    assert report.dense_calls["with a quantised KV cache"] == LAYERS * (STEPS + 1)
-    assert report.sparse_calls == 0
-
-
 def test_a_rotating_cache_is_dense_and_counted():
     model = build("qwen3")
     with mlx_sparse.sparse(model, SPARSE) as report:

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from lm_prompts import LAYERS, SAMPLE, SPARQ, Piece, batch, process, record_pieces, tiny_tokenizer
 from mlx_lm import batch_generate
-from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import (
     KVCache,
     RotatingKVCache,
@@ -248,12 +247,3 @@ def test_calls_that_cannot_be_sparse_say_why(model: Any):
     for ours, theirs in zip(outs[:2], dense[:2], strict=True):
         assert mx.array_equal(ours, theirs)
     assert not mx.array_equal(outs[2], dense[2])
-
-
-def test_a_quantised_cache_is_dense_and_counted():
-    model, prompt = build(head_dim=32), mx.array(prompt_of(300))
-    options = {"max_tokens": 4, "kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 0, "prefill_step_size": 150}
-    with mlx_sparse.sparse(model, SAMPLE) as report:
-        assert len(list(generate_step(prompt, model, **options))) == 4
-    assert report.prefill.calls == LAYERS, "the first step finds no quantised cache yet"
-    assert report.dense_calls == {"with a quantised KV cache": LAYERS * 6}

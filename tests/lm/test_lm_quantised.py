@@ -1,0 +1,150 @@
+"""Quantised caches, `--kv-bits`, with every method: what they attend to, what they keep, what they refuse."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import (
+    QuantizedKVCache,
+    load_prompt_cache,
+    save_prompt_cache,
+    trim_prompt_cache,
+)
+from tiny_models import build, greedy, prompt_of
+
+import mlx_sparse
+from mlx_sparse import oracle
+from mlx_sparse.cache.kv_cache import SparseQuantizedKVCache, adopt
+from mlx_sparse.methods import METHODS, SparQ, parse
+from mlx_sparse.ops.packed_rows import PackedRows
+
+LAYERS, PROMPT, STEPS = 2, 300, 8
+FORMS = [(8, 64), (4, 64), (4, 32), (6, 32), (3, 128), (2, 64)]
+QUANTISED = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 0}
+EVERY_KEY = {
+    "sparq": "sparq:top_k=400,dense_below=0",
+    "saap": "saap:mode=online,buckets=4,probes=4,recent_tokens=32,dense_below=0,dense_layers=0",
+    "quest": "quest:top_k=400,dense_below=0",
+    "streaming": "streaming:recent_tokens=400",
+}
+
+
+def rows_of(shape: tuple[int, ...], seed: int, dtype: mx.Dtype = mx.float16) -> mx.array:
+    return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
+
+
+def unpacked(rows: PackedRows) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """(quantised.1), written another way: from the codes' bits."""
+    bits, (B, Hkv, S, D) = rows.bits, rows.shape
+    words = np.array(rows.codes)
+    stream = np.unpackbits(words.view(np.uint8), axis=-1, bitorder="little").reshape(B, Hkv, S, D, bits)
+    codes = (stream * (1 << np.arange(bits))).sum(axis=-1)
+    scales, biases = (np.array(part.astype(mx.float32)) for part in (rows.scales, rows.biases))
+    wide = (np.repeat(part, rows.group_size, axis=-1) for part in (scales, biases))
+    scale, bias = wide
+    exact = (codes * scale.astype(np.float64) + bias).astype(np.float32)
+    return np.array(mx.array(exact).astype(rows.dtype).astype(mx.float32))
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
+@pytest.mark.parametrize(("bits", "group_size"), FORMS)
+def test_rows_are_codes_times_scale_plus_bias_rounded_once(bits: int, group_size: int, dtype: mx.Dtype):
+    rows = PackedRows.of(rows_of((2, 3, 70, 128), 0, dtype), bits=bits, group_size=group_size)
+    assert (rows.shape, rows.group_size, rows.dtype) == ((2, 3, 70, 128), group_size, dtype)
+    assert rows.row_bytes * 2 * 3 * 70 == sum(part.nbytes for part in (rows.codes, rows.scales, rows.biases))
+    found, expected = np.array(rows[:].astype(mx.float32)), unpacked(rows)
+    # In float32 the product and the sum round once each, in 16 bits that is hardly ever seen.
+    widest = (
+        np.spacing(np.float32(np.abs(expected).max())) * {mx.float32: 2, mx.float16: 2**13, mx.bfloat16: 2**16}[dtype]
+    )
+    assert np.abs(found - expected).max() <= widest
+    assert dtype == mx.float32 or (found == expected).mean() > 0.99
+    some = rows[:, :, 5:9, :]
+    assert mx.array_equal(some, rows[:][:, :, 5:9])
+
+
+@pytest.mark.parametrize("spec", ["sparq:top_k=40", "oracle_top_k:top_k=40", "sparq:top_k=40,score=copy,rank=64"])
+@pytest.mark.parametrize(("bits", "group_size"), [(8, 64), (4, 32)])
+def test_a_step_chooses_and_attends_as_the_oracle_does_on_the_dequantised_rows(bits: int, group_size: int, spec: str):
+    (config,) = parse(spec)
+    cache: Any = QuantizedKVCache(group_size=group_size, bits=bits)
+    cache.update_and_fetch(rows_of((1, 2, 333, 64), 1), rows_of((1, 2, 333, 64), 2))
+    adopt([cache])
+    queries, scale = rows_of((1, 6, 1, 64), 3), 0.125
+    out, lse = cache.attend(queries, config.for_model(qk_norm=False), scale=scale, backend="ops")
+    keys, values = (unpacked(rows.first(333)) for rows in (cache.key_rows, cache.value_rows))
+    how = {"rank": 64, "top_k": 40, "local_window": 10, "scale": scale, "key_bits": 4 if "copy" in spec else 16}
+    chosen = oracle.sparq_select(np.array(queries), keys, **how).indices
+    expected, dense = oracle.attend_indices(np.array(queries), keys, values, chosen, scale=scale)
+    assert np.abs(np.array(out.astype(mx.float32)) - expected).max() < 2e-3
+    assert np.abs(np.array(lse) - dense).max() < 1e-3
+
+
+@pytest.mark.parametrize("method", EVERY_KEY)
+def test_attending_every_key_of_a_quantised_cache_gives_mlx_lms_tokens(method: str):
+    prompt, model = mx.array(prompt_of(PROMPT)), build(head_dim=32)
+    expected = [token for token, _ in generate_step(prompt, build(head_dim=32), max_tokens=STEPS, **QUANTISED)]
+    with mlx_sparse.sparse(model, EVERY_KEY[method]):
+        assert [token for token, _ in generate_step(prompt, model, max_tokens=STEPS, **QUANTISED)] == expected
+
+
+@pytest.mark.parametrize("method", [name for name, cls in METHODS.items() if cls.sparse and cls.stage == "decode"])
+def test_every_decode_method_serves_a_cache_that_is_quantised_in_mid_prompt(method: str):
+    spec = {"saap": "saap:mode=online,buckets=8,probes=2,recent_tokens=32,dense_below=0", "quest": "quest:top_k=64"}
+    text = spec.get(method, f"{method}:{'recent_tokens' if method == 'streaming' else 'top_k'}=40")
+    options = {**QUANTISED, "quantized_kv_start": 120, "prefill_step_size": 100, "max_tokens": STEPS}
+    if method in ("quest", "sparq"):
+        text += ",dense_below=0"
+    model = build(head_dim=32)
+    with mlx_sparse.sparse(model, text) as report:
+        assert len(list(generate_step(mx.array(prompt_of(PROMPT)), model, **options))) == STEPS
+    assert report.sparse_calls >= (STEPS - 1) * report.served_layers, str(report)
+
+
+def test_a_saved_quantised_cache_is_mlx_lms_own_file_and_goes_on_as_the_one_that_was_saved(tmp_path: Path):
+    model, file = build(head_dim=32), str(tmp_path / "cache.safetensors")
+    cache = [QuantizedKVCache(group_size=32, bits=4) for _ in range(LAYERS)]
+    with mlx_sparse.sparse(model, "sparq:top_k=40,rank=8,score=copy,dense_below=0"):
+        model(mx.array([prompt_of(PROMPT)]), cache=cache)
+        save_prompt_cache(file, cache)
+        first = greedy(model, [7, 8, 9], STEPS, cache)[0]
+        twin = copy.deepcopy(cache)
+        trim_prompt_cache(cache, 3 + STEPS)
+        assert greedy(model, [7, 8, 9], STEPS, cache)[0] == first
+        trim_prompt_cache(twin, 3 + STEPS)
+        assert greedy(model, [7, 8, 9], STEPS, twin)[0] == first
+        assert greedy(model, [7, 8, 9], STEPS, load_prompt_cache(file))[0] == first
+    assert [type(one) for one in load_prompt_cache(file)] == [QuantizedKVCache] * LAYERS
+
+
+def test_nbytes_of_a_quantised_cache_are_its_rows_and_with_a_copy_that_too():
+    cache: Any = QuantizedKVCache(group_size=64, bits=4)
+    rows = rows_of((1, 2, 1024, 128), 4)
+    cache.update_and_fetch(rows, rows)
+    half = 2 * rows.nbytes
+    adopt([cache])
+    assert isinstance(cache, SparseQuantizedKVCache)
+    for score, most in (("rows", 0.30), ("copy", 0.43)):
+        config = SparQ(rank=32, score=score, component_score="query")
+        cache.attend(rows_of((1, 8, 1, 128), 5), config, scale=0.1, backend="ops")
+        assert cache.nbytes / half <= most, score
+
+
+@pytest.mark.parametrize("spec", ["sparq", "sample:block_size=32,dense_below=0,dense_above=1"])
+def test_a_prompt_over_a_quantised_cache_is_mlx_lms(spec: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("mlx_sparse.cache.kv_cache.UNPACKED", 1)  # head by head
+    model, prompt = build(head_dim=32), mx.array([prompt_of(PROMPT)])
+    ours, theirs = ([QuantizedKVCache(group_size=32, bits=8) for _ in range(LAYERS)] for _ in range(2))
+    dense = build(head_dim=32)
+    with mlx_sparse.sparse(model, spec) as report:
+        for piece in (prompt[:, :200], prompt[:, 200:]):
+            found, expected = model(piece, cache=ours), dense(piece, cache=theirs)
+            assert mx.abs(found - expected).max() < 1e-4 * mx.abs(expected).max()
+    if report.prefill is not None:
+        assert report.prefill.calls == 2 * LAYERS
