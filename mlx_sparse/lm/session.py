@@ -256,7 +256,7 @@ def refuse_unquantisable(model: Any, form: Mapping[str, int]) -> None:
     """Raise `ConfigError` if mlx-lm cannot quantise the caches of ``model``: it would say so in mid-prompt.
 
     Args:
-        form: arguments of ``to_quantized``.
+        form: arguments of ``to_quantized``; 64 components to a group if they do not say.
     """
     import mlx.core as mx
     from mlx_lm.models.cache import make_prompt_cache
