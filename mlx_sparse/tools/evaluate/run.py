@@ -99,7 +99,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N,...",
         nargs="+",
         default=[],
-        help="run the steps after dense prompts also over caches quantised in so many bits, densely and by every method",
+        help="run the steps after dense prompts over caches quantised in so many bits too, densely and with each "
+        "decode method",
     )
     parser.add_argument("--context", metavar="N,...", nargs="+", default=["2k"], help="prompt tokens (default: 2k)")
     parser.add_argument("--limit", metavar="N", type=int, default=6, help="examples per task (default: 6)")
