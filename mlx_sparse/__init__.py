@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .lm import enable as enable
     from .lm import report as report
     from .lm import sparse as sparse
+    from .ops.packed_rows import PackedRows as PackedRows
 
 __version__ = "0.1.0"
 
@@ -28,6 +29,7 @@ _HOMES = {
     "common.stats": "Stats",
     "api": "attend_blocks attend_indices code_keys h2o_scores saap_assign saap_route sample_select",
     "lm": "disable enable report sparse",
+    "ops.packed_rows": "PackedRows",
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
 

@@ -396,7 +396,7 @@ class Call:
         out, lse, blocks = cache.attend_prompt(queries, config, scale=scale, backend=backend, blocks=blocks)
         self._figures.add(layer, blocks, config.layout(L, S))
         if self.mass:
-            dense = registry.load("dense_lse", backend)(queries, keys[:], scale=scale, left_padding=None)
+            dense = registry.load("dense_lse", backend)(queries, keys, scale=scale, left_padding=None)
             self._figures.add_mass(layer, mx.exp(lse - dense))
         return out, lse
 
