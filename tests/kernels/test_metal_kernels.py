@@ -205,13 +205,13 @@ def test_a_cache_decodes_on_metal_as_on_ops(metal: Metal, make: Callable[[], Any
 def test_a_cache_hands_its_whole_buffers_to_the_kernels(metal: Metal, monkeypatch: pytest.MonkeyPatch) -> None:
     """A slice would be copied on every call; rows of keys_t that start on a line are loaded four keys at a time."""
     seen: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    launched = launch.Kernel.__call__
+    launched = launch.Launch.__call__
 
-    def record(kernel: launch.Kernel, inputs: Any, outputs: Any, *, template: Any, **geometry: Any) -> list[mx.array]:
-        seen.append((dict(inputs), dict(template)))
-        return launched(kernel, inputs, outputs, template=template, **geometry)
+    def record(self: launch.Launch, *arrays: mx.array) -> list[mx.array]:
+        seen.append((dict(zip(self.kernel.inputs, (*arrays, *self.numbers), strict=True)), dict(self.template)))
+        return launched(self, *arrays)
 
-    monkeypatch.setattr(launch.Kernel, "__call__", record)
+    monkeypatch.setattr(launch.Launch, "__call__", record)
     cache = SparseKVCache()
     for L in (301, 1, 1001, 1):  # the buffers that mlx-lm makes of this are no multiple of anything
         row = mx.ones((1, 2, L, 64), mx.float16)
