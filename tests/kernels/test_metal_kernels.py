@@ -233,6 +233,17 @@ def test_a_cache_hands_its_whole_buffers_to_the_kernels(metal: Metal, monkeypatc
     assert scores["codes"].shape[3] * 4 % 128 == 0
 
 
+def test_layers_of_a_token_share_what_its_length_decides(metal: Metal) -> None:
+    config = SparQ(rank=8, top_k=16, component_score="query", dense_below=0)
+    layers = [SparseKVCache() for _ in range(3)]
+    sparq.launches.cache_clear()
+    for L in (100, 1):
+        for cache in layers:
+            cache.update_and_fetch(mx.ones((1, 2, L, 64)), mx.ones((1, 2, L, 64)))
+            cache.attend(mx.ones((1, 4, 1, 64)), config, scale=1.0, backend="metal")
+    assert sparq.launches.cache_info()[:2] == (4, 2)  # found, made
+
+
 @pytest.mark.parametrize(("family", "bits"), [("llama", 4), ("qwen3", 16)])
 def test_a_model_decodes_on_metal_as_on_ops(metal: Metal, family: str, bits: int) -> None:
     model, prompt = build(family), prompt_of(60)
