@@ -17,6 +17,7 @@ from cases import (
     plain_attention,
 )
 from expected import METHODS, assert_conforms
+from fixtures_msl import Launched
 from mlx_arrays import DTYPES, to_mlx, to_numpy, whole
 from msl import Metal
 from tiny_models import build, greedy, prompt_of
@@ -24,7 +25,7 @@ from tiny_models import build, greedy, prompt_of
 import mlx_sparse
 from mlx_sparse import oracle
 from mlx_sparse.cache.kv_cache import SparseBatchKVCache, SparseKVCache
-from mlx_sparse.kernels import attend, launch, select, sparq
+from mlx_sparse.kernels import attend, select, sparq
 from mlx_sparse.methods import SparQ, registry
 
 # select
@@ -202,32 +203,24 @@ def test_a_cache_decodes_on_metal_as_on_ops(metal: Metal, make: Callable[[], Any
         np.testing.assert_allclose(np.array(metal_lse), np.array(ops_lse), rtol=0, atol=1e-4)
 
 
-def test_a_cache_hands_its_whole_buffers_to_the_kernels(metal: Metal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_hands_its_whole_buffers_to_the_kernels(metal: Metal, launched: list[Launched]) -> None:
     """A slice would be copied on every call; rows of keys_t that start on a line are loaded four keys at a time."""
-    seen: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    launched = launch.Launch.__call__
-
-    def record(self: launch.Launch, *arrays: mx.array) -> list[mx.array]:
-        seen.append((dict(zip(self.kernel.inputs, (*arrays, *self.numbers), strict=True)), dict(self.template)))
-        return launched(self, *arrays)
-
-    monkeypatch.setattr(launch.Launch, "__call__", record)
     cache = SparseKVCache()
     for L in (301, 1, 1001, 1):  # the buffers that mlx-lm makes of this are no multiple of anything
         row = mx.ones((1, 2, L, 64), mx.float16)
         cache.update_and_fetch(row, row)
     config = SparQ(rank=8, top_k=16, component_score="query", key_bits=16, dense_below=0)
     cache.attend(mx.ones((1, 4, 1, 64), mx.float16), config, scale=1.0, backend="metal")
-    (scores, how), *_, (attended, _) = seen
+    (scores, how), *_, (attended, _) = launched
     assert attended["keys"] is cache.keys
     assert attended["values"] is cache.values
     assert scores["keys_t"].shape[3] % 64 == 0
     assert scores["keys_t"].shape[3] >= cache.keys.shape[2]
     assert how["ALIGNED"]
-    seen.clear()
+    launched.clear()
     coded = SparQ(rank=8, top_k=16, key_bits=4, dense_below=0)
     cache.attend(mx.ones((1, 4, 1, 64), mx.float16), coded, scale=1.0, backend="metal")
-    scores, _ = seen[0]
+    scores, _ = launched[0]
     assert scores["keys"] is cache.keys
     assert scores["codes"] is cache.beside["sparq"].codes.coded.codes  # type: ignore[attr-defined]
     assert scores["codes"].shape[3] * 4 % 128 == 0
