@@ -104,7 +104,7 @@ def test_depths_of_answers_become_cells_of_a_row() -> None:
 def test_few_keys_run_sparsely_and_cost_something(rows: dict[str, Row]) -> None:
     row = rows["sparq:rank=4,top_k=8"]
     assert row.method == "sparq:rank=4,top_k=8"
-    assert row.attn == "sparq:rank=4,top_k=8,component_score=query"
+    assert row.attn == "sparq:rank=4,top_k=8,reallocate=false,component_score=query_key"
     assert (row.examples, row.served) == (2, "sparse")
     assert row.sparse_calls == 2 * 2 * 20
     assert row.dense_calls == 0

@@ -239,7 +239,7 @@ def test_the_text_report_follows_on_standard_error(finished: Runs):
 def test_the_first_line_says_who_decides_and_the_second_that_nothing_will_be_sparse(finished: Runs):
     first, second, *_ = finished("short, modelled").err.splitlines()
     assert first == (
-        "[mlx-sparse] sparq:rank=4,component_score=query on ops: 2 of 2 layers (llama, llama); "
+        "[mlx-sparse] sparq:rank=4,reallocate=false,component_score=query_key on ops: 2 of 2 layers (llama, llama); "
         "sparse from 2,048 keys on (modelled); dense_below=N in --attn decides otherwise"
     )
     longest = PROMPT + TOKENS
@@ -287,7 +287,7 @@ def test_chat_says_it_before_the_first_question(tmp_path: Path, without_torch: A
         assert process.wait(60) == 0
         clock.cancel()
     assert line.startswith(
-        "[mlx-sparse] sparq:rank=4,component_score=query on ops: 2 of 2 layers (llama, llama); sparse "
+        "[mlx-sparse] sparq:rank=4,reallocate=false,component_score=query_key on ops: 2 of 2 layers (llama, llama); "
     )
 
 
