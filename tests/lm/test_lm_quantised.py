@@ -21,7 +21,8 @@ from tiny_models import build, greedy, prompt_of
 import mlx_sparse
 from mlx_sparse import oracle
 from mlx_sparse.cache.kv_cache import SparseQuantizedKVCache, adopt
-from mlx_sparse.methods import METHODS, SparQ, parse
+from mlx_sparse.calibrate import Calibration, Layer
+from mlx_sparse.methods import METHODS, SparQ, Step, parse
 from mlx_sparse.ops.packed_rows import PackedRows
 
 LAYERS, PROMPT, STEPS = 2, 300, 8
@@ -148,3 +149,23 @@ def test_a_prompt_over_a_quantised_cache_is_mlx_lms(spec: str, monkeypatch: pyte
             assert mx.abs(found - expected).max() < 1e-4 * mx.abs(expected).max()
     if report.prefill is not None:
         assert report.prefill.calls == 2 * LAYERS
+
+
+def test_thresholds_of_quantised_caches_are_measured_on_them_and_kept_apart(monkeypatch: pytest.MonkeyPatch):
+    made: list[Any] = []
+    monkeypatch.setattr(SparseQuantizedKVCache, "attend", recorded(SparseQuantizedKVCache.attend, made))
+    packed, plain = (Layer("ops", Step(2, 3, 64, 2, packed=form), mx.float16, 1) for form in ((4, 32), None))
+    config = SparQ(component_score="query", reallocate=False)
+    calibration = Calibration()
+    assert calibration.pairs(config, packed, 512, 0.05)
+    assert {(cache.bits, cache.group_size, cache.length >= 512) for cache in made} == {(4, 32, True)}
+    assert calibration.question(config, packed) != calibration.question(config, plain)
+    assert packed.row == 2 * 2 * (64 // 2 + 2 * 2 * 64 // 32) < plain.row == 2 * 2 * 64 * 2
+
+
+def recorded(attend: Any, made: list[Any]) -> Any:
+    def call(cache: Any, *args: Any, **how: Any) -> Any:
+        made.append(cache)
+        return attend(cache, *args, **how)
+
+    return call

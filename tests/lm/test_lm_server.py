@@ -143,6 +143,18 @@ def test_single_and_concurrent_requests_decode_sparsely_and_control_c_prints_the
     assert "with an array mask" not in report["dense_calls"]
 
 
+def test_quantised_caches_decode_sparsely_and_are_kept_between_requests(tmp_path: Path):
+    packed = ["--kv-bits", "8", "--kv-group-size", "32", "--quantized-kv-start", "0"]
+    prompt = words(prompt_of(40))
+    with running(write(tmp_path / "wide", head_dim=32), *SPARSE, *packed) as server:
+        server.wait_until_up()
+        first = server.ask(prompt)
+        assert server.ask(prompt) == first, "from the kept cache"
+        (report,) = server.sparse()
+    assert report["sparse_calls"] >= LAYERS * TOKENS * 2
+    assert not [reason for reason in report["dense_calls"] if "cache" in reason]
+
+
 def test_prompts_are_processed_sparsely_and_their_figures_are_read_from_another_thread(model: Path):
     attn = f"sample:block_size=32,alpha_column=0.3,alpha_slash=0.3,dense_below=0+{SPARSE[1]}"
     prompts = [words(prompt_of(300, seed)) for seed in range(3)]
