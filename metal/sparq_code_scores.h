@@ -1,8 +1,28 @@
 // SparQ's first step over keys in few bits.
 #pragma once
 
+#include "rows.h"
 #include "sparq_codes.h"
 #include "sparq_scores.h"
+
+// The valid keys of one threadgroup: a tile of those in full groups, or, the last along x, of the tail.
+struct ScoreTile {
+  uint index;
+  bool is_tail;
+  uint padding;
+  uint first, stop;  // of the valid keys
+  uint stride;       // of a row of scores
+};
+
+inline ScoreTile make_score_tile(uint index, uint tiles, int length, int left_padding) {
+  const uint padding = uint(clamp(left_padding, 0, length));
+  const uint S = uint(length) - padding;
+  const uint coded = S / GROUP_KEYS * GROUP_KEYS;
+  const bool is_tail = index + 1 == tiles;
+  const uint first = is_tail ? coded : index * SCORE_TILE;
+  const uint stop = is_tail ? S : min(first + SCORE_TILE, coded);
+  return {index, is_tail, padding, first, stop, (uint(length) + 7) / 8 * 8};
+}
 
 // (sparq.21) without its factor for KEYS consecutive coded keys: one pass over `rank` rows of codes, each a load of
 // KEYS * BITS / 8 bytes. No key is decoded: q lo is summed once for all keys, q step times code for each.
@@ -53,17 +73,18 @@ void coded_logits(
   }
 }
 
-// (sparq.21) without its factor for one key of the tail.
-template <int G, typename Key, typename Centre>
+// (sparq.21) without its factor for row j, a key of the tail.
+template <int G, typename Rows, typename Centre>
 void tail_logits(
-    Key key,  // (D)
+    Rows rows,  // of keys: rows.h
+    uint j,
     Centre centre,  // (D)
     uint rank,
     const threadgroup int* chosen,
     const threadgroup float* q_r,
     thread float (&logits)[G]) {
   for (uint i = 0; i < rank; ++i) {
-    const float x = float(key[chosen[i]]) - centre[chosen[i]];
+    const float x = rows.component(j, uint(chosen[i])) - centre[chosen[i]];
 #pragma clang loop unroll(full)
     for (uint g = 0; g < G; ++g) {
       logits[g] += q_r[i * G + g] * x;
@@ -140,5 +161,26 @@ void store_none(device uchar* scores) {
 #pragma clang loop unroll(full)
   for (uint g = 0; g < G; ++g) {
     scores[g] = uchar(NO_WEIGHT);
+  }
+}
+
+// Statistics and scores of a tile, of which this thread has `written` from valid key `first` on, and those of its columns
+// before the first valid key.
+template <int G, uint KEYS, typename Score>
+void store_tile(
+    const thread float (&logits)[KEYS][G],
+    uint first,
+    uint written,
+    ScoreTile tile,
+    threadgroup float* partial,  // as for tile_statistics
+    device Score* scores,        // (stride, G)
+    device float* statistics,    // (G, 2)
+    Place place) {
+  float largest[G];
+  tile_statistics(logits, largest, partial, reinterpret_cast<device float2*>(statistics), place);
+  store_scores(scores + size_t(tile.padding + first) * G, logits, largest, written, tile.padding * G % 4 == 0);
+  const uint stop = min(tile.padding, (tile.index + 1) * SCORE_TILE);
+  for (uint j = tile.index * SCORE_TILE + place.index(); j < stop; j += place.threads()) {
+    store_none<G>(scores + size_t(j) * G);
   }
 }

@@ -8,7 +8,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from .launch import LANES, Kernel, integer, real
+from ..common.packed_rows import Rows
+from .launch import LANES, Kernel, integer, real, row_inputs
 from .select import ITEMS
 
 TILE = 128  # list entries worked off together: ATTEND_TILE
@@ -16,13 +17,17 @@ UNSPLIT = 512  # a list up to this length is not worth a second launch
 GROUPS = 512  # threadgroups that fill the largest GPU several times
 
 _LIST = ("queries", "keys", "values", "indices")
-ATTEND = Kernel("attend_indices", "attend.h", (*_LIST, "counts", "length", "scale"), ("out", "lse"))
-REALLOCATE = Kernel(
-    "attend_reallocate",
-    "attend.h",
-    (*_LIST, "length", "scale", "logits", "softmax", "value_mean"),
-    ("out", "lse", "alpha"),
+_PACKED_LIST = (
+    "queries",
+    *("key_codes", "key_scales", "key_biases", "value_codes", "value_scales", "value_biases"),
+    "indices",
 )
+_COUNTED = ("counts", "length", "scale"), ("out", "lse")
+_MIXED = ("length", "scale", "logits", "softmax", "value_mean"), ("out", "lse", "alpha")
+ATTEND = Kernel("attend_indices", "attend.h", (*_LIST, *_COUNTED[0]), _COUNTED[1])
+REALLOCATE = Kernel("attend_reallocate", "attend.h", (*_LIST, *_MIXED[0]), _MIXED[1])
+ATTEND_PACKED = Kernel("attend_indices_packed", "attend.h", (*_PACKED_LIST, *_COUNTED[0]), _COUNTED[1])
+REALLOCATE_PACKED = Kernel("attend_reallocate_packed", "attend.h", (*_PACKED_LIST, *_MIXED[0]), _MIXED[1])
 CANDIDATES = Kernel(
     "attend_candidates",
     "attend_candidates.h",
@@ -79,8 +84,8 @@ def _narrow(indices: mx.array, keys: int) -> mx.array:
 
 def attend_indices(
     queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
+    keys: Rows,
+    values: Rows,
     indices: mx.array,
     *,
     scale: float,
@@ -92,7 +97,8 @@ def attend_indices(
 
     Args:
         queries: ``(B, Hq, 1, D)``.
-        keys, values: ``(B, Hkv, capacity, D)`` with ``length`` rows in use; whole buffers, which are not copied.
+        keys, values: ``(B, Hkv, capacity, D)`` with ``length`` rows in use; whole buffers, which are not copied. Either
+            none or both are packed, in the same form.
         indices: ``(B, Hkv, N)`` int32; ``-1``, or any number that is no key's, = empty slot.
         counts: ``(B, Hkv)`` slots of each list that are in use: only those are shared out among the threadgroups.
             None: all.
@@ -153,8 +159,8 @@ def attend_candidates(
 
 def parts(
     queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
+    keys: Rows,
+    values: Rows,
     indices: mx.array,
     *,
     scale: float,
@@ -173,21 +179,22 @@ def parts(
     G = Hq // Hkv
     heads, simdgroups = heads_of(D, G)
     splits = splits_of(indices.shape[2], B * Hkv)
-    inputs = {
+    inputs, form = row_inputs("key", keys)
+    values_in, other = row_inputs("value", values)
+    assert form == other
+    inputs |= values_in | {
         "queries": queries,
-        "keys": keys,
-        "values": values,
         "indices": _narrow(indices, capacity),
         "length": integer(capacity if length is None else length),
         "scale": real(scale),
     }
     statistic = ((B, Hkv, splits, G), mx.float32)
     outputs = [((B, Hkv, splits, G, D), queries.dtype if splits == 1 else mx.float32), statistic]
-    template = {"D": D, "G": G, "HEADS": heads, "SIMDGROUPS": simdgroups}
-    kernel = ATTEND
+    template = {"D": D, "G": G, "HEADS": heads, "SIMDGROUPS": simdgroups, **form}
+    kernel = ATTEND_PACKED if form else ATTEND
     if reallocation is not None:
         assert counts is None
-        kernel = REALLOCATE
+        kernel = REALLOCATE_PACKED if form else REALLOCATE
         inputs |= vars(reallocation)
         outputs.append(statistic)
     else:

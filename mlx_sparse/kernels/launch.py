@@ -11,6 +11,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..common.packed_rows import PackedRows, Rows
+
 LANES = 32
 INCLUDE = re.compile(r'^#include "(.+)"\n', re.MULTILINE)
 
@@ -95,6 +97,14 @@ def of_one_type(*arrays: mx.array) -> list[mx.array]:
     """The arrays in the type that holds all their numbers: kernels of the matrix units stage rows in one."""
     dtype = mx.result_type(*arrays)
     return [array if array.dtype == dtype else array.astype(dtype) for array in arrays]
+
+
+def row_inputs(name: str, rows: Rows) -> tuple[dict[str, mx.array], dict[str, int]]:
+    """Keys or values, ``name`` "key" or "value", as inputs, and as template parameters the form of packed ones."""
+    if isinstance(rows, PackedRows):
+        names = (f"{name}_codes", f"{name}_scales", f"{name}_biases")
+        return dict(zip(names, rows.parts, strict=True)), {"ROW_BITS": rows.bits, "ROW_GROUP": rows.group_size}
+    return {f"{name}s": rows}, {}
 
 
 def padding_or_zeros(left_padding: mx.array | None, B: int) -> mx.array:

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..common.key_codes import GROUP, KeyCodes
+from ..common.packed_rows import PackedRows, Rows
 from .attend import Reallocation, attend_candidates, attend_indices, takes_candidates
-from .launch import Kernel, integer, padding_or_zeros, real
+from .launch import Kernel, integer, padding_or_zeros, real, row_inputs
 from .select import candidates, merge
 
 KEYS = 4  # per thread: SCORE_KEYS
@@ -33,13 +34,17 @@ CANDIDATES = Kernel(
     ("logits", "statistics", "left_padding", "length", "local_window", "top_k"),
     ("bits", "indices", "softmax"),
 )
-CODE_SCORES = Kernel(
-    "sparq_code_scores",
-    "sparq_code_scores.h",
-    (
-        *("queries", "component_weight", "codes", "lo", "step", "centre", "keys"),
-        *("left_padding", "rank", "length", "scale"),
-    ),
+_CODED = ("queries", "component_weight", "codes", "lo", "step", "centre")
+_KEYS = ("key_codes", "key_scales", "key_biases")
+_GIVEN = ("left_padding", "rank", "length", "scale")
+CODE_SCORES = Kernel("sparq_code_scores", "sparq_code_scores.h", (*_CODED, "keys", *_GIVEN), ("logits", "statistics"))
+CODE_SCORES_PACKED = Kernel(
+    "sparq_code_scores_packed", "sparq_code_scores.h", (*_CODED, *_KEYS, *_GIVEN), ("logits", "statistics")
+)
+ROW_SCORES = Kernel(
+    "sparq_row_scores",
+    "sparq_row_scores.h",
+    ("queries", *_KEYS, "left_padding", "length", "scale"),
     ("logits", "statistics"),
 )
 CODE_CANDIDATES = Kernel(
@@ -104,7 +109,7 @@ def keys_per_thread(G: int, key_bits: int) -> int:
 
 def sparq_code_scores(
     queries: mx.array,
-    keys: mx.array,
+    keys: Rows,
     coded: KeyCodes,
     *,
     key_bits: int,
@@ -132,27 +137,69 @@ def sparq_code_scores(
         codes, lo, step = (mx.pad(array, [(0, 0)] * 3 + [(0, 2 * key_bits)]) for array in coded[:3])
         coded = KeyCodes(codes, lo, step, coded.centre)
     per_thread = keys_per_thread(G, key_bits)
-    tiles = -(-(length // GROUP * GROUP) // CODE_TILE) + 1
-    logits, statistics = CODE_SCORES(
+    rows, form = row_inputs("key", keys)
+    logits, statistics = (CODE_SCORES_PACKED if form else CODE_SCORES)(
         {
             **coded._asdict(),
+            **rows,
             "queries": queries,
             "component_weight": _no_weight() if component_weight is None else component_weight,
-            "keys": keys,
             "left_padding": padding_or_zeros(left_padding, B),
             "rank": integer(rank),
             "length": integer(length),
             "scale": real(scale),
         },
-        [
-            ((B, Hkv, -(-length // 8) * 8, G), mx.uint8 if narrow else mx.float32),
-            ((B, Hkv, tiles, G, 2), mx.float32),
-        ],
-        template={"D": D, "G": G, "WEIGHTED": component_weight is not None, "BITS": key_bits, "KEYS": per_thread},
-        groups=(tiles, Hkv, B),
+        _scored(B, Hkv, G, length, narrow),
+        template={
+            **{"D": D, "G": G, "WEIGHTED": component_weight is not None, "BITS": key_bits, "KEYS": per_thread},
+            **form,
+        },
+        groups=(_code_tiles(length), Hkv, B),
         threads=CODE_TILE // per_thread,
     )
     return logits, statistics
+
+
+def sparq_row_scores(
+    queries: mx.array, keys: PackedRows, *, narrow: bool, scale: float, left_padding: mx.array | None, length: int
+) -> tuple[mx.array, mx.array]:
+    """Logits of all keys from all components of their packed rows (quantised.2).
+
+    Args:
+        keys: ``(B, Hkv, capacity, D)`` with ``length`` rows in use.
+        narrow: whether the logits are written in 8 bits.
+
+    Returns:
+        Those of `sparq_code_scores`.
+    """
+    B, Hkv, _, D = keys.shape
+    G = queries.shape[1] // Hkv
+    inputs, form = row_inputs("key", keys)
+    logits, statistics = ROW_SCORES(
+        {
+            **inputs,
+            "queries": queries,
+            "left_padding": padding_or_zeros(left_padding, B),
+            "length": integer(length),
+            "scale": real(scale),
+        },
+        _scored(B, Hkv, G, length, narrow),
+        template={"D": D, "G": G, "KEYS": KEYS, **form},
+        groups=(_code_tiles(length), Hkv, B),
+        threads=CODE_TILE // KEYS,
+    )
+    return logits, statistics
+
+
+def _code_tiles(length: int) -> int:
+    """Tiles of keys in full groups, and one for the tail."""
+    return -(-(length // GROUP * GROUP) // CODE_TILE) + 1
+
+
+def _scored(B: int, Hkv: int, G: int, length: int, narrow: bool) -> list[tuple[tuple[int, ...], mx.Dtype]]:
+    """Logits and statistics of such tiles."""
+    logits = (B, Hkv, -(-length // 8) * 8, G)
+    return [(logits, mx.uint8 if narrow else mx.float32), ((B, Hkv, _code_tiles(length), G, 2), mx.float32)]
 
 
 def sparq_candidates(
@@ -217,7 +264,7 @@ class Choice(NamedTuple):
 
 def choose(
     queries: mx.array,
-    keys: mx.array,
+    keys: Rows,
     *,
     rank: int,
     top_k: int,
@@ -234,8 +281,9 @@ def choose(
     """Find the best keys of each tile from ``rank`` components.
 
     Args:
-        keys_t: ``(B, Hkv, D, capacity)`` component-major keys; without them the keys are transposed first, which costs
-            more than dense attention. With fewer ``key_bits`` than 16 coded ones.
+        keys_t: ``(B, Hkv, D, capacity)`` component-major keys. Without them packed keys are scored by their rows if
+            ``rank`` is D, and others transposed first, which costs more than dense attention. With fewer ``key_bits``
+            than 16 coded ones.
         exact: whether the logits have to be float32, as reallocation reads them. Sums of logits always are, and those
             of keys that are not coded.
         length: keys in use; all of them when None.
@@ -248,13 +296,17 @@ def choose(
         "left_padding": left_padding,
         "length": length,
     }
-    if key_bits < 16:
+    narrow = not exact and group_reduce == "softmax"
+    if isinstance(keys, PackedRows) and keys_t is None and rank == keys.shape[3]:
+        logits, statistics = sparq_row_scores(
+            queries, keys, narrow=narrow, scale=scale, left_padding=left_padding, length=length
+        )
+    elif key_bits < 16:
         assert isinstance(keys_t, KeyCodes)
-        narrow = not exact and group_reduce == "softmax"
         logits, statistics = sparq_code_scores(queries, keys, keys_t, key_bits=key_bits, narrow=narrow, **scoring)
     else:
         assert not isinstance(keys_t, KeyCodes)
-        columns = mx.contiguous(keys.swapaxes(-1, -2)) if keys_t is None else keys_t
+        columns = mx.contiguous(keys[:].swapaxes(-1, -2)) if keys_t is None else keys_t
         logits, statistics = sparq_scores(queries, columns, **scoring)
     found = sparq_candidates(
         logits,
@@ -268,7 +320,7 @@ def choose(
     return Choice(*found, logits)
 
 
-def sparq_select(queries: mx.array, keys: mx.array, *, top_k: int, **how: Any) -> mx.array:
+def sparq_select(queries: mx.array, keys: Rows, *, top_k: int, **how: Any) -> mx.array:
     """The keys of one decode step: ``(B, Hkv, min(top_k, S))`` int32, ascending, -1 in slots that no key fills.
 
     Args:
@@ -280,8 +332,8 @@ def sparq_select(queries: mx.array, keys: mx.array, *, top_k: int, **how: Any) -
 
 def sparq_attention(
     queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
+    keys: Rows,
+    values: Rows,
     *,
     top_k: int,
     reallocate: bool,
@@ -298,17 +350,19 @@ def sparq_attention(
         selection: the other parameters of `choose`.
     """
     length = keys.shape[2] if length is None else length
-    rows = queries, keys, values
     found = choose(queries, keys, top_k=top_k, scale=scale, length=length, exact=reallocate, **selection)
     left, D = found.bits.shape[2], queries.shape[3]
-    if not reallocate and left > top_k and takes_candidates(D, queries.shape[1] // keys.shape[1], left, top_k):
-        return attend_candidates(*rows, found.bits, found.indices, top_k=top_k, scale=scale, length=length)
+    fused = not reallocate and left > top_k and takes_candidates(D, queries.shape[1] // keys.shape[1], left, top_k)
+    if fused and isinstance(keys, mx.array) and isinstance(values, mx.array):
+        return attend_candidates(
+            queries, keys, values, found.bits, found.indices, top_k=top_k, scale=scale, length=length
+        )
     reallocation = None
     if reallocate:
         assert value_mean is not None
         reallocation = Reallocation(found.logits, found.softmax, value_mean.astype(mx.float32))
     indices = merge(found.bits, found.indices, top_k)
-    return attend_indices(*rows, indices, scale=scale, length=length, reallocation=reallocation)
+    return attend_indices(queries, keys, values, indices, scale=scale, length=length, reallocation=reallocation)
 
 
 @cache
