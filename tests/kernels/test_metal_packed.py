@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -9,11 +10,17 @@ import numpy as np
 import pytest
 from cases import Array, Case, assert_as_good_as_plain, assert_same_choice, lse_tolerance, plain_attention
 from mlx_arrays import to_mlx, to_numpy, unpacked
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import QuantizedKVCache
 from msl import Metal
+from tiny_models import build, prompt_of
 
+import mlx_sparse
 from mlx_sparse import oracle
+from mlx_sparse.cache.kv_cache import adopt
 from mlx_sparse.common.packed_rows import PackedRows
-from mlx_sparse.kernels import attend, sparq
+from mlx_sparse.kernels import attend, launch, sparq
+from mlx_sparse.methods import parse, registry
 from mlx_sparse.ops.key_codes import code_keys
 
 STALE = 9  # rows behind the ones in use
@@ -139,3 +146,60 @@ def test_a_step_over_packed_rows_is_the_oracles_on_their_numbers(
     np.testing.assert_allclose(np.array(lse), lses, rtol=0, atol=lse_tolerance(q, k, chosen, scale, lses))
     if metal.emulated:
         assert all(report.kernel.endswith("_packed") for report in metal.launches if "attend" in report.kernel)
+
+
+# the cache and the model
+
+SPECS = ["sparq:reallocate=true", "sparq:score=copy,rank=16,group_reduce=logits", "quest"]  # scores in float32
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_quantised_cache_decodes_on_metal_as_on_ops(metal: Metal, spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Mapping[str, mx.array]] = []
+    launched = launch.Kernel.__call__
+
+    def record(kernel: launch.Kernel, inputs: Mapping[str, mx.array], *rest: Any, **how: Any) -> list[mx.array]:
+        seen.append(inputs)
+        return launched(kernel, inputs, *rest, **how)
+
+    monkeypatch.setattr(launch.Kernel, "__call__", record)
+    (config,) = parse(f"{spec}{',' if ':' in spec else ':'}top_k=32,dense_below=0")
+    config = config.for_model(qk_norm=False)
+    cache: Any = QuantizedKVCache(group_size=64, bits=4)
+    adopt([cache])
+    rng = np.random.default_rng(3)
+    for L in (270, 1, 1):
+        cache.update_and_fetch(*(to_mlx(rng.normal(size=(1, 2, L, 64)), "f16") for _ in "kv"))
+        queries = to_mlx(rng.standard_t(3, size=(1, 8, 1, 64)), "f16")
+        (out, lse), (ops_out, ops_lse) = (
+            cache.attend(queries, config, scale=0.125, backend=backend) for backend in ("metal", "ops")
+        )
+        np.testing.assert_allclose(to_numpy(out), to_numpy(ops_out), rtol=0, atol=2e-3)
+        np.testing.assert_allclose(np.array(lse), np.array(ops_lse), rtol=0, atol=1e-4)
+        # A slice would be copied on every call.
+        packed = [inputs for inputs in seen if "key_codes" in inputs]
+        assert len(packed) == (1 if spec == "quest" else 2)
+        assert all(inputs["key_codes"] is cache.keys[0] for inputs in packed)
+        assert packed[-1]["value_scales"] is cache.values[1]
+        seen.clear()
+
+
+@pytest.mark.parametrize("method", ["sparq:top_k=40", "saap:mode=online,buckets=8,probes=2,recent_tokens=32"])
+def test_a_model_with_a_quantised_cache_decodes_on_metal_as_on_ops(metal: Metal, method: str) -> None:
+    quantised = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 0}
+    model, prompt = build(head_dim=32), mx.array(prompt_of(150))
+    generated = {}
+    for backend in ("ops", "auto"):
+        with mlx_sparse.sparse(model, f"{method},dense_below=0", backend=backend) as report:
+            generated[report.backend] = [token for token, _ in generate_step(prompt, model, max_tokens=4, **quantised)]
+        assert report.sparse_calls > 0
+    assert generated["metal"] == generated["ops"]
+    if metal.emulated:
+        assert "attend_indices_packed" in {report.kernel for report in metal.launches}
+
+
+def test_metal_takes_packed_rows_in_steps_and_unpacked_ones_in_prompts(metal: Metal) -> None:
+    assert registry.resolve("auto", "sparq", D=128, G=4, bits=3) == "metal"
+    assert registry.resolve("auto", "attend_blocks", D=128, G=4, bits=4) == "ops"
+    with pytest.raises(mlx_sparse.BackendUnavailable, match="its kernels for prompts read no packed rows"):
+        registry.resolve("metal", "sample", D=128, G=4, bits=4)
