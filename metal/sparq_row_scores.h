@@ -1,7 +1,8 @@
 // SparQ's first step over packed rows: logits of all keys from all of their components, of which none is dequantised.
 #pragma once
 
-#include "sparq_code_scores.h"
+#include "rows.h"
+#include "sparq_tiles.h"
 
 constant constexpr uint UNIT = 32;  // components that a lane takes of a row: BITS words, of one scale
 

@@ -13,6 +13,7 @@ from msl.mutation import barriers
 from sample_cases import SampleCase
 
 from mlx_sparse.common.csr import saap_index
+from mlx_sparse.common.packed_rows import PackedRows
 from mlx_sparse.kernels import attend, saap, sample, select, sparq
 from mlx_sparse.ops.key_codes import code_keys
 
@@ -42,6 +43,12 @@ def decode(S: int = 700, top_k: int = 300, *, key_bits: int = 16, reallocate: bo
         keys_t=mx.contiguous(k.swapaxes(-1, -2)) if key_bits == 16 else code_keys(k, None, key_bits=key_bits),
     )
     return [out, lse]
+
+
+def rows() -> list[mx.array]:
+    q, k, _ = arrays(Case(1, 4, 2, 700, 128, "f32"))
+    given = {"narrow": False, "scale": 0.1, "left_padding": None, "length": 700}
+    return list(sparq.sparq_row_scores(q, PackedRows.of(k, bits=4), **given))
 
 
 def choose() -> list[mx.array]:
@@ -77,6 +84,7 @@ RUNS: dict[str, Callable[[], list[mx.array]]] = {
     "sparq_scores": decode,
     "sparq_candidates": decode,
     "sparq_code_scores": lambda: decode(key_bits=4),
+    "sparq_row_scores": rows,
     "sparq_code_candidates": lambda: decode(key_bits=4),
     "attend_candidates": lambda: decode(9000, 200, key_bits=4),
     "attend_indices": decode,
