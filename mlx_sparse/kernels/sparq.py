@@ -1,7 +1,8 @@
 """SparQ attention on the GPU: docs/spec/sparq.md, equations (sparq.1) to (sparq.10), (sparq.21).
 
 Three launches: the logits of all keys, the best keys of each tile, and attention over the best of those. One more finds
-these where the mean value is mixed in or a list of more than 512 keys is shared out, and one merges its parts.
+these where the mean value is mixed in, rows are packed or a list of more than 512 keys is shared out, and one merges the
+parts of that.
 """
 
 from __future__ import annotations

@@ -101,6 +101,18 @@ def assert_better_within(choice: Array, wanted: Any, nats: float) -> None:
         assert not left_out.size or left_out.max() <= instead.min() * np.exp(nats)
 
 
+def test_the_smallest_packed_rows_are_read(metal: Metal) -> None:
+    """MLX passes fewer than eight elements in the constant address space."""
+    keys, values = (PackedRows.of(mx.random.normal((1, 1, 1, 32)), bits=4, group_size=32) for _ in "kv")
+    queries, given = mx.ones((1, 2, 1, 32)), {"scale": 0.1, "length": 1}
+    how = {"rank": 32, "top_k": 1, "local_window": 0, "group_reduce": "softmax", "component_weight": None}
+    out, lse = sparq.sparq_attention(
+        queries, keys, values, reallocate=False, value_mean=None, left_padding=None, keys_t=None, **given, **how
+    )
+    np.testing.assert_allclose(np.array(out)[:, 1:], unpacked(values), rtol=0, atol=1e-6)
+    np.testing.assert_allclose(np.array(lse), 0.1 * unpacked(keys).sum(), rtol=0, atol=1e-6)
+
+
 # Scores by the rows, and by a copy of them of so many bits.
 STEPS = [
     *((packed, {"rank": packed.case.D}) for packed in CASES),
