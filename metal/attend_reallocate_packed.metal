@@ -35,7 +35,8 @@ const ChosenMass<G, decltype(logits_at), decltype(softmax_at)> mass = {logits_at
 const auto keys = packed_rows<D, ROW_BITS, ROW_GROUP>(key_codes, key_scales, key_biases, rows_at);
 const auto values = packed_rows<D, ROW_BITS, ROW_GROUP>(value_codes, value_scales, value_biases, rows_at);
 attend_list<D, HEADS, SIMDGROUPS>(
-    queries + (row * G + first_head) * D, keys, values, entries, part.count, uint(length), scale, mass, sums, shared, place);
+    queries + (row * G + first_head) * D, keys, values, entries, part.count, uint(length), scale, mass, sums, shared,
+    place);
 if (splits == 1) {
   const Reallocated<D, decltype(mean_at)> mixed = {mean_at};
   store_sums<D, HEADS, SIMDGROUPS>(sums, shared, out + head * D, lse + head, mixed, place);

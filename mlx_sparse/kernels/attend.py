@@ -16,23 +16,20 @@ TILE = 128  # list entries worked off together: ATTEND_TILE
 UNSPLIT = 512  # a list up to this length is not worth a second launch
 GROUPS = 512  # threadgroups that fill the largest GPU several times
 
-_LIST = ("queries", "keys", "values", "indices")
-_PACKED_LIST = (
-    "queries",
-    *("key_codes", "key_scales", "key_biases", "value_codes", "value_scales", "value_biases"),
-    "indices",
+_ROWS = ("keys", "values")
+_PACKED = ("key_codes", "key_scales", "key_biases", "value_codes", "value_scales", "value_biases")
+_COUNTED = ("indices", "counts", "length", "scale")
+_MIXED = ("indices", "length", "scale", "logits", "softmax", "value_mean")
+_CANDIDATES = ("candidate_bits", "candidate_indices", "length", "scale")
+ATTEND = Kernel("attend_indices", "attend.h", ("queries", *_ROWS, *_COUNTED), ("out", "lse"))
+ATTEND_PACKED = Kernel("attend_indices_packed", "attend.h", ("queries", *_PACKED, *_COUNTED), ("out", "lse"))
+REALLOCATE = Kernel("attend_reallocate", "attend.h", ("queries", *_ROWS, *_MIXED), ("out", "lse", "alpha"))
+REALLOCATE_PACKED = Kernel(
+    "attend_reallocate_packed", "attend.h", ("queries", *_PACKED, *_MIXED), ("out", "lse", "alpha")
 )
-_COUNTED = ("counts", "length", "scale"), ("out", "lse")
-_MIXED = ("length", "scale", "logits", "softmax", "value_mean"), ("out", "lse", "alpha")
-ATTEND = Kernel("attend_indices", "attend.h", (*_LIST, *_COUNTED[0]), _COUNTED[1])
-REALLOCATE = Kernel("attend_reallocate", "attend.h", (*_LIST, *_MIXED[0]), _MIXED[1])
-ATTEND_PACKED = Kernel("attend_indices_packed", "attend.h", (*_PACKED_LIST, *_COUNTED[0]), _COUNTED[1])
-REALLOCATE_PACKED = Kernel("attend_reallocate_packed", "attend.h", (*_PACKED_LIST, *_MIXED[0]), _MIXED[1])
-CANDIDATES = Kernel(
-    "attend_candidates",
-    "attend_candidates.h",
-    ("queries", "keys", "values", "candidate_bits", "candidate_indices", "length", "scale"),
-    ("out", "lse"),
+CANDIDATES = Kernel("attend_candidates", "attend_candidates.h", ("queries", *_ROWS, *_CANDIDATES), ("out", "lse"))
+CANDIDATES_PACKED = Kernel(
+    "attend_candidates_packed", "attend_candidates.h", ("queries", *_PACKED, *_CANDIDATES), ("out", "lse")
 )
 MERGE = Kernel("merge_parts", "merge.h", ("part_out", "part_lse"), ("out", "lse"))
 MERGE_REALLOCATE = Kernel(
@@ -125,8 +122,8 @@ def takes_candidates(D: int, G: int, candidates: int, top_k: int) -> bool:
 
 def attend_candidates(
     queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
+    keys: Rows,
+    values: Rows,
     bits: mx.array,
     indices: mx.array,
     *,
@@ -139,18 +136,18 @@ def attend_candidates(
     Hkv = keys.shape[1]
     G = Hq // Hkv
     heads, simdgroups = heads_of(D, G)
-    out, lse = CANDIDATES(
+    rows, form = _row_inputs(keys, values)
+    out, lse = (CANDIDATES_PACKED if form else CANDIDATES)(
         {
+            **rows,
             "queries": queries,
-            "keys": keys,
-            "values": values,
             "candidate_bits": bits,
             "candidate_indices": indices,
             "length": integer(length),
             "scale": real(scale),
         },
         [((B, Hkv, 1, G, D), queries.dtype), ((B, Hkv, 1, G), mx.float32)],
-        template={"D": D, "G": G, "HEADS": heads, "SIMDGROUPS": simdgroups, "SLOTS": top_k},
+        template={"D": D, "G": G, "HEADS": heads, "SIMDGROUPS": simdgroups, "SLOTS": top_k, **form},
         groups=(1, Hkv * G // heads, B),
         threads=simdgroups * LANES,
     )
@@ -179,10 +176,9 @@ def parts(
     G = Hq // Hkv
     heads, simdgroups = heads_of(D, G)
     splits = splits_of(indices.shape[2], B * Hkv)
-    inputs, form = row_inputs("key", keys)
-    values_in, other = row_inputs("value", values)
-    assert form == other
-    inputs |= values_in | {
+    rows, form = _row_inputs(keys, values)
+    inputs = {
+        **rows,
         "queries": queries,
         "indices": _narrow(indices, capacity),
         "length": integer(capacity if length is None else length),
@@ -207,6 +203,14 @@ def parts(
         groups=(splits, Hkv * G // heads, B),
         threads=simdgroups * LANES,
     )
+
+
+def _row_inputs(keys: Rows, values: Rows) -> tuple[dict[str, mx.array], dict[str, int]]:
+    """Both as inputs, and their form as template parameters if they are packed."""
+    inputs, form = row_inputs("key", keys)
+    more, other = row_inputs("value", values)
+    assert form == other
+    return inputs | more, form
 
 
 def _merge(results: list[mx.array], dtype: mx.Dtype, reallocation: Reallocation | None) -> list[mx.array]:

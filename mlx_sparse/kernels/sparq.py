@@ -1,8 +1,7 @@
 """SparQ attention on the GPU: docs/spec/sparq.md, equations (sparq.1) to (sparq.10), (sparq.21).
 
 Three launches: the logits of all keys, the best keys of each tile, and attention over the best of those. One more finds
-these where the mean value is mixed in, rows are packed or a list of more than 512 keys is shared out, and one merges the
-parts of that.
+these where the mean value is mixed in or a list of more than 512 keys is shared out, and one merges its parts.
 """
 
 from __future__ import annotations
@@ -351,19 +350,17 @@ def sparq_attention(
         selection: the other parameters of `choose`.
     """
     length = keys.shape[2] if length is None else length
+    rows = queries, keys, values
     found = choose(queries, keys, top_k=top_k, scale=scale, length=length, exact=reallocate, **selection)
     left, D = found.bits.shape[2], queries.shape[3]
-    fused = not reallocate and left > top_k and takes_candidates(D, queries.shape[1] // keys.shape[1], left, top_k)
-    if fused and isinstance(keys, mx.array) and isinstance(values, mx.array):
-        return attend_candidates(
-            queries, keys, values, found.bits, found.indices, top_k=top_k, scale=scale, length=length
-        )
+    if not reallocate and left > top_k and takes_candidates(D, queries.shape[1] // keys.shape[1], left, top_k):
+        return attend_candidates(*rows, found.bits, found.indices, top_k=top_k, scale=scale, length=length)
     reallocation = None
     if reallocate:
         assert value_mean is not None
         reallocation = Reallocation(found.logits, found.softmax, value_mean.astype(mx.float32))
     indices = merge(found.bits, found.indices, top_k)
-    return attend_indices(queries, keys, values, indices, scale=scale, length=length, reallocation=reallocation)
+    return attend_indices(*rows, indices, scale=scale, length=length, reallocation=reallocation)
 
 
 @cache

@@ -79,7 +79,8 @@ def listed() -> list[mx.array]:
     return list(saap.saap_indices(visited, *index, length=3100, covered=3000, sink_tokens=1, capacity=2100))
 
 
-# A run of each kernel that has barriers, long enough for loops to come round again.
+# A run of each kernel that has barriers, long enough for loops to come round again. Those named
+# _packed have the barriers of the ones without.
 RUNS: dict[str, Callable[[], list[mx.array]]] = {
     "sparq_scores": decode,
     "sparq_candidates": decode,
