@@ -24,6 +24,7 @@ from mlx_sparse.methods import parse, registry
 from mlx_sparse.ops.key_codes import code_keys
 
 STALE = 9  # rows behind the ones in use
+KEY_AND_VALUE = np.random.default_rng(0).normal(size=(2, 1, 1, 1, 32))
 
 
 class Packed(NamedTuple):
@@ -101,15 +102,13 @@ def assert_better_within(choice: Array, wanted: Any, nats: float) -> None:
         assert not left_out.size or left_out.max() <= instead.min() * np.exp(nats)
 
 
-def test_the_smallest_packed_rows_are_read(metal: Metal) -> None:
+def test_the_smallest_packed_rows_are_read_and_rounded_to_their_type(metal: Metal) -> None:
     """MLX passes fewer than eight elements in the constant address space."""
-    keys, values = (PackedRows.of(mx.random.normal((1, 1, 1, 32)), bits=4, group_size=32) for _ in "kv")
-    queries, given = mx.ones((1, 2, 1, 32)), {"scale": 0.1, "length": 1}
+    keys, values = (PackedRows.of(to_mlx(rows, "f16"), bits=4, group_size=32) for rows in KEY_AND_VALUE)
     how = {"rank": 32, "top_k": 1, "local_window": 0, "group_reduce": "softmax", "component_weight": None}
-    out, lse = sparq.sparq_attention(
-        queries, keys, values, reallocate=False, value_mean=None, left_padding=None, keys_t=None, **given, **how
-    )
-    np.testing.assert_allclose(np.array(out)[:, 1:], unpacked(values), rtol=0, atol=1e-6)
+    how |= {"reallocate": False, "value_mean": None, "left_padding": None, "keys_t": None, "scale": 0.1, "length": 1}
+    out, lse = sparq.sparq_attention(mx.ones((1, 2, 1, 32)), keys, values, **how)
+    np.testing.assert_array_equal(np.array(out)[:, 1:], unpacked(values))  # float32 of float16
     np.testing.assert_allclose(np.array(lse), 0.1 * unpacked(keys).sum(), rtol=0, atol=1e-6)
 
 
