@@ -4,7 +4,7 @@
 //
 // inputs       queries (B, Hq, 1, D) T; keys, values (B, Hkv, capacity, D) T; candidate_bits (B, Hkv, N) uint;
 //              candidate_indices (B, Hkv, N) int; length () int; scale () float
-// outputs      out (B, Hkv, 1, G, D) T; lse (B, Hkv, 1, G) float
+// outputs      out (B, Hq, 1, D) T; lse (B, Hq, 1) float
 // template     D, G, HEADS, SIMDGROUPS, SLOTS
 // grid         SIMDGROUPS * 32, Hkv * G // HEADS, B
 // threadgroup  SIMDGROUPS * 32, 1, 1

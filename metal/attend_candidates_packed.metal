@@ -4,7 +4,7 @@
 //              key_scales, key_biases (B, Hkv, capacity, D / ROW_GROUP) T; value_codes (like key_codes) uint;
 //              value_scales, value_biases (like key_scales) T; candidate_bits (B, Hkv, N) uint;
 //              candidate_indices (B, Hkv, N) int; length () int; scale () float
-// outputs      out (B, Hkv, 1, G, D) T; lse (B, Hkv, 1, G) float
+// outputs      out (B, Hq, 1, D) T; lse (B, Hq, 1) float
 // template     D, G, HEADS, SIMDGROUPS, SLOTS, ROW_BITS, ROW_GROUP
 // grid         SIMDGROUPS * 32, Hkv * G // HEADS, B
 // threadgroup  SIMDGROUPS * 32, 1, 1

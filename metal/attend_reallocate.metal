@@ -2,8 +2,8 @@
 // the mean value (sparq.10); several leave that to merge_reallocate.
 //
 // inputs       queries (B, Hq, 1, D) T; keys, values (B, Hkv, capacity, D) T; indices (B, Hkv, N) int;
-//              length () int; scale () float; logits (B, Hkv, stride, G) float; softmax (B, Hkv, G, 2) float;
-//              value_mean (B, Hkv, D) float
+//              logits (B, Hkv, stride, G) float; softmax (B, Hkv, G, 2) float; value_mean (B, Hkv, D) float;
+//              length () int; scale () float
 // outputs      out (B, Hkv, splits, G, D) O; lse, alpha (B, Hkv, splits, G) float
 // template     D, G, HEADS, SIMDGROUPS
 // grid         splits * SIMDGROUPS * 32, Hkv * G // HEADS, B

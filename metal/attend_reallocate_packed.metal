@@ -3,8 +3,8 @@
 // inputs       queries (B, Hq, 1, D) T; key_codes (B, Hkv, capacity, D * ROW_BITS / 32) uint;
 //              key_scales, key_biases (B, Hkv, capacity, D / ROW_GROUP) T; value_codes (like key_codes) uint;
 //              value_scales, value_biases (like key_scales) T; indices (B, Hkv, N) int;
-//              length () int; scale () float; logits (B, Hkv, stride, G) float; softmax (B, Hkv, G, 2) float;
-//              value_mean (B, Hkv, D) float
+//              logits (B, Hkv, stride, G) float; softmax (B, Hkv, G, 2) float; value_mean (B, Hkv, D) float;
+//              length () int; scale () float
 // outputs      out (B, Hkv, splits, G, D) O; lse, alpha (B, Hkv, splits, G) float
 // template     D, G, HEADS, SIMDGROUPS, ROW_BITS, ROW_GROUP
 // grid         splits * SIMDGROUPS * 32, Hkv * G // HEADS, B

@@ -2,7 +2,7 @@
 //
 // inputs       logits (B, Hkv, stride, G) float; statistics (B, Hkv, score_tiles, G, 2) float; left_padding (B,) int;
 //              length, local_window, top_k () int
-// outputs      bits (B, Hkv, tiles, slots) uint; indices (B, Hkv, tiles, slots) int; softmax (B, Hkv, G, 2) float
+// outputs      bits (B, Hkv, tiles * slots) uint; indices (B, Hkv, tiles * slots) int; softmax (B, Hkv, G, 2) float
 // template     G, SOFTMAX
 // grid         tiles * threads, Hkv, B
 // threadgroup  threads, 1, 1

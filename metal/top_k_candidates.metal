@@ -1,7 +1,7 @@
 // top_k_candidates: the best of each tile of a row of candidates, which earlier tiles left over.
 //
 // inputs       candidate_bits (B, H, N) uint; candidate_indices (B, H, N) int; top_k () int
-// outputs      bits (B, H, tiles, slots) uint; indices (B, H, tiles, slots) int
+// outputs      bits (B, H, tiles * slots) uint; indices (B, H, tiles * slots) int
 // grid         tiles * threads, H, B
 // threadgroup  threads, 1, 1
 // reads        B * H * N * 8

@@ -1,7 +1,7 @@
 // top_k_scores: the best keys of each tile of a row of scores (sparq.6); with one tile, of the row.
 //
 // inputs       scores (B, H, S) float; left_padding (B,) int; length, local_window, top_k () int
-// outputs      bits (B, H, tiles, slots) uint; indices (B, H, tiles, slots) int
+// outputs      bits (B, H, tiles * slots) uint; indices (B, H, tiles * slots) int
 // grid         tiles * threads, H, B
 // threadgroup  threads, 1, 1
 // reads        B * H * S * 4

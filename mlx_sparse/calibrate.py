@@ -10,8 +10,9 @@ from typing import Any
 
 import mlx.core as mx
 import psutil  # type: ignore[import-untyped]
+from mlx_lm.models.base import scaled_dot_product_attention
 
-from .cache.kv_cache import SparseKVCache
+from .cache.kv_cache import SparseCache, SparseKVCache, SparseQuantizedKVCache
 from .common import crossing, measured, thresholds
 from .common.crossing import Noisy, Pairs
 from .common.thresholds import (
@@ -110,14 +111,15 @@ class Calibration(Thresholds):
         query, row = (_rows(layer, n, 1) for n in (heads * G, heads))
         scale = D**-0.5
 
-        def dense(cache: SparseKVCache, out: mx.array) -> mx.array:
-            keys, values, _ = cache.rows("ops")
-            return mx.fast.scaled_dot_product_attention(out, keys, values, scale=scale, mask=None)
+        def dense(cache: Any, out: mx.array) -> mx.array:
+            packed = isinstance(cache, SparseQuantizedKVCache)
+            keys, values = cache.keys_and_values() if packed else cache.rows("ops")[:2]
+            return scaled_dot_product_attention(out, keys, values, cache=cache, scale=scale, mask=None)
 
-        def sparse(cache: SparseKVCache, out: mx.array) -> mx.array:
+        def sparse(cache: SparseCache, out: mx.array) -> mx.array:
             return cache.attend(out, config, scale=scale, backend=layer.backend)[0]
 
-        def timed(attend: Callable[[SparseKVCache, mx.array], mx.array], caches: list[SparseKVCache]) -> float:
+        def timed(attend: Callable[[Any, mx.array], mx.array], caches: list[Any]) -> float:
             start = time.perf_counter()
             out = query
             for cache in caches:
@@ -153,10 +155,15 @@ def free_memory() -> int:
     return max(free, 0)
 
 
-def _cache(layer: Layer, S: int, n: int) -> SparseKVCache:
+def _cache(layer: Layer, S: int, n: int) -> Any:
     """``S`` random rows, others for each ``n``, with room for more."""
-    cache = SparseKVCache()  # type: ignore[no-untyped-call]
-    cache.keys, cache.values = (_rows(layer, layer.step.heads, S + ROOM, 2 * n + side) for side in range(2))
+    cache: Any = SparseKVCache()  # type: ignore[no-untyped-call]
+    rows: Any = (_rows(layer, layer.step.heads, S + ROOM, 2 * n + side) for side in range(2))
+    if layer.step.packed is not None:
+        bits, group_size = layer.step.packed
+        cache = SparseQuantizedKVCache(group_size=group_size, bits=bits)
+        rows = (mx.quantize(array, group_size=group_size, bits=bits) for array in rows)
+    cache.keys, cache.values = rows
     cache.offset = S
     mx.eval(cache.keys, cache.values)
     return cache

@@ -35,12 +35,19 @@ REAL_GEMMA = "test_gemma3_real.py"
 # The slow tier: these take half a minute or more, or start dozens of processes. They come first, so that no worker
 # is left alone with them at the end.
 SLOW = {
+    "test_advise.py": "commands",
     "test_bench_mlx.py": "benchmarks",
+    "test_calibrate.py": "timings",
     "test_demo.py": "the demo",
+    "test_doctor.py": "commands",
+    "test_evaluate_command.py": "commands",
     "test_gpu_check.py": "reports",
     "test_install.py": "installations",
+    "test_lm_commands.py": "commands",
+    "test_lm_evaluate.py": "commands",
     "test_lm_load.py": "many requests at once",
     "test_lm_saap_commands.py": "commands",
+    "test_lm_server.py": "commands",
     "test_lm_threads.py": "many threads",
     "test_mac_check.py": "reports",
     "test_onnx_bench.py": "benchmarks",
@@ -49,18 +56,24 @@ SLOW = {
     "test_onnx_native_fuzz.py": "fuzzing, sanitizers",
     "test_onnx_runtimes.py": "other runtimes",
     "test_onnx_saap_fuzz.py": "fuzzing",
+    "test_onnx_sample_export.py": "whole models",
+    "test_saap_train_command.py": "commands",
     "test_saap_train_smollm2.py": "a real model",
     "test_smollm2.py": "a real model",
     "test_soak_histories.py": "random histories",
     "test_triton_bench.py": "benchmarks",
     "test_triton_aot.py": "compiling for GPUs that are not here",
     "test_triton_hf.py": "models of transformers",
+    "test_triton_hf_calibrate.py": "timings",
     "test_triton_saap_aot.py": "compiling for GPUs that are not here",
     "test_triton_sample_aot.py": "compiling for GPUs that are not here",
 }
 # The fast tier runs this many of the instances of a test, evenly spread, for every backend that it is parametrised by.
-MOST, MOST_IN_FAST = 24, 3  # instances of a test for each backend
+MOST, MOST_IN_FAST = 12, 2  # instances of a test for each backend
 BACKENDS = ("backend", "runtime")
+# Each instance starts compilers or eight threads: so many of a test.
+COSTLY = ("test_lm_threads.py", "test_triton_aot.py", "test_triton_saap_aot.py", "test_triton_sample_aot.py")
+MOST_COSTLY = 8
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -82,7 +95,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = set(thinned(items, MOST_IN_FAST))
     elif not config.getoption("every"):
         named = [item for item in items if any(name in _parameters(item) for name in BACKENDS)]
-        left_out = set(thinned(named, MOST))
+        left_out = {*thinned(named, MOST), *thinned([item for item in items if item.path.name in COSTLY], MOST_COSTLY)}
     if left_out:
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]

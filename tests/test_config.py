@@ -125,7 +125,9 @@ def test_a_preset_sets_what_the_specification_lists(preset: str, settings: dict[
 @pytest.mark.parametrize(
     ("text", "qk_norm", "expected"),
     [
-        ("sparq", False, "sparq:component_score=query"),
+        ("sparq", False, "sparq:reallocate=false,component_score=query_key"),
+        ("sparq:key_bits=16", False, "sparq:component_score=query,key_bits=16"),
+        ("sparq:key_bits=16", True, "sparq:reallocate=false,component_score=query_key,key_bits=16"),
         ("sparq", True, "sparq:reallocate=false,component_score=query_key"),
         ("sparq:component_score=query", True, "sparq:component_score=query"),
         ("sparq:preset=robust", False, "sparq:reallocate=false,component_score=query_key"),

@@ -73,6 +73,8 @@ class Codes:
         self.covered = 0
         self._padding = padding
         self._first = first_rows
+        each = [(slice(b, b + 1), first) for b, first in enumerate(first_rows)]
+        self._alike = each if len(set(first_rows)) > 1 else [(slice(None), first_rows[0])]  # coded together
         self._spread: mx.array | None = None
 
     @property
@@ -93,12 +95,11 @@ class Codes:
 
     def extend(self, keys: Rows, S: int) -> None:
         """Cover rows ``[0, S)`` of the buffer ``keys``, but for those of groups that they do not fill."""
-        alike = len(set(self._first)) == 1
-        for b, first in enumerate(self._first[:1] if alike else self._first):
+        for sequences, first in self._alike:
             old, new = _full(self.covered, first), _full(S, first)
             if new > old:
                 self._spread = None
-                self._code(keys, slice(None) if alike else slice(b, b + 1), first, old, new)
+                self._code(keys, sequences, first, old, new)
         self.covered = S
 
     def _code(self, keys: Rows, sequences: slice, first: int, old: int, new: int) -> None:

@@ -38,8 +38,9 @@ class SparQState(State):
         return sum(kept.nbytes for kept in self._kept)
 
     def rewind(self, length: int) -> None:
-        for kept in self._kept:
-            kept.rewind(length)
+        for kept in (self.columns, self.codes, self.keys, self.values):
+            if kept is not None:
+                kept.rewind(length)
 
     def read(self, cache: SparseCache, config: SparQ, G: int, *, whole: bool) -> dict[str, Any]:
         S, weighted = cache.length, config.component_score == "query_key"

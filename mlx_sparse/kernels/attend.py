@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from functools import cache, lru_cache
+from typing import NamedTuple
 
 import mlx.core as mx
 
 from ..common.packed_rows import Rows
-from .launch import LANES, Kernel, integer, real, row_inputs
+from .launch import KEPT, LANES, Form, Kernel, Launch, integer, parts_of, real, row_template
 from .select import ITEMS
 
 TILE = 128  # list entries worked off together: ATTEND_TILE
@@ -19,7 +18,7 @@ GROUPS = 512  # threadgroups that fill the largest GPU several times
 _ROWS = ("keys", "values")
 _PACKED = ("key_codes", "key_scales", "key_biases", "value_codes", "value_scales", "value_biases")
 _COUNTED = ("indices", "counts", "length", "scale")
-_MIXED = ("indices", "length", "scale", "logits", "softmax", "value_mean")
+_MIXED = ("indices", "logits", "softmax", "value_mean", "length", "scale")
 _CANDIDATES = ("candidate_bits", "candidate_indices", "length", "scale")
 ATTEND = Kernel("attend_indices", "attend.h", ("queries", *_ROWS, *_COUNTED), ("out", "lse"))
 ATTEND_PACKED = Kernel("attend_indices_packed", "attend.h", ("queries", *_PACKED, *_COUNTED), ("out", "lse"))
@@ -37,8 +36,7 @@ MERGE_REALLOCATE = Kernel(
 )
 
 
-@dataclass(frozen=True)
-class Reallocation:
+class Reallocation(NamedTuple):
     """What mixing in the mean value needs.
 
     Attributes:
@@ -60,6 +58,7 @@ def splits_of(N: int, lists: int) -> int:
     return -(-N // part)
 
 
+@cache
 def heads_of(D: int, G: int) -> tuple[int, int]:
     """Query heads per threadgroup and its SIMD groups, so that what a lane keeps stays in registers.
 
@@ -74,6 +73,8 @@ def heads_of(D: int, G: int) -> tuple[int, int]:
 
 def _narrow(indices: mx.array, keys: int) -> mx.array:
     """As int32; 64-bit numbers past its range must not come back as keys."""
+    if indices.dtype == mx.int32:
+        return indices
     if indices.itemsize > 4:
         indices = mx.where((indices >= 0) & (indices < keys), indices, -1)
     return indices.astype(mx.int32)
@@ -106,13 +107,70 @@ def attend_indices(
         is empty.
     """
     B, Hq, _, D = queries.shape
-    if indices.shape[2] == 0:
+    (Hkv, capacity), N = keys.shape[1:3], indices.shape[2]
+    if N == 0:
         return mx.zeros_like(queries), mx.full((B, Hq, 1), -mx.inf)
-    how: dict[str, Any] = {"length": length, "counts": counts, "reallocation": reallocation}
-    results = parts(queries, keys, values, indices, scale=scale, **how)
-    if results[0].shape[2] > 1:
-        results = _merge(results, queries.dtype, reallocation)
-    return results[0].reshape(B, Hq, 1, D), results[1].reshape(B, Hq, 1)
+    length = capacity if length is None else length
+    counted, mixed = counts is not None, reallocation is not None
+    (key_parts, form), (value_parts, other) = parts_of(keys), parts_of(values)
+    assert form == other
+    launch = _attending(B, Hq, Hkv, D, N, queries.dtype, length, scale, counted, mixed, form)
+    rows = queries, *key_parts, *value_parts, _narrow(indices, capacity)
+    if reallocation is not None:
+        assert counts is None
+        results = launch(*rows, *reallocation)
+    else:
+        results = launch(*rows, _no_counts() if counts is None else counts.astype(mx.int32))
+    if splits_of(N, B * Hkv) > 1:
+        mean = [] if reallocation is None else [reallocation.value_mean]
+        results = _merging(B, Hq, Hkv, D, queries.dtype, mixed)(*results, *mean)
+    return results[0], results[1]
+
+
+@lru_cache(maxsize=KEPT)
+def _attending(
+    B: int,
+    Hq: int,
+    Hkv: int,
+    D: int,
+    N: int,
+    dtype: mx.Dtype,
+    length: int,
+    scale: float,
+    counted: bool,
+    mixed: bool,
+    form: Form,
+) -> Launch:
+    """Each of ``splits`` threadgroups attends its part of the list.
+
+    Its outputs are ``out (B, Hkv, splits, G, D)`` and ``lse (B, Hkv, splits, G)``, float32, of a single split what
+    `attend_indices` returns; with a reallocation also ``alpha``, like ``lse``, and a single split is mixed already.
+    """
+    G, splits = Hq // Hkv, splits_of(N, B * Hkv)
+    heads, simdgroups = heads_of(D, G)
+    statistic = ((B, Hq, 1) if splits == 1 else (B, Hkv, splits, G), mx.float32)
+    template = {"D": D, "G": G, "HEADS": heads, "SIMDGROUPS": simdgroups, **row_template(form)}
+    plain, packed = (REALLOCATE, REALLOCATE_PACKED) if mixed else (ATTEND, ATTEND_PACKED)
+    return Launch(
+        packed if form else plain,
+        [((*statistic[0], D), dtype if splits == 1 else mx.float32), *[statistic] * (1 + mixed)],
+        [integer(length), real(scale)],
+        template=template if mixed else {**template, "COUNTED": counted},
+        groups=(splits, Hq // heads, B),
+        threads=simdgroups * LANES,
+    )
+
+
+@lru_cache(maxsize=KEPT)
+def _merging(B: int, Hq: int, Hkv: int, D: int, dtype: mx.Dtype, mixed: bool) -> Launch:
+    statistic = ((B, Hq, 1), mx.float32)
+    return Launch(
+        MERGE_REALLOCATE if mixed else MERGE,
+        [((B, Hq, 1, D), dtype), *[statistic] * (1 + mixed)],
+        template={"O": dtype, "D": D, "G": Hq // Hkv},
+        groups=(1, Hq, B),
+        threads=D,
+    )
 
 
 def takes_candidates(D: int, G: int, candidates: int, top_k: int) -> bool:
@@ -121,109 +179,19 @@ def takes_candidates(D: int, G: int, candidates: int, top_k: int) -> bool:
 
 
 def attend_candidates(
-    queries: mx.array,
-    keys: Rows,
-    values: Rows,
-    bits: mx.array,
-    indices: mx.array,
-    *,
-    top_k: int,
-    scale: float,
-    length: int,
-) -> tuple[mx.array, mx.array]:
-    """`attend_indices` of the best ``top_k`` of the candidates ``(B, Hkv, N)``, of `select.candidates`."""
-    B, Hq, _, D = queries.shape
-    Hkv = keys.shape[1]
+    B: int, Hq: int, Hkv: int, D: int, dtype: mx.Dtype, length: int, scale: float, top_k: int, form: Form
+) -> Launch:
+    """What makes ``out`` and ``lse`` of `attend_indices` from the best ``top_k`` of what a `select.listing` left."""
     G = Hq // Hkv
     heads, simdgroups = heads_of(D, G)
-    rows, form = _row_inputs(keys, values)
-    out, lse = (CANDIDATES_PACKED if form else CANDIDATES)(
-        {
-            **rows,
-            "queries": queries,
-            "candidate_bits": bits,
-            "candidate_indices": indices,
-            "length": integer(length),
-            "scale": real(scale),
-        },
-        [((B, Hkv, 1, G, D), queries.dtype), ((B, Hkv, 1, G), mx.float32)],
-        template={"D": D, "G": G, "HEADS": heads, "SIMDGROUPS": simdgroups, "SLOTS": top_k, **form},
-        groups=(1, Hkv * G // heads, B),
+    return Launch(
+        CANDIDATES_PACKED if form else CANDIDATES,
+        [((B, Hq, 1, D), dtype), ((B, Hq, 1), mx.float32)],
+        [integer(length), real(scale)],
+        template={"D": D, "G": G, "HEADS": heads, "SIMDGROUPS": simdgroups, "SLOTS": top_k, **row_template(form)},
+        groups=(1, Hq // heads, B),
         threads=simdgroups * LANES,
     )
-    return out.reshape(B, Hq, 1, D), lse.reshape(B, Hq, 1)
-
-
-def parts(
-    queries: mx.array,
-    keys: Rows,
-    values: Rows,
-    indices: mx.array,
-    *,
-    scale: float,
-    length: int | None = None,
-    counts: mx.array | None = None,
-    reallocation: Reallocation | None = None,
-) -> list[mx.array]:
-    """The first launch of `attend_indices`: each of ``splits`` threadgroups attends its part of the list.
-
-    Returns:
-        ``out (B, Hkv, splits, G, D)``, float32 if there are several splits, and float32 ``lse (B, Hkv, splits, G)``;
-        with a reallocation also ``alpha``, like ``lse``, and one split is mixed already.
-    """
-    B, Hq, _, D = queries.shape
-    Hkv, capacity = keys.shape[1:3]
-    G = Hq // Hkv
-    heads, simdgroups = heads_of(D, G)
-    splits = splits_of(indices.shape[2], B * Hkv)
-    rows, form = _row_inputs(keys, values)
-    inputs = {
-        **rows,
-        "queries": queries,
-        "indices": _narrow(indices, capacity),
-        "length": integer(capacity if length is None else length),
-        "scale": real(scale),
-    }
-    statistic = ((B, Hkv, splits, G), mx.float32)
-    outputs = [((B, Hkv, splits, G, D), queries.dtype if splits == 1 else mx.float32), statistic]
-    template = {"D": D, "G": G, "HEADS": heads, "SIMDGROUPS": simdgroups, **form}
-    kernel = ATTEND_PACKED if form else ATTEND
-    if reallocation is not None:
-        assert counts is None
-        kernel = REALLOCATE_PACKED if form else REALLOCATE
-        inputs |= vars(reallocation)
-        outputs.append(statistic)
-    else:
-        inputs["counts"] = _no_counts() if counts is None else counts.astype(mx.int32)
-        template["COUNTED"] = counts is not None
-    return kernel(
-        inputs,
-        outputs,
-        template=template,
-        groups=(splits, Hkv * G // heads, B),
-        threads=simdgroups * LANES,
-    )
-
-
-def _row_inputs(keys: Rows, values: Rows) -> tuple[dict[str, mx.array], dict[str, int]]:
-    """Both as inputs, and their form as template parameters if they are packed."""
-    inputs, form = row_inputs("key", keys)
-    more, other = row_inputs("value", values)
-    assert form == other
-    return inputs | more, form
-
-
-def _merge(results: list[mx.array], dtype: mx.Dtype, reallocation: Reallocation | None) -> list[mx.array]:
-    B, Hkv, _, G, D = results[0].shape
-    inputs = dict(zip(("part_out", "part_lse", "part_alpha"), results, strict=False))
-    statistic = ((B, Hkv * G, 1), mx.float32)
-    outputs = [((B, Hkv * G, 1, D), dtype), statistic]
-    kernel = MERGE
-    if reallocation is not None:
-        kernel = MERGE_REALLOCATE
-        inputs["value_mean"] = reallocation.value_mean
-        outputs.append(statistic)
-    return kernel(inputs, outputs, template={"O": dtype, "D": D, "G": G}, groups=(1, Hkv * G, B), threads=D)
 
 
 @cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property, lru_cache, partial
 from importlib.resources import files
 from typing import Any
 
@@ -14,6 +14,9 @@ import mlx.core as mx
 from ..common.packed_rows import PackedRows, Rows
 
 LANES = 32
+KEPT = 64  # launches of a kind: sizes of layers, in all of which a step has one length
+Outputs = Sequence[tuple[tuple[int, ...], mx.Dtype]]  # shapes and types
+
 INCLUDE = re.compile(r'^#include "(.+)"\n', re.MULTILINE)
 
 
@@ -51,7 +54,7 @@ class Kernel:
     outputs: tuple[str, ...]
 
     @cached_property
-    def _compiled(self) -> Any:
+    def compiled(self) -> Any:
         return mx.fast.metal_kernel(
             name=self.name,
             input_names=list(self.inputs),
@@ -63,21 +66,48 @@ class Kernel:
     def __call__(
         self,
         inputs: Mapping[str, mx.array],
-        outputs: Sequence[tuple[tuple[int, ...], mx.Dtype]],
+        outputs: Outputs,
         *,
         template: Mapping[str, Any],
         groups: tuple[int, int, int],
         threads: int,
     ) -> list[mx.array]:
         """Launch over ``groups`` threadgroups of ``threads`` threads; ``outputs`` gives shapes and types."""
-        launched: list[mx.array] = self._compiled(
-            inputs=[inputs[name] for name in self.inputs],
+        launch = Launch(self, outputs, template=template, groups=groups, threads=threads)
+        return launch(*(inputs[name] for name in self.inputs))
+
+
+class Launch:
+    """A kernel with all but its arrays.
+
+    Building a step costs host time in every layer, so what sizes decide is worked out once for all of them: launches
+    are kept by the sizes, in a `lru_cache`.
+    """
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        outputs: Outputs,
+        numbers: Sequence[mx.array] = (),
+        *,
+        template: Mapping[str, Any],
+        groups: tuple[int, int, int],
+        threads: int,
+    ) -> None:
+        """As for `Kernel.__call__`; ``numbers`` are the last of the kernel's inputs."""
+        self.kernel, self.numbers, self.template = kernel, tuple(numbers), template
+        self._run = partial(
+            kernel.compiled,
             output_shapes=[shape for shape, _ in outputs],
             output_dtypes=[dtype for _, dtype in outputs],
             template=list(template.items()),
             grid=(groups[0] * threads, groups[1], groups[2]),
             threadgroup=(threads, 1, 1),
         )
+
+    def __call__(self, *arrays: mx.array) -> list[mx.array]:
+        """Launch it on the first of the kernel's inputs, in their order."""
+        launched: list[mx.array] = self._run(inputs=[*arrays, *self.numbers])
         return launched
 
 
@@ -99,12 +129,17 @@ def of_one_type(*arrays: mx.array) -> list[mx.array]:
     return [array if array.dtype == dtype else array.astype(dtype) for array in arrays]
 
 
-def row_inputs(name: str, rows: Rows) -> tuple[dict[str, mx.array], dict[str, int]]:
-    """Keys or values, ``name`` "key" or "value", as inputs, and as template parameters the form of packed ones."""
-    if isinstance(rows, PackedRows):
-        names = (f"{name}_codes", f"{name}_scales", f"{name}_biases")
-        return dict(zip(names, rows.parts, strict=True)), {"ROW_BITS": rows.bits, "ROW_GROUP": rows.group_size}
-    return {f"{name}s": rows}, {}
+Form = tuple[int, int] | None  # bits and group size of packed rows; None of others
+
+
+def parts_of(rows: Rows) -> tuple[tuple[mx.array, ...], Form]:
+    """Keys or values as a kernel takes them."""
+    return (rows.parts, (rows.bits, rows.group_size)) if isinstance(rows, PackedRows) else ((rows,), None)
+
+
+def row_template(form: Form) -> dict[str, int]:
+    """Template parameters of a kernel of packed rows; none of others."""
+    return {} if form is None else {"ROW_BITS": form[0], "ROW_GROUP": form[1]}
 
 
 def padding_or_zeros(left_padding: mx.array | None, B: int) -> mx.array:

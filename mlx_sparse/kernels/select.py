@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any
 
 import mlx.core as mx
 
-from .launch import LANES, Kernel, integer, padding_or_zeros
+from .launch import KEPT, LANES, Kernel, Launch, Outputs, integer, padding_or_zeros
 
 ITEMS = 16  # per thread in registers: TOP_K_ITEMS
 FEW, MANY = 256, 512  # threads per tile; more would leave too few registers on some GPUs
@@ -39,43 +42,48 @@ def tiles_of(items: int, top_k: int) -> tuple[int, int, int]:
     return 1, MANY, min(top_k, items)
 
 
-First = Callable[[int, int, int], tuple[mx.array, mx.array]]
+def listing(
+    kernel: Kernel,
+    B: int,
+    Hkv: int,
+    items: int,
+    top_k: int,
+    numbers: Sequence[mx.array],
+    *,
+    more: Outputs = (),
+    template: Mapping[str, Any] = MappingProxyType({}),
+) -> Launch:
+    """A launch that lists the best ``top_k`` of each tile of rows of so many ``items``.
 
-
-def candidates(first: First, B: int, Hkv: int, S: int, top_k: int) -> tuple[mx.array, mx.array]:
-    """Run ``first(tiles, threads, slots)``: bits and indices ``(B, Hkv, tiles * slots)`` of the best of each tile.
-
-    Where that is ``min(top_k, S)``, one tile, they are the best of the row.
+    Its outputs are ``bits`` and ``indices (B, Hkv, tiles * slots)``, and ``more``. Where these are ``min(top_k,
+    items)``, one tile, they are the best of the row.
     """
-    tiles, threads, slots = tiles_of(S, top_k)
-    bits, indices = first(tiles, threads, slots)
-    return bits.reshape(B, Hkv, tiles * slots), indices.reshape(B, Hkv, tiles * slots)
+    tiles, threads, slots = tiles_of(items, top_k)
+    listed = (B, Hkv, tiles * slots)
+    return Launch(
+        kernel,
+        [(listed, mx.uint32), (listed, mx.int32), *more],
+        numbers,
+        template=template,
+        groups=(tiles, Hkv, B),
+        threads=threads,
+    )
 
 
 def merge(bits: mx.array, indices: mx.array, top_k: int) -> mx.array:
-    """The best of what `candidates` left, in as many rounds as it takes to be left with one tile.
+    """The best of what a `listing` left, in as many rounds as it takes to be left with one tile.
 
     Returns:
         ``indices (B, Hkv, top_k)`` int32, ascending, -1 in slots that no key fills.
     """
-    B, Hkv, left = bits.shape
-    while left > top_k:
-        tiles, threads, slots = tiles_of(left, top_k)
-        bits, indices = CANDIDATES(
-            {"candidate_bits": bits, "candidate_indices": indices, "top_k": integer(top_k)},
-            [((B, Hkv, tiles, slots), mx.uint32), ((B, Hkv, tiles, slots), mx.int32)],
-            template={},
-            groups=(tiles, Hkv, B),
-            threads=threads,
-        )
-        left = tiles * slots
-        bits, indices = bits.reshape(B, Hkv, left), indices.reshape(B, Hkv, left)
+    while bits.shape[2] > top_k:
+        bits, indices = _merging(*bits.shape, top_k)(bits, indices)
     return indices
 
 
-def reduce(first: First, B: int, Hkv: int, S: int, top_k: int) -> mx.array:
-    """`candidates`, then `merge`: ``indices (B, Hkv, min(top_k, S))``."""
-    return merge(*candidates(first, B, Hkv, S, top_k), min(top_k, S))
+@lru_cache(maxsize=KEPT)
+def _merging(B: int, Hkv: int, left: int, top_k: int) -> Launch:
+    return listing(CANDIDATES, B, Hkv, left, top_k, [integer(top_k)])
 
 
 def top_k_select(scores: mx.array, *, top_k: int, local_window: int, left_padding: mx.array | None) -> mx.array:
@@ -88,21 +96,10 @@ def top_k_select(scores: mx.array, *, top_k: int, local_window: int, left_paddin
         ``(B, Hkv, min(top_k, S))`` int32, ascending, ties to the lower index, -1 in slots that no key fills.
     """
     B, Hkv, S = scores.shape
+    bits, indices = _selection(B, Hkv, S, local_window, top_k)(scores, padding_or_zeros(left_padding, B))
+    return merge(bits, indices, min(top_k, S))
 
-    def first(tiles: int, threads: int, slots: int) -> tuple[mx.array, mx.array]:
-        bits, indices = SCORES(
-            {
-                "scores": scores,
-                "left_padding": padding_or_zeros(left_padding, B),
-                "length": integer(S),
-                "local_window": integer(local_window),
-                "top_k": integer(top_k),
-            },
-            [((B, Hkv, tiles, slots), mx.uint32), ((B, Hkv, tiles, slots), mx.int32)],
-            template={},
-            groups=(tiles, Hkv, B),
-            threads=threads,
-        )
-        return bits, indices
 
-    return reduce(first, B, Hkv, S, top_k)
+@lru_cache(maxsize=KEPT)
+def _selection(B: int, Hkv: int, S: int, local_window: int, top_k: int) -> Launch:
+    return listing(SCORES, B, Hkv, S, top_k, [integer(S), integer(local_window), integer(top_k)])

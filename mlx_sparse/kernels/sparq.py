@@ -6,16 +6,16 @@ these where the mean value is mixed in or a list of more than 512 keys is shared
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from ..common.key_codes import GROUP, KeyCodes
-from ..common.packed_rows import PackedRows, Rows
+from ..common.packed_rows import Rows
 from .attend import Reallocation, attend_candidates, attend_indices, takes_candidates
-from .launch import Kernel, integer, padding_or_zeros, real, row_inputs
-from .select import candidates, merge
+from .launch import KEPT, Form, Kernel, Launch, integer, padding_or_zeros, parts_of, real, row_template
+from .select import listing, merge, tiles_of
 
 KEYS = 4  # per thread: SCORE_KEYS
 THREADS = 256
@@ -35,16 +35,16 @@ CANDIDATES = Kernel(
     ("bits", "indices", "softmax"),
 )
 _CODED = ("queries", "component_weight", "codes", "lo", "step", "centre")
-_KEYS = ("key_codes", "key_scales", "key_biases")
+_PACKED = ("key_codes", "key_scales", "key_biases")
 _GIVEN = ("left_padding", "rank", "length", "scale")
 CODE_SCORES = Kernel("sparq_code_scores", "sparq_code_scores.h", (*_CODED, "keys", *_GIVEN), ("logits", "statistics"))
 CODE_SCORES_PACKED = Kernel(
-    "sparq_code_scores_packed", "sparq_code_scores.h", (*_CODED, *_KEYS, *_GIVEN), ("logits", "statistics")
+    "sparq_code_scores_packed", "sparq_code_scores.h", (*_CODED, *_PACKED, *_GIVEN), ("logits", "statistics")
 )
 ROW_SCORES = Kernel(
     "sparq_row_scores",
     "sparq_row_scores.h",
-    ("queries", *_KEYS, "left_padding", "length", "scale"),
+    ("queries", *_PACKED, "left_padding", "length", "scale"),
     ("logits", "statistics"),
 )
 CODE_CANDIDATES = Kernel(
@@ -56,50 +56,28 @@ CODE_CANDIDATES = Kernel(
 
 
 def sparq_scores(
-    queries: mx.array,
-    keys_t: mx.array,
-    *,
-    rank: int,
-    component_weight: mx.array | None,
-    scale: float,
-    left_padding: mx.array | None,
-    length: int,
-) -> tuple[mx.array, mx.array]:
+    B: int, Hkv: int, G: int, D: int, length: int, *, rank: int, scale: float, weighted: bool, aligned: bool
+) -> Launch:
     """Approximate logits of all keys from ``rank`` components (sparq.3).
 
     Args:
-        component_weight: float32 ``(B, Hkv, D)``, or None for the paper's rule.
-        keys_t: ``(B, Hkv, D, capacity)`` with ``length`` columns in use.
+        weighted: whether there is a component weight.
+        aligned: whether rows of ``keys_t`` hold a multiple of 4 keys.
 
     Returns:
-        Float32 ``logits (B, Hkv, stride, G)``, -inf for invalid keys, with ``stride`` the next multiple of 4, and
-        ``statistics (B, Hkv, tiles, G, 2)``: largest logit and sum of ``exp(logit - largest)`` of each tile of 1,024
-        keys.
+        What makes float32 ``logits (B, Hkv, stride, G)``, -inf for invalid keys, with ``stride`` the next multiple of
+        4, and ``statistics (B, Hkv, tiles, G, 2)``: largest logit and sum of ``exp(logit - largest)`` of each tile of
+        1,024 keys.
     """
-    B, Hkv, D, capacity = keys_t.shape
-    G = queries.shape[1] // Hkv
     tiles = -(-length // (KEYS * THREADS))
-    logits, statistics = SCORES(
-        {
-            "queries": queries,
-            "component_weight": _no_weight() if component_weight is None else component_weight,
-            "keys_t": keys_t,
-            "left_padding": padding_or_zeros(left_padding, B),
-            "rank": integer(rank),
-            "length": integer(length),
-            "scale": real(scale),
-        },
+    return Launch(
+        SCORES,
         [((B, Hkv, -(-length // KEYS) * KEYS, G), mx.float32), ((B, Hkv, tiles, G, 2), mx.float32)],
-        template={
-            "D": D,
-            "G": G,
-            "WEIGHTED": component_weight is not None,
-            "ALIGNED": capacity % KEYS == 0,
-        },
+        [integer(rank), integer(length), real(scale)],
+        template={"D": D, "G": G, "WEIGHTED": weighted, "ALIGNED": aligned},
         groups=(tiles, Hkv, B),
         threads=THREADS,
     )
-    return logits, statistics
 
 
 def keys_per_thread(G: int, key_bits: int) -> int:
@@ -108,87 +86,52 @@ def keys_per_thread(G: int, key_bits: int) -> int:
 
 
 def sparq_code_scores(
-    queries: mx.array,
-    keys: Rows,
-    coded: KeyCodes,
+    B: int,
+    Hkv: int,
+    G: int,
+    D: int,
+    length: int,
     *,
+    rank: int,
+    scale: float,
+    weighted: bool,
     key_bits: int,
     narrow: bool,
-    rank: int,
-    component_weight: mx.array | None,
-    scale: float,
-    left_padding: mx.array | None,
-    length: int,
-) -> tuple[mx.array, mx.array]:
+    form: Form,
+) -> Launch:
     """Approximate logits of all keys from codes of ``rank`` components (sparq.21).
 
     Args:
-        keys: ``(B, Hkv, capacity, D)`` with ``length`` rows in use, of which those that are not coded are read.
-        coded: with room for at least the full groups among them.
         narrow: whether the logits are written in 8 bits.
 
     Returns:
-        Those of `sparq_scores`, but for a stride of a multiple of 8 and one more tile, the tail; or uint8 ``logits``,
-        sixteenths of a nat below the largest of their tile.
+        What makes those of `sparq_scores`, but for a stride of a multiple of 8 and one more tile, the tail; or uint8
+        ``logits``, sixteenths of a nat below the largest of their tile.
     """
-    B, Hkv, _, D = keys.shape
-    G = queries.shape[1] // Hkv
-    if coded.lo.shape[-1] == 0:  # a kernel takes no empty arrays
-        codes, lo, step = (mx.pad(array, [(0, 0)] * 3 + [(0, 2 * key_bits)]) for array in coded[:3])
-        coded = KeyCodes(codes, lo, step, coded.centre)
     per_thread = keys_per_thread(G, key_bits)
-    rows, form = row_inputs("key", keys)
-    logits, statistics = (CODE_SCORES_PACKED if form else CODE_SCORES)(
-        {
-            **coded._asdict(),
-            **rows,
-            "queries": queries,
-            "component_weight": _no_weight() if component_weight is None else component_weight,
-            "left_padding": padding_or_zeros(left_padding, B),
-            "rank": integer(rank),
-            "length": integer(length),
-            "scale": real(scale),
-        },
+    template = {"D": D, "G": G, "WEIGHTED": weighted, "BITS": key_bits, "KEYS": per_thread}
+    return Launch(
+        CODE_SCORES_PACKED if form else CODE_SCORES,
         _scored(B, Hkv, G, length, narrow),
-        template={
-            **{"D": D, "G": G, "WEIGHTED": component_weight is not None, "BITS": key_bits, "KEYS": per_thread},
-            **form,
-        },
+        [integer(rank), integer(length), real(scale)],
+        template=template | row_template(form),
         groups=(_code_tiles(length), Hkv, B),
         threads=CODE_TILE // per_thread,
     )
-    return logits, statistics
 
 
 def sparq_row_scores(
-    queries: mx.array, keys: PackedRows, *, narrow: bool, scale: float, left_padding: mx.array | None, length: int
-) -> tuple[mx.array, mx.array]:
-    """Logits of all keys from all components of their packed rows (quantised.2).
-
-    Args:
-        keys: ``(B, Hkv, capacity, D)`` with ``length`` rows in use.
-        narrow: whether the logits are written in 8 bits.
-
-    Returns:
-        Those of `sparq_code_scores`.
-    """
-    B, Hkv, _, D = keys.shape
-    G = queries.shape[1] // Hkv
-    inputs, form = row_inputs("key", keys)
-    logits, statistics = ROW_SCORES(
-        {
-            **inputs,
-            "queries": queries,
-            "left_padding": padding_or_zeros(left_padding, B),
-            "length": integer(length),
-            "scale": real(scale),
-        },
+    B: int, Hkv: int, G: int, D: int, length: int, *, scale: float, narrow: bool, form: Form
+) -> Launch:
+    """Those of `sparq_code_scores` from all components of packed rows (quantised.2)."""
+    return Launch(
+        ROW_SCORES,
         _scored(B, Hkv, G, length, narrow),
-        template={"D": D, "G": G, "KEYS": KEYS, **form},
+        [integer(length), real(scale)],
+        template={"D": D, "G": G, "KEYS": KEYS, **row_template(form)},
         groups=(_code_tiles(length), Hkv, B),
         threads=CODE_TILE // KEYS,
     )
-    return logits, statistics
 
 
 def _code_tiles(length: int) -> int:
@@ -203,49 +146,76 @@ def _scored(B: int, Hkv: int, G: int, length: int, narrow: bool) -> list[tuple[t
 
 
 def sparq_candidates(
-    logits: mx.array,
-    statistics: mx.array,
-    *,
-    top_k: int,
-    local_window: int,
-    group_reduce: str,
-    left_padding: mx.array | None,
-    length: int,
-) -> tuple[mx.array, mx.array, mx.array]:
+    B: int, Hkv: int, G: int, length: int, *, top_k: int, local_window: int, group_reduce: str, narrow: bool
+) -> Launch:
     """The best keys of each tile (sparq.6) and the softmax of the logits (sparq.4).
 
     Returns:
-        ``bits`` and ``indices`` of `select.candidates`, and float32 ``softmax (B, Hkv, G, 2)``: largest logit and one
-        over the sum of ``exp(logit - largest)``.
+        What makes ``bits`` and ``indices`` of a `select.listing`, and float32 ``softmax (B, Hkv, G, 2)``: largest logit
+        and one over the sum of ``exp(logit - largest)``.
     """
-    B, Hkv, _, G = logits.shape
-    softmax: list[mx.array] = []
+    return listing(
+        CODE_CANDIDATES if narrow else CANDIDATES,
+        B,
+        Hkv,
+        length,
+        top_k,
+        [integer(length), integer(local_window), integer(top_k)],
+        more=[((B, Hkv, G, 2), mx.float32)],
+        template={"G": G} if narrow else {"G": G, "SOFTMAX": group_reduce == "softmax"},
+    )
 
-    def first(tiles: int, threads: int, slots: int) -> tuple[mx.array, mx.array]:
-        narrow = logits.dtype == mx.uint8
-        bits, indices, merged = (CODE_CANDIDATES if narrow else CANDIDATES)(
-            {
-                "logits": logits,
-                "statistics": statistics,
-                "left_padding": padding_or_zeros(left_padding, B),
-                "length": integer(length),
-                "local_window": integer(local_window),
-                "top_k": integer(top_k),
-            },
-            [
-                ((B, Hkv, tiles, slots), mx.uint32),
-                ((B, Hkv, tiles, slots), mx.int32),
-                ((B, Hkv, G, 2), mx.float32),
-            ],
-            template={"G": G} if narrow else {"G": G, "SOFTMAX": group_reduce == "softmax"},
-            groups=(tiles, Hkv, B),
-            threads=threads,
-        )
-        softmax.append(merged)
-        return bits, indices
 
-    bits, indices = candidates(first, B, Hkv, length, top_k)
-    return bits, indices, softmax[0]
+class Launches(NamedTuple):
+    """What a step launches.
+
+    Attributes:
+        attend: None where one launch cannot attend to the best of all tiles.
+    """
+
+    scores: Launch
+    candidates: Launch
+    attend: Launch | None
+
+
+@lru_cache(maxsize=KEPT)
+def launches(
+    queries: tuple[int, ...],
+    keys: tuple[int, ...],
+    dtype: mx.Dtype,
+    length: int,
+    rank: int,
+    top_k: int,
+    local_window: int,
+    group_reduce: str,
+    scale: float,
+    weighted: bool,
+    key_bits: int,
+    exact: bool,
+    aligned: bool,
+    form: Form,
+    by_rows: bool,
+) -> Launches:
+    """Those of a step over arrays of these shapes, with the parameters of `choose`; ``by_rows`` are keys scored."""
+    B, Hq, _, D = queries
+    Hkv = keys[1]
+    sizes = (B, Hkv, Hq // Hkv, D, length)
+    narrow = (by_rows or key_bits < 16) and not exact and group_reduce == "softmax"
+    how: dict[str, Any] = {"rank": rank, "scale": scale, "weighted": weighted}
+    if by_rows:
+        scores = sparq_row_scores(*sizes, scale=scale, narrow=narrow, form=form)
+    elif key_bits < 16:
+        scores = sparq_code_scores(*sizes, **how, key_bits=key_bits, narrow=narrow, form=form)
+    else:
+        scores = sparq_scores(*sizes, **how, aligned=aligned)
+    candidates = sparq_candidates(
+        B, Hkv, Hq // Hkv, length, top_k=top_k, local_window=local_window, group_reduce=group_reduce, narrow=narrow
+    )
+    tiles, _, slots = tiles_of(length, top_k)
+    left = tiles * slots
+    fits = not exact and left > top_k and takes_candidates(D, Hq // Hkv, left, top_k)
+    attend = attend_candidates(B, Hq, Hkv, D, dtype, length, scale, top_k, form) if fits else None
+    return Launches(scores, candidates, attend)
 
 
 class Choice(NamedTuple):
@@ -253,13 +223,15 @@ class Choice(NamedTuple):
 
     Attributes:
         bits, indices, softmax: of `sparq_candidates`.
-        logits: of `sparq_scores` or `sparq_code_scores`.
+        logits: of `sparq_scores`, `sparq_code_scores` or `sparq_row_scores`.
+        attend: of `launches`.
     """
 
     bits: mx.array
     indices: mx.array
     softmax: mx.array
     logits: mx.array
+    attend: Launch | None
 
 
 def choose(
@@ -281,43 +253,58 @@ def choose(
     """Find the best keys of each tile from ``rank`` components.
 
     Args:
+        component_weight: float32 ``(B, Hkv, D)``, or None for the paper's rule.
         keys_t: ``(B, Hkv, D, capacity)`` component-major keys. Without them packed keys are scored by their rows if
             ``rank`` is D, and others transposed first, which costs more than dense attention. With fewer ``key_bits``
-            than 16 coded ones.
+            than 16 coded ones, of at least the full groups.
         exact: whether the logits have to be float32, as reallocation reads them. Sums of logits always are, and those
             of keys that are not coded.
         length: keys in use; all of them when None.
     """
     length = keys.shape[2] if length is None else length
-    scoring: dict[str, Any] = {
-        "rank": rank,
-        "component_weight": component_weight,
-        "scale": scale,
-        "left_padding": left_padding,
-        "length": length,
-    }
-    narrow = not exact and group_reduce == "softmax"
-    if isinstance(keys, PackedRows) and keys_t is None and rank == keys.shape[3]:
-        logits, statistics = sparq_row_scores(
-            queries, keys, narrow=narrow, scale=scale, left_padding=left_padding, length=length
-        )
+    weight = _no_weight() if component_weight is None else component_weight
+    rows, form = parts_of(keys)
+    by_rows = form is not None and keys_t is None and key_bits == 16 and rank == keys.shape[3]
+    scored: tuple[mx.array, ...]
+    aligned = True
+    if by_rows:
+        scored = rows
     elif key_bits < 16:
         assert isinstance(keys_t, KeyCodes)
-        logits, statistics = sparq_code_scores(queries, keys, keys_t, key_bits=key_bits, narrow=narrow, **scoring)
+        scored = (weight, *_some(keys_t, key_bits), *rows)
     else:
         assert not isinstance(keys_t, KeyCodes)
         columns = mx.contiguous(keys[:].swapaxes(-1, -2)) if keys_t is None else keys_t
-        logits, statistics = sparq_scores(queries, columns, **scoring)
-    found = sparq_candidates(
-        logits,
-        statistics,
-        top_k=top_k,
-        local_window=local_window,
-        group_reduce=group_reduce,
-        left_padding=left_padding,
-        length=length,
+        scored, aligned = (weight, columns), columns.shape[3] % KEYS == 0
+    step = launches(
+        queries.shape,
+        keys.shape,
+        queries.dtype,
+        length,
+        rank,
+        top_k,
+        local_window,
+        group_reduce,
+        scale,
+        component_weight is not None,
+        key_bits,
+        exact,
+        aligned,
+        form,
+        by_rows,
     )
-    return Choice(*found, logits)
+    padding = padding_or_zeros(left_padding, keys.shape[0])
+    logits, statistics = step.scores(queries, *scored, padding)
+    bits, indices, softmax = step.candidates(logits, statistics, padding)
+    return Choice(bits, indices, softmax, logits, step.attend)
+
+
+def _some(coded: KeyCodes, key_bits: int) -> KeyCodes:
+    """The codes, with room for a group: a kernel takes no empty arrays."""
+    if coded.lo.shape[-1] > 0:
+        return coded
+    codes, lo, step = (mx.pad(array, [(0, 0)] * 3 + [(0, 2 * key_bits)]) for array in coded[:3])
+    return KeyCodes(codes, lo, step, coded.centre)
 
 
 def sparq_select(queries: mx.array, keys: Rows, *, top_k: int, **how: Any) -> mx.array:
@@ -349,18 +336,17 @@ def sparq_attention(
         value_mean: float32 ``(B, Hkv, D)``; needed to reallocate.
         selection: the other parameters of `choose`.
     """
-    length = keys.shape[2] if length is None else length
-    rows = queries, keys, values
     found = choose(queries, keys, top_k=top_k, scale=scale, length=length, exact=reallocate, **selection)
-    left, D = found.bits.shape[2], queries.shape[3]
-    if not reallocate and left > top_k and takes_candidates(D, queries.shape[1] // keys.shape[1], left, top_k):
-        return attend_candidates(*rows, found.bits, found.indices, top_k=top_k, scale=scale, length=length)
+    if found.attend is not None:
+        rows = *parts_of(keys)[0], *parts_of(values)[0]
+        out, lse = found.attend(queries, *rows, found.bits, found.indices)
+        return out, lse
     reallocation = None
     if reallocate:
         assert value_mean is not None
         reallocation = Reallocation(found.logits, found.softmax, value_mean.astype(mx.float32))
     indices = merge(found.bits, found.indices, top_k)
-    return attend_indices(*rows, indices, scale=scale, length=length, reallocation=reallocation)
+    return attend_indices(queries, keys, values, indices, scale=scale, length=length, reallocation=reallocation)
 
 
 @cache

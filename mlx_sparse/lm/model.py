@@ -16,7 +16,7 @@ from ..checks import ConfigError
 from ..common import reasons
 from ..common.call_report import Report
 from ..common.model_info import leaves, model_type
-from ..methods import METHODS, QK_NORMS, Method, Prefill, parse, registry
+from ..methods import METHODS, QK_NORMS, Dense, Method, Prefill, parse, registry
 from . import seam
 from .hooks import hooks_of
 from .plan import Call, Plan
@@ -44,7 +44,8 @@ def enable(
     Args:
         model: a model loaded by mlx-lm; `shard` or `pipeline` it before, if at all.
         attn: METHOD[:key=value,...][+METHOD...], at most one method for prompts and one for decoding, for example
-            ``"sample+sparq:rank=16"``; or configurations of `mlx_sparse.methods`.
+            ``"sample+sparq:rank=16"``; or configurations of `mlx_sparse.methods`. ``"dense"`` alone attends as
+            mlx-lm does, but holds no scores of a whole prompt over a quantised cache.
         backend: "auto", or a backend by name.
         mass: also measure the attention mass that prompts retain, which costs a dense pass over the keys.
         calibration: from where on sparse attention pays here; None for what `mlx-sparse calibrate` or ``--attn`` has
@@ -126,11 +127,13 @@ def plan_of(model: Any) -> Plan | None:
 
 
 def select_methods(configs: tuple[Method, ...]) -> tuple[Prefill | None, Method | None]:
-    """The method for prompts and the one that decodes, at least one of them.
+    """The method for prompts and the one that decodes, at least one of them; neither for ``dense`` alone.
 
     Raises:
         ConfigError: several methods for one stage, none at all, or one that models cannot be run with.
     """
+    if configs == (Dense(),):
+        return None, None
     for config in configs:
         if not config.sparse:
             listed = ", ".join(name for name, cls in METHODS.items() if cls.sparse)

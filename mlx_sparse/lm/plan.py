@@ -16,7 +16,7 @@ from ..common.call_report import Counts, Report
 from ..common.model_info import leaves
 from ..common.packed_rows import PackedRows, Rows
 from ..common.stats import dense_elements
-from ..methods import NEVER, Method, Prefill, Step, registry
+from ..methods import NEVER, Dense, Method, Prefill, Step, registry
 from . import seam
 from .dense import attend_alone, attend_packed, replace
 from .figures import PrefillCounts, PrefillFigures
@@ -55,7 +55,9 @@ class Plan:
         self.mass = mass
         self.hooks = hooks
         self.decodes = True
-        self.report = Report("+".join(map(str, self.configs)), backend, family, decodes=decode is not None)
+        self.report = Report(
+            "+".join(map(str, self.configs)) or Dense.name, backend, family, decodes=decode is not None
+        )
         self.report.add(Counts(prefill=prefill and PrefillFigures(), decode=hooks.figures))
         self.report.outlook = self.outlook
         self.watch: Callable[[int, Counts], object] | None = None
@@ -69,7 +71,7 @@ class Plan:
     @property
     def name(self) -> str:
         """The names of the methods, joined by a plus sign."""
-        return "+".join(config.name for config in self.configs)
+        return "+".join(config.name for config in self.configs) or Dense.name
 
     def outlook(self) -> list[str]:
         """When the layers that are served are sparse, a line for those that are alike."""
@@ -273,6 +275,9 @@ class Call:
         if mask is not None and not is_padding_mask(mask, self._caches):
             return reasons.ARRAY_MASK
         refusal = self.hooks.refusal(cache)
+        if not self.configs:  # dense, over any cache that may come to be quantised
+            self.backends.add(registry.resolve(self.backend, Dense.name, D=queries.shape[3], G=1))
+            return None
         serving = [
             config for config in self.configs if sinks is None or config.serves_sinks(queries.shape[1] // keys.shape[1])
         ]
@@ -361,7 +366,7 @@ class Call:
         prompts = isinstance(config, Prefill)
         gpu = registry.gpu_kind() if backend == "metal" else ""
         more: dict[str, Any] = {} if prompts else self.hooks.sizes(cache)
-        if isinstance(keys, PackedRows):
+        if isinstance(keys, PackedRows) and not prompts:
             more["packed"] = keys.bits, keys.group_size
         step = Step(Hkv, queries.shape[1] // Hkv, D, keys.itemsize, gpu, **more)
         return Layer(backend, step, keys.dtype, self.calibration.piece if prompts else 1)
@@ -391,7 +396,7 @@ class Call:
         out, lse, blocks = cache.attend_prompt(queries, config, scale=scale, backend=backend, blocks=blocks)
         self._figures.add(layer, blocks, config.layout(L, S))
         if self.mass:
-            dense = registry.load("dense_lse", backend)(queries, keys[:], scale=scale, left_padding=None)
+            dense = registry.load("dense_lse", backend)(queries, keys, scale=scale, left_padding=None)
             self._figures.add_mass(layer, mx.exp(lse - dense))
         return out, lse
 

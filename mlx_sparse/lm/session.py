@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,7 @@ class Session:
         self.calibration: Calibration | None = None
         self.max_tokens: int | None = None
         self.max_kv_size: int | None = None
+        self.quantised: dict[str, int] = {}  # bits and group size, where caches are
         self.draft: str | None = None
         self.loading: str | None = None
         self.reports: dict[tuple[str, tuple[Method, ...]], Report] = {}  # by model and methods
@@ -66,7 +67,8 @@ class Session:
                 base, options = read_toml(args.attn_config)
                 calibrates = calibrates and options.calibrate
             configs = parse(args.attn, base) if args.attn is not None else tuple(base.values())
-            if not any(config.sparse for config in configs):
+            quantises = getattr(args, "kv_bits", None) is not None
+            if not quantises and not any(config.sparse for config in configs):
                 return
             prefill, decode = select_methods(configs)
             for config in configs:
@@ -90,6 +92,8 @@ class Session:
         )
         self.max_tokens = getattr(args, "max_tokens", None) if self.command.endswith("generate") else None
         self.max_kv_size = getattr(args, "max_kv_size", None)
+        if quantises:
+            self.quantised = {"group_size": getattr(args, "kv_group_size", 64), "bits": args.kv_bits}
         self.draft = getattr(args, "draft_model", None)
         self.loads_at_start = sum(getattr(args, name, None) is not None for name in ("model", "draft_model"))
         if self.serves:
@@ -111,6 +115,8 @@ class Session:
                 if self.max_kv_size is not None:
                     refuse_rotating_cache(Path(model))
                 loaded = original(model, *args, **kwargs)
+            if self.quantised:
+                refuse_unquantisable(loaded[0], self.quantised)
             if not self.loads_part:
                 self._enable(loaded[0], str(model))
         return loaded
@@ -156,7 +162,7 @@ class Session:
         if any(config.measurable for config in plan.configs):
             lines.append("dense_below=N in --attn decides otherwise")
         self.say("; ".join(lines))
-        if self.max_tokens is not None and plan.decodes:
+        if self.max_tokens is not None and plan.decodes and plan.configs:
             plan.watch = functools.partial(self._watch, plan)
 
     def _watch(self, plan: Plan, S: int, counts: Counts) -> None:
@@ -244,6 +250,28 @@ def refuse_rotating_cache(model_path: Path) -> None:
             f"--max-kv-size: expected none with --attn for {config.get('model_type')}, whose caches it makes rotating, "
             "which no method here reads. Drop one."
         )
+
+
+def refuse_unquantisable(model: Any, form: Mapping[str, int]) -> None:
+    """Raise `ConfigError` if mlx-lm cannot quantise the caches of ``model``: it would say so in mid-prompt.
+
+    Args:
+        form: arguments of ``to_quantized``; 64 components to a group if they do not say.
+    """
+    import mlx.core as mx
+    from mlx_lm.models.cache import make_prompt_cache
+
+    from ..common.model_info import leaves
+
+    caches = make_prompt_cache(model)
+    model(mx.zeros((1, 1), mx.int32), cache=caches)  # not evaluated
+    for cache in leaves(caches):
+        try:
+            if hasattr(cache, "to_quantized"):
+                cache.to_quantized(**form)
+        except (NotImplementedError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ConfigError(f"--kv-bits: expected caches that mlx-lm can quantise, got: {reason} Drop it.") from None
 
 
 def fail(parser: argparse.ArgumentParser, message: str) -> Any:

@@ -146,7 +146,8 @@ def load_hooks(method: str) -> Any:
     return _import(HOOKS[method]) if method in HOOKS else None
 
 
+@functools.cache
 def _import(entry: str) -> Any:
-    """What a string of the table names."""
+    """What a string of the table names; asked for in every layer of every step."""
     module, _, name = entry.partition(":")
     return getattr(importlib.import_module(f"mlx_sparse.{module}"), name)

@@ -74,9 +74,10 @@ def attend_indices(
 
 
 def dense_attention(
-    queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, left_padding: mx.array | None
+    queries: mx.array, keys: Rows, values: Rows, *, scale: float, left_padding: mx.array | None
 ) -> mx.array:
     """Causal attention of ``queries (B, Hq, L, D)`` at positions ``S - L ..`` by MLX's own kernel, in their type."""
+    keys, values = keys[:], values[:]
     L, S, dtype = queries.shape[2], keys.shape[2], queries.dtype
     if left_padding is None:
         mask = "causal" if L > 1 else None
@@ -89,12 +90,12 @@ def dense_attention(
     return mx.where(seen.any(axis=-1, keepdims=True), out, 0).astype(dtype)
 
 
-def dense_lse(queries: mx.array, keys: mx.array, *, scale: float, left_padding: mx.array | None) -> mx.array:
+def dense_lse(queries: mx.array, keys: Rows, *, scale: float, left_padding: mx.array | None) -> mx.array:
     """Float32 log-sum-exp of dense causal attention, ``(B, Hq, L)``: what retained mass is measured against."""
     B, Hq, L, D = queries.shape
     Hkv, S = keys.shape[1:3]
     grouped = queries.reshape(B, Hkv, Hq // Hkv, L, D).astype(mx.float32) * scale
-    keys = keys[:, :, None].astype(mx.float32)
+    keys = keys[:][:, :, None].astype(mx.float32)
     step = most(B * Hq * S)
     done: list[mx.array] = []
     for first in range(0, L, step):

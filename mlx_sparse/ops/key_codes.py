@@ -68,7 +68,7 @@ def key_spread(coded: KeyCodes, keys: Rows, left_padding: mx.array | None, *, ke
 
     S = keys.shape[2]
     if S < GROUP:
-        return deviation(keys[:], left_padding)
+        return deviation(keys, left_padding)
     lo = coded.lo.astype(mx.float32)
     width = coded.step.astype(mx.float32) * (2**key_bits - 1)
     middle = lo + width / 2

@@ -11,7 +11,7 @@ from .attend import attend_indices, group_queries
 from .select import top_k_select, valid_keys
 
 
-def page_bounds(keys: mx.array, left_padding: mx.array | None, *, page_size: int) -> tuple[mx.array, mx.array]:
+def page_bounds(keys: Rows, left_padding: mx.array | None, *, page_size: int) -> tuple[mx.array, mx.array]:
     """(quest.1) smallest and largest of each component over the valid keys of each page.
 
     Args:
@@ -21,6 +21,7 @@ def page_bounds(keys: mx.array, left_padding: mx.array | None, *, page_size: int
     Returns:
         Two ``(B, Hkv, P, D)`` in the type of ``keys``; +inf and -inf for a page without a valid key.
     """
+    keys = keys[:]
     B, Hkv, S, D = keys.shape
     bounds = []
     for nothing, reduce in ((mx.inf, mx.min), (-mx.inf, mx.max)):

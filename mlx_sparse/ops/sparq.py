@@ -128,9 +128,9 @@ def sparq_attention(
     return out, lse
 
 
-def masked_mean(rows: mx.array, left_padding: mx.array | None) -> mx.array:
+def masked_mean(rows: Rows, left_padding: mx.array | None) -> mx.array:
     """(sparq.9) float32 mean of ``rows (B, Hkv, S, D)`` over the valid keys: ``(B, Hkv, D)``."""
-    rows = rows.astype(mx.float32)
+    rows = rows[:].astype(mx.float32)
     if left_padding is None:
         return rows.mean(axis=2)
     S = rows.shape[2]
@@ -138,7 +138,7 @@ def masked_mean(rows: mx.array, left_padding: mx.array | None) -> mx.array:
     return mx.where(valid_keys(S, left_padding)[:, None, :, None], rows, 0.0).sum(axis=2) / count
 
 
-def deviation(keys: mx.array, left_padding: mx.array | None) -> mx.array:
+def deviation(keys: Rows, left_padding: mx.array | None) -> mx.array:
     """(sparq.1) float32 standard deviation of each component over the valid keys: ``(B, Hkv, D)``."""
-    centred = keys.astype(mx.float32) - masked_mean(keys, left_padding)[:, :, None, :]
+    centred = keys[:].astype(mx.float32) - masked_mean(keys, left_padding)[:, :, None, :]
     return mx.sqrt(masked_mean(centred**2, left_padding))

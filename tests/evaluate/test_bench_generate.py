@@ -12,7 +12,7 @@ import tiny_models
 from mlx_sparse.checks import ArtefactError, ConfigError
 from mlx_sparse.tools.bench import generate
 from mlx_sparse.tools.bench.command import main
-from mlx_sparse.tools.bench.generate import Prompt, Run
+from mlx_sparse.tools.bench.generate import Prompt, Run, Way
 from mlx_sparse.tools.demo.outcome import Outcome
 
 SPARQ = "sparq:rank=4,top_k=4,dense_below=0"
@@ -39,7 +39,7 @@ def run(prompt: float, generation: float, text: str = "a b c d", report: Any = N
 
 
 def row_of(method: str, dense: list[Run], runs: list[Run]) -> dict[str, Any]:
-    return generate.row(method, Prompt(100), dense, runs, words).as_dict()
+    return generate.row(Way(method, attn=True), Prompt(100), dense, runs, words).as_dict()
 
 
 @pytest.mark.parametrize("S", [2, 3, 17])
@@ -72,7 +72,7 @@ def test_ratios_are_of_the_same_turn():
     ("text", "same", "as_dense"), [("a b c d", 4, True), ("a b x d", 2, False), ("a b", 2, False), ("", 0, False)]
 )
 def test_tokens_are_compared_with_those_of_dense_attention(text: str, same: int, as_dense: bool):
-    row = generate.row("sparq", Prompt(100), [run(1, 1)], [run(1, 1, text, REPORT)], words)
+    row = generate.row(Way("sparq", attn=True), Prompt(100), [run(1, 1)], [run(1, 1, text, REPORT)], words)
     assert (row.details["same_tokens"], row.details["as_dense"]) == (same, as_dense)
     assert ("all" if as_dense else f"the first {same} of 4") in generate.table([row])
 
@@ -87,14 +87,14 @@ def test_tokens_are_compared_with_those_of_dense_attention(text: str, same: int,
     ],
 )
 def test_a_method_without_a_sparse_call_is_noted(method: str, changes: dict[str, Any], note: str | None):
-    row = generate.row(method, Prompt(100), [run(1, 1)], [run(1, 1, report=REPORT | changes)], words)
+    row = generate.row(Way(method, attn=True), Prompt(100), [run(1, 1)], [run(1, 1, report=REPORT | changes)], words)
     assert (row.note or "").startswith(note or "") and bool(row.note) == bool(note)
     assert f"* `{method}` at 100: " in generate.table([row]) or not note
 
 
 def test_a_run_without_a_report_is_refused():
     with pytest.raises(ArtefactError, match="expected a report of sparq, got none"):
-        generate.row("sparq", Prompt(100), [run(1, 1)], [run(1, 1)], words)
+        generate.row(Way("sparq", attn=True), Prompt(100), [run(1, 1)], [run(1, 1)], words)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,12 @@ def row(attn: str, value: float, how: str = "modelled") -> dict[str, Any]:
 
 
 def test_where_it_pays_the_text_is_as_long_as_ever() -> None:
-    settled = settle("sparq", [row("sparq:component_score=query", 2048, "measured on this machine")], count, 6000)
+    settled = settle(
+        "sparq",
+        [row("sparq:reallocate=false,component_score=query_key", 2048, "measured on this machine")],
+        count,
+        6000,
+    )
     assert (settled.attn, settled.task.prompt, settled.forced) == ("sparq", USUAL, False)
     assert settled.note == "sparq: sparse from 2,048 keys on (measured on this machine)"
 
@@ -96,7 +101,7 @@ def test_calibrate_is_asked_for_the_model(
     model = write(tmp_path / "tiny")
     environment = {**without_torch, "XDG_CACHE_HOME": str(tmp_path / "cache")}
     (found,) = thresholds(model, "sparq:rank=4", environment)
-    assert (found["attn"], found["layers"]) == ("sparq:rank=4,component_score=query", 2)
+    assert (found["attn"], found["layers"]) == ("sparq:rank=4,reallocate=false,component_score=query_key", 2)
     assert settle("sparq:rank=4", [found], count, 6000).note.startswith("sparq: sparse from ")
     if found["how"].startswith("measured"):  # this machine is not always quiet enough
         assert list((tmp_path / "cache").rglob("*.json"))

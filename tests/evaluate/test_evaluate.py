@@ -22,7 +22,7 @@ from mlx_sparse.tools.evaluate.results import Outcome, Row, Trial
 from mlx_sparse.tools.evaluate.runner import Prompt, Steps
 from mlx_sparse.tools.evaluate.table import table
 from mlx_sparse.tools.evaluate.tasks import BITS_TOKENS, Example, Passage
-from mlx_sparse.tools.evaluate.variants import DENSE, Arm
+from mlx_sparse.tools.evaluate.variants import DENSE, Arm, quantised
 
 CONTEXT = 400
 TOKENS = commands.tokens(4 * (CONTEXT + BITS_TOKENS))
@@ -104,7 +104,7 @@ def test_depths_of_answers_become_cells_of_a_row() -> None:
 def test_few_keys_run_sparsely_and_cost_something(rows: dict[str, Row]) -> None:
     row = rows["sparq:rank=4,top_k=8"]
     assert row.method == "sparq:rank=4,top_k=8"
-    assert row.attn == "sparq:rank=4,top_k=8,component_score=query"
+    assert row.attn == "sparq:rank=4,top_k=8,reallocate=false,component_score=query_key"
     assert (row.examples, row.served) == (2, "sparse")
     assert row.sparse_calls == 2 * 2 * 20
     assert row.dense_calls == 0
@@ -118,6 +118,19 @@ def test_few_keys_run_sparsely_and_cost_something(rows: dict[str, Row]) -> None:
 def test_rank_D_costs_what_the_best_keys_cost(rows: dict[str, Row]) -> None:
     all_components, best_keys = rows["sparq:rank=16,top_k=8,key_bits=16"].mean, rows["oracle_top_k:top_k=8"].mean
     assert all_components.kl == pytest.approx(best_keys.kl, rel=1e-3)
+
+
+def test_steps_over_quantised_caches_cost_what_the_bits_cost() -> None:
+    sparq = arms("sparq:top_k=8,score=rows")
+    subject = Steps(build(head_dim=64), Words(), [Example(TOKENS[:100], TOKENS[100:120])], 512)
+    result = runner.run("task", [subject], [*sparq, *quantised(sparq, [8, 2])], Progress(), context=100, D=64)
+    found = {row.method: row for row in result}
+    names = ["dense", "sparq:top_k=8,score=rows"]
+    assert list(found) == [*names, *(f"{name} --kv-bits {bits}" for bits in (8, 2) for name in names)]
+    assert 0 < found["dense --kv-bits 8"].mean.kl < 0.05 < found["dense --kv-bits 2"].mean.kl
+    few = found["sparq:top_k=8,score=rows --kv-bits 8"]
+    assert (few.sparse_calls, few.served) == (2 * 20, "sparse")
+    assert few.mean.kl == pytest.approx(found["sparq:top_k=8,score=rows"].mean.kl, rel=0.3)
 
 
 EXACT = "sink_tokens=1,recent_tokens=15,dense_layers=0,dense_below=0,fold_every=1"

@@ -47,8 +47,9 @@ def decode(S: int = 700, top_k: int = 300, *, key_bits: int = 16, reallocate: bo
 
 def rows() -> list[mx.array]:
     q, k, _ = arrays(Case(1, 4, 2, 700, 128, "f32"))
-    given = {"narrow": False, "scale": 0.1, "left_padding": None, "length": 700}
-    return list(sparq.sparq_row_scores(q, PackedRows.of(k, bits=4), **given))
+    packed = PackedRows.of(k, bits=4)
+    score = sparq.sparq_row_scores(1, 2, 2, 128, 700, scale=0.1, narrow=False, form=(4, packed.group_size))
+    return score(q, *packed.parts, mx.array([0]))
 
 
 def choose() -> list[mx.array]:

@@ -17,6 +17,7 @@ from cases import (
     plain_attention,
 )
 from expected import METHODS, assert_conforms
+from fixtures_msl import Launched
 from mlx_arrays import DTYPES, to_mlx, to_numpy, whole
 from msl import Metal
 from tiny_models import build, greedy, prompt_of
@@ -24,7 +25,7 @@ from tiny_models import build, greedy, prompt_of
 import mlx_sparse
 from mlx_sparse import oracle
 from mlx_sparse.cache.kv_cache import SparseBatchKVCache, SparseKVCache
-from mlx_sparse.kernels import attend, launch, select, sparq
+from mlx_sparse.kernels import attend, select, sparq
 from mlx_sparse.methods import SparQ, registry
 
 # select
@@ -202,35 +203,38 @@ def test_a_cache_decodes_on_metal_as_on_ops(metal: Metal, make: Callable[[], Any
         np.testing.assert_allclose(np.array(metal_lse), np.array(ops_lse), rtol=0, atol=1e-4)
 
 
-def test_a_cache_hands_its_whole_buffers_to_the_kernels(metal: Metal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_hands_its_whole_buffers_to_the_kernels(metal: Metal, launched: list[Launched]) -> None:
     """A slice would be copied on every call; rows of keys_t that start on a line are loaded four keys at a time."""
-    seen: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    launched = launch.Kernel.__call__
-
-    def record(kernel: launch.Kernel, inputs: Any, outputs: Any, *, template: Any, **geometry: Any) -> list[mx.array]:
-        seen.append((dict(inputs), dict(template)))
-        return launched(kernel, inputs, outputs, template=template, **geometry)
-
-    monkeypatch.setattr(launch.Kernel, "__call__", record)
     cache = SparseKVCache()
     for L in (301, 1, 1001, 1):  # the buffers that mlx-lm makes of this are no multiple of anything
         row = mx.ones((1, 2, L, 64), mx.float16)
         cache.update_and_fetch(row, row)
     config = SparQ(rank=8, top_k=16, component_score="query", key_bits=16, dense_below=0)
     cache.attend(mx.ones((1, 4, 1, 64), mx.float16), config, scale=1.0, backend="metal")
-    (scores, how), *_, (attended, _) = seen
+    (scores, how), *_, (attended, _) = launched
     assert attended["keys"] is cache.keys
     assert attended["values"] is cache.values
     assert scores["keys_t"].shape[3] % 64 == 0
     assert scores["keys_t"].shape[3] >= cache.keys.shape[2]
     assert how["ALIGNED"]
-    seen.clear()
+    launched.clear()
     coded = SparQ(rank=8, top_k=16, key_bits=4, dense_below=0)
     cache.attend(mx.ones((1, 4, 1, 64), mx.float16), coded, scale=1.0, backend="metal")
-    scores, _ = seen[0]
+    scores, _ = launched[0]
     assert scores["keys"] is cache.keys
     assert scores["codes"] is cache.beside["sparq"].codes.coded.codes  # type: ignore[attr-defined]
     assert scores["codes"].shape[3] * 4 % 128 == 0
+
+
+def test_layers_of_a_token_share_what_its_length_decides(metal: Metal) -> None:
+    config = SparQ(rank=8, top_k=16, component_score="query", dense_below=0)
+    layers = [SparseKVCache() for _ in range(3)]
+    sparq.launches.cache_clear()
+    for L in (100, 1):
+        for cache in layers:
+            cache.update_and_fetch(mx.ones((1, 2, L, 64)), mx.ones((1, 2, L, 64)))
+            cache.attend(mx.ones((1, 4, 1, 64)), config, scale=1.0, backend="metal")
+    assert sparq.launches.cache_info()[:2] == (4, 2)  # found, made
 
 
 @pytest.mark.parametrize(("family", "bits"), [("llama", 4), ("qwen3", 16)])

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from cases import Array, Case, assert_as_good_as_plain, assert_same_choice, lse_tolerance, plain_attention
+from fixtures_msl import Launched
 from mlx_arrays import to_mlx, to_numpy, unpacked
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import QuantizedKVCache
@@ -19,7 +19,7 @@ import mlx_sparse
 from mlx_sparse import oracle
 from mlx_sparse.cache.kv_cache import adopt
 from mlx_sparse.common.packed_rows import PackedRows
-from mlx_sparse.kernels import attend, launch, sparq
+from mlx_sparse.kernels import attend, sparq
 from mlx_sparse.methods import parse, registry
 from mlx_sparse.ops.key_codes import code_keys
 
@@ -164,15 +164,7 @@ SPECS = ["sparq:reallocate=true", "sparq:score=copy,rank=16,group_reduce=logits"
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_a_quantised_cache_decodes_on_metal_as_on_ops(metal: Metal, spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Mapping[str, mx.array]] = []
-    launched = launch.Kernel.__call__
-
-    def record(kernel: launch.Kernel, inputs: Mapping[str, mx.array], *rest: Any, **how: Any) -> list[mx.array]:
-        seen.append(inputs)
-        return launched(kernel, inputs, *rest, **how)
-
-    monkeypatch.setattr(launch.Kernel, "__call__", record)
+def test_a_quantised_cache_decodes_on_metal_as_on_ops(metal: Metal, spec: str, launched: list[Launched]) -> None:
     (config,) = parse(f"{spec}{',' if ':' in spec else ':'}top_k=32,dense_below=0")
     config = config.for_model(qk_norm=False)
     cache: Any = QuantizedKVCache(group_size=64, bits=4)
@@ -187,11 +179,11 @@ def test_a_quantised_cache_decodes_on_metal_as_on_ops(metal: Metal, spec: str, m
         np.testing.assert_allclose(to_numpy(out), to_numpy(ops_out), rtol=0, atol=2e-3)
         np.testing.assert_allclose(np.array(lse), np.array(ops_lse), rtol=0, atol=1e-4)
         # A slice would be copied on every call.
-        packed = [inputs for inputs in seen if "key_codes" in inputs]
+        packed = [given.inputs for given in launched if "key_codes" in given.inputs]
         assert len(packed) == (1 if spec == "quest" else 2)
         assert all(inputs["key_codes"] is cache.keys[0] for inputs in packed)
         assert packed[-1]["value_scales"] is cache.values[1]
-        seen.clear()
+        launched.clear()
 
 
 @pytest.mark.parametrize("method", ["sparq:top_k=40", "saap:mode=online,buckets=8,probes=2,recent_tokens=32"])

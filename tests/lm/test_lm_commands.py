@@ -46,6 +46,9 @@ RESUME = ["mlx_lm.generate", "--prompt", "w3 w4 w5", "--max-tokens", str(TOKENS)
 
 LONG = ["mlx_lm.generate", "--model", "llama", "--prompt", words(prompt_of(300)), "--max-tokens", str(TOKENS)]
 
+PACKED = ["--kv-bits", "8", "--kv-group-size", "32", "--quantized-kv-start", "0"]
+WIDE = ["mlx_lm.generate", "--model", "wide", *GENERATE[2:], *PACKED]
+
 # Name: commands that run one after the other.
 GOOD: dict[str, list[list[str]]] = {
     **{f"{name} sparse": [[*spelling, *GENERATE, *SPARSE, *JSON]] for name, spelling in SPELLINGS.items()},
@@ -78,6 +81,13 @@ GOOD: dict[str, list[list[str]]] = {
     "benchmark both -b 2": [[*BENCHMARK[:3], "-p", "300", "-g", "6", "-n", "1", "-b", "2", *BOTH, *JSON]],
     "cache_prompt, sample": [
         ["mlx_lm.cache_prompt", *LONG[1:5], "--prompt-cache-file", "p.safetensors", "--attn", SAMPLE, *JSON]
+    ],
+    "--kv-bits": [WIDE],
+    "--kv-bits, --attn dense": [[*WIDE, "--attn", "dense", *JSON]],
+    "--kv-bits sparse": [[*WIDE, *SPARSE, *JSON]],
+    "saved with --kv-bits, resumed sparse": [
+        ["mlx_lm.cache_prompt", "--model", "wide", *SAVE[3:], "q.safetensors", *PACKED, *SPARSE],
+        [*RESUME, "q.safetensors", *PACKED, *SPARSE, *JSON],
     ],
     **{f"mlx_lm.{name} --help": [[f"mlx_lm.{name}", "--help"]] for name in COMMANDS},
     "mlx-sparse generate --help": [["mlx-sparse", "generate", "--help"]],  # as the others are made
@@ -120,6 +130,14 @@ BAD: dict[str, tuple[list[str], str]] = {
     "no such model": ([*SPARSE, "--model", "nowhere/at/all"], "--model: expected a model .*, got nowhere/at/all"),
     "no config.json": ([*SPARSE, "--model", "."], r"--model: expected a model .*config\.json"),
     "no prompt cache": ([*SPARSE, "--prompt-cache-file", "no.safetensors"], "--prompt-cache-file: expected a file"),
+    "--kv-bits of windows": (
+        ["--model", "gemma3", *SPARSE, "--kv-bits", "8"],
+        "--kv-bits: expected caches that mlx-lm can quantise, got: RotatingKVCache Quantization NYI",
+    ),
+    "--kv-bits of heads that no group divides": (
+        [*SPARSE, "--kv-bits", "8"],
+        "--kv-bits: expected caches that mlx-lm can quantise, got: .*divisible by the quantization group size",
+    ),
     # These weights cannot be loaded, so the line has to come before.
     "--max-kv-size": (["--model", "no_weights", *SPARSE, "--max-kv-size", "8"], "--max-kv-size: .* for qwen3"),
 }
@@ -161,6 +179,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, without_torch: Any) -> It
     folder = tmp_path_factory.mktemp("commands")
     write(folder / "llama")
     write(folder / "other", seed=5)
+    write(folder / "wide", head_dim=32)
     write(folder / "gemma2", "gemma2")
     write(folder / "gemma3", "gemma3_text")
     (write(folder / "no_weights", "qwen3") / "model.safetensors").write_bytes(b"")
@@ -220,7 +239,7 @@ def test_the_text_report_follows_on_standard_error(finished: Runs):
 def test_the_first_line_says_who_decides_and_the_second_that_nothing_will_be_sparse(finished: Runs):
     first, second, *_ = finished("short, modelled").err.splitlines()
     assert first == (
-        "[mlx-sparse] sparq:rank=4,component_score=query on ops: 2 of 2 layers (llama, llama); "
+        "[mlx-sparse] sparq:rank=4,reallocate=false,component_score=query_key on ops: 2 of 2 layers (llama, llama); "
         "sparse from 2,048 keys on (modelled); dense_below=N in --attn decides otherwise"
     )
     longest = PROMPT + TOKENS
@@ -268,7 +287,7 @@ def test_chat_says_it_before_the_first_question(tmp_path: Path, without_torch: A
         assert process.wait(60) == 0
         clock.cancel()
     assert line.startswith(
-        "[mlx-sparse] sparq:rank=4,component_score=query on ops: 2 of 2 layers (llama, llama); sparse "
+        "[mlx-sparse] sparq:rank=4,reallocate=false,component_score=query_key on ops: 2 of 2 layers (llama, llama); "
     )
 
 
@@ -383,6 +402,23 @@ def test_cache_prompt_processes_prompts_sparsely(finished: Runs):
 
 def test_max_kv_size_composes_where_the_model_makes_its_caches(finished: Runs):
     assert finished("--max-kv-size").text == finished("mlx_lm.generate sparse").text
+
+
+def test_steps_over_a_quantised_cache_are_sparse(finished: Runs):
+    result = finished("--kv-bits sparse")
+    assert (result.code, result.reports[0]["sparse_calls"]) == (0, LAYERS * STEPS)
+    resumed = finished("saved with --kv-bits, resumed sparse")
+    assert (resumed.code, resumed.reports[0]["sparse_calls"]) == (0, LAYERS * STEPS)
+
+
+def test_dense_attention_over_a_quantised_cache_says_what_mlx_lm_says(finished: Runs):
+    result = finished("--kv-bits, --attn dense")
+    assert result.text == finished("--kv-bits").text
+    assert result.reports[0]["attn"] == "dense"
+    assert result.reports[0]["dense_calls"] == {
+        "of several queries at once (prompt)": LAYERS,
+        "of a single query (no decode method)": LAYERS * STEPS,
+    }
 
 
 @pytest.mark.parametrize(

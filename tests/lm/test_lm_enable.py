@@ -63,7 +63,9 @@ def test_enable_returns_the_report_that_keeps_counting(model: Any):
     tokens_of(model)
     assert report.sparse_calls == LAYERS * STEPS
     assert report.as_dict()["dense_calls"] == {"of several queries at once (prompt)": LAYERS}
-    assert str(report).startswith("sparq:rank=4,top_k=4,component_score=query,dense_below=0 on ops: 2 of 2 layers")
+    assert str(report).startswith(
+        "sparq:rank=4,top_k=4,reallocate=false,component_score=query_key,dense_below=0 on ops: 2 of 2 layers"
+    )
 
 
 def test_enabling_twice_is_refused_and_changes_nothing(model: Any):
@@ -290,7 +292,7 @@ def test_a_rank_above_the_head_dim_is_refused_and_leaves_the_model_alone(model: 
     assert tokens_of(model) == dense
 
 
-@pytest.mark.parametrize("attn", ["dense", "sample+h2o", "flash", "sparq+streaming", "", "sparq:preset=none"])
+@pytest.mark.parametrize("attn", ["dense+sparq", "sample+h2o", "flash", "sparq+streaming", "", "sparq:preset=none"])
 def test_what_a_model_cannot_run_is_refused(attn: str, model: Any):
     with pytest.raises(mlx_sparse.ConfigError, match=r"expected .*, got .*\.$"):
         mlx_sparse.enable(model, attn)

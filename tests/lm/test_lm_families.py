@@ -106,10 +106,11 @@ def test_sliding_window_layers_stay_dense_and_say_so(family: str):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_component_score_follows_the_q_and_k_norm_of_the_family(family: str):
-    with mlx_sparse.sparse(build(family), SPARSE) as report:
-        pass
-    assert ("component_score=query_key" in report.attn) == (family in WITH_QK_NORM)
+def test_keys_of_16_bits_are_ranked_by_the_q_and_k_norm_of_the_family_and_coded_ones_by_their_spread(family: str):
+    for attn, everywhere in ((SPARSE, True), (f"{SPARSE},key_bits=16", False)):
+        with mlx_sparse.sparse(build(family), attn) as report:
+            pass
+        assert ("component_score=query_key" in report.attn) == (everywhere or family in WITH_QK_NORM)
 
 
 @pytest.mark.parametrize("attn", ["streaming:sink_tokens=1,recent_tokens=3", "flexgen:top_k=4", "oracle_top_k:top_k=4"])

@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from fixtures_msl import Launched
 from lm_prompts import tiny_tokenizer
 from mlx_lm import batch_generate
 from msl import Metal
@@ -14,7 +15,6 @@ from saap_artefacts import write_artefact
 from tiny_models import build, greedy, prompt_of
 
 import mlx_sparse
-from mlx_sparse.kernels import launch
 from mlx_sparse.methods import SAAP
 
 PROMPT, STEPS, LAYERS = 60, 10, 2
@@ -27,18 +27,10 @@ def attn(path: Path, **changes: Any) -> SAAP:
 
 @pytest.mark.parametrize("mode", ["trained", "kmeans"])
 def test_a_model_decodes_on_metal_as_on_ops_and_hands_over_whole_buffers(
-    metal: Metal, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    metal: Metal, mode: str, tmp_path: Path, launched: list[Launched]
 ) -> None:
     model, prompt = build("qwen3"), prompt_of(PROMPT)
     file = write_artefact(tmp_path / "a", model)
-    seen: list[dict[str, Any]] = []
-    launched = launch.Kernel.__call__
-
-    def record(kernel: launch.Kernel, inputs: Any, outputs: Any, **geometry: Any) -> list[mx.array]:
-        seen.append(dict(inputs))
-        return launched(kernel, inputs, outputs, **geometry)
-
-    monkeypatch.setattr(launch.Kernel, "__call__", record)
     generated, figures = {}, {}
     for backend in ("ops", "metal"):
         with mlx_sparse.sparse(model, attn(file, mode=mode), backend=backend) as report:
@@ -49,11 +41,11 @@ def test_a_model_decodes_on_metal_as_on_ops_and_hands_over_whole_buffers(
     assert generated["metal"][0] == generated["ops"][0]
     assert float(mx.abs(generated["metal"][1] - generated["ops"][1]).max()) < 1e-3
     assert figures["metal"] == figures["ops"]
-    attended = [inputs for inputs in seen if "keys" in inputs]
+    attended = [inputs for inputs, _ in launched if "keys" in inputs]
     assert attended
     assert all(inputs["keys"].shape[2] > PROMPT + STEPS for inputs in attended)
     if metal.emulated:
-        assert {launched.kernel for launched in metal.launches} >= {"saap_route", "saap_indices"}
+        assert {report.kernel for report in metal.launches} >= {"saap_route", "saap_indices"}
 
 
 def test_every_bucket_gives_the_dense_tokens_of_a_ragged_batch(metal: Metal, tmp_path: Path) -> None:

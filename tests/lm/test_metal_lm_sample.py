@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from fixtures_msl import Launched
 from lm_prompts import tiny_tokenizer
 from mlx_arrays import to_mlx, to_numpy
 from mlx_lm import batch_generate
@@ -17,7 +18,6 @@ from tiny_models import build, greedy, prompt_of
 
 import mlx_sparse
 from mlx_sparse.cache.kv_cache import SparseBatchKVCache, SparseKVCache
-from mlx_sparse.kernels import launch
 from mlx_sparse.methods import Sample
 
 SAMPLE = Sample(block_size=32, alpha_column=0.5, alpha_slash=0.5, dense_below=0)
@@ -25,16 +25,8 @@ SAMPLE = Sample(block_size=32, alpha_column=0.5, alpha_slash=0.5, dense_below=0)
 
 @pytest.mark.parametrize("make", [SparseKVCache, lambda: SparseBatchKVCache([0, 0])], ids=["cache", "batch"])
 def test_a_cache_processes_prompts_on_metal_as_on_ops_and_hands_over_whole_buffers(
-    metal: Metal, make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+    metal: Metal, make: Callable[[], Any], launched: list[Launched]
 ) -> None:
-    seen: list[dict[str, Any]] = []
-    launched = launch.Kernel.__call__
-
-    def record(kernel: launch.Kernel, inputs: Any, outputs: Any, **geometry: Any) -> list[mx.array]:
-        seen.append(dict(inputs))
-        return launched(kernel, inputs, outputs, **geometry)
-
-    monkeypatch.setattr(launch.Kernel, "__call__", record)
     rng = np.random.default_rng(3)
     cache = make()
     for L in (70, 200, 1, 130):  # the buffers hold more rows than are in use
@@ -54,7 +46,8 @@ def test_a_cache_processes_prompts_on_metal_as_on_ops_and_hands_over_whole_buffe
     chosen = cache.select_prompt(queries, SAMPLE, **asked, fullest=0.999)
     in_two = cache.attend_prompt(queries, SAMPLE, **asked, blocks=chosen)
     assert all(mx.array_equal(one, other) for one, other in zip(in_two, results[0], strict=True))
-    for scores, _, attended in (seen[-3:], seen[-6:-3]):
+    inputs = [given for given, _ in launched]
+    for scores, _, attended in (inputs[-3:], inputs[-6:-3]):
         assert scores["keys"] is attended["keys"] is cache.keys
         assert attended["values"] is cache.values
 

@@ -48,6 +48,33 @@ class Run:
 
 
 @dataclass(frozen=True)
+class Way:
+    """What a run is given.
+
+    Attributes:
+        method: dense attention, or what ``--attn`` names.
+        kv_bits: of a quantised cache; None for another.
+        attn: whether ``--attn`` is given.
+    """
+
+    method: str
+    kv_bits: int | None = None
+    attn: bool = False
+
+    def __str__(self) -> str:
+        name = f"--attn {self.method}" if self.attn and self.method == DENSE else self.method
+        return name if self.kv_bits is None else f"{name} --kv-bits {self.kv_bits}"
+
+    @property
+    def options(self) -> list[str]:
+        """Of ``mlx_lm.generate``."""
+        options = ["--attn", self.method, "--attn-report", "json"] if self.attn else []
+        if self.kv_bits is not None:
+            options += ["--kv-bits", str(self.kv_bits), "--quantized-kv-start", "0"]
+        return options
+
+
+@dataclass(frozen=True)
 class Prompt(Length):
     """So many tokens, and what they are made of."""
 
@@ -61,10 +88,12 @@ def run(args: argparse.Namespace) -> int:
     methods = [text for text in split_methods(args.attn) if text != DENSE]
     for text in methods:
         select_methods(parse(text))
-    for name, options in (("onnx", ("threads", "dtype")), ("mlx", ("text",))):
+    for name, options in (("onnx", ("threads", "dtype")), ("mlx", ("text", "kv_bits"))):
         if given := [option for option in options if getattr(args, option) is not None and args.engine != name]:
             value = getattr(args, given[0])
-            raise ConfigError(f"--{given[0]}: expected none with --engine {args.engine}, got {value}.")
+            raise ConfigError(
+                f"--{given[0].replace('_', '-')}: expected none with --engine {args.engine}, got {value}."
+            )
     check_int("--repeat", args.repeat, 1)
     tokens = MAX_TOKENS[args.engine] if args.max_tokens is None else check_int("--max-tokens", args.max_tokens, 1)
     lengths = [read_length(text) for text in (args.lengths or LENGTHS[args.engine]).split(",")]
@@ -82,7 +111,10 @@ def run(args: argparse.Namespace) -> int:
     else:
         (source,) = texts.read([args.text or texts.DEFAULT], cache=cache)
         model = find_model(args.model, cache, args.accept_licence)
-        made = plan(model, methods, lengths, tokens, args.repeat, source, blas.chosen(args.fast_blas, cache))
+        ways = [Way(DENSE), *(Way(text, attn=True) for text in methods)]
+        if args.kv_bits is not None:
+            ways += [Way(DENSE, args.kv_bits), *(Way(text, args.kv_bits, attn=True) for text in (DENSE, *methods))]
+        made = plan(model, ways, lengths, tokens, args.repeat, source, blas.chosen(args.fast_blas, cache))
 
     def report(rows: Sequence[Row]) -> str:
         load = f"{before:.1f} before, {os.getloadavg()[0]:.1f} after, {os.cpu_count()} processors"
@@ -118,6 +150,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         help=f"tokens to generate (default: {MAX_TOKENS['mlx']}; onnx {MAX_TOKENS['onnx']}, in each turn)",
     )
+    parser.add_argument(
+        "--kv-bits",
+        metavar="N",
+        type=int,
+        help="with mlx: run everything with quantised caches too, from the first token on, and dense attention there "
+        "with --attn dense besides (docs/spec/quantised.md)",
+    )
     parser.add_argument("--repeat", metavar="N", type=int, default=REPEAT, help=f"turns (default: {REPEAT})")
     parser.add_argument(
         "--text",
@@ -134,14 +173,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def plan(
     model: str,
-    methods: Sequence[str],
+    ways: Sequence[Way],
     lengths: Sequence[int],
     max_tokens: int,
     repeat: int,
     text: texts.Text,
     environment: dict[str, str],
 ) -> Plan:
-    """Runs of the command for each length, dense attention first.
+    """Runs of the command for each length; the first way is the dense attention that others are compared with.
 
     Raises:
         ConfigError: the text is too short, or has no beginning of exactly so many tokens.
@@ -152,10 +191,10 @@ def plan(
     about += f", {max_tokens} tokens generated, {repeat} turns; medians (quartiles)."
 
     def measure(prompt: Prompt, _: float) -> Iterator[Row]:
-        steps = {name: Command(name, model, max_tokens, prompt, environment) for name in (DENSE, *methods)}
+        steps = {str(way): Command(way, model, max_tokens, prompt, environment) for way in ways}
         take_turns(steps, Turns(repeat))
-        for name, command in steps.items():
-            yield row(name, prompt, steps[DENSE].runs, command.runs, encode)
+        for way, command in zip(ways, steps.values(), strict=True):
+            yield row(way, prompt, steps[str(ways[0])].runs, command.runs, encode)
 
     return Plan({}, prompts, measure, lambda rows: f"{about}\n\n{table(rows)}")
 
@@ -170,11 +209,9 @@ class Command:
         ArtefactError: a run fails, or takes in another prompt.
     """
 
-    def __init__(self, name: str, model: str, max_tokens: int, prompt: Prompt, environment: dict[str, str]) -> None:
-        self._what, self._prompt, self._environment = f"{name}, {prompt.S} tokens,", prompt, environment
-        self._command = [*generate_command(model, max_tokens), "--ignore-chat-template"]
-        if name != DENSE:
-            self._command += ["--attn", name, "--attn-report", "json"]
+    def __init__(self, way: Way, model: str, max_tokens: int, prompt: Prompt, environment: dict[str, str]) -> None:
+        self._what, self._prompt, self._environment = f"{way}, {prompt.S} tokens,", prompt, environment
+        self._command = [*generate_command(model, max_tokens), "--ignore-chat-template", *way.options]
         self.runs: list[Run] = []
 
     def __call__(self, turn: int) -> Sample:
@@ -203,9 +240,9 @@ def prompt_of(text: str, S: int, encode: Encode) -> str:
     )
 
 
-def row(method: str, prompt: Prompt, dense: Sequence[Run], runs: Sequence[Run], encode: Encode) -> Row:
+def row(way: Way, prompt: Prompt, dense: Sequence[Run], runs: Sequence[Run], encode: Encode) -> Row:
     """What is to be said of one method at one length; ``dense[i]`` and ``runs[i]`` are of the same turn."""
-    found = Row(prompt, method, spreads={}, turns=len(runs))
+    found = Row(prompt, str(way), spreads={}, turns=len(runs))
     for name in ("prompt", "generation"):
         ours, theirs = ([getattr(run.outcome, f"{name}_tps") for run in some] for some in (runs, dense))
         found.compare(name, ours, theirs)
@@ -214,8 +251,9 @@ def row(method: str, prompt: Prompt, dense: Sequence[Run], runs: Sequence[Run], 
     tokens, dense_tokens = (encode(text)[len(encode("")) :] for text in (first.text, other.text))
     differing = (i for i, (a, b) in enumerate(zip(tokens, dense_tokens, strict=False)) if a != b)
     same = next(differing, min(len(tokens), len(dense_tokens)))
-    found.details |= {"method": method, "tokens": first.generation_tokens, "same_tokens": same}
-    found.details |= {"as_dense": tokens == dense_tokens} | _said(method, first.report)
+    found.details |= {"method": way.method, "tokens": first.generation_tokens, "same_tokens": same}
+    found.details |= {"kv_bits": way.kv_bits, "peak_memory": max(run.outcome.peak_memory or 0.0 for run in runs)}
+    found.details |= {"as_dense": tokens == dense_tokens} | _said(way.method, first.report)
     found.note = found.details.pop("note")
     return found
 
@@ -252,7 +290,7 @@ def _said(method: str, report: Mapping[str, Any] | None) -> dict[str, Any]:
 
 HEADER = [
     *("prompt", "method", "prompt, tokens/s", "over dense", "generation, tokens/s", "over dense", "processor, s"),
-    *("K/V per token, over dense", "tokens as dense"),
+    *("K/V per token, over dense", "peak memory, GB", "tokens as dense"),
 ]
 
 
@@ -267,6 +305,7 @@ def table(rows: Sequence[Row]) -> str:
         cells.append(f"{busy.median:.1f}" if busy else "")
         share = found["bytes_per_token"] and found["bytes_per_token"] / found["dense_bytes_per_token"]
         cells.append("" if share is None else f"{share:.1%}")
+        cells.append(f"{found['peak_memory']:.2f}")
         cells.append("all" if found["as_dense"] else f"the first {found['same_tokens']} of {found['tokens']}")
         lines.append(cells)
     notes = [f"* `{row.name}` at {row.case.S:,}: {row.note}." for row in rows if row.note]

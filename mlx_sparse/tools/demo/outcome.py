@@ -27,6 +27,7 @@ class Outcome:
     generation_tokens: int
     generation_tps: float
     report: dict[str, Any] | None = None
+    peak_memory: float | None = None  # GB, MLX's own counter
 
 
 def answer(out: str) -> tuple[str, bool]:
@@ -46,7 +47,9 @@ def parse_outcome(output: tuple[str, str]) -> Outcome:
     prompt, generation = (re.search(SPEED.format(word), tail, re.MULTILINE) for word in ("Prompt", "Generation"))
     if not (found and prompt and generation):
         raise ArtefactError("mlx_lm.generate: expected its usual output, got another. Check mlx-lm's version.")
-    return Outcome(text, int(prompt[1]), float(prompt[2]), int(generation[1]), float(generation[2]), parse_report(err))
+    speeds = int(prompt[1]), float(prompt[2]), int(generation[1]), float(generation[2])
+    peak = re.search(r"^Peak memory: ([\d.]+) GB$", tail, re.MULTILINE)
+    return Outcome(text, *speeds, parse_report(err), float(peak[1]) if peak else None)
 
 
 def parse_report(err: str) -> dict[str, Any] | None:

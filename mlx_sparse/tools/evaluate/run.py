@@ -13,6 +13,7 @@ from typing import Any
 from ...checks import ConfigError, Parser, check_int, meant, read_length
 from ...common.files import cache_directory, replace_file
 from ...lm.model import select_methods
+from ...lm.session import refuse_unquantisable
 from ...methods import parse
 from ..assets import blas
 from ..assets.models import DEFAULT
@@ -29,7 +30,7 @@ from .selection import table as table_of_choices
 from .table import table
 from .tasks import PASSAGES, SHORTEST, TASKS
 from .tasks.base import opening
-from .variants import Arm, arms_of, read_methods
+from .variants import Arm, arms_of, quantised, read_methods
 
 AGREEMENT, MASS = "top_k_agreement", "retained_mass"
 NAMES = (*TASKS, MASS, AGREEMENT)
@@ -93,6 +94,14 @@ def _parser() -> argparse.ArgumentParser:
         help="shares of dense attention's transfers, such as 1/2,1/8: settings that METHOD does not name follow from "
         "the papers' formulae (default: the methods as they are)",
     )
+    parser.add_argument(
+        "--kv-bits",
+        metavar="N,...",
+        nargs="+",
+        default=[],
+        help="run the steps after dense prompts over caches quantised in so many bits too, densely and with each "
+        "decode method",
+    )
     parser.add_argument("--context", metavar="N,...", nargs="+", default=["2k"], help="prompt tokens (default: 2k)")
     parser.add_argument("--limit", metavar="N", type=int, default=6, help="examples per task (default: 6)")
     parser.add_argument("--batch", metavar="N", type=int, default=8, help="examples decoded together (default: 8)")
@@ -118,6 +127,7 @@ def _check(args: argparse.Namespace) -> None:
     args.methods = read_methods(args.methods)
     args.tasks = [name.strip() for name in _pieces(args.tasks or DEFAULT_TASKS)]
     args.budget = [read_budget(share) for share in _pieces(args.budget)]
+    args.kv_bits = [_bits(text) for text in _pieces(args.kv_bits)]
     args.context = list(dict.fromkeys(read_length(length.strip(), "--context") for length in _pieces(args.context)))
     for name in args.tasks:
         if name not in NAMES:
@@ -139,6 +149,12 @@ def _check(args: argparse.Namespace) -> None:
         args.out.mkdir(parents=True, exist_ok=True)
 
 
+def _bits(text: str) -> int:
+    if not text.strip().isdecimal():
+        raise ConfigError(f"--kv-bits: expected numbers of bits such as 8,4, got {text!r}.")
+    return int(text)
+
+
 def _pieces(texts: Sequence[str]) -> list[str]:
     """What stands between commas or blanks, each once."""
     return list(dict.fromkeys(piece for text in texts for piece in text.split(",")))
@@ -150,6 +166,8 @@ class _Evaluation:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.model, self.tokenizer, _ = load_model(args.model, args.cache_dir, args.accept_licence)
+        for bits in args.kv_bits:
+            refuse_unquantisable(self.model, {"bits": bits})
         self.texts = texts.read(args.text, cache=cache_directory(args.cache_dir))
         tokens = encode_texts(self.tokenizer, self.texts)
         self.lengths = list(map(len, tokens))
@@ -187,6 +205,7 @@ class _Evaluation:
         for context in args.context:
             arms, left_out = arms_of(args.methods, args.budget, context, self.D)
             print(*left_out, sep="\n", end="\n" if left_out else "", file=sys.stderr)
+            arms += quantised(arms, args.kv_bits)
             for task in args.tasks:
                 for prefill, chosen in enumerate(split(task, arms)):
                     if chosen:
@@ -237,7 +256,7 @@ class _Evaluation:
 
 def split(task: str, arms: Sequence[Arm]) -> tuple[list[Arm], list[Arm]]:
     """The methods that ``task`` scores in the steps after a prompt, and those that it scores in the prompt."""
-    in_prompt = [arm for arm in arms if task in PASSAGES and arm.stages[1] is None]
+    in_prompt = [arm for arm in arms if task in PASSAGES and arm.stages[0] is not None and arm.stages[1] is None]
     in_steps = [arm for arm in arms if task in TASKS and arm not in in_prompt]
     if task == MASS:  # of prompts, whatever comes after them
         in_prompt = [arm for arm in arms if arm.stages[0] is not None]

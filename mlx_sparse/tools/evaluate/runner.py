@@ -90,6 +90,8 @@ class Steps:
         reference, figures = self.reference, []
         with_prompt = arm.stages[0] is not None
         cache = None if with_prompt else copy.deepcopy(self.cache)
+        if cache is not None and arm.kv_bits is not None:
+            cache = [entry.to_quantized(bits=arm.kv_bits) for entry in cache]
         with sparse(self.model, arm.attn) as report:
             cache = cache or prefill(self.model, self.prompts[:, :-1], self.step)
             for position in range(self.inputs.shape[1]):
@@ -164,7 +166,7 @@ def run(
             dense,
             depths,
             task=task,
-            method=arm.method,
+            method=str(arm),
             budget=arm.budget,
             context=context,
             formula=None if prefill else arm.formula(context, D),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -22,11 +22,16 @@ class Arm:
         method: as it was asked for.
         attn: with every setting that a budget decides.
         budget: such as "1/8"; None where it decides nothing.
+        kv_bits: of the cache that its steps go on from; None where it stays as it is.
     """
 
     method: str
     attn: str
     budget: str | None = None
+    kv_bits: int | None = None
+
+    def __str__(self) -> str:
+        return self.method if self.kv_bits is None else f"{self.method} --kv-bits {self.kv_bits}"
 
     @property
     def stages(self) -> tuple[Prefill | None, Method | None]:
@@ -37,9 +42,8 @@ class Arm:
     def key(self) -> str:
         """What its results are kept under: with what its artefact holds, which a file name does not tell."""
         decode = self.stages[1]
-        if decode is None or decode.file is None:
-            return self.attn
-        return f"{self.attn}@{file_hash(Path(decode.file))}"
+        file = "" if decode is None or decode.file is None else f"@{file_hash(Path(decode.file))}"
+        return self.attn + file + ("" if self.kv_bits is None else f" --kv-bits {self.kv_bits}")
 
     def formula(self, S: int, D: int) -> float | None:
         """Elements moved by a step over those of dense attention, where there is a formula."""
@@ -63,6 +67,12 @@ def read_methods(texts: Sequence[str]) -> list[str]:
         if decode is not None and decode.file is not None:
             artefact.load(decode.file)  # a mistake is to show now, not after the dense runs
     return found
+
+
+def quantised(arms: Sequence[Arm], bits: Sequence[int]) -> list[Arm]:
+    """Dense attention and those of ``arms`` that leave prompts dense, over caches that are quantised after prompts."""
+    steps = [arm for arm in (DENSE, *arms) if arm.stages[0] is None]
+    return [replace(arm, kv_bits=of_one) for of_one in bits for arm in steps]
 
 
 def arms_of(methods: Sequence[str], budgets: Sequence[Fraction], S: int, D: int) -> tuple[list[Arm], list[str]]:

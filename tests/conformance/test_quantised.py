@@ -1,0 +1,133 @@
+"""Quantised caches (docs/spec/quantised.md): on packed rows functions attend as the oracle on what those stand for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import pytest
+from adapters import Mlx
+from cases import CASES, SPARQ, Array, Case, every_parameter, round_to
+from expected import assert_conforms, attended, expected
+
+import mlx_sparse
+from mlx_sparse import ShapeError, oracle
+from mlx_sparse.methods.table import WHOLE_BUFFERS
+
+BACKENDS = ["ops"]
+FORMS = [(8, 64), (4, 32), (4, 128), (6, 64), (2, 32), (4, 64)]
+
+
+@dataclass(frozen=True)
+class PackedCase(Case):
+    """A case whose keys and values are packed; `inputs` has what they stand for."""
+
+    bits: int = 8
+    group_size: int = 64
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}-{self.bits}-bits-by-{self.group_size}"
+
+    def packed(self) -> list[Any]:
+        from mlx_arrays import to_mlx
+
+        from mlx_sparse import PackedRows
+
+        form = {"bits": self.bits, "group_size": self.group_size}
+        return [PackedRows.of(to_mlx(rows, self.dtype), **form) for rows in super().inputs()[1:]]
+
+    def inputs(self, seed: int = 0, L: int = 1) -> tuple[Array, Array, Array]:
+        keys, values = (unpacked(rows, self.dtype) for rows in self.packed())
+        return super().inputs()[0], keys, values
+
+
+def unpacked(rows: Any, dtype: str) -> Array:
+    """(quantised.1), from the bits of the codes."""
+    from mlx_arrays import to_numpy
+
+    bits, (B, Hkv, S, D) = rows.bits, rows.shape
+    stream = np.unpackbits(np.array(rows.codes).view(np.uint8), axis=-1, bitorder="little").reshape(B, Hkv, S, D, bits)
+    codes = (stream * (1 << np.arange(bits))).sum(axis=-1).astype(np.float32)
+    scale, bias = (np.repeat(to_numpy(part), rows.group_size, axis=-1) for part in (rows.scales, rows.biases))
+    return round_to(scale * codes + bias, dtype)
+
+
+class PackedMlx(Mlx):
+    """The same backends on packed rows."""
+
+    def arrays(self, case: Any) -> list[Any]:
+        return [self.array(case.inputs()[0], case.dtype), *case.packed()]
+
+    def cached(self, rows: Any) -> Any:
+        spare = rows.shape[2] % 5 if self.name in WHOLE_BUFFERS else 0
+        if spare == 0:
+            return rows
+        import mlx.core as mx
+
+        room = [(0, 0), (0, 0), (0, spare), (0, 0)]
+        codes = mx.pad(rows.codes, room, constant_values=0xFFFFFFFF)
+        stale = (mx.pad(part, room, constant_values=mx.nan) for part in (rows.scales, rows.biases))
+        return type(rows)(codes, *stale, rows.bits)
+
+    def columns(self, keys: Any) -> Any:
+        """None: scores come from the rows."""
+
+
+def packed_cases() -> list[PackedCase]:
+    """Every case with two forms that its head dim allows."""
+    found = []
+    for n, case in enumerate(case for case in CASES if type(case) is Case):
+        fitting = [form for form in FORMS if case.D % form[1] == 0]
+        given = {field.name: getattr(case, field.name) for field in fields(Case)}
+        pair = {fitting[(n + i) % len(fitting)] for i in range(2)} if fitting else set()
+        found += [PackedCase(**given, bits=bits, group_size=group) for bits, group in sorted(pair)]
+    return found
+
+
+by_case = pytest.mark.parametrize("case", packed_cases(), ids=str)
+by_backend = pytest.mark.parametrize("backend", BACKENDS, indirect=True)
+
+
+def takes(name: str, setting: str, case: PackedCase) -> bool:
+    """Whether a backend scores by rows with this setting: kernels by whole ones."""
+    return name == "ops" or (SPARQ[setting].get("rank", 0) is None and case.bits in (4, 8))
+
+
+@by_case
+@pytest.mark.parametrize("setting", ["rank-D", "paper", "robust", "reallocate", "eval"])
+@by_backend
+def test_sparq_chooses_by_packed_rows_and_attends_as_the_oracle(backend: Any, setting: str, case: PackedCase) -> None:
+    if not takes(backend.name, setting, case):
+        pytest.skip("kernels score whole rows of 4 and 8 bits")
+    found = PackedMlx(backend.name).sparq(case, every_parameter(case, setting))
+    assert_conforms(found, expected(case, setting, "sparq"), case)
+
+
+@by_case
+@by_backend
+def test_dense_attention_over_packed_rows_is_the_oracles(backend: Any, case: PackedCase) -> None:
+    found = PackedMlx(backend.name).dense(case, every_parameter(case, "", "dense"))
+    assert_conforms(found, expected(case, "", "dense"), case)
+
+
+@by_case
+@by_backend
+def test_listed_rows_are_unpacked_and_attended(backend: Any, case: PackedCase) -> None:
+    chosen = np.tile(np.arange(0, case.S, 3, dtype=np.int32), (case.B, case.Hkv, 1))
+    assert_conforms(PackedMlx(backend.name).attend_indices(case, chosen, 0.2), attended(case, chosen, 0.2), case)
+
+
+@by_backend
+def test_public_functions_take_packed_rows(backend: Any) -> None:
+    case = PackedCase(2, 6, 2, 150, 64, "f16", padding=(3, 40), bits=4)
+    adapter, given = PackedMlx(backend.name), {"top_k": 32, "left_padding": np.array(case.padding)}
+    for name, more in {"quest": {}, "oracle_top_k": {"local_window": 8}, "sparq": {"rank": 64}}.items():
+        function = getattr(oracle, f"{name}_attention")
+        wanted = function(*case.inputs(), left_padding=case.padding, **more, top_k=32)
+        np.testing.assert_allclose(
+            adapter.numpy(adapter.public(f"{name}_attention", case, **given, **more)), wanted, atol=4e-3
+        )
+    with pytest.raises(ShapeError, match="values: expected the shape of keys"):
+        q, k, v = adapter.arrays(case)
+        mlx_sparse.sparq_attention(q, k, v.first(100))
