@@ -7,7 +7,15 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 import pytest
-from cases import Array, Case, assert_as_good_as_plain, assert_same_choice, lse_tolerance, plain_attention
+from cases import (
+    Array,
+    Case,
+    assert_as_good_as_plain,
+    assert_chosen_within,
+    assert_same_choice,
+    lse_tolerance,
+    plain_attention,
+)
 from fixtures_msl import Launched
 from mlx_arrays import to_mlx, to_numpy, unpacked
 from mlx_lm.generate import generate_step
@@ -67,18 +75,14 @@ class Packed(NamedTuple):
 
 CASES = [
     Packed(Case(2, 4, 4, 127, 64, "f16", padding=(0, 100)), 8, 32),
-    Packed(Case(1, 9, 3, 1100, 96, "bf16"), 4, 32),
     Packed(Case(1, 8, 2, 1100, 128, "f16", padding=(30,)), 4, 64),
-    Packed(Case(1, 8, 1, 333, 128, "f32"), 8, 128),
     Packed(Case(1, 16, 1, 70, 64, "bf16"), 3, 64),  # a chunk of codes lies in two words
 ]
 
 
 @pytest.mark.parametrize("counts", [None, (700, 3)], ids=str)
-@pytest.mark.parametrize("packed", [CASES[2], Packed(Case(1, 6, 2, 300, 256, "f32"), 2, 128)], ids=str)
-def test_packed_rows_are_attended_as_the_numbers_that_they_are(
-    metal: Metal, packed: Packed, counts: tuple[int, int] | None
-) -> None:
+def test_packed_rows_are_attended_as_the_numbers_that_they_are(metal: Metal, counts: tuple[int, int] | None) -> None:
+    packed = CASES[1]
     case, N, scale = packed.case, 900, 0.1
     rng = np.random.default_rng(0)
     indices = np.sort(rng.integers(30, case.S, (1, case.Hkv, N)))
@@ -91,15 +95,6 @@ def test_packed_rows_are_attended_as_the_numbers_that_they_are(
     out, got = attend.attend_indices(*packed.arrays(), given[0], scale=scale, length=case.S, counts=given[1])
     assert_as_good_as_plain(to_numpy(out), expected, plain_attention(q, k, v, used, scale, case.dtype), case.dtype)
     np.testing.assert_allclose(np.array(got), lse, rtol=0, atol=lse_tolerance(q, k, used, scale, lse))
-
-
-def assert_better_within(choice: Array, wanted: Any, nats: float) -> None:
-    """No key that was left out scores more than so many nats above one that was chosen."""
-    assert ((choice >= 0).sum(axis=-1) == (wanted.indices >= 0).sum(axis=-1)).all()
-    for b, h in np.ndindex(choice.shape[:2]):
-        ours, theirs = (set(row[row >= 0].tolist()) for row in (choice[b, h], wanted.indices[b, h]))
-        left_out, instead = (wanted.scores[b, h, sorted(keys)] for keys in (theirs - ours, ours - theirs))
-        assert not left_out.size or left_out.max() <= instead.min() * np.exp(nats)
 
 
 def test_the_smallest_packed_rows_are_read_and_rounded_to_their_type(metal: Metal) -> None:
@@ -118,7 +113,7 @@ STEPS = [
     (Packed(Case(1, 4, 1, 8300, 64, "f16"), 4, 64), {"rank": 64}),  # from the best of tiles
     (CASES[0], {"rank": 64, "reallocate": True}),
     (CASES[0], {"rank": 16, "key_bits": 8, "reallocate": True}),
-    (CASES[2], {"rank": 16, "key_bits": 4}),
+    (CASES[1], {"rank": 16, "key_bits": 4}),
 ]
 
 
@@ -140,7 +135,7 @@ def test_a_step_over_packed_rows_is_the_oracles_on_their_numbers(
     if reallocate:
         assert_same_choice(chosen, wanted.indices, wanted.scores)
     else:
-        assert_better_within(chosen, wanted, 1 / 16)  # scores are held in 8 bits
+        assert_chosen_within(chosen, wanted.indices, wanted.scores, 1 / 16)  # scores are held in 8 bits
     valid = oracle.valid_keys(case.B, case.S, case.padding)[:, None, :, None]
     mean = (v * valid).sum(axis=2) / valid.sum(axis=2)
     out, lse = sparq.sparq_attention(
