@@ -20,7 +20,7 @@ from ..methods.table import WHOLE_BUFFERS
 from .state import State
 
 # Bytes of keys and values that are unpacked at a time for a prompt, of one KV head at least.
-UNPACKED = 64 << 20
+UNPACKED = 16 << 20
 
 # Query heads, their queries, keys, values and further parameters to what is made of them, along axis 1.
 Run = Callable[[slice, mx.array, Any, Any, dict[str, int]], tuple[mx.array, ...]]
@@ -257,11 +257,12 @@ class SparseQuantizedKVCache(SparseCache, QuantizedKVCache):
         B, Hkv, _, D = keys.shape
         G, step = queries.shape[1] // Hkv, max(1, UNPACKED // (2 * B * S * D * keys.itemsize))
         length = {"length": S} if backend in WHOLE_BUFFERS else {}
-        parts = []
+        parts: list[tuple[mx.array, ...]] = []
         for first in range(0, Hkv, step):
+            if parts:
+                keys, values = keys.after(parts[-1][0]), values.after(parts[-1][0])
             kv, heads = slice(first, first + step), slice(first * G, (first + step) * G)
             parts.append(run(heads, queries[:, heads], keys[:, kv, :S], values[:, kv, :S], length))
-            mx.eval(*parts[-1])
         return tuple(mx.concatenate(list(found), axis=1) for found in zip(*parts, strict=True))
 
 

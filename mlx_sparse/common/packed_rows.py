@@ -65,6 +65,10 @@ class PackedRows:
         """The first ``S`` rows of each sequence, packed as they are."""
         return PackedRows.kept([part[:, :, :S] for part in self.parts], self.bits)
 
+    def after(self, done: mx.array) -> PackedRows:
+        """The same, to be read once ``done`` is there."""
+        return PackedRows(mx.depends(self.codes, done), self.scales, self.biases, self.bits)
+
     def __getitem__(self, at: Any) -> mx.array:
         """The rows at ``at``, which takes all components: computed in float32, rounded once (quantised.1)."""
         codes, scales, biases = (part[at] for part in self.parts)
