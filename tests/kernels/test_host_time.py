@@ -14,7 +14,11 @@ def test_its_parts_add_up_for_every_step_and_context() -> None:
     done = run(sys.executable, ROOT / "scripts" / "host_time.py", "-o", "json")
     assert (done.returncode, done.stderr) == (0, "")
     rows = json.loads(done.stdout)["rows"]
-    steps = {"dense": 0, "sparq:component_score=query,key_bits=16": 3, "sparq:reallocate=false,component_score=query_key": 3}
+    steps = {
+        "dense": 0,
+        "sparq:component_score=query,key_bits=16": 3,
+        "sparq:reallocate=false,component_score=query_key": 3,
+    }
     assert [(row["keys"], row["step"], row["launched"]) for row in rows] == [
         (keys, step, launched) for keys in (4096, 16_384) for step, launched in steps.items()
     ]
