@@ -5,7 +5,7 @@
 // share the keys of a tile among them; their sums meet once, at the end. All arithmetic is float32.
 #pragma once
 
-#include "threadgroup.h"
+#include "rows.h"
 
 constant constexpr uint ATTEND_TILE = 128;
 constant constexpr int EMPTY = -1;
@@ -64,9 +64,9 @@ struct Running {
 };
 
 // Rows of keys or values of one tile, as this lane reads them.
-template <typename T, int D, int SIMDGROUPS>
+template <typename Rows, int D, int SIMDGROUPS>
 struct TileRows {
-  const device T* rows;  // (S, D), of the head
+  Rows rows;  // of the head: see rows.h
   const threadgroup int* list;
   Place place;
 
@@ -84,7 +84,7 @@ struct TileRows {
     if (key == EMPTY) {
       return float4(0.0f);
     }
-    return float4(reinterpret_cast<const device vec<T, 4>*>(rows + size_t(key) * D)[chunk(c)]);
+    return rows.read(uint(key), chunk(c));
   }
 
   // What this lane reads in BATCH passes, all under way at once.
@@ -101,9 +101,9 @@ struct TileRows {
 };
 
 // scores[g * ATTEND_TILE + slot] = q_g . k for the first `count` slots.
-template <int D, int G, int SIMDGROUPS, typename T>
+template <int D, int G, int SIMDGROUPS, typename Rows>
 void score_tile(
-    TileRows<T, D, SIMDGROUPS> keys, uint count, const threadgroup float4* q, threadgroup float* scores) {
+    TileRows<Rows, D, SIMDGROUPS> keys, uint count, const threadgroup float4* q, threadgroup float* scores) {
   typedef AttendSizes<D, G, SIMDGROUPS> N;
   typedef RowLayout<D> Layout;
   for (uint pass = 0; pass * N::step < count; pass += N::batch) {
@@ -171,9 +171,9 @@ float weigh_tile(
 }
 
 // sums[g] += weight * value over the first `count` slots.
-template <int D, int G, int SIMDGROUPS, typename T>
+template <int D, int G, int SIMDGROUPS, typename Rows>
 void add_values(
-    TileRows<T, D, SIMDGROUPS> values,
+    TileRows<Rows, D, SIMDGROUPS> values,
     uint count,
     const threadgroup float* weights,
     thread float4 (&sums)[G][RowLayout<D>::chunks]) {
@@ -248,11 +248,12 @@ inline Part make_part(uint entries, uint splits, uint split) {
 
 // Attend the keys indices[0 .. count): sums of weighted values stay in the lanes, the softmax of each head goes to
 // shared.softmax. Ends with a barrier.
-template <int D, int G, int SIMDGROUPS, typename T, typename V, typename Queries, typename Indices, typename Mass>
+template <
+    int D, int G, int SIMDGROUPS, typename Keys, typename Values, typename Queries, typename Indices, typename Mass>
 void attend_list(
-    Queries queries,       // (G, D)
-    const device T* keys,  // (S, D)
-    const device V* values,
+    Queries queries,  // (G, D)
+    Keys keys,        // rows.h
+    Values values,
     Indices indices,
     uint count,
     uint length,  // keys that exist
@@ -279,7 +280,7 @@ void attend_list(
       shared.list[place.index()] = key >= 0 && uint(key) < length ? key : EMPTY;
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    score_tile<D, G, SIMDGROUPS>(TileRows<T, D, SIMDGROUPS>{keys, shared.list, place}, tile, shared.scratch, scores);
+    score_tile<D, G, SIMDGROUPS>(TileRows<Keys, D, SIMDGROUPS>{keys, shared.list, place}, tile, shared.scratch, scores);
     threadgroup_barrier(mem_flags::mem_threadgroup);
 #pragma clang loop unroll(full)
     for (uint h = 0; h < N::heads; ++h) {
@@ -300,7 +301,7 @@ void attend_list(
         sums[g][c] *= shared.factor[g];
       }
     }
-    add_values<D, G, SIMDGROUPS>(TileRows<V, D, SIMDGROUPS>{values, shared.list, place}, tile, scores, sums);
+    add_values<D, G, SIMDGROUPS>(TileRows<Values, D, SIMDGROUPS>{values, shared.list, place}, tile, scores, sums);
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
 #pragma clang loop unroll(full)

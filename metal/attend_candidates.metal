@@ -22,7 +22,7 @@ const Place place = {thread_index_in_simdgroup, simdgroup_index_in_threadgroup, 
 const uint3 at = threadgroup_position_in_grid;
 const size_t row = (at.z * threadgroups_per_grid.y + at.y) / (G / HEADS);
 const uint first_head = at.y % (G / HEADS) * HEADS;
-const size_t rows_at = row * size_t(keys_shape[2]) * D;
+const size_t rows_at = row * size_t(keys_shape[2]);
 const size_t head = row * G + first_head;
 
 const uint N = uint(candidate_bits_shape[2]);
@@ -36,6 +36,6 @@ threadgroup_barrier(mem_flags::mem_threadgroup);
 
 float4 sums[HEADS][RowLayout<D>::chunks] = {};
 attend_list<D, HEADS, SIMDGROUPS>(
-    queries + head * D, keys + rows_at, values + rows_at, static_cast<threadgroup int*>(chosen), SLOTS, uint(length), scale,
-    NoMass{}, sums, shared, place);
+    queries + head * D, plain_rows<D>(keys, rows_at), plain_rows<D>(values, rows_at),
+    static_cast<threadgroup int*>(chosen), SLOTS, uint(length), scale, NoMass{}, sums, shared, place);
 store_sums<D, HEADS, SIMDGROUPS>(sums, shared, out + head * D, lse + head, Attended{}, place);

@@ -19,7 +19,7 @@ const uint3 at = threadgroup_position_in_grid;
 const uint splits = threadgroups_per_grid.x;
 const size_t row = (at.z * threadgroups_per_grid.y + at.y) / (G / HEADS);
 const uint first_head = at.y % (G / HEADS) * HEADS;
-const size_t rows_at = row * size_t(keys_shape[2]) * D;
+const size_t rows_at = row * size_t(keys_shape[2]);
 const uint N = uint(indices_shape[2]), used = COUNTED ? min(uint(counts[row]), N) : N;
 const Part part = make_part(used, splits, at.x);
 const auto entries = indices + row * N + part.first;
@@ -31,6 +31,6 @@ if (part.count == 0) {  // uniform
 
 float4 sums[HEADS][RowLayout<D>::chunks] = {};
 attend_list<D, HEADS, SIMDGROUPS>(
-    queries + (row * G + first_head) * D, keys + rows_at, values + rows_at, entries, part.count, uint(length), scale, NoMass{}, sums,
-    shared, place);
+    queries + (row * G + first_head) * D, plain_rows<D>(keys, rows_at), plain_rows<D>(values, rows_at),
+    entries, part.count, uint(length), scale, NoMass{}, sums, shared, place);
 store_sums<D, HEADS, SIMDGROUPS>(sums, shared, out + head * D, lse + head, Attended{}, place);

@@ -20,7 +20,7 @@ const uint3 at = threadgroup_position_in_grid;
 const uint splits = threadgroups_per_grid.x;
 const size_t row = (at.z * threadgroups_per_grid.y + at.y) / (G / HEADS);
 const uint first_head = at.y % (G / HEADS) * HEADS;
-const size_t rows_at = row * size_t(keys_shape[2]) * D;
+const size_t rows_at = row * size_t(keys_shape[2]);
 const Part part = make_part(uint(indices_shape[2]), splits, at.x);
 const auto entries = indices + row * size_t(indices_shape[2]) + part.first;
 const size_t head = (row * splits + at.x) * G + first_head;
@@ -31,8 +31,8 @@ auto softmax_at = softmax + (row * G + first_head) * 2;
 auto mean_at = value_mean + row * D;
 const ChosenMass<G, decltype(logits_at), decltype(softmax_at)> mass = {logits_at, softmax_at};
 attend_list<D, HEADS, SIMDGROUPS>(
-    queries + (row * G + first_head) * D, keys + rows_at, values + rows_at, entries, part.count, uint(length), scale, mass, sums,
-    shared, place);
+    queries + (row * G + first_head) * D, plain_rows<D>(keys, rows_at), plain_rows<D>(values, rows_at),
+    entries, part.count, uint(length), scale, mass, sums, shared, place);
 if (splits == 1) {
   const Reallocated<D, decltype(mean_at)> mixed = {mean_at};
   store_sums<D, HEADS, SIMDGROUPS>(sums, shared, out + head * D, lse + head, mixed, place);

@@ -1,7 +1,7 @@
 // SparQ's first step over keys in few bits.
 #pragma once
 
-#include "sparq_codes.h"
+#include "rows.h"
 #include "sparq_scores.h"
 
 // (sparq.21) without its factor for KEYS consecutive coded keys: one pass over `rank` rows of codes, each a load of
@@ -53,92 +53,21 @@ void coded_logits(
   }
 }
 
-// (sparq.21) without its factor for one key of the tail.
-template <int G, typename Key, typename Centre>
+// (sparq.21) without its factor for row j, a key of the tail.
+template <int G, typename Rows, typename Centre>
 void tail_logits(
-    Key key,  // (D)
+    Rows rows,  // of keys: rows.h
+    uint j,
     Centre centre,  // (D)
     uint rank,
     const threadgroup int* chosen,
     const threadgroup float* q_r,
     thread float (&logits)[G]) {
   for (uint i = 0; i < rank; ++i) {
-    const float x = float(key[chosen[i]]) - centre[chosen[i]];
+    const float x = rows.component(j, uint(chosen[i])) - centre[chosen[i]];
 #pragma clang loop unroll(full)
     for (uint g = 0; g < G; ++g) {
       logits[g] += q_r[i * G + g] * x;
     }
-  }
-}
-
-inline uint narrowed(float logit, float largest) {
-  if (isnan(logit) || logit == INFINITY) {
-    return NO_SOFTMAX;
-  }
-  const float below = (largest - logit) * 16.0f;  // +inf where there is none
-  return below < float(NO_WEIGHT) - 0.5f ? uint(rint(below)) : NO_WEIGHT;
-}
-
-// The scores of a thread's keys, `count` of them, as logits or narrowed. All KEYS are written 16 or 4 bytes at a time where
-// they are aligned so.
-template <int G, uint KEYS>
-void store_scores(
-    device float* scores,
-    const thread float (&logits)[KEYS][G],
-    const thread float (&)[G],
-    uint count,
-    bool aligned) {
-  if (aligned && count == KEYS) {
-#pragma clang loop unroll(full)
-    for (uint i = 0; i < KEYS * G; i += 4) {
-      reinterpret_cast<device float4*>(scores)[i / 4] = float4(
-          logits[i / G][i % G], logits[(i + 1) / G][(i + 1) % G], logits[(i + 2) / G][(i + 2) % G],
-          logits[(i + 3) / G][(i + 3) % G]);
-    }
-    return;
-  }
-  for (uint i = 0; i < count * G; ++i) {
-    scores[i] = logits[i / G][i % G];
-  }
-}
-
-template <int G, uint KEYS>
-void store_scores(
-    device uchar* scores,
-    const thread float (&logits)[KEYS][G],
-    const thread float (&largest)[G],
-    uint count,
-    bool aligned) {
-  if (aligned && count == KEYS) {
-#pragma clang loop unroll(full)
-    for (uint i = 0; i < KEYS * G; i += 4) {
-      uint packed = 0;
-#pragma clang loop unroll(full)
-      for (uint b = 0; b < 4; ++b) {
-        packed |= narrowed(logits[(i + b) / G][(i + b) % G], largest[(i + b) % G]) << (8 * b);
-      }
-      reinterpret_cast<device uint*>(scores)[i / 4] = packed;
-    }
-    return;
-  }
-  for (uint i = 0; i < count * G; ++i) {
-    scores[i] = uchar(narrowed(logits[i / G][i % G], largest[i % G]));
-  }
-}
-
-// Scores of an invalid key.
-template <int G>
-void store_none(device float* scores) {
-#pragma clang loop unroll(full)
-  for (uint g = 0; g < G; ++g) {
-    scores[g] = -INFINITY;
-  }
-}
-
-template <int G>
-void store_none(device uchar* scores) {
-#pragma clang loop unroll(full)
-  for (uint g = 0; g < G; ++g) {
-    scores[g] = uchar(NO_WEIGHT);
   }
 }

@@ -19,12 +19,9 @@ threadgroup float partial[2 * G * MAX_SIMDGROUPS];
 const Place place = {thread_index_in_simdgroup, simdgroup_index_in_threadgroup, simdgroups_per_threadgroup};
 const uint3 at = threadgroup_position_in_grid;
 const size_t row = at.z * threadgroups_per_grid.y + at.y;
-const uint padding = uint(clamp(left_padding[at.z], 0, length));
-const uint S = uint(length) - padding;  // of this row
-const uint coded = S / GROUP_KEYS * GROUP_KEYS;
-const bool is_tail = at.x + 1 == threadgroups_per_grid.x;
-const uint first = is_tail ? coded + place.index() : at.x * SCORE_TILE + place.index() * KEYS;  // valid key of this thread
-const uint count = is_tail ? (first < S ? 1 : 0) : (first < coded ? KEYS : 0);  // of its keys
+const ScoreTile tile = make_score_tile(at.x, threadgroups_per_grid.x, length, left_padding[at.z]);
+const uint first = tile.first + place.index() * (tile.is_tail ? 1 : KEYS);  // valid key of this thread
+const uint count = first < tile.stop ? (tile.is_tail ? 1 : KEYS) : 0;       // of its keys
 
 choose_components<D, G, WEIGHTED>(
     queries + row * G * D, component_weight + (WEIGHTED ? row * D : 0), uint(rank),
@@ -32,9 +29,9 @@ choose_components<D, G, WEIGHTED>(
 coverage_factors<D, G, WEIGHTED>(queries + row * G * D, uint(rank), scale, q_r, factor, place);
 
 float own[KEYS][G] = {};
-if (is_tail && count > 0) {
-  tail_logits<G>(
-      keys + (row * size_t(keys_shape[2]) + padding + first) * D, centre + row * D, uint(rank), chosen, q_r, own[0]);
+if (tile.is_tail && count > 0) {
+  const auto rows = plain_rows<D>(keys, row * size_t(keys_shape[2]) + tile.padding);
+  tail_logits<G>(rows, first, centre + row * D, uint(rank), chosen, q_r, own[0]);
 } else if (count > 0) {
   using Word = typename conditional<KEYS * BITS == 16, ushort, uint>::type;
   const size_t words = size_t(codes_shape[3]);
@@ -50,15 +47,7 @@ for (uint v = 0; v < KEYS; ++v) {
     own[v][g] = v < count ? own[v][g] * factor[g] : -INFINITY;
   }
 }
-float largest[G];
-device float2* tile = reinterpret_cast<device float2*>(statistics) + (row * threadgroups_per_grid.x + at.x) * G;
-tile_statistics(own, largest, partial, tile, place);
-
-const size_t stride = (uint(length) + 7) / 8 * 8;
-store_scores(
-    logits + (row * stride + padding + first) * G, own, largest, is_tail ? uint(padding + first < stride) : count,
-    padding * G % 4 == 0);
-const uint stop = min(padding, (at.x + 1) * SCORE_TILE);
-for (uint j = at.x * SCORE_TILE + place.index(); j < stop; j += place.simdgroups * LANES) {
-  store_none<G>(logits + (row * stride + j) * G);
-}
+const uint written = tile.is_tail ? uint(tile.padding + first < tile.stride) : count;
+store_tile(
+    own, first, written, tile, partial, logits + row * tile.stride * G,
+    statistics + (row * threadgroups_per_grid.x + at.x) * G * 2, place);

@@ -1,7 +1,7 @@
 // SparQ's first step: approximate logits of all keys from the few components that matter most to this query.
 #pragma once
 
-#include "threadgroup.h"
+#include "sparq_tiles.h"
 
 constant constexpr uint SCORE_KEYS = 4;  // consecutive keys per thread
 
@@ -105,55 +105,6 @@ void approximate_logits(
 #pragma clang loop unroll(full)
       for (uint v = 0; v < SCORE_KEYS; ++v) {
         logits[v][g] += q * key[v];
-      }
-    }
-  }
-}
-
-// Largest logit and sum of exp(logit - largest) of a tile for each query of the group; -inf and 0 without a valid key,
-// a sum of NaN where a logit is NaN or +inf.
-// largest: the same for every thread; partial: MAX_SIMDGROUPS floats for each query.
-template <int G, uint KEYS>
-void tile_statistics(
-    const thread float (&logits)[KEYS][G],
-    thread float (&largest)[G],
-    threadgroup float* partial,
-    device float2* statistics,
-    Place place) {
-#pragma clang loop unroll(full)
-  for (uint g = 0; g < G; ++g) {
-    float own = -INFINITY;  // max passes over NaN
-#pragma clang loop unroll(full)
-    for (uint v = 0; v < KEYS; ++v) {
-      own = max(own, logits[v][g]);
-    }
-    own = simd_max(own);
-    if (place.lane == 0) {
-      partial[g * MAX_SIMDGROUPS + place.simdgroup] = own;
-    }
-  }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  threadgroup float* sums = partial + G * MAX_SIMDGROUPS;
-#pragma clang loop unroll(full)
-  for (uint g = 0; g < G; ++g) {
-    largest[g] = simd_max(of_simdgroup(partial + g * MAX_SIMDGROUPS, place, -INFINITY));
-    float sum = 0.0f;
-#pragma clang loop unroll(full)
-    for (uint v = 0; v < KEYS; ++v) {
-      sum += logits[v][g] == -INFINITY ? 0.0f : exp(logits[v][g] - largest[g]);
-    }
-    sum = simd_sum(sum);
-    if (place.lane == 0) {
-      sums[g * MAX_SIMDGROUPS + place.simdgroup] = sum;
-    }
-  }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  if (place.simdgroup == 0) {
-#pragma clang loop unroll(full)
-    for (uint g = 0; g < G; ++g) {
-      const float sum = simd_sum(of_simdgroup(sums + g * MAX_SIMDGROUPS, place, 0.0f));
-      if (place.lane == 0) {
-        statistics[g] = float2(largest[g], sum);
       }
     }
   }

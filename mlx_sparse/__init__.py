@@ -14,22 +14,22 @@ if TYPE_CHECKING:
     from .checks import ShapeError as ShapeError
     from .checks import SparseAttentionError as SparseAttentionError
     from .common.key_codes import KeyCodes as KeyCodes
+    from .common.packed_rows import PackedRows as PackedRows
     from .common.stats import Stats as Stats
     from .lm import disable as disable
     from .lm import enable as enable
     from .lm import report as report
     from .lm import sparse as sparse
-    from .ops.packed_rows import PackedRows as PackedRows
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "checks": "ArtefactError BackendUnavailable ConfigError ShapeError SparseAttentionError",
     "common.key_codes": "KeyCodes",
+    "common.packed_rows": "PackedRows",
     "common.stats": "Stats",
     "api": "attend_blocks attend_indices code_keys h2o_scores saap_assign saap_route sample_select",
     "lm": "disable enable report sparse",
-    "ops.packed_rows": "PackedRows",
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
 

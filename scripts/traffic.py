@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import by_method
+import traffic_packed
 import traffic_saap
 import traffic_sample
 import traffic_sparq
@@ -22,6 +23,7 @@ from mlx_sparse.methods import Method
 
 TESTS = Path(__file__).resolve().parents[1] / "tests"
 MODULES: dict[str, Any] = {"sparq": traffic_sparq, "saap": traffic_saap, "sample": traffic_sample}
+MORE: dict[str, tuple[Any, ...]] = {"sparq": (traffic_packed,)}
 
 
 def count(config: Method) -> by_method.Found:
@@ -41,10 +43,11 @@ def count(config: Method) -> by_method.Found:
     import msl
 
     try:
-        rows = module.measure(msl, config)
+        found = [(counted, counted.measure(msl, config)) for counted in (module, *MORE.get(config.name, ()))]
     except msl.CompileError as error:
         raise ConfigError(f"traffic.py: {error}") from None
-    return [row.as_dict() for row in rows], module.text(rows, config)
+    texts = [counted.text(rows, config) for counted, rows in found]
+    return [row.as_dict() for _, rows in found for row in rows], "\n\n".join(texts)
 
 
 def main(argv: Sequence[str]) -> int:

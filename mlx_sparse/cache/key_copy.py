@@ -5,8 +5,8 @@ from __future__ import annotations
 import mlx.core as mx
 
 from ..common.key_codes import GROUP, KeyCodes
+from ..common.packed_rows import Rows
 from ..ops.key_codes import code_groups, key_spread
-from ..ops.packed_rows import Rows
 
 # Rows of a copy hold a multiple of this many keys, so that they start on a cache line of 128 bytes in every type.
 ROW_MULTIPLE = 64

@@ -14,9 +14,9 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache
 
+from ..common.packed_rows import PackedRows, Rows
 from ..methods import Method, Prefill, registry
 from ..methods.table import WHOLE_BUFFERS
-from ..ops.packed_rows import PackedRows, Rows
 from .state import State
 
 # Bytes of keys and values that are unpacked at a time for a prompt, of one KV head at least.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ..common.packed_rows import PackedRows
 from ..methods import SparQ
-from ..ops.packed_rows import PackedRows
 from .key_copy import Codes, Columns
 from .moments import Moments
 from .state import State

@@ -7,26 +7,28 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from .launch import KEPT, LANES, Kernel, Launch, integer, real
+from ..common.packed_rows import Rows
+from .launch import KEPT, LANES, Form, Kernel, Launch, integer, parts_of, real, row_template
 from .select import ITEMS
 
 TILE = 128  # list entries worked off together: ATTEND_TILE
 UNSPLIT = 512  # a list up to this length is not worth a second launch
 GROUPS = 512  # threadgroups that fill the largest GPU several times
 
-_LIST = ("queries", "keys", "values", "indices")
-ATTEND = Kernel("attend_indices", "attend.h", (*_LIST, "counts", "length", "scale"), ("out", "lse"))
-REALLOCATE = Kernel(
-    "attend_reallocate",
-    "attend.h",
-    (*_LIST, "logits", "softmax", "value_mean", "length", "scale"),
-    ("out", "lse", "alpha"),
+_ROWS = ("keys", "values")
+_PACKED = ("key_codes", "key_scales", "key_biases", "value_codes", "value_scales", "value_biases")
+_COUNTED = ("indices", "counts", "length", "scale")
+_MIXED = ("indices", "logits", "softmax", "value_mean", "length", "scale")
+_CANDIDATES = ("candidate_bits", "candidate_indices", "length", "scale")
+ATTEND = Kernel("attend_indices", "attend.h", ("queries", *_ROWS, *_COUNTED), ("out", "lse"))
+ATTEND_PACKED = Kernel("attend_indices_packed", "attend.h", ("queries", *_PACKED, *_COUNTED), ("out", "lse"))
+REALLOCATE = Kernel("attend_reallocate", "attend.h", ("queries", *_ROWS, *_MIXED), ("out", "lse", "alpha"))
+REALLOCATE_PACKED = Kernel(
+    "attend_reallocate_packed", "attend.h", ("queries", *_PACKED, *_MIXED), ("out", "lse", "alpha")
 )
-CANDIDATES = Kernel(
-    "attend_candidates",
-    "attend_candidates.h",
-    ("queries", "keys", "values", "candidate_bits", "candidate_indices", "length", "scale"),
-    ("out", "lse"),
+CANDIDATES = Kernel("attend_candidates", "attend_candidates.h", ("queries", *_ROWS, *_CANDIDATES), ("out", "lse"))
+CANDIDATES_PACKED = Kernel(
+    "attend_candidates_packed", "attend_candidates.h", ("queries", *_PACKED, *_CANDIDATES), ("out", "lse")
 )
 MERGE = Kernel("merge_parts", "merge.h", ("part_out", "part_lse"), ("out", "lse"))
 MERGE_REALLOCATE = Kernel(
@@ -80,8 +82,8 @@ def _narrow(indices: mx.array, keys: int) -> mx.array:
 
 def attend_indices(
     queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
+    keys: Rows,
+    values: Rows,
     indices: mx.array,
     *,
     scale: float,
@@ -93,7 +95,8 @@ def attend_indices(
 
     Args:
         queries: ``(B, Hq, 1, D)``.
-        keys, values: ``(B, Hkv, capacity, D)`` with ``length`` rows in use; whole buffers, which are not copied.
+        keys, values: ``(B, Hkv, capacity, D)`` with ``length`` rows in use; whole buffers, which are not copied. Either
+            none or both are packed, in the same form.
         indices: ``(B, Hkv, N)`` int32; ``-1``, or any number that is no key's, = empty slot.
         counts: ``(B, Hkv)`` slots of each list that are in use: only those are shared out among the threadgroups.
             None: all.
@@ -109,8 +112,10 @@ def attend_indices(
         return mx.zeros_like(queries), mx.full((B, Hq, 1), -mx.inf)
     length = capacity if length is None else length
     counted, mixed = counts is not None, reallocation is not None
-    launch = _attending(B, Hq, Hkv, D, N, queries.dtype, length, scale, counted, mixed)
-    rows = queries, keys, values, _narrow(indices, capacity)
+    (key_parts, form), (value_parts, other) = parts_of(keys), parts_of(values)
+    assert form == other
+    launch = _attending(B, Hq, Hkv, D, N, queries.dtype, length, scale, counted, mixed, form)
+    rows = queries, *key_parts, *value_parts, _narrow(indices, capacity)
     if reallocation is not None:
         assert counts is None
         results = launch(*rows, *reallocation)
@@ -134,6 +139,7 @@ def _attending(
     scale: float,
     counted: bool,
     mixed: bool,
+    form: Form,
 ) -> Launch:
     """Each of ``splits`` threadgroups attends its part of the list.
 
@@ -143,9 +149,10 @@ def _attending(
     G, splits = Hq // Hkv, splits_of(N, B * Hkv)
     heads, simdgroups = heads_of(D, G)
     statistic = ((B, Hq, 1) if splits == 1 else (B, Hkv, splits, G), mx.float32)
-    template = {"D": D, "G": G, "HEADS": heads, "SIMDGROUPS": simdgroups}
+    template = {"D": D, "G": G, "HEADS": heads, "SIMDGROUPS": simdgroups, **row_template(form)}
+    plain, packed = (REALLOCATE, REALLOCATE_PACKED) if mixed else (ATTEND, ATTEND_PACKED)
     return Launch(
-        REALLOCATE if mixed else ATTEND,
+        packed if form else plain,
         [((*statistic[0], D), dtype if splits == 1 else mx.float32), *[statistic] * (1 + mixed)],
         [integer(length), real(scale)],
         template=template if mixed else {**template, "COUNTED": counted},
@@ -172,16 +179,16 @@ def takes_candidates(D: int, G: int, candidates: int, top_k: int) -> bool:
 
 
 def attend_candidates(
-    B: int, Hq: int, Hkv: int, D: int, dtype: mx.Dtype, length: int, scale: float, top_k: int
+    B: int, Hq: int, Hkv: int, D: int, dtype: mx.Dtype, length: int, scale: float, top_k: int, form: Form
 ) -> Launch:
     """What makes ``out`` and ``lse`` of `attend_indices` from the best ``top_k`` of what a `select.listing` left."""
     G = Hq // Hkv
     heads, simdgroups = heads_of(D, G)
     return Launch(
-        CANDIDATES,
+        CANDIDATES_PACKED if form else CANDIDATES,
         [((B, Hq, 1, D), dtype), ((B, Hq, 1), mx.float32)],
         [integer(length), real(scale)],
-        template={"D": D, "G": G, "HEADS": heads, "SIMDGROUPS": simdgroups, "SLOTS": top_k},
+        template={"D": D, "G": G, "HEADS": heads, "SIMDGROUPS": simdgroups, "SLOTS": top_k, **row_template(form)},
         groups=(1, Hq // heads, B),
         threads=simdgroups * LANES,
     )

@@ -11,6 +11,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..common.packed_rows import PackedRows, Rows
+
 LANES = 32
 KEPT = 64  # launches of a kind: sizes of layers, in all of which a step has one length
 Outputs = Sequence[tuple[tuple[int, ...], mx.Dtype]]  # shapes and types
@@ -125,6 +127,19 @@ def of_one_type(*arrays: mx.array) -> list[mx.array]:
     """The arrays in the type that holds all their numbers: kernels of the matrix units stage rows in one."""
     dtype = mx.result_type(*arrays)
     return [array if array.dtype == dtype else array.astype(dtype) for array in arrays]
+
+
+Form = tuple[int, int] | None  # bits and group size of packed rows; None of others
+
+
+def parts_of(rows: Rows) -> tuple[tuple[mx.array, ...], Form]:
+    """Keys or values as a kernel takes them."""
+    return (rows.parts, (rows.bits, rows.group_size)) if isinstance(rows, PackedRows) else ((rows,), None)
+
+
+def row_template(form: Form) -> dict[str, int]:
+    """Template parameters of a kernel of packed rows; none of others."""
+    return {} if form is None else {"ROW_BITS": form[0], "ROW_GROUP": form[1]}
 
 
 def padding_or_zeros(left_padding: mx.array | None, B: int) -> mx.array:

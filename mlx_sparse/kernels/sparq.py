@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..common.key_codes import GROUP, KeyCodes
+from ..common.packed_rows import Rows
 from .attend import Reallocation, attend_candidates, attend_indices, takes_candidates
-from .launch import KEPT, Kernel, Launch, integer, padding_or_zeros, real
+from .launch import KEPT, Form, Kernel, Launch, integer, padding_or_zeros, parts_of, real, row_template
 from .select import listing, merge, tiles_of
 
 KEYS = 4  # per thread: SCORE_KEYS
@@ -33,13 +34,17 @@ CANDIDATES = Kernel(
     ("logits", "statistics", "left_padding", "length", "local_window", "top_k"),
     ("bits", "indices", "softmax"),
 )
-CODE_SCORES = Kernel(
-    "sparq_code_scores",
-    "sparq_code_scores.h",
-    (
-        *("queries", "component_weight", "codes", "lo", "step", "centre", "keys"),
-        *("left_padding", "rank", "length", "scale"),
-    ),
+_CODED = ("queries", "component_weight", "codes", "lo", "step", "centre")
+_PACKED = ("key_codes", "key_scales", "key_biases")
+_GIVEN = ("left_padding", "rank", "length", "scale")
+CODE_SCORES = Kernel("sparq_code_scores", "sparq_code_scores.h", (*_CODED, "keys", *_GIVEN), ("logits", "statistics"))
+CODE_SCORES_PACKED = Kernel(
+    "sparq_code_scores_packed", "sparq_code_scores.h", (*_CODED, *_PACKED, *_GIVEN), ("logits", "statistics")
+)
+ROW_SCORES = Kernel(
+    "sparq_row_scores",
+    "sparq_row_scores.h",
+    ("queries", *_PACKED, "left_padding", "length", "scale"),
     ("logits", "statistics"),
 )
 CODE_CANDIDATES = Kernel(
@@ -92,6 +97,7 @@ def sparq_code_scores(
     weighted: bool,
     key_bits: int,
     narrow: bool,
+    form: Form,
 ) -> Launch:
     """Approximate logits of all keys from codes of ``rank`` components (sparq.21).
 
@@ -103,18 +109,40 @@ def sparq_code_scores(
         ``logits``, sixteenths of a nat below the largest of their tile.
     """
     per_thread = keys_per_thread(G, key_bits)
-    tiles = -(-(length // GROUP * GROUP) // CODE_TILE) + 1
+    template = {"D": D, "G": G, "WEIGHTED": weighted, "BITS": key_bits, "KEYS": per_thread}
     return Launch(
-        CODE_SCORES,
-        [
-            ((B, Hkv, -(-length // 8) * 8, G), mx.uint8 if narrow else mx.float32),
-            ((B, Hkv, tiles, G, 2), mx.float32),
-        ],
+        CODE_SCORES_PACKED if form else CODE_SCORES,
+        _scored(B, Hkv, G, length, narrow),
         [integer(rank), integer(length), real(scale)],
-        template={"D": D, "G": G, "WEIGHTED": weighted, "BITS": key_bits, "KEYS": per_thread},
-        groups=(tiles, Hkv, B),
+        template=template | row_template(form),
+        groups=(_code_tiles(length), Hkv, B),
         threads=CODE_TILE // per_thread,
     )
+
+
+def sparq_row_scores(
+    B: int, Hkv: int, G: int, D: int, length: int, *, scale: float, narrow: bool, form: Form
+) -> Launch:
+    """Those of `sparq_code_scores` from all components of packed rows (quantised.2)."""
+    return Launch(
+        ROW_SCORES,
+        _scored(B, Hkv, G, length, narrow),
+        [integer(length), real(scale)],
+        template={"D": D, "G": G, "KEYS": KEYS, **row_template(form)},
+        groups=(_code_tiles(length), Hkv, B),
+        threads=CODE_TILE // KEYS,
+    )
+
+
+def _code_tiles(length: int) -> int:
+    """Tiles of keys in full groups, and one for the tail."""
+    return -(-(length // GROUP * GROUP) // CODE_TILE) + 1
+
+
+def _scored(B: int, Hkv: int, G: int, length: int, narrow: bool) -> list[tuple[tuple[int, ...], mx.Dtype]]:
+    """Logits and statistics of such tiles."""
+    logits = (B, Hkv, -(-length // 8) * 8, G)
+    return [(logits, mx.uint8 if narrow else mx.float32), ((B, Hkv, _code_tiles(length), G, 2), mx.float32)]
 
 
 def sparq_candidates(
@@ -165,15 +193,19 @@ def launches(
     key_bits: int,
     exact: bool,
     aligned: bool,
+    form: Form,
+    by_rows: bool,
 ) -> Launches:
-    """Those of a step over arrays of these shapes, with the parameters of `choose`."""
+    """Those of a step over arrays of these shapes, with the parameters of `choose`; ``by_rows`` are keys scored."""
     B, Hq, _, D = queries
     Hkv = keys[1]
     sizes = (B, Hkv, Hq // Hkv, D, length)
-    narrow = key_bits < 16 and not exact and group_reduce == "softmax"
+    narrow = (by_rows or key_bits < 16) and not exact and group_reduce == "softmax"
     how: dict[str, Any] = {"rank": rank, "scale": scale, "weighted": weighted}
-    if key_bits < 16:
-        scores = sparq_code_scores(*sizes, **how, key_bits=key_bits, narrow=narrow)
+    if by_rows:
+        scores = sparq_row_scores(*sizes, scale=scale, narrow=narrow, form=form)
+    elif key_bits < 16:
+        scores = sparq_code_scores(*sizes, **how, key_bits=key_bits, narrow=narrow, form=form)
     else:
         scores = sparq_scores(*sizes, **how, aligned=aligned)
     candidates = sparq_candidates(
@@ -182,7 +214,7 @@ def launches(
     tiles, _, slots = tiles_of(length, top_k)
     left = tiles * slots
     fits = not exact and left > top_k and takes_candidates(D, Hq // Hkv, left, top_k)
-    attend = attend_candidates(B, Hq, Hkv, D, dtype, length, scale, top_k) if fits else None
+    attend = attend_candidates(B, Hq, Hkv, D, dtype, length, scale, top_k, form) if fits else None
     return Launches(scores, candidates, attend)
 
 
@@ -191,7 +223,7 @@ class Choice(NamedTuple):
 
     Attributes:
         bits, indices, softmax: of `sparq_candidates`.
-        logits: of `sparq_scores` or `sparq_code_scores`.
+        logits: of `sparq_scores`, `sparq_code_scores` or `sparq_row_scores`.
         attend: of `launches`.
     """
 
@@ -204,7 +236,7 @@ class Choice(NamedTuple):
 
 def choose(
     queries: mx.array,
-    keys: mx.array,
+    keys: Rows,
     *,
     rank: int,
     top_k: int,
@@ -222,22 +254,28 @@ def choose(
 
     Args:
         component_weight: float32 ``(B, Hkv, D)``, or None for the paper's rule.
-        keys_t: ``(B, Hkv, D, capacity)`` component-major keys; without them the keys are transposed first, which costs
-            more than dense attention. With fewer ``key_bits`` than 16 coded ones, of at least the full groups.
+        keys_t: ``(B, Hkv, D, capacity)`` component-major keys. Without them packed keys are scored by their rows if
+            ``rank`` is D, and others transposed first, which costs more than dense attention. With fewer ``key_bits``
+            than 16 coded ones, of at least the full groups.
         exact: whether the logits have to be float32, as reallocation reads them. Sums of logits always are, and those
             of keys that are not coded.
         length: keys in use; all of them when None.
     """
     length = keys.shape[2] if length is None else length
+    weight = _no_weight() if component_weight is None else component_weight
+    rows, form = parts_of(keys)
+    by_rows = form is not None and keys_t is None and key_bits == 16 and rank == keys.shape[3]
     scored: tuple[mx.array, ...]
     aligned = True
-    if key_bits < 16:
+    if by_rows:
+        scored = rows
+    elif key_bits < 16:
         assert isinstance(keys_t, KeyCodes)
-        scored = (*_some(keys_t, key_bits), keys)
+        scored = (weight, *_some(keys_t, key_bits), *rows)
     else:
         assert not isinstance(keys_t, KeyCodes)
-        columns = mx.contiguous(keys.swapaxes(-1, -2)) if keys_t is None else keys_t
-        scored, aligned = (columns,), columns.shape[3] % KEYS == 0
+        columns = mx.contiguous(keys[:].swapaxes(-1, -2)) if keys_t is None else keys_t
+        scored, aligned = (weight, columns), columns.shape[3] % KEYS == 0
     step = launches(
         queries.shape,
         keys.shape,
@@ -252,10 +290,11 @@ def choose(
         key_bits,
         exact,
         aligned,
+        form,
+        by_rows,
     )
-    weight = _no_weight() if component_weight is None else component_weight
     padding = padding_or_zeros(left_padding, keys.shape[0])
-    logits, statistics = step.scores(queries, weight, *scored, padding)
+    logits, statistics = step.scores(queries, *scored, padding)
     bits, indices, softmax = step.candidates(logits, statistics, padding)
     return Choice(bits, indices, softmax, logits, step.attend)
 
@@ -268,7 +307,7 @@ def _some(coded: KeyCodes, key_bits: int) -> KeyCodes:
     return KeyCodes(codes, lo, step, coded.centre)
 
 
-def sparq_select(queries: mx.array, keys: mx.array, *, top_k: int, **how: Any) -> mx.array:
+def sparq_select(queries: mx.array, keys: Rows, *, top_k: int, **how: Any) -> mx.array:
     """The keys of one decode step: ``(B, Hkv, min(top_k, S))`` int32, ascending, -1 in slots that no key fills.
 
     Args:
@@ -280,8 +319,8 @@ def sparq_select(queries: mx.array, keys: mx.array, *, top_k: int, **how: Any) -
 
 def sparq_attention(
     queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
+    keys: Rows,
+    values: Rows,
     *,
     top_k: int,
     reallocate: bool,
@@ -299,7 +338,8 @@ def sparq_attention(
     """
     found = choose(queries, keys, top_k=top_k, scale=scale, length=length, exact=reallocate, **selection)
     if found.attend is not None:
-        out, lse = found.attend(queries, keys, values, found.bits, found.indices)
+        rows = *parts_of(keys)[0], *parts_of(values)[0]
+        out, lse = found.attend(queries, *rows, found.bits, found.indices)
         return out, lse
     reallocation = None
     if reallocate:

@@ -14,9 +14,9 @@ from ..calibrate import Calibration, Layer, describe
 from ..common import reasons
 from ..common.call_report import Counts, Report
 from ..common.model_info import leaves
+from ..common.packed_rows import PackedRows, Rows
 from ..common.stats import dense_elements
 from ..methods import NEVER, Dense, Method, Prefill, Step, registry
-from ..ops.packed_rows import PackedRows, Rows
 from . import seam
 from .dense import attend_alone, attend_packed, replace
 from .figures import PrefillCounts, PrefillFigures

@@ -75,8 +75,8 @@ def unfit(backend: str, function: str, D: int, G: int, bits: int | None = None) 
 
     ``bits`` are those of packed rows.
     """
-    if backend == "metal" and bits is not None:
-        return "its kernels read no quantised cache"
+    if backend == "metal" and function in MATRIX_FUNCTIONS and bits is not None:
+        return "its kernels for prompts read no packed rows"
     if backend == "metal" and function in MATRIX_FUNCTIONS:
         fits = D % 16 == 0 and D <= METAL_HEAD_DIM
         return None if fits else f"its kernels take head dims that are multiples of 16 up to {METAL_HEAD_DIM}, not {D}"

@@ -136,9 +136,10 @@ class SparQ(Method):
         Saved are the elements of keys and values that are not read, (sparq.11) less (sparq.12) or (sparq.23); spent is
         the score buffer, one number per key and query head, written and read: float32, or 8 bits where they will do.
         """
-        by_rows = self.scores_rows(packed=step.packed is not None)
+        packed = step.packed is not None
+        by_rows = self.scores_rows(packed=packed)
         coded = self.key_bits < 16 and not by_rows
-        narrow = coded and self.group_reduce == "softmax" and not self.reallocates(step.G)
+        narrow = (packed if by_rows else coded) and self.group_reduce == "softmax" and not self.reallocates(step.G)
         scored = self.rank * ((2 * self.key_bits + 1) / 16 if coded else step.itemsize)
         per_key = 2 * step.row_bytes - (step.row_bytes if by_rows else scored) - 2 * (1 if narrow else 4) * step.G
         if per_key <= 0:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import mlx.core as mx
 
+from ..common.packed_rows import PackedRows, Rows
 from .blocks import after, causal_scores, most
-from .packed_rows import Rows
 from .select import take_rows, valid_keys
 
 
@@ -28,6 +28,14 @@ def softmax_lse(scores: mx.array, mask: mx.array | None) -> tuple[mx.array, mx.a
     total = mx.sum(exps, axis=-1, keepdims=True)
     lse = (mx.log(total) + top).squeeze(-1)
     return exps / mx.where(total > 0, total, 1.0), lse
+
+
+def exact_logits(queries: mx.array, keys: Rows) -> mx.array:
+    """``queries . keys``: float32 ``(B, Hkv, G, S)`` of float32 ``queries (B, Hkv, G, D)``; nothing is unpacked."""
+    if isinstance(keys, PackedRows):
+        group_size, bits = keys.group_size, keys.bits
+        return mx.quantized_matmul(queries, *keys.parts, transpose=True, group_size=group_size, bits=bits)
+    return queries @ keys.swapaxes(-1, -2).astype(mx.float32)
 
 
 def attend_indices(

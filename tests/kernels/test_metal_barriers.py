@@ -13,6 +13,7 @@ from msl.mutation import barriers
 from sample_cases import SampleCase
 
 from mlx_sparse.common.csr import saap_index
+from mlx_sparse.common.packed_rows import PackedRows
 from mlx_sparse.kernels import attend, saap, sample, select, sparq
 from mlx_sparse.ops.key_codes import code_keys
 
@@ -44,6 +45,13 @@ def decode(S: int = 700, top_k: int = 300, *, key_bits: int = 16, reallocate: bo
     return [out, lse]
 
 
+def rows() -> list[mx.array]:
+    q, k, _ = arrays(Case(1, 4, 2, 700, 128, "f32"))
+    packed = PackedRows.of(k, bits=4)
+    score = sparq.sparq_row_scores(1, 2, 2, 128, 700, scale=0.1, narrow=False, form=(4, packed.group_size))
+    return score(q, *packed.parts, mx.array([0]))
+
+
 def choose() -> list[mx.array]:
     scores = mx.array(np.random.default_rng(1).normal(size=(1, 2, 9000)).astype(np.float32))
     return [select.top_k_select(scores, top_k=64, local_window=8, left_padding=None)]
@@ -72,11 +80,13 @@ def listed() -> list[mx.array]:
     return list(saap.saap_indices(visited, *index, length=3100, covered=3000, sink_tokens=1, capacity=2100))
 
 
-# A run of each kernel that has barriers, long enough for loops to come round again.
+# A run of each kernel that has barriers, long enough for loops to come round again. Those named
+# _packed have the barriers of the ones without.
 RUNS: dict[str, Callable[[], list[mx.array]]] = {
     "sparq_scores": decode,
     "sparq_candidates": decode,
     "sparq_code_scores": lambda: decode(key_bits=4),
+    "sparq_row_scores": rows,
     "sparq_code_candidates": lambda: decode(key_bits=4),
     "attend_candidates": lambda: decode(9000, 200, key_bits=4),
     "attend_indices": decode,

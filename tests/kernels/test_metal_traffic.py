@@ -25,6 +25,7 @@ import mlx_sparse.kernels
 from mlx_sparse import oracle
 from mlx_sparse.common import stats
 from mlx_sparse.common.csr import saap_index
+from mlx_sparse.common.packed_rows import PackedRows
 from mlx_sparse.kernels import attend, blocks, launch, saap, sample, select, sparq
 from mlx_sparse.ops.key_codes import code_keys
 
@@ -35,15 +36,27 @@ SPARQ = ["sparq_scores", "sparq_candidates"]
 
 
 def decode(
-    metal: Metal, S: int, G: int, *, top_k: int = TOP_K, rank: int = RANK, key_bits: int = 16, reallocate: bool
+    metal: Metal,
+    S: int,
+    G: int,
+    *,
+    top_k: int = TOP_K,
+    rank: int = RANK,
+    key_bits: int = 16,
+    row_bits: int = 16,
+    reallocate: bool,
 ) -> list[Report]:
-    """The launches of one float16 decode step."""
+    """The launches of one float16 decode step.
+
+    Rows of fewer than 16 ``row_bits`` are packed; a ``rank`` of D scores by them, any other by a copy.
+    """
     case = Case(1, HKV * G, HKV, S, D, "f16")
-    q, k, v = (mx.array(array).astype(mx.float16) for array in case.inputs())
-    keys_t: Any = mx.contiguous(k.swapaxes(-1, -2))
+    q, *rows = (mx.array(array).astype(mx.float16) for array in case.inputs())
+    keys_t: Any = mx.contiguous(rows[0].swapaxes(-1, -2)) if rank < D else None
     if key_bits < 16:
-        keys_t = code_keys(k, None, key_bits=key_bits)
+        keys_t = code_keys(rows[0], None, key_bits=key_bits)
         mx.eval(*keys_t)
+    k, v = rows if row_bits == 16 else (PackedRows.of(array, bits=row_bits) for array in rows)
     metal.clear()
     sparq.sparq_attention(
         q,
@@ -106,6 +119,26 @@ def test_a_step_over_four_bits_moves_a_third_of_the_bytes(metal: Metal, S: int, 
     assert moved(launches, "threadgroup") <= 1.35 * whole
     if S > 16_000:
         assert whole / HKV <= most * 1e6 / 8
+
+
+# A line of each of codes, scales and biases for each row that is attended.
+ATTENDED_LINES = HKV * 2 * TOP_K * 3 * 128
+
+
+@pytest.mark.parametrize(("rank", "row_bits", "row_bytes"), [(D, 4, 72), (RANK, 8, 136)], ids=["rows", "copy"])
+def test_a_step_over_packed_rows_reads_them_packed(metal: Metal, rank: int, row_bits: int, row_bytes: int) -> None:
+    S, G = 16_384, 4
+    copied = {"key_bits": 4} if rank < D else {}
+    scores, _, attended = launches = decode(metal, S, G, rank=rank, row_bits=row_bits, reallocate=False, **copied)
+    assert len(launches) == 3
+    read = HKV * (S * row_bytes if rank == D else rank * (S // 64) * 36)
+    assert moved([scores], "dispatch", direction="read") <= 1.03 * read + 10_000
+    assert rank < D or moved([scores], "threadgroup") <= 1.03 * moved([scores], "dispatch")
+    rows = [name for name in attended.reads if name.startswith(("key_", "value_")) and not name.endswith("_shape")]
+    assert len(rows) == 6
+    assert 0.8 * HKV * 2 * TOP_K * row_bytes <= moved([attended], "dispatch", *rows) <= ATTENDED_LINES
+    for direction in ("write", "read"):
+        assert moved(launches, "dispatch", "logits", direction=direction) <= 1.01 * HKV * S * G
 
 
 @pytest.mark.parametrize("G", [4, 8])
@@ -275,6 +308,30 @@ def test_coded_sparq_kernels_do_what_their_comments_say(metal: Metal) -> None:
     check(metal, "sparq_code_candidates", **sizes, **common)
     N = tiles * slots
     check(metal, "attend_candidates", N=N, HEADS=4, SIMDGROUPS=16, SLOTS=TOP_K, **common)
+
+
+def test_kernels_of_packed_rows_do_what_their_comments_say(metal: Metal) -> None:
+    S, G, N = 16_384 + 40, 4, 512
+    form = {"ROW_BITS": 4, "ROW_GROUP": 64, "S": S, "G": G, "Hq": HKV * G}
+    tiles = S // 1024 + 1
+    decode(metal, S, G, rank=D, row_bits=4, reallocate=False)
+    check(metal, "sparq_row_scores", tiles=tiles, KEYS=4, O=1, **form)
+    assert [report.kernel for report in metal.launches][1:] == ["sparq_code_candidates", "attend_candidates_packed"]
+    decode(metal, S, G, key_bits=4, row_bits=4, reallocate=False)
+    check(metal, "sparq_code_scores_packed", tiles=tiles, WEIGHTED=0, BITS=4, KEYS=8, O=1, **form)
+    q, *rows = (mx.array(array).astype(mx.float16) for array in Case(1, HKV * G, HKV, N, D, "f16").inputs())
+    k, v = (PackedRows.of(array, bits=4) for array in rows)
+    listed = mx.broadcast_to(mx.arange(N, dtype=mx.int32), (1, HKV, N))  # side by side: lines are read whole
+    sizes = {"used": N, "N": N, "splits": 1, "HEADS": 4, "SIMDGROUPS": 16, "O": 2, **form}
+    attend.attend_indices(q, k, v, listed, scale=1.0)
+    check(metal, "attend_indices_packed", COUNTED=0, **sizes)
+    bits = mx.ones((1, HKV, N), mx.uint32)
+    best = attend.attend_candidates(1, HKV * G, HKV, D, mx.float16, N, 1.0, N, (4, 64))
+    best(q, *k.parts, *v.parts, bits, listed)
+    check(metal, "attend_candidates_packed", SLOTS=N, **sizes)
+    mean = attend.Reallocation(mx.zeros((1, HKV, N, G)), mx.ones((1, HKV, G, 2)), mx.zeros((1, HKV, D)))
+    attend.attend_indices(q, k, v, listed, scale=1.0, reallocation=mean)
+    check(metal, "attend_reallocate_packed", **sizes)
 
 
 def test_split_attention_does_what_its_comments_say(metal: Metal) -> None:

@@ -15,6 +15,7 @@ import msl
 import pytest
 import roofline_sample
 import traffic
+import traffic_packed
 import traffic_saap
 import traffic_sample
 import traffic_sparq
@@ -115,6 +116,19 @@ def test_traffic_says_how_far_it_is_from_the_formula(tables: list[Row]) -> None:
     for formula, buffer in ratios:
         assert 1 < float(formula) < 1.1
         assert float(buffer) < 3
+
+
+@on_linux
+def test_traffic_counts_packed_rows_beside_mlxs_quantised_attention() -> None:
+    rows = traffic_packed.measure(msl, SparQ(), [(4, "rows"), (4, "copy")], length=4096, kv_heads=1)
+    by_rows, by_copy = (row.parts for row in rows)
+    assert by_rows["keys scored"]["dispatch"] == 4096 * 72
+    assert by_copy["keys scored"]["dispatch"] < by_rows["keys scored"]["dispatch"] / 3
+    for parts in (by_rows, by_copy):
+        assert 128 * 72 <= parts["K rows"]["dispatch"] <= 128 * 3 * 128  # a line for codes, scales and biases each
+        assert parts["score buffer"]["dispatch"] <= 2.01 * 4096 * 4  # 8 bits, written and read
+    assert rows[0].facts["mlx"] == 2 * 4096 * 72 + 4 * 4096 * 4 * 2
+    assert "at rank 32" in traffic_packed.text(rows, SparQ())
 
 
 def test_the_formulae_for_dense_attention_are_what_the_harness_counts(tables: list[Row]) -> None:

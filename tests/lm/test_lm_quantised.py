@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_arrays import unpacked
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import (
     QuantizedKVCache,
@@ -22,8 +23,8 @@ import mlx_sparse
 from mlx_sparse import oracle
 from mlx_sparse.cache.kv_cache import SparseQuantizedKVCache, adopt
 from mlx_sparse.calibrate import Calibration, Layer
+from mlx_sparse.common.packed_rows import PackedRows
 from mlx_sparse.methods import METHODS, SparQ, Step, parse
-from mlx_sparse.ops.packed_rows import PackedRows
 
 LAYERS, PROMPT, STEPS = 2, 300, 8
 FORMS = [(8, 64), (4, 64), (4, 32), (6, 32), (3, 128), (2, 64)]
@@ -38,19 +39,6 @@ EVERY_KEY = {
 
 def rows_of(shape: tuple[int, ...], seed: int, dtype: mx.Dtype = mx.float16) -> mx.array:
     return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
-
-
-def unpacked(rows: PackedRows) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """(quantised.1), written another way: from the codes' bits."""
-    bits, (B, Hkv, S, D) = rows.bits, rows.shape
-    words = np.array(rows.codes)
-    stream = np.unpackbits(words.view(np.uint8), axis=-1, bitorder="little").reshape(B, Hkv, S, D, bits)
-    codes = (stream * (1 << np.arange(bits))).sum(axis=-1)
-    scales, biases = (np.array(part.astype(mx.float32)) for part in (rows.scales, rows.biases))
-    wide = (np.repeat(part, rows.group_size, axis=-1) for part in (scales, biases))
-    scale, bias = wide
-    exact = (codes * scale.astype(np.float64) + bias).astype(np.float32)
-    return np.array(mx.array(exact).astype(rows.dtype).astype(mx.float32))
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])

@@ -63,7 +63,7 @@ class PackedRows:
 
     def first(self, S: int) -> PackedRows:
         """The first ``S`` rows of each sequence, packed as they are."""
-        return PackedRows.kept([part[:, :, :S] for part in self._parts], self.bits)
+        return PackedRows.kept([part[:, :, :S] for part in self.parts], self.bits)
 
     def after(self, done: mx.array) -> PackedRows:
         """The same, to be read once ``done`` is there."""
@@ -71,7 +71,7 @@ class PackedRows:
 
     def __getitem__(self, at: Any) -> mx.array:
         """The rows at ``at``, which takes all components: computed in float32, rounded once (quantised.1)."""
-        codes, scales, biases = (part[at] for part in self._parts)
+        codes, scales, biases = (part[at] for part in self.parts)
         if codes.size == 0:  # `mx.dequantize` takes no empty array
             return mx.zeros((*codes.shape[:-1], self.shape[3]), self.dtype)
         scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
@@ -79,17 +79,9 @@ class PackedRows:
         return rows.astype(self.dtype)
 
     @property
-    def _parts(self) -> tuple[mx.array, mx.array, mx.array]:
+    def parts(self) -> tuple[mx.array, mx.array, mx.array]:
+        """Codes, scales and biases."""
         return self.codes, self.scales, self.biases
 
 
 Rows = mx.array | PackedRows
-
-
-def exact_logits(queries: mx.array, keys: Rows) -> mx.array:
-    """``queries . keys``: float32 ``(B, Hkv, G, S)`` of float32 ``queries (B, Hkv, G, D)``; nothing is unpacked."""
-    if isinstance(keys, PackedRows):
-        codes, scales, biases = keys._parts
-        group_size, bits = keys.group_size, keys.bits
-        return mx.quantized_matmul(queries, codes, scales, biases, transpose=True, group_size=group_size, bits=bits)
-    return queries @ keys.swapaxes(-1, -2).astype(mx.float32)

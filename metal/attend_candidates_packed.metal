@@ -1,0 +1,43 @@
+// attend_candidates_packed: attend_candidates over packed rows (quantised.1), which are read as in attend_indices_packed.
+//
+// inputs       queries (B, Hq, 1, D) T; key_codes (B, Hkv, capacity, D * ROW_BITS / 32) uint;
+//              key_scales, key_biases (B, Hkv, capacity, D / ROW_GROUP) T; value_codes (like key_codes) uint;
+//              value_scales, value_biases (like key_scales) T; candidate_bits (B, Hkv, N) uint;
+//              candidate_indices (B, Hkv, N) int; length () int; scale () float
+// outputs      out (B, Hq, 1, D) T; lse (B, Hq, 1) float
+// template     D, G, HEADS, SIMDGROUPS, SLOTS, ROW_BITS, ROW_GROUP
+// grid         SIMDGROUPS * 32, Hkv * G // HEADS, B
+// threadgroup  SIMDGROUPS * 32, 1, 1
+// reads        B * Hkv * (2 * SLOTS * (D * ROW_BITS // 8 + 2 * D // ROW_GROUP * T) + G * D * T + N * 8)
+// writes       B * Hkv * G * (D * T + 4)
+threadgroup float4 scratch[AttendSizes<D, HEADS, SIMDGROUPS>::scratch / 4];
+threadgroup int list[ATTEND_TILE];
+threadgroup float factor[HEADS];
+threadgroup Running softmax_of[HEADS];
+threadgroup uint3 partial[TOP_K_PARTIAL];
+threadgroup uint chosen_bits[SLOTS];
+threadgroup int chosen[SLOTS];
+const AttendShared<D, HEADS, SIMDGROUPS> shared = {scratch, list, factor, softmax_of};
+const Place place = {thread_index_in_simdgroup, simdgroup_index_in_threadgroup, simdgroups_per_threadgroup};
+const uint3 at = threadgroup_position_in_grid;
+const size_t row = (at.z * threadgroups_per_grid.y + at.y) / (G / HEADS);
+const uint first_head = at.y % (G / HEADS) * HEADS;
+const size_t rows_at = row * size_t(key_codes_shape[2]);
+const size_t head = row * G + first_head;
+
+const uint N = uint(candidate_bits_shape[2]);
+auto bits_at = candidate_bits + row * N;
+auto indices_at = candidate_indices + row * N;
+const Tile tile = {at.z, uint(row), 0, N, min(uint(SLOTS), N), uint(SLOTS), 0};
+select_best(
+    Candidates<decltype(bits_at), decltype(indices_at)>{bits_at, indices_at}, tile,
+    static_cast<threadgroup uint*>(chosen_bits), static_cast<threadgroup int*>(chosen), partial, place);
+threadgroup_barrier(mem_flags::mem_threadgroup);
+
+float4 sums[HEADS][RowLayout<D>::chunks] = {};
+const auto keys = packed_rows<D, ROW_BITS, ROW_GROUP>(key_codes, key_scales, key_biases, rows_at);
+const auto values = packed_rows<D, ROW_BITS, ROW_GROUP>(value_codes, value_scales, value_biases, rows_at);
+attend_list<D, HEADS, SIMDGROUPS>(
+    queries + head * D, keys, values, static_cast<threadgroup int*>(chosen), SLOTS, uint(length), scale, NoMass{}, sums,
+    shared, place);
+store_sums<D, HEADS, SIMDGROUPS>(sums, shared, out + head * D, lse + head, Attended{}, place);

@@ -1,0 +1,41 @@
+// attend_indices_packed: attend_indices over packed rows (quantised.1): codes, scales and biases of a listed row are read
+// once for the heads of a threadgroup and become numbers in registers. Of each of the three that is a line of memory at
+// least, so that rows that lie apart cost more than is said here.
+//
+// inputs       queries (B, Hq, 1, D) T; key_codes (B, Hkv, capacity, D * ROW_BITS / 32) uint;
+//              key_scales, key_biases (B, Hkv, capacity, D / ROW_GROUP) T; value_codes (like key_codes) uint;
+//              value_scales, value_biases (like key_scales) T; indices (B, Hkv, N) int;
+//              counts (B, Hkv) int; length () int; scale () float
+// outputs      out (B, Hkv, splits, G, D) O; lse (B, Hkv, splits, G) float
+// template     D, G, HEADS, SIMDGROUPS, COUNTED, ROW_BITS, ROW_GROUP
+// grid         splits * SIMDGROUPS * 32, Hkv * G // HEADS, B
+// threadgroup  SIMDGROUPS * 32, 1, 1
+// reads        B * Hkv * (2 * used * (D * ROW_BITS // 8 + 2 * D // ROW_GROUP * T) + G * D * T + used * 4 + COUNTED * 4)
+// writes       B * Hkv * splits * G * (D * O + 4)
+threadgroup float4 scratch[AttendSizes<D, HEADS, SIMDGROUPS>::scratch / 4];
+threadgroup int list[ATTEND_TILE];
+threadgroup float factor[HEADS];
+threadgroup Running softmax_of[HEADS];
+const AttendShared<D, HEADS, SIMDGROUPS> shared = {scratch, list, factor, softmax_of};
+const Place place = {thread_index_in_simdgroup, simdgroup_index_in_threadgroup, simdgroups_per_threadgroup};
+const uint3 at = threadgroup_position_in_grid;
+const uint splits = threadgroups_per_grid.x;
+const size_t row = (at.z * threadgroups_per_grid.y + at.y) / (G / HEADS);
+const uint first_head = at.y % (G / HEADS) * HEADS;
+const size_t rows_at = row * size_t(key_codes_shape[2]);
+const uint N = uint(indices_shape[2]), used = COUNTED ? min(uint(counts[row]), N) : N;
+const Part part = make_part(used, splits, at.x);
+const auto entries = indices + row * N + part.first;
+const size_t head = (row * splits + at.x) * G + first_head;
+if (part.count == 0) {  // uniform
+  store_nothing<D, HEADS>(out + head * D, lse + head, place);
+  return;
+}
+
+float4 sums[HEADS][RowLayout<D>::chunks] = {};
+const auto keys = packed_rows<D, ROW_BITS, ROW_GROUP>(key_codes, key_scales, key_biases, rows_at);
+const auto values = packed_rows<D, ROW_BITS, ROW_GROUP>(value_codes, value_scales, value_biases, rows_at);
+attend_list<D, HEADS, SIMDGROUPS>(
+    queries + (row * G + first_head) * D, keys, values, entries, part.count, uint(length), scale, NoMass{}, sums, shared,
+    place);
+store_sums<D, HEADS, SIMDGROUPS>(sums, shared, out + head * D, lse + head, Attended{}, place);

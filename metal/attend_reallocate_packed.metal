@@ -1,0 +1,48 @@
+// attend_reallocate_packed: attend_reallocate over packed rows (quantised.1), which are read as in attend_indices_packed.
+//
+// inputs       queries (B, Hq, 1, D) T; key_codes (B, Hkv, capacity, D * ROW_BITS / 32) uint;
+//              key_scales, key_biases (B, Hkv, capacity, D / ROW_GROUP) T; value_codes (like key_codes) uint;
+//              value_scales, value_biases (like key_scales) T; indices (B, Hkv, N) int;
+//              logits (B, Hkv, stride, G) float; softmax (B, Hkv, G, 2) float; value_mean (B, Hkv, D) float;
+//              length () int; scale () float
+// outputs      out (B, Hkv, splits, G, D) O; lse, alpha (B, Hkv, splits, G) float
+// template     D, G, HEADS, SIMDGROUPS, ROW_BITS, ROW_GROUP
+// grid         splits * SIMDGROUPS * 32, Hkv * G // HEADS, B
+// threadgroup  SIMDGROUPS * 32, 1, 1
+// reads        B * Hkv * (2 * N * (D * ROW_BITS // 8 + 2 * D // ROW_GROUP * T) + G * D * T + N * 4 + N * G * 4 + G * 8
+//              + D * 4)
+// writes       B * Hkv * splits * G * (D * O + 8)
+threadgroup float4 scratch[AttendSizes<D, HEADS, SIMDGROUPS>::scratch / 4];
+threadgroup int list[ATTEND_TILE];
+threadgroup float factor[HEADS];
+threadgroup Running softmax_of[HEADS];
+const AttendShared<D, HEADS, SIMDGROUPS> shared = {scratch, list, factor, softmax_of};
+const Place place = {thread_index_in_simdgroup, simdgroup_index_in_threadgroup, simdgroups_per_threadgroup};
+const uint3 at = threadgroup_position_in_grid;
+const uint splits = threadgroups_per_grid.x;
+const size_t row = (at.z * threadgroups_per_grid.y + at.y) / (G / HEADS);
+const uint first_head = at.y % (G / HEADS) * HEADS;
+const size_t rows_at = row * size_t(key_codes_shape[2]);
+const Part part = make_part(uint(indices_shape[2]), splits, at.x);
+const auto entries = indices + row * size_t(indices_shape[2]) + part.first;
+const size_t head = (row * splits + at.x) * G + first_head;
+
+float4 sums[HEADS][RowLayout<D>::chunks] = {};
+auto logits_at = logits + row * size_t(logits_shape[2]) * G + first_head;
+auto softmax_at = softmax + (row * G + first_head) * 2;
+auto mean_at = value_mean + row * D;
+const ChosenMass<G, decltype(logits_at), decltype(softmax_at)> mass = {logits_at, softmax_at};
+const auto keys = packed_rows<D, ROW_BITS, ROW_GROUP>(key_codes, key_scales, key_biases, rows_at);
+const auto values = packed_rows<D, ROW_BITS, ROW_GROUP>(value_codes, value_scales, value_biases, rows_at);
+attend_list<D, HEADS, SIMDGROUPS>(
+    queries + (row * G + first_head) * D, keys, values, entries, part.count, uint(length), scale, mass, sums, shared,
+    place);
+if (splits == 1) {
+  const Reallocated<D, decltype(mean_at)> mixed = {mean_at};
+  store_sums<D, HEADS, SIMDGROUPS>(sums, shared, out + head * D, lse + head, mixed, place);
+} else {
+  store_sums<D, HEADS, SIMDGROUPS>(sums, shared, out + head * D, lse + head, Attended{}, place);
+}
+if (place.index() < HEADS) {
+  alpha[head + place.index()] = softmax_of[place.index()].mass;
+}

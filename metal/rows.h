@@ -1,0 +1,58 @@
+// Rows of keys or values of one head, as they lie in a cache: read four components at a time, a chunk.
+#pragma once
+
+#include "threadgroup.h"
+
+// (S, D) numbers.
+template <int D, typename T>
+struct PlainRows {
+  const device T* rows;
+
+  float4 read(uint j, uint chunk) const {
+    return float4(reinterpret_cast<const device vec<T, 4>*>(rows + size_t(j) * D)[chunk]);
+  }
+  float component(uint j, uint d) const { return float(rows[size_t(j) * D + d]); }
+};
+
+template <int D, typename T>
+PlainRows<D, T> plain_rows(const device T* rows, size_t first) {
+  return {rows + first * D};
+}
+
+// A chunk of codes of BITS each, lowest bits first in `words`. With 2, 4 or 8 bits it lies within one word.
+template <uint BITS, typename Words>
+float4 unpacked_codes(Words words, uint chunk) {
+  const uint bit = chunk * 4 * BITS;
+  const uint shift = bit % 32;
+  uint codes = words[bit / 32] >> shift;
+  if (32 % (4 * BITS) != 0 && shift + 4 * BITS > 32) {
+    codes |= words[bit / 32 + 1] << (32 - shift);
+  }
+  constexpr uint MASK = (1u << BITS) - 1;
+  return float4(uint4(codes, codes >> BITS, codes >> (2 * BITS), codes >> (3 * BITS)) & MASK);
+}
+
+// (S, D) in few bits, as `mx.quantize` packs them: GROUP components share a scale and a bias. Pointers to whatever address
+// space MLX has put a buffer into.
+template <int D, uint BITS, uint GROUP, typename Codes, typename Scales>
+struct PackedRows {
+  enum : uint { words = D * BITS / 32, groups = D / GROUP };
+
+  Codes codes;    // (S, words)
+  Scales scales;  // (S, groups)
+  Scales biases;
+
+  // (quantised.1)
+  float4 read(uint j, uint chunk) const {
+    const size_t group = size_t(j) * groups + chunk * 4 / GROUP;
+    auto scale = scales[group];
+    const float4 row = float(scale) * unpacked_codes<BITS>(codes + size_t(j) * words, chunk) + float(biases[group]);
+    return float4(vec<decltype(scale), 4>(row));
+  }
+  float component(uint j, uint d) const { return read(j, d / 4)[d % 4]; }
+};
+
+template <int D, uint BITS, uint GROUP, typename Codes, typename Scales>
+PackedRows<D, BITS, GROUP, Codes, Scales> packed_rows(Codes codes, Scales scales, Scales biases, size_t first) {
+  return {codes + first * (D * BITS / 32), scales + first * (D / GROUP), biases + first * (D / GROUP)};
+}

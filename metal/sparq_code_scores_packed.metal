@@ -1,0 +1,55 @@
+// sparq_code_scores_packed: sparq_code_scores, with a tail of packed rows (quantised.1).
+//
+// inputs       queries (B, Hq, 1, D) T; component_weight (B, Hkv, D) float; codes (B, Hkv, D, words) uint;
+//              lo, step (B, Hkv, D, groups) half; centre (B, Hkv, D) float;
+//              key_codes (B, Hkv, capacity, D * ROW_BITS / 32) uint; key_scales, key_biases (B, Hkv, capacity,
+//              D / ROW_GROUP) T; left_padding (B,) int; rank, length () int; scale () float
+// outputs      logits (B, Hkv, stride, G) O, stride = S up to a multiple of 8: float, -inf for invalid keys, or uchar, see
+//              narrowed; statistics (B, Hkv, tiles, G, 2) float
+// template     D, G, WEIGHTED, BITS, KEYS, ROW_BITS, ROW_GROUP
+// grid         tiles * (1024 // KEYS), Hkv, B
+// threadgroup  1024 // KEYS, 1, 1
+// reads        B * Hkv * (rank * (S // 64) * (8 * BITS + 4) + (S % 64) * (D * ROW_BITS // 8 + 2 * D // ROW_GROUP * T)
+//              + G * D * T + WEIGHTED * D * 4 + rank * 4)
+// writes       B * Hkv * (S * G * O + tiles * G * 8)
+threadgroup uint4 component[D / 4];
+threadgroup int chosen[D];
+threadgroup float q_r[D * G];
+threadgroup float factor[G];
+threadgroup float partial[2 * G * MAX_SIMDGROUPS];
+const Place place = {thread_index_in_simdgroup, simdgroup_index_in_threadgroup, simdgroups_per_threadgroup};
+const uint3 at = threadgroup_position_in_grid;
+const size_t row = at.z * threadgroups_per_grid.y + at.y;
+const ScoreTile tile = make_score_tile(at.x, threadgroups_per_grid.x, length, left_padding[at.z]);
+const uint first = tile.first + place.index() * (tile.is_tail ? 1 : KEYS);  // valid key of this thread
+const uint count = first < tile.stop ? (tile.is_tail ? 1 : KEYS) : 0;       // of its keys
+
+choose_components<D, G, WEIGHTED>(
+    queries + row * G * D, component_weight + (WEIGHTED ? row * D : 0), uint(rank),
+    reinterpret_cast<threadgroup uint*>(component), chosen, q_r, place);
+coverage_factors<D, G, WEIGHTED>(queries + row * G * D, uint(rank), scale, q_r, factor, place);
+
+float own[KEYS][G] = {};
+if (tile.is_tail && count > 0) {
+  const auto rows = packed_rows<D, ROW_BITS, ROW_GROUP>(
+      key_codes, key_scales, key_biases, row * size_t(key_codes_shape[2]) + tile.padding);
+  tail_logits<G>(rows, first, centre + row * D, uint(rank), chosen, q_r, own[0]);
+} else if (count > 0) {
+  using Word = typename conditional<KEYS * BITS == 16, ushort, uint>::type;
+  const size_t words = size_t(codes_shape[3]);
+  const size_t groups = size_t(lo_shape[3]);
+  coded_logits<G, KEYS, BITS, Word>(
+      codes + row * D * words, words, lo + row * D * groups, step + row * D * groups, groups, first, uint(rank), chosen,
+      q_r, own);
+}
+#pragma clang loop unroll(full)
+for (uint v = 0; v < KEYS; ++v) {
+#pragma clang loop unroll(full)
+  for (uint g = 0; g < G; ++g) {
+    own[v][g] = v < count ? own[v][g] * factor[g] : -INFINITY;
+  }
+}
+const uint written = tile.is_tail ? uint(tile.padding + first < tile.stride) : count;
+store_tile(
+    own, first, written, tile, partial, logits + row * tile.stride * G,
+    statistics + (row * threadgroups_per_grid.x + at.x) * G * 2, place);
