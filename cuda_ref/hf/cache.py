@@ -9,7 +9,7 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.configuration_utils import PreTrainedConfig
 
-from mlx_sparse.checks import ConfigError, check_choice
+from mlx_sparse.checks import ConfigError
 from mlx_sparse.common.call_report import Report
 from mlx_sparse.common.key_codes import KeyCodes
 from mlx_sparse.common.thresholds import Layer, Threshold, describe
@@ -247,6 +247,4 @@ def _sparq(attn: str | SparQ) -> SparQ:
     if [getattr(config, "name", None) for config in configs] != [SparQ.name]:
         given = "+".join(map(str, configs))
         raise ConfigError(f"attn: expected sparq[:key=value,...] alone, got {given!r}.")
-    config = cast("SparQ", configs[0])
-    check_choice("score", config.score, ("auto", "copy"))
-    return config
+    return cast("SparQ", configs[0])

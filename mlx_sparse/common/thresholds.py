@@ -255,5 +255,5 @@ def settings_text(config: Method, G: int) -> str:
     # How much of a prompt is kept does not change what keeping it costs.
     settings = {name: value for name, value in given if value is not None and not name.startswith("alpha")}
     chosen = {name: getattr(settled, name, None) for name in ("component_score", "score")}
-    more = {name: value for name, value in chosen.items() if value not in (None, "auto")}
+    more = {name: value for name, value in chosen.items() if value not in (None, "rows")}
     return ",".join(f"{name}={value}" for name, value in sorted((settings | more).items()))

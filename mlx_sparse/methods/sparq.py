@@ -34,9 +34,9 @@ class SparQ(Method):
         key_bits: bits of a component of a key that scores are taken from: 16 (the paper's), 8 or 4. With fewer than 16
             a coded copy is read instead of the keys, with 4 a quarter of the bytes and of the memory
             (docs/spec/sparq.md; what it costs in quality: docs/results/quality.md).
-        score: what keys are scored by: a component-major "copy" of ``key_bits``, or all components of their "rows",
-            which takes no memory; "auto" is "rows" where the cache is quantised (``--kv-bits``), as who quantises it is
-            short of memory, and "copy" otherwise (docs/spec/quantised.md).
+        score: what the keys of a quantised cache (``--kv-bits``) are scored by: all components of its "rows", which
+            takes no memory, as who quantises it is short of that; or a "copy", as those of other caches always are
+            (docs/spec/quantised.md).
         dense_below: keys below which attention stays dense; "auto" is what was measured on this machine
             (`mlx-sparse calibrate`), before that ``16 * top_k`` with the `ops` backend, about where it begins to pay
             (docs/results/ops.md), and `pays_from` with kernels on a GPU. For a ``top_k`` below the default, which is
@@ -74,7 +74,7 @@ class SparQ(Method):
     group_reduce: str = "softmax"
     component_score: str = "auto"
     key_bits: int = 4
-    score: str = "auto"
+    score: str = "rows"
     dense_below: str | int = "auto"
 
     def __post_init__(self) -> None:
@@ -87,7 +87,7 @@ class SparQ(Method):
         check_choice("group_reduce", self.group_reduce, ("softmax", "logits"))
         check_choice("component_score", self.component_score, ("auto", "query", "query_key"))
         check_choice("key_bits", self.key_bits, KEY_BITS)
-        check_choice("score", self.score, ("auto", "copy", "rows"))
+        check_choice("score", self.score, ("rows", "copy"))
 
     def for_model(self, *, qk_norm: bool) -> SparQ:
         auto = "query_key" if qk_norm or self.key_bits < 16 else "query"
@@ -103,8 +103,8 @@ class SparQ(Method):
         return G == 1 if self.reallocate == "auto" else bool(self.reallocate)
 
     def scores_rows(self, *, packed: bool) -> bool:
-        """Whether keys are scored by their rows, which are ``packed`` or not."""
-        return self.score == "rows" or (self.score == "auto" and packed)
+        """Whether keys are scored by their rows, if these are ``packed``; others never are."""
+        return packed and self.score == "rows"
 
     def serves_sinks(self, G: int) -> bool:
         return not self.reallocates(G)
@@ -148,16 +148,14 @@ class SparQ(Method):
         return math.ceil((ENOUGH_SAVED[step.gpu] / step.heads + fixed) / per_key)
 
     def elements(self, S: int, D: int, buckets: int = 0) -> int:
-        rank, key_bits = (D, 16) if self.scores_rows(packed=False) else (self.rank, self.key_bits)
-        return stats.sparq_elements(S, D, rank=rank, top_k=self.top_k, key_bits=key_bits)
-
-    def rows(self, S: int) -> int:
-        return (S if self.score == "rows" else 0) + super().rows(S)
+        return stats.sparq_elements(S, D, rank=self.rank, top_k=self.top_k, key_bits=self.key_bits)
 
     def step_bytes(self, S: int, D: int, *, itemsize: int, row_bytes: int) -> int:
-        by_rows = self.scores_rows(packed=row_bytes < D * itemsize)
-        method = dataclasses.replace(self, score="rows" if by_rows else "copy")
-        return super(SparQ, method).step_bytes(S, D, itemsize=itemsize, row_bytes=row_bytes)
+        if not self.scores_rows(packed=row_bytes < D * itemsize):
+            return super().step_bytes(S, D, itemsize=itemsize, row_bytes=row_bytes)
+        every = dataclasses.replace(self, rank=D, key_bits=16, score="copy")
+        moved = every.step_bytes(S, D, itemsize=itemsize, row_bytes=row_bytes)
+        return moved - S * (D * itemsize - row_bytes)  # keys are scored as they are packed
 
     def with_budget(self, share: Fraction, D: int, named: Collection[str]) -> tuple[SparQ, str]:
         """Half of the budget goes to choosing keys and half to attending them, where neither setting is named."""

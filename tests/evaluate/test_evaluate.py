@@ -121,16 +121,16 @@ def test_rank_D_costs_what_the_best_keys_cost(rows: dict[str, Row]) -> None:
 
 
 def test_steps_over_quantised_caches_cost_what_the_bits_cost() -> None:
-    sparq = arms("sparq:top_k=8,score=rows")
+    sparq = arms("sparq:top_k=8,rank=64,key_bits=16")
     subject = Steps(build(head_dim=64), Words(), [Example(TOKENS[:100], TOKENS[100:120])], 512)
     result = runner.run("task", [subject], [*sparq, *quantised(sparq, [8, 2])], Progress(), context=100, D=64)
     found = {row.method: row for row in result}
-    names = ["dense", "sparq:top_k=8,score=rows"]
+    names = ["dense", "sparq:top_k=8,rank=64,key_bits=16"]
     assert list(found) == [*names, *(f"{name} --kv-bits {bits}" for bits in (8, 2) for name in names)]
     assert 0 < found["dense --kv-bits 8"].mean.kl < 0.05 < found["dense --kv-bits 2"].mean.kl
-    few = found["sparq:top_k=8,score=rows --kv-bits 8"]
+    few = found["sparq:top_k=8,rank=64,key_bits=16 --kv-bits 8"]
     assert (few.sparse_calls, few.served) == (2 * 20, "sparse")
-    assert few.mean.kl == pytest.approx(found["sparq:top_k=8,score=rows"].mean.kl, rel=0.3)
+    assert few.mean.kl == pytest.approx(found["sparq:top_k=8,rank=64,key_bits=16"].mean.kl, rel=0.3)
 
 
 EXACT = "sink_tokens=1,recent_tokens=15,dense_layers=0,dense_below=0,fold_every=1"

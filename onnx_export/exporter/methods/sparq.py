@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from mlx_sparse.checks import check_choice, check_local_window, check_rank
+from mlx_sparse.checks import check_local_window, check_rank
 from mlx_sparse.common.key_codes import GROUP
 from mlx_sparse.lm.model import resolve
 from mlx_sparse.methods import SparQ
@@ -31,7 +31,6 @@ class SparQDecoding(Decoding):
         args = model.args
         D = head_dim(model.layers[0].self_attn)
         check_rank(config.rank, D)
-        check_choice("score", config.score, ("auto", "copy"))
         resolved = resolve(config, model)
         settled = dataclasses.replace(
             resolved,
