@@ -233,13 +233,13 @@ class Indices(CallHooks):
         attended: tuple[mx.array, mx.array] = attend(
             queries, keys, values, indices, scale=scale, counts=counts, **length
         )
-        B, Hkv, _, D = keys.shape
+        B, Hkv, _, _ = keys.shape
         if len(served) < B:
             counts = counts[mx.array(served)]
             mx.async_eval(counts)  # type: ignore[no-untyped-call]
         valid = Hkv * sum(S - first_rows[sequence] for sequence in served)
         listed = sum(index.listed[sequence] for sequence in served)
-        self._counts.add(counts, (2 * D + 1) * keys.itemsize, valid=valid, listed=listed)
+        self._counts.add(counts, 2 * cache.row_bytes + keys.itemsize, valid=valid, listed=listed)
         return attended
 
     def _folds_along(self, cache: SparseCache, S: int, served: list[int]) -> bool:
