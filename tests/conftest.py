@@ -69,10 +69,10 @@ SLOW = {
     "test_triton_sample_aot.py": "compiling for GPUs that are not here",
 }
 # The fast tier runs this many of the instances of a test, evenly spread, for every backend that it is parametrised by.
-MOST, MOST_IN_FAST = 12, 2  # instances of a test for each backend
+MOST, MOST_IN_FAST = 8, 2  # instances of a test for each backend
 BACKENDS = ("backend", "runtime")
-# Each instance starts compilers or eight threads: so many of a test.
-COSTLY = ("test_lm_threads.py", "test_triton_aot.py", "test_triton_saap_aot.py", "test_triton_sample_aot.py")
+# Seconds for each instance: so many of a test.
+COSTLY = ("test_lm_load.py", "test_lm_threads.py", "test_metal_attend_blocks.py", "test_metal_kernels.py")
 MOST_COSTLY = 8
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
 from itertools import product
@@ -36,6 +36,7 @@ from mlx_sparse.methods import (
     Streaming,
     StreamingPrefill,
     parse,
+    registry,
 )
 from mlx_sparse.ops import sample
 from mlx_sparse.tools.bench import inputs, mlx
@@ -207,6 +208,15 @@ WRONG_PROMPTS: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.fixture
+def loading_anew() -> Iterator[None]:
+    """Functions of the table that a test replaces are found, and forgotten afterwards."""
+    registry._import.cache_clear()
+    yield
+    registry._import.cache_clear()
+
+
+@pytest.mark.usefixtures("loading_anew")
 @pytest.mark.parametrize("wrong", WRONG_PROMPTS.values(), ids=WRONG_PROMPTS)
 def test_no_speed_beside_a_wrong_prompt(wrong, monkeypatch: pytest.MonkeyPatch) -> None:
     right = sample.sample_attention

@@ -38,7 +38,7 @@ def err(reports: object) -> str:
 
 
 def test_read_a_run() -> None:
-    assert parse_outcome((OUT, "")) == Outcome("The pass key is 71853.", 2434, 101.331, 12, 10.291)
+    assert parse_outcome((OUT, "")) == Outcome("The pass key is 71853.", 2434, 101.331, 12, 10.291, peak_memory=1.972)
     assert parse_outcome((OUT, err([REPORT]))).report == REPORT
     with pytest.raises(ArtefactError, match="usual output"):
         parse_outcome(("Please provide a prompt", ""))

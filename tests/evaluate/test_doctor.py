@@ -67,10 +67,8 @@ def test_doctor_json_has_every_fact(capsys: pytest.CaptureFixture[str]):
     assert findings["seams"] == findings["problems"] == []
 
 
-def test_doctor_says_what_attn_would_do_with_a_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+@pytest.mark.usefixtures("calibration_folder")
+def test_doctor_says_what_attn_would_do_with_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     model = str(write(tmp_path / "tiny", "gemma3_text"))
     code, out, _ = run(capsys, "doctor", "--model", model, "--attn", "sample+sparq:rank=4", "--attn-backend", "ops")
     assert code == 0

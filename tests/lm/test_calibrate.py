@@ -93,7 +93,7 @@ def test_another_layer_is_another_question(other: Layer) -> None:
     known(SparQ(), OPS, 700)
     assert Calibration().of(SparQ(), other).how == MODELLED
     assert Calibration().of(SparQ(rank=16), OPS).how == MODELLED
-    assert Calibration().of(SparQ(component_score="query_key"), OPS).how == MODELLED
+    assert Calibration().of(SparQ(component_score="query"), OPS).how == MODELLED
 
 
 @pytest.mark.parametrize("config", [SparQ(), Quest(), Sample(block_size=32)], ids=str)
