@@ -114,7 +114,8 @@ class Calibration(Thresholds):
         def dense(cache: Any, out: mx.array) -> mx.array:
             packed = isinstance(cache, SparseQuantizedKVCache)
             keys, values = cache.keys_and_values() if packed else cache.rows("ops")[:2]
-            return scaled_dot_product_attention(out, keys, values, cache=cache, scale=scale, mask=None)
+            # A handle of its own: over packed rows mlx-lm scales the queries in place.
+            return scaled_dot_product_attention(out[:], keys, values, cache=cache, scale=scale, mask=None)
 
         def sparse(cache: SparseCache, out: mx.array) -> mx.array:
             return cache.attend(out, config, scale=scale, backend=layer.backend)[0]

@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..cache.kv_cache import SparseBatchKVCache, SparseCache, adopt, is_padding_mask
+from ..cache.kv_cache import SparseBatchKVCache, SparseCache, SparseQuantizedKVCache, adopt, is_padding_mask
 from ..calibrate import Calibration, Layer, describe
 from ..common import reasons
 from ..common.call_report import Counts, Report
@@ -157,8 +157,8 @@ class Call:
         self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None
     ) -> mx.array | None:
         """The sparse result of one attention call, or None to let mlx-lm attend densely."""
-        if isinstance(cache, SparseCache) and not isinstance(keys, mx.array):  # the parts of packed rows
-            keys, values, _ = cache.rows("ops")
+        if isinstance(cache, SparseQuantizedKVCache) and not isinstance(keys, mx.array):
+            keys, values = (PackedRows.kept(parts, cache.bits) for parts in (keys, values))
         reason = self._layer_reason(keys, values, cache)
         if self.probed is not None:
             self.probed.append((cache, reason or self._probe(queries, keys, cache, mask, sinks)))
@@ -171,8 +171,8 @@ class Call:
             out = self._attend(queries, keys, cache, scale, mask, sinks, self._layer(cache), reason)
         if out is None and reason is None:
             self.hooks.observe(queries, keys, cache, scale, mask, sinks)
-        if out is None and isinstance(keys, PackedRows) and isinstance(mask, str) and sinks is None:
-            out = attend_packed(queries, cache, scale)
+            if isinstance(keys, PackedRows) and isinstance(mask, str) and sinks is None:
+                out = attend_packed(queries, cache, scale)
         return out
 
     def _attend(
@@ -309,7 +309,8 @@ class Call:
         if keys.shape != values.shape:
             return reasons.OTHER_HEAD_DIMS
         for rows, kept in ((keys, cache.key_rows), (values, cache.value_rows)):
-            if rows.shape[1:] != (kept.shape[1], cache.length, kept.shape[3]):
+            same = isinstance(rows, PackedRows) == isinstance(kept, PackedRows)
+            if not same or rows.shape[1:] != (kept.shape[1], cache.length, kept.shape[3]):
                 return reasons.OTHER_ROWS
         return None
 

@@ -23,7 +23,11 @@ import mlx_sparse
 from mlx_sparse import oracle
 from mlx_sparse.cache.kv_cache import SparseQuantizedKVCache, adopt
 from mlx_sparse.calibrate import Calibration, Layer
+from mlx_sparse.common import reasons
 from mlx_sparse.common.packed_rows import PackedRows
+from mlx_sparse.lm import seam
+from mlx_sparse.lm.model import plan_of
+from mlx_sparse.lm.plan import Call
 from mlx_sparse.methods import METHODS, SparQ, Step, parse
 
 LAYERS, PROMPT, STEPS = 2, 300, 8
@@ -137,6 +141,17 @@ def test_a_prompt_over_a_quantised_cache_is_mlx_lms(spec: str, monkeypatch: pyte
             assert mx.abs(found - expected).max() < 1e-4 * mx.abs(expected).max()
     if report.prefill is not None:
         assert report.prefill.calls == 2 * LAYERS
+
+
+def test_packed_rows_that_are_not_the_caches_are_left_to_mlx_lm():
+    model, cache = build(head_dim=32), QuantizedKVCache(group_size=32, bits=8)
+    cache.update_and_fetch(rows_of((1, 2, 50, 32), 6), rows_of((1, 2, 50, 32), 7))
+    keys, values = (tuple(part[:, :, :20] for part in parts) for parts in (cache.keys, cache.values))
+    given, shape = (keys, values, cache, 0.2, "causal"), (1, 4, 20, 32)
+    with mlx_sparse.sparse(model, "dense") as report, Call(plan_of(model), [cache]):
+        found = seam.scaled_dot_product_attention(rows_of(shape, 8), *given)
+    assert mx.array_equal(found, seam.original(rows_of(shape, 8), *given))  # which scales the queries in place
+    assert report.dense_calls == {reasons.OTHER_ROWS: 1}
 
 
 def test_thresholds_of_quantised_caches_are_measured_on_them_and_kept_apart(monkeypatch: pytest.MonkeyPatch):
