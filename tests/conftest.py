@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import tier as tiers
 from absent import without
 
 from mlx_sparse.common import measured
@@ -69,10 +70,13 @@ SLOW = {
     "test_triton_sample_aot.py": "compiling for GPUs that are not here",
 }
 # The fast tier runs this many of the instances of a test, evenly spread, for every backend that it is parametrised by.
-MOST, MOST_IN_FAST = 8, 2  # instances of a test for each backend
+MOST, MOST_IN_FAST = 6, 2  # instances of a test for each backend
 BACKENDS = ("backend", "runtime")
 # Seconds for each instance: so many of a test.
-COSTLY = ("test_lm_load.py", "test_lm_threads.py", "test_metal_attend_blocks.py", "test_metal_kernels.py")
+COSTLY = {
+    *("test_baselines.py", "test_bench_mlx.py", "test_lm_load.py", "test_lm_threads.py", "test_metal_attend_blocks.py"),
+    *("test_metal_kernels.py", "test_metal_saap.py", "test_metal_traffic.py", "test_oracle_sample.py"),
+}
 MOST_COSTLY = 8
 
 
@@ -80,6 +84,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--accept-licence", choices=["gemma"], help=f"accept the Gemma Terms of Use: run {REAL_GEMMA}")
     parser.addoption("--fast", action="store_true", help="the fast tier: no slow files, a few instances of each test")
     parser.addoption("--every", action="store_true", help=f"not just {MOST} instances of a test for each backend")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    tiers.every = config.getoption("every")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from require import needs_triton
+from tier import some
 from triton_aot import Case, Compiled
 from triton_compiled import (
     MATRIX,
@@ -21,7 +22,7 @@ from triton_compiled import (
 needs_triton()
 
 EVERYWHERE = [Case("sample", 0)]  # on every architecture and version
-ONCE = [  # on the version of the environment
+OTHERS = [  # on the version of the environment
     Case("blocks", 90, D=128, block_size=32),
     Case("blocks", 90, D=128, block_size=64),
     Case("blocks", 100, D=256),
@@ -31,6 +32,7 @@ ONCE = [  # on the version of the environment
     Case("sample", 90, "bfloat16", D=96, block_size=64),
     Case("prompt", 100, "float32", block_size=32),
 ]
+ONCE = some(OTHERS, 4)
 ODD = Case("sample", 90, D=80, odd=True)
 KERNELS = {
     "sample": ["sample_scores", "sample_sums", "merge_blocks", "attend_blocks"],
