@@ -141,6 +141,11 @@ def test_what_auto_means_for_a_model(text: str, qk_norm: bool, expected: str) ->
     assert str(config.for_model(qk_norm=qk_norm)) == expected
 
 
+def test_with_one_query_head_per_kv_head_auto_stays_the_papers_which_mixes_in_the_mean() -> None:
+    assert str(SparQ().for_model(qk_norm=False, grouped=False)) == "sparq:component_score=query"
+    assert SparQ().for_model(qk_norm=True, grouped=False).component_score == "query_key"
+
+
 def test_every_preset_of_the_code_is_in_the_specification() -> None:
     text = (Path(__file__).parents[1] / "docs" / "spec" / "sparq.md").read_text(encoding="utf-8")
     for preset, settings in SparQ.presets.items():

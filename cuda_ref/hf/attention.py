@@ -103,7 +103,8 @@ def _resolve(cache: SparQCache, module: torch.nn.Module) -> SparQ:
     """Settle what "auto" means for this model."""
     attn = cache.attn
     if attn.component_score == "auto" or (attn.component_score == "query_key" and attn.reallocate == "auto"):
-        cache.attn = attn.for_model(qk_norm=has_qk_norm(module))
+        grouped = getattr(module, "num_key_value_groups", 1) > 1
+        cache.attn = attn.for_model(qk_norm=has_qk_norm(module), grouped=grouped)
         cache.report.attn = str(cache.attn)
     return cache.attn
 

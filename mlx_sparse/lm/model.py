@@ -15,7 +15,7 @@ from ..calibrate import Calibration
 from ..checks import ConfigError
 from ..common import reasons
 from ..common.call_report import Report
-from ..common.model_info import leaves, model_type
+from ..common.model_info import config_of, leaves, model_type
 from ..methods import METHODS, QK_NORMS, Dense, Method, Prefill, parse, registry
 from . import seam
 from .hooks import hooks_of
@@ -154,7 +154,10 @@ def select_methods(configs: tuple[Method, ...]) -> tuple[Prefill | None, Method 
 
 def resolve(config: M, model: Any) -> M:
     """Settle what "auto" means for this model."""
-    return config.for_model(qk_norm=has_qk_norm(model))
+    sizes = config_of(model)
+    heads, kv_heads = sizes.get("num_attention_heads"), sizes.get("num_key_value_heads")
+    grouped = heads is not None and kv_heads is not None and kv_heads < heads
+    return config.for_model(qk_norm=has_qk_norm(model), grouped=grouped)
 
 
 def has_qk_norm(model: Any) -> bool:

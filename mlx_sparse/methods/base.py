@@ -110,8 +110,13 @@ class Method:
         """Buckets of its index where no artefact says; 0 for methods without one."""
         return 0
 
-    def for_model(self, *, qk_norm: bool) -> Self:
-        """The method with what "auto" means for a model, but for what its layers decide."""
+    def for_model(self, *, qk_norm: bool, grouped: bool = True) -> Self:
+        """The method with what "auto" means for a model, but for what its layers decide.
+
+        Args:
+            qk_norm: whether it normalises queries or keys.
+            grouped: whether several query heads share a KV head.
+        """
         return self
 
     def check_head_dim(self, D: int) -> None:

@@ -29,8 +29,9 @@ class SparQ(Method):
             (docs/results/gemma3.md).
         group_reduce: what is summed over the query heads of a group: their "softmax" or their "logits".
         component_score: components are ranked by |q| ("query", the paper's) or by |q| times the spread of the keys
-            ("query_key"). "auto" is "query_key" with coded keys, whose ranges have their spread, and for models with
-            q/k-norm, whose channels learn scales of their own; "query" with ``key_bits`` of 16 for others.
+            ("query_key"). "auto" is "query_key" for models with q/k-norm, whose channels learn scales of their own, and
+            with coded keys, whose ranges have their spread, for those in which query heads share KV heads; otherwise
+            "query", with which one query head per KV head mixes in the mean value.
         key_bits: bits of a component of a key that scores are taken from: 16 (the paper's), 8 or 4. With fewer than 16
             a coded copy is read instead of the keys, with 4 a quarter of the bytes and of the memory
             (docs/spec/sparq.md; what it costs in quality: docs/results/quality.md).
@@ -89,8 +90,8 @@ class SparQ(Method):
         check_choice("key_bits", self.key_bits, KEY_BITS)
         check_choice("score", self.score, ("rows", "copy"))
 
-    def for_model(self, *, qk_norm: bool) -> SparQ:
-        auto = "query_key" if qk_norm or self.key_bits < 16 else "query"
+    def for_model(self, *, qk_norm: bool, grouped: bool = True) -> SparQ:
+        auto = "query_key" if qk_norm or (self.key_bits < 16 and grouped) else "query"
         score = auto if self.component_score == "auto" else self.component_score
         mixes = False if score == "query_key" and self.reallocate == "auto" else self.reallocate
         return dataclasses.replace(self, component_score=score, reallocate=mixes)

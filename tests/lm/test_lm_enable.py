@@ -285,6 +285,12 @@ def test_a_batch_goes_on_from_the_caches_of_another(model: Any, tokenizer: Token
     assert not [reason for reason in report.dense_calls if "mask" in reason]
 
 
+def test_one_query_head_per_kv_head_is_ranked_by_the_query_and_mixes_in_the_mean():
+    with mlx_sparse.sparse(build(num_key_value_heads=4), SPARSE) as report:
+        pass
+    assert "component_score=query," in report.attn and "reallocate" not in report.attn
+
+
 def test_a_rank_above_the_head_dim_is_refused_and_leaves_the_model_alone(model: Any, dense: list[int]):
     with pytest.raises(mlx_sparse.ConfigError, match=r"^rank: expected at most the head dim D=16, got 17\.$"):
         mlx_sparse.enable(model, "sparq:rank=17")

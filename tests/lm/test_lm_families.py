@@ -199,7 +199,8 @@ def test_every_sparse_step_in_a_model_is_the_oracles(
     with mlx_sparse.sparse(model, config):
         greedy(model, prompt_of(PROMPT), STEPS)
     assert len(seen) == 2 * STEPS
-    config = config.for_model(qk_norm=family in WITH_QK_NORM)
+    grouped = changes.get("num_key_value_heads", 1) < 4
+    config = config.for_model(qk_norm=family in WITH_QK_NORM, grouped=grouped)
     for queries, keys, values, out in seen:
         expected = oracle.sparq_attention(
             queries,

@@ -106,7 +106,7 @@ def reference(name: str, config: SparQ) -> str:
         q, k, v = (array.cpu().double().numpy() for array in (query, key, value))
         padding = None if mask is None else mask[:, 0, 0].int().argmax(dim=1).cpu().numpy()
         G = q.shape[1] // k.shape[1]
-        of_model = config.for_model(qk_norm=hasattr(module, "q_norm"))
+        of_model = config.for_model(qk_norm=hasattr(module, "q_norm"), grouped=G > 1)
         selection = {"rank": config.rank, "top_k": config.top_k, "group_reduce": config.group_reduce}
         selection |= {"local_window": check_local_window(config.local_window, config.top_k)}
         selection |= {"component_score": of_model.component_score, "scale": scaling, "key_bits": config.key_bits}
