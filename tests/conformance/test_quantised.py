@@ -8,7 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 from adapters import Mlx
-from cases import CASES, Array, Case, assert_chosen_within, every_parameter, round_to
+from cases import (
+    CASES,
+    Array,
+    Case,
+    assert_as_good_as_plain,
+    assert_chosen_within,
+    every_parameter,
+    plain_attention,
+)
 from expected import assert_conforms, attended, expected
 
 import mlx_sparse
@@ -38,19 +46,10 @@ class PackedCase(Case):
         return [PackedRows.of(to_mlx(rows, self.dtype), **form) for rows in super().inputs()[1:]]
 
     def inputs(self, seed: int = 0, L: int = 1) -> tuple[Array, Array, Array]:
-        keys, values = (unpacked(rows, self.dtype) for rows in self.packed())
+        from mlx_arrays import unpacked
+
+        keys, values = map(unpacked, self.packed())
         return super().inputs()[0], keys, values
-
-
-def unpacked(rows: Any, dtype: str) -> Array:
-    """(quantised.1), from the bits of the codes."""
-    from mlx_arrays import to_numpy
-
-    bits, (B, Hkv, S, D) = rows.bits, rows.shape
-    stream = np.unpackbits(np.array(rows.codes).view(np.uint8), axis=-1, bitorder="little").reshape(B, Hkv, S, D, bits)
-    codes = (stream * (1 << np.arange(bits))).sum(axis=-1).astype(np.float32)
-    scale, bias = (np.repeat(to_numpy(part), rows.group_size, axis=-1) for part in (rows.scales, rows.biases))
-    return round_to(scale * codes + bias, dtype)
 
 
 class PackedMlx(Mlx):
@@ -121,12 +120,18 @@ def test_listed_rows_are_unpacked_and_attended(backend: Any, case: PackedCase) -
 def test_public_functions_take_packed_rows(backend: Any) -> None:
     case = PackedCase(2, 6, 2, 150, 64, "f16", padding=(3, 40), bits=4)
     adapter, given = PackedMlx(backend.name), {"top_k": 32, "left_padding": np.array(case.padding)}
-    for name, more in {"quest": {}, "oracle_top_k": {"local_window": 8}, "sparq": {"rank": 64}}.items():
-        function = getattr(oracle, f"{name}_attention")
-        wanted = function(*case.inputs(), left_padding=case.padding, **more, top_k=32)
-        np.testing.assert_allclose(
-            adapter.numpy(adapter.public(f"{name}_attention", case, **given, **more)), wanted, atol=4e-3
-        )
+    q, keys, values = case.inputs()
+    best = oracle.sparq_select(q, keys, rank=64, top_k=32, local_window=8, left_padding=case.padding).indices
+    pages, _ = oracle.quest_select(q, keys, page_size=16, top_k=32, left_padding=case.padding)
+    for name, more, chosen in (
+        ("quest", {}, pages),
+        ("oracle_top_k", {"local_window": 8}, best),
+        ("sparq", {"rank": 64}, best),
+    ):
+        wanted = getattr(oracle, f"{name}_attention")(q, keys, values, left_padding=case.padding, **more, top_k=32)
+        plain = plain_attention(q, keys, values, chosen, case.D**-0.5, case.dtype)
+        found = adapter.numpy(adapter.public(f"{name}_attention", case, **given, **more))
+        assert_as_good_as_plain(found, wanted, plain, case.dtype)
     with pytest.raises(ShapeError, match="values: expected the shape of keys"):
         q, k, v = adapter.arrays(case)
         mlx_sparse.sparq_attention(q, k, v.first(100))

@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from cases import assert_as_good_as_plain, lse_tolerance, plain_attention
 from mlx_arrays import unpacked
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import (
@@ -73,10 +74,12 @@ def test_a_step_chooses_and_attends_as_the_oracle_does_on_the_dequantised_rows(b
     out, lse = cache.attend(queries, config.for_model(qk_norm=False), scale=scale, backend="ops")
     keys, values = (unpacked(rows.first(333)) for rows in (cache.key_rows, cache.value_rows))
     how = {"rank": 64, "top_k": 40, "local_window": 10, "scale": scale, "key_bits": 4 if "copy" in spec else 16}
-    chosen = oracle.sparq_select(np.array(queries), keys, **how).indices
-    expected, dense = oracle.attend_indices(np.array(queries), keys, values, chosen, scale=scale)
-    assert np.abs(np.array(out.astype(mx.float32)) - expected).max() < 2e-3
-    assert np.abs(np.array(lse) - dense).max() < 1e-3
+    q = np.array(queries.astype(mx.float32))
+    chosen = oracle.sparq_select(q, keys, **how).indices
+    expected, wanted = oracle.attend_indices(q, keys, values, chosen, scale=scale)
+    plain = plain_attention(q, keys, values, chosen, scale, "f16")
+    assert_as_good_as_plain(out.astype(mx.float32), expected, plain, "f16")
+    np.testing.assert_allclose(lse, wanted, rtol=0, atol=lse_tolerance(q, keys, chosen, scale, wanted))
 
 
 @pytest.mark.parametrize("method", EVERY_KEY)
@@ -116,14 +119,17 @@ def test_a_saved_quantised_cache_is_mlx_lms_own_file_and_goes_on_as_the_one_that
     assert [type(one) for one in load_prompt_cache(file)] == [QuantizedKVCache] * LAYERS
 
 
-def test_nbytes_of_a_quantised_cache_are_its_rows_and_with_a_copy_that_too():
-    cache: Any = QuantizedKVCache(group_size=64, bits=4)
+@pytest.mark.parametrize(("bits", "rows_take", "copy_takes"), [(4, 0.30, 0.43), (8, 0.55, 0.68)])
+def test_nbytes_of_a_quantised_cache_are_its_rows_and_with_a_copy_that_too(
+    bits: int, rows_take: float, copy_takes: float
+):
+    cache: Any = QuantizedKVCache(group_size=64, bits=bits)
     rows = rows_of((1, 2, 1024, 128), 4)
     cache.update_and_fetch(rows, rows)
     half = 2 * rows.nbytes
     adopt([cache])
     assert isinstance(cache, SparseQuantizedKVCache)
-    for score, most in (("rows", 0.30), ("copy", 0.43)):
+    for score, most in (("rows", rows_take), ("copy", copy_takes)):
         config = SparQ(rank=32, score=score, component_score="query")
         cache.attend(rows_of((1, 8, 1, 128), 5), config, scale=0.1, backend="ops")
         assert cache.nbytes / half <= most, score
@@ -141,6 +147,26 @@ def test_a_prompt_over_a_quantised_cache_is_mlx_lms(spec: str, monkeypatch: pyte
             assert mx.abs(found - expected).max() < 1e-4 * mx.abs(expected).max()
     if report.prefill is not None:
         assert report.prefill.calls == 2 * LAYERS
+
+
+def test_a_prompt_over_a_quantised_cache_holds_no_scores_of_all_queries_and_keys():
+    cache, S, L = QuantizedKVCache(group_size=64, bits=4), 4096, 512
+    parts = cache.update_and_fetch(rows_of((1, 2, S, 64), 9), rows_of((1, 2, S, 64), 10))
+    scores = 8 * L * S * 4
+
+    def peak(attend: Any) -> int:
+        queries = rows_of((1, 8, L, 64), 11)
+        mx.eval(queries, *parts)
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        mx.eval(attend(queries, *parts, cache, 0.125, "causal"))
+        return mx.get_peak_memory() - before
+
+    theirs = peak(seam.original)
+    model = build(head_dim=32)
+    with mlx_sparse.sparse(model, "dense"), Call(plan_of(model), [cache]):
+        ours = peak(seam.scaled_dot_product_attention)
+    assert ours < scores / 2 < theirs
 
 
 def test_packed_rows_that_are_not_the_caches_are_left_to_mlx_lm():
