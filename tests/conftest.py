@@ -69,15 +69,32 @@ SLOW = {
     "test_triton_saap_aot.py": "compiling for GPUs that are not here",
     "test_triton_sample_aot.py": "compiling for GPUs that are not here",
 }
-# The fast tier runs this many of the instances of a test, evenly spread, for every backend that it is parametrised by.
-MOST, MOST_IN_FAST = 6, 2  # instances of a test for each backend
+# A tier runs this many of the instances of a test, evenly spread, for every backend that it is parametrised by.
+MOST, MOST_IN_FAST = 4, 2
 BACKENDS = ("backend", "runtime")
-# Seconds for each instance: so many of a test.
+# Where each instance takes a second or more, it runs so many at most, with backends or without.
 COSTLY = {
-    *("test_baselines.py", "test_bench_mlx.py", "test_lm_load.py", "test_lm_threads.py", "test_metal_attend_blocks.py"),
-    *("test_metal_kernels.py", "test_metal_saap.py", "test_metal_traffic.py", "test_oracle_sample.py"),
+    "test_baselines.py": 4,
+    "test_bench_mlx.py": 4,
+    "test_lm_commands.py": 16,
+    "test_lm_load.py": 4,
+    "test_lm_threads.py": 4,
+    "test_metal_attend_blocks.py": 4,
+    "test_metal_barriers.py": 8,
+    "test_metal_kernels.py": 4,
+    "test_metal_saap.py": 4,
+    "test_metal_traffic.py": 4,
+    "test_missing_packages.py": 12,
+    "test_msl_conformance.py": 8,
+    "test_onnx_export.py": 16,
+    "test_onnx_genai.py": 8,
+    "test_onnx_runtimes.py": 3,
+    "test_onnx_sample_export.py": 6,
+    "test_oracle_sample.py": 6,
+    "test_traffic.py": 12,
+    "test_triton_bench.py": 3,
+    "test_triton_hf.py": 5,
 }
-MOST_COSTLY = 8
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -103,7 +120,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = set(thinned(items, MOST_IN_FAST))
     elif not config.getoption("every"):
         named = [item for item in items if any(name in _parameters(item) for name in BACKENDS)]
-        left_out = {*thinned(named, MOST), *thinned([item for item in items if item.path.name in COSTLY], MOST_COSTLY)}
+        left_out = set(thinned(named, MOST))
+        for name, most in COSTLY.items():
+            left_out.update(thinned([item for item in items if item.path.name == name], most))
     if left_out:
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]

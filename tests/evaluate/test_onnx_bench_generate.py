@@ -133,17 +133,19 @@ def test_coded_caches_are_such_as_a_prompt_could_have_left(lengths: tuple[int, .
 
 def test_a_step_that_is_wrong_gets_no_speed():
     file = SimpleNamespace(method="sparq:rank=4", sparse_from=10)
-    right = Turns(np.array([[[1.0, -4.0]], [[2.0, 3.0]]]), [10.0, 20.0], [20.0, 20.0])
+    right = Turns(np.ones((2, 1, 9)), np.array([[[1.0, -4.0]], [[2.0, 3.0]]]), [10.0, 20.0], [20.0, 20.0])
     found = {("dense", kernels, 99): right for kernels in ("native", "bodies")}
-    found |= {("sparq", "native", 99): replace(right, logits=np.array([[[1.1, -4.0]], [[2.1, 3.0]]]))}
+    found |= {("sparq", "native", 99): replace(right, handed_on=np.array([[[1.1, -4.0]], [[2.1, 3.0]]]))}
     found |= {("sparq", "bodies", 99): replace(right, speeds=[20.0, 30.0])}
     row = onnx_generate.row(file, "sparq", "bodies", 99, 1, found)
     assert row.failed and set(row.spreads.values()) == {None} and row.as_dict()["generation"] is None
     assert "| wrong |" in onnx_generate.table([row]) and "differ" in onnx_generate.table([row])
     dense = onnx_generate.row(file, "dense", "native", 99, 1, found)
     assert not dense.failed and dense.as_dict()["generation"] == 15
-    found["sparq", "native", 99] = replace(right, logits=np.array([[[1.1, -4.0]], [[2.0, 3.0]]]))
+    found["sparq", "native", 99] = replace(right, handed_on=np.array([[[1.1, -4.0]], [[2.0, 3.0]]]))
     assert onnx_generate.row(file, "sparq", "bodies", 99, 1, found).failed, "wrong after one of the tokens"
+    found["sparq", "native", 99] = replace(right, logits=np.full((2, 1, 9), np.nan))
+    assert onnx_generate.row(file, "sparq", "bodies", 99, 1, found).failed, "not finite"
     found["sparq", "native", 99] = right
     row = onnx_generate.row(file, "sparq", "bodies", 99, 1, found)
     said = row.as_dict()

@@ -53,7 +53,7 @@ OTHERS = [  # on the version of the environment
     Case("sparq", 100, G=1, Hkv=32, rank=16, S=4096, key_bits=8, weighted=True, reallocate=True),
     Case("sparq", 90, "float32", rank=64, D=256, S=16384, key_bits=8),
 ]
-ONCE = [*some(OTHERS, 5), ODD]
+ONCE = [*some(OTHERS, 3), ODD]
 
 
 def cases(version: str) -> list[Case]:

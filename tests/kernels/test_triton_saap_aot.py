@@ -32,7 +32,7 @@ OTHERS = [  # on the version of the environment
     Case("saap", 90, "float32", buckets=4096, weights="float32"),
     Case("saap", 100, B=64, D=64, weights="float32"),
 ]
-ONCE = some(OTHERS, 2)
+ONCE = some(OTHERS, 1)
 LAYERS = ("saap_hidden", "saap_route")
 
 

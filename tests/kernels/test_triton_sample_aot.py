@@ -32,7 +32,7 @@ OTHERS = [  # on the version of the environment
     Case("sample", 90, "bfloat16", D=96, block_size=64),
     Case("prompt", 100, "float32", block_size=32),
 ]
-ONCE = some(OTHERS, 4)
+ONCE = some(OTHERS, 2)
 ODD = Case("sample", 90, D=80, odd=True)
 KERNELS = {
     "sample": ["sample_scores", "sample_sums", "merge_blocks", "attend_blocks"],
