@@ -95,6 +95,48 @@ def test_every_method_has_a_row_in_every_case_with_all_sides_of_one_run() -> Non
     assert len({(row["batch"], row["dense_us"]) for row in rows}) == 2  # the same turns, the same dense side
 
 
+def test_steps_over_quantised_caches_stand_beside_those_over_plain_ones() -> None:
+    methods = ["sparq", "sparq:score=copy", "streaming"]
+    rows = rows_of("step", "--shapes", "4x2x64", "--lengths", "200", "--attn", ",".join(methods), "--kv-bits", "4,8")
+    assert [(row["method"], row.get("kv_bits")) for row in rows] == [(m, b) for m in methods for b in (None, 4, 8)]
+    assert not any(row["failed"] or row["note"] for row in rows)
+    assert len({row["dense_us"] for row in rows}) == 1
+    plain, four, eight = rows[-3:]
+    packed, new = [2 * 2 * (64 * bits // 8 + 2 * 4) for bits in (4, 8)], 2 * 2 * 64 * 4  # of keys and values
+    attended = parse("streaming")[0].attended
+    assert [four["bytes_formula"], eight["bytes_formula"]] == [attended * row + new for row in packed]
+    assert four["bytes_plain"] == plain["bytes_plain"]
+    table = printed("step", *SIZES, "--shapes", "4x2x64", "--lengths", "200", "--kv-bits", "4")
+    assert "| sparq | ops | 4 bits | 4x2x64 |" in table
+
+
+def test_a_wrong_step_over_a_quantised_cache_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("float32", Shape(4, 2, 64), 1, 300)
+    step = mlx.PackedStep(case, parse("sparq")[0], "ops", None, 4)
+    assert step.check() is None
+    monkeypatch.setattr(step, "attend", lambda queries, cache: queries)
+    assert "wrong result" in str(step.check())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--kv-bits", "7"], "--kv-bits: expected some of 2, 3, 4, 5, 6, 8, got 7."),
+        (
+            ["--kv-bits", "4", "--shapes", "4x2x32"],
+            "--kv-bits: expected head dims that are multiples of 64, got 4x2x32.",
+        ),
+        (["--kv-bits", "4", "--attn", "h2o"], "--kv-bits: expected methods that choose by keys alone, got h2o."),
+        (["--kv-bits", "4", "--engine", "onnx"], "--kv-bits: expected none with --engine onnx, got 4."),
+    ],
+)
+def test_quantised_caches_that_there_are_not_are_one_line(
+    arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", "step", "--shapes", "4x2x64", "--lengths", "200", *arguments]) == 2
+    assert line in capsys.readouterr().err
+
+
 def test_saap_is_timed_with_every_network() -> None:
     rows = rows_of("step", "--lengths", "200,3k", "--attn", "saap,saap:mode=online", "--backend", "ops")
     labels = ["saap (64 hidden units)", "saap (1,024 hidden units)", "saap:mode=online"]

@@ -34,12 +34,13 @@ ONLY = {  # options that not all engines have: the engines that have them, what 
     "batches": (("mlx", "cuda"), "B,...", "sequences {}"),
     "dtype": (("mlx", "cuda"), "TYPE,...", f"of {', '.join(DTYPES)} (default: float16)"),
     "backend": (("mlx",), "NAME,...", "with mlx: auto, ops, metal (default: auto)"),
+    "kv_bits": (("mlx",), "N,...", "with mlx: each method over caches quantised in so many bits besides"),
     "steps": (("mlx",), "N,...", "with mlx: queries per call (default: 2048,all)"),
     "threads": (("onnx",), "N,...", "with onnx (default: 1,2)"),
     "densities": (("cuda",), "SHARE,...", f"with cuda: share of the blocks (default: {DENSITIES})"),
     "budget_s": (("cuda",), "N", "with cuda: seconds; turns are saved first (default: 280)"),
 }
-PROMPT_ONLY = ("steps", "densities")
+STAGE_ONLY = {"steps": "prompt", "densities": "prompt", "kv_bits": "step"}
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ def _add_options(parser: argparse.ArgumentParser, stage: str, engines: Sequence[
     parser.add_argument("--shapes", metavar="QxKxD,...", help=f"query heads x KV heads x head dim {default('shapes')}")
     parser.add_argument("--repeat", metavar="N", type=int, help=f"turns that count {default('repeat')}")
     for name, (owners, typed, said) in ONLY.items():
-        if set(owners) & set(engines) and (stage == "prompt" or name not in PROMPT_ONLY):
+        if set(owners) & set(engines) and STAGE_ONLY.get(name, stage) == stage:
             option, kind = f"--{name.replace('_', '-')}", float if name == "budget_s" else str
             parser.add_argument(
                 option, metavar=typed, type=kind, help=said.format(default(name)) if "{}" in said else said
@@ -181,6 +182,7 @@ def read(args: argparse.Namespace) -> tuple[Request, float]:
         backends=given("backend", "auto"),
         threads=[_number("--threads", text) for text in given("threads", "1,2")],
         steps=[None if text == "all" else read_length(text, "--steps") for text in given("steps", "2048,all")],
+        kv_bits=[_number("--kv-bits", text) for text in given("kv_bits", "") if text],
         densities=[_share(text, given("densities", DENSITIES)) for text in given("densities", DENSITIES)],
     )
     return request, default.budget if budget is None else budget

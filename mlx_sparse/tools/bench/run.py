@@ -22,6 +22,7 @@ class Request:
         engine, stage: such as mlx and step.
         attn: as typed; ``methods`` are what it says.
         steps: queries per call of a prompt; None for all at once.
+        kv_bits: of quantised caches, over which steps are timed besides.
     """
 
     engine: str
@@ -37,6 +38,7 @@ class Request:
     threads: Sequence[int]
     steps: Sequence[int | None]
     densities: Sequence[float]
+    kv_bits: Sequence[int] = ()
 
     def one_method(self, allowed: Mapping[str, Sequence[str]]) -> Method:
         """The method, for an engine that has few of them.

@@ -12,6 +12,7 @@ from ...environment import machine
 from ..core import Case, Row, Shape, Turns, cases
 from ..run import Plan, Request
 from . import prompts, steps
+from .packed import PackedStep
 from .rows import measure, method_row
 from .saap import SaapStep, saap_steps
 from .steps import DecodeStep, Layers, ReceivedStep, layers_of
@@ -31,12 +32,15 @@ def plan(request: Request) -> Plan:
     for config, shape in product(request.methods, request.shapes):
         if request.stage == "step":
             step_of(config).check_config(config, shape)
+        for bits in request.kv_bits:
+            PackedStep.check_bits(bits, config, shape)
     served = {shape: list(serving(request.methods, request.backends, shape)) for shape in request.shapes}
     (first, *_), *_ = served.values()
     if all(reason for some in served.values() for _, _, reason in some):
         raise BackendUnavailable(f"--backend: expected one that has {first[0].name} here, got {first[1]} ({first[2]}).")
     where, sizes = machine(), cases(request.dtypes, request.shapes, request.batches, request.lengths)
-    timed, text = (measure_steps, steps.text) if request.stage == "step" else (prompts.measure_prompts, prompts.text)
+    measure_these = partial(measure_steps, kv_bits=request.kv_bits)
+    timed, text = (measure_these, steps.text) if request.stage == "step" else (prompts.measure_prompts, prompts.text)
     if request.stage == "prompt":
         pieces = product(sizes, request.steps)
         sizes = [prompts.Prompt(case.dtype, case.shape, case.B, case.S, min(n or case.S, case.S)) for case, n in pieces]
@@ -76,9 +80,13 @@ def steps_of(case: Case, config: Method, backend: str, layers: Layers | None = N
     return [step_of(config)(case, config, backend, layers)]
 
 
-def measure_steps(case: Case, methods: Sequence[tuple[Method, str]], repeat: int) -> list[Row]:
-    """A row for each method on a backend, timed in turns."""
-    layers = Layers(case)
-    contenders = [step for config, backend in methods for step in steps_of(case, config, backend, layers)]
+def measure_steps(
+    case: Case, methods: Sequence[tuple[Method, str]], repeat: int, kv_bits: Sequence[int] = ()
+) -> list[Row]:
+    """A row for each method on a backend, and for each over caches in so many bits, timed in turns."""
+    layers, contenders = Layers(case), list[DecodeStep]()
+    for config, backend in methods:
+        contenders += steps_of(case, config, backend, layers)
+        contenders += [PackedStep(case, config, backend, layers, bits) for bits in kv_bits]
     needed = 2 * case.keys * layers_of(case) * (1 + 0.5 * len(contenders))
     return measure(contenders, needed, layers.sides, Turns(repeat, WARM_UP), layers_of(case))

@@ -149,7 +149,7 @@ class DecodeStep(MethodContender):
         for b, h in np.ndindex(out.shape[:2]):
             chosen = mx.array(rows[b][h])
             q = grouped[b, h][None, :, None]
-            keys, values = (array[b, h][chosen][None, None] for array in (cache.keys, cache.values))
+            keys, values = (array[b, h][chosen][None, None] for array in (cache.key_rows, cache.value_rows))
             expected[b, h] = inputs.attention(double(q)[0, :, 0], double(keys)[0, 0], double(values)[0, 0])
             dense[b, h] = double(fused(q, keys, values))[0, :, 0]
         gc.collect()  # the arrays of the check, before the next ones
@@ -250,7 +250,8 @@ def text(rows: Sequence[Row]) -> str:
     lines = []
     for row in rows:
         case, found = row.case, row.details
-        cells = [row.name, found["backend"], case.dtype, case.shape, case.B, f"{case.S:,}"]
+        kind = f"{found['kv_bits']} bits" if found.get("kv_bits") else case.dtype
+        cells = [row.name, found["backend"], kind, case.shape, case.B, f"{case.S:,}"]
         if not row.turns:
             lines.append([*cells, "", "", row.note, *[""] * (len(HEADER) - len(cells) - 3)])
             continue
