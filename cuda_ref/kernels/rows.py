@@ -26,34 +26,44 @@ def row_tile(
         tile = widen(tl.load(rows + place[:, None] + d[None, :], mask=mask, other=0.0), UPCAST)
     else:
         # (quantised.1). With 16 bits s c is exact, so that it may be fused with the sum.
-        GROUPS: tl.constexpr = D // GROUP_SIZE
-        shape: tl.constexpr = [place.shape[0], BLOCK_D // GROUP_SIZE, GROUP_SIZE]
-        group = tl.arange(0, BLOCK_D // GROUP_SIZE)
-        mask = there[:, None] & (group < GROUPS)[None, :]
-        at = place[:, None] * GROUPS + group[None, :]
-        scale = tl.load(scales + at, mask=mask, other=0.0).to(tl.float32)
-        bias = tl.load(biases + at, mask=mask, other=0.0).to(tl.float32)
-        codes = tl.reshape(unpacked(rows, place, there, D, BITS, BLOCK_D), shape)
-        numbers = codes.to(tl.float32) * scale[:, :, None] + bias[:, :, None]
-        tile = rounded(tl.reshape(numbers, [shape[0], BLOCK_D]), scales.dtype.element_ty, UPCAST)
+        codes = unpacked(rows, place, there, D, BITS, BLOCK_D)
+        scale = of_groups(scales, place, there, D, GROUP_SIZE, BLOCK_D).to(tl.float32)
+        bias = of_groups(biases, place, there, D, GROUP_SIZE, BLOCK_D).to(tl.float32)
+        tile = rounded(codes.to(tl.float32) * scale + bias, scales.dtype.element_ty, UPCAST)
     return tile
 
 
 @triton.jit
+def of_groups(ranges, place, there, D: tl.constexpr, GROUP_SIZE: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Scales or biases of the rows, each for all components of its group: ``(rows, BLOCK_D)``."""
+    STEP: tl.constexpr = 8  # of fewer each thread would load more than it needs, to exchange nothing with others
+    d = tl.arange(0, BLOCK_D // STEP)[None, :] * STEP
+    at = ranges + place[:, None] * (D // GROUP_SIZE) + d // GROUP_SIZE
+    return repeated(tl.load(at, mask=there[:, None] & (d < D), other=0.0), STEP)
+
+
+@triton.jit
+def repeated(values, TIMES: tl.constexpr):
+    """Each of ``values (rows, n)`` as often as that, one beside the other; in registers, where this costs nothing."""
+    if TIMES > 1:
+        values = repeated(tl.interleave(values, values), TIMES // 2)
+    return values
+
+
+@triton.jit
 def unpacked(codes, place, there, D: tl.constexpr, BITS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The codes of the rows: ``(rows, BLOCK_D)``, or as many of them in three axes."""
+    """The codes of the rows: ``(rows, BLOCK_D)``. Words are loaded, 16 bytes at a time where codes fill them."""
+    WHOLE: tl.constexpr = 32 % BITS == 0
+    TOGETHER: tl.constexpr = 32 // BITS if WHOLE else 4  # codes that are loaded at once
     WORDS: tl.constexpr = D * BITS // 32
-    first = codes + place[:, None] * WORDS
-    if 32 % BITS == 0:  # whole words are loaded, 16 bytes at a time, and each is taken apart where it is
-        PER_WORD: tl.constexpr = 32 // BITS
-        w = tl.arange(0, BLOCK_D // PER_WORD)[None, :]
-        words = tl.load(first + w, mask=there[:, None] & (w < WORDS), other=0)[:, :, None]
-        found = words >> (tl.arange(0, PER_WORD) * BITS)[None, None, :]
-    else:  # a code may lie in two words, and 32 of them in a number of words that is no power of 2
-        bit = tl.arange(0, BLOCK_D)[None, :] * BITS
+    i = tl.arange(0, BLOCK_D // TOGETHER)[None, :]
+    bit = i * (TOGETHER * BITS)
+    first = codes + place[:, None] * WORDS + (i if WHOLE else bit // 32)
+    inside = there[:, None] & (i < D // TOGETHER)
+    words = tl.load(first, mask=inside, other=0)
+    if not WHOLE:  # four codes may lie in two words
         shift = bit % 32
-        inside = there[:, None] & (bit < 32 * WORDS)
-        word = tl.load(first + bit // 32, mask=inside, other=0)
-        next_word = tl.load(first + bit // 32 + 1, mask=inside & (shift + BITS > 32), other=0)
-        found = (word >> shift) | (next_word << ((32 - shift) % 32))
-    return found & (2**BITS - 1)
+        rest = tl.load(first + 1, mask=inside & (shift + TOGETHER * BITS > 32), other=0)
+        words = (words >> shift) | (rest << ((32 - shift) % 32))
+    d = tl.arange(0, BLOCK_D)[None, :]
+    return (repeated(words, TOGETHER) >> (d % TOGETHER * BITS)) & (2**BITS - 1)

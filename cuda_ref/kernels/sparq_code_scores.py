@@ -201,7 +201,7 @@ def sparq_code_scores(
     if split == 0:
         tl.store(tickets + row * 2 + tl.arange(0, 2), tl.zeros([2], tl.int32))
 
-    before = component_ranks(queries, component_weight, D, G, BLOCK_D)
+    before = component_ranks(queries, component_weight, D, G, RANK, BLOCK_D)
     factor = tl.full([BLOCK_G], 1.0, tl.float32) * scale
     if component_weight is None:
         factor = logit_factors(queries, before, scale, D, G, RANK, BLOCK_D, BLOCK_G)

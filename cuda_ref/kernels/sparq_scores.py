@@ -31,10 +31,15 @@ def component_keys(queries, component_weight, d, D: tl.constexpr, G: tl.constexp
 
 
 @triton.jit
-def component_ranks(queries, component_weight, D: tl.constexpr, G: tl.constexpr, BLOCK_D: tl.constexpr):
+def component_ranks(
+    queries, component_weight, D: tl.constexpr, G: tl.constexpr, RANK: tl.constexpr, BLOCK_D: tl.constexpr
+):
     """(sparq.2) how many components come before each: a permutation. Sums run down columns, which threads own."""
-    keys = component_keys(queries, component_weight, tl.arange(0, BLOCK_D), D, G, BLOCK_D)
-    return tl.sum((keys[:, None] > keys[None, :]).to(tl.int32), axis=0)
+    before = tl.arange(0, BLOCK_D)
+    if RANK < D:
+        keys = component_keys(queries, component_weight, before, D, G, BLOCK_D)
+        before = tl.sum((keys[:, None] > keys[None, :]).to(tl.int32), axis=0)
+    return before
 
 
 @triton.jit
@@ -132,7 +137,7 @@ def sparq_scores(
     if split == 0:
         tl.store(tickets + row * 2 + tl.arange(0, 2), tl.zeros([2], tl.int32))
 
-    before = component_ranks(queries, component_weight, D, G, BLOCK_D)
+    before = component_ranks(queries, component_weight, D, G, RANK, BLOCK_D)
     factor = tl.full([BLOCK_G], 1.0, tl.float32) * scale
     if component_weight is None:
         factor = logit_factors(queries, before, scale, D, G, RANK, BLOCK_D, BLOCK_G)
