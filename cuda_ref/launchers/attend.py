@@ -112,7 +112,11 @@ def attend(
             "BLOCK_ROWS": power_of_2(min(B * Hkv, MOST_ROWS)),
             "UPCAST": upcast(keys.dtype),
         },
-        {"num_warps": configs.warps(tiles, BLOCK_D, keys.itemsize), "num_stages": tiles.stages},
+        {
+            "num_warps": configs.warps(tiles, BLOCK_D, keys.itemsize),
+            # Without matrix units a tile that is unpacked ahead of its product would wait for it in registers.
+            "num_stages": 1 if bits and keys.itemsize == 4 else tiles.stages,
+        },
     ).run()
     return out.to(queries.dtype), lse
 
