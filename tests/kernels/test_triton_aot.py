@@ -111,8 +111,9 @@ def tile_bytes(launch: Compiled) -> int:
 
 
 def fills_loads(launch: Compiled) -> bool:
-    """Whether a thread has 16 bytes to load: codes of 3 and 6 bits lie across words, and of fewer bits there are few."""
-    return 128 % bits(launch) == 0 and bits(launch) >= 4 and (launch.case.row_bits == 16 or itemsize(launch.case) == 2)
+    """Whether a thread has 16 bytes to load: not of codes across words, and not of a few bits or a few rows."""
+    case = launch.case
+    return case.row_bits == 16 or (case.row_bits in (4, 8) and itemsize(case) == 2)
 
 
 @by_case
