@@ -88,7 +88,7 @@ def sparq_scores(
         {
             # A thread for each component: one that ranks two runs out of registers, two that rank one load it twice.
             "num_warps": max(tiles.warps, BLOCK_D // 32),
-            # Without matrix units the loop of many stages runs out of them, too. Packed tiles are small: one stage more.
+            # Without matrix units the loop of many stages runs out of them, too. Packed tiles are small: a stage more.
             "num_stages": min(tiles.stages, 2) if keys_t.dtype == torch.float32 else tiles.stages + int(bits > 0),
         },
     ).run()
