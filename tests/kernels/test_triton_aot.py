@@ -39,7 +39,7 @@ EVERYWHERE = [  # on every version and all architectures of it
 CODED = Case("sparq", 90, key_bits=4, padded=True)  # on every version
 # On the version of the environment: scores by the rows, and the tail of a copy from them.
 PACKED = [
-    Case("sparq", 80, row_bits=4, rank=128),
+    Case("sparq", 80, row_bits=4, rank=128, padded=True),
     Case("sparq", 90, "bfloat16", row_bits=8, group_size=32, key_bits=4, padded=True),
 ]
 ODD = Case("sparq", 90, D=80, S=4097, odd=True)
