@@ -24,7 +24,8 @@ class PackedRows(PackedParts):
 
     def __getitem__(self, at: Any) -> torch.Tensor:
         """The rows at ``at``, which takes all components: computed in float32, rounded once (quantised.1)."""
-        codes, scales, biases = (part[at] for part in (self.codes.view(torch.uint8), self.scales, self.biases))
+        words = self.codes if self.codes.stride(3) == 1 else self.codes.contiguous()
+        codes, scales, biases = (part[at] for part in (words.view(torch.uint8), self.scales, self.biases))
         bit = torch.arange(self.shape[3], device=self.device) * self.bits
         octets = functional.pad(codes, (0, 1)).to(torch.int32)  # a code lies in one or two
         code = (octets[..., bit // 8] | octets[..., bit // 8 + 1] << 8) >> bit.to(torch.int32) % 8 & 2**self.bits - 1

@@ -13,6 +13,7 @@ from mlx_sparse.methods import registry
 from .. import checks
 from ..packed_rows import PackedRows, Rows
 
+ROWS = ("queries", "keys", "values")
 READ_PACKED = frozenset({"attend_indices", "code_keys", "dense", "quest", "saap", "sparq"})
 
 
@@ -24,7 +25,10 @@ class Torch:
     def check_array(
         self, name: str, array: Any, like: Any = None, *, integers: bool = False, same_type: bool = False
     ) -> None:
-        checks.check_rows(name, array)
+        if name in ROWS:
+            checks.check_rows(name, array)
+        else:
+            checks.check_tensor(name, array)
         checks.check_code_type(name, array)
         if integers:
             checks.check_integers(name, array)
@@ -52,12 +56,12 @@ class Torch:
 
     def _check_packed(self, function: str, arrays: tuple[Rows, ...]) -> None:
         """Raise `ConfigError` unless ``function`` reads rows that are packed as these are."""
-        if not any(isinstance(array, PackedRows) for array in arrays):
-            return
-        if function not in READ_PACKED:
-            raise ConfigError("keys: expected a tensor of torch, got PackedRows. Pass keys[:], which unpacks them.")
-        if function != "code_keys":
-            checks.check_tensor("queries", arrays[0])
+        names = ("keys",) if function == "saap_assign" else ROWS
+        for name, array in zip(names, arrays, strict=False):
+            reads = function in READ_PACKED and (name != "queries" or function == "code_keys")
+            if isinstance(array, PackedRows) and not reads:
+                raise ConfigError(f"{name}: expected a tensor of torch, got PackedRows. Pass {name}[:], its numbers.")
+        if len(arrays) > 1:
             checks.check_alike(*arrays[1:])
 
     def load(self, function: str, backend: str) -> Callable[..., Any]:

@@ -36,7 +36,9 @@ def row_tile(
 @triton.jit
 def of_groups(ranges, place, there, D: tl.constexpr, GROUP_SIZE: tl.constexpr, BLOCK_D: tl.constexpr):
     """Scales or biases of the rows, each for all components of its group: ``(rows, BLOCK_D)``."""
-    STEP: tl.constexpr = 8  # of fewer each thread would load more than it needs, to exchange nothing with others
+    # Loaded for eight components at a time: of one number a group, fewer than there are threads, the compiler would
+    # have each thread load those of all rows.
+    STEP: tl.constexpr = 8
     d = tl.arange(0, BLOCK_D // STEP)[None, :] * STEP
     at = ranges + place[:, None] * (D // GROUP_SIZE) + d // GROUP_SIZE
     return repeated(tl.load(at, mask=there[:, None] & (d < D), other=0.0), STEP)

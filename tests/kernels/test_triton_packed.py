@@ -206,10 +206,18 @@ def test_queries_and_prompts_are_to_be_numbers() -> None:
     q, keys, values = given(CASE)
     with pytest.raises(ConfigError, match="queries: expected a tensor of torch, got PackedRows"):
         cuda_ref.sparq_attention(keys, keys, values)
-    for name, more in (("sample_attention", {}), ("sample_select", {}), ("saap_assign", {})):
-        arrays = {"sample_attention": (q, keys, values), "sample_select": (q, keys)}.get(name, (keys, q[:, 0]))
-        with pytest.raises(ConfigError, match=r"keys: expected a tensor of torch, got PackedRows. Pass keys\[:\]"):
-            getattr(cuda_ref, name)(*arrays, **more)
+    for name, arrays, wrong in (
+        ("sample_attention", (q, keys, values), "keys"),
+        ("sample_attention", (q, keys[:], values), "values"),
+        ("sample_select", (q, keys), "keys"),
+        ("saap_assign", (keys, torch.zeros(2, 3, 64, device=DEVICE)), "keys"),
+    ):
+        with pytest.raises(
+            ConfigError, match=rf"{wrong}: expected a tensor of torch, got PackedRows. Pass {wrong}\[:\]"
+        ):
+            getattr(cuda_ref, name)(*arrays)
+    with pytest.raises(ConfigError, match="keys_t: expected a tensor of torch, got PackedRows"):
+        cuda_ref.sparq_attention(q, keys, values, keys_t=keys)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
