@@ -1,6 +1,7 @@
 """The operators of torch behind the signatures that all backends share: what `mlx_sparse.methods.table` names.
 
-Arguments have been checked. Slices of larger buffers are taken as they are.
+Arguments have been checked. Slices of larger buffers are taken as they are. Decode steps read packed rows as they are;
+``keys[:]`` is rows as numbers, packed or not.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from torch.nn import functional
 from mlx_sparse.common.key_codes import KeyCodes
 
 from ..checks import check_head_dim, check_real, rows
+from ..launchers import quest, torch_ops
 from ..launchers import saap as launchers
-from ..launchers import torch_ops
+from ..launchers.operands import operands
+from ..packed_rows import Rows
 
 ASSIGNED_AT_ONCE = 1 << 26  # inner products of keys with centroids that are held at once
 MASS_BLOCK = 128  # any block size gives the same log-sum-exp
@@ -20,35 +23,36 @@ MASS_BLOCK = 128  # any block size gives the same log-sum-exp
 
 def dense_attention(
     queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    keys: Rows,
+    values: Rows,
     *,
     scale: float,
     left_padding: torch.Tensor | None,
 ) -> torch.Tensor:
     """One query by our split-KV kernel, several by torch's attention."""
     if queries.shape[2] > 1:
-        return _prompt(queries, keys, values, scale, left_padding)
-    out: torch.Tensor = torch_ops.dense_decode(queries, rows(keys), rows(values), scale, left_padding)[0]
+        return _prompt(queries, keys[:], values[:], scale, left_padding)
+    keys, values, packed = operands(keys, values)
+    out: torch.Tensor = torch_ops.dense_decode(queries, keys, values, scale, left_padding, **packed)[0]
     return out
 
 
-def dense_lse(
-    queries: torch.Tensor, keys: torch.Tensor, *, scale: float, left_padding: torch.Tensor | None
-) -> torch.Tensor:
+def dense_lse(queries: torch.Tensor, keys: Rows, *, scale: float, left_padding: torch.Tensor | None) -> torch.Tensor:
     """Float32 log-sum-exp of dense causal attention, ``(B, Hq, L)``: what retained mass is measured against."""
     if queries.shape[2] > 1:
-        blocks = torch_ops.attend_blocks(rows(queries), rows(keys), rows(keys), None, MASS_BLOCK, scale)
+        keys = rows(keys[:])
+        blocks = torch_ops.attend_blocks(rows(queries), keys, keys, None, MASS_BLOCK, scale)
         lse: torch.Tensor = blocks[1]
         return lse
-    lse = torch_ops.dense_decode(queries, rows(keys), rows(keys), scale, left_padding)[1]
+    keys, values, packed = operands(keys, keys)
+    lse = torch_ops.dense_decode(queries, keys, values, scale, left_padding, **packed)[1]
     return lse
 
 
 def sparq_attention(
     queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    keys: Rows,
+    values: Rows,
     *,
     rank: int,
     top_k: int,
@@ -62,14 +66,15 @@ def sparq_attention(
     left_padding: torch.Tensor | None,
     key_bits: int = 16,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One step of SparQ (sparq.1) to (sparq.10), (sparq.21)."""
-    if keys_t is None:
+    """One step of SparQ (sparq.1) to (sparq.10), (sparq.21); of packed rows without ``keys_t`` (quantised.2)."""
+    if keys_t is None and isinstance(keys, torch.Tensor):
         keys_t = keys.transpose(-1, -2)
     coded = tuple(keys_t) if isinstance(keys_t, KeyCodes) else (keys_t,)
+    keys, values, packed = operands(keys, values)
     result: tuple[torch.Tensor, torch.Tensor] = torch_ops.sparq_decode(
         queries,
-        rows(keys),
-        rows(values),
+        keys,
+        values,
         coded[0],
         rank,
         top_k,
@@ -81,18 +86,40 @@ def sparq_attention(
         value_mean if reallocate else None,
         key_bits,
         *coded[1:],
+        **packed,
+    )
+    return result
+
+
+def quest_attention(
+    queries: torch.Tensor,
+    keys: Rows,
+    values: Rows,
+    *,
+    page_size: int,
+    top_k: int,
+    page_min: torch.Tensor,
+    page_max: torch.Tensor,
+    scale: float,
+    left_padding: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One step of Quest (quest.1) to (quest.5)."""
+    keys, values, packed = operands(keys, values)
+    result: tuple[torch.Tensor, torch.Tensor] = quest.quest_decode(
+        queries, keys, values, page_min, page_max, left_padding, page_size, top_k, scale, **packed
     )
     return result
 
 
 def attend_indices(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, indices: torch.Tensor, *, scale: float
+    queries: torch.Tensor, keys: Rows, values: Rows, indices: torch.Tensor, *, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Exact attention over listed keys (sparq.7)."""
     if indices.dtype != torch.int32:  # a number of 64 bits must not become a key's by losing some
         indices = torch.where((indices >= 0) & (indices < keys.shape[2]), indices, -1).to(torch.int32)
+    keys, values, packed = operands(keys, values)
     result: tuple[torch.Tensor, torch.Tensor] = torch_ops.attend_indices(
-        queries, rows(keys), rows(values), indices, scale
+        queries, keys, values, indices, scale, **packed
     )
     return result
 
@@ -157,8 +184,8 @@ def sample_select(
 
 def saap_attention(
     queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    keys: Rows,
+    values: Rows,
     *,
     bucket_ids: torch.Tensor,
     visited: torch.Tensor,
@@ -174,9 +201,9 @@ def saap_attention(
     offsets, key_ids = launchers.saap_index(
         places, buckets=visited.shape[2], sink_tokens=sink_tokens, left_padding=left_padding
     )
-    given = queries, rows(keys), rows(values)
+    keys, values, packed = operands(keys, values)
     result: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch_ops.saap_decode(
-        *given, slots, offsets, key_ids, covered, sink_tokens, S, scale, left_padding
+        queries, keys, values, slots, offsets, key_ids, covered, sink_tokens, S, scale, left_padding, **packed
     )
     return result
 
@@ -202,8 +229,9 @@ def saap_route(queries: torch.Tensor, *, probes: int, **network: torch.Tensor | 
     return visited
 
 
-def masked_mean(rows: torch.Tensor, left_padding: torch.Tensor | None) -> torch.Tensor:
+def masked_mean(rows: Rows, left_padding: torch.Tensor | None) -> torch.Tensor:
     """(sparq.9) float32 mean of ``rows (B, Hkv, S, D)`` over the valid keys: ``(B, Hkv, D)``."""
+    rows = rows[:]
     if left_padding is None:
         return rows.mean(dim=2, dtype=torch.float32)
     S = rows.shape[2]
@@ -212,8 +240,9 @@ def masked_mean(rows: torch.Tensor, left_padding: torch.Tensor | None) -> torch.
     return torch.where(valid[:, None, :, None], rows, 0).sum(dim=2, dtype=torch.float32) / count
 
 
-def deviation(keys: torch.Tensor, left_padding: torch.Tensor | None) -> torch.Tensor:
+def deviation(keys: Rows, left_padding: torch.Tensor | None) -> torch.Tensor:
     """(sparq.1) float32 standard deviation of each component over the valid keys: ``(B, Hkv, D)``."""
+    keys = keys[:]
     centred = keys.float() - masked_mean(keys, left_padding)[:, :, None, :]
     return masked_mean(centred**2, left_padding).sqrt()
 

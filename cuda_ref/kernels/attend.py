@@ -1,15 +1,17 @@
 """Attend: exact attention of one query per head over a list of keys, or over all of them. Shared by every method.
 
 Grid (splits of the list, Hkv, B), or (programs) for rows of different numbers of entries. A program reads `share` rows
-of K and of V, D * itemsize bytes each, once for the whole group, and keeps a running softmax. With more than one split
-it writes G * (D + 3) float32 numbers, and the program of a row that arrives last merges them, exactly, as every split
-carries its largest logit and its sum.
+of K and of V, D * itemsize bytes each, once for the whole group, and keeps a running softmax. A packed row is D * BITS
+/ 8 bytes of codes and 2 * D / GROUP_SIZE * itemsize of scales and biases. With more than one split a program writes
+G * (D + 3) float32 numbers, and the one of a row that arrives last merges them, exactly, as every split carries its
+largest logit and its sum.
 """
 
 import triton
 import triton.language as tl
 
 from .numbers import finite, widen
+from .rows import row_tile
 
 
 @triton.jit
@@ -27,7 +29,11 @@ def times_values(weights, values, total):
 def attend_share(
     queries,
     keys,
+    key_scales,
+    key_biases,
     values,
+    value_scales,
+    value_biases,
     indices,
     first_valid,
     logits,
@@ -37,10 +43,14 @@ def attend_share(
     length,
     scale,
     stride_l,
+    key_row,
     stride_kn,
+    value_row,
     stride_vn,
     D: tl.constexpr,
     G: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -49,8 +59,7 @@ def attend_share(
     """Entries ``start`` to ``end`` of the list: largest logit, sum, weighted sum of values, and part of alpha."""
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
-    inside = d < D
-    q = tl.load(queries + g[:, None] * D + d[None, :], mask=(g[:, None] < G) & inside[None, :], other=0.0)
+    q = tl.load(queries + g[:, None] * D + d[None, :], mask=(g[:, None] < G) & (d < D)[None, :], other=0.0)
     q = widen(q, UPCAST)
     largest = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
@@ -65,9 +74,10 @@ def attend_share(
             key = tl.load(indices + entry, mask=entry < end, other=-1)
             filled = (key >= 0) & (key < length)
         place = key.to(tl.int64)
-        there = filled[:, None] & inside[None, :]
-        k = widen(tl.load(keys + place[:, None] * stride_kn + d[None, :], mask=there, other=0.0), UPCAST)
-        v = widen(tl.load(values + place[:, None] * stride_vn + d[None, :], mask=there, other=0.0), UPCAST)
+        at = key_row + place * stride_kn
+        k = row_tile(keys, key_scales, key_biases, at, filled, D, BITS, GROUP_SIZE, BLOCK_D, UPCAST)
+        at = value_row + place * stride_vn
+        v = row_tile(values, value_scales, value_biases, at, filled, D, BITS, GROUP_SIZE, BLOCK_D, UPCAST)
         score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         score = tl.where(filled[None, :], score, float("-inf"))
         top = tl.maximum(largest, tl.max(score, axis=1))
@@ -184,8 +194,12 @@ def work_of(program, programs, counts, rows, entries, BLOCK_N: tl.constexpr, BLO
 @triton.jit(do_not_specialize=["length", "entries", "share", "rows", "heads"])
 def attend(
     queries,  # (B, Hkv, G, D)
-    keys,  # (B, Hkv, length, D), last stride 1
-    values,  # likewise
+    keys,  # (B, Hkv, length, D), last stride 1; of packed rows the codes, (B, Hkv, length, D * BITS / 32) uint32
+    key_scales,  # (B, Hkv, length, D / GROUP_SIZE), or None for rows that are not packed
+    key_biases,  # likewise
+    values,  # like the keys
+    value_scales,
+    value_biases,
     indices,  # (B, Hkv, entries) int32, or None for keys left_padding to length
     counts,  # (B, Hkv) int32: entries that are used, shared out by `work_of`; None: all, in equal shares
     left_padding,  # (B,) int32, or None; for no list only
@@ -204,7 +218,7 @@ def attend(
     heads,
     scale,
     stride_l,
-    stride_kb,
+    stride_kb,  # in elements, of packed rows in rows
     stride_kh,
     stride_kn,
     stride_vb,
@@ -212,6 +226,8 @@ def attend(
     stride_vn,
     D: tl.constexpr,
     G: tl.constexpr,
+    BITS: tl.constexpr,  # of a component of packed rows
+    GROUP_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -233,8 +249,8 @@ def attend(
             return
         split, h, b = tl.program_id(0) - first_part, place % heads, place // heads
         row = place.to(tl.int64)
-    keys += b.to(tl.int64) * stride_kb + h.to(tl.int64) * stride_kh
-    values += b.to(tl.int64) * stride_vb + h.to(tl.int64) * stride_vh
+    key_row = b.to(tl.int64) * stride_kb + h.to(tl.int64) * stride_kh
+    value_row = b.to(tl.int64) * stride_vb + h.to(tl.int64) * stride_vh
     out += row * G * D
     lse += row * G
     first_valid = 0
@@ -252,7 +268,11 @@ def attend(
     top, total, weighted, alpha = attend_share(
         queries + row * G * D,
         keys,
+        key_scales,
+        key_biases,
         values,
+        value_scales,
+        value_biases,
         indices,
         first_valid,
         logits,
@@ -262,10 +282,14 @@ def attend(
         length,
         scale,
         stride_l,
+        key_row,
         stride_kn,
+        value_row,
         stride_vn,
         D,
         G,
+        BITS,
+        GROUP_SIZE,
         BLOCK_D,
         BLOCK_G,
         BLOCK_N,

@@ -2,13 +2,15 @@
 
 Grid (splits of the keys, Hkv, B). A program finds the components of its KV head for itself, D numbers against thousands
 of keys, and reads RANK components of `blocks * BLOCK_S` keys: RANK * itemsize bytes a key, once for the whole group. It
-writes G float32 logits a key, and for each query head their largest and the sum of exponentials.
+writes G float32 logits a key, and for each query head their largest and the sum of exponentials. Packed rows are read
+whole, D * BITS / 8 + 2 * D / GROUP_SIZE * itemsize bytes a key, and all their components unpacked, RANK of which count.
 """
 
 import triton
 import triton.language as tl
 
 from .numbers import finite, rounded_up, widen
+from .rows import row_tile
 
 
 @triton.jit
@@ -29,10 +31,15 @@ def component_keys(queries, component_weight, d, D: tl.constexpr, G: tl.constexp
 
 
 @triton.jit
-def component_ranks(queries, component_weight, D: tl.constexpr, G: tl.constexpr, BLOCK_D: tl.constexpr):
+def component_ranks(
+    queries, component_weight, D: tl.constexpr, G: tl.constexpr, RANK: tl.constexpr, BLOCK_D: tl.constexpr
+):
     """(sparq.2) how many components come before each: a permutation. Sums run down columns, which threads own."""
-    keys = component_keys(queries, component_weight, tl.arange(0, BLOCK_D), D, G, BLOCK_D)
-    return tl.sum((keys[:, None] > keys[None, :]).to(tl.int32), axis=0)
+    before = tl.arange(0, BLOCK_D)
+    if RANK < D:
+        keys = component_keys(queries, component_weight, before, D, G, BLOCK_D)
+        before = tl.sum((keys[:, None] > keys[None, :]).to(tl.int32), axis=0)
+    return before
 
 
 @triton.jit
@@ -47,6 +54,24 @@ def query_components(queries, component, wanted, D: tl.constexpr, G: tl.constexp
     """``(components, BLOCK_G)`` of the group's queries."""
     g = tl.arange(0, BLOCK_G)[None, :]
     return tl.load(queries + g * D + component[:, None], mask=(g < G) & wanted[:, None], other=0.0)
+
+
+@triton.jit
+def chosen_of_rows(
+    k,
+    queries,
+    before,
+    D: tl.constexpr,
+    G: tl.constexpr,
+    RANK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+):
+    """Whole keys ``k (rows, BLOCK_D)`` and the group's queries ``(BLOCK_D, BLOCK_G)``, 0 in what was not chosen."""
+    d = tl.arange(0, BLOCK_D)
+    chosen = before < RANK
+    q = query_components(queries, d, chosen & (d < D), D, G, BLOCK_G)
+    return tl.where(chosen[None, :], k, tl.zeros_like(k)) if RANK < D else k, q
 
 
 @triton.jit
@@ -72,7 +97,9 @@ def logit_factors(
 @triton.jit(do_not_specialize=["length", "blocks"])
 def sparq_scores(
     queries,  # (B, Hkv, G, D)
-    keys_t,  # (B, Hkv, D, length), last stride 1 where it is to be fast
+    keys_t,  # (B, Hkv, D, length), last stride 1 where it is to be fast; of packed rows codes, as in `attend`
+    key_scales,  # (B, Hkv, length, D / GROUP_SIZE), or None for keys that are not packed
+    key_biases,  # likewise
     component_weight,  # (B, Hkv, D) float32, or None for the paper's rule
     left_padding,  # (B,) int32, or None
     logits,  # out: (B, Hkv, G, stride_l) float32, -inf for keys that are not valid
@@ -82,13 +109,15 @@ def sparq_scores(
     blocks,  # of BLOCK_S keys, of a program
     scale,
     stride_l,
-    stride_kb,
+    stride_kb,  # in elements, of packed rows in rows
     stride_kh,
     stride_kd,
     stride_ks,
     D: tl.constexpr,
     G: tl.constexpr,
     RANK: tl.constexpr,
+    BITS: tl.constexpr,  # of a component of packed rows
+    GROUP_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -99,7 +128,7 @@ def sparq_scores(
     split, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = (b * tl.num_programs(1) + h).to(tl.int64)
     queries += row * G * D
-    keys_t += b.to(tl.int64) * stride_kb + h.to(tl.int64) * stride_kh
+    first_key = b.to(tl.int64) * stride_kb + h.to(tl.int64) * stride_kh
     if component_weight is not None:
         component_weight += row * D
     first_valid = 0
@@ -108,7 +137,7 @@ def sparq_scores(
     if split == 0:
         tl.store(tickets + row * 2 + tl.arange(0, 2), tl.zeros([2], tl.int32))
 
-    before = component_ranks(queries, component_weight, D, G, BLOCK_D)
+    before = component_ranks(queries, component_weight, D, G, RANK, BLOCK_D)
     factor = tl.full([BLOCK_G], 1.0, tl.float32) * scale
     if component_weight is None:
         factor = logit_factors(queries, before, scale, D, G, RANK, BLOCK_D, BLOCK_G)
@@ -122,18 +151,27 @@ def sparq_scores(
     for start in range(split * share, tl.minimum((split + 1) * share, length), BLOCK_S):
         # Keys are the rows of the product: matrix units take 16 rows, but 8 columns, which a group fills better.
         s = start + tl.arange(0, BLOCK_S)
-        approximate = tl.zeros([BLOCK_S, BLOCK_G], tl.float32)
-        for first in tl.static_range(0, RANK, BLOCK_R):
-            rank = first + tl.arange(0, BLOCK_R)
-            component = component_at(before, rank)
-            q = query_components(queries, component, rank < RANK, D, G, BLOCK_G)
-            k = tl.load(
-                keys_t + component[None, :].to(tl.int64) * stride_kd + s[:, None].to(tl.int64) * stride_ks,
-                mask=(rank < RANK)[None, :] & (s < readable)[:, None],
-                other=0.0,
-                eviction_policy="evict_first",
-            )
-            approximate = tl.dot(widen(k, UPCAST), widen(q, UPCAST), approximate, input_precision="ieee")
+        if key_scales is not None:
+            at = first_key + s.to(tl.int64) * stride_ks
+            k = row_tile(keys_t, key_scales, key_biases, at, s < length, D, BITS, GROUP_SIZE, BLOCK_D, UPCAST)
+            k, q = chosen_of_rows(k, queries, before, D, G, RANK, BLOCK_D, BLOCK_G)
+            approximate = tl.dot(k, widen(q, UPCAST), input_precision="ieee")
+        else:
+            approximate = tl.zeros([BLOCK_S, BLOCK_G], tl.float32)
+            for first in tl.static_range(0, RANK, BLOCK_R):
+                rank = first + tl.arange(0, BLOCK_R)
+                component = component_at(before, rank)
+                q = query_components(queries, component, rank < RANK, D, G, BLOCK_G)
+                k = tl.load(
+                    keys_t
+                    + first_key
+                    + component[None, :].to(tl.int64) * stride_kd
+                    + s[:, None].to(tl.int64) * stride_ks,
+                    mask=(rank < RANK)[None, :] & (s < readable)[:, None],
+                    other=0.0,
+                    eviction_policy="evict_first",
+                )
+                approximate = tl.dot(widen(k, UPCAST), widen(q, UPCAST), approximate, input_precision="ieee")
         valid = (s < length) & (s >= first_valid)
         approximate = tl.where(valid[:, None], approximate * factor[None, :], float("-inf"))
         tl.store(

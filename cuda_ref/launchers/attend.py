@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from ..kernels.attend import attend as kernel
+from ..packed_rows import Rows
 from . import configs
-from .launch import Launch, power_of_2, result_like, upcast
+from .launch import Launch, packing, power_of_2, result_like, row_arguments, upcast
 
 PROGRAMS_PER_PROCESSOR = 2  # splits are made until there are so many
 BLOCK_SPLITS = 8  # merged at a time
@@ -28,8 +29,8 @@ class Reallocation:
 
 def attend(
     queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    keys: Rows,
+    values: Rows,
     indices: torch.Tensor | None,
     *,
     scale: float,
@@ -42,7 +43,7 @@ def attend(
 
     Args:
         queries: ``(B, Hq, 1, D)``, contiguous.
-        keys, values: ``(B, Hkv, S, D)``, last stride 1.
+        keys, values: ``(B, Hkv, S, D)``, last stride 1; both packed alike, with parts `in_step`, or neither.
         indices: ``(B, Hkv, N)`` int32, any number that is no key's = empty slot; None for all keys from
             ``left_padding`` on.
         counts: ``(B, Hkv)`` int32, contiguous; entries from there on are empty slots. Programs share out what is before
@@ -60,7 +61,8 @@ def attend(
     chosen = configs.config(queries.device)
     tiles = chosen.dense if indices is None else chosen.listed
     BLOCK_D = power_of_2(D, 16)
-    BLOCK_N = configs.rows(tiles, BLOCK_D, keys.element_size())
+    BLOCK_N = configs.rows(tiles, BLOCK_D, keys.itemsize)
+    bits, group_size = packing(keys)
     share = configs.share(entries, BLOCK_N, B * Hkv, PROGRAMS_PER_PROCESSOR, queries.device)
     grid = (max(1, -(-entries // share)), Hkv, B)
     if counts is not None:
@@ -76,8 +78,8 @@ def attend(
         grid,
         {
             "queries": queries,
-            "keys": keys,
-            "values": values,
+            **row_arguments("key", keys),
+            **row_arguments("value", values),
             "indices": indices,
             "counts": counts,
             "left_padding": left_padding,
@@ -96,16 +98,12 @@ def attend(
             "heads": Hkv,
             "scale": scale,
             "stride_l": 0 if reallocation is None else reallocation.logits.stride(2),
-            "stride_kb": keys.stride(0),
-            "stride_kh": keys.stride(1),
-            "stride_kn": keys.stride(2),
-            "stride_vb": values.stride(0),
-            "stride_vh": values.stride(1),
-            "stride_vn": values.stride(2),
         },
         {
             "D": D,
             "G": G,
+            "BITS": bits,
+            "GROUP_SIZE": group_size,
             "BLOCK_D": BLOCK_D,
             "BLOCK_G": power_of_2(G, 16),
             "BLOCK_N": BLOCK_N,
@@ -114,7 +112,11 @@ def attend(
             "BLOCK_ROWS": power_of_2(min(B * Hkv, MOST_ROWS)),
             "UPCAST": upcast(keys.dtype),
         },
-        {"num_warps": configs.warps(tiles, BLOCK_D, keys.element_size()), "num_stages": tiles.stages},
+        {
+            "num_warps": configs.warps(tiles, BLOCK_D, keys.itemsize),
+            # Without matrix units a tile that is unpacked ahead of its product would wait for it in registers.
+            "num_stages": 1 if bits and keys.itemsize == 4 else tiles.stages,
+        },
     ).run()
     return out.to(queries.dtype), lse
 
@@ -127,8 +129,8 @@ def programs_for_counts(rows: int, entries: int, block: int, device: torch.devic
 
 def attend_indices(
     queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    keys: Rows,
+    values: Rows,
     indices: torch.Tensor,
     *,
     counts: torch.Tensor | None = None,
@@ -140,8 +142,8 @@ def attend_indices(
 
 def dense_decode(
     queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    keys: Rows,
+    values: Rows,
     *,
     scale: float,
     left_padding: torch.Tensor | None,

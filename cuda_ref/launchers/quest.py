@@ -7,20 +7,21 @@ from torch.nn import functional
 
 from ..checks import rows
 from ..kernels.quest import quest_scores as kernel
+from ..packed_rows import Rows
 from . import configs
 from .attend import attend
 from .launch import Launch, power_of_2, upcast
+from .operands import rows_of
 from .select import LINE, GroupScores, select
 
 
-def page_bounds(
-    keys: torch.Tensor, left_padding: torch.Tensor | None, *, page_size: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def page_bounds(keys: Rows, left_padding: torch.Tensor | None, *, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(quest.1) smallest and largest of each component over the valid keys of each page.
 
     Returns:
         Two ``(B, Hkv, P, D)`` in the type of ``keys``; +inf and -inf for a page without a valid key.
     """
+    keys = keys[:]
     B, Hkv, S, D = keys.shape
     bounds = []
     for nothing, reduce in ((float("inf"), torch.amin), (float("-inf"), torch.amax)):
@@ -44,7 +45,7 @@ def page_keys(pages: torch.Tensor, left_padding: torch.Tensor | None, *, page_si
 
 def quest_select(
     queries: torch.Tensor,
-    keys: torch.Tensor,
+    keys: Rows,
     *,
     page_size: int,
     top_k: int,
@@ -97,11 +98,17 @@ def quest_decode(
     page_size: int,
     top_k: int,
     scale: float,
+    row_bits: int = 16,
+    key_scales: torch.Tensor | None = None,
+    key_biases: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
+    value_biases: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One step of Quest: ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)``; arguments have been checked."""
+    """One step of Quest: ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)``; packed rows as in `torch_ops`."""
     bounds = {"page_min": page_min, "page_max": page_max}
-    indices = quest_select(queries, keys, page_size=page_size, top_k=top_k, left_padding=left_padding, **bounds)
-    return attend(queries.contiguous(), rows(keys), rows(values), indices, scale=scale)
+    pair = rows_of(keys, values, row_bits, key_scales, key_biases, value_scales, value_biases)
+    indices = quest_select(queries, pair[0], page_size=page_size, top_k=top_k, left_padding=left_padding, **bounds)
+    return attend(queries.contiguous(), *pair, indices, scale=scale)
 
 
 @quest_decode.register_fake

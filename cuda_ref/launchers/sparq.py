@@ -10,9 +10,10 @@ from mlx_sparse.common.key_codes import GROUP, KeyCodes
 
 from ..kernels.sparq_code_scores import sparq_code_scores as code_kernel
 from ..kernels.sparq_scores import sparq_scores as kernel
+from ..packed_rows import PackedRows, Rows
 from . import configs
 from .attend import Reallocation, attend
-from .launch import Launch, power_of_2, upcast
+from .launch import Launch, packing, power_of_2, row_arguments, upcast
 from .select import GroupScores, select
 
 MOST_COMPONENTS = 64  # in a tile; more are added up
@@ -22,7 +23,7 @@ CODE_COMPONENTS = 16  # of codes that are multiplied at a time: more would not f
 
 def sparq_scores(
     queries: torch.Tensor,
-    keys_t: torch.Tensor,
+    keys_t: Rows,
     *,
     rank: int,
     component_weight: torch.Tensor | None,
@@ -33,15 +34,25 @@ def sparq_scores(
 
     Args:
         queries: ``(B, Hq, 1, D)``, contiguous.
-        keys_t: ``(B, Hkv, D, S)`` of any strides; fast where the last is 1 and the others are multiples of 16.
+        keys_t: ``(B, Hkv, D, S)`` of any strides; fast where the last is 1 and the others are multiples of 16. Or
+            packed rows, with parts `in_step`, which are read whole (quantised.2).
         component_weight: float32 ``(B, Hkv, D)``, or None for the paper's rule.
     """
-    B, Hkv, D, S = keys_t.shape
-    G = queries.shape[1] // Hkv
+    B, Hkv = keys_t.shape[:2]
+    G, D = queries.shape[1] // Hkv, queries.shape[3]
     tiles = configs.config(queries.device).scores
     BLOCK_D = power_of_2(D, 32)
     BLOCK_R = power_of_2(min(rank, MOST_COMPONENTS), 16)
-    BLOCK_S = configs.rows(tiles, BLOCK_R, keys_t.element_size())
+    keys: dict[str, Any]
+    if isinstance(keys_t, PackedRows):
+        keys, S, width, aligned = row_arguments("key", keys_t), keys_t.shape[2], BLOCK_D, False
+        keys |= {"keys_t": keys.pop("keys"), "stride_kd": 0, "stride_ks": keys.pop("stride_kn")}
+    else:
+        S, width, aligned = keys_t.shape[3], BLOCK_R, readable_beyond(keys_t)
+        keys = {"keys_t": keys_t, "key_scales": None, "key_biases": None}
+        keys |= {f"stride_k{axis}": stride for axis, stride in zip("bhds", keys_t.stride(), strict=True)}
+    BLOCK_S = configs.rows(tiles, width, keys_t.itemsize)
+    bits, group_size = packing(keys_t)
     share = configs.share(S, BLOCK_S, B * Hkv, PROGRAMS_PER_PROCESSOR, queries.device)
     grid = (-(-S // share), Hkv, B)
     found = GroupScores.empty(B, Hkv, G, S, grid[0], queries.device)
@@ -50,7 +61,7 @@ def sparq_scores(
         grid,
         {
             "queries": queries,
-            "keys_t": keys_t,
+            **keys,
             "component_weight": component_weight,
             "left_padding": left_padding,
             "logits": found.logits,
@@ -60,27 +71,25 @@ def sparq_scores(
             "blocks": share // BLOCK_S,
             "scale": scale,
             "stride_l": found.logits.stride(2),
-            "stride_kb": keys_t.stride(0),
-            "stride_kh": keys_t.stride(1),
-            "stride_kd": keys_t.stride(2),
-            "stride_ks": keys_t.stride(3),
         },
         {
             "D": D,
             "G": G,
             "RANK": rank,
+            "BITS": bits,
+            "GROUP_SIZE": group_size,
             "BLOCK_D": BLOCK_D,
             "BLOCK_G": power_of_2(G, 8),
             "BLOCK_R": BLOCK_R,
             "BLOCK_S": BLOCK_S,
-            "ALIGNED": readable_beyond(keys_t),
+            "ALIGNED": aligned,
             "UPCAST": upcast(keys_t.dtype),
         },
         {
             # A thread for each component: one that ranks two runs out of registers, two that rank one load it twice.
             "num_warps": max(tiles.warps, BLOCK_D // 32),
-            # Without matrix units the loop of many stages runs out of them, too.
-            "num_stages": min(tiles.stages, 2) if keys_t.dtype == torch.float32 else tiles.stages,
+            # Without matrix units the loop of many stages runs out of them, too. Packed tiles are small: a stage more.
+            "num_stages": min(tiles.stages, 2) if keys_t.dtype == torch.float32 else tiles.stages + int(bits > 0),
         },
     ).run()
     return found
@@ -104,7 +113,7 @@ def readable_beyond(keys_t: torch.Tensor) -> bool:
 
 def sparq_code_scores(
     queries: torch.Tensor,
-    keys: torch.Tensor,
+    keys: Rows,
     coded: KeyCodes,
     *,
     key_bits: int,
@@ -118,7 +127,7 @@ def sparq_code_scores(
 
     Args:
         queries: ``(B, Hq, 1, D)``, contiguous.
-        keys: ``(B, Hkv, S, D)``, last stride 1, of which those that are not coded are read.
+        keys: ``(B, Hkv, S, D)``, last stride 1, or packed with parts `in_step`; those that are not coded are read.
         coded: of all full groups; fast where the last strides are 1 and those of ``codes`` else multiples of 16.
         narrow: whether the logits are written in 8 bits.
         component_weight: float32 ``(B, Hkv, D)``, or None for the paper's rule.
@@ -136,6 +145,7 @@ def sparq_code_scores(
     share = configs.share(full, BLOCK_S, B * Hkv, PROGRAMS_PER_PROCESSOR, queries.device)
     tail = int(full < S or left_padding is not None)
     parts = -(-full // BLOCK_S) + tail
+    bits, group_size = packing(keys)
     found = GroupScores.empty(B, Hkv, G, S, parts, queries.device, tile=BLOCK_S if narrow else 0)
     Launch(
         code_kernel,
@@ -146,7 +156,7 @@ def sparq_code_scores(
             "lo": lo,
             "step": step,
             "centre": coded.centre.contiguous(),
-            "keys": keys,
+            **row_arguments("key", keys),
             "component_weight": component_weight,
             "left_padding": left_padding,
             "logits": found.logits,
@@ -163,19 +173,19 @@ def sparq_code_scores(
             "stride_rb": lo.stride(0),
             "stride_rh": lo.stride(1),
             "stride_rd": lo.stride(2),
-            "stride_kb": keys.stride(0),
-            "stride_kh": keys.stride(1),
-            "stride_kn": keys.stride(2),
         },
         {
             "D": D,
             "G": G,
             "RANK": rank,
             "BITS": key_bits,
+            "KEY_BITS": bits,
+            "GROUP_SIZE": group_size,
             "BLOCK_D": BLOCK_D,
             "BLOCK_G": power_of_2(G),
             "BLOCK_R": CODE_COMPONENTS,
             "BLOCK_S": BLOCK_S,
+            "UPCAST": upcast(keys.dtype),
         },
         {"num_warps": warps, "num_stages": tiles.stages},
     ).run()
@@ -184,7 +194,7 @@ def sparq_code_scores(
 
 def sparq_select(
     queries: torch.Tensor,
-    keys_t: torch.Tensor | KeyCodes,
+    keys_t: torch.Tensor | KeyCodes | None,
     *,
     rank: int,
     top_k: int,
@@ -193,15 +203,15 @@ def sparq_select(
     component_weight: torch.Tensor | None,
     scale: float,
     left_padding: torch.Tensor | None,
-    keys: torch.Tensor | None = None,
+    keys: Rows | None = None,
     key_bits: int = 16,
     exact: bool = False,
 ) -> tuple[torch.Tensor, GroupScores]:
     """Choose the keys of one decode step: ``indices (B, Hkv, min(top_k, S))`` int32, and what they were chosen by.
 
     Args:
-        keys_t: component-major keys, with fewer ``key_bits`` than 16 coded ones.
-        keys: ``(B, Hkv, S, D)``, last stride 1; needed for those that are not coded.
+        keys_t: component-major keys, with fewer ``key_bits`` than 16 coded ones. None for scores from packed rows.
+        keys: ``(B, Hkv, S, D)``, last stride 1, or packed; needed for those that are not coded.
         exact: whether the logits have to be float32, as reallocation reads them. Sums of logits always are, and those
             of keys of 16 bits.
     """
@@ -216,6 +226,10 @@ def sparq_select(
         narrow = not exact and group_reduce == "softmax"
         S = keys.shape[2]
         scores = sparq_code_scores(queries, keys, keys_t, key_bits=key_bits, narrow=narrow, **scoring)
+    elif keys_t is None:
+        assert isinstance(keys, PackedRows)
+        S = keys.shape[2]
+        scores = sparq_scores(queries, keys, **scoring)
     else:
         S = keys_t.shape[3]
         scores = sparq_scores(queries, keys_t, **scoring)
@@ -232,9 +246,9 @@ def sparq_select(
 
 def sparq_decode(
     queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    keys_t: torch.Tensor | KeyCodes,
+    keys: Rows,
+    values: Rows,
+    keys_t: torch.Tensor | KeyCodes | None,
     *,
     top_k: int,
     scale: float,

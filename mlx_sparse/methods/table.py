@@ -57,7 +57,7 @@ FUNCTIONS: Mapping[str, Mapping[str, str]] = {
         "oracle": "oracle:quest_attention",
         "ops": "ops.quest:quest_attention",
         "metal": "kernels.quest:quest_attention",
-        "triton": "cuda_ref.launchers.quest:quest_decode",
+        "triton": "cuda_ref.api.steps:quest_attention",
         "onnx": "onnx_export:operator_model",
         "ort": "onnx_export:session_options",
     },

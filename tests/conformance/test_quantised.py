@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from adapters import Mlx
+from adapters import Mlx, Torch
 from cases import (
     CASES,
+    PRECISION,
     Array,
     Case,
     assert_as_good_as_plain,
@@ -19,11 +20,11 @@ from cases import (
 )
 from expected import assert_conforms, attended, expected
 
-import mlx_sparse
 from mlx_sparse import ShapeError, oracle
+from mlx_sparse.common.packed_parts import BITS
 from mlx_sparse.methods.table import WHOLE_BUFFERS
 
-BACKENDS = ["ops"]
+BACKENDS = ["ops", "triton"]
 FORMS = [(8, 64), (4, 32), (4, 128), (6, 64), (2, 32), (4, 64)]
 
 
@@ -73,6 +74,38 @@ class PackedMlx(Mlx):
         """None: scores come from the rows."""
 
 
+class PackedTorch(Torch):
+    """The Triton kernels on the same rows as torch tensors, slices of longer caches."""
+
+    def arrays(self, case: Any) -> list[Any]:
+        from mlx_arrays import to_numpy
+        from mlx_sparse.cuda_ref import PackedRows
+
+        found = [super().arrays(case)[0]]
+        for rows in case.packed():
+            ranges = (self.array(to_numpy(part), case.dtype) for part in rows.parts[1:])
+            found.append(PackedRows(self.integers(rows.codes, "uint32"), *ranges, rows.bits))
+        return found
+
+    def cached(self, rows: Any) -> Any:
+        from torch_arrays import cached_rows
+
+        return cached_rows(rows)
+
+    def columns(self, keys: Any) -> Any:
+        """None: scores come from the rows."""
+
+    def sparq_select(self, q: Any, k: Any, coded: Any, selection: Any, reallocate: bool) -> Any:
+        from mlx_sparse.cuda_ref.launchers import sparq
+
+        return sparq.sparq_select(q, coded, keys=k, exact=reallocate, **selection)[0]
+
+
+def adapter(backend: Any) -> Any:
+    """The backend on packed rows."""
+    return PackedTorch(backend.name) if backend.name == "triton" else PackedMlx(backend.name)
+
+
 def packed_cases() -> list[PackedCase]:
     """Every case with two forms that its head dim allows."""
     found = []
@@ -84,18 +117,20 @@ def packed_cases() -> list[PackedCase]:
     return found
 
 
-by_case = pytest.mark.parametrize("case", packed_cases(), ids=str)
+# Triton's interpreter takes its time, and a list of one key tells little of how exact a sum is.
+SMALL = [case for case in packed_cases() if case.S > 1 and case.B * case.Hkv * case.S * case.D < 80_000]
+HERE = [*(("ops", case) for case in packed_cases()), *(("triton", case) for case in SMALL)]
 by_backend = pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 # In the harness a case takes seconds: some of them, and what kernels score, which is whole rows.
 SETTINGS = ["rank-D", "paper", "robust", "reallocate", "eval"]
-PAIRS = [*(("ops", case) for case in packed_cases()), *(("metal", case) for case in packed_cases()[1::6])]
-ARMS = [(*pair, setting) for pair in PAIRS for setting in (SETTINGS if pair[0] == "ops" else SETTINGS[:1])]
+PAIRS = [*HERE, *(("metal", case) for case in packed_cases()[1::6])]
+ARMS = [(*pair, setting) for pair in PAIRS for setting in (SETTINGS[:1] if pair[0] == "metal" else SETTINGS)]
 
 
 @pytest.mark.parametrize(("backend", "case", "setting"), ARMS, ids=str, indirect=["backend"])
 def test_sparq_chooses_by_packed_rows_and_attends_as_the_oracle(backend: Any, setting: str, case: PackedCase) -> None:
     params = every_parameter(case, setting)
-    found, wanted = PackedMlx(backend.name).sparq(case, params), expected(case, setting, "sparq")
+    found, wanted = adapter(backend).sparq(case, params), expected(case, setting, "sparq")
     if backend.name == "metal" and not params["reallocate"]:  # scores are held in 8 bits
         assert wanted.scores is not None
         assert_chosen_within(found.choice, wanted.choice, wanted.scores, 1 / 16)
@@ -103,23 +138,22 @@ def test_sparq_chooses_by_packed_rows_and_attends_as_the_oracle(backend: Any, se
     assert_conforms(found, wanted, case)
 
 
-@by_case
-@by_backend
+@pytest.mark.parametrize(("backend", "case"), HERE, ids=str, indirect=["backend"])
 def test_dense_attention_over_packed_rows_is_the_oracles(backend: Any, case: PackedCase) -> None:
-    found = PackedMlx(backend.name).dense(case, every_parameter(case, "", "dense"))
+    found = adapter(backend).dense(case, every_parameter(case, "", "dense"))
     assert_conforms(found, expected(case, "", "dense"), case)
 
 
 @pytest.mark.parametrize(("backend", "case"), PAIRS, ids=str, indirect=["backend"])
 def test_listed_rows_are_unpacked_and_attended(backend: Any, case: PackedCase) -> None:
     chosen = np.tile(np.arange(0, case.S, 3, dtype=np.int32), (case.B, case.Hkv, 1))
-    assert_conforms(PackedMlx(backend.name).attend_indices(case, chosen, 0.2), attended(case, chosen, 0.2), case)
+    assert_conforms(adapter(backend).attend_indices(case, chosen, 0.2), attended(case, chosen, 0.2), case)
 
 
 @by_backend
 def test_public_functions_take_packed_rows(backend: Any) -> None:
     case = PackedCase(2, 6, 2, 150, 64, "f16", padding=(3, 40), bits=4)
-    adapter, given = PackedMlx(backend.name), {"top_k": 32, "left_padding": np.array(case.padding)}
+    packed, given = adapter(backend), {"top_k": 32, "left_padding": np.array(case.padding)}
     q, keys, values = case.inputs()
     best = oracle.sparq_select(q, keys, rank=64, top_k=32, local_window=8, left_padding=case.padding).indices
     pages, _ = oracle.quest_select(q, keys, page_size=16, top_k=32, left_padding=case.padding)
@@ -130,8 +164,32 @@ def test_public_functions_take_packed_rows(backend: Any) -> None:
     ):
         wanted = getattr(oracle, f"{name}_attention")(q, keys, values, left_padding=case.padding, **more, top_k=32)
         plain = plain_attention(q, keys, values, chosen, case.D**-0.5, case.dtype)
-        found = adapter.numpy(adapter.public(f"{name}_attention", case, **given, **more))
-        assert_as_good_as_plain(found, wanted, plain, case.dtype)
+        if hasattr(packed.functions, f"{name}_attention"):
+            found = packed.numpy(packed.public(f"{name}_attention", case, **given, **more))
+            assert_as_good_as_plain(found, wanted, plain, case.dtype)
     with pytest.raises(ShapeError, match="values: expected the shape of keys"):
-        q, k, v = adapter.arrays(case)
-        mlx_sparse.sparq_attention(q, k, v.first(100))
+        q, k, v = packed.arrays(case)
+        packed.functions.sparq_attention(q, k, v.first(100))
+
+
+# The type of the scales, then bits and components of a group.
+EVERY_FORM = [(dtype, bits, (32, 64, 128)[n % 3]) for n, dtype in enumerate(PRECISION) for bits in BITS]
+
+
+@pytest.mark.parametrize("backend", ["triton"], indirect=True)
+def test_torch_reads_the_packed_rows_of_mlx_to_the_bit(backend: Any) -> None:
+    """As tensors, and in a kernel: a query of one component has it for its logit, one listed key its value for out."""
+    from mlx_arrays import to_numpy
+
+    triton = adapter(backend)
+    for dtype, bits, group_size in EVERY_FORM:
+        case = PackedCase(1, 128, 1, 3, 128, dtype, bits=bits, group_size=group_size)
+        rows = [to_numpy(packed[:]) for packed in case.packed()]
+        _, *packed = triton.arrays(case)
+        for found, wanted in zip(packed, rows, strict=True):
+            np.testing.assert_array_equal(triton.numpy(found[:]), wanted)
+        each = triton.array(np.eye(128)[None, :, None], dtype)
+        second = triton.integers([[[1]]])
+        out, lse = triton.functions.attend_indices(each, *packed, second, scale=1.0)
+        np.testing.assert_array_equal(triton.numpy(lse)[0, :, 0], rows[0][0, 0, 1])
+        np.testing.assert_array_equal(triton.numpy(out)[0, :, 0], np.tile(rows[1][0, 0, 1], (128, 1)))
