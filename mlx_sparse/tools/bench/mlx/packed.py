@@ -9,11 +9,11 @@ import mlx.core as mx
 
 from ....cache.kv_cache import SparseKVCache, SparseQuantizedKVCache
 from ....checks import ConfigError
+from ....common.packed_parts import BITS
 from ....methods import Method, Step
 from ..core import Case, Shape
 from .steps import DecodeStep, Layers
 
-BITS = (2, 3, 4, 5, 6, 8)  # of `mx.quantize`
 GROUP = 64  # components that share a scale, as with mlx_lm's --kv-bits
 
 
