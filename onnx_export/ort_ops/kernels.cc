@@ -28,6 +28,15 @@ inline void store_part(T* p, F x, int n) {
   for (int i = 0; i < n; i++) p[i] = part[i];
 }
 
+inline float number_at(const float* p) { return *p; }
+inline float number_at(const Half* p) { return half_at(reinterpret_cast<const uint8_t*>(p)); }
+inline float number_at(const BFloat16* p) {
+  const uint32_t bits = uint32_t(p->bits) << 16;
+  float number;
+  __builtin_memcpy(&number, &bits, 4);
+  return number;
+}
+
 template <class T>
 void widen(float* out, const void* in, int64_t n) {
   const T* from = static_cast<const T*>(in);
@@ -49,6 +58,44 @@ void narrow(void* out, const float* in, int64_t n) {
 inline void prefetch(const void* p, int64_t bytes) {
   const char* line = static_cast<const char*>(p);
   for (int64_t i = 0; i < bytes; i += kLine) __builtin_prefetch(line + i);
+}
+
+// One row, rounded to T, in vectors of codes and of pairs of codes.
+template <class T, int kBits>
+inline void unpack_row(float* out, const uint8_t* codes, const PackedRows& packed) {
+  const T* ranges = reinterpret_cast<const T*>(codes + packed.D * kBits / 8);
+  for (int d = 0; d < packed.D; d += packed.group, ranges += 2) {
+    const F scale = set1(number_at(ranges)), bias = set1(number_at(ranges + 1));
+    for (int i = d; i < d + packed.group;) {
+      F number[2];
+      if (kBits == 8) {
+        number[0] = bytes(codes + i);
+      } else {
+        nibbles(codes + i / 2, number[0], number[1]);
+        interleave(number[0], number[1]);
+      }
+      for (int n = 0; n < 8 / kBits; n++, i += W) {
+        T part[W];
+        store(part, add(mul(number[n], scale), bias));  // not fused: of float32 it is what others compute
+        store(out + i, load(part));
+      }
+    }
+  }
+}
+
+template <class T>
+void unpack(float* out, const PackedRows& packed) {
+  const auto row = [&](int i) {
+    return packed.rows + (packed.index ? packed.index[i] : packed.first + i) * packed.stride;
+  };
+  for (int i = 0; i < packed.count; i++, out += packed.D) {
+    if (packed.index && i + kRowsAhead < packed.count) prefetch(row(i + kRowsAhead), packed.stride);
+    if (packed.bits == 8) {
+      unpack_row<T, 8>(out, row(i), packed);
+    } else {
+      unpack_row<T, 4>(out, row(i), packed);
+    }
+  }
 }
 
 inline int64_t row_of(const Keys& block, int j) { return block.index ? block.index[j] : block.first + j; }
@@ -399,7 +446,7 @@ int32_t bound_of(const int32_t* keys, int n, int k) {
 
 template <class T>
 constexpr TypeKernels kernels_of() {
-  return {widen<T>, narrow<T>, attend<T>, score_block<T>, approximate<T>};
+  return {widen<T>, narrow<T>, unpack<T>, attend<T>, score_block<T>, approximate<T>};
 }
 
 }  // namespace
