@@ -11,6 +11,9 @@
 
 namespace sparse {
 
+// Rows of a plane for kernels that unpack them.
+PackedRows packed_rows(const RowFormat&, const void* plane, const int32_t* index, int64_t first, int64_t count);
+
 // Rows `first` to `first` + count - 1 of a head in float32.
 void read_rows(float* out, const RowFormat&, const void* plane, int64_t first, int64_t count);
 

@@ -76,6 +76,8 @@ struct TypeKernels {
   void (*narrow)(void* out, const float* in, int64_t n);
   // (quantised.1): (count, D), rounded to T.
   void (*unpack)(float* out, const PackedRows&);
+  // a (G, stride) = q . k of packed rows, which are rounded to T before; q is (G, D). Room for a multiple of 4 rows.
+  void (*score_packed)(const PackedRows&, const float* q, int G, float* a, int64_t stride);
   // Extends the running softmax; `scores` is room for (count, kBlock).
   void (*attend)(const Rows&, const Keys&, float* scores);
   // The first part of that: scores (count, kBlock) = q . k. The values are fetched into the processor's cache

@@ -62,16 +62,16 @@ void pack_row(const TypeKernels& kernels, const RowFormat& rows, float* x, float
   kernels.narrow(row + rows.D * rows.bits / 8, ranges, 2 * groups);
 }
 
-PackedRows packed_of(const RowFormat& rows, const void* plane, const int32_t* index, int64_t first, int64_t count) {
+}  // namespace
+
+PackedRows packed_rows(const RowFormat& rows, const void* plane, const int32_t* index, int64_t first, int64_t count) {
   return {static_cast<const uint8_t*>(plane), index, first, rows.bytes(), int(count), int(rows.D), int(rows.bits),
           int(rows.group)};
 }
 
-}  // namespace
-
 void read_rows(float* out, const RowFormat& rows, const void* plane, int64_t first, int64_t count) {
   const TypeKernels& kernels = sparse::kernels().type[rows.type];
-  if (rows.bits) return kernels.unpack(out, packed_of(rows, plane, nullptr, first, count));
+  if (rows.bits) return kernels.unpack(out, packed_rows(rows, plane, nullptr, first, count));
   kernels.widen(out, static_cast<const char*>(plane) + first * rows.bytes(), count * rows.D);
 }
 
@@ -93,8 +93,8 @@ void Attention::attend(const Rows& queries, const Keys& block, float* scores) co
   Scratch scratch(Scratch::kPart, 2 * Scratch::size<float>(block.count * D));
   float *k = scratch.take<float>(block.count * D), *v = scratch.take<float>(block.count * D);
   const TypeKernels& packed = kernels->type[rows.type];
-  packed.unpack(k, packed_of(rows, block.keys, block.index, block.first, block.count));
-  packed.unpack(v, packed_of(rows, block.values, block.index, block.first, block.count));
+  packed.unpack(k, packed_rows(rows, block.keys, block.index, block.first, block.count));
+  packed.unpack(v, packed_rows(rows, block.values, block.index, block.first, block.count));
   const Keys unpacked{k, v, nullptr, 0, block.count, 0, block.low, block.high};
   kernels->type[kTypeFloat].attend(queries, unpacked, scores);
 }

@@ -246,12 +246,17 @@ void Step::score_codes(const Head& head, Span keys, float* scores) const {
 
 // (sparq.3) with all components, from the rows themselves.
 void Step::score_rows(const Head& head, Span keys, float* scores) const {
+  const char* plane = a.plane(a.keys, head.b, head.h);
+  if (a.rows.bits) {
+    const PackedRows packed = packed_rows(a.rows, plane, nullptr, keys.low, keys.high - keys.low);
+    return a.kernels->type[a.rows.type].score_packed(packed, head.rows.q, int(G), scores, grid.stride);
+  }
   const Rows queries{int(G), int(a.D), head.rows.q, nullptr, nullptr, nullptr};
   Scratch scratch(Scratch::kPart, Scratch::size<float>(kBlock * a.D) + Scratch::size<float>(G * kBlock));
   float *k = scratch.take<float>(kBlock * a.D), *found = scratch.take<float>(G * kBlock);
   for (int64_t j = keys.low; j < keys.high; j += kBlock) {
     const int64_t n = std::min<int64_t>(kBlock, keys.high - j);
-    read_rows(k, a.rows, a.plane(a.keys, head.b, head.h), j, n);
+    read_rows(k, a.rows, plane, j, n);
     a.kernels->type[kTypeFloat].score(queries, {k, k, nullptr, 0, int(n), 0, nullptr, nullptr}, found);
     for (int64_t g = 0; g < G; g++) {
       std::copy(found + g * kBlock, found + g * kBlock + n, scores + g * grid.stride + j - keys.low);
