@@ -157,8 +157,8 @@ def _unroll(graph: ir.Graph) -> bool:
             formal.replace_all_uses_with(actual, replace_graph_outputs=True)
         results = list(body.outputs)[1:]
         nodes = list(body)
-        for constant in list(body.initializers.values()):  # what was folded inside
-            del body.initializers[constant.name]
+        for name, constant in list(body.initializers.items()):  # what was folded inside
+            del body.initializers[name]
             graph.register_initializer(constant)
         body.outputs.clear()
         body.remove(nodes)
