@@ -33,6 +33,11 @@ DTYPES = {
 }
 
 
+def _in_play(dtype: str) -> int:
+    """Fewer of packed rows, so that all have room: between two steps others go through theirs."""
+    return IN_PLAY // 4 if dtype in PACKED else IN_PLAY
+
+
 @dataclass(frozen=True)
 class Problem(Case):
     """One decode step: S keys, the last of them new; SparQ's rank r, number of keys k and window l.
@@ -94,7 +99,7 @@ class Problem(Case):
         Of the latter a step reads a part of ``rank / D``, by which there are the more of them.
         """
         both, read = 2 * self.bytes(dtype), self.bytes(dtype) * self.rank // self.D
-        return max(2, -(-IN_PLAY // both)), max(2, -(-IN_PLAY // max(1, read)))
+        return max(2, -(-_in_play(dtype) // both)), max(2, -(-IN_PLAY // max(1, read)))
 
     @property
     def coded_bytes(self) -> int:
@@ -103,12 +108,8 @@ class Problem(Case):
         return self.Hkv * self.D * axes["groups"] * axes["record"]
 
     def coded_copies(self, dtype: str) -> int:
-        """How many of them there are; a step reads a part of ``rank / D``.
-
-        Fewer beside packed rows, which others go through between two steps too, so that all have room.
-        """
-        in_play = IN_PLAY // 4 if dtype in PACKED else IN_PLAY
-        return max(2, -(-in_play * self.D // (self.coded_bytes * self.rank)))
+        """How many of them there are; a step reads a part of ``rank / D``."""
+        return max(2, -(-_in_play(dtype) * self.D // (self.coded_bytes * self.rank)))
 
     def memory(self, dtypes: Iterable[str]) -> int:
         """Bytes of the caches of these types together."""

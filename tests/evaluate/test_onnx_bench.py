@@ -127,9 +127,9 @@ def test_enough_caches_are_in_play(monkeypatch: pytest.MonkeyPatch) -> None:
         problem = Problem("", Shape(32, 8, 128), 1, S, 32, 128, 32)
         for dtype in bench_caches.DTYPES:
             sets, sets_t = problem.copies(dtype)
-            assert sets * 2 * problem.bytes(dtype) >= 600_000_000
+            assert sets * 2 * problem.bytes(dtype) >= (150_000_000 if dtype in bench_caches.PACKED else 600_000_000)
             assert sets_t * problem.bytes(dtype) * 32 // 128 >= 600_000_000
-        assert problem.memory(bench_caches.DTYPES) < 14e9
+        assert problem.memory(bench_caches.DTYPES) < 14.2e9
 
 
 def test_each_step_uses_the_next_set() -> None:
