@@ -30,7 +30,8 @@ The operators of domain `{DOMAIN}`, version {VERSION}. This page is made from `o
   runtimes give a kernel nodes of versions it does not know.
 * Axis lengths of one name are equal; those of the outputs follow from the inputs, and `?` is left open.
 * Axes: B rows, Hq query heads, Hkv KV heads, L tokens, D head dim, C capacity. Query head h reads KV head
-  `h // (Hq // Hkv)`.
+  `h // (Hq // Hkv)`. The operators whose names begin with `Packed` keep keys and values in few bits; `row` is the bytes
+  of one ([quantised.md](quantised.md#4-exported-files)).
 * Key j of row b is valid when `left_padding[b] <= j < length[b]`. What lies elsewhere in a buffer never reaches an
   output, be it NaN.
 

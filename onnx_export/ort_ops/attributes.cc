@@ -80,8 +80,10 @@ Attributes read_attributes(const Signature& signature, const ort::Api* api, cons
   if (const int64_t size = read["kv_group_size"]; size & (size - 1)) {
     fail("kv_group_size", "32, 64 or 128", to_string(size));
   }
-  if (const int64_t type = read["kv_type"]; type && type != ort::kFloat && type != ort::kFloat16 && type != ort::kBFloat16)
+  const int64_t type = read["kv_type"];
+  if (type && type != ort::kFloat && type != ort::kFloat16 && type != ort::kBFloat16) {
     fail("kv_type", "1, 10 or 16", to_string(type));
+  }
   if (const int64_t size = read["block_size"]; size & (size - 1)) fail("block_size", "32, 64 or 128", to_string(size));
   return read;
 }

@@ -104,7 +104,8 @@ void unpack(float* out, const PackedRows& packed) {
 
 // Dot products of R query rows with kTileKeys packed rows.
 template <int R, class T, int kBits>
-inline void packed_dots(const float* q, const uint8_t* const* rows, const PackedRows& packed, float* a, int64_t stride) {
+inline void packed_dots(const float* q, const uint8_t* const* rows, const PackedRows& packed, float* a,
+                        int64_t stride) {
   const int D = packed.D;
   F total[R][kTileKeys];
   for (int r = 0; r < R; r++) {
@@ -146,7 +147,9 @@ void score_bits(const PackedRows& packed, const float* q, int G, float* a, int64
       prefetch(rows[c] + kAhead, packed.stride);
     }
     int g = 0;
-    for (; g + 4 <= G; g += 4) packed_dots<4, T, kBits>(q + int64_t(g) * packed.D, rows, packed, a + g * stride + j, stride);
+    for (; g + 4 <= G; g += 4) {
+      packed_dots<4, T, kBits>(q + int64_t(g) * packed.D, rows, packed, a + g * stride + j, stride);
+    }
     const float* rest = q + int64_t(g) * packed.D;
     float* last = a + g * stride + j;
     if (G - g == 3) packed_dots<3, T, kBits>(rest, rows, packed, last, stride);

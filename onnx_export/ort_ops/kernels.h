@@ -34,7 +34,7 @@ struct Keys {
   const int* high;
 };
 
-// Rows of a head in few bits: codes of `bits` bits, lowest first, then scale and bias of each `group` of them, numbers of T.
+// Rows of a head in few bits: codes of `bits` bits, lowest first, then scale and bias of each `group`, numbers of T.
 struct PackedRows {
   const uint8_t* rows;   // (C, stride)
   const int32_t* index;  // those that it lists; null for `first`, `first` + 1, ...

@@ -32,7 +32,7 @@ class Attributes {
 
 struct Signature {
   std::string name;
-  const char* inputs;      // one letter each: T, W, f for float, i for int64, s for int16, u for uint8, R for rows of caches
+  const char* inputs;      // a letter each: T, W, f for float, i for int64, s for int16, u for uint8, R for a cache's rows
   const char* outputs;     // T, R, f, s, u, or n for int32
   int shape_of[6];         // the input that has the shape of each output; -1 for none
   std::string attributes;  // besides `spec`, with spaces between them

@@ -16,8 +16,8 @@ enum Type { kTypeFloat, kTypeHalf, kTypeBFloat16 };
 
 inline int64_t size_of(Type type) { return type == kTypeFloat ? 4 : 2; }
 
-// How the rows of a cache lie in memory: D numbers of `type`, or packed, docs/spec/quantised.md: codes of `bits`, then the
-// scale and the bias of each group, which are of `type`.
+// How the rows of a cache lie in memory: D numbers of `type`, or packed, docs/spec/quantised.md: codes of `bits`, then
+// scale and bias of each group, which are of `type`.
 struct RowFormat {
   Type type;
   int64_t D;
