@@ -53,10 +53,9 @@ TYPES = {
     "gqa": (*HALF, "int8"),
     "standard": ("float32",),
     **dict.fromkeys(TORCH, (*HALF, "bfloat16")),
-    **dict.fromkeys(CODED, ("float16",)),
-    "native-dense": (*HALF, *PACKED),
-    "native-sparq": (*HALF, *PACKED),
-    "native-sparq-4": ("float16", "kv4"),
+    **dict.fromkeys(("body-dense", "body-sparq"), (*HALF, "kv4")),
+    **dict.fromkeys(("native-dense", "native-sparq"), (*HALF, *PACKED)),
+    **dict.fromkeys(CODED, ("float16", "kv4")),
 }
 CONTENDERS = [(name, dtype) for name in NAMES for dtype in TYPES[name]]
 PAUSE = 0.003  # seconds between two contenders: pools that spin for a moment after their work do so here
