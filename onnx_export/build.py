@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from math import isfinite
 from numbers import Real
 from pathlib import Path
@@ -13,7 +14,8 @@ import onnx.parser
 from mlx_sparse.checks import ConfigError, check_choice, check_int, check_local_window, check_rank, check_share, meant
 
 from .domain import DEFAULT, DOMAIN, SPEC, VERSION, Profile
-from .operators import FUNCTIONS, OPERATORS, PROMPTS, Operator, Tensor
+from .formal import Operator, Tensor
+from .operators import FUNCTIONS, KV, OPERATORS, PACKED, PROMPTS
 from .schemas import registered
 
 BODIES = Path(__file__).parent / "bodies"
@@ -41,6 +43,8 @@ def element(kind: str, **own: str) -> int:
 
 def function(name: str, profile: Profile = DEFAULT) -> onnx.FunctionProto:
     """The body of an operator, or one of `FUNCTIONS`, in standard operators and in functions that it calls."""
+    if name.startswith(PACKED):
+        return _over_packed_rows(function(name.removeprefix(PACKED), profile))
     base = name if name in FUNCTIONS else operator(name).base or name
     made = onnx.parser.parse_function((BODIES / f"{base}.onnxtxt").read_text(encoding="utf-8"))
     for opset in made.opset_import:
@@ -62,6 +66,49 @@ def _sample_prompts(body: onnx.FunctionProto, made: Operator) -> None:
     for name in function(PROMPTS).attribute:
         kind = onnx.AttributeProto.INT if types[name] is int else onnx.AttributeProto.FLOAT
         node.attribute.add(name=name, ref_attr_name=name, type=kind)
+
+
+def _over_packed_rows(body: onnx.FunctionProto) -> onnx.FunctionProto:
+    """Make the body one that keeps rows in few bits: it packs new ones, and unpacks what it reads.
+
+    Rows of caches are the values that are named ``key``, ``value`` or ``..stored``.
+    """
+    body.name = PACKED + body.name
+    body.attribute.extend(attribute.name for attribute in KV)
+    if DOMAIN not in {opset.domain for opset in body.opset_import}:
+        body.opset_import.add(domain=DOMAIN, version=VERSION)
+    new = {name: f"{name}_stored" for name in ("key", "value") if f"past_{name}" in body.input and name in body.input}
+    for graph in graphs(body):
+        for node in graph.node:
+            node.input[:] = [new.get(name, name) for name in node.input]
+            if _reads_rows(node):
+                node.CopyFrom(_of_rows("Unpack", node.input[0], node.output[0]))
+            elif node.domain == DOMAIN and _has_rows(node.op_type):
+                node.op_type = PACKED + node.op_type
+                node.attribute.extend(_of_rows("Unpack", "", "").attribute)
+    for i, (name, packed) in enumerate(new.items()):
+        body.node.insert(i, _of_rows("Pack", name, packed))
+    return body
+
+
+def _of_rows(name: str, rows: str, made: str) -> onnx.NodeProto:
+    """A node that is told by the attributes of its function how rows are packed."""
+    node = onnx.helper.make_node(name, [rows], [made], domain=DOMAIN)
+    for attribute in KV:
+        node.attribute.add(name=attribute.name, ref_attr_name=attribute.name, type=onnx.AttributeProto.INT)
+    return node
+
+
+def _reads_rows(node: onnx.NodeProto) -> bool:
+    to_float = any(attribute.name == "to" and attribute.i == onnx.TensorProto.FLOAT for attribute in node.attribute)
+    return node.op_type == "Cast" and to_float and node.input[0].endswith("stored")
+
+
+@cache
+def _has_rows(name: str) -> bool:
+    """Whether the body of that name, or one that it calls, reads rows of caches."""
+    nodes = [node for graph in graphs(function(name)) for node in graph.node]
+    return any(_reads_rows(node) or (node.domain == DOMAIN and _has_rows(node.op_type)) for node in nodes)
 
 
 def functions(names: Iterable[str], profile: Profile = DEFAULT) -> list[onnx.FunctionProto]:
@@ -146,6 +193,10 @@ def operator_model(
     fixed = sizes or {}
     if "D" in fixed and "rank" in attributes:
         check_rank(attributes["rank"], fixed["D"])
+    if "D" in fixed and fixed["D"] % int(attributes.get("kv_group_size", 1)):
+        raise ConfigError(
+            f"kv_group_size: expected a divisor of the head dim D={fixed['D']}, got {attributes['kv_group_size']}."
+        )
     made = node(name, [t.name for t in op.inputs], [t.name for t in op.outputs], **attributes)
     if "C" in fixed and fixed["C"] % attributes.get("lanes", 1):
         raise ConfigError(f"lanes: expected a divisor of the capacity C={fixed['C']}, got {attributes['lanes']}.")

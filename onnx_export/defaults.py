@@ -32,16 +32,20 @@ def lanes_for(length: int) -> int:
     return next((lanes for lanes in LANES if -length % lanes * 16 <= length), LANES[-1])
 
 
-def dense_below(config: SparQ, D: int) -> int:
+def dense_below(config: SparQ, D: int, *, packed: bool = False) -> int:
     """Keys below which a decode step stays dense, where that is "auto".
 
     The same for bodies and native kernels, which must give the same answer. Bodies are slower than dense attention
-    below it; native kernels overtake at some 500 keys. The body for codes never overtakes where heads are small.
+    below it; native kernels overtake at some 500 keys. The body for codes never overtakes where heads are small, unless
+    rows are ``packed``.
     """
     shortest = config.shortest_context()
     if config.dense_below != "auto" or config.top_k < SparQ.top_k:
         return shortest
-    saved = 2 * D - config.rank * (CODED_COST if config.key_bits < 16 else 1)  # for each key
+    if packed:  # dense attention unpacks whole keys and values, (quantised.2) whole keys
+        saved = CODED_COST * (D if config.score == "rows" else 2 * D - config.rank)
+    else:
+        saved = 2 * D - config.rank * (CODED_COST if config.key_bits < 16 else 1)  # for each key
     return max(shortest, ENOUGH_SAVED // saved) if saved > 0 else NEVER
 
 

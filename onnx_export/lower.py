@@ -18,7 +18,8 @@ from mlx_sparse.checks import ConfigError, check_int
 
 from .build import calls, graphs
 from .domain import DOMAIN
-from .operators import OPERATORS, T
+from .formal import T
+from .operators import OPERATORS
 
 LARGEST = 1 << 22  # elements of a constant that folding may make: positions of a whole cache
 
@@ -156,6 +157,9 @@ def _unroll(graph: ir.Graph) -> bool:
             formal.replace_all_uses_with(actual, replace_graph_outputs=True)
         results = list(body.outputs)[1:]
         nodes = list(body)
+        for name, constant in list(body.initializers.items()):  # what was folded inside
+            del body.initializers[name]
+            graph.register_initializer(constant)
         body.outputs.clear()
         body.remove(nodes)
         stacks = []

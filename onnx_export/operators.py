@@ -3,124 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from mlx_sparse.checks import BLOCK_SIZES
-from mlx_sparse.common.key_codes import GROUP, KEY_BITS
+from mlx_sparse.common.key_codes import GROUP
 
-T = ("tensor(float)", "tensor(float16)", "tensor(bfloat16)")
-W = ("tensor(float)", "tensor(float16)")  # what query networks and centroids are stored in
+from .formal import Attribute, Operator, Tensor
+from .table import OUTPUT, OWN, SAMPLE, WINDOW
 
-
-@dataclass(frozen=True)
-class Tensor:
-    """An input or output; ``axes`` names its axis lengths, "?" is a length that inference leaves open."""
-
-    name: str
-    type: str
-    axes: str
-    doc: str
-
-    @property
-    def dims(self) -> list[str | int]:
-        return [int(axis) if axis.isdigit() else axis for axis in self.axes.split()]
-
-    @property
-    def as_keys(self) -> bool:
-        """Whether its type and shape are those of the keys in the caches."""
-        return (self.type, self.axes) == ("T", "B Hkv C D")
-
-
-@dataclass(frozen=True)
-class Attribute:
-    """A required attribute; ``low`` and ``high`` bound an integer, or ``choices`` lists its values.
-
-    A float with ``high`` is a share: above 0 and at most 1.
-    """
-
-    name: str
-    type: type
-    doc: str
-    low: int | None = None
-    high: int | None = None
-    choices: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Operator:
-    """One operator of the domain.
-
-    Its body is bodies/NAME.onnxtxt, or that of ``base`` with `PROMPTS` in place of exact attention.
-    """
-
-    name: str
-    doc: str
-    attributes: tuple[Attribute, ...]
-    inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
-    base: str = ""
-
-    @property
-    def attribute_names(self) -> list[str]:
-        return [attribute.name for attribute in self.attributes]
-
-    @property
-    def states(self) -> dict[str, Tensor]:
-        """What it takes as ``past_NAME`` and gives as ``present_NAME``, by that name."""
-        given = {tensor.name for tensor in self.outputs}
-        pasts = {tensor.name.removeprefix("past_"): tensor for tensor in self.inputs}
-        return {name: tensor for name, tensor in pasts.items() if f"present_{name}" in given}
-
-    @property
-    def weighted(self) -> bool:
-        """Whether it has weights, which have a type of their own."""
-        return any(tensor.type == "W" for tensor in self.inputs)
-
-
-_SPEC = Attribute("spec", int, "Version of the meaning of the node. This page describes 1.", 1, 1)
-_SCALE = Attribute("scale", float, "Factor of the logits, c; usually D ** -0.5.")
-_SPARQ = (
-    _SPEC,
-    Attribute("rank", int, "Components read for every key, r: 1 to D.", 1),
-    Attribute("top_k", int, "Keys attended to, k; the local ones count.", 1),
-    Attribute("local_window", int, "Last valid keys, l, that are always attended to: 0 to `top_k`.", 0),
-    Attribute("reallocate", int, "1 gives the mass left over to the mean value (sparq.10); 0 does not.", 0, 1),
-    Attribute("group_reduce", int, "Score of a key (sparq.5): 0 sums the softmax over the group, 1 the logits.", 0, 1),
-    Attribute(
-        "component_score",
-        int,
-        "Score of a component (sparq.1): 0 is |q|, 1 is |q| times the deviation of the keys, without t.",
-        0,
-        1,
-    ),
-    _SCALE,
-)
-_SAAP = (
-    _SPEC,
-    Attribute("probes", int, "Buckets that one query visits per KV head: 1 to N.", 1),
-    Attribute("sink_tokens", int, "First valid keys that are always attended to.", 0),
-    Attribute("recent_tokens", int, "Last valid keys that are always attended to, the new one included.", 1),
-    _SCALE,
-)
-_QUEST = (
-    _SPEC,
-    Attribute("page_size", int, "Consecutive keys of a page, n.", 1),
-    Attribute("top_k", int, "Keys attended to, k, rounded up to whole pages; the current page is one of them.", 1),
-    _SCALE,
-)
-_WINDOW = Attribute(
-    "window",
-    int,
-    "0, or w: a query at position p attends to keys after p - w only, its own the last of them.",
-    0,
-)
-_SAMPLE = (
-    _SPEC,
-    Attribute("alpha_column", float, "Share of the sample's mass that the kept key blocks hold; 1 keeps all.", 0, 1),
-    Attribute("alpha_slash", float, "Share of the sample's mass that the kept offset bins hold; 1 keeps all.", 0, 1),
-    Attribute("chunks", int, "Regions of row blocks, each with a sample of its own; at most one per row block.", 1),
-    Attribute("block_size", int, "Queries per row block and keys per key block.", choices=BLOCK_SIZES),
-    _SCALE,
+# Functions that bodies call, no operators: they have no schema and no kernel of their own.
+PROMPTS = "PromptAttention"
+FUNCTIONS = (PROMPTS, "SparQComponents", "SparQChoice", "CodeRanges", "KeyRows", "KeyBounds", "Pack", "Unpack")
+_WHEN_SAMPLED = (
+    "Sampled are pieces of a prompt of more than `block_size` tokens, without padding and with rows of one length of "
+    "`dense_prompt_below` keys or more"
 )
 _DENSE_PROMPT = Attribute(
     "dense_prompt_below",
@@ -128,92 +23,19 @@ _DENSE_PROMPT = Attribute(
     "Attend densely to prompts while the rows, the new tokens included, have fewer keys; 0 never does.",
     0,
 )
-# Functions that bodies call, no operators: they have no schema and no kernel of their own.
-PROMPTS = "PromptAttention"
-FUNCTIONS = (PROMPTS, "SparQComponents", "SparQChoice", "CodeRanges", "KeyRows", "KeyBounds")
-_WHEN_SAMPLED = (
-    "Sampled are pieces of a prompt of more than `block_size` tokens, without padding and with rows of one length of "
-    "`dense_prompt_below` keys or more"
-)
-_PADDING = Tensor(
-    "left_padding",
-    "tensor(int64)",
-    "B",
-    "First valid key of each row, 0 without padding. Keys before it may be NaN.",
-)
-_LENGTH = Tensor("length", "tensor(int64)", "B", "Keys written in each row, the current tokens included.")
-_KEYS = Tensor("keys", "T", "B Hkv C D", "Keys. Those from `length` on are never read into the result.")
-_VALUES = Tensor("values", "T", "B Hkv C D", "Values.")
-_OUTPUT = Tensor("output", "T", "B Hq L D", "Attention output.")
-
-# What the operators with caches share.
-_IN_PLACE = (
-    "A caller who binds one buffer to a `past_*` and its `present_*` appends in place. A token before the first slot "
-    "or after the last is an error of the runtime."
-)
-_QUERY = Tensor("query", "T", "B Hq L D", "Queries of the new tokens, with their positions encoded.")
-_KEY = Tensor("key", "T", "B Hkv L D", "Keys of the new tokens, with their positions encoded.")
-_VALUE = Tensor("value", "T", "B Hkv L D", "Values of the new tokens.")
-_PAST_KEY = Tensor("past_key", "T", "B Hkv C D", "Keys so far.")
-_PAST_VALUE = Tensor("past_value", "T", "B Hkv C D", "Values so far.")
-_PAST_LENGTH = Tensor("past_length", "tensor(int64)", "B", "Tokens so far in each row.")
-_PRESENT_KEY = Tensor("present_key", "T", "B Hkv C D", "`past_key` with the new tokens.")
-_PRESENT_VALUE = Tensor("present_value", "T", "B Hkv C D", "`past_value` with the new tokens.")
-
-# What the operators with SparQ's caches share.
-_LANES = Attribute("lanes", int, "Keys per chunk of `past_key_t`; C is a multiple of it.", 1)
-_DENSE_BELOW = Attribute(
-    "dense_below",
-    int,
-    "Attend to one query densely while the longest row, the new token included, has fewer keys; 0 never does.",
-    0,
-)
-_VALUE_MEAN = Tensor(
-    "value_mean", "tensor(float)", "B Hkv D", "Mean of the valid values (sparq.9), for `reallocate` 1."
-)
-_DEVIATION = Tensor(
-    "deviation",
-    "tensor(float)",
-    "B Hkv D",
-    "Standard deviation of each component over the valid keys, for `component_score` 1.",
-)
-_SPARQ_PAST = (
-    _PAST_KEY,
-    Tensor(
-        "past_key_t",
-        "T",
-        "B Hkv C D",
-        "Keys so far, component-major: in memory [B, Hkv, C / lanes, D, lanes]. Component d of key j lies at "
-        "((j // lanes) * D + d) * lanes + j % lanes of its head's C * D elements.",
+# Before the names of operators over caches in few bits, and of functions that their bodies call.
+PACKED = "Packed"
+KV_BITS, KV_GROUP_SIZES = (8, 4), (32, 64, 128)
+KV = (
+    Attribute("kv_bits", int, "Bits of a component of a key or value.", choices=KV_BITS),
+    Attribute("kv_group_size", int, "Components with one scale and one bias; D is a multiple.", choices=KV_GROUP_SIZES),
+    Attribute(
+        "kv_type",
+        int,
+        "Element type of scales and biases, to which what they make is rounded, by ONNX's number: 1 is float32, 10 "
+        "float16, 16 bfloat16. Files have that of T.",
+        choices=(1, 10, 16),
     ),
-    _PAST_VALUE,
-    Tensor(
-        "past_sums",
-        "tensor(float)",
-        "B Hkv 3 D",
-        "Sums over the valid tokens so far: of the values, of the keys, and of the squared differences of the keys "
-        "from their mean.",
-    ),
-    _PAST_LENGTH,
-    _PADDING,
-)
-_SPARQ_PRESENT = (
-    _PRESENT_KEY,
-    Tensor("present_key_t", "T", "B Hkv C D", "`past_key_t` with the new tokens."),
-    _PRESENT_VALUE,
-    Tensor("present_sums", "tensor(float)", "B Hkv 3 D", "`past_sums` with the new tokens."),
-)
-
-# What SparQ needs with keys in few bits.
-_KEY_BITS = Attribute("key_bits", int, "Bits of a coded component of a key.", choices=KEY_BITS[1:])
-_CODES = (
-    "Groups of 64 keys in codes, (sparq.17) to (sparq.20), from the first valid key of each row on: for each component "
-    "of each KV head ceil(C / 64) groups of 8 `key_bits` + 4 bytes, the record: lo and step as float16, lowest byte "
-    "first, then the codes, lowest bits first. Only groups of 64 valid keys are read."
-)
-_SUMMARY = (
-    "Of each KV head three rows: sum of the valid values; centre of the keys, (sparq.17); spread of each component, "
-    "(sparq.22), or its standard deviation where no key is coded, for `component_score` 1."
 )
 
 
@@ -222,248 +44,55 @@ def coded_axes(capacity: int, key_bits: int) -> dict[str, int]:
     return {"groups": -(-capacity // GROUP), "record": 4 + GROUP // 8 * key_bits}
 
 
-# What SAAP needs besides: docs/spec/saap.md.
-_BUCKET_IDS = "Bucket of each key so far, 0 to N - 1; a key with any other number is in none."
-_SAAP_NETWORK = (
-    Tensor("centroids", "W", "Hkv N D", "Centroids of the N buckets, of which there are at most 32767."),
-    Tensor("hidden_weight", "W", "Hkv D H", "Hidden layer of the query networks; without one, H is 0."),
-    Tensor("hidden_bias", "W", "Hkv H", "Its biases."),
-    Tensor("out_weight", "W", "Hkv features N", "Output layer: `features` is H, or D without a hidden layer."),
-    Tensor("out_bias", "W", "Hkv N", "Its biases; zeros where there are none."),
-)
+def packed_row(D: int, *, kv_bits: int, kv_group_size: int, kv_type: int) -> int:
+    """Bytes of a packed row of ``D`` components."""
+    return D * kv_bits // 8 + D // kv_group_size * (8 if kv_type == 1 else 4)
 
-_PAST_BOUNDS = Tensor(
-    "past_bounds",
-    "T",
-    "B Hkv 2 pages D",
-    "Smallest and largest of each component over the valid keys of each page; ceil(C / page_size) pages. Those of "
-    "pages that hold no key may be anything.",
-)
 
-_OWN = {
-    operator.name: operator
-    for operator in (
-        Operator(
-            "SparQ",
-            "One decode step of SparQ attention over buffers that the caller keeps: docs/spec/sparq.md. A row whose "
-            "`length` is at most `top_k` is attended densely; a row without a valid key gives 0.",
-            _SPARQ,
-            (
-                Tensor("query", "T", "B Hq 1 D", "Query of the current token, with its position encoded."),
-                _KEYS,
-                Tensor(
-                    "keys_t",
-                    "T",
-                    "B Hkv chunks D lanes",
-                    "The same keys, component-major in chunks of `lanes` keys: key j is at chunk j // lanes, lane "
-                    "j % lanes. One chunk will do. Only the chunks up to the longest row are read.",
-                ),
-                _VALUES,
-                _PADDING,
-                _LENGTH,
-                _VALUE_MEAN,
-                _DEVIATION,
-            ),
-            (
-                Tensor("output", "T", "B Hq 1 D", "Attention output."),
-                Tensor(
-                    "indices",
-                    "tensor(int32)",
-                    "B Hkv ?",
-                    "Keys attended to, ascending, then -1 in empty slots. The last axis is `top_k`, or the number of "
-                    "keys in the chunks read where that is smaller.",
-                ),
-            ),
-        ),
-        Operator(
-            "DenseAttention",
-            "Exact attention of the last L tokens over the valid keys up to each, or over the last `window` positions. "
-            "A query without a valid key gives 0.",
-            (_SPEC, _SCALE, _WINDOW),
-            (
-                Tensor("query", "T", "B Hq L D", "Queries; query i of L sits at position `length` - L + i."),
-                _KEYS,
-                _VALUES,
-                _PADDING,
-                _LENGTH,
-            ),
-            (_OUTPUT,),
-        ),
-        Operator(
-            "Sample",
-            "SampleAttention of the last L tokens over buffers that the caller keeps: docs/spec/sample.md. Dense where "
-            "an alpha is 1 or every row block holds a sampled row.",
-            _SAMPLE,
-            (
-                Tensor("query", "T", "B Hq L D", "Queries; query i of L sits at position `length` - L + i."),
-                _KEYS,
-                _VALUES,
-                Tensor(
-                    "length",
-                    "tensor(int64)",
-                    "1",
-                    "Keys written, the current tokens included: L to C, the same number in every row, none of which is "
-                    "padded.",
-                ),
-            ),
-            (
-                _OUTPUT,
-                Tensor(
-                    "blocks",
-                    "tensor(int32)",
-                    "B Hq ? ?",
-                    "Key blocks attended to, ascending, then -1 in empty slots, for each row block that holds a query: "
-                    "as wide as the longest list, or all key blocks where attention was dense.",
-                ),
-            ),
-        ),
-        Operator(
-            "Append",
-            f"Append L tokens to caches of fixed capacity C. {_IN_PLACE}",
-            (_SPEC,),
-            (_KEY, _VALUE, _PAST_KEY, _PAST_VALUE, _PAST_LENGTH),
-            (_PRESENT_KEY, _PRESENT_VALUE),
-        ),
-        Operator(
-            "SparQAppend",
-            f"`Append`, also to the component-major keys and the sums, and what `SparQ` takes of the sums. {_IN_PLACE}",
-            (_SPEC, _LANES),
-            (_KEY, _VALUE, *_SPARQ_PAST),
-            (*_SPARQ_PRESENT, _VALUE_MEAN, _DEVIATION),
-        ),
-        Operator(
-            "CachedAttention",
-            "`Append`, then `DenseAttention` over the caches. The next `past_length` is `past_length` + L.",
-            (_SPEC, _SCALE, _WINDOW),
-            (_QUERY, _KEY, _VALUE, _PAST_KEY, _PAST_VALUE, _PAST_LENGTH, _PADDING),
-            (_OUTPUT, _PRESENT_KEY, _PRESENT_VALUE),
-        ),
-        Operator(
-            "SparQAttention",
-            "`SparQAppend`, then attend: `SparQ` where L is 1 and the longest row has `dense_below` keys or more, "
-            "`DenseAttention` with window 0 elsewhere. The next `past_length` is `past_length` + L.",
-            (*_SPARQ, _LANES, _DENSE_BELOW),
-            (_QUERY, _KEY, _VALUE, *_SPARQ_PAST),
-            (_OUTPUT, *_SPARQ_PRESENT),
-        ),
-        Operator(
-            "SparQCoded",
-            "`SparQ` with scores from few bits: (sparq.21) in place of (sparq.3), over the coded keys and the tail "
-            "after them.",
-            (*_SPARQ, _KEY_BITS),
-            (
-                Tensor("query", "T", "B Hq 1 D", "Query of the current token, with its position encoded."),
-                _KEYS,
-                Tensor("key_codes", "tensor(uint8)", "B HkvD groups record", _CODES),
-                _VALUES,
-                Tensor("summary", "tensor(float)", "B 3Hkv D", _SUMMARY),
-                _PADDING,
-                _LENGTH,
-            ),
-            (
-                Tensor("output", "T", "B Hq 1 D", "Attention output."),
-                Tensor(
-                    "indices",
-                    "tensor(int32)",
-                    "B Hkv ?",
-                    "Keys attended to, ascending, then -1 in empty slots. The last axis is `top_k`, or the length "
-                    "of the longest row, at least 1, where that is smaller.",
-                ),
-            ),
-        ),
-        Operator(
-            "SparQCodedAttention",
-            "`Append`, also the codes of the groups that are full now, then attend: `SparQCoded` where L is 1 and the "
-            "longest row has `dense_below` keys or more, `DenseAttention` with window 0 elsewhere. The next "
-            "`past_length` is `past_length` + L. A state made with other `key_bits` is another.",
-            (*_SPARQ, _KEY_BITS, _DENSE_BELOW),
-            (
-                _QUERY,
-                _KEY,
-                _VALUE,
-                _PAST_KEY,
-                Tensor("past_key_codes", "tensor(uint8)", "B HkvD groups record", _CODES),
-                _PAST_VALUE,
-                Tensor("past_summary", "tensor(float)", "B 3Hkv D", _SUMMARY),
-                _PAST_LENGTH,
-                _PADDING,
-            ),
-            (
-                _OUTPUT,
-                _PRESENT_KEY,
-                Tensor(
-                    "present_key_codes",
-                    "tensor(uint8)",
-                    "B HkvD groups record",
-                    "`past_key_codes` with the new groups.",
-                ),
-                _PRESENT_VALUE,
-                Tensor("present_summary", "tensor(float)", "B 3Hkv D", "`past_summary` with the new tokens."),
-            ),
-        ),
-        Operator(
-            "SaapAttention",
-            "`Append`, also the buckets of the new keys (saap.1), then attend. Where L is 1 and the longest row has "
-            "`dense_below` keys or more, the queries of a group visit `probes` buckets (saap.5), (saap.8), and attend "
-            "to their keys and to the first `sink_tokens` and the last `recent_tokens` valid ones: (saap.10) with all "
-            "keys listed that have left the window. `DenseAttention` with window 0 elsewhere. The next `past_length` "
-            "is `past_length` + L.",
-            (*_SAAP, _DENSE_BELOW),
-            (
-                _QUERY,
-                _KEY,
-                _VALUE,
-                Tensor("query_before", "T", "B Hq L D", "The same queries before their positions are encoded."),
-                Tensor("key_before", "T", "B Hkv L D", "The same keys before their positions are encoded."),
-                _PAST_KEY,
-                _PAST_VALUE,
-                Tensor("past_bucket_ids", "tensor(int16)", "B Hkv C", _BUCKET_IDS),
-                _PAST_LENGTH,
-                _PADDING,
-                *_SAAP_NETWORK,
-            ),
-            (
-                _OUTPUT,
-                _PRESENT_KEY,
-                _PRESENT_VALUE,
-                Tensor("present_bucket_ids", "tensor(int16)", "B Hkv C", "`past_bucket_ids` with the new keys."),
-            ),
-        ),
-        Operator(
-            "QuestAttention",
-            "`Append`, also the bounds of the pages that get a row (quest.1), then attend. Where L is 1 and the "
-            "longest row has `dense_below` keys or more, the queries of a group attend to the keys of the pages of "
-            "(quest.4), each row by its own length. `DenseAttention` with window 0 elsewhere. The next `past_length` "
-            "is `past_length` + L.",
-            (*_QUEST, _DENSE_BELOW),
-            (_QUERY, _KEY, _VALUE, _PAST_KEY, _PAST_VALUE, _PAST_BOUNDS, _PAST_LENGTH, _PADDING),
-            (
-                _OUTPUT,
-                _PRESENT_KEY,
-                _PRESENT_VALUE,
-                Tensor("present_bounds", "T", "B Hkv 2 pages D", "`past_bounds` with the new keys."),
-            ),
-        ),
-    )
-}
+def unpacked_row(row: int, *, kv_bits: int, kv_group_size: int, kv_type: int) -> int:
+    """Components of a packed row of that many bytes."""
+    return row * 8 * kv_group_size // (kv_bits * kv_group_size + (64 if kv_type == 1 else 32))
 
 
 def _sampling(base: Operator) -> Operator:
     """The operator that attends by SampleAttention to pieces of prompts, and is ``base`` otherwise."""
-    kept = tuple(attribute for attribute in base.attributes if attribute is not _WINDOW)
-    same = f"`{base.name}`" + (" with window 0" if _WINDOW in base.attributes else "")
+    kept = tuple(attribute for attribute in base.attributes if attribute is not WINDOW)
+    same = f"`{base.name}`" + (" with window 0" if WINDOW in base.attributes else "")
     return replace(
         base,
         name=f"Sample{base.name.removeprefix('Cached')}",
         doc=f"{same}, but `Sample` to some pieces of a prompt. {_WHEN_SAMPLED}.",
-        attributes=(*kept, *_SAMPLE[1:-1], _DENSE_PROMPT),
+        attributes=(*kept, *SAMPLE[1:-1], _DENSE_PROMPT),
         base=base.name,
     )
 
 
-# Whatever appends to caches and attends can sample prompts.
-_PAIRS = {pair.name: pair for pair in map(_sampling, _OWN.values()) if pair.states and pair.outputs[0] is _OUTPUT}
-OPERATORS: Mapping[str, Operator] = {**_OWN, **_PAIRS}
+def _packed(base: Operator) -> Operator:
+    """The operator that keeps keys and values in few bits, and is ``base`` otherwise."""
+
+    def packed(tensor: Tensor) -> Tensor:
+        return replace(tensor, type="tensor(uint8)", axes="B Hkv C row") if tensor.as_keys else tensor
+
+    return replace(
+        base,
+        name=PACKED + base.name,
+        doc=f"`{base.name}` over packed rows, docs/spec/quantised.md: new rows are packed, and attended to as what "
+        "they stand for then, as all others are.",
+        attributes=(*base.attributes, *KV),
+        inputs=tuple(map(packed, base.inputs)),
+        outputs=tuple(map(packed, base.outputs)),
+        base=base.name,
+    )
+
+
+# Whatever appends to caches and attends can sample prompts, and keep rows in few bits if it has no others like keys.
+_PAIRS = {pair.name: pair for pair in map(_sampling, OWN.values()) if pair.states and pair.outputs[0] is OUTPUT}
+_PLAIN = {**OWN, **_PAIRS}
+_CACHED = [each for each in _PLAIN.values() if sum(state.as_keys for state in each.states.values()) == 2]
+OPERATORS: Mapping[str, Operator] = {
+    **_PLAIN,
+    **{each.name: each for each in map(_packed, _CACHED) if each.outputs[0] is OUTPUT},
+}
 # States that a file cannot keep among its keys and values.
-RECURRENT = sorted({name for each in _OWN.values() for name, state in each.states.items() if not state.as_keys})
+RECURRENT = sorted({name for each in OWN.values() for name, state in each.states.items() if not state.as_keys})
 SAMPLING: Mapping[str, str] = {pair.base: name for name, pair in _PAIRS.items()}  # what also samples prompts

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from .build import functions
 from .domain import COMPAT, DEFAULT, DOMAIN, SPEC, VERSION
-from .operators import OPERATORS, PROMPTS, Operator, T, Tensor, W
+from .formal import Operator, T, Tensor, W
+from .operators import OPERATORS, PACKED, PROMPTS
 
 _HEAD = f"""# ONNX operators
 
@@ -29,7 +30,8 @@ The operators of domain `{DOMAIN}`, version {VERSION}. This page is made from `o
   runtimes give a kernel nodes of versions it does not know.
 * Axis lengths of one name are equal; those of the outputs follow from the inputs, and `?` is left open.
 * Axes: B rows, Hq query heads, Hkv KV heads, L tokens, D head dim, C capacity. Query head h reads KV head
-  `h // (Hq // Hkv)`.
+  `h // (Hq // Hkv)`. The operators whose names begin with `Packed` keep keys and values in few bits; `row` is the bytes
+  of one ([quantised.md](quantised.md#4-exported-files)).
 * Key j of row b is valid when `left_padding[b] <= j < length[b]`. What lies elsewhere in a buffer never reaches an
   output, be it NaN.
 
@@ -77,18 +79,23 @@ def _section(operator: Operator) -> str:
 
 
 def _pair(operator: Operator, base: Operator, nodes: str) -> str:
-    """Of an operator that also samples prompts: what it has more."""
+    """Of an operator that also samples prompts or keeps packed rows: what it has more."""
     more = [attribute for attribute in operator.attributes if attribute not in base.attributes]
     less = [f"`{attribute.name}`" for attribute in base.attributes if attribute not in operator.attributes]
     without = f" but {' and '.join(less)}" if less else ""
+    body = f"{_body(base.name)}, with {_body(PROMPTS)} in place of `DenseAttention`"
+    rows = ""
+    if operator.name.startswith(PACKED):
+        body = f"that of `{base.name}`, with {_body('Pack')} of new rows and {_body('Unpack')} of those it reads"
+        rows = ", but for keys and values, past and present, which are tensor(uint8) `(B, Hkv, C, row)`"
     return "\n".join(
         [
             *_title(operator),
-            f"Inputs, outputs and types are those of `{base.name}`; so are the attributes{without}, and besides",
+            f"Inputs, outputs and types are those of `{base.name}`{rows}; so are the attributes{without}, and besides",
             "",
             *(f"* **{a.name}** : {a.type.__name__} — {a.doc}" for a in more),
             "",
-            f"The body is {_body(base.name)}, with {_body(PROMPTS)} in place of `DenseAttention`: {nodes}.",
+            f"The body is {body}: {nodes}.",
             "",
         ]
     )

@@ -9,7 +9,8 @@ import onnx
 from onnx.defs import OpSchema
 
 from .domain import DOMAIN, VERSION
-from .operators import OPERATORS, Operator, T, Tensor, W
+from .formal import Operator, T, Tensor, W
+from .operators import OPERATORS
 
 
 def infer(operator: Operator) -> Callable[[onnx.shape_inference.InferenceContext], None]:

@@ -140,13 +140,14 @@ def ort_step(
     stored = {"past_key": caches.keys, "past_key_t": caches.keys_t, "past_value": caches.values}
     stored["past_key_codes"] = caches.codes
     stored |= {name: sets for name, sets in more.items() if isinstance(sets, list)}
-    kind = np.dtype(np.float32) if dtype == "int8" else caches.dtype
+    kind = caches.kind
+    shapes = {info.name: info.shape for info in running.get_inputs()}
     row = caches.keys[0][:, :, p.S - 1 : p.S], caches.values[0][:, :, p.S - 1 : p.S]
     given = {
         "query": p.queries.astype(kind),
-        "key": row[0].astype(kind) * kind.type(caches.step),
-        "value": row[1].astype(kind) * kind.type(caches.step),
-        "past_sums": np.zeros((1, p.Hkv, 3, p.D), np.float32),
+        "key": caches.loaded(row[0]).astype(kind),
+        "value": caches.loaded(row[1]).astype(kind),
+        "past_sums": np.zeros(shapes.get("past_sums", ()), np.float32),
         "past_summary": caches.summary,
         "past_length": np.array([p.S - 1]),
         "left_padding": np.array([0]),
@@ -156,7 +157,6 @@ def ort_step(
         "scale": np.array([caches.step], np.float32),
         **{name: array for name, array in more.items() if not isinstance(array, list)},
     }
-    shapes = {info.name: info.shape for info in running.get_inputs()}
     outputs = {info.name: info.shape for info in running.get_outputs()}
     in_place = {past: now for past in shapes if (now := past.replace("past", "present")) in outputs}
     sets = {past: [memory.ort_value(array) for array in stored[past]] for past in stored if past in shapes}

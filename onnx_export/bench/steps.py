@@ -17,6 +17,7 @@ from mlx_sparse.tools.bench.run import Plan, Request
 from mlx_sparse.tools.bench.thresholds import Bar, bar_table, length, ratio
 from mlx_sparse.tools.environment import machine, memory
 
+from .. import operators
 from ..build import operator_model
 from ..operators import coded_axes
 from .bound import (
@@ -30,7 +31,7 @@ from .bound import (
     standard,
     unavailable,
 )
-from .caches import CODED_BITS, Caches, Problem
+from .caches import CODED_BITS, PACKED, Caches, Problem
 from .report import by_threads, tables, where
 
 TORCH = {"torch-gqa": "torch SDPA, enable_gqa", "torch-rows": "torch SDPA, group as rows"}
@@ -52,7 +53,9 @@ TYPES = {
     "gqa": (*HALF, "int8"),
     "standard": ("float32",),
     **dict.fromkeys(TORCH, (*HALF, "bfloat16")),
-    **dict.fromkeys(CODED, ("float16",)),
+    **dict.fromkeys(("body-dense", "body-sparq"), (*HALF, "kv4")),
+    **dict.fromkeys(("native-dense", "native-sparq"), (*HALF, *PACKED)),
+    **dict.fromkeys(CODED, ("float16", "kv4")),
 }
 CONTENDERS = [(name, dtype) for name in NAMES for dtype in TYPES[name]]
 PAUSE = 0.003  # seconds between two contenders: pools that spin for a moment after their work do so here
@@ -210,7 +213,7 @@ def measured(
                 problem,
                 name,
                 details={"dtype": dtype, "threads": n, "bytes": sizes[dtype], "discarded": 0, "disturbed": False},
-                note=large or unavailable(name),
+                note=large or unavailable(name) or _unfit(problem, dtype),
             )
             for name, dtype in names
         ]
@@ -221,6 +224,12 @@ def measured(
     yield from by_threads(problem, threads, rows_of, contender, Turns(repeat, tries=MOST_TRIES, longest=LONGEST))
     caches.clear()
     gc.collect()  # before the next ones
+
+
+def _unfit(problem: Problem, dtype: str) -> str | None:
+    """Why rows of that head dim cannot be packed."""
+    fits = dtype not in PACKED or problem.D % 32 == 0
+    return None if fits else f"a head dim of {problem.D} is no multiple of 32"
 
 
 def build(name: str, dtype: str, caches: Caches, threads: int) -> Bound:
@@ -250,23 +259,28 @@ def between_codings(S: int) -> int:
 def _between_codings(caches: Caches) -> dict[str, Any]:
     """A step that fills no group, which one of 64 does, and S might do every time: half a group before it, then."""
     at = between_codings(caches.problem.S) - 1
-    new = {"key": caches.keys[0][:, :, at : at + 1], "value": caches.values[0][:, :, at : at + 1]}
-    return {**{name: array.copy() for name, array in new.items()}, "past_length": np.array([at])}
+    rows = {"key": caches.keys[0][:, :, at : at + 1], "value": caches.values[0][:, :, at : at + 1]}
+    new = {name: caches.loaded(array).astype(caches.kind) for name, array in rows.items()}
+    return {**new, "past_length": np.array([at])}
 
 
 def _ours(name: str, dtype: str, p: Problem) -> Any:
-    sizes = {"B": 1, "Hq": p.Hq, "Hkv": p.Hkv, "L": 1, "C": p.C, "D": p.D}
+    sizes = {"B": 1, "Hq": p.Hq, "Hkv": p.Hkv, "L": 1, "C": p.C, "D": p.D, "row": p.width(dtype)}
+    packing, prefix = p.packing(dtype), operators.PACKED if dtype in PACKED else ""
+    kind: dict[str, Any] = {"dtype": "float16" if packing else dtype, "sizes": sizes, "scale": p.scale, **packing}
     if name.endswith("dense"):
-        return operator_model("CachedAttention", dtype=dtype, sizes=sizes, scale=p.scale, window=0)
-    chosen: dict[str, Any] = {"rank": p.rank, "top_k": p.top_k, "local_window": p.window}
+        return operator_model(f"{prefix}CachedAttention", **kind, window=0)
     # dense_below 0: the step under test is taken at every length.
-    chosen |= {"reallocate": 0, "group_reduce": 0, "component_score": 0, "dense_below": 0}
+    chosen: dict[str, Any] = {"top_k": p.top_k, "local_window": p.window, "reallocate": 0, "group_reduce": 0}
+    chosen["dense_below"] = 0
+    if packing and name not in CODED:
+        return operator_model(f"{prefix}SparQRowsAttention", **kind, **chosen)
+    chosen |= {"rank": p.rank, "component_score": 0}
     if name in CODED:
         sizes |= {"3Hkv": 3 * p.Hkv, "HkvD": p.Hkv * p.D, **coded_axes(p.C, CODED_BITS)}
         chosen["key_bits"] = CODED_BITS
-        return operator_model("SparQCodedAttention", dtype=dtype, sizes=sizes, scale=p.scale, **chosen)
-    chosen["lanes"] = p.lanes
-    return operator_model("SparQAttention", dtype=dtype, sizes=sizes, scale=p.scale, **chosen)
+        return operator_model(f"{prefix}SparQCodedAttention", **kind, **chosen)
+    return operator_model("SparQAttention", **kind, **chosen, lanes=p.lanes)
 
 
 def text_of(rows: Sequence[Row], names: dict[str, str]) -> str:

@@ -23,7 +23,7 @@ from mlx_sparse.methods import Method, Step
 
 from .. import build
 from ..domain import DEFAULT, DOMAIN, VERSION
-from ..operators import Tensor
+from ..formal import Tensor
 from ..runtime import memory, native
 from .families import head_dim, window_of
 from .methods.base import Decoding

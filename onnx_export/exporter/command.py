@@ -68,6 +68,8 @@ def _export(args: argparse.Namespace) -> Exported:
         inline=args.inline,
         static=None if args.static is None else _pair(args.static),
         genai=not args.no_genai,
+        kv_bits=args.kv_bits,
+        kv_group_size=args.kv_group_size,
     )
 
 
@@ -128,6 +130,19 @@ def _parser() -> argparse.ArgumentParser:
         metavar="TYPE",
         help="float32, float16 or bfloat16: type of the caches and of weights that are not quantised (default: the "
         "model's). 'float32' also dequantises. Arithmetic is float32 in any case.",
+    )
+    parser.add_argument(
+        "--kv-bits",
+        type=int,
+        metavar="N",
+        help="Keep keys and values in 8 or 4 bits, as mlx-lm's --kv-bits does (default: in --dtype). sparq chooses "
+        "keys by them then, without a second copy; 'sparq:score=copy' chooses by one of key_bits=4 or 8.",
+    )
+    parser.add_argument(
+        "--kv-group-size",
+        type=int,
+        metavar="N",
+        help="Components of a key or value that share a scale and a bias with --kv-bits: 32, 64 (default) or 128.",
     )
     parser.add_argument(
         "--compat", action="store_true", help="Opset 18 and IR 8, for older runtimes, instead of opset 24 and IR 11."

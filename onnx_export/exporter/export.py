@@ -28,11 +28,12 @@ from .. import build
 from .. import lower as lowering
 from ..defaults import IN_FILES, SAMPLE_PIECE, lanes_for
 from ..domain import COMPAT, DEFAULT, DOMAIN, SPEC
+from ..operators import KV_BITS, KV_GROUP_SIZES
 from ..runtime import native
 from ..runtime.genai import ends_of, write_config
 from .calibrate import Calibration, layer_of
 from .decoder import Decoder, Target
-from .families import check_modules, family_of
+from .families import check_modules, family_of, head_dim
 from .graph import DataFile, Graph
 from .methods import DECODE, sample
 from .verify.compare import Agreement, compare
@@ -42,6 +43,7 @@ from .weights import QUANTISED
 _NAMES = [kind.name for kind in DECODE]
 EXPORTED = [*_NAMES, Sample.name, *(f"{Sample.name}+{name}" for name in _NAMES if name != Dense.name)]
 MOST = 2**31 - 1  # rows or tokens
+KV_GROUP_SIZE = 64  # mlx-lm's
 MAX_LENGTH = 4096  # where the model allows it and --max-length does not say otherwise
 # What tokenizers are made of; whatever of it the model has is copied.
 TOKENIZER = (
@@ -94,6 +96,8 @@ def export(
     inline: bool = False,
     static: tuple[int, int] | None = None,
     genai: bool = True,
+    kv_bits: int | None = None,
+    kv_group_size: int | None = None,
 ) -> Exported:
     """Write ``out``: model.onnx, its data, the tokenizer and the configuration for onnxruntime-genai.
 
@@ -113,6 +117,8 @@ def export(
         static: rows and tokens the caches hold, for a graph in which every size is a number: one token a call. The
             operators are replaced as with ``inline``.
         genai: write genai_config.json; not with ``inline`` or ``static``.
+        kv_bits: keep keys and values in 8 or 4 bits as mlx-lm does; None keeps them in ``dtype``.
+        kv_group_size: components of one that share a scale and a bias: 32, 64 (the default) or 128.
 
     Raises:
         ConfigError: an argument or the model is not what can be exported.
@@ -120,19 +126,23 @@ def export(
         BackendUnavailable: ``dense_below`` is "auto" and there are no native kernels.
         OSError: ``out`` cannot be written.
     """
-    prompts, config = methods_of(method, attn_config)
+    prompts, config = methods_of(method, attn_config, packed=kv_bits is not None)
     if dense_below is not None:
         config = _with_dense_below(config, dense_below, lowered=inline or static is not None)
     if prompts is not None and static:
         raise ConfigError("--static: expected none beside --method sample, got both: prompts go in token by token.")
     _check_sizes(dtype, max_length, static)
+    group_size = _check_packing(kv_bits, kv_group_size, dense_below)
     folder = Path(out)
     check_free(folder)
     loaded, source, settings = load(model)
     family = family_of(settings)
     check_modules(loaded, dequantise=dtype == "float32")
     length = length_of(settings, "--static", static[1]) if static else length_of(settings, "--max-length", max_length)
-    decode = DECODE[type(config)].settled(config, loaded, branches=not static)
+    if kv_bits is not None and any(head_dim(layer.self_attn) % group_size for layer in loaded.layers):
+        D = head_dim(loaded.layers[0].self_attn)
+        raise ConfigError(f"--kv-group-size: expected a divisor of the head dim D={D}, got {group_size}.")
+    decode = DECODE[type(config)].settled(config, loaded, branches=not static, packed=kv_bits is not None)
     kind, how = dtype or own_type(loaded), None
     if dense_below == "auto":
         found = Calibration(decode, lanes=lanes_for(length), max_length=length, say=_say).found(layer_of(loaded, kind))
@@ -146,6 +156,8 @@ def export(
         genai=genai and not inline and not static,
         rows=static and static[0],
         prompts=prompts and sample.settled(prompts, length),
+        kv_bits=kv_bits,
+        kv_group_size=group_size,
     )
 
     def lower(proto: onnx.ModelProto) -> onnx.ModelProto:
@@ -216,13 +228,30 @@ def _check_sizes(dtype: str | None, max_length: int | None, static: tuple[int, i
         raise ConfigError(f"--max-length: expected none beside --static {static[0]},{static[1]}, got {max_length}.")
 
 
-def methods_of(text: str, attn_config: str | Path | None) -> tuple[Sample | None, Method]:
+def _check_packing(bits: int | None, group_size: int | None, dense_below: str | int | None) -> int:
+    """Size of the groups of packed rows."""
+    if bits is None:
+        if group_size is not None:
+            raise ConfigError(f"--kv-group-size: expected none without --kv-bits, got {group_size}.")
+        return KV_GROUP_SIZE
+    check_choice("--kv-bits", bits, KV_BITS)
+    if dense_below == "auto":
+        raise ConfigError("--dense-below: expected a number beside --kv-bits, whose steps are not timed, got auto.")
+    size = KV_GROUP_SIZE if group_size is None else group_size
+    check_choice("--kv-group-size", size, KV_GROUP_SIZES)
+    return size
+
+
+def methods_of(text: str, attn_config: str | Path | None, *, packed: bool = False) -> tuple[Sample | None, Method]:
     """The methods for prompts, None if dense, and for decoding that ``--method`` and ``--attn-config`` mean.
+
+    Over ``packed`` caches a method's defaults are those of `--attn`.
 
     Raises:
         ConfigError: they are not such as can be exported, or a key or value is wrong.
     """
-    base = {**IN_FILES, **(load_toml(attn_config, IN_FILES) if attn_config is not None else {})}
+    own = {} if packed else IN_FILES
+    base = {**own, **(load_toml(attn_config, own) if attn_config is not None else {})}
     names = [part.partition(":")[0].strip() for part in text.split("+")]
     if set(names) not in [set(known.split("+")) for known in EXPORTED]:
         known = f"{', '.join(EXPORTED[:-1])} or {EXPORTED[-1]}, with [:key=value,...]"
@@ -348,6 +377,7 @@ def metadata(target: Target, settings: Mapping[str, Any]) -> dict[str, str]:
         "model_type": settings["model_type"],
         "max_length": target.max_length,
         "dtype": target.dtype,
+        **({"kv_bits": target.kv_bits, "kv_group_size": target.kv_group_size} if target.packing else {}),
         "eos_token_ids": json.dumps(ends_of(settings)),
     }
     if target.prompts is not None:

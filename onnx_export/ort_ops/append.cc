@@ -64,22 +64,19 @@ void append_sums(const Append& a, const char* key, const char* value, const floa
 }  // namespace
 
 void Append::head(int64_t b, int64_t h) const {
-  const int64_t item = size_of(type), size = C * D * item, plane = (b * Hkv + h) * size;
-  const int64_t token = (b * Hkv + h) * L * D * item, at = plane + past_length[b] * D * item;
+  const int64_t item = size_of(type), token = (b * Hkv + h) * L * D * item;
   const char *k = static_cast<const char*>(key) + token, *v = static_cast<const char*>(value) + token;
-  const auto copy = [&](const void* past, void* present) {
-    const char* from = static_cast<const char*>(past) + plane;
-    char* to = static_cast<char*>(present) + plane;
-    if (from != to) std::memcpy(to, from, size);
+  const auto copied = [&](const void* past, void* present) {
+    const char* from = plane(past, b, h);
+    char* to = const_cast<char*>(plane(present, b, h));
+    if (from != to) std::memcpy(to, from, C * rows.bytes());
+    return to;
   };
-  copy(past_key, present_key);
-  copy(past_value, present_value);
-  std::memcpy(static_cast<char*>(present_key) + at, k, L * D * item);
-  std::memcpy(static_cast<char*>(present_value) + at, v, L * D * item);
+  write_rows(copied(past_key, present_key), rows, past_length[b], k, type, L);
+  write_rows(copied(past_value, present_value), rows, past_length[b], v, type, L);
   if (follow) follow->head(b, h);
   if (!present_key_t) return;
-  copy(past_key_t, present_key_t);
-  void* columns = static_cast<char*>(present_key_t) + plane;
+  void* columns = copied(past_key_t, present_key_t);
   if (item == 2) {
     append_columns<uint16_t>(*this, k, columns, past_length[b]);
   } else {

@@ -11,6 +11,15 @@
 
 namespace sparse {
 
+// Rows of a plane for kernels that unpack them.
+PackedRows packed_rows(const RowFormat&, const void* plane, const int32_t* index, int64_t first, int64_t count);
+
+// Rows `first` to `first` + count - 1 of a head in float32.
+void read_rows(float* out, const RowFormat&, const void* plane, int64_t first, int64_t count);
+
+// Writes numbers (count, D) of `type`, not packed, as such rows.
+void write_rows(void* plane, const RowFormat&, int64_t first, const void* in, Type type, int64_t count);
+
 // What else is written for the tokens that a head appends, after their keys and values.
 struct Follow {
   virtual void head(int64_t b, int64_t h) const = 0;
@@ -27,6 +36,7 @@ struct Append {
   const void *past_key, *past_value;
   void *present_key, *present_value;  // (B, Hkv, C, D)
   const int64_t* past_length;         // (B)
+  RowFormat rows;                     // of these caches
   // SparQAttention has two more caches; null elsewhere.
   const void* past_key_t = nullptr;
   void* present_key_t = nullptr;  // (B, Hkv, C / lanes, D, lanes)
@@ -38,6 +48,20 @@ struct Append {
   const Follow* follow = nullptr;
 
   void head(int64_t b, int64_t h) const;
+  const char* plane(const void* cache, int64_t b, int64_t h) const {
+    return static_cast<const char*>(cache) + (b * Hkv + h) * C * rows.bytes();
+  }
+};
+
+// The sums of the values, for operators that keep no others.
+struct ValueSums final : Follow {
+  const Append& append;
+  const int64_t* first;  // (B)
+  const float* past = nullptr;
+  float* present = nullptr;  // (B, Hkv, D)
+
+  ValueSums(const Append& append, const int64_t* first) : append(append), first(first) {}
+  void head(int64_t b, int64_t h) const override;
 };
 
 // The keys of these caches in few bits, and what SparQ needs to know of all keys: docs/spec/sparq.md, (sparq.17) to
@@ -69,6 +93,7 @@ struct Attention {
   int64_t B, Hq, Hkv, L, C, D;
   const void* query;  // (B, Hq, L, D)
   const void *keys, *values;
+  RowFormat rows;  // of both
   void* output;
   const int64_t *first, *length;  // (B): valid keys are first <= j < length; query i of L sits at length - L + i
   float scale;
@@ -78,8 +103,10 @@ struct Attention {
   int64_t G() const { return Hq / Hkv; }
   const TypeKernels& typed() const { return kernels->type[type]; }
   const char* plane(const void* cache, int64_t b, int64_t h) const {
-    return static_cast<const char*>(cache) + (b * Hkv + h) * C * D * size_of(type);
+    return static_cast<const char*>(cache) + (b * Hkv + h) * C * rows.bytes();
   }
+  // TypeKernels::attend over `keys` and `values`, which are planes of these caches.
+  void attend(const Rows&, const Keys&, float* scores) const;
   // Query or output of the first head of KV head h.
   int64_t group_offset(int64_t b, int64_t h) const { return (b * Hq + h * G()) * L * D * size_of(type); }
 };
@@ -90,11 +117,12 @@ struct SparQ {
   bool reallocate, by_logits, by_key;
   const void* keys_t;    // (B, Hkv, chunks, D, lanes)
   int64_t lanes, plane;  // plane: elements of one head
+  bool by_rows = false;  // or by the rows themselves
   // Or the keys are coded.
   const uint8_t* codes = nullptr;  // (B, Hkv D, groups, record)
   int64_t bits = 0, groups = 0;
   const float* summary = nullptr;  // (B, 3 Hkv, D)
-  // The mean value and the deviation are given (B, Hkv, D), or made of the sums (B, Hkv, 3, D).
+  // The mean value and the deviation are given (B, Hkv, D), or made of the sums (B, Hkv, 3, D); by rows (B, Hkv, D).
   const float *value_mean = nullptr, *deviation = nullptr, *sums = nullptr;
   int32_t* indices = nullptr;  // (B, Hkv, slots) or null
   int64_t slots = 0;

@@ -23,6 +23,7 @@ constexpr Range kRanges[] = {
     {"local_window", 0, kMost},   {"reallocate", 0, 1},      {"group_reduce", 0, 1},    {"component_score", 0, 1},
     {"sink_tokens", 0, kAny},     {"recent_tokens", 1, kAny}, {"window", 0, kAny},       {"dense_below", 0, kAny},
     {"block_size", 32, kBlock},   {"dense_prompt_below", 0, kAny}, {"key_bits", 4, 8},
+    {"kv_bits", 4, 8},            {"kv_group_size", 32, 128}, {"kv_type", 1, 16},
 };
 
 bool is_number(const std::string& name) {
@@ -75,6 +76,14 @@ Attributes read_attributes(const Signature& signature, const ort::Api* api, cons
          to_string(read["local_window"]));
   }
   if (const int64_t bits = read["key_bits"]; bits && bits != 4 && bits != 8) fail("key_bits", "4 or 8", to_string(bits));
+  if (const int64_t bits = read["kv_bits"]; bits && bits != 4 && bits != 8) fail("kv_bits", "4 or 8", to_string(bits));
+  if (const int64_t size = read["kv_group_size"]; size & (size - 1)) {
+    fail("kv_group_size", "32, 64 or 128", to_string(size));
+  }
+  const int64_t type = read["kv_type"];
+  if (type && type != ort::kFloat && type != ort::kFloat16 && type != ort::kBFloat16) {
+    fail("kv_type", "1, 10 or 16", to_string(type));
+  }
   if (const int64_t size = read["block_size"]; size & (size - 1)) fail("block_size", "32, 64 or 128", to_string(size));
   return read;
 }

@@ -12,8 +12,12 @@ namespace sparse {
 constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
 using std::to_string;
 
-// Sizes of a query (B, Hq, L, D) and of caches (B, Hkv, C, D) that fit it.
-void set_sizes(Attention&, const Tensor& query, const Tensor& cache);
+// How a node's caches hold rows of D numbers.
+RowFormat rows_of(const Attributes&, const Context&, int64_t D);
+
+// Sizes of a query (B, Hq, L, D) and of caches of such rows that fit it.
+void set_sizes(Attention&, const Tensor& query, const Tensor& cache, const RowFormat&);
+void set_sizes(Attention&, const Tensor& query, const Tensor& cache);  // not packed
 void check_range(const Tensor&, int64_t low, int64_t high, const char* meaning);
 void check_padding(const Tensor& left_padding);
 
@@ -29,11 +33,13 @@ struct Caches {
   Caches(const Context& context, int first, int past_key_at, int past_value_at, int past_length_at)
       : key(context.input(first, "key", 'T')),
         value(context.input(first + 1, "value", 'T')),
-        past_key(context.input(past_key_at, "past_key", 'T')),
-        past_value(context.input(past_value_at, "past_value", 'T')),
+        past_key(context.input(past_key_at, "past_key", 'R')),
+        past_value(context.input(past_value_at, "past_value", 'R')),
         past_length(context.input(past_length_at, "past_length", 'i')) {}
 
-  Append append(const Context&) const;
+  Append append(const Attributes&, const Context&) const;
+  // Makes the outputs present_key and present_value.
+  void make(const Context&, Append&, int key_at, int value_at) const;
 };
 
 // The attention over caches to which `append` adds; `length` is room for B.

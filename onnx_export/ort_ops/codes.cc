@@ -111,15 +111,14 @@ float spread_of(const Kernels& kernels, const uint8_t* records, int64_t count, i
 
 void CodedKeys::head(int64_t b, int64_t h) const {
   const Kernels& all = sparse::kernels();
-  const int64_t D = append.D, at = b * append.Hkv + h, item = size_of(append.type), begin = append.past_length[b];
+  const int64_t D = append.D, at = b * append.Hkv + h, begin = append.past_length[b];
   const int64_t end = begin + append.L, low = std::min(first[b], end);
   const int64_t old = std::max<int64_t>(0, begin - low) / kGroup, now = (end - low) / kGroup;
   uint8_t* codes = present + at * plane();
   if (past != present) std::copy_n(past + at * plane(), plane(), codes);
   const float* before = past_summary + 3 * at * D;
   float *values = summary + 3 * at * D, *centre = values + D, *spread = centre + D;
-  const char* keys = static_cast<const char*>(append.present_key) + (at * append.C + low) * D * item;  // valid ones
-  const char* value = static_cast<const char*>(append.value) + at * append.L * D * item;
+  const char *keys = append.plane(append.present_key, b, h), *rows = append.plane(append.present_value, b, h);
   Scratch scratch(Scratch::kTask, Work::size(D) + Scratch::size<double>(2 * D) + Scratch::size<float>(2 * now) +
                                       Scratch::size<uint16_t>(2 * now));
   const Work work(scratch, D);
@@ -127,7 +126,7 @@ void CodedKeys::head(int64_t b, int64_t h) const {
 
   std::copy(before, before + D, total);
   for (int64_t i = std::max<int64_t>(0, low - begin); i < append.L; i++) {
-    append.kernels->widen(work.low, value + i * D * item, D);
+    read_rows(work.low, append.rows, rows, begin + i, 1);
     for (int64_t d = 0; d < D; d++) total[d] += work.low[d];
   }
   for (int64_t d = 0; d < D; d++) values[d] = float(total[d]);
@@ -138,7 +137,7 @@ void CodedKeys::head(int64_t b, int64_t h) const {
     std::fill(centre, centre + D, 0.0f);
   }
   for (int64_t n = old; n < now; n++) {
-    append.kernels->widen(work.rows, keys + n * kGroup * D * item, kGroup * D);
+    read_rows(work.rows, append.rows, keys, low + n * kGroup, kGroup);
     code_group(all, work, D, bits, n == 0, centre, codes + n * record(), groups() * record());
   }
 
@@ -161,7 +160,7 @@ void CodedKeys::head(int64_t b, int64_t h) const {
   // No key is coded, so all are in the tail: the deviation of (sparq.1).
   const int64_t count = end - low;
   std::fill(total, total + 2 * D, 0.0);
-  if (count) append.kernels->widen(work.rows, keys, count * D);
+  if (count) read_rows(work.rows, append.rows, keys, low, count);
   for (int64_t j = 0; j < count; j++) {
     for (int64_t d = 0; d < D; d++) total[d] += work.rows[j * D + d];
   }

@@ -34,6 +34,18 @@ struct Keys {
   const int* high;
 };
 
+// Rows of a head in few bits: codes of `bits` bits, lowest first, then scale and bias of each `group`, numbers of T.
+struct PackedRows {
+  const uint8_t* rows;   // (C, stride)
+  const int32_t* index;  // those that it lists; null for `first`, `first` + 1, ...
+  int64_t first;
+  int64_t stride;  // bytes
+  int count;
+  int D;
+  int bits;  // 8 or 4
+  int group;
+};
+
 // Up to kScoreBlock keys of one chunk of component-major keys.
 struct Columns {
   const void* lanes;          // component 0 of the first key
@@ -62,6 +74,10 @@ struct Codes {
 struct TypeKernels {
   void (*widen)(float* out, const void* in, int64_t n);
   void (*narrow)(void* out, const float* in, int64_t n);
+  // (quantised.1): (count, D), rounded to T.
+  void (*unpack)(float* out, const PackedRows&);
+  // a (G, stride) = q . k of packed rows, which are rounded to T before; q is (G, D). Room for a multiple of 4 rows.
+  void (*score_packed)(const PackedRows&, const float* q, int G, float* a, int64_t stride);
   // Extends the running softmax; `scores` is room for (count, kBlock).
   void (*attend)(const Rows&, const Keys&, float* scores);
   // The first part of that: scores (count, kBlock) = q . k. The values are fetched into the processor's cache

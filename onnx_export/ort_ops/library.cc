@@ -51,15 +51,16 @@ ort::Status* guarded(const ort::Api* api, const char* name, const Function& func
 
 ort::Status* create(const ort::CustomOp* op, const ort::Api* api, const ort::KernelInfo* info, void** kernel) {
   const Operator& self = Operator::of(op);
-  return guarded(api, self.signature->name, [&] {
+  return guarded(api, self.signature->name.c_str(), [&] {
     *kernel = new Kernel{&self, api, read_attributes(*self.signature, api, info)};
   });
 }
 
 ort::Status* compute(void* kernel, ort::KernelContext* context) {
   const Kernel& self = *static_cast<const Kernel*>(kernel);
-  return guarded(self.api, self.op->signature->name, [&] {
-    const Context called(self.api, context, self.op->type, self.op->weights);
+  return guarded(self.api, self.op->signature->name.c_str(), [&] {
+    const Operator& op = *self.op;
+    const Context called(self.api, context, op.type, op.weights, op.signature->packed);
     self.op->signature->compute(self.attributes, called);
   });
 }
@@ -92,18 +93,18 @@ Operator make(const Signature& signature, Type type, Type weights) {
   op.signature = &signature;
   op.type = type, op.weights = weights;
   op.version = ort::kApiVersion;
-  op.GetName = [](const ort::CustomOp* self) { return Operator::of(self).signature->name; };
+  op.GetName = [](const ort::CustomOp* self) { return Operator::of(self).signature->name.c_str(); };
   op.GetExecutionProviderType = [](const ort::CustomOp*) { return "CPUExecutionProvider"; };
   op.GetInputType = [](const ort::CustomOp* self, size_t i) {
     const Operator& of = Operator::of(self);
-    return element_type(of.signature->inputs[i], of.type, of.weights);
+    return element_type(of.signature->inputs[i], of.type, of.weights, of.signature->packed);
   };
   op.GetInputTypeCount = [](const ort::CustomOp* self) {
     return std::string(Operator::of(self).signature->inputs).size();
   };
   op.GetOutputType = [](const ort::CustomOp* self, size_t i) {
     const Operator& of = Operator::of(self);
-    return element_type(of.signature->outputs[i], of.type, of.weights);
+    return element_type(of.signature->outputs[i], of.type, of.weights, of.signature->packed);
   };
   op.GetOutputTypeCount = [](const ort::CustomOp* self) {
     return std::string(Operator::of(self).signature->outputs).size();

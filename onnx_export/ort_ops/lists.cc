@@ -15,7 +15,7 @@ void attend(const Attention& a, const Rows& rows, int64_t b, int64_t h, const in
     block.index = listed + i;
     block.count = int(std::min<int64_t>(kBlock, count - i));
     block.next = int(std::min<int64_t>(kBlock, count - i - block.count));
-    a.typed().attend(rows, block, weights);
+    a.attend(rows, block, weights);
   }
 }
 

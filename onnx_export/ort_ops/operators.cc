@@ -92,12 +92,11 @@ void compute_dense(const Attributes& attributes, const Context& context) {
   attend_densely(a, Pool(context.api(), context.context()));
 }
 
-void compute_append(const Attributes&, const Context& context) {
+void compute_append(const Attributes& attributes, const Context& context) {
   const Caches caches(context, 0, 2, 3, 4);
-  Append append = caches.append(context);
+  Append append = caches.append(attributes, context);
   const int64_t B = caches.key.shape[0];
-  append.present_key = context.output(0, {B, append.Hkv, append.C, append.D});
-  append.present_value = context.output(1, {B, append.Hkv, append.C, append.D});
+  caches.make(context, append, 0, 1);
   append_all(append, B, Pool(context.api(), context.context()));
 }
 
@@ -128,13 +127,13 @@ void compute_sample(const Attributes& attributes, const Context& context) {
 void compute_cached(const Attributes& attributes, const Context& context) {
   const Tensor query = context.input(0, "query", 'T'), padding = context.input(6, "left_padding", 'i');
   const Caches caches(context, 1, 3, 4, 5);
-  Append append = caches.append(context);
+  Append append = caches.append(attributes, context);
   Scratch scratch(Scratch::kLengths, Scratch::size<int64_t>(caches.key.shape[0]));
   int64_t* length = scratch.take<int64_t>(caches.key.shape[0]);
   Attention a = attention_over(attributes, context, caches, append, query, padding, length);
   a.output = context.output(0, {a.B, a.Hq, a.L, a.D});
-  a.keys = append.present_key = context.output(1, {a.B, a.Hkv, a.C, a.D});
-  a.values = append.present_value = context.output(2, {a.B, a.Hkv, a.C, a.D});
+  caches.make(context, append, 1, 2);
+  a.keys = append.present_key, a.values = append.present_value;
   attend_prompt(attributes, a, Pool(context.api(), context.context()));
 }
 
@@ -158,7 +157,7 @@ void add_sparq_caches(const Attributes& attributes, const Context& context, Appe
 void compute_sparq_append(const Attributes& attributes, const Context& context) {
   const Tensor padding = context.input(7, "left_padding", 'i');
   const Caches caches(context, 0, 2, 4, 6);
-  Append append = caches.append(context);
+  Append append = caches.append(attributes, context);
   const int64_t B = caches.key.shape[0], Hkv = append.Hkv, D = append.D;
   padding.expect({B});
   check_padding(padding);
@@ -177,7 +176,7 @@ void compute_sparq_append(const Attributes& attributes, const Context& context) 
 void compute_sparq_attention(const Attributes& attributes, const Context& context) {
   const Tensor query = context.input(0, "query", 'T'), padding = context.input(8, "left_padding", 'i');
   const Caches caches(context, 1, 3, 5, 7);
-  Append append = caches.append(context);
+  Append append = caches.append(attributes, context);
   Scratch scratch(Scratch::kLengths, Scratch::size<int64_t>(caches.key.shape[0]));
   int64_t* length = scratch.take<int64_t>(caches.key.shape[0]);
   Attention a = attention_over(attributes, context, caches, append, query, padding, length);
@@ -196,7 +195,7 @@ void compute_sparq_coded_attention(const Attributes& attributes, const Context& 
   const Tensor query = context.input(0, "query", 'T'), padding = context.input(8, "left_padding", 'i');
   const Tensor past_codes = context.input(4, "past_key_codes", 'u'), past_summary = context.input(6, "past_summary", 'f');
   const Caches caches(context, 1, 3, 5, 7);
-  Append append = caches.append(context);
+  Append append = caches.append(attributes, context);
   Scratch scratch(Scratch::kLengths, Scratch::size<int64_t>(caches.key.shape[0]));
   int64_t* length = scratch.take<int64_t>(caches.key.shape[0]);
   Attention a = attention_over(attributes, context, caches, append, query, padding, length);
@@ -205,10 +204,10 @@ void compute_sparq_coded_attention(const Attributes& attributes, const Context& 
   past_codes.expect({a.B, a.Hkv * a.D, coded.groups(), coded.record()});
   past_summary.expect({a.B, 3 * a.Hkv, a.D});
   a.output = context.output(0, {a.B, a.Hq, a.L, a.D});
-  a.keys = append.present_key = context.output(1, {a.B, a.Hkv, a.C, a.D});
+  caches.make(context, append, 1, 3);
+  a.keys = append.present_key, a.values = append.present_value;
   coded.past = past_codes.bytes(), coded.past_summary = past_summary.floats();
   coded.present = static_cast<uint8_t*>(context.output(2, {a.B, a.Hkv * a.D, coded.groups(), coded.record()}));
-  a.values = append.present_value = context.output(3, {a.B, a.Hkv, a.C, a.D});
   coded.summary = static_cast<float*>(context.output(4, {a.B, 3 * a.Hkv, a.D}));
   append.follow = &coded;
   const Pool pool(context.api(), context.context());
@@ -218,27 +217,55 @@ void compute_sparq_coded_attention(const Attributes& attributes, const Context& 
   attend_sparsely(a, s, pool);
 }
 
+void compute_sparq_rows_attention(const Attributes& attributes, const Context& context) {
+  const Tensor query = context.input(0, "query", 'T'), padding = context.input(7, "left_padding", 'i');
+  const Tensor past_sums = context.input(5, "past_sums", 'f');
+  const Caches caches(context, 1, 3, 4, 6);
+  Append append = caches.append(attributes, context);
+  Scratch scratch(Scratch::kLengths, Scratch::size<int64_t>(caches.key.shape[0]));
+  int64_t* length = scratch.take<int64_t>(caches.key.shape[0]);
+  Attention a = attention_over(attributes, context, caches, append, query, padding, length);
+  ValueSums sums(append, a.first);
+  past_sums.expect({a.B, a.Hkv, 1, a.D});
+  a.output = context.output(0, {a.B, a.Hq, a.L, a.D});
+  caches.make(context, append, 1, 2);
+  a.keys = append.present_key, a.values = append.present_value;
+  sums.past = past_sums.floats(), sums.present = static_cast<float*>(context.output(3, {a.B, a.Hkv, 1, a.D}));
+  append.follow = &sums;
+  const Pool pool(context.api(), context.context());
+  if (a.L > 1 || longest_of(a) < attributes["dense_below"]) return attend_prompt(attributes, a, pool);
+  SparQ s{};
+  s.by_rows = true, s.sums = sums.present;
+  s.top_k = attributes["top_k"], s.local_window = attributes["local_window"];
+  s.reallocate = attributes["reallocate"], s.by_logits = attributes["group_reduce"];
+  clamp_choice(s, longest_of(a));
+  attend_sparsely(a, s, pool);
+}
+
 }  // namespace
 
 const std::string kSparQOnly = "rank top_k local_window reallocate group_reduce component_score scale";
 const std::string kSparQCaches = kSparQOnly + " lanes dense_below";
 const std::string kCodedCaches = kSparQOnly + " key_bits dense_below";
+const std::string kRows = "top_k local_window reallocate group_reduce scale dense_below";
 static const Registered registered({
     {"SparQCoded", "TTuTfii", "Tn", {0, -1}, kSparQOnly + " key_bits", compute_sparq_coded},
-    {"SparQCodedAttention", "TTTTuTfii", "TTuTf", {0, 3, 4, 5, 6}, kCodedCaches, compute_sparq_coded_attention},
+    {"SparQCodedAttention", "TTTRuRfii", "TRuRf", {0, 3, 4, 5, 6}, kCodedCaches, compute_sparq_coded_attention},
     {"SampleSparQCodedAttention",
-     "TTTTuTfii",
-     "TTuTf",
+     "TTTRuRfii",
+     "TRuRf",
      {0, 3, 4, 5, 6},
      kCodedCaches + kSampled,
      compute_sparq_coded_attention},
+    {"SparQRowsAttention", "TTTRRfii", "TRRf", {0, 3, 4, 5}, kRows, compute_sparq_rows_attention},
+    {"SampleSparQRowsAttention", "TTTRRfii", "TRRf", {0, 3, 4, 5}, kRows + kSampled, compute_sparq_rows_attention},
     {"SparQ", "TTTTiiff", "Tn", {0, -1}, kSparQOnly, compute_sparq},
     {"DenseAttention", "TTTii", "T", {0}, "scale window", compute_dense},
     {"Sample", "TTTi", "Tn", {0, -1}, "alpha_column alpha_slash chunks block_size scale", compute_sample},
     {"Append", "TTTTi", "TT", {2, 3}, "", compute_append},
     {"SparQAppend", "TTTTTfii", "TTTfff", {2, 3, 4, 5, -1, -1}, "lanes", compute_sparq_append},
-    {"CachedAttention", "TTTTTii", "TTT", {0, 3, 4}, "scale window", compute_cached},
-    {"SampleAttention", "TTTTTii", "TTT", {0, 3, 4}, std::string("scale") + kSampled, compute_cached},
+    {"CachedAttention", "TTTRRii", "TRR", {0, 3, 4}, "scale window", compute_cached},
+    {"SampleAttention", "TTTRRii", "TRR", {0, 3, 4}, std::string("scale") + kSampled, compute_cached},
     {"SparQAttention", "TTTTTTfii", "TTTTf", {0, 3, 4, 5, 6}, kSparQCaches, compute_sparq_attention},
     {"SampleSparQAttention", "TTTTTTfii", "TTTTf", {0, 3, 4, 5, 6}, kSparQCaches + kSampled, compute_sparq_attention},
 });

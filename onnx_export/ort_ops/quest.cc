@@ -33,12 +33,12 @@ void Bounds::head(int64_t b, int64_t h) const {
   }
   Scratch scratch(Scratch::kTask, 3 * Scratch::size<float>(D));
   float *row = scratch.take<float>(D), *low = scratch.take<float>(D), *high = scratch.take<float>(D);
-  const char* keys = static_cast<const char*>(append.present_key) + (b * append.Hkv + h) * append.C * D * item;
+  const char* keys = append.plane(append.present_key, b, h);
   for (int64_t page = append.past_length[b] / page_size; page * page_size < end; page++) {
     std::fill(low, low + D, __builtin_inff());
     std::fill(high, high + D, -__builtin_inff());
     for (int64_t j = std::max(page * page_size, first[b]); j < std::min((page + 1) * page_size, end); j++) {
-      append.kernels->widen(row, keys + j * D * item, D);
+      read_rows(row, append.rows, keys, j, 1);
       for (int64_t d = 0; d < D; d++) {  // NaN stays: no comparison with it is true
         low[d] = low[d] <= row[d] || low[d] != low[d] ? low[d] : row[d];
         high[d] = high[d] >= row[d] || high[d] != high[d] ? high[d] : row[d];
@@ -110,7 +110,7 @@ void compute_quest_attention(const Attributes& attributes, const Context& contex
   const Tensor query = context.input(0, "query", 'T'), padding = context.input(7, "left_padding", 'i');
   const Tensor past_bounds = context.input(5, "past_bounds", 'T');
   const Caches caches(context, 1, 3, 4, 6);
-  Append append = caches.append(context);
+  Append append = caches.append(attributes, context);
   Scratch scratch(Scratch::kLengths, Scratch::size<int64_t>(caches.key.shape[0]));
   int64_t* length = scratch.take<int64_t>(caches.key.shape[0]);
   Attention a = attention_over(attributes, context, caches, append, query, padding, length);
@@ -118,8 +118,8 @@ void compute_quest_attention(const Attributes& attributes, const Context& contex
   bounds.page_size = attributes["page_size"], bounds.pages = (a.C + bounds.page_size - 1) / bounds.page_size;
   past_bounds.expect({a.B, a.Hkv, 2, bounds.pages, a.D});
   a.output = context.output(0, {a.B, a.Hq, a.L, a.D});
-  a.keys = append.present_key = context.output(1, {a.B, a.Hkv, a.C, a.D});
-  a.values = append.present_value = context.output(2, {a.B, a.Hkv, a.C, a.D});
+  caches.make(context, append, 1, 2);
+  a.keys = append.present_key, a.values = append.present_value;
   bounds.past = past_bounds.data, bounds.present = context.output(3, {a.B, a.Hkv, 2, bounds.pages, a.D});
   append.follow = &bounds;
   const Pool pool(context.api(), context.context());
@@ -134,8 +134,8 @@ void compute_quest_attention(const Attributes& attributes, const Context& contex
 
 const std::string kQuest = "page_size top_k scale dense_below";
 static const Registered registered({
-    {"QuestAttention", "TTTTTTii", "TTTT", {0, 3, 4, 5}, kQuest, compute_quest_attention},
-    {"SampleQuestAttention", "TTTTTTii", "TTTT", {0, 3, 4, 5}, kQuest + kSampled, compute_quest_attention},
+    {"QuestAttention", "TTTRRTii", "TRRT", {0, 3, 4, 5}, kQuest, compute_quest_attention},
+    {"SampleQuestAttention", "TTTRRTii", "TRRT", {0, 3, 4, 5}, kQuest + kSampled, compute_quest_attention},
 });
 
 }  // namespace sparse

@@ -214,7 +214,7 @@ void compute_saap_attention(const Attributes& attributes, const Context& context
                hidden_bias = context.input(12, "hidden_bias", 'W');
   const Tensor out_weight = context.input(13, "out_weight", 'W'), out_bias = context.input(14, "out_bias", 'W');
   const Caches caches(context, 1, 5, 6, 8);
-  Append append = caches.append(context);
+  Append append = caches.append(attributes, context);
   Scratch scratch(Scratch::kLengths, Scratch::size<int64_t>(caches.key.shape[0]));
   int64_t* length = scratch.take<int64_t>(caches.key.shape[0]);
   Attention a = attention_over(attributes, context, caches, append, query, padding, length);
@@ -232,8 +232,8 @@ void compute_saap_attention(const Attributes& attributes, const Context& context
   check_layer(out_weight, out_bias, a.Hkv, H ? H : a.D, N);
 
   a.output = context.output(0, {a.B, a.Hq, a.L, a.D});
-  a.keys = append.present_key = context.output(1, {a.B, a.Hkv, a.C, a.D});
-  a.values = append.present_value = context.output(2, {a.B, a.Hkv, a.C, a.D});
+  caches.make(context, append, 1, 2);
+  a.keys = append.present_key, a.values = append.present_value;
   int16_t* ids = static_cast<int16_t*>(context.output(3, {a.B, a.Hkv, a.C}));
   Assign assign{};
   assign.kernels = a.kernels, assign.type = a.type, assign.weights = context.weights();
@@ -254,8 +254,8 @@ void compute_saap_attention(const Attributes& attributes, const Context& context
 
 const std::string kSaap = "probes sink_tokens recent_tokens scale dense_below";
 static const Registered registered({
-    {"SaapAttention", "TTTTTTTsiiWWWWW", "TTTs", {0, 5, 6, 7}, kSaap, compute_saap_attention},
-    {"SampleSaapAttention", "TTTTTTTsiiWWWWW", "TTTs", {0, 5, 6, 7}, kSaap + kSampled, compute_saap_attention},
+    {"SaapAttention", "TTTTTRRsiiWWWWW", "TRRs", {0, 5, 6, 7}, kSaap, compute_saap_attention},
+    {"SampleSaapAttention", "TTTTTRRsiiWWWWW", "TRRs", {0, 5, 6, 7}, kSaap + kSampled, compute_saap_attention},
 });
 
 }  // namespace sparse

@@ -58,6 +58,16 @@ inline void store(BFloat16* p, F x) {
   const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(rounded, rounded), 0xd8);
   _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128(packed));
 }
+// x as it is after a store to T and a load.
+inline F rounded(F x, const float*) { return x; }
+inline F rounded(F x, const Half*) {
+  return _mm256_cvtph_ps(_mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+inline F rounded(F x, const BFloat16*) {
+  BFloat16 part[W];
+  store(part, x);
+  return load(part);
+}
 inline F add(F a, F b) { return _mm256_add_ps(a, b); }
 inline F mul(F a, F b) { return _mm256_mul_ps(a, b); }
 inline F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }

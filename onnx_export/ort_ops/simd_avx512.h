@@ -61,6 +61,16 @@ inline void store(BFloat16* p, F x) {
   const __m512i rounded = _mm512_mask_mov_epi32(_mm512_srli_epi32(sum, 16), is_nan, nan);
   _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(rounded));
 }
+// x as it is after a store to T and a load.
+inline F rounded(F x, const float*) { return x; }
+inline F rounded(F x, const Half*) {
+  return _mm512_cvtph_ps(_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+inline F rounded(F x, const BFloat16*) {
+  BFloat16 part[W];
+  store(part, x);
+  return load(part);
+}
 inline F add(F a, F b) { return _mm512_add_ps(a, b); }
 inline F mul(F a, F b) { return _mm512_mul_ps(a, b); }
 inline F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }

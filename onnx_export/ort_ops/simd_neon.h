@@ -53,6 +53,14 @@ inline void store(BFloat16* p, F x) {
   const uint32x4_t nan = vorrq_u32(high, vdupq_n_u32(0x40));
   vst1_u16(&p->bits, vmovn_u32(vbslq_u32(vceqq_f32(x, x), vshrq_n_u32(sum, 16), nan)));
 }
+// x as it is after a store to T and a load.
+inline F rounded(F x, const float*) { return x; }
+template <class T>
+inline F rounded(F x, const T*) {
+  T part[W];
+  store(part, x);
+  return load(part);
+}
 inline F add(F a, F b) { return vaddq_f32(a, b); }
 inline F mul(F a, F b) { return vmulq_f32(a, b); }
 inline F fma(F a, F b, F c) { return vfmaq_f32(c, a, b); }

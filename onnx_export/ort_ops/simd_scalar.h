@@ -68,6 +68,14 @@ inline void store(Half* p, F x) {
   }
   p->bits = uint16_t(sign | half);
 }
+// x as it is after a store to T and a load.
+inline F rounded(F x, const float*) { return x; }
+template <class T>
+inline F rounded(F x, const T*) {
+  T part[W];
+  store(part, x);
+  return load(part);
+}
 inline F add(F a, F b) { return a + b; }
 inline F mul(F a, F b) { return a * b; }
 inline F fma(F a, F b, F c) { return a * b + c; }

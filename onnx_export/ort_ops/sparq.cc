@@ -49,7 +49,7 @@ struct Head {
 
 class Step {
  public:
-  Step(const Attention& a, const SparQ& s) : a(a), s(s), grid(s.codes ? kUnbroken : s.lanes), G(a.G()) {}
+  Step(const Attention& a, const SparQ& s) : a(a), s(s), grid(s.codes || s.by_rows ? kUnbroken : s.lanes), G(a.G()) {}
 
   void run(const Pool& pool) const;
 
@@ -82,6 +82,7 @@ class Step {
   void statistics(Head&) const;
   void score(const Head&, int64_t from, int64_t to) const;
   void score_codes(const Head&, Span keys, float* scores) const;
+  void score_rows(const Head&, Span keys, float* scores) const;
   void normalise(const Head&) const;
   void search(const Head&, int64_t from, int64_t to, Reservoir&) const;
   void finish(const Head&, const int32_t* best, int64_t count, Scratch&) const;
@@ -128,6 +129,11 @@ void Step::statistics(Head& head) const {
     std::copy(summary + 2 * D, summary + 3 * D, head.deviation);
     return;
   }
+  if (s.by_rows) {
+    const float count = float(std::max<int64_t>(1, head.end - head.first));
+    for (int64_t d = 0; d < D; d++) head.mean[d] = s.sums[at + d] / count;
+    return;
+  }
   if (!s.sums) {
     std::copy(s.value_mean + at, s.value_mean + at + D, head.mean);
     std::copy(s.deviation + at, s.deviation + at + D, head.deviation);
@@ -143,7 +149,7 @@ void Step::prepare(Head& head) const {
   a.typed().widen(q, static_cast<const char*>(a.query) + a.group_offset(head.b, head.h), G * D);
   if (s.reallocate || s.by_key) statistics(head);
   if (s.codes) head.centre = s.summary + ((head.b * a.Hkv + head.h) * 3 + 1) * D;
-  if (!head.everything) {
+  if (!head.everything && !s.by_rows) {
     std::fill(head.component, head.component + D, 0.0f);
     for (int64_t g = 0; g < G; g++) {
       for (int64_t d = 0; d < D; d++) head.component[d] += std::fabs(q[g * D + d]);
@@ -185,6 +191,8 @@ void Step::score(const Head& head, int64_t from, int64_t to) const {
     float* scores = head.scores + block * G * grid.stride;
     if (s.codes) {
       score_codes(head, keys, scores);
+    } else if (s.by_rows) {
+      score_rows(head, keys, scores);
     } else {
       columns.lanes = column(keys.low);
       columns.next = column(keys_of(head, block + 1 < to ? block + 1 : block).low);
@@ -219,7 +227,7 @@ void Step::score_codes(const Head& head, Span keys, float* scores) const {
   const int64_t from = std::max(keys.low, tail), count = keys.high - from;
   if (count <= 0) return;
   for (int64_t j = 0; j < count; j++) {
-    a.typed().widen(whole, a.plane(a.keys, head.b, head.h) + (from + j) * D * size_of(a.type), D);
+    read_rows(whole, a.rows, a.plane(a.keys, head.b, head.h), from + j, 1);
     for (int64_t i = 0; i < rank; i++) {
       const int32_t d = head.components[i];
       rows[j * rank + i] = whole[d] - head.centre[d];
@@ -233,6 +241,26 @@ void Step::score_codes(const Head& head, Span keys, float* scores) const {
   a.kernels->type[kTypeFloat].score({int(G), int(rank), q, nullptr, nullptr, nullptr}, block, found);
   for (int64_t g = 0; g < G; g++) {
     std::copy(found + g * kBlock, found + g * kBlock + count, scores + g * grid.stride + from - keys.low);
+  }
+}
+
+// (sparq.3) with all components, from the rows themselves.
+void Step::score_rows(const Head& head, Span keys, float* scores) const {
+  const char* plane = a.plane(a.keys, head.b, head.h);
+  if (a.rows.bits) {
+    const PackedRows packed = packed_rows(a.rows, plane, nullptr, keys.low, keys.high - keys.low);
+    return a.kernels->type[a.rows.type].score_packed(packed, head.rows.q, int(G), scores, grid.stride);
+  }
+  const Rows queries{int(G), int(a.D), head.rows.q, nullptr, nullptr, nullptr};
+  Scratch scratch(Scratch::kPart, Scratch::size<float>(kBlock * a.D) + Scratch::size<float>(G * kBlock));
+  float *k = scratch.take<float>(kBlock * a.D), *found = scratch.take<float>(G * kBlock);
+  for (int64_t j = keys.low; j < keys.high; j += kBlock) {
+    const int64_t n = std::min<int64_t>(kBlock, keys.high - j);
+    read_rows(k, a.rows, plane, j, n);
+    a.kernels->type[kTypeFloat].score(queries, {k, k, nullptr, 0, int(n), 0, nullptr, nullptr}, found);
+    for (int64_t g = 0; g < G; g++) {
+      std::copy(found + g * kBlock, found + g * kBlock + n, scores + g * grid.stride + j - keys.low);
+    }
   }
 }
 
@@ -295,7 +323,7 @@ void Step::finish(const Head& head, const int32_t* best, int64_t count, Scratch&
     block.index = chosen + i;
     block.count = int(std::min<int64_t>(kBlock, count - i));
     block.next = int(std::min<int64_t>(kBlock, count - i - block.count));
-    a.typed().attend(head.rows, block, weights);
+    a.attend(head.rows, block, weights);
   }
   for (int64_t g = 0; g < G; g++) {
     float* out = head.rows.output + g * D;

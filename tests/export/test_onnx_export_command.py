@@ -125,6 +125,15 @@ def test_parameters_come_from_a_file_too(run: Callable[..., str], llama: Path, t
         (["--static", "9" * 30 + ",64"], "--static: expected an integer of at least 1 and at most 2147483647, got 999"),
         (["--static", "1,5000"], "--static: expected at most max_position_embeddings=4096 of the model, got 5000"),
         (["--static", "1,64", "--max-length", "128"], "--max-length: expected none beside --static 1,64, got 128"),
+        (["--kv-bits", "6"], "--kv-bits: expected one of 8, 4, got 6"),
+        (["--kv-bits", "few"], "--kv-bits: invalid int value: 'few'"),
+        (["--kv-group-size", "32"], "--kv-group-size: expected none without --kv-bits, got 32"),
+        (["--kv-bits", "4", "--kv-group-size", "48"], "--kv-group-size: expected one of 32, 64, 128, got 48"),
+        (["--kv-bits", "4"], "--kv-group-size: expected a divisor of the head dim D=16, got 64"),
+        (
+            ["--kv-bits", "4", "--dense-below", "auto"],
+            "--dense-below: expected a number beside --kv-bits, .*, got auto",
+        ),
         (["--fast"], "unrecognized arguments: --fast"),
     ],
 )

@@ -142,6 +142,12 @@ def test_registration_leaves_nothing_behind() -> None:
         ({"name": "Sample", "block_size": 48}, "block_size: expected one of 32, 64, 128, got 48"),
         ({"name": "Sample", "chunks": 0}, "chunks: expected an integer of at least 1, got 0"),
         ({"name": "SampleAttention", "dense_prompt_below": -1}, "dense_prompt_below: expected an integer"),
+        ({"name": "PackedCachedAttention", "kv_bits": 6}, "kv_bits: expected one of 8, 4, got 6"),
+        ({"name": "PackedCachedAttention", "kv_group_size": 48}, "kv_group_size: expected one of 32, 64, 128, got 48"),
+        (
+            {"name": "PackedCachedAttention", "kv_group_size": 64, "sizes": {"D": 96}},
+            "kv_group_size: expected a divisor of the head dim D=96, got 64",
+        ),
         ({"spec": 2}, "spec: expected an integer of at least 1 and at most 1, got 2"),
         ({"scale": float("nan")}, "scale: expected a finite number, got nan"),
         ({"scale": "1"}, "scale: expected a finite number, got '1'"),

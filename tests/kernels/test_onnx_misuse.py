@@ -62,6 +62,15 @@ def cached_codes() -> dict[str, Any]:
     return {**new, **empty_codes(case, 128, 4)}
 
 
+PACKED = {"kv_bits": 4, "kv_group_size": 64, "kv_type": 1}
+
+
+def packed() -> dict[str, Any]:
+    """The same with caches in 4 bits."""
+    caches = {name: np.zeros((1, 2, 128, 40), np.uint8) for name in ("past_key", "past_value")}
+    return {**cached(), **caches}
+
+
 # Settings and inputs that fit, by operator.
 GOOD: dict[str, tuple[dict[str, Any], Any]] = {
     "SparQ": (PAPER, lambda: step(STEP, *STEP.inputs())),
@@ -69,6 +78,7 @@ GOOD: dict[str, tuple[dict[str, Any], Any]] = {
     "SparQCoded": ({**PAPER, "key_bits": 4}, lambda: coded_step(STEP, 4)),
     "SparQCodedAttention": ({**PAPER, "key_bits": 4, "dense_below": 0}, cached_codes),
     "CachedAttention": (DENSE, cached),
+    "PackedCachedAttention": ({**DENSE, **PACKED}, packed),
     "Sample": (PROMPT.parameters, prompt),
     "SaapAttention": (saap_settings(BUCKETS), lambda: saap_step(BUCKETS)),
 }
@@ -102,6 +112,17 @@ INPUTS: list[tuple[str, dict[str, Any], str]] = [
         "CachedAttention",
         zeros(key=(1, 2, 129, 64), value=(1, 2, 129, 64)),
         r"key: expected at most the capacity C=128 of tokens, got 129\.",
+    ),
+    (
+        "PackedCachedAttention",
+        {"past_key": np.zeros((1, 2, 128, 72), np.uint8)},
+        r"past_key: expected shape \(1, 2, any, 40\), got \(1, 2, 128, 72\)\.",
+    ),
+    ("PackedCachedAttention", {"past_length": [128]}, r"past_length: expected 0 to 127 .*, got 128\."),
+    (
+        "PackedCachedAttention",
+        zeros(query=(1, 2, 1, 96), key=(1, 2, 1, 96), value=(1, 2, 1, 96)),
+        r"kv_group_size: expected a divisor of the head dim D=96, got 64\.",
     ),
     ("Sample", {"length": [401]}, r"length: expected 200 to 400 .*, got 401\."),
     ("Sample", {"length": [199]}, r"length: expected 200 to 400 .*, got 199\."),
@@ -166,6 +187,10 @@ ATTRIBUTES: list[tuple[str, dict[str, Any], str]] = [
     ("SparQAttention", {"scale": None}, r"scale: expected a float attribute, got none\."),
     ("SparQCodedAttention", {"key_bits": 5}, r"key_bits: expected 4 or 8, got 5\."),
     ("SparQCodedAttention", {"key_bits": 16}, r"key_bits: expected 4 to 8, got 16\."),
+    ("PackedCachedAttention", {"kv_bits": 6}, r"kv_bits: expected 4 or 8, got 6\."),
+    ("PackedCachedAttention", {"kv_bits": None}, r"kv_bits: expected an integer attribute, got none\."),
+    ("PackedCachedAttention", {"kv_group_size": 96}, r"kv_group_size: expected 32, 64 or 128, got 96\."),
+    ("PackedCachedAttention", {"kv_type": 11}, r"kv_type: expected 1, 10 or 16, got 11\."),
     ("SampleAttention", {"spec": 2}, r"spec: expected 1, which this library knows, got 2\."),
     ("SampleAttention", {"alpha_column": 0.0}, rf"alpha_column: {FRACTION}, got 0\.0+\."),
     ("SampleAttention", {"alpha_slash": 1.5}, rf"alpha_slash: {FRACTION}, got 1\.50*\."),
@@ -180,6 +205,7 @@ ATTRIBUTES: list[tuple[str, dict[str, Any], str]] = [
 SETTINGS = {
     "SparQAttention": {**CACHES, **PAPER},
     "SparQCodedAttention": GOOD["SparQCodedAttention"][0],
+    "PackedCachedAttention": {**DENSE, **PACKED},
     "SampleAttention": {**PROMPT.parameters, "dense_prompt_below": 0},
 }
 

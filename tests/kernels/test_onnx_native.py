@@ -223,6 +223,7 @@ def test_the_node_is_kept_for_the_kernel_and_its_shapes_are_known(name: str, dty
         "pages": 128,
         "groups": 2,
         "record": 36,
+        "row": 80,
         "3Hkv": 6,
         "HkvD": 128,
     }

@@ -33,8 +33,10 @@ class Decoding:
     method: Method
 
     @classmethod
-    def settled(cls, config: Any, model: Any, *, branches: bool) -> Decoding:
+    def settled(cls, config: Any, model: Any, *, branches: bool, packed: bool = False) -> Decoding:
         """The method by the settings ``config``, every automatic choice made for mlx-lm's ``model``.
+
+        ``packed`` caches keep rows in few bits.
 
         Without ``branches`` the graph cannot turn to exact attention in short contexts, but for those of which
         everything is attended.

@@ -20,7 +20,7 @@ class QuestDecoding(Decoding):
     method: Quest
 
     @classmethod
-    def settled(cls, config: Quest, model: Any, *, branches: bool) -> QuestDecoding:
+    def settled(cls, config: Quest, model: Any, *, branches: bool, packed: bool = False) -> QuestDecoding:
         """Sparse from where `mlx_sparse.enable` is on array operations, which bodies resemble."""
         below = config.shortest_context() if branches else config.attended + 1
         return cls(dataclasses.replace(config, dense_below=below))

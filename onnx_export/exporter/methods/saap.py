@@ -38,7 +38,7 @@ class SaapDecoding(Decoding):
     roped: bool
 
     @classmethod
-    def settled(cls, config: SAAP, model: Any, *, branches: bool) -> SaapDecoding:
+    def settled(cls, config: SAAP, model: Any, *, branches: bool, packed: bool = False) -> SaapDecoding:
         made = cls(config, *_served(config, model))
         below = saap_dense_below(config, *made._sizes) if branches else config.attended + 1
         return dataclasses.replace(made, method=dataclasses.replace(config, dense_below=below))

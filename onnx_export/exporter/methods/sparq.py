@@ -6,13 +6,13 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from mlx_sparse.checks import check_local_window, check_rank
+from mlx_sparse.checks import ConfigError, check_local_window, check_rank
 from mlx_sparse.common.key_codes import GROUP
 from mlx_sparse.lm.model import resolve
 from mlx_sparse.methods import SparQ
 
 from ...defaults import dense_below
-from ...operators import coded_axes
+from ...operators import OPERATORS, coded_axes
 from ..families import head_dim
 from .base import KEYS, PROMPT, Decoding
 
@@ -26,18 +26,24 @@ class SparQDecoding(Decoding):
     method: SparQ
 
     @classmethod
-    def settled(cls, config: SparQ, model: Any, *, branches: bool) -> SparQDecoding:
+    def settled(cls, config: SparQ, model: Any, *, branches: bool, packed: bool = False) -> SparQDecoding:
         """The method with every choice made as `mlx_sparse.enable` makes it."""
         args = model.args
         D = head_dim(model.layers[0].self_attn)
-        check_rank(config.rank, D)
+        by_rows = config.scores_rows(packed=packed)
+        if not by_rows:
+            check_rank(config.rank, D)
+        if packed and not by_rows and config.key_bits == 16:
+            raise ConfigError("key_bits: expected 8 or 4 with score=copy beside --kv-bits, got 16. Or give score=rows.")
         resolved = resolve(config, model)
         settled = dataclasses.replace(
             resolved,
             local_window=check_local_window(config.local_window, config.top_k),
             reallocate=resolved.reallocates(args.num_attention_heads // args.num_key_value_heads),
-            dense_below=dense_below(config, D) if branches else config.top_k + 1,
+            dense_below=dense_below(config, D, packed=packed) if branches else config.top_k + 1,
         )
+        if by_rows:
+            return RowSparQDecoding(settled, D)
         return CodedSparQDecoding(settled) if settled.key_bits < 16 else cls(settled)
 
     def attributes(self, lanes: int) -> dict[str, float]:
@@ -74,3 +80,25 @@ class CodedSparQDecoding(SparQDecoding):
 
     def axes(self, capacity: int) -> dict[str, int]:
         return coded_axes(capacity, self.method.key_bits)
+
+
+@dataclass(frozen=True)
+class RowSparQDecoding(SparQDecoding):
+    """Decoding by SparQ with exact scores, from rows of few bits.
+
+    Attributes:
+        D: head dim.
+    """
+
+    operator: ClassVar[str] = "SparQRowsAttention"
+    D: int
+
+    def attributes(self, lanes: int) -> dict[str, float]:
+        kept = [attribute.name for attribute in OPERATORS[self.operator].attributes]
+        return {name: value for name, value in super().attributes(lanes).items() if name in kept}
+
+    def shortened(self, *, static: bool) -> SparQDecoding:
+        """Over rows of numbers, which MLX scores alike by as many components as there are."""
+        short = super().shortened(static=static)
+        method = dataclasses.replace(short.method, rank=self.D, key_bits=16, component_score="query")
+        return dataclasses.replace(short, method=method)

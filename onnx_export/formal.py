@@ -1,0 +1,73 @@
+"""What an operator is made of: formal inputs and outputs, attributes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+T = ("tensor(float)", "tensor(float16)", "tensor(bfloat16)")
+W = ("tensor(float)", "tensor(float16)")  # what query networks and centroids are stored in
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """An input or output; ``axes`` names its axis lengths, "?" is a length that inference leaves open."""
+
+    name: str
+    type: str
+    axes: str
+    doc: str
+
+    @property
+    def dims(self) -> list[str | int]:
+        return [int(axis) if axis.isdigit() else axis for axis in self.axes.split()]
+
+    @property
+    def as_keys(self) -> bool:
+        """Whether it is a cache of rows, as keys and values are."""
+        return self.axes.rpartition(" ")[0] == "B Hkv C"
+
+
+@dataclass(frozen=True)
+class Attribute:
+    """A required attribute; ``low`` and ``high`` bound an integer, or ``choices`` lists its values.
+
+    A float with ``high`` is a share: above 0 and at most 1.
+    """
+
+    name: str
+    type: type
+    doc: str
+    low: int | None = None
+    high: int | None = None
+    choices: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One operator of the domain.
+
+    Its body is bodies/NAME.onnxtxt, or made from that of ``base`` (operators.py).
+    """
+
+    name: str
+    doc: str
+    attributes: tuple[Attribute, ...]
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    base: str = ""
+
+    @property
+    def attribute_names(self) -> list[str]:
+        return [attribute.name for attribute in self.attributes]
+
+    @property
+    def states(self) -> dict[str, Tensor]:
+        """What it takes as ``past_NAME`` and gives as ``present_NAME``, by that name."""
+        given = {tensor.name for tensor in self.outputs}
+        pasts = {tensor.name.removeprefix("past_"): tensor for tensor in self.inputs}
+        return {name: tensor for name, tensor in pasts.items() if f"present_{name}" in given}
+
+    @property
+    def weighted(self) -> bool:
+        """Whether it has weights, which have a type of their own."""
+        return any(tensor.type == "W" for tensor in self.inputs)
