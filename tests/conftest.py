@@ -52,6 +52,7 @@ SLOW = {
     "test_lm_threads.py": "many threads",
     "test_mac_check.py": "reports",
     "test_onnx_bench.py": "benchmarks",
+    "test_onnx_kv_bits.py": "whole models",
     "test_onnx_run.py": "a real model",
     "test_onnx_native.py": "instruction sets, threads, another machine's code",
     "test_onnx_native_fuzz.py": "fuzzing, sanitizers",
@@ -88,6 +89,8 @@ COSTLY = {
     "test_msl_conformance.py": 8,
     "test_onnx_export.py": 16,
     "test_onnx_genai.py": 8,
+    "test_onnx_kv_bits.py": 5,
+    "test_onnx_packed.py": 6,
     "test_onnx_runtimes.py": 3,
     "test_onnx_sample_export.py": 6,
     "test_oracle_sample.py": 6,
@@ -141,7 +144,8 @@ def thinned(items: list[pytest.Item], most: int) -> list[pytest.Item]:
         instances.setdefault((item.nodeid.partition("[")[0], backend), []).append(item)
     left_out = []
     for rows in instances.values():
-        kept = {n * len(rows) // most for n in range(most)}
+        # One of each of so many parts, at another place in each: every so manyth would have one value of a parameter.
+        kept = {int((n + n * 0.618 % 1) * len(rows) / most) for n in range(most)}
         left_out += [row for n, row in enumerate(rows) if n not in kept and len(rows) > most]
     return left_out
 
