@@ -45,6 +45,14 @@ class Spoiled(Case):
         return q, k, v
 
 
+class Negative(Case):
+    """A case in which every logit is negative, and so every bound."""
+
+    def inputs(self, seed: int = 0, L: int = 1) -> tuple[Array, Array, Array]:
+        q, k, v = super().inputs(seed, L)
+        return np.abs(q), -np.abs(k), v
+
+
 def wanted(case: Case, setting: str) -> Expected:
     q, k, _ = case.inputs()
     indices, scores = oracle.quest_select(q, k, left_padding=case.padding, **SETTINGS[setting])
@@ -95,6 +103,12 @@ STEPS = [
 @pytest.mark.parametrize(("backend", "setting", "case"), STEPS, indirect=["backend"])
 def test_a_backend_chooses_and_attends_as_the_oracle(backend: Any, setting: str, case: Case) -> None:
     assert_conforms(run(backend, case, setting), wanted(case, setting), case)
+
+
+@pytest.mark.parametrize("backend", ADAPTERS, indirect=True)
+def test_pages_are_ranked_where_every_bound_is_negative(backend: Any) -> None:
+    case = Negative(1, 6, 2, 300, 64, "f32")
+    assert_conforms(run(backend, case, "ragged"), wanted(case, "ragged"), case)
 
 
 NUMBERS = [((40, 41), np.nan), ((40, 41), np.inf), ((40, 41), -np.inf), ((20, 90), np.nan), ((0, 0), 1e3)]
