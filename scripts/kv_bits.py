@@ -1,6 +1,6 @@
 """Memory of a prompt and of the steps after it, with and without quantised caches and sparse attention.
 
-python scripts/kv_bits.py [--model MODEL] [--layers N] [--lengths S,...] [--kv-bits N,...] [--attn METHOD] [-o FORM]
+python scripts/kv_bits.py [--model MODEL] [--layers N] [--lengths S,...] [--kv-bits N,...] [--attn METHOD] [--ours]
 
 Without --model a random one with 32 query heads on 8 KV heads of 128. The figures are MLX's own counters.
 """
@@ -82,7 +82,8 @@ def figures(args: argparse.Namespace) -> Iterator[Figures]:
     model = load(args.model)[0] if args.model else random_model(args.layers)  # type: ignore[misc]
     ways: list[tuple[str | None, int | None]] = [(None, None), (args.attn, None)]
     for bits in map(int, args.kv_bits.split(",")):
-        ways += [(None, bits), ("dense", bits), (args.attn, bits), (f"{args.attn},score=copy", bits)]
+        ways += [(None, bits)] * (not args.ours)
+        ways += [("dense", bits), (args.attn, bits), (f"{args.attn},score=copy", bits)]
     for keys in map(read_length, args.lengths.split(",")):
         for attn, bits in ways:
             options = [f"--attn {attn}"] * bool(attn) + [f"--kv-bits {bits}"] * bool(bits)
@@ -111,6 +112,9 @@ def main() -> int:
     parser.add_argument("--max-tokens", type=int, default=64, help="steps (default: 64)")
     parser.add_argument("--kv-bits", default="4,8", help="(default: 4,8)")
     parser.add_argument("--attn", default="sparq:dense_below=0", help="(default: sparq:dense_below=0)")
+    parser.add_argument(
+        "--ours", action="store_true", help="leave out --kv-bits without --attn, which a CPU is very slow at"
+    )
     formats.add_options(parser)
     args = parser.parse_args()
     formats.check_options(args)
