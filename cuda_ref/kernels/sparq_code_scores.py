@@ -92,7 +92,7 @@ def tail_logits(
     D: tl.constexpr,
     G: tl.constexpr,
     RANK: tl.constexpr,
-    KEY_BITS: tl.constexpr,
+    ROW_BITS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -102,7 +102,7 @@ def tail_logits(
     """(sparq.21) without its factor for keys ``s`` that are not coded: ``(BLOCK_G, keys)``."""
     at = first_key + s.to(tl.int64) * stride_kn
     if key_scales is not None:
-        k = row_tile(keys, key_scales, key_biases, at, s < length, D, KEY_BITS, GROUP_SIZE, BLOCK_D, UPCAST)
+        k = row_tile(keys, key_scales, key_biases, at, s < length, D, ROW_BITS, GROUP_SIZE, BLOCK_D, UPCAST)
         d = tl.arange(0, BLOCK_D)
         k = k.to(tl.float32) - tl.load(centre + d, mask=d < D, other=0.0)[None, :]
         k, q = chosen_of_rows(k, queries, before, D, G, RANK, BLOCK_D, BLOCK_G)
@@ -177,7 +177,7 @@ def sparq_code_scores(
     G: tl.constexpr,
     RANK: tl.constexpr,
     BITS: tl.constexpr,
-    KEY_BITS: tl.constexpr,  # of a component of packed rows
+    ROW_BITS: tl.constexpr,  # of a component of packed rows
     GROUP_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -252,7 +252,7 @@ def sparq_code_scores(
             D,
             G,
             RANK,
-            KEY_BITS,
+            ROW_BITS,
             GROUP_SIZE,
             BLOCK_D,
             BLOCK_G,

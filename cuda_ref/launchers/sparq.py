@@ -179,7 +179,7 @@ def sparq_code_scores(
             "G": G,
             "RANK": rank,
             "BITS": key_bits,
-            "KEY_BITS": bits,
+            "ROW_BITS": bits,
             "GROUP_SIZE": group_size,
             "BLOCK_D": BLOCK_D,
             "BLOCK_G": power_of_2(G),

@@ -167,9 +167,8 @@ class Decoder:
         self.runner.go_on_from(S)
         return self.runner.step([[token]]).copy()
 
-    def handed_on(self, S: int, token: int) -> Array:
-        """What the first layer that leaves out keys makes of that step, float32."""
-        logits = self.first(S, token)
+    def handed_on(self, S: int, logits: Array) -> Array:
+        """What the first layer that leaves out keys made of the step after ``S`` tokens, which gave ``logits``."""
         return logits if self._next_keys is None else self.runner.caches[self._next_keys][:, :, S].astype(np.float32)
 
 
@@ -254,10 +253,11 @@ def _in_turns(decoders: Mapping[str, Decoder], S: int, max_tokens: int, repeat: 
     """``repeat`` turns of each, after one step that does not count."""
     found: dict[str, Turns] = {}
     for method, decoder in decoders.items():
-        logits, handed_on = (
-            np.stack([told(S, token) for token in TOKENS]) for told in (decoder.first, decoder.handed_on)
-        )
-        found[method] = Turns(logits, handed_on, [], [])
+        logits, handed_on = [], []
+        for token in TOKENS:
+            logits.append(decoder.first(S, token))
+            handed_on.append(decoder.handed_on(S, logits[-1]))
+        found[method] = Turns(np.stack(logits), np.stack(handed_on), [], [])
     for _ in range(repeat):
         for method, decoder in decoders.items():
             token = int(decoder.first(S, TOKENS[0])[0].argmax())

@@ -131,6 +131,18 @@ def test_coded_caches_are_such_as_a_prompt_could_have_left(lengths: tuple[int, .
             np.testing.assert_allclose(spread, expected, rtol=1e-4)
 
 
+@pytest.mark.parametrize("method", [COLUMNS, CODED])
+def test_what_the_first_layer_that_chooses_hands_on_follows_from_its_values(method: str):
+    decoder = onnx_generate.Decoder(SimpleNamespace(folder=exported(method), max_length=256), method, "off", 1)
+    before = decoder.handed_on(200, decoder.first(200, 5))
+    assert before.shape == decoder.runner.caches["past_key_values.0.key"][:, :, 0].shape
+    assert np.array_equal(before, decoder.handed_on(200, decoder.first(200, 5)))
+    for layer, follows in ((1, False), (0, True)):
+        decoder.runner.caches[f"past_key_values.{layer}.value"][:, :, :100] *= -2
+        after = decoder.handed_on(200, decoder.first(200, 5))
+        assert (np.abs(after - before).max() > 0) == follows
+
+
 def test_a_step_that_is_wrong_gets_no_speed():
     file = SimpleNamespace(method="sparq:rank=4", sparse_from=10)
     right = Turns(np.ones((2, 1, 9)), np.array([[[1.0, -4.0]], [[2.0, 3.0]]]), [10.0, 20.0], [20.0, 20.0])
