@@ -1,0 +1,508 @@
+"""A model of the time per token on one, two and four Macs, by what is shared out. Nothing here is measured.
+
+python scripts/roofline_machines.py [--attn METHOD] [-o FORM] [--out FILE]
+
+A decode step of one sequence takes
+
+    bytes read / memory bandwidth + steps * latency + bytes sent / bandwidth of the link
+
+Bytes read are the weights of a token's layers and experts, and what attention reads: of the slowest machine where all
+work at once (tensor, context), of all together where one works at a time (pipeline). Steps are messages that wait for
+each other, and bytes sent those of one machine over one cable:
+
+    link   collective     steps      bytes sent
+    ring   all-reduce     2 (N - 1)  2 (N - 1) / N of the array
+    ring   all-gather     N - 1      N - 1 times the machine's part
+    JACCL  all-reduce     1          the array
+    JACCL  all-gather     1          the machine's part
+    both   send           1          the array
+
+What a machine computes, launches and waits for otherwise is left out: it is the same for every way, but for a share of
+it that tensor parallelism divides. Best and worst are the ends of what is published of a link.
+docs/results/machines_model.md names the sources and says what follows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+import by_method
+
+from mlx_sparse.common.stats import dense_elements
+from mlx_sparse.methods import Method, SparQ
+from mlx_sparse.methods.quest import Quest
+from mlx_sparse.tools.bench.core import Shape
+from mlx_sparse.tools.formats import table
+
+ITEM = 2  # bytes of an element of keys, values and hidden states
+FLOAT = 4  # of what is merged
+WEIGHT = 4.5 / 8  # of a weight: 4 bits, and its share of a scale and a bias of 16 for groups of 64
+BLOCK = 64  # consecutive keys that one machine holds of a sharded context
+USABLE = 0.75  # of the memory, which macOS lets the GPU have
+
+MACHINES = (2, 4)
+CONTEXTS = (8192, 32_768, 131_072, 524_288)
+LENGTHS = tuple(range(1024, 65_536, 1024)) + tuple(range(65_536, (1 << 20) + 1, 8192))
+
+Bracket = tuple[float, float]  # milliseconds, best and worst
+END = {"best": 0, "worst": 1}
+
+
+@dataclass(frozen=True)
+class Chip:
+    """A chip with Thunderbolt 5 as Apple publishes it, with the memory of a machine that is sold with it.
+
+    Attributes:
+        bandwidth: bytes per second.
+        memory: bytes.
+    """
+
+    name: str
+    bandwidth: float
+    memory: float
+
+
+CHIPS = (
+    Chip("M4 Pro, 64 GB", 273e9, 64e9),
+    Chip("M4 Max, 128 GB", 546e9, 128e9),
+    Chip("M3 Ultra, 256 GB", 819e9, 256e9),
+)
+SHOWN = CHIPS[1]
+
+
+@dataclass(frozen=True)
+class Message:
+    """Collectives of one kind in a decode step.
+
+    Attributes:
+        collective: "sum" (all-reduce), "gather" (all-gather) or "send".
+        nbytes: of the array that is summed or sent, or that each machine gives to be gathered.
+        times: how often.
+    """
+
+    collective: str
+    nbytes: int
+    times: int
+
+
+@dataclass(frozen=True)
+class Link:
+    """What is published of a backend of MLX over Thunderbolt, best and worst.
+
+    Attributes:
+        mesh: whether every pair of machines has a cable of its own; a ring otherwise.
+        latency: seconds of a step.
+        bandwidth: bytes per second of a cable.
+    """
+
+    name: str
+    mesh: bool
+    latency: Bracket
+    bandwidth: Bracket
+
+    def steps(self, collective: str, machines: int) -> int:
+        """Messages of a collective that wait for each other."""
+        if self.mesh or collective == "send":
+            return 1
+        return (machines - 1) * (2 if collective == "sum" else 1)
+
+    def sent(self, message: Message, machines: int) -> float:
+        """Bytes that a machine sends over one cable."""
+        parts = machines if message.collective == "sum" and not self.mesh else 1
+        return message.nbytes * self.steps(message.collective, machines) / parts
+
+
+RING = Link("ring (TCP)", False, (170e-6, 475e-6), (7e9, 1.25e9))
+JACCL = Link("JACCL (RDMA)", True, (20e-6, 50e-6), (6.5e9, 3.5e9))
+LINKS = (RING, JACCL)
+
+
+@dataclass(frozen=True)
+class Model:
+    """The sizes of a model with weights of 4 bits and the same attention in all layers.
+
+    Attributes:
+        units: hidden units of an MLP, or of an expert.
+        experts, active: how many a layer has, and how many of them a token uses.
+        shared: experts that all tokens use besides.
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    shape: Shape
+    units: int
+    vocabulary: int
+    experts: int = 1
+    active: int = 1
+    shared: int = 0
+
+    def weights(self, share: int, *, held: bool) -> float:
+        """Bytes that a machine holds, or reads for a token, of layers that ``share`` machines divide.
+
+        mlx-lm divides attention and MLPs; routers, the embedding and the output matrix are whole on every machine.
+        """
+        attention = 2 * self.shape.D * (self.shape.Hq + self.shape.Hkv)
+        experts = (self.experts if held else self.active) + self.shared
+        divided = self.layers * self.hidden * (attention + 3 * self.units * experts)
+        routers = self.layers * self.experts if self.experts > 1 else 0
+        return WEIGHT * (divided / share + self.hidden * (routers + self.vocabulary * (2 if held else 1)))
+
+
+MODELS = (
+    Model("Llama-3.1-8B", 32, 4096, Shape(32, 8, 128), 14_336, 128_256),
+    Model("Qwen3-30B-A3B", 48, 2048, Shape(32, 4, 128), 768, 151_936, experts=128, active=8),
+    Model("Llama-3.3-70B", 80, 8192, Shape(64, 8, 128), 28_672, 128_256),
+)
+
+# What others measured with JACCL on one, two and four M3 Ultra, tokens per second over some 300 keys (exo #1780).
+SCOUT = Model("Llama 4 Scout", 48, 5120, Shape(40, 8, 128), 8192, 202_048, experts=16, active=1, shared=1)
+MEASURED = {1: 46.7, 2: 58.2, 4: 69.7}
+MEASURED_AT = 319
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a token is computed.
+
+    Attributes:
+        sharing: "one" machine, or what several divide: "tensor", "pipeline" or "context".
+        config: the method; None for dense attention.
+        exact: whether machines that divide the context choose together, as one would.
+    """
+
+    sharing: str
+    config: Method | None = None
+    exact: bool = False
+
+    @property
+    def name(self) -> str:
+        if self.sharing != "context" or self.config is None:
+            return f"{self.sharing}, {self.config.name if self.config else 'dense'}"
+        return f"context, {self.config.name} {'exact' if self.exact else 'local'}"
+
+
+def messages(model: Model, way: Way, machines: int) -> list[Message]:
+    """Of a decode step."""
+    shape, hidden = model.shape, ITEM * model.hidden
+    if way.sharing == "tensor":
+        return [Message("sum", hidden, 2 * model.layers)]
+    if way.sharing == "pipeline":
+        return [Message("send", hidden, machines - 1), Message("gather", hidden, 1)]
+    if way.sharing == "one":
+        return []
+    gathered = [shape.Hq * (shape.D + 1)]  # output and log-sum-exp
+    if way.exact and isinstance(way.config, SparQ):
+        gathered += [shape.Hq, shape.Hkv * way.config.top_k]  # log-sum-exp of the scores, and candidates
+    elif way.exact and isinstance(way.config, Quest):
+        gathered += [shape.Hkv * (way.config.attended // way.config.page_size)]  # pages are the candidates
+    return [Message("gather", FLOAT * floats, model.layers) for floats in gathered]
+
+
+def wire(link: Link, model: Model, way: Way, machines: int) -> tuple[int, int, float]:
+    """Collectives of a decode step, their steps, and the bytes that a machine sends over one cable."""
+    found = messages(model, way, machines)
+    steps = sum(message.times * link.steps(message.collective, machines) for message in found)
+    sent = sum(message.times * link.sent(message, machines) for message in found)
+    return sum(message.times for message in found), steps, sent
+
+
+def owned(S: int, machines: int) -> int:
+    """Keys of ``S`` that the fullest machine holds if blocks of `BLOCK` are dealt out in turn."""
+    return min(S, ceil(ceil(S / BLOCK) / machines) * BLOCK)
+
+
+def attention(config: Method | None, S: int, D: int) -> int:
+    """Bytes that a decode step reads and writes per KV head."""
+    if config is None or S <= config.attended:
+        return ITEM * dense_elements(S, D)
+    return config.step_bytes(S, D, itemsize=ITEM, row_bytes=ITEM * D)
+
+
+def beside(config: Method | None, S: int, D: int) -> int:
+    """Bytes per KV head that a method keeps beside the cache: what it chooses by, of all components."""
+    if config is None:
+        return 0
+    whole = dataclasses.replace(config, rank=D) if isinstance(config, SparQ) else config
+    return ITEM * (whole.elements(S, D) - whole.rows(S) * D - whole.elements(0, D))
+
+
+def read(model: Model, way: Way, machines: int, S: int) -> float:
+    """Bytes of a decode step: of the slowest machine, or in a pipeline of all.
+
+    The keys that a sparse method attends may all be one machine's, and are counted so.
+    """
+    divides = way.sharing == "tensor"
+    heads = model.shape.Hkv / (machines if divides else 1)
+    keys = owned(S, machines) if way.sharing == "context" else S
+    attended = model.layers * heads * attention(way.config, keys, model.shape.D)
+    return model.weights(machines if divides else 1, held=False) + attended
+
+
+def held(model: Model, way: Way, machines: int, S: int) -> tuple[float, float, float]:
+    """Bytes of the fullest machine: weights, keys and values, and what a method keeps beside them."""
+    D, context = model.shape.D, way.sharing == "context"
+    keys = owned(S, machines) if context else S
+    heads = model.layers * model.shape.Hkv / (1 if context else machines)
+    weights = model.weights(1 if context else machines, held=True)
+    return weights, heads * keys * 2 * D * ITEM, heads * beside(way.config, keys, D)
+
+
+def fits(chip: Chip, model: Model, way: Way, machines: int, S: int) -> bool:
+    """Whether the GPU of the fullest machine may have that much."""
+    return sum(held(model, way, machines, S)) <= USABLE * chip.memory
+
+
+def longest(chip: Chip, model: Model, way: Way, machines: int) -> int:
+    """The longest context that `fits`, in thousands of 1,024."""
+    weights, *kept = held(model, way, machines, LENGTHS[-1])
+    return max(0, int((USABLE * chip.memory - weights) / sum(kept) * LENGTHS[-1])) // 1024
+
+
+def time(chip: Chip, link: Link, model: Model, way: Way, machines: int, S: int) -> Bracket:
+    """Milliseconds of a decode step, with the best and with the worst that is published of the link."""
+    _, steps, sent = wire(link, model, way, machines)
+    reading = read(model, way, machines, S) / chip.bandwidth
+    best, worst = (
+        1e3 * (reading + steps * latency + sent / bandwidth)
+        for latency, bandwidth in zip(link.latency, link.bandwidth, strict=True)
+    )
+    return best, worst
+
+
+def pays_from(chip: Chip, link: Link, model: Model, ours: Way, theirs: Way, machines: int, end: int) -> int | None:
+    """The first of `LENGTHS` from which on ``ours`` is faster than ``theirs``; None if it is not at the last.
+
+    ``end`` says which end of the brackets; ``theirs`` of one machine is on one.
+    """
+    first = None
+    for S in reversed(LENGTHS):
+        if time(chip, link, model, ours, machines, S)[end] >= time(chip, link, model, theirs, machines, S)[end]:
+            break
+        first = S
+    return first
+
+
+def ways(config: Method) -> list[Way]:
+    """All that are compared."""
+    both = (None, config)
+    found = [Way(sharing, method) for sharing in ("one", "tensor", "pipeline") for method in both]
+    return [*found, Way("context"), Way("context", config, exact=True), Way("context", config)]
+
+
+def pairs(config: Method) -> list[tuple[Way, Way]]:
+    """Context sharding, and what it is compared with."""
+    dense, exact, local = ways(config)[-3:]
+    return [(way, Way(other, way.config)) for other in ("one", "tensor") for way in (dense, exact, local)]
+
+
+def rows(config: Method) -> Iterator[dict[str, Any]]:
+    """What the model says of each chip, model, number of machines and context, and from what context on which way pays.
+
+    Raises:
+        ConfigError: the rank is larger than a head dim.
+    """
+    config.check_head_dim(min(model.shape.D for model in MODELS))
+    for chip in CHIPS:
+        for model in MODELS:
+            for machines in MACHINES:
+                about = {"chip": chip.name, "model": model.name, "machines": machines}
+                for S in CONTEXTS:
+                    yield about | {"context": S} | _at(chip, model, machines, S, config)
+                for link in LINKS:
+                    yield about | {"link": link.name, "pays_from": _crossings(chip, link, model, machines, config)}
+
+
+def _at(chip: Chip, model: Model, machines: int, S: int, config: Method) -> dict[str, Any]:
+    found: dict[str, Any] = {"held": {}, "fits": {}, "milliseconds": {link.name: {} for link in LINKS}}
+    for way in ways(config):
+        number = 1 if way.sharing == "one" else machines
+        found["held"][way.name] = held(model, way, number, S)
+        found["fits"][way.name] = fits(chip, model, way, number, S)
+        for link in LINKS:
+            found["milliseconds"][link.name][way.name] = time(chip, link, model, way, number, S)
+    return found
+
+
+def _crossings(chip: Chip, link: Link, model: Model, machines: int, config: Method) -> dict[str, dict[str, int | None]]:
+    return {
+        f"{ours.name} to {theirs.name}": {
+            name: pays_from(chip, link, model, ours, theirs, machines, end) for name, end in END.items()
+        }
+        for ours, theirs in pairs(config)
+    }
+
+
+def text(found: Sequence[dict[str, Any]], config: Method) -> str:
+    """The rows of `SHOWN` for people."""
+    mine = [row for row in found if row["chip"] == SHOWN.name]
+    at, crossings = ([row for row in mine if key in row] for key in ("held", "pays_from"))
+    of = f"{config}, weights of 4 bits, keys and values of 16, one sequence"
+    return "\n\n".join(
+        [
+            f"A model, not a measurement: a decode step on machines with {SHOWN.name}, "
+            f"{SHOWN.bandwidth / 1e9:.0f} GB/s; {of}.",
+            f"GB that each machine holds: weights + keys and values + what {config.name} keeps; "
+            "a pipeline holds what tensor does:",
+            _memory(at, config),
+            f"Thousands of tokens that fit ({USABLE:.0%} of the memory) with {config.name} (dense):",
+            _longest(config),
+            "Messages of a token: collectives, steps that wait for each other, and kB that a machine sends over one "
+            "cable:",
+            _wire(config),
+            *(part for link in LINKS for part in _times(at, link, config)),
+            f"Context from which context sharding is faster, with the best of a link (the worst), up to "
+            f"{LENGTHS[-1]:,}; whether it fits is another matter:",
+            _pays(crossings),
+            "Steps of at least so many microseconds make dense context sharding faster than tensor parallelism, "
+            "whatever the context:",
+            _indifferent(),
+            f"{SCOUT.name} with JACCL on machines with {CHIPS[2].name}, milliseconds of a token as "
+            "exo-explore/exo#1780 measured them and as modelled:",
+            _check(),
+        ]
+    )
+
+
+def _memory(at: Sequence[dict[str, Any]], config: Method) -> str:
+    names = [f"{sharing}, {config.name}" for sharing in ("one", "tensor")] + [f"context, {config.name} local"]
+    one, tensor, context = names
+    cells: dict[tuple[str, int], list[str]] = {}
+    for row in at:
+        cell = cells.setdefault((row["model"], row["context"]), [_gb(row["held"][one])])
+        cell += [_gb(row["held"][name]) for name in (tensor, context)]
+    head = ["model", "tokens", "one machine", *(f"{w} on {n}" for n in MACHINES for w in ("tensor", "context"))]
+    return table(head, [[model, f"{S:,}", *cell] for (model, S), cell in cells.items()])
+
+
+def _gb(parts: Sequence[float]) -> str:
+    return " + ".join(f"{part / 1e9:.1f}" for part in parts)
+
+
+def _longest(config: Method) -> str:
+    cases = [("one", 1), *((sharing, n) for n in MACHINES for sharing in ("tensor", "context"))]
+    lines = [
+        [chip.name, model.name]
+        + [" ".join(_fit(chip, model, sharing, n, method) for method in (config, None)) for sharing, n in cases]
+        for chip in CHIPS
+        for model in MODELS
+    ]
+    head = ["machine", "model", *("one machine" if n == 1 else f"{sharing} on {n}" for sharing, n in cases)]
+    return table(head, lines)
+
+
+def _fit(chip: Chip, model: Model, sharing: str, machines: int, config: Method | None) -> str:
+    found = f"{longest(chip, model, Way(sharing, config), machines):,}"
+    return found if config else f"({found})"
+
+
+def _wire(config: Method) -> str:
+    shared = [way for way in ways(config) if way.sharing != "one"]
+    distinct = [way for way in shared if way.sharing == "context" or way.config is None]
+    distinct = [way for way in distinct if way.config is None or way.exact]  # local sends what dense does
+    lines = [
+        [model.name, machines, _label(way, config), *_sent(model, way, machines)]
+        for model in MODELS
+        for machines in MACHINES
+        for way in distinct
+    ]
+    head = ["model", "machines", "shared", "collectives", *(f"{unit}, {link.name}" for link in LINKS for unit in UNITS)]
+    return table(head, lines)
+
+
+UNITS = ("steps", "kB")
+
+
+def _label(way: Way, config: Method) -> str:
+    if way.sharing != "context":
+        return way.sharing
+    return way.name if way.exact else f"context, dense or {config.name} local"
+
+
+def _sent(model: Model, way: Way, machines: int) -> list[str]:
+    cells = [f"{wire(LINKS[0], model, way, machines)[0]:,}"]
+    for link in LINKS:
+        _, steps, sent = wire(link, model, way, machines)
+        cells += [f"{steps:,}", f"{sent / 1e3:,.0f}"]
+    return cells
+
+
+def _times(at: Sequence[dict[str, Any]], link: Link, config: Method) -> Iterator[str]:
+    names = [way.name for way in ways(config)]
+    lines = [
+        [row["model"], row["machines"], f"{row['context']:,}"]
+        + [_ms(row["milliseconds"][link.name][name]) if row["fits"][name] else "-" for name in names]
+        for row in at
+    ]
+    yield f"Milliseconds of a token over {link.name}, best to worst; - where a machine's memory is too small:"
+    yield table(["model", "machines", "tokens", *names], lines)
+
+
+def _ms(bracket: Bracket) -> str:
+    best, worst = (f"{end:.1f}" for end in bracket)
+    return best if best == worst else f"{best} to {worst}"
+
+
+def _pays(crossings: Sequence[dict[str, Any]]) -> str:
+    names = list(crossings[0]["pays_from"])
+    lines = [
+        [row["model"], row["machines"], row["link"], *(_first(row["pays_from"][name]) for name in names)]
+        for row in crossings
+    ]
+    return table(["model", "machines", "link", *names], lines)
+
+
+def _first(ends: dict[str, int | None]) -> str:
+    best, worst = (
+        "never" if S is None else "any" if S == LENGTHS[0] else f"{S:,}" for S in (ends["best"], ends["worst"])
+    )
+    return best if best == worst else f"{best} ({worst})"
+
+
+def indifferent(chip: Chip, link: Link, model: Model, machines: int) -> float:
+    """Seconds of a step with which dense context sharding takes as long as tensor parallelism, bytes sent left out."""
+    tensor, context = Way("tensor"), Way("context")
+    saved = read(model, context, machines, CONTEXTS[-1]) - read(model, tensor, machines, CONTEXTS[-1])
+    (_, more, _), (_, fewer, _) = (wire(link, model, way, machines) for way in (tensor, context))
+    return saved / chip.bandwidth / (more - fewer)
+
+
+def _indifferent() -> str:
+    cases = [(link, n) for link in LINKS for n in MACHINES]
+    lines = [
+        [chip.name, model.name, *(f"{1e6 * indifferent(chip, link, model, n):.0f}" for link, n in cases)]
+        for chip in CHIPS
+        for model in MODELS
+    ]
+    return table(["machine", "model", *(f"{link.name} on {n}" for link, n in cases)], lines)
+
+
+def _check() -> str:
+    chip = CHIPS[2]
+    lines = []
+    for machines, rate in MEASURED.items():
+        way = Way("one" if machines == 1 else "tensor")
+        modelled = time(chip, JACCL, SCOUT, way, machines, MEASURED_AT)
+        lines.append([machines, f"{1e3 / rate:.1f}", _ms(modelled)])
+    return table(["machines, tensor parallel", "measured", "modelled"], lines)
+
+
+def modelled(config: Method) -> by_method.Found:
+    """Rows and text."""
+    found = list(rows(config))
+    return found, text(found, config)
+
+
+def main(argv: Sequence[str]) -> int:
+    about = (__doc__ or "").partition("\n")[0]
+    known: dict[str, Callable[[Any], by_method.Found]] = {"sparq": modelled, "quest": modelled}
+    return by_method.main(argv, __file__, about, {"apple": known})
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
