@@ -34,8 +34,7 @@ from typing import Any
 import by_method
 
 from mlx_sparse.common.stats import dense_elements
-from mlx_sparse.methods import Method, SparQ
-from mlx_sparse.methods.quest import Quest
+from mlx_sparse.methods import Method
 from mlx_sparse.tools.bench.core import Shape
 from mlx_sparse.tools.formats import table
 
@@ -187,8 +186,15 @@ class Way:
         return f"context, {self.config.name} {'exact' if self.exact else 'local'}"
 
 
+# Floats that each machine gives to further all-gathers of a layer, one number each, so that all choose as one would.
+EXACT: dict[str, Callable[[Shape, Any], list[int]]] = {
+    "sparq": lambda shape, config: [shape.Hq, shape.Hkv * config.top_k],  # log-sum-exp of the scores; candidates
+    "quest": lambda shape, config: [shape.Hkv * (config.attended // config.page_size)],  # pages are the candidates
+}
+
+
 def messages(model: Model, way: Way, machines: int) -> list[Message]:
-    """Of a decode step."""
+    """What machines send each other in a decode step."""
     shape, hidden = model.shape, ITEM * model.hidden
     if way.sharing == "tensor":
         return [Message("sum", hidden, 2 * model.layers)]
@@ -197,10 +203,8 @@ def messages(model: Model, way: Way, machines: int) -> list[Message]:
     if way.sharing == "one":
         return []
     gathered = [shape.Hq * (shape.D + 1)]  # output and log-sum-exp
-    if way.exact and isinstance(way.config, SparQ):
-        gathered += [shape.Hq, shape.Hkv * way.config.top_k]  # log-sum-exp of the scores, and candidates
-    elif way.exact and isinstance(way.config, Quest):
-        gathered += [shape.Hkv * (way.config.attended // way.config.page_size)]  # pages are the candidates
+    if way.exact and way.config is not None:
+        gathered += EXACT[way.config.name](shape, way.config)
     return [Message("gather", FLOAT * floats, model.layers) for floats in gathered]
 
 
@@ -228,8 +232,8 @@ def beside(config: Method | None, S: int, D: int) -> int:
     """Bytes per KV head that a method keeps beside the cache: what it chooses by, of all components."""
     if config is None:
         return 0
-    whole = dataclasses.replace(config, rank=D) if isinstance(config, SparQ) else config
-    return ITEM * (whole.elements(S, D) - whole.rows(S) * D - whole.elements(0, D))
+    whole: Any = dataclasses.replace(config, rank=D) if hasattr(config, "rank") else config
+    return int(ITEM * (whole.elements(S, D) - whole.rows(S) * D - whole.elements(0, D)))
 
 
 def read(model: Model, way: Way, machines: int, S: int) -> float:
@@ -500,8 +504,7 @@ def modelled(config: Method) -> by_method.Found:
 
 def main(argv: Sequence[str]) -> int:
     about = (__doc__ or "").partition("\n")[0]
-    known: dict[str, Callable[[Any], by_method.Found]] = {"sparq": modelled, "quest": modelled}
-    return by_method.main(argv, __file__, about, {"apple": known})
+    return by_method.main(argv, __file__, about, {"apple": dict.fromkeys(EXACT, modelled)})
 
 
 if __name__ == "__main__":
