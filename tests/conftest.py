@@ -49,6 +49,7 @@ SLOW = {
     "test_lm_load.py": "many requests at once",
     "test_lm_saap_commands.py": "commands",
     "test_lm_server.py": "commands",
+    "test_lm_slices.py": "several processes",
     "test_lm_threads.py": "many threads",
     "test_mac_check.py": "reports",
     "test_onnx_bench.py": "benchmarks",

@@ -64,11 +64,13 @@ class Codes:
     Attributes:
         coded: with room for the whole buffer; what is past a row's groups is stale. None before the first group.
         covered: rows that it has seen.
+        centre: float32 ``(B, Hkv, D)`` of the codes (sparq.17), where other keys than these decide it; else None.
     """
 
     def __init__(self, key_bits: int, padding: mx.array | None, first_rows: list[int]) -> None:
         """No codes yet, of sequences that begin at ``first_rows``, which ``padding`` has for kernels."""
         self.key_bits = key_bits
+        self.centre: mx.array | None = None
         self.coded: KeyCodes | None = None
         self.covered = 0
         self._padding = padding
@@ -90,8 +92,16 @@ class Codes:
         if self.coded is None or left == [_full(before, first) for first in self._first]:
             return
         self._spread = None
+        if self.centre is not None:
+            return
         # The centre of a sequence goes with its first group.
         self.coded = self.coded._replace(centre=self.coded.centre * (mx.array(left) > 0)[:, None, None])
+
+    def set_centre(self, centre: mx.array) -> None:
+        """Code around ``centre`` from now on; none of the groups here was coded around another."""
+        self.centre = centre
+        if self.coded is not None:
+            self.coded = self.coded._replace(centre=centre)
 
     def extend(self, keys: Rows, S: int) -> None:
         """Cover rows ``[0, S)`` of the buffer ``keys``, but for those of groups that they do not fill."""
@@ -112,7 +122,7 @@ class Codes:
             made = code_groups(
                 keys[sequences, :, first + start * GROUP : first + stop * GROUP],
                 key_bits=self.key_bits,
-                centre=self.coded.centre[sequences] if start else None,
+                centre=self.coded.centre[sequences] if start else self.centre,
             )
             per_group = 2 * self.key_bits  # words of 32 bits
             self.coded.codes[sequences, ..., start * per_group : stop * per_group] = made.codes
@@ -130,7 +140,8 @@ class Codes:
         if old is None:
             blank = mx.zeros((B, Hkv, D, groups), mx.float16)
             words = mx.zeros((B, Hkv, D, groups * 2 * self.key_bits), mx.uint32)
-            self.coded = KeyCodes(words, blank, mx.zeros_like(blank), mx.zeros((B, Hkv, D)))
+            centre = mx.zeros((B, Hkv, D)) if self.centre is None else self.centre
+            self.coded = KeyCodes(words, blank, mx.zeros_like(blank), centre)
             return
         more = groups - old.lo.shape[-1]
         codes, lo, step = (

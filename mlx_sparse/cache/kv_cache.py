@@ -44,11 +44,13 @@ class SparseCache:
 
     Attributes:
         beside: what is kept beside keys and values, by method.
+        sharers: machines that hold the rows of its sequence.
     """
 
     keys: Any
     values: Any
     beside: Mapping[str, State] = MappingProxyType({})
+    sharers = 1
     _full: tuple[Full | None, ...] = ()  # one, or one for each sequence of a batch; none where rows are new
 
     length_name = "offset"  # where mlx-lm's class keeps the number of rows in use
@@ -75,6 +77,23 @@ class SparseCache:
     def length(self) -> int:
         """Rows in use."""
         return int(getattr(self, self.length_name))
+
+    @property
+    def position(self) -> int:
+        """Positions of the sequence, of which these rows may be a share."""
+        return self.length
+
+    def rows_before(self, position: int) -> int:
+        """Rows that hold earlier positions."""
+        return position
+
+    def own(self, start: int, rows: mx.array) -> tuple[int, mx.array]:
+        """Of ``rows (B, H, n, D)`` at positions from ``start`` on those that this cache keeps, and where they begin."""
+        return start, rows
+
+    def runs(self, start: int, stop: int) -> list[tuple[int, int, int]]:
+        """Its rows ``[start, stop)`` as runs of consecutive positions: first row, row behind the last, position."""
+        return [(start, stop, start)]
 
     @property
     def padding(self) -> mx.array | None:

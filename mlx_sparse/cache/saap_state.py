@@ -149,8 +149,12 @@ class BucketIndex(State):
             mx.eval(self._assign(self._turned_back(cache, slice(None), start, stop)))
 
     def _turned_back(self, cache: SparseCache, sequences: slice, start: int, stop: int) -> mx.array:
-        offset = start if cache.padding is None else start - cache.padding[sequences]
-        return self.router.source.turned_back(cache.key_rows[sequences, :, start:stop], offset)
+        turned_back = self.router.source.turned_back
+        found = []
+        for first, last, position in cache.runs(start, stop):
+            offset = position if cache.padding is None else position - cache.padding[sequences]
+            found.append(turned_back(cache.key_rows[sequences, :, first:last], offset))
+        return found[0] if len(found) == 1 else mx.concatenate(found, axis=2)
 
     def _fit(self, cache: SparseCache, config: SAAP, sequences: Iterable[int]) -> None:
         """Centroids for those of the sequences that have keys and none yet, and new ids for their keys."""
@@ -183,7 +187,8 @@ class BucketIndex(State):
         chosen = start + np.linspace(0, count - 1, min(max(count, C), POINTS * C)).astype(np.int32)
         # One sequence of one row each: every row has a position of its own.
         keys = cache.key_rows[sequence].swapaxes(0, 1)[mx.array(chosen)][:, :, None]
-        before = self.router.source.turned_back(keys, mx.array(chosen - first_row))
+        places = np.concatenate([at + np.arange(last - first) for first, last, at in cache.runs(0, cache.length)])
+        before = self.router.source.turned_back(keys, mx.array(places[chosen] - first_row))
         return kmeans.fit(before[:, :, 0].swapaxes(0, 1), C).astype(cache.key_rows.dtype)
 
     # These follow what mlx-lm does to the rows of a batch.
@@ -291,9 +296,9 @@ class BucketIndex(State):
         """Whether one of the sequences waits for centroids of its own."""
         return self.router.centroids is None and not self.fitted.keys() >= set(sequences)
 
-    def due(self, first_rows: list[int], S: int, config: SAAP) -> bool:
-        """Whether the lists of a step at length ``S`` want a `fold` first."""
-        return self.covered != covered_rows(first_rows, S, config)
+    def due(self, cache: SparseCache, first_rows: list[int], S: int, config: SAAP) -> bool:
+        """Whether the lists of a step at position ``S`` want a `fold` first."""
+        return self.covered != covered_rows(cache, first_rows, S, config)
 
     def lists(
         self, queries_before: mx.array, S: int, config: SAAP, padding: mx.array | None, backend: str
@@ -327,24 +332,26 @@ def _nearest(before: mx.array, centroids: mx.array) -> mx.array:
     return ids.astype(mx.int16)  # MAX_BUCKETS fit
 
 
-def covered_rows(first_rows: list[int], S: int, config: SAAP) -> list[int]:
-    """Up to which row a step at length ``S`` finds the keys of each sequence listed.
+def covered_rows(cache: SparseCache, first_rows: list[int], S: int, config: SAAP) -> list[int]:
+    """Up to which row a step at position ``S`` finds the keys of each sequence listed.
 
     Multiples of ``fold_every``, counted from the sequence's first key: the same in a batch as alone.
     """
     every = config.fold_every
-    return [first + max(S - first - config.recent_tokens, 0) // every * every for first in first_rows]
+    return [
+        cache.rows_before(first + max(S - first - config.recent_tokens, 0) // every * every) for first in first_rows
+    ]
 
 
 def fold(caches: list[SparseCache], S: int, config: SAAP, sequences: Iterable[int] | None = None) -> None:
-    """List the keys that have left the window of a step at length ``S``, in all layers: one wait for the device.
+    """List the keys that have left the window of a step at position ``S``, in all layers: one wait for the device.
 
     Args:
         caches: with an index each, of at least ``S - 1`` rows.
         sequences: whose centroids are fitted, as `BucketIndex.complete` takes them.
     """
     first_rows = caches[0].first_rows(caches)
-    covered = covered_rows(first_rows, S, config)
+    covered = covered_rows(caches[0], first_rows, S, config)
     indexed = [(cache, index) for cache in caches if (index := index_of(cache)) is not None]
     found = [_list_keys(cache, index, covered, config, sequences) for cache, index in indexed]
     numbers: Any = mx.stack([figures for *_, figures in found]).tolist()

@@ -31,6 +31,7 @@ class Counts:
     Attributes:
         decode: figures of decode steps beyond these numbers; None where the method has none.
         counting: more of them, which the device is counting; None if that is all.
+        sent_bytes, messages: what this process told others that share the context, and how many times.
     """
 
     sparse_calls: int = 0
@@ -40,6 +41,8 @@ class Counts:
     prefill: Any = None
     decode: Any = None
     counting: Counting | None = None
+    sent_bytes: int = 0
+    messages: int = 0
 
 
 @dataclass
@@ -65,6 +68,7 @@ class Report:
         prefill: figures of the prompts (`mlx_sparse.lm.figures.PrefillFigures`); None without a prefill method.
         decodes: whether there is a decode method.
         outlook: tells from where on layers are sparse, in lines.
+        sent_bytes, messages: what this process told others that share the context, and how many times.
     """
 
     attn: str
@@ -81,6 +85,8 @@ class Report:
     prefill: Any = None
     decodes: bool = True
     outlook: Callable[[], list[str]] = field(default=list, repr=False)
+    sent_bytes: int = 0
+    messages: int = 0
     _buckets: Any = field(default=None, init=False, repr=False)
     _counting: deque[Counting] = field(default_factory=deque, init=False, repr=False)
 
@@ -90,6 +96,8 @@ class Report:
             self.sparse_calls += counts.sparse_calls
             self.formula_bytes += counts.formula_bytes
             self.dense_bytes += counts.dense_bytes
+            self.sent_bytes += counts.sent_bytes
+            self.messages += counts.messages
             # These are made anew: what somebody is reading stays as it is.
             self.dense_calls = self.dense_calls + counts.dense_calls
             self.prefill = _sum(self.prefill, counts.prefill)
@@ -165,6 +173,8 @@ class Report:
             lines.append("  sparse calls: none")
         if self.dense_calls:
             lines.append(f"  dense calls: {listing(self.dense_calls)}")
+        if self.messages:
+            lines.append(f"  to the other processes: {_bytes(self.sent_bytes)} in {self.messages:,} messages")
         return lines
 
 

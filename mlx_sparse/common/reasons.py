@@ -27,6 +27,7 @@ NOTHING_SAVED = "whose choice of keys would cost more than it saves"
 TOO_FULL = "whose sample keeps too many blocks"
 ALPHA_OF_ONE = "that an alpha of 1 keeps whole"
 ALL_SAMPLED = "with a sample in every row block"
+BETWEEN_RANKS = "that begins between the blocks of ranks"
 LARGE_SAMPLE = "with a sample of more than an eighth of the queries"
 
 # H2O.

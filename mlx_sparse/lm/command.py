@@ -19,6 +19,7 @@ from typing import Any
 from ..checks import SparseAttentionError
 from .session import Session, end, fail
 
+SHARDS = ("context", "context:local")
 REPORTS = ("text", "mass", "json", "json+mass", "off")
 
 
@@ -88,6 +89,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "metal where it can run (default: auto).",
     )
     group.add_argument(
+        "--shard",
+        choices=SHARDS,
+        help="Under mlx.launch, let every process run the whole model and hold a part of the keys and values: each "
+        "attends its own, with the result of one process. With 'context:local' each also chooses among its own "
+        "keys alone, which takes fewer messages (default: mlx-lm's own sharding of the model).",
+    )
+    group.add_argument(
         "--no-calibrate",
         action="store_true",
         help="Measure nothing: from what context on a method is sparse is left to a documented model, unless this "
@@ -134,9 +142,10 @@ def _enabled_on_load(session: Session, main: Callable[..., Any]) -> Iterator[Non
         "load_model": session.load,
         "_download": session.find,
         "sharded_load": session.load_part,
+        "save_prompt_cache": session.save,
     }
-    # Commands import one of them by value.
-    places = [(vars(utils), name) for name in ours] + [(getattr(main, "__globals__", {}), "sharded_load")]
+    # Commands import some of them by value.
+    places = [(where, name) for where in (vars(utils), getattr(main, "__globals__", {})) for name in ours]
     originals = [(place, name, place[name]) for place, name in places if name in place]
 
     def replaced(original: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:

@@ -41,11 +41,11 @@ class CallHooks:
         return {}
 
     def formula_bytes(self, cache: SparseCache) -> int:
-        """Bytes that a step over ``cache`` moves by formula, as far as the host knows."""
+        """Bytes that a step over ``cache`` moves by formula, on each machine, as far as the host knows."""
         keys = cache.key_rows
         B, Hkv, _, D = keys.shape
-        moved: int = self.config.step_bytes(cache.length, D, itemsize=keys.itemsize, row_bytes=cache.row_bytes)
-        return B * Hkv * moved
+        moved: int = self.config.step_bytes(cache.position, D, itemsize=keys.itemsize, row_bytes=cache.row_bytes)
+        return B * Hkv * moved // cache.sharers
 
     def step(
         self, queries: mx.array, cache: SparseCache, served: list[int], *, scale: float, backend: str

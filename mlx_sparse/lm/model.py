@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import mlx.core as mx
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from ..calibrate import Calibration
 from ..checks import ConfigError
@@ -19,8 +19,9 @@ from ..common.model_info import config_of, leaves, model_type
 from ..methods import METHODS, QK_NORMS, Dense, Method, Prefill, parse, registry
 from . import seam
 from .hooks import hooks_of
-from .plan import Call, Plan
+from .plan import Plan
 from .rope import reduce_as
+from .slices.setup import share_out
 
 M = TypeVar("M", bound=Method)
 NORMS_WITHOUT_WEIGHTS = frozenset({"nanochat", "talkie", "muse_glimmer"})
@@ -35,6 +36,7 @@ def enable(
     backend: str = "auto",
     mass: bool = False,
     calibration: Calibration | None = None,
+    shard: str | None = None,
 ) -> Report:
     """Let ``model`` attend sparsely from now on, whatever cache it is called with.
 
@@ -50,6 +52,8 @@ def enable(
         mass: also measure the attention mass that prompts retain, which costs a dense pass over the keys.
         calibration: from where on sparse attention pays here; None for what `mlx-sparse calibrate` or ``--attn`` has
             measured on this machine, and the documented model for the rest.
+        shard: "context" where the processes of MLX's distributed runtime are to share the keys and values of one
+            sequence, each running the whole model; "context:local" where each chooses among its own keys.
 
     Returns:
         The report, which keeps counting while the model runs: each call is in it when the call has returned.
@@ -73,6 +77,8 @@ def enable(
         registry.require(backend, config.name)
     hooks = hooks_of(decode)(decode, model)
     plan = Plan(prefill, decode, backend, model_type(model), hooks, mass=mass, calibration=calibration or Calibration())
+    if shard is not None:
+        share_out(plan, shard)
     names = seam.bind(model)
     if not names:
         raise ConfigError(
@@ -88,7 +94,7 @@ def enable(
     except BaseException:
         disable(model)
         raise
-    model.__class__ = _sparse_class(cls)
+    model.__class__ = _sparse_class(cls, plan)
     return plan.report
 
 
@@ -171,18 +177,25 @@ def has_qk_norm(model: Any) -> bool:
     )
 
 
-def _sparse_class(cls: type) -> type:
+def _sparse_class(cls: Any, plan: Plan) -> type:
     """A subclass of a model's class whose calls run under the model's plan. mlx-lm looks at the signature: keep it."""
     signature = inspect.signature(cls.__call__)
 
     @functools.wraps(cls.__call__)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with Call(self._mlx_sparse[0], signature.bind_partial(self, *args, **kwargs).arguments.get("cache")):
-            return cls.__call__(self, *args, **kwargs)
+        plan = self._mlx_sparse[0]
+        with plan.new_call(plan, signature.bind_partial(self, *args, **kwargs).arguments.get("cache")) as call:
+            return cls.__call__(self, *call.agreed(args), **kwargs)
 
     # A copy is a model of its own: not enabled, so that disabling either leaves the other alone.
     reduce = reduce_as(cls, "_mlx_sparse")
     own = {"__call__": call, "__reduce_ex__": reduce, "__module__": cls.__module__, "__doc__": cls.__doc__}
+    if (made := plan.new_caches) is not None:
+
+        def make_cache(self: Any) -> list[Any]:
+            return made(cls.make_cache(self) if hasattr(cls, "make_cache") else [KVCache() for _ in self.layers])
+
+        own["make_cache"] = make_cache
     return type(cls.__name__, (cls,), own)
 
 
@@ -193,7 +206,7 @@ def _probe(model: Any, plan: Plan) -> None:
         ConfigError: none of them, or a parameter does not fit the head dim.
     """
     caches = make_prompt_cache(model)
-    with Call(plan, caches, probing=True) as call:
+    with plan.new_call(plan, caches, probing=True) as call:
         model(mx.zeros((1, 1), mx.int32), cache=caches)
     report, probed = plan.report, call.probed or []
     plan.layers = call.layers

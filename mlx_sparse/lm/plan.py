@@ -35,6 +35,8 @@ class Plan:
         watch: is told once, after the first step of a single query, the keys of its context and what it did.
         layers: those that are served, counted by method and sizes.
         report: what the calls did.
+        new_call: begins a call of the model on its caches.
+        new_caches: makes of the model's own caches those that it is to be called with; None where these are.
     """
 
     def __init__(
@@ -62,6 +64,8 @@ class Plan:
         self.report.outlook = self.outlook
         self.watch: Callable[[int, Counts], object] | None = None
         self.layers: Counter[tuple[Method, Layer]] = Counter()
+        self.new_call: Callable[..., Call] = Call
+        self.new_caches: Callable[[list[Any]], list[Any]] | None = None
 
     @property
     def configs(self) -> list[Method]:
@@ -152,6 +156,10 @@ class Call:
             if self._steps and self._plan.watch is not None:
                 watch, self._plan.watch = self._plan.watch, None
                 watch(self._steps, self._counts)
+
+    def agreed(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments of the call, tokens first, as all processes agree on them."""
+        return inputs
 
     def attend(
         self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None

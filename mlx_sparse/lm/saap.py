@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -122,6 +123,9 @@ class Indices(CallHooks):
         self._unsubmitted: list[mx.array] = []
         self._writer: SparseCache | None = None
         self._counts = BucketCounts()
+        sinks = {cache.rows_before(self.config.sink_tokens) for cache in caches if isinstance(cache, SparseCache)}
+        if sinks - {self.config.sink_tokens}:
+            self.config = dataclasses.replace(self.config, sink_tokens=min(sinks))
         for layer, cache in enumerate(caches):
             router = self._routers.get(layer)
             if not isinstance(cache, SparseCache) or not isinstance(router, Router):
@@ -148,7 +152,8 @@ class Indices(CallHooks):
 
     def refusal(self, cache: Any) -> str | None:
         router = self._routers.get(self._layers.get(id(cache), -1), reasons.NOT_WRITTEN)
-        return router if isinstance(router, str) else None
+        # Ranks that had to turn keys back would find out by themselves, and some have none.
+        return router if isinstance(router, str) else router.source.irreversible if cache.sharers > 1 else None
 
     def take_in(self, cache: SparseCache) -> None:
         """Index the keys."""
@@ -162,7 +167,8 @@ class Indices(CallHooks):
         before = index.router.source.before(self._recorder, keys, offset)
         if before is None:
             return
-        ids = index.write(start, before)
+        start, before = cache.own(start, before)
+        ids = index.write(start, before) if before.shape[2] else None
         if ids is not None:
             self._unsubmitted.append(ids)
 
@@ -217,17 +223,17 @@ class Indices(CallHooks):
     def step(
         self, queries: mx.array, cache: SparseCache, served: list[int], *, scale: float, backend: str
     ) -> tuple[mx.array, mx.array]:
-        index, S, padding = index_of(cache), cache.length, cache.padding
+        index, S, padding = index_of(cache), cache.position, cache.padding
         assert index is not None
         first_rows = cache.first_rows(self._caches)
-        if index.unfitted(served) or index.due(first_rows, S, self.config):
+        if index.unfitted(served) or index.due(cache, first_rows, S, self.config):
             # All layers at once: they wait for the device once.
             others = [one for one in self._caches if one is not cache and self._folds_along(one, S, served)]
             fold([cache, *others], S, self.config, served)
         offset = S - 1 if padding is None else S - 1 - padding
         before = index.router.source.before(self._recorder, queries, offset)
         assert before is not None, "find_source checks that it is recorded where it cannot be turned back"
-        indices, counts = index.lists(before, S, self.config, padding, backend)
+        indices, counts = index.lists(before, cache.length, self.config, padding, backend)
         keys, values, length = cache.rows(backend)
         attend = registry.load("attend_indices", backend)
         attended: tuple[mx.array, mx.array] = attend(
@@ -237,17 +243,17 @@ class Indices(CallHooks):
         if len(served) < B:
             counts = counts[mx.array(served)]
             mx.async_eval(counts)  # type: ignore[no-untyped-call]
-        valid = Hkv * sum(S - first_rows[sequence] for sequence in served)
+        valid = Hkv * sum(cache.length - first_rows[sequence] for sequence in served)
         listed = sum(index.listed[sequence] for sequence in served)
         self._counts.add(counts, 2 * cache.row_bytes + keys.itemsize, valid=valid, listed=listed)
         return attended
 
     def _folds_along(self, cache: SparseCache, S: int, served: list[int]) -> bool:
-        """Whether the step of another layer at length ``S``, taken or to come, wants a fold too, and can have it."""
+        """Whether the step of another layer at position ``S``, taken or to come, wants a fold too, and can have it."""
         index = index_of(cache)
-        if index is None or cache.keys is None or not S - 1 <= cache.length <= S:
+        if index is None or cache.keys is None or not S - 1 <= cache.position <= S:
             return False
         # Centroids are fitted at the layer's own step, when its last key is there.
-        if index.unfitted(served) or not index.due(cache.first_rows(self._caches), S, self.config):
+        if index.unfitted(served) or not index.due(cache, cache.first_rows(self._caches), S, self.config):
             return False
         return index.length >= cache.length or index.router.source.irreversible is None

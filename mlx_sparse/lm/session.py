@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ..checks import ConfigError, SparseAttentionError
 from ..common import families
 from ..common.call_report import JSON_KEY, Counts, Report, listing
-from ..methods import NEVER, Method, Prefill, parse, read_toml, registry
+from ..methods import NEVER, Dense, Method, Prefill, parse, read_toml, registry
 
 if TYPE_CHECKING:
     from ..calibrate import Calibration
@@ -42,6 +42,7 @@ class Session:
         self.max_tokens: int | None = None
         self.max_kv_size: int | None = None
         self.quantised: dict[str, int] = {}  # bits and group size, where caches are
+        self.shard: str | None = None
         self.draft: str | None = None
         self.loading: str | None = None
         self.reports: dict[tuple[str, tuple[Method, ...]], Report] = {}  # by model and methods
@@ -58,7 +59,8 @@ class Session:
         from .model import select_methods
 
         self.report_as = args.attn_report
-        if args.attn is None and args.attn_config is None:
+        self.shard = args.shard
+        if args.attn is args.attn_config is self.shard is None:
             return
         calibrates = not args.no_calibrate
         try:
@@ -66,9 +68,11 @@ class Session:
             if args.attn_config is not None:
                 base, options = read_toml(args.attn_config)
                 calibrates = calibrates and options.calibrate
-            configs = parse(args.attn, base) if args.attn is not None else tuple(base.values())
+            configs = parse(args.attn, base) if args.attn is not None else tuple(base.values()) or (Dense(),)
             quantises = getattr(args, "kv_bits", None) is not None
-            if not quantises and not any(config.sparse for config in configs):
+            if self.shard is not None:
+                self._share(args)
+            elif not quantises and not any(config.sparse for config in configs):
                 return
             prefill, decode = select_methods(configs)
             for config in configs:
@@ -101,6 +105,27 @@ class Session:
 
             self.meanwhile.enter_context(serving.shown(self))
 
+    def _share(self, args: argparse.Namespace) -> None:
+        """Every process runs the whole command; the first one is heard."""
+        import mlx.core as mx
+
+        if getattr(args, "kv_bits", None) is not None:
+            raise ConfigError("--shard: expected caches in full precision, got --kv-bits. Drop one.")
+        if getattr(args, "batch_size", 1) > 1:
+            raise ConfigError(f"--shard: expected one sequence at a time, got --batch-size {args.batch_size}.")
+        if mx.distributed.init().rank() > 0:
+            nowhere = self.meanwhile.enter_context(Path(os.devnull).open("w"))  # noqa: SIM115
+            self.meanwhile.enter_context(contextlib.redirect_stdout(nowhere))
+
+    def save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """mlx-lm's ``save_prompt_cache``."""
+        if self.shard is None:
+            return original(*args, **kwargs)
+        from .slices.files import save
+
+        with self._ending_the_program():
+            return save(original, *args, **kwargs)
+
     def find(self, original: Callable[..., Any], model: str, *args: Any, **kwargs: Any) -> Any:
         """mlx-lm's search for a model, on disk or on the hub."""
         self.loads += not self.loads_part
@@ -123,6 +148,11 @@ class Session:
 
     def load_part(self, original: Callable[..., Any], model: str, *args: Any, **kwargs: Any) -> Any:
         """mlx-lm's ``sharded_load``, which cuts what it has loaded: the methods are enabled on this process's part."""
+        if self.shard is not None:
+            from mlx_lm import utils
+
+            kept = ("return_config", "tokenizer_config", "trust_remote_code")
+            return utils.load(model, **{name: kwargs[name] for name in kept if name in kwargs})
         self.loads += 1
         self.loads_part = True
         try:
@@ -144,7 +174,12 @@ class Session:
         if not configs:
             return
         report = enable(
-            model, configs, backend=self.backend, mass="mass" in self.report_as, calibration=self.calibration
+            model,
+            configs,
+            backend=self.backend,
+            mass="mass" in self.report_as,
+            calibration=self.calibration,
+            shard=self.shard,
         )
         plan = plan_of(model)
         assert plan is not None

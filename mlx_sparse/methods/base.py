@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 QK_NORMS = frozenset({"q_norm", "k_norm", "query_norm", "key_norm", "q_layernorm", "k_layernorm"})
 QK_NORMS |= {"query_layernorm", "key_layernorm", "qk_norm"}
 NEVER = 1 << 40  # keys; as `shortest_context`: not at any context
+SLACK = 2  # the best keys are not evenly spread over machines that share them
 SWITCHES = frozenset({"dense_below", "dense_above", "ranges"})  # fields that decide whether and how a backend is called
 
 
@@ -143,6 +144,17 @@ class Method:
         found = self.parameters()
         return found.get("sink_tokens", 0), found.get("recent_tokens", found.get("local_window", 0))
 
+    def of_share(self, size: int, recent: int) -> Self | None:
+        """The settings with which each of ``size`` machines that share the keys chooses among its own.
+
+        Args:
+            recent: keys of this one among those that are attended at every step because they are the last (`always`).
+
+        Returns:
+            None where nothing is chosen by comparing keys: what each attends is the same with and without the others.
+        """
+        return None
+
     @property
     def measurable(self) -> bool:
         """Whether `shortest_context` is left to the machine: ``dense_below`` is "auto", and nothing else decides."""
@@ -241,6 +253,11 @@ class Prefill(Method):
     def dense_piece(self, L: int, S: int) -> str | None:
         """Why a piece of ``L`` queries over ``S`` keys stays dense whatever its keys are; None if it need not."""
         return None
+
+
+def share_of(top_k: int, size: int) -> int:
+    """Keys that one of ``size`` machines chooses: `SLACK` times its share, but no more than there are to choose."""
+    return min(top_k, -(-SLACK * top_k // size))
 
 
 def read_value(text: str) -> str | int | float | bool | None:

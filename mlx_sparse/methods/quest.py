@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 from ..checks import check_int
 from ..common import stats
-from .base import NEVER, Method, Step
+from .base import NEVER, Method, Step, share_of
 from .cost import ENOUGH_SAVED
 
 
@@ -56,6 +57,9 @@ class Quest(Method):
     @property
     def experiment(self) -> bool:
         return self.top_k < Quest.top_k
+
+    def of_share(self, size: int, recent: int) -> Quest:
+        return dataclasses.replace(self, top_k=max(share_of(self.top_k, size), self.page_size))
 
     def modelled_context(self, step: Step | None) -> int:
         if not step or not step.gpu:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from ..checks import check_choice, check_int, check_local_window, check_rank
 from ..common import stats
 from ..common.key_codes import KEY_BITS
-from .base import NEVER, Method, Step
+from .base import NEVER, Method, Step, share_of
 from .cost import ENOUGH_SAVED
 
 
@@ -106,6 +106,10 @@ class SparQ(Method):
     def scores_rows(self, *, packed: bool) -> bool:
         """Whether keys are scored by their rows, if these are ``packed``; others never are."""
         return packed and self.score == "rows"
+
+    def of_share(self, size: int, recent: int) -> SparQ:
+        top_k = max(share_of(self.top_k, size), recent, 1)
+        return dataclasses.replace(self, top_k=top_k, local_window=recent)
 
     def serves_sinks(self, G: int) -> bool:
         return not self.reallocates(G)

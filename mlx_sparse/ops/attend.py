@@ -108,6 +108,40 @@ def dense_lse(queries: mx.array, keys: Rows, *, scale: float, left_padding: mx.a
     return mx.concatenate(done, axis=-1).reshape(B, Hq, L)
 
 
+def attend_rows(
+    queries: mx.array, keys: Rows, values: Rows, *, scale: float, causal: bool
+) -> tuple[mx.array, mx.array]:
+    """Exact attention over all of some rows, a part of those that a softmax is over.
+
+    Args:
+        queries: ``(B, Hq, L, D)``.
+        keys, values: ``(B, Hkv, n, D)``; ``n`` may be 0.
+        causal: whether the queries are those of the last ``L`` rows; otherwise each attends all rows.
+
+    Returns:
+        float32 ``out (B, Hq, L, D)`` and ``lse (B, Hq, L)``; 0 and -inf without rows.
+    """
+    B, Hq, L, D = queries.shape
+    Hkv, n = keys.shape[1:3]
+    if n == 0 or L == 0:
+        return mx.zeros((B, Hq, L, values.shape[3])), mx.full((B, Hq, L), -mx.inf)
+    # Without a mask the queries of a group are rows like any others.
+    rows = (Hq // Hkv, L) if causal else (1, Hq // Hkv * L)
+    grouped = queries.reshape(B, Hkv, *rows, D).astype(mx.float32) * scale
+    step = most(B * Hkv * rows[0] * n)
+    outs: list[mx.array] = []
+    lses = []
+    for first in range(0, rows[1], step):
+        stop = min(first + step, rows[1])
+        end = n - L + stop if causal else n
+        q, k = after(outs, grouped[..., first:stop, :]), keys[:, :, None, :end].astype(mx.float32)
+        weights, lse = softmax_lse(causal_scores(q, k) if causal else q @ k.swapaxes(-1, -2), None)
+        outs.append(weights @ values[:, :, None, :end].astype(mx.float32))
+        lses.append(lse)
+    out, lse = mx.concatenate(outs, axis=3), mx.concatenate(lses, axis=3)
+    return out.reshape(B, Hq, L, -1), lse.reshape(B, Hq, L)
+
+
 def causal_mask(L: int, S: int, left_padding: mx.array | None) -> mx.array:
     """``(B or 1, L, S)`` bool: True = attend."""
     causal = mx.arange(S) <= mx.arange(S - L, S)[:, None]

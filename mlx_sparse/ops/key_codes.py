@@ -69,9 +69,7 @@ def key_spread(coded: KeyCodes, keys: Rows, left_padding: mx.array | None, *, ke
     S = keys.shape[2]
     if S < GROUP:
         return deviation(keys, left_padding)
-    lo = coded.lo.astype(mx.float32)
-    width = coded.step.astype(mx.float32) * (2**key_bits - 1)
-    middle = lo + width / 2
+    middle, width = _middles(coded, key_bits)
     if left_padding is None:
         return mx.sqrt(middle.var(axis=-1) + (width**2).mean(axis=-1) / 16)
     there = _full_groups(S, left_padding)
@@ -84,6 +82,22 @@ def key_spread(coded: KeyCodes, keys: Rows, left_padding: mx.array | None, *, ke
     # Where nothing is coded, all valid keys are among the last.
     last = S - GROUP
     return mx.where(there.any(axis=-1), found, deviation(keys[:, :, last:], left_padding - last))
+
+
+def group_moments(coded: KeyCodes, *, key_bits: int) -> mx.array:
+    """What (sparq.22) takes of some groups, float32 ``(3, B, Hkv, D)``.
+
+    They are the mean of the middles, the sum of their squared distances from it, and that of the squared widths.
+    """
+    middle, width = _middles(coded, key_bits)
+    mean = middle.mean(axis=-1)
+    return mx.stack([mean, ((middle - mean[..., None]) ** 2).sum(axis=-1), (width**2).sum(axis=-1)])
+
+
+def _middles(coded: KeyCodes, key_bits: int) -> tuple[mx.array, mx.array]:
+    """Middle and width of each group, as its codes have them: float32 ``(B, Hkv, D, groups)``."""
+    width = coded.step.astype(mx.float32) * (2**key_bits - 1)
+    return coded.lo.astype(mx.float32) + width / 2, width
 
 
 def approximate_logits(

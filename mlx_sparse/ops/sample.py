@@ -78,13 +78,15 @@ def sample_attention(
 
 def _masses(queries: mx.array, keys: mx.array, layout: Layout, scale: float) -> mx.array:
     """Both masses ``(B, H, 2, Nk)`` of ``queries (B, H, n, D)`` at the last n positions of ``keys (B, H, N, D)``."""
-    B, H, n, _ = queries.shape
-    end = keys.shape[2]
-    first = end - n
     # (sample.3) the sample's attention
     scores = causal_scores(queries.astype(mx.float32) * scale, keys.astype(mx.float32))
-    weights = mx.softmax(scores, axis=-1)
+    return masses_of(mx.softmax(scores, axis=-1), layout)
 
+
+def masses_of(weights: mx.array, layout: Layout) -> mx.array:
+    """Both masses ``(B, H, 2, Nk)`` of the attention ``(B, H, n, N)`` of the last n of N positions."""
+    B, H, n, end = weights.shape
+    first = end - n
     column = mx.zeros((B, H, layout.key_blocks))
     slash = mx.zeros((B, H, layout.key_blocks))
     size = layout.block_size

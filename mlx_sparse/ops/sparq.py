@@ -11,21 +11,18 @@ from .key_codes import approximate_logits, code_keys
 from .select import take_rows, top_k_select, valid_keys
 
 
-def sparq_select(
+def sparq_logits(
     queries: mx.array,
     keys: Rows,
     *,
     rank: int,
-    top_k: int,
-    local_window: int,
-    group_reduce: str,
     component_weight: mx.array | None,
     scale: float,
     left_padding: mx.array | None,
     keys_t: mx.array | KeyCodes | None,
     key_bits: int = 16,
-) -> tuple[mx.array, mx.array]:
-    """Choose the keys of one decode step from ``rank`` components.
+) -> mx.array:
+    """Approximate logits of every key from ``rank`` components, float32 ``(B, Hkv, G, S)``; those of padding are any.
 
     Args:
         component_weight: float32 ``(B, Hkv, D)`` spread of the keys for ``component_score="query_key"``; None for the
@@ -33,12 +30,9 @@ def sparq_select(
         keys_t: ``(B, Hkv, D, S)`` component-major keys; with fewer ``key_bits`` than 16 the coded ones, which are coded
             without it. With 16 and without it scores come from the rows of ``keys``: with a ``rank`` of D nothing of
             packed rows is unpacked.
-
-    Returns:
-        ``indices (B, Hkv, min(top_k, S))`` and float32 ``alpha (B, Hq)``.
     """
-    B, Hq = queries.shape[:2]
-    Hkv, S, D = keys.shape[1:]
+    B = queries.shape[0]
+    Hkv, D = keys.shape[1], keys.shape[3]
     q = group_queries(queries, Hkv)
 
     # (sparq.1) one score per component, shared by the group; (sparq.2) the r largest
@@ -60,16 +54,45 @@ def sparq_select(
     if key_bits < 16:
         coded = code_keys(keys, left_padding, key_bits=key_bits) if keys_t is None else keys_t
         assert isinstance(coded, KeyCodes)
-        logits = approximate_logits(q_r * factor, i1, keys, coded, left_padding, key_bits=key_bits)
-    else:
-        assert not isinstance(keys_t, KeyCodes)
-        if keys_t is not None:
-            logits = (q_r * factor) @ take_rows(keys_t, i1).astype(mx.float32)
-        elif rank == D:
-            logits = exact_logits(q * factor, keys)
-        else:
-            logits = exact_logits(q_r * factor, mx.take_along_axis(keys[:], i1[:, :, None], axis=3))
+        return approximate_logits(q_r * factor, i1, keys, coded, left_padding, key_bits=key_bits)
+    assert not isinstance(keys_t, KeyCodes)
+    if keys_t is not None:
+        return (q_r * factor) @ take_rows(keys_t, i1).astype(mx.float32)
+    if rank == D:
+        return exact_logits(q * factor, keys)
+    return exact_logits(q_r * factor, mx.take_along_axis(keys[:], i1[:, :, None], axis=3))
 
+
+def sparq_select(
+    queries: mx.array,
+    keys: Rows,
+    *,
+    rank: int,
+    top_k: int,
+    local_window: int,
+    group_reduce: str,
+    component_weight: mx.array | None,
+    scale: float,
+    left_padding: mx.array | None,
+    keys_t: mx.array | KeyCodes | None,
+    key_bits: int = 16,
+) -> tuple[mx.array, mx.array]:
+    """Choose the keys of one decode step by their `sparq_logits`, whose arguments these are.
+
+    Returns:
+        ``indices (B, Hkv, min(top_k, S))`` and float32 ``alpha (B, Hq)``.
+    """
+    S = keys.shape[2]
+    logits = sparq_logits(
+        queries,
+        keys,
+        rank=rank,
+        component_weight=component_weight,
+        scale=scale,
+        left_padding=left_padding,
+        keys_t=keys_t,
+        key_bits=key_bits,
+    )
     # (sparq.4) approximate attention, (sparq.5) summed over the group, (sparq.6) the keys
     valid = None if left_padding is None else valid_keys(S, left_padding)[:, None, None, :]
     s_hat, _ = softmax_lse(logits, valid)
@@ -79,7 +102,7 @@ def sparq_select(
     # (sparq.8) their approximate mass
     chosen = mx.take_along_axis(s_hat, mx.maximum(indices, 0)[:, :, None, :], axis=-1)
     alpha = mx.where((indices >= 0)[:, :, None, :], chosen, 0.0).sum(axis=-1)
-    return indices, alpha.reshape(B, Hq)
+    return indices, alpha.reshape(queries.shape[:2])
 
 
 def sparq_attention(

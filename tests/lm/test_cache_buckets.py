@@ -78,9 +78,9 @@ class Decoder:
         """The keys of a step at the present length, and how many there are."""
         cache, S = self.cache, self.cache.length
         index, first_rows = self.index, cache.first_rows()
-        if index.unfitted(range(len(first_rows))) or index.due(first_rows, S, self.config):
+        if index.unfitted(range(len(first_rows))) or index.due(cache, first_rows, S, self.config):
             fold([cache], S, self.config)
-        assert not index.due(first_rows, S, self.config)
+        assert not index.due(cache, first_rows, S, self.config)
         indices, counts = self.index.lists(mx.array(queries), S, self.config, cache.padding, "ops")
         return np.array(indices), np.array(counts)
 
@@ -472,5 +472,5 @@ def test_the_host_waits_once_for_all_layers(monkeypatch: pytest.MonkeyPatch):
     assert len(waits) == 1 + len(decoders), "one small array per layer, and the one of them all that is read"
     assert tolist is mx.array.tolist
     for decoder in decoders:
-        due = {S: decoder.index.due([0], S, CONFIG) for S in (99, 100, 115, 116)}
+        due = {S: decoder.index.due(decoder.cache, [0], S, CONFIG) for S in (99, 100, 115, 116)}
         assert due == {99: True, 100: False, 115: False, 116: True}

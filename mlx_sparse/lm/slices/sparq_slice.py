@@ -1,0 +1,122 @@
+"""SparQ over the keys of all ranks: what they have to know of each other's, so that all score alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+
+from ...cache.key_copy import Codes, Columns
+from ...cache.moments import Moments
+from ...cache.slice_cache import SlicedKVCache
+from ...cache.sparq_state import SparQState
+from ...common.key_codes import GROUP
+from ...common.shares import Shares
+from ...methods import SparQ
+from ...ops.key_codes import group_moments
+from ...ops.sparq import deviation
+from .exchange import Exchange
+
+
+class SparQSlice(SparQState):
+    """What SparQ keeps beside a rank's own keys, and what it was told of the others'.
+
+    What ranks ask each other for depends on positions alone, which all of them know: they ask together.
+
+    Attributes:
+        centre: float32 ``(B, Hkv, D)`` that the codes of all ranks are of (sparq.17), from the rank that has the first
+            group; None before there is one.
+        spread: (sparq.22) over the groups of all ranks, of which there were ``groups``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.centre: mx.array | None = None
+        self.spread: mx.array | None = None
+        self.groups = 0
+
+    def shared(self, cache: SlicedKVCache, config: SparQ, G: int, exchange: Exchange) -> dict[str, Any]:
+        """What `sparq_logits` takes of this rank's keys, with what goes for all ranks.
+
+        ``keys_t`` is None where the rank has no key.
+        """
+        lowest = cache.take_lowest()
+        if lowest < GROUP:
+            self.centre, self.codes = None, None
+        if lowest // GROUP < self.groups:
+            self.spread, self.groups = None, 0
+        weighted = config.component_score == "query_key"
+        if config.key_bits == 16:
+            return {"keys_t": self._columns(cache), "component_weight": self._deviation(cache, exchange, weighted)}
+        codes = self._coded(cache, config, exchange)
+        keys_t = codes.read(cache.key_rows, whole=False) if cache.length else None
+        return {"keys_t": keys_t, "component_weight": self._spread(cache, codes, exchange) if weighted else None}
+
+    def _columns(self, cache: SlicedKVCache) -> mx.array | None:
+        if not cache.length:
+            return None
+        self.columns = self.columns or Columns()
+        self.columns.extend(cache.key_rows, cache.length)
+        return self.columns.read(cache.length, whole=False)
+
+    def _coded(self, cache: SlicedKVCache, config: SparQ, exchange: Exchange) -> Codes:
+        first = exchange.rank == 0
+        self.codes = self.codes or Codes(config.key_bits, None, [0])
+        if first:
+            self.codes.extend(cache.key_rows, cache.length)
+        if self.centre is None and cache.position >= GROUP:
+            B, Hkv, _, D = cache.key_rows.shape
+            own = self.codes.coded.centre if first and self.codes.coded is not None else mx.zeros((B, Hkv, D))
+            self.centre = exchange.from_first(own)
+            self.codes.set_centre(self.centre)
+        if not first and cache.length:
+            self.codes.extend(cache.key_rows, cache.length)
+        return self.codes
+
+    def _spread(self, cache: SlicedKVCache, codes: Codes, exchange: Exchange) -> mx.array:
+        groups = cache.position // GROUP
+        B, Hkv, _, D = cache.key_rows.shape
+        if groups == 0:  # all keys are with the first rank
+            own = deviation(cache.key_rows[..., : cache.length, :], None) if exchange.rank == 0 else None
+            return exchange.from_first(mx.zeros((B, Hkv, D)) if own is None else own)
+        if self.spread is None or self.groups != groups:
+            # (sparq.22) of parts: the variance of the middles within ranks and between them.
+            counts = [Shares(rank, exchange.size).before(groups * GROUP) // GROUP for rank in range(exchange.size)]
+            n = counts[exchange.rank]
+            coded = codes.read(cache.key_rows, whole=False) if n else None
+            own = mx.zeros((3, B, Hkv, D)) if coded is None else group_moments(coded, key_bits=codes.key_bits)
+            means, squares, widths = mx.moveaxis(exchange.gather(own), 1, 0)
+            self.spread, self.groups = (
+                mx.sqrt((_squares(means, squares, counts) + widths.sum(axis=0) / 16) / groups),
+                groups,
+            )
+        return self.spread
+
+    def _deviation(self, cache: SlicedKVCache, exchange: Exchange, weighted: bool) -> mx.array | None:
+        """(sparq.1) over the keys of all ranks."""
+        if not weighted:
+            return None
+        B, Hkv, _, D = cache.key_rows.shape
+        own = mx.zeros((2, B, Hkv, D))
+        if cache.length:
+            self.keys = self.keys or Moments(None, spread=True)
+            self.keys.extend(cache.key_rows, cache.length)
+            own = mx.stack([self.keys.mean(), self.keys.deviation() ** 2 * cache.length])
+        means, squares = mx.moveaxis(exchange.gather(own), 1, 0)
+        return mx.sqrt(_squares(means, squares, cache.counts()) / cache.position)
+
+    def value_mean(self, cache: SlicedKVCache) -> mx.array:
+        """This rank's part of (sparq.9): the parts of all ranks are added."""
+        B, Hkv, _, D = cache.key_rows.shape
+        if not cache.length:
+            return mx.zeros((B, Hkv, D))
+        self.values = self.values or Moments(None, spread=False)
+        self.values.extend(cache.value_rows, cache.length)
+        return self.values.mean() * (cache.length / cache.position)
+
+
+def _squares(means: mx.array, squares: mx.array, counts: list[int]) -> mx.array:
+    """Squared distances from the mean of all, from the means ``(N, ...)`` of parts and theirs from those."""
+    n = mx.array(counts, mx.float32).reshape(-1, *[1] * (means.ndim - 1))
+    between = means - (n * means).sum(axis=0) / n.sum()
+    return (squares + n * between**2).sum(axis=0)

@@ -1,0 +1,105 @@
+"""What test_lm_slices runs in every rank, and in one process to compare with: calls of models, and their logits."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
+from tiny_models import build, prompt_of
+
+import mlx_sparse
+
+SPARQ = "sparq:rank=4,top_k=48,dense_below=0"
+SAMPLE = "sample:block_size=64,alpha_column=0.6,alpha_slash=0.6,chunks=1,dense_below=0"
+WINDOW = "recent_tokens=16,fold_every=4,dense_layers=0"
+
+# Name: family, what attends, changes of the model. A seed is one with which no component of a key lies between two
+# codes, where the last bit of its rounding decides.
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "dense": ("llama", "dense", {}),
+    "sparq": ("llama", SPARQ, {}),
+    "sparq, 16 bits": ("qwen3", f"{SPARQ},key_bits=16", {}),
+    "sparq, paper": ("llama", f"{SPARQ},key_bits=16,component_score=query,group_reduce=logits", {}),
+    "sparq, mean value": ("llama", f"{SPARQ},component_score=query,reallocate=true", {"num_key_value_heads": 4}),
+    "sparq, sinks": ("gpt_oss", SPARQ, {}),
+    "sparq, sliding windows": ("gemma3_text", SPARQ, {}),
+    "sparq, experts": ("qwen3_moe", SPARQ, {"seed": 1}),
+    "quest": ("llama", "quest:page_size=16,top_k=64,dense_below=0", {}),
+    "streaming": ("llama", "streaming:sink_tokens=16,recent_tokens=80", {}),
+    "saap": ("llama", f"saap:artefact={{folder}}/model.saap.safetensors,probes=2,{WINDOW}", {}),
+    "saap, online": ("llama", f"saap:mode=online,buckets=8,probes=8,{WINDOW}", {}),
+    "sample": ("llama", f"{SAMPLE}+{SPARQ}", {}),
+    # Two ranks that take twice their share take everything they have.
+    "sparq, all of a rank's own": ("llama", "sparq:rank=4,top_k=300,dense_below=0", {}),
+    "quest, all of a rank's own": ("llama", "quest:page_size=16,top_k=300,dense_below=0", {}),
+}
+LOCAL = [name for name in CASES if "own" in name]
+
+
+def history(model: Any) -> mx.array:
+    """Logits ``(n, V)`` of a prompt in pieces, answers, a second turn, trims to different rows and what follows."""
+    cache, found = make_prompt_cache(model), []
+    rows = mx.array([prompt_of(900)])
+
+    def call(tokens: mx.array) -> None:
+        logits = model(tokens, cache=cache)
+        mx.eval([one.state for one in cache])  # as mlx-lm does after a piece of a prompt
+        mx.eval(logits)
+        found.append(logits[0, -1].astype(mx.float32))
+
+    def answer(n: int) -> None:
+        for _ in range(n):
+            call(mx.argmax(found[-1])[None, None])
+
+    call(rows[:, :20])  # of which only the first rank has any
+    answer(2)
+    call(rows[:, 20:254])
+    call(rows[:, 254:300])
+    answer(8)
+    call(rows[:, 300:340])
+    answer(3)
+    trim_prompt_cache(cache, 25)
+    answer(3)
+    trim_prompt_cache(cache, 200)
+    call(rows[:, 340:384])
+    answer(3)
+    trim_prompt_cache(cache, cache_length(cache) - 30)  # less than a group of codes
+    answer(2)
+    call(rows[:, 400 : 400 + 256 - cache_length(cache) % 128])
+    call(rows[:, 600:856])  # a piece that begins with a block
+    answer(3)
+    return mx.stack(found)
+
+
+def cache_length(cache: list[Any]) -> int:
+    """Positions so far."""
+    return int(cache[-1].offset)
+
+
+def run(name: str, shard: str | None, folder: Path) -> tuple[mx.array, mlx_sparse.Report]:
+    """The history of a case."""
+    family, attn, changes = CASES[name]
+    model = build(family, **changes)
+    report = mlx_sparse.enable(model, attn.format(folder=folder), shard=shard)
+    return history(model), report
+
+
+def main(folder: Path, names: list[str]) -> None:
+    rank = mx.distributed.init(strict=True).rank()
+    for name in names or CASES:
+        logits, report = run(name, "context:local" if name in LOCAL else "context", folder)
+        counts = [
+            report.sparse_calls,
+            report.prefill.calls if report.prefill else 0,
+            report.sent_bytes,
+            report.messages,
+        ]
+        np.savez(folder / f"{name}.{rank}.npz", logits=np.array(logits), counts=counts)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

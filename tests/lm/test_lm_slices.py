@@ -1,0 +1,195 @@
+"""A context shared out over processes of MLX's ring: what one process attends, from keys that each holds a part of."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import KVCache, load_prompt_cache
+from saap_artefacts import write_artefact
+from slice_ranks import CASES, LOCAL
+from slice_ranks import run as run_here
+from test_lm_commands import BIN, Finished, run
+from test_lm_server import free_port
+from tiny_models import build, prompt_of, words, write
+
+import mlx_sparse
+from mlx_sparse.cache.slice_cache import SlicedKVCache
+from mlx_sparse.common.shares import BLOCK, Shares
+
+HERE = Path(__file__).parent
+Run = tuple[np.ndarray[Any, Any], list[int]]
+
+
+def hosts(folder: Path, size: int) -> list[dict[str, str]]:
+    """The environment of each of so many ranks of a ring on this machine."""
+    file = folder / f"hosts{size}.json"
+    file.write_text(json.dumps([[f"127.0.0.1:{free_port()}"] for _ in range(size)]))
+    return [{"MLX_RANK": str(rank), "MLX_HOSTFILE": str(file)} for rank in range(size)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("slices")
+    write_artefact(folder / "model", build())
+    return folder
+
+
+def in_ranks(folder: Path, size: int, names: list[str]) -> dict[str, list[Run]]:
+    """Each case in every rank."""
+    path = os.pathsep.join([str(HERE), str(HERE.parent / "fixtures")])
+
+    def start(environment: dict[str, str]) -> str:
+        argv = [sys.executable, str(HERE / "slice_ranks.py"), str(folder), *names]
+        env = {**os.environ, **environment, "PYTHONPATH": path}
+        done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=120, check=False)
+        return done.stderr if done.returncode else ""
+
+    with ThreadPoolExecutor(size) as pool:
+        assert not any(errors := list(pool.map(start, hosts(folder, size)))), errors
+    found = {name: [np.load(folder / f"{name}.{rank}.npz") for rank in range(size)] for name in names}
+    return {name: [(one["logits"], one["counts"].tolist()) for one in ranks] for name, ranks in found.items()}
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> dict[str, list[Run]]:
+    """Every case in two ranks, started once."""
+    return in_ranks(folder, 2, list(CASES))
+
+
+def check(name: str, ranks: list[Run], folder: Path) -> None:
+    """Logits within 1e-4 of the largest, the same tokens and sparse calls as one process; the same bits everywhere."""
+    logits, report = run_here("dense" if name in LOCAL else name, None, folder)
+    expected = np.array(logits)
+    for found, (sparse, prompts, *_) in ranks:
+        assert np.abs(found - expected).max() <= 1e-4 * np.abs(expected).max(), name
+        assert (found.argmax(1) == expected.argmax(1)).all(), name
+        assert (found == ranks[0][0]).all(), name
+        if name not in LOCAL:
+            assert sparse == report.sparse_calls, name
+            assert prompts <= (report.prefill.calls if report.prefill else 0), name
+        assert sparse > 0 or name == "dense", name
+    if name == "sample":
+        assert ranks[0][1][1] > 0
+
+
+def test_two_ranks_attend_what_one_process_does(ranks: dict[str, list[Run]], folder: Path):
+    for name, found in ranks.items():
+        check(name, found, folder)
+
+
+def test_so_do_four(tmp_path: Path):
+    for name, found in in_ranks(tmp_path, 4, ["dense", "sparq"]).items():
+        check(name, found, tmp_path)
+
+
+def test_a_step_sends_what_the_page_says(ranks: dict[str, list[Run]]):
+    """docs/servers.md: messages of a layer, over those that the pieces of prompts send alike."""
+    messages = {name: found[0][1][3] for name, found in ranks.items()}
+    layers, steps = 2, ranks["sparq"][0][1][0] // 2
+    assert messages["sparq"] - messages["dense"] >= 2 * layers * steps
+    assert messages["quest"] - messages["dense"] == ranks["quest"][0][1][0]
+    for name in ("streaming", "saap", *LOCAL):
+        assert messages[name] == messages["dense"], name
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_positions_are_shared_out_once_and_evenly(size: int):
+    for length in (0, 1, BLOCK - 1, BLOCK, 5 * BLOCK + 3, 64 * BLOCK):
+        shares = [Shares(rank, size) for rank in range(size)]
+        owned = [one.own(0, length) for one in shares]
+        assert sorted(np.concatenate(owned).tolist()) == list(range(length))
+        assert [len(own) for own in owned] == [one.before(length) for one in shares]
+        assert max(map(len, owned)) - min(map(len, owned)) <= BLOCK
+        assert all(one.holds(int(place)) for one, own in zip(shares, owned, strict=True) for place in own)
+        pieces = [one.own(length // 3, length) for one in shares]
+        assert sorted(np.concatenate(pieces).tolist()) == list(range(length // 3, length))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_rank_holds_its_share_of_the_bytes(size: int):
+    whole = KVCache()
+    caches = [SlicedKVCache(Shares(rank, size)) for rank in range(size)]
+    rows = mx.random.normal((1, 2, 24576 + 300, 16))
+    for start in range(0, rows.shape[2], 2048):
+        for cache in (whole, *caches):
+            cache.update_and_fetch(rows[:, :, start : start + 2048], rows[:, :, start : start + 2048])
+    for rank, cache in enumerate(caches):
+        assert cache.offset == whole.offset
+        assert cache.nbytes == pytest.approx(whole.nbytes / size, rel=0.05)
+        places = mx.array(Shares(rank, size).own(0, whole.offset))
+        assert mx.array_equal(cache.own_rows()[0], rows[:, :, places])
+
+
+def test_what_cannot_be_shared_out_is_refused_in_one_line():
+    with pytest.raises(
+        mlx_sparse.ConfigError, match=r"^shard: expected several processes \(mlx.launch .*\), got one\.$"
+    ):
+        mlx_sparse.enable(build(), "sparq", shard="context")
+    with pytest.raises(mlx_sparse.ConfigError, match=r"^shard: expected one of context, context:local, got rows\.$"):
+        mlx_sparse.enable(build(), "sparq", shard="rows")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    write(folder / "llama")
+    return folder
+
+
+SHARED = ["--shard", "context", "--attn", "sparq:rank=4,top_k=16,dense_below=0"]
+MODEL = ["--model", "llama", "--prompt"]
+
+
+def together(folder: Path, size: int, argv: list[str], stdin: str = "") -> list[Finished]:
+    """A command in every rank."""
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(lambda environment: run(argv, folder, stdin, **environment), hosts(folder, size)))
+
+
+def test_a_cache_saved_on_two_ranks_is_mlx_lms_own_and_goes_on_on_one_and_on_three(saved: Path):
+    prompt = words(prompt_of(300))
+    save = ["mlx_lm.cache_prompt", *MODEL, "-", "--prompt-cache-file", "two.safetensors"]
+    assert [one.code for one in together(saved, 2, [*save, *SHARED], prompt)] == [0, 0]
+    assert [file.name for file in saved.glob("*two*")] == ["two.safetensors"]
+    loaded = load_prompt_cache(str(saved / "two.safetensors"))
+    assert [type(cache) for cache in loaded] == [KVCache, KVCache]
+    resume = ["mlx_lm.generate", "--prompt", "w3 w4 w5", "--max-tokens", "8", "--prompt-cache-file", "two.safetensors"]
+    one = run([*resume, *SHARED[2:]], saved, "")
+    three = together(saved, 3, [*resume, *SHARED])
+    assert one.code == 0, one.err
+    assert three[0].text == one.text != ""
+    assert [rank.out for rank in three[1:]] == ["", ""]
+
+
+def test_a_full_disk_leaves_the_file_that_was_there(saved: Path):
+    file = saved / "full.safetensors"
+    file.write_text("before")
+    limit = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000)); "
+    argv = ["mlx_lm.cache_prompt", *MODEL, "-", "--prompt-cache-file", file.name, *SHARED]
+    start = f"{limit} sys.argv = sys.argv[1:]; import runpy; runpy.run_path(sys.argv[0], run_name='__main__')"
+
+    def save(environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", start, str(BIN / argv[0]), *argv[1:]]
+        env = {**os.environ, **environment}
+        prompt = words(prompt_of(300))
+        return subprocess.run(
+            command, cwd=saved, env=env, input=prompt, capture_output=True, text=True, timeout=60, check=False
+        )
+
+    with ThreadPoolExecutor(2) as pool:
+        for done in pool.map(save, hosts(saved, 2)):
+            assert done.returncode == 2, done.stderr
+            errors = [line for line in done.stderr.splitlines() if "error:" in line]
+            assert len(errors) == 1
+            assert "--prompt-cache-file: expected a file that can be written, got full.safetensors" in errors[0]
+    assert file.read_text() == "before"
+    assert [left.name for left in saved.glob("*full*")] == ["full.safetensors"]
