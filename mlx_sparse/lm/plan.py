@@ -103,7 +103,7 @@ class Plan:
     def count_in(self, report: Report) -> None:
         """Go on counting in the report of another plan, of the same methods on the same model."""
         if report is not self.report:
-            for name in ("backend", "layers", "served_layers", "dense_layers", "outlook"):
+            for name in ("backend", "layers", "served_layers", "dense_layers", "outlook", "part", "kv_heads"):
                 setattr(report, name, getattr(self.report, name))
             self.report = report
 
