@@ -47,6 +47,7 @@ SLOW = {
     "test_lm_commands.py": "commands",
     "test_lm_evaluate.py": "commands",
     "test_lm_load.py": "many requests at once",
+    "test_lm_ranks.py": "several processes",
     "test_lm_saap_commands.py": "commands",
     "test_lm_server.py": "commands",
     "test_lm_slices.py": "several processes",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ from typing import Any
 import mlx.core as mx
 
 from ..checks import MAX_BUCKETS, ArtefactError
-from ..common.model_info import identity, kv_shapes
+from ..common.model_info import identity, kv_shapes, model_type, whole_of
+from ..common.parts import Part, part_of
 from .tensors import read_tensors, write_tensors
 
 __all__ = ["MAX_HIDDEN", "Artefact", "Layer", "identity", "kv_shapes", "load", "versions"]
@@ -74,12 +75,10 @@ class Artefact:
 
     def check_model(self, model: Any) -> None:
         """Raise `ArtefactError` unless ``model`` is the one this was trained on, or a quantised copy of it."""
-        found = identity(model)
-        if found["model_type"] != self.model["model_type"]:
-            raise ArtefactError(
-                f"artefact: expected one for {found['model_type']}, got one for {self.model['model_type']}. Train one."
-            )
-        shapes = kv_shapes(model)
+        self._check(identity(model), kv_shapes(model))
+
+    def _check(self, found: Mapping[str, str], shapes: Sequence[tuple[int, int] | None]) -> None:
+        self._check_family(found["model_type"])
         for index, layer in self.layers.items():
             here = shapes[index] if index < len(shapes) else None
             heads, _, D = layer.centroids.shape
@@ -87,13 +86,48 @@ class Artefact:
                 has = "no keys" if here is None else f"{here[0]} KV heads of {here[1]}"
                 raise ArtefactError(
                     f"artefact: expected layers as the model has them, got {heads} KV heads of {D} for layer {index}, "
-                    f"which has {has}. Train one for this model, or run it whole, not in parallel parts."
+                    f"which has {has}. Train one for this model."
                 )
         if found["hash"] != self.model["hash"]:
             raise ArtefactError(
                 "artefact: expected one trained on this model, got one for a model of the same family with another "
                 "config or other weights. Train one for this model."
             )
+
+    def _check_family(self, found: str) -> None:
+        if found != self.model["model_type"]:
+            raise ArtefactError(
+                f"artefact: expected one for {found}, got one for {self.model['model_type']}. Train one."
+            )
+
+    def part_for(self, model: Any) -> Artefact:
+        """What ``model`` needs of this: all of it, or its own layers and KV heads where it is a part of a model.
+
+        A part is checked as by `check_model` if `model_info.note_whole` noted what it was cut from. Otherwise it has to
+        have the family and the shapes of the model that this was trained on, and weights are not compared.
+
+        Raises:
+            ArtefactError: it is another model's, or cannot be cut as ``model`` is.
+        """
+        part, whole = part_of(model), whole_of(model)
+        if part.whole:
+            self.check_model(model)
+            return self
+        if whole is not None and whole.identity is not None:
+            self._check(whole.identity, whole.shapes)
+        self._check_family(model_type(model))
+        shapes = kv_shapes(model)
+        if part.layers not in (None, len(shapes)):
+            raise ArtefactError(
+                f"artefact: expected one cache for each of the {part.layers} layers of a part, got {len(shapes)}. "
+                "Run the model whole."
+            )
+        layers = {}
+        for place, shape in enumerate(shapes):
+            layer = self.layers.get(part.first_layer + place)
+            if layer is not None:
+                layers[place] = _share(part.first_layer + place, layer, shape, part)
+        return replace(self, layers=layers)
 
     def save(self, path: str | Path) -> None:
         """Write the file, whole or not at all.
@@ -138,6 +172,21 @@ def load(path: str | Path) -> Artefact:
     layers = _layers(path, tensors, buckets, hidden)
     names = ("space", "sink_tokens", "recent_tokens", "model", "training", "versions")
     return Artefact(layers, buckets, hidden, **{name: about[name] for name in names})
+
+
+def _share(index: int, layer: Layer, shape: tuple[int, int] | None, part: Part) -> Layer:
+    """The KV heads of a layer that ``part`` holds; MLX gives each part heads that follow one another."""
+    heads, _, D = layer.centroids.shape
+    if shape == (heads, D):  # every part has them all
+        return layer
+    if shape is None or shape[1] != D or shape[0] * part.size != heads:
+        has = "no keys" if shape is None else f"{shape[0]} KV heads of {shape[1]}"
+        raise ArtefactError(
+            f"artefact: expected {heads} KV heads of {D} for layer {index} to be cut into {part.size} parts as the "
+            f"model is, got a part with {has}. Train one for this model, or run it whole."
+        )
+    mine = slice(part.rank * shape[0], (part.rank + 1) * shape[0])
+    return Layer(**{name: mx.contiguous(array[mine]) for name, array in layer.arrays().items()})
 
 
 def versions() -> dict[str, str]:

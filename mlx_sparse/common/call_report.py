@@ -5,13 +5,16 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
+
+from .parts import Part
 
 # The key of the JSON line that ``--attn-report json`` prints.
 JSON_KEY = "mlx_sparse_report"
 # Calls whose last figures may be with the device: so many that the oldest has long been computed.
 IN_FLIGHT = 64
+AT_ONCE = 0.2  # seconds
 
 # Of all reports: whoever adds to one or reads one is done in a moment.
 _lock = threading.RLock()
@@ -69,6 +72,10 @@ class Report:
         decodes: whether there is a decode method.
         outlook: tells from where on layers are sparse, in lines.
         sent_bytes, messages: what this process told others that share the context, and how many times.
+        part: of the model, that this process holds.
+        kv_heads: of a served layer, here and in the whole model; None where layers differ.
+        counted: `buckets`, but for the steps that the device is still computing.
+        ranks: in the sum of several processes, what each of them holds and has counted; empty otherwise.
     """
 
     attn: str
@@ -87,7 +94,10 @@ class Report:
     outlook: Callable[[], list[str]] = field(default=list, repr=False)
     sent_bytes: int = 0
     messages: int = 0
-    _buckets: Any = field(default=None, init=False, repr=False)
+    part: Part = field(default_factory=Part)
+    kv_heads: tuple[int, int] | None = None
+    ranks: list[dict[str, Any]] = field(default_factory=list)
+    counted: Any = field(default=None, init=False, repr=False)
     _counting: deque[Counting] = field(default_factory=deque, init=False, repr=False)
 
     def add(self, counts: Counts) -> None:
@@ -101,7 +111,7 @@ class Report:
             # These are made anew: what somebody is reading stays as it is.
             self.dense_calls = self.dense_calls + counts.dense_calls
             self.prefill = _sum(self.prefill, counts.prefill)
-            self._buckets = _sum(self._buckets, counts.decode)
+            self.counted = _sum(self.counted, counts.decode)
             if counts.counting is not None:
                 self._counting.append(counts.counting)
             self._settle(IN_FLIGHT)
@@ -109,20 +119,40 @@ class Report:
     def _settle(self, in_flight: int = 0) -> None:
         """Add what the device has counted, but for the last so many calls."""
         while len(self._counting) > in_flight:
-            self._buckets = _sum(self._buckets, self._counting.popleft().figures())
+            self.counted = _sum(self.counted, self._counting.popleft().figures())
 
     @property
     def buckets(self) -> Any:
         """What SAAP attended (`mlx_sparse.lm.figures.BucketFigures`); None with any other method."""
         with _lock:
             self._settle()
-            return self._buckets
+            return self.counted
 
     @property
     def sparse_bytes(self) -> int:
         """Bytes that the sparse calls moved, by the papers' formulae; SAAP's lists are counted on the device."""
         with _lock:
             return self.formula_bytes + (self.buckets.bytes if self.buckets else 0)
+
+    def snapshot(self, *, wait: bool = True) -> Report:
+        """A copy to which nothing is added.
+
+        Args:
+            wait: for what the device is counting, as reading the report does; it is left out otherwise.
+
+        Raises:
+            TimeoutError: this is not to wait, and another thread that reads the report waits for the device.
+        """
+        if not _lock.acquire(timeout=-1 if wait else AT_ONCE):
+            raise TimeoutError
+        try:
+            if wait:
+                self._settle()
+            copy = replace(self)
+            copy.counted = self.counted
+            return copy
+        finally:
+            _lock.release()
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -132,7 +162,8 @@ class Report:
             data["prefill"] = self.prefill and self.prefill.as_dict()
             data["buckets"] = self.buckets and self.buckets.as_dict()
             data["outlook"] = self.outlook()
-            del data["formula_bytes"]
+            for name in ("formula_bytes", "part", "kv_heads", "counted", *([] if self.ranks else ["ranks"])):
+                del data[name]
             data["sparse_bytes"] = self.sparse_bytes
             return data
 
@@ -144,10 +175,27 @@ class Report:
     def opening(self) -> list[str]:
         """What is known before any call: the layers that are served, and when they are sparse."""
         model = ", ".join(filter(None, (self.model_type, self.model)))
-        lines = [f"{self.attn} on {self.backend}: {self.served_layers} of {self.layers} layers ({model})"]
+        first = f"{self.attn} on {self.backend}: {self.served_layers} of {self.layers} layers ({model})"
+        lines = [first + (f", {self._shared()}" if self.ranks else "")]
         if self.dense_layers:
             lines.append(f"dense layers: {listing(self.dense_layers)}")
         return lines + self.outlook()
+
+    @property
+    def _steps_layers(self) -> int:
+        """Sparse calls of one step of the model, if all served layers are sparse: those of each of its parts."""
+        parts = {(rank["first_layer"], rank["share"]): int(rank["served_layers"]) for rank in self.ranks}
+        return sum(parts.values()) if parts else self.served_layers
+
+    def _shared(self) -> str:
+        """How the ranks share the model."""
+        ranks = f"{len(self.ranks)} ranks"
+        if self.part.layers is not None:
+            return f"{' and '.join(str(rank['layers']) for rank in self.ranks)} of them on {ranks}"
+        if self.part.sharers > 1:
+            return f"whole on each of {ranks}, which share out its keys and values"
+        here, whole = self.kv_heads or (0, 0)
+        return f"with {here} of {whole} KV heads on each of {ranks}" if here < whole else f"on each of {ranks}"
 
     def __str__(self) -> str:
         with _lock:
@@ -160,9 +208,10 @@ class Report:
             lines += self.prefill.lines()
         if self.sparse_calls:
             share = self.sparse_bytes / self.dense_bytes
-            per_step = self.served_layers / self.sparse_calls
+            per_step = self._steps_layers / self.sparse_calls
+            where = " on all ranks" if self.ranks else ""
             lines.append(
-                f"  sparse calls: {self.sparse_calls:,}, {share:.1%} of the dense bytes by formula "
+                f"  sparse calls: {self.sparse_calls:,}{where}, {share:.1%} of the dense bytes by formula "
                 f"({_bytes(self.sparse_bytes * per_step)} instead of {_bytes(self.dense_bytes * per_step)} per step)"
             )
             if self.buckets is not None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
+
+from .parts import Part
 
 CONFIG = (
     "hidden_size",
@@ -23,6 +27,7 @@ ADAPTERS = ("lora_a", "lora_b", "m")  # what LoRA and DoRA add
 VALUES = 16  # of each vector
 SMALLEST = 2.0**-14  # normal number of float16
 ENDS = 64  # values at either end of each weight
+NOTE = "_mlx_sparse_whole"
 
 
 def identity(model: Any) -> dict[str, str]:
@@ -119,3 +124,34 @@ def model_type(model: Any) -> str:
     """mlx-lm's name of the model's family."""
     declared = getattr(model, "model_type", None) or type(model).__module__.rpartition(".")[2]
     return str(declared)
+
+
+def kv_heads(model: Any, part: Part, here: int) -> int:
+    """KV heads of a layer of the whole model, of which ``part`` holds ``here``; a few may be with several parts."""
+    known = config_of(model).get("num_key_value_heads")
+    return min(here * part.size, known) if isinstance(known, int) and known >= here else here * part.size
+
+
+@dataclass(frozen=True)
+class Whole:
+    """What has to be known of a model before it is cut.
+
+    Attributes:
+        identity: as `identity` says; None where not all of its weights are here.
+        shapes: KV heads and head dim of each cache.
+    """
+
+    identity: Mapping[str, str] | None
+    shapes: Sequence[tuple[int, int] | None]
+
+
+def note_whole(model: Any, *, complete: bool) -> None:
+    """Note what ``model`` is, which is about to be cut; ``complete`` if all of its weights are here."""
+    # Not through nn.Module, which files attributes among the parameters.
+    object.__setattr__(model, NOTE, Whole(identity(model) if complete else None, kv_shapes(model)))
+
+
+def whole_of(model: Any) -> Whole | None:
+    """What was noted of ``model``; None if nothing was."""
+    noted: Whole | None = getattr(model, NOTE, None)
+    return noted

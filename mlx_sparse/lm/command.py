@@ -47,6 +47,7 @@ def run(main: Callable[..., Any], command: str) -> Any:
             _enabled_on_load(session, main),
             _suites(session),
             _interrupted_by_sigterm(session),
+            session.ending(),
             session.meanwhile,
         ):
             return main()
@@ -122,8 +123,15 @@ def _options_in_first_parser(session: Session) -> Iterator[None]:
         if session.suites:
             parser.prog = session.command  # mlx-lm gives its description as the name
         add_options(parser)
-        parsed = original(parser, args, namespace)
-        session.configure(parser, parsed)
+        parsed = None
+        try:
+            parsed = original(parser, args, namespace)
+            session.configure(parser, parsed)
+        except SystemExit as refusal:
+            if refusal.code:
+                session.meet(parser, parsed, refused=True)
+            raise
+        session.meet(parser, parsed)
         return parsed
 
     argparse.ArgumentParser.parse_args = parse_args  # type: ignore[method-assign,assignment]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
@@ -17,7 +17,7 @@ LOW_QUANTILE = 0.01
 
 
 @dataclass(frozen=True)
-class _Layer:
+class LayerFigures:
     """Sums of one layer.
 
     Attributes:
@@ -37,8 +37,8 @@ class _Layer:
     lost: float = 0.0
     least: float = 1.0
 
-    def __add__(self, other: _Layer) -> _Layer:
-        return _Layer(
+    def __add__(self, other: LayerFigures) -> LayerFigures:
+        return LayerFigures(
             self.pairs + other.pairs,
             tuple(a + b for a, b in zip(self.kept, other.kept, strict=True)),
             min(self.low, other.low),
@@ -47,6 +47,15 @@ class _Layer:
             self.lost + other.lost,
             float(np.minimum(self.least, other.least)),  # which keeps NaN
         )
+
+    def beside(self, other: LayerFigures) -> LayerFigures:
+        """The sums of a layer of which the other has further heads: their densities follow, all else is added."""
+        pairs = max(self.pairs, other.pairs)  # differ by a call at most, where a run was cut short
+        kept = tuple(
+            round(count * pairs / layer.pairs) if layer.pairs else 0 for layer in (self, other) for count in layer.kept
+        )
+        summed = replace(self, kept=()) + replace(other, kept=())
+        return replace(summed, pairs=pairs, kept=kept)
 
     @property
     def density(self) -> list[float]:
@@ -68,13 +77,22 @@ class PrefillFigures:
     calls: int = 0
     queries: int = 0
     sampled_queries: float = 0.0
-    layers: Mapping[int, _Layer] = field(default_factory=dict)
+    layers: Mapping[int, LayerFigures] = field(default_factory=dict)
     histogram: Counter[int] = field(default_factory=Counter)
 
     def __add__(self, other: PrefillFigures) -> PrefillFigures:
+        return self._joined(other, LayerFigures.__add__)
+
+    def beside(self, other: PrefillFigures) -> PrefillFigures:
+        """The figures of a model of whose layers the other has further heads."""
+        return self._joined(other, LayerFigures.beside)
+
+    def _joined(
+        self, other: PrefillFigures, join: Callable[[LayerFigures, LayerFigures], LayerFigures]
+    ) -> PrefillFigures:
         layers = dict(self.layers)
         for index, layer in other.layers.items():
-            layers[index] = layers[index] + layer if index in layers else layer
+            layers[index] = join(layers[index], layer) if index in layers else layer
         return PrefillFigures(
             self.calls + other.calls,
             self.queries + other.queries,
@@ -183,18 +201,18 @@ class PrefillCounts:
             found += PrefillFigures(1, layout.L, layout.L * layout.sampled_share, {index: _of_call(array, layout)})
         for index, rows, (lost, least, counts) in self._masses:
             # No further pairs: the rest of the layer's sums stays as it is.
-            mass = _Layer(0, (0,) * len(found.layers[index].kept), 1.0, 0.0, rows, _float(lost), _float(least))
+            mass = LayerFigures(0, (0,) * len(found.layers[index].kept), 1.0, 0.0, rows, _float(lost), _float(least))
             histogram = Counter({place: int(count) for place, count in enumerate(np.array(counts)) if count})
             found += PrefillFigures(layers={index: mass}, histogram=histogram)
         return found
 
 
-def _of_call(array: mx.array, layout: Layout) -> _Layer:
+def _of_call(array: mx.array, layout: Layout) -> LayerFigures:
     """Of the blocks ``(B, Hq)`` that a call attended."""
     kept = np.array(array)
     pairs = layout.causal_pairs
     heads = tuple(int(count) for count in kept.sum(axis=0, dtype=np.int64))
-    return _Layer(kept.shape[0] * pairs, heads, float(kept.min() / pairs), float(kept.max() / pairs))
+    return LayerFigures(kept.shape[0] * pairs, heads, float(kept.min() / pairs), float(kept.max() / pairs))
 
 
 @dataclass(frozen=True)

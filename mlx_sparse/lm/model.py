@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 from collections.abc import Iterator
@@ -15,7 +16,8 @@ from ..calibrate import Calibration
 from ..checks import ConfigError
 from ..common import reasons
 from ..common.call_report import Report
-from ..common.model_info import config_of, leaves, model_type
+from ..common.model_info import config_of, kv_heads, leaves, model_type
+from ..common.parts import part_of
 from ..methods import METHODS, QK_NORMS, Dense, Method, Prefill, parse, registry
 from . import seam
 from .hooks import hooks_of
@@ -44,7 +46,8 @@ def enable(
     and disable it while none does.
 
     Args:
-        model: a model loaded by mlx-lm; `shard` or `pipeline` it before, if at all.
+        model: a model loaded by mlx-lm; `shard` or `pipeline` it before, if at all. SAAP's artefact is then cut as the
+            model is, and compared with it by family and shapes alone.
         attn: METHOD[:key=value,...][+METHOD...], at most one method for prompts and one for decoding, for example
             ``"sample+sparq:rank=16"``; or configurations of `mlx_sparse.methods`. ``"dense"`` alone attends as
             mlx-lm does, but holds no scores of a whole prompt over a quantised cache.
@@ -203,12 +206,17 @@ def _probe(model: Any, plan: Plan) -> None:
     """Call the model once on one token, without evaluating anything, to see which layers the method can serve.
 
     Raises:
-        ConfigError: none of them, or a parameter does not fit the head dim.
+        ConfigError: none of them, though no other rank has layers; or a parameter does not fit the head dim.
     """
     caches = make_prompt_cache(model)
     with plan.new_call(plan, caches, probing=True) as call:
         model(mx.zeros((1, 1), mx.int32), cache=caches)
     report, probed = plan.report, call.probed or []
+    report.part = dataclasses.replace(part_of(model), sharers=plan.sharers)
+    heads = {layer.step.heads for _, layer in call.layers}
+    if len(heads) == 1:
+        (here,) = heads
+        report.kv_heads = here, kv_heads(model, report.part, here)
     plan.layers = call.layers
     report.backend = " and ".join(sorted(call.backends)) or plan.backend
     seen = {id(cache) for cache, _ in probed}
@@ -216,9 +224,15 @@ def _probe(model: Any, plan: Plan) -> None:
     found += [reasons.OWN_ATTENTION for c in leaves(caches) if id(c) not in seen]
     report.layers, report.served_layers = len(found), found.count(None)
     report.dense_layers.update(reason for reason in found if reason is not None)
+    if report.part.layers is None:  # of a pipeline, another rank may have layers to serve
+        require_served(report, plan.name)
+
+
+def require_served(report: Report, methods: str) -> None:
+    """Raise `ConfigError` if no layer can be served."""
     if report.served_layers == 0:
         listed = ", ".join(f"{count} {reason}" for reason, count in report.dense_layers.items())
         raise ConfigError(
-            f"model: expected an attention layer that {plan.name} can serve, got {report.model_type} with "
+            f"model: expected an attention layer that {methods} can serve, got {report.model_type} with "
             f"{report.layers} layers: {listed}."
         )

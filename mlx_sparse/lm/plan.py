@@ -35,6 +35,7 @@ class Plan:
         watch: is told once, after the first step of a single query, the keys of its context and what it did.
         layers: those that are served, counted by method and sizes.
         report: what the calls did.
+        sharers: processes that hold the keys and values of one context together.
         new_call: begins a call of the model on its caches.
         new_caches: makes of the model's own caches those that it is to be called with; None where these are.
     """
@@ -64,6 +65,7 @@ class Plan:
         self.report.outlook = self.outlook
         self.watch: Callable[[int, Counts], object] | None = None
         self.layers: Counter[tuple[Method, Layer]] = Counter()
+        self.sharers = 1
         self.new_call: Callable[..., Call] = Call
         self.new_caches: Callable[[list[Any]], list[Any]] | None = None
 
@@ -107,7 +109,7 @@ class Plan:
     def count_in(self, report: Report) -> None:
         """Go on counting in the report of another plan, of the same methods on the same model."""
         if report is not self.report:
-            for name in ("backend", "layers", "served_layers", "dense_layers", "outlook"):
+            for name in ("backend", "layers", "served_layers", "dense_layers", "outlook", "part", "kv_heads"):
                 setattr(report, name, getattr(self.report, name))
             self.report = report
 

@@ -15,6 +15,8 @@ from ..cache.saap_router import Router, kmeans_network
 from ..cache.saap_state import BucketIndex, fold, index_of
 from ..checks import ConfigError
 from ..common import reasons
+from ..common.model_info import whole_of
+from ..common.parts import part_of
 from ..common.stats import saap_elements
 from ..methods import SAAP, registry
 from .figures import BucketCounts, BucketFigures
@@ -47,14 +49,15 @@ def find_routers(config: SAAP, model: Any) -> dict[int, Router | str]:
     """
     artefact = load_artefact(config)
     if artefact is not None:
-        artefact.check_model(model)
+        artefact = artefact.part_for(model)
     scales: dict[int, float] = {}
 
     def note_scale(seen: Seen) -> None:
         scales[seen.layer] = seen.scale
 
     found: dict[int, Router | str] = {}
-    for place, (layer, source) in enumerate(sorted(find_sources(model, note_scale).items())):
+    sources = sorted(find_sources(model, note_scale).items())
+    for place, (layer, source) in enumerate(sources, _attending_before(model)):
         scale = scales[layer]
         if place < config.dense_layers:
             found[layer] = reasons.FIRST_LAYERS
@@ -68,6 +71,12 @@ def find_routers(config: SAAP, model: Any) -> dict[int, Router | str]:
         else:
             found[layer] = source.irreversible or Router(source, scale, config.fitted_buckets)
     return found
+
+
+def _attending_before(model: Any) -> int:
+    """Layers of the whole model that attend, before the first one of ``model``, which may be a part of it."""
+    first, whole = part_of(model).first_layer, whole_of(model)
+    return first if whole is None else sum(shape is not None for shape in whole.shapes[:first])
 
 
 def _trained(mode: str, artefact: artefacts.Artefact, layer: int, source: Source, scale: float) -> Router | str:

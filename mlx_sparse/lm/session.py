@@ -8,6 +8,7 @@ import functools
 import json
 import logging
 import os
+import socket
 import sys
 import threading
 from collections import Counter
@@ -19,10 +20,12 @@ from ..checks import ConfigError, SparseAttentionError
 from ..common import families
 from ..common.call_report import JSON_KEY, Counts, Report, listing
 from ..methods import NEVER, Dense, Method, Prefill, parse, read_toml, registry
+from .ranks import Ranks, difference, facts_of
 
 if TYPE_CHECKING:
     from ..calibrate import Calibration
     from .plan import Plan
+    from .watch import Watch
 
 
 class Session:
@@ -50,6 +53,9 @@ class Session:
         self.loads = self.loads_at_start = 0
         self.loads_part = False  # whether mlx-lm is loading what it will cut
         self.terminated = False
+        self.ranks = Ranks()
+        self.watch: Watch | None = None  # of the other ranks
+        self._counted: list[Any] = []  # what this rank last told of its reports
         self.meanwhile = contextlib.ExitStack()  # what is undone when the command ends
 
     def configure(self, parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -126,6 +132,64 @@ class Session:
         with self._ending_the_program():
             return save(original, *args, **kwargs)
 
+    def meet(self, parser: argparse.ArgumentParser, args: argparse.Namespace | None, *, refused: bool = False) -> None:
+        """Go on only if all ranks were asked for the same; where methods run, watch the others from here on.
+
+        Args:
+            args: None if they could not be read.
+            refused: this rank has said that they are wrong, and ends.
+        """
+        self.ranks = Ranks.here()
+        if self.ranks.size == 1:
+            return
+        from .watch import Door, Watch
+
+        door = Door(self.ranks)
+        files = [config.file for config in self.configs if config.file is not None]
+        told = {
+            "host": socket.gethostname(),
+            "facts": None if args is None else facts_of(args, files),
+            "refused": refused,
+            "door": door.told(),
+        }
+        peers = None
+        try:
+            met = self.ranks.gather(told)
+            problem = difference([of_rank["facts"] for of_rank in met], [of_rank["refused"] for of_rank in met])
+            if problem is None and self.configs:
+                peers = door.enter(met[0]["door"])
+        except (ConfigError, RuntimeError) as error:
+            problem = f"ranks: expected all of them to begin this command, got: {error}"
+        if problem is not None and not refused:
+            fail(parser, problem)
+        if peers is None:
+            return
+        if not peers:
+            self.say(
+                "the ranks cannot reach one another to watch: one that is lost may leave the others waiting, and the "
+                "report is of rank 0 alone"
+            )
+            return
+        hosts = [of_rank["host"] for of_rank in met]
+        self.watch = Watch(parser.prog, self.ranks, hosts, peers, self._counts, self._print_at_once)
+        self.watch.start()
+
+    @contextlib.contextmanager
+    def ending(self) -> Iterator[None]:
+        """Tell the other ranks how this one ends, and end it in one line where that is because of another."""
+        try:
+            yield
+        except BaseException as error:
+            if self.watch is not None:
+                try:
+                    self.watch.end(error, self.last_counts)
+                except SystemExit as signalled:
+                    self.watch.end(signalled, self.last_counts)
+                    raise
+            raise
+        if self.watch is not None:
+            self.watch.leave(self.last_counts())
+
     def find(self, original: Callable[..., Any], model: str, *args: Any, **kwargs: Any) -> Any:
         """mlx-lm's search for a model, on disk or on the hub."""
         self.loads += not self.loads_part
@@ -135,6 +199,8 @@ class Session:
 
     def load(self, original: Callable[..., Any], model: Path, *args: Any, **kwargs: Any) -> Any:
         """mlx-lm's ``load_model`` with the methods enabled on what it loads."""
+        from ..common.model_info import note_whole
+
         with self._ending_the_program():
             with loading(model):
                 if self.max_kv_size is not None:
@@ -142,8 +208,11 @@ class Session:
                 loaded = original(model, *args, **kwargs)
             if self.quantised:
                 refuse_unquantisable(loaded[0], self.quantised)
-            if not self.loads_part:
-                self._enable(loaded[0], str(model))
+            if self.loads_part:
+                complete = any(config.file is not None for config in self.configs) and has_all_weights(Path(model))
+                note_whole(loaded[0], complete=complete)
+            elif (plan := self._enable(loaded[0], str(model))) is not None:
+                self._say_outlook(plan, plan.report)
         return loaded
 
     def load_part(self, original: Callable[..., Any], model: str, *args: Any, **kwargs: Any) -> Any:
@@ -160,11 +229,39 @@ class Session:
         finally:
             self.loads_part = False
         with self._ending_the_program():
-            self._enable(loaded[0], str(model))
+            self._enable_part(loaded[0], str(model))
         return loaded
 
-    def _enable(self, model: Any, path: str) -> None:
-        """Enable the methods on a loaded model; one that was loaded before goes on in its report."""
+    def _enable_part(self, model: Any, path: str) -> None:
+        """Enable the methods on this rank's part of a model; all ranks do, or none."""
+        from .model import require_served
+        from .rank_reports import numbers_of, total
+
+        plan, refusal = None, None
+        try:
+            plan = self._enable(model, path)
+        except SparseAttentionError as error:
+            refusal = error
+        met = self.ranks.gather([refusal and str(refusal), plan and numbers_of(plan.report)])
+        refused = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(met) if text is not None]
+        try:
+            if refusal is not None or refused:
+                raise refusal or ConfigError(refused[0])
+            if plan is not None:
+                everywhere = total({rank: numbers for rank, (_, numbers) in enumerate(met)})
+                require_served(everywhere, plan.name)
+                self._say_outlook(plan, everywhere)
+        except SparseAttentionError:
+            if self.watch is not None:
+                self.watch.hush()  # each rank says it
+            raise
+
+    def _enable(self, model: Any, path: str) -> Plan | None:
+        """Enable the methods on a loaded model; one that was loaded before goes on in its report.
+
+        Returns:
+            Its plan; None if it stays as it is.
+        """
         from .model import enable, plan_of
 
         configs = self.configs
@@ -172,7 +269,7 @@ class Session:
             # An artefact is the model's, and no other's.
             configs = tuple(config for config in configs if config.file is None)
         if not configs:
-            return
+            return None
         report = enable(
             model,
             configs,
@@ -188,12 +285,13 @@ class Session:
         plan.decodes = not self.only_prompts
         if (known := families.warning(report.model_type)) is not None:
             self.say(known)
-        if self.report_as in ("text", "mass"):
-            self._say_outlook(plan)
+        return plan
 
-    def _say_outlook(self, plan: Plan) -> None:
-        """What will happen, before the first token."""
-        lines = plan.report.opening()
+    def _say_outlook(self, plan: Plan, report: Report) -> None:
+        """What will happen, before the first token; ``report`` is the plan's, or the sum of all ranks'."""
+        if self.report_as not in ("text", "mass"):
+            return
+        lines = report.opening()
         if any(config.measurable for config in plan.configs):
             lines.append("dense_below=N in --attn decides otherwise")
         self.say("; ".join(lines))
@@ -216,13 +314,16 @@ class Session:
 
     def say(self, text: str) -> None:
         """Tell the user, on standard error."""
-        if self.report_as != "off":
+        if self._speaks():
             print(f"[mlx-sparse] {text}", file=sys.stderr, flush=True)
 
     def log(self, text: str) -> None:
         """Tell who keeps the command's log."""
-        if self.report_as != "off":
+        if self._speaks():
             logging.info(f"[mlx-sparse] {text}")
+
+    def _speaks(self) -> bool:
+        return self.report_as != "off" and self.ranks.rank == 0
 
     @contextlib.contextmanager
     def _ending_the_program(self) -> Iterator[None]:
@@ -232,6 +333,8 @@ class Session:
         except SparseAttentionError as error:
             if self.loads <= self.loads_at_start and threading.current_thread() is not threading.main_thread():
                 print_error(self.command, str(error))
+                if self.watch is not None:
+                    self.watch.fail(str(error))
                 os._exit(2)
             raise
 
@@ -246,16 +349,57 @@ class Session:
 
     def as_dict(self) -> dict[str, Any]:
         """The reports as plain data for JSON."""
+        return self._as_dict(self._all_reports())
+
+    def _as_dict(self, reports: list[Report]) -> dict[str, Any]:
         requests = {"requests": self.requests} if self.requests else {}
-        return {JSON_KEY: [report.as_dict() for report in list(self.reports.values())]} | requests
+        return {JSON_KEY: [report.as_dict() for report in reports]} | requests
 
     def print_report(self) -> None:
         """The call report on standard error, so that the text on standard output stays the model's."""
+        if self._speaks():
+            self._print(self._all_reports())
+
+    def _print(self, reports: list[Report]) -> None:
         if "json" in self.report_as:
-            print(json.dumps(self.as_dict()), file=sys.stderr)
-        elif self.report_as != "off":
-            for report in self.reports.values():
+            print(json.dumps(self._as_dict(reports)), file=sys.stderr)
+        else:
+            for report in reports:
                 print(f"[mlx-sparse] {report}", file=sys.stderr)
+
+    def _print_at_once(self) -> None:
+        """The report of what is known, when another rank is lost and may be waited for for ever."""
+        if self._speaks():
+            self._print(self._sums(self._counts()))
+
+    def _all_reports(self) -> list[Report]:
+        """The reports; where several ranks run the models, the sums of what they have last told."""
+        return list(self.reports.values()) if self.ranks.size == 1 else self._sums(self.last_counts())
+
+    def _sums(self, own: list[Any]) -> list[Report]:
+        from .rank_reports import total
+
+        told = {} if self.watch is None else {rank: counts for rank, counts in self.watch.told.items() if counts}
+        return [
+            total({0: numbers} | {rank: counts[place] for rank, counts in told.items() if place < len(counts)})
+            for place, numbers in enumerate(own)
+        ]
+
+    def _counts(self) -> list[Any]:
+        """What this rank has counted, for the others, at once: what the device is computing is left out."""
+        from .rank_reports import numbers_of
+
+        with contextlib.suppress(TimeoutError):
+            self._counted = [numbers_of(report, wait=False) for report in list(self.reports.values())]
+        return self._counted
+
+    def last_counts(self) -> list[Any]:
+        """What this rank has counted, for the others, when it ends: soon, whatever the device does."""
+        from .rank_reports import numbers_of
+        from .watch import in_time
+
+        found: list[Any] | None = in_time(lambda: [numbers_of(report) for report in list(self.reports.values())])
+        return self._counts() if found is None else found
 
 
 @contextlib.contextmanager
@@ -272,6 +416,14 @@ def loading(model: object) -> Iterator[None]:
     except (OSError, ValueError, RecursionError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"--model: expected a model that mlx-lm can load, got {model} ({reason}).") from None
+
+
+def has_all_weights(folder: Path) -> bool:
+    """Whether all weights of the model in ``folder`` are there; a stage of a pipeline may have been given its own."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return any(folder.glob("*.safetensors"))
+    return all((folder / name).is_file() for name in set(json.loads(index.read_text())["weight_map"].values()))
 
 
 def refuse_rotating_cache(model_path: Path) -> None:

@@ -12,6 +12,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..common.model_info import leaves
+from ..common.parts import by_itself
 from . import seam
 from .rope import Recorder, Source, find_source
 
@@ -122,7 +123,8 @@ def find_sources(model: Any, visit: Callable[[Seen], None] | None = None) -> dic
             found = find_source(recorder, (seen.queries, seen.keys), seen.position, seen.rotations)
             sources.setdefault(seen.layer, found)
 
-    with Recorder(model) as recorder:
+    # What a stage of a pipeline is given does not matter here, and the other ranks may be elsewhere.
+    with Recorder(model) as recorder, by_itself(model):
         for position in range(2):
             observe(model, mx.array([[position]], mx.int32), caches, find, recorder)
     return sources

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rank_processes import run_pair
 from saap_artefacts import BUCKETS, write_artefact
 from test_lm_commands import Finished, run
-from test_lm_server import free_port, running
+from test_lm_server import running
 from tiny_models import build, prompt_of, words, write
 
 from mlx_sparse.common.call_report import JSON_KEY
@@ -165,38 +166,21 @@ def test_prompt_caches_are_mlx_lms_own(name: str, finished: Runs):
         assert report["sparse_calls"] == LAYERS * STEPS
 
 
-@pytest.fixture
-def sharded(folder: Path, tmp_path: Path) -> Callable[[list[str]], list[Finished]]:
-    """Run a command in two processes of MLX's ring backend, each with half of the heads."""
-    hosts = tmp_path / "hosts.json"
-    hosts.write_text(json.dumps([[f"127.0.0.1:{free_port()}"] for _ in range(2)]))
-
-    def both(argv: list[str]) -> list[Finished]:
-        ranks = [{"MLX_RANK": str(rank), "MLX_HOSTFILE": str(hosts)} for rank in range(2)]
-        with ThreadPoolExecutor(2) as pool:
-            return list(pool.map(lambda rank: run(argv, folder, "", **rank), ranks))
-
-    return both
+def test_parts_of_a_model_have_their_parts_of_the_artefact(folder: Path):
+    first, second = run_pair(lambda rank: [*BENCHMARK, *FEW, *JSON], folder)
+    assert (first.code, second.code, second.err) == (0, 0, "")
+    (report,) = first.reports
+    assert report["served_layers"] == LAYERS
+    assert report["sparse_calls"] == 2 * 2 * LAYERS * 7  # two ranks; warm-up and trial
+    assert 0 < report["buckets"]["selectivity"] < 0.8
 
 
-def test_a_part_of_a_model_is_refused_the_whole_ones_artefact_at_load(sharded: Callable[[list[str]], list[Finished]]):
-    for result in sharded([*BENCHMARK, *FEW]):
-        assert result.code == 2
-        assert "Traceback" not in result.err
-        (line,) = [line for line in result.err.splitlines() if "error:" in line]
-        assert line.endswith(
-            "got 2 KV heads of 16 for layer 0, which has 1 KV heads of 16. "
-            "Train one for this model, or run it whole, not in parallel parts."
-        )
-
-
-def test_a_part_of_a_model_has_an_index_of_its_own(sharded: Callable[[list[str]], list[Finished]]):
-    for result in sharded([*BENCHMARK, *GOOD["online"][0][-4:]]):
-        assert result.code == 0, result.err
-        (report,) = result.reports
-        assert report["served_layers"] == LAYERS
-        assert report["sparse_calls"] > 0
-        assert report["buckets"]["selectivity"] == 1
+def test_a_part_of_another_model_is_refused_the_artefact_at_load(folder: Path):
+    other = f"saap:artefact=other.saap.safetensors,probes=2,{WINDOW}"
+    for done in run_pair(lambda rank: [*BENCHMARK, "--attn", other], folder):
+        assert done.code == 2
+        (line,) = done.err.splitlines()
+        assert line.startswith("mlx_lm.benchmark: error: artefact: expected one trained on this model, got one for a ")
 
 
 @pytest.mark.parametrize("name", BAD)

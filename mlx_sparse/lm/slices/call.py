@@ -55,10 +55,24 @@ class SliceCall(Call):
             )
 
     def agreed(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """With the first rank's tokens: machines of several kinds may round, and so sample, differently."""
+        """With the first rank's tokens: machines of several kinds may round, and so sample, differently.
+
+        Raises:
+            ConfigError: ranks were given prompts of several lengths.
+        """
         if not inputs or not isinstance(inputs[0], mx.array) or self.probed is not None:
             return inputs
-        return (self._exchange.from_first(inputs[0]), *inputs[1:])
+        tokens, before = inputs[0], max((cache.position for cache in self._sliced), default=0)
+        first = tokens.flatten()[:1].astype(mx.int32)
+        told = self._exchange.gather(mx.concatenate([mx.array([tokens.size, before]), first]))
+        if tokens.size == 1:
+            # Not looked at, which would wait for the device in every step.
+            return (told[0, 2:].reshape(tokens.shape).astype(tokens.dtype), *inputs[1:])
+        lengths: Any = told[:, :2].tolist()
+        if any(length != lengths[0] for length in lengths):
+            listed = " and ".join(f"{n:,} after {at:,} on rank {rank}" for rank, (n, at) in enumerate(lengths))
+            raise ConfigError(f"--shard context: expected as many tokens on all ranks, got {listed}.")
+        return (self._exchange.from_first(tokens), *inputs[1:])
 
     def attend(
         self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None

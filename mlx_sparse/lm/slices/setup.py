@@ -35,6 +35,7 @@ def share_out(plan: Plan, shard: str) -> None:
     if plan.prefill is not None and plan.prefill.name != Sample.name:
         raise ConfigError(f"shard: expected {Sample.name} for prompts, got {plan.prefill.name}.")
     _sample_alike(exchange)
+    plan.sharers = exchange.size
     plan.new_call = functools.partial(SliceCall, exchange=exchange, exact=shard == "context")
     shares = Shares(exchange.rank, exchange.size)
     # By what these caches cannot do mlx-lm's server sees that it has to answer one request at a time.
