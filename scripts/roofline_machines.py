@@ -28,11 +28,11 @@ import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from math import ceil
 from typing import Any
 
 import by_method
 
+from mlx_sparse.common.shares import Shares
 from mlx_sparse.common.stats import dense_elements
 from mlx_sparse.methods import Method
 from mlx_sparse.tools.bench.core import Shape
@@ -41,7 +41,7 @@ from mlx_sparse.tools.formats import table
 ITEM = 2  # bytes of an element of keys, values and hidden states
 FLOAT = 4  # of what is merged
 WEIGHT = 4.5 / 8  # of a weight: 4 bits, and its share of a scale and a bias of 16 for groups of 64
-BLOCK = 64  # consecutive keys that one machine holds of a sharded context
+
 USABLE = 0.75  # of the memory, which macOS lets the GPU have
 
 MACHINES = (2, 4)
@@ -217,8 +217,8 @@ def wire(link: Link, model: Model, way: Way, machines: int) -> tuple[int, int, f
 
 
 def owned(S: int, machines: int) -> int:
-    """Keys of ``S`` that the fullest machine holds if blocks of `BLOCK` are dealt out in turn."""
-    return min(S, ceil(ceil(S / BLOCK) / machines) * BLOCK)
+    """Keys of ``S`` that the fullest machine, the first, holds."""
+    return Shares(0, machines).before(S)
 
 
 def attention(config: Method | None, S: int, D: int) -> int:

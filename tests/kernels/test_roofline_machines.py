@@ -12,9 +12,10 @@ import mlx.core as mx
 import pytest
 import roofline_machines as machines
 from mlx import nn
-from roofline_machines import BLOCK, CHIPS, JACCL, LENGTHS, LINKS, MODELS, RING, SHOWN, Message, Model, Way
+from roofline_machines import CHIPS, JACCL, LENGTHS, LINKS, MODELS, RING, SHOWN, Message, Model, Way
 from tiny_models import VOCAB, build
 
+from mlx_sparse.common.shares import BLOCK
 from mlx_sparse.common.thresholds import Layer
 from mlx_sparse.methods import SparQ, Step
 from mlx_sparse.methods.quest import Quest
