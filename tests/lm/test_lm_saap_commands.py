@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -10,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import Finished, Forks, start
 from saap_artefacts import BUCKETS, write_artefact
-from test_lm_commands import Finished, run
 from test_lm_server import free_port, running
 from tiny_models import build, prompt_of, words, write
 
@@ -90,19 +91,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory, without_torch: Any) -> Path
 
 @pytest.fixture(scope="module")
 def finished(folder: Path) -> Iterator[Callable[[str], Finished]]:
-    """The last command of GOOD or BAD by name; two at a time, because a start takes seconds."""
+    """The last command of GOOD or BAD by name."""
     prompt = words(prompt_of(PROMPT))
     bad = {f"bad: {name}": [[*GENERATE, *argv]] for name, (argv, _) in BAD.items()}
 
-    def sequence(commands: list[list[str]]) -> Finished:
-        results = [run(argv, folder, prompt) for argv in commands]
+    @functools.cache
+    def last(name: str) -> Finished:
+        results = [forks.run(argv, folder, prompt) for argv in {**GOOD, **bad}[name]]
         assert all(result.code == 0 for result in results[:-1]), results
         return results[-1]
 
-    with ThreadPoolExecutor(2) as pool:
-        futures = {name: pool.submit(sequence, commands) for name, commands in {**GOOD, **bad}.items()}
-        yield lambda name: futures[name].result()
-        pool.shutdown(cancel_futures=True)
+    with Forks() as forks:
+        yield last
 
 
 Runs = Callable[[str], Finished]
@@ -174,7 +174,7 @@ def sharded(folder: Path, tmp_path: Path) -> Callable[[list[str]], list[Finished
     def both(argv: list[str]) -> list[Finished]:
         ranks = [{"MLX_RANK": str(rank), "MLX_HOSTFILE": str(hosts)} for rank in range(2)]
         with ThreadPoolExecutor(2) as pool:
-            return list(pool.map(lambda rank: run(argv, folder, "", **rank), ranks))
+            return list(pool.map(lambda rank: start(argv, folder, "", **rank), ranks))
 
     return both
 
