@@ -77,7 +77,6 @@ BACKENDS = ("backend", "runtime")
 COSTLY = {
     "test_baselines.py": 4,
     "test_bench_mlx.py": 4,
-    "test_lm_commands.py": 16,
     "test_lm_load.py": 4,
     "test_lm_threads.py": 4,
     "test_metal_attend_blocks.py": 4,
