@@ -64,10 +64,10 @@ def test_refuse_a_report_without_its_counts(reports: object) -> None:
 
 def test_compare(smollm2: Path) -> None:
     dense = Outcome("The pass key is 71853.", 2434, 100.0, 12, 10.0)
-    sparse = Outcome("The pass key is 71863!", 2434, 100.0, 12, 10.0, REPORT)
+    sparse = Outcome("The pass key is 71863! Yes", 2434, 100.0, 12, 10.0, REPORT)
     result = compare(smollm2, pass_key_task(), "sparq", dense, sparse)
-    # The first four words, a blank, five digits and the full stop: each of the last two kinds is a token of its own.
-    assert (result["same_tokens"], result["tokens"]) == (9, 11)
+    # The first four words, a blank, five digits and the mark are a token each; the longer answer has one more word.
+    assert (result["same_tokens"], result["tokens"]) == (9, 12)
     assert result["dense"]["right"] and not result["sparse"]["right"]
     assert result["bytes_ratio"] == 0.25
     assert result["sparse"]["bytes_per_token"] == 100_000_000 / 300 * 30

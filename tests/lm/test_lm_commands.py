@@ -50,6 +50,7 @@ GOOD: dict[str, list[list[str]]] = {
     "dense": [["mlx_lm.generate", *GENERATE]],
     "without hook": [["python", "-c", WITHOUT_HOOK, *GENERATE]],
     "--attn dense": [["mlx_lm.generate", *GENERATE, "--attn", "dense"]],
+    "no such model": [["mlx_lm.generate", "--model", "nowhere/at/all"]],
     "text report": [["mlx_lm.generate", *GENERATE, *SPARSE]],
     "short, modelled": [["mlx_lm.generate", *GENERATE, "--attn", "sparq:rank=4", "--no-calibrate"]],
     "short, measured": [["mlx_lm.generate", *GENERATE, "--attn", "sample+sparq:rank=4"]],
@@ -189,6 +190,12 @@ def test_without_a_method_the_text_is_that_of_mlx_lm_alone(name: str, finished: 
     result = finished(name)
     assert (result.code, result.err) == (0, "")
     assert result.text == finished("without hook").text
+
+
+def test_without_a_method_an_error_is_that_of_mlx_lm_alone(finished: Runs):
+    result = finished("no such model")
+    assert (result.code, result.out) == (1, "")
+    assert "Traceback" in result.err and "mlx_lm.generate: error: " not in result.err
 
 
 def test_the_text_report_follows_on_standard_error(finished: Runs):
