@@ -14,7 +14,6 @@ import pytest
 from shell import OWN, ROOT, run, write_commands
 
 SCRIPT = ROOT / "scripts" / "mac_check.sh"
-pytestmark = pytest.mark.usefixtures("without_torch")
 FILES = [
     "kernels/test_metal_kernels",
     "kernels/test_metal_attend_blocks",
