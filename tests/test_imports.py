@@ -35,11 +35,16 @@ FREE = {"torch", "triton", "onnx", "onnx_ir", "onnxscript", "onnxruntime"}  # ml
 FACTS = (["__version__"], ["__path__"])  # of the package, which name no part of it
 
 
-def imports(path: Path, root: Path = ROOT, *, when_read: bool = False) -> Iterator[str]:
+@functools.cache
+def imports(path: Path, root: Path = ROOT, *, when_read: bool = False) -> list[str]:
     """Dotted names of what a file imports when it runs, `from a import b` as a.b; type-checking blocks never run.
 
     ``when_read``: only what it imports when it is imported itself.
     """
+    return list(_imports(path, root, when_read))
+
+
+def _imports(path: Path, root: Path, when_read: bool) -> Iterator[str]:
     package = list(path.relative_to(root).parent.parts)
     todo: list[ast.AST] = [ast.parse(path.read_text())]
     while todo:

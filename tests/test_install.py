@@ -17,6 +17,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 MINE = re.compile(r"(_editable_skbc_)?mlx_sparse(_attention|\b)")  # what an install of this project adds
 NO_COMPILER = {"CC": "/bin/false", "CXX": "/bin/false"}
+QUICK = {"SKBUILD_CMAKE_BUILD_TYPE": "Debug"}  # what is built here has to load, not to be fast
 REQUIRE = "MLX_SPARSE_REQUIRE_ORT_OPS"
 LIBRARY = "mlx_sparse/libmlx_sparse_ort" + (".dylib" if sys.platform == "darwin" else ".so")
 has_compiler = any(shutil.which(name) for name in ("c++", "g++", "clang++"))
@@ -59,7 +60,7 @@ def built(tmp_path_factory) -> dict[str, Path]:
     with tarfile.open(sdist) as archive:
         archive.extractall(out / "unpacked")
     (source,) = (out / "unpacked").iterdir()
-    run(*BUILD, out / "again", "--wheel", cwd=source)
+    run(*BUILD, out / "again", "--wheel", cwd=source, **QUICK)
     (wheel,) = out.glob("*.whl")
     (again,) = (out / "again").glob("*.whl")
     return {"sdist": sdist, "wheel without compiler": wheel, "wheel of sdist": again}
@@ -74,7 +75,7 @@ class Environment:
         return self.folder / "bin" / "python"
 
     def pip(self, *arguments: object) -> None:
-        run(sys.executable, "-m", "pip", "--python", self.python, *arguments)
+        run(sys.executable, "-m", "pip", "--python", self.python, *arguments, **QUICK)
 
     def code(self, text: str, **options: object) -> subprocess.CompletedProcess[str]:
         return run(self.python, "-c", text, cwd=self.folder, **options)

@@ -64,10 +64,10 @@ def test_refuse_a_report_without_its_counts(reports: object) -> None:
 
 def test_compare(smollm2: Path) -> None:
     dense = Outcome("The pass key is 71853.", 2434, 100.0, 12, 10.0)
-    sparse = Outcome("The pass key is 71863!", 2434, 100.0, 12, 10.0, REPORT)
+    sparse = Outcome("The pass key is 71863! Yes", 2434, 100.0, 12, 10.0, REPORT)
     result = compare(smollm2, pass_key_task(), "sparq", dense, sparse)
-    # The first four words, a blank, five digits and the full stop: each of the last two kinds is a token of its own.
-    assert (result["same_tokens"], result["tokens"]) == (9, 11)
+    # The first four words, a blank, five digits and the mark are a token each; the longer answer has one more word.
+    assert (result["same_tokens"], result["tokens"]) == (9, 12)
     assert result["dense"]["right"] and not result["sparse"]["right"]
     assert result["bytes_ratio"] == 0.25
     assert result["sparse"]["bytes_per_token"] == 100_000_000 / 300 * 30
@@ -109,11 +109,9 @@ def test_a_failing_command_is_shown(
     assert found in capfd.readouterr().err.splitlines()[-1]
 
 
-def test_the_demo(
-    demo_cache: Path, smollm2: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(demo_cache / "measured"))
-    assert run.main(["--cache-dir", str(demo_cache), "--fast-blas", "--json"]) == 0
+def test_the_demo(demo_cache: Path, smollm2: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    options = ["--attn", "sparq:dense_below=0", "--fast-blas", "--json"]
+    assert run.main(["--cache-dir", str(demo_cache), *options]) == 0
     result: dict[str, Any] = json.loads(capfd.readouterr().out)
     assert KEY in result["dense"]["text"] and KEY in result["sparse"]["text"]
     assert result["same_tokens"] == result["tokens"] > 8
@@ -121,7 +119,20 @@ def test_the_demo(
     report = result["report"]
     assert report["served_layers"] == report["layers"] == 30
     assert report["sparse_calls"] > 0 and 0 < result["bytes_ratio"] < 0.5
-    (row,) = result["thresholds"]
-    assert (row["layers"], row["backend"]) == (30, report["backend"])
+    assert (result["thresholds"], result["forced"]) == ([], False)  # the user decided
+
+
+def test_the_demo_of_another_model_measures_what_the_user_leaves_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert run.main(["--model", str(write(tmp_path / "tiny")), "--attn", "sparq:rank=4", "--json"]) == 0
+    result: dict[str, Any] = json.loads(capfd.readouterr().out)
+    (row,), report = result["thresholds"], result["report"]
+    assert (row["attn"], row["layers"]) == ("sparq:rank=4,reallocate=false,component_score=query_key", 2)
+    assert (row["layers"], row["backend"]) == (report["layers"], report["backend"])
+    assert report["sparse_calls"] > 0 and row["outlook"].startswith("sparse from ")
     assert ("dense_below=0" in report["attn"]) == result["forced"]
     assert result["forced"] or result["dense"]["prompt_tokens"] > row["value"]
+    if row["how"].startswith("measured"):  # this machine is not always quiet enough
+        assert list((tmp_path / "cache").rglob("*.json"))

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_models import write
 
 from mlx_sparse.methods import NEVER, SparQ, Step
 from mlx_sparse.tools.demo import run
@@ -76,7 +75,10 @@ def test_the_layers_that_begin_last_decide() -> None:
     assert settled.note == f"sparq: sparse from 9,000 keys on (modelled){FORCES}"
 
 
-@pytest.mark.parametrize(("share", "most", "forced"), [(0.5, 20_000, False), (0.5, 6000, True), (0.0, 20_000, True)])
+@pytest.mark.parametrize(
+    ("share", "most", "forced"),
+    [(0.5, 20_000, False), (0.5, 6000, True), (0.5, 8500, True), (0.0, 20_000, True)],  # 8,500: it fits, its margin not
+)
 def test_prompts_are_settled_apart(share: float, most: int, forced: bool) -> None:
     settled = settle("sample+sparq", [row("sample", share), row("sparq", 3500)], count, most)
     assert settled.forced == forced
@@ -93,18 +95,6 @@ def test_the_users_own_settings_are_left_alone(attn: str) -> None:
     both = settle(f"sample+{attn}" if "sample" not in attn else f"{attn}+sparq", [], count, 6000)
     assert attn in both.attn
     assert both.forced
-
-
-def test_calibrate_is_asked_for_the_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without_torch: dict[str, str]
-) -> None:
-    model = write(tmp_path / "tiny")
-    environment = {**without_torch, "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    (found,) = thresholds(model, "sparq:rank=4", environment)
-    assert (found["attn"], found["layers"]) == ("sparq:rank=4,reallocate=false,component_score=query_key", 2)
-    assert settle("sparq:rank=4", [found], count, 6000).note.startswith("sparq: sparse from ")
-    if found["how"].startswith("measured"):  # this machine is not always quiet enough
-        assert list((tmp_path / "cache").rglob("*.json"))
 
 
 def test_a_text_leaves_room_for_the_answer(tmp_path: Path) -> None:

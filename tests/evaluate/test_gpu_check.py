@@ -37,6 +37,7 @@ PYTHON = """case "$*" in
   *"find_spec('xdist')"*) exit 1 ;;
   *"find_spec('pytest')"*) exit {pytest} ;;
   *"find_spec('transformers')"*) exit {transformers} ;;
+  *cuda_ref.bench*) {bench} ;;
   *) exec {python} "$@" ;;
 esac
 """
@@ -54,7 +55,10 @@ def test_triton_kernel():
 
 
 def machine(folder: Path, *, missing: str | None = None, fails: bool = False, limits: str = "in time") -> Path:
-    """A copy of the project, with other tests, on a machine that answers as one with a GPU does, at its own speed."""
+    """A copy of the project, with other tests, on a machine that answers as one with a GPU does, at its own speed.
+
+    Where a package is missing the benchmark ends at once, as it does by itself without a GPU behind it.
+    """
     if shutil.which("nvidia-smi"):
         pytest.skip("with a GPU it would run the whole benchmark")
     for name in ("scripts", "tests"):
@@ -68,7 +72,8 @@ def machine(folder: Path, *, missing: str | None = None, fails: bool = False, li
         path.parent.mkdir(exist_ok=True)
         path.write_text(TEST.format(fails=fails))
     has = {name: int(name == missing) for name in ("pytest", "transformers")}
-    python = PYTHON.format(python=sys.executable, **has)
+    bench = "exit 2" if missing else f'exec {sys.executable} "$@"'
+    python = PYTHON.format(python=sys.executable, bench=bench, **has)
     commands = {"python3": python, "nvidia-smi": NVIDIA_SMI, "timeout": TIMEOUT[limits]}
     write_commands(folder, {f"bin/{name}": body for name, body in commands.items()})
     return folder

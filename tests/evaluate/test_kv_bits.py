@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import sys
 
+import pytest
 from shell import ROOT, run
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_quantised_caches_are_smaller_and_stay_so_with_sparq() -> None:
     options = ["--lengths", "700", "--max-tokens", "3", "--layers", "1", "--kv-bits", "4", "-o", "json"]
     done = run(sys.executable, ROOT / "scripts" / "kv_bits.py", *options)

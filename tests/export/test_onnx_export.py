@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -150,11 +151,16 @@ def test_left_padded_rows_are_those_of_mlx(tmp_path: Path, family: str, method: 
     assert np.abs(np.array(got) - np.array(expected)).max() < FLOAT32 * np.abs(expected).max()
 
 
-def outputs(made: Made, *calls: tuple[list[list[int]], list[list[int]]], kernels: str = "off") -> np.ndarray:
-    """Logits of the last of some calls, tokens and mask each, on caches that begin empty."""
+@functools.lru_cache(maxsize=1)  # a test asks one file several times
+def session_of(file: Path, kernels: str) -> ort.InferenceSession:
     options = native.session_options(kernels)
     options.log_severity_level = 4
-    session = ort.InferenceSession(made.folder / "model.onnx", options)
+    return ort.InferenceSession(file, options)
+
+
+def outputs(made: Made, *calls: tuple[list[list[int]], list[list[int]]], kernels: str = "off") -> np.ndarray:
+    """Logits of the last of some calls, tokens and mask each, on caches that begin empty."""
+    session = session_of(made.folder / "model.onnx", kernels)
     rows = len(calls[0][0])
     kinds = {"tensor(float)": np.float32, "tensor(int16)": np.int16, "tensor(uint8)": np.uint8}
     caches = {t.name: np.zeros((rows, *t.shape[1:]), kinds[t.type]) for t in session.get_inputs()[2:]}

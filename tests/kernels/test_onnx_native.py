@@ -230,7 +230,8 @@ def test_the_node_is_kept_for_the_kernel_and_its_shapes_are_known(name: str, dty
     model = onnx_export.operator_model(name, dtype=dtype, sizes=sizes, **settings)
     for output in model.graph.output:  # so that they come from the kernel's shape inference
         output.type.tensor_type.ClearField("shape")
-    for kernels, count in (("auto", 1), ("off", 0)):
+    # What runs without kernels is the same body in every type.
+    for kernels, count in (("auto", 1), *[("off", 0)] * (dtype == "float32")):
         options = native.session_options(kernels)
         options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
         made = session_of(model, options)

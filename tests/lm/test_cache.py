@@ -284,7 +284,7 @@ def test_adopt_takes_lists_and_cache_lists_and_leaves_others_alone():
     assert type(nested[1]) is type(rotating) is RotatingKVCache
 
 
-def test_a_saved_cache_is_mlx_lms_own_file(tmp_path: Path):
+def test_a_saved_cache_is_mlx_lms_own_file(tmp_path: Path, without_torch: dict[str, str]):
     file, again = str(tmp_path / "cache.safetensors"), str(tmp_path / "again.safetensors")
     cache = single()
     cache.update_and_fetch(*Rows(1)(40))

@@ -180,7 +180,7 @@ OPERATIONS = st.lists(
 
 @CACHES
 @pytest.mark.parametrize("config", [EVERYTHING, CONFIG], ids=["all buckets", "some buckets"])
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(history=OPERATIONS)
 def test_every_key_is_attended_once_after_any_history(make: Any, config: SAAP, history: list[tuple[str, int]]):
     decoder = Decoder(make(), config)

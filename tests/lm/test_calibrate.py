@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from absent import without
+from forked import Finished, Forks
 from msl import Metal
 from simulated import extra_for, simulated
 from tiny_models import build, greedy, prompt_of, write
@@ -33,7 +32,6 @@ pytestmark = pytest.mark.usefixtures("calibration_folder")
 OPS = Layer("ops", Step(2, 2, 32, 4), mx.float32)
 PROMPT = Layer("ops", Step(2, 2, 32, 4), mx.float32, 256)
 LONG = 1 << 20
-BIN = Path(sys.executable).parent
 
 
 question = Calibration().question
@@ -282,40 +280,31 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    environment = {"XDG_CACHE_HOME": str(folder / "cache"), "PATH": str(BIN), "HOME": str(folder)} | without("torch")
-    return subprocess.run(
-        [BIN / command[0], *command[1:]], cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
+@pytest.fixture(scope="module")
+def run(folder: Path, without_torch: dict[str, str]) -> Iterator[Callable[..., Finished]]:
+    """Runs a command in that folder."""
+    environment = {"XDG_CACHE_HOME": str(folder / "cache"), "HOME": str(folder)}
+    with Forks() as forks:
+        yield lambda *command: forks.run(list(command), folder, "", **environment)
 
 
-def test_the_command_measures_every_shape_and_attn_uses_it(folder: Path) -> None:
-    done = run(folder, "mlx-sparse", "calibrate", "--model", "llama", "--attn", "sparq:rank=4", "--seconds", "0.3")
-    assert done.returncode in (0, 1), done.stderr  # 1: too noisy
-    assert re.search(r"2 layers, ops, \d+ x \d+ heads of \d+: sparq:rank=4\S* sparse from [\d,]+ keys on", done.stdout)
-    assert "measuring from where on sparq pays here" in done.stderr
-    said = "measured on this machine" if done.returncode == 0 else "modelled"
-    generated = run(
-        folder,
-        "mlx_lm.generate",
-        "--model",
-        "llama",
-        "--prompt",
-        "w1 w2",
-        "--max-tokens",
-        "2",
-        "--attn",
-        "sparq:rank=4",
-    )
-    assert said in generated.stderr.splitlines()[0], generated.stderr
-    assert "nothing will be sparse" in generated.stderr
+def test_the_command_measures_every_shape_and_attn_uses_it(run: Callable[..., Finished]) -> None:
+    done = run("mlx-sparse", "calibrate", "--model", "llama", "--attn", "sparq:rank=4", "--seconds", "0.3")
+    assert done.code in (0, 1), done.err  # 1: too noisy
+    assert re.search(r"2 layers, ops, \d+ x \d+ heads of \d+: sparq:rank=4\S* sparse from [\d,]+ keys on", done.out)
+    assert "measuring from where on sparq pays here" in done.err
+    said = "measured on this machine" if done.code == 0 else "modelled"
+    options = ["--model", "llama", "--prompt", "w1 w2", "--max-tokens", "2", "--attn", "sparq:rank=4"]
+    generated = run("mlx_lm.generate", *options)
+    assert said in generated.err.splitlines()[0], generated.err
+    assert "nothing will be sparse" in generated.err
 
 
-def test_the_command_takes_shapes_instead_of_a_model(folder: Path) -> None:
+def test_the_command_takes_shapes_instead_of_a_model(run: Callable[..., Finished]) -> None:
     shapes = ["--shapes", "4x2x32,2x2x64", "--dtype", "float32", "--attn", "sparq:rank=4", "--seconds", "0.2"]
-    done = run(folder, "mlx-sparse", "calibrate", *shapes, "--json")
-    assert done.returncode in (0, 1), done.stderr
-    assert [row["shape"] for row in json.loads(done.stdout)] == ["ops, 4 x 2 heads of 32", "ops, 2 x 2 heads of 64"]
+    done = run("mlx-sparse", "calibrate", *shapes, "--json")
+    assert done.code in (0, 1), done.err
+    assert [row["shape"] for row in json.loads(done.out)] == ["ops, 4 x 2 heads of 32", "ops, 2 x 2 heads of 64"]
 
 
 def test_the_command_succeeds_where_what_the_user_gives_leaves_nothing_to_measure() -> None:
@@ -369,14 +358,13 @@ def test_a_file_that_says_wrongly_whether_to_calibrate_is_refused(tmp_path: Path
     ids=["by default", "--no-calibrate", "calibrate = false"],
 )
 def test_attn_measures_at_the_first_long_context_unless_told_not_to(
-    folder: Path, tmp_path: Path, options: list[str], toml: str, asks: bool
+    run: Callable[..., Finished], tmp_path: Path, options: list[str], toml: str, asks: bool
 ) -> None:
     (tmp_path / "attn.toml").write_text(f"{toml}\n[sparq]\nrank = 2\n")
     prompt = " ".join(["w1 w2 w3 w4"] * 300)
     done = run(
-        folder,
         *("mlx_lm.generate", "--model", "llama", "--prompt", prompt, "--max-tokens", "2"),
         *("--attn-config", str(tmp_path / "attn.toml"), *options),
     )
-    assert done.returncode == 0, done.stderr
-    assert ("measuring from where on sparq pays here" in done.stderr) == asks
+    assert done.code == 0, done.err
+    assert ("measuring from where on sparq pays here" in done.err) == asks

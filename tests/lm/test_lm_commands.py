@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
+import functools
 import re
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import BIN, Finished, Forks, start
 from tiny_models import prompt_of, words, write
 
-from mlx_sparse.common.call_report import JSON_KEY
-
-BIN = Path(sys.executable).parent
 SPARSE = ["--attn", "sparq:rank=4,top_k=4,dense_below=0"]
 SAMPLE = "sample:block_size=32,alpha_column=0.3,alpha_slash=0.3,dense_below=0"
 BOTH = ["--attn", f"{SAMPLE}+{SPARSE[1]}"]
@@ -39,6 +33,7 @@ WITHOUT_HOOK = (
     "import sys; sys.meta_path[:] = [f for f in sys.meta_path if type(f).__name__ != 'CommandFinder'];"
     "from mlx_lm.generate import main; main()"
 )
+STARTED = {*(f"{name} sparse" for name in SPELLINGS), "without hook"}
 GENERATE = ["--model", "llama", "--prompt", "-", "--max-tokens", str(TOKENS)]
 BENCHMARK = ["mlx_lm.benchmark", "--model", "llama", "-p", "32", "-g", "6", "-n", "1", *SPARSE, *JSON]
 SAVE = ["mlx_lm.cache_prompt", "--model", "llama", "--prompt", "-", "--prompt-cache-file"]
@@ -55,6 +50,7 @@ GOOD: dict[str, list[list[str]]] = {
     "dense": [["mlx_lm.generate", *GENERATE]],
     "without hook": [["python", "-c", WITHOUT_HOOK, *GENERATE]],
     "--attn dense": [["mlx_lm.generate", *GENERATE, "--attn", "dense"]],
+    "no such model": [["mlx_lm.generate", "--model", "nowhere/at/all"]],
     "text report": [["mlx_lm.generate", *GENERATE, *SPARSE]],
     "short, modelled": [["mlx_lm.generate", *GENERATE, "--attn", "sparq:rank=4", "--no-calibrate"]],
     "short, measured": [["mlx_lm.generate", *GENERATE, "--attn", "sample+sparq:rank=4"]],
@@ -144,38 +140,9 @@ BAD: dict[str, tuple[list[str], str]] = {
 CHAT = "w1 w2 w3 w4 w5 w6 w7\nw8 w9\nr\nw3 w4 w5 w6 w7\nq\n"
 
 
-@dataclass(frozen=True)
-class Finished:
-    """What a command left."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def text(self) -> str:
-        """The generated text alone."""
-        return self.out.split("==========")[1].strip()
-
-    @property
-    def reports(self) -> list[dict[str, Any]]:
-        last = self.err.strip().splitlines()[-1]
-        assert last.startswith(f'{{"{JSON_KEY}": ')
-        return list(json.loads(last)[JSON_KEY])
-
-
-def run(argv: list[str], folder: Path, stdin: str, **environment: str) -> Finished:
-    argv = [str(BIN / argv[0]), *argv[1:]]
-    env = {**os.environ, **environment}
-    done = subprocess.run(
-        argv, cwd=folder, env=env, input=stdin, capture_output=True, text=True, timeout=60, check=False
-    )
-    return Finished(done.returncode, done.stdout, done.stderr)
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, without_torch: Any) -> Iterator[Callable[[str], Finished]]:
-    """The last command of GOOD or BAD by name. They start at once, two at a time, because a start takes seconds."""
+    """The last command of GOOD or BAD by name; only those that say how they are started are started as a shell does."""
     folder = tmp_path_factory.mktemp("commands")
     write(folder / "llama")
     write(folder / "other", seed=5)
@@ -191,16 +158,17 @@ def finished(tmp_path_factory: pytest.TempPathFactory, without_torch: Any) -> It
     prompt = words(prompt_of(PROMPT))
     bad = {f"bad: {name}": [["mlx_lm.generate", "--model", "llama", *argv]] for name, (argv, _) in BAD.items()}
 
-    def sequence(name: str, commands: list[list[str]]) -> Finished:
+    @functools.cache
+    def last(name: str) -> Finished:
         stdin = CHAT if name == "chat" else prompt
+        run = start if name in STARTED else forks.run
+        commands = {**GOOD, **bad}[name]
         results = [run(argv, folder, stdin, XDG_CACHE_HOME=str(folder / "cache")) for argv in commands]
         assert all(result.code == 0 for result in results[:-1]), results
         return results[-1]
 
-    with ThreadPoolExecutor(2) as pool:
-        futures = {name: pool.submit(sequence, name, commands) for name, commands in {**GOOD, **bad}.items()}
-        yield lambda name: futures[name].result()
-        pool.shutdown(cancel_futures=True)
+    with Forks() as forks:
+        yield last
 
 
 Runs = Callable[[str], Finished]
@@ -222,6 +190,12 @@ def test_without_a_method_the_text_is_that_of_mlx_lm_alone(name: str, finished: 
     result = finished(name)
     assert (result.code, result.err) == (0, "")
     assert result.text == finished("without hook").text
+
+
+def test_without_a_method_an_error_is_that_of_mlx_lm_alone(finished: Runs):
+    result = finished("no such model")
+    assert (result.code, result.out) == (1, "")
+    assert "Traceback" in result.err and "mlx_lm.generate: error: " not in result.err
 
 
 def test_the_text_report_follows_on_standard_error(finished: Runs):

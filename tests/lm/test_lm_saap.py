@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -107,8 +108,13 @@ def test_few_probes_attend_the_oracles_keys(family: str, mode: str, tmp_path: Pa
     attended = listed = 0
     routers = {id(call["index"]): call["index"].router for call in seen}
     assert len(routers) == report.served_layers
-    for call in seen:
-        network = {name: np.array(array) for name, array in call["index"].router.network.items()}
+    made = load(file).layers
+    assert len(made) == report.served_layers
+    for call, layer in zip(seen, itertools.cycle(sorted(made)), strict=False):
+        network = {name: np.array(array, np.float32) for name, array in made[layer].arrays().items()}
+        centroids = network.pop("centroids")
+        if mode == "kmeans":
+            network = {"out_weight": (centroids * call["scale"]).swapaxes(-1, -2)}
         visited = oracle.saap_route(call["before"], probes=2, **network)
         indices, counts = (np.array(array) for array in call["lists"])
         keys, values = call["rows"]

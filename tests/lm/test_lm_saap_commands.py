@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -10,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import Finished, Forks
 from rank_processes import run_pair
 from saap_artefacts import BUCKETS, write_artefact
-from test_lm_commands import Finished, run
 from test_lm_server import running
 from tiny_models import build, prompt_of, words, write
 
@@ -91,19 +92,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory, without_torch: Any) -> Path
 
 @pytest.fixture(scope="module")
 def finished(folder: Path) -> Iterator[Callable[[str], Finished]]:
-    """The last command of GOOD or BAD by name; two at a time, because a start takes seconds."""
+    """The last command of GOOD or BAD by name."""
     prompt = words(prompt_of(PROMPT))
     bad = {f"bad: {name}": [[*GENERATE, *argv]] for name, (argv, _) in BAD.items()}
 
-    def sequence(commands: list[list[str]]) -> Finished:
-        results = [run(argv, folder, prompt) for argv in commands]
+    @functools.cache
+    def last(name: str) -> Finished:
+        results = [forks.run(argv, folder, prompt) for argv in {**GOOD, **bad}[name]]
         assert all(result.code == 0 for result in results[:-1]), results
         return results[-1]
 
-    with ThreadPoolExecutor(2) as pool:
-        futures = {name: pool.submit(sequence, commands) for name, commands in {**GOOD, **bad}.items()}
-        yield lambda name: futures[name].result()
-        pool.shutdown(cancel_futures=True)
+    with Forks() as forks:
+        yield last
 
 
 Runs = Callable[[str], Finished]

@@ -13,11 +13,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from forked import BIN, Finished, start
 from mlx_lm.models.cache import KVCache, load_prompt_cache
 from saap_artefacts import write_artefact
 from slice_ranks import CASES, LOCAL
 from slice_ranks import run as run_here
-from test_lm_commands import BIN, Finished, run
 from test_lm_server import free_port
 from tiny_models import build, prompt_of, words, write
 
@@ -119,9 +119,9 @@ def test_a_rank_holds_its_share_of_the_bytes(size: int):
     whole = KVCache()
     caches = [SlicedKVCache(Shares(rank, size)) for rank in range(size)]
     rows = mx.random.normal((1, 2, 24576 + 300, 16))
-    for start in range(0, rows.shape[2], 2048):
+    for first in range(0, rows.shape[2], 2048):
         for cache in (whole, *caches):
-            cache.update_and_fetch(rows[:, :, start : start + 2048], rows[:, :, start : start + 2048])
+            cache.update_and_fetch(rows[:, :, first : first + 2048], rows[:, :, first : first + 2048])
     for rank, cache in enumerate(caches):
         assert cache.offset == whole.offset
         assert cache.nbytes == pytest.approx(whole.nbytes / size, rel=0.05)
@@ -152,7 +152,7 @@ MODEL = ["--model", "llama", "--prompt"]
 def together(folder: Path, size: int, argv: list[str], stdin: str = "") -> list[Finished]:
     """A command in every rank."""
     with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(lambda environment: run(argv, folder, stdin, **environment), hosts(folder, size)))
+        return list(pool.map(lambda environment: start(argv, folder, stdin, **environment), hosts(folder, size)))
 
 
 def test_a_cache_saved_on_two_ranks_is_mlx_lms_own_and_goes_on_on_one_and_on_three(saved: Path):
@@ -163,7 +163,7 @@ def test_a_cache_saved_on_two_ranks_is_mlx_lms_own_and_goes_on_on_one_and_on_thr
     loaded = load_prompt_cache(str(saved / "two.safetensors"))
     assert [type(cache) for cache in loaded] == [KVCache, KVCache]
     resume = ["mlx_lm.generate", "--prompt", "w3 w4 w5", "--max-tokens", "8", "--prompt-cache-file", "two.safetensors"]
-    one = run([*resume, *SHARED[2:]], saved, "")
+    one = start([*resume, *SHARED[2:]], saved, "")
     three = together(saved, 3, [*resume, *SHARED])
     assert one.code == 0, one.err
     assert three[0].text == one.text != ""

@@ -28,7 +28,9 @@ SAAP = f"{ONLINE},probes=3"
 
 
 @pytest.fixture(scope="module")
-def lines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def lines(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, without_torch: dict[str, str]
+) -> dict[str, dict[str, Any]]:
     """By method what `run_threads` says of eight threads, for the methods that are tested."""
     items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
     names = [item.callspec.params["method"] for item in items if "method" in item.callspec.params]
