@@ -29,7 +29,13 @@ UNEQUAL = "error: --attn-report: expected the same on all ranks, got text on ran
 
 @dataclass
 class Trials:
-    """What came of one kind of failure; times in seconds, from the failure to the end of the ranks that are left."""
+    """What came of one kind of failure.
+
+    Attributes:
+        seconds: from the failure to the end of the rank that is left; from the start, where options differ.
+        said: trials in which it said the right line, and no other error.
+        hung: trials in which it did not end in time.
+    """
 
     seconds: list[float] = field(default_factory=list)
     said: int = 0

@@ -120,7 +120,7 @@ def _fact(value: Any, path: bool) -> tuple[str, str]:
     if isinstance(value, bool):
         return ("yes",) * 2 if value else ("no",) * 2
     text = str(value)
-    if path and (digest := _digest(Path(text).expanduser())) is not None:
+    if path and (digest := _digest(Path(text))) is not None:
         return digest, f"{text} ({digest[:8]})"
     if len(text) > SHORT or not text.isprintable():
         digest = hashlib.sha256(text.encode()).hexdigest()

@@ -139,26 +139,28 @@ class Session:
             args: None if they could not be read.
             refused: this rank has said that they are wrong, and ends.
         """
-        self.ranks = Ranks.here()
-        if self.ranks.size == 1:
-            return
-        from .watch import Door, Watch
-
-        door = Door(self.ranks)
-        files = [config.file for config in self.configs if config.file is not None]
-        told = {
-            "host": socket.gethostname(),
-            "facts": None if args is None else facts_of(args, files),
-            "refused": refused,
-            "door": door.told(),
-        }
-        peers = None
+        peers, problem = None, None
         try:
+            self.ranks = Ranks.here()
+            if self.ranks.size == 1:
+                return
+            from .watch import Door, Watch
+
+            door = Door(self.ranks) if self.configs else None
+            files = [config.file for config in self.configs if config.file is not None]
+            told = {
+                "host": socket.gethostname(),
+                "facts": None if args is None else facts_of(args, files),
+                "refused": refused,
+                "door": door and door.told(),
+            }
             met = self.ranks.gather(told)
             problem = difference([of_rank["facts"] for of_rank in met], [of_rank["refused"] for of_rank in met])
-            if problem is None and self.configs:
+            if problem is None and door is not None:
                 peers = door.enter(met[0]["door"])
-        except (ConfigError, RuntimeError) as error:
+        except ConfigError as error:
+            problem = str(error)
+        except RuntimeError as error:  # of MLX, whose connections are lost where a rank is
             problem = f"ranks: expected all of them to begin this command, got: {error}"
         if problem is not None and not refused:
             fail(parser, problem)

@@ -152,6 +152,7 @@ class Watch:
             self._give_way()
             left = [rank for rank, peer in self._peers.items() if peer.gone]
             if left:
+                self._pass_on(left[0], lost=[left[0], "has ended"])
                 self._last_words(left[0], "has ended")
         self.fail(_in_a_line(error))
 
