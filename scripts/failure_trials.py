@@ -1,9 +1,10 @@
 """Lose one of two ranks, and see whether the other one ends, how soon, and what it says.
 
-python scripts/failure_trials.py [--trials 20] [--seconds 10]
+python scripts/failure_trials.py [--trials 20] [--seconds 10] [--shard]
 
 Two processes of `mlx_lm.benchmark --attn sparq` run a tiny random model over MLX's ring on this machine. In the middle
-of it one of them is killed, or stopped; or one was started with another option. Prints a table, and exits with 1 where
+of it one of them is killed, or stopped; or one was started with another option; or the disk is full when they save a
+context that they share. Prints a table, and exits with 1 where
 a rank does not end in time or says something else.
 """
 
@@ -24,6 +25,16 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "fixtures"))
 
 BENCHMARK = ["--model", "model", "-p", "60", "-g", "6", "-n", "1000000", "--attn", "sparq:rank=4,top_k=4,dense_below=0"]
+WORDS = " ".join(f"w{number}" for number in range(1, 90)) + " w3" * 200
+FULL = "error: --prompt-cache-file: expected a file that can be written, got saved.safetensors"
+BIN = Path(sys.executable).parent
+# No file of more than 20,000 bytes: what a full disk answers.
+LIMITED = """
+import resource, runpy, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 UNEQUAL = "error: --attn-report: expected the same on all ranks, got text on rank 0 and json on rank 1."
 
 
@@ -53,14 +64,14 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def start(folder: Path, last: list[list[str]]) -> list[subprocess.Popen[str]]:
-    """Two ranks with these last arguments of each."""
+def start(folder: Path, last: list[list[str]], program: list[str] | None = None) -> list[subprocess.Popen[str]]:
+    """Two ranks of a benchmark, or of another program, with these last arguments of each."""
     hosts = folder / "hosts.json"
     hosts.write_text(json.dumps([[f"127.0.0.1:{free_port()}"] for _ in range(2)]))
-    program = str(Path(sys.executable).parent / "mlx_lm.benchmark")
+    program = program or [str(BIN / "mlx_lm.benchmark"), *BENCHMARK]
     return [
         subprocess.Popen(
-            [program, *BENCHMARK, *last[rank]],
+            [*program, *last[rank]],
             cwd=folder,
             env={**os.environ, "MLX_RANK": str(rank), "MLX_HOSTFILE": str(hosts)},
             stdout=subprocess.PIPE,
@@ -71,9 +82,9 @@ def start(folder: Path, last: list[list[str]]) -> list[subprocess.Popen[str]]:
     ]
 
 
-def lose(folder: Path, how: signal.Signals, lost: int, seconds: float, trials: Trials) -> None:
+def lose(folder: Path, how: signal.Signals, lost: int, more: list[str], seconds: float, trials: Trials) -> None:
     """Send a signal to rank ``lost`` in the middle of its work."""
-    processes = start(folder, [[], []])
+    processes = start(folder, [more, more])
     try:
         assert processes[0].stdout
         while "Trial 2" not in processes[0].stdout.readline():
@@ -85,13 +96,29 @@ def lose(folder: Path, how: signal.Signals, lost: int, seconds: float, trials: T
         end(processes)
 
 
-def differ(folder: Path, seconds: float, trials: Trials) -> None:
+def differ(folder: Path, more: list[str], seconds: float, trials: Trials) -> None:
     """Start rank 1 with another option; the time is that of the start, too."""
-    processes = start(folder, [[], ["--attn-report", "json"]])
+    refused(start(folder, [more, [*more, "--attn-report", "json"]]), UNEQUAL, seconds, trials)
+
+
+def fill(folder: Path, more: list[str], seconds: float, trials: Trials) -> None:
+    """Save a cache that is larger than a file may be, over one that is there; the time is that of the start, too."""
+    file = folder / "saved.safetensors"
+    file.write_text("before")
+    save = [str(BIN / "mlx_lm.cache_prompt"), "--model", "model", "--prompt", WORDS, "--prompt-cache-file", file.name]
+    refused(start(folder, [more, more], [sys.executable, "-c", LIMITED, *save]), FULL, seconds, trials)
+    left = [path.name for path in folder.glob("*saved*")]
+    if left != [file.name] or file.read_text() != "before":
+        trials.said -= 1
+        print(f"left behind: {left}", file=sys.stderr)
+
+
+def refused(processes: list[subprocess.Popen[str]], said: str, seconds: float, trials: Trials) -> None:
+    """Wait for both ranks to end with a line of their own."""
     try:
         kept = Trials()
         for process in processes:
-            finish(process, UNEQUAL, 2, seconds + 50, kept)
+            finish(process, said, 2, seconds + 50, kept)
         trials.seconds.append(max(kept.seconds))
         trials.said += kept.said == 2
         trials.hung += kept.hung > 0
@@ -111,7 +138,7 @@ def finish(process: subprocess.Popen[str], said: str, code: int, seconds: float,
     trials.seconds.append(time.monotonic() - began)
     trials.hung += trials.seconds[-1] > seconds
     lines = [line for line in err.splitlines() if "error:" in line]
-    right = len(lines) == 1 and lines[0].endswith(said) and process.returncode == code and "Traceback" not in err
+    right = len(lines) == 1 and said in lines[0] and process.returncode == code and "Traceback" not in err
     trials.said += right
     if not right:
         print(f"code {process.returncode}:\n{err}", file=sys.stderr)
@@ -128,7 +155,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=20, help="of each kind (default: 20)")
     parser.add_argument("--seconds", type=float, default=10.0, help="in which a rank has to end (default: 10)")
+    parser.add_argument("--shard", action="store_true", help="with --shard context, and a full disk besides")
     args = parser.parse_args()
+    more = ["--shard", "context"] if args.shard else []
     from tiny_models import write
 
     kinds = {name: Trials() for name in ("killed (SIGKILL)", "stopped (SIGSTOP)", "another option on rank 1")}
@@ -136,10 +165,12 @@ def main() -> None:
         folder = Path(name)
         write(folder / "model")
         for number in range(args.trials):
-            killed, stopped, other = kinds.values()
-            lose(folder, signal.SIGKILL, number % 2, args.seconds, killed)
-            lose(folder, signal.SIGSTOP, number % 2, args.seconds, stopped)
-            differ(folder, args.seconds, other)
+            killed, stopped, other, *_ = kinds.values()
+            lose(folder, signal.SIGKILL, number % 2, more, args.seconds, killed)
+            lose(folder, signal.SIGSTOP, number % 2, more, args.seconds, stopped)
+            differ(folder, more, args.seconds, other)
+            if args.shard:
+                fill(folder, more, args.seconds, kinds.setdefault("short of disk while it saves", Trials()))
     print("| a rank is | trials | one right line | not in time | median s | longest s |\n|---|---|---|---|---|---|")
     for name, trials in kinds.items():
         print(trials.row(name))
