@@ -117,6 +117,9 @@ class Session:
 
         if getattr(args, "kv_bits", None) is not None:
             raise ConfigError("--shard: expected caches in full precision, got --kv-bits. Drop one.")
+        if self.suites or getattr(args, "draft_model", None) is not None:
+            got = "mlx_lm.evaluate" if self.suites else "--draft-model"
+            raise ConfigError(f"--shard: expected one model that all processes run together, got {got}.")
         if getattr(args, "batch_size", 1) > 1:
             raise ConfigError(f"--shard: expected one sequence at a time, got --batch-size {args.batch_size}.")
         if mx.distributed.init().rank() > 0:

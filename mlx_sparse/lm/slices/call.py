@@ -137,7 +137,9 @@ class SliceCall(Call):
             yield reasons.SINKS
         yield from self.hooks.step_reasons(cache)
         size = self._exchange.size
-        shortest = self._shortest(queries, keys, cache, backend, cache.position // size)
+        # Asked at the first step, for no keys yet: nothing is measured here, where others would wait for it.
+        sizes = (queries.shape[1], *keys.shape[1::2])
+        shortest = int(self._exchange.agree(sizes, self._shortest(queries, keys, cache, backend)))
         if shortest >= NEVER:
             yield reasons.NOTHING_SAVED
         if self.decode.measurable:
@@ -154,7 +156,8 @@ class SliceCall(Call):
         if reason is None:
             config: Any = self.prefill and self.prefill.at(S)
             backend = self._resolve(config, queries, keys)
-            fullest = self.calibration.of(config, self._sizes(config, queries, keys, cache, backend), S).value
+            sizes = self._sizes(config, queries, keys, cache, backend)
+            fullest = self._exchange.agree((config, "piece"), self.calibration.of(config, sizes).value)
             blocks = prompts.sample_select(queries, cache, config, scale=scale, exchange=self._exchange)
             layout = config.layout(L, S)
             kept: Any = (blocks >= 0).sum().item()

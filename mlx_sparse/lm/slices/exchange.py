@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
 
@@ -24,6 +25,7 @@ class Exchange:
         self.rank, self.size = self._group.rank(), self._group.size()
         self.sent = self.messages = 0
         self._last: mx.array | None = None
+        self._agreed: dict[Any, float] = {}
 
     def begin(self) -> None:
         """A call of the model begins: what the one before has left undone nobody wants."""
@@ -59,6 +61,13 @@ class Exchange:
     def from_first(self, array: mx.array) -> mx.array:
         """Rank 0's array, on all ranks."""
         return self.add(array if self.rank == 0 else mx.zeros_like(array))
+
+    def agree(self, what: Any, number: float) -> float:
+        """Rank 0's number, asked for once for each ``what``: machines may have measured others. Waits for it then."""
+        if what not in self._agreed:
+            first: Any = self.from_first(mx.array(float(number))).item()
+            self._agreed[what] = first
+        return self._agreed[what]
 
     def logsumexp(self, lse: mx.array) -> mx.array:
         """Of a rank's log-sum-exps that of all ranks; -inf where nobody has anything."""
