@@ -41,7 +41,7 @@ class Ranks:
     @classmethod
     def here(cls) -> Ranks:
         """What the launcher says. MLX's runtime is started, which waits for the other processes, if there is one."""
-        if not any(name in os.environ for name in ENVIRONMENT):
+        if not any(name in os.environ for name in ENVIRONMENT) or _alone():
             return cls()
         import mlx.core as mx
 
@@ -76,6 +76,15 @@ class Ranks:
     def gather(self, value: Any) -> list[Any]:
         """What every rank gives, plain data for JSON, by rank; each of them has to call this."""
         return [json.loads(data) for data in self.gather_bytes(json.dumps(value).encode())]
+
+
+def _alone() -> bool:
+    """Whether `mlx.launch` started a single process: the file of addresses that it then gives is empty."""
+    hosts = os.environ.get("MLX_HOSTFILE")
+    try:
+        return bool(hosts) and not Path(str(hosts)).read_text().strip()
+    except OSError:
+        return False
 
 
 def address_of_first() -> str | None:

@@ -162,9 +162,13 @@ def test_what_has_to_be_the_same_is_named_and_what_is_local_may_differ(folder: P
     assert difference([versions, other], [False, False]).startswith(f"mlx: {same} ")
 
 
-def test_without_a_launcher_there_is_one_rank_and_nothing_is_started(monkeypatch: pytest.MonkeyPatch):
+def test_without_a_launcher_there_is_one_rank_and_nothing_is_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.delenv("MLX_RANK", raising=False)
     monkeypatch.setattr(mx.distributed, "init", None)
+    assert Ranks.here() == Ranks(0, 1)
+    (tmp_path / "hosts").write_text("\n")  # of `mlx.launch -n 1`
+    monkeypatch.setenv("MLX_RANK", "0")
+    monkeypatch.setenv("MLX_HOSTFILE", str(tmp_path / "hosts"))
     assert Ranks.here() == Ranks(0, 1)
     assert Ranks().gather({"a": [1]}) == [{"a": [1]}]
 
