@@ -89,6 +89,8 @@ class Plan:
             if self.calibration.waits(config, layer):
                 asks = self.calibration.worth_asking(config)
                 line = f"{line[:-1]}; the first context of {asks:,} keys is measured)"
+            if self.sharers > 1 and config.measurable:
+                line += ", of each rank"
             lines.setdefault(config, Counter())[line] += count
         return [
             f"{count} layers: {line}" if len(alike) > 1 else line

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from ...cache.slice_cache import slice_up
 from ...checks import ConfigError
-from ...common.shares import Shares
+from ...common.shares import BLOCK, Shares
 from ...methods import SAAP, Sample
 from ..command import SHARDS
 from ..plan import Plan
@@ -32,8 +32,12 @@ def share_out(plan: Plan, shard: str) -> None:
     served = [*STEPS, SAAP.name]
     if plan.decode is not None and plan.decode.name not in served:
         raise ConfigError(f"shard: expected one of {', '.join(served)} to decode with, got {plan.decode.name}.")
+    if plan.decode is not None and BLOCK % plan.decode.together:
+        raise ConfigError(f"page_size: expected a divisor of {BLOCK} with shard, got {plan.decode.together}.")
     if plan.prefill is not None and plan.prefill.name != Sample.name:
         raise ConfigError(f"shard: expected {Sample.name} for prompts, got {plan.prefill.name}.")
+    if plan.mass:
+        raise ConfigError("--attn-report: expected text, json or off with shard, whose ranks do not measure mass.")
     _sample_alike(exchange)
     plan.sharers = exchange.size
     plan.new_call = functools.partial(SliceCall, exchange=exchange, exact=shard == "context")
