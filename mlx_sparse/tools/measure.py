@@ -14,8 +14,8 @@ import mlx.core as mx
 
 from ..calibrate import MODELLED, SECONDS, Calibration, Layer, describe, device_kind
 from ..checks import ConfigError, Parser, SparseAttentionError, check_choice, check_int, read_shape
+from ..lm.loading import loading
 from ..lm.model import disable, enable, plan_of
-from ..lm.session import loading
 from ..methods import Method, Prefill, Step, parse, registry
 
 Served = dict[tuple[Method, Layer], int]  # layers that are alike are counted

@@ -322,7 +322,7 @@ def _encoder(model: str) -> Encode:
     """How ``mlx_lm.generate`` makes tokens of a text that is no chat."""
     from mlx_lm import utils
 
-    from ...lm.session import loading
+    from ...lm.loading import loading
 
     with loading(model):
         load_tokenizer: Any = utils.load_tokenizer

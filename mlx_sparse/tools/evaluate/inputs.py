@@ -12,7 +12,7 @@ from typing import Any
 from ...checks import ConfigError
 from ...common.files import cache_directory
 from ...common.model_info import kv_shapes, weights_hash
-from ...lm.session import loading
+from ...lm.loading import loading
 from .. import environment
 from ..assets import blas
 from ..assets.models import add_model_options, check_model, find_model

@@ -12,8 +12,8 @@ from typing import Any
 
 from ...checks import ConfigError, Parser, check_int, meant, read_length
 from ...common.files import cache_directory, replace_file
+from ...lm.loading import refuse_unquantisable
 from ...lm.model import select_methods
-from ...lm.session import refuse_unquantisable
 from ...methods import parse
 from ..assets import blas
 from ..assets.models import DEFAULT
