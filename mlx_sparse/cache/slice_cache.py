@@ -23,6 +23,8 @@ class SlicedKVCache(SparseCache, KVCache):
         shares: which rows these are.
         told: an array that is there once the ranks have exchanged what the keys of the last write follow from. A rank
             that keeps none of these has nothing else to wait for, and would leave its peers alone.
+        calls: how many calls of a model go on, outside of which nobody could attend the rows of other ranks.
+        agreed: the position up to which ranks are known to agree; -1 before the first call.
         piece: while a model is called, keys and values of its tokens, of all positions: what it is given to attend to.
     """
 
@@ -34,6 +36,7 @@ class SlicedKVCache(SparseCache, KVCache):
         self.shares = shares
         self.piece: tuple[mx.array, mx.array] | None = None
         self.told: mx.array | None = None
+        self.calls, self.agreed = 0, -1
         self._lowest = 0  # position to which the cache was trimmed since somebody asked
 
     @property
@@ -89,7 +92,22 @@ class SlicedKVCache(SparseCache, KVCache):
         return lowest
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Keep what is this rank's; return the arrays themselves, as older rows are not all here."""
+        """Keep what is this rank's; return the arrays themselves, as older rows are not all here.
+
+        Raises:
+            ConfigError: the model is not, or no more, enabled with ``shard``.
+        """
+        if not self.calls:
+            raise ConfigError("cache: expected a whole one, got a rank's share of --shard context. Make a new one.")
+        self.take(keys, values)
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        assert self.piece is not None
+        return self.piece
+
+    def take(self, keys: mx.array, values: mx.array) -> None:
+        """Keep what is this rank's of further positions."""
         start, stop = self.position, self.position + keys.shape[2]
         first = self.length
         own = self.shares.own(start, stop)
@@ -100,7 +118,6 @@ class SlicedKVCache(SparseCache, KVCache):
             self._write(first, *(_at(rows, own - start) for rows in (keys, values)))
         self.offset = stop
         self.piece = keys, values
-        return keys, values
 
     def _write(self, first: int, *written: mx.array) -> None:
         """Put rows behind the first ones, in buffers that grow as mlx-lm's do."""
@@ -149,7 +166,7 @@ def _sliced(cache: Any, shares: Shares) -> Any:
     found = SlicedKVCache(shares)
     if cache.offset:
         whole: list[Any] = [cache.keys, cache.values]
-        found.update_and_fetch(*(rows[..., : cache.offset, :] for rows in whole))
+        found.take(*(rows[..., : cache.offset, :] for rows in whole))
         found.piece = None
         mx.eval(found.state)
     return found

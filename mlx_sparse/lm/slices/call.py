@@ -38,14 +38,17 @@ class SliceCall(Call):
         super().__init__(plan, caches, probing=probing)
         self._exchange, self._exact = exchange, exact
         exchange.begin()
-        self._unattended: set[int] = set()
+        self._attended_caches: set[int] = set()
         sliced = [cache for cache in self._caches if isinstance(cache, SlicedKVCache)]
         self._sliced = sliced
+        for cache in sliced:
+            cache.calls += 1
 
     def __exit__(self, error: type[BaseException] | None, *about: object) -> None:
-        missed = [cache for cache in self._sliced if cache.piece is not None and id(cache) not in self._unattended]
+        missed = [cache for cache in self._sliced if cache.piece is not None and id(cache) not in self._attended_caches]
         for cache in self._sliced:
-            cache.piece = None
+            cache.piece, cache.agreed = None, cache.position
+            cache.calls -= 1
         self._counts.sent_bytes, self._counts.messages = self._exchange.sent, self._exchange.messages
         super().__exit__(error, *about)
         if missed and error is None:
@@ -65,7 +68,7 @@ class SliceCall(Call):
         tokens, before = inputs[0], max((cache.position for cache in self._sliced), default=0)
         first = tokens.flatten()[:1].astype(mx.int32)
         told = self._exchange.gather(mx.concatenate([mx.array([tokens.size, before]), first]))
-        if tokens.size == 1:
+        if tokens.size == 1 and all(cache.agreed == cache.position for cache in self._sliced):
             # Not looked at, which would wait for the device in every step.
             return (told[0, 2:].reshape(tokens.shape).astype(tokens.dtype), *inputs[1:])
         lengths: Any = told[:, :2].tolist()
@@ -80,8 +83,18 @@ class SliceCall(Call):
         # Layers that share keys pass another layer's.
         owner = next((one for one in (cache, *self._sliced) if _wrote(one, keys, values)), None)
         if owner is None:
-            return super().attend(queries, keys, values, cache, scale, mask, sinks)
-        self._unattended.add(id(owner))
+            # Of a cache that is the same on all ranks. Sparse calls would go by what each has measured.
+            reason = reasons.NO_CACHE if cache is None else reasons.other_cache(type(cache).__name__)
+            if self.probed is not None:
+                self.probed.append((cache, reason))
+            else:
+                self._counts.dense_calls[reason] += 1
+            return None
+        if keys.shape != values.shape:
+            raise ConfigError(
+                f"--shard context: expected keys and values of one head dim, got {keys.shape[3]} and {values.shape[3]}."
+            )
+        self._attended_caches.add(id(owner))
         if not (mask is None and queries.shape[2] == 1) and mask != "causal":
             raise ConfigError("--shard context: expected causal attention without further masks, got another mask.")
         if self.probed is not None:

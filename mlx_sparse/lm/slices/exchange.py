@@ -16,7 +16,7 @@ class Exchange:
 
     Attributes:
         rank: this one, of ``size``.
-        sent: bytes that it has given to the others in this call, once for each rank that they go to.
+        sent: bytes that it has given to the others in this call of the model, once for each rank that they go to.
         messages: collectives in this call.
     """
 
@@ -28,8 +28,7 @@ class Exchange:
         self._agreed: dict[Any, float] = {}
 
     def begin(self) -> None:
-        """A call of the model begins: what the one before has left undone nobody wants."""
-        self._last = None
+        """A call of the model begins. What the one before has left undone still comes first: a rank may want it."""
         self.sent = self.messages = 0
 
     def _in_turn(self, array: mx.array, collective: Callable[..., mx.array], sent: int) -> mx.array:
@@ -46,7 +45,7 @@ class Exchange:
         return self._last
 
     def so_far(self) -> mx.array:
-        """A number that is there once everything has arrived that was sent in this call."""
+        """A number that is there once everything has arrived that was sent."""
         number = mx.array(0)
         return number if self._last is None else mx.depends(number, self._last)
 
