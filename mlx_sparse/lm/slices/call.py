@@ -95,7 +95,7 @@ class SliceCall(Call):
                 f"--shard context: expected keys and values of one head dim, got {keys.shape[3]} and {values.shape[3]}."
             )
         self._attended_caches.add(id(owner))
-        if not (mask is None and queries.shape[2] == 1) and mask != "causal":
+        if not isinstance(mask, str) and not (mask is None and queries.shape[2] == 1):
             raise ConfigError("--shard context: expected causal attention without further masks, got another mask.")
         if self.probed is not None:
             refusal = self._probe(queries, keys, owner, mask, sinks)

@@ -33,10 +33,10 @@ def local(
     queries: mx.array, cache: SlicedKVCache, config: Method, *, scale: float, backend: str, exchange: Exchange
 ) -> Attended:
     """The keys that each rank chooses as if there were no others (`Method.of_share`)."""
-    if cache.length == 0:
-        return exchange.merge(*nothing(queries))
     own = config.of_share(exchange.size, forced_rows(cache, config.always[1]))
     assert own is not None
+    if cache.length <= own.attended:
+        return dense(queries, cache, scale=scale, exchange=exchange)
     out, lse = cache.attend(queries, own, scale=scale, backend=backend)
     return exchange.merge(out.astype(mx.float32), lse)
 
@@ -89,11 +89,12 @@ def quest(
     current = forced_rows(cache, 1)  # whether the last position is here
     scores = mx.zeros((B, Hkv, 0))
     if S:
-        state = cache.state_of(config.name)
-        assert state is not None
-        bounds, before = state.read(cache, config, queries.shape[1] // Hkv, whole=False), (S - 1) // page
+        before = (S - 1) // page
         last = list(page_bounds(cache.key_rows[..., before * page : S, :], None, page_size=page))
         if before:
+            state = cache.state_of(config.name)
+            assert state is not None
+            bounds = state.read(cache, config, queries.shape[1] // Hkv, whole=False)
             earlier = (bounds[name][:, :, :before] for name in ("page_min", "page_max"))
             last = [mx.concatenate(list(parts), axis=2) for parts in zip(earlier, last, strict=True)]
         scores = page_scores(queries, *last)
