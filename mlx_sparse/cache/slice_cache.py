@@ -147,7 +147,7 @@ class SlicedKVCache(SparseCache, KVCache):
         return trimmed
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> Any:
-        raise NotImplementedError("caches of --shard context are not quantised.")
+        raise ConfigError(f"kv_bits: expected caches in full precision with --shard, got {bits} bits. Drop one.")
 
     @property
     def merge(self) -> Any:

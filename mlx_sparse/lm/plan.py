@@ -206,7 +206,7 @@ class Call:
             if config is not None:
                 backend = self._resolve(config, queries, keys)
             if prompt:
-                reason = next(self._prompt_reasons(queries, keys, mask), None)
+                reason = next(self._prompt_reasons(queries, keys.shape[2], mask), None)
             else:
                 reason = next(self._step_reasons(queries, keys, cache, mask, sinks, backend), None)
         attended = None
@@ -326,9 +326,9 @@ class Call:
                 return reasons.OTHER_ROWS
         return None
 
-    def _prompt_reasons(self, queries: mx.array, keys: Rows, mask: Any) -> Iterator[str]:
-        """Why this call of several queries attends densely. The first reason counts; others need not hold then."""
-        L, S = queries.shape[2], keys.shape[2]
+    def _prompt_reasons(self, queries: mx.array, S: int, mask: Any) -> Iterator[str]:
+        """Why this call of several queries attends ``S`` keys densely. The first reason counts, others may not hold."""
+        L = queries.shape[2]
         if L <= reasons.VERIFY_QUERIES and (S > L or self.prefill is not None):
             yield reasons.A_FEW
         if self.prefill is None:
@@ -359,6 +359,10 @@ class Call:
         if mask is not None and not is_padding_mask(mask, self._caches):
             yield reasons.ARRAY_MASK
         yield from self.hooks.step_reasons(cache)
+        yield from self._length_reasons(queries, keys, cache, backend)
+
+    def _length_reasons(self, queries: mx.array, keys: Rows, cache: Any, backend: str) -> Iterator[str]:
+        """Why a context of this length does not pay."""
         first_rows = cache.first_rows(self._caches)
         longest = cache.length - min(first_rows)
         shortest = self._shortest(queries, keys, cache, backend, longest)

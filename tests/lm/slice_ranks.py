@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,26 @@ def run(name: str, shard: str | None, folder: Path) -> tuple[mx.array, mlx_spars
     return history(model), report
 
 
+def refusals(rank: int) -> list[str]:
+    """What ranks say to what they cannot do, the last of it because they have trimmed their caches to other lengths."""
+    found = []
+    for attn in ("quest:page_size=24", "h2o"):
+        try:
+            mlx_sparse.enable(build(), attn, shard="context")
+        except mlx_sparse.ConfigError as error:
+            found.append(str(error))
+    model = build()
+    mlx_sparse.enable(model, "dense", shard="context")
+    cache = make_prompt_cache(model)
+    mx.eval(model(mx.array([prompt_of(40)]), cache=cache))
+    trim_prompt_cache(cache, 1 + rank)
+    try:
+        model(mx.array([[1]]), cache=cache)
+    except mlx_sparse.ConfigError as error:
+        found.append(str(error))
+    return found
+
+
 def main(folder: Path, names: list[str]) -> None:
     rank = mx.distributed.init(strict=True).rank()
     for name in names or CASES:
@@ -123,6 +144,7 @@ def main(folder: Path, names: list[str]) -> None:
             report.messages,
         ]
         np.savez(folder / f"{name}.{rank}.npz", logits=np.array(logits), counts=counts)
+    (folder / f"refusals.{rank}.json").write_text(json.dumps(refusals(rank)))
 
 
 if __name__ == "__main__":

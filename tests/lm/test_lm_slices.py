@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from forked import BIN, Finished, start
 from mlx_lm.models.cache import KVCache, load_prompt_cache
+from rank_processes import hosts
 from saap_artefacts import write_artefact
 from slice_ranks import CASES, LOCAL
 from slice_ranks import run as run_here
-from test_lm_server import free_port
 from tiny_models import build, prompt_of, words, write
 
 import mlx_sparse
@@ -27,13 +27,6 @@ from mlx_sparse.common.shares import BLOCK, Shares
 
 HERE = Path(__file__).parent
 Run = tuple[np.ndarray[Any, Any], list[int]]
-
-
-def hosts(folder: Path, size: int) -> list[dict[str, str]]:
-    """The environment of each of so many ranks of a ring on this machine."""
-    file = folder / f"hosts{size}.json"
-    file.write_text(json.dumps([[f"127.0.0.1:{free_port()}"] for _ in range(size)]))
-    return [{"MLX_RANK": str(rank), "MLX_HOSTFILE": str(file)} for rank in range(size)]
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +77,14 @@ def check(name: str, ranks: list[Run], folder: Path) -> None:
 def test_two_ranks_attend_what_one_process_does(ranks: dict[str, list[Run]], folder: Path):
     for name, found in ranks.items():
         check(name, found, folder)
+
+
+def test_ranks_refuse_in_one_line_what_would_be_wrong(ranks: dict[str, list[Run]], folder: Path):
+    for rank in range(2):
+        pages, method, lengths = json.loads((folder / f"refusals.{rank}.json").read_text())
+        assert pages == "page_size: expected a divisor of 128 with shard, got 24."
+        assert method.startswith("shard: expected one of sparq, quest, streaming, saap to decode with, got h2o.")
+        assert lengths.endswith("as many tokens on all ranks, got 1 after 39 on rank 0 and 1 after 38 on rank 1.")
 
 
 def test_so_do_four(tmp_path: Path):

@@ -116,7 +116,7 @@ class SliceCall(Call):
         if queries.shape[2] > 1:
             return self._piece(queries, keys, cache, scale)
         backend = "" if self.decode is None else self._resolve(self.decode, queries, keys)
-        reason = next(self._slice_reasons(queries, keys, cache, sinks, backend), None)
+        reason = next(self._step_reasons(queries, keys, cache, None, sinks, backend), None)
         self._steps = 0 if reason else cache.position
         if reason is not None:
             self._counts.dense_calls[reason] += 1
@@ -137,26 +137,16 @@ class SliceCall(Call):
         out, lse = self.hooks.step(queries, cache, [0], scale=scale, backend=backend)
         return self._exchange.merge(out.astype(mx.float32), lse)
 
-    def _slice_reasons(
-        self, queries: mx.array, keys: mx.array, cache: SlicedKVCache, sinks: mx.array | None, backend: str
-    ) -> Iterator[str]:
-        """Why this step attends densely: the same on all ranks, so it goes by positions."""
-        if not self.decodes:
-            yield reasons.LAST_OF_PROMPT
-        if self.decode is None:
-            yield reasons.NO_DECODE
-            return
-        if sinks is not None and not self.decode.serves_sinks(queries.shape[1] // keys.shape[1]):
-            yield reasons.SINKS
-        yield from self.hooks.step_reasons(cache)
-        size = self._exchange.size
+    def _length_reasons(self, queries: mx.array, keys: Any, cache: Any, backend: str) -> Iterator[str]:
+        """Why a context of this length does not pay: the same on all ranks, so it goes by positions."""
+        assert self.decode is not None
         # Asked at the first step, for no keys yet: nothing is measured here, where others would wait for it.
         sizes = (queries.shape[1], *keys.shape[1::2])
         shortest = int(self._exchange.agree(sizes, self._shortest(queries, keys, cache, backend)))
         if shortest >= NEVER:
             yield reasons.NOTHING_SAVED
         if self.decode.measurable:
-            shortest *= size  # what pays is a matter of the keys that one rank reads
+            shortest *= self._exchange.size  # what pays is a matter of the keys that one rank reads
         if cache.position < shortest:
             yield reasons.shorter_than(shortest)
 
@@ -165,7 +155,7 @@ class SliceCall(Call):
     ) -> tuple[mx.array, mx.array]:
         """A piece of a prompt."""
         L, S = queries.shape[2], cache.position
-        reason = next(self._piece_reasons(queries, S), None)
+        reason = next(self._prompt_reasons(queries, S, "causal"), None)
         if reason is None:
             config: Any = self.prefill and self.prefill.at(S)
             backend = self._resolve(config, queries, keys)
@@ -182,20 +172,9 @@ class SliceCall(Call):
         self._counts.dense_calls[reason] += 1
         return prompts.dense(queries, cache, scale=scale, exchange=self._exchange)
 
-    def _piece_reasons(self, queries: mx.array, S: int) -> Iterator[str]:
-        L = queries.shape[2]
-        if L <= reasons.VERIFY_QUERIES and (S > L or self.prefill is not None):
-            yield reasons.A_FEW
-        if self.prefill is None:
-            yield reasons.PROMPT
-            return
-        shortest = self.prefill.shortest_context()
-        if S < shortest:
-            yield reasons.shorter_than(shortest)
-        config: Any = self.prefill.at(S)
-        if (reason := config.dense_piece(L, S)) is not None:
-            yield reason
-        if not prompts.fits(config, L, S):
+    def _prompt_reasons(self, queries: mx.array, S: int, mask: Any) -> Iterator[str]:
+        yield from super()._prompt_reasons(queries, S, mask)
+        if self.prefill is not None and not prompts.fits(self.prefill.at(S), queries.shape[2], S):
             yield reasons.BETWEEN_RANKS
 
 

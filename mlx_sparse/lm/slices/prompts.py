@@ -13,7 +13,7 @@ from ...cache.slice_cache import SlicedKVCache
 from ...common import block_select
 from ...common.block_layout import Layout
 from ...common.shares import BLOCK
-from ...methods import Sample, registry
+from ...methods import Prefill, Sample, registry
 from ...ops.attend import attend_rows, softmax_lse
 from ...ops.blocks import after, most
 from ...ops.sample import masses_of
@@ -106,7 +106,7 @@ def attend_blocks(
     return exchange.merge(*(join(parts) if parts else (mx.zeros(queries.shape), mx.full((B, Hq, L), -mx.inf))))
 
 
-def fits(config: Sample, L: int, S: int) -> bool:
+def fits(config: Prefill, L: int, S: int) -> bool:
     """Whether the blocks of a piece are whole blocks of one rank each."""
     return BLOCK % config.block_size == 0 and (S - L) % BLOCK == 0
 
