@@ -73,22 +73,22 @@ SLOW = {
     "test_triton_sample_aot.py": "compiling for GPUs that are not here",
 }
 # A tier runs this many of the instances of a test, evenly spread, for every backend that it is parametrised by.
-MOST, MOST_IN_FAST = 4, 2
+MOST, MOST_IN_FAST = 3, 2
 BACKENDS = ("backend", "runtime")
 # Where each instance takes a second or more, it runs so many at most, with backends or without.
 COSTLY = {
-    "test_baselines.py": 4,
-    "test_bench_mlx.py": 4,
+    "test_baselines.py": 3,
+    "test_bench_mlx.py": 3,
     "test_lm_load.py": 4,
     "test_lm_threads.py": 4,
-    "test_metal_attend_blocks.py": 4,
+    "test_metal_attend_blocks.py": 3,
     "test_metal_barriers.py": 6,
-    "test_metal_kernels.py": 4,
-    "test_metal_saap.py": 4,
-    "test_metal_traffic.py": 4,
+    "test_metal_kernels.py": 3,
+    "test_metal_saap.py": 3,
+    "test_metal_traffic.py": 3,
     "test_missing_packages.py": 12,
     "test_msl_conformance.py": 8,
-    "test_onnx_export.py": 12,
+    "test_onnx_export.py": 8,
     "test_onnx_genai.py": 8,
     "test_onnx_kv_bits.py": 5,
     "test_onnx_packed.py": 6,

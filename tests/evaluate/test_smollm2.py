@@ -95,12 +95,12 @@ def test_hyper_parameters_come_from_the_file(smollm2: Path, reader: gguf.GGUFRea
 
 def test_forgetting_the_row_order_is_caught(smollm2: Path, smollm2_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokenizer, *_ = load(str(smollm2))
-    tokens = tokenizer.encode(PROSE)[:64]
+    tokens = tokenizer.encode(PROSE)[:32]
     right = nll(model, tokens)
     monkeypatch.setattr(converter, "unpermute", lambda weight, heads: weight)
     arrays: Any = mx.load(str(smollm2_gguf))
     model.load_weights(list(converter.model_weights(arrays, 9, 3).items()))
-    assert right < 4.2  # nats; a model that knows nothing has log(49152) = 10.8
+    assert right < 5  # nats; a model that knows nothing has log(49152) = 10.8
     assert nll(model, tokens) > right + 1
 
 
