@@ -1,7 +1,8 @@
 """Sparse attention for long-context language models on MLX.
 
 Functions on arrays: `sparq_attention`, `saap_attention`, `sample_attention` and the baselines. Models: `enable`,
-`disable`, `sparse`, `report`. Names are imported on first use: importing this package imports neither mlx nor mlx_lm.
+`disable`, `sparse`, `lossless`, `report`. Names are imported on first use: importing this package imports neither mlx
+nor mlx_lm.
 """
 
 TYPE_CHECKING = False  # typing itself would cost every Python start 10 ms: the start-up hook imports this file
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from .common.stats import Stats as Stats
     from .lm import disable as disable
     from .lm import enable as enable
+    from .lm import lossless as lossless
     from .lm import report as report
     from .lm import sparse as sparse
 
@@ -29,7 +31,7 @@ _HOMES = {
     "common.packed_rows": "PackedRows",
     "common.stats": "Stats",
     "api": "attend_blocks attend_indices code_keys h2o_scores saap_assign saap_route sample_select",
-    "lm": "disable enable report sparse",
+    "lm": "disable enable lossless report sparse",
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
 

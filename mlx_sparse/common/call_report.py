@@ -35,6 +35,8 @@ class Counts:
         decode: figures of decode steps beyond these numbers; None where the method has none.
         counting: more of them, which the device is counting; None if that is all.
         sent_bytes, messages: what this process told others that share the context, and how many times.
+        checked_bytes: what the calls moved that checked drafts, or decoded without, for the tokens of dense attention.
+        drafts: what came of drafts; None where there are none.
     """
 
     sparse_calls: int = 0
@@ -46,6 +48,8 @@ class Counts:
     counting: Counting | None = None
     sent_bytes: int = 0
     messages: int = 0
+    checked_bytes: int = 0
+    drafts: Any = None
 
 
 @dataclass
@@ -72,6 +76,8 @@ class Report:
         decodes: whether there is a decode method.
         outlook: tells from where on layers are sparse, in lines.
         sent_bytes, messages: what this process told others that share the context, and how many times.
+        checked_bytes: what the calls moved that checked drafts, or decoded without, for the tokens of dense attention.
+        drafts: what came of drafts (`mlx_sparse.lm.drafts.figures.DraftFigures`); None where there are none.
         part: of the model, that this process holds.
         kv_heads: of a served layer, here and in the whole model; None where layers differ.
         counted: `buckets`, but for the steps that the device is still computing.
@@ -94,6 +100,8 @@ class Report:
     outlook: Callable[[], list[str]] = field(default=list, repr=False)
     sent_bytes: int = 0
     messages: int = 0
+    checked_bytes: int = 0
+    drafts: Any = None
     part: Part = field(default_factory=Part)
     kv_heads: tuple[int, int] | None = None
     ranks: list[dict[str, Any]] = field(default_factory=list)
@@ -108,6 +116,8 @@ class Report:
             self.dense_bytes += counts.dense_bytes
             self.sent_bytes += counts.sent_bytes
             self.messages += counts.messages
+            self.checked_bytes += counts.checked_bytes
+            self.drafts = _sum(self.drafts, counts.drafts)
             # These are made anew: what somebody is reading stays as it is.
             self.dense_calls = self.dense_calls + counts.dense_calls
             self.prefill = _sum(self.prefill, counts.prefill)
@@ -161,6 +171,7 @@ class Report:
             data |= {"dense_layers": dict(self.dense_layers), "dense_calls": dict(self.dense_calls)}
             data["prefill"] = self.prefill and self.prefill.as_dict()
             data["buckets"] = self.buckets and self.buckets.as_dict()
+            data["drafts"] = self.drafts and self.drafts.as_dict()
             data["outlook"] = self.outlook()
             for name in ("formula_bytes", "part", "kv_heads", "counted", *([] if self.ranks else ["ranks"])):
                 del data[name]
@@ -204,11 +215,11 @@ class Report:
     def _lines(self) -> list[str]:
         first, *more = self.opening()
         lines = [first, *(f"  {line}" for line in more)]
+        per_step = self._steps_layers / max(self.sparse_calls, 1)
         if self.prefill is not None:
             lines += self.prefill.lines()
         if self.sparse_calls:
             share = self.sparse_bytes / self.dense_bytes
-            per_step = self._steps_layers / self.sparse_calls
             where = " on all ranks" if self.ranks else ""
             lines.append(
                 f"  sparse calls: {self.sparse_calls:,}{where}, {share:.1%} of the dense bytes by formula "
@@ -222,6 +233,12 @@ class Report:
             lines.append("  sparse calls: none")
         if self.dense_calls:
             lines.append(f"  dense calls: {listing(self.dense_calls)}")
+        if self.drafts is not None:
+            lines += self.drafts.lines()
+            if self.sparse_calls:
+                moved = (self.sparse_bytes + self.checked_bytes) / max(self.drafts.tokens, 1)
+                dense = self.dense_bytes * per_step
+                lines.append(f"  keys and values for each token: {_bytes(moved)}, dense {_bytes(dense)}, by formula")
         if self.messages:
             lines.append(f"  to the other processes: {_bytes(self.sent_bytes)} in {self.messages:,} messages")
         return lines

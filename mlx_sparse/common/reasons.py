@@ -19,6 +19,7 @@ A_FEW = "of a few queries at once (verification or short prompt)"
 PROMPT = "of several queries at once (prompt)"
 LAST_OF_PROMPT = "of the prompt's last token"
 NO_DECODE = "of a single query (no decode method)"
+CHECKED = "that check drafts, or decode without (lossless)"
 UNKNOWN_PADDING = "of a batch padded on the right by an unknown number"
 SHORT_SEQUENCES = "of the short sequences of a batch"
 

@@ -5,9 +5,10 @@ hands it the layer's cache. `seam` replaces that function in the modules of an e
 whether the cache attends sparsely and counts what it decided, `figures` what was kept; `command` adds the option to
 mlx-lm's commands. What a method does besides attending is in its `hooks`: `h2o` counts what dense prompts attend to,
 `saap` keeps indices of queries and keys before RoPE. `rope` has those, and `tracing.observe` shows them of a model
-that is not enabled.
+that is not enabled. `drafts` generates the tokens of dense attention with sparse drafts; `slices` shares one context
+out.
 """
 
-from .model import disable, enable, report, sparse
+from .model import disable, enable, lossless, report, sparse
 
-__all__ = ["disable", "enable", "report", "sparse"]
+__all__ = ["disable", "enable", "lossless", "report", "sparse"]

@@ -97,6 +97,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "keys alone, which takes fewer messages (default: mlx-lm's own sharding of the model).",
     )
     group.add_argument(
+        "--lossless",
+        nargs="?",
+        const=0,
+        type=int,
+        metavar="N",
+        help="Give the tokens of dense attention: the method drafts N tokens (1 to 8), one dense call over the same "
+        "cache checks them, and what it would not have said is taken back (default N: as many as give most tokens per "
+        "second, none where dense steps do).",
+    )
+    group.add_argument(
         "--no-calibrate",
         action="store_true",
         help="Measure nothing: from what context on a method is sparse is left to a documented model, unless this "

@@ -20,6 +20,7 @@ from ..common.model_info import config_of, kv_heads, leaves, model_type
 from ..common.parts import part_of
 from ..methods import METHODS, QK_NORMS, Dense, Method, Prefill, parse, registry
 from . import seam
+from .drafts.setup import draft
 from .hooks import hooks_of
 from .plan import Plan
 from .rope import reduce_as
@@ -39,6 +40,8 @@ def enable(
     mass: bool = False,
     calibration: Calibration | None = None,
     shard: str | None = None,
+    lossless: bool = False,
+    draft_tokens: int | None = None,
 ) -> Report:
     """Let ``model`` attend sparsely from now on, whatever cache it is called with.
 
@@ -57,6 +60,10 @@ def enable(
             measured on this machine, and the documented model for the rest.
         shard: "context" where the processes of MLX's distributed runtime are to share the keys and values of one
             sequence, each running the whole model; "context:local" where each chooses among its own keys.
+        lossless: let mlx-lm generate the tokens of dense attention: steps of the method draft them, a dense call checks
+            several. That is in `mlx_lm.generate`, `mlx_lm.stream_generate` and its commands, one sequence at a time;
+            batches, and who calls the model itself, decode densely.
+        draft_tokens: drafts for each check; None for as many as give most tokens per second.
 
     Returns:
         The report, which keeps counting while the model runs: each call is in it when the call has returned.
@@ -82,6 +89,10 @@ def enable(
     plan = Plan(prefill, decode, backend, model_type(model), hooks, mass=mass, calibration=calibration or Calibration())
     if shard is not None:
         share_out(plan, shard)
+    if lossless:
+        draft(plan, model, draft_tokens)
+    elif draft_tokens is not None:
+        raise ConfigError(f"draft_tokens: expected none without lossless, got {draft_tokens}.")
     names = seam.bind(model)
     if not names:
         raise ConfigError(
@@ -117,6 +128,22 @@ def disable(model: Any) -> None:
 def sparse(model: Any, attn: Attn = "sparq", *, backend: str = "auto", mass: bool = False) -> Iterator[Report]:
     """`enable` for the time of a ``with`` block."""
     report = enable(model, attn, backend=backend, mass=mass)
+    try:
+        yield report
+    finally:
+        disable(model)
+
+
+@contextlib.contextmanager
+def lossless(
+    model: Any, attn: Attn = "sparq", *, backend: str = "auto", draft_tokens: int | None = None
+) -> Iterator[Report]:
+    """`enable` losslessly for the time of a ``with`` block: mlx-lm generates the tokens of dense attention.
+
+    The method drafts them, and a dense call over the same caches checks several at once; a token is given only if
+    dense attention samples it too.
+    """
+    report = enable(model, attn, backend=backend, lossless=True, draft_tokens=draft_tokens)
     try:
         yield report
     finally:

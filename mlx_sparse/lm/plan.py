@@ -19,6 +19,7 @@ from ..common.stats import dense_elements
 from ..methods import NEVER, Dense, Method, Prefill, Step, registry
 from . import seam
 from .dense import attend_alone, attend_packed, replace
+from .drafts.phase import Phase, current
 from .figures import PrefillCounts, PrefillFigures
 from .hooks import ModelHooks
 
@@ -35,6 +36,7 @@ class Plan:
         watch: is told once, after the first step of a single query, the keys of its context and what it did.
         layers: those that are served, counted by method and sizes.
         report: what the calls did.
+        lossless: None, or how many tokens are drafted before dense attention checks them: 0 for as many as pay.
         sharers: processes that hold the keys and values of one context together.
         new_call: begins a call of the model on its caches.
         new_caches: makes of the model's own caches those that it is to be called with; None where these are.
@@ -65,6 +67,7 @@ class Plan:
         self.report.outlook = self.outlook
         self.watch: Callable[[int, Counts], object] | None = None
         self.layers: Counter[tuple[Method, Layer]] = Counter()
+        self.lossless: int | None = None
         self.sharers = 1
         self.new_call: Callable[..., Call] = Call
         self.new_caches: Callable[[list[Any]], list[Any]] | None = None
@@ -144,6 +147,8 @@ class Call:
         self._counts = Counts()
         self._figures = PrefillCounts()
         self._steps = 0  # keys of a step of a single query
+        self._phase = current.get()
+        self._drafts = plan.lossless is None or self._phase is Phase.DRAFT  # whether steps may be sparse
 
     def __enter__(self) -> Call:
         self._token = seam.active.set(self)
@@ -218,6 +223,8 @@ class Call:
             attended = self._step(queries, keys, cache, served, scale, backend)
         if attended is None:
             self._counts.dense_calls[reason or reasons.TOO_FULL] += 1
+            if reason == reasons.CHECKED and self._phase is Phase.CHECK:
+                self._counts.checked_bytes += self._dense_bytes(keys, cache)
             return None
         out, lse = attended
         if sinks is not None:
@@ -329,6 +336,8 @@ class Call:
     def _prompt_reasons(self, queries: mx.array, S: int, mask: Any) -> Iterator[str]:
         """Why this call of several queries attends ``S`` keys densely. The first reason counts, others may not hold."""
         L = queries.shape[2]
+        if self._phase is Phase.CHECK and S > L and L <= reasons.VERIFY_QUERIES:
+            yield reasons.CHECKED
         if L <= reasons.VERIFY_QUERIES and (S > L or self.prefill is not None):
             yield reasons.A_FEW
         if self.prefill is None:
@@ -349,6 +358,8 @@ class Call:
         self, queries: mx.array, keys: Rows, cache: Any, mask: Any, sinks: mx.array | None, backend: str
     ) -> Iterator[str]:
         """Why this call of a single query attends densely. The first reason counts; others need not hold then."""
+        if not self._drafts:
+            yield reasons.CHECKED
         if not self.decodes:
             yield reasons.LAST_OF_PROMPT
         if self.decode is None:
@@ -420,8 +431,12 @@ class Call:
     def _step(
         self, queries: mx.array, keys: Rows, cache: SparseCache, served: list[int], scale: float, backend: str
     ) -> tuple[mx.array, mx.array]:
-        B, Hkv, S, D = keys.shape
         self._counts.sparse_calls += 1
-        self._counts.dense_bytes += B * Hkv * cache.row_bytes * dense_elements(S, D) // D
+        self._counts.dense_bytes += self._dense_bytes(keys, cache)
         self._counts.formula_bytes += self.hooks.formula_bytes(cache)
         return self.hooks.step(queries, cache, served, scale=scale, backend=backend)
+
+    def _dense_bytes(self, keys: Rows, cache: SparseCache) -> int:
+        """What dense attention moves for a call that reads every key once."""
+        B, Hkv, S, D = keys.shape
+        return B * Hkv * cache.row_bytes * dense_elements(S, D) // D

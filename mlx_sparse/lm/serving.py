@@ -167,6 +167,10 @@ def shown(session: Session) -> Iterator[None]:
         (server.ResponseGenerator, "_generate", work, run),
         (handler_class, "do_GET", get, do_GET),
     ]
+    if session.lossless is not None and hasattr(server.ResponseGenerator, "_is_batchable"):
+        # Batches would decode densely: one request at a time, as with a draft model.
+        batchable = server.ResponseGenerator._is_batchable
+        places.append((server.ResponseGenerator, "_is_batchable", batchable, lambda generator, args: False))
     for place, name, _, own in places:
         setattr(place, name, own)
     try:

@@ -47,6 +47,7 @@ class Session:
         self.max_kv_size: int | None = None
         self.quantised: dict[str, int] = {}  # bits and group size, where caches are
         self.shard: str | None = None
+        self.lossless: int | None = None  # drafts for each check; 0 for as many as pay
         self.draft: str | None = None
         self.loading: str | None = None
         self.reports: dict[tuple[str, tuple[Method, ...]], Report] = {}  # by model and methods
@@ -59,15 +60,18 @@ class Session:
         self._counted: list[Any] = []  # what this rank last told of its reports
         self.meanwhile = contextlib.ExitStack()  # what is undone when the command ends
 
-    def configure(self, parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    def configure(self, parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:  # noqa: PLR0912
         """Check our options and their company before anything is loaded; a mistake ends the program here."""
         from ..calibrate import Calibration
+        from .drafts.setup import check_company, check_drafts
         from .hooks import hooks_of
         from .model import select_methods
 
         self.report_as = args.attn_report
-        self.shard = args.shard
+        self.shard, self.lossless = args.shard, args.lossless
         if args.attn is args.attn_config is self.shard is None:
+            if self.lossless is not None:
+                fail(parser, "--lossless: expected --attn METHOD, which drafts, got none.")
             return
         calibrates = not args.no_calibrate
         try:
@@ -82,6 +86,9 @@ class Session:
             elif not quantises and not any(config.sparse for config in configs):
                 return
             prefill, decode = select_methods(configs)
+            if self.lossless is not None:
+                check_company(args, self.command, generates=not (self.suites or self.only_prompts))
+                check_drafts(prefill, decode, self.lossless or None)
             for config in configs:
                 registry.require(args.attn_backend, config.name)
                 hooks_of(config).check(config)
@@ -283,6 +290,8 @@ class Session:
             mass="mass" in self.report_as,
             calibration=self.calibration,
             shard=self.shard,
+            lossless=self.lossless is not None,
+            draft_tokens=self.lossless or None,
         )
         plan = plan_of(model)
         assert plan is not None

@@ -1,0 +1,100 @@
+"""How many tokens to draft before the next check: what this run has measured so far decides."""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median
+from typing import NamedTuple
+
+MOST = 8  # drafts for one check: more than nine queries are a prompt to MLX's kernels
+TIMED_FIRST, TIMED_EVERY = 4, 8  # checks that are timed, which costs waiting for the device once more
+DENSE_EVERY = 128  # tokens after which a dense step is timed anew, as contexts grow
+PAUSE, LONGEST_PAUSE = 64, 1024  # tokens without drafts where they do not pay
+MEMORY = 64  # drafts examined that the rate of acceptance goes by
+
+
+class Turn(NamedTuple):
+    """What to do next: draft so many tokens, or none; and whether to time it."""
+
+    drafts: int
+    timed: bool
+
+
+class Pace:
+    """The length of drafts that gives most tokens per second, or no drafts where dense steps give more.
+
+    With a chance ``a`` that a draft is accepted, ``n`` drafts and a check give ``1 + a + ... + a ** n`` tokens. They
+    take ``n`` sparse steps and one dense call of ``n + 1`` queries, whose time is taken to grow by the same for each
+    query, from that of a dense step on.
+
+    Args:
+        fixed: draft so many, whatever is measured.
+    """
+
+    def __init__(self, fixed: int | None = None) -> None:
+        self.fixed = fixed
+        self.pauses = 0
+        self._dense: deque[float] = deque(maxlen=5)
+        self._draft: deque[float] = deque(maxlen=5)
+        self._checks: deque[tuple[int, float]] = deque(maxlen=8)
+        self._examined = self._accepted = 0.0
+        self._rounds = 0
+        self._since_dense = DENSE_EVERY
+        self._left, self._pause = 0, PAUSE
+
+    def turn(self, most: int) -> Turn:
+        """What to do next, with at most so many drafts."""
+        if most < 1 or self._left > 0:
+            return Turn(0, timed=False)
+        timed = 0 < self._rounds <= TIMED_FIRST or self._rounds % TIMED_EVERY == TIMED_EVERY - 1
+        if self.fixed is not None:
+            return Turn(min(self.fixed, most), timed)
+        if len(self._dense) < 2 or self._since_dense >= DENSE_EVERY:
+            return Turn(0, timed=True)
+        return Turn(min(self._best(), most), timed)
+
+    def note_step(self, seconds: float | None) -> None:
+        """A dense step without drafts; None for one that was not timed."""
+        self._left = max(self._left - 1, 0)
+        self._since_dense += 1
+        if seconds is not None:
+            self._dense.append(seconds)
+            self._since_dense = 0 if len(self._dense) > 1 else DENSE_EVERY
+
+    def note_check(self, drafts: int, accepted: int, seconds: tuple[float, float] | None) -> None:
+        """So many drafts were checked, in seconds of drafting and of checking; None if that was not timed."""
+        examined = min(accepted + 1, drafts)
+        kept = max(1 - examined / MEMORY, 0)
+        self._examined = self._examined * kept + examined
+        self._accepted = self._accepted * kept + accepted
+        self._rounds += 1
+        self._since_dense += accepted + 1
+        if seconds is not None:
+            self._draft.append(seconds[0] / drafts)
+            self._checks.append((drafts, seconds[1]))
+        if self.fixed is None and len(self._checks) >= TIMED_FIRST - 1:
+            if self.rate(self._best()) > self.rate(0):
+                self._pause = PAUSE
+            else:
+                self.pauses += 1
+                self._left, self._pause = self._pause, min(2 * self._pause, LONGEST_PAUSE)
+                self._since_dense = DENSE_EVERY
+
+    @property
+    def acceptance(self) -> float:
+        """The chance that a draft is accepted; one before any was."""
+        return (self._accepted + 1) / (self._examined + 1)
+
+    def rate(self, drafts: int) -> float:
+        """Tokens per second with so many drafts for each check."""
+        dense = median(self._dense)
+        if not drafts:
+            return 1 / dense
+        slope = sum(n * (seconds - dense) for n, seconds in self._checks) / sum(n * n for n, _ in self._checks)
+        seconds = drafts * median(self._draft) + dense + max(slope, 0) * drafts
+        return sum(self.acceptance**i for i in range(drafts + 1)) / seconds
+
+    def _best(self) -> int:
+        if len(self._checks) < 2:
+            return 2 + 2 * len(self._checks)  # two lengths, to see what a query costs
+        return max(range(1, MOST + 1), key=self.rate)

@@ -1,0 +1,313 @@
+"""Drafts and checks: the tokens of dense decoding, whatever is drafted, and caches as it leaves them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
+from tiny_models import build, prompt_of
+
+import mlx_sparse
+from mlx_sparse.checks import ConfigError
+from mlx_sparse.common import reasons
+from mlx_sparse.lm.drafts import steps
+from mlx_sparse.lm.drafts.figures import DraftFigures
+from mlx_sparse.lm.drafts.pace import MOST, PAUSE, Pace
+
+SPARQ = "sparq:rank=2,top_k=8,dense_below=0"
+GOOD = "sparq:rank=16,top_k=96,key_bits=16,dense_below=0"  # drafts that are mostly right
+# Convolutions, whose states cannot be trimmed, beside full attention.
+CONVOLUTIONS: dict[str, Any] = {
+    "norm_eps": 1e-5,
+    "conv_bias": False,
+    "conv_L_cache": 3,
+    "block_dim": 64,
+    "block_ff_dim": 80,
+    "block_multiple_of": 8,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_auto_adjust_ff_dim": False,
+    "num_hidden_layers": 4,
+    "layer_types": ["full_attention", "conv"] * 2,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3_moe": {},
+    "gemma3_text": {},  # sliding windows
+    "gpt_oss": {},  # and sinks
+    "lfm2": CONVOLUTIONS,
+}
+# What mlx-lm's commands sample with: nothing at random, and all that is.
+SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
+    "greedy": dict,
+    "temperature": lambda: {"sampler": make_sampler(0.8, top_p=0.9, min_p=0.02)},
+    "xtc and penalties": lambda: {
+        "sampler": make_sampler(1.0, xtc_probability=0.4, xtc_threshold=0.01, top_k=20),
+        "logits_processors": make_logits_processors(repetition_penalty=1.4, presence_penalty=0.2),
+    },
+}
+
+
+def said(steps_of: Any, model: Any, prompt: list[int], count: int, **options: Any) -> tuple[list[int], list[mx.array]]:
+    """``count`` tokens with their log-probabilities, and the end of a generator that nobody asks for more."""
+    generator = steps_of(mx.array(prompt), model, max_tokens=-1, **options)
+    found = list(itertools.islice(generator, count))
+    generator.close()
+    return [token for token, _ in found], [logprobs for _, logprobs in found]
+
+
+def rows(cache: list[Any]) -> list[mx.array]:
+    """What each layer's cache holds."""
+    return [array for entry in cache for array in entry.state if isinstance(array, mx.array)]
+
+
+@pytest.fixture
+def enabled() -> Iterator[Callable[..., Any]]:
+    models = []
+
+    def enable(model: Any, attn: str = SPARQ, draft_tokens: int | None = None) -> Any:
+        models.append(model)
+        return mlx_sparse.enable(model, attn, lossless=True, draft_tokens=draft_tokens)
+
+    yield enable
+    for model in models:
+        mlx_sparse.disable(model)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_every_token_is_that_of_dense_decoding(family: str, sampler: str, enabled: Callable[..., Any]) -> None:
+    model, prompt = build(family, **FAMILIES[family]), prompt_of(150)
+    mx.random.seed(5)
+    expected, logprobs = said(steps.original, model, prompt, 40, **SAMPLERS[sampler]())
+    after = mx.random.uniform().item()
+    report = enabled(model, SPARQ, 3)
+    mx.random.seed(5)
+    found, ours = said(steps.generate_step, model, prompt, 40, **SAMPLERS[sampler]())
+    assert found == expected
+    assert mx.random.uniform().item() == after
+    for row, (ours_of, theirs) in enumerate(zip(ours, logprobs, strict=True)):
+        assert mx.allclose(ours_of, theirs, rtol=1e-3, atol=1e-3), row
+    drafts = report.drafts
+    assert drafts.checks > 8 and 0 < sum(drafts.accepted) < drafts.drafted == 3 * drafts.checks
+    assert report.sparse_calls == drafts.drafted * report.served_layers
+
+
+def test_good_drafts_are_accepted(enabled: Callable[..., Any]) -> None:
+    model, prompt = build(), prompt_of(100)
+    expected, _ = said(steps.original, model, prompt, 40)
+    report = enabled(model, GOOD, 4)
+    assert said(steps.generate_step, model, prompt, 40)[0] == expected
+    drafts = report.drafts
+    assert sum(drafts.accepted) > 0.9 * drafts.drafted
+    assert drafts.checks < 12
+    # Two sparse calls a draft, and each check reads the rows of each layer once.
+    dense = report.dense_bytes / report.sparse_calls * report.layers
+    assert report.checked_bytes == pytest.approx((drafts.checks + drafts.alone + 1) * dense, rel=0.05)
+
+
+def test_the_same_numbers_are_drawn_for_a_draft_and_its_check(enabled: Callable[..., Any]) -> None:
+    """Two free draws from 95 tokens at a high temperature would hardly ever agree."""
+    model, prompt = build(), prompt_of(100)
+    report = enabled(model, GOOD, 4)
+    mx.random.seed(1)
+    said(steps.generate_step, model, prompt, 40, sampler=make_sampler(5.0))
+    assert sum(report.drafts.accepted) > 0.8 * report.drafts.drafted
+
+
+HISTORIES = 8
+# A turn: tokens of its prompt, tokens until its reader leaves, drafts for each check, whether anything is drawn.
+TURNS = st.lists(
+    st.tuples(st.integers(1, 40), st.integers(1, 24), st.sampled_from([None, 1, 3, MOST]), st.booleans()),
+    min_size=1,
+    max_size=4,
+)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "lfm2"])
+def test_turns_on_one_cache_are_those_of_dense_decoding(family: str) -> None:
+    """Whoever leaves in the middle of a run of accepted drafts finds what dense decoding leaves."""
+    model = build(family, **FAMILIES[family])
+
+    @settings(max_examples=HISTORIES, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+    @given(TURNS)
+    def history(turns: list[tuple[int, int, int | None, bool]]) -> None:
+        ours, theirs = make_prompt_cache(model), make_prompt_cache(model)
+        for turn, (prompt, count, drafts, drawn) in enumerate(turns):
+            tokens = prompt_of(prompt, seed=turn + 1)
+            found = []
+            for caches, lossless in ((theirs, False), (ours, True)):
+                mx.random.seed(turn)
+                options = {"prompt_cache": caches, **SAMPLERS["temperature" if drawn else "greedy"]()}
+                if not lossless:
+                    found.append(said(steps.original, model, tokens, count, **options)[0])
+                    continue
+                with mlx_sparse.lossless(model, SPARQ, draft_tokens=drafts):
+                    found.append(said(steps.generate_step, model, tokens, count, **options)[0])
+            assert found[0] == found[1]
+        assert [cache.offset for cache in ours if hasattr(cache, "offset")] == [
+            cache.offset for cache in theirs if hasattr(cache, "offset")
+        ]
+
+    history()
+
+
+def test_mlx_lms_own_generate_drafts_and_says_the_text_of_dense_decoding(enabled: Callable[..., Any]) -> None:
+    from mlx_lm import stream_generate
+    from text_tokenizers import word_tokenizer
+
+    model, prompt, tokenizer = build(), prompt_of(120), word_tokenizer()
+    expected = [r.token for r in stream_generate(model, tokenizer, prompt, max_tokens=20)]
+    report = enabled(model, GOOD, 4)
+    assert [r.token for r in stream_generate(model, tokenizer, prompt, max_tokens=20)] == expected
+    assert report.drafts.checks > 0
+
+
+def test_who_calls_the_model_itself_gets_dense_attention(enabled: Callable[..., Any]) -> None:
+    model, prompt = build(), prompt_of(100)
+
+    def logits() -> mx.array:
+        cache = make_prompt_cache(model)
+        model(mx.array([prompt]), cache=cache)
+        return model(mx.array([[7]]), cache=cache)
+
+    expected = logits()
+    report = enabled(model)
+    assert mx.array_equal(logits(), expected)
+    assert report.sparse_calls == 0 and report.dense_calls[reasons.CHECKED] == 2
+
+
+def test_an_exception_in_a_draft_leaves_the_cache_as_it_was(enabled: Callable[..., Any]) -> None:
+    model, prompt = build("gemma3_text"), prompt_of(60)
+    cache = make_prompt_cache(model)
+
+    def sampler(logprobs: mx.array) -> mx.array:
+        calls.append(1)
+        if len(calls) == 4:  # the prompt's token, and drafts
+            before.extend(rows(cache))
+            raise KeyboardInterrupt
+        return mx.argmax(logprobs, axis=-1)
+
+    calls: list[int] = []
+    before: list[mx.array] = []
+    enabled(model, SPARQ, 5)
+    with pytest.raises(KeyboardInterrupt):
+        said(steps.generate_step, model, prompt, 10, sampler=sampler, prompt_cache=cache)
+    assert all(entry.offset == len(prompt) for entry in cache)
+
+
+def test_short_contexts_and_caches_that_are_yet_to_be_quantised_are_not_drafted(enabled: Callable[..., Any]) -> None:
+    model, prompt = build("llama", head_dim=32), prompt_of(60)
+    report = enabled(model, "sparq:rank=4,top_k=16,dense_below=80", 4)
+    said(steps.generate_step, model, prompt, 40)
+    assert 18 <= report.drafts.alone <= 22 and report.drafts.checks > 0
+    options = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 90}
+    mlx_sparse.disable(model)
+    expected, _ = said(steps.original, model, prompt, 60, **options)
+    report = enabled(model, SPARQ, 4)
+    assert said(steps.generate_step, model, prompt, 60, **options)[0] == expected
+    assert 28 <= report.drafts.alone <= 32 and report.drafts.checks > 0
+
+
+@pytest.mark.parametrize(
+    ("attn", "options", "message"),
+    [
+        ("sample+sparq", {}, "lossless: expected a method for new tokens, got sample, which changes prompts."),
+        ("sample", {}, "lossless: expected a method for new tokens, got sample, which changes prompts."),
+        ("h2o", {}, "lossless: expected a method for new tokens that can take them back, got h2o, which counts"),
+        ("dense", {}, "lossless: expected a method for new tokens that can take them back, got none."),
+        ("sparq", {"draft_tokens": 9}, "lossless: expected 1 to 8 drafts for each check, got 9."),
+        ("sparq", {"draft_tokens": 0}, "lossless: expected 1 to 8 drafts for each check, got 0."),
+        ("sparq", {"lossless": False, "draft_tokens": 2}, "draft_tokens: expected none without lossless, got 2."),
+    ],
+)
+def test_what_cannot_draft_is_refused_in_one_line(attn: str, options: dict[str, Any], message: str) -> None:
+    model = build()
+    with pytest.raises(ConfigError) as error:
+        mlx_sparse.enable(model, attn, **{"lossless": True, **options})
+    assert str(error.value).startswith(message) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_kv_size": 16}, "lossless: expected a cache that keeps all keys, got max_kv_size=16."),
+        ({"input_embeddings": mx.zeros((4, 64))}, "lossless: expected a prompt of tokens, got embeddings."),
+    ],
+)
+def test_an_answer_that_cannot_be_drafted_is_refused_in_one_line(
+    options: dict[str, Any], message: str, enabled: Callable[..., Any]
+) -> None:
+    model = build()
+    enabled(model)
+    with pytest.raises(ConfigError, match=message.replace(".", r"\.")):
+        steps.generate_step(mx.array([1, 2]), model, **options)
+
+
+def paced(draft: float, query: float, chances: float, tokens: int, dense: float = 1.0) -> tuple[Pace, list[int]]:
+    """A run with these seconds for a draft and for each query that is checked; one of ``1 / (1 - chances)`` drafts fails."""
+    pace, lengths, done = Pace(), [], 0
+    failed = 0.0
+    while done < tokens:
+        drafts, timed = pace.turn(10**6)
+        lengths.append(drafts)
+        if not drafts:
+            pace.note_step(dense if timed else None)
+            done += 1
+            continue
+        accepted = 0
+        while accepted < drafts and (failed := failed + 1 - chances) < 1:
+            accepted += 1
+        failed %= 1
+        pace.note_check(drafts, accepted, (drafts * draft, dense + drafts * query) if timed else None)
+        done += accepted + 1
+    return pace, lengths
+
+
+@pytest.mark.parametrize(
+    ("draft", "query", "chances", "least", "most"),
+    [
+        (0.1, 0.0, 0.98, 7, 8),  # cheap and right
+        (0.1, 0.0, 0.5, 2, 4),  # cheap and often wrong
+        (0.5, 0.05, 0.9, 1, 4),
+        (0.95, 0.1, 0.9, 0, 0),  # a draft costs what it could save
+        (0.2, 1.0, 0.95, 0, 0),  # each query is checked for the price of a step
+    ],
+)
+def test_the_pace_is_that_of_most_tokens_per_second(
+    draft: float, query: float, chances: float, least: int, most: int
+) -> None:
+    pace, lengths = paced(draft, query, chances, 2000)
+    settled = lengths[len(lengths) // 2 :]
+    usual = max(set(settled), key=settled.count)
+    assert least <= usual <= most
+    best = max(range(MOST + 1), key=lambda n: sum(chances**i for i in range(n + 1)) / (1 + n * (draft + query)))
+    assert pace.rate(usual) >= 0.9 * pace.rate(best) or usual == best == 0
+
+
+def test_drafts_that_do_not_pay_pause_for_longer_each_time() -> None:
+    pace, lengths = paced(0.95, 0.5, 0.5, 3000)
+    checks = [place for place, drafts in enumerate(lengths) if drafts]
+    pauses = [b - a - 1 for a, b in itertools.pairwise(checks) if b - a > PAUSE // 2]
+    assert pace.pauses >= 4
+    assert pauses[0] >= PAUSE and all(b >= 1.9 * a or b >= 1000 for a, b in itertools.pairwise(pauses))
+
+
+def test_a_pace_that_is_given_stays(enabled: Callable[..., Any]) -> None:
+    pace = Pace(5)
+    assert pace.turn(100).drafts == 5 and pace.turn(3).drafts == 3 and pace.turn(0).drafts == 0
+
+
+def test_figures_add_up_and_are_said() -> None:
+    one = DraftFigures(checks=1, examined=(1, 1), accepted=(1, 0), drafted=3, draft_seconds=1, check_seconds=2, timed=1)
+    both = one + DraftFigures(checks=1, examined=(1,), accepted=(0,), drafted=1, alone=0) + DraftFigures(alone=4)
+    assert (both.checks, both.examined, both.accepted, both.drafted, both.tokens) == (2, (2, 1), (1, 0), 4, 7)
+    first, second, third = both.lines()
+    assert "1 of 4 accepted (50%, 0% by position), 1.5 tokens for each of 2 checks" in first
+    assert "4 tokens" in second and "drafts 33%, checks 67%" in third
