@@ -35,6 +35,8 @@ WITHOUT_HOOK = (
 )
 STARTED = {*(f"{name} sparse" for name in SPELLINGS), "without hook"}
 GENERATE = ["--model", "llama", "--prompt", "-", "--max-tokens", str(TOKENS)]
+DRAWN = ["--temp", "1", "--seed", "7"]
+CHATS = ["mlx_lm.chat", "--model", "llama", "--max-tokens", "4", "--temp", "0.7", "--seed", "3"]
 BENCHMARK = ["mlx_lm.benchmark", "--model", "llama", "-p", "32", "-g", "6", "-n", "1", *SPARSE, *JSON]
 SAVE = ["mlx_lm.cache_prompt", "--model", "llama", "--prompt", "-", "--prompt-cache-file"]
 RESUME = ["mlx_lm.generate", "--prompt", "w3 w4 w5", "--max-tokens", str(TOKENS), "--prompt-cache-file"]
@@ -67,6 +69,12 @@ GOOD: dict[str, list[list[str]]] = {
     "saved sparse, resumed": [[*SAVE, "s.safetensors", *SPARSE], [*RESUME, "s.safetensors"]],
     "saved sparse, resumed sparse": [[*SAVE, "t.safetensors", *SPARSE], [*RESUME, "t.safetensors", *SPARSE, *JSON]],
     "--draft-model": [["mlx_lm.generate", *GENERATE, "--draft-model", "other", *SPARSE, *JSON]],
+    "--lossless": [["mlx_lm.generate", *GENERATE, *SPARSE, "--lossless", *JSON]],
+    "--lossless 3": [["mlx_lm.generate", *GENERATE, *SPARSE, "--lossless", "3", *JSON]],
+    "--lossless 3, drawn": [["mlx_lm.generate", *GENERATE, *DRAWN, *SPARSE, "--lossless", "3"]],
+    "drawn": [["mlx_lm.generate", *GENERATE, *DRAWN]],
+    "chat --lossless": [[*CHATS, *SPARSE, "--lossless", "3", *JSON]],
+    "chat, dense": [CHATS],
     "--prefill-step-size": [["mlx_lm.generate", *GENERATE, "--prefill-step-size", "18", *SPARSE, *JSON]],
     "--max-kv-size": [["mlx_lm.generate", *GENERATE, "--max-kv-size", "16", *SPARSE, *JSON]],
     "long": [LONG],
@@ -124,6 +132,13 @@ BAD: dict[str, tuple[list[str], str]] = {
     "family without the seam": (["--model", "gemma2", *SPARSE], "model: expected attention .*, got gemma2"),
     "--attn twice": ([*SPARSE, *SPARSE], "--attn: expected once, got twice"),
     "no such model": ([*SPARSE, "--model", "nowhere/at/all"], "--model: expected a model .*, got nowhere/at/all"),
+    "--lossless alone": (["--lossless"], "--lossless: expected --attn METHOD, which drafts, got none"),
+    "--lossless for prompts": ([*BOTH, "--lossless"], "lossless: expected a method for new tokens, got sample"),
+    "--lossless 9": ([*SPARSE, "--lossless", "9"], "lossless: expected 1 to 8 drafts for each check, got 9"),
+    "--lossless and a draft model": (
+        [*SPARSE, "--lossless", "--draft-model", "other"],
+        "--lossless: expected it without --draft-model, got both",
+    ),
     "no config.json": ([*SPARSE, "--model", "."], r"--model: expected a model .*config\.json"),
     "no prompt cache": ([*SPARSE, "--prompt-cache-file", "no.safetensors"], "--prompt-cache-file: expected a file"),
     "--kv-bits of windows": (
@@ -160,7 +175,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, without_torch: Any) -> It
 
     @functools.cache
     def last(name: str) -> Finished:
-        stdin = CHAT if name == "chat" else prompt
+        stdin = CHAT if name.startswith("chat") else prompt
         run = start if name in STARTED else forks.run
         commands = {**GOOD, **bad}[name]
         results = [run(argv, folder, stdin, XDG_CACHE_HOME=str(folder / "cache")) for argv in commands]
@@ -319,6 +334,25 @@ def test_a_draft_model_drafts_sparsely_and_is_verified_densely(finished: Runs):
     assert draft["sparse_calls"] > 0
 
 
+@pytest.mark.parametrize("drafts", ["--lossless", "--lossless 3"])
+def test_a_lossless_command_says_what_it_says_densely(drafts: str, finished: Runs):
+    result = finished(drafts)
+    assert result.code == 0
+    assert result.text == finished("dense").text != finished("mlx_lm.generate sparse").text
+    (report,) = result.reports
+    assert report["drafts"]["tokens"] >= TOKENS
+    assert (report["sparse_calls"] > 0) == (report["drafts"]["drafted"] > 0)
+    assert report["drafts"]["drafted"] > 0 or drafts == "--lossless"  # which measures dense steps first
+
+
+def test_a_seed_says_the_same_with_drafts_and_turn_after_turn(finished: Runs):
+    assert finished("--lossless 3, drawn").text == finished("drawn").text != finished("dense").text
+    assert "accepted" in finished("--lossless 3, drawn").err
+    lossless, dense = (re.findall(r"w\d+", finished(name).out) for name in ("chat --lossless", "chat, dense"))
+    assert lossless == dense and len(dense) >= 3 * 4
+    assert finished("chat --lossless").reports[0]["drafts"]["checks"] > 0
+
+
 @pytest.mark.skipif(metadata.version("mlx-lm") < "0.32", reason="mlx-lm 0.31 has no such option")
 def test_prefill_step_size_composes(finished: Runs):
     result = finished("--prefill-step-size")
@@ -404,7 +438,7 @@ def test_help_shows_the_options(program: str, command: str, finished: Runs):
     assert result.out.startswith(f"usage: {program}{command} ")
     group = result.out.partition("sparse attention:\n")[2]
     assert re.findall(r"^  (--[\w-]+)", group, re.MULTILINE) == [
-        *("--attn", "--attn-config", "--attn-backend", "--shard", "--no-calibrate", "--attn-report")
+        *("--attn", "--attn-config", "--attn-backend", "--shard", "--lossless", "--no-calibrate", "--attn-report")
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -12,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
-from tiny_models import build, prompt_of
+from tiny_models import build, prompt_of, write
 
 import mlx_sparse
 from mlx_sparse.checks import ConfigError
@@ -118,7 +119,7 @@ def test_the_same_numbers_are_drawn_for_a_draft_and_its_check(enabled: Callable[
     report = enabled(model, GOOD, 4)
     mx.random.seed(1)
     said(steps.generate_step, model, prompt, 40, sampler=make_sampler(5.0))
-    assert sum(report.drafts.accepted) > 0.8 * report.drafts.drafted
+    assert sum(report.drafts.accepted) > 0.6 * report.drafts.drafted
 
 
 HISTORIES = 8
@@ -158,14 +159,14 @@ def test_turns_on_one_cache_are_those_of_dense_decoding(family: str) -> None:
     history()
 
 
-def test_mlx_lms_own_generate_drafts_and_says_the_text_of_dense_decoding(enabled: Callable[..., Any]) -> None:
-    from mlx_lm import stream_generate
-    from text_tokenizers import word_tokenizer
+def test_mlx_lms_own_generate_drafts_and_says_the_text_of_dense_decoding(tmp_path: Path) -> None:
+    from mlx_lm import load, stream_generate
 
-    model, prompt, tokenizer = build(), prompt_of(120), word_tokenizer()
-    expected = [r.token for r in stream_generate(model, tokenizer, prompt, max_tokens=20)]
-    report = enabled(model, GOOD, 4)
-    assert [r.token for r in stream_generate(model, tokenizer, prompt, max_tokens=20)] == expected
+    model, tokenizer, *_ = load(str(write(tmp_path / "llama")))
+    prompt = prompt_of(120)
+    expected = [response.token for response in stream_generate(model, tokenizer, prompt, max_tokens=20)]
+    with mlx_sparse.lossless(model, GOOD, draft_tokens=4) as report:
+        assert [r.token for r in stream_generate(model, tokenizer, prompt, max_tokens=20)] == expected
     assert report.drafts.checks > 0
 
 
@@ -251,7 +252,7 @@ def test_an_answer_that_cannot_be_drafted_is_refused_in_one_line(
 
 
 def paced(draft: float, query: float, chances: float, tokens: int, dense: float = 1.0) -> tuple[Pace, list[int]]:
-    """A run with these seconds for a draft and for each query that is checked; one of ``1 / (1 - chances)`` drafts fails."""
+    """A run with these seconds for a draft and for each query of a check; of ``1 / (1 - chances)`` drafts one fails."""
     pace, lengths, done = Pace(), [], 0
     failed = 0.0
     while done < tokens:

@@ -124,10 +124,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_single_and_concurrent_requests_decode_sparsely_and_control_c_prints_the_report(model: Path):
     prompts = [words(prompt_of(length, seed=length)) for length in (20, 31, 26)]
-    with running(model) as dense, running(model, *SPARSE) as sparse:
-        for server in (dense, sparse):
+    lossless_options = [*SPARSE, "--lossless", "2"]
+    with running(model) as dense, running(model, *SPARSE) as sparse, running(model, *lossless_options) as lossless:
+        for server in (dense, sparse, lossless):
             server.wait_until_up()
         dense_answer = dense.ask(prompts[0])
+        with ThreadPoolExecutor(2) as pool:
+            assert list(pool.map(lossless.ask, prompts[:2] * 2)) == [dense_answer, dense.ask(prompts[1])] * 2
+        (drafts,) = [report["drafts"] for report in lossless.sparse()]
+        assert drafts["checks"] > 0
         answer = sparse.ask(prompts[0])
         assert len(answer.split()) == len(dense_answer.split()) == TOKENS
         assert answer != dense_answer
