@@ -60,12 +60,9 @@ class Session:
         self._counted: list[Any] = []  # what this rank last told of its reports
         self.meanwhile = contextlib.ExitStack()  # what is undone when the command ends
 
-    def configure(self, parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:  # noqa: PLR0912
+    def configure(self, parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         """Check our options and their company before anything is loaded; a mistake ends the program here."""
         from ..calibrate import Calibration
-        from .drafts.setup import check_company, check_drafts
-        from .hooks import hooks_of
-        from .model import select_methods
 
         self.report_as = args.attn_report
         self.shard, self.lossless = args.shard, args.lossless
@@ -73,25 +70,14 @@ class Session:
             if self.lossless is not None:
                 fail(parser, "--lossless: expected --attn METHOD, which drafts, got none.")
             return
-        calibrates = not args.no_calibrate
         try:
-            base: dict[str, Method] = {}
-            if args.attn_config is not None:
-                base, options = read_toml(args.attn_config)
-                calibrates = calibrates and options.calibrate
-            configs = parse(args.attn, base) if args.attn is not None else tuple(base.values()) or (Dense(),)
+            configs, calibrates = asked(args)
             quantises = getattr(args, "kv_bits", None) is not None
             if self.shard is not None:
                 self._share(args)
-            elif not quantises and not any(config.sparse for config in configs):
+            elif not quantises and self.lossless is None and not any(config.sparse for config in configs):
                 return
-            prefill, decode = select_methods(configs)
-            if self.lossless is not None:
-                check_company(args, self.command, generates=not (self.suites or self.only_prompts))
-                check_drafts(prefill, decode, self.lossless or None)
-            for config in configs:
-                registry.require(args.attn_backend, config.name)
-                hooks_of(config).check(config)
+            prefill, decode = self._checked(args, configs)
         except SparseAttentionError as error:
             fail(parser, str(error))
         names = "+".join(config.name for config in configs)
@@ -118,6 +104,21 @@ class Session:
             from . import serving
 
             self.meanwhile.enter_context(serving.shown(self))
+
+    def _checked(self, args: argparse.Namespace, configs: tuple[Method, ...]) -> tuple[Prefill | None, Method | None]:
+        """The method of each stage, of which nothing is known to be wrong before a model is loaded."""
+        from .drafts.setup import check_company, check_drafts
+        from .hooks import hooks_of
+        from .model import select_methods
+
+        prefill, decode = select_methods(configs)
+        if self.lossless is not None:
+            check_company(args, self.command, generates=not (self.suites or self.only_prompts))
+            check_drafts(prefill, decode, self.lossless or None)
+        for config in configs:
+            registry.require(args.attn_backend, config.name)
+            hooks_of(config).check(config)
+        return prefill, decode
 
     def _share(self, args: argparse.Namespace) -> None:
         """Every process runs the whole command; the first one is heard."""
@@ -415,6 +416,16 @@ class Session:
 
         found: list[Any] | None = in_time(lambda: [numbers_of(report) for report in list(self.reports.values())])
         return self._counts() if found is None else found
+
+
+def asked(args: argparse.Namespace) -> tuple[tuple[Method, ...], bool]:
+    """The methods that were asked for, and whether anything may be measured."""
+    base: dict[str, Method] = {}
+    calibrates = not args.no_calibrate
+    if args.attn_config is not None:
+        base, options = read_toml(args.attn_config)
+        calibrates = calibrates and options.calibrate
+    return parse(args.attn, base) if args.attn is not None else tuple(base.values()) or (Dense(),), calibrates
 
 
 def fail(parser: argparse.ArgumentParser, message: str) -> Any:

@@ -1,0 +1,185 @@
+"""How many drafts dense attention accepts, measured, and what that is worth on large models, computed.
+
+python scripts/drafts.py accept [--context N] [--tokens N] [--places N] > ACCEPTED.jsonl
+python scripts/drafts.py model ACCEPTED.jsonl
+
+`accept` lets SmolLM2-135M go on greedily with text of four kinds, `MOST` drafts for each check, and prints a row for
+each kind and setting: of the drafts at each position, before which all were accepted, how many were accepted too. It
+takes a fast BLAS where one is preloaded, and does not say how fast anything is.
+
+`model` takes a step's time as proportional to its bytes: weights of 4 bits and, by the methods' formulae, keys and
+values. ``n`` drafts and a check read the weights ``n + 1`` times (a check those of all experts that its tokens choose,
+at random), the caches sparsely ``n`` times and densely once. Rates of acceptance are SmolLM2's: a stand-in. What is
+computed, launched and waited for is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import inspect
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from roofline_machines import MODELS, WEIGHT, Model, attention
+from tqdm import tqdm
+
+from mlx_sparse.common.files import cache_directory
+from mlx_sparse.methods import Method, parse
+from mlx_sparse.tools.bench.core import Shape
+from mlx_sparse.tools.formats import table
+
+KINDS = ("prose", "copying", "code", "question")
+SETTINGS = [(16, 64), (16, 128), (32, 64), (32, 128), (32, 256)]  # rank, top_k; keys in 4 bits
+CONTEXTS = (8192, 32_768, 131_072)
+DENSE_8B = Model("Qwen3-8B", 36, 4096, Shape(32, 8, 128), 12_288, 151_936)
+LENGTHS = range(1, 9)
+
+
+def attn(rank: int, top_k: int) -> str:
+    return f"sparq:rank={rank},top_k={top_k},key_bits=4"
+
+
+def prompts(tokenizer: Any, context: int, places: int) -> Iterator[tuple[str, list[int]]]:
+    """So many prompts of each kind."""
+    from mlx_sparse.tools.demo.text import topics
+    from mlx_sparse.tools.evaluate import texts
+    from mlx_sparse.tools.evaluate.tasks.plain import bits_per_byte, repetition
+
+    (novels,) = texts.read(["novels"], cache=cache_directory())
+    tokens = tokenizer.encode(novels.text)
+    for kind, task in (("prose", bits_per_byte), ("copying", repetition)):
+        for example in task(tokens, tokenizer, context=context, limit=places, seed=0):
+            yield kind, list(example.prompt)
+    code = tokenizer.encode(inspect.getsource(argparse))
+    reference = tokenizer.encode("\n\n".join(topics[name] for name in ("compound", "typesmapping", "specialnames")))
+    for place in range(places):
+        yield "code", code[place * context : (place + 1) * context]
+        asked = "Here is a text.\n\n" + tokenizer.decode(reference[place * context : (place + 1) * context - 100])
+        asked += "\n\nThat was the text. Explain in a few sentences what it says."
+        message = [{"role": "user", "content": asked}]
+        yield "question", tokenizer.apply_chat_template(message, add_generation_prompt=True)
+
+
+def accept(context: int, count: int, places: int) -> Iterator[dict[str, Any]]:
+    import mlx.core as mx
+    from mlx_lm import load
+    from mlx_lm.models.cache import make_prompt_cache
+
+    import mlx_sparse
+    from mlx_sparse.lm.drafts import steps
+    from mlx_sparse.lm.drafts.pace import MOST
+    from mlx_sparse.tools.assets.models import find_model
+
+    model, tokenizer, *_ = load(find_model(None, cache_directory()))
+    work = list(prompts(tokenizer, context, places))
+    with tqdm(total=len(work) * (1 + len(SETTINGS)), desc="answers", file=sys.stderr) as bar:
+        for kind, prompt in work:
+            kept = make_prompt_cache(model)
+            dense = list(steps.original(mx.array(prompt[:-1]), model, max_tokens=1, prompt_cache=kept))
+            del dense
+            for cache in kept:
+                cache.trim(cache.offset - len(prompt) + 1)
+            bar.update()
+            for rank, top_k in SETTINGS:
+                text = f"{attn(rank, top_k)},dense_below=0"
+                with mlx_sparse.lossless(model, text, draft_tokens=MOST) as report:
+                    answer = steps.generate_step(
+                        mx.array(prompt[-1:]), model, max_tokens=count, prompt_cache=copy.deepcopy(kept)
+                    )
+                    tokens = [token for token, _ in answer]
+                drafts = report.drafts.as_dict()
+                yield {"kind": kind, "rank": rank, "top_k": top_k, "context": len(prompt), "tokens": len(tokens)} | {
+                    name: drafts[name] for name in ("checks", "examined", "accepted")
+                }
+                bar.update()
+
+
+def chances(rows: Sequence[dict[str, Any]]) -> list[float]:
+    """That a draft is accepted where all before it were, by position."""
+
+    def total(name: str, place: int) -> int:
+        return sum(row[name][place] for row in rows if place < len(row[name]))
+
+    pairs = [(total("examined", place), total("accepted", place)) for place in range(max(LENGTHS))]
+    return [accepted / examined if examined else 0.0 for examined, accepted in pairs]
+
+
+def per_check(chance: Sequence[float], n: int) -> float:
+    """Tokens for each check of ``n`` drafts."""
+    found, all_so_far = 1.0, 1.0
+    for one in chance[:n]:
+        all_so_far *= one
+        found += all_so_far
+    return found
+
+
+def weights(model: Model, tokens: int) -> float:
+    """Bytes of weights that a call of so many tokens reads: of experts, those that it chooses at random."""
+    one = model.weights(1, held=False)
+    if model.experts == 1:
+        return one
+    chosen = model.experts * (1 - (1 - model.active / model.experts) ** tokens)
+    return one + WEIGHT * model.layers * model.hidden * 3 * model.units * (chosen - model.active)
+
+
+def speed_up(model: Model, config: Method, S: int, chance: Sequence[float], n: int) -> float:
+    """Of ``n`` drafts for each check over dense steps."""
+
+    def read(method: Method | None) -> float:
+        return model.layers * model.shape.Hkv * attention(method, S, model.shape.D)
+
+    dense = weights(model, 1) + read(None)
+    taken = n * (weights(model, 1) + read(config)) + weights(model, n + 1) + read(None)
+    return per_check(chance, n) * dense / taken
+
+
+def tables(rows: Sequence[dict[str, Any]]) -> str:
+    """Acceptance, and the model."""
+    blocks = ["### Accepted, by position", ""]
+    by_setting = {s: [row for row in rows if (row["rank"], row["top_k"]) == s] for s in SETTINGS}
+    found = []
+    for (rank, top_k), of in by_setting.items():
+        for kind in (*KINDS, "all"):
+            chance = chances([row for row in of if kind in (row["kind"], "all")])
+            shares = " ".join(f"{one:.2f}" for one in chance)
+            lengths = [f"{per_check(chance, n):.2f}" for n in (2, 4, 8)]
+            found.append([f"`rank={rank},top_k={top_k}`", kind, shares, *lengths])
+    blocks.append(
+        table(["setting", "text", "accepted at position 1 to 8", "tokens a check of 2", "of 4", "of 8"], found)
+    )
+    blocks += ["", "### By bytes: the best length, and how many times as fast as dense steps", ""]
+    modelled = []
+    for model in (MODELS[1], MODELS[0], DENSE_8B):
+        for S in CONTEXTS:
+            cells = [model.name, f"{S:,}"]
+            for (rank, top_k), of in by_setting.items():
+                (config,) = parse(attn(rank, top_k))
+                best = max(LENGTHS, key=lambda n: speed_up(model, config, S, chances(of), n))
+                cells.append(f"{best}: {speed_up(model, config, S, chances(of), best):.2f} x")
+            modelled.append(cells)
+    heads = [f"`rank={rank},top_k={top_k}`" for rank, top_k in SETTINGS]
+    return "\n".join([*blocks, table(["model", "keys", *heads], modelled)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    measured = commands.add_parser("accept", help="measure on SmolLM2")
+    measured.add_argument("--context", type=int, default=2048)
+    measured.add_argument("--tokens", type=int, default=64)
+    measured.add_argument("--places", type=int, default=2)
+    commands.add_parser("model", help="compute from what was measured").add_argument("file", type=Path)
+    args = parser.parse_args()
+    if args.command == "accept":
+        for row in accept(args.context, args.tokens, args.places):
+            print(json.dumps(row), flush=True)
+    else:
+        print(tables([json.loads(line) for line in args.file.read_text().splitlines()]))
+
+
+if __name__ == "__main__":
+    main()
