@@ -36,7 +36,7 @@ KINDS = ("prose", "copying", "code", "question")
 SETTINGS = [(16, 64), (16, 128), (32, 64), (32, 128), (32, 256)]  # rank, top_k; keys in 4 bits
 CONTEXTS = (8192, 32_768, 131_072)
 DENSE_8B = Model("Qwen3-8B", 36, 4096, Shape(32, 8, 128), 12_288, 151_936)
-LENGTHS = range(1, 9)
+LENGTHS = range(1, 8)
 
 
 def attn(rank: int, top_k: int) -> str:
@@ -146,10 +146,10 @@ def tables(rows: Sequence[dict[str, Any]]) -> str:
         for kind in (*KINDS, "all"):
             chance = chances([row for row in of if kind in (row["kind"], "all")])
             shares = " ".join(f"{one:.2f}" for one in chance)
-            lengths = [f"{per_check(chance, n):.2f}" for n in (2, 4, 8)]
+            lengths = [f"{per_check(chance, n):.2f}" for n in (2, 4, 7)]
             found.append([f"`rank={rank},top_k={top_k}`", kind, shares, *lengths])
     blocks.append(
-        table(["setting", "text", "accepted at position 1 to 8", "tokens a check of 2", "of 4", "of 8"], found)
+        table(["setting", "text", "accepted at position 1 to 7", "tokens a check of 2", "of 4", "of 7"], found)
     )
     blocks += ["", "### By bytes: the best length, and how many times as fast as dense steps", ""]
     modelled = []

@@ -102,7 +102,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         const=0,
         type=int,
         metavar="N",
-        help="Give the tokens of dense attention: the method drafts N tokens (1 to 8), one dense call over the same "
+        help="Give the tokens of dense attention: the method drafts N tokens (1 to 7), one dense call over the same "
         "cache checks them, and what it would not have said is taken back (default N: as many as give most tokens per "
         "second, none where dense steps do).",
     )

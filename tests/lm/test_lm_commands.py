@@ -134,7 +134,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "no such model": ([*SPARSE, "--model", "nowhere/at/all"], "--model: expected a model .*, got nowhere/at/all"),
     "--lossless alone": (["--lossless"], "--lossless: expected --attn METHOD, which drafts, got none"),
     "--lossless for prompts": ([*BOTH, "--lossless"], "lossless: expected a method for new tokens, got sample"),
-    "--lossless 9": ([*SPARSE, "--lossless", "9"], "lossless: expected 1 to 8 drafts for each check, got 9"),
+    "--lossless 8": ([*SPARSE, "--lossless", "8"], "lossless: expected 1 to 7 drafts for each check, got 8"),
     "--lossless and a draft model": (
         [*SPARSE, "--lossless", "--draft-model", "other"],
         "--lossless: expected it without --draft-model, got both",

@@ -20,7 +20,7 @@ from mlx_sparse.checks import ConfigError
 from mlx_sparse.common import reasons
 from mlx_sparse.lm.drafts import steps
 from mlx_sparse.lm.drafts.figures import DraftFigures
-from mlx_sparse.lm.drafts.pace import MOST, PAUSE, Pace
+from mlx_sparse.lm.drafts.pace import MOST, PAUSE, Pace, fused
 
 SPARQ = "sparq:rank=2,top_k=8,dense_below=0"
 GOOD = "sparq:rank=16,top_k=96,key_bits=16,dense_below=0"  # drafts that are mostly right
@@ -223,8 +223,8 @@ def test_short_contexts_and_caches_that_are_yet_to_be_quantised_are_not_drafted(
         ("sample", {}, "lossless: expected a method for new tokens, got sample, which changes prompts."),
         ("h2o", {}, "lossless: expected a method for new tokens that can take them back, got h2o, which counts"),
         ("dense", {}, "lossless: expected a method for new tokens that can take them back, got none."),
-        ("sparq", {"draft_tokens": 9}, "lossless: expected 1 to 8 drafts for each check, got 9."),
-        ("sparq", {"draft_tokens": 0}, "lossless: expected 1 to 8 drafts for each check, got 0."),
+        ("sparq", {"draft_tokens": 8}, "lossless: expected 1 to 7 drafts for each check, got 8."),
+        ("sparq", {"draft_tokens": 0}, "lossless: expected 1 to 7 drafts for each check, got 0."),
         ("sparq", {"lossless": False, "draft_tokens": 2}, "draft_tokens: expected none without lossless, got 2."),
     ],
 )
@@ -251,22 +251,22 @@ def test_an_answer_that_cannot_be_drafted_is_refused_in_one_line(
         steps.generate_step(mx.array([1, 2]), model, **options)
 
 
-def paced(draft: float, query: float, chances: float, tokens: int, dense: float = 1.0) -> tuple[Pace, list[int]]:
+def paced(draft: float, query: float, chances: float, tokens: int, most: int = MOST) -> tuple[Pace, list[int]]:
     """A run with these seconds for a draft and for each query of a check; of ``1 / (1 - chances)`` drafts one fails."""
-    pace, lengths, done = Pace(), [], 0
+    pace, lengths, done = Pace(most=most), [], 0
     failed = 0.0
     while done < tokens:
         drafts, timed = pace.turn(10**6)
         lengths.append(drafts)
         if not drafts:
-            pace.note_step(dense if timed else None)
+            pace.note_step(1.0 if timed else None)
             done += 1
             continue
         accepted = 0
         while accepted < drafts and (failed := failed + 1 - chances) < 1:
             accepted += 1
         failed %= 1
-        pace.note_check(drafts, accepted, (drafts * draft, dense + drafts * query) if timed else None)
+        pace.note_check(drafts, accepted, (drafts * draft, 1.0 + drafts * query) if timed else None)
         done += accepted + 1
     return pace, lengths
 
@@ -274,7 +274,7 @@ def paced(draft: float, query: float, chances: float, tokens: int, dense: float 
 @pytest.mark.parametrize(
     ("draft", "query", "chances", "least", "most"),
     [
-        (0.1, 0.0, 0.98, 7, 8),  # cheap and right
+        (0.1, 0.0, 0.98, 6, 7),  # cheap and right
         (0.1, 0.0, 0.5, 2, 4),  # cheap and often wrong
         (0.5, 0.05, 0.9, 1, 4),
         (0.95, 0.1, 0.9, 0, 0),  # a draft costs what it could save
@@ -303,6 +303,12 @@ def test_drafts_that_do_not_pay_pause_for_longer_each_time() -> None:
 def test_a_pace_that_is_given_stays(enabled: Callable[..., Any]) -> None:
     pace = Pace(5)
     assert pace.turn(100).drafts == 5 and pace.turn(3).drafts == 3 and pace.turn(0).drafts == 0
+
+
+@pytest.mark.parametrize(("G", "drafts"), [(1, 7), (4, 7), (5, 5), (8, 3), (16, 1), (32, 1), (64, 1)])
+def test_a_check_is_one_that_mlx_has_a_kernel_for(G: int, drafts: int) -> None:
+    assert fused(G) == drafts
+    assert max(paced(0.01, 0.0, 0.99, 300, most=drafts)[1]) == drafts
 
 
 def test_figures_add_up_and_are_said() -> None:

@@ -6,7 +6,8 @@ from collections import deque
 from statistics import median
 from typing import NamedTuple
 
-MOST = 8  # drafts for one check: more than nine queries are a prompt to MLX's kernels
+QUERIES, ROWS = 8, 32  # that MLX's kernel for a few queries takes at a time, and queries of a group with them
+MOST = QUERIES - 1  # drafts for one check
 TIMED_FIRST, TIMED_EVERY = 4, 8  # checks that are timed, which costs waiting for the device once more
 DENSE_EVERY = 128  # tokens after which a dense step is timed anew, as contexts grow
 PAUSE, LONGEST_PAUSE = 64, 1024  # tokens without drafts where they do not pay
@@ -29,10 +30,11 @@ class Pace:
 
     Args:
         fixed: draft so many, whatever is measured.
+        most: draft no more where that is left open.
     """
 
-    def __init__(self, fixed: int | None = None) -> None:
-        self.fixed = fixed
+    def __init__(self, fixed: int | None = None, most: int = MOST) -> None:
+        self.fixed, self.most = fixed, most
         self.pauses = 0
         self._dense: deque[float] = deque(maxlen=5)
         self._draft: deque[float] = deque(maxlen=5)
@@ -96,5 +98,14 @@ class Pace:
 
     def _best(self) -> int:
         if len(self._checks) < 2:
-            return 2 + 2 * len(self._checks)  # two lengths, to see what a query costs
-        return max(range(1, MOST + 1), key=self.rate)
+            return min(2 + 2 * len(self._checks), self.most)  # two lengths, to see what a query costs
+        return max(range(1, self.most + 1), key=self.rate)
+
+
+def fused(G: int) -> int:
+    """Drafts whose check one kernel of MLX's attends on a GPU, with ``G`` query heads for each KV head; at least one.
+
+    Its threadgroups share what they read of keys and values between queries and heads. With more, scores go through
+    memory.
+    """
+    return max(min(QUERIES, ROWS // G) - 1, 1)

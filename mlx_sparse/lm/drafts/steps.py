@@ -24,7 +24,7 @@ from ...checks import ConfigError
 from ...common.call_report import Counts
 from ...common.model_info import leaves
 from .figures import DraftFigures
-from .pace import Pace
+from .pace import MOST, Pace, fused
 from .phase import Phase, entered
 from .undo import Undo
 
@@ -113,7 +113,9 @@ class Run:
         )
         self.quantises = kv_bits is not None
         self.progress = prompt_progress_callback or (lambda done, all: None)
-        self.pace = Pace(plan.lossless or None)
+        groups = [layer.step.G for _, layer in plan.layers]
+        on_gpu = groups and mx.default_device().type == mx.gpu
+        self.pace = Pace(plan.lossless or None, fused(max(groups)) if on_gpu else MOST)
         self.history: mx.array | None = None  # tokens that the caches hold, for processors
         self.length = 0  # and how many they are
 
