@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 from ..checks import ConfigError, SparseAttentionError
 from ..common import families
 from ..common.call_report import JSON_KEY, Counts, Report, listing
-from ..methods import NEVER, Dense, Method, Prefill, parse, read_toml, registry
+from ..methods import NEVER, Method, Prefill, registry
 from .loading import has_all_weights, loading, refuse_rotating_cache, refuse_unquantisable
+from .options import asked, fail, print_error
 from .ranks import Ranks, difference, facts_of
 
 if TYPE_CHECKING:
@@ -416,29 +417,3 @@ class Session:
 
         found: list[Any] | None = in_time(lambda: [numbers_of(report) for report in list(self.reports.values())])
         return self._counts() if found is None else found
-
-
-def asked(args: argparse.Namespace) -> tuple[tuple[Method, ...], bool]:
-    """The methods that were asked for, and whether anything may be measured."""
-    base: dict[str, Method] = {}
-    calibrates = not args.no_calibrate
-    if args.attn_config is not None:
-        base, options = read_toml(args.attn_config)
-        calibrates = calibrates and options.calibrate
-    return parse(args.attn, base) if args.attn is not None else tuple(base.values()) or (Dense(),), calibrates
-
-
-def fail(parser: argparse.ArgumentParser, message: str) -> Any:
-    """End the program with one line; argparse's own error prints the whole usage before it."""
-    end(parser.prog, message)
-
-
-def end(program: str, message: str) -> Any:
-    """End the program with one line."""
-    print_error(program, message)
-    raise SystemExit(2)
-
-
-def print_error(program: str, message: str) -> None:
-    """One line on standard error."""
-    print(f"{program}: error: {message}", file=sys.stderr, flush=True)

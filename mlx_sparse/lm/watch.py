@@ -20,8 +20,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ..checks import SparseAttentionError, shortened
+from .options import print_error
 from .ranks import Ranks, address_of_first
-from .session import print_error
 
 BEAT = 1.0  # seconds between two words of a rank
 SILENCE = 8.0  # after which it is lost

@@ -11,7 +11,7 @@ from ...cache.slice_cache import slice_up
 from ...checks import ConfigError
 from ...common.shares import BLOCK, Shares
 from ...methods import SAAP, Sample
-from ..command import SHARDS
+from ..options import SHARDS
 from ..plan import Plan
 from .call import SliceCall
 from .exchange import Exchange

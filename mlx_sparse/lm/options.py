@@ -1,0 +1,115 @@
+"""The options that mlx-lm's commands get, what is asked by them, and how a mistake in them ends a program."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from ..methods import Dense, Method, parse, read_toml
+
+SHARDS = ("context", "context:local")
+REPORTS = ("text", "mass", "json", "json+mass", "off")
+
+
+class _Once(argparse.Action):
+    """Store a value, and refuse the option the second time."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        if getattr(namespace, self.dest) is not None:
+            fail(parser, f"{option_string}: expected once, got twice. Join methods with '+'.")
+        setattr(namespace, self.dest, values)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the group of options to a command's parser."""
+    group = parser.add_argument_group(
+        "sparse attention",
+        "Process prompts with one sparse attention method and decode with another, or either alone "
+        "(mlx-sparse-attention). What has no method stays dense.",
+    )
+    group.add_argument(
+        "--attn",
+        action=_Once,
+        metavar="METHOD[:KEY=VALUE,...][+METHOD...]",
+        help="Method and parameters, for example 'sample', 'sparq:rank=16,top_k=256' or both, 'sample+sparq'. "
+        "'mlx-sparse matrix' lists the methods and their stages (default: dense attention).",
+    )
+    group.add_argument(
+        "--attn-config",
+        action=_Once,
+        metavar="FILE.toml",
+        help="Parameters from a TOML file with one table per method; --attn wins over it.",
+    )
+    group.add_argument(
+        "--attn-backend",
+        default="auto",
+        metavar="NAME",
+        help="What runs the method: 'metal' (our kernels, on Apple GPUs), 'ops' (MLX array operations), or 'auto', "
+        "metal where it can run (default: auto).",
+    )
+    group.add_argument(
+        "--shard",
+        choices=SHARDS,
+        help="Under mlx.launch, let every process run the whole model and hold a part of the keys and values: each "
+        "attends its own, with the result of one process. With 'context:local' each also chooses among its own "
+        "keys alone, which takes fewer messages (default: mlx-lm's own sharding of the model).",
+    )
+    group.add_argument(
+        "--lossless",
+        nargs="?",
+        const=0,
+        type=int,
+        metavar="N",
+        help="Give the tokens of dense attention: the method drafts N tokens (1 to 7), one dense call over the same "
+        "cache checks them, and what it would not have said is taken back (default N: as many as give most tokens per "
+        "second, none where dense steps do).",
+    )
+    group.add_argument(
+        "--no-calibrate",
+        action="store_true",
+        help="Measure nothing: from what context on a method is sparse is left to a documented model, unless this "
+        "machine has been measured before. Otherwise the first context that is long enough is measured, once for each "
+        "model's shape, in at most 10 seconds.",
+    )
+    group.add_argument(
+        "--attn-report",
+        choices=REPORTS,
+        default="text",
+        help="How to say at the end, on standard error, which calls were sparse, which dense and why, and what that "
+        "saved (default: text). 'mass' and 'json+mass' also measure the attention mass that prompts retain, which "
+        "takes a dense pass over the keys.",
+    )
+
+
+def asked(args: argparse.Namespace) -> tuple[tuple[Method, ...], bool]:
+    """The methods that were asked for, and whether anything may be measured."""
+    base: dict[str, Method] = {}
+    calibrates = not args.no_calibrate
+    if args.attn_config is not None:
+        base, options = read_toml(args.attn_config)
+        calibrates = calibrates and options.calibrate
+    return parse(args.attn, base) if args.attn is not None else tuple(base.values()) or (Dense(),), calibrates
+
+
+def fail(parser: argparse.ArgumentParser, message: str) -> Any:
+    """End the program with one line; argparse's own error prints the whole usage before it."""
+    end(parser.prog, message)
+
+
+def end(program: str, message: str) -> Any:
+    """End the program with one line."""
+    print_error(program, message)
+    raise SystemExit(2)
+
+
+def print_error(program: str, message: str) -> None:
+    """One line on standard error."""
+    print(f"{program}: error: {message}", file=sys.stderr, flush=True)
