@@ -1,0 +1,107 @@
+"""The site: it builds without a warning, every link leads somewhere, and it shows what a forge and Python show."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import markdown
+import pytest
+import site_check
+from markdown_it import MarkdownIt
+from mkdocs.config import load_config
+from mkdocs.structure.files import get_files
+from mkdocs.structure.pages import Page
+
+import mlx_sparse
+from mlx_sparse import cuda_ref
+from mlx_sparse.methods import METHODS
+
+ROOT = Path(__file__).parents[1]
+ELEMENTS = re.compile(r"<(ul|ol|li|table|tr|td|th|pre|h[1-6]|blockquote|img|em|strong|a)\b")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder]
+    done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_no_link_of_it_is_dead_and_nothing_is_loaded_from_elsewhere(site: Path) -> None:
+    wrong, pages, links = site_check.check(site)
+    assert not wrong
+    assert pages > 40
+    assert links > 2000
+
+
+def test_it_shows_every_public_name(site: Path) -> None:
+    shown = (site / "api" / "mlx_sparse" / "index.html").read_text(encoding="utf-8")
+    for name in dir(mlx_sparse):
+        baseline = METHODS.get(name.removesuffix("_attention"))
+        assert f'id="mlx_sparse.{name}"' in shown or (baseline and f">{name}<" in shown) or name == "__version__", name
+    shown = (site / "api" / "cuda_ref" / "index.html").read_text(encoding="utf-8")
+    for name in " ".join(cuda_ref._HOMES.values()).split():
+        assert f'id="cuda_ref.{name}"' in shown, name
+    shown = (site / "api" / "methods" / "index.html").read_text(encoding="utf-8")
+    for method in METHODS.values():
+        assert f'id="{method.__module__}.{method.__name__}"' in shown, method
+
+
+def test_links_that_leave_it_lead_to_the_repository_once_there_is_one() -> None:
+    def shown(path: str, repo_url: str) -> str:
+        config = load_config(str(ROOT / "mkdocs.yml"), repo_url=repo_url)
+        files = config.plugins.on_files(get_files(config), config=config)
+        file = files.get_file_from_path(path)
+        assert file is not None
+        text = config.plugins.on_page_markdown(
+            file.content_string, page=Page(None, file, config), config=config, files=files
+        )
+        assert isinstance(text, str)
+        return text
+
+    body, forge = "onnx_export/bodies/SparQ.onnxtxt", "https://forge.example/project"
+    assert f"\n{body}: " in shown("spec/operators.md", "")
+    assert f"\n[{body}]({forge}/blob/HEAD/{body}): " in shown("spec/operators.md", forge)
+    assert "(`docs/index.md`)" in shown("CHANGELOG.md", "")
+    for repo_url in ("", forge):  # pages of the site are linked as such, wherever their files lie
+        assert "](spec/sparq.md)" in shown("README.md", repo_url)
+        assert "](tests/msl/README.md)" in shown("methods.md", repo_url)
+        assert "](../quality.svg)" in shown("results/quality.md", repo_url)
+
+
+def test_a_page_is_made_of_the_same_elements_here_and_on_a_forge() -> None:
+    def elements(html: str) -> Counter[str]:
+        return Counter(ELEMENTS.findall(re.sub("<pre>.*?</pre>", "<pre>", html, flags=re.DOTALL)))
+
+    forge = MarkdownIt("commonmark").enable("table")
+    config = load_config(str(ROOT / "mkdocs.yml"))
+    for file in config.plugins.on_files(get_files(config), config=config):
+        if file.is_documentation_page() and file.abs_src_path and "api/" not in file.src_uri:
+            text = file.content_string
+            here = markdown.markdown(text, extensions=["tables", "fenced_code"])
+            assert elements(here) == elements(forge.render(text)), file.src_uri
+
+
+def test_the_check_finds_what_is_planted(tmp_path: Path) -> None:
+    (tmp_path / "page").mkdir()
+    (tmp_path / "page" / "index.html").write_text('<h1 id="here">x</h1><a href="../gone/">x</a>')
+    (tmp_path / "index.html").write_text(
+        '<a href="page/#here">x</a><a href="page/#there">x</a><a href="https://forge.example">x</a>'
+        '<img src="https://elsewhere.example/x.png"><link rel="stylesheet" href="none.css">'
+    )
+    assert site_check.check(tmp_path) == (
+        [
+            "index.html: loads https://elsewhere.example/x.png",
+            "index.html: page/#there names no anchor",
+            "index.html: none.css leads nowhere",
+            "page/index.html: ../gone/ leads nowhere",
+        ],
+        2,
+        4,
+    )
