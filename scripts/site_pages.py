@@ -79,6 +79,14 @@ def on_page_content(html: str, page: Page, files: Files, **kwargs: Any) -> str:
     return re.sub(r"\bdocs/([\w/]+\.md)", led, html)
 
 
+def on_post_page(output: str, **kwargs: Any) -> str:
+    """Keep the theme's script from asking the forge how many stars the repository has."""
+    return output.replace('data-md-component="source"', "")
+
+
+on_post_template = on_post_page  # 404.html
+
+
 class PublicNames(griffe.Extension):
     """Shows griffe, which runs no code, the functions of `HOMES`."""
 
