@@ -67,8 +67,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, files: Files, **kwargs: Any) -> str:
-    """Keep options on one line, and link the pages that docstrings name."""
-    html = re.sub(r"(?<=[>\s])(--[\w-]+)(?=[^<]*</code>)", r'<span class="option">\1</span>', html)
+    """Break no option or command at its hyphens, and link the pages that docstrings name."""
+    html = re.sub(r"(?<=[>\s])([\w.]*-[\w.-]{1,24})(?=(?:\s[^<]*)?</code>)", r'<span class="whole">\1</span>', html)
     if not page.file.src_uri.startswith("api/"):
         return html
 
