@@ -20,6 +20,7 @@ from mlx_sparse.methods.registry import public_functions
 
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
+CODE = re.compile("`[^`]*`")
 # Written out in a class of `functions`; the baselines are made from the classes of `METHODS`.
 WRITTEN = {name: getattr(functions.Functions, name) for name in public_functions("ops")}
 # Where the functions are that packages look up when they are asked for.
@@ -63,6 +64,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return f"[{text}]({config.repo_url.rstrip('/')}/blob/HEAD/{name}{anchor})"
         return text if name in text else f"{text} (`{name}`)"
 
+    # In the code of a table's cell, forges read \| as |, and Python-Markdown reads it as it stands.
+    rows = re.compile(r"^\|.*\|$", re.MULTILINE)
+    markdown = rows.sub(lambda row: CODE.sub(lambda code: code[0].replace("\\|", "|"), row[0]), markdown)
     return LINK.sub(led, markdown)
 
 
