@@ -71,7 +71,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, files: Files, **kwargs: Any) -> str:
-    """Break no option or command at its hyphens, and link the pages that docstrings name."""
+    """Break no option or command at its hyphens and no figure at its error, and link the pages that docstrings name."""
+    html = html.replace(" ± ", "&nbsp;±&nbsp;")
     html = re.sub(r"(?<=[>\s])([\w.]*-[\w.-]{1,24})(?=(?:\s[^<]*)?</code>)", r'<span class="whole">\1</span>', html)
     if not page.file.src_uri.startswith("api/"):
         return html
