@@ -62,6 +62,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         name = path.relative_to(ROOT).as_posix()
         if config.repo_url:
             return f"[{text}]({config.repo_url.rstrip('/')}/blob/HEAD/{name}{anchor})"
+        if name.endswith(text.strip("`")):
+            return f"`{name}`"
         return text if name in text else f"{text} (`{name}`)"
 
     # In the code of a table's cell, forges read \| as |, and Python-Markdown reads it as it stands.

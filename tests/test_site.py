@@ -71,7 +71,7 @@ def test_links_that_leave_it_lead_to_the_repository_once_there_is_one() -> None:
     body, forge = "onnx_export/bodies/SparQ.onnxtxt", "https://forge.example/project"
     for repo_url in ("", forge):
         given = {path: text for path, (_, text) in pages(repo_url).items()}
-        link = f"[{body}]({forge}/blob/HEAD/{body})" if repo_url else body
+        link = f"[{body}]({forge}/blob/HEAD/{body})" if repo_url else f"`{body}`"
         assert f"\n{link}: " in given["spec/operators.md"]
         link = f"[docs]({forge}/blob/HEAD/docs/index.md)" if repo_url else "docs (`docs/index.md`)"
         assert link in given["CHANGELOG.md"]
