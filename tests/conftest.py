@@ -25,8 +25,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 MODELS = ["fixtures_msl", "fixtures_smollm2"] if importlib.util.find_spec("mlx") else []
 pytest_plugins = ["fixtures_onnx", "fixtures_triton", *MODELS]
 
-# onnxruntime 1.31 needs Python 3.11.
-collect_ignore_glob = ["*test_onnx_*.py"] if sys.version_info < (3, 11) else []
+# onnxruntime 1.31 and the tools of the site need Python 3.11.
+collect_ignore_glob = ["*test_onnx_*.py", "test_site.py"] if sys.version_info < (3, 11) else []
 
 
 # It fetches 240 MB whose licence is not an open-source one.

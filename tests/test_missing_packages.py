@@ -160,7 +160,7 @@ def test_what_is_our_own_mistake_is_not_taken_for_a_missing_package(error: Excep
 def test_a_package_is_in_the_extra_that_is_named() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = {"": project["dependencies"]} | project["optional-dependencies"]
-    del declared["test"]
+    del declared["test"], declared["docs"]  # for who changes it
     homes: dict[str, set[str]] = {}
     for extra, requirements in declared.items():
         for requirement in requirements:

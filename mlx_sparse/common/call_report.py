@@ -34,7 +34,8 @@ class Counts:
     Attributes:
         decode: figures of decode steps beyond these numbers; None where the method has none.
         counting: more of them, which the device is counting; None if that is all.
-        sent_bytes, messages: what this process told others that share the context, and how many times.
+        sent_bytes: what this process told others that share the context.
+        messages: how many times it did.
         checked_bytes: what the calls moved that checked drafts, or decoded without, for the tokens of dense attention.
         drafts: what came of drafts; None where there are none.
     """
@@ -75,7 +76,8 @@ class Report:
         prefill: figures of the prompts (`mlx_sparse.lm.figures.PrefillFigures`); None without a prefill method.
         decodes: whether there is a decode method.
         outlook: tells from where on layers are sparse, in lines.
-        sent_bytes, messages: what this process told others that share the context, and how many times.
+        sent_bytes: what this process told others that share the context.
+        messages: how many times it did.
         checked_bytes: what the calls moved that checked drafts, or decoded without, for the tokens of dense attention.
         drafts: what came of drafts (`mlx_sparse.lm.drafts.figures.DraftFigures`); None where there are none.
         part: of the model, that this process holds.

@@ -17,7 +17,8 @@ class KeyCodes(NamedTuple):
     Attributes:
         codes: ``(B, Hkv, D, groups * 8 * key_bits)`` uint8, lowest bits first. In MLX the same bytes as a quarter as
             many uint32, which `mx.quantize` has too.
-        lo, step: float16 ``(B, Hkv, D, groups)``.
+        lo: float16 ``(B, Hkv, D, groups)``.
+        step: float16 ``(B, Hkv, D, groups)``.
         centre: float32 ``(B, Hkv, D)``.
     """
 

@@ -19,7 +19,8 @@ class PackedParts:
 
     Attributes:
         codes: uint32 ``(B, Hkv, S, D * bits / 32)``, lowest bits first.
-        scales, biases: ``(B, Hkv, S, D / group_size)`` in ``dtype``.
+        scales: ``(B, Hkv, S, D / group_size)`` in ``dtype``.
+        biases: ``(B, Hkv, S, D / group_size)`` in ``dtype``.
         bits: of a component.
     """
 

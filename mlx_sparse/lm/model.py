@@ -51,7 +51,7 @@ def enable(
     Args:
         model: a model loaded by mlx-lm; `shard` or `pipeline` it before, if at all. SAAP's artefact is then cut as the
             model is, and compared with it by family and shapes alone.
-        attn: METHOD[:key=value,...][+METHOD...], at most one method for prompts and one for decoding, for example
+        attn: ``METHOD[:key=value,...][+METHOD...]``, at most one method for prompts and one for decoding, for example
             ``"sample+sparq:rank=16"``; or configurations of `mlx_sparse.methods`. ``"dense"`` alone attends as
             mlx-lm does, but holds no scores of a whole prompt over a quantised cache.
         backend: "auto", or a backend by name.

@@ -1,6 +1,6 @@
 """One frozen dataclass per method, which answers for itself: what it is, its settings, when it pays, what it moves.
 
-``"sparq:rank=16,top_k=64"`` is the text form: METHOD[:key=value,...][+METHOD...]. `parse` reads it, ``str(method)``
+``"sparq:rank=16,top_k=64"`` is the text form: ``METHOD[:key=value,...][+METHOD...]``. `parse` reads it, ``str(method)``
 prints it. `METHODS` has them all by name; `mlx_sparse.methods.table` says which function runs each of them where, and
 what keeps what they keep beside a cache.
 """

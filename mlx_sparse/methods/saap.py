@@ -24,7 +24,8 @@ class SAAP(Method):
             centroids fitted on the prompt itself ("online").
         probes: buckets visited per KV head and step.
         buckets: how many the "online" mode fits, 256 unless given; otherwise the artefact says.
-        sink_tokens, recent_tokens: first and last keys that are always attended.
+        sink_tokens: first keys that are always attended.
+        recent_tokens: last keys that are always attended.
         dense_layers: attention layers, from the first on, that stay dense.
         fold_every: keys that left the window are listed in their buckets this many at a time, and attended till then.
         dense_below: keys below which attention stays dense; "auto" is `pays_from` with kernels on a GPU, with the `ops`

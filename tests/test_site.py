@@ -1,0 +1,110 @@
+"""The site: it builds without a warning, every link leads somewhere, and it shows what a forge and Python show."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections import Counter
+from html import unescape
+from pathlib import Path
+
+import markdown
+import pytest
+import site_check
+from markdown_it import MarkdownIt
+from mkdocs.config import load_config
+from mkdocs.structure.files import get_files
+from mkdocs.structure.pages import Page
+
+import mlx_sparse
+from mlx_sparse import cuda_ref
+from mlx_sparse.methods import METHODS
+
+ROOT = Path(__file__).parents[1]
+ELEMENTS = re.compile(r"<(ul|ol|li|table|tr|td|th|pre|h[1-6]|blockquote|img|em|strong|a)\b")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder]
+    done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_no_link_of_it_is_dead_and_nothing_is_loaded_from_elsewhere(site: Path) -> None:
+    wrong, pages, links = site_check.check(site)
+    assert not wrong
+    assert pages > 40
+    assert links > 2000
+
+
+def test_it_shows_every_public_name(site: Path) -> None:
+    shown = (site / "api" / "mlx_sparse" / "index.html").read_text(encoding="utf-8")
+    for name in dir(mlx_sparse):
+        baseline = METHODS.get(name.removesuffix("_attention"))
+        assert f'id="mlx_sparse.{name}"' in shown or (baseline and f">{name}<" in shown) or name == "__version__", name
+    shown = (site / "api" / "cuda_ref" / "index.html").read_text(encoding="utf-8")
+    for name in " ".join(cuda_ref._HOMES.values()).split():
+        assert f'id="cuda_ref.{name}"' in shown, name
+    shown = (site / "api" / "methods" / "index.html").read_text(encoding="utf-8")
+    for method in METHODS.values():
+        assert f'id="{method.__module__}.{method.__name__}"' in shown, method
+
+
+def pages(repo_url: str) -> dict[str, tuple[str, str]]:
+    """The Markdown of every page as it is written, and as mkdocs is given it."""
+    config = load_config(str(ROOT / "mkdocs.yml"), repo_url=repo_url)
+    files = config.plugins.on_files(get_files(config), config=config)
+    found = {}
+    for file in files.documentation_pages():
+        if file.abs_src_path:  # those of the API have no file
+            page = Page(None, file, config)
+            given = config.plugins.on_page_markdown(file.content_string, page=page, config=config, files=files)
+            found[file.src_uri] = file.content_string, given
+    return found
+
+
+def test_links_that_leave_it_lead_to_the_repository_once_there_is_one() -> None:
+    body, forge = "onnx_export/bodies/SparQ.onnxtxt", "https://forge.example/project"
+    for repo_url in ("", forge):
+        given = {path: text for path, (_, text) in pages(repo_url).items()}
+        link = f"[{body}]({forge}/blob/HEAD/{body})" if repo_url else f"`{body}`"
+        assert f"\n{link}: " in given["spec/operators.md"]
+        link = f"[docs]({forge}/blob/HEAD/docs/index.md)" if repo_url else "docs (`docs/index.md`)"
+        assert link in given["CHANGELOG.md"]
+        # Pages of the site are linked as such, wherever their files lie.
+        assert "](spec/sparq.md)" in given["README.md"]
+        assert "](tests/msl/README.md)" in given["methods.md"]
+        assert "](../quality.svg)" in given["results/quality.md"]
+
+
+def test_a_page_says_the_same_in_the_same_elements_as_on_a_forge() -> None:
+    def looks(html: str) -> tuple[Counter[str], list[str]]:
+        return Counter(ELEMENTS.findall(html)), unescape(re.sub("<[^>]+>", " ", html)).split()
+
+    forge = MarkdownIt("commonmark").enable("table")
+    for path, (written, given) in pages("https://forge.example/project").items():
+        here = markdown.markdown(given, extensions=["tables", "fenced_code"])
+        assert looks(here) == looks(forge.render(written)), path
+
+
+def test_the_check_finds_what_is_planted(tmp_path: Path) -> None:
+    (tmp_path / "page").mkdir()
+    (tmp_path / "page" / "index.html").write_text('<h1 id="here">x</h1><a href="../gone/">x</a>')
+    (tmp_path / "index.html").write_text(
+        '<a href="page/#here">x</a><a href="page/#there">x</a><a href="https://forge.example">x</a>'
+        '<img src="https://elsewhere.example/x.png"><link rel="stylesheet" href="none.css">'
+    )
+    assert site_check.check(tmp_path) == (
+        [
+            "index.html: loads https://elsewhere.example/x.png",
+            "index.html: page/#there names no anchor",
+            "index.html: none.css leads nowhere",
+            "page/index.html: ../gone/ leads nowhere",
+        ],
+        2,
+        4,
+    )
