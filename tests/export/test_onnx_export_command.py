@@ -65,7 +65,7 @@ def test_it_is_a_subcommand_of_mlx_sparse_too(capsys: pytest.CaptureFixture[str]
     assert said[0] == said[1]
     assert said[0].startswith("usage: export-onnx ")
     assert cli.main([]) == 0
-    assert re.search(r"^ +export-onnx +a model as ", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(r"^ +export-onnx\b", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_a_model_is_exported_and_the_check_is_told(run: Callable[..., str], llama: Path, tmp_path: Path) -> None:
