@@ -2,7 +2,7 @@
 """Does what was installed work? For a wheel or sdist in an environment of its own, whose Python runs this.
 
   python scripts/smoke.py             commands, the start-up hook, and a sparse answer of a tiny random model
-  python scripts/smoke.py --native    the same; the native ONNX kernels have to be there, and run that model (extra onnx)
+  python scripts/smoke.py --native    the same; native ONNX kernels have to be there, and run that model (extra onnx)
 
 Nothing is fetched, and nothing of the checkout is imported but the tiny model of the tests.
 """
@@ -65,7 +65,7 @@ def main():
     ask = ["--prompt", PROMPT, "--max-tokens", "8"]
     _, said = run("mlx_lm.generate", "--model", "model", *ask, "--attn", SPARSE, "--attn-report", "json")
     lines = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
-    expect(lines and lines[-1]["mlx_sparse_report"]["sparse_calls"], "sparse calls in mlx_lm.generate", said)
+    expect(lines and lines[-1]["mlx_sparse_report"][0]["sparse_calls"], "sparse calls in mlx_lm.generate", said)
 
     if importlib.util.find_spec("onnxruntime"):
         run("mlx-sparse", "export-onnx", "--model", "model", "--method", SPARSE, "--max-length", "64", "-o", "onnx")
