@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .lm import report as report
     from .lm import sparse as sparse
 
-__version__ = "0.1.0"
+    __version__: str
 
 _HOMES = {
     "checks": "ArtefactError BackendUnavailable ConfigError ShapeError SparseAttentionError",
@@ -44,6 +44,10 @@ def _attention() -> list[str]:
 
 
 def __getattr__(name: str) -> "Any":
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("mlx-sparse-attention")
     home_of = dict.fromkeys(_attention(), "api") if name.endswith("_attention") else _HOME_OF
     if name not in home_of:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -26,6 +26,7 @@ OWN_PARSERS = {
     "tune-sample": "mlx_sparse.tools.tune.run",
     "train-saap": "mlx_sparse.tools.train.run",
     "bench": "mlx_sparse.tools.bench.command",
+    "export-onnx": "mlx_sparse.onnx_export.exporter.command",
     "run-onnx": "mlx_sparse.onnx_export.runtime.run",
 }
 
@@ -78,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("tune-sample", help="settings of SampleAttention for a model, as a file for --attn-config")
     commands.add_parser("train-saap", help="SAAP's index of a model, trained on text, as a file for --attn")
     commands.add_parser("bench", help="time decode steps, prompts and generation, on MLX, ONNX Runtime or CUDA")
+    commands.add_parser("export-onnx", help="a model as an ONNX file for other runtimes; the command export-onnx too")
     commands.add_parser("run-onnx", help="text from a model that export-onnx wrote, on onnxruntime")
     for name in HOSTED:
         commands.add_parser(name, help=f"mlx_lm.{name} with --attn, without the start-up hook")

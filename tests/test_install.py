@@ -136,6 +136,27 @@ def test_the_wheel_holds_every_source_file_and_only_mlx_sparse(built):
         run(sys.executable, "-m", "check_wheel_contents", built[wheel])
 
 
+def test_what_it_says_to_type_for_an_extra_works(installed, built, request):
+    kind = request.node.callspec.params["installed"]
+    told = installed.code("from mlx_sparse.common.extras import install_hint; print(install_hint('eval'))").stdout
+    place = f"-e '{ROOT}[eval]'" if kind == "editable" else f"'{built[kind]}[eval]'"
+    assert told == f"`{installed.python} -m pip install {place}`\n"
+    if kind == "wheel without compiler":  # the others are alike, or would be compiled again
+        done = run("sh", "-c", f"{told.strip().strip('`')} --no-index", cwd=installed.folder)
+        assert "Requirement already satisfied: matplotlib" in done.stdout
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="needs onnxruntime")
+def test_the_check_of_releases_tells_what_is_missing(installed, request):
+    """All of it takes half a minute: .github/workflows/release.yml runs it on every file."""
+    lacks = {"wheel without compiler": "native kernels", "editable": "an installed package"}
+    if missing := lacks.get(request.node.callspec.params["installed"]):
+        check = [installed.python, ROOT / "scripts" / "smoke.py", "--native"]
+        done = run(*check, cwd=installed.folder, check=False)
+        assert done.returncode == 1
+        assert done.stderr.startswith(f"expected {missing}, got ")
+
+
 def test_the_mapped_folders_arrive(installed):
     code = """
 from importlib.resources import files

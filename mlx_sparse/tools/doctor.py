@@ -14,14 +14,13 @@ from typing import Any
 from .. import __version__
 from .._boot import CommandFinder
 from ..checks import SparseAttentionError
-from ..common.extras import install_hint
+from ..common.extras import NAME, REBUILD, install_hint
 from ..methods.registry import unavailable
 from ..methods.table import BACKENDS
 from . import environment
 
 PACKAGES = ("mlx", "mlx-lm", "numpy", "tqdm", "transformers", "torch", "triton")
 ATTN = "sample+sparq"
-DISTRIBUTION = "mlx-sparse-attention"
 
 
 def examine(model: str | None = None, attn: str = ATTN, backend: str = "auto") -> dict[str, Any]:
@@ -114,7 +113,7 @@ def _hook(problems: list[str]) -> str:
         return "the start-up hook is active"
     problems.append(
         "the start-up hook is not active, so mlx_lm.generate knows no --attn: use 'mlx-sparse generate', or reinstall: "
-        f"run {install_hint(options='--force-reinstall --no-deps')}"
+        f"run {install_hint(options=REBUILD)}"
     )
     return "the start-up hook is not active"
 
@@ -125,11 +124,11 @@ def _other_owners() -> list[str]:
         distribution.metadata["Name"]
         for distribution in metadata.distributions()
         if any(file.parts[0] == "mlx_sparse" for file in distribution.files or [])
-    } - {DISTRIBUTION}
+    } - {NAME}
     found = util.find_spec("mlx_sparse")
     where = Path(found.origin).parent if found and found.origin else "nowhere"
     return [
         f"{owner} owns the import name mlx_sparse too (found at {where}): run 'pip uninstall {owner}', then reinstall "
-        f"{DISTRIBUTION}"
+        f"{NAME}"
         for owner in sorted(owners)
     ]

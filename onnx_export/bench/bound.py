@@ -51,7 +51,7 @@ class Bound:
 def unavailable(name: str) -> str | None:
     """Why a contender cannot run here, None if it can."""
     if name.startswith("native") and (reason := native.unavailable()):
-        return "not built" if reason == native.NOT_BUILT else reason
+        return "not built" if reason.startswith(native.NOT_BUILT) else reason
     return torch_missing() if name.startswith("torch") else None
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from mlx_sparse import __version__
 from mlx_sparse.checks import BackendUnavailable, check_choice
+from mlx_sparse.common.extras import build_hint
 
 from ..domain import SPEC
 
@@ -17,11 +18,7 @@ if TYPE_CHECKING:
     import onnxruntime
 
 LIBRARY = "libmlx_sparse_ort.dylib" if sys.platform == "darwin" else "libmlx_sparse_ort.so"
-NOT_BUILT = (
-    "the library of native ONNX Runtime kernels was not built: there was no C++ compiler. Install one (macOS: "
-    "xcode-select --install; Debian: apt install g++), then run pip install --force-reinstall --no-deps . in the "
-    "project's folder"
-)
+NOT_BUILT = "the library of native ONNX Runtime kernels was not built: there was no C++ compiler"
 
 
 def library_path() -> Path:
@@ -31,7 +28,7 @@ def library_path() -> Path:
         BackendUnavailable: it was not built, does not load, or is of another version than this package.
     """
     found = _found()
-    reason = NOT_BUILT if found is None else _mismatch(found)
+    reason = unavailable()
     if found is None or reason:
         raise BackendUnavailable(f"native: expected {LIBRARY}, got none that can be used: {reason}.")
     return found
@@ -40,7 +37,10 @@ def library_path() -> Path:
 def unavailable() -> str | None:
     """Why the native kernels cannot run here; None when they can."""
     found = _found()
-    return NOT_BUILT if found is None else _mismatch(found)
+    if found is not None:
+        return _mismatch(found)
+    compiler = "macOS: xcode-select --install; Debian: apt install g++"
+    return f"{NOT_BUILT}. Install one ({compiler}), then run {build_hint()}"
 
 
 def session_options(native: str = "auto") -> onnxruntime.SessionOptions:
@@ -76,4 +76,4 @@ def _mismatch(path: Path) -> str | None:
         return f"{path} does not load ({error})"
     version.restype, version.argtypes = ctypes.c_char_p, []
     built, wanted = (version() or b"").decode(), f"{__version__} spec {SPEC}"
-    return None if built == wanted else f"{path} is of version {built}, this package of {wanted}; reinstall it"
+    return None if built == wanted else f"{path} is of version {built}, this package of {wanted}. Run {build_hint()}"

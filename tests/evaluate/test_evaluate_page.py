@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -34,6 +35,7 @@ from tiny_models import build
 
 import mlx_sparse
 from mlx_sparse import cli
+from mlx_sparse.common.extras import install_hint
 from mlx_sparse.common.model_info import weights_hash
 from mlx_sparse.tools.evaluate import report
 from mlx_sparse.tools.evaluate.journal import as_json, from_json
@@ -208,7 +210,7 @@ def test_times_that_were_not_written_here_are_refused(tmp_path: Path, changes: d
 def test_a_missing_matplotlib_is_said_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     report.check()
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(mlx_sparse.BackendUnavailable, match=r"matplotlib: .*pip install '\.\[eval\]'"):
+    with pytest.raises(mlx_sparse.BackendUnavailable, match="matplotlib: .*" + re.escape(install_hint("eval"))):
         report.check()
 
 

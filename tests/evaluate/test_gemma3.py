@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import zipfile
 from pathlib import Path
@@ -22,6 +23,7 @@ from tokenizers import Tokenizer
 
 from mlx_sparse.checks import ArtefactError, BackendUnavailable, ConfigError
 from mlx_sparse.cli import main
+from mlx_sparse.common.extras import install_hint
 from mlx_sparse.tools.assets import gemma3, models
 from mlx_sparse.tools.assets.store import file_hash
 
@@ -185,7 +187,7 @@ def test_another_file_is_not_even_opened(tmp_path: Path) -> None:
 
 def test_without_the_reader_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(BackendUnavailable, match=r"pip install '\.\[gemma\]'"):
+    with pytest.raises(BackendUnavailable, match=re.escape(install_hint("gemma"))):
         gemma3.prepare_model(tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
 

@@ -23,6 +23,8 @@ from mlx_sparse.onnx_export.exporter import command, decoder, export, weights
 from mlx_sparse.onnx_export.exporter.methods.sparq import SparQDecoding
 from mlx_sparse.onnx_export.exporter.verify import compare, session
 
+from mlx_sparse import cli
+
 NAMES = {"model.onnx", "model.onnx.data", "tokenizer.json", "tokenizer_config.json", "genai_config.json"}
 SPARQ = "sparq:rank=4,top_k=4"
 
@@ -51,6 +53,19 @@ def assert_refused(message: str, expected: str, folder: Path) -> None:
     """One line that says it, and nothing beside what was in the folder before."""
     assert re.fullmatch(rf"export-onnx: error: [^\n]*{expected}[^\n]*\n", message), message
     assert [file.name for file in folder.iterdir()] in ([], ["model"])
+
+
+def test_it_is_a_subcommand_of_mlx_sparse_too(capsys: pytest.CaptureFixture[str]) -> None:
+    said = []
+    for call in (lambda: command.main(["--help"]), lambda: cli.main(["export-onnx", "--help"])):
+        with pytest.raises(SystemExit) as stop:
+            call()
+        assert stop.value.code == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1]
+    assert said[0].startswith("usage: export-onnx ")
+    assert cli.main([]) == 0
+    assert re.search(r"^ +export-onnx\b", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_a_model_is_exported_and_the_check_is_told(run: Callable[..., str], llama: Path, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from tiny_models import EveryStepSparQ, prompt_of, words, write
 
 from mlx_sparse import cli
 from mlx_sparse.common.call_report import JSON_KEY
+from mlx_sparse.common.extras import install_hint
 from mlx_sparse.lm import disable, sparse
 from mlx_sparse.lm.command import run
 from mlx_sparse.methods import METHODS
@@ -196,7 +197,7 @@ def test_a_missing_lm_eval_is_named_with_its_extra(capsys: Any, monkeypatch: pyt
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.delitem(sys.modules, "mlx_lm.evaluate")
     assert cli.main(["evaluate", "--model", "any", "--tasks", "any"]) == 2
-    assert "pip install '.[lm-eval]'" in capsys.readouterr().err
+    assert install_hint("lm-eval") in capsys.readouterr().err
 
 
 DATA = {
