@@ -56,7 +56,7 @@ func failure(_ text: Text, _ header: String) -> String? {
     let pipeline = try device.makeComputePipelineState(function: function)
     let most = pipeline.maxTotalThreadsPerThreadgroup
     let memory = pipeline.staticThreadgroupMemoryLength
-    let expected = text.threadgroup_memory.map(String.init) ?? "?"
+    let expected = text.threadgroup_memory.map { "\($0)" } ?? "?"
     print("\(text.threads)\t\(most)\t\(expected)\t\(memory)\t\(text.name)")
     if most < text.threads { return "\(text.threads) threads are launched, its pipeline allows \(most)" }
     if memory > device.maxThreadgroupMemoryLength { return "\(memory) bytes of threadgroup memory" }

@@ -59,6 +59,14 @@ def test_actions_are_pinned_and_a_workflow_may_read_only(workflow: Path) -> None
 
 
 @by_workflow
+def test_a_command_before_a_pipe_may_not_fail_unseen(workflow: Path) -> None:
+    """A step without `shell: bash` runs without pipefail."""
+    text = workflow.read_text()
+    piped = [line for line in text.splitlines() if re.search(r"[^|]\|\s*(?:tee|grep|tail|head|jq)\b", line)]
+    assert not piped or re.search(r"^defaults:\n  run:\n    shell: bash\b", text, re.M), piped
+
+
+@by_workflow
 def test_scripts_that_they_run_are_there_and_can_be_run(workflow: Path) -> None:
     text = workflow.read_text()
     for before, name in re.findall(r"(\S*\s)?\b((?:scripts|tests|examples)/[\w./-]+\.\w+)", text):
