@@ -44,6 +44,6 @@ if (rows(row)) {
         vec<T, 2>(T(sums[d].x * factor), T(sums[d].y * factor));
   }
   if (spot.column == 0) {
-    lse[written] = log2_sum(running.largest, total) / LOG2_E;
+    lse[written] = natural(log2_sum(running.largest, total));
   }
 }

@@ -49,6 +49,7 @@ inline float shift_of(float largest) { return largest == -INFINITY ? 0.0f : larg
 
 // log2 of a sum of exp2(score - shift_of(largest))
 inline float log2_sum(float largest, float sum) { return sum == 0.0f ? -INFINITY : shift_of(largest) + log2(sum); }
+inline float natural(float logarithm) { return logarithm / LOG2_E; }
 
 // Elements from one row of a tile to the next: 16 bytes more than a row, so that neighbours lie in different banks.
 template <typename T>

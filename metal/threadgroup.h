@@ -7,6 +7,7 @@ using namespace metal;
 
 constant constexpr uint LANES = 32;
 constant constexpr uint MAX_SIMDGROUPS = 16;  // 512 threads: what a pipeline with many registers still allows
+static_assert(MAX_SIMDGROUPS <= LANES, "of_simdgroup gives each a lane");
 
 // Where a thread stands in its threadgroup.
 struct Place {

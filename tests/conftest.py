@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import tier as tiers
 from absent import without
+from require import required
 
 from mlx_sparse.common import measured
 
@@ -25,8 +26,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 MODELS = ["fixtures_msl", "fixtures_smollm2"] if importlib.util.find_spec("mlx") else []
 pytest_plugins = ["fixtures_onnx", "fixtures_triton", *MODELS]
 
-# onnxruntime 1.31 and the tools of the site need Python 3.11.
-collect_ignore_glob = ["*test_onnx_*.py", "test_site.py"] if sys.version_info < (3, 11) else []
+# onnxruntime 1.31 and the tools of the site need Python 3.11, and triton has wheels for Linux only: modules of its kernels import it.
+OLD = "on this Python" if sys.version_info < (3, 11) else ""
+NO_TRITON = "" if importlib.util.find_spec("triton") or required("triton") else "without triton"
+NOT_HERE = {"*test_onnx_*.py": OLD, "test_site.py": OLD, "*test_triton_*.py": NO_TRITON, "*test_roofline.py": NO_TRITON}
+collect_ignore_glob = [names for names, why in NOT_HERE.items() if why]
 
 
 # It fetches 240 MB whose licence is not an open-source one.
@@ -152,7 +156,7 @@ def thinned(items: list[pytest.Item], most: int) -> list[pytest.Item]:
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
-    absent = [f"not collected on this Python: {name}" for name in collect_ignore_glob]
+    absent = [f"not collected {NOT_HERE[name]}: {name}" for name in collect_ignore_glob]
     if not config.getoption("accept_licence"):
         absent.append(f"not collected without --accept-licence gemma: {REAL_GEMMA}")
     return [*tier(config), *absent]

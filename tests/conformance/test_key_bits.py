@@ -10,6 +10,7 @@ import pytest
 from adapters import having
 from cases import (
     CASES,
+    CODED,
     Array,
     Case,
     assert_as_good_as_plain,
@@ -28,14 +29,6 @@ from mlx_sparse.oracle.key_codes import approximate_keys, unpack
 
 NODES = ("onnx", "ort")  # of exported files; bodies on one runtime here, on others in tests/export
 CODING = [name for name in having("code_keys") if name in (*FUNCTIONS["code_keys"], *NODES)]
-SETTINGS: dict[str, dict[str, Any]] = {
-    "4-bits": {"key_bits": 4},
-    "8-bits": {"key_bits": 8, "component_score": "query_key"},
-    "spread": {"key_bits": 4, "component_score": "query_key", "rank": 8},
-    "reallocate": {"key_bits": 4, "reallocate": True},
-    "logits": {"key_bits": 8, "group_reduce": "logits"},
-    "every-component": {"key_bits": 4, "rank": None},
-}
 NARROWS = ("metal", "triton")  # they hold scores in 8 bits
 
 by_bits = pytest.mark.parametrize("key_bits", [8, 4])
@@ -99,7 +92,7 @@ ARMS = [
     (name, case, setting)
     for name in CODING
     for i, case in enumerate(CASES)
-    for j, setting in enumerate(SETTINGS)
+    for j, setting in enumerate(CODED)
     if (i % 4 == 3 if name in NODES else name not in NARROWS or (i + j) % 3 == 0)
 ]
 
@@ -107,7 +100,7 @@ ARMS = [
 @pytest.mark.parametrize(("backend", "case", "setting"), ARMS, ids=str, indirect=["backend"])
 def test_a_backend_chooses_by_codes_as_the_oracle(backend: Any, setting: str, case: Case) -> None:
     q, k, v = case.inputs()
-    params = {**every_parameter(case, "paper"), **SETTINGS[setting]}
+    params = {**every_parameter(case, "paper"), **CODED[setting]}
     params["rank"] = params["rank"] or case.D
     found = backend.sparq(case, params)
     selection = {name: value for name, value in params.items() if name != "reallocate"}
@@ -128,7 +121,7 @@ def test_a_backend_chooses_by_codes_as_the_oracle(backend: Any, setting: str, ca
 @pytest.mark.parametrize("case", ODD[:2], ids=str)
 @pytest.mark.parametrize("backend", [name for name in CODING if name not in NODES], indirect=True)
 def test_keys_that_are_no_numbers_come_first_with_their_groups(backend: Any, case: Case, setting: str) -> None:
-    params = {**every_parameter(case, "paper"), **SETTINGS[setting], "rank": case.D, "top_k": 150}
+    params = {**every_parameter(case, "paper"), **CODED[setting], "rank": case.D, "top_k": 150}
     found = backend.sparq(case, params).choice
     q, k, _ = case.inputs()
     selection = {name: value for name, value in params.items() if name != "reallocate"}

@@ -2,121 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 import pytest
-from adapters import Mlx, Torch
 from cases import (
-    CASES,
-    PRECISION,
-    Array,
-    Case,
     assert_as_good_as_plain,
     assert_chosen_within,
     every_parameter,
     plain_attention,
 )
 from expected import assert_conforms, attended, expected
+from quantised_cases import EVERY_FORM, PackedCase, adapter, packed_cases
 
 from mlx_sparse import ShapeError, oracle
-from mlx_sparse.common.packed_parts import BITS
-from mlx_sparse.methods.table import WHOLE_BUFFERS
 
 BACKENDS = ["ops", "triton"]
-FORMS = [(8, 64), (4, 32), (4, 128), (6, 64), (2, 32), (4, 64)]
-
-
-@dataclass(frozen=True)
-class PackedCase(Case):
-    """A case whose keys and values are packed; `inputs` has what they stand for."""
-
-    bits: int = 8
-    group_size: int = 64
-
-    def __str__(self) -> str:
-        return f"{super().__str__()}-{self.bits}-bits-by-{self.group_size}"
-
-    def packed(self) -> list[Any]:
-        from mlx_arrays import to_mlx
-
-        from mlx_sparse import PackedRows
-
-        form = {"bits": self.bits, "group_size": self.group_size}
-        return [PackedRows.of(to_mlx(rows, self.dtype), **form) for rows in super().inputs()[1:]]
-
-    def inputs(self, seed: int = 0, L: int = 1) -> tuple[Array, Array, Array]:
-        from mlx_arrays import unpacked
-
-        keys, values = map(unpacked, self.packed())
-        return super().inputs()[0], keys, values
-
-
-class PackedMlx(Mlx):
-    """The same backends on packed rows."""
-
-    def arrays(self, case: Any) -> list[Any]:
-        return [self.array(case.inputs()[0], case.dtype), *case.packed()]
-
-    def cached(self, rows: Any) -> Any:
-        spare = rows.shape[2] % 5 if self.name in WHOLE_BUFFERS else 0
-        if spare == 0:
-            return rows
-        import mlx.core as mx
-
-        room = [(0, 0), (0, 0), (0, spare), (0, 0)]
-        codes = mx.pad(rows.codes, room, constant_values=0xFFFFFFFF)
-        stale = (mx.pad(part, room, constant_values=mx.nan) for part in (rows.scales, rows.biases))
-        return type(rows)(codes, *stale, rows.bits)
-
-    def columns(self, keys: Any) -> Any:
-        """None: scores come from the rows."""
-
-
-class PackedTorch(Torch):
-    """The Triton kernels on the same rows as torch tensors, slices of longer caches."""
-
-    def arrays(self, case: Any) -> list[Any]:
-        from mlx_arrays import to_numpy
-        from mlx_sparse.cuda_ref import PackedRows
-
-        found = [super().arrays(case)[0]]
-        for rows in case.packed():
-            ranges = (self.array(to_numpy(part), case.dtype) for part in rows.parts[1:])
-            found.append(PackedRows(self.integers(rows.codes, "uint32"), *ranges, rows.bits))
-        return found
-
-    def cached(self, rows: Any) -> Any:
-        from torch_arrays import cached_rows
-
-        return cached_rows(rows)
-
-    def columns(self, keys: Any) -> Any:
-        """None: scores come from the rows."""
-
-    def sparq_select(self, q: Any, k: Any, coded: Any, selection: Any, reallocate: bool) -> Any:
-        from mlx_sparse.cuda_ref.launchers import sparq
-
-        return sparq.sparq_select(q, coded, keys=k, exact=reallocate, **selection)[0]
-
-
-def adapter(backend: Any) -> Any:
-    """The backend on packed rows."""
-    return PackedTorch(backend.name) if backend.name == "triton" else PackedMlx(backend.name)
-
-
-def packed_cases() -> list[PackedCase]:
-    """Every case with two forms that its head dim allows."""
-    found = []
-    for n, case in enumerate(case for case in CASES if type(case) is Case):
-        fitting = [form for form in FORMS if case.D % form[1] == 0]
-        given = {field.name: getattr(case, field.name) for field in fields(Case)}
-        pair = {fitting[(n + i) % len(fitting)] for i in range(2)} if fitting else set()
-        found += [PackedCase(**given, bits=bits, group_size=group) for bits, group in sorted(pair)]
-    return found
-
-
 # Triton's interpreter takes its time, and a list of one key tells little of how exact a sum is.
 SMALL = [case for case in packed_cases() if case.S > 1 and case.B * case.Hkv * case.S * case.D < 80_000]
 HERE = [*(("ops", case) for case in packed_cases()), *(("triton", case) for case in SMALL)]
@@ -170,10 +71,6 @@ def test_public_functions_take_packed_rows(backend: Any) -> None:
     with pytest.raises(ShapeError, match="values: expected the shape of keys"):
         q, k, v = packed.arrays(case)
         packed.functions.sparq_attention(q, k, v.first(100))
-
-
-# The type of the scales, then bits and components of a group.
-EVERY_FORM = [(dtype, bits, (32, 64, 128)[n % 3]) for n, dtype in enumerate(PRECISION) for bits in BITS]
 
 
 @pytest.mark.parametrize("backend", ["triton"], indirect=True)

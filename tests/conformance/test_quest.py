@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from adapters import ADAPTERS, Onnx, Result
-from cases import CASES, Array, Case
+from cases import CASES, QUEST, Array, Case
 from expected import Expected, assert_conforms, attended
 from exported import Made
 from mlx_lm.models.cache import BatchKVCache, KVCache
@@ -26,8 +26,6 @@ from mlx_sparse.common.stats import quest_elements
 from mlx_sparse.methods import parse, registry
 from mlx_sparse.methods.quest import Quest
 from mlx_sparse.tools.evaluate.budget import settle, transfers
-
-SETTINGS = {"pages": {"page_size": 16, "top_k": 64}, "ragged": {"page_size": 5, "top_k": 13}}
 
 
 @dataclass(frozen=True)
@@ -55,25 +53,19 @@ class Negative(Case):
 
 def wanted(case: Case, setting: str) -> Expected:
     q, k, _ = case.inputs()
-    indices, scores = oracle.quest_select(q, k, left_padding=case.padding, **SETTINGS[setting])
-    scores = np.repeat(scores, SETTINGS[setting]["page_size"], axis=-1)[..., : case.S]
+    indices, scores = oracle.quest_select(q, k, left_padding=case.padding, **QUEST[setting])
+    scores = np.repeat(scores, QUEST[setting]["page_size"], axis=-1)[..., : case.S]
     finite = np.where(np.isfinite(scores), scores, 2 * np.abs(scores[np.isfinite(scores)]).max(initial=1))
     return attended(case, indices, case.D**-0.5, finite)
 
 
 def run(backend: Any, case: Case, setting: str) -> Result:
-    page_size, top_k = SETTINGS[setting].values()
+    page_size, top_k = QUEST[setting].values()
     if isinstance(backend, Onnx):
         settings = {"page_size": page_size, "top_k": top_k, "scale": case.D**-0.5, "dense_below": 0}
         node = backend.operator("QuestAttention", case.dtype, **settings)
         return backend.result(node(**last(case, page_size)), case.dtype)
-    (q, k, v), padding = backend.arrays(case), backend.padding(case)
-    bounds = backend.load("page_bounds")(k, padding, page_size=page_size)
-    names = zip(("page_min", "page_max"), map(backend.cached, bounds), strict=True)
-    how = {**SETTINGS[setting], "left_padding": padding, **dict(names), **backend.length(case.S)}
-    given = (q, backend.cached(k))
-    out, lse = backend.load("quest")(*given, backend.cached(v), scale=case.D**-0.5, **how)
-    return backend.result(backend.load("quest_select")(*given, **how), out, lse, case)
+    return backend.quest(case, QUEST[setting])
 
 
 def last(case: Case, page_size: int, new: int = 1) -> dict[str, Array]:
@@ -93,7 +85,7 @@ def last(case: Case, page_size: int, new: int = 1) -> dict[str, Array]:
 
 STEPS = [
     pytest.param(name, setting, case, id=f"{setting}-{case}-{name}")
-    for setting in SETTINGS
+    for setting in QUEST
     for case in CASES
     for name in ADAPTERS
     if case.S > 64 and (case.Hq < 32 or setting == "pages") and (name != "onnx-reference" or case.S < 400)

@@ -119,3 +119,46 @@ def test_an_empty_folder_is_reported_as_unfinished(tmp_path: Path, capsys: pytes
         "the prefill benchmark did not finish",
     ]
     assert capsys.readouterr().out.count("\n") == 1
+
+
+RUN = {"tests": 9, "skipped": 0, "failed": []}
+BAD = {"tests": 9, "skipped": 0, "failed": [{"test": "a", "message": "b"}]}
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ({"tests": {"validated": RUN, "plain": RUN}, "problems": ["the benchmark did not finish"]}, []),
+        ({"tests": {"validated": BAD, "plain": RUN}}, ["1 of 9 tests (validated) failed"]),
+        ({"tests": {"validated": RUN, "plain": None}}, ["tests (plain) did not finish"]),
+        ({"tests": {"validated": RUN, "plain": {**RUN, "skipped": 9}}}, ["no test (plain) ran"]),
+        ({}, ["tests (validated) did not finish", "tests (plain) did not finish"]),
+    ],
+)
+def test_a_workflow_asks_whether_the_tests_passed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], found: dict, said: list[str]
+) -> None:
+    report = tmp_path / "mac_check.json"
+    if found:  # a script that was ended leaves none
+        report.write_text(json.dumps(found))
+    assert check_report.main(["passed", str(report)]) == bool(said)
+    assert capsys.readouterr().out.splitlines() == (said or [f"{report}: nothing wrong"])
+
+
+def test_a_workflow_asks_whether_the_validation_said_anything(tmp_path: Path) -> None:
+    log = tmp_path / "tests.log"
+    log.write_text("2026-11-23 python[1] Metal API Validation Enabled\n")
+    assert check_report.main(["validation", str(log)]) == 0
+    log.write_text(log.read_text() + "-[MTLDebugComputeCommandEncoder dispatch:]: failed: Invalid device load\n")
+    assert check_report.main(["validation", str(log)]) == 1
+
+
+@pytest.mark.parametrize(("chip", "marked"), [("Apple Paravirtual device", True), ("Apple M4 Max", False)])
+def test_timings_of_a_virtual_gpu_are_marked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chip: str, marked: bool
+) -> None:
+    monkeypatch.setattr(check_report, "machine", lambda: {"chip": chip})
+    check_report.main(["mac", str(tmp_path), str(tmp_path / "result.json")])
+    found = json.loads((tmp_path / "result.json").read_text())
+    assert ("timings" in found) == marked
+    assert not marked or found["timings"].startswith("meaningless")

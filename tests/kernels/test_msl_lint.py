@@ -1,7 +1,7 @@
 """What clang would let pass: findings of the lint, each on its planted line, and of the typed compilation."""
 
 import pytest
-from msl.compile import typed_check
+from msl.compile import typed, typed_check
 from msl.lint import lint
 from msl.mutation import barriers
 
@@ -44,6 +44,22 @@ BODY = [
     ),
     ("float y = x[group * n + i];", "32-bit product as an offset: group * n + i"),
     ("const device float* row = x + group * n;", "32-bit product as an offset: group * n"),
+    ("threadgroup half4x4 tile[8];", "threadgroup object that has a constructor: tile"),
+    ("threadgroup matrix<float, 2, 4> tile;", "threadgroup object that has a constructor: tile"),
+    ("threadgroup float best = 0.0f;", "threadgroup object with an initial value: best"),
+    ("threadgroup int list[2] = {1, 2};", "threadgroup object with an initial value: list"),
+    ("threadgroup float s[4]; device float* p = (device float*)s;", "cast from threadgroup to device: s"),
+    ("auto y = *(const constant int*)&x[3];", "cast from device to constant: x"),
+    ("bfloat b = bfloat16_t(x[i]);", "bfloat needs Metal 3.1; MLX's name for what there is: bfloat16_t, not bfloat"),
+    ("bfloat4 b;", "bfloat needs Metal 3.1; MLX's name for what there is: bfloat16_t, not bfloat4"),
+    ("const device bfloat16* b;", "reserved name of an incomplete type: bfloat16"),
+    ("matrix<bfloat16_t, 4, 4> m;", "matrix of bfloat: matrix<bfloat16_t"),
+    ("bfloat16_t b = 0.5f;", "float where bfloat16_t may be bfloat: 0.5f"),
+    ("const bfloat16_t b = -INFINITY;", "float where bfloat16_t may be bfloat: -INFINITY"),
+    ("[[mediump]] float y = x[i];", "attribute that Metal ignores: mediump"),
+    ("mpp::tensor_ops::matmul2d<d> product;", "tensors need Metal 4: mpp::"),
+    ("device atomic<ulong>* counter;", "atomics of 64 bits: atomic<ulong>"),
+    ("auto p = as_type<device float*>(n);", "as_type of a pointer: as_type<device float*>"),
 ]
 # Lines that only look alike.
 CLEAN = [
@@ -61,11 +77,21 @@ CLEAN = [
     "// goto a double std:: 0.5",
     "/* threadgroup_barrier(mem_flags::mem_none); */",
     "float y = x[i] * lane & n;",
+    "threadgroup float s[4]; threadgroup float4* p = (threadgroup float4*)s;",
+    "threadgroup half tile[16 * 8], other[4]; threadgroup half4x4* m = (threadgroup half4x4*)tile;",
+    "half4x4 m; bfloat16_t b = bfloat16_t(0.5f); float y = 0.5f; uint bits = as_type<uint>(y);",
+    "device atomic<uint>* counter; device atomic_float* sum;",
+    "[[maybe_unused]] float y = x[i];",
 ]
 # Whole texts.
+BUILT = "struct S {{ float sum{};  S(float y) {{ sum = y; }} }};\n"
+HOLDS = "struct S { half4x4 tile; };\nkernel void k() {\n threadgroup S s[2]; }"
+CALLS = "kernel void f(device float* a [[buffer(0)]]) {}\nkernel void g(device float* a [[buffer(0)]]) {\n f(a); }"
 TOTAL = "float total(float y) { return simd_sum(y); }\n" + KERNEL.format(body="if (lane < 3) { total(x[i]); }")
 MUTUAL = "int g(int n);\nint f(int n) { return g(n); }\nint g(int n) { return f(n); }"
 SHAPE = "device float* a [[buffer(0)]], const constant int* a_shape [[buffer(1)]]"
+CONSTRUCTED = "threadgroup object that has a constructor: s"
+BRAIN = "float where T may be bfloat: 0.0f"
 FILES = [
     ("#include <cmath>\nfloat f(float y) { return y; }", ["no such header in Metal: #include <cmath> at body:1"]),
     ("#include <metal_simdgroup>\nconstant constexpr uint N = 4;", []),
@@ -79,6 +105,14 @@ FILES = [
     ("void f() {\n  threadgroup float s[4];\n}", ["threadgroup object outside a kernel: s at body:2"]),
     (TOTAL, ["total where threads may differ at body:1"]),
     ("kernel void k(device float* a [[buffer(31)]]) { a[0] = 0.0f; }", ["more than 31 buffers at body:1"]),
+    (BUILT.format("") + "kernel void k() {\n threadgroup S s; }", [f"{CONSTRUCTED} at body:3"]),
+    ("struct S { float sum = 0.0f; };\nkernel void k() {\n threadgroup S s[2]; }", [f"{CONSTRUCTED} at body:3"]),
+    (HOLDS, [f"{CONSTRUCTED} at body:3"]),
+    ("struct S { float sum; };\nkernel void k() {\n threadgroup S s[2]; }", []),
+    (CALLS, ["call of a kernel: f at body:3"]),
+    ("template <typename T> void f(thread T& y) {\n T z = 0.0f;\n y = z; }", [f"{BRAIN} at body:2"]),
+    ("template <typename T> void f(thread T& y) {\n T z = T(0.0f);\n y = z; }", []),
+    ("#include <metal_tensor>", ["tensors need Metal 4: #include <metal_tensor> at body:1"]),
     (f"kernel void k({SHAPE}) {{\n// a_shape\n}}", ["parameter that only a comment asks for: a_shape at body:1"]),
 ]
 
@@ -118,12 +152,22 @@ TYPED = [
     "float y = max(x[i], half(1));",
     "uint y = max(n, 1);",
     "bfloat b = x[i];",
+    # KhronosGroup/SPIRV-Cross#1647: a method of an object that is not the thread's
+    "struct S { float y; float get() { return y; } }; threadgroup S s; s.y = 1.0f; out[i] = s.get();",
 ]
+# ... and of what Apple's compiler warns.
+WARNED = {
+    "uint m = n;": "unused variable 'm'",
+    "uint m; m = n;": "variable 'm' set but not used",
+    "float y; if (n > 3) y = 1.0f; out[i] = y;": "variable 'y' is used uninitialized whenever 'if' condition is false",
+    "int m = int(n); if (i < m) out[i] = 0.0f;": "comparison of integers of different signs",
+}
 HEAD = "#include <metal_stdlib>\nusing namespace metal;\nconstant float table[4] = {1.0f, 2.0f, 3.0f, 4.0f};\n"
+HEAD += "inline float entry(uint n) { return table[n & 3]; }\n"
 
 
 def test_typed_check_accepts_a_sound_kernel() -> None:
-    assert not typed_check(HEAD + KERNEL.format(body="const constant float* p = &table[n & 3];\nfloat y = p[0];"))
+    assert not typed_check(HEAD + KERNEL.format(body="const constant float* p = &table[n & 3];\nout[i] = p[0];"))
 
 
 @pytest.mark.parametrize("line", TYPED)
@@ -131,3 +175,27 @@ def test_typed_check_refuses(line: str) -> None:
     findings = typed_check(HEAD + KERNEL.format(body=f"// one\n{line}"))
     assert findings
     assert all("body:2" in str(finding) for finding in findings)
+
+
+@pytest.mark.parametrize("line", WARNED)
+def test_typed_check_warns(line: str) -> None:
+    (finding,) = typed_check(HEAD + KERNEL.format(body=f"// one\n{line}"))
+    assert finding.startswith(f"WARNING {WARNED[line]}")
+    assert finding.endswith("body:2")
+
+
+def test_typed_check_warns_of_constants_and_functions_that_nobody_uses() -> None:
+    lost = "constant constexpr uint LOST = 3;\nstatic uint lost(uint n) { return n; }\n"
+    found = typed_check(HEAD + lost + KERNEL.format(body=""))
+    assert [finding.partition(" [")[0] for finding in found] == [
+        "WARNING unused variable 'LOST'",
+        "WARNING unused function 'lost'",
+    ]
+
+
+@pytest.mark.parametrize("N", [2, 8192, 8193])
+def test_threadgroup_arrays_are_counted_before_anything_runs(N: int) -> None:
+    body = f"threadgroup float s[{N} - 1], last;\ns[0] = x[i]; last = s[0]; out[i] = last;"
+    found, reserved = typed(HEAD + KERNEL.format(body=body))
+    assert reserved == 4 * N
+    assert found == (["ERROR 32772 bytes of threadgroup arrays, 32768 is the most"] if N > 8192 else [])

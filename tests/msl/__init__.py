@@ -1,7 +1,7 @@
 """Run Metal kernels on the CPU with their real semantics, and find what they do wrong."""
 
 from .bridge import Metal, emulated
-from .compile import CompileError, typed_check
+from .compile import CompileError, typed, typed_check
 from .kernel import Fault, Kernel, Report, Traffic
 from .lint import lint
 from .translate import TranslationError
@@ -16,5 +16,6 @@ __all__ = [
     "TranslationError",
     "emulated",
     "lint",
+    "typed",
     "typed_check",
 ]

@@ -28,6 +28,7 @@ class Metal:
     launches: list[Report] = dataclasses.field(default_factory=list)
     texts: dict[str, str] = dataclasses.field(default_factory=dict)  # kernel name -> text that MLX generated last
     replaced: dict[str, str] = dataclasses.field(default_factory=dict)  # generated text -> text to run instead
+    record: Callable[[Generated], None] | None = None  # called instead of a run, whose outputs are then zeros
 
     def last(self, kernel: str) -> Report:
         """Report of the latest launch of the kernel of this name."""
@@ -43,9 +44,11 @@ _active: list[Metal] = []  # kernels that product code keeps outlive one `emulat
 
 
 @contextmanager
-def emulated(seed: int = 0, *, strict: bool = True) -> Iterator[Metal]:
+def emulated(
+    seed: int = 0, *, strict: bool = True, record: Callable[[Generated], None] | None = None
+) -> Iterator[Metal]:
     """Make MLX believe in a Metal GPU; enter it before importing modules that build kernels when imported."""
-    metal = Metal(emulated=True, seed=seed, strict=strict)
+    metal = Metal(emulated=True, seed=seed, strict=strict, record=record)
     _active.append(metal)
     try:
         with (
@@ -68,6 +71,9 @@ def _stand_in(
             return real(inputs=inputs, init_value=init_value, stream=stream, **how)
         arrays = [x if isinstance(x, mx.array) else mx.array(x) for x in inputs]
         launch = capture(lambda *traced: real(inputs=list(traced), **how), arrays)
+        if record := _active[-1].record:
+            record(Generated(name, dict(how.get("template", [])), launch))
+            return [mx.full(shape, init_value or 0, dtype) for shape, dtype in launch.outputs]
         named = dict(zip(input_names, arrays, strict=True))
         return _run(_active[-1], name, source, launch, named, output_names, init_value)
 
@@ -84,6 +90,14 @@ class Launch(NamedTuple):
     parameters: list[tuple[bool, bool, bool]]  # of each input: are X_shape, X_strides and X_ndim passed?
     row_contiguous: bool
     outputs: list[tuple[tuple[int, ...], mx.Dtype]]
+
+
+class Generated(NamedTuple):
+    """One call of a kernel: the name that product code gave it, its template arguments and what MLX makes of them."""
+
+    kernel: str
+    template: dict[str, Any]
+    launch: Launch
 
 
 def capture(call: Callable[..., Any], inputs: Sequence[mx.array]) -> Launch:

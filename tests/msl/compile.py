@@ -12,6 +12,7 @@ import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from .translate import translate
 
@@ -34,9 +35,16 @@ LLVM += ["enable-tail-merge=0", "sink-common-insts=0", "hoist-common-insts=0"]  
 RUN += [word for option in LLVM for word in ("-mllvm", f"-{option}")]
 RUNTIME = [*COMMON, *HALF, *STACK, "-std=c++20", "-c", "-O2", "-fPIC", "-fno-exceptions", "-fno-rtti"]
 LINK = ["-shared", "-nostdlib++", "-O2", "-Wl,-z,defs", "-Wl,-rpath,$ORIGIN", "-lm"]
-# MSL is C++14, C++17 from Metal 4; the warnings name what Apple's compiler refuses
+# MSL is C++14, C++17 from Metal 4; the warnings name what Apple's compiler refuses, or with -Werror what it warns of,
+# at run time too: ml-explore/mlx-lm#814 (sign), ml-explore/mlx#1868 and google/filament#6217 (variables),
+# ggml-org/llama.cpp#10211 (constants), halide/Halide#5912 (functions), ollama/ollama#15548 (uninitialised)
 TYPED = [*COMMON, *HALF, "-std=c++17", "-c", "-O0", "-DMSL_TYPED=1", "-fno-lax-vector-conversions"]
-TYPED += ["-Wno-everything", "-Wc++20-extensions", "-Wimplicit-float-conversion", "-Wno-implicit-int-float-conversion"]
+TYPED += ["-Wall", "-Wextra", "-Wunused-const-variable", "-Wno-duplicate-decl-specifier"]  # `const constant` is ours
+TYPED += ["-Wc++20-extensions", "-Wimplicit-float-conversion", "-Wno-implicit-int-float-conversion"]
+THREADGROUP_MEMORY = 32 << 10  # tinygrad/tinygrad#9458
+# Each threadgroup array leaves its size behind, in the name of a symbol
+SIZES = "namespace msl { template <int, unsigned long> void* reserved(); }\n"
+SIZES += "#define msl_shared(number, bytes, ...) msl::reserved<number, bytes>()\n"
 
 
 class CompileError(RuntimeError):
@@ -122,12 +130,40 @@ def typed_check(
     source: str, *, constants: Mapping[int | str, object] | None = None, include: Sequence[Path] = ()
 ) -> list[str]:
     """What a compiler that tells address spaces apart says against every kernel the text instantiates, a line each."""
-    text = '#include "msl.h"\n' + translate(preprocess(source, include, ["-DMSL_TYPED=1"]), None, constants or {})
+    return typed(source, constants=constants, include=include).findings
+
+
+class Typed(NamedTuple):
+    """What the compilation with address spaces as types found: complaints, and bytes of all threadgroup arrays."""
+
+    findings: list[str]
+    threadgroup_memory: int
+
+
+def typed(source: str, *, constants: Mapping[int | str, object] | None = None, include: Sequence[Path] = ()) -> Typed:
+    """`typed_check`, and the bytes of threadgroup arrays: of a text with one kernel, what its pipeline needs."""
+    text = f'#include "msl.h"\n{SIZES}' + translate(
+        preprocess(source, include, ["-DMSL_TYPED=1"]), None, constants or {}
+    )
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "k.cpp"
+        path, made = Path(folder) / "k.cpp", Path(folder) / "k.o"
         path.write_text(text)
-        command = [*compiler(), *TYPED, "-isystem", str(HERE / "include"), str(path), "-o", str(Path(folder) / "k.o")]
+        command = [*compiler(), *TYPED, "-isystem", str(HERE / "include"), str(path), "-o", str(made)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
+        reserved = _reserved(made) if made.exists() else 0
     found = re.findall(r"(?m)^(.*?:\d+):\d+: ((?:fatal )?error|warning): (.*)$", done.stderr)
     legal = re.compile(r"loses floating-point precision(?!.* to '[^']*' \(aka '__bf16'\))")  # float to half
-    return [f"{kind.upper()} {message} at {place}" for place, kind, message in found if not legal.search(message)]
+    findings = [f"{kind.upper()} {message} at {place}" for place, kind, message in found if not legal.search(message)]
+    if reserved > THREADGROUP_MEMORY:
+        findings.append(f"ERROR {reserved} bytes of threadgroup arrays, {THREADGROUP_MEMORY} is the most")
+    return Typed(findings, reserved)
+
+
+def _reserved(made: Path) -> int:
+    """Bytes of the threadgroup arrays, from the symbols of `SIZES`."""
+    from elftools.elf.elffile import ELFFile
+
+    with made.open("rb") as file:
+        names = [symbol.name for symbol in ELFFile(file).get_section_by_name(".symtab").iter_symbols()]
+    sizes = {m[1]: int(m[2]) for name in names if (m := re.search(r"8reservedILi(\d+)ELm(\d+)E", name))}
+    return sum(sizes.values())

@@ -1,4 +1,7 @@
-"""What clang accepts in MSL and Apple's compiler refuses, or what is dangerous there: token level, no compiler."""
+"""What clang accepts in MSL and Apple's compiler refuses, or what is dangerous there: token level, no compiler.
+
+Rules that others learnt from Apple's compiler say where: owner/repository#number of the thread that shows the message.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,13 @@ VOTE = r"\bsimd_(?:sum|product|min|max|and|or|xor|all|any|ballot|broadcast|broad
 SIMD = r"\b(?:simd_|quad_|simdgroup_(?:load|store|multiply|barrier))\w*(?=\s*\()"
 WAIT = r"\bthreadgroup_barrier\b"
 WIDE = r"\b(?:size_t|u?long|u?int64_t|ptrdiff_t)\b"
+MATRIX = r"\b(?:metal\s*::\s*)?(?:(?:half|b?float)[234]x[234]|matrix\s*<[^<>]*>)"
+FLOATING = r"-?\s*(?:(?:\d+\.\d*|\.\d+)(?:e[+-]?\d+)?f?|INFINITY|NAN|HUGE_VALF|M_\w+_F)"
+# Attributes of kernels, of their parameters and of anything in C++; -Wunknown-attributes (CrossGL/crosstl#904, #917).
+STRUCT = r"\bstruct\s+(\w+)\s*\{"
+KNOWN = r"""kernel|host_name|buffer|threadgroup|function_constant|max_total_threads_per_threadgroup|visible|
+    (?:thread|threads|threadgroup|threadgroups|simdgroup|simdgroups|quadgroup|quadgroups|dispatch|grid)_\w+|
+    unroll|maybe_unused|nodiscard|noreturn|fallthrough|deprecated"""
 HIDDEN = r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\n])*"|^[ \t]*#(?![ \t]*include)(?:\\\n|[^\n])*'
 
 # What one expression over the text without comments, strings and directives can see.
@@ -26,6 +36,18 @@ PATTERNS = {
     r"\bthreadgroup_barrier\s*\(\s*(?:metal::)?mem_flags::mem_none": "barrier that orders no memory",
     r"\bstatic\b(?![^;{(]*\bconstant\b)[^;{(=]*[=;]": "static data outside constant",
     r"\bbuffer\((?:3[1-9]|[4-9]\d|\d{3,})\)": "more than 31 buffers",
+    # bghira/universal-metal-flash-attention#10, ggml-org/llama.cpp#10205: older languages do not know the name
+    r"\bbfloat[234]?\b": "bfloat needs Metal 3.1; MLX's name for what there is: bfloat16_t, not {}",
+    # EricLBuehler/mistral.rs#1116: matrix<_MLX_BFloat16, 4, 4> is no matrix
+    r"\bbfloat[234]x[234]\b|\bmatrix\s*<\s*bfloat\w*\b": "matrix of bfloat: {}",
+    # exo-explore/exo#1766, EricLBuehler/mistral.rs#1998: a reserved name of Apple's headers
+    r"\bbfloat16\b(?!_)": "reserved name of an incomplete type: {}",
+    # ollama/ollama#15862: other headers in each macOS; lmstudio-ai/lmstudio-bug-tracker#2040: none before Metal 4
+    r"\bmpp\s*::|\bcooperative_tensor\b|#\s*include\s*<metal_tensor>": "tensors need Metal 4: {}",
+    # gogpu/naga#79: few operations, on few GPUs
+    r"\batomic_u?long\b|\batomic\s*<\s*(?:u?long|u?int64_t|size_t)\s*>": "atomics of 64 bits: {}",
+    # KhronosGroup/SPIRV-Cross#2451
+    r"\bas_type\s*<[^<>]*\*\s*>": "as_type of a pointer: {}",
 }
 
 
@@ -55,7 +77,7 @@ def lint(source: str) -> list[Finding]:
     """Findings in the order of the text; `// uniform` on a line vouches for the control flow that it decides."""
     text = Text(source)
     found = {(m.start(), problem.format(m[0])) for p, problem in PATTERNS.items() for m in re.finditer(p, text.code)}
-    for rule in (pointers, file_scope, threadgroup_objects, recursion, hidden_parameters, offsets, divergence):
+    for rule in RULES:
         found |= set(rule(text))
     return [Finding(problem, text.place(at)) for at, problem in sorted(found)]
 
@@ -117,6 +139,7 @@ class Text:
 
 
 def pointers(text: Text) -> Found:
+    # hashcat/hashcat#3540, shader-slang/slang#4129, tile-ai/tilelang#2767
     own = re.findall(r"\b(?:typename|struct|class|using)\s+(\w+)", text.code)
     words = "|".join([BUILT_IN + r"\d?(?:x\d)?", *own])
     space = rf"(?:(?:{SPACE}|\bconst\b|\bmetal\s*::)\s*)*"
@@ -126,6 +149,7 @@ def pointers(text: Text) -> Found:
 
 
 def file_scope(text: Text) -> Found:
+    # AliceO2Group/AliceO2#15802, AdaptiveCpp/AdaptiveCpp#864
     head = r"template\s*<(?:[^<>]|<[^<>]*>)*>|#[^\n]*"
     flat, at = list(re.sub(head, lambda m: " " * len(m[0]), text.code)), 0
     for opening in sorted(text.match):
@@ -143,6 +167,52 @@ def threadgroup_objects(text: Text) -> Found:
         for m in re.finditer(r"\bthreadgroup\s+[\w:<>, ]+?\b(\w+)\s*[\[;=]", f.body):
             if not f.kernel:
                 yield f.start + m.start(), f"threadgroup object outside a kernel: {m[1]}"
+
+
+def constructed(text: Text) -> Found:
+    # Nothing constructs a threadgroup object: mudler/LocalAI#11624, ggml-org/llama.cpp#26646
+    built: set[str] = set()
+    for m in re.finditer(STRUCT, text.code):
+        body = text.code[m.end() : text.match[m.end() - 1]]
+        if re.search(rf"(?<![~\w]){m[1]}\s*\(|^[^()]*=[^=]|{MATRIX}\s+\w+\s*[\[;]", body, re.M):
+            built.add(m[1])
+    kinds = "|".join([MATRIX, *(rf"\b{name}\b" for name in sorted(built))])
+    for m in re.finditer(rf"\bthreadgroup\s+(?:{kinds})(?:\s*<[^<>;]*>)?\s+(\w+)\s*[\[;,]", text.code):
+        yield m.start(), f"threadgroup object that has a constructor: {m[1]}"
+    for m in re.finditer(r"\bthreadgroup\s+(?!const\b)[\w:<>, ]+?\b(\w+)\s*(?:\[[^;=]*\]\s*)*=(?!=)", text.code):
+        yield m.start(), f"threadgroup object with an initial value: {m[1]}"
+
+
+def brain_floats(text: Text) -> Found:
+    # No number becomes a bfloat by itself: ml-explore/mlx-lm#814, tracel-ai/cubecl#1522
+    for kind in {"bfloat16_t", *re.findall(r"\btypename\s+(\w+)", text.code)}:
+        for m in re.finditer(rf"\b{kind}\s+\w+\s*=\s*({FLOATING})\s*[;,]", text.code):
+            yield m.start(), f"float where {kind} may be bfloat: {m[1]}"
+
+
+def casts(text: Text) -> Found:
+    # KhronosGroup/SPIRV-Cross#2294: converts between mismatching address spaces
+    for f in text.functions:
+        declared = rf"({SPACE})[\w\s:<>]*?[*&]\s*(?:const\s+)?(\w+)\s*(?=[,;=)\[]|$)"
+        owner = {m[2]: m[1] for m in re.finditer(declared, f"{f.parameters};{f.body}")}
+        owner |= {m[1]: "threadgroup" for m in re.finditer(r"\bthreadgroup\s+[\w:<>, ]+?\b(\w+)\s*[\[;]", f.body)}
+        for m in re.finditer(rf"\((?:const\s+)?({SPACE})[^()*]*\*\s*\)\s*&?\s*(\w+)", f.body):
+            if owner.get(m[2], m[1]) != m[1]:
+                yield f.start + m.start(), f"cast from {owner[m[2]]} to {m[1]}: {m[2]}"
+
+
+def kernel_calls(text: Text) -> Found:
+    # anthony-chaudhary/fak#12817: call to kernel function
+    kernels = {f.name for f in text.functions if f.kernel}
+    for f in text.functions:
+        for m in re.finditer(rf"\b({'|'.join(sorted(kernels)) or '(?!)'})\s*(?:<[^<>;]*>\s*)?\(", f.body):
+            yield f.start + m.start(), f"call of a kernel: {m[1]}"
+
+
+def attributes(text: Text) -> Found:
+    for m in re.finditer(r"\[\[\s*([\w:]+)", text.code):
+        if not re.fullmatch(KNOWN, m[1], re.X):
+            yield m.start(), f"attribute that Metal ignores: {m[1]}"
 
 
 def recursion(text: Text) -> Found:
@@ -216,3 +286,19 @@ def divergence(text: Text) -> Found:
             at = m.start(2)
             if measure(m[1], at) == 2 and not text.vouched(f.start + at):
                 yield f.start + at, f"{m[2]} where threads may differ"
+
+
+RULES: tuple[Callable[[Text], Found], ...] = (
+    pointers,
+    file_scope,
+    threadgroup_objects,
+    constructed,
+    brain_floats,
+    casts,
+    kernel_calls,
+    attributes,
+    recursion,
+    hidden_parameters,
+    offsets,
+    divergence,
+)

@@ -59,7 +59,7 @@ def translate(text: str, name: str | None, constants: Mapping[int | str, object]
     text = _literals(text)
     if name is None:
         wanted = hosts.values() or [k for k in kernels if not re.search(rf"<.*?>\s*void\s+{k}\s*\(", text)]
-        uses = (f"auto* const msl_use_{i} = &{kernel};" for i, kernel in enumerate(wanted))
+        uses = (f"[[gnu::used]] auto* const msl_use_{i} = &{kernel};" for i, kernel in enumerate(wanted))
         return text + '\n#line 1 "entry"\n' + "\n".join(uses) + "\n"
     return text + _entry(hosts.get(name, name), kernels)
 

@@ -1,0 +1,77 @@
+"""scripts/compile_msl.sh, as far as a machine without Apple's compiler can tell: another one answers in its place."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from shell import ROOT, run, write_commands
+
+SCRIPT = ROOT / "scripts" / "compile_msl.sh"
+# A compiler that knows 3.1 and 4.0, takes any text without the word bad, and notes what it was asked.
+XCRUN = """echo "$*" >>"$0.log"
+case "$*" in
+  *--version) test -e "$0.toolchain"; exit ;;
+  *metal3.2*) echo "invalid value 'metal3.2'" >&2; exit 1 ;;
+  *-Wmetal-addr-spaces*nothing*) exit 1 ;;
+esac
+case "$REFUSES$*" in metal4.0*-std=metal4.0*bad.metal*) echo "attend.h:3: error" >&2; exit 1 ;; esac"""
+
+
+@pytest.fixture
+def dump(tmp_path: Path) -> Path:
+    """A folder with two texts, and the compiler without its toolchain."""
+    folder = tmp_path / "msl"
+    folder.mkdir()
+    for name in ("good.metal", "bad.metal", "mlx_utils.h", "manifest.json"):
+        (folder / name).write_text("")
+    xcodebuild = 'touch "$(dirname "$0")/xcrun.toolchain"; echo "$*"'
+    write_commands(tmp_path / "bin", {"xcrun": XCRUN, "xcodebuild": xcodebuild})
+    return folder
+
+
+def compiled(dump: Path, *versions: str, refuses: str = "") -> subprocess.CompletedProcess[str]:
+    path = f"{dump.parent / 'bin'}:/usr/bin:/bin"
+    return run("bash", SCRIPT, dump, *versions, PATH=path, REFUSES=refuses)
+
+
+def test_every_text_is_compiled_for_the_versions_that_the_sdk_has(dump: Path) -> None:
+    done = compiled(dump)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "-downloadComponent MetalToolchain",
+        "metal3.1: 2 texts compile",
+        "metal3.2: not in this SDK (invalid value 'metal3.2')",
+        "metal4.0: 2 texts compile",
+    ]
+    asked = [line.split() for line in (dump.parent / "bin" / "xcrun.log").read_text().splitlines()]
+    texts = [line for line in asked if str(dump / "good.metal") in line]
+    assert [line[3] for line in texts] == ["-std=metal3.1", "-std=metal4.0"]
+    for line in texts:
+        assert {"-Werror", "-Wall", "-Wextra", "-include", "mlx_utils.h"} < set(line)
+        assert line[line.index("-isystem") + 1] == str(dump)
+        assert "-Wmetal-addr-spaces" not in line
+
+
+def test_a_text_that_is_refused_is_named_and_fails_the_step(dump: Path) -> None:
+    done = compiled(dump, refuses="metal4.0")
+    assert done.returncode == 1
+    assert f"metal4.0 refuses {dump / 'bad.metal'}" in done.stdout
+    assert "good.metal" not in done.stdout
+    assert "attend.h:3: error" in done.stderr
+    assert "metal3.1: 2 texts compile" in done.stdout
+    assert "metal4.0: 2 texts compile" not in done.stdout
+
+
+@pytest.mark.parametrize("folder", ["", "none"])
+def test_what_it_refuses(tmp_path: Path, folder: str) -> None:
+    done = run("bash", SCRIPT, *([tmp_path / folder] if folder else []))
+    assert done.returncode == 2
+    assert done.stderr.startswith("compile_msl.sh: error: expected a folder of scripts/dump_msl.py, got")
+
+
+def test_an_sdk_without_any_of_the_versions_fails(dump: Path) -> None:
+    done = compiled(dump, "metal3.2")
+    assert done.returncode == 1
+    assert "expected an SDK with one of metal3.2, got none" in done.stderr
