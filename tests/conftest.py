@@ -26,7 +26,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 MODELS = ["fixtures_msl", "fixtures_smollm2"] if importlib.util.find_spec("mlx") else []
 pytest_plugins = ["fixtures_onnx", "fixtures_triton", *MODELS]
 
-# onnxruntime 1.31 and the tools of the site need Python 3.11, and triton has wheels for Linux only: modules of its kernels import it.
+# onnxruntime 1.31 and the tools of the site need Python 3.11. triton has wheels for Linux only: modules of its kernels
+# import it.
 OLD = "on this Python" if sys.version_info < (3, 11) else ""
 NO_TRITON = "" if importlib.util.find_spec("triton") or required("triton") else "without triton"
 NOT_HERE = {"*test_onnx_*.py": OLD, "test_site.py": OLD, "*test_triton_*.py": NO_TRITON, "*test_roofline.py": NO_TRITON}
