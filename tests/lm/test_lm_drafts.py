@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -16,8 +17,10 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from tiny_models import build, prompt_of, write
 
 import mlx_sparse
+from mlx_sparse import oracle
 from mlx_sparse.checks import ConfigError
 from mlx_sparse.common import reasons
+from mlx_sparse.lm.dense import attend_few
 from mlx_sparse.lm.drafts import steps
 from mlx_sparse.lm.drafts.figures import DraftFigures
 from mlx_sparse.lm.drafts.pace import MOST, PAUSE, Pace, fused
@@ -318,3 +321,24 @@ def test_figures_add_up_and_are_said() -> None:
     first, second, third = both.lines()
     assert "1 of 4 accepted (50%, 0% by position), 1.5 tokens for each of 2 checks" in first
     assert "4 tokens" in second and "drafts 33%, checks 67%" in third
+
+
+@pytest.mark.parametrize(("Hq", "Hkv", "L", "D"), [(4, 4, 2, 16), (9, 3, 5, 64), (8, 1, 8, 32), (4, 2, 16, 80)])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
+def test_a_check_reads_keys_once_and_attends_as_the_oracle(Hq: int, Hkv: int, L: int, D: int, dtype: mx.Dtype) -> None:
+    S = 133
+    q, k, v = (mx.random.normal((2, heads, n, D)).astype(dtype) for heads, n in ((Hq, L), (Hkv, S), (Hkv, S)))
+    found = attend_few(q, k, v, D**-0.5)
+    wide = [np.array(x.astype(mx.float32), np.float64) for x in (q, k, v)]
+    expected = np.stack(
+        [
+            oracle.dense_attention(wide[0][:, :, i : i + 1], *(x[:, :, : S - L + 1 + i] for x in wide[1:]))[:, :, 0]
+            for i in range(L)
+        ],
+        axis=2,
+    )
+    plain = mx.fast.scaled_dot_product_attention(q, k, v, scale=D**-0.5, mask="causal")
+    error = np.abs(np.array(plain.astype(mx.float32), np.float64) - expected).max()
+    ours = np.abs(np.array(found.astype(mx.float32), np.float64) - expected).max()
+    assert found.dtype == dtype
+    assert ours <= 2 * error + float(mx.finfo(dtype).eps) * np.abs(expected).max()

@@ -6,8 +6,9 @@ from collections import deque
 from statistics import median
 from typing import NamedTuple
 
-QUERIES, ROWS = 8, 32  # that MLX's kernel for a few queries takes at a time, and queries of a group with them
-MOST = QUERIES - 1  # drafts for one check
+from ..dense import FEW, FEW_ROWS
+
+MOST = FEW - 1  # drafts for one check
 TIMED_FIRST, TIMED_EVERY = 4, 8  # checks that are timed, which costs waiting for the device once more
 DENSE_EVERY = 128  # tokens after which a dense step is timed anew, as contexts grow
 PAUSE, LONGEST_PAUSE = 64, 1024  # tokens without drafts where they do not pay
@@ -108,4 +109,4 @@ def fused(G: int) -> int:
     Its threadgroups share what they read of keys and values between queries and heads. With more, scores go through
     memory.
     """
-    return max(min(QUERIES, ROWS // G) - 1, 1)
+    return max(min(FEW, FEW_ROWS // G) - 1, 1)
