@@ -27,7 +27,7 @@ def tree(tmp_path: Path) -> Path:
 
 def test_the_version_stands_in_one_place_which_the_citation_repeats(capsys: pytest.CaptureFixture[str]) -> None:
     assert release.main([]) == 0
-    assert "\n### Added\n" in capsys.readouterr().out
+    assert "### Added\n" in capsys.readouterr().out
     version = re.compile(rf"""["']{re.escape(release.version())}["']""")
     files = [path for room in ("mlx_sparse", "cuda_ref", "onnx_export") for path in (ROOT / room).rglob("*.py")]
     assert not [path.name for path in files if version.search(path.read_text())]
