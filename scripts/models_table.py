@@ -1,6 +1,6 @@
 """Survey every model family of the installed mlx-lm, and write docs/models.jsonl and the table of docs/models.md.
 
-python scripts/models_table.py
+python scripts/models_table.py [FAMILY ...]    of others than FAMILY, what was found before stays
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ FACTS, PAGE = ROOT / "docs" / "models.jsonl", ROOT / "docs" / "models.md"
 SECTION = re.compile(r"(?<=<!-- models -->\n).*?(?=<!-- /models -->)", re.DOTALL)
 
 
-def main() -> int:
+def main(argv: Sequence[str]) -> int:
     """Write both files; 1 if a family decodes wrongly."""
-    found = []
-    for one in survey.survey(tell=lambda name: print(name, file=sys.stderr)):
-        found.append(one)
+    known = {one.family: one for one in read(FACTS)[0]} if argv else {}
+    new = survey.survey(argv or None, lambda name: print(name, file=sys.stderr))
+    known |= {one.family: one for one in new}
+    found = [known[name] for name in sorted(known)]
     lines = [{"mlx-lm": survey.installed()}, *(one.as_dict() for one in found)]
     write(FACTS, "\n".join(json.dumps(line) for line in lines))
     write(PAGE, page(PAGE.read_text(encoding="utf-8"), *read(FACTS)).rstrip("\n"))
@@ -52,4 +53,4 @@ def in_the_tests() -> set[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -19,7 +19,9 @@ FACTS, MLX_LM = models_table.read(models_table.FACTS)
 KNOWN = {found.family: found for found in FACTS}
 AGAIN = "python scripts/models_table.py writes it anew"
 # One of each kind: full, windows, sinks, a hybrid, layers without attention, latent, trained, states alone, its own.
+# And one whose attention is called a rope.
 SOME = ["llama", "gemma3_text", "gpt_oss", "qwen3_5", "nemotron_h", "deepseek_v3", "minimax_m3_vl", "mamba", "gemma2"]
+SOME += ["phixtral"]
 
 # A process that answers for what it is given, until a family ends it.
 DIES = """

@@ -243,7 +243,8 @@ def _logits(model: Any, report: Report | None = None) -> mx.array:
     for token in tiny.prompt_of(PROMPT + STEPS)[PROMPT:]:
         rows.append(model(mx.array([[token]]), cache=cache)[:, -1].astype(mx.float32))
         mx.eval(rows)
-    return mx.concatenate(rows)
+    logits = mx.concatenate(rows)
+    return mx.where(logits == -mx.inf, 0, logits)  # of tokens that a family never says
 
 
 def _keeps_keys(cache: Any) -> bool:

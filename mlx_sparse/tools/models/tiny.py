@@ -253,7 +253,12 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "num_kv_heads": [2] * LAYERS,
         "ffn_multipliers": [1.0] * LAYERS,
     },
-    "phi3small": {"hidden_size": 128, "dense_attention_every_n_layers": 2, "gegelu_limit": 20.0},
+    "phi3small": {
+        "hidden_size": 128,
+        "dense_attention_every_n_layers": 2,
+        "gegelu_limit": 20.0,
+        "vocab_size": 100352,  # it writes to the logits of tokens of its own tokenizer, whatever their number
+    },
     "phimoe": {
         "rope_scaling": {
             "type": "longrope",
