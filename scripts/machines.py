@@ -29,6 +29,7 @@ ABOUT = {  # of a machine, and what stands before and behind it
     **{name: (f"{name} ", "") for name in ("mlx", "mlx-lm", share.PACKAGE, "onnxruntime", "torch", "triton", "python")},
     "load": ("load ", ""),
 }
+SETTINGS = ("rank", "top_k", "threads")  # that engines tell beside a method
 NO_MAC = "**No Mac has sent one yet.**"
 CPU = "A CPU: says nothing about a Mac."
 
@@ -122,7 +123,8 @@ def _row(row: Mapping[str, Any]) -> list[str]:
     what = ", ".join([row["what"], *([row["engine"]] if row["engine"] != "mlx" else [])])
     what += f" `{row['model']}`" if "model" in row else ""
     kind = f"{row['kv_bits']} bits" if "kv_bits" in row else row.get("dtype", "")
-    cells = [what, f"`{row['name']}`", row.get("backend", ""), kind, row.get("shape", ""), row.get("batch", "")]
+    name = ", ".join([row["name"], *(f"{key}={row[key]}" for key in SETTINGS if key in row)])
+    cells = [what, f"`{name}`", row.get("backend", ""), kind, row.get("shape", ""), row.get("batch", "")]
     cells[2] = f"`{cells[2]}`" if cells[2] else ""
     return [*map(str, cells), f"{row['S']:,}" if "S" in row else "", "; ".join(times), ratio]
 

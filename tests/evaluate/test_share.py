@@ -128,6 +128,15 @@ def test_times_have_four_digits_and_rows_without_times_are_left_out() -> None:
     assert [one["times"]["sparse_us"] for one in found["rows"]] == [[1.0, 1.235, 2.0]]
 
 
+def test_what_could_not_be_read_is_not_sent() -> None:
+    odd = row(ratio=float("nan"), threads="many", density=2.0) | {"dense_us_low": 9.0, "dtype": "a type"}
+    (found,) = share.found("step", "mlx", {"memory": -1, "chip": "M4|M5"}, [odd])["rows"]
+    assert set(found) == {"what", "engine", "name", "shape", "batch", "S", "turns", "times"}
+    assert list(found["times"]) == ["sparse_us"]
+    block = share.parse(share.join([share.found("step", "mlx", {"memory": -1, "chip": "M4|M5"}, [odd])]))
+    assert (block["machine"].get("memory"), block["machine"]["chip"]) == (None, "M4 M5")
+
+
 def test_a_long_one_is_cut_and_says_so() -> None:
     lines = [row(f"sparq:rank={number},top_k=100") for number in range(1, 2 * share.MOST_ROWS)]
     text = share.join([share.found("step", "mlx", {}, lines)], (3, 1))

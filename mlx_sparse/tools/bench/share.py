@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -87,11 +88,11 @@ def join(parts: Sequence[Mapping[str, Any]], tests: tuple[int, int] | None = Non
 
 def _row(what: str, engine: str, line: Mapping[str, Any]) -> dict[str, Any]:
     """What is kept of a row: the case, the contender, its quartiles, and how they compare with dense attention's."""
-    kept = {name: line[name] for name in ROW if name not in KNOWN and line.get(name) is not None}
     row: dict[str, Any] = {"what": what, "engine": engine, "name": plain(line.get("contender", ""))}
-    row |= {name: _short(value) if isinstance(value, float) else value for name, value in _plain(ROW, kept).items()}
-    spreads = [name for name in line if f"{name}_low" in line and line[name] is not None]
-    return row | {"times": {name: [_short(line[f"{name}{end}"]) for end in ENDS] for name in spreads}}
+    row |= _kept({name: check for name, check in ROW.items() if name not in KNOWN}, line)
+    ends = {name: [line[f"{name}{end}"] for end in ENDS] for name in line if f"{name}_low" in line}
+    spreads = {name: [_short(value) for value in some] for name, some in ends.items() if None not in some}
+    return row | {"times": _kept(dict.fromkeys(spreads, _quartiles), spreads)}
 
 
 def load() -> float:
@@ -109,14 +110,21 @@ def plain(value: object) -> str:
     return "".join(sign if WORDS.fullmatch(sign) else " " for sign in text).strip()[:TEXT]
 
 
-def _plain(fields: Mapping[str, Check], values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: plain(value) if fields[name] is _words else value for name, value in values.items()}
+def _kept(fields: Mapping[str, Check], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of ``values`` that `read` takes, which is all that is shared."""
+    kept = {}
+    for name, check in fields.items():
+        if (value := values.get(name)) is not None:
+            value = plain(value) if check is _words else _short(value) if isinstance(value, float) else value
+            with contextlib.suppress(ConfigError):
+                kept[name] = check(name, value)
+    return kept
 
 
 def _machine(facts: Mapping[str, Any]) -> dict[str, Any]:
     system = f"macOS {facts['macos']}" if "macos" in facts else _system()
     here = {"os": system, "cores": os.cpu_count(), PACKAGE: version_of(PACKAGE), **facts}
-    return _plain(MACHINE, {name: here[name] for name in MACHINE if here.get(name) is not None})
+    return _kept(MACHINE, here)
 
 
 def _system() -> str:
@@ -276,12 +284,12 @@ ROW: Mapping[str, Check] = {
     "model": _words,
     "backend": _words,
     "kernels": _words,
-    "dtype": _pattern(r"b?float\d\d", "float16"),
+    "dtype": _pattern(r"b?float\d\d|int8|kv\d", "float16"),
     "shape": _pattern(r"\d{1,4}x\d{1,4}x\d{1,4}", "32x8x128"),
     "batch": _number(1, 1e5, whole=True),
     "S": _number(1, 1e9, whole=True),
     "step": _number(1, 1e9, whole=True),
-    "threads": _number(1, 1e4, whole=True),
+    **dict.fromkeys(("threads", "rank", "top_k"), _number(1, 1e6, whole=True)),
     "kv_bits": _number(1, 16, whole=True),
     "density": _number(0, 1),
     "dense": _words,
