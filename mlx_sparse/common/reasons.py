@@ -11,6 +11,8 @@ OTHER_HEAD_DIMS = "with key and value head dims that differ (MLA)"
 OTHER_ROWS = "with keys or values that are not the cache's (MLA)"
 SINKS = "with attention sinks"
 OWN_ATTENTION = "that compute attention themselves or have none"
+KEEPS_A_STATE = "that keep a state of fixed size and no keys"  # in the table of models
+NO_ATTENTION = "without attention"
 
 # What a call asks for.
 ARRAY_MASK = "with an array mask"

@@ -32,6 +32,18 @@ NORMS_WITHOUT_WEIGHTS = frozenset({"nanochat", "talkie", "muse_glimmer"})
 Attn = str | Method | tuple[Method, ...]
 
 
+class NothingServed(ConfigError):
+    """No layer of a model can be served.
+
+    Attributes:
+        report: which layers there are, and why each stays dense; without layers where none comes to the seam.
+    """
+
+    def __init__(self, message: str, report: Report) -> None:
+        super().__init__(message)
+        self.report = report
+
+
 def enable(
     model: Any,
     attn: Attn = "sparq",
@@ -95,9 +107,10 @@ def enable(
         raise ConfigError(f"draft_tokens: expected none without lossless, got {draft_tokens}.")
     names = seam.bind(model)
     if not names:
-        raise ConfigError(
+        raise NothingServed(
             f"model: expected attention through mlx_lm.models.base.{seam.NAME}, got {plan.report.model_type}, which "
-            f"computes its own or has none. Run it without {plan.name}."
+            f"computes its own or has none. Run it without {plan.name}.",
+            plan.report,
         )
     cls = type(model)
     # Not through nn.Module, which files attributes among the parameters.
@@ -259,7 +272,8 @@ def require_served(report: Report, methods: str) -> None:
     """Raise `ConfigError` if no layer can be served."""
     if report.served_layers == 0:
         listed = ", ".join(f"{count} {reason}" for reason, count in report.dense_layers.items())
-        raise ConfigError(
+        raise NothingServed(
             f"model: expected an attention layer that {methods} can serve, got {report.model_type} with "
-            f"{report.layers} layers: {listed}."
+            f"{report.layers} layers: {listed}.",
+            report,
         )

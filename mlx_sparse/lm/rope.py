@@ -40,7 +40,7 @@ def ropes(model: Any) -> list[Any]:
 
 def _is_rope(cls: type) -> bool:
     name = cls.__name__.lower()
-    return "rope" in name or "rotary" in name
+    return ("rope" in name or "rotary" in name) and "attention" not in name  # as phixtral's RoPEAttention is
 
 
 class Recorder:

@@ -52,11 +52,14 @@ class Printer:
     Args:
         args: of `add_options`.
         facts: of the run; its ``command`` stands above the Markdown. A line of JSON or CSV says alone where it is from.
+
+    Attributes:
+        lines: that were found.
     """
 
     def __init__(self, args: argparse.Namespace, facts: Mapping[str, Any]) -> None:
         self._form, self._target, self._facts = args.output, args.out, facts
-        self._lines: list[Mapping[str, Any]] = []
+        self.lines: list[Mapping[str, Any]] = []
         self._printed: list[str] = []
 
     @property
@@ -66,7 +69,7 @@ class Printer:
 
     def line(self, line: Mapping[str, Any]) -> None:
         """Take a line that was found, and print it if lines are printed at once."""
-        self._lines.append(line)
+        self.lines.append(line)
         if self.at_once:
             self._print(json.dumps({**line, "run": self._facts}, default=str))
 
@@ -77,9 +80,9 @@ class Printer:
         elif self._form == "md":
             self._print(f"    {self._facts['command']}\n\n{text}")
         elif self._form == "json":
-            self._print(json.dumps({**self._facts, "rows": self._lines}, indent=1, default=str))
+            self._print(json.dumps({**self._facts, "rows": self.lines}, indent=1, default=str))
         else:
-            self._print(_csv([{**line, "run": self._facts} for line in self._lines]))
+            self._print(_csv([{**line, "run": self._facts} for line in self.lines]))
         if self._target:  # last: a disk that is full must not cost what was measured
             write(self._target, "\n".join(self._printed))
 
