@@ -12,7 +12,7 @@ parser.add_argument("--server", default="http://127.0.0.1:8080/v1", help="defaul
 parser.add_argument("--max-tokens", type=int, default=24)
 options = parser.parse_args()
 
-client = OpenAI(base_url=options.server, api_key="not needed")
+client = OpenAI(base_url=options.server, api_key="not needed", max_retries=20)  # the server may still be starting
 stream = client.chat.completions.create(
     model="default_model",  # the one that the server was started with
     messages=[{"role": "user", "content": f"{options.text.read_text()}\n{options.question}"}],
