@@ -19,7 +19,7 @@ const server = createServer(async (request, response) => {
     for await (const part of request) said += part;
     response.end();
     console.log(said);
-    if (opened) opened.kill();
+    if (opened) process.kill(-opened.pid); // all of its processes
     return;
   }
   const here = import.meta.dirname;
@@ -32,7 +32,7 @@ server.listen(0, "127.0.0.1", () => {
   const url = `http://127.0.0.1:${server.address().port}/?tokens=${tokens}&count=${count}`;
   if (!browser) return console.log(url);
   const options = ["--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0", `--user-data-dir=${profile}`];
-  opened = spawn(browser, [...options, url], { stdio: "ignore" });
+  opened = spawn(browser, [...options, url], { stdio: "ignore", detached: true });
   opened.on("error", (error) => {
     console.error(String(error));
     process.exitCode = 1;
