@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import shutil
 import subprocess
@@ -40,7 +39,7 @@ from onnx_operators import (
     unpacked,
     windowed_attention,
 )
-from packages import MINUTES, Package, fetched, wheel
+from packages import MINUTES, WEB, Package, fetched, web, wheel
 from packed_caches import PackedCase
 from places import FIXTURES
 from require import absent
@@ -49,8 +48,6 @@ from saap_cases import assert_attends as assert_lists
 from sample_cases import SampleCase, assert_attends, assert_same_blocks, selection
 
 from mlx_sparse import onnx_export, oracle
-
-WEB = Path(__file__).parent / "web"
 
 
 @dataclass(frozen=True)
@@ -262,19 +259,6 @@ def static(file: File, model: onnx.ModelProto) -> onnx.ModelProto:
 
 ONNX_FILES = (sys.executable, str(FIXTURES / "run_onnx_files.py"))
 IN_NODE = ("node", str(WEB / "run.mjs"))
-
-
-def web() -> Package:
-    """onnxruntime-web: WebAssembly, in Node."""
-
-    def fetch(folder: Path) -> list[str]:
-        folder.mkdir()
-        for name in ("package.json", "package-lock.json"):
-            shutil.copy(WEB / name, folder)
-        return ["npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--prefix", str(folder)]
-
-    lock = hashlib.sha256((WEB / "package-lock.json").read_bytes()).hexdigest()
-    return Package(f"onnxruntime-web-{lock[:12]}", fetch)
 
 
 @dataclass(frozen=True)

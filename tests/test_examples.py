@@ -1,0 +1,260 @@
+"""Every example runs, on tiny models, and prints what its page says but for numbers; with --every, all that it says.
+
+With --every the commands of each page are run as they stand there, with the real model, in a copy of examples/.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tier
+from absent import without
+from example_pages import EXAMPLES, commands, masked, printed, shape
+from packages import MINUTES, WEB, fetched, web
+from require import absent, needs_triton
+from test_lm_server import running
+from tiny_models import prompt_of, words, write
+
+ON_ONNXRUNTIME = ("onnx_cpp", "onnx_web")
+PAGES = sorted(path.parent.name for path in EXAMPLES.glob("*/README.md"))
+BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome", "chromium-browser")
+ATTN = ["--attn", "sparq:rank=4,top_k=8,dense_below=0"]
+QUESTIONS = [words(prompt_of(5, seed)) for seed in (2, 3)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("examples") / "llama")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    file.write_text(words(prompt_of(60)))
+    return file
+
+
+@pytest.fixture
+def no_torch_in_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this test starts sees no torch, which transformers would import, for two seconds a start."""
+    for name, value in without("torch").items():
+        monkeypatch.setenv(name, value)
+
+
+def said(program: str, *arguments: object) -> str:
+    """What a Python program of examples/ prints, run in this process."""
+    out, argv = io.StringIO(), sys.argv
+    sys.argv = [program, *map(str, arguments)]
+    try:
+        with contextlib.redirect_stdout(out):
+            runpy.run_path(str(EXAMPLES / program), run_name="__main__")
+    finally:
+        sys.argv = argv
+    return out.getvalue()
+
+
+def answers(out: str) -> list[str]:
+    return re.findall(r"^answer: (.*)", out, re.MULTILINE)
+
+
+def test_python(model: Path, text: Path) -> None:
+    arguments = ["python/generate.py", model, text, QUESTIONS[0], "--max-tokens", 8]
+    sparse, dense = said(*arguments, *ATTN), said(*arguments, "--attn", "sparq:rank=4,dense_below=4096")
+    assert shape(sparse) == shape(printed("python", "generate.py"))
+    assert "sparse calls: none" in dense
+    assert answers(sparse) != answers(dense)
+
+
+@pytest.mark.usefixtures("no_torch_in_processes")
+def test_openai_client(model: Path, text: Path) -> None:
+    with running(model, *ATTN) as server:
+        server.wait_until_up()
+        at = ["--server", f"http://127.0.0.1:{server.port}/v1", "--max-tokens", 6]
+        out = said("openai_client/client.py", text, QUESTIONS[0], *at)
+        assert shape(out) == shape(printed("openai_client", "client.py"))
+        assert answers(out) == [server.ask(f"{text.read_text()}\n{QUESTIONS[0]}")]
+
+
+def test_document_qa(model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlx_lm import cache_prompt
+
+    file = tmp_path / "cache.safetensors"
+    argv = ["--model", model, "--prompt", text.read_text(), "--prompt-cache-file", file, *ATTN]
+    monkeypatch.setattr(sys, "argv", ["mlx_lm.cache_prompt", *map(str, argv)])
+    cache_prompt.main()
+    arguments = ["--max-tokens", 8, *ATTN]
+    both = said("document_qa/ask.py", file, *QUESTIONS, *arguments)
+    assert blocks(shape(both)) == blocks(shape(printed("document_qa", "ask.py")))
+    alone = said("document_qa/ask.py", file, QUESTIONS[1], *arguments)
+    assert answers(alone) == answers(both)[1:], "the first question has left nothing in the document's cache"
+    assert answers(both) != answers(said("document_qa/ask.py", file, *QUESTIONS, "--attn", "dense", "--max-tokens", 8))
+
+
+def blocks(text: str) -> list[str]:
+    """Its first and its last paragraph: there is one for each question between them."""
+    first, *_, last = text.split("\n\n")
+    return [first, last]
+
+
+COUNT = 6  # tokens that an exported model is to say
+on_onnxruntime = pytest.mark.skipif(sys.version_info < (3, 11), reason="onnxruntime left Python 3.10 behind")
+
+
+@pytest.fixture(scope="module")
+def exported_model() -> tuple[Path, str, str]:
+    """The folder of an exported model, a prompt, and what mlx-lm says after it with the model that was exported."""
+    from exported import COLUMNS, exported, said_by_mlx
+
+    prompt = prompt_of(100)
+    ids, said = (" ".join(map(str, tokens)) for tokens in (prompt, said_by_mlx(COLUMNS, prompt, COUNT)))
+    return exported(COLUMNS), ids, said + "\n"
+
+
+def decoded(command: list[object], prompt: str) -> str:
+    argv = [str(part) for part in command]
+    done = subprocess.run(argv, input=prompt, capture_output=True, text=True, timeout=MINUTES, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@on_onnxruntime
+def test_cpp(exported_model: tuple[Path, str, str], tmp_path: Path) -> None:
+    from mlx_sparse.onnx_export.runtime import native
+
+    if not shutil.which("c++"):
+        absent("c++", "there is no C++ compiler")
+    if reason := native.unavailable():
+        absent("ort", reason)
+    folder, prompt, expected = exported_model
+    subprocess.run(["sh", EXAMPLES / "onnx_cpp" / "build.sh", tmp_path], check=True, env=ours(os.environ))
+    for library in (native.library_path(), "-"):
+        assert decoded([tmp_path / "decode", folder / "model.onnx", library, COUNT], prompt) == expected
+    assert shape(expected) == shape(printed("onnx_cpp", "build/decode"))
+
+
+def ours(environment: Mapping[str, str]) -> dict[str, str]:
+    """That environment, in which ``python`` is this one."""
+    return {**environment, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"}
+
+
+@pytest.fixture(scope="module")
+def javascript(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The example with the package that the other tests of onnxruntime-web have."""
+    if not shutil.which("node"):
+        absent("web", "there is no node here.")
+    place = fetched(web())
+    if isinstance(place, str):
+        absent("web", place)
+    folder = Path(shutil.copytree(EXAMPLES / "onnx_web", tmp_path_factory.mktemp("web") / "onnx_web"))
+    (folder / "node_modules").symlink_to(place / "node_modules")
+    return folder
+
+
+@on_onnxruntime
+def test_page(javascript: Path, exported_model: tuple[Path, str, str]) -> None:
+    """What node.mjs runs in Node the page runs in a browser: loading the model alone takes 4 seconds, so once here."""
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        absent("browser", f"there is none of {', '.join(BROWSERS)}")
+    folder, prompt, expected = exported_model
+    assert decoded(["node", javascript / "page.mjs", folder, COUNT, browser], prompt) == expected
+    assert shape(expected) == shape(printed("onnx_web", "page.mjs"))
+    assert printed("onnx_web", "page.mjs") == printed("onnx_web", "node.mjs")
+
+
+def test_the_page_takes_the_version_of_the_package_that_is_tested() -> None:
+    example, tested = (json.loads((place / "package.json").read_text()) for place in (EXAMPLES / "onnx_web", WEB))
+    assert example["dependencies"] == tested["dependencies"]
+
+
+def test_transformers() -> None:
+    needs_triton()
+    assert said("transformers/generate.py") == printed("transformers", "generate.py") + "\n"
+
+
+@pytest.mark.usefixtures("no_torch_in_processes")
+def test_notebook(model: Path, tmp_path: Path) -> None:
+    import commands as fixtures
+    import nbformat
+
+    text = tmp_path / "text.txt"
+    text.write_text(fixtures.text(1800))
+    stored = nbformat.read(EXAMPLES / "quality_vs_bytes.ipynb", as_version=4)
+    (given,) = [cell for cell in stored.cells if "parameters" in cell.metadata.get("tags", [])]
+    expected = [outputs(cell) for cell in stored.cells]
+    if not tier.every:
+        given.source += f'\nMODEL, TEXT, SHARES = "{model}", "{text}", "1/8"'
+    run = executed(stored)
+    for cell, before in zip(run.cells, expected, strict=True):
+        after = outputs(cell)
+        if tier.every:
+            assert after == before
+        else:
+            assert [columns(each) for each in after] == [columns(each) for each in before]
+
+
+def executed(notebook: Any) -> Any:
+    from nbclient import NotebookClient
+
+    client = NotebookClient(notebook, timeout=2 * MINUTES, kernel_name="python3")
+    return client.execute()
+
+
+def outputs(cell: Any) -> list[str]:
+    """Text that a cell printed, and "picture" for a picture."""
+    texts = []
+    for output in cell.get("outputs", []):
+        assert output.output_type != "error", output
+        texts.append(output.get("text") or ("picture" if "image/png" in output.data else output.data["text/plain"]))
+    return texts
+
+
+def columns(text: str) -> set[str]:
+    """The shapes of the lines of a table, whatever their widths."""
+    return {" ".join(shape(line).split()) for line in text.splitlines()}
+
+
+@pytest.mark.skipif(not tier.every, reason="the whole form, with the real model, runs with --every")
+@pytest.mark.parametrize("page", PAGES)
+def test_the_commands_of_the_page_print_what_it_says(page: str, tmp_path: Path) -> None:
+    """In one shell, in a copy of the folder, with a fast BLAS where MLX's own is slow."""
+    from mlx_sparse.tools.assets import blas
+
+    if page in ON_ONNXRUNTIME and sys.version_info < (3, 11):
+        pytest.skip("onnxruntime left Python 3.10 behind")
+    here = Path(shutil.copytree(EXAMPLES, tmp_path / "examples"))
+    listed = commands(page)
+    lines = ["set -e", "MODEL=$(python model.py)"]
+    for number, command in enumerate(listed):
+        lines += [f"echo '=== {number}'", command.line]
+    process = subprocess.Popen(
+        ["bash", "-c", "\n".join(lines)],
+        cwd=here,
+        env=ours(blas.environment()),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=6 * MINUTES)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # a server that a page has started
+    assert process.returncode == 0, err
+    parts = re.split(r"^=== \d+\n", out, flags=re.MULTILINE)[1:]
+    for command, part in zip(listed, parts, strict=True):
+        assert masked(part) == masked(command.output), command.line
