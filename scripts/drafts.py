@@ -2,6 +2,8 @@
 
 python scripts/drafts.py accept [--context N] [--tokens N] [--places N] > ACCEPTED.jsonl
 python scripts/drafts.py model ACCEPTED.jsonl
+python scripts/drafts.py speed [--context N] [--tokens N] [--turns N]
+python scripts/drafts.py families [FAMILY ...]
 
 `accept` lets SmolLM2-135M go on greedily with text of four kinds, `MOST` drafts for each check, and prints a row for
 each kind and setting: of the drafts at each position, before which all were accepted, how many were accepted too. It
@@ -11,6 +13,12 @@ takes a fast BLAS where one is preloaded, and does not say how fast anything is.
 values. ``n`` drafts and a check read the weights ``n + 1`` times (a check those of all experts that its tokens choose,
 at random), the caches sparsely ``n`` times and densely once. Rates of acceptance are SmolLM2's: a stand-in. What is
 computed, launched and waited for is left out.
+
+`speed` times SmolLM2's answers after one long prompt of prose and one to copy from: densely, with SparQ, losslessly
+with 4 drafts a check and with as many as pay, in turns; the lossless ones have to be the dense one's tokens.
+
+`families` lets a tiny random model of each family that mlx-lm has answer densely and losslessly, greedily and with a
+seed, and says how many of 24 tokens agree before the first that does not.
 """
 
 from __future__ import annotations
@@ -19,7 +27,9 @@ import argparse
 import copy
 import inspect
 import json
+import statistics
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -67,7 +77,6 @@ def prompts(tokenizer: Any, context: int, places: int) -> Iterator[tuple[str, li
 def accept(context: int, count: int, places: int) -> Iterator[dict[str, Any]]:
     import mlx.core as mx
     from mlx_lm import load
-    from mlx_lm.models.cache import make_prompt_cache
 
     import mlx_sparse
     from mlx_sparse.lm.drafts import steps
@@ -78,11 +87,7 @@ def accept(context: int, count: int, places: int) -> Iterator[dict[str, Any]]:
     work = list(prompts(tokenizer, context, places))
     with tqdm(total=len(work) * (1 + len(SETTINGS)), desc="answers", file=sys.stderr) as bar:
         for kind, prompt in work:
-            kept = make_prompt_cache(model)
-            dense = list(steps.original(mx.array(prompt[:-1]), model, max_tokens=1, prompt_cache=kept))
-            del dense
-            for cache in kept:
-                cache.trim(cache.offset - len(prompt) + 1)
+            kept = _cached(model, prompt)
             bar.update()
             for rank, top_k in SETTINGS:
                 text = f"{attn(rank, top_k)},dense_below=0"
@@ -96,6 +101,94 @@ def accept(context: int, count: int, places: int) -> Iterator[dict[str, Any]]:
                     name: drafts[name] for name in ("checks", "examined", "accepted")
                 }
                 bar.update()
+
+
+def _cached(model: Any, prompt: list[int]) -> list[Any]:
+    """The caches of a prompt, but for its last token."""
+    import mlx.core as mx
+    from mlx_lm.models.cache import make_prompt_cache
+
+    from mlx_sparse.lm.drafts import steps
+
+    kept = make_prompt_cache(model)
+    next(steps.original(mx.array(prompt[:-1]), model, max_tokens=1, prompt_cache=kept))
+    for cache in kept:
+        cache.trim(cache.offset - len(prompt) + 1)
+    return kept
+
+
+def speed(context: int, count: int, turns: int) -> str:
+    import mlx.core as mx
+    from mlx_lm import load
+
+    import mlx_sparse
+    from mlx_sparse.lm.drafts import steps
+    from mlx_sparse.tools.assets.models import find_model
+
+    model, tokenizer, *_ = load(find_model(None, cache_directory()))
+    ways: dict[str, dict[str, Any] | None] = {
+        "dense": None,
+        "`sparq`": {},
+        "`sparq`, 4 drafts a check": {"lossless": True, "draft_tokens": 4},
+        "`sparq`, as many as pay": {"lossless": True},
+    }
+    rows = []
+    for kind, prompt in prompts(tokenizer, context, 1):
+        if kind not in ("prose", "copying"):
+            continue
+        kept = _cached(model, prompt)
+        rates: dict[str, list[float]] = {way: [] for way in ways}
+        said: dict[str, list[int]] = {}
+        drafts = ""
+        for turn in tqdm(range(turns), desc=kind, file=sys.stderr):
+            for way, options in sorted(ways.items(), key=lambda pair: (list(ways).index(pair[0]) + turn) % len(ways)):
+                text = f"{attn(32, 128)},dense_below=0"
+                report = None if options is None else mlx_sparse.enable(model, text, **options)
+                cache = copy.deepcopy(kept)
+                began = time.perf_counter()
+                answer = steps.generate_step(mx.array(prompt[-1:]), model, max_tokens=count, prompt_cache=cache)
+                said[way] = [token for token, _ in answer]
+                rates[way].append(count / (time.perf_counter() - began))
+                mlx_sparse.disable(model)
+                if report is not None and report.drafts:
+                    drafts = " ".join(line.strip() + ";" for line in report.drafts.lines())
+        for way, found in rates.items():
+            same = sum(a == b for a, b in zip(said[way], said["dense"], strict=True))
+            ratios = [one / other for one, other in zip(found, rates["dense"], strict=True)]
+            medians = [f"{statistics.median(of):.2f}" for of in (found, ratios)]
+            rows.append([kind, way, *medians, f"{same} of {count}"])
+        print(drafts, file=sys.stderr)
+    return table(["text", "", "tokens/s", "over dense, median of turns", "dense attention's tokens"], rows)
+
+
+def families(names: Sequence[str]) -> Iterator[str]:
+    import mlx.core as mx
+    from mlx_lm.sample_utils import make_sampler
+
+    import mlx_sparse
+    from mlx_sparse.checks import SparseAttentionError
+    from mlx_sparse.lm.drafts import steps
+    from mlx_sparse.tools.models import survey, tiny
+
+    def said(generate_step: Any, model: Any, temperature: float) -> list[int]:
+        mx.random.seed(3)
+        sampler = make_sampler(temperature)
+        found = generate_step(mx.array(tiny.prompt_of(70)), model, max_tokens=24, sampler=sampler)
+        return [token for token, _ in found]
+
+    for family in tqdm(names or survey.modules(), file=sys.stderr):
+        try:
+            model = tiny.build(family)
+            dense = [said(steps.original, model, temperature) for temperature in (0, 0.8)]
+            with mlx_sparse.lossless(model, "sparq:rank=2,top_k=8,dense_below=0", draft_tokens=3) as report:
+                ours = [said(steps.generate_step, model, temperature) for temperature in (0, 0.8)]
+        except (SparseAttentionError, RuntimeError, ValueError, TypeError, AttributeError, ImportError) as error:
+            yield f"{family}: not run ({str(error).splitlines()[0][:60]})"
+            continue
+        agree = [[a == b for a, b in zip(*pair, strict=True)] for pair in zip(dense, ours, strict=True)]
+        same = [[*one, False].index(False) for one in agree]
+        drafts = report.drafts
+        yield f"{family}: {same[0]} and {same[1]} of 24; {sum(drafts.accepted)} of {drafts.drafted} drafts accepted"
 
 
 def chances(rows: Sequence[dict[str, Any]]) -> list[float]:
@@ -173,10 +266,20 @@ def main() -> None:
     measured.add_argument("--tokens", type=int, default=64)
     measured.add_argument("--places", type=int, default=2)
     commands.add_parser("model", help="compute from what was measured").add_argument("file", type=Path)
+    timed = commands.add_parser("speed", help="time SmolLM2 on this machine")
+    timed.add_argument("--context", type=int, default=7936)
+    timed.add_argument("--tokens", type=int, default=96)
+    timed.add_argument("--turns", type=int, default=3)
+    commands.add_parser("families", help="compare tiny models of all families").add_argument("name", nargs="*")
     args = parser.parse_args()
     if args.command == "accept":
         for row in accept(args.context, args.tokens, args.places):
             print(json.dumps(row), flush=True)
+    elif args.command == "speed":
+        print(speed(args.context, args.tokens, args.turns))
+    elif args.command == "families":
+        for line in families(args.name):
+            print(line, flush=True)
     else:
         print(tables([json.loads(line) for line in args.file.read_text().splitlines()]))
 
