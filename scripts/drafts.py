@@ -38,6 +38,7 @@ from roofline_machines import MODELS, WEIGHT, Model, attention
 from tqdm import tqdm
 
 from mlx_sparse.common.files import cache_directory
+from mlx_sparse.lm.drafts.pace import fused
 from mlx_sparse.methods import Method, parse
 from mlx_sparse.tools.bench.core import Shape
 from mlx_sparse.tools.formats import table
@@ -251,7 +252,8 @@ def tables(rows: Sequence[dict[str, Any]]) -> str:
             cells = [model.name, f"{S:,}"]
             for (rank, top_k), of in by_setting.items():
                 (config,) = parse(attn(rank, top_k))
-                best = max(LENGTHS, key=lambda n: speed_up(model, config, S, chances(of), n))
+                lengths = range(1, fused(model.shape.Hq // model.shape.Hkv) + 1)  # as on a GPU
+                best = max(lengths, key=lambda n: speed_up(model, config, S, chances(of), n))
                 cells.append(f"{best}: {speed_up(model, config, S, chances(of), best):.2f} x")
             modelled.append(cells)
     heads = [f"`rank={rank},top_k={top_k}`" for rank, top_k in SETTINGS]

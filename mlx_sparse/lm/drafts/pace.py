@@ -75,7 +75,7 @@ class Pace:
         if seconds is not None:
             self._draft.append(seconds[0] / drafts)
             self._checks.append((drafts, seconds[1]))
-        if self.fixed is None and len(self._checks) >= TIMED_FIRST - 1:
+        if self.fixed is None and len(self._checks) >= 2:
             if self.rate(self._best()) > self.rate(0):
                 self._pause = PAUSE
             else:
