@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import re
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from tiny_models import build, prompt_of, write
 
@@ -24,6 +26,8 @@ from mlx_sparse.lm.dense import attend_few
 from mlx_sparse.lm.drafts import steps
 from mlx_sparse.lm.drafts.figures import DraftFigures
 from mlx_sparse.lm.drafts.pace import MOST, PAUSE, Pace, fused
+from mlx_sparse.lm.drafts.setup import UNEVEN
+from mlx_sparse.tools.models import tiny
 
 SPARQ = "sparq:rank=2,top_k=8,dense_below=0"
 GOOD = "sparq:rank=16,top_k=96,key_bits=16,dense_below=0"  # drafts that are mostly right
@@ -206,6 +210,67 @@ def test_an_exception_in_a_draft_leaves_the_cache_as_it_was(enabled: Callable[..
     assert all(entry.offset == len(prompt) for entry in cache)
 
 
+def test_an_exception_of_the_progress_callback_leaves_what_dense_decoding_leaves(enabled: Callable[..., Any]) -> None:
+    model, prompt = build(), prompt_of(60)
+
+    def interrupted(steps_of: Any) -> tuple[int, float]:
+        def progress(done: int, whole: int) -> None:
+            if done == whole:
+                raise KeyboardInterrupt
+
+        cache = make_prompt_cache(model)
+        options = {"prompt_cache": cache, "prompt_progress_callback": progress, "sampler": make_sampler(0.8)}
+        mx.random.seed(1)
+        with pytest.raises(KeyboardInterrupt):
+            said(steps_of, model, prompt, 10, **options)
+        return cache[0].offset, mx.random.uniform().item()
+
+    expected = interrupted(steps.original)
+    enabled(model, SPARQ, 5)
+    assert interrupted(steps.generate_step) == expected
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_a_few_tokens_are_told_and_counted_as_mlx_lm_does(count: int, enabled: Callable[..., Any]) -> None:
+    model, prompt = build(), prompt_of(60)
+
+    def heard(steps_of: Any) -> Any:
+        told: list[tuple[int, int]] = []
+        cache = make_prompt_cache(model)
+        options = {"prompt_cache": cache, "prefill_step_size": 25, "max_tokens": count}
+        generator = steps_of(mx.array(prompt), model, prompt_progress_callback=lambda *at: told.append(at), **options)
+        return [token for token, _ in itertools.islice(generator, count + 1)], told, cache[0].offset
+
+    expected = heard(steps.original)
+    enabled(model, SPARQ, 5)
+    assert heard(steps.generate_step) == expected
+
+
+def test_processors_may_draw(enabled: Callable[..., Any]) -> None:
+    model, prompt = build(), prompt_of(60)
+    options = {"logits_processors": [lambda tokens, logits: logits + mx.random.gumbel(logits.shape)]}
+    mx.random.seed(3)
+    expected = said(steps.original, model, prompt, 20, **options)[0], mx.random.uniform().item()
+    enabled(model, SPARQ, 3)
+    mx.random.seed(3)
+    assert (said(steps.generate_step, model, prompt, 20, **options)[0], mx.random.uniform().item()) == expected
+
+
+def test_another_thread_goes_on_from_windows_that_were_cut_back(enabled: Callable[..., Any]) -> None:
+    model, cache = build("gemma3_text"), []
+
+    def answer() -> None:
+        cache.extend(make_prompt_cache(model))
+        said(steps.generate_step, model, prompt_of(60), 2, prompt_cache=cache)
+
+    enabled(model, SPARQ, 5)
+    thread = threading.Thread(target=answer)
+    thread.start()
+    thread.join()
+    mx.eval(rows(cache))
+    assert len(rows(cache)) == 2 * len(cache)
+
+
 def test_short_contexts_and_caches_that_are_yet_to_be_quantised_are_not_drafted(enabled: Callable[..., Any]) -> None:
     model, prompt = build("llama", head_dim=32), prompt_of(60)
     report = enabled(model, "sparq:rank=4,top_k=16,dense_below=80", 4)
@@ -217,6 +282,11 @@ def test_short_contexts_and_caches_that_are_yet_to_be_quantised_are_not_drafted(
     report = enabled(model, SPARQ, 4)
     assert said(steps.generate_step, model, prompt, 60, **options)[0] == expected
     assert 28 <= report.drafts.alone <= 32 and report.drafts.checks > 0
+    # A prompt whose keys are quantised at once is as long as any other.
+    mlx_sparse.disable(model)
+    report = enabled(model, "sparq:rank=4,top_k=16,dense_below=40", 4)
+    said(steps.generate_step, model, prompt, 20, kv_bits=8, kv_group_size=32, quantized_kv_start=0)
+    assert report.drafts.alone == 0 and report.drafts.checks > 0
 
 
 @pytest.mark.parametrize(
@@ -238,11 +308,24 @@ def test_what_cannot_draft_is_refused_in_one_line(attn: str, options: dict[str, 
     assert str(error.value).startswith(message) and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("family", sorted(UNEVEN))
+def test_families_that_mlx_lm_masks_otherwise_for_several_queries_are_refused(family: str) -> None:
+    model = tiny.build(family)
+    with pytest.raises(ConfigError, match=f"lossless: expected a model that checks .*, got {family}\\.$"):
+        mlx_sparse.enable(model, SPARQ, lossless=True)
+    mlx_sparse.enable(model, SPARQ)
+    mlx_sparse.disable(model)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"max_kv_size": 16}, "lossless: expected a cache that keeps all keys, got max_kv_size=16."),
         ({"input_embeddings": mx.zeros((4, 64))}, "lossless: expected a prompt of tokens, got embeddings."),
+        (
+            {"prompt_cache": [RotatingKVCache(32, keep=4), KVCache()]},
+            "lossless: expected a cache that keeps all keys, got one of --max-kv-size (max_kv_size).",
+        ),
     ],
 )
 def test_an_answer_that_cannot_be_drafted_is_refused_in_one_line(
@@ -250,7 +333,7 @@ def test_an_answer_that_cannot_be_drafted_is_refused_in_one_line(
 ) -> None:
     model = build()
     enabled(model)
-    with pytest.raises(ConfigError, match=message.replace(".", r"\.")):
+    with pytest.raises(ConfigError, match=re.escape(message)):
         steps.generate_step(mx.array([1, 2]), model, **options)
 
 
@@ -301,6 +384,17 @@ def test_drafts_that_do_not_pay_pause_for_longer_each_time() -> None:
     pauses = [b - a - 1 for a, b in itertools.pairwise(checks) if b - a > PAUSE // 2]
     assert pace.pauses >= 4
     assert pauses[0] >= PAUSE and all(b >= 1.9 * a or b >= 1000 for a, b in itertools.pairwise(pauses))
+
+
+def test_a_clock_that_stands_still_stops_no_answer() -> None:
+    pace = Pace()
+    for _ in range(50):
+        drafts, timed = pace.turn(100)
+        if drafts:
+            pace.note_check(drafts, 0, (0.0, 0.0) if timed else None)
+        else:
+            pace.note_step(0.0 if timed else None)
+    assert pace.turn(100).drafts <= MOST
 
 
 def test_a_pace_that_is_given_stays(enabled: Callable[..., Any]) -> None:
