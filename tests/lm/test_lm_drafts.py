@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -22,11 +23,13 @@ import mlx_sparse
 from mlx_sparse import oracle
 from mlx_sparse.checks import ConfigError
 from mlx_sparse.common import reasons
+from mlx_sparse.common.call_report import Counts, Report
 from mlx_sparse.lm.dense import attend_few
 from mlx_sparse.lm.drafts import steps
 from mlx_sparse.lm.drafts.figures import DraftFigures
 from mlx_sparse.lm.drafts.pace import MOST, PAUSE, Pace, fused
 from mlx_sparse.lm.drafts.setup import UNEVEN
+from mlx_sparse.lm.rank_reports import numbers_of, total
 from mlx_sparse.tools.models import tiny
 
 SPARQ = "sparq:rank=2,top_k=8,dense_below=0"
@@ -415,6 +418,15 @@ def test_figures_add_up_and_are_said() -> None:
     first, second, third = both.lines()
     assert "1 of 4 accepted (50%, 0% by position), 1.5 tokens for each of 2 checks" in first
     assert "4 tokens" in second and "drafts 33%, checks 67%" in third
+
+
+def test_what_several_processes_drafted_is_summed() -> None:
+    report = Report("sparq", "ops", "llama")
+    report.add(Counts(checked_bytes=5, drafts=DraftFigures(checks=2, examined=(2, 1), accepted=(1, 1), drafted=4)))
+    numbers = json.loads(json.dumps(numbers_of(report)))
+    both = total({0: numbers, 1: numbers})
+    assert (both.drafts, both.checked_bytes) == (report.drafts + report.drafts, 10)
+    assert json.loads(json.dumps(both.as_dict()))["drafts"]["accepted"] == [2, 2]
 
 
 @pytest.mark.parametrize(("Hq", "Hkv", "L", "D"), [(4, 4, 2, 16), (9, 3, 5, 64), (8, 1, 8, 32), (4, 2, 16, 80)])
