@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +16,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+import tiny_models
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
@@ -27,7 +31,7 @@ from mlx_sparse.common.call_report import Counts, Report
 from mlx_sparse.lm.dense import attend_few
 from mlx_sparse.lm.drafts import steps
 from mlx_sparse.lm.drafts.figures import DraftFigures
-from mlx_sparse.lm.drafts.pace import MOST, PAUSE, Pace, fused
+from mlx_sparse.lm.drafts.pace import DENSE_EVERY, MOST, PAUSE, Pace, fused
 from mlx_sparse.lm.drafts.setup import UNEVEN
 from mlx_sparse.lm.rank_reports import numbers_of, total
 from mlx_sparse.tools.models import tiny
@@ -201,16 +205,19 @@ def test_an_exception_in_a_draft_leaves_the_cache_as_it_was(enabled: Callable[..
     def sampler(logprobs: mx.array) -> mx.array:
         calls.append(1)
         if len(calls) == 4:  # the prompt's token, and drafts
-            before.extend(rows(cache))
             raise KeyboardInterrupt
-        return mx.argmax(logprobs, axis=-1)
+        return mx.random.categorical(logprobs)
 
     calls: list[int] = []
-    before: list[mx.array] = []
+    mx.random.seed(1)
+    mx.random.categorical(mx.zeros((1, 4)))
+    following = mx.random.uniform().item()
     enabled(model, SPARQ, 5)
+    mx.random.seed(1)
     with pytest.raises(KeyboardInterrupt):
         said(steps.generate_step, model, prompt, 10, sampler=sampler, prompt_cache=cache)
     assert all(entry.offset == len(prompt) for entry in cache)
+    assert mx.random.uniform().item() == following
 
 
 def test_an_exception_of_the_progress_callback_leaves_what_dense_decoding_leaves(enabled: Callable[..., Any]) -> None:
@@ -245,8 +252,9 @@ def test_a_few_tokens_are_told_and_counted_as_mlx_lm_does(count: int, enabled: C
         return [token for token, _ in itertools.islice(generator, count + 1)], told, cache[0].offset
 
     expected = heard(steps.original)
-    enabled(model, SPARQ, 5)
+    report = enabled(model, SPARQ, 5)
     assert heard(steps.generate_step) == expected
+    assert (report.drafts.drafted if report.drafts else 0) == max(count - 1, 0)  # no more than may be given
 
 
 def test_processors_may_draw(enabled: Callable[..., Any]) -> None:
@@ -257,6 +265,21 @@ def test_processors_may_draw(enabled: Callable[..., Any]) -> None:
     enabled(model, SPARQ, 3)
     mx.random.seed(3)
     assert (said(steps.generate_step, model, prompt, 20, **options)[0], mx.random.uniform().item()) == expected
+
+
+def test_python_ends_quietly_in_the_middle_of_an_answer() -> None:
+    script = (
+        "import mlx.core as mx, mlx_sparse, tiny_models as tiny\n"
+        "from mlx_sparse.lm.drafts.steps import generate_step\n"
+        "model = tiny.build()\n"
+        f"mlx_sparse.enable(model, {SPARQ!r}, lossless=True, draft_tokens=3)\n"
+        "answer = generate_step(mx.array(tiny.prompt_of(60)), model)\n"
+        "next(answer)\n"
+    )
+    folder = str(Path(tiny_models.__file__).parent)
+    environment = {**os.environ, "PYTHONPATH": folder}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_another_thread_goes_on_from_windows_that_were_cut_back(enabled: Callable[..., Any]) -> None:
@@ -387,6 +410,42 @@ def test_drafts_that_do_not_pay_pause_for_longer_each_time() -> None:
     pauses = [b - a - 1 for a, b in itertools.pairwise(checks) if b - a > PAUSE // 2]
     assert pace.pauses >= 4
     assert pauses[0] >= PAUSE and all(b >= 1.9 * a or b >= 1000 for a, b in itertools.pairwise(pauses))
+
+
+def test_dense_steps_are_timed_now_and_then() -> None:
+    pace, lengths = paced(0.1, 0.0, 0.98, 10 * DENSE_EVERY)
+    assert 10 <= lengths.count(0) <= 14 and not pace.pauses
+
+
+def test_a_pause_is_short_again_after_drafts_that_paid() -> None:
+    pace = Pace()
+
+    def rest(accepted: int) -> int:
+        """The steps of the pause that follows checks of which so many drafts are accepted."""
+        while (turn := pace.turn(100)).drafts or turn.timed:
+            if turn.drafts:
+                pace.note_check(turn.drafts, min(accepted, turn.drafts), (0.1, 1.0) if turn.timed else None)
+            else:
+                pace.note_step(1.0)
+            if accepted and pace.rate(pace._best()) > 2 * pace.rate(0):
+                return 0
+        steps = 0
+        while not (turn := pace.turn(100)).drafts and not turn.timed:
+            pace.note_step(None)
+            steps += 1
+        return steps
+
+    assert [rest(0), rest(0), rest(MOST), rest(0)] == [PAUSE, 2 * PAUSE, 0, PAUSE]
+
+
+def test_the_rate_of_acceptance_is_of_drafts_that_were_reached_and_forgets() -> None:
+    pace = Pace(3)
+    pace.note_check(3, 1, None)  # the third came behind a wrong one
+    assert pace.acceptance == 2 / 3
+    for accepted, least, most in ((0, 0.0, 0.05), (3, 0.95, 1.0)):
+        for _ in range(100):
+            pace.note_check(3, accepted, None)
+        assert least <= pace.acceptance <= most
 
 
 def test_a_clock_that_stands_still_stops_no_answer() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -136,7 +137,7 @@ class Run:
             mx.eval(y)
             self.progress(len(prompt), len(prompt))
             return
-        given = 0
+        given, python_ends = 0, sys.is_finalizing  # by names of its own: modules lose theirs then
         while True:
             with mx.stream(self.stream), entered(Phase.CHECK):
                 turn = self.pace.turn(self._room(given))
@@ -156,8 +157,9 @@ class Run:
                     if given == self.most:
                         return
             finally:
-                with mx.stream(self.stream), entered(Phase.CHECK):
-                    found.settle(max(kept, 1))  # dense decoding takes the step behind a token before it gives it
+                if not python_ends():
+                    with mx.stream(self.stream), entered(Phase.CHECK):
+                        found.settle(max(kept, 1))  # dense decoding takes the step behind a token before it gives it
             y, logprobs = found.following
             if given % CLEAR_EVERY < kept:
                 mx.clear_cache()
