@@ -44,8 +44,9 @@ def report_of(numbers: Mapping[str, Any]) -> Report:
     found.part = Part(*numbers["part"])
     found.prefill = numbers["prefill"] and _prefill(numbers["prefill"], found.part.first_layer)
     found.counted = numbers["buckets"] and BucketFigures(*numbers["buckets"])
-    drafts = numbers["drafts"]  # JSON has made lists of tuples
-    found.drafts = drafts and DraftFigures(*(tuple(part) if isinstance(part, list) else part for part in drafts))
+    if numbers["drafts"]:  # JSON has made lists of tuples
+        drafts: Any = [tuple(part) if isinstance(part, list) else part for part in numbers["drafts"]]
+        found.drafts = DraftFigures(*drafts)
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import os
@@ -32,7 +33,8 @@ from mlx_sparse.lm.dense import attend_few
 from mlx_sparse.lm.drafts import steps
 from mlx_sparse.lm.drafts.figures import DraftFigures
 from mlx_sparse.lm.drafts.pace import DENSE_EVERY, MOST, PAUSE, Pace, fused
-from mlx_sparse.lm.drafts.setup import UNEVEN
+from mlx_sparse.lm.drafts.setup import UNEVEN, check_company, draft
+from mlx_sparse.lm.model import plan_of
 from mlx_sparse.lm.rank_reports import numbers_of, total
 from mlx_sparse.tools.models import tiny
 
@@ -269,12 +271,13 @@ def test_processors_may_draw(enabled: Callable[..., Any]) -> None:
 
 def test_python_ends_quietly_in_the_middle_of_an_answer() -> None:
     script = (
-        "import mlx.core as mx, mlx_sparse, tiny_models as tiny\n"
+        "import sys, mlx.core as mx, mlx_sparse, tiny_models as tiny\n"
         "from mlx_sparse.lm.drafts.steps import generate_step\n"
         "model = tiny.build()\n"
         f"mlx_sparse.enable(model, {SPARQ!r}, lossless=True, draft_tokens=3)\n"
         "answer = generate_step(mx.array(tiny.prompt_of(60)), model)\n"
         "next(answer)\n"
+        "sys.kept = answer  # longer than any module\n"
     )
     folder = str(Path(tiny_models.__file__).parent)
     environment = {**os.environ, "PYTHONPATH": folder}
@@ -332,6 +335,34 @@ def test_what_cannot_draft_is_refused_in_one_line(attn: str, options: dict[str, 
     with pytest.raises(ConfigError) as error:
         mlx_sparse.enable(model, attn, **{"lossless": True, **options})
     assert str(error.value).startswith(message) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "generates", "message"),
+    [
+        ({}, False, "--lossless: expected a command that generates from one prompt, got mlx_lm.evaluate."),
+        ({"draft_model": "a"}, True, "--lossless: expected it without --draft-model, got both. Drop one."),
+        ({"shard": "context"}, True, "--lossless: expected it without --shard, got both. Drop one."),
+        ({"max_kv_size": 8}, True, "--lossless: expected it without --max-kv-size, got both. Drop one."),
+        ({"batch_size": 2}, True, "--lossless: expected one sequence at a time, got --batch-size 2."),
+    ],
+)
+def test_company_that_cannot_be_kept_is_refused_in_one_line(
+    options: dict[str, Any], generates: bool, message: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        check_company(argparse.Namespace(**options), "mlx_lm.evaluate", generates=generates)
+    assert str(error.value) == message
+
+
+def test_a_part_of_a_model_is_refused(enabled: Callable[..., Any]) -> None:
+    model = build()
+    enabled(model)
+    plan = plan_of(model)
+    assert plan is not None
+    plan.sharers = 2
+    with pytest.raises(ConfigError, match="lossless: expected a whole model on one process, got a part of one"):
+        draft(plan, model, None)
 
 
 @pytest.mark.parametrize("family", sorted(UNEVEN))
@@ -481,10 +512,13 @@ def test_figures_add_up_and_are_said() -> None:
 
 def test_what_several_processes_drafted_is_summed() -> None:
     report = Report("sparq", "ops", "llama")
-    report.add(Counts(checked_bytes=5, drafts=DraftFigures(checks=2, examined=(2, 1), accepted=(1, 1), drafted=4)))
+    report.served_layers = 1
+    drafts = DraftFigures(checks=2, examined=(2, 1), accepted=(1, 1), drafted=4)
+    report.add(Counts(2, formula_bytes=100, dense_bytes=1000, checked_bytes=500, drafts=drafts))
+    assert "keys and values for each token: 150 B, dense 500 B, by formula" in str(report)
     numbers = json.loads(json.dumps(numbers_of(report)))
     both = total({0: numbers, 1: numbers})
-    assert (both.drafts, both.checked_bytes) == (report.drafts + report.drafts, 10)
+    assert (both.drafts, both.checked_bytes) == (report.drafts + report.drafts, 1000)
     assert json.loads(json.dumps(both.as_dict()))["drafts"]["accepted"] == [2, 2]
 
 
