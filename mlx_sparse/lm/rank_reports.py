@@ -9,11 +9,12 @@ from typing import Any
 
 from ..common.call_report import Report
 from ..common.parts import Part
+from .drafts.figures import DraftFigures
 from .figures import BucketFigures, LayerFigures, PrefillFigures
 
 PLAIN = ("attn", "backend", "model_type", "model", "layers", "served_layers", "decodes", "messages")
 CALLS = ("sparse_calls",)
-BYTES = ("formula_bytes", "dense_bytes", "sent_bytes")
+BYTES = ("formula_bytes", "dense_bytes", "sent_bytes", "checked_bytes")
 SUMS = (*CALLS, *BYTES)
 
 
@@ -30,6 +31,7 @@ def numbers_of(report: Report, *, wait: bool = True) -> dict[str, Any]:
         "part": astuple(now.part),
         "prefill": now.prefill and _prefill_numbers(now.prefill),
         "buckets": now.counted and astuple(now.counted),
+        "drafts": now.drafts and astuple(now.drafts),
     }
 
 
@@ -42,6 +44,9 @@ def report_of(numbers: Mapping[str, Any]) -> Report:
     found.part = Part(*numbers["part"])
     found.prefill = numbers["prefill"] and _prefill(numbers["prefill"], found.part.first_layer)
     found.counted = numbers["buckets"] and BucketFigures(*numbers["buckets"])
+    if numbers["drafts"]:  # JSON has made lists of tuples
+        drafts: Any = [tuple(part) if isinstance(part, list) else part for part in numbers["drafts"]]
+        found.drafts = DraftFigures(*drafts)
     return found
 
 
@@ -60,6 +65,7 @@ def total(by_rank: Mapping[int, Mapping[str, Any]]) -> Report:
         for name in BYTES if together else SUMS:
             setattr(found, name, getattr(found, name) + getattr(other, name))
         found.counted = _sum(found.counted, other.counted)
+        found.drafts = _sum(found.drafts, other.drafts)
         if together:
             continue
         found.dense_calls = found.dense_calls + other.dense_calls

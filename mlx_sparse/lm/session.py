@@ -325,6 +325,8 @@ class Session:
             return
         if longest < starts < NEVER:
             why = f"this run has at most {longest:,} keys, and no step with fewer than {starts:,} is"
+        elif plan.lossless is not None and starts < NEVER:  # the first step is dense: drafts follow
+            return
         else:  # something else is in the way, or there are no steps to be sparse
             why = f"calls so far: {listing(plan.report.dense_calls)}"
         self.say(f"nothing will be sparse: {why}")

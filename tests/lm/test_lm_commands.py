@@ -348,6 +348,7 @@ def test_a_lossless_command_says_what_it_says_densely(drafts: str, finished: Run
 def test_a_seed_says_the_same_with_drafts_and_turn_after_turn(finished: Runs):
     assert finished("--lossless 3, drawn").text == finished("drawn").text != finished("dense").text
     assert "accepted" in finished("--lossless 3, drawn").err
+    assert "nothing will be sparse" not in finished("--lossless 3, drawn").err
     lossless, dense = (re.findall(r"w\d+", finished(name).out) for name in ("chat --lossless", "chat, dense"))
     assert lossless == dense and len(dense) >= 3 * 4
     assert finished("chat --lossless").reports[0]["drafts"]["checks"] > 0

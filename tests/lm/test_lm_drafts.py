@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,9 +17,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+import tiny_models
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from tiny_models import build, prompt_of, write
 
@@ -20,10 +28,15 @@ import mlx_sparse
 from mlx_sparse import oracle
 from mlx_sparse.checks import ConfigError
 from mlx_sparse.common import reasons
+from mlx_sparse.common.call_report import Counts, Report
 from mlx_sparse.lm.dense import attend_few
 from mlx_sparse.lm.drafts import steps
 from mlx_sparse.lm.drafts.figures import DraftFigures
-from mlx_sparse.lm.drafts.pace import MOST, PAUSE, Pace, fused
+from mlx_sparse.lm.drafts.pace import DENSE_EVERY, MOST, PAUSE, Pace, fused
+from mlx_sparse.lm.drafts.setup import UNEVEN, check_company, draft
+from mlx_sparse.lm.model import plan_of
+from mlx_sparse.lm.rank_reports import numbers_of, total
+from mlx_sparse.tools.models import tiny
 
 SPARQ = "sparq:rank=2,top_k=8,dense_below=0"
 GOOD = "sparq:rank=16,top_k=96,key_bits=16,dense_below=0"  # drafts that are mostly right
@@ -194,16 +207,97 @@ def test_an_exception_in_a_draft_leaves_the_cache_as_it_was(enabled: Callable[..
     def sampler(logprobs: mx.array) -> mx.array:
         calls.append(1)
         if len(calls) == 4:  # the prompt's token, and drafts
-            before.extend(rows(cache))
             raise KeyboardInterrupt
-        return mx.argmax(logprobs, axis=-1)
+        return mx.random.categorical(logprobs)
 
     calls: list[int] = []
-    before: list[mx.array] = []
+    mx.random.seed(1)
+    mx.random.categorical(mx.zeros((1, 4)))
+    following = mx.random.uniform().item()
     enabled(model, SPARQ, 5)
+    mx.random.seed(1)
     with pytest.raises(KeyboardInterrupt):
         said(steps.generate_step, model, prompt, 10, sampler=sampler, prompt_cache=cache)
     assert all(entry.offset == len(prompt) for entry in cache)
+    assert mx.random.uniform().item() == following
+
+
+def test_an_exception_of_the_progress_callback_leaves_what_dense_decoding_leaves(enabled: Callable[..., Any]) -> None:
+    model, prompt = build(), prompt_of(60)
+
+    def interrupted(steps_of: Any) -> tuple[int, float]:
+        def progress(done: int, whole: int) -> None:
+            if done == whole:
+                raise KeyboardInterrupt
+
+        cache = make_prompt_cache(model)
+        options = {"prompt_cache": cache, "prompt_progress_callback": progress, "sampler": make_sampler(0.8)}
+        mx.random.seed(1)
+        with pytest.raises(KeyboardInterrupt):
+            said(steps_of, model, prompt, 10, **options)
+        return cache[0].offset, mx.random.uniform().item()
+
+    expected = interrupted(steps.original)
+    enabled(model, SPARQ, 5)
+    assert interrupted(steps.generate_step) == expected
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_a_few_tokens_are_told_and_counted_as_mlx_lm_does(count: int, enabled: Callable[..., Any]) -> None:
+    model, prompt = build(), prompt_of(60)
+
+    def heard(steps_of: Any) -> Any:
+        told: list[tuple[int, int]] = []
+        cache = make_prompt_cache(model)
+        options = {"prompt_cache": cache, "prefill_step_size": 25, "max_tokens": count}
+        generator = steps_of(mx.array(prompt), model, prompt_progress_callback=lambda *at: told.append(at), **options)
+        return [token for token, _ in itertools.islice(generator, count + 1)], told, cache[0].offset
+
+    expected = heard(steps.original)
+    report = enabled(model, SPARQ, 5)
+    assert heard(steps.generate_step) == expected
+    assert (report.drafts.drafted if report.drafts else 0) == max(count - 1, 0)  # no more than may be given
+
+
+def test_processors_may_draw(enabled: Callable[..., Any]) -> None:
+    model, prompt = build(), prompt_of(60)
+    options = {"logits_processors": [lambda tokens, logits: logits + mx.random.gumbel(logits.shape)]}
+    mx.random.seed(3)
+    expected = said(steps.original, model, prompt, 20, **options)[0], mx.random.uniform().item()
+    enabled(model, SPARQ, 3)
+    mx.random.seed(3)
+    assert (said(steps.generate_step, model, prompt, 20, **options)[0], mx.random.uniform().item()) == expected
+
+
+def test_python_ends_quietly_in_the_middle_of_an_answer() -> None:
+    script = (
+        "import mlx.core as mx, mlx_sparse, tiny_models as tiny\n"
+        "from mlx_sparse.lm.drafts.steps import generate_step\n"
+        "model = tiny.build()\n"
+        f"mlx_sparse.enable(model, {SPARQ!r}, lossless=True, draft_tokens=3)\n"
+        "answer = generate_step(mx.array(tiny.prompt_of(60)), model)\n"
+        "next(answer)\n"
+        "tiny.kept = answer  # longer than modules that it uses\n"
+    )
+    folder = str(Path(tiny_models.__file__).parent)
+    environment = {**os.environ, "PYTHONPATH": folder}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_another_thread_goes_on_from_windows_that_were_cut_back(enabled: Callable[..., Any]) -> None:
+    model, cache = build("gemma3_text"), []
+
+    def answer() -> None:
+        cache.extend(make_prompt_cache(model))
+        said(steps.generate_step, model, prompt_of(60), 2, prompt_cache=cache)
+
+    enabled(model, SPARQ, 5)
+    thread = threading.Thread(target=answer)
+    thread.start()
+    thread.join()
+    mx.eval(rows(cache))
+    assert len(rows(cache)) == 2 * len(cache)
 
 
 def test_short_contexts_and_caches_that_are_yet_to_be_quantised_are_not_drafted(enabled: Callable[..., Any]) -> None:
@@ -217,6 +311,11 @@ def test_short_contexts_and_caches_that_are_yet_to_be_quantised_are_not_drafted(
     report = enabled(model, SPARQ, 4)
     assert said(steps.generate_step, model, prompt, 60, **options)[0] == expected
     assert 28 <= report.drafts.alone <= 32 and report.drafts.checks > 0
+    # A prompt whose keys are quantised at once is as long as any other.
+    mlx_sparse.disable(model)
+    report = enabled(model, "sparq:rank=4,top_k=16,dense_below=40", 4)
+    said(steps.generate_step, model, prompt, 20, kv_bits=8, kv_group_size=32, quantized_kv_start=0)
+    assert report.drafts.alone == 0 and report.drafts.checks > 0
 
 
 @pytest.mark.parametrize(
@@ -239,10 +338,51 @@ def test_what_cannot_draft_is_refused_in_one_line(attn: str, options: dict[str, 
 
 
 @pytest.mark.parametrize(
+    ("options", "generates", "message"),
+    [
+        ({}, False, "--lossless: expected a command that generates from one prompt, got mlx_lm.evaluate."),
+        ({"draft_model": "a"}, True, "--lossless: expected it without --draft-model, got both. Drop one."),
+        ({"shard": "context"}, True, "--lossless: expected it without --shard, got both. Drop one."),
+        ({"max_kv_size": 8}, True, "--lossless: expected it without --max-kv-size, got both. Drop one."),
+        ({"batch_size": 2}, True, "--lossless: expected one sequence at a time, got --batch-size 2."),
+    ],
+)
+def test_company_that_cannot_be_kept_is_refused_in_one_line(
+    options: dict[str, Any], generates: bool, message: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        check_company(argparse.Namespace(**options), "mlx_lm.evaluate", generates=generates)
+    assert str(error.value) == message
+
+
+def test_a_part_of_a_model_is_refused(enabled: Callable[..., Any]) -> None:
+    model = build()
+    enabled(model)
+    plan = plan_of(model)
+    assert plan is not None
+    plan.sharers = 2
+    with pytest.raises(ConfigError, match="lossless: expected a whole model on one process, got a part of one"):
+        draft(plan, model, None)
+
+
+@pytest.mark.parametrize("family", sorted(UNEVEN))
+def test_families_that_mlx_lm_masks_otherwise_for_several_queries_are_refused(family: str) -> None:
+    model = tiny.build(family)
+    with pytest.raises(ConfigError, match=f"lossless: expected a model that checks .*, got {family}\\.$"):
+        mlx_sparse.enable(model, SPARQ, lossless=True)
+    mlx_sparse.enable(model, SPARQ)
+    mlx_sparse.disable(model)
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"max_kv_size": 16}, "lossless: expected a cache that keeps all keys, got max_kv_size=16."),
         ({"input_embeddings": mx.zeros((4, 64))}, "lossless: expected a prompt of tokens, got embeddings."),
+        (
+            {"prompt_cache": [RotatingKVCache(32, keep=4), KVCache()]},
+            "lossless: expected a cache that keeps all keys, got one of --max-kv-size (max_kv_size).",
+        ),
     ],
 )
 def test_an_answer_that_cannot_be_drafted_is_refused_in_one_line(
@@ -250,7 +390,7 @@ def test_an_answer_that_cannot_be_drafted_is_refused_in_one_line(
 ) -> None:
     model = build()
     enabled(model)
-    with pytest.raises(ConfigError, match=message.replace(".", r"\.")):
+    with pytest.raises(ConfigError, match=re.escape(message)):
         steps.generate_step(mx.array([1, 2]), model, **options)
 
 
@@ -303,6 +443,53 @@ def test_drafts_that_do_not_pay_pause_for_longer_each_time() -> None:
     assert pauses[0] >= PAUSE and all(b >= 1.9 * a or b >= 1000 for a, b in itertools.pairwise(pauses))
 
 
+def test_dense_steps_are_timed_now_and_then() -> None:
+    pace, lengths = paced(0.1, 0.0, 0.98, 10 * DENSE_EVERY)
+    assert 10 <= lengths.count(0) <= 14 and not pace.pauses
+
+
+def test_a_pause_is_short_again_after_drafts_that_paid() -> None:
+    pace = Pace()
+
+    def rest(accepted: int) -> int:
+        """The steps of the pause that follows checks of which so many drafts are accepted."""
+        while (turn := pace.turn(100)).drafts or turn.timed:
+            if turn.drafts:
+                pace.note_check(turn.drafts, min(accepted, turn.drafts), (0.1, 1.0) if turn.timed else None)
+            else:
+                pace.note_step(1.0)
+            if accepted and pace.rate(pace._best()) > 2 * pace.rate(0):
+                return 0
+        steps = 0
+        while not (turn := pace.turn(100)).drafts and not turn.timed:
+            pace.note_step(None)
+            steps += 1
+        return steps
+
+    assert [rest(0), rest(0), rest(MOST), rest(0)] == [PAUSE, 2 * PAUSE, 0, PAUSE]
+
+
+def test_the_rate_of_acceptance_is_of_drafts_that_were_reached_and_forgets() -> None:
+    pace = Pace(3)
+    pace.note_check(3, 1, None)  # the third came behind a wrong one
+    assert pace.acceptance == 2 / 3
+    for accepted, least, most in ((0, 0.0, 0.05), (3, 0.95, 1.0)):
+        for _ in range(100):
+            pace.note_check(3, accepted, None)
+        assert least <= pace.acceptance <= most
+
+
+def test_a_clock_that_stands_still_stops_no_answer() -> None:
+    pace = Pace()
+    for _ in range(50):
+        drafts, timed = pace.turn(100)
+        if drafts:
+            pace.note_check(drafts, 0, (0.0, 0.0) if timed else None)
+        else:
+            pace.note_step(0.0 if timed else None)
+    assert pace.turn(100).drafts <= MOST
+
+
 def test_a_pace_that_is_given_stays(enabled: Callable[..., Any]) -> None:
     pace = Pace(5)
     assert pace.turn(100).drafts == 5 and pace.turn(3).drafts == 3 and pace.turn(0).drafts == 0
@@ -321,6 +508,18 @@ def test_figures_add_up_and_are_said() -> None:
     first, second, third = both.lines()
     assert "1 of 4 accepted (50%, 0% by position), 1.5 tokens for each of 2 checks" in first
     assert "4 tokens" in second and "drafts 33%, checks 67%" in third
+
+
+def test_what_several_processes_drafted_is_summed() -> None:
+    report = Report("sparq", "ops", "llama")
+    report.served_layers = 1
+    drafts = DraftFigures(checks=2, examined=(2, 1), accepted=(1, 1), drafted=4)
+    report.add(Counts(2, formula_bytes=100, dense_bytes=1000, checked_bytes=500, drafts=drafts))
+    assert "keys and values for each token: 150 B, dense 500 B, by formula" in str(report)
+    numbers = json.loads(json.dumps(numbers_of(report)))
+    both = total({0: numbers, 1: numbers})
+    assert (both.drafts, both.checked_bytes) == (report.drafts + report.drafts, 1000)
+    assert json.loads(json.dumps(both.as_dict()))["drafts"]["accepted"] == [2, 2]
 
 
 @pytest.mark.parametrize(("Hq", "Hkv", "L", "D"), [(4, 4, 2, 16), (9, 3, 5, 64), (8, 1, 8, 32), (4, 2, 16, 80)])

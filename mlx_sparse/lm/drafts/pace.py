@@ -90,7 +90,7 @@ class Pace:
 
     def rate(self, drafts: int) -> float:
         """Tokens per second with so many drafts for each check."""
-        dense = median(self._dense)
+        dense = max(median(self._dense), 1e-9)  # a clock may stand still
         if not drafts:
             return 1 / dense
         slope = sum(n * (seconds - dense) for n, seconds in self._checks) / sum(n * n for n, _ in self._checks)

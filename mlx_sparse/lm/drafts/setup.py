@@ -11,6 +11,10 @@ from ...methods import Method, Prefill
 from . import steps
 from .pace import MOST
 
+# Families whose several queries in one call attend other keys than one after the other, by mlx-lm's own masks: of a
+# window that is one key longer, and later tokens of a block too.
+UNEVEN = frozenset({"phi3small", "plamo3"})
+
 
 def check_drafts(prefill: Prefill | None, decode: Method | None, draft_tokens: int | None) -> None:
     """Raise `ConfigError` if ``decode`` cannot draft ``draft_tokens`` tokens, or as many as pay for None."""
@@ -44,6 +48,9 @@ def draft(plan: Any, model: Any, draft_tokens: int | None) -> None:
     check_drafts(plan.prefill, plan.decode, draft_tokens)
     if not part_of(model).whole or plan.sharers > 1:
         raise ConfigError("lossless: expected a whole model on one process, got a part of one. Run it without.")
+    if plan.report.model_type in UNEVEN:
+        family = plan.report.model_type
+        raise ConfigError(f"lossless: expected a model that checks several tokens as it says them, got {family}.")
     missing = {"prompt", "model", "prompt_cache", "sampler", "logits_processors"} - steps.PARAMETERS
     if missing:
         raise BackendUnavailable(f"mlx-lm: expected generate_step with {', '.join(sorted(missing))}, got one without.")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from ...common.model_info import leaves
 from .figures import DraftFigures
 from .pace import MOST, Pace, fused
 from .phase import Phase, entered
-from .undo import Undo
+from .undo import ROWS, Undo
 
 if TYPE_CHECKING:
     from ..plan import Plan
@@ -103,6 +104,9 @@ class Run:
         self.sampler = sampler or greedy
         self.processors = logits_processors or []
         self.cache = make_prompt_cache(model) if prompt_cache is None else prompt_cache
+        if any(getattr(cache, "keep", 0) for cache in leaves(self.cache)):
+            # Several queries in one call miss the first keys, which a step keeps.
+            raise ConfigError("lossless: expected a cache that keeps all keys, got one of --max-kv-size (max_kv_size).")
         self.piece = prefill_step_size
         self.quantise = functools.partial(
             generate.maybe_quantize_kv_cache,
@@ -129,7 +133,11 @@ class Run:
             raise ConfigError("prompt: expected at least one token, got none.")
         with mx.stream(self.stream), entered(Phase.CHECK):
             y, logprobs = self._prompt(prompt)
-        given = 0
+        if self.most == 0:
+            mx.eval(y)
+            self.progress(len(prompt), len(prompt))
+            return
+        given, python_ends = 0, sys.is_finalizing  # by names of its own: modules lose theirs then
         while True:
             with mx.stream(self.stream), entered(Phase.CHECK):
                 turn = self.pace.turn(self._room(given))
@@ -137,11 +145,11 @@ class Run:
                     found = self._check(y, turn.drafts, timed=turn.timed)
                 else:
                     found = self._step(y, timed=turn.timed)
-            if given == 0:
-                mx.eval(y)
-                self.progress(len(prompt), len(prompt))
             kept = 0
             try:
+                if given == 0:
+                    mx.eval(y)
+                    self.progress(len(prompt), len(prompt))
                 for token, of_token in [(y, logprobs), *found.accepted]:
                     kept += 1
                     given += 1
@@ -149,10 +157,11 @@ class Run:
                     if given == self.most:
                         return
             finally:
-                with mx.stream(self.stream), entered(Phase.CHECK):
-                    found.settle(kept)
+                if not python_ends():
+                    with mx.stream(self.stream), entered(Phase.CHECK):
+                        found.settle(max(kept, 1))  # dense decoding takes the step behind a token before it gives it
             y, logprobs = found.following
-            if given % CLEAR_EVERY == 0:
+            if given % CLEAR_EVERY < kept:
                 mx.clear_cache()
 
     def _prompt(self, prompt: mx.array) -> Sampled:
@@ -170,7 +179,7 @@ class Run:
         found = self._sample(self._last(prompt), [prompt])
         self._hold([prompt])
         mx.async_eval(*found)  # type: ignore[no-untyped-call]
-        self.length = max((cache.offset for cache in leaves(self.cache) if isinstance(cache, KVCache)), default=0)
+        self.length = max((cache.offset for cache in leaves(self.cache) if isinstance(cache, ROWS)), default=0)
         return found
 
     def _room(self, given: int) -> int:
@@ -196,7 +205,7 @@ class Run:
     def _check(self, y: mx.array, n: int, *, timed: bool) -> Found:
         """``n`` drafts, and what dense attention says of them."""
         undo = Undo(self.cache)
-        random = Random(self.sampler is not greedy)
+        random = Random(self.sampler is not greedy or bool(self.processors))  # which may draw too
         inputs = [y]
         if timed:
             mx.eval(y)
@@ -218,6 +227,7 @@ class Run:
             mx.eval(inputs, sampled, random.noted)
         except BaseException:
             undo.back()
+            random.back()
             raise
         times.append(time.perf_counter())
         same = [int(draft) == int(token) for draft, (token, _) in zip(inputs[1:], sampled, strict=False)]
@@ -228,9 +238,12 @@ class Run:
         def settle(kept: int) -> None:
             if undo.trims:
                 undo.back(kept)
-            elif kept <= n:
-                undo.back()
-                self.model(mx.concatenate(inputs[:kept])[None], cache=self.cache)
+            else:
+                if kept <= n:
+                    undo.back()
+                    self.model(mx.concatenate(inputs[:kept])[None], cache=self.cache)
+                # Now: another thread, which may go on from here, could not.
+                mx.async_eval([cache.state for cache in self.cache])  # type: ignore[no-untyped-call]
             random.go_on(kept - 1)
             self._hold(inputs[:kept])
 
