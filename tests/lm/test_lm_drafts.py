@@ -541,3 +541,21 @@ def test_a_check_reads_keys_once_and_attends_as_the_oracle(Hq: int, Hkv: int, L:
     ours = np.abs(np.array(found.astype(mx.float32), np.float64) - expected).max()
     assert found.dtype == dtype
     assert ours <= 2 * error + float(mx.finfo(dtype).eps) * np.abs(expected).max()
+
+
+def test_a_slow_check_is_forgotten_after_the_pause_that_it_caused() -> None:
+    pace, checks = Pace(), 0
+    while pace.pauses == 0:
+        drafts, timed = pace.turn(10**6)
+        if drafts:
+            pace.note_check(drafts, drafts, (0.1 * drafts, 50.0) if timed else None)
+        else:
+            pace.note_step(1.0 if timed else None)
+    while checks < 40:
+        drafts, timed = pace.turn(10**6)
+        checks += drafts > 0
+        if drafts:
+            pace.note_check(drafts, drafts, (0.1 * drafts, 1.0) if timed else None)
+        else:
+            pace.note_step(1.0 if timed else None)
+    assert pace.pauses == 1

@@ -66,6 +66,9 @@ class Pace:
 
     def note_check(self, drafts: int, accepted: int, seconds: tuple[float, float] | None) -> None:
         """So many drafts were checked, in seconds of drafting and of checking; None if that was not timed."""
+        if self._rounds == 0:  # a try after a pause is measured anew
+            self._checks.clear()
+            self._draft.clear()
         examined = min(accepted + 1, drafts)
         kept = max(1 - examined / MEMORY, 0)
         self._examined = self._examined * kept + examined
@@ -80,6 +83,7 @@ class Pace:
                 self._pause = PAUSE
             else:
                 self.pauses += 1
+                self._rounds = 0
                 self._left, self._pause = self._pause, min(2 * self._pause, LONGEST_PAUSE)
                 self._since_dense = DENSE_EVERY
 
