@@ -80,7 +80,8 @@ class Pace:
             self._checks.append((drafts, seconds[1]))
         if self.fixed is None and len(self._checks) >= 2:
             if self.rate(self._best()) > self.rate(0):
-                self._pause = PAUSE
+                if self._rounds > TIMED_FIRST:  # more than a lucky try
+                    self._pause = PAUSE
             else:
                 self.pauses += 1
                 self._rounds = 0
