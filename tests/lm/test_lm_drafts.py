@@ -138,7 +138,7 @@ def test_the_same_numbers_are_drawn_for_a_draft_and_its_check(enabled: Callable[
     assert sum(report.drafts.accepted) > 0.6 * report.drafts.drafted
 
 
-HISTORIES = 8
+HISTORIES = 4
 # A turn: tokens of its prompt, tokens until its reader leaves, drafts for each check, whether anything is drawn.
 TURNS = st.lists(
     st.tuples(st.integers(1, 40), st.integers(1, 24), st.sampled_from([None, 1, 3, MOST]), st.booleans()),
