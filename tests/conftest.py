@@ -48,7 +48,6 @@ SLOW = {
     "test_doctor.py": "commands",
     "test_evaluate_command.py": "commands",
     "test_examples.py": "commands, a browser",
-    "test_examples.py": "programs, a browser",
     "test_gpu_check.py": "reports",
     "test_install.py": "installations",
     "test_lm_commands.py": "commands",
