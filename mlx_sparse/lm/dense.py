@@ -7,10 +7,10 @@ from typing import Any
 import mlx.core as mx
 
 from ..cache.kv_cache import SparseCache
+from ..ops.attend import attend_rows
 from ..ops.blocks import after, most
 from . import seam
 
-FEW, FEW_ROWS, FEW_HEAD_DIMS = 8, 32, (64, 96, 128, 256)  # of MLX's kernel for a few queries: rows of a KV head too
 FUSED_HEAD_DIMS = (64, 80, 128)  # for which MLX's kernel for prompts on a GPU holds no scores
 
 
@@ -46,24 +46,15 @@ def attend_packed(queries: mx.array, cache: SparseCache, scale: float) -> mx.arr
 
 
 def attend_few(queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
-    """Causal attention ``(B, Hq, L, D)`` of the last few queries, which reads each key and value once for all of them.
+    """Causal attention ``(B, Hq, L, D)`` of the last few queries on a CPU, where MLX's reads keys again for each head.
 
-    The query heads of a KV head and their queries are the rows of one product. That is for where MLX's attention reads
-    keys and values again for each head: on a CPU, and on a GPU where its kernel for a few queries does not fit.
+    To the keys before them all queries of a group are rows of one product.
     """
-    (B, Hq, L, D), (Hkv, S) = queries.shape, keys.shape[1:3]
-    scores = (queries * scale).reshape(B, Hkv, Hq // Hkv * L, D) @ keys.swapaxes(-1, -2)
-    own = mx.arange(L)
-    later = mx.tile(mx.where(own[:, None] < own, -mx.inf, 0.0), (Hq // Hkv, 1)).astype(scores.dtype)
-    scores = mx.concatenate([scores[..., : S - L], scores[..., S - L :] + later], axis=-1)
-    return (mx.softmax(scores, axis=-1, precise=True) @ values).reshape(B, Hq, L, D)
-
-
-def few_fit(queries: mx.array, Hkv: int) -> bool:
-    """Whether a kernel of MLX's attends these few queries, whose threadgroups share what they read."""
-    _, Hq, L, D = queries.shape
-    on_gpu = mx.default_device().type == mx.gpu
-    return on_gpu and L <= FEW and L * Hq // Hkv <= FEW_ROWS and D in FEW_HEAD_DIMS
+    before = keys.shape[2] - queries.shape[2]
+    older = attend_rows(queries, keys[:, :, :before], values[:, :, :before], scale=scale, causal=False)
+    own = attend_rows(queries, keys[:, :, before:], values[:, :, before:], scale=scale, causal=True)
+    outs, lses = (mx.stack(list(parts)) for parts in zip(older, own, strict=True))
+    return (mx.softmax(lses, axis=0)[..., None] * outs).sum(axis=0).astype(queries.dtype)
 
 
 def replace(

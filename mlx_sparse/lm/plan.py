@@ -18,7 +18,7 @@ from ..common.packed_rows import PackedRows, Rows
 from ..common.stats import dense_elements
 from ..methods import NEVER, Dense, Method, Prefill, Step, registry
 from . import seam
-from .dense import attend_alone, attend_few, attend_packed, few_fit, replace
+from .dense import attend_alone, attend_few, attend_packed, replace
 from .drafts.phase import Phase, current
 from .figures import PrefillCounts, PrefillFigures
 from .hooks import ModelHooks
@@ -191,7 +191,7 @@ class Call:
             if isinstance(mask, str) and sinks is None:
                 if isinstance(keys, PackedRows):
                     out = attend_packed(queries, cache, scale)
-                elif self._phase is Phase.CHECK and self._few(queries, keys):
+                elif self._few(queries):
                     out = attend_few(queries, keys, values, scale)
         return out
 
@@ -439,9 +439,10 @@ class Call:
         self._counts.formula_bytes += self.hooks.formula_bytes(cache)
         return self.hooks.step(queries, cache, served, scale=scale, backend=backend)
 
-    def _few(self, queries: mx.array, keys: Rows) -> bool:
-        """Whether a check is attended here, as MLX would read keys and values more than once."""
-        return 1 < queries.shape[2] <= reasons.VERIFY_QUERIES and not few_fit(queries, keys.shape[1])
+    def _few(self, queries: mx.array) -> bool:
+        """Whether this is a check that is attended here, as MLX would read keys and values more than once."""
+        here = self._phase is Phase.CHECK and mx.default_device().type == mx.cpu
+        return here and 1 < queries.shape[2] <= reasons.VERIFY_QUERIES
 
     def _dense_bytes(self, keys: Rows, cache: SparseCache) -> int:
         """What dense attention moves for a call that reads every key once."""

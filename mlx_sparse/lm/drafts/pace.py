@@ -6,9 +6,8 @@ from collections import deque
 from statistics import median
 from typing import NamedTuple
 
-from ..dense import FEW, FEW_ROWS
-
-MOST = FEW - 1  # drafts for one check
+QUERIES, ROWS = 8, 32  # that MLX's kernel for a few queries takes on a GPU, and rows of a KV head with its query heads
+MOST = QUERIES - 1  # drafts for one check
 TIMED_FIRST, TIMED_EVERY = 4, 8  # checks that are timed, which costs waiting for the device once more
 DENSE_EVERY = 128  # tokens after which a dense step is timed anew, as contexts grow
 PAUSE, LONGEST_PAUSE = 64, 1024  # tokens without drafts where they do not pay
@@ -114,4 +113,4 @@ def fused(G: int) -> int:
     Its threadgroups share what they read of keys and values between queries and heads. With more, scores go through
     memory.
     """
-    return max(min(FEW, FEW_ROWS // G) - 1, 1)
+    return max(min(QUERIES, ROWS // G) - 1, 1)
