@@ -6,7 +6,8 @@ batching work as before. What a method keeps `beside` follows the cache through 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -146,11 +147,22 @@ class SparseCache:
         followed = {method: follow(method, state) for method, state in self.beside.items()}
         self.beside = {method: state for method, state in followed.items() if state is not None}
 
+    @contextlib.contextmanager
+    def earlier(self, rows: int) -> Iterator[None]:
+        """Meanwhile the cache is as it was before its last ``rows`` were written, to all who ask it."""
+        length = getattr(self, self.length_name)
+        setattr(self, self.length_name, length - rows)
+        try:
+            yield
+        finally:
+            setattr(self, self.length_name, length)
+
     def attend(self, queries: mx.array, config: Method, *, scale: float, backend: str) -> tuple[mx.array, mx.array]:
         """One decode step over this cache.
 
         Args:
-            queries: ``(B, Hq, 1, D)``; their keys and values have been written.
+            queries: ``(B, Hq, 1, D)``; their keys and values have been written. Several that are to make one choice of
+                keys are `fold`-ed (several.2).
             config: method and settings, as `Method.for_model` resolves them.
 
         Returns:

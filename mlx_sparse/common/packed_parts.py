@@ -67,3 +67,8 @@ class PackedParts:
     def parts(self) -> tuple[Any, Any, Any]:
         """Codes, scales and biases."""
         return self.codes, self.scales, self.biases
+
+
+def first_rows(rows: Any, n: int) -> Any:
+    """The first ``n`` rows of each sequence of ``rows (B, Hkv, S, D)``, packed or not."""
+    return rows.first(n) if isinstance(rows, PackedParts) else rows[:, :, :n]

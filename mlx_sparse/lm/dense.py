@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..cache.kv_cache import SparseCache
-from ..ops.attend import attend_rows
+from ..ops.attend import attend_rows, merge
 from ..ops.blocks import after, most
 from . import seam
 
@@ -53,8 +53,7 @@ def attend_few(queries: mx.array, keys: mx.array, values: mx.array, scale: float
     before = keys.shape[2] - queries.shape[2]
     older = attend_rows(queries, keys[:, :, :before], values[:, :, :before], scale=scale, causal=False)
     own = attend_rows(queries, keys[:, :, before:], values[:, :, before:], scale=scale, causal=True)
-    outs, lses = (mx.stack(list(parts)) for parts in zip(older, own, strict=True))
-    return (mx.softmax(lses, axis=0)[..., None] * outs).sum(axis=0).astype(queries.dtype)
+    return merge(older, own)[0].astype(queries.dtype)
 
 
 def replace(

@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from ..cache.kv_cache import SparseCache
 from ..common.call_report import Counting
+from ..common.several import fold
 from ..methods import Method, registry
 
 
@@ -53,9 +54,10 @@ class CallHooks:
         """One decode step of a layer, whose keys have been taken in: ``out`` and ``lse`` as `SparseCache.attend`.
 
         Args:
+            queries: ``(B, Hq, L, D)``; several make one choice of keys among those that ``cache`` shows (several.2).
             served: the sequences whose results are wanted; those of the others are anything.
         """
-        return cache.attend(queries, self.config, scale=scale, backend=backend)
+        return cache.attend(fold(queries), self.config, scale=scale, backend=backend)
 
     def lending(
         self, cache: SparseCache, sequence: int, one: SparseCache, first: int, queries: mx.array, part: mx.array
@@ -63,7 +65,7 @@ class CallHooks:
         """Meanwhile ``one`` is a sequence of ``cache`` from row ``first`` on, for one step of that layer.
 
         Args:
-            queries: of the batch; ``part`` is the last one of the sequence among them.
+            queries: of the batch; ``part`` are the last ones of the sequence among them.
         """
         return contextlib.nullcontext()
 

@@ -17,6 +17,7 @@ from ..common.model_info import leaves
 from ..common.packed_rows import PackedRows, Rows
 from ..common.stats import dense_elements
 from ..methods import NEVER, Dense, Method, Prefill, Step, registry
+from ..ops.several import attend_own
 from . import seam
 from .dense import attend_alone, attend_few, attend_packed, replace
 from .drafts.phase import Phase, current
@@ -207,23 +208,28 @@ class Call:
         reason: str | None = None,
     ) -> mx.array | None:
         """The counted call of ``layer``, dense for ``reason`` if there is one."""
-        prompt, backend = queries.shape[2] > 1, ""
+        L, backend = queries.shape[2], ""
+        prompt = not self._is_step(L, keys.shape[2])
         if reason is None:
-            self._steps = 0 if prompt else keys.shape[2]
+            self._steps = keys.shape[2] if L == 1 else 0
             config = self.prefill if prompt else self.decode
             if config is not None:
                 backend = self._resolve(config, queries, keys)
-            if prompt:
-                reason = next(self._prompt_reasons(queries, keys.shape[2], mask), None)
-            else:
-                reason = next(self._step_reasons(queries, keys, cache, mask, sinks, backend), None)
         attended = None
         short: list[int] = []
         if reason is None and prompt:
-            attended = self._prompt(queries, keys, cache, scale, backend, layer)
+            reason = next(self._prompt_reasons(queries, keys.shape[2], mask), None)
+            if reason is None:
+                attended = self._prompt(queries, keys, cache, scale, backend, layer)
         elif reason is None:
-            served, short = self._served(queries, keys, cache, backend)
-            attended = self._step(queries, keys, cache, served, scale, backend)
+            with cache.earlier(L - 1):  # several queries choose among what the first one sees
+                reason = next(self._step_reasons(queries, keys, cache, mask, sinks, backend), None)
+                if reason is None:
+                    served, short = self._served(queries, keys, cache, backend)
+                    attended = self._step(queries, keys, cache, served, scale, backend)
+            if attended is not None and L > 1:
+                rows, values, _ = cache.rows("ops")
+                attended = attend_own(queries, rows, values, *attended, scale=scale, left_padding=cache.padding)
         if attended is None:
             self._counts.dense_calls[reason or reasons.TOO_FULL] += 1
             if reason == reasons.CHECKED and self._phase is Phase.CHECK:
@@ -239,15 +245,23 @@ class Call:
             out = replace(out, short, queries, cache, scale, sinks)
         return out
 
+    def _is_step(self, L: int, S: int) -> bool:
+        """Whether a call of ``L`` queries over ``S`` keys is the decode method's: of several if that is asked to."""
+        if L == 1:
+            return True
+        asked = self.decode is not None and self.decode.verifies and self.decodes
+        return asked and L <= reasons.VERIFY_QUERIES and S > L and self._phase is not Phase.CHECK
+
     def _apart(self, L: int, cache: SparseBatchKVCache) -> bool:
         """Whether a call of ``L`` queries might be sparse for one sequence of a batch and dense for another.
 
-        Without a method for prompts that is the piece of a single token, which alone is a step of decoding.
+        Without a method for prompts those are pieces of a single token, which alone are steps of decoding, or of a few.
         """
         if L == 1:
             return False
-        ends = cache.prompt_ends or []
-        return self.prefill is not None or cache.length - L + 1 in ends
+        before = cache.length - L
+        pieces = [min(end - before, L) for end in cache.prompt_ends or [cache.length]]
+        return self.prefill is not None or any(self._is_step(n, cache.length) for n in pieces if n > 0)
 
     def _attend_each(
         self, queries: mx.array, cache: SparseBatchKVCache, scale: float, mask: Any, sinks: mx.array | None
@@ -272,7 +286,7 @@ class Call:
             if start < end:
                 keys, _, _ = one.rows("ops")
                 lending: Any = contextlib.nullcontext()
-                if end - start == 1:  # alone it would be a step of decoding
+                if self._is_step(end - start, one.length):
                     lending = self.hooks.lending(cache, sequence, one, first, queries, piece)
                 with lending:
                     out = self._attend(piece, keys, one, scale, mask, sinks, layer)
@@ -372,6 +386,15 @@ class Call:
             yield reasons.SINKS
         if mask is not None and not is_padding_mask(mask, self._caches):
             yield reasons.ARRAY_MASK
+        if (L := queries.shape[2]) > 1:
+            rows = queries.shape[1] // keys.shape[1] * L
+            bits = keys.bits if isinstance(keys, PackedRows) else None
+            if mask is None:
+                yield reasons.NOT_CAUSAL
+            if cache.sharers > 1:
+                yield reasons.A_FEW
+            if registry.unfit(backend, self.decode.name, queries.shape[3], rows, bits) is not None:
+                yield reasons.MANY_ROWS
         yield from self.hooks.step_reasons(cache)
         yield from self._length_reasons(queries, keys, cache, backend)
 

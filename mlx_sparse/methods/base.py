@@ -19,7 +19,8 @@ QK_NORMS = frozenset({"q_norm", "k_norm", "query_norm", "key_norm", "q_layernorm
 QK_NORMS |= {"query_layernorm", "key_layernorm", "qk_norm"}
 NEVER = 1 << 40  # keys; as `shortest_context`: not at any context
 SLACK = 2  # the best keys are not evenly spread over machines that share them
-SWITCHES = frozenset({"dense_below", "dense_above", "ranges"})  # fields that decide whether and how a backend is called
+# Fields that decide whether and how a backend is called.
+SWITCHES = frozenset({"dense_below", "dense_above", "ranges", "verify"})
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,11 @@ class Method:
     def attended(self) -> int:
         """Keys attended per step and KV head; contexts of up to this many keys are attended densely."""
         raise ConfigError(f"attn: expected a sparse method, got {self.name}.")
+
+    @property
+    def verifies(self) -> bool:
+        """Whether calls of a few queries make one choice of keys for all of them (docs/spec/several.md)."""
+        return getattr(self, "verify", "dense") == "sparse"
 
     @property
     def together(self) -> int:

@@ -142,6 +142,13 @@ def attend_rows(
     return out.reshape(B, Hq, L, -1), lse.reshape(B, Hq, L)
 
 
+def merge(*parts: tuple[mx.array, mx.array]) -> tuple[mx.array, mx.array]:
+    """Attention over all keys from ``out (..., D)`` and ``lse (...)`` over some each: float32 both."""
+    outs, lses = (mx.stack(list(arrays)) for arrays in zip(*parts, strict=True))
+    weights, lse = softmax_lse(mx.moveaxis(lses, 0, -1), None)
+    return (mx.moveaxis(weights, -1, 0)[..., None] * outs).sum(axis=0), lse
+
+
 def causal_mask(L: int, S: int, left_padding: mx.array | None) -> mx.array:
     """``(B or 1, L, S)`` bool: True = attend."""
     causal = mx.arange(S) <= mx.arange(S - L, S)[:, None]

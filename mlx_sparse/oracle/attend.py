@@ -146,3 +146,26 @@ def dense_with_lse(
     weights, lse = softmax_lse(logits(q, k, n.D**-0.5 if scale is None else scale), mask)
     out = weighted_values(weights, v, mask)
     return out.reshape(q.shape), lse.reshape(q.shape[:3])
+
+
+def with_stats(
+    out: Array,
+    lse: Array,
+    qkv: tuple[Array, Array, Array],
+    scale: float,
+    left_padding: npt.ArrayLike | None,
+    moved: int,
+    top_k: int,
+    return_stats: bool | str,
+) -> Any:
+    """What a public function returns for a step that attended ``top_k`` keys and moved so many elements.
+
+    A call of several queries has moved and attended its own keys besides.
+    """
+    if not return_stats:
+        return out
+    own, (S, D) = qkv[0].shape[2] - 1, qkv[1].shape[2:]
+    mass = None
+    if return_stats == "mass":
+        mass = retained_mass(lse, dense_with_lse(*qkv, scale=scale, left_padding=left_padding)[1])
+    return out, Stats(moved + 2 * own * D, dense_elements(S, D), min(top_k + own, S) / S, mass)

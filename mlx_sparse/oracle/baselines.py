@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..checks import check_choice, check_decode_step, check_int, check_local_window, check_qkv, check_shape
+from ..common.several import VERIFY, is_sparse
 from ..common.stats import (
     Stats,
     dense_elements,
@@ -20,14 +21,14 @@ from .attend import (
     attend_indices,
     check_backend,
     dense_attention,
-    dense_with_lse,
     float64,
     logits,
-    retained_mass,
     softmax_lse,
     weighted_values,
+    with_stats,
 )
 from .select import top_k_select, valid_keys
+from .several import several
 
 Array = npt.NDArray[Any]
 
@@ -39,6 +40,7 @@ def streaming_attention(
     *,
     sink_tokens: int = 16,
     recent_tokens: int = 112,
+    verify: str = "dense",
     scale: float | None = None,
     left_padding: npt.ArrayLike | None = None,
     backend: str = "auto",
@@ -50,18 +52,23 @@ def streaming_attention(
     n = check_qkv(q, k, v)
     check_int("sink_tokens", sink_tokens, 0)
     check_int("recent_tokens", recent_tokens, 1)
-    if n.L > 1:
-        return dense_attention(q, k, v, scale=scale, left_padding=left_padding, return_stats=return_stats)
-    valid = valid_keys(n.B, n.S, left_padding)
-    first = np.argmax(valid, axis=1)[:, None]
-    position = np.arange(n.S)
-    sinks = valid & (position < first + sink_tokens)
-    scores = np.where(sinks, 1.0, -np.inf)[:, None, :].repeat(n.Hkv, axis=1)
+    check_choice("verify", verify, VERIFY)
     top_k = sink_tokens + recent_tokens
-    indices = top_k_select(scores, top_k=top_k, local_window=recent_tokens, left_padding=left_padding)
+    if n.L > 1 and not is_sparse(n, verify, top_k):
+        return dense_attention(q, k, v, scale=scale, left_padding=left_padding, return_stats=return_stats)
     scale = n.D**-0.5 if scale is None else scale
-    out, lse = attend_indices(q, k, v, indices, scale=scale)
-    moved = streaming_elements(n.S, n.D, top_k=top_k)
+
+    def step(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+        S = k.shape[2]
+        valid = valid_keys(n.B, S, left_padding)
+        first = np.argmax(valid, axis=1)[:, None]
+        sinks = valid & (np.arange(S) < first + sink_tokens)
+        scores = np.where(sinks, 1.0, -np.inf)[:, None, :].repeat(n.Hkv, axis=1)
+        indices = top_k_select(scores, top_k=top_k, local_window=recent_tokens, left_padding=left_padding)
+        return attend_indices(q, k, v, indices, scale=scale)
+
+    out, lse = several(step, q, k, v, scale=scale, left_padding=left_padding)
+    moved = streaming_elements(n.S - n.L + 1, n.D, top_k=top_k)
     return with_stats(out, lse, (q, k, v), scale, left_padding, moved, top_k, return_stats)
 
 
@@ -208,23 +215,3 @@ def _exact(q: Array, k: Array, scale: float, left_padding: npt.ArrayLike | None)
     exact = logits(q, k, scale)[:, :, :, 0, :]
     weights, _ = softmax_lse(exact, np.broadcast_to(valid[:, None, None, :], exact.shape))
     return exact, weights
-
-
-def with_stats(
-    out: Array,
-    lse: Array,
-    qkv: tuple[Array, Array, Array],
-    scale: float,
-    left_padding: npt.ArrayLike | None,
-    moved: int,
-    top_k: int,
-    return_stats: bool | str,
-) -> Any:
-    """What a public function returns for a step that attended ``top_k`` keys and moved so many elements."""
-    if not return_stats:
-        return out
-    S, D = qkv[1].shape[2:]
-    mass = None
-    if return_stats == "mass":
-        mass = retained_mass(lse, dense_with_lse(*qkv, scale=scale, left_padding=left_padding)[1])
-    return out, Stats(moved, dense_elements(S, D), min(top_k, S) / S, mass)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ..checks import check_int, check_qkv, check_saap, check_shape
-from ..common.stats import Stats, dense_elements, saap_elements
-from .attend import attend_indices, check_backend, dense_attention, dense_with_lse, float64, retained_mass, softmax_lse
+from ..checks import check_choice, check_int, check_qkv, check_saap, check_shape
+from ..common.several import VERIFY, is_sparse
+from ..common.stats import saap_elements
+from .attend import attend_indices, check_backend, dense_attention, float64, softmax_lse, with_stats
 from .select import ranked, valid_keys
+from .several import several
 
 Array = npt.NDArray[Any]
 
@@ -255,12 +258,13 @@ def saap_attention(
     visited: npt.ArrayLike,
     sink_tokens: int = 1,
     recent_tokens: int = 2047,
+    verify: str = "dense",
     scale: float | None = None,
     left_padding: npt.ArrayLike | None = None,
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """One decode step over sinks, recent keys and the keys of the visited buckets; dense for more than one query.
+    """One decode step over sinks, recent keys and the keys of the visited buckets, or a call of several queries.
 
     The arguments are those of `mlx_sparse.saap_attention`.
 
@@ -273,23 +277,28 @@ def saap_attention(
     ids, chosen = np.asarray(bucket_ids), np.asarray(visited)
     check_saap(n, ids, chosen, sink_tokens, recent_tokens)
     check_shape("left_padding", None if left_padding is None else np.asarray(left_padding), (n.B,))
-    if n.L > 1 or n.S <= sink_tokens + recent_tokens:
+    check_choice("verify", verify, VERIFY)
+    if not is_sparse(n, verify, sink_tokens + recent_tokens):
         return dense_attention(q, k, v, scale=scale, left_padding=left_padding, return_stats=return_stats)
     scale = n.D**-0.5 if scale is None else scale
+    ids = ids[..., : n.S - n.L + 1]
     attended = saap_keys(ids, chosen, sink_tokens, recent_tokens, left_padding)
     counts = attended.sum(axis=-1)
-    indices = np.full((n.B, n.Hkv, n.S), -1, dtype=np.int32)
+    indices = np.full(ids.shape, -1, dtype=np.int32)
     for b, h in np.ndindex(n.B, n.Hkv):
         indices[b, h, : counts[b, h]] = np.flatnonzero(attended[b, h])
-    out, lse = attend_indices(q, k, v, indices, scale=scale)
+
+    def step(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+        return attend_indices(q, k, v, indices, scale=scale)
+
+    out, lse = several(step, q, k, v, scale=scale, left_padding=left_padding)
     if not return_stats:
         return out
-    mass = None
-    if return_stats == "mass":
-        mass = retained_mass(lse, dense_with_lse(q, k, v, scale=scale, left_padding=left_padding)[1])
-    moved = saap_elements(n.D, round(float(counts.mean())))
-    chosen_share = selectivity(ids, chosen, sink_tokens, recent_tokens, left_padding)
-    return out, Stats(moved, dense_elements(n.S, n.D), float(counts.mean()) / n.S, mass, selectivity=chosen_share)
+    mean = float(counts.mean())
+    moved = saap_elements(n.D, round(mean))
+    _, stats = with_stats(out, lse, (q, k, v), scale, left_padding, moved, 0, return_stats)
+    share = selectivity(ids, chosen, sink_tokens, recent_tokens, left_padding)
+    return out, replace(stats, density=(mean + n.L - 1) / n.S, selectivity=share)
 
 
 def saap_keys(

@@ -88,6 +88,7 @@ class DecodeFunctions:
         left_padding: Array | None = None,
         keys_t: Array | KeyCodes | None = None,
         value_mean: Array | None = None,
+        verify: str = "dense",
         backend: str = "auto",
         return_stats: bool | str = False,
     ) -> Any:
@@ -107,6 +108,8 @@ class DecodeFunctions:
                 `code_keys`: without it, nothing is saved on real hardware. The `metal` backend copies slices of larger
                 buffers on every call; a cache passes whole buffers.
             value_mean: ``(B, Hkv, D)`` mean of the valid values, the current one included; computed when absent.
+            verify: a call of 2 to 16 queries is "dense", or "sparse" with one choice of keys for all of them
+                (docs/spec/several.md); ``value_mean`` is then that of the keys which the first query sees.
         """
         call = Call(
             self._library,
@@ -118,6 +121,7 @@ class DecodeFunctions:
             left_padding=left_padding,
             backend=backend,
             return_stats=return_stats,
+            verify=verify,
         )
         n = call.sizes
         check_rank(rank, n.D)
@@ -129,8 +133,10 @@ class DecodeFunctions:
         check_choice("key_bits", key_bits, KEY_BITS)
         call.check_keys_t(keys_t, key_bits)
         call.check("value_mean", value_mean, (n.B, n.Hkv, n.D))
-        if n.L > 1 or n.S <= top_k:
+        if not call.sparse(top_k):
             return call.dense()
+        _, keys, values = call.step
+        keys_t = call.first(keys_t)
         reallocates = n.G == 1 if reallocate == "auto" else bool(reallocate)
         if reallocates and value_mean is None:
             value_mean = call.load("masked_mean")(values, call.left_padding)
@@ -183,6 +189,7 @@ class DecodeFunctions:
         left_padding: Array | None = None,
         page_min: Array | None = None,
         page_max: Array | None = None,
+        verify: str = "dense",
         backend: str = "auto",
         return_stats: bool | str = False,
     ) -> Any:
@@ -194,6 +201,8 @@ class DecodeFunctions:
             page_min, page_max: ``(B, Hkv, P, D)`` smallest and largest of each component over the valid keys of each of
                 the P pages, in the type of the keys; computed when absent, which reads every key. Those of the current
                 page are not read.
+            verify: a call of 2 to 16 queries is "dense", or "sparse" with one choice of pages for all of them
+                (docs/spec/several.md).
         """
         call = Call(
             self._library,
@@ -205,6 +214,7 @@ class DecodeFunctions:
             left_padding=left_padding,
             backend=backend,
             return_stats=return_stats,
+            verify=verify,
         )
         n = call.sizes
         check_int("page_size", page_size, 1)
@@ -213,8 +223,11 @@ class DecodeFunctions:
         call.check("page_min", page_min, shape, same_type=True)
         call.check("page_max", page_max, shape, same_type=True)
         attended = -(-top_k // page_size) * page_size
-        if n.L == 1 and n.S > attended and (page_min is None or page_max is None):
-            page_min, page_max = call.load("page_bounds")(keys, call.left_padding, page_size=page_size)
+        if call.sparse(attended):
+            if page_min is None or page_max is None:
+                page_min, page_max = call.load("page_bounds")(call.step[1], call.left_padding, page_size=page_size)
+            pages = -(-call.seen // page_size)
+            page_min, page_max = page_min[:, :, :pages], page_max[:, :, :pages]
         return call.decode(
             partial(stats.quest_elements, page_size=page_size),
             attended,
