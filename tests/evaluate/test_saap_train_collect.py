@@ -42,6 +42,19 @@ def test_collected_rows_are_those_of_the_model(tmp_path: Path) -> None:
             np.testing.assert_allclose(texts.queries_after[1][:, row], again, rtol=2**-9, atol=1e-2)
 
 
+def test_layers_above_those_that_are_collected_do_not_run(tmp_path: Path) -> None:
+    model = build(num_hidden_layers=4)
+    places = find_places(model, 1)
+    above = model.layers[3].self_attn
+    project, seen = above.q_proj, []
+    above.q_proj = lambda x: seen.append(x.shape[1]) or project(x)
+    options = {"queries": 50, "first": 100, "seed": 3, "key": "k", "progress": Progress()}
+    found = collect(model, {1: places[1], 2: places[2]}, [TOKENS[:600]], tmp_path, **options)
+    assert set(seen) == {1}  # one token each, to find where rows come from
+    for layer in (1, 2):
+        assert found.texts(layer).keys_after[0].any(axis=-1).all()
+
+
 @pytest.mark.parametrize(
     ("family", "layers"),
     [

@@ -25,6 +25,8 @@ import mlx_sparse
 from mlx_sparse.cache.slice_cache import SlicedKVCache
 from mlx_sparse.common.shares import BLOCK, Shares
 
+pytestmark = pytest.mark.usefixtures("without_torch")
+
 HERE = Path(__file__).parent
 Run = tuple[np.ndarray[Any, Any], list[int]]
 
@@ -38,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def in_ranks(folder: Path, size: int, names: list[str]) -> dict[str, list[Run]]:
     """Each case in every rank."""
-    path = os.pathsep.join([str(HERE), str(HERE.parent / "fixtures")])
+    path = os.pathsep.join([str(HERE), str(HERE.parent / "fixtures"), os.environ["PYTHONPATH"]])
 
     def start(environment: dict[str, str]) -> str:
         argv = [sys.executable, str(HERE / "slice_ranks.py"), str(folder), *names]

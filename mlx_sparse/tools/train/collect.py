@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +27,10 @@ from .rows import Texts
 Array = npt.NDArray[Any]
 STEP = 512  # tokens that the model sees at a time
 ABOUT = "about.json"
+
+
+class _AllSeen(Exception):
+    """Every layer that is collected has attended to this chunk."""
 
 
 @dataclass(frozen=True)
@@ -174,6 +179,8 @@ def _run(
     progress: Any,
 ) -> None:
     caches = make_prompt_cache(model)
+    needed = leaves(caches)[: 1 + max(collection.places)]
+    missing: set[int] = set()
 
     def visit(seen: Seen) -> None:
         if seen.layer not in collection.places:
@@ -185,13 +192,18 @@ def _run(
         if before[0] is None or before[1] is None:
             raise ConfigError(f"--model: expected tensors before RoPE in layer {seen.layer}, got none.")
         collection._write(seen, window, (before[0], before[1]))
+        missing.discard(seen.layer)
+        if not missing:
+            raise _AllSeen
 
     with Recorder(model) as recorder:
         for start in range(0, len(tokens), STEP):
             chunk = tokens[start : start + STEP]
-            observe(model, mx.array([chunk]), caches, visit, recorder)
-            # What the last layer makes of it is needed for nothing.
-            mx.eval([leaf.state for leaf in leaves(caches)])
+            missing.update(collection.places)
+            # What the last of these layers makes of it is needed for nothing, nor are layers above.
+            with suppress(_AllSeen):
+                observe(model, mx.array([chunk]), caches, visit, recorder)
+            mx.eval([leaf.state for leaf in needed])
             progress.update(len(chunk))
 
 
