@@ -5,10 +5,8 @@
 // share the keys of a tile among them; their sums meet once, at the end. All arithmetic is float32.
 #pragma once
 
+#include "parts.h"
 #include "rows.h"
-
-constant constexpr uint ATTEND_TILE = 128;
-constant constexpr int EMPTY = -1;
 
 // The fewest lanes that can read a row of d components at once, four each; all of them for longer rows.
 constexpr uint shared_lanes(uint d) {
@@ -231,20 +229,6 @@ struct AttendShared {
   threadgroup float* factor;    // G
   threadgroup Running* softmax; // G
 };
-
-// The entries of a list that one of `splits` threadgroups attends: whole tiles, but for the last; the last ones may have
-// none.
-struct Part {
-  uint first;
-  uint count;
-};
-
-inline Part make_part(uint entries, uint splits, uint split) {
-  const uint tiles = (entries + ATTEND_TILE - 1) / ATTEND_TILE;
-  const uint size = (tiles + splits - 1) / splits * ATTEND_TILE;
-  const uint first = min(split * size, entries);
-  return {first, min(size, entries - first)};
-}
 
 // Attend the keys indices[0 .. count): sums of weighted values stay in the lanes, the softmax of each head goes to
 // shared.softmax. Ends with a barrier.

@@ -6,13 +6,7 @@
 // threadgroup. As with any tiled kernel a value that is not finite spoils rows of its own tile above it.
 #pragma once
 
-#include "matrix.h"
-
-// Elements of the staged keys, then values.
-template <typename T>
-constexpr int tile_size(int d, int keys) {
-  return d * padded<T>(keys) > keys * padded<T>(d) ? d * padded<T>(keys) : keys * padded<T>(d);
-}
+#include "attend_tiles.h"
 
 // The query rows of one threadgroup: positions [first, first + ROWS), of which those in [offset, end) exist.
 struct RowTile {
@@ -24,46 +18,22 @@ struct RowTile {
   bool operator()(uint row) const { return first + row >= offset && first + row < end; }
 };
 
-// Softmax of this lane's row over the tiles seen so far; the sum is of this lane's elements only.
-struct Running {
-  float largest;
-  float sum;
+template <int D, typename T>
+struct TileQueries {
+  const device T* queries;  // of the head
+  RowTile rows;
+
+  bool has(uint row) const { return rows(row); }
+  const device T* at(uint row) const { return queries + size_t(rows.first + row - rows.offset) * D; }
 };
 
-// Scores of a tile of keys become weights under the new maximum; returns the factor for the sums so far.
-template <int KEYS>
-float weigh_tile(
-    thread float2 (&scores)[KEYS / SIDE],
-    uint start,
-    uint position,  // of this lane's row
-    bool causal,    // whether some row of the threadgroup lies before some key
-    float scale,
-    thread Running& running,
-    Spot spot) {
-  float largest = -INFINITY;
-#pragma clang loop unroll(full)
-  for (int n = 0; n < KEYS / SIDE; ++n) {
-#pragma clang loop unroll(full)
-    for (uint e = 0; e < 2; ++e) {
-      const bool visible = !causal || start + n * SIDE + spot.column + e <= position;
-      scores[n][e] = visible ? scores[n][e] * scale : -INFINITY;
-      largest = max(largest, scores[n][e]);
-    }
-  }
-  largest = max(running.largest, row_max(largest));
-  const float shift = shift_of(largest), factor = fast::exp2(running.largest - shift);
-  running.largest = largest;
-  running.sum *= factor;
-#pragma clang loop unroll(full)
-  for (int n = 0; n < KEYS / SIDE; ++n) {
-#pragma clang loop unroll(full)
-    for (uint e = 0; e < 2; ++e) {
-      scores[n][e] = fast::exp2(scores[n][e] - shift);
-      running.sum += scores[n][e];
-    }
-  }
-  return factor;
-}
+// The keys up to a row's own position.
+struct UpTo {
+  uint position;
+  bool causal;  // whether some row of the threadgroup lies before some key of the tile
+
+  bool operator()(uint key) const { return !causal || key <= position; }
+};
 
 // Eight staged query rows of one SIMD group.
 template <int D, typename T>
@@ -73,20 +43,6 @@ struct StagedQuery {
 
   float2 operator()(int, int d) const { return staged(rows + d * SIDE, padded<T>(D), spot); }
 };
-
-// sums[d] += weights of a tile times its staged values.
-template <int D, int KEYS, typename T>
-void add_values(
-    thread float2 (&weights)[KEYS / SIDE], const threadgroup T* values, thread float2 (&sums)[D / SIDE], Spot spot) {
-#pragma clang loop unroll(full)
-  for (int d = 0; d < D / SIDE; ++d) {
-    settle();
-#pragma clang loop unroll(full)
-    for (int n = 0; n < KEYS / SIDE; ++n) {
-      multiply_add(sums[d], weights[n], staged(values + n * SIDE * padded<T>(D) + d * SIDE, padded<T>(D), spot));
-    }
-  }
-}
 
 // The rows of one threadgroup over `list`, up to its first negative entry; entries above the diagonal do not count.
 template <int D, int BLOCK, int ROWS, int KEYS, typename T, typename List>
@@ -107,8 +63,7 @@ void attend_list(
   const Spot spot = spot_of(place.lane);
   const uint position = rows.first + place.simdgroup * SIDE + spot.row;
   const uint end = min(rows.first + ROWS, rows.end);  // keys that some row of the threadgroup sees
-  stage_rows<D, ROWS, simdgroups>(
-      queries + (long(rows.first) - long(rows.offset)) * D, rows, query_tile, place);
+  stage_rows<D, ROWS, simdgroups>(TileQueries<D, T>{queries, rows}, query_tile, place);
   const StagedQuery<D, T> query = {query_tile + place.simdgroup * SIDE * padded<T>(D), spot};
   for (uint n = 0; n < entries && list[n] >= 0; ++n) {
     const uint block = uint(list[n]);
@@ -117,21 +72,10 @@ void attend_list(
     }
     for (uint start = block * BLOCK; start < min((block + 1) * BLOCK, end); start += KEYS) {
       const uint count = rows.end - start;
-      threadgroup_barrier(mem_flags::mem_threadgroup);
-      stage_columns<D, KEYS, simdgroups>(keys + size_t(start) * D, count, tile, place);
-      threadgroup_barrier(mem_flags::mem_threadgroup);
-      float2 scores[1][KEYS / SIDE] = {};
-      multiply_keys<D, 1, KEYS>(query, tile, scores, spot);
-      threadgroup_barrier(mem_flags::mem_threadgroup);
-      stage_rows<D, KEYS, simdgroups>(values + size_t(start) * D, FirstRows{count}, tile, place);
-      const bool causal = start + KEYS > rows.first;
-      const float factor = weigh_tile<KEYS>(scores[0], start, position, causal, scale, running, spot);
-#pragma clang loop unroll(full)
-      for (int d = 0; d < D / SIDE; ++d) {
-        sums[d] *= factor;
-      }
-      threadgroup_barrier(mem_flags::mem_threadgroup);
-      add_values<D, KEYS>(scores[0], tile, sums, spot);
+      const UpTo visible = {position, start + KEYS > rows.first};
+      attend_tile<D, KEYS, simdgroups>(
+          FirstRows<D, T>{keys + size_t(start) * D, count}, FirstRows<D, T>{values + size_t(start) * D, count}, query,
+          start, visible, scale, tile, sums, running, place);
     }
   }
 }

@@ -37,13 +37,5 @@ const uint row = place.simdgroup * SIDE + spot.row;
 const float total = row_sum(running.sum);
 if (rows(row)) {
   const size_t written = head * L + (rows.first + row - offset);
-  const float factor = total == 0.0f ? 0.0f : 1.0f / total;
-#pragma clang loop unroll(full)
-  for (int d = 0; d < D / SIDE; ++d) {
-    *reinterpret_cast<device vec<T, 2>*>(out + written * D + d * SIDE + spot.column) =
-        vec<T, 2>(T(sums[d].x * factor), T(sums[d].y * factor));
-  }
-  if (spot.column == 0) {
-    lse[written] = natural(log2_sum(running.largest, total));
-  }
+  store_row<D>(sums, running.largest, total, out + written * D, lse + written, spot);
 }

@@ -63,10 +63,20 @@ constexpr int vectors(int elements) {
   return elements * int(sizeof(T)) / int(sizeof(float4));
 }
 
-// Rows `rows[0 .. count)` of D components as columns: tile[d * padded(ROWS) + row]; zeros beyond `count`. Eight rows and
-// four chunks of four components per SIMD group at a time.
-template <int D, int ROWS, int SIMDGROUPS, typename T>
-void stage_columns(const device T* rows, uint count, threadgroup T* tile, Place place) {
+// Rows that lie one after the other, from `rows` on.
+template <int D, typename T>
+struct FirstRows {
+  const device T* rows;
+  uint count;
+
+  bool has(uint row) const { return row < count; }
+  const device T* at(uint row) const { return rows + size_t(row) * D; }
+};
+
+// ROWS rows of D components as columns: tile[d * padded(ROWS) + row]; zeros where there is none. Eight rows and four chunks
+// of four components per SIMD group at a time.
+template <int D, int ROWS, int SIMDGROUPS, typename T, typename Rows>
+void stage_columns(Rows rows, threadgroup T* tile, Place place) {
   const uint row_at = place.lane / 4, chunk_at = place.lane % 4;
 #pragma clang loop unroll(full)
   for (uint first = 0; first < D / 16 * (ROWS / 8); first += SIMDGROUPS) {
@@ -74,7 +84,7 @@ void stage_columns(const device T* rows, uint count, threadgroup T* tile, Place 
     if (unit < D / 16 * (ROWS / 8)) {
       const uint row = unit / (D / 16) * 8 + row_at, d = (unit % (D / 16) * 4 + chunk_at) * 4;
       const vec<T, 4> loaded =
-          row < count ? *reinterpret_cast<const device vec<T, 4>*>(rows + size_t(row) * D + d) : vec<T, 4>(T(0));
+          rows.has(row) ? *reinterpret_cast<const device vec<T, 4>*>(rows.at(row) + d) : vec<T, 4>(T(0));
 #pragma clang loop unroll(full)
       for (uint i = 0; i < 4; ++i) {
         tile[(d + i) * padded<T>(ROWS) + row] = loaded[i];
@@ -83,22 +93,16 @@ void stage_columns(const device T* rows, uint count, threadgroup T* tile, Place 
   }
 }
 
-struct FirstRows {
-  uint count;
-
-  bool operator()(uint row) const { return row < count; }
-};
-
-// Rows as rows: tile[row * padded(D) + d]; zeros where `valid(row)` is false.
-template <int D, int ROWS, int SIMDGROUPS, typename T, typename Valid>
-void stage_rows(const device T* rows, Valid valid, threadgroup T* tile, Place place) {
+// Rows as rows: tile[row * padded(D) + d].
+template <int D, int ROWS, int SIMDGROUPS, typename T, typename Rows>
+void stage_rows(Rows rows, threadgroup T* tile, Place place) {
 #pragma clang loop unroll(full)
   for (uint first = 0; first < ROWS * (D / 4); first += SIMDGROUPS * LANES) {
     const uint i = first + place.index();
     if (i < ROWS * (D / 4)) {
       const uint row = i / (D / 4), d = i % (D / 4) * 4;
       *reinterpret_cast<threadgroup vec<T, 4>*>(tile + row * padded<T>(D) + d) =
-          valid(row) ? *reinterpret_cast<const device vec<T, 4>*>(rows + size_t(row) * D + d) : vec<T, 4>(T(0));
+          rows.has(row) ? *reinterpret_cast<const device vec<T, 4>*>(rows.at(row) + d) : vec<T, 4>(T(0));
     }
   }
 }
@@ -128,6 +132,27 @@ void multiply_keys(
       for (int f = 0; f < FRAGMENTS; ++f) {
         multiply_add(scores[f][n], q[f], k);
       }
+    }
+  }
+}
+
+// Eight rows each of the queries, kept in registers.
+template <int D, int FRAGMENTS>
+struct QueryRows {
+  float2 at[FRAGMENTS][D / SIDE];
+
+  float2 operator()(int f, int d) const { return at[f][d]; }
+};
+
+template <int D, int FRAGMENTS, typename T, typename Rows>
+void load_queries(const device T* queries, Rows rows, thread QueryRows<D, FRAGMENTS>& loaded, Spot spot) {
+#pragma clang loop unroll(full)
+  for (int f = 0; f < FRAGMENTS; ++f) {
+#pragma clang loop unroll(full)
+    for (int d = 0; d < D / SIDE; ++d) {
+      const size_t at = size_t(rows.row(f, spot)) * D + d * SIDE + spot.column;
+      loaded.at[f][d] = rows.valid(f, spot) ? float2(*reinterpret_cast<const device vec<T, 2>*>(queries + at))
+                                              : float2(0.0f);
     }
   }
 }

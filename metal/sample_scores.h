@@ -26,28 +26,6 @@ struct SampleRows {
   uint position(uint f, Spot spot) const { return offset + row(f, spot); }
 };
 
-// Eight rows each of the queries, kept in registers.
-template <int D, int FRAGMENTS>
-struct QueryRows {
-  float2 at[FRAGMENTS][D / SIDE];
-
-  float2 operator()(int f, int d) const { return at[f][d]; }
-};
-
-template <int D, int FRAGMENTS, typename T>
-void load_queries(
-    const device T* queries, SampleRows rows, thread QueryRows<D, FRAGMENTS>& loaded, Spot spot) {
-#pragma clang loop unroll(full)
-  for (int f = 0; f < FRAGMENTS; ++f) {
-#pragma clang loop unroll(full)
-    for (int d = 0; d < D / SIDE; ++d) {
-      const size_t at = size_t(rows.row(f, spot)) * D + d * SIDE + spot.column;
-      loaded.at[f][d] = rows.valid(f, spot) ? float2(*reinterpret_cast<const device vec<T, 2>*>(queries + at))
-                                              : float2(0.0f);
-    }
-  }
-}
-
 // Add the keys [start, start + KEYS) of a tile to what this lane has seen of its rows.
 template <int BLOCK, int FRAGMENTS, int KEYS>
 void see(
@@ -120,7 +98,7 @@ void score_blocks(
     }
     for (uint start = block * BLOCK; start < (block + 1) * BLOCK && start < end; start += KEYS) {
       threadgroup_barrier(mem_flags::mem_threadgroup);
-      stage_columns<D, KEYS, SIMDGROUPS>(keys + size_t(start) * D, length - start, tile, place);
+      stage_columns<D, KEYS, SIMDGROUPS>(FirstRows<D, T>{keys + size_t(start) * D, length - start}, tile, place);
       threadgroup_barrier(mem_flags::mem_threadgroup);
       float2 scores[FRAGMENTS][KEYS / SIDE] = {};
       multiply_keys<D, FRAGMENTS, KEYS>(query, tile, scores, spot);

@@ -91,6 +91,7 @@ COSTLY = {
     "test_lm_load.py": 4,
     "test_lm_threads.py": 4,
     "test_metal_attend_blocks.py": 3,
+    "test_metal_attend_rows.py": 3,
     "test_metal_barriers.py": 6,
     "test_metal_kernels.py": 3,
     "test_metal_saap.py": 3,

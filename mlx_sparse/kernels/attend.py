@@ -8,12 +8,12 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ..common.packed_rows import Rows
+from . import attend_rows
 from .launch import KEPT, LANES, Form, Kernel, Launch, integer, parts_of, real, row_template
+from .merge import GROUPS, UNSPLIT, merging
 from .select import ITEMS
 
 TILE = 128  # list entries worked off together: ATTEND_TILE
-UNSPLIT = 512  # a list up to this length is not worth a second launch
-GROUPS = 512  # threadgroups that fill the largest GPU several times
 
 _ROWS = ("keys", "values")
 _PACKED = ("key_codes", "key_scales", "key_biases", "value_codes", "value_scales", "value_biases")
@@ -29,10 +29,6 @@ REALLOCATE_PACKED = Kernel(
 CANDIDATES = Kernel("attend_candidates", "attend_candidates.h", ("queries", *_ROWS, *_CANDIDATES), ("out", "lse"))
 CANDIDATES_PACKED = Kernel(
     "attend_candidates_packed", "attend_candidates.h", ("queries", *_PACKED, *_CANDIDATES), ("out", "lse")
-)
-MERGE = Kernel("merge_parts", "merge.h", ("part_out", "part_lse"), ("out", "lse"))
-MERGE_REALLOCATE = Kernel(
-    "merge_reallocate", "merge.h", ("part_out", "part_lse", "part_alpha", "value_mean"), ("out", "lse", "alpha")
 )
 
 
@@ -69,6 +65,15 @@ def heads_of(D: int, G: int) -> tuple[int, int]:
     chunks = -(-D // 128)
     heads = next(n for n in range(G, 0, -1) if G % n == 0 and (n == 1 or 4 * chunks * (n + 4) <= 96))
     return heads, 16 if 4 * chunks * (heads + 4) <= 48 else 8
+
+
+def in_rows(D: int, G: int) -> bool:
+    """Whether a group is one for the matrix units (`attend_rows`), as shares of it would read the list's rows again.
+
+    A group that one threadgroup of these kernels holds is better off here: rows go from memory to registers without
+    waiting in threadgroup memory, and no rows of a matrix are idle.
+    """
+    return heads_of(D, G)[0] < G and attend_rows.takes(D, G)
 
 
 def _narrow(indices: mx.array, keys: int) -> mx.array:
@@ -114,16 +119,20 @@ def attend_indices(
     counted, mixed = counts is not None, reallocation is not None
     (key_parts, form), (value_parts, other) = parts_of(keys), parts_of(values)
     assert form == other
+    listed = _narrow(indices, capacity)
+    used = _no_counts() if counts is None else counts.astype(mx.int32)
+    if isinstance(keys, mx.array) and isinstance(values, mx.array) and not mixed and in_rows(D, Hq // Hkv):
+        return attend_rows.attend_listed(queries, keys, values, listed, used, counted, scale=scale, length=length)
     launch = _attending(B, Hq, Hkv, D, N, queries.dtype, length, scale, counted, mixed, form)
-    rows = queries, *key_parts, *value_parts, _narrow(indices, capacity)
+    rows = queries, *key_parts, *value_parts, listed
     if reallocation is not None:
         assert counts is None
         results = launch(*rows, *reallocation)
     else:
-        results = launch(*rows, _no_counts() if counts is None else counts.astype(mx.int32))
+        results = launch(*rows, used)
     if splits_of(N, B * Hkv) > 1:
         mean = [] if reallocation is None else [reallocation.value_mean]
-        results = _merging(B, Hq, Hkv, D, queries.dtype, mixed)(*results, *mean)
+        results = merging(B, Hkv, Hq // Hkv, D, queries.dtype, mixed)(*results, *mean)
     return results[0], results[1]
 
 
@@ -161,21 +170,9 @@ def _attending(
     )
 
 
-@lru_cache(maxsize=KEPT)
-def _merging(B: int, Hq: int, Hkv: int, D: int, dtype: mx.Dtype, mixed: bool) -> Launch:
-    statistic = ((B, Hq, 1), mx.float32)
-    return Launch(
-        MERGE_REALLOCATE if mixed else MERGE,
-        [((B, Hq, 1, D), dtype), *[statistic] * (1 + mixed)],
-        template={"O": dtype, "D": D, "G": Hq // Hkv},
-        groups=(1, Hq, B),
-        threads=D,
-    )
-
-
 def takes_candidates(D: int, G: int, candidates: int, top_k: int) -> bool:
     """Whether `attend_candidates` reads so many candidates once, and one threadgroup works off the list."""
-    return top_k <= UNSPLIT and candidates <= ITEMS * LANES * heads_of(D, G)[1]
+    return not in_rows(D, G) and top_k <= UNSPLIT and candidates <= ITEMS * LANES * heads_of(D, G)[1]
 
 
 def attend_candidates(

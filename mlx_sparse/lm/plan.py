@@ -19,7 +19,7 @@ from ..common.stats import dense_elements
 from ..methods import NEVER, Dense, Method, Prefill, Step, registry
 from ..ops.several import attend_own
 from . import seam
-from .dense import attend_alone, attend_few, attend_packed, replace
+from .dense import attend_alone, attend_few, attend_many, attend_packed, many_rows, replace, with_sinks
 from .drafts.phase import Phase, current
 from .figures import PrefillCounts, PrefillFigures
 from .hooks import ModelHooks
@@ -189,12 +189,22 @@ class Call:
             out = self._attend(queries, keys, cache, scale, mask, sinks, self._layer(cache), reason)
         if out is None and reason is None:
             self.hooks.observe(queries, keys, cache, scale, mask, sinks)
-            if isinstance(mask, str) and sinks is None:
-                if isinstance(keys, PackedRows):
-                    out = attend_packed(queries, cache, scale)
-                elif self._few(queries):
-                    out = attend_few(queries, keys, values, scale)
+            if isinstance(mask, str):
+                out = self._dense(queries, keys, values, cache, scale, sinks)
         return out
+
+    def _dense(
+        self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, sinks: mx.array | None
+    ) -> mx.array | None:
+        """Dense causal attention, where MLX's own would read keys more than once or unpack all of them; else None."""
+        few = self._phase is Phase.CHECK and 1 < queries.shape[2] <= reasons.VERIFY_QUERIES
+        if few and many_rows(self.backend, queries, keys):
+            return attend_many(queries, cache, scale, sinks)
+        if sinks is not None:
+            return None
+        if isinstance(keys, PackedRows):
+            return attend_packed(queries, cache, scale)
+        return attend_few(queries, keys, values, scale) if few and mx.default_device().type == mx.cpu else None
 
     def _attend(
         self,
@@ -237,9 +247,7 @@ class Call:
             return None
         out, lse = attended
         if sinks is not None:
-            # A sink is one more logit in the softmax with nothing behind it.
-            kept = mx.sigmoid(lse - sinks.astype(mx.float32)[None, :, None])
-            out = (out.astype(mx.float32) * kept[..., None]).astype(out.dtype)
+            out = with_sinks(out, lse, sinks)
         if short:
             self._counts.dense_calls[reasons.SHORT_SEQUENCES] += 1
             out = replace(out, short, queries, cache, scale, sinks)
@@ -461,11 +469,6 @@ class Call:
         self._counts.dense_bytes += self._dense_bytes(keys, cache)
         self._counts.formula_bytes += self.hooks.formula_bytes(cache)
         return self.hooks.step(queries, cache, served, scale=scale, backend=backend)
-
-    def _few(self, queries: mx.array) -> bool:
-        """Whether this is a check that is attended here, as MLX would read keys and values more than once."""
-        here = self._phase is Phase.CHECK and mx.default_device().type == mx.cpu
-        return here and 1 < queries.shape[2] <= reasons.VERIFY_QUERIES
 
     def _dense_bytes(self, keys: Rows, cache: SparseCache) -> int:
         """What dense attention moves for a call that reads every key once."""

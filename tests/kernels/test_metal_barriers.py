@@ -14,7 +14,7 @@ from sample_cases import SampleCase
 
 from mlx_sparse.common.csr import saap_index
 from mlx_sparse.common.packed_rows import PackedRows
-from mlx_sparse.kernels import attend, saap, sample, select, sparq
+from mlx_sparse.kernels import attend, attend_rows, saap, sample, select, sparq
 from mlx_sparse.ops.key_codes import code_keys
 
 pytestmark = pytest.mark.skipif(mx.metal.is_available(), reason="only the harness sees races")
@@ -63,6 +63,15 @@ def prefill() -> list[mx.array]:
     return [out, lse, *sample.sample_scores(*(mx.array(array) for array in case.inputs()[:2]), **case.sampling)]
 
 
+def many(listed: bool) -> list[mx.array]:
+    case = Case(1, 48, 2, 100, 64, "f32")
+    q, k, v = (mx.array(array) for array in case.inputs(L=1 if listed else 2))
+    if listed:
+        indices = mx.array(np.random.default_rng(1).integers(-20, 100, size=(1, 2, 70)).astype(np.int32))
+        return list(attend.attend_indices(q, k, v, indices, scale=0.1))
+    return list(attend_rows.attend_rows(q, k, v, scale=0.1, left_padding=mx.array([7])))
+
+
 def route() -> list[mx.array]:
     rng = np.random.default_rng(1)
 
@@ -91,6 +100,8 @@ RUNS: dict[str, Callable[[], list[mx.array]]] = {
     "attend_candidates": lambda: decode(9000, 200, key_bits=4),
     "attend_indices": decode,
     "attend_reallocate": lambda: decode(reallocate=True),
+    "attend_rows": lambda: many(listed=False),
+    "attend_rows_indices": lambda: many(listed=True),
     "top_k_scores": choose,
     "top_k_candidates": choose,
     "sample_scores": prefill,

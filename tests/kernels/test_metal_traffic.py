@@ -26,7 +26,7 @@ from mlx_sparse import oracle
 from mlx_sparse.common import stats
 from mlx_sparse.common.csr import saap_index
 from mlx_sparse.common.packed_rows import PackedRows
-from mlx_sparse.kernels import attend, blocks, launch, saap, sample, select, sparq
+from mlx_sparse.kernels import attend, attend_rows, blocks, launch, saap, sample, select, sparq
 from mlx_sparse.ops.key_codes import code_keys
 
 pytestmark = pytest.mark.skipif(mx.metal.is_available(), reason="only the harness counts bytes")
@@ -343,6 +343,22 @@ def test_split_attention_does_what_its_comments_say(metal: Metal) -> None:
     check(metal, "merge_parts", O=2, **common)
     decode(metal, 8192, G, top_k=N, reallocate=True)
     check(metal, "merge_reallocate", O=2, **common)
+
+
+@pytest.mark.parametrize("S", [640, 2100])
+def test_kernels_of_many_rows_do_what_their_comments_say(metal: Metal, S: int) -> None:
+    G, L = 8, 4
+    q, k, v = (mx.array(array).astype(mx.float16) for array in Case(1, HKV * G, HKV, S, D, "f16").inputs(L=L))
+    splits = attend_rows.splits_of(S, HKV, G * L)
+    rows, staged = attend_rows.shape_of(D, 2, G * L)
+    sizes = {"S": S, "L": L, "ROWS": rows, "KEYS": staged, "shares": 1, "splits": splits, "O": 2 if splits == 1 else 4}
+    attend_rows.attend_rows(q, k, v, scale=1.0)
+    check(metal, "attend_rows", G=G, Hq=HKV * G, **sizes)
+    listed = mx.broadcast_to(mx.arange(S, dtype=mx.int32), (1, HKV, S))
+    for counts in (None, mx.array([[S - 100] * HKV])):
+        attend.attend_indices(q.reshape(1, HKV * G * L, 1, D), k, v, listed, scale=1.0, counts=counts)
+        used = S if counts is None else S - 100
+        check(metal, "attend_rows_indices", G=G * L, N=S, used=used, COUNTED=counts is not None, **sizes)
 
 
 def test_top_k_scores_does_what_its_comment_says(metal: Metal) -> None:

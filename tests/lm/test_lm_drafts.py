@@ -22,6 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
+from msl import Metal
 from tiny_models import build, prompt_of, write
 
 import mlx_sparse
@@ -29,7 +30,9 @@ from mlx_sparse import oracle
 from mlx_sparse.checks import ConfigError
 from mlx_sparse.common import reasons
 from mlx_sparse.common.call_report import Counts, Report
-from mlx_sparse.lm.dense import attend_few
+from mlx_sparse.common.packed_rows import PackedRows
+from mlx_sparse.kernels.attend_rows import MOST_ROWS
+from mlx_sparse.lm.dense import attend_few, many_rows
 from mlx_sparse.lm.drafts import steps
 from mlx_sparse.lm.drafts.figures import DraftFigures
 from mlx_sparse.lm.drafts.pace import DENSE_EVERY, MOST, PAUSE, Pace, fused
@@ -495,10 +498,67 @@ def test_a_pace_that_is_given_stays(enabled: Callable[..., Any]) -> None:
     assert pace.turn(100).drafts == 5 and pace.turn(3).drafts == 3 and pace.turn(0).drafts == 0
 
 
-@pytest.mark.parametrize(("G", "drafts"), [(1, 7), (4, 7), (5, 5), (8, 3), (16, 1), (32, 1), (64, 1)])
-def test_a_check_is_one_that_mlx_has_a_kernel_for(G: int, drafts: int) -> None:
-    assert fused(G) == drafts
-    assert max(paced(0.01, 0.0, 0.99, 300, most=drafts)[1]) == drafts
+@pytest.mark.parametrize(("G", "mlx", "ours"), [(1, 7, 7), (5, 5, 7), (8, 3, 7), (16, 1, 7), (32, 1, 3), (64, 1, 1)])
+def test_a_check_is_one_that_there_is_a_kernel_for(G: int, mlx: int, ours: int) -> None:
+    assert (fused(G), fused(G, MOST_ROWS)) == (mlx, ours)
+    for drafts in (mlx, ours):
+        assert max(paced(0.01, 0.0, 0.99, 300, most=drafts)[1]) == drafts
+
+
+@pytest.mark.parametrize(
+    ("backend", "family", "options", "drafts"),
+    [
+        *(("auto", "llama", {}, 7), ("ops", "llama", {}, 3), ("auto", "llama", {"head_dim": 72}, 3)),
+        *(("auto", "llama", {"num_key_value_heads": 1, "num_attention_heads": 32, "head_dim": 16}, 3),),
+    ],
+)
+def test_drafts_on_a_gpu_are_as_many_as_a_kernel_checks(
+    backend: str, family: str, options: dict[str, Any], drafts: int, metal: Metal
+) -> None:
+    eight = {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 16}
+    model = build(family, **{**eight, **options})
+    mlx_sparse.enable(model, SPARQ, lossless=True, backend=backend)
+    try:
+        assert steps.Run(plan_of(model), model).pace.most == drafts
+    finally:
+        mlx_sparse.disable(model)
+
+
+@pytest.mark.parametrize(("family", "heads"), [("llama", (4, 2)), ("gpt_oss", (16, 2))])
+def test_a_check_on_a_gpu_reads_keys_once_and_says_what_dense_decoding_says(
+    family: str, heads: tuple[int, int], metal: Metal
+) -> None:
+    sizes = {"num_attention_heads": heads[0], "num_key_value_heads": heads[1]}
+    model, prompt = build(family, **sizes), prompt_of(40)
+    for layer in model.layers:
+        if hasattr(layer.self_attn, "sinks"):
+            layer.self_attn.sinks = mx.arange(heads[0], dtype=mx.float32) / 4
+    expected, logprobs = said(steps.original, model, prompt, 6)
+    mlx_sparse.enable(model, SPARQ, lossless=True, draft_tokens=3)
+    try:
+        found, ours = said(steps.generate_step, model, prompt, 6)
+    finally:
+        mlx_sparse.disable(model)
+    assert found == expected
+    assert all(mx.allclose(*pair, rtol=1e-3, atol=1e-3) for pair in zip(ours, logprobs, strict=True))
+    if metal.emulated:
+        checks = [report for report in metal.launches if report.kernel == "attend_rows"]
+        assert checks and all(report.grid[1] == heads[1] for report in checks)
+
+
+@pytest.mark.parametrize(
+    ("L", "G", "D", "ours"),
+    [
+        *((2, 4, 64, False), (8, 4, 128, False), (9, 1, 64, True), (8, 5, 128, True), (2, 2, 80, True)),
+        *((16, 8, 128, True), (16, 9, 128, False), (3, 2, 72, False), (4, 16, 256, True)),
+    ],
+)
+def test_what_mlx_has_a_kernel_for_is_left_to_it(L: int, G: int, D: int, ours: bool, metal: Metal) -> None:
+    q, k = mx.zeros((1, 2 * G, L, D)), mx.zeros((1, 2, 20, D))
+    assert many_rows("auto", q, k) == many_rows("metal", q, k) == ours
+    assert not many_rows("ops", q, k)
+    if D % 32 == 0:
+        assert not many_rows("auto", q, PackedRows.of(k, bits=8, group_size=32))
 
 
 def test_figures_add_up_and_are_said() -> None:

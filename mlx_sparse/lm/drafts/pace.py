@@ -6,7 +6,8 @@ from collections import deque
 from statistics import median
 from typing import NamedTuple
 
-QUERIES, ROWS = 8, 32  # that MLX's kernel for a few queries takes on a GPU, and rows of a KV head with its query heads
+from ..dense import QUERIES, ROWS
+
 MOST = QUERIES - 1  # drafts for one check
 TIMED_FIRST, TIMED_EVERY = 4, 8  # checks that are timed, which costs waiting for the device once more
 DENSE_EVERY = 128  # tokens after which a dense step is timed anew, as contexts grow
@@ -107,10 +108,10 @@ class Pace:
         return max(range(1, self.most + 1), key=self.rate)
 
 
-def fused(G: int) -> int:
-    """Drafts whose check one kernel of MLX's attends on a GPU, with ``G`` query heads for each KV head; at least one.
+def fused(G: int, rows: int = ROWS) -> int:
+    """Drafts whose check one kernel attends on a GPU, with ``G`` query heads for each KV head; at least one.
 
-    Its threadgroups share what they read of keys and values between queries and heads. With more, scores go through
+    It takes so many ``rows`` of a KV head, which share what it reads of keys and values. With more, scores go through
     memory.
     """
-    return max(min(QUERIES, ROWS // G) - 1, 1)
+    return max(min(QUERIES, rows // G) - 1, 1)

@@ -24,6 +24,7 @@ from mlx_lm.sample_utils import make_sampler
 from ...checks import ConfigError
 from ...common.call_report import Counts
 from ...common.model_info import leaves
+from ..dense import rows_at_once
 from .figures import DraftFigures
 from .pace import MOST, Pace, fused
 from .phase import Phase, entered
@@ -117,11 +118,19 @@ class Run:
         )
         self.quantises = kv_bits is not None
         self.progress = prompt_progress_callback or (lambda done, all: None)
-        groups = [layer.step.G for _, layer in plan.layers]
-        on_gpu = groups and mx.default_device().type == mx.gpu
-        self.pace = Pace(plan.lossless or None, fused(max(groups)) if on_gpu else MOST)
+        self.pace = Pace(plan.lossless or None, self._longest())
         self.history: mx.array | None = None  # tokens that the caches hold, for processors
         self.length = 0  # and how many they are
+
+    def _longest(self) -> int:
+        """Drafts for one check that may pay: on a GPU those that all layers check at once."""
+        if mx.default_device().type != mx.gpu:
+            return MOST
+        found = [MOST]
+        for step in {layer.step for _, layer in self.plan.layers}:
+            packed = self.quantises or step.packed is not None
+            found.append(fused(step.G, rows_at_once(self.plan.backend, step.D, packed=packed)))
+        return min(found)
 
     def tokens(self, prompt: mx.array) -> Iterator[tuple[int, mx.array]]:
         """Tokens with their log-probabilities ``(vocabulary,)``.

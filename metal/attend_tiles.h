@@ -1,0 +1,116 @@
+// Softmax attention over tiles of keys and values on the matrix units: what kernels share that stage KEYS rows of K, then
+// of V, in the same threadgroup memory for all their SIMD groups, of which each has eight query rows.
+#pragma once
+
+#include "matrix.h"
+
+// Elements of the staged keys, then values.
+template <typename T>
+constexpr int tile_size(int d, int keys) {
+  return d * padded<T>(keys) > keys * padded<T>(d) ? d * padded<T>(keys) : keys * padded<T>(d);
+}
+
+// Softmax of this lane's row over the tiles seen so far; the sum is of this lane's elements only.
+struct Running {
+  float largest;
+  float sum;
+};
+
+// Scores of a tile of keys become weights under the new maximum; returns the factor for the sums so far.
+template <int KEYS, typename Visible>
+float weigh_tile(
+    thread float2 (&scores)[KEYS / SIDE],
+    uint start,
+    Visible visible,  // whether this lane's row attends a key: of the tile's, those from `start` on
+    float scale,
+    thread Running& running,
+    Spot spot) {
+  float largest = -INFINITY;
+#pragma clang loop unroll(full)
+  for (int n = 0; n < KEYS / SIDE; ++n) {
+#pragma clang loop unroll(full)
+    for (uint e = 0; e < 2; ++e) {
+      largest = max(largest, visible(start + n * SIDE + spot.column + e) ? scores[n][e] * scale : -INFINITY);
+    }
+  }
+  largest = max(running.largest, row_max(largest));
+  const float shift = shift_of(largest), factor = fast::exp2(running.largest - shift);
+  running.largest = largest;
+  running.sum *= factor;
+#pragma clang loop unroll(full)
+  for (int n = 0; n < KEYS / SIDE; ++n) {
+#pragma clang loop unroll(full)
+    for (uint e = 0; e < 2; ++e) {
+      // Rounded once, where the score has become small.
+      const float weight = fast::exp2(fma(scores[n][e], scale, -shift));
+      scores[n][e] = visible(start + n * SIDE + spot.column + e) ? weight : 0.0f;
+      running.sum += scores[n][e];
+    }
+  }
+  return factor;
+}
+
+// sums[d] += weights of a tile times its staged values.
+template <int D, int KEYS, typename T>
+void add_values(
+    thread float2 (&weights)[KEYS / SIDE], const threadgroup T* values, thread float2 (&sums)[D / SIDE], Spot spot) {
+#pragma clang loop unroll(full)
+  for (int d = 0; d < D / SIDE; ++d) {
+    settle();
+#pragma clang loop unroll(full)
+    for (int n = 0; n < KEYS / SIDE; ++n) {
+      multiply_add(sums[d], weights[n], staged(values + n * SIDE * padded<T>(D) + d * SIDE, padded<T>(D), spot));
+    }
+  }
+}
+
+// Attend one tile of keys, whose rows `keys` and `values` find. Begins with a barrier, before which other threads may
+// still be at the tile before.
+template <int D, int KEYS, int SIMDGROUPS, typename T, typename Rows, typename Query, typename Visible>
+void attend_tile(
+    Rows keys,
+    Rows values,
+    const thread Query& query,
+    uint start,
+    Visible visible,
+    float scale,
+    threadgroup T* tile,
+    thread float2 (&sums)[D / SIDE],
+    thread Running& running,
+    Place place) {
+  const Spot spot = spot_of(place.lane);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  stage_columns<D, KEYS, SIMDGROUPS>(keys, tile, place);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  float2 scores[1][KEYS / SIDE] = {};
+  multiply_keys<D, 1, KEYS>(query, tile, scores, spot);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  stage_rows<D, KEYS, SIMDGROUPS>(values, tile, place);
+  const float factor = weigh_tile<KEYS>(scores[0], start, visible, scale, running, spot);
+#pragma clang loop unroll(full)
+  for (int d = 0; d < D / SIDE; ++d) {
+    sums[d] *= factor;
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  add_values<D, KEYS>(scores[0], tile, sums, spot);
+}
+
+// This lane's part of its row: normalised sums and their log-sum-exp, 0 and -inf without a key.
+template <int D, typename Out>
+void store_row(
+    thread float2 (&sums)[D / SIDE],
+    float largest,
+    float total,        // over the whole row
+    device Out* out,    // (D), of the row
+    device float* lse,  // of the row
+    Spot spot) {
+  const float factor = total == 0.0f ? 0.0f : 1.0f / total;
+#pragma clang loop unroll(full)
+  for (int d = 0; d < D / SIDE; ++d) {
+    *reinterpret_cast<device vec<Out, 2>*>(out + size_t(d) * SIDE + spot.column) =
+        vec<Out, 2>(Out(sums[d].x * factor), Out(sums[d].y * factor));
+  }
+  if (spot.column == 0) {
+    *lse = natural(log2_sum(largest, total));
+  }
+}

@@ -1,0 +1,23 @@
+// How a list of keys, or all of them, are shared out among threadgroups.
+#pragma once
+
+#include <metal_stdlib>
+
+using namespace metal;
+
+constant constexpr uint ATTEND_TILE = 128;
+constant constexpr int EMPTY = -1;
+
+// The entries of a list, or the keys, that one of `splits` threadgroups attends: whole tiles, but for the last; the last
+// ones may have none.
+struct Part {
+  uint first;
+  uint count;
+};
+
+inline Part make_part(uint entries, uint splits, uint split) {
+  const uint tiles = (entries + ATTEND_TILE - 1) / ATTEND_TILE;
+  const uint size = (tiles + splits - 1) / splits * ATTEND_TILE;
+  const uint first = min(split * size, entries);
+  return {first, min(size, entries - first)};
+}

@@ -1,0 +1,130 @@
+"""Attend many query rows of a KV head at once, on the matrix units (metal/attend_rows.h)."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import mlx.core as mx
+
+from .launch import KEPT, LANES, Kernel, Launch, integer, of_one_type, padding_or_zeros, real
+from .merge import GROUPS, UNSPLIT, merging
+
+MOST_ROWS = 128  # of a group: query heads times queries
+SIDE = 8  # rows of a SIMD group
+# A split's results are a float32 row for each query row, written and read again, where each of its keys takes two rows
+# to read: with so many keys per row, results in float16 are an eighth more to move.
+KEYS_PER_ROW = 16
+
+_ROWS = ("queries", "keys", "values")
+ROWS = Kernel("attend_rows", "attend_rows.h", (*_ROWS, "left_padding", "length", "scale"), ("out", "lse"))
+LISTED = Kernel(
+    "attend_rows_indices", "attend_rows.h", (*_ROWS, "indices", "counts", "length", "scale"), ("out", "lse")
+)
+
+
+def takes(D: int, rows: int) -> bool:
+    """Whether the kernels take so many rows of a group: they stage 16 components at a time."""
+    return D % 16 == 0 and D <= 256 and rows <= MOST_ROWS
+
+
+def shape_of(D: int, itemsize: int, rows: int) -> tuple[int, int]:
+    """Rows of a threadgroup, and keys that it stages.
+
+    A lane keeps D / 4 numbers of its query and D / 4 sums: up to D = 128 that leaves enough for 512 threads, beyond for
+    256, and more than 64 rows are shared out. Of keys, as many as leave room for a second threadgroup on a core.
+    """
+    shares = -(-rows // (MOST_ROWS if D <= 128 else MOST_ROWS // 2))
+    padding = 16 // itemsize
+    staged = max(D * (32 + padding), 32 * (D + padding)) * itemsize
+    return -(-rows // shares // SIDE) * SIDE, 32 if staged <= 16 << 10 else 16
+
+
+def splits_of(N: int, lists: int, rows: int) -> int:
+    """Threadgroups that share ``N`` keys, or entries of a list, when there are ``lists`` groups of ``rows``."""
+    return min(-(-N // max(UNSPLIT, -(-N * lists // GROUPS))), max(N // (KEYS_PER_ROW * rows), 1))
+
+
+def attend_rows(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    *,
+    scale: float,
+    length: int | None = None,
+    left_padding: mx.array | None = None,
+) -> tuple[mx.array, mx.array]:
+    """Exact causal attention of a few queries over all valid keys.
+
+    Args:
+        queries: ``(B, Hq, L, D)``, at positions ``length - L ..``; `takes` ``D`` and ``Hq // Hkv * L`` rows.
+        keys, values: ``(B, Hkv, capacity, D)`` with ``length`` rows in use; whole buffers, which are not copied if both
+            have one type.
+        left_padding: ``(B,)`` first valid key of each sequence.
+
+    Returns:
+        ``out (B, Hq, L, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, L)``; 0 and -inf for queries before
+        the first valid key.
+    """
+    B, Hq, L, D = queries.shape
+    Hkv, capacity = keys.shape[1:3]
+    keys, values = of_one_type(keys, values)
+    length = capacity if length is None else length
+    rows, padding = Hq // Hkv * L, padding_or_zeros(left_padding, B)
+    launch = _attending(B, Hkv, rows, D, length, queries.dtype, keys.dtype, length, scale)
+    out, lse = launch(queries, keys, values, padding)
+    if splits_of(length, B * Hkv, rows) > 1:
+        out, lse = merging(B, Hkv, rows, D, queries.dtype)(out, lse)
+    return out.reshape(queries.shape), lse.reshape(B, Hq, L)
+
+
+def attend_listed(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    indices: mx.array,
+    counts: mx.array,
+    counted: bool,
+    *,
+    scale: float,
+    length: int,
+) -> tuple[mx.array, mx.array]:
+    """`attend.attend_indices` for groups of many rows; ``indices`` are int32, and so are ``counts`` if ``counted``."""
+    (B, Hq, _, D), Hkv, N = queries.shape, keys.shape[1], indices.shape[2]
+    keys, values = of_one_type(keys, values)
+    G = Hq // Hkv
+    launch = _attending(B, Hkv, G, D, N, queries.dtype, keys.dtype, length, scale, counted)
+    out, lse = launch(queries, keys, values, indices, counts)
+    if splits_of(N, B * Hkv, G) > 1:
+        out, lse = merging(B, Hkv, G, D, queries.dtype)(out, lse)
+    return out.reshape(queries.shape), lse.reshape(B, Hq, 1)
+
+
+@lru_cache(maxsize=KEPT)
+def _attending(
+    B: int,
+    Hkv: int,
+    rows: int,
+    D: int,
+    N: int,
+    dtype: mx.Dtype,
+    row_type: mx.Dtype,
+    length: int,
+    scale: float,
+    counted: bool | None = None,
+) -> Launch:
+    """Over ``N`` keys, or entries of a list if it is known whether those are ``counted``.
+
+    Its outputs are ``out (B, Hkv, splits, rows, D)``, in float32 if there are several splits, and float32
+    ``lse (B, Hkv, splits, rows)``.
+    """
+    splits, (in_group, staged) = splits_of(N, B * Hkv, rows), shape_of(D, row_type.size, rows)
+    statistic = (B, Hkv, splits, rows)
+    template = {"T": row_type, "D": D, "ROWS": in_group, "KEYS": staged}
+    return Launch(
+        ROWS if counted is None else LISTED,
+        [((*statistic, D), dtype if splits == 1 else mx.float32), (statistic, mx.float32)],
+        [integer(length), real(scale)],
+        template=template if counted is None else {**template, "COUNTED": counted},
+        groups=(splits, Hkv * -(-rows // in_group), B),
+        threads=in_group // SIDE * LANES,
+    )

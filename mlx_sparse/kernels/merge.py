@@ -1,0 +1,34 @@
+"""The parts of a split attention on the GPU, merged exactly (metal/merge.h)."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import mlx.core as mx
+
+from .launch import KEPT, Kernel, Launch
+
+UNSPLIT = 512  # a list up to this length is not worth a second launch
+GROUPS = 512  # threadgroups that fill the largest GPU several times
+
+MERGE = Kernel("merge_parts", "merge.h", ("part_out", "part_lse"), ("out", "lse"))
+MERGE_REALLOCATE = Kernel(
+    "merge_reallocate", "merge.h", ("part_out", "part_lse", "part_alpha", "value_mean"), ("out", "lse", "alpha")
+)
+
+
+@lru_cache(maxsize=KEPT)
+def merging(B: int, Hkv: int, G: int, D: int, dtype: mx.Dtype, mixed: bool = False) -> Launch:
+    """What makes ``out (B, Hkv * G, 1, D)`` and ``lse (B, Hkv * G, 1)`` of float32 parts ``(B, Hkv, splits, G)``.
+
+    ``mixed``: with a reallocation, the mean value mixed in.
+    """
+    Hq = Hkv * G
+    statistic = ((B, Hq, 1), mx.float32)
+    return Launch(
+        MERGE_REALLOCATE if mixed else MERGE,
+        [((B, Hq, 1, D), dtype), *[statistic] * (1 + mixed)],
+        template={"O": dtype, "D": D, "G": G},
+        groups=(1, Hq, B),
+        threads=D,
+    )

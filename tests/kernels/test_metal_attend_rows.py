@@ -1,0 +1,236 @@
+"""Many query rows of a KV head at once: of several queries over all keys, and of large groups over a list."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from cases import Array, Case, assert_as_good_as_plain, lse_tolerance, plain_attention, round_to
+from mlx_arrays import DTYPES, to_mlx, to_numpy, unpacked, whole
+from msl import Metal, Report
+
+from mlx_sparse import oracle
+from mlx_sparse.common.packed_rows import PackedRows
+from mlx_sparse.kernels import attend, attend_rows, blocks, merge
+from mlx_sparse.oracle.attend import dense_with_lse
+
+# a check over all keys
+
+
+def check(case: Case, L: int) -> None:
+    """Whole buffers, the rows that are no keys filled with what must not be read."""
+    q, k, v = case.inputs(L=L)
+    scale, padding = case.D**-0.5, case.padding
+    expected, expected_lse = dense_with_lse(q, k, v, scale=scale, left_padding=padding)
+    keys, values = (whole(rows, case.S + 3, case.dtype) for rows in (k, v))
+    for b, first in enumerate(padding or ()):
+        keys[b, :, :first], values[b, :, :first] = mx.nan, mx.inf
+    first_rows = None if padding is None else mx.array(padding)
+    out, lse = attend_rows.attend_rows(
+        to_mlx(q, case.dtype), keys, values, scale=scale, length=case.S, left_padding=first_rows
+    )
+    assert (out.dtype, lse.dtype) == (DTYPES[case.dtype], mx.float32)
+    plain, off = np.zeros_like(expected), 0.0
+    for i in range(L):
+        indices = np.broadcast_to(np.arange(case.S - L + i + 1), (case.B, case.Hkv, case.S - L + i + 1)).copy()
+        for b, first in enumerate(padding or ()):
+            indices[b, :, :first] = -1
+        own = q[:, :, i : i + 1], k
+        plain[:, :, i : i + 1] = plain_attention(*own, v, indices, scale, case.dtype)
+        off = max(off, lse_tolerance(*own, indices, scale, expected_lse))
+    assert_as_good_as_plain(to_numpy(out), expected, plain, case.dtype)
+    np.testing.assert_allclose(np.array(lse), expected_lse, rtol=0, atol=off)
+
+
+CHECKS = [
+    (L, G, D, dtype)
+    for number, (L, G, D) in enumerate([(L, G, D) for L in (2, 4, 8, 16) for G in (1, 4, 8) for D in (64, 128)])
+    for dtype in [("f16", "bf16", "f32")[number % 3]]
+]
+CHECKS += [(3, 2, 80, "bf16"), (5, 3, 256, "f32"), (1, 8, 16, "f32"), (7, 1, 192, "bf16")]
+
+
+@pytest.mark.parametrize(("L", "G", "D", "dtype"), CHECKS)
+def test_a_check_attends_as_the_oracle(metal: Metal, L: int, G: int, D: int, dtype: str) -> None:
+    check(Case(1, 2 * G, 2, 97 if G * L > 16 else 150, D, dtype), L)
+
+
+@pytest.mark.parametrize("padding", [(0, 5, 41, 59, 60), (3, 60, 32, 57, 0)], ids=str)
+def test_a_sequence_is_attended_from_its_first_valid_key_on(metal: Metal, padding: tuple[int, ...]) -> None:
+    """Queries before it have nothing to attend."""
+    check(Case(5, 8, 2, 60, 64, "f32", padding=padding), 4)
+
+
+@pytest.mark.parametrize(("G", "L", "S", "padding"), [(4, 2, 1300, None), (1, 3, 1025, (700, 0)), (8, 8, 2100, None)])
+def test_a_long_context_is_shared_out_and_merged(
+    metal: Metal, G: int, L: int, S: int, padding: tuple[int, ...] | None
+) -> None:
+    case = Case(len(padding or (0,)), G, 1, S, 64, "f16", padding=padding)
+    assert attend_rows.splits_of(S, case.B, G * L) > 1
+    check(case, L)
+    if metal.emulated:
+        assert [report.kernel for report in metal.launches] == ["attend_rows", "merge_parts"]
+
+
+def test_rows_that_registers_do_not_hold_are_shared_out(metal: Metal) -> None:
+    check(Case(1, 16, 2, 40, 256, "f16"), 9)
+    case = Case(1, 80, 1, 60, 256, "bf16")
+    check_list(case, some_keys(case, 50))
+    if metal.emulated:
+        assert [report.grid[1] for report in metal.launches] == [4, 2]
+
+
+def test_a_cache_shorter_than_its_buffer_has_as_many_keys_as_queries(metal: Metal) -> None:
+    check(Case(1, 4, 2, 5, 64, "f32"), 5)
+
+
+def test_keys_and_values_of_other_types_than_queries_are_attended(metal: Metal) -> None:
+    q, k, v = (to_mlx(array, "f16") for array in Case(1, 4, 2, 70, 64, "f16").inputs(L=3))
+    same, _ = attend_rows.attend_rows(q, k, v, scale=0.1)
+    for rows in ([k.astype(mx.float32), v.astype(mx.float32)], [k, v.astype(mx.float32)]):
+        out, _ = attend_rows.attend_rows(q.astype(mx.float32), *rows, scale=0.1)
+        np.testing.assert_array_equal(to_numpy(out.astype(mx.float16)), to_numpy(same))
+
+
+def test_nothing_recompiles_as_the_context_grows(metal: Metal) -> None:
+    texts: set[str] = set()
+    for S, L in ((40, 3), (300, 4), (700, 4), (2000, 3)):
+        q, k, v = (to_mlx(array, "f16") for array in Case(1, 8, 2, S, 64, "f16").inputs(L=L))
+        mx.eval(attend_rows.attend_rows(q, k, v, scale=1.0))
+        if metal.emulated:
+            texts.add(metal.texts["attend_rows"])
+    assert len(texts) <= 2  # results in float16, and those of parts
+
+
+# a group over a list
+
+
+def check_list(case: Case, indices: Array, counts: Array | None = None, *, packed: int = 0) -> None:
+    q, k, v = case.inputs()
+    scale = case.D**-0.5
+    rows = [whole(array, case.S + 3, case.dtype) for array in (k, v)]
+    if packed:
+        rows = [PackedRows.of(to_mlx(array, case.dtype), bits=packed) for array in (k, v)]
+        k, v = (unpacked(of) for of in rows)
+    out, lse = attend.attend_indices(
+        to_mlx(q, case.dtype),
+        *rows,
+        mx.array(indices),
+        scale=scale,
+        length=case.S,
+        counts=None if counts is None else mx.array(counts),
+    )
+    filled = (indices >= 0) & (indices < case.S)
+    if counts is not None:
+        filled &= np.arange(indices.shape[2]) < counts[..., None]
+    indices = np.where(filled, indices, -1)
+    expected, expected_lse = oracle.attend_indices(q, k, v, indices, scale=scale)
+    assert out.dtype == DTYPES[case.dtype]
+    assert_as_good_as_plain(to_numpy(out), expected, plain_attention(q, k, v, indices, scale, case.dtype), case.dtype)
+    np.testing.assert_allclose(
+        np.array(lse), expected_lse, rtol=0, atol=lse_tolerance(q, k, indices, scale, expected_lse)
+    )
+
+
+def some_keys(case: Case, N: int, *, empty: float = 0.2) -> Array:
+    """Random lists, of which some slots hold no key's number."""
+    rng = np.random.default_rng(N)
+    indices = rng.integers(0, case.S, size=(case.B, case.Hkv, N)).astype(np.int32)
+    none = rng.choice([-1, -7, case.S, case.S + 2, 2**31 - 1], size=indices.shape)
+    return np.where(rng.random(indices.shape) < empty, none, indices).astype(np.int32)
+
+
+LISTS = [
+    *((21, 64, "f32", 40), (24, 128, "f16", 129), (32, 64, "bf16", 1), (32, 128, "f16", 31), (64, 128, "bf16", 200)),
+    *((128, 64, "f32", 70), (128, 128, "f16", 96), (40, 80, "f16", 33), (13, 192, "f32", 90)),
+]
+
+
+@pytest.mark.parametrize(("G", "D", "dtype", "N"), LISTS)
+def test_a_large_group_attends_a_list_as_the_oracle(metal: Metal, G: int, D: int, dtype: str, N: int) -> None:
+    case = Case(1, 2 * G, 2, 150, D, dtype)
+    check_list(case, some_keys(case, N))
+    if metal.emulated:
+        assert [report.kernel for report in metal.launches] == ["attend_rows_indices"]
+
+
+@pytest.mark.parametrize("counts", [None, (1100, 300), (0, 1201), (2000, 640)], ids=str)
+def test_a_long_list_is_shared_out_by_what_is_in_use(metal: Metal, counts: tuple[int, int] | None) -> None:
+    case = Case(1, 64, 2, 1500, 64, "f16")
+    check_list(case, some_keys(case, 1201), None if counts is None else np.array([counts]))
+    if metal.emulated:
+        assert [report.kernel for report in metal.launches] == ["attend_rows_indices", "merge_parts"]
+
+
+def test_a_list_without_a_key_gives_nothing(metal: Metal) -> None:
+    case = Case(2, 32, 1, 40, 64, "f32")
+    check_list(case, some_keys(case, 33, empty=1.0))
+    check_list(case, some_keys(case, 20), np.zeros((2, 1), np.int64))
+
+
+@pytest.mark.parametrize("G", [24, 40])
+def test_packed_rows_and_reallocation_share_a_large_group_out(metal: Metal, G: int) -> None:
+    case = Case(1, G, 1, 90, 64, "f32")
+    indices = np.arange(70, dtype=np.int32)[None, None]
+    check_list(case, indices, packed=8)
+    q, k, v = (mx.array(array) for array in case.inputs())
+    softmax = mx.broadcast_to(mx.array([0.0, 1.0]), (1, 1, G, 2))
+    mean = attend.Reallocation(mx.zeros((1, 1, 90, G)), softmax, mx.zeros((1, 1, 64)))
+    out, _ = attend.attend_indices(q, k, v, mx.array(indices), scale=0.1, reallocation=mean)
+    alone, _ = attend.attend_indices(q, k, v, mx.array(indices), scale=0.1)
+    assert mx.allclose(out, 70 * alone, rtol=1e-4, atol=1e-4)  # a mass of one for each key, and a mean of zero
+    assert not attend.takes_candidates(64, G, 100, 32)
+
+
+# what is launched
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("rows", [2, 8, 9, 64, 65, 128])
+def test_every_head_dim_fits_and_reads_rows_once_up_to_128(rows: int, itemsize: int) -> None:
+    for D in range(16, 257, 16):
+        assert attend_rows.takes(D, rows)
+        together, staged = attend_rows.shape_of(D, itemsize, rows)
+        padding = 16 // itemsize
+        assert max(D * (staged + padding), staged * (D + padding)) * itemsize + 4 * staged <= blocks.THREADGROUP_MEMORY
+        assert together % 8 == 0 and together <= (128 if D <= 128 else 64)
+        assert -(-rows // together) == (1 if D <= 128 or rows <= 64 else 2)
+    assert not attend_rows.takes(72, rows) and not attend_rows.takes(64, 129)
+
+
+def read(report: Report, level: str, *names: str) -> int:
+    return sum(getattr(traffic, level) for name, traffic in report.reads.items() if not names or name in names)
+
+
+@pytest.mark.skipif(mx.metal.is_available(), reason="only the harness counts bytes")
+@pytest.mark.parametrize("G", [4, 8])
+@pytest.mark.parametrize("L", [2, 4, 8, 16])
+@pytest.mark.parametrize("listed", [False, True], ids=["check", "list"])
+def test_a_call_reads_each_key_and_value_once(metal: Metal, L: int, G: int, listed: bool) -> None:
+    """For all rows of a group; with them queries, the list and the results of parts, which are merged."""
+    S, D = 2300, 64
+    case = Case(1, G * L if listed else G, 1, S, D, "f16")
+    q, k, v = (to_mlx(array, "f16") for array in case.inputs(L=1 if listed else L))
+    if listed:
+        chosen = np.sort(np.random.default_rng(0).choice(S, 512, replace=False)).astype(np.int32)[None, None]
+        attend.attend_indices(q, k, v, mx.array(chosen), scale=0.1)
+    else:
+        attend_rows.attend_rows(q, k, v, scale=0.1)
+    once = 2 * (512 if listed else S) * D * 2
+    for level in ("lane", "threadgroup", "dispatch"):
+        assert sum(read(report, level, "keys", "values") for report in metal.launches) == once
+    own = read(metal.launches[0], "dispatch", "queries", "indices")
+    assert own <= G * L * D * 2 + listed * 512 * 4
+    assert sum(read(report, "dispatch") for report in metal.launches) <= 1.1 * once + own + 128 * 10
+    if not listed:
+        written = sum(t.dispatch for report in metal.launches for t in report.writes.values())
+        assert written <= 0.1 * once + round_to(np.array(G * L * (D * 2 + 4)), "f32")
+
+
+def test_results_of_parts_are_an_eighth_of_what_the_parts_read() -> None:
+    for rows in (2, 16, 40, 128):
+        for N in (100, 513, 2049, 16_384, 131_072):
+            splits = attend_rows.splits_of(N, 8, rows)
+            assert splits == 1 or 2 * splits * rows * 4 <= 1.25 / 8 * 2 * N * 2
+            assert splits * 8 <= merge.GROUPS or N > 500_000
+            assert N > 512 or splits == 1
