@@ -5,6 +5,20 @@
 
 constant constexpr uint SCORE_KEYS = 4;  // consecutive keys per thread
 
+// How many of D components are to be taken before d: ties to the lower one.
+inline uint larger_components(const threadgroup uint* component, uint d, uint D) {
+  const uint own = component[d];
+  uint larger = 0;
+  for (uint e = 0; e < D; e += 4) {
+    const uint4 other = reinterpret_cast<const threadgroup uint4*>(component)[e / 4];
+#pragma clang loop unroll(full)
+    for (uint c = 0; c < 4; ++c) {
+      larger += other[c] > own || (other[c] == own && e + c < d) ? 1 : 0;
+    }
+  }
+  return larger;
+}
+
 // (sparq.1), (sparq.2): the `rank` components with the largest summed |q| of the group, times `weight` if WEIGHTED, and
 // the queries there. Every threadgroup finds them for itself: D numbers against thousands of keys.
 // component: D sums as bits, which are in the same order, as they are not negative, and with which NaN counts as +inf;
@@ -28,15 +42,7 @@ void choose_components(
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   for (uint d = place.index(); d < D; d += place.threads()) {
-    const uint own = component[d];
-    uint larger = 0;
-    for (uint e = 0; e < D; e += 4) {
-      const uint4 other = reinterpret_cast<const threadgroup uint4*>(component)[e / 4];
-#pragma clang loop unroll(full)
-      for (uint c = 0; c < 4; ++c) {
-        larger += other[c] > own || (other[c] == own && e + c < d) ? 1 : 0;
-      }
-    }
+    const uint larger = larger_components(component, d, uint(D));
     if (larger < rank) {
       chosen[larger] = int(d);
 #pragma clang loop unroll(full)
