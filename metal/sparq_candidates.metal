@@ -16,6 +16,7 @@ const Tile tile = make_tile(
 const uint score_tiles = uint(statistics_shape[2]);
 
 merge_statistics<G>(statistics + size_t(tile.row) * score_tiles * G * 2, score_tiles, merged, place);
+threadgroup_barrier(mem_flags::mem_threadgroup);
 for (uint g = place.index(); g < G && tile.first == 0; g += place.threads()) {
   reinterpret_cast<device float2*>(softmax)[size_t(tile.row) * G + g] = merged[g];
 }

@@ -14,8 +14,8 @@
 
 #include "many_rows.h"
 #include "rows.h"
+#include "score_tile.h"
 #include "sparq_softmax.h"
-#include "sparq_tiles.h"
 
 // Component-major keys: `first` is a column.
 template <typename T>
@@ -137,7 +137,7 @@ struct Scaled {
 };
 
 // What the rest of a pass needs: the chosen components and, of SOFTMAX_SUMS, the softmax of each row. many_products begins
-// with the barrier that is left out here.
+// with a barrier.
 template <int G, int MAKES, typename Chosen, typename Statistics>
 void begin_pass(
     Chosen chosen,

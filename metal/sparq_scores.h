@@ -1,23 +1,10 @@
 // SparQ's first step: approximate logits of all keys from the few components that matter most to this query.
 #pragma once
 
+#include "sparq_components.h"
 #include "sparq_tiles.h"
 
 constant constexpr uint SCORE_KEYS = 4;  // consecutive keys per thread
-
-// How many of D components are to be taken before d: ties to the lower one.
-inline uint larger_components(const threadgroup uint* component, uint d, uint D) {
-  const uint own = component[d];
-  uint larger = 0;
-  for (uint e = 0; e < D; e += 4) {
-    const uint4 other = reinterpret_cast<const threadgroup uint4*>(component)[e / 4];
-#pragma clang loop unroll(full)
-    for (uint c = 0; c < 4; ++c) {
-      larger += other[c] > own || (other[c] == own && e + c < d) ? 1 : 0;
-    }
-  }
-  return larger;
-}
 
 // (sparq.1), (sparq.2): the `rank` components with the largest summed |q| of the group, times `weight` if WEIGHTED, and
 // the queries there. Every threadgroup finds them for itself: D numbers against thousands of keys.

@@ -5,7 +5,7 @@
 
 // Largest logit and 1 / sum of exp(logit - largest) over all tiles for each query of the group: the softmax of (sparq.4)
 // is exp(logit - .x) * .y. 0 for .y without a valid key, and where a logit is NaN or +inf: a head without a softmax ranks
-// nothing but those keys, which become NaN. Ends with a barrier.
+// nothing but those keys, which become NaN. A barrier has to follow.
 template <int G, typename Statistics>
 void merge_statistics(Statistics tiles, uint count, threadgroup float2* merged, Place place) {
   for (uint g = place.simdgroup; g < G; g += place.simdgroups) {
@@ -24,5 +24,4 @@ void merge_statistics(Statistics tiles, uint count, threadgroup float2* merged, 
       merged[g] = float2(largest == -INFINITY ? 0.0f : largest, sum > 0.0f ? 1.0f / sum : 0.0f);
     }
   }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
 }

@@ -111,9 +111,10 @@ RUNS: dict[str, Callable[[], list[mx.array]]] = {
     "sparq_many_scores": lambda: decode(heads=34),
     "sparq_many_code_scores": lambda: decode(key_bits=4, heads=34),
     "quest_many_scores": pages,
-    "saap_many_layer": lambda: route(20),
     "saap_indices": listed,
 }
+# What has the barriers of sparq_many_scores, of which it comes by two only.
+ALSO: dict[str, Callable[[], list[mx.array]]] = {"saap_many_layer": lambda: route(20)}
 
 
 @pytest.mark.parametrize("kernel", RUNS)
@@ -137,11 +138,11 @@ def test_every_barrier_that_is_taken_away_is_missed(metal: Metal, kernel: str) -
     assert not unnoticed
 
 
-@pytest.mark.parametrize("kernel", RUNS)
+@pytest.mark.parametrize("kernel", RUNS | ALSO)
 def test_three_schedules_give_the_same_bits(metal: Metal, kernel: str) -> None:
     results = []
     for metal.seed in (0, 1, 2):
-        results.append(RUNS[kernel]())
+        results.append((RUNS | ALSO)[kernel]())
     for other in results[1:]:
         assert all(mx.array_equal(a, b) for a, b in zip(results[0], other, strict=True))
 

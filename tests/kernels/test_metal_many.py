@@ -232,7 +232,7 @@ def test_a_pass_reads_each_key_once_for_all_rows(metal: Metal, L: int, bits: int
 @counted
 @pytest.mark.parametrize(("rows", "bits"), [(32, 16), (24, 8), (32, 4), (64, 4)])
 def test_two_passes_move_fewer_bytes_than_the_logits_of_all_rows(metal: Metal, rows: int, bits: int) -> None:
-    S = 4096
+    S = 2048
     passes, logits = moved(decode(metal, S, rows, bits), "dispatch"), 2 * HKV * S * rows * (4 if bits == 16 else 1)
     keys = HKV * RANK * S * (2 if bits == 16 else bits / 8 + 1 / 16)
     assert passes < keys + logits
@@ -240,25 +240,25 @@ def test_two_passes_move_fewer_bytes_than_the_logits_of_all_rows(metal: Metal, r
 
 @counted
 def test_kernels_of_many_rows_do_what_their_comments_say(metal: Metal) -> None:
-    S, G, rows = 4096 + 40, 36, 40
+    S, G, rows = 2048 + 40, 20, 24
     form = {"ROW_BITS": 4, "ROW_GROUP": 64}
     sizes = {"S": S, "G": G, "Hq": HKV * G, "ROWS": rows, "MAKES": 2}
     decode(metal, S, G)
     check(metal, "sparq_components", WEIGHTED=0, **sizes)
-    check(metal, "sparq_many_scores", tiles=5, **sizes)
-    decode(metal, S, G, 4)
-    check(metal, "sparq_many_code_scores", tiles=5, BITS=4, **sizes)
+    check(metal, "sparq_many_scores", tiles=3, **sizes)
+    decode(metal, 4096, G, 4)
+    check(metal, "sparq_many_code_scores", tiles=5, BITS=4, **{**sizes, "S": 4096})
     decode(metal, S, G, 4, packed=True)
-    check(metal, "sparq_many_code_scores_packed", tiles=5, BITS=4, **sizes, **form)
+    check(metal, "sparq_many_code_scores_packed", tiles=3, BITS=4, **sizes, **form)
     decode(metal, S, G, packed=True, rank=D)
-    check(metal, "sparq_many_row_scores", tiles=5, **{**sizes, "rank": D}, **form)
+    check(metal, "sparq_many_row_scores", tiles=3, **{**sizes, "rank": D}, **form)
     decode(metal, S, G, group_reduce="logits", component_weight=mx.ones((1, HKV, D)))
     check(metal, "sparq_components", WEIGHTED=1, **sizes)
-    check(metal, "sparq_many_scores", tiles=5, **{**sizes, "MAKES": 4})
+    check(metal, "sparq_many_scores", tiles=3, **{**sizes, "MAKES": 4})
     decode(metal, S, G, exact=True)
-    check(metal, "sparq_many_scores", tiles=5, **{**sizes, "MAKES": 8})
+    check(metal, "sparq_many_scores", tiles=3, **{**sizes, "MAKES": 8})
     tiles, threads, slots = select.tiles_of(S, 128)
-    check(metal, "sparq_candidates", tiles=tiles, threads=threads, slots=slots, score_tiles=5, SOFTMAX=1, **sizes)
+    check(metal, "sparq_candidates", tiles=tiles, threads=threads, slots=slots, score_tiles=3, SOFTMAX=1, **sizes)
 
 
 @counted
