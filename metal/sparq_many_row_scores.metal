@@ -5,7 +5,7 @@
 //              key_codes (B, Hkv, capacity, D * ROW_BITS / 32) uint; key_scales, key_biases (B, Hkv, capacity,
 //              D / ROW_GROUP) T; statistics (B, Hkv, tiles, G, 2) float, read by SOFTMAX_SUMS;
 //              left_padding (B,) int; length () int
-// outputs      made float: STATISTICS (B, Hkv, tiles, G, 2), SOFTMAX_SUMS and LOGIT_SUMS (B, Hkv, S), LOGITS (B, Hkv, S, G)
+// outputs      made (B, Hkv, S) float, or of STATISTICS (B, Hkv, tiles, G, 2), of LOGITS (B, Hkv, S, G)
 // template     D, G, ROWS, MAKES, ROW_BITS, ROW_GROUP
 // grid         tiles * ROWS * 4, Hkv, B
 // threadgroup  ROWS * 4, 1, 1

@@ -4,7 +4,7 @@
 // inputs       chosen (B, Hkv, rank) int; picked (B, Hkv, rank, ROWS) float; factors (B, Hkv, ROWS) float;
 //              keys_t (B, Hkv, D, capacity) T; statistics (B, Hkv, tiles, G, 2) float, read by SOFTMAX_SUMS;
 //              left_padding (B,) int; length () int
-// outputs      made float: STATISTICS (B, Hkv, tiles, G, 2), SOFTMAX_SUMS and LOGIT_SUMS (B, Hkv, S), LOGITS (B, Hkv, S, G)
+// outputs      made (B, Hkv, S) float, or of STATISTICS (B, Hkv, tiles, G, 2), of LOGITS (B, Hkv, S, G)
 // template     D, G, ROWS, MAKES
 // grid         tiles * ROWS * 4, Hkv, B
 // threadgroup  ROWS * 4, 1, 1
