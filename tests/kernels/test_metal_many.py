@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -149,6 +150,25 @@ def assert_pages(case: Case, page_size: int, top_k: int) -> None:
 )
 def test_pages_of_many_rows_are_those_of_the_oracle(metal: Metal, rows: int, D: int, dtype: str, setting: str) -> None:
     assert_pages(Case(2, 2 * rows, 2, 500, D, dtype, padding=(0, 137)), **QUEST[setting])
+
+
+@dataclass(frozen=True)
+class Lone(Case):
+    """A case in which all query rows of a KV head but one are zero."""
+
+    row: int = 0
+
+    def inputs(self, seed: int = 0, L: int = 1) -> tuple[Array, Array, Array]:
+        q, k, v = super().inputs(seed, L)
+        rows = np.arange(self.Hq) % (self.Hq // self.Hkv)
+        return q * (rows == self.row)[:, None, None], k, v
+
+
+@pytest.mark.parametrize("row", [16, 0, 7, 8])
+def test_a_row_decides_wherever_it_is(metal: Metal, row: int) -> None:
+    case = Lone(1, 34, 2, 400, 64, "f32", row=row)
+    assert_pages(case, 5, 40)
+    assert_chosen(case, key_bits=4)
 
 
 class Negative(Case):
