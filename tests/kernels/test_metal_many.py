@@ -95,10 +95,11 @@ def test_every_length_is_right_for_many_rows(metal: Metal, S: int, bits: int) ->
     assert_chosen(Case(1, 18, 1, S, 16, "bf16"), key_bits=bits, rank=5, top_k=min(S, 16))
 
 
-@pytest.mark.parametrize(("D", "rank"), [(8, 1), (20, 16), (80, 17), (96, 96), (128, 33), (256, 250)])
-def test_any_head_dim_and_rank_is_right_for_many_rows(metal: Metal, D: int, rank: int) -> None:
-    for bits in (16, 4):
-        assert_chosen(Case(1, 25, 1, 150, D, "f16"), rank=rank, key_bits=bits)
+@pytest.mark.parametrize(
+    ("D", "rank", "bits"), [(8, 1, 16), (20, 16, 4), (80, 17, 16), (96, 96, 4), (128, 33, 16), (256, 250, 4)]
+)
+def test_any_head_dim_and_rank_is_right_for_many_rows(metal: Metal, D: int, rank: int, bits: int) -> None:
+    assert_chosen(Case(1, 25, 1, 150, D, "f16"), rank=rank, key_bits=bits)
 
 
 @pytest.mark.parametrize("spoil", ["nan", "inf", "inf-minus-inf", "minus-inf", "query", "query-inf", "all-keys"])
@@ -115,10 +116,9 @@ def test_many_rows_are_reallocated_by_their_own_logits(metal: Metal, settings: d
     assert_conforms(METAL.sparq(case, params), METHODS["sparq"](case, params), case)
 
 
-@pytest.mark.parametrize("bits", [16, 4])
-def test_a_step_of_many_rows_is_the_oracles(metal: Metal, bits: int) -> None:
+def test_a_step_of_many_rows_is_the_oracles(metal: Metal) -> None:
     case = Case(1, 2 * 24, 2, 300, 64, "f16", padding=(5,))
-    params = {**every_parameter(case, "paper"), "reallocate": False, "key_bits": bits}
+    params = {**every_parameter(case, "paper"), "reallocate": False, "key_bits": 4}
     assert_conforms(METAL.sparq(case, params), METHODS["sparq"](case, params), case)
 
 
@@ -209,7 +209,7 @@ def test_metal_takes_up_to_128_rows_and_says_so(metal: Metal, function: str) -> 
 
 # Bytes
 
-HKV, D, RANK = 2, 128, 32
+HKV, D, RANK = 1, 128, 32
 
 
 def decode(metal: Metal, S: int, rows: int, key_bits: int = 16, **how: Any) -> list[Report]:
@@ -250,19 +250,10 @@ def test_a_pass_reads_each_key_once_for_all_rows(metal: Metal, L: int, bits: int
 
 
 @counted
-@pytest.mark.parametrize(("rows", "bits"), [(32, 16), (24, 8), (32, 4), (64, 4)])
-def test_two_passes_move_fewer_bytes_than_the_logits_of_all_rows(metal: Metal, rows: int, bits: int) -> None:
-    S = 2048
-    passes, logits = moved(decode(metal, S, rows, bits), "dispatch"), 2 * HKV * S * rows * (4 if bits == 16 else 1)
-    keys = HKV * RANK * S * (2 if bits == 16 else bits / 8 + 1 / 16)
-    assert passes < keys + logits
-
-
-@counted
 def test_kernels_of_many_rows_do_what_their_comments_say(metal: Metal) -> None:
     S, G, rows = 2048 + 40, 20, 24
     form = {"ROW_BITS": 4, "ROW_GROUP": 64}
-    sizes = {"S": S, "G": G, "Hq": HKV * G, "ROWS": rows, "MAKES": 2}
+    sizes = {"S": S, "G": G, "H": HKV, "Hkv": HKV, "Hq": HKV * G, "ROWS": rows, "MAKES": 2}
     decode(metal, S, G)
     check(metal, "sparq_components", WEIGHTED=0, **sizes)
     check(metal, "sparq_many_scores", tiles=3, **sizes)
@@ -284,14 +275,14 @@ def test_kernels_of_many_rows_do_what_their_comments_say(metal: Metal) -> None:
 @counted
 @pytest.mark.parametrize("L", [8, 16])
 def test_quest_and_saap_read_bounds_and_weights_once_for_all_rows(metal: Metal, L: int) -> None:
-    G, S, P = 4 * L, 16_000, 1000
+    G, S, P = 4 * L, 4000, 250
     q, k, _ = (to_mlx(array, "f16") for array in Case(1, HKV * G, HKV, S, D, "f16").inputs())
     bounds = (registry.load("page_bounds", "metal"))(k, None, page_size=16)
     named = dict(zip(("page_min", "page_max"), bounds, strict=True))
     quest.quest_select(q, k, page_size=16, top_k=64, left_padding=None, **named)
-    check(metal, "quest_many_scores", G=G, P=P, Hq=HKV * G, Q=2, ceil=lambda n: int(-(-n // 1)))
+    check(metal, "quest_many_scores", G=G, P=P, Hkv=HKV, Hq=HKV * G, Q=2, ceil=lambda n: int(-(-n // 1)))
     launches = [metal.last("quest_many_scores")]
-    for level in ("lane", "threadgroup"):
+    for level in ("lane", "threadgroup", "dispatch"):
         assert moved(launches, level, "page_min", "page_max") == HKV * 2 * (P - 1) * D * 2
     case = SaapCase(Case(1, HKV * G, HKV, 1, D, "f16"), "random", 1024, 8, 512, weights="f16")
     metal.clear()
@@ -300,6 +291,6 @@ def test_quest_and_saap_read_bounds_and_weights_once_for_all_rows(metal: Metal, 
     for report, below, units in ((hidden, D, 512), (out, 512, 1024)):
         for level in ("lane", "threadgroup", "dispatch"):
             assert moved([report], level, "weight") == HKV * below * units * 2
-    check(metal, "saap_many_layer", I=512, C=1024, W=2, G=G, ROWS=G, tiles=8, RELU=0)
-    check(metal, "sparq_candidates", S=1024, G=G, tiles=1, threads=256, slots=8, score_tiles=8, SOFTMAX=1)
+    check(metal, "saap_many_layer", Hkv=HKV, I=512, C=1024, W=2, G=G, ROWS=G, tiles=8, RELU=0)
+    check(metal, "sparq_candidates", Hkv=HKV, S=1024, G=G, tiles=1, threads=256, slots=8, score_tiles=8, SOFTMAX=1)
     assert saap.UNITS * 8 == 1024
