@@ -18,7 +18,7 @@ struct GroupScores {
       return decided;
     }
     float score = 0.0f;
-#pragma clang loop unroll(full)
+#pragma clang loop unroll_count(G < 16 ? G : 16)
     for (uint g = 0; g < G; ++g) {
       const float logit = logits[size_t(j) * G + g];
       score += SOFTMAX ? exp(logit - softmax[g].x) * softmax[g].y : logit;

@@ -16,8 +16,9 @@ const Tile tile = make_tile(
 const uint score_tiles = uint(statistics_shape[2]);
 
 merge_statistics<G>(statistics + size_t(tile.row) * score_tiles * G * 2, score_tiles, merged, place);
-if (tile.first == 0 && place.index() < G) {
-  reinterpret_cast<device float2*>(softmax)[size_t(tile.row) * G + place.index()] = merged[place.index()];
+threadgroup_barrier(mem_flags::mem_threadgroup);
+for (uint g = place.index(); g < G && tile.first == 0; g += place.threads()) {
+  reinterpret_cast<device float2*>(softmax)[size_t(tile.row) * G + g] = merged[g];
 }
 const Window window = make_window(length, left_padding[tile.b], local_window);
 auto row = logits + size_t(tile.row) * size_t(logits_shape[2]) * G;

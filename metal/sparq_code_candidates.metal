@@ -18,6 +18,7 @@ const uint score_tiles = uint(statistics_shape[2]);
 auto tiles = statistics + size_t(tile.row) * score_tiles * G * 2;
 
 merge_statistics<G>(tiles, score_tiles, merged, place);
+threadgroup_barrier(mem_flags::mem_threadgroup);
 if (tile.first == 0 && place.index() < G) {
   reinterpret_cast<device float2*>(softmax)[size_t(tile.row) * G + place.index()] = merged[place.index()];
 }

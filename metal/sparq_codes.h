@@ -1,10 +1,7 @@
 // Keys in few bits, and their scores in 8: what both of SparQ's first two kernels know of them.
 #pragma once
 
-#include "threadgroup.h"
-
-constant constexpr uint GROUP_KEYS = 64;  // that share lo and step
-constant constexpr uint SCORE_TILE = 1024;  // coded keys of one threadgroup
+#include "score_tile.h"
 
 // A logit as sixteenths of a nat below the largest of its tile.
 constant constexpr uint NO_WEIGHT = 254;   // -inf, or too far below

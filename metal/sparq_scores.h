@@ -1,6 +1,7 @@
 // SparQ's first step: approximate logits of all keys from the few components that matter most to this query.
 #pragma once
 
+#include "sparq_components.h"
 #include "sparq_tiles.h"
 
 constant constexpr uint SCORE_KEYS = 4;  // consecutive keys per thread
@@ -28,15 +29,7 @@ void choose_components(
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   for (uint d = place.index(); d < D; d += place.threads()) {
-    const uint own = component[d];
-    uint larger = 0;
-    for (uint e = 0; e < D; e += 4) {
-      const uint4 other = reinterpret_cast<const threadgroup uint4*>(component)[e / 4];
-#pragma clang loop unroll(full)
-      for (uint c = 0; c < 4; ++c) {
-        larger += other[c] > own || (other[c] == own && e + c < d) ? 1 : 0;
-      }
-    }
+    const uint larger = larger_components(component, d, uint(D));
     if (larger < rank) {
       chosen[larger] = int(d);
 #pragma clang loop unroll(full)

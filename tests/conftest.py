@@ -94,6 +94,7 @@ COSTLY = {
     "test_metal_attend_rows.py": 3,
     "test_metal_barriers.py": 6,
     "test_metal_kernels.py": 3,
+    "test_metal_many.py": 2,
     "test_metal_saap.py": 3,
     "test_metal_traffic.py": 3,
     "test_missing_packages.py": 12,

@@ -96,10 +96,11 @@ def top_k_select(scores: mx.array, *, top_k: int, local_window: int, left_paddin
         ``(B, Hkv, min(top_k, S))`` int32, ascending, ties to the lower index, -1 in slots that no key fills.
     """
     B, Hkv, S = scores.shape
-    bits, indices = _selection(B, Hkv, S, local_window, top_k)(scores, padding_or_zeros(left_padding, B))
+    bits, indices = scored_listing(B, Hkv, S, local_window, top_k)(scores, padding_or_zeros(left_padding, B))
     return merge(bits, indices, min(top_k, S))
 
 
 @lru_cache(maxsize=KEPT)
-def _selection(B: int, Hkv: int, S: int, local_window: int, top_k: int) -> Launch:
+def scored_listing(B: int, Hkv: int, S: int, local_window: int, top_k: int) -> Launch:
+    """A `listing` of float32 scores ``(B, Hkv, S)``."""
     return listing(SCORES, B, Hkv, S, top_k, [integer(S), integer(local_window), integer(top_k)])

@@ -14,8 +14,9 @@ from sample_cases import SampleCase
 
 from mlx_sparse.common.csr import saap_index
 from mlx_sparse.common.packed_rows import PackedRows
-from mlx_sparse.kernels import attend, attend_rows, saap, sample, select, sparq
+from mlx_sparse.kernels import attend, attend_rows, quest, saap, sample, select, sparq
 from mlx_sparse.ops.key_codes import code_keys
+from mlx_sparse.ops.quest import page_bounds
 
 pytestmark = pytest.mark.skipif(mx.metal.is_available(), reason="only the harness sees races")
 
@@ -24,8 +25,10 @@ def arrays(case: Case) -> list[mx.array]:
     return [mx.array(array) for array in case.inputs()]
 
 
-def decode(S: int = 700, top_k: int = 300, *, key_bits: int = 16, reallocate: bool = False) -> list[mx.array]:
-    q, k, v = arrays(Case(1, 4, 2, S, 128, "f32"))
+def decode(
+    S: int = 700, top_k: int = 300, *, key_bits: int = 16, reallocate: bool = False, heads: int = 4
+) -> list[mx.array]:
+    q, k, v = arrays(Case(1, heads, 2, S, 128, "f32"))
     out, lse = sparq.sparq_attention(
         q,
         k,
@@ -43,6 +46,13 @@ def decode(S: int = 700, top_k: int = 300, *, key_bits: int = 16, reallocate: bo
         keys_t=mx.contiguous(k.swapaxes(-1, -2)) if key_bits == 16 else code_keys(k, None, key_bits=key_bits),
     )
     return [out, lse]
+
+
+def pages() -> list[mx.array]:
+    q, k, _ = arrays(Case(1, 34, 2, 700, 64, "f32"))
+    low, high = page_bounds(k, None, page_size=5)
+    given = {"top_k": 50, "left_padding": None, "page_min": low, "page_max": high}
+    return [quest.quest_select(q, k, page_size=5, **given)]
 
 
 def rows() -> list[mx.array]:
@@ -72,14 +82,14 @@ def many(listed: bool) -> list[mx.array]:
     return list(attend_rows.attend_rows(q, k, v, scale=0.1, left_padding=mx.array([7])))
 
 
-def route() -> list[mx.array]:
+def route(heads: int = 4) -> list[mx.array]:
     rng = np.random.default_rng(1)
 
     def weights(*shape: int) -> mx.array:
         return mx.array(rng.normal(size=shape).astype(np.float32))
 
     hidden, out = weights(1, 160, 300), weights(1, 300, 1032)
-    return [saap.saap_route(weights(1, 4, 1, 160), hidden_weight=hidden, out_weight=out, probes=20)]
+    return [saap.saap_route(weights(1, heads, 1, 160), hidden_weight=hidden, out_weight=out, probes=20)]
 
 
 def listed() -> list[mx.array]:
@@ -90,7 +100,7 @@ def listed() -> list[mx.array]:
 
 
 # A run of each kernel that has barriers, long enough for loops to come round again. Those named
-# _packed have the barriers of the ones without.
+# _packed have the barriers of the ones without, sparq_many_row_scores those of sparq_many_scores.
 RUNS: dict[str, Callable[[], list[mx.array]]] = {
     "sparq_scores": decode,
     "sparq_candidates": decode,
@@ -108,8 +118,14 @@ RUNS: dict[str, Callable[[], list[mx.array]]] = {
     "sample_sums": prefill,
     "attend_blocks": prefill,
     "saap_route": route,
+    "sparq_components": lambda: decode(heads=34),
+    "sparq_many_scores": lambda: decode(heads=34),
+    "sparq_many_code_scores": lambda: decode(key_bits=4, heads=34),
+    "quest_many_scores": pages,
     "saap_indices": listed,
 }
+# What has the barriers of sparq_many_scores, of which it comes by two only.
+ALSO: dict[str, Callable[[], list[mx.array]]] = {"saap_many_layer": lambda: route(20)}
 
 
 @pytest.mark.parametrize("kernel", RUNS)
@@ -133,11 +149,11 @@ def test_every_barrier_that_is_taken_away_is_missed(metal: Metal, kernel: str) -
     assert not unnoticed
 
 
-@pytest.mark.parametrize("kernel", RUNS)
+@pytest.mark.parametrize("kernel", RUNS | ALSO)
 def test_three_schedules_give_the_same_bits(metal: Metal, kernel: str) -> None:
     results = []
     for metal.seed in (0, 1, 2):
-        results.append(RUNS[kernel]())
+        results.append((RUNS | ALSO)[kernel]())
     for other in results[1:]:
         assert all(mx.array_equal(a, b) for a, b in zip(results[0], other, strict=True))
 

@@ -267,13 +267,13 @@ def test_auto_is_metal_where_it_can_run_and_fits(metal: Metal) -> None:
     assert registry.resolve("auto", "sparq", D=128, G=4) == "metal"
     assert registry.resolve("auto", "streaming", D=128, G=4) == "ops"
     assert registry.resolve("auto", "sparq", D=320, G=4) == "ops"
-    assert registry.resolve("auto", "sparq", D=64, G=32) == "ops"
+    assert registry.resolve("auto", "sparq", D=64, G=129) == "ops"
     with pytest.raises(mlx_sparse.BackendUnavailable, match="head dims that are multiples of 4 from 8 to 256, not 320"):
         registry.resolve("metal", "sparq", D=320, G=4)
     for D in (4, 6):
         assert registry.resolve("auto", "sparq", D=D, G=4) == "ops"
-    with pytest.raises(mlx_sparse.BackendUnavailable, match="up to 16 query heads per KV head, not 32"):
-        registry.resolve("metal", "sparq", D=64, G=32)
+    with pytest.raises(mlx_sparse.BackendUnavailable, match="up to 128 query rows per KV head, not 129"):
+        registry.resolve("metal", "sparq", D=64, G=129)
     with pytest.raises(mlx_sparse.BackendUnavailable, match="it does not have streaming"):
         registry.resolve("metal", "streaming", D=64, G=2)
 

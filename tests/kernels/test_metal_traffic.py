@@ -6,7 +6,6 @@ On a Mac nothing is counted, so there is nothing to assert.
 from __future__ import annotations
 
 import math
-import re
 from importlib import import_module
 from math import prod
 from pkgutil import iter_modules
@@ -17,6 +16,7 @@ import numpy as np
 import pytest
 from cases import Case
 from foreign_kernels import steel_attention
+from metal_facts import check, facts, moved, names
 from msl import Metal, Report
 from saap_cases import SaapCase
 from sample_cases import SampleCase
@@ -31,7 +31,7 @@ from mlx_sparse.ops.key_codes import code_keys
 
 pytestmark = pytest.mark.skipif(mx.metal.is_available(), reason="only the harness counts bytes")
 
-RANK, TOP_K, D, HKV = 32, 128, 128, 2
+RANK, TOP_K, D, HKV = 32, 128, 128, 2  # as in SIZES of metal_facts
 SPARQ = ["sparq_scores", "sparq_candidates"]
 
 
@@ -75,16 +75,6 @@ def decode(
         keys_t=keys_t,
     )
     return list(metal.launches)
-
-
-def moved(launches: list[Report], level: str, *names: str, direction: str | None = None) -> int:
-    """Bytes of the named buffers, or of all, at one level."""
-    counted = []
-    for report in launches:
-        for way, buffers in (("read", report.reads), ("write", report.writes)):
-            if direction in (None, way):
-                counted += [getattr(t, level) for name, t in buffers.items() if not names or name in names]
-    return sum(counted)
 
 
 @pytest.mark.parametrize("G", [4, 1])
@@ -224,26 +214,6 @@ def test_scores_read_each_key_once_for_the_sample_of_a_head(metal: Metal) -> Non
 # The comment at the top of a kernel
 
 
-def facts(name: str) -> dict[str, str]:
-    """Its fields; a line that starts further to the right goes on with the field above."""
-    found: dict[str, str] = {}
-    field = ""
-    for line in launch.text(f"{name}.metal").splitlines():
-        if match := re.fullmatch(r"// (inputs|outputs|template|grid|threadgroup|reads|writes) +(.+)", line):
-            field, value = match.groups()
-            found[field] = value
-        elif field and (match := re.fullmatch(r"// {14,}(.+)", line)):
-            found[field] += " " + match[1]
-        elif not line.startswith("//"):
-            return found
-    return found
-
-
-def names(listed: str) -> tuple[str, ...]:
-    """``queries (B, D) T; keys, values (S, D) T`` as queries, keys, values."""
-    return tuple(name for part in listed.split(";") for name in part.partition(" (")[0].strip().split(", "))
-
-
 MODULES = [import_module(f"mlx_sparse.kernels.{found.name}") for found in iter_modules(mlx_sparse.kernels.__path__)]
 KERNELS = {kernel for module in MODULES for kernel in vars(module).values() if isinstance(kernel, launch.Kernel)}
 
@@ -254,33 +224,6 @@ def test_its_comment_names_the_inputs_and_outputs_of_the_launcher(kernel: launch
     assert names(comment["inputs"]) == kernel.inputs
     assert names(comment["outputs"]) == kernel.outputs
     assert {"grid", "threadgroup", "reads", "writes"} <= set(comment)
-
-
-SIZES: dict[str, Any] = {"min": min, "B": 1, "H": HKV, "Hkv": HKV, "D": D, "T": 2, "rank": RANK}
-
-
-def check(metal: Metal, name: str, **sizes: Any) -> None:
-    """Grid, threadgroup, template parameters and bytes of the last launch are what the comment says."""
-    report = metal.last(name)
-    comment = facts(name)
-    sizes = {**SIZES, **sizes}
-
-    def value(expression: str) -> float:
-        # An expression of our own file; the names are the sizes above.
-        result: float = eval(expression, {"__builtins__": {}}, sizes)
-        return result
-
-    assert tuple(value(part) for part in comment["grid"].split(",")) == report.grid
-    assert tuple(value(part) for part in comment["threadgroup"].split(",")) == report.threadgroup
-    (declared,) = re.findall(r"template <([^>]*)>\s*\[\[kernel\]\]", metal.texts[name]) or [""]
-    assert sorted(re.findall(r"(\w+)(?:,|$)", declared)) == sorted(
-        filter(None, comment.get("template", "").split(", "))
-    )
-    for field, measured in (("reads", report.reads), ("writes", report.writes)):
-        counted = sum(traffic.dispatch for traffic in measured.values())
-        stated = value(comment[field])
-        # Lines of 128 bytes at both ends of every buffer and scalars are not in the formula.
-        assert 0.9 * stated <= counted <= 1.03 * stated + 128 * 2 * len(measured), f"{name} {field}"
 
 
 def test_sparq_kernels_do_what_their_comments_say(metal: Metal) -> None:

@@ -1,0 +1,18 @@
+// Which components count most.
+#pragma once
+
+#include "threadgroup.h"
+
+// How many of D components are to be taken before d: ties to the lower one.
+inline uint larger_components(const threadgroup uint* component, uint d, uint D) {
+  const uint own = component[d];
+  uint larger = 0;
+  for (uint e = 0; e < D; e += 4) {
+    const uint4 other = reinterpret_cast<const threadgroup uint4*>(component)[e / 4];
+#pragma clang loop unroll(full)
+    for (uint c = 0; c < 4; ++c) {
+      larger += other[c] > own || (other[c] == own && e + c < d) ? 1 : 0;
+    }
+  }
+  return larger;
+}
