@@ -35,6 +35,15 @@ def check_head_dim(D: int) -> None:
         raise BackendUnavailable(f"backend: expected head dims that are multiples of 8 from {low} to {high}, got {D}.")
 
 
+def check_group(G: int) -> None:
+    """Raise `BackendUnavailable` unless the kernels take ``G`` query heads per KV head."""
+    if G > configs.LARGEST_GROUP:
+        raise BackendUnavailable(
+            f"backend: expected at most {configs.LARGEST_GROUP} query heads per KV head, times the queries of a call, "
+            f"got {G}."
+        )
+
+
 def check_backend(backend: str, device: torch.device) -> None:
     """Raise `BackendUnavailable` unless Triton's kernels run on this device."""
     if backend not in ("auto", "triton"):

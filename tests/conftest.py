@@ -78,6 +78,7 @@ SLOW = {
     "test_triton_aot.py": "compiling for GPUs that are not here",
     "test_triton_hf.py": "models of transformers",
     "test_triton_hf_calibrate.py": "timings",
+    "test_triton_hf_several.py": "models of transformers",
     "test_triton_saap_aot.py": "compiling for GPUs that are not here",
     "test_triton_sample_aot.py": "compiling for GPUs that are not here",
 }
@@ -109,6 +110,9 @@ COSTLY = {
     "test_traffic.py": 8,
     "test_triton_bench.py": 3,
     "test_triton_hf.py": 5,
+    "test_triton_hf_several.py": 2,
+    "test_triton_several.py": 4,
+    "test_triton_traffic.py": 4,
 }
 
 

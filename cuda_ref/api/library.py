@@ -50,8 +50,10 @@ class Torch:
             checks.check_type(given, part, arrays[0].dtype)
             checks.check_device(given, part, arrays[0].device)
         self._check_packed(function, arrays)
-        if sizes.L == 1 and len(arrays) > 1:
-            checks.check_head_dim(sizes.D)
+        if sizes.L == 1 or sizes.Hq > arrays[0].shape[1]:  # a step: (several.2)
+            checks.check_group(sizes.G)
+            if len(arrays) > 1:
+                checks.check_head_dim(sizes.D)
         return "triton"
 
     def _check_packed(self, function: str, arrays: tuple[Rows, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Left padding, read from the mask that transformers makes of its 2-D padding mask."""
+"""Left padding, read from the causal mask that transformers makes of its 2-D padding mask."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from transformers.masking_utils import sdpa_mask
 
+from mlx_sparse.common import reasons
+
 _NAME = "_mlx_sparse_padding"
 
 
 class Padding:
-    """What the mask of one decode step says about left padding.
+    """What the mask ``(B, 1, L, S)`` of one decode step, or of a call of a few queries, says about left padding.
 
     Every layer of a step gets the same mask. Reading it waits for the GPU, so it is read once, when the first layer
     asks, and not at all on steps that attend densely.
@@ -24,11 +26,19 @@ class Padding:
 
     @cached_property
     def first(self) -> torch.Tensor | None:
-        """int32 ``(B,)`` first valid key of each sequence; None if the mask is not left padding."""
-        rows = self._mask[:, 0, 0]
-        if self._mask.shape[1] != 1 or not bool((rows[:, 1:] >= rows[:, :-1]).all()):
+        """int32 ``(B,)`` first valid key of each sequence; None if the mask is not left padding, and causal."""
+        L, S = self._mask.shape[2:]
+        first = S - self._mask[:, 0, -1].sum(dim=1, dtype=torch.int32)
+        position = torch.arange(S, device=first.device)
+        valid = (position >= first[:, None, None]) & (position <= position[S - L :, None])
+        if self._mask.shape[1] != 1 or not torch.equal(self._mask[:, 0], valid):
             return None
-        return rows.shape[1] - rows.sum(dim=1, dtype=torch.int32)
+        return None if L > 1 and bool((first > S - L).any()) else first  # of several queries the first sees a key
+
+    @cached_property
+    def without(self) -> bool:
+        """Whether no sequence is padded. transformers makes no mask for one query then, but does for a few."""
+        return self.first is not None and not bool(self.first.any())
 
     def equals(self, earlier: torch.Tensor) -> bool:
         """Whether `first` is what it was on an ``earlier`` step; compared once for all layers that hold the same."""
@@ -39,9 +49,9 @@ class Padding:
 
 
 def mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-    """The mask function of ``attn_implementation="sparq"``: sdpa's, with a note of what it means for a decode step."""
+    """The mask function of ``attn_implementation="sparq"``: sdpa's, with a note of what it means for a few queries."""
     made = sdpa_mask(*args, **kwargs)
-    if made is not None and made.shape[2] == 1:
+    if made is not None and made.shape[2] <= reasons.VERIFY_QUERIES:
         setattr(made, _NAME, Padding(made))
     return made
 

@@ -59,7 +59,8 @@ def quest_select(
     G = queries.shape[1] // Hkv
     tiles = configs.config(queries.device).scores
     BLOCK_D = power_of_2(D, 32)
-    BLOCK_P = configs.rows(tiles, 2 * BLOCK_D, page_min.element_size())
+    BLOCK_G = power_of_2(G, 8)
+    BLOCK_P = configs.rows(tiles, 2 * BLOCK_D, page_min.element_size(), BLOCK_G)
     scores = torch.empty(B, Hkv, 1, count + -count % LINE, dtype=torch.float32, device=queries.device)
     tickets = torch.empty(B, Hkv, 2, dtype=torch.int32, device=queries.device)
     names = ("stride_lb", "stride_lh", "stride_lp", "stride_hb", "stride_hh", "stride_hp")
@@ -74,11 +75,11 @@ def quest_select(
             "D": D,
             "G": G,
             "BLOCK_D": BLOCK_D,
-            "BLOCK_G": power_of_2(G, 8),
+            "BLOCK_G": BLOCK_G,
             "BLOCK_P": BLOCK_P,
             "UPCAST": upcast(page_min.dtype),
         },
-        {"num_warps": configs.warps(tiles, BLOCK_D, page_min.element_size()), "num_stages": 1},
+        {"num_warps": configs.warps(tiles, BLOCK_D, page_min.element_size(), BLOCK_G), "num_stages": 1},
     ).run()
     first = None if left_padding is None else left_padding // page_size
     chosen = -(-top_k // page_size)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..kernels.top_k_select import group_softmax
 from ..kernels.top_k_select import top_k_select as kernel
 from . import configs
 from .launch import Launch
@@ -81,6 +82,10 @@ def select(
     kept = min(top_k, BLOCK) if grid[0] > 1 else 0
     indices = torch.empty(B, Hkv, min(top_k, S), dtype=torch.int32, device=device)
     candidates = torch.empty(2, B, Hkv, grid[0], kept, dtype=torch.int32, device=device)
+    splits = 0 if scores.statistics is None else scores.statistics.shape[4]
+    if splits and G > configs.SMALL_GROUP:
+        given = {"statistics": scores.statistics, "softmax": scores.softmax, "splits": splits}
+        Launch(group_softmax, (G, Hkv, B), given, {"G": G}, {"num_warps": 4, "num_stages": 1}).run()
     Launch(
         kernel,
         grid,
@@ -96,7 +101,7 @@ def select(
             "length": S,
             "top_k": top_k,
             "local_window": local_window,
-            "splits": 0 if scores.statistics is None else scores.statistics.shape[4],
+            "splits": splits,
             "stride_l": scores.logits.stride(2),
         },
         {"G": G, "BLOCK": BLOCK, "SUM_SOFTMAX": sum_softmax, "ALIGNED": stride >= S + -S % LINE, "TILE": scores.tile},
