@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mlx_sparse.checks import BLOCK_SIZES
+from mlx_sparse.common import reasons
 from mlx_sparse.common.key_codes import KEY_BITS
 
 from .formal import Attribute, Operator, Tensor
@@ -97,7 +98,7 @@ VERIFY_QUERIES = Attribute(
     "Attend to 2 to that many queries as to one where the keys that the first of them sees are `dense_below` or more, "
     "with one choice for all: docs/spec/several.md. Optional; without it, or with 0, several queries are dense.",
     0,
-    16,
+    reasons.VERIFY_QUERIES,
     optional=True,
 )
 _VALUE_MEAN = Tensor(

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
-from cases import Array, Case
+from cases import PRECISION, Array, Case
 from fixtures_onnx import SETS
 from mlx_sparse.onnx_export import lower
 from mlx_sparse.onnx_export.table import VERIFY_QUERIES
@@ -29,10 +28,9 @@ from onnx_operators import (
 )
 from packed_caches import Form
 from saap_cases import SaapCase
-from several_truth import assert_chosen_once
 
 from mlx_sparse import ConfigError, onnx_export, oracle
-from mlx_sparse.oracle.saap import saap_keys
+from mlx_sparse.common.several import fold
 from mlx_sparse.oracle.select import valid_keys
 from mlx_sparse.oracle.sparq import masked_mean
 
@@ -44,14 +42,14 @@ by_size = pytest.mark.parametrize(("L", "Hq", "Hkv"), SIZES, ids=[f"L{L}-H{Hq}x{
 ROW_SETTINGS = ("top_k", "local_window", "reallocate", "group_reduce", "scale")
 
 
-def chosen_by_sparq(case: Case, params: dict[str, Any], heads: Array, keys: Array) -> Array:
-    selection = {name: value for name, value in params.items() if name != "reallocate"}
-    return oracle.sparq_select(heads, keys, left_padding=case.padding, **selection).indices
-
-
-def assert_is_sparq_once(got: Array, case: Case, L: int, params: dict[str, Any]) -> float:
-    mix = {name: value for name, value in params.items() if name != "reallocate"} if params["reallocate"] else {}
-    return float(assert_chosen_once(got, case, L, partial(chosen_by_sparq, case, params), **mix))
+def assert_is_oracles(got: Array, case: Case, L: int, method: str, **how: Any) -> None:
+    """The output is the oracle's, rounded once, and not dense attention."""
+    arrays = case.inputs(L=L)
+    expected = getattr(oracle, f"{method}_attention")(*arrays, left_padding=case.padding, verify="sparse", **how)
+    dense = oracle.dense_attention(*arrays, left_padding=case.padding)
+    once = 0 if case.dtype == "f32" else 2.0 ** -(PRECISION[case.dtype] + 1)
+    np.testing.assert_allclose(got.astype(np.float64), expected, rtol=once, atol=1e-5)
+    assert np.abs(expected - dense).max() > 0.01
 
 
 def new_tokens(case: Case, L: int) -> dict[str, Array]:
@@ -120,7 +118,7 @@ def test_columns_are_chosen_from_once(runtime: str, L: int, Hq: int, Hkv: int, s
     params = parameters(case, setting)
     attend = Operator(runtime, "SparQAttention", "f32", verify_queries=16, **CACHES, **attributes(params))
     got = attend(**columns(case, L))
-    assert assert_is_sparq_once(got["output"], case, L, params) > 0.01
+    assert_is_oracles(got["output"], case, L, "sparq", **params)
     dense = Operator(runtime, "SparQAttention", "f32", **CACHES, **attributes(params))(**columns(case, L))
     for name in got.keys() - {"output"}:
         np.testing.assert_allclose(got[name], dense[name], rtol=1e-6, atol=1e-5)
@@ -133,7 +131,7 @@ def test_half_precision_is_rounded_once(runtime: str, setting: str, dtype: str) 
     case = Case(1, 4, 4, 333, 80, dtype)
     params = parameters(case, setting)
     attend = Operator(runtime, "SparQAttention", dtype, verify_queries=16, **CACHES, **attributes(params))
-    assert_is_sparq_once(attend(**columns(case, 5))["output"], case, 5, params)
+    assert_is_oracles(attend(**columns(case, 5))["output"], case, 5, "sparq", **params)
 
 
 # Keys that the first query sees, and padding: it fills a group of codes, another one does, none does; the same of the
@@ -151,7 +149,7 @@ def test_codes_are_those_of_the_first_querys_keys(runtime: str, key_bits: int, P
         params = {**parameters(case, "robust"), **few}
         attend = Operator(runtime, "SparQCodedAttention", "f32", dense_below=0, verify_queries=16, **attributes(params))
         got = attend(**codes(case, L, key_bits))
-        assert assert_is_sparq_once(got["output"], case, L, params) > 0.01
+        assert_is_oracles(got["output"], case, L, "sparq", **params)
         past = codes(case, L, key_bits)
         plain = {**attributes(params), "verify_queries": 0}
         dense = Operator(runtime, "SparQCodedAttention", "f32", dense_below=0, **plain)(**past)
@@ -168,7 +166,7 @@ def test_whole_keys_are_chosen_from_once(runtime: str, setting: str) -> None:
         how = {name: value for name, value in attributes(params).items() if name in ROW_SETTINGS}
         attend = Operator(runtime, "SparQRowsAttention", "f32", dense_below=0, verify_queries=16, **how)
         got = attend(**rows(case, L))
-        assert assert_is_sparq_once(got["output"], case, L, params) > 0.01
+        assert_is_oracles(got["output"], case, L, "sparq", **params)
         v = case.inputs(L=L)[2].astype(np.float64)
         sums = masked_mean(v, valid_keys(2, 210, padding(case))) * (210 - padding(case))[:, None, None]
         np.testing.assert_allclose(got["present_sums"][:, :, 0], sums, rtol=1e-5)
@@ -183,8 +181,7 @@ def test_pages_are_chosen_once(runtime: str, L: int, Hq: int, Hkv: int, S: int) 
     attend = Operator(runtime, "QuestAttention", "f32", scale=0.125, dense_below=0, verify_queries=16, **quest)
     given = pages(case, L, 8)
     got = attend(**given)
-    choose = partial(oracle.quest_select, left_padding=case.padding, **quest)
-    assert assert_chosen_once(got["output"], case, L, lambda *step: choose(*step)[0]) > 0.01
+    assert_is_oracles(got["output"], case, L, "quest", **quest)
     dense = Operator(runtime, "QuestAttention", "f32", scale=0.125, dense_below=0, **quest)(**given)
     np.testing.assert_array_equal(got["present_bounds"], dense["present_bounds"])
 
@@ -201,13 +198,9 @@ def test_buckets_are_chosen_once(runtime: str, L: int, Hq: int, Hkv: int, hidden
     written = got["present_bucket_ids"][:, :, : case.S].astype(int)
     np.testing.assert_array_equal(written[:, :, -L:], oracle.saap_assign(given["key_before"], given["centroids"]))
 
-    def choose(heads: Array, keys: Array) -> Array:
-        visited = oracle.saap_route(given["query_before"].reshape(heads.shape), probes=3, **index.network())
-        P = keys.shape[2]
-        attended = saap_keys(written[:, :, :P], visited, index.sink_tokens, index.recent_tokens, padding(case))
-        return np.where(attended, np.arange(P), -1)
-
-    assert assert_chosen_once(got["output"], case, L, choose) > 0.01
+    visited = oracle.saap_route(fold(given["query_before"]), probes=3, **index.network())
+    chosen = {"bucket_ids": written, "visited": visited, **index.window}
+    assert_is_oracles(got["output"], case, L, "saap", **chosen)
 
 
 @pytest.mark.parametrize("runtime", ["onnxruntime", "native"])
@@ -351,11 +344,10 @@ def test_every_instruction_set_and_any_number_of_threads_chooses_once(name: str,
     case, L = Case(1, 6, 2, 9000, 32, "f32", padding=(1000,)), 7
     params = {**parameters(case, "reallocate"), "top_k": 600}
     attend = Operator("native", "SparQAttention", "f32", 2, verify_queries=16, **CACHES, **attributes(params))
-    assert_is_sparq_once(attend(**columns(case, L))["output"], case, L, params)
+    assert_is_oracles(attend(**columns(case, L))["output"], case, L, "sparq", **params)
     quest = {"page_size": 16, "top_k": 1600}
     attend = Operator("native", "QuestAttention", "f32", 2, scale=32**-0.5, dense_below=0, verify_queries=16, **quest)
-    choose = partial(oracle.quest_select, left_padding=case.padding, **quest)
-    assert_chosen_once(attend(**pages(case, L, 16))["output"], case, L, lambda *step: choose(*step)[0])
+    assert_is_oracles(attend(**pages(case, L, 16))["output"], case, L, "quest", **quest)
 
 
 @pytest.mark.parametrize("name", KNOWING)
