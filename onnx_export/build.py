@@ -17,6 +17,8 @@ from .domain import DEFAULT, DOMAIN, SPEC, VERSION, Profile
 from .formal import Operator, Tensor
 from .operators import FUNCTIONS, KV, OPERATORS, PACKED, PROMPTS
 from .schemas import registered
+from .several import choose_once
+from .table import VERIFY_QUERIES
 
 BODIES = Path(__file__).parent / "bodies"
 TYPES = {"float32": onnx.TensorProto.FLOAT, "float16": onnx.TensorProto.FLOAT16, "bfloat16": onnx.TensorProto.BFLOAT16}
@@ -41,24 +43,29 @@ def element(kind: str, **own: str) -> int:
     return int(onnx.TensorProto.DataType.Value(kind.removeprefix("tensor(").removesuffix(")").upper()))
 
 
-def function(name: str, profile: Profile = DEFAULT) -> onnx.FunctionProto:
-    """The body of an operator, or one of `FUNCTIONS`, in standard operators and in functions that it calls."""
+def function(name: str, profile: Profile = DEFAULT, *, several: bool = False) -> onnx.FunctionProto:
+    """The body of an operator, or one of `FUNCTIONS`, in standard operators and in functions that it calls.
+
+    With ``several`` it is that of nodes with ``verify_queries``, where the operator knows such.
+    """
     if name.startswith(PACKED):
-        return _over_packed_rows(function(name.removeprefix(PACKED), profile))
+        return _over_packed_rows(function(name.removeprefix(PACKED), profile, several=several))
     base = name if name in FUNCTIONS else operator(name).base or name
     made = onnx.parser.parse_function((BODIES / f"{base}.onnxtxt").read_text(encoding="utf-8"))
     for opset in made.opset_import:
         if opset.domain == "":
             opset.version = profile.opset  # a function and its model must agree on it
+    if several and base in OPERATORS and VERIFY_QUERIES in operator(base).attributes:
+        choose_once(made)
     if base != name:
-        _sample_prompts(made, operator(name))
+        _sample_prompts(made, operator(name), several)
     return made
 
 
-def _sample_prompts(body: onnx.FunctionProto, made: Operator) -> None:
+def _sample_prompts(body: onnx.FunctionProto, made: Operator, several: bool) -> None:
     """Make the body that of ``made``: `PROMPTS` takes the place of exact attention to the caches."""
     body.name = made.name
-    body.attribute[:] = made.attribute_names
+    body.attribute[:] = [attribute.name for attribute in made.attributes if several or not attribute.optional]
     [node] = [node for node in calls(body) if node.op_type == "DenseAttention" and node.input[1] == "present_key"]
     types = {attribute.name: attribute.type for attribute in made.attributes}
     node.op_type = PROMPTS
@@ -111,14 +118,21 @@ def _has_rows(name: str) -> bool:
     return any(_reads_rows(node) or (node.domain == DOMAIN and _has_rows(node.op_type)) for node in nodes)
 
 
-def functions(names: Iterable[str], profile: Profile = DEFAULT) -> list[onnx.FunctionProto]:
-    """The bodies of these operators and of all that they call, each after those that it calls."""
+def functions(names: Iterable[str], profile: Profile = DEFAULT, *, several: bool = False) -> list[onnx.FunctionProto]:
+    """The bodies of these operators and of all that they call, each after those that it calls; ``several`` as above."""
     found: dict[str, onnx.FunctionProto] = {}
     for name in names:
-        body = function(name, profile)
+        body = function(name, profile, several=several)
         called = functions([node.op_type for node in calls(body)], profile)
         found |= {each.name: each for each in (*called, body) if each.name not in found}
     return list(found.values())
+
+
+def bodies(nodes: Iterable[onnx.NodeProto], profile: Profile = DEFAULT) -> list[onnx.FunctionProto]:
+    """The functions that these nodes need, of which one operator's all have ``verify_queries`` or none."""
+    own = [node for node in nodes if node.domain == DOMAIN]
+    several = any(attribute.name == VERIFY_QUERIES.name for node in own for attribute in node.attribute)
+    return functions(dict.fromkeys(node.op_type for node in own), profile, several=several)
 
 
 def graphs(holder: onnx.FunctionProto | onnx.GraphProto) -> Iterator[onnx.FunctionProto | onnx.GraphProto]:
@@ -138,11 +152,13 @@ def calls(holder: onnx.FunctionProto | onnx.GraphProto) -> list[onnx.NodeProto]:
 def node(name: str, inputs: Sequence[str], outputs: Sequence[str], **attributes: float) -> onnx.NodeProto:
     """A node with every attribute written: a kernel need not share the defaults of anybody else.
 
+    Optional ones are where they are not 0.
+
     Raises:
         ConfigError: an attribute is missing, unknown or out of range, or the inputs or outputs are too few or too many.
     """
     op = operator(name)
-    written: Mapping[str, float] = {"spec": SPEC, **attributes}
+    written: Mapping[str, float] = {**{a.name: 0 for a in op.attributes if a.optional}, "spec": SPEC, **attributes}
     known = {attribute.name for attribute in op.attributes}
     if written.keys() != known:
         wrong = ", ".join(sorted(written.keys() ^ known))
@@ -162,7 +178,7 @@ def node(name: str, inputs: Sequence[str], outputs: Sequence[str], **attributes:
     for kind, got, expected in (("inputs", inputs, op.inputs), ("outputs", outputs, op.outputs)):
         if len(got) != len(expected) or (kind == "inputs" and not all(got)):
             raise ConfigError(f"{name}: expected the {kind} {', '.join(t.name for t in expected)}, got {list(got)}.")
-    typed = {a.name: a.type(written[a.name]) for a in op.attributes}
+    typed = {a.name: a.type(written[a.name]) for a in op.attributes if written[a.name] or not a.optional}
     return onnx.helper.make_node(name, list(inputs), list(outputs), domain=DOMAIN, **typed)
 
 
@@ -211,7 +227,7 @@ def operator_model(
         producer_name=DOMAIN,
         ir_version=profile.ir,
         opset_imports=[onnx.helper.make_opsetid("", profile.opset), onnx.helper.make_opsetid(DOMAIN, VERSION)],
-        functions=functions([name], profile),
+        functions=bodies([made], profile),
     )
     check(model)
     return model

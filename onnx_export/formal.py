@@ -29,9 +29,10 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Attribute:
-    """A required attribute; ``low`` and ``high`` bound an integer, or ``choices`` lists its values.
+    """An attribute; ``low`` and ``high`` bound an integer, or ``choices`` lists its values.
 
-    A float with ``high`` is a share: above 0 and at most 1.
+    A float with ``high`` is a share: above 0 and at most 1. All are required but for an ``optional`` one, which is not
+    written where it is 0.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Attribute:
     low: int | None = None
     high: int | None = None
     choices: tuple[int, ...] = ()
+    optional: bool = False
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
-from .build import functions
+from .build import function, functions
 from .domain import COMPAT, DEFAULT, DOMAIN, SPEC, VERSION
 from .formal import Operator, T, Tensor, W
-from .operators import OPERATORS, PACKED, PROMPTS
+from .operators import OPERATORS, OWN_KEYS, PACKED, PROMPTS
+from .table import VERIFY_QUERIES
 
 _HEAD = f"""# ONNX operators
 
@@ -25,7 +26,9 @@ The operators of domain `{DOMAIN}`, version {VERSION}. This page is made from `o
   meaning.
 * Everything after the reads is float32: logits, softmax, scores, choices, sums. The output is rounded once to T.
 * **Every input is given and every attribute is written on every node.** A runtime passes a kernel its own defaults, not
-  the body's, and a function cannot ask whether an input is there. Without padding, `left_padding` is zeros.
+  the body's, and a function cannot ask whether an input is there. Without padding, `left_padding` is zeros. Only
+  `{VERIFY_QUERIES.name}` is not written where it is 0; nodes of one operator in a file all have it or none, as their
+  body does.
 * `spec` is {SPEC}. A kernel refuses any other number. An incompatible change is a new operator, not a new version:
   runtimes give a kernel nodes of versions it does not know.
 * Axis lengths of one name are equal; those of the outputs follow from the inputs, and `?` is left open.
@@ -53,7 +56,7 @@ def _section(operator: Operator) -> str:
     return "\n".join(
         [
             *_title(operator),
-            "#### Attributes (all required)",
+            f"#### Attributes ({_required(operator)})",
             "",
             *(f"* **{a.name}** : {a.type.__name__} — {a.doc}" for a in operator.attributes),
             "",
@@ -72,10 +75,23 @@ def _section(operator: Operator) -> str:
             "",
             "#### Body",
             "",
-            f"{_body(operator.name)}: {len(body.node)} nodes{calls}.",
+            f"{_body(operator.name)}: {len(body.node)} nodes{calls}.{_of_several(operator)}",
             "",
         ]
     )
+
+
+def _required(operator: Operator) -> str:
+    return f"required, but for `{VERIFY_QUERIES.name}`" if VERIFY_QUERIES in operator.attributes else "all required"
+
+
+def _of_several(operator: Operator) -> str:
+    """Of the body of nodes whose several queries choose keys once."""
+    if VERIFY_QUERIES not in operator.attributes:
+        return ""
+    nodes = len(function(operator.name, several=True).node)
+    texts = "[onnx_export/bodies/several](../../onnx_export/bodies/several)"
+    return f" With `{VERIFY_QUERIES.name}` it is changed by {texts}: {nodes} nodes, and it calls `{OWN_KEYS}` besides."
 
 
 def _pair(operator: Operator, base: Operator, nodes: str) -> str:

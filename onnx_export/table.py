@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mlx_sparse.checks import BLOCK_SIZES
+from mlx_sparse.common import reasons
 from mlx_sparse.common.key_codes import KEY_BITS
 
 from .formal import Attribute, Operator, Tensor
@@ -90,6 +91,15 @@ _DENSE_BELOW = Attribute(
     int,
     "Attend to one query densely while the longest row, the new token included, has fewer keys; 0 never does.",
     0,
+)
+VERIFY_QUERIES = Attribute(
+    "verify_queries",
+    int,
+    "Attend to 2 to that many queries as to one where the keys that the first of them sees are `dense_below` or more, "
+    "with one choice for all: docs/spec/several.md. Optional; without it, or with 0, several queries are dense.",
+    0,
+    reasons.VERIFY_QUERIES,
+    optional=True,
 )
 _VALUE_MEAN = Tensor(
     "value_mean", "tensor(float)", "B Hkv D", "Mean of the valid values (sparq.9), for `reallocate` 1."
@@ -262,7 +272,7 @@ OWN: Mapping[str, Operator] = {
             "SparQAttention",
             "`SparQAppend`, then attend: `SparQ` where L is 1 and the longest row has `dense_below` keys or more, "
             "`DenseAttention` with window 0 elsewhere. The next `past_length` is `past_length` + L.",
-            (*_SPARQ, _LANES, _DENSE_BELOW),
+            (*_SPARQ, _LANES, _DENSE_BELOW, VERIFY_QUERIES),
             (_QUERY, _KEY, _VALUE, *_SPARQ_PAST),
             (OUTPUT, *_SPARQ_PRESENT),
         ),
@@ -296,7 +306,7 @@ OWN: Mapping[str, Operator] = {
             "`Append`, also the codes of the groups that are full now, then attend: `SparQCoded` where L is 1 and the "
             "longest row has `dense_below` keys or more, `DenseAttention` with window 0 elsewhere. The next "
             "`past_length` is `past_length` + L. A state made with other `key_bits` is another.",
-            (*_SPARQ, _KEY_BITS, _DENSE_BELOW),
+            (*_SPARQ, _KEY_BITS, _DENSE_BELOW, VERIFY_QUERIES),
             (
                 _QUERY,
                 _KEY,
@@ -326,7 +336,7 @@ OWN: Mapping[str, Operator] = {
             "`Append`, also to the sums, then attend: SparQ with exact scores of all keys, (quantised.2), where L is 1 "
             "and the longest row has `dense_below` keys or more, `DenseAttention` with window 0 elsewhere. The next "
             "`past_length` is `past_length` + L.",
-            (*_CHOICE, _SCALE, _DENSE_BELOW),
+            (*_CHOICE, _SCALE, _DENSE_BELOW, VERIFY_QUERIES),
             (_QUERY, _KEY, _VALUE, _PAST_KEY, _PAST_VALUE, _PAST_VALUE_SUMS, _PAST_LENGTH, _PADDING),
             (
                 OUTPUT,
@@ -342,7 +352,7 @@ OWN: Mapping[str, Operator] = {
             "to their keys and to the first `sink_tokens` and the last `recent_tokens` valid ones: (saap.10) with all "
             "keys listed that have left the window. `DenseAttention` with window 0 elsewhere. The next `past_length` "
             "is `past_length` + L.",
-            (*_SAAP, _DENSE_BELOW),
+            (*_SAAP, _DENSE_BELOW, VERIFY_QUERIES),
             (
                 _QUERY,
                 _KEY,
@@ -369,7 +379,7 @@ OWN: Mapping[str, Operator] = {
             "longest row has `dense_below` keys or more, the queries of a group attend to the keys of the pages of "
             "(quest.4), each row by its own length. `DenseAttention` with window 0 elsewhere. The next `past_length` "
             "is `past_length` + L.",
-            (*_QUEST, _DENSE_BELOW),
+            (*_QUEST, _DENSE_BELOW, VERIFY_QUERIES),
             (_QUERY, _KEY, _VALUE, _PAST_KEY, _PAST_VALUE, _PAST_BOUNDS, _PAST_LENGTH, _PADDING),
             (
                 OUTPUT,

@@ -106,6 +106,8 @@ COSTLY = {
     "test_onnx_packed.py": 6,
     "test_onnx_runtimes.py": 3,
     "test_onnx_sample_export.py": 6,
+    "test_onnx_several.py": 2,
+    "test_onnx_several_export.py": 3,
     "test_oracle_sample.py": 6,
     "test_traffic.py": 8,
     "test_triton_bench.py": 3,

@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 from onnx import TensorProto
 
+from mlx_sparse.common import reasons
 from mlx_sparse.methods import Sample
 
 from .. import build
 from ..formal import Tensor
 from ..operators import OPERATORS, PACKED, SAMPLING, packed_row
+from ..table import VERIFY_QUERIES
 from .families import Family, Rope, head_dim, rope_of, window_of
 from .graph import Graph
 from .methods import EXACT, sample
@@ -75,7 +77,8 @@ class Target:
     def attributes(self, decode: Decoding, *, sampled: bool) -> dict[str, float]:
         """Attributes of a layer's node but ``scale`` and ``window``."""
         prompts = sample.attributes(self.prompts) if sampled and self.prompts else {}
-        return {**decode.attributes(self.lanes), **prompts, **self.packing}
+        several = {VERIFY_QUERIES.name: reasons.VERIFY_QUERIES} if decode.method.verifies else {}
+        return {**decode.attributes(self.lanes), **several, **prompts, **self.packing}
 
     def shortened(self) -> Target:
         """The target with methods that short prompts show the sparsity of, over caches that are not packed."""

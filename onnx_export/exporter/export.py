@@ -131,6 +131,8 @@ def export(
         config = _with_dense_below(config, dense_below, lowered=inline or static is not None)
     if prompts is not None and static:
         raise ConfigError("--static: expected none beside --method sample, got both: prompts go in token by token.")
+    if config.verifies and static:
+        raise ConfigError("verify: expected dense beside --static, whose calls have one token, got sparse.")
     _check_sizes(dtype, max_length, static)
     group_size = _check_packing(kv_bits, kv_group_size, dense_below)
     folder = Path(out)

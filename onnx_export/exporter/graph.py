@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from ..build import TYPES, functions
+from ..build import TYPES, bodies
 from ..domain import DOMAIN, VERSION, Profile
 
 MICROSOFT = "com.microsoft"
@@ -101,13 +101,12 @@ class Graph:
         opsets = [helper.make_opsetid("", profile.opset), helper.make_opsetid(DOMAIN, VERSION)]
         if MICROSOFT in domains:
             opsets.append(helper.make_opsetid(MICROSOFT, 1))
-        used = dict.fromkeys(node.op_type for node in self.nodes if node.domain == DOMAIN)
         model = helper.make_model(
             graph,
             producer_name=DOMAIN,
             ir_version=profile.ir,
             opset_imports=opsets,
-            functions=functions(used, profile),
+            functions=bodies(self.nodes, profile),
         )
         helper.set_model_props(model, metadata)
         return model

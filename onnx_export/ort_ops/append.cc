@@ -22,12 +22,12 @@ void append_columns(const Append& a, const void* key, void* plane, int64_t posit
   }
 }
 
-// Adds the tokens from `skip` on to the sums of `valid` tokens of v, of k, and of the squared distances of k from its
+// Adds the tokens `skip` to `end` - 1 to the sums of `valid` tokens of v, of k, and of the squared distances of k from its
 // mean: float32 for a few tokens at a time, double over all. Distances are taken from a shift, the old mean or the
 // first key, since sums of k^2 would lose the deviation of components far from 0.
 void append_sums(const Append& a, const char* key, const char* value, const float* past, float* present, int64_t valid,
-                 int64_t skip) {
-  const int64_t D = a.D, item = size_of(a.type), added = std::max<int64_t>(0, a.L - skip);
+                 int64_t skip, int64_t end) {
+  const int64_t D = a.D, item = size_of(a.type), added = std::max<int64_t>(0, end - skip);
   constexpr int64_t kTokens = 16;
   Scratch scratch(Scratch::kTask, Scratch::size<double>(3 * D) + Scratch::size<float>((2 * kTokens + 1) * D));
   double* total = scratch.take<double>(3 * D);
@@ -39,8 +39,8 @@ void append_sums(const Append& a, const char* key, const char* value, const floa
   } else if (added) {
     a.kernels->widen(shift, key + skip * D * item, D);
   }
-  for (int64_t i = skip; i < a.L; i += kTokens) {
-    const int64_t n = std::min(kTokens, a.L - i);
+  for (int64_t i = skip; i < end; i += kTokens) {
+    const int64_t n = std::min(kTokens, end - i);
     a.kernels->widen(k, key + i * D * item, n * D);
     a.kernels->widen(v, value + i * D * item, n * D);
     for (int64_t d = 0; d < D; d++) {
@@ -84,7 +84,9 @@ void Append::head(int64_t b, int64_t h) const {
   }
   const int64_t sums = (b * Hkv + h) * 3 * D, valid = std::max<int64_t>(0, past_length[b] - first[b]);
   const int64_t skip = std::max<int64_t>(0, first[b] - past_length[b]);
-  append_sums(*this, k, v, past_sums + sums, present_sums + sums, valid, skip);
+  if (!prefix_sums) return append_sums(*this, k, v, past_sums + sums, present_sums + sums, valid, skip, L);
+  append_sums(*this, k, v, past_sums + sums, prefix_sums + sums, valid, skip, 1);
+  append_sums(*this, k, v, prefix_sums + sums, present_sums + sums, valid + (skip == 0), std::max<int64_t>(skip, 1), L);
 }
 
 void append_all(const Append& append, int64_t B, const Pool& pool) {

@@ -43,6 +43,7 @@ struct Append {
   int64_t lanes = 0;
   const float* past_sums = nullptr;
   float* present_sums = nullptr;  // (B, Hkv, 3, D)
+  float* prefix_sums = nullptr;   // the same after the first token alone, or null
   const int64_t* first = nullptr;
   const TypeKernels* kernels = nullptr;
   const Follow* follow = nullptr;
@@ -59,6 +60,7 @@ struct ValueSums final : Follow {
   const int64_t* first;  // (B)
   const float* past = nullptr;
   float* present = nullptr;  // (B, Hkv, D)
+  float* prefix = nullptr;   // the same after the first token alone, or null
 
   ValueSums(const Append& append, const int64_t* first) : append(append), first(first) {}
   void head(int64_t b, int64_t h) const override;
@@ -75,6 +77,7 @@ struct CodedKeys final : Follow {
   uint8_t* present = nullptr;
   const float* past_summary = nullptr;
   float* summary = nullptr;  // (B, 3 Hkv, D): sums of values, centre, spread
+  float* prefix = nullptr;   // the same after the first token alone, or null
 
   CodedKeys(const Append& append, const int64_t* first, int64_t bits, bool spreads)
       : append(append), first(first), bits(bits), spreads(spreads) {}
@@ -84,6 +87,9 @@ struct CodedKeys final : Follow {
   int64_t plane() const { return append.D * groups() * record(); }
   static int64_t groups_of(int64_t C) { return (C + kGroup - 1) / kGroup; }
   static int64_t record_of(int64_t bits) { return kHeader + kGroup / 8 * bits; }
+
+ private:
+  void tokens(int64_t b, int64_t h, int64_t begin, int64_t end, const float* before, float* values) const;
 };
 
 // Queries, and the caches that they attend to.
@@ -98,6 +104,9 @@ struct Attention {
   const int64_t *first, *length;  // (B): valid keys are first <= j < length; query i of L sits at length - L + i
   float scale;
   int64_t window = 0;
+  // Keys after `length`; row r of a group, which is query r % (own + 1) of a head, attends to the first of them, as many
+  // as that number (several.3).
+  int64_t own = 0;
   const Append* append = nullptr;  // to be done first
 
   int64_t G() const { return Hq / Hkv; }
@@ -129,7 +138,12 @@ struct SparQ {
 };
 
 void attend_densely(const Attention&, const Pool&);
-// Appends the new key of a head, lists the keys that its one query attends to, ascending, and says how many these are.
+// (several.2) of docs/spec/several.md: the queries of a head as heads of one query over the keys that its first one sees.
+// `prefix` is room for B. With one query it is the same attention.
+Attention as_heads(const Attention&, int64_t* prefix);
+// (several.3), (several.4): extends the running softmax of the rows of a group by their own keys.
+void attend_own(const Attention&, const Rows&, int64_t b, int64_t h, float* scores);
+// Appends the new keys of a head, lists the keys that its one query attends to, ascending, and says how many these are.
 using Choose = std::function<int64_t(int64_t b, int64_t h, int32_t* listed)>;
 // Attention over what is chosen, at most `room` keys. All heads choose, then each list is shared out: lists may differ in
 // length.

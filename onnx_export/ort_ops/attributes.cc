@@ -23,8 +23,10 @@ constexpr Range kRanges[] = {
     {"local_window", 0, kMost},   {"reallocate", 0, 1},      {"group_reduce", 0, 1},    {"component_score", 0, 1},
     {"sink_tokens", 0, kAny},     {"recent_tokens", 1, kAny}, {"window", 0, kAny},       {"dense_below", 0, kAny},
     {"block_size", 32, kBlock},   {"dense_prompt_below", 0, kAny}, {"key_bits", 4, 8},
-    {"kv_bits", 4, 8},            {"kv_group_size", 32, 128}, {"kv_type", 1, 16},
+    {"kv_bits", 4, 8},            {"kv_group_size", 32, 128}, {"kv_type", 1, 16}, {"verify_queries", 0, 16},
 };
+
+constexpr const char* kOptional = "verify_queries";  // files from before it have none
 
 bool is_number(const std::string& name) {
   return name == "scale" || name == "alpha_column" || name == "alpha_slash";
@@ -40,6 +42,11 @@ Attributes read_attributes(const Signature& signature, const ort::Api* api, cons
       ort::ReleaseStatus::call(api, status);
       fail(name, "an integer attribute", "none");
     }
+    return value;
+  };
+  const auto integer_or_none = [&](const char* name) {
+    int64_t value = 0;
+    if (ort::Status* status = ort::GetAttributeInt::call(api, info, name, &value)) ort::ReleaseStatus::call(api, status);
     return value;
   };
   if (const int64_t spec = integer("spec"); spec != kSpec) {
@@ -66,7 +73,7 @@ Attributes read_attributes(const Signature& signature, const ort::Api* api, cons
     for (const Range& known : kRanges) {
       if (name == known.name) range = known;
     }
-    const int64_t value = read.integers[name] = integer(range.name);
+    const int64_t value = read.integers[name] = name == kOptional ? integer_or_none(range.name) : integer(range.name);
     if (value < range.low || value > range.high) {
       fail(range.name, to_string(range.low) + " to " + to_string(range.high), to_string(value));
     }

@@ -91,6 +91,11 @@ SampleSettings sample_of(const Attributes& attributes) {
           attributes["block_size"]};
 }
 
+bool chooses(const Attributes& attributes, const Attention& a) {
+  if (a.L > std::max<int64_t>(1, attributes["verify_queries"])) return false;
+  return longest_of(a) - (a.L - 1) >= attributes["dense_below"];
+}
+
 void attend_prompt(const Attributes& attributes, Attention& a, const Pool& pool) {
   const int64_t block_size = attributes["block_size"];
   bool sampled = block_size && a.L > block_size && a.length[0] >= attributes["dense_prompt_below"];

@@ -26,6 +26,20 @@ Attention attention_of(const Attributes&, const Context&);
 
 inline int64_t longest_of(const Attention& a) { return *std::max_element(a.length, a.length + a.B); }
 
+// Room for the lengths of a call's rows, and for those that a step sees, docs/spec/several.md (several.1).
+struct Lengths {
+  Scratch scratch;
+  int64_t *all, *prefix;
+
+  explicit Lengths(int64_t B)
+      : scratch(Scratch::kLengths, 2 * Scratch::size<int64_t>(B)),
+        all(scratch.take<int64_t>(B)),
+        prefix(scratch.take<int64_t>(B)) {}
+};
+
+// Whether keys are chosen, by one query or once for as many as `verify_queries` says; dense otherwise.
+bool chooses(const Attributes&, const Attention&);
+
 // Inputs key, value, past_key and past_value, and what they are appended to.
 struct Caches {
   Tensor key, value, past_key, past_value, past_length;

@@ -110,14 +110,20 @@ float spread_of(const Kernels& kernels, const uint8_t* records, int64_t count, i
 }  // namespace
 
 void CodedKeys::head(int64_t b, int64_t h) const {
+  const int64_t head = b * append.Hkv + h, at = 3 * head * append.D, begin = append.past_length[b];
+  if (past != present) std::copy_n(past + head * plane(), plane(), present + head * plane());
+  if (!prefix) return tokens(b, h, begin, begin + append.L, past_summary + at, summary + at);
+  tokens(b, h, begin, begin + 1, past_summary + at, prefix + at);
+  tokens(b, h, begin + 1, begin + append.L, prefix + at, summary + at);
+}
+
+// Tokens `begin` to `end` - 1 of a head, by the summary before them; `values` is where the one after them begins.
+void CodedKeys::tokens(int64_t b, int64_t h, int64_t begin, int64_t end, const float* before, float* values) const {
   const Kernels& all = sparse::kernels();
-  const int64_t D = append.D, at = b * append.Hkv + h, begin = append.past_length[b];
-  const int64_t end = begin + append.L, low = std::min(first[b], end);
+  const int64_t D = append.D, low = std::min(first[b], end);
   const int64_t old = std::max<int64_t>(0, begin - low) / kGroup, now = (end - low) / kGroup;
-  uint8_t* codes = present + at * plane();
-  if (past != present) std::copy_n(past + at * plane(), plane(), codes);
-  const float* before = past_summary + 3 * at * D;
-  float *values = summary + 3 * at * D, *centre = values + D, *spread = centre + D;
+  uint8_t* codes = present + (b * append.Hkv + h) * plane();
+  float *centre = values + D, *spread = centre + D;
   const char *keys = append.plane(append.present_key, b, h), *rows = append.plane(append.present_value, b, h);
   Scratch scratch(Scratch::kTask, Work::size(D) + Scratch::size<double>(2 * D) + Scratch::size<float>(2 * now) +
                                       Scratch::size<uint16_t>(2 * now));
@@ -125,8 +131,8 @@ void CodedKeys::head(int64_t b, int64_t h) const {
   double *total = scratch.take<double>(2 * D), *squares = total + D;
 
   std::copy(before, before + D, total);
-  for (int64_t i = std::max<int64_t>(0, low - begin); i < append.L; i++) {
-    read_rows(work.low, append.rows, rows, begin + i, 1);
+  for (int64_t j = std::max(low, begin); j < end; j++) {
+    read_rows(work.low, append.rows, rows, j, 1);
     for (int64_t d = 0; d < D; d++) total[d] += work.low[d];
   }
   for (int64_t d = 0; d < D; d++) values[d] = float(total[d]);

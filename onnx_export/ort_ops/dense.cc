@@ -92,8 +92,7 @@ void load_queries(const Attention& a, const Rows& rows, int64_t b, int64_t h, in
 void store_rows(const Attention& a, const Rows& rows, int64_t b, int64_t h, int64_t i0, int64_t n) {
   char* output = static_cast<char*>(a.output) + a.group_offset(b, h);
   for (int64_t r = 0; r < rows.count; r++) {
-    const Span keys = span(a, b, i0 + r % n);
-    const float factor = keys.low < keys.high ? 1 / rows.sum[r] : 0;
+    const float factor = rows.sum[r] == 0 ? 0 : 1 / rows.sum[r];
     float* row = rows.output + r * a.D;
     for (int64_t d = 0; d < a.D; d++) row[d] *= factor;
     a.typed().narrow(output + (r / n * a.L + i0 + r % n) * a.D * size_of(a.type), row, a.D);

@@ -128,9 +128,8 @@ void compute_cached(const Attributes& attributes, const Context& context) {
   const Tensor query = context.input(0, "query", 'T'), padding = context.input(6, "left_padding", 'i');
   const Caches caches(context, 1, 3, 4, 5);
   Append append = caches.append(attributes, context);
-  Scratch scratch(Scratch::kLengths, Scratch::size<int64_t>(caches.key.shape[0]));
-  int64_t* length = scratch.take<int64_t>(caches.key.shape[0]);
-  Attention a = attention_over(attributes, context, caches, append, query, padding, length);
+  Lengths lengths(caches.key.shape[0]);
+  Attention a = attention_over(attributes, context, caches, append, query, padding, lengths.all);
   a.output = context.output(0, {a.B, a.Hq, a.L, a.D});
   caches.make(context, append, 1, 2);
   a.keys = append.present_key, a.values = append.present_value;
@@ -177,18 +176,21 @@ void compute_sparq_attention(const Attributes& attributes, const Context& contex
   const Tensor query = context.input(0, "query", 'T'), padding = context.input(8, "left_padding", 'i');
   const Caches caches(context, 1, 3, 5, 7);
   Append append = caches.append(attributes, context);
-  Scratch scratch(Scratch::kLengths, Scratch::size<int64_t>(caches.key.shape[0]));
-  int64_t* length = scratch.take<int64_t>(caches.key.shape[0]);
-  Attention a = attention_over(attributes, context, caches, append, query, padding, length);
+  Lengths lengths(caches.key.shape[0]);
+  Attention a = attention_over(attributes, context, caches, append, query, padding, lengths.all);
   SparQ s = sparq_of(attributes, a.D);
   a.output = context.output(0, {a.B, a.Hq, a.L, a.D});
   add_sparq_caches(attributes, context, append, a.B, 4, 6, 1, a.first);
   a.keys = append.present_key, a.values = append.present_value;
   const Pool pool(context.api(), context.context());
-  if (a.L > 1 || longest_of(a) < attributes["dense_below"]) return attend_prompt(attributes, a, pool);
-  s.keys_t = append.present_key_t, s.lanes = attributes["lanes"], s.plane = a.C * a.D, s.sums = append.present_sums;
-  clamp_choice(s, longest_of(a));
-  attend_sparsely(a, s, pool);
+  if (!chooses(attributes, a)) return attend_prompt(attributes, a, pool);
+  const Attention heads = as_heads(a, lengths.prefix);
+  Scratch prefix(Scratch::kPrefix, Scratch::size<float>(3 * a.B * a.Hkv * a.D));
+  if (a.L > 1) append.prefix_sums = prefix.take<float>(3 * a.B * a.Hkv * a.D);
+  s.keys_t = append.present_key_t, s.lanes = attributes["lanes"], s.plane = a.C * a.D;
+  s.sums = a.L > 1 ? append.prefix_sums : append.present_sums;
+  clamp_choice(s, longest_of(heads));
+  attend_sparsely(heads, s, pool);
 }
 
 void compute_sparq_coded_attention(const Attributes& attributes, const Context& context) {
@@ -196,9 +198,8 @@ void compute_sparq_coded_attention(const Attributes& attributes, const Context& 
   const Tensor past_codes = context.input(4, "past_key_codes", 'u'), past_summary = context.input(6, "past_summary", 'f');
   const Caches caches(context, 1, 3, 5, 7);
   Append append = caches.append(attributes, context);
-  Scratch scratch(Scratch::kLengths, Scratch::size<int64_t>(caches.key.shape[0]));
-  int64_t* length = scratch.take<int64_t>(caches.key.shape[0]);
-  Attention a = attention_over(attributes, context, caches, append, query, padding, length);
+  Lengths lengths(caches.key.shape[0]);
+  Attention a = attention_over(attributes, context, caches, append, query, padding, lengths.all);
   SparQ s = sparq_of(attributes, a.D);
   CodedKeys coded(append, a.first, attributes["key_bits"], s.by_key);
   past_codes.expect({a.B, a.Hkv * a.D, coded.groups(), coded.record()});
@@ -211,10 +212,14 @@ void compute_sparq_coded_attention(const Attributes& attributes, const Context& 
   coded.summary = static_cast<float*>(context.output(4, {a.B, 3 * a.Hkv, a.D}));
   append.follow = &coded;
   const Pool pool(context.api(), context.context());
-  if (a.L > 1 || longest_of(a) < attributes["dense_below"]) return attend_prompt(attributes, a, pool);
-  s.codes = coded.present, s.bits = coded.bits, s.groups = coded.groups(), s.summary = coded.summary;
-  clamp_choice(s, longest_of(a));
-  attend_sparsely(a, s, pool);
+  if (!chooses(attributes, a)) return attend_prompt(attributes, a, pool);
+  const Attention heads = as_heads(a, lengths.prefix);
+  Scratch prefix(Scratch::kPrefix, Scratch::size<float>(3 * a.B * a.Hkv * a.D));
+  if (a.L > 1) coded.prefix = prefix.take<float>(3 * a.B * a.Hkv * a.D);
+  s.codes = coded.present, s.bits = coded.bits, s.groups = coded.groups();
+  s.summary = a.L > 1 ? coded.prefix : coded.summary;
+  clamp_choice(s, longest_of(heads));
+  attend_sparsely(heads, s, pool);
 }
 
 void compute_sparq_rows_attention(const Attributes& attributes, const Context& context) {
@@ -222,9 +227,8 @@ void compute_sparq_rows_attention(const Attributes& attributes, const Context& c
   const Tensor past_sums = context.input(5, "past_sums", 'f');
   const Caches caches(context, 1, 3, 4, 6);
   Append append = caches.append(attributes, context);
-  Scratch scratch(Scratch::kLengths, Scratch::size<int64_t>(caches.key.shape[0]));
-  int64_t* length = scratch.take<int64_t>(caches.key.shape[0]);
-  Attention a = attention_over(attributes, context, caches, append, query, padding, length);
+  Lengths lengths(caches.key.shape[0]);
+  Attention a = attention_over(attributes, context, caches, append, query, padding, lengths.all);
   ValueSums sums(append, a.first);
   past_sums.expect({a.B, a.Hkv, 1, a.D});
   a.output = context.output(0, {a.B, a.Hq, a.L, a.D});
@@ -233,21 +237,24 @@ void compute_sparq_rows_attention(const Attributes& attributes, const Context& c
   sums.past = past_sums.floats(), sums.present = static_cast<float*>(context.output(3, {a.B, a.Hkv, 1, a.D}));
   append.follow = &sums;
   const Pool pool(context.api(), context.context());
-  if (a.L > 1 || longest_of(a) < attributes["dense_below"]) return attend_prompt(attributes, a, pool);
+  if (!chooses(attributes, a)) return attend_prompt(attributes, a, pool);
+  const Attention heads = as_heads(a, lengths.prefix);
+  Scratch prefix(Scratch::kPrefix, Scratch::size<float>(a.B * a.Hkv * a.D));
+  if (a.L > 1) sums.prefix = prefix.take<float>(a.B * a.Hkv * a.D);
   SparQ s{};
-  s.by_rows = true, s.sums = sums.present;
+  s.by_rows = true, s.sums = a.L > 1 ? sums.prefix : sums.present;
   s.top_k = attributes["top_k"], s.local_window = attributes["local_window"];
   s.reallocate = attributes["reallocate"], s.by_logits = attributes["group_reduce"];
-  clamp_choice(s, longest_of(a));
-  attend_sparsely(a, s, pool);
+  clamp_choice(s, longest_of(heads));
+  attend_sparsely(heads, s, pool);
 }
 
 }  // namespace
 
 const std::string kSparQOnly = "rank top_k local_window reallocate group_reduce component_score scale";
-const std::string kSparQCaches = kSparQOnly + " lanes dense_below";
-const std::string kCodedCaches = kSparQOnly + " key_bits dense_below";
-const std::string kRows = "top_k local_window reallocate group_reduce scale dense_below";
+const std::string kSparQCaches = kSparQOnly + " lanes dense_below verify_queries";
+const std::string kCodedCaches = kSparQOnly + " key_bits dense_below verify_queries";
+const std::string kRows = "top_k local_window reallocate group_reduce scale dense_below verify_queries";
 static const Registered registered({
     {"SparQCoded", "TTuTfii", "Tn", {0, -1}, kSparQOnly + " key_bits", compute_sparq_coded},
     {"SparQCodedAttention", "TTTRuRfii", "TRuRf", {0, 3, 4, 5, 6}, kCodedCaches, compute_sparq_coded_attention},

@@ -79,7 +79,7 @@ void score_pages(const Attention& a, const Bounds& bounds, int64_t b, int64_t h,
   }
 }
 
-// Appends the new key of a head and lists the keys of its best K pages, (quest.4) and (quest.5).
+// Appends the new keys of a head and lists the keys of its best K pages, (quest.4) and (quest.5).
 int64_t choose(const Attention& a, const Bounds& bounds, int64_t K, int64_t b, int64_t h, int32_t* listed) {
   a.append->head(b, h);
   const int64_t size = bounds.page_size, begin = a.first[b], end = a.length[b];
@@ -111,9 +111,8 @@ void compute_quest_attention(const Attributes& attributes, const Context& contex
   const Tensor past_bounds = context.input(5, "past_bounds", 'T');
   const Caches caches(context, 1, 3, 4, 6);
   Append append = caches.append(attributes, context);
-  Scratch scratch(Scratch::kLengths, Scratch::size<int64_t>(caches.key.shape[0]));
-  int64_t* length = scratch.take<int64_t>(caches.key.shape[0]);
-  Attention a = attention_over(attributes, context, caches, append, query, padding, length);
+  Lengths lengths(caches.key.shape[0]);
+  Attention a = attention_over(attributes, context, caches, append, query, padding, lengths.all);
   Bounds bounds(append, a.first);
   bounds.page_size = attributes["page_size"], bounds.pages = (a.C + bounds.page_size - 1) / bounds.page_size;
   past_bounds.expect({a.B, a.Hkv, 2, bounds.pages, a.D});
@@ -123,16 +122,17 @@ void compute_quest_attention(const Attributes& attributes, const Context& contex
   bounds.past = past_bounds.data, bounds.present = context.output(3, {a.B, a.Hkv, 2, bounds.pages, a.D});
   append.follow = &bounds;
   const Pool pool(context.api(), context.context());
-  if (a.L > 1 || longest_of(a) < attributes["dense_below"]) return attend_prompt(attributes, a, pool);
+  if (!chooses(attributes, a)) return attend_prompt(attributes, a, pool);
+  const Attention heads = as_heads(a, lengths.prefix);
   const int64_t K = std::min((attributes["top_k"] + bounds.page_size - 1) / bounds.page_size, bounds.pages);
-  const int64_t room = std::min(K * bounds.page_size, longest_of(a) + 1);
+  const int64_t room = std::min(K * bounds.page_size, longest_of(heads) + 1);
   attend_lists(
-      a, room, [&](int64_t b, int64_t h, int32_t* listed) { return choose(a, bounds, K, b, h, listed); }, pool);
+      heads, room, [&](int64_t b, int64_t h, int32_t* listed) { return choose(heads, bounds, K, b, h, listed); }, pool);
 }
 
 }  // namespace
 
-const std::string kQuest = "page_size top_k scale dense_below";
+const std::string kQuest = "page_size top_k scale dense_below verify_queries";
 static const Registered registered({
     {"QuestAttention", "TTTRRTii", "TRRT", {0, 3, 4, 5}, kQuest, compute_quest_attention},
     {"SampleQuestAttention", "TTTRRTii", "TRRT", {0, 3, 4, 5}, kQuest + kSampled, compute_quest_attention},

@@ -106,9 +106,11 @@ void ValueSums::head(int64_t b, int64_t h) const {
   float* row = scratch.take<float>(D);
   double* total = scratch.take<double>(D);
   std::copy(past + at, past + at + D, total);
+  if (prefix) std::copy(total, total + D, prefix + at);
   for (int64_t j = std::max(begin, first[b]); j < begin + append.L; j++) {
     read_rows(row, append.rows, values, j, 1);
     for (int64_t d = 0; d < D; d++) total[d] += row[d];
+    if (prefix && j == begin) std::copy(total, total + D, prefix + at);
   }
   for (int64_t d = 0; d < D; d++) present[at + d] = float(total[d]);
 }

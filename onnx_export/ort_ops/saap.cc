@@ -158,7 +158,7 @@ int64_t Step::list(int64_t b, int64_t h, const uint8_t* visited, int32_t* listed
   return count;
 }
 
-// Appends the new key of a head and lists what its queries attend to.
+// Appends the new keys of a head and lists what its queries attend to.
 int64_t Step::choose(int64_t b, int64_t h, int32_t* listed) const {
   if (a.append) a.append->head(b, h);
   Scratch scratch(Scratch::kTask, network_bytes());
@@ -215,9 +215,8 @@ void compute_saap_attention(const Attributes& attributes, const Context& context
   const Tensor out_weight = context.input(13, "out_weight", 'W'), out_bias = context.input(14, "out_bias", 'W');
   const Caches caches(context, 1, 5, 6, 8);
   Append append = caches.append(attributes, context);
-  Scratch scratch(Scratch::kLengths, Scratch::size<int64_t>(caches.key.shape[0]));
-  int64_t* length = scratch.take<int64_t>(caches.key.shape[0]);
-  Attention a = attention_over(attributes, context, caches, append, query, padding, length);
+  Lengths lengths(caches.key.shape[0]);
+  Attention a = attention_over(attributes, context, caches, append, query, padding, lengths.all);
   query_before.expect({a.B, a.Hq, a.L, a.D});
   key_before.expect({a.B, a.Hkv, a.L, a.D});
   past_ids.expect({a.B, a.Hkv, a.C});
@@ -242,17 +241,18 @@ void compute_saap_attention(const Attributes& attributes, const Context& context
   assign.past_ids = past_ids.shorts(), assign.present_ids = ids;
   append.follow = &assign;
   const Pool pool(context.api(), context.context());
-  if (a.L > 1 || longest_of(a) < attributes["dense_below"]) return attend_prompt(attributes, a, pool);
+  if (!chooses(attributes, a)) return attend_prompt(attributes, a, pool);
+  const Attention heads = as_heads(a, lengths.prefix);
   s.buckets = N, s.hidden = H, s.weights = context.weights();
   s.query_before = query_before.data, s.ids = ids;
   s.hidden_weight = hidden_weight.data, s.hidden_bias = hidden_bias.data;
   s.out_weight = out_weight.data, s.out_bias = out_bias.data;
-  Step(a, s).run(pool);
+  Step(heads, s).run(pool);
 }
 
 }  // namespace
 
-const std::string kSaap = "probes sink_tokens recent_tokens scale dense_below";
+const std::string kSaap = "probes sink_tokens recent_tokens scale dense_below verify_queries";
 static const Registered registered({
     {"SaapAttention", "TTTTTRRsiiWWWWW", "TRRs", {0, 5, 6, 7}, kSaap, compute_saap_attention},
     {"SampleSaapAttention", "TTTTTRRsiiWWWWW", "TRRs", {0, 5, 6, 7}, kSaap + kSampled, compute_saap_attention},

@@ -87,6 +87,7 @@ class Step {
   void search(const Head&, int64_t from, int64_t to, Reservoir&) const;
   void finish(const Head&, const int32_t* best, int64_t count, Scratch&) const;
   float share(const Head&, int64_t g, int64_t key) const;
+  void mix(const Head&, int64_t g, const int32_t* chosen, int64_t count) const;
   void whole_head(int64_t b, int64_t h) const;
   void in_parts(int64_t parts, const Pool& pool) const;
 
@@ -304,7 +305,14 @@ float Step::share(const Head& head, int64_t g, int64_t key) const {
   return head.total[g] > 0 ? std::exp(score - head.most[g]) / head.total[g] : 0.0f;
 }
 
-// (sparq.7) to (sparq.10) over the best keys and the local ones.
+// (sparq.8), (sparq.10): the mass that was not attended goes to the mean value.
+void Step::mix(const Head& head, int64_t g, const int32_t* chosen, int64_t count) const {
+  float *out = head.rows.output + g * a.D, alpha = 0;
+  for (int64_t i = 0; i < count; i++) alpha += share(head, g, chosen[i]);
+  for (int64_t d = 0; d < a.D; d++) out[d] = alpha == 1 ? out[d] : alpha * out[d] + (1 - alpha) * head.mean[d];
+}
+
+// (sparq.7) to (sparq.10) over the best keys and the local ones, then what several queries attend to besides.
 void Step::finish(const Head& head, const int32_t* best, int64_t count, Scratch& scratch) const {
   const int64_t valid = head.end - head.first, D = a.D;
   int32_t* chosen = scratch.take<int32_t>(s.top_k);
@@ -325,18 +333,21 @@ void Step::finish(const Head& head, const int32_t* best, int64_t count, Scratch&
     block.next = int(std::min<int64_t>(kBlock, count - i - block.count));
     a.attend(head.rows, block, weights);
   }
-  for (int64_t g = 0; g < G; g++) {
-    float* out = head.rows.output + g * D;
+  const auto divide = [&](int64_t g) {
     const float factor = head.rows.sum[g] == 0 ? 0 : 1 / head.rows.sum[g];
-    float alpha = 1;
-    if (s.reallocate && !head.everything) {
-      alpha = 0;
-      for (int64_t i = 0; i < count; i++) alpha += share(head, g, chosen[i]);
+    for (float* out = head.rows.output + g * D; out < head.rows.output + (g + 1) * D; out++) *out *= factor;
+  };
+  for (int64_t g = 0; g < G; g++) {
+    divide(g);
+    if (s.reallocate && !head.everything) mix(head, g, chosen, count);
+  }
+  if (a.own) {
+    for (int64_t g = 0; g < G; g++) {
+      float* out = head.rows.output + g * D;
+      for (int64_t d = 0; d < D; d++) out[d] *= head.rows.sum[g];
     }
-    for (int64_t d = 0; d < D; d++) {
-      const float y = out[d] * factor;
-      out[d] = alpha == 1 ? y : alpha * y + (1 - alpha) * head.mean[d];
-    }
+    attend_own(a, head.rows, head.b, head.h, weights);
+    for (int64_t g = 0; g < G; g++) divide(g);
   }
   a.typed().narrow(static_cast<char*>(a.output) + a.group_offset(head.b, head.h), head.rows.output, G * D);
 }

@@ -10,6 +10,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 from mlx_sparse.onnx_export.reference import page
+from mlx_sparse.onnx_export.table import VERIFY_QUERIES
 from onnx_operators import ATTRIBUTES
 
 from mlx_sparse import ConfigError, onnx_export
@@ -18,6 +19,10 @@ ROOT = Path(__file__).parents[2]
 BAD_GRAPH = (onnx.checker.ValidationError, onnx.shape_inference.InferenceError)
 
 by_operator = pytest.mark.parametrize("name", onnx_export.OPERATORS)
+BODIES = [(name, False) for name in onnx_export.OPERATORS] + [
+    (name, True) for name, operator in onnx_export.OPERATORS.items() if VERIFY_QUERIES in operator.attributes
+]
+by_body = pytest.mark.parametrize(("name", "several"), BODIES, ids=[f"{n}{'-several' * s}" for n, s in BODIES])
 by_profile = pytest.mark.parametrize("profile", [onnx_export.DEFAULT, onnx_export.COMPAT], ids=["default", "compat"])
 
 
@@ -48,9 +53,9 @@ def test_a_model_says_which_onnx_it_is_written_in(name: str, profile: onnx_expor
 
 @by_operator
 def test_a_node_has_every_attribute_and_the_body_has_no_default(name: str) -> None:
-    made = model(name)
+    made = model(name)  # with 0 for what is optional
     schema = onnx_export.OPERATORS[name]
-    expected = [attribute.name for attribute in schema.attributes]
+    expected = [attribute.name for attribute in schema.attributes if not attribute.optional]
     assert sorted(attribute.name for attribute in made.graph.node[0].attribute) == sorted(expected)
     body = onnx_export.function(name)
     assert list(body.attribute) == expected
@@ -59,8 +64,8 @@ def test_a_node_has_every_attribute_and_the_body_has_no_default(name: str) -> No
     assert list(body.output) == [tensor.name for tensor in schema.outputs]
 
 
-@by_operator
-def test_nodes_in_a_body_pass_on_every_attribute(name: str) -> None:
+@by_body
+def test_nodes_in_a_body_pass_on_every_attribute(name: str, several: bool) -> None:
     def check(nodes: Any) -> None:
         for node in nodes:
             if node.domain == "mlx_sparse":
@@ -71,12 +76,12 @@ def test_nodes_in_a_body_pass_on_every_attribute(name: str) -> None:
             for attribute in node.attribute:
                 check(attribute.g.node)
 
-    check(onnx_export.function(name).node)
+    check(onnx_export.function(name, several=several).node)
 
 
-@by_operator
-def test_a_body_computes_nothing_that_is_not_used(name: str) -> None:
-    body = onnx_export.function(name)
+@by_body
+def test_a_body_computes_nothing_that_is_not_used(name: str, several: bool) -> None:
+    body = onnx_export.function(name, several=several)
     used, made = set(body.output), []
 
     def walk(nodes: Any) -> None:
@@ -91,10 +96,11 @@ def test_a_body_computes_nothing_that_is_not_used(name: str) -> None:
     assert [outputs for outputs in made if not used & set(outputs)] == []
 
 
-@by_operator
-def test_the_body_gives_the_types_and_shapes_of_the_schema(name: str) -> None:
+@by_body
+def test_the_body_gives_the_types_and_shapes_of_the_schema(name: str, several: bool) -> None:
     """Inference through the body alone, then by the schema: both find what the model declares."""
-    declared = model(name, sizes={"B": 2, "Hq": 8, "Hkv": 2, "D": 64})
+    more = {"verify_queries": 16} if several else {}
+    declared = model(name, sizes={"B": 2, "Hq": 8, "Hkv": 2, "D": 64}, **more)
     bare = onnx.ModelProto()
     bare.CopyFrom(declared)
     for output in bare.graph.output:

@@ -106,6 +106,21 @@ INPUTS: list[tuple[str, dict[str, Any], str]] = [
         zeros(past_key_codes=(1, 128, 1, 36)),
         r"past_key_codes: expected shape \(1, 128, 2, 36\), got \(1, 128, 1, 36\)\.",
     ),
+    (
+        "SparQAttention",
+        {**zeros(query=(1, 2, 129, 64), key=(1, 2, 129, 64), value=(1, 2, 129, 64)), "verify_queries": 16},
+        r"key: expected at most the capacity C=128 of tokens, got 129\.",
+    ),
+    (
+        "SparQAttention",
+        {**zeros(query=(1, 2, 0, 64), key=(1, 2, 0, 64), value=(1, 2, 0, 64)), "verify_queries": 16},
+        r"key: expected shape \(any, any, any, any\), got \(1, 2, 0, 64\)\.",
+    ),
+    (
+        "SparQAttention",
+        {**zeros(query=(1, 2, 4, 64)), "verify_queries": 16},
+        r"key: expected shape \(1, 2, 4, 64\), got \(1, 2, 1, 64\)\.",
+    ),
     ("SparQCodedAttention", zeros(past_summary=(1, 2, 64)), r"past_summary: expected shape \(1, 6, 64\), got"),
     ("SparQCodedAttention", {"past_length": [128]}, r"past_length: expected 0 to 127 .*, got 128\."),
     (
@@ -155,6 +170,7 @@ INPUTS: list[tuple[str, dict[str, Any], str]] = [
 @pytest.mark.parametrize(("name", "wrong", "message"), INPUTS, ids=[f"{n}-{row[0]}" for n, row in enumerate(INPUTS)])
 def test_inputs_that_do_not_fit_are_refused(name: str, wrong: dict[str, Any], message: str) -> None:
     settings, inputs = GOOD[name]
+    settings = {**settings, **{key: wrong[key] for key in ("verify_queries",) if key in wrong}}
     with pytest.raises(Exception, match=f"{name}: {message}"):
         Operator("native", name, "f32", lowered=without_shapes, **settings)(**{**inputs(), **wrong})
 
@@ -182,6 +198,8 @@ ATTRIBUTES: list[tuple[str, dict[str, Any], str]] = [
     ("SparQAttention", {"reallocate": 2}, r"reallocate: expected 0 to 1, got 2\."),
     ("SparQAttention", {"lanes": 0}, r"lanes: expected 1 to \d+, got 0\."),
     ("SparQAttention", {"dense_below": -1}, r"dense_below: expected 0 to \d+, got -1\."),
+    ("SparQAttention", {"verify_queries": -1}, r"verify_queries: expected 0 to 16, got -1\."),
+    ("SparQCodedAttention", {"verify_queries": 17}, r"verify_queries: expected 0 to 16, got 17\."),
     ("SparQAttention", {"scale": float("nan")}, r"scale: expected a finite number, got nan\."),
     ("SparQAttention", {"rank": None}, r"rank: expected an integer attribute, got none\."),
     ("SparQAttention", {"scale": None}, r"scale: expected a float attribute, got none\."),

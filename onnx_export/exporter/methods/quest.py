@@ -36,4 +36,4 @@ class QuestDecoding(Decoding):
         """Pages get shorter with it: a page of as few keys as are attended leaves nothing to choose."""
         top_k = PROMPT if static else min(self.method.top_k, KEYS)
         page_size = min(self.method.page_size, max(top_k // 2, 1))
-        return QuestDecoding(Quest(page_size=page_size, top_k=top_k, dense_below=0))
+        return QuestDecoding(dataclasses.replace(self.method, page_size=page_size, top_k=top_k, dense_below=0))

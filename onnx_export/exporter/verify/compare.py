@@ -31,6 +31,7 @@ class Agreement:
         largest: logit, for comparison.
         sampled: the same as ``sparse`` of a sampled prompt.
         coded: the same as ``sparse`` after full groups of keys.
+        several: the same as ``sparse`` of a few tokens at once.
     """
 
     dense: float
@@ -38,9 +39,10 @@ class Agreement:
     largest: float
     sampled: float | None = None
     coded: float | None = None
+    several: float | None = None
 
     def __str__(self) -> str:
-        sparse = {"sparse": self.sparse, "coded": self.coded, "sampled": self.sampled}
+        sparse = {"sparse": self.sparse, "coded": self.coded, "sampled": self.sampled, "verified": self.several}
         others = "".join(f", {error:.1e} {name}" for name, error in sparse.items() if error is not None)
         errors = f"{self.dense:.1e}" + (f" dense{others}" if others else "")
         return f"logits of up to {self.largest:.3g} are within {errors} of MLX's"
@@ -82,7 +84,12 @@ def compare(model: onnx.ModelProto, folder: Path, expected: Expected, target: Ta
         if is_sparse:
             median = _median_error(got[1], logits[2], logits[1], expected.sparse, where="sparse attention")
     of_long: list[float | None] = []
-    for long, where in ((expected.sampled, "a sampled prompt"), (expected.coded, "coded keys")):
+    longer = (
+        (expected.sampled, "a sampled prompt"),
+        (expected.coded, "coded keys"),
+        (expected.several, "a few tokens at once"),
+    )
+    for long, where in longer:
         if long is None:
             of_long.append(None)
             continue

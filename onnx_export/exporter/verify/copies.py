@@ -50,9 +50,9 @@ def _unpack_caches(model: onnx.ModelProto, target: Target) -> None:
         node.ClearField("attribute")
         node.attribute.extend(kept)
     opset = next(each.version for each in model.opset_import if each.domain == "")
-    names = {node.op_type for node in build.calls(model.graph)}
+    used = sorted(build.calls(model.graph), key=lambda node: node.op_type)
     del model.functions[:]
-    model.functions.extend(build.functions(sorted(names), Profile(opset, model.ir_version)))
+    model.functions.extend(build.bodies(used, Profile(opset, model.ir_version)))
 
 
 def _resize_states(model: onnx.ModelProto, target: Target) -> None:

@@ -31,6 +31,7 @@ from ..weights import QUANTISED
 Array = npt.NDArray[Any]
 
 ROWS = 3  # prompts
+TOKENS = 3  # that go in at once
 SLACK = 2  # errors that are alike in size are not the same
 FLIPS = 16  # by how much more embeddings are disturbed where a rounding error can turn a key's code into the next one
 
@@ -67,6 +68,7 @@ class Expected:
         sampled: of a prompt of several blocks; None if prompts attend densely.
         coded: of a prompt that fills a group of keys and a step that fills another; None if there are no groups, or
             one token at a time, which would take too long.
+        several: of a prompt and a few tokens that go in at once; None if those attend densely.
         packed: logits after the prompts and after one more token over packed rows, if the file has such.
     """
 
@@ -77,6 +79,7 @@ class Expected:
     sparse: float
     sampled: FirstLayers | None = None
     coded: FirstLayers | None = None
+    several: FirstLayers | None = None
     packed: list[Array] | None = None
 
 
@@ -128,18 +131,20 @@ def _reference(model: Any, target: Target) -> Expected:
         if target.packing:
             packed, lost = held[0], max(float(np.median(np.abs(a - b).max(axis=1))) for a, b in zip(*held, strict=True))
         embedding.noise = 0.0
-    sampled = coded = None
+    sampled = coded = several = None
     if short.prompts is not None:
         sampled = _of_first_layers(model, short.prompts, min(SHORT_PROMPT, target.max_length), 0, noise)
     group = target.decode.group
     if group and not target.rows and target.capacity >= group:
         coded = _of_first_layers(model, short.decode.method, min(2, target.capacity // group) * group, 1, noise)
+    if short.decode.method.verifies:
+        several = _of_first_layers(model, short.decode.method, PROMPT + TOKENS, TOKENS, noise)
     bounds = SLACK * (dense + lost), SLACK * dense, SLACK * float(np.median(moves[-1]))
-    return Expected(tokens, exact, *bounds, sampled, coded, packed)
+    return Expected(tokens, exact, *bounds, sampled, coded, several, packed)
 
 
 def _of_first_layers(model: Any, method: Method, count: int, last: int, noise: float) -> FirstLayers:
-    """Of ``count`` tokens, the ``last`` of which go in on their own."""
+    """Of ``count`` tokens, the ``last`` of which go in on their own, or together."""
     embedding = model.model.embed_tokens
     tokens = np.random.default_rng(1).integers(0, embedding.inner.weight.shape[0], (ROWS, count))
     pieces = np.split(tokens, [count - last], axis=1) if last else [tokens]
