@@ -28,8 +28,8 @@ from transformers import PreTrainedTokenizerFast
 import mlx_sparse
 from mlx_sparse.cache.kv_cache import SparseKVCache
 from mlx_sparse.lm import seam
+from mlx_sparse.lm.call import Call
 from mlx_sparse.lm.model import plan_of
-from mlx_sparse.lm.plan import Call
 
 SPARSE = "sparq:rank=4,top_k=4,dense_below=0"
 EVERY_KEY = EveryStepSparQ(rank=4, top_k=1000)

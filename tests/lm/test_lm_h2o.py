@@ -39,8 +39,8 @@ from mlx_sparse.cache.h2o_state import STATES
 from mlx_sparse.common.model_info import leaves
 from mlx_sparse.common.reasons import A_FEW, UNCOUNTED
 from mlx_sparse.common.stats import dense_elements, h2o_elements
+from mlx_sparse.lm.call import Call
 from mlx_sparse.lm.model import plan_of
-from mlx_sparse.lm.plan import Call
 
 GROUPS = {1: {"num_attention_heads": 2}, 3: {"num_attention_heads": 6}, 4: {"num_key_value_heads": 1}}
 

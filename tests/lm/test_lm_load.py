@@ -17,8 +17,8 @@ from tiny_models import build, prompt_of
 import mlx_sparse
 from mlx_sparse.cache.kv_cache import SparseBatchKVCache
 from mlx_sparse.lm import seam
+from mlx_sparse.lm.call import Call
 from mlx_sparse.lm.model import plan_of
-from mlx_sparse.lm.plan import Call
 
 SHORT = "of the short sequences of a batch"
 JOINING = {"prefill_step_size": 96, "prefill_batch_size": 2, "completion_batch_size": 4}

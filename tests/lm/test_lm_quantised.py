@@ -27,8 +27,8 @@ from mlx_sparse.calibrate import Calibration, Layer
 from mlx_sparse.common import reasons
 from mlx_sparse.common.packed_rows import PackedRows
 from mlx_sparse.lm import seam
+from mlx_sparse.lm.call import Call
 from mlx_sparse.lm.model import plan_of
-from mlx_sparse.lm.plan import Call
 from mlx_sparse.methods import METHODS, SparQ, Step, parse
 
 LAYERS, PROMPT, STEPS = 2, 300, 8

@@ -17,8 +17,8 @@ import mlx_sparse
 from mlx_sparse import oracle
 from mlx_sparse.common import reasons
 from mlx_sparse.common.packed_rows import PackedRows
+from mlx_sparse.lm.call import Call
 from mlx_sparse.lm.model import plan_of
-from mlx_sparse.lm.plan import Call
 from mlx_sparse.methods import registry
 
 PROMPT = 70

@@ -1,4 +1,4 @@
-"""Calls of a model whose context is shared out over ranks: what `plan.Call` is where one process has all keys."""
+"""Calls of a model whose context is shared out over ranks: what `lm.call.Call` is where one process has all keys."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from ...common import reasons
 from ...common.shares import Shares
 from ...common.stats import dense_elements
 from ...methods import NEVER
-from ..plan import Call, Plan
+from ..call import Call
+from ..plan import Plan
 from . import prompts, steps
 from .exchange import Exchange
 
