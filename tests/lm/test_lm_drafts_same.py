@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
 from pathlib import Path
@@ -32,30 +31,27 @@ def test_a_long_answer_to_a_long_prompt_is_that_of_dense_decoding(family: str) -
     assert row["apart"] < 1e-4
 
 
-def test_tokens_and_pairs_are_sampled_as_often_as_dense_attention_says() -> None:
+@pytest.mark.parametrize("drafts", [1, 2])
+def test_tokens_and_pairs_are_sampled_as_often_as_dense_attention_says(drafts: int) -> None:
     """Pairs too: a number drawn twice would tie a token to the one before."""
-    letters, count = 6, 300
+    letters, count = 6, 250
     model, prompt = tiny_models.build(vocab_size=letters), [token % letters for token in tiny_models.prompt_of(40)]
     model.lm_head.weight = 0.5 * model.lm_head.weight  # so that all are drawn
     chances = drafts_same.exact(model, prompt, letters)
     kept = drafts_same.cached(model, prompt)
     seen = np.zeros_like(chances)
     mx.random.seed(2)
-    with mlx_sparse.lossless(model, "sparq:rank=1,top_k=2,dense_below=0", draft_tokens=2) as report:
+    with mlx_sparse.lossless(model, SPARQ, draft_tokens=drafts) as report:
         for _ in range(count):
-            answer = steps.generate_step(
-                mx.array(prompt[-1:]),
-                model,
-                max_tokens=3,
-                prompt_cache=copy.deepcopy(kept),
-                sampler=make_sampler(1.0),
+            tokens, _ = drafts_same.said(
+                steps.generate_step, model, prompt[-1:], kept, drafts_same.SAMPLED, sampler=make_sampler(1.0)
             )
-            seen[tuple(token for token, _ in answer)] += 1
+            seen[tuple(tokens)] += 1
     assert 0 < sum(report.drafts.accepted) < 0.9 * sum(report.drafts.examined)
     chance = np.random.default_rng(0)
-    for first, second in itertools.combinations(range(3), 2):
-        (other,) = {0, 1, 2} - {first, second}
-        p, n = drafts_same.pooled(chances.sum(axis=other).ravel(), seen.sum(axis=other).ravel())
+    for first, second in itertools.combinations(range(drafts_same.SAMPLED), 2):
+        others = tuple({*range(drafts_same.SAMPLED)} - {first, second})
+        p, n = drafts_same.pooled(chances.sum(axis=others).ravel(), seen.sum(axis=others).ravel())
         assert p.size > letters
         simulated = drafts_same.chi_square(chance.multinomial(count, p / p.sum(), size=2000), p)
         assert drafts_same.chi_square(n, p) < np.quantile(simulated, 0.999), (first, second)
