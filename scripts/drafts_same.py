@@ -131,6 +131,7 @@ def tinies(names: Sequence[str], places: int, count: int, file: Path) -> str:
             chance = random.Random(place)
             prompt = [chance.randrange(1, tiny.VOCAB) for _ in range(chance.randint(300, 1000))]
             work.append((model, BAD, {"group": family, "place": place}, prompt))
+    work.sort(key=lambda one: one[2]["place"])
     return answers(work, count, file)
 
 
