@@ -16,6 +16,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache
 
 from ..common.packed_rows import PackedRows, Rows
+from ..common.several import fold
 from ..methods import Method, Prefill, registry
 from ..methods.table import WHOLE_BUFFERS
 from .state import State
@@ -161,12 +162,12 @@ class SparseCache:
         """One decode step over this cache.
 
         Args:
-            queries: ``(B, Hq, 1, D)``; their keys and values have been written. Several that are to make one choice of
-                keys are `fold`-ed (several.2).
+            queries: ``(B, Hq, L, D)``; the keys and values of the first have been written. Several make one choice of
+                keys, among the same (several.2).
             config: method and settings, as `Method.for_model` resolves them.
 
         Returns:
-            ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)`` of the attended keys.
+            ``out (B, Hq * L, 1, D)`` and float32 ``lse (B, Hq * L, 1)`` of the attended keys.
         """
         G = queries.shape[1] // self.key_rows.shape[1]
         keys, values, length = self.rows(backend)
@@ -176,7 +177,7 @@ class SparseCache:
             parameters |= state.read(self, config, G, whole=bool(length))
         function = registry.load(config.name, backend)
         out, lse, *returned = function(
-            queries, keys, values, scale=scale, left_padding=self.padding, **parameters, **length
+            fold(queries), keys, values, scale=scale, left_padding=self.padding, **parameters, **length
         )
         if state is not None and returned:
             state.take_back(*returned)

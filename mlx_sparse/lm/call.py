@@ -146,6 +146,8 @@ class Call:
             if attended is not None:
                 rows, values, _ = cache.rows("ops")
                 attended = attend_own(queries, rows, values, *attended, scale=scale, left_padding=cache.padding)
+                B, Hkv, _, _ = keys.shape
+                self._counts.formula_bytes += B * Hkv * 2 * (L - 1) * cache.row_bytes
         if attended is None:
             self._counts.dense_calls[reason or reasons.TOO_FULL] += 1
             if reason == reasons.CHECKED and self._phase is Phase.CHECK:
@@ -191,7 +193,10 @@ class Call:
         if L == 1:
             return False
         before = cache.length - L
-        pieces = [min(end - before, L) for end in cache.prompt_ends or [cache.length]]
+        ends = cache.prompt_ends or [cache.length]
+        if self.prefill is None and len(cache.first_rows(self._caches)) == 1 and min(ends) >= cache.length:
+            return False  # what is kept beside the only sequence is kept
+        pieces = [min(end - before, L) for end in ends]
         return self.prefill is not None or any(self._is_step(n, cache.length) for n in pieces if n > 0)
 
     def _attend_each(

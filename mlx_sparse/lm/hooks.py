@@ -10,7 +10,6 @@ import mlx.core as mx
 
 from ..cache.kv_cache import SparseCache
 from ..common.call_report import Counting
-from ..common.several import fold
 from ..methods import Method, registry
 
 
@@ -57,7 +56,7 @@ class CallHooks:
             queries: ``(B, Hq, L, D)``; several make one choice of keys among those that ``cache`` shows (several.2).
             served: the sequences whose results are wanted; those of the others are anything.
         """
-        return cache.attend(fold(queries), self.config, scale=scale, backend=backend)
+        return cache.attend(queries, self.config, scale=scale, backend=backend)
 
     def lending(
         self, cache: SparseCache, sequence: int, one: SparseCache, first: int, queries: mx.array, part: mx.array

@@ -143,6 +143,7 @@ def test_a_backend_makes_one_choice_for_all_queries_as_the_oracle(backend: Any, 
     np.testing.assert_allclose(backend.numpy(out), expected, rtol=0, atol=spacing + 2e-5)
     np.testing.assert_allclose(backend.numpy(stats.retained_mass), other.retained_mass, rtol=1e-3, atol=1e-6)
     assert (stats.elements, stats.density) == (other.elements, other.density)
+    np.testing.assert_allclose(stats.selectivity, other.selectivity, rtol=1e-12)
 
 
 @by_setting

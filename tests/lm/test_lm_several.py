@@ -82,10 +82,14 @@ def call(model: Any, L: int, cache: Any, seed: int = 2) -> mx.array:
 
 
 @pytest.mark.parametrize("quantised", [False, True], ids=["", "8-bits"])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("method", METHODS)
-def test_calls_between_steps_and_trims_choose_as_the_oracle(method: str, family: str, quantised: bool, seen: Seen):
-    changes = {"head_dim": 32} if quantised else {}
+def test_calls_between_steps_and_trims_choose_as_the_oracle(
+    method: str, family: str, kv_heads: int, quantised: bool, seen: Seen
+):
+    """One query head per KV head mixes in the mean value, of several queries too."""
+    changes = {"num_key_value_heads": kv_heads} | ({"head_dim": 32} if quantised else {})
     with mlx_sparse.sparse(model := build(family, **changes), attn(method)) as report:
         cache = make_prompt_cache(model)
         if quantised:
@@ -130,6 +134,17 @@ def test_a_group_of_more_rows_than_the_kernels_take_is_dense(monkeypatch: pytest
         assert report.dense_calls[reasons.MANY_ROWS] == report.served_layers
         call(model, 4, cache)
         assert report.sparse_calls == report.served_layers
+
+
+def test_the_report_counts_the_bytes_of_the_calls_own_keys():
+    with mlx_sparse.sparse(model := build(), attn("sparq")) as report:
+        cache = make_prompt_cache(model)
+        call(model, PROMPT, cache)
+        call(model, 16, cache)
+        q, kv = mx.zeros((1, 4, 16, 16)), mx.zeros((1, 2, PROMPT + 16, 16))
+        settings = {"rank": 4, "top_k": 16, "verify": "sparse", "return_stats": True}
+        _, stats = mlx_sparse.sparq_attention(q, kv, kv, **settings)
+        assert report.formula_bytes == report.served_layers * 2 * 4 * stats.elements
 
 
 @pytest.mark.parametrize("mode", ["every", "few"])

@@ -131,7 +131,7 @@ class SaapFunctions:
         attended = sum(map(sum, listed)) / (n.B * n.Hkv)
         shares = []
         for of_row, first in zip(listed, padding, strict=True):
-            exact = min(call.seen - first, sink_tokens + recent_tokens)
+            exact = max(min(call.seen - first, sink_tokens + recent_tokens), 0)
             shares += [(count - exact) / max(call.seen - first - exact, 1) for count in of_row]
         selectivity = sum(shares) / len(shares)
         record = call.record(lse, lambda S, D, top_k: stats.saap_elements(D, round(attended)), 0)
