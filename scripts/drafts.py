@@ -34,7 +34,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from roofline_machines import MODELS, WEIGHT, Model, attention
+from machines_model import MODELS, WEIGHT, Model, attention
 from tqdm import tqdm
 
 from mlx_sparse.common.files import cache_directory

@@ -8,11 +8,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import machines_model as machines
 import mlx.core as mx
 import pytest
-import roofline_machines as machines
+import roofline_machines
+from machines_model import CHIPS, JACCL, LENGTHS, LINKS, MODELS, RING, SHOWN, Message, Model, Way
 from mlx import nn
-from roofline_machines import CHIPS, JACCL, LENGTHS, LINKS, MODELS, RING, SHOWN, Message, Model, Way
 from tiny_models import VOCAB, build
 
 from mlx_sparse.common.shares import BLOCK
@@ -178,7 +179,7 @@ def test_slower_steps_than_said_make_context_sharding_faster_than_tensor_paralle
 
 
 def test_the_command_prints_what_the_page_holds(capsys: pytest.CaptureFixture[str]) -> None:
-    assert machines.main([]) == 0
+    assert roofline_machines.main([]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("    python scripts/roofline_machines.py\n\nA model, not a measurement")
     page = (DOCS / "results" / "machines_model.md").read_text(encoding="utf-8")
@@ -186,7 +187,7 @@ def test_the_command_prints_what_the_page_holds(capsys: pytest.CaptureFixture[st
     assert len(tables) == 8
     for table in tables:
         assert table in page, table.partition("\n")[0]
-    assert machines.main(["-o", "json", "--attn", "quest"]) == 0
+    assert roofline_machines.main(["-o", "json", "--attn", "quest"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert {row["chip"] for row in rows} == {chip.name for chip in CHIPS}
 
@@ -214,5 +215,5 @@ def test_the_page_of_servers_says_what_is_sent_per_layer() -> None:
     ],
 )
 def test_wrong_arguments_are_refused_in_one_line(attn: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert machines.main(["--attn", attn]) == 2
+    assert roofline_machines.main(["--attn", attn]) == 2
     assert capsys.readouterr().err == f"roofline_machines.py: error: {message}\n"
