@@ -83,7 +83,7 @@ SLOW = {
     "test_triton_sample_aot.py": "compiling for GPUs that are not here",
 }
 # A tier runs this many of the instances of a test, evenly spread, for every backend that it is parametrised by.
-MOST, MOST_IN_FAST = 3, 2
+MOST = 2
 BACKENDS = ("backend", "runtime")
 # Where each instance takes a second or more, it runs so many at most, with backends or without.
 COSTLY = {
@@ -92,13 +92,13 @@ COSTLY = {
     "test_lm_load.py": 4,
     "test_lm_threads.py": 4,
     "test_metal_attend_blocks.py": 3,
-    "test_metal_attend_rows.py": 3,
-    "test_metal_barriers.py": 6,
+    "test_metal_attend_rows.py": 2,
+    "test_metal_barriers.py": 4,
     "test_metal_kernels.py": 3,
-    "test_metal_many.py": 2,
+    "test_metal_many.py": 1,
     "test_metal_saap.py": 3,
     "test_metal_traffic.py": 3,
-    "test_missing_packages.py": 12,
+    "test_missing_packages.py": 8,
     "test_msl_conformance.py": 8,
     "test_onnx_export.py": 8,
     "test_onnx_genai.py": 8,
@@ -107,13 +107,13 @@ COSTLY = {
     "test_onnx_runtimes.py": 3,
     "test_onnx_sample_export.py": 6,
     "test_onnx_several.py": 2,
-    "test_onnx_several_export.py": 3,
+    "test_onnx_several_export.py": 2,
     "test_oracle_sample.py": 6,
-    "test_traffic.py": 8,
-    "test_triton_bench.py": 3,
-    "test_triton_hf.py": 5,
+    "test_traffic.py": 4,
+    "test_triton_bench.py": 2,
+    "test_triton_hf.py": 3,
     "test_triton_hf_several.py": 2,
-    "test_triton_several.py": 4,
+    "test_triton_several.py": 3,
     "test_triton_traffic.py": 4,
 }
 
@@ -138,7 +138,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: item.path.name not in SLOW)
     left_out: set[pytest.Item] = set()
     if config.getoption("fast"):
-        left_out = set(thinned(items, MOST_IN_FAST))
+        left_out = set(thinned(items, MOST))
     elif not config.getoption("every"):
         named = [item for item in items if any(name in _parameters(item) for name in BACKENDS)]
         left_out = set(thinned(named, MOST))
@@ -180,9 +180,7 @@ def tier(config: pytest.Config) -> list[str]:
         every = config.getoption("every")
         return ["tier: everything" if every else f"tier: at most {MOST} instances of a test for each backend (--every)"]
     files = ", ".join(f"{name} ({what})" for name, what in SLOW.items())
-    return [
-        f"tier: fast, which runs at most {MOST_IN_FAST} instances of a test for each backend and leaves out {files}"
-    ]
+    return [f"tier: fast, which runs at most {MOST} instances of a test for each backend and leaves out {files}"]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -67,7 +67,7 @@ PACKED_OTHERS = [  # with --every
     Case("dense", 100, row_bits=4, padded=True),
     Case("dense", 80, "float32", row_bits=8, D=256),
 ]
-LARGE = [  # groups of calls of several queries: each kernel once
+LARGE = [  # groups of calls of several queries: two of them without --every
     Case("sparq", 80, G=128, padded=True, reallocate=True, top_k=1024),
     Case("sparq", 90, "bfloat16", G=64, Hkv=4, D=64, rank=16, key_bits=4, padded=True),
     Case("quest", 100, "bfloat16", G=32, top_k=1024),
@@ -79,7 +79,7 @@ LARGE_OTHERS = [  # with --every
     Case("sparq", 80, G=128, key_bits=8, rank=64),
     Case("quest", 80, D=256, G=128, Hkv=4, top_k=1024),
 ]
-ONCE = [*some(OTHERS, 3), *PACKED, *some(PACKED_OTHERS, 0), *LARGE, *some(LARGE_OTHERS, 0), ODD]
+ONCE = [*some(OTHERS, 3), *PACKED, *some(PACKED_OTHERS, 0), *some(LARGE, 2), *some(LARGE_OTHERS, 0), ODD]
 
 
 def cases(version: str) -> list[Case]:
