@@ -163,7 +163,7 @@ def _call_reasons(
     if L > 1 and not origin.cache.attn.verifies:
         yield reasons.A_FEW
     if L * query.shape[1] // key.shape[1] > configs.LARGEST_GROUP:
-        yield f"of more than {configs.LARGEST_GROUP} queries for a KV head"
+        yield reasons.MANY_ROWS
     if not (query.is_cuda or interpreted()):
         yield "on a device without Triton"
     shortest = _shortest_context(origin.cache, module, query, key)

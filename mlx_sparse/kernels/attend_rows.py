@@ -6,10 +6,10 @@ from functools import lru_cache
 
 import mlx.core as mx
 
+from ..methods.registry import METAL_ROWS
 from .launch import KEPT, LANES, Kernel, Launch, integer, of_one_type, padding_or_zeros, real
 from .merge import GROUPS, UNSPLIT, merging
 
-MOST_ROWS = 128  # of a group: query heads times queries
 SIDE = 8  # rows of a SIMD group
 # A split's results are a float32 row for each query row, written and read again, where each of its keys takes two rows
 # to read: with so many keys per row, results in float16 are an eighth more to move.
@@ -24,7 +24,7 @@ LISTED = Kernel(
 
 def takes(D: int, rows: int) -> bool:
     """Whether the kernels take so many rows of a group: they stage 16 components at a time."""
-    return D % 16 == 0 and D <= 256 and rows <= MOST_ROWS
+    return D % 16 == 0 and D <= 256 and rows <= METAL_ROWS
 
 
 def shape_of(D: int, itemsize: int, rows: int) -> tuple[int, int]:
@@ -33,7 +33,7 @@ def shape_of(D: int, itemsize: int, rows: int) -> tuple[int, int]:
     A lane keeps D / 4 numbers of its query and D / 4 sums: up to D = 128 that leaves enough for 512 threads, beyond for
     256, and more than 64 rows are shared out. Of keys, as many as leave room for a second threadgroup on a core.
     """
-    shares = -(-rows // (MOST_ROWS if D <= 128 else MOST_ROWS // 2))
+    shares = -(-rows // (METAL_ROWS if D <= 128 else METAL_ROWS // 2))
     padding = 16 // itemsize
     staged = max(D * (32 + padding), 32 * (D + padding)) * itemsize
     return -(-rows // shares // SIDE) * SIDE, 32 if staged <= 16 << 10 else 16

@@ -214,7 +214,7 @@ def saap_attention(
 
 @lru_cache(maxsize=256)
 def _alike(B: int, number: int) -> mx.array:
-    return mx.full((B,), number, mx.int32)
+    return mx.array([number] * B, mx.int32)
 
 
 @lru_cache(maxsize=64)

@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
-import signal
-import sys
-import threading
 from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import Any
 
 from ..checks import SparseAttentionError
 from .options import add_options, end
 from .session import Session
+from .sigterm import exit_now, interrupted_by_sigterm
 
 
 def run(main: Callable[..., Any], command: str) -> Any:
@@ -29,7 +25,7 @@ def run(main: Callable[..., Any], command: str) -> Any:
             _options_in_first_parser(session),
             _enabled_on_load(session, main),
             _suites(session),
-            _interrupted_by_sigterm(session),
+            interrupted_by_sigterm(session),
             session.ending(),
             session.meanwhile,
         ):
@@ -40,9 +36,7 @@ def run(main: Callable[..., Any], command: str) -> Any:
         if session.reports:
             session.print_report()
         if session.terminated:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(128 + signal.SIGTERM)  # threads of the command may live on, or abort in MLX
+            exit_now()
 
 
 @contextlib.contextmanager
@@ -101,30 +95,6 @@ def _enabled_on_load(session: Session, main: Callable[..., Any]) -> Iterator[Non
     finally:
         for place, name, original in originals:
             place[name] = original
-
-
-@contextlib.contextmanager
-def _interrupted_by_sigterm(session: Session) -> Iterator[None]:
-    """Let SIGTERM end a run with ``--attn`` after its report, unless somebody handles it already."""
-
-    def interrupt(signum: int, frame: FrameType | None) -> None:
-        if session.configs:
-            session.terminated = True
-            raise SystemExit  # not as Control-C, after which the server finishes what it has begun
-        signal.signal(signum, signal.SIG_DFL)
-        signal.raise_signal(signum)
-
-    if (
-        threading.current_thread() is not threading.main_thread()
-        or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
-    ):
-        yield
-        return
-    signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _suites(session: Session) -> contextlib.AbstractContextManager[None]:

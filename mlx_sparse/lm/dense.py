@@ -63,8 +63,8 @@ def attend_few(queries: mx.array, keys: mx.array, values: mx.array, scale: float
 
 def rows_at_once(backend: str, D: int, *, packed: bool) -> int:
     """Rows of a KV head, its query heads times the queries, that one kernel attends densely on a GPU."""
-    ours = backend != "ops" and not packed and metal.takes(D, metal.MOST_ROWS) and not registry.unavailable("metal")
-    return metal.MOST_ROWS if ours else ROWS
+    ours = backend != "ops" and not packed and metal.takes(D, registry.METAL_ROWS) and not registry.unavailable("metal")
+    return registry.METAL_ROWS if ours else ROWS
 
 
 def many_rows(backend: str, queries: mx.array, keys: Rows) -> bool:

@@ -205,6 +205,15 @@ class Session:
         if self.watch is not None:
             self.watch.leave(self.last_counts())
 
+    def leave_at_once(self) -> None:
+        """Say goodbye to the other ranks and print the report, where the main thread may wait for ever."""
+        from .watch import FAREWELL, in_time
+
+        if self.watch is not None:
+            watch = self.watch
+            in_time(lambda: watch.leave(self._counts()), 3 * FAREWELL)
+        in_time(self._print_at_once)
+
     def find(self, original: Callable[..., Any], model: str, *args: Any, **kwargs: Any) -> Any:
         """mlx-lm's search for a model, on disk or on the hub."""
         self.loads += not self.loads_part

@@ -32,6 +32,7 @@ from mlx_sparse.lm.rank_reports import numbers_of, report_of, total
 from mlx_sparse.lm.ranks import Ranks, address_of_first, difference, facts_of
 
 RUN = Path(__file__).parents[1] / "fixtures" / "run_ranks.py"
+WAIT = Path(__file__).parents[1] / "fixtures" / "wait_rank.py"
 FAIL = Path(__file__).parents[1] / "fixtures" / "fail_rank.py"
 SPARSE = ["--attn", "sparq:rank=4,top_k=4,dense_below=0"]
 BENCHMARK = ["mlx_lm.benchmark", "-p", "60", "-g", "6", "--model", "model"]
@@ -240,6 +241,22 @@ def test_ranks_that_are_ended_by_sigterm_report_and_raise_no_alarm(started: Call
     # Of both: rank 1 has told of two trials at least, or said it when it ended.
     assert int(calls.split()[2].replace(",", "")) >= 2 * LAYERS * STEPS
     assert "on all ranks, " in calls
+
+
+def test_a_rank_that_waits_inside_mlx_for_another_is_ended_by_sigterm(folder: Path):
+    processes = pair(lambda rank: [sys.executable, str(WAIT), "--model", "model", *SPARSE], folder)
+    try:
+        for process in processes:
+            assert process.stdout and process.stdout.readline() == "begun\n"
+        processes[0].terminate()
+        _, err = processes[0].communicate(timeout=30)
+        assert processes[0].returncode == 128 + signal.SIGTERM
+        assert errors_in(err) == []
+        assert processes[1].poll() is None, "it has heard that rank 0 has ended, and goes on"
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
 
 
 def test_an_exception_on_one_rank_ends_the_other_in_one_line(folder: Path):

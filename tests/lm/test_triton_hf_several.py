@@ -130,7 +130,7 @@ HOLES[:, 7] = False
         (reasons.A_FEW, "sparq:rank=16,top_k=8,component_score=query", 4, 8, 40),
         (reasons.PROMPT, SETTINGS["16 bits"], 17, 8, 40),
         (reasons.PROMPT, SETTINGS["16 bits"], 16, 8, 0),
-        ("of more than 128 queries for a KV head", SETTINGS["16 bits"], 16, 18, 40),
+        (reasons.MANY_ROWS, SETTINGS["16 bits"], 16, 18, 40),
         ("over fewer than 13 keys", SETTINGS["16 bits"], 4, 8, 11),
     ],
 )
