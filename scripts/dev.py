@@ -43,7 +43,7 @@ def make_venv(uv):
     if uv:
         run(uv, "venv", "--python", sys.executable, ".venv")
     elif importlib.util.find_spec("ensurepip"):
-        run(sys.executable, "-m", "venv", ".venv")
+        run(sys.executable, "-m", "venv", "--upgrade-deps", ".venv")  # a new pip takes half the time of Python 3.11's
     elif importlib.util.find_spec("pip"):  # Debian without python3-venv
         run(sys.executable, "-m", "venv", "--without-pip", ".venv")
         run(sys.executable, "-m", "pip", "--python", BIN / "python", "install", "pip")

@@ -15,6 +15,8 @@ from shell import OWN, ROOT, run, write_commands
 
 from mlx_sparse.tools.bench import share
 
+pytestmark = pytest.mark.usefixtures("without_torch")
+
 SCRIPT = ROOT / "scripts" / "mac_check.sh"
 FILES = [
     "kernels/test_metal_kernels",

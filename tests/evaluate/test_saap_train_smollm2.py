@@ -12,8 +12,8 @@ from mlx_sparse.artefact import load
 
 # Five texts of Python's language reference, two layers: less than a minute of one core.
 ARGUMENTS = (
-    "--context 1024 --windows 4 --queries 800 --buckets 32 --recent-tokens 127 --farther-than 64 --layers 20 24 "
-    "--steps 200 --json"
+    "--context 1024 --windows 3 --queries 600 --buckets 32 --recent-tokens 127 --farther-than 64 --layers 20 24 "
+    "--steps 150 --json"
 )
 
 

@@ -5,28 +5,28 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import mlx.core as mx
+import commands
 import numpy as np
 import onnx
 import pytest
 import tiny_models
 from exported import SPARQ, by_method, copied, exported
-from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.utils import load
 from mlx_sparse.onnx_export import Runner
-from mlx_sparse.onnx_export.exporter.export import Exported
 from mlx_sparse.onnx_export.runtime import run
 
-import mlx_sparse
 from mlx_sparse import cli
 
 PROMPT = tiny_models.prompt_of(100)
 WORDS = tiny_models.words(PROMPT)
+REAL = Path(__file__).parents[1] / "fixtures" / "run_smollm2.py"
 pytestmark = pytest.mark.usefixtures("without_torch")
 
 
@@ -271,35 +271,37 @@ TEXT = (
 )
 
 
-def test_smollm2_says_what_it_says_under_mlx(smollm2: Path, smollm2_exported: Exported) -> None:
-    model, tokenizer = load(str(smollm2))
-    prompt = tokenizer.encode(TEXT)
-    assert 60 < len(prompt) < 76, "the text turns sparse after some steps"
-    expected: list[int] = []
-    with mlx_sparse.sparse(model, smollm2_exported.method) as report:
-        cache = make_prompt_cache(model)
-        logits = model(mx.array([prompt]), cache=cache)[:, -1]
-        for _ in range(16):
-            expected.append(int(logits.argmax()))
-            logits = model(mx.array([expected[-1:]]), cache=cache)[:, -1]
-    assert report.sparse_calls == report.layers * (len(prompt) + 16 - 75)
-    agreement = smollm2_exported.agreement
-    assert agreement.dense < 1e-5 * agreement.largest
-    assert list(Runner(smollm2_exported.folder, native="off").generate(prompt, 16)) == expected
+QUESTION = "Why is the sky blue? Answer in one sentence."
+
+
+@pytest.fixture(scope="module")
+def real(
+    smollm2: Path, blas_environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """SmolLM2, exported to decode sparsely from 76 keys on, and what `run_smollm2.py` says of it."""
+    folder = tmp_path_factory.mktemp("exported") / "smollm2"
+    argv = [str(REAL), str(smollm2), str(folder), TEXT, QUESTION]
+    done = commands.run(argv, blas_environment)
+    assert done.returncode == 0, done.stderr
+    yield folder, json.loads(done.stdout.splitlines()[-1])
+    shutil.rmtree(folder)
+
+
+def test_smollm2_says_what_it_says_under_mlx(real: tuple[Path, dict[str, Any]]) -> None:
+    folder, found = real
+    assert 60 < len(found["prompt"]) < 76, "the text turns sparse after some steps"
+    assert found["calls_per_layer"] == len(found["prompt"]) + 16 - 75
+    assert found["dense"] < 1e-5 * found["largest"]
+    assert list(Runner(folder, native="off").generate(found["prompt"], 16)) == found["tokens"]
 
 
 def test_smollm2_says_through_the_command_what_it_says_in_mlx(
-    smollm2: Path, smollm2_exported: Exported, capsys: pytest.CaptureFixture[str]
+    real: tuple[Path, dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from mlx_lm import generate as mlx_generate
-
-    question = "Why is the sky blue? Answer in one sentence."
+    folder, expected = real
     capsys.readouterr()
-    assert generate(str(smollm2_exported.folder), "--prompt", question, "-m", "32", "--json") == 0
+    assert generate(str(folder), "--prompt", QUESTION, "-m", "32", "--json") == 0
     found = json.loads(capsys.readouterr().out)
-    model, tokenizer = load(str(smollm2))
-    chat = tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True)
-    assert found["prompt_tokens"] == len(chat)
-    with mlx_sparse.sparse(model, smollm2_exported.method):
-        assert found["text"] == mlx_generate(model, tokenizer, chat, max_tokens=32)
+    assert found["prompt_tokens"] == expected["chat"]
+    assert found["text"] == expected["answer"]
     assert len(found["text"].split()) > 10
