@@ -12,7 +12,8 @@ import mlx.core as mx
 import psutil  # type: ignore[import-untyped]
 from mlx_lm.models.base import scaled_dot_product_attention
 
-from .cache.kv_cache import SparseCache, SparseKVCache, SparseQuantizedKVCache
+from .cache.kv_cache import SparseKVCache, SparseQuantizedKVCache
+from .cache.sparse_cache import SparseCache
 from .common import crossing, measured, thresholds
 from .common.crossing import Noisy, Pairs
 from .common.thresholds import (

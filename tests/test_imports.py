@@ -216,7 +216,13 @@ def test_the_reader_of_asked_classes():
 
 
 # A new method, and what it keeps beside a cache, needs no line in these.
-@pytest.mark.parametrize("file", ["cache/kv_cache.py", "cache/state.py", "lm/plan.py", "lm/call.py", "lm/hooks.py"])
+@pytest.mark.parametrize(
+    "file",
+    [
+        *("cache/sparse_cache.py", "cache/kv_cache.py", "cache/state.py"),
+        *("lm/plan.py", "lm/call.py", "lm/hooks.py", "lm/session.py", "lm/reporting.py"),
+    ],
+)
 def test_what_serves_all_methods_names_none(file):
     """Neither in code nor in words."""
     entries = [*table.STATES.values(), *table.HOOKS.values()]

@@ -12,7 +12,7 @@ from ..methods import H2O, registry
 from .state import State
 
 if TYPE_CHECKING:
-    from .kv_cache import SparseCache
+    from .sparse_cache import SparseCache
 
 # The last so many states are kept for trims, as rejected drafts ask for. Each is one float32 number per key.
 STATES = 16

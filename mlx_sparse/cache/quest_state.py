@@ -11,7 +11,7 @@ from ..methods.quest import Quest
 from .state import State
 
 if TYPE_CHECKING:
-    from .kv_cache import SparseCache
+    from .sparse_cache import SparseCache
 
 
 class QuestState(State):

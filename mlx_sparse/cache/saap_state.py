@@ -14,7 +14,7 @@ from .saap_router import Router, kmeans_network
 from .state import State
 
 if TYPE_CHECKING:
-    from .kv_cache import SparseCache
+    from .sparse_cache import SparseCache
 
 # The online mode fits its centroids to this many keys per bucket: more change them little.
 POINTS = 64

@@ -10,7 +10,7 @@ from mlx_lm.models.cache import KVCache
 
 from ..checks import ConfigError
 from ..common.shares import BLOCK, Shares
-from .kv_cache import SparseCache
+from .sparse_cache import SparseCache
 
 
 class SlicedKVCache(SparseCache, KVCache):

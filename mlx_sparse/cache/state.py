@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 if TYPE_CHECKING:
-    from .kv_cache import SparseCache
+    from .sparse_cache import SparseCache
 
 
 class State(ABC):

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from ..cache.kv_cache import SparseBatchKVCache, SparseCache, SparseQuantizedKVCache, adopt, is_padding_mask
+from ..cache.kv_cache import SparseBatchKVCache, SparseQuantizedKVCache, adopt, is_padding_mask
+from ..cache.sparse_cache import SparseCache
 from ..calibrate import Layer
 from ..common import reasons
 from ..common.call_report import Counts

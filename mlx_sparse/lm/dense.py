@@ -6,7 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..cache.kv_cache import SparseCache
+from ..cache.sparse_cache import SparseCache
 from ..common.packed_rows import Rows
 from ..kernels import attend_rows as metal
 from ..methods import registry

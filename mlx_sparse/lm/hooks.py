@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..cache.kv_cache import SparseCache
+from ..cache.sparse_cache import SparseCache
 from ..common.call_report import Counting
 from ..methods import Method, registry
 

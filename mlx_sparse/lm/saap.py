@@ -10,9 +10,9 @@ from typing import Any
 import mlx.core as mx
 
 from .. import artefact as artefacts
-from ..cache.kv_cache import SparseCache
 from ..cache.saap_router import Router, kmeans_network
 from ..cache.saap_state import BucketIndex, fold, index_of
+from ..cache.sparse_cache import SparseCache
 from ..checks import ConfigError
 from ..common import reasons
 from ..common.model_info import whole_of

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import json
-import logging
 import os
 import socket
 import sys
@@ -18,22 +16,23 @@ from typing import TYPE_CHECKING, Any
 
 from ..checks import ConfigError, SparseAttentionError
 from ..common import families
-from ..common.call_report import JSON_KEY, Counts, Report, listing
+from ..common.call_report import Counts, Report, listing
 from ..methods import NEVER, Method, Prefill, registry
 from .loading import has_all_weights, loading, refuse_rotating_cache, refuse_unquantisable
 from .options import asked, fail, print_error
 from .ranks import Ranks, difference, facts_of
+from .reporting import Reporting
 
 if TYPE_CHECKING:
     from ..calibrate import Calibration
     from .plan import Plan
-    from .watch import Watch
 
 
-class Session:
+class Session(Reporting):
     """One run of a command with ``--attn``."""
 
     def __init__(self, command: str) -> None:
+        super().__init__()
         self.command = command
         self.only_prompts = command.endswith("cache_prompt")
         self.suites = command.endswith("evaluate")
@@ -42,7 +41,6 @@ class Session:
         self.prefill: Prefill | None = None
         self.decode: Method | None = None
         self.backend = "auto"
-        self.report_as = "text"
         self.calibration: Calibration | None = None
         self.max_tokens: int | None = None
         self.max_kv_size: int | None = None
@@ -51,14 +49,9 @@ class Session:
         self.lossless: int | None = None  # drafts for each check; 0 for as many as pay
         self.draft: str | None = None
         self.loading: str | None = None
-        self.reports: dict[tuple[str, tuple[Method, ...]], Report] = {}  # by model and methods
-        self.requests: dict[str, Any] = {}  # of suites, by kind: the calls they made
         self.loads = self.loads_at_start = 0
         self.loads_part = False  # whether mlx-lm is loading what it will cut
         self.terminated = False
-        self.ranks = Ranks()
-        self.watch: Watch | None = None  # of the other ranks
-        self._counted: list[Any] = []  # what this rank last told of its reports
         self.meanwhile = contextlib.ExitStack()  # what is undone when the command ends
 
     def configure(self, parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -186,7 +179,7 @@ class Session:
             )
             return
         hosts = [of_rank["host"] for of_rank in met]
-        self.watch = Watch(parser.prog, self.ranks, hosts, peers, self._counts, self._print_at_once)
+        self.watch = Watch(parser.prog, self.ranks, hosts, peers, self.counts_so_far, self.print_at_once)
         self.watch.start()
 
     @contextlib.contextmanager
@@ -211,8 +204,8 @@ class Session:
 
         if self.watch is not None:
             watch = self.watch
-            in_time(lambda: watch.leave(self._counts()), 3 * FAREWELL)
-        in_time(self._print_at_once)
+            in_time(lambda: watch.leave(self.counts_so_far()), 3 * FAREWELL)
+        in_time(self.print_at_once)
 
     def find(self, original: Callable[..., Any], model: str, *args: Any, **kwargs: Any) -> Any:
         """mlx-lm's search for a model, on disk or on the hub."""
@@ -340,19 +333,6 @@ class Session:
             why = f"calls so far: {listing(plan.report.dense_calls)}"
         self.say(f"nothing will be sparse: {why}")
 
-    def say(self, text: str) -> None:
-        """Tell the user, on standard error."""
-        if self._speaks():
-            print(f"[mlx-sparse] {text}", file=sys.stderr, flush=True)
-
-    def log(self, text: str) -> None:
-        """Tell who keeps the command's log."""
-        if self._speaks():
-            logging.info(f"[mlx-sparse] {text}")
-
-    def _speaks(self) -> bool:
-        return self.report_as != "off" and self.ranks.rank == 0
-
     @contextlib.contextmanager
     def _ending_the_program(self) -> Iterator[None]:
         """The server loads on a thread of its own, and would live on without the model it was started with."""
@@ -374,57 +354,3 @@ class Session:
             sum((counts.dense_calls for counts in found), Counter()),
             prefill=None if self.prefill is None else sum(counts.prefill.calls for counts in found if counts.prefill),
         )
-
-    def as_dict(self) -> dict[str, Any]:
-        """The reports as plain data for JSON."""
-        return self._as_dict(self._all_reports())
-
-    def _as_dict(self, reports: list[Report]) -> dict[str, Any]:
-        requests = {"requests": self.requests} if self.requests else {}
-        return {JSON_KEY: [report.as_dict() for report in reports]} | requests
-
-    def print_report(self) -> None:
-        """The call report on standard error, so that the text on standard output stays the model's."""
-        if self._speaks():
-            self._print(self._all_reports())
-
-    def _print(self, reports: list[Report]) -> None:
-        if "json" in self.report_as:
-            print(json.dumps(self._as_dict(reports)), file=sys.stderr)
-        else:
-            for report in reports:
-                print(f"[mlx-sparse] {report}", file=sys.stderr)
-
-    def _print_at_once(self) -> None:
-        """The report of what is known, when another rank is lost and may be waited for for ever."""
-        if self._speaks():
-            self._print(self._sums(self._counts()))
-
-    def _all_reports(self) -> list[Report]:
-        """The reports; where several ranks run the models, the sums of what they have last told."""
-        return list(self.reports.values()) if self.ranks.size == 1 else self._sums(self.last_counts())
-
-    def _sums(self, own: list[Any]) -> list[Report]:
-        from .rank_reports import total
-
-        told = {} if self.watch is None else {rank: counts for rank, counts in self.watch.told.items() if counts}
-        return [
-            total({0: numbers} | {rank: counts[place] for rank, counts in told.items() if place < len(counts)})
-            for place, numbers in enumerate(own)
-        ]
-
-    def _counts(self) -> list[Any]:
-        """What this rank has counted, for the others, at once: what the device is computing is left out."""
-        from .rank_reports import numbers_of
-
-        with contextlib.suppress(TimeoutError):
-            self._counted = [numbers_of(report, wait=False) for report in list(self.reports.values())]
-        return self._counted
-
-    def last_counts(self) -> list[Any]:
-        """What this rank has counted, for the others, when it ends: soon, whatever the device does."""
-        from .rank_reports import numbers_of
-        from .watch import in_time
-
-        found: list[Any] | None = in_time(lambda: [numbers_of(report) for report in list(self.reports.values())])
-        return self._counts() if found is None else found

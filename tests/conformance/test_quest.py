@@ -21,7 +21,8 @@ from tiny_models import build, greedy, prompt_of
 
 import mlx_sparse
 from mlx_sparse import oracle
-from mlx_sparse.cache.kv_cache import SparseCache, adopt
+from mlx_sparse.cache.kv_cache import adopt
+from mlx_sparse.cache.sparse_cache import SparseCache
 from mlx_sparse.common.stats import quest_elements
 from mlx_sparse.methods import parse, registry
 from mlx_sparse.methods.quest import Quest

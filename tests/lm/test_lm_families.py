@@ -16,7 +16,7 @@ from tiny_models import FAMILIES, UNSERVED, EveryStepSparQ, build, greedy, promp
 
 import mlx_sparse
 from mlx_sparse import oracle
-from mlx_sparse.cache.kv_cache import SparseCache
+from mlx_sparse.cache.sparse_cache import SparseCache
 from mlx_sparse.lm import seam
 from mlx_sparse.lm.model import has_qk_norm
 from mlx_sparse.methods import SparQ, parse

@@ -12,9 +12,10 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_sparse.cache.kv_cache import SparseBatchKVCache, SparseCache
+from mlx_sparse.cache.kv_cache import SparseBatchKVCache
 from mlx_sparse.cache.saap_state import BucketIndex
 from mlx_sparse.cache.sparq_state import SparQState
+from mlx_sparse.cache.sparse_cache import SparseCache
 
 FOREVER = 1e9  # seconds
 MOST = 40  # histories until a planted bug shows

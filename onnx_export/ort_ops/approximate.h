@@ -1,0 +1,142 @@
+// Scores of component-major keys, plain ones and codes. Included by kernels.cc, for each instruction set anew.
+#pragma once
+
+#include "lanes.h"
+
+namespace {
+
+// Rows of component-major keys that are added at a time, and the rows after them.
+template <class T>
+struct Run {
+  const T *row[kTileComponents], *next[kTileComponents];
+};
+
+// a (R, count) += q (N, R) . N rows of keys, or = with `start`. Rows are read in runs, a few at a time: short pieces of
+// all rows in turn would reach half the bandwidth.
+template <int R, int N, class T>
+inline void add_components(const Columns& columns, const Run<T>& run, const float* q, float* a, int64_t stride,
+                           bool start) {
+  constexpr int kAhead = 16 * kLine / int(sizeof(T));  // elements
+  F query[N][R];
+  for (int n = 0; n < N; n++) {
+    for (int r = 0; r < R; r++) query[n][r] = set1(q[n * R + r]);
+  }
+  for (int j = 0; j < columns.count; j += W) {
+    if (j % (kLine / int(sizeof(T))) == 0) {
+      const int ahead = j + kAhead - columns.count;
+      for (int n = 0; n < N; n++) __builtin_prefetch(ahead < 0 ? run.row[n] + j + kAhead : run.next[n] + ahead, 0, 2);
+    }
+    const int part = columns.readable - j < W ? columns.readable - j : W;
+    F total[R];
+    for (int r = 0; r < R; r++) total[r] = start ? zero() : load(a + r * stride + j);
+    for (int n = 0; n < N; n++) {
+      const F key = load_part(run.row[n] + j, part);
+      for (int r = 0; r < R; r++) total[r] = fma(query[n][r], key, total[r]);
+    }
+    for (int r = 0; r < R; r++) store(a + r * stride + j, total[r]);
+  }
+}
+
+template <int R, class T>
+void approximate_rows(const Columns& columns, const float* q, float* a, int64_t stride) {
+  const T *here = static_cast<const T*>(columns.lanes), *after = static_cast<const T*>(columns.next);
+  const auto row = [&](int i) {
+    if (i < columns.rank) return here + columns.components[i] * columns.stride;
+    return after + columns.components[i % columns.rank] * columns.stride;
+  };
+  for (int i = 0; i < columns.rank;) {
+    const bool full = i + kTileComponents <= columns.rank;
+    const int N = full ? kTileComponents : 1;
+    Run<T> run;
+    for (int n = 0; n < N; n++) run.row[n] = row(i + n), run.next[n] = row(i + N + n);
+    if (full) {
+      add_components<R, kTileComponents>(columns, run, q + i * R, a, stride, i == 0);
+    } else {
+      add_components<R, 1>(columns, run, q + i * R, a, stride, i == 0);
+    }
+    i += N;
+  }
+}
+
+template <class T>
+void approximate(const Columns& columns, const float* q, float* a, int64_t stride) {
+  for (int g = 0; g < columns.G; g += 4) {
+    const int R = columns.G - g < 4 ? columns.G - g : 4;
+    if (R == 4) approximate_rows<4, T>(columns, q, a, stride);
+    if (R == 3) approximate_rows<3, T>(columns, q, a, stride);
+    if (R == 2) approximate_rows<2, T>(columns, q, a, stride);
+    if (R == 1) approximate_rows<1, T>(columns, q, a, stride);
+    q += int64_t(R) * columns.rank;
+    a += R * stride;
+  }
+}
+
+// Vectors of codes of keys in their order, or of pairs of vectors those of even keys, then those of odd keys.
+template <int kBits>
+inline void load_codes(const uint8_t* p, F* codes) {
+  for (int v = 0; v < kCodeVectors; v++) {
+    if (kBits == 8) codes[v] = bytes(p + v * W);
+    if (kBits == 4 && v % 2 == 0) nibbles(p + v / 2 * W, codes[v], codes[v + 1]);
+  }
+}
+
+// A group is a sum of q lo, the same for all of its keys, and of (q step) code: no key is decoded.
+template <int R, int kBits>
+void approximate_records(const Codes& codes, const float* q, float* work, float* a, int64_t stride) {
+  constexpr int kRecord = kHeader + kGroup / 8 * kBits;
+  for (int n = 0; n < codes.groups; n++, a += kGroup) {
+    const uint8_t* group = codes.records + n * kRecord;
+    float base[R] = {};
+    for (int j = 0; j < kGroup; j += kCodeVectors * W) {
+      F total[R][kCodeVectors];
+      for (int r = 0; r < R; r++) {
+        for (int v = 0; v < kCodeVectors; v++) total[r][v] = zero();
+      }
+      for (int i = 0; i < codes.rank; i++) {
+        const uint8_t* record = group + codes.components[i] * codes.stride;
+        if (j == 0) {  // beside the products of the first keys, which hide it
+          __builtin_prefetch(record + codes.ahead, 0, 2);
+          const float lo = half_at(record), step = half_at(record + 2);
+          for (int r = 0; r < R; r++) base[r] += q[i * R + r] * lo;
+          for (int r = 0; r < R; r++) work[i * R + r] = q[i * R + r] * step;
+        }
+        F code[kCodeVectors];
+        load_codes<kBits>(record + kHeader + j * kBits / 8, code);
+        for (int r = 0; r < R; r++) {
+          const F query = set1(work[i * R + r]);
+          for (int v = 0; v < kCodeVectors; v++) total[r][v] = fma(query, code[v], total[r][v]);
+        }
+      }
+      for (int r = 0; r < R; r++) {
+        for (int v = 0; v < kCodeVectors; v++) total[r][v] = add(total[r][v], set1(base[r]));
+      }
+      for (int r = 0; r < R; r++) {
+        for (int v = 0; v < kCodeVectors; v += 2) {
+          if (kBits == 4) interleave(total[r][v], total[r][v + 1]);
+          store(a + r * stride + j + v * W, total[r][v]);
+          store(a + r * stride + j + (v + 1) * W, total[r][v + 1]);
+        }
+      }
+    }
+  }
+}
+
+template <int kBits>
+void approximate_bits(const Codes& codes, const float* q, float* work, float* a, int64_t stride) {
+  for (int g = 0; g < codes.G; g += 4) {
+    const int R = codes.G - g < 4 ? codes.G - g : 4;
+    if (R == 4) approximate_records<4, kBits>(codes, q, work, a, stride);
+    if (R == 3) approximate_records<3, kBits>(codes, q, work, a, stride);
+    if (R == 2) approximate_records<2, kBits>(codes, q, work, a, stride);
+    if (R == 1) approximate_records<1, kBits>(codes, q, work, a, stride);
+    q += int64_t(R) * codes.rank;
+    a += R * stride;
+  }
+}
+
+void approximate_codes(const Codes& codes, const float* q, float* work, float* a, int64_t stride) {
+  if (codes.bits == 8) return approximate_bits<8>(codes, q, work, a, stride);
+  approximate_bits<4>(codes, q, work, a, stride);
+}
+
+}  // namespace

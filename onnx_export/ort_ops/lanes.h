@@ -1,0 +1,61 @@
+// Vectors of which a part is there, numbers of one type in place of another, and lines that are read ahead.
+#pragma once
+
+#include "kernels.h"
+#include "simd.h"
+
+namespace {
+
+constexpr int kLine = 64;  // bytes
+constexpr int kRowsAhead = 8;
+
+// The first n numbers, 0 < n <= W, and zeros after them.
+template <class T>
+inline F load_part(const T* p, int n) {
+  if (n >= W) return load(p);
+  T part[W] = {};
+  for (int i = 0; i < n; i++) part[i] = p[i];
+  return load(part);
+}
+
+template <class T>
+inline void store_part(T* p, F x, int n) {
+  if (n >= W) return store(p, x);
+  T part[W];
+  store(part, x);
+  for (int i = 0; i < n; i++) p[i] = part[i];
+}
+
+inline float number_at(const float* p) { return *p; }
+inline float number_at(const Half* p) { return half_at(reinterpret_cast<const uint8_t*>(p)); }
+inline float number_at(const BFloat16* p) {
+  const uint32_t bits = uint32_t(p->bits) << 16;
+  float number;
+  __builtin_memcpy(&number, &bits, 4);
+  return number;
+}
+
+template <class T>
+void widen(float* out, const void* in, int64_t n) {
+  const T* from = static_cast<const T*>(in);
+  for (int64_t i = 0; i < n; i += W) {
+    const int part = n - i < W ? int(n - i) : W;
+    store_part(out + i, load_part(from + i, part), part);
+  }
+}
+
+template <class T>
+void narrow(void* out, const float* in, int64_t n) {
+  T* to = static_cast<T*>(out);
+  for (int64_t i = 0; i < n; i += W) {
+    const int part = n - i < W ? int(n - i) : W;
+    store_part(to + i, load_part(in + i, part), part);
+  }
+}
+
+inline void prefetch(const void* p, int64_t bytes) {
+  const char* line = static_cast<const char*>(p);
+  for (int64_t i = 0; i < bytes; i += kLine) __builtin_prefetch(line + i);
+}
+
+}  // namespace

@@ -1,0 +1,95 @@
+// A decode step of SparQ: how the keys of a head are cut, what is kept of a head, and the parts of the step.
+#pragma once
+
+#include "attention.h"
+#include "select.h"
+
+namespace sparse::sparq {
+
+constexpr int64_t kUnbroken = int64_t(1) << 40;  // keys of a chunk where there are no chunks
+
+// How the keys of a head are cut into blocks of scores: at most kScoreBlock keys of one chunk. Coded ones count from the
+// first valid key, so that their blocks are whole groups.
+struct Grid {
+  int64_t lanes, size, per_chunk, stride;
+
+  explicit Grid(int64_t lanes) : lanes(lanes), size(std::min<int64_t>(lanes, kScoreBlock)) {
+    per_chunk = (lanes + size - 1) / size;
+    stride = (size + 15) / 16 * 16;
+  }
+  int64_t block_of(int64_t key) const { return key / lanes * per_chunk + key % lanes / size; }
+  int64_t first_key(int64_t block) const { return block / per_chunk * lanes + block % per_chunk * size; }
+  int64_t end_key(int64_t block) const { return std::min(first_key(block) + size, (block / per_chunk + 1) * lanes); }
+};
+
+// One head: its queries and components, and the scores of its valid keys [first, end).
+struct Head {
+  int64_t b, h, first, end;
+  int64_t block0, blocks;  // of the grid
+  bool everything;         // no choice to be made
+  Rows rows;               // exact queries, and the output
+  float* packed;           // queries over the components, times c / t: as `approximate` takes them
+  int32_t* components;
+  float *mean, *deviation;  // (D)
+  const float* centre;      // (D), of coded keys
+  float* component;         // (D): scores of the components
+  int32_t* work;            // (D)
+  float* scores;            // (blocks, G, stride): exp(a - top) of the block, or a itself with by_logits
+  float* tops;              // (G, blocks): largest a of the block, then exp(top - largest of all)
+  float* sums;              // (G, blocks): of exp(a - top)
+  float* factors;           // (blocks, G): what makes s of the scores, or 1 with by_logits
+  float *most, *total;      // (G): largest a, sum of exp(a - most)
+};
+
+// sparq_scores.cc has what comes before the choice of keys, sparq.cc the choice and the attention.
+class Step {
+ public:
+  Step(const Attention& a, const SparQ& s) : a(a), s(s), grid(s.codes || s.by_rows ? kUnbroken : s.lanes), G(a.G()) {}
+
+  void run(const Pool& pool) const;
+
+ private:
+  size_t head_bytes(int64_t blocks) const;
+  Head take_head(Scratch&, int64_t b, int64_t h, int64_t blocks) const;
+  int64_t blocks_of(int64_t b) const {
+    if (a.first[b] >= a.length[b]) return 0;
+    return grid.block_of(a.length[b] - 1 - origin(b)) - grid.block_of(a.first[b] - origin(b)) + 1;
+  }
+  int64_t origin(int64_t b) const { return s.codes ? a.first[b] : 0; }  // the grid's first key
+  size_t reservoir_bytes() const {
+    const int64_t room = Reservoir::capacity(s.top_k);
+    return Scratch::size<float>(room) + Scratch::size<int32_t>(room) + Scratch::size<int32_t>(room);
+  }
+  Reservoir take_reservoir(Scratch& scratch, int64_t k) const {
+    const int64_t room = Reservoir::capacity(s.top_k);
+    float* z = scratch.take<float>(room);
+    int32_t* index = scratch.take<int32_t>(room);
+    return Reservoir(*a.kernels, k, z, index, scratch.take<int32_t>(room));
+  }
+  int64_t chosen(const Head& head) const {  // keys that compete: all but the local ones
+    return s.top_k - std::min(s.local_window, head.end - head.first);
+  }
+  size_t finish_bytes() const { return Scratch::size<int32_t>(s.top_k) + Scratch::size<float>(G * kBlock); }
+
+  void prepare(Head&) const;
+  void pack(const Head&, int64_t g) const;
+  Span keys_of(const Head&, int64_t block) const;
+  void statistics(Head&) const;
+  void score(const Head&, int64_t from, int64_t to) const;
+  void score_codes(const Head&, Span keys, float* scores) const;
+  void score_rows(const Head&, Span keys, float* scores) const;
+  void normalise(const Head&) const;
+  void search(const Head&, int64_t from, int64_t to, Reservoir&) const;
+  void finish(const Head&, const int32_t* best, int64_t count, Scratch&) const;
+  float share(const Head&, int64_t g, int64_t key) const;
+  void mix(const Head&, int64_t g, const int32_t* chosen, int64_t count) const;
+  void whole_head(int64_t b, int64_t h) const;
+  void in_parts(int64_t parts, const Pool& pool) const;
+
+  const Attention& a;
+  const SparQ& s;
+  const Grid grid;
+  const int64_t G;
+};
+
+}  // namespace sparse::sparq
