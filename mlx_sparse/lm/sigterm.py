@@ -31,10 +31,10 @@ def exit_now() -> NoReturn:
 @contextlib.contextmanager
 def interrupted_by_sigterm(session: Session) -> Iterator[None]:
     """Let SIGTERM end a run with ``--attn`` after its report, unless somebody handles it already."""
-    reached, given_up = threading.Event(), threading.Event()
+    ends, reached = threading.Lock(), threading.Event()  # `ends` is whose thread ends the run
 
     def interrupt(signum: int, frame: FrameType | None) -> None:
-        if given_up.is_set():
+        if not reached.is_set() and not ends.acquire(blocking=False):
             return
         reached.set()
         if session.configs:
@@ -53,7 +53,7 @@ def interrupted_by_sigterm(session: Session) -> Iterator[None]:
     told.setblocking(False)
     signal.signal(signal.SIGTERM, interrupt)
     before = signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
-    threading.Thread(target=_end_anyway, args=(session, hears, reached, given_up), daemon=True).start()
+    threading.Thread(target=_end_anyway, args=(session, hears, ends, reached), daemon=True).start()
     try:
         yield
     finally:
@@ -62,19 +62,18 @@ def interrupted_by_sigterm(session: Session) -> Iterator[None]:
         told.close()
 
 
-def _end_anyway(session: Session, hears: socket.socket, reached: threading.Event, given_up: threading.Event) -> None:
+def _end_anyway(session: Session, hears: socket.socket, ends: threading.Lock, reached: threading.Event) -> None:
     """End a rank that SIGTERM does not end: Python calls no handler while MLX waits for a rank that has ended."""
     with hears:
         while (signals := hears.recv(64)) and signal.SIGTERM not in signals:
             pass
     if not signals:
         return
-    handled = reached.wait(PATIENCE)
+    reached.wait(PATIENCE)
     if session.watch is None:
         return
-    if handled:
-        time.sleep(LAST)
-    else:
-        given_up.set()
+    if ends.acquire(blocking=False):
         session.leave_at_once()
+    else:
+        time.sleep(LAST)
     exit_now()

@@ -79,7 +79,7 @@ LARGE_OTHERS = [  # with --every
     Case("sparq", 80, G=128, key_bits=8, rank=64),
     Case("quest", 80, D=256, G=128, Hkv=4, top_k=1024),
 ]
-ONCE = [*some(OTHERS, 2), *some(PACKED, 1), *some(PACKED_OTHERS, 0), *some(LARGE, 1), *some(LARGE_OTHERS, 0), ODD]
+ONCE = [*some(OTHERS, 1), *some(PACKED, 1), *some(PACKED_OTHERS, 0), *some(LARGE, 1), *some(LARGE_OTHERS, 0), ODD]
 
 
 def cases(version: str) -> list[Case]:
