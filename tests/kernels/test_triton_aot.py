@@ -32,7 +32,7 @@ needs_triton()
 SCORES = ("sparq_scores", "sparq_code_scores")
 IN_FLIGHT = 26 * 1024  # bytes of a processor that keep 4.3 TB/s busy on 132 of them at a latency of 0.8 microseconds
 
-EVERYWHERE = [  # on every version, on two of its architectures, with --every on all
+EVERYWHERE = [  # on every version and its architectures
     Case("sparq", 0, padded=True),
     Case("dense", 0),
 ]
@@ -83,7 +83,7 @@ ONCE = [*some(OTHERS, 1), *some(PACKED, 1), *some(PACKED_OTHERS, 0), *some(LARGE
 
 
 def cases(version: str) -> list[Case]:
-    everywhere = [replace(case, architecture=a) for case in EVERYWHERE for a in some(TARGETS[version], 2)]
+    everywhere = [replace(case, architecture=a) for case in EVERYWHERE for a in TARGETS[version]]
     return [*everywhere, CODED, *(ONCE if VERSIONS[version] is None else [])]
 
 

@@ -25,7 +25,7 @@ needs_triton()
 
 IN_FLIGHT = 26 * 1024  # bytes of a processor that keep 4.3 TB/s busy on 132 of them at a latency of 0.8 microseconds
 PAPER = Case("saap", 0, S=131072)
-EVERYWHERE = [PAPER]  # on every version and, with --every, architecture
+EVERYWHERE = [PAPER]  # on every version and its architectures
 OTHERS = [  # on the version of the environment
     Case("saap", 90, "bfloat16", hidden=0, buckets=256, padded=True),
     Case("saap", 80, "bfloat16", G=16, Hkv=2, buckets=4096, probes=128, weights="float16"),
@@ -38,7 +38,7 @@ LAYERS = ("saap_hidden", "saap_route")
 
 
 def cases(version: str) -> tuple[Case, ...]:
-    everywhere = [replace(case, architecture=a) for case in EVERYWHERE for a in some(TARGETS[version], 2)]
+    everywhere = [replace(case, architecture=a) for case in EVERYWHERE for a in TARGETS[version]]
     return *everywhere, *(ONCE if VERSIONS[version] is None else [])
 
 

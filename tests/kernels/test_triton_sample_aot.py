@@ -21,7 +21,7 @@ from triton_compiled import (
 
 needs_triton()
 
-EVERYWHERE = [Case("sample", 0)]  # on every version and, with --every, architecture
+EVERYWHERE = [Case("sample", 0)]  # on every version and its architectures
 OTHERS = [  # on the version of the environment
     Case("blocks", 90, D=128, block_size=32),
     Case("blocks", 90, D=128, block_size=64),
@@ -42,7 +42,7 @@ KERNELS = {
 
 
 def cases(version: str) -> tuple[Case, ...]:
-    everywhere = [replace(case, architecture=a) for case in EVERYWHERE for a in some(TARGETS[version], 2)]
+    everywhere = [replace(case, architecture=a) for case in EVERYWHERE for a in TARGETS[version]]
     return *everywhere, *([*ONCE, ODD] if VERSIONS[version] is None else [])
 
 
