@@ -1,59 +1,122 @@
-"""Bytes that the Metal kernels of sparq, saap or sample and MLX's own move, counted in the harness of tests/msl.
+#!/usr/bin/env python3
+"""Count the bytes that one call of the Metal kernels moves, in the harness of tests/msl.
 
-python scripts/traffic.py [--attn METHOD] [-o FORM] [--out FILE]
+python scripts/traffic.py [--json] [METHOD ...]
 
-Runs on Linux; needs a clang or the test extra, which brings one.
+METHOD is sparq, sparq4 (int4 scoring keys), quest, saap or sample; without one, all are counted.
+The harness runs on Linux and needs clang, which the `test` extra brings.
+Bytes are cache lines of 128 bytes, counted once per launch.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import by_method
-import traffic_packed
-import traffic_saap
-import traffic_sample
-import traffic_sparq
+import mlx.core as mx
+from tqdm import tqdm
 
-from mlx_sparse.checks import ConfigError
-from mlx_sparse.methods import Method
+import mlx_sparse
+from mlx_sparse.tools.formats import table
 
-TESTS = Path(__file__).resolve().parents[1] / "tests"
-MODULES: dict[str, Any] = {"sparq": traffic_sparq, "saap": traffic_saap, "sample": traffic_sample}
-MORE: dict[str, tuple[Any, ...]] = {"sparq": (traffic_packed,)}
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+import msl
+
+KV_HEADS, GROUP, D, ITEM = 2, 4, 128, 2
+KEYS, PROMPT = 16_384, (256, 1024)  # decode: S; prefill: L, S
+BUCKETS, PROBES = 128, 8
 
 
-def count(config: Method) -> by_method.Found:
-    """What a decode step of the method, or a step of a prompt, moves.
+def random(heads: int, length: int) -> mx.array:
+    """Return float16 ``(1, heads, length, D)``."""
+    return mx.random.normal((1, heads, length, D), dtype=mx.float16)
 
-    Raises:
-        ConfigError: the package `msl` of this checkout cannot run here, or has no compiler; or the method has
-            parameters where only the paper's are counted.
-    """
-    module = MODULES[config.name]
-    if not module.ANY_PARAMETERS:
-        by_method.bare(config)
+
+def decode_inputs() -> tuple[mx.array, mx.array, mx.array]:
+    return random(KV_HEADS * GROUP, 1), random(KV_HEADS, KEYS), random(KV_HEADS, KEYS)
+
+
+def sparq(key_bits: int = 16) -> Any:
+    q, k, v = decode_inputs()
+    keys_t = mx.contiguous(k.swapaxes(-1, -2)) if key_bits == 16 else mlx_sparse.code_keys(k, key_bits=key_bits)
+    settings: dict[str, Any] = {"key_bits": key_bits, "keys_t": keys_t}
+    return mlx_sparse.sparq_attention(q, k, v, **settings, backend="metal", return_stats=True)
+
+
+def quest() -> Any:
+    return mlx_sparse.quest_attention(*decode_inputs(), backend="metal", return_stats=True)
+
+
+def saap() -> Any:
+    buckets = {
+        "bucket_ids": mx.random.randint(0, BUCKETS, (1, KV_HEADS, KEYS)),
+        "visited": mx.broadcast_to(mx.arange(PROBES, dtype=mx.int32), (1, KV_HEADS, PROBES)),
+    }
+    return mlx_sparse.saap_attention(*decode_inputs(), **buckets, backend="metal", return_stats=True)
+
+
+def sample() -> Any:
+    L, S = PROMPT
+    q, k, v = random(KV_HEADS * GROUP, L), random(KV_HEADS, S), random(KV_HEADS, S)
+    return mlx_sparse.sample_attention(q, k, v, backend="metal", return_stats=True)
+
+
+METHODS: dict[str, Callable[[], Any]] = {
+    "sparq": sparq,
+    "sparq4": lambda: sparq(key_bits=4),
+    "quest": quest,
+    "saap": saap,
+    "sample": sample,
+}
+
+
+def count(method: str) -> dict[str, Any]:
+    """Run one call of a method in the harness; return its launches, bytes per buffer and bytes by the formula."""
+    mx.random.seed(0)
+    with msl.emulated(strict=False) as metal:
+        out, stats = METHODS[method]()
+        mx.eval(out)
+        moved: Counter[str] = Counter()
+        for report in metal.launches:
+            for buffers in (report.reads, report.writes):
+                moved.update({name: traffic.dispatch for name, traffic in buffers.items()})
+        heads = KV_HEADS * (GROUP if method == "sample" else 1)  # the formulae count per KV head, in prefill per head
+        return {
+            "method": method,
+            "kernels": [report.kernel for report in metal.launches],
+            "bytes": dict(moved.most_common()),
+            "total": moved.total(),
+            "formula": heads * stats.elements * ITEM,
+            "dense": heads * stats.dense_elements * ITEM,
+        }
+
+
+def text(rows: list[dict[str, Any]]) -> str:
+    cells = [
+        [row["method"], len(row["kernels"]), *(f"{row[name] / 1e3:,.0f}" for name in ("total", "formula", "dense"))]
+        for row in rows
+    ]
+    shape = f"{KV_HEADS} KV heads, G = {GROUP}, D = {D}, float16; decode over {KEYS:,} keys, prefill of {PROMPT}"
+    titles = ["method", "launches", "counted kB", "formula kB", "dense formula kB"]
+    return f"{shape}.\n\n{table(titles, [list(map(str, line)) for line in cells])}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("methods", nargs="*", metavar="METHOD", choices=[*METHODS, []], help=", ".join(METHODS))
+    parser.add_argument("--json", action="store_true", help="print one JSON object per method")
+    args = parser.parse_args(argv)
     if sys.platform != "linux":
-        raise ConfigError(f"traffic.py: expected Linux, where the harness of tests/msl runs, got {sys.platform}.")
-    if str(TESTS) not in sys.path:
-        sys.path.append(str(TESTS))
-    import msl
-
-    try:
-        found = [(counted, counted.measure(msl, config)) for counted in (module, *MORE.get(config.name, ()))]
-    except msl.CompileError as error:
-        raise ConfigError(f"traffic.py: {error}") from None
-    texts = [counted.text(rows, config) for counted, rows in found]
-    return [row.as_dict() for _, rows in found for row in rows], "\n\n".join(texts)
-
-
-def main(argv: Sequence[str]) -> int:
-    about = (__doc__ or "").partition("\n")[0]
-    return by_method.main(argv, __file__, about, {"apple": dict.fromkeys(MODULES, count)})
+        parser.error(f"expected Linux, where the harness of tests/msl runs, got {sys.platform}.")
+    rows = [count(method) for method in tqdm(args.methods or METHODS, unit="method", disable=None)]
+    print("\n".join(map(json.dumps, rows)) if args.json else text(rows))
+    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -30,7 +30,7 @@ pytest_plugins = ["fixtures_onnx", "fixtures_triton", *MODELS]
 # import it.
 OLD = "on this Python" if sys.version_info < (3, 11) else ""
 NO_TRITON = "" if importlib.util.find_spec("triton") or required("triton") else "without triton"
-NOT_HERE = {"*test_onnx_*.py": OLD, "test_site.py": OLD, "*test_triton_*.py": NO_TRITON, "*test_roofline.py": NO_TRITON}
+NOT_HERE = {"*test_onnx_*.py": OLD, "test_site.py": OLD, "*test_triton_*.py": NO_TRITON}
 collect_ignore_glob = [names for names, why in NOT_HERE.items() if why]
 
 
@@ -80,7 +80,7 @@ SLOW = {
     "test_saap_train_smollm2.py": "a real model",
     "test_site.py": "the site",
     "test_smollm2.py": "a real model",
-    "test_soak_histories.py": "random histories",
+    "test_cache_histories.py": "random histories",
     "test_triton_aot.py": "compiling for GPUs that are not here",
     "test_triton_bench.py": "benchmarks",
     "test_triton_hf.py": "models of transformers",
@@ -123,7 +123,6 @@ COSTLY = {
     "test_onnx_several.py": 2,
     "test_onnx_several_export.py": 2,
     "test_oracle_sample.py": 4,
-    "test_traffic.py": 4,
     "test_triton_bench.py": 1,
     "test_triton_hf.py": 2,
     "test_triton_hf_several.py": 2,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 # Bytes that a layer's decode step has to save before SparQ's extra launches pay, by kind of GPU.
-# Apple (base and Pro, Max, Ultra): from the roofline model (docs/results/roofline.md), its pessimistic end.
+# Apple (base and Pro, Max, Ultra): the cautious end of a roofline model (docs/methods.md, "The modelled threshold").
 # NVIDIA: 20 microseconds of extra launches at 2.0, 4.3 and 8 TB/s, until docs/results/triton.md has measured it.
 # Nothing here was measured.
 ENOUGH_SAVED = {
@@ -12,7 +12,7 @@ ENOUGH_SAVED = {
 }
 
 # KV heads whose query networks a GPU reads as fast as its memory delivers, by kind: one core reads that of a KV head,
-# at 20 GB/s in the roofline model. Likewise the pessimistic end, and not measured.
+# at 20 GB/s. This too is the cautious end of the model, and not measured.
 ROUTING_HEADS = {"g": 8, "s": 27, "d": 40}
 
 # Time that a listed row takes array operations over that of a row in MLX's dense attention (docs/results/ops.md).
@@ -21,8 +21,7 @@ GATHERED_ROW = 2.5
 # Keys from which SampleAttention is on by default: about where the paper is no longer slower than dense.
 SAMPLE_PAYS_FROM = 8192
 # The share of block pairs up to which attending them is taken to be faster than attending densely. ops: measured on a
-# CPU (docs/results/prefill.md). metal: not measured; what a kernel four times slower per block than MLX's would allow
-# (docs/results/roofline.md).
+# CPU (docs/results/prefill.md). metal: not measured; what a kernel four times slower per block than MLX's would allow.
 SAMPLE_PAYS_UP_TO = {"ops": 0.75, "metal": 0.22}
 # A sample may be one of so many of a piece's queries: more cost what is left out (docs/results/prefill.md).
 SAMPLE_SHARE = 8

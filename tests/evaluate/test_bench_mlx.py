@@ -14,7 +14,6 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-import plots
 import pytest
 from msl import Metal
 
@@ -391,9 +390,6 @@ def test_the_report_of_an_evaluation_reads_what_is_printed(tmp_path: Path) -> No
     found = tmp_path / "speed.jsonl"
     found.write_text(printed("step", *SIZES, "--lengths", "200", "--attn", "sparq,streaming", "-o", "jsonl"))
     assert [row.method for row in read_speed(found)] == ["sparq", "streaming"]
-    drawn = tmp_path / "speed.svg"
-    assert plots.main(["speed", str(found), str(drawn)]) == 0
-    assert "streaming on ops" in drawn.read_text()
 
 
 # what methods are compared with

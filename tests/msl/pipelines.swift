@@ -3,7 +3,7 @@
 // text does not compile, its function is missing, or its launch would ask for more threads or memory than there are.
 // Registers have no figure of their own: where they are short, a pipeline allows fewer threads.
 //
-//   swiftc -O scripts/pipelines.swift -o pipelines && ./pipelines FOLDER
+//   swiftc -O tests/msl/pipelines.swift -o pipelines && ./pipelines FOLDER
 import Foundation
 import Metal
 

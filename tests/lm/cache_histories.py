@@ -1,22 +1,14 @@
-"""Random histories of caches, every sparse call of which is held to the float64 oracle: needs a checkout.
-
-python scripts/soak_histories.py --minutes 30 [--seed 0 --attn sparq:rank=4,top_k=8 --json FOUND.json]
-python scripts/soak_histories.py --replay SEED [--attn ...]
+"""Random histories of prompt caches. The float64 oracle checks every sparse call of a history.
 
 A history is a tiny random model of one family, a method with random settings, and random operations on a few of the
-model's prompt caches: prompts in pieces, steps, trims, copies, files, batches, another method. A mismatch is printed
-with the seed of its history and what was done. Of H2O's steps the attention received so far is kept in float64 beside;
-where a method's choice hangs on less than float32 tells apart, both choices are right and a tie is counted.
+model's prompt caches: prefill in chunks, decode steps, trims, copies, files, batches, another method. A mismatch is
+recorded with the seed of its history. For H2O the attention received so far is kept in float64. Where a selection
+depends on less than float32 resolves, both selections are right and a tie is counted.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
-import sys
-import tempfile
-import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
@@ -26,9 +18,6 @@ from typing import Any
 
 import numpy as np
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache, trim_prompt_cache
-from tqdm import tqdm
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "fixtures"))
 from random_models import Draw
 from saap_artefacts import write_artefact
 from witness import Sequence, Witness
@@ -37,7 +26,7 @@ import mlx_sparse
 from mlx_sparse.checks import ConfigError
 from mlx_sparse.lm.model import plan_of
 
-LONGEST, HELD, LINE_EVERY = 640, 4, 60.0  # tokens of a sequence, caches of a history, seconds between lines
+LONGEST, HELD = 640, 4  # tokens of a sequence, caches of a history
 
 
 @dataclass
@@ -278,7 +267,6 @@ class Found:
     """What the histories so far did and found."""
 
     histories: int = 0
-    seconds: float = 0.0
     operations: Counter[str] = field(default_factory=Counter)
     families: Counter[str] = field(default_factory=Counter)
     sparse: Counter[str] = field(default_factory=Counter)
@@ -291,7 +279,6 @@ class Found:
         """Run the history of ``seed``."""
         witness = Witness()
         history = History(seed, witness, folder, attn)
-        start = time.monotonic()
         try:
             with witness.watching():
                 history.run()
@@ -299,7 +286,6 @@ class Found:
             where = traceback.format_exc(limit=-3)
             what = f"{type(error).__name__}: {error}"
             self.mismatches.append({"seed": seed, "error": what, "done": history.done, "where": where})
-        self.seconds += time.monotonic() - start
         self.histories += 1
         self.families[history.family] += 1
         self.operations.update(line.split(" ")[0] for line in history.done)
@@ -308,53 +294,3 @@ class Found:
         self.ties += witness.ties
         self.unchecked += witness.unchecked
         return history
-
-    def __str__(self) -> str:
-        calls = f"{sum(self.sparse.values()):,} sparse calls, {self.dense:,} dense ones"
-        return f"{self.histories:,} histories, {calls}, {self.ties} ties, {len(self.mismatches)} mismatches"
-
-
-def soak(seconds: float, seed: int, *, attn: str | None = None, most: int | None = None) -> Found:
-    """Histories from ``seed`` on for so long, or at ``most`` so many."""
-    found, start, line = Found(), time.monotonic(), 0.0
-    terminal = sys.stderr.isatty()
-    with tempfile.TemporaryDirectory() as folder, tqdm(total=round(seconds), unit="s", disable=not terminal) as bar:
-        while (spent := time.monotonic() - start) < seconds and found.histories != most:
-            known = len(found.mismatches)
-            found.take(seed + found.histories, Path(folder), attn)
-            for wrong in found.mismatches[known:]:
-                tqdm.write(f"mismatch: --replay {wrong['seed']}: {wrong['error']}\n  " + "\n  ".join(wrong["done"]))
-            bar.n = round(spent)
-            bar.set_postfix_str(f"{found.histories} histories, {len(found.mismatches)} mismatches")
-            if not terminal and spent - line > LINE_EVERY:
-                line = spent
-                print(f"{spent / 60:.0f} min: {found}", flush=True)
-    return found
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=30, help="how long (default: 30)")
-    parser.add_argument("--seed", type=int, default=0, help="of the first history; each has the next one (default: 0)")
-    parser.add_argument("--attn", metavar="METHOD", help="the method of all histories (default: random ones)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the counts and mismatches to FILE")
-    parser.add_argument("--replay", type=int, metavar="SEED", help="run one history and print what it does")
-    args = parser.parse_args()
-    if args.replay is not None:
-        found = Found()
-        with tempfile.TemporaryDirectory() as folder:
-            print("\n".join(found.take(args.replay, Path(folder), args.attn).done))
-        print("\n".join(f"{wrong['error']}\n{wrong['where']}" for wrong in found.mismatches))
-    else:
-        found = soak(60 * args.minutes, args.seed, attn=args.attn)
-    for name in ("operations", "families", "sparse"):
-        counts = getattr(found, name)
-        print(f"{name}: " + ", ".join(f"{what} {count:,}" for what, count in sorted(counts.items())))
-    print(found)
-    if args.json is not None:
-        args.json.write_text(json.dumps(vars(found), indent=1))
-    return 1 if found.mismatches else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """Say which Metal device MLX has, and run a kernel of ours on it; fail where there is none or it computes nonsense.
 
-python scripts/metal_device.py
+python tests/msl/metal_device.py
 """
 
 from __future__ import annotations
