@@ -6,6 +6,7 @@
   python3 scripts/dev.py lint     ruff, mypy and codespell
   python3 scripts/dev.py doctor   versions, devices and problems of this machine
   python3 scripts/dev.py setup    install what the tests need, and run nothing
+  python3 scripts/dev.py size     lines and files beside their budgets, and what three entry points import
 
 The first run makes .venv in the project and installs the project into it, for test and lint with everything that the
 tests need (3 GB); later runs find it ready. uv is used where it is installed. What follows demo, test and doctor is
@@ -13,6 +14,7 @@ passed on: python3 scripts/dev.py test -k sparq runs all tests with that name.
 """
 
 import argparse
+import ast
 import hashlib
 import importlib.util
 import os
@@ -28,6 +30,27 @@ STAMP = ROOT / ".venv" / "dev-stamp"  # what was installed: its extras, pyprojec
 KERNELS = ROOT / "onnx_export" / "ort_ops"
 PACKAGES = ("mlx_sparse", "metal", "cuda_ref", "onnx_export")
 BASE, TEST = ".", ".[test]"
+
+# Budgets: lines of tracked text files, without pictures and JSON; files that an entry point imports; words of Markdown.
+LINES = {
+    "mlx_sparse": 20_500,
+    "mlx_sparse/methods": 1_500,
+    "mlx_sparse/oracle": 1_700,
+    "mlx_sparse/ops": 1_500,
+    "mlx_sparse/kernels": 1_500,
+    "mlx_sparse/cache": 1_500,
+    "mlx_sparse/api": 800,
+    "mlx_sparse/lm": 4_200,
+    "mlx_sparse/tools": 6_500,
+    "metal": 3_100,
+    "onnx_export": 9_500,
+    "cuda_ref": 4_900,
+    "scripts": 1_800,
+}
+PRODUCT = ("mlx_sparse", "metal", "onnx_export", "cuda_ref", "scripts")
+TOTALS = {"product lines": 40_000, "product files": 340, "test lines": 29_000, "words of Markdown": 60_000}
+CLOSURES = {"mlx_sparse/lm/model.py": 50, "onnx_export/exporter/export.py": 70, "cuda_ref/api/__init__.py": 25}
+NOT_CODE = {".svg", ".png", ".json", ".jsonl"}
 
 
 def run(*command):
@@ -86,16 +109,91 @@ def tests(args):
     return ["-n", "logical", "--dist", "loadfile", "--no-loadscope-reorder", *([] if args else ["--fast"])]
 
 
+def imported_by(path, root=ROOT, *, everything=False):
+    """Return the dotted names that a file imports, `from a import b` as a.b, without blocks for type checkers.
+
+    ``everything`` includes imports inside functions, which run later, and calls of import_module.
+    """
+    package = list(path.relative_to(root).parent.parts)
+    names, todo = [], [ast.parse(path.read_text(encoding="utf-8"))]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            todo += node.orelse
+            continue
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and not everything:
+            continue
+        todo += ast.iter_child_nodes(node)
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            base += node.module.split(".") if node.module else []
+            names += [".".join([*base, alias.name]) for alias in node.names]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            names += [arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant)]
+    return names
+
+
+def closure(entry):
+    """Return the project's files that importing one file imports, packages included."""
+    todo, seen = [ROOT / entry], set()
+    while todo:
+        path = todo.pop()
+        if path in seen:
+            continue
+        seen.add(path)
+        for name in imported_by(path):
+            parts = name.split(".")
+            if parts[:2] in (["mlx_sparse", "cuda_ref"], ["mlx_sparse", "onnx_export"]):
+                parts.pop(0)  # both are installed inside mlx_sparse
+            for end in range(1, len(parts) + 1 if parts[0] in PRODUCT else 1):
+                at = ROOT.joinpath(*parts[:end])
+                todo += [found for found in (at / "__init__.py", at.with_suffix(".py")) if found.is_file()]
+    return seen
+
+
+def size():
+    """Print lines and files per package beside their budgets, import closures and the largest files."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=str(ROOT), check=True, stdout=subprocess.PIPE).stdout
+    tracked = [ROOT / name for name in listed.decode().split("\0") if name and (ROOT / name).is_file()]
+    texts = {path: path.read_text(encoding="utf-8") for path in tracked if path.suffix not in NOT_CODE}
+    lines = {path: text.count("\n") for path, text in texts.items()}
+
+    def under(*folders):
+        return [path for path in lines if any((ROOT / folder) in path.parents for folder in folders)]
+
+    row = "{:<24}{:>8}{:>9}{:>7}".format
+    print(row("package", "lines", "budget", "files"))
+    for folder, budget in LINES.items():
+        found = under(folder)
+        print(row(folder, sum(map(lines.get, found)), budget, len(found)))
+    product, tests = under(*PRODUCT), under("tests")
+    words = sum(len(text.split()) for path, text in texts.items() if path.suffix == ".md")
+    print("\n" + row("total", "now", "budget", ""))
+    now = (sum(map(lines.get, product)), len(product), sum(map(lines.get, tests)), words)
+    for (name, budget), count in zip(TOTALS.items(), now):  # noqa: B905 (Python 3.9 runs this as far as its version check)
+        print(row(name, count, budget, ""))
+    print("\n" + row("files that it imports", "now", "budget", ""))
+    for entry, budget in CLOSURES.items():
+        print(row(entry, len(closure(entry)), budget, ""))
+    print("\nlargest files")
+    for path in sorted(product, key=lines.get)[:-9:-1]:
+        print(f"{lines[path]:>6}  {path.relative_to(ROOT)}")
+
+
 def main():
     if sys.version_info < (3, 10):  # noqa: UP036 (this runs before anything checks requires-python)
         sys.exit(f"mlx-sparse-attention needs Python 3.10 or newer; {sys.executable} is {sys.version.split()[0]}")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("verb", choices=["demo", "test", "lint", "doctor", "setup"])
+    parser.add_argument("verb", choices=["demo", "test", "lint", "doctor", "setup", "size"])
     parser.add_argument("args", nargs=argparse.REMAINDER, help="passed on to the command that the verb runs")
     options = parser.parse_args()
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or hundreds of programs would compile the same modules each
-    if options.verb in ("lint", "setup") and options.args:
+    if options.verb in ("lint", "setup", "size") and options.args:
         parser.error(f"{options.verb} takes no arguments")
+    if options.verb == "size":
+        return size()
     setup(BASE if options.verb in ("demo", "doctor") else TEST)
     if options.verb in ("test", "lint"):
         lint()

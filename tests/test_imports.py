@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from conftest import SLOW
+from dev import imported_by
 
 from mlx_sparse.methods import METHODS, table
 
@@ -37,32 +38,8 @@ FACTS = (["__version__"], ["__path__"])  # of the package, which name no part of
 
 @functools.cache
 def imports(path: Path, root: Path = ROOT, *, when_read: bool = False) -> list[str]:
-    """Dotted names of what a file imports when it runs, `from a import b` as a.b; type-checking blocks never run.
-
-    ``when_read``: only what it imports when it is imported itself.
-    """
-    return list(_imports(path, root, when_read))
-
-
-def _imports(path: Path, root: Path, when_read: bool) -> Iterator[str]:
-    package = list(path.relative_to(root).parent.parts)
-    todo: list[ast.AST] = [ast.parse(path.read_text())]
-    while todo:
-        node = todo.pop()
-        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
-            todo += node.orelse
-            continue
-        if when_read and isinstance(node, ast.FunctionDef):
-            continue
-        todo += ast.iter_child_nodes(node)
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            base = [*base, *(node.module or "").split(".")] if node.module else base
-            yield from (".".join([*base, alias.name]) for alias in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
-            yield from (arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant))
+    """Return the dotted names of what a file imports; ``when_read``: only what it imports when it is imported."""
+    return imported_by(path, root, everything=not when_read)
 
 
 def rooms_imported(path: Path) -> set[str]:
