@@ -15,7 +15,7 @@ ENOUGH_SAVED = {
 # at 20 GB/s. This too is the cautious end of the model, and not measured.
 ROUTING_HEADS = {"g": 8, "s": 27, "d": 40}
 
-# Time that a listed row takes array operations over that of a row in MLX's dense attention (docs/results/ops.md).
+# Time that a listed row takes array operations over that of a row in MLX's dense attention (docs/results/speed.md).
 GATHERED_ROW = 2.5
 
 # Keys from which SampleAttention is on by default: about where the paper is no longer slower than dense.

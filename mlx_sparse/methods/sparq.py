@@ -27,7 +27,7 @@ class SparQ(Method):
         local_window: last valid keys that are always attended, 0..top_k; None is ``top_k // 4``.
         reallocate: whether the mean value stands for the attention mass left out; "auto" does so for one query head per
             KV head, and never in models with ``"query_key"``, whose estimate of the attended mass is too low to mix by
-            (docs/results/gemma3.md).
+            (docs/results/quality.md).
         group_reduce: what is summed over the query heads of a group: their "softmax" or their "logits".
         component_score: components are ranked by |q| ("query", the paper's) or by |q| times the spread of the keys
             ("query_key"). "auto" is "query_key" for models with q/k-norm, whose channels learn scales of their own, and
@@ -41,7 +41,7 @@ class SparQ(Method):
             (docs/spec/quantised.md).
         dense_below: keys below which attention stays dense; "auto" is what was measured on this machine
             (`mlx-sparse calibrate`), before that ``16 * top_k`` with the `ops` backend, about where it begins to pay
-            (docs/results/ops.md), and `pays_from` with kernels on a GPU. For a ``top_k`` below the default, which is
+            (docs/results/speed.md), and `pays_from` with kernels on a GPU. For a ``top_k`` below the default, which is
             for experiments on short texts, it is none.
         verify: calls of 2 to 16 queries (the check of a draft model's tokens, a short turn) are "dense", or "sparse"
             with one choice of keys for all of them (docs/spec/several.md).

@@ -117,7 +117,7 @@ CHECKPOINTS: Mapping[str, str] = {
 # Real weights of it that were run here, and the page that says so, from docs/.
 REAL: Mapping[str, tuple[str, str]] = {
     "llama": ("SmolLM2-135M-Instruct", "results/quality.md"),
-    "gemma3_text": ("Gemma 3 270M", "results/gemma3.md"),
+    "gemma3_text": ("Gemma 3 270M", "results/quality.md"),
 }
 
 # What others say of choosing keys that a model was not trained to choose.
