@@ -24,8 +24,8 @@ class Quest(Method):
             one of them. The default is the budget at which the paper matches dense attention on LongBench.
         dense_below: keys below which attention stays dense; "auto" is what was measured on this machine, before that
             ``4 * top_k`` with the `ops` backend, where a listed row takes 2.5 times as long as one of dense attention
-            (docs/results/speed.md), and what saves `ENOUGH_SAVED` bytes with kernels on a GPU. For a ``top_k`` below the
-            default, which is for experiments on short texts, it is none.
+            (docs/results/speed.md), and what saves `ENOUGH_SAVED` bytes with kernels on a GPU. For a ``top_k`` below
+            the default, which is for experiments on short texts, it is none.
         verify: calls of 2 to 16 queries (the check of a draft model's tokens, a short turn) are "dense", or "sparse"
             with one choice of keys for all of them (docs/spec/several.md).
     """
