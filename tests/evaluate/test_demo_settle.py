@@ -12,7 +12,6 @@ from mlx_sparse.tools.demo import run
 from mlx_sparse.tools.demo.settle import ANSWERED, MARGIN, settle, thresholds
 from mlx_sparse.tools.demo.text import KEY, pass_key_task
 
-README = Path(__file__).parents[2] / "README.md"
 USUAL = pass_key_task().prompt
 FORCES = "; dense_below=0 forces it here, where it may be slower than dense attention"
 
@@ -57,11 +56,6 @@ def test_where_that_takes_too_long_it_is_forced_and_said(value: int) -> None:
     settled = settle("sparq:rank=16", [row("sparq:rank=16", value)], count, 6000)
     assert (settled.attn, settled.task.prompt, settled.forced) == ("sparq:rank=16,dense_below=0", USUAL, True)
     assert settled.note == f"sparq: sparse from {value:,} keys on (modelled){FORCES}"
-
-
-def test_the_readme_shows_what_the_demo_says() -> None:
-    settled = settle("sparq", [row("sparq", 5793, "measured on this machine")], count, ANSWERED)
-    assert run._wrapped("Sparse", settled.note) in README.read_text(encoding="utf-8")
 
 
 def test_where_the_text_ends_it_is_forced() -> None:
