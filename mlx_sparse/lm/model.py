@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import weakref
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ from ..common.model_info import config_of, kv_heads, leaves, model_type
 from ..common.parts import part_of
 from ..methods import METHODS, QK_NORMS, Dense, Method, Prefill, parse, registry
 from . import seam
+from .drafts import steps
 from .drafts.setup import draft
 from .hooks import hooks_of
 from .plan import Plan
@@ -112,9 +114,14 @@ def enable(
             f"computes its own or has none. Run it without {plan.name}.",
             plan.report,
         )
+    if lossless:
+        steps.wrap()
     cls = type(model)
+    # Also for a model that is dropped without `disable`.
+    release = weakref.finalize(model, _release, names, lossless=lossless)
+    release.atexit = False
     # Not through nn.Module, which files attributes among the parameters.
-    object.__setattr__(model, "_mlx_sparse", (plan, cls, names))
+    object.__setattr__(model, "_mlx_sparse", (plan, cls, release))
     hooks.open()
     try:
         _probe(model, plan)
@@ -130,11 +137,18 @@ def disable(model: Any) -> None:
     state = getattr(model, "_mlx_sparse", None)
     if state is None:
         return
-    plan, cls, names = state
+    plan, cls, release = state
     plan.hooks.close()
     object.__delattr__(model, "_mlx_sparse")
     model.__class__ = cls
+    release()
+
+
+def _release(names: list[str], *, lossless: bool) -> None:
+    """Give mlx-lm's functions back that no other enabled model needs."""
     seam.unbind(names)
+    if lossless:
+        steps.unwrap()
 
 
 @contextlib.contextmanager

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import importlib
 import threading
 from importlib import metadata
 from pathlib import Path
@@ -12,7 +14,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm import batch_generate, stream_generate
 from mlx_lm.generate import generate_step
-from mlx_lm.models import base
+from mlx_lm.models import base, llama
 from mlx_lm.models.cache import (
     KVCache,
     RotatingKVCache,
@@ -31,6 +33,7 @@ from mlx_sparse.lm import seam
 from mlx_sparse.lm.call import Call
 from mlx_sparse.lm.model import plan_of
 
+generate = importlib.import_module("mlx_lm.generate")  # the package has a function of this name
 SPARSE = "sparq:rank=4,top_k=4,dense_below=0"
 EVERY_KEY = EveryStepSparQ(rank=4, top_k=1000)
 PROMPT, STEPS, LAYERS = 24, 8, 2
@@ -54,6 +57,21 @@ def dense() -> list[int]:
 
 def tokens_of(model: Any, steps: int = STEPS, cache: list[Any] | None = None) -> list[int]:
     return greedy(model, prompt_of(PROMPT), steps, cache)[0]
+
+
+@pytest.mark.parametrize("leave", [mlx_sparse.disable, None])
+def test_mlx_lm_has_its_functions_back_after_the_last_lossless_model(leave: Any):
+    models = [build(), build()]
+    for one in models:
+        mlx_sparse.enable(one, SPARSE, lossless=True)
+    for left in (1, 0):
+        one = models.pop()
+        if leave is not None:
+            leave(one)
+        del one
+        gc.collect()
+        assert (generate.generate_step is generate_step) == (left == 0)
+        assert (llama.scaled_dot_product_attention is seam.original) == (left == 0)
 
 
 def test_enable_returns_the_report_that_keeps_counting(model: Any):

@@ -55,4 +55,3 @@ def draft(plan: Any, model: Any, draft_tokens: int | None) -> None:
     if missing:
         raise BackendUnavailable(f"mlx-lm: expected generate_step with {', '.join(sorted(missing))}, got one without.")
     plan.lossless = draft_tokens or 0
-    steps.generate.generate_step = steps.generate_step

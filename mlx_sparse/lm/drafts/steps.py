@@ -51,6 +51,22 @@ def generate_step(prompt: mx.array, model: Any, *stream: Any, **options: Any) ->
     return Run(state[0], model, *stream, **options).tokens(prompt)
 
 
+_wraps: list[Callable[..., Any]] = []  # one for each lossless model
+
+
+def wrap() -> None:
+    """Let mlx-lm generate with `generate_step` until as many `unwrap` calls."""
+    _wraps.append(generate_step)
+    generate.generate_step = generate_step
+
+
+def unwrap() -> None:
+    """Undo one `wrap`. The last one restores mlx-lm's function."""
+    _wraps.pop()
+    if not _wraps:
+        generate.generate_step = original
+
+
 Sampled = tuple[mx.array, mx.array]  # a token (1,) and its log-probabilities (1, vocabulary)
 
 
