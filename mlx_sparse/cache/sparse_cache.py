@@ -5,8 +5,7 @@ The state of a method that is kept `beside` follows the cache through trim, grow
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -14,7 +13,6 @@ from typing import Any
 import mlx.core as mx
 
 from ..common.packed_rows import PackedRows, Rows
-from ..common.several import fold
 from ..methods import Method, Prefill, registry
 from ..methods.table import WHOLE_BUFFERS
 from .state import State
@@ -143,26 +141,15 @@ class SparseCache:
         followed = {method: follow(method, state) for method, state in self.beside.items()}
         self.beside = {method: state for method, state in followed.items() if state is not None}
 
-    @contextlib.contextmanager
-    def earlier(self, rows: int) -> Iterator[None]:
-        """Meanwhile the cache is as it was before its last ``rows`` were written, to all who ask it."""
-        length = getattr(self, self.length_name)
-        setattr(self, self.length_name, length - rows)
-        try:
-            yield
-        finally:
-            setattr(self, self.length_name, length)
-
     def attend(self, queries: mx.array, config: Method, *, scale: float, backend: str) -> tuple[mx.array, mx.array]:
         """One decode step over this cache.
 
         Args:
-            queries: ``(B, Hq, L, D)``; the keys and values of the first have been written. Several make one choice of
-                keys, among the same (several.2).
+            queries: ``(B, Hq, 1, D)``; their keys and values have been written.
             config: method and settings, as `Method.for_model` resolves them.
 
         Returns:
-            ``out (B, Hq * L, 1, D)`` and float32 ``lse (B, Hq * L, 1)`` of the attended keys.
+            ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)`` of the attended keys.
         """
         G = queries.shape[1] // self.key_rows.shape[1]
         keys, values, length = self.rows(backend)
@@ -172,7 +159,7 @@ class SparseCache:
             parameters |= state.read(self, config, G, whole=bool(length))
         function = registry.load(config.name, backend)
         out, lse, *returned = function(
-            fold(queries), keys, values, scale=scale, left_padding=self.padding, **parameters, **length
+            queries, keys, values, scale=scale, left_padding=self.padding, **parameters, **length
         )
         if state is not None and returned:
             state.take_back(*returned)

@@ -18,7 +18,6 @@ from ..common.model_info import leaves
 from ..common.packed_rows import PackedRows, Rows
 from ..common.stats import dense_elements
 from ..methods import NEVER, Dense, Method, Prefill, Step, registry
-from ..ops.several import attend_own
 from . import seam
 from .dense import attend_alone, attend_few, attend_many, attend_packed, many_rows, replace, with_sinks
 from .drafts.phase import Phase, current
@@ -127,7 +126,7 @@ class Call:
     ) -> mx.array | None:
         """The counted call of ``layer``, dense for ``reason`` if there is one."""
         L, backend = queries.shape[2], ""
-        prompt = not self._is_step(L, keys.shape[2])
+        prompt = L > 1
         if reason is None:
             self._steps = keys.shape[2] if L == 1 else 0
             config = self.prefill if prompt else self.decode
@@ -139,16 +138,8 @@ class Call:
             reason = next(self._prompt_reasons(queries, keys.shape[2], mask), None)
             if reason is None:
                 attended = self._prompt(queries, keys, cache, scale, backend, layer)
-        elif reason is None and L == 1:
-            reason, attended, short = self._decode(queries, keys, cache, scale, mask, sinks, backend)
         elif reason is None:
-            with cache.earlier(L - 1):  # they choose among what the first query sees
-                reason, attended, short = self._decode(queries, keys, cache, scale, mask, sinks, backend)
-            if attended is not None:
-                rows, values, _ = cache.rows("ops")
-                attended = attend_own(queries, rows, values, *attended, scale=scale, left_padding=cache.padding)
-                B, Hkv, _, _ = keys.shape
-                self._counts.formula_bytes += B * Hkv * 2 * (L - 1) * cache.row_bytes
+            reason, attended, short = self._decode(queries, keys, cache, scale, mask, sinks, backend)
         if attended is None:
             self._counts.dense_calls[reason or reasons.TOO_FULL] += 1
             if reason == reasons.CHECKED and self._phase is Phase.CHECK:
@@ -179,17 +170,10 @@ class Call:
         served, short = self._served(queries, keys, cache, backend)
         return None, self._step(queries, keys, cache, served, scale, backend), short
 
-    def _is_step(self, L: int, S: int) -> bool:
-        """Whether a call of ``L`` queries over ``S`` keys is the decode method's: of several if that is asked to."""
-        if L == 1:
-            return True
-        asked = self.decode is not None and self.decode.verifies and self.decodes
-        return asked and L <= reasons.VERIFY_QUERIES and S > L and self._phase is not Phase.CHECK
-
     def _apart(self, L: int, cache: SparseBatchKVCache) -> bool:
-        """Whether a call of ``L`` queries might be sparse for one sequence of a batch and dense for another.
+        """Return True if a call of ``L`` queries may be sparse for one sequence of a batch and dense for another.
 
-        Without a method for prompts those are pieces of a single token, which alone are steps of decoding, or of a few.
+        Without a method for prompts, chunks of a single token are: alone they are decode steps.
         """
         if L == 1:
             return False
@@ -198,7 +182,7 @@ class Call:
         if self.prefill is None and len(cache.first_rows(self._caches)) == 1 and min(ends) >= cache.length:
             return False  # what is kept beside the only sequence is kept
         pieces = [min(end - before, L) for end in ends]
-        return self.prefill is not None or any(self._is_step(n, cache.length) for n in pieces if n > 0)
+        return self.prefill is not None or 1 in pieces
 
     def _attend_each(
         self, queries: mx.array, cache: SparseBatchKVCache, scale: float, mask: Any, sinks: mx.array | None
@@ -223,7 +207,7 @@ class Call:
             if start < end:
                 keys, _, _ = one.rows("ops")
                 lending: Any = contextlib.nullcontext()
-                if self._is_step(end - start, one.length):
+                if end - start == 1:
                     lending = self.hooks.lending(cache, sequence, one, first, queries, piece)
                 with lending:
                     out = self._attend(piece, keys, one, scale, mask, sinks, layer)
@@ -323,13 +307,6 @@ class Call:
             yield reasons.SINKS
         if mask is not None and not is_padding_mask(mask, self._caches):
             yield reasons.ARRAY_MASK
-        if (L := queries.shape[2]) > 1:
-            rows = queries.shape[1] // keys.shape[1] * L
-            bits = keys.bits if isinstance(keys, PackedRows) else None
-            if mask is None:
-                yield reasons.NOT_CAUSAL
-            if registry.unfit(backend, self.decode.name, queries.shape[3], rows, bits) is not None:
-                yield reasons.MANY_ROWS
         yield from self.hooks.step_reasons(cache)
         yield from self._length_reasons(queries, keys, cache, backend)
 

@@ -53,7 +53,7 @@ class CallHooks:
         """One decode step of a layer, whose keys have been taken in: ``out`` and ``lse`` as `SparseCache.attend`.
 
         Args:
-            queries: ``(B, Hq, L, D)``; several make one choice of keys among those that ``cache`` shows (several.2).
+            queries: ``(B, Hq, 1, D)``.
             served: the sequences whose results are wanted; those of the others are anything.
         """
         return cache.attend(queries, self.config, scale=scale, backend=backend)

@@ -17,7 +17,6 @@ from ..checks import ConfigError
 from ..common import reasons
 from ..common.model_info import whole_of
 from ..common.parts import part_of
-from ..common.several import fold as fold_queries
 from ..common.stats import saap_elements
 from ..methods import SAAP, registry
 from .figures import BucketCounts, BucketFigures
@@ -244,11 +243,11 @@ class Indices(CallHooks):
         offset = S - 1 if padding is None else S - 1 - padding
         before = index.router.source.before(self._recorder, queries, offset)
         assert before is not None, "find_source checks that it is recorded where it cannot be turned back"
-        indices, counts = index.lists(fold_queries(before), cache.length, self.config, padding, backend)
+        indices, counts = index.lists(before, cache.length, self.config, padding, backend)
         keys, values, length = cache.rows(backend)
         attend = registry.load("attend_indices", backend)
         attended: tuple[mx.array, mx.array] = attend(
-            fold_queries(queries), keys, values, indices, scale=scale, counts=counts, **length
+            queries, keys, values, indices, scale=scale, counts=counts, **length
         )
         B, Hkv, _, _ = keys.shape
         if len(served) < B:
