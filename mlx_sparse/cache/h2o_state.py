@@ -89,17 +89,17 @@ class Received(State):
         return self.filter([sequence], length, start)
 
     def join(self, cache: SparseCache, theirs: State | None, other: SparseCache) -> Received | None:
-        return self.merge([(self, cache.length), (theirs, other.length)])
+        return self.merge([(self, cache), (theirs, other)])
 
     @classmethod
-    def merge(cls, parts: Sequence[tuple[State | None, int]]) -> Received | None:
+    def merge(cls, parts: Sequence[tuple[State | None, SparseCache]]) -> Received | None:
         """None if the scores of one are unknown."""
-        S = max(length for _, length in parts)
+        S = max(cache.length for _, cache in parts)
         padded = []
-        for received, length in parts:
-            if not isinstance(received, Received) or not 0 < length == received.length:
+        for received, cache in parts:
+            if not isinstance(received, Received) or not 0 < cache.length == received.length:
                 return None
-            widths = [(0, 0), (0, 0), (S - length, 0)]
+            widths = [(0, 0), (0, 0), (S - cache.length, 0)]
             padded.append(mx.pad(received.states[-1].scores, widths, constant_values=-mx.inf))
         return Received([Scores(S, mx.concatenate(padded))])
 

@@ -24,16 +24,9 @@ UNPACKED = 16 << 20
 class SparseKVCache(SparseCache, KVCache):
     """`mlx_lm.models.cache.KVCache` that can attend sparsely."""
 
-    @classmethod
-    def merge(cls, caches: Any) -> Any:
-        merged = super().merge(caches)  # type: ignore[no-untyped-call]
-        kept = [getattr(cache, "beside", {}) for cache in caches]
-        for method, state in kept[0].items():
-            parts = [(one.get(method), cache.offset) for one, cache in zip(kept, caches, strict=True)]
-            if (found := state.merge(parts)) is not None:
-                adopt(merged)
-                merged.hold(method, found)
-        return merged
+    @staticmethod
+    def merge(caches: Any) -> Any:
+        return merge(caches)
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> Any:
         packed: Any = super().to_quantized(group_size=group_size, bits=bits)
@@ -176,6 +169,18 @@ class SparseBatchKVCache(SparseCache, BatchKVCache):
                 adopt(one)
                 one.hold(method, found)
         return one
+
+
+def merge(caches: list[Any]) -> Any:
+    """Return the batch that mlx-lm makes of caches of one sequence each, with what methods keep beside any of them."""
+    merged = BatchKVCache.merge(caches)
+    states = {method: state for cache in caches for method, state in getattr(cache, "beside", {}).items()}
+    for method, state in states.items():
+        adopt(caches)
+        if (found := state.merge([(cache.beside.get(method), cache) for cache in caches])) is not None:
+            adopt(merged)
+            merged.hold(method, found)
+    return merged
 
 
 # mlx-lm saves a cache under its class name and finds it again by that name: files stay its own.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -221,38 +221,42 @@ class BucketIndex(State):
             self.ids = mx.take_along_axis(self.ids, mx.broadcast_to(place[:, None], self.ids.shape), axis=2)
         return self
 
+    def extract(self, sequence: int, length: int, start: int) -> BucketIndex:
+        return self.alone(sequence, start, length)
+
     def join(self, cache: SparseCache, theirs: State | None, other: SparseCache) -> BucketIndex | None:
-        """None if another model's router made ``theirs``."""
-        added = theirs if isinstance(theirs, BucketIndex) else BucketIndex(self.router)
-        if added.router is not self.router:
+        return self.merge([(self, cache), (theirs, other)])
+
+    @classmethod
+    def merge(cls, parts: Sequence[tuple[State | None, SparseCache]]) -> BucketIndex | None:
+        """Return the index of all sequences, each with its own centroids; None if they belong to several models."""
+        routers = {index.router for index, _ in parts if isinstance(index, BucketIndex)}
+        if len(routers) != 1:
             return None
-        self._unlist()
-        if cache.keys is None and other.keys is None:
-            return self
-        parts = ((self, cache), (added, other))
-        for index, one in parts:
-            index.rewind(one.length)  # rows may have been trimmed since the last write
-        heads = next(one.keys.shape[1] for _, one in parts if one.keys is not None)
-        if any(index.centroids is not None for index, _ in parts):
-            length = max(cache.length, other.length)
-            found = [index._all_ids(one, heads, length) for index, one in parts]
-            known = [ids for ids in found if ids is not None]
-            self.pending, self.ids = [], mx.concatenate(known) if len(known) == len(parts) else None
-        counts = [len(one.first_rows()) for _, one in parts]
-        fitted = [index.centroids for index, _ in parts if index.centroids is not None]
-        if self.router.centroids is None and fitted:
+        merged = cls(*routers)
+        known = [(index if isinstance(index, BucketIndex) else cls(*routers), cache) for index, cache in parts]
+        length = max(cache.length for _, cache in known)
+        if length == 0:
+            return merged
+        place = 0
+        for index, cache in known:
+            index.rewind(cache.length)  # rows may have been trimmed since the last write
+            behind = length - cache.length
+            merged.fitted |= {place + sequence: behind + stop for sequence, stop in index.fitted.items()}
+            place += len(cache.first_rows())
+        fitted = [index.centroids for index, _ in known if index.centroids is not None]
+        if not fitted:
+            return merged
+        heads = fitted[0].shape[-3]
+        ids = [index._all_ids(cache, heads, length) for index, cache in known]
+        if all(part is not None for part in ids):
+            merged.ids = mx.concatenate([part for part in ids if part is not None])
+        if merged.router.centroids is None:
             blank = mx.zeros((1, *fitted[0].shape[1:]), fitted[0].dtype)
-            blanks = [mx.repeat(blank, count, axis=0) for count in counts]
-            both = zip((self.centroids, added.centroids), blanks, strict=True)
-            self._own(mx.concatenate([blank if own is None else own for own, blank in both]))
-        firsts = (0, counts[0])
-        behind = [max(cache.length, other.length) - one.length for _, one in parts]
-        self.fitted = {
-            first + sequence: shift + stop
-            for first, shift, (index, _) in zip(firsts, behind, parts, strict=True)
-            for sequence, stop in index.fitted.items()
-        }
-        return self
+            blanks = [mx.repeat(blank, len(cache.first_rows()), axis=0) for _, cache in known]
+            own = [index.centroids for index, _ in known]
+            merged._own(mx.concatenate([zeros if one is None else one for one, zeros in zip(own, blanks, strict=True)]))
+        return merged
 
     def _all_ids(self, cache: SparseCache, heads: int, length: int) -> mx.array | None:
         """Of each row of ``cache``, behind as many as make it ``length``; None if some cannot be known."""

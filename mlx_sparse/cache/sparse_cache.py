@@ -122,7 +122,7 @@ class SparseCache:
 
     def first_rows(self, others: Iterable[Any] = ()) -> list[int]:
         """The first valid row of each sequence. Of a batch, ``others`` are the caches of the other layers."""
-        return [0] * self.key_rows.shape[0]
+        return [0] * (1 if self.keys is None else self.key_rows.shape[0])
 
     def hold(self, method: str, state: State) -> State:
         """Keep ``state`` beside the rows from now on."""

@@ -76,6 +76,6 @@ class State(ABC):
         return None
 
     @classmethod
-    def merge(cls, parts: Sequence[tuple[State | None, int]]) -> State | None:
-        """One batch of caches of one sequence each, padded on the left; with them come their lengths."""
+    def merge(cls, parts: Sequence[tuple[State | None, SparseCache]]) -> State | None:
+        """Return the state of one batch of these caches, which stay as they are, padded on the left."""
         return None

@@ -14,6 +14,7 @@ from mlx_lm import utils
 from mlx_lm.models import base
 from mlx_lm.models import cache as caches
 
+from ..cache import kv_cache
 from ..checks import BackendUnavailable
 
 NAME = "scaled_dot_product_attention"
@@ -22,6 +23,7 @@ PARAMETERS = ["queries", "keys", "values", "cache", "scale", "mask", "sinks"]
 
 original = base.scaled_dot_product_attention
 prepare = caches.BatchKVCache.prepare
+merge = inspect.getattr_static(caches.KVCache, "merge")
 
 
 class Listener(Protocol):
@@ -68,8 +70,8 @@ _bound: Counter[str] = Counter()
 def bind(model: Any) -> list[str]:
     """Put our function into the modules whose classes ``model`` is made of; return their names.
 
-    Model files import mlx-lm's function by value, so each of them holds its own reference. The cache of a batch is
-    prepared before any model sees it, so that is noted at its class.
+    Model files import mlx-lm's function by value, so each of them holds its own reference. Caches become a
+    batch, and the batch is prepared, before any model sees it: both are noted at mlx-lm's classes.
     """
     names = {cls.__module__ for _, module in model.named_modules() for cls in type(module).__mro__}
     ours = scaled_dot_product_attention
@@ -79,6 +81,7 @@ def bind(model: Any) -> list[str]:
         setattr(sys.modules[name], NAME, ours)
     if names:
         caches.BatchKVCache.prepare = prepare_noting_ends  # type: ignore[method-assign, assignment]
+        caches.KVCache.merge = staticmethod(kv_cache.merge)  # type: ignore[method-assign]
     return sorted(names)
 
 
@@ -90,6 +93,7 @@ def unbind(names: list[str]) -> None:
             setattr(sys.modules[name], NAME, original)
     if not _bound.total():
         caches.BatchKVCache.prepare = prepare  # type: ignore[method-assign]
+        caches.KVCache.merge = merge  # type: ignore[method-assign]
 
 
 def moved() -> list[str]:
@@ -100,7 +104,7 @@ def moved() -> list[str]:
     if not callable(getattr(utils, "load_model", None)):
         problems.append("mlx_lm.utils.load_model is gone")
     for cls, members in (
-        (caches.KVCache, ("update_and_fetch", "state", "trim", "make_mask", "nbytes")),
+        (caches.KVCache, ("update_and_fetch", "state", "trim", "make_mask", "nbytes", "merge")),
         (caches.QuantizedKVCache, ("update_and_fetch", "state", "trim", "make_mask", "nbytes")),
         (caches.BatchKVCache, ("update_and_fetch", "state", "prepare", "finalize", "filter", "extend", "make_mask")),
     ):

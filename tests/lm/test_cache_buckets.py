@@ -332,7 +332,7 @@ def test_ids_and_centroids_follow_rows_that_move(moves: str, fitted: bool):
     assert not turned
 
 
-def test_a_merged_batch_and_an_extracted_row_are_indexed_afresh():
+def test_a_merged_batch_without_an_index_is_indexed_afresh_and_its_row_taken_out():
     decoders = [Decoder(KVCache()) for _ in range(2)]
     for decoder, length in zip(decoders, (60, 75), strict=True):
         decoder.write(length)

@@ -215,6 +215,27 @@ def test_requests_that_join_and_leave_a_batch_keep_their_text(model: Any, artefa
     assert report.sparse_calls > 0
 
 
+@pytest.mark.parametrize("company", ["none", "another", "an empty one first"])
+def test_centroids_fitted_to_a_prompt_stay_when_its_cache_joins_a_batch(company: str, model: Any):
+    """Steps follow the fit, so that centroids fitted again would be others."""
+    with mlx_sparse.sparse(model, f"{ONLINE},probes=2"):
+        histories = []
+        for length in (60, 75):
+            cache = make_prompt_cache(model)
+            greedy(model, prompt_of(length, length), 12, cache)
+            histories.append(cache)
+        others = {"none": [], "another": [histories[1]], "an empty one first": [make_prompt_cache(model)]}[company]
+        alone = copy.deepcopy(histories[0])
+        parts = [histories[0], *others] if company == "another" else [*others, histories[0]]
+        batch = [layer[0].merge(list(layer)) for layer in zip(*parts, strict=True)]
+        row = parts.index(histories[0])
+        for token in range(12):
+            expected = model(mx.array([[token]]), cache=alone)
+            assert close(model(mx.array([[token]] * len(parts)), cache=batch)[row : row + 1], expected)
+        taken_out = [layer.extract(row) for layer in batch]
+        assert close(model(mx.array([[7]]), cache=taken_out), model(mx.array([[7]]), cache=alone))
+
+
 def test_speculative_decoding_gives_the_dense_text(model: Any, artefact: Path):
     tokenizer, prompt = tiny_tokenizer(), prompt_of(PROMPT)
     expected = [token for token, _ in generate_step(mx.array(prompt), build(), max_tokens=STEPS)]
