@@ -8,6 +8,8 @@
 #include "parts.h"
 #include "rows.h"
 
+constant constexpr int EMPTY = -1;  // a slot of a list without a key
+
 // The fewest lanes that can read a row of d components at once, four each; all of them for longer rows.
 constexpr uint shared_lanes(uint d) {
   uint lanes = LANES;

@@ -1,7 +1,7 @@
-// Attend many query rows of a KV head at once: those of several queries, of all query heads of its group.
+// Attend densely with many query rows of a KV head at once: several queries of all query heads of its group.
 //
 // A threadgroup has up to 128 rows, eight per SIMD group, whose queries and sums stay in the lanes' registers. Each row of K
-// and V comes from memory once for all of them (attend_tiles.h): those of a range of keys, or those of a list.
+// and V comes from memory once for all of them (attend_tiles.h).
 #pragma once
 
 #include "attend_tiles.h"
@@ -24,49 +24,10 @@ struct KeyRange {
   uint count;
   uint seen;
 
-  void begin(uint, Place) const {}
   FirstRows<D, T> keys_at(uint start) const { return {keys + size_t(start) * D, count - start}; }
   FirstRows<D, T> values_at(uint start) const { return {values + size_t(start) * D, count - start}; }
   bool operator()(uint key) const { return key < seen; }
 };
-
-// The rows of the keys that a tile lists.
-template <int D, typename T>
-struct ListedRows {
-  const device T* rows;  // of the head
-  const threadgroup int* listed;
-
-  bool has(uint row) const { return listed[row] != EMPTY; }
-  const device T* at(uint row) const { return rows + size_t(listed[row]) * D; }
-};
-
-// A part of a list, which all rows attend.
-template <int D, int KEYS, typename T, typename Entries>
-struct KeyList {
-  const device T* keys;  // of the head; so are values
-  const device T* values;
-  Entries entries;
-  uint count;
-  uint length;              // keys that exist
-  threadgroup int* listed;  // KEYS, those of the tile
-
-  void begin(uint start, Place place) const {
-    if (place.index() < KEYS) {
-      const uint entry = start + place.index();
-      const int key = entry < count ? int(entries[entry]) : EMPTY;
-      listed[place.index()] = key >= 0 && uint(key) < length ? key : EMPTY;
-    }
-  }
-  ListedRows<D, T> keys_at(uint) const { return {keys, listed}; }
-  ListedRows<D, T> values_at(uint) const { return {values, listed}; }
-  bool operator()(uint entry) const { return listed[entry % KEYS] != EMPTY; }
-};
-
-template <int D, int KEYS, typename T, typename Entries>
-KeyList<D, KEYS, T, Entries> key_list(
-    const device T* keys, const device T* values, Entries entries, uint count, uint length, threadgroup int* listed) {
-  return {keys, values, entries, count, length, listed};
-}
 
 // The rows of one threadgroup over one part: out (rows, D) and lse (rows) of the part.
 template <int D, int ROWS, int KEYS, typename T, typename Query, typename Keys, typename Out>
@@ -89,8 +50,6 @@ void attend_part(
   float2 sums[D / SIDE] = {};
   Running running = {-INFINITY, 0.0f};
   for (uint start = 0; start < keys.count; start += KEYS) {
-    // Nobody looks at the list of the tile before: sums are added up without.
-    keys.begin(start, place);
     attend_tile<D, KEYS, ROWS / SIDE>(
         keys.keys_at(start), keys.values_at(start), query, start, keys, LOG2_E, tile, sums, running, place);
   }

@@ -6,7 +6,6 @@
 using namespace metal;
 
 constant constexpr uint ATTEND_TILE = 128;
-constant constexpr int EMPTY = -1;
 
 // The entries of a list, or the keys, that one of `splits` threadgroups attends: whole tiles, but for the last; the last
 // ones may have none.

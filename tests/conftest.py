@@ -62,7 +62,6 @@ SLOW = {
     "test_lm_threads.py": "many threads",
     "test_mac_check.py": "reports",
     "test_metal_barriers.py": "kernels with a barrier taken away",
-    "test_metal_many.py": "calls of several queries",
     "test_metal_traffic.py": "counts of bytes",
     "test_missing_packages.py": "environments",
     "test_models_table.py": "tiny models of all families",
@@ -85,7 +84,6 @@ SLOW = {
     "test_triton_bench.py": "benchmarks",
     "test_triton_hf.py": "models of transformers",
     "test_triton_hf_calibrate.py": "timings",
-    "test_triton_hf_several.py": "models of transformers",
     "test_triton_saap_aot.py": "compiling for GPUs that are not here",
     "test_triton_sample_aot.py": "compiling for GPUs that are not here",
     "test_tune.py": "commands",
@@ -105,7 +103,6 @@ COSTLY = {
     "test_metal_attend_rows.py": 2,
     "test_metal_barriers.py": 3,
     "test_metal_kernels.py": 2,
-    "test_metal_many.py": 1,
     "test_metal_packed.py": 3,
     "test_metal_saap.py": 2,
     "test_metal_traffic.py": 2,
@@ -125,8 +122,6 @@ COSTLY = {
     "test_oracle_sample.py": 4,
     "test_triton_bench.py": 1,
     "test_triton_hf.py": 2,
-    "test_triton_hf_several.py": 2,
-    "test_triton_several.py": 3,
     "test_triton_traffic.py": 4,
 }
 

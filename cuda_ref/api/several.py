@@ -1,10 +1,16 @@
-"""Calls of several queries by operations of torch: docs/spec/several.md."""
+"""Calls of several queries by operations of torch."""
 
 from __future__ import annotations
 
 import torch
 
 from ..packed_rows import Rows
+
+
+def fold(queries: torch.Tensor) -> torch.Tensor:
+    """Return the queries of each head as heads of one query: ``(B, Hq, L, D)`` to ``(B, Hq * L, 1, D)``."""
+    B, Hq, L, D = queries.shape
+    return queries if L == 1 else queries.reshape(B, Hq * L, 1, D)
 
 
 def attend_own(

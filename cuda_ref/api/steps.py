@@ -11,14 +11,13 @@ from torch.nn import functional
 
 from mlx_sparse.common.key_codes import KeyCodes
 from mlx_sparse.common.packed_parts import first_rows
-from mlx_sparse.common.several import fold
 
 from ..checks import check_head_dim, check_real, rows
 from ..launchers import quest, torch_ops
 from ..launchers import saap as launchers
 from ..launchers.operands import operands
 from ..packed_rows import Rows
-from .several import attend_own
+from .several import attend_own, fold
 
 ASSIGNED_AT_ONCE = 1 << 26  # inner products of keys with centroids that are held at once
 MASS_BLOCK = 128  # any block size gives the same log-sum-exp

@@ -160,7 +160,7 @@ def _call_reasons(
     L, S = query.shape[2], key.shape[2]
     if L > reasons.VERIFY_QUERIES or S == L > 1:
         yield reasons.PROMPT
-    if L > 1 and not origin.cache.attn.verifies:
+    if L > 1:
         yield reasons.A_FEW
     if L * query.shape[1] // key.shape[1] > configs.LARGEST_GROUP:
         yield reasons.MANY_ROWS

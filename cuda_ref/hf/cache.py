@@ -12,11 +12,10 @@ from transformers.configuration_utils import PreTrainedConfig
 from mlx_sparse.checks import ConfigError
 from mlx_sparse.common.call_report import Report
 from mlx_sparse.common.key_codes import KeyCodes
-from mlx_sparse.common.several import fold
 from mlx_sparse.common.thresholds import Layer, Threshold, describe
 from mlx_sparse.methods import SparQ, parse
 
-from ..api.several import attend_own
+from ..api.several import attend_own, fold
 from ..launchers import torch_ops
 from . import require
 from .buffers import Buffers

@@ -8,9 +8,7 @@ from typing import Any, Protocol
 from ..checks import Sizes, check_choice, check_qkv, check_shape
 from . import stats
 from .block_layout import Layout
-from .key_codes import GROUP, KeyCodes, check_keys_t
-from .packed_parts import first_rows
-from .several import VERIFY, fold, group_sizes, is_sparse
+from .key_codes import KeyCodes, check_keys_t
 from .stats import Stats
 
 INF = float("inf")
@@ -68,46 +66,21 @@ class Call:
         left_padding: Any = None,
         backend: str = "auto",
         return_stats: bool | str = False,
-        verify: str = "dense",
     ) -> None:
-        self.library, self.function, self.verify = library, function, verify
+        self.library, self.function = library, function
         self.arrays = (queries, keys, values)
         for name, array in zip(("queries", "keys", "values"), self.arrays, strict=True):
             library.check_array(name, array)
         self.sizes = check_qkv(queries, keys, values)
         check_choice("return_stats", return_stats, (False, True, "mass"))
-        check_choice("verify", verify, VERIFY)
         self.left_padding = library.padding(left_padding, self.sizes, queries)
         self.scale = float(self.sizes.D**-0.5 if scale is None else scale)
-        self.backend = library.resolve(backend, function, group_sizes(self.sizes, verify), queries, keys, values)
+        self.backend = library.resolve(backend, function, self.sizes, queries, keys, values)
         self.return_stats = return_stats
 
     def sparse(self, attended: int) -> bool:
-        """Whether the call chooses among its keys, by a step that attends so many."""
-        return is_sparse(self.sizes, self.verify, attended)
-
-    @property
-    def step(self) -> tuple[Any, Any, Any]:
-        """Queries, keys and values of the one step that the call is, or chooses by (several.1), (several.2)."""
-        queries, keys, values = self.arrays
-        if self.sizes.L == 1:
-            return self.arrays
-        return fold(queries), first_rows(keys, self.seen), first_rows(values, self.seen)
-
-    @property
-    def seen(self) -> int:
-        """Keys that the first query sees."""
-        return self.sizes.S - self.sizes.L + 1
-
-    def first(self, keys_t: Any) -> Any:
-        """Component-major keys of those that the first query sees."""
-        if self.sizes.L == 1:
-            return keys_t
-        if not isinstance(keys_t, KeyCodes):
-            return None if keys_t is None else keys_t[..., : self.seen]
-        groups = self.seen // GROUP
-        words = keys_t.codes.shape[-1] // max(keys_t.lo.shape[-1], 1) * groups
-        return KeyCodes(keys_t.codes[..., :words], keys_t.lo[..., :groups], keys_t.step[..., :groups], keys_t.centre)
+        """Return True if a decode step that attends so many keys leaves any out; other calls are dense."""
+        return self.sizes.L == 1 and self.sizes.S > attended
 
     def check(self, name: str, array: Any, shape: tuple[int, ...], *, same_type: bool = False) -> None:
         """Check an optional array beside keys and values; ``same_type``: the backends may want that of the keys."""
@@ -129,13 +102,9 @@ class Call:
         return self.library.load(function, self.backend)
 
     def run(self, **parameters: Any) -> Any:
-        """Call the function of the backend: for several queries over what the first one sees, then their own keys."""
-        run, given = self.load(self.function), {"scale": self.scale, "left_padding": self.left_padding}
-        found = run(*self.step, **given, **parameters)
-        if self.sizes.L == 1:
-            return found
-        out, lse, *more = found
-        return *self.load("attend_own")(*self.arrays, out, lse, **given), *more
+        """Call the function of the backend."""
+        run = self.load(self.function)
+        return run(*self.arrays, scale=self.scale, left_padding=self.left_padding, **parameters)
 
     def dense(self, layout: Layout | None = None) -> Any:
         """Dense attention, of a piece of a prompt if there is a ``layout``."""
@@ -156,11 +125,10 @@ class Call:
         return (out, self.record(lse, count, attended)) if self.return_stats else out
 
     def record(self, lse: Any, count: Callable[..., int], top_k: int) -> Stats:
-        """The `Stats` of a step that attended ``top_k`` keys, and of several queries their own keys besides."""
+        """Return the `Stats` of a step that attended ``top_k`` keys."""
         n = self.sizes
-        moved, dense = count(self.seen, n.D, top_k=top_k), stats.dense_elements(n.S, n.D)
-        own = n.L - 1
-        return Stats(moved + 2 * own * n.D, dense, min(top_k + own, n.S) / n.S, self.mass(lse))
+        moved, dense = count(n.S, n.D, top_k=top_k), stats.dense_elements(n.S, n.D)
+        return Stats(moved, dense, min(top_k, n.S) / n.S, self.mass(lse))
 
     def mass(self, lse: Any) -> Any:
         """The retained mass behind ``lse``, if it was asked for: one dense pass over the keys."""

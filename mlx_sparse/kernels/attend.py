@@ -8,7 +8,6 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ..common.packed_rows import Rows
-from . import attend_rows
 from .launch import KEPT, LANES, Form, Kernel, Launch, integer, parts_of, real, row_template
 from .merge import GROUPS, UNSPLIT, merging
 from .select import ITEMS
@@ -67,15 +66,6 @@ def heads_of(D: int, G: int) -> tuple[int, int]:
     return heads, 16 if 4 * chunks * (heads + 4) <= 48 else 8
 
 
-def in_rows(D: int, G: int) -> bool:
-    """Whether a group is one for the matrix units (`attend_rows`), as shares of it would read the list's rows again.
-
-    A group that one threadgroup of these kernels holds is better off here: rows go from memory to registers without
-    waiting in threadgroup memory, and no rows of a matrix are idle.
-    """
-    return heads_of(D, G)[0] < G and attend_rows.takes(D, G)
-
-
 def _narrow(indices: mx.array, keys: int) -> mx.array:
     """As int32; 64-bit numbers past its range must not come back as keys."""
     if indices.dtype == mx.int32:
@@ -121,8 +111,6 @@ def attend_indices(
     assert form == other
     listed = _narrow(indices, capacity)
     used = _no_counts() if counts is None else counts.astype(mx.int32)
-    if isinstance(keys, mx.array) and isinstance(values, mx.array) and not mixed and in_rows(D, Hq // Hkv):
-        return attend_rows.attend_listed(queries, keys, values, listed, used, counted, scale=scale, length=length)
     launch = _attending(B, Hq, Hkv, D, N, queries.dtype, length, scale, counted, mixed, form)
     rows = queries, *key_parts, *value_parts, listed
     if reallocation is not None:
@@ -172,7 +160,7 @@ def _attending(
 
 def takes_candidates(D: int, G: int, candidates: int, top_k: int) -> bool:
     """Whether `attend_candidates` reads so many candidates once, and one threadgroup works off the list."""
-    return not in_rows(D, G) and top_k <= UNSPLIT and candidates <= ITEMS * LANES * heads_of(D, G)[1]
+    return top_k <= UNSPLIT and candidates <= ITEMS * LANES * heads_of(D, G)[1]
 
 
 def attend_candidates(

@@ -17,9 +17,6 @@ KEYS_PER_ROW = 16
 
 _ROWS = ("queries", "keys", "values")
 ROWS = Kernel("attend_rows", "attend_rows.h", (*_ROWS, "left_padding", "length", "scale"), ("out", "lse"))
-LISTED = Kernel(
-    "attend_rows_indices", "attend_rows.h", (*_ROWS, "indices", "counts", "length", "scale"), ("out", "lse")
-)
 
 
 def takes(D: int, rows: int) -> bool:
@@ -40,7 +37,7 @@ def shape_of(D: int, itemsize: int, rows: int) -> tuple[int, int]:
 
 
 def splits_of(N: int, lists: int, rows: int) -> int:
-    """Threadgroups that share ``N`` keys, or entries of a list, when there are ``lists`` groups of ``rows``."""
+    """Threadgroups that share ``N`` keys when there are ``lists`` groups of ``rows``."""
     return min(-(-N // max(UNSPLIT, -(-N * lists // GROUPS))), max(N // (KEYS_PER_ROW * rows), 1))
 
 
@@ -77,28 +74,6 @@ def attend_rows(
     return out.reshape(queries.shape), lse.reshape(B, Hq, L)
 
 
-def attend_listed(
-    queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    indices: mx.array,
-    counts: mx.array,
-    counted: bool,
-    *,
-    scale: float,
-    length: int,
-) -> tuple[mx.array, mx.array]:
-    """`attend.attend_indices` for groups of many rows; ``indices`` are int32, and so are ``counts`` if ``counted``."""
-    (B, Hq, _, D), Hkv, N = queries.shape, keys.shape[1], indices.shape[2]
-    keys, values = of_one_type(keys, values)
-    G = Hq // Hkv
-    launch = _attending(B, Hkv, G, D, N, queries.dtype, keys.dtype, length, scale, counted)
-    out, lse = launch(queries, keys, values, indices, counts)
-    if splits_of(N, B * Hkv, G) > 1:
-        out, lse = merging(B, Hkv, G, D, queries.dtype)(out, lse)
-    return out.reshape(queries.shape), lse.reshape(B, Hq, 1)
-
-
 @lru_cache(maxsize=KEPT)
 def _attending(
     B: int,
@@ -110,21 +85,19 @@ def _attending(
     row_type: mx.Dtype,
     length: int,
     scale: float,
-    counted: bool | None = None,
 ) -> Launch:
-    """Over ``N`` keys, or entries of a list if it is known whether those are ``counted``.
+    """Build the launch over ``N`` keys.
 
     Its outputs are ``out (B, Hkv, splits, rows, D)``, in float32 if there are several splits, and float32
     ``lse (B, Hkv, splits, rows)``.
     """
     splits, (in_group, staged) = splits_of(N, B * Hkv, rows), shape_of(D, row_type.size, rows)
     statistic = (B, Hkv, splits, rows)
-    template = {"T": row_type, "D": D, "ROWS": in_group, "KEYS": staged}
     return Launch(
-        ROWS if counted is None else LISTED,
+        ROWS,
         [((*statistic, D), dtype if splits == 1 else mx.float32), (statistic, mx.float32)],
         [integer(length), real(scale)],
-        template=template if counted is None else {**template, "COUNTED": counted},
+        template={"T": row_type, "D": D, "ROWS": in_group, "KEYS": staged},
         groups=(splits, Hkv * -(-rows // in_group), B),
         threads=in_group // SIDE * LANES,
     )

@@ -14,11 +14,9 @@ from .attend import attend_indices
 from .launch import Kernel, integer
 from .select import top_k_select
 
-PAGES, THREADS, MANY_THREADS = 64, 256, 512  # per threadgroup
+PAGES, THREADS = 64, 256  # per threadgroup
 
-_SCORED = ("queries", "page_min", "page_max", "pages")
-SCORES = Kernel("quest_scores", "threadgroup.h", _SCORED, ("scores",))
-MANY_SCORES = Kernel("quest_many_scores", "threadgroup.h", _SCORED, ("scores",))
+SCORES = Kernel("quest_scores", "threadgroup.h", ("queries", "page_min", "page_max", "pages"), ("scores",))
 
 
 def quest_select(
@@ -41,13 +39,12 @@ def quest_select(
     length = keys.shape[2] if length is None else length
     (B, Hkv, _, D), count = page_min.shape, -(-length // page_size)
     G = queries.shape[1] // Hkv
-    many = registry.METAL_GROUP < G
-    (scores,) = (MANY_SCORES if many else SCORES)(
+    (scores,) = SCORES(
         {"queries": queries, "page_min": page_min, "page_max": page_max, "pages": integer(count)},
         [((B, Hkv, count), mx.float32)],
         template={"T": page_min.dtype, "D": D, "G": G},
         groups=(-(-count // PAGES), Hkv, B),
-        threads=MANY_THREADS if many else THREADS,
+        threads=THREADS,
     )
     first = None if left_padding is None else left_padding // page_size
     pages = top_k_select(scores, top_k=-(-top_k // page_size), local_window=1, left_padding=first)

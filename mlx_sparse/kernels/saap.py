@@ -1,7 +1,7 @@
 """SAAP on the GPU: docs/spec/saap.md, equations (saap.5) to (saap.10).
 
 A decode step is three launches or four: the router, the list of keys, and attention over it; one more merges the parts
-of a list of more than 512 keys. More than 16 query rows take a launch for each layer of the router and one to choose.
+of a list of more than 512 keys.
 """
 
 from __future__ import annotations
@@ -12,11 +12,8 @@ import mlx.core as mx
 import numpy as np
 
 from ..common.csr import saap_index
-from ..methods.registry import METAL_GROUP
 from .attend import attend_indices
 from .launch import LANES, Kernel, integer, padding_or_zeros
-from .sparq import sparq_candidates
-from .sparq_many import ROWS
 
 THREADS, SHARES = 512, 8
 LIST_TILE, LIST_THREADS = 1024, 256
@@ -27,8 +24,6 @@ ROUTE = Kernel(
     ("queries", "hidden_weight", "hidden_bias", "out_weight", "out_bias", "probes"),
     ("units", "bits", "visited"),
 )
-MANY_LAYER = Kernel("saap_many_layer", "saap_many_layer.h", ("below", "weight", "bias"), ("units", "statistics"))
-UNITS = 128  # of a threadgroup of it: MANY_TILE
 INDICES = Kernel(
     "saap_indices",
     "saap_indices.h",
@@ -69,8 +64,6 @@ def saap_route(
     B, Hq, _, D = queries.shape
     Hkv, _, C = out_weight.shape
     G = Hq // Hkv
-    if G > METAL_GROUP:
-        return _route_many(queries, (hidden_weight, hidden_bias), (out_weight, out_bias), probes)
     hidden = () if hidden_weight is None else (hidden_weight.shape[2],)
     # Fewer than eight elements would come in another address space, where they are read one by one.
     width, threads = shape_of(G, C, *hidden) if out_weight.size >= 8 else (1, LANES)
@@ -91,38 +84,6 @@ def saap_route(
         threads=threads,
     )
     return visited
-
-
-_Layer = tuple[mx.array | None, mx.array | None]  # weight and bias
-
-
-def _route_many(queries: mx.array, hidden: _Layer, out: tuple[mx.array, mx.array | None], probes: int) -> mx.array:
-    """`saap_route` for more query rows than a thread has sums of."""
-    B, Hq, _, D = queries.shape
-    Hkv, _, C = out[0].shape
-    G = Hq // Hkv
-    rows = -(-G // ROWS) * ROWS
-    grouped = queries.reshape(B, Hkv, G, D).swapaxes(-1, -2).astype(mx.float32)
-    below = mx.pad(grouped, [(0, 0), (0, 0), (0, 0), (0, rows - G)])
-    if hidden[0] is not None:
-        below, _ = _layer(below, hidden[0], hidden[1], rows, relu=True)
-    logits, statistics = _layer(below, *out, G, relu=False)
-    best = sparq_candidates(B, Hkv, G, C, top_k=probes, local_window=0, group_reduce="softmax", narrow=False)
-    _, visited, _ = best(logits, statistics, padding_or_zeros(None, B))
-    return visited
-
-
-def _layer(below: mx.array, weight: mx.array, bias: mx.array | None, G: int, *, relu: bool) -> list[mx.array]:
-    """Units ``(B, Hkv, C, G)`` above ``below (B, Hkv, I, ROWS)``, and the statistics of their tiles."""
-    (B, Hkv, _, rows), C = below.shape, weight.shape[2]
-    tiles = -(-C // UNITS)
-    return MANY_LAYER(
-        {"below": below, "weight": weight, "bias": _zeros(Hkv, C) if bias is None else bias},
-        [((B, Hkv, C, G), mx.float32), ((B, Hkv, tiles, G, 2), mx.float32)],
-        template={"G": G, "ROWS": rows, "RELU": relu},
-        groups=(tiles, Hkv, B),
-        threads=rows * LANES // ROWS,
-    )
 
 
 def saap_indices(

@@ -1,8 +1,7 @@
 """SparQ attention on the GPU: docs/spec/sparq.md, equations (sparq.1) to (sparq.10), (sparq.21).
 
 Three launches: the logits of all keys, the best keys of each tile, and attention over the best of those. One more finds
-these where the mean value is mixed in or a list of more than 512 keys is shared out, and one merges its parts. For
-more than 16 query rows of a KV head no logits are written: `sparq_many`.
+these where the mean value is mixed in or a list of more than 512 keys is shared out, and one merges its parts.
 """
 
 from __future__ import annotations
@@ -14,11 +13,9 @@ import mlx.core as mx
 
 from ..common.key_codes import GROUP, KeyCodes
 from ..common.packed_rows import Rows
-from ..methods.registry import METAL_GROUP
-from . import sparq_many
 from .attend import Reallocation, attend_candidates, attend_indices, takes_candidates
 from .launch import KEPT, Form, Kernel, Launch, integer, padding_or_zeros, parts_of, real, row_template
-from .select import listing, merge, scored_listing, tiles_of
+from .select import listing, merge, tiles_of
 
 KEYS = 4  # per thread: SCORE_KEYS
 THREADS = 256
@@ -176,7 +173,7 @@ class Launches(NamedTuple):
         attend: None where one launch cannot attend to the best of all tiles.
     """
 
-    scores: Launch | sparq_many.Passes
+    scores: Launch
     candidates: Launch
     attend: Launch | None
 
@@ -203,9 +200,6 @@ def launches(
     B, Hq, _, D = queries
     Hkv = keys[1]
     sizes = (B, Hkv, Hq // Hkv, D, length)
-    if Hq // Hkv > METAL_GROUP:
-        many: dict[str, Any] = {"rank": rank, "scale": scale, "weighted": weighted, "key_bits": key_bits, "form": form}
-        return _of_many(sizes, top_k, local_window, group_reduce, exact, by_rows=by_rows, **many)
     narrow = (by_rows or key_bits < 16) and not exact and group_reduce == "softmax"
     how: dict[str, Any] = {"rank": rank, "scale": scale, "weighted": weighted}
     if by_rows:
@@ -224,41 +218,20 @@ def launches(
     return Launches(scores, candidates, attend)
 
 
-def _of_many(
-    sizes: tuple[int, int, int, int, int],
-    top_k: int,
-    local_window: int,
-    group_reduce: str,
-    exact: bool,
-    **how: Any,
-) -> Launches:
-    """Those for more query rows than a thread holds logits of."""
-    B, Hkv, G, _, length = sizes
-    sums = sparq_many.SOFTMAX_SUMS if group_reduce == "softmax" else sparq_many.LOGIT_SUMS
-    tiles = _code_tiles(length) if how["key_bits"] < 16 else -(-length // CODE_TILE)
-    passes = sparq_many.Passes(sizes, **how, tiles=tiles, makes=sparq_many.LOGITS if exact else sums)
-    if not exact:
-        return Launches(passes, scored_listing(B, Hkv, length, local_window, top_k), None)
-    candidates = sparq_candidates(
-        B, Hkv, G, length, top_k=top_k, local_window=local_window, group_reduce=group_reduce, narrow=False
-    )
-    return Launches(passes, candidates, None)
-
-
 class Choice(NamedTuple):
     """What a step's first two launches make.
 
     Attributes:
         bits, indices: of a `select.listing`.
-        logits: of `sparq_scores`, `sparq_code_scores` or `sparq_row_scores`, or what `sparq_many.Passes` makes.
-        softmax: of `sparq_candidates`; None of sums.
+        logits: of `sparq_scores`, `sparq_code_scores` or `sparq_row_scores`.
+        softmax: of `sparq_candidates`.
         attend: of `launches`.
     """
 
     bits: mx.array
     indices: mx.array
     logits: mx.array
-    softmax: mx.array | None
+    softmax: mx.array
     attend: Launch | None
 
 
@@ -323,8 +296,8 @@ def choose(
     )
     padding = padding_or_zeros(left_padding, keys.shape[0])
     logits, *statistics = step.scores(queries, *scored, padding)
-    bits, indices, *softmax = step.candidates(logits, *statistics, padding)
-    return Choice(bits, indices, logits, softmax[0] if softmax else None, step.attend)
+    bits, indices, softmax = step.candidates(logits, *statistics, padding)
+    return Choice(bits, indices, logits, softmax, step.attend)
 
 
 def _some(coded: KeyCodes, key_bits: int) -> KeyCodes:
@@ -372,7 +345,6 @@ def sparq_attention(
     reallocation = None
     if reallocate:
         assert value_mean is not None
-        assert found.softmax is not None
         reallocation = Reallocation(found.logits, found.softmax, value_mean.astype(mx.float32))
     indices = merge(found.bits, found.indices, top_k)
     return attend_indices(queries, keys, values, indices, scale=scale, length=length, reallocation=reallocation)

@@ -20,7 +20,7 @@ QK_NORMS |= {"query_layernorm", "key_layernorm", "qk_norm"}
 NEVER = 1 << 40  # keys; as `shortest_context`: not at any context
 SLACK = 2  # the best keys are not evenly spread over machines that share them
 # Fields that decide whether and how a backend is called.
-SWITCHES = frozenset({"dense_below", "dense_above", "ranges", "verify"})
+SWITCHES = frozenset({"dense_below", "dense_above", "ranges"})
 
 
 @dataclass(frozen=True)
@@ -87,16 +87,12 @@ class Method:
     sparse: ClassVar[bool] = True
     observes_prompts: ClassVar[bool] = False
     before_rope: ClassVar[bool] = False
+    verifies: ClassVar[bool] = False  # until the exporter no longer asks
 
     @property
     def attended(self) -> int:
         """Keys attended per step and KV head; contexts of up to this many keys are attended densely."""
         raise ConfigError(f"attn: expected a sparse method, got {self.name}.")
-
-    @property
-    def verifies(self) -> bool:
-        """Whether calls of a few queries make one choice of keys for all of them (docs/spec/several.md)."""
-        return getattr(self, "verify", "dense") == "sparse"
 
     @property
     def together(self) -> int:

@@ -7,9 +7,8 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..checks import check_choice, check_int
+from ..checks import check_int
 from ..common import stats
-from ..common.several import VERIFY
 from .base import NEVER, Method, Step, share_of
 from .cost import ENOUGH_SAVED
 
@@ -26,8 +25,6 @@ class Quest(Method):
             ``4 * top_k`` with the `ops` backend, where a listed row takes 2.5 times as long as one of dense attention
             (docs/results/speed.md), and what saves `ENOUGH_SAVED` bytes with kernels on a GPU. For a ``top_k`` below
             the default, which is for experiments on short texts, it is none.
-        verify: calls of 2 to 16 queries (the check of a draft model's tokens, a short turn) are "dense", or "sparse"
-            with one choice of keys for all of them (docs/spec/several.md).
     """
 
     name: ClassVar[str] = "quest"
@@ -42,14 +39,12 @@ class Quest(Method):
     page_size: int = 16
     top_k: int = 1024
     dense_below: str | int = "auto"
-    verify: str = "dense"
 
     def __post_init__(self) -> None:
         if self.dense_below != "auto":
             check_int("dense_below", self.dense_below, 0)
         check_int("page_size", self.page_size, 1)
         check_int("top_k", self.top_k, 1)
-        check_choice("verify", self.verify, VERIFY)
 
     @property
     def attended(self) -> int:

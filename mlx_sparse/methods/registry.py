@@ -14,7 +14,7 @@ from ..common.functions import Functions
 from .table import BACKENDS, FOREIGN, FUNCTIONS, HOOKS, STATES
 
 # What the Metal kernels keep in registers and threadgroup memory bounds the head dim and the query rows of a KV head:
-# of up to METAL_GROUP a thread has all sums, of up to METAL_ROWS the SIMD groups of a threadgroup.
+# a thread keeps the sums of up to METAL_GROUP rows; `attend_rows`, the dense check, takes up to METAL_ROWS.
 METAL_HEAD_DIM, METAL_GROUP, METAL_ROWS = 256, 16, 128
 # These run on the matrix units, in tiles of 16 components and rows of any head.
 MATRIX_FUNCTIONS = frozenset({"sample", "sample_scores", "sample_select", "attend_blocks"})
@@ -83,8 +83,8 @@ def unfit(backend: str, function: str, D: int, G: int, bits: int | None = None) 
         return None if fits else f"its kernels take head dims that are multiples of 16 up to {METAL_HEAD_DIM}, not {D}"
     if backend == "metal" and (D % 4 or not 8 <= D <= METAL_HEAD_DIM):
         return f"its kernels take head dims that are multiples of 4 from 8 to {METAL_HEAD_DIM}, not {D}"
-    if backend == "metal" and G > METAL_ROWS:
-        return f"its kernels take up to {METAL_ROWS} query rows per KV head, not {G}"
+    if backend == "metal" and G > METAL_GROUP:
+        return f"its kernels take up to {METAL_GROUP} query heads per KV head, not {G}"
     return None
 
 

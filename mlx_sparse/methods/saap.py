@@ -8,7 +8,6 @@ from typing import ClassVar
 
 from ..checks import MAX_BUCKETS, ConfigError, check_choice, check_int
 from ..common import stats
-from ..common.several import VERIFY
 from .base import NEVER, Method, Step
 from .cost import ENOUGH_SAVED, GATHERED_ROW, ROUTING_HEADS
 
@@ -33,8 +32,6 @@ class SAAP(Method):
             backend where dense attention reads `GATHERED_ROW` times the rows of a step, the query network counted as
             rows, and none for fewer ``recent_tokens`` than the default, which are for experiments on short texts. It is
             not measured on the user's machine, as its time depends on how the keys of a text fall into the buckets.
-        verify: calls of 2 to 16 queries (the check of a draft model's tokens, a short turn) are "dense", or "sparse"
-            with one choice of keys for all of them (docs/spec/several.md).
     """
 
     name: ClassVar[str] = "saap"
@@ -56,7 +53,6 @@ class SAAP(Method):
     dense_layers: int = 1
     fold_every: int = 256
     dense_below: str | int = "auto"
-    verify: str = "dense"
 
     def __post_init__(self) -> None:
         check_choice("mode", self.mode, ("trained", "kmeans", "online"))
@@ -77,7 +73,6 @@ class SAAP(Method):
         check_int("fold_every", self.fold_every, 1)
         if self.dense_below != "auto":
             check_int("dense_below", self.dense_below, 0)
-        check_choice("verify", self.verify, VERIFY)
 
     @property
     def file(self) -> str | None:

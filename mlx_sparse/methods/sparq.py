@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 from ..checks import check_choice, check_int, check_local_window, check_rank
 from ..common import stats
 from ..common.key_codes import KEY_BITS
-from ..common.several import VERIFY
 from .base import NEVER, Method, Step, share_of
 from .cost import ENOUGH_SAVED
 
@@ -43,8 +42,6 @@ class SparQ(Method):
             (`mlx-sparse calibrate`), before that ``16 * top_k`` with the `ops` backend, about where it begins to pay
             (docs/results/speed.md), and `pays_from` with kernels on a GPU. For a ``top_k`` below the default, which is
             for experiments on short texts, it is none.
-        verify: calls of 2 to 16 queries (the check of a draft model's tokens, a short turn) are "dense", or "sparse"
-            with one choice of keys for all of them (docs/spec/several.md).
     """
 
     name: ClassVar[str] = "sparq"
@@ -80,7 +77,6 @@ class SparQ(Method):
     key_bits: int = 4
     score: str = "rows"
     dense_below: str | int = "auto"
-    verify: str = "dense"
 
     def __post_init__(self) -> None:
         if self.dense_below != "auto":
@@ -93,7 +89,6 @@ class SparQ(Method):
         check_choice("component_score", self.component_score, ("auto", "query", "query_key"))
         check_choice("key_bits", self.key_bits, KEY_BITS)
         check_choice("score", self.score, ("rows", "copy"))
-        check_choice("verify", self.verify, VERIFY)
 
     def for_model(self, *, qk_norm: bool, grouped: bool = True) -> SparQ:
         auto = "query_key" if qk_norm or (self.key_bits < 16 and grouped) else "query"

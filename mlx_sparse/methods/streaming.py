@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..checks import check_block_size, check_choice, check_int, check_share
+from ..checks import check_block_size, check_int, check_share
 from ..common import stats
-from ..common.several import VERIFY
 from .base import Method, Prefill
 
 
@@ -18,8 +17,6 @@ class Streaming(Method):
     Attributes:
         sink_tokens: first keys that are attended.
         recent_tokens: last keys that are attended, at least 1.
-        verify: calls of 2 to 16 queries (the check of a draft model's tokens, a short turn) are "dense", or "sparse"
-            with one choice of keys for all of them (docs/spec/several.md).
     """
 
     name: ClassVar[str] = "streaming"
@@ -30,12 +27,10 @@ class Streaming(Method):
 
     sink_tokens: int = 16
     recent_tokens: int = 112
-    verify: str = "dense"
 
     def __post_init__(self) -> None:
         check_int("sink_tokens", self.sink_tokens, 0)
         check_int("recent_tokens", self.recent_tokens, 1)
-        check_choice("verify", self.verify, VERIFY)
 
     @property
     def attended(self) -> int:

@@ -130,11 +130,6 @@ FUNCTIONS: Mapping[str, Mapping[str, str]] = {
         "metal": "kernels.attend:attend_indices",
         "triton": "cuda_ref.api.steps:attend_indices",
     },
-    "attend_own": {
-        "ops": "ops.several:attend_own",
-        "metal": "ops.several:attend_own",
-        "triton": "cuda_ref.api.several:attend_own",
-    },
     "top_k_select": {
         "oracle": "oracle:top_k_select",
         "ops": "ops.select:top_k_select",

@@ -51,6 +51,11 @@ METHODS: Mapping[str, type[Method]] = {
     )
 }
 
+# Options of earlier versions by method, key and value ("*" is any), and what takes their place.
+REMOVED: Mapping[tuple[str, str, object], str] = {
+    ("*", "verify", "*"): "was removed: multi-token calls are dense",
+}
+
 
 def parse(text: str, base: Mapping[str, Method] | None = None) -> tuple[Method, ...]:
     """Read METHOD[:key=value,...][+METHOD...].
@@ -174,6 +179,8 @@ def _build(name: str, options: Mapping[str, Any], base: Method | None) -> Method
     cls = _class(name)
     known = [field.name for field in dataclasses.fields(cls)]
     settings = dict(options)
+    for key, value in settings.items():
+        _check_removed(name, key, value)
     preset = settings.pop("preset", None)
     if preset is not None and preset not in list(cls.presets):
         listed = ", ".join(cls.presets) or "none"
@@ -184,6 +191,13 @@ def _build(name: str, options: Mapping[str, Any], base: Method | None) -> Method
             raise ConfigError(f"{name}: expected one of the keys {', '.join(keys)}, got {key!r}.{meant(key, keys)}")
     inherited = {key: getattr(base, key) for key in known} if base is not None else {}
     return cls(**{**inherited, **cls.presets.get(preset or "", {}), **settings})
+
+
+def _check_removed(name: str, key: str, value: object) -> None:
+    """Raise `ConfigError` for an option of an earlier version, with the option that takes its place."""
+    for (method, old, old_value), replacement in REMOVED.items():
+        if method in ("*", name) and old == key and old_value in ("*", value):
+            raise ConfigError(f"{name}: {key}={value} {replacement}.")
 
 
 def _split_pair(method: str, pair: str) -> tuple[str, Any]:

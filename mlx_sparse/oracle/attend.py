@@ -158,14 +158,11 @@ def with_stats(
     top_k: int,
     return_stats: bool | str,
 ) -> Any:
-    """What a public function returns for a step that attended ``top_k`` keys and moved so many elements.
-
-    A call of several queries has moved and attended its own keys besides.
-    """
+    """What a public function returns for a step that attended ``top_k`` keys and moved so many elements."""
     if not return_stats:
         return out
-    own, (S, D) = qkv[0].shape[2] - 1, qkv[1].shape[2:]
+    S, D = qkv[1].shape[2:]
     mass = None
     if return_stats == "mass":
         mass = retained_mass(lse, dense_with_lse(*qkv, scale=scale, left_padding=left_padding)[1])
-    return out, Stats(moved + 2 * own * D, dense_elements(S, D), min(top_k + own, S) / S, mass)
+    return out, Stats(moved, dense_elements(S, D), min(top_k, S) / S, mass)

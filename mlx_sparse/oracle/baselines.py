@@ -8,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ..checks import check_choice, check_decode_step, check_int, check_local_window, check_qkv, check_shape
-from ..common.several import VERIFY, is_sparse
 from ..common.stats import (
     Stats,
     dense_elements,
@@ -28,7 +27,6 @@ from .attend import (
     with_stats,
 )
 from .select import top_k_select, valid_keys
-from .several import several
 
 Array = npt.NDArray[Any]
 
@@ -40,7 +38,6 @@ def streaming_attention(
     *,
     sink_tokens: int = 16,
     recent_tokens: int = 112,
-    verify: str = "dense",
     scale: float | None = None,
     left_padding: npt.ArrayLike | None = None,
     backend: str = "auto",
@@ -52,23 +49,18 @@ def streaming_attention(
     n = check_qkv(q, k, v)
     check_int("sink_tokens", sink_tokens, 0)
     check_int("recent_tokens", recent_tokens, 1)
-    check_choice("verify", verify, VERIFY)
     top_k = sink_tokens + recent_tokens
-    if n.L > 1 and not is_sparse(n, verify, top_k):
+    if n.L > 1:
         return dense_attention(q, k, v, scale=scale, left_padding=left_padding, return_stats=return_stats)
     scale = n.D**-0.5 if scale is None else scale
 
-    def step(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-        S = k.shape[2]
-        valid = valid_keys(n.B, S, left_padding)
-        first = np.argmax(valid, axis=1)[:, None]
-        sinks = valid & (np.arange(S) < first + sink_tokens)
-        scores = np.where(sinks, 1.0, -np.inf)[:, None, :].repeat(n.Hkv, axis=1)
-        indices = top_k_select(scores, top_k=top_k, local_window=recent_tokens, left_padding=left_padding)
-        return attend_indices(q, k, v, indices, scale=scale)
-
-    out, lse = several(step, q, k, v, scale=scale, left_padding=left_padding)
-    moved = streaming_elements(n.S - n.L + 1, n.D, top_k=top_k)
+    valid = valid_keys(n.B, n.S, left_padding)
+    first = np.argmax(valid, axis=1)[:, None]
+    sinks = valid & (np.arange(n.S) < first + sink_tokens)
+    scores = np.where(sinks, 1.0, -np.inf)[:, None, :].repeat(n.Hkv, axis=1)
+    indices = top_k_select(scores, top_k=top_k, local_window=recent_tokens, left_padding=left_padding)
+    out, lse = attend_indices(q, k, v, indices, scale=scale)
+    moved = streaming_elements(n.S, n.D, top_k=top_k)
     return with_stats(out, lse, (q, k, v), scale, left_padding, moved, top_k, return_stats)
 
 

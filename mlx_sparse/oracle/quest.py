@@ -7,12 +7,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..checks import check_choice, check_int, check_qkv, check_shape
-from ..common.several import VERIFY, is_sparse
+from ..checks import check_int, check_qkv, check_shape
 from ..common.stats import quest_elements
 from .attend import attend_indices, check_backend, dense_attention, float64, with_stats
 from .select import ranked, top_k_select, valid_keys
-from .several import several
 
 Array = npt.NDArray[Any]
 
@@ -83,7 +81,6 @@ def quest_attention(
     left_padding: npt.ArrayLike | None = None,
     page_min: npt.ArrayLike | None = None,
     page_max: npt.ArrayLike | None = None,
-    verify: str = "dense",
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
@@ -96,21 +93,14 @@ def quest_attention(
     pages = -(-n.S // page_size)
     for name, bounds in (("page_min", page_min), ("page_max", page_max)):
         check_shape(name, None if bounds is None else np.asarray(bounds), (n.B, n.Hkv, pages, n.D))
-    check_choice("verify", verify, VERIFY)
     attended = -(-top_k // page_size) * page_size
-    if not is_sparse(n, verify, attended):
+    if n.L > 1 or n.S <= attended:
         return dense_attention(q, k, v, scale=scale, left_padding=left_padding, return_stats=return_stats)
     scale = n.D**-0.5 if scale is None else scale
 
-    def step(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-        seen = -(-k.shape[2] // page_size)
-        given = {
-            name: None if bounds is None else np.asarray(bounds)[:, :, :seen]
-            for name, bounds in (("page_min", page_min), ("page_max", page_max))
-        }
-        indices, _ = quest_select(q, k, page_size=page_size, top_k=top_k, left_padding=left_padding, **given)
-        return attend_indices(q, k, v, indices, scale=scale)
-
-    out, lse = several(step, q, k, v, scale=scale, left_padding=left_padding)
-    moved = quest_elements(n.S - n.L + 1, n.D, top_k=attended, page_size=page_size)
+    indices, _ = quest_select(
+        q, k, page_size=page_size, top_k=top_k, left_padding=left_padding, page_min=page_min, page_max=page_max
+    )
+    out, lse = attend_indices(q, k, v, indices, scale=scale)
+    moved = quest_elements(n.S, n.D, top_k=attended, page_size=page_size)
     return with_stats(out, lse, (q, k, v), scale, left_padding, moved, attended, return_stats)

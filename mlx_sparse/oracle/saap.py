@@ -8,12 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..checks import check_choice, check_int, check_qkv, check_saap, check_shape
-from ..common.several import VERIFY, is_sparse
+from ..checks import check_int, check_qkv, check_saap, check_shape
 from ..common.stats import saap_elements
 from .attend import attend_indices, check_backend, dense_attention, float64, softmax_lse, with_stats
 from .select import ranked, valid_keys
-from .several import several
 
 Array = npt.NDArray[Any]
 
@@ -258,13 +256,12 @@ def saap_attention(
     visited: npt.ArrayLike,
     sink_tokens: int = 1,
     recent_tokens: int = 2047,
-    verify: str = "dense",
     scale: float | None = None,
     left_padding: npt.ArrayLike | None = None,
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """One decode step over sinks, recent keys and the keys of the visited buckets, or a call of several queries.
+    """One decode step over sinks, recent keys and the keys of the visited buckets.
 
     The arguments are those of `mlx_sparse.saap_attention`.
 
@@ -277,28 +274,23 @@ def saap_attention(
     ids, chosen = np.asarray(bucket_ids), np.asarray(visited)
     check_saap(n, ids, chosen, sink_tokens, recent_tokens)
     check_shape("left_padding", None if left_padding is None else np.asarray(left_padding), (n.B,))
-    check_choice("verify", verify, VERIFY)
-    if not is_sparse(n, verify, sink_tokens + recent_tokens):
+    if n.L > 1 or n.S <= sink_tokens + recent_tokens:
         return dense_attention(q, k, v, scale=scale, left_padding=left_padding, return_stats=return_stats)
     scale = n.D**-0.5 if scale is None else scale
-    ids = ids[..., : n.S - n.L + 1]
     attended = saap_keys(ids, chosen, sink_tokens, recent_tokens, left_padding)
     counts = attended.sum(axis=-1)
     indices = np.full(ids.shape, -1, dtype=np.int32)
     for b, h in np.ndindex(n.B, n.Hkv):
         indices[b, h, : counts[b, h]] = np.flatnonzero(attended[b, h])
 
-    def step(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-        return attend_indices(q, k, v, indices, scale=scale)
-
-    out, lse = several(step, q, k, v, scale=scale, left_padding=left_padding)
+    out, lse = attend_indices(q, k, v, indices, scale=scale)
     if not return_stats:
         return out
     mean = float(counts.mean())
     moved = saap_elements(n.D, round(mean))
     _, stats = with_stats(out, lse, (q, k, v), scale, left_padding, moved, 0, return_stats)
     share = selectivity(ids, chosen, sink_tokens, recent_tokens, left_padding)
-    return out, replace(stats, density=(mean + n.L - 1) / n.S, selectivity=share)
+    return out, replace(stats, density=mean / n.S, selectivity=share)
 
 
 def saap_keys(

@@ -9,12 +9,10 @@ import numpy.typing as npt
 
 from ..checks import check_choice, check_int, check_local_window, check_qkv, check_rank, check_shape
 from ..common.key_codes import KEY_BITS, KeyCodes, check_keys_t
-from ..common.several import VERIFY, is_sparse
 from ..common.stats import dense_elements, sparq_elements
 from .attend import attend_indices, check_backend, dense_attention, float64, softmax_lse, with_stats
 from .key_codes import approximate_keys, code_keys, key_spread
 from .select import ranked, top_k_select, valid_keys
-from .several import several
 
 Array = npt.NDArray[Any]
 
@@ -110,11 +108,10 @@ def sparq_attention(
     left_padding: npt.ArrayLike | None = None,
     keys_t: npt.ArrayLike | KeyCodes | None = None,
     value_mean: npt.ArrayLike | None = None,
-    verify: str = "dense",
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """One decode step of SparQ attention, or a call of several queries.
+    """Run one decode step of SparQ attention; calls of several queries are dense.
 
     The arguments are those of `mlx_sparse.sparq_attention`. ``keys_t`` holds nothing that ``keys`` does not, so it is
     only checked for its shape.
@@ -135,40 +132,33 @@ def sparq_attention(
     check_choice("key_bits", key_bits, KEY_BITS)
     check_keys_t(keys_t if keys_t is None or isinstance(keys_t, KeyCodes) else np.asarray(keys_t), n, key_bits)
     check_shape("value_mean", None if value_mean is None else np.asarray(value_mean), (n.B, n.Hkv, n.D))
-    check_choice("verify", verify, VERIFY)
-    if n.L > 1 and not is_sparse(n, verify, top_k):
+    if n.L > 1:
         return dense_attention(q, k, v, scale=scale, left_padding=left_padding, return_stats=return_stats)
 
     scale = n.D**-0.5 if scale is None else scale
 
-    def step(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-        selection = sparq_select(
-            q,
-            k,
-            rank=rank,
-            top_k=top_k,
-            local_window=local_window,
-            group_reduce=group_reduce,
-            component_score=component_score,
-            key_bits=key_bits,
-            scale=scale,
-            left_padding=left_padding,
-        )
-        out, lse = attend_indices(q, k, v, selection.indices, scale=scale)
-        S = k.shape[2]
-        if (n.G == 1 if reallocate == "auto" else reallocate) and S > top_k:
-            # (sparq.9), (sparq.10); with S <= top_k every key is attended and alpha is 1
-            mean = masked_mean(v, valid_keys(n.B, S, left_padding)) if value_mean is None else float64(value_mean)
-            alpha = selection.alpha[..., None, None]
-            mixed = alpha * out + (1.0 - alpha) * np.repeat(mean, q.shape[1] // n.Hkv, axis=1)[:, :, None, :]
-            out = np.where(lse[..., None] == -np.inf, 0.0, mixed)  # nothing was attended to
-        return out, lse
-
-    out, lse = several(step, q, k, v, scale=scale, left_padding=left_padding)
-    prefix = n.S - n.L + 1
+    selection = sparq_select(
+        q,
+        k,
+        rank=rank,
+        top_k=top_k,
+        local_window=local_window,
+        group_reduce=group_reduce,
+        component_score=component_score,
+        key_bits=key_bits,
+        scale=scale,
+        left_padding=left_padding,
+    )
+    out, lse = attend_indices(q, k, v, selection.indices, scale=scale)
+    if (n.G == 1 if reallocate == "auto" else reallocate) and n.S > top_k:
+        # (sparq.9), (sparq.10); with S <= top_k every key is attended and alpha is 1
+        mean = masked_mean(v, valid_keys(n.B, n.S, left_padding)) if value_mean is None else float64(value_mean)
+        alpha = selection.alpha[..., None, None]
+        mixed = alpha * out + (1.0 - alpha) * np.repeat(mean, n.G, axis=1)[:, :, None, :]
+        out = np.where(lse[..., None] == -np.inf, 0.0, mixed)  # nothing was attended to
     moved = dense_elements(n.S, n.D)
-    if prefix > top_k:
-        moved = sparq_elements(prefix, n.D, rank=rank, top_k=top_k, key_bits=key_bits)
+    if n.S > top_k:
+        moved = sparq_elements(n.S, n.D, rank=rank, top_k=top_k, key_bits=key_bits)
     return with_stats(out, lse, (q, k, v), scale, left_padding, moved, top_k, return_stats)
 
 

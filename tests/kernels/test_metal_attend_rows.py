@@ -1,17 +1,15 @@
-"""Many query rows of a KV head at once: of several queries over all keys, and of large groups over a list."""
+"""The dense check: several queries of all query heads of a KV head at once."""
 
 from __future__ import annotations
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from cases import Array, Case, assert_as_good_as_plain, lse_tolerance, plain_attention, round_to
-from mlx_arrays import DTYPES, to_mlx, to_numpy, unpacked, whole
+from cases import Case, assert_as_good_as_plain, lse_tolerance, plain_attention, round_to
+from mlx_arrays import DTYPES, to_mlx, to_numpy, whole
 from msl import Metal, Report
 
-from mlx_sparse import oracle
-from mlx_sparse.common.packed_rows import PackedRows
-from mlx_sparse.kernels import attend, attend_rows, blocks, merge
+from mlx_sparse.kernels import attend_rows, blocks, merge
 from mlx_sparse.oracle.attend import dense_with_lse
 
 # a check over all keys
@@ -74,10 +72,8 @@ def test_a_long_context_is_shared_out_and_merged(
 
 def test_rows_that_registers_do_not_hold_are_shared_out(metal: Metal) -> None:
     check(Case(1, 16, 2, 40, 256, "f16"), 9)
-    case = Case(1, 80, 1, 60, 256, "bf16")
-    check_list(case, some_keys(case, 50))
     if metal.emulated:
-        assert [report.grid[1] for report in metal.launches] == [4, 2]
+        assert [report.grid[1] for report in metal.launches] == [4]
 
 
 def test_a_cache_shorter_than_its_buffer_has_as_many_keys_as_queries(metal: Metal) -> None:
@@ -100,86 +96,6 @@ def test_nothing_recompiles_as_the_context_grows(metal: Metal) -> None:
         if metal.emulated:
             texts.add(metal.texts["attend_rows"])
     assert len(texts) <= 2  # results in float16, and those of parts
-
-
-# a group over a list
-
-
-def check_list(case: Case, indices: Array, counts: Array | None = None, *, packed: int = 0) -> None:
-    q, k, v = case.inputs()
-    scale = case.D**-0.5
-    rows = [whole(array, case.S + 3, case.dtype) for array in (k, v)]
-    if packed:
-        rows = [PackedRows.of(to_mlx(array, case.dtype), bits=packed) for array in (k, v)]
-        k, v = (unpacked(of) for of in rows)
-    out, lse = attend.attend_indices(
-        to_mlx(q, case.dtype),
-        *rows,
-        mx.array(indices),
-        scale=scale,
-        length=case.S,
-        counts=None if counts is None else mx.array(counts),
-    )
-    filled = (indices >= 0) & (indices < case.S)
-    if counts is not None:
-        filled &= np.arange(indices.shape[2]) < counts[..., None]
-    indices = np.where(filled, indices, -1)
-    expected, expected_lse = oracle.attend_indices(q, k, v, indices, scale=scale)
-    assert out.dtype == DTYPES[case.dtype]
-    assert_as_good_as_plain(to_numpy(out), expected, plain_attention(q, k, v, indices, scale, case.dtype), case.dtype)
-    np.testing.assert_allclose(
-        np.array(lse), expected_lse, rtol=0, atol=lse_tolerance(q, k, indices, scale, expected_lse)
-    )
-
-
-def some_keys(case: Case, N: int, *, empty: float = 0.2) -> Array:
-    """Random lists, of which some slots hold no key's number."""
-    rng = np.random.default_rng(N)
-    indices = rng.integers(0, case.S, size=(case.B, case.Hkv, N)).astype(np.int32)
-    none = rng.choice([-1, -7, case.S, case.S + 2, 2**31 - 1], size=indices.shape)
-    return np.where(rng.random(indices.shape) < empty, none, indices).astype(np.int32)
-
-
-LISTS = [
-    *((21, 64, "f32", 40), (24, 128, "f16", 129), (32, 64, "bf16", 1), (32, 128, "f16", 31), (64, 128, "bf16", 200)),
-    *((128, 64, "f32", 70), (128, 128, "f16", 96), (40, 80, "f16", 33), (13, 192, "f32", 90)),
-]
-
-
-@pytest.mark.parametrize(("G", "D", "dtype", "N"), LISTS)
-def test_a_large_group_attends_a_list_as_the_oracle(metal: Metal, G: int, D: int, dtype: str, N: int) -> None:
-    case = Case(1, 2 * G, 2, 150, D, dtype)
-    check_list(case, some_keys(case, N))
-    if metal.emulated:
-        assert [report.kernel for report in metal.launches] == ["attend_rows_indices"]
-
-
-@pytest.mark.parametrize("counts", [None, (1100, 300), (0, 1201), (2000, 640)], ids=str)
-def test_a_long_list_is_shared_out_by_what_is_in_use(metal: Metal, counts: tuple[int, int] | None) -> None:
-    case = Case(1, 64, 2, 1500, 64, "f16")
-    check_list(case, some_keys(case, 1201), None if counts is None else np.array([counts]))
-    if metal.emulated:
-        assert [report.kernel for report in metal.launches] == ["attend_rows_indices", "merge_parts"]
-
-
-def test_a_list_without_a_key_gives_nothing(metal: Metal) -> None:
-    case = Case(2, 32, 1, 40, 64, "f32")
-    check_list(case, some_keys(case, 33, empty=1.0))
-    check_list(case, some_keys(case, 20), np.zeros((2, 1), np.int64))
-
-
-@pytest.mark.parametrize("G", [24, 40])
-def test_packed_rows_and_reallocation_share_a_large_group_out(metal: Metal, G: int) -> None:
-    case = Case(1, G, 1, 90, 64, "f32")
-    indices = np.arange(70, dtype=np.int32)[None, None]
-    check_list(case, indices, packed=8)
-    q, k, v = (mx.array(array) for array in case.inputs())
-    softmax = mx.broadcast_to(mx.array([0.0, 1.0]), (1, 1, G, 2))
-    mean = attend.Reallocation(mx.zeros((1, 1, 90, G)), softmax, mx.zeros((1, 1, 64)))
-    out, _ = attend.attend_indices(q, k, v, mx.array(indices), scale=0.1, reallocation=mean)
-    alone, _ = attend.attend_indices(q, k, v, mx.array(indices), scale=0.1)
-    assert mx.allclose(out, 70 * alone, rtol=1e-4, atol=1e-4)  # a mass of one for each key, and a mean of zero
-    assert not attend.takes_candidates(64, G, 100, 32)
 
 
 # what is launched
@@ -205,26 +121,19 @@ def read(report: Report, level: str, *names: str) -> int:
 @pytest.mark.skipif(mx.metal.is_available(), reason="only the harness counts bytes")
 @pytest.mark.parametrize("G", [4, 8])
 @pytest.mark.parametrize("L", [2, 4, 8, 16])
-@pytest.mark.parametrize("listed", [False, True], ids=["check", "list"])
-def test_a_call_reads_each_key_and_value_once(metal: Metal, L: int, G: int, listed: bool) -> None:
-    """For all rows of a group; with them queries, the list and the results of parts, which are merged."""
+def test_a_check_reads_each_key_and_value_once(metal: Metal, L: int, G: int) -> None:
+    """Besides them the call reads queries and the results of parts, which are merged."""
     S, D = 2300, 64
-    case = Case(1, G * L if listed else G, 1, S, D, "f16")
-    q, k, v = (to_mlx(array, "f16") for array in case.inputs(L=1 if listed else L))
-    if listed:
-        chosen = np.sort(np.random.default_rng(0).choice(S, 512, replace=False)).astype(np.int32)[None, None]
-        attend.attend_indices(q, k, v, mx.array(chosen), scale=0.1)
-    else:
-        attend_rows.attend_rows(q, k, v, scale=0.1)
-    once = 2 * (512 if listed else S) * D * 2
+    q, k, v = (to_mlx(array, "f16") for array in Case(1, G, 1, S, D, "f16").inputs(L=L))
+    attend_rows.attend_rows(q, k, v, scale=0.1)
+    once = 2 * S * D * 2
     for level in ("lane", "threadgroup", "dispatch"):
         assert sum(read(report, level, "keys", "values") for report in metal.launches) == once
-    own = read(metal.launches[0], "dispatch", "queries", "indices")
-    assert own <= G * L * D * 2 + listed * 512 * 4
+    own = read(metal.launches[0], "dispatch", "queries")
+    assert own <= G * L * D * 2
     assert sum(read(report, "dispatch") for report in metal.launches) <= 1.1 * once + own + 128 * 10
-    if not listed:
-        written = sum(t.dispatch for report in metal.launches for t in report.writes.values())
-        assert written <= 0.1 * once + round_to(np.array(G * L * (D * 2 + 4)), "f32")
+    written = sum(t.dispatch for report in metal.launches for t in report.writes.values())
+    assert written <= 0.1 * once + round_to(np.array(G * L * (D * 2 + 4)), "f32")
 
 
 def test_results_of_parts_are_an_eighth_of_what_the_parts_read() -> None:

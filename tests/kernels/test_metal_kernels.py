@@ -267,15 +267,32 @@ def test_auto_is_metal_where_it_can_run_and_fits(metal: Metal) -> None:
     assert registry.resolve("auto", "sparq", D=128, G=4) == "metal"
     assert registry.resolve("auto", "streaming", D=128, G=4) == "ops"
     assert registry.resolve("auto", "sparq", D=320, G=4) == "ops"
-    assert registry.resolve("auto", "sparq", D=64, G=129) == "ops"
+    assert registry.resolve("auto", "sparq", D=64, G=17) == "ops"
     with pytest.raises(mlx_sparse.BackendUnavailable, match="head dims that are multiples of 4 from 8 to 256, not 320"):
         registry.resolve("metal", "sparq", D=320, G=4)
     for D in (4, 6):
         assert registry.resolve("auto", "sparq", D=D, G=4) == "ops"
-    with pytest.raises(mlx_sparse.BackendUnavailable, match="up to 128 query rows per KV head, not 129"):
-        registry.resolve("metal", "sparq", D=64, G=129)
+    with pytest.raises(mlx_sparse.BackendUnavailable, match="up to 16 query heads per KV head, not 17"):
+        registry.resolve("metal", "sparq", D=64, G=17)
     with pytest.raises(mlx_sparse.BackendUnavailable, match="it does not have streaming"):
         registry.resolve("metal", "streaming", D=64, G=2)
+
+
+@pytest.mark.parametrize("score", ["query", "query_key"])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("G", [20, 32])
+def test_a_large_query_group_runs_in_array_operations(metal: Metal, G: int, packed: bool, score: str) -> None:
+    q, k, v = Case(1, G, 1, 90, 64, "f32").inputs()
+    settings: dict[str, Any] = {"rank": 64, "top_k": 20, "component_score": score}
+    keys, values = (mx.array(rows) for rows in (k, v))
+    if packed:
+        keys, values = (mlx_sparse.PackedRows.of(rows, bits=8) for rows in (keys, values))
+        k, v = (np.array(rows[:]) for rows in (keys, values))
+    out = mlx_sparse.sparq_attention(mx.array(q), keys, values, **settings)
+    np.testing.assert_allclose(np.array(out), oracle.sparq_attention(q, k, v, **settings), atol=2e-5)
+    assert not metal.launches
+    with pytest.raises(mlx_sparse.BackendUnavailable, match=f"up to 16 query heads per KV head, not {G}"):
+        mlx_sparse.sparq_attention(mx.array(q), keys, values, **settings, backend="metal")
 
 
 def test_metal_is_refused_while_the_cpu_is_the_default_device(metal: Metal, monkeypatch: pytest.MonkeyPatch) -> None:

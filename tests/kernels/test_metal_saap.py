@@ -288,6 +288,6 @@ def test_a_step_is_four_launches_and_nothing_waits_for_the_gpu() -> None:
 
 @pytest.mark.parametrize("function", ["saap", "saap_route", "saap_indices"])
 def test_auto_is_metal_where_it_fits(metal: Metal, function: str) -> None:
-    assert registry.resolve("auto", function, D=128, G=128) == "metal"
-    assert registry.resolve("auto", function, D=128, G=129) == "ops"
+    assert registry.resolve("auto", function, D=128, G=16) == "metal"
+    assert registry.resolve("auto", function, D=128, G=17) == "ops"
     assert registry.resolve("auto", function, D=320, G=4) == "ops"

@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 from mlx_sparse.cuda_ref.launchers import configs
-from torch_arrays import DTYPES, component_major, to_torch
+from torch_arrays import DTYPES, to_torch
 from triton_bytes import Launch, shuffled, watched
 
 from mlx_sparse import cuda_ref
@@ -106,40 +106,6 @@ def test_a_padded_step_with_codes_reads_no_byte_of_the_padding() -> None:
         assert scores[name].loaded == scores[name].distinct == HKV * RANK * size, name
     lines = sum(S + -S % 16 - first // 16 * 16 for first in padding)  # which go through memory whole
     assert scores["logits"].stored == scores["logits"].distinct == select["logits"].loaded == HKV * G * lines
-
-
-# Of the cache, what each method reads to choose: by argument, in bytes of all P keys of a KV head.
-CHOICE: dict[str, tuple[str, dict[str, Any], Callable[[int], dict[str, int]]]] = {
-    "sparq": ("sparq", {"rank": RANK, "top_k": TOP_K}, lambda P: {"keys_t": 2 * RANK * P}),
-    "sparq-4 bits": ("sparq", {"rank": RANK, "top_k": TOP_K, "key_bits": 4}, lambda P: {"codes": RANK * P // 64 * 32}),
-    "quest": ("quest", {"top_k": TOP_K}, lambda P: {"page_min": P // 16 * D * 2, "page_max": P // 16 * D * 2}),
-}
-
-
-@pytest.mark.parametrize("name", CHOICE)
-@pytest.mark.parametrize(("L", "G"), [(2, 8), (4, 4), (8, 4), (16, 8)])
-def test_a_call_of_several_queries_reads_each_chosen_row_once_for_all_of_them(L: int, G: int, name: str) -> None:
-    S = 1024 + L  # one key behind the last whole group, page and line
-    q, k, v = (to_torch(array, "f16") for array in Case(1, HKV * G, HKV, S, D, "f16").inputs(L=L))
-    method, settings, choice = CHOICE[name]
-    if name == "sparq":
-        settings = {**settings, "keys_t": component_major(k)}
-    with watched() as launches:
-        getattr(cuda_ref, f"{method}_attention")(q, k, v, **settings, verify="sparse")
-    softmax = ["group_softmax"] if method == "sparq" and G * L > 16 else []
-    assert [launch.kernel for launch in launches[1:]] == [*softmax, "top_k_select", "attend"]
-    scores, attend = launches[0].traffic, launches[-1].traffic
-    for argument, size in choice(1024).items():
-        assert scores[argument].loaded == scores[argument].distinct, argument
-        assert HKV * size <= scores[argument].loaded <= 1.02 * HKV * size, argument
-    own = 2 * HKV * (L - 1) * D * 2  # by torch, all of them once
-    once = attend["keys"].distinct + attend["values"].distinct + own
-    assert attend["keys"].loaded + attend["values"].loaded + own <= 1.1 * once
-    chosen = TOP_K - 15 if name == "quest" else TOP_K  # the last page holds one key
-    assert once == 2 * HKV * (chosen + L - 1) * D * 2
-    # What programs hand to the one that merges is no more than the rows that they read.
-    handed = sum(traffic.stored for argument, traffic in attend.items() if argument.startswith("part"))
-    assert handed <= 1.1 * once or G * L <= 16
 
 
 @pytest.mark.parametrize(("bits", "group_size"), [(4, 64), (8, 32)])

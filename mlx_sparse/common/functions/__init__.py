@@ -4,7 +4,7 @@ Shapes: ``queries (B, Hq, L, D)``, ``keys`` and ``values (B, Hkv, S, D)`` with t
 sits at position ``S - L + i``; ``left_padding (B,)`` int is the first valid key of each row. Every function returns
 ``out (B, Hq, L, D)`` in the type of ``queries`` and, with ``return_stats=True``, a `Stats`; ``return_stats="mass"``
 also measures the retained attention mass, which costs one dense pass over the keys. Decode methods attend densely when
-there is nothing to leave out or more than one query (``L > 1``), unless some methods are asked for ``verify="sparse"``.
+there is nothing to leave out or more than one query (``L > 1``).
 
 All raise `ShapeError` for arrays that do not fit together, `ConfigError` for parameters out of range and
 `BackendUnavailable` for a backend that cannot run here.

@@ -41,7 +41,6 @@ class BaselineFunctions:
                 left_padding=padding,
                 backend=backend,
                 return_stats=return_stats,
-                verify=settings.get("verify", "dense"),
             )
             config = method(**settings)
             if prompts:

@@ -88,7 +88,6 @@ class DecodeFunctions:
         left_padding: Array | None = None,
         keys_t: Array | KeyCodes | None = None,
         value_mean: Array | None = None,
-        verify: str = "dense",
         backend: str = "auto",
         return_stats: bool | str = False,
     ) -> Any:
@@ -108,8 +107,6 @@ class DecodeFunctions:
                 `code_keys`: without it, nothing is saved on real hardware. The `metal` backend copies slices of larger
                 buffers on every call; a cache passes whole buffers.
             value_mean: ``(B, Hkv, D)`` mean of the valid values, the current one included; computed when absent.
-            verify: a call of 2 to 16 queries is "dense", or "sparse" with one choice of keys for all of them
-                (docs/spec/several.md); ``value_mean`` is then that of the keys which the first query sees.
         """
         call = Call(
             self._library,
@@ -121,7 +118,6 @@ class DecodeFunctions:
             left_padding=left_padding,
             backend=backend,
             return_stats=return_stats,
-            verify=verify,
         )
         n = call.sizes
         check_rank(rank, n.D)
@@ -135,8 +131,6 @@ class DecodeFunctions:
         call.check("value_mean", value_mean, (n.B, n.Hkv, n.D))
         if not call.sparse(top_k):
             return call.dense()
-        _, keys, values = call.step
-        keys_t = call.first(keys_t)
         reallocates = n.G == 1 if reallocate == "auto" else bool(reallocate)
         if reallocates and value_mean is None:
             value_mean = call.load("masked_mean")(values, call.left_padding)
@@ -189,7 +183,6 @@ class DecodeFunctions:
         left_padding: Array | None = None,
         page_min: Array | None = None,
         page_max: Array | None = None,
-        verify: str = "dense",
         backend: str = "auto",
         return_stats: bool | str = False,
     ) -> Any:
@@ -201,8 +194,6 @@ class DecodeFunctions:
             page_min, page_max: ``(B, Hkv, P, D)`` smallest and largest of each component over the valid keys of each of
                 the P pages, in the type of the keys; computed when absent, which reads every key. Those of the current
                 page are not read.
-            verify: a call of 2 to 16 queries is "dense", or "sparse" with one choice of pages for all of them
-                (docs/spec/several.md).
         """
         call = Call(
             self._library,
@@ -214,7 +205,6 @@ class DecodeFunctions:
             left_padding=left_padding,
             backend=backend,
             return_stats=return_stats,
-            verify=verify,
         )
         n = call.sizes
         check_int("page_size", page_size, 1)
@@ -223,11 +213,8 @@ class DecodeFunctions:
         call.check("page_min", page_min, shape, same_type=True)
         call.check("page_max", page_max, shape, same_type=True)
         attended = -(-top_k // page_size) * page_size
-        if call.sparse(attended):
-            if page_min is None or page_max is None:
-                page_min, page_max = call.load("page_bounds")(call.step[1], call.left_padding, page_size=page_size)
-            pages = -(-call.seen // page_size)
-            page_min, page_max = page_min[:, :, :pages], page_max[:, :, :pages]
+        if call.sparse(attended) and (page_min is None or page_max is None):
+            page_min, page_max = call.load("page_bounds")(keys, call.left_padding, page_size=page_size)
         return call.decode(
             partial(stats.quest_elements, page_size=page_size),
             attended,

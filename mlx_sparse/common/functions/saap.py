@@ -86,7 +86,6 @@ class SaapFunctions:
         visited: Array,
         sink_tokens: int = 1,
         recent_tokens: int = 2047,
-        verify: str = "dense",
         scale: float | None = None,
         left_padding: Array | None = None,
         backend: str = "auto",
@@ -100,8 +99,6 @@ class SaapFunctions:
         Args:
             bucket_ids: ``(B, Hkv, S)`` int; a number that is no bucket's (negative) = in no bucket.
             visited: ``(B, Hkv, n)`` int; negative = empty slot. A bucket listed twice is visited once.
-            verify: a call of 2 to 16 queries is "dense", or "sparse", visiting the same buckets for all of them
-                (docs/spec/several.md).
         """
         call = Call(
             self._library,
@@ -113,7 +110,6 @@ class SaapFunctions:
             left_padding=left_padding,
             backend=backend,
             return_stats=return_stats,
-            verify=verify,
         )
         n = call.sizes
         self._library.check_array("bucket_ids", bucket_ids, queries, integers=True)
@@ -122,7 +118,7 @@ class SaapFunctions:
         if not call.sparse(sink_tokens + recent_tokens):
             return call.dense()
         window = {"sink_tokens": sink_tokens, "recent_tokens": recent_tokens}
-        out, lse, counts = call.run(**self._library.visit(bucket_ids[..., : call.seen], visited), **window)
+        out, lse, counts = call.run(**self._library.visit(bucket_ids, visited), **window)
         if not return_stats:
             return out
         # (saap.12), (saap.14)
@@ -131,8 +127,8 @@ class SaapFunctions:
         attended = sum(map(sum, listed)) / (n.B * n.Hkv)
         shares = []
         for of_row, first in zip(listed, padding, strict=True):
-            exact = max(min(call.seen - first, sink_tokens + recent_tokens), 0)
-            shares += [(count - exact) / max(call.seen - first - exact, 1) for count in of_row]
+            exact = max(min(n.S - first, sink_tokens + recent_tokens), 0)
+            shares += [(count - exact) / max(n.S - first - exact, 1) for count in of_row]
         selectivity = sum(shares) / len(shares)
         record = call.record(lse, lambda S, D, top_k: stats.saap_elements(D, round(attended)), 0)
-        return out, replace(record, density=(attended + n.L - 1) / n.S, selectivity=selectivity)
+        return out, replace(record, density=attended / n.S, selectivity=selectivity)
