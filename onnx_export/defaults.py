@@ -6,15 +6,11 @@ import math
 
 from mlx_sparse.methods import NEVER, SAAP, Method, SparQ
 
-# Where a file's methods differ from those of `--attn`: to a stock runtime, which has no native kernels, codes of the
-# keys cost more time than the keys do.
+# Where a file's methods differ from those of `--attn`: only native kernels take scores from codes of the keys.
 IN_FILES: dict[str, Method] = {"sparq": SparQ(key_bits=16)}
 LANES = (4096, 2048, 1024, 512, 256, 128, 64)
 # Elements per KV head that a step must save before the body of SparQ or SAAP pays: its many small nodes cost as much.
 ENOUGH_SAVED, SAAP_ENOUGH_SAVED = 1 << 19, 1 << 20
-# What a component of a key in codes costs the body of SparQ, relative to an element of dense attention: a quarter of
-# the bytes, but standard operators take a dozen passes to turn them into numbers.
-CODED_COST = 6
 LOOKED_AT = 0.2  # what it costs SAAP's body to look at the bucket of a key, relative to attending to the key
 # Tokens of a prompt that go in at a time. A sampled one is scored piece by piece, at the cost of a row block each, so
 # that they are as long as mlx-lm's.
@@ -32,21 +28,16 @@ def lanes_for(length: int) -> int:
     return next((lanes for lanes in LANES if -length % lanes * 16 <= length), LANES[-1])
 
 
-def dense_below(config: SparQ, D: int, *, packed: bool = False) -> int:
-    """Keys below which a decode step stays dense, where that is "auto".
+def dense_below(config: SparQ, D: int) -> int:
+    """Return the keys below which a decode step stays dense, where that is "auto".
 
-    The same for bodies and native kernels, which must give the same answer. Bodies are slower than dense attention
-    below it; native kernels overtake at some 500 keys. The body for codes never overtakes where heads are small, unless
-    rows are ``packed``.
+    The number is the same for bodies and native kernels, which must give the same answer. Bodies are slower than dense
+    attention below it; native kernels are faster from some 500 keys on.
     """
     shortest = config.shortest_context()
     if config.dense_below != "auto" or config.top_k < SparQ.top_k:
         return shortest
-    if packed:  # dense attention unpacks whole keys and values, (quantised.2) whole keys
-        saved = CODED_COST * (D if config.score == "rows" else 2 * D - config.rank)
-    else:
-        saved = 2 * D - config.rank * (CODED_COST if config.key_bits < 16 else 1)  # for each key
-    return max(shortest, ENOUGH_SAVED // saved) if saved > 0 else NEVER
+    return max(shortest, ENOUGH_SAVED // (2 * D - config.rank))  # elements saved for each key
 
 
 def saap_dense_below(config: SAAP, D: int, buckets: int, network: int) -> int:

@@ -31,8 +31,7 @@ class Tensor:
 class Attribute:
     """An attribute; ``low`` and ``high`` bound an integer, or ``choices`` lists its values.
 
-    A float with ``high`` is a share: above 0 and at most 1. All are required but for an ``optional`` one, which is not
-    written where it is 0.
+    A float with ``high`` is a share: above 0 and at most 1.
     """
 
     name: str
@@ -41,14 +40,14 @@ class Attribute:
     low: int | None = None
     high: int | None = None
     choices: tuple[int, ...] = ()
-    optional: bool = False
 
 
 @dataclass(frozen=True)
 class Operator:
     """One operator of the domain.
 
-    Its body is bodies/NAME.onnxtxt, or made from that of ``base`` (operators.py).
+    Its body is bodies/NAME.onnxtxt, or made from that of ``base`` (operators.py). Without ``has_body`` only the native
+    kernels run it.
     """
 
     name: str
@@ -57,6 +56,7 @@ class Operator:
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
     base: str = ""
+    has_body: bool = True
 
     @property
     def attribute_names(self) -> list[str]:

@@ -5,11 +5,10 @@
 
 from __future__ import annotations
 
-from .build import function, functions
+from .build import functions
 from .domain import COMPAT, DEFAULT, DOMAIN, SPEC, VERSION
 from .formal import Operator, T, Tensor, W
-from .operators import OPERATORS, OWN_KEYS, PACKED, PROMPTS
-from .table import VERIFY_QUERIES
+from .operators import OPERATORS, PROMPTS
 
 _HEAD = f"""# ONNX operators
 
@@ -18,23 +17,20 @@ The operators of domain `{DOMAIN}`, version {VERSION}. This page is made from `o
 
 * A file carries every operator twice: as a node, and as a model-local function of standard operators, the *body*. A
   runtime without a kernel for the node runs the body.
-* A runtime without local functions takes a file whose nodes were replaced by their bodies (`lower.inline`); one without
-  open sizes, loops or branches takes a file for fixed sizes (`lower.static`).
+* A runtime without local functions takes a file whose nodes were replaced by their bodies (`lower.inline`).
+* `SparQCoded` and the operators over its caches have no body: only the native kernels run them.
 * Bodies need opset {COMPAT.opset}. Files are written in opset {DEFAULT.opset} (IR {DEFAULT.ir}), or for old runtimes in
   opset {COMPAT.opset} (IR {COMPAT.ir}).
 * Bodies read the keys a block at a time and never hold the logits of a whole prompt; how they cut is not part of the
   meaning.
 * Everything after the reads is float32: logits, softmax, scores, choices, sums. The output is rounded once to T.
 * **Every input is given and every attribute is written on every node.** A runtime passes a kernel its own defaults, not
-  the body's, and a function cannot ask whether an input is there. Without padding, `left_padding` is zeros. Only
-  `{VERIFY_QUERIES.name}` is not written where it is 0; nodes of one operator in a file all have it or none, as their
-  body does.
+  the body's, and a function cannot ask whether an input is there. Without padding, `left_padding` is zeros.
 * `spec` is {SPEC}. A kernel refuses any other number. An incompatible change is a new operator, not a new version:
   runtimes give a kernel nodes of versions it does not know.
 * Axis lengths of one name are equal; those of the outputs follow from the inputs, and `?` is left open.
 * Axes: B rows, Hq query heads, Hkv KV heads, L tokens, D head dim, C capacity. Query head h reads KV head
-  `h // (Hq // Hkv)`. The operators whose names begin with `Packed` keep keys and values in few bits; `row` is the bytes
-  of one ([quantised.md](quantised.md#4-exported-files)).
+  `h // (Hq // Hkv)`.
 * Key j of row b is valid when `left_padding[b] <= j < length[b]`. What lies elsewhere in a buffer never reaches an
   output, be it NaN.
 
@@ -48,15 +44,12 @@ def page() -> str:
 
 
 def _section(operator: Operator) -> str:
-    body = functions([operator.name])[-1]
-    called = sorted({f"`{node.name}`" for node in functions([operator.name])[:-1]})
-    calls = f", and calls {' and '.join(called)}" if called else ""
     if operator.base:
-        return _pair(operator, OPERATORS[operator.base], f"{len(body.node)} nodes{calls}")
+        return _pair(operator, OPERATORS[operator.base])
     return "\n".join(
         [
             *_title(operator),
-            f"#### Attributes ({_required(operator)})",
+            "#### Attributes",
             "",
             *(f"* **{a.name}** : {a.type.__name__} — {a.doc}" for a in operator.attributes),
             "",
@@ -75,43 +68,34 @@ def _section(operator: Operator) -> str:
             "",
             "#### Body",
             "",
-            f"{_body(operator.name)}: {len(body.node)} nodes{calls}.{_of_several(operator)}",
+            _body_of(operator),
             "",
         ]
     )
 
 
-def _required(operator: Operator) -> str:
-    return f"required, but for `{VERIFY_QUERIES.name}`" if VERIFY_QUERIES in operator.attributes else "all required"
+def _body_of(operator: Operator) -> str:
+    if not operator.has_body:
+        return "None: only the native kernels run it."
+    *called, body = functions([operator.name])
+    calls = f", and calls {' and '.join(sorted(f'`{each.name}`' for each in called))}" if called else ""
+    return f"{_text(operator.name)}: {len(body.node)} nodes{calls}."
 
 
-def _of_several(operator: Operator) -> str:
-    """Of the body of nodes whose several queries choose keys once."""
-    if VERIFY_QUERIES not in operator.attributes:
-        return ""
-    nodes = len(function(operator.name, several=True).node)
-    texts = "[onnx_export/bodies/several](../../onnx_export/bodies/several)"
-    return f" With `{VERIFY_QUERIES.name}` it is changed by {texts}: {nodes} nodes, and it calls `{OWN_KEYS}` besides."
-
-
-def _pair(operator: Operator, base: Operator, nodes: str) -> str:
-    """Of an operator that also samples prompts or keeps packed rows: what it has more."""
+def _pair(operator: Operator, base: Operator) -> str:
+    """Describe an operator that also samples prompts by what it has more than ``base``."""
     more = [attribute for attribute in operator.attributes if attribute not in base.attributes]
     less = [f"`{attribute.name}`" for attribute in base.attributes if attribute not in operator.attributes]
     without = f" but {' and '.join(less)}" if less else ""
-    body = f"{_body(base.name)}, with {_body(PROMPTS)} in place of `DenseAttention`"
-    rows = ""
-    if operator.name.startswith(PACKED):
-        body = f"that of `{base.name}`, with {_body('Pack')} of new rows and {_body('Unpack')} of those it reads"
-        rows = ", but for keys and values, past and present, which are tensor(uint8) `(B, Hkv, C, row)`"
+    body = f"The body is {_text(base.name)}, with {_text(PROMPTS)} in place of `DenseAttention`."
     return "\n".join(
         [
             *_title(operator),
-            f"Inputs, outputs and types are those of `{base.name}`{rows}; so are the attributes{without}, and besides",
+            f"Inputs, outputs and types are those of `{base.name}`; so are the attributes{without}, and besides",
             "",
             *(f"* **{a.name}** : {a.type.__name__} — {a.doc}" for a in more),
             "",
-            f"The body is {body}: {nodes}.",
+            body if operator.has_body else "It has no body: only the native kernels run it.",
             "",
         ]
     )
@@ -121,7 +105,7 @@ def _title(operator: Operator) -> list[str]:
     return [f'## <a name="{DOMAIN}.{operator.name}"></a>**{DOMAIN}.{operator.name}**', "", operator.doc, ""]
 
 
-def _body(name: str) -> str:
+def _text(name: str) -> str:
     return f"[onnx_export/bodies/{name}.onnxtxt](../../onnx_export/bodies/{name}.onnxtxt)"
 
 

@@ -86,9 +86,7 @@ def schema(operator: Operator) -> OpSchema:
         inputs=[formal(tensor) for tensor in operator.inputs],
         outputs=[formal(tensor) for tensor in operator.outputs],
         type_constraints=constraints,
-        attributes=[
-            OpSchema.Attribute(a.name, kinds[a.type], a.doc, required=not a.optional) for a in operator.attributes
-        ],
+        attributes=[OpSchema.Attribute(a.name, kinds[a.type], a.doc, required=True) for a in operator.attributes],
     )
     made.set_type_and_shape_inference_function(infer(operator))
     return made

@@ -5,24 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mlx_sparse.checks import BLOCK_SIZES
-from mlx_sparse.common import reasons
-from mlx_sparse.common.key_codes import KEY_BITS
 
 from .formal import Attribute, Operator, Tensor
 
 _SPEC = Attribute("spec", int, "Version of the meaning of the node. This page describes 1.", 1, 1)
 _SCALE = Attribute("scale", float, "Factor of the logits, c; usually D ** -0.5.")
-_CHOICE = (
-    _SPEC,
-    Attribute("top_k", int, "Keys attended to, k; the local ones count.", 1),
-    Attribute("local_window", int, "Last valid keys, l, that are always attended to: 0 to `top_k`.", 0),
-    Attribute("reallocate", int, "1 gives the mass left over to the mean value (sparq.10); 0 does not.", 0, 1),
-    Attribute("group_reduce", int, "Score of a key (sparq.5): 0 sums the softmax over the group, 1 the logits.", 0, 1),
-)
 _SPARQ = (
     _SPEC,
     Attribute("rank", int, "Components read for every key, r: 1 to D.", 1),
-    *_CHOICE[1:],
+    Attribute("top_k", int, "Keys attended to, k; the local ones count.", 1),
+    Attribute("local_window", int, "Last valid keys, l, that are always attended to: 0 to `top_k`.", 0),
+    Attribute("reallocate", int, "1 gives the mass left over to the mean value (sparq.10); 0 does not.", 0, 1),
     Attribute(
         "component_score",
         int,
@@ -37,12 +30,6 @@ _SAAP = (
     Attribute("probes", int, "Buckets that one query visits per KV head: 1 to N.", 1),
     Attribute("sink_tokens", int, "First valid keys that are always attended to.", 0),
     Attribute("recent_tokens", int, "Last valid keys that are always attended to, the new one included.", 1),
-    _SCALE,
-)
-_QUEST = (
-    _SPEC,
-    Attribute("page_size", int, "Consecutive keys of a page, n.", 1),
-    Attribute("top_k", int, "Keys attended to, k, rounded up to whole pages; the current page is one of them.", 1),
     _SCALE,
 )
 WINDOW = Attribute(
@@ -92,15 +79,6 @@ _DENSE_BELOW = Attribute(
     "Attend to one query densely while the longest row, the new token included, has fewer keys; 0 never does.",
     0,
 )
-VERIFY_QUERIES = Attribute(
-    "verify_queries",
-    int,
-    "Attend to 2 to that many queries as to one where the keys that the first of them sees are `dense_below` or more, "
-    "with one choice for all: docs/spec/several.md. Optional; without it, or with 0, several queries are dense.",
-    0,
-    reasons.VERIFY_QUERIES,
-    optional=True,
-)
 _VALUE_MEAN = Tensor(
     "value_mean", "tensor(float)", "B Hkv D", "Mean of the valid values (sparq.9), for `reallocate` 1."
 )
@@ -138,10 +116,9 @@ _SPARQ_PRESENT = (
 )
 
 # What SparQ needs with keys in few bits.
-_KEY_BITS = Attribute("key_bits", int, "Bits of a coded component of a key.", choices=KEY_BITS[1:])
 _CODES = (
     "Groups of 64 keys in codes, (sparq.17) to (sparq.20), from the first valid key of each row on: for each component "
-    "of each KV head ceil(C / 64) groups of 8 `key_bits` + 4 bytes, the record: lo and step as float16, lowest byte "
+    "of each KV head ceil(C / 64) groups of 36 bytes, the record: lo and step as float16, lowest byte "
     "first, then the codes, lowest bits first. Only groups of 64 valid keys are read."
 )
 _SUMMARY = (
@@ -149,8 +126,6 @@ _SUMMARY = (
     "(sparq.22), or its standard deviation where no key is coded, for `component_score` 1."
 )
 
-
-_PAST_VALUE_SUMS = Tensor("past_sums", "tensor(float)", "B Hkv 1 D", "Sums of the values of the valid tokens so far.")
 
 # What SAAP needs besides: docs/spec/saap.md.
 _BUCKET_IDS = "Bucket of each key so far, 0 to N - 1; a key with any other number is in none."
@@ -160,14 +135,6 @@ _SAAP_NETWORK = (
     Tensor("hidden_bias", "W", "Hkv H", "Its biases."),
     Tensor("out_weight", "W", "Hkv features N", "Output layer: `features` is H, or D without a hidden layer."),
     Tensor("out_bias", "W", "Hkv N", "Its biases; zeros where there are none."),
-)
-
-_PAST_BOUNDS = Tensor(
-    "past_bounds",
-    "T",
-    "B Hkv 2 pages D",
-    "Smallest and largest of each component over the valid keys of each page; ceil(C / page_size) pages. Those of "
-    "pages that hold no key may be anything.",
 )
 
 OWN: Mapping[str, Operator] = {
@@ -272,7 +239,7 @@ OWN: Mapping[str, Operator] = {
             "SparQAttention",
             "`SparQAppend`, then attend: `SparQ` where L is 1 and the longest row has `dense_below` keys or more, "
             "`DenseAttention` with window 0 elsewhere. The next `past_length` is `past_length` + L.",
-            (*_SPARQ, _LANES, _DENSE_BELOW, VERIFY_QUERIES),
+            (*_SPARQ, _LANES, _DENSE_BELOW),
             (_QUERY, _KEY, _VALUE, *_SPARQ_PAST),
             (OUTPUT, *_SPARQ_PRESENT),
         ),
@@ -280,11 +247,11 @@ OWN: Mapping[str, Operator] = {
             "SparQCoded",
             "`SparQ` with scores from few bits: (sparq.21) in place of (sparq.3), over the coded keys and the tail "
             "after them.",
-            (*_SPARQ, _KEY_BITS),
+            _SPARQ,
             (
                 Tensor("query", "T", "B Hq 1 D", "Query of the current token, with its position encoded."),
                 _KEYS,
-                Tensor("key_codes", "tensor(uint8)", "B HkvD groups record", _CODES),
+                Tensor("key_codes", "tensor(uint8)", "B HkvD groups 36", _CODES),
                 _VALUES,
                 Tensor("summary", "tensor(float)", "B 3Hkv D", _SUMMARY),
                 _PADDING,
@@ -300,19 +267,20 @@ OWN: Mapping[str, Operator] = {
                     "of the longest row, at least 1, where that is smaller.",
                 ),
             ),
+            has_body=False,
         ),
         Operator(
             "SparQCodedAttention",
             "`Append`, also the codes of the groups that are full now, then attend: `SparQCoded` where L is 1 and the "
             "longest row has `dense_below` keys or more, `DenseAttention` with window 0 elsewhere. The next "
-            "`past_length` is `past_length` + L. A state made with other `key_bits` is another.",
-            (*_SPARQ, _KEY_BITS, _DENSE_BELOW, VERIFY_QUERIES),
+            "`past_length` is `past_length` + L.",
+            (*_SPARQ, _DENSE_BELOW),
             (
                 _QUERY,
                 _KEY,
                 _VALUE,
                 _PAST_KEY,
-                Tensor("past_key_codes", "tensor(uint8)", "B HkvD groups record", _CODES),
+                Tensor("past_key_codes", "tensor(uint8)", "B HkvD groups 36", _CODES),
                 _PAST_VALUE,
                 Tensor("past_summary", "tensor(float)", "B 3Hkv D", _SUMMARY),
                 _PAST_LENGTH,
@@ -324,26 +292,13 @@ OWN: Mapping[str, Operator] = {
                 Tensor(
                     "present_key_codes",
                     "tensor(uint8)",
-                    "B HkvD groups record",
+                    "B HkvD groups 36",
                     "`past_key_codes` with the new groups.",
                 ),
                 _PRESENT_VALUE,
                 Tensor("present_summary", "tensor(float)", "B 3Hkv D", "`past_summary` with the new tokens."),
             ),
-        ),
-        Operator(
-            "SparQRowsAttention",
-            "`Append`, also to the sums, then attend: SparQ with exact scores of all keys, (quantised.2), where L is 1 "
-            "and the longest row has `dense_below` keys or more, `DenseAttention` with window 0 elsewhere. The next "
-            "`past_length` is `past_length` + L.",
-            (*_CHOICE, _SCALE, _DENSE_BELOW, VERIFY_QUERIES),
-            (_QUERY, _KEY, _VALUE, _PAST_KEY, _PAST_VALUE, _PAST_VALUE_SUMS, _PAST_LENGTH, _PADDING),
-            (
-                OUTPUT,
-                _PRESENT_KEY,
-                _PRESENT_VALUE,
-                Tensor("present_sums", "tensor(float)", "B Hkv 1 D", "`past_sums` with the new tokens."),
-            ),
+            has_body=False,
         ),
         Operator(
             "SaapAttention",
@@ -352,7 +307,7 @@ OWN: Mapping[str, Operator] = {
             "to their keys and to the first `sink_tokens` and the last `recent_tokens` valid ones: (saap.10) with all "
             "keys listed that have left the window. `DenseAttention` with window 0 elsewhere. The next `past_length` "
             "is `past_length` + L.",
-            (*_SAAP, _DENSE_BELOW, VERIFY_QUERIES),
+            (*_SAAP, _DENSE_BELOW),
             (
                 _QUERY,
                 _KEY,
@@ -371,21 +326,6 @@ OWN: Mapping[str, Operator] = {
                 _PRESENT_KEY,
                 _PRESENT_VALUE,
                 Tensor("present_bucket_ids", "tensor(int16)", "B Hkv C", "`past_bucket_ids` with the new keys."),
-            ),
-        ),
-        Operator(
-            "QuestAttention",
-            "`Append`, also the bounds of the pages that get a row (quest.1), then attend. Where L is 1 and the "
-            "longest row has `dense_below` keys or more, the queries of a group attend to the keys of the pages of "
-            "(quest.4), each row by its own length. `DenseAttention` with window 0 elsewhere. The next `past_length` "
-            "is `past_length` + L.",
-            (*_QUEST, _DENSE_BELOW, VERIFY_QUERIES),
-            (_QUERY, _KEY, _VALUE, _PAST_KEY, _PAST_VALUE, _PAST_BOUNDS, _PAST_LENGTH, _PADDING),
-            (
-                OUTPUT,
-                _PRESENT_KEY,
-                _PRESENT_VALUE,
-                Tensor("present_bounds", "T", "B Hkv 2 pages D", "`past_bounds` with the new keys."),
             ),
         ),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,9 +15,8 @@ from mlx_sparse.common.key_codes import KeyCodes
 from mlx_sparse.oracle import code_keys
 from mlx_sparse.tools.bench.core import Case
 
-from .. import build
 from ..defaults import lanes_for
-from ..operators import coded_axes, packed_row
+from ..operators import CODE_RECORD, coded_axes
 from ..runtime import memory
 
 Array = npt.NDArray[Any]
@@ -26,16 +24,7 @@ Array = npt.NDArray[Any]
 IN_PLAY = 600_000_000  # bytes that a contender goes through before it sees the same ones again
 CODED_BITS = 4
 GAP = 60.0  # logits by which planted keys stand out, so that they hold all of the attention by a few components too
-PACKED = {"kv8": 8, "kv4": 4}  # bits of rows with scales in float16
-DTYPES = {
-    **{"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "int8": np.int8},
-    **dict.fromkeys(PACKED, np.uint8),
-}
-
-
-def _in_play(dtype: str) -> int:
-    """Fewer of packed rows, so that all have room: between two steps others go through theirs."""
-    return IN_PLAY // 4 if dtype in PACKED else IN_PLAY
+DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "int8": np.int8}
 
 
 @dataclass(frozen=True)
@@ -77,21 +66,9 @@ class Problem(Case):
         made: Array = self.base + np.float32(0.5) * noise
         return made
 
-    def packing(self, dtype: str) -> dict[str, int]:
-        """How the rows of such caches are packed, as attributes of an operator; none if they are not."""
-        if dtype not in PACKED:
-            return {}
-        group_size = math.gcd(self.D, 64)
-        return {"kv_bits": PACKED[dtype], "kv_group_size": group_size, "kv_type": build.TYPES["float16"]}
-
-    def width(self, dtype: str) -> int:
-        """Elements of a row."""
-        packing = self.packing(dtype)
-        return packed_row(self.D, **packing) if packing else self.D
-
     def bytes(self, dtype: str) -> int:
         """Of one cache of keys or values."""
-        return int(self.Hkv * self.C * self.width(dtype) * np.dtype(DTYPES[dtype]).itemsize)
+        return int(self.Hkv * self.C * self.D * np.dtype(DTYPES[dtype]).itemsize)
 
     def copies(self, dtype: str) -> tuple[int, int]:
         """How many sets of keys and values there are, and how many of component-major keys.
@@ -99,17 +76,16 @@ class Problem(Case):
         Of the latter a step reads a part of ``rank / D``, by which there are the more of them.
         """
         both, read = 2 * self.bytes(dtype), self.bytes(dtype) * self.rank // self.D
-        return max(2, -(-_in_play(dtype) // both)), max(2, -(-IN_PLAY // max(1, read)))
+        return max(2, -(-IN_PLAY // both)), max(2, -(-IN_PLAY // max(1, read)))
 
     @property
     def coded_bytes(self) -> int:
         """Of one set of codes."""
-        axes = coded_axes(self.C, CODED_BITS)
-        return self.Hkv * self.D * axes["groups"] * axes["record"]
+        return self.Hkv * self.D * coded_axes(self.C)["groups"] * CODE_RECORD
 
     def coded_copies(self, dtype: str) -> int:
         """How many of them there are; a step reads a part of ``rank / D``."""
-        return max(2, -(-_in_play(dtype) * self.D // (self.coded_bytes * self.rank)))
+        return max(2, -(-IN_PLAY * self.D // (self.coded_bytes * self.rank)))
 
     def memory(self, dtypes: Iterable[str]) -> int:
         """Bytes of the caches of these types together."""
@@ -117,7 +93,7 @@ class Problem(Case):
         for dtype in dtypes:
             sets, sets_t = self.copies(dtype)
             total += self.bytes(dtype) * (2 * sets + (sets_t if dtype in ("float32", "float16") else 0))
-            total += self.coded_bytes * self.coded_copies(dtype) if sets_t and dtype in ("float16", "kv4") else 0
+            total += self.coded_bytes * self.coded_copies(dtype) if sets_t and dtype == "float16" else 0
         return total
 
 
@@ -143,10 +119,9 @@ class Caches:
 
     def __init__(self, problem: Problem, dtype: str, *, component_major: bool, coded: bool = False) -> None:
         self.problem, self.dtype = problem, np.dtype(DTYPES[dtype])
-        self.kind = np.dtype({"int8": np.float32, **dict.fromkeys(PACKED, np.float16)}.get(dtype, DTYPES[dtype]))
-        self.packing = problem.packing(dtype)
+        self.kind = np.dtype(np.float32 if dtype == "int8" else DTYPES[dtype])
         sets, sets_t = problem.copies(dtype)
-        shape = (1, problem.Hkv, problem.C, problem.width(dtype))
+        shape = (1, problem.Hkv, problem.C, problem.D)
         self.keys, self.values = ([memory.zeros(shape, self.dtype) for _ in range(sets)] for _ in "kv")
         self.keys_t = [memory.zeros(shape, self.dtype) for _ in range(sets_t if component_major else 0)]
         self.step = 0.2 if dtype == "int8" else 1.0
@@ -162,8 +137,7 @@ class Caches:
         for copies in (self.keys, self.values, self.keys_t):
             for copy in copies[1:]:
                 copy[:] = copies[0]
-        axes = coded_axes(problem.C, CODED_BITS)
-        sizes = (1, problem.Hkv * problem.D, axes["groups"], axes["record"])
+        sizes = (1, problem.Hkv * problem.D, coded_axes(problem.C)["groups"], CODE_RECORD)
         self.codes = [memory.zeros(sizes, np.uint8) for _ in range(problem.coded_copies(dtype) if coded else 0)]
         self.summary = np.zeros((1, 3 * problem.Hkv, problem.D), np.float32)
         self._code()
@@ -212,34 +186,13 @@ class Caches:
         return self.keys_t[i].reshape(p.Hkv, p.C // p.lanes, p.D, p.lanes)
 
     def _stored(self, rows: Array) -> Array:
-        if self.packing:
-            return self._packed(rows)
         if self.dtype == np.int8:
             rows = np.clip(np.rint(rows / np.float32(self.step)), -127, 127)
         return rows.astype(self.dtype)
 
-    def _packed(self, rows: Array) -> Array:
-        bits, group_size = self.packing["kv_bits"], self.packing["kv_group_size"]
-        groups = rows.reshape(*rows.shape[:-1], -1, group_size)
-        low, high = groups.min(axis=-1), groups.max(axis=-1)
-        ranges = np.stack([(high - low) / ((1 << bits) - 1), low], axis=-1).astype(np.float16)
-        scale, bias = (ranges[..., i : i + 1].astype(np.float32) for i in range(2))
-        codes = np.clip(np.rint((groups - bias) / scale), 0, (1 << bits) - 1).astype(np.uint8).reshape(rows.shape)
-        packed = codes if bits == 8 else codes[..., 0::2] | codes[..., 1::2] << 4
-        return np.concatenate([packed, ranges.view(np.uint8).reshape(*rows.shape[:-1], -1)], axis=-1)
-
     def loaded(self, rows: Array) -> Array:
         """What rows of the caches stand for, in float32."""
-        if not self.packing:
-            return rows.astype(np.float32) * np.float32(self.step)
-        bits, D = self.packing["kv_bits"], self.problem.D
-        codes, ranges = np.split(rows, [D * bits // 8], axis=-1)
-        if bits == 4:
-            codes = np.stack([codes & 15, codes >> 4], axis=-1)
-        groups = codes.reshape(*rows.shape[:-1], -1, self.packing["kv_group_size"])
-        pairs = np.ascontiguousarray(ranges).view(np.float16).astype(np.float32).reshape(*groups.shape[:-1], 2)
-        exact: Array = pairs[..., :1] * groups + pairs[..., 1:]
-        return exact.astype(np.float16).astype(np.float32).reshape(*rows.shape[:-1], D)
+        return rows.astype(np.float32) * np.float32(self.step)
 
 
 def _attention(queries: Array, keys: Array, values: Array, scale: float, kind: np.dtype[Any]) -> Array:

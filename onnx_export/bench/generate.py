@@ -36,7 +36,7 @@ from mlx_sparse.tools.formats import table as markdown
 from ..exporter.export import Exported, export
 from ..runtime import native
 from ..runtime.runner import MODEL, Runner
-from .caches import records_of
+from .caches import CODED_BITS, records_of
 
 DENSE = "dense"
 KERNELS = {"auto": "native", "off": "bodies"}  # what `Runner` takes, and what it is called here
@@ -217,7 +217,7 @@ def _coded_caches(file: Exported, caches: Mapping[str, Array]) -> Iterator[tuple
     for node in onnx.load(file.folder / MODEL, load_external_data=False).graph.node:
         if node.op_type in ("SparQCodedAttention", "SampleSparQCodedAttention"):
             keys, codes, values, summary = (caches[name] for name in node.input[-6:-2])
-            yield keys, codes, values, summary, next(entry.i for entry in node.attribute if entry.name == "key_bits")
+            yield keys, codes, values, summary, CODED_BITS
 
 
 def _keys_after_the_first_choice(file: Exported) -> str | None:

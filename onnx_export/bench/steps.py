@@ -17,7 +17,6 @@ from mlx_sparse.tools.bench.run import Plan, Request
 from mlx_sparse.tools.bench.thresholds import Bar, bar_table, length, ratio
 from mlx_sparse.tools.environment import machine, memory
 
-from .. import operators
 from ..build import operator_model
 from ..operators import coded_axes
 from .bound import (
@@ -31,11 +30,11 @@ from .bound import (
     standard,
     unavailable,
 )
-from .caches import CODED_BITS, PACKED, Caches, Problem
+from .caches import Caches, Problem
 from .report import by_threads, tables, where
 
 TORCH = {"torch-gqa": "torch SDPA, enable_gqa", "torch-rows": "torch SDPA, group as rows"}
-CODED = ("body-sparq-4", "native-sparq-4")
+CODED = ("native-sparq-4",)
 NAMES = {  # in the order of the table
     "read": "plain read of K and V",
     "gqa": "ORT GroupQueryAttention, shared buffers",
@@ -43,7 +42,6 @@ NAMES = {  # in the order of the table
     **TORCH,
     "body-dense": "our CachedAttention, function body",
     "body-sparq": "our SparQAttention, function body",
-    "body-sparq-4": "our SparQCodedAttention, 4 bits, function body",
     "native-dense": "our CachedAttention, native",
     "native-sparq": "our SparQAttention, native",
     "native-sparq-4": "our SparQCodedAttention, 4 bits, native",
@@ -53,9 +51,7 @@ TYPES = {
     "gqa": (*HALF, "int8"),
     "standard": ("float32",),
     **dict.fromkeys(TORCH, (*HALF, "bfloat16")),
-    **dict.fromkeys(("body-dense", "body-sparq"), (*HALF, "kv4")),
-    **dict.fromkeys(("native-dense", "native-sparq"), (*HALF, *PACKED)),
-    **dict.fromkeys(CODED, ("float16", "kv4")),
+    **dict.fromkeys(CODED, ("float16",)),
 }
 CONTENDERS = [(name, dtype) for name in NAMES for dtype in TYPES[name]]
 PAUSE = 0.003  # seconds between two contenders: pools that spin for a moment after their work do so here
@@ -213,7 +209,7 @@ def measured(
                 problem,
                 name,
                 details={"dtype": dtype, "threads": n, "bytes": sizes[dtype], "discarded": 0, "disturbed": False},
-                note=large or unavailable(name) or _unfit(problem, dtype),
+                note=large or unavailable(name),
             )
             for name, dtype in names
         ]
@@ -224,12 +220,6 @@ def measured(
     yield from by_threads(problem, threads, rows_of, contender, Turns(repeat, tries=MOST_TRIES, longest=LONGEST))
     caches.clear()
     gc.collect()  # before the next ones
-
-
-def _unfit(problem: Problem, dtype: str) -> str | None:
-    """Why rows of that head dim cannot be packed."""
-    fits = dtype not in PACKED or problem.D % 32 == 0
-    return None if fits else f"a head dim of {problem.D} is no multiple of 32"
 
 
 def build(name: str, dtype: str, caches: Caches, threads: int) -> Bound:
@@ -265,21 +255,16 @@ def _between_codings(caches: Caches) -> dict[str, Any]:
 
 
 def _ours(name: str, dtype: str, p: Problem) -> Any:
-    sizes = {"B": 1, "Hq": p.Hq, "Hkv": p.Hkv, "L": 1, "C": p.C, "D": p.D, "row": p.width(dtype)}
-    packing, prefix = p.packing(dtype), operators.PACKED if dtype in PACKED else ""
-    kind: dict[str, Any] = {"dtype": "float16" if packing else dtype, "sizes": sizes, "scale": p.scale, **packing}
+    sizes = {"B": 1, "Hq": p.Hq, "Hkv": p.Hkv, "L": 1, "C": p.C, "D": p.D}
+    kind: dict[str, Any] = {"dtype": dtype, "sizes": sizes, "scale": p.scale}
     if name.endswith("dense"):
-        return operator_model(f"{prefix}CachedAttention", **kind, window=0)
+        return operator_model("CachedAttention", **kind, window=0)
     # dense_below 0: the step under test is taken at every length.
-    chosen: dict[str, Any] = {"top_k": p.top_k, "local_window": p.window, "reallocate": 0, "group_reduce": 0}
-    chosen["dense_below"] = 0
-    if packing and name not in CODED:
-        return operator_model(f"{prefix}SparQRowsAttention", **kind, **chosen)
+    chosen: dict[str, Any] = {"top_k": p.top_k, "local_window": p.window, "reallocate": 0, "dense_below": 0}
     chosen |= {"rank": p.rank, "component_score": 0}
     if name in CODED:
-        sizes |= {"3Hkv": 3 * p.Hkv, "HkvD": p.Hkv * p.D, **coded_axes(p.C, CODED_BITS)}
-        chosen["key_bits"] = CODED_BITS
-        return operator_model(f"{prefix}SparQCodedAttention", **kind, **chosen)
+        sizes |= {"3Hkv": 3 * p.Hkv, "HkvD": p.Hkv * p.D, **coded_axes(p.C)}
+        return operator_model("SparQCodedAttention", **kind, **chosen)
     return operator_model("SparQAttention", **kind, **chosen, lanes=p.lanes)
 
 

@@ -66,10 +66,8 @@ def _export(args: argparse.Namespace) -> Exported:
         dtype=args.dtype,
         compat=args.compat,
         inline=args.inline,
-        static=None if args.static is None else _pair(args.static),
+        native=args.native,
         genai=not args.no_genai,
-        kv_bits=args.kv_bits,
-        kv_group_size=args.kv_group_size,
     )
 
 
@@ -78,14 +76,6 @@ def _keys(text: str) -> str | int:
         return text if text == "auto" else int(text)
     except ValueError:
         raise ConfigError(f"--dense-below: expected auto or a number of keys, got {text!r}.") from None
-
-
-def _pair(text: str) -> tuple[int, int]:
-    try:
-        rows, length = (int(part) for part in text.split(","))
-    except ValueError:
-        raise ConfigError(f"--static: expected two numbers B,N, got {text!r}.") from None
-    return rows, length
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -104,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="METHOD[:KEY=VALUE,...]",
         help="'dense'; 'sparq' or 'saap' for decoding, 'sample' for prompts, or both, such as 'sample+sparq', with "
         "parameters such as 'sparq:rank=16,top_k=256' or 'saap:artefact=FILE,probes=32' (default: sparq, with a "
-        "second copy of the keys; 'sparq:key_bits=4' stores 4-bit codes instead).",
+        "second copy of the keys; 'sparq:key_bits=4' with --native stores 4-bit codes instead).",
     )
     parser.add_argument(
         "--attn-config",
@@ -115,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
         "--dense-below",
         metavar="N",
         help="Keys below which decode steps are dense, as dense_below=N in --method; 'auto' measures it on this "
-        "machine with the native kernels of sparq or quest, in at most 10 seconds (default: a rule that holds for all "
+        "machine with the native kernels of sparq, in at most 10 seconds (default: a rule that holds for all "
         "machines, as files travel to others).",
     )
     parser.add_argument(
@@ -132,29 +122,15 @@ def _parser() -> argparse.ArgumentParser:
         "model's). 'float32' also dequantises. Arithmetic is float32 in any case.",
     )
     parser.add_argument(
-        "--kv-bits",
-        type=int,
-        metavar="N",
-        help="Keep keys and values in 8 or 4 bits, as mlx-lm's --kv-bits does (default: in --dtype). sparq chooses "
-        "keys by them then, without a second copy; 'sparq:score=copy' chooses by one of key_bits=4 or 8.",
-    )
-    parser.add_argument(
-        "--kv-group-size",
-        type=int,
-        metavar="N",
-        help="Components of a key or value that share a scale and a bias with --kv-bits: 32, 64 (default) or 128.",
-    )
-    parser.add_argument(
         "--compat", action="store_true", help="Opset 18 and IR 8, for older runtimes, instead of opset 24 and IR 11."
     )
     parser.add_argument(
         "--inline", action="store_true", help="Without local functions, for runtimes other than onnxruntime."
     )
     parser.add_argument(
-        "--static",
-        metavar="B,N",
-        help="For runtimes that know no symbolic sizes: B rows, one token a call, caches of N tokens, each read in "
-        "full. As --inline otherwise.",
+        "--native",
+        action="store_true",
+        help="The native kernels of this package will be registered where the file runs. Needed for key_bits=4.",
     )
     parser.add_argument("--no-genai", action="store_true", help="Without genai_config.json and what it needs.")
     return parser

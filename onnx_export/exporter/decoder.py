@@ -13,13 +13,11 @@ from typing import Any
 import numpy as np
 from onnx import TensorProto
 
-from mlx_sparse.common import reasons
 from mlx_sparse.methods import Sample
 
 from .. import build
 from ..formal import Tensor
-from ..operators import OPERATORS, PACKED, SAMPLING, packed_row
-from ..table import VERIFY_QUERIES
+from ..operators import OPERATORS, SAMPLING
 from .families import Family, Rope, head_dim, rope_of, window_of
 from .graph import Graph
 from .methods import EXACT, sample
@@ -42,10 +40,6 @@ class Target:
         dtype: of caches and of weights that are not quantised.
         dequantise: store quantised weights in ``dtype`` too.
         genai: lay the caches out so that onnxruntime-genai finds them.
-        rows: batch size of a graph without symbolic sizes, which takes one token at a time and is sparse wherever there
-            are keys to leave out; None otherwise.
-        kv_bits: of keys and values in the caches; None if they are of ``dtype``.
-        kv_group_size: components of one with a scale and a bias of their own.
     """
 
     decode: Decoding
@@ -54,18 +48,7 @@ class Target:
     dtype: str
     dequantise: bool = False
     genai: bool = True
-    rows: int | None = None
     prompts: Sample | None = None
-    kv_bits: int | None = None
-    kv_group_size: int = 64
-
-    @property
-    def packing(self) -> dict[str, int]:
-        """Attributes that say how rows are packed; none if they are not."""
-        if self.kv_bits is None:
-            return {}
-        kind = build.TYPES[self.dtype]
-        return {"kv_bits": self.kv_bits, "kv_group_size": self.kv_group_size, "kv_type": kind}
 
     @property
     def text(self) -> str:
@@ -77,14 +60,13 @@ class Target:
     def attributes(self, decode: Decoding, *, sampled: bool) -> dict[str, float]:
         """Attributes of a layer's node but ``scale`` and ``window``."""
         prompts = sample.attributes(self.prompts) if sampled and self.prompts else {}
-        several = {VERIFY_QUERIES.name: reasons.VERIFY_QUERIES} if decode.method.verifies else {}
-        return {**decode.attributes(self.lanes), **several, **prompts, **self.packing}
+        return {**decode.attributes(self.lanes), **prompts}
 
     def shortened(self) -> Target:
-        """The target with methods that short prompts show the sparsity of, over caches that are not packed."""
+        """The target with methods that short prompts show the sparsity of."""
         prompts = self.prompts and sample.shortened(self.prompts)
-        decode = self.decode.shortened(static=self.rows is not None)
-        return replace(self, decode=decode, prompts=prompts, kv_bits=None)
+        decode = self.decode.shortened()
+        return replace(self, decode=decode, prompts=prompts)
 
     @property
     def capacity(self) -> int:
@@ -292,15 +274,13 @@ class Decoder:
         g, capacity = self.g, self.target.capacity
         sampled = self.target.prompts is not None and not window
         name = SAMPLING[decode.operator] if sampled else decode.operator
-        operator = OPERATORS[PACKED + name if self.target.kv_bits else name]
+        operator = OPERATORS[name]
         attributes = {**self.target.attributes(decode, sampled=sampled), "scale": scale}
         if "window" in operator.attribute_names:
             attributes["window"] = window
         self._sizes = {"B": "batch", "Hkv": sizes[0], "C": capacity, "D": sizes[1]}
         self._sizes |= {"3Hkv": 3 * sizes[0], "HkvD": sizes[0] * sizes[1]}
         self._sizes.update(decode.axes(capacity))
-        if packing := self.target.packing:
-            self._sizes["row"] = packed_row(sizes[1], **packing)
         outputs = {"output": f"{g.scope}attended"}
         states = operator.states
         for name in sorted(states, key=lambda name: name not in ("key", "value")):

@@ -28,12 +28,11 @@ from .. import build
 from .. import lower as lowering
 from ..defaults import IN_FILES, SAMPLE_PIECE, lanes_for
 from ..domain import COMPAT, DEFAULT, DOMAIN, SPEC
-from ..operators import KV_BITS, KV_GROUP_SIZES
-from ..runtime import native
+from ..runtime import native as kernels
 from ..runtime.genai import ends_of, write_config
 from .calibrate import Calibration, layer_of
 from .decoder import Decoder, Target
-from .families import check_modules, family_of, head_dim
+from .families import check_modules, family_of
 from .graph import DataFile, Graph
 from .methods import DECODE, sample
 from .verify.compare import Agreement, compare
@@ -42,8 +41,7 @@ from .weights import QUANTISED
 
 _NAMES = [kind.name for kind in DECODE]
 EXPORTED = [*_NAMES, Sample.name, *(f"{Sample.name}+{name}" for name in _NAMES if name != Dense.name)]
-MOST = 2**31 - 1  # rows or tokens
-KV_GROUP_SIZE = 64  # mlx-lm's
+MOST = 2**31 - 1  # tokens
 MAX_LENGTH = 4096  # where the model allows it and --max-length does not say otherwise
 # What tokenizers are made of; whatever of it the model has is copied.
 TOKENIZER = (
@@ -94,10 +92,8 @@ def export(
     dtype: str | None = None,
     compat: bool = False,
     inline: bool = False,
-    static: tuple[int, int] | None = None,
+    native: bool = False,
     genai: bool = True,
-    kv_bits: int | None = None,
-    kv_group_size: int | None = None,
 ) -> Exported:
     """Write ``out``: model.onnx, its data, the tokenizer and the configuration for onnxruntime-genai.
 
@@ -114,37 +110,31 @@ def export(
             name, float32 also dequantises.
         compat: opset 18 and IR 8 instead of 24 and 11.
         inline: replace the operators by their bodies.
-        static: rows and tokens the caches hold, for a graph in which every size is a number: one token a call. The
-            operators are replaced as with ``inline``.
-        genai: write genai_config.json; not with ``inline`` or ``static``.
-        kv_bits: keep keys and values in 8 or 4 bits as mlx-lm does; None keeps them in ``dtype``.
-        kv_group_size: components of one that share a scale and a bias: 32, 64 (the default) or 128.
+        native: the native kernels will be there where the file runs, so that it may have operators that only they run:
+            those of ``key_bits=4``.
+        genai: write genai_config.json; not with ``inline``.
 
     Raises:
         ConfigError: an argument or the model is not what can be exported.
         ArtefactError: weights that are corrupt, or a file that disagrees with MLX.
-        BackendUnavailable: ``dense_below`` is "auto" and there are no native kernels.
+        BackendUnavailable: there are no native kernels here to time, or to check such a file by.
         OSError: ``out`` cannot be written.
     """
-    prompts, config = methods_of(method, attn_config, packed=kv_bits is not None)
+    prompts, config = methods_of(method, attn_config)
     if dense_below is not None:
-        config = _with_dense_below(config, dense_below, lowered=inline or static is not None)
-    if prompts is not None and static:
-        raise ConfigError("--static: expected none beside --method sample, got both: prompts go in token by token.")
-    if config.verifies and static:
-        raise ConfigError("verify: expected dense beside --static, whose calls have one token, got sparse.")
-    _check_sizes(dtype, max_length, static)
-    group_size = _check_packing(kv_bits, kv_group_size, dense_below)
+        config = _with_dense_below(config, dense_below, lowered=inline)
+    _check_native(config, native=native, inline=inline)
+    if dtype is not None:
+        check_choice("--dtype", dtype, tuple(build.TYPES))
+    if max_length is not None:
+        check_int("--max-length", max_length, 1, MOST)
     folder = Path(out)
     check_free(folder)
     loaded, source, settings = load(model)
     family = family_of(settings)
     check_modules(loaded, dequantise=dtype == "float32")
-    length = length_of(settings, "--static", static[1]) if static else length_of(settings, "--max-length", max_length)
-    if kv_bits is not None and any(head_dim(layer.self_attn) % group_size for layer in loaded.layers):
-        D = head_dim(loaded.layers[0].self_attn)
-        raise ConfigError(f"--kv-group-size: expected a divisor of the head dim D={D}, got {group_size}.")
-    decode = DECODE[type(config)].settled(config, loaded, branches=not static, packed=kv_bits is not None)
+    length = length_of(settings, max_length)
+    decode = DECODE[type(config)].settled(config, loaded)
     kind, how = dtype or own_type(loaded), None
     if dense_below == "auto":
         found = Calibration(decode, lanes=lanes_for(length), max_length=length, say=_say).found(layer_of(loaded, kind))
@@ -155,16 +145,11 @@ def export(
         lanes=lanes_for(length),
         dtype=kind,
         dequantise=dtype == "float32",
-        genai=genai and not inline and not static,
-        rows=static and static[0],
+        genai=genai and not inline,
         prompts=prompts and sample.settled(prompts, length),
-        kv_bits=kv_bits,
-        kv_group_size=group_size,
     )
 
     def lower(proto: onnx.ModelProto) -> onnx.ModelProto:
-        if static:
-            return lowering.static(proto, static[0], target.capacity)
         return lowering.inline(proto) if inline else proto
 
     with emerging(folder) as made:
@@ -203,15 +188,13 @@ def _with_dense_below(config: Method, given: str | int, *, lowered: bool) -> Met
         setting: dict[str, Any] = {"dense_below": given}
         return dataclasses.replace(config, **setting)
     if lowered:
-        raise ConfigError(
-            "--dense-below: expected a number beside --inline or --static, without native kernels, got auto."
-        )
+        raise ConfigError("--dense-below: expected a number beside --inline, without native kernels, got auto.")
     if not DECODE[type(config)].timed:
         raise ConfigError(
             f"--dense-below: expected a number with {config.name}, whose steps take as long as its buckets are full, "
             "got auto."
         )
-    native.library_path()  # before anything is loaded
+    kernels.library_path()  # before anything is loaded
     return config
 
 
@@ -219,41 +202,33 @@ def _say(text: str) -> None:
     print(f"[mlx-sparse] {text}", file=sys.stderr, flush=True)
 
 
-def _check_sizes(dtype: str | None, max_length: int | None, static: tuple[int, int] | None) -> None:
-    if dtype is not None:
-        check_choice("--dtype", dtype, tuple(build.TYPES))
-    if max_length is not None:
-        check_int("--max-length", max_length, 1, MOST)
-    for number in static or ():
-        check_int("--static", number, 1, MOST)
-    if static and max_length not in (None, static[1]):
-        raise ConfigError(f"--max-length: expected none beside --static {static[0]},{static[1]}, got {max_length}.")
+def _check_native(config: Method, *, native: bool, inline: bool) -> None:
+    """Refuse int4 scoring keys, whose operators have no body, unless native kernels will run them.
+
+    Raises:
+        ConfigError: the file would not run.
+        BackendUnavailable: there are no native kernels here, and the file could not be checked.
+    """
+    key_bits = getattr(config, "key_bits", 16)
+    if key_bits == 16:
+        return
+    if inline:
+        raise ConfigError(f"key_bits: expected 16 beside --inline, got {key_bits}, which only the native kernels run.")
+    if not native:
+        raise ConfigError(
+            f"key_bits: expected 16 for a file that every runtime runs, got {key_bits}. Give --native if the "
+            "native kernels of this package will be registered where it runs."
+        )
+    kernels.library_path()
 
 
-def _check_packing(bits: int | None, group_size: int | None, dense_below: str | int | None) -> int:
-    """Size of the groups of packed rows."""
-    if bits is None:
-        if group_size is not None:
-            raise ConfigError(f"--kv-group-size: expected none without --kv-bits, got {group_size}.")
-        return KV_GROUP_SIZE
-    check_choice("--kv-bits", bits, KV_BITS)
-    if dense_below == "auto":
-        raise ConfigError("--dense-below: expected a number beside --kv-bits, whose steps are not timed, got auto.")
-    size = KV_GROUP_SIZE if group_size is None else group_size
-    check_choice("--kv-group-size", size, KV_GROUP_SIZES)
-    return size
-
-
-def methods_of(text: str, attn_config: str | Path | None, *, packed: bool = False) -> tuple[Sample | None, Method]:
+def methods_of(text: str, attn_config: str | Path | None) -> tuple[Sample | None, Method]:
     """The methods for prompts, None if dense, and for decoding that ``--method`` and ``--attn-config`` mean.
-
-    Over ``packed`` caches a method's defaults are those of `--attn`.
 
     Raises:
         ConfigError: they are not such as can be exported, or a key or value is wrong.
     """
-    own = {} if packed else IN_FILES
-    base = {**own, **(load_toml(attn_config, own) if attn_config is not None else {})}
+    base = {**IN_FILES, **(load_toml(attn_config, IN_FILES) if attn_config is not None else {})}
     names = [part.partition(":")[0].strip() for part in text.split("+")]
     if set(names) not in [set(known.split("+")) for known in EXPORTED]:
         known = f"{', '.join(EXPORTED[:-1])} or {EXPORTED[-1]}, with [:key=value,...]"
@@ -306,8 +281,8 @@ def _check_tokens(settings: Mapping[str, Any]) -> None:
             raise ConfigError(f"--model: expected {key} to be the number of a token, got {shorten(repr(said), 80)}.")
 
 
-def length_of(settings: Mapping[str, Any], option: str, asked: int | None) -> int:
-    """How many tokens the caches must hold, as ``option`` asks.
+def length_of(settings: Mapping[str, Any], asked: int | None) -> int:
+    """Return how many tokens the caches must hold.
 
     Raises:
         ConfigError: more than the model can tell apart.
@@ -317,7 +292,7 @@ def length_of(settings: Mapping[str, Any], option: str, asked: int | None) -> in
     if asked is None:
         return min(limit or MAX_LENGTH, MAX_LENGTH)
     if limit is not None and asked > limit:
-        raise ConfigError(f"{option}: expected at most max_position_embeddings={limit} of the model, got {asked}.")
+        raise ConfigError(f"--max-length: expected at most max_position_embeddings={limit} of the model, got {asked}.")
     return asked
 
 
@@ -379,7 +354,6 @@ def metadata(target: Target, settings: Mapping[str, Any]) -> dict[str, str]:
         "model_type": settings["model_type"],
         "max_length": target.max_length,
         "dtype": target.dtype,
-        **({"kv_bits": target.kv_bits, "kv_group_size": target.kv_group_size} if target.packing else {}),
         "eos_token_ids": json.dumps(ends_of(settings)),
     }
     if target.prompts is not None:

@@ -22,12 +22,12 @@ void append_columns(const Append& a, const void* key, void* plane, int64_t posit
   }
 }
 
-// Adds the tokens `skip` to `end` - 1 to the sums of `valid` tokens of v, of k, and of the squared distances of k from its
+// Adds the tokens from `skip` on to the sums of `valid` tokens of v, of k, and of the squared distances of k from its
 // mean: float32 for a few tokens at a time, double over all. Distances are taken from a shift, the old mean or the
 // first key, since sums of k^2 would lose the deviation of components far from 0.
 void append_sums(const Append& a, const char* key, const char* value, const float* past, float* present, int64_t valid,
-                 int64_t skip, int64_t end) {
-  const int64_t D = a.D, item = size_of(a.type), added = std::max<int64_t>(0, end - skip);
+                 int64_t skip) {
+  const int64_t D = a.D, end = a.L, item = size_of(a.type), added = std::max<int64_t>(0, end - skip);
   constexpr int64_t kTokens = 16;
   Scratch scratch(Scratch::kTask, Scratch::size<double>(3 * D) + Scratch::size<float>((2 * kTokens + 1) * D));
   double* total = scratch.take<double>(3 * D);
@@ -69,11 +69,12 @@ void Append::head(int64_t b, int64_t h) const {
   const auto copied = [&](const void* past, void* present) {
     const char* from = plane(past, b, h);
     char* to = const_cast<char*>(plane(present, b, h));
-    if (from != to) std::memcpy(to, from, C * rows.bytes());
+    if (from != to) std::memcpy(to, from, C * D * item);
     return to;
   };
-  write_rows(copied(past_key, present_key), rows, past_length[b], k, type, L);
-  write_rows(copied(past_value, present_value), rows, past_length[b], v, type, L);
+  const int64_t place = past_length[b] * D * item;
+  std::memcpy(copied(past_key, present_key) + place, k, L * D * item);
+  std::memcpy(copied(past_value, present_value) + place, v, L * D * item);
   if (follow) follow->head(b, h);
   if (!present_key_t) return;
   void* columns = copied(past_key_t, present_key_t);
@@ -84,9 +85,7 @@ void Append::head(int64_t b, int64_t h) const {
   }
   const int64_t sums = (b * Hkv + h) * 3 * D, valid = std::max<int64_t>(0, past_length[b] - first[b]);
   const int64_t skip = std::max<int64_t>(0, first[b] - past_length[b]);
-  if (!prefix_sums) return append_sums(*this, k, v, past_sums + sums, present_sums + sums, valid, skip, L);
-  append_sums(*this, k, v, past_sums + sums, prefix_sums + sums, valid, skip, 1);
-  append_sums(*this, k, v, prefix_sums + sums, present_sums + sums, valid + (skip == 0), std::max<int64_t>(skip, 1), L);
+  append_sums(*this, k, v, past_sums + sums, present_sums + sums, valid, skip);
 }
 
 void append_all(const Append& append, int64_t B, const Pool& pool) {

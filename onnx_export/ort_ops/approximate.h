@@ -71,19 +71,14 @@ void approximate(const Columns& columns, const float* q, float* a, int64_t strid
   }
 }
 
-// Vectors of codes of keys in their order, or of pairs of vectors those of even keys, then those of odd keys.
-template <int kBits>
+// Pairs of vectors of codes: those of even keys, then those of odd keys.
 inline void load_codes(const uint8_t* p, F* codes) {
-  for (int v = 0; v < kCodeVectors; v++) {
-    if (kBits == 8) codes[v] = bytes(p + v * W);
-    if (kBits == 4 && v % 2 == 0) nibbles(p + v / 2 * W, codes[v], codes[v + 1]);
-  }
+  for (int v = 0; v < kCodeVectors; v += 2) nibbles(p + v / 2 * W, codes[v], codes[v + 1]);
 }
 
 // A group is a sum of q lo, the same for all of its keys, and of (q step) code: no key is decoded.
-template <int R, int kBits>
+template <int R>
 void approximate_records(const Codes& codes, const float* q, float* work, float* a, int64_t stride) {
-  constexpr int kRecord = kHeader + kGroup / 8 * kBits;
   for (int n = 0; n < codes.groups; n++, a += kGroup) {
     const uint8_t* group = codes.records + n * kRecord;
     float base[R] = {};
@@ -101,7 +96,7 @@ void approximate_records(const Codes& codes, const float* q, float* work, float*
           for (int r = 0; r < R; r++) work[i * R + r] = q[i * R + r] * step;
         }
         F code[kCodeVectors];
-        load_codes<kBits>(record + kHeader + j * kBits / 8, code);
+        load_codes(record + kHeader + j / 2, code);
         for (int r = 0; r < R; r++) {
           const F query = set1(work[i * R + r]);
           for (int v = 0; v < kCodeVectors; v++) total[r][v] = fma(query, code[v], total[r][v]);
@@ -112,7 +107,7 @@ void approximate_records(const Codes& codes, const float* q, float* work, float*
       }
       for (int r = 0; r < R; r++) {
         for (int v = 0; v < kCodeVectors; v += 2) {
-          if (kBits == 4) interleave(total[r][v], total[r][v + 1]);
+          interleave(total[r][v], total[r][v + 1]);
           store(a + r * stride + j + v * W, total[r][v]);
           store(a + r * stride + j + (v + 1) * W, total[r][v + 1]);
         }
@@ -121,22 +116,16 @@ void approximate_records(const Codes& codes, const float* q, float* work, float*
   }
 }
 
-template <int kBits>
-void approximate_bits(const Codes& codes, const float* q, float* work, float* a, int64_t stride) {
+void approximate_codes(const Codes& codes, const float* q, float* work, float* a, int64_t stride) {
   for (int g = 0; g < codes.G; g += 4) {
     const int R = codes.G - g < 4 ? codes.G - g : 4;
-    if (R == 4) approximate_records<4, kBits>(codes, q, work, a, stride);
-    if (R == 3) approximate_records<3, kBits>(codes, q, work, a, stride);
-    if (R == 2) approximate_records<2, kBits>(codes, q, work, a, stride);
-    if (R == 1) approximate_records<1, kBits>(codes, q, work, a, stride);
+    if (R == 4) approximate_records<4>(codes, q, work, a, stride);
+    if (R == 3) approximate_records<3>(codes, q, work, a, stride);
+    if (R == 2) approximate_records<2>(codes, q, work, a, stride);
+    if (R == 1) approximate_records<1>(codes, q, work, a, stride);
     q += int64_t(R) * codes.rank;
     a += R * stride;
   }
-}
-
-void approximate_codes(const Codes& codes, const float* q, float* work, float* a, int64_t stride) {
-  if (codes.bits == 8) return approximate_bits<8>(codes, q, work, a, stride);
-  approximate_bits<4>(codes, q, work, a, stride);
 }
 
 }  // namespace

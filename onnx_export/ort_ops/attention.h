@@ -11,15 +11,6 @@
 
 namespace sparse {
 
-// Rows of a plane for kernels that unpack them.
-PackedRows packed_rows(const RowFormat&, const void* plane, const int32_t* index, int64_t first, int64_t count);
-
-// Rows `first` to `first` + count - 1 of a head in float32.
-void read_rows(float* out, const RowFormat&, const void* plane, int64_t first, int64_t count);
-
-// Writes numbers (count, D) of `type`, not packed, as such rows.
-void write_rows(void* plane, const RowFormat&, int64_t first, const void* in, Type type, int64_t count);
-
 // What else is written for the tokens that a head appends, after their keys and values.
 struct Follow {
   virtual void head(int64_t b, int64_t h) const = 0;
@@ -36,34 +27,24 @@ struct Append {
   const void *past_key, *past_value;
   void *present_key, *present_value;  // (B, Hkv, C, D)
   const int64_t* past_length;         // (B)
-  RowFormat rows;                     // of these caches
   // SparQAttention has two more caches; null elsewhere.
   const void* past_key_t = nullptr;
   void* present_key_t = nullptr;  // (B, Hkv, C / lanes, D, lanes)
   int64_t lanes = 0;
   const float* past_sums = nullptr;
   float* present_sums = nullptr;  // (B, Hkv, 3, D)
-  float* prefix_sums = nullptr;   // the same after the first token alone, or null
   const int64_t* first = nullptr;
   const TypeKernels* kernels = nullptr;
   const Follow* follow = nullptr;
 
   void head(int64_t b, int64_t h) const;
   const char* plane(const void* cache, int64_t b, int64_t h) const {
-    return static_cast<const char*>(cache) + (b * Hkv + h) * C * rows.bytes();
+    return static_cast<const char*>(cache) + (b * Hkv + h) * C * D * size_of(type);
   }
-};
-
-// The sums of the values, for operators that keep no others.
-struct ValueSums final : Follow {
-  const Append& append;
-  const int64_t* first;  // (B)
-  const float* past = nullptr;
-  float* present = nullptr;  // (B, Hkv, D)
-  float* prefix = nullptr;   // the same after the first token alone, or null
-
-  ValueSums(const Append& append, const int64_t* first) : append(append), first(first) {}
-  void head(int64_t b, int64_t h) const override;
+  // Rows `first` to `first` + count - 1 of a plane in float32.
+  void read(float* out, const char* plane, int64_t first, int64_t count) const {
+    kernels->widen(out, plane + first * D * size_of(type), count * D);
+  }
 };
 
 // The keys of these caches in few bits, and what SparQ needs to know of all keys: docs/spec/sparq.md, (sparq.17) to
@@ -71,25 +52,18 @@ struct ValueSums final : Follow {
 struct CodedKeys final : Follow {
   const Append& append;
   const int64_t* first;  // (B)
-  int64_t bits;
   bool spreads;  // whether anybody asks for the spread
   const uint8_t* past = nullptr;  // (B, Hkv D, groups, record); a past and its present may be the same memory
   uint8_t* present = nullptr;
   const float* past_summary = nullptr;
   float* summary = nullptr;  // (B, 3 Hkv, D): sums of values, centre, spread
-  float* prefix = nullptr;   // the same after the first token alone, or null
 
-  CodedKeys(const Append& append, const int64_t* first, int64_t bits, bool spreads)
-      : append(append), first(first), bits(bits), spreads(spreads) {}
+  CodedKeys(const Append& append, const int64_t* first, bool spreads)
+      : append(append), first(first), spreads(spreads) {}
   void head(int64_t b, int64_t h) const override;
   int64_t groups() const { return groups_of(append.C); }
-  int64_t record() const { return record_of(bits); }
-  int64_t plane() const { return append.D * groups() * record(); }
+  int64_t plane() const { return append.D * groups() * kRecord; }
   static int64_t groups_of(int64_t C) { return (C + kGroup - 1) / kGroup; }
-  static int64_t record_of(int64_t bits) { return kHeader + kGroup / 8 * bits; }
-
- private:
-  void tokens(int64_t b, int64_t h, int64_t begin, int64_t end, const float* before, float* values) const;
 };
 
 // Queries, and the caches that they attend to.
@@ -99,23 +73,20 @@ struct Attention {
   int64_t B, Hq, Hkv, L, C, D;
   const void* query;  // (B, Hq, L, D)
   const void *keys, *values;
-  RowFormat rows;  // of both
   void* output;
   const int64_t *first, *length;  // (B): valid keys are first <= j < length; query i of L sits at length - L + i
   float scale;
   int64_t window = 0;
-  // Keys after `length`; row r of a group, which is query r % (own + 1) of a head, attends to the first of them, as many
-  // as that number (several.3).
-  int64_t own = 0;
   const Append* append = nullptr;  // to be done first
 
   int64_t G() const { return Hq / Hkv; }
   const TypeKernels& typed() const { return kernels->type[type]; }
   const char* plane(const void* cache, int64_t b, int64_t h) const {
-    return static_cast<const char*>(cache) + (b * Hkv + h) * C * rows.bytes();
+    return static_cast<const char*>(cache) + (b * Hkv + h) * C * D * size_of(type);
   }
-  // TypeKernels::attend over `keys` and `values`, which are planes of these caches.
-  void attend(const Rows&, const Keys&, float* scores) const;
+  void read(float* out, const char* plane, int64_t first, int64_t count) const {
+    typed().widen(out, plane + first * D * size_of(type), count * D);
+  }
   // Query or output of the first head of KV head h.
   int64_t group_offset(int64_t b, int64_t h) const { return (b * Hq + h * G()) * L * D * size_of(type); }
 };
@@ -123,26 +94,20 @@ struct Attention {
 // What SparQ needs besides, docs/spec/sparq.md.
 struct SparQ {
   int64_t rank, top_k, local_window;
-  bool reallocate, by_logits, by_key;
+  bool reallocate, by_key;
   const void* keys_t;    // (B, Hkv, chunks, D, lanes)
   int64_t lanes, plane;  // plane: elements of one head
-  bool by_rows = false;  // or by the rows themselves
   // Or the keys are coded.
   const uint8_t* codes = nullptr;  // (B, Hkv D, groups, record)
-  int64_t bits = 0, groups = 0;
+  int64_t groups = 0;
   const float* summary = nullptr;  // (B, 3 Hkv, D)
-  // The mean value and the deviation are given (B, Hkv, D), or made of the sums (B, Hkv, 3, D); by rows (B, Hkv, D).
+  // The mean value and the deviation are given (B, Hkv, D), or made of the sums (B, Hkv, 3, D).
   const float *value_mean = nullptr, *deviation = nullptr, *sums = nullptr;
   int32_t* indices = nullptr;  // (B, Hkv, slots) or null
   int64_t slots = 0;
 };
 
 void attend_densely(const Attention&, const Pool&);
-// (several.2) of docs/spec/several.md: the queries of a head as heads of one query over the keys that its first one sees.
-// `prefix` is room for B. With one query it is the same attention.
-Attention as_heads(const Attention&, int64_t* prefix);
-// (several.3), (several.4): extends the running softmax of the rows of a group by their own keys.
-void attend_own(const Attention&, const Rows&, int64_t b, int64_t h, float* scores);
 // Appends the new keys of a head, lists the keys that its one query attends to, ascending, and says how many these are.
 using Choose = std::function<int64_t(int64_t b, int64_t h, int32_t* listed)>;
 // Attention over what is chosen, at most `room` keys. All heads choose, then each list is shared out: lists may differ in

@@ -20,13 +20,10 @@ struct Range {
 };
 
 constexpr Range kRanges[] = {
-    {"local_window", 0, kMost},   {"reallocate", 0, 1},      {"group_reduce", 0, 1},    {"component_score", 0, 1},
+    {"local_window", 0, kMost},   {"reallocate", 0, 1},      {"component_score", 0, 1},
     {"sink_tokens", 0, kAny},     {"recent_tokens", 1, kAny}, {"window", 0, kAny},       {"dense_below", 0, kAny},
-    {"block_size", 32, kBlock},   {"dense_prompt_below", 0, kAny}, {"key_bits", 4, 8},
-    {"kv_bits", 4, 8},            {"kv_group_size", 32, 128}, {"kv_type", 1, 16}, {"verify_queries", 0, 16},
+    {"block_size", 32, kBlock},   {"dense_prompt_below", 0, kAny},
 };
-
-constexpr const char* kOptional = "verify_queries";  // files from before it have none
 
 bool is_number(const std::string& name) {
   return name == "scale" || name == "alpha_column" || name == "alpha_slash";
@@ -42,11 +39,6 @@ Attributes read_attributes(const Signature& signature, const ort::Api* api, cons
       ort::ReleaseStatus::call(api, status);
       fail(name, "an integer attribute", "none");
     }
-    return value;
-  };
-  const auto integer_or_none = [&](const char* name) {
-    int64_t value = 0;
-    if (ort::Status* status = ort::GetAttributeInt::call(api, info, name, &value)) ort::ReleaseStatus::call(api, status);
     return value;
   };
   if (const int64_t spec = integer("spec"); spec != kSpec) {
@@ -73,7 +65,7 @@ Attributes read_attributes(const Signature& signature, const ort::Api* api, cons
     for (const Range& known : kRanges) {
       if (name == known.name) range = known;
     }
-    const int64_t value = read.integers[name] = name == kOptional ? integer_or_none(range.name) : integer(range.name);
+    const int64_t value = read.integers[name] = integer(range.name);
     if (value < range.low || value > range.high) {
       fail(range.name, to_string(range.low) + " to " + to_string(range.high), to_string(value));
     }
@@ -81,15 +73,6 @@ Attributes read_attributes(const Signature& signature, const ort::Api* api, cons
   if (read["local_window"] > read["top_k"]) {
     fail("local_window", "at most top_k=" + to_string(read["top_k"]) + ", which includes it",
          to_string(read["local_window"]));
-  }
-  if (const int64_t bits = read["key_bits"]; bits && bits != 4 && bits != 8) fail("key_bits", "4 or 8", to_string(bits));
-  if (const int64_t bits = read["kv_bits"]; bits && bits != 4 && bits != 8) fail("kv_bits", "4 or 8", to_string(bits));
-  if (const int64_t size = read["kv_group_size"]; size & (size - 1)) {
-    fail("kv_group_size", "32, 64 or 128", to_string(size));
-  }
-  const int64_t type = read["kv_type"];
-  if (type && type != ort::kFloat && type != ort::kFloat16 && type != ort::kBFloat16) {
-    fail("kv_type", "1, 10 or 16", to_string(type));
   }
   if (const int64_t size = read["block_size"]; size & (size - 1)) fail("block_size", "32, 64 or 128", to_string(size));
   return read;

@@ -4,22 +4,9 @@
 
 namespace sparse {
 
-RowFormat rows_of(const Attributes& attributes, const Context& context, int64_t D) {
-  const int64_t bits = attributes["kv_bits"], group = attributes["kv_group_size"], type = attributes["kv_type"];
-  if (!bits) return {context.type(), D};
-  if (D % group) fail("kv_group_size", "a divisor of the head dim D=" + to_string(D), to_string(group));
-  return {type == ort::kFloat ? kTypeFloat : type == ort::kFloat16 ? kTypeHalf : kTypeBFloat16, D, bits, group};
-}
-
 void set_sizes(Attention& a, const Tensor& query, const Tensor& cache) {
   query.expect({-1, -1, -1, -1});
-  set_sizes(a, query, cache, {a.type, query.shape[3]});
-}
-
-void set_sizes(Attention& a, const Tensor& query, const Tensor& cache, const RowFormat& rows) {
-  query.expect({-1, -1, -1, rows.D});
-  cache.expect({query.shape[0], -1, -1, rows.width()});
-  a.rows = rows;
+  cache.expect({query.shape[0], -1, -1, query.shape[3]});
   a.B = query.shape[0], a.Hq = query.shape[1], a.L = query.shape[2], a.D = query.shape[3];
   a.Hkv = cache.shape[1], a.C = cache.shape[2];
   if (a.Hq % a.Hkv) fail("query", "a multiple of Hkv=" + to_string(a.Hkv) + " heads", to_string(a.Hq));
@@ -48,19 +35,18 @@ Attention attention_of(const Attributes& attributes, const Context& context) {
   return a;
 }
 
-Append Caches::append(const Attributes& attributes, const Context& context) const {
+Append Caches::append(const Context& context) const {
   key.expect({-1, -1, -1, -1});
   const int64_t B = key.shape[0], Hkv = key.shape[1], L = key.shape[2], D = key.shape[3];
-  const RowFormat rows = rows_of(attributes, context, D);
-  past_key.expect({B, Hkv, -1, rows.width()});
+  past_key.expect({B, Hkv, -1, D});
   const int64_t C = past_key.shape[2];
   value.expect({B, Hkv, L, D});
-  past_value.expect({B, Hkv, C, rows.width()});
+  past_value.expect({B, Hkv, C, D});
   past_length.expect({B});
   if (L > C) fail("key", "at most the capacity C=" + to_string(C) + " of tokens", to_string(L));
   check_range(past_length, 0, C - L, "the capacity less the new tokens");
   Append a{};
-  a.type = context.type(), a.Hkv = Hkv, a.L = L, a.C = C, a.D = D, a.rows = rows;
+  a.type = context.type(), a.Hkv = Hkv, a.L = L, a.C = C, a.D = D;
   a.key = key.data, a.value = value.data, a.past_key = past_key.data, a.past_value = past_value.data;
   a.past_length = past_length.ints();
   a.kernels = &kernels().type[a.type];
@@ -68,7 +54,7 @@ Append Caches::append(const Attributes& attributes, const Context& context) cons
 }
 
 void Caches::make(const Context& context, Append& append, int key_at, int value_at) const {
-  const std::initializer_list<int64_t> shape = {key.shape[0], append.Hkv, append.C, append.rows.width()};
+  const std::initializer_list<int64_t> shape = {key.shape[0], append.Hkv, append.C, append.D};
   append.present_key = context.output(key_at, shape);
   append.present_value = context.output(value_at, shape);
 }
@@ -76,7 +62,7 @@ void Caches::make(const Context& context, Append& append, int key_at, int value_
 Attention attention_over(const Attributes& attributes, const Context& context, const Caches& caches,
                          const Append& append, const Tensor& query, const Tensor& padding, int64_t* length) {
   Attention a = attention_of(attributes, context);
-  set_sizes(a, query, caches.past_key, append.rows);
+  set_sizes(a, query, caches.past_key);
   caches.key.expect({a.B, a.Hkv, a.L, a.D});
   padding.expect({a.B});
   check_padding(padding);
@@ -92,8 +78,7 @@ SampleSettings sample_of(const Attributes& attributes) {
 }
 
 bool chooses(const Attributes& attributes, const Attention& a) {
-  if (a.L > std::max<int64_t>(1, attributes["verify_queries"])) return false;
-  return longest_of(a) - (a.L - 1) >= attributes["dense_below"];
+  return a.L == 1 && longest_of(a) >= attributes["dense_below"];
 }
 
 void attend_prompt(const Attributes& attributes, Attention& a, const Pool& pool) {

@@ -12,12 +12,8 @@ namespace sparse {
 constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
 using std::to_string;
 
-// How a node's caches hold rows of D numbers.
-RowFormat rows_of(const Attributes&, const Context&, int64_t D);
-
-// Sizes of a query (B, Hq, L, D) and of caches of such rows that fit it.
-void set_sizes(Attention&, const Tensor& query, const Tensor& cache, const RowFormat&);
-void set_sizes(Attention&, const Tensor& query, const Tensor& cache);  // not packed
+// Sizes of a query (B, Hq, L, D) and of caches that fit it.
+void set_sizes(Attention&, const Tensor& query, const Tensor& cache);
 void check_range(const Tensor&, int64_t low, int64_t high, const char* meaning);
 void check_padding(const Tensor& left_padding);
 
@@ -26,18 +22,16 @@ Attention attention_of(const Attributes&, const Context&);
 
 inline int64_t longest_of(const Attention& a) { return *std::max_element(a.length, a.length + a.B); }
 
-// Room for the lengths of a call's rows, and for those that a step sees, docs/spec/several.md (several.1).
+// Room for the lengths of a call's rows.
 struct Lengths {
   Scratch scratch;
-  int64_t *all, *prefix;
+  int64_t* all;
 
   explicit Lengths(int64_t B)
-      : scratch(Scratch::kLengths, 2 * Scratch::size<int64_t>(B)),
-        all(scratch.take<int64_t>(B)),
-        prefix(scratch.take<int64_t>(B)) {}
+      : scratch(Scratch::kLengths, Scratch::size<int64_t>(B)), all(scratch.take<int64_t>(B)) {}
 };
 
-// Whether keys are chosen, by one query or once for as many as `verify_queries` says; dense otherwise.
+// Whether keys are chosen: by one query over enough keys. Other calls are dense.
 bool chooses(const Attributes&, const Attention&);
 
 // Inputs key, value, past_key and past_value, and what they are appended to.
@@ -47,11 +41,11 @@ struct Caches {
   Caches(const Context& context, int first, int past_key_at, int past_value_at, int past_length_at)
       : key(context.input(first, "key", 'T')),
         value(context.input(first + 1, "value", 'T')),
-        past_key(context.input(past_key_at, "past_key", 'R')),
-        past_value(context.input(past_value_at, "past_value", 'R')),
+        past_key(context.input(past_key_at, "past_key", 'T')),
+        past_value(context.input(past_value_at, "past_value", 'T')),
         past_length(context.input(past_length_at, "past_length", 'i')) {}
 
-  Append append(const Attributes&, const Context&) const;
+  Append append(const Context&) const;
   // Makes the outputs present_key and present_value.
   void make(const Context&, Append&, int key_at, int value_at) const;
 };

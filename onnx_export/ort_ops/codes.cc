@@ -12,7 +12,7 @@ namespace sparse {
 
 namespace {
 
-constexpr float kLargestHalf = 65504;
+constexpr float kLargestHalf = 65504, kLargestCode = 15;
 
 // Room for what the coding of a group needs, all but `rows` (D).
 struct Work {
@@ -37,9 +37,9 @@ float rounded(float x) {
 }
 
 // Codes the rows of a group, D records that lie `stride` bytes apart; with `leads` it gives the centre.
-void code_group(const Kernels& kernels, const Work& w, int64_t D, int64_t bits, bool leads, float* centre, uint8_t* to,
+void code_group(const Kernels& kernels, const Work& w, int64_t D, bool leads, float* centre, uint8_t* to,
                 int64_t stride) {
-  const float largest = float((1 << bits) - 1), infinity = std::numeric_limits<float>::infinity();
+  const float largest = kLargestCode, infinity = std::numeric_limits<float>::infinity();
   std::fill(w.low, w.low + D, infinity);
   std::fill(w.high, w.high + D, -infinity);
   std::fill(w.odd, w.odd + D, 0.0f);
@@ -79,24 +79,19 @@ void code_group(const Kernels& kernels, const Work& w, int64_t D, int64_t bits, 
     std::memcpy(record, w.lo_bits + d, 2), std::memcpy(record + 2, w.step_bits + d, 2);
     record += kHeader;
     const float* code = w.rows + d;
-    if (bits == 8) {
-      for (int64_t j = 0; j < kGroup; j++) record[j] = uint8_t(code[j * D]);
-    } else {
-      for (int64_t j = 0; j < kGroup; j += 2) {
-        record[j / 2] = uint8_t(int(code[j * D]) | int(code[(j + 1) * D]) << 4);
-      }
+    for (int64_t j = 0; j < kGroup; j += 2) {
+      record[j / 2] = uint8_t(int(code[j * D]) | int(code[(j + 1) * D]) << 4);
     }
   }
 }
 
 // (sparq.22) of `count` groups from the first record of a component on.
-float spread_of(const Kernels& kernels, const uint8_t* records, int64_t count, int64_t record, int64_t bits,
-                uint16_t* range_bits, float* range) {
-  for (int64_t n = 0; n < count; n++) std::memcpy(range_bits + 2 * n, records + n * record, kHeader);
+float spread_of(const Kernels& kernels, const uint8_t* records, int64_t count, uint16_t* range_bits, float* range) {
+  for (int64_t n = 0; n < count; n++) std::memcpy(range_bits + 2 * n, records + n * kRecord, kHeader);
   kernels.type[kTypeHalf].widen(range, range_bits, 2 * count);
   double total = 0, apart = 0, wide = 0;
   for (int64_t n = 0; n < count; n++) {
-    const float width = range[2 * n + 1] * float((1 << bits) - 1);
+    const float width = range[2 * n + 1] * kLargestCode;
     range[2 * n] += width / 2, range[2 * n + 1] = width;
     total += range[2 * n];
   }
@@ -110,19 +105,14 @@ float spread_of(const Kernels& kernels, const uint8_t* records, int64_t count, i
 }  // namespace
 
 void CodedKeys::head(int64_t b, int64_t h) const {
-  const int64_t head = b * append.Hkv + h, at = 3 * head * append.D, begin = append.past_length[b];
-  if (past != present) std::copy_n(past + head * plane(), plane(), present + head * plane());
-  if (!prefix) return tokens(b, h, begin, begin + append.L, past_summary + at, summary + at);
-  tokens(b, h, begin, begin + 1, past_summary + at, prefix + at);
-  tokens(b, h, begin + 1, begin + append.L, prefix + at, summary + at);
-}
-
-// Tokens `begin` to `end` - 1 of a head, by the summary before them; `values` is where the one after them begins.
-void CodedKeys::tokens(int64_t b, int64_t h, int64_t begin, int64_t end, const float* before, float* values) const {
   const Kernels& all = sparse::kernels();
-  const int64_t D = append.D, low = std::min(first[b], end);
+  const int64_t D = append.D, head = b * append.Hkv + h;
+  const int64_t begin = append.past_length[b], end = begin + append.L, low = std::min(first[b], end);
+  if (past != present) std::copy_n(past + head * plane(), plane(), present + head * plane());
+  const float* before = past_summary + 3 * head * D;
+  float* values = summary + 3 * head * D;
   const int64_t old = std::max<int64_t>(0, begin - low) / kGroup, now = (end - low) / kGroup;
-  uint8_t* codes = present + (b * append.Hkv + h) * plane();
+  uint8_t* codes = present + head * plane();
   float *centre = values + D, *spread = centre + D;
   const char *keys = append.plane(append.present_key, b, h), *rows = append.plane(append.present_value, b, h);
   Scratch scratch(Scratch::kTask, Work::size(D) + Scratch::size<double>(2 * D) + Scratch::size<float>(2 * now) +
@@ -132,7 +122,7 @@ void CodedKeys::tokens(int64_t b, int64_t h, int64_t begin, int64_t end, const f
 
   std::copy(before, before + D, total);
   for (int64_t j = std::max(low, begin); j < end; j++) {
-    read_rows(work.low, append.rows, rows, j, 1);
+    append.read(work.low, rows, j, 1);
     for (int64_t d = 0; d < D; d++) total[d] += work.low[d];
   }
   for (int64_t d = 0; d < D; d++) values[d] = float(total[d]);
@@ -143,8 +133,8 @@ void CodedKeys::tokens(int64_t b, int64_t h, int64_t begin, int64_t end, const f
     std::fill(centre, centre + D, 0.0f);
   }
   for (int64_t n = old; n < now; n++) {
-    read_rows(work.rows, append.rows, keys, low + n * kGroup, kGroup);
-    code_group(all, work, D, bits, n == 0, centre, codes + n * record(), groups() * record());
+    append.read(work.rows, keys, low + n * kGroup, kGroup);
+    code_group(all, work, D, n == 0, centre, codes + n * kRecord, groups() * kRecord);
   }
 
   if (!spreads) {
@@ -159,14 +149,14 @@ void CodedKeys::tokens(int64_t b, int64_t h, int64_t begin, int64_t end, const f
     uint16_t* range_bits = scratch.take<uint16_t>(2 * now);
     float* range = scratch.take<float>(2 * now);
     for (int64_t d = 0; d < D; d++) {
-      spread[d] = spread_of(all, codes + d * groups() * record(), now, record(), bits, range_bits, range);
+      spread[d] = spread_of(all, codes + d * groups() * kRecord, now, range_bits, range);
     }
     return;
   }
   // No key is coded, so all are in the tail: the deviation of (sparq.1).
   const int64_t count = end - low;
   std::fill(total, total + 2 * D, 0.0);
-  if (count) read_rows(work.rows, append.rows, keys, low, count);
+  if (count) append.read(work.rows, keys, low, count);
   for (int64_t j = 0; j < count; j++) {
     for (int64_t d = 0; d < D; d++) total[d] += work.rows[j * D + d];
   }

@@ -14,8 +14,8 @@ std::string text(const int64_t* lengths, int count) {
 
 }  // namespace
 
-ort::ElementType element_type(char letter, Type type, Type weights, bool packed) {
-  switch (letter == 'R' && packed ? 'u' : letter) {
+ort::ElementType element_type(char letter, Type type, Type weights) {
+  switch (letter) {
     case 'f':
       return ort::kFloat;
     case 'i':
@@ -67,7 +67,7 @@ Tensor Context::input(int index, const char* name, char kind) const {
   ort::ReleaseInfo::call(api_, info);
   check(api_, status, name);
   if (axes > Tensor::kMostAxes) fail(name, "at most 8 axes", std::to_string(axes));
-  const ort::ElementType wanted = element_type(kind, type_, weights_, packed_);
+  const ort::ElementType wanted = element_type(kind, type_, weights_);
   if (found != wanted) fail(name, "element type " + std::to_string(wanted), std::to_string(found));
   tensor.axes = int(axes);
   void* data = nullptr;

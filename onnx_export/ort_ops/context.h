@@ -36,11 +36,10 @@ struct Tensor {
 // One call of a kernel.
 class Context {
  public:
-  Context(const ort::Api* api, ort::KernelContext* context, Type type, Type weights, bool packed)
-      : api_(api), context_(context), type_(type), weights_(weights), packed_(packed) {}
+  Context(const ort::Api* api, ort::KernelContext* context, Type type, Type weights)
+      : api_(api), context_(context), type_(type), weights_(weights) {}
 
-  // Input `index`: T for 'T', W for 'W', float for 'f', int64 for 'i', int16 for 's', uint8 for 'u'; rows of a cache,
-  // T or packed, for 'R'.
+  // Input `index`: T for 'T', W for 'W', float for 'f', int64 for 'i', int16 for 's', uint8 for 'u'.
   Tensor input(int index, const char* name, char kind) const;
   void* output(int index, std::initializer_list<int64_t> shape) const;
   Type type() const { return type_; }
@@ -52,11 +51,10 @@ class Context {
   const ort::Api* api_;
   ort::KernelContext* context_;
   Type type_, weights_;
-  bool packed_;
 };
 
 // The element type that a letter of a signature means.
-ort::ElementType element_type(char letter, Type type, Type weights, bool packed);
+ort::ElementType element_type(char letter, Type type, Type weights);
 
 // Throws what a status says, and releases it.
 void check(const ort::Api*, ort::Status*, const char* what);

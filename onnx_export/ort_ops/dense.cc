@@ -18,7 +18,7 @@ void attend_all(const Attention& a, const Rows& rows, int64_t b, int64_t h, Span
     block.first = j;
     block.count = int(std::min<int64_t>(kBlock, keys.high - j));
     block.next = int(std::min<int64_t>(kBlock, keys.high - j - block.count));
-    a.attend(rows, block, scores);
+    a.typed().attend(rows, block, scores);
   }
 }
 

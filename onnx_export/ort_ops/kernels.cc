@@ -4,7 +4,6 @@
 
 #include "approximate.h"
 #include "lanes.h"
-#include "packed_dots.h"
 #include "tiles.h"
 
 namespace {
@@ -225,7 +224,7 @@ int32_t bound_of(const int32_t* keys, int n, int k) {
 
 template <class T>
 constexpr TypeKernels kernels_of() {
-  return {widen<T>, narrow<T>, unpack<T>, score_packed<T>, attend<T>, score_block<T>, approximate<T>};
+  return {widen<T>, narrow<T>, attend<T>, score_block<T>, approximate<T>};
 }
 
 }  // namespace

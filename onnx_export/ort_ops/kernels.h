@@ -11,6 +11,7 @@ constexpr int kBlock = 128;        // keys that `attend` takes at a time
 constexpr int kScoreBlock = 1024;  // keys that `approximate` takes at a time
 constexpr int kGroup = 64;         // keys that are coded together
 constexpr int kHeader = 4;         // bytes of lo and step, in front of the codes
+constexpr int kRecord = kHeader + kGroup / 2;  // with codes of 4 bits
 
 // Query rows of one KV head on their way over blocks of keys: the running softmax of each.
 struct Rows {
@@ -34,18 +35,6 @@ struct Keys {
   const int* high;
 };
 
-// Rows of a head in few bits: codes of `bits` bits, lowest first, then scale and bias of each `group`, numbers of T.
-struct PackedRows {
-  const uint8_t* rows;   // (C, stride)
-  const int32_t* index;  // those that it lists; null for `first`, `first` + 1, ...
-  int64_t first;
-  int64_t stride;  // bytes
-  int count;
-  int D;
-  int bits;  // 8 or 4
-  int group;
-};
-
 // Up to kScoreBlock keys of one chunk of component-major keys.
 struct Columns {
   const void* lanes;          // component 0 of the first key
@@ -58,14 +47,13 @@ struct Columns {
   int readable;  // keys from the first one to the end of the chunk
 };
 
-// Groups of coded keys, each component of them a record: lo and step as float16, then kGroup codes of `bits` bits.
+// Groups of coded keys, each component of them a record: lo and step as float16, then kGroup codes of 4 bits.
 struct Codes {
   const uint8_t* records;     // of component 0 of the first group
   int64_t stride;             // bytes from one component to the next
   const int32_t* components;  // (rank)
   int rank;
   int G;
-  int bits;       // 8 or 4
   int groups;     //
   int64_t ahead;  // bytes to what is read next, for prefetching
 };
@@ -74,10 +62,6 @@ struct Codes {
 struct TypeKernels {
   void (*widen)(float* out, const void* in, int64_t n);
   void (*narrow)(void* out, const float* in, int64_t n);
-  // (quantised.1): (count, D), rounded to T.
-  void (*unpack)(float* out, const PackedRows&);
-  // a (G, stride) = q . k of packed rows, which are rounded to T before; q is (G, D). Room for a multiple of 4 rows.
-  void (*score_packed)(const PackedRows&, const float* q, int G, float* a, int64_t stride);
   // Extends the running softmax; `scores` is room for (count, kBlock).
   void (*attend)(const Rows&, const Keys&, float* scores);
   // The first part of that: scores (count, kBlock) = q . k. The values are fetched into the processor's cache

@@ -26,15 +26,6 @@ inline void store_part(T* p, F x, int n) {
   for (int i = 0; i < n; i++) p[i] = part[i];
 }
 
-inline float number_at(const float* p) { return *p; }
-inline float number_at(const Half* p) { return half_at(reinterpret_cast<const uint8_t*>(p)); }
-inline float number_at(const BFloat16* p) {
-  const uint32_t bits = uint32_t(p->bits) << 16;
-  float number;
-  __builtin_memcpy(&number, &bits, 4);
-  return number;
-}
-
 template <class T>
 void widen(float* out, const void* in, int64_t n) {
   const T* from = static_cast<const T*>(in);

@@ -60,7 +60,7 @@ ort::Status* compute(void* kernel, ort::KernelContext* context) {
   const Kernel& self = *static_cast<const Kernel*>(kernel);
   return guarded(self.api, self.op->signature->name.c_str(), [&] {
     const Operator& op = *self.op;
-    const Context called(self.api, context, op.type, op.weights, op.signature->packed);
+    const Context called(self.api, context, op.type, op.weights);
     self.op->signature->compute(self.attributes, called);
   });
 }
@@ -97,14 +97,14 @@ Operator make(const Signature& signature, Type type, Type weights) {
   op.GetExecutionProviderType = [](const ort::CustomOp*) { return "CPUExecutionProvider"; };
   op.GetInputType = [](const ort::CustomOp* self, size_t i) {
     const Operator& of = Operator::of(self);
-    return element_type(of.signature->inputs[i], of.type, of.weights, of.signature->packed);
+    return element_type(of.signature->inputs[i], of.type, of.weights);
   };
   op.GetInputTypeCount = [](const ort::CustomOp* self) {
     return std::string(Operator::of(self).signature->inputs).size();
   };
   op.GetOutputType = [](const ort::CustomOp* self, size_t i) {
     const Operator& of = Operator::of(self);
-    return element_type(of.signature->outputs[i], of.type, of.weights, of.signature->packed);
+    return element_type(of.signature->outputs[i], of.type, of.weights);
   };
   op.GetOutputTypeCount = [](const ort::CustomOp* self) {
     return std::string(Operator::of(self).signature->outputs).size();

@@ -6,8 +6,7 @@ namespace {
 
 constexpr int64_t kLeastKeys = 512;  // of a part
 
-// Listed keys, and the rows' own ones with `own`.
-void attend(const Attention& a, const Rows& rows, int64_t b, int64_t h, const int32_t* listed, int64_t count, bool own) {
+void attend(const Attention& a, const Rows& rows, int64_t b, int64_t h, const int32_t* listed, int64_t count) {
   Scratch scratch(Scratch::kTask, Scratch::size<float>(rows.count * kBlock));
   float* weights = scratch.take<float>(rows.count * kBlock);
   load_queries(a, rows, b, h, 0, 1);
@@ -16,9 +15,8 @@ void attend(const Attention& a, const Rows& rows, int64_t b, int64_t h, const in
     block.index = listed + i;
     block.count = int(std::min<int64_t>(kBlock, count - i));
     block.next = int(std::min<int64_t>(kBlock, count - i - block.count));
-    a.attend(rows, block, weights);
+    a.typed().attend(rows, block, weights);
   }
-  if (own) attend_own(a, rows, b, h, weights);
 }
 
 }  // namespace
@@ -42,8 +40,7 @@ void attend_lists(const Attention& a, int64_t room, const Choose& choose, const 
   pool.run(heads * parts, [&](int64_t i) {
     const Found& of = found[i / parts];
     const int64_t low = of.count * (i % parts) / parts, high = of.count * (i % parts + 1) / parts;
-    attend(a, rows[i], i / parts / a.Hkv, i / parts % a.Hkv, of.listed + low, high - low,
-           i % parts == parts - 1);
+    attend(a, rows[i], i / parts / a.Hkv, i / parts % a.Hkv, of.listed + low, high - low);
   });
   pool.run(heads, [&](int64_t i) {
     merge(rows + i * parts, parts);

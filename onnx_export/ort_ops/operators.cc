@@ -8,7 +8,7 @@ SparQ sparq_of(const Attributes& attributes, int64_t D) {
   if (attributes["rank"] > D) fail("rank", "at most the head dim D=" + to_string(D), to_string(attributes["rank"]));
   SparQ s{};
   s.rank = attributes["rank"], s.top_k = attributes["top_k"], s.local_window = attributes["local_window"];
-  s.reallocate = attributes["reallocate"], s.by_logits = attributes["group_reduce"];
+  s.reallocate = attributes["reallocate"],
   s.by_key = attributes["component_score"];
   return s;
 }
@@ -57,9 +57,9 @@ void compute_sparq_coded(const Attributes& attributes, const Context& context) {
   Attention a = attention_of(attributes, context);
   set_sizes(a, query, keys);
   SparQ s = sparq_of(attributes, a.D);
-  s.bits = attributes["key_bits"], s.groups = CodedKeys::groups_of(a.C);
+  s.groups = CodedKeys::groups_of(a.C);
   query.expect({a.B, a.Hq, 1, a.D});
-  codes.expect({a.B, a.Hkv * a.D, s.groups, CodedKeys::record_of(s.bits)});
+  codes.expect({a.B, a.Hkv * a.D, s.groups, kRecord});
   values.expect({a.B, a.Hkv, a.C, a.D});
   summary.expect({a.B, 3 * a.Hkv, a.D});
   padding.expect({a.B});
@@ -94,7 +94,7 @@ void compute_dense(const Attributes& attributes, const Context& context) {
 
 void compute_append(const Attributes& attributes, const Context& context) {
   const Caches caches(context, 0, 2, 3, 4);
-  Append append = caches.append(attributes, context);
+  Append append = caches.append(context);
   const int64_t B = caches.key.shape[0];
   caches.make(context, append, 0, 1);
   append_all(append, B, Pool(context.api(), context.context()));
@@ -127,7 +127,7 @@ void compute_sample(const Attributes& attributes, const Context& context) {
 void compute_cached(const Attributes& attributes, const Context& context) {
   const Tensor query = context.input(0, "query", 'T'), padding = context.input(6, "left_padding", 'i');
   const Caches caches(context, 1, 3, 4, 5);
-  Append append = caches.append(attributes, context);
+  Append append = caches.append(context);
   Lengths lengths(caches.key.shape[0]);
   Attention a = attention_over(attributes, context, caches, append, query, padding, lengths.all);
   a.output = context.output(0, {a.B, a.Hq, a.L, a.D});
@@ -156,7 +156,7 @@ void add_sparq_caches(const Attributes& attributes, const Context& context, Appe
 void compute_sparq_append(const Attributes& attributes, const Context& context) {
   const Tensor padding = context.input(7, "left_padding", 'i');
   const Caches caches(context, 0, 2, 4, 6);
-  Append append = caches.append(attributes, context);
+  Append append = caches.append(context);
   const int64_t B = caches.key.shape[0], Hkv = append.Hkv, D = append.D;
   padding.expect({B});
   check_padding(padding);
@@ -175,7 +175,7 @@ void compute_sparq_append(const Attributes& attributes, const Context& context) 
 void compute_sparq_attention(const Attributes& attributes, const Context& context) {
   const Tensor query = context.input(0, "query", 'T'), padding = context.input(8, "left_padding", 'i');
   const Caches caches(context, 1, 3, 5, 7);
-  Append append = caches.append(attributes, context);
+  Append append = caches.append(context);
   Lengths lengths(caches.key.shape[0]);
   Attention a = attention_over(attributes, context, caches, append, query, padding, lengths.all);
   SparQ s = sparq_of(attributes, a.D);
@@ -184,95 +184,58 @@ void compute_sparq_attention(const Attributes& attributes, const Context& contex
   a.keys = append.present_key, a.values = append.present_value;
   const Pool pool(context.api(), context.context());
   if (!chooses(attributes, a)) return attend_prompt(attributes, a, pool);
-  const Attention heads = as_heads(a, lengths.prefix);
-  Scratch prefix(Scratch::kPrefix, Scratch::size<float>(3 * a.B * a.Hkv * a.D));
-  if (a.L > 1) append.prefix_sums = prefix.take<float>(3 * a.B * a.Hkv * a.D);
   s.keys_t = append.present_key_t, s.lanes = attributes["lanes"], s.plane = a.C * a.D;
-  s.sums = a.L > 1 ? append.prefix_sums : append.present_sums;
-  clamp_choice(s, longest_of(heads));
-  attend_sparsely(heads, s, pool);
+  s.sums = append.present_sums;
+  clamp_choice(s, longest_of(a));
+  attend_sparsely(a, s, pool);
 }
 
 void compute_sparq_coded_attention(const Attributes& attributes, const Context& context) {
   const Tensor query = context.input(0, "query", 'T'), padding = context.input(8, "left_padding", 'i');
   const Tensor past_codes = context.input(4, "past_key_codes", 'u'), past_summary = context.input(6, "past_summary", 'f');
   const Caches caches(context, 1, 3, 5, 7);
-  Append append = caches.append(attributes, context);
+  Append append = caches.append(context);
   Lengths lengths(caches.key.shape[0]);
   Attention a = attention_over(attributes, context, caches, append, query, padding, lengths.all);
   SparQ s = sparq_of(attributes, a.D);
-  CodedKeys coded(append, a.first, attributes["key_bits"], s.by_key);
-  past_codes.expect({a.B, a.Hkv * a.D, coded.groups(), coded.record()});
+  CodedKeys coded(append, a.first, s.by_key);
+  past_codes.expect({a.B, a.Hkv * a.D, coded.groups(), kRecord});
   past_summary.expect({a.B, 3 * a.Hkv, a.D});
   a.output = context.output(0, {a.B, a.Hq, a.L, a.D});
   caches.make(context, append, 1, 3);
   a.keys = append.present_key, a.values = append.present_value;
   coded.past = past_codes.bytes(), coded.past_summary = past_summary.floats();
-  coded.present = static_cast<uint8_t*>(context.output(2, {a.B, a.Hkv * a.D, coded.groups(), coded.record()}));
+  coded.present = static_cast<uint8_t*>(context.output(2, {a.B, a.Hkv * a.D, coded.groups(), kRecord}));
   coded.summary = static_cast<float*>(context.output(4, {a.B, 3 * a.Hkv, a.D}));
   append.follow = &coded;
   const Pool pool(context.api(), context.context());
   if (!chooses(attributes, a)) return attend_prompt(attributes, a, pool);
-  const Attention heads = as_heads(a, lengths.prefix);
-  Scratch prefix(Scratch::kPrefix, Scratch::size<float>(3 * a.B * a.Hkv * a.D));
-  if (a.L > 1) coded.prefix = prefix.take<float>(3 * a.B * a.Hkv * a.D);
-  s.codes = coded.present, s.bits = coded.bits, s.groups = coded.groups();
-  s.summary = a.L > 1 ? coded.prefix : coded.summary;
-  clamp_choice(s, longest_of(heads));
-  attend_sparsely(heads, s, pool);
-}
-
-void compute_sparq_rows_attention(const Attributes& attributes, const Context& context) {
-  const Tensor query = context.input(0, "query", 'T'), padding = context.input(7, "left_padding", 'i');
-  const Tensor past_sums = context.input(5, "past_sums", 'f');
-  const Caches caches(context, 1, 3, 4, 6);
-  Append append = caches.append(attributes, context);
-  Lengths lengths(caches.key.shape[0]);
-  Attention a = attention_over(attributes, context, caches, append, query, padding, lengths.all);
-  ValueSums sums(append, a.first);
-  past_sums.expect({a.B, a.Hkv, 1, a.D});
-  a.output = context.output(0, {a.B, a.Hq, a.L, a.D});
-  caches.make(context, append, 1, 2);
-  a.keys = append.present_key, a.values = append.present_value;
-  sums.past = past_sums.floats(), sums.present = static_cast<float*>(context.output(3, {a.B, a.Hkv, 1, a.D}));
-  append.follow = &sums;
-  const Pool pool(context.api(), context.context());
-  if (!chooses(attributes, a)) return attend_prompt(attributes, a, pool);
-  const Attention heads = as_heads(a, lengths.prefix);
-  Scratch prefix(Scratch::kPrefix, Scratch::size<float>(a.B * a.Hkv * a.D));
-  if (a.L > 1) sums.prefix = prefix.take<float>(a.B * a.Hkv * a.D);
-  SparQ s{};
-  s.by_rows = true, s.sums = a.L > 1 ? sums.prefix : sums.present;
-  s.top_k = attributes["top_k"], s.local_window = attributes["local_window"];
-  s.reallocate = attributes["reallocate"], s.by_logits = attributes["group_reduce"];
-  clamp_choice(s, longest_of(heads));
-  attend_sparsely(heads, s, pool);
+  s.codes = coded.present, s.groups = coded.groups(), s.summary = coded.summary;
+  clamp_choice(s, longest_of(a));
+  attend_sparsely(a, s, pool);
 }
 
 }  // namespace
 
-const std::string kSparQOnly = "rank top_k local_window reallocate group_reduce component_score scale";
-const std::string kSparQCaches = kSparQOnly + " lanes dense_below verify_queries";
-const std::string kCodedCaches = kSparQOnly + " key_bits dense_below verify_queries";
-const std::string kRows = "top_k local_window reallocate group_reduce scale dense_below verify_queries";
+const std::string kSparQOnly = "rank top_k local_window reallocate component_score scale";
+const std::string kSparQCaches = kSparQOnly + " lanes dense_below";
+const std::string kCodedCaches = kSparQOnly + " dense_below";
 static const Registered registered({
-    {"SparQCoded", "TTuTfii", "Tn", {0, -1}, kSparQOnly + " key_bits", compute_sparq_coded},
-    {"SparQCodedAttention", "TTTRuRfii", "TRuRf", {0, 3, 4, 5, 6}, kCodedCaches, compute_sparq_coded_attention},
+    {"SparQCoded", "TTuTfii", "Tn", {0, -1}, kSparQOnly, compute_sparq_coded},
+    {"SparQCodedAttention", "TTTTuTfii", "TTuTf", {0, 3, 4, 5, 6}, kCodedCaches, compute_sparq_coded_attention},
     {"SampleSparQCodedAttention",
-     "TTTRuRfii",
-     "TRuRf",
+     "TTTTuTfii",
+     "TTuTf",
      {0, 3, 4, 5, 6},
      kCodedCaches + kSampled,
      compute_sparq_coded_attention},
-    {"SparQRowsAttention", "TTTRRfii", "TRRf", {0, 3, 4, 5}, kRows, compute_sparq_rows_attention},
-    {"SampleSparQRowsAttention", "TTTRRfii", "TRRf", {0, 3, 4, 5}, kRows + kSampled, compute_sparq_rows_attention},
     {"SparQ", "TTTTiiff", "Tn", {0, -1}, kSparQOnly, compute_sparq},
     {"DenseAttention", "TTTii", "T", {0}, "scale window", compute_dense},
     {"Sample", "TTTi", "Tn", {0, -1}, "alpha_column alpha_slash chunks block_size scale", compute_sample},
     {"Append", "TTTTi", "TT", {2, 3}, "", compute_append},
     {"SparQAppend", "TTTTTfii", "TTTfff", {2, 3, 4, 5, -1, -1}, "lanes", compute_sparq_append},
-    {"CachedAttention", "TTTRRii", "TRR", {0, 3, 4}, "scale window", compute_cached},
-    {"SampleAttention", "TTTRRii", "TRR", {0, 3, 4}, std::string("scale") + kSampled, compute_cached},
+    {"CachedAttention", "TTTTTii", "TTT", {0, 3, 4}, "scale window", compute_cached},
+    {"SampleAttention", "TTTTTii", "TTT", {0, 3, 4}, std::string("scale") + kSampled, compute_cached},
     {"SparQAttention", "TTTTTTfii", "TTTTf", {0, 3, 4, 5, 6}, kSparQCaches, compute_sparq_attention},
     {"SampleSparQAttention", "TTTTTTfii", "TTTTf", {0, 3, 4, 5, 6}, kSparQCaches + kSampled, compute_sparq_attention},
 });

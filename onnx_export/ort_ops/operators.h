@@ -32,26 +32,20 @@ class Attributes {
 
 struct Signature {
   std::string name;
-  const char* inputs;      // a letter each: T, W, f for float, i for int64, s for int16, u for uint8, R for a cache's rows
-  const char* outputs;     // T, R, f, s, u, or n for int32
+  const char* inputs;      // a letter each: T, W, f for float, i for int64, s for int16, u for uint8
+  const char* outputs;     // T, f, s, u, or n for int32
   int shape_of[6];         // the input that has the shape of each output; -1 for none
   std::string attributes;  // besides `spec`, with spaces between them
   void (*compute)(const Attributes&, const Context&);
-  bool packed = false;  // whether R is uint8 and not T
 };
 
 // All signatures; nothing is added once the library has been loaded.
 std::vector<Signature>& signatures();
 
-// A static object of this type adds signatures while the library is loaded, and a second one of those with rows.
+// A static object of this type adds signatures while the library is loaded.
 struct Registered {
   explicit Registered(std::initializer_list<Signature> more) {
-    for (Signature each : more) {
-      signatures().push_back(each);
-      if (!std::strchr(each.inputs, 'R')) continue;
-      each.name = "Packed" + each.name, each.attributes += " kv_bits kv_group_size kv_type", each.packed = true;
-      signatures().push_back(each);
-    }
+    signatures().insert(signatures().end(), more);
   }
 };
 

@@ -17,14 +17,14 @@ Span span(const Attention& a, int64_t b, int64_t i) {
 }
 
 size_t RowTile::bytes(const Attention& a, int64_t count) {
-  const int64_t width = width_of(count), wide = a.rows.floats() ? 0 : kBlock * a.D;
+  const int64_t width = width_of(count), wide = a.type == kTypeFloat ? 0 : kBlock * a.D;
   return 3 * Scratch::size<float>(width * a.D) + Scratch::size<float>(kBlock * width) +
          3 * Scratch::size<float>(width) + 2 * Scratch::size<float>(wide);
 }
 
 RowTile::RowTile(const Attention& a, const RowSet& rows, Scratch& scratch)
     : a_(a), rows_(rows), tiles_(*a.kernels->tiles), kv_head_(rows.h0 / a.G()), width_(int(width_of(rows.count()))) {
-  const int64_t D = a.D, wide = a.rows.floats() ? 0 : kBlock * D;
+  const int64_t D = a.D, wide = a.type == kTypeFloat ? 0 : kBlock * D;
   rows_room_ = scratch.take<float>(width_ * D);
   queries_ = scratch.take<float>(width_ * D), output_ = scratch.take<float>(width_ * D);
   logits_ = scratch.take<float>(kBlock * width_);
@@ -53,8 +53,8 @@ void RowTile::load() {
 
 const float* RowTile::widened(const void* cache, int64_t j, int n, float* room) const {
   const char* plane = a_.plane(cache, rows_.b, kv_head_);
-  if (a_.rows.floats()) return reinterpret_cast<const float*>(plane) + j * a_.D;
-  read_rows(room, a_.rows, plane, j, n);
+  if (a_.type == kTypeFloat) return reinterpret_cast<const float*>(plane) + j * a_.D;
+  a_.read(room, plane, j, n);
   return room;
 }
 

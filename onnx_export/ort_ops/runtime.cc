@@ -26,7 +26,7 @@ int workers() {
 void set_workers(int count) { forced_workers = count; }
 
 Scratch::Scratch(Kind kind, size_t bytes) {
-  thread_local Block blocks[5];
+  thread_local Block blocks[4];
   Block& block = blocks[kind];
   if (block.size < bytes) {
     std::free(block.memory);

@@ -53,11 +53,11 @@ class Pool {
 };
 
 // Memory that a thread keeps from call to call: it grows, so that a steady state allocates nothing. One kind for what a
-// task needs, one for a part of it that takes memory of its own, three for what the tasks of a call share; the thread of
+// task needs, one for a part of it that takes memory of its own, two for what the tasks of a call share; the thread of
 // the call runs tasks too.
 class Scratch {
  public:
-  enum Kind { kTask, kPart, kCall, kLengths, kPrefix };
+  enum Kind { kTask, kPart, kCall, kLengths };
   // Takes all of the thread's memory of that kind; what take() gave before is gone.
   Scratch(Kind kind, size_t bytes);
   // The next n numbers of type T, on a cache line of their own.

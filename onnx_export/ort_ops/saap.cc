@@ -214,7 +214,7 @@ void compute_saap_attention(const Attributes& attributes, const Context& context
                hidden_bias = context.input(12, "hidden_bias", 'W');
   const Tensor out_weight = context.input(13, "out_weight", 'W'), out_bias = context.input(14, "out_bias", 'W');
   const Caches caches(context, 1, 5, 6, 8);
-  Append append = caches.append(attributes, context);
+  Append append = caches.append(context);
   Lengths lengths(caches.key.shape[0]);
   Attention a = attention_over(attributes, context, caches, append, query, padding, lengths.all);
   query_before.expect({a.B, a.Hq, a.L, a.D});
@@ -242,20 +242,19 @@ void compute_saap_attention(const Attributes& attributes, const Context& context
   append.follow = &assign;
   const Pool pool(context.api(), context.context());
   if (!chooses(attributes, a)) return attend_prompt(attributes, a, pool);
-  const Attention heads = as_heads(a, lengths.prefix);
   s.buckets = N, s.hidden = H, s.weights = context.weights();
   s.query_before = query_before.data, s.ids = ids;
   s.hidden_weight = hidden_weight.data, s.hidden_bias = hidden_bias.data;
   s.out_weight = out_weight.data, s.out_bias = out_bias.data;
-  Step(heads, s).run(pool);
+  Step(a, s).run(pool);
 }
 
 }  // namespace
 
-const std::string kSaap = "probes sink_tokens recent_tokens scale dense_below verify_queries";
+const std::string kSaap = "probes sink_tokens recent_tokens scale dense_below";
 static const Registered registered({
-    {"SaapAttention", "TTTTTRRsiiWWWWW", "TRRs", {0, 5, 6, 7}, kSaap, compute_saap_attention},
-    {"SampleSaapAttention", "TTTTTRRsiiWWWWW", "TRRs", {0, 5, 6, 7}, kSaap + kSampled, compute_saap_attention},
+    {"SaapAttention", "TTTTTTTsiiWWWWW", "TTTs", {0, 5, 6, 7}, kSaap, compute_saap_attention},
+    {"SampleSaapAttention", "TTTTTTTsiiWWWWW", "TTTs", {0, 5, 6, 7}, kSaap + kSampled, compute_saap_attention},
 });
 
 }  // namespace sparse

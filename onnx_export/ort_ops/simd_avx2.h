@@ -32,7 +32,6 @@ inline float half_at(const uint8_t* p) {
   return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(bits)));
 }
 inline __m256i wide_bytes(const uint8_t* p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
-inline F bytes(const uint8_t* p) { return _mm256_cvtepi32_ps(wide_bytes(p)); }
 // The low and the high halves of W bytes.
 inline void nibbles(const uint8_t* p, F& low, F& high) {
   const __m256i wide = wide_bytes(p);
@@ -57,16 +56,6 @@ inline void store(BFloat16* p, F x) {
   const __m256i rounded = _mm256_blendv_epi8(_mm256_srli_epi32(sum, 16), nan, is_nan);
   const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(rounded, rounded), 0xd8);
   _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128(packed));
-}
-// x as it is after a store to T and a load.
-inline F rounded(F x, const float*) { return x; }
-inline F rounded(F x, const Half*) {
-  return _mm256_cvtph_ps(_mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-}
-inline F rounded(F x, const BFloat16*) {
-  BFloat16 part[W];
-  store(part, x);
-  return load(part);
 }
 inline F add(F a, F b) { return _mm256_add_ps(a, b); }
 inline F mul(F a, F b) { return _mm256_mul_ps(a, b); }

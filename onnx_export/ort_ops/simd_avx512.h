@@ -31,9 +31,6 @@ inline float half_at(const uint8_t* p) {
   __builtin_memcpy(&bits, p, 2);
   return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(bits)));
 }
-inline F bytes(const uint8_t* p) {
-  return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)));
-}
 // The low and the high halves of W bytes. A permutation looks at the lowest four bits of an index only.
 inline void nibbles(const uint8_t* p, F& low, F& high) {
   const __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
@@ -60,16 +57,6 @@ inline void store(BFloat16* p, F x) {
   const __mmask16 is_nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
   const __m512i rounded = _mm512_mask_mov_epi32(_mm512_srli_epi32(sum, 16), is_nan, nan);
   _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(rounded));
-}
-// x as it is after a store to T and a load.
-inline F rounded(F x, const float*) { return x; }
-inline F rounded(F x, const Half*) {
-  return _mm512_cvtph_ps(_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-}
-inline F rounded(F x, const BFloat16*) {
-  BFloat16 part[W];
-  store(part, x);
-  return load(part);
 }
 inline F add(F a, F b) { return _mm512_add_ps(a, b); }
 inline F mul(F a, F b) { return _mm512_mul_ps(a, b); }

@@ -33,7 +33,6 @@ inline uint32x4_t wide_bytes(const uint8_t* p) {
   __builtin_memcpy(&four, p, 4);
   return vmovl_u16(vget_low_u16(vmovl_u8(vreinterpret_u8_u32(vdup_n_u32(four)))));
 }
-inline F bytes(const uint8_t* p) { return vcvtq_f32_u32(wide_bytes(p)); }
 // The low and the high halves of W bytes.
 inline void nibbles(const uint8_t* p, F& low, F& high) {
   const uint32x4_t wide = wide_bytes(p);
@@ -52,14 +51,6 @@ inline void store(BFloat16* p, F x) {
   const uint32x4_t sum = vaddq_u32(bits, vaddq_u32(odd, vdupq_n_u32(0x7fff)));
   const uint32x4_t nan = vorrq_u32(high, vdupq_n_u32(0x40));
   vst1_u16(&p->bits, vmovn_u32(vbslq_u32(vceqq_f32(x, x), vshrq_n_u32(sum, 16), nan)));
-}
-// x as it is after a store to T and a load.
-inline F rounded(F x, const float*) { return x; }
-template <class T>
-inline F rounded(F x, const T*) {
-  T part[W];
-  store(part, x);
-  return load(part);
 }
 inline F add(F a, F b) { return vaddq_f32(a, b); }
 inline F mul(F a, F b) { return vmulq_f32(a, b); }

@@ -44,7 +44,6 @@ inline float half_at(const uint8_t* p) {
   std::memcpy(&half, p, 2);
   return load(&half);
 }
-inline F bytes(const uint8_t* p) { return float(*p); }
 // The low and the high halves of W bytes.
 inline void nibbles(const uint8_t* p, F& low, F& high) { low = float(*p & 15), high = float(*p >> 4); }
 // Numbers of a and b in turns.
@@ -67,14 +66,6 @@ inline void store(Half* p, F x) {
     half = (magnitude - 0x38000000 + 0x0fff + (magnitude >> 13 & 1)) >> 13;
   }
   p->bits = uint16_t(sign | half);
-}
-// x as it is after a store to T and a load.
-inline F rounded(F x, const float*) { return x; }
-template <class T>
-inline F rounded(F x, const T*) {
-  T part[W];
-  store(part, x);
-  return load(part);
 }
 inline F add(F a, F b) { return a + b; }
 inline F mul(F a, F b) { return a * b; }

@@ -15,7 +15,7 @@ constexpr int64_t kCollected = 256;   // keys between looks at the reservoir
 size_t Step::head_bytes(int64_t blocks) const {
   return rows_bytes(G, a.D) + Scratch::size<float>(G * s.rank) + Scratch::size<int32_t>(s.rank) +
          3 * Scratch::size<float>(a.D) + Scratch::size<int32_t>(a.D) + Scratch::size<float>(blocks * G * grid.stride) +
-         3 * Scratch::size<float>(blocks * G) + 2 * Scratch::size<float>(G);
+         3 * Scratch::size<float>(blocks * G);
 }
 
 Head Step::take_head(Scratch& scratch, int64_t b, int64_t h, int64_t blocks) const {
@@ -32,7 +32,6 @@ Head Step::take_head(Scratch& scratch, int64_t b, int64_t h, int64_t blocks) con
   head.scores = scratch.take<float>(blocks * G * grid.stride);
   head.tops = scratch.take<float>(blocks * G), head.sums = scratch.take<float>(blocks * G);
   head.factors = scratch.take<float>(blocks * G);
-  head.most = scratch.take<float>(G), head.total = scratch.take<float>(G);
   return head;
 }
 
@@ -55,8 +54,7 @@ void Step::search(const Head& head, int64_t from, int64_t to, Reservoir& best) c
 float Step::share(const Head& head, int64_t g, int64_t key) const {
   const int64_t block = grid.block_of(key - origin(head.b)) - head.block0;
   const float score = head.scores[(block * G + g) * grid.stride + key - keys_of(head, block).low];
-  if (!s.by_logits) return score * head.factors[block * G + g];
-  return head.total[g] > 0 ? std::exp(score - head.most[g]) / head.total[g] : 0.0f;
+  return score * head.factors[block * G + g];
 }
 
 // (sparq.8), (sparq.10): the mass that was not attended goes to the mean value.
@@ -66,7 +64,7 @@ void Step::mix(const Head& head, int64_t g, const int32_t* chosen, int64_t count
   for (int64_t d = 0; d < a.D; d++) out[d] = alpha == 1 ? out[d] : alpha * out[d] + (1 - alpha) * head.mean[d];
 }
 
-// (sparq.7) to (sparq.10) over the best keys and the local ones, then what several queries attend to besides.
+// (sparq.7) to (sparq.10) over the best keys and the local ones.
 void Step::finish(const Head& head, const int32_t* best, int64_t count, Scratch& scratch) const {
   const int64_t valid = head.end - head.first, D = a.D;
   int32_t* chosen = scratch.take<int32_t>(s.top_k);
@@ -85,23 +83,12 @@ void Step::finish(const Head& head, const int32_t* best, int64_t count, Scratch&
     block.index = chosen + i;
     block.count = int(std::min<int64_t>(kBlock, count - i));
     block.next = int(std::min<int64_t>(kBlock, count - i - block.count));
-    a.attend(head.rows, block, weights);
+    a.typed().attend(head.rows, block, weights);
   }
-  const auto divide = [&](int64_t g) {
+  for (int64_t g = 0; g < G; g++) {
     const float factor = head.rows.sum[g] == 0 ? 0 : 1 / head.rows.sum[g];
     for (float* out = head.rows.output + g * D; out < head.rows.output + (g + 1) * D; out++) *out *= factor;
-  };
-  for (int64_t g = 0; g < G; g++) {
-    divide(g);
     if (s.reallocate && !head.everything) mix(head, g, chosen, count);
-  }
-  if (a.own) {
-    for (int64_t g = 0; g < G; g++) {
-      float* out = head.rows.output + g * D;
-      for (int64_t d = 0; d < D; d++) out[d] *= head.rows.sum[g];
-    }
-    attend_own(a, head.rows, head.b, head.h, weights);
-    for (int64_t g = 0; g < G; g++) divide(g);
   }
   a.typed().narrow(static_cast<char*>(a.output) + a.group_offset(head.b, head.h), head.rows.output, G * D);
 }

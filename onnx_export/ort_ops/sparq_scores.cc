@@ -15,11 +15,6 @@ void Step::statistics(Head& head) const {
     std::copy(summary + 2 * D, summary + 3 * D, head.deviation);
     return;
   }
-  if (s.by_rows) {
-    const float count = float(std::max<int64_t>(1, head.end - head.first));
-    for (int64_t d = 0; d < D; d++) head.mean[d] = s.sums[at + d] / count;
-    return;
-  }
   if (!s.sums) {
     std::copy(s.value_mean + at, s.value_mean + at + D, head.mean);
     std::copy(s.deviation + at, s.deviation + at + D, head.deviation);
@@ -35,7 +30,7 @@ void Step::prepare(Head& head) const {
   a.typed().widen(q, static_cast<const char*>(a.query) + a.group_offset(head.b, head.h), G * D);
   if (s.reallocate || s.by_key) statistics(head);
   if (s.codes) head.centre = s.summary + ((head.b * a.Hkv + head.h) * 3 + 1) * D;
-  if (!head.everything && !s.by_rows) {
+  if (!head.everything) {
     std::fill(head.component, head.component + D, 0.0f);
     for (int64_t g = 0; g < G; g++) {
       for (int64_t d = 0; d < D; d++) head.component[d] += std::fabs(q[g * D + d]);
@@ -77,8 +72,6 @@ void Step::score(const Head& head, int64_t from, int64_t to) const {
     float* scores = head.scores + block * G * grid.stride;
     if (s.codes) {
       score_codes(head, keys, scores);
-    } else if (s.by_rows) {
-      score_rows(head, keys, scores);
     } else {
       columns.lanes = column(keys.low);
       columns.next = column(keys_of(head, block + 1 < to ? block + 1 : block).low);
@@ -86,17 +79,16 @@ void Step::score(const Head& head, int64_t from, int64_t to) const {
       columns.readable = int(std::min<int64_t>(s.lanes - keys.low % s.lanes, 2 * kScoreBlock));
       a.typed().approximate(columns, head.packed, scores, grid.stride);
     }
-    if (s.by_logits && !s.reallocate) continue;
     for (int64_t g = 0; g < G; g++) {
       const int64_t at = g * head.blocks + block;
-      a.kernels->exponentials(scores + g * grid.stride, int(n), !s.by_logits, head.tops + at, head.sums + at);
+      a.kernels->exponentials(scores + g * grid.stride, int(n), true, head.tops + at, head.sums + at);
     }
   }
 }
 
 // (sparq.21) of the keys of a block: whole groups, and the tail from rows of K.
 void Step::score_codes(const Head& head, Span keys, float* scores) const {
-  const int64_t record = CodedKeys::record_of(s.bits), row = s.groups * record, rank = s.rank, D = a.D;
+  const int64_t row = s.groups * kRecord, rank = s.rank, D = a.D;
   const int64_t place = keys.low - head.first, tail = head.first + (head.end - head.first) / kGroup * kGroup;
   const int64_t coded = std::max<int64_t>(0, std::min(keys.high, tail) - keys.low);
   Scratch scratch(Scratch::kPart, Scratch::size<float>(4 * rank) + Scratch::size<float>(kGroup * rank) +
@@ -105,15 +97,15 @@ void Step::score_codes(const Head& head, Span keys, float* scores) const {
   float *work = scratch.take<float>(4 * rank), *rows = scratch.take<float>(kGroup * rank);
   float *whole = scratch.take<float>(D), *q = scratch.take<float>(G * rank), *found = scratch.take<float>(G * kBlock);
   if (coded) {
-    const uint8_t* records = s.codes + (head.b * a.Hkv + head.h) * D * row + place / kGroup * record;
-    const Codes codes{records, row, head.components, int(rank), int(G), int(s.bits), int(coded / kGroup),
-                      kScoreBlock / kGroup * record};
+    const uint8_t* records = s.codes + (head.b * a.Hkv + head.h) * D * row + place / kGroup * kRecord;
+    const Codes codes{records, row, head.components, int(rank), int(G), int(coded / kGroup),
+                      kScoreBlock / kGroup * kRecord};
     a.kernels->approximate_codes(codes, head.packed, work, scores, grid.stride);
   }
   const int64_t from = std::max(keys.low, tail), count = keys.high - from;
   if (count <= 0) return;
   for (int64_t j = 0; j < count; j++) {
-    read_rows(whole, a.rows, a.plane(a.keys, head.b, head.h), from + j, 1);
+    a.read(whole, a.plane(a.keys, head.b, head.h), from + j, 1);
     for (int64_t i = 0; i < rank; i++) {
       const int32_t d = head.components[i];
       rows[j * rank + i] = whole[d] - head.centre[d];
@@ -130,39 +122,17 @@ void Step::score_codes(const Head& head, Span keys, float* scores) const {
   }
 }
 
-// (sparq.3) with all components, from the rows themselves.
-void Step::score_rows(const Head& head, Span keys, float* scores) const {
-  const char* plane = a.plane(a.keys, head.b, head.h);
-  if (a.rows.bits) {
-    const PackedRows packed = packed_rows(a.rows, plane, nullptr, keys.low, keys.high - keys.low);
-    return a.kernels->type[a.rows.type].score_packed(packed, head.rows.q, int(G), scores, grid.stride);
-  }
-  const Rows queries{int(G), int(a.D), head.rows.q, nullptr, nullptr, nullptr};
-  Scratch scratch(Scratch::kPart, Scratch::size<float>(kBlock * a.D) + Scratch::size<float>(G * kBlock));
-  float *k = scratch.take<float>(kBlock * a.D), *found = scratch.take<float>(G * kBlock);
-  for (int64_t j = keys.low; j < keys.high; j += kBlock) {
-    const int64_t n = std::min<int64_t>(kBlock, keys.high - j);
-    read_rows(k, a.rows, plane, j, n);
-    a.kernels->type[kTypeFloat].score(queries, {k, k, nullptr, 0, int(n), 0, nullptr, nullptr}, found);
-    for (int64_t g = 0; g < G; g++) {
-      std::copy(found + g * kBlock, found + g * kBlock + n, scores + g * grid.stride + j - keys.low);
-    }
-  }
-}
-
 // The sums of (sparq.4). A head with a logit that is NaN or +inf has no softmax and ranks nothing but those keys, whose
 // scores are NaN.
 void Step::normalise(const Head& head) const {
   for (int64_t g = 0; g < G; g++) {
-    float *tops = head.tops + g * head.blocks, *sums = head.sums + g * head.blocks, unused;
+    float *tops = head.tops + g * head.blocks, *sums = head.sums + g * head.blocks, most, unused;
     double total = 0;
-    if (!s.by_logits || s.reallocate) {
-      a.kernels->exponentials(tops, int(head.blocks), true, head.most + g, &unused);
-      for (int64_t i = 0; i < head.blocks; i++) total += double(tops[i]) * sums[i];
-    }
-    head.total[g] = float(total);
+    a.kernels->exponentials(tops, int(head.blocks), true, &most, &unused);
+    for (int64_t i = 0; i < head.blocks; i++) total += double(tops[i]) * sums[i];
+    const float sum = float(total);
     for (int64_t i = 0; i < head.blocks; i++) {
-      head.factors[i * G + g] = s.by_logits ? 1.0f : head.total[g] > 0 ? tops[i] / head.total[g] : 0.0f;
+      head.factors[i * G + g] = sum > 0 ? tops[i] / sum : 0.0f;
     }
   }
 }

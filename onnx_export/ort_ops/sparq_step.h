@@ -34,17 +34,16 @@ struct Head {
   const float* centre;      // (D), of coded keys
   float* component;         // (D): scores of the components
   int32_t* work;            // (D)
-  float* scores;            // (blocks, G, stride): exp(a - top) of the block, or a itself with by_logits
+  float* scores;            // (blocks, G, stride): exp(a - top) of the block
   float* tops;              // (G, blocks): largest a of the block, then exp(top - largest of all)
   float* sums;              // (G, blocks): of exp(a - top)
-  float* factors;           // (blocks, G): what makes s of the scores, or 1 with by_logits
-  float *most, *total;      // (G): largest a, sum of exp(a - most)
+  float* factors;           // (blocks, G): what makes s of the scores
 };
 
 // sparq_scores.cc has what comes before the choice of keys, sparq.cc the choice and the attention.
 class Step {
  public:
-  Step(const Attention& a, const SparQ& s) : a(a), s(s), grid(s.codes || s.by_rows ? kUnbroken : s.lanes), G(a.G()) {}
+  Step(const Attention& a, const SparQ& s) : a(a), s(s), grid(s.codes ? kUnbroken : s.lanes), G(a.G()) {}
 
   void run(const Pool& pool) const;
 
@@ -77,7 +76,6 @@ class Step {
   void statistics(Head&) const;
   void score(const Head&, int64_t from, int64_t to) const;
   void score_codes(const Head&, Span keys, float* scores) const;
-  void score_rows(const Head&, Span keys, float* scores) const;
   void normalise(const Head&) const;
   void search(const Head&, int64_t from, int64_t to, Reservoir&) const;
   void finish(const Head&, const int32_t* best, int64_t count, Scratch&) const;

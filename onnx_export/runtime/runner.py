@@ -63,9 +63,7 @@ class Runner:
         self.metadata: Mapping[str, str] = {str(entry.key): str(entry.value) for entry in proto.metadata_props}
         _check_version(self.path, self.metadata)
         self.eos = _eos(self.path, self.metadata)
-        (rows, self._fixed), states, vocabulary = _states(self.path, proto.graph)
-        if self.batch != (rows or self.batch):
-            raise ConfigError(f"batch: expected {rows}, which the model was exported for, got {self.batch}.")
+        states, vocabulary = _states(self.path, proto.graph)
         self._capacity = states["past_key_values.0.key"][1][2]
         self.max_length = _number(self.path, self.metadata, "max_length", self._capacity)
         said = "mlx_sparse.prompt_piece" in self.metadata  # older files do not
@@ -83,8 +81,7 @@ class Runner:
             self._binding.bind_ortvalue_input(name, value)
             self._binding.bind_ortvalue_output(_present(name), value)  # one buffer: appended to in place
             self.caches[name] = array
-        first = self._capacity if self._fixed else min(MASK_STEP, self._capacity)
-        self._mask = self._bound_input("attention_mask", (self.batch, first))
+        self._mask = self._bound_input("attention_mask", (self.batch, min(MASK_STEP, self._capacity)))
         self._logits = self._zeros((self.batch, 1, vocabulary), np.float32)
         self._binding.bind_ortvalue_output("logits", memory.ort_value(self._logits))
         self._tokens = self._bound_input("input_ids", (self.batch, 1))
@@ -107,7 +104,7 @@ class Runner:
             ConfigError: they do not fit.
         """
         check_int("length", length, 1, self.max_length)
-        wanted = self._capacity if self._fixed else min(-(-length // MASK_STEP) * MASK_STEP, self._capacity)
+        wanted = min(-(-length // MASK_STEP) * MASK_STEP, self._capacity)
         self._mask = self._bound_input("attention_mask", (self.batch, wanted))
         self._mask[:, :length] = 1
         self.length = length
@@ -123,12 +120,12 @@ class Runner:
             ConfigError: padding that is too long or comes too late.
             ArtefactError: the file does not run with these tokens. All tokens are forgotten, as they are after Ctrl-C.
         """
-        wanted = (self.batch, self._fixed or "L")
+        wanted = (self.batch, "L")
         try:
             given = np.asarray(tokens).astype(np.int64, casting="same_kind")
         except (TypeError, ValueError):  # rows of unequal length, or no integers
             raise ShapeError(f"tokens: expected integers of shape {wanted}, got others. Pad the rows.") from None
-        if given.ndim != 2 or not given.size or given.shape != (self.batch, self._fixed or given.shape[1]):
+        if given.ndim != 2 or not given.size or len(given) != self.batch:
             raise ShapeError(f"tokens: expected shape {wanted}, got {given.shape}.")
         L = given.shape[1]
         self._check_room("tokens", L)
@@ -167,8 +164,8 @@ class Runner:
         self._check_room("prompt", len(prompt))
         start, last = 0, len(prompt) - 1
         while start < last:
-            piece = self._fixed or self._piece
-            if piece == last - start - 1 and not self._fixed:
+            piece = self._piece
+            if piece == last - start - 1:
                 piece += 1  # one token alone would be attended sparsely
             self.step([list(prompt[start : min(start + piece, last)])])
             start += piece
@@ -285,10 +282,10 @@ def _check_version(path: Path, metadata: Mapping[str, str]) -> None:
         )
 
 
-def _states(path: Path, graph: onnx.GraphProto) -> tuple[tuple[int, int], dict[str, State], int]:
+def _states(path: Path, graph: onnx.GraphProto) -> tuple[dict[str, State], int]:
     """What a file, which may say what it likes, says of its sizes.
 
-    Returns rows and tokens of a step, 0 where they are open; type and shape of every cache; the size of the vocabulary.
+    Return the type and shape of every cache, and the size of the vocabulary.
     """
 
     def fail(what: str) -> ArtefactError:
@@ -298,21 +295,20 @@ def _states(path: Path, graph: onnx.GraphProto) -> tuple[tuple[int, int], dict[s
     ids, mask = (inputs.pop(name, (None, [])) for name in ("input_ids", "attention_mask"))
     if any(len(shape) != 2 or kind != np.int64 for kind, shape in (ids, mask)):
         raise fail("inputs input_ids and attention_mask")
-    rows, tokens = ids[1]
     kind, logits = outputs.pop("logits", (None, []))
     if kind != np.float32 or len(logits) != 3 or logits[1] != 1 or logits[2] < 1:
         raise fail("logits of one token")
     for name, (dtype, shape) in inputs.items():
         if not name.startswith(tuple(STATES)) or outputs.get(_present(name)) != (dtype, shape):
             raise fail(f"caches and their successors (not {name!r})")
-        if dtype is None or len(shape) < 3 or shape[0] != rows or min(shape[1:]) < 1:
+        if dtype is None or len(shape) < 3 or shape[0] or min(shape[1:]) < 1:
             raise fail(f"{name} with a type and a size")
     capacities = {shape[2] for name, (_, shape) in inputs.items() if name.startswith("past_key_values.")}
     if len(capacities) != 1 or "past_key_values.0.key" not in inputs:
         raise fail("caches of one length")
-    if (rows, tokens) != (0, 0) and (not rows or tokens != 1 or mask[1] != [rows, *capacities]):
-        raise fail("open sizes, or rows of one token and a mask as long as the caches")
-    return (rows, tokens), inputs, logits[2]
+    if any((*ids[1], *mask[1])):
+        raise fail("open sizes of input_ids and attention_mask")
+    return inputs, logits[2]
 
 
 def _state(info: onnx.ValueInfoProto) -> State:

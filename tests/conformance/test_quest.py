@@ -5,16 +5,14 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from adapters import ADAPTERS, Onnx, Result
+from adapters import Result, having
 from cases import CASES, QUEST, Array, Case
 from expected import Expected, assert_conforms, attended
-from exported import Made
 from mlx_lm.models.cache import BatchKVCache, KVCache
 from msl import Metal
 from tiny_models import build, greedy, prompt_of
@@ -61,35 +59,16 @@ def wanted(case: Case, setting: str) -> Expected:
 
 
 def run(backend: Any, case: Case, setting: str) -> Result:
-    page_size, top_k = QUEST[setting].values()
-    if isinstance(backend, Onnx):
-        settings = {"page_size": page_size, "top_k": top_k, "scale": case.D**-0.5, "dense_below": 0}
-        node = backend.operator("QuestAttention", case.dtype, **settings)
-        return backend.result(node(**last(case, page_size)), case.dtype)
     return backend.quest(case, QUEST[setting])
 
 
-def last(case: Case, page_size: int, new: int = 1) -> dict[str, Array]:
-    """Inputs of `QuestAttention` for the last tokens; unused slots, and bounds of pages that get a key, hold NaN."""
-    q, k, v = case.inputs(L=new)
-    past, pages = case.S - new, -(-(case.S + 9) // page_size)
-    first = np.zeros(case.B, np.int64) if case.padding is None else np.array(case.padding)
-    bounds = np.full((case.B, case.Hkv, 2, pages, case.D), np.nan, np.float32)
-    if full := past // page_size:
-        rows = k[:, :, : full * page_size]
-        bounds[:, :, :, :full] = np.stack(oracle.page_bounds(rows, first, page_size=page_size), axis=2)
-    slots = [(0, 0), (0, 0), (0, new + 9), (0, 0)]
-    caches = [np.pad(array[:, :, :past], slots, constant_values=np.nan) for array in (k, v)]
-    given = {"query": q, "key": k[:, :, past:], "value": v[:, :, past:], "past_key": caches[0], "past_value": caches[1]}
-    return {**given, "past_bounds": bounds, "past_length": np.full(case.B, past), "left_padding": first}
-
-
+BACKENDS = having("quest")
 STEPS = [
     pytest.param(name, setting, case, id=f"{setting}-{case}-{name}")
     for setting in QUEST
     for case in CASES
-    for name in ADAPTERS
-    if case.S > 64 and (case.Hq < 32 or setting == "pages") and (name != "onnx-reference" or case.S < 400)
+    for name in BACKENDS
+    if case.S > 64 and (case.Hq < 32 or setting == "pages")
 ]
 
 
@@ -98,7 +77,7 @@ def test_a_backend_chooses_and_attends_as_the_oracle(backend: Any, setting: str,
     assert_conforms(run(backend, case, setting), wanted(case, setting), case)
 
 
-@pytest.mark.parametrize("backend", ADAPTERS, indirect=True)
+@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 def test_pages_are_ranked_where_every_bound_is_negative(backend: Any) -> None:
     case = Negative(1, 6, 2, 300, 64, "f32")
     assert_conforms(run(backend, case, "ragged"), wanted(case, "ragged"), case)
@@ -108,7 +87,7 @@ NUMBERS = [((40, 41), np.nan), ((40, 41), np.inf), ((40, 41), -np.inf), ((20, 90
 
 
 @pytest.mark.parametrize(("rows", "number"), NUMBERS)
-@pytest.mark.parametrize("backend", ADAPTERS, indirect=True)
+@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 def test_pages_with_what_is_no_number_come_first_and_padding_does_not_count(
     backend: Any, rows: tuple[int, int], number: float
 ) -> None:
@@ -133,7 +112,7 @@ def test_no_key_scores_more_than_its_page_and_the_current_page_is_attended(case:
     assert (indices == case.S - 1).any(axis=-1).all()
 
 
-@pytest.mark.parametrize("backend", [name for name, each in ADAPTERS.items() if hasattr(each, "public")], indirect=True)
+@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 def test_public_functions_take_bounds_and_are_dense_where_no_page_is_left_out(backend: Any) -> None:
     case = Case(2, 6, 2, 70, 64, "f32", (0, 30))
     given = {"left_padding": case.padding}
@@ -243,29 +222,3 @@ def test_torch_can_compile_the_operator(backend: Any) -> None:
     (q, k, v), padding = backend.arrays(case), backend.padding(case)
     bounds = backend.load("page_bounds")(k, padding, page_size=16)
     torch.library.opcheck(torch.ops.mlx_sparse.quest_decode, (q, k, v, *bounds, padding, 16, 32, 0.1))
-
-
-@pytest.mark.parametrize("new", [1, 2, 5, 16, 40])
-@pytest.mark.parametrize("runtime", ["onnx", "onnx-reference", "ort"])
-def test_a_node_rewrites_the_bounds_of_the_pages_that_get_a_key(runtime: str, new: int) -> None:
-    case = Case(2, 4, 2, 75, 64, "f16", (0, 41))
-    given = last(case, 5, new)
-    node = ADAPTERS[runtime].operator("QuestAttention", "f16", page_size=5, top_k=12, scale=0.125, dense_below=0)
-    given["past_length"][1] -= 13  # a row that is shorter, or was rewound
-    got = node(**given)
-    for row, stop in enumerate(given["past_length"] + new):
-        one = slice(row, row + 1)
-        k, v = (got[f"present_{name}"][one, :, :stop].astype(np.float32) for name in ("key", "value"))
-        how = {"page_size": 5, "left_padding": given["left_padding"][one]}
-        fresh = np.stack(oracle.page_bounds(k, **how), axis=2)
-        np.testing.assert_array_equal(got["present_bounds"][one, :, :, : fresh.shape[3]], fresh)
-        expected = oracle.quest_attention(given["query"][one], k, v, top_k=12, **how)
-        np.testing.assert_allclose(got["output"][one].astype(np.float32), expected, rtol=0, atol=4e-3)
-
-
-@pytest.mark.parametrize("options", [{}, {"inline": True}, {"static": (1, 64)}, {"method": "sample+"}], ids=str)
-def test_an_exported_model_says_what_mlx_says(tmp_path: Path, options: dict[str, Any]) -> None:
-    method = options.pop("method", "") + "quest:page_size=4,top_k=8,dense_below=0"
-    made = Made(tmp_path, "llama", method, {}, **options)  # which compares logits
-    if "static" not in options:
-        made.check_tokens()

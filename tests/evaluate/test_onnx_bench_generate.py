@@ -14,19 +14,16 @@ import tiny_models
 from exported import artefact, exported
 from mlx_sparse.onnx_export import Runner
 from mlx_sparse.onnx_export.bench import generate as onnx_generate
-from mlx_sparse.onnx_export.bench.caches import records_of
 from mlx_sparse.onnx_export.bench.generate import Turns
 from mlx_sparse.onnx_export.runtime import native
 from require import absent
 
 from mlx_sparse.checks import ConfigError
-from mlx_sparse.common.key_codes import GROUP
-from mlx_sparse.oracle import code_keys, key_spread
 from mlx_sparse.tools.bench.command import main
 
 SPARQ = "sparq:rank=4,top_k=16,dense_below=64"
 ROBUST = SPARQ + ",component_score=query_key,reallocate=true"
-COLUMNS, CODED = ROBUST + ",key_bits=16", ROBUST + ",key_bits=4"
+COLUMNS = ROBUST + ",key_bits=16"
 LENGTHS, TOKENS, TURNS = (40, 300), 3, 2
 
 
@@ -110,28 +107,7 @@ def test_random_caches_are_such_as_a_prompt_could_have_left():
             np.testing.assert_allclose(sums, expected, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("lengths", [(100, 200, 100), (40, 200), (191, 200)])
-def test_coded_caches_are_such_as_a_prompt_could_have_left(lengths: tuple[int, ...]):
-    """After a step, that is: it writes a row, and in a body a record too. The one after 191 tokens fills a group."""
-    file = SimpleNamespace(folder=exported(CODED), max_length=256)
-    decoder = onnx_generate.Decoder(file, CODED, "off", 1)
-    for S in lengths:
-        decoder.first(S, 5)
-        layers = list(onnx_generate._coded_caches(file, decoder.runner.caches))
-        assert len(layers) == 2
-        for keys, codes, values, summary, bits in layers:
-            coded = code_keys(keys[:, :, : S + 1], key_bits=bits)
-            full = (S + 1) // GROUP
-            if full:
-                np.testing.assert_array_equal(codes[:, :, :full], records_of(coded))
-            value_sum, centre, spread = summary.reshape(1, -1, 3, keys.shape[-1]).swapaxes(0, 2)[:, :, 0]
-            np.testing.assert_array_equal(centre, coded.centre[0])
-            np.testing.assert_allclose(value_sum, values[0, :, : S + 1].sum(axis=1), rtol=1e-5, atol=1e-4)
-            expected = key_spread(coded, keys[:, :, : S + 1], key_bits=bits)[0]
-            np.testing.assert_allclose(spread, expected, rtol=1e-4)
-
-
-@pytest.mark.parametrize("method", [COLUMNS, CODED])
+@pytest.mark.parametrize("method", [COLUMNS])
 def test_what_the_first_layer_that_chooses_hands_on_follows_from_its_values(method: str):
     decoder = onnx_generate.Decoder(SimpleNamespace(folder=exported(method), max_length=256), method, "off", 1)
     before = decoder.handed_on(200, decoder.first(200, 5))

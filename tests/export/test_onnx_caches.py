@@ -238,16 +238,15 @@ def test_components_far_from_zero_keep_their_deviation(runtime: str) -> None:
 
 
 @pytest.mark.parametrize("setting", ["robust", "reallocate"])
-@by_runtime
-def test_groups_are_coded_when_they_are_full(runtime: str, setting: str) -> None:
+def test_groups_are_coded_when_they_are_full(setting: str) -> None:
     """By a step, by a few tokens that begin in mid-group, and several by a prompt; every step chooses by them."""
     case = Case(2, 4, 2, 330, 64, "f32", padding=(0, 100))
     _, k, v = case.inputs()
     q, _, _ = case.inputs(L=case.S)
     k[1, :, :100] = np.nan
     params = {**parameters(case, setting), "top_k": 24, "local_window": 4}
-    attend = Operator(runtime, "SparQCodedAttention", "f32", key_bits=4, dense_below=0, **attributes(params))
-    caches = empty_codes(case, case.S + 9, 4)
+    attend = Operator("native", "SparQCodedAttention", "f32", dense_below=0, **attributes(params))
+    caches = empty_codes(case, case.S + 9)
     for start, stop in pairwise((0, 30, 31, 126, 127, 128, 129, 163, 164, 188, 195, 196, 328, 329, 330)):
         new = {name: array[:, :, start:stop] for name, array in (("query", q), ("key", k), ("value", v))}
         got = attend(**new, left_padding=padding(case), **caches)
@@ -262,14 +261,13 @@ def test_groups_are_coded_when_they_are_full(runtime: str, setting: str) -> None
     assert np.abs(expected - exact).max() > 1e-4
 
 
-@by_runtime
-def test_rows_of_different_length_fill_their_groups_apart(runtime: str) -> None:
+def test_rows_of_different_length_fill_their_groups_apart() -> None:
     case = Case(3, 4, 2, 192, 64, "f32", padding=(0, 70, 0))
     q, k, v = case.inputs()
     params = {**parameters(case, "robust"), "top_k": 24, "local_window": 4}
-    attend = Operator(runtime, "SparQCodedAttention", "f32", key_bits=8, dense_below=0, **attributes(params))
+    attend = Operator("native", "SparQCodedAttention", "f32", dense_below=0, **attributes(params))
     lengths = np.array([128, 192, 75])
-    rows = [coded_caches(case, k, v, int(end), 192, 8) for end in lengths - 54]
+    rows = [coded_caches(case, k, v, int(end), 192) for end in lengths - 54]
     caches = {name: np.stack([each[name][b] for b, each in enumerate(rows)]) for name in rows[0]}
     for L, past in ((53, lengths - 54), (1, lengths - 1)):
         at = past[:, None] + np.arange(L)
@@ -281,7 +279,7 @@ def test_rows_of_different_length_fill_their_groups_apart(runtime: str) -> None:
     for b, end in enumerate(lengths):
         row = slice(b, b + 1)
         expected = oracle.sparq_attention(
-            q[row], k[row, :, :end], v[row, :, :end], left_padding=padding(case)[row], key_bits=8, **params
+            q[row], k[row, :, :end], v[row, :, :end], left_padding=padding(case)[row], key_bits=4, **params
         )
         np.testing.assert_allclose(got["output"][row], expected, rtol=0, atol=2e-5)
 

@@ -27,7 +27,6 @@ def test_whole_chunks_add_at_most_a_sixteenth_or_one_small_chunk(length: int) ->
         (SparQ(), 128, 8192),
         (SparQ(), 64, NEVER),
         (SparQ(rank=16), 64, 16384),
-        (SparQ(key_bits=8), 128, 8192),
         (SparQ(key_bits=16), 128, 2340),
         (SparQ(key_bits=16), 64, 5461),
         (SparQ(), 256, 2048),  # 16 * top_k

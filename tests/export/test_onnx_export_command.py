@@ -77,11 +77,6 @@ def test_a_model_is_exported_and_the_check_is_told(run: Callable[..., str], llam
     assert [file.name for file in tmp_path.iterdir()] == ["out"]
 
 
-def test_heads_that_codes_do_not_pay_for_decode_densely_and_that_is_told(run: Callable[..., str], llama: Path) -> None:
-    said = run(llama, "--method", "sparq:rank=8,key_bits=4", "--max-length", "64")
-    assert said.endswith("It decodes densely: no length pays without native kernels. With them give --dense-below.\n")
-
-
 def test_every_end_token_is_told(run: Callable[..., str], tmp_path: Path) -> None:
     run(changed(tmp_path / "model", eos_token_id=[0, 5]), "--method", SPARQ, "--max-length", "64")
     proto = onnx.load(tmp_path / "out" / "model.onnx", load_external_data=False)
@@ -109,7 +104,6 @@ def test_parameters_come_from_a_file_too(run: Callable[..., str], llama: Path, t
         (["--method", "sample:alpha_slash=0"], "alpha_slash: expected a number above 0 and at most 1, got 0"),
         (["--method", "sample:block_size=48"], "block_size: expected one of 32, 64, 128, got 48"),
         (["--method", "sample:ranges=64:0.9:0.9:1/4096:0.8:0.8:1"], "ranges: expected one setting for all contexts"),
-        (["--method", "sample", "--static", "1,64"], "--static: expected none beside --method sample, got both"),
         (["--attn-config", "missing.toml"], "attn-config: expected a readable TOML file, got missing.toml"),
         (["--dtype", "int8"], "--dtype: expected one of float32, float16, bfloat16, got 'int8'"),
         (["--max-length", "0"], "--max-length: expected an integer of at least 1 and .*, got 0"),
@@ -127,24 +121,19 @@ def test_parameters_come_from_a_file_too(run: Callable[..., str], llama: Path, t
         (["--dense-below", "9", "--method", "sparq:dense_below=5"], "--dense-below: .* beside dense_below=5 .*, got 9"),
         (
             ["--dense-below", "auto", "--inline"],
-            "--dense-below: expected a number beside --inline or --static, .*, got auto",
+            "--dense-below: expected a number beside --inline, .*, got auto",
         ),
-        (["--dense-below", "auto", "--static", "1,64"], "--dense-below: expected a number beside .*, got auto"),
+        (
+            ["--method", "sparq:key_bits=4"],
+            r"key_bits: expected 16 for a file .*, got 4\. Give --native",
+        ),
+        (["--method", "sparq:key_bits=4", "--native", "--inline"], "key_bits: expected 16 beside --inline, got 4"),
+        (["--method", "quest"], r"--method: expected dense, sparq, .*, got 'quest'"),
         (["--dense-below", "auto", "--method", "saap:artefact=f"], "--dense-below: .* with saap, .*, got auto"),
         (
             ["--dense-below", "auto", "--max-length", "64", "--method", "sparq:rank=4"],
             "--dense-below: .* fewer than 256 tokens, .* --max-length 64",
         ),
-        (["--static", "2"], "--static: expected two numbers B,N, got '2'"),
-        (["--static", "0,64"], "--static: expected an integer of at least 1 and .*, got 0"),
-        (["--static", "9" * 30 + ",64"], "--static: expected an integer of at least 1 and at most 2147483647, got 999"),
-        (["--static", "1,5000"], "--static: expected at most max_position_embeddings=4096 of the model, got 5000"),
-        (["--static", "1,64", "--max-length", "128"], "--max-length: expected none beside --static 1,64, got 128"),
-        (["--kv-bits", "6"], "--kv-bits: expected one of 8, 4, got 6"),
-        (["--kv-bits", "few"], "--kv-bits: invalid int value: 'few'"),
-        (["--kv-group-size", "32"], "--kv-group-size: expected none without --kv-bits, got 32"),
-        (["--kv-bits", "4", "--kv-group-size", "48"], "--kv-group-size: expected one of 32, 64, 128, got 48"),
-        (["--kv-bits", "4"], "--kv-group-size: expected a divisor of the head dim D=16, got 64"),
         (
             ["--kv-bits", "4", "--dense-below", "auto"],
             "--dense-below: expected a number beside --kv-bits, .*, got auto",

@@ -15,7 +15,7 @@ import onnxruntime
 import pytest
 import tiny_models
 from exported import SPARQ, by_kernels, copied, exported, need, said_by_mlx, said_in_steps
-from mlx_sparse.onnx_export import Runner, export
+from mlx_sparse.onnx_export import Runner
 from mlx_sparse.onnx_export.runtime import memory, runner
 
 from mlx_sparse.checks import ArtefactError, ConfigError, ShapeError
@@ -360,17 +360,3 @@ def test_a_file_too_large_for_memory_is_refused(capacity: int, tmp_path: Path) -
     folder = copied("dense", tmp_path, enlarge)
     with pytest.raises(ArtefactError, match=r"^model: expected sizes that fit into memory, got [^\n]*$"):
         Runner(folder)
-
-
-def test_a_file_of_fixed_sizes_takes_no_others(tmp_path: Path) -> None:
-    source = str(tiny_models.write(tmp_path / "source"))
-    export(source, tmp_path / "out", method=SPARQ, static=(1, 256))
-    model, other = Runner(tmp_path / "out"), Runner(exported(SPARQ), native="off")
-    assert not model.native
-    with pytest.raises(ConfigError, match=r"^batch: expected 1, which the model was exported for, got 2.$"):
-        Runner(tmp_path / "out", batch=2)
-    with pytest.raises(ShapeError, match=r"^tokens: expected shape \(1, 1\), got \(1, 2\).$"):
-        model.step([[1, 2]])
-    for token in PROMPT[:-1]:  # as this file takes a prompt
-        other.step([[token]])
-    assert list(model.generate(PROMPT, STEPS)) == list(other.generate(PROMPT[-1:], STEPS))

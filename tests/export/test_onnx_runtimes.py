@@ -17,9 +17,8 @@ import onnx
 import onnxruntime as ort
 import pytest
 from cases import Array, Case, assert_as_good_as_plain, assert_same_choice, plain_attention
-from exported import COLUMNS, SPARQ, exported
+from exported import SPARQ, exported
 from mlx_sparse.onnx_export import lower
-from mlx_sparse.onnx_export.operators import coded_axes
 from mlx_sparse.onnx_export.runtime import native
 from onnx_operators import (
     CACHES,
@@ -28,7 +27,6 @@ from onnx_operators import (
     TYPES,
     assert_is_sparq,
     attributes,
-    coded_caches,
     filled_caches,
     padding,
     parameters,
@@ -36,18 +34,16 @@ from onnx_operators import (
     saap_step,
     select,
     step,
-    unpacked,
     windowed_attention,
 )
 from packages import MINUTES, WEB, Package, fetched, web, wheel
-from packed_caches import PackedCase
 from places import FIXTURES
 from require import absent
 from saap_cases import SaapCase
 from saap_cases import assert_attends as assert_lists
 from sample_cases import SampleCase, assert_attends, assert_same_blocks, selection
 
-from mlx_sparse import onnx_export, oracle
+from mlx_sparse import onnx_export
 
 
 @dataclass(frozen=True)
@@ -59,7 +55,6 @@ class File:
     attributes: dict[str, float]
     inputs: dict[str, Array]
     check: Callable[[dict[str, Array]], None]
-    sizes: dict[str, int]
     weights: str = "f32"
 
 
@@ -74,8 +69,7 @@ def sparq_step(case: Case, setting: str) -> File:
         assert_is_sparq(got["output"], case, params, q, k, v)
 
     inputs = step(case, q, k, v)
-    sizes = {"chunks": 1, "lanes": case.S, "C": case.S}
-    return File("SparQ", case.dtype, attributes(params), inputs, check, sizes)
+    return File("SparQ", case.dtype, attributes(params), inputs, check)
 
 
 def cached(case: Case, setting: str) -> File:
@@ -93,58 +87,7 @@ def cached(case: Case, setting: str) -> File:
             expected[:, :, case.S - 1] = new[:, :, -1]
             np.testing.assert_array_equal(got[f"present_{name}"].astype(np.float32), expected)
 
-    return File("SparQAttention", case.dtype, {**CACHES, **attributes(params)}, inputs, check, {})
-
-
-def coded(case: Case, setting: str, key_bits: int) -> File:
-    """One token after a prompt, with scores from few bits."""
-    q, k, v = case.inputs()
-    params = {**parameters(case, setting), "key_bits": key_bits}
-    new = {"query": q, "key": k[:, :, -1:], "value": v[:, :, -1:], "left_padding": padding(case)}
-    room = case.S + LANES
-    inputs = {**coded_caches(case, k, v, case.S - 1, room, key_bits), **new}
-    wanted = oracle.code_keys(k, key_bits=key_bits, left_padding=case.padding)
-
-    def check(got: dict[str, Array]) -> None:
-        assert_is_sparq(got["output"], case, params, q, k, v)
-        for found, array in zip(unpacked(got, case), wanted, strict=True):
-            np.testing.assert_array_equal(found, array)
-
-    settings = {**attributes(params), "dense_below": 0}
-    return File(
-        "SparQCodedAttention",
-        case.dtype,
-        settings,
-        inputs,
-        check,
-        {"3Hkv": 3 * case.Hkv, "HkvD": case.Hkv * case.D, **coded_axes(room, key_bits)},
-    )
-
-
-def packed(case: PackedCase, setting: str) -> File:
-    """One token after a prompt, in caches of few bits."""
-    q, k, v = case.inputs()
-    params = {**parameters(case, setting), "rank": case.D}
-    new = {"query": q, "key": k[:, :, -1:], "value": v[:, :, -1:], "left_padding": padding(case)}
-    inputs = {**case.empty(case.S + LANES, **case.sums), **new}
-    held, past = case.form.held(v), np.arange(case.S) < case.S - 1
-    inputs["past_sums"] = np.where(
-        (past & (np.arange(case.S) >= padding(case)[:, None]))[:, None, :, None], held, 0
-    ).sum(axis=2, keepdims=True)
-    for name, rows in (("past_key", k), ("past_value", v)):
-        inputs[name][:, :, : case.S - 1] = case.form.pack(rows)[:, :, :-1]
-    inputs["past_length"] = np.full(case.B, case.S - 1)
-
-    def check(got: dict[str, Array]) -> None:
-        assert_is_sparq(got["output"], case, params, q, case.form.held(k), held)
-        for name, rows in (("key", k), ("value", v)):
-            # Not every runtime rounds a quotient as it should: the last bit of a scale may differ.
-            found = case.form.unpack(got[f"present_{name}"][:, :, : case.S].copy(), case.D)
-            np.testing.assert_allclose(found, case.form.held(rows), rtol=1e-5, atol=1e-5)
-
-    settings = {name: value for name, value in attributes(params).items() if name not in ("rank", "component_score")}
-    settings |= {"dense_below": 0, **case.form.attributes}
-    return File("PackedSparQRowsAttention", case.dtype, settings, inputs, check, {"row": case.form.width(case.D)})
+    return File("SparQAttention", case.dtype, {**CACHES, **attributes(params)}, inputs, check)
 
 
 def dense(case: Case, window: int) -> File:
@@ -163,7 +106,7 @@ def dense(case: Case, window: int) -> File:
             got["output"], expected, plain_attention(q, k, v, chosen, scale, case.dtype), case.dtype
         )
 
-    return File("CachedAttention", case.dtype, {"scale": scale, "window": window}, inputs, check, {})
+    return File("CachedAttention", case.dtype, {"scale": scale, "window": window}, inputs, check)
 
 
 def sampled(case: SampleCase) -> File:
@@ -178,7 +121,7 @@ def sampled(case: SampleCase) -> File:
         assert_same_blocks(blocks, case, selection(case))
         assert_attends(got["output"], None, case, blocks)
 
-    return File("Sample", case.dtype, case.parameters, inputs, check, {})
+    return File("Sample", case.dtype, case.parameters, inputs, check)
 
 
 def sampled_after_others(case: SampleCase) -> File:
@@ -194,7 +137,7 @@ def sampled_after_others(case: SampleCase) -> File:
         assert_attends(got["output"], None, case, selection(case).blocks)
         np.testing.assert_array_equal(got["present_key"][:, :, : case.S].astype(np.float32), k)
 
-    return File("SampleSparQAttention", case.dtype, settings, inputs, check, {})
+    return File("SampleSparQAttention", case.dtype, settings, inputs, check)
 
 
 def bucketed(case: SaapCase) -> File:
@@ -208,9 +151,7 @@ def bucketed(case: SaapCase) -> File:
         past = case.step.S - 1
         np.testing.assert_array_equal(got["present_bucket_ids"][:, :, :past], arrays["past_bucket_ids"][:, :, :past])
 
-    hidden, rows = arrays["hidden_weight"].shape[2], arrays["out_weight"].shape[1]
-    sizes = {"N": case.buckets, "H": hidden, "features": rows}
-    return File("SaapAttention", case.step.dtype, settings, arrays, check, sizes, weights)
+    return File("SaapAttention", case.step.dtype, settings, arrays, check, weights)
 
 
 FILES = {
@@ -219,10 +160,6 @@ FILES = {
     "cached-sparq": cached(Case(2, 6, 2, 300, 64, "f32", padding=(5, 250)), "robust"),
     "cached-sparq-f16": cached(Case(1, 8, 2, 300, 80, "f16"), "paper"),
     "cached-sparq-blocks": cached(Case(2, 8, 8, 1300, 64, "f32", padding=(3, 700)), "rank-D"),
-    "coded-sparq": coded(Case(2, 6, 2, 320, 64, "f32", padding=(5, 250)), "robust", 4),
-    "coded-sparq-f16": coded(Case(1, 8, 2, 300, 80, "f16"), "paper", 8),
-    "packed-sparq": packed(PackedCase(2, 6, 2, 320, 64, "f32", padding=(5, 250), bits=4, group_size=32), "paper"),
-    "packed-sparq-f16": packed(PackedCase(1, 8, 2, 300, 128, "f16", bits=8), "reallocate"),
     "cached-dense": dense(Case(2, 6, 2, 300, 64, "f32", padding=(5, 250)), 0),
     "cached-dense-f16": dense(Case(1, 8, 2, 300, 80, "f16"), 0),
     "cached-window": dense(Case(2, 6, 2, 300, 64, "f32", padding=(5, 290)), 40),
@@ -234,8 +171,6 @@ FILES = {
     "sample-f16": sampled(SampleCase(1, 4, 2, 300, 300, 64, "f16", 64)),
     "cached-sample": sampled_after_others(SampleCase(1, 4, 2, 257, 400, 64, "f32", 32)),
 }
-# Runtimes that are handed files in which every size is a number get one token a call: there is nothing to sample.
-PROMPTS = {name for name in FILES if "sample" in name}
 
 
 def as_exported(file: File, model: onnx.ModelProto) -> onnx.ModelProto:
@@ -250,11 +185,6 @@ def without_bodies(file: File, model: onnx.ModelProto) -> onnx.ModelProto:
 
 def inlined(file: File, model: onnx.ModelProto) -> onnx.ModelProto:
     return lower.inline(model)
-
-
-def static(file: File, model: onnx.ModelProto) -> onnx.ModelProto:
-    rows = file.inputs["query"].shape[0]
-    return lower.static(model, rows, file.inputs["past_key" if "past_key" in file.inputs else "keys"].shape[2])
 
 
 ONNX_FILES = (sys.executable, str(FIXTURES / "run_onnx_files.py"))
@@ -279,7 +209,6 @@ RUNTIMES = {
     "onnxruntime-1.19.2-native": Runtime(wheel("onnxruntime==1.19.2"), onnx_export.COMPAT, without_bodies, native=True),
     "onnxruntime-1.25.1": Runtime(wheel("onnxruntime==1.25.1"), onnx_export.DEFAULT, as_exported),
     "openvino": Runtime(wheel("openvino==2026.4.1"), onnx_export.DEFAULT, inlined),
-    "tract": Runtime(wheel("tract==0.23.9"), onnx_export.COMPAT, static),
 }
 
 
@@ -324,14 +253,10 @@ def read(folder: Path, name: str, call: Call) -> dict[str, Array] | str:
     return {key: np.fromfile(folder / f"{name}.{key}", t).reshape(shape) for key, (t, shape) in call.outputs.items()}
 
 
-def files_of(runtime: str) -> list[str]:
-    return [name for name in FILES if RUNTIMES[runtime].lowered is not static or name not in PROMPTS]
-
-
 @functools.cache
 def operators(runtime: str) -> dict[str, dict[str, Array] | str]:
     """What every operator file puts out."""
-    return run(runtime, {name: call(FILES[name], RUNTIMES[runtime]) for name in files_of(runtime)})
+    return run(runtime, {name: call(FILES[name], RUNTIMES[runtime]) for name in FILES})
 
 
 def call(file: File, runtime: Runtime) -> Call:
@@ -340,13 +265,11 @@ def call(file: File, runtime: Runtime) -> Call:
     shapes = {name.replace("past", "present"): array.shape for name, array in given.items()}
     query, key = shapes["query"], shapes["key" if "key" in shapes else "keys"]
     shapes |= {"output": query, "indices": (*key[:2], -1), "blocks": (-1,)}
-    sizes = {"Hq": query[1], "Hkv": key[1], "D": query[3], **file.sizes} if runtime.lowered is static else {}
     model = onnx_export.operator_model(
         file.operator,
         dtype=DTYPES[file.dtype].name,
         weights=DTYPES[file.weights].name,
         profile=runtime.profile,
-        sizes=sizes,
         **file.attributes,
     )
     return Call(
@@ -356,20 +279,17 @@ def call(file: File, runtime: Runtime) -> Call:
     )
 
 
-@pytest.mark.parametrize(("runtime", "file"), [(r, f) for r in RUNTIMES for f in files_of(r)])
+@pytest.mark.parametrize(("runtime", "file"), [(r, f) for r in RUNTIMES for f in FILES])
 def test_other_runtimes_compute_the_same(runtime: str, file: str) -> None:
     got = operators(runtime)[file]
     assert not isinstance(got, str), got
     FILES[file].check(got)
 
 
-@pytest.mark.parametrize("method", ["dense", SPARQ, COLUMNS], ids=["dense", "sparq", "columns"])
+@pytest.mark.parametrize("method", ["dense", SPARQ], ids=["dense", "sparq"])
 @pytest.mark.parametrize("runtime", ["web", "openvino"])
 def test_a_whole_model_gives_the_same_logits(runtime: str, method: str) -> None:
-    """A prompt, then one token: the caches go through the files of the test.
-
-    A group of coded keys of one row is full in the prompt, of the other with the token.
-    """
+    """A prompt, then one token: the caches go through the files of the test."""
     model = onnx.load(exported(method) / "model.onnx")
     session = ort.InferenceSession(model.SerializeToString())
     inputs, names = session.get_inputs(), [output.name for output in session.get_outputs()]

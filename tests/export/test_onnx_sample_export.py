@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import pytest
 import tiny_models
-from exported import FLOAT32, SAMPLE, SAMPLE_SAAP, Made, by_kernels, need
+from exported import CODED, FLOAT32, SAMPLE, SAMPLE_SAAP, Made, by_kernels, need
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_sparse.onnx_export.defaults import SAMPLE_BELOW
@@ -118,7 +118,8 @@ def test_the_first_layers_are_compared(
         inputs.append({value.name for value in model.graph.input})
 
     monkeypatch.setattr(compare, "keep_layers", watched)
-    Made(tmp_path, "llama", SAMPLE, {"num_hidden_layers": layers}, max_length=320)
+    method = f"{METHODS['sample']}+{CODED}"
+    Made(tmp_path, "llama", method, {"num_hidden_layers": layers}, max_length=320)
     assert len(inputs) == 2  # of a prompt of several blocks, and of one that fills groups of coded keys
     for names in inputs:
         assert {name for name in names if "summary" in name} == {f"past_summary.{i}" for i in range(compared)}

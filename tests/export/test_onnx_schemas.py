@@ -10,7 +10,6 @@ import onnx
 import onnxruntime as ort
 import pytest
 from mlx_sparse.onnx_export.reference import page
-from mlx_sparse.onnx_export.table import VERIFY_QUERIES
 from onnx_operators import ATTRIBUTES
 
 from mlx_sparse import ConfigError, onnx_export
@@ -19,10 +18,8 @@ ROOT = Path(__file__).parents[2]
 BAD_GRAPH = (onnx.checker.ValidationError, onnx.shape_inference.InferenceError)
 
 by_operator = pytest.mark.parametrize("name", onnx_export.OPERATORS)
-BODIES = [(name, False) for name in onnx_export.OPERATORS] + [
-    (name, True) for name, operator in onnx_export.OPERATORS.items() if VERIFY_QUERIES in operator.attributes
-]
-by_body = pytest.mark.parametrize(("name", "several"), BODIES, ids=[f"{n}{'-several' * s}" for n, s in BODIES])
+BODIES = [name for name, operator in onnx_export.OPERATORS.items() if operator.has_body]
+by_body = pytest.mark.parametrize("name", BODIES)
 by_profile = pytest.mark.parametrize("profile", [onnx_export.DEFAULT, onnx_export.COMPAT], ids=["default", "compat"])
 
 
@@ -53,10 +50,12 @@ def test_a_model_says_which_onnx_it_is_written_in(name: str, profile: onnx_expor
 
 @by_operator
 def test_a_node_has_every_attribute_and_the_body_has_no_default(name: str) -> None:
-    made = model(name)  # with 0 for what is optional
-    schema = onnx_export.OPERATORS[name]
-    expected = [attribute.name for attribute in schema.attributes if not attribute.optional]
+    made, schema = model(name), onnx_export.OPERATORS[name]
+    expected = [attribute.name for attribute in schema.attributes]
     assert sorted(attribute.name for attribute in made.graph.node[0].attribute) == sorted(expected)
+    if not schema.has_body:
+        assert not made.functions
+        return
     body = onnx_export.function(name)
     assert list(body.attribute) == expected
     assert not body.attribute_proto
@@ -65,7 +64,7 @@ def test_a_node_has_every_attribute_and_the_body_has_no_default(name: str) -> No
 
 
 @by_body
-def test_nodes_in_a_body_pass_on_every_attribute(name: str, several: bool) -> None:
+def test_nodes_in_a_body_pass_on_every_attribute(name: str) -> None:
     def check(nodes: Any) -> None:
         for node in nodes:
             if node.domain == "mlx_sparse":
@@ -76,12 +75,12 @@ def test_nodes_in_a_body_pass_on_every_attribute(name: str, several: bool) -> No
             for attribute in node.attribute:
                 check(attribute.g.node)
 
-    check(onnx_export.function(name, several=several).node)
+    check(onnx_export.function(name).node)
 
 
 @by_body
-def test_a_body_computes_nothing_that_is_not_used(name: str, several: bool) -> None:
-    body = onnx_export.function(name, several=several)
+def test_a_body_computes_nothing_that_is_not_used(name: str) -> None:
+    body = onnx_export.function(name)
     used, made = set(body.output), []
 
     def walk(nodes: Any) -> None:
@@ -97,10 +96,9 @@ def test_a_body_computes_nothing_that_is_not_used(name: str, several: bool) -> N
 
 
 @by_body
-def test_the_body_gives_the_types_and_shapes_of_the_schema(name: str, several: bool) -> None:
+def test_the_body_gives_the_types_and_shapes_of_the_schema(name: str) -> None:
     """Inference through the body alone, then by the schema: both find what the model declares."""
-    more = {"verify_queries": 16} if several else {}
-    declared = model(name, sizes={"B": 2, "Hq": 8, "Hkv": 2, "D": 64}, **more)
+    declared = model(name, sizes={"B": 2, "Hq": 8, "Hkv": 2, "D": 64})
     bare = onnx.ModelProto()
     bare.CopyFrom(declared)
     for output in bare.graph.output:
@@ -148,12 +146,6 @@ def test_registration_leaves_nothing_behind() -> None:
         ({"name": "Sample", "block_size": 48}, "block_size: expected one of 32, 64, 128, got 48"),
         ({"name": "Sample", "chunks": 0}, "chunks: expected an integer of at least 1, got 0"),
         ({"name": "SampleAttention", "dense_prompt_below": -1}, "dense_prompt_below: expected an integer"),
-        ({"name": "PackedCachedAttention", "kv_bits": 6}, "kv_bits: expected one of 8, 4, got 6"),
-        ({"name": "PackedCachedAttention", "kv_group_size": 48}, "kv_group_size: expected one of 32, 64, 128, got 48"),
-        (
-            {"name": "PackedCachedAttention", "kv_group_size": 64, "sizes": {"D": 96}},
-            "kv_group_size: expected a divisor of the head dim D=96, got 64",
-        ),
         ({"spec": 2}, "spec: expected an integer of at least 1 and at most 1, got 2"),
         ({"scale": float("nan")}, "scale: expected a finite number, got nan"),
         ({"scale": "1"}, "scale: expected a finite number, got '1'"),

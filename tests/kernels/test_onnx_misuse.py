@@ -59,26 +59,16 @@ def cached_codes() -> dict[str, Any]:
     case = Case(1, 2, 2, 65, 64, "f32")
     q, k, v = case.inputs()
     new = {"query": q, "key": k[:, :, -1:], "value": v[:, :, -1:], "left_padding": padding(case)}
-    return {**new, **empty_codes(case, 128, 4)}
-
-
-PACKED = {"kv_bits": 4, "kv_group_size": 64, "kv_type": 1}
-
-
-def packed() -> dict[str, Any]:
-    """The same with caches in 4 bits."""
-    caches = {name: np.zeros((1, 2, 128, 40), np.uint8) for name in ("past_key", "past_value")}
-    return {**cached(), **caches}
+    return {**new, **empty_codes(case, 128)}
 
 
 # Settings and inputs that fit, by operator.
 GOOD: dict[str, tuple[dict[str, Any], Any]] = {
     "SparQ": (PAPER, lambda: step(STEP, *STEP.inputs())),
     "SparQAttention": ({**CACHES, **PAPER}, cached),
-    "SparQCoded": ({**PAPER, "key_bits": 4}, lambda: coded_step(STEP, 4)),
-    "SparQCodedAttention": ({**PAPER, "key_bits": 4, "dense_below": 0}, cached_codes),
+    "SparQCoded": (PAPER, lambda: coded_step(STEP)),
+    "SparQCodedAttention": ({**PAPER, "dense_below": 0}, cached_codes),
     "CachedAttention": (DENSE, cached),
-    "PackedCachedAttention": ({**DENSE, **PACKED}, packed),
     "Sample": (PROMPT.parameters, prompt),
     "SaapAttention": (saap_settings(BUCKETS), lambda: saap_step(BUCKETS)),
 }
@@ -108,17 +98,17 @@ INPUTS: list[tuple[str, dict[str, Any], str]] = [
     ),
     (
         "SparQAttention",
-        {**zeros(query=(1, 2, 129, 64), key=(1, 2, 129, 64), value=(1, 2, 129, 64)), "verify_queries": 16},
+        zeros(query=(1, 2, 129, 64), key=(1, 2, 129, 64), value=(1, 2, 129, 64)),
         r"key: expected at most the capacity C=128 of tokens, got 129\.",
     ),
     (
         "SparQAttention",
-        {**zeros(query=(1, 2, 0, 64), key=(1, 2, 0, 64), value=(1, 2, 0, 64)), "verify_queries": 16},
+        zeros(query=(1, 2, 0, 64), key=(1, 2, 0, 64), value=(1, 2, 0, 64)),
         r"key: expected shape \(any, any, any, any\), got \(1, 2, 0, 64\)\.",
     ),
     (
         "SparQAttention",
-        {**zeros(query=(1, 2, 4, 64)), "verify_queries": 16},
+        zeros(query=(1, 2, 4, 64)),
         r"key: expected shape \(1, 2, 4, 64\), got \(1, 2, 1, 64\)\.",
     ),
     ("SparQCodedAttention", zeros(past_summary=(1, 2, 64)), r"past_summary: expected shape \(1, 6, 64\), got"),
@@ -127,17 +117,6 @@ INPUTS: list[tuple[str, dict[str, Any], str]] = [
         "CachedAttention",
         zeros(key=(1, 2, 129, 64), value=(1, 2, 129, 64)),
         r"key: expected at most the capacity C=128 of tokens, got 129\.",
-    ),
-    (
-        "PackedCachedAttention",
-        {"past_key": np.zeros((1, 2, 128, 72), np.uint8)},
-        r"past_key: expected shape \(1, 2, any, 40\), got \(1, 2, 128, 72\)\.",
-    ),
-    ("PackedCachedAttention", {"past_length": [128]}, r"past_length: expected 0 to 127 .*, got 128\."),
-    (
-        "PackedCachedAttention",
-        zeros(query=(1, 2, 1, 96), key=(1, 2, 1, 96), value=(1, 2, 1, 96)),
-        r"kv_group_size: expected a divisor of the head dim D=96, got 64\.",
     ),
     ("Sample", {"length": [401]}, r"length: expected 200 to 400 .*, got 401\."),
     ("Sample", {"length": [199]}, r"length: expected 200 to 400 .*, got 199\."),
@@ -170,7 +149,6 @@ INPUTS: list[tuple[str, dict[str, Any], str]] = [
 @pytest.mark.parametrize(("name", "wrong", "message"), INPUTS, ids=[f"{n}-{row[0]}" for n, row in enumerate(INPUTS)])
 def test_inputs_that_do_not_fit_are_refused(name: str, wrong: dict[str, Any], message: str) -> None:
     settings, inputs = GOOD[name]
-    settings = {**settings, **{key: wrong[key] for key in ("verify_queries",) if key in wrong}}
     with pytest.raises(Exception, match=f"{name}: {message}"):
         Operator("native", name, "f32", lowered=without_shapes, **settings)(**{**inputs(), **wrong})
 
@@ -198,17 +176,9 @@ ATTRIBUTES: list[tuple[str, dict[str, Any], str]] = [
     ("SparQAttention", {"reallocate": 2}, r"reallocate: expected 0 to 1, got 2\."),
     ("SparQAttention", {"lanes": 0}, r"lanes: expected 1 to \d+, got 0\."),
     ("SparQAttention", {"dense_below": -1}, r"dense_below: expected 0 to \d+, got -1\."),
-    ("SparQAttention", {"verify_queries": -1}, r"verify_queries: expected 0 to 16, got -1\."),
-    ("SparQCodedAttention", {"verify_queries": 17}, r"verify_queries: expected 0 to 16, got 17\."),
     ("SparQAttention", {"scale": float("nan")}, r"scale: expected a finite number, got nan\."),
     ("SparQAttention", {"rank": None}, r"rank: expected an integer attribute, got none\."),
     ("SparQAttention", {"scale": None}, r"scale: expected a float attribute, got none\."),
-    ("SparQCodedAttention", {"key_bits": 5}, r"key_bits: expected 4 or 8, got 5\."),
-    ("SparQCodedAttention", {"key_bits": 16}, r"key_bits: expected 4 to 8, got 16\."),
-    ("PackedCachedAttention", {"kv_bits": 6}, r"kv_bits: expected 4 or 8, got 6\."),
-    ("PackedCachedAttention", {"kv_bits": None}, r"kv_bits: expected an integer attribute, got none\."),
-    ("PackedCachedAttention", {"kv_group_size": 96}, r"kv_group_size: expected 32, 64 or 128, got 96\."),
-    ("PackedCachedAttention", {"kv_type": 11}, r"kv_type: expected 1, 10 or 16, got 11\."),
     ("SampleAttention", {"spec": 2}, r"spec: expected 1, which this library knows, got 2\."),
     ("SampleAttention", {"alpha_column": 0.0}, rf"alpha_column: {FRACTION}, got 0\.0+\."),
     ("SampleAttention", {"alpha_slash": 1.5}, rf"alpha_slash: {FRACTION}, got 1\.50*\."),
@@ -223,7 +193,6 @@ ATTRIBUTES: list[tuple[str, dict[str, Any], str]] = [
 SETTINGS = {
     "SparQAttention": {**CACHES, **PAPER},
     "SparQCodedAttention": GOOD["SparQCodedAttention"][0],
-    "PackedCachedAttention": {**DENSE, **PACKED},
     "SampleAttention": {**PROMPT.parameters, "dense_prompt_below": 0},
 }
 

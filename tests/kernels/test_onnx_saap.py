@@ -6,13 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import onnx
 import pytest
 from cases import Array, Case
 from mlx_sparse.onnx_export import lower
-from onnx import ModelProto
 from onnx_operators import (
-    ATTRIBUTES,
     DTYPES,
     Operator,
     advance,
@@ -28,7 +25,7 @@ from onnx_operators import (
 )
 from saap_cases import SAAP_CASES, SaapCase, assert_attends
 
-from mlx_sparse import onnx_export, oracle
+from mlx_sparse import oracle
 
 by_case = pytest.mark.parametrize("case", SAAP_CASES, ids=str)
 SMALL = SaapCase(Case(2, 6, 2, 150, 64, "f32", padding=(0, 40)), "random")
@@ -178,34 +175,12 @@ def test_a_token_beyond_the_caches_is_an_error_of_the_runtime(runtime: str) -> N
             attention(runtime, SMALL)(**{**given, "past_length": np.full(2, past)})
 
 
-def lowered_static(model: ModelProto, case: SaapCase) -> ModelProto:
-    return lower.static(model, case.step.B, saap_step(case)["past_key"].shape[2])
-
-
-LOWERED = {"inline": lambda model, case: lower.inline(model), "static": lowered_static}
-
-
 @pytest.mark.parametrize("hidden", [None, 32], ids=["linear", "hidden"])
-@pytest.mark.parametrize("form", LOWERED)
 @pytest.mark.parametrize("runtime", ["onnxruntime", "onnxruntime-compat", "reference"])
-def test_lowered_it_equals_the_oracle(runtime: str, form: str, hidden: int | None) -> None:
+def test_lowered_it_equals_the_oracle(runtime: str, hidden: int | None) -> None:
     case = replace(SMALL, hidden=hidden)
-    sizes = {"Hq": 6, "Hkv": 2, "D": 64, "N": case.buckets, "H": hidden or 0, "features": hidden or 64}
-    attend = attention(runtime, case, sizes=sizes, lowered=lambda model: LOWERED[form](model, case))
+    attend = attention(runtime, case, lowered=lower.inline)
     assert_attends(attend(**saap_step(case))["output"], None, case)
-
-
-@pytest.mark.parametrize("dense_below", [0, 1000], ids=["sparse", "dense"])
-def test_a_static_model_has_no_control_flow(dense_below: int) -> None:
-    sizes = {"Hq": 6, "Hkv": 2, "D": 64, "N": 16, "H": 0, "features": 64}
-    settings = {**ATTRIBUTES["SaapAttention"], "dense_below": dense_below, "sizes": sizes}
-    made = lowered_static(onnx_export.operator_model("SaapAttention", **settings), SMALL)
-    kinds = {node.op_type for node in made.graph.node}
-    assert not {"Loop", "If", "Range", "Shape", "Constant"} & kinds
-    assert ("TopK" in kinds) == (dense_below == 0)
-    inferred = onnx.shape_inference.infer_shapes(made, strict_mode=True).graph
-    infos = (*inferred.input, *inferred.output, *inferred.value_info)
-    assert all(dim.HasField("dim_value") for info in infos for dim in info.type.tensor_type.shape.dim)
 
 
 @pytest.mark.parametrize("workers", [1, 3, 8])

@@ -5,17 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mlx_sparse.methods import SAAP, Dense, Method, SparQ
-from mlx_sparse.methods.quest import Quest
 
 from .base import Decoding
-from .quest import QuestDecoding
 from .saap import SaapDecoding
 from .sparq import SparQDecoding
 
-DECODE: Mapping[type[Method], type[Decoding]] = {
-    Dense: Decoding,
-    SparQ: SparQDecoding,
-    SAAP: SaapDecoding,
-    Quest: QuestDecoding,
-}
+DECODE: Mapping[type[Method], type[Decoding]] = {Dense: Decoding, SparQ: SparQDecoding, SAAP: SaapDecoding}
 EXACT = Decoding(Dense())  # of layers that a method does not serve

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from mlx_sparse.methods import Method
 
+from ...operators import OPERATORS
 from ..graph import Graph
 
 # Of the check: tokens of its prompt, and most keys that its sparse step attends to, so that a short prompt shows it.
@@ -33,19 +34,19 @@ class Decoding:
     method: Method
 
     @classmethod
-    def settled(cls, config: Any, model: Any, *, branches: bool, packed: bool = False) -> Decoding:
+    def settled(cls, config: Any, model: Any) -> Decoding:
         """The method by the settings ``config``, every automatic choice made for mlx-lm's ``model``.
-
-        ``packed`` caches keep rows in few bits.
-
-        Without ``branches`` the graph cannot turn to exact attention in short contexts, but for those of which
-        everything is attended.
 
         Raises:
             ConfigError: a setting does not fit the model, or cannot be exported.
             ArtefactError: its file is damaged, or made for another model.
         """
         return cls(config)
+
+    @property
+    def has_body(self) -> bool:
+        """Whether the operator runs without the native kernels."""
+        return OPERATORS[self.operator].has_body
 
     @property
     def sparse_from(self) -> int | None:
@@ -83,9 +84,6 @@ class Decoding:
         """Inputs of the operator that are weights of its own, stored by this call."""
         return {}
 
-    def shortened(self, *, static: bool) -> Decoding:
-        """The same with a sparse step after `PROMPT` tokens, over at most `KEYS` keys, or over `PROMPT` if ``static``.
-
-        A static file attends by it from the first token on.
-        """
+    def shortened(self) -> Decoding:
+        """Return the same method with a sparse step after `PROMPT` tokens, over at most `KEYS` keys."""
         return self

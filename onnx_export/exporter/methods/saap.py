@@ -18,7 +18,7 @@ from ...defaults import saap_dense_below
 from ..families import window_of
 from ..graph import Graph
 from ..weights import numpy_of
-from .base import KEYS, PROMPT, Decoding
+from .base import KEYS, Decoding
 
 NETWORK = ("hidden_weight", "hidden_bias", "out_weight", "out_bias")
 
@@ -38,9 +38,9 @@ class SaapDecoding(Decoding):
     roped: bool
 
     @classmethod
-    def settled(cls, config: SAAP, model: Any, *, branches: bool, packed: bool = False) -> SaapDecoding:
+    def settled(cls, config: SAAP, model: Any) -> SaapDecoding:
         made = cls(config, *_served(config, model))
-        below = saap_dense_below(config, *made._sizes) if branches else config.attended + 1
+        below = saap_dense_below(config, *made._sizes)
         return dataclasses.replace(made, method=dataclasses.replace(config, dense_below=below))
 
     @property
@@ -71,9 +71,9 @@ class SaapDecoding(Decoding):
             places[name] = graph.weight(made, array) if array.size else graph.constant(array, array.dtype.type)
         return places
 
-    def shortened(self, *, static: bool) -> SaapDecoding:
+    def shortened(self) -> SaapDecoding:
         sinks = min(self.method.sink_tokens, 1)
-        recent = (PROMPT if static else KEYS) - sinks
+        recent = KEYS - sinks
         # A file lists every key as soon as it leaves the window.
         short = dataclasses.replace(self.method, sink_tokens=sinks, recent_tokens=recent, dense_below=0, fold_every=1)
         return dataclasses.replace(self, method=short)

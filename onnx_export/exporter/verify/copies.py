@@ -7,20 +7,17 @@ import itertools
 import onnx
 from onnx import TensorProto
 
-from ... import build
-from ...domain import DOMAIN, Profile
-from ...operators import OPERATORS, PACKED, unpacked_row
+from ...domain import DOMAIN
+from ...operators import OPERATORS
 from ..decoder import Target, output_of
 
 HALVES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
 
 def copy_for_check(model: onnx.ModelProto, target: Target) -> onnx.ModelProto:
-    """The model with float32 caches that are not packed, and with the attributes of shortened methods."""
+    """The model with float32 caches and with the attributes of shortened methods."""
     made = onnx.ModelProto()
     made.CopyFrom(model)
-    if target.packing:
-        _unpack_caches(made, target)
     for tensor in (*made.graph.input, *made.graph.output):
         if tensor.type.tensor_type.elem_type in HALVES:
             tensor.type.tensor_type.elem_type = TensorProto.FLOAT
@@ -35,24 +32,6 @@ def copy_for_check(model: onnx.ModelProto, target: Target) -> onnx.ModelProto:
             elif node.domain == DOMAIN and short.get(name) != own.get(name):
                 setattr(attribute, "f" if isinstance(short[name], float) else "i", short[name])
     return made
-
-
-def _unpack_caches(model: onnx.ModelProto, target: Target) -> None:
-    """Put operators over rows of numbers in the place of those over packed rows."""
-    for tensor in (*model.graph.input, *model.graph.output):
-        if tensor.name.startswith(("past_key_values.", "present.")):
-            kind = tensor.type.tensor_type
-            kind.elem_type, row = TensorProto.FLOAT, kind.shape.dim[3]
-            row.dim_value = unpacked_row(row.dim_value, **target.packing)
-    for node in build.calls(model.graph):
-        node.op_type = node.op_type.removeprefix(PACKED)
-        kept = [attribute for attribute in node.attribute if attribute.name not in target.packing]
-        node.ClearField("attribute")
-        node.attribute.extend(kept)
-    opset = next(each.version for each in model.opset_import if each.domain == "")
-    used = sorted(build.calls(model.graph), key=lambda node: node.op_type)
-    del model.functions[:]
-    model.functions.extend(build.bodies(used, Profile(opset, model.ir_version)))
 
 
 def _resize_states(model: onnx.ModelProto, target: Target) -> None:

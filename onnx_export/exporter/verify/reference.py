@@ -18,7 +18,6 @@ from mlx.utils import tree_map_with_path
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from mlx_sparse.checks import ArtefactError, ConfigError
-from mlx_sparse.common.packed_rows import PackedRows
 from mlx_sparse.lm import seam, sparse
 from mlx_sparse.methods import Method
 
@@ -31,9 +30,7 @@ from ..weights import QUANTISED
 Array = npt.NDArray[Any]
 
 ROWS = 3  # prompts
-TOKENS = 3  # that go in at once
 SLACK = 2  # errors that are alike in size are not the same
-FLIPS = 16  # by how much more embeddings are disturbed where a rounding error can turn a key's code into the next one
 
 
 @dataclass(frozen=True)
@@ -62,14 +59,11 @@ class Expected:
         tokens: (rows, PROMPT + 1).
         logits: after the prompts, after one more token, and after that token if it is attended sparsely. The last is
             missing if the method is dense.
-        rounded: largest difference of the file's dense logits; with ``packed`` that of the median row from those.
+        rounded: largest difference of the file's dense logits.
         dense: the same with float32 caches.
         sparse: largest difference of the median row's sparse logits, with float32 caches.
         sampled: of a prompt of several blocks; None if prompts attend densely.
-        coded: of a prompt that fills a group of keys and a step that fills another; None if there are no groups, or
-            one token at a time, which would take too long.
-        several: of a prompt and a few tokens that go in at once; None if those attend densely.
-        packed: logits after the prompts and after one more token over packed rows, if the file has such.
+        coded: of a prompt that fills a group of keys and a step that fills another; None if there are no groups.
     """
 
     tokens: Array
@@ -79,8 +73,6 @@ class Expected:
     sparse: float
     sampled: FirstLayers | None = None
     coded: FirstLayers | None = None
-    several: FirstLayers | None = None
-    packed: list[Array] | None = None
 
 
 def reference(model: Any, target: Target) -> Expected:
@@ -118,33 +110,27 @@ def _reference(model: Any, target: Target) -> Expected:
     if not all(np.isfinite(logits).all() for logits in exact):
         raise ArtefactError("--model: expected finite logits from MLX, got NaN or infinity. The model is damaged.")
     moves = [np.abs(a - b).max(axis=1) for a, b in zip(exact, moved, strict=True)]
-    dense, lost, packed = float(np.max(moves[:2])), 0.0, None
-    if target.dtype != "float32" or target.packing:
-        held = []
-        for embedding.noise in (0.0, FLIPS * noise) if target.packing else (0.0,):
-            cache = make_prompt_cache(model)
-            with _rounding(model, target):
-                held.append([_run(model, piece, cache) for piece in (tokens[:, :-1], tokens[:, -1:])])
-        lost = largest(exact[:2], held[0])
+    dense, lost = float(np.max(moves[:2])), 0.0
+    embedding.noise = 0.0
+    if target.dtype != "float32":
+        cache = make_prompt_cache(model)
+        with _rounding(model, target.dtype):
+            held = [_run(model, piece, cache) for piece in (tokens[:, :-1], tokens[:, -1:])]
+        lost = largest(exact[:2], held)
         if not math.isfinite(lost):
             raise ConfigError(f"--dtype: expected a type that holds keys and values, got {target.dtype}. Give another.")
-        if target.packing:
-            packed, lost = held[0], max(float(np.median(np.abs(a - b).max(axis=1))) for a, b in zip(*held, strict=True))
-        embedding.noise = 0.0
-    sampled = coded = several = None
+    sampled = coded = None
     if short.prompts is not None:
         sampled = _of_first_layers(model, short.prompts, min(SHORT_PROMPT, target.max_length), 0, noise)
     group = target.decode.group
-    if group and not target.rows and target.capacity >= group:
+    if group and target.capacity >= group:
         coded = _of_first_layers(model, short.decode.method, min(2, target.capacity // group) * group, 1, noise)
-    if short.decode.method.verifies:
-        several = _of_first_layers(model, short.decode.method, PROMPT + TOKENS, TOKENS, noise)
     bounds = SLACK * (dense + lost), SLACK * dense, SLACK * float(np.median(moves[-1]))
-    return Expected(tokens, exact, *bounds, sampled, coded, several, packed)
+    return Expected(tokens, exact, *bounds, sampled, coded)
 
 
 def _of_first_layers(model: Any, method: Method, count: int, last: int, noise: float) -> FirstLayers:
-    """Of ``count`` tokens, the ``last`` of which go in on their own, or together."""
+    """Run the first layers over ``count`` tokens, the ``last`` of which go in on their own."""
     embedding = model.model.embed_tokens
     tokens = np.random.default_rng(1).integers(0, embedding.inner.weight.shape[0], (ROWS, count))
     pieces = np.split(tokens, [count - last], axis=1) if last else [tokens]
@@ -245,24 +231,18 @@ def _layer_by_layer(model: Any) -> AbstractContextManager[None]:
     return _replaced((layer, "__call__", call))
 
 
-def _rounding(model: Any, target: Target) -> AbstractContextManager[None]:
+def _rounding(model: Any, dtype: str) -> AbstractContextManager[None]:
     """Round queries, keys, values and the output of every attention call to what caches hold, and widen them again."""
-    kind = getattr(mx, target.dtype)
+    kind = getattr(mx, dtype)
 
     def rounded(array: mx.array) -> mx.array:
         return array.astype(kind).astype(mx.float32)
-
-    def held(rows: mx.array) -> mx.array:
-        if target.kv_bits is None:
-            return rounded(rows)
-        packed = PackedRows.of(rows.astype(kind), bits=target.kv_bits, group_size=target.kv_group_size)
-        return packed[:].astype(mx.float32)
 
     def attention(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
         return lambda queries, *args, **kwargs: rounded(original(rounded(queries), *args, **kwargs))
 
     def append(original: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda self, keys, values: original(self, held(keys), held(values))
+        return lambda self, keys, values: original(self, rounded(keys), rounded(values))
 
     names = {cls.__module__ for _, module in model.named_modules() for cls in type(module).__mro__}
     modules = [sys.modules[name] for name in names if hasattr(sys.modules.get(name), seam.NAME)]

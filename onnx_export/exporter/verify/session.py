@@ -1,4 +1,4 @@
-"""A finished file on stock ONNX Runtime."""
+"""A finished file on ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class File(Runner):
         ArtefactError: the file does not load or run.
     """
 
-    def __init__(self, path: Path, rows: int) -> None:
-        super().__init__(path, native="off", batch=rows)
+    def __init__(self, path: Path, rows: int, native: str) -> None:
+        super().__init__(path, native=native, batch=rows)
         self.max_length = self._capacity
 
     def _open(self, options: onnxruntime.SessionOptions, **how: Any) -> onnxruntime.InferenceSession:
