@@ -14,7 +14,7 @@ from .. import checks
 from ..packed_rows import PackedRows, Rows
 
 ROWS = ("queries", "keys", "values")
-READ_PACKED = frozenset({"attend_indices", "code_keys", "dense", "quest", "saap", "sparq"})
+READ_PACKED = frozenset({"attend_indices", "code_keys", "dense", "saap", "sparq"})
 
 
 class Torch:

@@ -13,8 +13,8 @@ from mlx_sparse.common.key_codes import KeyCodes
 from mlx_sparse.common.packed_parts import first_rows
 
 from ..checks import check_head_dim, check_real, rows
-from ..launchers import quest, torch_ops
 from ..launchers import saap as launchers
+from ..launchers import torch_ops
 from ..launchers.operands import operands
 from ..packed_rows import Rows
 from .several import attend_own, fold
@@ -92,26 +92,6 @@ def sparq_attention(
         key_bits,
         *coded[1:],
         **packed,
-    )
-    return result
-
-
-def quest_attention(
-    queries: torch.Tensor,
-    keys: Rows,
-    values: Rows,
-    *,
-    page_size: int,
-    top_k: int,
-    page_min: torch.Tensor,
-    page_max: torch.Tensor,
-    scale: float,
-    left_padding: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One step of Quest (quest.1) to (quest.5)."""
-    keys, values, packed = operands(keys, values)
-    result: tuple[torch.Tensor, torch.Tensor] = quest.quest_decode(
-        queries, keys, values, page_min, page_max, left_padding, page_size, top_k, scale, **packed
     )
     return result
 

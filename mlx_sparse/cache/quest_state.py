@@ -1,4 +1,4 @@
-"""What Quest keeps beside a cache: the bounds of pages of keys."""
+"""The auxiliary cache state of Quest: bounds of the pages of keys."""
 
 from __future__ import annotations
 
@@ -15,44 +15,54 @@ if TYPE_CHECKING:
 
 
 class QuestState(State):
-    """The bounds (quest.1) of the pages before the current one: elements of the keys, from which they can be rebuilt.
+    """Keep the bounds (quest.1) of the pages before the current one of each sequence.
+
+    The bounds are elements of the keys, so they can be rebuilt from them.
 
     Attributes:
-        bounds: smallest and largest, each ``(B, Hkv, capacity, D)``; none before there is a page.
-        page_size: what they are of.
-        pages: how many of them hold.
+        bounds: smallest and largest, each ``(B, Hkv, capacity, D)``. Page p of a sequence begins p * ``page_size`` keys
+            after the sequence's first valid key. Empty before the first step.
+        page_size: keys of a page.
+        rows: rows of the cache whose full pages have their bounds.
     """
 
     def __init__(self) -> None:
         self.bounds: list[mx.array] = []
-        self.page_size, self.pages = 1, 0
+        self.page_size, self.rows = 1, 0
 
     @property
     def nbytes(self) -> int:
         return sum(bound.nbytes for bound in self.bounds)
 
     def rewind(self, length: int) -> None:
-        self.pages = min(self.pages, length // self.page_size)
+        self.rows = min(self.rows, length)
 
     def read(self, cache: SparseCache, config: Quest, G: int, *, whole: bool) -> dict[str, Any]:
         if config.page_size != self.page_size:
-            self.bounds, self.page_size, self.pages = [], config.page_size, 0
-        pages = (cache.length - 1) // self.page_size
-        if pages > self.pages:
-            self._extend(cache, pages)
+            self.bounds, self.page_size, self.rows = [], config.page_size, 0
+        self._make_room(cache)
+        before = cache.length - 1  # the current page needs no bounds
+        for sequence, first in enumerate(cache.first_rows()):
+            known, full = ((max(rows - first, 0)) // self.page_size for rows in (self.rows, before))
+            if full > known:
+                self._add(cache, sequence, first, known, full)
+        self.rows = before
         return dict(zip(("page_min", "page_max"), self.bounds, strict=True))
 
-    def _extend(self, cache: SparseCache, pages: int) -> None:
-        start = self.pages * self.page_size
-        padding = None if cache.padding is None else cache.padding - start
-        rows = cache.key_rows[..., start : pages * self.page_size, :]
-        new = registry.load("page_bounds", "ops")(rows, padding, page_size=self.page_size)
+    def _make_room(self, cache: SparseCache) -> None:
         B, Hkv, capacity, D = cache.key_rows.shape
-        grown = -(-capacity // self.page_size) - (self.bounds[0].shape[2] if self.bounds else 0)
+        pages = -(-capacity // self.page_size)
         if not self.bounds:
-            self.bounds = [mx.zeros((B, Hkv, grown, D), rows.dtype) for _ in new]
-        elif self.bounds[0].shape[2] < pages:
-            self.bounds = [mx.pad(bound, [(0, 0), (0, 0), (0, grown), (0, 0)]) for bound in self.bounds]
-        for bound, added in zip(self.bounds, new, strict=True):
-            bound[..., self.pages : pages, :] = added
-        self.pages = pages
+            self.bounds = [mx.zeros((B, Hkv, pages, D), cache.key_rows.dtype) for _ in range(2)]
+        missing = pages - self.bounds[0].shape[2]
+        if missing > 0:
+            self.bounds = [mx.pad(bound, [(0, 0), (0, 0), (0, missing), (0, 0)]) for bound in self.bounds]
+
+    def _add(self, cache: SparseCache, sequence: int, first: int, known: int, full: int) -> None:
+        """Add the bounds of pages ``known`` to ``full - 1`` of one sequence."""
+        keys = cache.key_rows if len(self.bounds[0]) == 1 else cache.key_rows[sequence : sequence + 1]
+        rows = keys[..., first + known * self.page_size : first + full * self.page_size, :]
+        for bound, new in zip(
+            self.bounds, registry.load("page_bounds", "ops")(rows, None, page_size=self.page_size), strict=True
+        ):
+            bound[sequence : sequence + 1, :, known:full] = new

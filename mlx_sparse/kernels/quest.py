@@ -11,12 +11,17 @@ import mlx.core as mx
 
 from ..methods import registry
 from .attend import attend_indices
-from .launch import Kernel, integer
+from .launch import Kernel, integer, padding_or_zeros
 from .select import top_k_select
 
 PAGES, THREADS = 64, 256  # per threadgroup
 
-SCORES = Kernel("quest_scores", "threadgroup.h", ("queries", "page_min", "page_max", "pages"), ("scores",))
+SCORES = Kernel(
+    "quest_scores",
+    "threadgroup.h",
+    ("queries", "page_min", "page_max", "left_padding", "length", "page_size"),
+    ("scores",),
+)
 
 
 def quest_select(
@@ -40,14 +45,20 @@ def quest_select(
     (B, Hkv, _, D), count = page_min.shape, -(-length // page_size)
     G = queries.shape[1] // Hkv
     (scores,) = SCORES(
-        {"queries": queries, "page_min": page_min, "page_max": page_max, "pages": integer(count)},
+        {
+            "queries": queries,
+            "page_min": page_min,
+            "page_max": page_max,
+            "left_padding": padding_or_zeros(left_padding, B),
+            "length": integer(length),
+            "page_size": integer(page_size),
+        },
         [((B, Hkv, count), mx.float32)],
         template={"T": page_min.dtype, "D": D, "G": G},
         groups=(-(-count // PAGES), Hkv, B),
         threads=THREADS,
     )
-    first = None if left_padding is None else left_padding // page_size
-    pages = top_k_select(scores, top_k=-(-top_k // page_size), local_window=1, left_padding=first)
+    pages = top_k_select(scores, top_k=-(-top_k // page_size), local_window=0, left_padding=None)
     listed: mx.array = registry.load("page_keys", "metal")(pages, left_padding, page_size=page_size, length=length)
     return listed
 

@@ -57,9 +57,6 @@ FUNCTIONS: Mapping[str, Mapping[str, str]] = {
         "oracle": "oracle:quest_attention",
         "ops": "ops.quest:quest_attention",
         "metal": "kernels.quest:quest_attention",
-        "triton": "cuda_ref.api.steps:quest_attention",
-        "onnx": "onnx_export:operator_model",
-        "ort": "onnx_export:session_options",
     },
     "streaming": {"oracle": "oracle:streaming_attention", "ops": "ops.baselines:streaming_attention"},
     "flexgen": {"oracle": "oracle:flexgen_attention", "ops": "ops.baselines:flexgen_attention"},
@@ -152,14 +149,12 @@ FUNCTIONS: Mapping[str, Mapping[str, str]] = {
         "oracle": "oracle:page_bounds",
         "ops": "ops.quest:page_bounds",
         "metal": "ops.quest:page_bounds",  # once in as many steps as a page has keys
-        "triton": "cuda_ref.launchers.quest:page_bounds",
     },
     "page_keys": {"ops": "ops.quest:page_keys", "metal": "ops.quest:page_keys"},  # a few numbers per page
     "quest_select": {
         "oracle": "oracle:quest_select",
         "ops": "ops.quest:quest_select",
         "metal": "kernels.quest:quest_select",
-        "triton": "cuda_ref.launchers.quest:quest_select",
     },
     "sparq_select": {"oracle": "oracle:sparq_select", "ops": "ops.sparq:sparq_select"},
     # Not on the way of a decode step: array operations do for every backend.

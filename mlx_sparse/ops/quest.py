@@ -8,18 +8,20 @@ import mlx.core as mx
 
 from ..common.packed_rows import Rows
 from .attend import attend_indices, group_queries
-from .select import top_k_select, valid_keys
+from .select import top_k_select
+
+LARGEST = mx.finfo(mx.float32).max
 
 
 def page_bounds(keys: Rows, left_padding: mx.array | None, *, page_size: int) -> tuple[mx.array, mx.array]:
-    """(quest.1) smallest and largest of each component over the valid keys of each page.
+    """(quest.1) smallest and largest of each component over the keys of each page.
 
     Args:
         keys: ``(B, Hkv, S, D)``.
-        left_padding: ``(B,)`` first valid key of each row, negative where that lies before these rows.
+        left_padding: ``(B,)`` first valid key of each row, where its first page begins.
 
     Returns:
-        Two ``(B, Hkv, P, D)`` in the type of ``keys``; +inf and -inf for a page without a valid key.
+        Two ``(B, Hkv, P, D)`` in the type of ``keys``; +inf and -inf for a page without a key.
     """
     keys = keys[:]
     B, Hkv, S, D = keys.shape
@@ -27,7 +29,9 @@ def page_bounds(keys: Rows, left_padding: mx.array | None, *, page_size: int) ->
     for nothing, reduce in ((mx.inf, mx.min), (-mx.inf, mx.max)):
         rows = keys
         if left_padding is not None:
-            rows = mx.where(valid_keys(S, left_padding)[:, None, :, None], rows, mx.array(nothing, keys.dtype))
+            moved = (mx.arange(S) + left_padding[:, None])[:, None, :, None]
+            rows = mx.take_along_axis(keys, mx.minimum(moved, S - 1), axis=2)
+            rows = mx.where(moved < S, rows, mx.array(nothing, keys.dtype))
         if S % page_size:
             rows = mx.pad(rows, [(0, 0), (0, 0), (0, -S % page_size), (0, 0)], constant_values=nothing)
         bounds.append(reduce(rows.reshape(B, Hkv, -1, page_size, D), axis=3))
@@ -46,10 +50,10 @@ def page_scores(queries: mx.array, page_min: mx.array, page_max: mx.array) -> mx
 def page_keys(pages: mx.array, left_padding: mx.array | None, *, page_size: int, length: int) -> mx.array:
     """(quest.5) the keys of ``pages (B, Hkv, K)``: ``(B, Hkv, K * page_size)`` int32, -1 in empty slots."""
     listed = pages[..., None] * page_size + mx.arange(page_size)
-    there = (pages[..., None] >= 0) & (listed < length)
     if left_padding is not None:
-        there = there & (listed >= left_padding[:, None, None, None])
-    return mx.where(there, listed, -1).reshape(*pages.shape[:2], -1)
+        listed = listed + left_padding[:, None, None, None]
+    there = (pages[..., None] >= 0) & (listed < length)
+    return mx.where(there, listed, -1).astype(mx.int32).reshape(*pages.shape[:2], -1)
 
 
 def quest_select(
@@ -66,9 +70,12 @@ def quest_select(
     S = keys.shape[2]
     before = (S - 1) // page_size
     scores = page_scores(queries, page_min[:, :, :before], page_max[:, :, :before])
-    scores = mx.pad(scores, [(0, 0), (0, 0), (0, 1)])  # the current page, which the window forces in
-    first = None if left_padding is None else left_padding // page_size
-    pages = top_k_select(scores, top_k=-(-top_k // page_size), local_window=1, left_padding=first)
+    # The current page of each row has +inf and no other page has, so it is always selected.
+    scores = mx.pad(mx.minimum(scores, LARGEST), [(0, 0), (0, 0), (0, 1)])
+    first = 0 if left_padding is None else left_padding[:, None, None]
+    current, page = (S - 1 - first) // page_size, mx.arange(before + 1)
+    scores = mx.where(page < current, scores, mx.where(page == current, mx.inf, -mx.inf))
+    pages = top_k_select(scores, top_k=-(-top_k // page_size), local_window=0, left_padding=None)
     return page_keys(pages, left_padding, page_size=page_size, length=S)
 
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from ..checks import check_int, check_qkv, check_shape
 from ..common.stats import quest_elements
 from .attend import attend_indices, check_backend, dense_attention, float64, with_stats
-from .select import ranked, top_k_select, valid_keys
+from .select import ranked, top_k_select
 
 Array = npt.NDArray[Any]
 
@@ -18,19 +18,24 @@ Array = npt.NDArray[Any]
 def page_bounds(
     keys: npt.ArrayLike, left_padding: npt.ArrayLike | None = None, *, page_size: int = 16
 ) -> tuple[Array, Array]:
-    """(quest.1) smallest and largest of each component over the valid keys of each page: two ``(B, Hkv, P, D)``.
+    """(quest.1) smallest and largest of each component over the keys of each page: two ``(B, Hkv, P, D)``.
 
-    +inf and -inf for a page without a valid key; NaN where a valid key holds it.
+    +inf and -inf for a page without a key; NaN where a key holds it.
     """
     k = float64(keys)
     B, Hkv, S, D = k.shape
-    beyond = -S % page_size
-    valid = np.pad(valid_keys(B, S, left_padding), [(0, 0), (0, beyond)])[:, None, :, None]
-    k = np.pad(k, [(0, 0), (0, 0), (0, beyond), (0, 0)])
-    by_page = (B, Hkv, -1, page_size, D)
-    low: Array = np.where(valid, k, np.inf).reshape(by_page).min(axis=3)
-    high: Array = np.where(valid, k, -np.inf).reshape(by_page).max(axis=3)
+    pages = -(-S // page_size)
+    low, high = np.full((B, Hkv, pages, D), np.inf), np.full((B, Hkv, pages, D), -np.inf)
+    for b, first in enumerate(first_keys(B, left_padding)):
+        for page, start in enumerate(range(first, S, page_size)):
+            own = k[b, :, start : start + page_size]
+            low[b, :, page], high[b, :, page] = own.min(axis=1), own.max(axis=1)
     return low, high
+
+
+def first_keys(B: int, left_padding: npt.ArrayLike | None) -> Array:
+    """Return the first valid key of each row, ``(B,)`` int."""
+    return np.zeros(B, int) if left_padding is None else np.asarray(left_padding).astype(int)
 
 
 def quest_select(
@@ -47,7 +52,7 @@ def quest_select(
 
     Returns:
         ``(B, Hkv, K * page_size)`` int32 keys (quest.5), -1 in empty slots, and the scores of all pages (quest.3), +inf
-        for the current one.
+        for the current page and -inf for pages behind it.
     """
     q, k = float64(queries), float64(keys)
     B, Hkv, S, D = k.shape
@@ -58,15 +63,16 @@ def quest_select(
     with np.errstate(invalid="ignore"):
         bounds = np.einsum("bhgd,bhpd->bhgp", np.maximum(grouped, 0.0), high)
         bounds = bounds + np.einsum("bhgd,bhpd->bhgp", np.minimum(grouped, 0.0), low)
-    scores: Array = ranked(bounds).max(axis=2)
-    scores[..., -1] = np.inf
-    # (quest.4): pages are chosen as keys are, the last one forced in
-    first = None if left_padding is None else np.asarray(left_padding) // page_size
-    pages = top_k_select(scores, top_k=-(-top_k // page_size), local_window=1, left_padding=first)
+    bounds = np.minimum(ranked(bounds), np.finfo(np.float64).max).max(axis=2)  # only the current page has +inf
+    first = first_keys(B, left_padding)
+    current = ((S - 1 - first) // page_size)[:, None, None]
+    page = np.arange(bounds.shape[2])
+    scores: Array = np.where(page < current, bounds, np.where(page == current, np.inf, -np.inf))
+    # (quest.4)
+    pages = top_k_select(scores, top_k=-(-top_k // page_size), local_window=0)
     # (quest.5)
-    listed = (pages[..., None] * page_size + np.arange(page_size)).reshape(B, Hkv, -1)
-    start = np.zeros(B, int) if left_padding is None else np.asarray(left_padding)
-    there = np.repeat(pages >= 0, page_size, axis=-1) & (listed >= start[:, None, None]) & (listed < S)
+    listed = (pages[..., None] * page_size + np.arange(page_size)).reshape(B, Hkv, -1) + first[:, None, None]
+    there = np.repeat(pages >= 0, page_size, axis=-1) & (listed < S)
     return np.where(there, listed, -1).astype(np.int32), scores
 
 

@@ -1,4 +1,4 @@
-"""Quest: every backend against the oracle, beside caches, in models and in exported files."""
+"""Quest: every backend against the oracle, beside caches and in models."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from adapters import Result, having
+from adapters import ADAPTERS, Result
 from cases import CASES, QUEST, Array, Case
 from expected import Expected, assert_conforms, attended
 from mlx_lm.models.cache import BatchKVCache, KVCache
@@ -22,9 +22,19 @@ from mlx_sparse import oracle
 from mlx_sparse.cache.kv_cache import adopt
 from mlx_sparse.cache.sparse_cache import SparseCache
 from mlx_sparse.common.stats import quest_elements
-from mlx_sparse.methods import parse, registry
+from mlx_sparse.methods import parse, registry, table
 from mlx_sparse.methods.quest import Quest
 from mlx_sparse.tools.evaluate.budget import settle, transfers
+
+BACKENDS = [name for name in ADAPTERS if name in table.FUNCTIONS["quest"]]
+
+
+def of_keys(scores: Array, case: Case, page_size: int) -> Array:
+    """Return the score of the page of every key, ``(B, Hkv, S)``; -inf for keys before the first valid one."""
+    each = np.full((case.B, case.Hkv, case.S), -np.inf)
+    for row, first in enumerate(case.padding or [0] * case.B):
+        each[row, :, first:] = np.repeat(scores[row], page_size, axis=-1)[:, : case.S - first]
+    return each
 
 
 @dataclass(frozen=True)
@@ -53,8 +63,9 @@ class Negative(Case):
 def wanted(case: Case, setting: str) -> Expected:
     q, k, _ = case.inputs()
     indices, scores = oracle.quest_select(q, k, left_padding=case.padding, **QUEST[setting])
-    scores = np.repeat(scores, QUEST[setting]["page_size"], axis=-1)[..., : case.S]
-    finite = np.where(np.isfinite(scores), scores, 2 * np.abs(scores[np.isfinite(scores)]).max(initial=1))
+    scores = of_keys(scores, case, QUEST[setting]["page_size"])
+    real = np.abs(scores) < 1e300
+    finite = np.where(real, scores, 2 * np.abs(scores[real]).max(initial=1))
     return attended(case, indices, case.D**-0.5, finite)
 
 
@@ -62,7 +73,6 @@ def run(backend: Any, case: Case, setting: str) -> Result:
     return backend.quest(case, QUEST[setting])
 
 
-BACKENDS = having("quest")
 STEPS = [
     pytest.param(name, setting, case, id=f"{setting}-{case}-{name}")
     for setting in QUEST
@@ -107,12 +117,11 @@ def test_no_key_scores_more_than_its_page_and_the_current_page_is_attended(case:
     indices, scores = oracle.quest_select(q, k, page_size=7, top_k=20, left_padding=case.padding)
     valid = oracle.valid_keys(case.B, case.S, case.padding)[:, None]
     exact = np.einsum("bhgd,bhsd->bhgs", q.reshape(case.B, case.Hkv, -1, case.D).astype(float), k).max(axis=2)
-    bound = np.repeat(scores, 7, axis=-1)[..., : case.S]
-    assert (np.where(valid, exact, -np.inf) <= bound + 1e-9).all()
+    assert (np.where(valid, exact, -np.inf) <= of_keys(scores, case, 7) + 1e-9).all()
     assert (indices == case.S - 1).any(axis=-1).all()
 
 
-@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if hasattr(ADAPTERS[name], "public")], indirect=True)
 def test_public_functions_take_bounds_and_are_dense_where_no_page_is_left_out(backend: Any) -> None:
     case = Case(2, 6, 2, 70, 64, "f32", (0, 30))
     given = {"left_padding": case.padding}
@@ -146,9 +155,10 @@ def attend(cache: Any, page_size: int = 4) -> None:
     out, _ = cache.attend(query, config, scale=0.3, backend="ops")
     keys, values, _ = cache.rows("ops")
     fresh = registry.load("page_bounds", "ops")(keys, cache.padding, page_size=page_size)
-    pages = (cache.length - 1) // page_size
-    for kept, bound in zip(cache.beside["quest"].bounds, fresh, strict=True):
-        assert mx.array_equal(kept[:, :, :pages], bound[:, :, :pages])
+    for row, first in enumerate(cache.first_rows()):
+        full = max(cache.length - 1 - first, 0) // page_size
+        for kept, bound in zip(cache.beside["quest"].bounds, fresh, strict=True):
+            assert mx.array_equal(kept[row, :, :full], bound[row, :, :full])
     how = {"left_padding": cache.padding, "scale": 0.3, "page_size": page_size, "top_k": page_size}
     assert mx.array_equal(out, mlx_sparse.quest_attention(query, keys, values, **how))
 
@@ -214,11 +224,14 @@ def test_metal_reads_the_bounds_once_for_the_group(metal: Metal, G: int) -> None
     assert 0.98 <= moved / (Hkv * 2 * quest_elements(S, D, top_k=256, page_size=16)) <= 1
 
 
-@pytest.mark.parametrize("backend", ["triton"], indirect=True)
-def test_torch_can_compile_the_operator(backend: Any) -> None:
-    import torch
-
-    case = Case(2, 8, 2, 127, 64, "f16", (0, 100))
-    (q, k, v), padding = backend.arrays(case), backend.padding(case)
-    bounds = backend.load("page_bounds")(k, padding, page_size=16)
-    torch.library.opcheck(torch.ops.mlx_sparse.quest_decode, (q, k, v, *bounds, padding, 16, 32, 0.1))
+def test_left_padding_changes_no_answer() -> None:
+    """Pages begin at each sequence's first valid key, so other requests of a batch do not move them."""
+    q, k, v = Case(1, 4, 2, 203, 64, "f32").inputs()
+    how: dict[str, Any] = {"page_size": 8, "top_k": 32}
+    alone = oracle.quest_attention(q, k, v, **how)
+    found = np.array(mlx_sparse.quest_attention(*map(mx.array, (q, k, v)), **how))
+    for padding in (1, 3, 8, 29):
+        shifted = [np.concatenate([np.full((1, 2, padding, 64), np.nan, np.float32), rows], axis=2) for rows in (k, v)]
+        np.testing.assert_allclose(oracle.quest_attention(q, *shifted, **how, left_padding=[padding]), alone)
+        padded = mlx_sparse.quest_attention(*map(mx.array, (q, *shifted)), **how, left_padding=mx.array([padding]))
+        np.testing.assert_array_equal(np.array(padded), found)
