@@ -87,7 +87,6 @@ class Method:
     sparse: ClassVar[bool] = True
     observes_prompts: ClassVar[bool] = False
     before_rope: ClassVar[bool] = False
-    verifies: ClassVar[bool] = False  # until the exporter no longer asks
 
     @property
     def attended(self) -> int:

@@ -70,14 +70,12 @@ PACKED_OTHERS = [  # with --every
 LARGE = [  # groups of calls of several queries: one of them without --every
     Case("sparq", 80, G=128, padded=True, reallocate=True, top_k=1024),
     Case("sparq", 90, "bfloat16", G=64, Hkv=4, D=64, rank=16, key_bits=4, padded=True),
-    Case("quest", 100, "bfloat16", G=32, top_k=1024),
 ]
 LARGE_OTHERS = [  # with --every
     Case("sparq", 90, "bfloat16", G=128, Hkv=1, D=256, top_k=2048),
     Case("sparq", 100, G=128, row_bits=4, rank=128),
     Case("sparq", 90, "float32", G=32, Hkv=4),
     Case("sparq", 80, G=128, key_bits=8, rank=64),
-    Case("quest", 80, D=256, G=128, Hkv=4, top_k=1024),
 ]
 ONCE = [*some(OTHERS, 1), *some(PACKED, 1), *some(PACKED_OTHERS, 0), *some(LARGE, 1), *some(LARGE_OTHERS, 0), ODD]
 
@@ -99,7 +97,6 @@ def launches(version: str, case: Case) -> list[Compiled]:
     scores = "sparq_scores" if case.key_bits == 16 else "sparq_code_scores"
     softmax = ["group_softmax"] if case.G > 16 else []
     names = {"sparq": [scores, *softmax, "top_k_select", "attend"], "dense": ["attend"], "select": ["top_k_select"]}
-    names["quest"] = ["quest_scores", "top_k_select"]
     assert [launch.kernel for launch in found] == names[case.launcher]
     return found
 
@@ -155,9 +152,6 @@ def test_keys_and_values_come_in_loads_of_16_bytes(version: str, case: Case) -> 
             heads = launch.constants["G"] if launch.constants["G"] <= 8 else 1  # more in a loop
             wanted = launch.constants["BLOCK"] * 4 * heads
             wide = count(launch, r"\bLDG\S*\.128\b")
-        elif launch.kernel == "quest_scores":  # whose programs have one tile of each bound
-            wanted = 2 * launch.constants["BLOCK_P"] * launch.constants["BLOCK_D"] * itemsize(case)
-            wide = count(launch, r"\bLDG\S*\.128\b")
         else:
             wanted = tile_bytes(launch) * launch.stages  # all but one before the loop
             wide = count(launch, r"\bLDGSTS\S*\.128\b")
@@ -199,11 +193,10 @@ def test_programs_share_what_is_read_and_keep_the_memory_busy(version: str, case
     for launch in launches(version, case):
         numbers, constants, rows = launch.numbers, launch.constants, prod(launch.grid[1:])
         assert rows == case.B * case.Hkv
-        items = case.S // 16 if case.launcher == "quest" else case.S
-        if launch.kernel in ("top_k_select", "quest_scores", "group_softmax"):
-            blocks = {"top_k_select": "BLOCK", "quest_scores": "BLOCK_P"}
+        items = case.S
+        if launch.kernel in ("top_k_select", "group_softmax"):
             of_rows = launch.kernel == "group_softmax"
-            assert launch.grid[0] == (case.G if of_rows else -(-items // constants[blocks[launch.kernel]]))
+            assert launch.grid[0] == (case.G if of_rows else -(-items // constants["BLOCK"]))
             continue
         if launch.kernel in SCORES:
             coded = launch.kernel == "sparq_code_scores"

@@ -59,7 +59,6 @@ STEPS: dict[str, Callable[[PackedRows, Any], dict[str, Any]]] = {
     "sparq_attention": lambda keys, first: {"rank": 64, "top_k": 32},
     "sparq_attention-few components": lambda keys, first: {"rank": 16, "top_k": 32, "reallocate": True},
     "sparq_attention-a copy": copy,
-    "quest_attention": lambda keys, first: {"top_k": 32},
     "saap_attention": buckets,
     "dense_attention": lambda keys, first: {},
 }

@@ -46,6 +46,10 @@ def methods(model: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
         "saap online, of long contexts": f"{ONLINE},probes=2".replace("dense_below=0", "dense_below=75"),
         "sample+saap online": f"{SAMPLE}+{ONLINE},probes=2",
         "streaming": "streaming:recent_tokens=20",
+        "quest": "quest:page_size=8,top_k=32,dense_below=0",
+        "quest of long contexts": "quest:page_size=8,top_k=32,dense_below=75",
+        "flexgen": "flexgen:top_k=24",
+        "oracle_top_k": "oracle_top_k:top_k=24",
     }
 
 
@@ -62,6 +66,10 @@ NAMES = [
     "saap online, of long contexts",
     "sample+saap online",
     "streaming",
+    "quest",
+    "quest of long contexts",
+    "flexgen",
+    "oracle_top_k",
 ]
 
 
