@@ -6,10 +6,10 @@ if __name__ != "mlx_sparse.onnx_export":  # an editable install puts the project
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from .build import check as check
-    from .build import function as function
-    from .build import functions as functions
     from .build import node as node
     from .build import operator_model as operator_model
+    from .compose import function as function
+    from .compose import functions as functions
     from .domain import COMPAT as COMPAT
     from .domain import DEFAULT as DEFAULT
     from .domain import DOMAIN as DOMAIN
@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     from .schemas import registered as registered
 
 _HOMES = {
-    "build": "check function functions node operator_model",
+    "build": "check node operator_model",
     "domain": "COMPAT DEFAULT DOMAIN SPEC VERSION Profile",
     "exporter.export": "export",
+    "compose": "function functions",
     "runtime.native": "library_path session_options",
     "operators": "OPERATORS",
     "runtime.runner": "Runner",

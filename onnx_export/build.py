@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import isfinite
 from numbers import Real
-from pathlib import Path
 
 import onnx
-import onnx.parser
 
-from mlx_sparse.checks import ConfigError, check_choice, check_int, check_local_window, check_rank, check_share, meant
+from mlx_sparse.checks import ConfigError, check_choice, check_int, check_local_window, check_rank, check_share
 
+from .compose import bodies, operator
 from .domain import DEFAULT, DOMAIN, SPEC, VERSION, Profile
-from .formal import Operator, Tensor
-from .operators import FUNCTIONS, OPERATORS, PROMPTS
+from .formal import Tensor
 from .schemas import registered
 
-BODIES = Path(__file__).parent / "bodies"
 TYPES = {"float32": onnx.TensorProto.FLOAT, "float16": onnx.TensorProto.FLOAT16, "bfloat16": onnx.TensorProto.BFLOAT16}
 WEIGHT_TYPES = ("float32", "float16")
-
-
-def operator(name: str) -> Operator:
-    """The operator of that name.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    if name not in OPERATORS:
-        raise ConfigError(f"operator: expected one of {', '.join(OPERATORS)}, got {name!r}.{meant(name, OPERATORS)}")
-    return OPERATORS[name]
 
 
 def element(kind: str, **own: str) -> int:
@@ -38,65 +24,6 @@ def element(kind: str, **own: str) -> int:
     if kind in own:
         return TYPES[own[kind]]
     return int(onnx.TensorProto.DataType.Value(kind.removeprefix("tensor(").removesuffix(")").upper()))
-
-
-def function(name: str, profile: Profile = DEFAULT) -> onnx.FunctionProto:
-    """Return the body of an operator, or one of `FUNCTIONS`, in standard operators and in functions that it calls."""
-    base = name if name in FUNCTIONS else operator(name).base or name
-    made = onnx.parser.parse_function((BODIES / f"{base}.onnxtxt").read_text(encoding="utf-8"))
-    for opset in made.opset_import:
-        if opset.domain == "":
-            opset.version = profile.opset  # a function and its model must agree on it
-    if base != name:
-        _sample_prompts(made, operator(name))
-    return made
-
-
-def _sample_prompts(body: onnx.FunctionProto, made: Operator) -> None:
-    """Make the body that of ``made``: `PROMPTS` takes the place of exact attention to the caches."""
-    body.name = made.name
-    body.attribute[:] = made.attribute_names
-    [node] = [node for node in calls(body) if node.op_type == "DenseAttention" and node.input[1] == "present_key"]
-    types = {attribute.name: attribute.type for attribute in made.attributes}
-    node.op_type = PROMPTS
-    node.ClearField("attribute")
-    for name in function(PROMPTS).attribute:
-        kind = onnx.AttributeProto.INT if types[name] is int else onnx.AttributeProto.FLOAT
-        node.attribute.add(name=name, ref_attr_name=name, type=kind)
-
-
-def functions(names: Iterable[str], profile: Profile = DEFAULT) -> list[onnx.FunctionProto]:
-    """Return the bodies of these operators and of all that they call, each after those that it calls.
-
-    Operators that only the native kernels run have none.
-    """
-    found: dict[str, onnx.FunctionProto] = {}
-    for name in names:
-        if name in OPERATORS and not OPERATORS[name].has_body:
-            continue
-        body = function(name, profile)
-        called = functions([node.op_type for node in calls(body)], profile)
-        found |= {each.name: each for each in (*called, body) if each.name not in found}
-    return list(found.values())
-
-
-def bodies(nodes: Iterable[onnx.NodeProto], profile: Profile = DEFAULT) -> list[onnx.FunctionProto]:
-    """Return the functions that these nodes need."""
-    return functions(dict.fromkeys(node.op_type for node in nodes if node.domain == DOMAIN), profile)
-
-
-def graphs(holder: onnx.FunctionProto | onnx.GraphProto) -> Iterator[onnx.FunctionProto | onnx.GraphProto]:
-    """The graph or function, and the graphs inside its nodes."""
-    yield holder
-    for node in holder.node:
-        for attribute in node.attribute:
-            if attribute.HasField("g"):
-                yield from graphs(attribute.g)
-
-
-def calls(holder: onnx.FunctionProto | onnx.GraphProto) -> list[onnx.NodeProto]:
-    """The nodes of the domain in a graph or function."""
-    return [node for graph in graphs(holder) for node in graph.node if node.domain == DOMAIN]
 
 
 def node(name: str, inputs: Sequence[str], outputs: Sequence[str], **attributes: float) -> onnx.NodeProto:

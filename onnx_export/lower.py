@@ -7,7 +7,7 @@ from onnx.inliner import inline_local_functions
 
 from mlx_sparse.checks import ConfigError
 
-from .build import calls
+from .compose import calls
 from .domain import DOMAIN
 
 

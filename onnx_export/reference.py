@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from .build import functions
+from .compose import COMPOSED, functions
 from .domain import COMPAT, DEFAULT, DOMAIN, SPEC, VERSION
 from .formal import Operator, T, Tensor, W
 from .operators import OPERATORS, PROMPTS
@@ -78,7 +78,8 @@ def _body_of(operator: Operator) -> str:
     if not operator.has_body:
         return "None: only the native kernels run it."
     *called, body = functions([operator.name])
-    calls = f", and calls {' and '.join(sorted(f'`{each.name}`' for each in called))}" if called else ""
+    names = sorted(each.name for each in called)
+    calls = f", and calls {' and '.join(f'`{name}`' for name in names)}" if called else ""
     return f"{_text(operator.name)}: {len(body.node)} nodes{calls}."
 
 
@@ -87,7 +88,7 @@ def _pair(operator: Operator, base: Operator) -> str:
     more = [attribute for attribute in operator.attributes if attribute not in base.attributes]
     less = [f"`{attribute.name}`" for attribute in base.attributes if attribute not in operator.attributes]
     without = f" but {' and '.join(less)}" if less else ""
-    body = f"The body is {_text(base.name)}, with {_text(PROMPTS)} in place of `DenseAttention`."
+    body = f"The body is that of `{base.name}`, with {_text(PROMPTS)} in place of `DenseAttention`."
     return "\n".join(
         [
             *_title(operator),
@@ -106,6 +107,9 @@ def _title(operator: Operator) -> list[str]:
 
 
 def _text(name: str) -> str:
+    """Link the text of a body, or what composes it."""
+    if name in COMPOSED:
+        return "[onnx_export/compose.py](../../onnx_export/compose.py)"
     return f"[onnx_export/bodies/{name}.onnxtxt](../../onnx_export/bodies/{name}.onnxtxt)"
 
 

@@ -32,7 +32,7 @@ LEVELS = [
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 LEAVES = {"checks", "common", "methods"}  # what backends outside this folder share
 BENCH = LEAVES | {"tools"}  # and their contenders: by what they are measured, and how that is printed
-FREE = {"torch", "triton", "onnx", "onnx_ir", "onnxscript", "onnxruntime"}  # mlx_sparse runs without them
+FREE = {"torch", "triton", "onnx", "onnxruntime"}  # mlx_sparse runs without them
 FACTS = (["__version__"], ["__path__"])  # of the package, which name no part of it
 
 

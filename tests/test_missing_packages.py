@@ -61,10 +61,10 @@ COMMANDS = [
     ("onnxruntime", "run-onnx nowhere -p x"),
     ("matplotlib", "eval --methods sparq --out results"),
     ("gguf", "eval --methods sparq --model gemma-3-270m --accept-licence gemma --cache-dir cache"),
-    *((name, "export-onnx --model nowhere -o out") for name in ("onnx", "onnx_ir", "onnxscript", "onnxruntime", "mlx")),
+    *((name, "export-onnx --model nowhere -o out") for name in ("onnx", "onnxruntime", "mlx")),
 ]
 SUBCOMMAND = "mlx-sparse export-onnx"  # the same by its other name
-COMMANDS.append(("onnx_ir", f"{SUBCOMMAND} --model nowhere -o out"))
+COMMANDS.append(("onnx", f"{SUBCOMMAND} --model nowhere -o out"))
 
 
 # Runs each command as the installed script does, in turn: the import of its module counts too. What it printed is JSON.

@@ -22,7 +22,7 @@ REBUILD = "--force-reinstall --no-deps"  # what is installed comes anew, and alo
 # Names to import, and the extra that has them; none where a plain install brings them.
 EXTRAS = {
     **dict.fromkeys(("jinja2", "mlx", "mlx_lm", "numpy", "psutil", "safetensors", "tqdm", "tomli", "transformers"), ""),
-    **dict.fromkeys(("onnx", "onnx_ir", "onnxscript", "onnxruntime"), "onnx"),
+    **dict.fromkeys(("onnx", "onnxruntime"), "onnx"),
     **dict.fromkeys(("torch", "triton"), "cuda"),
     "faiss": "saap",
     "gguf": "gemma",

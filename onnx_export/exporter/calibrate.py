@@ -21,7 +21,7 @@ from mlx_sparse.common.crossing import Crossing, Pairs
 from mlx_sparse.common.thresholds import LONGEST, MEASURED, MODELLED, Layer, Threshold, Thresholds, settings_text
 from mlx_sparse.methods import Method, Step
 
-from .. import build
+from .. import build, compose
 from ..domain import DEFAULT, DOMAIN, VERSION
 from ..formal import Tensor
 from ..runtime import memory, native
@@ -123,7 +123,7 @@ class _Step:
     """
 
     def __init__(self, decode: Decoding, lanes: int, layer: Layer, S: int, layers: int, dense_below: int) -> None:
-        step, operator = layer.step, build.operator(decode.operator)
+        step, operator = layer.step, compose.operator(decode.operator)
         capacity = -(-S // lanes) * lanes
         sizes = {"B": 1, "L": 1, "Hq": step.heads * step.G, "Hkv": step.heads, "C": capacity, "D": step.D}
         sizes |= {"3Hkv": 3 * step.heads, "HkvD": step.heads * step.D}
@@ -173,7 +173,7 @@ def _session(
         helper.make_graph(nodes, "step", info(inputs), info(outputs)),
         ir_version=DEFAULT.ir,
         opset_imports=[helper.make_opsetid("", DEFAULT.opset), helper.make_opsetid(DOMAIN, VERSION)],
-        functions=build.functions([nodes[0].op_type]),
+        functions=compose.functions([nodes[0].op_type]),
     )
     options = native.session_options()
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")

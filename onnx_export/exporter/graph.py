@@ -11,7 +11,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from ..build import TYPES, bodies
+from ..build import TYPES
+from ..compose import bodies
 from ..domain import DOMAIN, VERSION, Profile
 
 MICROSOFT = "com.microsoft"

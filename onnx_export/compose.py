@@ -1,0 +1,131 @@
+"""The bodies of operators: model-local functions of standard operators.
+
+A step and an append are ONNX text in bodies/. The operators that append to caches and then attend are composed here, by
+calls of those functions: a call takes the values that have the names of its inputs, and passes on attributes by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+
+import onnx
+import onnx.parser
+from onnx import AttributeProto, FunctionProto, GraphProto, NodeProto, helper
+
+from mlx_sparse.checks import ConfigError, meant
+
+from .domain import DEFAULT, DOMAIN, VERSION, Profile
+from .formal import Operator
+from .operators import FUNCTIONS, OPERATORS, PROMPTS
+
+BODIES = Path(__file__).parent / "bodies"
+# What an operator that attends to caches calls to append, and then for a decode step over enough keys, if it has one.
+COMPOSED: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "CachedAttention": ("Append", ()),
+    "SparQAttention": ("SparQAppend", ("KeyChunks", "SparQ")),
+    "SaapAttention": ("SaapAppend", ("Saap",)),
+}
+# Values that a call inside such an operator gets by another name than that of its input.
+CACHES = {"keys": "present_key", "values": "present_value", "bucket_ids": "present_bucket_ids"}
+_KINDS = {int: AttributeProto.INT, float: AttributeProto.FLOAT}
+_TYPES = {a.name: _KINDS[a.type] for operator in OPERATORS.values() for a in operator.attributes}
+
+
+def operator(name: str) -> Operator:
+    """Return the operator of that name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name not in OPERATORS:
+        raise ConfigError(f"operator: expected one of {', '.join(OPERATORS)}, got {name!r}.{meant(name, OPERATORS)}")
+    return OPERATORS[name]
+
+
+def function(name: str, profile: Profile = DEFAULT) -> FunctionProto:
+    """Return the body of an operator, or one of `FUNCTIONS`, in standard operators and in functions that it calls."""
+    if name not in FUNCTIONS and (operator(name).base or name) in COMPOSED:
+        return _attention(operator(name), profile)
+    made = FunctionProto()
+    made.CopyFrom(_parsed(name))
+    for opset in made.opset_import:
+        if opset.domain == "":
+            opset.version = profile.opset  # a function and its model must agree on it
+    return made
+
+
+@cache
+def _parsed(name: str) -> FunctionProto:
+    return onnx.parser.parse_function((BODIES / f"{name}.onnxtxt").read_text(encoding="utf-8"))
+
+
+def _attention(made: Operator, profile: Profile) -> FunctionProto:
+    """Compose the body of an operator that appends to caches, then attends: by a step, or to a prompt."""
+    append, step = COMPOSED[made.base or made.name]
+    prompt = _call(PROMPTS if made.base else "DenseAttention", made)
+    nodes = [
+        helper.make_node("Shape", ["key"], ["L"], start=2, end=3),
+        helper.make_node("Add", ["past_length", "L"], ["length"]),
+        _call(append, made),
+    ]
+    if step:
+        calls = [_call(name, made) for name in step]
+        branches = {"then_branch": _branch("sparse", calls), "else_branch": _branch("dense", [prompt])}
+        nodes += [_call("IsStep", made), helper.make_node("If", ["is_step"], ["output"], **branches)]
+    else:
+        nodes.append(prompt)
+    inputs, outputs = ([tensor.name for tensor in tensors] for tensors in (made.inputs, made.outputs))
+    opsets = [helper.make_opsetid("", profile.opset), helper.make_opsetid(DOMAIN, VERSION)]
+    return helper.make_function(DOMAIN, made.name, inputs, outputs, nodes, opsets, made.attribute_names)
+
+
+def _call(name: str, caller: Operator) -> NodeProto:
+    """Call a function: attributes are those of the caller, but for a window, which is 0 where the caller has none."""
+    called = _parsed(name)
+    node = helper.make_node(name, [CACHES.get(value, value) for value in called.input], called.output, domain=DOMAIN)
+    for attribute in called.attribute:
+        if attribute in caller.attribute_names:
+            node.attribute.add(name=attribute, ref_attr_name=attribute, type=_TYPES[attribute])
+        else:
+            assert attribute == "window", attribute
+            node.attribute.append(helper.make_attribute(attribute, 0))
+    return node
+
+
+def _branch(name: str, calls: list[NodeProto]) -> GraphProto:
+    """Make a branch of an If from calls, the last of which gives the output."""
+    given = f"output_{name}"
+    calls[-1].output[0] = given
+    return helper.make_graph(calls, name, [], [onnx.ValueInfoProto(name=given)])
+
+
+def functions(names: Iterable[str], profile: Profile = DEFAULT) -> list[FunctionProto]:
+    """Return the bodies of these operators and of all that they call, each after those that it calls.
+
+    Operators that only the native kernels run have none.
+    """
+    found: dict[str, FunctionProto] = {}
+    for name in names:
+        if name in OPERATORS and not OPERATORS[name].has_body:
+            continue
+        body = function(name, profile)
+        called = functions([node.op_type for node in calls(body)], profile)
+        found |= {each.name: each for each in (*called, body) if each.name not in found}
+    return list(found.values())
+
+
+def bodies(nodes: Iterable[NodeProto], profile: Profile = DEFAULT) -> list[FunctionProto]:
+    """Return the functions that these nodes need."""
+    return functions(dict.fromkeys(node.op_type for node in nodes if node.domain == DOMAIN), profile)
+
+
+def calls(holder: FunctionProto | GraphProto) -> Iterator[NodeProto]:
+    """Yield the nodes of the domain in a graph or function, and in the graphs inside its nodes."""
+    for node in holder.node:
+        if node.domain == DOMAIN:
+            yield node
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                yield from calls(attribute.g)
