@@ -14,13 +14,11 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from mlx_sparse.tools.bench import share
 from mlx_sparse.tools.environment import machine
 from mlx_sparse.tools.formats import write
 
 RUNS = ("validated", "plain")  # on a Mac: pytest with Metal's validation, and without
 MAC = {"bench": "benchmark", "prefill": "prefill benchmark"}  # by file
-SHARED = {"benchmark": "step", "prefill benchmark": "prompt"}  # what each is of
 GPU = {
     "bench": "the benchmark of decode steps",
     "saap": "the benchmark of SAAP's steps",
@@ -57,18 +55,7 @@ def mac(folder: Path, target: Path) -> int:
         found = {"timings": VIRTUAL} | found
     write(target, json.dumps(found | {"problems": wrong}, indent=1))
     print(f"Wrote {target}: " + ("; ".join(wrong) if wrong else "all tests passed, all results right"))
-    print(f"To share it, paste this into an issue (docs/results/machines.md):\n\n{mac_block(found)}")
     return 1 if wrong else 0
-
-
-def mac_block(found: Mapping[str, Any]) -> str:
-    """The part of it that people share."""
-    runs = {what: (found[name] or {"rows": []})["rows"] for name, what in SHARED.items()}
-    tests = [run for run in found["tests"].values() if run is not None]
-    failed = sum(len(run["failed"]) for run in tests)
-    passed = sum(run["tests"] - run["skipped"] for run in tests) - failed
-    parts = [share.found(what, "mlx", found["machine"], rows) for what, rows in runs.items()]
-    return share.join(parts, (max(0, passed), failed))
 
 
 def mac_problems(found: Mapping[str, Any]) -> list[str]:

@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
-# On a Mac with Apple silicon: run the kernel tests and the benchmarks on its GPU, write one JSON file to send back, and
-# print the block of text to share (docs/results/machines.md).
-# Everything it needs goes into .venv.
+# On a Mac with Apple silicon: run the kernel tests and the benchmarks on its GPU, and write one JSON file to send
+# back. Everything it needs goes into .venv.
 #
 #   scripts/mac_check.sh [--dry-run] [-o FILE.json]
 set -euo pipefail
@@ -17,7 +16,7 @@ while (($#)); do
   case $1 in
     --dry-run) dry_run=true ;;
     -o) [[ ${2-} == *.json ]] || refuse "-o FILE.json, got -o ${2-}"; output=$2 && shift ;;
-    -h | --help) sed -n '2,6s/^# \{0,1\}//p' "$0" && exit ;;
+    -h | --help) sed -n '2,5s/^# \{0,1\}//p' "$0" && exit ;;
     *) refuse "--dry-run or -o FILE.json, got $1" ;;
   esac
   shift

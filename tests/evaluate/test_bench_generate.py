@@ -10,8 +10,7 @@ import pytest
 import tiny_models
 
 from mlx_sparse.checks import ArtefactError, ConfigError
-from mlx_sparse.tools.assets.models import DEFAULT
-from mlx_sparse.tools.bench import generate, share
+from mlx_sparse.tools.bench import generate
 from mlx_sparse.tools.bench.command import main
 from mlx_sparse.tools.bench.generate import Prompt, Run, Way
 from mlx_sparse.tools.demo.outcome import Outcome
@@ -67,29 +66,6 @@ def test_ratios_are_of_the_same_turn():
     assert (row["attn"], row["sparse_calls"], row["note"]) == ("sparq:rank=16,top_k=128", 300, None)
     base = row_of("dense", dense, dense)
     assert (base["prompt_ratio"], base["generation_ratio"], base["as_dense"], base["note"]) == (1, 1, True, None)
-
-
-def test_what_is_shared_has_speeds_over_dense_attention_and_no_name_of_a_folder(tmp_path: Path):
-    rows = [row_of(f"saap:artefact={tmp_path}/a.npz", [run(100, 10)], [run(110, 20, report=REPORT)])]
-    rows = [{**row, "model": generate._public(str(tmp_path))} for row in rows]
-    found = share.parse(share.join([share.found("generate", "mlx", {}, rows)]))
-    (row,) = found["rows"]
-    assert (row["name"], row["model"], row["S"], row["turns"]) == ("saap:artefact=FILE", "own", 100, 1)
-    assert row["times"]["generation"] == [20, 20, 20]
-    assert row["times"]["generation_ratio"] == [2, 2, 2]
-
-
-@pytest.mark.parametrize(
-    ("model", "public"),
-    [
-        (None, DEFAULT),
-        ("mlx-community/Qwen3-4B-4bit", "Qwen3-4B-4bit"),
-        ("no/such/folder", "own"),
-        ("mine", "own"),
-    ],
-)
-def test_a_model_is_named_by_what_everybody_calls_it(model: str | None, public: str):
-    assert generate._public(model) == public
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import importlib
 import math
 import shlex
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -16,8 +15,7 @@ from ...checks import ConfigError, Parser, SparseAttentionError, check_int, chec
 from ...common.extras import naming_missing
 from ...methods import Method, parse, split_methods
 from .. import formats
-from . import share
-from .core import Row, Shape
+from .core import Shape
 from .run import Plan, Request, run
 
 ENGINES = {  # names: each is imported when it is asked for
@@ -43,19 +41,6 @@ ONLY = {  # options that not all engines have: the engines that have them, what 
     "budget_s": (("cuda",), "N", "with cuda: seconds; turns are saved first (default: 280)"),
 }
 STAGE_ONLY = {"steps": "prompt", "densities": "prompt", "kv_bits": "step"}
-
-
-SHORT = {  # what --share measures alone, from the smallest on, by the kind of device, and for how many seconds
-    "gpu": [
-        ["step", "--lengths", "4k,16k,64k", "--shapes", "32x8x128,9x3x64", "--repeat", "9"],
-        ["prompt", "--lengths", "4k,8k", "--shapes", "32x8x128", "--steps", "2048"],
-    ],
-    "cpu": [
-        ["step", "--lengths", "1k,4k,16k", "--shapes", "9x3x64", "--dtype", "float32", "--repeat", "9"],
-        ["prompt", "--lengths", "1k", "--shapes", "9x3x64", "--dtype", "float32", "--steps", "2048"],
-    ],
-}
-SHORT_S = 150
 
 
 @dataclass(frozen=True)
@@ -90,50 +75,16 @@ def main(argv: Sequence[str], engine: str | None = None, program: str = "mlx-spa
     """
     parser = _parser(engine, program)
     args = parser.parse_args(argv)
-    if args.stage is None:
-        if not args.share:
-            parser.error("the following arguments are required: WHAT, or --share")
-        return _share_short()
     args.command = shlex.join([*program.split(), *argv])
     formats.check_options(args)
-    if args.share and args.output != "md":
-        raise ConfigError(f"--share: expected it with -o md, got -o {args.output}. Leave one of them out.")
     if args.stage == "generate":
         code: int = importlib.import_module(GENERATE).run(args)
         return code
     request, budget = read(args)
-    load = share.load()
     plan: Plan = importlib.import_module(ENGINES[args.engine]).plan(request)
     facts = {"command": args.command, "date": date.today().isoformat(), "machine": plan.machine}
     printer = formats.Printer(args, facts)
-    right = run(plan, printer, budget)
-    if args.share:
-        share.show(args.stage, args.engine, {**plan.machine, "load": load}, printer.lines)
-    return 0 if right else 1
-
-
-def _share_short() -> int:
-    """Measure `SHORT`, with a bar, and print the block of it; 1 if a result was wrong."""
-    from tqdm import tqdm
-
-    from ..environment import hardware
-
-    kind = "gpu" if "gpu" in hardware()["device"] else "cpu"
-    parser, plans = _parser("mlx", ""), list[tuple[str, Plan]]()
-    for argv in SHORT[kind]:
-        request, _ = read(parser.parse_args(argv))
-        plans.append((request.stage, importlib.import_module(ENGINES["mlx"]).plan(request)))
-    machine, start, parts = {**plans[0][1].machine, "load": share.load()}, time.monotonic(), []
-    with tqdm(total=sum(len(plan.cases) for _, plan in plans), unit="case", disable=None) as progress:
-        for number, (stage, plan) in enumerate(plans, start=1):
-            rows, end = list[Row](), start + SHORT_S * number / len(plans)
-            for case in plan.cases:
-                progress.set_description(f"{stage} {case}")
-                rows += plan.measure(case, end) if time.monotonic() < end else ()
-                progress.update()
-            parts.append(share.found(stage, "mlx", machine, [row.as_dict() for row in rows]))
-    print(share.join(parts))
-    return 1 if any(part["wrong"] for part in parts) else 0
+    return 0 if run(plan, printer, budget) else 1
 
 
 def program(engine: str, name: str) -> int:
@@ -153,15 +104,7 @@ def _parser(engine: str | None, program: str) -> argparse.ArgumentParser:
         description="Time sparse attention against dense attention, in turns in one run, after checking that every "
         "result is right. Rows appear as they are measured, on standard error and with -o jsonl on standard output.",
     )
-    stages = parser.add_subparsers(dest="stage", metavar="WHAT")
-    parser.set_defaults(share=False)
-    if not engine:
-        parser.add_argument(
-            "--share",
-            action="store_true",
-            help="without WHAT: a few steps and prompts, some two minutes, as a block of text to send "
-            "(docs/results/machines.md)",
-        )
+    stages = parser.add_subparsers(dest="stage", metavar="WHAT", required=True)
     step = stages.add_parser("step", help="one token in one layer", description=_what("a decode step of one layer"))
     prompt = stages.add_parser(
         "prompt", help="a prompt in one layer", description=_what("the attention of a prompt in one layer")
@@ -204,7 +147,6 @@ def _add_options(parser: argparse.ArgumentParser, stage: str, engines: Sequence[
                 option, metavar=typed, type=kind, help=said.format(default(name)) if "{}" in said else said
             )
     formats.add_options(parser)
-    share.add_option(parser)
 
 
 def read(args: argparse.Namespace) -> tuple[Request, float]:

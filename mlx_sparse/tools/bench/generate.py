@@ -18,12 +18,11 @@ from ...common.files import cache_directory
 from ...methods import parse, split_methods
 from .. import formats
 from ..assets import blas
-from ..assets.models import DEFAULT, MODELS, add_model_options, check_model, find_model
+from ..assets.models import add_model_options, check_model, find_model
 from ..demo.command import generate_command, run_command
 from ..demo.outcome import Outcome, parse_outcome
 from ..environment import machine
 from ..evaluate import texts
-from . import share
 from .core import Length, Row, Sample, Spread, Turns, take_turns
 from .run import Plan
 from .run import run as run_plan
@@ -126,11 +125,7 @@ def run(args: argparse.Namespace) -> int:
     facts = {"command": args.command, "date": date.today().isoformat(), "machine": where}
     facts |= {"load average": f"{before:.1f} before, {os.cpu_count()} processors"}
     printer = formats.Printer(args, facts)
-    done = run_plan(Plan(where, made.cases, made.measure, report), printer)
-    if args.share:
-        lines = [{**line, "model": _public(args.model)} for line in printer.lines]
-        share.show("generate", args.engine, {**where, "load": round(before, 1)}, lines)
-    return 0 if done else 1
+    return 0 if run_plan(Plan(where, made.cases, made.measure, report), printer) else 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -174,7 +169,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", metavar="N", type=int, help="with onnx (default: 1)")
     parser.add_argument("--dtype", metavar="TYPE", help="with onnx: of the export (default: the model's)")
     formats.add_options(parser)
-    share.add_option(parser)
 
 
 def plan(
@@ -324,15 +318,8 @@ def _cell(spread: Spread | None, digits: int) -> str:
     return f"{spread.median:.{digits}f} ({spread.low:.{digits}f} to {spread.high:.{digits}f})"
 
 
-def _public(model: str | None) -> str:
-    """What a model is called on the Hugging Face hub or here; what a folder of one's own is called is nobody's."""
-    if model is None or model in MODELS:
-        return model or DEFAULT
-    return "own" if Path(model).exists() or model.count("/") != 1 else model.partition("/")[2]
-
-
 def _encoder(model: str) -> Encode:
-    """How ``mlx_lm.generate`` makes tokens of a text that is no chat."""
+    """Return the tokenizer as ``mlx_lm.generate`` uses it for a text that is no chat."""
     from mlx_lm import utils
 
     from ...lm.loading import loading
