@@ -19,7 +19,7 @@ from ..common.packed_rows import PackedRows, Rows
 from ..common.stats import dense_elements
 from ..methods import NEVER, Dense, Method, Prefill, Step, registry
 from . import seam
-from .dense import attend_alone, attend_few, attend_many, attend_packed, many_rows, replace, with_sinks
+from .dense import attend_alone, attend_many, attend_packed, many_rows, replace, with_sinks
 from .drafts.phase import Phase, current
 from .figures import PrefillCounts
 
@@ -97,21 +97,17 @@ class Call:
         if out is None and reason is None:
             self.hooks.observe(queries, keys, cache, scale, mask, sinks)
             if isinstance(mask, str):
-                out = self._dense(queries, keys, values, cache, scale, sinks)
+                out = self._dense(queries, keys, cache, scale, sinks)
         return out
 
-    def _dense(
-        self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, sinks: mx.array | None
-    ) -> mx.array | None:
+    def _dense(self, queries: mx.array, keys: Any, cache: Any, scale: float, sinks: mx.array | None) -> mx.array | None:
         """Dense causal attention, where MLX's own would read keys more than once or unpack all of them; else None."""
-        few = self._phase is Phase.CHECK and 1 < queries.shape[2] <= reasons.VERIFY_QUERIES
-        if few and many_rows(self.backend, queries, keys):
+        if self._phase is Phase.CHECK and many_rows(self.backend, queries, keys):
             return attend_many(queries, cache, scale, sinks)
-        if sinks is not None:
+        # In a lossless model MLX's own attention gives several queries the bits that its steps give them one by one.
+        if self._plan.lossless is not None or sinks is not None or not isinstance(keys, PackedRows):
             return None
-        if isinstance(keys, PackedRows):
-            return attend_packed(queries, cache, scale)
-        return attend_few(queries, keys, values, scale) if few and mx.default_device().type == mx.cpu else None
+        return attend_packed(queries, cache, scale)
 
     def _attend(
         self,

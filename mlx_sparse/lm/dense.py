@@ -10,7 +10,6 @@ from ..cache.sparse_cache import SparseCache
 from ..common.packed_rows import Rows
 from ..kernels import attend_rows as metal
 from ..methods import registry
-from ..ops.attend import attend_rows, merge
 from ..ops.blocks import after, most
 from . import seam
 
@@ -48,17 +47,6 @@ def attend_packed(queries: mx.array, cache: SparseCache, scale: float) -> mx.arr
 
     (out,) = cache.by_heads(attend, queries, "ops")
     return out
-
-
-def attend_few(queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
-    """Causal attention ``(B, Hq, L, D)`` of the last few queries on a CPU, where MLX's reads keys again for each head.
-
-    To the keys before them all queries of a group are rows of one product.
-    """
-    before = keys.shape[2] - queries.shape[2]
-    older = attend_rows(queries, keys[:, :, :before], values[:, :, :before], scale=scale, causal=False)
-    own = attend_rows(queries, keys[:, :, before:], values[:, :, before:], scale=scale, causal=True)
-    return merge(older, own)[0].astype(queries.dtype)
 
 
 def rows_at_once(backend: str, D: int, *, packed: bool) -> int:

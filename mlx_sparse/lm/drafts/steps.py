@@ -156,7 +156,7 @@ class Run:
         """
         if len(prompt) == 0:
             raise ConfigError("prompt: expected at least one token, got none.")
-        with mx.stream(self.stream), entered(Phase.CHECK):
+        with mx.stream(self.stream):
             y, logprobs = self._prompt(prompt)
         if self.most == 0:
             mx.eval(y)
@@ -201,7 +201,8 @@ class Run:
             self._hold([piece])
             self.progress(self.length, whole)
             mx.clear_cache()
-        found = self._sample(self._last(prompt), [prompt])
+        with entered(Phase.CHECK):
+            found = self._sample(self._last(prompt), [prompt])
         self._hold([prompt])
         mx.async_eval(*found)  # type: ignore[no-untyped-call]
         self.length = max((cache.offset for cache in leaves(self.cache) if isinstance(cache, ROWS)), default=0)
