@@ -72,11 +72,15 @@ class SparseQuantizedKVCache(SparseCache, QuantizedKVCache):
 class SparseBatchKVCache(SparseCache, BatchKVCache):
     """`mlx_lm.models.cache.BatchKVCache`, the server's left-padded batch, that can attend sparsely."""
 
-    length_name = "_idx"
     padding_mask: mx.array | None = None
     _first: list[int] | None = None  # row of each sequence; None: not looked at since rows moved
     # While mlx-lm processes ragged prompts, which it pads on the right: where each ends, of which `lm.seam` takes note.
     prompt_ends: list[int] | None = None
+
+    @property
+    def length(self) -> int:
+        length: int = self._idx
+        return length
 
     @property
     def padding(self) -> mx.array | None:

@@ -29,7 +29,6 @@ class SlicedKVCache(SparseCache, KVCache):
     """
 
     shares: Shares
-    length_name = "length"
 
     def __init__(self, shares: Shares) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -34,21 +34,42 @@ class Full:
         return (self.config, self.fullest) == (config, fullest) and self.keys <= S < 2 * self.keys
 
 
+@dataclass(frozen=True, eq=False)
+class DecodeStep:
+    """A decode method bound to a backend and to layers of ``G`` query heads per KV head.
+
+    Attributes:
+        function: the backend's.
+        parameters: its arguments that are the same for every step.
+    """
+
+    config: Method
+    G: int
+    backend: str
+    function: Callable[..., Any]
+    parameters: dict[str, Any]
+
+    @classmethod
+    def bind(cls, config: Method, G: int, backend: str) -> DecodeStep:
+        """Bind ``config``, as `Method.for_model` resolves it."""
+        return cls(config, G, backend, registry.load(config.name, backend), config.parameters(G))
+
+
 class SparseCache:
     """Mixed into mlx-lm's caches: `attend` for decode steps, `attend_prompt` for prompts, and what methods keep.
 
     Attributes:
         beside: what is kept beside keys and values, by method.
         sharers: machines that hold the rows of its sequence.
+        layer_plan: how the model that called last attends over it; None where that is not decided, or rows moved.
     """
 
     keys: Any
     values: Any
     beside: Mapping[str, State] = MappingProxyType({})
     sharers = 1
+    layer_plan: Any = None
     _full: tuple[Full | None, ...] = ()  # one, or one for each sequence of a batch; none where rows are new
-
-    length_name = "offset"  # where mlx-lm's class keeps the number of rows in use
 
     @property
     def key_rows(self) -> Rows:
@@ -71,7 +92,8 @@ class SparseCache:
     @property
     def length(self) -> int:
         """Rows in use."""
-        return int(getattr(self, self.length_name))
+        length: int = self.offset  # type: ignore[attr-defined]
+        return length
 
     @property
     def position(self) -> int:
@@ -137,31 +159,41 @@ class SparseCache:
         return state
 
     def _moved(self, follow: Callable[[str, State], State | None]) -> None:
-        """Rows move, or are others: only what follows them stays."""
+        """Rows were permuted or replaced. Keep only the state that tracks them."""
+        self.layer_plan = None
         followed = {method: follow(method, state) for method, state in self.beside.items()}
         self.beside = {method: state for method, state in followed.items() if state is not None}
 
+    def step_bytes(self, config: Method, position: int) -> int:
+        """Return the bytes that a decode step at ``position`` moves by the method's formula, on each machine."""
+        keys = self.key_rows
+        B, Hkv, _, D = keys.shape
+        moved = config.step_bytes(position, D, itemsize=keys.itemsize, row_bytes=self.row_bytes)
+        return B * Hkv * moved // self.sharers
+
     def attend(self, queries: mx.array, config: Method, *, scale: float, backend: str) -> tuple[mx.array, mx.array]:
-        """One decode step over this cache.
+        """Bind ``config`` and take one decode step, as `take_step` does."""
+        G = queries.shape[1] // self.key_rows.shape[1]
+        return self.take_step(queries, DecodeStep.bind(config, G, backend), scale)
+
+    def take_step(self, queries: mx.array, step: DecodeStep, scale: float) -> tuple[mx.array, mx.array]:
+        """Take one decode step over this cache.
 
         Args:
             queries: ``(B, Hq, 1, D)``; their keys and values have been written.
-            config: method and settings, as `Method.for_model` resolves them.
 
         Returns:
             ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)`` of the attended keys.
         """
-        G = queries.shape[1] // self.key_rows.shape[1]
-        keys, values, length = self.rows(backend)
-        state = self.state_of(config.name)
-        parameters = config.parameters(G)
+        name, parameters = step.config.name, step.parameters
+        keys, values, length = self.rows(step.backend)
+        state = self.beside.get(name) or self.state_of(name)
         if state is not None:
-            parameters |= state.read(self, config, G, whole=bool(length))
-        function = registry.load(config.name, backend)
-        out, lse, *returned = function(
+            parameters = parameters | state.read(self, step.config, step.G, whole=bool(length))
+        out, lse, *returned = step.function(
             queries, keys, values, scale=scale, left_padding=self.padding, **parameters, **length
         )
-        if state is not None and returned:
+        if returned and state is not None:
             state.take_back(*returned)
         return out, lse
 

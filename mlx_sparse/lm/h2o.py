@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -18,9 +17,8 @@ from .hooks import CallHooks, ModelHooks
 class Observer(CallHooks):
     """Adds the attention of dense calls to the scores beside the caches of one call."""
 
-    def step_reasons(self, cache: SparseCache) -> Iterator[str]:
-        if not _counted(cache, cache.length - 1):
-            yield reasons.UNCOUNTED
+    def step_reason(self, cache: SparseCache) -> str | None:
+        return None if _counted(cache, cache.length - 1) else reasons.UNCOUNTED
 
     def observe(
         self, queries: mx.array, keys: mx.array, cache: SparseCache, scale: float, mask: Any, sinks: mx.array | None

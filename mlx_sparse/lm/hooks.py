@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
 from typing import Any
 
 import mlx.core as mx
 
-from ..cache.sparse_cache import SparseCache
+from ..cache.sparse_cache import DecodeStep, SparseCache
 from ..common.call_report import Counting
 from ..methods import Method, registry
 
@@ -32,31 +31,27 @@ class CallHooks:
     def take_in(self, cache: SparseCache) -> None:
         """A layer that decodes has written keys."""
 
-    def step_reasons(self, cache: SparseCache) -> Iterable[str]:
-        """Why this step of a layer attends densely. The first reason counts; others need not hold then."""
-        return ()
+    def step_reason(self, cache: SparseCache) -> str | None:
+        """Return the reason why this step of a layer attends densely, or None."""
+        return None
 
     def sizes(self, cache: SparseCache) -> dict[str, int]:
         """What `methods.Step` is told besides the sizes of queries and keys."""
         return {}
 
-    def formula_bytes(self, cache: SparseCache) -> int:
-        """Bytes that a step over ``cache`` moves by formula, on each machine, as far as the host knows."""
-        keys = cache.key_rows
-        B, Hkv, _, D = keys.shape
-        moved: int = self.config.step_bytes(cache.position, D, itemsize=keys.itemsize, row_bytes=cache.row_bytes)
-        return B * Hkv * moved // cache.sharers
+    def formula_bytes(self, cache: SparseCache, position: int) -> int:
+        """Return the bytes that a step at ``position`` moves by formula, on each machine, as far as the host knows."""
+        return cache.step_bytes(self.config, position)
 
     def step(
-        self, queries: mx.array, cache: SparseCache, served: list[int], *, scale: float, backend: str
+        self, queries: mx.array, cache: SparseCache, step: DecodeStep, served: list[int], scale: float
     ) -> tuple[mx.array, mx.array]:
-        """One decode step of a layer, whose keys have been taken in: ``out`` and ``lse`` as `SparseCache.attend`.
+        """Take one decode step of a layer, whose keys have been taken in, as `SparseCache.take_step` does.
 
         Args:
-            queries: ``(B, Hq, 1, D)``.
-            served: the sequences whose results are wanted; those of the others are anything.
+            served: the sequences whose results are used.
         """
-        return cache.attend(queries, self.config, scale=scale, backend=backend)
+        return cache.take_step(queries, step, scale)
 
     def lending(
         self, cache: SparseCache, sequence: int, one: SparseCache, first: int, queries: mx.array, part: mx.array

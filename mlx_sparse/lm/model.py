@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import inspect
 import weakref
 from collections.abc import Iterator
 from typing import Any, TypeVar
@@ -21,10 +19,11 @@ from ..common.model_info import config_of, kv_heads, leaves, model_type
 from ..common.parts import part_of
 from ..methods import METHODS, QK_NORMS, Dense, Method, Prefill, parse, registry
 from . import seam
+from .call import Call, under_plan
 from .drafts import steps
 from .drafts.setup import draft
 from .hooks import hooks_of
-from .plan import Plan
+from .plan import Plan, Probe
 from .rope import reduce_as
 from .slices.setup import share_out
 
@@ -235,18 +234,10 @@ def has_qk_norm(model: Any) -> bool:
 
 
 def _sparse_class(cls: Any, plan: Plan) -> type:
-    """A subclass of a model's class whose calls run under the model's plan. mlx-lm looks at the signature: keep it."""
-    signature = inspect.signature(cls.__call__)
-
-    @functools.wraps(cls.__call__)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        plan = self._mlx_sparse[0]
-        with plan.new_call(plan, signature.bind_partial(self, *args, **kwargs).arguments.get("cache")) as call:
-            return cls.__call__(self, *call.agreed(args), **kwargs)
-
+    """Make a subclass of a model's class whose calls run under the model's plan."""
     # A copy is a model of its own: not enabled, so that disabling either leaves the other alone.
     reduce = reduce_as(cls, "_mlx_sparse")
-    own = {"__call__": call, "__reduce_ex__": reduce, "__module__": cls.__module__, "__doc__": cls.__doc__}
+    own = {"__call__": under_plan(cls), "__reduce_ex__": reduce, "__module__": cls.__module__, "__doc__": cls.__doc__}
     if (made := plan.new_caches) is not None:
 
         def make_cache(self: Any) -> list[Any]:
@@ -262,19 +253,19 @@ def _probe(model: Any, plan: Plan) -> None:
     Raises:
         ConfigError: none of them, though no other rank has layers; or a parameter does not fit the head dim.
     """
-    caches = make_prompt_cache(model)
-    with plan.new_call(plan, caches, probing=True) as call:
+    caches, probe = make_prompt_cache(model), Probe(plan)
+    with (plan.new_call or Call)(plan, caches, probe=probe):
         model(mx.zeros((1, 1), mx.int32), cache=caches)
-    report, probed = plan.report, call.probed or []
+    report = plan.report
     report.part = dataclasses.replace(part_of(model), sharers=plan.sharers)
-    heads = {layer.step.heads for _, layer in call.layers}
+    heads = {layer.step.heads for _, layer in probe.layers}
     if len(heads) == 1:
         (here,) = heads
         report.kv_heads = here, kv_heads(model, report.part, here)
-    plan.layers = call.layers
-    report.backend = " and ".join(sorted(call.backends)) or plan.backend
-    seen = {id(cache) for cache, _ in probed}
-    found = [reason for _, reason in probed]
+    plan.layers = probe.layers
+    report.backend = " and ".join(sorted(probe.backends)) or plan.backend
+    seen = {id(cache) for cache, _ in probe.found}
+    found = [reason for _, reason in probe.found]
     found += [reasons.OWN_ATTENTION for c in leaves(caches) if id(c) not in seen]
     report.layers, report.served_layers = len(found), found.count(None)
     report.dense_layers.update(reason for reason in found if reason is not None)

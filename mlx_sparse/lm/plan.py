@@ -1,17 +1,25 @@
-"""What an enabled model is to do: which method in which stage, from what context on, and what is counted."""
+"""What an enabled model and its layers are to do: which method in which stage, from which context length on."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import mlx.core as mx
+
+from ..cache.kv_cache import is_padding_mask
+from ..cache.sparse_cache import DecodeStep, SparseCache
 from ..calibrate import Calibration, Layer, describe
+from ..common import reasons
 from ..common.call_report import Counts, Report
-from ..methods import NEVER, Dense, Method, Prefill
-from .call import Call
+from ..common.packed_rows import PackedRows, Rows
+from ..methods import NEVER, Dense, Method, Prefill, Step, registry
 from .figures import PrefillFigures
-from .hooks import ModelHooks
+from .hooks import CallHooks, ModelHooks
+
+SPAN = 960  # keys over which a formula of bytes is taken as a line: a multiple of common page and group sizes
 
 
 class Plan:
@@ -20,7 +28,8 @@ class Plan:
     Attributes:
         prefill, decode: the method of each stage; None where it stays dense.
         mass: whether the retained mass of prompts is measured.
-        hooks: what the decode method does besides.
+        hooks: what the decode method does besides attending.
+        hooked: whether that is anything.
         calibration: from where on both pay here.
         decodes: whether steps of a single query may be sparse; False where a command only processes a prompt.
         watch: is told once, after the first step of a single query, the keys of its context and what it did.
@@ -28,7 +37,7 @@ class Plan:
         report: what the calls did.
         lossless: None, or how many tokens are drafted before dense attention checks them: 0 for as many as pay.
         sharers: processes that hold the keys and values of one context together.
-        new_call: begins a call of the model on its caches.
+        new_call: begins a call of the model on its caches; None for `lm.call.Call`.
         new_caches: makes of the model's own caches those that it is to be called with; None where these are.
     """
 
@@ -49,6 +58,7 @@ class Plan:
         self.backend = backend
         self.mass = mass
         self.hooks = hooks
+        self.hooked = type(hooks) is not ModelHooks
         self.decodes = True
         self.report = Report(
             "+".join(map(str, self.configs)) or Dense.name, backend, family, decodes=decode is not None
@@ -59,7 +69,7 @@ class Plan:
         self.layers: Counter[tuple[Method, Layer]] = Counter()
         self.lossless: int | None = None
         self.sharers = 1
-        self.new_call: Callable[..., Call] = Call
+        self.new_call: Callable[..., Any] | None = None
         self.new_caches: Callable[[list[Any]], list[Any]] | None = None
 
     @property
@@ -107,3 +117,191 @@ class Plan:
             for name in ("backend", "layers", "served_layers", "dense_layers", "outlook", "part", "kv_heads"):
                 setattr(report, name, getattr(self.report, name))
             self.report = report
+
+    def resolve(self, config: Method, queries: mx.array, keys: Rows) -> str:
+        """Return the backend that runs ``config`` for these sizes."""
+        # Prompts are attended over unpacked rows.
+        bits = keys.bits if isinstance(keys, PackedRows) and not isinstance(config, Prefill) else None
+        return registry.resolve(self.backend, config.name, D=queries.shape[3], G=_group(queries, keys), bits=bits)
+
+    def sizes(
+        self, config: Method, queries: mx.array, keys: Rows, cache: Any, backend: str, hooks: CallHooks | None
+    ) -> Layer:
+        """Return what the threshold of a layer depends on."""
+        prompts = isinstance(config, Prefill)
+        gpu = registry.gpu_kind() if backend == "metal" else ""
+        more: dict[str, Any] = {} if prompts or hooks is None else hooks.sizes(cache)
+        if isinstance(keys, PackedRows) and not prompts:
+            more["packed"] = keys.bits, keys.group_size
+        step = Step(keys.shape[1], _group(queries, keys), keys.shape[3], keys.itemsize, gpu, **more)
+        return Layer(backend, step, keys.dtype, self.calibration.piece if prompts else 1)
+
+    def step_reason(
+        self, queries: mx.array, keys: Rows, caches: Sequence[Any], mask: Any, sinks: mx.array | None
+    ) -> str | None:
+        """Return the reason why a decode step stays dense whatever its cache holds, or None."""
+        if not self.decodes:
+            return reasons.LAST_OF_PROMPT
+        if self.decode is None:
+            return reasons.NO_DECODE
+        if sinks is not None and not self.decode.serves_sinks(_group(queries, keys)):
+            return reasons.SINKS
+        if mask is not None and not is_padding_mask(mask, caches):
+            return reasons.ARRAY_MASK
+        return None
+
+    def chunk_reason(self, L: int, S: int, caches: Sequence[Any], mask: Any) -> str | None:
+        """Return the reason why a prefill chunk of ``L`` queries over ``S`` keys stays dense, or None."""
+        if L <= reasons.VERIFY_QUERIES and (S > L or self.prefill is not None):
+            return reasons.A_FEW
+        if self.prefill is None:
+            return reasons.PROMPT
+        if mask is None:
+            return reasons.NOT_CAUSAL
+        if not is_padding_mask(mask, caches):
+            return reasons.ARRAY_MASK
+        shortest = self.prefill.shortest_context()
+        return reasons.shorter_than(shortest) if S < shortest else self.prefill.at(S).dense_piece(L, S)
+
+    def of_layer(
+        self, queries: mx.array, keys: Rows, cache: SparseCache, caches: Sequence[Any], hooks: CallHooks | None
+    ) -> LayerPlan:
+        """Plan the decode steps of a layer over ``cache``, which no `step_reason` keeps dense.
+
+        Args:
+            queries: of the step at hand; its keys have been written.
+            caches: of all layers.
+        """
+        assert self.decode is not None
+        config, S, first_rows = self.decode, cache.length, cache.first_rows(caches)
+        backend = self.resolve(config, queries, keys)
+        layer = self.sizes(config, queries, keys, cache, backend, hooks)
+        longest = S - min(first_rows)
+        shortest = int(self.calibration.of(config, layer, longest).value)
+        reason = reasons.NOTHING_SAVED if shortest >= NEVER else None
+        if reason is None and longest < shortest:
+            reason = reasons.shorter_than(shortest)
+        edges = [first + length for first in first_rows for length in (shortest, config.attended + 1)]
+        if self.calibration.waits(config, layer):
+            # The next step asks again where another process is measuring.
+            edges.append(max(min(first_rows) + self.calibration.worth_asking(config), S + 1))
+        lengths = [S - first for first in first_rows]
+        row = keys.shape[0] * keys.shape[1] * cache.row_bytes
+        moved, later = (
+            cache.step_bytes(config, position) if hooks is None else hooks.formula_bytes(cache, position)
+            for position in (S, S + SPAN)
+        )
+        per_key = (later - moved) / SPAN
+        return LayerPlan(
+            self,
+            queries.shape,
+            start=max((edge for edge in edges if edge <= S), default=0),
+            stop=min((edge for edge in edges if edge > S), default=NEVER),
+            reason=reason,
+            step=DecodeStep.bind(config, _group(queries, keys), backend),
+            served=[b for b, length in enumerate(lengths) if length >= shortest],
+            short=[b for b, length in enumerate(lengths) if config.attended < length < shortest],
+            dense_bytes=2 * row,
+            sparse_bytes=(moved - per_key * S, per_key),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class LayerPlan:
+    """How a layer attends at decode steps over one cache.
+
+    Attributes:
+        plan: the model's.
+        queries: their shape.
+        start, stop: the plan holds while the cache has at least ``start`` and fewer than ``stop`` rows.
+        reason: why steps are dense; None where they are sparse.
+        step: the method, bound to its backend and parameters.
+        served: sequences that are long enough to be sparse.
+        short: sequences for which a sparse step would differ from a dense one and that are too short for it.
+        dense_bytes: bytes of keys and values of one position.
+        sparse_bytes: bytes that a sparse step moves by formula: a constant, and those of each key.
+    """
+
+    plan: Plan
+    queries: tuple[int, ...]
+    start: int
+    stop: int
+    reason: str | None
+    step: DecodeStep
+    served: list[int]
+    short: list[int]
+    dense_bytes: int
+    sparse_bytes: tuple[float, float]
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """Leave copies and files of a cache without a plan."""
+        return type(None), ()
+
+
+@dataclass
+class Probe:
+    """What a trial call finds out about the layers of a model.
+
+    Attributes:
+        found: for each attention call its cache and the reason why the layer stays dense, or None.
+        backends: of the layers that are served.
+        layers: these, counted by method and sizes.
+    """
+
+    plan: Plan
+    found: list[tuple[Any, str | None]] = field(default_factory=list)
+    backends: set[str] = field(default_factory=set)
+    layers: Counter[tuple[Method, Layer]] = field(default_factory=Counter)
+
+    def reason(
+        self,
+        queries: mx.array,
+        keys: Rows,
+        cache: SparseCache,
+        *,
+        masked: bool,
+        sinks: mx.array | None,
+        hooks: CallHooks | None,
+    ) -> str | None:
+        """Return the reason why a layer stays dense in every stage, or None.
+
+        Args:
+            masked: whether its mask is neither causal nor of padding.
+
+        Raises:
+            ConfigError: a parameter does not fit the head dim.
+        """
+        if masked:
+            return reasons.ARRAY_MASK
+        plan, refusal = self.plan, None if hooks is None else hooks.refusal(cache)
+        if not plan.configs:  # dense, over any cache that may come to be quantised
+            self.backends.add(registry.resolve(plan.backend, Dense.name, D=queries.shape[3], G=1))
+            return None
+        serving = [config for config in plan.configs if sinks is None or config.serves_sinks(_group(queries, keys))]
+        serving = [config for config in serving if refusal is None or config is not plan.decode]
+        for config in serving:
+            config.check_head_dim(queries.shape[-1])
+            backend = plan.resolve(config, queries, keys)
+            self.backends.add(backend)
+            self.layers[config, plan.sizes(config, queries, keys, cache, backend, hooks)] += 1
+        return None if serving else refusal or reasons.SINKS
+
+
+def layer_reason(keys: Any, values: Any, cache: Any) -> str | None:
+    """Return the reason why a layer can never attend sparsely, or None."""
+    if cache is None:
+        return reasons.NO_CACHE
+    if not isinstance(cache, SparseCache):
+        return reasons.other_cache(type(cache).__name__)
+    if keys.shape != values.shape:
+        return reasons.OTHER_HEAD_DIMS
+    for rows, kept in ((keys, cache.key_rows), (values, cache.value_rows)):
+        same = isinstance(rows, PackedRows) == isinstance(kept, PackedRows)
+        if not same or rows.shape[1:] != (kept.shape[1], cache.length, kept.shape[3]):
+            return reasons.OTHER_ROWS
+    return None
+
+
+def _group(queries: mx.array, keys: Rows) -> int:
+    """Query heads per KV head."""
+    return queries.shape[1] // keys.shape[1]

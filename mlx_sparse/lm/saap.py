@@ -12,7 +12,7 @@ import mlx.core as mx
 from .. import artefact as artefacts
 from ..cache.saap_router import Router, kmeans_network
 from ..cache.saap_state import BucketIndex, fold, index_of
-from ..cache.sparse_cache import SparseCache
+from ..cache.sparse_cache import DecodeStep, SparseCache
 from ..checks import ConfigError
 from ..common import reasons
 from ..common.model_info import whole_of
@@ -202,17 +202,15 @@ class Indices(CallHooks):
             self._layers, self._caches, self._writer = kept
         index.put(sequence, lent, first, len(cache.keys))
 
-    def step_reasons(self, cache: SparseCache) -> Iterator[str]:
+    def step_reason(self, cache: SparseCache) -> str | None:
         refusal = self.refusal(cache)
         if refusal is not None:
-            yield refusal
+            return refusal
         index = index_of(cache)
         if index is None or self._writer is not cache:
-            yield reasons.NOT_WRITTEN
-            return
-        irreversible = index.router.source.irreversible
-        if irreversible is not None and index.length < cache.length:
-            yield irreversible
+            return reasons.NOT_WRITTEN
+        irreversible: str | None = index.router.source.irreversible
+        return irreversible if index.length < cache.length else None
 
     def sizes(self, cache: SparseCache) -> dict[str, int]:
         index = index_of(cache)
@@ -224,14 +222,14 @@ class Indices(CallHooks):
             network = cache.key_rows.shape[1] * cache.key_rows.shape[3] * router.buckets * cache.key_rows.itemsize
         return {"buckets": router.buckets, "network": network // cache.key_rows.shape[1]}
 
-    def formula_bytes(self, cache: SparseCache) -> int:
+    def formula_bytes(self, cache: SparseCache, position: int) -> int:
         """Bytes by formula without the attended keys, which are counted on the device."""
         B, Hkv, _, D = cache.key_rows.shape
         known: int = B * Hkv * (cache.key_rows.itemsize * saap_elements(D, 0) + self.sizes(cache)["network"])
         return known
 
     def step(
-        self, queries: mx.array, cache: SparseCache, served: list[int], *, scale: float, backend: str
+        self, queries: mx.array, cache: SparseCache, step: DecodeStep, served: list[int], scale: float
     ) -> tuple[mx.array, mx.array]:
         index, S, padding = index_of(cache), cache.position, cache.padding
         assert index is not None
@@ -243,9 +241,9 @@ class Indices(CallHooks):
         offset = S - 1 if padding is None else S - 1 - padding
         before = index.router.source.before(self._recorder, queries, offset)
         assert before is not None, "find_source checks that it is recorded where it cannot be turned back"
-        indices, counts = index.lists(before, cache.length, self.config, padding, backend)
-        keys, values, length = cache.rows(backend)
-        attend = registry.load("attend_indices", backend)
+        indices, counts = index.lists(before, cache.length, self.config, padding, step.backend)
+        keys, values, length = cache.rows(step.backend)
+        attend = registry.load("attend_indices", step.backend)
         attended: tuple[mx.array, mx.array] = attend(
             queries, keys, values, indices, scale=scale, counts=counts, **length
         )

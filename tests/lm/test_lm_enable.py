@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import importlib
+import sys
 import threading
 from importlib import metadata
 from pathlib import Path
@@ -72,6 +73,30 @@ def test_mlx_lm_has_its_functions_back_after_the_last_lossless_model(leave: Any)
         gc.collect()
         assert (generate.generate_step is generate_step) == (left == 0)
         assert (llama.scaled_dot_product_attention is seam.original) == (left == 0)
+
+
+@pytest.mark.parametrize(
+    "attn", ["sparq:dense_below=0,top_k=16,rank=8", "sparq:dense_below=0,top_k=16,rank=8,key_bits=16"]
+)
+def test_a_decoded_token_visits_at_most_ten_of_our_files(model: Any, attn: str):
+    home, seen = str(Path(mlx_sparse.__file__).parent), set()
+
+    def trace(frame: Any, event: str, _: object) -> None:
+        if frame.f_code.co_filename.startswith(home):
+            seen.add(frame.f_code.co_filename.removeprefix(home))
+
+    with mlx_sparse.sparse(model, attn) as report:
+        tokens = generate_step(mx.array(prompt_of(PROMPT)), model, max_tokens=STEPS)
+        for _ in range(3):
+            next(tokens)
+        sparse_calls, others = report.sparse_calls, sys.gettrace()
+        sys.settrace(trace)
+        try:
+            next(tokens)
+        finally:
+            sys.settrace(others)
+        assert report.sparse_calls == sparse_calls + LAYERS
+    assert len(seen) <= 10, sorted(seen)
 
 
 def test_enable_returns_the_report_that_keeps_counting(model: Any):

@@ -183,16 +183,16 @@ def test_every_sparse_step_in_a_model_is_the_oracles(
     family: str, attn: str, changes: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ):
     seen: list[tuple[npt.NDArray[Any], ...]] = []
-    attend = SparseCache.attend
+    take_step = SparseCache.take_step
 
-    def recording(cache: SparseCache, queries: mx.array, config: Any, **options: Any) -> tuple[mx.array, mx.array]:
-        out, lse = attend(cache, queries, config, **options)
+    def recording(cache: SparseCache, queries: mx.array, step: Any, scale: float) -> tuple[mx.array, mx.array]:
+        out, lse = take_step(cache, queries, step, scale)
         rows = cache.length
         arrays = (queries, cache.keys[..., :rows, :], cache.values[..., :rows, :], out)
         seen.append(tuple(np.array(array) for array in arrays))
         return out, lse
 
-    monkeypatch.setattr(SparseCache, "attend", recording)
+    monkeypatch.setattr(SparseCache, "take_step", recording)
     model = build(family, **changes)
     (config,) = parse(attn)
     assert isinstance(config, SparQ)

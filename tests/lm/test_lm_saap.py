@@ -86,8 +86,8 @@ def test_few_probes_attend_the_oracles_keys(family: str, mode: str, tmp_path: Pa
         seen.append({"before": np.array(queries), "S": S, "lists": result, "index": index, "covered": index.covered[0]})
         return result
 
-    def noting_step(self: Any, queries: mx.array, cache: Any, *args: Any, scale: float, backend: str) -> Any:
-        result = step(self, queries, cache, *args, scale=scale, backend=backend)
+    def noting_step(self: Any, queries: mx.array, cache: Any, bound: Any, served: list[int], scale: float) -> Any:
+        result = step(self, queries, cache, bound, served, scale)
         S = cache.length
         rows = [np.array(x[..., :S, :].astype(mx.float32), np.float64) for x in (cache.keys, cache.values)]
         ids = np.array(

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
 
 from ...cache.slice_cache import SlicedKVCache, slice_up
+from ...cache.sparse_cache import DecodeStep
 from ...checks import ConfigError
 from ...common import reasons
 from ...common.shares import Shares
 from ...common.stats import dense_elements
 from ...methods import NEVER
 from ..call import Call
-from ..plan import Plan
+from ..plan import Plan, Probe
 from . import prompts, steps
 from .exchange import Exchange
 
@@ -31,16 +31,16 @@ class SliceCall(Call):
     """
 
     def __init__(
-        self, plan: Plan, caches: Any, *, exchange: Exchange, exact: bool = True, probing: bool = False
+        self, plan: Plan, caches: Any, *, exchange: Exchange, exact: bool = True, probe: Probe | None = None
     ) -> None:
         if isinstance(caches, list):
             # In place: the caller goes on with these.
             caches[:] = slice_up(caches, Shares(exchange.rank, exchange.size))
-        super().__init__(plan, caches, probing=probing)
+        super().__init__(plan, caches, probe=probe)
         self._exchange, self._exact = exchange, exact
         exchange.begin()
         self._attended_caches: set[int] = set()
-        sliced = [cache for cache in self._caches if isinstance(cache, SlicedKVCache)]
+        sliced = [cache for cache in self.caches if isinstance(cache, SlicedKVCache)]
         self._sliced = sliced
         for cache in sliced:
             cache.calls += 1
@@ -50,12 +50,12 @@ class SliceCall(Call):
         for cache in self._sliced:
             cache.piece, cache.agreed = None, cache.position
             cache.calls -= 1
-        self._counts.sent_bytes, self._counts.messages = self._exchange.sent, self._exchange.messages
+        self.counts.sent_bytes, self.counts.messages = self._exchange.sent, self._exchange.messages
         super().__exit__(error, *about)
         if missed and error is None:
             raise ConfigError(
                 f"--shard context: expected layers that attend the keys of their caches, got {len(missed)} in "
-                f"{self.report.model_type} that do otherwise. Run it without."
+                f"{self.plan.report.model_type} that do otherwise. Run it without."
             )
 
     def agreed(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -64,7 +64,7 @@ class SliceCall(Call):
         Raises:
             ConfigError: ranks were given prompts of several lengths.
         """
-        if not inputs or not isinstance(inputs[0], mx.array) or self.probed is not None:
+        if not inputs or not isinstance(inputs[0], mx.array) or self.probe is not None:
             return inputs
         tokens, before = inputs[0], max((cache.position for cache in self._sliced), default=0)
         first = tokens.flatten()[:1].astype(mx.int32)
@@ -86,10 +86,10 @@ class SliceCall(Call):
         if owner is None:
             # Of a cache that is the same on all ranks. Sparse calls would go by what each has measured.
             reason = reasons.NO_CACHE if cache is None else reasons.other_cache(type(cache).__name__)
-            if self.probed is not None:
-                self.probed.append((cache, reason))
+            if self.probe is not None:
+                self.probe.found.append((cache, reason))
             else:
-                self._counts.dense_calls[reason] += 1
+                self.counts.dense_calls[reason] += 1
             return None
         if keys.shape != values.shape:
             raise ConfigError(
@@ -98,12 +98,12 @@ class SliceCall(Call):
         self._attended_caches.add(id(owner))
         if not isinstance(mask, str) and not (mask is None and queries.shape[2] == 1):
             raise ConfigError("--shard context: expected causal attention without further masks, got another mask.")
-        if self.probed is not None:
-            refusal = self._probe(queries, keys, owner, mask, sinks)
-            self.probed.append((owner, refusal))
+        if self.probe is not None:
+            refusal = self.probing(queries, keys, owner, mask, sinks)
+            self.probe.found.append((owner, refusal))
             return mx.zeros_like(queries)
         owner.told = self._exchange.so_far()
-        if self.decodes:
+        if self.plan.decodes and self.hooks is not None:
             self.hooks.take_in(owner)
         out, lse = self._attended(queries, keys, owner, scale, sinks)
         if sinks is not None:
@@ -116,67 +116,77 @@ class SliceCall(Call):
         """The counted call over the keys of all ranks."""
         if queries.shape[2] > 1:
             return self._piece(queries, keys, cache, scale)
-        backend = "" if self.decode is None else self._resolve(self.decode, queries, keys)
-        reason = next(self._step_reasons(queries, keys, cache, None, sinks, backend), None)
+        decode = self.plan.decode
+        reason = self.step_reason(queries, keys, cache, None, sinks) or self._length_reason(queries, keys, cache)
         self._steps = 0 if reason else cache.position
         if reason is not None:
-            self._counts.dense_calls[reason] += 1
+            self.counts.dense_calls[reason] += 1
             return steps.dense(queries, cache, scale=scale, exchange=self._exchange)
-        assert self.decode is not None
-        self._counts.sparse_calls += 1
+        assert decode is not None
+        backend = self.plan.resolve(decode, queries, keys)
+        self.counts.sparse_calls += 1
         B, Hkv, _, D = keys.shape
         everywhere = B * Hkv * cache.row_bytes * dense_elements(cache.position, D) // D
-        self._counts.dense_bytes += everywhere // cache.sharers
-        self._counts.formula_bytes += self.hooks.formula_bytes(cache)
+        self.counts.dense_bytes += everywhere // cache.sharers
+        hooks, position = self.hooks, cache.position
+        moved = cache.step_bytes(decode, position) if hooks is None else hooks.formula_bytes(cache, position)
+        self.counts.formula_bytes += moved
         given: dict[str, Any] = {"scale": scale, "backend": backend, "exchange": self._exchange}
-        if not self._exact and self.decode.of_share(self._exchange.size, 0) is not None:
-            return steps.local(queries, cache, self.decode, **given)
-        if (step := steps.STEPS.get(self.decode.name)) is not None:
-            return step(queries, cache, self.decode, **given)
+        if not self._exact and decode.of_share(self._exchange.size, 0) is not None:
+            return steps.local(queries, cache, decode, **given)
+        if (step := steps.STEPS.get(decode.name)) is not None:
+            return step(queries, cache, decode, **given)
         if cache.length == 0:
             return self._exchange.merge(*steps.nothing(queries))
-        out, lse = self.hooks.step(queries, cache, [0], scale=scale, backend=backend)
+        bound = DecodeStep.bind(decode, queries.shape[1] // Hkv, backend)
+        if hooks is None:
+            out, lse = cache.take_step(queries, bound, scale)
+        else:
+            out, lse = hooks.step(queries, cache, bound, [0], scale)
         return self._exchange.merge(out.astype(mx.float32), lse)
 
-    def _length_reasons(self, queries: mx.array, keys: Any, cache: Any, backend: str) -> Iterator[str]:
-        """Why a context of this length does not pay: the same on all ranks, so it goes by positions."""
-        assert self.decode is not None
+    def _length_reason(self, queries: mx.array, keys: mx.array, cache: SlicedKVCache) -> str | None:
+        """Return the reason why a context of this length does not pay, the same on all ranks, or None."""
+        plan, decode = self.plan, self.plan.decode
+        assert decode is not None
+        layer = plan.sizes(decode, queries, keys, cache, plan.resolve(decode, queries, keys), self.hooks)
         # Asked at the first step, for no keys yet: nothing is measured here, where others would wait for it.
         sizes = (queries.shape[1], *keys.shape[1::2])
-        shortest = int(self._exchange.agree(sizes, self._shortest(queries, keys, cache, backend)))
+        shortest = int(self._exchange.agree(sizes, int(plan.calibration.of(decode, layer).value)))
         if shortest >= NEVER:
-            yield reasons.NOTHING_SAVED
-        if self.decode.measurable:
+            return reasons.NOTHING_SAVED
+        if decode.measurable:
             shortest *= self._exchange.size  # what pays is a matter of the keys that one rank reads
-        if cache.position < shortest:
-            yield reasons.shorter_than(shortest)
+        return reasons.shorter_than(shortest) if cache.position < shortest else None
 
     def _piece(
         self, queries: mx.array, keys: mx.array, cache: SlicedKVCache, scale: float
     ) -> tuple[mx.array, mx.array]:
         """A piece of a prompt."""
         L, S = queries.shape[2], cache.position
-        reason = next(self._prompt_reasons(queries, S, "causal"), None)
+        plan = self.plan
+        reason = self.chunk_reason(L, S, "causal")
         if reason is None:
-            config: Any = self.prefill and self.prefill.at(S)
-            backend = self._resolve(config, queries, keys)
-            sizes = self._sizes(config, queries, keys, cache, backend)
-            fullest = self._exchange.agree((config, "piece"), self.calibration.of(config, sizes).value)
+            config: Any = plan.prefill and plan.prefill.at(S)
+            backend = plan.resolve(config, queries, keys)
+            sizes = plan.sizes(config, queries, keys, cache, backend, self.hooks)
+            fullest = self._exchange.agree((config, "piece"), plan.calibration.of(config, sizes).value)
             blocks = prompts.sample_select(queries, cache, config, scale=scale, exchange=self._exchange)
             layout = config.layout(L, S)
             kept: Any = (blocks >= 0).sum().item()
             if kept <= fullest * layout.causal_pairs * queries.shape[0] * queries.shape[1]:
-                self._figures.add(self._layer(cache), blocks, layout)
+                self.figures.add(self.place(cache), blocks, layout)
                 given: dict[str, Any] = {"block_size": config.block_size, "scale": scale, "backend": backend}
                 return prompts.attend_blocks(queries, cache, blocks, **given, exchange=self._exchange)
             reason = reasons.TOO_FULL
-        self._counts.dense_calls[reason] += 1
+        self.counts.dense_calls[reason] += 1
         return prompts.dense(queries, cache, scale=scale, exchange=self._exchange)
 
-    def _prompt_reasons(self, queries: mx.array, S: int, mask: Any) -> Iterator[str]:
-        yield from super()._prompt_reasons(queries, S, mask)
-        if self.prefill is not None and not prompts.fits(self.prefill.at(S), queries.shape[2], S):
-            yield reasons.BETWEEN_RANKS
+    def chunk_reason(self, L: int, S: int, mask: Any) -> str | None:
+        reason, prefill = super().chunk_reason(L, S, mask), self.plan.prefill
+        if reason is None and prefill is not None and not prompts.fits(prefill.at(S), L, S):
+            return reasons.BETWEEN_RANKS
+        return reason
 
 
 def _wrote(cache: Any, keys: Any, values: Any) -> bool:

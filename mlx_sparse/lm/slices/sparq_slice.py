@@ -6,10 +6,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from ...cache.key_copy import Codes, Columns
 from ...cache.moments import Moments
 from ...cache.slice_cache import SlicedKVCache
-from ...cache.sparq_state import SparQState
+from ...cache.sparq_state import Codes, Columns, SparQState
 from ...common.key_codes import GROUP
 from ...common.shares import Shares
 from ...methods import SparQ
