@@ -110,11 +110,6 @@ def test_configurations_are_frozen() -> None:
     ("preset", "settings"),
     [
         ("paper", {"component_score": "query", "key_bits": 16}),
-        ("appendix_b", {"component_score": "query", "local_window": 0, "reallocate": True, "key_bits": 16}),
-        (
-            "eval",
-            {"component_score": "query", "group_reduce": "logits", "top_k": 129, "local_window": 33, "key_bits": 16},
-        ),
         ("robust", {"component_score": "query_key"}),
     ],
 )
@@ -154,9 +149,9 @@ def test_every_preset_of_the_code_is_in_the_specification() -> None:
         assert parse("sparq:" + cell.replace(" ", "")) == (SparQ(**settings),)
 
 
-@pytest.mark.parametrize("text", ["sparq:preset=eval,rank=8", "sparq:rank=8,preset=eval"])
+@pytest.mark.parametrize("text", ["sparq:preset=paper,rank=8", "sparq:rank=8,preset=paper"])
 def test_keys_win_over_a_preset_in_any_order(text: str) -> None:
-    assert parse(text) == (dataclasses.replace(parse("sparq:preset=eval")[0], rank=8),)
+    assert parse(text) == (dataclasses.replace(parse("sparq:preset=paper")[0], rank=8),)
     assert parse(text.replace("rank=8", "top_k=200"))[0].top_k == 200  # type: ignore[attr-defined]
 
 
@@ -166,12 +161,11 @@ def test_keys_win_over_a_preset_which_wins_over_the_base_which_wins_over_the_def
         rank=8,
         reallocate=False,
         component_score="query",
-        group_reduce="logits",
-        top_k=129,
+        top_k=500,
         local_window=9,
         key_bits=16,
     )
-    assert parse("sparq:preset=eval,local_window=9", base) == (expected,)
+    assert parse("sparq:preset=paper,local_window=9", base) == (expected,)
 
 
 def test_a_base_of_another_method_is_not_used() -> None:
@@ -199,13 +193,18 @@ NAMES = ", ".join(METHODS)
         ("sparq:=3", "sparq: expected key=value, got '=3'."),
         ("sparq:rank=3,", "sparq: expected key=value, got ''."),
         ("sparq:rank=3,rank=3", "sparq: expected each key once, got 'rank' 2 times."),
-        ("sparq:preset=eval,preset=paper", "sparq: expected each key once, got 'preset' 2 times."),
+        ("sparq:preset=paper,preset=robust", "sparq: expected each key once, got 'preset' 2 times."),
         ("flexgen:k=3", "flexgen: expected one of the keys top_k, preset, got 'k'."),
         ("dense:rank=3", "dense: expected one of the keys preset, got 'rank'."),
         (
             "sparq:preset=best",
-            "sparq: expected one of the presets paper, appendix_b, eval, robust, got 'best'.",
+            "sparq: expected one of the presets paper, robust, got 'best'.",
         ),
+        (
+            "sparq:preset=appendix_b",
+            "sparq: preset=appendix_b was removed: write preset=paper,local_window=0,reallocate=true.",
+        ),
+        ("sparq:preset=eval", "sparq: preset=eval was removed: write preset=paper,top_k=129,local_window=33."),
         ("h2o:preset=paper", "h2o: expected one of the presets none, got 'paper'."),
         ("sparq:rank=0", "rank: expected an integer of at least 1, got 0."),
         ("sparq:rank=-3", "rank: expected an integer of at least 1, got -3."),
@@ -260,8 +259,8 @@ def write(folder: Path, text: str | bytes) -> Path:
 
 
 def test_toml_holds_one_table_per_method(tmp_path: Path) -> None:
-    path = write(tmp_path, '# comment\n[sparq]\nrank = 16\nreallocate = false\npreset = "eval"\r\n[streaming]\n')
-    sparq = SparQ(rank=16, reallocate=False, **SparQ.presets["eval"])
+    path = write(tmp_path, '# comment\n[sparq]\nrank = 16\nreallocate = false\npreset = "paper"\r\n[streaming]\n')
+    sparq = SparQ(rank=16, reallocate=False, **SparQ.presets["paper"])
     assert load_toml(path) == {"sparq": sparq, "streaming": Streaming()}
     assert load_toml(str(path)) == load_toml(path)
 
@@ -289,8 +288,12 @@ def test_a_toml_file_of_exactly_the_largest_size_is_read(tmp_path: Path) -> None
         ('[sparq]\nrank = "8"', "rank: expected an integer of at least 1, got '8'."),
         ("[sparq]\nreallocate = 1", "reallocate: expected one of auto, true, false, got 1."),
         ("[sparq]\ngroup_reduce = [1]", "group_reduce: expected one of softmax, logits, got [1]."),
-        ("[sparq]\npreset = 3", "sparq: expected one of the presets paper, appendix_b, eval, robust, got 3."),
-        ("[sparq]\npreset = [1]", "sparq: expected one of the presets paper, appendix_b, eval, robust, got [1]."),
+        ("[sparq]\npreset = 3", "sparq: expected one of the presets paper, robust, got 3."),
+        ("[sparq]\npreset = [1]", "sparq: expected one of the presets paper, robust, got [1]."),
+        (
+            '[sparq]\npreset = "eval"',
+            "sparq: preset=eval was removed: write preset=paper,top_k=129,local_window=33.",
+        ),
         ("x" * (MAX_TOML_BYTES + 1), "attn-config: expected a TOML file of at most 1 MiB, got {path}."),
     ],
     ids=lambda text: text[:30].replace("\n", " "),

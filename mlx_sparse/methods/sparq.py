@@ -54,16 +54,6 @@ class SparQ(Method):
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         # Algorithm 1 with its GQA paragraph: what the functions do by default.
         "paper": {"component_score": "query", "key_bits": 16},
-        # The paper's code listing: no local window, mean reallocation for every group size.
-        "appendix_b": {"component_score": "query", "local_window": 0, "reallocate": True, "key_bits": 16},
-        # The authors' evaluation code: sum of logits; the current token comes free: 128 + 1 keys, 32 + 1 local.
-        "eval": {
-            "component_score": "query",
-            "group_reduce": "logits",
-            "top_k": 129,
-            "local_window": 33,
-            "key_bits": 16,
-        },
         # Ours: components ranked by |q| times the spread of the keys.
         "robust": {"component_score": "query_key"},
     }

@@ -54,6 +54,8 @@ METHODS: Mapping[str, type[Method]] = {
 # Options of earlier versions by method, key and value ("*" is any), and what takes their place.
 REMOVED: Mapping[tuple[str, str, object], str] = {
     ("*", "verify", "*"): "was removed: multi-token calls are dense",
+    ("sparq", "preset", "appendix_b"): "was removed: write preset=paper,local_window=0,reallocate=true",
+    ("sparq", "preset", "eval"): "was removed: write preset=paper,top_k=129,local_window=33",
 }
 
 
@@ -61,7 +63,7 @@ def parse(text: str, base: Mapping[str, Method] | None = None) -> tuple[Method, 
     """Read METHOD[:key=value,...][+METHOD...].
 
     Args:
-        text: for example ``"sparq:rank=16,top_k=64"`` or ``"sparq:preset=eval"``; keys after a preset win over it.
+        text: for example ``"sparq:rank=16,top_k=64"`` or ``"sparq:preset=paper"``; keys after a preset win over it.
         base: configurations by method name (from a TOML file) that the keys in ``text`` are applied on.
 
     Raises:

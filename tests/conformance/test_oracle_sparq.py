@@ -29,7 +29,7 @@ READINGS: dict[str, tuple[Callable[..., list[Row]], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("preset", READINGS)
+@pytest.mark.parametrize("name", READINGS)
 @pytest.mark.parametrize("G", [1, 3, 4, 7, 8])
 @pytest.mark.parametrize(
     ("S", "D", "rank", "top_k", "local_window"),
@@ -37,24 +37,23 @@ READINGS: dict[str, tuple[Callable[..., list[Row]], dict[str, Any]]] = {
 )
 @pytest.mark.parametrize("padding", [[0, 0], [7, 0]], ids=["unpadded", "padded"])
 def test_sparq_equals_a_naive_reading(
-    preset: str, G: int, S: int, D: int, rank: int, top_k: int, local_window: int, padding: list[int]
+    name: str, G: int, S: int, D: int, rank: int, top_k: int, local_window: int, padding: list[int]
 ) -> None:
     qkv = make(B=2, G=G, S=S, D=D, seed=S + G)
-    reading, options = READINGS[preset]
-    window = 0 if preset == "appendix_b" else local_window
+    reading, options = READINGS[name]
+    window = 0 if name == "appendix_b" else local_window
     out = sparq_attention(*qkv, rank=rank, top_k=top_k, local_window=window, left_padding=np.array(padding), **options)
     assert_same(out, apply(reading, qkv, padding, rank, top_k, window), qkv[1])
 
 
-@pytest.mark.parametrize("preset", READINGS)
-def test_the_preset_is_the_reading_of_its_name(preset: str) -> None:
-    config = parse(f"sparq:preset={preset}")[0]
+def test_the_preset_of_the_paper_is_its_reading() -> None:
+    config = parse("sparq:preset=paper")[0]
     assert isinstance(config, SparQ)
     qkv = make(G=3, S=200, D=64)
     choice = {name: getattr(config, name) for name in ("rank", "top_k", "local_window", "reallocate", "group_reduce")}
     out = sparq_attention(*qkv, component_score=config.component_score, **choice)
     window = config.top_k // 4 if config.local_window is None else config.local_window
-    assert_same(out, apply(READINGS[preset][0], qkv, [0], config.rank, config.top_k, window), qkv[1])
+    assert_same(out, apply(paper, qkv, [0], config.rank, config.top_k, window), qkv[1])
 
 
 def test_the_default_local_window_is_a_quarter_of_top_k() -> None:

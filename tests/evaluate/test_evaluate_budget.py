@@ -21,7 +21,9 @@ SIZES = {"sparq": "top_k", "streaming": "recent_tokens", "h2o": "top_k", "oracle
 
 
 @pytest.mark.parametrize("budget", [Fraction(1, 2), Fraction(1, 4), Fraction(1, 8)], ids=str)
-@pytest.mark.parametrize("method", [*SIZES, "sparq:top_k=128", "sparq:preset=eval", "sparq:rank=4,local_window=0"])
+@pytest.mark.parametrize(
+    "method", [*SIZES, "sparq:top_k=128", "sparq:preset=paper,top_k=129", "sparq:rank=4,local_window=0"]
+)
 def test_a_budget_is_spent_as_far_as_whole_keys_and_components_go(method: str, budget: Fraction) -> None:
     settled = settle(method, budget, S, D)
     assert settled is not None
