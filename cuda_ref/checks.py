@@ -39,8 +39,7 @@ def check_group(G: int) -> None:
     """Raise `BackendUnavailable` unless the kernels take ``G`` query heads per KV head."""
     if G > configs.LARGEST_GROUP:
         raise BackendUnavailable(
-            f"backend: expected at most {configs.LARGEST_GROUP} query heads per KV head, times the queries of a call, "
-            f"got {G}."
+            f"backend: expected at most {configs.LARGEST_GROUP} query heads per KV head, got {G}. Use dense attention."
         )
 
 

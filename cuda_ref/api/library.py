@@ -50,7 +50,7 @@ class Torch:
             checks.check_type(given, part, arrays[0].dtype)
             checks.check_device(given, part, arrays[0].device)
         self._check_packed(function, arrays)
-        if sizes.L == 1 or sizes.Hq > arrays[0].shape[1]:  # a step: (several.2)
+        if sizes.L == 1:
             checks.check_group(sizes.G)
             if len(arrays) > 1:
                 checks.check_head_dim(sizes.D)

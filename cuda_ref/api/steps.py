@@ -10,14 +10,12 @@ import torch
 from torch.nn import functional
 
 from mlx_sparse.common.key_codes import KeyCodes
-from mlx_sparse.common.packed_parts import first_rows
 
 from ..checks import check_head_dim, check_real, rows
 from ..launchers import saap as launchers
 from ..launchers import torch_ops
 from ..launchers.operands import operands
 from ..packed_rows import Rows
-from .several import attend_own, fold
 
 ASSIGNED_AT_ONCE = 1 << 26  # inner products of keys with centroids that are held at once
 MASS_BLOCK = 128  # any block size gives the same log-sum-exp
@@ -42,15 +40,21 @@ def dense_attention(
 def dense_lse(queries: torch.Tensor, keys: Rows, *, scale: float, left_padding: torch.Tensor | None) -> torch.Tensor:
     """Float32 log-sum-exp of dense causal attention, ``(B, Hq, L)``: what retained mass is measured against."""
     L, S = queries.shape[2], keys.shape[2]
-    if L > 1 and left_padding is None:
-        keys = rows(keys[:])
-        blocks = torch_ops.attend_blocks(rows(queries), keys, keys, None, MASS_BLOCK, scale)
-        lse: torch.Tensor = blocks[1]
+    lse: torch.Tensor
+    if L == 1:
+        *both, packed = operands(keys, keys)
+        lse = torch_ops.dense_decode(queries, *both, scale, left_padding, **packed)[1]
         return lse
-    *first, packed = operands(*[first_rows(keys, S - L + 1)] * 2)
-    out, lse = torch_ops.dense_decode(fold(queries), *first, scale, left_padding, **packed)
-    if L > 1:  # as the blocks know of no padding: a step over what the first query sees, then the own keys
-        lse = attend_own(queries, keys, keys, out, lse, scale=scale, left_padding=left_padding)[1]
+    queries, keys = rows(queries), rows(keys[:])
+    if left_padding is None:
+        lse = torch_ops.attend_blocks(queries, keys, keys, None, MASS_BLOCK, scale)[1]
+        return lse
+    # The kernel has no padding: each sequence is attended from its first valid key on.
+    lse = torch.full(queries.shape[:3], -torch.inf, device=queries.device)
+    for b, first in enumerate(left_padding.tolist()):
+        if first < S:
+            q, k = queries[b : b + 1, :, max(0, L - S + first) :], keys[b : b + 1, :, first:]
+            lse[b, :, -q.shape[2] :] = torch_ops.attend_blocks(q, k, k, None, MASS_BLOCK, scale)[1]
     return lse
 
 

@@ -15,7 +15,6 @@ from mlx_sparse.common.key_codes import KeyCodes
 from mlx_sparse.common.thresholds import Layer, Threshold, describe
 from mlx_sparse.methods import SparQ, parse
 
-from ..api.several import attend_own, fold
 from ..launchers import torch_ops
 from . import require
 from .buffers import Buffers
@@ -96,46 +95,21 @@ class SparQLayer(DynamicLayer):
     def attend(
         self, query: torch.Tensor, config: SparQ, *, scale: float, padding: Padding | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """SparQ of ``query (B, Hq, L, D)``: ``out`` like it and float32 ``lse (B, Hq, L)`` of the attended keys.
-
-        Several queries choose among the rows that the first of them sees; what lies beside the cache covers no others.
-        """
+        """Attend ``query (B, Hq, 1, D)`` by SparQ: ``out`` like it and float32 ``lse (B, Hq, 1)``."""
         assert self.keys is not None
         assert self.values is not None
         settings = config.parameters(query.shape[1] // self.keys.shape[1])
-        L = query.shape[2]
-        length = self.keys.shape[2] - L + 1
-        found = self._step(fold(query), length, config, settings, scale=scale, padding=padding)
-        if L == 1:
-            return found
-        first = None if padding is None else padding.first
-        return attend_own(query, self.keys, self.values, *found, scale=scale, left_padding=first)
-
-    def _step(
-        self,
-        query: torch.Tensor,
-        length: int,
-        config: SparQ,
-        settings: dict[str, Any],
-        *,
-        scale: float,
-        padding: Padding | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One step over the first ``length`` rows."""
-        assert self.keys is not None
-        assert self.values is not None
         keys_t, value_mean, deviation = self.read(
             mean=settings["reallocate"],
             spread=config.component_score == "query_key",
             padding=padding,
             key_bits=settings["key_bits"],
-            length=length,
         )
         coded = tuple(keys_t) if isinstance(keys_t, KeyCodes) else (keys_t,)
         result: tuple[torch.Tensor, torch.Tensor] = torch_ops.sparq_decode(
             query,
-            self.keys[:, :, :length],
-            self.values[:, :, :length],
+            self.keys,
+            self.values,
             coded[0],
             settings["rank"],
             settings["top_k"],
@@ -157,18 +131,15 @@ class SparQLayer(DynamicLayer):
         spread: bool,
         padding: Padding | None,
         key_bits: int = 16,
-        length: int | None = None,
     ) -> tuple[torch.Tensor | KeyCodes, torch.Tensor | None, torch.Tensor | None]:
-        """``keys_t (B, Hkv, D, length)`` or its codes, and `Buffers.statistics`; by default of all rows in use."""
+        """Return ``keys_t (B, Hkv, D, S)`` or its codes, and `Buffers.statistics`, of all rows in use."""
         assert self.buffers is not None
-        length = self.buffers.length if length is None else length
-        of: dict[str, Any] = {"padding": padding, "length": length}
         if key_bits < 16:
             assert self.keys is not None
-            value_mean, _ = self.buffers.statistics(mean=mean, spread=False, **of)
-            codes = self.buffers.coded(key_bits, **of)
-            return codes.read(), value_mean, codes.spread(self.keys[:, :, :length]) if spread else None
-        return self.buffers.columns(length), *self.buffers.statistics(mean=mean, spread=spread, **of)
+            value_mean, _ = self.buffers.statistics(mean=mean, spread=False, padding=padding)
+            codes = self.buffers.coded(key_bits, padding)
+            return codes.read(), value_mean, codes.spread(self.keys) if spread else None
+        return self.buffers.columns(), *self.buffers.statistics(mean=mean, spread=spread, padding=padding)
 
 
 class Origin(NamedTuple):

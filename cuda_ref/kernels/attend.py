@@ -123,15 +123,14 @@ def merge_splits(
     out,
     lse,
     value_mean,
-    first_head,
     D: tl.constexpr,
     G: tl.constexpr,
     BLOCK_D: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
 ):
-    """The result of GROUP heads of one row from its parts."""
-    g = first_head + tl.arange(0, GROUP)
+    """The result of one row from its parts."""
+    g = tl.arange(0, GROUP)
     d = tl.arange(0, BLOCK_D)
     top = tl.full([GROUP], float("-inf"), tl.float32)
     total = tl.zeros([GROUP], tl.float32)
@@ -312,10 +311,4 @@ def attend(
         tl.debug_barrier()
         if tl.atomic_add(tickets + row * 2 + 1, 1, sem="acq_rel") == splits - 1:
             tl.debug_barrier()
-            if G <= GROUP:
-                merge_splits(parts, part_sums, splits, out, lse, value_mean, 0, D, G, BLOCK_D, GROUP, BLOCK_SPLITS)
-            else:
-                for first_head in range(0, G, GROUP):
-                    merge_splits(
-                        parts, part_sums, splits, out, lse, value_mean, first_head, D, G, BLOCK_D, GROUP, BLOCK_SPLITS
-                    )
+            merge_splits(parts, part_sums, splits, out, lse, value_mean, D, G, BLOCK_D, GROUP, BLOCK_SPLITS)

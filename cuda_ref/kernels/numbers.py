@@ -4,7 +4,6 @@ import triton
 import triton.language as tl
 
 GROUP = tl.constexpr(64)  # keys in few bits that share lo and step
-SMALL_GROUP = tl.constexpr(16)  # rows of queries up to which a program takes whatever it does for all of them at once
 # A logit of 8 bits: sixteenths of a nat below the largest of its tile.
 NO_WEIGHT = tl.constexpr(254)  # -inf, or too far below
 NO_SOFTMAX = tl.constexpr(255)  # NaN or +inf

@@ -12,7 +12,7 @@ row has: in those behind the last group of a row nothing is read, and they are w
 import triton
 import triton.language as tl
 
-from .numbers import GROUP, NO_WEIGHT, SMALL_GROUP, finite, narrowed, rounded_down
+from .numbers import GROUP, NO_WEIGHT, finite, narrowed, rounded_down
 from .rows import row_tile
 from .sparq_scores import chosen_of_rows, component_at, component_ranks, logit_factors, query_components
 
@@ -20,7 +20,6 @@ from .sparq_scores import chosen_of_rows, component_at, component_ranks, logit_f
 @triton.jit
 def coded_logits(
     queries,
-    kept,
     codes,
     lo,
     step,
@@ -40,12 +39,8 @@ def coded_logits(
     """(sparq.21) without its factor for the coded keys of a ``tile``: ``(BLOCK_G, BLOCK_S)``.
 
     ``q lo`` is summed once for the keys of a group. ``step code`` rounds nothing, 11 bits times 8, so ``q (step code)``
-    is ``(q step) code`` but for a rounding less, and costs one product for all heads. Large groups are multiplied on
-    the matrix units, as sums of three products of TF32 numbers, which keep 22 bits, and with ``lo + step code`` at
-    once. ``kept`` are their queries, if all components are multiplied at once.
+    is ``(q step) code`` but for a rounding less, and costs one product for all heads.
     """
-    MANY: tl.constexpr = BLOCK_G > SMALL_GROUP
-    PRECISION: tl.constexpr = "tf32x3" if MANY else "ieee"
     BYTES: tl.constexpr = 8 * BITS  # of a group
     GROUPS: tl.constexpr = BLOCK_S // GROUP
     group = tile * GROUPS + tl.arange(0, GROUPS)
@@ -57,10 +52,7 @@ def coded_logits(
         rank = first + tl.arange(0, BLOCK_R)
         wanted = rank < RANK
         component = component_at(before, rank)
-        if kept is None:
-            q = tl.trans(query_components(queries, component, wanted, D, G, BLOCK_G).to(tl.float32))
-        else:
-            q = kept
+        q = tl.trans(query_components(queries, component, wanted, D, G, BLOCK_G).to(tl.float32))
         row = component.to(tl.int64)[:, None]
         ranges = row * stride_rd + group[None, :]
         there = wanted[:, None] & (group < groups)[None, :]
@@ -73,27 +65,14 @@ def coded_logits(
             eviction_policy="evict_first",
         )
         widths = of_bytes(width, BLOCK_R, GROUPS, BYTES)
-        leasts = None
-        if MANY:
-            leasts = of_bytes(least, BLOCK_R, GROUPS, BYTES)
-        else:
-            base = tl.dot(q, least, base, input_precision="ieee")
+        base = tl.dot(q, least, base, input_precision="ieee")
         if BITS == 8:
-            first_keys = tl.dot(q, numbers(packed, widths, leasts), first_keys, input_precision=PRECISION)
+            first_keys = tl.dot(q, packed.to(tl.float32) * widths, first_keys, input_precision="ieee")
         else:
-            first_keys = tl.dot(q, numbers(packed & 15, widths, leasts), first_keys, input_precision=PRECISION)
-            second_keys = tl.dot(q, numbers(packed >> 4, widths, leasts), second_keys, input_precision=PRECISION)
+            first_keys = tl.dot(q, (packed & 15).to(tl.float32) * widths, first_keys, input_precision="ieee")
+            second_keys = tl.dot(q, (packed >> 4).to(tl.float32) * widths, second_keys, input_precision="ieee")
     found = first_keys if BITS == 8 else tl.interleave(first_keys, second_keys)
-    if not MANY:
-        found += of_bytes(base, BLOCK_G, GROUPS, GROUP)
-    return found
-
-
-@triton.jit
-def numbers(codes, step, lo):
-    """``step code``, and ``lo`` if it is to be added."""
-    scaled = codes.to(tl.float32) * step
-    return scaled if lo is None else scaled + lo
+    return found + of_bytes(base, BLOCK_G, GROUPS, GROUP)
 
 
 @triton.jit
@@ -125,14 +104,13 @@ def tail_logits(
     UPCAST: tl.constexpr,
 ):
     """(sparq.21) without its factor for keys ``s`` that are not coded: ``(BLOCK_G, keys)``."""
-    PRECISION: tl.constexpr = "tf32x3" if BLOCK_G > SMALL_GROUP else "ieee"
     at = first_key + s.to(tl.int64) * stride_kn
     if key_scales is not None:
         k = row_tile(keys, key_scales, key_biases, at, s < length, D, ROW_BITS, GROUP_SIZE, BLOCK_D, UPCAST)
         d = tl.arange(0, BLOCK_D)
         k = k.to(tl.float32) - tl.load(centre + d, mask=d < D, other=0.0)[None, :]
         k, q = chosen_of_rows(k, queries, before, D, G, RANK, BLOCK_D, BLOCK_G)
-        found = tl.dot(tl.trans(q.to(tl.float32)), tl.trans(k), input_precision=PRECISION)
+        found = tl.dot(tl.trans(q.to(tl.float32)), tl.trans(k), input_precision="ieee")
     else:
         found = tl.zeros([BLOCK_G, s.shape[0]], tl.float32)
         for first in tl.static_range(0, RANK, BLOCK_R):
@@ -144,7 +122,7 @@ def tail_logits(
                 keys + at[None, :] + component[:, None], mask=wanted[:, None] & (s < length)[None, :], other=0.0
             )
             middle = tl.load(centre + component, mask=wanted, other=0.0)
-            found = tl.dot(q, k.to(tl.float32) - middle[:, None], found, input_precision=PRECISION)
+            found = tl.dot(q, k.to(tl.float32) - middle[:, None], found, input_precision="ieee")
     return found
 
 
@@ -236,17 +214,11 @@ def sparq_code_scores(
     heads = row * G + g
     groups = (length - first_valid) // GROUP
     coded_tiles = tl.cdiv(length // GROUP * GROUP, BLOCK_S)  # of the longest row
-    kept = None
-    if BLOCK_G > SMALL_GROUP and RANK <= BLOCK_R:
-        rank = tl.arange(0, BLOCK_R)
-        kept = query_components(queries, component_at(before, rank), rank < RANK, D, G, BLOCK_G)
-        kept = tl.trans(kept.to(tl.float32))
     if split * blocks < coded_tiles:
         for tile in range(split * blocks, tl.minimum((split + 1) * blocks, coded_tiles)):
             place = tile * BLOCK_S + tl.arange(0, BLOCK_S)
             approximate = coded_logits(
                 queries,
-                kept,
                 codes,
                 lo,
                 step,

@@ -9,7 +9,7 @@ whole, D * BITS / 8 + 2 * D / GROUP_SIZE * itemsize bytes a key, and all their c
 import triton
 import triton.language as tl
 
-from .numbers import SMALL_GROUP, finite, rounded_up, widen
+from .numbers import finite, rounded_up, widen
 from .rows import row_tile
 
 
@@ -21,12 +21,8 @@ def component_keys(queries, component_weight, d, D: tl.constexpr, G: tl.constexp
     index first.
     """
     score = tl.zeros(d.shape, tl.float32)
-    if G <= SMALL_GROUP:  # all at once
-        for g in tl.static_range(G):
-            score += tl.abs(tl.load(queries + g * D + d, mask=d < D, other=0.0).to(tl.float32))
-    else:
-        for g in range(G):
-            score += tl.abs(tl.load(queries + g * D + d, mask=d < D, other=0.0).to(tl.float32))
+    for g in tl.static_range(G):
+        score += tl.abs(tl.load(queries + g * D + d, mask=d < D, other=0.0).to(tl.float32))
     if component_weight is not None:
         score *= tl.load(component_weight + d, mask=d < D, other=0.0)
     score = tl.where(score < float("inf"), score, float("inf"))
@@ -90,20 +86,10 @@ def logit_factors(
     BLOCK_G: tl.constexpr,
 ):
     """c / t of (sparq.3) for each query head, where |q| alone chose the components."""
-    if BLOCK_G <= SMALL_GROUP:
-        d = tl.arange(0, BLOCK_D)
-        q = tl.abs(query_components(queries, d, d < D, D, G, BLOCK_G).to(tl.float32))
-        total = tl.sum(q, axis=0)
-        covered = tl.sum(tl.where(before[:, None] < RANK, q, 0.0), axis=0)
-    else:  # which do not fit into the registers at once
-        total = tl.zeros([BLOCK_G], tl.float32)
-        covered = tl.zeros([BLOCK_G], tl.float32)
-        for first in range(0, D, 16):
-            rank = first + tl.arange(0, 16)
-            component = component_at(before, rank)
-            q = tl.abs(query_components(queries, component, rank < D, D, G, BLOCK_G).to(tl.float32))
-            total += tl.sum(q, axis=0)
-            covered += tl.sum(tl.where(rank[:, None] < RANK, q, 0.0), axis=0)
+    d = tl.arange(0, BLOCK_D)
+    q = tl.abs(query_components(queries, d, d < D, D, G, BLOCK_G).to(tl.float32))
+    total = tl.sum(q, axis=0)
+    covered = tl.sum(tl.where(before[:, None] < RANK, q, 0.0), axis=0)
     # A head whose components are all 0 there has no approximate logits to sharpen.
     return scale * tl.where(covered > 0, tl.sqrt(total / tl.where(covered > 0, covered, 1.0)), 1.0)
 
@@ -162,12 +148,6 @@ def sparq_scores(
     total = tl.zeros([BLOCK_G], tl.float32)
     readable = rounded_up(length) if ALIGNED else length
     share = blocks * BLOCK_S  # as a product with a constant, so that the compiler knows that tiles are aligned
-    # Queries of a large group are not loaded again for each tile.
-    KEPT: tl.constexpr = BLOCK_G > SMALL_GROUP and RANK <= BLOCK_R and key_scales is None
-    if KEPT:
-        rank = tl.arange(0, BLOCK_R)
-        component = component_at(before, rank)
-        q = query_components(queries, component, rank < RANK, D, G, BLOCK_G)
     for start in range(split * share, tl.minimum((split + 1) * share, length), BLOCK_S):
         # Keys are the rows of the product: matrix units take 16 rows, but 8 columns, which a group fills better.
         s = start + tl.arange(0, BLOCK_S)
@@ -179,10 +159,9 @@ def sparq_scores(
         else:
             approximate = tl.zeros([BLOCK_S, BLOCK_G], tl.float32)
             for first in tl.static_range(0, RANK, BLOCK_R):
-                if not KEPT:
-                    rank = first + tl.arange(0, BLOCK_R)
-                    component = component_at(before, rank)
-                    q = query_components(queries, component, rank < RANK, D, G, BLOCK_G)
+                rank = first + tl.arange(0, BLOCK_R)
+                component = component_at(before, rank)
+                q = query_components(queries, component, rank < RANK, D, G, BLOCK_G)
                 k = tl.load(
                     keys_t
                     + first_key

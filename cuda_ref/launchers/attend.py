@@ -61,14 +61,12 @@ def attend(
     chosen = configs.config(queries.device)
     tiles = chosen.dense if indices is None else chosen.listed
     BLOCK_D = power_of_2(D, 16)
-    BLOCK_G = power_of_2(G, 16)
-    BLOCK_N = configs.rows(tiles, BLOCK_D, keys.itemsize, BLOCK_G)
+    BLOCK_N = configs.rows(tiles, BLOCK_D, keys.itemsize)
     bits, group_size = packing(keys)
-    least = least_share(BLOCK_N, BLOCK_G)
-    share = configs.share(entries, least, B * Hkv, PROGRAMS_PER_PROCESSOR, queries.device)
+    share = configs.share(entries, BLOCK_N, B * Hkv, PROGRAMS_PER_PROCESSOR, queries.device)
     grid = (max(1, -(-entries // share)), Hkv, B)
     if counts is not None:
-        grid = (programs_for_counts(B * Hkv, entries, least, queries.device), 1, 1)
+        grid = (programs_for_counts(B * Hkv, entries, BLOCK_N, queries.device), 1, 1)
     real: dict[str, Any] = {"dtype": torch.float32, "device": queries.device}
     if tickets is None:
         tickets = torch.zeros(B, Hkv, 2, dtype=torch.int32, device=queries.device)
@@ -107,29 +105,20 @@ def attend(
             "BITS": bits,
             "GROUP_SIZE": group_size,
             "BLOCK_D": BLOCK_D,
-            "BLOCK_G": BLOCK_G,
+            "BLOCK_G": power_of_2(G, 16),
             "BLOCK_N": BLOCK_N,
-            "GROUP": min(power_of_2(G), configs.SMALL_GROUP),
+            "GROUP": power_of_2(G),
             "BLOCK_SPLITS": BLOCK_SPLITS,
             "BLOCK_ROWS": power_of_2(min(B * Hkv, MOST_ROWS)),
             "UPCAST": upcast(keys.dtype),
         },
         {
-            "num_warps": configs.warps(tiles, BLOCK_D, keys.itemsize, BLOCK_G),
+            "num_warps": configs.warps(tiles, BLOCK_D, keys.itemsize),
             # Without matrix units a tile that is unpacked ahead of its product would wait for it in registers.
             "num_stages": 1 if bits and keys.itemsize == 4 else tiles.stages,
         },
     ).run()
     return out.to(queries.dtype), lse
-
-
-def least_share(block: int, group: int) -> int:
-    """Keys that a program attends at least, in whole blocks.
-
-    Its part of the result is as large as a group, written and read in float32: with large ones it is to be no more than
-    the keys and values that it stands for.
-    """
-    return block if group <= configs.SMALL_GROUP else max(block, 2 * group)
 
 
 def programs_for_counts(rows: int, entries: int, block: int, device: torch.device) -> int:

@@ -43,7 +43,6 @@ def sparq_scores(
     tiles = configs.config(queries.device).scores
     BLOCK_D = power_of_2(D, 32)
     BLOCK_R = power_of_2(min(rank, MOST_COMPONENTS), 16)
-    BLOCK_G = power_of_2(G, 8)
     keys: dict[str, Any]
     if isinstance(keys_t, PackedRows):
         keys, S, width, aligned = row_arguments("key", keys_t), keys_t.shape[2], BLOCK_D, False
@@ -52,7 +51,7 @@ def sparq_scores(
         S, width, aligned = keys_t.shape[3], BLOCK_R, readable_beyond(keys_t)
         keys = {"keys_t": keys_t, "key_scales": None, "key_biases": None}
         keys |= {f"stride_k{axis}": stride for axis, stride in zip("bhds", keys_t.stride(), strict=True)}
-    BLOCK_S = configs.rows(tiles, width, keys_t.itemsize, BLOCK_G)
+    BLOCK_S = configs.rows(tiles, width, keys_t.itemsize)
     bits, group_size = packing(keys_t)
     share = configs.share(S, BLOCK_S, B * Hkv, PROGRAMS_PER_PROCESSOR, queries.device)
     grid = (-(-S // share), Hkv, B)
@@ -80,14 +79,14 @@ def sparq_scores(
             "BITS": bits,
             "GROUP_SIZE": group_size,
             "BLOCK_D": BLOCK_D,
-            "BLOCK_G": BLOCK_G,
+            "BLOCK_G": power_of_2(G, 8),
             "BLOCK_R": BLOCK_R,
             "BLOCK_S": BLOCK_S,
             "ALIGNED": aligned,
             "UPCAST": upcast(keys_t.dtype),
         },
         {
-            "num_warps": configs.score_warps(tiles, BLOCK_D, BLOCK_G),
+            "num_warps": configs.score_warps(tiles, BLOCK_D),
             # Without matrix units the loop of many stages runs out of them, too. Packed tiles are small: a stage more.
             "num_stages": min(tiles.stages, 2) if keys_t.dtype == torch.float32 else tiles.stages + int(bits > 0),
         },
@@ -139,12 +138,8 @@ def sparq_code_scores(
         lo, step = lo.contiguous(), step.contiguous()
     tiles = configs.config(queries.device).scores
     BLOCK_D = power_of_2(D, 32)
-    warps = max(tiles.warps, BLOCK_D // 32)  # a thread for each component, as in `sparq_scores`
+    warps = configs.score_warps(tiles, BLOCK_D)
     BLOCK_S = 32 * warps * 16 * 8 // (CODE_COMPONENTS * key_bits)  # a load of 16 bytes for each thread
-    BLOCK_G, BLOCK_R = power_of_2(G), CODE_COMPONENTS
-    if BLOCK_G > configs.SMALL_GROUP:
-        BLOCK_S, BLOCK_R = max(GROUP, configs.PRODUCTS // BLOCK_G), power_of_2(min(rank, MOST_COMPONENTS), 16)
-        warps = configs.score_warps(tiles, BLOCK_D, BLOCK_G)
     full = S // GROUP * GROUP  # of the longest row
     share = configs.share(full, BLOCK_S, B * Hkv, PROGRAMS_PER_PROCESSOR, queries.device)
     tail = int(full < S or left_padding is not None)
@@ -186,8 +181,8 @@ def sparq_code_scores(
             "ROW_BITS": bits,
             "GROUP_SIZE": group_size,
             "BLOCK_D": BLOCK_D,
-            "BLOCK_G": BLOCK_G,
-            "BLOCK_R": BLOCK_R,
+            "BLOCK_G": power_of_2(G),
+            "BLOCK_R": CODE_COMPONENTS,
             "BLOCK_S": BLOCK_S,
             "UPCAST": upcast(keys.dtype),
         },

@@ -67,17 +67,7 @@ PACKED_OTHERS = [  # with --every
     Case("dense", 100, row_bits=4, padded=True),
     Case("dense", 80, "float32", row_bits=8, D=256),
 ]
-LARGE = [  # groups of calls of several queries: one of them without --every
-    Case("sparq", 80, G=128, padded=True, reallocate=True, top_k=1024),
-    Case("sparq", 90, "bfloat16", G=64, Hkv=4, D=64, rank=16, key_bits=4, padded=True),
-]
-LARGE_OTHERS = [  # with --every
-    Case("sparq", 90, "bfloat16", G=128, Hkv=1, D=256, top_k=2048),
-    Case("sparq", 100, G=128, row_bits=4, rank=128),
-    Case("sparq", 90, "float32", G=32, Hkv=4),
-    Case("sparq", 80, G=128, key_bits=8, rank=64),
-]
-ONCE = [*some(OTHERS, 1), *some(PACKED, 1), *some(PACKED_OTHERS, 0), *some(LARGE, 1), *some(LARGE_OTHERS, 0), ODD]
+ONCE = [*some(OTHERS, 1), *some(PACKED, 1), *some(PACKED_OTHERS, 0), ODD]
 
 
 def cases(version: str) -> list[Case]:
@@ -95,15 +85,9 @@ def launches(version: str, case: Case) -> list[Compiled]:
         running(other, tuple(cases(other)))
     found = compiled(version, tuple(cases(version)))[case]
     scores = "sparq_scores" if case.key_bits == 16 else "sparq_code_scores"
-    softmax = ["group_softmax"] if case.G > 16 else []
-    names = {"sparq": [scores, *softmax, "top_k_select", "attend"], "dense": ["attend"], "select": ["top_k_select"]}
+    names = {"sparq": [scores, "top_k_select", "attend"], "dense": ["attend"], "select": ["top_k_select"]}
     assert [launch.kernel for launch in found] == names[case.launcher]
     return found
-
-
-def large(launch: Compiled) -> bool:
-    """Whether its tiles of keys are cut, as its group is large."""
-    return launch.kernel != "top_k_select" and launch.case.G > 16
 
 
 def bits(launch: Compiled) -> int:
@@ -141,8 +125,6 @@ def test_nothing_spills_and_a_program_fits_on_a_processor(version: str, case: Ca
 @fast
 def test_keys_and_values_come_in_loads_of_16_bytes(version: str, case: Case) -> None:
     for launch in launches(version, case):
-        if launch.kernel == "group_softmax" or (large(launch) and launch.kernel == "sparq_code_scores"):
-            continue  # a tile of codes has less for a thread
         if launch.kernel != "top_k_select" and not fills_loads(launch):
             continue
         if launch.kernel == "top_k_select" and launch.constants["TILE"]:
@@ -166,12 +148,9 @@ def test_the_check_of_loads_sees_caches_that_are_not_aligned() -> None:
 @by_case
 def test_matrix_units_multiply_16_bits_and_nothing_rounds_float32(version: str, case: Case) -> None:
     for launch in launches(version, case):
-        multiplies = launch.kernel not in ("top_k_select", "group_softmax")
-        # Codes are multiplied in float32, or as sums of three products: what is rounded to 16 bits would choose others.
+        multiplies = launch.kernel != "top_k_select"
+        # Codes are multiplied in float32: products rounded to 16 bits would select other keys.
         coded = launch.kernel == "sparq_code_scores"
-        if coded and large(launch):
-            assert 0 < count(launch, MATRIX) == count(launch, "TF32")
-            continue
         assert (count(launch, MATRIX) > 0) == (multiplies and itemsize(case) == 2 and not coded), launch.kernel
         assert count(launch, "TF32") == 0
         if coded:
@@ -194,9 +173,8 @@ def test_programs_share_what_is_read_and_keep_the_memory_busy(version: str, case
         numbers, constants, rows = launch.numbers, launch.constants, prod(launch.grid[1:])
         assert rows == case.B * case.Hkv
         items = case.S
-        if launch.kernel in ("top_k_select", "group_softmax"):
-            of_rows = launch.kernel == "group_softmax"
-            assert launch.grid[0] == (case.G if of_rows else -(-items // constants["BLOCK"]))
+        if launch.kernel == "top_k_select":
+            assert launch.grid[0] == -(-items // constants["BLOCK"])
             continue
         if launch.kernel in SCORES:
             coded = launch.kernel == "sparq_code_scores"
@@ -209,8 +187,8 @@ def test_programs_share_what_is_read_and_keep_the_memory_busy(version: str, case
         assert len(shares) + tail == launch.grid[0]
         assert min(shares) > 0
         assert sum(shares) * width * rows == items * width * case.B * case.Hkv
-        # Which has few bytes to ask for, and all at once; with a large group it writes more than it reads.
-        asks = items == case.S and launch.kernel != "sparq_code_scores" and not large(launch)
+        # Scores from codes ask for few bytes, and for all of them at once.
+        asks = items == case.S and launch.kernel != "sparq_code_scores"
         if asks and fills_loads(launch):
             at_once = min(programs_at_once(launch), prod(launch.grid) // PROCESSORS[case.architecture])
             assert at_once * (launch.stages - 1) * tile_bytes(launch) >= IN_FLIGHT, launch.kernel

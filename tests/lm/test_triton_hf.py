@@ -36,6 +36,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-one-head-each": {"num_key_value_heads": 4},
     "llama-one-head-for-all": {"num_key_value_heads": 1},
+    "llama-many-heads": {"num_attention_heads": 17, "num_key_value_heads": 1, "head_dim": 16, "hidden_size": 272},
     "qwen3": {},  # with q/k-norm
     "gemma3_text": {**ALTERNATING, "query_pre_attn_scalar": 48},  # with q/k-norm and a scale of its own
     "gpt_oss": {**ALTERNATING, "num_local_experts": 2, "num_experts_per_tok": 1},  # with attention sinks
@@ -296,6 +297,7 @@ DENSE: list[tuple[str, dict[str, Any]]] = [
     ("with a mask made elsewhere", {"attention_mask": OWN}),
     ("with a mask that is not left padding", {"attention_mask": HOLES}),
     ("with soft-capped scores", {"name": "gemma2"}),
+    ("with more than 16 query heads per KV head", {"name": "llama-many-heads"}),
     ("with attention sinks", {"name": "gpt_oss", "attn": "sparq:rank=16,top_k=8,reallocate=true"}),
 ]
 
