@@ -9,17 +9,15 @@ import torch
 
 from mlx_sparse.common.key_codes import GROUP, LARGEST, KeyCodes
 
-from ..packed_rows import Rows
 from .steps import deviation
 
 
-def code_keys(keys: Rows, left_padding: torch.Tensor | None, *, key_bits: int) -> KeyCodes:
+def code_keys(keys: torch.Tensor, left_padding: torch.Tensor | None, *, key_bits: int) -> KeyCodes:
     """Code the full groups of each row of ``keys (B, Hkv, S, D)``; 0 behind a row's last.
 
     Args:
         left_padding: ``(B,)`` first valid key of each row, from which its groups are counted.
     """
-    keys = keys[:]
     if left_padding is None:
         return code_groups(keys, key_bits=key_bits)
     S = keys.shape[2]
@@ -81,7 +79,9 @@ def _full(groups: int, S: int, left_padding: torch.Tensor) -> torch.Tensor:
     return torch.arange(groups, device=left_padding.device) < full[:, None, None, None]
 
 
-def key_spread(coded: KeyCodes, keys: Rows, left_padding: torch.Tensor | None, *, key_bits: int) -> torch.Tensor:
+def key_spread(
+    coded: KeyCodes, keys: torch.Tensor, left_padding: torch.Tensor | None, *, key_bits: int
+) -> torch.Tensor:
     """(sparq.22) of each component over the valid ones of ``keys (B, Hkv, S, D)``: float32 ``(B, Hkv, D)``."""
     S, groups = keys.shape[2], coded.lo.shape[-1]
     if groups == 0:

@@ -1,7 +1,6 @@
 """The operators of torch behind the signatures that all backends share: what `mlx_sparse.methods.table` names.
 
-Arguments have been checked. Slices of larger buffers are taken as they are. Decode steps read packed rows as they are;
-``keys[:]`` is rows as numbers, packed or not.
+Arguments have been checked. Slices of larger buffers are taken as they are.
 """
 
 from __future__ import annotations
@@ -14,8 +13,6 @@ from mlx_sparse.common.key_codes import KeyCodes
 from ..checks import check_head_dim, check_real, rows
 from ..launchers import saap as launchers
 from ..launchers import torch_ops
-from ..launchers.operands import operands
-from ..packed_rows import Rows
 
 ASSIGNED_AT_ONCE = 1 << 26  # inner products of keys with centroids that are held at once
 MASS_BLOCK = 128  # any block size gives the same log-sum-exp
@@ -23,29 +20,29 @@ MASS_BLOCK = 128  # any block size gives the same log-sum-exp
 
 def dense_attention(
     queries: torch.Tensor,
-    keys: Rows,
-    values: Rows,
+    keys: torch.Tensor,
+    values: torch.Tensor,
     *,
     scale: float,
     left_padding: torch.Tensor | None,
 ) -> torch.Tensor:
     """One query by our split-KV kernel, several by torch's attention."""
     if queries.shape[2] > 1:
-        return _prompt(queries, keys[:], values[:], scale, left_padding)
-    keys, values, packed = operands(keys, values)
-    out: torch.Tensor = torch_ops.dense_decode(queries, keys, values, scale, left_padding, **packed)[0]
+        return _prompt(queries, keys, values, scale, left_padding)
+    out: torch.Tensor = torch_ops.dense_decode(queries, rows(keys), rows(values), scale, left_padding)[0]
     return out
 
 
-def dense_lse(queries: torch.Tensor, keys: Rows, *, scale: float, left_padding: torch.Tensor | None) -> torch.Tensor:
+def dense_lse(
+    queries: torch.Tensor, keys: torch.Tensor, *, scale: float, left_padding: torch.Tensor | None
+) -> torch.Tensor:
     """Float32 log-sum-exp of dense causal attention, ``(B, Hq, L)``: what retained mass is measured against."""
     L, S = queries.shape[2], keys.shape[2]
+    queries, keys = rows(queries), rows(keys)
     lse: torch.Tensor
     if L == 1:
-        *both, packed = operands(keys, keys)
-        lse = torch_ops.dense_decode(queries, *both, scale, left_padding, **packed)[1]
+        lse = torch_ops.dense_decode(queries, keys, keys, scale, left_padding)[1]
         return lse
-    queries, keys = rows(queries), rows(keys[:])
     if left_padding is None:
         lse = torch_ops.attend_blocks(queries, keys, keys, None, MASS_BLOCK, scale)[1]
         return lse
@@ -60,8 +57,8 @@ def dense_lse(queries: torch.Tensor, keys: Rows, *, scale: float, left_padding: 
 
 def sparq_attention(
     queries: torch.Tensor,
-    keys: Rows,
-    values: Rows,
+    keys: torch.Tensor,
+    values: torch.Tensor,
     *,
     rank: int,
     top_k: int,
@@ -75,15 +72,14 @@ def sparq_attention(
     left_padding: torch.Tensor | None,
     key_bits: int = 16,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One step of SparQ (sparq.1) to (sparq.10), (sparq.21); of packed rows without ``keys_t`` (quantised.2)."""
-    if keys_t is None and isinstance(keys, torch.Tensor):
+    """One step of SparQ (sparq.1) to (sparq.10), (sparq.21)."""
+    if keys_t is None:
         keys_t = keys.transpose(-1, -2)
     coded = tuple(keys_t) if isinstance(keys_t, KeyCodes) else (keys_t,)
-    keys, values, packed = operands(keys, values)
     result: tuple[torch.Tensor, torch.Tensor] = torch_ops.sparq_decode(
         queries,
-        keys,
-        values,
+        rows(keys),
+        rows(values),
         coded[0],
         rank,
         top_k,
@@ -95,20 +91,18 @@ def sparq_attention(
         value_mean if reallocate else None,
         key_bits,
         *coded[1:],
-        **packed,
     )
     return result
 
 
 def attend_indices(
-    queries: torch.Tensor, keys: Rows, values: Rows, indices: torch.Tensor, *, scale: float
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, indices: torch.Tensor, *, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Exact attention over listed keys (sparq.7)."""
     if indices.dtype != torch.int32:  # a number of 64 bits must not become a key's by losing some
         indices = torch.where((indices >= 0) & (indices < keys.shape[2]), indices, -1).to(torch.int32)
-    keys, values, packed = operands(keys, values)
     result: tuple[torch.Tensor, torch.Tensor] = torch_ops.attend_indices(
-        queries, keys, values, indices, scale, **packed
+        queries, rows(keys), rows(values), indices, scale
     )
     return result
 
@@ -173,8 +167,8 @@ def sample_select(
 
 def saap_attention(
     queries: torch.Tensor,
-    keys: Rows,
-    values: Rows,
+    keys: torch.Tensor,
+    values: torch.Tensor,
     *,
     bucket_ids: torch.Tensor,
     visited: torch.Tensor,
@@ -190,9 +184,8 @@ def saap_attention(
     offsets, key_ids = launchers.saap_index(
         places, buckets=visited.shape[2], sink_tokens=sink_tokens, left_padding=left_padding
     )
-    keys, values, packed = operands(keys, values)
     result: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch_ops.saap_decode(
-        queries, keys, values, slots, offsets, key_ids, covered, sink_tokens, S, scale, left_padding, **packed
+        queries, rows(keys), rows(values), slots, offsets, key_ids, covered, sink_tokens, S, scale, left_padding
     )
     return result
 
@@ -218,9 +211,8 @@ def saap_route(queries: torch.Tensor, *, probes: int, **network: torch.Tensor | 
     return visited
 
 
-def masked_mean(rows: Rows, left_padding: torch.Tensor | None) -> torch.Tensor:
+def masked_mean(rows: torch.Tensor, left_padding: torch.Tensor | None) -> torch.Tensor:
     """(sparq.9) float32 mean of ``rows (B, Hkv, S, D)`` over the valid keys: ``(B, Hkv, D)``."""
-    rows = rows[:]
     if left_padding is None:
         return rows.mean(dim=2, dtype=torch.float32)
     S = rows.shape[2]
@@ -229,9 +221,8 @@ def masked_mean(rows: Rows, left_padding: torch.Tensor | None) -> torch.Tensor:
     return torch.where(valid[:, None, :, None], rows, 0).sum(dim=2, dtype=torch.float32) / count
 
 
-def deviation(keys: Rows, left_padding: torch.Tensor | None) -> torch.Tensor:
+def deviation(keys: torch.Tensor, left_padding: torch.Tensor | None) -> torch.Tensor:
     """(sparq.1) float32 standard deviation of each component over the valid keys: ``(B, Hkv, D)``."""
-    keys = keys[:]
     centred = keys.float() - masked_mean(keys, left_padding)[:, :, None, :]
     return masked_mean(centred**2, left_padding).sqrt()
 

@@ -22,18 +22,6 @@ def widen(loaded, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def rounded(number, dtype: tl.constexpr, UPCAST: tl.constexpr):
-    """Float32 to the nearest number of ``dtype``. With bfloat16 the interpreter would cut: there it stays as wide."""
-    if UPCAST:
-        bits = number.to(tl.uint32, bitcast=True)
-        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
-        found = tl.where(tl.abs(number) < float("inf"), nearest.to(tl.float32, bitcast=True), number)
-    else:
-        found = number.to(dtype)
-    return found
-
-
-@triton.jit
 def rounded_up(length):
     """The next multiple of 16. Masks that end there leave loads of 16 bytes whole."""
     return tl.cdiv(length, 16) * 16

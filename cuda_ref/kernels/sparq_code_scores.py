@@ -2,7 +2,7 @@
 
 Grid (splits of the coded keys and one program for the tail, Hkv, B). A program reads RANK components of `blocks`
 tiles of BLOCK_S keys: RANK * (BITS / 8 + 1 / 16) bytes a key, once for the whole group; the last one, where a group is
-not full, RANK * itemsize bytes of each of its keys, or their packed rows. It writes G float32 logits or bytes a key,
+not full, RANK * itemsize bytes of each of its keys. It writes G float32 logits or bytes a key,
 and for each tile and query head their largest and the sum of exponentials.
 
 Tiles are counted from a row's first valid key, so that codes are read in whole lines. There are as many as the longest
@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 
 from .numbers import GROUP, NO_WEIGHT, finite, narrowed, rounded_down
-from .rows import row_tile
-from .sparq_scores import chosen_of_rows, component_at, component_ranks, logit_factors, query_components
+from .sparq_scores import component_at, component_ranks, logit_factors, query_components
 
 
 @triton.jit
@@ -85,8 +84,6 @@ def of_bytes(ranges, ROWS: tl.constexpr, GROUPS: tl.constexpr, TIMES: tl.constex
 def tail_logits(
     queries,
     keys,
-    key_scales,
-    key_biases,
     centre,
     before,
     s,
@@ -96,33 +93,20 @@ def tail_logits(
     D: tl.constexpr,
     G: tl.constexpr,
     RANK: tl.constexpr,
-    ROW_BITS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    UPCAST: tl.constexpr,
 ):
     """(sparq.21) without its factor for keys ``s`` that are not coded: ``(BLOCK_G, keys)``."""
     at = first_key + s.to(tl.int64) * stride_kn
-    if key_scales is not None:
-        k = row_tile(keys, key_scales, key_biases, at, s < length, D, ROW_BITS, GROUP_SIZE, BLOCK_D, UPCAST)
-        d = tl.arange(0, BLOCK_D)
-        k = k.to(tl.float32) - tl.load(centre + d, mask=d < D, other=0.0)[None, :]
-        k, q = chosen_of_rows(k, queries, before, D, G, RANK, BLOCK_D, BLOCK_G)
-        found = tl.dot(tl.trans(q.to(tl.float32)), tl.trans(k), input_precision="ieee")
-    else:
-        found = tl.zeros([BLOCK_G, s.shape[0]], tl.float32)
-        for first in tl.static_range(0, RANK, BLOCK_R):
-            rank = first + tl.arange(0, BLOCK_R)
-            wanted = rank < RANK
-            component = component_at(before, rank)
-            q = tl.trans(query_components(queries, component, wanted, D, G, BLOCK_G).to(tl.float32))
-            k = tl.load(
-                keys + at[None, :] + component[:, None], mask=wanted[:, None] & (s < length)[None, :], other=0.0
-            )
-            middle = tl.load(centre + component, mask=wanted, other=0.0)
-            found = tl.dot(q, k.to(tl.float32) - middle[:, None], found, input_precision="ieee")
+    found = tl.zeros([BLOCK_G, s.shape[0]], tl.float32)
+    for first in tl.static_range(0, RANK, BLOCK_R):
+        rank = first + tl.arange(0, BLOCK_R)
+        wanted = rank < RANK
+        component = component_at(before, rank)
+        q = tl.trans(query_components(queries, component, wanted, D, G, BLOCK_G).to(tl.float32))
+        k = tl.load(keys + at[None, :] + component[:, None], mask=wanted[:, None] & (s < length)[None, :], other=0.0)
+        middle = tl.load(centre + component, mask=wanted, other=0.0)
+        found = tl.dot(q, k.to(tl.float32) - middle[:, None], found, input_precision="ieee")
     return found
 
 
@@ -155,9 +139,7 @@ def sparq_code_scores(
     lo,  # (B, Hkv, D, groups) float16, last stride 1
     step,  # likewise, with the same strides
     centre,  # (B, Hkv, D) float32
-    keys,  # (B, Hkv, length, D), last stride 1: read behind the last full group; of packed rows codes, as in `attend`
-    key_scales,  # (B, Hkv, length, D / GROUP_SIZE), or None for keys that are not packed
-    key_biases,  # likewise
+    keys,  # (B, Hkv, length, D), last stride 1: read behind the last full group
     component_weight,  # (B, Hkv, D) float32, or None for the paper's rule
     left_padding,  # (B,) int32, or None
     logits,  # out: (B, Hkv, G, stride_l) float32 or uint8, see `narrowed`; from the line of the first valid key on
@@ -174,20 +156,17 @@ def sparq_code_scores(
     stride_rb,
     stride_rh,
     stride_rd,
-    stride_kb,  # in elements, of packed rows in rows
+    stride_kb,
     stride_kh,
     stride_kn,
     D: tl.constexpr,
     G: tl.constexpr,
     RANK: tl.constexpr,
     BITS: tl.constexpr,
-    ROW_BITS: tl.constexpr,  # of a component of packed rows
-    GROUP_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_S: tl.constexpr,  # keys of a tile
-    UPCAST: tl.constexpr,
 ):
     split, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = (b * tl.num_programs(1) + h).to(tl.int64)
@@ -245,8 +224,6 @@ def sparq_code_scores(
         approximate = tail_logits(
             queries,
             keys,
-            key_scales,
-            key_biases,
             centre,
             before,
             s,
@@ -256,12 +233,8 @@ def sparq_code_scores(
             D,
             G,
             RANK,
-            ROW_BITS,
-            GROUP_SIZE,
-            BLOCK_D,
             BLOCK_G,
             BLOCK_R,
-            UPCAST,
         )
         approximate = tl.where((s < length)[None, :], approximate * factor[:, None], float("-inf"))
         write_tile(logits, statistics, approximate, s, stride_l, heads, g < G, tiles - 1, tiles, stride_l)

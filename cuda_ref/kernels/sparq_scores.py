@@ -2,15 +2,13 @@
 
 Grid (splits of the keys, Hkv, B). A program finds the components of its KV head for itself, D numbers against thousands
 of keys, and reads RANK components of `blocks * BLOCK_S` keys: RANK * itemsize bytes a key, once for the whole group. It
-writes G float32 logits a key, and for each query head their largest and the sum of exponentials. Packed rows are read
-whole, D * BITS / 8 + 2 * D / GROUP_SIZE * itemsize bytes a key, and all their components unpacked, RANK of which count.
+writes G float32 logits a key, and for each query head their largest and the sum of exponentials.
 """
 
 import triton
 import triton.language as tl
 
 from .numbers import finite, rounded_up, widen
-from .rows import row_tile
 
 
 @triton.jit
@@ -57,24 +55,6 @@ def query_components(queries, component, wanted, D: tl.constexpr, G: tl.constexp
 
 
 @triton.jit
-def chosen_of_rows(
-    k,
-    queries,
-    before,
-    D: tl.constexpr,
-    G: tl.constexpr,
-    RANK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-):
-    """Whole keys ``k (rows, BLOCK_D)`` and the group's queries ``(BLOCK_D, BLOCK_G)``, 0 in what was not chosen."""
-    d = tl.arange(0, BLOCK_D)
-    chosen = before < RANK
-    q = query_components(queries, d, chosen & (d < D), D, G, BLOCK_G)
-    return tl.where(chosen[None, :], k, tl.zeros_like(k)) if RANK < D else k, q
-
-
-@triton.jit
 def logit_factors(
     queries,
     before,
@@ -97,9 +77,7 @@ def logit_factors(
 @triton.jit(do_not_specialize=["length", "blocks"])
 def sparq_scores(
     queries,  # (B, Hkv, G, D)
-    keys_t,  # (B, Hkv, D, length), last stride 1 where it is to be fast; of packed rows codes, as in `attend`
-    key_scales,  # (B, Hkv, length, D / GROUP_SIZE), or None for keys that are not packed
-    key_biases,  # likewise
+    keys_t,  # (B, Hkv, D, length), last stride 1 where it is to be fast
     component_weight,  # (B, Hkv, D) float32, or None for the paper's rule
     left_padding,  # (B,) int32, or None
     logits,  # out: (B, Hkv, G, stride_l) float32, -inf for keys that are not valid
@@ -109,15 +87,13 @@ def sparq_scores(
     blocks,  # of BLOCK_S keys, of a program
     scale,
     stride_l,
-    stride_kb,  # in elements, of packed rows in rows
+    stride_kb,
     stride_kh,
     stride_kd,
     stride_ks,
     D: tl.constexpr,
     G: tl.constexpr,
     RANK: tl.constexpr,
-    BITS: tl.constexpr,  # of a component of packed rows
-    GROUP_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -151,27 +127,18 @@ def sparq_scores(
     for start in range(split * share, tl.minimum((split + 1) * share, length), BLOCK_S):
         # Keys are the rows of the product: matrix units take 16 rows, but 8 columns, which a group fills better.
         s = start + tl.arange(0, BLOCK_S)
-        if key_scales is not None:
-            at = first_key + s.to(tl.int64) * stride_ks
-            k = row_tile(keys_t, key_scales, key_biases, at, s < length, D, BITS, GROUP_SIZE, BLOCK_D, UPCAST)
-            k, q = chosen_of_rows(k, queries, before, D, G, RANK, BLOCK_D, BLOCK_G)
-            approximate = tl.dot(k, widen(q, UPCAST), input_precision="ieee")
-        else:
-            approximate = tl.zeros([BLOCK_S, BLOCK_G], tl.float32)
-            for first in tl.static_range(0, RANK, BLOCK_R):
-                rank = first + tl.arange(0, BLOCK_R)
-                component = component_at(before, rank)
-                q = query_components(queries, component, rank < RANK, D, G, BLOCK_G)
-                k = tl.load(
-                    keys_t
-                    + first_key
-                    + component[None, :].to(tl.int64) * stride_kd
-                    + s[:, None].to(tl.int64) * stride_ks,
-                    mask=(rank < RANK)[None, :] & (s < readable)[:, None],
-                    other=0.0,
-                    eviction_policy="evict_first",
-                )
-                approximate = tl.dot(widen(k, UPCAST), widen(q, UPCAST), approximate, input_precision="ieee")
+        approximate = tl.zeros([BLOCK_S, BLOCK_G], tl.float32)
+        for first in tl.static_range(0, RANK, BLOCK_R):
+            rank = first + tl.arange(0, BLOCK_R)
+            component = component_at(before, rank)
+            q = query_components(queries, component, rank < RANK, D, G, BLOCK_G)
+            k = tl.load(
+                keys_t + first_key + component[None, :].to(tl.int64) * stride_kd + s[:, None].to(tl.int64) * stride_ks,
+                mask=(rank < RANK)[None, :] & (s < readable)[:, None],
+                other=0.0,
+                eviction_policy="evict_first",
+            )
+            approximate = tl.dot(widen(k, UPCAST), widen(q, UPCAST), approximate, input_precision="ieee")
         valid = (s < length) & (s >= first_valid)
         approximate = tl.where(valid[:, None], approximate * factor[None, :], float("-inf"))
         tl.store(

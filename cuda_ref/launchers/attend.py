@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from ..kernels.attend import attend as kernel
-from ..packed_rows import Rows
 from . import configs
-from .launch import Launch, packing, power_of_2, result_like, row_arguments, upcast
+from .launch import Launch, power_of_2, result_like, strides, upcast
 
 PROGRAMS_PER_PROCESSOR = 2  # splits are made until there are so many
 BLOCK_SPLITS = 8  # merged at a time
@@ -29,8 +28,8 @@ class Reallocation:
 
 def attend(
     queries: torch.Tensor,
-    keys: Rows,
-    values: Rows,
+    keys: torch.Tensor,
+    values: torch.Tensor,
     indices: torch.Tensor | None,
     *,
     scale: float,
@@ -43,7 +42,7 @@ def attend(
 
     Args:
         queries: ``(B, Hq, 1, D)``, contiguous.
-        keys, values: ``(B, Hkv, S, D)``, last stride 1; both packed alike, with parts `in_step`, or neither.
+        keys, values: ``(B, Hkv, S, D)``, last stride 1.
         indices: ``(B, Hkv, N)`` int32, any number that is no key's = empty slot; None for all keys from
             ``left_padding`` on.
         counts: ``(B, Hkv)`` int32, contiguous; entries from there on are empty slots. Programs share out what is before
@@ -62,7 +61,6 @@ def attend(
     tiles = chosen.dense if indices is None else chosen.listed
     BLOCK_D = power_of_2(D, 16)
     BLOCK_N = configs.rows(tiles, BLOCK_D, keys.itemsize)
-    bits, group_size = packing(keys)
     share = configs.share(entries, BLOCK_N, B * Hkv, PROGRAMS_PER_PROCESSOR, queries.device)
     grid = (max(1, -(-entries // share)), Hkv, B)
     if counts is not None:
@@ -78,8 +76,10 @@ def attend(
         grid,
         {
             "queries": queries,
-            **row_arguments("key", keys),
-            **row_arguments("value", values),
+            "keys": keys,
+            "values": values,
+            **strides("k", keys),
+            **strides("v", values),
             "indices": indices,
             "counts": counts,
             "left_padding": left_padding,
@@ -102,8 +102,6 @@ def attend(
         {
             "D": D,
             "G": G,
-            "BITS": bits,
-            "GROUP_SIZE": group_size,
             "BLOCK_D": BLOCK_D,
             "BLOCK_G": power_of_2(G, 16),
             "BLOCK_N": BLOCK_N,
@@ -114,8 +112,7 @@ def attend(
         },
         {
             "num_warps": configs.warps(tiles, BLOCK_D, keys.itemsize),
-            # Without matrix units a tile that is unpacked ahead of its product would wait for it in registers.
-            "num_stages": 1 if bits and keys.itemsize == 4 else tiles.stages,
+            "num_stages": tiles.stages,
         },
     ).run()
     return out.to(queries.dtype), lse
@@ -129,8 +126,8 @@ def programs_for_counts(rows: int, entries: int, block: int, device: torch.devic
 
 def attend_indices(
     queries: torch.Tensor,
-    keys: Rows,
-    values: Rows,
+    keys: torch.Tensor,
+    values: torch.Tensor,
     indices: torch.Tensor,
     *,
     counts: torch.Tensor | None = None,
@@ -142,8 +139,8 @@ def attend_indices(
 
 def dense_decode(
     queries: torch.Tensor,
-    keys: Rows,
-    values: Rows,
+    keys: torch.Tensor,
+    values: torch.Tensor,
     *,
     scale: float,
     left_padding: torch.Tensor | None,

@@ -37,11 +37,6 @@ EVERYWHERE = [  # on every version and its architectures
     Case("dense", 0),
 ]
 CODED = Case("sparq", 90, key_bits=4, padded=True)  # on every version
-# On the version of the environment: scores by the rows, and the tail of a copy from them.
-PACKED = [
-    Case("sparq", 80, row_bits=4, rank=128, padded=True),
-    Case("sparq", 90, "bfloat16", row_bits=8, group_size=32, key_bits=4, padded=True),
-]
 ODD = Case("sparq", 90, D=80, S=4097, odd=True)
 OTHERS = [  # on the version of the environment
     # What needs most shared memory, where there is least and where there is most.
@@ -58,16 +53,7 @@ OTHERS = [  # on the version of the environment
     Case("sparq", 100, G=1, Hkv=32, rank=16, S=4096, key_bits=8, weighted=True, reallocate=True),
     Case("sparq", 90, "float32", rank=64, D=256, S=16384, key_bits=8),
 ]
-PACKED_OTHERS = [  # with --every
-    Case("sparq", 90, row_bits=4, rank=32, D=64, weighted=True),
-    Case("sparq", 80, "bfloat16", row_bits=2, group_size=32, rank=256, D=256, G=8, Hkv=4),
-    Case("sparq", 90, row_bits=3, rank=128, reallocate=True),
-    Case("sparq", 80, row_bits=6, group_size=128, rank=128, G=16, Hkv=2),
-    Case("sparq", 100, "float32", row_bits=4, rank=128),
-    Case("dense", 100, row_bits=4, padded=True),
-    Case("dense", 80, "float32", row_bits=8, D=256),
-]
-ONCE = [*some(OTHERS, 1), *some(PACKED, 1), *some(PACKED_OTHERS, 0), ODD]
+ONCE = [*some(OTHERS, 1), ODD]
 
 
 def cases(version: str) -> list[Case]:
@@ -92,28 +78,16 @@ def launches(version: str, case: Case) -> list[Compiled]:
 
 def bits(launch: Compiled) -> int:
     """Of a component of a key, as the launch reads it."""
-    return int(launch.constants["BITS"] or 8 * itemsize(launch.case))
-
-
-def components(launch: Compiled) -> int:
-    """Of a key, that the first launch reads: of packed rows all."""
-    packed = launch.kernel == "sparq_scores" and launch.constants["BITS"]
-    return int(launch.constants["D" if packed else "RANK"])
+    return int(launch.constants.get("BITS") or 8 * itemsize(launch.case))
 
 
 def tile_bytes(launch: Compiled) -> int:
-    """What a program asks for at a time: components of keys, or rows of keys and values; of packed rows the codes."""
+    """What a program asks for at a time: components of keys, or rows of keys and values."""
     constants = launch.constants
     if launch.kernel in SCORES:
-        count = -(-components(launch) // constants["BLOCK_R"]) * constants["BLOCK_R"]
+        count = -(-constants["RANK"] // constants["BLOCK_R"]) * constants["BLOCK_R"]
         return count * constants["BLOCK_S"] * bits(launch) // 8
     return 2 * constants["BLOCK_N"] * constants["BLOCK_D"] * bits(launch) // 8
-
-
-def fills_loads(launch: Compiled) -> bool:
-    """Whether a thread has 16 bytes to load: not of codes across words, and not of a few bits or a few rows."""
-    case = launch.case
-    return case.row_bits == 16 or (case.row_bits in (4, 8) and itemsize(case) == 2)
 
 
 @by_case
@@ -125,8 +99,6 @@ def test_nothing_spills_and_a_program_fits_on_a_processor(version: str, case: Ca
 @fast
 def test_keys_and_values_come_in_loads_of_16_bytes(version: str, case: Case) -> None:
     for launch in launches(version, case):
-        if launch.kernel != "top_k_select" and not fills_loads(launch):
-            continue
         if launch.kernel == "top_k_select" and launch.constants["TILE"]:
             assert count(launch, r"\bLDG\S*\.[US]8\b") == 0  # bytes come four at a time
             continue
@@ -178,7 +150,7 @@ def test_programs_share_what_is_read_and_keep_the_memory_busy(version: str, case
             continue
         if launch.kernel in SCORES:
             coded = launch.kernel == "sparq_code_scores"
-            items, width = case.S // 64 * 64 if coded else case.S, components(launch) * bits(launch) // 8
+            items, width = case.S // 64 * 64 if coded else case.S, constants["RANK"] * bits(launch) // 8
             share, tail = numbers["blocks"] * constants["BLOCK_S"], coded and (case.S % 64 > 0 or case.padded)
         else:
             items, share, width, tail = numbers["entries"], numbers["share"], 2 * case.D * bits(launch) // 8, False
@@ -189,6 +161,6 @@ def test_programs_share_what_is_read_and_keep_the_memory_busy(version: str, case
         assert sum(shares) * width * rows == items * width * case.B * case.Hkv
         # Scores from codes ask for few bytes, and for all of them at once.
         asks = items == case.S and launch.kernel != "sparq_code_scores"
-        if asks and fills_loads(launch):
+        if asks:
             at_once = min(programs_at_once(launch), prod(launch.grid) // PROCESSORS[case.architecture])
             assert at_once * (launch.stages - 1) * tile_bytes(launch) >= IN_FLIGHT, launch.kernel
