@@ -12,7 +12,7 @@ import models_table
 import pytest
 
 from mlx_sparse import cli
-from mlx_sparse.common.families import UNFIT
+from mlx_sparse.lm.unfit_models import UNFIT
 from mlx_sparse.tools.models import notes, survey, table
 
 FACTS, MLX_LM = models_table.read(models_table.FACTS)

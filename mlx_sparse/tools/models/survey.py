@@ -22,13 +22,12 @@ import mlx_lm.models
 from mlx_lm.models import base
 from mlx_lm.models.cache import make_prompt_cache
 
+from ...api.call_report import Report
 from ...checks import ConfigError, meant
-from ...common import reasons
-from ...common.call_report import Report
-from ...common.model_info import leaves
 from ...lm import seam
 from ...lm.model import Attn, NothingServed, has_qk_norm, sparse
-from ...methods import SparQ, Step
+from ...methods import SparQ, Step, reasons
+from ...model_info import leaves
 from . import tiny
 
 PROMPT, STEPS = 96, 4

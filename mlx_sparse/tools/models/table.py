@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from mlx_lm.utils import MODEL_REMAPPING
 
-from ...common.families import UNFIT
+from ...lm.unfit_models import UNFIT
 from ..formats import table
 from . import notes
 from .survey import Facts
