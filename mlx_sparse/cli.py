@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 from .checks import ConfigError, Parser, SparseAttentionError
-from .common.extras import naming_missing
+from .extras import naming_missing
 
 # mlx-lm's commands that take --attn, as subcommands of ours.
 HOSTED = ("generate", "chat", "server", "benchmark", "cache_prompt", "evaluate")

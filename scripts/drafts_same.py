@@ -35,7 +35,7 @@ from mlx_lm.sample_utils import make_sampler
 from tqdm import tqdm
 
 import mlx_sparse
-from mlx_sparse.common.files import cache_directory
+from mlx_sparse.files import cache_directory
 from mlx_sparse.lm.drafts import steps
 from mlx_sparse.lm.drafts.figures import DraftFigures
 from mlx_sparse.tools.formats import table

@@ -20,12 +20,11 @@ import mlx_lm.models
 from mlx_lm.models import base
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_sparse.common import reasons
-from mlx_sparse.common.call_report import Report
-from mlx_sparse.common.model_info import leaves
+from mlx_sparse.api.call_report import Report
 from mlx_sparse.lm import seam
 from mlx_sparse.lm.model import Attn, NothingServed, has_qk_norm, sparse
-from mlx_sparse.methods import SparQ, Step
+from mlx_sparse.methods import SparQ, Step, reasons
+from mlx_sparse.model_info import leaves
 
 PROMPT, STEPS = 96, 4
 FEW = "sparq:rank=4,top_k=4,dense_below=0"  # keys: the answer is another

@@ -27,13 +27,13 @@ from tiny_models import build, prompt_of, write
 
 import mlx_sparse
 from mlx_sparse.checks import ConfigError
-from mlx_sparse.common import reasons
-from mlx_sparse.common.packed_rows import PackedRows
 from mlx_sparse.lm.dense import many_rows
 from mlx_sparse.lm.drafts import steps
 from mlx_sparse.lm.drafts.pace import MOST
 from mlx_sparse.lm.drafts.setup import UNEVEN, check_company, draft
 from mlx_sparse.lm.model import plan_of
+from mlx_sparse.methods import reasons
+from mlx_sparse.ops.packed_rows import PackedRows
 
 SPARQ = "sparq:rank=2,top_k=8,dense_below=0"
 GOOD = "sparq:rank=16,top_k=96,key_bits=16,dense_below=0"  # drafts that are mostly right

@@ -11,7 +11,7 @@ import models_survey as survey
 import models_table
 import pytest
 
-from mlx_sparse.common.families import UNFIT
+from mlx_sparse.lm.unfit_models import UNFIT
 
 FACTS, MLX_LM = models_table.read(models_table.FACTS)
 KNOWN = {found.family: found for found in FACTS}
