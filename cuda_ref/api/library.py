@@ -14,7 +14,7 @@ from .. import checks
 
 
 class Torch:
-    """`mlx_sparse.common.call.Library` of torch, whose one backend is `triton`."""
+    """`mlx_sparse.api.checked_call.Library` of torch, whose one backend is `triton`."""
 
     xp: Any = torch
 
