@@ -17,14 +17,13 @@ from transformers.modeling_utils import AttentionInterface
 
 from mlx_sparse.api.call_report import Counts, Report
 from mlx_sparse.checks import ConfigError
-from mlx_sparse.methods import NEVER, QK_NORMS, SparQ, reasons
+from mlx_sparse.methods import NEVER, QK_NORMS, SparQ, Step, nvidia_kind, reasons
 from mlx_sparse.methods.stats import dense_elements
 
 from ..availability import interpreted
 from ..launchers import configs
-from . import calibrate, require
+from . import require
 from .cache import Origin, SparQCache, dense_layer, origin_of
-from .calibrate import layer_of
 from .padding import Padding, mask, padding_of
 
 NAME = "sparq"
@@ -178,12 +177,17 @@ def _call_reasons(
 
 
 def _shortest_context(cache: SparQCache, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor) -> int:
-    """Keys from which a step is sparse; it may be measured now."""
-    B, Hkv, S, D = key.shape
-    layer = layer_of(B * Hkv, query.shape[1] // Hkv, D, key.dtype, key.device)
-    found = calibrate.CALIBRATION.of(_resolve(cache, module), layer, S, measures=cache.calibrate)
-    cache.thresholds[layer] = found
-    return int(found.value)
+    """Return the keys from which a step is sparse: by `dense_below`, or else by the documented model."""
+    B, Hkv, _, D = key.shape
+    step = Step(B * Hkv, query.shape[1] // Hkv, D, key.element_size(), gpu_kind(key.device))
+    if step not in cache.thresholds:
+        cache.thresholds[step] = _resolve(cache, module).shortest_context(step)
+    return cache.thresholds[step]
+
+
+def gpu_kind(device: torch.device) -> str:
+    """Return the kind of GPU for `Step`; an empty string for the CPU."""
+    return nvidia_kind(configs.capability(device)) if device.type == "cuda" else ""
 
 
 @cache

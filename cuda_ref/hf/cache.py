@@ -11,9 +11,8 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from mlx_sparse.api.call_report import Report
 from mlx_sparse.checks import ConfigError
-from mlx_sparse.methods import SparQ, parse
+from mlx_sparse.methods import NEVER, SparQ, Step, parse
 from mlx_sparse.methods.scoring_keys import KeyCodes
-from mlx_sparse.thresholds import Layer, Threshold, describe
 
 from ..launchers import torch_ops
 from . import require
@@ -170,13 +169,10 @@ class SparQCache(DynamicCache):
     Args:
         config: ``model.config``.
         attn: ``"sparq[:key=value,...]"`` or a `mlx_sparse.methods.SparQ`.
-        calibrate: whether the first step over a context that is long enough measures from how many keys on SparQ pays
-            on this GPU: once for each shape of layers, in 3 seconds. What was measured before holds in any case, and a
-            documented model where nothing was.
 
     Attributes:
         report: what the attention calls did, counted while the model runs.
-        thresholds: from where on steps are sparse, by the sizes of layers that were asked for.
+        thresholds: keys from which steps are sparse, by the sizes of the layers that have run.
 
     Raises:
         ConfigError: ``attn`` is wrong or does not fit the model, the model was not loaded with
@@ -184,11 +180,11 @@ class SparQCache(DynamicCache):
         BackendUnavailable: Triton's kernels cannot run here.
     """
 
-    def __init__(self, config: PreTrainedConfig, attn: str | SparQ = "sparq", *, calibrate: bool = False) -> None:
+    def __init__(self, config: PreTrainedConfig, attn: str | SparQ = "sparq") -> None:
         require()
         if not isinstance(config, PreTrainedConfig):
             raise ConfigError(f"config: expected model.config of a transformers model, got {type(config).__name__}.")
-        self.attn, self.calibrate = _sparq(attn), calibrate
+        self.attn = _sparq(attn)
         text = config.get_text_config(decoder=True)
         if text._attn_implementation != "sparq":
             raise ConfigError(
@@ -202,9 +198,9 @@ class SparQCache(DynamicCache):
         # Let transformers read the layer types; plain full-attention layers become ours.
         super().__init__(config=config)
         self.layers = [SparQLayer() if type(layer) is DynamicLayer else layer for layer in self.layers]
-        self.thresholds: dict[Layer, Threshold] = {}
+        self.thresholds: dict[Step, int] = {}
         self.report = Report(str(self.attn), "triton", config.model_type, config._name_or_path, len(self.layers))
-        self.report.outlook = partial(_outlook, self.thresholds)
+        self.report.outlook = partial(_outlook, self.thresholds, "modelled" if self.attn.measurable else "given")
         self.report.dense_layers.update(reason for layer in self.layers if (reason := dense_layer(layer)))
         self.report.served_layers = len(self.layers) - self.report.dense_layers.total()
         if self.report.served_layers == 0:
@@ -234,9 +230,10 @@ class SparQCache(DynamicCache):
         return tagged, values
 
 
-def _outlook(thresholds: dict[Layer, Threshold]) -> list[str]:
-    """Lines of the report; not of the cache, which would be held by its own report then."""
-    return [describe(found) for found in dict.fromkeys(thresholds.values())]
+def _outlook(thresholds: dict[Step, int], how: str) -> list[str]:
+    """Return lines of the report. A method of the cache would make the cache refer to itself through its report."""
+    lengths = ("never sparse" if keys >= NEVER else f"sparse from {keys:,} keys on" for keys in thresholds.values())
+    return [f"{length} ({how})" for length in dict.fromkeys(lengths)]
 
 
 def dense_layer(layer: Any) -> str | None:

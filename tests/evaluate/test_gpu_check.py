@@ -25,7 +25,6 @@ TESTS = (
     "evaluate/test_triton_bench",
     "lm/test_triton_hf",
     "lm/test_triton_hf_cache",
-    "lm/test_triton_hf_calibrate",
     "conformance/test_decode",
     "conformance/test_prompts",
     "conformance/test_buckets",
