@@ -18,7 +18,6 @@ SCRIPT = ROOT / "scripts" / "gpu_check.sh"
 TESTS = (
     "kernels/test_triton_kernels",
     "kernels/test_triton_select",
-    "kernels/test_triton_packed",
     "kernels/test_triton_saap",
     "kernels/test_triton_sample",
     "kernels/test_triton_blocks",
