@@ -102,7 +102,7 @@ class SparQLayer(DynamicLayer):
             mean=settings["reallocate"],
             spread=config.component_score == "query_key",
             padding=padding,
-            key_bits=settings["key_bits"],
+            coded=config.key_bits < 16,
         )
         coded = tuple(keys_t) if isinstance(keys_t, KeyCodes) else (keys_t,)
         result: tuple[torch.Tensor, torch.Tensor] = torch_ops.sparq_decode(
@@ -113,12 +113,10 @@ class SparQLayer(DynamicLayer):
             settings["rank"],
             settings["top_k"],
             settings["local_window"],
-            settings["group_reduce"],
             deviation,
             scale,
             None if padding is None else padding.first,
             value_mean,
-            settings["key_bits"],
             *coded[1:],
         )
         return result
@@ -129,14 +127,14 @@ class SparQLayer(DynamicLayer):
         mean: bool,
         spread: bool,
         padding: Padding | None,
-        key_bits: int = 16,
+        coded: bool = False,
     ) -> tuple[torch.Tensor | KeyCodes, torch.Tensor | None, torch.Tensor | None]:
         """Return ``keys_t (B, Hkv, D, S)`` or its codes, and `Buffers.statistics`, of all rows in use."""
         assert self.buffers is not None
-        if key_bits < 16:
+        if coded:
             assert self.keys is not None
             value_mean, _ = self.buffers.statistics(mean=mean, spread=False, padding=padding)
-            codes = self.buffers.coded(key_bits, padding)
+            codes = self.buffers.coded(padding)
             return codes.read(), value_mean, codes.spread(self.keys) if spread else None
         return self.buffers.columns(), *self.buffers.statistics(mean=mean, spread=spread, padding=padding)
 

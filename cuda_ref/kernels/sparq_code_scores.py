@@ -1,7 +1,7 @@
 """SparQ's first step over keys in few bits: approximate logits of all keys from codes of the chosen components.
 
 Grid (splits of the coded keys and one program for the tail, Hkv, B). A program reads RANK components of `blocks`
-tiles of BLOCK_S keys: RANK * (BITS / 8 + 1 / 16) bytes a key, once for the whole group; the last one, where a group is
+tiles of BLOCK_S keys: RANK * 9 / 16 bytes a key, once for the whole group; the last one, where a group is
 not full, RANK * itemsize bytes of each of its keys. It writes G float32 logits or bytes a key,
 and for each tile and query head their largest and the sum of exponentials.
 
@@ -30,17 +30,16 @@ def coded_logits(
     D: tl.constexpr,
     G: tl.constexpr,
     RANK: tl.constexpr,
-    BITS: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
     """(sparq.21) without its factor for the coded keys of a ``tile``: ``(BLOCK_G, BLOCK_S)``.
 
-    ``q lo`` is summed once for the keys of a group. ``step code`` rounds nothing, 11 bits times 8, so ``q (step code)``
+    ``q lo`` is summed once for the keys of a group. ``step code`` rounds nothing, 11 bits times 4, so ``q (step code)``
     is ``(q step) code`` but for a rounding less, and costs one product for all heads.
     """
-    BYTES: tl.constexpr = 8 * BITS  # of a group
+    BYTES: tl.constexpr = GROUP // 2  # of a group
     GROUPS: tl.constexpr = BLOCK_S // GROUP
     group = tile * GROUPS + tl.arange(0, GROUPS)
     byte = tile * (GROUPS * BYTES) + tl.arange(0, GROUPS * BYTES)
@@ -65,13 +64,9 @@ def coded_logits(
         )
         widths = of_bytes(width, BLOCK_R, GROUPS, BYTES)
         base = tl.dot(q, least, base, input_precision="ieee")
-        if BITS == 8:
-            first_keys = tl.dot(q, packed.to(tl.float32) * widths, first_keys, input_precision="ieee")
-        else:
-            first_keys = tl.dot(q, (packed & 15).to(tl.float32) * widths, first_keys, input_precision="ieee")
-            second_keys = tl.dot(q, (packed >> 4).to(tl.float32) * widths, second_keys, input_precision="ieee")
-    found = first_keys if BITS == 8 else tl.interleave(first_keys, second_keys)
-    return found + of_bytes(base, BLOCK_G, GROUPS, GROUP)
+        first_keys = tl.dot(q, (packed & 15).to(tl.float32) * widths, first_keys, input_precision="ieee")
+        second_keys = tl.dot(q, (packed >> 4).to(tl.float32) * widths, second_keys, input_precision="ieee")
+    return tl.interleave(first_keys, second_keys) + of_bytes(base, BLOCK_G, GROUPS, GROUP)
 
 
 @triton.jit
@@ -135,7 +130,7 @@ def write_margin(logits, first, end, heads, there, stride_l):
 @triton.jit(do_not_specialize=["length", "blocks", "tiles"])
 def sparq_code_scores(
     queries,  # (B, Hkv, G, D)
-    codes,  # (B, Hkv, D, groups * 8 * BITS) uint8, last stride 1: of each row from its first valid key on
+    codes,  # (B, Hkv, D, groups * 32) uint8, last stride 1: of each row from its first valid key on
     lo,  # (B, Hkv, D, groups) float16, last stride 1
     step,  # likewise, with the same strides
     centre,  # (B, Hkv, D) float32
@@ -162,7 +157,6 @@ def sparq_code_scores(
     D: tl.constexpr,
     G: tl.constexpr,
     RANK: tl.constexpr,
-    BITS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -209,7 +203,6 @@ def sparq_code_scores(
                 D,
                 G,
                 RANK,
-                BITS,
                 BLOCK_G,
                 BLOCK_R,
                 BLOCK_S,

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from mlx_sparse.methods.scoring_keys import GROUP, KeyCodes
+from mlx_sparse.methods.scoring_keys import CODE_BITS, GROUP, KeyCodes
 
 from ..kernels.sparq_code_scores import sparq_code_scores as code_kernel
 from ..kernels.sparq_scores import sparq_scores as kernel
@@ -103,7 +103,6 @@ def sparq_code_scores(
     keys: torch.Tensor,
     coded: KeyCodes,
     *,
-    key_bits: int,
     narrow: bool,
     rank: int,
     component_weight: torch.Tensor | None,
@@ -127,7 +126,7 @@ def sparq_code_scores(
     tiles = configs.config(queries.device).scores
     BLOCK_D = power_of_2(D, 32)
     warps = configs.score_warps(tiles, BLOCK_D)
-    BLOCK_S = 32 * warps * 16 * 8 // (CODE_COMPONENTS * key_bits)  # a load of 16 bytes for each thread
+    BLOCK_S = 32 * warps * 16 * 8 // (CODE_COMPONENTS * CODE_BITS)  # a load of 16 bytes for each thread
     full = S // GROUP * GROUP  # of the longest row
     share = configs.share(full, BLOCK_S, B * Hkv, PROGRAMS_PER_PROCESSOR, queries.device)
     tail = int(full < S or left_padding is not None)
@@ -165,7 +164,6 @@ def sparq_code_scores(
             "D": D,
             "G": G,
             "RANK": rank,
-            "BITS": key_bits,
             "BLOCK_D": BLOCK_D,
             "BLOCK_G": power_of_2(G),
             "BLOCK_R": CODE_COMPONENTS,
@@ -183,21 +181,18 @@ def sparq_select(
     rank: int,
     top_k: int,
     local_window: int,
-    group_reduce: str,
     component_weight: torch.Tensor | None,
     scale: float,
     left_padding: torch.Tensor | None,
     keys: torch.Tensor | None = None,
-    key_bits: int = 16,
     exact: bool = False,
 ) -> tuple[torch.Tensor, GroupScores]:
     """Choose the keys of one decode step: ``indices (B, Hkv, min(top_k, S))`` int32, and what they were chosen by.
 
     Args:
-        keys_t: component-major keys, with fewer ``key_bits`` than 16 coded ones.
+        keys_t: component-major keys or their codes.
         keys: ``(B, Hkv, S, D)``, last stride 1; needed for those that are not coded.
-        exact: whether the logits have to be float32, as reallocation reads them. Sums of logits always are, and those
-            of keys of 16 bits.
+        exact: whether the logits have to be float32, as reallocation reads them. Those of keys of 16 bits always are.
     """
     scoring: dict[str, Any] = {
         "rank": rank,
@@ -207,9 +202,9 @@ def sparq_select(
     }
     if isinstance(keys_t, KeyCodes):
         assert keys is not None
-        narrow = not exact and group_reduce == "softmax"
+        narrow = not exact
         S = keys.shape[2]
-        scores = sparq_code_scores(queries, keys, keys_t, key_bits=key_bits, narrow=narrow, **scoring)
+        scores = sparq_code_scores(queries, keys, keys_t, narrow=narrow, **scoring)
     else:
         S = keys_t.shape[3]
         scores = sparq_scores(queries, keys_t, **scoring)
@@ -219,7 +214,6 @@ def sparq_select(
         top_k=top_k,
         local_window=local_window,
         left_padding=left_padding,
-        sum_softmax=group_reduce == "softmax",
     )
     return indices, scores
 

@@ -56,6 +56,9 @@ REMOVED: Mapping[tuple[str, str, object], str] = {
     ("*", "verify", "*"): "was removed: multi-token calls are dense",
     ("sparq", "preset", "appendix_b"): "was removed: write preset=paper,local_window=0,reallocate=true",
     ("sparq", "preset", "eval"): "was removed: write preset=paper,top_k=129,local_window=33",
+    ("*", "group_reduce", "*"): "was removed: scores are summed over the group after the softmax",
+    ("sparq", "key_bits", 8): "was removed: write key_bits=4, or key_bits=16 for the keys as they are",
+    ("saap", "mode", "kmeans"): "was removed: write mode=trained for the networks of the artefact, or mode=online",
 }
 
 

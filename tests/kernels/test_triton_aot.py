@@ -50,8 +50,8 @@ OTHERS = [  # on the version of the environment
     Case("dense", 90, "float32"),
     Case("select", 90, S=500_000, top_k=4096),
     Case("sparq", 80, "bfloat16", G=16, Hkv=2, D=96, S=16385, key_bits=4),
-    Case("sparq", 100, G=1, Hkv=32, rank=16, S=4096, key_bits=8, weighted=True, reallocate=True),
-    Case("sparq", 90, "float32", rank=64, D=256, S=16384, key_bits=8),
+    Case("sparq", 100, G=1, Hkv=32, rank=16, S=4096, key_bits=4, weighted=True, reallocate=True),
+    Case("sparq", 90, "float32", rank=64, D=256, S=16384, key_bits=4),
 ]
 ONCE = [*some(OTHERS, 1), ODD]
 
@@ -78,7 +78,7 @@ def launches(version: str, case: Case) -> list[Compiled]:
 
 def bits(launch: Compiled) -> int:
     """Of a component of a key, as the launch reads it."""
-    return int(launch.constants.get("BITS") or 8 * itemsize(launch.case))
+    return 4 if launch.kernel == "sparq_code_scores" else 8 * itemsize(launch.case)
 
 
 def tile_bytes(launch: Compiled) -> int:
