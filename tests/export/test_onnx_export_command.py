@@ -114,30 +114,21 @@ def test_parameters_come_from_a_file_too(run: Callable[..., str], llama: Path, t
         ),
         (["--max-length", "9" * 30], "--max-length: expected an integer of at least 1 and at most 2147483647, got 999"),
         (["--max-length", "many"], "--max-length: invalid int value: 'many'"),
-        (["--dense-below", "soon"], "--dense-below: expected auto or a number of keys, got 'soon'"),
+        (["--dense-below", "soon"], "--dense-below: invalid int value: 'soon'"),
         (["--dense-below", "-1"], "--dense-below: expected an integer of at least 0 and at most 2147483647, got -1"),
         (["--dense-below", "9", "--method", "dense"], "--dense-below: .* --method that decodes densely, got 9"),
         (["--dense-below", "9", "--method", "sample"], "--dense-below: .* --method that decodes densely, got 9"),
         (["--dense-below", "9", "--method", "sparq:dense_below=5"], "--dense-below: .* beside dense_below=5 .*, got 9"),
-        (
-            ["--dense-below", "auto", "--inline"],
-            "--dense-below: expected a number beside --inline, .*, got auto",
-        ),
+        (["--dense-below", "auto"], "--dense-below: auto was removed: give a number"),
+        (["--dense-below=auto"], "--dense-below: auto was removed: give a number"),
+        (["--kv-bits", "4"], "--kv-bits: was removed: files have float caches"),
+        (["--static", "1,1"], "--static: was removed: run onnxruntime.tools.make_dynamic_shape_fixed"),
+        (["--method", "quest"], "--method: quest was removed: use sparq"),
         (
             ["--method", "sparq:key_bits=4"],
             r"key_bits: expected 16 for a file .*, got 4\. Give --native",
         ),
         (["--method", "sparq:key_bits=4", "--native", "--inline"], "key_bits: expected 16 beside --inline, got 4"),
-        (["--method", "quest"], r"--method: expected dense, sparq, .*, got 'quest'"),
-        (["--dense-below", "auto", "--method", "saap:artefact=f"], "--dense-below: .* with saap, .*, got auto"),
-        (
-            ["--dense-below", "auto", "--max-length", "64", "--method", "sparq:rank=4"],
-            "--dense-below: .* fewer than 256 tokens, .* --max-length 64",
-        ),
-        (
-            ["--kv-bits", "4", "--dense-below", "auto"],
-            "--dense-below: expected a number beside --kv-bits, .*, got auto",
-        ),
         (["--fast"], "unrecognized arguments: --fast"),
     ],
 )
@@ -145,6 +136,15 @@ def test_wrong_arguments_are_refused(
     run: Callable[..., str], llama: Path, tmp_path: Path, options: list[str], expected: str
 ) -> None:
     assert_refused(run(llama, *options), expected, tmp_path)
+
+
+def test_dense_below_is_a_setting_of_the_method(run: Callable[..., str], llama: Path, tmp_path: Path) -> None:
+    settings = ["--max-length", "64"]
+    given = run(llama, "--method", SPARQ, "--dense-below", "33", *settings)
+    written = run(llama, "--method", f"{SPARQ},dense_below=33", *settings, out="other")
+    assert given.partition(": ")[2] == written.partition(": ")[2]
+    nodes = onnx.load(tmp_path / "out" / "model.onnx", load_external_data=False).graph.node
+    assert {a.i for node in nodes for a in node.attribute if a.name == "dense_below"} == {33}
 
 
 def changed(folder: Path, **config: Any) -> Path:
