@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
@@ -31,6 +29,7 @@ from ..runtime import native as kernels
 from ..runtime.genai import ends_of, write_config
 from .decoder import Decoder, Target
 from .families import check_modules, family_of
+from .folder import check_free, emerging
 from .graph import DataFile, Graph
 from .methods import DECODE, sample
 from .verify.compare import Agreement, compare
@@ -212,19 +211,6 @@ def methods_of(text: str, attn_config: str | Path | None) -> tuple[Sample | None
     return prompts, next(iter(configs.values()), Dense())
 
 
-def check_free(folder: Path) -> None:
-    """Raise `ConfigError` unless ``folder`` can become the result without loss."""
-    if not folder.exists() and not folder.is_symlink():
-        return
-    if folder.is_symlink() or not folder.is_dir() or any(folder.iterdir()):
-        raise ConfigError(f"-o: expected a folder that is empty or does not exist, got {folder}. Nothing was written.")
-    if folder.is_mount() or folder.samefile(Path.cwd()):
-        raise ConfigError(
-            f"-o: expected a folder that can be replaced, got a mount point or the current folder: {folder}. "
-            "Name a new folder inside it."
-        )
-
-
 def load(model: str) -> tuple[Any, Path, Mapping[str, Any]]:
     """mlx-lm's model with its weights not yet read, its folder and its config.json.
 
@@ -278,23 +264,6 @@ def own_type(model: Any) -> str:
     if name not in build.TYPES:
         raise ConfigError(f"--model: expected weights of type {', '.join(build.TYPES)}, got {name}. Give --dtype.")
     return name
-
-
-@contextmanager
-def emerging(folder: Path) -> Iterator[Path]:
-    """A folder beside ``folder`` to write to. It takes the name in one step at the end, or is removed."""
-    missing = [parent for parent in folder.parents if not parent.exists()]
-    made = folder.parent / f".{folder.name}.{os.getpid()}.partial"
-    try:
-        made.mkdir(parents=True)
-        yield made
-        made.rename(folder)  # an empty folder gives way, anything else does not
-    except BaseException:
-        shutil.rmtree(made, ignore_errors=True)
-        for parent in missing:
-            with suppress(OSError):
-                parent.rmdir()
-        raise
 
 
 def _write(

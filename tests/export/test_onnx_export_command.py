@@ -7,7 +7,10 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ import tiny_models
 from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_sparse.onnx_export.exporter import command, decoder, export, weights
+from mlx_sparse.onnx_export.exporter.folder import emerging
 from mlx_sparse.onnx_export.exporter.methods.sparq import SparQDecoding
 from mlx_sparse.onnx_export.exporter.verify import compare, session
 
@@ -358,6 +362,35 @@ def test_being_ended_leaves_nothing_behind(
     monkeypatch.setattr(export, "reference", lambda *args: os.kill(os.getpid(), signal.SIGTERM))
     assert_refused(run(llama, "--method", SPARQ), "interrupted", tmp_path)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_leftovers_of_killed_exports_are_removed_and_others_stay(
+    run: Callable[..., str], llama: Path, tmp_path: Path
+) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "file").write_text("theirs")
+    (tmp_path / ".out.link.partial").symlink_to(theirs)
+    (tmp_path / ".other.1.partial").mkdir()
+    kill = "import os, signal; from pathlib import Path; from mlx_sparse.onnx_export.exporter.folder import emerging\n"
+    kill += f"with emerging(Path({str(tmp_path / 'out')!r})) as made:\n    (made / 'model.onnx.data').write_text('x')\n"
+    killed = subprocess.run([sys.executable, "-c", kill + "    os.kill(os.getpid(), signal.SIGKILL)"], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert len(list(tmp_path.glob(".out.*.partial"))) == 2
+    with emerging(tmp_path / "out") as running:
+        (running / "file").touch()
+        run(llama, "--method", SPARQ, "--max-length", "64")
+        assert {path.name for path in tmp_path.glob(".out.*.partial")} == {".out.link.partial", running.name}
+        assert (running / "file").exists()
+        shutil.rmtree(tmp_path / "out")
+    assert (theirs / "file").exists()
+    assert (tmp_path / ".other.1.partial").exists()
+
+
+def test_the_folder_has_the_rights_that_new_folders_have(run: Callable[..., str], llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "new").mkdir()
+    run(llama, "--method", SPARQ, "--max-length", "64")
+    assert (tmp_path / "out").stat().st_mode == (tmp_path / "new").stat().st_mode
 
 
 def test_caches_beyond_memory_are_refused(
