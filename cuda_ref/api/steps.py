@@ -63,13 +63,11 @@ def sparq_attention(
     top_k: int,
     local_window: int,
     reallocate: bool,
-    group_reduce: str,
     component_weight: torch.Tensor | None,
     keys_t: torch.Tensor | KeyCodes | None,
     value_mean: torch.Tensor | None,
     scale: float,
     left_padding: torch.Tensor | None,
-    key_bits: int = 16,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One step of SparQ (sparq.1) to (sparq.10), (sparq.21); of packed rows without ``keys_t`` (quantised.2)."""
     if keys_t is None and isinstance(keys, torch.Tensor):
@@ -84,12 +82,10 @@ def sparq_attention(
         rank,
         top_k,
         local_window,
-        group_reduce,
         component_weight,
         scale,
         left_padding,
         value_mean if reallocate else None,
-        key_bits,
         *coded[1:],
         **packed,
     )

@@ -109,12 +109,12 @@ class Buffers:
         B, Hkv, capacity, D = self.keys.shape
         self.keys_t = self.keys.new_empty(B, Hkv, D, capacity)
 
-    def coded(self, key_bits: int, padding: Padding | None, length: int) -> Codes:
-        """The first keys in use in so few bits."""
+    def coded(self, padding: Padding | None, length: int) -> Codes:
+        """The first keys in use as int4 scoring keys."""
         first = None if padding is None else padding.first
         kept = self.codes
-        if kept is None or kept.key_bits != key_bits or not _same(kept.padding, padding):
-            self.codes = kept = Codes(self.keys, key_bits, first)
+        if kept is None or not _same(kept.padding, padding):
+            self.codes = kept = Codes(self.keys, first)
             self.keys_t, self.transposed = None, 0
         kept.padding = first
         kept.extend(self.keys, length)

@@ -128,7 +128,7 @@ class SparQLayer(DynamicLayer):
             mean=settings["reallocate"],
             spread=config.component_score == "query_key",
             padding=padding,
-            key_bits=settings["key_bits"],
+            coded=config.key_bits < 16,
             length=length,
         )
         coded = tuple(keys_t) if isinstance(keys_t, KeyCodes) else (keys_t,)
@@ -140,12 +140,10 @@ class SparQLayer(DynamicLayer):
             settings["rank"],
             settings["top_k"],
             settings["local_window"],
-            settings["group_reduce"],
             deviation,
             scale,
             None if padding is None else padding.first,
             value_mean,
-            settings["key_bits"],
             *coded[1:],
         )
         return result
@@ -156,17 +154,17 @@ class SparQLayer(DynamicLayer):
         mean: bool,
         spread: bool,
         padding: Padding | None,
-        key_bits: int = 16,
+        coded: bool = False,
         length: int | None = None,
     ) -> tuple[torch.Tensor | KeyCodes, torch.Tensor | None, torch.Tensor | None]:
         """``keys_t (B, Hkv, D, length)`` or its codes, and `Buffers.statistics`; by default of all rows in use."""
         assert self.buffers is not None
         length = self.buffers.length if length is None else length
         of: dict[str, Any] = {"padding": padding, "length": length}
-        if key_bits < 16:
+        if coded:
             assert self.keys is not None
             value_mean, _ = self.buffers.statistics(mean=mean, spread=False, **of)
-            codes = self.buffers.coded(key_bits, **of)
+            codes = self.buffers.coded(**of)
             return codes.read(), value_mean, codes.spread(self.keys[:, :, :length]) if spread else None
         return self.buffers.columns(length), *self.buffers.statistics(mean=mean, spread=spread, **of)
 

@@ -1,7 +1,7 @@
 """SparQ's first step over keys in few bits: approximate logits of all keys from codes of the chosen components.
 
 Grid (splits of the coded keys and one program for the tail, Hkv, B). A program reads RANK components of `blocks`
-tiles of BLOCK_S keys: RANK * (BITS / 8 + 1 / 16) bytes a key, once for the whole group; the last one, where a group is
+tiles of BLOCK_S keys: RANK * 9 / 16 bytes a key, once for the whole group; the last one, where a group is
 not full, RANK * itemsize bytes of each of its keys, or their packed rows. It writes G float32 logits or bytes a key,
 and for each tile and query head their largest and the sum of exponentials.
 
@@ -32,21 +32,20 @@ def coded_logits(
     D: tl.constexpr,
     G: tl.constexpr,
     RANK: tl.constexpr,
-    BITS: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
     """(sparq.21) without its factor for the coded keys of a ``tile``: ``(BLOCK_G, BLOCK_S)``.
 
-    ``q lo`` is summed once for the keys of a group. ``step code`` rounds nothing, 11 bits times 8, so ``q (step code)``
+    ``q lo`` is summed once for the keys of a group. ``step code`` rounds nothing, 11 bits times 4, so ``q (step code)``
     is ``(q step) code`` but for a rounding less, and costs one product for all heads. Large groups are multiplied on
     the matrix units, as sums of three products of TF32 numbers, which keep 22 bits, and with ``lo + step code`` at
     once. ``kept`` are their queries, if all components are multiplied at once.
     """
     MANY: tl.constexpr = BLOCK_G > SMALL_GROUP
     PRECISION: tl.constexpr = "tf32x3" if MANY else "ieee"
-    BYTES: tl.constexpr = 8 * BITS  # of a group
+    BYTES: tl.constexpr = GROUP // 2  # of a group
     GROUPS: tl.constexpr = BLOCK_S // GROUP
     group = tile * GROUPS + tl.arange(0, GROUPS)
     byte = tile * (GROUPS * BYTES) + tl.arange(0, GROUPS * BYTES)
@@ -78,12 +77,9 @@ def coded_logits(
             leasts = of_bytes(least, BLOCK_R, GROUPS, BYTES)
         else:
             base = tl.dot(q, least, base, input_precision="ieee")
-        if BITS == 8:
-            first_keys = tl.dot(q, numbers(packed, widths, leasts), first_keys, input_precision=PRECISION)
-        else:
-            first_keys = tl.dot(q, numbers(packed & 15, widths, leasts), first_keys, input_precision=PRECISION)
-            second_keys = tl.dot(q, numbers(packed >> 4, widths, leasts), second_keys, input_precision=PRECISION)
-    found = first_keys if BITS == 8 else tl.interleave(first_keys, second_keys)
+        first_keys = tl.dot(q, numbers(packed & 15, widths, leasts), first_keys, input_precision=PRECISION)
+        second_keys = tl.dot(q, numbers(packed >> 4, widths, leasts), second_keys, input_precision=PRECISION)
+    found = tl.interleave(first_keys, second_keys)
     if not MANY:
         found += of_bytes(base, BLOCK_G, GROUPS, GROUP)
     return found
@@ -173,7 +169,7 @@ def write_margin(logits, first, end, heads, there, stride_l):
 @triton.jit(do_not_specialize=["length", "blocks", "tiles"])
 def sparq_code_scores(
     queries,  # (B, Hkv, G, D)
-    codes,  # (B, Hkv, D, groups * 8 * BITS) uint8, last stride 1: of each row from its first valid key on
+    codes,  # (B, Hkv, D, groups * 32) uint8, last stride 1: of each row from its first valid key on
     lo,  # (B, Hkv, D, groups) float16, last stride 1
     step,  # likewise, with the same strides
     centre,  # (B, Hkv, D) float32
@@ -202,7 +198,6 @@ def sparq_code_scores(
     D: tl.constexpr,
     G: tl.constexpr,
     RANK: tl.constexpr,
-    BITS: tl.constexpr,
     ROW_BITS: tl.constexpr,  # of a component of packed rows
     GROUP_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -258,7 +253,6 @@ def sparq_code_scores(
                 D,
                 G,
                 RANK,
-                BITS,
                 BLOCK_G,
                 BLOCK_R,
                 BLOCK_S,

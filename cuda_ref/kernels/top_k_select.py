@@ -104,9 +104,7 @@ def row_softmax(statistics, splits, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def head_score(
-    logits, statistics, softmax, g, s, tile, readable, stride_l, splits, SUM_SOFTMAX: tl.constexpr, MANY: tl.constexpr
-):
+def head_score(logits, statistics, softmax, g, s, tile, readable, stride_l, splits, MANY: tl.constexpr):
     """What query head ``g`` gives to keys ``s``, which are in these tiles where their logits are of 8 bits.
 
     The ``softmax`` of MANY heads is there already.
@@ -124,26 +122,23 @@ def head_score(
             if tl.program_id(0) == 0:
                 tl.store(softmax + g * 2, largest)
                 tl.store(softmax + g * 2 + 1, factor)
-        if SUM_SOFTMAX:
-            logit = tl.exp(logit - largest) * factor
+        logit = tl.exp(logit - largest) * factor
     return logit
 
 
 @triton.jit
-def group_scores(
-    logits, statistics, softmax, s, tile, readable, stride_l, splits, G: tl.constexpr, SUM_SOFTMAX: tl.constexpr
-):
+def group_scores(logits, statistics, softmax, s, tile, readable, stride_l, splits, G: tl.constexpr):
     """(sparq.4), (sparq.5): what the group gives to keys ``s``; without ``statistics`` scores as they are."""
     score = tl.zeros(s.shape, tl.float32)
     if G <= 8:  # all at once; more do not fit into the registers
         for g in tl.static_range(G):
-            score += head_score(logits, statistics, softmax, g, s, tile, readable, stride_l, splits, SUM_SOFTMAX, False)
+            score += head_score(logits, statistics, softmax, g, s, tile, readable, stride_l, splits, False)
     elif G <= SMALL_GROUP:
         for g in range(G):
-            score += head_score(logits, statistics, softmax, g, s, tile, readable, stride_l, splits, SUM_SOFTMAX, False)
+            score += head_score(logits, statistics, softmax, g, s, tile, readable, stride_l, splits, False)
     else:
         for g in tl.range(0, G, loop_unroll_factor=4):  # so that what is loaded is waited for together
-            score += head_score(logits, statistics, softmax, g, s, tile, readable, stride_l, splits, SUM_SOFTMAX, True)
+            score += head_score(logits, statistics, softmax, g, s, tile, readable, stride_l, splits, True)
     return score
 
 
@@ -217,7 +212,6 @@ def top_k_select(
     stride_l,
     G: tl.constexpr,
     BLOCK: tl.constexpr,
-    SUM_SOFTMAX: tl.constexpr,
     ALIGNED: tl.constexpr,  # rows of logits can be read up to the next multiple of 16 keys
     TILE: tl.constexpr,  # coded keys that logits of 8 bits count from one largest logit; 0 for float32
 ):
@@ -239,7 +233,7 @@ def top_k_select(
         first_valid = tl.load(left_padding + b)
         readable &= s >= rounded_down(first_valid)
     within = tile_of(s, first_valid, length, splits, TILE) if TILE else None
-    score = group_scores(logits, statistics, softmax, s, within, readable, stride_l, splits, G, SUM_SOFTMAX)
+    score = group_scores(logits, statistics, softmax, s, within, readable, stride_l, splits, G)
     bits = tl.where(s >= length - local_window, ALWAYS, ordered_bits(score))
     bits = tl.where(s < length, bits, NEVER)
     if left_padding is not None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from mlx_sparse.methods.scoring_keys import GROUP, KeyCodes
+from mlx_sparse.methods.scoring_keys import CODE_BITS, GROUP, KeyCodes
 
 from ..kernels.sparq_code_scores import sparq_code_scores as code_kernel
 from ..kernels.sparq_scores import sparq_scores as kernel
@@ -116,7 +116,6 @@ def sparq_code_scores(
     keys: Rows,
     coded: KeyCodes,
     *,
-    key_bits: int,
     narrow: bool,
     rank: int,
     component_weight: torch.Tensor | None,
@@ -140,7 +139,7 @@ def sparq_code_scores(
     tiles = configs.config(queries.device).scores
     BLOCK_D = power_of_2(D, 32)
     warps = max(tiles.warps, BLOCK_D // 32)  # a thread for each component, as in `sparq_scores`
-    BLOCK_S = 32 * warps * 16 * 8 // (CODE_COMPONENTS * key_bits)  # a load of 16 bytes for each thread
+    BLOCK_S = 32 * warps * 16 * 8 // (CODE_COMPONENTS * CODE_BITS)  # a load of 16 bytes for each thread
     BLOCK_G, BLOCK_R = power_of_2(G), CODE_COMPONENTS
     if BLOCK_G > configs.SMALL_GROUP:
         BLOCK_S, BLOCK_R = max(GROUP, configs.PRODUCTS // BLOCK_G), power_of_2(min(rank, MOST_COMPONENTS), 16)
@@ -182,7 +181,6 @@ def sparq_code_scores(
             "D": D,
             "G": G,
             "RANK": rank,
-            "BITS": key_bits,
             "ROW_BITS": bits,
             "GROUP_SIZE": group_size,
             "BLOCK_D": BLOCK_D,
@@ -203,21 +201,18 @@ def sparq_select(
     rank: int,
     top_k: int,
     local_window: int,
-    group_reduce: str,
     component_weight: torch.Tensor | None,
     scale: float,
     left_padding: torch.Tensor | None,
     keys: Rows | None = None,
-    key_bits: int = 16,
     exact: bool = False,
 ) -> tuple[torch.Tensor, GroupScores]:
     """Choose the keys of one decode step: ``indices (B, Hkv, min(top_k, S))`` int32, and what they were chosen by.
 
     Args:
-        keys_t: component-major keys, with fewer ``key_bits`` than 16 coded ones. None for scores from packed rows.
+        keys_t: component-major keys or their codes. None for scores from packed rows.
         keys: ``(B, Hkv, S, D)``, last stride 1, or packed; needed for those that are not coded.
-        exact: whether the logits have to be float32, as reallocation reads them. Sums of logits always are, and those
-            of keys of 16 bits.
+        exact: whether the logits have to be float32, as reallocation reads them. Those of keys of 16 bits always are.
     """
     scoring: dict[str, Any] = {
         "rank": rank,
@@ -227,9 +222,9 @@ def sparq_select(
     }
     if isinstance(keys_t, KeyCodes):
         assert keys is not None
-        narrow = not exact and group_reduce == "softmax"
+        narrow = not exact
         S = keys.shape[2]
-        scores = sparq_code_scores(queries, keys, keys_t, key_bits=key_bits, narrow=narrow, **scoring)
+        scores = sparq_code_scores(queries, keys, keys_t, narrow=narrow, **scoring)
     elif keys_t is None:
         assert isinstance(keys, PackedRows)
         S = keys.shape[2]
@@ -243,7 +238,6 @@ def sparq_select(
         top_k=top_k,
         local_window=local_window,
         left_padding=left_padding,
-        sum_softmax=group_reduce == "softmax",
     )
     return indices, scores
 

@@ -28,12 +28,10 @@ def sparq_decode(
     rank: int,
     top_k: int,
     local_window: int,
-    group_reduce: str,
     component_weight: torch.Tensor | None,
     scale: float,
     left_padding: torch.Tensor | None,
     value_mean: torch.Tensor | None,
-    key_bits: int = 16,
     lo: torch.Tensor | None = None,
     step: torch.Tensor | None = None,
     centre: torch.Tensor | None = None,
@@ -45,18 +43,16 @@ def sparq_decode(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One step of SparQ: ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)``; reallocates to ``value_mean``.
 
-    With fewer ``key_bits`` than 16 ``keys_t`` are the codes of a `KeyCodes`; ``lo``, ``step``, ``centre`` are its rest.
+    If ``keys_t`` holds the codes of a `KeyCodes`, ``lo``, ``step`` and ``centre`` are its other arrays.
     Without ``keys_t`` scores come from packed rows.
     """
     return sparq.sparq_decode(
         queries.contiguous(),
         *rows_of(keys, values, row_bits, key_scales, key_biases, value_scales, value_biases),
-        keys_t if key_bits == 16 else KeyCodes(keys_t, lo, step, centre),
-        key_bits=key_bits,
+        keys_t if lo is None else KeyCodes(keys_t, lo, step, centre),
         rank=rank,
         top_k=top_k,
         local_window=local_window,
-        group_reduce=group_reduce,
         component_weight=_packed(component_weight),
         scale=scale,
         left_padding=_packed(left_padding),

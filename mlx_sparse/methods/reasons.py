@@ -40,7 +40,6 @@ UNCOUNTED = "over keys whose attention so far is not known"
 # SAAP: its layers, and what there is before RoPE.
 FIRST_LAYERS = "among the first (dense_layers)"
 NOT_IN_ARTEFACT = "that the artefact does not have"
-NOT_TRAINED = "without query networks in the artefact"
 NOT_WRITTEN = "with keys that another layer wrote"
 ROPE_NOT_A_MODULE = "with a rope that is no module of its own"
 CHANGED_AFTER_ROPE = "with a norm or another change after RoPE"

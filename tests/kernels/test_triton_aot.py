@@ -55,8 +55,8 @@ OTHERS = [  # on the version of the environment
     Case("dense", 90, "float32"),
     Case("select", 90, S=500_000, top_k=4096),
     Case("sparq", 80, "bfloat16", G=16, Hkv=2, D=96, S=16385, key_bits=4),
-    Case("sparq", 100, G=1, Hkv=32, rank=16, S=4096, key_bits=8, weighted=True, reallocate=True),
-    Case("sparq", 90, "float32", rank=64, D=256, S=16384, key_bits=8),
+    Case("sparq", 100, G=1, Hkv=32, rank=16, S=4096, key_bits=4, weighted=True, reallocate=True),
+    Case("sparq", 90, "float32", rank=64, D=256, S=16384, key_bits=4),
 ]
 PACKED_OTHERS = [  # with --every
     Case("sparq", 90, row_bits=4, rank=32, D=64, weighted=True),
@@ -75,7 +75,7 @@ LARGE_OTHERS = [  # with --every
     Case("sparq", 90, "bfloat16", G=128, Hkv=1, D=256, top_k=2048),
     Case("sparq", 100, G=128, row_bits=4, rank=128),
     Case("sparq", 90, "float32", G=32, Hkv=4),
-    Case("sparq", 80, G=128, key_bits=8, rank=64),
+    Case("sparq", 80, G=128, key_bits=4, rank=64),
 ]
 ONCE = [*some(OTHERS, 1), *some(PACKED, 1), *some(PACKED_OTHERS, 0), *some(LARGE, 1), *some(LARGE_OTHERS, 0), ODD]
 

@@ -28,7 +28,7 @@ def test_a_program_adds_up_the_softmax_of_all_its_blocks(monkeypatch: pytest.Mon
     monkeypatch.setattr(configs, "processors", lambda device: 1)
     case = Case(2, 4, 2, 1100, 64, "f32", padding=(0, 600))
     queries, keys, _ = tensors(case, *case.inputs())
-    selection = {"rank": 16, "top_k": 32, "local_window": 8, "group_reduce": "softmax", "scale": 0.125}
+    selection = {"rank": 16, "top_k": 32, "local_window": 8, "scale": 0.125}
     given = {"component_weight": None, "left_padding": padding(case)}
     _, scores = sparq.sparq_select(queries, component_major(keys), **selection, **given)
     logits = to_numpy(scores.logits).astype(np.float64)
@@ -104,22 +104,22 @@ def test_a_step_of_sparq_is_three_launches(monkeypatch: pytest.MonkeyPatch, S: i
 def test_a_step_with_codes_is_three_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(1, 4, 2, 200, 64, "f16")
     q, k, v = tensors(case, *case.inputs())
-    coded = cuda_ref.code_keys(k, key_bits=4)
+    coded = cuda_ref.code_keys(k)
     started = launches(monkeypatch)
     cuda_ref.sparq_attention(q, k, v, rank=16, top_k=32, key_bits=4, keys_t=coded)
     assert started == ["sparq_code_scores", "top_k_select", "attend"]
 
 
-@pytest.mark.parametrize(("key_bits", "narrow"), [(4, True), (8, True), (4, False)])
-def test_a_padded_row_is_scored_as_it_is_alone(key_bits: int, narrow: bool) -> None:
+@pytest.mark.parametrize("narrow", [True, False])
+def test_a_padded_row_is_scored_as_it_is_alone(narrow: bool) -> None:
     case = Case(5, 4, 2, 1400, 64, "f16", padding=(0, 9, 700, 1337, 1400))
     q, k, _ = tensors(case, *case.inputs())
 
     def logits(rows: slice, first: int, padding: torch.Tensor) -> torch.Tensor:
         keys = k[rows, :, first:]
-        coded = code_keys(keys, padding, key_bits=key_bits)
+        coded = code_keys(keys, padding)
         given = {"rank": 16, "component_weight": None, "scale": 0.125, "left_padding": padding}
-        return sparq.sparq_code_scores(q[rows], keys, coded, key_bits=key_bits, narrow=narrow, **given).logits
+        return sparq.sparq_code_scores(q[rows], keys, coded, narrow=narrow, **given).logits
 
     together = logits(slice(None), 0, padding(case))
     for b, first in enumerate(case.padding):
@@ -129,7 +129,7 @@ def test_a_padded_row_is_scored_as_it_is_alone(key_bits: int, narrow: bool) -> N
 
 
 def with_codes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[Any, ...]:
-    codes, *ranges = cuda_ref.code_keys(k, key_bits=4)
+    codes, *ranges = cuda_ref.code_keys(k)
     return q, k, v, codes, 8, 16, 4, "softmax", None, 0.1, None, None, 4, *ranges
 
 
@@ -173,7 +173,7 @@ def test_what_is_no_tensor_or_has_no_memory_is_refused() -> None:
 def test_codes_of_other_types_are_refused(part: str, dtype: torch.dtype, message: str) -> None:
     case = Case(1, 4, 2, 130, 64, "f16")
     q, k, v = tensors(case, *case.inputs())
-    coded = cuda_ref.code_keys(k, key_bits=4)
+    coded = cuda_ref.code_keys(k)
     coded = coded._replace(**{part: getattr(coded, part).to(dtype)})
     with pytest.raises(ConfigError, match=re.escape(message)):
         cuda_ref.sparq_attention(q, k, v, top_k=32, key_bits=4, keys_t=coded)

@@ -50,7 +50,7 @@ def buckets(keys: PackedRows, first: Any) -> dict[str, Any]:
 
 
 def copy(keys: PackedRows, first: Any) -> dict[str, Any]:
-    coded = cuda_ref.code_keys(keys, key_bits=4, left_padding=first)
+    coded = cuda_ref.code_keys(keys, left_padding=first)
     return {"keys_t": coded, "key_bits": 4, "rank": 16, "top_k": 32, "component_score": "query_key"}
 
 

@@ -107,7 +107,7 @@ def reference(name: str, config: SparQ) -> str:
         padding = None if mask is None else mask[:, 0, 0].int().argmax(dim=1).cpu().numpy()
         G = q.shape[1] // k.shape[1]
         of_model = config.for_model(qk_norm=hasattr(module, "q_norm"), grouped=G > 1)
-        selection = {"rank": config.rank, "top_k": config.top_k, "group_reduce": config.group_reduce}
+        selection = {"rank": config.rank, "top_k": config.top_k}
         selection |= {"local_window": check_local_window(config.local_window, config.top_k)}
         selection |= {"component_score": of_model.component_score, "scale": scaling, "key_bits": config.key_bits}
         reallocate = G == 1 if of_model.reallocate == "auto" else of_model.reallocate
@@ -147,7 +147,7 @@ def sparq_cache(name: str, attn: str | SparQ) -> hf.SparQCache:
 
 STEPS = [
     ("llama", "sparq:rank=16,top_k=12,key_bits=16", None),
-    ("llama", "sparq:rank=8,top_k=8,local_window=0,group_reduce=logits,key_bits=16", (0, 17)),
+    ("llama", "sparq:rank=8,top_k=8,local_window=0,key_bits=16", (0, 17)),
     ("llama", "sparq:rank=16,top_k=8,component_score=query_key,reallocate=true,key_bits=16", (9, 0)),
     ("llama-one-head-for-all", f"sparq:rank=64,top_k={PROMPT}", None),
     ("llama-one-head-each", "sparq:rank=16,top_k=8", None),  # reallocates: scores in float32
@@ -155,8 +155,8 @@ STEPS = [
     ("gemma3_text", "sparq:rank=16,top_k=8,key_bits=16", None),
     ("gpt_oss", "sparq:rank=16,top_k=8,key_bits=16", (0, 5)),
     # Sums of logits, which are never held in 8 bits.
-    ("llama", "sparq:rank=16,top_k=12,group_reduce=logits,key_bits=4", (0, 70)),
-    ("qwen3", "sparq:rank=8,top_k=12,group_reduce=logits,key_bits=8", None),
+    ("llama", "sparq:rank=16,top_k=12,key_bits=4", (0, 70)),
+    ("qwen3", "sparq:rank=8,top_k=12,key_bits=4", None),
 ]
 
 
@@ -217,7 +217,7 @@ def test_beam_search_finds_the_beams_of_the_oracle() -> None:
     ("attn", "length"),
     [
         ("sparq:rank=16,top_k=12,component_score=query_key,reallocate=true", PROMPT),
-        ("sparq:rank=16,top_k=12,component_score=query_key,group_reduce=logits,key_bits=4", 126),
+        ("sparq:rank=16,top_k=12,component_score=query_key,key_bits=4", 126),
     ],
 )
 def test_a_cropped_cache_goes_on_with_other_tokens(attn: str, length: int) -> None:
