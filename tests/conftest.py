@@ -52,7 +52,6 @@ SLOW = {
     "test_gpu_check.py": "reports",
     "test_install.py": "installations",
     "test_lm_commands.py": "commands",
-    "test_lm_drafts_same.py": "long answers",
     "test_lm_evaluate.py": "commands",
     "test_lm_load.py": "many requests at once",
     "test_lm_ranks.py": "several processes",
