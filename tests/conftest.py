@@ -11,7 +11,7 @@ import tier as tiers
 from absent import without
 from require import required
 
-from mlx_sparse.common import measured
+from mlx_sparse import measured
 
 # Triton reads this when its kernels are defined. Without an NVIDIA GPU they run on the CPU, in its interpreter.
 if not Path("/dev/nvidiactl").exists():
@@ -52,7 +52,6 @@ SLOW = {
     "test_gpu_check.py": "reports",
     "test_install.py": "installations",
     "test_lm_commands.py": "commands",
-    "test_lm_drafts_same.py": "long answers",
     "test_lm_evaluate.py": "commands",
     "test_lm_load.py": "many requests at once",
     "test_lm_ranks.py": "several processes",

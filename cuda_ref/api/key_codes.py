@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from mlx_sparse.common.key_codes import GROUP, LARGEST, KeyCodes
+from mlx_sparse.methods.scoring_keys import GROUP, LARGEST, KeyCodes
 
 from ..packed_rows import Rows
 from .steps import deviation

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from ..common.key_codes import GROUP, LARGEST, KeyCodes
-from ..common.packed_rows import Rows
+from ..methods.scoring_keys import GROUP, LARGEST, KeyCodes
+from .packed_rows import Rows
 from .select import take_rows
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..checks import check_choice
-from ..common.key_codes import GROUP, KEY_BITS, LARGEST, KeyCodes
+from ..methods.scoring_keys import GROUP, KEY_BITS, LARGEST, KeyCodes
 from .select import valid_keys
 
 Array = npt.NDArray[Any]

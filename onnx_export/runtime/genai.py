@@ -11,7 +11,7 @@ from typing import Any
 import onnx
 
 from mlx_sparse.checks import ArtefactError
-from mlx_sparse.common.files import replace_file
+from mlx_sparse.files import replace_file
 
 from ..defaults import PIECE
 from ..operators import RECURRENT

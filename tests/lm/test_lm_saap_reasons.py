@@ -16,11 +16,10 @@ import mlx_sparse
 from mlx_sparse import oracle
 from mlx_sparse.artefact import load
 from mlx_sparse.checks import ArtefactError, ConfigError
-from mlx_sparse.common import reasons
 from mlx_sparse.lm import rope as rope_module
 from mlx_sparse.lm.call import Call
 from mlx_sparse.lm.model import plan_of
-from mlx_sparse.methods import SAAP, Step
+from mlx_sparse.methods import SAAP, Step, reasons
 
 
 @pytest.fixture
