@@ -60,6 +60,9 @@ REMOVED: Mapping[tuple[str, str, object], str] = {
     ("export-onnx", "--kv-bits", "*"): "was removed: files have float caches; --dtype float16 takes the least memory",
     ("export-onnx", "--method", "quest"): "quest was removed: use sparq",
     ("export-onnx", "--static", "*"): "was removed: run onnxruntime.tools.make_dynamic_shape_fixed on the file",
+    ("*", "group_reduce", "*"): "was removed: scores are summed over the group after the softmax",
+    ("sparq", "key_bits", 8): "was removed: write key_bits=4, or key_bits=16 for the keys as they are",
+    ("saap", "mode", "kmeans"): "was removed: write mode=trained for the networks of the artefact, or mode=online",
 }
 
 
