@@ -59,5 +59,5 @@ def test_regular_files_alone_are_read(tmp_path: Path) -> None:
     for name in ("link", "pipe", "absent"):
         with pytest.raises(OSError, match=name):
             read_regular(tmp_path / name, 4)
-    with pytest.raises(OSError, match="no regular file|Is a directory"):
+    with pytest.raises(OSError, match=r"no regular file|Is a directory"):
         read_regular(tmp_path, 4)
