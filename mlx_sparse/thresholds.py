@@ -254,6 +254,6 @@ def settings_text(config: Method, G: int) -> str:
     given = settled.parameters(G).items()
     # How much of a prompt is kept does not change what keeping it costs.
     settings = {name: value for name, value in given if value is not None and not name.startswith("alpha")}
-    chosen = {name: getattr(settled, name, None) for name in ("component_score", "score")}
+    chosen = {name: getattr(settled, name, None) for name in ("component_score", "key_bits", "score")}
     more = {name: value for name, value in chosen.items() if value not in (None, "rows")}
     return ",".join(f"{name}={value}" for name, value in sorted((settings | more).items()))

@@ -7,43 +7,41 @@ from __future__ import annotations
 
 import torch
 
-from mlx_sparse.methods.scoring_keys import GROUP, LARGEST, KeyCodes
+from mlx_sparse.methods.scoring_keys import GROUP, LARGEST, LARGEST_CODE, KeyCodes
 
-from ..packed_rows import Rows
 from .steps import deviation
 
 
-def code_keys(keys: Rows, left_padding: torch.Tensor | None, *, key_bits: int) -> KeyCodes:
+def code_keys(keys: torch.Tensor, left_padding: torch.Tensor | None) -> KeyCodes:
     """Code the full groups of each row of ``keys (B, Hkv, S, D)``; 0 behind a row's last.
 
     Args:
         left_padding: ``(B,)`` first valid key of each row, from which its groups are counted.
     """
-    keys = keys[:]
     if left_padding is None:
-        return code_groups(keys, key_bits=key_bits)
+        return code_groups(keys)
     S = keys.shape[2]
     groups = S // GROUP
     # Every row from its first valid key on; what follows its last is not in a full group.
     place = left_padding[:, None] + torch.arange(groups * GROUP, device=keys.device)
     rows = torch.take_along_dim(keys, place.clamp(max=S - 1)[:, None, :, None], dim=2)
-    codes, lo, step, centre = code_groups(rows, key_bits=key_bits)
+    codes, lo, step, centre = code_groups(rows)
     behind = ~_full(groups, S, left_padding)
     for array in (lo, step):
         array.masked_fill_(behind, 0)
-    codes.unflatten(-1, (groups, 8 * key_bits)).masked_fill_(behind[..., None], 0)
+    codes.unflatten(-1, (groups, GROUP // 2)).masked_fill_(behind[..., None], 0)
     centre.masked_fill_((S - left_padding < GROUP)[:, None, None], 0)
     return KeyCodes(codes, lo, step, centre)
 
 
-def code_groups(keys: torch.Tensor, *, key_bits: int, centre: torch.Tensor | None = None) -> KeyCodes:
+def code_groups(keys: torch.Tensor, centre: torch.Tensor | None = None) -> KeyCodes:
     """Code the full groups of valid ``keys (B, Hkv, S, D)``, the first of which begins with the first key.
 
     Args:
         centre: float32 ``(B, Hkv, D)`` of the groups before these; None where there are none.
     """
     B, Hkv, S, D = keys.shape
-    groups, largest = S // GROUP, 2**key_bits - 1
+    groups = S // GROUP
     rows = keys[:, :, : groups * GROUP].float().reshape(B, Hkv, groups, GROUP, D)
     least, most = rows.amin(dim=3), rows.amax(dim=3)
     if centre is None:
@@ -54,15 +52,14 @@ def code_groups(keys: torch.Tensor, *, key_bits: int, centre: torch.Tensor | Non
     odd = ~(least.isfinite() & most.isfinite())
     lo = torch.where(odd, torch.nan, least.clamp(-LARGEST, LARGEST)).half()
     # Divided by a tensor: on a GPU torch multiplies by one over a number, which rounds twice.
-    width = (most - least) / torch.full_like(most, largest)
+    width = (most - least) / torch.full_like(most, LARGEST_CODE)
     step = torch.where(odd, torch.nan, width.clamp(max=LARGEST)).half()
     # (sparq.20)
     lows, steps = (array.float()[:, :, :, None] for array in (lo, step))
-    code = ((rows - centre[:, :, None, None] - lows) / steps).round().clamp(0, largest)
+    code = ((rows - centre[:, :, None, None] - lows) / steps).round().clamp(0, LARGEST_CODE)
     code = torch.where(steps > 0, code, 0.0).to(torch.uint8)
     code = code.permute(0, 1, 4, 2, 3).reshape(B, Hkv, D, groups * GROUP)
-    if key_bits == 4:
-        code = code[..., 0::2] | code[..., 1::2] << 4
+    code = code[..., 0::2] | code[..., 1::2] << 4
     return KeyCodes(code.contiguous(), lo.mT.contiguous(), step.mT.contiguous(), centre)
 
 
@@ -81,12 +78,12 @@ def _full(groups: int, S: int, left_padding: torch.Tensor) -> torch.Tensor:
     return torch.arange(groups, device=left_padding.device) < full[:, None, None, None]
 
 
-def key_spread(coded: KeyCodes, keys: Rows, left_padding: torch.Tensor | None, *, key_bits: int) -> torch.Tensor:
+def key_spread(coded: KeyCodes, keys: torch.Tensor, left_padding: torch.Tensor | None) -> torch.Tensor:
     """(sparq.22) of each component over the valid ones of ``keys (B, Hkv, S, D)``: float32 ``(B, Hkv, D)``."""
     S, groups = keys.shape[2], coded.lo.shape[-1]
     if groups == 0:
         return deviation(keys, left_padding)
-    width = coded.step.float() * (2**key_bits - 1)
+    width = coded.step.float() * LARGEST_CODE
     middle = coded.lo.float() + width / 2
     found: torch.Tensor
     if left_padding is None:

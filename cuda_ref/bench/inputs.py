@@ -71,9 +71,9 @@ class SparQInputs(Caches):
         self.value_mean = self.values[0].mean(dim=2, dtype=torch.float32) if case.G == 1 else None
         self.queries = self._queries().to(self.keys.dtype).reshape(case.B, case.Hq, 1, case.D)
 
-    def coded(self, key_bits: int) -> list[KeyCodes]:
+    def coded(self) -> list[KeyCodes]:
         """The keys of every copy in few bits."""
-        codes = Codes(self.keys[0], key_bits, None)
+        codes = Codes(self.keys[0], None)
         codes.extend(self.keys[0], self.case.S)
         return [KeyCodes(*(array.clone() for array in codes.read())) for _ in range(self.copies)]
 
@@ -153,7 +153,7 @@ class Choice:
         self._components = order[:, None].expand(-1, inputs.case.G, -1)
         covered = size.gather(2, self._components).sum(dim=2) / size.sum(dim=2)
         self._factor = inputs.case.scale / covered.sqrt()  # (sparq.3)
-        self._coded = inputs.coded(setting.key_bits)[0] if setting.coded else None
+        self._coded = inputs.coded()[0] if setting.coded else None
 
     def logits(self, part: slice, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits ``(n, G, S)`` of some rows, and the sums of the magnitudes added up, by which sums are rounded."""
@@ -175,8 +175,7 @@ class Choice:
             return flat.gather(1, taken.expand(-1, -1, flat.shape[2]))
 
         codes, lo, step, centre = (of_rows(array) for array in self._coded)
-        if self.setting.key_bits == 4:
-            codes = torch.stack([codes & 15, codes >> 4], dim=3).flatten(2)
+        codes = torch.stack([codes & 15, codes >> 4], dim=3).flatten(2)
         lo, step = (array.double().repeat_interleave(GROUP, dim=2) for array in (lo, step))
         chosen = chosen - centre.double()
         chosen[..., : lo.shape[2]] = lo + step * codes

@@ -40,7 +40,7 @@ class Field:
         self.names: Mapping[str, str] = {
             name: what for name, what in NAMES.items() if name != "plain-sparq" or not setting.coded
         }
-        self._keys_t = inputs.coded(setting.key_bits) if setting.coded else list(inputs.keys_t)
+        self._keys_t = inputs.coded() if setting.coded else list(inputs.keys_t)
         self._exact = inputs.value_mean is not None  # reallocation needs exact logits
         self._tile = 0  # keys, where scores are held in 8 bits
 
@@ -78,7 +78,7 @@ class Field:
         inputs, keys_t = self._inputs, self._keys_t[i]
         if not isinstance(keys_t, KeyCodes):
             return (sparq.sparq_scores(inputs.queries, keys_t, **self._selection).logits,)
-        how = {"key_bits": self._setting.key_bits, "narrow": not self._exact, **self._selection}
+        how = {"narrow": not self._exact, **self._selection}
         scores = sparq.sparq_code_scores(inputs.queries, inputs.keys[i], keys_t, **how)
         self._tile = scores.tile
         assert scores.statistics is not None
@@ -101,10 +101,9 @@ class Field:
         more: dict[str, Any] = {
             "top_k": self._setting.top_k,
             "local_window": self._setting.window,
-            "group_reduce": "softmax",
         }
         if self._setting.coded:
-            more |= {"keys": self._inputs.keys[i], "key_bits": self._setting.key_bits, "exact": self._exact}
+            more |= {"keys": self._inputs.keys[i], "exact": self._exact}
         return sparq.sparq_select(self._inputs.queries, self._keys_t[i], **self._selection, **more)[:1]
 
     def _sparq(self, i: int) -> Output:
@@ -112,8 +111,8 @@ class Field:
         keys_t = self._keys_t[i]
         codes, *ranges = keys_t if isinstance(keys_t, KeyCodes) else (keys_t,)
         given = inputs.queries, inputs.keys[i], inputs.values[i], codes
-        chosen = setting.rank, setting.top_k, setting.window, "softmax", None
-        how = inputs.case.scale, None, inputs.value_mean, setting.key_bits
+        chosen = setting.rank, setting.top_k, setting.window, None
+        how = inputs.case.scale, None, inputs.value_mean
         out, lse = torch_ops.sparq_decode(*given, *chosen, *how, *ranges)
         return out, lse
 

@@ -81,7 +81,6 @@ class DecodeFunctions:
         top_k: int = 128,
         local_window: int | None = None,
         reallocate: str | bool = "auto",
-        group_reduce: str = "softmax",
         component_score: str = "query",
         key_bits: int = 16,
         scale: float | None = None,
@@ -98,12 +97,10 @@ class DecodeFunctions:
             top_k: keys attended per KV head, the local window included.
             local_window: last valid keys that are always attended; None means ``top_k // 4``.
             reallocate: mix in the mean value for the mass left out; "auto" does so for one query head per KV head.
-            group_reduce: sum over the query heads of a group of the "softmax" (the paper) or of the "logits" (the
-                authors' evaluation code).
             component_score: rank components by |q| ("query", the paper) or by |q| times the spread of the keys
                 ("query_key").
-            key_bits: of a component of a key that scores are taken from: 16 (the paper), 8 or 4.
-            keys_t: ``(B, Hkv, D, S)`` keys stored component-major, or with fewer than 16 bits the `KeyCodes` of
+            key_bits: of a component of a key that scores are taken from: 16 (the paper) or 4.
+            keys_t: ``(B, Hkv, D, S)`` keys stored component-major, or with ``key_bits=4`` the `KeyCodes` of
                 `code_keys`: without it, nothing is saved on real hardware. The `metal` backend copies slices of larger
                 buffers on every call; a cache passes whole buffers.
             value_mean: ``(B, Hkv, D)`` mean of the valid values, the current one included; computed when absent.
@@ -124,7 +121,6 @@ class DecodeFunctions:
         check_int("top_k", top_k, 1)
         window = check_local_window(local_window, top_k)
         check_choice("reallocate", reallocate, ("auto", True, False))
-        check_choice("group_reduce", group_reduce, ("softmax", "logits"))
         check_choice("component_score", component_score, ("query", "query_key"))
         check_choice("key_bits", key_bits, KEY_BITS)
         call.check_keys_t(keys_t, key_bits)
@@ -135,40 +131,29 @@ class DecodeFunctions:
         if reallocates and value_mean is None:
             value_mean = call.load("masked_mean")(values, call.left_padding)
         weight = None
-        more: dict[str, Any] = {}
         if key_bits < 16:
             if keys_t is None:
-                keys_t = call.load("code_keys")(keys, call.left_padding, key_bits=key_bits)
-            more = {"key_bits": key_bits}
+                keys_t = call.load("code_keys")(keys, call.left_padding)
             if component_score == "query_key":
-                weight = call.load("key_spread")(keys_t, keys, call.left_padding, **more)
+                weight = call.load("key_spread")(keys_t, keys, call.left_padding)
         elif component_score == "query_key":
             weight = call.load("deviation")(keys, call.left_padding)
         return call.decode(
             partial(stats.sparq_elements, rank=rank, key_bits=key_bits),
             top_k,
-            **more,
             top_k=top_k,
             rank=rank,
             local_window=window,
             reallocate=reallocates,
-            group_reduce=group_reduce,
             component_weight=weight,
             keys_t=keys_t,
             value_mean=value_mean,
         )
 
-    def code_keys(
-        self, keys: Array, *, key_bits: int, left_padding: Array | None = None, backend: str = "auto"
-    ) -> KeyCodes:
-        """Keys in few bits, for ``keys_t`` of `sparq_attention` (docs/spec/sparq.md, (sparq.17) to (sparq.20)).
-
-        Args:
-            key_bits: 8 or 4.
-        """
+    def code_keys(self, keys: Array, *, left_padding: Array | None = None, backend: str = "auto") -> KeyCodes:
+        """Return int4 scoring keys (sparq.17) to (sparq.20): ``keys_t`` of `sparq_attention` with ``key_bits=4``."""
         call = Call(self._library, "code_keys", keys, keys, keys, left_padding=left_padding, backend=backend)
-        check_choice("key_bits", key_bits, KEY_BITS[1:])
-        coded: KeyCodes = call.load("code_keys")(keys, call.left_padding, key_bits=key_bits)
+        coded: KeyCodes = call.load("code_keys")(keys, call.left_padding)
         return coded
 
     def quest_attention(

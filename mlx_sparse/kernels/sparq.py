@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..methods.scoring_keys import GROUP, KeyCodes
+from ..methods.scoring_keys import GROUP, WORDS, KeyCodes
 from ..ops.packed_rows import Rows
 from .attend import Reallocation, attend_candidates, attend_indices, takes_candidates
 from .launch import KEPT, Form, Kernel, Launch, integer, padding_or_zeros, parts_of, real, row_template
@@ -80,9 +80,9 @@ def sparq_scores(
     )
 
 
-def keys_per_thread(G: int, key_bits: int) -> int:
+def keys_per_thread(G: int) -> int:
     """Of `sparq_code_scores`: more would not fit into the registers."""
-    return 8 if G <= 4 and key_bits == 4 else 4
+    return 8 if G <= 4 else 4
 
 
 def sparq_code_scores(
@@ -95,7 +95,6 @@ def sparq_code_scores(
     rank: int,
     scale: float,
     weighted: bool,
-    key_bits: int,
     narrow: bool,
     form: Form,
 ) -> Launch:
@@ -108,8 +107,8 @@ def sparq_code_scores(
         What makes those of `sparq_scores`, but for a stride of a multiple of 8 and one more tile, the tail; or uint8
         ``logits``, sixteenths of a nat below the largest of their tile.
     """
-    per_thread = keys_per_thread(G, key_bits)
-    template = {"D": D, "G": G, "WEIGHTED": weighted, "BITS": key_bits, "KEYS": per_thread}
+    per_thread = keys_per_thread(G)
+    template = {"D": D, "G": G, "WEIGHTED": weighted, "KEYS": per_thread}
     return Launch(
         CODE_SCORES_PACKED if form else CODE_SCORES,
         _scored(B, Hkv, G, length, narrow),
@@ -145,9 +144,7 @@ def _scored(B: int, Hkv: int, G: int, length: int, narrow: bool) -> list[tuple[t
     return [(logits, mx.uint8 if narrow else mx.float32), ((B, Hkv, _code_tiles(length), G, 2), mx.float32)]
 
 
-def sparq_candidates(
-    B: int, Hkv: int, G: int, length: int, *, top_k: int, local_window: int, group_reduce: str, narrow: bool
-) -> Launch:
+def sparq_candidates(B: int, Hkv: int, G: int, length: int, *, top_k: int, local_window: int, narrow: bool) -> Launch:
     """The best keys of each tile (sparq.6) and the softmax of the logits (sparq.4).
 
     Returns:
@@ -162,7 +159,7 @@ def sparq_candidates(
         top_k,
         [integer(length), integer(local_window), integer(top_k)],
         more=[((B, Hkv, G, 2), mx.float32)],
-        template={"G": G} if narrow else {"G": G, "SOFTMAX": group_reduce == "softmax"},
+        template={"G": G},
     )
 
 
@@ -187,10 +184,9 @@ def launches(
     rank: int,
     top_k: int,
     local_window: int,
-    group_reduce: str,
     scale: float,
     weighted: bool,
-    key_bits: int,
+    coded: bool,
     exact: bool,
     aligned: bool,
     form: Form,
@@ -200,17 +196,15 @@ def launches(
     B, Hq, _, D = queries
     Hkv = keys[1]
     sizes = (B, Hkv, Hq // Hkv, D, length)
-    narrow = (by_rows or key_bits < 16) and not exact and group_reduce == "softmax"
+    narrow = (by_rows or coded) and not exact
     how: dict[str, Any] = {"rank": rank, "scale": scale, "weighted": weighted}
     if by_rows:
         scores = sparq_row_scores(*sizes, scale=scale, narrow=narrow, form=form)
-    elif key_bits < 16:
-        scores = sparq_code_scores(*sizes, **how, key_bits=key_bits, narrow=narrow, form=form)
+    elif coded:
+        scores = sparq_code_scores(*sizes, **how, narrow=narrow, form=form)
     else:
         scores = sparq_scores(*sizes, **how, aligned=aligned)
-    candidates = sparq_candidates(
-        B, Hkv, Hq // Hkv, length, top_k=top_k, local_window=local_window, group_reduce=group_reduce, narrow=narrow
-    )
+    candidates = sparq_candidates(B, Hkv, Hq // Hkv, length, top_k=top_k, local_window=local_window, narrow=narrow)
     tiles, _, slots = tiles_of(length, top_k)
     left = tiles * slots
     fits = not exact and left > top_k and takes_candidates(D, Hq // Hkv, left, top_k)
@@ -242,12 +236,10 @@ def choose(
     rank: int,
     top_k: int,
     local_window: int,
-    group_reduce: str,
     component_weight: mx.array | None,
     scale: float,
     left_padding: mx.array | None,
     keys_t: mx.array | KeyCodes | None,
-    key_bits: int = 16,
     exact: bool = False,
     length: int | None = None,
 ) -> Choice:
@@ -256,25 +248,23 @@ def choose(
     Args:
         component_weight: float32 ``(B, Hkv, D)``, or None for the paper's rule.
         keys_t: ``(B, Hkv, D, capacity)`` component-major keys. Without them packed keys are scored by their rows if
-            ``rank`` is D, and others transposed first, which costs more than dense attention. With fewer ``key_bits``
-            than 16 coded ones, of at least the full groups.
-        exact: whether the logits have to be float32, as reallocation reads them. Sums of logits always are, and those
-            of keys that are not coded.
+            ``rank`` is D, and others transposed first, which costs more than dense attention. Or codes of at least
+            the full groups.
+        exact: whether the logits have to be float32, as reallocation reads them. Those of keys that are not coded
+            always are.
         length: keys in use; all of them when None.
     """
     length = keys.shape[2] if length is None else length
     weight = _no_weight() if component_weight is None else component_weight
     rows, form = parts_of(keys)
-    by_rows = form is not None and keys_t is None and key_bits == 16 and rank == keys.shape[3]
+    by_rows = form is not None and keys_t is None and rank == keys.shape[3]
     scored: tuple[mx.array, ...]
     aligned = True
     if by_rows:
         scored = rows
-    elif key_bits < 16:
-        assert isinstance(keys_t, KeyCodes)
-        scored = (weight, *_some(keys_t, key_bits), *rows)
+    elif isinstance(keys_t, KeyCodes):
+        scored = (weight, *_some(keys_t), *rows)
     else:
-        assert not isinstance(keys_t, KeyCodes)
         columns = mx.contiguous(keys[:].swapaxes(-1, -2)) if keys_t is None else keys_t
         scored, aligned = (weight, columns), columns.shape[3] % KEYS == 0
     step = launches(
@@ -285,10 +275,9 @@ def choose(
         rank,
         top_k,
         local_window,
-        group_reduce,
         scale,
         component_weight is not None,
-        key_bits,
+        isinstance(keys_t, KeyCodes),
         exact,
         aligned,
         form,
@@ -300,11 +289,11 @@ def choose(
     return Choice(bits, indices, logits, softmax, step.attend)
 
 
-def _some(coded: KeyCodes, key_bits: int) -> KeyCodes:
+def _some(coded: KeyCodes) -> KeyCodes:
     """The codes, with room for a group: a kernel takes no empty arrays."""
     if coded.lo.shape[-1] > 0:
         return coded
-    codes, lo, step = (mx.pad(array, [(0, 0)] * 3 + [(0, 2 * key_bits)]) for array in coded[:3])
+    codes, lo, step = (mx.pad(array, [(0, 0)] * 3 + [(0, WORDS)]) for array in coded[:3])
     return KeyCodes(codes, lo, step, coded.centre)
 
 

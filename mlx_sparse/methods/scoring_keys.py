@@ -1,4 +1,4 @@
-"""Keys in few bits, what (sparq.17) to (sparq.20) of docs/spec/sparq.md make of them: for arrays of any library."""
+"""Quantized scoring keys (int4) of (sparq.17) to (sparq.20) in docs/spec/sparq.md: for arrays of any library."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from typing import Any, NamedTuple
 from ..checks import ConfigError, Sizes, check_shape
 
 GROUP = 64  # consecutive keys that share a range
-KEY_BITS = (16, 8, 4)  # of a component; 16 means that keys are not coded
+KEY_BITS = (16, 4)  # of a component; 16 means that keys are not coded
+CODE_BITS = 4
+LARGEST_CODE = 2**CODE_BITS - 1
+WORDS = GROUP * CODE_BITS // 32  # of 32 bits, that a group of codes takes for each component
 LARGEST = 65504.0  # of float16
 
 
@@ -15,7 +18,7 @@ class KeyCodes(NamedTuple):
     """The coded keys of a cache, component-major: what stands in for ``keys_t``.
 
     Attributes:
-        codes: ``(B, Hkv, D, groups * 8 * key_bits)`` uint8, lowest bits first. In MLX the same bytes as a quarter as
+        codes: ``(B, Hkv, D, groups * 32)`` uint8, lowest bits first. In MLX the same bytes as a quarter as
             many uint32, which `mx.quantize` has too.
         lo: float16 ``(B, Hkv, D, groups)``.
         step: float16 ``(B, Hkv, D, groups)``.
@@ -51,6 +54,6 @@ def check_keys_t(keys_t: Any, sizes: Sizes, key_bits: int) -> None:
         return
     groups = sizes.S // GROUP
     word = getattr(keys_t.codes, "itemsize", 1)
-    shapes = ((*before, groups * 8 * key_bits // word), (*before, groups), (*before, groups), before)
+    shapes = ((*before, groups * 4 * WORDS // word), (*before, groups), (*before, groups), before)
     for name, array, shape in zip(KeyCodes._fields, keys_t, shapes, strict=True):
         check_shape(f"keys_t.{name}", array, shape)

@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from ..methods.scoring_keys import KeyCodes
 from .attend import attend_indices, exact_logits, group_queries, softmax_lse
-from .key_codes import approximate_logits, code_keys
+from .key_codes import approximate_logits
 from .packed_rows import Rows
 from .select import take_rows, top_k_select, valid_keys
 
@@ -20,16 +20,14 @@ def sparq_logits(
     scale: float,
     left_padding: mx.array | None,
     keys_t: mx.array | KeyCodes | None,
-    key_bits: int = 16,
 ) -> mx.array:
     """Approximate logits of every key from ``rank`` components, float32 ``(B, Hkv, G, S)``; those of padding are any.
 
     Args:
         component_weight: float32 ``(B, Hkv, D)`` spread of the keys for ``component_score="query_key"``; None for the
             paper's rule.
-        keys_t: ``(B, Hkv, D, S)`` component-major keys; with fewer ``key_bits`` than 16 the coded ones, which are coded
-            without it. With 16 and without it scores come from the rows of ``keys``: with a ``rank`` of D nothing of
-            packed rows is unpacked.
+        keys_t: ``(B, Hkv, D, S)`` component-major keys or their codes. Without them scores come from the rows of
+            ``keys``: with a ``rank`` of D nothing of packed rows is unpacked.
     """
     B = queries.shape[0]
     Hkv, D = keys.shape[1], keys.shape[3]
@@ -51,11 +49,8 @@ def sparq_logits(
         covered = mx.abs(q_r).sum(axis=-1, keepdims=True)
         coverage = covered / mx.where(covered > 0, total, 1.0)
         factor = factor * mx.rsqrt(mx.where(covered > 0, coverage, 1.0))
-    if key_bits < 16:
-        coded = code_keys(keys, left_padding, key_bits=key_bits) if keys_t is None else keys_t
-        assert isinstance(coded, KeyCodes)
-        return approximate_logits(q_r * factor, i1, keys, coded, left_padding, key_bits=key_bits)
-    assert not isinstance(keys_t, KeyCodes)
+    if isinstance(keys_t, KeyCodes):
+        return approximate_logits(q_r * factor, i1, keys, keys_t, left_padding)
     if keys_t is not None:
         return (q_r * factor) @ take_rows(keys_t, i1).astype(mx.float32)
     if rank == D:
@@ -70,12 +65,10 @@ def sparq_select(
     rank: int,
     top_k: int,
     local_window: int,
-    group_reduce: str,
     component_weight: mx.array | None,
     scale: float,
     left_padding: mx.array | None,
     keys_t: mx.array | KeyCodes | None,
-    key_bits: int = 16,
 ) -> tuple[mx.array, mx.array]:
     """Choose the keys of one decode step by their `sparq_logits`, whose arguments these are.
 
@@ -91,12 +84,11 @@ def sparq_select(
         scale=scale,
         left_padding=left_padding,
         keys_t=keys_t,
-        key_bits=key_bits,
     )
     # (sparq.4) approximate attention, (sparq.5) summed over the group, (sparq.6) the keys
     valid = None if left_padding is None else valid_keys(S, left_padding)[:, None, None, :]
     s_hat, _ = softmax_lse(logits, valid)
-    scores = (s_hat if group_reduce == "softmax" else logits).sum(axis=2)
+    scores = s_hat.sum(axis=2)
     indices = top_k_select(scores, top_k=top_k, local_window=local_window, left_padding=left_padding)
 
     # (sparq.8) their approximate mass
@@ -114,13 +106,11 @@ def sparq_attention(
     top_k: int,
     local_window: int,
     reallocate: bool,
-    group_reduce: str,
     component_weight: mx.array | None,
     scale: float,
     left_padding: mx.array | None,
     keys_t: mx.array | KeyCodes | None,
     value_mean: mx.array | None,
-    key_bits: int = 16,
 ) -> tuple[mx.array, mx.array]:
     """One decode step: ``out (B, Hq, 1, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, 1)``.
 
@@ -133,12 +123,10 @@ def sparq_attention(
         rank=rank,
         top_k=top_k,
         local_window=local_window,
-        group_reduce=group_reduce,
         component_weight=component_weight,
         scale=scale,
         left_padding=left_padding,
         keys_t=keys_t,
-        key_bits=key_bits,
     )
     out, lse = attend_indices(queries, keys, values, indices, scale=scale)
     if reallocate:

@@ -176,7 +176,7 @@ class Caches:
         """Code the keys of the first set, a head at a time."""
         for head in range(self.problem.Hkv if self.codes else 0):
             keys = self.loaded(self.keys[0][:, head : head + 1, : self.problem.S])
-            coded = code_keys(keys, key_bits=CODED_BITS)
+            coded = code_keys(keys)
             rows = slice(head * self.problem.D, (head + 1) * self.problem.D)
             self.codes[0][:, rows, : coded.lo.shape[-1]] = records_of(coded)
             self.summary[:, 3 * head + 1] = coded.centre[:, 0]

@@ -180,9 +180,9 @@ class _Coded:
 
     def __init__(self, layers: Sequence[tuple[Array, Array, Array, Array, int]]) -> None:
         self._layers = layers
-        keys, _, _, _, self._bits = layers[0]
+        keys = layers[0][0]
         self._rows = keys.copy()  # of keys and of values
-        self._codes = code_keys(keys, key_bits=self._bits)
+        self._codes = code_keys(keys)
         self._records = records_of(self._codes)
         self._summaries: dict[int, Array] = {}
 
@@ -198,7 +198,7 @@ class _Coded:
         """What `SparQCodedAttention` keeps beside the codes of ``S`` tokens."""
         rows, M = self._rows[:, :, :S].astype(np.float32, copy=False), S // GROUP
         lo, step = (array[..., :M] for array in (self._codes.lo, self._codes.step))
-        spread = key_spread(self._codes._replace(lo=lo, step=step), rows, key_bits=self._bits)
+        spread = key_spread(self._codes._replace(lo=lo, step=step), rows)
         centre = self._codes.centre if M else np.zeros_like(self._codes.centre)
         summary = np.stack([rows.sum(axis=2), centre, spread], axis=2)
         return summary.reshape(len(summary), -1, summary.shape[-1])

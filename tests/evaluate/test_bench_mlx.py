@@ -338,7 +338,6 @@ METHODS = [
     H2O(),
     H2O(top_k=40, local_window=0),
     FlexGen(),
-    OracleTopK(group_reduce="logits"),
 ]
 
 

@@ -39,11 +39,9 @@ def decode(
         rank=16,
         top_k=top_k,
         local_window=8,
-        group_reduce="softmax",
         component_weight=None,
         left_padding=None,
-        key_bits=key_bits,
-        keys_t=mx.contiguous(k.swapaxes(-1, -2)) if key_bits == 16 else code_keys(k, None, key_bits=key_bits),
+        keys_t=mx.contiguous(k.swapaxes(-1, -2)) if key_bits == 16 else code_keys(k, None),
     )
     return [out, lse]
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from cases import Array, Case
+from mlx_sparse.cuda_ref.api import steps
 from mlx_sparse.cuda_ref.api.key_codes import code_keys
 from mlx_sparse.cuda_ref.launchers import configs, sparq
 from torch_arrays import DEVICE, component_major, padding, to_numpy, to_torch
@@ -28,7 +29,7 @@ def test_a_program_adds_up_the_softmax_of_all_its_blocks(monkeypatch: pytest.Mon
     monkeypatch.setattr(configs, "processors", lambda device: 1)
     case = Case(2, 4, 2, 1100, 64, "f32", padding=(0, 600))
     queries, keys, _ = tensors(case, *case.inputs())
-    selection = {"rank": 16, "top_k": 32, "local_window": 8, "group_reduce": "softmax", "scale": 0.125}
+    selection = {"rank": 16, "top_k": 32, "local_window": 8, "scale": 0.125}
     given = {"component_weight": None, "left_padding": padding(case)}
     _, scores = sparq.sparq_select(queries, component_major(keys), **selection, **given)
     logits = to_numpy(scores.logits).astype(np.float64)
@@ -104,22 +105,22 @@ def test_a_step_of_sparq_is_three_launches(monkeypatch: pytest.MonkeyPatch, S: i
 def test_a_step_with_codes_is_three_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(1, 4, 2, 200, 64, "f16")
     q, k, v = tensors(case, *case.inputs())
-    coded = cuda_ref.code_keys(k, key_bits=4)
+    coded = cuda_ref.code_keys(k)
     started = launches(monkeypatch)
     cuda_ref.sparq_attention(q, k, v, rank=16, top_k=32, key_bits=4, keys_t=coded)
     assert started == ["sparq_code_scores", "top_k_select", "attend"]
 
 
-@pytest.mark.parametrize(("key_bits", "narrow"), [(4, True), (8, True), (4, False)])
-def test_a_padded_row_is_scored_as_it_is_alone(key_bits: int, narrow: bool) -> None:
+@pytest.mark.parametrize("narrow", [True, False])
+def test_a_padded_row_is_scored_as_it_is_alone(narrow: bool) -> None:
     case = Case(5, 4, 2, 1400, 64, "f16", padding=(0, 9, 700, 1337, 1400))
     q, k, _ = tensors(case, *case.inputs())
 
     def logits(rows: slice, first: int, padding: torch.Tensor) -> torch.Tensor:
         keys = k[rows, :, first:]
-        coded = code_keys(keys, padding, key_bits=key_bits)
+        coded = code_keys(keys, padding)
         given = {"rank": 16, "component_weight": None, "scale": 0.125, "left_padding": padding}
-        return sparq.sparq_code_scores(q[rows], keys, coded, key_bits=key_bits, narrow=narrow, **given).logits
+        return sparq.sparq_code_scores(q[rows], keys, coded, narrow=narrow, **given).logits
 
     together = logits(slice(None), 0, padding(case))
     for b, first in enumerate(case.padding):
@@ -129,7 +130,7 @@ def test_a_padded_row_is_scored_as_it_is_alone(key_bits: int, narrow: bool) -> N
 
 
 def with_codes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[Any, ...]:
-    codes, *ranges = cuda_ref.code_keys(k, key_bits=4)
+    codes, *ranges = cuda_ref.code_keys(k)
     return q, k, v, codes, 8, 16, 4, "softmax", None, 0.1, None, None, 4, *ranges
 
 
@@ -173,7 +174,7 @@ def test_what_is_no_tensor_or_has_no_memory_is_refused() -> None:
 def test_codes_of_other_types_are_refused(part: str, dtype: torch.dtype, message: str) -> None:
     case = Case(1, 4, 2, 130, 64, "f16")
     q, k, v = tensors(case, *case.inputs())
-    coded = cuda_ref.code_keys(k, key_bits=4)
+    coded = cuda_ref.code_keys(k)
     coded = coded._replace(**{part: getattr(coded, part).to(dtype)})
     with pytest.raises(ConfigError, match=re.escape(message)):
         cuda_ref.sparq_attention(q, k, v, top_k=32, key_bits=4, keys_t=coded)
@@ -193,3 +194,24 @@ def test_types_and_head_dims_without_a_kernel_are_refused() -> None:
     for D in (8, 12, 70, 512):
         with pytest.raises(BackendUnavailable, match=f"from 16 to 256, got {D}"):
             cuda_ref.dense_attention(*[torch.zeros(1, 2, 1, D, device=DEVICE)] * 3)
+    rows = torch.zeros(1, 1, 60, 64, device=DEVICE)
+    for G, method in ((17, cuda_ref.sparq_attention), (32, cuda_ref.dense_attention)):
+        with pytest.raises(BackendUnavailable, match=f"at most 16 query heads per KV head, got {G}"):
+            method(torch.zeros(1, G, 1, 64, device=DEVICE), rows, rows)
+
+
+def test_recall_of_a_padded_prompt_is_measured_against_the_valid_keys() -> None:
+    case = Case(3, 6, 2, 150, 64, "f32", padding=(0, 145, 150))
+    q, k, v = case.inputs(L=9)
+    arrays = tensors(case, q, k, v)
+    given = {"rank": 8, "top_k": 40, "left_padding": padding(case), "return_stats": "mass"}
+    _, stats = cuda_ref.sparq_attention(*arrays, **given)  # dense, so that all of the mass is retained
+    assert torch.equal(stats.retained_mass, torch.ones(3, 6, 9, device=DEVICE))
+    lse = to_numpy(steps.dense_lse(*arrays[:2], scale=0.125, left_padding=padding(case)))
+    position = np.arange(150)
+    for b, first in enumerate(case.padding):
+        logits = np.einsum("hgld,hsd->hgls", q[b].reshape(2, 3, 9, 64), k[b]).reshape(6, 9, 150) * 0.125
+        seen = (position >= first) & (position <= position[-9:, None])
+        with np.errstate(divide="ignore"):
+            expected = np.log(np.where(seen, np.exp(logits), 0).sum(axis=-1))
+        np.testing.assert_allclose(lse[b], expected, rtol=1e-5)

@@ -36,7 +36,7 @@ def decode(
     """One float16 decode step."""
     case = Case(1, HKV * G, HKV, S, D, "f16")
     q, k, v = (to_torch(array, "f16") for array in case.inputs())
-    keys_t = k.transpose(2, 3).contiguous() if key_bits == 16 else cuda_ref.code_keys(k, key_bits=key_bits)
+    keys_t = k.transpose(2, 3).contiguous() if key_bits == 16 else cuda_ref.code_keys(k)
     more = {"key_bits": key_bits, "keys_t": keys_t, "value_mean": v.float().mean(dim=2).to(DTYPES["f16"])}
     with watched(order) as launches:
         out = cuda_ref.sparq_attention(q, k, v, rank=RANK, top_k=TOP_K, reallocate=reallocate, **more)
@@ -73,17 +73,17 @@ def test_a_step_reads_the_bytes_of_the_paper_and_a_bounded_score_buffer(S: int, 
     assert small <= 0.25 * elements * item
 
 
-@pytest.mark.parametrize(("S", "G", "key_bits"), [(4099, 4, 4), (2048, 1, 8)])
-def test_a_step_with_codes_reads_their_bytes_and_a_score_buffer_of_bytes(S: int, G: int, key_bits: int) -> None:
-    _, launches = decode(S, G, reallocate=False, key_bits=key_bits)
+@pytest.mark.parametrize(("S", "G"), [(4099, 4), (2048, 1)])
+def test_a_step_with_codes_reads_their_bytes_and_a_score_buffer_of_bytes(S: int, G: int) -> None:
+    _, launches = decode(S, G, reallocate=False, key_bits=4)
     assert [launch.kernel for launch in launches] == ["sparq_code_scores", "top_k_select", "attend"]
     scores, select, _ = (launch.traffic for launch in launches)
     groups, tail = divmod(S, 64)
-    for name, size in {"codes": groups * 8 * key_bits, "lo": 2 * groups, "step": 2 * groups, "keys": 2 * tail}.items():
+    for name, size in {"codes": groups * 32, "lo": 2 * groups, "step": 2 * groups, "keys": 2 * tail}.items():
         assert scores[name].loaded == scores[name].distinct == HKV * RANK * size, name
     # (sparq.23), but that keys of the tail are read as they are
     coded = sum(scores[name].loaded for name in ("codes", "lo", "step"))
-    formula = stats.sparq_elements(64 * groups, D, rank=RANK, top_k=0, key_bits=key_bits) - 4 * D
+    formula = stats.sparq_elements(64 * groups, D, rank=RANK, top_k=0, key_bits=4) - 4 * D
     assert coded == 2 * HKV * formula
     logits = HKV * G * (S + -S % 16)
     assert scores["logits"].stored == scores["logits"].distinct == logits
@@ -106,29 +106,6 @@ def test_a_padded_step_with_codes_reads_no_byte_of_the_padding() -> None:
         assert scores[name].loaded == scores[name].distinct == HKV * RANK * size, name
     lines = sum(S + -S % 16 - first // 16 * 16 for first in padding)  # which go through memory whole
     assert scores["logits"].stored == scores["logits"].distinct == select["logits"].loaded == HKV * G * lines
-
-
-@pytest.mark.parametrize(("bits", "group_size"), [(4, 64), (8, 32)])
-def test_a_step_over_packed_rows_reads_each_part_once_for_the_group(bits: int, group_size: int) -> None:
-    S, rows = 2050, (1, HKV, 2050)
-    q = to_torch(Case(1, HKV * 4, HKV, S, D, "f16").inputs()[0], "f16")
-    codes = torch.ones(*rows, D * bits // 32, dtype=torch.int32).view(torch.uint32)
-    ranges = torch.ones(*rows, D // group_size).half()
-    keys, values = (cuda_ref.PackedRows(codes.clone(), ranges.clone(), ranges.clone(), bits) for _ in "kv")
-    with watched() as launches:
-        cuda_ref.sparq_attention(q, keys, values, rank=D, top_k=TOP_K)
-    assert [launch.kernel for launch in launches] == ["sparq_scores", "top_k_select", "attend"]
-    scores, _, attend = (launch.traffic for launch in launches)
-    row = {"codes": D * bits // 8, "ranges": D // group_size * 2}
-    assert row["codes"] + 2 * row["ranges"] == keys.row_bytes
-    for name in ("keys_t", "key_scales", "key_biases"):
-        assert scores[name].distinct == HKV * S * row["codes" if name == "keys_t" else "ranges"], name
-    for name in ("keys", "values", "key_scales", "value_scales", "key_biases", "value_biases"):
-        assert attend[name].distinct == HKV * TOP_K * row["codes" if name in ("keys", "values") else "ranges"], name
-    # Words are loaded once; every eighth component asks for the scale and the bias of its group.
-    for traffic in (scores["keys_t"], attend["keys"], attend["values"]):
-        assert traffic.loaded == traffic.distinct
-    assert attend["key_scales"].loaded == HKV * TOP_K * D // 8 * 2
 
 
 def test_programs_read_what_the_parameters_of_their_launch_say() -> None:

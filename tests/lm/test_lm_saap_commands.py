@@ -35,7 +35,6 @@ GOOD: dict[str, list[list[str]]] = {
     "dense": [GENERATE],
     "every bucket": [[*GENERATE, *EVERY, *JSON]],
     "few": [[*GENERATE, *FEW, *JSON]],
-    "kmeans": [[*GENERATE, "--attn", f"{FEW[1]},mode=kmeans", *JSON]],
     "online": [[*GENERATE, "--attn", f"saap:mode=online,buckets=8,probes=8,{WINDOW}", *JSON]],
     "toml": [[*GENERATE, "--attn-config", "saap.toml", "--attn", f"saap:probes={BUCKETS}", *JSON]],
     "text": [[*GENERATE, *FEW]],
@@ -119,9 +118,8 @@ def test_every_bucket_gives_the_dense_text(name: str, finished: Runs):
     assert report["buckets"]["selectivity"] == 1
 
 
-@pytest.mark.parametrize("name", ["few", "kmeans"])
-def test_few_probes_save_bytes(name: str, finished: Runs):
-    (report,) = finished(name).reports
+def test_few_probes_save_bytes(finished: Runs):
+    (report,) = finished("few").reports
     assert report["sparse_calls"] == LAYERS * STEPS
     assert 0 < report["buckets"]["selectivity"] < 0.8
     assert 0 < report["sparse_bytes"]

@@ -237,13 +237,13 @@ def _compare_steps(
 ) -> Array:
     """Figures of a batch of decode steps, ``(B, Hq, 1, D)`` over ``(B, Hkv, S, D)``, summed over the batch."""
     options: dict[str, Any] = {"top_k": top_k, "local_window": 0, "left_padding": padding}
-    _, weights, _ = exact_weights(queries, keys, scale=scale, left_padding=padding)
+    weights, _ = exact_weights(queries, keys, scale=scale, left_padding=padding)
     exact = top_k_select(weights.sum(axis=2), **options)
     keys_t, spread = mx.contiguous(keys.swapaxes(-1, -2)), deviation(keys, padding)
     best, figures = _captured(weights, exact), []
     for score, rank in choices:
         weight = spread if score == "query_key" else None
-        options |= {"group_reduce": "softmax", "component_weight": weight, "scale": scale, "keys_t": keys_t}
+        options |= {"component_weight": weight, "scale": scale, "keys_t": keys_t}
         chosen, alpha = sparq_select(queries, keys, rank=rank, **options)
         agreed = (chosen[..., :, None] == exact[..., None, :]).any(axis=-1).mean(axis=(1, 2))
         mass = _captured(weights, chosen)
