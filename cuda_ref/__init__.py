@@ -29,8 +29,8 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.s
 def __getattr__(name: str) -> "Any":
     from importlib import import_module
 
-    from mlx_sparse.common.extras import naming_missing
-    from mlx_sparse.methods.registry import public_functions
+    from mlx_sparse.api.functions import public_functions
+    from mlx_sparse.extras import naming_missing
 
     if name not in _HOME_OF and (name.startswith("_") or name not in public_functions("triton")):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 
 from mlx_sparse.checks import BackendUnavailable, ConfigError, ShapeError, Sizes, check_choice, check_shape
-from mlx_sparse.common.packed_parts import BITS, GROUP_SIZES
+from mlx_sparse.methods.packed_parts import BITS, GROUP_SIZES
 
 from .availability import interpreted, unavailable
 from .launchers import configs
 from .packed_rows import PackedRows, Rows
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-CODE_TYPES = {  # of what keys in few bits are made of: `mlx_sparse.common.key_codes.KeyCodes`
+CODE_TYPES = {  # of what keys in few bits are made of: `mlx_sparse.methods.scoring_keys.KeyCodes`
     "keys_t.codes": torch.uint8,
     "keys_t.lo": torch.float16,
     "keys_t.step": torch.float16,

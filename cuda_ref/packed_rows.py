@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from mlx_sparse.common.packed_parts import PackedParts
+from mlx_sparse.methods.packed_parts import PackedParts
 
 
 class PackedRows(PackedParts):

@@ -12,11 +12,12 @@ import mlx.core as mx
 import psutil  # type: ignore[import-untyped]
 from mlx_lm.models.base import scaled_dot_product_attention
 
+from . import crossing, measured, thresholds
 from .cache.kv_cache import SparseKVCache, SparseQuantizedKVCache
 from .cache.sparse_cache import SparseCache
-from .common import crossing, measured, thresholds
-from .common.crossing import Noisy, Pairs
-from .common.thresholds import (
+from .crossing import Noisy, Pairs
+from .methods import Method, Prefill
+from .thresholds import (
     FREE_SHARE,
     GIVEN,
     MEASURED,
@@ -28,7 +29,6 @@ from .common.thresholds import (
     Thresholds,
     settings_text,
 )
-from .methods import Method, Prefill
 
 __all__ = ["GIVEN", "MEASURED", "MODELLED", "SECONDS", "Calibration", "Layer", "Threshold", "describe", "device_kind"]
 

@@ -35,11 +35,13 @@ from mlx_lm.sample_utils import make_sampler
 from tqdm import tqdm
 
 import mlx_sparse
-from mlx_sparse.common.files import cache_directory
+from mlx_sparse.files import cache_directory
 from mlx_sparse.lm.drafts import steps
 from mlx_sparse.lm.drafts.figures import DraftFigures
 from mlx_sparse.tools.formats import table
-from mlx_sparse.tools.models import tiny
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "fixtures"))
+import family_models as tiny
 
 DRAFTS = 4
 FAMILIES = ("llama", "qwen3", "qwen3_next")  # the last has linear layers beside full attention

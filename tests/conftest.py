@@ -11,7 +11,7 @@ import tier as tiers
 from absent import without
 from require import required
 
-from mlx_sparse.common import measured
+from mlx_sparse import measured
 
 # Triton reads this when its kernels are defined. Without an NVIDIA GPU they run on the CPU, in its interpreter.
 if not Path("/dev/nvidiactl").exists():

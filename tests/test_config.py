@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_sparse.checks import ConfigError
-from mlx_sparse.common import stats
 from mlx_sparse.methods import (
     ENOUGH_SAVED,
     H2O,
@@ -29,6 +28,7 @@ from mlx_sparse.methods import (
     load_toml,
     parse,
     split_methods,
+    stats,
 )
 
 counts = st.integers(min_value=1, max_value=10**9)

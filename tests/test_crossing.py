@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from mlx_sparse import measured
 from mlx_sparse.checks import ArtefactError
-from mlx_sparse.common import measured
-from mlx_sparse.common.crossing import WITHIN, WORTH, Crossing, Noisy, Pairs, Point, find
+from mlx_sparse.crossing import WITHIN, WORTH, Crossing, Noisy, Pairs, Point, find
 
 pytestmark = pytest.mark.usefixtures("calibration_folder")
 

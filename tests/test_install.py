@@ -138,7 +138,7 @@ def test_the_wheel_holds_every_source_file_and_only_mlx_sparse(built):
 
 def test_what_it_says_to_type_for_an_extra_works(installed, built, request):
     kind = request.node.callspec.params["installed"]
-    told = installed.code("from mlx_sparse.common.extras import install_hint; print(install_hint('eval'))").stdout
+    told = installed.code("from mlx_sparse.extras import install_hint; print(install_hint('eval'))").stdout
     place = f"-e '{ROOT}[eval]'" if kind == "editable" else f"'{built[kind]}[eval]'"
     assert told == f"`{installed.python} -m pip install {place}`\n"
     if kind == "wheel without compiler":  # the others are alike, or would be compiled again

@@ -27,7 +27,7 @@ from mlx_sparse.checks import (
     read_length,
     read_shape,
 )
-from mlx_sparse.common.files import replace_file
+from mlx_sparse.files import replace_file
 from mlx_sparse.methods import load_toml, parse, registry
 from mlx_sparse.methods.text import split_methods
 from mlx_sparse.tools import formats

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from mlx_sparse.common.key_codes import GROUP, LARGEST, LARGEST_CODE, KeyCodes
+from mlx_sparse.methods.scoring_keys import GROUP, LARGEST, LARGEST_CODE, KeyCodes
 
 from ..packed_rows import Rows
 from .steps import deviation

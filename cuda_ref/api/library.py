@@ -18,7 +18,7 @@ READ_PACKED = frozenset({"attend_indices", "code_keys", "dense", "saap", "sparq"
 
 
 class Torch:
-    """`mlx_sparse.common.call.Library` of torch, whose one backend is `triton`."""
+    """`mlx_sparse.api.checked_call.Library` of torch, whose one backend is `triton`."""
 
     xp: Any = torch
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from mlx_sparse.api.checked_call import Call
 from mlx_sparse.checks import ShapeError, Sizes, check_int, check_local_window, check_sample
-from mlx_sparse.common.call import Call
 
 from ..checks import as_padding, check_backend, check_device, check_head_dim, check_integers, check_tensor, rows
 from ..launchers import saap as launchers

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from mlx_sparse.common.key_codes import KeyCodes
-from mlx_sparse.common.packed_parts import first_rows
+from mlx_sparse.methods.packed_parts import first_rows
+from mlx_sparse.methods.scoring_keys import KeyCodes
 
 from ..checks import check_head_dim, check_real, rows
 from ..launchers import saap as launchers

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from mlx_sparse.common import stats
-from mlx_sparse.common.block_layout import Layout
+from mlx_sparse.methods import stats
+from mlx_sparse.methods.block_layout import Layout
 from mlx_sparse.tools.bench.core import Case, Shape
 from mlx_sparse.tools.bench.inputs import network_weights
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mlx_sparse.common.key_codes import GROUP, KeyCodes
+from mlx_sparse.methods.scoring_keys import GROUP, KeyCodes
 from mlx_sparse.tools.bench import core
 
 from ..hf.key_codes import Codes

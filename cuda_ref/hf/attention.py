@@ -15,11 +15,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.modeling_utils import AttentionInterface
 
+from mlx_sparse.api.call_report import Counts, Report
 from mlx_sparse.checks import ConfigError
-from mlx_sparse.common import reasons
-from mlx_sparse.common.call_report import Counts, Report
-from mlx_sparse.common.stats import dense_elements
-from mlx_sparse.methods import NEVER, QK_NORMS, SparQ
+from mlx_sparse.methods import NEVER, QK_NORMS, SparQ, reasons
+from mlx_sparse.methods.stats import dense_elements
 
 from ..availability import interpreted
 from ..launchers import configs

@@ -9,11 +9,11 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.configuration_utils import PreTrainedConfig
 
+from mlx_sparse.api.call_report import Report
 from mlx_sparse.checks import ConfigError
-from mlx_sparse.common.call_report import Report
-from mlx_sparse.common.key_codes import KeyCodes
-from mlx_sparse.common.thresholds import Layer, Threshold, describe
 from mlx_sparse.methods import SparQ, parse
+from mlx_sparse.methods.scoring_keys import KeyCodes
+from mlx_sparse.thresholds import Layer, Threshold, describe
 
 from ..api.several import attend_own, fold
 from ..launchers import torch_ops

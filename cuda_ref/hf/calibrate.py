@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from mlx_sparse.common import crossing, measured
-from mlx_sparse.common.crossing import Pairs
-from mlx_sparse.common.thresholds import Layer, Thresholds, settings_text
+from mlx_sparse import crossing, measured
+from mlx_sparse.crossing import Pairs
 from mlx_sparse.methods import Method, Step, nvidia_kind
+from mlx_sparse.thresholds import Layer, Thresholds, settings_text
 
 from ..launchers import configs
 from .cache import SparQLayer

@@ -6,7 +6,7 @@ from itertools import groupby
 
 import torch
 
-from mlx_sparse.common.key_codes import GROUP, KeyCodes
+from mlx_sparse.methods.scoring_keys import GROUP, KeyCodes
 
 from ..api.key_codes import code_groups, key_spread
 from .moments import lasting

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers.masking_utils import sdpa_mask
 
-from mlx_sparse.common import reasons
+from mlx_sparse.methods import reasons
 
 _NAME = "_mlx_sparse_padding"
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from mlx_sparse.common.block_layout import Layout
-from mlx_sparse.common.key_codes import KeyCodes
+from mlx_sparse.methods.block_layout import Layout
+from mlx_sparse.methods.scoring_keys import KeyCodes
 
 from . import attend, blocks, saap, sample, select, sparq
 from .operands import rows_of

@@ -13,8 +13,8 @@ from typing import Any
 import mlx.core as mx
 
 from ..checks import MAX_BUCKETS, ArtefactError
-from ..common.model_info import identity, kv_shapes, model_type, whole_of
-from ..common.parts import Part, part_of
+from ..model_info import identity, kv_shapes, model_type, whole_of
+from ..model_parts import Part, part_of
 from .tensors import read_tensors, write_tensors
 
 __all__ = ["MAX_HIDDEN", "Artefact", "Layer", "identity", "kv_shapes", "load", "versions"]

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from ..common.key_codes import GROUP, WORDS, KeyCodes
-from ..common.packed_rows import PackedRows, Rows
 from ..methods import SparQ
+from ..methods.scoring_keys import GROUP, WORDS, KeyCodes
 from ..ops.key_codes import code_groups, key_spread
+from ..ops.packed_rows import PackedRows, Rows
 from .moments import Moments
 from .state import State
 

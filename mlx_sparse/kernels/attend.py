@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from ..common.packed_rows import Rows
+from ..ops.packed_rows import Rows
 from .launch import KEPT, LANES, Form, Kernel, Launch, integer, parts_of, real, row_template
 from .merge import GROUPS, UNSPLIT, merging
 from .select import ITEMS

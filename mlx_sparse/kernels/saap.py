@@ -11,7 +11,7 @@ from functools import lru_cache
 import mlx.core as mx
 import numpy as np
 
-from ..common.csr import saap_index
+from ..ops.csr import saap_index
 from .attend import attend_indices
 from .launch import LANES, Kernel, integer, padding_or_zeros
 

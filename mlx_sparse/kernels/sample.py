@@ -9,11 +9,11 @@ from functools import lru_cache
 
 import mlx.core as mx
 
-from ..common import block_select
-from ..common.block_layout import Layout
-from ..common.launch_split import PIECE
+from ..methods.block_layout import Layout
+from ..ops import block_select
 from .blocks import THREADGROUP_MEMORY, attend_lists
 from .launch import LANES, Kernel, integer, of_one_type, real
+from .launch_split import PIECE
 
 SIDE = 8  # rows of a matrix
 SUM_THREADS, SUMMED_BLOCKS = 256, 32

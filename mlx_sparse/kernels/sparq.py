@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..common.key_codes import GROUP, WORDS, KeyCodes
-from ..common.packed_rows import Rows
+from ..methods.scoring_keys import GROUP, WORDS, KeyCodes
+from ..ops.packed_rows import Rows
 from .attend import Reallocation, attend_candidates, attend_indices, takes_candidates
 from .launch import KEPT, Form, Kernel, Launch, integer, padding_or_zeros, parts_of, real, row_template
 from .select import listing, merge, tiles_of

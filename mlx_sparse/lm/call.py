@@ -9,12 +9,12 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..api.call_report import Counts
 from ..cache.kv_cache import SparseBatchKVCache, SparseQuantizedKVCache, adopt, is_padding_mask
 from ..cache.sparse_cache import SparseCache
-from ..common import reasons
-from ..common.call_report import Counts
-from ..common.model_info import leaves
-from ..common.packed_rows import PackedRows, Rows
+from ..methods import reasons
+from ..model_info import leaves
+from ..ops.packed_rows import PackedRows, Rows
 from . import chunks, seam
 from .dense import replace, with_sinks
 from .drafts.phase import Phase, current

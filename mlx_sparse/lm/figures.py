@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..common.block_layout import Layout
+from ..methods.block_layout import Layout
 
 BINS = 1000  # of the histogram of retained mass
 LOW_QUANTILE = 0.01

@@ -9,13 +9,12 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..api.call_report import Counts, Report
 from ..cache.kv_cache import is_padding_mask
 from ..cache.sparse_cache import DecodeStep, SparseCache
 from ..calibrate import Calibration, Layer, describe
-from ..common import reasons
-from ..common.call_report import Counts, Report
-from ..common.packed_rows import PackedRows, Rows
-from ..methods import NEVER, Dense, Method, Prefill, Step, registry
+from ..methods import NEVER, Dense, Method, Prefill, Step, reasons, registry
+from ..ops.packed_rows import PackedRows, Rows
 from .figures import PrefillFigures
 from .hooks import CallHooks, ModelHooks
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import astuple, replace
 from typing import Any
 
-from ..common.call_report import Report
-from ..common.parts import Part
+from ..api.call_report import Report
+from ..model_parts import Part
 from .drafts.figures import DraftFigures
 from .figures import BucketFigures, LayerFigures, PrefillFigures
 

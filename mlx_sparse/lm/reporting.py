@@ -8,7 +8,7 @@ import logging
 import sys
 from typing import TYPE_CHECKING, Any
 
-from ..common.call_report import JSON_KEY, Report
+from ..api.call_report import JSON_KEY, Report
 from ..methods import Method
 from .ranks import Ranks
 

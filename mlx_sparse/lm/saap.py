@@ -14,11 +14,10 @@ from ..cache.saap_router import Router
 from ..cache.saap_state import BucketIndex, fold, index_of
 from ..cache.sparse_cache import DecodeStep, SparseCache
 from ..checks import ConfigError
-from ..common import reasons
-from ..common.model_info import whole_of
-from ..common.parts import part_of
-from ..common.stats import saap_elements
-from ..methods import SAAP, registry
+from ..methods import SAAP, reasons, registry
+from ..methods.stats import saap_elements
+from ..model_info import whole_of
+from ..model_parts import part_of
 from .figures import BucketCounts, BucketFigures
 from .hooks import CallHooks, ModelHooks
 from .rope import Recorder, Source

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..common.call_report import Counts, listing
+from ..api.call_report import Counts, listing
 
 if TYPE_CHECKING:
     from .session import Session

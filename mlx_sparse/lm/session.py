@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..api.call_report import Counts, Report, listing
 from ..checks import ConfigError, SparseAttentionError
-from ..common import families
-from ..common.call_report import Counts, Report, listing
 from ..methods import NEVER, Method, Prefill, registry
+from . import unfit_models as families
 from .loading import has_all_weights, loading, refuse_rotating_cache, refuse_unquantisable
 from .options import asked, fail, print_error
 from .ranks import Ranks, difference, facts_of
@@ -216,7 +216,7 @@ class Session(Reporting):
 
     def load(self, original: Callable[..., Any], model: Path, *args: Any, **kwargs: Any) -> Any:
         """mlx-lm's ``load_model`` with the methods enabled on what it loads."""
-        from ..common.model_info import note_whole
+        from ..model_info import note_whole
 
         with self._ending_the_program():
             with loading(model):

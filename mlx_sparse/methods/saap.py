@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..checks import MAX_BUCKETS, ConfigError, check_choice, check_int
-from ..common import stats
+from . import stats
 from .base import NEVER, Method, Step
 from .cost import ENOUGH_SAVED, GATHERED_ROW, ROUTING_HEADS
 

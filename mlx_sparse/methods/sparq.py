@@ -10,10 +10,10 @@ from fractions import Fraction
 from typing import Any, ClassVar
 
 from ..checks import check_choice, check_int, check_local_window, check_rank
-from ..common import stats
-from ..common.key_codes import KEY_BITS
+from . import stats
 from .base import NEVER, Method, Step, share_of
 from .cost import ENOUGH_SAVED
+from .scoring_keys import KEY_BITS
 
 
 @dataclass(frozen=True)

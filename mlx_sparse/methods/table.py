@@ -93,8 +93,8 @@ FUNCTIONS: Mapping[str, Mapping[str, str]] = {
     },
     "saap_assign": {
         "oracle": "oracle:saap_assign",
-        "ops": "common.kmeans:assign",
-        "metal": "common.kmeans:assign",  # a matrix product and a maximum, once per key
+        "ops": "ops.kmeans:assign",
+        "metal": "ops.kmeans:assign",  # a matrix product and a maximum, once per key
         "triton": "cuda_ref.api.steps:saap_assign",
     },
     "saap_route": {
@@ -105,8 +105,8 @@ FUNCTIONS: Mapping[str, Mapping[str, str]] = {
     },
     "saap_index": {
         "oracle": "oracle:saap_index",
-        "ops": "common.csr:saap_index",
-        "metal": "common.csr:saap_index",  # once every few hundred tokens
+        "ops": "ops.csr:saap_index",
+        "metal": "ops.csr:saap_index",  # once every few hundred tokens
         "triton": "cuda_ref.api.parts:saap_index",
     },
     "saap_indices": {

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from ..common.packed_rows import Rows
 from .attend import attend_indices, exact_logits, group_queries, softmax_lse
 from .blocks import after, causal_scores, most
+from .packed_rows import Rows
 from .select import take_rows, top_k_select, valid_keys
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from ..common.key_codes import CODE_BITS, GROUP, LARGEST, LARGEST_CODE, WORDS, KeyCodes
-from ..common.packed_rows import Rows
+from ..methods.scoring_keys import CODE_BITS, GROUP, LARGEST, LARGEST_CODE, WORDS, KeyCodes
+from .packed_rows import Rows
 from .select import take_rows
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from ..common.csr import saap_index
 from .attend import attend_indices, group_queries, softmax_lse
+from .csr import saap_index
 
 
 def saap_route(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from ..common import block_select
-from ..common.block_layout import Layout
+from ..methods.block_layout import Layout
+from . import block_select
 from .blocks import after, attend_blocks, causal_scores, most
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from ..common.key_codes import KeyCodes
-from ..common.packed_rows import Rows
+from ..methods.scoring_keys import KeyCodes
 from .attend import attend_indices, exact_logits, group_queries, softmax_lse
 from .key_codes import approximate_logits
+from .packed_rows import Rows
 from .select import take_rows, top_k_select, valid_keys
 
 

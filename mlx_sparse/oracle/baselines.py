@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..checks import check_decode_step, check_int, check_local_window, check_qkv, check_shape
-from ..common.stats import (
+from ..methods.stats import (
     Stats,
     dense_elements,
     flexgen_elements,

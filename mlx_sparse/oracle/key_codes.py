@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..common.key_codes import GROUP, LARGEST, LARGEST_CODE, KeyCodes
+from ..methods.scoring_keys import GROUP, LARGEST, LARGEST_CODE, KeyCodes
 from .select import valid_keys
 
 Array = npt.NDArray[Any]

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..checks import check_choice, check_int, check_local_window, check_qkv, check_rank, check_shape
-from ..common.key_codes import KEY_BITS, KeyCodes, check_keys_t
-from ..common.stats import dense_elements, sparq_elements
+from ..methods.scoring_keys import KEY_BITS, KeyCodes, check_keys_t
+from ..methods.stats import dense_elements, sparq_elements
 from .attend import attend_indices, check_backend, dense_attention, float64, softmax_lse, with_stats
 from .key_codes import approximate_keys, code_keys, key_spread
 from .select import ranked, top_k_select, valid_keys

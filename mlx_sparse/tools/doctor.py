@@ -14,7 +14,7 @@ from typing import Any
 from .. import __version__
 from .._boot import CommandFinder
 from ..checks import SparseAttentionError
-from ..common.extras import NAME, REBUILD, install_hint
+from ..extras import NAME, REBUILD, install_hint
 from ..methods.registry import unavailable
 from ..methods.table import BACKENDS
 from . import environment

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from mlx_sparse.common.key_codes import KeyCodes
+from mlx_sparse.methods.scoring_keys import KeyCodes
 from mlx_sparse.oracle import code_keys
 from mlx_sparse.tools.bench.core import Case
 

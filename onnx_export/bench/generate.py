@@ -23,10 +23,10 @@ import numpy.typing as npt
 import onnx
 
 from mlx_sparse.checks import ConfigError, check_int
-from mlx_sparse.common.key_codes import GROUP
 from mlx_sparse.lm.loading import loading
 from mlx_sparse.lm.saap import load_artefact
 from mlx_sparse.methods import parse
+from mlx_sparse.methods.scoring_keys import GROUP
 from mlx_sparse.oracle import code_keys, key_spread
 from mlx_sparse.tools.bench.core import Length, Row, say, too_large
 from mlx_sparse.tools.bench.run import Plan

@@ -15,7 +15,7 @@ import onnxruntime
 from onnx.helper import make_node
 
 from mlx_sparse import oracle
-from mlx_sparse.common.block_layout import Layout
+from mlx_sparse.methods.block_layout import Layout
 from mlx_sparse.tools.bench import inputs
 from mlx_sparse.tools.bench.core import Case, Contender, Row, Sample, Turns, wrong
 from mlx_sparse.tools.bench.run import Plan, Request

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mlx_sparse.checks import ConfigError, check_local_window
-from mlx_sparse.common.key_codes import GROUP
+from mlx_sparse.methods.scoring_keys import GROUP
 from mlx_sparse.tools.bench.core import Contender, Row, Sample, Turns, too_large, wrong
 from mlx_sparse.tools.bench.run import Plan, Request
 from mlx_sparse.tools.bench.thresholds import Bar, bar_table, length, ratio

@@ -15,11 +15,11 @@ import onnxruntime
 import psutil  # type: ignore[import-untyped]
 from onnx import helper
 
+from mlx_sparse import crossing, measured
 from mlx_sparse.checks import ConfigError
-from mlx_sparse.common import crossing, measured
-from mlx_sparse.common.crossing import Crossing, Pairs
-from mlx_sparse.common.thresholds import LONGEST, MEASURED, MODELLED, Layer, Threshold, Thresholds, settings_text
+from mlx_sparse.crossing import Crossing, Pairs
 from mlx_sparse.methods import Method, Step
+from mlx_sparse.thresholds import LONGEST, MEASURED, MODELLED, Layer, Threshold, Thresholds, settings_text
 
 from .. import build, compose
 from ..domain import DEFAULT, DOMAIN, VERSION

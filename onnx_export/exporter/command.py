@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from mlx_sparse.checks import ConfigError, SparseAttentionError, shortened
-from mlx_sparse.common.extras import naming_missing
+from mlx_sparse.extras import naming_missing
 from mlx_sparse.methods import NEVER
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from cases import (
 
 import mlx_sparse
 from mlx_sparse import ConfigError, ShapeError, oracle
-from mlx_sparse.common.key_codes import GROUP, KeyCodes
+from mlx_sparse.methods.scoring_keys import GROUP, KeyCodes
 from mlx_sparse.methods.table import FUNCTIONS
 from mlx_sparse.oracle.key_codes import approximate_keys, unpack
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from mlx_sparse.common import stats
+from mlx_sparse.methods import stats
 from mlx_sparse.oracle import (
     attend_indices,
     dense_attention,

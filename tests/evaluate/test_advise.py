@@ -19,10 +19,10 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from tiny_models import build, write
 
-from mlx_sparse import calibrate, cli
+from mlx_sparse import calibrate, cli, measured
 from mlx_sparse.calibrate import Calibration
 from mlx_sparse.checks import SparseAttentionError
-from mlx_sparse.common import families, measured
+from mlx_sparse.lm import unfit_models as families
 from mlx_sparse.lm.model import disable, enable, plan_of
 from mlx_sparse.methods import Method, SparQ, Streaming, parse, read_toml
 from mlx_sparse.tools.advise import command, page, quality

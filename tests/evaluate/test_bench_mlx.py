@@ -18,9 +18,6 @@ import pytest
 from msl import Metal
 
 from mlx_sparse import cli
-from mlx_sparse.common import stats
-from mlx_sparse.common.block_layout import Layout
-from mlx_sparse.common.stats import prefill_elements
 from mlx_sparse.methods import (
     H2O,
     SAAP,
@@ -36,7 +33,10 @@ from mlx_sparse.methods import (
     StreamingPrefill,
     parse,
     registry,
+    stats,
 )
+from mlx_sparse.methods.block_layout import Layout
+from mlx_sparse.methods.stats import prefill_elements
 from mlx_sparse.ops import sample
 from mlx_sparse.tools.bench import inputs, mlx
 from mlx_sparse.tools.bench.core import Case, Shape

@@ -14,9 +14,8 @@ import pytest
 from mlx_lm.models.cache import KVCache
 from tiny_models import write
 
-from mlx_sparse import _boot, calibrate, cli
-from mlx_sparse.common import measured
-from mlx_sparse.common.crossing import Crossing
+from mlx_sparse import _boot, calibrate, cli, measured
+from mlx_sparse.crossing import Crossing
 from mlx_sparse.methods import METHODS, registry, table
 from mlx_sparse.tools import doctor, matrix, measure
 

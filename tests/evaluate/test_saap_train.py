@@ -15,7 +15,7 @@ from commands import Killed, Progress
 from mlx_sparse import oracle
 from mlx_sparse.artefact import Layer
 from mlx_sparse.checks import ArtefactError, ConfigError
-from mlx_sparse.common import kmeans
+from mlx_sparse.ops import kmeans
 from mlx_sparse.tools.train import network
 from mlx_sparse.tools.train.clusters import POINTS, fit_centroids
 from mlx_sparse.tools.train.layers import losses

@@ -23,7 +23,7 @@ from mlx_sparse.cuda_ref.launchers import blocks
 from torch_arrays import DEVICE, to_numpy
 
 from mlx_sparse import oracle
-from mlx_sparse.common import stats
+from mlx_sparse.methods import stats
 from mlx_sparse.tools.bench.command import main
 from mlx_sparse.tools.bench.core import Row, Shape, Turns, measure
 

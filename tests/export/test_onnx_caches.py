@@ -34,7 +34,7 @@ from saap_cases import SaapCase
 from sample_cases import SampleCase
 
 from mlx_sparse import oracle
-from mlx_sparse.common.key_codes import KeyCodes
+from mlx_sparse.methods.scoring_keys import KeyCodes
 from mlx_sparse.oracle.select import valid_keys
 from mlx_sparse.oracle.sparq import deviation
 

@@ -21,10 +21,10 @@ from mlx_sparse.onnx_export.runtime.runner import Runner
 from require import absent
 from simulated import extra_for, simulated
 
-from mlx_sparse.common import measured, thresholds
-from mlx_sparse.common.thresholds import KEPT, LEAST_LAYERS, Layer
+from mlx_sparse import measured, thresholds
 from mlx_sparse.methods import SparQ, Step
 from mlx_sparse.methods.quest import Quest
+from mlx_sparse.thresholds import KEPT, LEAST_LAYERS, Layer
 
 SPARQ = "sparq:rank=4,top_k=4,local_window=1,key_bits=16"
 RULE = 5  # keys: what a file of it gets where nobody says otherwise

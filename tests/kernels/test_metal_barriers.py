@@ -12,10 +12,10 @@ from msl import Fault, Metal
 from msl.mutation import barriers
 from sample_cases import SampleCase
 
-from mlx_sparse.common.csr import saap_index
-from mlx_sparse.common.packed_rows import PackedRows
 from mlx_sparse.kernels import attend, attend_rows, quest, saap, sample, select, sparq
+from mlx_sparse.ops.csr import saap_index
 from mlx_sparse.ops.key_codes import code_keys
+from mlx_sparse.ops.packed_rows import PackedRows
 from mlx_sparse.ops.quest import page_bounds
 
 pytestmark = pytest.mark.skipif(mx.metal.is_available(), reason="only the harness sees races")

@@ -26,10 +26,10 @@ from tiny_models import build, prompt_of
 import mlx_sparse
 from mlx_sparse import oracle
 from mlx_sparse.cache.kv_cache import adopt
-from mlx_sparse.common.packed_rows import PackedRows
 from mlx_sparse.kernels import attend, sparq
 from mlx_sparse.methods import parse, registry
 from mlx_sparse.ops.key_codes import code_keys
+from mlx_sparse.ops.packed_rows import PackedRows
 
 STALE = 9  # rows behind the ones in use
 KEY_AND_VALUE = np.random.default_rng(0).normal(size=(2, 1, 1, 1, 32))

@@ -25,8 +25,8 @@ from onnx_operators import DTYPES, ONE_LINE, Operator, coded_caches, fuzz, windo
 from require import absent
 
 from mlx_sparse import oracle
-from mlx_sparse.common.block_layout import Layout
-from mlx_sparse.common.key_codes import GROUP
+from mlx_sparse.methods.block_layout import Layout
+from mlx_sparse.methods.scoring_keys import GROUP
 
 
 @dataclass

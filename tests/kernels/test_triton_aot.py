@@ -189,7 +189,7 @@ def test_all_threads_have_written_before_the_ticket_is_drawn(version: str, case:
 
 @fast
 def test_programs_share_what_is_read_and_keep_the_memory_busy(version: str, case: Case) -> None:
-    """Bytes of each program from the parameters of the launch: together the formula of `mlx_sparse.common.stats`."""
+    """Bytes of each program from the parameters of the launch: together the formula of `mlx_sparse.methods.stats`."""
     for launch in launches(version, case):
         numbers, constants, rows = launch.numbers, launch.constants, prod(launch.grid[1:])
         assert rows == case.B * case.Hkv

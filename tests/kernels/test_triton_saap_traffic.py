@@ -21,7 +21,7 @@ from mlx_sparse.cuda_ref.launchers import configs, saap, torch_ops
 from torch_arrays import to_torch
 from triton_bytes import Launch, shuffled, watched
 
-from mlx_sparse.common import stats
+from mlx_sparse.methods import stats
 from mlx_sparse.tools.bench.core import Shape
 
 HKV, G, D, HIDDEN, C, PROBES = 2, 4, 128, 256, 64, 4

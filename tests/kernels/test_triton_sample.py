@@ -15,7 +15,7 @@ from torch_operators import assert_keeps_its_promises_and_compiles
 from triton_prompts import tensors
 
 from mlx_sparse import BackendUnavailable, cuda_ref, oracle
-from mlx_sparse.common.block_layout import Layout
+from mlx_sparse.methods.block_layout import Layout
 
 pytestmark = pytest.mark.usefixtures("guarded")
 SMALL = SampleCase(2, 4, 2, 150, 230, 64, "f32", 32, chunks=2)

@@ -11,7 +11,7 @@ from cases import Case
 from mlx_sparse.cuda_ref.availability import interpreted, unavailable
 from require import absent
 
-from mlx_sparse.common import stats
+from mlx_sparse.methods import stats
 
 if not interpreted():
     absent("triton-interpreter", "on a GPU nothing is counted")

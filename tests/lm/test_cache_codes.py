@@ -16,8 +16,8 @@ from test_cache import CACHES, PADDING, Rows, attend, batch_of, padded, single
 
 from mlx_sparse import oracle
 from mlx_sparse.cache.sparq_state import SparQState
-from mlx_sparse.common.key_codes import GROUP, KeyCodes
 from mlx_sparse.methods import SparQ
+from mlx_sparse.methods.scoring_keys import GROUP, KeyCodes
 
 FEW = SparQ(rank=4, top_k=4, reallocate=False, component_score="query_key", key_bits=4, dense_below=0)
 MIXED = SparQ(rank=4, top_k=4, reallocate=True, component_score="query", key_bits=4, dense_below=0)

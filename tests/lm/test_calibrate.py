@@ -17,11 +17,10 @@ from simulated import extra_for, simulated
 from tiny_models import build, greedy, prompt_of, write
 
 import mlx_sparse
-from mlx_sparse import calibrate
+from mlx_sparse import calibrate, crossing, measured
 from mlx_sparse.calibrate import GIVEN, MEASURED, MODELLED, Calibration, Layer, Threshold
 from mlx_sparse.checks import ConfigError
-from mlx_sparse.common import crossing, measured
-from mlx_sparse.common.crossing import Crossing
+from mlx_sparse.crossing import Crossing
 from mlx_sparse.lm.model import plan_of
 from mlx_sparse.methods import SAAP, Method, Sample, SparQ, Step, parse, read_toml
 from mlx_sparse.methods.quest import Quest

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import drafts_same
+import family_models
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -18,14 +19,13 @@ from mlx_lm.sample_utils import make_sampler
 
 import mlx_sparse
 from mlx_sparse.lm.drafts import steps
-from mlx_sparse.tools.models import tiny
 
 SPARQ = "sparq:rank=2,top_k=8,dense_below=0"
 
 
 @pytest.mark.parametrize("family", drafts_same.FAMILIES)
 def test_a_long_answer_to_a_long_prompt_is_that_of_dense_decoding(family: str) -> None:
-    row = drafts_same.compared(tiny.build(family), SPARQ, tiny_models.prompt_of(300), 48)
+    row = drafts_same.compared(family_models.build(family), SPARQ, tiny_models.prompt_of(300), 48)
     assert row["same"] == 48
     assert 0 < row["accepted"] < row["drafted"]
     assert row["apart"] < 1e-4
@@ -60,9 +60,11 @@ def test_tokens_and_pairs_are_sampled_as_often_as_dense_attention_says(drafts: i
 @pytest.mark.parametrize(("family", "extra"), [("mimo", "model.mtp_layers.0."), ("qwen3_5", "mtp.layers.0.")])
 def test_heads_for_several_tokens_are_left_out_as_mlx_lm_does(family: str, extra: str, tmp_path: Path) -> None:
     """mlx-lm drops their weights as it loads, so that what drafts is the method alone."""
-    model = tiny.build(family)
+    model = family_models.build(family)
     folder = tiny_models.write(tmp_path / family)  # for its tokenizer
-    (folder / "config.json").write_text(json.dumps({**tiny.config_of(family), "eos_token_id": tiny_models.EOS}))
+    (folder / "config.json").write_text(
+        json.dumps({**family_models.config_of(family), "eos_token_id": tiny_models.EOS})
+    )
     weights: dict[str, Any] = dict(tree_flatten(model.parameters()))
     head = {extra + "self_attn.q_proj.weight": mx.ones((64, 64))}
     mx.save_safetensors(str(folder / "model.safetensors"), weights | head, {"format": "mlx"})

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from mlx_sparse.common.call_report import Counts, Report
+from mlx_sparse.api.call_report import Counts, Report
 from mlx_sparse.lm.drafts.figures import DraftFigures
 from mlx_sparse.lm.drafts.pace import DENSE_EVERY, MOST, PAUSE, Pace, fused
 from mlx_sparse.lm.rank_reports import numbers_of, total

@@ -24,12 +24,11 @@ import mlx_sparse
 from mlx_sparse import oracle
 from mlx_sparse.cache.kv_cache import SparseQuantizedKVCache, adopt
 from mlx_sparse.calibrate import Calibration, Layer
-from mlx_sparse.common import reasons
-from mlx_sparse.common.packed_rows import PackedRows
 from mlx_sparse.lm import seam
 from mlx_sparse.lm.call import Call
 from mlx_sparse.lm.model import plan_of
-from mlx_sparse.methods import METHODS, SparQ, Step, parse
+from mlx_sparse.methods import METHODS, SparQ, Step, parse, reasons
+from mlx_sparse.ops.packed_rows import PackedRows
 
 LAYERS, PROMPT, STEPS = 2, 300, 8
 FORMS = [(8, 64), (4, 64), (4, 32), (6, 32), (3, 128), (2, 64)]

@@ -24,12 +24,12 @@ from test_lm_commands import JSON
 from test_lm_server import Server, free_port
 from tiny_models import build, write
 
+from mlx_sparse.api.call_report import JSON_KEY
 from mlx_sparse.artefact import load
 from mlx_sparse.checks import ArtefactError
-from mlx_sparse.common.call_report import JSON_KEY
-from mlx_sparse.common.parts import Part, part_of
 from mlx_sparse.lm.rank_reports import numbers_of, report_of, total
 from mlx_sparse.lm.ranks import Ranks, address_of_first, difference, facts_of
+from mlx_sparse.model_parts import Part, part_of
 
 RUN = Path(__file__).parents[1] / "fixtures" / "run_ranks.py"
 WAIT = Path(__file__).parents[1] / "fixtures" / "wait_rank.py"

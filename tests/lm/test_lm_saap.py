@@ -27,11 +27,11 @@ import mlx_sparse
 from mlx_sparse import oracle
 from mlx_sparse.artefact import load
 from mlx_sparse.cache.saap_state import BucketIndex
-from mlx_sparse.common.reasons import A_FEW, CHANGED_AFTER_ROPE
-from mlx_sparse.common.stats import dense_elements, saap_elements
 from mlx_sparse.lm import rope as rope_module
 from mlx_sparse.lm import saap
 from mlx_sparse.methods import SAAP
+from mlx_sparse.methods.reasons import A_FEW, CHANGED_AFTER_ROPE
+from mlx_sparse.methods.stats import dense_elements, saap_elements
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from saap_artefacts import BUCKETS, write_artefact
 from test_lm_server import running
 from tiny_models import build, prompt_of, words, write
 
-from mlx_sparse.common.call_report import JSON_KEY
+from mlx_sparse.api.call_report import JSON_KEY
 
 PROMPT, TOKENS, LAYERS = 60, 8, 2
 STEPS = TOKENS + 1  # mlx-lm's last prompt token is a step, and it works one token ahead

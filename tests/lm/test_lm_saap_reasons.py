@@ -13,11 +13,10 @@ from tiny_models import build, greedy, prompt_of
 
 import mlx_sparse
 from mlx_sparse.checks import ArtefactError, ConfigError
-from mlx_sparse.common import reasons
 from mlx_sparse.lm import rope as rope_module
 from mlx_sparse.lm.call import Call
 from mlx_sparse.lm.model import plan_of
-from mlx_sparse.methods import SAAP, Step
+from mlx_sparse.methods import SAAP, Step, reasons
 
 
 @pytest.fixture

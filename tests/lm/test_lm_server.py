@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from tiny_models import prompt_of, words, write
 
-from mlx_sparse.common.call_report import JSON_KEY
+from mlx_sparse.api.call_report import JSON_KEY
 
 SERVER = str(Path(sys.executable).parent / "mlx_lm.server")
 SPARSE = ["--attn", "sparq:rank=4,top_k=4,dense_below=0", "--attn-report", "json"]

@@ -19,7 +19,7 @@ from torch_arrays import to_numpy
 
 from mlx_sparse import oracle
 from mlx_sparse.checks import ShapeError
-from mlx_sparse.common.key_codes import GROUP
+from mlx_sparse.methods.scoring_keys import GROUP
 
 
 def assert_reads_its_rows(layer: hf.SparQLayer, first: tuple[int, ...] | None = None) -> None:

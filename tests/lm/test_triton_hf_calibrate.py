@@ -16,8 +16,8 @@ from simulated import extra_for, simulated
 from torch_arrays import DEVICE
 from transformers import AutoConfig
 
-from mlx_sparse.common import crossing, thresholds
-from mlx_sparse.common.thresholds import MEASURED, MODELLED
+from mlx_sparse import crossing, thresholds
+from mlx_sparse.thresholds import MEASURED, MODELLED
 
 ATTN = "sparq:rank=8"
 D = 16

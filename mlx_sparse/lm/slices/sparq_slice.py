@@ -7,11 +7,11 @@ from typing import Any
 import mlx.core as mx
 
 from ...cache.moments import Moments
+from ...cache.shares import Shares
 from ...cache.slice_cache import SlicedKVCache
 from ...cache.sparq_state import Codes, Columns, SparQState
-from ...common.key_codes import GROUP
-from ...common.shares import Shares
 from ...methods import SparQ
+from ...methods.scoring_keys import GROUP
 from ...ops.key_codes import group_moments
 from ...ops.sparq import deviation
 from .exchange import Exchange

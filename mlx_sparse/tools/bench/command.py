@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import date
 
 from ...checks import ConfigError, Parser, SparseAttentionError, check_int, check_share, read_length, read_shape
-from ...common.extras import naming_missing
+from ...extras import naming_missing
 from ...methods import Method, parse, split_methods
 from .. import formats
 from .core import Shape

@@ -15,9 +15,9 @@ import numpy.typing as npt
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from ...checks import ConfigError, check_int
-from ...common.model_info import leaves
 from ...lm.rope import Recorder
 from ...lm.tracing import Seen, observe
+from ...model_info import leaves
 from ...ops.baselines import exact_weights
 from ...ops.select import top_k_select
 from ...ops.sparq import deviation, sparq_select

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...artefact import Layer
-from ...common.kmeans import assign
+from ...ops.kmeans import assign
 from . import network
 from .clusters import POINTS, fit_centroids
 from .recall import SELECTIVITIES, Indexed, centroid_scores, curve, grouped_queries, index, router_scores

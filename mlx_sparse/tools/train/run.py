@@ -16,7 +16,7 @@ import mlx.core as mx
 from ...artefact import MAX_HIDDEN, Artefact, Layer, identity, load, versions
 from ...artefact.tensors import read_tensors, write_tensors
 from ...checks import MAX_BUCKETS, ArtefactError, ConfigError, Parser, check_int
-from ...common.files import cache_directory
+from ...files import cache_directory
 from ...methods import SAAP
 from ..assets import blas
 from ..evaluate.inputs import add_options, check_options, fingerprint, load_model, read_tokens

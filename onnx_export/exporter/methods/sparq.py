@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from mlx_sparse.checks import check_local_window, check_rank
-from mlx_sparse.common.key_codes import GROUP
 from mlx_sparse.lm.model import resolve
 from mlx_sparse.methods import SparQ
+from mlx_sparse.methods.scoring_keys import GROUP
 
 from ...defaults import dense_below
 from ...operators import coded_axes

@@ -9,8 +9,8 @@ import mlx.core as mx
 
 from ....cache.kv_cache import SparseKVCache, SparseQuantizedKVCache
 from ....checks import ConfigError
-from ....common.packed_parts import BITS
 from ....methods import Method, Step
+from ....methods.packed_parts import BITS
 from ..core import Case, Shape
 from .steps import DecodeStep, Layers
 

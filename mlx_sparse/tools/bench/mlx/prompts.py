@@ -19,8 +19,8 @@ import numpy.typing as npt
 
 from .... import oracle
 from ....cache.kv_cache import SparseKVCache
-from ....common.block_layout import Layout
-from ....common.stats import prefill_elements
+from ....methods.block_layout import Layout
+from ....methods.stats import prefill_elements
 from ...formats import table
 from .. import inputs
 from ..core import Case, Row, Sample, Turns

@@ -15,8 +15,8 @@ from ....cache.kv_cache import SparseKVCache
 from ....cache.saap_router import Router, kmeans_network
 from ....cache.saap_state import BucketIndex, fold, index_of
 from ....checks import check_int
-from ....common.stats import saap_elements
 from ....methods import Step, registry
+from ....methods.stats import saap_elements
 from ....oracle.saap import route_scores
 from ..core import Case, Shape
 from ..inputs import bucket_ids, network_weights

@@ -10,11 +10,12 @@ All raise `ShapeError` for arrays that do not fit together, `ConfigError` for pa
 `BackendUnavailable` for a backend that cannot run here.
 """
 
-from ..call import Library
-from .baselines import BaselineFunctions
-from .decode import DecodeFunctions
-from .prefill import PrefillFunctions
-from .saap import SaapFunctions
+from ..methods.table import FUNCTIONS
+from .baseline_functions import BaselineFunctions
+from .checked_call import Library
+from .decode_functions import DecodeFunctions
+from .prefill_functions import PrefillFunctions
+from .saap_functions import SaapFunctions
 
 
 class Functions(DecodeFunctions, PrefillFunctions, SaapFunctions, BaselineFunctions):
@@ -22,3 +23,9 @@ class Functions(DecodeFunctions, PrefillFunctions, SaapFunctions, BaselineFuncti
 
     def __init__(self, library: Library) -> None:
         self._library = library
+
+
+def public_functions(*backends: str) -> list[str]:
+    """Return the names of the public functions that any of these backends has."""
+    names = [name for name in dir(Functions) if not name.startswith("_")]
+    return [name for name in names if FUNCTIONS.get(name.removesuffix("_attention"), {}).keys() & set(backends)]

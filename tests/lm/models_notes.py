@@ -1,6 +1,6 @@
-"""What no run can tell of mlx-lm's families: which models have them, and what others report.
+"""List what a run of a tiny model cannot show: the checkpoints of each family, and results that others report.
 
-Names of models are there to find a row by; that a model has a family is what its config.json says.
+The names help to find a row. The ``config.json`` of a checkpoint names its family.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from .parts import Part
+from .model_parts import Part
 
 CONFIG = (
     "hidden_size",

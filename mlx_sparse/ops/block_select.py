@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from .block_layout import Layout
+from ..methods.block_layout import Layout
 
 
 def keep(scores: mx.array, alpha: float) -> mx.array:

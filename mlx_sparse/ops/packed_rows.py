@@ -6,7 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from .packed_parts import PackedParts
+from ..methods.packed_parts import PackedParts
 
 
 class PackedRows(PackedParts):

@@ -6,16 +6,16 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from ..checks import Sizes, check_choice, check_qkv, check_shape
-from . import stats
-from .block_layout import Layout
-from .key_codes import KeyCodes, check_keys_t
-from .stats import Stats
+from ..methods import stats
+from ..methods.block_layout import Layout
+from ..methods.scoring_keys import KeyCodes, check_keys_t
+from ..methods.stats import Stats
 
 INF = float("inf")
 
 
 class Library(Protocol):
-    """What the public functions need to know of arrays: `mlx_sparse.api.mlx` for MLX, `cuda_ref.api.torch` for torch.
+    """What the public functions need to know of arrays: `mlx_sparse.api.mlx_functions` for MLX.
 
     Attributes:
         xp: the library's module, for what all of them call alike.

@@ -14,7 +14,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-from ..checks import BackendUnavailable
+from .checks import BackendUnavailable
 
 NAME = "mlx-sparse-attention"
 REBUILD = "--force-reinstall --no-deps"  # what is installed comes anew, and alone

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from .parts import Part
+from ..model_parts import Part
 
 # The key of the JSON line that ``--attn-report json`` prints.
 JSON_KEY = "mlx_sparse_report"

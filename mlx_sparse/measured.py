@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from ..checks import ArtefactError
+from .checks import ArtefactError
 from .files import cache_directory, replace_file
 
 FORMAT = 1

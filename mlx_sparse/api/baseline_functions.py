@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from ..call import Call, Library
+from .checked_call import Call, Library
 
 Array = Any  # of the library that the functions are for
 

@@ -1,17 +1,56 @@
-"""The facts of all families as a table, for a terminal and for docs/models.md."""
+"""Survey every model family of the installed mlx-lm, and write docs/models.jsonl and the table of docs/models.md.
+
+PYTHONPATH=tests/fixtures python tests/lm/models_table.py [FAMILY ...]    survey FAMILY only, and keep the rest
+"""
 
 from __future__ import annotations
 
+import json
+import re
+import sys
 from collections.abc import Collection, Sequence
+from dataclasses import asdict
+from pathlib import Path
 
+import models_notes as notes
+import models_survey as survey
 from mlx_lm.utils import MODEL_REMAPPING
+from models_survey import Facts
+from tiny_models import FAMILIES, MORE
 
-from ...common.families import UNFIT
-from ..formats import table
-from . import notes
-from .survey import Facts
+from mlx_sparse.lm.unfit_models import UNFIT
+from mlx_sparse.tools.formats import table, write
+
+ROOT = Path(__file__).parents[2]
+FACTS, PAGE = ROOT / "docs" / "models.jsonl", ROOT / "docs" / "models.md"
+SECTION = re.compile(r"(?<=<!-- models -->\n).*?(?=<!-- /models -->)", re.DOTALL)
 
 HEADER = ["family of mlx-lm", "models", "attention", "`sparq`", "stays dense", "seen"]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write both files; return 1 if a family decodes wrongly."""
+    known = {one.family: one for one in read(FACTS)[0]} if argv else {}
+    for name in argv or survey.modules():
+        print(name, file=sys.stderr)
+        if (found := survey.facts(name)) is not None:
+            known[name] = found
+    every = [known[name] for name in sorted(known)]
+    lines = [{"mlx-lm": survey.installed()}, *map(asdict, every)]
+    write(FACTS, "\n".join(map(json.dumps, lines)))
+    write(PAGE, page(PAGE.read_text(encoding="utf-8"), *read(FACTS)).rstrip("\n"))
+    return 1 if any(one.exact is False or one.shows is False for one in every) else 0
+
+
+def read(path: Path) -> tuple[list[Facts], str]:
+    """Return the facts that were written, and the version of mlx-lm that they are of."""
+    head, *lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    return [Facts(**line) for line in lines], head["mlx-lm"]
+
+
+def page(text: str, facts: Sequence[Facts], mlx_lm: str) -> str:
+    """Return the page with the table of these facts."""
+    return SECTION.sub(lambda _: f"{markdown(facts, mlx_lm, {*FAMILIES, *MORE})}\n", text)
 
 
 def markdown(facts: Sequence[Facts], mlx_lm: str, suite: Collection[str] = ()) -> str:
@@ -28,16 +67,6 @@ def markdown(facts: Sequence[Facts], mlx_lm: str, suite: Collection[str] = ()) -
             said = f"[reported]({absent.source})"
             rows.append([f"not in mlx-lm {mlx_lm}", absent.models, absent.attention, "no", "all", said])
     return f"{_summary(facts, mlx_lm)}\n\n{table(HEADER, rows)}"
-
-
-def text(facts: Sequence[Facts], mlx_lm: str) -> str:
-    """The table for a terminal."""
-    lines = [f"{'family':<24}{'sparq':<10}attention; what stays dense"]
-    for one in facts:
-        attention, served, dense = _cells(one)
-        said = "; ".join(filter(None, (attention, dense and f"dense: {dense}", _warning(one.family))))
-        lines.append(f"{one.family:<24}{served:<10}{said}".replace("**", "").replace("`", ""))
-    return "\n".join([*lines, "", _summary(facts, mlx_lm)])
 
 
 def _summary(facts: Sequence[Facts], mlx_lm: str) -> str:
@@ -88,3 +117,7 @@ def _seen(one: Facts, suite: Collection[str]) -> str:
 
 def _warning(family: str) -> str:
     return f"**unfit**: {UNFIT[family]}" if family in UNFIT else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

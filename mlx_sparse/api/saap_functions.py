@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ...checks import MAX_BUCKETS, Sizes, check_centroids, check_int, check_router, check_saap
-from .. import stats
-from ..call import Call, Library
+from ..checks import MAX_BUCKETS, Sizes, check_centroids, check_int, check_router, check_saap
+from ..methods import stats
+from .checked_call import Call, Library
 
 Array = Any  # of the library that the functions are for
 

@@ -1,35 +1,30 @@
-"""What sparse attention finds in each family: tiny models are enabled, run, and their reports read."""
+"""Run a tiny model of each of mlx-lm's families and record which of its layers sparse attention serves."""
 
 from __future__ import annotations
 
 import ast
 import contextlib
 import inspect
-import json
 import pkgutil
-import subprocess
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from types import ModuleType
 from typing import Any
 
+import family_models
 import mlx.core as mx
 import mlx_lm.models
 from mlx_lm.models import base
 from mlx_lm.models.cache import make_prompt_cache
 
-from ...checks import ConfigError, meant
-from ...common import reasons
-from ...common.call_report import Report
-from ...common.model_info import leaves
-from ...lm import seam
-from ...lm.model import Attn, NothingServed, has_qk_norm, sparse
-from ...methods import SparQ, Step
-from . import tiny
+from mlx_sparse.api.call_report import Report
+from mlx_sparse.lm import seam
+from mlx_sparse.lm.model import Attn, NothingServed, has_qk_norm, sparse
+from mlx_sparse.methods import SparQ, Step, reasons
+from mlx_sparse.model_info import leaves
 
 PROMPT, STEPS = 96, 4
 FEW = "sparq:rank=4,top_k=4,dense_below=0"  # keys: the answer is another
@@ -69,8 +64,8 @@ class Facts:
 
     Attributes:
         family: mlx-lm's module.
-        how: "run": a tiny model was; "probed": one was only asked for its layers, as none is served or a run of it
-            crashes; "read": its source was. ``note`` says why.
+        how: "run": a tiny model was run; "probed": only its layers were counted, because none is served; "read": only
+            its source was read. ``note`` gives the reason.
         layers: of the tiny model; those of a loop, and halves with an attention each, count each time.
         kinds: of attention, by the layers that have it.
         served: layers that were sparse, by method: for each token, or with sample in a prompt.
@@ -92,63 +87,10 @@ class Facts:
     shows: bool | None = None
     note: str = ""
 
-    def as_dict(self) -> dict[str, Any]:
-        """For programs."""
-        return asdict(self)
-
 
 def modules() -> list[str]:
     """Names of everything in the installed mlx-lm's folder of models."""
     return sorted(module.name for module in pkgutil.iter_modules(mlx_lm.models.__path__))
-
-
-def survey(
-    names: Sequence[str] | None = None,
-    tell: Callable[[str], object] = lambda _: None,
-    child: Sequence[str] = (sys.executable, "-m", __name__),
-) -> Iterator[Facts]:
-    """Families of the installed mlx-lm, by default all, in the order of their names.
-
-    Args:
-        tell: is told the name of each module when it is done.
-        child: the command that runs them, in a process of its own: their code may end it.
-
-    Raises:
-        ConfigError: mlx-lm has no such family.
-    """
-    for name in names or ():
-        if name not in modules():
-            raise ConfigError(f"--models: expected families of mlx-lm, got {name!r}.{meant(name, modules())}")
-    left = modules() if names is None else list(names)
-    while left:
-        with subprocess.Popen([*child, *left], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as running:
-            assert running.stdout is not None
-            for line in running.stdout:
-                tell(left.pop(0))
-                if (found := json.loads(line)) is not None:
-                    yield Facts(**found)
-        if left:
-            # Nothing is computed when a model is only asked which layers there are.
-            tell(left[0])
-            yield _after_crash(child, left.pop(0), running.returncode)
-
-
-def _after_crash(child: Sequence[str], family: str, code: int) -> Facts:
-    """What can be found of a family whose run has ended a process with ``code``."""
-    done = subprocess.run([*child, "--probe", family], check=False, capture_output=True, text=True)
-    why = "a run of it crashes" if code < 0 else f"a run of it ends with status {code}"
-    if done.returncode == 0 and (found := json.loads(done.stdout)):
-        return Facts(**{**found, "how": "probed", "note": why})
-    return Facts(family, "read", note=why)
-
-
-def main(argv: Sequence[str]) -> int:
-    """Print the facts of the families that are named, a line of JSON for each: what `survey` runs."""
-    probe = argv[:1] == ["--probe"]
-    for family in argv[probe:]:
-        found = facts(family, run=not probe)
-        print(json.dumps(None if found is None else found.as_dict()), flush=True)
-    return 0
 
 
 def installed() -> str:
@@ -156,33 +98,29 @@ def installed() -> str:
     return version("mlx-lm")
 
 
-def facts(family: str, *, run: bool = True) -> Facts | None:
-    """What is found of a family; None if the module is no language model.
-
-    Args:
-        run: also run it; otherwise it is only asked which layers there are, and nothing is computed.
-    """
+def facts(family: str) -> Facts | None:
+    """Build and run a tiny model of a family and return what was found; None if the module is no language model."""
     try:
-        module = tiny.module_of(family)
+        module = family_models.module_of(family)
     except ImportError as error:
         return Facts(family, "read", note=_line(error))
     if not hasattr(module, "Model"):
         return None
     try:
-        return _found(family, module, run)
+        return _found(family, module)
     # Its own code may raise anything of a config that was made up, or ask for a GPU.
     except Exception as error:
         return _read(family, module, _line(error))
 
 
-def _found(family: str, module: ModuleType, run: bool) -> Facts:
-    model = tiny.build(family)
+def _found(family: str, module: ModuleType) -> Facts:
+    model = family_models.build(family)
     found = Facts(family, qk_norm=has_qk_norm(model))
     report = _probed(model, FEW)
     found.served, found.dense = {"sparq": report.served_layers}, dict(report.dense_layers)
-    if run and report.served_layers:
+    if report.served_layers:
         _run(model, found)
-    elif run:
+    else:
         found.how = "probed"
     unseen = found.dense.pop(reasons.OWN_ATTENTION, 0)
     calls = found.served["sparq"] + sum(found.dense.values())
@@ -236,11 +174,11 @@ def _run(model: Any, found: Facts) -> None:
 def _logits(model: Any, report: Report | None = None) -> mx.array:
     """Those of steps of one token after a prompt; ``report`` is of these steps alone."""
     cache = make_prompt_cache(model)
-    mx.eval(model(mx.array([tiny.prompt_of(PROMPT)]), cache=cache))
+    mx.eval(model(mx.array([family_models.prompt_of(PROMPT)]), cache=cache))
     if report is not None:
         report.dense_calls = Counter()
     rows = []
-    for token in tiny.prompt_of(PROMPT + STEPS)[PROMPT:]:
+    for token in family_models.prompt_of(PROMPT + STEPS)[PROMPT:]:
         rows.append(model(mx.array([[token]]), cache=cache)[:, -1].astype(mx.float32))
         mx.eval(rows)
     logits = mx.concatenate(rows)
@@ -308,7 +246,3 @@ def _calls(module: ModuleType) -> bool:
 def _line(error: BaseException) -> str:
     """An error in one line."""
     return textwrap.shorten(str(error) or type(error).__name__, 80, placeholder=" ...")
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from ...checks import ShapeError, check_choice, check_decode_step, check_int, check_local_window, check_rank
-from .. import stats
-from ..call import Call, Library
-from ..key_codes import KEY_BITS, KeyCodes
+from ..checks import ShapeError, check_choice, check_decode_step, check_int, check_local_window, check_rank
+from ..methods import stats
+from ..methods.scoring_keys import KEY_BITS, KeyCodes
+from .checked_call import Call, Library
 
 Array = Any  # of the library that the functions are for
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .key_codes import GROUP
+from ..methods.scoring_keys import GROUP
 
 # Consecutive positions of one rank: whole groups of coded keys, pages, and blocks of SampleAttention; few enough that
 # every piece of a prompt is shared out evenly.

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...checks import ShapeError, check_block_size, check_sample
-from ..block_layout import Layout
-from ..call import Call, Library
+from ..checks import ShapeError, check_block_size, check_sample
+from ..methods.block_layout import Layout
+from .checked_call import Call, Library
 
 Array = Any  # of the library that the functions are for
 

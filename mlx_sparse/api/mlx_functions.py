@@ -1,4 +1,4 @@
-"""What the public functions need to know of MLX arrays."""
+"""The public functions on MLX arrays. `mlx_sparse.api.functions` documents their arguments and results."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any
 import mlx.core as mx
 
 from ..checks import MAX_BUCKETS, ConfigError, ShapeError, Sizes, check_shape
-from ..common.packed_rows import PackedRows, Rows
-from ..methods import registry
+from ..methods import METHODS, registry
+from ..ops.packed_rows import PackedRows, Rows
+from .functions import Functions
 
 
 class MLX:
-    """`mlx_sparse.common.call.Library` of MLX."""
+    """`mlx_sparse.api.checked_call.Library` of MLX."""
 
     xp: Any = mx
 
@@ -55,3 +56,14 @@ class MLX:
 
     def kept(self, blocks: mx.array) -> mx.array:
         return (blocks >= 0).sum(axis=(2, 3))
+
+
+_functions = Functions(MLX())
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("_"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if not hasattr(_functions, name) and (method := METHODS.get(name.removesuffix("_attention"))):
+        return _functions.of_method(method)  # a baseline, whose arguments are its settings
+    return getattr(_functions, name)

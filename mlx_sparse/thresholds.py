@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..checks import ArtefactError
 from . import crossing, measured
+from .checks import ArtefactError
 from .crossing import Crossing, Noisy, Pairs, Point
 
 if TYPE_CHECKING:
-    from ..methods import Method, Step
+    from .methods import Method, Step
 
 SECONDS = {"gpu": 3.0, "cpu": 10.0}  # that a measurement takes at most
 SHORT = 1024  # keys: for a shorter context nobody waits for a measurement
