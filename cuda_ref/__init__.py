@@ -15,12 +15,10 @@ if TYPE_CHECKING:
     from .availability import unavailable as unavailable
     from .hf.attention import register as register
     from .hf.cache import SparQCache as SparQCache
-    from .packed_rows import PackedRows as PackedRows
 
 _HOMES = {
     "hf": "SparQCache register",
     "availability": "unavailable",
-    "packed_rows": "PackedRows",
     "api.parts": "saap_index saap_indices sample_scores top_k_select",
 }  # imported when used: torch takes seconds
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import stat
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,11 +34,32 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Let ``write`` fill a new file beside ``path``, which takes the name only when it is complete."""
-    new = path.with_name(f".{path.stem}-{os.getpid()}{path.suffix}")
+    """Let ``write`` fill a new file beside ``path``, and rename that file to ``path`` when it is complete.
+
+    Nobody can guess the name of the new file, and O_EXCL follows no link: others may write into the folder.
+    """
+    new = path.with_name(f".{path.stem}-{os.urandom(8).hex()}{path.suffix}")
+    with naming(path):
+        os.close(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
     try:
         with naming(path):
             write(new)
             new.replace(path)
     finally:
         new.unlink(missing_ok=True)
+
+
+def read_regular(path: Path, most: int) -> bytes:
+    """Return the content of a regular file, without following a link or waiting for a pipe.
+
+    Raises:
+        OSError: the file is absent, a link or no regular file.
+        ValueError: the file has more than ``most`` bytes.
+    """
+    with naming(path), open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:  # noqa: PTH123
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "no regular file")
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise ValueError(f"more than {most:,} bytes")
+    return data

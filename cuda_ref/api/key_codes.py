@@ -9,17 +9,15 @@ import torch
 
 from mlx_sparse.methods.scoring_keys import GROUP, LARGEST, LARGEST_CODE, KeyCodes
 
-from ..packed_rows import Rows
 from .steps import deviation
 
 
-def code_keys(keys: Rows, left_padding: torch.Tensor | None) -> KeyCodes:
+def code_keys(keys: torch.Tensor, left_padding: torch.Tensor | None) -> KeyCodes:
     """Code the full groups of each row of ``keys (B, Hkv, S, D)``; 0 behind a row's last.
 
     Args:
         left_padding: ``(B,)`` first valid key of each row, from which its groups are counted.
     """
-    keys = keys[:]
     if left_padding is None:
         return code_groups(keys)
     S = keys.shape[2]
@@ -80,7 +78,7 @@ def _full(groups: int, S: int, left_padding: torch.Tensor) -> torch.Tensor:
     return torch.arange(groups, device=left_padding.device) < full[:, None, None, None]
 
 
-def key_spread(coded: KeyCodes, keys: Rows, left_padding: torch.Tensor | None) -> torch.Tensor:
+def key_spread(coded: KeyCodes, keys: torch.Tensor, left_padding: torch.Tensor | None) -> torch.Tensor:
     """(sparq.22) of each component over the valid ones of ``keys (B, Hkv, S, D)``: float32 ``(B, Hkv, D)``."""
     S, groups = keys.shape[2], coded.lo.shape[-1]
     if groups == 0:

@@ -7,14 +7,10 @@ from typing import Any
 
 import torch
 
-from mlx_sparse.checks import ConfigError, ShapeError, Sizes
+from mlx_sparse.checks import ShapeError, Sizes
 from mlx_sparse.methods import registry
 
 from .. import checks
-from ..packed_rows import PackedRows, Rows
-
-ROWS = ("queries", "keys", "values")
-READ_PACKED = frozenset({"attend_indices", "code_keys", "dense", "saap", "sparq"})
 
 
 class Torch:
@@ -25,10 +21,7 @@ class Torch:
     def check_array(
         self, name: str, array: Any, like: Any = None, *, integers: bool = False, same_type: bool = False
     ) -> None:
-        if name in ROWS:
-            checks.check_rows(name, array)
-        else:
-            checks.check_tensor(name, array)
+        checks.check_tensor(name, array)
         checks.check_code_type(name, array)
         if integers:
             checks.check_integers(name, array)
@@ -37,7 +30,7 @@ class Torch:
             if same_type:
                 checks.check_type(name, array, like.dtype)
 
-    def resolve(self, backend: str, function: str, sizes: Sizes, *arrays: Rows) -> str:
+    def resolve(self, backend: str, function: str, sizes: Sizes, *arrays: torch.Tensor) -> str:
         checks.check_backend(backend, arrays[0].device)
         if max(sizes.B, sizes.Hkv) > checks.GRID_LIMIT:
             raise ShapeError(
@@ -46,25 +39,13 @@ class Torch:
         if function != "saap_assign":
             checks.check_real("queries", arrays[0])
         for name, array in zip(("keys", "values"), arrays[1:], strict=False):
-            given, part = (f"{name}.scales", array.scales) if isinstance(array, PackedRows) else (name, array)
-            checks.check_type(given, part, arrays[0].dtype)
-            checks.check_device(given, part, arrays[0].device)
-        self._check_packed(function, arrays)
-        if sizes.L == 1 or sizes.Hq > arrays[0].shape[1]:  # a step: (several.2)
+            checks.check_type(name, array, arrays[0].dtype)
+            checks.check_device(name, array, arrays[0].device)
+        if sizes.L == 1:
             checks.check_group(sizes.G)
             if len(arrays) > 1:
                 checks.check_head_dim(sizes.D)
         return "triton"
-
-    def _check_packed(self, function: str, arrays: tuple[Rows, ...]) -> None:
-        """Raise `ConfigError` unless ``function`` reads rows that are packed as these are."""
-        names = ("keys",) if function == "saap_assign" else ROWS
-        for name, array in zip(names, arrays, strict=False):
-            reads = function in READ_PACKED and (name != "queries" or function == "code_keys")
-            if isinstance(array, PackedRows) and not reads:
-                raise ConfigError(f"{name}: expected a tensor of torch, got PackedRows. Pass {name}[:], its numbers.")
-        if len(arrays) > 1:
-            checks.check_alike(*arrays[1:])
 
     def load(self, function: str, backend: str) -> Callable[..., Any]:
         return registry.load(function, backend)

@@ -1,7 +1,6 @@
 """The operators of torch behind the signatures that all backends share: what `mlx_sparse.methods.table` names.
 
-Arguments have been checked. Slices of larger buffers are taken as they are. Decode steps read packed rows as they are;
-``keys[:]`` is rows as numbers, packed or not.
+Arguments have been checked. Slices of larger buffers are taken as they are.
 """
 
 from __future__ import annotations
@@ -9,15 +8,11 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from mlx_sparse.methods.packed_parts import first_rows
 from mlx_sparse.methods.scoring_keys import KeyCodes
 
 from ..checks import check_head_dim, check_real, rows
 from ..launchers import saap as launchers
 from ..launchers import torch_ops
-from ..launchers.operands import operands
-from ..packed_rows import Rows
-from .several import attend_own, fold
 
 ASSIGNED_AT_ONCE = 1 << 26  # inner products of keys with centroids that are held at once
 MASS_BLOCK = 128  # any block size gives the same log-sum-exp
@@ -25,39 +20,45 @@ MASS_BLOCK = 128  # any block size gives the same log-sum-exp
 
 def dense_attention(
     queries: torch.Tensor,
-    keys: Rows,
-    values: Rows,
+    keys: torch.Tensor,
+    values: torch.Tensor,
     *,
     scale: float,
     left_padding: torch.Tensor | None,
 ) -> torch.Tensor:
     """One query by our split-KV kernel, several by torch's attention."""
     if queries.shape[2] > 1:
-        return _prompt(queries, keys[:], values[:], scale, left_padding)
-    keys, values, packed = operands(keys, values)
-    out: torch.Tensor = torch_ops.dense_decode(queries, keys, values, scale, left_padding, **packed)[0]
+        return _prompt(queries, keys, values, scale, left_padding)
+    out: torch.Tensor = torch_ops.dense_decode(queries, rows(keys), rows(values), scale, left_padding)[0]
     return out
 
 
-def dense_lse(queries: torch.Tensor, keys: Rows, *, scale: float, left_padding: torch.Tensor | None) -> torch.Tensor:
+def dense_lse(
+    queries: torch.Tensor, keys: torch.Tensor, *, scale: float, left_padding: torch.Tensor | None
+) -> torch.Tensor:
     """Float32 log-sum-exp of dense causal attention, ``(B, Hq, L)``: what retained mass is measured against."""
     L, S = queries.shape[2], keys.shape[2]
-    if L > 1 and left_padding is None:
-        keys = rows(keys[:])
-        blocks = torch_ops.attend_blocks(rows(queries), keys, keys, None, MASS_BLOCK, scale)
-        lse: torch.Tensor = blocks[1]
+    queries, keys = rows(queries), rows(keys)
+    lse: torch.Tensor
+    if L == 1:
+        lse = torch_ops.dense_decode(queries, keys, keys, scale, left_padding)[1]
         return lse
-    *first, packed = operands(*[first_rows(keys, S - L + 1)] * 2)
-    out, lse = torch_ops.dense_decode(fold(queries), *first, scale, left_padding, **packed)
-    if L > 1:  # as the blocks know of no padding: a step over what the first query sees, then the own keys
-        lse = attend_own(queries, keys, keys, out, lse, scale=scale, left_padding=left_padding)[1]
+    if left_padding is None:
+        lse = torch_ops.attend_blocks(queries, keys, keys, None, MASS_BLOCK, scale)[1]
+        return lse
+    # The kernel has no padding: each sequence is attended from its first valid key on.
+    lse = torch.full(queries.shape[:3], -torch.inf, device=queries.device)
+    for b, first in enumerate(left_padding.tolist()):
+        if first < S:
+            q, k = queries[b : b + 1, :, max(0, L - S + first) :], keys[b : b + 1, :, first:]
+            lse[b, :, -q.shape[2] :] = torch_ops.attend_blocks(q, k, k, None, MASS_BLOCK, scale)[1]
     return lse
 
 
 def sparq_attention(
     queries: torch.Tensor,
-    keys: Rows,
-    values: Rows,
+    keys: torch.Tensor,
+    values: torch.Tensor,
     *,
     rank: int,
     top_k: int,
@@ -69,15 +70,14 @@ def sparq_attention(
     scale: float,
     left_padding: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One step of SparQ (sparq.1) to (sparq.10), (sparq.21); of packed rows without ``keys_t`` (quantised.2)."""
-    if keys_t is None and isinstance(keys, torch.Tensor):
+    """One step of SparQ (sparq.1) to (sparq.10), (sparq.21)."""
+    if keys_t is None:
         keys_t = keys.transpose(-1, -2)
     coded = tuple(keys_t) if isinstance(keys_t, KeyCodes) else (keys_t,)
-    keys, values, packed = operands(keys, values)
     result: tuple[torch.Tensor, torch.Tensor] = torch_ops.sparq_decode(
         queries,
-        keys,
-        values,
+        rows(keys),
+        rows(values),
         coded[0],
         rank,
         top_k,
@@ -87,20 +87,18 @@ def sparq_attention(
         left_padding,
         value_mean if reallocate else None,
         *coded[1:],
-        **packed,
     )
     return result
 
 
 def attend_indices(
-    queries: torch.Tensor, keys: Rows, values: Rows, indices: torch.Tensor, *, scale: float
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, indices: torch.Tensor, *, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Exact attention over listed keys (sparq.7)."""
     if indices.dtype != torch.int32:  # a number of 64 bits must not become a key's by losing some
         indices = torch.where((indices >= 0) & (indices < keys.shape[2]), indices, -1).to(torch.int32)
-    keys, values, packed = operands(keys, values)
     result: tuple[torch.Tensor, torch.Tensor] = torch_ops.attend_indices(
-        queries, keys, values, indices, scale, **packed
+        queries, rows(keys), rows(values), indices, scale
     )
     return result
 
@@ -165,8 +163,8 @@ def sample_select(
 
 def saap_attention(
     queries: torch.Tensor,
-    keys: Rows,
-    values: Rows,
+    keys: torch.Tensor,
+    values: torch.Tensor,
     *,
     bucket_ids: torch.Tensor,
     visited: torch.Tensor,
@@ -182,9 +180,8 @@ def saap_attention(
     offsets, key_ids = launchers.saap_index(
         places, buckets=visited.shape[2], sink_tokens=sink_tokens, left_padding=left_padding
     )
-    keys, values, packed = operands(keys, values)
     result: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch_ops.saap_decode(
-        queries, keys, values, slots, offsets, key_ids, covered, sink_tokens, S, scale, left_padding, **packed
+        queries, rows(keys), rows(values), slots, offsets, key_ids, covered, sink_tokens, S, scale, left_padding
     )
     return result
 
@@ -210,9 +207,8 @@ def saap_route(queries: torch.Tensor, *, probes: int, **network: torch.Tensor | 
     return visited
 
 
-def masked_mean(rows: Rows, left_padding: torch.Tensor | None) -> torch.Tensor:
+def masked_mean(rows: torch.Tensor, left_padding: torch.Tensor | None) -> torch.Tensor:
     """(sparq.9) float32 mean of ``rows (B, Hkv, S, D)`` over the valid keys: ``(B, Hkv, D)``."""
-    rows = rows[:]
     if left_padding is None:
         return rows.mean(dim=2, dtype=torch.float32)
     S = rows.shape[2]
@@ -221,9 +217,8 @@ def masked_mean(rows: Rows, left_padding: torch.Tensor | None) -> torch.Tensor:
     return torch.where(valid[:, None, :, None], rows, 0).sum(dim=2, dtype=torch.float32) / count
 
 
-def deviation(keys: Rows, left_padding: torch.Tensor | None) -> torch.Tensor:
+def deviation(keys: torch.Tensor, left_padding: torch.Tensor | None) -> torch.Tensor:
     """(sparq.1) float32 standard deviation of each component over the valid keys: ``(B, Hkv, D)``."""
-    keys = keys[:]
     centred = keys.float() - masked_mean(keys, left_padding)[:, :, None, :]
     return masked_mean(centred**2, left_padding).sqrt()
 

@@ -1,17 +1,15 @@
 """Attend: exact attention of one query per head over a list of keys, or over all of them. Shared by every method.
 
 Grid (splits of the list, Hkv, B), or (programs) for rows of different numbers of entries. A program reads `share` rows
-of K and of V, D * itemsize bytes each, once for the whole group, and keeps a running softmax. A packed row is D * BITS
-/ 8 bytes of codes and 2 * D / GROUP_SIZE * itemsize of scales and biases. With more than one split a program writes
-G * (D + 3) float32 numbers, and the one of a row that arrives last merges them, exactly, as every split carries its
-largest logit and its sum.
+of K and of V, D * itemsize bytes each, once for the whole group, and keeps a running softmax. With more than one split
+a program writes G * (D + 3) float32 numbers, and the one of a row that arrives last merges them, exactly, as every
+split carries its largest logit and its sum.
 """
 
 import triton
 import triton.language as tl
 
 from .numbers import finite, widen
-from .rows import row_tile
 
 
 @triton.jit
@@ -29,11 +27,7 @@ def times_values(weights, values, total):
 def attend_share(
     queries,
     keys,
-    key_scales,
-    key_biases,
     values,
-    value_scales,
-    value_biases,
     indices,
     first_valid,
     logits,
@@ -49,8 +43,6 @@ def attend_share(
     stride_vn,
     D: tl.constexpr,
     G: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -74,10 +66,10 @@ def attend_share(
             key = tl.load(indices + entry, mask=entry < end, other=-1)
             filled = (key >= 0) & (key < length)
         place = key.to(tl.int64)
-        at = key_row + place * stride_kn
-        k = row_tile(keys, key_scales, key_biases, at, filled, D, BITS, GROUP_SIZE, BLOCK_D, UPCAST)
-        at = value_row + place * stride_vn
-        v = row_tile(values, value_scales, value_biases, at, filled, D, BITS, GROUP_SIZE, BLOCK_D, UPCAST)
+        there = filled[:, None] & (d < D)[None, :]
+        k = tl.load(keys + (key_row + place * stride_kn)[:, None] + d[None, :], mask=there, other=0.0)
+        v = tl.load(values + (value_row + place * stride_vn)[:, None] + d[None, :], mask=there, other=0.0)
+        k, v = widen(k, UPCAST), widen(v, UPCAST)
         score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         score = tl.where(filled[None, :], score, float("-inf"))
         top = tl.maximum(largest, tl.max(score, axis=1))
@@ -123,15 +115,14 @@ def merge_splits(
     out,
     lse,
     value_mean,
-    first_head,
     D: tl.constexpr,
     G: tl.constexpr,
     BLOCK_D: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
 ):
-    """The result of GROUP heads of one row from its parts."""
-    g = first_head + tl.arange(0, GROUP)
+    """The result of one row from its parts."""
+    g = tl.arange(0, GROUP)
     d = tl.arange(0, BLOCK_D)
     top = tl.full([GROUP], float("-inf"), tl.float32)
     total = tl.zeros([GROUP], tl.float32)
@@ -195,12 +186,8 @@ def work_of(program, programs, counts, rows, entries, BLOCK_N: tl.constexpr, BLO
 @triton.jit(do_not_specialize=["length", "entries", "share", "rows", "heads"])
 def attend(
     queries,  # (B, Hkv, G, D)
-    keys,  # (B, Hkv, length, D), last stride 1; of packed rows the codes, (B, Hkv, length, D * BITS / 32) uint32
-    key_scales,  # (B, Hkv, length, D / GROUP_SIZE), or None for rows that are not packed
-    key_biases,  # likewise
-    values,  # like the keys
-    value_scales,
-    value_biases,
+    keys,  # (B, Hkv, length, D), last stride 1
+    values,  # likewise
     indices,  # (B, Hkv, entries) int32, or None for keys left_padding to length
     counts,  # (B, Hkv) int32: entries that are used, shared out by `work_of`; None: all, in equal shares
     left_padding,  # (B,) int32, or None; for no list only
@@ -219,7 +206,7 @@ def attend(
     heads,
     scale,
     stride_l,
-    stride_kb,  # in elements, of packed rows in rows
+    stride_kb,
     stride_kh,
     stride_kn,
     stride_vb,
@@ -227,8 +214,6 @@ def attend(
     stride_vn,
     D: tl.constexpr,
     G: tl.constexpr,
-    BITS: tl.constexpr,  # of a component of packed rows
-    GROUP_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -269,11 +254,7 @@ def attend(
     top, total, weighted, alpha = attend_share(
         queries + row * G * D,
         keys,
-        key_scales,
-        key_biases,
         values,
-        value_scales,
-        value_biases,
         indices,
         first_valid,
         logits,
@@ -289,8 +270,6 @@ def attend(
         stride_vn,
         D,
         G,
-        BITS,
-        GROUP_SIZE,
         BLOCK_D,
         BLOCK_G,
         BLOCK_N,
@@ -312,10 +291,4 @@ def attend(
         tl.debug_barrier()
         if tl.atomic_add(tickets + row * 2 + 1, 1, sem="acq_rel") == splits - 1:
             tl.debug_barrier()
-            if G <= GROUP:
-                merge_splits(parts, part_sums, splits, out, lse, value_mean, 0, D, G, BLOCK_D, GROUP, BLOCK_SPLITS)
-            else:
-                for first_head in range(0, G, GROUP):
-                    merge_splits(
-                        parts, part_sums, splits, out, lse, value_mean, first_head, D, G, BLOCK_D, GROUP, BLOCK_SPLITS
-                    )
+            merge_splits(parts, part_sums, splits, out, lse, value_mean, D, G, BLOCK_D, GROUP, BLOCK_SPLITS)

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from ..kernels.attend import attend as kernel
-from ..packed_rows import Rows
 from . import configs
-from .launch import Launch, packing, power_of_2, result_like, row_arguments, upcast
+from .launch import Launch, power_of_2, result_like, strides, upcast
 
 PROGRAMS_PER_PROCESSOR = 2  # splits are made until there are so many
 BLOCK_SPLITS = 8  # merged at a time
@@ -29,8 +28,8 @@ class Reallocation:
 
 def attend(
     queries: torch.Tensor,
-    keys: Rows,
-    values: Rows,
+    keys: torch.Tensor,
+    values: torch.Tensor,
     indices: torch.Tensor | None,
     *,
     scale: float,
@@ -43,7 +42,7 @@ def attend(
 
     Args:
         queries: ``(B, Hq, 1, D)``, contiguous.
-        keys, values: ``(B, Hkv, S, D)``, last stride 1; both packed alike, with parts `in_step`, or neither.
+        keys, values: ``(B, Hkv, S, D)``, last stride 1.
         indices: ``(B, Hkv, N)`` int32, any number that is no key's = empty slot; None for all keys from
             ``left_padding`` on.
         counts: ``(B, Hkv)`` int32, contiguous; entries from there on are empty slots. Programs share out what is before
@@ -61,14 +60,11 @@ def attend(
     chosen = configs.config(queries.device)
     tiles = chosen.dense if indices is None else chosen.listed
     BLOCK_D = power_of_2(D, 16)
-    BLOCK_G = power_of_2(G, 16)
-    BLOCK_N = configs.rows(tiles, BLOCK_D, keys.itemsize, BLOCK_G)
-    bits, group_size = packing(keys)
-    least = least_share(BLOCK_N, BLOCK_G)
-    share = configs.share(entries, least, B * Hkv, PROGRAMS_PER_PROCESSOR, queries.device)
+    BLOCK_N = configs.rows(tiles, BLOCK_D, keys.itemsize)
+    share = configs.share(entries, BLOCK_N, B * Hkv, PROGRAMS_PER_PROCESSOR, queries.device)
     grid = (max(1, -(-entries // share)), Hkv, B)
     if counts is not None:
-        grid = (programs_for_counts(B * Hkv, entries, least, queries.device), 1, 1)
+        grid = (programs_for_counts(B * Hkv, entries, BLOCK_N, queries.device), 1, 1)
     real: dict[str, Any] = {"dtype": torch.float32, "device": queries.device}
     if tickets is None:
         tickets = torch.zeros(B, Hkv, 2, dtype=torch.int32, device=queries.device)
@@ -80,8 +76,10 @@ def attend(
         grid,
         {
             "queries": queries,
-            **row_arguments("key", keys),
-            **row_arguments("value", values),
+            "keys": keys,
+            "values": values,
+            **strides("k", keys),
+            **strides("v", values),
             "indices": indices,
             "counts": counts,
             "left_padding": left_padding,
@@ -104,32 +102,20 @@ def attend(
         {
             "D": D,
             "G": G,
-            "BITS": bits,
-            "GROUP_SIZE": group_size,
             "BLOCK_D": BLOCK_D,
-            "BLOCK_G": BLOCK_G,
+            "BLOCK_G": power_of_2(G, 16),
             "BLOCK_N": BLOCK_N,
-            "GROUP": min(power_of_2(G), configs.SMALL_GROUP),
+            "GROUP": power_of_2(G),
             "BLOCK_SPLITS": BLOCK_SPLITS,
             "BLOCK_ROWS": power_of_2(min(B * Hkv, MOST_ROWS)),
             "UPCAST": upcast(keys.dtype),
         },
         {
-            "num_warps": configs.warps(tiles, BLOCK_D, keys.itemsize, BLOCK_G),
-            # Without matrix units a tile that is unpacked ahead of its product would wait for it in registers.
-            "num_stages": 1 if bits and keys.itemsize == 4 else tiles.stages,
+            "num_warps": configs.warps(tiles, BLOCK_D, keys.itemsize),
+            "num_stages": tiles.stages,
         },
     ).run()
     return out.to(queries.dtype), lse
-
-
-def least_share(block: int, group: int) -> int:
-    """Keys that a program attends at least, in whole blocks.
-
-    Its part of the result is as large as a group, written and read in float32: with large ones it is to be no more than
-    the keys and values that it stands for.
-    """
-    return block if group <= configs.SMALL_GROUP else max(block, 2 * group)
 
 
 def programs_for_counts(rows: int, entries: int, block: int, device: torch.device) -> int:
@@ -140,8 +126,8 @@ def programs_for_counts(rows: int, entries: int, block: int, device: torch.devic
 
 def attend_indices(
     queries: torch.Tensor,
-    keys: Rows,
-    values: Rows,
+    keys: torch.Tensor,
+    values: torch.Tensor,
     indices: torch.Tensor,
     *,
     counts: torch.Tensor | None = None,
@@ -153,8 +139,8 @@ def attend_indices(
 
 def dense_decode(
     queries: torch.Tensor,
-    keys: Rows,
-    values: Rows,
+    keys: torch.Tensor,
+    values: torch.Tensor,
     *,
     scale: float,
     left_padding: torch.Tensor | None,

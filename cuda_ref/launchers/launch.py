@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from ..availability import interpreted
-from ..packed_rows import PackedRows, Rows
 
 
 @dataclass(frozen=True)
@@ -38,17 +37,9 @@ class Launch:
             self.kernel[self.grid](**self.arguments, **self.constants, **self.options)
 
 
-def row_arguments(name: str, rows: Rows) -> dict[str, Any]:
-    """``rows`` as the arguments of a kernel that calls them ``name``, "key" or "value"; packed ones are `in_step`."""
-    first, scales, biases = rows.parts if isinstance(rows, PackedRows) else (rows, None, None)
-    unit = first.shape[3] if isinstance(rows, PackedRows) else 1
-    strides = {f"stride_{name[0]}{axis}": stride // unit for axis, stride in zip("bhn", first.stride(), strict=False)}
-    return {f"{name}s": first, f"{name}_scales": scales, f"{name}_biases": biases, **strides}
-
-
-def packing(rows: Rows) -> tuple[int, int]:
-    """Bits of a component and components of a group, for kernels; 0 of rows that are not packed."""
-    return (rows.bits, rows.group_size) if isinstance(rows, PackedRows) else (0, 0)
+def strides(letter: str, rows: torch.Tensor) -> dict[str, int]:
+    """Return the strides of ``rows (B, H, n, D)`` as arguments of a kernel: stride_kb, stride_kh, stride_kn for "k"."""
+    return {f"stride_{letter}{axis}": stride for axis, stride in zip("bhn", rows.stride(), strict=False)}
 
 
 def upcast(dtype: torch.dtype) -> bool:

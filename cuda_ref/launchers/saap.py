@@ -11,7 +11,6 @@ import torch
 from ..kernels.saap import saap_expand as expand_kernel
 from ..kernels.saap import saap_hidden as hidden_kernel
 from ..kernels.saap import saap_route as route_kernel
-from ..packed_rows import Rows
 from . import configs
 from .attend import attend
 from .launch import Launch, power_of_2
@@ -209,8 +208,8 @@ class Index:
 
 def saap_decode(
     queries: torch.Tensor,
-    keys: Rows,
-    values: Rows,
+    keys: torch.Tensor,
+    values: torch.Tensor,
     visited: torch.Tensor,
     index: Index,
     *,

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from ..kernels.top_k_select import group_softmax
 from ..kernels.top_k_select import top_k_select as kernel
 from . import configs
 from .launch import Launch
@@ -79,9 +78,6 @@ def select(
     indices = torch.empty(B, Hkv, min(top_k, S), dtype=torch.int32, device=device)
     candidates = torch.empty(2, B, Hkv, grid[0], kept, dtype=torch.int32, device=device)
     splits = 0 if scores.statistics is None else scores.statistics.shape[4]
-    if splits and G > configs.SMALL_GROUP:
-        given = {"statistics": scores.statistics, "softmax": scores.softmax, "splits": splits}
-        Launch(group_softmax, (G, Hkv, B), given, {"G": G}, {"num_warps": 4, "num_stages": 1}).run()
     Launch(
         kernel,
         grid,

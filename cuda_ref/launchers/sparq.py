@@ -10,10 +10,9 @@ from mlx_sparse.methods.scoring_keys import CODE_BITS, GROUP, KeyCodes
 
 from ..kernels.sparq_code_scores import sparq_code_scores as code_kernel
 from ..kernels.sparq_scores import sparq_scores as kernel
-from ..packed_rows import PackedRows, Rows
 from . import configs
 from .attend import Reallocation, attend
-from .launch import Launch, packing, power_of_2, row_arguments, upcast
+from .launch import Launch, power_of_2, strides, upcast
 from .select import GroupScores, select
 
 MOST_COMPONENTS = 64  # in a tile; more are added up
@@ -23,7 +22,7 @@ CODE_COMPONENTS = 16  # of codes that are multiplied at a time: more would not f
 
 def sparq_scores(
     queries: torch.Tensor,
-    keys_t: Rows,
+    keys_t: torch.Tensor,
     *,
     rank: int,
     component_weight: torch.Tensor | None,
@@ -34,26 +33,15 @@ def sparq_scores(
 
     Args:
         queries: ``(B, Hq, 1, D)``, contiguous.
-        keys_t: ``(B, Hkv, D, S)`` of any strides; fast where the last is 1 and the others are multiples of 16. Or
-            packed rows, with parts `in_step`, which are read whole (quantised.2).
+        keys_t: ``(B, Hkv, D, S)`` of any strides; fast where the last is 1 and the others are multiples of 16.
         component_weight: float32 ``(B, Hkv, D)``, or None for the paper's rule.
     """
-    B, Hkv = keys_t.shape[:2]
+    B, Hkv, _, S = keys_t.shape
     G, D = queries.shape[1] // Hkv, queries.shape[3]
     tiles = configs.config(queries.device).scores
     BLOCK_D = power_of_2(D, 32)
     BLOCK_R = power_of_2(min(rank, MOST_COMPONENTS), 16)
-    BLOCK_G = power_of_2(G, 8)
-    keys: dict[str, Any]
-    if isinstance(keys_t, PackedRows):
-        keys, S, width, aligned = row_arguments("key", keys_t), keys_t.shape[2], BLOCK_D, False
-        keys |= {"keys_t": keys.pop("keys"), "stride_kd": 0, "stride_ks": keys.pop("stride_kn")}
-    else:
-        S, width, aligned = keys_t.shape[3], BLOCK_R, readable_beyond(keys_t)
-        keys = {"keys_t": keys_t, "key_scales": None, "key_biases": None}
-        keys |= {f"stride_k{axis}": stride for axis, stride in zip("bhds", keys_t.stride(), strict=True)}
-    BLOCK_S = configs.rows(tiles, width, keys_t.itemsize, BLOCK_G)
-    bits, group_size = packing(keys_t)
+    BLOCK_S = configs.rows(tiles, BLOCK_R, keys_t.itemsize)
     share = configs.share(S, BLOCK_S, B * Hkv, PROGRAMS_PER_PROCESSOR, queries.device)
     grid = (-(-S // share), Hkv, B)
     found = GroupScores.empty(B, Hkv, G, S, grid[0], queries.device)
@@ -62,7 +50,8 @@ def sparq_scores(
         grid,
         {
             "queries": queries,
-            **keys,
+            "keys_t": keys_t,
+            **{f"stride_k{axis}": stride for axis, stride in zip("bhds", keys_t.stride(), strict=True)},
             "component_weight": component_weight,
             "left_padding": left_padding,
             "logits": found.logits,
@@ -77,19 +66,17 @@ def sparq_scores(
             "D": D,
             "G": G,
             "RANK": rank,
-            "BITS": bits,
-            "GROUP_SIZE": group_size,
             "BLOCK_D": BLOCK_D,
-            "BLOCK_G": BLOCK_G,
+            "BLOCK_G": power_of_2(G, 8),
             "BLOCK_R": BLOCK_R,
             "BLOCK_S": BLOCK_S,
-            "ALIGNED": aligned,
+            "ALIGNED": readable_beyond(keys_t),
             "UPCAST": upcast(keys_t.dtype),
         },
         {
-            "num_warps": configs.score_warps(tiles, BLOCK_D, BLOCK_G),
-            # Without matrix units the loop of many stages runs out of them, too. Packed tiles are small: a stage more.
-            "num_stages": min(tiles.stages, 2) if keys_t.dtype == torch.float32 else tiles.stages + int(bits > 0),
+            "num_warps": configs.score_warps(tiles, BLOCK_D),
+            # Without matrix units a loop of more than two stages runs out of registers.
+            "num_stages": min(tiles.stages, 2) if keys_t.dtype == torch.float32 else tiles.stages,
         },
     ).run()
     return found
@@ -113,7 +100,7 @@ def readable_beyond(keys_t: torch.Tensor) -> bool:
 
 def sparq_code_scores(
     queries: torch.Tensor,
-    keys: Rows,
+    keys: torch.Tensor,
     coded: KeyCodes,
     *,
     narrow: bool,
@@ -126,7 +113,7 @@ def sparq_code_scores(
 
     Args:
         queries: ``(B, Hq, 1, D)``, contiguous.
-        keys: ``(B, Hkv, S, D)``, last stride 1, or packed with parts `in_step`; those that are not coded are read.
+        keys: ``(B, Hkv, S, D)``, last stride 1; those that are not coded are read.
         coded: of all full groups; fast where the last strides are 1 and those of ``codes`` else multiples of 16.
         narrow: whether the logits are written in 8 bits.
         component_weight: float32 ``(B, Hkv, D)``, or None for the paper's rule.
@@ -138,17 +125,12 @@ def sparq_code_scores(
         lo, step = lo.contiguous(), step.contiguous()
     tiles = configs.config(queries.device).scores
     BLOCK_D = power_of_2(D, 32)
-    warps = max(tiles.warps, BLOCK_D // 32)  # a thread for each component, as in `sparq_scores`
+    warps = configs.score_warps(tiles, BLOCK_D)
     BLOCK_S = 32 * warps * 16 * 8 // (CODE_COMPONENTS * CODE_BITS)  # a load of 16 bytes for each thread
-    BLOCK_G, BLOCK_R = power_of_2(G), CODE_COMPONENTS
-    if BLOCK_G > configs.SMALL_GROUP:
-        BLOCK_S, BLOCK_R = max(GROUP, configs.PRODUCTS // BLOCK_G), power_of_2(min(rank, MOST_COMPONENTS), 16)
-        warps = configs.score_warps(tiles, BLOCK_D, BLOCK_G)
     full = S // GROUP * GROUP  # of the longest row
     share = configs.share(full, BLOCK_S, B * Hkv, PROGRAMS_PER_PROCESSOR, queries.device)
     tail = int(full < S or left_padding is not None)
     parts = -(-full // BLOCK_S) + tail
-    bits, group_size = packing(keys)
     found = GroupScores.empty(B, Hkv, G, S, parts, queries.device, tile=BLOCK_S if narrow else 0)
     Launch(
         code_kernel,
@@ -159,7 +141,8 @@ def sparq_code_scores(
             "lo": lo,
             "step": step,
             "centre": coded.centre.contiguous(),
-            **row_arguments("key", keys),
+            "keys": keys,
+            **strides("k", keys),
             "component_weight": component_weight,
             "left_padding": left_padding,
             "logits": found.logits,
@@ -181,13 +164,10 @@ def sparq_code_scores(
             "D": D,
             "G": G,
             "RANK": rank,
-            "ROW_BITS": bits,
-            "GROUP_SIZE": group_size,
             "BLOCK_D": BLOCK_D,
-            "BLOCK_G": BLOCK_G,
-            "BLOCK_R": BLOCK_R,
+            "BLOCK_G": power_of_2(G),
+            "BLOCK_R": CODE_COMPONENTS,
             "BLOCK_S": BLOCK_S,
-            "UPCAST": upcast(keys.dtype),
         },
         {"num_warps": warps, "num_stages": tiles.stages},
     ).run()
@@ -196,7 +176,7 @@ def sparq_code_scores(
 
 def sparq_select(
     queries: torch.Tensor,
-    keys_t: torch.Tensor | KeyCodes | None,
+    keys_t: torch.Tensor | KeyCodes,
     *,
     rank: int,
     top_k: int,
@@ -204,14 +184,14 @@ def sparq_select(
     component_weight: torch.Tensor | None,
     scale: float,
     left_padding: torch.Tensor | None,
-    keys: Rows | None = None,
+    keys: torch.Tensor | None = None,
     exact: bool = False,
 ) -> tuple[torch.Tensor, GroupScores]:
     """Choose the keys of one decode step: ``indices (B, Hkv, min(top_k, S))`` int32, and what they were chosen by.
 
     Args:
-        keys_t: component-major keys or their codes. None for scores from packed rows.
-        keys: ``(B, Hkv, S, D)``, last stride 1, or packed; needed for those that are not coded.
+        keys_t: component-major keys or their codes.
+        keys: ``(B, Hkv, S, D)``, last stride 1; needed for those that are not coded.
         exact: whether the logits have to be float32, as reallocation reads them. Those of keys of 16 bits always are.
     """
     scoring: dict[str, Any] = {
@@ -225,10 +205,6 @@ def sparq_select(
         narrow = not exact
         S = keys.shape[2]
         scores = sparq_code_scores(queries, keys, keys_t, narrow=narrow, **scoring)
-    elif keys_t is None:
-        assert isinstance(keys, PackedRows)
-        S = keys.shape[2]
-        scores = sparq_scores(queries, keys, **scoring)
     else:
         S = keys_t.shape[3]
         scores = sparq_scores(queries, keys_t, **scoring)
@@ -244,9 +220,9 @@ def sparq_select(
 
 def sparq_decode(
     queries: torch.Tensor,
-    keys: Rows,
-    values: Rows,
-    keys_t: torch.Tensor | KeyCodes | None,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    keys_t: torch.Tensor | KeyCodes,
     *,
     top_k: int,
     scale: float,

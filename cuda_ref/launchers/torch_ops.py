@@ -2,8 +2,6 @@
 
 They change nothing that goes in, and their fake versions say what comes out without computing it. Arguments are not
 checked beyond types: `api` does that.
-
-Those of decode steps take packed rows as `operands` says: with ``row_bits`` below 16 ``keys`` and ``values`` are codes.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ from mlx_sparse.methods.block_layout import Layout
 from mlx_sparse.methods.scoring_keys import KeyCodes
 
 from . import attend, blocks, saap, sample, select, sparq
-from .operands import rows_of
 
 
 @torch.library.custom_op("mlx_sparse::sparq_decode", mutates_args=())
@@ -24,7 +21,7 @@ def sparq_decode(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    keys_t: torch.Tensor | None,
+    keys_t: torch.Tensor,
     rank: int,
     top_k: int,
     local_window: int,
@@ -35,20 +32,15 @@ def sparq_decode(
     lo: torch.Tensor | None = None,
     step: torch.Tensor | None = None,
     centre: torch.Tensor | None = None,
-    row_bits: int = 16,
-    key_scales: torch.Tensor | None = None,
-    key_biases: torch.Tensor | None = None,
-    value_scales: torch.Tensor | None = None,
-    value_biases: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One step of SparQ: ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)``; reallocates to ``value_mean``.
 
     If ``keys_t`` holds the codes of a `KeyCodes`, ``lo``, ``step`` and ``centre`` are its other arrays.
-    Without ``keys_t`` scores come from packed rows.
     """
     return sparq.sparq_decode(
         queries.contiguous(),
-        *rows_of(keys, values, row_bits, key_scales, key_biases, value_scales, value_biases),
+        keys,
+        values,
         keys_t if lo is None else KeyCodes(keys_t, lo, step, centre),
         rank=rank,
         top_k=top_k,
@@ -67,15 +59,9 @@ def dense_decode(
     values: torch.Tensor,
     scale: float,
     left_padding: torch.Tensor | None,
-    row_bits: int = 16,
-    key_scales: torch.Tensor | None = None,
-    key_biases: torch.Tensor | None = None,
-    value_scales: torch.Tensor | None = None,
-    value_biases: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One step of dense attention: ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)``."""
-    pair = rows_of(keys, values, row_bits, key_scales, key_biases, value_scales, value_biases)
-    return attend.dense_decode(queries.contiguous(), *pair, scale=scale, left_padding=_packed(left_padding))
+    return attend.dense_decode(queries.contiguous(), keys, values, scale=scale, left_padding=_packed(left_padding))
 
 
 @torch.library.custom_op("mlx_sparse::attend_indices", mutates_args=())
@@ -86,18 +72,14 @@ def attend_indices(
     indices: torch.Tensor,
     scale: float,
     counts: torch.Tensor | None = None,
-    row_bits: int = 16,
-    key_scales: torch.Tensor | None = None,
-    key_biases: torch.Tensor | None = None,
-    value_scales: torch.Tensor | None = None,
-    value_biases: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over listed keys (sparq.7): ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)``.
 
     Entries from ``counts (B, Hkv)`` int32 on are empty slots.
     """
-    pair = rows_of(keys, values, row_bits, key_scales, key_biases, value_scales, value_biases)
-    return attend.attend_indices(queries.contiguous(), *pair, indices.contiguous(), counts=_packed(counts), scale=scale)
+    return attend.attend_indices(
+        queries.contiguous(), keys, values, indices.contiguous(), counts=_packed(counts), scale=scale
+    )
 
 
 @torch.library.custom_op("mlx_sparse::top_k_select", mutates_args=())
@@ -218,17 +200,13 @@ def saap_decode(
     capacity: int,
     scale: float,
     left_padding: torch.Tensor | None,
-    row_bits: int = 16,
-    key_scales: torch.Tensor | None = None,
-    key_biases: torch.Tensor | None = None,
-    value_scales: torch.Tensor | None = None,
-    value_biases: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """One step over visited buckets: ``out (B, Hq, 1, D)``, float32 ``lse (B, Hq, 1)`` and the lists' ``counts``."""
     index = saap.Index(offsets.contiguous(), key_ids.contiguous(), covered, sink_tokens, capacity)
     return saap.saap_decode(
         queries.contiguous(),
-        *rows_of(keys, values, row_bits, key_scales, key_biases, value_scales, value_biases),
+        keys,
+        values,
         visited.contiguous(),
         index,
         scale=scale,

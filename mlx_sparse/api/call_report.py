@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ..model_parts import Part
@@ -14,7 +14,6 @@ from ..model_parts import Part
 JSON_KEY = "mlx_sparse_report"
 # Calls whose last figures may be with the device: so many that the oldest has long been computed.
 IN_FLIGHT = 64
-AT_ONCE = 0.2  # seconds
 
 # Of all reports: whoever adds to one or reads one is done in a moment.
 _lock = threading.RLock()
@@ -83,7 +82,6 @@ class Report:
         part: of the model, that this process holds.
         kv_heads: of a served layer, here and in the whole model; None where layers differ.
         counted: `buckets`, but for the steps that the device is still computing.
-        ranks: in the sum of several processes, what each of them holds and has counted; empty otherwise.
     """
 
     attn: str
@@ -106,7 +104,6 @@ class Report:
     drafts: Any = None
     part: Part = field(default_factory=Part)
     kv_heads: tuple[int, int] | None = None
-    ranks: list[dict[str, Any]] = field(default_factory=list)
     counted: Any = field(default=None, init=False, repr=False)
     _counting: deque[Counting] = field(default_factory=deque, init=False, repr=False)
 
@@ -146,26 +143,6 @@ class Report:
         with _lock:
             return self.formula_bytes + (self.buckets.bytes if self.buckets else 0)
 
-    def snapshot(self, *, wait: bool = True) -> Report:
-        """A copy to which nothing is added.
-
-        Args:
-            wait: for what the device is counting, as reading the report does; it is left out otherwise.
-
-        Raises:
-            TimeoutError: this is not to wait, and another thread that reads the report waits for the device.
-        """
-        if not _lock.acquire(timeout=-1 if wait else AT_ONCE):
-            raise TimeoutError
-        try:
-            if wait:
-                self._settle()
-            copy = replace(self)
-            copy.counted = self.counted
-            return copy
-        finally:
-            _lock.release()
-
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         with _lock:
@@ -175,7 +152,7 @@ class Report:
             data["buckets"] = self.buckets and self.buckets.as_dict()
             data["drafts"] = self.drafts and self.drafts.as_dict()
             data["outlook"] = self.outlook()
-            for name in ("formula_bytes", "part", "kv_heads", "counted", *([] if self.ranks else ["ranks"])):
+            for name in ("formula_bytes", "part", "kv_heads", "counted"):
                 del data[name]
             data["sparse_bytes"] = self.sparse_bytes
             return data
@@ -188,27 +165,21 @@ class Report:
     def opening(self) -> list[str]:
         """What is known before any call: the layers that are served, and when they are sparse."""
         model = ", ".join(filter(None, (self.model_type, self.model)))
-        first = f"{self.attn} on {self.backend}: {self.served_layers} of {self.layers} layers ({model})"
-        lines = [first + (f", {self._shared()}" if self.ranks else "")]
+        served = f"{self.served_layers} of {self.layers} layers ({model})"
+        lines = [f"{self.attn} on {self.backend}: {served}{self._held()}"]
         if self.dense_layers:
             lines.append(f"dense layers: {listing(self.dense_layers)}")
         return lines + self.outlook()
 
-    @property
-    def _steps_layers(self) -> int:
-        """Sparse calls of one step of the model, if all served layers are sparse: those of each of its parts."""
-        parts = {(rank["first_layer"], rank["share"]): int(rank["served_layers"]) for rank in self.ranks}
-        return sum(parts.values()) if parts else self.served_layers
-
-    def _shared(self) -> str:
-        """How the ranks share the model."""
-        ranks = f"{len(self.ranks)} ranks"
+    def _held(self) -> str:
+        """Return which part of the model this process has; empty for a whole one."""
         if self.part.layers is not None:
-            return f"{' and '.join(str(rank['layers']) for rank in self.ranks)} of them on {ranks}"
+            last = self.part.first_layer + self.part.layers - 1
+            return f", layers {self.part.first_layer} to {last} of the model on this rank"
         if self.part.sharers > 1:
-            return f"whole on each of {ranks}, which share out its keys and values"
+            return f", keys and values shared by {self.part.sharers} ranks"
         here, whole = self.kv_heads or (0, 0)
-        return f"with {here} of {whole} KV heads on each of {ranks}" if here < whole else f"on each of {ranks}"
+        return f", {here} of {whole} KV heads on this rank" if here < whole else ""
 
     def __str__(self) -> str:
         with _lock:
@@ -217,14 +188,13 @@ class Report:
     def _lines(self) -> list[str]:
         first, *more = self.opening()
         lines = [first, *(f"  {line}" for line in more)]
-        per_step = self._steps_layers / max(self.sparse_calls, 1)
+        per_step = self.served_layers / max(self.sparse_calls, 1)
         if self.prefill is not None:
             lines += self.prefill.lines()
         if self.sparse_calls:
             share = self.sparse_bytes / self.dense_bytes
-            where = " on all ranks" if self.ranks else ""
             lines.append(
-                f"  sparse calls: {self.sparse_calls:,}{where}, {share:.1%} of the dense bytes by formula "
+                f"  sparse calls: {self.sparse_calls:,}, {share:.1%} of the dense bytes by formula "
                 f"({_bytes(self.sparse_bytes * per_step)} instead of {_bytes(self.dense_bytes * per_step)} per step)"
             )
             if self.buckets is not None:

@@ -185,9 +185,9 @@ class Plan:
             # The next step asks again where another process is measuring.
             edges.append(max(min(first_rows) + self.calibration.worth_asking(config), S + 1))
         lengths = [S - first for first in first_rows]
-        row = keys.shape[0] * keys.shape[1] * cache.row_bytes
+        heads = keys.shape[0] * keys.shape[1]
         moved, later = (
-            cache.step_bytes(config, position) if hooks is None else hooks.formula_bytes(cache, position)
+            (cache.step_bytes(config, position) if hooks is None else hooks.formula_bytes(cache, position)) // heads
             for position in (S, S + SPAN)
         )
         per_key = (later - moved) / SPAN
@@ -200,7 +200,8 @@ class Plan:
             step=DecodeStep.bind(config, _group(queries, keys), backend),
             served=[b for b, length in enumerate(lengths) if length >= shortest],
             short=[b for b, length in enumerate(lengths) if config.attended < length < shortest],
-            dense_bytes=2 * row,
+            heads=heads,
+            dense_bytes=2 * heads * cache.row_bytes,
             sparse_bytes=(moved - per_key * S, per_key),
         )
 
@@ -217,8 +218,9 @@ class LayerPlan:
         step: the method, bound to its backend and parameters.
         served: sequences that are long enough to be sparse.
         short: sequences for which a sparse step would differ from a dense one and that are too short for it.
+        heads: KV heads of all sequences.
         dense_bytes: bytes of keys and values of one position.
-        sparse_bytes: bytes that a sparse step moves by formula: a constant, and those of each key.
+        sparse_bytes: bytes that a sparse step moves by formula for one of the heads: a constant, and those of each key.
     """
 
     plan: Plan
@@ -229,6 +231,7 @@ class LayerPlan:
     step: DecodeStep
     served: list[int]
     short: list[int]
+    heads: int
     dense_bytes: int
     sparse_bytes: tuple[float, float]
 

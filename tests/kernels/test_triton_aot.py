@@ -37,11 +37,6 @@ EVERYWHERE = [  # on every version and its architectures
     Case("dense", 0),
 ]
 CODED = Case("sparq", 90, key_bits=4, padded=True)  # on every version
-# On the version of the environment: scores by the rows, and the tail of a copy from them.
-PACKED = [
-    Case("sparq", 80, row_bits=4, rank=128, padded=True),
-    Case("sparq", 90, "bfloat16", row_bits=8, group_size=32, key_bits=4, padded=True),
-]
 ODD = Case("sparq", 90, D=80, S=4097, odd=True)
 OTHERS = [  # on the version of the environment
     # What needs most shared memory, where there is least and where there is most.
@@ -58,26 +53,7 @@ OTHERS = [  # on the version of the environment
     Case("sparq", 100, G=1, Hkv=32, rank=16, S=4096, key_bits=4, weighted=True, reallocate=True),
     Case("sparq", 90, "float32", rank=64, D=256, S=16384, key_bits=4),
 ]
-PACKED_OTHERS = [  # with --every
-    Case("sparq", 90, row_bits=4, rank=32, D=64, weighted=True),
-    Case("sparq", 80, "bfloat16", row_bits=2, group_size=32, rank=256, D=256, G=8, Hkv=4),
-    Case("sparq", 90, row_bits=3, rank=128, reallocate=True),
-    Case("sparq", 80, row_bits=6, group_size=128, rank=128, G=16, Hkv=2),
-    Case("sparq", 100, "float32", row_bits=4, rank=128),
-    Case("dense", 100, row_bits=4, padded=True),
-    Case("dense", 80, "float32", row_bits=8, D=256),
-]
-LARGE = [  # groups of calls of several queries: one of them without --every
-    Case("sparq", 80, G=128, padded=True, reallocate=True, top_k=1024),
-    Case("sparq", 90, "bfloat16", G=64, Hkv=4, D=64, rank=16, key_bits=4, padded=True),
-]
-LARGE_OTHERS = [  # with --every
-    Case("sparq", 90, "bfloat16", G=128, Hkv=1, D=256, top_k=2048),
-    Case("sparq", 100, G=128, row_bits=4, rank=128),
-    Case("sparq", 90, "float32", G=32, Hkv=4),
-    Case("sparq", 80, G=128, key_bits=4, rank=64),
-]
-ONCE = [*some(OTHERS, 1), *some(PACKED, 1), *some(PACKED_OTHERS, 0), *some(LARGE, 1), *some(LARGE_OTHERS, 0), ODD]
+ONCE = [*some(OTHERS, 1), ODD]
 
 
 def cases(version: str) -> list[Case]:
@@ -95,41 +71,23 @@ def launches(version: str, case: Case) -> list[Compiled]:
         running(other, tuple(cases(other)))
     found = compiled(version, tuple(cases(version)))[case]
     scores = "sparq_scores" if case.key_bits == 16 else "sparq_code_scores"
-    softmax = ["group_softmax"] if case.G > 16 else []
-    names = {"sparq": [scores, *softmax, "top_k_select", "attend"], "dense": ["attend"], "select": ["top_k_select"]}
+    names = {"sparq": [scores, "top_k_select", "attend"], "dense": ["attend"], "select": ["top_k_select"]}
     assert [launch.kernel for launch in found] == names[case.launcher]
     return found
 
 
-def large(launch: Compiled) -> bool:
-    """Whether its tiles of keys are cut, as its group is large."""
-    return launch.kernel != "top_k_select" and launch.case.G > 16
-
-
 def bits(launch: Compiled) -> int:
     """Of a component of a key, as the launch reads it."""
-    return int(launch.constants["BITS"] or 8 * itemsize(launch.case))
-
-
-def components(launch: Compiled) -> int:
-    """Of a key, that the first launch reads: of packed rows all."""
-    packed = launch.kernel == "sparq_scores" and launch.constants["BITS"]
-    return int(launch.constants["D" if packed else "RANK"])
+    return 4 if launch.kernel == "sparq_code_scores" else 8 * itemsize(launch.case)
 
 
 def tile_bytes(launch: Compiled) -> int:
-    """What a program asks for at a time: components of keys, or rows of keys and values; of packed rows the codes."""
+    """What a program asks for at a time: components of keys, or rows of keys and values."""
     constants = launch.constants
     if launch.kernel in SCORES:
-        count = -(-components(launch) // constants["BLOCK_R"]) * constants["BLOCK_R"]
+        count = -(-constants["RANK"] // constants["BLOCK_R"]) * constants["BLOCK_R"]
         return count * constants["BLOCK_S"] * bits(launch) // 8
     return 2 * constants["BLOCK_N"] * constants["BLOCK_D"] * bits(launch) // 8
-
-
-def fills_loads(launch: Compiled) -> bool:
-    """Whether a thread has 16 bytes to load: not of codes across words, and not of a few bits or a few rows."""
-    case = launch.case
-    return case.row_bits == 16 or (case.row_bits in (4, 8) and itemsize(case) == 2)
 
 
 @by_case
@@ -141,10 +99,6 @@ def test_nothing_spills_and_a_program_fits_on_a_processor(version: str, case: Ca
 @fast
 def test_keys_and_values_come_in_loads_of_16_bytes(version: str, case: Case) -> None:
     for launch in launches(version, case):
-        if launch.kernel == "group_softmax" or (large(launch) and launch.kernel == "sparq_code_scores"):
-            continue  # a tile of codes has less for a thread
-        if launch.kernel != "top_k_select" and not fills_loads(launch):
-            continue
         if launch.kernel == "top_k_select" and launch.constants["TILE"]:
             assert count(launch, r"\bLDG\S*\.[US]8\b") == 0  # bytes come four at a time
             continue
@@ -166,12 +120,9 @@ def test_the_check_of_loads_sees_caches_that_are_not_aligned() -> None:
 @by_case
 def test_matrix_units_multiply_16_bits_and_nothing_rounds_float32(version: str, case: Case) -> None:
     for launch in launches(version, case):
-        multiplies = launch.kernel not in ("top_k_select", "group_softmax")
-        # Codes are multiplied in float32, or as sums of three products: what is rounded to 16 bits would choose others.
+        multiplies = launch.kernel != "top_k_select"
+        # Codes are multiplied in float32: products rounded to 16 bits would select other keys.
         coded = launch.kernel == "sparq_code_scores"
-        if coded and large(launch):
-            assert 0 < count(launch, MATRIX) == count(launch, "TF32")
-            continue
         assert (count(launch, MATRIX) > 0) == (multiplies and itemsize(case) == 2 and not coded), launch.kernel
         assert count(launch, "TF32") == 0
         if coded:
@@ -194,13 +145,12 @@ def test_programs_share_what_is_read_and_keep_the_memory_busy(version: str, case
         numbers, constants, rows = launch.numbers, launch.constants, prod(launch.grid[1:])
         assert rows == case.B * case.Hkv
         items = case.S
-        if launch.kernel in ("top_k_select", "group_softmax"):
-            of_rows = launch.kernel == "group_softmax"
-            assert launch.grid[0] == (case.G if of_rows else -(-items // constants["BLOCK"]))
+        if launch.kernel == "top_k_select":
+            assert launch.grid[0] == -(-items // constants["BLOCK"])
             continue
         if launch.kernel in SCORES:
             coded = launch.kernel == "sparq_code_scores"
-            items, width = case.S // 64 * 64 if coded else case.S, components(launch) * bits(launch) // 8
+            items, width = case.S // 64 * 64 if coded else case.S, constants["RANK"] * bits(launch) // 8
             share, tail = numbers["blocks"] * constants["BLOCK_S"], coded and (case.S % 64 > 0 or case.padded)
         else:
             items, share, width, tail = numbers["entries"], numbers["share"], 2 * case.D * bits(launch) // 8, False
@@ -209,8 +159,8 @@ def test_programs_share_what_is_read_and_keep_the_memory_busy(version: str, case
         assert len(shares) + tail == launch.grid[0]
         assert min(shares) > 0
         assert sum(shares) * width * rows == items * width * case.B * case.Hkv
-        # Which has few bytes to ask for, and all at once; with a large group it writes more than it reads.
-        asks = items == case.S and launch.kernel != "sparq_code_scores" and not large(launch)
-        if asks and fills_loads(launch):
+        # Scores from codes ask for few bytes, and for all of them at once.
+        asks = items == case.S and launch.kernel != "sparq_code_scores"
+        if asks:
             at_once = min(programs_at_once(launch), prod(launch.grid) // PROCESSORS[case.architecture])
             assert at_once * (launch.stages - 1) * tile_bytes(launch) >= IN_FLIGHT, launch.kernel

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from cases import Array, Case
+from mlx_sparse.cuda_ref.api import steps
 from mlx_sparse.cuda_ref.api.key_codes import code_keys
 from mlx_sparse.cuda_ref.launchers import configs, sparq
 from torch_arrays import DEVICE, component_major, padding, to_numpy, to_torch
@@ -193,3 +194,24 @@ def test_types_and_head_dims_without_a_kernel_are_refused() -> None:
     for D in (8, 12, 70, 512):
         with pytest.raises(BackendUnavailable, match=f"from 16 to 256, got {D}"):
             cuda_ref.dense_attention(*[torch.zeros(1, 2, 1, D, device=DEVICE)] * 3)
+    rows = torch.zeros(1, 1, 60, 64, device=DEVICE)
+    for G, method in ((17, cuda_ref.sparq_attention), (32, cuda_ref.dense_attention)):
+        with pytest.raises(BackendUnavailable, match=f"at most 16 query heads per KV head, got {G}"):
+            method(torch.zeros(1, G, 1, 64, device=DEVICE), rows, rows)
+
+
+def test_recall_of_a_padded_prompt_is_measured_against_the_valid_keys() -> None:
+    case = Case(3, 6, 2, 150, 64, "f32", padding=(0, 145, 150))
+    q, k, v = case.inputs(L=9)
+    arrays = tensors(case, q, k, v)
+    given = {"rank": 8, "top_k": 40, "left_padding": padding(case), "return_stats": "mass"}
+    _, stats = cuda_ref.sparq_attention(*arrays, **given)  # dense, so that all of the mass is retained
+    assert torch.equal(stats.retained_mass, torch.ones(3, 6, 9, device=DEVICE))
+    lse = to_numpy(steps.dense_lse(*arrays[:2], scale=0.125, left_padding=padding(case)))
+    position = np.arange(150)
+    for b, first in enumerate(case.padding):
+        logits = np.einsum("hgld,hsd->hgls", q[b].reshape(2, 3, 9, 64), k[b]).reshape(6, 9, 150) * 0.125
+        seen = (position >= first) & (position <= position[-9:, None])
+        with np.errstate(divide="ignore"):
+            expected = np.log(np.where(seen, np.exp(logits), 0).sum(axis=-1))
+        np.testing.assert_allclose(lse[b], expected, rtol=1e-5)

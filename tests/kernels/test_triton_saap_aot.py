@@ -32,8 +32,7 @@ OTHERS = [  # on the version of the environment
     Case("saap", 90, "float32", buckets=4096, weights="float32"),
     Case("saap", 100, B=64, D=64, weights="float32"),
 ]
-LARGE = Case("saap", 90, "bfloat16", G=64, weights="bfloat16")  # a call of several queries, whose tiles are others
-ONCE = [*some(OTHERS, 1), LARGE]
+ONCE = some(OTHERS, 1)
 LAYERS = ("saap_hidden", "saap_route")
 
 
@@ -43,8 +42,7 @@ def cases(version: str) -> tuple[Case, ...]:
 
 
 ALL = [(version, case) for version in VERSIONS for case in cases(version)]
-by_case = pytest.mark.parametrize(("version", "case"), [pair for pair in ALL if pair[1] != LARGE], ids=str)
-with_large = pytest.mark.parametrize(("version", "case"), ALL, ids=str)
+by_case = pytest.mark.parametrize(("version", "case"), ALL, ids=str)
 
 
 def launches(version: str, case: Case) -> list[Compiled]:
@@ -62,7 +60,7 @@ def weight_bytes(launch: Compiled) -> int:
     return launch.constants["BLOCK_K"] * launch.constants["BLOCK_N"] * item
 
 
-@with_large
+@by_case
 def test_nothing_spills_and_a_program_fits_on_a_processor(version: str, case: Case) -> None:
     for launch in launches(version, case):
         assert_fits(launch)
@@ -97,7 +95,7 @@ def test_layers_multiply_three_times_and_attention_as_ever(version: str, case: C
             assert (products > 0, count(launch, "TF32")) == (expected, 0)
 
 
-@with_large
+@by_case
 def test_all_threads_have_written_before_the_ticket_is_drawn(version: str, case: Case) -> None:
     for launch in launches(version, case):
         assert_writes_before_its_ticket(launch, launch.kernel in ("saap_route", "attend"))

@@ -108,29 +108,6 @@ def test_a_padded_step_with_codes_reads_no_byte_of_the_padding() -> None:
     assert scores["logits"].stored == scores["logits"].distinct == select["logits"].loaded == HKV * G * lines
 
 
-@pytest.mark.parametrize(("bits", "group_size"), [(4, 64), (8, 32)])
-def test_a_step_over_packed_rows_reads_each_part_once_for_the_group(bits: int, group_size: int) -> None:
-    S, rows = 2050, (1, HKV, 2050)
-    q = to_torch(Case(1, HKV * 4, HKV, S, D, "f16").inputs()[0], "f16")
-    codes = torch.ones(*rows, D * bits // 32, dtype=torch.int32).view(torch.uint32)
-    ranges = torch.ones(*rows, D // group_size).half()
-    keys, values = (cuda_ref.PackedRows(codes.clone(), ranges.clone(), ranges.clone(), bits) for _ in "kv")
-    with watched() as launches:
-        cuda_ref.sparq_attention(q, keys, values, rank=D, top_k=TOP_K)
-    assert [launch.kernel for launch in launches] == ["sparq_scores", "top_k_select", "attend"]
-    scores, _, attend = (launch.traffic for launch in launches)
-    row = {"codes": D * bits // 8, "ranges": D // group_size * 2}
-    assert row["codes"] + 2 * row["ranges"] == keys.row_bytes
-    for name in ("keys_t", "key_scales", "key_biases"):
-        assert scores[name].distinct == HKV * S * row["codes" if name == "keys_t" else "ranges"], name
-    for name in ("keys", "values", "key_scales", "value_scales", "key_biases", "value_biases"):
-        assert attend[name].distinct == HKV * TOP_K * row["codes" if name in ("keys", "values") else "ranges"], name
-    # Words are loaded once; every eighth component asks for the scale and the bias of its group.
-    for traffic in (scores["keys_t"], attend["keys"], attend["values"]):
-        assert traffic.loaded == traffic.distinct
-    assert attend["key_scales"].loaded == HKV * TOP_K * D // 8 * 2
-
-
 def test_programs_read_what_the_parameters_of_their_launch_say() -> None:
     S = 4096
     _, (scores, _, _) = decode(S, 4, reallocate=False)

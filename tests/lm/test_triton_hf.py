@@ -16,7 +16,7 @@ import torch
 from cache_rows import padded, states
 from cases import Array, assert_as_good_as_plain, plain_attention, plain_reallocation
 from mlx_sparse.cuda_ref import hf
-from mlx_sparse.cuda_ref.hf import attention, calibrate
+from mlx_sparse.cuda_ref.hf import attention
 from mlx_sparse.cuda_ref.hf.buffers import Buffers
 from mlx_sparse.cuda_ref.launchers import configs
 from torch_arrays import DEVICE
@@ -27,7 +27,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from mlx_sparse import cuda_ref, oracle
 from mlx_sparse.checks import BackendUnavailable, ConfigError, check_local_window
-from mlx_sparse.methods import ENOUGH_SAVED, SparQ, parse
+from mlx_sparse.methods import ENOUGH_SAVED, SparQ, Step, parse
 
 SIZES = {"hidden_size": 96, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64, "head_dim": 64}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -36,6 +36,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-one-head-each": {"num_key_value_heads": 4},
     "llama-one-head-for-all": {"num_key_value_heads": 1},
+    "llama-many-heads": {"num_attention_heads": 17, "num_key_value_heads": 1, "head_dim": 16, "hidden_size": 272},
     "qwen3": {},  # with q/k-norm
     "gemma3_text": {**ALTERNATING, "query_pre_attn_scalar": 48},  # with q/k-norm and a scale of its own
     "gpt_oss": {**ALTERNATING, "num_local_experts": 2, "num_experts_per_tok": 1},  # with attention sinks
@@ -296,6 +297,7 @@ DENSE: list[tuple[str, dict[str, Any]]] = [
     ("with a mask made elsewhere", {"attention_mask": OWN}),
     ("with a mask that is not left padding", {"attention_mask": HOLES}),
     ("with soft-capped scores", {"name": "gemma2"}),
+    ("with more than 16 query heads per KV head", {"name": "llama-many-heads"}),
     ("with attention sinks", {"name": "gpt_oss", "attn": "sparq:rank=16,top_k=8,reallocate=true"}),
 ]
 
@@ -306,7 +308,7 @@ def test_what_cannot_be_sparse_is_dense_and_counted(reason: str, given: dict[str
     counts = only(cache.report)
     sliding = counts.pop("with a sliding window (DynamicSlidingWindowLayer)", 0)
     own = reason.endswith(("scores", "sinks"))  # what sdpa cannot do, in prompts either
-    prompts = 2 if own else 1
+    prompts = 2 if own or "query heads" in reason else 1
     served = cache.report.served_layers
     assert (counts, sliding) == ({reason: prompts * served}, 2 * (2 - served))
     assert cache.report.sparse_calls == 0
@@ -382,12 +384,29 @@ def test_dropout_and_gradients_keep_attention_dense() -> None:
 def test_the_kind_of_gpu_is_the_nearest_known_below(monkeypatch: pytest.MonkeyPatch) -> None:
     def kind(capability: int) -> str:
         monkeypatch.setattr(configs, "capability", lambda device: capability)
-        return calibrate.gpu_kind(torch.device("cuda"))
+        return attention.gpu_kind(torch.device("cuda"))
 
     kinds = {75: "sm_80", 80: "sm_80", 89: "sm_80", 90: "sm_90", 100: "sm_100", 120: "sm_100"}
     assert {capability: kind(capability) for capability in kinds} == kinds
     assert set(kinds.values()) <= set(ENOUGH_SAVED)
-    assert calibrate.gpu_kind(torch.device("cpu")) == ""
+    assert attention.gpu_kind(torch.device("cpu")) == ""
+
+
+def test_the_documented_model_or_the_user_decides_from_where_steps_are_sparse(monkeypatch: pytest.MonkeyPatch) -> None:
+    def outlook(attn: str, G: int = 2, D: int = 64) -> list[str]:
+        cache = sparq_cache("llama", attn)
+        with torch.no_grad():
+            rows = cache.update(*states(1, 2, 20, D=D), 0)
+            attention.attention(torch.nn.Module(), torch.ones(1, 2 * G, 1, D, device=DEVICE), *rows, None)
+        return cache.report.outlook()
+
+    assert outlook("sparq:rank=16,dense_below=300") == ["sparse from 300 keys on (given)"]
+    assert outlook("sparq:rank=16") == ["sparse from 2,048 keys on (modelled)"]
+    monkeypatch.setattr(attention, "gpu_kind", lambda device: "sm_90")
+    step = Step(2, 2, 64, 4, "sm_90")
+    config = SparQ(rank=16, component_score="query_key", reallocate=False)
+    assert outlook("sparq:rank=16") == [f"sparse from {config.shortest_context(step):,} keys on (modelled)"]
+    assert outlook("sparq:rank=16,key_bits=16", G=16, D=16) == ["never sparse (modelled)"]
 
 
 def test_a_compiled_step_calls_the_operator_in_one_graph() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -24,12 +23,10 @@ class Decoding:
         operator: which appends to the caches and attends. Its states, ``past_*`` to ``present_*``, become inputs and
             outputs of the file.
         method: with every automatic choice made.
-        timed: whether steps can be timed without a model: by sizes alone, whatever is in the caches.
         group: keys that become a part of a state together, when the last of them is written; 0 if there are none.
     """
 
     operator: ClassVar[str] = "CachedAttention"
-    timed: ClassVar[bool] = False
     group: ClassVar[int] = 0
     method: Method
 
@@ -53,11 +50,6 @@ class Decoding:
         """Keys from which steps are sparse; None where all are exact."""
         below = getattr(self.method, "dense_below", None)
         return None if below is None else int(below)
-
-    def sparse_at(self, keys: int) -> Decoding:
-        """The same with steps that are sparse from ``keys`` on."""
-        setting: dict[str, Any] = {"dense_below": keys}
-        return dataclasses.replace(self, method=dataclasses.replace(self.method, **setting))
 
     @property
     def text(self) -> str:

@@ -22,7 +22,6 @@ class SparQDecoding(Decoding):
     """Decoding by SparQ."""
 
     operator: ClassVar[str] = "SparQAttention"
-    timed: ClassVar[bool] = True
     method: SparQ
 
     @classmethod
