@@ -8,6 +8,7 @@ from functools import partial
 import torch
 
 from mlx_sparse.methods.scoring_keys import GROUP, KeyCodes
+from mlx_sparse.methods.sparq import Selection
 
 from ..kernels.numbers import NO_WEIGHT
 from ..launchers import sparq
@@ -68,22 +69,16 @@ class Field:
 
         return self._sparq, wrong
 
-    @property
-    def _selection(self) -> sparq.Selection:
+    def _selection(self, i: int) -> Selection:
         setting = self._setting
-        return sparq.Selection(setting.rank, setting.top_k, setting.window, self._inputs.case.scale)
-
-    def _scored(self, i: int) -> list[torch.Tensor]:
-        keys_t = self._keys_t[i]
-        return list(keys_t) if isinstance(keys_t, KeyCodes) else [keys_t]
+        sizes = setting.rank, setting.top_k, setting.window, self._inputs.case.scale
+        return Selection(*sizes, keys_t=self._keys_t[i])
 
     def _scores(self, i: int) -> Output:
         inputs, keys_t = self._inputs, self._keys_t[i]
         if not isinstance(keys_t, KeyCodes):
-            return (sparq.sparq_scores(inputs.queries, keys_t, self._selection).logits,)
-        scores = sparq.sparq_code_scores(
-            inputs.queries, inputs.keys[i], keys_t, self._selection, narrow=not self._exact
-        )
+            return (sparq.sparq_scores(inputs.queries, self._selection(i)).logits,)
+        scores = sparq.sparq_code_scores(inputs.queries, inputs.keys[i], self._selection(i), narrow=not self._exact)
         self._tile = scores.tile
         assert scores.statistics is not None
         return scores.logits, scores.statistics
@@ -102,12 +97,14 @@ class Field:
         return largest - logits.float() / 16, largest - (NO_WEIGHT.value - 0.5) / 16
 
     def _select(self, i: int) -> Output:
-        given = self._inputs.queries, self._inputs.keys[i], self._scored(i), self._selection
+        given = self._inputs.queries, self._inputs.keys[i], self._selection(i)
         return sparq.sparq_select(*given, exact=self._exact)[:1]
 
     def _sparq(self, i: int) -> Output:
         inputs, setting = self._inputs, self._setting
-        given = inputs.queries, inputs.keys[i], inputs.values[i], self._scored(i)
+        keys_t = self._keys_t[i]
+        scored = list(keys_t) if isinstance(keys_t, KeyCodes) else [keys_t]
+        given = inputs.queries, inputs.keys[i], inputs.values[i], scored
         chosen = setting.rank, setting.top_k, setting.window, inputs.case.scale
         out, lse = sparq.sparq_decode(*given, *chosen, value_mean=inputs.value_mean)
         return out, lse
