@@ -70,13 +70,9 @@ class SaapDecoding(Decoding):
         return places
 
     def attend(self, call: Step) -> mx.array:
-        query, keys = (call.query, call.keys) if self.roped else call.before
-        network = {
-            name: array.astype(mx.float32) for name, array in self._arrays(self.layers[call.layer], call.scale).items()
-        }
+        query, keys = call.before
+        network = {name: array.astype(mx.float32) for name, array in self.layers[call.layer].arrays().items()}
         centroids = network.pop("centroids")
-        if not network["hidden_bias"].size:
-            del network["hidden_weight"], network["hidden_bias"]
         made: mx.array = mlx_sparse.saap_attention(
             call.query,
             call.keys,
