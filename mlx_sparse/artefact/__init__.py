@@ -15,7 +15,7 @@ import mlx.core as mx
 from ..checks import MAX_BUCKETS, ArtefactError
 from ..model_info import identity, kv_shapes, model_type, whole_of
 from ..model_parts import Part, part_of
-from .tensors import read_tensors, write_tensors
+from .tensors import read_tensors, refuse, write_tensors
 
 __all__ = ["MAX_HIDDEN", "Artefact", "Layer", "identity", "kv_shapes", "load", "versions"]
 
@@ -23,6 +23,7 @@ FORMAT = 1
 SPACE = "before_rope"  # keys are clustered before RoPE
 NETWORK = ("hidden_weight", "hidden_bias", "out_weight", "out_bias")
 NAME = re.compile(rf"layers\.(0|[1-9][0-9]{{0,8}})\.({'|'.join(('centroids', *NETWORK))})")
+WORD = re.compile(r"[\w.-]{1,64}")  # what messages repeat: the family of a model, and a hash
 MAX_HIDDEN = 1024  # units of a network, as the kernels take them
 
 
@@ -187,19 +188,15 @@ def versions() -> dict[str, str]:
     return {name: version(name) for name in ("mlx-sparse-attention", "mlx", "mlx-lm")}
 
 
-def _refuse(path: Path, found: str) -> ArtefactError:
-    return ArtefactError(f"{path}: expected an artefact of mlx-sparse train-saap, got {found}. Train it again.")
-
-
 def _about(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     """The metadata, checked."""
     try:
         about = json.loads(metadata["mlx_sparse"])
         kind, form = about["kind"], about["format"]
     except (KeyError, ValueError, TypeError, RecursionError):
-        raise _refuse(path, "a safetensors file of something else") from None
+        raise refuse(path, "a safetensors file of something else") from None
     if kind != "saap" or form != FORMAT:
-        raise _refuse(path, f"kind {str(kind)[:20]!r}, format {str(form)[:20]!r}, not 'saap' and {FORMAT}")
+        raise refuse(path, f"kind {str(kind)[:20]!r}, format {str(form)[:20]!r}, not 'saap' and {FORMAT}")
     bounds = {
         "buckets": (1, MAX_BUCKETS),
         "hidden": (1, MAX_HIDDEN),
@@ -207,13 +204,14 @@ def _about(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
         "recent_tokens": (0, 1 << 30),
     }
     if about.get("space") == "roped" or about.get("hidden") == 0:
-        raise _refuse(path, "one without query networks, whose modes kmeans and roped were removed")
+        raise refuse(path, "one without query networks, whose modes kmeans and roped were removed")
     right = about.get("space") == SPACE
     right &= all(type(about.get(name)) is int and low <= about[name] <= high for name, (low, high) in bounds.items())
     right &= all(isinstance(about.get(name), dict) for name in ("model", "training", "versions"))
-    right = right and all(isinstance(about["model"].get(name), str) for name in ("model_type", "hash"))
+    words = [about["model"].get(name) for name in ("model_type", "hash")] if right else []
+    right &= all(isinstance(word, str) and WORD.fullmatch(word) for word in words)
     if not right:
-        raise _refuse(path, "one whose description is damaged")
+        raise refuse(path, "one whose description is damaged")
     return dict(about)
 
 
@@ -223,12 +221,12 @@ def _layers(path: Path, tensors: Mapping[str, mx.array], buckets: int, hidden: i
     for name, array in tensors.items():
         found = NAME.fullmatch(name)
         if found is None:
-            raise _refuse(path, f"an unknown tensor {name[:40]!r}")
+            raise refuse(path, f"an unknown tensor {name[:40]!r}")
         if not mx.all(mx.isfinite(array)).item():
-            raise _refuse(path, f"numbers that are not finite in {name}")
+            raise refuse(path, f"numbers that are not finite in {name}")
         by_layer.setdefault(int(found[1]), {})[found[2]] = array
     if not by_layer:
-        raise _refuse(path, "one without layers")
+        raise refuse(path, "one without layers")
     for index, parts in by_layer.items():
         shapes = {name: array.shape for name, array in parts.items()}
         centroids = shapes.get("centroids", ())
@@ -241,5 +239,5 @@ def _layers(path: Path, tensors: Mapping[str, mx.array], buckets: int, hidden: i
             "out_bias": (heads, buckets),
         }
         if shapes != wanted or min(heads, D) < 1:
-            raise _refuse(path, f"tensors of other shapes in layer {index}")
+            raise refuse(path, f"tensors of other shapes in layer {index}")
     return {index: Layer(**by_layer[index]) for index in sorted(by_layer)}
