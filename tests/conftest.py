@@ -81,8 +81,6 @@ SLOW = {
     "test_triton_aot.py": "compiling for GPUs that are not here",
     "test_triton_bench.py": "benchmarks",
     "test_triton_hf.py": "models of transformers",
-    "test_triton_saap_aot.py": "compiling for GPUs that are not here",
-    "test_triton_sample_aot.py": "compiling for GPUs that are not here",
     "test_tune.py": "commands",
 }
 # A tier runs this many of the instances of a test, evenly spread, for every backend that it is parametrised by.
