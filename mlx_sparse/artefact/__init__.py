@@ -47,7 +47,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Artefact:
-    """Everything in the file.
+    """Content of the file.
 
     Attributes:
         layers: by index among the model's KV caches.
@@ -95,7 +95,7 @@ class Artefact:
             )
 
     def part_for(self, model: Any) -> Artefact:
-        """What ``model`` needs of this: all of it, or its own layers and KV heads where it is a part of a model.
+        """Return what ``model`` needs: everything, or its own layers and KV heads if it is a part of a model.
 
         A part is checked as by `check_model` if `model_info.note_whole` noted what it was cut from. Otherwise it has to
         have the family and the shapes of the model that this was trained on, and weights are not compared.
@@ -153,7 +153,7 @@ class Artefact:
 
 
 def load(path: str | Path) -> Artefact:
-    """Read an artefact; everything in it has been checked.
+    """Read an artefact and check everything in it.
 
     Raises:
         ArtefactError: the file is missing, truncated, damaged, of another kind or format, or holds numbers that are
@@ -169,7 +169,7 @@ def load(path: str | Path) -> Artefact:
 
 
 def _share(index: int, layer: Layer, shape: tuple[int, int] | None, part: Part) -> Layer:
-    """The KV heads of a layer that ``part`` holds; MLX gives each part heads that follow one another."""
+    """Return the KV heads of a layer that ``part`` has; MLX gives each part consecutive heads."""
     heads, _, D = layer.centroids.shape
     if shape == (heads, D):  # every part has them all
         return layer
@@ -184,12 +184,12 @@ def _share(index: int, layer: Layer, shape: tuple[int, int] | None, part: Part) 
 
 
 def versions() -> dict[str, str]:
-    """The versions of the packages that a result depends on."""
+    """Return the versions of the packages that a result depends on."""
     return {name: version(name) for name in ("mlx-sparse-attention", "mlx", "mlx-lm")}
 
 
 def _about(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
-    """The metadata, checked."""
+    """Return the metadata after checking it."""
     try:
         about = json.loads(metadata["mlx_sparse"])
         kind, form = about["kind"], about["format"]
@@ -216,7 +216,7 @@ def _about(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _layers(path: Path, tensors: Mapping[str, mx.array], buckets: int, hidden: int) -> dict[int, Layer]:
-    """The layers that the tensors make up: each has its centroids and a whole network."""
+    """Return the layers that the tensors make up: each has its centroids and a whole network."""
     by_layer: dict[int, dict[str, mx.array]] = {}
     for name, array in tensors.items():
         found = NAME.fullmatch(name)

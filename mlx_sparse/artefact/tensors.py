@@ -17,7 +17,7 @@ QUOTED = 120  # characters of the description of a file that a message repeats
 
 
 def read_tensors(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
-    """The tensors of a file by name, and its metadata.
+    """Return the tensors of a file by name, and its metadata.
 
     Raises:
         ArtefactError: the file cannot be read, is truncated, damaged, or of another kind.

@@ -92,7 +92,7 @@ def environment(cache: Path | None = None) -> dict[str, str]:
 
 
 def wanted() -> bool:
-    """Say whether MLX computes on a Linux CPU here and no other OpenBLAS or MKL is preloaded."""
+    """Return True if MLX computes on a Linux CPU here and no other OpenBLAS or MKL is preloaded."""
     if sys.platform != "linux" or platform.machine() not in BUILDS or platform.libc_ver()[0] != "glibc":
         return False
     if any("blas" in library or "mkl" in library for library in preloaded()):

@@ -70,7 +70,7 @@ def _reason(stderr: str) -> str:
 
 
 def read_files(archive: Path, pattern: str) -> dict[str, bytes]:
-    """The files of a wheel or a source archive whose names match ``pattern``, by their last name, sorted.
+    """Return the files of a wheel or a source archive whose names match ``pattern``, by their last name, sorted.
 
     Raises:
         ArtefactError: there is none.
