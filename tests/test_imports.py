@@ -21,23 +21,14 @@ LEVELS = [
     {"checks", "extras", "files", "model_info", "model_parts"},
     {"methods"},
     {"oracle", "ops", "kernels", "artefact"},
-    {"api", "cache", "calibrate", "crossing", "measured", "thresholds"},
+    {"api", "cache", "calibrate"},
     {"lm", "_boot"},  # the start-up hook hands over to lm
     {"tools"},
     {"cli", "__init__"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 # What backends outside this folder share.
-SHARED = {
-    "checks",
-    "extras",
-    "files",
-    "methods",
-    "api",
-    "crossing",
-    "measured",
-    "thresholds",
-}
+SHARED = {"checks", "extras", "files", "methods", "api"}
 BENCH = SHARED | {"tools"}  # and their contenders: by what they are measured, and how that is printed
 FREE = {"torch", "triton", "onnx", "onnxruntime"}  # mlx_sparse runs without them
 FACTS = (["__version__"], ["__path__"])  # of the package, which name no part of it
