@@ -52,7 +52,7 @@ def sample_scores(
     Returns:
         ``column`` and ``slash``, float32 ``(B, Hq, C, Nk)``.
     """
-    call = Call(Torch(), "sample_scores", queries, keys, keys, scale=scale, backend=backend)
+    call = Call(Torch(), "sample_scores", (queries, keys, keys), scale=scale, backend=backend)
     check_sample(1.0, 1.0, chunks, block_size)
     check_head_dim(call.sizes.D)
     result: tuple[torch.Tensor, torch.Tensor] = torch_ops.sample_scores(
