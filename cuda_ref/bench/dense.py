@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from mlx_sparse.tools.bench.core import Row
 
-from ..launchers import torch_ops
+from ..launchers.attend import dense_decode
 from .device import Device, Output, Recorded, Step, Wrong
 from .inputs import Caches, expected_dense
 
@@ -82,7 +82,7 @@ def dense_step(name: str, inputs: Caches) -> Step:
     """A decode step of dense attention."""
     case, scale = inputs.case, inputs.case.scale
     if name == "dense":
-        return lambda i: torch_ops.dense_decode(inputs.queries, inputs.keys[i], inputs.values[i], scale, None)
+        return lambda i: dense_decode(inputs.queries, inputs.keys[i], inputs.values[i], scale, None)
     if name == "flex":
         attend = flex(inputs.keys.device)
         grouped = case.G > 1

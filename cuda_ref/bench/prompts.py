@@ -101,7 +101,8 @@ def _field(inputs: PromptInputs, densities: Sequence[float]) -> Iterator[tuple[R
     all_ = {"asked": None, "density": 1.0}
 
     def everything(_: int) -> Output:
-        return attend_blocks(q, k, v, None, block_size=case.block_size, scale=case.scale)
+        result: Output = attend_blocks(q, k, v, None, block_size=case.block_size, scale=case.scale)
+        return result
 
     def sampling(_: int) -> Output:
         return tuple(sample.choose(q, k, layout, alpha_column=0.95, alpha_slash=0.95, scale=case.scale))

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from ..launchers import saap, torch_ops
+from ..launchers import saap
 from . import dense
 from .cases import SaapCase, SaapSetting
 from .device import Device, Output, Recorded, Step, Wrong
@@ -126,14 +126,14 @@ class Routed:
 
     def route(self, i: int) -> torch.Tensor:
         """The first two launches."""
-        visited: torch.Tensor = torch_ops.saap_route(self.inputs.before, *self.networks[i], self.setting.probes)
+        visited: torch.Tensor = saap.saap_route(self.inputs.before, *self.networks[i], self.setting.probes)
         return visited
 
     def list(self, i: int) -> Output:
         """The first three: indices and counts."""
         index, S = self.indices[i], self.inputs.case.S
         sizes = S, index.covered, index.sink_tokens, index.capacity
-        indices, counts = torch_ops.saap_indices(self.route(i), index.offsets, index.key_ids, *sizes, None)
+        indices, counts = saap.saap_indices(self.route(i), index.offsets, index.key_ids, *sizes, None)
         return indices, counts
 
     def step(self, i: int) -> Output:
@@ -141,7 +141,7 @@ class Routed:
         inputs, index = self.inputs, self.indices[i]
         given = inputs.queries, inputs.keys[i], inputs.values[i], self.route(i), index.offsets, index.key_ids
         sizes = index.covered, index.sink_tokens, index.capacity
-        out, lse, counts = torch_ops.saap_decode(*given, *sizes, inputs.case.scale, None)
+        out, lse, counts = saap.saap_decode(*given, *sizes, inputs.case.scale, None)
         return out, lse, counts
 
     def wrong_route(self, out: Output) -> str | None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
 
 import torch
 
 from mlx_sparse.methods.scoring_keys import GROUP, KeyCodes
 
 from ..kernels.numbers import NO_WEIGHT
-from ..launchers import sparq, torch_ops
+from ..launchers import sparq
 from . import dense
 from .cases import SparQCase, SparQSetting
 from .device import Device, Output, Recorded, Step, Wrong
@@ -70,16 +69,21 @@ class Field:
         return self._sparq, wrong
 
     @property
-    def _selection(self) -> dict[str, Any]:
-        scale = self._inputs.case.scale
-        return {"rank": self._setting.rank, "component_weight": None, "scale": scale, "left_padding": None}
+    def _selection(self) -> sparq.Selection:
+        setting = self._setting
+        return sparq.Selection(setting.rank, setting.top_k, setting.window, self._inputs.case.scale)
+
+    def _scored(self, i: int) -> list[torch.Tensor]:
+        keys_t = self._keys_t[i]
+        return list(keys_t) if isinstance(keys_t, KeyCodes) else [keys_t]
 
     def _scores(self, i: int) -> Output:
         inputs, keys_t = self._inputs, self._keys_t[i]
         if not isinstance(keys_t, KeyCodes):
-            return (sparq.sparq_scores(inputs.queries, keys_t, **self._selection).logits,)
-        how = {"narrow": not self._exact, **self._selection}
-        scores = sparq.sparq_code_scores(inputs.queries, inputs.keys[i], keys_t, **how)
+            return (sparq.sparq_scores(inputs.queries, keys_t, self._selection).logits,)
+        scores = sparq.sparq_code_scores(
+            inputs.queries, inputs.keys[i], keys_t, self._selection, narrow=not self._exact
+        )
         self._tile = scores.tile
         assert scores.statistics is not None
         return scores.logits, scores.statistics
@@ -98,22 +102,14 @@ class Field:
         return largest - logits.float() / 16, largest - (NO_WEIGHT.value - 0.5) / 16
 
     def _select(self, i: int) -> Output:
-        more: dict[str, Any] = {
-            "top_k": self._setting.top_k,
-            "local_window": self._setting.window,
-        }
-        if self._setting.coded:
-            more |= {"keys": self._inputs.keys[i], "exact": self._exact}
-        return sparq.sparq_select(self._inputs.queries, self._keys_t[i], **self._selection, **more)[:1]
+        given = self._inputs.queries, self._inputs.keys[i], self._scored(i), self._selection
+        return sparq.sparq_select(*given, exact=self._exact)[:1]
 
     def _sparq(self, i: int) -> Output:
         inputs, setting = self._inputs, self._setting
-        keys_t = self._keys_t[i]
-        codes, *ranges = keys_t if isinstance(keys_t, KeyCodes) else (keys_t,)
-        given = inputs.queries, inputs.keys[i], inputs.values[i], codes
-        chosen = setting.rank, setting.top_k, setting.window, None
-        how = inputs.case.scale, None, inputs.value_mean
-        out, lse = torch_ops.sparq_decode(*given, *chosen, *how, *ranges)
+        given = inputs.queries, inputs.keys[i], inputs.values[i], self._scored(i)
+        chosen = setting.rank, setting.top_k, setting.window, inputs.case.scale
+        out, lse = sparq.sparq_decode(*given, *chosen, value_mean=inputs.value_mean)
         return out, lse
 
 

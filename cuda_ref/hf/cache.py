@@ -14,7 +14,7 @@ from mlx_sparse.checks import ConfigError
 from mlx_sparse.methods import NEVER, SparQ, Step, parse
 from mlx_sparse.methods.scoring_keys import KeyCodes
 
-from ..launchers import torch_ops
+from ..launchers.sparq import sparq_attention
 from . import require
 from .buffers import Buffers
 from .padding import Padding
@@ -104,22 +104,17 @@ class SparQLayer(DynamicLayer):
             padding=padding,
             coded=config.key_bits < 16,
         )
-        coded = tuple(keys_t) if isinstance(keys_t, KeyCodes) else (keys_t,)
-        result: tuple[torch.Tensor, torch.Tensor] = torch_ops.sparq_decode(
+        return sparq_attention(
             query,
             self.keys,
             self.values,
-            coded[0],
-            settings["rank"],
-            settings["top_k"],
-            settings["local_window"],
-            deviation,
-            scale,
-            None if padding is None else padding.first,
-            value_mean,
-            *coded[1:],
+            keys_t=keys_t,
+            value_mean=value_mean,
+            component_weight=deviation,
+            scale=scale,
+            left_padding=None if padding is None else padding.first,
+            **settings,
         )
-        return result
 
     def read(
         self,

@@ -8,7 +8,7 @@ import torch
 
 from mlx_sparse.methods.scoring_keys import GROUP, KeyCodes
 
-from ..api.key_codes import code_groups, key_spread
+from ..torch_functions import code_groups, key_spread
 from .moments import lasting
 
 BYTES = GROUP // 2  # that a group of codes takes for each component

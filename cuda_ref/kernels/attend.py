@@ -24,72 +24,6 @@ def times_values(weights, values, total):
 
 
 @triton.jit
-def attend_share(
-    queries,
-    keys,
-    values,
-    indices,
-    first_valid,
-    logits,
-    softmax,
-    start,
-    end,
-    length,
-    scale,
-    stride_l,
-    key_row,
-    stride_kn,
-    value_row,
-    stride_vn,
-    D: tl.constexpr,
-    G: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
-    """Entries ``start`` to ``end`` of the list: largest logit, sum, weighted sum of values, and part of alpha."""
-    g = tl.arange(0, BLOCK_G)
-    d = tl.arange(0, BLOCK_D)
-    q = tl.load(queries + g[:, None] * D + d[None, :], mask=(g[:, None] < G) & (d < D)[None, :], other=0.0)
-    q = widen(q, UPCAST)
-    largest = tl.full([BLOCK_G], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_G], tl.float32)
-    out = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-    alpha = tl.zeros([BLOCK_G], tl.float32)
-    for first in range(start, end, BLOCK_N):
-        entry = first + tl.arange(0, BLOCK_N)
-        if indices is None:
-            key = entry
-            filled = (entry < end) & (entry >= first_valid)
-        else:
-            key = tl.load(indices + entry, mask=entry < end, other=-1)
-            filled = (key >= 0) & (key < length)
-        place = key.to(tl.int64)
-        there = filled[:, None] & (d < D)[None, :]
-        k = tl.load(keys + (key_row + place * stride_kn)[:, None] + d[None, :], mask=there, other=0.0)
-        v = tl.load(values + (value_row + place * stride_vn)[:, None] + d[None, :], mask=there, other=0.0)
-        k, v = widen(k, UPCAST), widen(v, UPCAST)
-        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        score = tl.where(filled[None, :], score, float("-inf"))
-        top = tl.maximum(largest, tl.max(score, axis=1))
-        weights = tl.exp(score - finite(top)[:, None])
-        shrink = tl.exp(largest - finite(top))
-        total = total * shrink + tl.sum(weights, axis=1)
-        out = times_values(weights, v, out * shrink[:, None])
-        largest = top
-        if logits is not None:  # (sparq.8)
-            in_group = g[:, None] < G
-            logit = tl.load(
-                logits + g[:, None] * stride_l + key[None, :], mask=in_group & filled[None, :], other=float("-inf")
-            )
-            most = tl.load(softmax + g * 2, mask=g < G, other=0.0)
-            factor = tl.load(softmax + g * 2 + 1, mask=g < G, other=0.0)
-            alpha += tl.sum(tl.exp(logit - most[:, None]), axis=1) * factor
-    return largest, total, out, alpha
-
-
-@triton.jit
 def reallocated(mean, alpha, value_mean, d, D: tl.constexpr):
     """Mix in the mean of the values, as much as the choice left out (sparq.10)."""
     return alpha * mean + (1.0 - alpha) * tl.load(value_mean + d, mask=d < D, other=0.0)
@@ -237,6 +171,7 @@ def attend(
         row = place.to(tl.int64)
     key_row = b.to(tl.int64) * stride_kb + h.to(tl.int64) * stride_kh
     value_row = b.to(tl.int64) * stride_vb + h.to(tl.int64) * stride_vh
+    queries += row * G * D
     out += row * G * D
     lse += row * G
     first_valid = 0
@@ -251,40 +186,51 @@ def attend(
     start = split * share
     end = tl.minimum(start + share, used)
     start = tl.maximum(start, first_valid // BLOCK_N * BLOCK_N)
-    top, total, weighted, alpha = attend_share(
-        queries + row * G * D,
-        keys,
-        values,
-        indices,
-        first_valid,
-        logits,
-        softmax,
-        start,
-        end,
-        length,
-        scale,
-        stride_l,
-        key_row,
-        stride_kn,
-        value_row,
-        stride_vn,
-        D,
-        G,
-        BLOCK_D,
-        BLOCK_G,
-        BLOCK_N,
-        UPCAST,
-    )
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
+    q = tl.load(queries + g[:, None] * D + d[None, :], mask=(g[:, None] < G) & (d < D)[None, :], other=0.0)
+    q = widen(q, UPCAST)
+    # Of entries `start` to `end`: the largest logit, the sum, the weighted sum of values, and a part of alpha.
+    largest = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    weighted = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    alpha = tl.zeros([BLOCK_G], tl.float32)
+    for first in range(start, end, BLOCK_N):
+        entry = first + tl.arange(0, BLOCK_N)
+        if indices is None:
+            key = entry
+            filled = (entry < end) & (entry >= first_valid)
+        else:
+            key = tl.load(indices + entry, mask=entry < end, other=-1)
+            filled = (key >= 0) & (key < length)
+        line, there = key.to(tl.int64), filled[:, None] & (d < D)[None, :]
+        k = tl.load(keys + (key_row + line * stride_kn)[:, None] + d[None, :], mask=there, other=0.0)
+        v = tl.load(values + (value_row + line * stride_vn)[:, None] + d[None, :], mask=there, other=0.0)
+        k, v = widen(k, UPCAST), widen(v, UPCAST)
+        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        score = tl.where(filled[None, :], score, float("-inf"))
+        top = tl.maximum(largest, tl.max(score, axis=1))
+        weights = tl.exp(score - finite(top)[:, None])
+        shrink = tl.exp(largest - finite(top))
+        total = total * shrink + tl.sum(weights, axis=1)
+        weighted = times_values(weights, v, weighted * shrink[:, None])
+        largest = top
+        if logits is not None:  # (sparq.8)
+            in_group = g[:, None] < G
+            logit = tl.load(
+                logits + g[:, None] * stride_l + key[None, :], mask=in_group & filled[None, :], other=float("-inf")
+            )
+            most = tl.load(softmax + g * 2, mask=g < G, other=0.0)
+            factor = tl.load(softmax + g * 2 + 1, mask=g < G, other=0.0)
+            alpha += tl.sum(tl.exp(logit - most[:, None]), axis=1) * factor
     if splits == 1:
-        write_result(out, lse, value_mean, top, total, weighted, alpha, g, d, D, G)
+        write_result(out, lse, value_mean, largest, total, weighted, alpha, g, d, D, G)
     else:
         parts += first_part.to(tl.int64) * G * D
         part_sums += first_part.to(tl.int64) * G * 3
         head = split * G + g
         tl.store(parts + head[:, None] * D + d[None, :], weighted, mask=(g[:, None] < G) & (d[None, :] < D))
-        tl.store(part_sums + head * 3, top, mask=g < G)
+        tl.store(part_sums + head * 3, largest, mask=g < G)
         tl.store(part_sums + head * 3 + 1, total, mask=g < G)
         tl.store(part_sums + head * 3 + 2, alpha, mask=g < G)
         # All threads have written before the ticket is drawn, and who draws the last one sees what all have written.

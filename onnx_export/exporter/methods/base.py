@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import mlx.core as mx
+
 from mlx_sparse.methods import Method
 
 from ...operators import OPERATORS
@@ -13,6 +15,25 @@ from ..graph import Graph
 
 # Of the check: tokens of its prompt, and most keys that its sparse step attends to, so that a short prompt shows it.
 PROMPT, KEYS = 8, 4
+
+
+@dataclass(frozen=True)
+class Step:
+    """One decode step of a layer in MLX.
+
+    Attributes:
+        layer: its number.
+        query: ``(B, Hq, 1, D)``, and ``keys`` and ``values`` ``(B, Hkv, S, D)`` with those of the new token.
+        before: the query and all keys before RoPE.
+        scale: factor of the logits.
+    """
+
+    layer: int
+    query: mx.array
+    keys: mx.array
+    values: mx.array
+    before: tuple[mx.array, mx.array]
+    scale: float
 
 
 @dataclass(frozen=True)
@@ -75,6 +96,10 @@ class Decoding:
     def weights(self, graph: Graph, layer: int, scale: float) -> dict[str, str]:
         """Inputs of the operator that are weights of its own, stored by this call."""
         return {}
+
+    def attend(self, call: Step) -> mx.array:
+        """Return what MLX makes of a sparse step, ``(B, Hq, 1, D)``: the truth that a file is checked against."""
+        raise NotImplementedError
 
     def shortened(self) -> Decoding:
         """Return the same method with a sparse step after `PROMPT` tokens, over at most `KEYS` keys."""

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import mlx.core as mx
 
+import mlx_sparse
 from mlx_sparse import artefact
 from mlx_sparse.checks import ConfigError
 from mlx_sparse.methods import SAAP
@@ -18,7 +19,7 @@ from ...defaults import saap_dense_below
 from ..families import window_of
 from ..graph import Graph
 from ..weights import numpy_of
-from .base import KEYS, Decoding
+from .base import KEYS, Decoding, Step
 
 NETWORK = ("hidden_weight", "hidden_bias", "out_weight", "out_bias")
 
@@ -67,6 +68,23 @@ class SaapDecoding(Decoding):
             made = f"model.layers.{layer}.self_attn.saap.{name}"
             places[name] = graph.weight(made, array)
         return places
+
+    def attend(self, call: Step) -> mx.array:
+        query, keys = call.before
+        network = {name: array.astype(mx.float32) for name, array in self.layers[call.layer].arrays().items()}
+        centroids = network.pop("centroids")
+        made: mx.array = mlx_sparse.saap_attention(
+            call.query,
+            call.keys,
+            call.values,
+            bucket_ids=mlx_sparse.saap_assign(keys, centroids, backend="ops"),
+            visited=mlx_sparse.saap_route(query, **network, probes=self.method.probes, backend="ops"),
+            sink_tokens=self.method.sink_tokens,
+            recent_tokens=self.method.recent_tokens,
+            scale=call.scale,
+            backend="ops",
+        )
+        return made
 
     def shortened(self) -> SaapDecoding:
         sinks = min(self.method.sink_tokens, 1)
