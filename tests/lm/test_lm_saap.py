@@ -78,11 +78,13 @@ def test_every_bucket_gives_the_dense_tokens(family: str, mode: str, tmp_path: P
 @pytest.mark.parametrize("family", ["llama", "qwen3", "ministral3", "phi3", "smollm3"])
 def test_few_probes_attend_the_oracles_keys(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     seen: list[dict[str, Any]] = []
-    lists, step = BucketIndex.lists, saap.Indices.step
+    lists, step = saap.attended_keys, saap.Indices.step
 
     def noting_lists(index: BucketIndex, queries: mx.array, S: int, *args: Any) -> Any:
         result = lists(index, queries, S, *args)
-        seen.append({"before": np.array(queries), "S": S, "lists": result, "index": index, "covered": index.covered[0]})
+        seen.append(
+            {"before": np.array(queries), "S": S, "lists": result, "index": index, "covered": index.lists.covered[0]}
+        )
         return result
 
     def noting_step(self: Any, queries: mx.array, cache: Any, bound: Any, served: list[int], scale: float) -> Any:
@@ -97,7 +99,7 @@ def test_few_probes_attend_the_oracles_keys(family: str, tmp_path: Path, monkeyp
         seen[-1] |= {"queries": np.array(queries, np.float64), "rows": rows, "ids": ids, "scale": scale, "out": result}
         return result
 
-    monkeypatch.setattr(BucketIndex, "lists", noting_lists)
+    monkeypatch.setattr(saap, "attended_keys", noting_lists)
     monkeypatch.setattr(saap.Indices, "step", noting_step)
     model = build(family)
     file = write_artefact(tmp_path / "a", model)

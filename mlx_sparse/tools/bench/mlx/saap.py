@@ -12,8 +12,9 @@ import mlx.core as mx
 import numpy as np
 
 from ....cache.kv_cache import SparseKVCache
+from ....cache.saap_lists import attended_keys, fold
 from ....cache.saap_router import Router, kmeans_network
-from ....cache.saap_state import BucketIndex, fold, index_of
+from ....cache.saap_state import BucketIndex, index_of
 from ....checks import check_int
 from ....methods import Step, registry
 from ....methods.stats import saap_elements
@@ -109,7 +110,7 @@ class SaapStep(DecodeStep):
         """Attend as an enabled model does between two folds."""
         index = index_of(cache)
         assert index is not None
-        indices, counts = index.lists(queries, cache.length, self.config, None, self.backend)
+        indices, counts = attended_keys(index, queries, cache.length, self.config, None, self.backend)
         keys, values, length = cache.rows(self.backend)
         attend = registry.load("attend_indices", self.backend)
         out: mx.array = attend(queries, keys, values, indices, scale=self.case.scale, counts=counts, **length)[0]
@@ -142,7 +143,7 @@ class SaapStep(DecodeStep):
         """The buckets have to be among the best of the oracle; attended are theirs and keys that are not listed."""
         queries, cache = self.random()
         index = index_of(cache)
-        assert index is not None
+        assert index is not None and index.lists is not None
         network = dict(index.network or {})
         route = registry.load("saap_route", self.backend)
         visited = np.array(route(queries, probes=self.config.probes, **network)).astype(np.int64)
@@ -153,7 +154,7 @@ class SaapStep(DecodeStep):
         if (missed.max(axis=-1) - chosen.min(axis=-1) > 1e-4 * scores.max(axis=-1)).any():
             raise WrongChoice("other buckets")
         ids, position = np.array(index.ids), np.arange(self.case.S)
-        exact = (position < self.config.sink_tokens) | (position >= index.covered[0])
+        exact = (position < self.config.sink_tokens) | (position >= index.lists.covered[0])
         rows = [
             [np.flatnonzero(exact | np.isin(own, seen)) for own, seen in zip(*one, strict=True)]
             for one in zip(ids, visited, strict=True)
