@@ -16,13 +16,11 @@ if reason := unavailable():
     absent("triton", reason)
 
 import torch
-from mlx_sparse.cuda_ref.bench import cases as bench_cases
 from mlx_sparse.cuda_ref.launchers import configs, saap, torch_ops
 from torch_arrays import to_torch
 from triton_bytes import Launch, shuffled, watched
 
 from mlx_sparse.common import stats
-from mlx_sparse.tools.bench.core import Shape
 
 HKV, G, D, HIDDEN, C, PROBES = 2, 4, 128, 256, 64, 4
 SINKS, RECENT = 1, 63
@@ -93,21 +91,16 @@ def test_a_step_reads_the_network_the_list_and_its_rows_and_nothing_else_that_is
     assert parts <= moved <= 1.15 * parts
 
 
-def test_the_model_counts_what_the_kernels_move() -> None:
+def test_the_kernels_move_what_the_formula_counts() -> None:
     S = 3000
     (_, _, counts), launches = step(S, EQUAL)
-    setting = bench_cases.equal(PROBES / C, HIDDEN, C)
-    case = bench_cases.SaapCase("float16", Shape(HKV * G, HKV, D), 1, S, (setting,), SINKS, RECENT)
-    network, listed, attended = case.parts(setting)
     hidden, route, expand, attend = (launch.traffic for launch in launches)
-    found = sum(layer[name].loaded for layer in (hidden, route) for name in ("weight",))
-    assert found <= network <= 1.15 * found
-    assert listed == pytest.approx(expand["key_ids"].loaded + expand["indices"].stored, rel=0.02)
-    rows = sum(attend[name].loaded for name in ("keys", "values", "indices"))
-    assert attended == pytest.approx(rows, rel=0.02)
-    # (saap.14), which counts an entry of a list as one element and its making not at all
+    moved = sum(layer["weight"].loaded for layer in (hidden, route))
+    moved += expand["key_ids"].loaded + expand["indices"].stored
+    moved += sum(attend[name].loaded for name in ("keys", "values", "indices"))
+    # (saap.14) counts an entry of a list as one element and its making not at all.
     elements = stats.saap_elements(D, round(float(counts.float().mean())), network=D * HIDDEN + HIDDEN * C)
-    assert network + listed + attended <= 1.15 * HKV * elements * ITEM
+    assert moved <= 1.15 * HKV * elements * ITEM
 
 
 def test_sequences_share_the_weights() -> None:
