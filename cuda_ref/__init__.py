@@ -15,12 +15,10 @@ if TYPE_CHECKING:
     from .availability import unavailable as unavailable
     from .hf.attention import register as register
     from .hf.cache import SparQCache as SparQCache
-    from .packed_rows import PackedRows as PackedRows
 
 _HOMES = {
     "hf": "SparQCache register",
     "availability": "unavailable",
-    "packed_rows": "PackedRows",
     "api.parts": "saap_index saap_indices sample_scores top_k_select",
 }  # imported when used: torch takes seconds
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
@@ -29,8 +27,8 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.s
 def __getattr__(name: str) -> "Any":
     from importlib import import_module
 
-    from mlx_sparse.common.extras import naming_missing
-    from mlx_sparse.methods.registry import public_functions
+    from mlx_sparse.api.functions import public_functions
+    from mlx_sparse.extras import naming_missing
 
     if name not in _HOME_OF and (name.startswith("_") or name not in public_functions("triton")):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

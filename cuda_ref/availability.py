@@ -6,7 +6,7 @@ import importlib.util
 import os
 import sys
 
-from mlx_sparse.common.extras import not_installed
+from mlx_sparse.extras import not_installed
 
 OLDEST = (8, 0)  # compute capability: the oldest that the kernels are compiled for in the tests
 

@@ -256,16 +256,15 @@ class SparqStep(MethodStep):
         super().__init__(case, caches, config)
         self.row.details["bytes_formula"] = int(case.rows * case.item * config.elements(case.S, case.shape.D))
         found = config.parameters(case.shape.G)
-        names = ("rank", "top_k", "local_window", "reallocate", "key_bits")
+        names = ("rank", "top_k", "local_window", "reallocate")
         # The paper's selection of components: the other one needs statistics of the keys that a cache keeps.
-        self._settings = {name: found[name] for name in names} | {"component_score": "query"}
+        self._settings = {name: found[name] for name in names} | {"key_bits": config.key_bits}
 
     def problem(self) -> Problem:
         return planted_problem(self.case, self.config)
 
     def state(self, keys: torch.Tensor, values: torch.Tensor) -> Any:
-        bits = self._settings["key_bits"]
-        coded = cuda_ref.code_keys(keys, key_bits=bits) if bits < 16 else keys.transpose(2, 3).contiguous()
+        coded = cuda_ref.code_keys(keys) if self.config.key_bits < 16 else keys.transpose(2, 3).contiguous()
         return {"keys_t": coded, "value_mean": values.float().mean(dim=2) if self._settings["reallocate"] else None}
 
     def attend(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, state: Any) -> torch.Tensor:

@@ -6,26 +6,19 @@ from typing import Any
 
 import torch
 
-from mlx_sparse.checks import BackendUnavailable, ConfigError, ShapeError, Sizes, check_choice, check_shape
-from mlx_sparse.common.packed_parts import BITS, GROUP_SIZES
+from mlx_sparse.checks import BackendUnavailable, ConfigError, ShapeError, Sizes, check_shape
 
 from .availability import interpreted, unavailable
 from .launchers import configs
-from .packed_rows import PackedRows, Rows
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-CODE_TYPES = {  # of what keys in few bits are made of: `mlx_sparse.common.key_codes.KeyCodes`
+CODE_TYPES = {  # of what keys in few bits are made of: `mlx_sparse.methods.scoring_keys.KeyCodes`
     "keys_t.codes": torch.uint8,
     "keys_t.lo": torch.float16,
     "keys_t.step": torch.float16,
     "keys_t.centre": torch.float32,
 }
 GRID_LIMIT = 65535  # programs that CUDA starts along the second and the third axis of a grid
-
-
-def rows(array: torch.Tensor) -> torch.Tensor:
-    """Rows whose elements lie side by side, as the kernels read them; caches have them so."""
-    return array if array.stride(-1) == 1 else array.contiguous()
 
 
 def check_head_dim(D: int) -> None:
@@ -39,8 +32,7 @@ def check_group(G: int) -> None:
     """Raise `BackendUnavailable` unless the kernels take ``G`` query heads per KV head."""
     if G > configs.LARGEST_GROUP:
         raise BackendUnavailable(
-            f"backend: expected at most {configs.LARGEST_GROUP} query heads per KV head, times the queries of a call, "
-            f"got {G}."
+            f"backend: expected at most {configs.LARGEST_GROUP} query heads per KV head, got {G}. Use dense attention."
         )
 
 
@@ -55,66 +47,12 @@ def check_backend(backend: str, device: torch.device) -> None:
         raise BackendUnavailable(f"backend: expected a machine for Triton's kernels, got none ({reason}).")
 
 
-def check_like(
-    name: str, array: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype | None, device: torch.device
-) -> None:
-    """Check shape, type and device of an optional tensor."""
-    if array is None:
-        return
-    check_tensor(name, array)
-    check_shape(name, array, shape)
-    if dtype is not None:
-        check_type(name, array, dtype)
-    check_device(name, array, device)
-
-
 def check_type(name: str, array: torch.Tensor, dtype: torch.dtype) -> None:
     """Raise `ConfigError` unless ``array`` has the type of the other tensors."""
     if array.dtype != dtype:
         raise ConfigError(
             f"{name}: expected the type of the other tensors, {type_name(dtype)}, got {type_name(array.dtype)}."
         )
-
-
-def check_rows(name: str, array: Any) -> None:
-    """Raise unless ``array`` is a tensor of torch or `PackedRows` of such.
-
-    Raises:
-        ConfigError: it is neither, or parts are of a wrong type, in different places or in other bits and groups.
-        ShapeError: the parts do not fit together.
-    """
-    if not isinstance(array, PackedRows):
-        check_tensor(name, array)
-        return
-    check_choice(f"{name}.bits", array.bits, BITS)
-    codes, scales, biases = array.parts
-    for part, given in zip(("codes", "scales", "biases"), array.parts, strict=True):
-        check_tensor(f"{name}.{part}", given)
-        check_device(f"{name}.{part}", given, array.device)
-    if codes.dtype != torch.uint32:
-        raise ConfigError(
-            f"{name}.codes: expected uint32, got {type_name(codes.dtype)}. Take what mx.quantize returns."
-        )
-    if codes.ndim != 4 or codes.shape[3] % array.bits:
-        raise ShapeError(f"{name}.codes: expected (B, Hkv, S, n * {array.bits} bits), got {tuple(codes.shape)}.")
-    D = array.shape[3]
-    shapes = [(*codes.shape[:3], D // size) for size in GROUP_SIZES if D % size == 0]
-    if tuple(scales.shape) not in shapes:
-        raise ShapeError(f"{name}.scales: expected {' or '.join(map(str, shapes))}, got {tuple(scales.shape)}.")
-    check_shape(f"{name}.biases", biases, tuple(scales.shape))
-    check_type(f"{name}.biases", biases, scales.dtype)
-
-
-def check_alike(keys: Rows, values: Rows) -> None:
-    """Raise `ConfigError` unless both are packed alike, or neither is."""
-    wanted, got = form(keys), form(values)
-    if got != wanted:
-        raise ConfigError(f"values: expected {wanted} like keys, got {got}.")
-
-
-def form(rows: Rows) -> str:
-    """How rows are packed."""
-    return f"{rows.bits} bits in groups of {rows.group_size}" if isinstance(rows, PackedRows) else "a tensor"
 
 
 def check_code_type(name: str, array: torch.Tensor) -> None:
@@ -157,7 +95,7 @@ def as_padding(left_padding: Any, n: Sizes, device: torch.device) -> torch.Tenso
     return first.to(device).clamp(0, n.S).to(torch.int32)
 
 
-def check_real(name: str, array: Rows) -> None:
+def check_real(name: str, array: torch.Tensor) -> None:
     """Raise `ConfigError` unless the kernels take tensors of this type."""
     if array.dtype not in DTYPES:
         raise ConfigError(f"{name}: expected float32, float16 or bfloat16, got {type_name(array.dtype)}.")

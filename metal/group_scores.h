@@ -3,8 +3,8 @@
 
 #include "top_k_select.h"
 
-// Source of a row: the group's sum over softmaxes (SOFTMAX) or logits (sparq.5).
-template <int G, bool SOFTMAX, typename Logits>
+// Source of a row: the sum of the softmaxes of a group (sparq.5).
+template <int G, typename Logits>
 struct GroupScores {
   Logits logits;  // (S, G), at the row
   const threadgroup float2* softmax;
@@ -21,7 +21,7 @@ struct GroupScores {
 #pragma clang loop unroll_count(G < 16 ? G : 16)
     for (uint g = 0; g < G; ++g) {
       const float logit = logits[size_t(j) * G + g];
-      score += SOFTMAX ? exp(logit - softmax[g].x) * softmax[g].y : logit;
+      score += exp(logit - softmax[g].x) * softmax[g].y;
     }
     return ordered_bits(score);
   }

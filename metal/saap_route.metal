@@ -40,5 +40,5 @@ softmax_statistics<G>(logits, C, softmax, place);
 
 const Window all = {0, C, C};
 const Tile tile = make_tile(at, threadgroups_per_grid, C, uint(probes), place);
-const GroupScores<G, true, const device float*> scores = {logits, softmax, all, 0};
+const GroupScores<G, const device float*> scores = {logits, softmax, all, 0};
 select_best(scores, tile, bits, visited, partial, place);

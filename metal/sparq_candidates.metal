@@ -3,7 +3,7 @@
 // inputs       logits (B, Hkv, stride, G) float; statistics (B, Hkv, score_tiles, G, 2) float; left_padding (B,) int;
 //              length, local_window, top_k () int
 // outputs      bits (B, Hkv, tiles * slots) uint; indices (B, Hkv, tiles * slots) int; softmax (B, Hkv, G, 2) float
-// template     G, SOFTMAX
+// template     G
 // grid         tiles * threads, Hkv, B
 // threadgroup  threads, 1, 1
 // reads        B * Hkv * (S * G * 4 + score_tiles * G * 8)
@@ -22,4 +22,4 @@ for (uint g = place.index(); g < G && tile.first == 0; g += place.threads()) {
 }
 const Window window = make_window(length, left_padding[tile.b], local_window);
 auto row = logits + size_t(tile.row) * size_t(logits_shape[2]) * G;
-select_best(GroupScores<G, SOFTMAX, decltype(row)>{row, merged, window, tile.first}, tile, bits, indices, partial, place);
+select_best(GroupScores<G, decltype(row)>{row, merged, window, tile.first}, tile, bits, indices, partial, place);

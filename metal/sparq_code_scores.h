@@ -5,8 +5,8 @@
 #include "sparq_scores.h"
 
 // (sparq.21) without its factor for KEYS consecutive coded keys: one pass over `rank` rows of codes, each a load of
-// KEYS * BITS / 8 bytes. No key is decoded: q lo is summed once for all keys, q step times code for each.
-template <int G, uint KEYS, uint BITS, typename Word, typename Halves>
+// KEYS / 2 bytes. No key is decoded: q lo is summed once for all keys, q step times code for each.
+template <int G, uint KEYS, typename Word, typename Halves>
 void coded_logits(
     const device uint* codes,  // (D, words)
     size_t words,
@@ -18,8 +18,7 @@ void coded_logits(
     const threadgroup int* chosen,
     const threadgroup float* q_r,
     thread float (&logits)[KEYS][G]) {
-  constexpr uint MASK = (1u << BITS) - 1;
-  constexpr uint PER_WORD = sizeof(Word) * 8 / BITS;
+  constexpr uint PER_WORD = sizeof(Word) * 2;
   float base[G] = {};
 #pragma clang loop unroll_count(4)
   for (uint i = 0; i < rank; ++i) {
@@ -28,7 +27,7 @@ void coded_logits(
     float code[KEYS];
 #pragma clang loop unroll(full)
     for (uint v = 0; v < KEYS; ++v) {
-      code[v] = float((uint(packed[v / PER_WORD]) >> (v % PER_WORD * BITS)) & MASK);
+      code[v] = float((uint(packed[v / PER_WORD]) >> (v % PER_WORD * 4)) & 15);
     }
     const size_t range = row * groups + first / GROUP_KEYS;
     const float least = float(lo[range]);

@@ -6,10 +6,10 @@
 //              D / ROW_GROUP) T; left_padding (B,) int; rank, length () int; scale () float
 // outputs      logits (B, Hkv, stride, G) O, stride = S up to a multiple of 8: float, -inf for invalid keys, or uchar, see
 //              narrowed; statistics (B, Hkv, tiles, G, 2) float
-// template     D, G, WEIGHTED, BITS, KEYS, ROW_BITS, ROW_GROUP
+// template     D, G, WEIGHTED, KEYS, ROW_BITS, ROW_GROUP
 // grid         tiles * (1024 // KEYS), Hkv, B
 // threadgroup  1024 // KEYS, 1, 1
-// reads        B * Hkv * (rank * (S // 64) * (8 * BITS + 4) + (S % 64) * (D * ROW_BITS // 8 + 2 * D // ROW_GROUP * T)
+// reads        B * Hkv * (rank * (S // 64) * 36 + (S % 64) * (D * ROW_BITS // 8 + 2 * D // ROW_GROUP * T)
 //              + G * D * T + WEIGHTED * D * 4 + rank * 4)
 // writes       B * Hkv * (S * G * O + tiles * G * 8)
 threadgroup uint4 component[D / 4];
@@ -35,10 +35,10 @@ if (tile.is_tail && count > 0) {
       key_codes, key_scales, key_biases, row * size_t(key_codes_shape[2]) + tile.padding);
   tail_logits<G>(rows, first, centre + row * D, uint(rank), chosen, q_r, own[0]);
 } else if (count > 0) {
-  using Word = typename conditional<KEYS * BITS == 16, ushort, uint>::type;
+  using Word = typename conditional<KEYS == 4, ushort, uint>::type;
   const size_t words = size_t(codes_shape[3]);
   const size_t groups = size_t(lo_shape[3]);
-  coded_logits<G, KEYS, BITS, Word>(
+  coded_logits<G, KEYS, Word>(
       codes + row * D * words, words, lo + row * D * groups, step + row * D * groups, groups, first, uint(rank), chosen,
       q_r, own);
 }

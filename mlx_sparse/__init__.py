@@ -14,23 +14,23 @@ if TYPE_CHECKING:
     from .checks import ConfigError as ConfigError
     from .checks import ShapeError as ShapeError
     from .checks import SparseAttentionError as SparseAttentionError
-    from .common.key_codes import KeyCodes as KeyCodes
-    from .common.packed_rows import PackedRows as PackedRows
-    from .common.stats import Stats as Stats
     from .lm import disable as disable
     from .lm import enable as enable
     from .lm import lossless as lossless
     from .lm import report as report
     from .lm import sparse as sparse
+    from .methods.scoring_keys import KeyCodes as KeyCodes
+    from .methods.stats import Stats as Stats
+    from .ops.packed_rows import PackedRows as PackedRows
 
     __version__: str
 
 _HOMES = {
     "checks": "ArtefactError BackendUnavailable ConfigError ShapeError SparseAttentionError",
-    "common.key_codes": "KeyCodes",
-    "common.packed_rows": "PackedRows",
-    "common.stats": "Stats",
-    "api": "attend_blocks attend_indices code_keys h2o_scores saap_assign saap_route sample_select",
+    "methods.scoring_keys": "KeyCodes",
+    "ops.packed_rows": "PackedRows",
+    "methods.stats": "Stats",
+    "api.mlx_functions": "attend_blocks attend_indices code_keys h2o_scores saap_assign saap_route sample_select",
     "lm": "disable enable lossless report sparse",
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
@@ -48,12 +48,12 @@ def __getattr__(name: str) -> "Any":
         from importlib.metadata import version
 
         return version("mlx-sparse-attention")
-    home_of = dict.fromkeys(_attention(), "api") if name.endswith("_attention") else _HOME_OF
+    home_of = dict.fromkeys(_attention(), "api.mlx_functions") if name.endswith("_attention") else _HOME_OF
     if name not in home_of:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    from .common.extras import naming_missing
+    from .extras import naming_missing
 
     with naming_missing():
         home = import_module(f"{__name__}.{home_of[name]}")

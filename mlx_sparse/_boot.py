@@ -1,7 +1,8 @@
 """Start-up hook: gives mlx-lm's commands the --attn option.
 
-Installation adds a .pth and a .start file that call install() whenever Python starts. So this module imports nothing
-but sys, and does nothing until one of the command modules of mlx-lm is imported.
+Installation adds two files that run whenever Python starts. The line of the .pth file (pyproject.toml) puts a finder
+into sys.meta_path and imports nothing; that finder imports this module with the first module of mlx_lm. Python 3.15
+reads the .start file instead and calls install(). So this module imports nothing but sys.
 """
 
 import sys
@@ -17,27 +18,37 @@ COMMANDS = frozenset(f"mlx_lm.{name}" for name in NAMES)
 
 
 class CommandFinder:
-    """Finds mlx-lm's command modules where the other finders do, and wraps their main()."""
+    """Find mlx-lm's command modules as the other finders do, and wrap their main()."""
 
     def find_spec(
         self, name: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
     ) -> "ModuleSpec | None":
-        if name not in COMMANDS:
-            return None
-        others = [finder for finder in sys.meta_path if not isinstance(finder, CommandFinder)]
-        found = (finder.find_spec(name, path, target) for finder in others if hasattr(finder, "find_spec"))
-        spec = next((spec for spec in found if spec is not None), None)
-        if spec is None or spec.loader is None:
-            return spec
-        exec_module = spec.loader.exec_module
+        return find_spec(name, path, target)
 
-        def exec_and_wrap(module: "ModuleType") -> None:
-            exec_module(module)
-            if module.__name__ == name and hasattr(module, "main"):  # a loader can serve several modules
-                _wrap_main(module)
 
-        spec.loader.exec_module = exec_and_wrap  # type: ignore[method-assign]
+def find_spec(name: str, path: "Sequence[str] | None", target: "ModuleType | None") -> "ModuleSpec | None":
+    """Return the spec of a command module whose main() will be wrapped; None for other modules."""
+    if name not in COMMANDS:
+        return None
+    others = [finder for finder in sys.meta_path if not _is_ours(finder)]
+    found = (finder.find_spec(name, path, target) for finder in others if hasattr(finder, "find_spec"))
+    spec = next((spec for spec in found if spec is not None), None)
+    if spec is None or spec.loader is None:
         return spec
+    exec_module = spec.loader.exec_module
+
+    def exec_and_wrap(module: "ModuleType") -> None:
+        exec_module(module)
+        if module.__name__ == name and hasattr(module, "main"):  # a loader can serve several modules
+            _wrap_main(module)
+
+    spec.loader.exec_module = exec_and_wrap  # type: ignore[method-assign]
+    return spec
+
+
+def _is_ours(finder: object) -> bool:
+    """Return True for a CommandFinder, of this module or of the .pth file."""
+    return type(finder).__name__ == CommandFinder.__name__
 
 
 def _wrap_main(module: "ModuleType") -> None:
@@ -54,7 +65,12 @@ def _wrap_main(module: "ModuleType") -> None:
     module.main = main  # type: ignore[attr-defined]
 
 
+def installed() -> bool:
+    """Return True if the hook is active."""
+    return any(map(_is_ours, sys.meta_path))
+
+
 def install() -> None:
     """Put the finder first in sys.meta_path, once."""
-    if not any(isinstance(finder, CommandFinder) for finder in sys.meta_path):
+    if not installed():
         sys.meta_path.insert(0, CommandFinder())

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 from .checks import ConfigError, Parser, SparseAttentionError
-from .common.extras import naming_missing
+from .extras import naming_missing
 
 # mlx-lm's commands that take --attn, as subcommands of ours.
 HOSTED = ("generate", "chat", "server", "benchmark", "cache_prompt", "evaluate")
@@ -84,13 +84,6 @@ def _parser() -> argparse.ArgumentParser:
     for name in HOSTED:
         commands.add_parser(name, help=f"mlx_lm.{name} with --attn, without the start-up hook")
     matrix = commands.add_parser("matrix", help="print the table of methods and backends")
-    matrix.add_argument(
-        "--models",
-        metavar="FAMILY",
-        nargs="*",
-        help="in its place, how much of each model family of the installed mlx-lm is served, found by running tiny "
-        "models of them: a minute or two, or a few seconds for FAMILY such as qwen3_moe",
-    )
     form = matrix.add_mutually_exclusive_group()
     form.add_argument("--markdown", action="store_true", help="as in the README, the same on every machine")
     form.add_argument("--json", action="store_true", help="for programs")
@@ -130,26 +123,10 @@ def _hosted(name: str, arguments: list[str]) -> int:
 def _matrix(args: argparse.Namespace) -> int:
     from .tools import matrix
 
-    if args.models is not None:
-        return _models(args)
     if args.json:
         print(json.dumps(matrix.rows(), indent=2))
     else:
         print(matrix.markdown() if args.markdown else matrix.text())
-    return 0
-
-
-def _models(args: argparse.Namespace) -> int:
-    from tqdm import tqdm
-
-    from .tools.models import survey, table
-
-    with tqdm(total=len(args.models or survey.modules()), unit="module", disable=None) as progress:
-        found = list(survey.survey(args.models or None, lambda _: progress.update()))
-    if args.json:
-        print(json.dumps({"mlx-lm": survey.installed(), "families": [one.as_dict() for one in found]}, indent=2))
-    else:
-        print((table.markdown if args.markdown else table.text)(found, survey.installed()))
     return 0
 
 

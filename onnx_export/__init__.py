@@ -42,7 +42,7 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    from mlx_sparse.common.extras import naming_missing
+    from mlx_sparse.extras import naming_missing
 
     with naming_missing():
         home = import_module(f"{__name__}.{_HOME_OF[name]}")

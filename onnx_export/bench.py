@@ -19,7 +19,7 @@ import onnx
 import onnxruntime
 
 from mlx_sparse.checks import ConfigError
-from mlx_sparse.common.key_codes import GROUP, KeyCodes
+from mlx_sparse.methods.scoring_keys import GROUP, KeyCodes
 from mlx_sparse.oracle import code_keys
 from mlx_sparse.tools import environment
 from mlx_sparse.tools.bench import inputs
@@ -35,7 +35,6 @@ Array = npt.NDArray[Any]
 IN_PLAY = 600_000_000  # bytes of keys and values that a variant goes through before it sees the same ones again
 LARGEST_SHARE = 0.8  # of the memory of the machine
 PAUSE = 0.003  # seconds between two variants, in which the threads of the one before come to rest
-CODED_BITS = 4
 
 
 def machine() -> dict[str, Any]:
@@ -112,7 +111,7 @@ class Caches:
         if kind == "transposed":
             values.reshape(Hkv, -1, D, self.lanes)[:] = keys.reshape(Hkv, -1, self.lanes, D).swapaxes(2, 3)
             return {"past_key_t": values}
-        coded = code_keys(problem.keys, key_bits=CODED_BITS)
+        coded = code_keys(problem.keys)
         records = memory.zeros((1, Hkv * D, coded_axes(self.capacity)["groups"], CODE_RECORD), np.uint8)
         records[:, :, : coded.lo.shape[-1]] = records_of(coded)
         summary = np.zeros((1, 3 * Hkv, D), np.float32)
@@ -227,7 +226,8 @@ class OrtStep(OrtVariant):
         self.load(model)
 
     def check(self) -> str | None:
-        return self._problem.wrong(self.output())
+        found: str | None = self._problem.wrong(self.output())
+        return found
 
     def output(self) -> Array:
         self.place(self._arrays)
@@ -266,7 +266,8 @@ class OrtPrefill(OrtVariant):
         self.place(self._caches)
 
     def check(self) -> str | None:
-        return self.shared.wrong(self.output(), self.config)
+        found: str | None = self.shared.wrong(self.output(), self.config)
+        return found
 
     def output(self) -> Array:
         self.run(0)

@@ -24,7 +24,7 @@ from mlx_sparse.tools.bench.core import check_memory
 from mlx_sparse.tools.bench.generate import Context, Generation
 from mlx_sparse.tools.environment import memory
 
-from .bench import CODED_BITS, LARGEST_SHARE, records_of
+from .bench import LARGEST_SHARE, records_of
 from .exporter.export import export
 from .runtime import native
 from .runtime.runner import Runner
@@ -88,7 +88,7 @@ def _fill(caches: Mapping[str, npt.NDArray[Any]], method: str) -> None:
             artefact: Any = load_artefact(configs[0])
             array[...] = rng.integers(0, artefact.buckets, array.shape, array.dtype)
         elif array.dtype.kind == "u":  # int4 scoring keys
-            array[...] = records_of(code_keys(caches["past_key_values.0.key"], key_bits=CODED_BITS))
+            array[...] = records_of(code_keys(caches["past_key_values.0.key"]))
         elif name.startswith(("past_sums.", "past_summary.")):
             array[...] = 1.0  # running statistics must be positive
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from mlx_sparse.common.key_codes import GROUP
+from mlx_sparse.methods.scoring_keys import GROUP
 
 from .formal import Attribute, Operator
 from .table import OUTPUT, OWN, SAMPLE, WINDOW

@@ -77,12 +77,11 @@ if has xdist; then
 fi
 transformers=()
 if has transformers || $dry_run; then
-  transformers=(tests/lm/test_triton_hf.py tests/lm/test_triton_hf_cache.py tests/lm/test_triton_hf_calibrate.py)
+  transformers=(tests/lm/test_triton_hf.py tests/lm/test_triton_hf_cache.py)
 fi
 if has pytest || $dry_run; then
   run timeout --signal=INT --kill-after=10 200 python3 -m pytest tests/kernels/test_triton_kernels.py tests/kernels/test_triton_select.py \
-    tests/kernels/test_triton_packed.py \
-    tests/kernels/test_triton_saap.py tests/kernels/test_triton_sample.py tests/kernels/test_triton_blocks.py tests/evaluate/test_triton_bench.py \
+    tests/kernels/test_triton_saap.py tests/kernels/test_triton_prompts.py tests/evaluate/test_triton_bench.py \
     "${transformers[@]}" \
     tests/conformance/test_decode.py tests/conformance/test_prompts.py tests/conformance/test_buckets.py -k triton \
     --import-mode=importlib -o "pythonpath=tests tests/fixtures" -p no:cacheprovider "${parallel[@]}" -q --junitxml="$work/tests.xml" ||

@@ -11,7 +11,7 @@ from typing import Any
 
 import matplotlib
 
-from mlx_sparse.common.stats import dense_elements, sparq_elements
+from mlx_sparse.methods.stats import dense_elements, sparq_elements
 
 matplotlib.use("svg")
 matplotlib.rcParams["svg.hashsalt"] = "mlx-sparse"  # the same file from the same numbers

@@ -14,9 +14,9 @@ from mkdocs.structure.pages import Page
 
 import mlx_sparse
 from mlx_sparse import cuda_ref
-from mlx_sparse.common import functions
+from mlx_sparse.api import functions
+from mlx_sparse.api.functions import public_functions
 from mlx_sparse.methods import METHODS
-from mlx_sparse.methods.registry import public_functions
 
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
@@ -125,7 +125,7 @@ def _api() -> str:
         names = [name for name in WRITTEN if name in vars(kind)]
         parts += [f"## {cleandoc(kind.__doc__)}".rstrip("."), *map(_entry, names)] if names else []
     parts += [f"## Baselines\n\n{', '.join(made)} take the settings of their [methods](methods.md) as arguments."]
-    values += ["mlx_sparse.common.call_report.Report", "mlx_sparse.calibrate.Calibration"]
+    values += ["mlx_sparse.api.call_report.Report", "mlx_sparse.calibrate.Calibration"]
     parts += ["## What they take and return", *map(_entry, values), "## Errors", *map(_entry, errors)]
     return "\n\n".join(parts)
 

@@ -27,8 +27,8 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
-from mlx_sparse.common.call_report import JSON_KEY
-from mlx_sparse.common.files import cache_directory
+from mlx_sparse.api.call_report import JSON_KEY
+from mlx_sparse.files import cache_directory
 from mlx_sparse.tools.assets import blas
 from mlx_sparse.tools.assets.models import find_model
 

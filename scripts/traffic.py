@@ -43,7 +43,7 @@ def decode_inputs() -> tuple[mx.array, mx.array, mx.array]:
 
 def sparq(key_bits: int = 16) -> Any:
     q, k, v = decode_inputs()
-    keys_t = mx.contiguous(k.swapaxes(-1, -2)) if key_bits == 16 else mlx_sparse.code_keys(k, key_bits=key_bits)
+    keys_t = mx.contiguous(k.swapaxes(-1, -2)) if key_bits == 16 else mlx_sparse.code_keys(k)
     settings: dict[str, Any] = {"key_bits": key_bits, "keys_t": keys_t}
     return mlx_sparse.sparq_attention(q, k, v, **settings, backend="metal", return_stats=True)
 

@@ -11,7 +11,8 @@ import tier as tiers
 from absent import without
 from require import required
 
-from mlx_sparse.common import measured
+if importlib.util.find_spec("mlx"):
+    from mlx_sparse import calibrate
 
 # Triton reads this when its kernels are defined. Without an NVIDIA GPU they run on the CPU, in its interpreter.
 if not Path("/dev/nvidiactl").exists():
@@ -51,7 +52,6 @@ SLOW = {
     "test_gpu_check.py": "reports",
     "test_install.py": "installations",
     "test_lm_commands.py": "commands",
-    "test_lm_drafts_same.py": "long answers",
     "test_lm_evaluate.py": "commands",
     "test_lm_load.py": "many requests at once",
     "test_lm_ranks.py": "several processes",
@@ -80,9 +80,6 @@ SLOW = {
     "test_triton_aot.py": "compiling for GPUs that are not here",
     "test_triton_bench.py": "benchmarks",
     "test_triton_hf.py": "models of transformers",
-    "test_triton_hf_calibrate.py": "timings",
-    "test_triton_saap_aot.py": "compiling for GPUs that are not here",
-    "test_triton_sample_aot.py": "compiling for GPUs that are not here",
     "test_tune.py": "commands",
 }
 # A tier runs this many of the instances of a test, evenly spread, for every backend that it is parametrised by.
@@ -191,7 +188,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 def _no_calibration(tmp_path_factory: pytest.TempPathFactory) -> None:
     """What the user has measured on this machine decides nothing here."""
     folder = tmp_path_factory.mktemp("measured") / "calibration"
-    measured.folder = lambda: folder
+    if MODELS:
+        calibrate.folder = lambda: folder
 
 
 @pytest.fixture
@@ -199,7 +197,7 @@ def calibration_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where this test's measurements go."""
     folder = tmp_path / "measured" / "calibration"
     folder.parent.mkdir()
-    monkeypatch.setattr(measured, "folder", lambda: folder)
+    monkeypatch.setattr(calibrate, "folder", lambda: folder)
     return folder
 
 

@@ -21,7 +21,7 @@ def test_the_defaults_are_the_papers() -> None:
     "config",
     [
         SAAP(artefact="model.saap.safetensors"),
-        SAAP(artefact="a folder/model.safetensors", probes=8, mode="kmeans", dense_below=0),
+        SAAP(artefact="a folder/model.safetensors", probes=8, dense_below=0),
         SAAP(mode="online"),
         SAAP(mode="online", buckets=64, probes=64, sink_tokens=0, recent_tokens=1, dense_layers=0, fold_every=1),
     ],
@@ -44,7 +44,7 @@ def test_it_goes_with_a_method_for_prompts() -> None:
         ({"artefact": 7}, "artefact: expected the name of a file, got 7"),
         ({"artefact": ""}, "artefact: expected the name of a file, got ''"),
         ({"artefact": "x", "mode": "online"}, "artefact: expected none with mode=online"),
-        ({"artefact": "x", "mode": "best"}, "mode: expected one of trained, kmeans, online, got 'best'"),
+        ({"artefact": "x", "mode": "best"}, "mode: expected one of trained, online, got 'best'"),
         ({"artefact": "x", "buckets": 64}, "buckets: expected none with mode=trained"),
         ({"artefact": "x", "probes": 0}, "probes: expected an integer of at least 1"),
         ({"mode": "online", "probes": 257}, "probes: expected at most buckets=256, got 257"),

@@ -16,22 +16,29 @@ from mlx_sparse.methods import METHODS, table
 
 ROOT = Path(__file__).parent.parent
 
-# A room of mlx_sparse may import rooms of a lower level, never of its own or a higher one.
+# A package or module of mlx_sparse imports its own level and lower ones, and no two import each other.
 LEVELS = [
-    {"checks"},
-    {"common"},
+    {"checks", "extras", "files", "model_info", "model_parts"},
     {"methods"},
     {"oracle", "ops", "kernels", "artefact"},
-    {"api", "cache"},
-    {"calibrate"},
-    {"lm"},
-    {"_boot"},  # the start-up hook hands over to lm
+    {"api", "cache", "calibrate", "crossing", "measured", "thresholds"},
+    {"lm", "_boot"},  # the start-up hook hands over to lm
     {"tools"},
     {"cli", "__init__"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
-LEAVES = {"checks", "common", "methods"}  # what backends outside this folder share
-BENCH = LEAVES | {"tools", "oracle"}  # of the variants of the benchmark, which is in tools
+# What backends outside this folder share.
+SHARED = {
+    "checks",
+    "extras",
+    "files",
+    "methods",
+    "api",
+    "crossing",
+    "measured",
+    "thresholds",
+}
+BENCH = SHARED | {"tools", "oracle"}  # of the variants of the benchmark, which is in tools
 FREE = {"torch", "triton", "onnx", "onnxruntime"}  # mlx_sparse runs without them
 FACTS = (["__version__"], ["__path__"])  # of the package, which name no part of it
 
@@ -95,17 +102,27 @@ def name(path: Path) -> str:
 LIBRARY = files("mlx_sparse")
 
 
-def test_there_are_ten_levels_at_most():
-    assert len(LEVELS) <= 10
+def test_there_are_seven_levels_at_most():
+    assert len(LEVELS) <= 7
 
 
-@pytest.mark.parametrize("room", sorted({room_of(path) for path in LIBRARY}))
-def test_imports_point_down(room):
-    assert room in LEVEL, f"say in LEVELS what mlx_sparse.{room} may import"
+def test_imports_point_down_and_no_two_packages_import_each_other():
+    needs: dict[str, set[str]] = {}
     for path in LIBRARY:
-        if room_of(path) == room:
-            wrong = [other for other in rooms_imported(path) - {room} if LEVEL[other] >= LEVEL[room]]
-            assert not wrong, f"{name(path)} must not import {', '.join(sorted(wrong))}"
+        room = room_of(path)
+        needs.setdefault(room, set()).update(rooms_imported(path) - {room})
+        assert room in LEVEL, f"state in LEVELS what mlx_sparse.{room} may import"
+        wrong = [other for other in needs[room] if LEVEL[other] > LEVEL[room]]
+        assert not wrong, f"{name(path)} must not import {', '.join(sorted(wrong))}"
+    graphlib.TopologicalSorter(needs).prepare()  # raises CycleError
+
+
+def test_backends_do_not_import_each_other():
+    backends = {"oracle", "ops", "kernels"}
+    for path in LIBRARY:
+        if (room := room_of(path)) in backends:
+            allowed = {"ops"} if room == "kernels" else set()  # launchers reuse array operations
+            assert not (rooms_imported(path) & backends) - {room} - allowed, path
 
 
 def test_no_file_is_imported_by_what_it_imports():
@@ -139,7 +156,7 @@ def test_each_part_runs_without_what_belongs_to_others(folder, without):
         assert not {found.split(".")[0] for found in imports(path)} & without, path
         assert not others_needed(path) & without, f"{path} by way of other files"
         if folder != "mlx_sparse":
-            allowed = BENCH if path.name == "bench.py" else LEAVES
+            allowed = BENCH if path.name == "bench.py" else SHARED
             assert rooms_imported(path) <= allowed, path
 
 
@@ -197,7 +214,7 @@ def test_the_reader_of_asked_classes():
     "file",
     [
         *("cache/sparse_cache.py", "cache/kv_cache.py", "cache/state.py"),
-        *("lm/plan.py", "lm/call.py", "lm/hooks.py", "lm/session.py", "lm/reporting.py"),
+        *("lm/plan.py", "lm/call.py", "lm/hooks.py", "lm/session.py"),
     ],
 )
 def test_what_serves_all_methods_names_none(file):

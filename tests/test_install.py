@@ -138,7 +138,7 @@ def test_the_wheel_holds_every_source_file_and_only_mlx_sparse(built):
 
 def test_what_it_says_to_type_for_an_extra_works(installed, built, request):
     kind = request.node.callspec.params["installed"]
-    told = installed.code("from mlx_sparse.common.extras import install_hint; print(install_hint('eval'))").stdout
+    told = installed.code("from mlx_sparse.extras import install_hint; print(install_hint('eval'))").stdout
     place = f"-e '{ROOT}[eval]'" if kind == "editable" else f"'{built[kind]}[eval]'"
     assert told == f"`{installed.python} -m pip install {place}`\n"
     if kind == "wheel without compiler":  # the others are alike, or would be compiled again
@@ -167,8 +167,8 @@ print(files("mlx_sparse").joinpath("py.typed").is_file(), files("mlx_sparse.meta
 
 
 def test_a_fresh_interpreter_has_the_hook(installed):
-    result = installed.code("import sys; print(type(sys.meta_path[0]).__module__, 'mlx' in sys.modules)")
-    assert (result.stdout, result.stderr) == ("mlx_sparse._boot False\n", "")
+    result = installed.code("import sys; print(type(sys.meta_path[0]).__name__, 'mlx_sparse' in sys.modules)")
+    assert (result.stdout, result.stderr) == ("CommandFinder False\n", "")
 
 
 def test_the_start_file_names_what_the_pth_file_calls(installed):
@@ -203,7 +203,8 @@ def test_uninstalling_leaves_nothing(installed):
     """Stays last: it ends the environment of this module's other tests."""
     installed.pip("uninstall", "--yes", "mlx-sparse-attention")
     assert (
-        installed.code("import sys; print([f for f in sys.meta_path if 'mlx' in type(f).__module__])").stdout == "[]\n"
+        installed.code("import sys; print([f for f in sys.meta_path if 'Command' in type(f).__name__])").stdout
+        == "[]\n"
     )
     (site,) = installed.folder.glob("lib/python*/site-packages")
     assert not [entry.name for entry in site.iterdir() if MINE.match(entry.name)]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mlx_sparse.common import extras
+from mlx_sparse import extras
 
 PIP = f"{sys.executable} -m pip install"
 

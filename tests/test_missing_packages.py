@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from absent import OFFLINE, without
 
+from mlx_sparse import extras
 from mlx_sparse.checks import BackendUnavailable
 from mlx_sparse.cli import HOSTED
-from mlx_sparse.common import extras
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -136,7 +136,7 @@ def test_an_import_without_a_package_says_in_its_last_line_what_to_type(absent: 
     assert (done.returncode, done.stdout) == (1, "")
     hint = extras.install_hint(extras.EXTRAS[absent])
     message = f"{absent}: expected it to be installed, got none. Run {hint}."
-    assert done.stderr.splitlines()[-1] == f"mlx_sparse.common.extras.PackageMissing: {message}"
+    assert done.stderr.splitlines()[-1] == f"mlx_sparse.extras.PackageMissing: {message}"
     assert done.stderr.count("Traceback") == 1  # without the one of the package below
 
 

@@ -15,17 +15,15 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.modeling_utils import AttentionInterface
 
+from mlx_sparse.api.call_report import Counts, Report
 from mlx_sparse.checks import ConfigError
-from mlx_sparse.common import reasons
-from mlx_sparse.common.call_report import Counts, Report
-from mlx_sparse.common.stats import dense_elements
-from mlx_sparse.methods import NEVER, QK_NORMS, SparQ
+from mlx_sparse.methods import NEVER, QK_NORMS, SparQ, Step, nvidia_kind, reasons
+from mlx_sparse.methods.stats import dense_elements
 
 from ..availability import interpreted
 from ..launchers import configs
-from . import calibrate, require
+from . import require
 from .cache import Origin, SparQCache, dense_layer, origin_of
-from .calibrate import layer_of
 from .padding import Padding, mask, padding_of
 
 NAME = "sparq"
@@ -83,10 +81,8 @@ def attention(
         return _dense(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     config = origin.cache.attn
-    if padding is not None and query.shape[2] > 1 and padding.without:
-        padding = None  # as in the steps before
     out, lse = origin.layer.attend(query, config, scale=scale, padding=padding)
-    origin.cache.report.add(_counts(config, key, query.shape[2]))
+    origin.cache.report.add(_counts(config, key))
     sinks = kwargs.get("s_aux")
     if sinks is not None:
         # A sink is one more logit in the softmax with nothing behind it.
@@ -94,12 +90,11 @@ def attention(
     return out.transpose(1, 2), None
 
 
-def _counts(config: SparQ, key: torch.Tensor, L: int) -> Counts:
-    """Of one sparse call: a step over the keys that its first query sees, and own keys and values."""
+def _counts(config: SparQ, key: torch.Tensor) -> Counts:
+    """Return the counts of one sparse decode step."""
     B, Hkv, S, D = key.shape
     size = B * Hkv * key.element_size()
-    read = config.elements(S - L + 1, D) + 2 * (L - 1) * D
-    return Counts(1, formula_bytes=size * read, dense_bytes=size * dense_elements(S, D))
+    return Counts(1, formula_bytes=size * config.elements(S, D), dense_bytes=size * dense_elements(S, D))
 
 
 def _resolve(cache: SparQCache, module: torch.nn.Module) -> SparQ:
@@ -137,6 +132,8 @@ def _layer_reasons(
         yield f"with a head dim of {D}"
     if origin.cache.attn.rank > D:
         yield f"with a head dim of {D}, less than the rank"
+    if query.shape[1] > configs.LARGEST_GROUP * key.shape[1]:
+        yield f"with more than {configs.LARGEST_GROUP} query heads per KV head"
     if query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype:
         yield "with a type other than float32, float16 and bfloat16, or several"
     if kwargs.get("softcap") is not None:
@@ -162,14 +159,12 @@ def _call_reasons(
         yield reasons.PROMPT
     if L > 1:
         yield reasons.A_FEW
-    if L * query.shape[1] // key.shape[1] > configs.LARGEST_GROUP:
-        yield reasons.MANY_ROWS
     if not (query.is_cuda or interpreted()):
         yield "on a device without Triton"
     shortest = _shortest_context(origin.cache, module, query, key)
     if shortest >= NEVER:
         yield "whose scores would move more bytes than they save"
-    if S - L + 1 < shortest:
+    if S < shortest:
         yield reasons.shorter_than(shortest)
     if dropout > 0:
         yield "with dropout"
@@ -182,16 +177,17 @@ def _call_reasons(
 
 
 def _shortest_context(cache: SparQCache, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor) -> int:
-    """Keys from which a step is sparse; it may be measured now.
+    """Return the keys from which a step is sparse: by `dense_below`, or else by the documented model."""
+    B, Hkv, _, D = key.shape
+    step = Step(B * Hkv, query.shape[1] // Hkv, D, key.element_size(), gpu_kind(key.device))
+    if step not in cache.thresholds:
+        cache.thresholds[step] = _resolve(cache, module).shortest_context(step)
+    return cache.thresholds[step]
 
-    A call of several queries is a step of as many query heads, which is not measured for every number of them.
-    """
-    (B, Hkv, S, D), L = key.shape, query.shape[2]
-    layer = layer_of(B * Hkv, L * query.shape[1] // Hkv, D, key.dtype, key.device)
-    found = calibrate.CALIBRATION.of(_resolve(cache, module), layer, S, measures=cache.calibrate and L == 1)
-    if L == 1:
-        cache.thresholds[layer] = found
-    return int(found.value)
+
+def gpu_kind(device: torch.device) -> str:
+    """Return the kind of GPU for `Step`; an empty string for the CPU."""
+    return nvidia_kind(configs.capability(device)) if device.type == "cuda" else ""
 
 
 @cache

@@ -93,37 +93,37 @@ class Buffers:
             if kept is not None:
                 kept.select(sequences)
 
-    def columns(self, length: int) -> torch.Tensor:
-        """``keys_t (B, Hkv, D, length)`` of the first rows in use."""
+    def columns(self) -> torch.Tensor:
+        """Return ``keys_t (B, Hkv, D, length)`` of the rows in use."""
         self.codes = None
         if self.keys_t is None:
             self._begin_columns()
         assert self.keys_t is not None
-        rows = slice(self.transposed, length)
+        rows = slice(self.transposed, self.length)
         self.keys_t[..., rows] = self.keys[:, :, rows].transpose(-1, -2)
-        self.transposed = length
-        return self.keys_t[..., :length]
+        self.transposed = self.length
+        return self.keys_t[..., : self.length]
 
     @lasting
     def _begin_columns(self) -> None:
         B, Hkv, capacity, D = self.keys.shape
         self.keys_t = self.keys.new_empty(B, Hkv, D, capacity)
 
-    def coded(self, key_bits: int, padding: Padding | None, length: int) -> Codes:
-        """The first keys in use in so few bits."""
+    def coded(self, padding: Padding | None) -> Codes:
+        """Return the int4 scoring keys of the rows in use."""
         first = None if padding is None else padding.first
         kept = self.codes
-        if kept is None or kept.key_bits != key_bits or not _same(kept.padding, padding):
-            self.codes = kept = Codes(self.keys, key_bits, first)
+        if kept is None or not _same(kept.padding, padding):
+            self.codes = kept = Codes(self.keys, first)
             self.keys_t, self.transposed = None, 0
         kept.padding = first
-        kept.extend(self.keys, length)
+        kept.extend(self.keys, self.length)
         return kept
 
     def statistics(
-        self, *, mean: bool, spread: bool, padding: Padding | None, length: int
+        self, *, mean: bool, spread: bool, padding: Padding | None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Where wanted, mean and deviation of the valid ones of the first values and keys, float32 ``(B, Hkv, D)``.
+        """Return, where wanted, mean of the valid values and deviation of the valid keys, float32 ``(B, Hkv, D)``.
 
         The mean goes on changing in place.
         """
@@ -136,7 +136,7 @@ class Buffers:
         self.left_padding = first
         for moments, buffer in ((self.key_moments, self.keys), (self.value_moments, self.values)):
             if moments is not None:
-                moments.extend(buffer, length, first)
+                moments.extend(buffer, self.length, first)
         return (
             self.value_moments.mean if mean and self.value_moments else None,
             self.key_moments.deviation() if spread and self.key_moments else None,

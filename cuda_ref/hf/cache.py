@@ -9,14 +9,12 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.configuration_utils import PreTrainedConfig
 
+from mlx_sparse.api.call_report import Report
 from mlx_sparse.checks import ConfigError
-from mlx_sparse.common.call_report import Report
-from mlx_sparse.common.key_codes import KeyCodes
-from mlx_sparse.common.thresholds import Layer, Threshold, describe
-from mlx_sparse.methods import SparQ, parse
+from mlx_sparse.methods import NEVER, SparQ, Step, parse
+from mlx_sparse.methods.scoring_keys import KeyCodes
 
-from ..api.several import attend_own, fold
-from ..launchers import torch_ops
+from ..launchers.sparq import sparq_attention
 from . import require
 from .buffers import Buffers
 from .padding import Padding
@@ -96,59 +94,27 @@ class SparQLayer(DynamicLayer):
     def attend(
         self, query: torch.Tensor, config: SparQ, *, scale: float, padding: Padding | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """SparQ of ``query (B, Hq, L, D)``: ``out`` like it and float32 ``lse (B, Hq, L)`` of the attended keys.
-
-        Several queries choose among the rows that the first of them sees; what lies beside the cache covers no others.
-        """
+        """Attend ``query (B, Hq, 1, D)`` by SparQ: ``out`` like it and float32 ``lse (B, Hq, 1)``."""
         assert self.keys is not None
         assert self.values is not None
         settings = config.parameters(query.shape[1] // self.keys.shape[1])
-        L = query.shape[2]
-        length = self.keys.shape[2] - L + 1
-        found = self._step(fold(query), length, config, settings, scale=scale, padding=padding)
-        if L == 1:
-            return found
-        first = None if padding is None else padding.first
-        return attend_own(query, self.keys, self.values, *found, scale=scale, left_padding=first)
-
-    def _step(
-        self,
-        query: torch.Tensor,
-        length: int,
-        config: SparQ,
-        settings: dict[str, Any],
-        *,
-        scale: float,
-        padding: Padding | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One step over the first ``length`` rows."""
-        assert self.keys is not None
-        assert self.values is not None
         keys_t, value_mean, deviation = self.read(
             mean=settings["reallocate"],
             spread=config.component_score == "query_key",
             padding=padding,
-            key_bits=settings["key_bits"],
-            length=length,
+            coded=config.key_bits < 16,
         )
-        coded = tuple(keys_t) if isinstance(keys_t, KeyCodes) else (keys_t,)
-        result: tuple[torch.Tensor, torch.Tensor] = torch_ops.sparq_decode(
+        return sparq_attention(
             query,
-            self.keys[:, :, :length],
-            self.values[:, :, :length],
-            coded[0],
-            settings["rank"],
-            settings["top_k"],
-            settings["local_window"],
-            settings["group_reduce"],
-            deviation,
-            scale,
-            None if padding is None else padding.first,
-            value_mean,
-            settings["key_bits"],
-            *coded[1:],
+            self.keys,
+            self.values,
+            keys_t=keys_t,
+            value_mean=value_mean,
+            component_weight=deviation,
+            scale=scale,
+            left_padding=None if padding is None else padding.first,
+            **settings,
         )
-        return result
 
     def read(
         self,
@@ -156,19 +122,16 @@ class SparQLayer(DynamicLayer):
         mean: bool,
         spread: bool,
         padding: Padding | None,
-        key_bits: int = 16,
-        length: int | None = None,
+        coded: bool = False,
     ) -> tuple[torch.Tensor | KeyCodes, torch.Tensor | None, torch.Tensor | None]:
-        """``keys_t (B, Hkv, D, length)`` or its codes, and `Buffers.statistics`; by default of all rows in use."""
+        """Return ``keys_t (B, Hkv, D, S)`` or its codes, and `Buffers.statistics`, of all rows in use."""
         assert self.buffers is not None
-        length = self.buffers.length if length is None else length
-        of: dict[str, Any] = {"padding": padding, "length": length}
-        if key_bits < 16:
+        if coded:
             assert self.keys is not None
-            value_mean, _ = self.buffers.statistics(mean=mean, spread=False, **of)
-            codes = self.buffers.coded(key_bits, **of)
-            return codes.read(), value_mean, codes.spread(self.keys[:, :, :length]) if spread else None
-        return self.buffers.columns(length), *self.buffers.statistics(mean=mean, spread=spread, **of)
+            value_mean, _ = self.buffers.statistics(mean=mean, spread=False, padding=padding)
+            codes = self.buffers.coded(padding)
+            return codes.read(), value_mean, codes.spread(self.keys) if spread else None
+        return self.buffers.columns(), *self.buffers.statistics(mean=mean, spread=spread, padding=padding)
 
 
 class Origin(NamedTuple):
@@ -199,13 +162,10 @@ class SparQCache(DynamicCache):
     Args:
         config: ``model.config``.
         attn: ``"sparq[:key=value,...]"`` or a `mlx_sparse.methods.SparQ`.
-        calibrate: whether the first step over a context that is long enough measures from how many keys on SparQ pays
-            on this GPU: once for each shape of layers, in 3 seconds. What was measured before holds in any case, and a
-            documented model where nothing was.
 
     Attributes:
         report: what the attention calls did, counted while the model runs.
-        thresholds: from where on steps are sparse, by the sizes of layers that were asked for.
+        thresholds: keys from which steps are sparse, by the sizes of the layers that have run.
 
     Raises:
         ConfigError: ``attn`` is wrong or does not fit the model, the model was not loaded with
@@ -213,11 +173,11 @@ class SparQCache(DynamicCache):
         BackendUnavailable: Triton's kernels cannot run here.
     """
 
-    def __init__(self, config: PreTrainedConfig, attn: str | SparQ = "sparq", *, calibrate: bool = False) -> None:
+    def __init__(self, config: PreTrainedConfig, attn: str | SparQ = "sparq") -> None:
         require()
         if not isinstance(config, PreTrainedConfig):
             raise ConfigError(f"config: expected model.config of a transformers model, got {type(config).__name__}.")
-        self.attn, self.calibrate = _sparq(attn), calibrate
+        self.attn = _sparq(attn)
         text = config.get_text_config(decoder=True)
         if text._attn_implementation != "sparq":
             raise ConfigError(
@@ -231,9 +191,9 @@ class SparQCache(DynamicCache):
         # Let transformers read the layer types; plain full-attention layers become ours.
         super().__init__(config=config)
         self.layers = [SparQLayer() if type(layer) is DynamicLayer else layer for layer in self.layers]
-        self.thresholds: dict[Layer, Threshold] = {}
+        self.thresholds: dict[Step, int] = {}
         self.report = Report(str(self.attn), "triton", config.model_type, config._name_or_path, len(self.layers))
-        self.report.outlook = partial(_outlook, self.thresholds)
+        self.report.outlook = partial(_outlook, self.thresholds, "modelled" if self.attn.measurable else "given")
         self.report.dense_layers.update(reason for layer in self.layers if (reason := dense_layer(layer)))
         self.report.served_layers = len(self.layers) - self.report.dense_layers.total()
         if self.report.served_layers == 0:
@@ -263,9 +223,10 @@ class SparQCache(DynamicCache):
         return tagged, values
 
 
-def _outlook(thresholds: dict[Layer, Threshold]) -> list[str]:
-    """Lines of the report; not of the cache, which would be held by its own report then."""
-    return [describe(found) for found in dict.fromkeys(thresholds.values())]
+def _outlook(thresholds: dict[Step, int], how: str) -> list[str]:
+    """Return lines of the report. A method of the cache would make the cache refer to itself through its report."""
+    lengths = ("never sparse" if keys >= NEVER else f"sparse from {keys:,} keys on" for keys in thresholds.values())
+    return [f"{length} ({how})" for length in dict.fromkeys(lengths)]
 
 
 def dense_layer(layer: Any) -> str | None:

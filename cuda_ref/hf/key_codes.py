@@ -6,11 +6,12 @@ from itertools import groupby
 
 import torch
 
-from mlx_sparse.common.key_codes import GROUP, KeyCodes
+from mlx_sparse.methods.scoring_keys import GROUP, KeyCodes
 
-from ..api.key_codes import code_groups, key_spread
+from ..torch_functions import code_groups, key_spread
 from .moments import lasting
 
+BYTES = GROUP // 2  # that a group of codes takes for each component
 PIECE = 2048  # rows of a prompt that are coded at a time, so that their float32 copies stay small
 
 
@@ -18,20 +19,19 @@ class Codes:
     """Codes of the full groups of each sequence's keys (sparq.17) to (sparq.20).
 
     Attributes:
-        key_bits: of a code.
         coded: with room for a whole buffer; what is behind the last full group of a sequence is stale.
         length: rows that are covered, but for those of the groups that they do not fill.
         padding: ``(B,)`` first valid row of each sequence, or None.
     """
 
     @lasting
-    def __init__(self, keys: torch.Tensor, key_bits: int, padding: torch.Tensor | None) -> None:
+    def __init__(self, keys: torch.Tensor, padding: torch.Tensor | None) -> None:
         """No codes yet, for the buffer ``keys (B, Hkv, capacity, D)``."""
         B, Hkv, capacity, D = keys.shape
-        self.key_bits, self.padding, self.length = key_bits, padding, 0
+        self.padding, self.length = padding, 0
         self._runs = _runs(padding)
         room = capacity // GROUP
-        codes = torch.empty(B, Hkv, D, room * 8 * key_bits, dtype=torch.uint8, device=keys.device)
+        codes = torch.empty(B, Hkv, D, room * BYTES, dtype=torch.uint8, device=keys.device)
         lo = torch.empty(B, Hkv, D, room, dtype=torch.float16, device=keys.device)
         self.coded = KeyCodes(codes, lo, torch.empty_like(lo), torch.zeros(B, Hkv, D, device=keys.device))
         self._spread: torch.Tensor | None = None
@@ -65,11 +65,9 @@ class Codes:
                 codes, lo, step, centre = (array[sequences] for array in self.coded)
                 new = code_groups(
                     keys[sequences, :, first + start * GROUP : first + stop * GROUP],
-                    key_bits=self.key_bits,
                     centre=centre if start else None,
                 )
-                per_group = 8 * self.key_bits
-                codes[..., start * per_group : stop * per_group] = new.codes
+                codes[..., start * BYTES : stop * BYTES] = new.codes
                 lo[..., start:stop] = new.lo
                 step[..., start:stop] = new.step
                 centre.copy_(new.centre)
@@ -83,20 +81,20 @@ class Codes:
             return larger
 
         codes, lo, step, centre = self.coded
-        self.coded = KeyCodes(grown(codes, 8 * self.key_bits), grown(lo, 1), grown(step, 1), centre)
+        self.coded = KeyCodes(grown(codes, BYTES), grown(lo, 1), grown(step, 1), centre)
 
     def read(self) -> KeyCodes:
         """The codes of the groups that are full, as many places as a sequence without padding has."""
         codes, lo, step, centre = self.coded
         groups = self.length // GROUP
-        return KeyCodes(codes[..., : groups * 8 * self.key_bits], lo[..., :groups], step[..., :groups], centre)
+        return KeyCodes(codes[..., : groups * BYTES], lo[..., :groups], step[..., :groups], centre)
 
     @lasting
     def spread(self, keys: torch.Tensor) -> torch.Tensor:
         """(sparq.22) over ``keys``, the rows in use; computed once for each group."""
         if self._spread is not None:
             return self._spread
-        found = key_spread(self.read(), keys, self.padding, key_bits=self.key_bits)
+        found = key_spread(self.read(), keys, self.padding)
         # The spread of a sequence without a full group changes with every row.
         if all(_full(self.length, first) for _, first in self._runs):
             self._spread = found

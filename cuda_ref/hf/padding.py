@@ -8,13 +8,11 @@ from typing import Any
 import torch
 from transformers.masking_utils import sdpa_mask
 
-from mlx_sparse.common import reasons
-
 _NAME = "_mlx_sparse_padding"
 
 
 class Padding:
-    """What the mask ``(B, 1, L, S)`` of one decode step, or of a call of a few queries, says about left padding.
+    """Left padding that the mask ``(B, 1, 1, S)`` of one decode step describes.
 
     Every layer of a step gets the same mask. Reading it waits for the GPU, so it is read once, when the first layer
     asks, and not at all on steps that attend densely.
@@ -26,19 +24,11 @@ class Padding:
 
     @cached_property
     def first(self) -> torch.Tensor | None:
-        """int32 ``(B,)`` first valid key of each sequence; None if the mask is not left padding, and causal."""
-        L, S = self._mask.shape[2:]
-        first = S - self._mask[:, 0, -1].sum(dim=1, dtype=torch.int32)
-        position = torch.arange(S, device=first.device)
-        valid = (position >= first[:, None, None]) & (position <= position[S - L :, None])
-        if self._mask.shape[1] != 1 or not torch.equal(self._mask[:, 0], valid):
-            return None
-        return None if L > 1 and bool((first > S - L).any()) else first  # of several queries the first sees a key
-
-    @cached_property
-    def without(self) -> bool:
-        """Whether no sequence is padded. transformers makes no mask for one query then, but does for a few."""
-        return self.first is not None and not bool(self.first.any())
+        """int32 ``(B,)`` first valid key of each sequence; None if the mask is not left padding."""
+        S = self._mask.shape[3]
+        first = S - self._mask[:, 0, 0].sum(dim=1, dtype=torch.int32)
+        valid = torch.arange(S, device=first.device) >= first[:, None]
+        return first if self._mask.shape[1] == 1 and torch.equal(self._mask[:, 0, 0], valid) else None
 
     def equals(self, earlier: torch.Tensor) -> bool:
         """Whether `first` is what it was on an ``earlier`` step; compared once for all layers that hold the same."""
@@ -49,9 +39,9 @@ class Padding:
 
 
 def mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-    """The mask function of ``attn_implementation="sparq"``: sdpa's, with a note of what it means for a few queries."""
+    """Return sdpa's mask; that of a decode step carries its `Padding`."""
     made = sdpa_mask(*args, **kwargs)
-    if made is not None and made.shape[2] <= reasons.VERIFY_QUERIES:
+    if made is not None and made.shape[2] == 1:
         setattr(made, _NAME, Padding(made))
     return made
 

@@ -1,17 +1,15 @@
 """Attend: exact attention of one query per head over a list of keys, or over all of them. Shared by every method.
 
 Grid (splits of the list, Hkv, B), or (programs) for rows of different numbers of entries. A program reads `share` rows
-of K and of V, D * itemsize bytes each, once for the whole group, and keeps a running softmax. A packed row is D * BITS
-/ 8 bytes of codes and 2 * D / GROUP_SIZE * itemsize of scales and biases. With more than one split a program writes
-G * (D + 3) float32 numbers, and the one of a row that arrives last merges them, exactly, as every split carries its
-largest logit and its sum.
+of K and of V, D * itemsize bytes each, once for the whole group, and keeps a running softmax. With more than one split
+a program writes G * (D + 3) float32 numbers, and the one of a row that arrives last merges them, exactly, as every
+split carries its largest logit and its sum.
 """
 
 import triton
 import triton.language as tl
 
 from .numbers import finite, widen
-from .rows import row_tile
 
 
 @triton.jit
@@ -23,78 +21,6 @@ def times_values(weights, values, total):
         low = (weights - high.to(tl.float32)).to(values.dtype)
         total = tl.dot(low, values, total, input_precision="ieee")
     return total
-
-
-@triton.jit
-def attend_share(
-    queries,
-    keys,
-    key_scales,
-    key_biases,
-    values,
-    value_scales,
-    value_biases,
-    indices,
-    first_valid,
-    logits,
-    softmax,
-    start,
-    end,
-    length,
-    scale,
-    stride_l,
-    key_row,
-    stride_kn,
-    value_row,
-    stride_vn,
-    D: tl.constexpr,
-    G: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
-    """Entries ``start`` to ``end`` of the list: largest logit, sum, weighted sum of values, and part of alpha."""
-    g = tl.arange(0, BLOCK_G)
-    d = tl.arange(0, BLOCK_D)
-    q = tl.load(queries + g[:, None] * D + d[None, :], mask=(g[:, None] < G) & (d < D)[None, :], other=0.0)
-    q = widen(q, UPCAST)
-    largest = tl.full([BLOCK_G], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_G], tl.float32)
-    out = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-    alpha = tl.zeros([BLOCK_G], tl.float32)
-    for first in range(start, end, BLOCK_N):
-        entry = first + tl.arange(0, BLOCK_N)
-        if indices is None:
-            key = entry
-            filled = (entry < end) & (entry >= first_valid)
-        else:
-            key = tl.load(indices + entry, mask=entry < end, other=-1)
-            filled = (key >= 0) & (key < length)
-        place = key.to(tl.int64)
-        at = key_row + place * stride_kn
-        k = row_tile(keys, key_scales, key_biases, at, filled, D, BITS, GROUP_SIZE, BLOCK_D, UPCAST)
-        at = value_row + place * stride_vn
-        v = row_tile(values, value_scales, value_biases, at, filled, D, BITS, GROUP_SIZE, BLOCK_D, UPCAST)
-        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        score = tl.where(filled[None, :], score, float("-inf"))
-        top = tl.maximum(largest, tl.max(score, axis=1))
-        weights = tl.exp(score - finite(top)[:, None])
-        shrink = tl.exp(largest - finite(top))
-        total = total * shrink + tl.sum(weights, axis=1)
-        out = times_values(weights, v, out * shrink[:, None])
-        largest = top
-        if logits is not None:  # (sparq.8)
-            in_group = g[:, None] < G
-            logit = tl.load(
-                logits + g[:, None] * stride_l + key[None, :], mask=in_group & filled[None, :], other=float("-inf")
-            )
-            most = tl.load(softmax + g * 2, mask=g < G, other=0.0)
-            factor = tl.load(softmax + g * 2 + 1, mask=g < G, other=0.0)
-            alpha += tl.sum(tl.exp(logit - most[:, None]), axis=1) * factor
-    return largest, total, out, alpha
 
 
 @triton.jit
@@ -123,15 +49,14 @@ def merge_splits(
     out,
     lse,
     value_mean,
-    first_head,
     D: tl.constexpr,
     G: tl.constexpr,
     BLOCK_D: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
 ):
-    """The result of GROUP heads of one row from its parts."""
-    g = first_head + tl.arange(0, GROUP)
+    """The result of one row from its parts."""
+    g = tl.arange(0, GROUP)
     d = tl.arange(0, BLOCK_D)
     top = tl.full([GROUP], float("-inf"), tl.float32)
     total = tl.zeros([GROUP], tl.float32)
@@ -195,12 +120,8 @@ def work_of(program, programs, counts, rows, entries, BLOCK_N: tl.constexpr, BLO
 @triton.jit(do_not_specialize=["length", "entries", "share", "rows", "heads"])
 def attend(
     queries,  # (B, Hkv, G, D)
-    keys,  # (B, Hkv, length, D), last stride 1; of packed rows the codes, (B, Hkv, length, D * BITS / 32) uint32
-    key_scales,  # (B, Hkv, length, D / GROUP_SIZE), or None for rows that are not packed
-    key_biases,  # likewise
-    values,  # like the keys
-    value_scales,
-    value_biases,
+    keys,  # (B, Hkv, length, D), last stride 1
+    values,  # likewise
     indices,  # (B, Hkv, entries) int32, or None for keys left_padding to length
     counts,  # (B, Hkv) int32: entries that are used, shared out by `work_of`; None: all, in equal shares
     left_padding,  # (B,) int32, or None; for no list only
@@ -219,7 +140,7 @@ def attend(
     heads,
     scale,
     stride_l,
-    stride_kb,  # in elements, of packed rows in rows
+    stride_kb,
     stride_kh,
     stride_kn,
     stride_vb,
@@ -227,8 +148,6 @@ def attend(
     stride_vn,
     D: tl.constexpr,
     G: tl.constexpr,
-    BITS: tl.constexpr,  # of a component of packed rows
-    GROUP_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -252,6 +171,7 @@ def attend(
         row = place.to(tl.int64)
     key_row = b.to(tl.int64) * stride_kb + h.to(tl.int64) * stride_kh
     value_row = b.to(tl.int64) * stride_vb + h.to(tl.int64) * stride_vh
+    queries += row * G * D
     out += row * G * D
     lse += row * G
     first_valid = 0
@@ -266,56 +186,55 @@ def attend(
     start = split * share
     end = tl.minimum(start + share, used)
     start = tl.maximum(start, first_valid // BLOCK_N * BLOCK_N)
-    top, total, weighted, alpha = attend_share(
-        queries + row * G * D,
-        keys,
-        key_scales,
-        key_biases,
-        values,
-        value_scales,
-        value_biases,
-        indices,
-        first_valid,
-        logits,
-        softmax,
-        start,
-        end,
-        length,
-        scale,
-        stride_l,
-        key_row,
-        stride_kn,
-        value_row,
-        stride_vn,
-        D,
-        G,
-        BITS,
-        GROUP_SIZE,
-        BLOCK_D,
-        BLOCK_G,
-        BLOCK_N,
-        UPCAST,
-    )
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
+    q = tl.load(queries + g[:, None] * D + d[None, :], mask=(g[:, None] < G) & (d < D)[None, :], other=0.0)
+    q = widen(q, UPCAST)
+    # Of entries `start` to `end`: the largest logit, the sum, the weighted sum of values, and a part of alpha.
+    largest = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    weighted = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    alpha = tl.zeros([BLOCK_G], tl.float32)
+    for first in range(start, end, BLOCK_N):
+        entry = first + tl.arange(0, BLOCK_N)
+        if indices is None:
+            key = entry
+            filled = (entry < end) & (entry >= first_valid)
+        else:
+            key = tl.load(indices + entry, mask=entry < end, other=-1)
+            filled = (key >= 0) & (key < length)
+        line, there = key.to(tl.int64), filled[:, None] & (d < D)[None, :]
+        k = tl.load(keys + (key_row + line * stride_kn)[:, None] + d[None, :], mask=there, other=0.0)
+        v = tl.load(values + (value_row + line * stride_vn)[:, None] + d[None, :], mask=there, other=0.0)
+        k, v = widen(k, UPCAST), widen(v, UPCAST)
+        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        score = tl.where(filled[None, :], score, float("-inf"))
+        top = tl.maximum(largest, tl.max(score, axis=1))
+        weights = tl.exp(score - finite(top)[:, None])
+        shrink = tl.exp(largest - finite(top))
+        total = total * shrink + tl.sum(weights, axis=1)
+        weighted = times_values(weights, v, weighted * shrink[:, None])
+        largest = top
+        if logits is not None:  # (sparq.8)
+            in_group = g[:, None] < G
+            logit = tl.load(
+                logits + g[:, None] * stride_l + key[None, :], mask=in_group & filled[None, :], other=float("-inf")
+            )
+            most = tl.load(softmax + g * 2, mask=g < G, other=0.0)
+            factor = tl.load(softmax + g * 2 + 1, mask=g < G, other=0.0)
+            alpha += tl.sum(tl.exp(logit - most[:, None]), axis=1) * factor
     if splits == 1:
-        write_result(out, lse, value_mean, top, total, weighted, alpha, g, d, D, G)
+        write_result(out, lse, value_mean, largest, total, weighted, alpha, g, d, D, G)
     else:
         parts += first_part.to(tl.int64) * G * D
         part_sums += first_part.to(tl.int64) * G * 3
         head = split * G + g
         tl.store(parts + head[:, None] * D + d[None, :], weighted, mask=(g[:, None] < G) & (d[None, :] < D))
-        tl.store(part_sums + head * 3, top, mask=g < G)
+        tl.store(part_sums + head * 3, largest, mask=g < G)
         tl.store(part_sums + head * 3 + 1, total, mask=g < G)
         tl.store(part_sums + head * 3 + 2, alpha, mask=g < G)
         # All threads have written before the ticket is drawn, and who draws the last one sees what all have written.
         tl.debug_barrier()
         if tl.atomic_add(tickets + row * 2 + 1, 1, sem="acq_rel") == splits - 1:
             tl.debug_barrier()
-            if G <= GROUP:
-                merge_splits(parts, part_sums, splits, out, lse, value_mean, 0, D, G, BLOCK_D, GROUP, BLOCK_SPLITS)
-            else:
-                for first_head in range(0, G, GROUP):
-                    merge_splits(
-                        parts, part_sums, splits, out, lse, value_mean, first_head, D, G, BLOCK_D, GROUP, BLOCK_SPLITS
-                    )
+            merge_splits(parts, part_sums, splits, out, lse, value_mean, D, G, BLOCK_D, GROUP, BLOCK_SPLITS)

@@ -4,7 +4,6 @@ import triton
 import triton.language as tl
 
 GROUP = tl.constexpr(64)  # keys in few bits that share lo and step
-SMALL_GROUP = tl.constexpr(16)  # rows of queries up to which a program takes whatever it does for all of them at once
 # A logit of 8 bits: sixteenths of a nat below the largest of its tile.
 NO_WEIGHT = tl.constexpr(254)  # -inf, or too far below
 NO_SOFTMAX = tl.constexpr(255)  # NaN or +inf
@@ -20,18 +19,6 @@ def finite(largest):
 def widen(loaded, UPCAST: tl.constexpr):
     """The interpreter holds bfloat16 as bits and computes nonsense with them: there every load goes to float32."""
     return loaded.to(tl.float32) if UPCAST else loaded
-
-
-@triton.jit
-def rounded(number, dtype: tl.constexpr, UPCAST: tl.constexpr):
-    """Float32 to the nearest number of ``dtype``. With bfloat16 the interpreter would cut: there it stays as wide."""
-    if UPCAST:
-        bits = number.to(tl.uint32, bitcast=True)
-        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
-        found = tl.where(tl.abs(number) < float("inf"), nearest.to(tl.float32, bitcast=True), number)
-    else:
-        found = number.to(dtype)
-    return found
 
 
 @triton.jit

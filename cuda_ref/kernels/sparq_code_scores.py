@@ -1,8 +1,8 @@
 """SparQ's first step over keys in few bits: approximate logits of all keys from codes of the chosen components.
 
 Grid (splits of the coded keys and one program for the tail, Hkv, B). A program reads RANK components of `blocks`
-tiles of BLOCK_S keys: RANK * (BITS / 8 + 1 / 16) bytes a key, once for the whole group; the last one, where a group is
-not full, RANK * itemsize bytes of each of its keys, or their packed rows. It writes G float32 logits or bytes a key,
+tiles of BLOCK_S keys: RANK * 9 / 16 bytes a key, once for the whole group; the last one, where a group is
+not full, RANK * itemsize bytes of each of its keys. It writes G float32 logits or bytes a key,
 and for each tile and query head their largest and the sum of exponentials.
 
 Tiles are counted from a row's first valid key, so that codes are read in whole lines. There are as many as the longest
@@ -12,140 +12,14 @@ row has: in those behind the last group of a row nothing is read, and they are w
 import triton
 import triton.language as tl
 
-from .numbers import GROUP, NO_WEIGHT, SMALL_GROUP, finite, narrowed, rounded_down
-from .rows import row_tile
-from .sparq_scores import chosen_of_rows, component_at, component_ranks, logit_factors, query_components
+from .numbers import GROUP, NO_WEIGHT, finite, narrowed, rounded_down
+from .sparq_scores import component_at, component_ranks, logit_factors, query_components
 
 
 @triton.jit
-def coded_logits(
-    queries,
-    kept,
-    codes,
-    lo,
-    step,
-    before,
-    tile,
-    groups,
-    stride_cd,
-    stride_rd,
-    D: tl.constexpr,
-    G: tl.constexpr,
-    RANK: tl.constexpr,
-    BITS: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-):
-    """(sparq.21) without its factor for the coded keys of a ``tile``: ``(BLOCK_G, BLOCK_S)``.
-
-    ``q lo`` is summed once for the keys of a group. ``step code`` rounds nothing, 11 bits times 8, so ``q (step code)``
-    is ``(q step) code`` but for a rounding less, and costs one product for all heads. Large groups are multiplied on
-    the matrix units, as sums of three products of TF32 numbers, which keep 22 bits, and with ``lo + step code`` at
-    once. ``kept`` are their queries, if all components are multiplied at once.
-    """
-    MANY: tl.constexpr = BLOCK_G > SMALL_GROUP
-    PRECISION: tl.constexpr = "tf32x3" if MANY else "ieee"
-    BYTES: tl.constexpr = 8 * BITS  # of a group
-    GROUPS: tl.constexpr = BLOCK_S // GROUP
-    group = tile * GROUPS + tl.arange(0, GROUPS)
-    byte = tile * (GROUPS * BYTES) + tl.arange(0, GROUPS * BYTES)
-    base = tl.zeros([BLOCK_G, GROUPS], tl.float32)
-    first_keys = tl.zeros([BLOCK_G, GROUPS * BYTES], tl.float32)  # of each byte
-    second_keys = tl.zeros([BLOCK_G, GROUPS * BYTES], tl.float32)
-    for first in tl.static_range(0, RANK, BLOCK_R):
-        rank = first + tl.arange(0, BLOCK_R)
-        wanted = rank < RANK
-        component = component_at(before, rank)
-        if kept is None:
-            q = tl.trans(query_components(queries, component, wanted, D, G, BLOCK_G).to(tl.float32))
-        else:
-            q = kept
-        row = component.to(tl.int64)[:, None]
-        ranges = row * stride_rd + group[None, :]
-        there = wanted[:, None] & (group < groups)[None, :]
-        least = tl.load(lo + ranges, mask=there, other=0.0).to(tl.float32)
-        width = tl.load(step + ranges, mask=there, other=0.0).to(tl.float32)
-        packed = tl.load(
-            codes + row * stride_cd + byte[None, :],
-            mask=wanted[:, None] & (byte < groups * BYTES)[None, :],
-            other=0,
-            eviction_policy="evict_first",
-        )
-        widths = of_bytes(width, BLOCK_R, GROUPS, BYTES)
-        leasts = None
-        if MANY:
-            leasts = of_bytes(least, BLOCK_R, GROUPS, BYTES)
-        else:
-            base = tl.dot(q, least, base, input_precision="ieee")
-        if BITS == 8:
-            first_keys = tl.dot(q, numbers(packed, widths, leasts), first_keys, input_precision=PRECISION)
-        else:
-            first_keys = tl.dot(q, numbers(packed & 15, widths, leasts), first_keys, input_precision=PRECISION)
-            second_keys = tl.dot(q, numbers(packed >> 4, widths, leasts), second_keys, input_precision=PRECISION)
-    found = first_keys if BITS == 8 else tl.interleave(first_keys, second_keys)
-    if not MANY:
-        found += of_bytes(base, BLOCK_G, GROUPS, GROUP)
-    return found
-
-
-@triton.jit
-def numbers(codes, step, lo):
-    """``step code``, and ``lo`` if it is to be added."""
-    scaled = codes.to(tl.float32) * step
-    return scaled if lo is None else scaled + lo
-
-
-@triton.jit
-def of_bytes(ranges, ROWS: tl.constexpr, GROUPS: tl.constexpr, TIMES: tl.constexpr):
+def of_keys(ranges, ROWS: tl.constexpr, GROUPS: tl.constexpr, TIMES: tl.constexpr):
     """Numbers of groups ``(ROWS, GROUPS)``, each as often as that: ``(ROWS, GROUPS * TIMES)``."""
     return tl.reshape(tl.broadcast_to(ranges[:, :, None], [ROWS, GROUPS, TIMES]), [ROWS, GROUPS * TIMES])
-
-
-@triton.jit
-def tail_logits(
-    queries,
-    keys,
-    key_scales,
-    key_biases,
-    centre,
-    before,
-    s,
-    length,
-    first_key,
-    stride_kn,
-    D: tl.constexpr,
-    G: tl.constexpr,
-    RANK: tl.constexpr,
-    ROW_BITS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
-    """(sparq.21) without its factor for keys ``s`` that are not coded: ``(BLOCK_G, keys)``."""
-    PRECISION: tl.constexpr = "tf32x3" if BLOCK_G > SMALL_GROUP else "ieee"
-    at = first_key + s.to(tl.int64) * stride_kn
-    if key_scales is not None:
-        k = row_tile(keys, key_scales, key_biases, at, s < length, D, ROW_BITS, GROUP_SIZE, BLOCK_D, UPCAST)
-        d = tl.arange(0, BLOCK_D)
-        k = k.to(tl.float32) - tl.load(centre + d, mask=d < D, other=0.0)[None, :]
-        k, q = chosen_of_rows(k, queries, before, D, G, RANK, BLOCK_D, BLOCK_G)
-        found = tl.dot(tl.trans(q.to(tl.float32)), tl.trans(k), input_precision=PRECISION)
-    else:
-        found = tl.zeros([BLOCK_G, s.shape[0]], tl.float32)
-        for first in tl.static_range(0, RANK, BLOCK_R):
-            rank = first + tl.arange(0, BLOCK_R)
-            wanted = rank < RANK
-            component = component_at(before, rank)
-            q = tl.trans(query_components(queries, component, wanted, D, G, BLOCK_G).to(tl.float32))
-            k = tl.load(
-                keys + at[None, :] + component[:, None], mask=wanted[:, None] & (s < length)[None, :], other=0.0
-            )
-            middle = tl.load(centre + component, mask=wanted, other=0.0)
-            found = tl.dot(q, k.to(tl.float32) - middle[:, None], found, input_precision=PRECISION)
-    return found
 
 
 @triton.jit
@@ -173,13 +47,11 @@ def write_margin(logits, first, end, heads, there, stride_l):
 @triton.jit(do_not_specialize=["length", "blocks", "tiles"])
 def sparq_code_scores(
     queries,  # (B, Hkv, G, D)
-    codes,  # (B, Hkv, D, groups * 8 * BITS) uint8, last stride 1: of each row from its first valid key on
+    codes,  # (B, Hkv, D, groups * 32) uint8, last stride 1: of each row from its first valid key on
     lo,  # (B, Hkv, D, groups) float16, last stride 1
     step,  # likewise, with the same strides
     centre,  # (B, Hkv, D) float32
-    keys,  # (B, Hkv, length, D), last stride 1: read behind the last full group; of packed rows codes, as in `attend`
-    key_scales,  # (B, Hkv, length, D / GROUP_SIZE), or None for keys that are not packed
-    key_biases,  # likewise
+    keys,  # (B, Hkv, length, D), last stride 1: read behind the last full group
     component_weight,  # (B, Hkv, D) float32, or None for the paper's rule
     left_padding,  # (B,) int32, or None
     logits,  # out: (B, Hkv, G, stride_l) float32 or uint8, see `narrowed`; from the line of the first valid key on
@@ -196,20 +68,16 @@ def sparq_code_scores(
     stride_rb,
     stride_rh,
     stride_rd,
-    stride_kb,  # in elements, of packed rows in rows
+    stride_kb,
     stride_kh,
     stride_kn,
     D: tl.constexpr,
     G: tl.constexpr,
     RANK: tl.constexpr,
-    BITS: tl.constexpr,
-    ROW_BITS: tl.constexpr,  # of a component of packed rows
-    GROUP_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_S: tl.constexpr,  # keys of a tile
-    UPCAST: tl.constexpr,
 ):
     split, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = (b * tl.num_programs(1) + h).to(tl.int64)
@@ -232,37 +100,42 @@ def sparq_code_scores(
     if component_weight is None:
         factor = logit_factors(queries, before, scale, D, G, RANK, BLOCK_D, BLOCK_G)
 
+    BYTES: tl.constexpr = GROUP // 2  # of a group
+    GROUPS: tl.constexpr = BLOCK_S // GROUP
     g = tl.arange(0, BLOCK_G)
     heads = row * G + g
     groups = (length - first_valid) // GROUP
     coded_tiles = tl.cdiv(length // GROUP * GROUP, BLOCK_S)  # of the longest row
-    kept = None
-    if BLOCK_G > SMALL_GROUP and RANK <= BLOCK_R:
-        rank = tl.arange(0, BLOCK_R)
-        kept = query_components(queries, component_at(before, rank), rank < RANK, D, G, BLOCK_G)
-        kept = tl.trans(kept.to(tl.float32))
     if split * blocks < coded_tiles:
         for tile in range(split * blocks, tl.minimum((split + 1) * blocks, coded_tiles)):
+            # (sparq.21): `q lo` is summed once for the keys of a group. `step code` rounds nothing, 11 bits times 4, so
+            # `q (step code)` is `(q step) code` but for a rounding less, and costs one product for all heads.
+            group = tile * GROUPS + tl.arange(0, GROUPS)
+            byte = tile * (GROUPS * BYTES) + tl.arange(0, GROUPS * BYTES)
+            base = tl.zeros([BLOCK_G, GROUPS], tl.float32)
+            first_keys = tl.zeros([BLOCK_G, GROUPS * BYTES], tl.float32)  # of each byte
+            second_keys = tl.zeros([BLOCK_G, GROUPS * BYTES], tl.float32)
+            for first in tl.static_range(0, RANK, BLOCK_R):
+                rank = first + tl.arange(0, BLOCK_R)
+                wanted = (rank < RANK)[:, None]
+                component = component_at(before, rank)
+                q = tl.trans(query_components(queries, component, rank < RANK, D, G, BLOCK_G).to(tl.float32))
+                line = component.to(tl.int64)[:, None]
+                ranges, there = line * stride_rd + group[None, :], wanted & (group < groups)[None, :]
+                least = tl.load(lo + ranges, mask=there, other=0.0).to(tl.float32)
+                width = tl.load(step + ranges, mask=there, other=0.0).to(tl.float32)
+                packed = tl.load(
+                    codes + line * stride_cd + byte[None, :],
+                    mask=wanted & (byte < groups * BYTES)[None, :],
+                    other=0,
+                    eviction_policy="evict_first",
+                )
+                widths = of_keys(width, BLOCK_R, GROUPS, BYTES)
+                base = tl.dot(q, least, base, input_precision="ieee")
+                first_keys = tl.dot(q, (packed & 15).to(tl.float32) * widths, first_keys, input_precision="ieee")
+                second_keys = tl.dot(q, (packed >> 4).to(tl.float32) * widths, second_keys, input_precision="ieee")
+            approximate = tl.interleave(first_keys, second_keys) + of_keys(base, BLOCK_G, GROUPS, GROUP)
             place = tile * BLOCK_S + tl.arange(0, BLOCK_S)
-            approximate = coded_logits(
-                queries,
-                kept,
-                codes,
-                lo,
-                step,
-                before,
-                tile,
-                groups,
-                stride_cd,
-                stride_rd,
-                D,
-                G,
-                RANK,
-                BITS,
-                BLOCK_G,
-                BLOCK_R,
-                BLOCK_S,
-            )
             coded = place < groups * GROUP
             approximate = tl.where(coded[None, :], approximate * factor[:, None], float("-inf"))
             end = first_valid + groups * GROUP
@@ -270,27 +143,17 @@ def sparq_code_scores(
     else:
         first = first_valid + groups * GROUP
         s = first + tl.arange(0, GROUP)
-        approximate = tail_logits(
-            queries,
-            keys,
-            key_scales,
-            key_biases,
-            centre,
-            before,
-            s,
-            length,
-            b * stride_kb + h * stride_kh,
-            stride_kn,
-            D,
-            G,
-            RANK,
-            ROW_BITS,
-            GROUP_SIZE,
-            BLOCK_D,
-            BLOCK_G,
-            BLOCK_R,
-            UPCAST,
-        )
+        keys += b * stride_kb + h * stride_kh
+        approximate = tl.zeros([BLOCK_G, GROUP], tl.float32)
+        for first_rank in tl.static_range(0, RANK, BLOCK_R):
+            rank = first_rank + tl.arange(0, BLOCK_R)
+            wanted = rank < RANK
+            component = component_at(before, rank)
+            q = tl.trans(query_components(queries, component, wanted, D, G, BLOCK_G).to(tl.float32))
+            at = (s.to(tl.int64) * stride_kn)[None, :] + component[:, None]
+            k = tl.load(keys + at, mask=wanted[:, None] & (s < length)[None, :], other=0.0)
+            middle = tl.load(centre + component, mask=wanted, other=0.0)
+            approximate = tl.dot(q, k.to(tl.float32) - middle[:, None], approximate, input_precision="ieee")
         approximate = tl.where((s < length)[None, :], approximate * factor[:, None], float("-inf"))
         write_tile(logits, statistics, approximate, s, stride_l, heads, g < G, tiles - 1, tiles, stride_l)
         if left_padding is not None:

@@ -2,15 +2,13 @@
 
 Grid (splits of the keys, Hkv, B). A program finds the components of its KV head for itself, D numbers against thousands
 of keys, and reads RANK components of `blocks * BLOCK_S` keys: RANK * itemsize bytes a key, once for the whole group. It
-writes G float32 logits a key, and for each query head their largest and the sum of exponentials. Packed rows are read
-whole, D * BITS / 8 + 2 * D / GROUP_SIZE * itemsize bytes a key, and all their components unpacked, RANK of which count.
+writes G float32 logits a key, and for each query head their largest and the sum of exponentials.
 """
 
 import triton
 import triton.language as tl
 
-from .numbers import SMALL_GROUP, finite, rounded_up, widen
-from .rows import row_tile
+from .numbers import finite, rounded_up, widen
 
 
 @triton.jit
@@ -21,12 +19,8 @@ def component_keys(queries, component_weight, d, D: tl.constexpr, G: tl.constexp
     index first.
     """
     score = tl.zeros(d.shape, tl.float32)
-    if G <= SMALL_GROUP:  # all at once
-        for g in tl.static_range(G):
-            score += tl.abs(tl.load(queries + g * D + d, mask=d < D, other=0.0).to(tl.float32))
-    else:
-        for g in range(G):
-            score += tl.abs(tl.load(queries + g * D + d, mask=d < D, other=0.0).to(tl.float32))
+    for g in tl.static_range(G):
+        score += tl.abs(tl.load(queries + g * D + d, mask=d < D, other=0.0).to(tl.float32))
     if component_weight is not None:
         score *= tl.load(component_weight + d, mask=d < D, other=0.0)
     score = tl.where(score < float("inf"), score, float("inf"))
@@ -61,24 +55,6 @@ def query_components(queries, component, wanted, D: tl.constexpr, G: tl.constexp
 
 
 @triton.jit
-def chosen_of_rows(
-    k,
-    queries,
-    before,
-    D: tl.constexpr,
-    G: tl.constexpr,
-    RANK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-):
-    """Whole keys ``k (rows, BLOCK_D)`` and the group's queries ``(BLOCK_D, BLOCK_G)``, 0 in what was not chosen."""
-    d = tl.arange(0, BLOCK_D)
-    chosen = before < RANK
-    q = query_components(queries, d, chosen & (d < D), D, G, BLOCK_G)
-    return tl.where(chosen[None, :], k, tl.zeros_like(k)) if RANK < D else k, q
-
-
-@triton.jit
 def logit_factors(
     queries,
     before,
@@ -90,20 +66,10 @@ def logit_factors(
     BLOCK_G: tl.constexpr,
 ):
     """c / t of (sparq.3) for each query head, where |q| alone chose the components."""
-    if BLOCK_G <= SMALL_GROUP:
-        d = tl.arange(0, BLOCK_D)
-        q = tl.abs(query_components(queries, d, d < D, D, G, BLOCK_G).to(tl.float32))
-        total = tl.sum(q, axis=0)
-        covered = tl.sum(tl.where(before[:, None] < RANK, q, 0.0), axis=0)
-    else:  # which do not fit into the registers at once
-        total = tl.zeros([BLOCK_G], tl.float32)
-        covered = tl.zeros([BLOCK_G], tl.float32)
-        for first in range(0, D, 16):
-            rank = first + tl.arange(0, 16)
-            component = component_at(before, rank)
-            q = tl.abs(query_components(queries, component, rank < D, D, G, BLOCK_G).to(tl.float32))
-            total += tl.sum(q, axis=0)
-            covered += tl.sum(tl.where(rank[:, None] < RANK, q, 0.0), axis=0)
+    d = tl.arange(0, BLOCK_D)
+    q = tl.abs(query_components(queries, d, d < D, D, G, BLOCK_G).to(tl.float32))
+    total = tl.sum(q, axis=0)
+    covered = tl.sum(tl.where(before[:, None] < RANK, q, 0.0), axis=0)
     # A head whose components are all 0 there has no approximate logits to sharpen.
     return scale * tl.where(covered > 0, tl.sqrt(total / tl.where(covered > 0, covered, 1.0)), 1.0)
 
@@ -111,9 +77,7 @@ def logit_factors(
 @triton.jit(do_not_specialize=["length", "blocks"])
 def sparq_scores(
     queries,  # (B, Hkv, G, D)
-    keys_t,  # (B, Hkv, D, length), last stride 1 where it is to be fast; of packed rows codes, as in `attend`
-    key_scales,  # (B, Hkv, length, D / GROUP_SIZE), or None for keys that are not packed
-    key_biases,  # likewise
+    keys_t,  # (B, Hkv, D, length), last stride 1 where it is to be fast
     component_weight,  # (B, Hkv, D) float32, or None for the paper's rule
     left_padding,  # (B,) int32, or None
     logits,  # out: (B, Hkv, G, stride_l) float32, -inf for keys that are not valid
@@ -123,15 +87,13 @@ def sparq_scores(
     blocks,  # of BLOCK_S keys, of a program
     scale,
     stride_l,
-    stride_kb,  # in elements, of packed rows in rows
+    stride_kb,
     stride_kh,
     stride_kd,
     stride_ks,
     D: tl.constexpr,
     G: tl.constexpr,
     RANK: tl.constexpr,
-    BITS: tl.constexpr,  # of a component of packed rows
-    GROUP_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -162,37 +124,21 @@ def sparq_scores(
     total = tl.zeros([BLOCK_G], tl.float32)
     readable = rounded_up(length) if ALIGNED else length
     share = blocks * BLOCK_S  # as a product with a constant, so that the compiler knows that tiles are aligned
-    # Queries of a large group are not loaded again for each tile.
-    KEPT: tl.constexpr = BLOCK_G > SMALL_GROUP and RANK <= BLOCK_R and key_scales is None
-    if KEPT:
-        rank = tl.arange(0, BLOCK_R)
-        component = component_at(before, rank)
-        q = query_components(queries, component, rank < RANK, D, G, BLOCK_G)
     for start in range(split * share, tl.minimum((split + 1) * share, length), BLOCK_S):
         # Keys are the rows of the product: matrix units take 16 rows, but 8 columns, which a group fills better.
         s = start + tl.arange(0, BLOCK_S)
-        if key_scales is not None:
-            at = first_key + s.to(tl.int64) * stride_ks
-            k = row_tile(keys_t, key_scales, key_biases, at, s < length, D, BITS, GROUP_SIZE, BLOCK_D, UPCAST)
-            k, q = chosen_of_rows(k, queries, before, D, G, RANK, BLOCK_D, BLOCK_G)
-            approximate = tl.dot(k, widen(q, UPCAST), input_precision="ieee")
-        else:
-            approximate = tl.zeros([BLOCK_S, BLOCK_G], tl.float32)
-            for first in tl.static_range(0, RANK, BLOCK_R):
-                if not KEPT:
-                    rank = first + tl.arange(0, BLOCK_R)
-                    component = component_at(before, rank)
-                    q = query_components(queries, component, rank < RANK, D, G, BLOCK_G)
-                k = tl.load(
-                    keys_t
-                    + first_key
-                    + component[None, :].to(tl.int64) * stride_kd
-                    + s[:, None].to(tl.int64) * stride_ks,
-                    mask=(rank < RANK)[None, :] & (s < readable)[:, None],
-                    other=0.0,
-                    eviction_policy="evict_first",
-                )
-                approximate = tl.dot(widen(k, UPCAST), widen(q, UPCAST), approximate, input_precision="ieee")
+        approximate = tl.zeros([BLOCK_S, BLOCK_G], tl.float32)
+        for first in tl.static_range(0, RANK, BLOCK_R):
+            rank = first + tl.arange(0, BLOCK_R)
+            component = component_at(before, rank)
+            q = query_components(queries, component, rank < RANK, D, G, BLOCK_G)
+            k = tl.load(
+                keys_t + first_key + component[None, :].to(tl.int64) * stride_kd + s[:, None].to(tl.int64) * stride_ks,
+                mask=(rank < RANK)[None, :] & (s < readable)[:, None],
+                other=0.0,
+                eviction_policy="evict_first",
+            )
+            approximate = tl.dot(widen(k, UPCAST), widen(q, UPCAST), approximate, input_precision="ieee")
         valid = (s < length) & (s >= first_valid)
         approximate = tl.where(valid[:, None], approximate * factor[None, :], float("-inf"))
         tl.store(

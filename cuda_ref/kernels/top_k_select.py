@@ -12,7 +12,7 @@ every tile has been scored, so the histograms are built here, where the score of
 import triton
 import triton.language as tl
 
-from .numbers import NO_WEIGHT, SMALL_GROUP, finite, rounded_down, rounded_up, tile_of, widened
+from .numbers import NO_WEIGHT, finite, rounded_down, rounded_up, tile_of, widened
 
 # Bits of a score that is never chosen (invalid or -inf), and of a key of the local window, above every score.
 NEVER = tl.constexpr(0)
@@ -104,59 +104,33 @@ def row_softmax(statistics, splits, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def head_score(
-    logits, statistics, softmax, g, s, tile, readable, stride_l, splits, SUM_SOFTMAX: tl.constexpr, MANY: tl.constexpr
-):
-    """What query head ``g`` gives to keys ``s``, which are in these tiles where their logits are of 8 bits.
-
-    The ``softmax`` of MANY heads is there already.
-    """
+def head_score(logits, statistics, softmax, g, s, tile, readable, stride_l, splits):
+    """What query head ``g`` gives to keys ``s``, which are in these tiles where their logits are of 8 bits."""
     if tile is None:
         logit = tl.load(logits + g * stride_l + s, mask=readable, other=float("-inf"))
     else:
         code = tl.load(logits + g * stride_l + s, mask=readable, other=NO_WEIGHT)
         logit = widened(code, tl.load(statistics + g * 2 * splits + tile, mask=readable, other=0.0))
     if statistics is not None:
-        if MANY:
-            largest, factor = tl.load(softmax + g * 2), tl.load(softmax + g * 2 + 1)
-        else:
-            largest, factor = row_softmax(statistics + g * 2 * splits, splits, 256)
-            if tl.program_id(0) == 0:
-                tl.store(softmax + g * 2, largest)
-                tl.store(softmax + g * 2 + 1, factor)
-        if SUM_SOFTMAX:
-            logit = tl.exp(logit - largest) * factor
+        largest, factor = row_softmax(statistics + g * 2 * splits, splits, 256)
+        if tl.program_id(0) == 0:
+            tl.store(softmax + g * 2, largest)
+            tl.store(softmax + g * 2 + 1, factor)
+        logit = tl.exp(logit - largest) * factor
     return logit
 
 
 @triton.jit
-def group_scores(
-    logits, statistics, softmax, s, tile, readable, stride_l, splits, G: tl.constexpr, SUM_SOFTMAX: tl.constexpr
-):
+def group_scores(logits, statistics, softmax, s, tile, readable, stride_l, splits, G: tl.constexpr):
     """(sparq.4), (sparq.5): what the group gives to keys ``s``; without ``statistics`` scores as they are."""
     score = tl.zeros(s.shape, tl.float32)
     if G <= 8:  # all at once; more do not fit into the registers
         for g in tl.static_range(G):
-            score += head_score(logits, statistics, softmax, g, s, tile, readable, stride_l, splits, SUM_SOFTMAX, False)
-    elif G <= SMALL_GROUP:
-        for g in range(G):
-            score += head_score(logits, statistics, softmax, g, s, tile, readable, stride_l, splits, SUM_SOFTMAX, False)
+            score += head_score(logits, statistics, softmax, g, s, tile, readable, stride_l, splits)
     else:
-        for g in tl.range(0, G, loop_unroll_factor=4):  # so that what is loaded is waited for together
-            score += head_score(logits, statistics, softmax, g, s, tile, readable, stride_l, splits, SUM_SOFTMAX, True)
+        for g in range(G):
+            score += head_score(logits, statistics, softmax, g, s, tile, readable, stride_l, splits)
     return score
-
-
-@triton.jit(do_not_specialize=["splits"])
-def group_softmax(statistics, softmax, splits, G: tl.constexpr):
-    """`row_softmax` of the heads of a large group, which each program of `top_k_select` would find for itself.
-
-    Grid (G, Hkv, B). A program reads 8 bytes a split, and writes 8.
-    """
-    row = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * G + tl.program_id(0)
-    largest, factor = row_softmax(statistics + row * 2 * splits, splits, 1024)
-    tl.store(softmax + row * 2, largest)
-    tl.store(softmax + row * 2 + 1, factor)
 
 
 @triton.jit
@@ -203,8 +177,7 @@ def merge_tiles(candidate_bits, candidate_indices, count, indices, slots, BLOCK:
 def top_k_select(
     logits,  # (B, Hkv, G, stride_l) float32 or of 8 bits: approximate logits, or scores with G = 1
     statistics,  # (B, Hkv, G, 2, splits) float32 of the launch before: None for scores, of each tile for 8 bits
-    softmax,  # (B, Hkv, G, 2) float32: largest logit, 1 / sum of exp(logit - largest); None for scores. out for small
-    # groups, of `group_softmax` for large ones
+    softmax,  # out: (B, Hkv, G, 2) float32: largest logit, 1 / sum of exp(logit - largest); None for scores
     left_padding,  # (B,) int32, or None
     candidate_bits,  # scratch: (B, Hkv, tiles, min(top_k, BLOCK)) int32
     candidate_indices,  # scratch, of the same shape
@@ -217,7 +190,6 @@ def top_k_select(
     stride_l,
     G: tl.constexpr,
     BLOCK: tl.constexpr,
-    SUM_SOFTMAX: tl.constexpr,
     ALIGNED: tl.constexpr,  # rows of logits can be read up to the next multiple of 16 keys
     TILE: tl.constexpr,  # coded keys that logits of 8 bits count from one largest logit; 0 for float32
 ):
@@ -239,7 +211,7 @@ def top_k_select(
         first_valid = tl.load(left_padding + b)
         readable &= s >= rounded_down(first_valid)
     within = tile_of(s, first_valid, length, splits, TILE) if TILE else None
-    score = group_scores(logits, statistics, softmax, s, within, readable, stride_l, splits, G, SUM_SOFTMAX)
+    score = group_scores(logits, statistics, softmax, s, within, readable, stride_l, splits, G)
     bits = tl.where(s >= length - local_window, ALWAYS, ordered_bits(score))
     bits = tl.where(s < length, bits, NEVER)
     if left_padding is not None:

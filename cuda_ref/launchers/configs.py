@@ -13,8 +13,7 @@ from functools import cache
 import torch
 
 HEAD_DIMS = (16, 256)  # what the tiles are made for
-SMALL_GROUP = 16  # rows of queries likewise: query heads of a KV head, times the queries of a call
-LARGEST_GROUP = 128  # which takes fewer keys at a time
+LARGEST_GROUP = 16  # query heads of a KV head, likewise
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,6 @@ class ColumnTile:
 
 COLUMNS = (64, 32, 16)  # that a program may take of a query network's layer
 MOST_ROWS = 256  # of a tile: with more, registers run out where a row is short
-PRODUCTS = 8192  # of a tile with a large group
 SELECT_WARPS = {1024: 8, 2048: 8, 4096: 8}  # of `top_k_select` by the keys of a tile
 WITHOUT_A_GPU = 4  # processors: a few splits, so that the interpreter merges some
 
@@ -136,8 +134,7 @@ def columns(N: int, itemsize: int, queries: int, programs: int, device: torch.de
 
     The widest that keeps all processors busy; with more queries fewer rows fit into registers.
     """
-    fits = (width for width in COLUMNS if width * queries * itemsize <= PRODUCTS)
-    wide = (width for width in fits if -(-N // width) * programs >= processors(device))
+    wide = (width for width in COLUMNS if -(-N // width) * programs >= processors(device))
     return ColumnTile(next(wide, min(COLUMNS)), max(32, 2048 // (queries * itemsize)), 4, 6)
 
 
@@ -164,31 +161,25 @@ def processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def rows(tiles: Tiles, width: int, itemsize: int, group: int = 1) -> int:
-    """Rows of ``width`` elements in a tile, a power of 2; at least 16, which the matrix units take.
+def rows(tiles: Tiles, width: int, itemsize: int) -> int:
+    """Return the rows of ``width`` elements in a tile, a power of 2; at least 16, which the matrix units take."""
+    return min(MOST_ROWS, max(16, tiles.elements * 2 // (width * itemsize)))
 
-    With more rows in a ``group`` than it is made for so few that their products fit into registers.
+
+def warps(tiles: Tiles, width: int, itemsize: int) -> int:
+    """Return the warps of `attend`: one thread for each of ``width`` accumulators, twice as many for float32.
+
+    float32 is multiplied without matrix units.
     """
-    most = MOST_ROWS if group <= SMALL_GROUP else PRODUCTS // (group * max(1, itemsize // 2) ** 2)
-    return min(most, max(16, tiles.elements * 2 // (width * itemsize)))
+    return max(tiles.warps * max(1, itemsize // 2), width // 32)
 
 
-def warps(tiles: Tiles, width: int, itemsize: int, group: int = 1) -> int:
-    """Twice as many for float32, which multiplies without matrix units; a thread for each of ``width`` accumulators.
+def score_warps(tiles: Tiles, width: int) -> int:
+    """Return the warps that score keys: one thread for each component.
 
-    With more rows in a ``group`` than it is made for, one for each 64 of their accumulators.
+    A thread that ranks two components runs out of registers; two threads that rank one component load it twice.
     """
-    wide = max(1, itemsize // 2)
-    least = max(tiles.warps * wide, width // 32)
-    return least if group <= SMALL_GROUP else max(least, wide * min(8, group * width // (32 * 64)))
-
-
-def score_warps(tiles: Tiles, width: int, group: int) -> int:
-    """A thread for each component: one that ranks two runs out of registers, two that rank one load it twice.
-
-    Two with a large group, whose products run out of them otherwise.
-    """
-    return max(tiles.warps * (1 if group <= SMALL_GROUP else 2), width // 32)
+    return max(tiles.warps, width // 32)
 
 
 def splits(items: int, rows: int, per_processor: int, device: torch.device) -> int:

@@ -1,4 +1,4 @@
-"""From launchers to kernels: the one place that starts a kernel."""
+"""Start a kernel, and prepare tensors for one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from ..availability import interpreted
-from ..packed_rows import PackedRows, Rows
 
 
 @dataclass(frozen=True)
@@ -38,17 +37,19 @@ class Launch:
             self.kernel[self.grid](**self.arguments, **self.constants, **self.options)
 
 
-def row_arguments(name: str, rows: Rows) -> dict[str, Any]:
-    """``rows`` as the arguments of a kernel that calls them ``name``, "key" or "value"; packed ones are `in_step`."""
-    first, scales, biases = rows.parts if isinstance(rows, PackedRows) else (rows, None, None)
-    unit = first.shape[3] if isinstance(rows, PackedRows) else 1
-    strides = {f"stride_{name[0]}{axis}": stride // unit for axis, stride in zip("bhn", first.stride(), strict=False)}
-    return {f"{name}s": first, f"{name}_scales": scales, f"{name}_biases": biases, **strides}
+def rows(array: torch.Tensor) -> torch.Tensor:
+    """Return ``array`` with its elements side by side in the last axis, as the kernels read it; caches have them so."""
+    return array if array.stride(-1) == 1 else array.contiguous()
 
 
-def packing(rows: Rows) -> tuple[int, int]:
-    """Bits of a component and components of a group, for kernels; 0 of rows that are not packed."""
-    return (rows.bits, rows.group_size) if isinstance(rows, PackedRows) else (0, 0)
+def contiguous(array: torch.Tensor | None) -> torch.Tensor | None:
+    """Return an optional tensor as the kernels take all tensors but queries of a prompt, keys and values."""
+    return None if array is None else array.contiguous()
+
+
+def strides(letter: str, array: torch.Tensor, axes: str = "bhn") -> dict[str, int]:
+    """Return the first strides of ``array`` as arguments of a kernel: stride_kb, stride_kh and stride_kn for "k"."""
+    return {f"stride_{letter}{axis}": stride for axis, stride in zip(axes, array.stride(), strict=False)}
 
 
 def upcast(dtype: torch.dtype) -> bool:
@@ -66,3 +67,9 @@ def result_like(queries: torch.Tensor) -> torch.Tensor:
 def power_of_2(number: int, least: int = 1) -> int:
     """The smallest power of 2 that is neither less than ``number`` nor than ``least``."""
     return max(least, 1 << (number - 1).bit_length())
+
+
+def fake_attention(queries: torch.Tensor, *_: object, **__: object) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return empty ``out`` and ``lse``: the fake implementation of every operator of torch that attends."""
+    out = torch.empty_like(queries, memory_format=torch.contiguous_format)
+    return out, queries.new_empty(queries.shape[:3], dtype=torch.float32)

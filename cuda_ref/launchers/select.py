@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from ..kernels.top_k_select import group_softmax
 from ..kernels.top_k_select import top_k_select as kernel
 from . import configs
-from .launch import Launch
+from .launch import Launch, contiguous
 
 LINE = 16  # rows of logits start at multiples of this
 
@@ -50,6 +49,23 @@ class GroupScores:
         )
 
 
+@torch.library.custom_op("mlx_sparse::top_k_select", mutates_args=())
+def top_k_select(
+    scores: torch.Tensor, top_k: int, local_window: int, left_padding: torch.Tensor | None
+) -> torch.Tensor:
+    """Select keys by float32 ``scores (B, Hkv, S)`` (sparq.6): `select`. -inf is never selected, NaN counts as +inf."""
+    B, Hkv, S = scores.shape
+    tickets = torch.zeros(B, Hkv, 2, dtype=torch.int32, device=scores.device)
+    given = GroupScores(scores.contiguous()[:, :, None], None, None, tickets)
+    return select(given, S, top_k=top_k, local_window=local_window, left_padding=contiguous(left_padding))
+
+
+@top_k_select.register_fake
+def _(scores: torch.Tensor, top_k: int, *_: object) -> torch.Tensor:
+    B, Hkv, S = scores.shape
+    return scores.new_empty(B, Hkv, min(top_k, S), dtype=torch.int32)
+
+
 def block_size(S: int, top_k: int) -> int:
     """Keys of a tile: the fewest, for many programs, such that the candidates of all tiles fit into one block."""
     return next(
@@ -59,18 +75,9 @@ def block_size(S: int, top_k: int) -> int:
 
 
 def select(
-    scores: GroupScores,
-    S: int,
-    *,
-    top_k: int,
-    local_window: int,
-    left_padding: torch.Tensor | None,
-    sum_softmax: bool,
+    scores: GroupScores, S: int, *, top_k: int, local_window: int, left_padding: torch.Tensor | None
 ) -> torch.Tensor:
-    """The last ``local_window`` valid keys and the best of the rest, ``top_k`` together (sparq.6).
-
-    Args:
-        sum_softmax: score a key by the sum of the softmax over the group, or else by the sum of the logits.
+    """Select the last ``local_window`` valid keys and the best of the rest, ``top_k`` together (sparq.6).
 
     Returns:
         ``(B, Hkv, min(top_k, S))`` int32, ascending, ties to the lower index, -1 in slots that no key fills.
@@ -83,9 +90,6 @@ def select(
     indices = torch.empty(B, Hkv, min(top_k, S), dtype=torch.int32, device=device)
     candidates = torch.empty(2, B, Hkv, grid[0], kept, dtype=torch.int32, device=device)
     splits = 0 if scores.statistics is None else scores.statistics.shape[4]
-    if splits and G > configs.SMALL_GROUP:
-        given = {"statistics": scores.statistics, "softmax": scores.softmax, "splits": splits}
-        Launch(group_softmax, (G, Hkv, B), given, {"G": G}, {"num_warps": 4, "num_stages": 1}).run()
     Launch(
         kernel,
         grid,
@@ -104,17 +108,7 @@ def select(
             "splits": splits,
             "stride_l": scores.logits.stride(2),
         },
-        {"G": G, "BLOCK": BLOCK, "SUM_SOFTMAX": sum_softmax, "ALIGNED": stride >= S + -S % LINE, "TILE": scores.tile},
+        {"G": G, "BLOCK": BLOCK, "ALIGNED": stride >= S + -S % LINE, "TILE": scores.tile},
         {"num_warps": configs.SELECT_WARPS[BLOCK], "num_stages": 1},
     ).run()
     return indices
-
-
-def top_k_select(
-    scores: torch.Tensor, *, top_k: int, local_window: int, left_padding: torch.Tensor | None = None
-) -> torch.Tensor:
-    """`select` on float32 ``scores (B, Hkv, S)``; -inf is never chosen, NaN counts as +inf."""
-    B, Hkv, S = scores.shape
-    tickets = torch.zeros(B, Hkv, 2, dtype=torch.int32, device=scores.device)
-    given = GroupScores(scores.contiguous()[:, :, None], None, None, tickets)
-    return select(given, S, top_k=top_k, local_window=local_window, left_padding=left_padding, sum_softmax=False)

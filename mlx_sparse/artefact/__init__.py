@@ -13,14 +13,14 @@ from typing import Any
 import mlx.core as mx
 
 from ..checks import MAX_BUCKETS, ArtefactError
-from ..common.model_info import identity, kv_shapes, model_type, whole_of
-from ..common.parts import Part, part_of
+from ..model_info import identity, kv_shapes, model_type, whole_of
+from ..model_parts import Part, part_of
 from .tensors import read_tensors, write_tensors
 
 __all__ = ["MAX_HIDDEN", "Artefact", "Layer", "identity", "kv_shapes", "load", "versions"]
 
 FORMAT = 1
-SPACES = ("before_rope", "roped")
+SPACE = "before_rope"  # keys are clustered before RoPE
 NETWORK = ("hidden_weight", "hidden_bias", "out_weight", "out_bias")
 NAME = re.compile(rf"layers\.(0|[1-9][0-9]{{0,8}})\.({'|'.join(('centroids', *NETWORK))})")
 MAX_HIDDEN = 1024  # units of a network, as the kernels take them
@@ -28,25 +28,20 @@ MAX_HIDDEN = 1024  # units of a network, as the kernels take them
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer: ``centroids (Hkv, C, D)`` and, if it has query networks, their four arrays, batch norm folded in.
+    """One layer: ``centroids (Hkv, C, D)`` and the four arrays of its query networks, batch norm folded in.
 
     hidden_weight ``(Hkv, D, H)``, hidden_bias ``(Hkv, H)``, out_weight ``(Hkv, H, C)``, out_bias ``(Hkv, C)``.
     """
 
     centroids: mx.array
-    hidden_weight: mx.array | None = None
-    hidden_bias: mx.array | None = None
-    out_weight: mx.array | None = None
-    out_bias: mx.array | None = None
-
-    @property
-    def trained(self) -> bool:
-        """Whether it has query networks."""
-        return self.hidden_weight is not None
+    hidden_weight: mx.array
+    hidden_bias: mx.array
+    out_weight: mx.array
+    out_bias: mx.array
 
     def arrays(self) -> dict[str, mx.array]:
-        """The arrays that the layer has, by name."""
-        return {name: array for name in ("centroids", *NETWORK) if (array := getattr(self, name)) is not None}
+        """Return the arrays of the layer by name."""
+        return {name: getattr(self, name) for name in ("centroids", *NETWORK)}
 
 
 @dataclass(frozen=True)
@@ -56,8 +51,7 @@ class Artefact:
     Attributes:
         layers: by index among the model's KV caches.
         buckets: C of every layer.
-        hidden: H of every layer; 0 where there are centroids only.
-        space: "before_rope", or "roped" for the baseline that clusters keys after RoPE.
+        hidden: H of every layer.
         sink_tokens, recent_tokens: the exact part that the networks were trained beside.
         model: ``model_type`` and ``hash`` of the model it was trained on.
         training: options and figures of the training, for people.
@@ -66,7 +60,6 @@ class Artefact:
     layers: dict[int, Layer]
     buckets: int
     hidden: int
-    space: str
     sink_tokens: int
     recent_tokens: int
     model: Mapping[str, str]
@@ -145,7 +138,7 @@ class Artefact:
         about = {
             "format": FORMAT,
             "kind": "saap",
-            "space": self.space,
+            "space": SPACE,
             "buckets": self.buckets,
             "hidden": self.hidden,
             "sink_tokens": self.sink_tokens,
@@ -170,7 +163,7 @@ def load(path: str | Path) -> Artefact:
     about = _about(path, metadata)
     buckets, hidden = about["buckets"], about["hidden"]
     layers = _layers(path, tensors, buckets, hidden)
-    names = ("space", "sink_tokens", "recent_tokens", "model", "training", "versions")
+    names = ("sink_tokens", "recent_tokens", "model", "training", "versions")
     return Artefact(layers, buckets, hidden, **{name: about[name] for name in names})
 
 
@@ -209,11 +202,13 @@ def _about(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
         raise _refuse(path, f"kind {str(kind)[:20]!r}, format {str(form)[:20]!r}, not 'saap' and {FORMAT}")
     bounds = {
         "buckets": (1, MAX_BUCKETS),
-        "hidden": (0, MAX_HIDDEN),
+        "hidden": (1, MAX_HIDDEN),
         "sink_tokens": (0, 1 << 30),
         "recent_tokens": (0, 1 << 30),
     }
-    right = about.get("space") in SPACES
+    if about.get("space") == "roped" or about.get("hidden") == 0:
+        raise _refuse(path, "one without query networks, whose modes kmeans and roped were removed")
+    right = about.get("space") == SPACE
     right &= all(type(about.get(name)) is int and low <= about[name] <= high for name, (low, high) in bounds.items())
     right &= all(isinstance(about.get(name), dict) for name in ("model", "training", "versions"))
     right = right and all(isinstance(about["model"].get(name), str) for name in ("model_type", "hash"))
@@ -223,7 +218,7 @@ def _about(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _layers(path: Path, tensors: Mapping[str, mx.array], buckets: int, hidden: int) -> dict[int, Layer]:
-    """The layers that the tensors make up: each has its centroids, and either a whole network or none."""
+    """The layers that the tensors make up: each has its centroids and a whole network."""
     by_layer: dict[int, dict[str, mx.array]] = {}
     for name, array in tensors.items():
         found = NAME.fullmatch(name)
@@ -238,13 +233,13 @@ def _layers(path: Path, tensors: Mapping[str, mx.array], buckets: int, hidden: i
         shapes = {name: array.shape for name, array in parts.items()}
         centroids = shapes.get("centroids", ())
         heads, _, D = centroids if len(centroids) == 3 else (0, 0, 0)
-        network = {
+        wanted = {
+            "centroids": (heads, buckets, D),
             "hidden_weight": (heads, D, hidden),
             "hidden_bias": (heads, hidden),
             "out_weight": (heads, hidden, buckets),
             "out_bias": (heads, buckets),
         }
-        wanted = {"centroids": (heads, buckets, D), **(network if hidden else {})}
         if shapes != wanted or min(heads, D) < 1:
             raise _refuse(path, f"tensors of other shapes in layer {index}")
     return {index: Layer(**by_layer[index]) for index in sorted(by_layer)}

@@ -10,7 +10,7 @@ import mlx.core as mx
 from safetensors import SafetensorError, safe_open
 
 from ..checks import ArtefactError
-from ..common.files import replace_file
+from ..files import replace_file
 
 TYPES = ("F16", "F32")
 

@@ -12,8 +12,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache
 
-from ..common.packed_rows import PackedRows
 from ..methods.table import WHOLE_BUFFERS
+from ..ops.packed_rows import PackedRows
 from .sparse_cache import Full, Run, SparseCache
 from .state import State
 

@@ -7,7 +7,7 @@ from functools import partial
 
 import mlx.core as mx
 
-from ..common.packed_rows import Rows
+from ..ops.packed_rows import Rows
 from ..ops.select import valid_keys
 
 # Rows whose sum is rounded once, and between the states that are kept for longer trims.

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import numpy as np
 
-from ..common import kmeans
 from ..methods import SAAP, registry
+from ..ops import kmeans
 from .saap_router import Router, kmeans_network
 from .state import State
 

@@ -9,7 +9,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from ..checks import ConfigError
-from ..common.shares import BLOCK, Shares
+from .shares import BLOCK, Shares
 from .sparse_cache import SparseCache
 
 

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from ..common.key_codes import GROUP, KeyCodes
-from ..common.packed_rows import PackedRows, Rows
 from ..methods import SparQ
+from ..methods.scoring_keys import GROUP, WORDS, KeyCodes
 from ..ops.key_codes import code_groups, key_spread
+from ..ops.packed_rows import PackedRows, Rows
 from .moments import Moments
 from .state import State
 
@@ -62,7 +62,7 @@ class SparQState(State):
         found: dict[str, Any] = {}
         if isinstance(keys, PackedRows) and config.scores_rows(packed=True):
             self.columns = self.codes = self.keys = None
-            found = {"keys_t": None, "key_bits": 16, "rank": keys.shape[3]}
+            found = {"keys_t": None, "rank": keys.shape[3]}
         elif config.key_bits == 16:
             self.columns, self.codes = self.columns or Columns(), None
             self.columns.extend(keys, S)
@@ -73,9 +73,9 @@ class SparQState(State):
                 weight = self.keys.deviation()
         else:
             codes = self.codes
-            if codes is None or codes.key_bits != config.key_bits:
+            if codes is None:
                 self.columns = self.keys = None
-                codes = self.codes = Codes(config.key_bits, cache.padding, cache.first_rows())
+                codes = self.codes = Codes(cache.padding, cache.first_rows())
             codes.extend(keys, S)
             found["keys_t"] = codes.read(keys, whole=whole)
             if config.component_score == "query_key":
@@ -146,9 +146,8 @@ class Codes:
         centre: float32 ``(B, Hkv, D)`` of the codes (sparq.17), where other keys than these decide it; else None.
     """
 
-    def __init__(self, key_bits: int, padding: mx.array | None, first_rows: list[int]) -> None:
+    def __init__(self, padding: mx.array | None, first_rows: list[int]) -> None:
         """No codes yet, of sequences that begin at ``first_rows``, which ``padding`` has for kernels."""
-        self.key_bits = key_bits
         self.centre: mx.array | None = None
         self.coded: KeyCodes | None = None
         self.covered = 0
@@ -206,11 +205,9 @@ class Codes:
             stop = min(start + PIECE // GROUP, new)
             made = code_groups(
                 keys[sequences, :, first + start * GROUP : first + stop * GROUP],
-                key_bits=self.key_bits,
                 centre=self.coded.centre[sequences] if start else self.centre,
             )
-            per_group = 2 * self.key_bits  # words of 32 bits
-            self.coded.codes[sequences, ..., start * per_group : stop * per_group] = made.codes
+            self.coded.codes[sequences, ..., start * WORDS : stop * WORDS] = made.codes
             self.coded.lo[sequences, ..., start:stop] = made.lo
             self.coded.step[sequences, ..., start:stop] = made.step
             if start == 0:
@@ -224,7 +221,7 @@ class Codes:
         old = self.coded
         if old is None:
             blank = mx.zeros((B, Hkv, D, groups), mx.float16)
-            words = mx.zeros((B, Hkv, D, groups * 2 * self.key_bits), mx.uint32)
+            words = mx.zeros((B, Hkv, D, groups * WORDS), mx.uint32)
             centre = mx.zeros((B, Hkv, D)) if self.centre is None else self.centre
             self.coded = KeyCodes(words, blank, mx.zeros_like(blank), centre)
             return
@@ -243,13 +240,13 @@ class Codes:
             return self.coded
         codes, lo, step, centre = self.coded
         groups = self.covered // GROUP
-        return KeyCodes(codes[..., : groups * 2 * self.key_bits], lo[..., :groups], step[..., :groups], centre)
+        return KeyCodes(codes[..., : groups * WORDS], lo[..., :groups], step[..., :groups], centre)
 
     def spread(self, keys: Rows, S: int) -> mx.array:
         """(sparq.22) over rows ``[0, S)`` of the buffer ``keys``; computed once for each group."""
         if self._spread is not None:
             return self._spread
-        found = key_spread(self.read(keys, whole=False), keys[..., :S, :], self._padding, key_bits=self.key_bits)
+        found = key_spread(self.read(keys, whole=False), keys[..., :S, :], self._padding)
         # The spread of a sequence without a full group changes with every row.
         if _full(S, max(self._first)) > 0:
             self._spread = found

@@ -12,9 +12,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..common.packed_rows import PackedRows, Rows
 from ..methods import Method, Prefill, registry
 from ..methods.table import WHOLE_BUFFERS
+from ..ops.packed_rows import PackedRows, Rows
 from .state import State
 
 # Query heads, their queries, keys, values and further parameters to what is made of them, along axis 1.

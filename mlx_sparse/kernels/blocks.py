@@ -6,9 +6,9 @@ from functools import partial
 
 import mlx.core as mx
 
-from ..common.block_layout import Layout
-from ..common.launch_split import attend_in_pieces
+from ..methods.block_layout import Layout
 from .launch import Kernel, integer, of_one_type, real
+from .launch_split import attend_in_pieces
 
 THREADGROUP_MEMORY = 32 << 10
 

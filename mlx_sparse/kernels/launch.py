@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..common.packed_rows import PackedRows, Rows
+from ..ops.packed_rows import PackedRows, Rows
 
 LANES = 32
 KEPT = 64  # launches of a kind: sizes of layers, in all of which a step has one length

@@ -9,12 +9,12 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..api.call_report import Counts
 from ..cache.kv_cache import SparseBatchKVCache, SparseQuantizedKVCache, adopt, is_padding_mask
 from ..cache.sparse_cache import SparseCache
-from ..common import reasons
-from ..common.call_report import Counts
-from ..common.model_info import leaves
-from ..common.packed_rows import PackedRows, Rows
+from ..methods import reasons
+from ..model_info import leaves
+from ..ops.packed_rows import PackedRows, Rows
 from . import chunks, seam
 from .dense import replace, with_sinks
 from .drafts.phase import Phase, current
@@ -46,7 +46,6 @@ class Call:
         self._drafts = plan.lossless is None or self.phase is Phase.DRAFT  # whether steps may be sparse
         self._planned = plan.decodes and self._drafts
         self._figures: PrefillCounts | None = None
-        self._moved = 0.0  # bytes by formula
         self._steps = 0  # keys of a step of a single query
 
     def __enter__(self) -> Call:
@@ -62,7 +61,6 @@ class Call:
             # The device computes what nothing else asks for; this waits for no more than `PrefillCounts.figures` does.
             counts.counting = None if hooks is None else hooks.submit()
             counts.prefill = None if self._figures is None else self._figures.figures()
-            counts.formula_bytes += round(self._moved)
             plan.report.add(counts)
             if self._steps and plan.watch is not None:
                 watch, plan.watch = plan.watch, None
@@ -116,7 +114,8 @@ class Call:
         S, (fixed, per_key) = cache.position, layer.sparse_bytes
         counts.sparse_calls += 1
         counts.dense_bytes += layer.dense_bytes * (S + 1)  # the new key and value are written
-        self._moved += fixed + per_key * S
+        # Whole bytes of each head, so that the counts of ranks with parts of the heads add up to those of all.
+        counts.formula_bytes += layer.heads * round(fixed + per_key * S)
         if self.hooks is None:
             out, lse = cache.take_step(queries, layer.step, scale)
         else:

@@ -9,9 +9,8 @@ import mlx.core as mx
 
 from ..cache.kv_cache import SparseBatchKVCache
 from ..cache.sparse_cache import SparseCache
-from ..common import reasons
-from ..common.packed_rows import PackedRows, Rows
-from ..methods import registry
+from ..methods import reasons, registry
+from ..ops.packed_rows import PackedRows, Rows
 from .dense import attend_alone, attend_many, attend_packed, many_rows
 from .drafts.phase import Phase
 

@@ -13,30 +13,25 @@ from typing import Any
 
 from ..checks import SparseAttentionError
 from .options import add_options, end
+from .ranks import lost
 from .session import Session
-from .sigterm import exit_now, interrupted_by_sigterm
 
 
 def run(main: Callable[..., Any], command: str) -> Any:
     """Run ``main`` of the mlx-lm command ``command`` with our options added to it."""
     session = Session(command)
     try:
-        with (
-            _options_in_first_parser(session),
-            _enabled_on_load(session, main),
-            _suites(session),
-            interrupted_by_sigterm(session),
-            session.ending(),
-            session.meanwhile,
-        ):
+        with _options_in_first_parser(session), _enabled_on_load(session, main), _suites(session), session.meanwhile:
             return main()
     except SparseAttentionError as error:
         end(command, str(error))
+    except RuntimeError as error:
+        if session.ranks.size == 1 or (line := lost(error)) is None:
+            raise
+        end(command, line)
     finally:
         if session.reports:
             session.print_report()
-        if session.terminated:
-            exit_now()
 
 
 @contextlib.contextmanager

@@ -7,10 +7,10 @@ from typing import Any
 import mlx.core as mx
 
 from ..cache.sparse_cache import SparseCache
-from ..common.packed_rows import Rows
 from ..kernels import attend_rows as metal
 from ..methods import registry
 from ..ops.blocks import after, most
+from ..ops.packed_rows import Rows
 from . import seam
 
 FUSED_HEAD_DIMS = (64, 80, 128)  # for which MLX's kernel for prompts on a GPU holds no scores

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from ..common.block_layout import Layout
+from ..methods.block_layout import Layout
 
 BINS = 1000  # of the histogram of retained mass
 LOW_QUANTILE = 0.01
@@ -48,15 +48,6 @@ class LayerFigures:
             float(np.minimum(self.least, other.least)),  # which keeps NaN
         )
 
-    def beside(self, other: LayerFigures) -> LayerFigures:
-        """The sums of a layer of which the other has further heads: their densities follow, all else is added."""
-        pairs = max(self.pairs, other.pairs)  # differ by a call at most, where a run was cut short
-        kept = tuple(
-            round(count * pairs / layer.pairs) if layer.pairs else 0 for layer in (self, other) for count in layer.kept
-        )
-        summed = replace(self, kept=()) + replace(other, kept=())
-        return replace(summed, pairs=pairs, kept=kept)
-
     @property
     def density(self) -> list[float]:
         return [count / self.pairs for count in self.kept]
@@ -81,18 +72,9 @@ class PrefillFigures:
     histogram: Counter[int] = field(default_factory=Counter)
 
     def __add__(self, other: PrefillFigures) -> PrefillFigures:
-        return self._joined(other, LayerFigures.__add__)
-
-    def beside(self, other: PrefillFigures) -> PrefillFigures:
-        """The figures of a model of whose layers the other has further heads."""
-        return self._joined(other, LayerFigures.beside)
-
-    def _joined(
-        self, other: PrefillFigures, join: Callable[[LayerFigures, LayerFigures], LayerFigures]
-    ) -> PrefillFigures:
         layers = dict(self.layers)
         for index, layer in other.layers.items():
-            layers[index] = join(layers[index], layer) if index in layers else layer
+            layers[index] = layers[index] + layer if index in layers else layer
         return PrefillFigures(
             self.calls + other.calls,
             self.queries + other.queries,

@@ -9,8 +9,7 @@ import mlx.core as mx
 from ..cache.h2o_state import Received
 from ..cache.kv_cache import is_padding_mask
 from ..cache.sparse_cache import SparseCache
-from ..common import reasons
-from ..methods import H2O
+from ..methods import H2O, reasons
 from .hooks import CallHooks, ModelHooks
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..api.call_report import Counting
 from ..cache.sparse_cache import DecodeStep, SparseCache
-from ..common.call_report import Counting
 from ..methods import Method, registry
 
 

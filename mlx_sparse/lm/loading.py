@@ -57,7 +57,7 @@ def refuse_unquantisable(model: Any, form: Mapping[str, int]) -> None:
     import mlx.core as mx
     from mlx_lm.models.cache import make_prompt_cache
 
-    from ..common.model_info import leaves
+    from ..model_info import leaves
 
     caches = make_prompt_cache(model)
     model(mx.zeros((1, 1), mx.int32), cache=caches)  # not evaluated

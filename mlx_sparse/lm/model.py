@@ -11,13 +11,12 @@ from typing import Any, TypeVar
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
+from ..api.call_report import Report
 from ..calibrate import Calibration
 from ..checks import ConfigError
-from ..common import reasons
-from ..common.call_report import Report
-from ..common.model_info import config_of, kv_heads, leaves, model_type
-from ..common.parts import part_of
-from ..methods import METHODS, QK_NORMS, Dense, Method, Prefill, parse, registry
+from ..methods import METHODS, QK_NORMS, Dense, Method, Prefill, parse, reasons, registry
+from ..model_info import config_of, kv_heads, leaves, model_type
+from ..model_parts import part_of
 from . import seam
 from .call import Call, under_plan
 from .drafts import steps

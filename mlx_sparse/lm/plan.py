@@ -9,13 +9,12 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..api.call_report import Counts, Report
 from ..cache.kv_cache import is_padding_mask
 from ..cache.sparse_cache import DecodeStep, SparseCache
 from ..calibrate import Calibration, Layer, describe
-from ..common import reasons
-from ..common.call_report import Counts, Report
-from ..common.packed_rows import PackedRows, Rows
-from ..methods import NEVER, Dense, Method, Prefill, Step, registry
+from ..methods import NEVER, Dense, Method, Prefill, Step, reasons, registry
+from ..ops.packed_rows import PackedRows, Rows
 from .figures import PrefillFigures
 from .hooks import CallHooks, ModelHooks
 
@@ -183,12 +182,11 @@ class Plan:
             reason = reasons.shorter_than(shortest)
         edges = [first + length for first in first_rows for length in (shortest, config.attended + 1)]
         if self.calibration.waits(config, layer):
-            # The next step asks again where another process is measuring.
-            edges.append(max(min(first_rows) + self.calibration.worth_asking(config), S + 1))
+            edges.append(min(first_rows) + self.calibration.worth_asking(config))
         lengths = [S - first for first in first_rows]
-        row = keys.shape[0] * keys.shape[1] * cache.row_bytes
+        heads = keys.shape[0] * keys.shape[1]
         moved, later = (
-            cache.step_bytes(config, position) if hooks is None else hooks.formula_bytes(cache, position)
+            (cache.step_bytes(config, position) if hooks is None else hooks.formula_bytes(cache, position)) // heads
             for position in (S, S + SPAN)
         )
         per_key = (later - moved) / SPAN
@@ -201,7 +199,8 @@ class Plan:
             step=DecodeStep.bind(config, _group(queries, keys), backend),
             served=[b for b, length in enumerate(lengths) if length >= shortest],
             short=[b for b, length in enumerate(lengths) if config.attended < length < shortest],
-            dense_bytes=2 * row,
+            heads=heads,
+            dense_bytes=2 * heads * cache.row_bytes,
             sparse_bytes=(moved - per_key * S, per_key),
         )
 
@@ -218,8 +217,9 @@ class LayerPlan:
         step: the method, bound to its backend and parameters.
         served: sequences that are long enough to be sparse.
         short: sequences for which a sparse step would differ from a dense one and that are too short for it.
+        heads: KV heads of all sequences.
         dense_bytes: bytes of keys and values of one position.
-        sparse_bytes: bytes that a sparse step moves by formula: a constant, and those of each key.
+        sparse_bytes: bytes that a sparse step moves by formula for one of the heads: a constant, and those of each key.
     """
 
     plan: Plan
@@ -230,6 +230,7 @@ class LayerPlan:
     step: DecodeStep
     served: list[int]
     short: list[int]
+    heads: int
     dense_bytes: int
     sparse_bytes: tuple[float, float]
 

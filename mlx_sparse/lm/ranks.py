@@ -1,4 +1,4 @@
-"""The processes that run one model together on MLX's distributed runtime: who they are, and whether they agree."""
+"""The ranks of MLX's distributed runtime that run one command together, and the check that they agree on it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -14,54 +15,63 @@ from typing import Any
 
 from ..checks import ConfigError
 
-# One of these is set where a launcher started the process as one of several: MLX_RANK by mlx.launch for its ring, JACCL
-# and NCCL backends, the other by Open MPI, the only MPI that MLX takes.
+# A launcher sets one of these: mlx.launch MLX_RANK for its ring, JACCL and NCCL backends, Open MPI (the only MPI that
+# MLX takes) the other.
 ENVIRONMENT = ("MLX_RANK", "OMPI_COMM_WORLD_SIZE")
-# Where rank 0 can be reached, as MLX is told: a file of the ring's addresses, JACCL's coordinator, NCCL's.
-ADDRESSES = ("MLX_HOSTFILE", "MLX_JACCL_COORDINATOR", "NCCL_HOST_IP")
-
 PACKAGES = ("mlx-sparse-attention", "mlx", "mlx-lm")
-# Options that may differ: they name what is on one machine, or are said by one rank.
+# Options that may differ between ranks.
 LOCAL = frozenset({"allowed_origins", "host", "log_level", "output_dir", "port", "prompt_cache_file", "verbose"})
-# Options whose value may be a file or a folder, which ranks may have in different places.
+# Options that name a file or folder, which may lie elsewhere on another machine.
 PATHS = frozenset({"adapter_path", "attn_config", "chat_template", "draft_model", "model"})
-# What says which model a folder holds.
+# Files that identify the model in a folder.
 DESCRIPTIONS = ("config.json", "adapter_config.json", "model.safetensors.index.json")
 SHORT = 60  # characters of a text that a message repeats
-MARK = 0x5A11  # begins what is gathered here: another program's numbers do not
+MARK = 0x5A11  # begins every message: the numbers of another program do not
+LOST = re.compile(r"\[(ring|jaccl|mpi|nccl|distributed)\]")  # begins MLX's errors about its connections
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process and those that run the same command with it; rank 0 of 1 where it is alone."""
+    """This process and those that run the same command with it; rank 0 of 1 without a launcher."""
 
     rank: int = 0
     size: int = 1
 
     @classmethod
     def here(cls) -> Ranks:
-        """What the launcher says. MLX's runtime is started, which waits for the other processes, if there is one."""
+        """Start MLX's runtime if there is a launcher. This waits until all ranks have started it.
+
+        Raises:
+            ConfigError: MLX cannot reach a rank.
+        """
         if not any(name in os.environ for name in ENVIRONMENT) or _alone():
             return cls()
         import mlx.core as mx
 
-        group = mx.distributed.init()
+        try:
+            group = mx.distributed.init()
+        except RuntimeError as error:
+            raise ConfigError(f"ranks: expected all of them to start this command, got: {error}.") from None
         return cls(group.rank(), group.size())
 
-    def gather_bytes(self, data: bytes) -> list[bytes]:
-        """What every rank gives, by rank; each of them has to call this.
+    def gather(self, value: Any) -> list[Any]:
+        """Return the value of every rank, plain data for JSON. All ranks call this.
 
         Raises:
-            ConfigError: a rank called something else.
+            ConfigError: a rank runs something else, or has ended.
         """
         if self.size == 1:
-            return [data]
+            return [value]
         import mlx.core as mx
         import numpy as np
 
         def exchange(numbers: mx.array) -> Any:
-            return np.array(mx.distributed.all_gather(numbers[None], stream=mx.cpu))
+            try:
+                return np.array(mx.distributed.all_gather(numbers[None], stream=mx.cpu))
+            except RuntimeError as error:
+                raise ConfigError(lost(error) or str(error)) from None
 
+        data = json.dumps(value).encode()
         heads = exchange(mx.array([MARK, len(data)], mx.int32))
         for rank, (mark, _) in enumerate(heads):
             if mark != MARK:
@@ -71,15 +81,17 @@ class Ranks:
         padded = np.zeros(max(1, int(heads[:, 1].max())), np.uint8)
         padded[: len(data)] = np.frombuffer(data, np.uint8)
         rows = exchange(mx.array(padded))
-        return [row.tobytes()[:length] for row, (_, length) in zip(rows, heads, strict=True)]
+        return [json.loads(row.tobytes()[:length]) for row, (_, length) in zip(rows, heads, strict=True)]
 
-    def gather(self, value: Any) -> list[Any]:
-        """What every rank gives, plain data for JSON, by rank; each of them has to call this."""
-        return [json.loads(data) for data in self.gather_bytes(json.dumps(value).encode())]
+
+def lost(error: RuntimeError) -> str | None:
+    """Return a line about an error with which MLX reports a lost connection; None for other errors."""
+    text = str(error).strip().partition("\n")[0].rstrip(".")
+    return f"ranks: expected all of them to run this command to its end, got: {text}." if LOST.match(text) else None
 
 
 def _alone() -> bool:
-    """Whether `mlx.launch` started a single process: the file of addresses that it then gives is empty."""
+    """Return True if `mlx.launch` started a single process: its file of addresses is empty then."""
     hosts = os.environ.get("MLX_HOSTFILE")
     try:
         return bool(hosts) and not Path(str(hosts)).read_text().strip()
@@ -87,26 +99,11 @@ def _alone() -> bool:
         return False
 
 
-def address_of_first() -> str | None:
-    """The host name or address at which rank 0 can be reached, as far as MLX has been told."""
-    for name in ADDRESSES:
-        told = os.environ.get(name)
-        if told and name == "MLX_HOSTFILE":
-            try:
-                told = json.loads(Path(told).read_text())[0][0]
-            except (OSError, ValueError, LookupError, TypeError):
-                continue
-        if isinstance(told, str) and told:
-            host, colon, port = told.rpartition(":")
-            return host.strip("[]") if colon and port.isdigit() else told
-    return None
-
-
-Facts = dict[str, tuple[str, str]]  # by name: what has to be equal, and how it is shown
+Facts = dict[str, tuple[str, str]]  # by name: the text that has to be equal, and the text that a message shows
 
 
 def facts_of(args: argparse.Namespace, files: Iterable[str]) -> Facts:
-    """What has to be the same on all ranks.
+    """Return what has to be the same on all ranks.
 
     Args:
         args: of the command.
@@ -114,7 +111,7 @@ def facts_of(args: argparse.Namespace, files: Iterable[str]) -> Facts:
     """
     facts: Facts = {name: (version(name),) * 2 for name in PACKAGES}
     options = {name: value for name, value in vars(args).items() if name not in LOCAL and not name.startswith("_")}
-    # What a person would have got wrong first.
+    # The options that differ most often come first.
     for name in sorted(options, key=lambda name: (name != "model", not name.startswith("attn"), name)):
         facts[f"--{name.replace('_', '-')}"] = _fact(options[name], name in PATHS)
     for place, file in enumerate(files):
@@ -123,7 +120,7 @@ def facts_of(args: argparse.Namespace, files: Iterable[str]) -> Facts:
 
 
 def _fact(value: Any, path: bool) -> tuple[str, str]:
-    """What is compared of an option's value, and what is shown."""
+    """Return the text that is compared for an option's value, and the text that a message shows."""
     if value is None:
         return "none", "none"
     if isinstance(value, bool):
@@ -138,7 +135,7 @@ def _fact(value: Any, path: bool) -> tuple[str, str]:
 
 
 def _digest(path: Path) -> str | None:
-    """A digest of a file, or of what describes the model in a folder; None if there is neither."""
+    """Return a digest of a file, or of the files that identify the model in a folder; None without either."""
     found = hashlib.sha256()
     try:
         if path.is_file():
@@ -150,7 +147,7 @@ def _digest(path: Path) -> str | None:
         for file_path in described:
             found.update(file_path.name.encode() + file_path.read_bytes())
         if described and not (path / DESCRIPTIONS[-1]).is_file():
-            # Weights in one file, which nothing lists. Of several, a machine may hold its own part alone.
+            # Weights in one file, which no index lists. Of several files a machine may have its own part alone.
             found.update(str(sorted(file.stat().st_size for file in path.glob("*.safetensors"))).encode())
     except OSError:
         return None
@@ -158,11 +155,11 @@ def _digest(path: Path) -> str | None:
 
 
 def difference(facts: list[Mapping[str, tuple[str, str]] | None], refused: list[bool]) -> str | None:
-    """A line about the first thing that is not the same on all ranks; None if all is.
+    """Return a line about the first fact that is not the same on all ranks, or None.
 
     Args:
         facts: by rank; None where arguments could not be read.
-        refused: by rank, whether its arguments are wrong, about which it has said a line itself.
+        refused: by rank, whether its arguments are wrong. That rank has printed an error of its own.
     """
     known = {rank: of_rank for rank, of_rank in enumerate(facts) if of_rank is not None}
     for name in dict.fromkeys(name for of_rank in known.values() for name in of_rank):
@@ -171,19 +168,19 @@ def difference(facts: list[Mapping[str, tuple[str, str]] | None], refused: list[
             shown: dict[str, list[int]] = {}
             for rank, (_, text) in values.items():
                 shown.setdefault(text, []).append(rank)
-            got = joined([f"{text} on {named(ranks)}" for text, ranks in shown.items()])
+            got = _joined([f"{text} on {_named(ranks)}" for text, ranks in shown.items()])
             return f"{name}: expected the same on all ranks, got {got}."
     if any(refused):
-        ranks = named([rank for rank, wrong in enumerate(refused) if wrong])
+        ranks = _named([rank for rank, wrong in enumerate(refused) if wrong])
         return f"arguments: expected the same on all ranks, got some that {ranks} refused."
     return None
 
 
-def named(ranks: list[int]) -> str:
-    """Ranks in words."""
-    return f"rank{'s' * (len(ranks) > 1)} {joined([str(rank) for rank in ranks])}"
+def _named(ranks: list[int]) -> str:
+    """Return ranks in words."""
+    return f"rank{'s' * (len(ranks) > 1)} {_joined([str(rank) for rank in ranks])}"
 
 
-def joined(parts: list[str]) -> str:
-    """A list in words."""
+def _joined(parts: list[str]) -> str:
+    """Return a list in words."""
     return " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]]))

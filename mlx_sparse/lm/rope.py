@@ -15,7 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..common import reasons
+from ..methods import reasons
 
 RECORDERS = "_mlx_sparse_recorders"
 # A layer calls its rope twice, for queries and keys; some split them.

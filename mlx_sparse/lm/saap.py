@@ -10,15 +10,14 @@ from typing import Any
 import mlx.core as mx
 
 from .. import artefact as artefacts
-from ..cache.saap_router import Router, kmeans_network
+from ..cache.saap_router import Router
 from ..cache.saap_state import BucketIndex, fold, index_of
 from ..cache.sparse_cache import DecodeStep, SparseCache
 from ..checks import ConfigError
-from ..common import reasons
-from ..common.model_info import whole_of
-from ..common.parts import part_of
-from ..common.stats import saap_elements
-from ..methods import SAAP, registry
+from ..methods import SAAP, reasons, registry
+from ..methods.stats import saap_elements
+from ..model_info import whole_of
+from ..model_parts import part_of
 from .figures import BucketCounts, BucketFigures
 from .hooks import CallHooks, ModelHooks
 from .rope import Recorder, Source
@@ -61,13 +60,10 @@ def find_routers(config: SAAP, model: Any) -> dict[int, Router | str]:
         scale = scales[layer]
         if place < config.dense_layers:
             found[layer] = reasons.FIRST_LAYERS
-        elif artefact is not None and artefact.space == "roped":
-            # The baseline that clusters keys as they are cached.
-            found[layer] = _trained(config.mode, artefact, layer, Source(), scale)
         elif isinstance(source, str):
             found[layer] = source
         elif artefact is not None:
-            found[layer] = _trained(config.mode, artefact, layer, source, scale)
+            found[layer] = _trained(artefact, layer, source, scale)
         else:
             found[layer] = source.irreversible or Router(source, scale, config.fitted_buckets)
     return found
@@ -79,17 +75,12 @@ def _attending_before(model: Any) -> int:
     return first if whole is None else sum(shape is not None for shape in whole.shapes[:first])
 
 
-def _trained(mode: str, artefact: artefacts.Artefact, layer: int, source: Source, scale: float) -> Router | str:
+def _trained(artefact: artefacts.Artefact, layer: int, source: Source, scale: float) -> Router | str:
     """The router that the artefact has for a layer, or why there is none."""
     arrays = artefact.layers.get(layer)
     if arrays is None:
         return reasons.NOT_IN_ARTEFACT
-    if mode == "kmeans":
-        network = kmeans_network(arrays.centroids, scale)
-    elif arrays.trained:
-        network = {name: array for name, array in arrays.arrays().items() if name != "centroids"}
-    else:
-        return reasons.NOT_TRAINED
+    network = {name: array for name, array in arrays.arrays().items() if name != "centroids"}
     return Router(source, scale, artefact.buckets, arrays.centroids, network)
 
 

@@ -9,14 +9,12 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
-import os
 import threading
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..common.call_report import Counts, listing
+from ..api.call_report import Counts, listing
 
 if TYPE_CHECKING:
     from .session import Session
@@ -103,7 +101,6 @@ def moved() -> str | None:
     expected = {
         "APIHandler.do_GET": ["self"],
         "APIHandler._set_completion_headers": ["self", "status_code"],
-        "ResponseGenerator._generate": ["self"],
         "ResponseGenerator.generate": ["self", "request", "generation_args", "progress_callback"],
     }
     for name, parameters in expected.items():
@@ -128,7 +125,6 @@ def shown(session: Session) -> Iterator[None]:
     handler_class: Any = server.APIHandler
     requests = Requests(session.calls, session.log)
     generate, get = server.ResponseGenerator.generate, handler_class.do_GET
-    work: Any = server.ResponseGenerator._generate
 
     def ours(generator: Any, *args: Any, **kwargs: Any) -> Any:
         request = requests.begin()
@@ -149,22 +145,8 @@ def shown(session: Session) -> Iterator[None]:
         handler.end_headers()
         handler.wfile.write(body)
 
-    def run(generator: Any) -> None:
-        """The thread that runs the model: without it the server would live on, and so would the other ranks."""
-        try:
-            work(generator)
-        except Exception as error:
-            if session.watch is None:
-                raise
-            if session.watch.leaving or generator._stop:  # it ends in the middle of its work, because others end too
-                return
-            session.watch.end(error, session.last_counts)
-            traceback.print_exc()
-            os._exit(1)
-
     places: list[tuple[Any, str, Any, Any]] = [
         (server.ResponseGenerator, "generate", generate, ours),
-        (server.ResponseGenerator, "_generate", work, run),
         (handler_class, "do_GET", get, do_GET),
     ]
     if session.lossless is not None and hasattr(server.ResponseGenerator, "_is_batchable"):

@@ -1,12 +1,13 @@
-"""One run of a command with ``--attn``: what was asked, the models it loads, what it says."""
+"""One run of a command with ``--attn``: its options, the models that it loads, and its reports."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import functools
+import json
+import logging
 import os
-import socket
 import sys
 import threading
 from collections import Counter
@@ -14,25 +15,34 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..api.call_report import JSON_KEY, Counts, Report, listing
 from ..checks import ConfigError, SparseAttentionError
-from ..common import families
-from ..common.call_report import Counts, Report, listing
 from ..methods import NEVER, Method, Prefill, registry
+from . import unfit_models as families
 from .loading import has_all_weights, loading, refuse_rotating_cache, refuse_unquantisable
 from .options import asked, fail, print_error
 from .ranks import Ranks, difference, facts_of
-from .reporting import Reporting
 
 if TYPE_CHECKING:
     from ..calibrate import Calibration
     from .plan import Plan
 
 
-class Session(Reporting):
-    """One run of a command with ``--attn``."""
+class Session:
+    """One run of a command with ``--attn``.
+
+    Attributes:
+        report_as: text, mass, json or off, as ``--attn-report`` sets.
+        reports: by model and methods.
+        requests: of suites, by kind: the calls they made.
+        ranks: this process among those of the run.
+    """
 
     def __init__(self, command: str) -> None:
-        super().__init__()
+        self.report_as = "text"
+        self.reports: dict[tuple[str, tuple[Method, ...]], Report] = {}
+        self.requests: dict[str, Any] = {}
+        self.ranks = Ranks()
         self.command = command
         self.only_prompts = command.endswith("cache_prompt")
         self.suites = command.endswith("evaluate")
@@ -51,7 +61,6 @@ class Session(Reporting):
         self.loading: str | None = None
         self.loads = self.loads_at_start = 0
         self.loads_part = False  # whether mlx-lm is loading what it will cut
-        self.terminated = False
         self.meanwhile = contextlib.ExitStack()  # what is undone when the command ends
 
     def configure(self, parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -68,7 +77,7 @@ class Session(Reporting):
             configs, calibrates = asked(args)
             quantises = getattr(args, "kv_bits", None) is not None
             if self.shard is not None:
-                self._share(args)
+                self._check_shard(args)
             elif not quantises and self.lossless is None and not any(config.sparse for config in configs):
                 return
             prefill, decode = self._checked(args, configs)
@@ -114,10 +123,8 @@ class Session(Reporting):
             hooks_of(config).check(config)
         return prefill, decode
 
-    def _share(self, args: argparse.Namespace) -> None:
-        """Every process runs the whole command; the first one is heard."""
-        import mlx.core as mx
-
+    def _check_shard(self, args: argparse.Namespace) -> None:
+        """Raise `ConfigError` if other options of the command cannot go with ``--shard``."""
         if getattr(args, "kv_bits", None) is not None:
             raise ConfigError("--shard: expected caches in full precision, got --kv-bits. Drop one.")
         if self.suites or getattr(args, "draft_model", None) is not None:
@@ -125,9 +132,6 @@ class Session(Reporting):
             raise ConfigError(f"--shard: expected one model that all processes run together, got {got}.")
         if getattr(args, "batch_size", 1) > 1:
             raise ConfigError(f"--shard: expected one sequence at a time, got --batch-size {args.batch_size}.")
-        if mx.distributed.init().rank() > 0:
-            nowhere = self.meanwhile.enter_context(Path(os.devnull).open("w"))  # noqa: SIM115
-            self.meanwhile.enter_context(contextlib.redirect_stdout(nowhere))
 
     def save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """mlx-lm's ``save_prompt_cache``."""
@@ -139,73 +143,28 @@ class Session(Reporting):
             return save(original, *args, **kwargs)
 
     def meet(self, parser: argparse.ArgumentParser, args: argparse.Namespace | None, *, refused: bool = False) -> None:
-        """Go on only if all ranks were asked for the same; where methods run, watch the others from here on.
+        """End the program on all ranks unless all run the same command.
 
         Args:
             args: None if they could not be read.
-            refused: this rank has said that they are wrong, and ends.
+            refused: this rank has printed an error about them, and ends.
         """
-        peers, problem = None, None
+        problem = None
         try:
             self.ranks = Ranks.here()
             if self.ranks.size == 1:
                 return
-            from .watch import Door, Watch
-
-            door = Door(self.ranks) if self.configs else None
             files = [config.file for config in self.configs if config.file is not None]
-            told = {
-                "host": socket.gethostname(),
-                "facts": None if args is None else facts_of(args, files),
-                "refused": refused,
-                "door": door and door.told(),
-            }
-            met = self.ranks.gather(told)
-            problem = difference([of_rank["facts"] for of_rank in met], [of_rank["refused"] for of_rank in met])
-            if problem is None and door is not None:
-                peers = door.enter(met[0]["door"])
+            facts = None if args is None else facts_of(args, files)
+            told = self.ranks.gather({"facts": facts, "refused": refused})
+            problem = difference([of_rank["facts"] for of_rank in told], [of_rank["refused"] for of_rank in told])
         except ConfigError as error:
             problem = str(error)
-        except RuntimeError as error:  # of MLX, whose connections are lost where a rank is
-            problem = f"ranks: expected all of them to begin this command, got: {error}"
         if problem is not None and not refused:
             fail(parser, problem)
-        if peers is None:
-            return
-        if not peers:
-            self.say(
-                "the ranks cannot reach one another to watch: one that is lost may leave the others waiting, and the "
-                "report is of rank 0 alone"
-            )
-            return
-        hosts = [of_rank["host"] for of_rank in met]
-        self.watch = Watch(parser.prog, self.ranks, hosts, peers, self.counts_so_far, self.print_at_once)
-        self.watch.start()
-
-    @contextlib.contextmanager
-    def ending(self) -> Iterator[None]:
-        """Tell the other ranks how this one ends, and end it in one line where that is because of another."""
-        try:
-            yield
-        except BaseException as error:
-            if self.watch is not None:
-                try:
-                    self.watch.end(error, self.last_counts)
-                except SystemExit as signalled:
-                    self.watch.end(signalled, self.last_counts)
-                    raise
-            raise
-        if self.watch is not None:
-            self.watch.leave(self.last_counts())
-
-    def leave_at_once(self) -> None:
-        """Say goodbye to the other ranks and print the report, where the main thread may wait for ever."""
-        from .watch import FAREWELL, in_time
-
-        if self.watch is not None:
-            watch = self.watch
-            in_time(lambda: watch.leave(self.counts_so_far()), 3 * FAREWELL)
-        in_time(self.print_at_once)
+        if self.shard is not None and self.ranks.rank:
+            nowhere = self.meanwhile.enter_context(Path(os.devnull).open("w"))  # noqa: SIM115
+            self.meanwhile.enter_context(contextlib.redirect_stdout(nowhere))
 
     def find(self, original: Callable[..., Any], model: str, *args: Any, **kwargs: Any) -> Any:
         """mlx-lm's search for a model, on disk or on the hub."""
@@ -216,7 +175,7 @@ class Session(Reporting):
 
     def load(self, original: Callable[..., Any], model: Path, *args: Any, **kwargs: Any) -> Any:
         """mlx-lm's ``load_model`` with the methods enabled on what it loads."""
-        from ..common.model_info import note_whole
+        from ..model_info import note_whole
 
         with self._ending_the_program():
             with loading(model):
@@ -250,28 +209,24 @@ class Session(Reporting):
         return loaded
 
     def _enable_part(self, model: Any, path: str) -> None:
-        """Enable the methods on this rank's part of a model; all ranks do, or none."""
+        """Enable the methods on this rank's part of a model, on all ranks or on none."""
         from .model import require_served
-        from .rank_reports import numbers_of, total
 
         plan, refusal = None, None
         try:
             plan = self._enable(model, path)
         except SparseAttentionError as error:
             refusal = error
-        met = self.ranks.gather([refusal and str(refusal), plan and numbers_of(plan.report)])
-        refused = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(met) if text is not None]
-        try:
-            if refusal is not None or refused:
-                raise refusal or ConfigError(refused[0])
-            if plan is not None:
-                everywhere = total({rank: numbers for rank, (_, numbers) in enumerate(met)})
-                require_served(everywhere, plan.name)
-                self._say_outlook(plan, everywhere)
-        except SparseAttentionError:
-            if self.watch is not None:
-                self.watch.hush()  # each rank says it
-            raise
+        told = self.ranks.gather([refusal and str(refusal), plan and plan.report.served_layers])
+        if refusal is not None:
+            raise refusal
+        for rank, (text, _) in enumerate(told):
+            if text is not None:
+                raise ConfigError(f"rank {rank}: {text}")
+        if plan is not None:
+            if not any(served for _, served in told):
+                require_served(plan.report, plan.name)
+            self._say_outlook(plan, plan.report)
 
     def _enable(self, model: Any, path: str) -> Plan | None:
         """Enable the methods on a loaded model; one that was loaded before goes on in its report.
@@ -341,10 +296,37 @@ class Session(Reporting):
         except SparseAttentionError as error:
             if self.loads <= self.loads_at_start and threading.current_thread() is not threading.main_thread():
                 print_error(self.command, str(error))
-                if self.watch is not None:
-                    self.watch.fail(str(error))
                 os._exit(2)
             raise
+
+    def speaks(self) -> bool:
+        """Return True if this process prints: of several ranks only the first does."""
+        return self.report_as != "off" and self.ranks.rank == 0
+
+    def say(self, text: str) -> None:
+        """Print a line on standard error."""
+        if self.speaks():
+            print(f"[mlx-sparse] {text}", file=sys.stderr, flush=True)
+
+    def log(self, text: str) -> None:
+        """Write a line to the command's log."""
+        if self.speaks():
+            logging.info(f"[mlx-sparse] {text}")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the reports as plain data for JSON."""
+        reports = {JSON_KEY: [report.as_dict() for report in list(self.reports.values())]}
+        return reports | ({"requests": self.requests} if self.requests else {})
+
+    def print_report(self) -> None:
+        """Print the reports on standard error: standard output is the model's."""
+        if not self.speaks():
+            return
+        if "json" in self.report_as:
+            print(json.dumps(self.as_dict()), file=sys.stderr)
+        else:
+            for report in self.reports.values():
+                print(f"[mlx-sparse] {report}", file=sys.stderr)
 
     def calls(self) -> Counts:
         """The calls of all models so far, with the number of those of prompts; None where prompts stay dense."""

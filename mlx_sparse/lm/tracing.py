@@ -11,8 +11,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..common.model_info import leaves
-from ..common.parts import by_itself
+from ..model_info import leaves
+from ..model_parts import by_itself
 from . import seam
 from .rope import Recorder, Source, find_source
 

@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..checks import ConfigError
-from ..common.block_layout import Layout
+from .block_layout import Layout
 
 if TYPE_CHECKING:
     from typing_extensions import Self

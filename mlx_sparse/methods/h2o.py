@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..checks import check_int, check_local_window
-from ..common import stats
+from . import stats
 from .base import Method
 
 

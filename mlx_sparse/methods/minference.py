@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..checks import check_block_size, check_int
-from ..common.block_layout import MINFERENCE_ROWS, Layout
 from .base import Prefill
+from .block_layout import MINFERENCE_ROWS, Layout
 
 
 @dataclass(frozen=True)

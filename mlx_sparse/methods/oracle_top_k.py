@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..checks import check_choice, check_int, check_local_window
-from ..common import stats
+from ..checks import check_int, check_local_window
+from . import stats
 from .base import Method
 
 
@@ -22,20 +22,17 @@ class OracleTopK(Method):
 
     top_k: int = 128
     local_window: int | None = None
-    group_reduce: str = "softmax"
 
     def __post_init__(self) -> None:
         check_int("top_k", self.top_k, 1)
         check_local_window(self.local_window, self.top_k)
-        check_choice("group_reduce", self.group_reduce, ("softmax", "logits"))
 
     @property
     def attended(self) -> int:
         return self.top_k
 
     def parameters(self, G: int = 1) -> dict[str, Any]:
-        window = check_local_window(self.local_window, self.top_k)
-        return {"top_k": self.top_k, "local_window": window, "group_reduce": self.group_reduce}
+        return {"top_k": self.top_k, "local_window": check_local_window(self.local_window, self.top_k)}
 
     def elements(self, S: int, D: int, buckets: int = 0) -> int:
         return stats.oracle_top_k_elements(S, D, top_k=self.attended)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..checks import check_int
-from ..common import stats
+from . import stats
 from .base import NEVER, Method, Step, share_of
 from .cost import ENOUGH_SAVED
 

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..checks import BackendUnavailable, ConfigError, meant
-from ..common.extras import not_installed
-from ..common.functions import Functions
+from ..extras import not_installed
 from .table import BACKENDS, FOREIGN, FUNCTIONS, HOOKS, STATES
 
 # What the Metal kernels keep in registers and threadgroup memory bounds the head dim and the query rows of a KV head:
@@ -18,12 +17,6 @@ from .table import BACKENDS, FOREIGN, FUNCTIONS, HOOKS, STATES
 METAL_HEAD_DIM, METAL_GROUP, METAL_ROWS = 256, 16, 128
 # These run on the matrix units, in tiles of 16 components and rows of any head.
 MATRIX_FUNCTIONS = frozenset({"sample", "sample_scores", "sample_select", "attend_blocks"})
-
-
-def public_functions(*backends: str) -> list[str]:
-    """Names of the public functions that any of these backends has."""
-    names = [name for name in dir(Functions) if not name.startswith("_")]
-    return [name for name in names if FUNCTIONS.get(name.removesuffix("_attention"), {}).keys() & set(backends)]
 
 
 def unavailable(backend: str) -> str | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..checks import MAX_BUCKETS, ConfigError, check_choice, check_int
-from ..common import stats
+from . import stats
 from .base import NEVER, Method, Step
 from .cost import ENOUGH_SAVED, GATHERED_ROW, ROUTING_HEADS
 
@@ -20,8 +20,8 @@ class SAAP(Method):
 
     Attributes:
         artefact: file of `mlx-sparse train-saap`; the "online" mode has none.
-        mode: who chooses the buckets: the "trained" query networks of the artefact, its centroids ("kmeans"), or
-            centroids fitted on the prompt itself ("online").
+        mode: source of the buckets to visit: the "trained" query networks of the artefact, or centroids that are fitted
+            on the prompt itself ("online").
         probes: buckets visited per KV head and step.
         buckets: how many the "online" mode fits, 256 unless given; otherwise the artefact says.
         sink_tokens: first keys that are always attended.
@@ -55,7 +55,7 @@ class SAAP(Method):
     dense_below: str | int = "auto"
 
     def __post_init__(self) -> None:
-        check_choice("mode", self.mode, ("trained", "kmeans", "online"))
+        check_choice("mode", self.mode, ("trained", "online"))
         if self.mode == "online" and self.artefact is not None:
             raise ConfigError("artefact: expected none with mode=online, got a file. Leave one of them out.")
         if self.artefact is not None and (not isinstance(self.artefact, str) or not self.artefact):
@@ -63,7 +63,7 @@ class SAAP(Method):
         if self.buckets is not None:
             check_int("buckets", self.buckets, 1, MAX_BUCKETS)
             if self.mode != "online":
-                raise ConfigError(f"buckets: expected none with mode={self.mode}, whose artefact says, got one.")
+                raise ConfigError("buckets: expected none with mode=trained, whose artefact says, got one.")
         check_int("probes", self.probes, 1, MAX_BUCKETS)
         if self.mode == "online" and self.probes > self.fitted_buckets:
             raise ConfigError(f"probes: expected at most buckets={self.fitted_buckets}, got {self.probes}.")

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..checks import ConfigError, check_int, check_sample, check_share
-from ..common import reasons
-from ..common.block_layout import Layout
+from . import reasons
 from .base import Prefill, Step, read_value
+from .block_layout import Layout
 from .cost import SAMPLE_PAYS_FROM, SAMPLE_PAYS_UP_TO, SAMPLE_SHARE
 
 

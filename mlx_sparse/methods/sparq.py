@@ -7,13 +7,32 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from ..checks import check_choice, check_int, check_local_window, check_rank
-from ..common import stats
-from ..common.key_codes import KEY_BITS
+from . import stats
 from .base import NEVER, Method, Step, share_of
 from .cost import ENOUGH_SAVED
+from .scoring_keys import KEY_BITS
+
+
+class Selection(NamedTuple):
+    """What the backends select the keys of one decode step by.
+
+    Attributes:
+        component_weight: float32 ``(B, Hkv, D)`` spread of the keys for ``component_score="query_key"``; None for the
+            paper's rule.
+        left_padding: ``(B,)`` int, first valid key of each sequence.
+        keys_t: ``(B, Hkv, D, S)`` component-major keys, or their `KeyCodes`.
+    """
+
+    rank: int
+    top_k: int
+    local_window: int
+    scale: float
+    component_weight: Any = None
+    left_padding: Any = None
+    keys_t: Any = None
 
 
 @dataclass(frozen=True)
@@ -27,13 +46,12 @@ class SparQ(Method):
         reallocate: whether the mean value stands for the attention mass left out; "auto" does so for one query head per
             KV head, and never in models with ``"query_key"``, whose estimate of the attended mass is too low to mix by
             (docs/results/quality.md).
-        group_reduce: what is summed over the query heads of a group: their "softmax" or their "logits".
         component_score: components are ranked by |q| ("query", the paper's) or by |q| times the spread of the keys
             ("query_key"). "auto" is "query_key" for models with q/k-norm, whose channels learn scales of their own, and
             with coded keys, whose ranges have their spread, for those in which query heads share KV heads; otherwise
             "query", with which one query head per KV head mixes in the mean value.
-        key_bits: bits of a component of a key that scores are taken from: 16 (the paper's), 8 or 4. With fewer than 16
-            a coded copy is read instead of the keys, with 4 a quarter of the bytes and of the memory
+        key_bits: bits of a component of a key that scores are taken from: 16 (the paper's) or 4. With 4
+            a coded copy is read instead of the keys, a quarter of the bytes and of the memory
             (docs/spec/sparq.md; what it costs in quality: docs/results/quality.md).
         score: what the keys of a quantised cache (``--kv-bits``) are scored by: all components of its "rows", which
             takes no memory, as who quantises it is short of that; or a "copy", as those of other caches always are
@@ -62,7 +80,6 @@ class SparQ(Method):
     top_k: int = 128
     local_window: int | None = None
     reallocate: str | bool = "auto"
-    group_reduce: str = "softmax"
     component_score: str = "auto"
     key_bits: int = 4
     score: str = "rows"
@@ -75,7 +92,6 @@ class SparQ(Method):
         check_int("top_k", self.top_k, 1)
         check_local_window(self.local_window, self.top_k)
         check_choice("reallocate", self.reallocate, ("auto", True, False))
-        check_choice("group_reduce", self.group_reduce, ("softmax", "logits"))
         check_choice("component_score", self.component_score, ("auto", "query", "query_key"))
         check_choice("key_bits", self.key_bits, KEY_BITS)
         check_choice("score", self.score, ("rows", "copy"))
@@ -110,8 +126,6 @@ class SparQ(Method):
             "top_k": self.top_k,
             "local_window": check_local_window(self.local_window, self.top_k),
             "reallocate": self.reallocates(G),
-            "group_reduce": self.group_reduce,
-            "key_bits": self.key_bits,
         }
 
     @property
@@ -134,7 +148,7 @@ class SparQ(Method):
         packed = step.packed is not None
         by_rows = self.scores_rows(packed=packed)
         coded = self.key_bits < 16 and not by_rows
-        narrow = (packed if by_rows else coded) and self.group_reduce == "softmax" and not self.reallocates(step.G)
+        narrow = (packed if by_rows else coded) and not self.reallocates(step.G)
         scored = self.rank * ((2 * self.key_bits + 1) / 16 if coded else step.itemsize)
         per_key = 2 * step.row_bytes - (step.row_bytes if by_rows else scored) - 2 * (1 if narrow else 4) * step.G
         if per_key <= 0:

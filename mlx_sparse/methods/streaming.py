@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..checks import check_block_size, check_int, check_share
-from ..common import stats
+from . import stats
 from .base import Method, Prefill
 
 

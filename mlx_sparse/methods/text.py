@@ -51,11 +51,18 @@ METHODS: Mapping[str, type[Method]] = {
     )
 }
 
-# Options of earlier versions by method, key and value ("*" is any), and what takes their place.
+# Options of earlier versions by method or command, key and value ("*" is any), and what takes their place.
 REMOVED: Mapping[tuple[str, str, object], str] = {
     ("*", "verify", "*"): "was removed: multi-token calls are dense",
     ("sparq", "preset", "appendix_b"): "was removed: write preset=paper,local_window=0,reallocate=true",
     ("sparq", "preset", "eval"): "was removed: write preset=paper,top_k=129,local_window=33",
+    ("export-onnx", "--dense-below", "auto"): "auto was removed: give a number, or nothing for the documented model",
+    ("export-onnx", "--kv-bits", "*"): "was removed: files have float caches; --dtype float16 takes the least memory",
+    ("export-onnx", "--method", "quest"): "quest was removed: use sparq",
+    ("export-onnx", "--static", "*"): "was removed: run onnxruntime.tools.make_dynamic_shape_fixed on the file",
+    ("*", "group_reduce", "*"): "was removed: scores are summed over the group after the softmax",
+    ("sparq", "key_bits", 8): "was removed: write key_bits=4, or key_bits=16 for the keys as they are",
+    ("saap", "mode", "kmeans"): "was removed: write mode=trained for the networks of the artefact, or mode=online",
 }
 
 
@@ -182,7 +189,8 @@ def _build(name: str, options: Mapping[str, Any], base: Method | None) -> Method
     known = [field.name for field in dataclasses.fields(cls)]
     settings = dict(options)
     for key, value in settings.items():
-        _check_removed(name, key, value)
+        if replacement := removed(name, key, value):
+            raise ConfigError(f"{name}: {key}={value} {replacement}.")
     preset = settings.pop("preset", None)
     if preset is not None and preset not in list(cls.presets):
         listed = ", ".join(cls.presets) or "none"
@@ -195,11 +203,12 @@ def _build(name: str, options: Mapping[str, Any], base: Method | None) -> Method
     return cls(**{**inherited, **cls.presets.get(preset or "", {}), **settings})
 
 
-def _check_removed(name: str, key: str, value: object) -> None:
-    """Raise `ConfigError` for an option of an earlier version, with the option that takes its place."""
-    for (method, old, old_value), replacement in REMOVED.items():
-        if method in ("*", name) and old == key and old_value in ("*", value):
-            raise ConfigError(f"{name}: {key}={value} {replacement}.")
+def removed(name: str, key: str, value: object) -> str | None:
+    """Return what takes the place of an option of an earlier version, None for other options."""
+    for (owner, old, old_value), replacement in REMOVED.items():
+        if owner in ("*", name) and old == key and old_value in ("*", value):
+            return replacement
+    return None
 
 
 def _split_pair(method: str, pair: str) -> tuple[str, Any]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from ..common.packed_rows import PackedRows, Rows
 from .blocks import after, causal_scores, most
+from .packed_rows import PackedRows, Rows
 from .select import take_rows, valid_keys
 
 

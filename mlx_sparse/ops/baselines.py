@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from ..common.packed_rows import Rows
 from .attend import attend_indices, exact_logits, group_queries, softmax_lse
 from .blocks import after, causal_scores, most
+from .packed_rows import Rows
 from .select import take_rows, top_k_select, valid_keys
 
 
@@ -40,14 +40,12 @@ def oracle_top_k_attention(
     *,
     top_k: int,
     local_window: int,
-    group_reduce: str,
     scale: float,
     left_padding: mx.array | None,
 ) -> tuple[mx.array, mx.array]:
     """SparQ's choice made from the exact scores."""
-    logits, weights, _ = exact_weights(queries, keys, scale=scale, left_padding=left_padding)
-    scores = (weights if group_reduce == "softmax" else logits).sum(axis=2)
-    indices = top_k_select(scores, top_k=top_k, local_window=local_window, left_padding=left_padding)
+    weights, _ = exact_weights(queries, keys, scale=scale, left_padding=left_padding)
+    indices = top_k_select(weights.sum(axis=2), top_k=top_k, local_window=local_window, left_padding=left_padding)
     return attend_indices(queries, keys, values, indices, scale=scale)
 
 
@@ -64,7 +62,7 @@ def flexgen_attention(
 
     The second result is the log of the kept mass plus the dense log-sum-exp, so that retained mass reads as elsewhere.
     """
-    _, weights, lse = exact_weights(queries, keys, scale=scale, left_padding=left_padding)
+    weights, lse = exact_weights(queries, keys, scale=scale, left_padding=left_padding)
     indices = top_k_select(weights.sum(axis=2), top_k=top_k, local_window=0, left_padding=left_padding)
     filled = (indices >= 0)[:, :, None, :]
     rows = mx.maximum(indices, 0)
@@ -129,10 +127,9 @@ def h2o_scores(queries: mx.array, keys: Rows, *, scale: float, left_padding: mx.
 
 def exact_weights(
     queries: mx.array, keys: Rows, *, scale: float, left_padding: mx.array | None
-) -> tuple[mx.array, mx.array, mx.array]:
-    """Exact float32 logits and softmax weights ``(B, Hkv, G, S)`` and log-sum-exp ``(B, Hkv, G)`` of one step."""
+) -> tuple[mx.array, mx.array]:
+    """Return exact float32 softmax weights ``(B, Hkv, G, S)`` and log-sum-exp ``(B, Hkv, G)`` of one step."""
     S = keys.shape[2]
     logits = exact_logits(group_queries(queries, keys.shape[1]) * scale, keys)
     valid = None if left_padding is None else valid_keys(S, left_padding)[:, None, None, :]
-    weights, lse = softmax_lse(logits, valid)
-    return logits, weights, lse
+    return softmax_lse(logits, valid)

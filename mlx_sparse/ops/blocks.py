@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from ..common.block_layout import Layout
+from ..methods.block_layout import Layout
 
 Array = npt.NDArray[Any]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from ..common.key_codes import GROUP, LARGEST, KeyCodes
-from ..common.packed_rows import Rows
+from ..methods.scoring_keys import CODE_BITS, GROUP, LARGEST, LARGEST_CODE, WORDS, KeyCodes
+from .packed_rows import Rows
 from .select import take_rows
 
 
-def code_keys(keys: Rows, left_padding: mx.array | None, *, key_bits: int) -> KeyCodes:
+def code_keys(keys: Rows, left_padding: mx.array | None) -> KeyCodes:
     """Code the full groups of each row of ``keys (B, Hkv, S, D)``; 0 behind a row's last.
 
     Args:
@@ -17,24 +17,24 @@ def code_keys(keys: Rows, left_padding: mx.array | None, *, key_bits: int) -> Ke
     """
     keys = keys[:]
     if left_padding is None:
-        return code_groups(keys, key_bits=key_bits)
+        return code_groups(keys)
     S = keys.shape[2]
     rows = mx.minimum(mx.arange(S) + left_padding[:, None], S - 1)
-    coded = code_groups(mx.take_along_axis(keys, rows[:, None, :, None], axis=2), key_bits=key_bits)
+    coded = code_groups(mx.take_along_axis(keys, rows[:, None, :, None], axis=2))
     there = _full_groups(S, left_padding)
     lo, step = (mx.where(there, array, mx.array(0, mx.float16)) for array in (coded.lo, coded.step))
-    words = mx.where(mx.repeat(there, 2 * key_bits, axis=-1), coded.codes, mx.array(0, mx.uint32))
+    words = mx.where(mx.repeat(there, WORDS, axis=-1), coded.codes, mx.array(0, mx.uint32))
     return KeyCodes(words, lo, step, mx.where(there.any(axis=-1), coded.centre, 0))
 
 
-def code_groups(keys: mx.array, *, key_bits: int, centre: mx.array | None = None) -> KeyCodes:
+def code_groups(keys: mx.array, centre: mx.array | None = None) -> KeyCodes:
     """Code the full groups of valid ``keys (B, Hkv, S, D)``, the first of which begins with the first key.
 
     Args:
         centre: float32 ``(B, Hkv, D)`` of the groups before these; None where there are none.
     """
     B, Hkv, S, D = keys.shape
-    groups, largest = S // GROUP, 2**key_bits - 1
+    groups = S // GROUP
     rows = keys[:, :, : groups * GROUP].astype(mx.float32).reshape(B, Hkv, groups, GROUP, D)
     least, most = rows.min(axis=3), rows.max(axis=3)
     if centre is None:
@@ -46,14 +46,14 @@ def code_groups(keys: mx.array, *, key_bits: int, centre: mx.array | None = None
     # (sparq.19)
     odd = ~(mx.isfinite(least) & mx.isfinite(most))
     lo = mx.where(odd, mx.nan, mx.clip(least, -LARGEST, LARGEST)).astype(mx.float16)
-    step = mx.where(odd, mx.nan, mx.minimum((most - least) / largest, LARGEST)).astype(mx.float16)
+    step = mx.where(odd, mx.nan, mx.minimum((most - least) / LARGEST_CODE, LARGEST)).astype(mx.float16)
     # (sparq.20)
     lows, steps = (array.astype(mx.float32)[:, :, :, None] for array in (lo, step))
     code = mx.round((rows - centre[:, :, None, None] - lows) / steps)
-    code = mx.where(steps > 0, mx.clip(code, 0, largest), 0).astype(mx.uint32)
-    per_word = 32 // key_bits
+    code = mx.where(steps > 0, mx.clip(code, 0, LARGEST_CODE), 0).astype(mx.uint32)
+    per_word = 32 // CODE_BITS
     code = code.transpose(0, 1, 4, 2, 3).reshape(B, Hkv, D, groups * GROUP // per_word, per_word)
-    words = (code << (mx.arange(per_word, dtype=mx.uint32) * key_bits)).sum(axis=-1)
+    words = (code << (mx.arange(per_word, dtype=mx.uint32) * CODE_BITS)).sum(axis=-1)
     return KeyCodes(words, lo.swapaxes(-1, -2), step.swapaxes(-1, -2), centre)
 
 
@@ -62,14 +62,14 @@ def _full_groups(S: int, left_padding: mx.array) -> mx.array:
     return (mx.arange(S // GROUP) < (S - left_padding)[:, None] // GROUP)[:, None, None]
 
 
-def key_spread(coded: KeyCodes, keys: Rows, left_padding: mx.array | None, *, key_bits: int) -> mx.array:
+def key_spread(coded: KeyCodes, keys: Rows, left_padding: mx.array | None) -> mx.array:
     """(sparq.22) of each component over the valid ones of ``keys (B, Hkv, S, D)``: float32 ``(B, Hkv, D)``."""
     from .sparq import deviation
 
     S = keys.shape[2]
     if S < GROUP:
         return deviation(keys, left_padding)
-    middle, width = _middles(coded, key_bits)
+    middle, width = _middles(coded)
     if left_padding is None:
         return mx.sqrt(middle.var(axis=-1) + (width**2).mean(axis=-1) / 16)
     there = _full_groups(S, left_padding)
@@ -84,19 +84,19 @@ def key_spread(coded: KeyCodes, keys: Rows, left_padding: mx.array | None, *, ke
     return mx.where(there.any(axis=-1), found, deviation(keys[:, :, last:], left_padding - last))
 
 
-def group_moments(coded: KeyCodes, *, key_bits: int) -> mx.array:
+def group_moments(coded: KeyCodes) -> mx.array:
     """What (sparq.22) takes of some groups, float32 ``(3, B, Hkv, D)``.
 
     They are the mean of the middles, the sum of their squared distances from it, and that of the squared widths.
     """
-    middle, width = _middles(coded, key_bits)
+    middle, width = _middles(coded)
     mean = middle.mean(axis=-1)
     return mx.stack([mean, ((middle - mean[..., None]) ** 2).sum(axis=-1), (width**2).sum(axis=-1)])
 
 
-def _middles(coded: KeyCodes, key_bits: int) -> tuple[mx.array, mx.array]:
+def _middles(coded: KeyCodes) -> tuple[mx.array, mx.array]:
     """Middle and width of each group, as its codes have them: float32 ``(B, Hkv, D, groups)``."""
-    width = coded.step.astype(mx.float32) * (2**key_bits - 1)
+    width = coded.step.astype(mx.float32) * LARGEST_CODE
     return coded.lo.astype(mx.float32) + width / 2, width
 
 
@@ -106,8 +106,6 @@ def approximate_logits(
     keys: Rows,
     coded: KeyCodes,
     left_padding: mx.array | None,
-    *,
-    key_bits: int,
 ) -> mx.array:
     """(sparq.21) without its factor, or with it if the queries have it: float32 ``(B, Hkv, G, S)``.
 
@@ -125,7 +123,7 @@ def approximate_logits(
     if groups == 0:
         return tail
     codes, lo, step = (take_rows(array, components) for array in coded[:3])
-    found = mx.quantized_matmul(queries, codes, step, lo, transpose=False, group_size=GROUP, bits=key_bits)
+    found = mx.quantized_matmul(queries, codes, step, lo, transpose=False, group_size=GROUP, bits=CODE_BITS)
     if left_padding is None:
         return mx.concatenate([found, tail], axis=-1)
     # Codes of a row begin at its first valid key.

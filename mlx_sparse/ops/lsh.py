@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 import mlx.core as mx
 import numpy as np
 
-from ..common.block_select import block_lists
-from ..common.lsh import Span, pieces, sampled, signs
+from ..methods.lsh_spans import Span, pieces, sampled, signs
+from .block_select import block_lists
 from .blocks import after, most
 
 Result = tuple[mx.array, mx.array, mx.array]

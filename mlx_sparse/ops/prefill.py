@@ -5,9 +5,9 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 
-from ..common import block_select
-from ..common.block_layout import MINFERENCE_ROWS, Layout
-from ..common.block_patterns import Pattern, bigbird_pattern, streaming_pattern
+from ..methods.block_layout import MINFERENCE_ROWS, Layout
+from ..methods.block_patterns import Pattern, bigbird_pattern, streaming_pattern
+from . import block_select
 from .blocks import attend_blocks
 from .sample import sample_scores
 

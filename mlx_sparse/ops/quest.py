@@ -6,8 +6,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..common.packed_rows import Rows
 from .attend import attend_indices, group_queries
+from .packed_rows import Rows
 from .select import top_k_select
 
 LARGEST = mx.finfo(mx.float32).max

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from ..common.packed_rows import Rows
+from .packed_rows import Rows
 
 LARGEST = 3.4028234663852886e38  # of float32
 

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..checks import BackendUnavailable, ShapeError, check_qkv, check_shape
-from ..common.stats import Stats, dense_elements
+from ..methods.stats import Stats, dense_elements
 from .select import valid_keys
 
 Array = npt.NDArray[Any]

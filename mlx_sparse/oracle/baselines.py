@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..checks import check_choice, check_decode_step, check_int, check_local_window, check_qkv, check_shape
-from ..common.stats import (
+from ..checks import check_decode_step, check_int, check_local_window, check_qkv, check_shape
+from ..methods.stats import (
     Stats,
     dense_elements,
     flexgen_elements,
@@ -71,7 +71,6 @@ def oracle_top_k_attention(
     *,
     top_k: int = 128,
     local_window: int | None = None,
-    group_reduce: str = "softmax",
     scale: float | None = None,
     left_padding: npt.ArrayLike | None = None,
     backend: str = "auto",
@@ -82,14 +81,12 @@ def oracle_top_k_attention(
     q, k, v = float64(queries), float64(keys), float64(values)
     n = check_qkv(q, k, v)
     check_int("top_k", top_k, 1)
-    check_choice("group_reduce", group_reduce, ("softmax", "logits"))
     window = check_local_window(local_window, top_k)
     if n.L > 1:
         return dense_attention(q, k, v, scale=scale, left_padding=left_padding, return_stats=return_stats)
     scale = n.D**-0.5 if scale is None else scale
-    exact, weights = _exact(q, k, scale, left_padding)
-    scores = (weights if group_reduce == "softmax" else exact).sum(axis=2)
-    indices = top_k_select(scores, top_k=top_k, local_window=window, left_padding=left_padding)
+    _, weights = _exact(q, k, scale, left_padding)
+    indices = top_k_select(weights.sum(axis=2), top_k=top_k, local_window=window, left_padding=left_padding)
     out, lse = attend_indices(q, k, v, indices, scale=scale)
     moved = oracle_top_k_elements(n.S, n.D, top_k=top_k)
     return with_stats(out, lse, (q, k, v), scale, left_padding, moved, top_k, return_stats)

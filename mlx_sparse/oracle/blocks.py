@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..checks import ShapeError, check_block_size, check_qkv
-from ..common.block_layout import Layout
-from ..common.stats import Stats, prefill_elements
+from ..methods.block_layout import Layout
+from ..methods.stats import Stats, prefill_elements
 from .attend import dense_with_lse, float64, logits, retained_mass, softmax_lse, weighted_values
 
 Array = npt.NDArray[Any]

@@ -7,23 +7,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..checks import check_choice
-from ..common.key_codes import GROUP, KEY_BITS, LARGEST, KeyCodes
+from ..methods.scoring_keys import GROUP, LARGEST, LARGEST_CODE, KeyCodes
 from .select import valid_keys
 
 Array = npt.NDArray[Any]
 
 
-def code_keys(keys: npt.ArrayLike, *, key_bits: int, left_padding: npt.ArrayLike | None = None) -> KeyCodes:
-    """Code the full groups of ``keys (B, Hkv, S, D)``; invalid keys may hold anything.
-
-    Raises:
-        ConfigError: ``key_bits`` is neither 8 nor 4.
-    """
-    check_choice("key_bits", key_bits, KEY_BITS[1:])
+def code_keys(keys: npt.ArrayLike, *, left_padding: npt.ArrayLike | None = None) -> KeyCodes:
+    """Code the full groups of ``keys (B, Hkv, S, D)``; invalid keys may hold anything."""
     rows = np.asarray(keys, np.float32)
     B, Hkv, S, D = rows.shape
-    groups, largest = S // GROUP, np.float32(2**key_bits - 1)
+    groups, largest = S // GROUP, np.float32(LARGEST_CODE)
     lo, step = np.zeros((2, B, Hkv, D, groups), np.float16)
     codes, centre = np.zeros((B, Hkv, D, groups * GROUP), np.uint8), np.zeros((B, Hkv, D), np.float32)
     for b, (first, M) in enumerate(coded_groups(B, S, left_padding)):
@@ -45,9 +39,7 @@ def code_keys(keys: npt.ArrayLike, *, key_bits: int, left_padding: npt.ArrayLike
             lows, steps = (array[b, :, :, :M, None].astype(np.float32) for array in (lo, step))
             code = np.where(steps > 0, np.clip(np.rint((x - lows) / steps), np.float32(0), largest), 0)
         codes[b, :, :, : M * GROUP] = code.astype(np.uint8).reshape(Hkv, D, M * GROUP)
-    if key_bits == 4:
-        codes = codes[..., 0::2] | codes[..., 1::2] << 4
-    return KeyCodes(codes, lo, step, centre)
+    return KeyCodes(codes[..., 0::2] | codes[..., 1::2] << 4, lo, step, centre)
 
 
 def coded_groups(B: int, S: int, left_padding: npt.ArrayLike | None) -> list[tuple[int, int]]:
@@ -55,19 +47,15 @@ def coded_groups(B: int, S: int, left_padding: npt.ArrayLike | None) -> list[tup
     return [(S - int(count), int(count) // GROUP) for count in valid_keys(B, S, left_padding).sum(axis=1)]
 
 
-def unpack(codes: Array, *, key_bits: int) -> Array:
+def unpack(codes: Array) -> Array:
     """Codes of single keys ``(..., groups * GROUP)`` uint8."""
-    if key_bits == 8:
-        return codes
     return np.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1)
 
 
-def approximate_keys(
-    keys: Array, coded: KeyCodes, *, key_bits: int, left_padding: npt.ArrayLike | None = None
-) -> Array:
+def approximate_keys(keys: Array, coded: KeyCodes, *, left_padding: npt.ArrayLike | None = None) -> Array:
     """What (sparq.21) takes for ``keys (B, Hkv, S, D)``, in float64: codes for what is coded, else the key itself."""
     lo, step = (np.repeat(array.astype(np.float64), GROUP, axis=-1) for array in (coded.lo, coded.step))
-    decoded = (lo + step * unpack(coded.codes, key_bits=key_bits)).swapaxes(-1, -2)
+    decoded = (lo + step * unpack(coded.codes)).swapaxes(-1, -2)
     found: Array = keys - coded.centre[:, :, None]
     B, _, S, _ = keys.shape
     for b, (first, M) in enumerate(coded_groups(B, S, left_padding)):
@@ -75,14 +63,14 @@ def approximate_keys(
     return found
 
 
-def key_spread(coded: KeyCodes, keys: Array, *, key_bits: int, left_padding: npt.ArrayLike | None = None) -> Array:
+def key_spread(coded: KeyCodes, keys: Array, *, left_padding: npt.ArrayLike | None = None) -> Array:
     """(sparq.22) of each component of ``keys (B, Hkv, S, D)``: float64 ``(B, Hkv, D)``."""
     from .sparq import deviation
 
     B, _, S, _ = keys.shape
     found = deviation(keys, valid_keys(B, S, left_padding))  # of a row without a coded group
     lo = coded.lo.astype(np.float64)
-    width = (2**key_bits - 1) * coded.step.astype(np.float64)
+    width = LARGEST_CODE * coded.step.astype(np.float64)
     middle = lo + width / 2
     for b, (_, M) in enumerate(coded_groups(B, S, left_padding)):
         if M > 0:

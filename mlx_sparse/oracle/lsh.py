@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..checks import check_qkv
-from ..common.block_layout import Layout
-from ..common.lsh import Span, pieces, sampled, signs
+from ..methods.block_layout import Layout
+from ..methods.lsh_spans import Span, pieces, sampled, signs
 from .attend import check_backend, float64, logits, softmax_lse, weighted_values
 from .blocks import block_lists, prefill_stats
 

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..checks import check_block_size, check_int, check_qkv, check_share
-from ..common.block_layout import MINFERENCE_ROWS, Layout
-from ..common.block_patterns import bigbird_pattern, streaming_pattern
+from ..methods.block_layout import MINFERENCE_ROWS, Layout
+from ..methods.block_patterns import bigbird_pattern, streaming_pattern
 from .attend import check_backend, float64
 from .blocks import block_lists, prefill_result
 from .sample import merge, sample_scores

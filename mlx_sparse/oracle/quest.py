@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..checks import check_int, check_qkv, check_shape
-from ..common.stats import quest_elements
+from ..methods.stats import quest_elements
 from .attend import attend_indices, check_backend, dense_attention, float64, with_stats
 from .select import ranked, top_k_select
 

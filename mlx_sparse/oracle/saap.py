@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..checks import check_int, check_qkv, check_saap, check_shape
-from ..common.stats import saap_elements
+from ..methods.stats import saap_elements
 from .attend import attend_indices, check_backend, dense_attention, float64, softmax_lse, with_stats
 from .select import ranked, valid_keys
 

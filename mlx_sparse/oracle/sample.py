@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..checks import check_qkv, check_sample
-from ..common.block_layout import Layout
-from ..common.stats import as_prefill
+from ..methods.block_layout import Layout
+from ..methods.stats import as_prefill
 from .attend import check_backend, dense_attention, float64, logits, softmax_lse
 from .blocks import block_lists, prefill_result
 

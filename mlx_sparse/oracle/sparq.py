@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..checks import check_choice, check_int, check_local_window, check_qkv, check_rank, check_shape
-from ..common.key_codes import KEY_BITS, KeyCodes, check_keys_t
-from ..common.stats import dense_elements, sparq_elements
+from ..methods.scoring_keys import KEY_BITS, KeyCodes, check_keys_t
+from ..methods.stats import dense_elements, sparq_elements
 from .attend import attend_indices, check_backend, dense_attention, float64, softmax_lse, with_stats
 from .key_codes import approximate_keys, code_keys, key_spread
 from .select import ranked, top_k_select, valid_keys
@@ -40,7 +40,6 @@ def sparq_select(
     rank: int = 32,
     top_k: int = 128,
     local_window: int | None = None,
-    group_reduce: str = "softmax",
     component_score: str = "query",
     key_bits: int = 16,
     scale: float | None = None,
@@ -57,9 +56,9 @@ def sparq_select(
     std = deviation(k, valid) if component_score == "query_key" else None
     if key_bits < 16:
         # (sparq.21), (sparq.22) take the place of the keys and of their deviation
-        coded = code_keys(k, key_bits=key_bits, left_padding=left_padding)
-        std = None if std is None else key_spread(coded, k, key_bits=key_bits, left_padding=left_padding)
-        k = approximate_keys(k, coded, key_bits=key_bits, left_padding=left_padding)
+        coded = code_keys(k, left_padding=left_padding)
+        std = None if std is None else key_spread(coded, k, left_padding=left_padding)
+        k = approximate_keys(k, coded, left_padding=left_padding)
     grouped = q.reshape(B, Hkv, G, D)
 
     # (sparq.1) one score per component, shared by the group
@@ -81,7 +80,7 @@ def sparq_select(
 
     # (sparq.4) approximate attention, (sparq.5) summed over the group
     s_hat, _ = softmax_lse(logits, np.broadcast_to(valid[:, None, None, :], logits.shape))
-    scores = (s_hat if group_reduce == "softmax" else logits).sum(axis=2)
+    scores = s_hat.sum(axis=2)
     # (sparq.6) the keys
     window = check_local_window(local_window, top_k)
     indices = top_k_select(scores, top_k=top_k, local_window=window, left_padding=left_padding)
@@ -101,7 +100,6 @@ def sparq_attention(
     top_k: int = 128,
     local_window: int | None = None,
     reallocate: str | bool = "auto",
-    group_reduce: str = "softmax",
     component_score: str = "query",
     key_bits: int = 16,
     scale: float | None = None,
@@ -126,7 +124,6 @@ def sparq_attention(
     check_int("top_k", top_k, 1)
     check_local_window(local_window, top_k)
     check_choice("reallocate", reallocate, ("auto", True, False))
-    check_choice("group_reduce", group_reduce, ("softmax", "logits"))
     check_choice("component_score", component_score, ("query", "query_key"))
     check_shape("left_padding", None if left_padding is None else np.asarray(left_padding), (n.B,))
     check_choice("key_bits", key_bits, KEY_BITS)
@@ -143,7 +140,6 @@ def sparq_attention(
         rank=rank,
         top_k=top_k,
         local_window=local_window,
-        group_reduce=group_reduce,
         component_score=component_score,
         key_bits=key_bits,
         scale=scale,

@@ -11,10 +11,9 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
-from .. import __version__
-from .._boot import CommandFinder
+from .. import __version__, _boot
 from ..checks import SparseAttentionError
-from ..common.extras import NAME, REBUILD, install_hint
+from ..extras import NAME, REBUILD, install_hint
 from ..methods.registry import unavailable
 from ..methods.table import BACKENDS
 from . import environment
@@ -109,7 +108,7 @@ def _seams() -> list[str]:
 
 
 def _hook(problems: list[str]) -> str:
-    if any(isinstance(finder, CommandFinder) for finder in sys.meta_path):
+    if _boot.installed():
         return "the start-up hook is active"
     problems.append(
         "the start-up hook is not active, so mlx_lm.generate knows no --attn: use 'mlx-sparse generate', or reinstall: "

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checks import ConfigError
-from ..common.files import replace_file
+from ..files import replace_file
 
 FORMS = ("md", "json", "jsonl", "csv")
 

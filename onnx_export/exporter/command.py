@@ -8,9 +8,10 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from mlx_sparse.checks import ConfigError, SparseAttentionError, shortened
-from mlx_sparse.common.extras import naming_missing
+from mlx_sparse.checks import SparseAttentionError, shortened
+from mlx_sparse.extras import naming_missing
 from mlx_sparse.methods import NEVER
+from mlx_sparse.methods.text import removed
 
 if TYPE_CHECKING:
     from .export import Exported
@@ -26,7 +27,10 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status. A mistake is one line on standard error and status 2."""
     parser = _parser()
-    args = parser.parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if instead := _removed(given):
+        parser.error(instead)
+    args = parser.parse_args(given)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # what is half written goes, as on Ctrl-C
     try:
         made = _export(args)
@@ -40,8 +44,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, before)
     print(f"{args.out}: {made.method}, {made.max_length} tokens, {made.nbytes / 1e6:,.0f} MB.")
     print(f"Checked on onnxruntime: {made.agreement}.")
-    if made.sparse_from is not None and made.how is not None:
-        print(f"Decode steps are sparse from {made.sparse_from:,} keys on ({made.how}).")
     if made.sparse_from is not None and made.sparse_from >= NEVER:
         print("It decodes densely: no length pays without native kernels. With them give --dense-below.")
     elif made.sparse_from is not None and made.sparse_from > made.max_length:
@@ -61,7 +63,7 @@ def _export(args: argparse.Namespace) -> Exported:
         args.out,
         method=args.method,
         attn_config=args.attn_config,
-        dense_below=None if args.dense_below is None else _keys(args.dense_below),
+        dense_below=args.dense_below,
         max_length=args.max_length,
         dtype=args.dtype,
         compat=args.compat,
@@ -71,11 +73,13 @@ def _export(args: argparse.Namespace) -> Exported:
     )
 
 
-def _keys(text: str) -> str | int:
-    try:
-        return text if text == "auto" else int(text)
-    except ValueError:
-        raise ConfigError(f"--dense-below: expected auto or a number of keys, got {text!r}.") from None
+def _removed(arguments: Sequence[str]) -> str | None:
+    """Return a message for the first option of an earlier version, None if there is none."""
+    words = [part for word in arguments for part in word.split("=", 1)]
+    for option, value in zip(words, [*words[1:], ""], strict=True):
+        if replacement := removed("export-onnx", option, value):
+            return f"{option}: {replacement}."
+    return None
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -103,10 +107,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--dense-below",
+        type=int,
         metavar="N",
-        help="Keys below which decode steps are dense, as dense_below=N in --method; 'auto' measures it on this "
-        "machine with the native kernels of sparq, in at most 10 seconds (default: a rule that holds for all "
-        "machines, as files travel to others).",
+        help="Keys below which decode steps are dense, as dense_below=N in --method (default: the documented model, "
+        "which is the same for all machines, because files travel).",
     )
     parser.add_argument(
         "--max-length",

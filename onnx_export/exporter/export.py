@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shutil
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
@@ -30,9 +27,9 @@ from ..defaults import IN_FILES, SAMPLE_PIECE, lanes_for
 from ..domain import COMPAT, DEFAULT, DOMAIN, SPEC
 from ..runtime import native as kernels
 from ..runtime.genai import ends_of, write_config
-from .calibrate import Calibration, layer_of
 from .decoder import Decoder, Target
 from .families import check_modules, family_of
+from .folder import check_free, emerging
 from .graph import DataFile, Graph
 from .methods import DECODE, sample
 from .verify.compare import Agreement, compare
@@ -69,7 +66,6 @@ class Exported:
         nbytes: size of model.onnx and its data.
         agreement: how well the logits agree with MLX's.
         sparse_from: keys from which decode steps are sparse; None if the method decodes densely.
-        how: where `sparse_from` comes from if this machine was asked; None otherwise.
     """
 
     folder: Path
@@ -78,7 +74,6 @@ class Exported:
     nbytes: int
     agreement: Agreement
     sparse_from: int | None
-    how: str | None
 
 
 def export(
@@ -87,7 +82,7 @@ def export(
     *,
     method: str = "sparq",
     attn_config: str | Path | None = None,
-    dense_below: str | int | None = None,
+    dense_below: int | None = None,
     max_length: int | None = None,
     dtype: str | None = None,
     compat: bool = False,
@@ -102,9 +97,8 @@ def export(
         out: a folder that does not exist or is empty; it appears when everything has been written and verified.
         method: one of `EXPORTED` with [:key=value,...].
         attn_config: TOML file with a table for each method, such as [sparq]; ``method`` wins over it.
-        dense_below: keys below which decode steps are dense, as in ``method``; "auto" times the native kernels on this
-            machine, in at most 10 seconds, or takes what they needed before. By default a rule that holds for
-            all machines, and for bodies too.
+        dense_below: keys below which decode steps are dense, as in ``method``; by default those of the documented
+            model (`defaults`), which are the same for all machines.
         max_length: tokens the caches hold; by default the model's own limit, at most `MAX_LENGTH`.
         dtype: float32, float16 or bfloat16, of caches and unquantised weights; by default the model's. Asked for by
             name, float32 also dequantises.
@@ -117,12 +111,12 @@ def export(
     Raises:
         ConfigError: an argument or the model is not what can be exported.
         ArtefactError: weights that are corrupt, or a file that disagrees with MLX.
-        BackendUnavailable: there are no native kernels here to time, or to check such a file by.
+        BackendUnavailable: the file needs native kernels, and there are none here to check it with.
         OSError: ``out`` cannot be written.
     """
     prompts, config = methods_of(method, attn_config)
     if dense_below is not None:
-        config = _with_dense_below(config, dense_below, lowered=inline)
+        config = _with_dense_below(config, dense_below)
     _check_native(config, native=native, inline=inline)
     if dtype is not None:
         check_choice("--dtype", dtype, tuple(build.TYPES))
@@ -135,15 +129,11 @@ def export(
     check_modules(loaded, dequantise=dtype == "float32")
     length = length_of(settings, max_length)
     decode = DECODE[type(config)].settled(config, loaded)
-    kind, how = dtype or own_type(loaded), None
-    if dense_below == "auto":
-        found = Calibration(decode, lanes=lanes_for(length), max_length=length, say=_say).found(layer_of(loaded, kind))
-        decode, how = decode.sparse_at(int(found.value)), found.how
     target = Target(
         decode,
         max_length=length,
         lanes=lanes_for(length),
-        dtype=kind,
+        dtype=dtype or own_type(loaded),
         dequantise=dtype == "float32",
         genai=genai and not inline,
         prompts=prompts and sample.settled(prompts, length),
@@ -166,40 +156,23 @@ def export(
             bar.update()
             agreement = compare(proto, made, expected, target, lower)
             bar.update()
-    return Exported(folder, target.text, length, nbytes, agreement, target.decode.sparse_from, how)
+    return Exported(folder, target.text, length, nbytes, agreement, target.decode.sparse_from)
 
 
-def _with_dense_below(config: Method, given: str | int, *, lowered: bool) -> Method:
-    """The method for decoding with what ``--dense-below`` says.
-
-    Args:
-        lowered: whether the operators are replaced by their bodies.
+def _with_dense_below(config: Method, given: int) -> Method:
+    """Return the method for decoding with the number of ``--dense-below``.
 
     Raises:
-        ConfigError: it says nothing that can be done.
+        ConfigError: the method has no such setting, or sets another number.
     """
     said = getattr(config, "dense_below", None)
     if said is None:
         raise ConfigError(f"--dense-below: expected none beside a --method that decodes densely, got {given}.")
     if said != "auto":
         raise ConfigError(f"--dense-below: expected none beside dense_below={said} of the method, got {given}.")
-    if given != "auto":
-        check_int("--dense-below", given, 0, MOST)
-        setting: dict[str, Any] = {"dense_below": given}
-        return dataclasses.replace(config, **setting)
-    if lowered:
-        raise ConfigError("--dense-below: expected a number beside --inline, without native kernels, got auto.")
-    if not DECODE[type(config)].timed:
-        raise ConfigError(
-            f"--dense-below: expected a number with {config.name}, whose steps take as long as its buckets are full, "
-            "got auto."
-        )
-    kernels.library_path()  # before anything is loaded
-    return config
-
-
-def _say(text: str) -> None:
-    print(f"[mlx-sparse] {text}", file=sys.stderr, flush=True)
+    check_int("--dense-below", given, 0, MOST)
+    setting: dict[str, Any] = {"dense_below": given}
+    return dataclasses.replace(config, **setting)
 
 
 def _check_native(config: Method, *, native: bool, inline: bool) -> None:
@@ -236,19 +209,6 @@ def methods_of(text: str, attn_config: str | Path | None) -> tuple[Sample | None
     configs = {config.name: config for config in parse(text, base)}
     prompts = cast("Sample | None", configs.pop(Sample.name, None))
     return prompts, next(iter(configs.values()), Dense())
-
-
-def check_free(folder: Path) -> None:
-    """Raise `ConfigError` unless ``folder`` can become the result without loss."""
-    if not folder.exists() and not folder.is_symlink():
-        return
-    if folder.is_symlink() or not folder.is_dir() or any(folder.iterdir()):
-        raise ConfigError(f"-o: expected a folder that is empty or does not exist, got {folder}. Nothing was written.")
-    if folder.is_mount() or folder.samefile(Path.cwd()):
-        raise ConfigError(
-            f"-o: expected a folder that can be replaced, got a mount point or the current folder: {folder}. "
-            "Name a new folder inside it."
-        )
 
 
 def load(model: str) -> tuple[Any, Path, Mapping[str, Any]]:
@@ -304,23 +264,6 @@ def own_type(model: Any) -> str:
     if name not in build.TYPES:
         raise ConfigError(f"--model: expected weights of type {', '.join(build.TYPES)}, got {name}. Give --dtype.")
     return name
-
-
-@contextmanager
-def emerging(folder: Path) -> Iterator[Path]:
-    """A folder beside ``folder`` to write to. It takes the name in one step at the end, or is removed."""
-    missing = [parent for parent in folder.parents if not parent.exists()]
-    made = folder.parent / f".{folder.name}.{os.getpid()}.partial"
-    try:
-        made.mkdir(parents=True)
-        yield made
-        made.rename(folder)  # an empty folder gives way, anything else does not
-    except BaseException:
-        shutil.rmtree(made, ignore_errors=True)
-        for parent in missing:
-            with suppress(OSError):
-                parent.rmdir()
-        raise
 
 
 def _write(

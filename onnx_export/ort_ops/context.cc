@@ -12,6 +12,20 @@ std::string text(const int64_t* lengths, int count) {
   return all + ")";
 }
 
+size_t element_size(ort::ElementType type) {
+  switch (type) {
+    case ort::kUInt8:
+      return 1;
+    case ort::kFloat:
+    case ort::kInt32:
+      return 4;
+    case ort::kInt64:
+      return 8;
+    default:
+      return 2;
+  }
+}
+
 }  // namespace
 
 ort::ElementType element_type(char letter, Type type, Type weights) {
@@ -72,6 +86,10 @@ Tensor Context::input(int index, const char* name, char kind) const {
   tensor.axes = int(axes);
   void* data = nullptr;
   check(api_, ort::GetTensorMutableData::call(api_, const_cast<ort::Value*>(value), &data), name);
+  const size_t size = element_size(found);
+  if (reinterpret_cast<uintptr_t>(data) % size) {
+    fail(name, "data at a multiple of " + std::to_string(size) + " bytes", "other data");
+  }
   tensor.data = data;
   return tensor;
 }

@@ -11,6 +11,7 @@ from typing import Any
 import onnx
 
 from mlx_sparse.checks import ArtefactError
+from mlx_sparse.files import replace_file
 
 from ..defaults import PIECE
 from ..operators import RECURRENT
@@ -105,14 +106,11 @@ def add_native_library(folder: Path) -> Path:
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise ArtefactError(f"folder: expected one with {CONFIG}, as export-onnx writes it, got {folder}.") from None
     copy = folder / source.name
-    partial = copy.with_name(copy.name + ".partial")
-    shutil.copyfile(source, partial)
-    partial.replace(copy)
+    replace_file(copy, lambda new: shutil.copyfile(source, new))
     _write(folder, found)
     return copy
 
 
 def _write(folder: Path, content: Mapping[str, Any]) -> None:
-    partial = folder / (CONFIG + ".partial")
-    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    partial.replace(folder / CONFIG)
+    text = json.dumps(content, indent=2) + "\n"
+    replace_file(folder / CONFIG, lambda new: new.write_text(text, encoding="utf-8"))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from mlx_sparse import __version__
 from mlx_sparse.checks import BackendUnavailable, check_choice
-from mlx_sparse.common.extras import build_hint
+from mlx_sparse.extras import build_hint
 
 from ..domain import SPEC
 

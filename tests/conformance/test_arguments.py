@@ -55,7 +55,6 @@ BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("sparq_attention", {"top_k": -3}, ConfigError, "top_k: expected an integer of at least 1, got -3"),
     ("sparq_attention", {"local_window": 200}, ConfigError, "local_window: expected at most top_k=128"),
     ("sparq_attention", {"reallocate": "yes"}, ConfigError, "reallocate: expected one of auto, true, false"),
-    ("sparq_attention", {"group_reduce": "max"}, ConfigError, "group_reduce: expected one of softmax, logits"),
     ("sparq_attention", {"component_score": "key"}, ConfigError, "component_score: expected one of query, query_key"),
     ("sparq_attention", {"keys_t": f32(1, 2, 50, 64)}, ShapeError, "keys_t: expected shape"),
     ("sparq_attention", {"value_mean": f32(1, 2)}, ShapeError, "value_mean: expected shape"),

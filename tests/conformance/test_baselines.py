@@ -16,8 +16,8 @@ from spoiled import SIZES, Spoiled, SpoiledPrompt, assert_shows
 
 import mlx_sparse
 from mlx_sparse import oracle
-from mlx_sparse.common import kmeans
 from mlx_sparse.methods import registry
+from mlx_sparse.ops import kmeans
 
 OPS = ADAPTERS["ops"]
 DECODE: dict[str, dict[str, Any]] = {

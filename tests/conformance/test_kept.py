@@ -4,8 +4,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_sparse.common import block_select
-from mlx_sparse.common.block_layout import Layout
+from mlx_sparse.methods.block_layout import Layout
+from mlx_sparse.ops import block_select
 from mlx_sparse.oracle import blocks as oracle_blocks
 from mlx_sparse.oracle import prefill as oracle_prefill
 from mlx_sparse.oracle import sample as oracle_sample

@@ -23,15 +23,13 @@ from cases import (
 
 import mlx_sparse
 from mlx_sparse import ConfigError, ShapeError, oracle
-from mlx_sparse.common.key_codes import GROUP, KeyCodes
+from mlx_sparse.methods.scoring_keys import GROUP, KeyCodes
 from mlx_sparse.methods.table import FUNCTIONS
 from mlx_sparse.oracle.key_codes import approximate_keys, unpack
 
 NODES = ("ort",)  # of exported files, which have no body
 CODING = [name for name in having("code_keys") if name in (*FUNCTIONS["code_keys"], *NODES)]
 NARROWS = ("metal", "triton")  # they hold scores in 8 bits
-
-by_bits = pytest.mark.parametrize("key_bits", [4])
 
 
 class OddKeys(Case):
@@ -66,22 +64,20 @@ def by_backend_and_case(*more: Case) -> Any:
     return pytest.mark.parametrize(("backend", "case"), pairs, ids=ids, indirect=["backend"])
 
 
-@by_bits
 @by_backend_and_case(*ODD)
-def test_the_codes_are_the_oracles_to_the_last_bit(backend: Any, case: Case, key_bits: int) -> None:
-    wanted = oracle.code_keys(case.inputs()[1], key_bits=key_bits, left_padding=case.padding)
-    for name, found, array in zip(KeyCodes._fields, backend.code_keys(case, key_bits), wanted, strict=True):
+def test_the_codes_are_the_oracles_to_the_last_bit(backend: Any, case: Case) -> None:
+    wanted = oracle.code_keys(case.inputs()[1], left_padding=case.padding)
+    for name, found, array in zip(KeyCodes._fields, backend.code_keys(case), wanted, strict=True):
         np.testing.assert_array_equal(found, array, err_msg=name)
 
 
-@by_bits
 @pytest.mark.parametrize("backend", CODING, indirect=True)
-def test_a_padded_row_is_coded_as_it_is_alone(backend: Any, key_bits: int) -> None:
+def test_a_padded_row_is_coded_as_it_is_alone(backend: Any) -> None:
     padding = (0, 1, 37, 64, 150, 200)
     case = Case(len(padding), 4, 2, 213, 64, "f16", padding)
-    found, keys = backend.code_keys(case, key_bits), case.inputs()[1]
+    found, keys = backend.code_keys(case), case.inputs()[1]
     for b, first in enumerate(padding):
-        alone = oracle.code_keys(keys[b : b + 1, :, first:], key_bits=key_bits)
+        alone = oracle.code_keys(keys[b : b + 1, :, first:])
         for name, array, wanted in zip(KeyCodes._fields, found, alone, strict=True):
             kept = array[b] if name == "centre" else array[b][..., : wanted.shape[-1]]
             np.testing.assert_array_equal(kept, wanted[0], err_msg=name)
@@ -147,35 +143,34 @@ def expected_from(choice: Array, wanted: Any, case: Case, params: dict[str, Any]
 # --- The oracle -------------------------------------------------------------------------------------------------------
 
 
-@by_bits
-def test_a_coded_key_is_within_half_a_step_of_the_key(key_bits: int) -> None:
+def test_a_coded_key_is_within_half_a_step_of_the_key() -> None:
     keys = Case(2, 4, 2, 200, 64, "f16").inputs()[1]
-    coded = oracle.code_keys(keys, key_bits=key_bits)
-    near = approximate_keys(keys.astype(np.float64), coded, key_bits=key_bits) + coded.centre[:, :, None]
+    coded = oracle.code_keys(keys)
+    near = approximate_keys(keys.astype(np.float64), coded) + coded.centre[:, :, None]
     step = np.repeat(coded.step.astype(np.float64), GROUP, axis=-1).swapaxes(-1, -2)
     # lo and step are rounded to float16 themselves: by half a unit in the last of 11 bits, of at most 8.
-    assert (np.abs(near - keys)[:, :, :192] <= step * (0.5 + 2**-11 * 2**key_bits) + 8 * 2**-11).all()
+    assert (np.abs(near - keys)[:, :, :192] <= step * (0.5 + 2**-11 * 2**4) + 8 * 2**-11).all()
     np.testing.assert_allclose(near[:, :, 192:], keys[:, :, 192:], atol=1e-6)
 
 
 def test_codes_are_packed_lowest_bits_first() -> None:
     keys = np.zeros((1, 1, GROUP, 8), np.float32)
     keys[0, 0, :, 0] = np.arange(GROUP) % 16
-    codes = oracle.code_keys(keys, key_bits=4).codes
+    codes = oracle.code_keys(keys).codes
     np.testing.assert_array_equal(codes[0, 0, 0, :8], [0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE])
-    np.testing.assert_array_equal(unpack(codes, key_bits=4)[0, 0, 0], np.arange(GROUP) % 16)
+    np.testing.assert_array_equal(unpack(codes)[0, 0, 0], np.arange(GROUP) % 16)
 
 
 def test_codes_of_enough_bits_choose_what_the_keys_would() -> None:
     """Keys that are whole numbers of steps are coded exactly."""
     rng = np.random.default_rng(0)
-    keys = rng.integers(0, 256, (1, 2, 256, 32)).astype(np.float64)
-    keys[:, :, ::GROUP], keys[:, :, 1::GROUP] = 0, 255
+    keys = rng.integers(0, 16, (1, 2, 256, 32)).astype(np.float64)
+    keys[:, :, ::GROUP], keys[:, :, 1::GROUP] = 0, 15
     queries = rng.normal(size=(1, 8, 1, 32)) / 100
     for score in ("query", "query_key"):
         kept = [
             oracle.sparq_select(queries, keys, rank=32, top_k=20, component_score=score, key_bits=bits).indices
-            for bits in (16, 8)
+            for bits in (16, 4)
         ]
         np.testing.assert_array_equal(*kept)
 
@@ -197,12 +192,11 @@ def test_a_key_that_is_not_finite_is_chosen_with_its_group() -> None:
     np.testing.assert_array_equal(chosen[..., :GROUP], np.broadcast_to(np.arange(192, 256), (1, 2, GROUP)))
 
 
-@by_bits
-def test_the_spread_orders_components_as_the_deviation_does(key_bits: int) -> None:
+def test_the_spread_orders_components_as_the_deviation_does() -> None:
     """It is some 1.2 times as large for normal keys: a factor of all components changes no order."""
     k = Case(1, 2, 2, 1024, 64, "f32").inputs()[1].astype(np.float64) * np.geomspace(1e-3, 1e3, 64)
-    coded = oracle.code_keys(k, key_bits=key_bits)
-    found = oracle.key_spread(coded, k, key_bits=key_bits)
+    coded = oracle.code_keys(k)
+    found = oracle.key_spread(coded, k)
     np.testing.assert_allclose(found, 1.2 * k.std(axis=2), rtol=0.2)
 
 
@@ -212,11 +206,15 @@ def test_the_spread_orders_components_as_the_deviation_does(key_bits: int) -> No
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        ({"key_bits": 5}, ConfigError, "key_bits: expected one of 16, 8, 4, got 5."),
-        ({"key_bits": True}, ConfigError, "key_bits: expected one of 16, 8, 4, got True."),
+        ({"key_bits": 5}, ConfigError, "key_bits: expected one of 16, 4, got 5."),
+        ({"key_bits": True}, ConfigError, "key_bits: expected one of 16, 4, got True."),
         ({"key_bits": 4, "keys_t": "columns"}, ConfigError, "keys_t: expected KeyCodes with key_bits=4, got array."),
-        ({"key_bits": 16, "keys_t": 4}, ConfigError, "keys_t: expected an array (B, Hkv, D, S) with key_bits=16"),
-        ({"key_bits": 4, "keys_t": 8}, ShapeError, "keys_t.codes: expected shape (1, 2, 64, 24), got (1, 2, 64, 48)."),
+        ({"key_bits": 16, "keys_t": "codes"}, ConfigError, "keys_t: expected an array (B, Hkv, D, S) with key_bits=16"),
+        (
+            {"key_bits": 4, "keys_t": "short"},
+            ShapeError,
+            "keys_t.codes: expected shape (1, 2, 64, 24), got (1, 2, 64, 16).",
+        ),
     ],
 )
 def test_codes_that_do_not_fit_are_refused(given: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -226,8 +224,8 @@ def test_codes_that_do_not_fit_are_refused(given: dict[str, Any], error: type[Ex
     if given.get("keys_t") == "columns":
         given = {**given, "keys_t": k.swapaxes(-1, -2)}
     elif "keys_t" in given:
-        bits = given["keys_t"] if given["key_bits"] < 16 else 4
-        given = {**given, "keys_t": mlx_sparse.code_keys(k, key_bits=bits, backend="ops")}
+        keys = k[:, :, :128] if given["keys_t"] == "short" else k
+        given = {**given, "keys_t": mlx_sparse.code_keys(keys, backend="ops")}
     with pytest.raises(error, match=re.escape(message)):
         mlx_sparse.sparq_attention(q, k, v, top_k=32, backend="ops", **given)
 

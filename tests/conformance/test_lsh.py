@@ -15,8 +15,8 @@ from tiny_models import build, prompt_of
 
 import mlx_sparse
 from mlx_sparse import ConfigError, oracle
-from mlx_sparse.common.lsh import pieces, sampled, signs
 from mlx_sparse.methods import METHODS, registry
+from mlx_sparse.methods.lsh_spans import pieces, sampled, signs
 
 HYPER = {"bucket_size": 16, "sampled_keys": 8, "hash_bits": 3, "exact_rows": 32}
 SETTINGS: dict[str, dict[str, Any]] = {"hash_sparse": {"buckets": 8}, "hyperattention": HYPER}

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from mlx_sparse.common import stats
+from mlx_sparse.methods import stats
 from mlx_sparse.oracle import (
     attend_indices,
     dense_attention,
@@ -145,15 +145,10 @@ GQA_KEYS = np.array([[1, 10], [20, 2]], dtype=np.float64).reshape(1, 2, 1, 2)
 GQA_LOGITS = np.array([1, -20, 6, 80]) / np.sqrt(np.array([1 / 11, 20 / 22, 3 / 33, 40 / 44]) * 2)
 
 
-def test_sparse_q_gqa_group_sums_of_the_approximate_logits() -> None:
-    scores = sparq_select(GQA_QUERIES, GQA_KEYS, rank=1, top_k=1, group_reduce="logits").scores
-    np.testing.assert_allclose(scores[0, :, 0], GQA_LOGITS.reshape(2, 2).sum(axis=1), rtol=8 * EPS)
-
-
 def test_sparse_q_gqa_logit_of_every_query_head() -> None:
     # Beside a key with logit 0, alpha of the chosen key is the logistic function of the difference.
     keys = np.concatenate([GQA_KEYS, np.zeros_like(GQA_KEYS)], axis=2)
-    choice = sparq_select(GQA_QUERIES, keys, rank=1, top_k=1, local_window=0, group_reduce="logits")
+    choice = sparq_select(GQA_QUERIES, keys, rank=1, top_k=1, local_window=0)
     sign = np.where(choice.indices[0, :, 0] == 0, 1, -1).repeat(2)
     np.testing.assert_allclose(choice.alpha[0], 1 / (1 + np.exp(-sign * GQA_LOGITS)), rtol=64 * EPS)
 
@@ -234,7 +229,7 @@ def test_ann_module_with_padded_keys_1e9_and_padded_values_inf(reallocate: bool)
     keys[np.broadcast_to(padded[:, None], (3, 5, 7))] = 1e9
     values[np.broadcast_to(padded[:, None], (3, 5, 7))] = np.inf
     # k=3 and local_k=1 of the authors: 4 keys, 2 of them local
-    choice = {"rank": 6, "top_k": 4, "local_window": 2, "group_reduce": "logits", "left_padding": padding}
+    choice = {"rank": 6, "top_k": 4, "local_window": 2, "left_padding": padding}
     out = sparq_attention(queries, keys, values, reallocate=reallocate, **choice)
     assert np.isfinite(out).all()
     selection = sparq_select(queries, keys, **choice)

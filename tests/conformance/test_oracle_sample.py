@@ -11,7 +11,7 @@ from naive import EPS, Array, dot, softmax
 from sample_cases import SAMPLE_CASES, SampleCase, attended, selection
 
 from mlx_sparse import ConfigError, ShapeError, oracle
-from mlx_sparse.common.block_layout import Layout
+from mlx_sparse.methods.block_layout import Layout
 
 Row = list[float]
 by_case = pytest.mark.parametrize("case", SAMPLE_CASES, ids=str)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from naive import EPS, Array, Row, appendix_b, apply, argtopk, assert_same, evaluation, every_method, make, paper
+from naive import EPS, Array, Row, appendix_b, apply, argtopk, assert_same, every_method, make, paper
 
 from mlx_sparse.methods import SparQ, parse
 from mlx_sparse.oracle import (
@@ -25,7 +25,6 @@ from mlx_sparse.oracle import (
 READINGS: dict[str, tuple[Callable[..., list[Row]], dict[str, Any]]] = {
     "paper": (paper, {}),
     "appendix_b": (appendix_b, {"reallocate": True}),
-    "eval": (evaluation, {"group_reduce": "logits"}),
 }
 
 
@@ -50,7 +49,7 @@ def test_the_preset_of_the_paper_is_its_reading() -> None:
     config = parse("sparq:preset=paper")[0]
     assert isinstance(config, SparQ)
     qkv = make(G=3, S=200, D=64)
-    choice = {name: getattr(config, name) for name in ("rank", "top_k", "local_window", "reallocate", "group_reduce")}
+    choice = {name: getattr(config, name) for name in ("rank", "top_k", "local_window", "reallocate")}
     out = sparq_attention(*qkv, component_score=config.component_score, **choice)
     window = config.top_k // 4 if config.local_window is None else config.local_window
     assert_same(out, apply(paper, qkv, [0], config.rank, config.top_k, window), qkv[1])
@@ -81,11 +80,10 @@ def test_no_more_keys_than_top_k_leaves_the_value_mean_alone() -> None:
 
 
 @pytest.mark.parametrize("G", [1, 4])
-@pytest.mark.parametrize("group_reduce", ["softmax", "logits"])
 @pytest.mark.parametrize("component_score", ["query", "query_key"])
-def test_all_components_choose_as_the_exact_scores(G: int, group_reduce: str, component_score: str) -> None:
+def test_all_components_choose_as_the_exact_scores(G: int, component_score: str) -> None:
     qkv = make(G=G)
-    choice = {"top_k": 12, "local_window": 3, "group_reduce": group_reduce}
+    choice = {"top_k": 12, "local_window": 3}
     out = sparq_attention(*qkv, rank=16, reallocate=False, component_score=component_score, **choice)
     assert_same(out, oracle_top_k_attention(*qkv, **choice), qkv[1])
 
@@ -129,11 +127,10 @@ def test_scaled_values_scale_the_output(reallocate: bool) -> None:
     assert_same(sparq_attention(q, k, -8 * v, **choice), -8 * sparq_attention(q, k, v, **choice), k)
 
 
-@pytest.mark.parametrize("group_reduce", ["softmax", "logits"])
 @pytest.mark.parametrize("component_score", ["query", "query_key"])
-def test_a_group_of_equal_heads_chooses_as_one_head(group_reduce: str, component_score: str) -> None:
+def test_a_group_of_equal_heads_chooses_as_one_head(component_score: str) -> None:
     q, k, _ = make(G=1)
-    choice = {"rank": 4, "top_k": 9, "group_reduce": group_reduce, "component_score": component_score}
+    choice = {"rank": 4, "top_k": 9, "component_score": component_score}
     grouped, single = sparq_select(q.repeat(4, axis=1), k, **choice), sparq_select(q, k, **choice)
     assert (grouped.indices == single.indices).all()
     assert_same(grouped.alpha, single.alpha.repeat(4, axis=1), k)
@@ -209,10 +206,9 @@ def rescale(q: Array, k: Array) -> tuple[Array, Array]:
 
 
 @pytest.mark.parametrize("G", [1, 4])
-@pytest.mark.parametrize("group_reduce", ["softmax", "logits"])
-def test_query_key_ignores_a_rescaling_of_channels(G: int, group_reduce: str) -> None:
+def test_query_key_ignores_a_rescaling_of_channels(G: int) -> None:
     q, k, v = make(G=G)
-    choice = {"rank": 4, "top_k": 9, "component_score": "query_key", "group_reduce": group_reduce}
+    choice = {"rank": 4, "top_k": 9, "component_score": "query_key"}
     q2, k2 = rescale(q, k)
     assert_same(dense_attention(q2, k2, v), dense_attention(q, k, v), k)
     before, after = sparq_select(q, k, **choice), sparq_select(q2, k2, **choice)
@@ -247,10 +243,11 @@ def test_query_key_ranks_components_by_the_deviation_of_the_keys() -> None:
 def test_query_key_logits_carry_no_coverage_factor() -> None:
     q, k, _ = make()
     grouped, spread = q[0, :, 0], k[0].std(axis=1)
-    logits = sparq_select(q, k, rank=3, top_k=9, component_score="query_key", group_reduce="logits").scores[0]
+    weights = sparq_select(q, k, rank=3, top_k=9, component_score="query_key").s_hat[0]
     for h in range(2):
         i1 = argtopk((np.abs(grouped[h]) * spread[h]).tolist(), 3)
-        np.testing.assert_allclose(logits[h], k[0, h][:, i1] @ grouped[h, i1] / 4, atol=16 * EPS)
+        expected = np.exp(k[0, h][:, i1] @ grouped[h, i1] / 4)
+        np.testing.assert_allclose(weights[h], expected / expected.sum(), atol=16 * EPS)
 
 
 def test_local_keys_are_forced_in_where_adding_1_to_the_group_sum_loses_them() -> None:

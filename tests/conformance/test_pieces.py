@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_sparse.common import launch_split
-from mlx_sparse.common.block_layout import Layout
+from mlx_sparse.kernels import launch_split
+from mlx_sparse.methods.block_layout import Layout
 from mlx_sparse.ops import blocks as ops
 
 SIZES = {

@@ -21,7 +21,7 @@ from sample_cases import (
 )
 
 from mlx_sparse import oracle
-from mlx_sparse.common.block_layout import MINFERENCE_ROWS
+from mlx_sparse.methods.block_layout import MINFERENCE_ROWS
 
 MOST_KEYS = 520  # of what the reference evaluator is given: it is slow
 MOST_SCORES = 500_000  # of what Triton's interpreter is given: a few cases would take it a minute

@@ -21,9 +21,9 @@ import mlx_sparse
 from mlx_sparse import oracle
 from mlx_sparse.cache.kv_cache import adopt
 from mlx_sparse.cache.sparse_cache import SparseCache
-from mlx_sparse.common.stats import quest_elements
 from mlx_sparse.methods import parse, registry, table
 from mlx_sparse.methods.quest import Quest
+from mlx_sparse.methods.stats import quest_elements
 from mlx_sparse.tools.evaluate.budget import settle, transfers
 
 BACKENDS = [name for name in ADAPTERS if name in table.FUNCTIONS["quest"]]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mlx_sparse import oracle
-from mlx_sparse.common.block_layout import Layout
+from mlx_sparse.methods.block_layout import Layout
 from mlx_sparse.tools.train import run
 from mlx_sparse.tools.train.train import Training
 

@@ -11,8 +11,7 @@ from saap_artefacts import BUCKETS, write_artefact
 from tiny_models import build
 
 from mlx_sparse import ConfigError
-from mlx_sparse.common import stats
-from mlx_sparse.methods import parse
+from mlx_sparse.methods import parse, stats
 from mlx_sparse.tools.evaluate.budget import OutOfReach, read_budget, settle, transfers
 from mlx_sparse.tools.evaluate.variants import Arm, arms_of, read_methods
 

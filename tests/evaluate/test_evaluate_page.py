@@ -35,8 +35,8 @@ from tiny_models import build
 
 import mlx_sparse
 from mlx_sparse import cli
-from mlx_sparse.common.extras import install_hint
-from mlx_sparse.common.model_info import weights_hash
+from mlx_sparse.extras import install_hint
+from mlx_sparse.model_info import weights_hash
 from mlx_sparse.tools.evaluate import report
 from mlx_sparse.tools.evaluate.journal import as_json, from_json
 from mlx_sparse.tools.evaluate.metadata import Facts, TextFacts, run_facts

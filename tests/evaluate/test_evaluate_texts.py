@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mlx_sparse.checks import ArtefactError, ConfigError
-from mlx_sparse.common.files import cache_directory
+from mlx_sparse.files import cache_directory
 from mlx_sparse.tools.evaluate import texts
 from mlx_sparse.tools.evaluate.texts import gutenberg, read
 

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 
 from mlx_sparse.checks import ArtefactError, BackendUnavailable, ConfigError
 from mlx_sparse.cli import main
-from mlx_sparse.common.extras import install_hint
+from mlx_sparse.extras import install_hint
 from mlx_sparse.tools.assets import gemma3, models
 from mlx_sparse.tools.assets.store import file_hash
 

@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm import generate, load
 
-from mlx_sparse.common.files import cache_directory
+from mlx_sparse.files import cache_directory
 from mlx_sparse.lm import sparse
 from mlx_sparse.tools.assets import gemma3
 from mlx_sparse.tools.assets.models import find_model

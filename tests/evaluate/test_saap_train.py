@@ -15,7 +15,7 @@ from commands import Killed, Progress
 from mlx_sparse import oracle
 from mlx_sparse.artefact import Layer
 from mlx_sparse.checks import ArtefactError, ConfigError
-from mlx_sparse.common import kmeans
+from mlx_sparse.ops import kmeans
 from mlx_sparse.tools.train import network
 from mlx_sparse.tools.train.clusters import POINTS, fit_centroids
 from mlx_sparse.tools.train.layers import losses
@@ -312,15 +312,16 @@ def test_the_share_of_keys_leaves_out_sinks_and_knows_no_zero() -> None:
 
 
 def test_the_loss_that_is_reported_is_the_divergence() -> None:
-    rows, layer = long_tailed_rows(40), Layer(mx.array(unit_centroids()))
+    rows, centroids = long_tailed_rows(40), mx.array(unit_centroids())
+    layer = Layer(centroids, **network.router(centroids, HIDDEN, SCALE))
     logits = SCALE * rows[1].queries.astype(np.float64) @ unit_centroids()[1].T.astype(np.float64)
     f = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
     target = rows[1].target.astype(np.float64)
     expected = np.where(target > 0, target * np.log(np.maximum(target, 1e-30) / f), 0).sum(axis=1).mean()
     # targets are float16: their sums are 1 within half a thousandth
-    assert losses(rows[1], layer, 1, SCALE) == {"kmeans": pytest.approx(expected, abs=2e-3)}
+    assert losses(rows[1], layer, 1, SCALE, rows[1])["kmeans"] == pytest.approx(expected, abs=2e-3)
     none = Rows(rows[0].queries[:0], rows[0].target[:0], 5, SHARE)
-    assert losses(none, layer, 0, SCALE) == {}
+    assert losses(none, layer, 0, SCALE, rows[0]) == {}
 
 
 def test_the_rate_falls_to_nothing() -> None:

@@ -11,9 +11,18 @@ from test_saap_train import BUCKETS, DISTANCES, GROUP, HEADS, WINDOWS, D, bucket
 
 from mlx_sparse import oracle
 from mlx_sparse.artefact import Layer
+from mlx_sparse.tools.train import network
 from mlx_sparse.tools.train.layers import Recipe, imbalance, make_centroids, make_layer, report_layer
 from mlx_sparse.tools.train.layers import bucket_ids as assign_all
-from mlx_sparse.tools.train.recall import Indexed, curve, grouped_queries, index, keys_per_bucket, router_scores
+from mlx_sparse.tools.train.recall import (
+    Indexed,
+    centroid_scores,
+    curve,
+    grouped_queries,
+    index,
+    keys_per_bucket,
+    router_scores,
+)
 from mlx_sparse.tools.train.rows import Distances
 from mlx_sparse.tools.train.train import Training
 
@@ -86,8 +95,8 @@ def test_routers_are_the_oracles() -> None:
     arrays = {name: np.array(array.astype(mx.float32)) for name, array in layer.arrays().items()}
     centroids = arrays.pop("centroids")
     n = data.positions.shape[1]
-    every = [router_scores(grouped_queries(data, head), layer, head, scale=0.6) for head in range(HEADS)]
-    linear = [router_scores(grouped_queries(data, head), layer, head, scale=0.6, kmeans=True) for head in range(HEADS)]
+    every = [router_scores(grouped_queries(data, head), layer, head) for head in range(HEADS)]
+    linear = [centroid_scores(grouped_queries(data, head), layer, head, scale=0.6) for head in range(HEADS)]
     for window, row in np.ndindex(WINDOWS, n):
         queries = data.queries_before[window, :, row].astype(np.float32)[None, :, None]
         expected = oracle.query_network(queries, **arrays)[0].sum(axis=1)
@@ -100,37 +109,31 @@ def test_routers_are_the_oracles() -> None:
 def test_the_report_covers_every_head_and_router() -> None:
     train, held_out = texts(), texts(seed=1, every=3)
     layer, rows = make_layer(train, RECIPE, checkpoint=None, progress=None)
-    roped = make_centroids(train, RECIPE, roped=True)
-    heads = report_layer(5, held_out, layer, roped, rows, RECIPE)
+    heads = report_layer(5, held_out, layer, rows, RECIPE)
     assert [(found.layer, found.head) for found in heads] == [(5, 0), (5, 1)]
     for found in heads:
-        assert found.recall.keys() == {"trained", "kmeans", "roped"}
+        assert found.recall.keys() == {"trained", "kmeans"}
         assert found.loss.keys() == {"trained", "kmeans"}
         assert 0 < found.long_range < 1 and found.rows > 64
         assert all(0 <= a <= b <= c <= 1 for a, b, c in found.recall.values())
         ids = assign_all(held_out.keys_before, np.array(layer.centroids.astype(mx.float32)))
         expected = oracle.imbalance(ids[:, found.head, DISTANCES.sink_tokens :], BUCKETS)
-        assert found.imbalance["before_rope"] == pytest.approx(expected)
+        assert found.imbalance == pytest.approx(expected)
     assert imbalance(np.zeros((1, 9), np.int32), RECIPE) == BUCKETS
 
 
 def test_every_router_is_reported_under_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
     train, held_out = texts(), texts(seed=1, every=3)
     layer, rows = make_layer(train, RECIPE, checkpoint=None, progress=None)
-    roped = make_centroids(train, RECIPE, roped=True)
-    whole = report_layer(5, held_out, layer, roped, rows, RECIPE)
-    plain = report_layer(5, held_out, Layer(layer.centroids), roped, [], RECIPE)
-    swapped = replace(held_out, keys_before=held_out.keys_after, queries_before=held_out.queries_after)
-    after = report_layer(5, swapped, Layer(mx.array(roped)), roped, [], RECIPE)
-    for with_networks, without, of_roped in zip(whole, plain, after, strict=True):
-        assert without.recall == {name: with_networks.recall[name] for name in ("kmeans", "roped")}
-        assert with_networks.recall["trained"] != with_networks.recall["kmeans"]
-        np.testing.assert_allclose(with_networks.recall["roped"], of_roped.recall["kmeans"], atol=1e-6)
+    whole = report_layer(5, held_out, layer, rows, RECIPE)
+    as_centroids = network.router(layer.centroids.astype(mx.float32), 2 * D, held_out.scale)
+    linear = report_layer(5, held_out, Layer(layer.centroids, **as_centroids), rows, RECIPE)
+    for trained, untrained in zip(whole, linear, strict=True):
+        assert untrained.recall["kmeans"] == trained.recall["kmeans"] != trained.recall["trained"]
+        np.testing.assert_allclose(untrained.recall["trained"], trained.recall["kmeans"], atol=1e-6)
     # Many texts are looked at with few queries of each.
     monkeypatch.setattr("mlx_sparse.tools.train.layers.MOST_REPORTED", 5 * WINDOWS)
-    assert report_layer(5, held_out, layer, roped, rows, RECIPE) == report_layer(
-        5, held_out.thinned(5), layer, roped, rows, RECIPE
-    )
+    assert report_layer(5, held_out, layer, rows, RECIPE) == report_layer(5, held_out.thinned(5), layer, rows, RECIPE)
 
 
 def test_thinned_texts_have_fewer_queries_and_all_keys() -> None:
@@ -145,10 +148,7 @@ def test_thinned_texts_have_fewer_queries_and_all_keys() -> None:
 
 def test_sinks_are_no_keys_of_the_clusters() -> None:
     data = texts()
-    sinks = Distances(sink_tokens=20, recent_tokens=40, farthest_top=20)
-    found = make_centroids(data, Recipe(BUCKETS, sinks, None, 1, 0), roped=False)
+    recipe = replace(RECIPE, distances=Distances(sink_tokens=20, recent_tokens=40, farthest_top=20))
+    found = make_centroids(data, recipe)
     data.keys_before[:, :, :20] *= 1000
-    data.keys_after[:, :, :20] *= 1000
-    np.testing.assert_array_equal(make_centroids(data, Recipe(BUCKETS, sinks, None, 1, 0), roped=False), found)
-    assert not np.array_equal(make_centroids(data, Recipe(BUCKETS, sinks, None, 1, 0), roped=True), found)
-    assert isinstance(make_layer(data, Recipe(BUCKETS, sinks, None, 1, 0), checkpoint=None, progress=None)[0], Layer)
+    np.testing.assert_array_equal(make_centroids(data, recipe), found)

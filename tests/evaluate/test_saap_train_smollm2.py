@@ -28,12 +28,10 @@ def test_routers_find_the_far_attention_of_a_real_model(
     assert (list(made.layers), made.hidden, made.layers[20].centroids.shape) == ([20, 24], 128, (3, 32, 64))
     found = json.loads(done.stdout)
     recall = found["mean"]["recall"]
-    at_5, at_10, at_20 = range(3)
+    at_20 = 2
     # Buckets at random would find 0.05, 0.1 and 0.2.
     assert all(recall["kmeans"][i] > 2.5 * share for i, share in enumerate(found["selectivities"]))
     assert all(recall["trained"][i] > 2.5 * share for i, share in enumerate(found["selectivities"]))
-    # Positions tell little of where these layers look: keys before RoPE are the better index.
-    assert all(recall["trained"][i] > recall["roped"][i] + 0.02 for i in (at_5, at_10, at_20))
     assert recall["trained"][at_20] > recall["kmeans"][at_20]
     # The networks know where attention goes, on text they have not seen, in every head.
     assert all(head["loss"]["trained"] < 0.7 * head["loss"]["kmeans"] for head in found["heads"])

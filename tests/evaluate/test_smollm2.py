@@ -23,7 +23,7 @@ from mlx_lm import load
 from tokenizers import Tokenizer
 
 from mlx_sparse.checks import ArtefactError
-from mlx_sparse.common.files import cache_directory
+from mlx_sparse.files import cache_directory
 from mlx_sparse.tools.assets import blas, packages
 from mlx_sparse.tools.assets import smollm2 as converter
 from mlx_sparse.tools.assets.store import build_directory, file_hash

@@ -34,7 +34,7 @@ from saap_cases import SaapCase
 from sample_cases import SampleCase
 
 from mlx_sparse import oracle
-from mlx_sparse.common.key_codes import KeyCodes
+from mlx_sparse.methods.scoring_keys import KeyCodes
 from mlx_sparse.oracle.select import valid_keys
 from mlx_sparse.oracle.sparq import deviation
 
@@ -254,7 +254,7 @@ def test_groups_are_coded_when_they_are_full(setting: str) -> None:
         given = q[:, :, start:stop], k[:, :, :stop], v[:, :, :stop]
         expected = oracle.sparq_attention(*given, left_padding=case.padding, key_bits=4, **params)
         np.testing.assert_allclose(got["output"], expected, rtol=0, atol=2e-5, err_msg=str(stop))
-    wanted = oracle.code_keys(k, key_bits=4, left_padding=case.padding)
+    wanted = oracle.code_keys(k, left_padding=case.padding)
     for name, found, array in zip(KeyCodes._fields, unpacked(got, case), wanted, strict=True):
         np.testing.assert_array_equal(found, array, err_msg=name)
     exact = oracle.sparq_attention(*given, left_padding=case.padding, **params)

@@ -31,7 +31,6 @@ METHODS = {
     # Every other choice, component-major keys among them, and dense for the first eight steps.
     "late": "sparq:rank=6,top_k=16,local_window=3,reallocate=true,component_score=query_key,dense_below=33,key_bits=16",
     "saap": SAAP_FILE,
-    "kmeans": f"{SAAP_FILE},mode=kmeans",
 }
 MIXED = "sparq:rank=4,top_k=2,local_window=1,reallocate=true,component_score=query_key,dense_below=0,key_bits=16"
 SAMPLED = f"sample:block_size=32,dense_below=0+{METHODS['sparq']}"
@@ -48,7 +47,6 @@ SAAP_VARIANTS: dict[str, dict[str, Any]] = {
     "one query head per KV head": {"changes": {"num_key_value_heads": 4}},
     "traditional rope": {"changes": {"rope_traditional": True}},
     "every bucket": {"method": SAAP_FILE.replace("probes=3", "probes=8")},
-    "after rope": {"about": {"space": "roped"}},
     "late": {"method": SAAP_FILE.replace("dense_below=0", "dense_below=33")},
     "a layer that the artefact lacks": {
         "method": FROM_0,

@@ -7,7 +7,10 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ import tiny_models
 from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_sparse.onnx_export.exporter import command, decoder, export, weights
+from mlx_sparse.onnx_export.exporter.folder import emerging
 from mlx_sparse.onnx_export.exporter.methods.sparq import SparQDecoding
 from mlx_sparse.onnx_export.exporter.verify import compare, session
 
@@ -114,30 +118,21 @@ def test_parameters_come_from_a_file_too(run: Callable[..., str], llama: Path, t
         ),
         (["--max-length", "9" * 30], "--max-length: expected an integer of at least 1 and at most 2147483647, got 999"),
         (["--max-length", "many"], "--max-length: invalid int value: 'many'"),
-        (["--dense-below", "soon"], "--dense-below: expected auto or a number of keys, got 'soon'"),
+        (["--dense-below", "soon"], "--dense-below: invalid int value: 'soon'"),
         (["--dense-below", "-1"], "--dense-below: expected an integer of at least 0 and at most 2147483647, got -1"),
         (["--dense-below", "9", "--method", "dense"], "--dense-below: .* --method that decodes densely, got 9"),
         (["--dense-below", "9", "--method", "sample"], "--dense-below: .* --method that decodes densely, got 9"),
         (["--dense-below", "9", "--method", "sparq:dense_below=5"], "--dense-below: .* beside dense_below=5 .*, got 9"),
-        (
-            ["--dense-below", "auto", "--inline"],
-            "--dense-below: expected a number beside --inline, .*, got auto",
-        ),
+        (["--dense-below", "auto"], "--dense-below: auto was removed: give a number"),
+        (["--dense-below=auto"], "--dense-below: auto was removed: give a number"),
+        (["--kv-bits", "4"], "--kv-bits: was removed: files have float caches"),
+        (["--static", "1,1"], "--static: was removed: run onnxruntime.tools.make_dynamic_shape_fixed"),
+        (["--method", "quest"], "--method: quest was removed: use sparq"),
         (
             ["--method", "sparq:key_bits=4"],
             r"key_bits: expected 16 for a file .*, got 4\. Give --native",
         ),
         (["--method", "sparq:key_bits=4", "--native", "--inline"], "key_bits: expected 16 beside --inline, got 4"),
-        (["--method", "quest"], r"--method: expected dense, sparq, .*, got 'quest'"),
-        (["--dense-below", "auto", "--method", "saap:artefact=f"], "--dense-below: .* with saap, .*, got auto"),
-        (
-            ["--dense-below", "auto", "--max-length", "64", "--method", "sparq:rank=4"],
-            "--dense-below: .* fewer than 256 tokens, .* --max-length 64",
-        ),
-        (
-            ["--kv-bits", "4", "--dense-below", "auto"],
-            "--dense-below: expected a number beside --kv-bits, .*, got auto",
-        ),
         (["--fast"], "unrecognized arguments: --fast"),
     ],
 )
@@ -145,6 +140,15 @@ def test_wrong_arguments_are_refused(
     run: Callable[..., str], llama: Path, tmp_path: Path, options: list[str], expected: str
 ) -> None:
     assert_refused(run(llama, *options), expected, tmp_path)
+
+
+def test_dense_below_is_a_setting_of_the_method(run: Callable[..., str], llama: Path, tmp_path: Path) -> None:
+    settings = ["--max-length", "64"]
+    given = run(llama, "--method", SPARQ, "--dense-below", "33", *settings)
+    written = run(llama, "--method", f"{SPARQ},dense_below=33", *settings, out="other")
+    assert given.partition(": ")[2] == written.partition(": ")[2]
+    nodes = onnx.load(tmp_path / "out" / "model.onnx", load_external_data=False).graph.node
+    assert {a.i for node in nodes for a in node.attribute if a.name == "dense_below"} == {33}
 
 
 def changed(folder: Path, **config: Any) -> Path:
@@ -358,6 +362,35 @@ def test_being_ended_leaves_nothing_behind(
     monkeypatch.setattr(export, "reference", lambda *args: os.kill(os.getpid(), signal.SIGTERM))
     assert_refused(run(llama, "--method", SPARQ), "interrupted", tmp_path)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_leftovers_of_killed_exports_are_removed_and_others_stay(
+    run: Callable[..., str], llama: Path, tmp_path: Path
+) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "file").write_text("theirs")
+    (tmp_path / ".out.link.partial").symlink_to(theirs)
+    (tmp_path / ".other.1.partial").mkdir()
+    kill = "import os, signal; from pathlib import Path; from mlx_sparse.onnx_export.exporter.folder import emerging\n"
+    kill += f"with emerging(Path({str(tmp_path / 'out')!r})) as made:\n    (made / 'model.onnx.data').write_text('x')\n"
+    killed = subprocess.run([sys.executable, "-c", kill + "    os.kill(os.getpid(), signal.SIGKILL)"], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert len(list(tmp_path.glob(".out.*.partial"))) == 2
+    with emerging(tmp_path / "out") as running:
+        (running / "file").touch()
+        run(llama, "--method", SPARQ, "--max-length", "64")
+        assert {path.name for path in tmp_path.glob(".out.*.partial")} == {".out.link.partial", running.name}
+        assert (running / "file").exists()
+        shutil.rmtree(tmp_path / "out")
+    assert (theirs / "file").exists()
+    assert (tmp_path / ".other.1.partial").exists()
+
+
+def test_the_folder_has_the_rights_that_new_folders_have(run: Callable[..., str], llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "new").mkdir()
+    run(llama, "--method", SPARQ, "--max-length", "64")
+    assert (tmp_path / "out").stat().st_mode == (tmp_path / "new").stat().st_mode
 
 
 def test_caches_beyond_memory_are_refused(

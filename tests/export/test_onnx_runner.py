@@ -236,8 +236,8 @@ def resize(info: onnx.ValueInfoProto, *dims: int | str) -> None:
 
 MALFORMED: dict[str, tuple[Any, str]] = {
     "ids of one axis": (lambda i, o: resize(i["input_ids"], "length"), "inputs input_ids and attention_mask"),
-    "rows of a fixed number": (lambda i, o: resize(i["input_ids"], 2, "length"), "past_key_values.0.key with a type"),
-    "one token, any rows": (lambda i, o: resize(i["input_ids"], "batch", 1), "open sizes, or rows of one token"),
+    "rows of a fixed number": (lambda i, o: resize(i["input_ids"], 2, "length"), "open sizes of input_ids"),
+    "one token, any rows": (lambda i, o: resize(i["input_ids"], "batch", 1), "open sizes of input_ids"),
     "logits of two axes": (lambda i, o: resize(o["logits"], "batch", 96), "logits of one token"),
     "no vocabulary": (lambda i, o: resize(o["logits"], "batch", 1, "words"), "logits of one token"),
     "logits of integers": (

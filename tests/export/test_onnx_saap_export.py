@@ -22,23 +22,19 @@ NAMES = ("centroids", "hidden_weight", "hidden_bias", "out_weight", "out_bias")
 
 
 def test_what_a_file_has_of_an_artefact(tmp_path: Path) -> None:
-    """Weights as they were, no network for centroids, no layer that stays dense, no path of anybody's disk."""
-    for mode, kind in (("trained", TensorProto.FLOAT16), ("kmeans", TensorProto.FLOAT)):
-        folder = tmp_path / mode
-        folder.mkdir()
-        file = Made(folder, "llama", f"{SAAP_FILE},mode={mode}", {"num_hidden_layers": 3})
-        assert file.nodes == ["CachedAttention", "SaapAttention", "SaapAttention"]
-        weights = {t.name: t for t in file.proto.graph.initializer if ".saap." in t.name}
-        stored = NAMES if mode == "trained" else ("centroids", "out_weight", "out_bias")
-        assert sorted(weights) == sorted(f"model.layers.{i}.self_attn.saap.{name}" for i in (1, 2) for name in stored)
-        assert {tensor.data_type for tensor in weights.values()} == {kind}
-        inputs = [t.name for t in file.proto.graph.input if not t.name.startswith("past_key")]
-        states = [f"past_{name}.{i}" for i in (1, 2) for name in ("bucket_ids", "conv")]
-        assert sorted(inputs) == sorted(["input_ids", "attention_mask", *states])
-        types = {tensor.name: tensor.type.tensor_type.elem_type for tensor in file.proto.graph.input}
-        assert types["past_bucket_ids.1"] == TensorProto.INT16
-        assert file.metadata["method"].startswith("saap:artefact=tiny.safetensors,")
-        assert str(tmp_path) not in str(file.metadata)
+    """Weights as they were, no layer that stays dense, no path of anybody's disk."""
+    file = Made(tmp_path, "llama", SAAP_FILE, {"num_hidden_layers": 3})
+    assert file.nodes == ["CachedAttention", "SaapAttention", "SaapAttention"]
+    weights = {t.name: t for t in file.proto.graph.initializer if ".saap." in t.name}
+    assert sorted(weights) == sorted(f"model.layers.{i}.self_attn.saap.{name}" for i in (1, 2) for name in NAMES)
+    assert {tensor.data_type for tensor in weights.values()} == {TensorProto.FLOAT16}
+    inputs = [t.name for t in file.proto.graph.input if not t.name.startswith("past_key")]
+    states = [f"past_{name}.{i}" for i in (1, 2) for name in ("bucket_ids", "conv")]
+    assert sorted(inputs) == sorted(["input_ids", "attention_mask", *states])
+    types = {tensor.name: tensor.type.tensor_type.elem_type for tensor in file.proto.graph.input}
+    assert types["past_bucket_ids.1"] == TensorProto.INT16
+    assert file.metadata["method"].startswith("saap:artefact=tiny.safetensors,")
+    assert str(tmp_path) not in str(file.metadata)
 
 
 def test_layers_with_a_sliding_window_stay_dense(tmp_path: Path) -> None:
@@ -103,7 +99,6 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[[str], s
     model = tiny_models.build()
     tiny_models.write(tmp_path / "model")
     artefact(tmp_path / "own.safetensors", model)
-    artefact(tmp_path / "centroids.safetensors", model, hidden=0)
     artefact(tmp_path / "other.safetensors", tiny_models.build(seed=3))
     artefact(tmp_path / "family.safetensors", tiny_models.build("qwen3"))
     whole = (tmp_path / "own.safetensors").read_bytes()
@@ -122,7 +117,7 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[[str], s
     ("method", "message"),
     [
         ("saap", "artefact: expected a file that mlx-sparse train-saap wrote, got none"),
-        ("saap:mode=online", "mode: expected trained or kmeans for a file, .*, got online"),
+        ("saap:mode=online", "mode: expected trained for a file, .*, got online"),
         ("saap:artefact=FOLDER/no.safetensors", "no.safetensors: expected .*, got none that can be read"),
         ("saap:artefact=FOLDER/cut.safetensors", "cut.safetensors: expected .*file not fully covered"),
         ("saap:artefact=FOLDER/other.safetensors,probes=4", "artefact: expected one trained on this model"),
@@ -130,10 +125,6 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[[str], s
         (
             "saap:artefact=FOLDER/own.safetensors,probes=9",
             "probes: expected at most the 8 buckets of .*own.safetensors, got 9",
-        ),
-        (
-            "saap:artefact=FOLDER/centroids.safetensors,probes=4",
-            "mode: expected kmeans with .*centroids.safetensors, .*got trained",
         ),
         (
             "saap:artefact=FOLDER/own.safetensors,probes=4,dense_layers=2",

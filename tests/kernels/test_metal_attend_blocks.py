@@ -12,8 +12,8 @@ from sample_cases import SampleCase, assert_attends
 
 import mlx_sparse
 from mlx_sparse import oracle
-from mlx_sparse.common import launch_split
 from mlx_sparse.kernels import blocks as kernels
+from mlx_sparse.kernels import launch_split
 from mlx_sparse.methods import registry
 
 

@@ -12,10 +12,10 @@ from msl import Fault, Metal
 from msl.mutation import barriers
 from sample_cases import SampleCase
 
-from mlx_sparse.common.csr import saap_index
-from mlx_sparse.common.packed_rows import PackedRows
 from mlx_sparse.kernels import attend, attend_rows, quest, saap, sample, select, sparq
+from mlx_sparse.ops.csr import saap_index
 from mlx_sparse.ops.key_codes import code_keys
+from mlx_sparse.ops.packed_rows import PackedRows
 from mlx_sparse.ops.quest import page_bounds
 
 pytestmark = pytest.mark.skipif(mx.metal.is_available(), reason="only the harness sees races")
@@ -39,11 +39,9 @@ def decode(
         rank=16,
         top_k=top_k,
         local_window=8,
-        group_reduce="softmax",
         component_weight=None,
         left_padding=None,
-        key_bits=key_bits,
-        keys_t=mx.contiguous(k.swapaxes(-1, -2)) if key_bits == 16 else code_keys(k, None, key_bits=key_bits),
+        keys_t=mx.contiguous(k.swapaxes(-1, -2)) if key_bits == 16 else code_keys(k, None),
     )
     return [out, lse]
 
@@ -58,8 +56,9 @@ def pages() -> list[mx.array]:
 def rows() -> list[mx.array]:
     q, k, _ = arrays(Case(1, 4, 2, 700, 128, "f32"))
     packed = PackedRows.of(k, bits=4)
-    score = sparq.sparq_row_scores(1, 2, 2, 128, 700, scale=0.1, narrow=False, form=(4, packed.group_size))
-    return score(q, *packed.parts, mx.array([0]))
+    form = (4, packed.group_size)
+    sizes = sparq.Sizes(1, 2, 2, 128, mx.float32, 700, 128, 300, 8, 0.1, False, "rows", True, True, form)
+    return sparq.sparq_row_scores(sizes)(q, *packed.parts, mx.array([0]))
 
 
 def choose() -> list[mx.array]:

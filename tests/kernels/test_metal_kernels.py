@@ -172,7 +172,7 @@ def test_nothing_recompiles_as_the_context_grows(metal: Metal) -> None:
             q,
             keys,
             values,
-            **{"rank": 16, "top_k": 32, "local_window": 8, "group_reduce": "softmax", "scale": 0.125, "length": S},
+            **{"rank": 16, "top_k": 32, "local_window": 8, "scale": 0.125, "length": S},
             **{"component_weight": None, "left_padding": None, "keys_t": mx.contiguous(keys.swapaxes(-1, -2))},
             reallocate=True,
             value_mean=mx.zeros((1, 2, 64)),

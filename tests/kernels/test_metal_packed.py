@@ -26,10 +26,11 @@ from tiny_models import build, prompt_of
 import mlx_sparse
 from mlx_sparse import oracle
 from mlx_sparse.cache.kv_cache import adopt
-from mlx_sparse.common.packed_rows import PackedRows
 from mlx_sparse.kernels import attend, sparq
 from mlx_sparse.methods import parse, registry
+from mlx_sparse.methods.sparq import Selection
 from mlx_sparse.ops.key_codes import code_keys
+from mlx_sparse.ops.packed_rows import PackedRows
 
 STALE = 9  # rows behind the ones in use
 KEY_AND_VALUE = np.random.default_rng(0).normal(size=(2, 1, 1, 1, 32))
@@ -100,7 +101,7 @@ def test_packed_rows_are_attended_as_the_numbers_that_they_are(metal: Metal, cou
 def test_the_smallest_packed_rows_are_read_and_rounded_to_their_type(metal: Metal) -> None:
     """MLX passes fewer than eight elements in the constant address space."""
     keys, values = (PackedRows.of(to_mlx(rows, "f16"), bits=4, group_size=32) for rows in KEY_AND_VALUE)
-    how = {"rank": 32, "top_k": 1, "local_window": 0, "group_reduce": "softmax", "component_weight": None}
+    how = {"rank": 32, "top_k": 1, "local_window": 0, "component_weight": None}
     how |= {"reallocate": False, "value_mean": None, "left_padding": None, "keys_t": None, "scale": 0.1, "length": 1}
     out, lse = sparq.sparq_attention(mx.ones((1, 2, 1, 32)), keys, values, **how)
     np.testing.assert_array_equal(np.array(out)[:, 1:], unpacked(values))  # float32 of float16
@@ -112,7 +113,7 @@ STEPS = [
     *((packed, {"rank": packed.case.D}) for packed in CASES[1:]),
     (Packed(Case(1, 4, 1, 8300, 64, "f16"), 4, 64), {"rank": 64}),  # from the best of tiles
     (CASES[0], {"rank": 64, "reallocate": True}),
-    (CASES[0], {"rank": 16, "key_bits": 8, "reallocate": True}),
+    (CASES[0], {"rank": 16, "key_bits": 4, "reallocate": True}),
     (CASES[1], {"rank": 16, "key_bits": 4}),
 ]
 
@@ -122,16 +123,18 @@ def test_a_step_over_packed_rows_is_the_oracles_on_their_numbers(
     metal: Metal, packed: Packed, settings: dict[str, Any]
 ) -> None:
     case, scale = packed.case, packed.case.D**-0.5
-    how = {"top_k": 40, "local_window": 10, "scale": scale, "group_reduce": "softmax", "key_bits": 16, **settings}
+    how = {"top_k": 40, "local_window": 10, "scale": scale, "key_bits": 16, **settings}
     reallocate = how.pop("reallocate", False)
     q, k, v = packed.inputs()
     wanted = oracle.sparq_select(q, k, left_padding=case.padding, **how)
     queries, keys, values = packed.arrays()
     coded = None
     if how["key_bits"] < 16:
-        coded = code_keys(keys[:, :, : case.S], packed.padding, key_bits=how["key_bits"])
+        coded = code_keys(keys[:, :, : case.S], packed.padding)
+    del how["key_bits"]
     given = {"left_padding": packed.padding, "keys_t": coded, "component_weight": None, "length": case.S, **how}
-    chosen = np.array(sparq.sparq_select(queries, keys, exact=reallocate, **given))
+    selection = Selection(**{name: value for name, value in given.items() if name != "length"})
+    chosen = np.array(sparq.sparq_select(queries, keys, selection, exact=reallocate, length=case.S))
     if reallocate:
         assert_same_choice(chosen, wanted.indices, wanted.scores)
     else:
@@ -155,7 +158,7 @@ def test_a_step_over_packed_rows_is_the_oracles_on_their_numbers(
 
 # the cache and the model
 
-SPECS = ["sparq:reallocate=true", "sparq:score=copy,rank=16,group_reduce=logits", "quest"]  # scores in float32
+SPECS = ["sparq:reallocate=true", "sparq:score=copy,rank=16,reallocate=true", "quest"]  # scores in float32
 
 
 @pytest.mark.parametrize("spec", SPECS)

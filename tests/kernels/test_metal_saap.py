@@ -14,9 +14,9 @@ from msl import Metal
 from saap_cases import FILLINGS, SAAP_CASES, SaapCase, assert_attends, assert_same_buckets, visited
 
 from mlx_sparse import oracle
-from mlx_sparse.common.csr import saap_index
 from mlx_sparse.kernels import attend, saap
 from mlx_sparse.methods import registry
+from mlx_sparse.ops.csr import saap_index
 
 network_of = ADAPTERS["metal"].network
 

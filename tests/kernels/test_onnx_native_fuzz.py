@@ -21,12 +21,12 @@ from cases import PRECISION, Array, Case, assert_same_choice, ulp
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx_sparse.onnx_export.runtime import native
-from onnx_operators import DTYPES, ONE_LINE, Operator, coded_caches, fuzz, windowed_attention
+from onnx_operators import DTYPES, ONE_LINE, Operator, coded_caches, fuzz, unaligned, windowed_attention
 from require import absent
 
 from mlx_sparse import oracle
-from mlx_sparse.common.block_layout import Layout
-from mlx_sparse.common.key_codes import GROUP
+from mlx_sparse.methods.block_layout import Layout
+from mlx_sparse.methods.scoring_keys import GROUP
 
 
 @dataclass
@@ -321,6 +321,18 @@ def test_lengths_that_do_not_fit_are_refused_and_others_are_not(case: Draw) -> N
             attend(**given)
 
 
+def test_unaligned_inputs_are_refused() -> None:
+    attend = Operator("native", "CachedAttention", "f32", scale=1.0, window=0)
+    new, past = (np.ones((1, 1, n, 8), np.float32) for n in (1, 4))
+    given = {"query": new, "key": new, "value": new, "past_key": past, "past_value": past}
+    given |= {"past_length": np.array([2]), "left_padding": np.array([1])}
+    np.testing.assert_array_equal(attend(**given)["output"], new)
+    for name, array in given.items():
+        message = f"{name}: expected data at a multiple of {array.itemsize} bytes, got other data"
+        with pytest.raises(Exception, match=message):
+            attend(**given | {name: unaligned(array)})
+
+
 @dataclass
 class Prompt:
     """Sizes and contents of a piece of a prompt; ``free`` slots of the buffers are NaN."""
@@ -425,4 +437,4 @@ sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *files, "-k", "not o
     env = {**os.environ, "LD_PRELOAD": preload, "ASAN_OPTIONS": "detect_leaks=0", "MLX_SPARSE_FUZZ": "12"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
-    assert "9 passed" in done.stdout
+    assert "10 passed" in done.stdout

@@ -12,7 +12,7 @@ import pytest
 from mlx_sparse.cuda_ref import availability
 from require import needs_triton
 
-from mlx_sparse.common.extras import install_hint
+from mlx_sparse.extras import install_hint
 from mlx_sparse.methods import registry, table
 
 

@@ -44,7 +44,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "dense": ("llama", "dense", {}),
     "sparq": ("llama", SPARQ, {}),
     "sparq, 16 bits": ("qwen3", f"{SPARQ},key_bits=16", {}),
-    "sparq, paper": ("llama", f"{SPARQ},key_bits=16,component_score=query,group_reduce=logits", {}),
+    "sparq, paper": ("llama", f"{SPARQ},key_bits=16,component_score=query", {}),
     "sparq, mean value": ("llama", f"{SPARQ},component_score=query,reallocate=true", {"num_key_value_heads": 4}),
     "sparq, sinks": ("gpt_oss", SPARQ, {}),
     "sparq, sliding windows": ("gemma3_text", SPARQ, {}),

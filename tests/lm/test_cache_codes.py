@@ -16,11 +16,11 @@ from test_cache import CACHES, PADDING, Rows, attend, batch_of, padded, single
 
 from mlx_sparse import oracle
 from mlx_sparse.cache.sparq_state import SparQState
-from mlx_sparse.common.key_codes import GROUP, KeyCodes
 from mlx_sparse.methods import SparQ
+from mlx_sparse.methods.scoring_keys import GROUP, KeyCodes
 
 FEW = SparQ(rank=4, top_k=4, reallocate=False, component_score="query_key", key_bits=4, dense_below=0)
-EIGHT = SparQ(rank=4, top_k=4, reallocate=True, component_score="query", key_bits=8, dense_below=0)
+MIXED = SparQ(rank=4, top_k=4, reallocate=True, component_score="query", key_bits=4, dense_below=0)
 
 
 def check_codes(cache: Any, config: SparQ = FEW) -> None:
@@ -30,7 +30,7 @@ def check_codes(cache: Any, config: SparQ = FEW) -> None:
     padding = None if cache.padding is None else np.array(cache.padding)
     assert side.codes.covered == S
     found = side.codes.read(cache.keys, whole=False)
-    wanted = oracle.code_keys(rows, key_bits=config.key_bits, left_padding=padding)
+    wanted = oracle.code_keys(rows, left_padding=padding)
     for name, array in zip(KeyCodes._fields, found, strict=True):
         bits = np.array(array.view(mx.uint8) if name == "codes" else array)
         for b, first in enumerate(cache.first_rows()):  # a row's groups; what lies behind them is never read
@@ -38,12 +38,12 @@ def check_codes(cache: Any, config: SparQ = FEW) -> None:
             held = slice(None) if name == "centre" else slice(stop)
             np.testing.assert_array_equal(bits[b][..., held], getattr(wanted, name)[b][..., held], err_msg=name)
     spread = side.codes.spread(cache.keys, S)
-    expected = oracle.key_spread(wanted, rows, key_bits=config.key_bits, left_padding=padding)
+    expected = oracle.key_spread(wanted, rows, left_padding=padding)
     np.testing.assert_allclose(np.array(spread), expected, rtol=1e-4)
 
 
 @CACHES
-@pytest.mark.parametrize("config", [FEW, EIGHT], ids=str)
+@pytest.mark.parametrize("config", [FEW, MIXED], ids=str)
 @pytest.mark.parametrize("counts", [(200, 1), (63, 1, 1), (10, 54), (300, 300, 1), (128,)], ids=str)
 def test_codes_grow_with_the_cache(make: Any, config: SparQ, counts: tuple[int, ...]) -> None:
     cache = make()
@@ -86,10 +86,10 @@ def test_groups_of_a_padded_row_begin_at_its_first_valid_key() -> None:
     check_codes(cache)
 
 
-def test_other_bits_begin_anew_and_none_go_back_to_the_keys() -> None:
+def test_codes_serve_every_setting_and_whole_keys_take_their_place() -> None:
     cache = single()
     cache.update_and_fetch(*Rows(1)(200))
-    for config in (FEW, EIGHT, FEW):
+    for config in (FEW, MIXED, FEW):
         attend(cache, config)
         check_codes(cache, config)
         assert cache.beside["sparq"].columns is None
@@ -149,10 +149,10 @@ def test_codes_are_right_after_any_history(make: Any, history: list[tuple[str, i
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_a_token_takes_the_memory_that_the_specification_lists(dim: int) -> None:
     text = (Path(__file__).parents[2] / "docs" / "spec" / "sparq.md").read_text(encoding="utf-8")
-    (row,) = re.findall(rf"^\| {dim} \| (\d+) \| (\d+) .*\| (\d+) .*\| (\d+) .*\|$", text, re.MULTILINE)
+    (row,) = re.findall(rf"^\| {dim} \| (\d+) \| (\d+) .*\| (\d+) .*\|$", text, re.MULTILINE)
     plain, *listed = map(int, row)
     heads, length = 2, 8192
-    for bits, more in zip((4, 8, 16), listed, strict=True):
+    for bits, more in zip((4, 16), listed, strict=True):
         cache = single()
         rows = mx.zeros((1, heads, length, dim), mx.float16)
         cache.update_and_fetch(rows, rows)

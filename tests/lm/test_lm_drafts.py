@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import family_models
 import mlx.core as mx
 import pytest
 import tiny_models
@@ -26,14 +27,13 @@ from tiny_models import build, prompt_of, write
 
 import mlx_sparse
 from mlx_sparse.checks import ConfigError
-from mlx_sparse.common import reasons
-from mlx_sparse.common.packed_rows import PackedRows
 from mlx_sparse.lm.dense import many_rows
 from mlx_sparse.lm.drafts import steps
 from mlx_sparse.lm.drafts.pace import MOST
 from mlx_sparse.lm.drafts.setup import UNEVEN, check_company, draft
 from mlx_sparse.lm.model import plan_of
-from mlx_sparse.tools.models import tiny
+from mlx_sparse.methods import reasons
+from mlx_sparse.ops.packed_rows import PackedRows
 
 SPARQ = "sparq:rank=2,top_k=8,dense_below=0"
 GOOD = "sparq:rank=16,top_k=96,key_bits=16,dense_below=0"  # drafts that are mostly right
@@ -385,7 +385,7 @@ def test_a_part_of_a_model_is_refused(enabled: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("family", sorted(UNEVEN))
 def test_families_that_mlx_lm_masks_otherwise_for_several_queries_are_refused(family: str) -> None:
-    model = tiny.build(family)
+    model = family_models.build(family)
     with pytest.raises(ConfigError, match=f"lossless: expected a model that checks .*, got {family}\\.$"):
         mlx_sparse.enable(model, SPARQ, lossless=True)
     mlx_sparse.enable(model, SPARQ)

@@ -22,8 +22,8 @@ from mlx_lm.utils import load
 from tiny_models import EveryStepSparQ, prompt_of, words, write
 
 from mlx_sparse import cli
-from mlx_sparse.common.call_report import JSON_KEY
-from mlx_sparse.common.extras import install_hint
+from mlx_sparse.api.call_report import JSON_KEY
+from mlx_sparse.extras import install_hint
 from mlx_sparse.lm import disable, sparse
 from mlx_sparse.lm.command import run
 from mlx_sparse.methods import METHODS

@@ -169,7 +169,7 @@ def test_layers_that_attend_themselves_stay_dense_beside_served_ones():
 
 NUMERICAL = [
     ("llama", "sparq:rank=4,top_k=6,dense_below=0", {}),
-    ("llama", "sparq:rank=4,top_k=6,dense_below=0,local_window=0,group_reduce=logits", {}),
+    ("llama", "sparq:rank=4,top_k=6,dense_below=0,local_window=0", {}),
     ("llama", "sparq:rank=4,top_k=6,dense_below=0,reallocate=true", {}),
     ("llama", "sparq:rank=4,top_k=6,dense_below=0", {"num_key_value_heads": 4}),  # G = 1: reallocates
     ("llama", "sparq:rank=3,top_k=5,dense_below=0", {"num_attention_heads": 3, "num_key_value_heads": 1}),
@@ -210,7 +210,6 @@ def test_every_sparse_step_in_a_model_is_the_oracles(
             top_k=config.top_k,
             local_window=config.local_window,
             reallocate=config.reallocate,
-            group_reduce=config.group_reduce,
             component_score=config.component_score,
         )
         assert np.abs(out - expected).max() < 64 * np.finfo(np.float32).eps * np.abs(values).max()

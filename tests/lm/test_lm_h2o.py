@@ -36,11 +36,11 @@ from tiny_models import build, greedy, prompt_of
 
 import mlx_sparse
 from mlx_sparse.cache.h2o_state import STATES
-from mlx_sparse.common.model_info import leaves
-from mlx_sparse.common.reasons import A_FEW, UNCOUNTED
-from mlx_sparse.common.stats import dense_elements, h2o_elements
 from mlx_sparse.lm.call import Call
 from mlx_sparse.lm.model import plan_of
+from mlx_sparse.methods.reasons import A_FEW, UNCOUNTED
+from mlx_sparse.methods.stats import dense_elements, h2o_elements
+from mlx_sparse.model_info import leaves
 
 GROUPS = {1: {"num_attention_heads": 2}, 3: {"num_attention_heads": 6}, 4: {"num_key_value_heads": 1}}
 

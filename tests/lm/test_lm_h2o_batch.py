@@ -27,7 +27,7 @@ from mlx_lm.models.cache import (
 from tiny_models import build, prompt_of
 
 import mlx_sparse
-from mlx_sparse.common.reasons import UNCOUNTED
+from mlx_sparse.methods.reasons import UNCOUNTED
 
 LENGTHS = [24, 9, 17]
 PROMPTS = [prompt_of(length, seed=length) for length in LENGTHS]

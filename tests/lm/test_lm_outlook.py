@@ -11,8 +11,8 @@ import pytest
 from tiny_models import build
 
 import mlx_sparse
+from mlx_sparse.api.call_report import Report
 from mlx_sparse.calibrate import GIVEN, MODELLED, Calibration, Threshold, describe
-from mlx_sparse.common.call_report import Report
 from mlx_sparse.lm.model import enable, plan_of
 from mlx_sparse.methods import NEVER, Sample, SparQ
 

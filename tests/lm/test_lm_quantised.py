@@ -23,13 +23,12 @@ from tiny_models import build, greedy, prompt_of
 import mlx_sparse
 from mlx_sparse import oracle
 from mlx_sparse.cache.kv_cache import SparseQuantizedKVCache, adopt
-from mlx_sparse.calibrate import Calibration, Layer
-from mlx_sparse.common import reasons
-from mlx_sparse.common.packed_rows import PackedRows
+from mlx_sparse.calibrate import Calibration, Layer, question
 from mlx_sparse.lm import seam
 from mlx_sparse.lm.call import Call
 from mlx_sparse.lm.model import plan_of
-from mlx_sparse.methods import METHODS, SparQ, Step, parse
+from mlx_sparse.methods import METHODS, SparQ, Step, parse, reasons
+from mlx_sparse.ops.packed_rows import PackedRows
 
 LAYERS, PROMPT, STEPS = 2, 300, 8
 FORMS = [(8, 64), (4, 64), (4, 32), (6, 32), (3, 128), (2, 64)]
@@ -188,7 +187,7 @@ def test_thresholds_of_quantised_caches_are_measured_on_them_and_kept_apart(monk
     calibration = Calibration()
     assert calibration.pairs(config, packed, 512, 0.05)
     assert {(cache.bits, cache.group_size, cache.length >= 512) for cache in made} == {(4, 32, True)}
-    assert calibration.question(config, packed) != calibration.question(config, plain)
+    assert question(config, packed) != question(config, plain)
     assert packed.row == 2 * 2 * (64 // 2 + 2 * 2 * 64 // 32) < plain.row == 2 * 2 * 64 * 2
 
 

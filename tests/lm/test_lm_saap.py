@@ -27,11 +27,11 @@ import mlx_sparse
 from mlx_sparse import oracle
 from mlx_sparse.artefact import load
 from mlx_sparse.cache.saap_state import BucketIndex
-from mlx_sparse.common.reasons import A_FEW, CHANGED_AFTER_ROPE
-from mlx_sparse.common.stats import dense_elements, saap_elements
 from mlx_sparse.lm import rope as rope_module
 from mlx_sparse.lm import saap
 from mlx_sparse.methods import SAAP
+from mlx_sparse.methods.reasons import A_FEW, CHANGED_AFTER_ROPE
+from mlx_sparse.methods.stats import dense_elements, saap_elements
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ SOME_FAMILIES = ["llama", "qwen3", "phi3", "gpt_oss", "ministral3", "cohere2"]
 @pytest.mark.parametrize(
     ("family", "mode"),
     [(family, "trained") for family in ALL_FAMILIES]
-    + [(family, mode) for family in SOME_FAMILIES for mode in ("kmeans", "online")],
+    + [(family, mode) for family in SOME_FAMILIES for mode in ("online",)],
 )
 def test_every_bucket_gives_the_dense_tokens(family: str, mode: str, tmp_path: Path):
     model, prompt = build(family), prompt_of(PROMPT)
@@ -65,7 +65,7 @@ def test_every_bucket_gives_the_dense_tokens(family: str, mode: str, tmp_path: P
     if mode == "online":
         config = SAAP(mode="online", buckets=BUCKETS, probes=BUCKETS, recent_tokens=16, fold_every=8, dense_layers=0)
     else:
-        config = attn(write_artefact(tmp_path / "a", model), mode=mode)
+        config = attn(write_artefact(tmp_path / "a", model))
     with mlx_sparse.sparse(model, config) as report:
         same_tokens, same_logits = greedy(model, prompt, STEPS)
     assert report.served_layers > 0
@@ -76,8 +76,7 @@ def test_every_bucket_gives_the_dense_tokens(family: str, mode: str, tmp_path: P
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "ministral3", "phi3", "smollm3"])
-@pytest.mark.parametrize("mode", ["trained", "kmeans"])
-def test_few_probes_attend_the_oracles_keys(family: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_few_probes_attend_the_oracles_keys(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     seen: list[dict[str, Any]] = []
     lists, step = BucketIndex.lists, saap.Indices.step
 
@@ -102,7 +101,7 @@ def test_few_probes_attend_the_oracles_keys(family: str, mode: str, tmp_path: Pa
     monkeypatch.setattr(saap.Indices, "step", noting_step)
     model = build(family)
     file = write_artefact(tmp_path / "a", model)
-    with mlx_sparse.sparse(model, attn(file, 2, mode=mode)) as report:
+    with mlx_sparse.sparse(model, attn(file, 2)) as report:
         greedy(model, prompt_of(PROMPT), STEPS)
     assert len(seen) == report.sparse_calls == report.served_layers * STEPS
     attended = listed = 0
@@ -112,9 +111,7 @@ def test_few_probes_attend_the_oracles_keys(family: str, mode: str, tmp_path: Pa
     assert len(made) == report.served_layers
     for call, layer in zip(seen, itertools.cycle(sorted(made)), strict=False):
         network = {name: np.array(array, np.float32) for name, array in made[layer].arrays().items()}
-        centroids = network.pop("centroids")
-        if mode == "kmeans":
-            network = {"out_weight": (centroids * call["scale"]).swapaxes(-1, -2)}
+        network.pop("centroids")
         visited = oracle.saap_route(call["before"], probes=2, **network)
         indices, counts = (np.array(array) for array in call["lists"])
         keys, values = call["rows"]

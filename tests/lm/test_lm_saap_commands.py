@@ -17,7 +17,7 @@ from saap_artefacts import BUCKETS, write_artefact
 from test_lm_server import running
 from tiny_models import build, prompt_of, words, write
 
-from mlx_sparse.common.call_report import JSON_KEY
+from mlx_sparse.api.call_report import JSON_KEY
 
 PROMPT, TOKENS, LAYERS = 60, 8, 2
 STEPS = TOKENS + 1  # mlx-lm's last prompt token is a step, and it works one token ahead
@@ -35,7 +35,6 @@ GOOD: dict[str, list[list[str]]] = {
     "dense": [GENERATE],
     "every bucket": [[*GENERATE, *EVERY, *JSON]],
     "few": [[*GENERATE, *FEW, *JSON]],
-    "kmeans": [[*GENERATE, "--attn", f"{FEW[1]},mode=kmeans", *JSON]],
     "online": [[*GENERATE, "--attn", f"saap:mode=online,buckets=8,probes=8,{WINDOW}", *JSON]],
     "toml": [[*GENERATE, "--attn-config", "saap.toml", "--attn", f"saap:probes={BUCKETS}", *JSON]],
     "text": [[*GENERATE, *FEW]],
@@ -119,9 +118,8 @@ def test_every_bucket_gives_the_dense_text(name: str, finished: Runs):
     assert report["buckets"]["selectivity"] == 1
 
 
-@pytest.mark.parametrize("name", ["few", "kmeans"])
-def test_few_probes_save_bytes(name: str, finished: Runs):
-    (report,) = finished(name).reports
+def test_few_probes_save_bytes(finished: Runs):
+    (report,) = finished("few").reports
     assert report["sparse_calls"] == LAYERS * STEPS
     assert 0 < report["buckets"]["selectivity"] < 0.8
     assert 0 < report["sparse_bytes"]

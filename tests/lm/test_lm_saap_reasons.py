@@ -6,21 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 import pytest
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
 from saap_artefacts import LAYERS, ONLINE, PROMPT, STEPS, attn, write_artefact
 from tiny_models import build, greedy, prompt_of
 
 import mlx_sparse
-from mlx_sparse import oracle
-from mlx_sparse.artefact import load
 from mlx_sparse.checks import ArtefactError, ConfigError
-from mlx_sparse.common import reasons
 from mlx_sparse.lm import rope as rope_module
 from mlx_sparse.lm.call import Call
 from mlx_sparse.lm.model import plan_of
-from mlx_sparse.methods import SAAP, Step
+from mlx_sparse.methods import SAAP, Step, reasons
 
 
 @pytest.fixture
@@ -44,29 +40,6 @@ def test_the_first_layers_and_those_the_artefact_lacks_stay_dense_and_say_why(tm
     assert report.dense_calls[reasons.FIRST_LAYERS] == 2 * STEPS
     assert report.dense_calls[reasons.NOT_IN_ARTEFACT] == STEPS
     assert "2 of 5 layers" in str(report)
-
-
-def test_an_artefact_of_centroids_serves_kmeans_and_not_trained(model: Any, tmp_path: Path):
-    file = write_artefact(tmp_path / "a", model, hidden=0)
-    with mlx_sparse.sparse(model, attn(file, mode="kmeans")) as report:
-        assert report.served_layers == LAYERS
-    with pytest.raises(ConfigError, match=f"got llama with 2 layers: 2 {reasons.NOT_TRAINED}"):
-        mlx_sparse.enable(model, attn(file))
-
-
-def test_keys_clustered_after_rope_are_a_baseline_that_runs(tmp_path: Path):
-    """Of the norm after RoPE too: nothing is turned back."""
-    for family in ("llama", "hunyuan_v1_dense"):
-        model = build(family)
-        tokens, _ = greedy(model, prompt_of(PROMPT), STEPS)
-        file = write_artefact(tmp_path / family, model, space="roped", hidden=0)
-        with mlx_sparse.sparse(model, attn(file, mode="kmeans")) as report:
-            cache = make_prompt_cache(model)
-            assert greedy(model, prompt_of(PROMPT), STEPS, cache)[0] == tokens
-        assert report.sparse_calls == LAYERS * STEPS
-        keys = np.array(cache[1].keys[:, :, :PROMPT])
-        ids = oracle.saap_assign(keys, np.array(load(file).layers[1].centroids))
-        np.testing.assert_array_equal(np.array(cache[1].beside["saap"].ids[..., :PROMPT]), ids)
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,10 @@ from tiny_models import build, prompt_of
 
 import mlx_sparse
 from mlx_sparse.cache.kv_cache import SparseBatchKVCache, SparseKVCache
-from mlx_sparse.common.reasons import A_FEW, UNKNOWN_PADDING
 from mlx_sparse.lm import seam
 from mlx_sparse.lm.call import Call
 from mlx_sparse.lm.model import plan_of
+from mlx_sparse.methods.reasons import A_FEW, UNKNOWN_PADDING
 
 TOO_FULL = "whose sample keeps too many blocks"
 

@@ -28,8 +28,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tiny_models import build, prompt_of
 
 import mlx_sparse
-from mlx_sparse.common.block_layout import Layout
 from mlx_sparse.lm.figures import PrefillCounts, PrefillFigures
+from mlx_sparse.methods.block_layout import Layout
 from mlx_sparse.ops import attend, blocks
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from mlx_lm import server
 
-from mlx_sparse.common.call_report import Counts, Report
+from mlx_sparse.api.call_report import Counts, Report
 from mlx_sparse.lm import serving
 from mlx_sparse.lm.figures import PrefillFigures
 from mlx_sparse.lm.session import Session

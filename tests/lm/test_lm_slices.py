@@ -22,8 +22,8 @@ from slice_ranks import run as run_here
 from tiny_models import build, prompt_of, words, write
 
 import mlx_sparse
+from mlx_sparse.cache.shares import BLOCK, Shares
 from mlx_sparse.cache.slice_cache import SlicedKVCache
-from mlx_sparse.common.shares import BLOCK, Shares
 
 pytestmark = pytest.mark.usefixtures("without_torch")
 

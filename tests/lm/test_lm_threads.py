@@ -20,7 +20,7 @@ from tiny_models import build, greedy, prompt_of
 
 import mlx_sparse
 from mlx_sparse import methods
-from mlx_sparse.common.call_report import IN_FLIGHT, Counts, Report
+from mlx_sparse.api.call_report import IN_FLIGHT, Counts, Report
 from mlx_sparse.lm.rope import Recorder, ropes
 
 PROMPT = 300

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import pytest
 from fixtures_msl import Launched
 from lm_prompts import tiny_tokenizer
 from mlx_lm import batch_generate
@@ -25,15 +24,14 @@ def attn(path: Path, **changes: Any) -> SAAP:
     return SAAP(artefact=str(path), **{**values, **changes})
 
 
-@pytest.mark.parametrize("mode", ["trained", "kmeans"])
 def test_a_model_decodes_on_metal_as_on_ops_and_hands_over_whole_buffers(
-    metal: Metal, mode: str, tmp_path: Path, launched: list[Launched]
+    metal: Metal, tmp_path: Path, launched: list[Launched]
 ) -> None:
     model, prompt = build("qwen3"), prompt_of(PROMPT)
     file = write_artefact(tmp_path / "a", model)
     generated, figures = {}, {}
     for backend in ("ops", "metal"):
-        with mlx_sparse.sparse(model, attn(file, mode=mode), backend=backend) as report:
+        with mlx_sparse.sparse(model, attn(file), backend=backend) as report:
             tokens, logits = greedy(model, prompt, STEPS)
         assert report.backend == backend
         assert report.sparse_calls == LAYERS * STEPS

@@ -57,9 +57,7 @@ def test_a_model_processes_its_prompt_and_decodes_on_metal_as_on_ops(metal: Meta
     model, prompt = build(family), prompt_of(200)
     generated, densities = {}, {}
     for backend in ("ops", "metal"):
-        with mlx_sparse.sparse(
-            model, f"{SAMPLE}+sparq:rank=8,top_k=16,group_reduce=logits,dense_below=0", backend=backend
-        ) as report:
+        with mlx_sparse.sparse(model, f"{SAMPLE}+sparq:rank=8,top_k=16,dense_below=0", backend=backend) as report:
             generated[report.backend] = greedy(model, prompt, 4)[0]
         assert (report.prefill.calls, report.dense_calls) == (2, {})
         densities[report.backend] = report.prefill.density

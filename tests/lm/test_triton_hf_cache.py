@@ -19,7 +19,7 @@ from torch_arrays import to_numpy
 
 from mlx_sparse import oracle
 from mlx_sparse.checks import ShapeError
-from mlx_sparse.common.key_codes import GROUP
+from mlx_sparse.methods.scoring_keys import GROUP
 
 
 def assert_reads_its_rows(layer: hf.SparQLayer, first: tuple[int, ...] | None = None) -> None:
@@ -38,20 +38,20 @@ def assert_reads_its_rows(layer: hf.SparQLayer, first: tuple[int, ...] | None = 
         assert np.abs(mean[b].cpu().numpy() - middle).max() <= 4 * ulp(middle, "f32")
 
 
-def assert_codes(layer: hf.SparQLayer, first: tuple[int, ...] | None = None, key_bits: int = 4) -> None:
+def assert_codes(layer: hf.SparQLayer, first: tuple[int, ...] | None = None) -> None:
     """What a step with few bits reads is the oracle's of the rows in use, to the last bit."""
     S = layer.get_seq_length()
     padding = attention.Padding(padded(*first, length=S)[:, None, None]) if first else None
-    coded, _, spread = layer.read(mean=True, spread=True, padding=padding, key_bits=key_bits)
+    coded, _, spread = layer.read(mean=True, spread=True, padding=padding, coded=True)
     rows = to_numpy(layer.keys)
-    wanted = oracle.code_keys(rows, key_bits=key_bits, left_padding=first)
+    wanted = oracle.code_keys(rows, left_padding=first)
     for name, found, array in zip(coded._fields, coded, wanted, strict=True):
         assert found.shape == array.shape, name
-        place = {"codes": 8 * key_bits, "lo": 1, "step": 1}.get(name)
+        place = {"codes": GROUP // 2, "lo": 1, "step": 1}.get(name)
         for b, start in enumerate(first or (0,) * len(rows)):
             full = slice(place and place * (max(0, S - start) // GROUP))  # what lies behind is never read
             np.testing.assert_array_equal(to_numpy(found[b, ..., full]), array[b, ..., full], err_msg=name)
-    expected = oracle.key_spread(wanted, rows, key_bits=key_bits, left_padding=first)
+    expected = oracle.key_spread(wanted, rows, left_padding=first)
     np.testing.assert_allclose(to_numpy(spread), expected, rtol=1e-4)
 
 
@@ -107,21 +107,21 @@ def test_what_a_step_reads_follows_the_cache(change: str, first: tuple[int, ...]
     assert_reads_its_rows(layer, PADDING.get(change, first) if first else None)
 
 
-@pytest.mark.parametrize(("first", "key_bits"), [(None, 8), ((5, 140), 4)], ids=["", "padded"])
+@pytest.mark.parametrize("first", [None, (5, 140)], ids=["", "padded"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_codes_follow_the_cache(change: str, first: tuple[int, ...] | None, key_bits: int) -> None:
+def test_codes_follow_the_cache(change: str, first: tuple[int, ...] | None) -> None:
     swapped = {"reorder": (140, 140), "repeat": (5, 5, 140, 140), "select": (140,), "select by bools": (140,)}
     layer = hf.SparQLayer()
     with torch.inference_mode():
         layer.update(*states(2, 2, 200))
-        assert_codes(layer, first, key_bits)
+        assert_codes(layer, first)
         layer.update(*states(2, 2, 70, seed=2))  # beyond the buffers
-        assert_codes(layer, first, key_bits)
+        assert_codes(layer, first)
     CHANGES[change](layer)
     after = swapped.get(change, first) if first else None
     for count in (GROUP - 20, 1, 30):
         layer.update(*states(len(swapped.get(change, (0, 0))), 2, count, seed=1))
-        assert_codes(layer, after, key_bits)
+        assert_codes(layer, after)
 
 
 @pytest.mark.parametrize("first", [None, (5, 140)], ids=["", "padded"])
@@ -134,12 +134,11 @@ def test_a_prompt_is_coded_in_pieces(first: tuple[int, ...] | None) -> None:
 def test_codes_take_the_place_of_keys_and_give_it_back() -> None:
     layer = hf.SparQLayer()
     layer.update(*states(2, 2, 300))
-    assert_codes(layer, key_bits=4)
+    assert_codes(layer)
     few = layer.buffers.codes.nbytes
     assert few == layer.buffers.keys.nbytes // 8 * 9 // 8 + 2 * 2 * 32 * 4  # 4.5 bits of each 32, and the centre
     assert layer.buffers.keys_t is None
-    assert_codes(layer, key_bits=8)
-    assert_codes(layer, first=(0, 70), key_bits=8)
+    assert_codes(layer, first=(0, 70))
     assert_reads_its_rows(layer)
     assert layer.buffers.codes is None
 

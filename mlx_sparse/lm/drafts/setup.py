@@ -6,8 +6,8 @@ import argparse
 from typing import Any
 
 from ...checks import BackendUnavailable, ConfigError
-from ...common.parts import part_of
 from ...methods import Method, Prefill
+from ...model_parts import part_of
 from . import steps
 from .pace import MOST
 

@@ -21,9 +21,9 @@ import numpy as np
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
+from ...api.call_report import Counts
 from ...checks import ConfigError
-from ...common.call_report import Counts
-from ...common.model_info import leaves
+from ...model_info import leaves
 from ..dense import rows_at_once
 from .figures import DraftFigures
 from .pace import MOST, Pace, fused

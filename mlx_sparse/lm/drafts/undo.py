@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
-from ...common.model_info import leaves
+from ...model_info import leaves
 
 ROWS = (KVCache, QuantizedKVCache)
 

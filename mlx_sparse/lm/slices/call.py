@@ -6,13 +6,12 @@ from typing import Any
 
 import mlx.core as mx
 
+from ...cache.shares import Shares
 from ...cache.slice_cache import SlicedKVCache, slice_up
 from ...cache.sparse_cache import DecodeStep
 from ...checks import ConfigError
-from ...common import reasons
-from ...common.shares import Shares
-from ...common.stats import dense_elements
-from ...methods import NEVER
+from ...methods import NEVER, reasons
+from ...methods.stats import dense_elements
 from ..call import Call
 from ..plan import Plan, Probe
 from . import prompts, steps

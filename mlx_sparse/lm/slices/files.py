@@ -10,10 +10,10 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import KVCache
 
+from ...cache.shares import Shares
 from ...cache.slice_cache import SlicedKVCache
 from ...checks import ConfigError
-from ...common.files import replace_file
-from ...common.shares import Shares
+from ...files import replace_file
 from .exchange import Exchange
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 
+from ...cache.shares import BLOCK
 from ...cache.slice_cache import SlicedKVCache
-from ...common import block_select
-from ...common.block_layout import Layout
-from ...common.shares import BLOCK
 from ...methods import Prefill, Sample, registry
+from ...methods.block_layout import Layout
+from ...ops import block_select
 from ...ops.attend import attend_rows, softmax_lse
 from ...ops.blocks import after, most
 from ...ops.sample import masses_of

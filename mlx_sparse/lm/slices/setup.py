@@ -7,9 +7,9 @@ from typing import Any
 
 import mlx.core as mx
 
+from ...cache.shares import BLOCK, Shares
 from ...cache.slice_cache import slice_up
 from ...checks import ConfigError
-from ...common.shares import BLOCK, Shares
 from ...methods import SAAP, Sample
 from ..options import SHARDS
 from ..plan import Plan

@@ -7,11 +7,11 @@ from typing import Any
 import mlx.core as mx
 
 from ...cache.moments import Moments
+from ...cache.shares import Shares
 from ...cache.slice_cache import SlicedKVCache
 from ...cache.sparq_state import Codes, Columns, SparQState
-from ...common.key_codes import GROUP
-from ...common.shares import Shares
 from ...methods import SparQ
+from ...methods.scoring_keys import GROUP
 from ...ops.key_codes import group_moments
 from ...ops.sparq import deviation
 from .exchange import Exchange
@@ -60,7 +60,7 @@ class SparQSlice(SparQState):
 
     def _coded(self, cache: SlicedKVCache, config: SparQ, exchange: Exchange) -> Codes:
         first = exchange.rank == 0
-        self.codes = self.codes or Codes(config.key_bits, None, [0])
+        self.codes = self.codes or Codes(None, [0])
         if first:
             self.codes.extend(cache.key_rows, cache.length)
         if self.centre is None and cache.position >= GROUP:
@@ -83,7 +83,7 @@ class SparQSlice(SparQState):
             counts = [Shares(rank, exchange.size).before(groups * GROUP) // GROUP for rank in range(exchange.size)]
             n = counts[exchange.rank]
             coded = codes.read(cache.key_rows, whole=False) if n else None
-            own = mx.zeros((3, B, Hkv, D)) if coded is None else group_moments(coded, key_bits=codes.key_bits)
+            own = mx.zeros((3, B, Hkv, D)) if coded is None else group_moments(coded)
             means, squares, widths = mx.moveaxis(exchange.gather(own), 1, 0)
             self.spread, self.groups = (
                 mx.sqrt((_squares(means, squares, counts) + widths.sum(axis=0) / 16) / groups),

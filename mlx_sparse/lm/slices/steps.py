@@ -14,6 +14,7 @@ import numpy as np
 from ...cache.slice_cache import SlicedKVCache
 from ...methods import Method, SparQ, Streaming, registry
 from ...methods.quest import Quest
+from ...methods.sparq import Selection
 from ...ops.attend import attend_rows, softmax_lse
 from ...ops.quest import page_bounds, page_keys, page_scores
 from ...ops.sparq import sparq_logits
@@ -55,17 +56,14 @@ def sparq(
     known = state.shared(cache, config, G, exchange)
     logits = mx.zeros((B, Hkv, G, 0))
     if cache.length:
-        keys, bits = cache.own_rows()[0], config.key_bits
-        logits = sparq_logits(queries, keys, rank=config.rank, scale=scale, left_padding=None, key_bits=bits, **known)
+        keys, _ = cache.own_rows()
+        how = Selection(config.rank, config.top_k, 0, scale, **known)
+        logits = sparq_logits(queries, keys, how)
     # (sparq.4), (sparq.5), (sparq.6) over the keys of all ranks
-    scores = s_hat = logits
-    if parameters["group_reduce"] == "softmax" or parameters["reallocate"]:
-        weights, lse = softmax_lse(logits, None) if cache.length else (logits, mx.full((B, Hkv, G), -mx.inf))
-        share = mx.exp(lse - exchange.logsumexp(lse))
-        s_hat = weights * share[..., None]
-        scores = s_hat if parameters["group_reduce"] == "softmax" else logits
+    weights, lse = softmax_lse(logits, None) if cache.length else (logits, mx.full((B, Hkv, G), -mx.inf))
+    s_hat = weights * mx.exp(lse - exchange.logsumexp(lse))[..., None]
     forced = forced_rows(cache, parameters["local_window"])
-    indices, counts = choose(scores.sum(axis=2), exchange, top_k=config.top_k, forced=forced)
+    indices, counts = choose(s_hat.sum(axis=2), exchange, top_k=config.top_k, forced=forced)
     out, lse = exchange.merge(*_attend(queries, cache, indices, counts, scale=scale, backend=backend))
     if parameters["reallocate"]:
         # (sparq.8) to (sparq.10)

@@ -13,10 +13,10 @@ from typing import Any
 
 from ...calibrate import Calibration
 from ...checks import ConfigError, Parser, check_int, read_length
-from ...common.files import cache_directory
-from ...common.model_info import config_of, model_type
+from ...files import cache_directory
 from ...lm.model import disable, enable, plan_of
 from ...methods import Prefill, parse
+from ...model_info import config_of, model_type
 from .. import environment, formats
 from ..assets import blas
 from ..assets.models import DEFAULT

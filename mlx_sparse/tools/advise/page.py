@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ...common.families import warning
+from ...lm.unfit_models import warning
 from ...methods import Method, parse
 from .. import formats
 from ..evaluate.journal import as_json

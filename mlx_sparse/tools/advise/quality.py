@@ -19,7 +19,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from ...calibrate import free_memory
 from ...checks import ConfigError
-from ...common.model_info import leaves
+from ...model_info import leaves
 from ..evaluate.results import Outcome
 from ..evaluate.runner import DENSE_STEP, Steps, observed_by
 from ..evaluate.score import figures_of, log_softmax, step_outcome

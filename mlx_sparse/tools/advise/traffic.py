@@ -15,10 +15,10 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from ...cache.kv_cache import SparseKVCache
 from ...calibrate import Calibration, Layer
-from ...common.model_info import config_of, leaves
-from ...common.stats import dense_elements
 from ...lm import seam
 from ...methods import Method, registry
+from ...methods.stats import dense_elements
+from ...model_info import config_of, leaves
 
 FULL, WINDOW, LINEAR, LATENT = "full", "window", "linear", "latent"
 ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_top_k", "moe_topk", "moe_k")

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from ...checks import ArtefactError
-from ...common.files import cache_directory
+from ...files import cache_directory
 from .packages import fetch, read_files
 from .store import build_directory, file_hash
 

@@ -14,8 +14,8 @@ import mlx.core as mx
 from tqdm import tqdm
 
 from ...checks import ArtefactError
-from ...common.extras import require
-from ...common.files import cache_directory
+from ...extras import require
+from ...files import cache_directory
 from .packages import fetch
 from .smollm2 import BLOCK, SPECIAL_TOKEN, join, mlx_name, write_model
 from .store import build_directory, check_file, write_json

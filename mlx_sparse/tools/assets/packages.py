@@ -17,7 +17,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from ...checks import ArtefactError
-from ...common.files import naming
+from ...files import naming
 from .store import check_file
 
 

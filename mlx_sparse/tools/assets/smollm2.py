@@ -15,7 +15,7 @@ import mlx.core as mx
 from tqdm import tqdm
 
 from ...checks import ArtefactError
-from ...common.files import cache_directory
+from ...files import cache_directory
 from .packages import fetch, read_files
 from .store import build_directory, check_file, write_json
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ...checks import ArtefactError
-from ...common.files import naming
+from ...files import naming
 
 MANIFEST = "mlx-sparse-manifest.json"
 

@@ -15,7 +15,7 @@ from datetime import date
 from itertools import product
 
 from ...checks import ConfigError, Parser, check_int, read_length, read_shape
-from ...common.extras import naming_missing
+from ...extras import naming_missing
 from ...methods import Method, parse, split_methods
 from .. import formats
 from .core import ITEM_SIZES, Case, Request, Row, Shape, collect, measure, say, text

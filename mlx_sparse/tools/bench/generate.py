@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ...checks import ArtefactError, ConfigError, check_int, read_length
-from ...common.files import cache_directory
+from ...files import cache_directory
 from ...methods import parse, split_methods
 from .. import formats
 from ..assets.models import add_model_options, check_model, find_model

@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from ... import oracle
 from ...checks import ConfigError, check_choice, check_int
-from ...common.stats import saap_elements
 from ...methods import Method
+from ...methods.stats import saap_elements
 from .core import Case, Request
 
 Array = npt.NDArray[Any]

@@ -22,8 +22,8 @@ from ...cache.kv_cache import SparseKVCache, SparseQuantizedKVCache
 from ...cache.saap_router import Router
 from ...cache.saap_state import BucketIndex, fold, index_of
 from ...checks import BackendUnavailable, ConfigError
-from ...common.packed_parts import BITS
 from ...methods import Method, Step, registry, table
+from ...methods.packed_parts import BITS
 from ..environment import machine, memory
 from .core import Case, Request, Variant, check_memory
 from .inputs import Index, Problem, Prompt, buckets_of, check_request, online, planted_problem, random_problem
@@ -86,7 +86,7 @@ def variants(request: Request, case: Case) -> Iterator[Variant]:
         needed = 1.2 * scores + 16 * B * S * shape.D * (shape.Hq + shape.Hkv)
     check_memory(needed, memory(), LARGEST_SHARE)
     kind: Any = MlxStep if case.step is None else MlxPrefill
-    shared = Layers(case) if case.step is None else Chunks(case)
+    shared: Any = Layers(case) if case.step is None else Chunks(case)
     yield from (kind(case, shared, name=name, way=way) for name, way in dense_ways(case, on_cpu).items())
     yield kind(case, shared, name="read", way=read)
     for config, backend, why in serving(request, case):

@@ -12,7 +12,7 @@ from typing import Any
 
 from ...calibrate import MODELLED, device_kind
 from ...checks import ArtefactError, ConfigError, Parser, SparseAttentionError
-from ...common.files import cache_directory
+from ...files import cache_directory
 from ...lm.model import select_methods
 from ...methods import parse
 from ..assets import blas

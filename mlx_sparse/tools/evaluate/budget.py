@@ -7,8 +7,7 @@ from fractions import Fraction
 
 from ... import artefact
 from ...checks import ConfigError
-from ...common import stats
-from ...methods import Method, parse
+from ...methods import Method, parse, stats
 
 
 class OutOfReach(ConfigError):

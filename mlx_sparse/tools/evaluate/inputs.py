@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...checks import ConfigError
-from ...common.files import cache_directory
-from ...common.model_info import kv_shapes, weights_hash
+from ...files import cache_directory
 from ...lm.loading import loading
+from ...model_info import kv_shapes, weights_hash
 from .. import environment
 from ..assets import blas
 from ..assets.models import add_model_options, check_model, find_model

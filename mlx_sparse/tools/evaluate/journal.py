@@ -15,7 +15,7 @@ from types import UnionType
 from typing import Any, Generic, TypeVar, get_args, get_origin, get_type_hints
 
 from ...checks import ArtefactError
-from ...common.files import naming, replace_file
+from ...files import naming, replace_file
 
 T = TypeVar("T")
 FORMAT = 1

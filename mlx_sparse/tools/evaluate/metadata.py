@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import date
 from typing import Any
 
-from ...common.model_info import config_of, kv_shapes, model_type, weights_hash
+from ...model_info import config_of, kv_shapes, model_type, weights_hash
 from .. import environment
 from .texts import Text
 

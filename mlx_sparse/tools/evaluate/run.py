@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...checks import ConfigError, Parser, check_int, meant, read_length
-from ...common.files import cache_directory, replace_file
+from ...files import cache_directory, replace_file
 from ...lm.loading import refuse_unquantisable
 from ...lm.model import select_methods
 from ...methods import parse

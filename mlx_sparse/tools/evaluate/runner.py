@@ -14,9 +14,9 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from ...common.call_report import Report
-from ...common.reasons import NO_DECODE
+from ...api.call_report import Report
 from ...lm import sparse
+from ...methods.reasons import NO_DECODE
 from .journal import Journal
 from .results import Outcome, Row, Trial, row_of
 from .score import Array, figures_of, log_softmax, prompt_outcome, step_outcome

@@ -15,9 +15,10 @@ import numpy.typing as npt
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from ...checks import ConfigError, check_int
-from ...common.model_info import leaves
 from ...lm.rope import Recorder
 from ...lm.tracing import Seen, observe
+from ...methods.sparq import Selection
+from ...model_info import leaves
 from ...ops.baselines import exact_weights
 from ...ops.select import top_k_select
 from ...ops.sparq import deviation, sparq_select
@@ -237,14 +238,14 @@ def _compare_steps(
 ) -> Array:
     """Figures of a batch of decode steps, ``(B, Hq, 1, D)`` over ``(B, Hkv, S, D)``, summed over the batch."""
     options: dict[str, Any] = {"top_k": top_k, "local_window": 0, "left_padding": padding}
-    _, weights, _ = exact_weights(queries, keys, scale=scale, left_padding=padding)
+    weights, _ = exact_weights(queries, keys, scale=scale, left_padding=padding)
     exact = top_k_select(weights.sum(axis=2), **options)
     keys_t, spread = mx.contiguous(keys.swapaxes(-1, -2)), deviation(keys, padding)
     best, figures = _captured(weights, exact), []
     for score, rank in choices:
         weight = spread if score == "query_key" else None
-        options |= {"group_reduce": "softmax", "component_weight": weight, "scale": scale, "keys_t": keys_t}
-        chosen, alpha = sparq_select(queries, keys, rank=rank, **options)
+        how = Selection(rank, scale=scale, component_weight=weight, keys_t=keys_t, **options)
+        chosen, alpha = sparq_select(queries, keys, how)
         agreed = (chosen[..., :, None] == exact[..., None, :]).any(axis=-1).mean(axis=(1, 2))
         mass = _captured(weights, chosen)
         gap = mx.abs(alpha.reshape(mass.shape) - mass)

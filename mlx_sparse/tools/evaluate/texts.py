@@ -10,7 +10,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 from ...checks import ArtefactError, ConfigError
-from ...common.files import cache_directory
+from ...files import cache_directory
 from ..assets.packages import fetch, read_files
 from ..assets.store import build_directory
 

@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from ...common.kmeans import ITERATIONS, fit, start_points
+from ...ops.kmeans import ITERATIONS, fit, start_points
 
 POINTS = 256  # keys per bucket that k-means looks at, as Faiss does
 

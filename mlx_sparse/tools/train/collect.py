@@ -18,10 +18,10 @@ import numpy.typing as npt
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from ...checks import ArtefactError, ConfigError
-from ...common.files import replace_file
-from ...common.model_info import leaves
+from ...files import replace_file
 from ...lm.rope import Recorder, Source
 from ...lm.tracing import Seen, find_sources, observe
+from ...model_info import leaves
 from .rows import Texts
 
 Array = npt.NDArray[Any]

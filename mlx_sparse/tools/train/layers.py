@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ...artefact import Layer
-from ...common.kmeans import assign
+from ...ops.kmeans import assign
 from . import network
 from .clusters import POINTS, fit_centroids
-from .recall import SELECTIVITIES, Indexed, curve, grouped_queries, index, router_scores
+from .recall import SELECTIVITIES, Indexed, centroid_scores, curve, grouped_queries, index, router_scores
 from .report import HeadReport
 from .rows import Distances, Rows, Texts, long_range_rows
 from .train import Training, learns, train_layer
@@ -30,22 +30,20 @@ class Recipe:
     """How a layer is made.
 
     Attributes:
-        training: of the query networks; None for centroids only.
+        training: of the query networks.
         most_rows: per head; ``2 * most_rows * buckets`` bytes of targets per head are held in memory.
     """
 
     buckets: int
     distances: Distances
-    training: Training | None
+    training: Training
     most_rows: int
     seed: int
 
 
 def make_layer(texts: Texts, recipe: Recipe, *, checkpoint: Path | None, progress: Any) -> tuple[Layer, list[Rows]]:
-    """Centroids before RoPE and query networks, float16, and what each head's learnt from (nothing, untrained)."""
-    centroids = make_centroids(texts, recipe, roped=False)
-    if recipe.training is None:
-        return half(Layer(mx.array(centroids))), []
+    """Centroids before RoPE and query networks, float16, and what each head's learnt from."""
+    centroids = make_centroids(texts, recipe)
     ids = bucket_ids(texts.keys_before, centroids)
     rows = [head_rows(texts, ids, head, recipe) for head in range(texts.heads)]
     layer = train_layer(rows, centroids, recipe.training, scale=texts.scale, checkpoint=checkpoint, progress=progress)
@@ -57,9 +55,9 @@ def half(layer: Layer) -> Layer:
     return Layer(**{name: array.astype(mx.float16) for name, array in layer.arrays().items()})
 
 
-def make_centroids(texts: Texts, recipe: Recipe, *, roped: bool) -> Array:
-    """``(Hkv, C, D)`` of the keys of all texts but sinks, before RoPE or after."""
-    keys = texts.keys_after if roped else texts.keys_before
+def make_centroids(texts: Texts, recipe: Recipe) -> Array:
+    """Cluster the pre-RoPE keys of all texts but sinks: ``(Hkv, C, D)``."""
+    keys = texts.keys_before
     return np.stack([_head_centroids(keys[:, head], recipe) for head in range(texts.heads)])
 
 
@@ -92,36 +90,30 @@ def head_rows(texts: Texts, ids: Array, head: int, recipe: Recipe) -> Rows:
     return long_range_rows(texts, ids, head, most=recipe.most_rows, **options)
 
 
-def report_layer(
-    number: int, texts: Texts, layer: Layer, roped: Array, rows: Sequence[Rows], recipe: Recipe
-) -> list[HeadReport]:
-    """What every router finds in held-out ``texts``; ``roped`` are the centroids after RoPE."""
+def report_layer(number: int, texts: Texts, layer: Layer, rows: Sequence[Rows], recipe: Recipe) -> list[HeadReport]:
+    """Report what the networks and the centroids find in held-out ``texts``."""
     texts = texts.thinned(min(MOST_HELD_OUT, max(MOST_REPORTED // len(texts.positions), 1)))
     centroids = np.array(layer.centroids.astype(mx.float32))
-    ids, roped_ids = bucket_ids(texts.keys_before, centroids), bucket_ids(texts.keys_after, roped)
-    after = Layer(mx.array(roped))
+    ids = bucket_ids(texts.keys_before, centroids)
     found = []
     for head in range(texts.heads):
-        own: dict[str, Any] = {"buckets": recipe.buckets, "distances": recipe.distances}
-        before = index(texts, ids, head, **own)
+        before = index(texts, ids, head, buckets=recipe.buckets, distances=recipe.distances)
         queries = grouped_queries(texts, head)
-        scores = {"kmeans": router_scores(queries, layer, head, scale=texts.scale, kmeans=True)}
-        if layer.trained:
-            scores = {"trained": router_scores(queries, layer, head, scale=texts.scale), **scores}
+        scores = {
+            "trained": router_scores(queries, layer, head),
+            "kmeans": centroid_scores(queries, layer, head, scale=texts.scale),
+        }
         recall = {name: _recall(before, score, recipe) for name, score in scores.items()}
-        of_roped = router_scores(grouped_queries(texts, head, roped=True), after, head, scale=texts.scale)
-        recall["roped"] = _recall(index(texts, roped_ids, head, **own), of_roped, recipe)
         held_out = head_rows(texts, ids, head, recipe)
-        trained_on = rows[head] if rows else None
         found.append(
             HeadReport(
                 number,
                 head,
-                len(trained_on.queries) if trained_on else 0,
+                len(rows[head].queries),
                 len(held_out.queries) / held_out.seen,
-                losses(held_out, layer, head, texts.scale, trained_on),
+                losses(held_out, layer, head, texts.scale, rows[head]),
                 recall,
-                {"before_rope": imbalance(ids[:, head], recipe), "roped": imbalance(roped_ids[:, head], recipe)},
+                imbalance(ids[:, head], recipe),
             )
         )
     return found
@@ -132,8 +124,8 @@ def _recall(indexed: Indexed, scores: Array, recipe: Recipe) -> list[float]:
     return [found.at(selectivity) for selectivity in SELECTIVITIES]
 
 
-def losses(rows: Rows, layer: Layer, head: int, scale: float, trained_on: Rows | None = None) -> dict[str, float]:
-    """KL(target || router) in nats, mean over ``rows``, of the routers there are; none without rows.
+def losses(rows: Rows, layer: Layer, head: int, scale: float, trained_on: Rows) -> dict[str, float]:
+    """Return KL(target || router) in nats, mean over ``rows``, of both routers; empty without rows.
 
     Args:
         trained_on: what the network learnt from.
@@ -142,11 +134,12 @@ def losses(rows: Rows, layer: Layer, head: int, scale: float, trained_on: Rows |
         return {}
     queries, target = mx.array(rows.queries)[None], mx.array(rows.target).astype(mx.float32)[None]
     of = {name: array[head : head + 1].astype(mx.float32) for name, array in layer.arrays().items()}
-    logits = {"kmeans": scale * queries @ of["centroids"].swapaxes(-1, -2)}
-    if trained_on is not None:
-        # What it has learnt, before it was divided by the buckets' sizes; the k-means router was not.
-        share = trained_on.share if learns(trained_on) else np.ones_like(trained_on.share)
-        logits = {"trained": network.logits(of, queries) + mx.log(mx.array(share)), **logits}
+    # What it has learnt, before it was divided by the buckets' sizes; the k-means router was not.
+    share = trained_on.share if learns(trained_on) else np.ones_like(trained_on.share)
+    logits = {
+        "trained": network.logits(of, queries) + mx.log(mx.array(share)),
+        "kmeans": scale * queries @ of["centroids"].swapaxes(-1, -2),
+    }
     entropy = -(target * mx.log(mx.maximum(target, 1e-30))).sum(axis=-1).mean()
     found = {name: network.cross_entropy(x, target)[0] - entropy for name, x in logits.items()}
     return {name: float(np.array(value)) for name, value in found.items()}

@@ -100,25 +100,24 @@ def curve(indexed: Indexed, scores: Array, distances: Distances) -> Curve:
     return Curve(*(np.concatenate([[0.0], value]) for value in values))
 
 
-def router_scores(queries: Array, layer: Layer, head: int, *, scale: float, kmeans: bool = False) -> Array:
-    """(saap.8) ``(n, C)``: the probability of each bucket, summed over the group.
-
-    Args:
-        queries: ``(G, n, D)``.
-        scale: of the inner products with the centroids.
-        kmeans: route by the centroids although there are networks.
-    """
+def router_scores(queries: Array, layer: Layer, head: int) -> Array:
+    """(saap.8) ``(n, C)``: the probability of each bucket for ``queries (G, n, D)``, summed over the group."""
     of = {name: array[head : head + 1].astype(mx.float32) for name, array in layer.arrays().items()}
+    return _summed(network.logits(of, mx.array(queries.reshape(1, -1, queries.shape[-1]))), queries)
+
+
+def centroid_scores(queries: Array, layer: Layer, head: int, *, scale: float) -> Array:
+    """Return the `router_scores` of the centroids, the baseline: logits are ``scale`` times the inner products."""
     rows = mx.array(queries.reshape(1, -1, queries.shape[-1]))
-    if kmeans or not layer.trained:
-        logits = scale * rows @ of["centroids"].swapaxes(-1, -2)
-    else:
-        logits = network.logits(of, rows)
+    return _summed(scale * rows @ layer.centroids[head].astype(mx.float32).T, queries)
+
+
+def _summed(logits: mx.array, queries: Array) -> Array:
     probabilities = mx.softmax(logits, axis=-1).reshape(queries.shape[0], queries.shape[1], -1)
     return np.array(probabilities.sum(axis=0))
 
 
-def grouped_queries(texts: Texts, head: int, *, roped: bool = False) -> Array:
-    """``(G, n, D)``: the queries of all texts in the order of `Indexed`, before RoPE or after."""
-    source = texts.queries_after if roped else texts.queries_before
+def grouped_queries(texts: Texts, head: int) -> Array:
+    """``(G, n, D)``: the pre-RoPE queries of all texts in the order of `Indexed`."""
+    source = texts.queries_before
     return np.concatenate([texts.group(source, window, head) for window in range(len(source))], axis=1)

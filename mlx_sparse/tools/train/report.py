@@ -11,7 +11,7 @@ from .. import formats
 from .recall import SELECTIVITIES
 from .train import FEWEST_ROWS
 
-ROUTERS = ("trained", "kmeans", "roped")
+ROUTERS = ("trained", "kmeans")
 
 
 @dataclass(frozen=True)
@@ -21,10 +21,9 @@ class HeadReport:
     Attributes:
         rows: long-range queries that it was trained on; too few, and the k-means router is what it keeps.
         long_range: share of the collected queries that are long-range.
-        loss: KL divergence of each router before RoPE from the targets of held-out queries, nats; empty if there are
-            no such queries.
+        loss: KL divergence of each router from the targets of held-out queries, nats; empty without such queries.
         recall: of each router, at `recall.SELECTIVITIES`.
-        imbalance: (saap.13) of the held-out keys, by space.
+        imbalance: (saap.13) of the held-out keys.
     """
 
     layer: int
@@ -33,7 +32,7 @@ class HeadReport:
     long_range: float
     loss: dict[str, float]
     recall: dict[str, list[float]]
-    imbalance: dict[str, float]
+    imbalance: float
 
 
 @dataclass(frozen=True)
@@ -45,28 +44,25 @@ class LayerReport:
 
 def table(heads: Sequence[HeadReport]) -> str:
     """Markdown: a line per head, and their mean."""
-    routers = [router for router in ROUTERS if router in heads[0].recall]
-    losses = [router for router in routers if router != "roped"]
     at = [f"{share:.0%}" for share in SELECTIVITIES]
-    header = ["layer", "head", "rows", *(f"loss {name}" for name in losses)]
-    header += [f"{name} {share}" for name in routers for share in at] + ["imbalance", "imbalance roped"]
+    header = ["layer", "head", "rows", *(f"loss {name}" for name in ROUTERS)]
+    header += [f"{name} {share}" for name in ROUTERS for share in at] + ["imbalance"]
     lines = []
     for found in heads:
         cells = [str(found.layer), str(found.head), f"{found.rows:,}"]
-        cells += [f"{found.loss[name]:.3f}" if name in found.loss else "" for name in losses]
-        cells += [f"{value:.3f}" for name in routers for value in found.recall[name]]
-        cells += [f"{found.imbalance[space]:.2f}" for space in ("before_rope", "roped")]
-        lines.append(cells)
+        cells += [f"{found.loss[name]:.3f}" if name in found.loss else "" for name in ROUTERS]
+        cells += [f"{value:.3f}" for name in ROUTERS for value in found.recall[name]]
+        lines.append([*cells, f"{found.imbalance:.2f}"])
     means = summary(heads)
-    cells = ["mean", "", f"{means['rows']:,.0f}", *(f"{means['loss'].get(name, 0):.3f}" for name in losses)]
-    cells += [f"{value:.3f}" for name in routers for value in means["recall"][name]]
+    cells = ["mean", "", f"{means['rows']:,.0f}", *(f"{means['loss'].get(name, 0):.3f}" for name in ROUTERS)]
+    cells += [f"{value:.3f}" for name in ROUTERS for value in means["recall"][name]]
     notes = [
         f"rows: queries trained on, which look far away; a head with fewer than {FEWEST_ROWS} routes by its centroids.",
         "The rest is of text that was not trained on. loss: KL divergence from where long-range attention goes.",
         "ROUTER N%: what share of that attention is found by visiting N% of the keys that are not attended anyway;",
-        "kmeans and roped route by the centroids of keys before and after RoPE. imbalance: 1 if all buckets are equal.",
+        "kmeans routes by the centroids, the baseline. imbalance: 1 if all buckets are equal.",
     ]
-    return "\n".join([formats.table(header, [*lines, [*cells, "", ""]]), "", *notes])
+    return "\n".join([formats.table(header, [*lines, [*cells, ""]]), "", *notes])
 
 
 def summary(heads: Sequence[HeadReport]) -> dict[str, Any]:

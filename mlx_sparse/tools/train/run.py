@@ -16,14 +16,14 @@ import mlx.core as mx
 from ...artefact import MAX_HIDDEN, Artefact, Layer, identity, load, versions
 from ...artefact.tensors import read_tensors, write_tensors
 from ...checks import MAX_BUCKETS, ArtefactError, ConfigError, Parser, check_int
-from ...common.files import cache_directory
+from ...files import cache_directory
 from ...methods import SAAP
 from ..assets import blas
 from ..evaluate.inputs import add_options, check_options, fingerprint, load_model, read_tokens
 from ..evaluate.journal import Journal
 from ..evaluate.texts import check as check_texts
 from .collect import Collection, Place, collect, find_places
-from .layers import Recipe, half, make_centroids, make_layer, report_layer
+from .layers import Recipe, make_layer, report_layer
 from .report import HeadReport, LayerReport, as_dict, table
 from .rows import Distances
 from .train import Training
@@ -65,8 +65,6 @@ def _advice(args: argparse.Namespace) -> str:
     usual = SAAP()
     own: dict[str, Any] = {"probes": min(usual.probes, max(args.buckets // 16, 1))}
     own |= {"sink_tokens": args.sink_tokens, "recent_tokens": args.recent_tokens, "dense_layers": args.dense_layers}
-    if not args.steps:
-        own = {"mode": "kmeans", **own}
     changed = [f",{name}={value}" for name, value in own.items() if value != getattr(usual, name)]
     return f"saap:artefact={args.out}{''.join(changed)}"
 
@@ -89,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-o", "--out", metavar="FILE.safetensors", type=Path, required=True, help="what to write")
     parser.add_argument("--buckets", default=1024, help="clusters of keys per KV head (default: 1024)", **number)
     parser.add_argument("--hidden", help="hidden units per network (default: twice the head dim)", **number)
-    parser.add_argument("--steps", help="of training (default: 300); 0 for centroids only", **number)
+    parser.add_argument("--steps", default=300, help="of training (default: 300)", **number)
     parser.add_argument("--batch", default=512, help="queries per step (default: 512)", **number)
     parser.add_argument("--rate", metavar="R", type=float, default=1e-3, help="learning rate (default: 0.001)")
     parser.add_argument(
@@ -111,12 +109,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dense-layers", default=1, help="first layers to leave dense (default: 1)", **number)
     parser.add_argument("--layers", nargs="+", help="only these layers (default: all)", **number)
     parser.add_argument(
-        "--space",
-        choices=("before_rope", "roped"),
-        default="before_rope",
-        help="cluster keys before RoPE, or after it, without networks, as a baseline (default: before_rope)",
-    )
-    parser.add_argument(
         "--work",
         metavar="FOLDER",
         type=Path,
@@ -132,12 +124,9 @@ def _check(args: argparse.Namespace) -> None:
     if args.out.exists():
         load(args.out)  # raises where it is anything else
     check_int("--buckets", args.buckets, 2, MAX_BUCKETS)
-    args.steps = (300 if args.space == "before_rope" else 0) if args.steps is None else args.steps
-    check_int("--steps", args.steps, 0)
+    check_int("--steps", args.steps, 1)
     check_int("--seed", args.seed, 0, (1 << 32) - 1)
     check_int("--batch", args.batch, 1, MOST_BATCH)
-    if args.space == "roped" and args.steps:
-        raise ConfigError("--steps: expected 0 with --space roped, which has centroids only.")
     for name, low in LEAST.items():
         check_int(f"--{name.replace('_', '-')}", getattr(args, name), low)
     if not 0 < args.rate <= 1:
@@ -169,15 +158,14 @@ def _train(args: argparse.Namespace, work: Path) -> list[HeadReport]:
     collections = _collect(args, work, model, places, texts)
     del model
     mx.clear_cache()
-    options = {**asdict(recipe), "space": args.space}
+    options = asdict(recipe)
     key = _key([collection.folder.name for collection in collections], options)
     folder = work / f"trained-{key[:12]}"
     with alone(folder):
-        layers, heads = _layers(folder, key, collections, recipe, args.space)
-    hidden = recipe.training.hidden if recipe.training else 0
+        layers, heads = _layers(folder, key, collections, recipe)
     exact = args.sink_tokens, args.recent_tokens
     about = {**options, "texts": len(texts[0]), "context": len(texts[0][0])}
-    made = Artefact(layers, args.buckets, hidden, args.space, *exact, of_model, about, versions())
+    made = Artefact(layers, args.buckets, recipe.training.hidden, *exact, of_model, about, versions())
     made.save(args.out)
     return heads
 
@@ -229,7 +217,7 @@ def _recipe(args: argparse.Namespace, places: dict[int, Place], texts: list[list
     if args.buckets > keys:
         raise ConfigError(f"--buckets: expected at most the {keys:,} keys there are, got {args.buckets:,}.")
     hidden = check_int("--hidden", 2 * D if args.hidden is None else args.hidden, 2 * D, MAX_HIDDEN)
-    training = Training(hidden, args.steps, args.batch, args.rate, args.seed) if args.steps else None
+    training = Training(hidden, args.steps, args.batch, args.rate, args.seed)
     return Recipe(args.buckets, args.distances, training, args.rows, args.seed)
 
 
@@ -260,13 +248,13 @@ def _collect(
 
 
 def _layers(
-    folder: Path, key: str, collections: tuple[Collection, Collection], recipe: Recipe, space: str
+    folder: Path, key: str, collections: tuple[Collection, Collection], recipe: Recipe
 ) -> tuple[dict[int, Layer], list[HeadReport]]:
     """Every layer and its report; those that an interrupted command finished are read."""
     from tqdm import tqdm
 
     journal = Journal(folder / "report.jsonl", "train-saap", key, LayerReport)
-    steps = recipe.training.steps if recipe.training else 1
+    steps = recipe.training.steps
     train, held_out = collections
     layers = {}
     with tqdm(total=steps * len(train.places), unit="step", smoothing=0, disable=None) as progress:
@@ -279,20 +267,17 @@ def _layers(
             else:
                 texts = train.texts(number)
                 layer, rows = make_layer(texts, recipe, checkpoint=checkpoint, progress=progress)
-                roped = make_centroids(texts, recipe, roped=True)
-                heads = report_layer(number, held_out.texts(number), layer, roped, rows, recipe)
-                write_tensors(path, (layer if space == "before_rope" else half(Layer(mx.array(roped)))).arrays())
+                heads = report_layer(number, held_out.texts(number), layer, rows, recipe)
+                write_tensors(path, layer.arrays())
                 journal.add(str(number), LayerReport(heads))
                 checkpoint.unlink(missing_ok=True)
-                if recipe.training is None:
-                    progress.update(1)
             layers[number] = _load(path)
     return layers, [head for number in train.places for head in journal.results[str(number)].heads]
 
 
 def _load(path: Path) -> Layer:
     tensors, _ = read_tensors(path)
-    if not {"centroids"} <= tensors.keys() <= Layer.__dataclass_fields__.keys():
+    if tensors.keys() != Layer.__dataclass_fields__.keys():
         raise ArtefactError(f"{path}: expected a layer that this command has trained, got another file. Delete it.")
     return Layer(**tensors)
 

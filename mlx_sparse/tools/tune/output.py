@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...checks import ConfigError
-from ...common.files import replace_file
+from ...files import replace_file
 from ...methods import load_toml
 from .. import formats
 from ..evaluate.tasks import RETRIEVAL

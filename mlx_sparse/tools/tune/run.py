@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...checks import ConfigError, Parser, check_int, check_sample, check_share, read_length
-from ...common.files import cache_directory
+from ...files import cache_directory
 from ...methods import registry
 from ..assets import blas
 from ..evaluate.inputs import add_options, check_options, fingerprint, load_model, read_tokens

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
+
+import mlx.core as mx
 
 from mlx_sparse.methods import Method
 
@@ -17,6 +18,25 @@ PROMPT, KEYS = 8, 4
 
 
 @dataclass(frozen=True)
+class Step:
+    """One decode step of a layer in MLX.
+
+    Attributes:
+        layer: its number.
+        query: ``(B, Hq, 1, D)``, and ``keys`` and ``values`` ``(B, Hkv, S, D)`` with those of the new token.
+        before: the query and all keys before RoPE.
+        scale: factor of the logits.
+    """
+
+    layer: int
+    query: mx.array
+    keys: mx.array
+    values: mx.array
+    before: tuple[mx.array, mx.array]
+    scale: float
+
+
+@dataclass(frozen=True)
 class Decoding:
     """How layers of a file decode: exactly, unless a subclass says otherwise.
 
@@ -24,12 +44,10 @@ class Decoding:
         operator: which appends to the caches and attends. Its states, ``past_*`` to ``present_*``, become inputs and
             outputs of the file.
         method: with every automatic choice made.
-        timed: whether steps can be timed without a model: by sizes alone, whatever is in the caches.
         group: keys that become a part of a state together, when the last of them is written; 0 if there are none.
     """
 
     operator: ClassVar[str] = "CachedAttention"
-    timed: ClassVar[bool] = False
     group: ClassVar[int] = 0
     method: Method
 
@@ -53,11 +71,6 @@ class Decoding:
         """Keys from which steps are sparse; None where all are exact."""
         below = getattr(self.method, "dense_below", None)
         return None if below is None else int(below)
-
-    def sparse_at(self, keys: int) -> Decoding:
-        """The same with steps that are sparse from ``keys`` on."""
-        setting: dict[str, Any] = {"dense_below": keys}
-        return dataclasses.replace(self, method=dataclasses.replace(self.method, **setting))
 
     @property
     def text(self) -> str:
@@ -83,6 +96,10 @@ class Decoding:
     def weights(self, graph: Graph, layer: int, scale: float) -> dict[str, str]:
         """Inputs of the operator that are weights of its own, stored by this call."""
         return {}
+
+    def attend(self, call: Step) -> mx.array:
+        """Return what MLX makes of a sparse step, ``(B, Hq, 1, D)``: the truth that a file is checked against."""
+        raise NotImplementedError
 
     def shortened(self) -> Decoding:
         """Return the same method with a sparse step after `PROMPT` tokens, over at most `KEYS` keys."""

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import mlx.core as mx
 
+import mlx_sparse
 from mlx_sparse import artefact
 from mlx_sparse.checks import ConfigError
 from mlx_sparse.methods import SAAP
@@ -18,7 +19,7 @@ from ...defaults import saap_dense_below
 from ..families import window_of
 from ..graph import Graph
 from ..weights import numpy_of
-from .base import KEYS, Decoding
+from .base import KEYS, Decoding, Step
 
 NETWORK = ("hidden_weight", "hidden_bias", "out_weight", "out_bias")
 
@@ -29,17 +30,15 @@ class SaapDecoding(Decoding):
 
     Attributes:
         layers: by number, those that it serves.
-        roped: whether queries and keys choose their buckets after RoPE.
     """
 
     operator: ClassVar[str] = "SaapAttention"
     method: SAAP
     layers: Mapping[int, artefact.Layer]
-    roped: bool
 
     @classmethod
     def settled(cls, config: SAAP, model: Any) -> SaapDecoding:
-        made = cls(config, *_served(config, model))
+        made = cls(config, _served(config, model))
         below = saap_dense_below(config, *made._sizes)
         return dataclasses.replace(made, method=dataclasses.replace(config, dense_below=below))
 
@@ -57,19 +56,35 @@ class SaapDecoding(Decoding):
         return {name: int(getattr(self.method, name)) for name in names}
 
     def routing(self, before: Sequence[str], after: Sequence[str]) -> dict[str, str]:
-        return dict(zip(("query_before", "key_before"), after if self.roped else before, strict=True))
+        return dict(zip(("query_before", "key_before"), before, strict=True))
 
     def weights(self, graph: Graph, layer: int, scale: float) -> dict[str, str]:
-        """All are float16 if the artefact's are, and float32 otherwise, as the networks of centroids are."""
-        arrays = self._arrays(self.layers[layer], scale)
+        """Write all arrays as float16 if those of the artefact are, and as float32 otherwise."""
+        arrays = self.layers[layer].arrays()
         half = all(array.dtype == mx.float16 for array in arrays.values())
         places = {}
         for name in ("centroids", *NETWORK):
             array = numpy_of(arrays[name].astype(mx.float16 if half else mx.float32))
             made = f"model.layers.{layer}.self_attn.saap.{name}"
-            # What is empty has no place in a data file.
-            places[name] = graph.weight(made, array) if array.size else graph.constant(array, array.dtype.type)
+            places[name] = graph.weight(made, array)
         return places
+
+    def attend(self, call: Step) -> mx.array:
+        query, keys = call.before
+        network = {name: array.astype(mx.float32) for name, array in self.layers[call.layer].arrays().items()}
+        centroids = network.pop("centroids")
+        made: mx.array = mlx_sparse.saap_attention(
+            call.query,
+            call.keys,
+            call.values,
+            bucket_ids=mlx_sparse.saap_assign(keys, centroids, backend="ops"),
+            visited=mlx_sparse.saap_route(query, **network, probes=self.method.probes, backend="ops"),
+            sink_tokens=self.method.sink_tokens,
+            recent_tokens=self.method.recent_tokens,
+            scale=call.scale,
+            backend="ops",
+        )
+        return made
 
     def shortened(self) -> SaapDecoding:
         sinks = min(self.method.sink_tokens, 1)
@@ -83,29 +98,20 @@ class SaapDecoding(Decoding):
         """Head dim, buckets, and weights of the network that a step reads, of one KV head."""
         layer = next(iter(self.layers.values()))
         heads, buckets, D = layer.centroids.shape
-        network = self._arrays(layer, 1.0)
+        network = layer.arrays()
         return D, buckets, sum(network[name].size for name in NETWORK) // heads
 
-    def _arrays(self, layer: artefact.Layer, scale: float) -> dict[str, mx.array]:
-        if self.method.mode == "trained":
-            return layer.arrays()
-        centroids = layer.centroids.astype(mx.float32)
-        heads, buckets, D = centroids.shape
-        empty = {"hidden_weight": mx.zeros((heads, D, 0)), "hidden_bias": mx.zeros((heads, 0))}
-        linear = {"out_weight": scale * centroids.swapaxes(1, 2), "out_bias": mx.zeros((heads, buckets))}
-        return {"centroids": centroids, **empty, **linear}
 
-
-def _served(config: SAAP, model: Any) -> tuple[Mapping[int, artefact.Layer], bool]:
-    """The layers of the artefact that ``config`` names which serve ``model``, and whether they choose after RoPE.
+def _served(config: SAAP, model: Any) -> Mapping[int, artefact.Layer]:
+    """Return the layers of the artefact that ``config`` names which serve ``model``.
 
     Raises:
         ArtefactError: the file is damaged, or made for another model.
-        ConfigError: there is no file, it has too few buckets or no networks, or no layer is left for SAAP.
+        ConfigError: there is no file, it has too few buckets, or no layer is left for SAAP.
     """
     if config.mode == "online":
         raise ConfigError(
-            "mode: expected trained or kmeans for a file, which fits no centroids of its own, got online. "
+            "mode: expected trained for a file, which fits no centroids of its own, got online. "
             "Train an artefact with mlx-sparse train-saap."
         )
     file = config.file
@@ -114,8 +120,6 @@ def _served(config: SAAP, model: Any) -> tuple[Mapping[int, artefact.Layer], boo
     loaded.check_model(model)
     if config.probes > loaded.buckets:
         raise ConfigError(f"probes: expected at most the {loaded.buckets} buckets of {file}, got {config.probes}.")
-    if config.mode == "trained" and not loaded.hidden:
-        raise ConfigError(f"mode: expected kmeans with {file}, which has no query networks, got trained.")
     layers = {
         i: layer
         for i, layer in loaded.layers.items()
@@ -126,4 +130,4 @@ def _served(config: SAAP, model: Any) -> tuple[Mapping[int, artefact.Layer], boo
             f"dense_layers: expected a layer that SAAP serves, got {config.dense_layers} dense ones, others with a "
             f"sliding window or not in {file}. Give fewer."
         )
-    return layers, loaded.space == "roped"
+    return layers

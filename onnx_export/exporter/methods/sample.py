@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
+import mlx.core as mx
+
+import mlx_sparse
 from mlx_sparse.checks import ConfigError
 from mlx_sparse.methods import Sample
 
@@ -37,6 +40,14 @@ def settled(config: Sample, max_length: int) -> Sample:
 def attributes(config: Sample) -> dict[str, float]:
     """Attributes of the operators that sample prompts, but ``scale``."""
     return {**config.parameters(), "dense_prompt_below": int(config.dense_below)}
+
+
+def attend(config: Sample, queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
+    """Return what MLX makes of a piece of a prompt: the truth that a file is checked against."""
+    made: mx.array = mlx_sparse.sample_attention(
+        queries, keys, values, **config.parameters(), scale=scale, backend="ops"
+    )
+    return made
 
 
 def shortened(config: Sample) -> Sample:

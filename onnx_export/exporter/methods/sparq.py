@@ -6,15 +6,17 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import mlx.core as mx
+
+import mlx_sparse
 from mlx_sparse.checks import check_local_window, check_rank
-from mlx_sparse.common.key_codes import GROUP
-from mlx_sparse.lm.model import resolve
 from mlx_sparse.methods import SparQ
+from mlx_sparse.methods.scoring_keys import GROUP
 
 from ...defaults import dense_below
 from ...operators import coded_axes
 from ..families import head_dim
-from .base import KEYS, Decoding
+from .base import KEYS, Decoding, Step
 
 
 @dataclass(frozen=True)
@@ -22,20 +24,19 @@ class SparQDecoding(Decoding):
     """Decoding by SparQ."""
 
     operator: ClassVar[str] = "SparQAttention"
-    timed: ClassVar[bool] = True
     method: SparQ
 
     @classmethod
     def settled(cls, config: SparQ, model: Any) -> SparQDecoding:
-        """The method with every choice made as `mlx_sparse.enable` makes it."""
-        args = model.args
-        D = head_dim(model.layers[0].self_attn)
+        """Return the method with every choice made as `mlx_sparse.enable` makes it."""
+        attention = model.layers[0].self_attn
+        G, D = attention.n_heads // attention.n_kv_heads, head_dim(attention)
         check_rank(config.rank, D)
-        resolved = resolve(config, model)
+        resolved = config.for_model(qk_norm="q_norm" in attention, grouped=G > 1)
         settled = dataclasses.replace(
             resolved,
             local_window=check_local_window(config.local_window, config.top_k),
-            reallocate=resolved.reallocates(args.num_attention_heads // args.num_key_value_heads),
+            reallocate=resolved.reallocates(G),
             dense_below=dense_below(config, D),
         )
         return CodedSparQDecoding(settled) if settled.key_bits < 16 else cls(settled)
@@ -51,6 +52,19 @@ class SparQDecoding(Decoding):
             "lanes": lanes,
             "dense_below": int(method.dense_below),
         }
+
+    def attend(self, call: Step) -> mx.array:
+        made: mx.array = mlx_sparse.sparq_attention(
+            call.query,
+            call.keys,
+            call.values,
+            component_score=self.method.component_score,
+            key_bits=self.method.key_bits,
+            scale=call.scale,
+            backend="ops",
+            **self.method.parameters(),
+        )
+        return made
 
     def shortened(self) -> SparQDecoding:
         method = self.method

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -18,17 +19,17 @@ from mlx.utils import tree_map_with_path
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from mlx_sparse.checks import ArtefactError, ConfigError
-from mlx_sparse.lm import seam, sparse
-from mlx_sparse.methods import Method
 
 from ..decoder import Target
 from ..families import window_of
-from ..methods.base import PROMPT
-from ..methods.sample import SHORT_PROMPT
+from ..methods import sample
+from ..methods.base import PROMPT, Step
 from ..weights import QUANTISED
 
 Array = npt.NDArray[Any]
+Attention = Callable[..., mx.array]
 
+ATTENTION = "scaled_dot_product_attention"  # mlx-lm's function, by the name under which models import it
 ROWS = 3  # prompts
 SLACK = 2  # errors that are alike in size are not the same
 
@@ -100,12 +101,10 @@ def _reference(model: Any, target: Target) -> Expected:
     runs = []
     for embedding.noise in (0.0, noise):
         cache = make_prompt_cache(model)
-        runs.append([_run(model, tokens[:, :-1], cache)])
-        prompted = copy.deepcopy(cache)
-        runs[-1].append(_run(model, tokens[:, -1:], cache))
-        if target.decode.sparse_from is not None:
-            with sparse(model, short.decode.method, backend="ops"):
-                runs[-1].append(_run(model, tokens[:, -1:], prompted))
+        with _sparse(model, short):
+            prompted = _run(model, tokens[:, :-1], cache)
+            steps = [_run(model, tokens[:, -1:], copy.deepcopy(cache))] if short.decode.sparse_from is not None else []
+        runs.append([prompted, _run(model, tokens[:, -1:], cache), *steps])
     exact, moved = runs
     if not all(np.isfinite(logits).all() for logits in exact):
         raise ArtefactError("--model: expected finite logits from MLX, got NaN or infinity. The model is damaged.")
@@ -121,15 +120,15 @@ def _reference(model: Any, target: Target) -> Expected:
             raise ConfigError(f"--dtype: expected a type that holds keys and values, got {target.dtype}. Give another.")
     sampled = coded = None
     if short.prompts is not None:
-        sampled = _of_first_layers(model, short.prompts, min(SHORT_PROMPT, target.max_length), 0, noise)
+        sampled = _of_first_layers(model, short, min(sample.SHORT_PROMPT, target.max_length), 0, noise)
     group = target.decode.group
     if group and target.capacity >= group:
-        coded = _of_first_layers(model, short.decode.method, min(2, target.capacity // group) * group, 1, noise)
+        coded = _of_first_layers(model, short, min(2, target.capacity // group) * group, 1, noise)
     bounds = SLACK * (dense + lost), SLACK * dense, SLACK * float(np.median(moves[-1]))
     return Expected(tokens, exact, *bounds, sampled, coded)
 
 
-def _of_first_layers(model: Any, method: Method, count: int, last: int, noise: float) -> FirstLayers:
+def _of_first_layers(model: Any, short: Target, count: int, last: int, noise: float) -> FirstLayers:
     """Run the first layers over ``count`` tokens, the ``last`` of which go in on their own."""
     embedding = model.model.embed_tokens
     tokens = np.random.default_rng(1).integers(0, embedding.inner.weight.shape[0], (ROWS, count))
@@ -140,7 +139,7 @@ def _of_first_layers(model: Any, method: Method, count: int, last: int, noise: f
     runs = []
     caches = [make_prompt_cache(model) for _ in range(3)]  # of all layers: models look for the kinds of layers there
     with _replaced((model.model, "layers", model.model.layers[:layers])):  # without the others
-        with sparse(model, method, backend="ops"):
+        with _sparse(model, short):
             for embedding.noise in (noise, 0.0):
                 runs.append(_run_pieces(model, pieces, caches.pop()))
         moved, exact = runs
@@ -231,25 +230,69 @@ def _layer_by_layer(model: Any) -> AbstractContextManager[None]:
     return _replaced((layer, "__call__", call))
 
 
+class _RecordedRope:
+    """The RoPE of one layer, which appends its number and each input to ``seen``."""
+
+    def __init__(self, inner: Any, layer: int, seen: deque[tuple[int, mx.array]]) -> None:
+        self._inner, self._layer, self._seen = inner, layer, seen
+
+    def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> Any:
+        self._seen.append((self._layer, x))
+        return self._inner(x, *args, **kwargs)
+
+
+def _sparse(model: Any, short: Target) -> AbstractContextManager[None]:
+    """Attend by the methods of a file, with the functions of `mlx_sparse`, wherever the file does.
+
+    A step follows a prompt that was one call.
+    """
+    seen: deque[tuple[int, mx.array]] = deque(maxlen=2)  # a query and keys before RoPE
+    windows = [window_of(layer, model) for layer in model.layers]
+    prompt_keys: dict[int, mx.array] = {}
+    prompts, decode = short.prompts, short.decode
+
+    def attention(original: Attention) -> Attention:
+        def attend(queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, **others: Any) -> mx.array:
+            (layer, query), (_, new) = seen
+            L = queries.shape[2]
+            if L > 1:
+                prompt_keys[layer] = new
+            if L == 1 and decode.sparse_from is not None and decode.serves(layer) and not windows[layer]:
+                before = query, mx.concatenate([prompt_keys[layer], new], axis=2)
+                return decode.attend(Step(layer, queries, keys, values, before, scale))
+            if prompts is not None and L > prompts.block_size and not windows[layer]:
+                return sample.attend(prompts, queries, keys, values, scale)
+            return original(queries, keys, values, scale=scale, **others)
+
+        return attend
+
+    attentions = [layer.self_attn for layer in model.layers]
+    ropes = [(module, "rope", _RecordedRope(module.rope, i, seen)) for i, module in enumerate(attentions)]
+    return _replaced(*ropes, *_attention_of(model, attention))
+
+
 def _rounding(model: Any, dtype: str) -> AbstractContextManager[None]:
-    """Round queries, keys, values and the output of every attention call to what caches hold, and widen them again."""
+    """Round queries, keys, values and the output of every attention call to the type of the caches."""
     kind = getattr(mx, dtype)
 
     def rounded(array: mx.array) -> mx.array:
         return array.astype(kind).astype(mx.float32)
 
-    def attention(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    def attention(original: Attention) -> Attention:
         return lambda queries, *args, **kwargs: rounded(original(rounded(queries), *args, **kwargs))
 
     def append(original: Callable[..., Any]) -> Callable[..., Any]:
         return lambda self, keys, values: original(self, rounded(keys), rounded(values))
 
+    caches = [(kind, "update_and_fetch", append(kind.update_and_fetch)) for kind in (KVCache, RotatingKVCache)]
+    return _replaced(*caches, *_attention_of(model, attention))
+
+
+def _attention_of(model: Any, wrap: Callable[[Attention], Attention]) -> list[tuple[Any, str, Attention]]:
+    """Return the changes that wrap mlx-lm's attention function in all modules of a model."""
     names = {cls.__module__ for _, module in model.named_modules() for cls in type(module).__mro__}
-    modules = [sys.modules[name] for name in names if hasattr(sys.modules.get(name), seam.NAME)]
-    return _replaced(
-        *((module, seam.NAME, attention(getattr(module, seam.NAME))) for module in modules),
-        *((kind, "update_and_fetch", append(kind.update_and_fetch)) for kind in (KVCache, RotatingKVCache)),
-    )
+    modules = [sys.modules[name] for name in names if hasattr(sys.modules.get(name), ATTENTION)]
+    return [(module, ATTENTION, wrap(getattr(module, ATTENTION))) for module in modules]
 
 
 def _run_pieces(model: Any, pieces: Sequence[Array], cache: Any) -> Array:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ....common.extras import require
-from ....common.files import replace_file
+from ....extras import require
+from ....files import replace_file
 from ..metadata import Facts
 from ..results import Row
 from . import style

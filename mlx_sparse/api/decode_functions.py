@@ -1,0 +1,263 @@
+"""Dense attention and the decode methods."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from ..checks import ShapeError, check_choice, check_decode_step, check_int, check_local_window, check_rank
+from ..methods import stats
+from ..methods.scoring_keys import KEY_BITS, KeyCodes
+from .checked_call import Call, Library
+
+Array = Any  # of the library that the functions are for
+
+
+class DecodeFunctions:
+    """Functions of one query per sequence."""
+
+    _library: Library
+
+    def attend_indices(
+        self,
+        queries: Array,
+        keys: Array,
+        values: Array,
+        indices: Array,
+        *,
+        scale: float | None = None,
+        backend: str = "auto",
+    ) -> tuple[Array, Array]:
+        """Exact attention of one query per head over the listed keys (sparq.7).
+
+        Args:
+            indices: ``(B, Hkv, N)`` int32, ascending; ``-1``, or any number that is no key's, = empty slot.
+
+        Returns:
+            ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)``; 0 and -inf where every slot is empty.
+        """
+        call = Call(self._library, "attend_indices", (queries, keys, values), scale=scale, backend=backend)
+        n = call.sizes
+        check_decode_step(n, "attend_indices")
+        self._library.check_array("indices", indices, queries, integers=True)
+        if len(indices.shape) != 3 or tuple(indices.shape[:2]) != (n.B, n.Hkv):
+            raise ShapeError(f"indices: expected shape (B={n.B}, Hkv={n.Hkv}, N), got {tuple(indices.shape)}.")
+        run = call.load("attend_indices")
+        result: tuple[Array, Array] = run(queries, keys, values, indices, scale=call.scale)
+        return result
+
+    def dense_attention(
+        self,
+        queries: Array,
+        keys: Array,
+        values: Array,
+        *,
+        scale: float | None = None,
+        left_padding: Array | None = None,
+        backend: str = "auto",
+        return_stats: bool | str = False,
+    ) -> Any:
+        """Causal attention over all valid keys: the baseline."""
+        call = Call(
+            self._library,
+            "dense",
+            (queries, keys, values),
+            scale=scale,
+            left_padding=left_padding,
+            backend=backend,
+            return_stats=return_stats,
+        )
+        return call.dense()
+
+    def sparq_attention(
+        self,
+        queries: Array,
+        keys: Array,
+        values: Array,
+        *,
+        rank: int = 32,
+        top_k: int = 128,
+        local_window: int | None = None,
+        reallocate: str | bool = "auto",
+        component_score: str = "query",
+        key_bits: int = 16,
+        scale: float | None = None,
+        left_padding: Array | None = None,
+        keys_t: Array | KeyCodes | None = None,
+        value_mean: Array | None = None,
+        backend: str = "auto",
+        return_stats: bool | str = False,
+    ) -> Any:
+        """One decode step of SparQ attention (docs/spec/sparq.md; arXiv 2312.04985, Algorithm 1).
+
+        Args:
+            rank: components r of the queries used to score every key, 1..D.
+            top_k: keys attended per KV head, the local window included.
+            local_window: last valid keys that are always attended; None means ``top_k // 4``.
+            reallocate: mix in the mean value for the mass left out; "auto" does so for one query head per KV head.
+            component_score: rank components by |q| ("query", the paper) or by |q| times the spread of the keys
+                ("query_key").
+            key_bits: of a component of a key that scores are taken from: 16 (the paper) or 4.
+            keys_t: ``(B, Hkv, D, S)`` keys stored component-major, or with ``key_bits=4`` the `KeyCodes` of
+                `code_keys`: without it, nothing is saved on real hardware. The `metal` backend copies slices of larger
+                buffers on every call; a cache passes whole buffers.
+            value_mean: ``(B, Hkv, D)`` mean of the valid values, the current one included; computed when absent.
+        """
+        call = Call(
+            self._library,
+            "sparq",
+            (queries, keys, values),
+            scale=scale,
+            left_padding=left_padding,
+            backend=backend,
+            return_stats=return_stats,
+        )
+        n = call.sizes
+        check_rank(rank, n.D)
+        check_int("top_k", top_k, 1)
+        window = check_local_window(local_window, top_k)
+        check_choice("reallocate", reallocate, ("auto", True, False))
+        check_choice("component_score", component_score, ("query", "query_key"))
+        check_choice("key_bits", key_bits, KEY_BITS)
+        call.check_keys_t(keys_t, key_bits)
+        call.check("value_mean", value_mean, (n.B, n.Hkv, n.D))
+        if not call.sparse(top_k):
+            return call.dense()
+        reallocates = n.G == 1 if reallocate == "auto" else bool(reallocate)
+        if reallocates and value_mean is None:
+            value_mean = call.load("masked_mean")(values, call.left_padding)
+        weight = None
+        if key_bits < 16:
+            if keys_t is None:
+                keys_t = call.load("code_keys")(keys, call.left_padding)
+            if component_score == "query_key":
+                weight = call.load("key_spread")(keys_t, keys, call.left_padding)
+        elif component_score == "query_key":
+            weight = call.load("deviation")(keys, call.left_padding)
+        return call.decode(
+            partial(stats.sparq_elements, rank=rank, key_bits=key_bits),
+            top_k,
+            top_k=top_k,
+            rank=rank,
+            local_window=window,
+            reallocate=reallocates,
+            component_weight=weight,
+            keys_t=keys_t,
+            value_mean=value_mean,
+        )
+
+    def code_keys(self, keys: Array, *, left_padding: Array | None = None, backend: str = "auto") -> KeyCodes:
+        """Return int4 scoring keys (sparq.17) to (sparq.20): ``keys_t`` of `sparq_attention` with ``key_bits=4``."""
+        call = Call(self._library, "code_keys", (keys, keys, keys), left_padding=left_padding, backend=backend)
+        coded: KeyCodes = call.load("code_keys")(keys, call.left_padding)
+        return coded
+
+    def quest_attention(
+        self,
+        queries: Array,
+        keys: Array,
+        values: Array,
+        *,
+        page_size: int = 16,
+        top_k: int = 1024,
+        scale: float | None = None,
+        left_padding: Array | None = None,
+        page_min: Array | None = None,
+        page_max: Array | None = None,
+        backend: str = "auto",
+        return_stats: bool | str = False,
+    ) -> Any:
+        """One decode step of Quest (docs/spec/quest.md; arXiv 2406.10774).
+
+        Args:
+            page_size: consecutive keys of a page.
+            top_k: keys attended per KV head, rounded up to whole pages; the current page is one of them.
+            page_min, page_max: ``(B, Hkv, P, D)`` smallest and largest of each component over the valid keys of each of
+                the P pages, in the type of the keys; computed when absent, which reads every key. Those of the current
+                page are not read.
+        """
+        call = Call(
+            self._library,
+            "quest",
+            (queries, keys, values),
+            scale=scale,
+            left_padding=left_padding,
+            backend=backend,
+            return_stats=return_stats,
+        )
+        n = call.sizes
+        check_int("page_size", page_size, 1)
+        check_int("top_k", top_k, 1)
+        shape = (n.B, n.Hkv, -(-n.S // page_size), n.D)
+        call.check("page_min", page_min, shape, same_type=True)
+        call.check("page_max", page_max, shape, same_type=True)
+        attended = -(-top_k // page_size) * page_size
+        if call.sparse(attended) and (page_min is None or page_max is None):
+            page_min, page_max = call.load("page_bounds")(keys, call.left_padding, page_size=page_size)
+        return call.decode(
+            partial(stats.quest_elements, page_size=page_size),
+            attended,
+            page_size=page_size,
+            top_k=top_k,
+            page_min=page_min,
+            page_max=page_max,
+        )
+
+    def h2o_scores(
+        self,
+        queries: Array,
+        keys: Array,
+        *,
+        scale: float | None = None,
+        left_padding: Array | None = None,
+        backend: str = "auto",
+    ) -> Array:
+        """Attention each key has received from causal ``queries``: float32 ``(B, Hkv, S)``, -inf at invalid keys.
+
+        What `h2o_attention` starts from after a dense prompt.
+        """
+        call = Call(
+            self._library, "h2o_scores", (queries, keys, keys), scale=scale, left_padding=left_padding, backend=backend
+        )
+        run = call.load("h2o_scores")
+        scores: Array = run(queries, keys, scale=call.scale, left_padding=call.left_padding)
+        return scores
+
+    def h2o_attention(
+        self,
+        queries: Array,
+        keys: Array,
+        values: Array,
+        *,
+        scores: Array,
+        top_k: int = 128,
+        local_window: int | None = None,
+        scale: float | None = None,
+        left_padding: Array | None = None,
+        backend: str = "auto",
+        return_stats: bool | str = False,
+    ) -> Any:
+        """Attend the last ``local_window`` keys and the heavy hitters, ``top_k`` together; evict the rest for good.
+
+        Args:
+            scores: ``(B, Hkv, S)`` attention received so far, 0 for the current key, -inf for evicted keys.
+
+        Returns:
+            ``out, scores``; with ``return_stats`` also a `Stats`. The new scores hold -inf for what this step evicted.
+        """
+        call = Call(
+            self._library,
+            "h2o",
+            (queries, keys, values),
+            scale=scale,
+            left_padding=left_padding,
+            backend=backend,
+            return_stats=return_stats,
+        )
+        n = call.sizes
+        check_decode_step(n, "h2o")
+        check_int("top_k", top_k, 1)
+        window = check_local_window(local_window, top_k)
+        call.check("scores", scores, (n.B, n.Hkv, n.S))
+        out, lse, updated = call.run(scores=scores, top_k=top_k, local_window=window)
+        return (out, updated, call.record(lse, stats.h2o_elements, top_k)) if return_stats else (out, updated)

@@ -1,0 +1,69 @@
+"""The public functions on MLX arrays. `mlx_sparse.api.functions` documents their arguments and results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+
+from ..checks import MAX_BUCKETS, ConfigError, ShapeError, Sizes, check_shape
+from ..methods import METHODS, registry
+from ..ops.packed_rows import PackedRows, Rows
+from .functions import Functions
+
+
+class MLX:
+    """`mlx_sparse.api.checked_call.Library` of MLX."""
+
+    xp: Any = mx
+
+    def check_array(
+        self, name: str, array: Any, like: Any = None, *, integers: bool = False, same_type: bool = False
+    ) -> None:
+        if integers and not mx.issubdtype(array.dtype, mx.integer):
+            raise ShapeError(f"{name}: expected integers, got {array.dtype}.")
+
+    def resolve(self, backend: str, function: str, sizes: Sizes, *arrays: Rows) -> str:
+        packed = [array for array in arrays if isinstance(array, PackedRows)]
+        bits = max((rows.bits for rows in packed), default=None)
+        return registry.resolve(backend, function, D=sizes.D, G=sizes.G, bits=bits)
+
+    def load(self, function: str, backend: str) -> Callable[..., Any]:
+        return registry.load(function, backend)
+
+    def padding(self, left_padding: Any, sizes: Sizes, like: mx.array) -> mx.array | None:
+        if left_padding is None:
+            return None
+        first = mx.array(left_padding)
+        check_shape("left_padding", first, (sizes.B,))
+        self.check_array("left_padding", first, integers=True)
+        return mx.clip(first, 0, sizes.S)
+
+    def ones(self, shape: tuple[int, ...], like: mx.array) -> mx.array:
+        return mx.ones(shape)
+
+    def visit(self, bucket_ids: mx.array, visited: mx.array) -> dict[str, Any]:
+        largest: Any = visited.max().item() if visited.size else -1
+        if largest >= MAX_BUCKETS:
+            raise ConfigError(f"visited: expected buckets of at most {MAX_BUCKETS - 1}, got {largest}.")
+        # Any negative number is an empty slot; of 64 bits it could become a bucket in 32.
+        ascending = mx.sort(mx.where(visited < 0, -1, visited.astype(mx.int32)), axis=-1)
+        again = mx.pad(ascending[..., 1:] == ascending[..., :-1], [(0, 0), (0, 0), (1, 0)])[..., : visited.shape[2]]
+        if bucket_ids.itemsize == 1:
+            bucket_ids = bucket_ids.astype(mx.int16)  # to be compared with the number of buckets
+        return {"bucket_ids": bucket_ids, "visited": mx.where(again, -1, ascending), "buckets": max(largest + 1, 0)}
+
+    def kept(self, blocks: mx.array) -> mx.array:
+        return (blocks >= 0).sum(axis=(2, 3))
+
+
+_functions = Functions(MLX())
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("_"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if not hasattr(_functions, name) and (method := METHODS.get(name.removesuffix("_attention"))):
+        return _functions.of_method(method)  # a baseline, whose arguments are its settings
+    return getattr(_functions, name)

@@ -1,0 +1,132 @@
+"""SAAP: assign keys to buckets, route queries to them, attend to what is in them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ..checks import MAX_BUCKETS, Sizes, check_centroids, check_int, check_router, check_saap
+from ..methods import stats
+from .checked_call import Call, Library
+
+Array = Any  # of the library that the functions are for
+
+
+class SaapFunctions:
+    """SAAP's own functions."""
+
+    _library: Library
+
+    def saap_assign(self, keys: Array, centroids: Array, *, backend: str = "auto") -> Array:
+        """Bucket of each key: the centroid with the largest inner product (saap.1).
+
+        Args:
+            keys: ``(B, Hkv, n, D)`` before RoPE.
+            centroids: ``(Hkv, C, D)``.
+
+        Returns:
+            int32 ``(B, Hkv, n)``; keys that hold NaN or inf are in bucket 0.
+        """
+        library = self._library
+        library.check_array("keys", keys)
+        library.check_array("centroids", centroids, keys)
+        check_centroids(keys, centroids)
+        check_int("buckets", centroids.shape[1], 1, MAX_BUCKETS)
+        B, Hkv, n, D = keys.shape
+        chosen = library.resolve(backend, "saap_assign", Sizes(B, Hkv, Hkv, 1, n, D), keys)
+        ids: Array = library.load("saap_assign", chosen)(keys, centroids)
+        return ids
+
+    def saap_route(
+        self,
+        queries: Array,
+        *,
+        out_weight: Array,
+        out_bias: Array | None = None,
+        hidden_weight: Array | None = None,
+        hidden_bias: Array | None = None,
+        probes: int = 32,
+        backend: str = "auto",
+    ) -> Array:
+        """The ``probes`` buckets that the query heads of each KV head visit together (saap.5), (saap.8).
+
+        Args:
+            queries: ``(B, Hq, 1, D)`` before RoPE.
+            out_weight: ``(Hkv, H, C)``; without a hidden layer ``(Hkv, D, C)``, for k-means ``scale * centroids``.
+            out_bias: ``(Hkv, C)``.
+            hidden_weight: ``(Hkv, D, H)``.
+            hidden_bias: ``(Hkv, H)``.
+            probes: 1..C.
+
+        Returns:
+            int32 ``(B, Hkv, probes)``, ascending; NaN counts as +inf.
+        """
+        network = {"out_weight": out_weight, "out_bias": out_bias}
+        network |= {"hidden_weight": hidden_weight, "hidden_bias": hidden_bias}
+        library = self._library
+        library.check_array("queries", queries)
+        for name, array in network.items():
+            if array is not None or name == "out_weight":
+                library.check_array(name, array, queries)
+        C = check_router(queries, **network)
+        check_int("buckets", C, 1, MAX_BUCKETS)
+        check_int("probes", probes, 1, C)
+        B, Hq, _, D = queries.shape
+        chosen = library.resolve(backend, "saap_route", Sizes(B, Hq, out_weight.shape[0], 1, 1, D), queries)
+        visited: Array = library.load("saap_route", chosen)(queries, **network, probes=probes)
+        return visited
+
+    def saap_attention(
+        self,
+        queries: Array,
+        keys: Array,
+        values: Array,
+        *,
+        bucket_ids: Array,
+        visited: Array,
+        sink_tokens: int = 1,
+        recent_tokens: int = 2047,
+        scale: float | None = None,
+        left_padding: Array | None = None,
+        backend: str = "auto",
+        return_stats: bool | str = False,
+    ) -> Any:
+        """One decode step of SAAP attention (docs/spec/saap.md; arXiv 2502.08246).
+
+        Attends the first ``sink_tokens`` and the last ``recent_tokens`` valid keys, the current one included, and every
+        key whose bucket is visited. The index over the buckets is built for this one step; a cache keeps it over many.
+
+        Args:
+            bucket_ids: ``(B, Hkv, S)`` int; a number that is no bucket's (negative) = in no bucket.
+            visited: ``(B, Hkv, n)`` int; negative = empty slot. A bucket listed twice is visited once.
+        """
+        call = Call(
+            self._library,
+            "saap",
+            (queries, keys, values),
+            scale=scale,
+            left_padding=left_padding,
+            backend=backend,
+            return_stats=return_stats,
+        )
+        n = call.sizes
+        self._library.check_array("bucket_ids", bucket_ids, queries, integers=True)
+        self._library.check_array("visited", visited, queries, integers=True)
+        check_saap(n, bucket_ids, visited, sink_tokens, recent_tokens)
+        if not call.sparse(sink_tokens + recent_tokens):
+            return call.dense()
+        window = {"sink_tokens": sink_tokens, "recent_tokens": recent_tokens}
+        out, lse, counts = call.run(**self._library.visit(bucket_ids, visited), **window)
+        if not return_stats:
+            return out
+        # (saap.12), (saap.14)
+        listed = counts.tolist()
+        padding = [0] * n.B if call.left_padding is None else call.left_padding.tolist()
+        attended = sum(map(sum, listed)) / (n.B * n.Hkv)
+        shares = []
+        for of_row, first in zip(listed, padding, strict=True):
+            exact = max(min(n.S - first, sink_tokens + recent_tokens), 0)
+            shares += [(count - exact) / max(n.S - first - exact, 1) for count in of_row]
+        selectivity = sum(shares) / len(shares)
+        record = call.record(lse, lambda S, D, top_k: stats.saap_elements(D, round(attended)), 0)
+        return out, replace(record, density=attended / n.S, selectivity=selectivity)

@@ -1,1 +1,0 @@
-"""What methods and engines share."""

@@ -1,0 +1,65 @@
+"""Files that are written at once or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+
+def cache_directory(chosen: str | os.PathLike[str] | None = None) -> Path:
+    """Return the chosen cache folder, or this platform's usual place for one."""
+    if chosen is not None:
+        return Path(chosen).expanduser().absolute()
+    # The XDG rules say that a relative path there is to be ignored.
+    xdg = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if xdg.is_absolute():
+        return xdg / "mlx-sparse"
+    home = Path.home()
+    return (home / "Library" / "Caches" if sys.platform == "darwin" else home / ".cache") / "mlx-sparse"
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Add ``path`` to an `OSError` that names no file, as that of a full disk, which comes from writing."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+def replace_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Let ``write`` fill a new file beside ``path``, and rename that file to ``path`` when it is complete.
+
+    Nobody can guess the name of the new file, and O_EXCL follows no link: others may write into the folder.
+    """
+    new = path.with_name(f".{path.stem}-{os.urandom(8).hex()}{path.suffix}")
+    with naming(path):
+        os.close(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+    try:
+        with naming(path):
+            write(new)
+            new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def read_regular(path: Path, most: int) -> bytes:
+    """Return the content of a regular file, without following a link or waiting for a pipe.
+
+    Raises:
+        OSError: the file is absent, a link or no regular file.
+        ValueError: the file has more than ``most`` bytes.
+    """
+    with naming(path), open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:  # noqa: PTH123
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "no regular file")
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise ValueError(f"more than {most:,} bytes")
+    return data

@@ -1,0 +1,56 @@
+"""Every sentence that says why a call, or a layer, was dense: ``"12 " + reason`` goes on after "dense calls:"."""
+
+from __future__ import annotations
+
+# More queries than this in one call are a prompt; fewer, after a prompt, are draft tokens to verify or a short turn.
+VERIFY_QUERIES = 16
+
+# What a layer is.
+NO_CACHE = "without a KV cache"
+OTHER_HEAD_DIMS = "with key and value head dims that differ (MLA)"
+OTHER_ROWS = "with keys or values that are not the cache's (MLA)"
+SINKS = "with attention sinks"
+OWN_ATTENTION = "that compute attention themselves or have none"
+KEEPS_A_STATE = "that keep a state of fixed size and no keys"  # in the table of models
+NO_ATTENTION = "without attention"
+
+# What a call asks for.
+ARRAY_MASK = "with an array mask"
+NOT_CAUSAL = "without a causal mask"
+A_FEW = "of a few queries at once (verification or short prompt)"
+PROMPT = "of several queries at once (prompt)"
+LAST_OF_PROMPT = "of the prompt's last token"
+NO_DECODE = "of a single query (no decode method)"
+CHECKED = "that check drafts, or decode without (lossless)"
+UNKNOWN_PADDING = "of a batch padded on the right by an unknown number"
+SHORT_SEQUENCES = "of the short sequences of a batch"
+
+# What would not pay, or keep everything.
+NOTHING_SAVED = "whose choice of keys would cost more than it saves"
+TOO_FULL = "whose sample keeps too many blocks"
+ALPHA_OF_ONE = "that an alpha of 1 keeps whole"
+ALL_SAMPLED = "with a sample in every row block"
+BETWEEN_RANKS = "that begins between the blocks of ranks"
+LARGE_SAMPLE = "with a sample of more than an eighth of the queries"
+
+# H2O.
+UNCOUNTED = "over keys whose attention so far is not known"
+
+# SAAP: its layers, and what there is before RoPE.
+FIRST_LAYERS = "among the first (dense_layers)"
+NOT_IN_ARTEFACT = "that the artefact does not have"
+NOT_WRITTEN = "with keys that another layer wrote"
+ROPE_NOT_A_MODULE = "with a rope that is no module of its own"
+CHANGED_AFTER_ROPE = "with a norm or another change after RoPE"
+ROPE_BY_LENGTH = "with a rope that depends on the length (dynamic NTK), of keys that were not recorded"
+ROPE_NOT_INVERTIBLE = "with a rope that cannot be turned back, of keys that were not recorded"
+
+
+def shorter_than(keys: int) -> str:
+    """A context of fewer keys than ``keys``."""
+    return f"over fewer than {keys:,} keys"
+
+
+def other_cache(name: str) -> str:
+    """A cache of a class that no method reads."""
+    return f"with a sliding window ({name})" if "Rotating" in name else f"with a {name}"

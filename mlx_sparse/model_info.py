@@ -1,0 +1,157 @@
+"""Which model an artefact belongs to, and which weights a result."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from .model_parts import Part
+
+CONFIG = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "vocab_size",
+    "rope_theta",
+)
+ADAPTERS = ("lora_a", "lora_b", "m")  # what LoRA and DoRA add
+VALUES = 16  # of each vector
+SMALLEST = 2.0**-14  # normal number of float16
+ENDS = 64  # values at either end of each weight
+NOTE = "_mlx_sparse_whole"
+
+
+def identity(model: Any) -> dict[str, str]:
+    """``model_type`` and a ``hash`` of the config, its RoPE scaling too, and of the beginnings of all vectors.
+
+    Vectors are norms and biases, which quantisation leaves alone: a quantised copy is the same model, and so is one
+    whose float32 or float16 became bfloat16, or whose matrices were tuned (LoRA). Few bytes are read, however large
+    the model is. A model without vectors is known by the beginnings of its matrices, and a quantised copy is another.
+    """
+    from mlx.utils import tree_flatten
+
+    every = config_of(model)
+    config = {name: value for name, value in every.items() if name in CONFIG} | _rope_scaling(every)
+    family = model_type(model)
+    digest = hashlib.sha256(json.dumps([family, config], sort_keys=True, default=str).encode())
+    tree: Any = tree_flatten(model.parameters())
+    weights = {
+        name.replace(".linear.", ".").replace(".embedding.", "."): array  # inside an adapter
+        for name, array in tree
+        if name.rpartition(".")[2] not in ADAPTERS and mx.issubdtype(array.dtype, mx.floating)
+    }
+    vectors = {name: array for name, array in weights.items() if array.ndim == 1}
+    for name, array in sorted((vectors or weights).items()):
+        values = array.reshape(-1)[:VALUES].astype(mx.bfloat16).astype(mx.float32)
+        # What float16 has with fewer digits, or not at all, is nothing.
+        values = mx.where(mx.abs(values) < SMALLEST, 0.0, values)
+        digest.update(f"{name} {array.shape}".encode() + np.array(values).tobytes())
+    return {"model_type": family, "hash": digest.hexdigest()}
+
+
+def weights_hash(model: Any) -> str:
+    """A hash of the whole config and of both ends of every weight.
+
+    A quantised copy, another type or tuned matrices are another model, as they are to what is measured with it. Few
+    bytes are read, however large the model is.
+    """
+    from mlx.utils import tree_flatten
+
+    about = [model_type(model), config_of(model)]
+    digest = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode())
+    weights: Any = tree_flatten(model.parameters())
+    for name, array in sorted(weights):
+        flat = array.reshape(-1)
+        ends = mx.concatenate([flat[:ENDS], flat[-ENDS:]]).view(mx.uint8)
+        digest.update(f"{name} {array.shape} {array.dtype}".encode() + np.array(ends).tobytes())
+    return digest.hexdigest()
+
+
+def _rope_scaling(config: dict[str, Any]) -> dict[str, Any]:
+    """What stretches the model's RoPE, by any of its names; empty where nothing does."""
+    found: dict[str, Any] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        value = config.get(name)
+        found |= value if isinstance(value, dict) else {}
+    kind = found.pop("rope_type", found.pop("type", "default"))
+    found.pop("type", None)
+    if kind == "default":
+        return {}
+    numbers = {name: float(value) if type(value) is int else value for name, value in found.items()}
+    return {"rope_scaling": {**numbers, "type": kind}}
+
+
+def config_of(model: Any) -> dict[str, Any]:
+    """The arguments that ``model`` was built with, those of its text model too."""
+    return _flat(getattr(model, "args", None))
+
+
+def _flat(args: Any) -> dict[str, Any]:
+    known = args if isinstance(args, dict) else getattr(args, "__dict__", {})
+    return {**_flat(known["text_config"]), **known} if "text_config" in known else dict(known)
+
+
+def kv_shapes(model: Any) -> list[tuple[int, int] | None]:
+    """KV heads and head dim of each cache of ``model``; None where it holds no keys. Nothing is evaluated."""
+    from mlx_lm.models.cache import make_prompt_cache
+
+    caches = make_prompt_cache(model)
+    model(mx.zeros((1, 1), mx.int32), cache=caches)
+    shapes: list[tuple[int, int] | None] = []
+    for cache in leaves(caches):
+        keys = getattr(cache, "keys", None)
+        shapes.append((keys.shape[1], keys.shape[3]) if isinstance(keys, mx.array) and keys.ndim == 4 else None)
+    return shapes
+
+
+def leaves(caches: Any) -> list[Any]:
+    """The caches of a model's list, those inside a CacheList too."""
+    if isinstance(caches, (list, tuple)):
+        return [leaf for entry in caches for leaf in leaves(entry)]
+    return leaves(caches.caches) if hasattr(caches, "caches") else [caches]
+
+
+def model_type(model: Any) -> str:
+    """mlx-lm's name of the model's family."""
+    declared = getattr(model, "model_type", None) or type(model).__module__.rpartition(".")[2]
+    return str(declared)
+
+
+def kv_heads(model: Any, part: Part, here: int) -> int:
+    """KV heads of a layer of the whole model, of which ``part`` holds ``here``; a few may be with several parts."""
+    known = config_of(model).get("num_key_value_heads")
+    return min(here * part.size, known) if isinstance(known, int) and known >= here else here * part.size
+
+
+@dataclass(frozen=True)
+class Whole:
+    """What has to be known of a model before it is cut.
+
+    Attributes:
+        identity: as `identity` says; None where not all of its weights are here.
+        shapes: KV heads and head dim of each cache.
+    """
+
+    identity: Mapping[str, str] | None
+    shapes: Sequence[tuple[int, int] | None]
+
+
+def note_whole(model: Any, *, complete: bool) -> None:
+    """Note what ``model`` is, which is about to be cut; ``complete`` if all of its weights are here."""
+    # Not through nn.Module, which files attributes among the parameters.
+    object.__setattr__(model, NOTE, Whole(identity(model) if complete else None, kv_shapes(model)))
+
+
+def whole_of(model: Any) -> Whole | None:
+    """What was noted of ``model``; None if nothing was."""
+    noted: Whole | None = getattr(model, NOTE, None)
+    return noted

@@ -1,0 +1,133 @@
+"""SampleAttention's Triton launchers one by one, and lists of key blocks; tests/conformance has the cases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from mlx_sparse.cuda_ref.launchers import blocks, configs, sample
+from sample_cases import SampleCase, assert_attends, assert_same_scores, logit_error, selection
+from torch_arrays import DEVICE, to_numpy
+from triton_prompts import tensors
+
+from mlx_sparse import BackendUnavailable, cuda_ref, oracle
+from mlx_sparse.methods.block_layout import Layout
+
+pytestmark = pytest.mark.usefixtures("guarded")
+SMALL = SampleCase(2, 4, 2, 150, 230, 64, "f32", 32, chunks=2)
+
+
+def test_the_end_of_a_long_list_is_found_in_several_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "BLOCK_LIST", 16)
+    layout, arrays = SMALL.layout, tensors(SMALL)
+    listed = np.full((2, 4, layout.row_blocks, 40), -1, dtype=np.int32)
+    listed[:, :, :, 0] = 0
+    listed[:, 0, :, 17] = 1
+    out, lse = cuda_ref.attend_blocks(*arrays, torch.tensor(listed, device=DEVICE), block_size=32, scale=SMALL.scale)
+    assert_attends(to_numpy(out), to_numpy(lse), SMALL, listed)
+
+
+def test_without_a_list_every_block_is_attended() -> None:
+    case = SampleCase(1, 3, 1, 100, 170, 80, "f16", 32)
+    queries, keys, values = tensors(case)
+    everything = np.broadcast_to(np.arange(6, dtype=np.int32), (1, 3, case.layout.row_blocks, 6))
+    out, lse = blocks.attend_blocks(queries, keys, values, None, case.block_size, case.scale)
+    assert_attends(to_numpy(out), to_numpy(lse), case, everything)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8])
+def test_a_block_that_is_listed_twice_is_attended_once(dtype: torch.dtype) -> None:
+    arrays = tensors(SMALL)
+    once = torch.tensor([0, 1, 2], device=DEVICE).expand(SMALL.B, SMALL.Hq, SMALL.layout.row_blocks, 3)
+    twice = torch.tensor([0, 0, 1, 2, 2, 2], device=DEVICE).expand(*once.shape[:3], 6).to(dtype)
+    for found, alone in zip(
+        cuda_ref.attend_blocks(*arrays, twice, block_size=32),
+        cuda_ref.attend_blocks(*arrays, once, block_size=32),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, alone, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("processors", [1, 40])
+def test_keys_may_be_split_between_any_number_of_programs(monkeypatch: pytest.MonkeyPatch, processors: int) -> None:
+    monkeypatch.setattr(configs, "processors", lambda device: processors)
+    monkeypatch.setattr(sample, "BLOCK_SPLITS", 2)  # so that their statistics are read in several turns
+    q, k, _ = SMALL.inputs()
+    found = cuda_ref.sample_scores(*tensors(SMALL)[:2], **SMALL.sampling)
+    expected = selection(SMALL)
+    for got, scores in zip(found, (expected.column, expected.slash), strict=True):
+        assert_same_scores(to_numpy(got), scores, logit_error(q, k, SMALL.scale))
+
+
+def test_lists_are_made_for_as_many_row_blocks_as_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays = tensors(SMALL)
+    at_once = cuda_ref.sample_attention(*arrays, **SMALL.parameters, return_stats=True)
+    made: list[int] = []
+    merge = sample.merge
+
+    def counted(*given: Any) -> torch.Tensor:
+        blocks = merge(*given)
+        made.append(blocks.numel() * 4)
+        return blocks
+
+    monkeypatch.setattr(sample, "merge", counted)
+    monkeypatch.setattr(sample, "LIST_BYTES", 500)
+    out, stats = cuda_ref.sample_attention(*arrays, **SMALL.parameters, return_stats=True)
+    assert len(made) >= 3
+    assert max(made) <= 500
+    assert torch.equal(out, at_once[0])
+    assert torch.equal(stats.head_density, at_once[1].head_density)
+
+
+@pytest.mark.parametrize("entry", [1, 100, 1000, 10**9])
+@pytest.mark.parametrize(("L", "S"), [(1 << 20, 1 << 20), (2048, 1 << 20), (1, 1), (100, 300)])
+def test_portions_cover_every_row_block_once_the_last_first(L: int, S: int, entry: int) -> None:
+    layout = Layout(L, S, 1, 128)
+    found = list(sample.portions(layout, entry))
+    assert [row for first, stop in reversed(found) for row in range(first, stop)] == list(range(layout.row_blocks))
+    for first, stop in found:
+        assert first + 1 == stop or (stop - first) * (layout.first_block + stop) * entry <= sample.LIST_BYTES
+
+
+@pytest.mark.parametrize(("L", "S", "chunks"), [(600, 700, 3), (130, 191, 1), (1, 40, 1), (70, 106, 9)])
+def test_lists_are_those_of_the_oracle_for_any_flags(
+    monkeypatch: pytest.MonkeyPatch, L: int, S: int, chunks: int
+) -> None:
+    """Also where the first block is not kept, and a list is made in several turns."""
+    monkeypatch.setattr(sample, "MERGED", 16)
+    layout = Layout(L, S, chunks, 32)
+    flags = np.random.default_rng(0).random((2, 1, 2, len(layout.regions), layout.key_blocks)) < 0.2
+    expected = oracle.merge(*flags, layout)
+    for block in layout.sampled_blocks:
+        expected[:, :, block - layout.first_block, : block + 1] = True
+    kept = sample.Kept(*(torch.tensor(side.astype(np.uint8), device=DEVICE) for side in flags))
+    counts = torch.empty(1, 2, layout.row_blocks, dtype=torch.int32, device=DEVICE)
+    blocks = sample.merge(kept, layout, 0, layout.row_blocks, layout.key_blocks, counts)
+    assert (oracle.block_mask(to_numpy(blocks), layout.key_blocks) == expected).all()
+    assert (to_numpy(counts) == expected.sum(axis=3)).all()
+    filled = to_numpy(blocks >= 0)
+    assert (filled[..., :-1] >= filled[..., 1:]).all()
+
+
+def test_shares_that_are_reached_but_for_rounding_are_reached() -> None:
+    for count in range(1, 26):
+        kept = sample.keep(torch.full((1, 25), 0.3, device=DEVICE), count / 25)
+        assert int(kept.sum()) == count
+
+
+@pytest.mark.parametrize("alpha", [0.1, 0.5, 0.9, 0.999999])
+def test_the_fewest_of_the_largest_are_kept_ties_to_the_lower_index(alpha: float) -> None:
+    rng = np.random.default_rng(0)
+    scores = rng.integers(0, 9, size=(3, 2, 40)).astype(np.float32) / 8
+    kept = sample.keep(torch.tensor(scores, device=DEVICE), alpha)
+    assert (to_numpy(kept) == oracle.keep(scores.astype(np.float64), alpha)).all()
+
+
+def test_head_dims_without_a_kernel_are_refused() -> None:
+    queries, keys, _ = tensors(SMALL)
+    with pytest.raises(BackendUnavailable, match="head dims that are multiples of 8 from 16 to 256, got 12"):
+        cuda_ref.sample_scores(queries[..., :12], keys[..., :12])
+    with pytest.raises(BackendUnavailable, match="head dims that are multiples of 8 from 16 to 256, got 12"):
+        cuda_ref.sample_attention(queries[..., :12], keys[..., :12], keys[..., :12])

@@ -1,0 +1,63 @@
+"""Files in folders that others can write: no guessable name, no link that is followed, nothing that is waited for."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from mlx_sparse.files import read_regular, replace_file
+
+
+def test_a_link_under_the_name_of_the_process_is_not_written_through(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (tmp_path / f".out-{os.getpid()}.json").symlink_to(victim)
+    replace_file(tmp_path / "out.json", lambda new: new.write_text("new"))
+    assert victim.read_text() == "mine"
+    assert (tmp_path / "out.json").read_text() == "new"
+
+
+def test_a_link_under_the_name_itself_is_replaced_and_not_followed(tmp_path: Path) -> None:
+    victim, out = tmp_path / "victim", tmp_path / "out.json"
+    victim.write_text("mine")
+    out.symlink_to(victim)
+    replace_file(out, lambda new: new.write_text("new"))
+    assert victim.read_text() == "mine"
+    assert not out.is_symlink()
+
+
+def test_every_file_is_written_under_another_name_with_the_users_permissions(tmp_path: Path) -> None:
+    names: list[str] = []
+    before = os.umask(0o027)
+    try:
+        for _ in range(2):
+            replace_file(tmp_path / "out.json", lambda new: (names.append(new.name), new.write_text("new")))
+    finally:
+        os.umask(before)
+    assert len(set(names)) == 2
+    assert (tmp_path / "out.json").stat().st_mode & 0o777 == 0o640
+    assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
+
+
+def test_a_write_that_fails_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    out.write_text("old")
+    with pytest.raises(KeyboardInterrupt):
+        replace_file(out, lambda new: (new.write_text("new"), (_ for _ in ()).throw(KeyboardInterrupt)))
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
+
+
+def test_regular_files_alone_are_read(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"1234")
+    assert read_regular(tmp_path / "file", 4) == b"1234"
+    with pytest.raises(ValueError, match="more than 3 bytes"):
+        read_regular(tmp_path / "file", 3)
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    os.mkfifo(tmp_path / "pipe")  # without a writer, so that opening it would wait for ever
+    for name in ("link", "pipe", "absent"):
+        with pytest.raises(OSError, match=name):
+            read_regular(tmp_path / name, 4)
+    with pytest.raises(OSError, match=r"no regular file|Is a directory"):
+        read_regular(tmp_path, 4)
