@@ -202,9 +202,11 @@ class Caches:
 class DenseStep(TorchVariant):
     """Our dense decode step."""
 
-    def __init__(self, case: Case, caches: Caches, name: str) -> None:
-        super().__init__(case, "dense", name)
-        self.caches, self.copies = caches, caches.count
+    def __init__(self, case: Case, caches: Caches, name: str | None = None, config: Any = None) -> None:
+        super().__init__(case, str(config or "dense"), name)
+        self.caches, self.copies, self.config = caches, caches.count, config
+        if config is not None and config.attended >= case.S:
+            self.row.note = f"dense: all of {case.S:,} keys are attended"
 
     def attend(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, state: Any) -> torch.Tensor:
         """Take the step. ``state`` is the auxiliary cache state."""
@@ -239,21 +241,11 @@ class TorchStep(DenseStep):
         return scaled_dot_product_attention(queries.view(B, Hkv, -1, D), keys, values).view(queries.shape)
 
 
-class MethodStep(DenseStep):
-    """A decode step of a method."""
-
-    def __init__(self, case: Case, caches: Caches, config: Any) -> None:
-        TorchVariant.__init__(self, case, str(config))
-        self.caches, self.copies, self.config = caches, caches.count, config
-        if config.attended >= case.S:
-            self.row.note = f"dense: all of {case.S:,} keys are attended"
-
-
-class SparqStep(MethodStep):
+class SparqStep(DenseStep):
     """A decode step of SparQ, with 16-bit or int4 scoring keys."""
 
     def __init__(self, case: Case, caches: Caches, config: Any) -> None:
-        super().__init__(case, caches, config)
+        super().__init__(case, caches, None, config)
         self.row.details["bytes_formula"] = int(case.rows * case.item * config.elements(case.S, case.shape.D))
         found = config.parameters(case.shape.G)
         names = ("rank", "top_k", "local_window", "reallocate")
@@ -272,11 +264,11 @@ class SparqStep(MethodStep):
         return out
 
 
-class SaapStep(MethodStep):
+class SaapStep(DenseStep):
     """A decode step of SAAP with a trained router: route, list and attend."""
 
     def __init__(self, case: Case, caches: Caches, config: Any) -> None:
-        super().__init__(case, caches, config)
+        super().__init__(case, caches, None, config)
         self._index = Index.of(case, config, 2 * case.shape.D)
 
     def problem(self) -> Problem:

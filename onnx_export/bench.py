@@ -94,11 +94,7 @@ class Caches:
     def sets(self, kind: str) -> list[dict[str, Array]]:
         """Return the sets of one kind of arrays, by the name of an input."""
         if kind not in self._sets:
-            first = self._sets[kind] = [self.arrays(self.problem, kind)]
-            for _ in range(1, self.count):
-                first.append({name: memory.zeros(array.shape, array.dtype) for name, array in first[0].items()})
-                for name, array in first[0].items():
-                    first[-1][name][:] = array
+            self._sets[kind] = [self.arrays(self.problem, kind) for _ in range(self.count)]
         return self._sets[kind]
 
     def arrays(self, problem: inputs.Problem, kind: str) -> dict[str, Array]:
@@ -166,10 +162,6 @@ class OrtVariant(Variant):
             if (now := name.replace("past_", "present_")) in self._outputs:
                 self._binding.bind_ortvalue_output(now, value)
 
-    def output(self) -> Array:
-        """Run the model for the check and return its output ``(1, Hq, L, D)``."""
-        raise NotImplementedError
-
 
 class OrtStep(OrtVariant):
     """A decode step."""
@@ -189,7 +181,8 @@ class OrtStep(OrtVariant):
         Hkv, D = case.shape.Hkv, case.shape.D
         common = self.common(L=1, C=caches.capacity)
         more: dict[str, Array] = {}
-        self._kinds, self._problem = ["rows"], caches.problem
+        self._kinds = ["rows"]
+        self._problem: inputs.Problem = caches.problem
         if config is None:
             model = operator_model("CachedAttention", **common, window=0)
         elif self._index is not None:
@@ -226,10 +219,10 @@ class OrtStep(OrtVariant):
         self.load(model)
 
     def check(self) -> str | None:
-        found: str | None = self._problem.wrong(self.output())
-        return found
+        return self._problem.wrong(self.output())
 
     def output(self) -> Array:
+        """Run the model for the check."""
         self.place(self._arrays)
         self._session.run_with_iobinding(self._binding)
         return self._arrays["output"]
@@ -270,6 +263,7 @@ class OrtPrefill(OrtVariant):
         return found
 
     def output(self) -> Array:
+        """Run the model for the check."""
         self.run(0)
         return np.concatenate([piece["output"] for piece in self._pieces], axis=2)
 

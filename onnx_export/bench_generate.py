@@ -6,7 +6,6 @@ Only the sizes of caches matter to the speed, so they hold random numbers: a CPU
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +15,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mlx_sparse.lm.loading import loading
 from mlx_sparse.lm.saap import load_artefact
 from mlx_sparse.methods import parse
 from mlx_sparse.oracle import code_keys
@@ -37,15 +35,18 @@ MOST_ERROR = 0.05  # of the largest logit. Rounding may let a layer select anoth
 def variants(
     model: str, methods: Sequence[str], lengths: Sequence[int], tokens: int, *, threads: int
 ) -> Iterator[list[Generation]]:
-    """Export a model with each method, and yield for each length the decoders of both backends."""
+    """Export a model with each method, and yield for each length the decoders of both backends.
+
+    Raises:
+        ConfigError: the model cannot be exported, or was made for shorter contexts.
+    """
     capacity = max(lengths) + tokens + 1
     modes = {backend: mode for backend, mode in MODES.items() if mode == "off" or not native.unavailable()}
     with tempfile.TemporaryDirectory(prefix="mlx-sparse-bench-") as scratch:
-        source, decoders = _for_length(model, capacity, Path(scratch)), list[dict[str, Runner]]()
-        below: list[int] = []
+        decoders, below = list[dict[str, Runner]](), list[int]()
         for i, method in enumerate(methods):
             folder = Path(scratch) / str(i)
-            file = export(str(source), folder, method=method, max_length=capacity, dtype="float32", genai=False)
+            file = export(model, folder, method=method, max_length=capacity, dtype="float32", genai=False)
             below.append(file.sparse_from or 0)
             decoders.append({backend: Runner(folder, native=mode, threads=threads) for backend, mode in modes.items()})
             for runner in decoders[-1].values():
@@ -55,22 +56,6 @@ def variants(
             made = [Decoder(Context(S), *one, backend, tokens) for backend in modes for one in named]
             made[0].about = f"{Path(model).name} in float32 on onnxruntime, {tokens} tokens, threads: {threads}"
             yield list(made)
-
-
-def _for_length(model: str, capacity: int, folder: Path) -> Path:
-    """Return a copy of ``model`` that may be exported for ``capacity`` tokens. Its weights are links."""
-    from mlx_lm import utils
-
-    with loading(model):
-        source = Path(utils._download(model)).absolute()
-        settings = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    (copy := folder / "source").mkdir()
-    for file in source.iterdir():
-        if file.name != "config.json":
-            (copy / file.name).symlink_to(file)
-    settings["max_position_embeddings"] = max(settings.get("max_position_embeddings") or 0, capacity)
-    (copy / "config.json").write_text(json.dumps(settings))
-    return copy
 
 
 def _fill(caches: Mapping[str, npt.NDArray[Any]], method: str) -> None:
@@ -125,5 +110,5 @@ class Decoder(Generation):
         for _ in range(self._tokens):
             token = int(self._runner.step([[token]])[0].argmax())
         seconds = time.perf_counter() - start
-        self.record(generation=self._tokens / seconds)
+        self.speeds["generation"].append(self._tokens / seconds)
         return seconds

@@ -26,18 +26,11 @@ ENGINES = {  # each is imported when it is named
     "cuda": "mlx_sparse.cuda_ref.bench",
 }
 GENERATE = "mlx_sparse.tools.bench.generate"
-STAGES = {  # whose methods they are, examples, and the default
-    "step": ("decode", "decode steps such as sparq:rank=16,streaming", "sparq"),
-    "prefill": ("prefill", "prefill such as sample,minference", "sample"),
+STAGES = {  # whose methods they are, examples, and the defaults: method, lengths, turns
+    "step": ("decode", "decode steps such as sparq:rank=16,streaming", "sparq", "4k,16k,64k", 9),
+    "prefill": ("prefill", "prefill such as sample,minference", "sample", "4k,8k", 3),
 }
-DEFAULTS = {  # lengths, shapes, turns
-    ("mlx", "step"): ("1k,2k,4k,8k,16k,32k,64k,128k", "32x8x128,32x32x128,9x3x64", 15),
-    ("mlx", "prefill"): ("4k,8k", "9x3x64,32x8x128", 3),
-    ("onnx", "step"): ("4k,16k,64k", "32x8x128", 15),
-    ("onnx", "prefill"): ("8k", "32x8x128,9x3x64", 3),
-    ("cuda", "step"): ("4k,8k,16k,32k,64k,128k", "32x8x128,32x32x128", 9),
-    ("cuda", "prefill"): ("8k,16k,32k,64k", "32x8x128", 5),
-}
+SHAPES = "32x8x128"
 BACKENDS = {"mlx": "auto", "onnx": "native,standard", "cuda": "triton"}
 WARM_UP = 2  # turns of decode steps
 ONLY = {  # options of one engine and stage
@@ -98,17 +91,15 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def _add_options(parser: argparse.ArgumentParser, stage: str) -> None:
-    def default(n: int) -> str:
-        return f"(default: {'; '.join(f'{engine} {DEFAULTS[engine, stage][n]}' for engine in ENGINES)})"
-
-    _, examples, method = STAGES[stage]
+    _, examples, method, lengths, repeat = STAGES[stage]
     parser.add_argument("--engine", choices=ENGINES, default="mlx", help="what computes (default: mlx)")
     parser.add_argument("--attn", metavar="METHOD,...", default=method, help=f"{examples} (default: {method})")
-    parser.add_argument("--lengths", metavar="S,...", help=f"numbers of keys {default(0)}")
-    parser.add_argument("--shapes", metavar="QxKxD,...", help=f"query heads x KV heads x head dim {default(1)}")
+    parser.add_argument("--lengths", metavar="S,...", default=lengths, help=f"numbers of keys (default: {lengths})")
+    about = f"query heads x KV heads x head dim (default: {SHAPES})"
+    parser.add_argument("--shapes", metavar="QxKxD,...", default=SHAPES, help=about)
     parser.add_argument("--batches", metavar="B,...", default="1", help="sequences (default: 1)")
     parser.add_argument("--dtype", metavar="TYPE,...", default="float16", help=f"{', '.join(ITEM_SIZES)}")
-    parser.add_argument("--repeat", metavar="N", type=int, help=f"turns that count {default(2)}")
+    parser.add_argument("--repeat", metavar="N", type=int, default=repeat, help=f"turns (default: {repeat})")
     parser.add_argument("--backend", metavar="NAME,...", help=f"mlx: auto, ops, metal; onnx: {BACKENDS['onnx']}")
     parser.add_argument("--budget-s", metavar="N", type=float, default=math.inf, help="end after so many seconds")
     for option, (engine, of, about) in ONLY.items():
@@ -127,14 +118,13 @@ def read(args: argparse.Namespace) -> Request:
     for option, value in own.items():
         if value is not None and ONLY[option][0] != args.engine:
             raise ConfigError(f"{option}: expected none with --engine {args.engine}, got {value}.")
-    lengths, shapes, repeat = DEFAULTS[args.engine, args.stage]
     dtypes = args.dtype.split(",")
     if not set(dtypes) <= ITEM_SIZES.keys():
         raise ConfigError(f"--dtype: expected some of {', '.join(ITEM_SIZES)}, got {args.dtype!r}.")
     if not args.budget_s > 0:
         raise ConfigError(f"--budget-s: expected seconds, got {args.budget_s:g}.")
-    sizes = [read_length(part) for part in (args.lengths or lengths).split(",")]
-    made = [Shape(*read_shape(part)) for part in (args.shapes or shapes).split(",")]
+    sizes = [read_length(part) for part in args.lengths.split(",")]
+    made = [Shape(*read_shape(part)) for part in args.shapes.split(",")]
     batches = [_number("--batches", part) for part in args.batches.split(",")]
     cases = [Case(*parts) for parts in product(dtypes, made, batches, sizes)]
     if args.stage == "prefill":
@@ -147,7 +137,7 @@ def read(args: argparse.Namespace) -> Request:
         methods=[_method(part, args.stage) for part in split_methods(args.attn)],
         backends=(args.backend or BACKENDS[args.engine]).split(","),
         cases=list(dict.fromkeys(cases)),
-        repeat=check_int("--repeat", repeat if args.repeat is None else args.repeat, 1),
+        repeat=check_int("--repeat", args.repeat, 1),
         budget=args.budget_s,
         kv_bits=[_number("--kv-bits", part) for part in (own.get("--kv-bits") or "").split(",") if part],
         threads=_number("--threads", own["--threads"] or "2"),
@@ -155,7 +145,7 @@ def read(args: argparse.Namespace) -> Request:
 
 
 def _method(typed: str, stage: str) -> Method:
-    wanted, examples, _ = STAGES[stage]
+    wanted, examples, *_ = STAGES[stage]
     configs = parse(typed)
     if len(configs) != 1 or configs[0].name == "dense" or configs[0].stage != wanted:
         raise ConfigError(f"--attn: expected methods of {examples}, got {typed}.")

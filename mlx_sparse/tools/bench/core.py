@@ -150,8 +150,7 @@ class Row:
         return found | {"turns": self.turns, "note": self.note, "failed": self.failed}
 
     def __str__(self) -> str:
-        digits = {name: 2 if name.endswith("ratio") else 1 for name in self.spreads}
-        known = [f"{name} {spread.text(digits[name])}" for name, spread in self.spreads.items() if spread]
+        known = [f"{name} {spread.text(2)}" for name, spread in self.spreads.items() if spread]
         return ": ".join(filter(None, (f"{self.method} {self.backend}".strip(), "; ".join(known), self.note)))
 
 
@@ -299,18 +298,15 @@ def text(rows: Sequence[Row]) -> str:
     lines = []
     for row in rows:
         case, found, about = row.case, row.details, row.note or ""
-        times = [row.spreads[name] for name in ("dense_us", "sparse_us", "ratio")]
-        cells = [
-            spread.text(1 if n < 2 else 2, factor if n < 2 else 1) if spread else "" for n, spread in enumerate(times)
-        ]
+        dense, sparse = (s.text(1, factor) if (s := row.spreads[name]) else "" for name in ("dense_us", "sparse_us"))
+        ratio = row.spreads["ratio"]
         if row.turns and prefill:
             about = f"{case.step:,} at a time, density {found['density']:.2f}"
         elif row.turns and found["bytes_formula"]:
             about = f"{found['bytes_formula'] / found['bytes_plain']:.3f} of the bytes"
         kind = f"{found['kv_bits']} bits" if found.get("kv_bits") else case.dtype
-        by = found.get("dense") or ""
-        start = [row.method, row.backend, kind, case.shape, case.B, f"{case.S:,}"]
-        lines.append([*start, cells[0], by, cells[1], cells[2], about])
+        cells = [row.method, row.backend, kind, case.shape, case.B, f"{case.S:,}", dense, found.get("dense") or ""]
+        lines.append([*cells, sparse, ratio.text(2) if ratio else "", about])
     what = "The attention of a prompt" if prefill else "A decode step"
     title = f"{what} in one layer in {unit}, median (first to third quartile); the ratio is that of paired turns:"
     return f"{title}\n\n{table(HEADER, lines)}"

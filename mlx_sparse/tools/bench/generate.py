@@ -29,7 +29,7 @@ from .core import Row, Spread, Variant, collect, enter, take_turns
 
 ONNX = "mlx_sparse.onnx_export.bench_generate"  # a name: mlx_sparse runs without onnx
 ENGINES = ("mlx", "onnx")
-LENGTHS = {"mlx": "2k,4k", "onnx": "4k,8k,16k,32k"}
+LENGTHS = {"mlx": "2k,4k", "onnx": "2k,4k"}
 MAX_TOKENS, REPEAT = {"mlx": 64, "onnx": 16}, 3
 DENSE = "dense"
 LONG_TOKEN = 16  # characters: more than a token of text has on average
@@ -64,16 +64,11 @@ class Generation(Variant):
     def __init__(self, context: Context, method: str, backend: str, **details: Any) -> None:
         self.case, self.role = context, "dense" if method == DENSE else "sparse"
         self.row = Row(context, method, backend, details, spreads={})
-        self.speeds: dict[str, list[float]] = {}
-
-    def record(self, **speeds: float) -> None:
-        """Add the speeds of a turn."""
-        for name, speed in speeds.items():
-            self.speeds.setdefault(name, []).append(speed)
+        self.speeds: dict[str, list[float]] = {"prompt": [], "generation": []}
 
     def finish(self, dense: Generation) -> None:
         """Put the speeds into the row, and their ratios to dense attention in the same turns."""
-        for name, ours in self.speeds.items():
+        for name, ours in ((name, speeds) for name, speeds in self.speeds.items() if speeds):
             ratios = [own / other for own, other in zip(ours, dense.speeds[name], strict=True)]
             self.row.spreads |= {name: Spread.of(ours), f"{name}_ratio": Spread.of(ratios)}
             self.row.turns, self.row.note = len(ours), self.remark
@@ -115,12 +110,13 @@ def run(args: argparse.Namespace) -> int:
     model = find_model(args.model, cache, args.accept_licence)
     facts: dict[str, Any] = {"command": args.command, "date": date.today().isoformat(), "machine": where}
     printer = formats.Printer(args, facts | {"load average": f"{load:.1f} before, {os.cpu_count()} processors"})
-    rows, about = list[Row](), [f"{where['chip']}, {where['device']}; load average before: {load:.1f}"]
+    rows, about = list[Row](), ""
     for variants in make(model, [DENSE, *methods], lengths, tokens):
-        about = [about[0], variants[0].about]
+        about = variants[0].about
         rows += collect(measure(variants, args.repeat), printer)
     right = not any(row.failed for row in rows)
-    printer.end(f"{'; '.join(about)}; medians of {args.repeat} turns (quartiles).\n\n{table(rows)}", right)
+    about = f"{where['chip']}, {where['device']}; load average before: {load:.1f}; {about}"
+    printer.end(f"{about}; medians of {args.repeat} turns (quartiles).\n\n{table(rows)}", right)
     return 0 if right else 1
 
 
@@ -178,7 +174,8 @@ class Command(Generation):
         out = parse_outcome(run_command(self._what, self._command, self.case.text, dict(os.environ)))
         if out.prompt_tokens != self.case.S:
             raise ArtefactError(f"mlx_lm.generate: expected a prompt of {self.case.S} tokens, got {out.prompt_tokens}.")
-        self.record(prompt=out.prompt_tps, generation=out.generation_tps)
+        self.speeds["prompt"].append(out.prompt_tps)
+        self.speeds["generation"].append(out.generation_tps)
         peak = max(self.row.details["peak_memory"], out.peak_memory or 0.0)
         self.row.details |= {"peak_memory": peak, "tokens": out.generation_tokens}
         self.tokens = self._encode(out.text)[len(self._encode("")) :]  # the same in every turn
@@ -188,8 +185,7 @@ class Command(Generation):
     def finish(self, dense: Generation) -> None:
         super().finish(dense)
         assert isinstance(dense, Command)
-        differing = (i for i, (a, b) in enumerate(zip(self.tokens, dense.tokens, strict=False)) if a != b)
-        same = next(differing, min(len(self.tokens), len(dense.tokens)))
+        same = len(os.path.commonprefix([self.tokens, dense.tokens]))
         self.row.details |= {"same_tokens": same, "as_dense": self.tokens == dense.tokens}
 
 
@@ -223,9 +219,8 @@ def never_sparse(method: str, report: Mapping[str, Any] | None) -> str | None:
     from ...lm.model import select_methods
 
     counts = (report.get("prefill") or {}).get("calls", 0), report["sparse_calls"]
-    never = [
-        config.name for config, calls in zip(select_methods(parse(method)), counts, strict=True) if config and not calls
-    ]
+    parts = zip(select_methods(parse(method)), counts, strict=True)
+    never = [config.name for config, calls in parts if config and not calls]
     reasons = ", ".join(f"{count:,} {why}" for why, count in report["dense_calls"].items())
     return f"no call of {' and '.join(never)} was sparse: {reasons}" if never else None
 

@@ -196,14 +196,9 @@ class Index:
         return case.rows * saap_elements(case.shape.D, attended) * case.item + case.B * network
 
 
-def online(config: Any) -> bool:
-    """Return True if SAAP routes by centroids that it fits to the prompt."""
-    return getattr(config, "mode", "") == "online"
-
-
 def buckets_of(config: Any) -> int:
     """Return the buckets of SAAP's index. The benchmark reads no artefact."""
-    return config.fitted_buckets if online(config) else BUCKETS
+    return config.fitted_buckets if config.mode == "online" else BUCKETS
 
 
 def check_request(request: Request, backends: tuple[str, ...], foreign: bool = True) -> None:
@@ -218,7 +213,7 @@ def check_request(request: Request, backends: tuple[str, ...], foreign: bool = T
     for name in request.backends:
         check_choice("--backend", name, backends)
     for config, shape in product(request.methods, {case.shape for case in request.cases}):
-        if foreign and (config.name not in FOREIGN or online(config)):
+        if foreign and (config.name not in FOREIGN or getattr(config, "mode", "") == "online"):
             raise ConfigError(
                 f"--attn: expected {', '.join(FOREIGN)} without mode=online on this engine, got {config}."
             )

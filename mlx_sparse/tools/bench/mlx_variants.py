@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from itertools import product
 from statistics import median
@@ -26,7 +26,7 @@ from ...methods import Method, Step, registry, table
 from ...methods.packed_parts import BITS
 from ..environment import machine, memory
 from .core import Case, Request, Variant, check_memory
-from .inputs import Index, Problem, Prompt, buckets_of, check_request, online, planted_problem, random_problem
+from .inputs import Index, Problem, Prompt, buckets_of, check_request, planted_problem, random_problem
 
 Attend = Callable[[mx.array, SparseKVCache], mx.array]
 
@@ -169,23 +169,23 @@ def layers_of(case: Case) -> int:
 
 
 class Layers:
-    """A query, and the caches of all layers without auxiliary state, made when they are needed."""
+    """A query ``(B, Hq, 1, D)``, and the caches of all layers without auxiliary state, made when they are needed."""
 
     def __init__(self, case: Case) -> None:
         self._case = case
-        self._sizes = case.B, case.shape.Hkv, case.S, case.shape.D
 
-    @cached_property
-    def queries(self) -> mx.array:
-        """``(B, Hq, 1, D)``."""
-        sizes = self._case.B, self._case.shape.Hq, 1, self._case.shape.D
+    def _normal(self, heads: int, length: int) -> mx.array:
+        sizes = self._case.B, heads, length, self._case.shape.D
         return mx.random.normal(sizes, dtype=getattr(mx, self._case.dtype))
 
     @cached_property
+    def queries(self) -> mx.array:
+        return self._normal(self._case.shape.Hq, 1)
+
+    @cached_property
     def plain(self) -> list[SparseKVCache]:
-        """A cache for each layer."""
-        normal = partial(mx.random.normal, self._sizes, dtype=getattr(mx, self._case.dtype))
-        return [cache_of(normal(), normal()) for _ in range(layers_of(self._case))]
+        sizes = self._case.shape.Hkv, self._case.S
+        return [cache_of(self._normal(*sizes), self._normal(*sizes)) for _ in range(layers_of(self._case))]
 
 
 class MlxVariant(Variant):
@@ -274,19 +274,6 @@ class MlxStep(MlxVariant):
         return int(case.rows * self.config.step_bytes(case.S, D, itemsize=case.item, row_bytes=row))
 
 
-@dataclass(frozen=True)
-class _Unrotated:
-    """Queries and keys of the benchmark have no RoPE."""
-
-    irreversible: None = None
-
-    def before(self, recorder: Any, rows: mx.array, offset: int | mx.array) -> mx.array:
-        return rows
-
-    def turned_back(self, rows: mx.array, offset: int | mx.array) -> mx.array:
-        return rows
-
-
 class SaapStep(MlxStep):
     """A decode step of SAAP with a router of random weights: route, list and attend in every layer.
 
@@ -295,7 +282,7 @@ class SaapStep(MlxStep):
     """
 
     def __init__(self, case: Case, layers: Layers, config: Any, backend: str) -> None:
-        self.index = Index.of(case, config, 0 if online(config) else 2 * case.shape.D)
+        self.index = Index.of(case, config, 0 if config.mode == "online" else 2 * case.shape.D)
         self.known = self.index.problem(case, config, config.fold_every)
         super().__init__(case, layers, config, backend)
 
@@ -311,7 +298,8 @@ class SaapStep(MlxStep):
         case, C = self.case, buckets_of(self.config)
         weights = {name: mx.array(array) for name, array in self.index.network.items() if array.size}
         centroids = mx.random.normal((case.shape.Hkv, C, case.shape.D), dtype=keys.dtype)
-        index = BucketIndex(Router(_Unrotated(), case.shape.D**-0.5, C, centroids, weights))
+        nothing: Any = None  # keys before RoPE are not looked up: all of them have buckets
+        index = BucketIndex(Router(nothing, case.shape.D**-0.5, C, centroids, weights))
         index.ids = mx.array(np.broadcast_to(self.index.bucket_ids, (case.B, *self.index.bucket_ids.shape)))
         cache = cache_of(keys, values)
         cache.hold(self.config.name, index)
