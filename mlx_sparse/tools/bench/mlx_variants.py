@@ -18,7 +18,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ...cache.kv_cache import SparseKVCache
+from ...cache.kv_cache import SparseKVCache, adopt
 from ...cache.saap_lists import attended_keys, fold
 from ...cache.saap_router import Router
 from ...cache.saap_state import BucketIndex, index_of
