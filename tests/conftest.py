@@ -43,7 +43,6 @@ REAL_GEMMA = "test_gemma3_real.py"
 # is left alone with them at the end.
 SLOW = {
     "test_advise.py": "commands",
-    "test_bench_mlx.py": "benchmarks",
     "test_calibrate.py": "timings",
     "test_demo.py": "the demo",
     "test_doctor.py": "commands",
@@ -89,7 +88,6 @@ BACKENDS = ("backend", "runtime")
 # Where each instance takes a second or more, it runs so many at most, with backends or without.
 COSTLY = {
     "test_baselines.py": 3,
-    "test_bench_mlx.py": 3,
     "test_lm_drafts.py": 10,
     "test_lm_load.py": 3,
     "test_lm_saap.py": 8,

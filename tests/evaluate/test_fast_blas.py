@@ -21,7 +21,6 @@ COMMANDS = {
     "eval": "eval --methods sparq --text text.txt",
     "tune-sample": "tune-sample --text text.txt --lengths 4k",
     "train-saap": "train-saap --text text.txt -o a.safetensors --recent-tokens 63",
-    "bench generate": "bench generate --text text.txt --lengths 4k",
     "demo": "demo --fast-blas",
 }
 
@@ -69,8 +68,6 @@ def test_it_is_fetched_where_it_is_asked_for_and_without_it_the_command_goes_on(
         ("tune-sample", "--examples 0"),
         ("train-saap", "--context 100"),
         ("train-saap", "--held-out nowhere.txt"),
-        ("bench generate", "--repeat 0"),
-        ("bench generate", "--engine onnx"),
         ("demo", "--attn sparkle"),
     ],
 )
