@@ -53,9 +53,7 @@ def variants(
                 _fill(runner.caches, method)
         for S in lengths:
             named = list(zip(methods, decoders, below, strict=True))
-            made = [Decoder(Context(S), *one, backend, tokens) for backend in modes for one in named]
-            made[0].about = f"{Path(model).name} in float32 on onnxruntime, {tokens} tokens, threads: {threads}"
-            yield list(made)
+            yield [Decoder(Context(S), *one, backend, tokens) for backend in modes for one in named]
 
 
 def _fill(caches: Mapping[str, npt.NDArray[Any]], method: str) -> None:
