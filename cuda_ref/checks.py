@@ -83,7 +83,7 @@ def check_integers(name: str, array: torch.Tensor) -> None:
 
 
 def as_padding(left_padding: Any, n: Sizes, device: torch.device) -> torch.Tensor | None:
-    """``left_padding`` as the kernels take it: int32 within 0..S, on the device of the tensors."""
+    """Return ``left_padding`` as the kernels take it: int32 within 0..S, on the device of the tensors."""
     if left_padding is None:
         return None
     try:
@@ -102,5 +102,5 @@ def check_real(name: str, array: torch.Tensor) -> None:
 
 
 def type_name(dtype: torch.dtype) -> str:
-    """The name of a type without "torch."."""
+    """Return the name of a type without "torch."."""
     return str(dtype).removeprefix("torch.")

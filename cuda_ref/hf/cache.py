@@ -143,12 +143,12 @@ class Origin(NamedTuple):
     values: torch.Tensor
 
     def current(self, values: torch.Tensor) -> bool:
-        """Whether the layer has not changed since, and ``values`` are what it returned with the keys."""
+        """Return True if the layer has not changed since, and returned ``values`` with the keys."""
         return self.keys is self.layer.keys and self.values is values
 
 
 def origin_of(keys: torch.Tensor) -> Origin | None:
-    """The cache and the layer that returned ``keys``; None if no `SparQCache` did."""
+    """Return the cache and the layer that returned ``keys``; None if no `SparQCache` did."""
     found: Origin | None = getattr(keys, _NAME, None)
     return found
 
@@ -230,7 +230,7 @@ def _outlook(thresholds: dict[Step, int], how: str) -> list[str]:
 
 
 def dense_layer(layer: Any) -> str | None:
-    """Why a layer of a cache always attends densely; None if it need not."""
+    """Return the reason why a layer of a cache always attends densely, or None."""
     if isinstance(layer, SparQLayer):
         return None
     kind = "a sliding window" if getattr(layer, "is_sliding", False) else "a cache layer of its own"

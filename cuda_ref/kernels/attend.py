@@ -14,7 +14,7 @@ from .numbers import finite, widen
 
 @triton.jit
 def times_values(weights, values, total):
-    """``total + weights @ values`` with float32 weights: as two numbers of the type of the values they lose nothing."""
+    """Return ``total + weights @ values`` with float32 weights, split into two numbers of the type of the values."""
     high = weights.to(values.dtype)
     total = tl.dot(high, values, total, input_precision="ieee")
     if values.dtype != tl.float32:
@@ -55,7 +55,7 @@ def merge_splits(
     GROUP: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
 ):
-    """The result of one row from its parts."""
+    """Compute the result of one row from its parts."""
     g = tl.arange(0, GROUP)
     d = tl.arange(0, BLOCK_D)
     top = tl.full([GROUP], float("-inf"), tl.float32)
@@ -87,11 +87,11 @@ def merge_splits(
 
 @triton.jit
 def work_of(program, programs, counts, rows, entries, BLOCK_N: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """What one of ``programs`` does when rows of ``counts`` entries are cut into equal shares, in whole blocks.
+    """Return the work of one of ``programs`` when rows of ``counts`` entries are cut into equal shares.
 
     Returns:
         Its row; the first program of that row, and how many there are, 0 if there is nothing to do; the row's entries;
-        and the share of a program.
+        and the share of a program, in whole blocks.
     """
     total = tl.zeros([], tl.int64)
     for first in range(0, rows, BLOCK_ROWS):

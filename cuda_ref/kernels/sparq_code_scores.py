@@ -18,13 +18,13 @@ from .sparq_scores import component_at, component_ranks, logit_factors, query_co
 
 @triton.jit
 def of_keys(ranges, ROWS: tl.constexpr, GROUPS: tl.constexpr, TIMES: tl.constexpr):
-    """Numbers of groups ``(ROWS, GROUPS)``, each as often as that: ``(ROWS, GROUPS * TIMES)``."""
+    """Repeat the numbers of groups ``(ROWS, GROUPS)``: ``(ROWS, GROUPS * TIMES)``."""
     return tl.reshape(tl.broadcast_to(ranges[:, :, None], [ROWS, GROUPS, TIMES]), [ROWS, GROUPS * TIMES])
 
 
 @triton.jit
 def write_tile(logits, statistics, approximate, s, end, heads, there, tile, tiles, stride_l):
-    """The scores ``(BLOCK_G, keys)`` of a tile up to key ``end``, and its part of (sparq.4)."""
+    """Write the scores ``(BLOCK_G, keys)`` of a tile up to key ``end``, and its part of (sparq.4)."""
     largest = tl.max(approximate, axis=1)
     total = tl.sum(tl.exp(approximate - finite(largest)[:, None]), axis=1)
     tl.store(statistics + heads * 2 * tiles + tile, largest, mask=there)
@@ -36,7 +36,7 @@ def write_tile(logits, statistics, approximate, s, end, heads, there, tile, tile
 
 @triton.jit
 def write_margin(logits, first, end, heads, there, stride_l):
-    """No weight for the columns from ``first`` to ``end``, at most 16, which are read with the keys beside them."""
+    """Write no weight for columns ``first`` to ``end``, at most 16, which are read with the keys beside them."""
     column = first + tl.arange(0, 16)
     weight = tl.full([16], NO_WEIGHT if logits.dtype.element_ty == tl.uint8 else float("-inf"), tl.float32)
     weight = weight.to(logits.dtype.element_ty)

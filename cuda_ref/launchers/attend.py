@@ -164,6 +164,6 @@ def attend(
 
 
 def programs_for_counts(rows: int, entries: int, block: int, device: torch.device) -> int:
-    """How many programs keep every processor busy: one for each row and as many again, if there are as many blocks."""
+    """Return the number of programs: one for each row and as many again, if there are as many blocks."""
     wanted = max(PROGRAMS_PER_PROCESSOR * configs.processors(device), 2 * rows)
     return min(wanted, rows * max(1, -(-entries // block)))

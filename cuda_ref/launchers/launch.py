@@ -53,19 +53,19 @@ def strides(letter: str, array: torch.Tensor, axes: str = "bhn") -> dict[str, in
 
 
 def upcast(dtype: torch.dtype) -> bool:
-    """Whether kernels must widen what they load: Triton's interpreter cannot compute with bfloat16."""
+    """Return True if kernels must widen what they load: Triton's interpreter cannot compute with bfloat16."""
     return interpreted() and dtype == torch.bfloat16
 
 
 def result_like(queries: torch.Tensor) -> torch.Tensor:
-    """Room for the result of a kernel; float32 where the interpreter would not round to bfloat16 but cut."""
+    """Return room for the result of a kernel; float32 where the interpreter would not round to bfloat16 but cut."""
     return torch.empty(
         queries.shape, dtype=torch.float32 if upcast(queries.dtype) else queries.dtype, device=queries.device
     )
 
 
 def power_of_2(number: int, least: int = 1) -> int:
-    """The smallest power of 2 that is neither less than ``number`` nor than ``least``."""
+    """Return the smallest power of 2 that is neither less than ``number`` nor than ``least``."""
     return max(least, 1 << (number - 1).bit_length())
 
 

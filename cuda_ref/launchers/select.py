@@ -67,7 +67,7 @@ def _(scores: torch.Tensor, top_k: int, *_: object) -> torch.Tensor:
 
 
 def block_size(S: int, top_k: int) -> int:
-    """Keys of a tile: the fewest, for many programs, such that the candidates of all tiles fit into one block."""
+    """Return the keys of a tile: the fewest for which the candidates of all tiles fit into one block."""
     return next(
         (block for block in configs.SELECT_WARPS if -(-S // block) * min(top_k, block) <= block),
         max(configs.SELECT_WARPS),

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from mlx_sparse.methods.scoring_keys import CODE_BITS, GROUP, KeyCodes
+from mlx_sparse.methods.sparq import Selection
 
 from ..kernels.sparq_code_scores import sparq_code_scores as code_kernel
 from ..kernels.sparq_scores import sparq_scores as kernel
@@ -20,23 +20,6 @@ from .select import GroupScores, select
 MOST_COMPONENTS = 64  # in a tile; more are added up
 PROGRAMS_PER_PROCESSOR = 4  # splits are made until there are so many
 CODE_COMPONENTS = 16  # of codes that are multiplied at a time: more would not fit into the registers
-
-
-@dataclass(frozen=True)
-class Selection:
-    """Parameters by which a decode step selects its keys.
-
-    Attributes:
-        component_weight: float32 ``(B, Hkv, D)``, contiguous; None for the paper's rule.
-        left_padding: int32 ``(B,)``, contiguous.
-    """
-
-    rank: int
-    top_k: int
-    local_window: int
-    scale: float
-    component_weight: torch.Tensor | None = None
-    left_padding: torch.Tensor | None = None
 
 
 def sparq_attention(
@@ -79,8 +62,10 @@ def sparq_decode(
         value_mean: ``(B, Hkv, D)`` to reallocate to; None for no reallocation.
     """
     queries, keys = queries.contiguous(), rows(keys)
-    settings = Selection(rank, top_k, local_window, scale, contiguous(component_weight), contiguous(left_padding))
-    indices, scores = sparq_select(queries, keys, scored, settings, exact=value_mean is not None)
+    component_weight, left_padding = contiguous(component_weight), contiguous(left_padding)
+    keys_t = scored[0] if len(scored) == 1 else KeyCodes(*scored)
+    selection = Selection(rank, top_k, local_window, scale, component_weight, left_padding, keys_t)
+    indices, scores = sparq_select(queries, keys, selection, exact=value_mean is not None)
     reallocation = None
     if value_mean is not None:
         reallocation = Reallocation(scores.logits, scores.softmax, value_mean.float().contiguous())
@@ -92,39 +77,40 @@ sparq_decode.register_fake(fake_attention)
 
 
 def sparq_select(
-    queries: torch.Tensor, keys: torch.Tensor, scored: Sequence[torch.Tensor], settings: Selection, *, exact: bool
+    queries: torch.Tensor, keys: torch.Tensor, selection: Selection, *, exact: bool
 ) -> tuple[torch.Tensor, GroupScores]:
     """Select the keys of one decode step: ``indices (B, Hkv, min(top_k, S))`` int32, and their scores.
 
     Args:
         exact: whether the logits have to be float32, as reallocation reads them. Those of keys of 16 bits always are.
     """
-    if len(scored) == 1:
-        scores = sparq_scores(queries, scored[0], settings)
+    if isinstance(selection.keys_t, KeyCodes):
+        scores = sparq_code_scores(queries, keys, selection, narrow=not exact)
     else:
-        scores = sparq_code_scores(queries, keys, KeyCodes(*scored), settings, narrow=not exact)
+        scores = sparq_scores(queries, selection)
     indices = select(
         scores,
         keys.shape[2],
-        top_k=settings.top_k,
-        local_window=settings.local_window,
-        left_padding=settings.left_padding,
+        top_k=selection.top_k,
+        local_window=selection.local_window,
+        left_padding=selection.left_padding,
     )
     return indices, scores
 
 
-def sparq_scores(queries: torch.Tensor, keys_t: torch.Tensor, settings: Selection) -> GroupScores:
+def sparq_scores(queries: torch.Tensor, selection: Selection) -> GroupScores:
     """Compute approximate logits of all keys from ``rank`` components (sparq.3).
 
     Args:
         queries: ``(B, Hq, 1, D)``, contiguous.
-        keys_t: ``(B, Hkv, D, S)`` of any strides; fast where the last is 1 and the others are multiples of 16.
+        selection: whose ``keys_t`` may have any strides; fast where the last is 1 and the others are multiples of 16.
     """
+    keys_t = selection.keys_t
     B, Hkv, _, S = keys_t.shape
     G, D = queries.shape[1] // Hkv, queries.shape[3]
     tiles = configs.config(queries.device).scores
     BLOCK_D = power_of_2(D, 32)
-    BLOCK_R = power_of_2(min(settings.rank, MOST_COMPONENTS), 16)
+    BLOCK_R = power_of_2(min(selection.rank, MOST_COMPONENTS), 16)
     BLOCK_S = configs.rows(tiles, BLOCK_R, keys_t.itemsize)
     share = configs.share(S, BLOCK_S, B * Hkv, PROGRAMS_PER_PROCESSOR, queries.device)
     grid = (-(-S // share), Hkv, B)
@@ -136,20 +122,20 @@ def sparq_scores(queries: torch.Tensor, keys_t: torch.Tensor, settings: Selectio
             "queries": queries,
             "keys_t": keys_t,
             **strides("k", keys_t, "bhds"),
-            "component_weight": settings.component_weight,
-            "left_padding": settings.left_padding,
+            "component_weight": selection.component_weight,
+            "left_padding": selection.left_padding,
             "logits": found.logits,
             "statistics": found.statistics,
             "tickets": found.tickets,
             "length": S,
             "blocks": share // BLOCK_S,
-            "scale": settings.scale,
+            "scale": selection.scale,
             "stride_l": found.logits.stride(2),
         },
         {
             "D": D,
             "G": G,
-            "RANK": settings.rank,
+            "RANK": selection.rank,
             "BLOCK_D": BLOCK_D,
             "BLOCK_G": power_of_2(G, 8),
             "BLOCK_R": BLOCK_R,
@@ -182,20 +168,19 @@ def readable_beyond(keys_t: torch.Tensor) -> bool:
     return (last + beyond + 1) * keys_t.element_size() <= keys_t.untyped_storage().nbytes()
 
 
-def sparq_code_scores(
-    queries: torch.Tensor, keys: torch.Tensor, coded: KeyCodes, settings: Selection, *, narrow: bool
-) -> GroupScores:
+def sparq_code_scores(queries: torch.Tensor, keys: torch.Tensor, selection: Selection, *, narrow: bool) -> GroupScores:
     """Compute approximate logits of all keys from codes of ``rank`` components (sparq.21).
 
     Args:
         queries: ``(B, Hq, 1, D)``, contiguous.
         keys: ``(B, Hkv, S, D)``, last stride 1; those that are not coded are read.
-        coded: of all full groups; fast where the last strides are 1 and those of ``codes`` else multiples of 16.
+        selection: whose ``keys_t`` has the codes of all full groups; fast where the last strides are 1 and those of
+            ``codes`` else multiples of 16.
         narrow: whether the logits are written in 8 bits.
     """
     B, Hkv, S, D = keys.shape
     G = queries.shape[1] // Hkv
-    codes, lo, step = map(rows, coded[:3])
+    codes, lo, step = map(rows, selection.keys_t[:3])
     if lo.stride() != step.stride():
         lo, step = lo.contiguous(), step.contiguous()
     tiles = configs.config(queries.device).scores
@@ -204,7 +189,7 @@ def sparq_code_scores(
     BLOCK_S = 32 * warps * 16 * 8 // (CODE_COMPONENTS * CODE_BITS)  # a load of 16 bytes for each thread
     full = S // GROUP * GROUP  # of the longest row
     share = configs.share(full, BLOCK_S, B * Hkv, PROGRAMS_PER_PROCESSOR, queries.device)
-    tail = int(full < S or settings.left_padding is not None)
+    tail = int(full < S or selection.left_padding is not None)
     parts = -(-full // BLOCK_S) + tail
     found = GroupScores.empty(B, Hkv, G, S, parts, queries.device, tile=BLOCK_S if narrow else 0)
     Launch(
@@ -215,18 +200,18 @@ def sparq_code_scores(
             "codes": codes,
             "lo": lo,
             "step": step,
-            "centre": coded.centre.contiguous(),
+            "centre": selection.keys_t.centre.contiguous(),
             "keys": keys,
             **strides("k", keys),
-            "component_weight": settings.component_weight,
-            "left_padding": settings.left_padding,
+            "component_weight": selection.component_weight,
+            "left_padding": selection.left_padding,
             "logits": found.logits,
             "statistics": found.statistics,
             "tickets": found.tickets,
             "length": S,
             "blocks": share // BLOCK_S,
             "tiles": parts,
-            "scale": settings.scale,
+            "scale": selection.scale,
             "stride_l": found.logits.stride(2),
             **strides("c", codes, "bhd"),
             **strides("r", lo, "bhd"),
@@ -234,7 +219,7 @@ def sparq_code_scores(
         {
             "D": D,
             "G": G,
-            "RANK": settings.rank,
+            "RANK": selection.rank,
             "BLOCK_D": BLOCK_D,
             "BLOCK_G": power_of_2(G),
             "BLOCK_R": CODE_COMPONENTS,

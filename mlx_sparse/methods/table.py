@@ -27,6 +27,9 @@ FOREIGN: Mapping[str, str] = {
 # Backends that read whole cache buffers and a `length`, where a slice would be copied on every call.
 WHOLE_BUFFERS = frozenset({"metal"})
 
+# Methods of exported files are nodes: the operator of any of them as a model, and options of a session that runs it.
+EXPORTED = {"onnx": "onnx_export:operator_model", "ort": "onnx_export:session_options"}
+
 # Function by method and backend, then the functions that methods share.
 FUNCTIONS: Mapping[str, Mapping[str, str]] = {
     "dense": {
@@ -34,24 +37,21 @@ FUNCTIONS: Mapping[str, Mapping[str, str]] = {
         "ops": "ops.attend:dense_attention",
         "metal": "ops.attend:dense_attention",  # MLX's own kernel
         "triton": "cuda_ref.torch_functions:dense_attention",
-        "onnx": "onnx_export:operator_model",
-        "ort": "onnx_export:session_options",
+        **EXPORTED,
     },
     "sparq": {
         "oracle": "oracle:sparq_attention",
         "ops": "ops.sparq:sparq_attention",
         "metal": "kernels.sparq:sparq_attention",
         "triton": "cuda_ref.launchers.sparq:sparq_attention",
-        "onnx": "onnx_export:operator_model",
-        "ort": "onnx_export:session_options",
+        **EXPORTED,
     },
     "saap": {
         "oracle": "oracle:saap_attention",
         "ops": "ops.saap:saap_attention",
         "metal": "kernels.saap:saap_attention",
         "triton": "cuda_ref.launchers.saap:saap_attention",
-        "onnx": "onnx_export:operator_model",
-        "ort": "onnx_export:session_options",
+        **EXPORTED,
     },
     "quest": {
         "oracle": "oracle:quest_attention",
@@ -68,8 +68,7 @@ FUNCTIONS: Mapping[str, Mapping[str, str]] = {
         "ops": "ops.sample:sample_attention",
         "metal": "kernels.sample:sample_attention",
         "triton": "cuda_ref.launchers.sample:sample_prefill",
-        "onnx": "onnx_export:operator_model",
-        "ort": "onnx_export:session_options",
+        **EXPORTED,
     },
     "minference": {"oracle": "oracle:minference_attention", "ops": "ops.prefill:minference_attention"},
     "bigbird": {"oracle": "oracle:bigbird_attention", "ops": "ops.prefill:bigbird_attention"},

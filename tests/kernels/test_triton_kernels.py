@@ -15,6 +15,7 @@ from mlx_sparse.cuda_ref.launchers import attend, blocks, configs, saap, sample,
 from torch_arrays import DEVICE, component_major, padding, to_numpy, to_torch
 
 from mlx_sparse import BackendUnavailable, ConfigError, ShapeError, cuda_ref, oracle
+from mlx_sparse.methods.sparq import Selection
 
 pytestmark = pytest.mark.usefixtures("guarded")
 SMALL = Case(2, 6, 2, 70, 64, "f32", padding=(0, 30))
@@ -28,8 +29,8 @@ def test_a_program_adds_up_the_softmax_of_all_its_blocks(monkeypatch: pytest.Mon
     monkeypatch.setattr(configs, "processors", lambda device: 1)
     case = Case(2, 4, 2, 1100, 64, "f32", padding=(0, 600))
     queries, keys, _ = tensors(case, *case.inputs())
-    settings = sparq.Selection(16, 32, 8, 0.125, left_padding=padding(case))
-    _, scores = sparq.sparq_select(queries, keys, [component_major(keys)], settings, exact=True)
+    selection = Selection(16, 32, 8, 0.125, left_padding=padding(case), keys_t=component_major(keys))
+    _, scores = sparq.sparq_select(queries, keys, selection, exact=True)
     logits = to_numpy(scores.logits).astype(np.float64)
     most = logits.max(axis=-1)
     expected = np.stack([most, 1 / np.exp(logits - most[..., None]).sum(axis=-1)], axis=-1)
@@ -118,9 +119,10 @@ def test_a_padded_row_is_scored_as_it_is_alone() -> None:
     q, k, _ = tensors(case, *case.inputs())
 
     def logits(rows: slice, first: int, padding: torch.Tensor, narrow: bool) -> torch.Tensor:
-        keys, settings = k[rows, :, first:], sparq.Selection(16, 32, 8, 0.125, left_padding=padding)
+        keys = k[rows, :, first:]
         coded = torch_functions.code_keys(keys, padding)
-        return sparq.sparq_code_scores(q[rows], keys, coded, settings, narrow=narrow).logits
+        selection = Selection(16, 32, 8, 0.125, left_padding=padding, keys_t=coded)
+        return sparq.sparq_code_scores(q[rows], keys, selection, narrow=narrow).logits
 
     for narrow in (True, False):
         together = logits(slice(None), 0, padding(case), narrow)

@@ -19,8 +19,9 @@ import mlx.core as mx
 import numpy as np
 
 from ...cache.kv_cache import SparseKVCache, adopt
+from ...cache.saap_lists import attended_keys, fold
 from ...cache.saap_router import Router
-from ...cache.saap_state import BucketIndex, fold, index_of
+from ...cache.saap_state import BucketIndex, index_of
 from ...checks import BackendUnavailable, ConfigError
 from ...methods import Method, Step, registry, table
 from ...methods.packed_parts import BITS
@@ -307,7 +308,7 @@ class SaapStep(MlxStep):
         """Attend as an enabled model does between two rebuilds of the lists."""
         index = index_of(cache)
         assert index is not None
-        indices, counts = index.lists(queries, cache.length, self.config, None, self.backend)
+        indices, counts = attended_keys(index, queries, cache.length, self.config, None, self.backend)
         keys, values, length = cache.rows(self.backend)
         run = registry.load("attend_indices", self.backend)
         scale = self.case.shape.D**-0.5
