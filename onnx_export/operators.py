@@ -1,4 +1,4 @@
-"""What each operator takes and gives: one table, read by the ONNX checker, the model builder and the reference page."""
+"""List all operators in one table for the ONNX checker, the model builder and the reference page."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def coded_axes(capacity: int) -> dict[str, int]:
 
 
 def _sampling(base: Operator) -> Operator:
-    """The operator that attends by SampleAttention to pieces of prompts, and is ``base`` otherwise."""
+    """Return the operator that attends by SampleAttention to prefill chunks, and is ``base`` otherwise."""
     kept = tuple(attribute for attribute in base.attributes if attribute is not WINDOW)
     same = f"`{base.name}`" + (" with window 0" if WINDOW in base.attributes else "")
     return replace(

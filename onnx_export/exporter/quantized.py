@@ -112,7 +112,7 @@ def blocks(
 def dequantised(
     name: str, weight: np.ndarray, scales: np.ndarray, biases: np.ndarray, *, group_size: int, bits: int
 ) -> np.ndarray:
-    """The weight ``scale * code + bias`` in float32 (N, K), computed in float64 and rounded once.
+    """Return the weight ``scale * code + bias`` in float32 (N, K), computed in float64 and rounded once.
 
     Raises:
         ArtefactError: numbers that are not finite, of the weight called ``name``.
@@ -136,7 +136,7 @@ def _slabs(rows: int, columns: int) -> Iterator[slice]:
 
 
 def _float32(array: np.ndarray) -> np.ndarray:
-    """The numbers of float32, float16 or bfloat16, exactly."""
+    """Widen float32, float16 or bfloat16 exactly."""
     if array.dtype.name in ("uint16", "bfloat16"):
         return (array.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     return array.astype(np.float32)
