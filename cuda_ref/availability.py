@@ -12,12 +12,12 @@ OLDEST = (8, 0)  # compute capability: the oldest that the kernels are compiled 
 
 
 def interpreted() -> bool:
-    """Whether Triton runs its kernels in its interpreter, on CPU tensors, slowly: with TRITON_INTERPRET=1."""
+    """Return True if Triton runs its kernels in its interpreter, slowly, on CPU tensors (TRITON_INTERPRET=1)."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 
 
 def unavailable() -> str | None:
-    """Why Triton's kernels cannot run here; None when they can."""
+    """Return the reason why Triton's kernels cannot run here, or None."""
     if importlib.util.find_spec("triton") is None and sys.platform != "linux":
         return "triton has packages for Linux only"
     reason = not_installed("torch", "triton")

@@ -21,11 +21,6 @@ CODE_TYPES = {  # of what keys in few bits are made of: `mlx_sparse.methods.scor
 GRID_LIMIT = 65535  # programs that CUDA starts along the second and the third axis of a grid
 
 
-def rows(array: torch.Tensor) -> torch.Tensor:
-    """Rows whose elements lie side by side, as the kernels read them; caches have them so."""
-    return array if array.stride(-1) == 1 else array.contiguous()
-
-
 def check_head_dim(D: int) -> None:
     """Raise `BackendUnavailable` unless the kernels take ``D``."""
     low, high = configs.HEAD_DIMS
@@ -50,19 +45,6 @@ def check_backend(backend: str, device: torch.device) -> None:
         reason = f"the tensors are on {device.type}; move them to the GPU"
     if reason is not None:
         raise BackendUnavailable(f"backend: expected a machine for Triton's kernels, got none ({reason}).")
-
-
-def check_like(
-    name: str, array: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype | None, device: torch.device
-) -> None:
-    """Check shape, type and device of an optional tensor."""
-    if array is None:
-        return
-    check_tensor(name, array)
-    check_shape(name, array, shape)
-    if dtype is not None:
-        check_type(name, array, dtype)
-    check_device(name, array, device)
 
 
 def check_type(name: str, array: torch.Tensor, dtype: torch.dtype) -> None:
@@ -101,7 +83,7 @@ def check_integers(name: str, array: torch.Tensor) -> None:
 
 
 def as_padding(left_padding: Any, n: Sizes, device: torch.device) -> torch.Tensor | None:
-    """``left_padding`` as the kernels take it: int32 within 0..S, on the device of the tensors."""
+    """Return ``left_padding`` as the kernels take it: int32 within 0..S, on the device of the tensors."""
     if left_padding is None:
         return None
     try:
@@ -120,5 +102,5 @@ def check_real(name: str, array: torch.Tensor) -> None:
 
 
 def type_name(dtype: torch.dtype) -> str:
-    """The name of a type without "torch."."""
+    """Return the name of a type without "torch."."""
     return str(dtype).removeprefix("torch.")

@@ -1,52 +1,253 @@
-"""When sparse attention pays on this machine: looked up in the user's cache folder, measured there, or modelled."""
+"""Find when sparse attention pays on this machine: kept in the user's cache folder, measured now, or modelled."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
+import os
+import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from statistics import median, quantiles
-from typing import Any
+from importlib.metadata import version
+from pathlib import Path
+from statistics import quantiles
+from typing import Any, NamedTuple
 
 import mlx.core as mx
+import numpy as np
 import psutil  # type: ignore[import-untyped]
 from mlx_lm.models.base import scaled_dot_product_attention
 
-from . import crossing, measured, thresholds
 from .cache.kv_cache import SparseKVCache, SparseQuantizedKVCache
 from .cache.sparse_cache import SparseCache
-from .crossing import Noisy, Pairs
-from .methods import Method, Prefill
-from .thresholds import (
-    FREE_SHARE,
-    GIVEN,
-    MEASURED,
-    MODELLED,
-    SECONDS,
-    SHORT,
-    Layer,
-    Threshold,
-    Thresholds,
-    settings_text,
-)
+from .checks import ArtefactError
+from .files import cache_directory, read_regular, replace_file
+from .methods import NEVER, Method, Prefill, Step
 
-__all__ = ["GIVEN", "MEASURED", "MODELLED", "SECONDS", "Calibration", "Layer", "Threshold", "describe", "device_kind"]
-
-ROOM = 256  # rows behind the context for the tokens of the steps; mlx-lm makes room for as many
-TILE = 1024  # random rows; longer contexts repeat them at other scales
-DENSITIES = (0.125, 0.5)  # at which the blocks of a prompt are timed
+SECONDS = {"gpu": 3.0, "cpu": 10.0}  # longest time of a measurement
+SHORT = 1024  # keys; for a shorter context nobody waits for a measurement
+LONGEST = 65_536  # keys that are timed
+WORTH = 1.03  # dense over sparse time that counts as faster, so that noise makes no default slower than dense
+WITHIN = 1.1  # the search ends when the shortest length that won is so near to the longest that lost
+BUSY, BUSY_SHARE = 1.5, 0.25  # a wider spread of keys (a factor), or of a share (a difference), is of a busy machine
+AGAIN = 24 * 3600  # seconds after which what a busy machine gave is measured again
+PAIRS = (5, 15)  # decode steps of each kind at a length, at least and at most
 PROMPT_TURNS = 3
+DENSITIES = (0.125, 0.5)  # at which the blocks of a prefill chunk are timed
+ROOM = 256  # rows behind the context for the keys of the timed steps, as in mlx-lm's caches
+TILE = 1024  # random rows; longer contexts repeat them at other scales
+NEEDED = 4  # times the K and V of a layer: dense and sparse steps have their own, and there is auxiliary cache state
+FREE_SHARE = 0.25  # of the free memory, which a measurement may use
+WORKING_SET = 128 << 20  # bytes of K and V that a step goes through if it can: more than most last-level caches
+LEAST_LAYERS, MOST_LAYERS = 2, {"cpu": 8, "gpu": 32}  # in a step: many make waiting for a GPU small
+
+MEASURED, MODELLED, GIVEN = "measured on this machine", "modelled", "given"
+
+Pairs = Sequence[tuple[float, float]]  # seconds of a dense and of a sparse step, taken one after the other
 
 
-class Calibration(Thresholds):
-    """The thresholds of one user with MLX: those of this machine where they are known, or may be measured.
+@dataclass(frozen=True)
+class Threshold:
+    """When a layer is sparse.
+
+    Attributes:
+        value: keys from which a decode step is sparse; for prompts, the density up to which sparse attention pays.
+        how: one of `MEASURED`, `MODELLED` and `GIVEN`.
+        best: on a busy machine the other end of the spread, whose cautious end is ``value``; None otherwise.
+        due: on a busy machine the time (seconds since 1970) from which it is measured again.
+    """
+
+    value: float
+    how: str
+    best: float | None = None
+    due: float = math.inf
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The sizes of a layer and the backend that runs it: what a threshold holds for.
+
+    Attributes:
+        step: with nothing measured.
+        dtype: of keys and values.
+        L: tokens of a prefill chunk; 1 for decode steps.
+    """
+
+    backend: str
+    step: Step
+    dtype: Any
+    L: int = 1
+
+    @property
+    def row(self) -> int:
+        """Bytes of a key and its value, of all heads."""
+        return 2 * self.step.heads * self.step.row_bytes
+
+    def __str__(self) -> str:
+        return f"{self.backend}, {self.step.heads * self.step.G} x {self.step.heads} heads of {self.step.D}"
+
+
+def describe(config: Method, found: Threshold) -> str:
+    """Return a threshold in words."""
+    how, value, best = found.how, found.value, found.best
+    if best is not None:
+        spread = f"{value:.0%} to {best:.0%}" if isinstance(config, Prefill) else f"{best:,.0f} to {value:,.0f} keys"
+        due = time.strftime("%Y-%m-%d %H:%M", time.localtime(found.due))
+        how = f"{how}, which was busy: {spread}; measured again after {due}"
+    if not isinstance(config, Prefill):
+        return f"never sparse ({how})" if value >= NEVER else f"sparse from {value:,.0f} keys on ({how})"
+    if value <= 0:
+        return f"prompts never sparse ({how})"
+    share = f" where at most {value:.0%} of the blocks are kept" if value < 1 else ""
+    return f"prompts sparse from {config.shortest_context():,} keys on{share} ({how})"
+
+
+# Files: one JSON object for each question
+
+
+Question = dict[str, str | int]
+FORMAT = 2
+MAX_BYTES = 1 << 16
+
+
+def folder() -> Path:
+    """Return the folder of the files."""
+    return cache_directory() / "calibration"
+
+
+def path_of(asked: Question) -> Path:
+    """Return the path of the file with the answer to a question."""
+    return folder() / f"{hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:24]}.json"
+
+
+def read_answer(asked: Question) -> dict[str, Any] | None:
+    """Return the answer to a question, or None if there is none.
+
+    Raises:
+        ArtefactError: the file is damaged, or holds something else. The next measurement replaces it.
+    """
+    path = path_of(asked)
+    try:
+        found = json.loads(read_regular(path, MAX_BYTES))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ArtefactError(f"{path}: expected a measurement, got {str(error)[:80]}.") from None
+    if not isinstance(found, dict) or found.get("question") != asked or not isinstance(found.get("answer"), dict):
+        raise ArtefactError(f"{path}: expected a measurement of this machine and version, got something else.")
+    answer: dict[str, Any] = found["answer"]
+    return answer
+
+
+def write_answer(asked: Question, answer: Mapping[str, Any]) -> None:
+    """Keep the answer to a question.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    path = path_of(asked)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"question": asked, "answer": answer}, indent=1)
+    replace_file(path, lambda new: new.write_text(text + "\n", encoding="utf-8"))
+
+
+def _is_number(value: Any) -> bool:
+    """Return True for a positive number that a file may hold; an integer can be too large for a float."""
+    return type(value) in (int, float) and 0 < value < NEVER
+
+
+# The search
+
+
+class Point(NamedTuple):
+    """The quartiles of dense over sparse time, pair by pair, at a length of ``S`` keys."""
+
+    S: int
+    low: float
+    ratio: float
+    high: float
+
+    @classmethod
+    def of(cls, S: int, pairs: Pairs) -> Point:
+        """Return the point of at least two pairs."""
+        return cls(S, *quantiles([dense / sparse for dense, sparse in pairs], method="inclusive"))
+
+
+def read_points(answer: Mapping[str, Any]) -> list[Point]:
+    """Return the points of an answer, which anybody may have written, in the order of their lengths.
+
+    Raises:
+        ValueError: the answer holds something else.
+    """
+    found: list[Any] = answer.get("points") or [None]
+    for point in found if isinstance(found, list) else [None]:
+        if (
+            not isinstance(point, list)
+            or len(point) != 4
+            or not all(map(_is_number, point))
+            or type(point[0]) is not int
+        ):
+            raise ValueError("expected lengths with three ratios each")
+    return sorted(Point(*point) for point in found)
+
+
+def crossover(points: Sequence[Point]) -> tuple[int | None, int | None]:
+    """Return the lengths from which sparse attention may be faster and from which it is; None for beyond the last."""
+    return _shortest(points, lambda point: point.high >= WORTH), _shortest(points, lambda point: point.low >= WORTH)
+
+
+def _shortest(points: Sequence[Point], good: Callable[[Point], bool]) -> int | None:
+    """Return the shortest length from which all points are good."""
+    bad = max((point.S for point in points if not good(point)), default=0)
+    return next((point.S for point in points if point.S > bad), None)
+
+
+def find(measure: Callable[[int], Pairs], *, shortest: int, longest: int, first: int, seconds: float) -> list[Point]:
+    """Time decode steps at a few lengths until the crossover is known within a tenth, or the time is over.
+
+    Lengths are doubled or halved from ``first`` on until one wins and one loses. Then the gap between them is halved.
+    A length at which the quartiles lie on both sides of `WORTH` is timed twice; the times that scatter less count.
+    No length is begun that would take longer than the time that is left, by the time that the one before it took.
+    """
+    end = time.monotonic() + seconds
+    points: dict[int, Point] = {}
+    won, lost = math.inf, 0  # the shortest length that won so far, and the longest that lost
+    S = min(max(first, shortest), longest)
+    while True:
+        before, last = time.monotonic(), S
+        point = Point.of(S, measure(S))
+        if point.low < WORTH <= point.high:
+            point = min(point, Point.of(S, measure(S)), key=lambda point: (point.high - point.low) / point.ratio)
+        points[S] = point
+        if point.low >= WORTH:
+            won = S
+        else:
+            lost = S
+        if won == math.inf:
+            S = min(2 * lost, longest)
+        elif not lost:
+            S = max(int(won) // 2, shortest)
+        elif won > WITHIN * lost:
+            S = round(math.sqrt(won * lost))
+        now = time.monotonic()
+        if S in points or now + (now - before) * S / last > end:
+            return [points[S] for S in sorted(points)]
+
+
+class Calibration:
+    """The thresholds of one user: those that were measured on this machine, or may be, and modelled ones otherwise.
 
     Args:
-        measures: whether what is not known is measured, when a context is long enough; otherwise the model decides.
-        seconds: of a measurement; None for `SECONDS`.
-        piece: tokens of a prompt that are processed at a time; mlx-lm's default if nobody says otherwise.
-        say: is told before and after a measurement.
+        measures: measure what is not known when a context is long enough; otherwise the documented model decides.
+        seconds: longest time of a measurement; None for `SECONDS`.
+        piece: tokens of a prefill chunk; the default is mlx-lm's.
+        say: called with a line before and after a measurement.
     """
+
+    longest = LONGEST
 
     def __init__(
         self,
@@ -56,100 +257,193 @@ class Calibration(Thresholds):
         piece: int = 2048,
         say: Callable[[str], object] = lambda text: None,
     ) -> None:
-        super().__init__(measures=measures, seconds=seconds, say=say)
-        self.piece = piece
+        self.measures, self.piece, self._seconds, self._say = measures, piece, seconds, say
+        self._known: dict[tuple[Method, Layer], Threshold] = {}
+        self._tried: set[tuple[Method, Layer]] = set()  # measured in this process, or not measurable now
 
-    def kind(self, layer: Layer) -> str:
-        return device_kind()
+    def of(self, config: Method, layer: Layer, S: int = 0) -> Threshold:
+        """Return when ``config`` is sparse in a layer; a context of ``S`` keys may be long enough to measure it."""
+        asked = config, layer
+        if asked not in self._known:
+            kept = self.look_up(config, layer) if config.measurable else None
+            self._known[asked] = kept or self.modelled(config, layer)
+        if S >= self.worth_asking(config) and self.waits(config, layer):
+            self._tried.add(asked)  # before: not again, if it fails
+            self._known[asked] = self.measure(config, layer) or self._known[asked]
+        return self._known[asked]
+
+    def waits(self, config: Method, layer: Layer) -> bool:
+        """Return True if a layer is still to be measured, in the first context that is long enough."""
+        if not self.measures or not config.measurable or (config, layer) in self._tried:
+            return False
+        found = self.of(config, layer)
+        return found.how == MODELLED or time.time() >= found.due
 
     @staticmethod
     def worth_asking(config: Method) -> int:
+        """Return the shortest context that waits for a measurement: in a shorter one sparse attention hardly pays."""
         if isinstance(config, Prefill):
             return max(SHORT, config.shortest_context())
-        return Thresholds.worth_asking(config)
+        return max(SHORT, 2 * config.attended)
 
-    def describe(self, config: Method, found: Threshold) -> str:
-        return describe(config, found)
+    @staticmethod
+    def modelled(config: Method, layer: Layer) -> Threshold:
+        """Return the threshold where nothing was measured."""
+        how = MODELLED if getattr(config, "dense_below", 0) == "auto" and not config.experiment else GIVEN
+        if isinstance(config, Prefill):
+            return Threshold(config.fullest(layer.backend), how)
+        return Threshold(config.shortest_context(layer.step), how)
 
-    def modelled(self, config: Method, layer: Layer) -> Threshold:
-        found = super().modelled(config, layer)
-        return Threshold(config.fullest(layer.backend), found.how) if isinstance(config, Prefill) else found
+    def look_up(self, config: Method, layer: Layer) -> Threshold | None:
+        """Return what an earlier measurement gave."""
+        try:
+            answer = read_answer(question(config, layer))
+            return None if answer is None else self.read(config, layer, answer)
+        except (ArtefactError, ValueError) as error:
+            self._say(f"a measurement is ignored, and replaced by the next: {error}")
+            return None
 
     def read(self, config: Method, layer: Layer, answer: Mapping[str, Any]) -> Threshold:
-        if not isinstance(config, Prefill):
-            return super().read(config, layer, answer)
-        share = answer.get("share")
-        if not isinstance(share, (int, float)) or not 0 <= share <= 1:
-            raise ValueError("share is a number from 0 to 1")
-        return Threshold(config.fullest(layer.backend, float(share)), MEASURED)
+        """Return the threshold in an answer.
 
-    def question(self, config: Method, layer: Layer) -> measured.Question:
-        info = mx.device_info()
-        device = f"{info.get('device_name', '')} {info.get('architecture', '')} {mx.default_device()}"
-        settings = settings_text(config, layer.step.G)
-        return measured.question(layer.backend, device, ("mlx",), **layer.sizes, method=config.name, settings=settings)
+        Raises:
+            ValueError: the answer holds something else.
+        """
+        if not _is_number(answer.get("time")):
+            raise ValueError("expected the time of the measurement")
+        due = answer["time"] + AGAIN
+        if isinstance(config, Prefill):
+            low, high = answer.get("share", -1), answer.get("best", -1)
+            if not all(type(share) in (int, float) and 0 <= share <= 1 for share in (low, high)):
+                raise ValueError("expected shares from 0 to 1")
+            value, best, busy = config.fullest(layer.backend, low), high, high - low > BUSY_SHARE
+            return Threshold(value, MEASURED, *((best, due) if busy else ()))
+        points = read_points(answer)
+        possible, won = crossover(points)
+        # Where dense attention won at the longest length, the model decides beyond.
+        keys = won or max(points[-1].S + 1, int(self.modelled(config, layer).value))
+        value = config.shortest_context(replace(layer.step, measured=keys))
+        busy = possible is not None and keys > BUSY * possible
+        return Threshold(value, MEASURED, *((possible, due) if busy else ()))
 
-    def free_memory(self, layer: Layer) -> int:
-        return free_memory()
+    @staticmethod
+    def timed(config: Method, layer: Layer) -> list[Point]:
+        """Return the lengths at which decode steps were timed on this machine before, if any."""
+        try:
+            return read_points(read_answer(question(config, layer)) or {})
+        except (ArtefactError, ValueError):
+            return []  # `look_up` reports what is damaged
 
-    def answer(self, config: Method, layer: Layer, seconds: float) -> dict[str, Any]:
+    def measure(self, config: Method, layer: Layer) -> Threshold | None:
+        """Time dense and sparse attention now, and keep the answer; return None if too little memory is free."""
+        seconds = self._seconds or SECONDS[device_kind()]
+        self._say(f"measuring from where on {config.name} pays here ({layer}; up to {seconds:g} s, once) ...")
+        start = time.monotonic()
         mx.synchronize()
         try:
             if isinstance(config, Prefill):
-                return measure_prompt(config, layer, seconds)
-            return super().answer(config, layer, seconds)
+                answer = measure_prompt(config, layer, seconds)
+            else:
+                answer = self._measure_steps(config, layer, seconds)
+        except MemoryError as error:
+            self._say(f"not measured: {error}. The documented model decides instead.")
+            return None
         finally:
-            mx.clear_cache()  # memory that only this needed
+            mx.clear_cache()  # memory that only the measurement needed
+        answer["time"] = round(time.time())
+        found = self.read(config, layer, json.loads(json.dumps(answer)))
+        self._say(f"{describe(config, found)}; it took {time.monotonic() - start:.1f} s.")
+        try:
+            write_answer(question(config, layer), answer)
+        except OSError as error:
+            self._say(f"the measurement cannot be kept: {error}. It holds for this run.")
+        return found
+
+    def _measure_steps(self, config: Method, layer: Layer, seconds: float) -> dict[str, Any]:
+        shortest, first = self.worth_asking(config), int(self.modelled(config, layer).value)
+        most = int(FREE_SHARE * free_memory()) // (LEAST_LAYERS * NEEDED * layer.row)
+        if most < shortest:
+            raise _too_full()
+        longest = max(min(most, self.longest), shortest)
+        measure = partial(self.pairs, config, layer, seconds=seconds / 10)
+        points = find(measure, shortest=shortest, longest=longest, first=first, seconds=seconds)
+        return {"points": points}
 
     def pairs(self, config: Method, layer: Layer, S: int, seconds: float) -> Pairs:
-        """A step goes through several layers in one evaluation.
+        """Time dense and sparse decode steps over ``S`` keys, in turns.
 
-        Each writes a row into a cache of its own, and what a layer returns is the next one's query.
+        A step goes through several layers in one evaluation. Each writes a row into a cache of its own, and the output
+        of a layer is the query of the next.
         """
-        heads, G, D = layer.step.heads, layer.step.G, layer.step.D
-        layers = range(self.layers(layer, S))
-        sides = [[_cache(layer, S, n) for n in layers] for _ in ("dense", "sparse")]
+        fit = int(FREE_SHARE * free_memory()) // (NEEDED * layer.row * S)
+        layers = max(LEAST_LAYERS, min(MOST_LAYERS[device_kind()], WORKING_SET // (layer.row * S), fit))
+        heads, G = layer.step.heads, layer.step.G
+        sides = [[_cache(layer, S, n) for n in range(layers)] for _ in ("dense", "sparse")]
         query, row = (_rows(layer, n, 1) for n in (heads * G, heads))
-        scale = D**-0.5
+        scale = layer.step.D**-0.5
 
         def dense(cache: Any, out: mx.array) -> mx.array:
             packed = isinstance(cache, SparseQuantizedKVCache)
             keys, values = cache.keys_and_values() if packed else cache.rows("ops")[:2]
-            # A handle of its own: over packed rows mlx-lm scales the queries in place.
+            # A copy of the handle: mlx-lm scales the queries of a quantized cache in place.
             return scaled_dot_product_attention(out[:], keys, values, cache=cache, scale=scale, mask=None)
 
         def sparse(cache: SparseCache, out: mx.array) -> mx.array:
             return cache.attend(out, config, scale=scale, backend=layer.backend)[0]
 
-        def timed(attend: Callable[[Any, mx.array], mx.array], caches: list[Any]) -> float:
-            start = time.perf_counter()
+        def step(attend: Callable[[Any, mx.array], mx.array], caches: list[Any]) -> mx.array:
             out = query
             for cache in caches:
                 cache.update_and_fetch(row, row)
                 out = attend(cache, out)
-            mx.eval(out)
-            return (time.perf_counter() - start) / len(caches)
+            return out
 
-        return crossing.in_turns(partial(timed, dense, sides[0]), partial(timed, sparse, sides[1]), seconds)
+        steps = partial(step, dense, sides[0]), partial(step, sparse, sides[1])
+        for run in 2 * steps:  # compiles, and touches memory for the first time
+            _seconds(run)
+        pairs: list[tuple[float, float]] = []
+        end = time.perf_counter() + seconds
+        while len(pairs) < PAIRS[0] or (len(pairs) < PAIRS[1] and time.perf_counter() < end):
+            first = len(pairs) % 2  # neither kind is always first
+            took = {which: _seconds(steps[which]) / layers for which in (first, 1 - first)}
+            pairs.append((took[0], took[1]))
+        return pairs
 
 
-def describe(config: Method, found: Threshold) -> str:
-    """A threshold in words."""
-    if isinstance(config, Prefill):
-        if found.value <= 0:
-            return f"prompts never sparse ({found.how})"
-        share = f" where at most {found.value:.0%} of the blocks are kept" if found.value < 1 else ""
-        return f"prompts sparse from {config.shortest_context():,} keys on{share} ({found.how})"
-    return thresholds.describe(found)
+def question(config: Method, layer: Layer) -> Question:
+    """Return the question of a measurement: an answer holds for this machine, this system and these versions alone."""
+    info, step = mx.device_info(), layer.step
+    packed = {} if step.packed is None else {"kv_bits": step.packed[0], "kv_group_size": step.packed[1]}
+    return {
+        "format": FORMAT,
+        "method": config.name,
+        "settings": _settings(config, step.G),
+        **{"heads": step.heads, "G": step.G, "D": step.D, "buckets": step.buckets, "network": step.network, **packed},
+        **{"dtype": str(layer.dtype).rpartition(".")[2], "L": layer.L, "backend": layer.backend},
+        "device": f"{info.get('device_name', '')} {info.get('architecture', '')} {mx.default_device()}",
+        "processors": os.cpu_count() or 1,
+        "preloaded": os.environ.get("LD_PRELOAD", ""),  # a fast BLAS: dense attention gains most
+        **{"system": platform.platform(), "python": platform.python_version()},
+        **{name: version(name) for name in ("mlx-sparse-attention", "mlx")},
+    }
+
+
+def _settings(config: Method, G: int) -> str:
+    """Return the settings that the time of a step depends on."""
+    settled = config.for_model(qk_norm=False)  # a model has settled before what is "auto" otherwise
+    # How much of a prompt is kept does not change what keeping it costs.
+    settings = {name: value for name, value in settled.parameters(G).items() if not name.startswith("alpha")}
+    settings |= {name: getattr(settled, name, None) for name in ("component_score", "score")}
+    return ",".join(f"{name}={value}" for name, value in sorted(settings.items()) if value not in (None, "rows"))
 
 
 def device_kind() -> str:
-    """A key of `SECONDS`."""
+    """Return the key of `SECONDS` for MLX's default device."""
     return "cpu" if mx.default_device().type == mx.cpu else "gpu"
 
 
 def free_memory() -> int:
-    """Bytes that nobody uses now, of what MLX's device can use."""
+    """Return the free bytes of what MLX's device can use."""
     free = int(psutil.virtual_memory().available)
     if device_kind() == "gpu":
         most = int(mx.device_info().get("max_recommended_working_set_size", free))
@@ -157,8 +451,12 @@ def free_memory() -> int:
     return max(free, 0)
 
 
+def _too_full() -> MemoryError:
+    return MemoryError(f"{FREE_SHARE * free_memory() / 1e6:.0f} MB of free memory are too few")
+
+
 def _cache(layer: Layer, S: int, n: int) -> Any:
-    """``S`` random rows, others for each ``n``, with room for more."""
+    """Return a cache of ``S`` random rows, others for each ``n``, with room for more."""
     cache: Any = SparseKVCache()  # type: ignore[no-untyped-call]
     rows: Any = (_rows(layer, layer.step.heads, S + ROOM, 2 * n + side) for side in range(2))
     if layer.step.packed is not None:
@@ -172,7 +470,7 @@ def _cache(layer: Layer, S: int, n: int) -> Any:
 
 
 def _rows(layer: Layer, heads: int, S: int, seed: int = 0) -> mx.array:
-    """``(1, heads, S, D)``, the same for the same sizes; the user's random numbers stay as they are."""
+    """Return ``(1, heads, S, D)``, equal for equal sizes; the user's random numbers stay as they are."""
     D = layer.step.D
     tiles = -(-S // TILE)
     some = mx.random.normal((1, heads, 1, min(S, TILE), D), dtype=layer.dtype, key=mx.random.key(seed))
@@ -181,62 +479,56 @@ def _rows(layer: Layer, heads: int, S: int, seed: int = 0) -> mx.array:
     return mx.contiguous(rows[:, :, :S])
 
 
-# Prompts
-
-
 def measure_prompt(config: Prefill, layer: Layer, seconds: float) -> dict[str, Any]:
-    """Time a piece of a prompt: dense attention, the choice of blocks, and attending to some and to many of them.
+    """Time a prefill chunk: dense attention, the selection of blocks, and attention to some and to many of them.
 
-    The time of attending is taken to grow evenly with the blocks. On a CPU one head stands for all.
+    The time of attention is taken to grow evenly with the blocks. On a CPU one head stands for all.
 
     Raises:
-        Noisy: a piece took too different times.
-        MemoryError: too little is free.
+        MemoryError: too little memory is free.
     """
     step, L = layer.step, layer.L
     heads, G = (1, 1) if device_kind() == "cpu" else (step.heads, step.G)
     S = max(config.shortest_context(), 2 * L)
     S += -S % config.block_size
-    needed = 12 * L * S if device_kind() == "cpu" else 8 * heads * G * (S + L) * step.D  # there the scores of a head
+    # On a CPU MLX writes the scores of a head.
+    needed = 12 * L * S if device_kind() == "cpu" else 8 * heads * G * (S + L) * step.D
     if needed > FREE_SHARE * free_memory():
-        raise MemoryError(f"{FREE_SHARE * free_memory() / 1e6:.0f} MB of free memory are too few")
+        raise _too_full()
     queries = _rows(layer, heads * G, L)
     keys, values = (_rows(layer, heads, S, side + 1) for side in range(2))
     layout = config.layout(L, S)
     cache = SparseKVCache()  # type: ignore[no-untyped-call]
     cache.keys, cache.values, cache.offset = keys, values, S
     scale = step.D**-0.5
+
+    def attend(blocks: mx.array) -> mx.array:
+        return cache.attend_prompt(queries, config, scale=scale, backend=layer.backend, blocks=blocks)[0]
+
+    listed = [_some_blocks(layout, share, heads * G) for share in DENSITIES]
     runs: list[Callable[[], Any]] = [
         lambda: mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask="causal"),
         lambda: cache.select_prompt(queries, config, scale=scale, backend=layer.backend, fullest=1.0),
+        *(partial(attend, blocks) for blocks in listed),
     ]
-    listed = [_some_blocks(layout, share, heads * G) for share in DENSITIES]
-    runs += [partial(_attend, cache, queries, config, layer.backend, blocks) for blocks in listed]
-    taken: list[list[float]] = []
+    kept = [np.count_nonzero(np.array(blocks) >= 0) / (layout.causal_pairs * heads * G) for blocks in listed]
+    turns: list[list[float]] = []
     end = time.monotonic() + seconds
-    while len(taken) < 1 + PROMPT_TURNS and (len(taken) < 2 or time.monotonic() < end):
-        taken.append([_seconds(run) for run in runs])
-    kept = [_count(blocks) / (layout.causal_pairs * heads * G) for blocks in listed]
-    turns = taken[1:]  # the first compiles
-    ratios = [dense / few for dense, _, few, _ in turns]
-    if len(ratios) > 1:
-        low, middle, high = quantiles(ratios, method="inclusive")
-        if high - low > crossing.SPREAD * middle:
-            raise Noisy(f"times of a prompt vary from {low:.2f} to {high:.2f} times")
-    dense, select, few, many = (median(column) for column in zip(*turns, strict=True))
+    while len(turns) < 1 + PROMPT_TURNS and (len(turns) < 3 or time.monotonic() < end):
+        turns.append([_seconds(run) for run in runs])
+    low, _, high = quantiles([_share(kept, *turn) for turn in turns[1:]], method="inclusive")  # the first compiles
+    return {"share": round(low, 3), "best": round(high, 3), "S": S, "L": L}
+
+
+def _share(kept: Sequence[float], dense: float, select: float, few: float, many: float) -> float:
+    """Return the share of the blocks up to which sparse attention is faster, by the times of one turn."""
     slope = (many - few) / (kept[1] - kept[0])
-    left = dense / crossing.WORTH - select - few
-    share = min(max(kept[0] + left / slope, 0.0), 1.0) if slope > 0 else float(left > 0)
-    times = {"dense": dense, "select": select, "few": few, "many": many}
-    return {"share": round(share, 3), "S": S, "L": L, "seconds": times, "densities": kept}
-
-
-def _attend(cache: SparseKVCache, queries: mx.array, config: Prefill, backend: str, blocks: mx.array) -> mx.array:
-    return cache.attend_prompt(queries, config, scale=queries.shape[-1] ** -0.5, backend=backend, blocks=blocks)[0]
+    left = dense / WORTH - select - few
+    return min(max(kept[0] + left / slope, 0.0), 1.0) if slope > 0 else float(left > 0)
 
 
 def _some_blocks(layout: Any, share: float, heads: int) -> mx.array:
-    """``(1, heads, R, N)`` blocks: of each row block the last, the first, and evenly spaced ones between them."""
+    """Return ``(1, heads, R, N)`` blocks: the last of each row block, the first, and evenly spaced ones between."""
     rows = []
     for r in range(layout.row_blocks):
         causal = layout.first_block + r + 1
@@ -245,11 +537,6 @@ def _some_blocks(layout: Any, share: float, heads: int) -> mx.array:
     width = max(map(len, rows))
     lists = mx.array([row + [-1] * (width - len(row)) for row in rows], dtype=mx.int32)
     return mx.contiguous(mx.broadcast_to(lists, (1, heads, *lists.shape)))
-
-
-def _count(blocks: mx.array) -> int:
-    found: Any = (blocks >= 0).sum().item()
-    return int(found)
 
 
 def _seconds(run: Callable[[], Any]) -> float:

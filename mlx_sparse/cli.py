@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("report", help="pictures and a report of what eval found, without running it again")
     commands.add_parser("tune-sample", help="settings of SampleAttention for a model, as a file for --attn-config")
     commands.add_parser("train-saap", help="SAAP's index of a model, trained on text, as a file for --attn")
-    commands.add_parser("bench", help="time decode steps, prompts and generation, on MLX, ONNX Runtime or CUDA")
+    commands.add_parser("bench", help="time decode steps, prefill and generation, on MLX, ONNX Runtime or CUDA")
     commands.add_parser("export-onnx", help="a model as an ONNX file for other runtimes; the command export-onnx too")
     commands.add_parser("run-onnx", help="text from a model that export-onnx wrote, on onnxruntime")
     for name in HOSTED:

@@ -36,9 +36,9 @@ class PackageMissing(BackendUnavailable, ImportError):
 
 
 def install_hint(extra: str = "", options: str = "") -> str:
-    """What to type to install this package into this environment again, with ``extra`` and the installer's ``options``.
+    """Return the command that installs this package here again, with ``extra`` and the installer's ``options``.
 
-    From where is what the installer has written down (PEP 610): a folder, a file, a repository or an index.
+    The installer recorded the origin (PEP 610): a folder, a file, a repository or an index.
     """
     mine = _distribution()
     if origin := mine and _origin(mine, extra):
@@ -49,7 +49,7 @@ def install_hint(extra: str = "", options: str = "") -> str:
 
 
 def build_hint() -> str:
-    """What to type to install this package again so that its native kernels are compiled: not from a wheel."""
+    """Return the command that installs this package again and compiles its native kernels: not from a wheel."""
     mine = _distribution()
     origin = mine and _origin(mine)
     if not mine or not origin or origin.rstrip("'").endswith(".whl"):
@@ -65,7 +65,7 @@ def _distribution() -> importlib.metadata.Distribution | None:
 
 
 def _origin(mine: importlib.metadata.Distribution, extra: str = "") -> str | None:
-    """What ``mine`` was installed from, with ``extra``, as an installer's argument; None if that is there no more."""
+    """Return the origin of ``mine`` with ``extra`` as an installer's argument; None if the origin is gone."""
     extra = f"[{extra}]" if extra else ""
     recorded = mine.read_text("direct_url.json")
     if recorded is None:
@@ -85,7 +85,7 @@ def _origin(mine: importlib.metadata.Distribution, extra: str = "") -> str | Non
 
 
 def _installer(mine: importlib.metadata.Distribution) -> str:
-    """The command that installs into this environment, activated or not."""
+    """Return the command that installs into this environment, activated or not."""
     home = Path(sys.prefix)
     if (home / "pipx_metadata.json").is_file():
         return f"pipx runpip {shlex.quote(home.name)} install"
@@ -97,7 +97,7 @@ def _installer(mine: importlib.metadata.Distribution) -> str:
 
 
 def not_installed(*packages: str) -> str | None:
-    """Which of ``packages``, all of one extra, are missing, and what to type; None when all are there."""
+    """Return which ``packages`` of one extra are missing, and the command that installs them; None if all are there."""
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     return f"{' and '.join(missing)} not installed: run {install_hint(EXTRAS[missing[0]])}" if missing else None
 
@@ -114,7 +114,7 @@ def require(package: str) -> None:
 
 @contextlib.contextmanager
 def naming_missing() -> Iterator[None]:
-    """Say in one line which package is missing or does not load.
+    """Turn the ImportError of a package into one line.
 
     Raises:
         PackageMissing: in place of the ImportError of another package.

@@ -31,7 +31,7 @@ NOTE = "_mlx_sparse_whole"
 
 
 def identity(model: Any) -> dict[str, str]:
-    """``model_type`` and a ``hash`` of the config, its RoPE scaling too, and of the beginnings of all vectors.
+    """Return ``model_type`` and a ``hash`` of the config, the RoPE scaling, and the beginnings of all vectors.
 
     Vectors are norms and biases, which quantisation leaves alone: a quantised copy is the same model, and so is one
     whose float32 or float16 became bfloat16, or whose matrices were tuned (LoRA). Few bytes are read, however large
@@ -59,7 +59,7 @@ def identity(model: Any) -> dict[str, str]:
 
 
 def weights_hash(model: Any) -> str:
-    """A hash of the whole config and of both ends of every weight.
+    """Return a hash of the whole config and of both ends of every weight.
 
     A quantised copy, another type or tuned matrices are another model, as they are to what is measured with it. Few
     bytes are read, however large the model is.
@@ -77,7 +77,7 @@ def weights_hash(model: Any) -> str:
 
 
 def _rope_scaling(config: dict[str, Any]) -> dict[str, Any]:
-    """What stretches the model's RoPE, by any of its names; empty where nothing does."""
+    """Return the RoPE scaling under any of its names; empty if there is none."""
     found: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
         value = config.get(name)
@@ -91,7 +91,7 @@ def _rope_scaling(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def config_of(model: Any) -> dict[str, Any]:
-    """The arguments that ``model`` was built with, those of its text model too."""
+    """Return the arguments that ``model`` was built with, those of its text model too."""
     return _flat(getattr(model, "args", None))
 
 
@@ -101,7 +101,7 @@ def _flat(args: Any) -> dict[str, Any]:
 
 
 def kv_shapes(model: Any) -> list[tuple[int, int] | None]:
-    """KV heads and head dim of each cache of ``model``; None where it holds no keys. Nothing is evaluated."""
+    """Return KV heads and head dim of each cache of ``model``; None for one without keys. Nothing is evaluated."""
     from mlx_lm.models.cache import make_prompt_cache
 
     caches = make_prompt_cache(model)
@@ -114,27 +114,27 @@ def kv_shapes(model: Any) -> list[tuple[int, int] | None]:
 
 
 def leaves(caches: Any) -> list[Any]:
-    """The caches of a model's list, those inside a CacheList too."""
+    """Return the caches of a model's list, those inside a CacheList too."""
     if isinstance(caches, (list, tuple)):
         return [leaf for entry in caches for leaf in leaves(entry)]
     return leaves(caches.caches) if hasattr(caches, "caches") else [caches]
 
 
 def model_type(model: Any) -> str:
-    """mlx-lm's name of the model's family."""
+    """Return mlx-lm's name of the model's family."""
     declared = getattr(model, "model_type", None) or type(model).__module__.rpartition(".")[2]
     return str(declared)
 
 
 def kv_heads(model: Any, part: Part, here: int) -> int:
-    """KV heads of a layer of the whole model, of which ``part`` holds ``here``; a few may be with several parts."""
+    """Return the KV heads of a layer of the whole model, of which ``part`` has ``here``; parts may share heads."""
     known = config_of(model).get("num_key_value_heads")
     return min(here * part.size, known) if isinstance(known, int) and known >= here else here * part.size
 
 
 @dataclass(frozen=True)
 class Whole:
-    """What has to be known of a model before it is cut.
+    """Facts of a model that are needed after it was cut into parts.
 
     Attributes:
         identity: as `identity` says; None where not all of its weights are here.
@@ -146,12 +146,12 @@ class Whole:
 
 
 def note_whole(model: Any, *, complete: bool) -> None:
-    """Note what ``model`` is, which is about to be cut; ``complete`` if all of its weights are here."""
+    """Record the facts of ``model`` before it is cut; ``complete`` if all of its weights are here."""
     # Not through nn.Module, which files attributes among the parameters.
     object.__setattr__(model, NOTE, Whole(identity(model) if complete else None, kv_shapes(model)))
 
 
 def whole_of(model: Any) -> Whole | None:
-    """What was noted of ``model``; None if nothing was."""
+    """Return the recorded facts of ``model``, or None."""
     noted: Whole | None = getattr(model, NOTE, None)
     return noted

@@ -22,7 +22,7 @@ MAC = {"bench": "benchmark", "prefill": "prefill benchmark"}  # by file
 GPU = {
     "bench": "the benchmark of decode steps",
     "saap": "the benchmark of SAAP's steps",
-    "prefill": "the benchmark of prompts",
+    "prefill": "the benchmark of prefill",
 }
 VIRTUAL = "meaningless: the GPU is one of a virtual machine"
 MOST_MESSAGES, LAST_CHARACTERS = 100, 10_000

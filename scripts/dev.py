@@ -135,6 +135,15 @@ def imported_by(path, root=ROOT, *, everything=False):
     return names
 
 
+def lazy_modules(package):
+    """Return the module of each name that a package imports on first use: its table _HOMES."""
+    init = package / "__init__.py"
+    for node in ast.parse(init.read_text(encoding="utf-8")).body if init.is_file() else []:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_HOMES":
+            return {name: module for module, names in ast.literal_eval(node.value).items() for name in names.split()}
+    return {}
+
+
 def closure(entry):
     """Return the project's files that importing one file imports, packages included."""
     todo, seen = [ROOT / entry], set()
@@ -150,6 +159,8 @@ def closure(entry):
             for end in range(1, len(parts) + 1 if parts[0] in PRODUCT else 1):
                 at = ROOT.joinpath(*parts[:end])
                 todo += [found for found in (at / "__init__.py", at.with_suffix(".py")) if found.is_file()]
+                if at != path.parent and (module := lazy_modules(at).get(".".join(parts[end : end + 1]))):
+                    todo.append(at.joinpath(*module.split(".")).with_suffix(".py"))
     return seen
 
 

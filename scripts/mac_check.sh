@@ -83,6 +83,6 @@ alphas=()
 for alpha in 0.5 0.9 0.999; do
   alphas+=("sample:alpha_column=$alpha,alpha_slash=$alpha")
 done
-save "$work/prefill.json" .venv/bin/mlx-sparse bench prompt --attn "$(IFS=, && echo "${alphas[*]}")" --backend metal \
+save "$work/prefill.json" .venv/bin/mlx-sparse bench prefill --attn "$(IFS=, && echo "${alphas[*]}")" --backend metal \
   --lengths 8k,32k --shapes 32x8x128 -o json || echo "The prefill benchmark failed."
 run .venv/bin/python scripts/check_report.py mac "$work" "$output"

@@ -11,7 +11,8 @@ import tier as tiers
 from absent import without
 from require import required
 
-from mlx_sparse import measured
+if importlib.util.find_spec("mlx"):
+    from mlx_sparse import calibrate
 
 # Triton reads this when its kernels are defined. Without an NVIDIA GPU they run on the CPU, in its interpreter.
 if not Path("/dev/nvidiactl").exists():
@@ -42,7 +43,6 @@ REAL_GEMMA = "test_gemma3_real.py"
 # is left alone with them at the end.
 SLOW = {
     "test_advise.py": "commands",
-    "test_bench_mlx.py": "benchmarks",
     "test_calibrate.py": "timings",
     "test_demo.py": "the demo",
     "test_doctor.py": "commands",
@@ -80,8 +80,6 @@ SLOW = {
     "test_triton_aot.py": "compiling for GPUs that are not here",
     "test_triton_bench.py": "benchmarks",
     "test_triton_hf.py": "models of transformers",
-    "test_triton_saap_aot.py": "compiling for GPUs that are not here",
-    "test_triton_sample_aot.py": "compiling for GPUs that are not here",
     "test_tune.py": "commands",
 }
 # A tier runs this many of the instances of a test, evenly spread, for every backend that it is parametrised by.
@@ -90,7 +88,6 @@ BACKENDS = ("backend", "runtime")
 # Where each instance takes a second or more, it runs so many at most, with backends or without.
 COSTLY = {
     "test_baselines.py": 3,
-    "test_bench_mlx.py": 3,
     "test_lm_drafts.py": 10,
     "test_lm_load.py": 3,
     "test_lm_saap.py": 8,
@@ -191,7 +188,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 def _no_calibration(tmp_path_factory: pytest.TempPathFactory) -> None:
     """What the user has measured on this machine decides nothing here."""
     folder = tmp_path_factory.mktemp("measured") / "calibration"
-    measured.folder = lambda: folder
+    if MODELS:
+        calibrate.folder = lambda: folder
 
 
 @pytest.fixture
@@ -199,7 +197,7 @@ def calibration_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where this test's measurements go."""
     folder = tmp_path / "measured" / "calibration"
     folder.parent.mkdir()
-    monkeypatch.setattr(measured, "folder", lambda: folder)
+    monkeypatch.setattr(calibrate, "folder", lambda: folder)
     return folder
 
 

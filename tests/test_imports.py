@@ -21,26 +21,18 @@ LEVELS = [
     {"checks", "extras", "files", "model_info", "model_parts"},
     {"methods"},
     {"oracle", "ops", "kernels", "artefact"},
-    {"api", "cache", "calibrate", "crossing", "measured", "thresholds"},
+    {"api", "cache", "calibrate"},
     {"lm", "_boot"},  # the start-up hook hands over to lm
     {"tools"},
     {"cli", "__init__"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 # What backends outside this folder share.
-SHARED = {
-    "checks",
-    "extras",
-    "files",
-    "methods",
-    "api",
-    "crossing",
-    "measured",
-    "thresholds",
-}
-BENCH = SHARED | {"tools"}  # and their contenders: by what they are measured, and how that is printed
+SHARED = {"checks", "extras", "files", "methods", "api"}
+BENCH = SHARED | {"tools", "oracle"}  # for the variants of the benchmark, whose core is in tools
 FREE = {"torch", "triton", "onnx", "onnxruntime"}  # mlx_sparse runs without them
 FACTS = (["__version__"], ["__path__"])  # of the package, which name no part of it
+APART = {"cuda_ref", "onnx_export"}  # installed inside mlx_sparse
 
 
 @functools.cache
@@ -53,6 +45,7 @@ def rooms_imported(path: Path) -> set[str]:
     """The rooms of mlx_sparse that a file imports; a public name counts as __init__."""
     names = [name.split(".") for name in imports(path)]
     rooms = {(rest or ["__init__"])[0] for top, *rest in names if top == "mlx_sparse" and rest not in FACTS}
+    rooms -= APART
     home = ROOT / "mlx_sparse"
     return {room if (home / room).is_dir() or (home / f"{room}.py").is_file() else "__init__" for room in rooms}
 
@@ -151,19 +144,19 @@ def test_the_oracle_is_not_called_at_run_time():
 def test_each_part_runs_without_what_belongs_to_others(folder, without):
     exporter = ROOT / "onnx_export" / "exporter"  # it reads mlx-lm's models, and so does who exports
     for path in files(folder):
-        if path.is_relative_to(exporter) or path == ROOT / "onnx_export" / "bench" / "generate.py":
+        if path.is_relative_to(exporter) or path == ROOT / "onnx_export" / "bench_generate.py":
             continue
         assert not {found.split(".")[0] for found in imports(path)} & without, path
         assert not others_needed(path) & without, f"{path} by way of other files"
         if folder != "mlx_sparse":
-            allowed = BENCH | {"oracle"} if "bench" in path.parts else SHARED
+            allowed = BENCH if path.name == "bench.py" else SHARED
             assert rooms_imported(path) <= allowed, path
 
 
-@pytest.mark.parametrize("module", ["core", "run", "thresholds", "command"])
-def test_the_core_of_the_benchmarks_needs_nothing_but_python(module):
+@pytest.mark.parametrize("module", ["core", "inputs", "command"])
+def test_the_core_of_the_benchmark_needs_numpy_alone(module):
     path = ROOT / "mlx_sparse" / "tools" / "bench" / f"{module}.py"
-    assert others_needed(path) - {"tomli"} <= sys.stdlib_module_names  # on Python 3.10 for tomllib
+    assert others_needed(path) - {"numpy", "tomli"} <= sys.stdlib_module_names  # on Python 3.10 for tomllib
 
 
 TESTS = {path.stem for path in (ROOT / "tests").rglob("*.py")} | {"msl"}

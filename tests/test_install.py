@@ -171,18 +171,6 @@ def test_a_fresh_interpreter_has_the_hook(installed):
     assert (result.stdout, result.stderr) == ("CommandFinder False\n", "")
 
 
-def test_the_start_file_names_what_the_pth_file_calls(installed):
-    """Python 3.15 resolves each line of a .start file as pkgutil does and calls the result (PEP 829)."""
-    (start,) = installed.folder.glob("lib/python*/site-packages/mlx_sparse_attention.start")
-    code = f"""
-import pkgutil, sys
-del sys.meta_path[0]
-pkgutil.resolve_name({start.read_text().strip()!r})()
-print(type(sys.meta_path[0]).__name__)
-"""
-    assert installed.code(code).stdout == "CommandFinder\n"
-
-
 @pytest.mark.parametrize("start", [["-m", "mlx_lm", "generate"], ["-c", "from mlx_lm.generate import main; main()"]])
 def test_mlx_lm_generate_knows_attn(installed, start):
     """The second is all that the script mlx_lm.generate does."""

@@ -1,15 +1,78 @@
 """The public functions on torch tensors: `mlx_sparse.api.functions`, which says what they take and return.
 
 Slices of larger buffers are taken as they are; ``keys_t`` is fast as a slice of a buffer whose last axis is a multiple
-of 16. `mlx_sparse.cuda_ref.api.parts` has what only this backend shows.
+of 16. Each function checks its arguments and calls a launcher, an operator of torch that `mlx_sparse.methods.table`
+names. `mlx_sparse.cuda_ref.api.parts` has the functions that only this backend has.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable
 from typing import Any
 
-from mlx_sparse.api.functions import Functions
+import torch
+import triton as triton  # that it is missing is to show when a function is imported
 
-from . import parts as parts  # with the kernels: that Triton is missing is to show when a function is imported
-from .library import Torch
+from mlx_sparse.api.functions import Functions
+from mlx_sparse.checks import ShapeError, Sizes
+from mlx_sparse.methods import registry
+
+from .. import checks
+
+BLOCKS = frozenset({"attend_blocks", "sample", "sample_select"})  # functions of prompts that have kernels
+
+
+class Torch:
+    """`mlx_sparse.api.checked_call.Library` of torch, whose one backend is `triton`."""
+
+    xp: Any = torch
+
+    def check_array(
+        self, name: str, array: Any, like: Any = None, *, integers: bool = False, same_type: bool = False
+    ) -> None:
+        checks.check_tensor(name, array)
+        checks.check_code_type(name, array)
+        if name.endswith(("_weight", "_bias")):  # of a query network
+            checks.check_real(name, array)
+        if integers:
+            checks.check_integers(name, array)
+        if like is not None:
+            checks.check_device(name, array, like.device)
+            if same_type:
+                checks.check_type(name, array, like.dtype)
+
+    def resolve(self, backend: str, function: str, sizes: Sizes, *arrays: torch.Tensor) -> str:
+        checks.check_backend(backend, arrays[0].device)
+        if max(sizes.B, sizes.Hkv) > checks.GRID_LIMIT:
+            raise ShapeError(
+                f"queries: expected at most {checks.GRID_LIMIT} sequences and KV heads, got {(sizes.B, sizes.Hkv)}."
+            )
+        if function != "saap_assign":
+            checks.check_real("queries", arrays[0])
+        for name, array in zip(("keys", "values"), arrays[1:], strict=False):
+            checks.check_type(name, array, arrays[0].dtype)
+            checks.check_device(name, array, arrays[0].device)
+        if sizes.L == 1:
+            checks.check_group(sizes.G)
+        if function in BLOCKS or (sizes.L == 1 and len(arrays) > 1):
+            checks.check_head_dim(sizes.D)
+        return "triton"
+
+    def load(self, function: str, backend: str) -> Callable[..., Any]:
+        return registry.load(function, backend)
+
+    def padding(self, left_padding: Any, sizes: Sizes, like: torch.Tensor) -> torch.Tensor | None:
+        return checks.as_padding(left_padding, sizes, like.device)
+
+    def ones(self, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+        return torch.ones(shape, device=like.device)
+
+    def visit(self, bucket_ids: torch.Tensor, visited: torch.Tensor) -> dict[str, Any]:
+        return {"bucket_ids": bucket_ids, "visited": visited}
+
+    def kept(self, blocks: torch.Tensor) -> torch.Tensor:
+        return blocks.sum(dim=2)
+
 
 _functions = Functions(Torch())
 

@@ -9,19 +9,19 @@ import torch
 from mlx_sparse.api.checked_call import Call
 from mlx_sparse.checks import ShapeError, Sizes, check_int, check_local_window, check_sample
 
-from ..checks import as_padding, check_backend, check_device, check_head_dim, check_integers, check_tensor, rows
+from ..checks import as_padding, check_backend, check_device, check_head_dim, check_integers, check_tensor
 from ..launchers import saap as launchers
-from ..launchers import torch_ops
-from .library import Torch
+from ..launchers import sample, select
+from . import Torch
 
 
 def top_k_select(
     scores: torch.Tensor, *, top_k: int, local_window: int, left_padding: Any = None, backend: str = "auto"
 ) -> torch.Tensor:
-    """The last ``local_window`` valid keys and the best of the rest, ``top_k`` together (sparq.6).
+    """Select the last ``local_window`` valid keys and the best of the rest, ``top_k`` together (sparq.6).
 
     Args:
-        scores: ``(B, Hkv, S)``; scores of invalid keys are ignored, -inf is never chosen, NaN counts as +inf.
+        scores: ``(B, Hkv, S)``; scores of invalid keys are ignored, -inf is never selected, NaN counts as +inf.
 
     Returns:
         ``(B, Hkv, min(top_k, S))`` int32, ascending, ties to the lower index, -1 in slots that no key fills.
@@ -34,7 +34,7 @@ def top_k_select(
     check_int("top_k", top_k, 1)
     window = check_local_window(local_window, top_k)
     padding = as_padding(left_padding, Sizes(B, Hkv, Hkv, 1, S, 1), scores.device)
-    chosen: torch.Tensor = torch_ops.top_k_select(scores.float(), min(top_k, S), min(window, S), padding)
+    chosen: torch.Tensor = select.top_k_select(scores.float(), min(top_k, S), min(window, S), padding)
     return chosen
 
 
@@ -47,24 +47,22 @@ def sample_scores(
     scale: float | None = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention mass of each region's sample by key block and by distance (sample.4), (sample.5).
+    """Compute the attention mass of each region's sample by key block and by distance (sample.4), (sample.5).
 
     Returns:
         ``column`` and ``slash``, float32 ``(B, Hq, C, Nk)``.
     """
-    call = Call(Torch(), "sample_scores", queries, keys, keys, scale=scale, backend=backend)
+    call = Call(Torch(), "sample_scores", (queries, keys, keys), scale=scale, backend=backend)
     check_sample(1.0, 1.0, chunks, block_size)
     check_head_dim(call.sizes.D)
-    result: tuple[torch.Tensor, torch.Tensor] = torch_ops.sample_scores(
-        rows(queries), rows(keys), chunks, block_size, call.scale
-    )
+    result: tuple[torch.Tensor, torch.Tensor] = sample.sample_scores(queries, keys, chunks, block_size, call.scale)
     return result
 
 
 def saap_index(
     bucket_ids: torch.Tensor, *, buckets: int, sink_tokens: int, left_padding: Any = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys in bucket order (saap.9), by torch's sort.
+    """List keys in bucket order (saap.9), by torch's sort.
 
     Args:
         bucket_ids: ``(B, Hkv, n)`` int of keys 0..n-1; any number outside 0..buckets-1 = in no bucket.
@@ -92,7 +90,7 @@ def saap_indices(
     left_padding: Any = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The keys of one step: sinks, keys from ``covered`` on, keys of the visited buckets (saap.10).
+    """List the keys of one step: sinks, keys from ``covered`` on, keys of the visited buckets (saap.10).
 
     Args:
         visited: ``(B, Hkv, n)`` int, distinct; numbers that are no bucket's are empty slots.
@@ -116,14 +114,14 @@ def saap_indices(
     padding = as_padding(left_padding, Sizes(B, Hkv, Hkv, 1, length, 1), visited.device)
     # A number of 64 bits must not become a bucket's by losing some.
     slots = torch.where((visited >= 0) & (visited < offsets.shape[2] - 1), visited, -1).to(torch.int32)
-    result: tuple[torch.Tensor, torch.Tensor] = torch_ops.saap_indices(
+    result: tuple[torch.Tensor, torch.Tensor] = launchers.saap_indices(
         slots, offsets.to(torch.int32), key_ids.to(torch.int32), length, covered, sink_tokens, capacity, padding
     )
     return result
 
 
 def _check_rows(name: str, array: torch.Tensor) -> tuple[int, int, int]:
-    """The shape of integers ``(B, Hkv, n)``."""
+    """Check and return the shape of integers ``(B, Hkv, n)``."""
     check_tensor(name, array)
     if array.ndim != 3 or 0 in array.shape[:2]:
         raise ShapeError(f"{name}: expected shape (B, Hkv, n), got {tuple(array.shape)}.")

@@ -44,7 +44,7 @@ def register() -> None:
 
 
 def report(cache: SparQCache | None = None) -> Report:
-    """What the attention calls over ``cache`` did; without one, the calls that had no `SparQCache`."""
+    """Return the report of the attention calls over ``cache``, or of the calls without a `SparQCache`."""
     return _without_cache if cache is None else cache.report
 
 
@@ -58,7 +58,7 @@ def attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """transformers' attention interface: ``query (B, Hq, L, D)``, ``key`` and ``value (B, Hkv, S, D)``.
+    """Implement transformers' attention interface: ``query (B, Hq, L, D)``, ``key`` and ``value (B, Hkv, S, D)``.
 
     Returns:
         ``out (B, L, Hq, D)`` and no weights.
@@ -108,7 +108,7 @@ def _resolve(cache: SparQCache, module: torch.nn.Module) -> SparQ:
 
 
 def has_qk_norm(module: torch.nn.Module) -> bool:
-    """Whether an attention module normalises its queries or keys."""
+    """Return True if an attention module normalizes its queries or keys."""
     return any(
         name.rpartition(".")[2] in QK_NORMS and not isinstance(child, torch.nn.Identity)
         for name, child in module.named_modules()
@@ -118,7 +118,7 @@ def has_qk_norm(module: torch.nn.Module) -> bool:
 def _layer_reasons(
     origin: Origin, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any]
 ) -> Iterator[str]:
-    """Why no call like this one can attend sparsely. The first reason counts; the others need not hold then."""
+    """Yield the reasons why no call like this one can attend sparsely. Only the first one is meant to be read."""
     reason = dense_layer(origin.layer)
     if reason is not None:
         yield reason
@@ -153,7 +153,7 @@ def _call_reasons(
     padding: Padding | None,
     dropout: float,
 ) -> Iterator[str]:
-    """Why this call attends densely, likewise; what waits for the GPU comes last."""
+    """Yield the reasons why this call attends densely, likewise; those that wait for the GPU come last."""
     L, S = query.shape[2], key.shape[2]
     if L > reasons.VERIFY_QUERIES or S == L > 1:
         yield reasons.PROMPT
@@ -207,7 +207,7 @@ def _dense(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """transformers' sdpa; for what that cannot do, soft caps and sinks, the model's own eager attention."""
+    """Attend by transformers' sdpa, or with soft caps and sinks by the model's own eager attention."""
     given = [name for name in ("softcap", "s_aux") if kwargs.get(name) is not None]
     if not given:
         dense: tuple[torch.Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)

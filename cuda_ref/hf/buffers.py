@@ -150,7 +150,7 @@ class Buffers:
 
 
 def _same(known: torch.Tensor | None, padding: Padding | None) -> bool:
-    """Whether sequences begin where they did on an earlier step."""
+    """Return True if sequences begin where they did on an earlier step."""
     if known is None or padding is None:
         return known is None and padding is None
     return known is padding.first or padding.equals(known)

@@ -14,7 +14,7 @@ from mlx_sparse.checks import ConfigError
 from mlx_sparse.methods import NEVER, SparQ, Step, parse
 from mlx_sparse.methods.scoring_keys import KeyCodes
 
-from ..launchers import torch_ops
+from ..launchers.sparq import sparq_attention
 from . import require
 from .buffers import Buffers
 from .padding import Padding
@@ -104,22 +104,17 @@ class SparQLayer(DynamicLayer):
             padding=padding,
             coded=config.key_bits < 16,
         )
-        coded = tuple(keys_t) if isinstance(keys_t, KeyCodes) else (keys_t,)
-        result: tuple[torch.Tensor, torch.Tensor] = torch_ops.sparq_decode(
+        return sparq_attention(
             query,
             self.keys,
             self.values,
-            coded[0],
-            settings["rank"],
-            settings["top_k"],
-            settings["local_window"],
-            deviation,
-            scale,
-            None if padding is None else padding.first,
-            value_mean,
-            *coded[1:],
+            keys_t=keys_t,
+            value_mean=value_mean,
+            component_weight=deviation,
+            scale=scale,
+            left_padding=None if padding is None else padding.first,
+            **settings,
         )
-        return result
 
     def read(
         self,
@@ -148,12 +143,12 @@ class Origin(NamedTuple):
     values: torch.Tensor
 
     def current(self, values: torch.Tensor) -> bool:
-        """Whether the layer has not changed since, and ``values`` are what it returned with the keys."""
+        """Return True if the layer has not changed since, and returned ``values`` with the keys."""
         return self.keys is self.layer.keys and self.values is values
 
 
 def origin_of(keys: torch.Tensor) -> Origin | None:
-    """The cache and the layer that returned ``keys``; None if no `SparQCache` did."""
+    """Return the cache and the layer that returned ``keys``; None if no `SparQCache` did."""
     found: Origin | None = getattr(keys, _NAME, None)
     return found
 
@@ -235,7 +230,7 @@ def _outlook(thresholds: dict[Step, int], how: str) -> list[str]:
 
 
 def dense_layer(layer: Any) -> str | None:
-    """Why a layer of a cache always attends densely; None if it need not."""
+    """Return the reason why a layer of a cache always attends densely, or None."""
     if isinstance(layer, SparQLayer):
         return None
     kind = "a sliding window" if getattr(layer, "is_sliding", False) else "a cache layer of its own"

@@ -8,7 +8,7 @@ import torch
 
 from mlx_sparse.methods.scoring_keys import GROUP, KeyCodes
 
-from ..api.key_codes import code_groups, key_spread
+from ..torch_functions import code_groups, key_spread
 from .moments import lasting
 
 BYTES = GROUP // 2  # that a group of codes takes for each component
@@ -84,14 +84,14 @@ class Codes:
         self.coded = KeyCodes(grown(codes, BYTES), grown(lo, 1), grown(step, 1), centre)
 
     def read(self) -> KeyCodes:
-        """The codes of the groups that are full, as many places as a sequence without padding has."""
+        """Return the codes of the full groups, as many places as a sequence without padding has."""
         codes, lo, step, centre = self.coded
         groups = self.length // GROUP
         return KeyCodes(codes[..., : groups * BYTES], lo[..., :groups], step[..., :groups], centre)
 
     @lasting
     def spread(self, keys: torch.Tensor) -> torch.Tensor:
-        """(sparq.22) over ``keys``, the rows in use; computed once for each group."""
+        """Return the spread (sparq.22) over ``keys``, the rows in use; computed once for each group."""
         if self._spread is not None:
             return self._spread
         found = key_spread(self.read(), keys, self.padding)

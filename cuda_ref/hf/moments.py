@@ -62,7 +62,7 @@ class State:
         self.count = total
 
     def select(self, rows: torch.Tensor) -> State:
-        """The state of the sequences ``rows``, in that order."""
+        """Return the state of the sequences ``rows``, in that order."""
         count = self.count.index_select(0, rows) if isinstance(self.count, torch.Tensor) else self.count
         squares = None if self.squares is None else self.squares.index_select(0, rows)
         return State(self.length, count, self.mean.index_select(0, rows), squares)
@@ -134,11 +134,11 @@ class Moments:
 
     @property
     def mean(self) -> torch.Tensor:
-        """(sparq.9) float32 ``(B, Hkv, D)``; goes on changing in place."""
+        """Mean (sparq.9), float32 ``(B, Hkv, D)``, which is updated in place."""
         return self.state.mean
 
     def deviation(self) -> torch.Tensor:
-        """(sparq.1) standard deviation of each component, float32 ``(B, Hkv, D)``."""
+        """Return the standard deviation (sparq.1) of each component, float32 ``(B, Hkv, D)``."""
         assert self.state.squares is not None
         count = self.state.count
         count = count.clamp(min=1) if isinstance(count, torch.Tensor) else max(count, 1)

@@ -24,14 +24,14 @@ class Padding:
 
     @cached_property
     def first(self) -> torch.Tensor | None:
-        """int32 ``(B,)`` first valid key of each sequence; None if the mask is not left padding."""
+        """First valid key of each sequence, int32 ``(B,)``; None if the mask is not left padding."""
         S = self._mask.shape[3]
         first = S - self._mask[:, 0, 0].sum(dim=1, dtype=torch.int32)
         valid = torch.arange(S, device=first.device) >= first[:, None]
         return first if self._mask.shape[1] == 1 and torch.equal(self._mask[:, 0, 0], valid) else None
 
     def equals(self, earlier: torch.Tensor) -> bool:
-        """Whether `first` is what it was on an ``earlier`` step; compared once for all layers that hold the same."""
+        """Return True if `first` is that of an ``earlier`` step; compared once for all layers with the same one."""
         if self._compared is None or self._compared[0] is not earlier:
             assert self.first is not None
             self._compared = earlier, torch.equal(earlier, self.first)
@@ -47,6 +47,6 @@ def mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
 
 
 def padding_of(attention_mask: torch.Tensor) -> Padding | None:
-    """What `mask` remembered; None for a mask made elsewhere or changed since."""
+    """Return the `Padding` of a mask, or None for a mask made elsewhere or changed since."""
     found: Padding | None = getattr(attention_mask, _NAME, None)
     return found

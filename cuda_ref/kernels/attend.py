@@ -14,79 +14,13 @@ from .numbers import finite, widen
 
 @triton.jit
 def times_values(weights, values, total):
-    """``total + weights @ values`` with float32 weights: as two numbers of the type of the values they lose nothing."""
+    """Return ``total + weights @ values`` with float32 weights, split into two numbers of the type of the values."""
     high = weights.to(values.dtype)
     total = tl.dot(high, values, total, input_precision="ieee")
     if values.dtype != tl.float32:
         low = (weights - high.to(tl.float32)).to(values.dtype)
         total = tl.dot(low, values, total, input_precision="ieee")
     return total
-
-
-@triton.jit
-def attend_share(
-    queries,
-    keys,
-    values,
-    indices,
-    first_valid,
-    logits,
-    softmax,
-    start,
-    end,
-    length,
-    scale,
-    stride_l,
-    key_row,
-    stride_kn,
-    value_row,
-    stride_vn,
-    D: tl.constexpr,
-    G: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
-    """Entries ``start`` to ``end`` of the list: largest logit, sum, weighted sum of values, and part of alpha."""
-    g = tl.arange(0, BLOCK_G)
-    d = tl.arange(0, BLOCK_D)
-    q = tl.load(queries + g[:, None] * D + d[None, :], mask=(g[:, None] < G) & (d < D)[None, :], other=0.0)
-    q = widen(q, UPCAST)
-    largest = tl.full([BLOCK_G], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_G], tl.float32)
-    out = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-    alpha = tl.zeros([BLOCK_G], tl.float32)
-    for first in range(start, end, BLOCK_N):
-        entry = first + tl.arange(0, BLOCK_N)
-        if indices is None:
-            key = entry
-            filled = (entry < end) & (entry >= first_valid)
-        else:
-            key = tl.load(indices + entry, mask=entry < end, other=-1)
-            filled = (key >= 0) & (key < length)
-        place = key.to(tl.int64)
-        there = filled[:, None] & (d < D)[None, :]
-        k = tl.load(keys + (key_row + place * stride_kn)[:, None] + d[None, :], mask=there, other=0.0)
-        v = tl.load(values + (value_row + place * stride_vn)[:, None] + d[None, :], mask=there, other=0.0)
-        k, v = widen(k, UPCAST), widen(v, UPCAST)
-        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        score = tl.where(filled[None, :], score, float("-inf"))
-        top = tl.maximum(largest, tl.max(score, axis=1))
-        weights = tl.exp(score - finite(top)[:, None])
-        shrink = tl.exp(largest - finite(top))
-        total = total * shrink + tl.sum(weights, axis=1)
-        out = times_values(weights, v, out * shrink[:, None])
-        largest = top
-        if logits is not None:  # (sparq.8)
-            in_group = g[:, None] < G
-            logit = tl.load(
-                logits + g[:, None] * stride_l + key[None, :], mask=in_group & filled[None, :], other=float("-inf")
-            )
-            most = tl.load(softmax + g * 2, mask=g < G, other=0.0)
-            factor = tl.load(softmax + g * 2 + 1, mask=g < G, other=0.0)
-            alpha += tl.sum(tl.exp(logit - most[:, None]), axis=1) * factor
-    return largest, total, out, alpha
 
 
 @triton.jit
@@ -121,7 +55,7 @@ def merge_splits(
     GROUP: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
 ):
-    """The result of one row from its parts."""
+    """Compute the result of one row from its parts."""
     g = tl.arange(0, GROUP)
     d = tl.arange(0, BLOCK_D)
     top = tl.full([GROUP], float("-inf"), tl.float32)
@@ -153,11 +87,11 @@ def merge_splits(
 
 @triton.jit
 def work_of(program, programs, counts, rows, entries, BLOCK_N: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """What one of ``programs`` does when rows of ``counts`` entries are cut into equal shares, in whole blocks.
+    """Return the work of one of ``programs`` when rows of ``counts`` entries are cut into equal shares.
 
     Returns:
         Its row; the first program of that row, and how many there are, 0 if there is nothing to do; the row's entries;
-        and the share of a program.
+        and the share of a program, in whole blocks.
     """
     total = tl.zeros([], tl.int64)
     for first in range(0, rows, BLOCK_ROWS):
@@ -237,6 +171,7 @@ def attend(
         row = place.to(tl.int64)
     key_row = b.to(tl.int64) * stride_kb + h.to(tl.int64) * stride_kh
     value_row = b.to(tl.int64) * stride_vb + h.to(tl.int64) * stride_vh
+    queries += row * G * D
     out += row * G * D
     lse += row * G
     first_valid = 0
@@ -251,40 +186,51 @@ def attend(
     start = split * share
     end = tl.minimum(start + share, used)
     start = tl.maximum(start, first_valid // BLOCK_N * BLOCK_N)
-    top, total, weighted, alpha = attend_share(
-        queries + row * G * D,
-        keys,
-        values,
-        indices,
-        first_valid,
-        logits,
-        softmax,
-        start,
-        end,
-        length,
-        scale,
-        stride_l,
-        key_row,
-        stride_kn,
-        value_row,
-        stride_vn,
-        D,
-        G,
-        BLOCK_D,
-        BLOCK_G,
-        BLOCK_N,
-        UPCAST,
-    )
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
+    q = tl.load(queries + g[:, None] * D + d[None, :], mask=(g[:, None] < G) & (d < D)[None, :], other=0.0)
+    q = widen(q, UPCAST)
+    # Of entries `start` to `end`: the largest logit, the sum, the weighted sum of values, and a part of alpha.
+    largest = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    weighted = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    alpha = tl.zeros([BLOCK_G], tl.float32)
+    for first in range(start, end, BLOCK_N):
+        entry = first + tl.arange(0, BLOCK_N)
+        if indices is None:
+            key = entry
+            filled = (entry < end) & (entry >= first_valid)
+        else:
+            key = tl.load(indices + entry, mask=entry < end, other=-1)
+            filled = (key >= 0) & (key < length)
+        line, there = key.to(tl.int64), filled[:, None] & (d < D)[None, :]
+        k = tl.load(keys + (key_row + line * stride_kn)[:, None] + d[None, :], mask=there, other=0.0)
+        v = tl.load(values + (value_row + line * stride_vn)[:, None] + d[None, :], mask=there, other=0.0)
+        k, v = widen(k, UPCAST), widen(v, UPCAST)
+        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        score = tl.where(filled[None, :], score, float("-inf"))
+        top = tl.maximum(largest, tl.max(score, axis=1))
+        weights = tl.exp(score - finite(top)[:, None])
+        shrink = tl.exp(largest - finite(top))
+        total = total * shrink + tl.sum(weights, axis=1)
+        weighted = times_values(weights, v, weighted * shrink[:, None])
+        largest = top
+        if logits is not None:  # (sparq.8)
+            in_group = g[:, None] < G
+            logit = tl.load(
+                logits + g[:, None] * stride_l + key[None, :], mask=in_group & filled[None, :], other=float("-inf")
+            )
+            most = tl.load(softmax + g * 2, mask=g < G, other=0.0)
+            factor = tl.load(softmax + g * 2 + 1, mask=g < G, other=0.0)
+            alpha += tl.sum(tl.exp(logit - most[:, None]), axis=1) * factor
     if splits == 1:
-        write_result(out, lse, value_mean, top, total, weighted, alpha, g, d, D, G)
+        write_result(out, lse, value_mean, largest, total, weighted, alpha, g, d, D, G)
     else:
         parts += first_part.to(tl.int64) * G * D
         part_sums += first_part.to(tl.int64) * G * 3
         head = split * G + g
         tl.store(parts + head[:, None] * D + d[None, :], weighted, mask=(g[:, None] < G) & (d[None, :] < D))
-        tl.store(part_sums + head * 3, top, mask=g < G)
+        tl.store(part_sums + head * 3, largest, mask=g < G)
         tl.store(part_sums + head * 3 + 1, total, mask=g < G)
         tl.store(part_sums + head * 3 + 2, alpha, mask=g < G)
         # All threads have written before the ticket is drawn, and who draws the last one sees what all have written.

@@ -16,7 +16,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def listed_end(blocks, row_block, width, BLOCK: tl.constexpr):
-    """One more than the place of the last entry of a list of ``width`` that is a key block up to the diagonal."""
+    """Return one more than the place of the last entry of a list that is a key block up to the diagonal."""
     end = 0
     for first in range(0, width, BLOCK):
         place = first + tl.arange(0, BLOCK)
@@ -28,7 +28,7 @@ def listed_end(blocks, row_block, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def load_rows(rows, place, stride, there, d, D: tl.constexpr):
-    """Rows of ``D`` numbers, 0 where there are none."""
+    """Load rows of ``D`` numbers, 0 where there are none."""
     return tl.load(rows + place[:, None] * stride + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0)
 
 

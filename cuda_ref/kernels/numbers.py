@@ -11,31 +11,31 @@ NO_SOFTMAX = tl.constexpr(255)  # NaN or +inf
 
 @triton.jit
 def finite(largest):
-    """``largest``, or 0 where there is none, so that exp(-inf - largest) is 0 and not NaN."""
+    """Return ``largest``, or 0 where there is none, so that exp(-inf - largest) is 0 and not NaN."""
     return tl.where(largest == float("-inf"), 0.0, largest)
 
 
 @triton.jit
 def widen(loaded, UPCAST: tl.constexpr):
-    """The interpreter holds bfloat16 as bits and computes nonsense with them: there every load goes to float32."""
+    """Return a load as float32 in the interpreter, which stores bfloat16 as bits and cannot compute with them."""
     return loaded.to(tl.float32) if UPCAST else loaded
 
 
 @triton.jit
 def rounded_up(length):
-    """The next multiple of 16. Masks that end there leave loads of 16 bytes whole."""
+    """Return the next multiple of 16. Masks that end there leave loads of 16 bytes whole."""
     return tl.cdiv(length, 16) * 16
 
 
 @triton.jit
 def rounded_down(first):
-    """The last multiple of 16 up to ``first``. Masks that begin there leave loads of 16 bytes whole, too."""
+    """Return the last multiple of 16 up to ``first``. Masks that begin there leave loads of 16 bytes whole, too."""
     return first // 16 * 16
 
 
 @triton.jit
 def narrowed(logit, largest):
-    """A logit of 8 bits, in a tile with this ``largest``."""
+    """Return a logit in 8 bits, in a tile with this ``largest``."""
     below = (largest - logit) * 16.0  # +inf or NaN without weight
     code = tl.where(below < NO_WEIGHT - 0.5, tl.floor(below + 0.5), NO_WEIGHT)
     return tl.where(logit < float("inf"), code, NO_SOFTMAX).to(tl.uint8)
@@ -43,14 +43,14 @@ def narrowed(logit, largest):
 
 @triton.jit
 def widened(code, largest):
-    """The logit behind 8 bits, within 1/32; NaN where it has no softmax."""
+    """Return the logit behind 8 bits, within 1/32; NaN where it has no softmax."""
     logit = tl.where(code < NO_WEIGHT, largest - code.to(tl.float32) / 16.0, float("-inf"))
     return tl.where(code == NO_SOFTMAX, float("nan"), logit)
 
 
 @triton.jit
 def tile_of(s, first_valid, length, tiles, TILE: tl.constexpr):
-    """The tile of keys ``s`` whose largest logit 8 bits count from.
+    """Return the tile of keys ``s`` whose largest logit 8 bits count from.
 
     Coded keys are in tiles of TILE from ``first_valid`` on. All others are in the last tile of a row; keys before
     ``first_valid`` count as such, for they have no weight in any tile.

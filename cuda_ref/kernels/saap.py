@@ -36,7 +36,7 @@ def affine(
 
 @triton.jit
 def rows_of_tile(sequence, batch, h, heads, G: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Rows ``(b, h, g)`` of a tile that begins with ``sequence``, one group after the other, and which exist."""
+    """Return the rows ``(b, h, g)`` of a tile that begins with ``sequence``, group by group, and which exist."""
     m = tl.arange(0, BLOCK_M)
     b, g = sequence + m // GROUP, m % GROUP
     return (b.to(tl.int64) * heads + h) * G + g, (b < batch) & (g < G)
@@ -74,7 +74,7 @@ def saap_hidden(
 
 @triton.jit
 def choose_buckets(logits, visited, C, probes, G: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr):
-    """(saap.5), (saap.8): the ``probes`` best buckets of one group, ascending."""
+    """Select the ``probes`` best buckets of one group, ascending: (saap.5), (saap.8)."""
     c = tl.arange(0, BLOCK_C)
     score = tl.zeros([BLOCK_C], tl.float32)
     for first in range(0, G, BLOCK_G):

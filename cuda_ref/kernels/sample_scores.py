@@ -19,7 +19,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def sampled_rows(c, chunks, first_row_block, row_blocks, offset, length, BLOCK_SIZE: tl.constexpr):
-    """(sample.2) positions of the first sampled query of region ``c``, and of the first after the sample."""
+    """Return the positions (sample.2) of the first sampled query of region ``c`` and of the first after the sample."""
     first = (first_row_block + c.to(tl.int64) * row_blocks // chunks) * BLOCK_SIZE
     stop = (first_row_block + (c + 1).to(tl.int64) * row_blocks // chunks) * BLOCK_SIZE
     stop = tl.minimum(stop, length)
@@ -28,7 +28,7 @@ def sampled_rows(c, chunks, first_row_block, row_blocks, offset, length, BLOCK_S
 
 @triton.jit
 def log2_of(mass):
-    """-inf for nothing."""
+    """Return the base-2 logarithm; -inf for 0."""
     return tl.where(mass > 0, tl.log2(tl.where(mass > 0, mass, 1.0)), float("-inf"))
 
 
@@ -122,7 +122,7 @@ def sample_scores(
 
 @triton.jit
 def row_logarithms(statistics, splits, m, BLOCK_SIZE: tl.constexpr, BLOCK_SPLITS: tl.constexpr):
-    """log2 of the sum of each sampled query's row; +inf where there is none, so that it has no mass."""
+    """Return log2 of the sum of each sampled query's row; +inf where there is none, so that it has no mass."""
     largest = tl.full(m.shape, float("-inf"), tl.float32)
     total = tl.zeros(m.shape, tl.float32)
     for first in range(0, splits, BLOCK_SPLITS):

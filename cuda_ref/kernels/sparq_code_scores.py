@@ -17,97 +17,14 @@ from .sparq_scores import component_at, component_ranks, logit_factors, query_co
 
 
 @triton.jit
-def coded_logits(
-    queries,
-    codes,
-    lo,
-    step,
-    before,
-    tile,
-    groups,
-    stride_cd,
-    stride_rd,
-    D: tl.constexpr,
-    G: tl.constexpr,
-    RANK: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-):
-    """(sparq.21) without its factor for the coded keys of a ``tile``: ``(BLOCK_G, BLOCK_S)``.
-
-    ``q lo`` is summed once for the keys of a group. ``step code`` rounds nothing, 11 bits times 4, so ``q (step code)``
-    is ``(q step) code`` but for a rounding less, and costs one product for all heads.
-    """
-    BYTES: tl.constexpr = GROUP // 2  # of a group
-    GROUPS: tl.constexpr = BLOCK_S // GROUP
-    group = tile * GROUPS + tl.arange(0, GROUPS)
-    byte = tile * (GROUPS * BYTES) + tl.arange(0, GROUPS * BYTES)
-    base = tl.zeros([BLOCK_G, GROUPS], tl.float32)
-    first_keys = tl.zeros([BLOCK_G, GROUPS * BYTES], tl.float32)  # of each byte
-    second_keys = tl.zeros([BLOCK_G, GROUPS * BYTES], tl.float32)
-    for first in tl.static_range(0, RANK, BLOCK_R):
-        rank = first + tl.arange(0, BLOCK_R)
-        wanted = rank < RANK
-        component = component_at(before, rank)
-        q = tl.trans(query_components(queries, component, wanted, D, G, BLOCK_G).to(tl.float32))
-        row = component.to(tl.int64)[:, None]
-        ranges = row * stride_rd + group[None, :]
-        there = wanted[:, None] & (group < groups)[None, :]
-        least = tl.load(lo + ranges, mask=there, other=0.0).to(tl.float32)
-        width = tl.load(step + ranges, mask=there, other=0.0).to(tl.float32)
-        packed = tl.load(
-            codes + row * stride_cd + byte[None, :],
-            mask=wanted[:, None] & (byte < groups * BYTES)[None, :],
-            other=0,
-            eviction_policy="evict_first",
-        )
-        widths = of_bytes(width, BLOCK_R, GROUPS, BYTES)
-        base = tl.dot(q, least, base, input_precision="ieee")
-        first_keys = tl.dot(q, (packed & 15).to(tl.float32) * widths, first_keys, input_precision="ieee")
-        second_keys = tl.dot(q, (packed >> 4).to(tl.float32) * widths, second_keys, input_precision="ieee")
-    return tl.interleave(first_keys, second_keys) + of_bytes(base, BLOCK_G, GROUPS, GROUP)
-
-
-@triton.jit
-def of_bytes(ranges, ROWS: tl.constexpr, GROUPS: tl.constexpr, TIMES: tl.constexpr):
-    """Numbers of groups ``(ROWS, GROUPS)``, each as often as that: ``(ROWS, GROUPS * TIMES)``."""
+def of_keys(ranges, ROWS: tl.constexpr, GROUPS: tl.constexpr, TIMES: tl.constexpr):
+    """Repeat the numbers of groups ``(ROWS, GROUPS)``: ``(ROWS, GROUPS * TIMES)``."""
     return tl.reshape(tl.broadcast_to(ranges[:, :, None], [ROWS, GROUPS, TIMES]), [ROWS, GROUPS * TIMES])
 
 
 @triton.jit
-def tail_logits(
-    queries,
-    keys,
-    centre,
-    before,
-    s,
-    length,
-    first_key,
-    stride_kn,
-    D: tl.constexpr,
-    G: tl.constexpr,
-    RANK: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-):
-    """(sparq.21) without its factor for keys ``s`` that are not coded: ``(BLOCK_G, keys)``."""
-    at = first_key + s.to(tl.int64) * stride_kn
-    found = tl.zeros([BLOCK_G, s.shape[0]], tl.float32)
-    for first in tl.static_range(0, RANK, BLOCK_R):
-        rank = first + tl.arange(0, BLOCK_R)
-        wanted = rank < RANK
-        component = component_at(before, rank)
-        q = tl.trans(query_components(queries, component, wanted, D, G, BLOCK_G).to(tl.float32))
-        k = tl.load(keys + at[None, :] + component[:, None], mask=wanted[:, None] & (s < length)[None, :], other=0.0)
-        middle = tl.load(centre + component, mask=wanted, other=0.0)
-        found = tl.dot(q, k.to(tl.float32) - middle[:, None], found, input_precision="ieee")
-    return found
-
-
-@triton.jit
 def write_tile(logits, statistics, approximate, s, end, heads, there, tile, tiles, stride_l):
-    """The scores ``(BLOCK_G, keys)`` of a tile up to key ``end``, and its part of (sparq.4)."""
+    """Write the scores ``(BLOCK_G, keys)`` of a tile up to key ``end``, and its part of (sparq.4)."""
     largest = tl.max(approximate, axis=1)
     total = tl.sum(tl.exp(approximate - finite(largest)[:, None]), axis=1)
     tl.store(statistics + heads * 2 * tiles + tile, largest, mask=there)
@@ -119,7 +36,7 @@ def write_tile(logits, statistics, approximate, s, end, heads, there, tile, tile
 
 @triton.jit
 def write_margin(logits, first, end, heads, there, stride_l):
-    """No weight for the columns from ``first`` to ``end``, at most 16, which are read with the keys beside them."""
+    """Write no weight for columns ``first`` to ``end``, at most 16, which are read with the keys beside them."""
     column = first + tl.arange(0, 16)
     weight = tl.full([16], NO_WEIGHT if logits.dtype.element_ty == tl.uint8 else float("-inf"), tl.float32)
     weight = weight.to(logits.dtype.element_ty)
@@ -183,30 +100,42 @@ def sparq_code_scores(
     if component_weight is None:
         factor = logit_factors(queries, before, scale, D, G, RANK, BLOCK_D, BLOCK_G)
 
+    BYTES: tl.constexpr = GROUP // 2  # of a group
+    GROUPS: tl.constexpr = BLOCK_S // GROUP
     g = tl.arange(0, BLOCK_G)
     heads = row * G + g
     groups = (length - first_valid) // GROUP
     coded_tiles = tl.cdiv(length // GROUP * GROUP, BLOCK_S)  # of the longest row
     if split * blocks < coded_tiles:
         for tile in range(split * blocks, tl.minimum((split + 1) * blocks, coded_tiles)):
+            # (sparq.21): `q lo` is summed once for the keys of a group. `step code` rounds nothing, 11 bits times 4, so
+            # `q (step code)` is `(q step) code` but for a rounding less, and costs one product for all heads.
+            group = tile * GROUPS + tl.arange(0, GROUPS)
+            byte = tile * (GROUPS * BYTES) + tl.arange(0, GROUPS * BYTES)
+            base = tl.zeros([BLOCK_G, GROUPS], tl.float32)
+            first_keys = tl.zeros([BLOCK_G, GROUPS * BYTES], tl.float32)  # of each byte
+            second_keys = tl.zeros([BLOCK_G, GROUPS * BYTES], tl.float32)
+            for first in tl.static_range(0, RANK, BLOCK_R):
+                rank = first + tl.arange(0, BLOCK_R)
+                wanted = (rank < RANK)[:, None]
+                component = component_at(before, rank)
+                q = tl.trans(query_components(queries, component, rank < RANK, D, G, BLOCK_G).to(tl.float32))
+                line = component.to(tl.int64)[:, None]
+                ranges, there = line * stride_rd + group[None, :], wanted & (group < groups)[None, :]
+                least = tl.load(lo + ranges, mask=there, other=0.0).to(tl.float32)
+                width = tl.load(step + ranges, mask=there, other=0.0).to(tl.float32)
+                packed = tl.load(
+                    codes + line * stride_cd + byte[None, :],
+                    mask=wanted & (byte < groups * BYTES)[None, :],
+                    other=0,
+                    eviction_policy="evict_first",
+                )
+                widths = of_keys(width, BLOCK_R, GROUPS, BYTES)
+                base = tl.dot(q, least, base, input_precision="ieee")
+                first_keys = tl.dot(q, (packed & 15).to(tl.float32) * widths, first_keys, input_precision="ieee")
+                second_keys = tl.dot(q, (packed >> 4).to(tl.float32) * widths, second_keys, input_precision="ieee")
+            approximate = tl.interleave(first_keys, second_keys) + of_keys(base, BLOCK_G, GROUPS, GROUP)
             place = tile * BLOCK_S + tl.arange(0, BLOCK_S)
-            approximate = coded_logits(
-                queries,
-                codes,
-                lo,
-                step,
-                before,
-                tile,
-                groups,
-                stride_cd,
-                stride_rd,
-                D,
-                G,
-                RANK,
-                BLOCK_G,
-                BLOCK_R,
-                BLOCK_S,
-            )
             coded = place < groups * GROUP
             approximate = tl.where(coded[None, :], approximate * factor[:, None], float("-inf"))
             end = first_valid + groups * GROUP
@@ -214,21 +143,17 @@ def sparq_code_scores(
     else:
         first = first_valid + groups * GROUP
         s = first + tl.arange(0, GROUP)
-        approximate = tail_logits(
-            queries,
-            keys,
-            centre,
-            before,
-            s,
-            length,
-            b * stride_kb + h * stride_kh,
-            stride_kn,
-            D,
-            G,
-            RANK,
-            BLOCK_G,
-            BLOCK_R,
-        )
+        keys += b * stride_kb + h * stride_kh
+        approximate = tl.zeros([BLOCK_G, GROUP], tl.float32)
+        for first_rank in tl.static_range(0, RANK, BLOCK_R):
+            rank = first_rank + tl.arange(0, BLOCK_R)
+            wanted = rank < RANK
+            component = component_at(before, rank)
+            q = tl.trans(query_components(queries, component, wanted, D, G, BLOCK_G).to(tl.float32))
+            at = (s.to(tl.int64) * stride_kn)[None, :] + component[:, None]
+            k = tl.load(keys + at, mask=wanted[:, None] & (s < length)[None, :], other=0.0)
+            middle = tl.load(centre + component, mask=wanted, other=0.0)
+            approximate = tl.dot(q, k.to(tl.float32) - middle[:, None], approximate, input_precision="ieee")
         approximate = tl.where((s < length)[None, :], approximate * factor[:, None], float("-inf"))
         write_tile(logits, statistics, approximate, s, stride_l, heads, g < G, tiles - 1, tiles, stride_l)
         if left_padding is not None:

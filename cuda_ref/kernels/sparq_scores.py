@@ -13,7 +13,7 @@ from .numbers import finite, rounded_up, widen
 
 @triton.jit
 def component_keys(queries, component_weight, d, D: tl.constexpr, G: tl.constexpr, BLOCK_D: tl.constexpr):
-    """(sparq.1) of components d as integers, no two of them equal: the more it matters, the larger; NaN counts as +inf.
+    """Return (sparq.1) of components d as integers, no two of them equal: the larger, the more it matters.
 
     Above are the bits of the score, in the order of the numbers as they are not negative, below what puts the lower
     index first.
@@ -32,7 +32,7 @@ def component_keys(queries, component_weight, d, D: tl.constexpr, G: tl.constexp
 def component_ranks(
     queries, component_weight, D: tl.constexpr, G: tl.constexpr, RANK: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """(sparq.2) how many components come before each: a permutation. Sums run down columns, which threads own."""
+    """Return how many components come before each (sparq.2). Sums run down columns, which threads own."""
     before = tl.arange(0, BLOCK_D)
     if RANK < D:
         keys = component_keys(queries, component_weight, before, D, G, BLOCK_D)
@@ -42,14 +42,14 @@ def component_ranks(
 
 @triton.jit
 def component_at(before, rank):
-    """The component that comes after ``rank`` others."""
+    """Return the component that comes after ``rank`` others."""
     d = tl.arange(0, before.shape[0])
     return tl.sum(tl.where(before[:, None] == rank[None, :], d[:, None], 0), axis=0)
 
 
 @triton.jit
 def query_components(queries, component, wanted, D: tl.constexpr, G: tl.constexpr, BLOCK_G: tl.constexpr):
-    """``(components, BLOCK_G)`` of the group's queries."""
+    """Load ``(components, BLOCK_G)`` of the group's queries."""
     g = tl.arange(0, BLOCK_G)[None, :]
     return tl.load(queries + g * D + component[:, None], mask=(g < G) & wanted[:, None], other=0.0)
 
@@ -65,7 +65,7 @@ def logit_factors(
     BLOCK_D: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ):
-    """c / t of (sparq.3) for each query head, where |q| alone chose the components."""
+    """Return c / t of (sparq.3) for each query head, where |q| alone chose the components."""
     d = tl.arange(0, BLOCK_D)
     q = tl.abs(query_components(queries, d, d < D, D, G, BLOCK_G).to(tl.float32))
     total = tl.sum(q, axis=0)

@@ -21,7 +21,7 @@ ALWAYS = tl.constexpr(0xFFFFFFFF)
 
 @triton.jit
 def ordered_bits(score):
-    """Bits that are ordered as unsigned numbers exactly as the scores are; NaN counts as +inf."""
+    """Return bits that are ordered as unsigned numbers exactly as the scores are; NaN counts as +inf."""
     score = tl.where(score < float("inf"), score, float("inf"))
     score = tl.where(score == 0.0, 0.0, score)  # -0 equals 0
     bits = score.to(tl.uint32, bitcast=True)
@@ -31,14 +31,14 @@ def ordered_bits(score):
 
 @triton.jit
 def digit_counts(bits, threshold, there, shift):
-    """Histogram of the eight bits at ``shift`` over the items that agree with ``threshold`` above them."""
+    """Return the histogram of the eight bits at ``shift`` over the items that agree with ``threshold`` above them."""
     same = ((bits ^ threshold) >> shift >> 8) == 0  # in two steps: a shift by 32 is undefined
     return tl.histogram(((bits >> shift) & 255).to(tl.int32), 256, mask=there & same)
 
 
 @triton.jit
 def next_digit(counts, wanted):
-    """The largest digit that ``wanted`` items reach, and how many of those items have exactly it."""
+    """Return the largest digit that ``wanted`` items reach, and how many of those items have exactly it."""
     digits = tl.arange(0, 256)
     reaching = tl.cumsum(counts, 0, reverse=True)
     digit = tl.max(tl.where(reaching >= wanted, digits, 0), axis=0)
@@ -47,20 +47,20 @@ def next_digit(counts, wanted):
 
 @triton.jit
 def is_tie(bits, threshold):
-    """Whether each item equals the threshold and can be chosen."""
+    """Return whether each item equals the threshold and can be selected."""
     return (bits == threshold) & (bits != NEVER)
 
 
 @triton.jit
 def is_best(bits, threshold, ties, ties_before):
-    """Whether each item is among the best: above the threshold, or one of the first ``ties`` that equal it."""
+    """Return whether each item is among the best: above the threshold, or one of the first ``ties`` that equal it."""
     tie = is_tie(bits, threshold)
     return (bits > threshold) | (tie & (ties_before + tl.cumsum(tie.to(tl.int32), 0) <= ties))
 
 
 @triton.jit
 def kth_largest(bits, there, wanted):
-    """Bits that at least ``wanted`` of the items reach, NEVER if too few can be chosen, and the ties to be taken."""
+    """Return bits that ``wanted`` of the items reach, NEVER if too few can be selected, and the ties to take."""
     threshold = tl.full([], NEVER, tl.uint32)
     for step in range(4):
         shift = 24 - 8 * step
@@ -71,7 +71,7 @@ def kth_largest(bits, there, wanted):
 
 @triton.jit
 def kth_largest_of_many(candidate_bits, count, wanted, BLOCK: tl.constexpr):
-    """`kth_largest` of ``count`` items in memory."""
+    """Return `kth_largest` of ``count`` items in memory."""
     threshold = tl.full([], NEVER, tl.uint32)
     for step in range(4):
         shift = 24 - 8 * step
@@ -87,7 +87,7 @@ def kth_largest_of_many(candidate_bits, count, wanted, BLOCK: tl.constexpr):
 
 @triton.jit
 def row_softmax(statistics, splits, BLOCK: tl.constexpr):
-    """Largest logit of one query head's row, and one over the sum of exp(logit - largest); 0 without a valid key.
+    """Return the largest logit of a head's row, and one over the sum of exp(logit - largest); 0 without a valid key.
 
     0 also where a logit is NaN or +inf: a head without a softmax ranks nothing but those keys, which become NaN.
     """
@@ -105,7 +105,7 @@ def row_softmax(statistics, splits, BLOCK: tl.constexpr):
 
 @triton.jit
 def head_score(logits, statistics, softmax, g, s, tile, readable, stride_l, splits):
-    """What query head ``g`` gives to keys ``s``, which are in these tiles where their logits are of 8 bits."""
+    """Return the scores of keys ``s`` for query head ``g``; ``tile`` is their tile if their logits are of 8 bits."""
     if tile is None:
         logit = tl.load(logits + g * stride_l + s, mask=readable, other=float("-inf"))
     else:
@@ -122,7 +122,7 @@ def head_score(logits, statistics, softmax, g, s, tile, readable, stride_l, spli
 
 @triton.jit
 def group_scores(logits, statistics, softmax, s, tile, readable, stride_l, splits, G: tl.constexpr):
-    """(sparq.4), (sparq.5): what the group gives to keys ``s``; without ``statistics`` scores as they are."""
+    """Return the scores of keys ``s`` for the group (sparq.4), (sparq.5); without ``statistics`` scores as they are."""
     score = tl.zeros(s.shape, tl.float32)
     if G <= 8:  # all at once; more do not fit into the registers
         for g in tl.static_range(G):
@@ -153,7 +153,7 @@ def fill(slots, first, end, value, BLOCK: tl.constexpr):
 
 @triton.jit
 def merge_tiles(candidate_bits, candidate_indices, count, indices, slots, BLOCK: tl.constexpr):
-    """The best of ``count`` candidates of all tiles of a row, in order of index."""
+    """Write the best of ``count`` candidates of all tiles of a row, in order of index."""
     if count <= BLOCK:
         item = tl.arange(0, BLOCK)
         bits = tl.load(candidate_bits + item, mask=item < count, other=NEVER, cache_modifier=".cg")

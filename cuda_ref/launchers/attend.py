@@ -1,4 +1,4 @@
-"""Launchers of `kernels.attend`: exact attention of one query per head over a list of keys, or over all."""
+"""Launcher of `kernels.attend`: exact attention of one query per head over a list of keys, or over all."""
 
 from __future__ import annotations
 
@@ -10,11 +10,27 @@ import torch
 
 from ..kernels.attend import attend as kernel
 from . import configs
-from .launch import Launch, power_of_2, result_like, strides, upcast
+from .launch import Launch, contiguous, fake_attention, power_of_2, result_like, rows, strides, upcast
 
 PROGRAMS_PER_PROCESSOR = 2  # splits are made until there are so many
 BLOCK_SPLITS = 8  # merged at a time
 MOST_ROWS = 1024  # whose counts are looked at at a time
+
+
+@dataclass(frozen=True)
+class Listed:
+    """The keys that a decode step attends.
+
+    Attributes:
+        indices: ``(B, Hkv, N)`` int32, contiguous; any number that is no key's = empty slot.
+        counts: ``(B, Hkv)`` int32, contiguous; entries from there on are empty slots. Programs share out what is before
+            them, over all rows together, so that neither long rows nor empty slots cost time.
+        tickets: int32 ``(B, Hkv, 2)``, of which the second is 0; made when absent.
+    """
+
+    indices: torch.Tensor
+    counts: torch.Tensor | None = None
+    tickets: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -26,28 +42,55 @@ class Reallocation:
     value_mean: torch.Tensor
 
 
+@torch.library.custom_op("mlx_sparse::dense_decode", mutates_args=())
+def dense_decode(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, left_padding: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run one step of dense attention: ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)``."""
+    return attend(
+        queries.contiguous(), rows(keys), rows(values), None, scale=scale, left_padding=contiguous(left_padding)
+    )
+
+
+@torch.library.custom_op("mlx_sparse::attend_indices", mutates_args=())
+def attend_indices(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    indices: torch.Tensor,
+    scale: float,
+    counts: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend listed keys (sparq.7): ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)``.
+
+    Entries from ``counts (B, Hkv)`` int32 on are empty slots.
+    """
+    if indices.dtype != torch.int32:  # a number of 64 bits must not become a key's by losing some
+        indices = torch.where((indices >= 0) & (indices < keys.shape[2]), indices, -1).to(torch.int32)
+    listed = Listed(indices.contiguous(), contiguous(counts))
+    return attend(queries.contiguous(), rows(keys), rows(values), listed, scale=scale)
+
+
+for _operator in (dense_decode, attend_indices):
+    _operator.register_fake(fake_attention)
+
+
 def attend(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    indices: torch.Tensor | None,
+    listed: Listed | None,
     *,
     scale: float,
-    counts: torch.Tensor | None = None,
     left_padding: torch.Tensor | None = None,
     reallocation: Reallocation | None = None,
-    tickets: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Exact attention of one query per head (sparq.7), split over the keys and merged exactly.
+    """Attend exactly with one query per head (sparq.7), split over the keys and merged exactly.
 
     Args:
         queries: ``(B, Hq, 1, D)``, contiguous.
         keys, values: ``(B, Hkv, S, D)``, last stride 1.
-        indices: ``(B, Hkv, N)`` int32, any number that is no key's = empty slot; None for all keys from
-            ``left_padding`` on.
-        counts: ``(B, Hkv)`` int32, contiguous; entries from there on are empty slots. Programs share out what is before
-            them, over all rows together, so that neither long rows nor empty slots cost time.
-        tickets: int32 ``(B, Hkv, 2)``, of which the second is 0; made when absent.
+        listed: the keys to attend; None for all keys from ``left_padding`` on.
 
     Returns:
         ``out (B, Hq, 1, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, 1)``; 0 and -inf where nothing is
@@ -56,6 +99,7 @@ def attend(
     B, Hq, _, D = queries.shape
     Hkv, S = keys.shape[1:3]
     G = Hq // Hkv
+    indices, counts = (None, None) if listed is None else (listed.indices, listed.counts)
     entries = S if indices is None else indices.shape[2]
     chosen = configs.config(queries.device)
     tiles = chosen.dense if indices is None else chosen.listed
@@ -66,6 +110,7 @@ def attend(
     if counts is not None:
         grid = (programs_for_counts(B * Hkv, entries, BLOCK_N, queries.device), 1, 1)
     real: dict[str, Any] = {"dtype": torch.float32, "device": queries.device}
+    tickets = None if listed is None else listed.tickets
     if tickets is None:
         tickets = torch.zeros(B, Hkv, 2, dtype=torch.int32, device=queries.device)
     out = result_like(queries)
@@ -119,31 +164,6 @@ def attend(
 
 
 def programs_for_counts(rows: int, entries: int, block: int, device: torch.device) -> int:
-    """How many programs keep every processor busy: one for each row and as many again, if there are as many blocks."""
+    """Return the number of programs: one for each row and as many again, if there are as many blocks."""
     wanted = max(PROGRAMS_PER_PROCESSOR * configs.processors(device), 2 * rows)
     return min(wanted, rows * max(1, -(-entries // block)))
-
-
-def attend_indices(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    indices: torch.Tensor,
-    *,
-    counts: torch.Tensor | None = None,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attend` over a list: ``indices (B, Hkv, N)`` int32."""
-    return attend(queries, keys, values, indices, counts=counts, scale=scale)
-
-
-def dense_decode(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    *,
-    scale: float,
-    left_padding: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attend` over all valid keys: the dense baseline."""
-    return attend(queries, keys, values, None, scale=scale, left_padding=left_padding)

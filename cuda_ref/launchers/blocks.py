@@ -10,40 +10,49 @@ from mlx_sparse.methods.block_layout import Layout
 
 from ..kernels.attend_blocks import attend_blocks as kernel
 from . import configs
-from .launch import Launch, power_of_2, result_like, upcast
+from .launch import Launch, fake_attention, power_of_2, result_like, rows, strides, upcast
 
 BLOCK_LIST = 1024  # entries of a list that are read at a time to find its end
 
 
+@torch.library.custom_op("mlx_sparse::attend_blocks", mutates_args=())
 def attend_blocks(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     blocks: torch.Tensor | None,
-    *,
     block_size: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Exact causal attention over the key blocks that are listed for each row block (sample.8).
+    """Attend exactly and causally over the key blocks that are listed for each row block (sample.8).
 
     Args:
-        queries: ``(B, Hq, L, D)``, last stride 1; query i sits at position ``S - L + i``.
-        keys, values: ``(B, Hkv, S, D)``, last stride 1.
-        blocks: ``(B, Hq, R, N)`` int32, contiguous, ascending, any number that is no block's = empty slot; None for
-            all key blocks.
+        queries: ``(B, Hq, L, D)``; query i sits at position ``S - L + i``.
+        keys, values: ``(B, Hkv, S, D)``.
+        blocks: ``(B, Hq, R, N)`` int, ascending, any number that is no block's = empty slot; None for all key blocks.
 
     Returns:
         ``out (B, Hq, L, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, L)``; 0 and -inf where nothing is
         attended.
     """
     layout = Layout(queries.shape[2], keys.shape[2], 1, block_size)
-    prefill = Prefill(queries, keys, values, layout, scale)
+    if blocks is not None:
+        fresh = (blocks >= 0) & (blocks < layout.key_blocks)  # a number of 64 bits must not become a block's
+        fresh[..., 1:] &= blocks[..., 1:] != blocks[..., :-1]  # a block that is listed twice is attended once
+        blocks = torch.where(fresh, blocks.to(torch.int32), -1)
+    prefill = Prefill(rows(queries), rows(keys), rows(values), layout, scale)
     prefill.attend(blocks, 0, layout.row_blocks)
     return prefill.result()
 
 
+attend_blocks.register_fake(fake_attention)
+
+
 class Prefill:
-    """A prompt's attention, which several launches may fill in, each for some row blocks."""
+    """The attention of a prefill, which several launches fill in, each for some row blocks.
+
+    All arrays have last stride 1. A list of blocks is int32, contiguous.
+    """
 
     def __init__(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layout: Layout, scale: float
@@ -55,7 +64,7 @@ class Prefill:
         self.lse = torch.empty(queries.shape[:3], dtype=torch.float32, device=queries.device)
 
     def attend(self, blocks: torch.Tensor | None, first: int, stop: int) -> None:
-        """Row blocks ``first`` to ``stop``, counted from the first that holds a query, with one list each."""
+        """Attend row blocks ``first`` to ``stop``, counted from the first that holds a query, with one list each."""
         B, Hq, L, D = self.queries.shape
         Hkv, S = self.keys.shape[1:3]
         BLOCK_D = power_of_2(D, 16)
@@ -79,15 +88,9 @@ class Prefill:
                 "heads": Hq,
                 "width": 0 if blocks is None else blocks.shape[3],
                 "scale": self.scale,
-                "stride_qb": self.queries.stride(0),
-                "stride_qh": self.queries.stride(1),
-                "stride_qn": self.queries.stride(2),
-                "stride_kb": self.keys.stride(0),
-                "stride_kh": self.keys.stride(1),
-                "stride_kn": self.keys.stride(2),
-                "stride_vb": self.values.stride(0),
-                "stride_vh": self.values.stride(1),
-                "stride_vn": self.values.stride(2),
+                **strides("q", self.queries),
+                **strides("k", self.keys),
+                **strides("v", self.values),
             },
             {
                 "D": D,
@@ -103,10 +106,10 @@ class Prefill:
         ).run()
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """``out`` and ``lse``."""
+        """Return ``out`` and ``lse``."""
         return self.out.to(self.dtype), self.lse
 
 
 def positive(queries: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
-    """The same scores with a scale above 0: the largest score is the largest product then."""
+    """Return the same scores with a scale above 0: the largest score is the largest product then."""
     return (queries, scale) if scale > 0 else (queries * math.copysign(scale != 0, scale), abs(scale) or 1.0)

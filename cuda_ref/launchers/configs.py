@@ -110,12 +110,12 @@ WITHOUT_A_GPU = 4  # processors: a few splits, so that the interpreter merges so
 
 
 def config(device: torch.device) -> Config:
-    """The row of the table for ``device``."""
+    """Return the row of the table for ``device``."""
     return METHODS[nearest(device)]
 
 
 def block_tile(device: torch.device, D: int, block_size: int, itemsize: int) -> BlockTile:
-    """The tile of `attend_blocks` on this device."""
+    """Return the tile of `attend_blocks` on this device."""
     if itemsize > 2:
         return WITHOUT_MATRIX_UNITS
     tiles = BLOCK_TILES[nearest(device)]
@@ -123,14 +123,14 @@ def block_tile(device: torch.device, D: int, block_size: int, itemsize: int) -> 
 
 
 def sample_tile(block_size: int, itemsize: int) -> BlockTile:
-    """The tile of `sample_scores`, which keeps no weighted values: two programs fit on a processor, everywhere."""
+    """Return the tile of `sample_scores`, which keeps no weighted values: two programs fit on every processor."""
     if itemsize > 2:
         return BlockTile(32, 32, 4, 2)
     return BlockTile(block_size, min(block_size, 64), 8 if block_size == 128 else 4, 2)
 
 
 def columns(N: int, itemsize: int, queries: int, programs: int, device: torch.device) -> ColumnTile:
-    """The tile of a layer with ``N`` outputs, for so many ``programs`` each, with so many rows of ``queries``.
+    """Return the tile of a layer with ``N`` outputs, for so many ``programs`` each, with so many ``queries``.
 
     The widest that keeps all processors busy; with more queries fewer rows fit into registers.
     """
@@ -139,7 +139,7 @@ def columns(N: int, itemsize: int, queries: int, programs: int, device: torch.de
 
 
 def nearest(device: torch.device) -> int:
-    """The architecture of the tables that ``device`` takes."""
+    """Return the architecture of the tables that ``device`` takes."""
     known = [architecture for architecture in METHODS if architecture <= capability(device)]
     return max(known, default=min(METHODS))
 
@@ -183,11 +183,11 @@ def score_warps(tiles: Tiles, width: int) -> int:
 
 
 def splits(items: int, rows: int, per_processor: int, device: torch.device) -> int:
-    """Parts of ``items``: as many as keep every processor busy with so many programs; each is of ``rows`` programs."""
+    """Return the parts of ``items`` that keep every processor busy; each part is of ``rows`` programs."""
     return max(1, min(items, per_processor * processors(device) // rows))
 
 
 def share(items: int, block: int, rows: int, per_processor: int, device: torch.device) -> int:
-    """Items of a program, in whole blocks: as many programs as keep every processor busy with so many, and no more."""
+    """Return the items of a program, in whole blocks, such that the programs keep every processor busy."""
     programs = max(1, per_processor * processors(device) // rows)
     return -(-max(1, -(-items // programs)) // block) * block

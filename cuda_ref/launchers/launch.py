@@ -1,4 +1,4 @@
-"""From launchers to kernels: the one place that starts a kernel."""
+"""Start a kernel, and prepare tensors for one."""
 
 from __future__ import annotations
 
@@ -37,23 +37,39 @@ class Launch:
             self.kernel[self.grid](**self.arguments, **self.constants, **self.options)
 
 
-def strides(letter: str, rows: torch.Tensor) -> dict[str, int]:
-    """Return the strides of ``rows (B, H, n, D)`` as arguments of a kernel: stride_kb, stride_kh, stride_kn for "k"."""
-    return {f"stride_{letter}{axis}": stride for axis, stride in zip("bhn", rows.stride(), strict=False)}
+def rows(array: torch.Tensor) -> torch.Tensor:
+    """Return ``array`` with its elements side by side in the last axis, as the kernels read it; caches have them so."""
+    return array if array.stride(-1) == 1 else array.contiguous()
+
+
+def contiguous(array: torch.Tensor | None) -> torch.Tensor | None:
+    """Return an optional tensor as the kernels take all tensors but queries of a prompt, keys and values."""
+    return None if array is None else array.contiguous()
+
+
+def strides(letter: str, array: torch.Tensor, axes: str = "bhn") -> dict[str, int]:
+    """Return the first strides of ``array`` as arguments of a kernel: stride_kb, stride_kh and stride_kn for "k"."""
+    return {f"stride_{letter}{axis}": stride for axis, stride in zip(axes, array.stride(), strict=False)}
 
 
 def upcast(dtype: torch.dtype) -> bool:
-    """Whether kernels must widen what they load: Triton's interpreter cannot compute with bfloat16."""
+    """Return True if kernels must widen what they load: Triton's interpreter cannot compute with bfloat16."""
     return interpreted() and dtype == torch.bfloat16
 
 
 def result_like(queries: torch.Tensor) -> torch.Tensor:
-    """Room for the result of a kernel; float32 where the interpreter would not round to bfloat16 but cut."""
+    """Return room for the result of a kernel; float32 where the interpreter would not round to bfloat16 but cut."""
     return torch.empty(
         queries.shape, dtype=torch.float32 if upcast(queries.dtype) else queries.dtype, device=queries.device
     )
 
 
 def power_of_2(number: int, least: int = 1) -> int:
-    """The smallest power of 2 that is neither less than ``number`` nor than ``least``."""
+    """Return the smallest power of 2 that is neither less than ``number`` nor than ``least``."""
     return max(least, 1 << (number - 1).bit_length())
+
+
+def fake_attention(queries: torch.Tensor, *_: object, **__: object) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return empty ``out`` and ``lse``: the fake implementation of every operator of torch that attends."""
+    out = torch.empty_like(queries, memory_format=torch.contiguous_format)
+    return out, queries.new_empty(queries.shape[:3], dtype=torch.float32)

@@ -12,8 +12,8 @@ from ..kernels.saap import saap_expand as expand_kernel
 from ..kernels.saap import saap_hidden as hidden_kernel
 from ..kernels.saap import saap_route as route_kernel
 from . import configs
-from .attend import attend
-from .launch import Launch, power_of_2
+from .attend import Listed, attend
+from .launch import Launch, contiguous, fake_attention, power_of_2, rows
 
 CHOSEN_FROM = 4096  # probabilities that a program holds at a time
 MOST_ROWS = 32  # of queries that share what is read of the weights
@@ -37,8 +37,27 @@ class Network(NamedTuple):
     hidden_bias: torch.Tensor | None = None
 
 
-def saap_route(queries: torch.Tensor, network: Network, *, probes: int) -> torch.Tensor:
-    """The ``probes`` buckets that the group of each KV head visits (saap.8).
+@torch.library.custom_op("mlx_sparse::saap_route", mutates_args=())
+def saap_route(
+    queries: torch.Tensor,
+    out_weight: torch.Tensor,
+    out_bias: torch.Tensor | None,
+    hidden_weight: torch.Tensor | None,
+    hidden_bias: torch.Tensor | None,
+    probes: int,
+) -> torch.Tensor:
+    """Select the ``probes`` buckets that the group of each KV head visits (saap.8): `route`."""
+    network = Network(*map(contiguous, (out_weight, out_bias, hidden_weight, hidden_bias)))  # type: ignore[arg-type]
+    return route(queries.contiguous(), network, probes)
+
+
+@saap_route.register_fake
+def _(queries: torch.Tensor, out_weight: torch.Tensor, *given: Any) -> torch.Tensor:
+    return queries.new_empty(queries.shape[0], out_weight.shape[0], given[-1], dtype=torch.int32)
+
+
+def route(queries: torch.Tensor, network: Network, probes: int) -> torch.Tensor:
+    """Select the ``probes`` buckets that the group of each KV head visits (saap.8).
 
     Args:
         queries: ``(B, Hq, 1, D)`` before RoPE, contiguous; the network's arrays are contiguous too.
@@ -91,7 +110,7 @@ def saap_route(queries: torch.Tensor, network: Network, *, probes: int) -> torch
 def _hidden(
     queries: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, parts: int, rows: Mapping[str, int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The hidden layer, float32 ``(B, Hkv, G, H)``, and tickets for the launch that follows."""
+    """Compute the hidden layer, float32 ``(B, Hkv, G, H)``, and tickets for the launch that follows."""
     B, D = queries.shape[0], queries.shape[3]
     Hkv, _, H = weight.shape
     device = queries.device
@@ -111,7 +130,7 @@ def _hidden(
 def saap_index(
     bucket_ids: torch.Tensor, *, buckets: int, sink_tokens: int, left_padding: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys in bucket order (saap.9); of ``bucket_ids (B, Hkv, n)``: ``offsets (B, Hkv, C + 1)`` and ``key_ids``."""
+    """List the keys in bucket order (saap.9): ``offsets (B, Hkv, C + 1)`` and ``key_ids (B, Hkv, n)``."""
     position = torch.arange(bucket_ids.shape[2], device=bucket_ids.device)
     sink_tokens = min(sink_tokens, bucket_ids.shape[2])  # what is added to it fits int32
     first = sink_tokens if left_padding is None else (left_padding + sink_tokens)[:, None, None]
@@ -121,52 +140,6 @@ def saap_index(
     starts = torch.arange(buckets + 1, dtype=torch.int32, device=bucket_ids.device)
     starts = starts.expand(*bucket_ids.shape[:2], -1).contiguous()
     return torch.searchsorted(ordered, starts, out_int32=True), key_ids.to(torch.int32)
-
-
-def saap_indices(
-    visited: torch.Tensor,
-    offsets: torch.Tensor,
-    key_ids: torch.Tensor,
-    *,
-    length: int,
-    covered: int,
-    sink_tokens: int,
-    capacity: int,
-    left_padding: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The keys of one step (saap.10). All arrays are int32 and contiguous.
-
-    Returns:
-        ``indices (B, Hkv, capacity)``, packed, then -1; ``counts (B, Hkv)``; and tickets for `attend`.
-    """
-    B, Hkv, probes = visited.shape
-    whole: dict[str, Any] = {"dtype": torch.int32, "device": visited.device}
-    indices = torch.empty(B, Hkv, capacity, **whole)
-    counts = torch.empty(B, Hkv, **whole)
-    tickets = torch.empty(B, Hkv, 2, **whole)
-    Launch(
-        expand_kernel,
-        (max(1, -(-capacity // SLOTS)), Hkv, B),
-        {
-            "visited": visited,
-            "offsets": offsets,
-            "key_ids": key_ids,
-            "left_padding": left_padding,
-            "indices": indices,
-            "counts": counts,
-            "tickets": tickets,
-            "length": length,
-            "covered": covered,
-            "sink_tokens": min(sink_tokens, covered),  # what is added to it fits int32
-            "capacity": capacity,
-            "probes": probes,
-            "buckets": offsets.shape[2] - 1,
-            "indexed": key_ids.shape[2],
-        },
-        {"BLOCK": SLOTS, "BLOCK_P": VISITED},
-        {"num_warps": 8, "num_stages": 1},
-    ).run()
-    return indices, counts, tickets
 
 
 @dataclass(frozen=True)
@@ -197,7 +170,7 @@ class Index:
         recent_tokens: int,
         left_padding: torch.Tensor | None = None,
     ) -> Index:
-        """An index for a cache of ``bucket_ids (B, Hkv, S)``; the device is waited for, once in `FOLD_EVERY` tokens."""
+        """Build an index for a cache of ``bucket_ids (B, Hkv, S)``. This waits for the device."""
         covered = max(bucket_ids.shape[2] - recent_tokens, 0)
         offsets, key_ids = saap_index(
             bucket_ids[..., :covered], buckets=buckets, sink_tokens=sink_tokens, left_padding=left_padding
@@ -206,25 +179,121 @@ class Index:
         return cls(offsets, key_ids, covered, sink_tokens, sink_tokens + recent_tokens + FOLD_EVERY + int(largest))
 
 
+@torch.library.custom_op("mlx_sparse::saap_indices", mutates_args=())
+def saap_indices(
+    visited: torch.Tensor,
+    offsets: torch.Tensor,
+    key_ids: torch.Tensor,
+    length: int,
+    covered: int,
+    sink_tokens: int,
+    capacity: int,
+    left_padding: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """List the keys of a step (saap.10): int32 ``indices (B, Hkv, capacity)`` and ``counts (B, Hkv)``."""
+    index = Index(offsets, key_ids, covered, sink_tokens, capacity)
+    listed = expand(visited, index, length, left_padding)
+    assert listed.counts is not None
+    return listed.indices, listed.counts
+
+
+@saap_indices.register_fake
+def _(visited: torch.Tensor, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return visited.new_empty(*visited.shape[:2], given[-2]), visited.new_empty(visited.shape[:2])
+
+
+def expand(visited: torch.Tensor, index: Index, length: int, left_padding: torch.Tensor | None) -> Listed:
+    """List the keys of one step (saap.10). All arrays are int32."""
+    B, Hkv, probes = visited.shape
+    whole: dict[str, Any] = {"dtype": torch.int32, "device": visited.device}
+    indices = torch.empty(B, Hkv, index.capacity, **whole)
+    counts = torch.empty(B, Hkv, **whole)
+    tickets = torch.empty(B, Hkv, 2, **whole)
+    Launch(
+        expand_kernel,
+        (max(1, -(-index.capacity // SLOTS)), Hkv, B),
+        {
+            "visited": visited.contiguous(),
+            "offsets": index.offsets.contiguous(),
+            "key_ids": index.key_ids.contiguous(),
+            "left_padding": contiguous(left_padding),
+            "indices": indices,
+            "counts": counts,
+            "tickets": tickets,
+            "length": length,
+            "covered": index.covered,
+            "sink_tokens": min(index.sink_tokens, index.covered),  # what is added to it fits int32
+            "capacity": index.capacity,
+            "probes": probes,
+            "buckets": index.offsets.shape[2] - 1,
+            "indexed": index.key_ids.shape[2],
+        },
+        {"BLOCK": SLOTS, "BLOCK_P": VISITED},
+        {"num_warps": 8, "num_stages": 1},
+    ).run()
+    return Listed(indices, counts, tickets)
+
+
+@torch.library.custom_op("mlx_sparse::saap_decode", mutates_args=())
 def saap_decode(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     visited: torch.Tensor,
-    index: Index,
-    *,
+    offsets: torch.Tensor,
+    key_ids: torch.Tensor,
+    covered: int,
+    sink_tokens: int,
+    capacity: int,
     scale: float,
-    left_padding: torch.Tensor | None = None,
+    left_padding: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One decode step over the visited buckets: `attend`'s results, and ``counts (B, Hkv)`` of the attended keys."""
-    indices, counts, tickets = saap_indices(
-        visited,
-        index.offsets,
-        index.key_ids,
-        length=keys.shape[2],
-        covered=index.covered,
-        sink_tokens=index.sink_tokens,
-        capacity=index.capacity,
-        left_padding=left_padding,
+    """Run one decode step over the visited buckets: ``out``, ``lse``, and ``counts (B, Hkv)`` of the attended keys."""
+    index = Index(offsets, key_ids, covered, sink_tokens, capacity)
+    listed = expand(visited, index, keys.shape[2], left_padding)
+    assert listed.counts is not None
+    return *attend(queries.contiguous(), rows(keys), rows(values), listed, scale=scale), listed.counts
+
+
+@saap_decode.register_fake
+def _(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visited: torch.Tensor, *_: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return *fake_attention(queries), visited.new_empty(visited.shape[:2])
+
+
+def saap_attention(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    *,
+    bucket_ids: torch.Tensor,
+    visited: torch.Tensor,
+    sink_tokens: int,
+    recent_tokens: int,
+    scale: float,
+    left_padding: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Run one decode step over visited buckets, with an index built for it (saap.9) to (saap.11)."""
+    S = keys.shape[2]
+    covered = S - recent_tokens
+    places, slots = _as_slots(bucket_ids[..., :covered], visited)
+    offsets, key_ids = saap_index(places, buckets=visited.shape[2], sink_tokens=sink_tokens, left_padding=left_padding)
+    result: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = saap_decode(
+        queries, keys, values, slots, offsets, key_ids, covered, sink_tokens, S, scale, left_padding
     )
-    return *attend(queries, keys, values, indices, counts=counts, scale=scale, tickets=tickets), counts
+    return result
+
+
+def _as_slots(bucket_ids: torch.Tensor, visited: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the same visit with the slots of ``visited`` as buckets, so that a bucket's number may be of any size.
+
+    Returns:
+        For each key the first slot that holds its bucket, -1 if there is none; and the slots, ``(B, Hkv, n)`` int32.
+    """
+    slots = torch.arange(visited.shape[2], dtype=torch.int32, device=visited.device).expand(visited.shape).contiguous()
+    if not visited.shape[2]:
+        return torch.full_like(bucket_ids, -1), slots
+    wanted, ids = visited.long().sort(dim=2).values.contiguous(), bucket_ids.long().contiguous()
+    place = torch.searchsorted(wanted, ids).clamp(max=visited.shape[2] - 1)
+    return torch.where((ids >= 0) & (wanted.gather(2, place) == ids), place, -1), slots

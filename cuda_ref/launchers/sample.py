@@ -14,7 +14,7 @@ from ..kernels.sample_scores import sample_scores as parts_kernel
 from ..kernels.sample_scores import sample_sums as sums_kernel
 from . import configs
 from .blocks import Prefill, positive
-from .launch import Launch, power_of_2, upcast
+from .launch import Launch, fake_attention, power_of_2, rows, strides, upcast
 
 PROGRAMS_PER_PROCESSOR = 2  # splits of the keys are made until there are so many
 SUMMED = 32  # key blocks, and offset bins, of a program that adds up parts
@@ -30,10 +30,84 @@ class Kept(NamedTuple):
     slash: torch.Tensor
 
 
+@torch.library.custom_op("mlx_sparse::sample_prefill", mutates_args=())
+def sample_prefill(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    alpha_column: float,
+    alpha_slash: float,
+    chunks: int,
+    block_size: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Attend a prefill chunk by SampleAttention: ``out``, float32 ``lse (B, Hq, L)`` and int32 counts ``(B, Hq, R)``.
+
+    The counts are the key blocks that each row block attends. Lists are made for as many row blocks at a time as fit
+    into `LIST_BYTES`.
+    """
+    layout = Layout(queries.shape[2], keys.shape[2], chunks, block_size)
+    B, Hq = queries.shape[:2]
+    counts = torch.empty(B, Hq, layout.row_blocks, dtype=torch.int32, device=queries.device)
+    queries, keys = rows(queries), rows(keys)
+    kept = choose(queries, keys, layout, alpha_column=alpha_column, alpha_slash=alpha_slash, scale=scale)
+    prefill = Prefill(queries, keys, rows(values), layout, scale)
+    for first, stop in portions(layout, 4 * B * Hq):
+        prefill.attend(merge(kept, layout, first, stop, layout.first_block + stop, counts), first, stop)
+    return *prefill.result(), counts
+
+
+@sample_prefill.register_fake
+def _(queries: torch.Tensor, keys: torch.Tensor, *given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    layout = Layout(queries.shape[2], keys.shape[2], 1, given[-2])
+    counts = queries.new_empty(*queries.shape[:2], layout.row_blocks, dtype=torch.int32)
+    return *fake_attention(queries), counts
+
+
+@torch.library.custom_op("mlx_sparse::sample_select", mutates_args=())
+def sample_select(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    alpha_column: float,
+    alpha_slash: float,
+    chunks: int,
+    block_size: int,
+    scale: float,
+) -> torch.Tensor:
+    """Select the key blocks of every row block (sample.1) to (sample.7): int32 ``(B, Hq, R, Nk)``, ascending."""
+    layout = Layout(queries.shape[2], keys.shape[2], chunks, block_size)
+    counts = torch.empty(*queries.shape[:2], layout.row_blocks, dtype=torch.int32, device=queries.device)
+    alphas = {"alpha_column": alpha_column, "alpha_slash": alpha_slash}
+    kept = choose(rows(queries), rows(keys), layout, **alphas, scale=scale)
+    return merge(kept, layout, 0, layout.row_blocks, layout.key_blocks, counts)
+
+
+@sample_select.register_fake
+def _(queries: torch.Tensor, keys: torch.Tensor, *given: Any) -> torch.Tensor:
+    layout = Layout(queries.shape[2], keys.shape[2], 1, given[-2])
+    return queries.new_empty(*queries.shape[:2], layout.row_blocks, layout.key_blocks, dtype=torch.int32)
+
+
+@torch.library.custom_op("mlx_sparse::sample_scores", mutates_args=())
 def sample_scores(
+    queries: torch.Tensor, keys: torch.Tensor, chunks: int, block_size: int, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the attention mass of each region's sample: `score`."""
+    return score(rows(queries), rows(keys), Layout(queries.shape[2], keys.shape[2], chunks, block_size), scale=scale)
+
+
+@sample_scores.register_fake
+def _(queries: torch.Tensor, keys: torch.Tensor, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    chunks, block_size, _ = given
+    layout = Layout(queries.shape[2], keys.shape[2], chunks, block_size)
+    shape = (*queries.shape[:2], min(chunks, layout.row_blocks), layout.key_blocks)
+    return queries.new_empty(shape, dtype=torch.float32), queries.new_empty(shape, dtype=torch.float32)
+
+
+def score(
     queries: torch.Tensor, keys: torch.Tensor, layout: Layout, *, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention mass of each region's sample by key block and by offset bin (sample.4), (sample.5).
+    """Compute the attention mass of each region's sample by key block and by offset bin (sample.4), (sample.5).
 
     Args:
         queries, keys: ``(B, Hq, L, D)`` and ``(B, Hkv, S, D)``, last stride 1.
@@ -65,12 +139,8 @@ def sample_scores(
             "rows": B * Hq,
             "heads": Hq,
             "scale": scale,
-            "stride_qb": queries.stride(0),
-            "stride_qh": queries.stride(1),
-            "stride_qn": queries.stride(2),
-            "stride_kb": keys.stride(0),
-            "stride_kh": keys.stride(1),
-            "stride_kn": keys.stride(2),
+            **strides("q", queries),
+            **strides("k", keys),
         },
         {
             "D": D,
@@ -104,7 +174,7 @@ def sample_scores(
 
 
 def keep(scores: torch.Tensor, alpha: float) -> torch.Tensor:
-    """(sample.6) the fewest of the largest ``scores (..., Nk)`` whose share of their sum reaches ``alpha - 1e-6``.
+    """Keep (sample.6) the fewest of the largest ``scores (..., Nk)`` whose share of their sum reaches ``alpha - 1e-6``.
 
     Returns:
         uint8 of the same shape, 1 = kept; ties go to the lower index. Shares that are NaN reach nothing: all are kept.
@@ -126,13 +196,13 @@ def choose(
     alpha_slash: float,
     scale: float,
 ) -> Kept:
-    """What is kept for each region, in both directions."""
-    column, slash = sample_scores(queries, keys, layout, scale=scale)
+    """Return what is kept for each region, in both directions."""
+    column, slash = score(queries, keys, layout, scale=scale)
     return Kept(keep(column, alpha_column), keep(slash, alpha_slash))
 
 
 def merge(kept: Kept, layout: Layout, first: int, stop: int, width: int, counts: torch.Tensor) -> torch.Tensor:
-    """(sample.7) lists of row blocks ``first`` to ``stop``, counted from the first that holds a query.
+    """Make the lists (sample.7) of row blocks ``first`` to ``stop``, counted from the first that holds a query.
 
     Args:
         width: of a list; at least the key blocks up to the last diagonal.
@@ -163,37 +233,8 @@ def merge(kept: Kept, layout: Layout, first: int, stop: int, width: int, counts:
     return blocks
 
 
-def sample_select(queries: torch.Tensor, keys: torch.Tensor, layout: Layout, **settings: float) -> torch.Tensor:
-    """The key blocks of every row block: ``(B, Hq, R, Nk)`` int32, ascending, then -1."""
-    counts = torch.empty(*queries.shape[:2], layout.row_blocks, dtype=torch.int32, device=queries.device)
-    kept = choose(queries, keys, layout, **settings)
-    return merge(kept, layout, 0, layout.row_blocks, layout.key_blocks, counts)
-
-
-def sample_prefill(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    layout: Layout,
-    *,
-    scale: float,
-    **alphas: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """SampleAttention of a prompt: `Prefill.result`, and int32 ``(B, Hq, R)``, the key blocks that were attended.
-
-    Lists are made for as many row blocks at a time as fit into `LIST_BYTES`.
-    """
-    B, Hq = queries.shape[:2]
-    counts = torch.empty(B, Hq, layout.row_blocks, dtype=torch.int32, device=queries.device)
-    kept = choose(queries, keys, layout, scale=scale, **alphas)
-    prefill = Prefill(queries, keys, values, layout, scale)
-    for first, stop in portions(layout, 4 * B * Hq):
-        prefill.attend(merge(kept, layout, first, stop, layout.first_block + stop, counts), first, stop)
-    return *prefill.result(), counts
-
-
 def portions(layout: Layout, entry: int) -> Iterator[tuple[int, int]]:
-    """Row blocks whose lists fit into `LIST_BYTES` with ``entry`` bytes for an entry of all of them, the last first."""
+    """Yield row blocks, the last first, whose lists fit into `LIST_BYTES` with ``entry`` bytes an entry."""
     stop = layout.row_blocks
     while stop > 0:
         width = layout.first_block + stop

@@ -9,7 +9,7 @@ import torch
 
 from ..kernels.top_k_select import top_k_select as kernel
 from . import configs
-from .launch import Launch
+from .launch import Launch, contiguous
 
 LINE = 16  # rows of logits start at multiples of this
 
@@ -49,8 +49,25 @@ class GroupScores:
         )
 
 
+@torch.library.custom_op("mlx_sparse::top_k_select", mutates_args=())
+def top_k_select(
+    scores: torch.Tensor, top_k: int, local_window: int, left_padding: torch.Tensor | None
+) -> torch.Tensor:
+    """Select keys by float32 ``scores (B, Hkv, S)`` (sparq.6): `select`. -inf is never selected, NaN counts as +inf."""
+    B, Hkv, S = scores.shape
+    tickets = torch.zeros(B, Hkv, 2, dtype=torch.int32, device=scores.device)
+    given = GroupScores(scores.contiguous()[:, :, None], None, None, tickets)
+    return select(given, S, top_k=top_k, local_window=local_window, left_padding=contiguous(left_padding))
+
+
+@top_k_select.register_fake
+def _(scores: torch.Tensor, top_k: int, *_: object) -> torch.Tensor:
+    B, Hkv, S = scores.shape
+    return scores.new_empty(B, Hkv, min(top_k, S), dtype=torch.int32)
+
+
 def block_size(S: int, top_k: int) -> int:
-    """Keys of a tile: the fewest, for many programs, such that the candidates of all tiles fit into one block."""
+    """Return the keys of a tile: the fewest for which the candidates of all tiles fit into one block."""
     return next(
         (block for block in configs.SELECT_WARPS if -(-S // block) * min(top_k, block) <= block),
         max(configs.SELECT_WARPS),
@@ -58,14 +75,9 @@ def block_size(S: int, top_k: int) -> int:
 
 
 def select(
-    scores: GroupScores,
-    S: int,
-    *,
-    top_k: int,
-    local_window: int,
-    left_padding: torch.Tensor | None,
+    scores: GroupScores, S: int, *, top_k: int, local_window: int, left_padding: torch.Tensor | None
 ) -> torch.Tensor:
-    """The last ``local_window`` valid keys and the best of the rest, ``top_k`` together (sparq.6).
+    """Select the last ``local_window`` valid keys and the best of the rest, ``top_k`` together (sparq.6).
 
     Returns:
         ``(B, Hkv, min(top_k, S))`` int32, ascending, ties to the lower index, -1 in slots that no key fills.
@@ -100,13 +112,3 @@ def select(
         {"num_warps": configs.SELECT_WARPS[BLOCK], "num_stages": 1},
     ).run()
     return indices
-
-
-def top_k_select(
-    scores: torch.Tensor, *, top_k: int, local_window: int, left_padding: torch.Tensor | None = None
-) -> torch.Tensor:
-    """`select` on float32 ``scores (B, Hkv, S)``; -inf is never chosen, NaN counts as +inf."""
-    B, Hkv, S = scores.shape
-    tickets = torch.zeros(B, Hkv, 2, dtype=torch.int32, device=scores.device)
-    given = GroupScores(scores.contiguous()[:, :, None], None, None, tickets)
-    return select(given, S, top_k=top_k, local_window=local_window, left_padding=left_padding)

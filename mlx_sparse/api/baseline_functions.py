@@ -34,9 +34,7 @@ class BaselineFunctions:
             call = Call(
                 self._library,
                 method.name,
-                queries,
-                keys,
-                values,
+                (queries, keys, values),
                 scale=scale,
                 left_padding=padding,
                 backend=backend,

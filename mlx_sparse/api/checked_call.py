@@ -58,9 +58,7 @@ class Call:
         self,
         library: Library,
         function: str,
-        queries: Any,
-        keys: Any,
-        values: Any,
+        arrays: tuple[Any, Any, Any],
         *,
         scale: float | None = None,
         left_padding: Any = None,
@@ -68,7 +66,7 @@ class Call:
         return_stats: bool | str = False,
     ) -> None:
         self.library, self.function = library, function
-        self.arrays = (queries, keys, values)
+        self.arrays = queries, keys, values = arrays
         for name, array in zip(("queries", "keys", "values"), self.arrays, strict=True):
             library.check_array(name, array)
         self.sizes = check_qkv(queries, keys, values)

@@ -36,7 +36,7 @@ class DecodeFunctions:
         Returns:
             ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)``; 0 and -inf where every slot is empty.
         """
-        call = Call(self._library, "attend_indices", queries, keys, values, scale=scale, backend=backend)
+        call = Call(self._library, "attend_indices", (queries, keys, values), scale=scale, backend=backend)
         n = call.sizes
         check_decode_step(n, "attend_indices")
         self._library.check_array("indices", indices, queries, integers=True)
@@ -61,9 +61,7 @@ class DecodeFunctions:
         call = Call(
             self._library,
             "dense",
-            queries,
-            keys,
-            values,
+            (queries, keys, values),
             scale=scale,
             left_padding=left_padding,
             backend=backend,
@@ -108,9 +106,7 @@ class DecodeFunctions:
         call = Call(
             self._library,
             "sparq",
-            queries,
-            keys,
-            values,
+            (queries, keys, values),
             scale=scale,
             left_padding=left_padding,
             backend=backend,
@@ -152,7 +148,7 @@ class DecodeFunctions:
 
     def code_keys(self, keys: Array, *, left_padding: Array | None = None, backend: str = "auto") -> KeyCodes:
         """Return int4 scoring keys (sparq.17) to (sparq.20): ``keys_t`` of `sparq_attention` with ``key_bits=4``."""
-        call = Call(self._library, "code_keys", keys, keys, keys, left_padding=left_padding, backend=backend)
+        call = Call(self._library, "code_keys", (keys, keys, keys), left_padding=left_padding, backend=backend)
         coded: KeyCodes = call.load("code_keys")(keys, call.left_padding)
         return coded
 
@@ -183,9 +179,7 @@ class DecodeFunctions:
         call = Call(
             self._library,
             "quest",
-            queries,
-            keys,
-            values,
+            (queries, keys, values),
             scale=scale,
             left_padding=left_padding,
             backend=backend,
@@ -223,7 +217,7 @@ class DecodeFunctions:
         What `h2o_attention` starts from after a dense prompt.
         """
         call = Call(
-            self._library, "h2o_scores", queries, keys, keys, scale=scale, left_padding=left_padding, backend=backend
+            self._library, "h2o_scores", (queries, keys, keys), scale=scale, left_padding=left_padding, backend=backend
         )
         run = call.load("h2o_scores")
         scores: Array = run(queries, keys, scale=call.scale, left_padding=call.left_padding)
@@ -254,9 +248,7 @@ class DecodeFunctions:
         call = Call(
             self._library,
             "h2o",
-            queries,
-            keys,
-            values,
+            (queries, keys, values),
             scale=scale,
             left_padding=left_padding,
             backend=backend,

@@ -41,7 +41,7 @@ class PrefillFunctions:
         Returns:
             ``out (B, Hq, L, D)`` and float32 ``lse (B, Hq, L)``; 0 and -inf for queries with nothing to attend.
         """
-        call = Call(self._library, "attend_blocks", queries, keys, values, scale=scale, backend=backend)
+        call = Call(self._library, "attend_blocks", (queries, keys, values), scale=scale, backend=backend)
         n = call.sizes
         check_block_size(block_size)
         expected = (n.B, n.Hq, Layout(n.L, n.S, 1, block_size).row_blocks)
@@ -69,7 +69,7 @@ class PrefillFunctions:
         Returns:
             ``(B, Hq, R, N)`` int32 for `attend_blocks`.
         """
-        call = Call(self._library, "sample_select", queries, keys, keys, scale=scale, backend=backend)
+        call = Call(self._library, "sample_select", (queries, keys, keys), scale=scale, backend=backend)
         check_sample(alpha_column, alpha_slash, chunks, block_size)
         blocks: Array = call.load("sample_select")(
             queries,
@@ -107,7 +107,7 @@ class PrefillFunctions:
             block_size: 32, 64 or 128 tokens.
         """
         call = Call(
-            self._library, "sample", queries, keys, values, scale=scale, backend=backend, return_stats=return_stats
+            self._library, "sample", (queries, keys, values), scale=scale, backend=backend, return_stats=return_stats
         )
         check_sample(alpha_column, alpha_slash, chunks, block_size)
         layout = Layout(call.sizes.L, call.sizes.S, chunks, block_size)

@@ -103,9 +103,7 @@ class SaapFunctions:
         call = Call(
             self._library,
             "saap",
-            queries,
-            keys,
-            values,
+            (queries, keys, values),
             scale=scale,
             left_padding=left_padding,
             backend=backend,

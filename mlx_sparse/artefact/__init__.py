@@ -15,7 +15,7 @@ import mlx.core as mx
 from ..checks import MAX_BUCKETS, ArtefactError
 from ..model_info import identity, kv_shapes, model_type, whole_of
 from ..model_parts import Part, part_of
-from .tensors import read_tensors, write_tensors
+from .tensors import read_tensors, refuse, write_tensors
 
 __all__ = ["MAX_HIDDEN", "Artefact", "Layer", "identity", "kv_shapes", "load", "versions"]
 
@@ -23,6 +23,7 @@ FORMAT = 1
 SPACE = "before_rope"  # keys are clustered before RoPE
 NETWORK = ("hidden_weight", "hidden_bias", "out_weight", "out_bias")
 NAME = re.compile(rf"layers\.(0|[1-9][0-9]{{0,8}})\.({'|'.join(('centroids', *NETWORK))})")
+WORD = re.compile(r"[\w.-]{1,64}")  # what messages repeat: the family of a model, and a hash
 MAX_HIDDEN = 1024  # units of a network, as the kernels take them
 
 
@@ -46,7 +47,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Artefact:
-    """Everything in the file.
+    """Content of the file.
 
     Attributes:
         layers: by index among the model's KV caches.
@@ -94,7 +95,7 @@ class Artefact:
             )
 
     def part_for(self, model: Any) -> Artefact:
-        """What ``model`` needs of this: all of it, or its own layers and KV heads where it is a part of a model.
+        """Return what ``model`` needs: everything, or its own layers and KV heads if it is a part of a model.
 
         A part is checked as by `check_model` if `model_info.note_whole` noted what it was cut from. Otherwise it has to
         have the family and the shapes of the model that this was trained on, and weights are not compared.
@@ -152,7 +153,7 @@ class Artefact:
 
 
 def load(path: str | Path) -> Artefact:
-    """Read an artefact; everything in it has been checked.
+    """Read an artefact and check everything in it.
 
     Raises:
         ArtefactError: the file is missing, truncated, damaged, of another kind or format, or holds numbers that are
@@ -168,7 +169,7 @@ def load(path: str | Path) -> Artefact:
 
 
 def _share(index: int, layer: Layer, shape: tuple[int, int] | None, part: Part) -> Layer:
-    """The KV heads of a layer that ``part`` holds; MLX gives each part heads that follow one another."""
+    """Return the KV heads of a layer that ``part`` has; MLX gives each part consecutive heads."""
     heads, _, D = layer.centroids.shape
     if shape == (heads, D):  # every part has them all
         return layer
@@ -183,23 +184,19 @@ def _share(index: int, layer: Layer, shape: tuple[int, int] | None, part: Part) 
 
 
 def versions() -> dict[str, str]:
-    """The versions of the packages that a result depends on."""
+    """Return the versions of the packages that a result depends on."""
     return {name: version(name) for name in ("mlx-sparse-attention", "mlx", "mlx-lm")}
 
 
-def _refuse(path: Path, found: str) -> ArtefactError:
-    return ArtefactError(f"{path}: expected an artefact of mlx-sparse train-saap, got {found}. Train it again.")
-
-
 def _about(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
-    """The metadata, checked."""
+    """Return the metadata after checking it."""
     try:
         about = json.loads(metadata["mlx_sparse"])
         kind, form = about["kind"], about["format"]
     except (KeyError, ValueError, TypeError, RecursionError):
-        raise _refuse(path, "a safetensors file of something else") from None
+        raise refuse(path, "a safetensors file of something else") from None
     if kind != "saap" or form != FORMAT:
-        raise _refuse(path, f"kind {str(kind)[:20]!r}, format {str(form)[:20]!r}, not 'saap' and {FORMAT}")
+        raise refuse(path, f"kind {str(kind)[:20]!r}, format {str(form)[:20]!r}, not 'saap' and {FORMAT}")
     bounds = {
         "buckets": (1, MAX_BUCKETS),
         "hidden": (1, MAX_HIDDEN),
@@ -207,28 +204,29 @@ def _about(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
         "recent_tokens": (0, 1 << 30),
     }
     if about.get("space") == "roped" or about.get("hidden") == 0:
-        raise _refuse(path, "one without query networks, whose modes kmeans and roped were removed")
+        raise refuse(path, "one without query networks, whose modes kmeans and roped were removed")
     right = about.get("space") == SPACE
     right &= all(type(about.get(name)) is int and low <= about[name] <= high for name, (low, high) in bounds.items())
     right &= all(isinstance(about.get(name), dict) for name in ("model", "training", "versions"))
-    right = right and all(isinstance(about["model"].get(name), str) for name in ("model_type", "hash"))
+    words = [about["model"].get(name) for name in ("model_type", "hash")] if right else []
+    right &= all(isinstance(word, str) and WORD.fullmatch(word) for word in words)
     if not right:
-        raise _refuse(path, "one whose description is damaged")
+        raise refuse(path, "one whose description is damaged")
     return dict(about)
 
 
 def _layers(path: Path, tensors: Mapping[str, mx.array], buckets: int, hidden: int) -> dict[int, Layer]:
-    """The layers that the tensors make up: each has its centroids and a whole network."""
+    """Return the layers that the tensors make up: each has its centroids and a whole network."""
     by_layer: dict[int, dict[str, mx.array]] = {}
     for name, array in tensors.items():
         found = NAME.fullmatch(name)
         if found is None:
-            raise _refuse(path, f"an unknown tensor {name[:40]!r}")
+            raise refuse(path, f"an unknown tensor {name[:40]!r}")
         if not mx.all(mx.isfinite(array)).item():
-            raise _refuse(path, f"numbers that are not finite in {name}")
+            raise refuse(path, f"numbers that are not finite in {name}")
         by_layer.setdefault(int(found[1]), {})[found[2]] = array
     if not by_layer:
-        raise _refuse(path, "one without layers")
+        raise refuse(path, "one without layers")
     for index, parts in by_layer.items():
         shapes = {name: array.shape for name, array in parts.items()}
         centroids = shapes.get("centroids", ())
@@ -241,5 +239,5 @@ def _layers(path: Path, tensors: Mapping[str, mx.array], buckets: int, hidden: i
             "out_bias": (heads, buckets),
         }
         if shapes != wanted or min(heads, D) < 1:
-            raise _refuse(path, f"tensors of other shapes in layer {index}")
+            raise refuse(path, f"tensors of other shapes in layer {index}")
     return {index: Layer(**by_layer[index]) for index in sorted(by_layer)}

@@ -13,24 +13,25 @@ from ..checks import ArtefactError
 from ..files import replace_file
 
 TYPES = ("F16", "F32")
+QUOTED = 120  # characters of the description of a file that a message repeats
 
 
 def read_tensors(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
-    """The tensors of a file by name, and its metadata.
+    """Return the tensors of a file by name, and its metadata.
 
     Raises:
         ArtefactError: the file cannot be read, is truncated, damaged, or of another kind.
     """
     if not path.is_file():  # a pipe would never end
-        raise _refuse(path, "none that can be read (no file)")
+        raise refuse(path, "none that can be read (no file)")
     try:
         with safe_open(path, framework="mlx") as file:
             names = list(file.keys())
             if any(file.get_slice(name).get_dtype() not in TYPES for name in names):
-                raise _refuse(path, f"tensors of other types than {' and '.join(TYPES)}")
+                raise refuse(path, f"tensors of other types than {' and '.join(TYPES)}")
             return {name: file.get_tensor(name) for name in names}, dict(file.metadata() or {})
     except (OSError, SafetensorError) as error:
-        raise _refuse(path, f"none that can be read ({error})") from None
+        raise refuse(path, f"none that can be read ({error})") from None
 
 
 def write_tensors(path: Path, tensors: Mapping[str, mx.array], metadata: Mapping[str, str] | None = None) -> None:
@@ -56,5 +57,8 @@ def write_tensors(path: Path, tensors: Mapping[str, mx.array], metadata: Mapping
     replace_file(path, write)
 
 
-def _refuse(path: Path, found: str) -> ArtefactError:
+def refuse(path: Path, found: str) -> ArtefactError:
+    """Return the error about a file; what the file made a library print is cut."""
+    found = " ".join(found.split())
+    found = found if len(found) <= QUOTED else f"{found[:QUOTED]}..."
     return ArtefactError(f"{path}: expected a file written by mlx-sparse train-saap, got {found}. Train it again.")

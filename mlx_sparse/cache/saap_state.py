@@ -1,9 +1,9 @@
-"""SAAP's index beside a cache: the bucket of every key, and the keys in order of bucket (docs/spec/saap.md)."""
+"""SAAP's auxiliary cache state: the bucket of every key (docs/spec/saap.md)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import numpy as np
@@ -14,6 +14,7 @@ from .saap_router import Router, kmeans_network
 from .state import State
 
 if TYPE_CHECKING:
+    from .saap_lists import KeyLists
     from .sparse_cache import SparseCache
 
 # The online mode fits its centroids to this many keys per bucket: more change them little.
@@ -31,8 +32,7 @@ class BucketIndex(State):
     Rows are ``[0, length)``: bucket ids of the first, keys before RoPE of the rest, which get theirs together. Rows
     from ``length`` on are unknown (the cache came from a file); `complete` turns them back.
 
-    Nothing in it depends on the batch that a sequence is in: each has its own centroids, if the model has none, and how
-    far its keys are listed follows from its own length.
+    Nothing in it depends on the batch that a sequence is in: each has its own centroids, if the model has none.
 
     Attributes:
         centroids: ``(Hkv, C, D)`` of the router, or ``(B, Hkv, C, D)`` of the sequences; None before the first.
@@ -41,10 +41,7 @@ class BucketIndex(State):
             centroids of the others are 0.
         ids: int16 ``(B, Hkv, n)`` of rows ``[0, n)``; None where n is 0.
         pending: keys before RoPE of the rows after those, ``(B, Hkv, any, D)`` each.
-        covered: the row of each sequence before which its keys are listed in ``offsets`` and ``key_ids`` (saap.9);
-            empty, and both None, before the first `fold` and after rows have moved.
-        capacity: what every list of keys fits into until the next `fold`.
-        listed: keys in ``key_ids``, of all heads of each sequence.
+        lists: keys by bucket (saap.9), made by `saap_lists.fold`; None before the first and after rows have moved.
         received: while a plan listens, the keys of the last write and where it put them.
     """
 
@@ -53,19 +50,14 @@ class BucketIndex(State):
         self.centroids, self.network = router.centroids, router.network
         self.ids: mx.array | None = None
         self.pending: list[mx.array] = []
-        self.offsets: mx.array | None = None
-        self.key_ids: mx.array | None = None
+        self.lists: KeyLists | None = None
         self.fitted: dict[int, int] = {}
-        self.covered: list[int] = []
-        self.listed: list[int] = []
-        self.bounds: int | mx.array = 0  # `covered` as the kernels take it
-        self.capacity = 0
         self.listening = False
         self.received: tuple[int, mx.array] | None = None
 
     @property
     def nbytes(self) -> int:
-        arrays = [self.ids, self.offsets, self.key_ids, *self.pending]
+        arrays = [self.ids, *self.pending, *(self.lists.arrays if self.lists else ())]
         if self.router.centroids is None:
             arrays += [self.centroids, *(self.network or {}).values()]
         return sum(array.nbytes for array in arrays if array is not None)
@@ -100,12 +92,8 @@ class BucketIndex(State):
                 self.pending.append(rows[:, :, :kept])
         if self.assigned > length:
             self.ids = None if self.ids is None or length == 0 else self.ids[..., :length]
-        if any(row > length for row in self.covered):
-            self._unlist()
-
-    def _unlist(self) -> None:
-        self.offsets = self.key_ids = None
-        self.covered = []
+        if self.lists is not None and max(self.lists.covered) > length:
+            self.lists = None
 
     def write(self, start: int, before: mx.array) -> mx.array | None:
         """Take in keys before RoPE that the cache has written at row ``start``; return ids if new ones want computing.
@@ -198,7 +186,7 @@ class BucketIndex(State):
 
     def filter(self, sequences: list[int], length: int, start: int) -> BucketIndex:
         self._assign_pending()
-        self._unlist()
+        self.lists = None
         rows = mx.array(sequences)
         if self.ids is not None:
             self.ids = self.ids[rows][..., start:] if start < self.assigned else None
@@ -212,7 +200,7 @@ class BucketIndex(State):
         if padding is None:
             return self
         self._assign_pending()
-        self._unlist()
+        self.lists = None
         self.fitted = dict.fromkeys(self.fitted, length)
         if self.ids is None or self.assigned != length:
             self._forget_rows(0)
@@ -300,94 +288,13 @@ class BucketIndex(State):
         """Whether one of the sequences waits for centroids of its own."""
         return self.router.centroids is None and not self.fitted.keys() >= set(sequences)
 
-    def due(self, cache: SparseCache, first_rows: list[int], S: int, config: SAAP) -> bool:
-        """Whether the lists of a step at position ``S`` want a `fold` first."""
-        return self.covered != covered_rows(cache, first_rows, S, config)
-
-    def lists(
-        self, queries_before: mx.array, S: int, config: SAAP, padding: mx.array | None, backend: str
-    ) -> tuple[mx.array, mx.array]:
-        """The keys that a step at length ``S`` attends (saap.8), (saap.10): ``indices`` and ``counts``."""
-        route, expand = (registry.load(function, backend) for function in ("saap_route", "saap_indices"))
-        network = dict(self.network or {})
-        if self.router.centroids is None:
-            # Routers take one network for all sequences: to them these are the heads of one.
-            B, Hkv = network["out_weight"].shape[:2]
-            queries_before = queries_before.reshape(1, -1, *queries_before.shape[2:])
-            network = {name: weight.flatten(0, 1) for name, weight in network.items()}
-            visited = route(queries_before, probes=config.probes, **network).reshape(B, Hkv, -1)
-        else:
-            visited = route(queries_before, probes=config.probes, **network)
-        lists: tuple[mx.array, mx.array] = expand(
-            visited,
-            self.offsets,
-            self.key_ids,
-            length=S,
-            covered=self.bounds,
-            sink_tokens=config.sink_tokens,
-            capacity=self.capacity,
-            left_padding=padding,
-        )
-        return lists
-
 
 def _nearest(before: mx.array, centroids: mx.array) -> mx.array:
     ids: mx.array = registry.load("saap_assign", "ops")(before, centroids)
     return ids.astype(mx.int16)  # MAX_BUCKETS fit
 
 
-def covered_rows(cache: SparseCache, first_rows: list[int], S: int, config: SAAP) -> list[int]:
-    """Up to which row a step at position ``S`` finds the keys of each sequence listed.
-
-    Multiples of ``fold_every``, counted from the sequence's first key: the same in a batch as alone.
-    """
-    every = config.fold_every
-    return [
-        cache.rows_before(first + max(S - first - config.recent_tokens, 0) // every * every) for first in first_rows
-    ]
-
-
-def fold(caches: list[SparseCache], S: int, config: SAAP, sequences: Iterable[int] | None = None) -> None:
-    """List the keys that have left the window of a step at position ``S``, in all layers: one wait for the device.
-
-    Args:
-        caches: with an index each, of at least ``S - 1`` rows.
-        sequences: whose centroids are fitted, as `BucketIndex.complete` takes them.
-    """
-    first_rows = caches[0].first_rows(caches)
-    covered = covered_rows(caches[0], first_rows, S, config)
-    indexed = [(cache, index) for cache in caches if (index := index_of(cache)) is not None]
-    found = [_list_keys(cache, index, covered, config, sequences) for cache, index in indexed]
-    numbers: Any = mx.stack([figures for *_, figures in found]).tolist()
-    for (_, index), (offsets, key_ids, _), (limits, listed) in zip(indexed, found, numbers, strict=True):
-        mx.eval(offsets, key_ids)
-        index.offsets, index.key_ids, index.covered, index.listed = offsets, key_ids, covered, listed
-        slots = [
-            min(config.sink_tokens + limit, end - first)
-            for limit, end, first in zip(limits, covered, first_rows, strict=True)
-        ]
-        index.capacity = config.recent_tokens + config.fold_every + max(slots)
-        index.bounds = covered[0] if len(set(covered)) == 1 else mx.array(covered, mx.int32)
-
-
 def index_of(cache: SparseCache) -> BucketIndex | None:
     """The index beside a cache, if there is one."""
     index = cache.beside.get(SAAP.name)
     return index if isinstance(index, BucketIndex) else None
-
-
-def _list_keys(
-    cache: SparseCache, index: BucketIndex, covered: list[int], config: SAAP, sequences: Iterable[int] | None
-) -> tuple[mx.array, mx.array, mx.array]:
-    """(saap.9) and what the host wants to know of each sequence: keys in the ``probes`` largest buckets, and in all."""
-    index.complete(cache, config, sequences)
-    B, Hkv, _, _ = cache.key_rows.shape
-    last = max(covered)
-    ids = mx.full((B, Hkv, last), -1, mx.int16) if index.ids is None else index.ids[..., :last]
-    ids = mx.where(mx.arange(last) < mx.array(covered)[:, None, None], ids, -1)
-    offsets, key_ids = registry.load("saap_index", "ops")(
-        ids, buckets=index.router.buckets, sink_tokens=config.sink_tokens, left_padding=cache.padding
-    )
-    sizes = mx.sort(offsets[..., 1:] - offsets[..., :-1], axis=-1)
-    largest = sizes[..., -config.probes :].sum(axis=-1).max(axis=-1)
-    return offsets, key_ids, mx.stack([largest.astype(mx.int32), offsets[..., -1].sum(axis=-1).astype(mx.int32)])

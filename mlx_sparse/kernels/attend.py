@@ -45,6 +45,19 @@ class Reallocation(NamedTuple):
     value_mean: mx.array
 
 
+class Listed(NamedTuple):
+    """Sizes and numbers that every launch over a list of keys depends on."""
+
+    B: int
+    Hq: int
+    Hkv: int
+    D: int
+    dtype: mx.Dtype
+    length: int
+    scale: float
+    form: Form
+
+
 def splits_of(N: int, lists: int) -> int:
     """Threadgroups that share a list of ``N`` entries when there are ``lists`` of them."""
     if N <= UNSPLIT:
@@ -111,7 +124,7 @@ def attend_indices(
     assert form == other
     listed = _narrow(indices, capacity)
     used = _no_counts() if counts is None else counts.astype(mx.int32)
-    launch = _attending(B, Hq, Hkv, D, N, queries.dtype, length, scale, counted, mixed, form)
+    launch = _attending(Listed(B, Hq, Hkv, D, queries.dtype, length, scale, form), N, counted, mixed)
     rows = queries, *key_parts, *value_parts, listed
     if reallocation is not None:
         assert counts is None
@@ -125,24 +138,13 @@ def attend_indices(
 
 
 @lru_cache(maxsize=KEPT)
-def _attending(
-    B: int,
-    Hq: int,
-    Hkv: int,
-    D: int,
-    N: int,
-    dtype: mx.Dtype,
-    length: int,
-    scale: float,
-    counted: bool,
-    mixed: bool,
-    form: Form,
-) -> Launch:
-    """Each of ``splits`` threadgroups attends its part of the list.
+def _attending(n: Listed, N: int, counted: bool, mixed: bool) -> Launch:
+    """Build the launch over ``N`` entries; each of ``splits`` threadgroups attends its part of the list.
 
     Its outputs are ``out (B, Hkv, splits, G, D)`` and ``lse (B, Hkv, splits, G)``, float32, of a single split what
     `attend_indices` returns; with a reallocation also ``alpha``, like ``lse``, and a single split is mixed already.
     """
+    B, Hq, Hkv, D, dtype, length, scale, form = n
     G, splits = Hq // Hkv, splits_of(N, B * Hkv)
     heads, simdgroups = heads_of(D, G)
     statistic = ((B, Hq, 1) if splits == 1 else (B, Hkv, splits, G), mx.float32)
@@ -163,10 +165,9 @@ def takes_candidates(D: int, G: int, candidates: int, top_k: int) -> bool:
     return top_k <= UNSPLIT and candidates <= ITEMS * LANES * heads_of(D, G)[1]
 
 
-def attend_candidates(
-    B: int, Hq: int, Hkv: int, D: int, dtype: mx.Dtype, length: int, scale: float, top_k: int, form: Form
-) -> Launch:
-    """What makes ``out`` and ``lse`` of `attend_indices` from the best ``top_k`` of what a `select.listing` left."""
+def attend_candidates(n: Listed, top_k: int) -> Launch:
+    """Build the launch that attends to the best ``top_k`` of what a `select.listing` left, as `attend_indices` does."""
+    B, Hq, Hkv, D, dtype, length, scale, form = n
     G = Hq // Hkv
     heads, simdgroups = heads_of(D, G)
     return Launch(

@@ -67,7 +67,7 @@ def attend_rows(
     keys, values = of_one_type(keys, values)
     length = capacity if length is None else length
     rows, padding = Hq // Hkv * L, padding_or_zeros(left_padding, B)
-    launch = _attending(B, Hkv, rows, D, length, queries.dtype, keys.dtype, length, scale)
+    launch = _attending(B, Hkv, rows, D, queries.dtype, keys.dtype, length, scale)
     out, lse = launch(queries, keys, values, padding)
     if splits_of(length, B * Hkv, rows) > 1:
         out, lse = merging(B, Hkv, rows, D, queries.dtype)(out, lse)
@@ -76,22 +76,14 @@ def attend_rows(
 
 @lru_cache(maxsize=KEPT)
 def _attending(
-    B: int,
-    Hkv: int,
-    rows: int,
-    D: int,
-    N: int,
-    dtype: mx.Dtype,
-    row_type: mx.Dtype,
-    length: int,
-    scale: float,
+    B: int, Hkv: int, rows: int, D: int, dtype: mx.Dtype, row_type: mx.Dtype, length: int, scale: float
 ) -> Launch:
-    """Build the launch over ``N`` keys.
+    """Build the launch over ``length`` keys.
 
     Its outputs are ``out (B, Hkv, splits, rows, D)``, in float32 if there are several splits, and float32
     ``lse (B, Hkv, splits, rows)``.
     """
-    splits, (in_group, staged) = splits_of(N, B * Hkv, rows), shape_of(D, row_type.size, rows)
+    splits, (in_group, staged) = splits_of(length, B * Hkv, rows), shape_of(D, row_type.size, rows)
     statistic = (B, Hkv, splits, rows)
     return Launch(
         ROWS,

@@ -7,11 +7,12 @@ of a list of more than 512 keys.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from ..ops.csr import saap_index
+from ..ops.saap import list_keys
 from .attend import attend_indices
 from .launch import LANES, Kernel, integer, padding_or_zeros
 
@@ -134,41 +135,16 @@ def saap_indices(
 
 
 def saap_attention(
-    queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    *,
-    bucket_ids: mx.array,
-    visited: mx.array,
-    buckets: int,
-    sink_tokens: int,
-    recent_tokens: int,
-    scale: float,
-    left_padding: mx.array | None = None,
-    length: int | None = None,
+    queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, length: int | None = None, **visit: Any
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """One decode step from bucket ids: ``out (B, Hq, 1, D)``, float32 ``lse (B, Hq, 1)`` and ``counts (B, Hkv)``.
+    """Run one decode step: ``out (B, Hq, 1, D)``, float32 ``lse (B, Hq, 1)`` and ``counts (B, Hkv)``.
 
     Args:
         keys, values: ``(B, Hkv, capacity, D)`` with ``length`` rows in use; whole buffers, which are not copied.
-        bucket_ids: ``(B, Hkv, length or more)`` int; any number that is no bucket's = attended in the exact part only.
-        visited: ``(B, Hkv, n)`` int, no bucket twice.
+        visit: the other arguments of `list_keys`.
     """
     S = keys.shape[2] if length is None else length
-    covered = max(S - recent_tokens, 0)
-    offsets, key_ids = saap_index(
-        bucket_ids[..., :covered], buckets=buckets, sink_tokens=sink_tokens, left_padding=left_padding
-    )
-    indices, counts = saap_indices(
-        visited,
-        offsets,
-        key_ids,
-        length=S,
-        covered=covered,
-        sink_tokens=sink_tokens,
-        capacity=S,
-        left_padding=left_padding,
-    )
+    indices, counts = list_keys(saap_indices, S, **visit)
     out, lse = attend_indices(queries, keys, values, indices, counts=counts, scale=scale, length=S)
     return out, lse, counts
 

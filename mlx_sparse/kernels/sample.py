@@ -6,6 +6,7 @@ Two launches score the sampled rows, array operations choose the blocks, one lau
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import mlx.core as mx
 
@@ -148,29 +149,20 @@ def sample_attention(
     keys: mx.array,
     values: mx.array,
     *,
-    alpha_column: float,
-    alpha_slash: float,
-    chunks: int,
     block_size: int,
     scale: float,
     length: int | None = None,
+    **selection: Any,
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """A prompt, or a step of one: ``out (B, Hq, L, D)`` in the type of ``queries``, float32 ``lse (B, Hq, L)``, blocks.
+    """Attend a chunk: ``out (B, Hq, L, D)`` in the type of ``queries``, float32 ``lse (B, Hq, L)`` and its blocks.
 
     Args:
         queries: ``(B, Hq, L, D)``, at positions ``length - L ..``.
         keys, values: ``(B, Hkv, capacity, D)`` with ``length`` rows in use; whole buffers, which are not copied if all
             three have one type.
+        selection: the other parameters of `sample_select`.
     """
-    blocks = sample_select(
-        queries,
-        keys,
-        alpha_column=alpha_column,
-        alpha_slash=alpha_slash,
-        chunks=chunks,
-        block_size=block_size,
-        scale=scale,
-        length=length,
-    )
-    out, lse = attend_lists(queries, keys, values, blocks, block_size=block_size, scale=scale, length=length)
+    given: dict[str, Any] = {"block_size": block_size, "scale": scale, "length": length}
+    blocks = sample_select(queries, keys, **selection, **given)
+    out, lse = attend_lists(queries, keys, values, blocks, **given)
     return out, lse, blocks

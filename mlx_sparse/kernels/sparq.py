@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..methods.scoring_keys import GROUP, WORDS, KeyCodes
+from ..methods.sparq import Selection
 from ..ops.packed_rows import Rows
-from .attend import Reallocation, attend_candidates, attend_indices, takes_candidates
-from .launch import KEPT, Form, Kernel, Launch, integer, padding_or_zeros, parts_of, real, row_template
+from .attend import Listed, Reallocation, attend_candidates, attend_indices, takes_candidates
+from .launch import KEPT, Form, Kernel, Launch, Outputs, integer, padding_or_zeros, parts_of, real, row_template
 from .select import listing, merge, tiles_of
 
 KEYS = 4  # per thread: SCORE_KEYS
@@ -55,116 +56,124 @@ CODE_CANDIDATES = Kernel(
 )
 
 
-def sparq_scores(
-    B: int, Hkv: int, G: int, D: int, length: int, *, rank: int, scale: float, weighted: bool, aligned: bool
-) -> Launch:
-    """Approximate logits of all keys from ``rank`` components (sparq.3).
+class Sizes(NamedTuple):
+    """Everything that the launches of a decode step depend on, except the numbers in its arrays.
 
-    Args:
-        weighted: whether there is a component weight.
-        aligned: whether rows of ``keys_t`` hold a multiple of 4 keys.
-
-    Returns:
-        What makes float32 ``logits (B, Hkv, stride, G)``, -inf for invalid keys, with ``stride`` the next multiple of
-        4, and ``statistics (B, Hkv, tiles, G, 2)``: largest logit and sum of ``exp(logit - largest)`` of each tile of
-        1,024 keys.
+    Attributes:
+        dtype: type of the queries and of the output.
+        length: keys in use.
+        weighted: the components have a weight.
+        scored: source of the scores: the "columns" of component-major keys, their "codes", or packed "rows".
+        exact: the logits have to be float32, as reallocation reads them. Logits from columns always are.
+        aligned: each column holds a multiple of 4 keys.
+        form: form of packed rows.
     """
-    tiles = -(-length // (KEYS * THREADS))
+
+    B: int
+    Hkv: int
+    G: int
+    D: int
+    dtype: mx.Dtype
+    length: int
+    rank: int
+    top_k: int
+    local_window: int
+    scale: float
+    weighted: bool
+    scored: str
+    exact: bool
+    aligned: bool
+    form: Form
+
+    @property
+    def narrow(self) -> bool:
+        """The logits are written in 8 bits: sixteenths of a nat below the largest of their tile."""
+        return self.scored != "columns" and not self.exact
+
+    @property
+    def code_tiles(self) -> int:
+        """Tiles of keys in full groups, and one for the tail."""
+        return -(-(self.length // GROUP * GROUP) // CODE_TILE) + 1
+
+
+def sparq_scores(n: Sizes) -> Launch:
+    """Build the launch that writes approximate logits of all keys from ``rank`` components (sparq.3).
+
+    Its outputs are float32 ``logits (B, Hkv, stride, G)``, -inf for invalid keys, with ``stride`` the next multiple of
+    4, and ``statistics (B, Hkv, tiles, G, 2)``: largest logit and sum of ``exp(logit - largest)`` of each tile of 1,024
+    keys.
+    """
+    tiles = -(-n.length // (KEYS * THREADS))
+    logits = (n.B, n.Hkv, -(-n.length // KEYS) * KEYS, n.G)
     return Launch(
         SCORES,
-        [((B, Hkv, -(-length // KEYS) * KEYS, G), mx.float32), ((B, Hkv, tiles, G, 2), mx.float32)],
-        [integer(rank), integer(length), real(scale)],
-        template={"D": D, "G": G, "WEIGHTED": weighted, "ALIGNED": aligned},
-        groups=(tiles, Hkv, B),
+        [(logits, mx.float32), ((n.B, n.Hkv, tiles, n.G, 2), mx.float32)],
+        [integer(n.rank), integer(n.length), real(n.scale)],
+        template={"D": n.D, "G": n.G, "WEIGHTED": n.weighted, "ALIGNED": n.aligned},
+        groups=(tiles, n.Hkv, n.B),
         threads=THREADS,
     )
 
 
-def keys_per_thread(G: int) -> int:
-    """Of `sparq_code_scores`: more would not fit into the registers."""
-    return 8 if G <= 4 else 4
+def sparq_code_scores(n: Sizes) -> Launch:
+    """Build the launch that writes approximate logits of all keys from codes of ``rank`` components (sparq.21).
 
-
-def sparq_code_scores(
-    B: int,
-    Hkv: int,
-    G: int,
-    D: int,
-    length: int,
-    *,
-    rank: int,
-    scale: float,
-    weighted: bool,
-    narrow: bool,
-    form: Form,
-) -> Launch:
-    """Approximate logits of all keys from codes of ``rank`` components (sparq.21).
-
-    Args:
-        narrow: whether the logits are written in 8 bits.
-
-    Returns:
-        What makes those of `sparq_scores`, but for a stride of a multiple of 8 and one more tile, the tail; or uint8
-        ``logits``, sixteenths of a nat below the largest of their tile.
+    Its outputs are those of `sparq_scores` with a stride of a multiple of 8 and one more tile, the tail; `narrow`
+    logits are uint8.
     """
-    per_thread = keys_per_thread(G)
-    template = {"D": D, "G": G, "WEIGHTED": weighted, "KEYS": per_thread}
+    per_thread = 8 if n.G <= 4 else 4  # more would not fit into the registers
+    template = {"D": n.D, "G": n.G, "WEIGHTED": n.weighted, "KEYS": per_thread}
     return Launch(
-        CODE_SCORES_PACKED if form else CODE_SCORES,
-        _scored(B, Hkv, G, length, narrow),
-        [integer(rank), integer(length), real(scale)],
-        template=template | row_template(form),
-        groups=(_code_tiles(length), Hkv, B),
+        CODE_SCORES_PACKED if n.form else CODE_SCORES,
+        _scored(n),
+        [integer(n.rank), integer(n.length), real(n.scale)],
+        template=template | row_template(n.form),
+        groups=(n.code_tiles, n.Hkv, n.B),
         threads=CODE_TILE // per_thread,
     )
 
 
-def sparq_row_scores(
-    B: int, Hkv: int, G: int, D: int, length: int, *, scale: float, narrow: bool, form: Form
-) -> Launch:
-    """Those of `sparq_code_scores` from all components of packed rows (quantised.2)."""
+def sparq_row_scores(n: Sizes) -> Launch:
+    """Build the launch that scores packed rows by all their components (quantised.2), as `sparq_code_scores` does."""
     return Launch(
         ROW_SCORES,
-        _scored(B, Hkv, G, length, narrow),
-        [integer(length), real(scale)],
-        template={"D": D, "G": G, "KEYS": KEYS, **row_template(form)},
-        groups=(_code_tiles(length), Hkv, B),
+        _scored(n),
+        [integer(n.length), real(n.scale)],
+        template={"D": n.D, "G": n.G, "KEYS": KEYS, **row_template(n.form)},
+        groups=(n.code_tiles, n.Hkv, n.B),
         threads=CODE_TILE // KEYS,
     )
 
 
-def _code_tiles(length: int) -> int:
-    """Tiles of keys in full groups, and one for the tail."""
-    return -(-(length // GROUP * GROUP) // CODE_TILE) + 1
+def _scored(n: Sizes) -> Outputs:
+    """Logits and statistics of `code_tiles`."""
+    logits = (n.B, n.Hkv, -(-n.length // 8) * 8, n.G)
+    return [(logits, mx.uint8 if n.narrow else mx.float32), ((n.B, n.Hkv, n.code_tiles, n.G, 2), mx.float32)]
 
 
-def _scored(B: int, Hkv: int, G: int, length: int, narrow: bool) -> list[tuple[tuple[int, ...], mx.Dtype]]:
-    """Logits and statistics of such tiles."""
-    logits = (B, Hkv, -(-length // 8) * 8, G)
-    return [(logits, mx.uint8 if narrow else mx.float32), ((B, Hkv, _code_tiles(length), G, 2), mx.float32)]
+def sparq_candidates(n: Sizes) -> Launch:
+    """Build the launch that lists the best keys of each tile (sparq.6) and the softmax of the logits (sparq.4).
 
-
-def sparq_candidates(B: int, Hkv: int, G: int, length: int, *, top_k: int, local_window: int, narrow: bool) -> Launch:
-    """The best keys of each tile (sparq.6) and the softmax of the logits (sparq.4).
-
-    Returns:
-        What makes ``bits`` and ``indices`` of a `select.listing`, and float32 ``softmax (B, Hkv, G, 2)``: largest logit
-        and one over the sum of ``exp(logit - largest)``.
+    Its outputs are ``bits`` and ``indices`` of a `select.listing`, and float32 ``softmax (B, Hkv, G, 2)``: largest
+    logit and one over the sum of ``exp(logit - largest)``.
     """
     return listing(
-        CODE_CANDIDATES if narrow else CANDIDATES,
-        B,
-        Hkv,
-        length,
-        top_k,
-        [integer(length), integer(local_window), integer(top_k)],
-        more=[((B, Hkv, G, 2), mx.float32)],
-        template={"G": G},
+        CODE_CANDIDATES if n.narrow else CANDIDATES,
+        n.B,
+        n.Hkv,
+        n.length,
+        n.top_k,
+        [integer(n.length), integer(n.local_window), integer(n.top_k)],
+        more=[((n.B, n.Hkv, n.G, 2), mx.float32)],
+        template={"G": n.G},
     )
 
 
+SCORING = {"columns": sparq_scores, "codes": sparq_code_scores, "rows": sparq_row_scores}
+
+
 class Launches(NamedTuple):
-    """What a step launches.
+    """Launches of a decode step.
 
     Attributes:
         attend: None where one launch cannot attend to the best of all tiles.
@@ -176,44 +185,17 @@ class Launches(NamedTuple):
 
 
 @lru_cache(maxsize=KEPT)
-def launches(
-    queries: tuple[int, ...],
-    keys: tuple[int, ...],
-    dtype: mx.Dtype,
-    length: int,
-    rank: int,
-    top_k: int,
-    local_window: int,
-    scale: float,
-    weighted: bool,
-    coded: bool,
-    exact: bool,
-    aligned: bool,
-    form: Form,
-    by_rows: bool,
-) -> Launches:
-    """Those of a step over arrays of these shapes, with the parameters of `choose`; ``by_rows`` are keys scored."""
-    B, Hq, _, D = queries
-    Hkv = keys[1]
-    sizes = (B, Hkv, Hq // Hkv, D, length)
-    narrow = (by_rows or coded) and not exact
-    how: dict[str, Any] = {"rank": rank, "scale": scale, "weighted": weighted}
-    if by_rows:
-        scores = sparq_row_scores(*sizes, scale=scale, narrow=narrow, form=form)
-    elif coded:
-        scores = sparq_code_scores(*sizes, **how, narrow=narrow, form=form)
-    else:
-        scores = sparq_scores(*sizes, **how, aligned=aligned)
-    candidates = sparq_candidates(B, Hkv, Hq // Hkv, length, top_k=top_k, local_window=local_window, narrow=narrow)
-    tiles, _, slots = tiles_of(length, top_k)
+def launches(n: Sizes) -> Launches:
+    """Build the launches of a decode step; layers of the same sizes share them."""
+    tiles, _, slots = tiles_of(n.length, n.top_k)
     left = tiles * slots
-    fits = not exact and left > top_k and takes_candidates(D, Hq // Hkv, left, top_k)
-    attend = attend_candidates(B, Hq, Hkv, D, dtype, length, scale, top_k, form) if fits else None
-    return Launches(scores, candidates, attend)
+    fits = not n.exact and left > n.top_k and takes_candidates(n.D, n.G, left, n.top_k)
+    listed = Listed(n.B, n.Hkv * n.G, n.Hkv, n.D, n.dtype, n.length, n.scale, n.form)
+    return Launches(SCORING[n.scored](n), sparq_candidates(n), attend_candidates(listed, n.top_k) if fits else None)
 
 
-class Choice(NamedTuple):
-    """What a step's first two launches make.
+class Candidates(NamedTuple):
+    """Results of the first two launches of a decode step.
 
     Attributes:
         bits, indices: of a `select.listing`.
@@ -229,64 +211,37 @@ class Choice(NamedTuple):
     attend: Launch | None
 
 
-def choose(
-    queries: mx.array,
-    keys: Rows,
-    *,
-    rank: int,
-    top_k: int,
-    local_window: int,
-    component_weight: mx.array | None,
-    scale: float,
-    left_padding: mx.array | None,
-    keys_t: mx.array | KeyCodes | None,
-    exact: bool = False,
-    length: int | None = None,
-) -> Choice:
+def find_candidates(
+    queries: mx.array, keys: Rows, how: Selection, *, exact: bool = False, length: int | None = None
+) -> Candidates:
     """Find the best keys of each tile from ``rank`` components.
 
     Args:
-        component_weight: float32 ``(B, Hkv, D)``, or None for the paper's rule.
-        keys_t: ``(B, Hkv, D, capacity)`` component-major keys. Without them packed keys are scored by their rows if
-            ``rank`` is D, and others transposed first, which costs more than dense attention. Or codes of at least
-            the full groups.
-        exact: whether the logits have to be float32, as reallocation reads them. Those of keys that are not coded
-            always are.
+        how: of its ``keys_t (B, Hkv, D, capacity)`` the codes have at least the full groups. Without ``keys_t`` packed
+            keys are scored by their rows if ``rank`` is D, and others transposed first, which costs more than dense
+            attention.
+        exact: see `Sizes`.
         length: keys in use; all of them when None.
     """
-    length = keys.shape[2] if length is None else length
-    weight = _no_weight() if component_weight is None else component_weight
+    (B, Hq, _, D), Hkv = queries.shape, keys.shape[1]
+    weight = _no_weight() if how.component_weight is None else how.component_weight
     rows, form = parts_of(keys)
-    by_rows = form is not None and keys_t is None and rank == keys.shape[3]
-    scored: tuple[mx.array, ...]
+    arrays: tuple[mx.array, ...]
     aligned = True
-    if by_rows:
-        scored = rows
-    elif isinstance(keys_t, KeyCodes):
-        scored = (weight, *_some(keys_t), *rows)
+    if isinstance(how.keys_t, KeyCodes):
+        scored, arrays = "codes", (weight, *_some(how.keys_t), *rows)
+    elif form is not None and how.keys_t is None and how.rank == D:
+        scored, arrays = "rows", rows
     else:
-        columns = mx.contiguous(keys[:].swapaxes(-1, -2)) if keys_t is None else keys_t
-        scored, aligned = (weight, columns), columns.shape[3] % KEYS == 0
-    step = launches(
-        queries.shape,
-        keys.shape,
-        queries.dtype,
-        length,
-        rank,
-        top_k,
-        local_window,
-        scale,
-        component_weight is not None,
-        isinstance(keys_t, KeyCodes),
-        exact,
-        aligned,
-        form,
-        by_rows,
-    )
-    padding = padding_or_zeros(left_padding, keys.shape[0])
-    logits, *statistics = step.scores(queries, *scored, padding)
+        columns = mx.contiguous(keys[:].swapaxes(-1, -2)) if how.keys_t is None else how.keys_t
+        scored, arrays, aligned = "columns", (weight, columns), columns.shape[3] % KEYS == 0
+    length = keys.shape[2] if length is None else length
+    chosen = how.rank, how.top_k, how.local_window, how.scale, how.component_weight is not None
+    step = launches(Sizes(B, Hkv, Hq // Hkv, D, queries.dtype, length, *chosen, scored, exact, aligned, form))
+    padding = padding_or_zeros(how.left_padding, B)
+    logits, *statistics = step.scores(queries, *arrays, padding)
     bits, indices, softmax = step.candidates(logits, *statistics, padding)
-    return Choice(bits, indices, logits, softmax, step.attend)
+    return Candidates(bits, indices, logits, softmax, step.attend)
 
 
 def _some(coded: KeyCodes) -> KeyCodes:
@@ -297,14 +252,12 @@ def _some(coded: KeyCodes) -> KeyCodes:
     return KeyCodes(codes, lo, step, coded.centre)
 
 
-def sparq_select(queries: mx.array, keys: Rows, *, top_k: int, **how: Any) -> mx.array:
-    """The keys of one decode step: ``(B, Hkv, min(top_k, S))`` int32, ascending, -1 in slots that no key fills.
-
-    Args:
-        how: the other parameters of `choose`.
-    """
-    found = choose(queries, keys, top_k=top_k, **how)
-    return merge(found.bits, found.indices, top_k)
+def sparq_select(
+    queries: mx.array, keys: Rows, how: Selection, *, exact: bool = False, length: int | None = None
+) -> mx.array:
+    """Select the keys of one decode step: ``(B, Hkv, min(top_k, S))`` int32, ascending, -1 in slots of no key."""
+    found = find_candidates(queries, keys, how, exact=exact, length=length)
+    return merge(found.bits, found.indices, how.top_k)
 
 
 def sparq_attention(
@@ -312,21 +265,20 @@ def sparq_attention(
     keys: Rows,
     values: Rows,
     *,
-    top_k: int,
     reallocate: bool,
-    scale: float,
     value_mean: mx.array | None,
     length: int | None = None,
     **selection: Any,
 ) -> tuple[mx.array, mx.array]:
-    """One decode step: ``out (B, Hq, 1, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, 1)``.
+    """Run one decode step: ``out (B, Hq, 1, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, 1)``.
 
     Args:
         keys, values: ``(B, Hkv, capacity, D)`` with ``length`` rows in use; whole buffers, which are not copied.
         value_mean: float32 ``(B, Hkv, D)``; needed to reallocate.
-        selection: the other parameters of `choose`.
+        selection: the fields of a `Selection`.
     """
-    found = choose(queries, keys, top_k=top_k, scale=scale, length=length, exact=reallocate, **selection)
+    how = Selection(**selection)
+    found = find_candidates(queries, keys, how, exact=reallocate, length=length)
     if found.attend is not None:
         rows = *parts_of(keys)[0], *parts_of(values)[0]
         out, lse = found.attend(queries, *rows, found.bits, found.indices)
@@ -335,8 +287,8 @@ def sparq_attention(
     if reallocate:
         assert value_mean is not None
         reallocation = Reallocation(found.logits, found.softmax, value_mean.astype(mx.float32))
-    indices = merge(found.bits, found.indices, top_k)
-    return attend_indices(queries, keys, values, indices, scale=scale, length=length, reallocation=reallocation)
+    indices = merge(found.bits, found.indices, how.top_k)
+    return attend_indices(queries, keys, values, indices, scale=how.scale, length=length, reallocation=reallocation)
 
 
 @cache

@@ -182,8 +182,7 @@ class Plan:
             reason = reasons.shorter_than(shortest)
         edges = [first + length for first in first_rows for length in (shortest, config.attended + 1)]
         if self.calibration.waits(config, layer):
-            # The next step asks again where another process is measuring.
-            edges.append(max(min(first_rows) + self.calibration.worth_asking(config), S + 1))
+            edges.append(min(first_rows) + self.calibration.worth_asking(config))
         lengths = [S - first for first in first_rows]
         heads = keys.shape[0] * keys.shape[1]
         moved, later = (

@@ -10,8 +10,9 @@ from typing import Any
 import mlx.core as mx
 
 from .. import artefact as artefacts
+from ..cache.saap_lists import attended_keys, due, fold
 from ..cache.saap_router import Router
-from ..cache.saap_state import BucketIndex, fold, index_of
+from ..cache.saap_state import BucketIndex, index_of
 from ..cache.sparse_cache import DecodeStep, SparseCache
 from ..checks import ConfigError
 from ..methods import SAAP, reasons, registry
@@ -225,14 +226,14 @@ class Indices(CallHooks):
         index, S, padding = index_of(cache), cache.position, cache.padding
         assert index is not None
         first_rows = cache.first_rows(self._caches)
-        if index.unfitted(served) or index.due(cache, first_rows, S, self.config):
+        if index.unfitted(served) or due(index, cache, first_rows, S, self.config):
             # All layers at once: they wait for the device once.
             others = [one for one in self._caches if one is not cache and self._folds_along(one, S, served)]
             fold([cache, *others], S, self.config, served)
         offset = S - 1 if padding is None else S - 1 - padding
         before = index.router.source.before(self._recorder, queries, offset)
         assert before is not None, "find_source checks that it is recorded where it cannot be turned back"
-        indices, counts = index.lists(before, cache.length, self.config, padding, step.backend)
+        indices, counts = attended_keys(index, before, cache.length, self.config, padding, step.backend)
         keys, values, length = cache.rows(step.backend)
         attend = registry.load("attend_indices", step.backend)
         attended: tuple[mx.array, mx.array] = attend(
@@ -243,7 +244,8 @@ class Indices(CallHooks):
             counts = counts[mx.array(served)]
             mx.async_eval(counts)  # type: ignore[no-untyped-call]
         valid = Hkv * sum(cache.length - first_rows[sequence] for sequence in served)
-        listed = sum(index.listed[sequence] for sequence in served)
+        assert index.lists is not None
+        listed = sum(index.lists.listed[sequence] for sequence in served)
         self._counts.add(counts, 2 * cache.row_bytes + keys.itemsize, valid=valid, listed=listed)
         return attended
 
@@ -253,6 +255,6 @@ class Indices(CallHooks):
         if index is None or cache.keys is None or not S - 1 <= cache.position <= S:
             return False
         # Centroids are fitted at the layer's own step, when its last key is there.
-        if index.unfitted(served) or not index.due(cache, cache.first_rows(self._caches), S, self.config):
+        if index.unfitted(served) or not due(index, cache, cache.first_rows(self._caches), S, self.config):
             return False
         return index.length >= cache.length or index.router.source.irreversible is None

@@ -2,48 +2,62 @@
 
 ``"sparq:rank=16,top_k=64"`` is the text form: ``METHOD[:key=value,...][+METHOD...]``. `parse` reads it, ``str(method)``
 prints it. `METHODS` has them all by name; `mlx_sparse.methods.table` says which function runs each of them where, and
-what keeps what they keep beside a cache.
+what keeps what they keep beside a cache. Names are imported on first use: `mlx_sparse.cuda_ref` needs the table alone.
 """
 
-from .base import NEVER, QK_NORMS, Dense, Method, Prefill, Step
-from .bigbird import BigBird
-from .cost import ENOUGH_SAVED, SAMPLE_PAYS_FROM, SAMPLE_PAYS_UP_TO, nvidia_kind
-from .flexgen import FlexGen
-from .h2o import H2O
-from .minference import MInference
-from .oracle_top_k import OracleTopK
-from .saap import SAAP
-from .sample import Sample, SampleRange
-from .sparq import SparQ
-from .streaming import Streaming, StreamingPrefill
-from .text import MAX_TOML_BYTES, METHODS, load_toml, parse, read_toml, split_methods
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
-__all__ = [
-    "ENOUGH_SAVED",
-    "H2O",
-    "MAX_TOML_BYTES",
-    "METHODS",
-    "NEVER",
-    "QK_NORMS",
-    "SAAP",
-    "SAMPLE_PAYS_FROM",
-    "SAMPLE_PAYS_UP_TO",
-    "BigBird",
-    "Dense",
-    "FlexGen",
-    "MInference",
-    "Method",
-    "OracleTopK",
-    "Prefill",
-    "Sample",
-    "SampleRange",
-    "SparQ",
-    "Step",
-    "Streaming",
-    "StreamingPrefill",
-    "load_toml",
-    "nvidia_kind",
-    "parse",
-    "read_toml",
-    "split_methods",
-]
+    from .base import NEVER as NEVER
+    from .base import QK_NORMS as QK_NORMS
+    from .base import Dense as Dense
+    from .base import Method as Method
+    from .base import Prefill as Prefill
+    from .base import Step as Step
+    from .bigbird import BigBird as BigBird
+    from .cost import ENOUGH_SAVED as ENOUGH_SAVED
+    from .cost import SAMPLE_PAYS_FROM as SAMPLE_PAYS_FROM
+    from .cost import SAMPLE_PAYS_UP_TO as SAMPLE_PAYS_UP_TO
+    from .cost import nvidia_kind as nvidia_kind
+    from .flexgen import FlexGen as FlexGen
+    from .h2o import H2O as H2O
+    from .minference import MInference as MInference
+    from .oracle_top_k import OracleTopK as OracleTopK
+    from .saap import SAAP as SAAP
+    from .sample import Sample as Sample
+    from .sample import SampleRange as SampleRange
+    from .sparq import SparQ as SparQ
+    from .streaming import Streaming as Streaming
+    from .streaming import StreamingPrefill as StreamingPrefill
+    from .text import MAX_TOML_BYTES as MAX_TOML_BYTES
+    from .text import METHODS as METHODS
+    from .text import load_toml as load_toml
+    from .text import parse as parse
+    from .text import read_toml as read_toml
+    from .text import split_methods as split_methods
+
+_HOMES = {
+    "base": "NEVER QK_NORMS Dense Method Prefill Step",
+    "bigbird": "BigBird",
+    "cost": "ENOUGH_SAVED SAMPLE_PAYS_FROM SAMPLE_PAYS_UP_TO nvidia_kind",
+    "flexgen": "FlexGen",
+    "h2o": "H2O",
+    "minference": "MInference",
+    "oracle_top_k": "OracleTopK",
+    "saap": "SAAP",
+    "sample": "Sample SampleRange",
+    "sparq": "SparQ",
+    "streaming": "Streaming StreamingPrefill",
+    "text": "MAX_TOML_BYTES METHODS load_toml parse read_toml split_methods",
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> "Any":
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+    return value

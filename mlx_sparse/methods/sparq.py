@@ -7,13 +7,32 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from ..checks import check_choice, check_int, check_local_window, check_rank
 from . import stats
 from .base import NEVER, Method, Step, share_of
 from .cost import ENOUGH_SAVED
 from .scoring_keys import KEY_BITS
+
+
+class Selection(NamedTuple):
+    """What the backends select the keys of one decode step by.
+
+    Attributes:
+        component_weight: float32 ``(B, Hkv, D)`` spread of the keys for ``component_score="query_key"``; None for the
+            paper's rule.
+        left_padding: ``(B,)`` int, first valid key of each sequence.
+        keys_t: ``(B, Hkv, D, S)`` component-major keys, or their `KeyCodes`.
+    """
+
+    rank: int
+    top_k: int
+    local_window: int
+    scale: float
+    component_weight: Any = None
+    left_padding: Any = None
+    keys_t: Any = None
 
 
 @dataclass(frozen=True)

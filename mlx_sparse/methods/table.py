@@ -27,31 +27,31 @@ FOREIGN: Mapping[str, str] = {
 # Backends that read whole cache buffers and a `length`, where a slice would be copied on every call.
 WHOLE_BUFFERS = frozenset({"metal"})
 
+# Methods of exported files are nodes: the operator of any of them as a model, and options of a session that runs it.
+EXPORTED = {"onnx": "onnx_export:operator_model", "ort": "onnx_export:session_options"}
+
 # Function by method and backend, then the functions that methods share.
 FUNCTIONS: Mapping[str, Mapping[str, str]] = {
     "dense": {
         "oracle": "oracle:dense_attention",
         "ops": "ops.attend:dense_attention",
         "metal": "ops.attend:dense_attention",  # MLX's own kernel
-        "triton": "cuda_ref.api.steps:dense_attention",
-        "onnx": "onnx_export:operator_model",
-        "ort": "onnx_export:session_options",
+        "triton": "cuda_ref.torch_functions:dense_attention",
+        **EXPORTED,
     },
     "sparq": {
         "oracle": "oracle:sparq_attention",
         "ops": "ops.sparq:sparq_attention",
         "metal": "kernels.sparq:sparq_attention",
-        "triton": "cuda_ref.api.steps:sparq_attention",
-        "onnx": "onnx_export:operator_model",
-        "ort": "onnx_export:session_options",
+        "triton": "cuda_ref.launchers.sparq:sparq_attention",
+        **EXPORTED,
     },
     "saap": {
         "oracle": "oracle:saap_attention",
         "ops": "ops.saap:saap_attention",
         "metal": "kernels.saap:saap_attention",
-        "triton": "cuda_ref.api.steps:saap_attention",
-        "onnx": "onnx_export:operator_model",
-        "ort": "onnx_export:session_options",
+        "triton": "cuda_ref.launchers.saap:saap_attention",
+        **EXPORTED,
     },
     "quest": {
         "oracle": "oracle:quest_attention",
@@ -67,9 +67,8 @@ FUNCTIONS: Mapping[str, Mapping[str, str]] = {
         "oracle": "oracle:sample_attention",
         "ops": "ops.sample:sample_attention",
         "metal": "kernels.sample:sample_attention",
-        "triton": "cuda_ref.api.steps:sample_attention",
-        "onnx": "onnx_export:operator_model",
-        "ort": "onnx_export:session_options",
+        "triton": "cuda_ref.launchers.sample:sample_prefill",
+        **EXPORTED,
     },
     "minference": {"oracle": "oracle:minference_attention", "ops": "ops.prefill:minference_attention"},
     "bigbird": {"oracle": "oracle:bigbird_attention", "ops": "ops.prefill:bigbird_attention"},
@@ -89,19 +88,19 @@ FUNCTIONS: Mapping[str, Mapping[str, str]] = {
         "oracle": "oracle:sample_select",
         "ops": "ops.sample:sample_select",
         "metal": "kernels.sample:sample_select",
-        "triton": "cuda_ref.api.steps:sample_select",
+        "triton": "cuda_ref.launchers.sample:sample_select",
     },
     "saap_assign": {
         "oracle": "oracle:saap_assign",
         "ops": "ops.kmeans:assign",
         "metal": "ops.kmeans:assign",  # a matrix product and a maximum, once per key
-        "triton": "cuda_ref.api.steps:saap_assign",
+        "triton": "cuda_ref.torch_functions:saap_assign",
     },
     "saap_route": {
         "oracle": "oracle:saap_route",
         "ops": "ops.saap:saap_route",
         "metal": "kernels.saap:saap_route",
-        "triton": "cuda_ref.api.steps:saap_route",
+        "triton": "cuda_ref.launchers.saap:saap_route",
     },
     "saap_index": {
         "oracle": "oracle:saap_index",
@@ -119,13 +118,13 @@ FUNCTIONS: Mapping[str, Mapping[str, str]] = {
         "oracle": "oracle:attend_blocks",
         "ops": "ops.blocks:attend_blocks",
         "metal": "kernels.blocks:attend_blocks",
-        "triton": "cuda_ref.api.steps:attend_blocks",
+        "triton": "cuda_ref.launchers.blocks:attend_blocks",
     },
     "attend_indices": {
         "oracle": "oracle:attend_indices",
         "ops": "ops.attend:attend_indices",
         "metal": "kernels.attend:attend_indices",
-        "triton": "cuda_ref.api.steps:attend_indices",
+        "triton": "cuda_ref.launchers.attend:attend_indices",
     },
     "top_k_select": {
         "oracle": "oracle:top_k_select",
@@ -137,13 +136,13 @@ FUNCTIONS: Mapping[str, Mapping[str, str]] = {
         "oracle": "oracle:code_keys",
         "ops": "ops.key_codes:code_keys",
         "metal": "ops.key_codes:code_keys",  # once every 64 tokens
-        "triton": "cuda_ref.api.key_codes:code_keys",
+        "triton": "cuda_ref.torch_functions:code_keys",
     },
     "key_spread": {
         "oracle": "oracle:key_spread",
         "ops": "ops.key_codes:key_spread",
         "metal": "ops.key_codes:key_spread",
-        "triton": "cuda_ref.api.key_codes:key_spread",
+        "triton": "cuda_ref.torch_functions:key_spread",
     },
     "page_bounds": {
         "oracle": "oracle:page_bounds",
@@ -161,17 +160,17 @@ FUNCTIONS: Mapping[str, Mapping[str, str]] = {
     "dense_lse": {
         "ops": "ops.attend:dense_lse",
         "metal": "ops.attend:dense_lse",
-        "triton": "cuda_ref.api.steps:dense_lse",
+        "triton": "cuda_ref.torch_functions:dense_lse",
     },
     "deviation": {
         "ops": "ops.sparq:deviation",
         "metal": "ops.sparq:deviation",
-        "triton": "cuda_ref.api.steps:deviation",
+        "triton": "cuda_ref.torch_functions:deviation",
     },
     "masked_mean": {
         "ops": "ops.sparq:masked_mean",
         "metal": "ops.sparq:masked_mean",
-        "triton": "cuda_ref.api.steps:masked_mean",
+        "triton": "cuda_ref.torch_functions:masked_mean",
     },
 }
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import mlx.core as mx
 
 from .attend import attend_indices, group_queries, softmax_lse
@@ -96,40 +99,38 @@ def saap_indices(
 
 
 def saap_attention(
-    queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
+    queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, **visit: Any
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Run one decode step with an index built for it (saap.9) to (saap.11).
+
+    Args:
+        visit: the other arguments of `list_keys`.
+
+    Returns:
+        ``out (B, Hq, 1, D)``, float32 ``lse (B, Hq, 1)`` and ``counts (B, Hkv)`` of the attended keys.
+    """
+    indices, counts = list_keys(saap_indices, keys.shape[2], **visit)
+    return *attend_indices(queries, keys, values, indices, scale=scale, counts=counts), counts
+
+
+def list_keys(
+    expand: Callable[..., tuple[mx.array, mx.array]],
+    S: int,
     *,
     bucket_ids: mx.array,
     visited: mx.array,
     buckets: int,
     sink_tokens: int,
     recent_tokens: int,
-    scale: float,
-    left_padding: mx.array | None,
-) -> tuple[mx.array, mx.array, mx.array]:
-    """One decode step with an index built for it (saap.9) to (saap.11).
+    left_padding: mx.array | None = None,
+) -> tuple[mx.array, mx.array]:
+    """Build an index of ``S`` keys and list those that one decode step attends, by a backend's `saap_indices`.
 
     Args:
-        bucket_ids: ``(B, Hkv, S)`` int.
+        bucket_ids: ``(B, Hkv, S or more)`` int; any number that is no bucket's = attended in the exact part only.
         visited: ``(B, Hkv, n)`` int, distinct.
-
-    Returns:
-        ``out (B, Hq, 1, D)``, float32 ``lse (B, Hq, 1)`` and ``counts (B, Hkv)`` of the attended keys.
     """
-    S = keys.shape[2]
+    window: dict[str, Any] = {"sink_tokens": sink_tokens, "left_padding": left_padding}
     covered = max(S - recent_tokens, 0)
-    offsets, key_ids = saap_index(
-        bucket_ids[..., :covered], buckets=buckets, sink_tokens=sink_tokens, left_padding=left_padding
-    )
-    indices, counts = saap_indices(
-        visited,
-        offsets,
-        key_ids,
-        length=S,
-        covered=covered,
-        sink_tokens=sink_tokens,
-        capacity=S,
-        left_padding=left_padding,
-    )
-    return *attend_indices(queries, keys, values, indices, scale=scale, counts=counts), counts
+    index = saap_index(bucket_ids[..., :covered], buckets=buckets, **window)
+    return expand(visited, *index, length=S, covered=covered, capacity=S, **window)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 
 from ..methods.block_layout import Layout
@@ -57,22 +59,16 @@ def sample_attention(
     keys: mx.array,
     values: mx.array,
     *,
-    alpha_column: float,
-    alpha_slash: float,
-    chunks: int,
     block_size: int,
     scale: float,
+    **selection: Any,
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """``out (B, Hq, L, D)`` in the type of ``queries``, float32 ``lse (B, Hq, L)``, and what `sample_select` chose."""
-    blocks = sample_select(
-        queries,
-        keys,
-        alpha_column=alpha_column,
-        alpha_slash=alpha_slash,
-        chunks=chunks,
-        block_size=block_size,
-        scale=scale,
-    )
+    """Attend a chunk: ``out (B, Hq, L, D)`` in the type of ``queries``, float32 ``lse (B, Hq, L)`` and its blocks.
+
+    Args:
+        selection: the other parameters of `sample_select`.
+    """
+    blocks = sample_select(queries, keys, block_size=block_size, scale=scale, **selection)
     return *attend_blocks(queries, keys, values, blocks, block_size=block_size, scale=scale), blocks
 
 

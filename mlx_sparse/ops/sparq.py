@@ -2,55 +2,46 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 
 from ..methods.scoring_keys import KeyCodes
+from ..methods.sparq import Selection
 from .attend import attend_indices, exact_logits, group_queries, softmax_lse
 from .key_codes import approximate_logits
 from .packed_rows import Rows
 from .select import take_rows, top_k_select, valid_keys
 
 
-def sparq_logits(
-    queries: mx.array,
-    keys: Rows,
-    *,
-    rank: int,
-    component_weight: mx.array | None,
-    scale: float,
-    left_padding: mx.array | None,
-    keys_t: mx.array | KeyCodes | None,
-) -> mx.array:
+def sparq_logits(queries: mx.array, keys: Rows, how: Selection) -> mx.array:
     """Approximate logits of every key from ``rank`` components, float32 ``(B, Hkv, G, S)``; those of padding are any.
 
-    Args:
-        component_weight: float32 ``(B, Hkv, D)`` spread of the keys for ``component_score="query_key"``; None for the
-            paper's rule.
-        keys_t: ``(B, Hkv, D, S)`` component-major keys or their codes. Without them scores come from the rows of
-            ``keys``: with a ``rank`` of D nothing of packed rows is unpacked.
+    Without ``keys_t`` scores come from the rows of ``keys``: with a ``rank`` of D nothing of packed rows is unpacked.
     """
+    rank, keys_t = how.rank, how.keys_t
     B = queries.shape[0]
     Hkv, D = keys.shape[1], keys.shape[3]
     q = group_queries(queries, Hkv)
 
     # (sparq.1) one score per component, shared by the group; (sparq.2) the r largest
     component = mx.abs(q).sum(axis=2)
-    if component_weight is not None:
-        component = component * component_weight
+    if how.component_weight is not None:
+        component = component * how.component_weight
     component = mx.where(mx.isnan(component), mx.inf, component)
     i1 = mx.argpartition(-component, kth=rank - 1, axis=-1)[..., :rank] if rank < D else mx.arange(D)[None, None]
     i1 = mx.broadcast_to(i1, (B, Hkv, rank))
 
     # (sparq.3) approximate logits
     q_r = mx.take_along_axis(q, i1[:, :, None, :], axis=-1)
-    factor = mx.array(scale, mx.float32)
-    if component_weight is None:
+    factor = mx.array(how.scale, mx.float32)
+    if how.component_weight is None:
         total = mx.abs(q).sum(axis=-1, keepdims=True)
         covered = mx.abs(q_r).sum(axis=-1, keepdims=True)
         coverage = covered / mx.where(covered > 0, total, 1.0)
         factor = factor * mx.rsqrt(mx.where(covered > 0, coverage, 1.0))
     if isinstance(keys_t, KeyCodes):
-        return approximate_logits(q_r * factor, i1, keys, keys_t, left_padding)
+        return approximate_logits(q_r * factor, i1, keys, keys_t, how.left_padding)
     if keys_t is not None:
         return (q_r * factor) @ take_rows(keys_t, i1).astype(mx.float32)
     if rank == D:
@@ -58,38 +49,18 @@ def sparq_logits(
     return exact_logits(q_r * factor, mx.take_along_axis(keys[:], i1[:, :, None], axis=3))
 
 
-def sparq_select(
-    queries: mx.array,
-    keys: Rows,
-    *,
-    rank: int,
-    top_k: int,
-    local_window: int,
-    component_weight: mx.array | None,
-    scale: float,
-    left_padding: mx.array | None,
-    keys_t: mx.array | KeyCodes | None,
-) -> tuple[mx.array, mx.array]:
-    """Choose the keys of one decode step by their `sparq_logits`, whose arguments these are.
+def sparq_select(queries: mx.array, keys: Rows, how: Selection) -> tuple[mx.array, mx.array]:
+    """Select the keys of one decode step by their `sparq_logits`.
 
     Returns:
         ``indices (B, Hkv, min(top_k, S))`` and float32 ``alpha (B, Hq)``.
     """
-    S = keys.shape[2]
-    logits = sparq_logits(
-        queries,
-        keys,
-        rank=rank,
-        component_weight=component_weight,
-        scale=scale,
-        left_padding=left_padding,
-        keys_t=keys_t,
-    )
+    logits, padding = sparq_logits(queries, keys, how), how.left_padding
     # (sparq.4) approximate attention, (sparq.5) summed over the group, (sparq.6) the keys
-    valid = None if left_padding is None else valid_keys(S, left_padding)[:, None, None, :]
+    valid = None if padding is None else valid_keys(keys.shape[2], padding)[:, None, None, :]
     s_hat, _ = softmax_lse(logits, valid)
-    scores = s_hat.sum(axis=2)
-    indices = top_k_select(scores, top_k=top_k, local_window=local_window, left_padding=left_padding)
+    window = how.local_window
+    indices = top_k_select(s_hat.sum(axis=2), top_k=how.top_k, local_window=window, left_padding=padding)
 
     # (sparq.8) their approximate mass
     chosen = mx.take_along_axis(s_hat, mx.maximum(indices, 0)[:, :, None, :], axis=-1)
@@ -102,33 +73,19 @@ def sparq_attention(
     keys: Rows,
     values: Rows,
     *,
-    rank: int,
-    top_k: int,
-    local_window: int,
     reallocate: bool,
-    component_weight: mx.array | None,
-    scale: float,
-    left_padding: mx.array | None,
-    keys_t: mx.array | KeyCodes | None,
     value_mean: mx.array | None,
+    **selection: Any,
 ) -> tuple[mx.array, mx.array]:
-    """One decode step: ``out (B, Hq, 1, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, 1)``.
+    """Run one decode step: ``out (B, Hq, 1, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, 1)``.
 
     Args:
         value_mean: ``(B, Hkv, D)``; needed to reallocate.
+        selection: the fields of a `Selection`.
     """
-    indices, alpha = sparq_select(
-        queries,
-        keys,
-        rank=rank,
-        top_k=top_k,
-        local_window=local_window,
-        component_weight=component_weight,
-        scale=scale,
-        left_padding=left_padding,
-        keys_t=keys_t,
-    )
-    out, lse = attend_indices(queries, keys, values, indices, scale=scale)
+    how = Selection(**selection)
+    indices, alpha = sparq_select(queries, keys, how)
+    out, lse = attend_indices(queries, keys, values, indices, scale=how.scale)
     if reallocate:
         assert value_mean is not None
         # (sparq.10) in float32: in bfloat16 an alpha of .9996 rounds to 1

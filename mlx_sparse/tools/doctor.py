@@ -23,7 +23,7 @@ ATTN = "sample+sparq"
 
 
 def examine(model: str | None = None, attn: str = ATTN, backend: str = "auto") -> dict[str, Any]:
-    """Facts by name; ``problems`` lists what keeps this package from working, one sentence each.
+    """Return facts by name; ``problems`` lists what keeps this package from working, one sentence each.
 
     Args:
         model: that mlx-lm can load: say what ``--attn`` would do with it.
@@ -50,7 +50,7 @@ def examine(model: str | None = None, attn: str = ATTN, backend: str = "auto") -
 
 
 def text(findings: dict[str, Any]) -> str:
-    """What `examine` found as lines for people."""
+    """Return the findings of `examine` as lines for people."""
     packages = ", ".join(f"{name} {version or 'not installed'}" for name, version in findings["packages"].items())
     lines = [
         f"mlx-sparse-attention {findings['version']}, Python {findings['python']}, {findings['platform']}",
@@ -78,7 +78,7 @@ def _guarded(probe: Any, problems: list[str], package: str) -> Any:
 
 
 def _outlook(model: str, attn: str, backend: str, problems: list[str]) -> dict[str, Any] | None:
-    """What ``--attn`` would say of a model before its first token; the model is loaded, and not run."""
+    """Return what ``--attn`` prints before the first token of a model. The model is loaded and not run."""
     try:
         from ..calibrate import Calibration
         from .measure import planned, rows_of
@@ -118,7 +118,7 @@ def _hook(problems: list[str]) -> str:
 
 
 def _other_owners() -> list[str]:
-    """Another distribution that claims the import name: the index has a `mlx-sparse` that does."""
+    """Return a problem for each other distribution with our import name: the index has a `mlx-sparse` with it."""
     owners = {
         distribution.metadata["Name"]
         for distribution in metadata.distributions()

@@ -11,12 +11,12 @@ PACKAGES = ("mlx", "mlx-lm", "numpy", "mlx-sparse-attention")
 
 
 def machine() -> dict[str, Any]:
-    """The machine, and the versions of what runs there."""
+    """Return the machine, and the versions of the packages on it."""
     return hardware() | versions()
 
 
 def hardware() -> dict[str, Any]:
-    """The machine, and the device of it that MLX uses."""
+    """Return the machine, and the device that MLX uses."""
     import mlx.core as mx
 
     info = mx.device_info()
@@ -30,17 +30,17 @@ def hardware() -> dict[str, Any]:
 
 
 def memory() -> int:
-    """The bytes of memory of this machine."""
+    """Return the bytes of memory of this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str | None]:
-    """The versions of Python and of the packages that figures depend on; None for one that is not installed."""
+    """Return the versions of Python and of the packages that figures depend on; None for a missing package."""
     return {"python": platform.python_version(), **{name: version_of(name) for name in packages}}
 
 
 def version_of(package: str) -> str | None:
-    """The installed version of a package; None if there is none."""
+    """Return the installed version of a package, or None."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -81,11 +81,11 @@ def _run(args: argparse.Namespace) -> int:
 def thresholds(
     name: str, attn: str, backend: str, calibration: Calibration, *, measures: bool = False
 ) -> list[dict[str, Any]]:
-    """When the layers of a model are sparse, those that are alike in a row.
+    """Return when the layers of a model are sparse, one row for equal layers.
 
     Args:
         name: of a model that mlx-lm can load.
-        measures: whether all that can be measured is, whatever is known already.
+        measures: measure everything that can be measured, even if it was measured before.
     """
     with planned(name, attn, backend, calibration) as plan:
         return rows_of(plan.layers, calibration, measures=measures)
@@ -93,7 +93,7 @@ def thresholds(
 
 @contextlib.contextmanager
 def planned(name: str, attn: str, backend: str, calibration: Calibration) -> Iterator[Plan]:
-    """The plan of a model that is loaded, and not run."""
+    """Yield the plan of a model that is loaded and not run."""
     from mlx_lm import load
 
     with loading(name):
@@ -109,7 +109,7 @@ def planned(name: str, attn: str, backend: str, calibration: Calibration) -> Ite
 
 
 def rows_of(served: Served, calibration: Calibration, *, measures: bool = False) -> list[dict[str, Any]]:
-    """A row for each kind of layers: see `thresholds`."""
+    """Return a row for each kind of layers: see `thresholds`."""
     rows = []
     for (config, layer), count in served.items():
         found = calibration.measure(config, layer) if measures and config.measurable else None
@@ -120,7 +120,7 @@ def rows_of(served: Served, calibration: Calibration, *, measures: bool = False)
 
 
 def _layers(shapes: Sequence[str], dtype: str, attn: str, backend: str, calibration: Calibration) -> Served:
-    """One layer of each shape."""
+    """Return one layer of each shape."""
     check_choice("--dtype", dtype, ("float32", "float16", "bfloat16"))
     kind = getattr(mx, dtype)
     served: Served = {}

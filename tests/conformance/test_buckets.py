@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from adapters import having
-from cases import Array, Case, round_to
+from cases import Array, Case, covering, round_to
 from saap_cases import SAAP_CASES, SaapCase, assert_attends, assert_same_buckets, assert_same_list, listed, visited
 
 from mlx_sparse import oracle
 
 ROUTING = having("route")
 SMALL = SaapCase(Case(2, 6, 2, 200, 64, "f32", padding=(0, 60)), "random")
-by_case = pytest.mark.parametrize("case", SAAP_CASES, ids=str)
+SOME_CASES = [SAAP_CASES[n] for n in (2, 5, 6, 9, 13, 15)]
 by_backend = pytest.mark.parametrize("backend", having("saap"), indirect=True)
 by_routing = pytest.mark.parametrize("backend", ROUTING, indirect=True)
 
 
-@by_backend
-@by_case
+def with_cases(names: list[str], name: str = "", values: Sequence[Any] = ("",)) -> pytest.MarkDecorator:
+    """Run array operations on every case and the other backends on some, with the values of one more parameter."""
+    rows = [
+        (backend, case, value)
+        for backend in names
+        for case, value in covering(SAAP_CASES if backend == "ops" else SOME_CASES, values)
+    ]
+    rows = [pytest.param(*row[: 3 if name else 2], id="-".join(map(str, row))) for row in rows]
+    return pytest.mark.parametrize(("backend", "case", name)[: 3 if name else 2], rows, indirect=["backend"])
+
+
+@with_cases(having("saap"))
 def test_a_backend_visits_and_attends_as_the_oracle(backend: Any, case: SaapCase) -> None:
     choice, out, lse = backend.saap(case, visited(case))
     if choice is not None:
@@ -50,9 +61,7 @@ def assert_lists(backend: Any, *given: Any, chosen: Array | None = None, **more:
     assert_same_list(*found, wanted)
 
 
-@pytest.mark.parametrize("pending", [0, 1, 37], ids="pending{}".format)
-@by_routing
-@by_case
+@with_cases(ROUTING, "pending", [0, 1, 37])
 def test_a_step_lists_the_keys_of_the_oracle_once(backend: Any, case: SaapCase, pending: int) -> None:
     chosen = visited(case)
     # A slot that is empty may hold any number that is no bucket's.
@@ -67,9 +76,7 @@ def test_each_sequence_of_a_step_may_have_listed_as_many_keys_as_it_likes(backen
     assert_lists(backend, case, visited(case), np.array([130, 90, 7]), 150)
 
 
-@pytest.mark.parametrize("capacity", [1, 20, 256])
-@by_routing
-@by_case
+@with_cases(ROUTING, "capacity", [1, 20, 256])
 def test_a_list_longer_than_its_capacity_is_cut(backend: Any, case: SaapCase, capacity: int) -> None:
     _, (whole, _) = backend.lists(case, visited(case), case.covered, case.step.S)
     _, (indices, counts) = backend.lists(case, visited(case), case.covered, capacity)
@@ -86,8 +93,7 @@ def test_more_sinks_than_numbers_of_32_bits_are_all_keys(backend: Any, sinks: in
     assert counts.tolist() == [[200, 200], [140, 140]]
 
 
-@by_routing
-@by_case
+@with_cases(ROUTING)
 def test_attending_counted_lists_ignores_what_is_behind_the_count(backend: Any, case: SaapCase) -> None:
     indices, counts = listed(case)
     # Real keys in the slots behind the count: whoever reads them is wrong.
@@ -137,8 +143,7 @@ def test_keys_go_to_the_bucket_of_the_largest_product_and_what_is_no_number_to_t
 # The public functions of a library.
 
 
-@by_routing
-@by_case
+@with_cases(ROUTING)
 def test_saap_attention_says_what_it_moved(backend: Any, case: SaapCase) -> None:
     ids, chosen = case.bucket_ids(), visited(case)
     arguments: dict[str, Any] = {**case.window, "left_padding": case.step.padding, "return_stats": "mass"}

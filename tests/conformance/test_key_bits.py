@@ -16,6 +16,7 @@ from cases import (
     assert_as_good_as_plain,
     assert_chosen_within,
     assert_same_choice,
+    covering,
     every_parameter,
     plain_sparq,
     round_to,
@@ -83,14 +84,7 @@ def test_a_padded_row_is_coded_as_it_is_alone(backend: Any) -> None:
             np.testing.assert_array_equal(kept, wanted[0], err_msg=name)
 
 
-# Where a case is compiled or interpreted it takes half a second: a third of them, of every size two settings.
-ARMS = [
-    (name, case, setting)
-    for name in CODING
-    for i, case in enumerate(CASES)
-    for j, setting in enumerate(CODED)
-    if (i % 4 == 3 if name in NODES else name not in NARROWS or (i + j) % 3 == 0)
-]
+ARMS = [(name, *arm) for name in CODING for arm in covering(CASES[3::4] if name in NODES else CASES, list(CODED))]
 
 
 @pytest.mark.parametrize(("backend", "case", "setting"), ARMS, ids=str, indirect=["backend"])

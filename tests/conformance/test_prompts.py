@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 from adapters import having
-from cases import Array
+from cases import Array, covering
 from sample_cases import (
     SAMPLE_CASES,
     SampleCase,
@@ -43,14 +44,14 @@ def on(names: list[str], cases: list[SampleCase], few: tuple[int, ...] = ()) -> 
     return pytest.mark.parametrize(("backend", "case"), found, indirect=["backend"])
 
 
-@on(having("sample"), SAMPLE_CASES)
+@on(having("sample"), SAMPLE_CASES, few=(0, 3, 6, 8, 11, 13, 15))
 def test_a_backend_keeps_and_attends_the_blocks_of_the_oracle(backend: Any, case: SampleCase) -> None:
     choice, out, lse = backend.sample(case)
     assert_same_blocks(choice, case, selection(case))
     assert_attends(out, lse, case, choice)
 
 
-@on(ATTENDING, SAMPLE_CASES, few=tuple(range(0, len(SAMPLE_CASES), 2)))
+@on(ATTENDING, SAMPLE_CASES, few=(3, 8, 11))
 def test_scores_are_those_of_the_oracle(backend: Any, case: SampleCase) -> None:
     q, k, _ = case.inputs()
     for rows in (None, MINFERENCE_ROWS) if backend.name != "triton" else (None,):
@@ -93,13 +94,12 @@ def random_lists(case: SampleCase, width: int) -> Array:
     return lists
 
 
+PIECES = [(1, 1), (1, 300), (70, 70), (31, 63), (33, 65), (130, 257), (257, 384), (100, 511)]
+LISTS = [(32, 40), (64, 0), (128, 3), (32, 1)]  # block sizes and widths of lists
 ANY = [
-    pytest.param(name, sizes, block_size, width, id=f"{name}-{sizes}-{block_size}-{width}")
+    pytest.param(name, sizes, *listed, id=f"{name}-{sizes}-{listed}")
     for name in ATTENDING
-    for sizes in ((1, 1), (1, 300), (70, 70), (31, 63), (33, 65), (130, 257), (257, 384), (100, 511))
-    for block_size in (32, 64, 128)
-    for width in (0, 1, 3, 40)
-    if name == "ops" or (block_size, width) in ((32, 40), (64, 0), (128, 3))
+    for sizes, listed in (product(PIECES, LISTS) if name == "ops" else covering(PIECES, LISTS))
 ]
 
 

@@ -9,6 +9,7 @@ import pytest
 from cases import (
     assert_as_good_as_plain,
     assert_chosen_within,
+    covering,
     every_parameter,
     plain_attention,
 )
@@ -22,7 +23,8 @@ by_backend = pytest.mark.parametrize("backend", ["ops"], indirect=True)
 # In the harness a case takes seconds: some of them, and what kernels score, which is whole rows.
 SETTINGS = ["rank-D", "paper", "robust", "reallocate", "eval"]
 PAIRS = [*HERE, *(("metal", case) for case in packed_cases()[1::6])]
-ARMS = [(*pair, setting) for pair in PAIRS for setting in (SETTINGS[:1] if pair[0] == "metal" else SETTINGS)]
+ARMS = [(*pair, setting) for pair, setting in covering(HERE, SETTINGS)]
+ARMS += [(*pair, SETTINGS[0]) for pair in PAIRS if pair[0] == "metal"]
 
 
 @pytest.mark.parametrize(("backend", "case", "setting"), ARMS, ids=str, indirect=["backend"])

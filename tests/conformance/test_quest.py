@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from adapters import ADAPTERS, Result
-from cases import CASES, QUEST, Array, Case
+from cases import CASES, QUEST, Array, Case, covering
 from expected import Expected, assert_conforms, attended
 from mlx_lm.models.cache import BatchKVCache, KVCache
 from msl import Metal
@@ -75,10 +75,8 @@ def run(backend: Any, case: Case, setting: str) -> Result:
 
 STEPS = [
     pytest.param(name, setting, case, id=f"{setting}-{case}-{name}")
-    for setting in QUEST
-    for case in CASES
     for name in BACKENDS
-    if case.S > 64 and (case.Hq < 32 or setting == "pages")
+    for case, setting in covering([case for case in CASES if case.S > 64], list(QUEST))
 ]
 
 

@@ -19,7 +19,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from tiny_models import build, write
 
-from mlx_sparse import calibrate, cli, measured
+from mlx_sparse import calibrate, cli
 from mlx_sparse.calibrate import Calibration
 from mlx_sparse.checks import SparseAttentionError
 from mlx_sparse.lm import unfit_models as families
@@ -189,12 +189,9 @@ def test_times_of_this_machine_are_told_where_they_are_known(tmp_path: Path, mon
     traffic, served = traffic_of(model), served_by(model, "sparq:rank=4")
     unknown = here(traffic, served, Calibration(), 8192)
     assert (unknown.how, unknown.ratio, unknown.step) == (calibrate.MODELLED, None, None)
-    points = [
-        {"S": S, "dense": 2.0, "sparse": 1.0, "low": ratio, "ratio": ratio, "high": ratio}
-        for S, ratio in ((2048, 0.5), (4096, 1.5), (9000, 2.0))
-    ]
-    answer = {"keys": 4096, "up_to": 9000, "points": points}
-    measured.write(calibrate.Calibration().question(served[0].config, served[0].layer), answer)
+    points = [[S, ratio, ratio, ratio] for S, ratio in ((2048, 0.5), (4096, 1.5), (9000, 2.0))]
+    answer = {"points": points, "time": 1}
+    calibrate.write_answer(calibrate.question(served[0].config, served[0].layer), answer)
     known = here(traffic, served, Calibration(), 8192)
     assert (known.keys, known.how, known.ratio, known.timed) == (4096, calibrate.MEASURED, 2.0, 9000)
     total = traffic.total(8192)

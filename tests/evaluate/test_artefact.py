@@ -104,6 +104,37 @@ def test_foreign_files_are_refused(path: Path, content: bytes, message: str) -> 
         load(path)
 
 
+HOSTILE = "two words\n" * 90
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda header: header.update({HOSTILE: 7}),
+        lambda header: header["layers.0.centroids"].update(dtype=HOSTILE),
+        lambda header: header["layers.0.centroids"].update(shape=[HOSTILE]),
+        lambda header: header["__metadata__"].update(mlx_sparse=HOSTILE),
+        lambda header: header.update({HOSTILE: header.pop("layers.0.centroids")}),
+    ],
+    ids=["entry", "type", "shape", "description", "name"],
+)
+def test_a_refusal_is_one_short_line_whatever_the_file_holds(path: Path, change: Any) -> None:
+    artefact(layers=(0,)).save(path)
+    rewrite(path, change)
+    with pytest.raises(ArtefactError) as error:
+        load(path)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value).replace(str(path), "")) < 250
+
+
+@pytest.mark.parametrize("word", ["", HOSTILE, "a" * 65, "llama\n", 7])
+def test_a_family_that_no_message_could_repeat_is_refused(path: Path, word: Any) -> None:
+    artefact(layers=(0,)).save(path)
+    describe(path, model={"model_type": word, "hash": "0" * 64})
+    with pytest.raises(ArtefactError, match="description is damaged"):
+        load(path)
+
+
 def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "none", tmp_path):
         with pytest.raises(ArtefactError, match="none that can be read"):

@@ -13,10 +13,10 @@ from shell import ROOT, run
 STEPS = {
     "gpu_check.sh": [
         "timeout --signal=INT --kill-after=10 200 python3 -m pytest tests/",
-        "timeout --signal=INT --kill-after=10 190 python3 -m mlx_sparse.cuda_ref.bench step --budget-s 150 -o jsonl >",
-        "timeout --signal=INT --kill-after=10 90 python3 -m mlx_sparse.cuda_ref.bench step --attn saap --budget-s 60 "
-        "-o jsonl >",
-        "timeout --signal=INT --kill-after=10 110 python3 -m mlx_sparse.cuda_ref.bench prompt --budget-s 75 -o jsonl >",
+        "timeout --signal=INT --kill-after=10 190 python3 -m mlx_sparse.tools.bench.command step",
+        "timeout --signal=INT --kill-after=10 90 python3 -m mlx_sparse.tools.bench.command step --engine cuda "
+        "--attn saap ",
+        "timeout --signal=INT --kill-after=10 110 python3 -m mlx_sparse.tools.bench.command prefill --engine cuda ",
         "python3 scripts/check_report.py gpu ",
     ],
     "mac_check.sh": [
@@ -27,7 +27,7 @@ STEPS = {
         "tests/kernels/test_metal_sample.py tests/conformance/test_decode.py tests/conformance/test_prompts.py "
         "tests/conformance/test_buckets.py -k metal",
         ".venv/bin/mlx-sparse bench step --backend metal --lengths 1k,2k,4k,8k,16k,32k,64k,128k",
-        ".venv/bin/mlx-sparse bench prompt --attn sample:alpha_column=0.5,alpha_slash=0.5,sample:alpha_column=0.9,",
+        ".venv/bin/mlx-sparse bench prefill --attn sample:alpha_column=0.5,alpha_slash=0.5,sample:alpha_column=0.9,",
         ".venv/bin/python scripts/check_report.py mac",
     ],
 }

@@ -14,8 +14,7 @@ import pytest
 from mlx_lm.models.cache import KVCache
 from tiny_models import write
 
-from mlx_sparse import calibrate, cli, measured
-from mlx_sparse.crossing import Crossing
+from mlx_sparse import calibrate, cli
 from mlx_sparse.methods import METHODS, registry, table
 from mlx_sparse.tools import doctor, matrix, measure
 
@@ -82,7 +81,8 @@ def test_doctor_says_what_attn_would_do_with_a_model(tmp_path: Path, capsys: pyt
     ]
     with measure.planned(model, "sparq:rank=4", "auto", calibrate.Calibration()) as plan:
         ((config, layer),) = plan.layers
-        measured.write(calibrate.Calibration().question(config, layer), Crossing(3000, 4000).as_dict())
+        answer = {"points": [[3000, 2.0, 2.0, 2.0]], "time": 1}
+        calibrate.write_answer(calibrate.question(config, layer), answer)
     code, out, _ = run(capsys, "doctor", "--model", model, "--attn", "sparq:rank=4", "--json")
     found = json.loads(out)["model"]
     assert (code, found["layers"], found["served_layers"]) == (0, 4, 2)

@@ -1,13 +1,10 @@
-"""`--fast-blas`: OpenBLAS is fetched and preloaded where it is asked for, and after all options are checked."""
+"""What commands fetch: OpenBLAS for the demo with `--fast-blas`, and nothing before all options are checked."""
 
 from __future__ import annotations
 
-import os
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import commands
 import pytest
 import tiny_models
 from absent import OFFLINE
@@ -15,20 +12,17 @@ from absent import OFFLINE
 from mlx_sparse import cli
 from mlx_sparse.tools.assets import blas
 
-pytestmark = [
-    pytest.mark.usefixtures("without_torch"),
-    pytest.mark.skipif(not blas.wanted(), reason="MLX does not compute on a Linux CPU here, or a BLAS is preloaded"),
-]
+pytestmark = pytest.mark.usefixtures("without_torch")
+linux = pytest.mark.skipif(not blas.wanted(), reason="MLX does not compute on a Linux CPU here, or a BLAS is preloaded")
 
-# Each ends, for one reason or another, soon after OpenBLAS would have been fetched.
+DEMO = "demo --model no-tokenizer"  # ends soon after OpenBLAS would have been fetched
+# With a text and without a model: the default model would be fetched.
 COMMANDS = {
-    "eval": "eval --methods sparq --text text.txt --model model --limit 99",
-    "tune-sample": "tune-sample --text text.txt --model model --lengths 4k",
-    "train-saap": "train-saap --text text.txt --model model -o a.safetensors --recent-tokens 63 --layers 99",
-    "bench generate": "bench generate --text text.txt --model model --lengths 4k",
-    "demo": "demo --model no-tokenizer",
+    "eval": "eval --methods sparq --text text.txt",
+    "tune-sample": "tune-sample --text text.txt --lengths 4k",
+    "train-saap": "train-saap --text text.txt -o a.safetensors --recent-tokens 63",
+    "demo": "demo --fast-blas",
 }
-every_command = pytest.mark.parametrize("name", COMMANDS)
 
 
 @pytest.fixture(autouse=True)
@@ -50,16 +44,16 @@ def fails(capfd: Any, words: str) -> str:
     return str(capfd.readouterr().err)
 
 
-@every_command
-def test_nothing_is_fetched_unless_asked_for_and_one_line_offers_it(name: str, folder: Path, capfd: Any) -> None:
-    told = fails(capfd, COMMANDS[name])
+@linux
+def test_nothing_is_fetched_unless_asked_for_and_one_line_offers_it(folder: Path, capfd: Any) -> None:
+    told = fails(capfd, DEMO)
     assert not (folder / "cache").exists()
     assert told.count(blas.OFFER) == 1 and "scipy" not in told
 
 
-@every_command
-def test_it_is_fetched_where_it_is_asked_for_and_without_it_the_command_goes_on(name: str, capfd: Any) -> None:
-    told = fails(capfd, f"{COMMANDS[name]} --fast-blas")
+@linux
+def test_it_is_fetched_where_it_is_asked_for_and_without_it_the_command_goes_on(capfd: Any) -> None:
+    told = fails(capfd, f"{DEMO} --fast-blas")
     assert "No fast BLAS, going on slower: scipy==1.13.1: expected one file from pip" in told
     assert blas.OFFER not in told
 
@@ -74,28 +68,10 @@ def test_it_is_fetched_where_it_is_asked_for_and_without_it_the_command_goes_on(
         ("tune-sample", "--examples 0"),
         ("train-saap", "--context 100"),
         ("train-saap", "--held-out nowhere.txt"),
-        ("bench generate", "--repeat 0"),
-        ("bench generate", "--engine onnx"),
         ("demo", "--attn sparkle"),
     ],
 )
 def test_all_options_are_checked_before_anything_is_fetched(name: str, wrong: str, folder: Path, capfd: Any) -> None:
-    told = fails(capfd, f"{COMMANDS[name]} --fast-blas {wrong}")
+    told = fails(capfd, f"{COMMANDS[name]} {wrong}")
     assert told.count("\n") == 1 and ": error: " in told
     assert not (folder / "cache").exists()
-
-
-def test_a_command_goes_on_in_a_process_with_the_fast_blas(demo_cache: Path) -> None:
-    code = "import sys, pathlib; from mlx_sparse.tools.assets import blas\n"
-    code += "blas.use(True, ['--version'], pathlib.Path(sys.argv[1])); print('not replaced')"
-    assert commands.run(["-c", code, str(demo_cache)], dict(os.environ)).stdout.strip() == version(
-        "mlx-sparse-attention"
-    )
-
-
-def test_the_process_that_takes_over_gets_the_same_arguments_and_stays(demo_cache: Path) -> None:
-    code = "import sys; from mlx_sparse import cli; sys.exit(cli.main(sys.argv[1:]))"
-    command = ["-c", code, *COMMANDS["eval"].split(), "--fast-blas", "--cache-dir", str(demo_cache)]
-    done = commands.run(command, dict(os.environ))
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1 and "--limit: expected 99 x" in done.stderr, done.stderr

@@ -19,8 +19,7 @@ TESTS = (
     "kernels/test_triton_kernels",
     "kernels/test_triton_select",
     "kernels/test_triton_saap",
-    "kernels/test_triton_sample",
-    "kernels/test_triton_blocks",
+    "kernels/test_triton_prompts",
     "evaluate/test_triton_bench",
     "lm/test_triton_hf",
     "lm/test_triton_hf_cache",
@@ -28,14 +27,14 @@ TESTS = (
     "conformance/test_prompts",
     "conformance/test_buckets",
 )
-UNFINISHED = [f"the benchmark of {what} did not finish" for what in ("decode steps", "SAAP's steps", "prompts")]
+UNFINISHED = [f"the benchmark of {what} did not finish" for what in ("decode steps", "SAAP's steps", "prefill")]
 # A python3 that claims to see a GPU, and has no xdist; the rest it does as the one that runs this.
 PYTHON = """case "$*" in
   *cuda.is_available*) echo True ;;
   *"find_spec('xdist')"*) exit 1 ;;
   *"find_spec('pytest')"*) exit {pytest} ;;
   *"find_spec('transformers')"*) exit {transformers} ;;
-  *cuda_ref.bench*) {bench} ;;
+  *mlx_sparse.tools.bench*) {bench} ;;
   *) exec {python} "$@" ;;
 esac
 """

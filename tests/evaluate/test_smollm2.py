@@ -173,6 +173,17 @@ def tiny(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[list[str], str
     return ["--no-index", "--find-links", str(folder)], file_hash(file), {"source": request.param}
 
 
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE], ids=["symbolic", "hard"])
+def test_a_link_in_a_source_archive_is_no_file(tmp_path: Path, kind: bytes) -> None:
+    file = tmp_path / "tiny-1.0.tar.gz"
+    with tarfile.open(file, "w:gz") as archive:
+        entry = tarfile.TarInfo("tiny-1.0/tiny/data.bin")
+        entry.type, entry.linkname = kind, "tiny-1.0/tiny/elsewhere"
+        archive.addfile(entry)
+    with refused("expected files *data.bin, got none"):
+        packages.read_files(file, "*data.bin")
+
+
 def test_fetch_once_and_refuse_another_file(tmp_path: Path, tiny: tuple[list[str], str, dict[str, bool]]) -> None:
     options, sha256, kind = tiny
     cache = tmp_path / "cache"

@@ -56,8 +56,9 @@ def pages() -> list[mx.array]:
 def rows() -> list[mx.array]:
     q, k, _ = arrays(Case(1, 4, 2, 700, 128, "f32"))
     packed = PackedRows.of(k, bits=4)
-    score = sparq.sparq_row_scores(1, 2, 2, 128, 700, scale=0.1, narrow=False, form=(4, packed.group_size))
-    return score(q, *packed.parts, mx.array([0]))
+    form = (4, packed.group_size)
+    sizes = sparq.Sizes(1, 2, 2, 128, mx.float32, 700, 128, 300, 8, 0.1, False, "rows", True, True, form)
+    return sparq.sparq_row_scores(sizes)(q, *packed.parts, mx.array([0]))
 
 
 def choose() -> list[mx.array]:

@@ -13,12 +13,13 @@ from cases import (
     Array,
     Case,
     assert_as_good_as_plain,
+    covering,
     every_parameter,
     plain_attention,
 )
 from expected import METHODS, assert_conforms
 from fixtures_msl import Launched
-from mlx_arrays import DTYPES, to_mlx, to_numpy, whole
+from mlx_arrays import to_mlx, to_numpy, whole
 from msl import Metal
 from tiny_models import build, greedy, prompt_of
 
@@ -78,8 +79,11 @@ SELECT = [
 ]
 
 
-@pytest.mark.parametrize("scores", [softmaxes, few_values, with_holes], ids=lambda make: make.__name__)
-@pytest.mark.parametrize(("S", "k", "window"), SELECT)
+@pytest.mark.parametrize(
+    ("S", "k", "window", "scores"),
+    [(*sizes, scores) for sizes, scores in covering(SELECT, [softmaxes, few_values, with_holes])],
+    ids=str,
+)
 def test_select_is_exact_with_ties_to_the_lower_index(
     metal: Metal, S: int, k: int, window: int, scores: Callable[..., Array]
 ) -> None:
@@ -100,7 +104,7 @@ def test_select_takes_a_million_keys(metal: Metal) -> None:
 # attend
 
 
-@pytest.mark.parametrize("N", [1, 7, 127, 128, 129, 512, 513, 1000, 20_000])
+@pytest.mark.parametrize("N", [1, 129, 512, 513, 20_000])
 def test_attend_takes_lists_of_any_length(metal: Metal, N: int) -> None:
     case = Case(1, 4, 2, max(N, 200), 64, "f16")
     q, k, v = case.inputs()
@@ -125,17 +129,16 @@ def check(case: Case, **settings: Any) -> None:
     assert_conforms(ADAPTERS["metal"].sparq(case, params), METHODS["sparq"](case, params), case)
 
 
-@pytest.mark.parametrize("S", [*range(1, 12), 31, 32, 33, 63, 64, 65, 127, 128, 129, 1023, 1024, 1025, 4097, 8200])
+@pytest.mark.parametrize("S", [1, 2, 5, 33, 64, 129, 1024, 1025, 4097, 8200])
 def test_every_length_is_right(metal: Metal, S: int) -> None:
     check(Case(2, 4, 2, S, 64, "f32", padding=(0, S // 2)), top_k=min(16, S))
 
 
-@pytest.mark.parametrize("reallocate", [False, True], ids=["attend", "reallocate"])
 @pytest.mark.parametrize(
-    ("D", "G", "dtype"),
+    ("D", "G", "dtype", "reallocate"),
     [
-        *((64, 16, "f16"), (80, 5, "bf16"), (96, 6, "f32"), (128, 16, "bf16"), (256, 16, "f32"), (256, 2, "f16")),
-        *((112, 8, "f16"), (192, 13, "f32"), (20, 3, "f16"), (8, 2, "bf16")),
+        *((64, 16, "f16", True), (80, 5, "bf16", False), (256, 16, "f32", False)),
+        *((192, 13, "f32", True), (20, 3, "f16", False), (8, 2, "bf16", True)),
     ],
 )
 def test_every_head_dim_and_group_is_right(metal: Metal, D: int, G: int, dtype: str, reallocate: bool) -> None:
@@ -143,9 +146,8 @@ def test_every_head_dim_and_group_is_right(metal: Metal, D: int, G: int, dtype: 
     check(Case(1, 2 * G, 2, 400, D, dtype), **settings)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_split_list_is_merged_and_reallocated(metal: Metal, dtype: str) -> None:
-    check(Case(1, 2, 2, 2000, 64, dtype, padding=(30,)), top_k=900, reallocate=True)
+def test_a_split_list_is_merged_and_reallocated(metal: Metal) -> None:
+    check(Case(1, 2, 2, 2000, 64, "bf16", padding=(30,)), top_k=900, reallocate=True)
 
 
 def test_a_context_of_65536_keys_takes_three_launches(metal: Metal) -> None:
@@ -187,8 +189,7 @@ def test_nothing_recompiles_as_the_context_grows(metal: Metal) -> None:
 # the cache and the model
 
 
-@pytest.mark.parametrize("bits", [16, 4])
-@pytest.mark.parametrize("make", [SparseKVCache, lambda: SparseBatchKVCache([0, 40])], ids=["cache", "batch"])
+@pytest.mark.parametrize(("make", "bits"), [(SparseKVCache, 16), (lambda: SparseBatchKVCache([0, 40]), 4)], ids=str)
 def test_a_cache_decodes_on_metal_as_on_ops(metal: Metal, make: Callable[[], Any], bits: int) -> None:
     rng = np.random.default_rng(3)
     cache = make()

@@ -28,6 +28,7 @@ from mlx_sparse import oracle
 from mlx_sparse.cache.kv_cache import adopt
 from mlx_sparse.kernels import attend, sparq
 from mlx_sparse.methods import parse, registry
+from mlx_sparse.methods.sparq import Selection
 from mlx_sparse.ops.key_codes import code_keys
 from mlx_sparse.ops.packed_rows import PackedRows
 
@@ -132,7 +133,8 @@ def test_a_step_over_packed_rows_is_the_oracles_on_their_numbers(
         coded = code_keys(keys[:, :, : case.S], packed.padding)
     del how["key_bits"]
     given = {"left_padding": packed.padding, "keys_t": coded, "component_weight": None, "length": case.S, **how}
-    chosen = np.array(sparq.sparq_select(queries, keys, exact=reallocate, **given))
+    selection = Selection(**{name: value for name, value in given.items() if name != "length"})
+    chosen = np.array(sparq.sparq_select(queries, keys, selection, exact=reallocate, length=case.S))
     if reallocate:
         assert_same_choice(chosen, wanted.indices, wanted.scores)
     else:
@@ -156,7 +158,7 @@ def test_a_step_over_packed_rows_is_the_oracles_on_their_numbers(
 
 # the cache and the model
 
-SPECS = ["sparq:reallocate=true", "sparq:score=copy,rank=16,key_bits=16", "quest"]  # scores in float32
+SPECS = ["sparq:reallocate=true", "sparq:score=copy,rank=16,reallocate=true", "quest"]  # scores in float32
 
 
 @pytest.mark.parametrize("spec", SPECS)

@@ -13,7 +13,7 @@ from math import prod
 import pytest
 from require import needs_triton
 from tier import some
-from triton_aot import PROCESSORS, Case, Compiled
+from triton_aot import PROCESSORS, PROMPTS, Case, Compiled
 from triton_compiled import (
     MATRIX,
     TARGETS,
@@ -29,16 +29,20 @@ from triton_compiled import (
 
 needs_triton()
 
+LAYERS = ("saap_hidden", "saap_route")
 SCORES = ("sparq_scores", "sparq_code_scores")
+BLOCKS = ("sample_scores", "attend_blocks")
 IN_FLIGHT = 26 * 1024  # bytes of a processor that keep 4.3 TB/s busy on 132 of them at a latency of 0.8 microseconds
 
 EVERYWHERE = [  # on every version and its architectures
     Case("sparq", 0, padded=True),
     Case("dense", 0),
+    Case("saap", 0, S=131072),  # the paper's network
+    Case("sample", 0),
 ]
 CODED = Case("sparq", 90, key_bits=4, padded=True)  # on every version
-ODD = Case("sparq", 90, D=80, S=4097, odd=True)
-OTHERS = [  # on the version of the environment
+ODD = [Case("sparq", 90, D=80, S=4097, odd=True), Case("sample", 90, D=80, odd=True)]
+DECODE = [  # on the version of the environment
     # What needs most shared memory, where there is least and where there is most.
     *(Case("sparq", a, "float32", G=8, Hkv=4, D=256, rank=64, top_k=512, weighted=True) for a in (80, 90)),
     *(Case("dense", a, "float32", D=256, G=8, Hkv=4) for a in (80, 100)),
@@ -53,12 +57,28 @@ OTHERS = [  # on the version of the environment
     Case("sparq", 100, G=1, Hkv=32, rank=16, S=4096, key_bits=4, weighted=True, reallocate=True),
     Case("sparq", 90, "float32", rank=64, D=256, S=16384, key_bits=4),
 ]
-ONCE = [*some(OTHERS, 1), ODD]
+SAAP = [
+    Case("saap", 90, "bfloat16", hidden=0, buckets=256, padded=True),
+    Case("saap", 80, "bfloat16", G=16, Hkv=2, buckets=4096, probes=128, weights="float16"),
+    Case("saap", 90, "float32", buckets=4096, weights="float32"),
+    Case("saap", 100, B=64, D=64, weights="float32"),
+]
+PREFILL = [
+    Case("blocks", 90, D=128, block_size=32),
+    Case("blocks", 90, D=128, block_size=64),
+    Case("blocks", 100, D=256),
+    Case("blocks", 80, D=256, block_size=64),  # most shared memory of the least
+    Case("blocks", 90, D=64),
+    Case("sample", 80, "float32", D=256, G=1),
+    Case("sample", 90, "bfloat16", D=96, block_size=64),
+    Case("prompt", 100, "float32", block_size=32),
+]
+ONCE = [*some(DECODE, 1), *some(SAAP, 1), *some(PREFILL, 1), *ODD]
 
 
-def cases(version: str) -> list[Case]:
+def cases(version: str) -> tuple[Case, ...]:
     everywhere = [replace(case, architecture=a) for case in EVERYWHERE for a in TARGETS[version]]
-    return [*everywhere, CODED, *(ONCE if VERSIONS[version] is None else [])]
+    return *everywhere, CODED, *(ONCE if VERSIONS[version] is None else [])
 
 
 ALL = [(version, case) for version in VERSIONS for case in cases(version)]
@@ -66,28 +86,44 @@ by_case = pytest.mark.parametrize(("version", "case"), ALL, ids=str)
 fast = pytest.mark.parametrize(("version", "case"), [pair for pair in ALL if not pair[1].odd], ids=str)
 
 
+def kernels(case: Case) -> list[str]:
+    """Return the kernels that a launcher starts, in order."""
+    return {
+        "sparq": [SCORES[case.key_bits < 16], "top_k_select", "attend"],
+        "dense": ["attend"],
+        "select": ["top_k_select"],
+        "saap": [*LAYERS[not case.hidden :], "saap_expand", "attend"],
+        "sample": ["sample_scores", "sample_sums", "merge_blocks", "attend_blocks"],
+        "blocks": ["attend_blocks"],
+        "prompt": ["attend_blocks"],
+    }[case.launcher]
+
+
 def launches(version: str, case: Case) -> list[Compiled]:
     for other in VERSIONS:  # both at once
-        running(other, tuple(cases(other)))
-    found = compiled(version, tuple(cases(version)))[case]
-    scores = "sparq_scores" if case.key_bits == 16 else "sparq_code_scores"
-    names = {"sparq": [scores, "top_k_select", "attend"], "dense": ["attend"], "select": ["top_k_select"]}
-    assert [launch.kernel for launch in found] == names[case.launcher]
+        running(other, cases(other))
+    found = compiled(version, cases(version))[case]
+    assert list(dict.fromkeys(launch.kernel for launch in found)) == kernels(case)
     return found
 
 
 def bits(launch: Compiled) -> int:
-    """Of a component of a key, as the launch reads it."""
+    """Return the bits of a component of a key, as the launch reads it."""
     return 4 if launch.kernel == "sparq_code_scores" else 8 * itemsize(launch.case)
 
 
 def tile_bytes(launch: Compiled) -> int:
-    """What a program asks for at a time: components of keys, or rows of keys and values."""
+    """Return what a program loads at a time: components or rows of keys, rows of keys and values, or weights."""
     constants = launch.constants
+    if launch.kernel in LAYERS:
+        return constants["BLOCK_K"] * constants["BLOCK_N"] * (4 if launch.case.weights == "float32" else 2)
     if launch.kernel in SCORES:
         count = -(-constants["RANK"] // constants["BLOCK_R"]) * constants["BLOCK_R"]
         return count * constants["BLOCK_S"] * bits(launch) // 8
-    return 2 * constants["BLOCK_N"] * constants["BLOCK_D"] * bits(launch) // 8
+    rows = 2 * constants["BLOCK_N"]
+    if launch.kernel == "sample_scores":
+        rows = constants["BLOCK_SIZE"]  # tiles of a turn of the loop; no values
+    return rows * constants["BLOCK_D"] * bits(launch) // 8
 
 
 @by_case
@@ -97,50 +133,76 @@ def test_nothing_spills_and_a_program_fits_on_a_processor(version: str, case: Ca
 
 
 @fast
-def test_keys_and_values_come_in_loads_of_16_bytes(version: str, case: Case) -> None:
+def test_keys_values_and_weights_come_in_loads_of_16_bytes(version: str, case: Case) -> None:
     for launch in launches(version, case):
-        if launch.kernel == "top_k_select" and launch.constants["TILE"]:
+        wide = count(launch, r"\bLDGSTS\S*\.128\b")
+        if launch.kernel in (*BLOCKS, *LAYERS):
+            assert count(launch, r"\bLDGSTS\b") == wide, "no narrow one"
+            short = launch.kernel in LAYERS and launch.numbers["K"] <= launch.constants["BLOCK_K"]
+            wanted = tile_bytes(launch) * (1 if short else launch.stages - 1)
+        elif launch.kernel in (*SCORES, "attend"):
+            wanted = tile_bytes(launch) * launch.stages  # all but one before the loop
+        elif launch.kernel == "top_k_select" and launch.constants["TILE"]:
             assert count(launch, r"\bLDG\S*\.[US]8\b") == 0  # bytes come four at a time
             continue
-        if launch.kernel == "top_k_select":
+        elif launch.kernel == "top_k_select":
             heads = launch.constants["G"] if launch.constants["G"] <= 8 else 1  # more in a loop
-            wanted = launch.constants["BLOCK"] * 4 * heads
-            wide = count(launch, r"\bLDG\S*\.128\b")
+            wanted, wide = launch.constants["BLOCK"] * 4 * heads, count(launch, r"\bLDG\S*\.128\b")
         else:
-            wanted = tile_bytes(launch) * launch.stages  # all but one before the loop
-            wide = count(launch, r"\bLDGSTS\S*\.128\b")
+            continue
         assert wide * 16 * 32 * launch.warps >= wanted, launch.kernel
 
 
-def test_the_check_of_loads_sees_caches_that_are_not_aligned() -> None:
-    scores, _, attend = launches("triton", ODD)
-    assert count(scores, r"\bLDGSTS\S*\.128\b") == count(attend, r"\bLDGSTS\S*\.128\b") == 0
+@pytest.mark.parametrize("case", ODD, ids=str)
+def test_the_check_of_loads_sees_caches_that_are_not_aligned(case: Case) -> None:
+    for launch in launches("triton", case):
+        if launch.kernel != "top_k_select":
+            assert count(launch, r"\bLDGSTS\S*\.128\b") == 0
 
 
 @by_case
 def test_matrix_units_multiply_16_bits_and_nothing_rounds_float32(version: str, case: Case) -> None:
     for launch in launches(version, case):
-        multiplies = launch.kernel != "top_k_select"
-        # Codes are multiplied in float32: products rounded to 16 bits would select other keys.
-        coded = launch.kernel == "sparq_code_scores"
-        assert (count(launch, MATRIX) > 0) == (multiplies and itemsize(case) == 2 and not coded), launch.kernel
+        constants, products, name = launch.constants, count(launch, MATRIX), launch.kernel
+        if name in LAYERS:  # a product of TF32 numbers would round what is not of 16 bits; the sum of three does not
+            tiles = constants["BLOCK_M"] // 16 * constants["BLOCK_N"] // 8 * constants["BLOCK_K"] // 8
+            assert products == count(launch, "TF32")
+            assert products >= 3 * tiles / launch.warps
+            continue
         assert count(launch, "TF32") == 0
-        if coded:
-            products = case.rank * launch.constants["BLOCK_S"] * case.G // (32 * launch.warps)  # of a thread
-            assert count(launch, r"\bFFMA2?\b") >= products // 2  # which may be two
-        else:
-            assert count(launch, r"\bFFMA\b") >= 128 or itemsize(case) == 2 or not multiplies
+        # Codes are multiplied in float32: products rounded to 16 bits would select other keys.
+        units = name in ("sparq_scores", "attend", *BLOCKS) and itemsize(case) == 2
+        assert (products > 0) == units, name
+        if name == "sparq_code_scores":
+            least = case.rank * constants["BLOCK_S"] * case.G // (32 * launch.warps) // 2  # an FFMA2 makes two
+            assert count(launch, r"\bFFMA2?\b") >= least
+        elif name in ("sparq_scores", "attend", *BLOCKS) and not units:
+            assert count(launch, r"\bFFMA2?\b") >= 128
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_blocks_of_64_and_more_run_on_the_warpgroup_units(version: str) -> None:
+    """Where sm_90 and sm_100 fall back to sm_80's instruction, they reach half of their speed."""
+    for case in cases(version):
+        wide = case.architecture >= 90 and itemsize(case) == 2 and case.block_size >= 64
+        if wide and case.launcher in PROMPTS:
+            for launch in launches(version, case):
+                assert count(launch, r"\bHMMA\b") == 0, (str(case), launch.kernel)
 
 
 @by_case
 def test_all_threads_have_written_before_the_ticket_is_drawn(version: str, case: Case) -> None:
     for launch in launches(version, case):
-        assert_writes_before_its_ticket(launch, launch.kernel in ("top_k_select", "attend"))
+        assert_writes_before_its_ticket(launch, launch.kernel in ("top_k_select", "attend", "saap_route"))
 
 
-@fast
+@pytest.mark.parametrize(
+    ("version", "case"), [pair for pair in ALL if pair[1].launcher in ("sparq", "dense", "select")], ids=str
+)
 def test_programs_share_what_is_read_and_keep_the_memory_busy(version: str, case: Case) -> None:
     """Bytes of each program from the parameters of the launch: together the formula of `mlx_sparse.methods.stats`."""
+    if case.odd:
+        return
     for launch in launches(version, case):
         numbers, constants, rows = launch.numbers, launch.constants, prod(launch.grid[1:])
         assert rows == case.B * case.Hkv
@@ -160,7 +222,24 @@ def test_programs_share_what_is_read_and_keep_the_memory_busy(version: str, case
         assert min(shares) > 0
         assert sum(shares) * width * rows == items * width * case.B * case.Hkv
         # Scores from codes ask for few bytes, and for all of them at once.
-        asks = items == case.S and launch.kernel != "sparq_code_scores"
-        if asks:
+        if items == case.S and launch.kernel != "sparq_code_scores":
             at_once = min(programs_at_once(launch), prod(launch.grid) // PROCESSORS[case.architecture])
             assert at_once * (launch.stages - 1) * tile_bytes(launch) >= IN_FLIGHT, launch.kernel
+
+
+@pytest.mark.parametrize(
+    ("version", "case"),
+    # One sequence of 8 KV heads; a small layer has too few columns.
+    [pair for pair in ALL if pair[1].launcher == "saap" and pair[1].B * pair[1].Hkv == 8 and pair[1].buckets >= 1024],
+    ids=str,
+)
+def test_every_launch_of_saap_uses_the_whole_gpu_whose_memory_is_kept_busy(version: str, case: Case) -> None:
+    for launch in launches(version, case):
+        programs, processors = prod(launch.grid), PROCESSORS[case.architecture]
+        if launch.kernel != "saap_hidden" or case.hidden >= 1024:
+            assert programs >= processors, launch.kernel
+        if launch.kernel == "saap_route" and case.hidden >= 1024:
+            at_once = min(programs_at_once(launch), programs / processors)
+            assert at_once * (launch.stages - 1) * tile_bytes(launch) >= IN_FLIGHT
+        if launch.kernel == "attend":
+            assert programs == 2 * processors

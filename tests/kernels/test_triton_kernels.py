@@ -1,21 +1,21 @@
-"""The Triton kernels of decode steps, one by one, and what their tensors may be; tests/conformance has the cases."""
+"""The launchers of the Triton backend: launches, operators of torch, tensors; tests/conformance compares numbers."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from cases import Array, Case
-from mlx_sparse.cuda_ref.api import steps
-from mlx_sparse.cuda_ref.api.key_codes import code_keys
-from mlx_sparse.cuda_ref.launchers import configs, sparq
+from mlx_sparse.cuda_ref import torch_functions
+from mlx_sparse.cuda_ref.launchers import attend, blocks, configs, saap, sample, select, sparq
 from torch_arrays import DEVICE, component_major, padding, to_numpy, to_torch
-from torch_operators import assert_keeps_its_promises_and_compiles
 
 from mlx_sparse import BackendUnavailable, ConfigError, ShapeError, cuda_ref, oracle
+from mlx_sparse.methods.sparq import Selection
 
 pytestmark = pytest.mark.usefixtures("guarded")
 SMALL = Case(2, 6, 2, 70, 64, "f32", padding=(0, 30))
@@ -29,9 +29,8 @@ def test_a_program_adds_up_the_softmax_of_all_its_blocks(monkeypatch: pytest.Mon
     monkeypatch.setattr(configs, "processors", lambda device: 1)
     case = Case(2, 4, 2, 1100, 64, "f32", padding=(0, 600))
     queries, keys, _ = tensors(case, *case.inputs())
-    selection = {"rank": 16, "top_k": 32, "local_window": 8, "scale": 0.125}
-    given = {"component_weight": None, "left_padding": padding(case)}
-    _, scores = sparq.sparq_select(queries, component_major(keys), **selection, **given)
+    selection = Selection(16, 32, 8, 0.125, left_padding=padding(case), keys_t=component_major(keys))
+    _, scores = sparq.sparq_select(queries, keys, selection, exact=True)
     logits = to_numpy(scores.logits).astype(np.float64)
     most = logits.max(axis=-1)
     expected = np.stack([most, 1 / np.exp(logits - most[..., None]).sum(axis=-1)], axis=-1)
@@ -57,14 +56,14 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "of a cache"])
 def test_keys_t_may_have_any_strides(layout: str) -> None:
-    case = Case(1, 6, 2, 203, 64, "f32")
-    q, k, v = case.inputs()
-    queries, keys, values = tensors(case, q, k, v)
-    out = cuda_ref.sparq_attention(queries, keys, values, rank=8, top_k=40, keys_t=LAYOUTS[layout](keys))
-    expected = oracle.sparq_attention(q, k, v, rank=8, top_k=40)
-    np.testing.assert_allclose(to_numpy(out), expected, rtol=0, atol=1e-5)
+    queries, keys, values = tensors(case := Case(1, 6, 2, 203, 64, "f32"), *case.inputs())
+    out, expected = (
+        cuda_ref.sparq_attention(queries, keys, values, rank=8, top_k=40, keys_t=LAYOUTS[name](keys))
+        for name in (layout, "of a cache")
+    )
+    assert torch.equal(out, expected)
 
 
 @pytest.mark.parametrize("S", [31, 32, 33])
@@ -78,75 +77,128 @@ def test_rows_are_read_beyond_their_end_only_where_there_is_room(S: int) -> None
     assert sparq.readable_beyond(last) == (S % 16 == 0)
 
 
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of kernels from now on started."""
-    started: list[str] = []
+def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the names of the kernels that are started from now on."""
+    names: list[str] = []
     run = sparq.Launch.run
 
     def counted(self: sparq.Launch) -> None:
-        started.append(self.kernel.__name__)
+        names.append(self.kernel.__name__)
         run(self)
 
     monkeypatch.setattr(sparq.Launch, "run", counted)
-    return started
+    return names
 
 
 @pytest.mark.parametrize(("S", "top_k"), [(40, 16), (3000, 128), (3000, 2500)])
-def test_a_step_of_sparq_is_three_launches(monkeypatch: pytest.MonkeyPatch, S: int, top_k: int) -> None:
+@pytest.mark.parametrize("key_bits", [16, 4])
+def test_a_step_of_sparq_is_three_launches(monkeypatch: pytest.MonkeyPatch, S: int, top_k: int, key_bits: int) -> None:
     case = Case(1, 4, 2, S, 64, "f16")
     q, k, v = tensors(case, *case.inputs())
-    started = launches(monkeypatch)
-    torch.ops.mlx_sparse.sparq_decode(
-        q, k, v, component_major(k), 16, top_k, 4, "softmax", None, 0.1, None, torch.zeros(1, 2, 64, device=DEVICE)
-    )
-    assert started == ["sparq_scores", "top_k_select", "attend"]
+    scored = [component_major(k)] if key_bits == 16 else list(cuda_ref.code_keys(k))
+    names = started(monkeypatch)
+    sparq.sparq_decode(q, k, v, scored, 16, top_k, 4, 0.1, value_mean=torch.zeros(1, 2, 64, device=DEVICE))
+    assert names == ["sparq_scores" if key_bits == 16 else "sparq_code_scores", "top_k_select", "attend"]
 
 
-def test_a_step_with_codes_is_three_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case(1, 4, 2, 200, 64, "f16")
-    q, k, v = tensors(case, *case.inputs())
-    coded = cuda_ref.code_keys(k)
-    started = launches(monkeypatch)
-    cuda_ref.sparq_attention(q, k, v, rank=16, top_k=32, key_bits=4, keys_t=coded)
-    assert started == ["sparq_code_scores", "top_k_select", "attend"]
+@pytest.mark.parametrize("hidden", [32, None])
+def test_a_step_of_saap_is_four_launches_and_three_without_a_hidden_layer(
+    monkeypatch: pytest.MonkeyPatch, hidden: int | None
+) -> None:
+    names = started(monkeypatch)
+    network = [torch.randn(2, hidden or 64, 20), None, torch.randn(2, 64, hidden) if hidden else None, None]
+    network = [None if array is None else array.to(DEVICE) for array in network]
+    visited = saap.saap_route(torch.randn(1, 4, 1, 64, device=DEVICE), *network, 2)
+    q, k, v, _, *index = saap_step()
+    saap.saap_decode(q, k, v, visited, *index, 40, 1, 60, 0.1, None)
+    assert names == [*(["saap_hidden"] if hidden else []), "saap_route", "saap_expand", "attend"]
 
 
-@pytest.mark.parametrize("narrow", [True, False])
-def test_a_padded_row_is_scored_as_it_is_alone(narrow: bool) -> None:
+def test_a_padded_row_is_scored_as_it_is_alone() -> None:
     case = Case(5, 4, 2, 1400, 64, "f16", padding=(0, 9, 700, 1337, 1400))
     q, k, _ = tensors(case, *case.inputs())
 
-    def logits(rows: slice, first: int, padding: torch.Tensor) -> torch.Tensor:
+    def logits(rows: slice, first: int, padding: torch.Tensor, narrow: bool) -> torch.Tensor:
         keys = k[rows, :, first:]
-        coded = code_keys(keys, padding)
-        given = {"rank": 16, "component_weight": None, "scale": 0.125, "left_padding": padding}
-        return sparq.sparq_code_scores(q[rows], keys, coded, narrow=narrow, **given).logits
+        coded = torch_functions.code_keys(keys, padding)
+        selection = Selection(16, 32, 8, 0.125, left_padding=padding, keys_t=coded)
+        return sparq.sparq_code_scores(q[rows], keys, selection, narrow=narrow).logits
 
-    together = logits(slice(None), 0, padding(case))
-    for b, first in enumerate(case.padding):
-        if first < case.S:
-            alone = logits(slice(b, b + 1), first, torch.zeros(1, dtype=torch.int32, device=DEVICE))
-            assert torch.equal(together[b, :, :, first : case.S], alone[0, :, :, : case.S - first])
+    for narrow in (True, False):
+        together = logits(slice(None), 0, padding(case), narrow)
+        for b, first in enumerate(case.padding):
+            if first < case.S:
+                alone = logits(slice(b, b + 1), first, torch.zeros(1, dtype=torch.int32, device=DEVICE), narrow)
+                assert torch.equal(together[b, :, :, first : case.S], alone[0, :, :, : case.S - first])
+
+
+def step() -> list[torch.Tensor]:
+    """Return the queries, keys and values of a small decode step."""
+    return tensors(case := Case(1, 4, 2, 70, 64, "f32"), *case.inputs())
+
+
+def prompt() -> list[torch.Tensor]:
+    return [torch.randn(1, heads, length, 64).to(DEVICE) for heads, length in ((2, 66), (1, 90), (1, 90))]
+
+
+def saap_step() -> list[torch.Tensor]:
+    """Return queries, keys and values, the visited buckets, and an index of 40 of the 70 keys."""
+    ids = torch.randint(0, 4, (1, 2, 40), device=DEVICE)
+    index = cuda_ref.saap_index(ids, buckets=4, sink_tokens=1)
+    return [*step(), integers([[[0, 2], [1, 3]]]), *index]
+
+
+def integers(array: Any) -> torch.Tensor:
+    return torch.tensor(array, dtype=torch.int32, device=DEVICE)
+
+
+def with_keys_t(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[Any, ...]:
+    return q, k, v, [component_major(k)], 8, 16, 4, 0.1
 
 
 def with_codes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[Any, ...]:
-    codes, *ranges = cuda_ref.code_keys(k)
-    return q, k, v, codes, 8, 16, 4, "softmax", None, 0.1, None, None, 4, *ranges
+    return q, k, v, list(cuda_ref.code_keys(k)), 8, 16, 4, 0.1
 
 
-OPERATORS = {
-    "sparq_decode": lambda q, k, v: (q, k, v, component_major(k), 8, 16, 4, "softmax", None, 0.1, None, None),
-    "sparq_decode-codes": with_codes,
-    "dense_decode": lambda q, k, v: (q, k, v, 0.1, None),
-    "attend_indices": lambda q, k, v: (q, k, v, torch.tensor([[[1, 2, -1]] * 2], dtype=torch.int32).to(DEVICE), 0.1),
-    "top_k_select": lambda q, k, v: (k[..., 0].float(), 8, 2, None),
+# What each operator is called with.
+OPERATORS: dict[str, tuple[Any, Callable[[], Sequence[Any]]]] = {
+    "sparq": (sparq.sparq_decode, lambda: with_keys_t(*step())),
+    "sparq-codes": (sparq.sparq_decode, lambda: with_codes(*step())),
+    "dense": (attend.dense_decode, lambda: (*step(), 0.1, None)),
+    "list": (attend.attend_indices, lambda: (*step(), integers([[[1, 2, -1]] * 2]), 0.1)),
+    "counted list": (
+        attend.attend_indices,
+        lambda: (*step(), integers([[[1, 2, 3]] * 2]), 0.1, integers([[2, 0]])),
+    ),
+    "select": (select.top_k_select, lambda: (step()[1][..., 0].float(), 8, 2, None)),
+    "route": (
+        saap.saap_route,
+        lambda: (step()[0], *(torch.randn(2, n, m, device=DEVICE) if m else None for n, m in NETWORK), 3),
+    ),
+    "expand": (saap.saap_indices, lambda: (*saap_step()[3:], 50, 40, 1, 60, None)),
+    "saap": (saap.saap_decode, lambda: (*saap_step(), 40, 1, 60, 0.1, None)),
+    "sample": (sample.sample_prefill, lambda: (*prompt(), 0.8, 0.7, 2, 32, 0.1)),
+    "sample scores": (sample.sample_scores, lambda: (*prompt()[:2], 2, 32, 0.1)),
+    "sample select": (sample.sample_select, lambda: (*prompt()[:2], 0.8, 0.7, 2, 32, 0.1)),
+    "blocks": (blocks.attend_blocks, lambda: (*prompt(), integers([[[[0, 0]] * 3] * 2]), 32, 0.1)),
 }
+NETWORK = ((32, 20), (0, 0), (64, 32), (0, 0))  # weights of a hidden layer of 32, and no bias
 
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_an_operator_of_torch_keeps_its_promises_and_compiles(name: str) -> None:
-    case = Case(1, 4, 2, 70, 64, "f32")
-    assert_keeps_its_promises_and_compiles(name.partition("-")[0], OPERATORS[name](*tensors(case, *case.inputs())))
+    """Its schema, its fake and its results under `torch.compile` agree with what it does when called."""
+    torch.manual_seed(0)
+    operator, make = OPERATORS[name]
+    arguments = tuple(make())
+    torch.library.opcheck(operator, arguments)
+    # Dynamo compiles all operators of a process through one function, of which it keeps eight versions at most.
+    torch.compiler.reset()
+    found = torch.compile(operator._opoverload, backend="aot_eager", fullgraph=True)(*arguments)
+    expected = operator(*arguments)
+    assert type(found) is type(expected)
+    for got, wanted in zip(*(pair if isinstance(pair, tuple) else (pair,) for pair in (found, expected)), strict=True):
+        assert torch.equal(got, wanted)
 
 
 def test_what_is_no_tensor_or_has_no_memory_is_refused() -> None:
@@ -207,7 +259,7 @@ def test_recall_of_a_padded_prompt_is_measured_against_the_valid_keys() -> None:
     given = {"rank": 8, "top_k": 40, "left_padding": padding(case), "return_stats": "mass"}
     _, stats = cuda_ref.sparq_attention(*arrays, **given)  # dense, so that all of the mass is retained
     assert torch.equal(stats.retained_mass, torch.ones(3, 6, 9, device=DEVICE))
-    lse = to_numpy(steps.dense_lse(*arrays[:2], scale=0.125, left_padding=padding(case)))
+    lse = to_numpy(torch_functions.dense_lse(*arrays[:2], scale=0.125, left_padding=padding(case)))
     position = np.arange(150)
     for b, first in enumerate(case.padding):
         logits = np.einsum("hgld,hsd->hgls", q[b].reshape(2, 3, 9, 64), k[b]).reshape(6, 9, 150) * 0.125

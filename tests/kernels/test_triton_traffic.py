@@ -1,4 +1,4 @@
-"""Bytes that the Triton kernels move, counted in the interpreter, and what the guard of all its tests finds."""
+"""Bytes that the Triton kernels move, counted in the interpreter, and who moves them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from cases import Case
 from mlx_sparse.cuda_ref.availability import interpreted, unavailable
 from require import absent
+from sample_cases import SampleCase
 
 from mlx_sparse.methods import stats
 
@@ -19,15 +20,17 @@ if reason := unavailable():
     absent("triton", reason)
 
 import torch
-import triton
-import triton.language as tl
-from mlx_sparse.cuda_ref.launchers import configs
+from mlx_sparse.cuda_ref.launchers import attend, configs, saap
 from torch_arrays import DTYPES, to_torch
 from triton_bytes import Launch, shuffled, watched
+from triton_prompts import tensors
 
 from mlx_sparse import cuda_ref
 
-RANK, TOP_K, D, HKV = 32, 128, 128, 2
+RANK, TOP_K, D, HKV, ITEM = 32, 128, 128, 2, 2
+
+
+# SparQ and dense decode steps
 
 
 def decode(
@@ -135,111 +138,218 @@ def test_dense_attention_reads_each_row_once_for_the_group(G: int) -> None:
     assert written == parts
 
 
-def test_the_order_of_programs_changes_no_bit() -> None:
-    given, _ = decode(4099, 4, reallocate=True)
+# SAAP
+
+G, HIDDEN, C, PROBES = 4, 256, 64, 4
+SINKS, RECENT = 1, 63
+
+
+def network(hidden: int = HIDDEN) -> list[torch.Tensor | None]:
+    torch.manual_seed(1)
+    shapes = [(hidden or D, C), (C,), *([(D, hidden), (hidden,)] if hidden else [])]
+    made: list[Any] = [0.1 * torch.randn(HKV, *shape, dtype=torch.float16) for shape in shapes]
+    return made if hidden else [*made, None, None]
+
+
+def spread(S: int, visited: torch.Tensor, shares: list[float]) -> torch.Tensor:
+    """Keys by turns in buckets, of which the first visited ones hold ``shares`` and the others the rest."""
+    ids = torch.empty(1, HKV, S, dtype=torch.int32)
+    for h in range(HKV):
+        share = torch.full((C,), (1 - sum(shares)) / (C - len(shares)), dtype=torch.float64)
+        share[visited[0, h, : len(shares)].long()] = torch.tensor(shares, dtype=torch.float64)
+        ends = (share.cumsum(0) * S).round().long()
+        order = torch.from_numpy(np.random.default_rng(h).permutation(S))
+        ids[0, h] = torch.searchsorted(ends, order, right=True).clamp(max=C - 1)
+    return ids
+
+
+def step(S: int, shares: list[float], order: Any = None, hidden: int = HIDDEN) -> tuple[Any, list[Launch]]:
+    """One float16 decode step over a prepared index."""
+    case = Case(1, HKV * G, HKV, S, D, "f16")
+    q, k, v = (to_torch(array, "f16") for array in case.inputs())
+    before = to_torch(case.inputs(seed=1)[0], "f16")
+    weights = network(hidden)
+    visited = saap.saap_route(before, *weights, PROBES)
+    ids = spread(S, visited, shares)
+    window = {"sink_tokens": SINKS, "recent_tokens": RECENT}
+    index = saap.Index.of(ids, buckets=C, probes=PROBES, **window)
+    with watched(order) as launches:
+        chosen = saap.saap_route(before, *weights, PROBES)
+        given = q, k, v, chosen, index.offsets, index.key_ids, index.covered, SINKS, index.capacity
+        out = saap.saap_decode(*given, D**-0.5, None)
+    return out, launches
+
+
+EQUAL = [1 / C] * PROBES
+
+
+def test_a_step_reads_the_network_the_list_and_its_rows_and_nothing_else_that_is_large() -> None:
+    S = 3000
+    (_, _, counts), launches = step(S, EQUAL)
+    hidden, route, expand, attend = (launch.traffic for launch in launches)
+    weights = HKV * (D * HIDDEN + HIDDEN * C) * ITEM
+    assert hidden["weight"].loaded + route["weight"].loaded == weights
+    assert hidden["weight"].loaded == hidden["weight"].distinct
+    assert route["weight"].loaded == route["weight"].distinct
+    assert route["logits"].stored == route["logits"].loaded == HKV * G * C * 4
+    keys, exact = int(counts.sum()), HKV * (SINKS + RECENT)
+    assert expand["key_ids"].loaded == expand["key_ids"].distinct == 4 * (keys - exact)
+    slots = launches[2].arguments["capacity"]
+    assert expand["indices"].stored == expand["indices"].distinct == HKV * slots * 4
+    assert attend["indices"].loaded == 4 * keys
+    for name in ("keys", "values"):
+        assert attend[name].loaded == attend[name].distinct == keys * D * ITEM
+    large = {"weight", "key_ids", "indices", "keys", "values"}
+    parts = weights + 4 * (keys - exact) + 4 * HKV * slots + keys * (2 * D * ITEM + 4)
+    moved = sum(
+        traffic.distinct if name not in large else traffic.loaded + traffic.stored
+        for launch in launches
+        for name, traffic in launch.traffic.items()
+    )
+    assert parts <= moved <= 1.15 * parts
+    # (saap.14), which counts an entry of a list as one element and its making not at all
+    elements = stats.saap_elements(D, round(keys / HKV), network=D * HIDDEN + HIDDEN * C)
+    assert parts <= 1.15 * HKV * elements * ITEM
+
+
+def test_sequences_share_the_weights() -> None:
+    weights = network()
+    for B, times in ((1, 1), (8, 1), (9, 2)):
+        queries = torch.randn(B, HKV * G, 1, D, dtype=torch.float16)
+        with watched() as launches:
+            saap.saap_route(queries, *weights, PROBES)
+        for launch in launches:
+            weight = launch.traffic["weight"]
+            assert weight.loaded == times * weight.distinct, f"{B} sequences"
+
+
+def longest(launch: Launch) -> int:
+    """Bytes of keys that the busiest program reads."""
+    return max(launch.traffic["keys"].by_program.values())
+
+
+def test_a_bucket_of_half_the_keys_is_shared_out() -> None:
+    """A program for each bucket would take as long as the largest: here half of the keys."""
+    S = 4000
+    (_, _, few), equal = step(S, EQUAL)
+    (_, _, many), half = step(S, [0.5, *EQUAL[1:]])
+    assert int(many.max()) > 5 * int(few.max())
+    programs = equal[3].grid[0]
+    assert half[3].grid[0] >= programs
+    for counts, launches in ((few, equal), (many, half)):
+        spare = launches[3].grid[0] - HKV
+        block = launches[3].arguments["BLOCK_N"]
+        share = -(-int(counts.sum()) // spare)
+        assert longest(launches[3]) <= (share + block) * D * ITEM
+    # The list too: whoever fills slots of the large bucket reads one number for each.
+    assert max(half[2].traffic["key_ids"].by_program.values()) <= 4 * saap.SLOTS
+
+
+def test_a_long_row_gets_the_programs_of_short_ones() -> None:
+    q, keys = torch.randn(1, 8, 1, D), torch.randn(1, 2, 1000, D)
+    indices = torch.arange(1000, dtype=torch.int32).expand(1, 2, 1000).contiguous()
+    with watched() as launches:
+        attend.attend_indices(q, keys, keys.clone(), indices, 0.1, torch.tensor([[1000, 30]], dtype=torch.int32))
+    (launch,) = launches
+    reading = [size for size in launch.traffic["values"].by_program.values() if size]
+    programs = 2 * configs.processors(torch.device("cpu"))
+    assert launch.grid == (programs, 1, 1)
+    assert programs - 2 <= len(reading) <= programs
+    block = launch.arguments["BLOCK_N"]
+    assert max(reading) <= (-(-1030 // (programs - 2)) + block) * D * 4
+
+
+def test_empty_slots_cost_no_time_of_attention() -> None:
+    q, keys = torch.randn(1, 8, 1, D), torch.randn(1, 2, 100, D)
+    indices = torch.full((1, 2, 5000), -1, dtype=torch.int32)
+    indices[..., :70] = torch.arange(70)
+    with watched() as launches:
+        attend.attend_indices(q, keys, keys.clone(), indices, 0.1, torch.tensor([[70, 70]], dtype=torch.int32))
+    traffic = launches[0].traffic
+    assert traffic["indices"].loaded == 2 * 70 * 4
+    assert len(traffic["keys"].by_program) >= 4
+
+
+# SampleAttention
+
+PROMPT = SampleCase(1, 4, 2, 300, 600, 64, "f16", 64)
+
+
+def watch(function: Any, *given: Any, **settings: Any) -> tuple[Any, list[Launch]]:
+    with watched(settings.pop("order", None)) as launches:
+        found = function(*given, **settings)
+    return found, launches
+
+
+def test_attention_reads_the_listed_blocks_and_nothing_else_of_the_keys() -> None:
+    layout = PROMPT.layout
+    lists = np.full((1, 4, layout.row_blocks, 6), -1, np.int32)
+    for h in range(4):
+        for index in range(layout.row_blocks):
+            row_block = layout.first_block + index
+            chosen = sorted({0, row_block, (h * 3 + index) % (row_block + 1)})
+            lists[0, h, index, : len(chosen)] = chosen
+    _, (launch,) = watch(
+        cuda_ref.attend_blocks, *tensors(PROMPT), torch.tensor(lists), block_size=PROMPT.block_size, scale=PROMPT.scale
+    )
+    filled = lists[lists >= 0]
+    keys = np.minimum((filled + 1) * PROMPT.block_size, PROMPT.S) - filled * PROMPT.block_size
+    traffic = launch.traffic
+    assert traffic["keys"].loaded == traffic["values"].loaded == keys.sum() * PROMPT.D * ITEM
+    assert (
+        traffic["queries"].loaded == traffic["queries"].distinct == traffic["out"].stored == 4 * 300 * PROMPT.D * ITEM
+    )
+    assert traffic["lse"].stored == 4 * 300 * 4
+    assert traffic["blocks"].loaded == lists.size * 4 + filled.size * 4  # once to find their ends
+
+
+def test_programs_of_the_last_row_blocks_start_first() -> None:
+    _, (launch,) = watch(torch.ops.mlx_sparse.attend_blocks, *tensors(PROMPT), None, PROMPT.block_size, PROMPT.scale)
+    read = [launch.traffic["keys"].by_program[program] for program in range(launch.grid[0])]
+    assert read == sorted(read, reverse=True)
+    assert len(set(read)) == PROMPT.layout.row_blocks
+
+
+def test_the_sample_reads_each_key_once_a_head_and_writes_no_scores() -> None:
+    _, (parts, sums) = watch(cuda_ref.sample_scores, *tensors(PROMPT)[:2], **PROMPT.sampling)
+    assert (parts.kernel, sums.kernel) == ("sample_scores", "sample_sums")
+    key_blocks = PROMPT.layout.key_blocks
+    assert parts.traffic["keys"].loaded == PROMPT.Hq * PROMPT.S * PROMPT.D * ITEM
+    assert parts.traffic["keys"].distinct == PROMPT.Hkv * PROMPT.S * PROMPT.D * ITEM
+    assert parts.traffic["queries"].loaded == PROMPT.Hq * PROMPT.block_size * PROMPT.D * ITEM * parts.grid[1]
+    written = PROMPT.Hq * key_blocks * 2 * PROMPT.block_size * 4  # 8 bytes for a sampled query and key block
+    assert parts.traffic["parts"].stored == parts.traffic["parts"].distinct == written
+    assert 1.8 * written <= sums.traffic["parts"].loaded <= 2 * written
+    scores = PROMPT.Hq * PROMPT.block_size * PROMPT.S * 4
+    assert written <= scores * 2 / PROMPT.block_size * 1.1
+
+
+def test_lists_are_made_from_a_byte_for_a_column_and_a_bin() -> None:
+    _, launches = watch(cuda_ref.sample_select, *tensors(PROMPT)[:2], **PROMPT.parameters)
+    merge = launches[-1].traffic
+    causal = PROMPT.Hq * PROMPT.layout.causal_pairs
+    assert merge["column_kept"].loaded == causal
+    assert causal <= merge["slash_kept"].loaded <= 2 * causal
+    assert merge["blocks"].stored == merge["blocks"].distinct
+    assert merge["blocks"].stored == PROMPT.Hq * PROMPT.layout.row_blocks * PROMPT.layout.key_blocks * 4
+
+
+def prefill(order: Any) -> tuple[Any, list[Launch]]:
+    return watch(cuda_ref.sample_attention, *tensors(PROMPT), **PROMPT.parameters, order=order)
+
+
+ORDERS = {
+    "sparq": lambda order: decode(4099, 4, reallocate=True, order=order),
+    "saap": lambda order: step(700, [0.2, *EQUAL[1:]], order),
+    "saap-linear": lambda order: step(700, [0.2, *EQUAL[1:]], order, hidden=0),
+    "sample": prefill,
+}
+
+
+@pytest.mark.parametrize("method", ORDERS)
+def test_the_order_of_programs_changes_no_bit(method: str) -> None:
+    given, _ = ORDERS[method](None)
     for order in (shuffled, lambda programs: np.arange(programs)[::-1]):
-        other, _ = decode(4099, 4, reallocate=True, order=order)
-        assert torch.equal(given, other)
-
-
-# What the guard finds
-
-
-@triton.jit
-def copy(source, target, count, BLOCK: tl.constexpr):
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(target + i, tl.load(source + i), mask=i < count)
-
-
-@triton.jit
-def total(
-    source, parts, out, tickets, BLOCK: tl.constexpr, PARTS: tl.constexpr, BARRIER: tl.constexpr, SEM: tl.constexpr
-):
-    p = tl.program_id(0)
-    tl.store(parts + p, tl.sum(tl.load(source + p * BLOCK + tl.arange(0, BLOCK)), axis=0))
-    if BARRIER:
-        tl.debug_barrier()
-    if tl.atomic_add(tickets, 1, sem=SEM) == PARTS - 1:
-        tl.store(out, tl.sum(tl.load(parts + tl.arange(0, PARTS)), axis=0))
-
-
-@triton.jit
-def shift(data, COUNT: tl.constexpr, BARRIER: tl.constexpr):
-    i = tl.arange(0, COUNT)
-    tl.store(data + i, i)
-    if BARRIER:
-        tl.debug_barrier()
-    tl.store(data + i, tl.load(data + (i + 1) % COUNT))
-
-
-@triton.jit
-def scatter(target, COUNT: tl.constexpr, SLOTS: tl.constexpr):
-    i = tl.arange(0, COUNT)
-    tl.store(target + i % SLOTS, i)
-
-
-def test_an_address_outside_is_found() -> None:
-    with watched():
-        copy[(1,)](torch.zeros(64), torch.empty(64), 64, BLOCK=64)
-    with (
-        watched(),
-        pytest.raises(Exception, match="loads outside of its arguments: element 60 of 60 of source"),
-    ):
-        copy[(1,)](torch.zeros(80)[:60].clone(), torch.empty(64), 64, BLOCK=64)
-    with watched(), pytest.raises(Exception, match="stores outside of its arguments: element 60 of 60 of target"):
-        copy[(1,)](torch.zeros(64), torch.empty(64)[:60], 64, BLOCK=64)
-
-
-def test_memory_that_nothing_has_written_is_found() -> None:
-    with watched(), pytest.raises(Exception, match="loads element 0 of source, which nothing has written"):
-        copy[(1,)](torch.empty(64), torch.empty(64), 64, BLOCK=64)
-
-
-def test_bytes_that_nothing_has_written_are_found() -> None:
-    with watched(), pytest.raises(Exception, match="loads element 48 of source, which nothing has written"):
-        made = torch.empty(80, dtype=torch.uint8)
-        copy[(1,)](torch.zeros(64, dtype=torch.uint8), made[:64], 64, BLOCK=64)
-        copy[(1,)](made[16:], torch.empty(64, dtype=torch.uint8), 64, BLOCK=64)
-
-
-def test_a_store_to_an_argument_of_the_user_is_found() -> None:
-    given = torch.zeros(64)
-    with watched(), pytest.raises(Exception, match="stores to target, which its launcher did not allocate"):
-        copy[(1,)](torch.zeros(64), given, 64, BLOCK=64)
-
-
-@pytest.mark.parametrize("order", [None, shuffled])
-def test_a_ticket_orders_programs(order: Any) -> None:
-    source = torch.ones(64)
-
-    def launch(barrier: bool, sem: str) -> float:
-        with watched(order):
-            out = torch.empty(1)
-            total[(4,)](source, torch.empty(4), out, torch.zeros(1, dtype=torch.int32), 16, 4, barrier, sem)
-        return out.item()
-
-    assert launch(True, "acq_rel") == 64
-    with pytest.raises(Exception, match=r"publishes its stores to parts by an atomic without tl.debug_barrier\(\)"):
-        launch(False, "acq_rel")
-    with pytest.raises(Exception, match=r"loads element \d of parts, unordered with program"):
-        launch(True, "relaxed")
-
-
-def test_threads_of_one_program_need_a_barrier() -> None:
-    with watched(), pytest.raises(Exception, match=r"loads element \d+ of data, unordered with itself"):
-        shift[(1,)](torch.empty(16, dtype=torch.int32), 16, False)
-
-
-def test_two_programs_and_two_lanes_that_store_to_one_address_are_found() -> None:
-    with watched(), pytest.raises(Exception, match="program 0 stores an element of target twice at once"):
-        scatter[(1,)](torch.empty(16, dtype=torch.int32), 16, 8)
-    with watched(), pytest.raises(Exception, match="program 1 stores element 0 of target, unordered with program 0"):
-        scatter[(2,)](torch.empty(16, dtype=torch.int32), 16, 16)
-
-
-def test_the_interpreter_is_left_as_it_was() -> None:
-    before = (torch.empty, triton.runtime.interpreter.GridExecutor.__call__)
-    with pytest.raises(Exception, match="unordered"), watched():
-        shift[(1,)](torch.empty(16, dtype=torch.int32), 16, False)
-    assert before == (torch.empty, triton.runtime.interpreter.GridExecutor.__call__)
-    assert configs.processors(torch.device("cpu")) == configs.WITHOUT_A_GPU
+        other, _ = ORDERS[method](order)
+        pairs = zip(given, other, strict=True) if isinstance(given, tuple) else [(given, other)]
+        assert all(torch.equal(*pair) for pair in pairs)

@@ -15,8 +15,9 @@ from mlx_lm.models.cache import BatchKVCache, KVCache, load_prompt_cache, save_p
 
 from mlx_sparse import oracle
 from mlx_sparse.cache.kv_cache import SparseBatchKVCache, SparseKVCache, adopt
+from mlx_sparse.cache.saap_lists import attended_keys, due, fold
 from mlx_sparse.cache.saap_router import Router, kmeans_network
-from mlx_sparse.cache.saap_state import TOGETHER, BucketIndex, fold
+from mlx_sparse.cache.saap_state import TOGETHER, BucketIndex
 from mlx_sparse.lm.rope import Source, rotate
 from mlx_sparse.methods import SAAP
 
@@ -78,10 +79,10 @@ class Decoder:
         """The keys of a step at the present length, and how many there are."""
         cache, S = self.cache, self.cache.length
         index, first_rows = self.index, cache.first_rows()
-        if index.unfitted(range(len(first_rows))) or index.due(cache, first_rows, S, self.config):
+        if index.unfitted(range(len(first_rows))) or due(index, cache, first_rows, S, self.config):
             fold([cache], S, self.config)
-        assert not index.due(cache, first_rows, S, self.config)
-        indices, counts = self.index.lists(mx.array(queries), S, self.config, cache.padding, "ops")
+        assert not due(index, cache, first_rows, S, self.config)
+        indices, counts = attended_keys(index, mx.array(queries), S, self.config, cache.padding, "ops")
         return np.array(indices), np.array(counts)
 
     def check(self) -> None:
@@ -103,7 +104,7 @@ class Decoder:
         for b, h in np.ndindex(indices.shape[:2]):
             listed = indices[b, h, : counts[b, h]]
             position = np.arange(padding[b], S)
-            covered = index.covered[b]
+            covered = index.lists.covered[b]
             length = covered - padding[b]
             assert length % config.fold_every == 0
             assert length <= max(len(position) - config.recent_tokens, 0) < length + config.fold_every
@@ -111,8 +112,8 @@ class Decoder:
             inside = np.isin(ids[b, h, np.minimum(position, ids.shape[2] - 1)], visited[b, h]) & ~exact
             np.testing.assert_array_equal(np.sort(listed), position[exact | inside])
             assert (indices[b, h, counts[b, h] :] == -1).all()
-        ends = zip(index.covered, padding, strict=True)
-        assert index.listed == [max(covered - first - config.sink_tokens, 0) * H for covered, first in ends]
+        ends = zip(index.lists.covered, padding, strict=True)
+        assert index.lists.listed == [max(covered - first - config.sink_tokens, 0) * H for covered, first in ends]
 
     def check_ids(self) -> None:
         """Every id is the oracle's, to within the rounding of keys that were turned back."""
@@ -259,7 +260,7 @@ def test_a_trim_to_any_row_forgets_what_was_behind_it_and_no_more(written: int):
     for count in (70, 1, 1, 5, 3):
         decoder.write(count)
         decoder.check()
-    (covered,), length = decoder.index.covered, decoder.cache.length
+    (covered,), length = decoder.index.lists.covered, decoder.cache.length
     assert decoder.index.assigned < length - 8
     for row in range(covered - 3, length):
         twin = copy.deepcopy(decoder)
@@ -472,5 +473,5 @@ def test_the_host_waits_once_for_all_layers(monkeypatch: pytest.MonkeyPatch):
     assert len(waits) == 1 + len(decoders), "one small array per layer, and the one of them all that is read"
     assert tolist is mx.array.tolist
     for decoder in decoders:
-        due = {S: decoder.index.due(decoder.cache, [0], S, CONFIG) for S in (99, 100, 115, 116)}
-        assert due == {99: True, 100: False, 115: False, 116: True}
+        wants = {S: due(decoder.index, decoder.cache, [0], S, CONFIG) for S in (99, 100, 115, 116)}
+        assert wants == {99: True, 100: False, 115: False, 116: True}

@@ -23,7 +23,7 @@ from tiny_models import build, greedy, prompt_of
 import mlx_sparse
 from mlx_sparse import oracle
 from mlx_sparse.cache.kv_cache import SparseQuantizedKVCache, adopt
-from mlx_sparse.calibrate import Calibration, Layer
+from mlx_sparse.calibrate import Calibration, Layer, question
 from mlx_sparse.lm import seam
 from mlx_sparse.lm.call import Call
 from mlx_sparse.lm.model import plan_of
@@ -187,7 +187,7 @@ def test_thresholds_of_quantised_caches_are_measured_on_them_and_kept_apart(monk
     calibration = Calibration()
     assert calibration.pairs(config, packed, 512, 0.05)
     assert {(cache.bits, cache.group_size, cache.length >= 512) for cache in made} == {(4, 32, True)}
-    assert calibration.question(config, packed) != calibration.question(config, plain)
+    assert question(config, packed) != question(config, plain)
     assert packed.row == 2 * 2 * (64 // 2 + 2 * 2 * 64 // 32) < plain.row == 2 * 2 * 64 * 2
 
 

@@ -78,11 +78,13 @@ def test_every_bucket_gives_the_dense_tokens(family: str, mode: str, tmp_path: P
 @pytest.mark.parametrize("family", ["llama", "qwen3", "ministral3", "phi3", "smollm3"])
 def test_few_probes_attend_the_oracles_keys(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     seen: list[dict[str, Any]] = []
-    lists, step = BucketIndex.lists, saap.Indices.step
+    lists, step = saap.attended_keys, saap.Indices.step
 
     def noting_lists(index: BucketIndex, queries: mx.array, S: int, *args: Any) -> Any:
         result = lists(index, queries, S, *args)
-        seen.append({"before": np.array(queries), "S": S, "lists": result, "index": index, "covered": index.covered[0]})
+        seen.append(
+            {"before": np.array(queries), "S": S, "lists": result, "index": index, "covered": index.lists.covered[0]}
+        )
         return result
 
     def noting_step(self: Any, queries: mx.array, cache: Any, bound: Any, served: list[int], scale: float) -> Any:
@@ -97,7 +99,7 @@ def test_few_probes_attend_the_oracles_keys(family: str, tmp_path: Path, monkeyp
         seen[-1] |= {"queries": np.array(queries, np.float64), "rows": rows, "ids": ids, "scale": scale, "out": result}
         return result
 
-    monkeypatch.setattr(BucketIndex, "lists", noting_lists)
+    monkeypatch.setattr(saap, "attended_keys", noting_lists)
     monkeypatch.setattr(saap.Indices, "step", noting_step)
     model = build(family)
     file = write_artefact(tmp_path / "a", model)
@@ -180,7 +182,7 @@ def test_a_cache_from_a_file_a_copy_and_one_reused_after_trim_give_the_same_toke
         for again in (cache, twin, load_prompt_cache(file)):
             for layer in again:
                 if getattr(layer, "index", None) is not None:
-                    layer.beside["saap"].offsets = None  # fold when the others do: what is pending is attended exactly
+                    layer.beside["saap"].lists = None  # fold when the others do: what is pending is attended exactly
             assert greedy(model, [7, 8, 9], STEPS, again)[0] == first
     assert report.sparse_calls == 4 * LAYERS * STEPS
 
@@ -345,7 +347,7 @@ def test_a_cache_that_goes_on_with_another_artefact_is_indexed_anew(model: Any, 
             first = prompt_of(PROMPT) if file is files[0] else [found[-1]]
             found += greedy(model, first, 10, cache)[0]
         assert report.sparse_calls >= LAYERS * 10
-        assert cache[0].beside["saap"].offsets.shape[-1] == load(file).buckets + 1
+        assert cache[0].beside["saap"].lists.offsets.shape[-1] == load(file).buckets + 1
     assert found[:10] == tokens[:10]
     assert found[10:] == tokens[11:], "greedy does not return what it says after its prompt"
 

@@ -14,6 +14,7 @@ import numpy as np
 from ...cache.slice_cache import SlicedKVCache
 from ...methods import Method, SparQ, Streaming, registry
 from ...methods.quest import Quest
+from ...methods.sparq import Selection
 from ...ops.attend import attend_rows, softmax_lse
 from ...ops.quest import page_bounds, page_keys, page_scores
 from ...ops.sparq import sparq_logits
@@ -56,7 +57,8 @@ def sparq(
     logits = mx.zeros((B, Hkv, G, 0))
     if cache.length:
         keys, _ = cache.own_rows()
-        logits = sparq_logits(queries, keys, rank=config.rank, scale=scale, left_padding=None, **known)
+        how = Selection(config.rank, config.top_k, 0, scale, **known)
+        logits = sparq_logits(queries, keys, how)
     # (sparq.4), (sparq.5), (sparq.6) over the keys of all ranks
     weights, lse = softmax_lse(logits, None) if cache.length else (logits, mx.full((B, Hkv, G), -mx.inf))
     s_hat = weights * mx.exp(lse - exchange.logsumexp(lse))[..., None]

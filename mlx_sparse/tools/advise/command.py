@@ -18,7 +18,6 @@ from ...lm.model import disable, enable, plan_of
 from ...methods import Prefill, parse
 from ...model_info import config_of, model_type
 from .. import environment, formats
-from ..assets import blas
 from ..assets.models import DEFAULT
 from ..evaluate import texts
 from ..evaluate.budget import read_budget
@@ -39,8 +38,6 @@ def main(argv: Sequence[str]) -> int:
     """Print the page; return 0 if there is a setting to use or none was looked for, 1 otherwise."""
     args = _parser().parse_args(argv)
     _check(args)
-    if not args.no_quality:
-        blas.use(args.fast_blas, ["advise", *argv], cache_directory(args.cache_dir))
     found = _page(args)
     print(json.dumps(found.as_dict(), indent=2) if args.json else found)
     if args.save is not None and found.chosen is not None:

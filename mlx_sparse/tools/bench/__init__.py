@@ -1,1 +1,1 @@
-"""One core for the benchmarks of all engines, and MLX's contenders. The core needs neither mlx, torch nor onnx."""
+"""One benchmark for all engines. The core and the command need neither mlx, torch nor onnx."""

@@ -1,4 +1,7 @@
-"""``mlx-sparse bench step | prompt | generate``: the options, for every engine. Steps and prompts run without mlx."""
+"""``mlx-sparse bench step | prefill | generate``: the options, and the loop over the cases of all engines.
+
+An engine is a module with ``check(request)``, ``machine()`` and ``variants(request, case)``. This one needs only NumPy.
+"""
 
 from __future__ import annotations
 
@@ -7,203 +10,158 @@ import importlib
 import math
 import shlex
 import sys
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import date
+from itertools import product
 
-from ...checks import ConfigError, Parser, SparseAttentionError, check_int, check_share, read_length, read_shape
+from ...checks import ConfigError, Parser, SparseAttentionError, check_int, read_length, read_shape
 from ...extras import naming_missing
 from ...methods import Method, parse, split_methods
 from .. import formats
-from .core import Shape
-from .run import Plan, Request, run
+from .core import ITEM_SIZES, Case, Request, Row, Shape, collect, measure, say, text
 
-ENGINES = {  # names: each is imported when it is asked for
-    "mlx": "mlx_sparse.tools.bench.mlx",
+ENGINES = {  # each is imported when it is named
+    "mlx": "mlx_sparse.tools.bench.mlx_variants",
     "onnx": "mlx_sparse.onnx_export.bench",
     "cuda": "mlx_sparse.cuda_ref.bench",
 }
 GENERATE = "mlx_sparse.tools.bench.generate"
-DTYPES = ("float16", "bfloat16", "float32")
-DENSITIES = "0.05,0.1,0.2,0.5"
-STAGES = {  # whose methods they are, and which are named as examples
-    "step": ("decode", "decode steps such as sparq:rank=16,streaming", "sparq"),
-    "prompt": ("prefill", "prompts such as sample,minference", "sample"),
+STAGES = {  # whose methods they are, examples, and the defaults: method, lengths, turns
+    "step": ("decode", "decode steps such as sparq:rank=16,streaming", "sparq", "4k,16k,64k", 9),
+    "prefill": ("prefill", "prefill such as sample,minference", "sample", "4k,8k", 3),
 }
-ONLY = {  # options that not all engines have: the engines that have them, what is typed, what is said of it
-    "batches": (("mlx", "cuda"), "B,...", "sequences {}"),
-    "dtype": (("mlx", "cuda"), "TYPE,...", f"of {', '.join(DTYPES)} (default: float16)"),
-    "backend": (("mlx",), "NAME,...", "with mlx: auto, ops, metal (default: auto)"),
-    "kv_bits": (("mlx",), "N,...", "with mlx: each method over caches quantised in so many bits besides"),
-    "steps": (("mlx",), "N,...", "with mlx: queries per call (default: 2048,all)"),
-    "threads": (("onnx",), "N,...", "with onnx (default: 1,2)"),
-    "densities": (("cuda",), "SHARE,...", f"with cuda: share of the blocks (default: {DENSITIES})"),
-    "budget_s": (("cuda",), "N", "with cuda: seconds; turns are saved first (default: 280)"),
-}
-STAGE_ONLY = {"steps": "prompt", "densities": "prompt", "kv_bits": "step"}
-
-
-@dataclass(frozen=True)
-class Defaults:
-    """What an engine measures if it is not told."""
-
-    lengths: str
-    shapes: str
-    repeat: int
-    batches: str = "1"
-    budget: float = math.inf  # seconds
-
-
-DEFAULTS = {  # a method with defaults of its own stands in place of the stage
-    ("mlx", "step"): Defaults("1k,2k,4k,8k,16k,32k,64k,128k", "32x8x128,32x32x128,9x3x64", 15),
-    ("mlx", "prompt"): Defaults("4k,8k", "9x3x64,32x8x128", 3),
-    ("onnx", "step"): Defaults("4k,16k,64k,128k", "32x8x128", 15),
-    ("onnx", "saap"): Defaults("8k,16k,32k", "32x8x128", 15),
-    ("onnx", "prompt"): Defaults("8k", "32x8x128,9x3x64", 15),
-    ("cuda", "step"): Defaults("4k,8k,16k,32k,64k,128k,256k,512k", "32x8x128,32x32x128", 9, "1,8,64", 280),
-    ("cuda", "saap"): Defaults("64k,128k,171k,256k,512k", "32x8x128", 9, budget=280),
-    ("cuda", "prompt"): Defaults("8k,16k,32k,64k,128k,256k", "32x8x128", 5, budget=280),
+SHAPES = "32x8x128"
+BACKENDS = {"mlx": "auto", "onnx": "native,standard", "cuda": "triton"}
+WARM_UP = 2  # turns of decode steps
+ONLY = {  # options of one engine and stage
+    "--kv-bits": ("mlx", "step", "each method over quantized KV caches of so many bits as well"),
+    "--steps": ("mlx", "prefill", "tokens of a chunk (default: 2048,all)"),
+    "--threads": ("onnx", "", "threads of ONNX Runtime (default: 2)"),
 }
 
 
 @naming_missing()
-def main(argv: Sequence[str], engine: str | None = None, program: str = "mlx-sparse bench") -> int:
-    """Run a benchmark; return the exit code: 1 if a result was wrong.
-
-    Args:
-        engine: the only one, whose command this is.
-    """
-    parser = _parser(engine, program)
-    args = parser.parse_args(argv)
-    args.command = shlex.join([*program.split(), *argv])
+def main(argv: Sequence[str]) -> int:
+    """Run a benchmark. Return the exit code: 1 if a result was wrong."""
+    args = _parser(argv).parse_args(argv)
+    args.command = shlex.join(["mlx-sparse", "bench", *argv])
     formats.check_options(args)
     if args.stage == "generate":
         code: int = importlib.import_module(GENERATE).run(args)
         return code
-    request, budget = read(args)
-    plan: Plan = importlib.import_module(ENGINES[args.engine]).plan(request)
-    facts = {"command": args.command, "date": date.today().isoformat(), "machine": plan.machine}
-    printer = formats.Printer(args, facts)
-    return 0 if run(plan, printer, budget) else 1
+    request = read(args)
+    engine = importlib.import_module(ENGINES[args.engine])
+    engine.check(request)
+    facts = {"command": args.command, "date": date.today().isoformat(), "machine": engine.machine()}
+    return 0 if run(request, engine, formats.Printer(args, facts)) else 1
 
 
-def program(engine: str, name: str) -> int:
-    """The command of one engine, as a program of its own: mistakes get one line."""
-    try:
-        return main(sys.argv[1:], engine, name)
-    except SparseAttentionError as error:
-        print(f"{name}: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+def run(request: Request, engine: object, printer: formats.Printer) -> bool:
+    """Measure every case within the budget and print its rows when they are known. Return True if all are right."""
+    end, rows = time.monotonic() + request.budget, list[Row]()
+    for number, case in enumerate(request.cases):
+        say(f"[{number + 1}/{len(request.cases)}] {case}")
+        now = time.monotonic()
+        # Cases grow: the time that is left is shared with the next one only.
+        until = now + (end - now) / min(2, len(request.cases) - number)
+        found = [Row(case, "", note=f"left out: the {request.budget:g} s were over")]
+        if now < end:
+            made = engine.variants(request, case)  # type: ignore[attr-defined]
+            found = measure(case, made, request.repeat, WARM_UP if case.step is None else 0, until)
+        rows += collect(found, printer)
+    right = not any(row.failed for row in rows)
+    printer.end(text(rows), right)
+    return right
 
 
-def _parser(engine: str | None, program: str) -> argparse.ArgumentParser:
+def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     parser = Parser(
-        prog=program,
-        description="Time sparse attention against dense attention, in turns in one run, after checking that every "
-        "result is right. Rows appear as they are measured, on standard error and with -o jsonl on standard output.",
+        prog="mlx-sparse bench",
+        description="Time sparse attention against dense attention in turns, after checking that every result is "
+        "right. Rows appear as they are measured, on standard error, or with -o jsonl on standard output.",
     )
     stages = parser.add_subparsers(dest="stage", metavar="WHAT", required=True)
-    step = stages.add_parser("step", help="one token in one layer", description=_what("a decode step of one layer"))
-    prompt = stages.add_parser(
-        "prompt", help="a prompt in one layer", description=_what("the attention of a prompt in one layer")
-    )
-    for stage, into in (("step", step), ("prompt", prompt)):
-        _add_options(into, stage, [engine] if engine else list(ENGINES))
-    if not engine:
-        importlib.import_module(GENERATE).add_arguments(
-            stages.add_parser("generate", help="tokens per second of mlx_lm.generate, or of an exported model")
-        )
+    for stage, about in (("step", "a decode step of one layer"), ("prefill", "the attention of a prompt in one layer")):
+        _add_options(stages.add_parser(stage, help=about, description=f"Time {about}."), stage)
+    about = "tokens per second of mlx_lm.generate, or of an exported model"
+    generate = stages.add_parser("generate", help=about)
+    if "generate" in argv:  # its module needs more packages
+        importlib.import_module(GENERATE).add_arguments(generate)
     return parser
 
 
-def _what(done: str) -> str:
-    return f"Time {done} by each method, by every dense attention there is and by a plain read of keys and values."
-
-
-def _add_options(parser: argparse.ArgumentParser, stage: str, engines: Sequence[str]) -> None:
-    def default(name: str) -> str:
-        texts = {engine: getattr(DEFAULTS[engine, stage], name) for engine in engines}
-        if len(texts) == 1 or len(set(texts.values())) == 1:
-            return f"(default: {next(iter(texts.values()))})"
-        return f"(default: {'; '.join(f'{engine} {text}' for engine, text in texts.items())})"
-
-    if len(engines) > 1:
-        parser.add_argument("--engine", choices=engines, default="mlx", help="what computes (default: mlx)")
-    else:
-        parser.set_defaults(engine=engines[0])
-    _, example, method = STAGES[stage]
-    parser.add_argument(
-        "--attn", metavar="METHOD,...", default=method, help=f"methods of {example} (default: {method})"
-    )
-    parser.add_argument("--lengths", metavar="S,...", help=f"numbers of keys {default('lengths')}")
-    parser.add_argument("--shapes", metavar="QxKxD,...", help=f"query heads x KV heads x head dim {default('shapes')}")
-    parser.add_argument("--repeat", metavar="N", type=int, help=f"turns that count {default('repeat')}")
-    for name, (owners, typed, said) in ONLY.items():
-        if set(owners) & set(engines) and STAGE_ONLY.get(name, stage) == stage:
-            option, kind = f"--{name.replace('_', '-')}", float if name == "budget_s" else str
-            parser.add_argument(
-                option, metavar=typed, type=kind, help=said.format(default(name)) if "{}" in said else said
-            )
+def _add_options(parser: argparse.ArgumentParser, stage: str) -> None:
+    _, examples, method, lengths, repeat = STAGES[stage]
+    parser.add_argument("--engine", choices=ENGINES, default="mlx", help="what computes (default: mlx)")
+    parser.add_argument("--attn", metavar="METHOD,...", default=method, help=f"{examples} (default: {method})")
+    parser.add_argument("--lengths", metavar="S,...", default=lengths, help=f"numbers of keys (default: {lengths})")
+    about = f"query heads x KV heads x head dim (default: {SHAPES})"
+    parser.add_argument("--shapes", metavar="QxKxD,...", default=SHAPES, help=about)
+    parser.add_argument("--batches", metavar="B,...", default="1", help="sequences (default: 1)")
+    parser.add_argument("--dtype", metavar="TYPE,...", default="float16", help=f"{', '.join(ITEM_SIZES)}")
+    parser.add_argument("--repeat", metavar="N", type=int, default=repeat, help=f"turns (default: {repeat})")
+    parser.add_argument("--backend", metavar="NAME,...", help=f"mlx: auto, ops, metal; onnx: {BACKENDS['onnx']}")
+    parser.add_argument("--budget-s", metavar="N", type=float, default=math.inf, help="end after so many seconds")
+    for option, (engine, of, about) in ONLY.items():
+        if of in ("", stage):
+            parser.add_argument(option, metavar="N" if of == "" else "N,...", help=f"with {engine}: {about}")
     formats.add_options(parser)
 
 
-def read(args: argparse.Namespace) -> tuple[Request, float]:
-    """What the options say, and the seconds that it may take.
+def read(args: argparse.Namespace) -> Request:
+    """Return the request of the options.
 
     Raises:
-        ConfigError: one of them is wrong, or the engine does not have it.
+        ConfigError: an option is wrong, or the engine does not have it.
     """
-    for name, (engines, *_) in ONLY.items():
-        if getattr(args, name, None) is not None and args.engine not in engines:
-            option = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{option}: expected none with --engine {args.engine}, got {getattr(args, name)}.")
-    methods = [_method(text, args.stage) for text in split_methods(args.attn)]
-    default = DEFAULTS.get((args.engine, methods[0].name), DEFAULTS[args.engine, args.stage])
-
-    def given(name: str, otherwise: str) -> list[str]:
-        text: str | None = getattr(args, name, None)
-        return (otherwise if text is None else text).split(",")
-
-    if not set(dtypes := given("dtype", "float16")) <= set(DTYPES):
-        raise ConfigError(f"--dtype: expected some of {', '.join(DTYPES)}, got {args.dtype!r}.")
-    budget = getattr(args, "budget_s", None)
-    if budget is not None and not budget > 0:
-        raise ConfigError(f"--budget-s: expected seconds, got {budget:g}.")
-    request = Request(
-        engine=args.engine,
+    own: dict[str, str | None] = {option: getattr(args, option[2:].replace("-", "_"), None) for option in ONLY}
+    for option, value in own.items():
+        if value is not None and ONLY[option][0] != args.engine:
+            raise ConfigError(f"{option}: expected none with --engine {args.engine}, got {value}.")
+    dtypes = args.dtype.split(",")
+    if not set(dtypes) <= ITEM_SIZES.keys():
+        raise ConfigError(f"--dtype: expected some of {', '.join(ITEM_SIZES)}, got {args.dtype!r}.")
+    if not args.budget_s > 0:
+        raise ConfigError(f"--budget-s: expected seconds, got {args.budget_s:g}.")
+    sizes = [read_length(part) for part in args.lengths.split(",")]
+    made = [Shape(*read_shape(part)) for part in args.shapes.split(",")]
+    batches = [_number("--batches", part) for part in args.batches.split(",")]
+    cases = [Case(*parts) for parts in product(dtypes, made, batches, sizes)]
+    if args.stage == "prefill":
+        default = "2048,all" if args.engine == "mlx" else "all"
+        chunks = (own["--steps"] or default).split(",")
+        steps = [None if part == "all" else read_length(part, "--steps") for part in chunks]
+        cases = [Case(c.dtype, c.shape, c.B, c.S, min(step or c.S, c.S)) for c, step in product(cases, steps)]
+    return Request(
         stage=args.stage,
-        attn=args.attn,
-        methods=methods,
-        lengths=[read_length(text) for text in given("lengths", default.lengths)],
-        shapes=[Shape(*read_shape(text)) for text in given("shapes", default.shapes)],
-        batches=[_number("--batches", text) for text in given("batches", default.batches)],
-        dtypes=dtypes,
-        repeat=check_int("--repeat", default.repeat if args.repeat is None else args.repeat, 1),
-        backends=given("backend", "auto"),
-        threads=[_number("--threads", text) for text in given("threads", "1,2")],
-        steps=[None if text == "all" else read_length(text, "--steps") for text in given("steps", "2048,all")],
-        kv_bits=[_number("--kv-bits", text) for text in given("kv_bits", "") if text],
-        densities=[_share(text, given("densities", DENSITIES)) for text in given("densities", DENSITIES)],
+        methods=[_method(part, args.stage) for part in split_methods(args.attn)],
+        backends=(args.backend or BACKENDS[args.engine]).split(","),
+        cases=list(dict.fromkeys(cases)),
+        repeat=check_int("--repeat", args.repeat, 1),
+        budget=args.budget_s,
+        kv_bits=[_number("--kv-bits", part) for part in (own.get("--kv-bits") or "").split(",") if part],
+        threads=_number("--threads", own["--threads"] or "2"),
     )
-    return request, default.budget if budget is None else budget
 
 
-def _method(text: str, stage: str) -> Method:
-    wanted, example, _ = STAGES[stage]
-    configs = parse(text)
+def _method(typed: str, stage: str) -> Method:
+    wanted, examples, *_ = STAGES[stage]
+    configs = parse(typed)
     if len(configs) != 1 or configs[0].name == "dense" or configs[0].stage != wanted:
-        raise ConfigError(f"--attn: expected methods of {example}, got {text}.")
+        raise ConfigError(f"--attn: expected methods of {examples}, got {typed}.")
     return configs[0]
 
 
-def _number(option: str, text: str) -> int:
-    return check_int(option, int(text) if text.isdecimal() else text, 1)
+def _number(option: str, typed: str) -> int:
+    return check_int(option, int(typed) if typed.isdecimal() else typed, 1)
 
 
-def _share(text: str, all_: Sequence[str]) -> float:
+if __name__ == "__main__":  # where this package is not installed: scripts/gpu_check.sh
     try:
-        return check_share("--densities", float(text))
-    except ValueError:
-        raise ConfigError(f"--densities: expected shares such as {DENSITIES}, got {','.join(all_)!r}.") from None
+        sys.exit(main(sys.argv[1:]))
+    except SparseAttentionError as error:
+        print(f"mlx-sparse bench: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)

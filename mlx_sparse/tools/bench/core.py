@@ -1,27 +1,23 @@
-"""What every benchmark does: check each contender's result, time the right ones in turns, say it row by row."""
+"""Check the result of every variant, time the right ones in turns, and make one row for each sparse variant."""
 
 from __future__ import annotations
 
-import math
 import sys
 import time
-import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
-from statistics import quantiles
-from typing import Any, NamedTuple, TypeVar
+from statistics import median, quantiles
+from typing import Any
 
 from ...checks import SparseAttentionError
-
-Name = TypeVar("Name")
+from ...methods import Method
+from ..formats import Printer, table
 
 MICRO = 1e-6
-ENOUGH = 3  # samples, if they are undisturbed ones
-QUIET = 10.0  # seconds after which turns say how far they are
 LONGEST_NOTE = 240  # characters
-ITEM_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
+FEWEST_TURNS = 3  # when time is short
+ITEM_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
@@ -43,46 +39,22 @@ class Shape:
 
 @dataclass(frozen=True)
 class Case:
-    """What all contenders of the same turns share: ``B`` sequences of ``S`` keys in one layer.
+    """What the variants of one comparison share: ``B`` sequences of ``S`` keys in one layer.
 
     Attributes:
-        dtype: of the keys and values; empty where each contender has its own.
+        step: tokens of a prefill chunk; None for a decode step.
     """
 
     dtype: str
     shape: Shape
     B: int
     S: int
-
-    @property
-    def Hq(self) -> int:
-        """Query heads."""
-        return self.shape.Hq
-
-    @property
-    def Hkv(self) -> int:
-        """KV heads."""
-        return self.shape.Hkv
-
-    @property
-    def D(self) -> int:
-        """Head dim."""
-        return self.shape.D
-
-    @property
-    def G(self) -> int:
-        """Query heads per KV head."""
-        return self.shape.G
-
-    @property
-    def scale(self) -> float:
-        """Of the logits."""
-        return float(self.D**-0.5)
+    step: int | None = None
 
     @property
     def rows(self) -> int:
         """KV heads of all sequences."""
-        return self.B * self.Hkv
+        return self.B * self.shape.Hkv
 
     @property
     def item(self) -> int:
@@ -91,280 +63,250 @@ class Case:
 
     @property
     def keys(self) -> int:
-        """Bytes of the keys; the values are as many."""
-        return self.rows * self.S * self.D * self.item
+        """Bytes of the keys. The values take as many."""
+        return self.rows * self.S * self.shape.D * self.item
 
     def as_dict(self) -> dict[str, Any]:
-        """For programs."""
-        sizes = {"shape": str(self.shape), "batch": self.B, "S": self.S}
-        return {"dtype": self.dtype, **sizes} if self.dtype else sizes
+        """Return the fields of a row."""
+        found = {"dtype": self.dtype, "shape": str(self.shape), "batch": self.B, "S": self.S}
+        return found if self.step is None else found | {"step": self.step}
 
     def __str__(self) -> str:
-        kind = f", {self.dtype}, batch {self.B}" if self.dtype else ""
-        return f"{self.shape}{kind}, S = {self.S:,}"
+        chunk = "" if self.step is None else f", {self.step:,} at a time"
+        return f"{self.shape}, {self.dtype}, batch {self.B}, S = {self.S:,}{chunk}"
 
 
 @dataclass(frozen=True)
-class Length:
-    """So many tokens of a model's context."""
+class Request:
+    """The options of ``mlx-sparse bench step`` or ``prefill``, checked.
 
-    S: int
+    Attributes:
+        stage: step or prefill.
+        kv_bits: with MLX, sizes of quantized KV caches to time as well.
+        threads: with ONNX Runtime.
+    """
 
-    def as_dict(self) -> dict[str, Any]:
-        """For programs."""
-        return {"S": self.S}
-
-    def __str__(self) -> str:
-        return f"{self.S:,} tokens"
-
-
-def cases(dtypes: Iterable[str], shapes: Iterable[Shape], batches: Iterable[int], lengths: Iterable[int]) -> list[Case]:
-    """Every combination."""
-    return [Case(*sizes) for sizes in product(dtypes, shapes, batches, lengths)]
+    stage: str
+    methods: Sequence[Method]
+    backends: Sequence[str]
+    cases: Sequence[Case]
+    repeat: int
+    budget: float
+    kv_bits: Sequence[int] = ()
+    threads: int = 1
 
 
 @dataclass(frozen=True)
 class Spread:
-    """First quartile, median, third quartile and the least of some samples."""
+    """First quartile, median and third quartile of some samples."""
 
     low: float
     median: float
     high: float
-    least: float
 
     @classmethod
     def of(cls, samples: Sequence[float], unit: float = 1.0) -> Spread:
-        """In units of ``unit``."""
+        """Summarize samples in units of ``unit``."""
         some = samples if len(samples) > 1 else [*samples, *samples]
-        return cls(*(value / unit for value in (*quantiles(some, method="inclusive"), min(some))))
+        return cls(*(value / unit for value in quantiles(some, method="inclusive")))
 
-    def scaled(self, factor: float) -> Spread:
-        """In other units."""
-        return Spread(*(factor * value for value in (self.low, self.median, self.high, self.least)))
-
-    def __str__(self) -> str:
-        low, middle, high = (f"{v:.1f}" if v < 100 else f"{v:.0f}" for v in (self.low, self.median, self.high))
+    def text(self, digits: int = 1, factor: float = 1.0) -> str:
+        """Return the median with both quartiles."""
+        low, middle, high = (f"{factor * value:,.{digits}f}" for value in (self.low, self.median, self.high))
         return f"{middle} ({low} to {high})"
 
 
-ENDS = {"": "median", "_low": "low", "_high": "high", "_min": "least"}  # of a spread, as a row has them
+ENDS = {"": "median", "_low": "low", "_high": "high"}  # suffixes of a row's fields
+SIDES = ("dense_us", "sparse_us", "plain_read_us", "ratio")
 
 
 @dataclass
 class Row:
-    """What is said of one contender in one case.
+    """The result of one variant on one case.
 
     Attributes:
-        case: what it shares with others; None, or with a method `as_dict`.
-        name: of the contender; "" stands for all of the case.
-        setting: of its method, with a method `as_dict`; None for none.
-        details: what else there is to say, such as the bytes it moves.
-        spreads: times or speeds by name, each None until it is known.
-        turns: how many were taken.
-        note: why there are no times, or what else there is to say.
-        failed: the result was wrong, or our code raised; then no spread is known.
+        method: as typed for ``--attn``; "" for a note on the whole case, "dense" for a baseline that cannot run.
+        details: further fields, such as the bytes that the method moves.
+        spreads: times, speeds and ratios by name; None until they are known.
+        turns: how many were timed.
+        note: why there are no times, or a remark.
+        failed: the result was wrong, or our code raised an error.
     """
 
     case: Any
-    name: str
-    setting: Any = None
-    details: dict[str, Any] = field(default_factory=dict)
-    spreads: dict[str, Spread | None] = field(default_factory=lambda: {"us": None})
+    method: str
+    backend: str = ""
+    details: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(("bytes_formula", "bytes_plain", "dense")))
+    spreads: dict[str, Spread | None] = field(default_factory=lambda: dict.fromkeys(SIDES))
     turns: int = 0
     note: str | None = None
     failed: bool = False
 
-    @property
-    def time(self) -> Spread | None:
-        """Microseconds of a step, for engines that time each contender alone."""
-        return self.spreads.get("us")
-
-    @property
-    def median(self) -> float | None:
-        """Microseconds of a step."""
-        return self.time.median if self.time else None
-
-    def take(self, seconds: Sequence[float]) -> None:
-        """Say the times of the steps."""
-        self.turns, self.spreads["us"] = len(seconds), Spread.of(seconds, MICRO)
-
-    def compare(self, name: str, speeds: Sequence[float], dense: Sequence[float]) -> None:
-        """Say speeds, and over those of dense attention in the same turns."""
-        ratios = [ours / theirs for ours, theirs in zip(speeds, dense, strict=True)]
-        self.spreads |= {name: Spread.of(speeds), f"{name}_ratio": Spread.of(ratios)}
-
     def as_dict(self) -> dict[str, Any]:
-        """For programs. What is not known is None."""
-        made: dict[str, Any] = {"kind": "row"} | (self.case.as_dict() if self.case else {}) | {"contender": self.name}
-        made |= (self.setting.as_dict() if self.setting else {}) | self.details
+        """Return the row for programs. Unknown figures are None."""
+        found = {"kind": "row", **self.case.as_dict(), "method": self.method, "backend": self.backend, **self.details}
         for name, spread in self.spreads.items():
-            made |= {f"{name}{end}": getattr(spread, of, None) for end, of in ENDS.items()}
-        if self.median and "bytes" in self.details:
-            made["gigabytes_per_second"] = self.details["bytes"] / self.median / 1e3
-        return made | {"turns": self.turns, "note": self.note, "failed": self.failed}
+            found |= {f"{name}{end}": getattr(spread, of, None) for end, of in ENDS.items()}
+        return found | {"turns": self.turns, "note": self.note, "failed": self.failed}
+
+    def __str__(self) -> str:
+        known = [f"{name} {spread.text(2)}" for name, spread in self.spreads.items() if spread]
+        return ": ".join(filter(None, (f"{self.method} {self.backend}".strip(), "; ".join(known), self.note)))
 
 
-class Sample(NamedTuple):
-    """Seconds of a step, and whether other programs were in its way."""
-
-    seconds: float
-    disturbed: bool = False
-
-
-class Contender(ABC):
-    """One way to do the work of a case, by turns with others.
+class Variant(ABC):
+    """One way to do the work of a case.
 
     Attributes:
-        row: what is said of it.
-        ours: what it raises is a failure; otherwise it is a library that cannot do it.
+        role: "sparse", "dense" (a baseline) or "read" (a read of keys and values without arithmetic).
+        row: the result. The row of a baseline is printed only if the baseline cannot be timed.
+        ours: an error of this variant is a failure of this package. Otherwise another library lacks the feature.
+        upkeep: seconds per step of work that the timed step leaves for later.
     """
 
+    role = "sparse"
     ours = True
+    upkeep = 0.0
 
-    def __init__(self, row: Row) -> None:
-        self.row = row
+    def __init__(self, case: Any, method: str, backend: str = "", **details: Any) -> None:
+        """Name the variant; ``details["dense"]`` is the name of a baseline, which has the method dense."""
+        self.case = case
+        self.row = Row(case, method, backend)
+        self.row.details |= {"layers": 1} | details
 
-    @abstractmethod
-    def prepare(self) -> None:
-        """Make what a step needs; that is not timed."""
+    def prepare(self) -> None:  # noqa: B027 most have nothing to prepare
+        """Build what a step needs. This is not timed."""
 
     @abstractmethod
     def check(self) -> str | None:
-        """What is wrong with its result; None if nothing is."""
+        """Return what is wrong with the result, or None."""
 
     @abstractmethod
-    def step(self, turn: int) -> Sample:
-        """Take the step."""
+    def run(self, turn: int) -> float:
+        """Take one step and return its seconds."""
 
 
-@dataclass(frozen=True)
-class Turns:
-    """How often each contender takes its step.
+def measure(
+    case: Any, variants: Iterable[Variant], repeat: int, warm_up: int = 0, until: float = float("inf")
+) -> list[Row]:
+    """Check every variant, then time the right ones in turns.
 
-    Attributes:
-        repeat: samples that are wanted, each undisturbed.
-        warm_up: turns before them that do not count.
-        tries: samples for each that is wanted, if they are disturbed.
-        longest: seconds of samples after which a contender has enough with `ENOUGH`.
-        until, least: when the clock is past ``until``, turns end, but ``least`` are taken.
+    An error while the variants are made becomes a row of the case; the variants before it are timed.
     """
-
-    repeat: int
-    warm_up: int = 0
-    tries: int = 1
-    longest: float = math.inf
-    until: float = math.inf
-    least: int = 1
-
-
-@dataclass
-class Taken:
-    """Samples of one contender in seconds, those that nothing disturbed and the others."""
-
-    good: list[float] = field(default_factory=list)
-    disturbed: list[float] = field(default_factory=list)
-
-    def add(self, sample: Sample) -> None:
-        """One more."""
-        (self.disturbed if sample.disturbed else self.good).append(sample.seconds)
-
-    def complete(self, turns: Turns) -> bool:
-        """Whether no more are wanted."""
-        every = self.good + self.disturbed
-        return len(self.good) >= turns.repeat or (len(every) >= ENOUGH and sum(every) >= turns.longest)
-
-    @property
-    def all_are_needed(self) -> bool:
-        """Whether there are too few of the first kind, so that disturbed ones have to count."""
-        return len(self.good) < ENOUGH and len(self.disturbed) > 0
-
-    @property
-    def seconds(self) -> list[float]:
-        """Those that count."""
-        return self.good + self.disturbed if self.all_are_needed else self.good
-
-
-def measure(case: Any, contenders: Iterable[Contender], turns: Turns) -> list[Row]:
-    """Check every contender, then time those that are right: a row for each.
-
-    What making one of them raises is said in a row for all of the case; those before it are timed.
-    """
-    rows, entered = [], []
+    every: list[Variant] = []
+    rows: list[Row] = []
     try:
-        for contender in contenders:
-            rows.append(contender.row)
-            if enter(contender):
-                entered.append(contender)
+        every.extend(variants)
     except Exception as error:
-        rows.append(Row(case, "", note=reason(error), failed=not _expected(error)))
-    for contender, taken in take_turns({one: one.step for one in entered}, turns).items():
-        contender.row.take(taken.seconds)
-        if turns.tries > 1:
-            contender.row.details |= {"discarded": len(taken.disturbed), "disturbed": taken.all_are_needed}
-    return rows
+        rows.append(Row(case, "", note=reason(error), failed=not expected(error)))
+    entered = [variant for variant in every if enter(variant)]
+    sparse = [variant for variant in entered if variant.role == "sparse"]
+    samples = take_turns(entered, repeat, warm_up, until) if sparse else {}
+    for variant in sparse:
+        compare(variant, samples)
+    return [variant.row for variant in every if variant.role == "sparse" or variant.row.note] + rows
 
 
-def enter(contender: Contender) -> bool:
-    """Prepare a contender and check its result; False, with the reason in its row, if it is not to be timed."""
-    row = contender.row
-    if row.note is not None:
-        return False
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+def enter(variant: Variant) -> bool:
+    """Prepare a variant and check its result. Return False, with the reason in its row, if it must not be timed."""
+    row = variant.row
+    if row.note is None:
         try:
-            contender.prepare()
-            row.note = contender.check()
+            variant.prepare()
+            row.note = variant.check()
             row.failed = row.note is not None
-        # Whatever a library raises, the others can still be measured.
+        # Whatever a library raises, the other variants can still be measured.
         except Exception as error:
-            expected = _expected(error)
-            row.note = reason(error, [] if expected else [str(warning.message) for warning in said])
-            row.failed = contender.ours and not expected
+            row.note, row.failed = reason(error), variant.ours and not expected(error)
     return row.note is None
 
 
-def _expected(error: Exception) -> bool:
-    """Whether it is nobody's failure: a case that is too large, or that a method refuses."""
+def take_turns(
+    variants: Sequence[Variant], repeat: int, warm_up: int = 0, until: float = float("inf")
+) -> dict[Variant, list[float]]:
+    """Let every variant take one step in each turn; return the seconds of the turns after ``warm_up``."""
+    samples: dict[Variant, list[float]] = {variant: [] for variant in variants}
+    for turn in range(warm_up + repeat):
+        for variant, seconds in samples.items():
+            seconds.append(variant.run(turn))
+        if time.monotonic() > until and turn + 1 >= warm_up + FEWEST_TURNS:
+            break
+    return {variant: seconds[warm_up:] for variant, seconds in samples.items()}
+
+
+def compare(variant: Variant, samples: Mapping[Variant, Sequence[float]]) -> None:
+    """Put the times of a variant into its row, and the ratio to the fastest baseline of the same turns.
+
+    A baseline with a backend is compared with variants of that backend only.
+    """
+    row, unit = variant.row, MICRO * variant.row.details["layers"]
+    ours = [seconds + variant.upkeep for seconds in samples[variant]]
+    row.turns, row.spreads["sparse_us"] = len(ours), Spread.of(ours, unit)
+    found = {other: times for other, times in samples.items() if other.row.backend in ("", row.backend)}
+    ways = {other: times for other, times in found.items() if other.role == "dense"}
+    row.details["dense_ways_us"] = {other.row.details["dense"]: median(times) / unit for other, times in ways.items()}
+    if ways:
+        best = min(ways, key=lambda other: median(ways[other]))
+        row.details["dense"] = best.row.details["dense"]
+        row.spreads["dense_us"] = Spread.of(ways[best], unit)
+        row.spreads["ratio"] = Spread.of([dense / own for dense, own in zip(ways[best], ours, strict=True)])
+    for other, times in found.items():
+        if other.role == "read":
+            row.spreads["plain_read_us"] = Spread.of(times, unit)
+
+
+def expected(error: Exception) -> bool:
+    """Return True if the case is too large or the method refuses it, which is no failure."""
     return isinstance(error, (MemoryError, SparseAttentionError)) or type(error).__name__ == "OutOfMemoryError"
 
 
-def take_turns(steps: Mapping[Name, Callable[[int], Sample]], turns: Turns) -> dict[Name, Taken]:
-    """Let every step be taken once in each turn, one after the other."""
-    taken = {name: Taken() for name in steps}
-    total, said = turns.warm_up + turns.tries * turns.repeat, time.monotonic()
-    for turn in range(total):
-        for name, step in steps.items():
-            if not taken[name].complete(turns):
-                sample = step(turn)
-                if turn >= turns.warm_up:
-                    taken[name].add(sample)
-        now, counted = time.monotonic(), turn + 1 - turns.warm_up
-        if (counted >= turns.least and now > turns.until) or all(one.complete(turns) for one in taken.values()):
-            break
-        if now > said + QUIET:
-            say(f"  turn {turn + 1} of at most {total}")
-            said = now
-    return taken
-
-
-def say(text: str) -> None:
-    """Tell the user how far we are, on a terminal or off it."""
-    print(text, file=sys.stderr, flush=True)
-
-
-def reason(error: Exception, said: Sequence[str] = ()) -> str:
-    """An error in one line, with what a library warned of before it."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    more = [text.split("(Triggered internally")[0].strip() for text in said]
-    text = " ".join(dict.fromkeys([lines[0], *more]))
+def reason(error: Exception) -> str:
+    """Return the first line of an error."""
+    text = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return text if len(text) <= LONGEST_NOTE else text[: LONGEST_NOTE - 3] + "..."
 
 
-def too_large(needed: float, there: float, share: float) -> str | None:
-    """Why ``needed`` bytes are more than a ``share`` of those that are ``there``; None if they are not."""
-    return None if needed <= share * there else f"needs {needed / 1e9:.0f} GB of the {there / 1e9:.0f} GB there are"
+def check_memory(needed: float, there: float, share: float) -> None:
+    """Raise `MemoryError` if a case needs more than a share of the memory."""
+    if needed > share * there:
+        raise MemoryError(f"needs {needed / 1e9:.0f} GB of the {there / 1e9:.0f} GB there are")
 
 
-def wrong(error: float, allowed: float) -> str | None:
-    """What is wrong with a result that is off by ``error``; None if it may be."""
-    return None if error <= allowed else f"wrong result: error {error:.1e}, allowed {allowed:.1e}"
+def collect(found: Iterable[Row], printer: Printer) -> list[Row]:
+    """Print rows when they are known, and return them."""
+    rows = []
+    for row in found:
+        rows.append(row)
+        printer.line(row.as_dict())
+        if not printer.at_once:
+            say(f"  {row}")
+    return rows
+
+
+def say(text: str) -> None:
+    """Print progress on standard error."""
+    print(text, file=sys.stderr, flush=True)
+
+
+HEADER = ("method", "backend", "type", "heads", "batch", "keys", "dense", "by", "sparse", "dense / sparse", "about")
+
+
+def text(rows: Sequence[Row]) -> str:
+    """Return the rows of decode steps or of prefill as a Markdown table."""
+    prefill = any(row.case.step is not None for row in rows)
+    unit, factor = ("ms", 1e-3) if prefill else ("µs", 1.0)
+    lines = []
+    for row in rows:
+        case, found, about = row.case, row.details, row.note or ""
+        dense, sparse = (s.text(1, factor) if (s := row.spreads[name]) else "" for name in ("dense_us", "sparse_us"))
+        ratio = row.spreads["ratio"]
+        if row.turns and prefill:
+            about = f"{case.step:,} at a time, density {found['density']:.2f}"
+        elif row.turns and found["bytes_formula"]:
+            about = f"{found['bytes_formula'] / found['bytes_plain']:.3f} of the bytes"
+        kind = f"{found['kv_bits']} bits" if found.get("kv_bits") else case.dtype
+        cells = [row.method, row.backend, kind, case.shape, case.B, f"{case.S:,}", dense, found.get("dense") or ""]
+        lines.append([*cells, sparse, ratio.text(2) if ratio else "", about])
+    what = "The attention of a prompt" if prefill else "A decode step"
+    title = f"{what} in one layer in {unit}, median (first to third quartile); the ratio is that of paired turns:"
+    return f"{title}\n\n{table(HEADER, lines)}"

@@ -1,36 +1,245 @@
-"""What contenders attend to, and what is right for it, in NumPy: for the engines whose sizes allow that."""
+"""Inputs of a case in NumPy and the right result in float64: the same for all engines.
+
+An engine repeats the one sequence of a problem for a batch.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from .core import Case
+from ... import oracle
+from ...checks import ConfigError, check_choice, check_int
+from ...methods import Method
+from ...methods.stats import saap_elements
+from .core import Case, Request
 
 Array = npt.NDArray[Any]
 
-PEAK = 14.0  # logits by which keys of a prompt stand out
+EPSILON = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+DISTINCT = 4096  # keys that are drawn at random. Longer contexts repeat them.
+NOISE = 1 / 32  # size of the other keys beside planted ones: less than the fewest components can tell apart
+# Logits by which planted keys stand out: enough that a few components find them, and so few that the other keys keep a
+# visible share of dense attention; but nearly none where a method estimates that share.
+GAP, SURE = 3.0, 60.0
+FOREIGN = ("sparq", "saap", "sample")  # methods of the engines other than MLX
+BUCKETS = 1024  # of SAAP's index if no option sets them
+UNEVEN = 2  # visited buckets hold this many times their share of the keys
+FAVOR = 100.0  # the logit by which the buckets of a problem are certain to be visited
+PEAK = 14.0  # logits by which some keys of a prompt stand out
+CHECKED = 8  # queries of a prompt whose result is compared with float64
+# A float32 sum may move a block of keys across a threshold: so many of the checked rows may differ, by so much.
+DIFFERENT, MOST_DIFFERENT = 1 / 16, 0.1
+
+
+def rounded(array: Array, dtype: str) -> Array:
+    """Round float32 numbers to a type of storage; other names round nothing."""
+    if dtype == "float16":
+        return array.astype(np.float16).astype(np.float32)
+    if dtype == "bfloat16":
+        bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
+        return ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view(np.float32)
+    return array
+
+
+def attention(queries: Array, keys: Array, values: Array, dtype: str = "", mask: Array | None = None) -> Array:
+    """Attend ``queries (n, D)`` to ``keys (N, D)`` where ``mask (n, N)`` is True.
+
+    Without a type this is the right result, in float64. With one it is a float32 computation that rounds scores,
+    weights and result to the type.
+    """
+    q, k, v = (array if dtype else array.astype(np.float64) for array in (queries, keys, values))
+    scores = rounded(q @ k.swapaxes(-1, -2) * np.asarray(k.shape[-1] ** -0.5, k.dtype), dtype)
+    if mask is not None:
+        scores = np.where(mask, scores, -np.inf).astype(k.dtype)
+    weights = rounded(np.exp(scores - scores.max(axis=-1, keepdims=True)), dtype)
+    return rounded(weights @ v / weights.sum(axis=-1, keepdims=True), dtype)
+
+
+def allowed_error(exact: Array, plain: Array, values: Array, dtype: str) -> float:
+    """Return twice the error of a computation that rounds every step, a unit in the last place, and float32's sums."""
+    units = EPSILON[dtype] * float(np.abs(exact).max()) + 8 * EPSILON["float32"] * float(np.abs(values).max())
+    return 2 * float(np.abs(plain - exact).max()) + units
+
+
+def wrong(error: float, allowed: float) -> str | None:
+    """Return what is wrong with a result; a NaN is never right."""
+    return None if error <= allowed else f"wrong result: error {error:.1e}, allowed {allowed:.1e}"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One decode step whose selected keys are known, numbers rounded to the type of the case.
+
+    Attributes:
+        queries: float32 ``(1, Hq, 1, D)``.
+        keys, values: float32 ``(1, Hkv, S, D)``.
+        selected: by KV head the keys that are attended; None for all.
+    """
+
+    dtype: str
+    queries: Array
+    keys: Array
+    values: Array
+    selected: list[Array] | None = None
+
+    @cached_property
+    def expected(self) -> tuple[Array, float]:
+        """Attention in float64, ``(1, Hq, 1, D)``, and the largest allowed error."""
+        grouped = self.queries.reshape(self.keys.shape[1], -1, self.keys.shape[3])
+        exact, plain = [], []
+        for h, q in enumerate(grouped):
+            chosen = slice(None) if self.selected is None else self.selected[h]
+            k, v = self.keys[0, h, chosen], self.values[0, h, chosen]
+            exact.append(attention(q, k, v))
+            plain.append(attention(q, k, v, self.dtype))
+        both = [np.stack(some).reshape(self.queries.shape) for some in (exact, plain)]
+        return both[0], allowed_error(both[0], both[1], self.values, self.dtype)
+
+    def wrong(self, out: Array) -> str | None:
+        """Return what is wrong with an output ``(B, Hq, 1, D)``."""
+        exact, allowed = self.expected
+        return wrong(float(np.abs(out.astype(np.float64) - exact).max()), allowed)
+
+
+def normal(case: Case, heads: int, length: int, seed: int = 0) -> Array:
+    """Draw rows ``(1, heads, length, D)``. Beyond `DISTINCT` they repeat."""
+    drawn = np.random.default_rng(seed).standard_normal((1, heads, min(length, DISTINCT), case.shape.D), np.float32)
+    return np.take(drawn, np.arange(length) % DISTINCT, axis=2)
+
+
+def random_problem(case: Case) -> Problem:
+    """Make a problem for dense attention."""
+    shape = case.shape
+    keys, values = (normal(case, shape.Hkv, case.S, seed=seed) for seed in (1, 2))
+    q, k, v = (rounded(array, case.dtype) for array in (normal(case, shape.Hq, 1), keys, values))
+    return Problem(case.dtype, q, k, v)
+
+
+def planted_problem(case: Case, config: Method) -> Problem:
+    """Plant as many keys as a method can select beside those that it always attends."""
+    S, Hkv, D = case.S, case.shape.Hkv, case.shape.D
+    base = normal(case, Hkv, 1, seed=3)
+    queries = base + 0.5 * normal(case, case.shape.Hq, 1).reshape(1, Hkv, -1, D)
+    position, together = np.arange(S), config.together
+    first, last = config.always
+    unit = position // together
+    always = (position < first) | (unit >= (unit[S - last] if last else unit[-1] + (together == 1)))
+    count = config.attended // together - np.unique(unit[always]).size
+    selected = np.isin(unit, [i * np.unique(unit[~always]).size // count for i in range(count)])
+    rows = np.flatnonzero(selected | always)
+    gap = GAP if config.serves_sinks(case.shape.G) else SURE
+    keys = NOISE * normal(case, Hkv, S, seed=1)
+    planted = selected | (position == rows[-1])
+    keys[:, :, planted] += base * (gap * D**0.5 / (base**2).sum(axis=-1, keepdims=True))
+    arrays = queries.reshape(1, case.shape.Hq, 1, D), keys, normal(case, Hkv, S, seed=2)
+    q, k, v = (rounded(array, case.dtype) for array in arrays)
+    return Problem(case.dtype, q, k, v, [rows] * Hkv)
+
+
+@dataclass(frozen=True)
+class Index:
+    """SAAP's index over the keys of a problem, with a router whose biases decide which buckets are visited.
+
+    Attributes:
+        visited: int64 ``(Hkv, probes)``, ascending.
+        bucket_ids: int16 ``(Hkv, S)``.
+        network: float16 ``hidden_weight (Hkv, D, H)``, ``hidden_bias``, ``out_weight (Hkv, H, C)``, ``out_bias``. With
+            H = 0 there is no hidden layer, and the features of the output layer are the components of the query.
+    """
+
+    visited: Array
+    bucket_ids: Array
+    network: Mapping[str, Array]
+
+    @classmethod
+    def of(cls, case: Case, config: Any, hidden: int) -> Index:
+        """Make an index whose visited buckets hold `UNEVEN` times their share of the keys."""
+        C, (Hkv, D), rng = buckets_of(config), (case.shape.Hkv, case.shape.D), np.random.default_rng(4)
+        visited = np.stack([np.sort(rng.permutation(C)[: config.probes]) for _ in range(Hkv)])
+        every, key = max(C // (UNEVEN * config.probes), 2), np.arange(case.S)
+        ids = np.empty((Hkv, case.S), np.int16)
+        for row, own in zip(ids, visited, strict=True):
+            others = np.setdiff1d(np.arange(C), own)
+            row[:] = np.where(key % every == 1, own[key // every % len(own)], others[key % len(others)])
+        shapes = {"hidden_weight": (D, hidden), "hidden_bias": (hidden,), "out_weight": (hidden or D, C)}
+        network = {
+            name: (max(shape[0], 1) ** -0.5 * rng.standard_normal((Hkv, *shape), np.float32)).astype(np.float16)
+            for name, shape in shapes.items()
+        }
+        network["out_bias"] = np.zeros((Hkv, C), np.float16)
+        np.put_along_axis(network["out_bias"], visited, np.float16(FAVOR), axis=1)
+        return cls(visited, ids, network)
+
+    def problem(self, case: Case, config: Any, fold_every: int = 1) -> Problem:
+        """Make the step over these buckets and the exact part; keys are listed ``fold_every`` at a time."""
+        key = np.arange(case.S)
+        covered = (case.S - config.recent_tokens) // fold_every * fold_every
+        exact = (key < config.sink_tokens) | (key >= covered)
+        pairs = zip(self.bucket_ids, self.visited, strict=True)
+        random = random_problem(case)
+        selected = [np.flatnonzero(exact | np.isin(ids, seen)) for ids, seen in pairs]
+        return Problem(case.dtype, random.queries, random.keys, random.values, selected)
+
+    def bytes(self, problem: Problem, case: Case) -> int:
+        """Return the bytes of one step: the network, and the keys that are attended."""
+        assert problem.selected is not None
+        attended = sum(map(len, problem.selected)) // case.shape.Hkv
+        network = sum(array.nbytes for array in self.network.values())
+        return case.rows * saap_elements(case.shape.D, attended) * case.item + case.B * network
+
+
+def buckets_of(config: Any) -> int:
+    """Return the buckets of SAAP's index. The benchmark reads no artefact."""
+    return config.fitted_buckets if config.mode == "online" else BUCKETS
+
+
+def check_request(request: Request, backends: tuple[str, ...], foreign: bool = True) -> None:
+    """Refuse what the variants of an engine cannot do.
+
+    Args:
+        foreign: whether the engine has the methods of `FOREIGN` only.
+
+    Raises:
+        ConfigError: an unknown backend, or a method that does not fit.
+    """
+    for name in request.backends:
+        check_choice("--backend", name, backends)
+    for config, shape in product(request.methods, {case.shape for case in request.cases}):
+        if foreign and (config.name not in FOREIGN or getattr(config, "mode", "") == "online"):
+            raise ConfigError(
+                f"--attn: expected {', '.join(FOREIGN)} without mode=online on this engine, got {config}."
+            )
+        if config.observes_prompts or (request.stage == "prefill" and getattr(config, "block_size", 1) == 1):
+            raise ConfigError(f"--attn: expected a method that selects keys or blocks by scores, got {config.name}.")
+        config.check_head_dim(shape.D)
+        if config.before_rope:
+            check_int("probes", config.parameters()["probes"], 1, buckets_of(config) - 1)
 
 
 def prompt(case: Case) -> tuple[Array, Array, Array]:
-    """A prompt whose heads look at the first keys, at a few others, nearby, or at a distance of their own.
+    """Make a prompt whose heads attend to the first keys, a few others, nearby keys, or keys at a distance.
 
-    Half of the components are waves of the position, turned back by each head's distance: the product peaks there.
-    Along one direction of the other half the first keys and a few more stand out.
+    Half of the components are waves of the position, shifted by each head's distance: the product peaks there. Along
+    one direction of the other half the first keys and a few more stand out.
 
     Returns:
-        float32 queries ``(B, Hq, S, D)``, keys and values ``(B, Hkv, S, D)``.
+        queries ``(1, Hq, S, D)``, keys and values ``(1, Hkv, S, D)``, float32 numbers of the type of the case.
     """
-    B, S, D = case.B, case.S, case.D
+    (Hq, Hkv, D), S = (case.shape.Hq, case.shape.Hkv, case.shape.D), case.S
     rng = np.random.default_rng(0)
     waves = max(D // 4, 1)
     frequency = np.geomspace(1.0, 0.01, waves)
-    distance = np.where(np.arange(case.Hq) % 2, rng.integers(0, max(S // 2, 1), case.Hq), 0)[:, None]
-    share = rng.uniform(0.3, 1.0, (2, case.Hq, 1, 1)).astype(np.float32)
-    queries = rng.standard_normal((B, case.Hq, S, D), np.float32)
-    keys, values = rng.standard_normal((2, B, case.Hkv, S, D), np.float32)
+    distance = np.where(np.arange(Hq) % 2, rng.integers(0, max(S // 2, 1), Hq), 0)[:, None]
+    share = rng.uniform(0.3, 1.0, (2, Hq, 1, 1)).astype(np.float32)
+    queries = rng.standard_normal((1, Hq, S, D), np.float32)
+    keys, values = rng.standard_normal((2, 1, Hkv, S, D), np.float32)
 
     def wave(position: Array) -> Array:
         angle = position[..., None] * frequency
@@ -38,34 +247,76 @@ def prompt(case: Case) -> tuple[Array, Array, Array]:
 
     keys[..., : 2 * waves] = wave(np.arange(S))
     queries[..., : 2 * waves] = share[0] * wave(np.arange(S) - distance) * (PEAK * D**0.5 / waves)
-    direction = rng.standard_normal((case.Hkv, 1, D - 2 * waves), np.float32)
+    direction = rng.standard_normal((Hkv, 1, D - 2 * waves), np.float32)
     direction /= np.linalg.norm(direction, axis=-1, keepdims=True)
-    found = (rng.random((case.Hkv, S, 1)) < 4 / S) | (np.arange(S) < 4)[:, None]
+    found = (rng.random((Hkv, S, 1)) < 4 / S) | (np.arange(S) < 4)[:, None]
     strength = PEAK**0.5 * D**0.25
     keys[..., 2 * waves :] += found * direction * strength
-    queries[..., 2 * waves :] += share[1] * np.repeat(direction, case.G, axis=0) * strength
-    return queries, keys, values
+    queries[..., 2 * waves :] += share[1] * np.repeat(direction, Hq // Hkv, axis=0) * strength
+    return rounded(queries, case.dtype), rounded(keys, case.dtype), rounded(values, case.dtype)
 
 
-def bucket_ids(visited: Array, buckets: int, S: int, every: int) -> Array:
-    """int16 ``(Hkv, S)``: one key in ``every`` is in a bucket of ``visited (Hkv, probes)``, all of them as large."""
-    ids, key = np.empty((len(visited), S), np.int16), np.arange(S)
-    for row, own in zip(ids, visited, strict=True):
-        others = np.setdiff1d(np.arange(buckets), own)
-        row[:] = np.where(key % every == 1, own[key // every % len(own)], others[key % len(others)])
-    return ids
+class Prompt:
+    """A prompt in chunks of ``case.step`` tokens, and the right result of its last chunk."""
 
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.queries, self.keys, self.values = prompt(case)
 
-def network_weights(D: int, hidden: int, buckets: int) -> int:
-    """Numbers in the query network of a KV head; without ``hidden`` units centroids route."""
-    return D * hidden + hidden + hidden * buckets + buckets if hidden else D * buckets + buckets
+    @property
+    def chunks(self) -> list[tuple[int, int]]:
+        """First token of each chunk, and the one after its last."""
+        step = self.case.step or self.case.S
+        return [(start, min(start + step, self.case.S)) for start in range(0, self.case.S, step)]
 
+    def density(self, config: Any) -> float:
+        """Return the share of the causal block pairs that the oracle selects, over all chunks and heads."""
+        attended = causal = 0
+        for start, stop in self.chunks:
+            for mask, layout in self._masks(config.at(stop), start, stop):
+                attended += int(mask.sum())
+                causal += layout.causal_pairs * len(mask)
+        return attended / causal
 
-def attention(queries: Array, keys: Array, values: Array, mask: Array | None = None) -> Array:
-    """Attention of ``queries (..., n, D)`` over ``keys (..., N, D)``, where ``mask (..., n, N)``, in their type."""
-    scores = queries @ keys.swapaxes(-1, -2) * keys.shape[-1] ** -0.5
-    if mask is not None:
-        scores = np.where(mask, scores, -np.inf)
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    mean: Array = weights @ values / weights.sum(axis=-1, keepdims=True)
-    return mean
+    def _masks(self, config: Any, start: int, stop: int) -> Iterator[tuple[Array, Any]]:
+        """Yield the oracle's selection for the query heads of each KV head: bool ``(G, row blocks, key blocks)``."""
+        select, G = getattr(oracle, f"{config.name}_select"), self.case.shape.G
+        layout = config.layout(stop - start, stop)
+        for h in range(self.case.shape.Hkv):
+            queries = self.queries[:, h * G : (h + 1) * G, start:stop].astype(np.float64)
+            found = select(queries, self.keys[:, h : h + 1, :stop].astype(np.float64), **config.parameters())
+            listed = getattr(found, "blocks", found)[0]
+            mask = np.zeros((*listed.shape[:2], layout.key_blocks + 1), bool)
+            np.put_along_axis(mask, np.where(listed < 0, layout.key_blocks, listed), True, axis=2)
+            yield mask[..., :-1], layout
+
+    def wrong(self, out: Array, config: Any = None) -> str | None:
+        """Return what is wrong with an output ``(B, Hq, L, D)`` of the last chunk; without a method it is dense.
+
+        Some queries of all heads are compared with float64 attention to the blocks that the oracle selects.
+        """
+        start, S = self.chunks[-1]
+        row = np.unique(np.linspace(start, S - 1, CHECKED).astype(int))
+        key, G, D = np.arange(S), self.case.shape.G, self.case.shape.D
+        masks = iter(()) if config is None else self._masks(config.at(S), start, S)
+        errors, allowed, largest = [], 0.0, 0.0
+        for h in range(self.case.shape.Hkv):
+            heads = slice(h * G, (h + 1) * G)
+            mask = np.broadcast_to(key <= row[:, None], (G, len(row), S))
+            if config is not None:
+                blocks, layout = next(masks)
+                size = config.block_size
+                listed = blocks[:, row // size - layout.first_block]
+                mask = mask & np.take(listed, key // size, axis=-1)
+            q, k, v = self.queries[0][heads][:, row], self.keys[0, h], self.values[0, h]
+            exact, plain = (attention(q, k, v, dtype, mask) for dtype in ("", self.case.dtype))
+            allowed = max(allowed, allowed_error(exact, plain, self.values, self.case.dtype))
+            largest = max(largest, float(np.abs(exact).max()))
+            errors.append(
+                np.abs(out[:, heads][:, :, row - start].astype(np.float64) - exact).reshape(-1, D).max(axis=1)
+            )
+        error = np.concatenate(errors)
+        off = float((~(error <= allowed)).mean())
+        if config is None or off > DIFFERENT:
+            return wrong(float(error.max()), allowed)
+        return wrong(float(error.max()), max(allowed, MOST_DIFFERENT * largest))

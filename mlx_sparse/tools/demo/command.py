@@ -74,7 +74,7 @@ def run_command(
 
 
 def _listen(stream: IO[bytes], clock: tqdm, say: Callable[[str], object] | None) -> str:
-    """All the text of ``stream``; meanwhile the clock goes on."""
+    """Return all the text of ``stream``, and update the clock meanwhile."""
     out, decoder, piece = "", codecs.getincrementaldecoder("utf-8")(errors="replace"), b" "
     while piece:
         if not select.select([stream], [], [], 0.5)[0]:

@@ -1,4 +1,4 @@
-"""What one run of ``mlx_lm.generate`` printed, and how two runs compare."""
+"""Read the output of a run of ``mlx_lm.generate``, and compare two runs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Outcome:
 
 
 def answer(out: str) -> tuple[str, bool]:
-    """What the model has said so far, without blanks around it, and whether that is all; ``out`` as far as it goes."""
+    """Return the answer in an unfinished output, without blanks around it, and True if the answer is complete."""
     head, over, _ = out.rpartition(f"\n{RULE}\n")
     _, begun, text = (head if over else out).partition(f"{RULE}\n")
     # The rule at the end comes in pieces too.

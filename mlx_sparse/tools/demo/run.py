@@ -89,7 +89,7 @@ def _model_directory(name: str) -> Path:
 
 
 def _counter(model: Path) -> Callable[[str], int]:
-    """Tells the tokens of a text."""
+    """Return a function that counts the tokens of a text."""
     from mlx_lm import utils
 
     load_tokenizer: Any = utils.load_tokenizer
@@ -98,7 +98,7 @@ def _counter(model: Path) -> Callable[[str], int]:
 
 
 def _most_tokens(model: Path, answer: int) -> int:
-    """Tokens of a text that the model can take before its answer, and that nobody waits long for."""
+    """Return the most tokens of a text: the model has room for them and the answer, and they take little time."""
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     longest = config.get("max_position_embeddings") if isinstance(config, dict) else None
     most = MOST_TOKENS[device_kind()]
@@ -106,7 +106,7 @@ def _most_tokens(model: Path, answer: int) -> int:
 
 
 def _short(word: str) -> str:
-    """A path as a person would type it here."""
+    """Return a path as a person would type it here."""
     for folder, typed in ((Path.cwd(), ""), (Path.home(), "~/")):
         if word.startswith(f"{folder}/"):
             return typed + word[len(f"{folder}/") :]

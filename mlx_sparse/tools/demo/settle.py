@@ -1,4 +1,4 @@
-"""How long the demo's text is, and with which settings, so that something is sparse on any machine."""
+"""Select the length of the demo's text and the settings, so that something is sparse on any machine."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Settled:
 
 
 def thresholds(model: Path, attn: str, environment: dict[str, str]) -> list[Row]:
-    """What `mlx-sparse calibrate` measures for ``attn`` now; none where the user's settings leave nothing to it."""
+    """Return what `mlx-sparse calibrate` measures for ``attn``; nothing if the user's settings decide."""
     if not any(config.measurable for config in parse(attn)):
         return []
     command = [sys.executable, "-m", "mlx_sparse.cli", "calibrate", "--model", str(model), "--attn", attn, "--json"]
@@ -79,7 +79,7 @@ def settle(attn: str, rows: Sequence[Row], count: Callable[[str], int], most: in
 
 
 def start_of(config: Method, rows: Sequence[Row]) -> int:
-    """Keys from which a method is sparse in all layers that it serves; `NEVER` where it is in none."""
+    """Return the keys from which a method is sparse in all layers that it serves, or `NEVER`."""
     values = [row["value"] for row in _of(config, rows)]
     if isinstance(config, Prefill):
         return config.shortest_context() if min(values, default=0) > 0 else NEVER
@@ -91,13 +91,13 @@ def _of(config: Method, rows: Sequence[Row]) -> list[Row]:
 
 
 def _outlook(config: Method, rows: Sequence[Row]) -> str:
-    """When it is sparse, in words: those of the layers that begin last."""
+    """Return when a method is sparse, in the words of the layers with the largest threshold."""
     found = max(_of(config, rows), key=lambda row: row["value"], default={"outlook": "never sparse"})
     return f"{config.name}: {found['outlook']}"
 
 
 def _long_enough(count: Callable[[str], int], tokens: float, most: int) -> Task | None:
-    """The usual text, or a longer one, of so many tokens; None where it ends before, or would have too many."""
+    """Return the usual text or a longer one of so many tokens; None if the text ends before, or has too many."""
     for characters in (*CHARACTERS, *range(CHARACTERS[-1] + STEP, len(topics[TOPIC]) + STEP, STEP)):
         task = pass_key_task(characters=characters)
         found = count(task.prompt)

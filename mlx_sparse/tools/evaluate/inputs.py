@@ -14,7 +14,6 @@ from ...files import cache_directory
 from ...lm.loading import loading
 from ...model_info import kv_shapes, weights_hash
 from .. import environment
-from ..assets import blas
 from ..assets.models import add_model_options, check_model, find_model
 from . import texts
 from .tasks.base import encode
@@ -34,7 +33,6 @@ def add_options(parser: argparse.ArgumentParser, *, positional: bool = False) ->
     )
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="for whatever is drawn (default: 0)")
     parser.add_argument("--cache-dir", metavar="DIR", help="where the default model goes (default: user's cache)")
-    blas.add_option(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 

@@ -15,7 +15,6 @@ from ...files import cache_directory, replace_file
 from ...lm.loading import refuse_unquantisable
 from ...lm.model import select_methods
 from ...methods import parse
-from ..assets import blas
 from ..assets.models import DEFAULT
 from . import report, texts
 from .budget import read_budget
@@ -41,7 +40,6 @@ def main(argv: Sequence[str]) -> int:
     """Run the evaluation; return the exit code."""
     args = _parser().parse_args(argv)
     _check(args)
-    blas.use(args.fast_blas, ["eval", *argv], cache_directory(args.cache_dir))
     args.command = shlex.join(["mlx-sparse", "eval", *argv])
     evaluation = _Evaluation(args)
     try:

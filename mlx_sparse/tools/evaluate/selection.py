@@ -17,6 +17,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from ...checks import ConfigError, check_int
 from ...lm.rope import Recorder
 from ...lm.tracing import Seen, observe
+from ...methods.sparq import Selection
 from ...model_info import leaves
 from ...ops.baselines import exact_weights
 from ...ops.select import top_k_select
@@ -243,8 +244,8 @@ def _compare_steps(
     best, figures = _captured(weights, exact), []
     for score, rank in choices:
         weight = spread if score == "query_key" else None
-        options |= {"component_weight": weight, "scale": scale, "keys_t": keys_t}
-        chosen, alpha = sparq_select(queries, keys, rank=rank, **options)
+        how = Selection(rank, scale=scale, component_weight=weight, keys_t=keys_t, **options)
+        chosen, alpha = sparq_select(queries, keys, how)
         agreed = (chosen[..., :, None] == exact[..., None, :]).any(axis=-1).mean(axis=(1, 2))
         mass = _captured(weights, chosen)
         gap = mx.abs(alpha.reshape(mass.shape) - mass)

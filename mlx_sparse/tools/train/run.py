@@ -16,9 +16,7 @@ import mlx.core as mx
 from ...artefact import MAX_HIDDEN, Artefact, Layer, identity, load, versions
 from ...artefact.tensors import read_tensors, write_tensors
 from ...checks import MAX_BUCKETS, ArtefactError, ConfigError, Parser, check_int
-from ...files import cache_directory
 from ...methods import SAAP
-from ..assets import blas
 from ..evaluate.inputs import add_options, check_options, fingerprint, load_model, read_tokens
 from ..evaluate.journal import Journal
 from ..evaluate.texts import check as check_texts
@@ -46,7 +44,6 @@ def main(argv: Sequence[str]) -> int:
     """Run ``mlx-sparse train-saap`` with these arguments; return the exit code."""
     args = _parser().parse_args(argv)
     _check(args)
-    blas.use(args.fast_blas, ["train-saap", *argv], cache_directory(args.cache_dir))
     work = args.work or args.out.with_name(f"{args.out.name}.work")
     try:
         heads = _train(args, work)

@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...checks import ConfigError, Parser, check_int, check_sample, check_share, read_length
-from ...files import cache_directory
 from ...methods import registry
-from ..assets import blas
 from ..evaluate.inputs import add_options, check_options, fingerprint, load_model, read_tokens
 from ..evaluate.journal import Journal
 from ..evaluate.tasks import SHORTEST
@@ -29,7 +27,6 @@ def main(argv: Sequence[str]) -> int:
     """Run ``mlx-sparse tune-sample`` with these arguments; return the exit code."""
     args = _parser().parse_args(argv)
     _check(args)
-    blas.use(args.fast_blas, ["tune-sample", *argv], cache_directory(args.cache_dir))
     state = args.out.with_name(f"{args.out.name}.state.jsonl") if args.out else None
     try:
         tuned = _tune(args, state)

@@ -59,6 +59,7 @@ class SparQDecoding(Decoding):
             call.keys,
             call.values,
             component_score=self.method.component_score,
+            key_bits=self.method.key_bits,
             scale=call.scale,
             backend="ops",
             **self.method.parameters(),

@@ -1,17 +1,15 @@
-"""SampleAttention's Triton kernels one by one; tests/conformance has the cases."""
+"""SampleAttention's Triton launchers one by one, and lists of key blocks; tests/conformance has the cases."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from mlx_sparse.cuda_ref.launchers import configs, sample
-from sample_cases import SampleCase, assert_same_scores, logit_error, selection
+from mlx_sparse.cuda_ref.launchers import blocks, configs, sample
+from sample_cases import SampleCase, assert_attends, assert_same_scores, logit_error, selection
 from torch_arrays import DEVICE, to_numpy
-from torch_operators import assert_keeps_its_promises_and_compiles
 from triton_prompts import tensors
 
 from mlx_sparse import BackendUnavailable, cuda_ref, oracle
@@ -19,6 +17,37 @@ from mlx_sparse.methods.block_layout import Layout
 
 pytestmark = pytest.mark.usefixtures("guarded")
 SMALL = SampleCase(2, 4, 2, 150, 230, 64, "f32", 32, chunks=2)
+
+
+def test_the_end_of_a_long_list_is_found_in_several_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "BLOCK_LIST", 16)
+    layout, arrays = SMALL.layout, tensors(SMALL)
+    listed = np.full((2, 4, layout.row_blocks, 40), -1, dtype=np.int32)
+    listed[:, :, :, 0] = 0
+    listed[:, 0, :, 17] = 1
+    out, lse = cuda_ref.attend_blocks(*arrays, torch.tensor(listed, device=DEVICE), block_size=32, scale=SMALL.scale)
+    assert_attends(to_numpy(out), to_numpy(lse), SMALL, listed)
+
+
+def test_without_a_list_every_block_is_attended() -> None:
+    case = SampleCase(1, 3, 1, 100, 170, 80, "f16", 32)
+    queries, keys, values = tensors(case)
+    everything = np.broadcast_to(np.arange(6, dtype=np.int32), (1, 3, case.layout.row_blocks, 6))
+    out, lse = blocks.attend_blocks(queries, keys, values, None, case.block_size, case.scale)
+    assert_attends(to_numpy(out), to_numpy(lse), case, everything)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8])
+def test_a_block_that_is_listed_twice_is_attended_once(dtype: torch.dtype) -> None:
+    arrays = tensors(SMALL)
+    once = torch.tensor([0, 1, 2], device=DEVICE).expand(SMALL.B, SMALL.Hq, SMALL.layout.row_blocks, 3)
+    twice = torch.tensor([0, 0, 1, 2, 2, 2], device=DEVICE).expand(*once.shape[:3], 6).to(dtype)
+    for found, alone in zip(
+        cuda_ref.attend_blocks(*arrays, twice, block_size=32),
+        cuda_ref.attend_blocks(*arrays, once, block_size=32),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, alone, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("processors", [1, 40])
@@ -96,21 +125,9 @@ def test_the_fewest_of_the_largest_are_kept_ties_to_the_lower_index(alpha: float
     assert (to_numpy(kept) == oracle.keep(scores.astype(np.float64), alpha)).all()
 
 
-OPERATORS: dict[str, Callable[[list[torch.Tensor]], tuple[Any, ...]]] = {
-    "sample_prefill": lambda qkv: (*qkv, 0.8, 0.7, 2, 32, 0.1),
-    "sample_scores": lambda qkv: (*qkv[:2], 2, 32, 0.1),
-    "sample_select": lambda qkv: (*qkv[:2], 0.8, 0.7, 2, 32, 0.1),
-    "attend_blocks": lambda qkv: (*qkv, torch.zeros(1, 2, 3, 2, dtype=torch.int32, device=DEVICE), 32, 0.1),
-}
-
-
-@pytest.mark.parametrize("name", OPERATORS)
-def test_an_operator_of_torch_keeps_its_promises_and_compiles(name: str) -> None:
-    arguments = OPERATORS[name](tensors(SampleCase(1, 2, 1, 66, 90, 64, "f32", 32)))
-    assert_keeps_its_promises_and_compiles(name, arguments)
-
-
 def test_head_dims_without_a_kernel_are_refused() -> None:
     queries, keys, _ = tensors(SMALL)
     with pytest.raises(BackendUnavailable, match="head dims that are multiples of 8 from 16 to 256, got 12"):
         cuda_ref.sample_scores(queries[..., :12], keys[..., :12])
+    with pytest.raises(BackendUnavailable, match="head dims that are multiples of 8 from 16 to 256, got 12"):
+        cuda_ref.sample_attention(queries[..., :12], keys[..., :12], keys[..., :12])

@@ -1,0 +1,348 @@
+"""The variants on an NVIDIA GPU: torch's attention and the public functions of this package. Runs without mlx.
+
+Steps are captured as CUDA graphs over sets of caches that together exceed the L2 cache, and timed by events. In the
+interpreter of Triton, on the CPU, they are plain calls, whose times mean nothing.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import platform
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from mlx_sparse import cuda_ref
+from mlx_sparse.checks import BackendUnavailable
+from mlx_sparse.tools.bench.core import Case, Request, Variant, check_memory
+from mlx_sparse.tools.bench.inputs import (
+    BUCKETS,
+    Index,
+    Problem,
+    Prompt,
+    check_request,
+    planted_problem,
+    random_problem,
+)
+from mlx_sparse.tools.environment import memory, versions
+
+from .availability import interpreted, unavailable
+
+Step = Callable[[int], torch.Tensor]  # takes the number of a set of caches and returns the output
+
+ROTATIONS = 3  # times the L2 cache that steps read before they see the same keys and values again
+MOST_COPIES = 64  # sets of caches
+LARGEST_SHARE = 0.8  # of the free memory
+ENOUGH = 300e-6  # seconds that the steps of one graph take together, at least
+FASTEST = 4e12  # bytes per second: sets how many steps a graph has, no more
+
+
+def device() -> torch.device:
+    """Return the device that the kernels run on."""
+    return torch.device("cpu" if interpreted() else "cuda")
+
+
+def machine() -> dict[str, Any]:
+    """Return the GPU and the versions."""
+    found: dict[str, Any] = {"platform": platform.platform()} | versions(("torch", "triton", "mlx-sparse-attention"))
+    if interpreted():
+        return found | {"chip": "CPU, Triton's interpreter: the times mean nothing", "device": "cpu"}
+    gpu = torch.cuda.get_device_properties(0)
+    about = {"chip": gpu.name, "device": "cuda", "memory": gpu.total_memory, "l2": gpu.L2_cache_size}
+    return found | about | {"processors": gpu.multi_processor_count, "cuda": torch.version.cuda}
+
+
+def check(request: Request) -> None:
+    """Refuse a request before anything runs.
+
+    Raises:
+        ConfigError: an option that the kernels do not have.
+        BackendUnavailable: there is no GPU, and no interpreter in its place.
+    """
+    check_request(request, ("triton",))
+    if reason := unavailable():
+        raise BackendUnavailable(f"--engine cuda: expected an NVIDIA GPU with torch and triton, got none ({reason}).")
+
+
+def variants(request: Request, case: Case) -> Iterator[Variant]:
+    """Yield the variants of a case.
+
+    Raises:
+        MemoryError: the case is too large for this GPU.
+    """
+    shape = case.shape
+    if case.step is not None:
+        check_memory(8 * case.rows * case.S * shape.D * case.item * (shape.G + 2), free_memory(), LARGEST_SHARE)
+        prompt = Inputs(case)
+        yield TorchPrefill(case, prompt, "torch")
+        yield DensePrefill(case, prompt, "triton")
+        yield from (SamplePrefill(case, prompt, config) for config in request.methods)
+        return
+    caches = Caches(case)
+    check_memory(4 * caches.count * case.keys, free_memory(), LARGEST_SHARE)
+    yield TorchStep(case, caches, "torch, enable_gqa")
+    if shape.G > 1:
+        yield TorchStep(case, caches, "torch, group as rows")
+    yield DenseStep(case, caches, "triton")
+    for config in request.methods:
+        yield (SaapStep if config.before_rope else SparqStep)(case, caches, config)
+
+
+def free_memory() -> int:
+    """Return the bytes that a case may take."""
+    if interpreted():
+        return memory()
+    gc.collect()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0]
+
+
+class Timer:
+    """Steps on sets of caches in turns, captured as one CUDA graph; on the CPU, plain calls."""
+
+    def __init__(self, step: Step, copies: int, moved: int) -> None:
+        self._step, self.output = step, step(0)  # compiles the kernels too
+        self._graph: Any = None
+        if interpreted():
+            return
+        self._count = copies * math.ceil(ENOUGH / (copies * moved / FASTEST))
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            step(copies - 1)
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
+                for n in range(self._count):
+                    step(n % copies)
+        torch.cuda.current_stream().wait_stream(stream)
+
+    def sample(self) -> float:
+        """Return the seconds of a step: of two runs back to back the second, whose launch the first one hides."""
+        if self._graph is None:
+            start = time.perf_counter()
+            self._step(0)
+            return time.perf_counter() - start
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        self._graph.replay()
+        begin.record()
+        self._graph.replay()
+        end.record()
+        end.synchronize()
+        return 1e-3 * float(begin.elapsed_time(end)) / self._count
+
+
+def to_torch(array: Any, dtype: str | None = None) -> torch.Tensor:
+    """Return a NumPy array on the device, in its own type or another."""
+    found = torch.from_numpy(np.ascontiguousarray(array)).to(device())
+    return found if dtype is None else found.to(getattr(torch, dtype))
+
+
+def to_numpy(tensor: torch.Tensor) -> Any:
+    """Return a tensor as float32 in NumPy."""
+    return tensor.float().cpu().numpy()
+
+
+class TorchVariant(Variant):
+    """A variant whose step is captured and timed."""
+
+    copies = 1
+
+    def __init__(self, case: Case, method: str, name: str | None = None, **details: Any) -> None:
+        super().__init__(case, method, "" if name else "triton", dense=name, bytes_plain=2 * case.keys, **details)
+        self.role, self.ours = ("dense" if name else "sparse"), not (name or "").startswith("torch")
+
+    def batch(self, array: Any, dtype: str | None = None) -> torch.Tensor:
+        """Return an array of one sequence, once for each sequence."""
+        found = to_torch(array, dtype)
+        return found.expand(self.case.B, *found.shape[1:]).contiguous()
+
+    def time(self, step: Step) -> None:
+        """Capture the step that is timed."""
+        self._timer = Timer(step, self.copies, self.row.details["bytes_formula"] or 2 * self.case.keys)
+
+    def run(self, turn: int) -> float:
+        return self._timer.sample()
+
+
+# Decode steps
+
+
+class Caches:
+    """Sets of caches of a case with the same random numbers."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        l2 = 0 if interpreted() else torch.cuda.get_device_properties(0).L2_cache_size
+        # A sparse step reads a fraction of the keys and values.
+        self.count = min(MOST_COPIES, max(1, math.ceil(8 * ROTATIONS * l2 / (2 * case.keys))))
+
+    def normal(self, *shape: int) -> torch.Tensor:
+        """Draw random numbers in the type of the case."""
+        return torch.randn(shape, device=device(), dtype=torch.float32).to(getattr(torch, self.case.dtype))
+
+    @cached_property
+    def queries(self) -> torch.Tensor:
+        """``(B, Hq, 1, D)``."""
+        return self.normal(self.case.B, self.case.shape.Hq, 1, self.case.shape.D)
+
+    @cached_property
+    def sets(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values ``(B, Hkv, S, D)``."""
+        shape = self.case.B, self.case.shape.Hkv, self.case.S, self.case.shape.D
+        first = self.normal(*shape), self.normal(*shape)
+        return [first, *((first[0].clone(), first[1].clone()) for _ in range(self.count - 1))]
+
+
+class DenseStep(TorchVariant):
+    """Our dense decode step."""
+
+    def __init__(self, case: Case, caches: Caches, name: str | None = None, config: Any = None) -> None:
+        super().__init__(case, str(config or "dense"), name)
+        self.caches, self.copies, self.config = caches, caches.count, config
+        if config is not None and config.attended >= case.S:
+            self.row.note = f"dense: all of {case.S:,} keys are attended"
+
+    def attend(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, state: Any) -> torch.Tensor:
+        """Take the step. ``state`` is the auxiliary cache state."""
+        out: torch.Tensor = cuda_ref.dense_attention(queries, keys, values)
+        return out
+
+    def state(self, keys: torch.Tensor, values: torch.Tensor) -> Any:
+        """Return the auxiliary cache state over these rows."""
+        return None
+
+    def problem(self) -> Problem:
+        """Make the problem of the check."""
+        return random_problem(self.case)
+
+    def check(self) -> str | None:
+        problem = self.problem()
+        q, k, v = (self.batch(array, self.case.dtype) for array in (problem.queries, problem.keys, problem.values))
+        found = problem.wrong(to_numpy(self.attend(q, k, v, self.state(k, v))))
+        if found is None:
+            states = [self.state(*rows) for rows in self.caches.sets]
+            self.time(lambda n: self.attend(self.caches.queries, *self.caches.sets[n], states[n]))
+        return found
+
+
+class TorchStep(DenseStep):
+    """torch's attention. With one row per KV head for each query of the group it is another kernel of torch."""
+
+    def attend(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, state: Any) -> torch.Tensor:
+        B, Hkv, _, D = keys.shape
+        if self.row.details["dense"] == "torch, enable_gqa":
+            return scaled_dot_product_attention(queries, keys, values, enable_gqa=queries.shape[1] > Hkv)
+        return scaled_dot_product_attention(queries.view(B, Hkv, -1, D), keys, values).view(queries.shape)
+
+
+class SparqStep(DenseStep):
+    """A decode step of SparQ, with 16-bit or int4 scoring keys."""
+
+    def __init__(self, case: Case, caches: Caches, config: Any) -> None:
+        super().__init__(case, caches, None, config)
+        self.row.details["bytes_formula"] = int(case.rows * case.item * config.elements(case.S, case.shape.D))
+        found = config.parameters(case.shape.G)
+        names = ("rank", "top_k", "local_window", "reallocate")
+        # The paper's selection of components: the other one needs statistics of the keys that a cache keeps.
+        self._settings = {name: found[name] for name in names} | {"key_bits": config.key_bits}
+
+    def problem(self) -> Problem:
+        return planted_problem(self.case, self.config)
+
+    def state(self, keys: torch.Tensor, values: torch.Tensor) -> Any:
+        coded = cuda_ref.code_keys(keys) if self.config.key_bits < 16 else keys.transpose(2, 3).contiguous()
+        return {"keys_t": coded, "value_mean": values.float().mean(dim=2) if self._settings["reallocate"] else None}
+
+    def attend(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, state: Any) -> torch.Tensor:
+        out: torch.Tensor = cuda_ref.sparq_attention(queries, keys, values, **state, **self._settings)
+        return out
+
+
+class SaapStep(DenseStep):
+    """A decode step of SAAP with a trained router: route, list and attend."""
+
+    def __init__(self, case: Case, caches: Caches, config: Any) -> None:
+        super().__init__(case, caches, None, config)
+        self._index = Index.of(case, config, 2 * case.shape.D)
+
+    def problem(self) -> Problem:
+        found = self._index.problem(self.case, self.config)
+        self.row.details["bytes_formula"] = self._index.bytes(found, self.case)
+        assert found.selected is not None
+        self._capacity = max(map(len, found.selected))
+        return found
+
+    def state(self, keys: torch.Tensor, values: torch.Tensor) -> Any:
+        covered = self.case.S - self.config.recent_tokens
+        ids = self.batch(self._index.bucket_ids[None]).int()[:, :, :covered]
+        sinks = self.config.sink_tokens
+        index = cuda_ref.saap_index(ids, buckets=BUCKETS, sink_tokens=sinks)
+        network = {name: to_torch(array) for name, array in self._index.network.items()}
+        sizes = {"length": self.case.S, "covered": covered, "sink_tokens": sinks, "capacity": self._capacity}
+        return network, partial(cuda_ref.saap_indices, offsets=index[0], key_ids=index[1], **sizes)
+
+    def attend(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, state: Any) -> torch.Tensor:
+        network, listing = state
+        visited = cuda_ref.saap_route(queries, probes=self.config.probes, **network)
+        out: torch.Tensor = cuda_ref.attend_indices(queries, keys, values, listing(visited)[0])[0]
+        return out
+
+
+# Prefill
+
+
+class Inputs(Prompt):
+    """A prompt, and its tensors for all sequences."""
+
+    @cached_property
+    def tensors(self) -> Sequence[torch.Tensor]:
+        """Queries, keys and values."""
+        made = (to_torch(array, self.case.dtype) for array in (self.queries, self.keys, self.values))
+        return [array.expand(self.case.B, *array.shape[1:]).contiguous() for array in made]
+
+
+class DensePrefill(TorchVariant):
+    """Our dense attention of a prompt in one call."""
+
+    def __init__(self, case: Case, prompt: Inputs, name: str | None = None, config: Any = None) -> None:
+        super().__init__(case, "dense" if config is None else str(config), name, density=None)
+        self.prompt, self.config = prompt, config
+
+    def attend(self, *rows: torch.Tensor) -> torch.Tensor:
+        """Attend the prompt."""
+        out: torch.Tensor = cuda_ref.dense_attention(*rows)
+        return out
+
+    def check(self) -> str | None:
+        self.time(lambda _: self.attend(*self.prompt.tensors))
+        return self.prompt.wrong(to_numpy(self._timer.output), self.config)
+
+
+class TorchPrefill(DensePrefill):
+    """torch's attention of a prompt."""
+
+    def attend(self, *rows: torch.Tensor) -> torch.Tensor:
+        q, k, v = rows
+        return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] > k.shape[1])
+
+
+class SamplePrefill(DensePrefill):
+    """SampleAttention, sampling included."""
+
+    def __init__(self, case: Case, prompt: Inputs, config: Any) -> None:
+        super().__init__(case, prompt, None, config)
+
+    def prepare(self) -> None:
+        self.row.details["density"] = self.prompt.density(self.config)
+
+    def attend(self, *rows: torch.Tensor) -> torch.Tensor:
+        at = self.config.at(self.case.S)
+        names = ("alpha_column", "alpha_slash", "chunks", "block_size")
+        out: torch.Tensor = cuda_ref.sample_attention(*rows, **{name: getattr(at, name) for name in names})
+        return out

@@ -1,0 +1,121 @@
+"""Keys of a cache by bucket, and the keys that a decode step of SAAP attends (docs/spec/saap.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+
+from ..methods import SAAP, registry
+from .saap_state import BucketIndex, index_of
+
+if TYPE_CHECKING:
+    from .sparse_cache import SparseCache
+
+
+@dataclass(frozen=True, eq=False)
+class KeyLists:
+    """The keys that left the window of a step, by bucket (saap.9).
+
+    Attributes:
+        covered: the row of each sequence before which its keys are listed.
+        bounds: ``covered`` as the kernels take it.
+        listed: keys in ``key_ids``, of all heads of each sequence.
+        capacity: room for the keys of any step until the next `fold`.
+    """
+
+    offsets: mx.array
+    key_ids: mx.array
+    covered: list[int]
+    bounds: int | mx.array
+    listed: list[int]
+    capacity: int
+
+    @property
+    def arrays(self) -> tuple[mx.array, mx.array]:
+        return self.offsets, self.key_ids
+
+
+def due(index: BucketIndex, cache: SparseCache, first_rows: list[int], S: int, config: SAAP) -> bool:
+    """Return True if the lists of a step at position ``S`` want a `fold` first."""
+    return index.lists is None or index.lists.covered != covered_rows(cache, first_rows, S, config)
+
+
+def attended_keys(
+    index: BucketIndex, queries_before: mx.array, S: int, config: SAAP, padding: mx.array | None, backend: str
+) -> tuple[mx.array, mx.array]:
+    """List the keys that a step at length ``S`` attends (saap.8), (saap.10): ``indices`` and ``counts``."""
+    assert index.lists is not None
+    route, expand = (registry.load(function, backend) for function in ("saap_route", "saap_indices"))
+    network = dict(index.network or {})
+    if index.router.centroids is None:
+        # Routers take one network for all sequences: to them these are the heads of one.
+        B, Hkv = network["out_weight"].shape[:2]
+        queries_before = queries_before.reshape(1, -1, *queries_before.shape[2:])
+        network = {name: weight.flatten(0, 1) for name, weight in network.items()}
+        visited = route(queries_before, probes=config.probes, **network).reshape(B, Hkv, -1)
+    else:
+        visited = route(queries_before, probes=config.probes, **network)
+    lists: tuple[mx.array, mx.array] = expand(
+        visited,
+        *index.lists.arrays,
+        length=S,
+        covered=index.lists.bounds,
+        sink_tokens=config.sink_tokens,
+        capacity=index.lists.capacity,
+        left_padding=padding,
+    )
+    return lists
+
+
+def covered_rows(cache: SparseCache, first_rows: list[int], S: int, config: SAAP) -> list[int]:
+    """Return up to which row a step at position ``S`` finds the keys of each sequence listed.
+
+    Multiples of ``fold_every``, counted from the sequence's first key: the same in a batch as alone.
+    """
+    every = config.fold_every
+    return [
+        cache.rows_before(first + max(S - first - config.recent_tokens, 0) // every * every) for first in first_rows
+    ]
+
+
+def fold(caches: list[SparseCache], S: int, config: SAAP, sequences: Iterable[int] | None = None) -> None:
+    """List the keys that have left the window of a step at position ``S``, in all layers: one wait for the device.
+
+    Args:
+        caches: with an index each, of at least ``S - 1`` rows.
+        sequences: whose centroids are fitted, as `BucketIndex.complete` takes them.
+    """
+    first_rows = caches[0].first_rows(caches)
+    covered = covered_rows(caches[0], first_rows, S, config)
+    indexed = [(cache, index) for cache in caches if (index := index_of(cache)) is not None]
+    found = [_list_keys(cache, index, covered, config, sequences) for cache, index in indexed]
+    numbers: Any = mx.stack([figures for *_, figures in found]).tolist()
+    for (_, index), (offsets, key_ids, _), (limits, listed) in zip(indexed, found, numbers, strict=True):
+        mx.eval(offsets, key_ids)
+        slots = [
+            min(config.sink_tokens + limit, end - first)
+            for limit, end, first in zip(limits, covered, first_rows, strict=True)
+        ]
+        bounds = covered[0] if len(set(covered)) == 1 else mx.array(covered, mx.int32)
+        capacity = config.recent_tokens + config.fold_every + max(slots)
+        index.lists = KeyLists(offsets, key_ids, covered, bounds, listed, capacity)
+
+
+def _list_keys(
+    cache: SparseCache, index: BucketIndex, covered: list[int], config: SAAP, sequences: Iterable[int] | None
+) -> tuple[mx.array, mx.array, mx.array]:
+    """(saap.9) and what the host wants to know of each sequence: keys in the ``probes`` largest buckets, and in all."""
+    index.complete(cache, config, sequences)
+    B, Hkv, _, _ = cache.key_rows.shape
+    last = max(covered)
+    ids = mx.full((B, Hkv, last), -1, mx.int16) if index.ids is None else index.ids[..., :last]
+    ids = mx.where(mx.arange(last) < mx.array(covered)[:, None, None], ids, -1)
+    offsets, key_ids = registry.load("saap_index", "ops")(
+        ids, buckets=index.router.buckets, sink_tokens=config.sink_tokens, left_padding=cache.padding
+    )
+    sizes = mx.sort(offsets[..., 1:] - offsets[..., :-1], axis=-1)
+    largest = sizes[..., -config.probes :].sum(axis=-1).max(axis=-1)
+    return offsets, key_ids, mx.stack([largest.astype(mx.int32), offsets[..., -1].sum(axis=-1).astype(mx.int32)])

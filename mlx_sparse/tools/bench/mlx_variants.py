@@ -1,0 +1,354 @@
+"""MLX's variants: every decode and prefill method on every backend, dense attention, and a read of keys and values.
+
+A decode step goes through several layers, each with a cache of its own, as in a model. On a GPU a single small
+attention would drown in the cost of `mx.eval`, and one cache used again and again would stay in the last-level cache.
+A prompt is attended chunk by chunk, as mlx-lm does it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cached_property, partial
+from itertools import product
+from statistics import median
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ...cache.kv_cache import SparseKVCache, adopt
+from ...cache.saap_lists import attended_keys, fold
+from ...cache.saap_router import Router
+from ...cache.saap_state import BucketIndex, index_of
+from ...checks import BackendUnavailable, ConfigError
+from ...methods import Method, Step, registry, table
+from ...methods.packed_parts import BITS
+from ..environment import machine, memory
+from .core import Case, Request, Variant, check_memory
+from .inputs import Index, Problem, Prompt, buckets_of, check_request, planted_problem, random_problem
+
+Attend = Callable[[mx.array, SparseKVCache], mx.array]
+
+LARGEST_SHARE = 0.6  # of the memory of the machine
+WORKING_SET = 256 << 20  # bytes of keys and values that a step goes through: more than a last-level cache
+MOST_LAYERS = 32
+GROUP = 64  # components that share a scale, as with mlx_lm's --kv-bits
+FOLDS = 3  # rebuilds of SAAP's lists that are timed; their median counts
+
+__all__ = ["check", "machine", "variants"]
+
+
+def check(request: Request) -> None:
+    """Refuse a request before anything runs.
+
+    Raises:
+        ConfigError: a method does not fit a shape, or has no benchmark.
+        BackendUnavailable: no backend can run any of the methods.
+    """
+    check_request(request, ("auto", *table.BACKENDS), foreign=False)
+    for config, case, bits in product(request.methods, request.cases, request.kv_bits):
+        if bits not in BITS or case.shape.D % GROUP or config.before_rope:
+            sizes = f"{', '.join(map(str, BITS))} with head dims that are multiples of {GROUP} and methods but saap"
+            raise ConfigError(f"--kv-bits: expected some of {sizes}, got {bits} for {case.shape} and {config.name}.")
+    every = [found for case in request.cases for found in serving(request, case)]
+    if all(why for _, _, why in every):
+        config, name, why = every[0]
+        raise BackendUnavailable(f"--backend: expected one that has {config.name} here, got {name} ({why}).")
+
+
+def serving(request: Request, case: Case) -> Iterator[tuple[Method, str, str | None]]:
+    """Yield each method with each backend, and the reason if the backend cannot run the method."""
+    D, G = case.shape.D, case.shape.G
+    for config in request.methods:
+        found: dict[str, str | None] = {}
+        for given in request.backends:
+            name = registry.resolve("auto", config.name, D=D, G=G) if given == "auto" else given
+            found[name] = registry.refusal(name, config.name, registry.unfit(name, config.name, D, G))
+        yield from ((config, name, why) for name, why in found.items())
+
+
+def variants(request: Request, case: Case) -> Iterator[Variant]:
+    """Yield the variants of a case.
+
+    Raises:
+        MemoryError: the case is too large for this machine.
+    """
+    B, S, shape = case.B, case.S, case.shape
+    on_cpu = mx.default_device().type == mx.cpu
+    if case.step is None:
+        count = len(request.methods) * len(request.backends) * (1 + len(request.kv_bits))
+        needed = 2 * case.keys * layers_of(case) * (1 + 0.5 * count)
+    else:
+        # On a CPU dense attention holds all scores of a chunk. The prompt is made in float32, in a few parts.
+        scores = 4 * B * shape.Hq * case.step * S if on_cpu else 0
+        needed = 1.2 * scores + 16 * B * S * shape.D * (shape.Hq + shape.Hkv)
+    check_memory(needed, memory(), LARGEST_SHARE)
+    kind: Any = MlxStep if case.step is None else MlxPrefill
+    shared: Any = Layers(case) if case.step is None else Chunks(case)
+    yield from (kind(case, shared, name=name, way=way) for name, way in dense_ways(case, on_cpu).items())
+    yield kind(case, shared, name="read", way=read)
+    for config, backend, why in serving(request, case):
+        made = (SaapStep if config.before_rope else kind)(case, shared, config, backend)
+        made.row.note = made.row.note or (f"{backend}: {why}" if why else None)
+        yield made
+        yield from (MlxStep(case, shared, config, backend, bits) for bits in request.kv_bits if not why)
+
+
+def timed(run: Callable[[], Any]) -> float:
+    """Return the seconds until the arrays of a step are evaluated."""
+    start = time.perf_counter()
+    mx.eval(run())
+    return time.perf_counter() - start
+
+
+def to_mlx(array: Any, dtype: str) -> mx.array:
+    """Return a NumPy array as MLX's."""
+    found: mx.array = mx.array(array).astype(getattr(mx, dtype))
+    return found
+
+
+def to_numpy(array: mx.array) -> Any:
+    """Return an MLX array as float32 in NumPy."""
+    return np.array(array.astype(mx.float32))
+
+
+def cache_of(keys: mx.array, values: mx.array, length: int | None = None) -> SparseKVCache:
+    """Return a cache that holds the first ``length`` of these rows, or all."""
+    cache = SparseKVCache()  # type: ignore[no-untyped-call]
+    cache.keys, cache.values, cache.offset = keys, values, length or keys.shape[2]
+    mx.eval(keys, values)
+    return cache
+
+
+# Dense attention
+
+
+def dense_ways(case: Case, on_cpu: bool) -> dict[str, Attend]:
+    """Return the ways to attend densely on this device; the fastest of a run counts.
+
+    On a CPU plain products are faster than MLX's own attention for one query.
+    """
+    ways: dict[str, Attend] = {"mlx": fused}
+    if on_cpu and case.step is None:
+        ways["products"] = products
+        if case.dtype != "float32":
+            ways["float32 products"] = partial(products, dtype=mx.float32)
+    return ways
+
+
+def fused(queries: mx.array, cache: SparseKVCache) -> mx.array:
+    """Attend as mlx-lm does."""
+    keys, values, _ = cache.rows("ops")
+    mask = "causal" if queries.shape[2] > 1 else None
+    return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=queries.shape[-1] ** -0.5, mask=mask)
+
+
+def products(queries: mx.array, cache: SparseKVCache, dtype: mx.Dtype | None = None) -> mx.array:
+    """Attend by two matrix products and a softmax, for one query per head."""
+    B, _, _, D = queries.shape
+    q, k, v = (array.astype(dtype or array.dtype) for array in (queries, *cache.rows("ops")[:2]))
+    scores = (q.reshape(B, k.shape[1], -1, D) * D**-0.5) @ k.swapaxes(-1, -2)
+    return (mx.softmax(scores, axis=-1, precise=True) @ v).reshape(queries.shape).astype(queries.dtype)
+
+
+def read(queries: mx.array, cache: SparseKVCache) -> mx.array:
+    """Look at every byte of the keys and values in use: the sum of their words."""
+    kind = mx.uint32 if cache.keys.shape[-1] * cache.keys.itemsize % 4 == 0 else mx.uint16
+    keys, values = (array.view(kind)[:, :, : cache.length].sum() for array in (cache.keys, cache.values))
+    return mx.add(keys, values)
+
+
+# Decode steps
+
+
+def layers_of(case: Case) -> int:
+    """Return the number of layers that a step goes through."""
+    return max(1, min(MOST_LAYERS, WORKING_SET // (2 * case.keys)))
+
+
+class Layers:
+    """A query ``(B, Hq, 1, D)``, and the caches of all layers without auxiliary state, made when they are needed."""
+
+    def __init__(self, case: Case) -> None:
+        self._case = case
+
+    def _normal(self, heads: int, length: int) -> mx.array:
+        sizes = self._case.B, heads, length, self._case.shape.D
+        return mx.random.normal(sizes, dtype=getattr(mx, self._case.dtype))
+
+    @cached_property
+    def queries(self) -> mx.array:
+        return self._normal(self._case.shape.Hq, 1)
+
+    @cached_property
+    def plain(self) -> list[SparseKVCache]:
+        sizes = self._case.shape.Hkv, self._case.S
+        return [cache_of(self._normal(*sizes), self._normal(*sizes)) for _ in range(layers_of(self._case))]
+
+
+class MlxVariant(Variant):
+    """A method on a backend, or without a method a way to attend that needs no auxiliary state."""
+
+    def __init__(
+        self, case: Case, shared: Any, config: Any = None, backend: str = "", *, name: str = "", way: Any = None
+    ) -> None:
+        super().__init__(case, str(config or "dense"), backend, dense=name or None)
+        self.role = "sparse" if config else "read" if way is read else "dense"
+        self.shared, self.config, self.backend = shared, config, backend
+        self.way: Attend = way or self.attend
+
+    def attend(self, queries: mx.array, cache: SparseKVCache) -> mx.array:
+        """Attend by the method, as an enabled model does."""
+        raise NotImplementedError
+
+
+class MlxStep(MlxVariant):
+    """A decode step through all layers; with ``bits`` over quantized KV caches made from the plain ones."""
+
+    def __init__(
+        self, case: Case, layers: Layers, config: Any = None, backend: str = "", bits: int = 0, **way: Any
+    ) -> None:
+        super().__init__(case, layers, config, backend, **way)
+        self.bits = bits
+        self.row.details["layers"] = layers_of(case)
+        if config is not None:
+            self.row.details |= {"bytes_formula": self.bytes(), "bytes_plain": 2 * case.keys}
+            self.row.details |= {"kv_bits": bits} if bits else {}
+            self.row.note = f"dense: all of {case.S:,} keys are attended" if config.attended >= case.S else None
+
+    def prepare(self) -> None:
+        plain = self.shared.plain
+        self.caches = [self.cache(cache.keys, cache.values) for cache in plain] if self.config else plain
+
+    def check(self) -> str | None:
+        if self.role == "read":
+            return None
+        problem = self.problem()
+        queries, *rows = (self.batch(array) for array in (problem.queries, problem.keys, problem.values))
+        out = to_numpy(self.way(queries, self.cache(*rows)))
+        if self.bits:  # the right result is that over the dequantized rows
+            packed = (mx.quantize(array, group_size=GROUP, bits=self.bits) for array in rows)
+            keys, values = (to_numpy(mx.dequantize(*one, group_size=GROUP, bits=self.bits))[:1] for one in packed)
+            problem = replace(problem, keys=keys, values=values)
+        return problem.wrong(out)
+
+    def problem(self) -> Problem:
+        """Make the problem of the check."""
+        return random_problem(self.case) if self.config is None else planted_problem(self.case, self.config)
+
+    def batch(self, array: Any) -> mx.array:
+        """Return an array of a problem, once for each sequence."""
+        return mx.contiguous(mx.repeat(to_mlx(array, self.case.dtype), self.case.B, axis=0))
+
+    def cache(self, keys: mx.array, values: mx.array) -> SparseKVCache:
+        """Return a cache over these rows with the auxiliary state that a first step does not make itself."""
+        if not self.bits:
+            return cache_of(keys, values)
+        cache: SparseKVCache = cache_of(keys, values).to_quantized(group_size=GROUP, bits=self.bits)
+        adopt(cache)
+        mx.eval(cache.keys, cache.values)
+        return cache
+
+    def run(self, turn: int) -> float:
+        """Go through all layers. The result of one is the query of the next."""
+
+        def step() -> list[mx.array]:
+            found = [self.shared.queries]
+            for cache in self.caches:
+                found.append(self.way(found[0] if self.role == "read" else found[-1], cache))
+            return found
+
+        return timed(step)
+
+    def attend(self, queries: mx.array, cache: SparseKVCache) -> mx.array:
+        return cache.attend(queries, self.config, scale=self.case.shape.D**-0.5, backend=self.backend)[0]
+
+    def bytes(self) -> int:
+        """Return the bytes that a layer's step moves by the method's formula."""
+        case, D = self.case, self.case.shape.D
+        row = Step(case.rows, case.shape.G, D, case.item, packed=(self.bits, GROUP) if self.bits else None).row_bytes
+        return int(case.rows * self.config.step_bytes(case.S, D, itemsize=case.item, row_bytes=row))
+
+
+class SaapStep(MlxStep):
+    """A decode step of SAAP with a router of random weights: route, list and attend in every layer.
+
+    The router is a network of 2 D hidden units, as `mlx-sparse train-saap` makes it, or routes by centroids in the
+    online mode. The share of a step in listing the keys anew is its upkeep.
+    """
+
+    def __init__(self, case: Case, layers: Layers, config: Any, backend: str) -> None:
+        self.index = Index.of(case, config, 0 if config.mode == "online" else 2 * case.shape.D)
+        self.known = self.index.problem(case, config, config.fold_every)
+        super().__init__(case, layers, config, backend)
+
+    def problem(self) -> Problem:
+        return self.known
+
+    def prepare(self) -> None:
+        super().prepare()
+        seconds = (timed(partial(fold, list(self.caches), self.case.S, self.config)) for _ in range(FOLDS))
+        self.upkeep = median(seconds) / self.config.fold_every
+
+    def cache(self, keys: mx.array, values: mx.array) -> SparseKVCache:
+        case, C = self.case, buckets_of(self.config)
+        weights = {name: mx.array(array) for name, array in self.index.network.items() if array.size}
+        centroids = mx.random.normal((case.shape.Hkv, C, case.shape.D), dtype=keys.dtype)
+        nothing: Any = None  # keys before RoPE are not looked up: all of them have buckets
+        index = BucketIndex(Router(nothing, case.shape.D**-0.5, C, centroids, weights))
+        index.ids = mx.array(np.broadcast_to(self.index.bucket_ids, (case.B, *self.index.bucket_ids.shape)))
+        cache = cache_of(keys, values)
+        cache.hold(self.config.name, index)
+        fold([cache], case.S, self.config)
+        return cache
+
+    def attend(self, queries: mx.array, cache: SparseKVCache) -> mx.array:
+        """Attend as an enabled model does between two rebuilds of the lists."""
+        index = index_of(cache)
+        assert index is not None
+        indices, counts = attended_keys(index, queries, cache.length, self.config, None, self.backend)
+        keys, values, length = cache.rows(self.backend)
+        run = registry.load("attend_indices", self.backend)
+        scale = self.case.shape.D**-0.5
+        out: mx.array = run(queries, keys, values, indices, scale=scale, counts=counts, **length)[0]
+        return out
+
+    def bytes(self) -> int:
+        return self.index.bytes(self.known, self.case)
+
+
+# Prefill
+
+
+class Chunks(Prompt):
+    """The chunks of a prompt: their queries, and a cache of the keys and values up to the last of them."""
+
+    @cached_property
+    def all(self) -> list[tuple[mx.array, SparseKVCache]]:
+        """Every chunk, for all sequences."""
+        repeated = [
+            mx.repeat(to_mlx(array, self.case.dtype), self.case.B, axis=0)
+            for array in (self.queries, self.keys, self.values)
+        ]
+        queries, keys, values = map(mx.contiguous, repeated)
+        return [(queries[:, :, start:stop], cache_of(keys, values, stop)) for start, stop in self.chunks]
+
+
+class MlxPrefill(MlxVariant):
+    """The attention of all chunks of a prompt, one after the other."""
+
+    def prepare(self) -> None:
+        self.row.details["density"] = self.shared.density(self.config) if self.config else None
+
+    def check(self) -> str | None:
+        last = self.shared.all[-1]
+        return None if self.role == "read" else self.shared.wrong(to_numpy(self.way(*last)), self.config)
+
+    def run(self, turn: int) -> float:
+        return sum(timed(partial(self.way, *chunk)) for chunk in self.shared.all)
+
+    def attend(self, queries: mx.array, cache: SparseKVCache) -> mx.array:
+        config = self.config.at(cache.length)
+        return cache.attend_prompt(queries, config, scale=self.case.shape.D**-0.5, backend=self.backend)[0]

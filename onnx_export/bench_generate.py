@@ -1,0 +1,114 @@
+"""``mlx-sparse bench generate --engine onnx``: tokens per second of decoding with models exported to float32.
+
+Only the sizes of caches matter to the speed, so they hold random numbers: a CPU would need half an hour for a prompt of
+32,768 tokens. The steps are checked all the same: both backends must give the same logits.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mlx_sparse.lm.saap import load_artefact
+from mlx_sparse.methods import parse
+from mlx_sparse.oracle import code_keys
+from mlx_sparse.tools.bench.core import check_memory
+from mlx_sparse.tools.bench.generate import Context, Generation
+from mlx_sparse.tools.environment import memory
+
+from .bench import LARGEST_SHARE, records_of
+from .exporter.export import export
+from .runtime import native
+from .runtime.runner import Runner
+
+MODES = {"native": "auto", "standard": "off"}  # what `Runner` takes, by backend
+TOKENS = (5, 6, 7)  # of the check
+MOST_ERROR = 0.05  # of the largest logit. Rounding may let a layer select another key.
+
+
+def variants(
+    model: str, methods: Sequence[str], lengths: Sequence[int], tokens: int, *, threads: int
+) -> Iterator[list[Generation]]:
+    """Export a model with each method, and yield for each length the decoders of both backends.
+
+    Raises:
+        ConfigError: the model cannot be exported, or was made for shorter contexts.
+    """
+    capacity = max(lengths) + tokens + 1
+    modes = {backend: mode for backend, mode in MODES.items() if mode == "off" or not native.unavailable()}
+    with tempfile.TemporaryDirectory(prefix="mlx-sparse-bench-") as scratch:
+        decoders, below = list[dict[str, Runner]](), list[int]()
+        for i, method in enumerate(methods):
+            folder = Path(scratch) / str(i)
+            file = export(model, folder, method=method, max_length=capacity, dtype="float32", genai=False)
+            below.append(file.sparse_from or 0)
+            decoders.append({backend: Runner(folder, native=mode, threads=threads) for backend, mode in modes.items()})
+            for runner in decoders[-1].values():
+                _fill(runner.caches, method)
+        for S in lengths:
+            named = list(zip(methods, decoders, below, strict=True))
+            made = [Decoder(Context(S), *one, backend, tokens) for backend in modes for one in named]
+            made[0].about = f"{Path(model).name} in float32 on onnxruntime, {tokens} tokens, threads: {threads}"
+            yield list(made)
+
+
+def _fill(caches: Mapping[str, npt.NDArray[Any]], method: str) -> None:
+    """Write random numbers into the caches, the same for each backend.
+
+    Raises:
+        MemoryError: they are too large for this machine.
+    """
+    check_memory(2 * sum(array.nbytes for array in caches.values()), memory(), LARGEST_SHARE)
+    rng = np.random.Generator(np.random.SFC64(1))
+    noise = rng.standard_normal(max(array.size for array in caches.values()), np.float32)
+    for name, array in caches.items():
+        if array.dtype.kind == "i":
+            configs: list[Any] = [config for config in parse(method) if config.before_rope]
+            artefact: Any = load_artefact(configs[0])
+            array[...] = rng.integers(0, artefact.buckets, array.shape, array.dtype)
+        elif array.dtype.kind == "u":  # int4 scoring keys
+            array[...] = records_of(code_keys(caches["past_key_values.0.key"]))
+        elif name.startswith(("past_sums.", "past_summary.")):
+            array[...] = 1.0  # running statistics must be positive
+        else:
+            array[...] = noise[: array.size].reshape(array.shape)
+
+
+class Decoder(Generation):
+    """Decoding with one file and one backend."""
+
+    def __init__(
+        self, context: Context, method: str, runners: Mapping[str, Runner], below: int, backend: str, tokens: int
+    ) -> None:
+        super().__init__(context, method, backend, error=None)
+        self._runners, self._runner, self._tokens = runners, runners[backend], tokens
+        if method != "dense" and context.S < below:
+            self.remark = f"its steps are dense below {below:,} keys"
+
+    def _first(self, runner: Runner, token: int) -> npt.NDArray[Any]:
+        runner.go_on_from(self.case.S)
+        return runner.step([[token]]).copy()
+
+    def check(self) -> str | None:
+        """Compare the logits of a step with those of the other backend."""
+        errors = []
+        for token in TOKENS:
+            ours, *others = (self._first(runner, token) for runner in self._runners.values())
+            errors.append(float(np.abs((others or [ours])[0] - ours).max() / np.abs(ours).max()))
+        self.row.details["error"] = worst = max(errors, key=lambda error: (np.isnan(error), error))
+        return None if worst <= MOST_ERROR else f"wrong result: the backends' logits differ by {worst:.1e} of them"
+
+    def run(self, turn: int) -> float:
+        token = int(self._first(self._runner, TOKENS[0])[0].argmax())
+        start = time.perf_counter()
+        for _ in range(self._tokens):
+            token = int(self._runner.step([[token]])[0].argmax())
+        seconds = time.perf_counter() - start
+        self.speeds["generation"].append(self._tokens / seconds)
+        return seconds

@@ -1,0 +1,234 @@
+"""The search for the context from which sparse attention is faster, and the files that keep the answers."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlx_sparse import calibrate
+from mlx_sparse.calibrate import WITHIN, WORTH, Pairs, Point, crossover, find, read_answer, read_points, write_answer
+from mlx_sparse.checks import ArtefactError
+
+pytestmark = pytest.mark.usefixtures("calibration_folder")
+
+# Seconds of a device: of a launch, and of a key densely and sparsely.
+Device = tuple[float, float, float]
+SLOW: Device = (1e-3, 1e-6, 0.3e-6)
+FAST: Device = (4e-5, 1e-6, 0.3e-6)
+LIMITS: dict[str, Any] = {"shortest": 256, "longest": 65_536, "first": 4096, "seconds": 1e9}
+NOISE = [(1.0, 0.5), (1.0, 2.0), (1.0, 1.0), (1.0, 0.7), (1.0, 1.6)]
+
+
+def engine(device: Device, asked: list[int] | None = None) -> Callable[[int], Pairs]:
+    """An engine whose sparse steps cost launches more, and less for each key."""
+    launch, dense, sparse = device
+
+    def measure(S: int) -> Pairs:
+        if asked is not None:
+            asked.append(S)
+        return [(dense * S * jitter, (launch + sparse * S) * jitter) for jitter in (1.0, 1.02, 0.99, 1.01, 1.0)]
+
+    return measure
+
+
+def true_crossover(device: Device) -> float:
+    """Keys from which dense over sparse is `WORTH`."""
+    launch, dense, sparse = device
+    return WORTH * launch / (dense - WORTH * sparse)
+
+
+@pytest.mark.parametrize("device", [SLOW, FAST, (1e-2, 1e-6, 0.3e-6)], ids=["slow", "fast", "slowest"])
+@pytest.mark.parametrize("first", [256, 4096, 65_536])
+def test_the_crossover_is_found_within_a_tenth_wherever_the_search_begins(device: Device, first: int) -> None:
+    asked: list[int] = []
+    points = find(engine(device, asked), **LIMITS | {"first": first})
+    possible, won = crossover(points)
+    wanted = max(true_crossover(device), 256)
+    assert won == possible
+    assert wanted <= (won or 0) <= WITHIN * wanted + 1
+    assert all(one.S < other.S for one, other in pairwise(points))
+    assert len(asked) == len(set(asked)) < 12
+
+
+@pytest.mark.parametrize(
+    ("device", "keys", "longest"),
+    [((0.0, 1e-6, 0.3e-6), 256, 4096), ((1.0, 1e-6, 0.3e-6), None, 65_536), ((0.0, 1e-6, 1e-6), None, 65_536)],
+    ids=["always faster", "not within reach", "never faster"],
+)
+def test_a_method_that_always_or_never_wins_has_no_crossover(device: Device, keys: int | None, longest: int) -> None:
+    points = find(engine(device), **LIMITS)
+    assert (crossover(points), points[-1].S) == ((keys, keys), longest)
+
+
+def test_no_length_is_begun_that_would_end_after_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    def slow(S: int, device: Device = (1.0, 1e-6, 0.3e-6)) -> Pairs:
+        nonlocal now
+        now += S / 1000
+        return engine(device)(S)
+
+    monkeypatch.setattr(calibrate.time, "monotonic", lambda: now)
+    find(slow, **LIMITS | {"seconds": 20})
+    assert now == 4096 / 1000 + 8192 / 1000
+    assert crossover(find(partial(slow, device=SLOW), **LIMITS | {"seconds": 0})) == (4096, 4096)
+
+
+def test_noise_gives_a_spread_whose_cautious_end_is_a_length_that_won() -> None:
+    """Ratios scatter by a factor of two either way; they are clear from 1/2 and 2 times the crossover on."""
+    scatter = (0.5, 0.6, 1.0, 1.7, 2.0)
+    points = find(lambda S: [(S * factor, 4096.0) for factor in scatter], **LIMITS)
+    possible, won = crossover(points)
+    assert possible is not None
+    assert won is not None
+    assert possible <= 4096 * WORTH <= won
+    assert won > calibrate.BUSY * possible
+    assert points[-1].S >= won
+
+
+def test_noise_at_all_lengths_is_no_win() -> None:
+    points = find(lambda S: NOISE, **LIMITS)
+    assert crossover(points) == (4096, None)
+    assert points[-1].S == 65_536
+
+
+def test_noise_that_does_not_blur_the_answer_is_no_hindrance() -> None:
+    pairs = [(4.0, 1.0), (9.0, 1.0), (6.0, 1.0), (5.0, 1.0), (12.0, 1.0)]
+    assert crossover(find(lambda S: pairs, **LIMITS)) == (256, 256)
+
+
+def test_one_disturbed_measurement_is_taken_again() -> None:
+    bad, good = iter([NOISE]), engine(SLOW)
+    assert find(lambda S: next(bad, None) or good(S), **LIMITS) == find(good, **LIMITS)
+
+
+POINTS = [[1024, 0.4, 0.5, 0.6], [2048, 1.4, 1.5, 1.6]]
+ASKED: calibrate.Question = {"device": "a chip", "heads": 3, "method": "sparq", "mlx": "0.32"}
+
+
+def test_an_answer_survives_its_file(calibration_folder: Path) -> None:
+    write_answer(ASKED, {"points": POINTS})
+    assert read_points(read_answer(ASKED) or {}) == [Point(*point) for point in POINTS]
+    assert len(list(calibration_folder.iterdir())) == 1
+    assert '"device": "a chip"' in calibrate.path_of(ASKED).read_text()
+
+
+def test_a_file_under_the_name_of_another_question_is_refused() -> None:
+    other = {**ASKED, "device": "another"}
+    write_answer(other, {"points": POINTS})
+    assert read_answer(ASKED) is None
+    calibrate.path_of(other).rename(calibrate.path_of(ASKED))
+    with pytest.raises(ArtefactError, match="expected a measurement of this machine and version, got something else"):
+        read_answer(ASKED)
+
+
+DAMAGED = {
+    "empty": b"",
+    "cut": b'{"question": {"back',
+    "binary": bytes(range(256)),
+    "a number": b"7",
+    "deep": b"[" * 60_000,
+    "deep and closed": b"[" * 30_000 + b"]" * 30_000,
+    "huge": b" " * 70_000 + b"{}",
+    "many digits": b'{"question": ' + b"9" * 5000 + b"}",
+    "another question": b'{"question": {}, "answer": {}}',
+    "no answer": json.dumps({"question": ASKED, "answer": 7}).encode(),
+    "infinite": b'{"format": 1e999}',
+}
+
+
+@pytest.mark.parametrize("data", DAMAGED.values(), ids=DAMAGED.keys())
+def test_a_damaged_file_is_refused_in_one_line_and_can_be_replaced(data: bytes) -> None:
+    path = calibrate.path_of(ASKED)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    with pytest.raises(ArtefactError) as error:
+        read_answer(ASKED)
+    assert "\n" not in str(error.value)
+    assert str(path) in str(error.value)
+    write_answer(ASKED, {"points": POINTS})
+    assert read_answer(ASKED) is not None
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_what_is_no_regular_file_is_refused_without_waiting(kind: str, tmp_path: Path) -> None:
+    path = calibrate.path_of(ASKED)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    if kind == "link":
+        path.symlink_to(victim)
+    elif kind == "pipe":
+        os.mkfifo(path)  # without a writer, so that opening it would wait for ever
+    else:
+        path.mkdir()
+    with pytest.raises(ArtefactError):
+        read_answer(ASKED)
+    if kind != "folder":
+        write_answer(ASKED, {"points": POINTS})
+        assert read_answer(ASKED) is not None
+    assert victim.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "points",
+    [
+        None,
+        [],
+        {},
+        7,
+        [[1024, 0.4, 0.5]],
+        [{"S": 1}],
+        [[0, 0.4, 0.5, 0.6]],
+        [[-5, 0.4, 0.5, 0.6]],
+        [[True, 0.4, 0.5, 0.6]],
+        [[9.0, 0.4, 0.5, 0.6]],
+        [[1 << 40, 0.4, 0.5, 0.6]],
+        [[10**400, 0.4, 0.5, 0.6]],
+        [[9, 10**400, 0.5, 0.6]],
+        [[9, "1", 0.5, 0.6]],
+        [[9, float("inf"), 0.5, 0.6]],
+        [[9, float("nan"), 0.5, 0.6]],
+    ],
+    ids=str,
+)
+def test_points_of_another_form_are_refused(points: Any) -> None:
+    with pytest.raises(ValueError, match="expected lengths with three ratios each"):
+        read_points({"points": points})
+
+
+def test_a_folder_that_cannot_be_written_is_an_os_error(calibration_folder: Path) -> None:
+    calibration_folder.write_text("a file where the folder should be")
+    with pytest.raises(FileExistsError):
+        write_answer(ASKED, {"points": POINTS})
+    with pytest.raises(ArtefactError):
+        read_answer(ASKED)
+
+
+def _write_many(folder: Path, number: int) -> None:
+    calibrate.folder = lambda: folder  # in a process of its own
+    for _ in range(20):
+        write_answer(ASKED, {"number": number})
+
+
+def test_processes_that_calibrate_at_once_leave_one_whole_file(calibration_folder: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    writers = [context.Process(target=_write_many, args=(calibration_folder, number)) for number in range(2)]
+    for writer in writers:
+        writer.start()
+    found: set[int] = set()
+    while any(writer.is_alive() for writer in writers):
+        if (answer := read_answer(ASKED)) is not None:
+            found.add(answer["number"])
+    assert [writer.exitcode for writer in writers] == [0, 0]
+    assert found
+    assert found <= {0, 1}
+    assert [path.suffix for path in calibration_folder.iterdir()] == [".json"]
