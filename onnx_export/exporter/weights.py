@@ -13,7 +13,7 @@ from onnx import TensorProto
 from mlx_sparse.checks import ArtefactError, ConfigError
 
 from .graph import MICROSOFT, Graph
-from .quantized import Blocks, blocks, dequantised
+from .quantized import Blocks, blocks
 
 QUANTISED = (nn.QuantizedLinear, nn.QuantizedEmbedding)
 
@@ -110,8 +110,9 @@ class Weights:
         """Store a matrix (N, K) or its transpose, unquantised."""
         weight = f"{name}.weight"
         if isinstance(module, QUANTISED):
-            made = dequantised(weight, *self._arrays(name, module), group_size=module.group_size, bits=module.bits)
-            array = mx.array(made)
+            weights, *ranges = self._parts(name, module)
+            scales, biases = (each.astype(mx.float32) for each in ranges)
+            array = mx.dequantize(weights, scales, biases, group_size=module.group_size, bits=module.bits)
         else:
             array = module.weight
             self._written(weight)
@@ -124,14 +125,14 @@ class Weights:
     def _widened(self, value: str) -> str:
         return value if self._dtype == "float32" else self._graph.op("Cast", value, to=TensorProto.FLOAT)
 
-    def _arrays(self, name: str, module: Any) -> list[np.ndarray]:
+    def _parts(self, name: str, module: Any) -> list[mx.array]:
         for part in ("weight", "scales", "biases"):
             self._written(f"{name}.{part}")
-        return [numpy_of(array) for array in (module.weight, module.scales, module.biases)]
+        return [module.weight, module.scales, module.biases]
 
     def _halves(self, name: str, module: Any) -> tuple[list[Blocks], str | None]:
         """Return a quantized matrix as one or two of 4 bits, and the stored offsets (N, blocks) if it needs them."""
-        arrays = self._arrays(name, module)
+        arrays = map(numpy_of, self._parts(name, module))
         made = blocks(f"{name}.weight", *arrays, group_size=module.group_size, bits=module.bits)
         offsets = None if made.offsets is None else self._graph.weight(f"{name}.offsets", made.offsets)
         return [made] if made.bits == 4 else list(made.halves()), offsets
