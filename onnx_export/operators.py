@@ -12,7 +12,7 @@ from .table import OUTPUT, OWN, SAMPLE, WINDOW
 
 # Functions that bodies call, no operators: they have no schema and no kernel of their own.
 PROMPTS = "PromptAttention"
-FUNCTIONS = (PROMPTS, "SparQComponents", "SparQChoice", "KeyChunks", "IsStep", "SaapAppend", "Saap")
+FUNCTIONS = (PROMPTS, "SparQComponents", "SparQChoice", "KeyChunks", "IsStep", "Rows", "SaapAppend", "Saap")
 _WHEN_SAMPLED = (
     "Sampled are pieces of a prompt of more than `block_size` tokens, without padding and with rows of one length of "
     "`dense_prompt_below` keys or more"
