@@ -21,7 +21,6 @@ from fixtures_onnx import SETS
 from mlx_sparse.onnx_export.runtime import native
 from onnx_operators import (
     CACHES,
-    LANES,
     Operator,
     advance,
     assert_is_sparq,
@@ -189,19 +188,6 @@ def test_separate_buffers_leave_the_past_as_it_was(name: str) -> None:
     for key, array in caches.items():
         np.testing.assert_array_equal(array, before[key])
     np.testing.assert_array_equal(got["present_key"][:, :, : case.S], k)
-
-
-def test_dense_below_attends_densely_up_to_it() -> None:
-    case = Case(2, 4, 2, 200, 64, "f32", padding=(0, 100))
-    q, k, v = case.inputs()
-    caches = prompted(case, k, v, case.S - 1)
-    given = {"query": q, "key": k[:, :, -1:], "value": v[:, :, -1:], "left_padding": padding(case), **caches}
-    params = parameters(case, "paper")
-    dense = oracle.dense_attention(q, k, v, left_padding=case.padding)
-    sparse = oracle.sparq_attention(q, k, v, left_padding=case.padding, **params)
-    for below, wanted in ((case.S, sparse), (case.S + 1, dense)):
-        attend = Operator("native", "SparQAttention", "f32", lanes=LANES, dense_below=below, **attributes(params))
-        np.testing.assert_allclose(attend(**given)["output"], wanted, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
