@@ -31,6 +31,7 @@ SHARED = {"checks", "extras", "files", "methods", "api"}
 BENCH = SHARED | {"tools", "oracle"}  # for the variants of the benchmark, whose core is in tools
 FREE = {"torch", "triton", "onnx", "onnxruntime"}  # mlx_sparse runs without them
 FACTS = (["__version__"], ["__path__"])  # of the package, which name no part of it
+APART = {"cuda_ref", "onnx_export"}  # installed inside mlx_sparse
 
 
 @functools.cache
@@ -43,6 +44,7 @@ def rooms_imported(path: Path) -> set[str]:
     """The rooms of mlx_sparse that a file imports; a public name counts as __init__."""
     names = [name.split(".") for name in imports(path)]
     rooms = {(rest or ["__init__"])[0] for top, *rest in names if top == "mlx_sparse" and rest not in FACTS}
+    rooms -= APART
     home = ROOT / "mlx_sparse"
     return {room if (home / room).is_dir() or (home / f"{room}.py").is_file() else "__init__" for room in rooms}
 

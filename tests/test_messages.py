@@ -174,9 +174,8 @@ def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
 
 
 def test_eval_on_a_full_disk_is_one_line_with_the_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, without_torch: Any
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], without_torch: Any
 ) -> None:
-    monkeypatch.setattr(blas, "use", lambda *_: None)
     write(tmp_path / "model")
     text = tmp_path / "text.txt"
     text.write_text(commands.text(1800))

@@ -13,9 +13,10 @@ from shell import ROOT, run
 STEPS = {
     "gpu_check.sh": [
         "timeout --signal=INT --kill-after=10 200 python3 -m pytest tests/",
-        "timeout --signal=INT --kill-after=10 190 python3 -m mlx_sparse.cli bench step --engine cuda --attn sparq",
-        "timeout --signal=INT --kill-after=10 90 python3 -m mlx_sparse.cli bench step --engine cuda --attn saap ",
-        "timeout --signal=INT --kill-after=10 110 python3 -m mlx_sparse.cli bench prefill --engine cuda --attn sample",
+        "timeout --signal=INT --kill-after=10 190 python3 -m mlx_sparse.tools.bench.command step",
+        "timeout --signal=INT --kill-after=10 90 python3 -m mlx_sparse.tools.bench.command step --engine cuda "
+        "--attn saap ",
+        "timeout --signal=INT --kill-after=10 110 python3 -m mlx_sparse.tools.bench.command prefill --engine cuda ",
         "python3 scripts/check_report.py gpu ",
     ],
     "mac_check.sh": [

@@ -36,7 +36,7 @@ PYTHON = """case "$*" in
   *"find_spec('xdist')"*) exit 1 ;;
   *"find_spec('pytest')"*) exit {pytest} ;;
   *"find_spec('transformers')"*) exit {transformers} ;;
-  *mlx_sparse.cli*) {bench} ;;
+  *mlx_sparse.tools.bench*) {bench} ;;
   *) exec {python} "$@" ;;
 esac
 """

@@ -183,7 +183,7 @@ def test_a_cache_from_a_file_a_copy_and_one_reused_after_trim_give_the_same_toke
         for again in (cache, twin, load_prompt_cache(file)):
             for layer in again:
                 if getattr(layer, "index", None) is not None:
-                    layer.beside["saap"].offsets = None  # fold when the others do: what is pending is attended exactly
+                    layer.beside["saap"].lists = None  # fold when the others do: what is pending is attended exactly
             assert greedy(model, [7, 8, 9], STEPS, again)[0] == first
     assert report.sparse_calls == 4 * LAYERS * STEPS
 
@@ -348,7 +348,7 @@ def test_a_cache_that_goes_on_with_another_artefact_is_indexed_anew(model: Any, 
             first = prompt_of(PROMPT) if file is files[0] else [found[-1]]
             found += greedy(model, first, 10, cache)[0]
         assert report.sparse_calls >= LAYERS * 10
-        assert cache[0].beside["saap"].offsets.shape[-1] == load(file).buckets + 1
+        assert cache[0].beside["saap"].lists.offsets.shape[-1] == load(file).buckets + 1
     assert found[:10] == tokens[:10]
     assert found[10:] == tokens[11:], "greedy does not return what it says after its prompt"
 

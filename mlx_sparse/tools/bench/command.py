@@ -9,12 +9,13 @@ import argparse
 import importlib
 import math
 import shlex
+import sys
 import time
 from collections.abc import Sequence
 from datetime import date
 from itertools import product
 
-from ...checks import ConfigError, Parser, check_int, read_length, read_shape
+from ...checks import ConfigError, Parser, SparseAttentionError, check_int, read_length, read_shape
 from ...extras import naming_missing
 from ...methods import Method, parse, split_methods
 from .. import formats
@@ -154,3 +155,13 @@ def _method(typed: str, stage: str) -> Method:
 
 def _number(option: str, typed: str) -> int:
     return check_int(option, int(typed) if typed.isdecimal() else typed, 1)
+
+
+if __name__ == "__main__":  # where this package is not installed: scripts/gpu_check.sh
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except SparseAttentionError as error:
+        print(f"mlx-sparse bench: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)

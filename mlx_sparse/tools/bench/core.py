@@ -136,7 +136,7 @@ class Row:
     case: Any
     method: str
     backend: str = ""
-    details: dict[str, Any] = field(default_factory=dict)
+    details: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(("bytes_formula", "bytes_plain", "dense")))
     spreads: dict[str, Spread | None] = field(default_factory=lambda: dict.fromkeys(SIDES))
     turns: int = 0
     note: str | None = None
@@ -171,8 +171,8 @@ class Variant(ABC):
     def __init__(self, case: Any, method: str, backend: str = "", **details: Any) -> None:
         """Name the variant; ``details["dense"]`` is the name of a baseline, which has the method dense."""
         self.case = case
-        known = {"bytes_formula": None, "bytes_plain": None, "dense": None, "layers": 1}
-        self.row = Row(case, method, backend, known | details)
+        self.row = Row(case, method, backend)
+        self.row.details |= {"layers": 1} | details
 
     def prepare(self) -> None:  # noqa: B027 most have nothing to prepare
         """Build what a step needs. This is not timed."""

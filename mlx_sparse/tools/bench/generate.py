@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,7 @@ from .core import Row, Spread, Variant, collect, enter, take_turns
 
 ONNX = "mlx_sparse.onnx_export.bench_generate"  # a name: mlx_sparse runs without onnx
 ENGINES = ("mlx", "onnx")
-LENGTHS = {"mlx": "2k,4k", "onnx": "2k,4k"}
-MAX_TOKENS, REPEAT = {"mlx": 64, "onnx": 16}, 3
+LENGTHS, MAX_TOKENS, REPEAT = "2k,4k", 32, 3
 DENSE = "dense"
 LONG_TOKEN = 16  # characters: more than a token of text has on average
 SLACK = 64  # characters beyond the shortest prefix of enough tokens, among which one has them exactly
@@ -96,9 +96,9 @@ def run(args: argparse.Namespace) -> int:
         if value is not None and args.engine != engine:
             raise ConfigError(f"{option}: expected none with --engine {args.engine}, got {value}.")
     check_int("--repeat", args.repeat, 1)
-    tokens = MAX_TOKENS[args.engine] if args.max_tokens is None else check_int("--max-tokens", args.max_tokens, 1)
+    tokens = check_int("--max-tokens", args.max_tokens, 1)
     threads = check_int("--threads", 1 if args.threads is None else args.threads, 1)
-    lengths = [read_length(text) for text in (args.lengths or LENGTHS[args.engine]).split(",")]
+    lengths = [read_length(text) for text in args.lengths.split(",")]
     cache, load, where = cache_directory(args.cache_dir), os.getloadavg()[0], machine()
     check_model(args.model, cache, args.accept_licence)
     texts.check([args.text or texts.DEFAULT])
@@ -129,9 +129,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_options(parser)
     parser.add_argument("--engine", choices=ENGINES, default="mlx", help="what generates (default: mlx)")
     parser.add_argument("--attn", metavar="METHOD,...", default="sparq", help="such as sparq,sample+sparq")
-    for option, default, about in (("--lengths", LENGTHS, "tokens of the prompt"), ("--max-tokens", MAX_TOKENS, "new")):
-        text = f"{about} (default: {default['mlx']}; onnx {default['onnx']})"
-        parser.add_argument(option, metavar="N,...", type=str if option == "--lengths" else int, help=text)
+    parser.add_argument("--lengths", metavar="S,...", default=LENGTHS, help=f"of the prompt (default: {LENGTHS})")
+    about = f"tokens to generate in each turn (default: {MAX_TOKENS})"
+    parser.add_argument("--max-tokens", metavar="N", type=int, default=MAX_TOKENS, help=about)
     parser.add_argument("--repeat", metavar="N", type=int, default=REPEAT, help=f"turns (default: {REPEAT})")
     names = f"a file or one of {', '.join(texts.NAMES)} (default: {texts.DEFAULT})"
     parser.add_argument("--text", metavar="TEXT", help=f"with mlx: the prompts are the start of {names}")
@@ -185,7 +185,8 @@ class Command(Generation):
     def finish(self, dense: Generation) -> None:
         super().finish(dense)
         assert isinstance(dense, Command)
-        same = len(os.path.commonprefix([self.tokens, dense.tokens]))
+        pairs = zip(self.tokens, dense.tokens, strict=False)
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         self.row.details |= {"same_tokens": same, "as_dense": self.tokens == dense.tokens}
 
 

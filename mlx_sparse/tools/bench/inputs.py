@@ -108,9 +108,8 @@ class Problem:
         return wrong(float(np.abs(out.astype(np.float64) - exact).max()), allowed)
 
 
-def normal(case: Case, *shape: int, seed: int = 0) -> Array:
+def normal(case: Case, heads: int, length: int, seed: int = 0) -> Array:
     """Draw rows ``(1, heads, length, D)``. Beyond `DISTINCT` they repeat."""
-    heads, length = shape
     drawn = np.random.default_rng(seed).standard_normal((1, heads, min(length, DISTINCT), case.shape.D), np.float32)
     return np.take(drawn, np.arange(length) % DISTINCT, axis=2)
 

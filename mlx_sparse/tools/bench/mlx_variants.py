@@ -18,7 +18,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ...cache.kv_cache import SparseKVCache, SparseQuantizedKVCache
+from ...cache.kv_cache import SparseKVCache, adopt
 from ...cache.saap_lists import attended_keys, fold
 from ...cache.saap_router import Router
 from ...cache.saap_state import BucketIndex, index_of
@@ -36,7 +36,6 @@ WORKING_SET = 256 << 20  # bytes of keys and values that a step goes through: mo
 MOST_LAYERS = 32
 GROUP = 64  # components that share a scale, as with mlx_lm's --kv-bits
 FOLDS = 3  # rebuilds of SAAP's lists that are timed; their median counts
-WARM_UP = 2  # turns of decode steps
 
 __all__ = ["check", "machine", "variants"]
 
@@ -247,12 +246,10 @@ class MlxStep(MlxVariant):
         """Return a cache over these rows with the auxiliary state that a first step does not make itself."""
         if not self.bits:
             return cache_of(keys, values)
-        cache: Any = SparseQuantizedKVCache(group_size=GROUP, bits=self.bits)
-        cache.keys, cache.values = (mx.quantize(rows, group_size=GROUP, bits=self.bits) for rows in (keys, values))
-        cache.offset = keys.shape[2]
+        cache: SparseKVCache = cache_of(keys, values).to_quantized(group_size=GROUP, bits=self.bits)
+        adopt(cache)
         mx.eval(cache.keys, cache.values)
-        packed: SparseKVCache = cache
-        return packed
+        return cache
 
     def run(self, turn: int) -> float:
         """Go through all layers. The result of one is the query of the next."""
