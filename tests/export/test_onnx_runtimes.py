@@ -45,6 +45,8 @@ from sample_cases import SampleCase, assert_attends, assert_same_blocks, selecti
 
 from mlx_sparse import onnx_export
 
+pytestmark = pytest.mark.slow  # other runtimes
+
 
 @dataclass(frozen=True)
 class File:
