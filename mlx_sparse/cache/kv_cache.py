@@ -42,11 +42,11 @@ class SparseQuantizedKVCache(SparseCache, QuantizedKVCache):
 
     @property
     def key_rows(self) -> PackedRows:
-        return PackedRows.kept(self.keys, self.bits)
+        return PackedRows.from_parts(self.keys, self.bits)
 
     @property
     def value_rows(self) -> PackedRows:
-        return PackedRows.kept(self.values, self.bits)
+        return PackedRows.from_parts(self.values, self.bits)
 
     def rows(self, backend: str) -> tuple[PackedRows, PackedRows, dict[str, int]]:
         keys, values, S = self.key_rows, self.value_rows, self.length

@@ -132,7 +132,7 @@ class Call:
     ) -> mx.array | None:
         """Attend where the layer has no plan that holds."""
         if isinstance(cache, SparseQuantizedKVCache) and not isinstance(keys, mx.array):
-            keys, values = (PackedRows.kept(parts, cache.bits) for parts in (keys, values))
+            keys, values = (PackedRows.from_parts(parts, cache.bits) for parts in (keys, values))
         reason = layer_reason(keys, values, cache)
         if self.probe is not None:
             self.probe.found.append((cache, reason or self.probing(queries, keys, cache, mask, sinks)))

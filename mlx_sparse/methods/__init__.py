@@ -15,21 +15,21 @@ if TYPE_CHECKING:
     from .base import Method as Method
     from .base import Prefill as Prefill
     from .base import Step as Step
-    from .bigbird import BigBird as BigBird
+    from .baselines import H2O as H2O
+    from .baselines import BigBird as BigBird
+    from .baselines import FlexGen as FlexGen
+    from .baselines import MInference as MInference
+    from .baselines import OracleTopK as OracleTopK
+    from .baselines import Streaming as Streaming
+    from .baselines import StreamingPrefill as StreamingPrefill
     from .cost import ENOUGH_SAVED as ENOUGH_SAVED
     from .cost import SAMPLE_PAYS_FROM as SAMPLE_PAYS_FROM
     from .cost import SAMPLE_PAYS_UP_TO as SAMPLE_PAYS_UP_TO
     from .cost import nvidia_kind as nvidia_kind
-    from .flexgen import FlexGen as FlexGen
-    from .h2o import H2O as H2O
-    from .minference import MInference as MInference
-    from .oracle_top_k import OracleTopK as OracleTopK
     from .saap import SAAP as SAAP
     from .sample import Sample as Sample
     from .sample import SampleRange as SampleRange
     from .sparq import SparQ as SparQ
-    from .streaming import Streaming as Streaming
-    from .streaming import StreamingPrefill as StreamingPrefill
     from .text import MAX_TOML_BYTES as MAX_TOML_BYTES
     from .text import METHODS as METHODS
     from .text import load_toml as load_toml
@@ -38,17 +38,12 @@ if TYPE_CHECKING:
     from .text import split_methods as split_methods
 
 _HOMES = {
+    "baselines": "BigBird FlexGen H2O MInference OracleTopK Streaming StreamingPrefill",
     "base": "NEVER QK_NORMS Dense Method Prefill Step",
-    "bigbird": "BigBird",
     "cost": "ENOUGH_SAVED SAMPLE_PAYS_FROM SAMPLE_PAYS_UP_TO nvidia_kind",
-    "flexgen": "FlexGen",
-    "h2o": "H2O",
-    "minference": "MInference",
-    "oracle_top_k": "OracleTopK",
     "saap": "SAAP",
     "sample": "Sample SampleRange",
     "sparq": "SparQ",
-    "streaming": "Streaming StreamingPrefill",
     "text": "MAX_TOML_BYTES METHODS load_toml parse read_toml split_methods",
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}

@@ -11,18 +11,21 @@ from typing import Any
 
 from ..checks import ConfigError, meant
 from .base import Dense, Method, read_value
-from .bigbird import BigBird
-from .flexgen import FlexGen
-from .h2o import H2O
-from .hash_sparse import HashSparse
-from .hyperattention import HyperAttention
-from .minference import MInference
-from .oracle_top_k import OracleTopK
+from .baselines import (
+    H2O,
+    BigBird,
+    FlexGen,
+    HashSparse,
+    HyperAttention,
+    MInference,
+    OracleTopK,
+    Streaming,
+    StreamingPrefill,
+)
 from .quest import Quest
 from .saap import SAAP
 from .sample import Sample
 from .sparq import SparQ
-from .streaming import Streaming, StreamingPrefill
 
 if sys.version_info >= (3, 11):
     import tomllib

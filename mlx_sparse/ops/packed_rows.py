@@ -1,31 +1,84 @@
-"""Keys or values as mlx-lm's quantised caches keep them: docs/spec/quantised.md."""
+"""Keys or values as mlx-lm's quantized caches store them: docs/spec/quantised.md."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
-from ..methods.packed_parts import PackedParts
+BITS = (2, 3, 4, 5, 6, 8)  # of a component
 
 
-class PackedRows(PackedParts):
-    """`PackedParts` of MLX. It stands where an array of keys or values does.
+@dataclass(frozen=True, eq=False)
+class PackedRows:
+    """Quantized rows ``(B, Hkv, S, D)`` by `mx.quantize`: each group of a row has a scale and a bias (quantised.1).
 
-    Indexing reads rows: it returns them as numbers, in ``dtype``.
+    They can stand where an array of keys or values does. Indexing returns rows as numbers, in ``dtype``.
+
+    Attributes:
+        codes: uint32 ``(B, Hkv, S, D * bits / 32)``, lowest bits first.
+        scales: ``(B, Hkv, S, D / group_size)`` in ``dtype``.
+        biases: ``(B, Hkv, S, D / group_size)`` in ``dtype``.
+        bits: of a component.
     """
+
+    codes: mx.array
+    scales: mx.array
+    biases: mx.array
+    bits: int
 
     @classmethod
     def of(cls, rows: mx.array, *, bits: int, group_size: int = 64) -> PackedRows:
-        """Pack ``rows (B, Hkv, S, D)``; D is a multiple of ``group_size``, which is 32, 64 or 128."""
-        return cls.kept(mx.quantize(rows, group_size=group_size, bits=bits), bits)
+        """Quantize ``rows (B, Hkv, S, D)``; D is a multiple of ``group_size``, which is 32, 64 or 128."""
+        return cls.from_parts(mx.quantize(rows, group_size=group_size, bits=bits), bits)
+
+    @classmethod
+    def from_parts(cls, parts: Sequence[mx.array], bits: int) -> PackedRows:
+        """Wrap the codes, scales and biases that `mx.quantize` returned."""
+        codes, scales, biases = parts
+        return cls(codes, scales, biases, bits)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        B, Hkv, S, words = self.codes.shape
+        return B, Hkv, S, words * 32 // self.bits
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        return self.scales.dtype
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element of ``dtype``."""
+        return self.scales.itemsize
+
+    @property
+    def group_size(self) -> int:
+        """Components that share a scale and a bias."""
+        return self.shape[3] // self.scales.shape[3]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one key (or value) row of one head."""
+        return self.codes.shape[3] * 4 + self.scales.shape[3] * 2 * self.itemsize
+
+    def first(self, S: int) -> PackedRows:
+        """Return the first ``S`` rows of each sequence."""
+        return self.from_parts([part[:, :, :S] for part in self.parts], self.bits)
+
+    @property
+    def parts(self) -> tuple[mx.array, mx.array, mx.array]:
+        """Codes, scales and biases."""
+        return self.codes, self.scales, self.biases
 
     def after(self, done: mx.array) -> PackedRows:
-        """The same, to be read once ``done`` is there."""
+        """Return the same rows, which are read once ``done`` is computed."""
         return PackedRows(mx.depends(self.codes, done), self.scales, self.biases, self.bits)
 
     def __getitem__(self, at: Any) -> mx.array:
-        """The rows at ``at``, which takes all components: computed in float32, rounded once (quantised.1)."""
+        """Dequantize the rows at ``at`` with all their components, in float32, and round once (quantised.1)."""
         codes, scales, biases = (part[at] for part in self.parts)
         if codes.size == 0:  # `mx.dequantize` takes no empty array
             return mx.zeros((*codes.shape[:-1], self.shape[3]), self.dtype)

@@ -67,7 +67,7 @@ class Packed(NamedTuple):
         first = mx.array(self.case.padding or [0] * self.case.B)[:, None, None, None]
         unused = mx.arange(self.case.S + STALE)[:, None] < first
         spoiled[1:] = [mx.where(unused, mx.array(np.nan, part.dtype), part) for part in spoiled[1:]]
-        return PackedRows.kept(spoiled, self.bits)
+        return PackedRows.from_parts(spoiled, self.bits)
 
     @property
     def padding(self) -> mx.array | None:

@@ -24,7 +24,7 @@ from ...cache.saap_router import Router
 from ...cache.saap_state import BucketIndex, index_of
 from ...checks import BackendUnavailable, ConfigError
 from ...methods import Method, Step, registry, table
-from ...methods.packed_parts import BITS
+from ...ops.packed_rows import BITS
 from ..environment import machine, memory
 from .core import Case, Request, Variant, check_memory
 from .inputs import Index, Problem, Prompt, buckets_of, check_request, planted_problem, random_problem

@@ -1,0 +1,256 @@
+"""The methods that SparQ, SAAP and SampleAttention are compared with: baselines of their papers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ..checks import ConfigError, check_block_size, check_int, check_local_window, check_share
+from . import stats
+from .base import Method, Prefill
+from .block_layout import MINFERENCE_ROWS, Layout
+
+
+@dataclass(frozen=True)
+class Streaming(Method):
+    """First ``sink_tokens`` and last ``recent_tokens`` keys (StreamingLLM, LM-Infinite).
+
+    Attributes:
+        sink_tokens: first keys that are attended.
+        recent_tokens: last keys that are attended, at least 1.
+    """
+
+    name: ClassVar[str] = "streaming"
+    source: ClassVar[str] = "StreamingLLM, arXiv 2309.17453"
+    reads: ClassVar[str] = "the first 16 and the last 112 keys (StreamingLLM); forgets the middle"
+    look: ClassVar[tuple[str, str]] = ("#E69F00", "D")
+    grows: ClassVar[str] = "recent_tokens"
+
+    sink_tokens: int = 16
+    recent_tokens: int = 112
+
+    def __post_init__(self) -> None:
+        check_int("sink_tokens", self.sink_tokens, 0)
+        check_int("recent_tokens", self.recent_tokens, 1)
+
+    @property
+    def attended(self) -> int:
+        return self.sink_tokens + self.recent_tokens
+
+    def elements(self, S: int, D: int, buckets: int = 0) -> int:
+        return stats.streaming_elements(S, D, top_k=self.attended)
+
+
+@dataclass(frozen=True)
+class StreamingPrefill(Prefill):
+    """The first keys and a window that is a share of the context, for prompts (StreamingLLM)."""
+
+    name: ClassVar[str] = "streaming_prefill"
+    source: ClassVar[str] = "StreamingLLM, arXiv 2309.17453"
+    reads: ClassVar[str] = "a window and the first keys; forgets the middle"
+    look: ClassVar[tuple[str, str]] = ("#E69F00", "D")
+
+    block_size: int = 64
+    sink_tokens: int = 4
+    window: float = 0.08
+
+    def __post_init__(self) -> None:
+        check_int("sink_tokens", self.sink_tokens, 0)
+        check_share("window", self.window)
+        check_block_size(self.block_size)
+
+
+@dataclass(frozen=True)
+class H2O(Method):
+    """Heavy hitters: the ``top_k`` keys with the largest attention so far; the rest is evicted for good.
+
+    A method to compare with: what prompts attend to is computed a second time, and evicted keys stay in memory.
+    """
+
+    name: ClassVar[str] = "h2o"
+    source: ClassVar[str] = "H2O, arXiv 2306.14048"
+    reads: ClassVar[str] = (
+        "the last keys and those that received most attention so far (H2O); the rest is evicted for good. "
+        "To compare with: it has to count what dense prompts attend to"
+    )
+    look: ClassVar[tuple[str, str]] = ("#D55E00", "s")
+    grows: ClassVar[str] = "top_k"
+    observes_prompts: ClassVar[bool] = True
+
+    top_k: int = 128
+    local_window: int | None = None
+
+    def __post_init__(self) -> None:
+        check_int("top_k", self.top_k, 1)
+        check_local_window(self.local_window, self.top_k)
+
+    @property
+    def attended(self) -> int:
+        return self.top_k
+
+    def serves_sinks(self, G: int) -> bool:
+        return False
+
+    def parameters(self, G: int = 1) -> dict[str, Any]:
+        return {"top_k": self.top_k, "local_window": check_local_window(self.local_window, self.top_k)}
+
+    def elements(self, S: int, D: int, buckets: int = 0) -> int:
+        return stats.h2o_elements(S, D, top_k=self.attended)
+
+
+@dataclass(frozen=True)
+class FlexGen(Method):
+    """Exact softmax over all keys, values of the ``top_k`` largest weights, no renormalisation."""
+
+    name: ClassVar[str] = "flexgen"
+    source: ClassVar[str] = "FlexGen, arXiv 2303.06865"
+    reads: ClassVar[str] = "every key, the values of the `top_k` largest weights"
+    look: ClassVar[tuple[str, str]] = ("#CC79A7", "v")
+    grows: ClassVar[str] = "top_k"
+
+    top_k: int = 128
+
+    def __post_init__(self) -> None:
+        check_int("top_k", self.top_k, 1)
+
+    @property
+    def attended(self) -> int:
+        return self.top_k
+
+    def serves_sinks(self, G: int) -> bool:
+        return False
+
+    def elements(self, S: int, D: int, buckets: int = 0) -> int:
+        return stats.flexgen_elements(S, D, top_k=self.attended)
+
+    def rows(self, S: int) -> int:
+        return S + min(self.attended, S)
+
+
+@dataclass(frozen=True)
+class OracleTopK(Method):
+    """The ``top_k`` keys of the exact scores: a bound on SparQ, not a saving."""
+
+    name: ClassVar[str] = "oracle_top_k"
+    source: ClassVar[str] = "the bound in the SparQ paper"
+    reads: ClassVar[str] = "every key; attends the best `top_k`. A bound, not a saving"
+    look: ClassVar[tuple[str, str]] = ("#009E73", "^")
+    grows: ClassVar[str] = "top_k"
+
+    top_k: int = 128
+    local_window: int | None = None
+
+    def __post_init__(self) -> None:
+        check_int("top_k", self.top_k, 1)
+        check_local_window(self.local_window, self.top_k)
+
+    @property
+    def attended(self) -> int:
+        return self.top_k
+
+    def parameters(self, G: int = 1) -> dict[str, Any]:
+        return {"top_k": self.top_k, "local_window": check_local_window(self.local_window, self.top_k)}
+
+    def elements(self, S: int, D: int, buckets: int = 0) -> int:
+        return stats.oracle_top_k_elements(S, D, top_k=self.attended)
+
+
+@dataclass(frozen=True)
+class MInference(Prefill):
+    """Vertical-slash attention with fixed budgets for prompts."""
+
+    name: ClassVar[str] = "minference"
+    source: ClassVar[str] = "MInference, arXiv 2407.02490"
+    reads: ClassVar[str] = "as many as fixed budgets pay for (MInference, in whole blocks)"
+    look: ClassVar[tuple[str, str]] = ("#882255", "s")
+
+    block_size: int = 64
+    vertical_tokens: int = 1000
+    slash_tokens: int = 6096
+
+    def __post_init__(self) -> None:
+        check_int("vertical_tokens", self.vertical_tokens, 1)
+        check_int("slash_tokens", self.slash_tokens, 1)
+        check_block_size(self.block_size)
+
+    def layout(self, L: int, S: int) -> Layout:
+        return Layout(L, S, 1, self.block_size, rows=MINFERENCE_ROWS)
+
+
+@dataclass(frozen=True)
+class BigBird(Prefill):
+    """A window, the first keys and random blocks for prompts; window and first keys are shares of the context."""
+
+    name: ClassVar[str] = "bigbird"
+    source: ClassVar[str] = "BigBird, arXiv 2007.14062"
+    reads: ClassVar[str] = "a window, the first keys and random blocks"
+    look: ClassVar[tuple[str, str]] = ("#999933", "v")
+
+    block_size: int = 64
+    window: float = 0.08
+    global_share: float = 0.08
+    random_blocks: int = 1
+
+    def __post_init__(self) -> None:
+        check_share("window", self.window)
+        check_share("global_share", self.global_share)
+        check_int("random_blocks", self.random_blocks, 0)
+        check_block_size(self.block_size)
+
+
+@dataclass(frozen=True)
+class HyperAttention(Prefill):
+    """Keys in the query's bucket of a sort by hash, and a weighted sample of the others (docs/spec/sample.md).
+
+    Attributes:
+        bucket_size: keys of a bucket.
+        sampled_keys: keys that stand for all others.
+        hash_bits: random directions whose signs make a hash, 1..16.
+        exact_rows: pieces of a prompt of up to so many queries attend each other in full.
+    """
+
+    name: ClassVar[str] = "hyperattention"
+    source: ClassVar[str] = "HyperAttention, arXiv 2310.05869"
+    reads: ClassVar[str] = (
+        "a bucket of keys with hashes like the query's, and a weighted sample. To compare with: no faster than dense "
+        "attention here"
+    )
+    look: ClassVar[tuple[str, str]] = ("#CC79A7", "X")
+
+    bucket_size: int = 256
+    sampled_keys: int = 256
+    hash_bits: int = 7
+    exact_rows: int = 4096
+
+    def __post_init__(self) -> None:
+        check_int("bucket_size", self.bucket_size, 1)
+        check_int("sampled_keys", self.sampled_keys, 1)
+        check_int("hash_bits", self.hash_bits, 1)
+        if self.hash_bits > 16:
+            raise ConfigError(f"hash_bits: expected 1..16, got {self.hash_bits}.")
+        check_int("exact_rows", self.exact_rows, 1)
+
+    def serves_sinks(self, G: int) -> bool:
+        """The weights of the sample stand for keys that no log-sum-exp counts."""
+        return False
+
+
+@dataclass(frozen=True)
+class HashSparse(Prefill):
+    """Every query attends the keys before it that have its hash (docs/spec/sample.md, "Baselines").
+
+    Attributes:
+        buckets: hash values C, even: half as many random directions, each with two ends.
+    """
+
+    name: ClassVar[str] = "hash_sparse"
+    source: ClassVar[str] = "Sparse Flash Attention, arXiv 2306.01160"
+    reads: ClassVar[str] = "the keys with the query's hash. To compare with: no faster than dense attention here"
+    look: ClassVar[tuple[str, str]] = ("#44AA99", "P")
+
+    buckets: int = 16
+
+    def __post_init__(self) -> None:
+        check_int("buckets", self.buckets, 2)
+        if self.buckets % 2:
+            raise ConfigError(f"buckets: expected an even number, got {self.buckets}.")
