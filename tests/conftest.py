@@ -57,7 +57,7 @@ SLOW = {
     "test_lm_ranks.py": "several processes",
     "test_lm_saap_commands.py": "commands",
     "test_lm_server.py": "commands",
-    "test_lm_slices.py": "several processes",
+    "test_lm_context.py": "several processes",
     "test_lm_threads.py": "many threads",
     "test_mac_check.py": "reports",
     "test_metal_barriers.py": "kernels with a barrier taken away",
