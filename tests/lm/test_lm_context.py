@@ -24,7 +24,7 @@ from tiny_models import build, prompt_of, words, write
 import mlx_sparse
 from mlx_sparse.cache.sharded_cache import BLOCK, Shard, ShardedKVCache
 
-pytestmark = pytest.mark.usefixtures("without_torch")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_torch")]  # several processes
 
 HERE = Path(__file__).parent
 Run = tuple[np.ndarray[Any, Any], list[int]]
