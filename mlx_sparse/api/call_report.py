@@ -1,4 +1,4 @@
-"""What a model's attention calls did: counted while it runs, printed at the end."""
+"""Counts of a model's attention calls, which `--attn-report` prints."""
 
 from __future__ import annotations
 
@@ -10,33 +10,27 @@ from typing import Any, Protocol
 
 from ..model_parts import Part
 
-# The key of the JSON line that ``--attn-report json`` prints.
-JSON_KEY = "mlx_sparse_report"
-# Calls whose last figures may be with the device: so many that the oldest has long been computed.
-IN_FLIGHT = 64
+JSON_KEY = "mlx_sparse_report"  # of the line that ``--attn-report json`` prints
+IN_FLIGHT = 64  # calls whose figures the device may still compute; the oldest is long done
 
-# Of all reports: whoever adds to one or reads one is done in a moment.
+# One lock for all reports: adding to a report and reading it are short.
 _lock = threading.RLock()
 
 
 class Counting(Protocol):
-    """Figures that the device was told to compute: `mlx_sparse.lm.figures.BucketCounts`."""
+    """Figures that the device computes: `mlx_sparse.lm.figures.BucketCounts`."""
 
     def figures(self) -> Any:
-        """The figures, once they are there; on whatever thread, one at a time."""
+        """Wait for the figures. Any thread may call this, one at a time."""
 
 
 @dataclass
 class Counts:
-    """What one call of a model did; the attributes are those of `Report`.
+    """Counts of one call of a model; other attributes are those of `Report`.
 
     Attributes:
-        decode: figures of decode steps beyond these numbers; None where the method has none.
-        counting: more of them, which the device is counting; None if that is all.
-        sent_bytes: what this process told others that share the context.
-        messages: how many times it did.
-        checked_bytes: what the calls moved that checked drafts, or decoded without, for the tokens of dense attention.
-        drafts: what came of drafts; None where there are none.
+        decode: further figures of decode steps; None if the method has none.
+        counting: more of these, which the device computes; None if there are none.
     """
 
     sparse_calls: int = 0
@@ -54,11 +48,11 @@ class Counts:
 
 @dataclass
 class Report:
-    """Calls of one enabled model, made by any number of threads; any thread may read it at any time.
+    """Counts of all calls of one enabled model, by any number of threads. Any thread may read it at any time.
 
-    It holds plain numbers: a call of the model adds what it did when it returns, all of it or, where it raises,
-    nothing. So reading evaluates nothing. It waits, with SAAP alone, for the decode steps that the device is computing:
-    how many keys they attend, which `buckets` and `sparse_bytes` say, is only known there.
+    A call of the model adds its counts when it returns; a call that raises adds nothing. Reading evaluates nothing.
+    With SAAP alone, reading waits for the decode steps in flight, because the device counts their keys (`buckets`,
+    `sparse_bytes`).
 
     Attributes:
         attn: the method as text, every automatic choice resolved.
@@ -74,14 +68,13 @@ class Report:
         dense_bytes: bytes that dense attention would have moved in the same calls.
         prefill: figures of the prompts (`mlx_sparse.lm.figures.PrefillFigures`); None without a prefill method.
         decodes: whether there is a decode method.
-        outlook: tells from where on layers are sparse, in lines.
-        sent_bytes: what this process told others that share the context.
-        messages: how many times it did.
-        checked_bytes: what the calls moved that checked drafts, or decoded without, for the tokens of dense attention.
-        drafts: what came of drafts (`mlx_sparse.lm.drafts.figures.DraftFigures`); None where there are none.
-        part: of the model, that this process holds.
-        kv_heads: of a served layer, here and in the whole model; None where layers differ.
-        counted: `buckets`, but for the steps that the device is still computing.
+        outlook: returns the crossover lengths of the layers, as lines.
+        sent_bytes, messages: sent to other ranks that share the context.
+        checked_bytes: bytes moved by calls of a lossless model that check drafts, or decode without drafts.
+        drafts: figures of drafts (`mlx_sparse.lm.figures.DraftFigures`); None without `--lossless`.
+        part: of the model, on this process.
+        kv_heads: of a served layer, here and in the whole model; None if layers differ.
+        counted: `buckets` without the steps in flight.
     """
 
     attn: str
@@ -117,7 +110,7 @@ class Report:
             self.messages += counts.messages
             self.checked_bytes += counts.checked_bytes
             self.drafts = _sum(self.drafts, counts.drafts)
-            # These are made anew: what somebody is reading stays as it is.
+            # New objects, so that a reader's copy does not change.
             self.dense_calls = self.dense_calls + counts.dense_calls
             self.prefill = _sum(self.prefill, counts.prefill)
             self.counted = _sum(self.counted, counts.decode)
@@ -126,13 +119,13 @@ class Report:
             self._settle(IN_FLIGHT)
 
     def _settle(self, in_flight: int = 0) -> None:
-        """Add what the device has counted, but for the last so many calls."""
+        """Add the figures of all calls except the last ``in_flight``."""
         while len(self._counting) > in_flight:
             self.counted = _sum(self.counted, self._counting.popleft().figures())
 
     @property
     def buckets(self) -> Any:
-        """What SAAP attended (`mlx_sparse.lm.figures.BucketFigures`); None with any other method."""
+        """Figures of SAAP (`mlx_sparse.lm.figures.BucketFigures`); None with other methods."""
         with _lock:
             self._settle()
             return self.counted
@@ -144,7 +137,7 @@ class Report:
             return self.formula_bytes + (self.buckets.bytes if self.buckets else 0)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Return plain data for JSON."""
         with _lock:
             data = {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
             data |= {"dense_layers": dict(self.dense_layers), "dense_calls": dict(self.dense_calls)}
@@ -158,12 +151,12 @@ class Report:
             return data
 
     def calls(self) -> Counts:
-        """The calls so far; nobody waits for what the device counts."""
+        """Return the calls so far, without waiting for the device."""
         with _lock:
             return Counts(self.sparse_calls, self.dense_calls, prefill=self.prefill)
 
     def opening(self) -> list[str]:
-        """What is known before any call: the layers that are served, and when they are sparse."""
+        """Return the lines that are known before any call: served layers and crossover lengths."""
         model = ", ".join(filter(None, (self.model_type, self.model)))
         served = f"{self.served_layers} of {self.layers} layers ({model})"
         lines = [f"{self.attn} on {self.backend}: {served}{self._held()}"]
@@ -217,12 +210,12 @@ class Report:
 
 
 def _sum(known: Any, more: Any) -> Any:
-    """Figures and more of them, either of which may be None."""
+    """Return the sum of figures that may be None."""
     return more if known is None else known if more is None else known + more
 
 
 def listing(counts: Counter[str]) -> str:
-    """Counts with their reasons, the most frequent first."""
+    """Return counts with their reasons, the most frequent first."""
     return ", ".join(f"{count:,} {reason}" for reason, count in counts.most_common())
 
 

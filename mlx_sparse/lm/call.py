@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from enum import Enum
 from typing import Any
 
 import mlx.core as mx
@@ -17,9 +20,28 @@ from ..model_info import leaves
 from ..ops.packed_rows import PackedRows, Rows
 from . import chunks, seam
 from .dense import replace, with_sinks
-from .drafts.phase import Phase, current
 from .figures import PrefillCounts
 from .plan import LayerPlan, Plan, Probe, layer_reason
+
+
+class Phase(Enum):
+    """Purpose of a call in self-speculative decoding. Drafts may be sparse, all other calls of the model are dense."""
+
+    DRAFT = "draft"
+    CHECK = "check"
+
+
+_phase: ContextVar[Phase | None] = ContextVar("phase", default=None)
+
+
+@contextlib.contextmanager
+def entered(phase: Phase) -> Iterator[None]:
+    """Let the calls of this thread have the purpose ``phase`` meanwhile."""
+    token = _phase.set(phase)
+    try:
+        yield
+    finally:
+        _phase.reset(token)
 
 
 class Call:
@@ -32,6 +54,7 @@ class Call:
         probe: finds out about the layers in a trial call; None in any other.
         caches: of all layers.
         counts: of this call, for the report.
+        checks: whether the call checks drafts, or decodes without them.
     """
 
     def __init__(self, plan: Plan, caches: Any, *, probe: Probe | None = None) -> None:
@@ -42,8 +65,9 @@ class Call:
         self.caches: list[Any] = caches
         self.hooks = plan.hooks.of_call(caches) if plan.hooked else None
         self.counts = Counts()
-        self.phase = current.get()
-        self._drafts = plan.lossless is None or self.phase is Phase.DRAFT  # whether steps may be sparse
+        phase = _phase.get()
+        self.checks = phase is Phase.CHECK
+        self._drafts = plan.lossless is None or phase is Phase.DRAFT  # whether steps may be sparse
         self._planned = plan.decodes and self._drafts
         self._figures: PrefillCounts | None = None
         self._steps = 0  # keys of a step of a single query
@@ -93,7 +117,7 @@ class Call:
             return self._decide(queries, keys, values, cache, scale, mask, sinks)
         if (hooks := self.hooks) is None:
             return self._step(layer, queries, cache, scale, sinks)
-        hooks.take_in(cache)
+        hooks.keys_written(cache)
         if (reason := hooks.step_reason(cache)) is not None:
             self.counts.dense_calls[reason] += 1
             out = None
@@ -141,7 +165,7 @@ class Call:
             self.counts.dense_calls[reason] += 1
             return None
         if self.hooks is not None and self.plan.decodes:
-            self.hooks.take_in(cache)
+            self.hooks.keys_written(cache)
         if isinstance(cache, SparseBatchKVCache) and chunks.apart(self, queries.shape[2], cache):
             out = chunks.attend_each(self, queries, cache, scale, mask, sinks)
         else:
@@ -179,7 +203,7 @@ class Call:
                 cache.layer_plan = layer
                 return self._step(layer, queries, cache, scale, sinks)
         self.counts.dense_calls[reason] += 1
-        if reason == reasons.CHECKED and self.phase is Phase.CHECK:
+        if reason == reasons.CHECKED and self.checks:
             B, Hkv, S, _ = keys.shape
             self.counts.checked_bytes += 2 * B * Hkv * cache.row_bytes * (S + 1)
         return None
@@ -195,7 +219,7 @@ class Call:
 
     def chunk_reason(self, L: int, S: int, mask: Any) -> str | None:
         """Return the reason why a call of ``L`` queries over ``S`` keys stays dense, or None."""
-        if self.phase is Phase.CHECK and S > L and L <= reasons.VERIFY_QUERIES:
+        if self.checks and S > L and L <= reasons.VERIFY_QUERIES:
             return reasons.CHECKED
         return self.plan.chunk_reason(L, S, self.caches, mask)
 

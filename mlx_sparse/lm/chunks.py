@@ -11,8 +11,7 @@ from ..cache.kv_cache import SparseBatchKVCache
 from ..cache.sparse_cache import SparseCache
 from ..methods import reasons, registry
 from ..ops.packed_rows import PackedRows, Rows
-from .dense import attend_alone, attend_many, attend_packed, many_rows
-from .drafts.phase import Phase
+from .dense import attend_alone, attend_packed
 
 if TYPE_CHECKING:
     from .call import Call
@@ -108,9 +107,10 @@ def dense(
     call: Call, queries: mx.array, keys: Rows, cache: SparseCache, scale: float, sinks: mx.array | None
 ) -> mx.array | None:
     """Attend causally where MLX would read keys more than once or unpack all of them; None elsewhere."""
-    if call.phase is Phase.CHECK and many_rows(call.plan.backend, queries, keys):
-        return attend_many(queries, cache, scale, sinks)
+    plan = call.plan
+    if plan.attend_check is not None and call.checks:
+        return plan.attend_check(plan.backend, queries, keys, cache, scale, sinks)
     # In a lossless model MLX's own attention gives several queries the bits that its steps give them one by one.
-    if call.plan.lossless is not None or sinks is not None or not isinstance(keys, PackedRows):
+    if plan.lossless is not None or sinks is not None or not isinstance(keys, PackedRows):
         return None
     return attend_packed(queries, cache, scale)

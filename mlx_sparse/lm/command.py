@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..checks import SparseAttentionError
+from .distributed.ranks import lost
 from .options import add_options, end
-from .ranks import lost
 from .session import Session
 
 
@@ -50,9 +50,9 @@ def _options_in_first_parser(session: Session) -> Iterator[None]:
             session.configure(parser, parsed)
         except SystemExit as refusal:
             if refusal.code:
-                session.meet(parser, parsed, refused=True)
+                session.handshake(parser, parsed, refused=True)
             raise
-        session.meet(parser, parsed)
+        session.handshake(parser, parsed)
         return parsed
 
     argparse.ArgumentParser.parse_args = parse_args  # type: ignore[method-assign,assignment]

@@ -7,15 +7,10 @@ from typing import Any
 import mlx.core as mx
 
 from ..cache.sparse_cache import SparseCache
-from ..kernels import attend_rows as metal
-from ..methods import registry
 from ..ops.blocks import after, most
-from ..ops.packed_rows import Rows
 from . import seam
 
 FUSED_HEAD_DIMS = (64, 80, 128)  # for which MLX's kernel for prompts on a GPU holds no scores
-# What MLX's kernel for a few queries takes on a GPU: of them, of rows of a KV head with its query heads, head dims.
-QUERIES, ROWS, HEAD_DIMS = 8, 32, (64, 96, 128, 256)
 
 
 def attend_alone(queries: mx.array, cache: SparseCache, scale: float, sinks: mx.array | None) -> mx.array:
@@ -47,28 +42,6 @@ def attend_packed(queries: mx.array, cache: SparseCache, scale: float) -> mx.arr
 
     (out,) = cache.by_heads(attend, queries, "ops")
     return out
-
-
-def rows_at_once(backend: str, D: int, *, packed: bool) -> int:
-    """Rows of a KV head, its query heads times the queries, that one kernel attends densely on a GPU."""
-    ours = backend != "ops" and not packed and metal.takes(D, registry.METAL_ROWS) and not registry.unavailable("metal")
-    return registry.METAL_ROWS if ours else ROWS
-
-
-def many_rows(backend: str, queries: mx.array, keys: Rows) -> bool:
-    """Whether a few queries are the Metal kernel's for many rows: for MLX's these are too many, or of another size."""
-    _, heads, L, D = queries.shape
-    G = heads // keys.shape[1]
-    if L <= QUERIES and G * L <= ROWS and D in HEAD_DIMS:
-        return False
-    return isinstance(keys, mx.array) and ROWS < rows_at_once(backend, D, packed=False) >= G * L
-
-
-def attend_many(queries: mx.array, cache: SparseCache, scale: float, sinks: mx.array | None) -> mx.array:
-    """Causal attention ``(1, Hq, L, D)`` of `many_rows`: keys and values are read once for all of them."""
-    keys, values, _ = cache.rows("metal")
-    out, lse = metal.attend_rows(queries, keys, values, scale=scale, length=cache.length)
-    return out if sinks is None else with_sinks(out, lse, sinks)
 
 
 def with_sinks(out: mx.array, lse: mx.array, sinks: mx.array) -> mx.array:

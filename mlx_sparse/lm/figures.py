@@ -1,10 +1,11 @@
-"""What sparse calls kept: counted on the device by the thread that runs the model, plain numbers for everybody else."""
+"""Figures of sparse calls. The device counts on the thread that runs the model; readers get plain numbers."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import mlx.core as mx
@@ -90,7 +91,7 @@ class PrefillFigures:
 
     @property
     def sampled(self) -> float:
-        """Share of the queries that were scored to choose the blocks."""
+        """Share of the queries that were scored to select the blocks."""
         return self.sampled_queries / self.queries if self.queries else 0.0
 
     @property
@@ -106,7 +107,7 @@ class PrefillFigures:
 
     @property
     def mass_low(self) -> float | None:
-        """What 99 % of the queries keep at least, rounded down to 0.001; None if it was not measured."""
+        """Attention recall that 99 % of the queries reach, rounded down to 0.001; None if it was not measured."""
         left = LOW_QUANTILE * self.histogram.total()
         for index, count in sorted(self.histogram.items()):
             left -= count
@@ -115,7 +116,7 @@ class PrefillFigures:
         return None
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Return plain data for JSON."""
         layers = []
         for index, layer in sorted(self.layers.items()):
             heads = layer.density
@@ -133,7 +134,7 @@ class PrefillFigures:
         return found
 
     def lines(self) -> list[str]:
-        """The figures as text."""
+        """Return the figures as text."""
         if not self.calls:
             return ["  sparse prefill calls: none"]
         figures = self.as_dict()
@@ -152,7 +153,7 @@ class PrefillFigures:
 
 
 class PrefillCounts:
-    """Sparse prefill calls of one call of the model, counted on the device until `figures` are asked for."""
+    """Counts of the sparse prefill calls of one call of the model, on the device until `figures` is called."""
 
     def __init__(self) -> None:
         self._layers: list[tuple[int, Layout, mx.array]] = []
@@ -170,10 +171,10 @@ class PrefillCounts:
         self._masses.append((layer, mass.size, [(1.0 - mass).sum(), mass.min(), counts]))
 
     def figures(self) -> PrefillFigures | None:
-        """The counts as plain numbers, for which this waits; None where there are none.
+        """Wait for the counts and return plain numbers; None if there are none.
 
-        Only for the thread that counted. The wait costs a piece of a prompt nothing: mlx-lm waits for the same work
-        when the call has returned, because it evaluates the caches after each piece.
+        Only the thread that counted may call this. It costs a chunk nothing: mlx-lm waits for the same work after the
+        call, because it evaluates the caches after each chunk.
         """
         if not self._layers:
             return None
@@ -190,7 +191,7 @@ class PrefillCounts:
 
 
 def _of_call(array: mx.array, layout: Layout) -> LayerFigures:
-    """Of the blocks ``(B, Hq)`` that a call attended."""
+    """Return the figures of the numbers of blocks ``(B, Hq)`` that a call attended."""
     kept = np.array(array)
     pairs = layout.causal_pairs
     heads = tuple(int(count) for count in kept.sum(axis=0, dtype=np.int64))
@@ -199,7 +200,7 @@ def _of_call(array: mx.array, layout: Layout) -> LayerFigures:
 
 @dataclass(frozen=True)
 class BucketFigures:
-    """What SAAP's decode steps attended, of all sequences and KV heads together.
+    """Figures of SAAP's decode steps, of all sequences and KV heads together.
 
     Attributes:
         valid: keys there were, padding aside.
@@ -233,7 +234,7 @@ class BucketFigures:
 
 
 class BucketCounts:
-    """SAAP's steps in one call of the model, counted on the device until `figures` are asked for."""
+    """Counts of SAAP's steps in one call of the model, on the device until `figures` is called."""
 
     def __init__(self) -> None:
         self._lists: list[tuple[mx.array, int]] = []
@@ -253,15 +254,82 @@ class BucketCounts:
         return self
 
     def figures(self) -> BucketFigures:
-        """The counts as plain numbers, once the device has them.
+        """Wait for the counts and return plain numbers.
 
-        For any thread, but one at a time, and after `submit`: what has been submitted is waited for and not evaluated,
-        and no graph that another thread may be evaluating has these arrays in it.
+        Any thread may call this after `submit`, one at a time: it waits for submitted arrays and evaluates nothing, and
+        these arrays are in no graph that another thread evaluates.
         """
         found = self._known
         for counts, key_bytes in self._lists:
             lengths: Any = counts.tolist()
             found += BucketFigures(attended=sum(lengths), bytes=sum(lengths) * key_bytes)
+        return found
+
+
+@dataclass(frozen=True)
+class DraftFigures:
+    """Counts of drafted and checked tokens.
+
+    Attributes:
+        checks: dense calls that checked drafts. Each gave one token more than it accepted.
+        alone: tokens of dense steps without drafts.
+        examined, accepted: drafts by position: those before which all were accepted, and those accepted themselves.
+        draft_seconds, check_seconds: of the ``timed`` checks among them.
+        alone_seconds: of the ``timed_alone`` steps without drafts.
+        pauses: how many times drafts did not pay and were left out for a while.
+    """
+
+    checks: int = 0
+    alone: int = 0
+    examined: tuple[int, ...] = ()
+    accepted: tuple[int, ...] = ()
+    drafted: int = 0
+    draft_seconds: float = 0.0
+    check_seconds: float = 0.0
+    timed: int = 0
+    alone_seconds: float = 0.0
+    timed_alone: int = 0
+    pauses: int = 0
+
+    def __add__(self, more: DraftFigures) -> DraftFigures:
+        def added(one: Any, other: Any) -> Any:
+            if isinstance(one, tuple):
+                return tuple(a + b for a, b in zip_longest(one, other, fillvalue=0))
+            return one + other
+
+        return DraftFigures(*(added(a, b) for a, b in zip(vars(self).values(), vars(more).values(), strict=True)))
+
+    @property
+    def tokens(self) -> int:
+        """All tokens that were given."""
+        return self.alone + self.checks + sum(self.accepted)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        return {**vars(self), "tokens": self.tokens}
+
+    def lines(self) -> list[str]:
+        """Return the figures as text."""
+        found = []
+        if self.checks:
+            taken = sum(self.accepted)
+            by_position = ", ".join(f"{a / e:.0%}" for a, e in zip(self.accepted, self.examined, strict=True) if e)
+            found.append(
+                f"  drafts: {taken:,} of {self.drafted:,} accepted ({by_position} by position), "
+                f"{(self.checks + taken) / self.checks:.1f} tokens for each of {self.checks:,} checks"
+            )
+        if self.alone:
+            pauses = f"; drafts did not pay and paused {self.pauses:,} times" if self.pauses else ""
+            found.append(f"  without drafts: {self.alone:,} tokens{pauses}")
+        if self.timed:
+            parts = {
+                "drafts": self.draft_seconds * self.checks / self.timed,
+                "checks": self.check_seconds * self.checks / self.timed,
+                "steps without drafts": self.alone_seconds * self.alone / max(self.timed_alone, 1),
+            }
+            whole = sum(parts.values())
+            shares = ", ".join(f"{name} {seconds / whole:.0%}" for name, seconds in parts.items() if seconds)
+            found.append(f"  time: {shares} (of {self.timed:,} checks that were timed)")
         return found
 
 

@@ -28,7 +28,7 @@ class CallHooks:
         """Why the layer of ``cache`` stays dense at every step; None if it need not."""
         return None
 
-    def take_in(self, cache: SparseCache) -> None:
+    def keys_written(self, cache: SparseCache) -> None:
         """A layer that decodes has written keys."""
 
     def step_reason(self, cache: SparseCache) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import mlx.core as mx
@@ -19,12 +19,8 @@ from ..model_info import config_of, kv_heads, leaves, model_type
 from ..model_parts import part_of
 from . import seam
 from .call import Call, under_plan
-from .drafts import steps
-from .drafts.setup import draft
 from .hooks import hooks_of
 from .plan import Plan, Probe
-from .rope import reduce_as
-from .slices.setup import share_out
 
 M = TypeVar("M", bound=Method)
 NORMS_WITHOUT_WEIGHTS = frozenset({"nanochat", "talkie", "muse_glimmer"})
@@ -100,8 +96,12 @@ def enable(
     hooks = hooks_of(decode)(decode, model)
     plan = Plan(prefill, decode, backend, model_type(model), hooks, mass=mass, calibration=calibration or Calibration())
     if shard is not None:
-        share_out(plan, shard)
+        from .distributed.context import share_context  # start-up time, as below
+
+        share_context(plan, shard)
     if lossless:
+        from .speculative.setup import draft
+
         draft(plan, model, draft_tokens)
     elif draft_tokens is not None:
         raise ConfigError(f"draft_tokens: expected none without lossless, got {draft_tokens}.")
@@ -112,11 +112,14 @@ def enable(
             f"computes its own or has none. Run it without {plan.name}.",
             plan.report,
         )
+    unwrap = None
     if lossless:
-        steps.wrap()
+        from .speculative.generation import wrap
+
+        unwrap = wrap()
     cls = type(model)
     # Also for a model that is dropped without `disable`.
-    release = weakref.finalize(model, _release, names, lossless=lossless)
+    release = weakref.finalize(model, _release, names, unwrap)
     release.atexit = False
     # Not through nn.Module, which files attributes among the parameters.
     object.__setattr__(model, "_mlx_sparse", (plan, cls, release))
@@ -142,11 +145,11 @@ def disable(model: Any) -> None:
     release()
 
 
-def _release(names: list[str], *, lossless: bool) -> None:
-    """Give mlx-lm's functions back that no other enabled model needs."""
+def _release(names: list[str], unwrap: Callable[[], None] | None) -> None:
+    """Restore the functions of mlx-lm that no other enabled model needs."""
     seam.unbind(names)
-    if lossless:
-        steps.unwrap()
+    if unwrap is not None:
+        unwrap()
 
 
 @contextlib.contextmanager
@@ -235,7 +238,7 @@ def has_qk_norm(model: Any) -> bool:
 def _sparse_class(cls: Any, plan: Plan) -> type:
     """Make a subclass of a model's class whose calls run under the model's plan."""
     # A copy is a model of its own: not enabled, so that disabling either leaves the other alone.
-    reduce = reduce_as(cls, "_mlx_sparse")
+    reduce = seam.reduce_as(cls, "_mlx_sparse")
     own = {"__call__": under_plan(cls), "__reduce_ex__": reduce, "__module__": cls.__module__, "__doc__": cls.__doc__}
     if (made := plan.new_caches) is not None:
 

@@ -1,4 +1,4 @@
-"""The options that mlx-lm's commands get, what is asked by them, and how a mistake in them ends a program."""
+"""Options for mlx-lm's commands, and errors about them."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--shard",
         choices=SHARDS,
-        help="Under mlx.launch, let every process run the whole model and hold a part of the keys and values: each "
-        "attends its own, with the result of one process. With 'context:local' each also chooses among its own "
-        "keys alone, which takes fewer messages (default: mlx-lm's own sharding of the model).",
+        help="Under mlx.launch, shard the context: every process runs the whole model and has a part of the keys and "
+        "values. With 'context:local' each selects among its own keys, which takes fewer messages (default: mlx-lm's "
+        "own sharding of the model).",
     )
     group.add_argument(
         "--lossless",
@@ -69,8 +69,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="Give the tokens of dense attention: the method drafts N tokens (1 to 7), one dense call over the same "
-        "cache checks them, and what it would not have said is taken back (default N: as many as give most tokens per "
-        "second, none where dense steps do).",
+        "cache checks them, and rejected ones are removed (default N: as many as give most tokens per second, none if "
+        "dense steps are faster).",
     )
     group.add_argument(
         "--no-calibrate",
@@ -89,8 +89,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def asked(args: argparse.Namespace) -> tuple[tuple[Method, ...], bool]:
-    """The methods that were asked for, and whether anything may be measured."""
+def requested(args: argparse.Namespace) -> tuple[tuple[Method, ...], bool]:
+    """Return the requested methods, and whether measurements are allowed."""
     base: dict[str, Method] = {}
     calibrates = not args.no_calibrate
     if args.attn_config is not None:

@@ -16,6 +16,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..methods import reasons
+from .seam import reduce_as
 
 RECORDERS = "_mlx_sparse_recorders"
 # A layer calls its rope twice, for queries and keys; some split them.
@@ -112,17 +113,6 @@ def _recording(cls: type) -> type:
 
     own = {"__call__": call, "__reduce_ex__": reduce_as(cls, RECORDERS), "__module__": cls.__module__}
     return type(cls.__name__, (cls,), own)
-
-
-def reduce_as(cls: type, attribute: str) -> Any:
-    """A ``__reduce_ex__`` by which copies are plain objects of ``cls``, without ``attribute``."""
-
-    def reduce(self: Any, protocol: Any) -> Any:
-        reduced: Any = cls.__reduce_ex__(self, protocol)  # type: ignore[call-arg]
-        make, (_, *args), state, *items = reduced
-        return make, (cls, *args), {key: value for key, value in state.items() if key != attribute}, *items
-
-    return reduce
 
 
 def rotate(rope: Any, rows: mx.array, offset: int | mx.array) -> mx.array:

@@ -156,7 +156,7 @@ class Indices(CallHooks):
         # Ranks that had to turn keys back would find out by themselves, and some have none.
         return router if isinstance(router, str) else router.source.irreversible if cache.sharers > 1 else None
 
-    def take_in(self, cache: SparseCache) -> None:
+    def keys_written(self, cache: SparseCache) -> None:
         """Index the keys."""
         index = index_of(cache)
         self._writer = None

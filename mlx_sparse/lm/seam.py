@@ -131,3 +131,14 @@ def require() -> None:
             f"mlx-lm: expected the interfaces of {SUPPORTED}, got version {version} where {'; '.join(problems)}. "
             f"Install {SUPPORTED}."
         )
+
+
+def reduce_as(cls: type, attribute: str) -> Any:
+    """Return a ``__reduce_ex__`` by which copies of an object are plain objects of ``cls``, without ``attribute``."""
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        reduced: Any = cls.__reduce_ex__(self, protocol)  # type: ignore[call-arg]
+        make, (_, *args), state, *items = reduced
+        return make, (cls, *args), {key: value for key, value in state.items() if key != attribute}, *items
+
+    return reduce

@@ -19,9 +19,9 @@ from ..api.call_report import JSON_KEY, Counts, Report, listing
 from ..checks import ConfigError, SparseAttentionError
 from ..methods import NEVER, Method, Prefill, registry
 from . import unfit_models as families
+from .distributed.ranks import Ranks, difference, facts_of
 from .loading import has_all_weights, loading, refuse_rotating_cache, refuse_unquantisable
-from .options import asked, fail, print_error
-from .ranks import Ranks, difference, facts_of
+from .options import fail, print_error, requested
 
 if TYPE_CHECKING:
     from ..calibrate import Calibration
@@ -74,7 +74,7 @@ class Session:
                 fail(parser, "--lossless: expected --attn METHOD, which drafts, got none.")
             return
         try:
-            configs, calibrates = asked(args)
+            configs, calibrates = requested(args)
             quantises = getattr(args, "kv_bits", None) is not None
             if self.shard is not None:
                 self._check_shard(args)
@@ -110,9 +110,9 @@ class Session:
 
     def _checked(self, args: argparse.Namespace, configs: tuple[Method, ...]) -> tuple[Prefill | None, Method | None]:
         """The method of each stage, of which nothing is known to be wrong before a model is loaded."""
-        from .drafts.setup import check_company, check_drafts
         from .hooks import hooks_of
         from .model import select_methods
+        from .speculative.setup import check_company, check_drafts
 
         prefill, decode = select_methods(configs)
         if self.lossless is not None:
@@ -137,12 +137,14 @@ class Session:
         """mlx-lm's ``save_prompt_cache``."""
         if self.shard is None:
             return original(*args, **kwargs)
-        from .slices.files import save
+        from .distributed.files import save
 
         with self._ending_the_program():
             return save(original, *args, **kwargs)
 
-    def meet(self, parser: argparse.ArgumentParser, args: argparse.Namespace | None, *, refused: bool = False) -> None:
+    def handshake(
+        self, parser: argparse.ArgumentParser, args: argparse.Namespace | None, *, refused: bool = False
+    ) -> None:
         """End the program on all ranks unless all run the same command.
 
         Args:

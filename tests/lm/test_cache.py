@@ -140,39 +140,6 @@ def test_nbytes_counts_what_is_kept_beside(make: Any):
 
 
 @CACHES
-@pytest.mark.parametrize("trimmed", [1, 5, 30, 39, 40])
-def test_side_buffers_are_right_after_trim_and_rewrite(make: Any, trimmed: int):
-    cache = make()
-    rows = Rows(batch_of(cache))
-    cache.update_and_fetch(*rows(40))
-    attend(cache)
-    cache.trim(trimmed)
-    cache.update_and_fetch(*rows(7))
-    attend(cache)
-    check_side_buffers(cache)
-
-
-@CACHES
-def test_side_buffers_are_right_after_trim_alone(make: Any):
-    cache = make()
-    cache.update_and_fetch(*Rows(batch_of(cache))(40))
-    attend(cache)
-    cache.trim(9)
-    attend(cache)
-    check_side_buffers(cache)
-
-
-@CACHES
-def test_side_buffers_grow_with_the_cache(make: Any):
-    cache = make()
-    rows = Rows(batch_of(cache))
-    for count in (250, 1, 9, 255, 1, 300, 1):  # over several steps of 256 rows
-        cache.update_and_fetch(*rows(count))
-        attend(cache)
-        check_side_buffers(cache)
-
-
-@CACHES
 def test_a_deep_copy_and_its_original_go_on_independently(make: Any):
     cache = make()
     rows = Rows(batch_of(cache))
@@ -200,19 +167,6 @@ def test_setting_the_state_forgets_what_was_kept_beside(make: Any):
     attend(cache)
     check_side_buffers(cache)
     assert mx.array_equal(attend(cache)[0], attend(other)[0])
-
-
-@CACHES
-def test_a_parameter_that_needs_another_sum_gets_it_later(make: Any):
-    cache = make()
-    rows = Rows(batch_of(cache))
-    cache.update_and_fetch(*rows(40))
-    attend(cache, SparQ(rank=4, top_k=4, component_score="query", reallocate=False))
-    cache.update_and_fetch(*rows(1))
-    attend(cache, SparQ(rank=4, top_k=4, component_score="query", reallocate=True))
-    cache.update_and_fetch(*rows(1))
-    attend(cache)
-    check_side_buffers(cache)
 
 
 @CACHES
@@ -291,7 +245,7 @@ def test_a_saved_cache_is_mlx_lms_own_file(tmp_path: Path, without_torch: dict[s
     attend(cache)
     save_prompt_cache(file, [cache])
     code = f"""
-import sys
+import sys, mlx_lm  # past the start-up hook
 sys.modules["mlx_sparse"] = None  # importing it fails
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 cache = load_prompt_cache({file!r})

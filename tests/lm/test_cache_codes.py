@@ -42,33 +42,6 @@ def check_codes(cache: Any, config: SparQ = FEW) -> None:
     np.testing.assert_allclose(np.array(spread), expected, rtol=1e-4)
 
 
-@CACHES
-@pytest.mark.parametrize("config", [FEW, MIXED], ids=str)
-@pytest.mark.parametrize("counts", [(200, 1), (63, 1, 1), (10, 54), (300, 300, 1), (128,)], ids=str)
-def test_codes_grow_with_the_cache(make: Any, config: SparQ, counts: tuple[int, ...]) -> None:
-    cache = make()
-    rows = Rows(batch_of(cache), dtype=mx.float16)
-    for count in counts:
-        cache.update_and_fetch(*rows(count))
-        attend(cache, config)
-        check_codes(cache, config)
-
-
-@CACHES
-@pytest.mark.parametrize("trimmed", [1, 10, 70, 190])
-def test_codes_are_right_after_trim_and_rewrite(make: Any, trimmed: int) -> None:
-    cache = make()
-    rows = Rows(batch_of(cache))
-    cache.update_and_fetch(*rows(200))
-    attend(cache, FEW)
-    cache.trim(trimmed)
-    attend(cache, FEW)
-    check_codes(cache)
-    cache.update_and_fetch(*rows(trimmed + 70))
-    attend(cache, FEW)
-    check_codes(cache)
-
-
 def test_groups_of_a_padded_row_begin_at_its_first_valid_key() -> None:
     from mlx_lm.models.cache import BatchKVCache
 

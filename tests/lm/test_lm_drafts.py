@@ -28,11 +28,11 @@ from tiny_models import build, prompt_of, write
 
 import mlx_sparse
 from mlx_sparse.checks import ConfigError
-from mlx_sparse.lm.dense import many_rows
-from mlx_sparse.lm.drafts import steps
-from mlx_sparse.lm.drafts.pace import MOST
-from mlx_sparse.lm.drafts.setup import UNEVEN, check_company, draft
 from mlx_sparse.lm.model import plan_of
+from mlx_sparse.lm.speculative import generation
+from mlx_sparse.lm.speculative.attention import large_group
+from mlx_sparse.lm.speculative.draft_length import MOST
+from mlx_sparse.lm.speculative.setup import UNEVEN, check_company, draft
 from mlx_sparse.methods import reasons
 from mlx_sparse.ops.packed_rows import PackedRows
 
@@ -99,11 +99,11 @@ def enabled() -> Iterator[Callable[..., Any]]:
 def test_every_token_is_that_of_dense_decoding(family: str, sampler: str, enabled: Callable[..., Any]) -> None:
     model, prompt = build(family, **FAMILIES[family]), prompt_of(150)
     mx.random.seed(5)
-    expected, logprobs = said(steps.original, model, prompt, 40, **SAMPLERS[sampler]())
+    expected, logprobs = said(generation.original, model, prompt, 40, **SAMPLERS[sampler]())
     after = mx.random.uniform().item()
     report = enabled(model, SPARQ, 3)
     mx.random.seed(5)
-    found, ours = said(steps.generate_step, model, prompt, 40, **SAMPLERS[sampler]())
+    found, ours = said(generation.generate_step, model, prompt, 40, **SAMPLERS[sampler]())
     assert found == expected
     assert mx.random.uniform().item() == after
     for row, (ours_of, theirs) in enumerate(zip(ours, logprobs, strict=True)):
@@ -115,9 +115,9 @@ def test_every_token_is_that_of_dense_decoding(family: str, sampler: str, enable
 
 def test_good_drafts_are_accepted(enabled: Callable[..., Any]) -> None:
     model, prompt = build(), prompt_of(100)
-    expected, _ = said(steps.original, model, prompt, 40)
+    expected, _ = said(generation.original, model, prompt, 40)
     report = enabled(model, GOOD, 4)
-    assert said(steps.generate_step, model, prompt, 40)[0] == expected
+    assert said(generation.generate_step, model, prompt, 40)[0] == expected
     drafts = report.drafts
     assert sum(drafts.accepted) > 0.9 * drafts.drafted
     assert drafts.checks < 12
@@ -131,7 +131,7 @@ def test_the_same_numbers_are_drawn_for_a_draft_and_its_check(enabled: Callable[
     model, prompt = build(), prompt_of(100)
     report = enabled(model, GOOD, 4)
     mx.random.seed(1)
-    said(steps.generate_step, model, prompt, 40, sampler=make_sampler(5.0))
+    said(generation.generate_step, model, prompt, 40, sampler=make_sampler(5.0))
     assert sum(report.drafts.accepted) > 0.6 * report.drafts.drafted
 
 
@@ -160,10 +160,10 @@ def test_turns_on_one_cache_are_those_of_dense_decoding(family: str) -> None:
                 mx.random.seed(turn)
                 options = {"prompt_cache": caches, **SAMPLERS["temperature" if drawn else "greedy"]()}
                 if not lossless:
-                    found.append(said(steps.original, model, tokens, count, **options)[0])
+                    found.append(said(generation.original, model, tokens, count, **options)[0])
                     continue
                 with mlx_sparse.lossless(model, SPARQ, draft_tokens=drafts):
-                    found.append(said(steps.generate_step, model, tokens, count, **options)[0])
+                    found.append(said(generation.generate_step, model, tokens, count, **options)[0])
             assert found[0] == found[1]
         assert [cache.offset for cache in ours if hasattr(cache, "offset")] == [
             cache.offset for cache in theirs if hasattr(cache, "offset")
@@ -214,7 +214,7 @@ def test_an_exception_in_a_draft_leaves_the_cache_as_it_was(enabled: Callable[..
     enabled(model, SPARQ, 5)
     mx.random.seed(1)
     with pytest.raises(KeyboardInterrupt):
-        said(steps.generate_step, model, prompt, 10, sampler=sampler, prompt_cache=cache)
+        said(generation.generate_step, model, prompt, 10, sampler=sampler, prompt_cache=cache)
     assert all(entry.offset == len(prompt) for entry in cache)
     assert mx.random.uniform().item() == following
 
@@ -234,9 +234,9 @@ def test_an_exception_of_the_progress_callback_leaves_what_dense_decoding_leaves
             said(steps_of, model, prompt, 10, **options)
         return cache[0].offset, mx.random.uniform().item()
 
-    expected = interrupted(steps.original)
+    expected = interrupted(generation.original)
     enabled(model, SPARQ, 5)
-    assert interrupted(steps.generate_step) == expected
+    assert interrupted(generation.generate_step) == expected
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])
@@ -250,9 +250,9 @@ def test_a_few_tokens_are_told_and_counted_as_mlx_lm_does(count: int, enabled: C
         generator = steps_of(mx.array(prompt), model, prompt_progress_callback=lambda *at: told.append(at), **options)
         return [token for token, _ in itertools.islice(generator, count + 1)], told, cache[0].offset
 
-    expected = heard(steps.original)
+    expected = heard(generation.original)
     report = enabled(model, SPARQ, 5)
-    assert heard(steps.generate_step) == expected
+    assert heard(generation.generate_step) == expected
     assert (report.drafts.drafted if report.drafts else 0) == max(count - 1, 0)  # no more than may be given
 
 
@@ -260,16 +260,16 @@ def test_processors_may_draw(enabled: Callable[..., Any]) -> None:
     model, prompt = build(), prompt_of(60)
     options = {"logits_processors": [lambda tokens, logits: logits + mx.random.gumbel(logits.shape)]}
     mx.random.seed(3)
-    expected = said(steps.original, model, prompt, 20, **options)[0], mx.random.uniform().item()
+    expected = said(generation.original, model, prompt, 20, **options)[0], mx.random.uniform().item()
     enabled(model, SPARQ, 3)
     mx.random.seed(3)
-    assert (said(steps.generate_step, model, prompt, 20, **options)[0], mx.random.uniform().item()) == expected
+    assert (said(generation.generate_step, model, prompt, 20, **options)[0], mx.random.uniform().item()) == expected
 
 
 def test_python_ends_quietly_in_the_middle_of_an_answer() -> None:
     script = (
         "import mlx.core as mx, mlx_sparse, tiny_models as tiny\n"
-        "from mlx_sparse.lm.drafts.steps import generate_step\n"
+        "from mlx_sparse.lm.speculative.generation import generate_step\n"
         "model = tiny.build()\n"
         f"mlx_sparse.enable(model, {SPARQ!r}, lossless=True, draft_tokens=3)\n"
         "answer = generate_step(mx.array(tiny.prompt_of(60)), model)\n"
@@ -287,7 +287,7 @@ def test_another_thread_goes_on_from_windows_that_were_cut_back(enabled: Callabl
 
     def answer() -> None:
         cache.extend(make_prompt_cache(model))
-        said(steps.generate_step, model, prompt_of(60), 2, prompt_cache=cache)
+        said(generation.generate_step, model, prompt_of(60), 2, prompt_cache=cache)
 
     enabled(model, SPARQ, 5)
     thread = threading.Thread(target=answer)
@@ -300,36 +300,36 @@ def test_another_thread_goes_on_from_windows_that_were_cut_back(enabled: Callabl
 def test_short_contexts_and_caches_that_are_yet_to_be_quantised_are_not_drafted(enabled: Callable[..., Any]) -> None:
     model, prompt = build("llama", head_dim=32), prompt_of(60)
     report = enabled(model, "sparq:rank=4,top_k=16,dense_below=80", 4)
-    said(steps.generate_step, model, prompt, 40)
+    said(generation.generate_step, model, prompt, 40)
     assert 18 <= report.drafts.alone <= 22 and report.drafts.checks > 0
     options = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 90}
     mlx_sparse.disable(model)
-    expected, _ = said(steps.original, model, prompt, 60, **options)
+    expected, _ = said(generation.original, model, prompt, 60, **options)
     report = enabled(model, SPARQ, 4)
-    assert said(steps.generate_step, model, prompt, 60, **options)[0] == expected
+    assert said(generation.generate_step, model, prompt, 60, **options)[0] == expected
     assert 28 <= report.drafts.alone <= 32 and report.drafts.checks > 0
     # A prompt whose keys are quantised at once is as long as any other.
     mlx_sparse.disable(model)
     report = enabled(model, "sparq:rank=4,top_k=16,dense_below=40", 4)
-    said(steps.generate_step, model, prompt, 20, kv_bits=8, kv_group_size=32, quantized_kv_start=0)
+    said(generation.generate_step, model, prompt, 20, kv_bits=8, kv_group_size=32, quantized_kv_start=0)
     assert report.drafts.alone == 0 and report.drafts.checks > 0
 
 
-@pytest.mark.parametrize("count", [140, 143, 160])
+@pytest.mark.parametrize(("start", "count"), [(160, 140), (160, 143), (160, 160), (0, 20)])
 def test_what_is_quantised_inside_an_answer_is_what_dense_decoding_quantises(
-    count: int, enabled: Callable[..., Any]
+    start: int, count: int, enabled: Callable[..., Any]
 ) -> None:
     """To the last bit: a key that is rounded otherwise may get another code of 4 bits."""
-    model, prompt = build("llama", head_dim=32), prompt_of(17)
-    options = {"prefill_step_size": 16, "kv_bits": 4, "kv_group_size": 32, "quantized_kv_start": 160}
+    model, prompt = build("llama", head_dim=32), prompt_of(17 if start else 90)
+    options = {"prefill_step_size": 16, "kv_bits": 4, "kv_group_size": 32, "quantized_kv_start": start}
     caches = []
-    for steps_of in (steps.original, steps.generate_step):
-        if steps_of is steps.generate_step:
+    for steps_of in (generation.original, generation.generate_step):
+        if steps_of is generation.generate_step:
             enabled(model, "oracle_top_k:top_k=8", 1)
         caches.append(make_prompt_cache(model))
         said(steps_of, model, prompt, count, prompt_cache=caches[-1], **options)
     for layers in zip(*caches, strict=True):
-        assert [hasattr(layer, "bits") for layer in layers] == [count >= 143] * 2
+        assert [hasattr(layer, "bits") for layer in layers] == [len(prompt) + count >= start] * 2
         dense, ours = (
             [array[:, :, : layer.offset] for _, array in tree_flatten([layer.keys, layer.values])] for layer in layers
         )
@@ -409,7 +409,7 @@ def test_an_answer_that_cannot_be_drafted_is_refused_in_one_line(
     model = build()
     enabled(model)
     with pytest.raises(ConfigError, match=re.escape(message)):
-        steps.generate_step(mx.array([1, 2]), model, **options)
+        generation.generate_step(mx.array([1, 2]), model, **options)
 
 
 @pytest.mark.parametrize(
@@ -426,7 +426,7 @@ def test_drafts_on_a_gpu_are_as_many_as_a_kernel_checks(
     model = build(family, **{**eight, **options})
     mlx_sparse.enable(model, SPARQ, lossless=True, backend=backend)
     try:
-        assert steps.Run(plan_of(model), model).pace.most == drafts
+        assert generation.Run(plan_of(model), model).draft_length.most == drafts
     finally:
         mlx_sparse.disable(model)
 
@@ -440,10 +440,10 @@ def test_a_check_on_a_gpu_reads_keys_once_and_says_what_dense_decoding_says(
     for layer in model.layers:
         if hasattr(layer.self_attn, "sinks"):
             layer.self_attn.sinks = mx.arange(heads[0], dtype=mx.float32) / 4
-    expected, logprobs = said(steps.original, model, prompt, 6)
+    expected, logprobs = said(generation.original, model, prompt, 6)
     mlx_sparse.enable(model, SPARQ, lossless=True, draft_tokens=3)
     try:
-        found, ours = said(steps.generate_step, model, prompt, 6)
+        found, ours = said(generation.generate_step, model, prompt, 6)
     finally:
         mlx_sparse.disable(model)
     assert found == expected
@@ -462,7 +462,7 @@ def test_a_check_on_a_gpu_reads_keys_once_and_says_what_dense_decoding_says(
 )
 def test_what_mlx_has_a_kernel_for_is_left_to_it(L: int, G: int, D: int, ours: bool, metal: Metal) -> None:
     q, k = mx.zeros((1, 2 * G, L, D)), mx.zeros((1, 2, 20, D))
-    assert many_rows("auto", q, k) == many_rows("metal", q, k) == ours
-    assert not many_rows("ops", q, k)
+    assert large_group("auto", q, k) == large_group("metal", q, k) == ours
+    assert not large_group("ops", q, k)
     if D % 32 == 0:
-        assert not many_rows("auto", q, PackedRows.of(k, bits=8, group_size=32))
+        assert not large_group("auto", q, PackedRows.of(k, bits=8, group_size=32))

@@ -111,6 +111,13 @@ def test_enable_returns_the_report_that_keeps_counting(model: Any):
     )
 
 
+def test_a_step_over_as_many_keys_as_the_threshold_is_sparse_and_one_over_fewer_is_not(model: Any):
+    with mlx_sparse.sparse(model, f"sparq:rank=4,top_k=4,dense_below={PROMPT + 3}") as report:
+        tokens_of(model, 6)  # over PROMPT + 1 to PROMPT + 6 keys
+    assert report.dense_calls[f"over fewer than {PROMPT + 3} keys"] == LAYERS * 2
+    assert report.sparse_calls == LAYERS * 4
+
+
 def test_enabling_twice_is_refused_and_changes_nothing(model: Any):
     report = mlx_sparse.enable(model, SPARSE)
     with pytest.raises(mlx_sparse.ConfigError, match=r"got one that is\. Call mlx_sparse\.disable first\.$"):

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType
-from typing import Any
 
 import mlx.core as mx
-import numpy as np
-import numpy.typing as npt
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models import base
 from tiny_models import FAMILIES, UNSERVED, EveryStepSparQ, build, greedy, prompt_of
 
 import mlx_sparse
-from mlx_sparse import oracle
-from mlx_sparse.cache.sparse_cache import SparseCache
 from mlx_sparse.lm import seam
 from mlx_sparse.lm.model import has_qk_norm
-from mlx_sparse.methods import SparQ, parse
+from mlx_sparse.methods import SparQ
 
 SPARSE = "sparq:rank=4,top_k=4,dense_below=0"
 PROMPT, STEPS = 24, 10
@@ -165,51 +160,3 @@ def test_layers_that_attend_themselves_stay_dense_beside_served_ones():
     with mlx_sparse.sparse(build("phi3small", dense_attention_every_n_layers=2), "sparq:rank=4") as report:
         assert report.served_layers == 1
         assert report.dense_layers == {"that compute attention themselves or have none": 1}
-
-
-NUMERICAL = [
-    ("llama", "sparq:rank=4,top_k=6,dense_below=0", {}),
-    ("llama", "sparq:rank=4,top_k=6,dense_below=0,local_window=0", {}),
-    ("llama", "sparq:rank=4,top_k=6,dense_below=0,reallocate=true", {}),
-    ("llama", "sparq:rank=4,top_k=6,dense_below=0", {"num_key_value_heads": 4}),  # G = 1: reallocates
-    ("llama", "sparq:rank=3,top_k=5,dense_below=0", {"num_attention_heads": 3, "num_key_value_heads": 1}),
-    ("qwen3", "sparq:rank=4,top_k=6,dense_below=0", {}),  # query_key
-    ("qwen3", "sparq:rank=4,top_k=6,dense_below=0", {"num_key_value_heads": 4}),
-]
-
-
-@pytest.mark.parametrize(("family", "attn", "changes"), NUMERICAL)
-def test_every_sparse_step_in_a_model_is_the_oracles(
-    family: str, attn: str, changes: dict[str, int], monkeypatch: pytest.MonkeyPatch
-):
-    seen: list[tuple[npt.NDArray[Any], ...]] = []
-    take_step = SparseCache.take_step
-
-    def recording(cache: SparseCache, queries: mx.array, step: Any, scale: float) -> tuple[mx.array, mx.array]:
-        out, lse = take_step(cache, queries, step, scale)
-        rows = cache.length
-        arrays = (queries, cache.keys[..., :rows, :], cache.values[..., :rows, :], out)
-        seen.append(tuple(np.array(array) for array in arrays))
-        return out, lse
-
-    monkeypatch.setattr(SparseCache, "take_step", recording)
-    model = build(family, **changes)
-    (config,) = parse(attn)
-    assert isinstance(config, SparQ)
-    with mlx_sparse.sparse(model, config):
-        greedy(model, prompt_of(PROMPT), STEPS)
-    assert len(seen) == 2 * STEPS
-    grouped = changes.get("num_key_value_heads", 1) < 4
-    config = config.for_model(qk_norm=family in WITH_QK_NORM, grouped=grouped)
-    for queries, keys, values, out in seen:
-        expected = oracle.sparq_attention(
-            queries,
-            keys,
-            values,
-            rank=config.rank,
-            top_k=config.top_k,
-            local_window=config.local_window,
-            reallocate=config.reallocate,
-            component_score=config.component_score,
-        )
-        assert np.abs(out - expected).max() < 64 * np.finfo(np.float32).eps * np.abs(values).max()

@@ -1,4 +1,4 @@
-"""H2O in mlx-lm's models: what the oracle keeps and gives after any history, or dense with the reason."""
+"""H2O in mlx-lm's models: steps as the oracle takes them after any history, or dense with the reason."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ from h2o_simulation import (
     singles,
 )
 from lm_prompts import tiny_tokenizer
-from mlx_lm import stream_generate
+from mlx_lm import batch_generate
 from mlx_lm.models.cache import (
+    BatchKVCache,
     load_prompt_cache,
     make_prompt_cache,
     save_prompt_cache,
@@ -116,16 +117,6 @@ def test_a_prompt_in_pieces_gives_the_scores_of_one_at_once(model: Any, pieces: 
     check_scores(cache, simulation)
 
 
-def test_scores_grow_with_the_cache_over_several_of_its_buffers(model: Any):
-    prompt, following = prompt_of(250), prompt_of(20, seed=6)
-    with simulated(model) as simulation:
-        expected = run(model, make_prompt_cache(model), prompt, *singles(following))
-    with mlx_sparse.sparse(model, H2O):
-        cache = make_prompt_cache(model)
-        assert close(run(model, cache, prompt, *singles(following)), expected)
-    check_scores(cache, simulation)
-
-
 def test_copies_of_one_prompt_go_on_with_any_top_k_and_other_methods_ignore_its_scores(model: Any):
     with mlx_sparse.sparse(model, "h2o:top_k=3"):
         prompt = make_prompt_cache(model)
@@ -148,19 +139,6 @@ def test_copies_of_one_prompt_go_on_with_any_top_k_and_other_methods_ignore_its_
                 with mlx_sparse.sparse(model, attn):
                     rows.append(run(model, cache, *singles(NEXT)))
         assert mx.array_equal(*rows)
-
-
-def test_a_copy_and_its_original_evict_independently(model: Any):
-    one, other = prompt_of(STEPS, seed=7), prompt_of(STEPS, seed=8)
-    with mlx_sparse.sparse(model, H2O):
-        cache = make_prompt_cache(model)
-        run(model, cache, PROMPT, *singles(one[:4]))
-        twin = copy.deepcopy(cache)
-        found = [run(model, cache, *singles(one[4:])), run(model, twin, *singles(other))]
-    for logits, tokens in zip(found, (one[4:], other), strict=True):
-        with simulated(model):
-            alone = run(model, make_prompt_cache(model), PROMPT, *singles(one[:4]), *singles(tokens))
-        assert close(logits, alone[5:])
 
 
 @pytest.mark.parametrize("trimmed", [1, 5, STEPS])
@@ -196,16 +174,6 @@ def test_drafts_are_verified_densely_and_count_if_accepted(model: Any, rejected:
     check_scores(cache, simulation)
     assert report.dense_calls == {PROMPT_CALL: LAYERS, A_FEW: LAYERS}
     assert report.sparse_calls == LAYERS * (4 + len(following))
-
-
-def test_speculative_decoding_gives_the_dense_text(model: Any):
-    tokenizer, draft = tiny_tokenizer(), build(seed=1)
-    expected = [r.token for r in stream_generate(model, tokenizer, PROMPT, STEPS, draft_model=build(seed=1))]
-    with mlx_sparse.sparse(model, H2O) as report, mlx_sparse.sparse(draft, H2O) as drafts:
-        assert [r.token for r in stream_generate(model, tokenizer, PROMPT, STEPS, draft_model=draft)] == expected
-    assert report.dense_calls[A_FEW] > 0
-    assert drafts.sparse_calls > 0
-    assert UNCOUNTED not in report.dense_calls + drafts.dense_calls
 
 
 def dense_with_reason(model: Any, cache: Any, plain: Any) -> None:
@@ -271,6 +239,94 @@ def test_a_call_under_a_mask_that_cannot_be_counted_leaves_the_rest_dense(model:
     assert report.dense_calls == {PROMPT_CALL: LAYERS, "with an array mask": LAYERS, UNCOUNTED: LAYERS}
 
 
+# --- Batches ----------------------------------------------------------------------------------------------------------
+
+LENGTHS = [24, 9, 17]
+PROMPTS = [prompt_of(length, seed=length) for length in LENGTHS]
+
+
+def alone(model: Any, prompt: list[int], following: list[int]) -> mx.array:
+    with simulated(model):
+        return run(model, make_prompt_cache(model), prompt, *singles(following))
+
+
+def steps(model: Any, cache: Any, rows: int, following: list[int] = NEXT) -> mx.array:
+    """Logits ``(rows, steps, vocabulary)`` of the same tokens in every row."""
+    found = [model(mx.array([[token]] * rows), cache=cache) for token in following]
+    mx.eval(found)
+    return mx.concatenate(found, axis=1)
+
+
+def test_sequences_of_one_length_are_each_as_alone(model: Any):
+    prompts = [prompt_of(24, seed=seed) for seed in range(3)]
+    with mlx_sparse.sparse(model, H2O) as report:
+        cache = make_prompt_cache(model)
+        model(mx.array(prompts), cache=cache)
+        together = steps(model, cache, 3)
+    for row, prompt in zip(together, prompts, strict=True):
+        assert close(row, alone(model, prompt, NEXT)[1:])
+    assert report.sparse_calls == LAYERS * STEPS
+
+
+def padded_batch(model: Any) -> list[Any]:
+    """Caches of a left-padded batch, its prompts processed."""
+    S = max(LENGTHS)
+    cache = [BatchKVCache([S - length for length in LENGTHS]) for _ in range(LAYERS)]
+    model(mx.array([[0] * (S - len(prompt)) + prompt for prompt in PROMPTS]), cache=cache)
+    return cache
+
+
+def test_each_row_of_a_left_padded_batch_is_that_prompt_alone(model: Any):
+    with mlx_sparse.sparse(model, H2O) as report:
+        together = steps(model, padded_batch(model), len(PROMPTS))
+    for row, prompt in zip(together, PROMPTS, strict=True):
+        assert close(row, alone(model, prompt, NEXT)[1:])
+    assert report.dense_calls == {PROMPT_CALL: LAYERS}
+    assert report.sparse_calls == LAYERS * STEPS
+
+
+def test_rows_leave_a_batch_join_it_and_are_taken_out(model: Any):
+    late = prompt_of(30, seed=30)
+    with mlx_sparse.sparse(model, H2O) as report:
+        cache = padded_batch(model)
+        steps(model, cache, 3, NEXT[:4])
+        for layer in cache:
+            layer.filter([1, 2])  # and the padding that both share goes too
+        assert cache[0].left_padding.tolist() == [8, 0]
+        steps(model, cache, 2, NEXT[4:6])
+        other = [BatchKVCache([0]) for _ in range(LAYERS)]
+        model(mx.array([late]), cache=other)
+        for layer, more in zip(cache, other, strict=True):
+            layer.extend(more)
+        together = steps(model, cache, 3, NEXT[6:9])
+        one = [layer.extract(1) for layer in cache]
+        again = [layer.merge([layer, copy.deepcopy(layer)]) for layer in one]
+        twins = steps(model, again, 2, NEXT[9:])
+    expected = [alone(model, prompt, NEXT)[1:] for prompt in PROMPTS[1:]]
+    assert close(together[0], expected[0][6:9])
+    assert close(together[1], expected[1][6:9])
+    assert close(together[2], alone(model, late, NEXT[6:9])[1:])
+    assert close(twins[0], expected[1][9:])
+    assert close(twins[1], expected[1][9:])
+    assert report.dense_calls == {PROMPT_CALL: 2 * LAYERS}
+
+
+def test_a_batch_of_mlx_lm_is_sparse_where_its_prompts_are_of_one_length_and_else_dense(model: Any):
+    tokenizer = tiny_tokenizer()
+    ragged = batch_generate(model, tokenizer, PROMPTS, max_tokens=4).texts
+    with mlx_sparse.sparse(model, H2O) as report:
+        assert batch_generate(model, tokenizer, PROMPTS, max_tokens=4).texts == ragged
+    assert report.sparse_calls == 0
+    assert report.dense_calls[UNCOUNTED] > 0
+    even = [prompt_of(24, seed=seed) for seed in range(3)]
+    with mlx_sparse.sparse(model, H2O) as report:
+        together = batch_generate(model, tokenizer, even, max_tokens=[2, 6, 4]).texts
+        for prompt, text, end in zip(even, together, [2, 6, 4], strict=True):
+            assert batch_generate(model, tokenizer, [prompt], max_tokens=end).texts == [text]
+    assert report.sparse_calls > 0
+    assert UNCOUNTED not in report.dense_calls
+
+
 # --- What it cannot serve --------------------------------------------------------------------------------------------
 
 
@@ -286,12 +342,6 @@ def test_sliding_windows_stay_dense():
     assert report.served_layers == 2
     assert report.sparse_calls == 2 * STEPS
     assert report.dense_layers == {"with a sliding window (RotatingKVCache)": 2}
-
-
-def test_a_sparse_prompt_is_refused(model: Any):
-    with pytest.raises(mlx_sparse.ConfigError, match=r"^attn: expected dense prompts for h2o .*, got sample\.$"):
-        mlx_sparse.enable(model, "sample+h2o")
-    assert mlx_sparse.report(model) is None
 
 
 # --- Memory ----------------------------------------------------------------------------------------------------------

@@ -8,14 +8,15 @@ import json
 import pytest
 
 from mlx_sparse.api.call_report import Counts, Report
-from mlx_sparse.lm.drafts.figures import DraftFigures
-from mlx_sparse.lm.drafts.pace import DENSE_EVERY, MOST, PAUSE, Pace, fused
+from mlx_sparse.lm.figures import DraftFigures
+from mlx_sparse.lm.speculative.attention import fused
+from mlx_sparse.lm.speculative.draft_length import DENSE_EVERY, MOST, PAUSE, DraftLength
 from mlx_sparse.methods.registry import METAL_ROWS
 
 
-def paced(draft: float, query: float, chances: float, tokens: int, most: int = MOST) -> tuple[Pace, list[int]]:
+def paced(draft: float, query: float, chances: float, tokens: int, most: int = MOST) -> tuple[DraftLength, list[int]]:
     """A run with these seconds for a draft and for each query of a check; of ``1 / (1 - chances)`` drafts one fails."""
-    pace, lengths, done = Pace(most=most), [], 0
+    pace, lengths, done = DraftLength(most=most), [], 0
     failed = 0.0
     while done < tokens:
         drafts, timed = pace.turn(10**6)
@@ -68,7 +69,7 @@ def test_dense_steps_are_timed_now_and_then() -> None:
 
 
 def test_a_pause_is_short_again_after_drafts_that_paid() -> None:
-    pace = Pace()
+    pace = DraftLength()
 
     def rest(accepted: int) -> int:
         """The steps of the pause that follows checks of which so many drafts are accepted."""
@@ -89,7 +90,7 @@ def test_a_pause_is_short_again_after_drafts_that_paid() -> None:
 
 
 def test_the_rate_of_acceptance_is_of_drafts_that_were_reached_and_forgets() -> None:
-    pace = Pace(3)
+    pace = DraftLength(3)
     pace.note_check(3, 1, None)  # the third came behind a wrong one
     assert pace.acceptance == 2 / 3
     for accepted, least, most in ((0, 0.0, 0.05), (3, 0.95, 1.0)):
@@ -99,7 +100,7 @@ def test_the_rate_of_acceptance_is_of_drafts_that_were_reached_and_forgets() -> 
 
 
 def test_a_clock_that_stands_still_stops_no_answer() -> None:
-    pace = Pace()
+    pace = DraftLength()
     for _ in range(50):
         drafts, timed = pace.turn(100)
         if drafts:
@@ -110,7 +111,7 @@ def test_a_clock_that_stands_still_stops_no_answer() -> None:
 
 
 def test_a_pace_that_is_given_stays() -> None:
-    pace = Pace(5)
+    pace = DraftLength(5)
     assert pace.turn(100).drafts == 5 and pace.turn(3).drafts == 3 and pace.turn(0).drafts == 0
 
 
@@ -122,7 +123,7 @@ def test_a_check_is_one_that_there_is_a_kernel_for(G: int, mlx: int, ours: int) 
 
 
 def test_a_slow_check_is_forgotten_after_the_pause_that_it_caused() -> None:
-    pace, checks = Pace(), 0
+    pace, checks = DraftLength(), 0
     while pace.pauses == 0:
         drafts, timed = pace.turn(10**6)
         if drafts:

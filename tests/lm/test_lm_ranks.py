@@ -23,7 +23,7 @@ from tiny_models import build, write
 
 from mlx_sparse.artefact import load
 from mlx_sparse.checks import ArtefactError, ConfigError
-from mlx_sparse.lm.ranks import Ranks, difference, facts_of, lost
+from mlx_sparse.lm.distributed.ranks import Ranks, difference, facts_of, lost
 from mlx_sparse.model_parts import Part, part_of
 
 RUN = Path(__file__).parents[1] / "fixtures" / "run_ranks.py"

@@ -48,20 +48,6 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Piece]:
     return record_pieces(monkeypatch)
 
 
-@pytest.mark.parametrize("attn", [SAMPLE, SAMPLE + "+" + SPARQ])
-@pytest.mark.parametrize("lengths", [[300] * 3, [300, 170, 290], [300, 40, 2, 3, 200]], ids=str)
-def test_each_prompt_of_a_batch_is_sparse_and_gives_what_it_gives_alone(
-    lengths: list[int], attn: str, model: Any, tokenizer: TokenizerWrapper
-):
-    dense = batch(model, tokenizer, lengths)
-    with mlx_sparse.sparse(model, attn) as report:
-        together = batch(model, tokenizer, lengths)
-        assert report.prefill.calls == LAYERS * sum(length > 64 for length in lengths)
-        assert "with an array mask" not in report.dense_calls
-        assert alone(model, tokenizer, lengths) == together
-    assert together != dense
-
-
 @pytest.mark.parametrize("step", [64, 100])
 def test_requests_that_join_a_batch_while_others_are_in_their_prompts_keep_their_text(
     step: int, model: Any, tokenizer: TokenizerWrapper, seen: list[Piece]

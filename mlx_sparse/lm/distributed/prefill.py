@@ -1,7 +1,7 @@
-"""A piece of a prompt over the keys of all ranks.
+"""Prefill chunks over the keys of all ranks.
 
-Every rank has the piece's queries, keys and values. It attends its own older keys for all of the queries, and the keys
-of the piece for its part of the queries.
+Every rank has the chunk's queries, keys and values. It attends its own older keys for all queries, and the keys of the
+chunk for its part of the queries.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 
-from ...cache.shares import BLOCK
-from ...cache.slice_cache import SlicedKVCache
+from ...cache.sharded_cache import BLOCK, ShardedKVCache
 from ...methods import Prefill, Sample, registry
 from ...methods.block_layout import Layout
 from ...ops import block_select
@@ -22,27 +21,27 @@ from .exchange import Exchange, join
 Attended = tuple[mx.array, mx.array]
 
 
-def dense(queries: mx.array, cache: SlicedKVCache, *, scale: float, exchange: Exchange) -> Attended:
-    """Causal attention: float32 ``out (B, Hq, L, D)`` and ``lse (B, Hq, L)``."""
-    keys, values = _piece(cache)
+def dense(queries: mx.array, cache: ShardedKVCache, *, scale: float, exchange: Exchange) -> Attended:
+    """Attend causally; return float32 ``out (B, Hq, L, D)`` and ``lse (B, Hq, L)``."""
+    keys, values = cache.keys_and_values()
     L = queries.shape[2]
-    before = cache.shares.before(cache.position - L)
+    before = cache.shard.before(cache.position - L)
     older = attend_rows(queries, *(rows[:, :, :before] for rows in cache.own_rows()), scale=scale, causal=False)
-    part = cache.shares.span(L)
+    part = cache.shard.span(L)
     given = (rows[:, :, : part.stop] for rows in (keys, values))
     inner = attend_rows(queries[:, :, part], *given, scale=scale, causal=True)
     return exchange.merge(*join([older, _within(inner, part, L)]))
 
 
 def sample_select(
-    queries: mx.array, cache: SlicedKVCache, config: Sample, *, scale: float, exchange: Exchange
+    queries: mx.array, cache: ShardedKVCache, config: Sample, *, scale: float, exchange: Exchange
 ) -> mx.array:
-    """The blocks that one process would choose, ``(B, Hq, R, Nk)``: masses are sums over the keys of all ranks."""
+    """Return the blocks that one process would select, ``(B, Hq, R, Nk)``: block scores are sums over all ranks."""
     B, Hq, L, _ = queries.shape
     S, keys = cache.position, cache.own_rows()[0]
     G = Hq // keys.shape[1]
     layout = Layout(L, S, config.chunks, config.block_size)
-    places = cache.shares.positions(0, cache.length)
+    places = cache.shard.positions(0, cache.length)
     done: list[mx.array] = []
     for start, stop in (region.sample for region in layout.regions):
         end, first = S - L + stop, S - L + start
@@ -68,7 +67,7 @@ def sample_select(
 
 def attend_blocks(
     queries: mx.array,
-    cache: SlicedKVCache,
+    cache: ShardedKVCache,
     blocks: mx.array,
     *,
     block_size: int,
@@ -76,26 +75,26 @@ def attend_blocks(
     backend: str,
     exchange: Exchange,
 ) -> Attended:
-    """`dense` over the listed blocks alone, for a piece that begins with a block."""
-    keys, values = _piece(cache)
+    """Attend the listed blocks as `dense` attends all keys, for a chunk that begins with a block."""
+    keys, values = cache.keys_and_values()
     B, Hq, L, _ = queries.shape
     S, R = cache.position, blocks.shape[2]
     attend = registry.load("attend_blocks", backend)
-    before = cache.shares.before(S - L)
+    before = cache.shard.before(S - L)
     parts: list[Attended] = []
     if before:
-        # Behind its own older keys come those of the piece, which no list names: so that the blocks of queries are the
-        # same as in the whole sequence.
+        # The chunk's keys follow the rank's older keys, in no list: with them the row blocks are those of the whole
+        # sequence.
         places = np.full((S - L) // block_size + R + 1, -1, np.int32)
-        own = cache.shares.positions(0, before)[::block_size] // block_size
+        own = cache.shard.positions(0, before)[::block_size] // block_size
         places[own] = np.arange(len(own))
         given = (
             mx.concatenate([own[:, :, :before], rows], axis=2)
             for own, rows in zip(cache.own_rows(), (keys, values), strict=True)
         )
-        listed = mx.take(mx.array(places), blocks)  # -1 is the last place, which is no block's
+        listed = mx.take(mx.array(places), blocks)  # -1 is the last place, an empty one
         parts.append(attend(queries, *given, listed, block_size=block_size, scale=scale))
-    rows = cache.shares.span(R)
+    rows = cache.shard.span(R)
     part = slice(rows.start * block_size, min(rows.stop * block_size, L))
     if part.stop > part.start:
         listed = mx.maximum(blocks[:, :, rows] - (S - L) // block_size, -1)
@@ -107,17 +106,12 @@ def attend_blocks(
 
 
 def fits(config: Prefill, L: int, S: int) -> bool:
-    """Whether the blocks of a piece are whole blocks of one rank each."""
+    """Return True if every block of the chunk is a whole block of one rank."""
     return BLOCK % config.block_size == 0 and (S - L) % BLOCK == 0
 
 
-def _piece(cache: SlicedKVCache) -> tuple[mx.array, mx.array]:
-    assert cache.piece is not None
-    return cache.piece
-
-
 def _within(part: Attended, place: slice, L: int) -> Attended:
-    """Of some of the queries, with nothing for the others."""
+    """Return the results of some of the queries as those of all, with no keys for the others."""
     out, lse = part
     around = [(0, 0), (0, 0), (place.start, L - place.stop)]
     return mx.pad(out, [*around, (0, 0)]), mx.pad(lse, around, constant_values=-mx.inf)

@@ -1,4 +1,4 @@
-"""SparQ over the keys of all ranks: what they have to know of each other's, so that all score alike."""
+"""Auxiliary cache state of SparQ on one rank, with the statistics of all ranks, so that all ranks score alike."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Any
 import mlx.core as mx
 
 from ...cache.moments import Moments
-from ...cache.shares import Shares
-from ...cache.slice_cache import SlicedKVCache
+from ...cache.sharded_cache import Shard, ShardedKVCache
 from ...cache.sparq_state import Codes, Columns, SparQState
 from ...methods import SparQ
 from ...methods.scoring_keys import GROUP
@@ -17,14 +16,13 @@ from ...ops.sparq import deviation
 from .exchange import Exchange
 
 
-class SparQSlice(SparQState):
-    """What SparQ keeps beside a rank's own keys, and what it was told of the others'.
+class ShardedSparQ(SparQState):
+    """SparQ's state for the keys of a rank, and statistics of the keys of all ranks.
 
-    What ranks ask each other for depends on positions alone, which all of them know: they ask together.
+    The exchanges depend on positions alone, so that all ranks take part in them at the same step.
 
     Attributes:
-        centre: float32 ``(B, Hkv, D)`` that the codes of all ranks are of (sparq.17), from the rank that has the first
-            group; None before there is one.
+        centre: float32 ``(B, Hkv, D)`` of (sparq.17), from the rank with the first group; None before that is full.
         spread: (sparq.22) over the groups of all ranks, of which there were ``groups``.
     """
 
@@ -34,8 +32,8 @@ class SparQSlice(SparQState):
         self.spread: mx.array | None = None
         self.groups = 0
 
-    def shared(self, cache: SlicedKVCache, config: SparQ, G: int, exchange: Exchange) -> dict[str, Any]:
-        """What `sparq_logits` takes of this rank's keys, with what goes for all ranks.
+    def shared(self, cache: ShardedKVCache, config: SparQ, exchange: Exchange) -> dict[str, Any]:
+        """Return the arguments of `sparq_logits` for this rank's keys.
 
         ``keys_t`` is None where the rank has no key.
         """
@@ -51,14 +49,14 @@ class SparQSlice(SparQState):
         keys_t = codes.read(cache.key_rows, whole=False) if cache.length else None
         return {"keys_t": keys_t, "component_weight": self._spread(cache, codes, exchange) if weighted else None}
 
-    def _columns(self, cache: SlicedKVCache) -> mx.array | None:
+    def _columns(self, cache: ShardedKVCache) -> mx.array | None:
         if not cache.length:
             return None
         self.columns = self.columns or Columns()
         self.columns.extend(cache.key_rows, cache.length)
         return self.columns.read(cache.length, whole=False)
 
-    def _coded(self, cache: SlicedKVCache, config: SparQ, exchange: Exchange) -> Codes:
+    def _coded(self, cache: ShardedKVCache, config: SparQ, exchange: Exchange) -> Codes:
         first = exchange.rank == 0
         self.codes = self.codes or Codes(None, [0])
         if first:
@@ -72,15 +70,15 @@ class SparQSlice(SparQState):
             self.codes.extend(cache.key_rows, cache.length)
         return self.codes
 
-    def _spread(self, cache: SlicedKVCache, codes: Codes, exchange: Exchange) -> mx.array:
+    def _spread(self, cache: ShardedKVCache, codes: Codes, exchange: Exchange) -> mx.array:
         groups = cache.position // GROUP
         B, Hkv, _, D = cache.key_rows.shape
-        if groups == 0:  # all keys are with the first rank
+        if groups == 0:  # the first rank has all keys
             own = deviation(cache.key_rows[..., : cache.length, :], None) if exchange.rank == 0 else None
             return exchange.from_first(mx.zeros((B, Hkv, D)) if own is None else own)
         if self.spread is None or self.groups != groups:
-            # (sparq.22) of parts: the variance of the middles within ranks and between them.
-            counts = [Shares(rank, exchange.size).before(groups * GROUP) // GROUP for rank in range(exchange.size)]
+            # (sparq.22) from parts: the variance of the centers within ranks and between them.
+            counts = [Shard(rank, exchange.size).before(groups * GROUP) // GROUP for rank in range(exchange.size)]
             n = counts[exchange.rank]
             coded = codes.read(cache.key_rows, whole=False) if n else None
             own = mx.zeros((3, B, Hkv, D)) if coded is None else group_moments(coded)
@@ -91,8 +89,8 @@ class SparQSlice(SparQState):
             )
         return self.spread
 
-    def _deviation(self, cache: SlicedKVCache, exchange: Exchange, weighted: bool) -> mx.array | None:
-        """(sparq.1) over the keys of all ranks."""
+    def _deviation(self, cache: ShardedKVCache, exchange: Exchange, weighted: bool) -> mx.array | None:
+        """Return (sparq.1) over the keys of all ranks, if the scores are weighted."""
         if not weighted:
             return None
         B, Hkv, _, D = cache.key_rows.shape
@@ -104,8 +102,8 @@ class SparQSlice(SparQState):
         means, squares = mx.moveaxis(exchange.gather(own), 1, 0)
         return mx.sqrt(_squares(means, squares, cache.counts()) / cache.position)
 
-    def value_mean(self, cache: SlicedKVCache) -> mx.array:
-        """This rank's part of (sparq.9): the parts of all ranks are added."""
+    def value_mean(self, cache: ShardedKVCache) -> mx.array:
+        """Return this rank's summand of (sparq.9)."""
         B, Hkv, _, D = cache.key_rows.shape
         if not cache.length:
             return mx.zeros((B, Hkv, D))
@@ -115,7 +113,7 @@ class SparQSlice(SparQState):
 
 
 def _squares(means: mx.array, squares: mx.array, counts: list[int]) -> mx.array:
-    """Squared distances from the mean of all, from the means ``(N, ...)`` of parts and theirs from those."""
+    """Return the sum of squared distances from the common mean, from the means and squares ``(N, ...)`` of N parts."""
     n = mx.array(counts, mx.float32).reshape(-1, *[1] * (means.ndim - 1))
     between = means - (n * means).sum(axis=0) / n.sum()
     return (squares + n * between**2).sum(axis=0)

@@ -1,8 +1,8 @@
-"""What mlx-lm generates with: its `generate_step`, with drafts and checks, and the same tokens.
+"""mlx-lm's `generate_step` with drafts and checks: the same tokens.
 
-A token is accepted if the check samples it too: from the logits of dense attention, with the random numbers that dense
-decoding would have drawn there. So it is the token of dense decoding, with any sampler, and a seed gives the same text.
-Drafts are sampled with the same numbers, for which they agree more often than two free draws would.
+A draft is accepted if the check samples the same token from the logits of dense attention, with the random numbers that
+dense decoding would draw there. So every token is that of dense decoding, with any sampler, and a seed gives the same
+text. Drafts are sampled with the same random numbers, so that they agree more often than independent draws.
 """
 
 from __future__ import annotations
@@ -17,24 +17,23 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
-import numpy as np
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
 from ...api.call_report import Counts
 from ...checks import ConfigError
 from ...model_info import leaves
-from ..dense import rows_at_once
-from .figures import DraftFigures
-from .pace import MOST, Pace, fused
-from .phase import Phase, entered
-from .undo import ROWS, Undo
+from ..call import Phase, entered
+from ..figures import DraftFigures
+from .attention import fused, rows_at_once
+from .draft_length import MOST, DraftLength
+from .rewind import ROWS, Random, Undo
 
 if TYPE_CHECKING:
     from ..plan import Plan
 
 NAME = "generate_step"
-CLEAR_EVERY = 256  # tokens after which MLX's unused buffers are given back, as mlx-lm does
+CLEAR_EVERY = 256  # tokens after which MLX's unused buffers are freed, as in mlx-lm
 
 generate: Any = importlib.import_module("mlx_lm.generate")  # the package has a function of this name
 original = generate.generate_step
@@ -43,7 +42,7 @@ greedy = make_sampler(0.0)
 
 
 def generate_step(prompt: mx.array, model: Any, *stream: Any, **options: Any) -> Iterator[tuple[int, mx.array]]:
-    """mlx-lm's function of this name; a model that is enabled losslessly drafts and checks."""
+    """Generate as mlx-lm's function of this name; models that are enabled losslessly draft and check."""
     state = getattr(model, "_mlx_sparse", None)
     if state is None or state[0].lossless is None:
         steps: Iterator[tuple[int, mx.array]] = original(prompt, model, *stream, **options)
@@ -54,31 +53,34 @@ def generate_step(prompt: mx.array, model: Any, *stream: Any, **options: Any) ->
 _wraps: list[Callable[..., Any]] = []  # one for each lossless model
 
 
-def wrap() -> None:
-    """Let mlx-lm generate with `generate_step` until as many `unwrap` calls."""
+def wrap() -> Callable[[], None]:
+    """Let mlx-lm generate with `generate_step`; return the function that undoes it.
+
+    The last of these functions that is called restores mlx-lm's own.
+    """
     _wraps.append(generate_step)
     generate.generate_step = generate_step
 
+    def unwrap() -> None:
+        _wraps.pop()
+        if not _wraps:
+            generate.generate_step = original
 
-def unwrap() -> None:
-    """Undo one `wrap`. The last one restores mlx-lm's function."""
-    _wraps.pop()
-    if not _wraps:
-        generate.generate_step = original
+    return unwrap
 
 
-Sampled = tuple[mx.array, mx.array]  # a token (1,) and its log-probabilities (1, vocabulary)
+Sampled = tuple[mx.array, mx.array]  # token (1,) and log-probabilities (1, vocabulary)
 
 
 @dataclass(frozen=True)
-class Found:
-    """What follows a token.
+class Result:
+    """Tokens that follow a token.
 
     Attributes:
         accepted: drafts, as the check sampled them.
-        following: the token behind them, which no cache holds yet.
-        settle: told how many tokens were given, of the one before and those that were accepted, makes caches and random
-            state what they are after them.
+        following: the token after them, which is in no cache yet.
+        settle: takes the number of tokens that were given, the one before and accepted drafts, and sets caches and
+            random state to those after these tokens.
     """
 
     accepted: list[Sampled]
@@ -87,10 +89,10 @@ class Found:
 
 
 class Run:
-    """One answer. The arguments are those of mlx-lm's `generate_step`.
+    """Generation of one answer. The arguments are those of mlx-lm's `generate_step`.
 
     Raises:
-        ConfigError: the prompt is not of tokens, or the cache forgets keys.
+        ConfigError: the prompt consists of embeddings, or the cache drops keys.
     """
 
     def __init__(
@@ -124,7 +126,7 @@ class Run:
         if any(getattr(cache, "keep", 0) for cache in leaves(self.cache)):
             # Several queries in one call miss the first keys, which a step keeps.
             raise ConfigError("lossless: expected a cache that keeps all keys, got one of --max-kv-size (max_kv_size).")
-        self.piece = prefill_step_size
+        self.chunk = prefill_step_size
         self.quantise = functools.partial(
             generate.maybe_quantize_kv_cache,
             self.cache,
@@ -134,12 +136,12 @@ class Run:
         )
         self.quantises = kv_bits is not None
         self.progress = prompt_progress_callback or (lambda done, all: None)
-        self.pace = Pace(plan.lossless or None, self._longest())
-        self.history: mx.array | None = None  # tokens that the caches hold, for processors
-        self.length = 0  # and how many they are
+        self.draft_length = DraftLength(plan.lossless or None, self._longest())
+        self.history: mx.array | None = None  # tokens in the caches, for processors
+        self.length = 0  # number of these tokens
 
     def _longest(self) -> int:
-        """Drafts for one check that may pay: on a GPU those that all layers check at once."""
+        """Return the largest draft length that may pay: on a GPU the one that all layers check in one kernel."""
         if mx.default_device().type != mx.gpu:
             return MOST
         found = [MOST]
@@ -149,10 +151,10 @@ class Run:
         return min(found)
 
     def tokens(self, prompt: mx.array) -> Iterator[tuple[int, mx.array]]:
-        """Tokens with their log-probabilities ``(vocabulary,)``.
+        """Yield tokens with their log-probabilities ``(vocabulary,)``.
 
-        However it ends, the caches then hold the prompt and the tokens that were given, and the random state is what
-        it would be after dense decoding.
+        At the end, or when the generator is closed, the caches have the prompt and the given tokens, and the random
+        state is that of dense decoding.
         """
         if len(prompt) == 0:
             raise ConfigError("prompt: expected at least one token, got none.")
@@ -162,10 +164,10 @@ class Run:
             mx.eval(y)
             self.progress(len(prompt), len(prompt))
             return
-        given, python_ends = 0, sys.is_finalizing  # by names of its own: modules lose theirs then
+        given, python_ends = 0, sys.is_finalizing  # a local name, because modules lose theirs at exit
         while True:
             with mx.stream(self.stream), entered(Phase.CHECK):
-                turn = self.pace.turn(self._room(given))
+                turn = self.draft_length.turn(self._room(given))
                 if turn.drafts:
                     found = self._check(y, turn.drafts, timed=turn.timed)
                 else:
@@ -184,52 +186,52 @@ class Run:
             finally:
                 if not python_ends():
                     with mx.stream(self.stream), entered(Phase.CHECK):
-                        found.settle(max(kept, 1))  # dense decoding takes the step behind a token before it gives it
+                        found.settle(max(kept, 1))  # dense decoding is one step ahead
             y, logprobs = found.following
             if given % CLEAR_EVERY < kept:
                 mx.clear_cache()
 
     def _prompt(self, prompt: mx.array) -> Sampled:
-        """The first token, in the pieces and with the reports of mlx-lm."""
+        """Process the prompt in mlx-lm's chunks, report progress as it does, and return the first token."""
         whole = len(prompt)
         self.progress(0, whole)
         while len(prompt) > 1:
-            piece, prompt = mx.split(prompt, [min(self.piece, len(prompt) - 1)])
-            self.model(piece[None], cache=self.cache)
+            chunk, prompt = mx.split(prompt, [min(self.chunk, len(prompt) - 1)])
+            self.model(chunk[None], cache=self.cache)
             self.quantise()
             mx.eval([cache.state for cache in self.cache])
-            self._hold([piece])
+            self._count_tokens([chunk])
             self.progress(self.length, whole)
             mx.clear_cache()
         with entered(Phase.CHECK):
             found = self._sample(self._last(prompt), [prompt])
-        self._hold([prompt])
+        self._count_tokens([prompt])
         mx.async_eval(*found)  # type: ignore[no-untyped-call]
         self.length = max((cache.offset for cache in leaves(self.cache) if isinstance(cache, ROWS)), default=0)
         return found
 
     def _room(self, given: int) -> int:
-        """Drafts that may be of use: none where they would not be sparse, or would be written in more bits."""
+        """Return how many drafts are useful: none that would be dense, or written before the cache is quantized."""
         left = self.most - given - 1 if self.most >= 0 else self.length
         if self.quantises and any(isinstance(cache, KVCache) for cache in leaves(self.cache)):
             return 0
         return left if self.length + 1 >= self.plan.sparse_from() else 0
 
-    def _step(self, y: mx.array, *, timed: bool) -> Found:
-        """A dense step; the device computes it while the token before is used."""
+    def _step(self, y: mx.array, *, timed: bool) -> Result:
+        """Take a dense step, which the device computes while the caller uses the token before it."""
         if timed:
             mx.eval(y)
         began = time.perf_counter()
         following = self._sample(self._last(y), [y])
         (mx.eval if timed else mx.async_eval)(*following)
         seconds = time.perf_counter() - began if timed else None
-        self.pace.note_step(seconds)
+        self.draft_length.note_step(seconds)
         figures = DraftFigures(alone=1, alone_seconds=seconds or 0.0, timed_alone=int(timed))
         self.plan.report.add(Counts(drafts=figures))
-        return Found([], following, lambda kept: self._hold([y]))
+        return Result([], following, lambda kept: self._count_tokens([y]))
 
-    def _check(self, y: mx.array, n: int, *, timed: bool) -> Found:
-        """``n`` drafts, and what dense attention says of them."""
+    def _check(self, y: mx.array, n: int, *, timed: bool) -> Result:
+        """Draft ``n`` tokens and check them by one dense call."""
         undo = Undo(self.cache)
         random = Random(self.sampler is not greedy or bool(self.processors))  # which may draw too
         inputs = [y]
@@ -268,17 +270,17 @@ class Run:
                 if kept <= n:
                     undo.back()
                     self.model(mx.concatenate(inputs[:kept])[None], cache=self.cache)
-                # Now: another thread, which may go on from here, could not.
+                # Now, because another thread that continues could not evaluate them.
                 mx.async_eval([cache.state for cache in self.cache])  # type: ignore[no-untyped-call]
             random.go_on(kept - 1)
-            self._hold(inputs[:kept])
+            self._count_tokens(inputs[:kept])
 
-        return Found(sampled[:accepted], sampled[accepted], settle)
+        return Result(sampled[:accepted], sampled[accepted], settle)
 
     def _count(self, n: int, accepted: int, seconds: tuple[float, float] | None) -> None:
-        """Tell the pace and the report of a check."""
-        pauses = self.pace.pauses
-        self.pace.note_check(n, accepted, seconds)
+        """Count a check."""
+        pauses = self.draft_length.pauses
+        self.draft_length.note_check(n, accepted, seconds)
         drafting, checking = seconds or (0.0, 0.0)
         figures = DraftFigures(
             checks=1,
@@ -288,17 +290,17 @@ class Run:
             draft_seconds=drafting,
             check_seconds=checking,
             timed=int(seconds is not None),
-            pauses=self.pace.pauses - pauses,
+            pauses=self.draft_length.pauses - pauses,
         )
         self.plan.report.add(Counts(drafts=figures))
 
     def _last(self, tokens: mx.array) -> mx.array:
-        """The logits ``(1, vocabulary)`` behind ``tokens``, which the caches then hold."""
+        """Write ``tokens`` to the caches and return the logits ``(1, vocabulary)`` after them."""
         logits: mx.array = self.model(tokens[None], cache=self.cache)[:, -1]
         return logits
 
     def _sample(self, logits: mx.array, inputs: list[mx.array]) -> Sampled:
-        """The token behind those that the caches held and ``inputs``."""
+        """Sample the token after those in the caches and ``inputs``."""
         if self.processors:
             held = [] if self.history is None else [self.history]
             tokens = mx.concatenate([*held, *inputs])
@@ -308,43 +310,8 @@ class Run:
         logprobs = logits - mx.logsumexp(logits, keepdims=True)
         return self.sampler(logprobs), logprobs
 
-    def _hold(self, tokens: list[mx.array]) -> None:
-        """The caches hold these tokens too."""
+    def _count_tokens(self, tokens: list[mx.array]) -> None:
+        """Count tokens that are in the caches now."""
         self.length += sum(len(part) for part in tokens)
         if self.processors:
             self.history = mx.concatenate([*([] if self.history is None else [self.history]), *tokens])
-
-
-class Random:
-    """MLX's random state, which samplers draw from.
-
-    Args:
-        drawn: whether anything is drawn.
-    """
-
-    def __init__(self, drawn: bool) -> None:
-        self._drawn = drawn
-        self.noted: list[mx.array] = []
-        self._start = self._now() if drawn else None
-
-    def _now(self) -> mx.array:
-        key: mx.array = mx.random.state[0]  # type: ignore[index]
-        return key[...]
-
-    def back(self) -> None:
-        """Draw again what was drawn since this was made."""
-        self._set(self._start)
-
-    def note(self) -> None:
-        """This is a place where `go_on` goes to."""
-        if self._drawn:
-            self.noted.append(self._now())
-
-    def go_on(self, place: int) -> None:
-        """Draw next what would be drawn at this place."""
-        self._set(self.noted[place] if self._drawn else None)
-
-    def _set(self, key: mx.array | None) -> None:
-        if key is not None:
-            high, low = np.array(key).tolist()
-            mx.random.seed(high << 32 | low)  # a key is its seed in two halves

@@ -1,4 +1,4 @@
-"""Letting mlx-lm generate with drafts and checks."""
+"""Refuse what cannot draft, and let a plan draft."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from ...checks import BackendUnavailable, ConfigError
 from ...methods import Method, Prefill
 from ...model_parts import part_of
-from . import steps
-from .pace import MOST
+from . import generation
+from .attention import attend_check
+from .draft_length import MOST
 
-# Families whose several queries in one call attend other keys than one after the other, by mlx-lm's own masks: of a
-# window that is one key longer, and later tokens of a block too.
+# By mlx-lm's own masks, several queries of these families in one call attend other keys than one after the other.
 UNEVEN = frozenset({"phi3small", "plamo3"})
 
 
@@ -51,7 +51,7 @@ def draft(plan: Any, model: Any, draft_tokens: int | None) -> None:
     if plan.report.model_type in UNEVEN:
         family = plan.report.model_type
         raise ConfigError(f"lossless: expected a model that checks several tokens as it says them, got {family}.")
-    missing = {"prompt", "model", "prompt_cache", "sampler", "logits_processors"} - steps.PARAMETERS
+    missing = {"prompt", "model", "prompt_cache", "sampler", "logits_processors"} - generation.PARAMETERS
     if missing:
         raise BackendUnavailable(f"mlx-lm: expected generate_step with {', '.join(sorted(missing))}, got one without.")
-    plan.lossless = draft_tokens or 0
+    plan.lossless, plan.attend_check = draft_tokens or 0, attend_check

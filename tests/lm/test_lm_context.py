@@ -1,4 +1,4 @@
-"""A context shared out over processes of MLX's ring: what one process attends, from keys that each holds a part of."""
+"""Test a context sharded over processes of MLX's ring against one process."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from context_ranks import CASES, LOCAL
+from context_ranks import run as run_here
 from forked import BIN, Finished, start
 from mlx_lm.models.cache import KVCache, load_prompt_cache
 from rank_processes import hosts
 from saap_artefacts import write_artefact
-from slice_ranks import CASES, LOCAL
-from slice_ranks import run as run_here
 from tiny_models import build, prompt_of, words, write
 
 import mlx_sparse
-from mlx_sparse.cache.shares import BLOCK, Shares
-from mlx_sparse.cache.slice_cache import SlicedKVCache
+from mlx_sparse.cache.sharded_cache import BLOCK, Shard, ShardedKVCache
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_torch")]  # several processes
 
@@ -43,7 +42,7 @@ def in_ranks(folder: Path, size: int, names: list[str]) -> dict[str, list[Run]]:
     path = os.pathsep.join([str(HERE), str(HERE.parent / "fixtures"), os.environ["PYTHONPATH"]])
 
     def start(environment: dict[str, str]) -> str:
-        argv = [sys.executable, str(HERE / "slice_ranks.py"), str(folder), *names]
+        argv = [sys.executable, str(HERE / "context_ranks.py"), str(folder), *names]
         env = {**os.environ, **environment, "PYTHONPATH": path}
         done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=120, check=False)
         return done.stderr if done.returncode else ""
@@ -107,12 +106,11 @@ def test_a_step_sends_what_the_page_says(ranks: dict[str, list[Run]]):
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_positions_are_shared_out_once_and_evenly(size: int):
     for length in (0, 1, BLOCK - 1, BLOCK, 5 * BLOCK + 3, 64 * BLOCK):
-        shares = [Shares(rank, size) for rank in range(size)]
+        shares = [Shard(rank, size) for rank in range(size)]
         owned = [one.own(0, length) for one in shares]
         assert sorted(np.concatenate(owned).tolist()) == list(range(length))
         assert [len(own) for own in owned] == [one.before(length) for one in shares]
         assert max(map(len, owned)) - min(map(len, owned)) <= BLOCK
-        assert all(one.holds(int(place)) for one, own in zip(shares, owned, strict=True) for place in own)
         pieces = [one.own(length // 3, length) for one in shares]
         assert sorted(np.concatenate(pieces).tolist()) == list(range(length // 3, length))
 
@@ -120,16 +118,16 @@ def test_positions_are_shared_out_once_and_evenly(size: int):
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_rank_holds_its_share_of_the_bytes(size: int):
     whole = KVCache()
-    caches = [SlicedKVCache(Shares(rank, size)) for rank in range(size)]
+    caches = [ShardedKVCache(Shard(rank, size)) for rank in range(size)]
     rows = mx.random.normal((1, 2, 24576 + 300, 16))
     for first in range(0, rows.shape[2], 2048):
         for cache in (whole, *caches):
-            take = cache.take if isinstance(cache, SlicedKVCache) else cache.update_and_fetch
+            take = cache.take if isinstance(cache, ShardedKVCache) else cache.update_and_fetch
             take(*[rows[:, :, first : first + 2048]] * 2)
     for rank, cache in enumerate(caches):
         assert cache.offset == whole.offset
         assert cache.nbytes == pytest.approx(whole.nbytes / size, rel=0.05)
-        places = mx.array(Shares(rank, size).own(0, whole.offset))
+        places = mx.array(Shard(rank, size).own(0, whole.offset))
         assert mx.array_equal(cache.own_rows()[0], rows[:, :, places])
 
 
@@ -140,7 +138,7 @@ def test_what_cannot_be_shared_out_is_refused_in_one_line():
         mlx_sparse.enable(build(), "sparq", shard="context")
     with pytest.raises(mlx_sparse.ConfigError, match=r"^shard: expected one of context, context:local, got rows\.$"):
         mlx_sparse.enable(build(), "sparq", shard="rows")
-    cache = [SlicedKVCache(Shares(1, 2)), SlicedKVCache(Shares(1, 2))]
+    cache = [ShardedKVCache(Shard(1, 2)), ShardedKVCache(Shard(1, 2))]
     with pytest.raises(mlx_sparse.ConfigError, match=r"^cache: expected a whole one, got a rank's share"):
         build()(mx.array([[1]]), cache=cache)
 

@@ -1,4 +1,4 @@
-"""Prompt caches of a shared context in mlx-lm's own files: one file has all rows, wherever they are held."""
+"""Save prompt caches of a sharded context in mlx-lm's own files: one file has the rows of all ranks."""
 
 from __future__ import annotations
 
@@ -10,23 +10,22 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import KVCache
 
-from ...cache.shares import Shares
-from ...cache.slice_cache import SlicedKVCache
+from ...cache.sharded_cache import Shard, ShardedKVCache
 from ...checks import ConfigError
 from ...files import replace_file
 from .exchange import Exchange
 
 
 def save(write: Callable[..., Any], file_name: str, cache: list[Any], *args: Any, **kwargs: Any) -> None:
-    """mlx-lm's ``save_prompt_cache``, called ``write``, for caches of which every rank has its rows: rank 0 writes.
+    """Save sharded caches by ``write``, mlx-lm's ``save_prompt_cache``. All ranks call this, and rank 0 writes.
 
-    All ranks call it. Rank 0 holds the whole cache while it writes.
+    Rank 0 has the whole cache in memory meanwhile.
 
     Raises:
-        ConfigError: on all ranks, where rank 0 could not write; there is no file then, or the one that was there.
+        ConfigError: on all ranks, if rank 0 cannot write. An existing file is unchanged then.
     """
     exchange = Exchange()
-    whole = [_whole(one, exchange) if isinstance(one, SlicedKVCache) else one for one in cache]
+    whole = [_whole(one, exchange) if isinstance(one, ShardedKVCache) else one for one in cache]
     failure: Exception | None = None
     if exchange.rank == 0:
         path = Path(file_name)
@@ -41,14 +40,14 @@ def save(write: Callable[..., Any], file_name: str, cache: list[Any], *args: Any
         raise ConfigError(f"--prompt-cache-file: expected a file that can be written, got {file_name} ({reason}).")
 
 
-def _whole(cache: SlicedKVCache, exchange: Exchange) -> Any:
-    """The rows of all ranks in the order of their positions; empty on ranks other than 0."""
+def _whole(cache: ShardedKVCache, exchange: Exchange) -> Any:
+    """Return a cache with the rows of all ranks in the order of their positions; an empty one except on rank 0."""
     found: Any = KVCache()
     if not cache.position:
         return found
     counts = cache.counts()
     # Row n of rank r is at place r * longest + n of what is gathered.
-    order = np.concatenate([Shares(rank, exchange.size).positions(0, n) for rank, n in enumerate(counts)])
+    order = np.concatenate([Shard(rank, exchange.size).positions(0, n) for rank, n in enumerate(counts)])
     longest = max(counts)
     places = np.concatenate([rank * longest + np.arange(n) for rank, n in enumerate(counts)])
     rows = mx.array(places[np.argsort(order)].astype(np.int32))
@@ -58,7 +57,7 @@ def _whole(cache: SlicedKVCache, exchange: Exchange) -> Any:
         B, H, _, D = own.shape
         gathered = gathered.transpose(1, 2, 0, 3, 4).reshape(B, H, -1, D)
         arrays.append(mx.take(gathered, rows, axis=2))
-        mx.eval(arrays)  # one after the other: only the first rank keeps them
+        mx.eval(arrays)  # one after the other, because only rank 0 keeps them
     if exchange.rank == 0:
         found.keys, found.values = arrays
         found.offset = cache.position

@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from ..checks import ConfigError
+from ...checks import ConfigError
 
 # A launcher sets one of these: mlx.launch MLX_RANK for its ring, JACCL and NCCL backends, Open MPI (the only MPI that
 # MLX takes) the other.

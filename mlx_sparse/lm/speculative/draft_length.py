@@ -1,4 +1,4 @@
-"""How many tokens to draft before the next check: what this run has measured so far decides."""
+"""Select how many tokens to draft before the next check, by the times and acceptance of this run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import deque
 from statistics import median
 from typing import NamedTuple
 
-from ..dense import QUERIES, ROWS
+from .attention import QUERIES
 
 MOST = QUERIES - 1  # drafts for one check
 TIMED_FIRST, TIMED_EVERY = 4, 8  # checks that are timed, which costs waiting for the device once more
@@ -16,22 +16,22 @@ MEMORY = 64  # drafts examined that the rate of acceptance goes by
 
 
 class Turn(NamedTuple):
-    """What to do next: draft so many tokens, or none; and whether to time it."""
+    """The next tokens to draft, or none, and whether to time them."""
 
     drafts: int
     timed: bool
 
 
-class Pace:
-    """The length of drafts that gives most tokens per second, or no drafts where dense steps give more.
+class DraftLength:
+    """The draft length with most tokens per second; no drafts if dense steps give more.
 
-    With a chance ``a`` that a draft is accepted, ``n`` drafts and a check give ``1 + a + ... + a ** n`` tokens. They
-    take ``n`` sparse steps and one dense call of ``n + 1`` queries, whose time is taken to grow by the same for each
-    query, from that of a dense step on.
+    If a draft is accepted with probability ``a``, ``n`` drafts and a check give ``1 + a + ... + a ** n`` tokens. They
+    take ``n`` sparse steps and one dense call of ``n + 1`` queries, whose time is modelled as that of a dense step plus
+    a constant for each further query.
 
     Args:
-        fixed: draft so many, whatever is measured.
-        most: draft no more where that is left open.
+        fixed: draft length; None to select it.
+        most: largest draft length that is selected.
     """
 
     def __init__(self, fixed: int | None = None, most: int = MOST) -> None:
@@ -46,7 +46,7 @@ class Pace:
         self._left, self._pause = 0, PAUSE
 
     def turn(self, most: int) -> Turn:
-        """What to do next, with at most so many drafts."""
+        """Return the next draft length, at most ``most``."""
         if most < 1 or self._left > 0:
             return Turn(0, timed=False)
         timed = 0 < self._rounds <= TIMED_FIRST or self._rounds % TIMED_EVERY == TIMED_EVERY - 1
@@ -57,7 +57,7 @@ class Pace:
         return Turn(min(self._best(), most), timed)
 
     def note_step(self, seconds: float | None) -> None:
-        """A dense step without drafts; None for one that was not timed."""
+        """Count a dense step without drafts; ``seconds`` is None if it was not timed."""
         self._left = max(self._left - 1, 0)
         self._since_dense += 1
         if seconds is not None:
@@ -65,7 +65,7 @@ class Pace:
             self._since_dense = 0 if len(self._dense) > 1 else DENSE_EVERY
 
     def note_check(self, drafts: int, accepted: int, seconds: tuple[float, float] | None) -> None:
-        """So many drafts were checked, in seconds of drafting and of checking; None if that was not timed."""
+        """Count a check of drafts, with the seconds of drafting and of checking; None if they were not timed."""
         if self._rounds == 0:  # a try after a pause is measured anew
             self._checks.clear()
             self._draft.clear()
@@ -90,11 +90,11 @@ class Pace:
 
     @property
     def acceptance(self) -> float:
-        """The chance that a draft is accepted; one before any was."""
+        """Probability that a draft is accepted; 1 before the first check."""
         return (self._accepted + 1) / (self._examined + 1)
 
     def rate(self, drafts: int) -> float:
-        """Tokens per second with so many drafts for each check."""
+        """Return tokens per second with so many drafts per check."""
         dense = max(median(self._dense), 1e-9)  # a clock may stand still
         if not drafts:
             return 1 / dense
@@ -106,12 +106,3 @@ class Pace:
         if len(self._checks) < 2:
             return min(2 + 2 * len(self._checks), self.most)  # two lengths, to see what a query costs
         return max(range(1, self.most + 1), key=self.rate)
-
-
-def fused(G: int, rows: int = ROWS) -> int:
-    """Drafts whose check one kernel attends on a GPU, with ``G`` query heads for each KV head; at least one.
-
-    It takes so many ``rows`` of a KV head, which share what it reads of keys and values. With more, scores go through
-    memory.
-    """
-    return max(min(QUERIES, rows // G) - 1, 1)

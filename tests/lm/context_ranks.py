@@ -1,4 +1,4 @@
-"""What test_lm_slices runs in every rank, and in one process to compare with: calls of models, and their logits."""
+"""Run the models of test_lm_context in one rank or in one process, and write their logits."""
 
 from __future__ import annotations
 

@@ -1,0 +1,226 @@
+"""Calls of a model whose context is sharded over ranks: `lm.call.Call` over caches with a part of the rows."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import mlx.core as mx
+
+from ...cache.sharded_cache import BLOCK, Shard, ShardedKVCache, shard_caches
+from ...cache.sparse_cache import DecodeStep
+from ...checks import ConfigError
+from ...methods import NEVER, SAAP, Sample, reasons
+from ...methods.stats import dense_elements
+from ..call import Call
+from ..options import SHARDS
+from ..plan import Plan, Probe
+from . import decode, prefill
+from .exchange import Exchange
+
+
+def share_context(plan: Plan, shard: str) -> None:
+    """Let the calls of an enabled model share the context with the other ranks.
+
+    Raises:
+        ConfigError: there are no other ranks, or a method of the plan cannot run on a shard.
+    """
+    if shard not in SHARDS:
+        raise ConfigError(f"shard: expected one of {', '.join(SHARDS)}, got {shard}.")
+    exchange = Exchange()
+    if exchange.size == 1:
+        raise ConfigError("shard: expected several processes (mlx.launch -n 2 -- ...), got one.")
+    served = [*decode.STEPS, SAAP.name]
+    if plan.decode is not None and plan.decode.name not in served:
+        raise ConfigError(f"shard: expected one of {', '.join(served)} to decode with, got {plan.decode.name}.")
+    if plan.decode is not None and BLOCK % plan.decode.together:
+        raise ConfigError(f"page_size: expected a divisor of {BLOCK} with shard, got {plan.decode.together}.")
+    if plan.prefill is not None and plan.prefill.name != Sample.name:
+        raise ConfigError(f"shard: expected {Sample.name} for prompts, got {plan.prefill.name}.")
+    if plan.mass:
+        raise ConfigError("--attn-report: expected text, json or off with shard, whose ranks do not measure mass.")
+    _seed_alike(exchange)
+    plan.sharers = exchange.size
+    plan.new_call = functools.partial(ContextCall, exchange=exchange, exact=shard == "context")
+    # These caches have no `merge`, so that mlx-lm's server answers one request at a time.
+    plan.new_caches = functools.partial(shard_caches, shard=Shard(exchange.rank, exchange.size))
+
+
+def _seed_alike(exchange: Exchange) -> None:
+    """Give all ranks the random numbers of the first, because every rank samples."""
+    state: Any = mx.random.state
+    states: Any = exchange.gather(state[0]).tolist()
+    if any(one != states[0] for one in states):
+        mx.random.seed(states[0][-1])
+
+
+class ContextCall(Call):
+    """One call of a model over sharded caches.
+
+    Dense calls are sharded as well: mlx-lm's attention would see only the keys of the call's own tokens.
+
+    Args:
+        exchange: with the other ranks.
+        exact: whether the ranks select the keys that one process would, or each among its own keys.
+    """
+
+    def __init__(
+        self, plan: Plan, caches: Any, *, exchange: Exchange, exact: bool = True, probe: Probe | None = None
+    ) -> None:
+        if isinstance(caches, list):
+            # In place: the caller goes on with this list.
+            caches[:] = shard_caches(caches, Shard(exchange.rank, exchange.size))
+        super().__init__(plan, caches, probe=probe)
+        self._exchange, self._exact = exchange, exact
+        exchange.begin()
+        self._attended_caches: set[int] = set()
+        self._sharded = [cache for cache in self.caches if isinstance(cache, ShardedKVCache)]
+        for cache in self._sharded:
+            cache.calls += 1
+
+    def __exit__(self, error: type[BaseException] | None, *about: object) -> None:
+        missed = [one for one in self._sharded if one.chunk is not None and id(one) not in self._attended_caches]
+        for cache in self._sharded:
+            cache.chunk, cache.agreed = None, cache.position
+            cache.calls -= 1
+        self.counts.sent_bytes, self.counts.messages = self._exchange.sent, self._exchange.messages
+        super().__exit__(error, *about)
+        if missed and error is None:
+            raise ConfigError(
+                f"--shard context: expected layers that attend the keys of their caches, got {len(missed)} in "
+                f"{self.plan.report.model_type} that do otherwise. Run it without."
+            )
+
+    def agreed(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the arguments of the call with the first rank's tokens: other machines may round differently.
+
+        Raises:
+            ConfigError: ranks have prompts of different lengths.
+        """
+        if not inputs or not isinstance(inputs[0], mx.array) or self.probe is not None:
+            return inputs
+        tokens, before = inputs[0], max((cache.position for cache in self._sharded), default=0)
+        first = tokens.flatten()[:1].astype(mx.int32)
+        sent = self._exchange.gather(mx.concatenate([mx.array([tokens.size, before]), first]))
+        if tokens.size == 1 and all(cache.agreed == cache.position for cache in self._sharded):
+            # Lengths are not compared here: that would wait for the device at every decode step.
+            return (sent[0, 2:].reshape(tokens.shape).astype(tokens.dtype), *inputs[1:])
+        lengths: Any = sent[:, :2].tolist()
+        if any(length != lengths[0] for length in lengths):
+            listed = " and ".join(f"{n:,} after {at:,} on rank {rank}" for rank, (n, at) in enumerate(lengths))
+            raise ConfigError(f"--shard context: expected as many tokens on all ranks, got {listed}.")
+        return (self._exchange.from_first(tokens), *inputs[1:])
+
+    def attend(
+        self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None
+    ) -> mx.array | None:
+        # Layers that share keys pass the cache of another layer.
+        owner = next((one for one in (cache, *self._sharded) if _wrote(one, keys, values)), None)
+        if owner is None:
+            # The cache is the same on all ranks. A sparse call would depend on what each rank has measured.
+            reason = reasons.NO_CACHE if cache is None else reasons.other_cache(type(cache).__name__)
+            if self.probe is not None:
+                self.probe.found.append((cache, reason))
+            else:
+                self.counts.dense_calls[reason] += 1
+            return None
+        if keys.shape != values.shape:
+            raise ConfigError(
+                f"--shard context: expected keys and values of one head dim, got {keys.shape[3]} and {values.shape[3]}."
+            )
+        self._attended_caches.add(id(owner))
+        if not isinstance(mask, str) and not (mask is None and queries.shape[2] == 1):
+            raise ConfigError("--shard context: expected causal attention without further masks, got another mask.")
+        if self.probe is not None:
+            self.probe.found.append((owner, self.probing(queries, keys, owner, mask, sinks)))
+            return mx.zeros_like(queries)
+        owner.sent = self._exchange.so_far()
+        if self.plan.decodes and self.hooks is not None:
+            self.hooks.keys_written(owner)
+        attend = self._attend_chunk if queries.shape[2] > 1 else self._attend_step
+        out, lse = attend(queries, keys, owner, scale, sinks)
+        if sinks is not None:
+            out = out * mx.sigmoid(lse - sinks.astype(mx.float32)[None, :, None])[..., None]
+        return out.astype(queries.dtype)
+
+    def _attend_step(
+        self, queries: mx.array, keys: mx.array, cache: ShardedKVCache, scale: float, sinks: mx.array | None
+    ) -> decode.Attended:
+        """Attend and count a decode step over the keys of all ranks."""
+        config, exchange = self.plan.decode, self._exchange
+        reason = self.step_reason(queries, keys, cache, None, sinks) or self._length_reason(queries, keys, cache)
+        self._steps = 0 if reason else cache.position
+        if reason is not None:
+            self.counts.dense_calls[reason] += 1
+            return decode.dense(queries, cache, scale=scale, exchange=exchange)
+        assert config is not None
+        backend = self.plan.resolve(config, queries, keys)
+        self.counts.sparse_calls += 1
+        B, Hkv, _, D = keys.shape
+        everywhere = B * Hkv * cache.row_bytes * dense_elements(cache.position, D) // D
+        self.counts.dense_bytes += everywhere // cache.sharers
+        hooks, position = self.hooks, cache.position
+        moved = cache.step_bytes(config, position) if hooks is None else hooks.formula_bytes(cache, position)
+        self.counts.formula_bytes += moved
+        given: dict[str, Any] = {"scale": scale, "backend": backend, "exchange": exchange}
+        if not self._exact and config.of_share(exchange.size, 0) is not None:
+            return decode.local(queries, cache, config, **given)
+        if (step := decode.STEPS.get(config.name)) is not None:
+            return step(queries, cache, config, **given)
+        if cache.length == 0:
+            return exchange.merge(*decode.nothing(queries))
+        bound = DecodeStep.bind(config, queries.shape[1] // Hkv, backend)
+        if hooks is None:
+            out, lse = cache.take_step(queries, bound, scale)
+        else:
+            out, lse = hooks.step(queries, cache, bound, [0], scale)
+        return exchange.merge(out.astype(mx.float32), lse)
+
+    def _length_reason(self, queries: mx.array, keys: mx.array, cache: ShardedKVCache) -> str | None:
+        """Return the reason why a context of this length does not pay, the same on all ranks, or None."""
+        plan, config = self.plan, self.plan.decode
+        assert config is not None
+        layer = plan.sizes(config, queries, keys, cache, plan.resolve(config, queries, keys), self.hooks)
+        # Without a length: nothing is measured here, because the other ranks would wait.
+        sizes = (queries.shape[1], *keys.shape[1::2])
+        shortest = int(self._exchange.agree(sizes, int(plan.calibration.of(config, layer).value)))
+        if shortest >= NEVER:
+            return reasons.NOTHING_SAVED
+        if config.measurable:
+            shortest *= self._exchange.size  # the threshold counts the keys that one rank reads
+        return reasons.shorter_than(shortest) if cache.position < shortest else None
+
+    def _attend_chunk(
+        self, queries: mx.array, keys: mx.array, cache: ShardedKVCache, scale: float, sinks: mx.array | None
+    ) -> decode.Attended:
+        """Attend and count a prefill chunk over the keys of all ranks."""
+        L, S = queries.shape[2], cache.position
+        plan = self.plan
+        reason = self.chunk_reason(L, S, "causal")
+        if reason is None:
+            config: Any = plan.prefill and plan.prefill.at(S)
+            backend = plan.resolve(config, queries, keys)
+            sizes = plan.sizes(config, queries, keys, cache, backend, self.hooks)
+            fullest = self._exchange.agree((config, "chunk"), plan.calibration.of(config, sizes).value)
+            blocks = prefill.sample_select(queries, cache, config, scale=scale, exchange=self._exchange)
+            layout = config.layout(L, S)
+            kept: Any = (blocks >= 0).sum().item()
+            if kept <= fullest * layout.causal_pairs * queries.shape[0] * queries.shape[1]:
+                self.figures.add(self.place(cache), blocks, layout)
+                given: dict[str, Any] = {"block_size": config.block_size, "scale": scale, "backend": backend}
+                return prefill.attend_blocks(queries, cache, blocks, **given, exchange=self._exchange)
+            reason = reasons.TOO_FULL
+        self.counts.dense_calls[reason] += 1
+        return prefill.dense(queries, cache, scale=scale, exchange=self._exchange)
+
+    def chunk_reason(self, L: int, S: int, mask: Any) -> str | None:
+        reason, config = super().chunk_reason(L, S, mask), self.plan.prefill
+        if reason is None and config is not None and not prefill.fits(config.at(S), L, S):
+            return reasons.BETWEEN_RANKS
+        return reason
+
+
+def _wrote(cache: Any, keys: Any, values: Any) -> bool:
+    """Return True if the last write of ``cache`` returned these arrays."""
+    chunk = cache.chunk if isinstance(cache, ShardedKVCache) else None
+    return chunk is not None and chunk[0] is keys and chunk[1] is values
