@@ -31,6 +31,8 @@ from mlx_sparse.tools.advise.quality import COPY, TEXT, Change, Figures, Quality
 from mlx_sparse.tools.advise.traffic import Kept, Served, Traffic, here, kept_by, side_bytes, traffic_of, weights_read
 from mlx_sparse.tools.evaluate.variants import Arm
 
+pytestmark = pytest.mark.slow  # commands
+
 K32, K128 = 32_768, 131_072
 
 

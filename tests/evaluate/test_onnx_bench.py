@@ -17,6 +17,8 @@ from require import absent
 from mlx_sparse import cli
 from mlx_sparse.tools.bench.core import Case, Shape
 
+pytestmark = pytest.mark.slow  # benchmarks
+
 STEP = ["step", "--attn", "sparq,sparq:rank=8,top_k=40,key_bits=16,saap:probes=40,recent_tokens=50"]
 SPARQ = "sparq:rank=4,top_k=16,dense_below=64"
 

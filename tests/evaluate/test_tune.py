@@ -25,6 +25,8 @@ from mlx_sparse.tools.tune.output import FIRST_LINE, check_target, toml, write_t
 from mlx_sparse.tools.tune.run import main
 from mlx_sparse.tools.tune.search import Measured, Search, Setting, Trial, Tuned, by_range, choose, whole_grid
 
+pytestmark = pytest.mark.slow  # commands
+
 TOKENS = commands.tokens(2500)
 LENGTH = 1024
 
