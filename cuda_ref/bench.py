@@ -85,7 +85,7 @@ def variants(request: Request, case: Case) -> Iterator[Variant]:
         yield from (SamplePrefill(case, prompt, config) for config in request.methods)
         return
     caches = Caches(case)
-    check_memory(4 * caches.count * case.keys, free_memory(), LARGEST_SHARE)
+    check_memory(3 * (caches.count + 1) * case.keys, free_memory(), LARGEST_SHARE)
     yield TorchStep(case, caches, "torch, enable_gqa")
     if shape.G > 1:
         yield TorchStep(case, caches, "torch, group as rows")
@@ -184,7 +184,7 @@ class Caches:
 
     def normal(self, *shape: int) -> torch.Tensor:
         """Draw random numbers in the type of the case."""
-        return torch.randn(shape, device=device(), dtype=torch.float32).to(getattr(torch, self.case.dtype))
+        return torch.randn(shape, device=device(), dtype=getattr(torch, self.case.dtype))
 
     @cached_property
     def queries(self) -> torch.Tensor:
