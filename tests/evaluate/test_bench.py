@@ -19,13 +19,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from mlx_sparse.tools.evaluate.report.read import read_speed
 
 from mlx_sparse import cli, oracle
 from mlx_sparse.checks import ConfigError
 from mlx_sparse.methods import parse
 from mlx_sparse.tools.bench import command, core, inputs
 from mlx_sparse.tools.bench.core import Case, Request, Shape, Spread, Variant
-from mlx_sparse.tools.evaluate.report.read import read_speed
 from mlx_sparse.tools.formats import Printer
 
 CASE = Case("float16", Shape(4, 2, 32), 1, 200)
