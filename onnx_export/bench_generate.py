@@ -17,12 +17,11 @@ import numpy.typing as npt
 
 from mlx_sparse.lm.saap import load_artefact
 from mlx_sparse.methods import parse
-from mlx_sparse.oracle import code_keys
 from mlx_sparse.tools.bench.core import check_memory
 from mlx_sparse.tools.bench.generate import Context, Generation
 from mlx_sparse.tools.environment import memory
 
-from .bench import LARGEST_SHARE, records_of
+from .bench import LARGEST_SHARE
 from .exporter.export import export
 from .runtime import native
 from .runtime.runner import Runner
@@ -38,7 +37,7 @@ def variants(
     """Export a model with each method, and yield for each length the decoders of both backends.
 
     Raises:
-        ConfigError: the model cannot be exported, or was made for shorter contexts.
+        ConfigError: the model cannot be exported for both backends, or was made for shorter contexts.
     """
     capacity = max(lengths) + tokens + 1
     modes = {backend: mode for backend, mode in MODES.items() if mode == "off" or not native.unavailable()}
@@ -53,9 +52,7 @@ def variants(
                 _fill(runner.caches, method)
         for S in lengths:
             named = list(zip(methods, decoders, below, strict=True))
-            made = [Decoder(Context(S), *one, backend, tokens) for backend in modes for one in named]
-            made[0].about = f"{Path(model).name} in float32 on onnxruntime, {tokens} tokens, threads: {threads}"
-            yield list(made)
+            yield [Decoder(Context(S), *one, backend, tokens) for backend in modes for one in named]
 
 
 def _fill(caches: Mapping[str, npt.NDArray[Any]], method: str) -> None:
@@ -72,8 +69,6 @@ def _fill(caches: Mapping[str, npt.NDArray[Any]], method: str) -> None:
             configs: list[Any] = [config for config in parse(method) if config.before_rope]
             artefact: Any = load_artefact(configs[0])
             array[...] = rng.integers(0, artefact.buckets, array.shape, array.dtype)
-        elif array.dtype.kind == "u":  # int4 scoring keys
-            array[...] = records_of(code_keys(caches["past_key_values.0.key"]))
         elif name.startswith(("past_sums.", "past_summary.")):
             array[...] = 1.0  # running statistics must be positive
         else:

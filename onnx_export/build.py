@@ -27,7 +27,7 @@ def element(kind: str, **own: str) -> int:
 
 
 def node(name: str, inputs: Sequence[str], outputs: Sequence[str], **attributes: float) -> onnx.NodeProto:
-    """A node with every attribute written: a kernel need not share the defaults of anybody else.
+    """Make a node with every attribute written, because a kernel may have other defaults.
 
     Raises:
         ConfigError: an attribute is missing, unknown or out of range, or the inputs or outputs are too few or too many.
@@ -66,7 +66,7 @@ def operator_model(
     sizes: Mapping[str, int] | None = None,
     **attributes: float,
 ) -> onnx.ModelProto:
-    """A checked model of one node that is all of ``name``, with the bodies a stock runtime needs.
+    """Make a checked model of one node ``name``, with the bodies that a stock runtime needs.
 
     Args:
         name: the operator.
@@ -105,7 +105,7 @@ def operator_model(
 
 
 def check(model: onnx.ModelProto) -> None:
-    """The ONNX checker with shape inference, knowing our operators.
+    """Run the ONNX checker and shape inference with our operators registered.
 
     Raises:
         onnx.checker.ValidationError, onnx.shape_inference.InferenceError: what is wrong with the model.

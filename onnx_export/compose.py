@@ -1,11 +1,13 @@
-"""The bodies of operators: model-local functions of standard operators.
+"""Build the bodies of operators: model-local functions of standard operators.
 
-A step and an append are ONNX text in bodies/. The operators that append to caches and then attend are composed here, by
-calls of those functions: a call takes the values that have the names of its inputs, and passes on attributes by name.
+A step and an append are ONNX text in bodies/, with the constants of constants.onnxtxt. The operators that append to
+caches and then attend are composed here, by calls of those functions: a call takes the values that have the names of
+its inputs, and passes on attributes by name.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -13,6 +15,7 @@ from pathlib import Path
 import onnx
 import onnx.parser
 from onnx import AttributeProto, FunctionProto, GraphProto, NodeProto, helper
+from onnx.inliner import inline_local_functions
 
 from mlx_sparse.checks import ConfigError, meant
 
@@ -58,7 +61,15 @@ def function(name: str, profile: Profile = DEFAULT) -> FunctionProto:
 
 @cache
 def _parsed(name: str) -> FunctionProto:
-    return onnx.parser.parse_function((BODIES / f"{name}.onnxtxt").read_text(encoding="utf-8"))
+    head, brace, body = _text(name).partition("{\n")
+    used = set(re.findall(r"\w+", body))
+    constants = [line for line in _text("constants").splitlines() if line.partition(" ")[0] in used]
+    return onnx.parser.parse_function("\n".join([head, brace, *constants, body]))
+
+
+def _text(name: str) -> str:
+    """Return a text without its comments."""
+    return re.sub(r"#.*", "", (BODIES / f"{name}.onnxtxt").read_text(encoding="utf-8"))
 
 
 def _attention(made: Operator, profile: Profile) -> FunctionProto:
@@ -129,3 +140,21 @@ def calls(holder: FunctionProto | GraphProto) -> Iterator[NodeProto]:
         for attribute in node.attribute:
             if attribute.HasField("g"):
                 yield from calls(attribute.g)
+
+
+def inline(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return the model with the body of every operator in its place, for runtimes without local functions.
+
+    Inputs, outputs and weights keep their names. External data stays where it is.
+
+    Raises:
+        ConfigError: an operator of the domain has no body in the model.
+    """
+    made = inline_local_functions(model)
+    left = {node.op_type for node in calls(made.graph)}
+    if left:
+        raise ConfigError(f"model: expected a body for {' and '.join(sorted(left))}, got none. Export it again.")
+    kept = [opset for opset in made.opset_import if opset.domain != DOMAIN]  # runtimes refuse domains they do not know
+    del made.opset_import[:]
+    made.opset_import.extend(kept)
+    return made

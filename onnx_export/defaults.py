@@ -1,4 +1,4 @@
-"""What is chosen for a file where nobody says otherwise, by the measurements in docs/results/onnx.md."""
+"""Choose the defaults of a file by the measurements in docs/results/onnx.md."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SAMPLE_BELOW = 2048
 
 
 def lanes_for(length: int) -> int:
-    """Keys per chunk of component-major keys for caches of ``length`` tokens.
+    """Return the keys per chunk of component-major keys for caches of ``length`` tokens.
 
     Long runs are read fastest; whole chunks may add a sixteenth to the caches.
     """
@@ -41,7 +41,7 @@ def dense_below(config: SparQ, D: int) -> int:
 
 
 def saap_dense_below(config: SAAP, D: int, buckets: int, network: int) -> int:
-    """The same for SAAP if its buckets were equal; ``network`` weights are read for every step."""
+    """Return the same for SAAP with equal buckets; every step reads ``network`` weights."""
     shortest = config.attended + 1
     if config.dense_below != "auto":
         return max(shortest, int(config.dense_below))

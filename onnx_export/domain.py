@@ -1,4 +1,4 @@
-"""The operator domain, and which ONNX a file is written in."""
+"""Name the operator domain and the ONNX versions of files."""
 
 from __future__ import annotations
 

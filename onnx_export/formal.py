@@ -1,4 +1,4 @@
-"""What an operator is made of: formal inputs and outputs, attributes."""
+"""Define formal inputs, outputs and attributes of an operator."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Tensor:
 
     @property
     def as_keys(self) -> bool:
-        """Whether it is a cache of rows, as keys and values are."""
+        """Return True for a cache of rows, as keys and values are."""
         return self.axes.rpartition(" ")[0] == "B Hkv C"
 
 
@@ -64,12 +64,12 @@ class Operator:
 
     @property
     def states(self) -> dict[str, Tensor]:
-        """What it takes as ``past_NAME`` and gives as ``present_NAME``, by that name."""
+        """Inputs ``past_NAME`` that have an output ``present_NAME``, by NAME."""
         given = {tensor.name for tensor in self.outputs}
         pasts = {tensor.name.removeprefix("past_"): tensor for tensor in self.inputs}
         return {name: tensor for name, tensor in pasts.items() if f"present_{name}" in given}
 
     @property
     def weighted(self) -> bool:
-        """Whether it has weights, which have a type of their own."""
+        """Return True if the operator has weights, which have a type of their own."""
         return any(tensor.type == "W" for tensor in self.inputs)

@@ -1,4 +1,4 @@
-"""What each operator takes and gives: one table, read by the ONNX checker, the model builder and the reference page."""
+"""List all operators in one table for the ONNX checker, the model builder and the reference page."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .table import OUTPUT, OWN, SAMPLE, WINDOW
 
 # Functions that bodies call, no operators: they have no schema and no kernel of their own.
 PROMPTS = "PromptAttention"
-FUNCTIONS = (PROMPTS, "SparQComponents", "SparQChoice", "KeyChunks", "IsStep", "SaapAppend", "Saap")
+FUNCTIONS = (PROMPTS, "SparQComponents", "SparQChoice", "KeyChunks", "IsStep", "Rows", "SaapAppend", "Saap")
 _WHEN_SAMPLED = (
     "Sampled are pieces of a prompt of more than `block_size` tokens, without padding and with rows of one length of "
     "`dense_prompt_below` keys or more"
@@ -34,7 +34,7 @@ def coded_axes(capacity: int) -> dict[str, int]:
 
 
 def _sampling(base: Operator) -> Operator:
-    """The operator that attends by SampleAttention to pieces of prompts, and is ``base`` otherwise."""
+    """Return the operator that attends by SampleAttention to prefill chunks, and is ``base`` otherwise."""
     kept = tuple(attribute for attribute in base.attributes if attribute is not WINDOW)
     same = f"`{base.name}`" + (" with window 0" if WINDOW in base.attributes else "")
     return replace(

@@ -1,4 +1,4 @@
-"""The operators as ONNX knows its own: schemas with shape inference."""
+"""Register the operators with ONNX: schemas with shape inference."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _bind(
 
 
 def schema(operator: Operator) -> OpSchema:
-    """The operator as an `onnx.defs.OpSchema`, with its shape inference."""
+    """Return the operator as an `onnx.defs.OpSchema`, with its shape inference."""
     kinds = {int: OpSchema.AttrType.INT, float: OpSchema.AttrType.FLOAT}
 
     def formal(tensor: Tensor) -> OpSchema.FormalParameter:

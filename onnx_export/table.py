@@ -1,4 +1,4 @@
-"""The operators that are written by hand: what each takes and gives."""
+"""List inputs, outputs and attributes of the operators that are written by hand."""
 
 from __future__ import annotations
 

@@ -28,6 +28,8 @@ from require import absent, needs_triton
 from test_lm_server import running
 from tiny_models import prompt_of, words, write
 
+pytestmark = pytest.mark.slow  # commands, a browser
+
 ON_ONNXRUNTIME = ("onnx_cpp", "onnx_web")
 PAGES = sorted(path.parent.name for path in EXAMPLES.glob("*/README.md"))
 BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome", "chromium-browser")

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import SLOW
 from dev import imported_by
 
 from mlx_sparse.methods import METHODS, table
@@ -237,7 +236,3 @@ def test_the_reader_of_imports(tmp_path, source, found):
     path.parent.mkdir(parents=True)
     path.write_text(source)
     assert set(imports(path, tmp_path)) == found
-
-
-def test_every_file_that_the_fast_tier_leaves_out_exists():
-    assert {path.name for path in (ROOT / "tests").rglob("test_*.py")} >= SLOW.keys()

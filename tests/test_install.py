@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow  # installations
+
 ROOT = Path(__file__).parent.parent
 MINE = re.compile(r"(_editable_skbc_)?mlx_sparse(_attention|\b)")  # what an install of this project adds
 NO_COMPILER = {"CC": "/bin/false", "CXX": "/bin/false"}

@@ -12,10 +12,13 @@ from pathlib import Path
 
 import pytest
 from absent import OFFLINE, without
+from tier import some
 
 from mlx_sparse import extras
 from mlx_sparse.checks import BackendUnavailable
 from mlx_sparse.cli import HOSTED
+
+pytestmark = pytest.mark.slow  # environments
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -99,7 +102,7 @@ def said(absent: str, folder: Path) -> dict[str, tuple[int, str]]:
     return dict(zip(words, json.loads(done.stdout), strict=True))
 
 
-@pytest.mark.parametrize(("absent", "words"), COMMANDS, ids=[f"{words} without {name}" for name, words in COMMANDS])
+@pytest.mark.parametrize(("absent", "words"), some(COMMANDS, 10), ids=str)
 def test_a_command_without_a_package_says_in_one_line_what_to_type(
     absent: str, words: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

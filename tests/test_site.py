@@ -21,6 +21,8 @@ import mlx_sparse
 from mlx_sparse import cuda_ref
 from mlx_sparse.methods import METHODS
 
+pytestmark = pytest.mark.slow  # the site
+
 ROOT = Path(__file__).parents[1]
 ELEMENTS = re.compile(r"<(ul|ol|li|table|tr|td|th|pre|h[1-6]|blockquote|img|em|strong|a)\b")
 

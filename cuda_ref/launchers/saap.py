@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -19,22 +19,6 @@ CHOSEN_FROM = 4096  # probabilities that a program holds at a time
 MOST_ROWS = 32  # of queries that share what is read of the weights
 SLOTS = 128  # of a list, that a program fills
 VISITED = 64  # buckets that are looked at at a time
-FOLD_EVERY = 256  # tokens after which an index is made anew
-
-
-class Network(NamedTuple):
-    """A query network for each KV head (saap.5); without a hidden layer a linear router.
-
-    Attributes:
-        out_weight: ``(Hkv, H, C)``, or ``(Hkv, D, C)`` without a hidden layer.
-        out_bias: ``(Hkv, C)``.
-        hidden_weight, hidden_bias: ``(Hkv, D, H)`` and ``(Hkv, H)``.
-    """
-
-    out_weight: torch.Tensor
-    out_bias: torch.Tensor | None = None
-    hidden_weight: torch.Tensor | None = None
-    hidden_bias: torch.Tensor | None = None
 
 
 @torch.library.custom_op("mlx_sparse::saap_route", mutates_args=())
@@ -46,47 +30,40 @@ def saap_route(
     hidden_bias: torch.Tensor | None,
     probes: int,
 ) -> torch.Tensor:
-    """Select the ``probes`` buckets that the group of each KV head visits (saap.8): `route`."""
-    network = Network(*map(contiguous, (out_weight, out_bias, hidden_weight, hidden_bias)))  # type: ignore[arg-type]
-    return route(queries.contiguous(), network, probes)
-
-
-@saap_route.register_fake
-def _(queries: torch.Tensor, out_weight: torch.Tensor, *given: Any) -> torch.Tensor:
-    return queries.new_empty(queries.shape[0], out_weight.shape[0], given[-1], dtype=torch.int32)
-
-
-def route(queries: torch.Tensor, network: Network, probes: int) -> torch.Tensor:
     """Select the ``probes`` buckets that the group of each KV head visits (saap.8).
 
     Args:
-        queries: ``(B, Hq, 1, D)`` before RoPE, contiguous; the network's arrays are contiguous too.
+        queries: ``(B, Hq, 1, D)`` before RoPE.
+        out_weight: ``(Hkv, H, C)``, or ``(Hkv, D, C)`` for a linear router (saap.5).
+        out_bias: ``(Hkv, C)``.
+        hidden_weight, hidden_bias: ``(Hkv, D, H)`` and ``(Hkv, H)``.
 
     Returns:
         ``(B, Hkv, probes)`` int32, ascending; -1 in slots that no bucket with a probability fills.
     """
+    queries, out_weight = queries.contiguous(), out_weight.contiguous()
     B, Hq = queries.shape[:2]
-    Hkv, K, C = network.out_weight.shape
+    Hkv, K, C = out_weight.shape
     G = Hq // Hkv
     device = queries.device
     GROUP = power_of_2(G)
     BLOCK_M = max(16, GROUP, min(MOST_ROWS, GROUP * power_of_2(B)))
     parts = -(-B // (BLOCK_M // GROUP))
-    rows = {"G": G, "GROUP": GROUP, "BLOCK_M": BLOCK_M}
-    if network.hidden_weight is None:
+    group = {"G": G, "GROUP": GROUP, "BLOCK_M": BLOCK_M}
+    if hidden_weight is None:
         x, tickets = queries, torch.zeros(parts, Hkv, dtype=torch.int32, device=device)
     else:
-        x, tickets = _hidden(queries, network.hidden_weight, network.hidden_bias, parts, rows)
+        x, tickets = _hidden(queries, hidden_weight.contiguous(), contiguous(hidden_bias), parts, group)
     BLOCK_C = power_of_2(C, 256)
     visited = torch.empty(B, Hkv, probes, dtype=torch.int32, device=device)
-    tiles = configs.columns(C, network.out_weight.element_size(), BLOCK_M, Hkv * parts, device)
+    tiles = configs.columns(C, out_weight.element_size(), BLOCK_M, Hkv * parts, device)
     Launch(
         route_kernel,
         (-(-C // tiles.columns), Hkv, parts),
         {
             "x": x,
-            "weight": network.out_weight,
-            "bias": network.out_bias,
+            "weight": out_weight,
+            "bias": contiguous(out_bias),
             "logits": torch.empty(B, Hkv, G, C, dtype=torch.float32, device=device),
             "visited": visited,
             "tickets": tickets,
@@ -96,7 +73,7 @@ def route(queries: torch.Tensor, network: Network, probes: int) -> torch.Tensor:
             "C": C,
         },
         {
-            **rows,
+            **group,
             "BLOCK_K": tiles.rows,
             "BLOCK_N": tiles.columns,
             "BLOCK_G": min(GROUP, max(1, CHOSEN_FROM // BLOCK_C)),
@@ -105,6 +82,11 @@ def route(queries: torch.Tensor, network: Network, probes: int) -> torch.Tensor:
         {"num_warps": tiles.warps, "num_stages": tiles.stages},
     ).run()
     return visited
+
+
+@saap_route.register_fake
+def _(queries: torch.Tensor, out_weight: torch.Tensor, *given: Any) -> torch.Tensor:
+    return queries.new_empty(queries.shape[0], out_weight.shape[0], given[-1], dtype=torch.int32)
 
 
 def _hidden(
@@ -144,13 +126,13 @@ def saap_index(
 
 @dataclass(frozen=True)
 class Index:
-    """The keys of a cache in bucket order, as steps use it until it is made anew.
+    """The keys of a cache in bucket order.
 
     Attributes:
         offsets, key_ids: of `saap_index`.
         covered: keys that it knows; those behind are attended.
         sink_tokens: first keys, which it does not list.
-        capacity: slots of a list, so that every step's fits.
+        capacity: slots of a step's list.
     """
 
     offsets: torch.Tensor
@@ -158,25 +140,6 @@ class Index:
     covered: int
     sink_tokens: int
     capacity: int
-
-    @classmethod
-    def of(
-        cls,
-        bucket_ids: torch.Tensor,
-        *,
-        buckets: int,
-        probes: int,
-        sink_tokens: int,
-        recent_tokens: int,
-        left_padding: torch.Tensor | None = None,
-    ) -> Index:
-        """Build an index for a cache of ``bucket_ids (B, Hkv, S)``. This waits for the device."""
-        covered = max(bucket_ids.shape[2] - recent_tokens, 0)
-        offsets, key_ids = saap_index(
-            bucket_ids[..., :covered], buckets=buckets, sink_tokens=sink_tokens, left_padding=left_padding
-        )
-        largest = offsets.diff(dim=2).topk(probes, dim=2).values.sum(dim=2).max()
-        return cls(offsets, key_ids, covered, sink_tokens, sink_tokens + recent_tokens + FOLD_EVERY + int(largest))
 
 
 @torch.library.custom_op("mlx_sparse::saap_indices", mutates_args=())

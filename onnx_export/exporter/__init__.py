@@ -1,1 +1,1 @@
-"""The exporter: from a model that mlx-lm loads to a folder that ONNX Runtime runs."""
+"""Export a model that mlx-lm loads to a folder that ONNX Runtime runs."""

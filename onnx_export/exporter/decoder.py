@@ -1,4 +1,4 @@
-"""The graph of a decoder-only language model: from mlx-lm's modules to ONNX nodes.
+"""Build the graph of a decoder-only language model: from mlx-lm's modules to ONNX nodes.
 
 Arithmetic is float32 but for the attention nodes, whose inputs are rounded to the type of the caches. A row of the
 batch is a left-padded sequence; the caches hold ``past_length`` tokens of it, padding included.
@@ -30,7 +30,7 @@ CONV = Tensor("conv", "tensor(float)", "B 1 1", "Nothing: onnxruntime-genai want
 
 @dataclass(frozen=True)
 class Target:
-    """What is made of a model.
+    """Settings of an exported file.
 
     Attributes:
         decode: how tokens decode.
@@ -63,7 +63,7 @@ class Target:
         return {**decode.attributes(self.lanes), **prompts}
 
     def shortened(self) -> Target:
-        """The target with methods that short prompts show the sparsity of."""
+        """Return the target with shortened methods, which are sparse on short prompts."""
         prompts = self.prompts and sample.shortened(self.prompts)
         decode = self.decode.shortened()
         return replace(self, decode=decode, prompts=prompts)
@@ -75,7 +75,7 @@ class Target:
 
 
 def output_of(layer: int) -> str:
-    """The value that a layer hands on."""
+    """Return the name of a layer's output."""
     return f"layers.{layer}/output"
 
 
@@ -221,7 +221,7 @@ class Decoder:
         return self.weights.linear(f"{name}.o_proj", attention.o_proj, flat)
 
     def _stored(self, value: str) -> str:
-        """A value in the type of the caches."""
+        """Cast a value to the type of the caches."""
         dtype = self.target.dtype
         return value if dtype == "float32" else self.g.op("Cast", value, to=build.TYPES[dtype])
 
@@ -267,7 +267,7 @@ class Decoder:
     def _attend(
         self, i: int, decode: Decoding, values: dict[str, str], sizes: tuple[int, int], scale: float, window: int
     ) -> str:
-        """The attention node of a layer, its states and its output (B, Hq, L, D).
+        """Add the attention node of a layer and its states; return its output (B, Hq, L, D).
 
         ``values`` are inputs of the node that the layer computes, ``sizes`` KV heads and head dim.
         """
@@ -295,7 +295,7 @@ class Decoder:
         return outputs["output"]
 
     def _state(self, i: int, name: str, state: Tensor) -> tuple[str, str]:
-        """Input and output of a state of layer ``i``.
+        """Add the input and the output of a state of layer ``i``.
 
         onnxruntime-genai knows keys and values only: other states like keys lie in layers after the last.
         """
@@ -311,7 +311,7 @@ class Decoder:
         return self.g.input(f"{past}.{place}", element, dims), self.g.output(f"{present}.{place}", element, dims)
 
     def _fill_last_virtual_layer(self) -> None:
-        """An odd number of states in such layers leaves the last one without values, which genai expects."""
+        """Add the values of the last such layer if the states are odd in number: genai expects them."""
         if self.target.genai and self._virtual % 2:
             past, present = self._state(0, "none", OPERATORS["Append"].states["key"])
             self.g.op("Identity", past, output=present)

@@ -1,4 +1,4 @@
-"""From a model that mlx-lm loads to a folder that ONNX Runtime runs."""
+"""Export a model that mlx-lm loads to a folder that ONNX Runtime runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mlx_sparse.checks import ConfigError, check_choice, check_int, meant
 from mlx_sparse.methods import Dense, Method, Sample, load_toml, parse
 
 from .. import build
-from .. import lower as lowering
+from ..compose import inline as inlined
 from ..defaults import IN_FILES, SAMPLE_PIECE, lanes_for
 from ..domain import COMPAT, DEFAULT, DOMAIN, SPEC
 from ..runtime import native as kernels
@@ -57,7 +57,7 @@ TOKENIZER = (
 
 @dataclass(frozen=True)
 class Exported:
-    """What `export` made.
+    """Result of `export`.
 
     Attributes:
         folder: where it is.
@@ -140,7 +140,7 @@ def export(
     )
 
     def lower(proto: onnx.ModelProto) -> onnx.ModelProto:
-        return lowering.inline(proto) if inline else proto
+        return inlined(proto) if inline else proto
 
     with emerging(folder) as made:
         proto = _write(made, loaded, family, target, settings, compat=compat)
@@ -196,7 +196,7 @@ def _check_native(config: Method, *, native: bool, inline: bool) -> None:
 
 
 def methods_of(text: str, attn_config: str | Path | None) -> tuple[Sample | None, Method]:
-    """The methods for prompts, None if dense, and for decoding that ``--method`` and ``--attn-config`` mean.
+    """Return the methods for prompts (None if dense) and for decoding of ``--method`` and ``--attn-config``.
 
     Raises:
         ConfigError: they are not such as can be exported, or a key or value is wrong.
@@ -257,7 +257,7 @@ def length_of(settings: Mapping[str, Any], asked: int | None) -> int:
 
 
 def own_type(model: Any) -> str:
-    """The type of the model's unquantised weights, or of its scales."""
+    """Return the type of the model's unquantized weights, or of its scales."""
     embedding = model.model.embed_tokens
     dtype = (embedding.scales if isinstance(embedding, QUANTISED) else embedding.weight).dtype
     name = str(dtype).removeprefix("mlx.core.")
@@ -289,7 +289,7 @@ def _write(
 
 
 def metadata(target: Target, settings: Mapping[str, Any]) -> dict[str, str]:
-    """What a runner must know of the file."""
+    """Return the metadata that a runner needs."""
     said = {
         "spec": SPEC,
         "version": mlx_sparse.__version__,

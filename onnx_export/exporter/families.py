@@ -1,4 +1,4 @@
-"""The model families that can be exported: what tells one from another.
+"""Describe the model families that can be exported.
 
 Most differences (biases, q/k norms, fused projections, position encodings, windows, tied embeddings) are read from the
 modules that mlx-lm builds. The rest is a row of `FAMILIES`.
@@ -25,7 +25,7 @@ from .quantized import BITS, REMAKE, REMEDY
 
 @dataclass(frozen=True)
 class Family:
-    """What the modules do not say.
+    """Differences of a family that its modules do not show.
 
     Attributes:
         activation: of the gate: silu, gelu or gelu_tanh.
@@ -72,7 +72,7 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """The family that a config.json names.
+    """Return the family that a config.json names.
 
     Raises:
         ConfigError: it is not one of those that can be exported.
@@ -105,7 +105,7 @@ class Rope:
 
 
 def rope_of(module: Any) -> Rope | None:
-    """What an attention layer's ``rope`` does; None if nothing.
+    """Return the encoding of an attention layer's ``rope``; None if there is none.
 
     Raises:
         ConfigError: an encoding that is not known here.
@@ -138,7 +138,7 @@ def rope_of(module: Any) -> Rope | None:
 
 
 def window_of(layer: Any, model: Any) -> int:
-    """How many keys a layer attends to, 0 for all."""
+    """Return the number of keys that a layer attends to, 0 for all."""
     if getattr(layer, "use_sliding", False):
         window = model.model.sliding_window
     elif getattr(layer.self_attn, "is_sliding", False):

@@ -63,7 +63,7 @@ class Graph:
         return output or name
 
     def split(self, value: str, sizes: Sequence[int]) -> list[str]:
-        """The parts of a value along its last axis."""
+        """Split a value along its last axis."""
         name = f"{self.scope}Split_{len(self.nodes)}"
         outputs = [f"{name}_{i}" for i in range(len(sizes))]
         self.add(helper.make_node("Split", [value, self.constant(sizes)], outputs, name, axis=-1))
@@ -73,7 +73,7 @@ class Graph:
         self.nodes.append(node)
 
     def constant(self, value: Any, dtype: type = np.int64) -> str:
-        """A small constant; equal ones are one."""
+        """Add a small constant once."""
         array: np.ndarray = np.asarray(value, dtype)
         key = array.dtype.name, array.shape, array.tobytes()
         if key not in self._constants:
@@ -82,7 +82,7 @@ class Graph:
         return self._constants[key]
 
     def weight(self, name: str, array: np.ndarray, dtype: str | None = None) -> str:
-        """A weight, written to the data file now. Bfloat16 comes as bits in uint16 with its ``dtype``."""
+        """Write a weight to the data file now. Bfloat16 comes as bits in uint16 with its ``dtype``."""
         element = TYPES[dtype] if dtype else helper.np_dtype_to_tensor_dtype(array.dtype)
         self._initializers.append(self._data.add(name, array, element))
         return name
@@ -96,7 +96,7 @@ class Graph:
         return name
 
     def model(self, profile: Profile, metadata: dict[str, str]) -> onnx.ModelProto:
-        """The model, with the bodies of the operators of the domain that it uses."""
+        """Return the model, with the bodies of the operators of the domain that it uses."""
         graph = helper.make_graph(self.nodes, "decoder", self.inputs, self.outputs, self._initializers)
         domains = {node.domain for node in self.nodes}
         opsets = [helper.make_opsetid("", profile.opset), helper.make_opsetid(DOMAIN, VERSION)]

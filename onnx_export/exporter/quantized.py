@@ -11,7 +11,6 @@ Arrays are NumPy's. Bfloat16 comes as ``ml_dtypes.bfloat16`` or as its bits in u
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +20,6 @@ from mlx_sparse.checks import ArtefactError
 
 BITS = (4, 8)  # of the operators
 ULP = 2.0**-23  # of float32, relative
-SLAB = 1 << 24  # weights dequantised at a time: the work arrays stay in the hundreds of MB
 REMEDY = "Export with --dtype float32, which dequantises the weights."
 REMAKE = "Run mlx_lm.convert --dequantize on the model and export what it makes."
 
@@ -109,34 +107,8 @@ def blocks(
     return Blocks(codes, step, zeros.astype(np.uint8), None if exact else left.astype(np.float32), bits, group_size)
 
 
-def dequantised(
-    name: str, weight: np.ndarray, scales: np.ndarray, biases: np.ndarray, *, group_size: int, bits: int
-) -> np.ndarray:
-    """The weight ``scale * code + bias`` in float32 (N, K), computed in float64 and rounded once.
-
-    Raises:
-        ArtefactError: numbers that are not finite, of the weight called ``name``.
-    """
-    _check_finite(name, scales, biases, bits)
-    N, groups = scales.shape
-    made = np.empty((N, groups, group_size), np.float32)
-    for rows in _slabs(N, groups * group_size):
-        step, bias = (_float32(array[rows]).astype(np.float64)[..., None] for array in (scales, biases))
-        codes = np.ascontiguousarray(weight[rows]).view(np.uint8)
-        if bits < 8:  # codes follow each other from the lowest bit up, across bytes too
-            parted = np.unpackbits(codes, bitorder="little").reshape(-1, bits)
-            codes = np.packbits(parted, axis=-1, bitorder="little")
-        made[rows] = step * codes.reshape(-1, groups, group_size) + bias
-    return made.reshape(N, -1)
-
-
-def _slabs(rows: int, columns: int) -> Iterator[slice]:
-    height = max(1, SLAB // columns)
-    return (slice(start, start + height) for start in range(0, rows, height))
-
-
 def _float32(array: np.ndarray) -> np.ndarray:
-    """The numbers of float32, float16 or bfloat16, exactly."""
+    """Widen float32, float16 or bfloat16 exactly."""
     if array.dtype.name in ("uint16", "bfloat16"):
         return (array.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     return array.astype(np.float32)

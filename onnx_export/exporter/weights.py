@@ -1,4 +1,4 @@
-"""Layers with weights: what they store, and the nodes that use it."""
+"""Add layers with weights: the stored tensors and the nodes that use them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from onnx import TensorProto
 from mlx_sparse.checks import ArtefactError, ConfigError
 
 from .graph import MICROSOFT, Graph
-from .quantized import Blocks, blocks, dequantised
+from .quantized import Blocks, blocks
 
 QUANTISED = (nn.QuantizedLinear, nn.QuantizedEmbedding)
 
 
 def numpy_of(array: mx.array) -> np.ndarray:
-    """The array, without a copy where that can be; bfloat16 as its bits in uint16."""
+    """Return the array, without a copy where possible; bfloat16 as its bits in uint16."""
     return np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array, copy=None)
 
 
@@ -46,7 +46,7 @@ class Weights:
         self._summed: dict[tuple[str, int], str] = {}
 
     def vector(self, name: str, array: mx.array, shift: float = 0.0) -> str:
-        """A norm's weight or a bias."""
+        """Store a norm's weight or a bias."""
         self._written(name)
         _check_finite(name, array)
         return self._graph.weight(name, numpy_of(array.astype(mx.float32) + shift))
@@ -110,8 +110,9 @@ class Weights:
         """Store a matrix (N, K) or its transpose, unquantised."""
         weight = f"{name}.weight"
         if isinstance(module, QUANTISED):
-            made = dequantised(weight, *self._arrays(name, module), group_size=module.group_size, bits=module.bits)
-            array = mx.array(made)
+            weights, *ranges = self._parts(name, module)
+            scales, biases = (each.astype(mx.float32) for each in ranges)
+            array = mx.dequantize(weights, scales, biases, group_size=module.group_size, bits=module.bits)
         else:
             array = module.weight
             self._written(weight)
@@ -124,14 +125,14 @@ class Weights:
     def _widened(self, value: str) -> str:
         return value if self._dtype == "float32" else self._graph.op("Cast", value, to=TensorProto.FLOAT)
 
-    def _arrays(self, name: str, module: Any) -> list[np.ndarray]:
+    def _parts(self, name: str, module: Any) -> list[mx.array]:
         for part in ("weight", "scales", "biases"):
             self._written(f"{name}.{part}")
-        return [numpy_of(array) for array in (module.weight, module.scales, module.biases)]
+        return [module.weight, module.scales, module.biases]
 
     def _halves(self, name: str, module: Any) -> tuple[list[Blocks], str | None]:
-        """A quantised matrix as one or two of 4 bits, and the stored offsets (N, blocks) that it needs, if any."""
-        arrays = self._arrays(name, module)
+        """Return a quantized matrix as one or two of 4 bits, and the stored offsets (N, blocks) if it needs them."""
+        arrays = map(numpy_of, self._parts(name, module))
         made = blocks(f"{name}.weight", *arrays, group_size=module.group_size, bits=module.bits)
         offsets = None if made.offsets is None else self._graph.weight(f"{name}.offsets", made.offsets)
         return [made] if made.bits == 4 else list(made.halves()), offsets

@@ -1,1 +1,1 @@
-"""What runs exported files: onnxruntime, onnxruntime-genai, and our native kernels."""
+"""Run exported files: onnxruntime, onnxruntime-genai and the native kernels."""

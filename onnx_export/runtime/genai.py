@@ -82,7 +82,7 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def ends_of(config: Mapping[str, Any]) -> list[int]:
-    """The tokens that end a text, by a config.json."""
+    """Return the tokens that end a text, read from a config.json."""
     eos = config.get("eos_token_id")
     return [int(token) for token in (eos if isinstance(eos, list) else [] if eos is None else [eos])]
 

@@ -19,7 +19,7 @@ Array = npt.NDArray[Any]
 
 
 def zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
-    """A C-ordered array of zeros on huge pages where the platform has them, and aligned to vectors anyway.
+    """Make a C-ordered array of zeros, aligned to vectors, on huge pages where the platform has them.
 
     Pages are taken when they are first written.
 
@@ -42,7 +42,7 @@ def zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
 
 
 def ort_value(array: Array) -> onnxruntime.OrtValue:
-    """The array as a value of onnxruntime that shares its memory; the array must outlive it."""
+    """Return a value of onnxruntime that shares the memory of the array; the array must outlive it."""
     if array.dtype == ml_dtypes.bfloat16:
         return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(array.view(np.uint16), ONNX_BFLOAT16)
     return onnxruntime.OrtValue.ortvalue_from_numpy(array)

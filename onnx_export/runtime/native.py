@@ -1,4 +1,4 @@
-"""The native kernels of the operators: where their library is, and sessions that use it."""
+"""Find the library of native kernels, and make sessions that use it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NOT_BUILT = "the library of native ONNX Runtime kernels was not built: there was
 
 
 def library_path() -> Path:
-    """The library that ONNX Runtime's ``SessionOptions.register_custom_ops_library`` takes.
+    """Return the library for ONNX Runtime's ``SessionOptions.register_custom_ops_library``.
 
     Raises:
         BackendUnavailable: it was not built, does not load, or is of another version than this package.
@@ -35,7 +35,7 @@ def library_path() -> Path:
 
 
 def unavailable() -> str | None:
-    """Why the native kernels cannot run here; None when they can."""
+    """Return the reason why the native kernels cannot run here, or None."""
     found = _found()
     if found is not None:
         return _mismatch(found)
@@ -69,7 +69,7 @@ def _found() -> Path | None:
 
 @cache
 def _mismatch(path: Path) -> str | None:
-    """Why a library cannot be used with this package."""
+    """Return the reason why a library cannot be used with this package, or None."""
     try:
         version = ctypes.CDLL(str(path)).mlx_sparse_ort_version
     except (OSError, AttributeError) as error:

@@ -91,7 +91,7 @@ class Result:
     kernels: str
 
     def summary(self) -> str:
-        """The lines after the text, in mlx-lm's form."""
+        """Return the lines after the text, in mlx-lm's form."""
         return (
             f"Prompt: {self.prompt_tokens} tokens, {self.prompt_tps:.3f} tokens-per-sec\n"
             f"Generation: {self.generation_tokens} tokens, {self.generation_tps:.3f} tokens-per-sec\n"
@@ -138,7 +138,7 @@ def _generate(runner: Runner, tokenizer: Any, prompt: list[int], wanted: int, pi
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer in a folder; nothing is fetched, and no code of the folder runs.
+    """Load the tokenizer in a folder; nothing is downloaded, and no code of the folder runs.
 
     Raises:
         ArtefactError: there is none that loads.
@@ -180,7 +180,7 @@ class Detokenizer:
         self._said = 0
 
     def add(self, token: int) -> str:
-        """The text that this token completes."""
+        """Return the text that this token completes."""
         self._tokens.append(token)
         text = self._new()
         if text.endswith("\ufffd"):  # part of a character
@@ -190,7 +190,7 @@ class Detokenizer:
         return text
 
     def rest(self) -> str:
-        """What is left when the stream ends."""
+        """Return the text that is left when the stream ends."""
         return self._new()
 
     def _new(self) -> str:
@@ -202,7 +202,7 @@ class Detokenizer:
 
 
 def sampler(temp: float, top_p: float, seed: int | None) -> Pick:
-    """How to choose a token by its logits: the likeliest for ``temp`` 0, else one drawn as mlx-lm draws it.
+    """Return the sampler: the likeliest token for ``temp`` 0, otherwise a draw like mlx-lm's.
 
     Raises:
         ConfigError: a negative temperature, or a ``top_p`` outside 0 to 1.

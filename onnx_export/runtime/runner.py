@@ -259,7 +259,7 @@ def _model_file(path: Path) -> Path:
 
 
 def _read(path: Path) -> onnx.ModelProto:
-    """The file without its weights."""
+    """Read the file without its weights."""
     try:
         return onnx.load(path, load_external_data=False)
     except DecodeError:
@@ -267,7 +267,7 @@ def _read(path: Path) -> onnx.ModelProto:
 
 
 def first_line(error: Exception) -> str:
-    """What an exception says, in one line."""
+    """Return the first line of an exception's message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
@@ -283,7 +283,7 @@ def _check_version(path: Path, metadata: Mapping[str, str]) -> None:
 
 
 def _states(path: Path, graph: onnx.GraphProto) -> tuple[dict[str, State], int]:
-    """What a file, which may say what it likes, says of its sizes.
+    """Read and check the sizes of a file, which may be hostile.
 
     Return the type and shape of every cache, and the size of the vocabulary.
     """

@@ -31,6 +31,8 @@ from mlx_sparse.tools.advise.quality import COPY, TEXT, Attempt, Quality
 from mlx_sparse.tools.advise.traffic import Kept, Served, Traffic, kept_by, traffic_of, weights_read
 from mlx_sparse.tools.evaluate.variants import Variant
 
+pytestmark = pytest.mark.slow  # commands
+
 K32, K128 = 32_768, 131_072
 
 

@@ -373,7 +373,7 @@ def test_quantized_kv_caches_are_timed_as_well() -> None:
 
 
 def test_prefill_in_chunks_and_at_once_is_right_and_timed() -> None:
-    attn = "sample:alpha_column=0.6,alpha_slash=0.6,minference:vertical_tokens=64,slash_tokens=64"
+    attn = "sample:alpha_column=0.6,alpha_slash=0.6,block_size=32,minference:vertical_tokens=64,slash_tokens=64"
     rows = rows_of(
         "prefill",
         "--shapes",

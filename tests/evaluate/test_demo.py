@@ -15,7 +15,7 @@ from mlx_sparse.tools.demo import run, settle
 from mlx_sparse.tools.demo.outcome import Outcome, compare, parse_outcome, parse_report
 from mlx_sparse.tools.demo.text import KEY, pass_key_task
 
-pytestmark = pytest.mark.usefixtures("without_torch")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_torch")]  # the demo
 
 REPORT = {
     "attn": "sparq:rank=32,top_k=128",

@@ -18,6 +18,8 @@ from mlx_sparse import calibrate, cli
 from mlx_sparse.methods import METHODS, registry, table
 from mlx_sparse.tools import doctor, matrix, measure
 
+pytestmark = pytest.mark.slow  # commands
+
 COMMANDS = [
     "demo",
     "generate",

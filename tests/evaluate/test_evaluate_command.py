@@ -16,6 +16,8 @@ from mlx_sparse.tools import environment
 from mlx_sparse.tools.evaluate import run
 from mlx_sparse.tools.evaluate.inputs import fingerprint
 
+pytestmark = pytest.mark.slow  # commands
+
 # Of a text of which every word is a token.
 TEXT = commands.text(1800)
 SPARSE_SAMPLE = "sample:alpha_column=0.3,alpha_slash=0.3,block_size=32,dense_below=0"

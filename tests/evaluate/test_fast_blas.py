@@ -12,7 +12,7 @@ from absent import OFFLINE
 from mlx_sparse import cli
 from mlx_sparse.tools.assets import blas
 
-pytestmark = pytest.mark.usefixtures("without_torch")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_torch")]  # commands
 linux = pytest.mark.skipif(not blas.wanted(), reason="MLX does not compute on a Linux CPU here, or a BLAS is preloaded")
 
 DEMO = "demo --model no-tokenizer"  # ends soon after OpenBLAS would have been fetched

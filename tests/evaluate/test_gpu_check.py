@@ -14,6 +14,8 @@ import check_report
 import pytest
 from shell import OWN, ROOT, run, write_commands
 
+pytestmark = pytest.mark.slow  # reports
+
 SCRIPT = ROOT / "scripts" / "gpu_check.sh"
 TESTS = (
     "kernels/test_triton_kernels",

@@ -13,7 +13,7 @@ import check_report
 import pytest
 from shell import OWN, ROOT, run, write_commands
 
-pytestmark = pytest.mark.usefixtures("without_torch")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_torch")]  # reports
 
 SCRIPT = ROOT / "scripts" / "mac_check.sh"
 FILES = [

@@ -28,6 +28,8 @@ from mlx_sparse.tools.train.rows import Distances
 from mlx_sparse.tools.train.run import _texts
 from mlx_sparse.tools.train.work import alone
 
+pytestmark = pytest.mark.slow  # commands
+
 TOKENS = commands.tokens(4000)
 EXACT = ["--recent-tokens", "63", "--farther-than", "32"]
 SMALL = ["--context", "512", "--windows", "3", "--queries", "96", "--buckets", "8", "--hidden", "32", "--batch", "32"]

@@ -7,8 +7,11 @@ from pathlib import Path
 from statistics import mean
 
 import commands
+import pytest
 
 from mlx_sparse.artefact import load
+
+pytestmark = pytest.mark.slow  # a real model
 
 # Five texts of Python's language reference, two layers: less than a minute of one core.
 ARGUMENTS = (

@@ -29,6 +29,8 @@ from mlx_sparse.tools.assets import smollm2 as converter
 from mlx_sparse.tools.assets.store import build_directory, file_hash
 from mlx_sparse.tools.demo.text import topics
 
+pytestmark = pytest.mark.slow  # a real model
+
 PROSE = topics["compound"][:600]
 
 

@@ -15,6 +15,8 @@ from mlx_sparse.cuda_ref import bench
 from mlx_sparse import cli
 from mlx_sparse.tools.bench.core import Case, Shape
 
+pytestmark = pytest.mark.slow  # benchmarks
+
 METHODS = "sparq:rank=16,top_k=32,sparq:rank=16,top_k=32,key_bits=16,saap:probes=40,recent_tokens=50"
 
 

@@ -34,6 +34,8 @@ from mlx_sparse.tools.tune.search import (
     whole_grid,
 )
 
+pytestmark = pytest.mark.slow  # commands
+
 TOKENS = commands.tokens(2500)
 LENGTH = 1024
 

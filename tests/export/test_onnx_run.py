@@ -27,7 +27,7 @@ from mlx_sparse import cli
 PROMPT = tiny_models.prompt_of(100)
 WORDS = tiny_models.words(PROMPT)
 REAL = Path(__file__).parents[1] / "fixtures" / "run_smollm2.py"
-pytestmark = pytest.mark.usefixtures("without_torch")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_torch")]  # a real model
 
 
 def generate(*arguments: str) -> int:

@@ -18,7 +18,7 @@ import onnxruntime as ort
 import pytest
 from cases import Array, Case, assert_as_good_as_plain, assert_same_choice, plain_attention
 from exported import SPARQ, exported
-from mlx_sparse.onnx_export import lower
+from mlx_sparse.onnx_export import compose
 from mlx_sparse.onnx_export.runtime import native
 from onnx_operators import (
     CACHES,
@@ -44,6 +44,8 @@ from saap_cases import assert_attends as assert_lists
 from sample_cases import SampleCase, assert_attends, assert_same_blocks, selection
 
 from mlx_sparse import onnx_export
+
+pytestmark = pytest.mark.slow  # other runtimes
 
 
 @dataclass(frozen=True)
@@ -184,7 +186,7 @@ def without_bodies(file: File, model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def inlined(file: File, model: onnx.ModelProto) -> onnx.ModelProto:
-    return lower.inline(model)
+    return compose.inline(model)
 
 
 ONNX_FILES = (sys.executable, str(FIXTURES / "run_onnx_files.py"))
@@ -302,7 +304,7 @@ def test_a_whole_model_gives_the_same_logits(runtime: str, method: str) -> None:
         mask[1, :7] = 0
         feeds = {"input_ids": np.ascontiguousarray(tokens[:, start:stop]), "attention_mask": mask, **caches}
         got = dict(zip(names, session.run(names, feeds), strict=True))
-        lowered = lower.inline(model) if RUNTIMES[runtime].lowered is inlined else model
+        lowered = compose.inline(model) if RUNTIMES[runtime].lowered is inlined else model
         calls[name] = Call(lowered, feeds, {key: (array.dtype, array.shape) for key, array in got.items()})
         expected[name] = got["logits"]
         caches = {past: got[past.replace("past_key_values", "present").replace("past_", "present_")] for past in caches}

@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 import pytest
 import tiny_models
+from cases import covering
 from exported import CODED, FLOAT32, SAMPLE, SAMPLE_SAAP, Made, by_kernels, need
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
@@ -21,6 +22,8 @@ from mlx_sparse.onnx_export.runtime import run
 
 from mlx_sparse.checks import ConfigError
 from mlx_sparse.methods import Sample, parse
+
+pytestmark = pytest.mark.slow  # whole models
 
 METHODS = {
     "sample": SAMPLE.partition("+")[0],
@@ -38,8 +41,7 @@ def logits_of(made: Made) -> np.ndarray:
     return np.array(made.model(prompt, cache=make_prompt_cache(made.model))[:, -1])
 
 
-@by_method
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "glm4"])
+@pytest.mark.parametrize(("family", "method"), covering(["llama", "gemma3_text", "glm4"], list(METHODS.values())))
 def test_tokens_after_a_sampled_prompt_are_those_of_mlx(tmp_path: Path, family: str, method: str) -> None:
     made = Made(tmp_path, family, method, max_length=320)
     made.check_tokens(PROMPT)

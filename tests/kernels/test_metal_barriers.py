@@ -11,6 +11,7 @@ from cases import Case
 from msl import Fault, Metal
 from msl.mutation import barriers
 from sample_cases import SampleCase
+from tier import some
 
 from mlx_sparse.kernels import attend, attend_rows, quest, saap, sample, select, sparq
 from mlx_sparse.ops.csr import saap_index
@@ -18,7 +19,10 @@ from mlx_sparse.ops.key_codes import code_keys
 from mlx_sparse.ops.packed_rows import PackedRows
 from mlx_sparse.ops.quest import page_bounds
 
-pytestmark = pytest.mark.skipif(mx.metal.is_available(), reason="only the harness sees races")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(mx.metal.is_available(), reason="only the harness sees races"),
+]  # kernels with a barrier taken away
 
 
 def arrays(case: Case) -> list[mx.array]:
@@ -117,7 +121,7 @@ RUNS: dict[str, Callable[[], list[mx.array]]] = {
 }
 
 
-@pytest.mark.parametrize("kernel", RUNS)
+@pytest.mark.parametrize("kernel", some(list(RUNS), 5))
 def test_every_barrier_that_is_taken_away_is_missed(metal: Metal, kernel: str) -> None:
     RUNS[kernel]()
     text = metal.texts[kernel]
@@ -138,7 +142,7 @@ def test_every_barrier_that_is_taken_away_is_missed(metal: Metal, kernel: str) -
     assert not unnoticed
 
 
-@pytest.mark.parametrize("kernel", RUNS)
+@pytest.mark.parametrize("kernel", some(list(RUNS), 5))
 def test_three_schedules_give_the_same_bits(metal: Metal, kernel: str) -> None:
     results = []
     for metal.seed in (0, 1, 2):

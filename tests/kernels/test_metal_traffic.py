@@ -7,6 +7,8 @@ import json
 import pytest
 import traffic
 
+pytestmark = pytest.mark.slow  # counts of bytes
+
 
 def test_sparq_reads_the_selected_components_and_rows_once(capsys: pytest.CaptureFixture[str]) -> None:
     traffic.main(["--json", "sparq"])

@@ -21,7 +21,6 @@ from fixtures_onnx import SETS
 from mlx_sparse.onnx_export.runtime import native
 from onnx_operators import (
     CACHES,
-    LANES,
     Operator,
     advance,
     assert_is_sparq,
@@ -44,6 +43,8 @@ from sample_cases import assert_attends as assert_blocks
 
 from mlx_sparse import __version__, onnx_export, oracle
 from mlx_sparse.checks import BackendUnavailable, ConfigError
+
+pytestmark = pytest.mark.slow  # instruction sets, threads, another machine's code
 
 DENSE = {"scale": 0.125, "window": 0}
 KERNELS = Path(__file__).parents[2] / "onnx_export" / "ort_ops"
@@ -91,7 +92,7 @@ def test_every_instruction_set_prompts_as_the_oracle(name: str, case: SampleCase
 
 
 @pytest.mark.parametrize("name", SETS)
-@pytest.mark.parametrize("case", SAAP_CASES, ids=str)
+@pytest.mark.parametrize("case", SAAP_CASES[2::2], ids=str)
 def test_every_instruction_set_visits_as_the_oracle(name: str, case: SaapCase, limit: Any) -> None:
     limit(name)
     assert_lists(ADAPTERS["ort"].saap(case, visited(case)).out, None, case)
@@ -117,8 +118,7 @@ def run(*command: object) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("D", [1, 7, 30, 64])
-@pytest.mark.parametrize("group", [1, 2, 3, 5])
+@pytest.mark.parametrize(("group", "D"), [(1, 30), (2, 7), (3, 1), (5, 64), (3, 30), (5, 7)])
 @pytest.mark.parametrize("name", SETS)
 def test_odd_sizes_are_attended_exactly(name: str, group: int, D: int, limit: Any) -> None:
     limit(name)
@@ -189,19 +189,6 @@ def test_separate_buffers_leave_the_past_as_it_was(name: str) -> None:
     for key, array in caches.items():
         np.testing.assert_array_equal(array, before[key])
     np.testing.assert_array_equal(got["present_key"][:, :, : case.S], k)
-
-
-def test_dense_below_attends_densely_up_to_it() -> None:
-    case = Case(2, 4, 2, 200, 64, "f32", padding=(0, 100))
-    q, k, v = case.inputs()
-    caches = prompted(case, k, v, case.S - 1)
-    given = {"query": q, "key": k[:, :, -1:], "value": v[:, :, -1:], "left_padding": padding(case), **caches}
-    params = parameters(case, "paper")
-    dense = oracle.dense_attention(q, k, v, left_padding=case.padding)
-    sparse = oracle.sparq_attention(q, k, v, left_padding=case.padding, **params)
-    for below, wanted in ((case.S, sparse), (case.S + 1, dense)):
-        attend = Operator("native", "SparQAttention", "f32", lanes=LANES, dense_below=below, **attributes(params))
-        np.testing.assert_allclose(attend(**given)["output"], wanted, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

@@ -28,6 +28,8 @@ from mlx_sparse import oracle
 from mlx_sparse.methods.block_layout import Layout
 from mlx_sparse.methods.scoring_keys import GROUP
 
+pytestmark = pytest.mark.slow  # fuzzing, sanitizers
+
 
 @dataclass
 class Draw:

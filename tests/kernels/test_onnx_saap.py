@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import Array, Case
-from mlx_sparse.onnx_export import lower
+from mlx_sparse.onnx_export import compose
 from onnx_operators import (
     DTYPES,
     Operator,
@@ -179,7 +179,7 @@ def test_a_token_beyond_the_caches_is_an_error_of_the_runtime(runtime: str) -> N
 @pytest.mark.parametrize("runtime", ["onnxruntime", "onnxruntime-compat", "reference"])
 def test_lowered_it_equals_the_oracle(runtime: str, hidden: int | None) -> None:
     case = replace(SMALL, hidden=hidden)
-    attend = attention(runtime, case, lowered=lower.inline)
+    attend = attention(runtime, case, lowered=compose.inline)
     assert_attends(attend(**saap_step(case))["output"], None, case)
 
 

@@ -18,6 +18,8 @@ from onnx_operators import DTYPES, ONE_LINE, Operator, assert_same_assignment, f
 from mlx_sparse import oracle
 from mlx_sparse.oracle.saap import route_scores, saap_keys
 
+pytestmark = pytest.mark.slow  # fuzzing
+
 
 @dataclass
 class Draw:

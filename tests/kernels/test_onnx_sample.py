@@ -127,16 +127,15 @@ def test_a_prompt_in_pieces_is_sampled_piece_by_piece(runtime: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("below", "padding", "past", "is_sampled"),
+    ("name", "below", "padding", "past", "is_sampled"),
     [
-        (400, [0, 0], [200, 200], True),
-        (401, [0, 0], [200, 200], False),
-        (0, [0, 3], [200, 200], False),
-        (0, [0, 0], [200, 150], False),
+        ("SampleAttention", 400, [0, 0], [200, 200], True),
+        ("SampleSparQAttention", 401, [0, 0], [200, 200], False),
+        ("SampleAttention", 0, [0, 3], [200, 200], False),
+        ("SampleSparQAttention", 0, [0, 0], [200, 150], False),
     ],
     ids=["long-enough", "too-short", "padded", "rows-of-two-lengths"],
 )
-@pytest.mark.parametrize("name", ["SampleAttention", "SampleSparQAttention"])
 @by_runtime
 def test_a_piece_is_dense_where_it_cannot_be_sampled(
     runtime: str, name: str, below: int, padding: list[int], past: list[int], is_sampled: bool

@@ -27,6 +27,8 @@ from triton_compiled import (
     running,
 )
 
+pytestmark = pytest.mark.slow  # compiling for GPUs that are not here
+
 needs_triton()
 
 LAYERS = ("saap_hidden", "saap_route")

@@ -15,8 +15,6 @@ from saap_cases import (
     SAAP_CASES,
     SaapCase,
     assert_same_buckets,
-    listed,
-    visited,
 )
 from torch_arrays import DEVICE, cached, padding, to_numpy, to_torch
 
@@ -44,15 +42,6 @@ def index(case: SaapCase, covered: int) -> dict[str, Any]:
     window = {"sink_tokens": case.sink_tokens, "left_padding": case.step.padding}
     offsets, key_ids = cuda_ref.saap_index(ids, buckets=case.buckets, **window)
     return {"offsets": offsets, "key_ids": key_ids, "covered": covered, **window}
-
-
-def test_an_index_has_room_for_every_step_until_it_is_made_anew() -> None:
-    ids, route = integers(SMALL.bucket_ids()), integers(visited(SMALL))
-    sizes = {"buckets": SMALL.buckets, "probes": SMALL.probes}
-    prepared = saap.Index.of(ids, **sizes, left_padding=padding(SMALL.step), **SMALL.window)
-    counts = saap.expand(route, prepared, SMALL.step.S, padding(SMALL.step)).counts
-    np.testing.assert_array_equal(to_numpy(counts), listed(SMALL)[1])
-    assert int(counts.max()) <= prepared.capacity - saap.FOLD_EVERY
 
 
 @pytest.mark.parametrize("B", [3, 9])

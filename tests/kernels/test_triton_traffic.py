@@ -171,11 +171,13 @@ def step(S: int, shares: list[float], order: Any = None, hidden: int = HIDDEN) -
     weights = network(hidden)
     visited = saap.saap_route(before, *weights, PROBES)
     ids = spread(S, visited, shares)
-    window = {"sink_tokens": SINKS, "recent_tokens": RECENT}
-    index = saap.Index.of(ids, buckets=C, probes=PROBES, **window)
+    covered = S - RECENT
+    offsets, key_ids = saap.saap_index(ids[..., :covered], buckets=C, sink_tokens=SINKS)
+    most = int(offsets.diff(dim=2).topk(PROBES, dim=2).values.sum(dim=2).max())
+    capacity = SINKS + RECENT + 256 + most  # room for some tokens more
     with watched(order) as launches:
         chosen = saap.saap_route(before, *weights, PROBES)
-        given = q, k, v, chosen, index.offsets, index.key_ids, index.covered, SINKS, index.capacity
+        given = q, k, v, chosen, offsets, key_ids, covered, SINKS, capacity
         out = saap.saap_decode(*given, D**-0.5, None)
     return out, launches
 

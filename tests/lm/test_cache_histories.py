@@ -13,6 +13,8 @@ from mlx_sparse.cache.kv_cache import SparseBatchKVCache
 from mlx_sparse.cache.saap_state import BucketIndex
 from mlx_sparse.cache.sparq_state import SparQState
 
+pytestmark = pytest.mark.slow  # random histories
+
 MOST = 40  # histories until a planted bug shows
 
 

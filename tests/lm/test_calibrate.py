@@ -24,7 +24,7 @@ from mlx_sparse.methods import SAAP, Method, Sample, SparQ, Step, parse, read_to
 from mlx_sparse.methods.quest import Quest
 from mlx_sparse.tools.measure import main
 
-pytestmark = pytest.mark.usefixtures("calibration_folder")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("calibration_folder")]  # timings
 
 OPS = Layer("ops", Step(2, 2, 32, 4), mx.float32)
 PROMPT = Layer("ops", Step(2, 2, 32, 4), mx.float32, 256)

@@ -15,6 +15,8 @@ import pytest
 from forked import BIN, Finished, Forks, start
 from tiny_models import prompt_of, words, write
 
+pytestmark = pytest.mark.slow  # commands
+
 SPARSE = ["--attn", "sparq:rank=4,top_k=4,dense_below=0"]
 SAMPLE = "sample:block_size=32,alpha_column=0.3,alpha_slash=0.3,dense_below=0"
 BOTH = ["--attn", f"{SAMPLE}+{SPARSE[1]}"]

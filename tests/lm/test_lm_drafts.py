@@ -17,6 +17,7 @@ import family_models
 import mlx.core as mx
 import pytest
 import tiny_models
+from cases import covering
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
@@ -94,8 +95,7 @@ def enabled() -> Iterator[Callable[..., Any]]:
         mlx_sparse.disable(model)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize(("family", "sampler"), covering(list(FAMILIES), list(SAMPLERS)))
 def test_every_token_is_that_of_dense_decoding(family: str, sampler: str, enabled: Callable[..., Any]) -> None:
     model, prompt = build(family, **FAMILIES[family]), prompt_of(150)
     mx.random.seed(5)

@@ -28,6 +28,8 @@ from mlx_sparse.lm import disable, sparse
 from mlx_sparse.lm.command import run
 from mlx_sparse.methods import METHODS
 
+pytestmark = pytest.mark.slow  # commands
+
 SPARQ = "sparq:rank=4,top_k=4,dense_below=0"
 SAMPLE = "sample:block_size=32,alpha_column=0.3,alpha_slash=0.3,dense_below=0"
 LAYERS, CONTEXT, LONG, TEXT, TOKENS = 2, 40, 300, 30, 6

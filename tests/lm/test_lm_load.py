@@ -9,9 +9,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from cases import covering
 from lm_prompts import SAMPLE, SPARQ, tiny_tokenizer
 from mlx_lm import batch_generate
 from saap_artefacts import ONLINE, attn, write_artefact
+from tier import some
 from tiny_models import build, prompt_of
 
 import mlx_sparse
@@ -19,6 +21,8 @@ from mlx_sparse.cache.kv_cache import SparseBatchKVCache
 from mlx_sparse.lm import seam
 from mlx_sparse.lm.call import Call
 from mlx_sparse.lm.model import plan_of
+
+pytestmark = pytest.mark.slow  # many requests at once
 
 SHORT = "of the short sequences of a batch"
 JOINING = {"prefill_step_size": 96, "prefill_batch_size": 2, "completion_batch_size": 4}
@@ -80,8 +84,7 @@ class Answers:
         self.tokens, self.logprobs = found.token_ids, found.logprobs
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("options", [{}, JOINING], ids=["together", "joining"])
+@pytest.mark.parametrize(("name", "options"), covering(some(NAMES, 6), [{}, JOINING]), ids=str)
 def test_answers_do_not_depend_on_load(name: str, options: dict[str, int], model: Any, methods: dict[str, Any]):
     """With prompts whose last piece is one token, a step alone: 98 and 194 are 1 + 1 more than a multiple of 96."""
     order = random.Random(0)

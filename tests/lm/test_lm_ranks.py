@@ -30,7 +30,7 @@ RUN = Path(__file__).parents[1] / "fixtures" / "run_ranks.py"
 SPARSE = ["--attn", "sparq:rank=4,top_k=4,dense_below=0"]
 BENCHMARK = ["mlx_lm.benchmark", "-p", "60", "-g", "6", "--model", "model"]
 STEPS, LAYERS = 7, 2  # mlx-lm works one token ahead
-pytestmark = pytest.mark.usefixtures("without_torch")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_torch")]  # several processes
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,8 @@ from tiny_models import build, prompt_of, words, write
 
 from mlx_sparse.api.call_report import JSON_KEY
 
+pytestmark = pytest.mark.slow  # commands
+
 PROMPT, TOKENS, LAYERS = 60, 8, 2
 STEPS = TOKENS + 1  # mlx-lm's last prompt token is a step, and it works one token ahead
 WINDOW = "recent_tokens=16,fold_every=4,dense_layers=0"

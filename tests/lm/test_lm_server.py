@@ -25,7 +25,7 @@ from mlx_sparse.api.call_report import JSON_KEY
 SERVER = str(Path(sys.executable).parent / "mlx_lm.server")
 SPARSE = ["--attn", "sparq:rank=4,top_k=4,dense_below=0", "--attn-report", "json"]
 TOKENS, LAYERS = 6, 2
-pytestmark = pytest.mark.usefixtures("without_torch")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_torch")]  # commands
 
 
 def free_port() -> int:

@@ -25,7 +25,7 @@ import mlx_sparse
 from mlx_sparse.cache.shares import BLOCK, Shares
 from mlx_sparse.cache.slice_cache import SlicedKVCache
 
-pytestmark = pytest.mark.usefixtures("without_torch")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_torch")]  # several processes
 
 HERE = Path(__file__).parent
 Run = tuple[np.ndarray[Any, Any], list[int]]

@@ -16,12 +16,15 @@ from mlx_lm.models.cache import make_prompt_cache
 from places import FIXTURES
 from run_threads import METHODS
 from saap_artefacts import LAYERS, ONLINE, STEPS
+from tier import some
 from tiny_models import build, greedy, prompt_of
 
 import mlx_sparse
 from mlx_sparse import methods
 from mlx_sparse.api.call_report import IN_FLIGHT, Counts, Report
 from mlx_sparse.lm.rope import Recorder, ropes
+
+pytestmark = pytest.mark.slow  # many threads
 
 PROMPT = 300
 SAAP = f"{ONLINE},probes=3"
@@ -40,7 +43,7 @@ def lines(
     return {line["method"]: line for line in map(json.loads, run.stdout.splitlines())}
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", some(list(METHODS), 5))
 def test_eight_threads_generate_what_each_does_alone_while_another_reads_the_report(
     method: str, lines: dict[str, dict[str, Any]]
 ):

@@ -13,6 +13,8 @@ import pytest
 
 from mlx_sparse.lm.unfit_models import UNFIT
 
+pytestmark = pytest.mark.slow  # tiny models of all families
+
 FACTS, MLX_LM = models_table.read(models_table.FACTS)
 KNOWN = {found.family: found for found in FACTS}
 AGAIN = "PYTHONPATH=tests/fixtures python tests/lm/models_table.py writes it anew"

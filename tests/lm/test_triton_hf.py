@@ -20,6 +20,7 @@ from mlx_sparse.cuda_ref.hf import attention
 from mlx_sparse.cuda_ref.hf.buffers import Buffers
 from mlx_sparse.cuda_ref.launchers import configs
 from mlx_sparse.cuda_ref.launchers.sparq import sparq_attention
+from tier import some
 from torch_arrays import DEVICE
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -29,6 +30,8 @@ from transformers.modeling_utils import AttentionInterface
 from mlx_sparse import cuda_ref
 from mlx_sparse.checks import BackendUnavailable, ConfigError
 from mlx_sparse.methods import ENOUGH_SAVED, SparQ, Step, parse
+
+pytestmark = pytest.mark.slow  # models of transformers
 
 SIZES = {"hidden_size": 96, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64, "head_dim": 64}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -152,7 +155,7 @@ STEPS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "attn", "first"), STEPS)
+@pytest.mark.parametrize(("name", "attn", "first"), some(STEPS, 4))
 def test_each_step_attends_as_if_the_cache_kept_nothing(name: str, attn: str, first: tuple[int, ...] | None) -> None:
     B, n = len(first or (0,)), 2
     length = 126 if "key_bits" in attn else PROMPT  # the second step fills a group

@@ -55,10 +55,9 @@ class Generation(Variant):
 
     Attributes:
         speeds: tokens per second of each turn, by name.
-        about: what was measured; ``remark`` is a note on a right result. Both are for people.
+        remark: a note on a right result.
     """
 
-    about = ""
     remark: str | None = None
 
     def __init__(self, context: Context, method: str, backend: str, **details: Any) -> None:
@@ -110,12 +109,11 @@ def run(args: argparse.Namespace) -> int:
     model = find_model(args.model, cache, args.accept_licence)
     facts: dict[str, Any] = {"command": args.command, "date": date.today().isoformat(), "machine": where}
     printer = formats.Printer(args, facts | {"load average": f"{load:.1f} before, {os.cpu_count()} processors"})
-    rows, about = list[Row](), ""
+    rows = list[Row]()
     for variants in make(model, [DENSE, *methods], lengths, tokens):
-        about = variants[0].about
         rows += collect(measure(variants, args.repeat), printer)
     right = not any(row.failed for row in rows)
-    about = f"{where['chip']}, {where['device']}; load average before: {load:.1f}; {about}"
+    about = f"{Path(model).name}; {where['chip']}, {where['device']}; load average before: {load:.1f}"
     printer.end(f"{about}; medians of {args.repeat} turns (quartiles).\n\n{table(rows)}", right)
     return 0 if right else 1
 
@@ -153,9 +151,7 @@ def commands(
     """
     encode = _encoder(model)
     for context in [Context(S, prompt_of(text.text, S, encode)) for S in lengths]:
-        made: list[Generation] = [Command(context, method, model, tokens, encode) for method in methods]
-        made[0].about = f"{Path(model).name}; the start of {text.name}, {tokens} tokens generated"
-        yield made
+        yield [Command(context, method, model, tokens, encode) for method in methods]
 
 
 class Command(Generation):

@@ -1,4 +1,4 @@
-"""How each method is exported: one file per method, and the table of those that decode."""
+"""Export each method: one file per method, and the table of those that decode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the exporter asks of a method that decodes."""
+"""Define the interface between the exporter and a method that decodes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Decoding:
-    """How layers of a file decode: exactly, unless a subclass says otherwise.
+    """Decoding of the layers of a file: exact, except in subclasses.
 
     Attributes:
         operator: which appends to the caches and attends. Its states, ``past_*`` to ``present_*``, become inputs and
@@ -53,7 +53,7 @@ class Decoding:
 
     @classmethod
     def settled(cls, config: Any, model: Any) -> Decoding:
-        """The method by the settings ``config``, every automatic choice made for mlx-lm's ``model``.
+        """Return the method by the settings ``config``, every automatic choice made for mlx-lm's ``model``.
 
         Raises:
             ConfigError: a setting does not fit the model, or cannot be exported.
@@ -63,7 +63,7 @@ class Decoding:
 
     @property
     def has_body(self) -> bool:
-        """Whether the operator runs without the native kernels."""
+        """Return True if the operator runs without the native kernels."""
         return OPERATORS[self.operator].has_body
 
     @property
@@ -74,11 +74,11 @@ class Decoding:
 
     @property
     def text(self) -> str:
-        """The method as text."""
+        """Return the method as text."""
         return str(self.method)
 
     def serves(self, layer: int) -> bool:
-        """Whether a layer without a sliding window decodes by the operator."""
+        """Return True if a layer without a sliding window decodes by the operator."""
         return True
 
     def attributes(self, lanes: int) -> dict[str, float]:
@@ -98,7 +98,7 @@ class Decoding:
         return {}
 
     def attend(self, call: Step) -> mx.array:
-        """Return what MLX makes of a sparse step, ``(B, Hq, 1, D)``: the truth that a file is checked against."""
+        """Return MLX's output of a sparse step, ``(B, Hq, 1, D)``, which a file is checked against."""
         raise NotImplementedError
 
     def shortened(self) -> Decoding:

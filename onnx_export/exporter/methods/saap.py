@@ -44,7 +44,7 @@ class SaapDecoding(Decoding):
 
     @property
     def text(self) -> str:
-        """The method as text without the folder of the artefact: where it lay is nobody's business."""
+        """Return the method as text, without the folder of the artefact, which is private."""
         assert self.method.artefact is not None  # or settled had refused
         return str(dataclasses.replace(self.method, artefact=Path(self.method.artefact).name))
 

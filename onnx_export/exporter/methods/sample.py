@@ -43,7 +43,7 @@ def attributes(config: Sample) -> dict[str, float]:
 
 
 def attend(config: Sample, queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
-    """Return what MLX makes of a piece of a prompt: the truth that a file is checked against."""
+    """Return MLX's output of a prefill chunk, which a file is checked against."""
     made: mx.array = mlx_sparse.sample_attention(
         queries, keys, values, **config.parameters(), scale=scale, backend="ops"
     )

@@ -1,4 +1,4 @@
-"""Whether a finished file computes what MLX computes with the same weights.
+"""Check that a finished file computes the logits that MLX computes with the same weights.
 
 MLX runs the model in float32, and once more with embeddings disturbed as much as rounding errors would disturb them:
 what that does to the logits says how close the file must come. Caches of half precision round more than that, and may

@@ -1,4 +1,4 @@
-"""Whether the logits of a finished file are those of MLX."""
+"""Compare the logits of a finished file with MLX's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Lower = Callable[[onnx.ModelProto], onnx.ModelProto]
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far the logits of a file are from MLX's.
+    """Differences between the logits of a file and MLX's.
 
     Attributes:
         dense: largest difference where attention is dense.
@@ -100,7 +100,7 @@ def compare(model: onnx.ModelProto, folder: Path, expected: Expected, target: Ta
 
 
 def _median_error(got: Array, wanted: Array, dense: Array, allowed: float, *, where: str) -> float:
-    """The largest difference of the median row.
+    """Return the largest difference of the median row.
 
     Keys or blocks that tie but for rounding may be swapped. That is rare, and moves less than leaving keys out does.
     """

@@ -8,22 +8,19 @@ import onnx
 from onnx import TensorProto
 
 from ...domain import DOMAIN
-from ...operators import OPERATORS
 from ..decoder import Target, output_of
 
 HALVES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
 
 def copy_for_check(model: onnx.ModelProto, target: Target) -> onnx.ModelProto:
-    """The model with float32 caches and with the attributes of shortened methods."""
+    """Return the model with float32 caches and with the attributes of shortened methods."""
     made = onnx.ModelProto()
     made.CopyFrom(model)
     for tensor in (*made.graph.input, *made.graph.output):
         if tensor.type.tensor_type.elem_type in HALVES:
             tensor.type.tensor_type.elem_type = TensorProto.FLOAT
-    shortened = target.shortened()
-    _resize_states(made, shortened)
-    own, short = (each.attributes(each.decode, sampled=True) for each in (target, shortened))
+    own, short = (each.attributes(each.decode, sampled=True) for each in (target, target.shortened()))
     for node in made.graph.node:
         for attribute in node.attribute:
             name = attribute.name
@@ -32,16 +29,6 @@ def copy_for_check(model: onnx.ModelProto, target: Target) -> onnx.ModelProto:
             elif node.domain == DOMAIN and short.get(name) != own.get(name):
                 setattr(attribute, "f" if isinstance(short[name], float) else "i", short[name])
     return made
-
-
-def _resize_states(model: onnx.ModelProto, target: Target) -> None:
-    """Give the states that only the method has the sizes that they have with the settings of ``target``."""
-    states, axes = OPERATORS[target.decode.operator].states, target.decode.axes(target.capacity)
-    for tensor in (*model.graph.input, *model.graph.output):
-        state = states.get(tensor.name.partition(".")[0].partition("_")[2])
-        for axis, dim in zip(state.dims if state else (), tensor.type.tensor_type.shape.dim, strict=False):
-            if axis in axes:
-                dim.dim_value = axes[str(axis)]
 
 
 def keep_layers(model: onnx.ModelProto, count: int) -> None:

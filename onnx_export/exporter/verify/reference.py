@@ -1,4 +1,4 @@
-"""What MLX computes with a model's weights, and how far from it a file may be."""
+"""Compute a model's logits in MLX, and the largest error of a file."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SLACK = 2  # errors that are alike in size are not the same
 
 @dataclass(frozen=True)
 class FirstLayers:
-    """What the first layers compute in MLX for a longer prompt by a shortened method.
+    """Logits of the first layers in MLX for a longer prompt by a shortened method.
 
     Attributes:
         layers: how many, before the norm and the head.
@@ -77,7 +77,7 @@ class Expected:
 
 
 def reference(model: Any, target: Target) -> Expected:
-    """What MLX computes on the CPU: Metal's products may round to less than float32.
+    """Compute the logits on the CPU: Metal's products may round to less than float32.
 
     The model is of no other use afterwards: its parameters are those of the file.
 
@@ -162,14 +162,14 @@ def _replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
 
 
 def _columns(module: Any) -> int:
-    """How many products a linear layer sums."""
+    """Return the number of products that a linear layer sums."""
     if isinstance(module, QUANTISED):
         return int(module.scales.shape[1] * module.group_size)
     return int(module.weight.shape[1])
 
 
 def largest(found: Sequence[Array], wanted: Sequence[Array]) -> float:
-    """The largest difference; NaN if there is one."""
+    """Return the largest difference; NaN if there is one."""
     return float(np.max([np.abs(a - b).max() for a, b in zip(found, wanted, strict=True)]))
 
 

@@ -1,23 +1,23 @@
 """The reference page docs/spec/operators.md, made from the table of operators.
 
-``python -m mlx_sparse.onnx_export.reference > docs/spec/operators.md``
+python tests/export/operators_page.py > docs/spec/operators.md
 """
 
 from __future__ import annotations
 
-from .compose import COMPOSED, functions
-from .domain import COMPAT, DEFAULT, DOMAIN, SPEC, VERSION
-from .formal import Operator, T, Tensor, W
-from .operators import OPERATORS, PROMPTS
+from mlx_sparse.onnx_export.compose import COMPOSED, functions
+from mlx_sparse.onnx_export.domain import COMPAT, DEFAULT, DOMAIN, SPEC, VERSION
+from mlx_sparse.onnx_export.formal import Operator, T, Tensor, W
+from mlx_sparse.onnx_export.operators import OPERATORS, PROMPTS
 
 _HEAD = f"""# ONNX operators
 
 The operators of domain `{DOMAIN}`, version {VERSION}. This page is made from `onnx_export/operators.py` by
-`python -m mlx_sparse.onnx_export.reference`; a test holds it to that.
+`python tests/export/operators_page.py`; a test compares the two.
 
 * A file carries every operator twice: as a node, and as a model-local function of standard operators, the *body*. A
   runtime without a kernel for the node runs the body.
-* A runtime without local functions takes a file whose nodes were replaced by their bodies (`lower.inline`).
+* A runtime without local functions takes a file whose nodes were replaced by their bodies (`compose.inline`).
 * `SparQCoded` and the operators over its caches have no body: only the native kernels run them.
 * Bodies need opset {COMPAT.opset}. Files are written in opset {DEFAULT.opset} (IR {DEFAULT.ir}), or for old runtimes in
   opset {COMPAT.opset} (IR {COMPAT.ir}).
