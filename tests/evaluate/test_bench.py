@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mlx_sparse.tools.evaluate.report.read import read_speed
 
 from mlx_sparse import cli, oracle
 from mlx_sparse.checks import ConfigError
@@ -424,10 +423,3 @@ def test_a_backend_or_a_case_that_cannot_run_is_a_row() -> None:
     for stage, length in (("step", "1000000000"), ("prefill", "10000000")):
         (row,) = rows_of(stage, *SMALL, "--lengths", length, *(["--steps", "all"] if stage == "prefill" else []))
         assert re.fullmatch(r"needs \d+ GB of the \d+ GB there are", row["note"])
-
-
-def test_the_report_of_an_evaluation_reads_the_rows(tmp_path: Path) -> None:
-    found = tmp_path / "speed.jsonl"
-    options = [*SMALL, "--lengths", "200,1000000000", "--attn", "sparq,streaming", "-o", "jsonl", "--out", str(found)]
-    assert cli.main(["bench", "step", *options]) == 0
-    assert [row.method for row in read_speed(found)] == ["sparq", "streaming", ""]
