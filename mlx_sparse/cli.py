@@ -22,7 +22,7 @@ OWN_PARSERS = {
     "advise": "mlx_sparse.tools.advise.command",
     "calibrate": "mlx_sparse.tools.measure",
     "eval": "mlx_sparse.tools.evaluate.run",
-    "report": "mlx_sparse.tools.evaluate.report.command",
+    "report": "mlx_sparse.tools.evaluate.report",
     "tune-sample": "mlx_sparse.tools.tune.run",
     "train-saap": "mlx_sparse.tools.train.run",
     "bench": "mlx_sparse.tools.bench.command",

@@ -34,8 +34,8 @@ from mlx_sparse.tools import formats
 from mlx_sparse.tools.assets import blas
 from mlx_sparse.tools.assets.store import build_directory, check_directory
 from mlx_sparse.tools.demo.outcome import parse_report
-from mlx_sparse.tools.evaluate.journal import Journal
-from mlx_sparse.tools.evaluate.results import Depth
+from mlx_sparse.tools.evaluate.journal import FORMAT, Journal
+from mlx_sparse.tools.evaluate.results import Outcome
 
 HUGE = 100_000
 PLAIN, SPACED = "x" * HUGE, "x y " * (HUGE // 4)
@@ -156,7 +156,7 @@ def test_a_comma_in_place_of_the_colon_is_pointed_out(text: str) -> None:
 
 def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
     file, results = tmp_path / "whole.txt", tmp_path / "results.jsonl"
-    journal = Journal(results, "test", "key", Depth)
+    journal = Journal(results, "test", "key", Outcome)
 
     def build(folder: Path) -> None:
         (folder / "part").write_bytes(bytes(5000))
@@ -164,7 +164,7 @@ def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
     with files_of_at_most(1000):
         for write_it, name in (
             (lambda: replace_file(file, lambda new: new.write_bytes(bytes(5000))), file),
-            (lambda: journal.add("x" * 5000, Depth(0, 1, 1, 1)), results),
+            (lambda: journal.add("x" * 5000, Outcome(0, 1, 1, 1)), results),
             (lambda: build_directory(tmp_path / "model", build), tmp_path / "model"),
         ):
             with pytest.raises(OSError, match="too large") as caught:
@@ -232,5 +232,5 @@ def test_the_pinned_libraries_are_those_of_the_pinned_wheel(blas_environment: di
 
 def test_deep_json_in_a_journal_is_one_line(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
-    path.write_text(json.dumps({"mlx_sparse": "test", "format": 1, "key": "key"}) + f"\n{DEEP}\n")
-    assert "got something else in line 2" in message_of(lambda: Journal(path, "test", "key", Depth))
+    path.write_text(json.dumps({"mlx_sparse": "test", "format": FORMAT, "key": "key"}) + f"\n{DEEP}\n")
+    assert "got something else in line 2" in message_of(lambda: Journal(path, "test", "key", Outcome))

@@ -25,7 +25,6 @@ from mlx_sparse.checks import ConfigError
 from mlx_sparse.methods import parse
 from mlx_sparse.tools.bench import command, core, inputs
 from mlx_sparse.tools.bench.core import Case, Request, Shape, Spread, Variant
-from mlx_sparse.tools.evaluate.report.read import read_speed
 from mlx_sparse.tools.formats import Printer
 
 CASE = Case("float16", Shape(4, 2, 32), 1, 200)
@@ -424,10 +423,3 @@ def test_a_backend_or_a_case_that_cannot_run_is_a_row() -> None:
     for stage, length in (("step", "1000000000"), ("prefill", "10000000")):
         (row,) = rows_of(stage, *SMALL, "--lengths", length, *(["--steps", "all"] if stage == "prefill" else []))
         assert re.fullmatch(r"needs \d+ GB of the \d+ GB there are", row["note"])
-
-
-def test_the_report_of_an_evaluation_reads_the_rows(tmp_path: Path) -> None:
-    found = tmp_path / "speed.jsonl"
-    options = [*SMALL, "--lengths", "200,1000000000", "--attn", "sparq,streaming", "-o", "jsonl", "--out", str(found)]
-    assert cli.main(["bench", "step", *options]) == 0
-    assert [row.method for row in read_speed(found)] == ["sparq", "streaming", ""]

@@ -1,4 +1,4 @@
-"""`mlx-sparse eval`: examples, figures and refusals."""
+"""`mlx-sparse eval`: figures of examples, and resumed runs."""
 
 from __future__ import annotations
 
@@ -20,20 +20,26 @@ from mlx_sparse.tools.evaluate import runner, score
 from mlx_sparse.tools.evaluate.journal import Journal
 from mlx_sparse.tools.evaluate.results import Outcome, Row, Trial
 from mlx_sparse.tools.evaluate.runner import Prompt, Steps
-from mlx_sparse.tools.evaluate.table import table
-from mlx_sparse.tools.evaluate.tasks import BITS_TOKENS, Example, Passage
-from mlx_sparse.tools.evaluate.variants import DENSE, Arm, quantised
+from mlx_sparse.tools.evaluate.table import tables
+from mlx_sparse.tools.evaluate.tasks import Example, Passage
+from mlx_sparse.tools.evaluate.tasks.plain import BITS_TOKENS
+from mlx_sparse.tools.evaluate.variants import DENSE, Variant, quantised
 
 CONTEXT = 400
 TOKENS = commands.tokens(4 * (CONTEXT + BITS_TOKENS))
 
 
-def arms(*methods: str) -> list[Arm]:
-    return [Arm(method, method) for method in methods]
+def variants(*methods: str) -> list[Variant]:
+    return [Variant(method, method) for method in methods]
+
+
+def no_journal() -> Journal[Trial]:
+    return Journal(None, "", "", Trial)
 
 
 def run(subjects: list[Any], *methods: str, journal: Journal[Trial] | None = None, prefill: bool = False) -> list[Row]:
-    return runner.run("task", subjects, arms(*methods), Progress(), journal, context=100, D=16, prefill=prefill)
+    journal = journal or no_journal()
+    return runner.run("needle", subjects, variants(*methods), Progress(), journal, context=100, D=16, prefill=prefill)
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +52,15 @@ def rows() -> dict[str, Row]:
     ]
     examples = [Example(TOKENS[:100], TOKENS[100:120]), Example(TOKENS[7:107], TOKENS[107:127])]
     progress, subject = Progress(), Steps(build(), Words(), examples, 512)
-    result = runner.run("task", [subject], arms(*methods), progress, context=100, D=16)
+    result = runner.run("needle", [subject], variants(*methods), progress, no_journal(), context=100, D=16)
     assert progress.count == 2 * (1 + len(methods))
     return dict(zip(["dense", *methods], result, strict=True))
+
+
+def cells(row: Row) -> dict[str, str]:
+    """Return the cells of a row in its table, by column."""
+    (table,) = tables([row], row.task)
+    return dict(zip(table.header, table.rows[0], strict=True))
 
 
 def test_every_key_is_dense_to_float32_accuracy(rows: dict[str, Row]) -> None:
@@ -59,16 +71,16 @@ def test_every_key_is_dense_to_float32_accuracy(rows: dict[str, Row]) -> None:
     assert (row.sparse_calls, row.compression) == (0, 1)
     assert row.served == "fell back"
     assert row.dense_reasons == {"over fewer than 8,000 keys": 2 * 2 * 20}
-    assert "no call was sparse; dense: 80 over fewer than 8,000 keys" in table([row])
+    assert cells(row)["calls"] == "ran densely: 80 over fewer than 8,000 keys"
 
 
 def test_examples_decoded_together_predict_what_each_does_alone(rows: dict[str, Row]) -> None:
     methods, model = list(rows)[1:], build()
     examples = [Example(TOKENS[:100], TOKENS[100:120]), Example(TOKENS[7:107], TOKENS[107:113])]
     together = Steps(model, Words(), examples, 512)  # the shorter target's row goes on to the other's end
-    for arm in (DENSE, *arms(*methods)):
-        alone = [Steps(model, Words(), [example], 512).trials(arm)[0] for example in examples]
-        for one, of_two in zip(alone, together.trials(arm), strict=True):
+    for variant in (DENSE, *variants(*methods)):
+        alone = [Steps(model, Words(), [example], 512).trials(variant)[0] for example in examples]
+        for one, of_two in zip(alone, together.trials(variant), strict=True):
             assert of_two.outcome.accuracy == one.outcome.accuracy
             assert of_two.outcome.bits == pytest.approx(one.outcome.bits, rel=1e-4)
             assert of_two.outcome.kl == pytest.approx(one.outcome.kl, rel=1e-3, abs=1e-6)
@@ -98,7 +110,7 @@ def test_depths_of_answers_become_cells_of_a_row() -> None:
         Example(TOKENS[i : i + 50], TOKENS[i + 50 : i + 53], depth=depth) for i, depth in enumerate((0.5, 0, 0.5))
     ]
     (row,) = run([Steps(build(), Words(), examples, 512)])
-    assert [(cell.depth, cell.examples) for cell in row.depths] == [(0, 1), (0.5, 2)]
+    assert list(row.depths) == ["0%", "50%"]
 
 
 def test_few_keys_run_sparsely_and_cost_something(rows: dict[str, Row]) -> None:
@@ -121,9 +133,10 @@ def test_rank_D_costs_what_the_best_keys_cost(rows: dict[str, Row]) -> None:
 
 
 def test_steps_over_quantised_caches_cost_what_the_bits_cost() -> None:
-    sparq = arms("sparq:top_k=8,rank=64,key_bits=16")
+    sparq = variants("sparq:top_k=8,rank=64,key_bits=16")
     subject = Steps(build(head_dim=64), Words(), [Example(TOKENS[:100], TOKENS[100:120])], 512)
-    result = runner.run("task", [subject], [*sparq, *quantised(sparq, [8, 2])], Progress(), context=100, D=64)
+    kept = [*sparq, *quantised(sparq, [8, 2])]
+    result = runner.run("needle", [subject], kept, Progress(), no_journal(), context=100, D=64)
     found = {row.method: row for row in result}
     names = ["dense", "sparq:top_k=8,rank=64,key_bits=16"]
     assert list(found) == [*names, *(f"{name} --kv-bits {bits}" for bits in (8, 2) for name in names)]
@@ -146,16 +159,14 @@ def test_buckets_say_what_they_attended_and_every_bucket_is_dense() -> None:
     assert few.mean.kl > 1e-4
     assert every.selectivity == 1
     assert abs(every.mean.kl) < 1e-5 and every.mean.agreement == 1
-    cells = [line.split(" | ") for line in table([dense, few, every]).splitlines()]
-    column = cells[0].index("selectivity")
-    assert [row[column] for row in cells[2:]] == ["", f"{few.selectivity:.3f}", "1.000"]
+    assert [cells(row)["selectivity"] for row in (few, every)] == [f"{few.selectivity:.3f}", "1.000"]
 
 
 def test_a_prompt_without_an_index_is_indexed_as_if_it_had_been_there_from_the_start() -> None:
     """Prompts are processed densely and once, for all methods."""
     model, method = build(), f"saap:mode=online,buckets=8,probes=2,{EXACT}"
     prompt, target = TOKENS[:100], TOKENS[100:120]
-    (found,) = Steps(model, Words(), [Example(prompt, target)], 512).trials(Arm(method, method))
+    (found,) = Steps(model, Words(), [Example(prompt, target)], 512).trials(Variant(method, method))
     rows = []
     with mlx_sparse.lm.sparse(model, method) as report:
         cache = runner.prefill(model, mx.array([prompt[:-1]]), 512)
@@ -177,11 +188,11 @@ def test_results_belong_to_what_an_artefact_holds_not_to_its_name(
     class Subject:
         depths, digests = (None,), ("0",)
 
-        def trials(self, arm: Arm) -> list[Trial]:
-            tried.append(arm.attn)
-            return [Trial(Outcome(1.5, 0.5, 1.0, 0.0), arm.attn)]
+        def trials(self, variant: Variant) -> list[Trial]:
+            tried.append(variant.attn)
+            return [Trial(Outcome(1.5, 0.5, 1.0, 0.0), variant.attn)]
 
-    monkeypatch.setattr(Arm, "formula", lambda arm, S, D: None)  # it would ask the artefact, which is none
+    monkeypatch.setattr(Variant, "formula", lambda variant, S, D: None)  # it would ask the artefact, which is none
     for content in (b"one", b"one", b"two"):
         path.write_bytes(content)
         run([Subject()], method, journal=Journal(tmp_path / "results", "eval", "key", Trial))
@@ -216,7 +227,7 @@ WINDOW = "streaming_prefill:window=0.1,block_size=32"
 @pytest.fixture(scope="module")
 def prompts() -> dict[str, Row]:
     methods = [DENSE_SAMPLE, SPARSE_SAMPLE, WINDOW]
-    subject = Prompt(build(), Words(), PASSAGE, 100, mass=True)
+    subject = Prompt(build(), Words(), PASSAGE, 100, recall=True)
     return dict(zip(["dense", *methods], run([subject], *methods, prefill=True), strict=True))
 
 
@@ -234,7 +245,7 @@ def test_a_prefill_that_keeps_everything_predicts_what_dense_does(prompts: dict[
     row = prompts[DENSE_SAMPLE]
     assert row.mean.agreement == 1
     assert abs(row.mean.kl) < 1e-6
-    assert all(head == 1 for heads in row.density for head in heads)
+    assert all(layer == 1 for layer in row.density)
 
 
 @pytest.mark.parametrize("method", [SPARSE_SAMPLE, WINDOW])
@@ -242,9 +253,8 @@ def test_a_sparse_prefill_costs_something_and_says_what_it_kept(prompts: dict[st
     row = prompts[method]
     assert row.mean.kl > 1e-3
     assert row.sparse_calls == 2 * 3
-    assert (len(row.density), {len(heads) for heads in row.density}) == (2, {4})
-    assert all(0 < head < 1 for heads in row.density for head in heads)
-    least, low, mean = row.mass
+    assert len(row.density) == 2 and all(0 < layer < 1 for layer in row.density)
+    least, low, mean = row.recall
     assert 0 < least <= low + 1e-3 <= mean + 2e-3 < 1
     assert (row.sampled > 0) == (method == SPARSE_SAMPLE)
 
@@ -262,7 +272,7 @@ def test_a_method_for_both_stages_is_sparse_in_both() -> None:
         logits = model(mx.array([[TOKENS[199]]]), cache=cache)[0, 0].astype(mx.float32)
     nats = (mx.logsumexp(logits) - logits[TOKENS[200]]).item()
     short = Steps(model, Words(), [Example(TOKENS[:200], TOKENS[200:201])], 128)
-    assert short.trials(Arm(both, both))[0].outcome.bits == pytest.approx(nats / math.log(2) / 2, rel=1e-4)
+    assert short.trials(Variant(both, both))[0].outcome.bits == pytest.approx(nats / math.log(2) / 2, rel=1e-4)
 
 
 class Once:
@@ -273,12 +283,12 @@ class Once:
     def __init__(self) -> None:
         self.tried: list[str] = []
 
-    def trials(self, arm: Arm) -> list[Trial]:
-        assert arm.attn not in self.tried
-        self.tried.append(arm.attn)
-        density = [[0.25, 0.5]] if arm != DENSE else []
-        mass = [0.1, 0.2, 0.3] if density else []
-        return [Trial(Outcome(1.5, 0.5, 1.0, -1e-9), arm.attn, density=density, mass=mass)]
+    def trials(self, variant: Variant) -> list[Trial]:
+        assert variant.attn not in self.tried
+        self.tried.append(variant.attn)
+        density = [0.25, 0.5] if variant != DENSE else []
+        recall = [0.1, 0.2, 0.3] if density else []
+        return [Trial(Outcome(1.5, 0.5, 1.0, -1e-9), variant.attn, density=density, recall=recall)]
 
 
 def test_what_the_journal_knows_is_not_run_again(tmp_path: Path) -> None:
@@ -290,7 +300,7 @@ def test_what_the_journal_knows_is_not_run_again(tmp_path: Path) -> None:
     first, second = again("sparq"), again("sparq", "streaming")
     assert subject.tried == ["dense", "sparq", "streaming"]
     assert str(second[:2]) == str(first)  # as text: the errors of one example are no numbers
-    assert second[1].density == [[0.25, 0.5]]
+    assert second[1].density == [0.25, 0.5]
 
 
 def test_results_belong_to_the_tokens_that_were_run(tmp_path: Path) -> None:
@@ -321,10 +331,8 @@ def test_tokens_that_the_model_rules_out_add_nothing_to_the_divergence() -> None
 def test_layers_and_stages_that_a_method_does_not_serve_did_not_fall_back() -> None:
     (_, row) = run([Steps(build(), Words(), [Example(TOKENS[:200], TOKENS[200:203])], 128)], SPARSE_SAMPLE)
     assert (row.served, row.sparse_calls, row.dense_calls) == ("sparse", 2 * 2, 0)
-    header, _, line = ([cell.strip() for cell in line.split("|")] for line in table([row]).splitlines())
-    cells = dict(zip(header, line, strict=True))
-    assert cells["counted"] == "", "its steps are dense attention's"
-    assert cells["density"] == f"{np.mean(row.density):.3f}"
+    assert "bytes counted" not in cells(row), "its steps are dense attention's"
+    assert cells(row)["density"] == f"{np.mean(row.density):.3f}"
     sliding = Steps(build("gemma3_text"), Words(), [Example(TOKENS[:50], TOKENS[50:53])], 512)
     (_, row) = run([sliding], "sparq:rank=4,top_k=8")
     assert (row.served, row.dense_calls, row.dense_reasons) == ("sparse", 0, {})

@@ -13,7 +13,7 @@ from tiny_models import build
 from mlx_sparse import ConfigError
 from mlx_sparse.methods import parse, stats
 from mlx_sparse.tools.evaluate.budget import OutOfReach, read_budget, settle, transfers
-from mlx_sparse.tools.evaluate.variants import Arm, arms_of, read_methods
+from mlx_sparse.tools.evaluate.variants import Variant, read_methods, variants_of
 
 S, D = 2048, 64
 SIZES = {"sparq": "top_k", "streaming": "recent_tokens", "h2o": "top_k", "oracle_top_k": "top_k"}
@@ -76,8 +76,10 @@ def test_saap_visits_the_buckets_that_the_budget_pays_for(mode: str, tmp_path: P
 def test_what_no_setting_can_reach_is_left_out_with_its_reason() -> None:
     with pytest.raises(OutOfReach, match=r"within reach of flexgen at 2,048 keys, got 1/4: its least is 0.5"):
         settle("flexgen", Fraction(1, 4), S, D)
-    arms, left_out = arms_of(["flexgen", "streaming", "sparq:rank=16,top_k=64"], [Fraction(3, 4), Fraction(1, 4)], S, D)
-    assert [(arm.method, arm.budget) for arm in arms] == [
+    variants, left_out = variants_of(
+        ["flexgen", "streaming", "sparq:rank=16,top_k=64"], [Fraction(3, 4), Fraction(1, 4)], S, D
+    )
+    assert [(variant.method, variant.budget) for variant in variants] == [
         ("flexgen", "3/4"),
         ("streaming", "3/4"),
         ("streaming", "1/4"),
@@ -88,9 +90,9 @@ def test_what_no_setting_can_reach_is_left_out_with_its_reason() -> None:
 
 
 def test_without_a_budget_methods_run_as_they_are() -> None:
-    arms, left_out = arms_of(["sparq", "sample"], [], S, D)
-    assert arms == [Arm("sparq", "sparq"), Arm("sample", "sample")] and not left_out
-    assert [arm.formula(S, D) for arm in arms] == [transfers(parse("sparq")[0], S, D), None]
+    variants, left_out = variants_of(["sparq", "sample"], [], S, D)
+    assert variants == [Variant("sparq", "sparq"), Variant("sample", "sample")] and not left_out
+    assert [variant.formula(S, D) for variant in variants] == [transfers(parse("sparq")[0], S, D), None]
 
 
 def test_lists_of_methods_leave_out_dense_and_repetitions() -> None:

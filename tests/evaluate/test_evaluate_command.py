@@ -33,7 +33,7 @@ SPARSE_SAMPLE = "sample:alpha_column=0.3,alpha_slash=0.3,block_size=32,dense_bel
         (["--methods", "sparq", "--batch", "0"], "--batch: expected an integer of at least 1, got 0"),
         (["--methods", "sparq", "--context", "2k,100"], "--context: expected an integer of at least 512, got 100"),
         (["--methods", "sparq", "--tasks", "repetition,tetris"], "--tasks: expected some of .*, got 'tetris'"),
-        (["--methods", "sparq", "--tasks", "retained_mass"], "--tasks: expected a prefill method such as sample"),
+        (["--methods", "sparq", "--tasks", "attention_recall"], "--tasks: expected a prefill method such as sample"),
         (["--methods", "sparq", "--budget", "1/2,2"], "--budget: expected shares such as 1/2,1/8, got '2'"),
         (["--tasks", "repetition"], "--methods: expected a method such as sparq, got none"),
         (["--methods", "sparq,,streaming"], "methods: expected a list such as"),
@@ -77,8 +77,8 @@ def test_the_command_prints_one_json_line_for_each_row(
     assert (facts[0]["seed"], facts[0]["model"]["head_dim"], facts[0]["versions"]["mlx"]) == (0, 16, version("mlx"))
     assert "<html" in (tmp_path / "results" / "report.html").read_text()
     again = evaluate(*options)
-    assert again.stdout.count("| `dense` |") == 4
-    assert again.stdout.count("| density | of layers |") == 1
+    assert again.stdout.count("| dense |") == 4
+    assert again.stdout.count("repetition: tokens inside a sparse prompt") == 1
     short = evaluate("--methods", "sparq:rank=4", "--tasks", "bits_per_byte", "--limit", "4", "--text", str(text))
     assert short.returncode == 2
     assert short.stderr.strip().splitlines()[-1].startswith("mlx-sparse: error: --limit: expected 4 x 1,152 tokens")
@@ -109,9 +109,9 @@ def test_too_small_a_budget_is_one_line(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_what_is_named_twice_runs_once_and_every_text_is_cut_before_anything_runs(tmp_path: Path) -> None:
     tasks = ["--tasks", "bits_per_byte,bits_per_byte", "repetition"]
-    plans = evaluation(tmp_path, "--methods", "streaming", "sample", *tasks, "--limit", "1")._plans()
-    assert [(task, prefill) for _, task, prefill, _, _ in plans] == [
+    plans = evaluation(tmp_path, "--methods", "streaming", "sample", *tasks, "--limit", "1").plans()
+    assert [(plan.task, plan.prefill) for plan in plans] == [
         (task, prefill) for task in ("bits_per_byte", "repetition") for prefill in (False, True)
     ]
     with pytest.raises(mlx_sparse.ConfigError, match="--limit: expected 2 x 640 tokens of text"):
-        evaluation(tmp_path, "--methods", "streaming", *tasks[:1], "repetition,bits_per_byte", "--limit", "2")._plans()
+        evaluation(tmp_path, "--methods", "streaming", *tasks[:1], "repetition,bits_per_byte", "--limit", "2").plans()

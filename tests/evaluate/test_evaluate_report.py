@@ -1,183 +1,259 @@
-"""Pictures of an evaluation hold what its rows say."""
+"""The report of an evaluation: pictures and tables of its rows, the same page from its files, and hostile files."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+import json
+import re
+import sys
 from dataclasses import replace
+from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import matplotlib
-import numpy as np
+import mlx.core as mx
 import pytest
-from matplotlib.colors import to_hex
-from report_rows import (
-    DECODE,
-    MAP,
-    NAN,
-    NEEDLE,
-    PROMPT,
-    ROWS,
-    SELECTION,
-    SPEED,
-    speed_row,
-)
+from mlx import nn
+from report_rows import DECODE, DEPTHS, FACTS, HOSTILE, NAN, PROMPT, ROWS, RUN, SELECTION, SHORT, row
+from tiny_models import build
 
-from mlx_sparse.tools.evaluate import report
-from mlx_sparse.tools.evaluate.report import style
+import mlx_sparse
+from mlx_sparse import cli
+from mlx_sparse.extras import install_hint
+from mlx_sparse.model_info import weights_hash
+from mlx_sparse.tools.evaluate import picture, report
+from mlx_sparse.tools.evaluate.facts import Facts, TextFacts, run_facts
+from mlx_sparse.tools.evaluate.journal import as_json, from_json
 from mlx_sparse.tools.evaluate.results import Row
 
 
-def lines(ax: Any) -> dict[str, Any]:
-    """The lines with error bars of an axis, by their label."""
-    return {container.get_label(): container for container in ax.containers}
+class Page(HTMLParser):
+    """Read a page strictly: every element is closed."""
+
+    VOID = ("meta", "img")
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.text = ""
+        self.feed((folder / report.PAGE).read_text(encoding="utf-8"))
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
 
 
-def points(container: Any) -> list[tuple[float, float]]:
-    return [(float(x), float(y)) for x, y in zip(*container[0].get_data(), strict=True)]
-
-
-def bars(container: Any) -> list[float]:
-    """Lower and upper end of each error bar, one after the other."""
-    (segments,) = [collection.get_segments() for collection in container[2]]
-    return [float(end[1]) for segment in segments for end in segment]
-
-
-def texts(figure: Any) -> str:
-    return "\n".join(text.get_text() for text in figure.findobj(matplotlib.text.Text))
+def drawn(ax: Any) -> dict[str, list[tuple[float, float]]]:
+    """Return the points of each method."""
+    return {
+        line.get_label(): [(float(x), float(y)) for x, y in zip(*line[0].get_data(), strict=True)]
+        for line in ax.containers
+    }
 
 
 def test_a_point_is_what_a_row_read_and_scored_with_its_error() -> None:
-    ax = report.draw_quality(DECODE, "repetition").axes[0]
-    drawn = lines(ax)
-    assert points(drawn["sparq:rank=16"]) == [(0.124, 0.86), (0.5, 0.89)]
-    assert bars(drawn["sparq:rank=16"]) == pytest.approx([0.857, 0.863, 0.887, 0.893])
-    (level,) = [line for line in ax.lines if line.get_label() == "dense"]
+    (ax,) = picture.draw(DECODE).axes
+    assert drawn(ax)["sparq:rank=16"] == [(0.124, 0.86), (0.5, 0.89)]
+    (segments,) = [collection.get_segments() for collection in ax.containers[0][2]]
+    ends = [float(end[1]) for segment in segments for end in segment]
+    assert ends == pytest.approx([0.857, 0.863, 0.887, 0.893])
+    (level,) = [line for line in ax.lines if line.get_label() == "dense attention"]
     assert set(level.get_ydata()) == {0.9}
-    band = ax.patches[0].get_extents().transformed(ax.transData.inverted())
-    assert (band.y0, band.y1) == pytest.approx((0.88, 0.92))
     assert [tick.get_text() for tick in ax.get_xticklabels()] == ["1/16", "1/8", "1/4", "1/2", "1"]
     assert ax.get_title() == "1,024 tokens, n = 20"
 
 
-def test_bits_are_what_bits_per_byte_is_about() -> None:
-    rows = [replace(row, task="bits_per_byte") for row in DECODE]
-    ax = report.draw_quality(rows, "bits_per_byte").axes[0]
-    assert points(lines(ax)["sparq:rank=16"]) == [(0.124, pytest.approx(1.18)), (0.5, pytest.approx(1.15))]
-    assert "bits per byte" in ax.get_ylabel()
-
-
-def test_what_ran_densely_is_named_and_not_drawn() -> None:
-    figure = report.draw_quality(DECODE, "repetition")
-    assert "streaming" not in lines(figure.axes[0])
-    assert not any(1.0 in np.atleast_1d(line.get_xdata()) for line in figure.axes[0].lines if line.get_marker() == "D")
-    assert "Not drawn, for it ran densely at 1,024 tokens: streaming" in texts(figure)
-    assert report.draw_quality([DECODE[0], DECODE[-1]], "repetition") is None
-
-
-def test_what_ran_densely_in_part_is_hollow() -> None:
-    ax = report.draw_quality(DECODE, "repetition").axes[0]
+def test_what_ran_densely_is_not_drawn_and_what_did_in_part_is_hollow() -> None:
+    (ax,) = picture.draw(DECODE).axes
+    assert "streaming" not in drawn(ax)
     hollow = [line for line in ax.lines if line.get_markerfacecolor() == "white"]
     assert [(list(line.get_xdata()), list(line.get_ydata())) for line in hollow] == [([0.25], [0.5])]
+    assert picture.draw([DECODE[0], DECODE[-1]]) is None
 
 
-def test_one_example_has_no_error_to_show() -> None:
-    rows = [replace(row, examples=1, mean_error=NAN, error=NAN) for row in DECODE]
-    figure = report.draw_quality(rows, "repetition")
-    assert bars(lines(figure.axes[0])["sparq:rank=16"]) == [0.86, 0.86, 0.89, 0.89]
-    assert not figure.axes[0].patches
-    assert "n = 1" in texts(figure)
+def test_prompts_are_drawn_over_their_density_and_other_tasks_with_their_own_figure() -> None:
+    steps, prompt = picture.draw([*DECODE, *PROMPT]).axes
+    assert "sample" not in drawn(steps)
+    assert drawn(prompt) == {"sample": [(pytest.approx(0.35), 0.88)]}
+    (ax,) = picture.draw([replace(one, task="attention_recall") for one in PROMPT]).axes
+    assert drawn(ax) == {"sample": [(pytest.approx(0.35), 0.95)]}
+    (ax,) = picture.draw([replace(one, task="bits_per_byte") for one in DECODE[:2]]).axes
+    assert drawn(ax) == {"sparq:rank=16": [(0.5, pytest.approx(1.15))]}
 
 
-def test_prompts_are_drawn_over_their_density() -> None:
-    figure = report.draw_quality([*DECODE, *PROMPT], "repetition")
-    steps, prompt = figure.axes
-    assert "sample" not in lines(steps)
-    assert points(lines(prompt)["sample"]) == [(pytest.approx(0.35), 0.88)]
-    assert "block pairs" in prompt.get_xlabel()
-    behind = replace(PROMPT[1], task="question", prefill=False)
-    assert points(lines(report.draw_quality([behind], "question").axes[0])["sample"]) == [(pytest.approx(0.35), 0.88)]
-
-
-def test_retained_mass_reaches_down_to_its_first_percentile() -> None:
-    rows = [replace(row, task="retained_mass") for row in PROMPT]
-    drawn = lines(report.draw_quality(rows, "retained_mass").axes[0])["sample"]
-    assert points(drawn) == [(pytest.approx(0.35), 0.95)]
-    assert bars(drawn) == [pytest.approx(0.8), 0.95]
-
-
-def test_the_needle_map_has_depth_down_and_length_across() -> None:
-    figure = report.draw_needle(NEEDLE)
-    values = np.ma.filled(figure.axes[0].images[0].get_array(), math.nan)
-    assert np.isnan(values[:, 0]).all()  # at 1,024 tokens every call was dense
-    assert values[:, 1].tolist() == [0.25, 0.5, 1.0]
-    assert "ran densely" in texts(figure) and "n = 4" in texts(figure)
-    assert report.draw_needle(NEEDLE[:1]) is None is report.draw_needle(DECODE)
-
-
-def test_the_density_map_shows_every_head() -> None:
-    figure = report.draw_density(ROWS)
-    assert figure.axes[0].images[0].get_array().tolist() == MAP
-    assert report.draw_density(DECODE) is None
-
-
-def test_layers_of_the_density_map_may_have_different_numbers_of_heads() -> None:
-    drawn = report.draw_density([replace(PROMPT[0], density=[[0.1], [0.2, 0.3]])]).axes[0].images[0].get_array()
-    assert drawn.filled(-1).tolist() == [[0.1, -1], [0.2, 0.3]]
-
-
-def test_agreement_is_drawn_for_both_component_scores() -> None:
-    agreement, mass, gap = report.draw_agreement(SELECTION).axes
-    for score in ("query", "query_key"):
-        label = f"component_score={score}"
-        assert points(lines(agreement)[label]) == [(8, 8 / 64), (32, 32 / 64)]
-        assert bars(lines(mass)[label]) == pytest.approx(
-            [rank / 70 + error for rank in (8, 32) for error in (-0.02, 0.02)]
-        )
-        assert points(lines(gap)[label]) == [(8, 0.1), (32, 0.1)]
-        (worst,) = [line for line in agreement.lines if line.get_label() == f"{score}, worst"]
-        assert list(worst.get_ydata()) == [8 / 80, 32 / 80]
-    assert [set(line.get_ydata()) for line in mass.lines if line.get_label() == "exact choice"] == [{0.9}]
-    assert report.draw_agreement([]) is None
-
-
-def test_speed_is_drawn_where_the_result_was_right() -> None:
-    figure = report.draw_speed(SPEED)
-    drawn = lines(figure.axes[0])
-    assert points(drawn["sparq on ops"]) == [(1024, 51.2), (2048, 102.4)]
-    assert bars(drawn["dense"])[0] == pytest.approx(92.16)
-    assert "its result was wrong: sparq on ops, 8x2x64, 4,096 keys" in texts(figure)
-    assert report.draw_speed(SPEED[2:]) is None
-
-
-def test_a_prompt_is_timed_at_once_or_in_pieces() -> None:
-    prompts = [speed_row(S, method="sample", step=step) for S, step in ((1024, 1024), (2048, 1024), (2048, 2048))]
-    at_once, in_pieces = report.draw_speed(prompts).axes
-    for ax in (at_once, in_pieces):
-        assert points(lines(ax)["sample on ops"]) == [(1024, 0.0512), (2048, 0.1024)]
-        assert ax.get_ylabel() == "milliseconds per layer"
-        assert "read" not in lines(ax)
-    assert "1,024 tokens at a time" in in_pieces.get_title()
-
-
-def test_a_method_has_its_colour_whatever_is_drawn_beside_it() -> None:
-    alone = lines(report.draw_quality(DECODE[:1] + DECODE[3:4], "repetition").axes[0])["h2o"]
-    beside = lines(report.draw_quality(DECODE, "repetition").axes[0])["h2o"]
-    assert to_hex(alone[0].get_color()) == to_hex(beside[0].get_color()) == style.look_of("h2o:top_k=4")[0].lower()
-    looks = style.looks(["sparq:rank=8", "sparq:rank=16", "sample+sparq", "h2o"])
-    assert len({look["color"] for look in looks.values()}) == 2
-    assert len({(look["color"], look["marker"], look["linestyle"]) for look in looks.values()}) == 4
-
-
-def test_a_picture_changes_only_with_the_figures(tmp_path: Path) -> None:
-    def draw(rows: Sequence[Row]) -> bytes:
-        report.save(report.draw_quality(rows, "repetition"), tmp_path / "picture.svg")
-        return (tmp_path / "picture.svg").read_bytes()
-
-    first = draw(DECODE)
+def test_a_picture_changes_only_with_the_figures() -> None:
+    first = picture.svg(picture.draw(DECODE))
     with matplotlib.rc_context({"font.size": 20, "lines.linewidth": 9, "svg.hashsalt": None}):
-        assert draw(DECODE) == first
-    assert draw([*DECODE[:1], replace(DECODE[1], compression=0.4)]) != first
-    assert b"matplotlib" not in first and b"2026" not in first
-    assert [path.name for path in tmp_path.iterdir()] == ["picture.svg"]
+        assert picture.svg(picture.draw(DECODE)) == first
+    assert picture.svg(picture.draw([DECODE[0], replace(DECODE[1], compression=0.4)])) != first
+    one = replace(DECODE[1], examples=1, mean_error=NAN, error=NAN)
+    assert picture.draw([one]) is not None  # without an error to show
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a report with everything in it."""
+    folder = tmp_path_factory.mktemp("report")
+    report.write(folder, ROWS, SELECTION, FACTS)
+    return folder
+
+
+def test_the_page_needs_no_other_file_and_shows_every_figure(written: Path) -> None:
+    page = Page(written)
+    assert [path.name for path in written.iterdir()] == [report.PAGE]
+    pictures = [attrs["src"] or "" for tag, attrs in page.elements if tag == "img"]
+    assert len(pictures) == 2 and all(src.startswith("data:image/svg+xml;base64,") for src in pictures)
+    assert not {"script", "link", "iframe", "object", "a", "base"} & {tag for tag, _ in page.elements}
+    assert "http" not in (written / report.PAGE).read_text(encoding="utf-8")
+    text = " ".join(page.text.split())
+    for part in (
+        "sparq:rank=16,top_k=77",  # the settings that the budget made
+        *("0.136", "0.124"),  # formula and count side by side
+        "-0.040 ± 0.003",
+        "ran densely: 1,000 fewer than 2,048 keys",
+        "50% sparse; dense: 1,000 a sliding window",
+        "0.20 to 0.50",  # density by layer
+        "0% 0.25, 50% 0.50, 100% 1.00",  # accuracy by depth
+        "0.125 ± 0.010",  # agreement of selections
+        "mlx-sparse eval --methods sparq",
+        "2 attention layers, 4 query heads, 2 KV heads of [16, 32]",
+        "abab" * 16,
+    ):
+        assert part in text, part
+
+
+def test_names_are_text_wherever_they_stand(tmp_path: Path) -> None:
+    rows = [row("dense"), row(HOSTILE, 0.8, 0.3, attn=f"{HOSTILE}:x", density=[0.2], depths=DEPTHS), PROMPT[0]]
+    rows += [replace(rows[1], method=f"{HOSTILE}2", **SHORT | {"dense_reasons": {HOSTILE: 3}})]
+    report.write(tmp_path, rows, [], replace(FACTS, command=HOSTILE, model=replace(FACTS.model, name=HOSTILE)))
+    page = Page(tmp_path)
+    assert "script" not in {tag for tag, _ in page.elements}
+    shown = HOSTILE.replace("\x1b", "\N{REPLACEMENT CHARACTER}").replace("\x00", "\N{REPLACEMENT CHARACTER}")
+    assert page.text.count(shown) >= 6
+
+
+def test_many_results_make_a_page_of_bearable_size(tmp_path: Path) -> None:
+    rows = [row("dense"), *(row(f"sparq:rank={rank}", 0.8, rank / 100) for rank in range(1, 200))]
+    report.write(tmp_path, rows, [], FACTS)
+    assert "sparq:rank=199" in Page(tmp_path).text
+    assert (tmp_path / report.PAGE).stat().st_size < 500_000
+
+
+def as_lines(rows: Any, **changes: Any) -> list[str]:
+    return [json.dumps(as_json(row) | {"run": RUN | changes}, allow_nan=False) for row in rows]
+
+
+def test_a_report_written_from_its_results_is_the_same_file(
+    written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "results.jsonl").write_text("\n".join(as_lines([*ROWS, *SELECTION])) + "\n")
+    assert cli.main(["report", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'report.html'}\n"
+    assert (written / report.PAGE).read_bytes() == (tmp_path / report.PAGE).read_bytes()
+
+
+def test_a_row_comes_back_as_it_was() -> None:
+    for kept in (*ROWS, replace(DECODE[1], examples=1, mean_error=NAN, error=NAN, formula=None, selectivity=0.5)):
+        assert str(from_json(Row, json.loads(json.dumps(as_json(kept), allow_nan=False)))) == str(kept)
+
+
+GOOD = as_lines(DECODE)
+HUGE, DEEP = "9" * 400, "[" * 900 + "]" * 900
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([], "got no such file or an empty one"),
+        (["\x00"], "something else in line 1"),
+        (["[]"], "something else in line 1"),
+        (["{}"], "something else in line 1"),
+        (["[" * 5000], "something else in line 1"),
+        (["[" * 100_000], "something else in line 1"),
+        ([GOOD[0], GOOD[1].replace('"run"', '"ran"')], "something else in line 2"),
+        ([GOOD[0].replace('"seed": 3', '"seed": "3"')], "something else in line 1"),
+        ([GOOD[0].replace('"seed": 3', f'"seed": {HUGE}')], "something else in line 1"),
+        ([GOOD[0], GOOD[1].replace('"compression": 0.5', '"compression": Infinity')], "something else in line 2"),
+        ([GOOD[1].replace('"compression": 0.5', f'"compression": {HUGE}')], "something else in line 1"),
+        ([GOOD[1].replace('"compression": 0.5', '"compression": "0.5"')], "something else in line 1"),
+        ([GOOD[1].replace('"sparse_calls": 1000', f'"sparse_calls": {HUGE}')], "something else in line 1"),
+        ([GOOD[1].replace("repetition", "../../x")], "something else in line 1"),
+        ([GOOD[1].replace('"depths": {}', '"depths": {"0%": [3]}')], "something else in line 1"),
+        ([GOOD[1].replace('"budget": "1/2"', '"budget": 2')], "something else in line 1"),
+        ([GOOD[0], GOOD[1].replace('"seed": 3', '"seed": 4')], "expected the results of one run, got several"),
+        ([as_lines(SELECTION)[0].replace('"rank": 8', '"rank": "8"')], "something else in line 1"),
+        (as_lines(DECODE, machine={"memory": HUGE, "chip": 10**400}), "something else in line 1"),
+        (as_lines(DECODE, machine={"memory": {"a": 1}}), "something else in line 1"),
+        (as_lines(DECODE, machine="a chip"), "something else in line 1"),
+        (as_lines(DECODE, versions={"python": json.loads(DEEP)}), "something else in line 1"),
+        (as_lines(DECODE, texts="none"), "something else in line 1"),
+        (as_lines(DECODE, model="tiny"), "something else in line 1"),
+        (as_lines(DECODE, model=RUN["model"] | {"kv_heads": json.loads(DEEP)}), "something else in line 1"),
+    ],
+)
+def test_results_that_were_not_written_here_get_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], lines: list[str], message: str
+) -> None:
+    (tmp_path / "results.jsonl").write_text("\n".join(lines))
+    assert cli.main(["report", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"mlx-sparse: error: {tmp_path}/results.jsonl: expected ") and message in line
+    assert [path.name for path in tmp_path.iterdir()] == ["results.jsonl"]
+
+
+def test_a_fact_that_is_text_where_a_number_is_usual_is_shown(tmp_path: Path) -> None:
+    (tmp_path / "results.jsonl").write_text("\n".join(as_lines(DECODE, machine={"memory": "much"})))
+    assert cli.main(["report", str(tmp_path)]) == 0
+    assert "memory: much" in Page(tmp_path).text
+
+
+def test_a_missing_matplotlib_is_reported_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    report.check()
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(mlx_sparse.BackendUnavailable, match="matplotlib: .*" + re.escape(install_hint("eval"))):
+        report.check()
+
+
+def test_facts_tell_what_ran_and_nothing_of_its_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "a-secret")
+    text = SimpleNamespace(name="~/book.txt", text="zwölf", sha256="ef" * 32)
+    options = {"seed": 1, "prefill_step_size": 512, "batch": 4}
+    facts = run_facts("mlx-sparse eval --model ~/m", "~/m", build(), [(text, 7)], **options)
+    assert from_json(Facts, json.loads(json.dumps(as_json(facts)))) == facts
+    assert facts.texts == [TextFacts("~/book.txt", "ef" * 32, 6, 7)]
+    shape = {"type": "llama", "layers": 2, "query_heads": 4, "kv_heads": 2, "head_dim": 16}
+    assert vars(facts.model).items() >= shape.items()
+    assert "a-secret" not in str(facts) and str(Path.home()) not in str(facts)
+
+
+def test_a_model_is_identified_by_its_config_and_the_ends_of_every_weight() -> None:
+    found = weights_hash(build())
+    assert weights_hash(build()) == found
+
+    def changed(change: Any) -> str:
+        model = build()
+        change(model)
+        return weights_hash(model)
+
+    def last_value(model: Any) -> None:
+        weight = model.model.layers[1].mlp.up_proj.weight
+        weight[-1, -1] += 1
+
+    changes = [
+        lambda model: setattr(model.args, "rms_norm_eps", 1e-6),
+        last_value,
+        lambda model: model.set_dtype(mx.bfloat16),
+        lambda model: nn.quantize(model, group_size=32, bits=4, class_predicate=lambda path, _: "self_attn.q" in path),
+    ]
+    assert len({found, *map(changed, changes)}) == 5

@@ -12,16 +12,8 @@ import pytest
 from text_tokenizers import Letters, Pieces, Words
 
 from mlx_sparse.checks import ConfigError
-from mlx_sparse.tools.evaluate.tasks import (
-    BITS_TOKENS,
-    COPY_PROMPT,
-    COPY_TARGET,
-    PASSAGES,
-    RETRIEVAL,
-    SHORTEST,
-    TASKS,
-    Example,
-)
+from mlx_sparse.tools.evaluate.tasks import PASSAGES, SHORTEST, TASKS, Example
+from mlx_sparse.tools.evaluate.tasks.plain import BITS_TOKENS, COPY_PROMPT, COPY_TARGET
 
 CONTEXT = 400
 TOKENS = commands.tokens(4 * (CONTEXT + BITS_TOKENS))
@@ -41,7 +33,7 @@ def test_a_repetition_example_asks_for_what_stands_in_the_prompt() -> None:
         assert any(example.prompt[i : i + len(excerpt)] == excerpt for i in range(CONTEXT - len(excerpt)))
 
 
-@pytest.mark.parametrize("task", dict.fromkeys([*PASSAGES.values(), *RETRIEVAL.values()]))
+@pytest.mark.parametrize("task", dict.fromkeys(PASSAGES.values()))
 @pytest.mark.parametrize("context", [512, 1024])
 def test_a_passage_is_as_long_as_asked_for_and_the_same_every_time(task: Any, context: int) -> None:
     first, second = (list(task(TOKENS, Words(), context=context, limit=2, seed=3)) for _ in range(2))
@@ -63,17 +55,6 @@ def test_copies_in_a_passage_stand_in_its_first_half() -> None:
         excerpt = passage.tokens[first : first + COPY_PROMPT + COPY_TARGET]
         assert any(passage.tokens[i : i + len(excerpt)] == excerpt for i in range(2048 - len(excerpt)))
         assert set(range(start, start + COPY_TARGET)) <= set(passage.scored)
-
-
-def test_a_passage_states_a_needle_once_and_asks_for_it_at_the_end() -> None:
-    letters = Letters()
-    (passage,) = RETRIEVAL["needles"](letters.encode("text. " * 400), letters, context=2000, limit=1, seed=1)
-    text, answers = letters.decode(passage.tokens), letters.decode(passage.targets)
-    assert len(answers) == 20 and answers.isdigit()
-    for number in (answers[i : i + 5] for i in range(0, 20, 5)):
-        assert text.count(number) == 2
-        city = text.split(f" is {number}")[0].split()[-1]
-        assert f"What is the pass key of {city}? The pass key of {city} is {number}." in text[-400:]
 
 
 TEXT = " ".join(

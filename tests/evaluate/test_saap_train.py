@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 import pytest
-from commands import Killed, Progress
 
 from mlx_sparse import oracle
 from mlx_sparse.artefact import Layer
-from mlx_sparse.checks import ArtefactError, ConfigError
+from mlx_sparse.checks import ConfigError
 from mlx_sparse.ops import kmeans
 from mlx_sparse.tools.train import network
 from mlx_sparse.tools.train.clusters import POINTS, fit_centroids
@@ -348,36 +346,3 @@ def test_a_head_with_too_few_rows_keeps_the_kmeans_router() -> None:
     np.testing.assert_allclose(logits[1], SCALE * few.queries @ unit_centroids()[1].T, atol=1e-5)
     alone = train_layer([few, few], unit_centroids(), TRAINING, scale=SCALE)
     np.testing.assert_array_equal(np.array(alone.out_bias), 0)
-
-
-def same(a: Layer, b: Layer) -> None:
-    for name, array in a.arrays().items():
-        np.testing.assert_array_equal(np.array(array), np.array(b.arrays()[name]), err_msg=name)
-
-
-def test_a_training_that_was_killed_gives_the_same_as_one_that_was_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows, checkpoint = long_tailed_rows(400), tmp_path / "state.safetensors"
-    whole = train_layer(rows, unit_centroids(), TRAINING, scale=SCALE)
-    monkeypatch.setattr("mlx_sparse.tools.train.train.CHECKPOINT_SECONDS", 0.0)
-    progress = Progress(kill_at=23)
-    with pytest.raises(Killed):
-        train_layer(rows, unit_centroids(), TRAINING, scale=SCALE, checkpoint=checkpoint, progress=progress)
-    resumed = Progress()
-    layer = train_layer(rows, unit_centroids(), TRAINING, scale=SCALE, checkpoint=checkpoint, progress=resumed)
-    same(layer, whole)
-    assert resumed.count == TRAINING.steps
-    assert [path.name for path in tmp_path.iterdir()] == [checkpoint.name]
-
-
-def test_a_damaged_or_foreign_checkpoint_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlx_sparse.tools.train.train.CHECKPOINT_SECONDS", 0.0)
-    rows, checkpoint = long_tailed_rows(100), tmp_path / "state.safetensors"
-    train_layer(rows, unit_centroids(), TRAINING, scale=SCALE, checkpoint=checkpoint)
-    wider = dataclasses.replace(TRAINING, hidden=HIDDEN + 1)
-    with pytest.raises(ArtefactError, match="expected a checkpoint of this training"):
-        train_layer(rows, unit_centroids(), wider, scale=SCALE, checkpoint=checkpoint)
-    checkpoint.write_bytes(checkpoint.read_bytes()[:-5])
-    with pytest.raises(ArtefactError, match="not fully covered"):
-        train_layer(rows, unit_centroids(), TRAINING, scale=SCALE, checkpoint=checkpoint)

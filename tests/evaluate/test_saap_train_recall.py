@@ -58,13 +58,12 @@ def test_mass_is_that_of_dense_attention_on_the_keys_of_each_bucket() -> None:
         assert found.distance[window * n + row, query_head] == position - best
 
 
-def test_a_curve_counts_keys_and_mass_in_the_order_of_the_scores() -> None:
+def test_a_curve_counts_keys_and_recall_in_the_order_of_the_scores() -> None:
     mass = np.array([[[0.1, 0.3, 0.0], [0.2, 0.0, 0.2]]])
     keys, distance = np.array([[10, 30, 60]]), np.array([[900, 900]])
     found = curve(Indexed(mass, keys, distance), np.array([[0.2, 0.5, 0.1]]), DISTANCES)
     np.testing.assert_allclose(found.selectivity, [0, 0.3, 0.4, 1])
     np.testing.assert_allclose(found.recall, [0, (0.75 + 0) / 2, (1 + 0.5) / 2, 1])
-    np.testing.assert_allclose(found.mass, [0, 0.3 / 0.8, 0.6 / 0.8, 1])
     assert found.at(0.35) == pytest.approx((0.375 + 0.75) / 2)
 
 
@@ -83,7 +82,7 @@ def test_recall_is_that_of_queries_that_look_far_away_where_there_are_enough() -
 def test_visiting_everything_finds_everything_and_nothing_nothing() -> None:
     found = index(texts(every=9), bucket_ids(), 0, buckets=BUCKETS, distances=DISTANCES)
     line = curve(found, np.random.default_rng(0).random(found.keys.shape), DISTANCES)
-    for values in (line.selectivity, line.recall, line.mass):
+    for values in (line.selectivity, line.recall):
         assert values[0] == 0
         assert values[-1] == pytest.approx(1, abs=1e-6) or not found.keys.any(axis=1).all()
         assert (np.diff(values) >= 0).all()
@@ -91,7 +90,7 @@ def test_visiting_everything_finds_everything_and_nothing_nothing() -> None:
 
 def test_routers_are_the_oracles() -> None:
     data = texts(every=50)
-    layer, _ = make_layer(data, RECIPE, checkpoint=None, progress=None)
+    layer, _ = make_layer(data, RECIPE)
     arrays = {name: np.array(array.astype(mx.float32)) for name, array in layer.arrays().items()}
     centroids = arrays.pop("centroids")
     n = data.positions.shape[1]
@@ -108,7 +107,7 @@ def test_routers_are_the_oracles() -> None:
 
 def test_the_report_covers_every_head_and_router() -> None:
     train, held_out = texts(), texts(seed=1, every=3)
-    layer, rows = make_layer(train, RECIPE, checkpoint=None, progress=None)
+    layer, rows = make_layer(train, RECIPE)
     heads = report_layer(5, held_out, layer, rows, RECIPE)
     assert [(found.layer, found.head) for found in heads] == [(5, 0), (5, 1)]
     for found in heads:
@@ -124,7 +123,7 @@ def test_the_report_covers_every_head_and_router() -> None:
 
 def test_every_router_is_reported_under_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
     train, held_out = texts(), texts(seed=1, every=3)
-    layer, rows = make_layer(train, RECIPE, checkpoint=None, progress=None)
+    layer, rows = make_layer(train, RECIPE)
     whole = report_layer(5, held_out, layer, rows, RECIPE)
     as_centroids = network.router(layer.centroids.astype(mx.float32), 2 * D, held_out.scale)
     linear = report_layer(5, held_out, Layer(layer.centroids, **as_centroids), rows, RECIPE)

@@ -1,4 +1,4 @@
-"""`mlx-sparse tune-sample`: what is measured, what is chosen, what is written, and runs that were interrupted."""
+"""`mlx-sparse tune-sample`: figures, the selected settings, the file, and interrupted runs."""
 
 from __future__ import annotations
 
@@ -12,18 +12,27 @@ import commands
 import mlx.core as mx
 import pytest
 from commands import Progress
-from text_tokenizers import Words
+from text_tokenizers import Letters, Words
 from tiny_models import build, write
 
 import mlx_sparse
 from mlx_sparse.checks import ArtefactError, ConfigError
 from mlx_sparse.methods import Sample, SampleRange, load_toml
-from mlx_sparse.tools.evaluate.journal import Journal
+from mlx_sparse.tools.evaluate.journal import FORMAT, Journal
 from mlx_sparse.tools.evaluate.runner import passage_logits
-from mlx_sparse.tools.evaluate.tasks import RETRIEVAL
-from mlx_sparse.tools.tune.output import FIRST_LINE, check_target, toml, write_toml
+from mlx_sparse.tools.tune.output import FIRST_LINE, check_own, toml, write_toml
 from mlx_sparse.tools.tune.run import main
-from mlx_sparse.tools.tune.search import Measured, Search, Setting, Trial, Tuned, by_range, choose, whole_grid
+from mlx_sparse.tools.tune.search import (
+    RETRIEVAL,
+    Measured,
+    Search,
+    Setting,
+    Trial,
+    Tuned,
+    by_range,
+    select,
+    whole_grid,
+)
 
 pytestmark = pytest.mark.slow  # commands
 
@@ -56,14 +65,14 @@ def test_the_choice_is_the_least_work_that_is_accurate_enough(
     measured: list[tuple[float, float]], accurate: int, fast: int
 ) -> None:
     rows = [found(accuracy, density, alpha=0.8 + i / 100) for i, (accuracy, density) in enumerate(measured)]
-    assert choose(DENSE, rows) == (rows[accurate], rows[fast])
+    assert select(DENSE, rows) == (rows[accurate], rows[fast])
 
 
 def test_sampling_counts_as_work_and_ties_go_to_the_smaller_numbers() -> None:
     dear, cheap = found(0.9, 0.50, sampled=0.3), found(0.9, 0.55, sampled=0.1)
-    assert choose(DENSE, [dear, cheap])[0] is cheap
+    assert select(DENSE, [dear, cheap])[0] is cheap
     low, high = found(0.9, 0.5, alpha=0.8), found(0.9, 0.5, alpha=0.95)
-    assert choose(DENSE, [high, low])[0] is low
+    assert select(DENSE, [high, low])[0] is low
 
 
 def test_lengths_fall_into_the_ranges_of_the_paper() -> None:
@@ -92,6 +101,18 @@ def search(journal: Journal[Trial] | None = None, **changes: Any) -> Search:
         "least_accuracy": 0.0,
     }
     return Search(**options | changes)
+
+
+def test_a_passage_states_needles_once_and_asks_for_some_at_the_end() -> None:
+    letters = Letters()
+    (passage,) = RETRIEVAL["needles"](letters.encode("text. " * 400), letters, context=2000, limit=1, seed=1)
+    text, answers = letters.decode(passage.tokens), letters.decode(passage.targets)
+    assert len(passage.tokens) == 2000 and passage.scored == sorted(passage.scored)
+    assert len(answers) == 20 and answers.isdigit()
+    for number in (answers[i : i + 5] for i in range(0, 20, 5)):
+        assert text.count(number) == 2
+        city = text.split(f" is {number}")[0].split()[-1]
+        assert f"What is the pass key of {city}? The pass key of {city} is {number}" in text[-400:]
 
 
 @pytest.fixture(scope="module")
@@ -151,18 +172,17 @@ def test_a_file_that_could_not_be_read_back_leaves_the_old_one(tmp_path: Path) -
     assert list(tmp_path.iterdir()) == [out]
 
 
-def test_only_its_own_files_are_overwritten_unless_forced(tmp_path: Path) -> None:
+def test_only_its_own_files_are_overwritten(tmp_path: Path) -> None:
     foreign, own = tmp_path / "mine.toml", tmp_path / "own.toml"
     foreign.write_text("[sparq]\nrank = 16\n")
     own.write_text(f"{FIRST_LINE} for a model\n")
-    check_target(own, force=False)
-    check_target(foreign, force=True)
-    check_target(tmp_path / "new.toml", force=False)
-    with pytest.raises(ConfigError, match="--out: expected a new file or one of tune-sample's"):
-        check_target(foreign, force=False)
+    check_own("--out", own, FIRST_LINE)
+    check_own("--out", tmp_path / "new.toml", FIRST_LINE)
+    with pytest.raises(ConfigError, match="--out: expected a new file or one of this command, got"):
+        check_own("--out", foreign, FIRST_LINE)
 
 
-HEADER = {"mlx_sparse": "tune-sample", "format": 1, "key": "k"}
+HEADER = {"mlx_sparse": "tune-sample", "format": FORMAT, "key": "k"}
 RESULT = {"right": 3, "scored": 5, "density": 0.5, "sampled": 0.1, "seconds": 2.0}
 DAMAGED = [
     b"\xff\xfe\n",
@@ -172,6 +192,9 @@ DAMAGED = [
     json.dumps({"name": "a", "result": RESULT | {"sampled": "0.1"}}).encode() + b"\n",
     json.dumps({"name": "a", "result": {**RESULT, "seconds": float("inf")}}).encode() + b"\n",
     b'{"name": "a", "result": ' + b"9" * 10_000 + b"}\n",
+    json.dumps({"name": "a", "result": {**RESULT, "seconds": 10**400}}).encode() + b"\n",
+    json.dumps({"name": "a", "result": {**RESULT, "right": 10**400}}).encode() + b"\n",
+    json.dumps({"name": ["a"], "result": RESULT}).encode() + b"\n",
 ]
 
 
@@ -193,7 +216,7 @@ def test_a_damaged_state_is_refused_in_one_line(tmp_path: Path, line: bytes) -> 
         (b"[]\n", "another file"),
         (json.dumps(HEADER | {"mlx_sparse": "eval"}).encode() + b"\n", "another file"),
         (json.dumps(HEADER | {"key": "other"}).encode() + b"\n", "those of other inputs"),
-        (json.dumps(HEADER | {"format": 2}).encode() + b"\n", "those of other inputs"),
+        (json.dumps(HEADER | {"format": FORMAT + 1}).encode() + b"\n", "those of other inputs"),
     ],
 )
 def test_a_foreign_state_is_refused_and_kept(tmp_path: Path, content: bytes, reason: str) -> None:
@@ -227,7 +250,7 @@ def test_a_line_cut_off_by_the_end_of_the_process_is_dropped(tmp_path: Path) -> 
         (["--prefill-step-size", "0"], "--prefill-step-size: expected an integer of at least 1"),
         (["--least-accuracy", "1.5"], "--least-accuracy: expected a number"),
         (["--lengths", "8k,much"], "--lengths: expected numbers such as 1k"),
-        (["--out", "/nowhere/at/all.toml"], "--out: expected a file name in .toml in a folder that exists"),
+        (["--out", "/nowhere/at/all.toml"], "--out: expected a file in a folder that exists"),
         (["--out", "tuned.json"], "--out: expected a file name in .toml"),
     ],
 )
@@ -265,7 +288,7 @@ def test_an_interrupted_search_goes_on_where_it_stopped(
     process = command.start()
     out, err = commands.end(process, signal.SIGINT, lambda: len(command.results()) >= 3)
     assert (process.returncode, out) == (130, ""), err
-    assert err.splitlines()[-1].startswith("mlx-sparse tune-sample: interrupted; the same command goes on from")
+    assert err.splitlines()[-1].startswith("mlx-sparse tune-sample: interrupted; the same command resumes from")
     assert "Traceback" not in err
     assert not command.out.exists()
     before = command.results()

@@ -1,4 +1,4 @@
-"""``mlx-sparse advise``: is sparse attention worth it for your model on this machine, and is it safe."""
+"""``mlx-sparse advise``: whether sparse attention is worth it for a model, safe on a text, and with which settings."""
 
 from __future__ import annotations
 
@@ -6,70 +6,239 @@ import argparse
 import dataclasses
 import json
 import sys
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 from ...calibrate import Calibration
 from ...checks import ConfigError, Parser, check_int, read_length
-from ...files import cache_directory
 from ...lm.model import disable, enable, plan_of
-from ...methods import Prefill, parse
+from ...lm.unfit_models import warning
+from ...methods import Method, Prefill, parse
 from ...model_info import config_of, model_type
 from .. import environment, formats
 from ..assets.models import DEFAULT
 from ..evaluate import texts
 from ..evaluate.budget import read_budget
-from ..evaluate.inputs import add_options, check_options, encode_texts, load_model
+from ..evaluate.inputs import add_options, check_options, load_model, read_tokens
+from ..evaluate.journal import as_json
+from ..evaluate.table import plus_minus
 from ..evaluate.tasks import SHORTEST
 from ..evaluate.variants import read_methods
-from ..tune.output import write_toml
-from . import page, quality
-from .page import Page, Prospect
-from .traffic import Served, Traffic, here, side_bytes, traffic_of
+from ..tune.output import check_own, write_toml
+from .quality import COPY, LEAST_AGREEMENT, MOST_KL, STEPS, TEXT, Attempt, Quality, measure
+from .traffic import Served, Traffic, traffic_of
 
-METHODS = "sparq,quest,streaming,h2o"
-BUDGETS = "1/2,1/4,1/8"
-SHOWN = (4096, 32_768, 131_072)  # contexts, besides the one that is asked about
+METHODS, BUDGETS = "sparq,quest,streaming,h2o", "1/2,1/4,1/8"
+SHOWN = (4096, 32_768, 131_072)  # contexts, besides --context
+FIRST_LINE = "# Written by mlx-sparse advise"
+COPIES = 0.5  # share of the tokens that dense attention must copy right for the test of copying to show anything
+WORTH = 1.1  # the least speed-up that a user notices
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A method on the model: the layers that it serves, those that stay dense by reason, and its crossover length."""
+
+    method: str
+    served: list[Served]
+    layers: int
+    dense: dict[str, int]
+    keys: float
+    how: str
+
+
+@dataclass(frozen=True)
+class Page:
+    """Everything that the command found.
+
+    Attributes:
+        family: mlx-lm's name of the model's family.
+        made_for: the context that the model is made for, as its config says; None if it does not.
+        refused: why methods cannot run.
+        quality: None if it was not measured.
+    """
+
+    model: str
+    family: str
+    machine: str
+    date: str
+    context: int
+    made_for: int | None
+    traffic: Traffic
+    candidates: list[Candidate]
+    refused: list[str]
+    text: str = ""
+    quality: Quality | None = None
+
+    @property
+    def chosen(self) -> Method | None:
+        """The setting to use; None if nothing passed, or nothing was run."""
+        best = self.quality and self.quality.best
+        return usable(best) if best else None
+
+    def advice(self) -> list[str]:
+        """Return what to do, in sentences."""
+        lines = [f"Warning: {known}." if (known := warning(self.family)) else ""]
+        quality, chosen = self.quality, self.chosen
+        if not self.candidates:
+            lines.append("Do not use it: no method serves a layer of this model.")
+        elif quality is None:
+            lines.append("Quality was not measured, because of --no-quality.")
+        elif quality.hopeless:
+            lines.append("Do not use it: even the best selection of keys exceeds the thresholds on this text.")
+        elif chosen is None:
+            lines.append(
+                "Do not use it with these methods and budgets: none is within the thresholds. The best selection of "
+                "keys is, so another method or a larger --budget may be."
+            )
+        else:
+            assert quality.best is not None
+            lines.append(f'Use --attn "{chosen}": `{quality.best.variant.attn}` is the cheapest that passes here.')
+            served = next(one.served for one in self.candidates if one.served[0].config.name == chosen.name)
+            bound = self.traffic.bound(self.context, [dataclasses.replace(one, config=chosen) for one in served])
+            worth = "" if bound >= WORTH else "It is hardly worth it: "
+            lines.append(f"{worth}at {self.context:,} tokens a decode step is at most {bound:.2f} x as fast, by bytes.")
+        if quality is not None and quality.dense[0].mean.accuracy < COPIES:
+            lines.append("Dense attention itself hardly copies this text, so copying shows little: try another --text.")
+        return [line for line in lines if line]
+
+    def __str__(self) -> str:
+        head = f"{self.model} ({self.family}) on {self.machine}, {self.date}"
+        parts = [head, "\n".join(self._layers()), self._bytes()]
+        if self.quality is not None:
+            parts.append(self._attempts(self.quality))
+        return "\n\n".join([*parts, "\n".join(self.advice())])
+
+    def _layers(self) -> list[str]:
+        kept = [f"{count} {kind}" for kind, count in Counter(map(str, self.traffic.kept)).items()]
+        lines = [f"Layers with a cache: {', '.join(kept)}."]
+        if self.made_for is not None and self.made_for < self.context:
+            lines.append(f"The model is made for {self.made_for:,} tokens, fewer than --context {self.context:,}.")
+        for one in self.candidates:
+            reasons = "".join(f"; {count} {reason}" for reason, count in one.dense.items())
+            served = f"serves {sum(part.layers for part in one.served)} of {one.layers}{reasons}"
+            lines.append(f"`{one.method}` {served}; sparse at {one.keys:,.0f} keys and longer ({one.how}).")
+        return lines + self.refused
+
+    def _bytes(self) -> str:
+        traffic, of_each = self.traffic, [one.served for one in self.candidates]
+        header = ["tokens", "caches", "share of the step", "best possible"]
+        header += [f"`{one.method}`" for one in self.candidates]
+        rows = []
+        for S in sorted({*SHOWN, self.context}):
+            best = max((traffic.best(S, served) for served in of_each), default=1.0)
+            bounds = [f"{bound:.2f} x" for bound in (best, *(traffic.bound(S, served) for served in of_each))]
+            rows.append([f"{S:,}", f"{traffic.nbytes(S) / 1e9:.3g} GB", f"{traffic.share(S):.0%}", *bounds])
+        return (
+            f"A decode step reads {traffic.weights / 1e9:.3g} GB of weights. Speed-ups are bounds: time in proportion "
+            f"to bytes, by each method's formula.\n\n{formats.table(header, rows)}"
+        )
+
+    def _attempts(self, quality: Quality) -> str:
+        rows = []
+        for one in (*quality.oracle, *quality.attempts):
+            verdict = "passes" if one.passes else "fails" if one.sparse else "ran densely"
+            cells = [f"`{one.variant.attn}`", one.variant.budget or ""]
+            for row in one.rows:
+                cells += [plus_minus(row.mean.kl, row.error.kl, 4), f"{row.mean.agreement:.2f}"]
+            rows.append([*cells, f"{one.rows[0].mean.accuracy:.2f}", verdict])
+        header = ["method", "budget", "KL, copying", "agreement", "KL, text", "agreement", "copied right", ""]
+        return "\n".join(
+            [
+                f"Quality: {self.text}.\n",
+                formats.table(header, rows),
+                f"\nA method passes with a KL of at most {MOST_KL} nats and an agreement of at least "
+                f"{LEAST_AGREEMENT[COPY]} (copying) and {LEAST_AGREEMENT[TEXT]} (text), less two standard errors.",
+                "`oracle_top_k` is a bound: the best selection of keys. After a budget that fails, no smaller one ran.",
+                f"Dense attention copies {quality.dense[0].mean.accuracy:.2f} of the tokens right.",
+                *quality.left_out,
+            ]
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        found = {name: getattr(self, name) for name in ("model", "family", "machine", "date", "context", "made_for")}
+        traffic = self.traffic
+        found |= {"weights": traffic.weights, "layers": list(map(asdict, traffic.kept)), "refused": self.refused}
+        found["methods"] = [
+            {"method": one.method, "layers": one.layers, "dense": one.dense, "keys": one.keys, "how": one.how}
+            | {"served": sum(part.layers for part in one.served)}
+            | {"bound": traffic.bound(self.context, one.served), "best": traffic.best(self.context, one.served)}
+            for one in self.candidates
+        ]
+        if (quality := self.quality) is not None:
+            found["text"], found["dense"] = self.text, [as_json(row) for row in quality.dense]
+            found["attempts"] = [
+                {"attn": one.variant.attn, "budget": one.variant.budget, "share": one.share, "passes": one.passes}
+                | {"rows": [as_json(row) for row in one.rows]}
+                for one in (*quality.oracle, *quality.attempts)
+            ]
+        return found | {"attn": None if self.chosen is None else str(self.chosen), "advice": self.advice()}
+
+
+def usable(best: Attempt) -> Method:
+    """Return the method of an attempt for everyday use: sparse where that pays, and with its default number of keys.
+
+    Attempts on short texts run with few keys and without a threshold.
+    """
+    config = best.variant.stages[1]
+    assert config is not None
+    (asked,) = parse(best.variant.method)
+    if not hasattr(asked, "dense_below"):
+        return config
+    changes: dict[str, Any] = {"dense_below": asked.dense_below}
+    config = dataclasses.replace(config, **changes)
+    if config.experiment:
+        changes = {config.grows: getattr(type(config), config.grows)}
+    return dataclasses.replace(config, **changes)
+
+
+def toml(config: Method, model: str, day: str, text: str) -> str:
+    """Return a file for ``--attn-config``."""
+    fields = [field for field in dataclasses.fields(config) if getattr(config, field.name) != field.default]
+    # JSON values of settings are TOML values, and a name as JSON cannot end its comment.
+    settings = [f"{field.name} = {json.dumps(getattr(config, field.name))}" for field in fields]
+    about = f"{FIRST_LINE} for {json.dumps(model)}, {day}: {json.dumps(text)}"
+    return "\n".join([about, f"[{config.name}]", *settings]) + "\n"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the page; return 0 if there is a setting to use or none was looked for, 1 otherwise."""
+    """Print the page; return 0 if there is a setting to use or quality was not measured, 1 otherwise."""
     args = _parser().parse_args(argv)
     _check(args)
     found = _page(args)
     print(json.dumps(found.as_dict(), indent=2) if args.json else found)
     if args.save is not None and found.chosen is not None:
-        write_toml(args.save, page.toml(found.chosen, found.model, found.date, found.text))
+        write_toml(args.save, toml(found.chosen, found.model, found.date, found.text))
         print(f"Wrote {args.save}: --attn-config {args.save}", file=sys.stderr)
-    return 0 if found.chosen is not None or (args.no_quality and found.prospects) else 1
+    return 0 if found.chosen is not None or (args.no_quality and found.candidates) else 1
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="mlx-sparse advise",
-        description="One page on your model: which of its layers a method serves, how much of a decode step is reading "
-        "the KV cache and what can be saved of it, memory, and what each method changes in what the model says of your "
-        "text, beside changes that everybody takes for harmless. It ends with the --attn to use, or says not to.",
+        description="One page on your model: the layers that a method serves, the share of the KV cache in the bytes "
+        "of a decode step and what a method can save of it, and how far each method is from dense attention on your "
+        "text. It ends with the --attn to use, or advises against it.",
         epilog="Example:\n  mlx-sparse advise MODEL --text notes.txt --context 32k --save attn.toml",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_options(parser, positional=True)
     parser.add_argument("--context", metavar="N", default="32k", help="tokens that you use it with (default: 32k)")
-    parser.add_argument(
-        "--methods", metavar="METHOD,...", default=METHODS, help="that decode, as for --attn (default: %(default)s)"
-    )
+    parser.add_argument("--methods", metavar="METHOD,...", default=METHODS, help="that decode (default: %(default)s)")
     parser.add_argument(
         "--budget",
         metavar="SHARE,...",
         default=BUDGETS,
-        help="shares of dense attention's transfers, which decide the settings that METHOD does not name "
-        "(default: %(default)s)",
+        help="shares of dense attention's transfers, for settings that METHOD does not name (default: %(default)s)",
     )
     parser.add_argument("--passage", metavar="N", default="1k", help="tokens of the prompts that are run (default: 1k)")
-    parser.add_argument("--limit", metavar="N", type=int, default=4, help="passages of each of two kinds (default: 4)")
-    parser.add_argument("--no-quality", action="store_true", help="count bytes and run nothing: a matter of seconds")
+    parser.add_argument("--limit", metavar="N", type=int, default=4, help="examples of each of two tasks (default: 4)")
+    parser.add_argument("--no-quality", action="store_true", help="count bytes and run nothing, in seconds")
     parser.add_argument("--save", metavar="FILE.toml", type=Path, help="write the setting to use, for --attn-config")
     return parser
 
@@ -79,7 +248,7 @@ def _check(args: argparse.Namespace) -> None:
     args.methods = read_methods([args.methods])
     for method in args.methods:
         if any(isinstance(config, Prefill) for config in parse(method)):
-            raise ConfigError(f"--methods: expected methods that decode, such as sparq, got {method}.")
+            raise ConfigError(f"--methods: expected decode methods such as sparq, got {method}.")
     if not args.methods:
         raise ConfigError("--methods: expected a method such as sparq, got none.")
     args.budget = [read_budget(share) for share in args.budget.split(",")]
@@ -87,49 +256,42 @@ def _check(args: argparse.Namespace) -> None:
     check_int("--passage", args.passage, SHORTEST)
     check_int("--limit", args.limit, 1)
     check_int("--seed", args.seed, 0, (1 << 63) - 1)
-    _check_target(args.save)
+    check_own("--save", args.save, FIRST_LINE)
     check_options(args)
-
-
-def _check_target(path: Path | None) -> None:
-    """Refuse to overwrite what `advise` did not write."""
-    formats.check_folder("--save", path)
-    if path is None:
-        return
-    if path.suffix != ".toml":
-        raise ConfigError(f"--save: expected a file name in .toml, got {path}.")
-    if path.exists():
-        with path.open("rb") as file:
-            ours = file.read(len(page.FIRST_LINE)) == page.FIRST_LINE.encode()
-        if not ours:
-            raise ConfigError(f"--save: expected a new file or one of advise's, got {path}. Choose another name.")
 
 
 def _page(args: argparse.Namespace) -> Page:
     model, tokenizer, _ = load_model(args.model, args.cache_dir, args.accept_licence)
+    machine, longest = environment.hardware(), config_of(model).get("max_position_embeddings")
     traffic = traffic_of(model)
-    prospects, refused = _prospects(model, args.methods, traffic, args.context)
-    machine = environment.hardware()
-    name = args.model or DEFAULT
+    candidates, refused = _candidates(model, args.methods)
     found = Page(
-        name,
+        args.model or DEFAULT,
         model_type(model),
         f"{machine['chip'] or machine['architecture']}, {machine['device']}",
         date.today().isoformat(),
         args.context,
-        sorted({*SHOWN, args.context}),
-        longest if isinstance(longest := config_of(model).get("max_position_embeddings"), int) else None,
+        longest if isinstance(longest, int) else None,
         traffic,
-        prospects,
+        candidates,
         refused,
     )
-    if args.no_quality or not prospects:
+    if args.no_quality or not candidates:
         return found
-    return dataclasses.replace(found, **_quality(args, model, tokenizer, prospects))
+    tokens = read_tokens(tokenizer, args.text, args.cache_dir)
+    about: dict[str, Any] = {"context": args.passage, "limit": args.limit, "seed": args.seed}
+    methods, D = [one.method for one in candidates], candidates[0].served[0].layer.step.D
+    names = ", ".join(args.text or [texts.DEFAULT])
+    text = (
+        f"{args.limit} examples of copying and {args.limit} of plain text, of {names}; dense prompts of "
+        f"{args.passage:,} tokens, then {STEPS} tokens each, seed {args.seed}. Longer contexts were not run"
+    )
+    quality = measure(model, tokenizer, tokens, methods, args.budget, D=D, **about)
+    return dataclasses.replace(found, text=text, quality=quality)
 
 
-def _prospects(model: Any, methods: Sequence[str], traffic: Traffic, S: int) -> tuple[list[Prospect], list[str]]:
-    """The methods on ``model``, and a line for each that it cannot be run with."""
+def _candidates(model: Any, methods: Sequence[str]) -> tuple[list[Candidate], list[str]]:
+    """Return the methods that serve a layer of ``model``, and a line for each other method."""
     calibration = Calibration()
     found, refused = [], []
     for method in methods:
@@ -142,19 +304,6 @@ def _prospects(model: Any, methods: Sequence[str], traffic: Traffic, S: int) -> 
         assert plan is not None
         served = [Served(config, layer, count) for (config, layer), count in plan.layers.items()]
         disable(model)
-        about = here(traffic, served, calibration, S)
-        reasons = dict(report.dense_layers)
-        found.append(Prospect(method, served, report.layers, reasons, about, side_bytes(served, S)))
+        keys, how = max((t.value, t.how) for t in (calibration.of(one.config, one.layer) for one in served))
+        found.append(Candidate(method, served, report.layers, dict(report.dense_layers), keys, how))
     return found, refused
-
-
-def _quality(args: argparse.Namespace, model: Any, tokenizer: Any, prospects: Sequence[Prospect]) -> dict[str, Any]:
-    from tqdm import tqdm
-
-    read = texts.read(args.text, cache=cache_directory(args.cache_dir))
-    tokens = [token for of_text in encode_texts(tokenizer, read) for token in of_text]
-    about: dict[str, Any] = {"context": args.passage, "limit": args.limit, "seed": args.seed}
-    methods, D = [one.method for one in prospects], prospects[0].served[0].layer.step.D
-    with tqdm(unit="run", desc="quality", disable=None) as progress:
-        found = quality.measure(model, tokenizer, tokens, methods, args.budget, progress, D=D, **about)
-    return {"quality": found, "text": page.described(", ".join(text.name for text in read), **about)}

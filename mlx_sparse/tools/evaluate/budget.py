@@ -1,4 +1,4 @@
-"""Settings of a method for a share of dense attention's transfers, by the papers' formulae (common/stats.py)."""
+"""Settings of a method for a share of dense attention's transfers, by the papers' formulae (methods/stats.py)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class OutOfReach(ConfigError):
 
 
 def read_budget(text: str) -> Fraction:
-    """A share of dense attention's transfers: ``"1/8"`` or ``"0.125"``.
+    """Read a share of dense attention's transfers: ``"1/8"`` or ``"0.125"``.
 
     Raises:
         ConfigError: not a number above 0 and below 1.
@@ -30,10 +30,9 @@ def read_budget(text: str) -> Fraction:
 
 
 def transfers(config: Method, S: int, D: int, buckets: int = 0) -> float | None:
-    """Elements that a decode step moves over those of dense attention, at ``S`` keys of head dim ``D``.
+    """Return the elements that a decode step moves over those of dense attention, at ``S`` keys of head dim ``D``.
 
-    ``buckets`` are those of an index; 0 asks its artefact. None for prefill methods, whose density their own choice
-    decides.
+    ``buckets`` 0 means those of the method's artefact. None for prefill methods, whose density is measured.
     """
     if config.stage != "decode":
         return None
@@ -41,12 +40,12 @@ def transfers(config: Method, S: int, D: int, buckets: int = 0) -> float | None:
 
 
 def settle(method: str, budget: Fraction, S: int, D: int) -> str | None:
-    """``method`` with its free settings such that it moves at most ``budget``, at ``S`` keys of head dim ``D``.
+    """Return ``method`` with its free settings such that it moves at most ``budget``, at ``S`` keys of head dim ``D``.
 
-    What is named in ``method`` stays. ``dense_below`` is 0 unless it is named: the method is to run.
+    Settings that ``method`` names stay. ``dense_below`` is 0 unless it is named, so that the method runs.
 
     Returns:
-        The method as text; None where nothing is free: a prefill method, or one whose settings are all named.
+        None where nothing is free: a prefill method, or one whose settings are all named.
 
     Raises:
         OutOfReach: no setting moves as little.
@@ -61,21 +60,18 @@ def settle(method: str, budget: Fraction, S: int, D: int) -> str | None:
 
 
 def _named(part: str, config: Method) -> set[str]:
-    """The settings that the text of a method gives, itself or by a preset."""
+    """Return the settings that the text of a method names, itself or by a preset."""
     pairs = [pair.partition("=") for pair in part.partition(":")[2].split(",") if pair]
     values = {key.strip(): value.strip() for key, _, value in pairs}
     return set(values) | set(config.presets.get(values.get("preset", ""), {}))
 
 
 def _largest(config: Method, size: str, budget: Fraction, S: int, D: int) -> Method:
-    """The method with the largest ``size`` within the budget."""
+    """Return the method with the largest ``size`` within the budget, by bisection."""
     buckets = buckets_of(config)
 
-    def at(value: int) -> Method:
-        return dataclasses.replace(config, **{size: value})
-
     def moves(value: int) -> float:
-        share = transfers(at(value), S, D, buckets)
+        share = transfers(dataclasses.replace(config, **{size: value}), S, D, buckets)
         assert share is not None
         return share
 
@@ -87,10 +83,9 @@ def _largest(config: Method, size: str, budget: Fraction, S: int, D: int) -> Met
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if moves(middle) <= budget else (low, middle - 1)
-    return at(low)
+    return dataclasses.replace(config, **{size: low})
 
 
 def buckets_of(config: Method) -> int:
-    """Buckets that the probes are of; 0 for methods without."""
-    file = config.file
-    return config.fitted_buckets if file is None else artefact.load(file).buckets
+    """Return the number of buckets of a method with probes; 0 for others."""
+    return config.fitted_buckets if config.file is None else artefact.load(config.file).buckets

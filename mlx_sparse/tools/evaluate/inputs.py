@@ -20,10 +20,7 @@ from .tasks.base import encode
 
 
 def add_options(parser: argparse.ArgumentParser, *, positional: bool = False) -> None:
-    """Add what every command that runs examples takes: ``--model``, ``--text``, ``--seed`` and how it runs.
-
-    ``positional``: the model is an argument and no option.
-    """
+    """Add the options that every command with examples has. With ``positional`` the model is an argument."""
     add_model_options(parser, positional=positional)
     parser.add_argument(
         "--text",
@@ -31,13 +28,13 @@ def add_options(parser: argparse.ArgumentParser, *, positional: bool = False) ->
         nargs="+",
         help=f"files, or {', '.join(texts.NAMES)} (default: {texts.DEFAULT}, its language reference)",
     )
-    parser.add_argument("--seed", metavar="N", type=int, default=0, help="for whatever is drawn (default: 0)")
+    parser.add_argument("--seed", metavar="N", type=int, default=0, help="of random places and names (default: 0)")
     parser.add_argument("--cache-dir", metavar="DIR", help="where the default model goes (default: user's cache)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Refuse a model and texts of `add_options` that cannot be had, before anything is fetched or loaded.
+    """Refuse a model and texts that are not available, before anything is fetched or loaded.
 
     Raises:
         ConfigError, PackageMissing: as `check_model` and `texts.check`.
@@ -47,7 +44,7 @@ def check_options(args: argparse.Namespace) -> None:
 
 
 def load_model(name: str | None, cache: str | None, licence: str | None = None) -> tuple[Any, Any, dict[str, Any]]:
-    """A model, its tokenizer and its ``config.json``; SmolLM2 by default. ``licence`` is one that the user accepts."""
+    """Load a model, its tokenizer and its ``config.json``; SmolLM2 by default. The user accepts ``licence``."""
     from mlx_lm import load
 
     path = find_model(name, cache_directory(cache), licence)
@@ -57,20 +54,20 @@ def load_model(name: str | None, cache: str | None, licence: str | None = None) 
 
 
 def encode_texts(tokenizer: Any, read: Sequence[texts.Text]) -> list[list[int]]:
-    """The tokens of each text, without those that open one; texts are parted by an empty line."""
-    # transformers warns of texts longer than the context, of which only pieces are used here.
+    """Return the tokens of each text, without opening tokens. An empty line separates texts."""
+    # transformers warns about texts longer than the context, but only parts of them are used here.
     logging.getLogger("transformers").setLevel(logging.ERROR)
     return [encode(tokenizer, ("\n\n" if i else "") + text.text) for i, text in enumerate(read)]
 
 
 def read_tokens(tokenizer: Any, names: list[str] | None, cache: str | None, option: str = "--text") -> list[int]:
-    """The tokens of the texts called ``names``, one after the other; ``option`` is who named them."""
+    """Return the tokens of the texts ``names``, given to ``option``, one after the other."""
     found = texts.read(names, option, cache_directory(cache))
     return [token for tokens in encode_texts(tokenizer, found) for token in tokens]
 
 
 def fingerprint(model: Any, tokens: Sequence[int], *options: Any) -> str:
-    """A hash that stands for what results depend on: the model, the text, the options, the versions and the device."""
+    """Return a hash of what results depend on: the model, the text, the options, the versions and the device."""
     import numpy as np
 
     chip = environment.hardware()["chip"]
@@ -80,7 +77,7 @@ def fingerprint(model: Any, tokens: Sequence[int], *options: Any) -> str:
 
 
 def head_dim(model: Any) -> int:
-    """Components of a key of the first layer that keeps keys.
+    """Return the head dim of the first layer with a KV cache.
 
     Raises:
         ConfigError: no layer does.

@@ -1,7 +1,4 @@
-"""Results as lines of JSON: records out of them, and a file that grows as results come.
-
-A command that was interrupted goes on where it stopped.
-"""
+"""Results as lines of JSON: records read back with their types checked, and a file that an interrupted run resumes."""
 
 from __future__ import annotations
 
@@ -11,18 +8,21 @@ from collections.abc import Callable
 from dataclasses import asdict, is_dataclass
 from functools import cache
 from pathlib import Path
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Any, Generic, TypeVar, get_args, get_origin, get_type_hints
 
 from ...checks import ArtefactError
 from ...files import naming, replace_file
 
 T = TypeVar("T")
-FORMAT = 1
+FORMAT = 2
+LARGEST = 1 << 63  # no count, size or seed reaches it, and Python cannot divide much larger integers as floats
+# What code that reads a damaged line raises.
+DAMAGED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
 def as_json(record: Any) -> dict[str, Any]:
-    """Plain data of a dataclass for JSON, where what is not a number is null; `from_json` reads it."""
+    """Return a dataclass as plain data for JSON, with null for NaN. `from_json` reads it back."""
     data: dict[str, Any] = _without_nan(asdict(record))
     return data
 
@@ -36,29 +36,28 @@ def _without_nan(value: Any) -> Any:
 
 
 def from_json(kind: Any, value: Any) -> Any:
-    """JSON data as a ``kind``: a dataclass, whose other keys are ignored, or a type that one of its fields has.
+    """Return JSON data as a ``kind``: a dataclass, whose unknown keys are ignored, or the type of one of its fields.
 
     Raises:
-        ValueError, TypeError: the data is something else.
+        ValueError, TypeError, LookupError, OverflowError: the data is something else.
     """
     origin, inner = get_origin(kind), get_args(kind)
     if isinstance(kind, type) and is_dataclass(kind):
-        hints = _hints(kind)
-        return kind(**{name: from_json(hint, value[name]) for name, hint in hints.items() if name in value})
+        if not isinstance(value, dict):
+            raise TypeError(value)
+        return kind(**{name: from_json(hint, value[name]) for name, hint in _hints(kind).items() if name in value})
     if origin is UnionType:
-        return None if value is None else from_json(inner[0], value)
+        kinds = [one for one in inner if type(value) is (get_origin(one) or one)]
+        return from_json(kinds[0] if kinds else inner[0], value)
     if origin is list and isinstance(value, list):
         return [from_json(inner[0], one) for one in value]
     if origin is dict and isinstance(value, dict):
         return {key: from_json(inner[1], one) for key, one in value.items()}
-    if kind is float:
-        number = math.nan if value is None else value
-        if isinstance(number, bool) or not isinstance(number, (int, float)) or number in (math.inf, -math.inf):
-            raise ValueError(value)
-        return number
-    if kind is Any or type(value) is kind:
-        return value
-    raise TypeError(value)
+    if kind is float and type(value) in (int, NoneType):
+        value = math.nan if value is None else float(value)
+    if type(value) is not kind or (kind in (int, float) and abs(value) >= LARGEST):
+        raise TypeError(value)
+    return value
 
 
 @cache
@@ -67,16 +66,16 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def read_lines(content: bytes, read: Callable[[Any], T], path: Path, command: str, first: int = 1) -> list[T]:
-    """What ``read`` makes of the JSON data of each line of ``path``, which ``command`` is to have written.
+    """Apply ``read`` to the JSON data of each line of ``path``, which ``command`` should have written.
 
     Raises:
-        ArtefactError: a line is something else; it says which, ``content`` begins with number ``first``.
+        ArtefactError: a line is something else; lines of ``content`` are counted from ``first``.
     """
     found = []
     for number, line in enumerate(content.splitlines(), first):
         try:
             found.append(read(json.loads(line)))
-        except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        except DAMAGED:
             raise ArtefactError(
                 f"{path}: expected what {command} of this version wrote, got something else in line {number}. Move the "
                 "file away."
@@ -85,13 +84,17 @@ def read_lines(content: bytes, read: Callable[[Any], T], path: Path, command: st
 
 
 class Journal(Generic[T]):
-    """Results by name, kept in a file of JSON lines where a path is given.
+    """Results by name, appended to a file of JSON lines where a path is given.
 
-    A line that was cut off by the end of the process is dropped. What another command wrote is refused.
+    A last line that the end of a process cut off is dropped. The file of another command or of other inputs is refused.
     """
 
     def __init__(self, path: Path | None, command: str, key: str, kind: type[T]) -> None:
-        """``key`` stands for the command's inputs; results are dataclasses of this ``kind``.
+        """Open or create the file.
+
+        Args:
+            key: a hash of the command's inputs.
+            kind: the dataclass of the results.
 
         Raises:
             ArtefactError: the file is damaged, or another command's.
@@ -107,7 +110,7 @@ class Journal(Generic[T]):
             replace_file(path, lambda new: new.write_text(header, encoding="utf-8"))
 
     def add(self, name: str, result: T) -> None:
-        """Keep ``result`` under ``name``, and write it to the file at once."""
+        """Store ``result`` under ``name``, and append it to the file at once."""
         self.results[name] = result
         if self.path is not None:
             line = json.dumps({"name": name, "result": as_json(result)}, allow_nan=False)
@@ -126,7 +129,7 @@ class Journal(Generic[T]):
             )
 
         def read(line: Any) -> tuple[str, T]:
-            return line["name"], from_json(kind, line["result"])
+            return from_json(str, line["name"]), from_json(kind, line["result"])
 
         for name, result in read_lines(whole[len(header) :], read, path, f"mlx-sparse {command}", first=2):
             self.results.setdefault(name, result)

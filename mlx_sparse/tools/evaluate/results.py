@@ -1,4 +1,4 @@
-"""What one run of a method on one example found, and rows of a table made of several."""
+"""The result of one method on one example, and the rows of a table over several examples."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import mean, stdev
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -33,19 +34,18 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Trial:
-    """An outcome, and what the method's attention calls did.
+    """An outcome, and counts of the method's attention calls.
 
     Attributes:
-        outcome: how well it predicted.
-        attn: the method as text, every automatic choice resolved.
+        attn: the method as text, every automatic setting resolved.
         sparse_calls, dense_calls: attention calls; of examples that were decoded together, each one's.
-        dense_reasons: number of the dense calls by reason.
         sparse_bytes, dense_bytes: bytes of K and V moved by the sparse calls, and by dense attention in their place.
+        dense_reasons: number of the dense calls by reason.
         selectivity: (saap.12) share of the keys outside the exact part that were attended; None but for SAAP.
-        density: of a prompt, by served layer and query head: share of the causal block pairs attended.
-        sampled: share of a prompt's rows that were scored to choose the blocks.
-        mass: retained mass over all layers, heads and rows of a prompt: least, 1st percentile, mean; empty if it was
-            not measured.
+        density: of a prompt, by served layer: share of the causal block pairs attended, mean over the query heads.
+        sampled: share of a prompt's rows that were scored to select the blocks.
+        recall: attention recall over all layers, heads and rows of a prompt: least, 1st percentile, mean; empty if it
+            was not measured.
     """
 
     outcome: Outcome
@@ -56,40 +56,24 @@ class Trial:
     dense_bytes: float = 0
     dense_reasons: dict[str, int] = field(default_factory=dict)
     selectivity: float | None = None
-    density: list[list[float]] = field(default_factory=list)
+    density: list[float] = field(default_factory=list)
     sampled: float = 0.0
-    mass: list[float] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Depth:
-    """The examples of a row whose answer stands at one ``depth`` of the prompt, 0 at its beginning and 1 at its end."""
-
-    depth: float
-    examples: int
-    accuracy: float
-    exact: float
+    recall: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Row:
-    """A task under one method: means over the examples, with standard errors.
+    """A task under one method: means over the examples, with standard errors (NaN with one example).
 
     Attributes:
-        method: as it was asked for.
-        attn: what ran, every automatic choice resolved.
+        method: as the user wrote it; ``attn`` is what ran, every automatic setting resolved.
         budget: the share of dense attention's transfers that the settings were made for, such as "1/8".
-        context: tokens of the prompts.
-        mean, mean_error: of the outcomes, and its standard error; NaN with one example.
-        delta, error: of the differences to dense attention on the same example, and its standard error.
-        formula: elements moved by the method's transfer formula at this context, over dense attention's; None where
-            there is none.
-        compression: bytes moved by the calls of the run that were sparse, over dense attention's.
-        sparse_calls, dense_calls, dense_reasons: of all examples.
-        prefill: whether the prompt itself was run through the method and scored, not steps after it.
-        selectivity, density, sampled, mass: as in `Trial`, means over the examples; of ``mass`` the first is the least
-            of them.
-        depths: for tasks whose answer stands at a known depth.
+        delta, error: means and standard errors of the differences to dense attention on the same examples.
+        formula: elements moved by the method's transfer formula at this context, over dense attention's.
+        compression: bytes moved by the sparse calls of the run, over dense attention's.
+        prefill: whether tokens inside the prompt were scored, not decode steps after it.
+        selectivity, density, sampled, recall: as in `Trial`, means over the examples; of the least recall the least.
+        depths: accuracy by depth of the answer, such as "50%", for tasks where it stands at one.
     """
 
     task: str
@@ -109,10 +93,10 @@ class Row:
     dense_reasons: dict[str, int] = field(default_factory=dict)
     prefill: bool = False
     selectivity: float | None = None
-    density: list[list[float]] = field(default_factory=list)
+    density: list[float] = field(default_factory=list)
     sampled: float = 0.0
-    mass: list[float] = field(default_factory=list)
-    depths: list[Depth] = field(default_factory=list)
+    recall: list[float] = field(default_factory=list)
+    depths: dict[str, float] = field(default_factory=dict)
 
     @property
     def served(self) -> str:
@@ -125,61 +109,50 @@ class Row:
 
     @property
     def of_prompt(self) -> bool:
-        """Whether the method made the prompt alone cheaper, and not the steps after it."""
+        """Whether the method made only the prefill cheaper, and not the decode steps."""
         return self.prefill or (bool(self.density) and self.compression == 1)
 
     @property
     def sparse_share(self) -> float:
-        """The share of the calls that the method was asked about which were sparse."""
+        """The share of sparse calls."""
         return self.sparse_calls / max(1, self.sparse_calls + self.dense_calls)
 
 
 FIGURES = tuple(Outcome.__annotations__)
 
 
-def row_of(
-    trials: Sequence[Trial],
-    dense: Sequence[Trial],
-    depths: Sequence[float | None],
-    *,
-    task: str,
-    method: str,
-    budget: str | None,
-    context: int,
-    formula: float | None,
-    prefill: bool,
-) -> Row:
-    """One row of ``trials``; ``dense`` are the same examples under dense attention, ``depths`` their answers'."""
+def row_of(trials: Sequence[Trial], dense: Sequence[Trial], depths: Sequence[float | None], **about: Any) -> Row:
+    """Return one row of ``trials``.
+
+    Args:
+        dense: the same examples under dense attention.
+        depths: of the examples' answers.
+        about: ``task``, ``method``, ``budget``, ``context``, ``formula`` and ``prefill`` of the row.
+    """
     outcomes, reference = ([vars(trial.outcome) for trial in of] for of in (trials, dense))
     deltas = [{name: a[name] - b[name] for name in a} for a, b in zip(outcomes, reference, strict=True)]
     moved, full = (sum(getattr(trial, name) for trial in trials) for name in ("sparse_bytes", "dense_bytes"))
-    masses = [trial.mass for trial in trials if trial.mass]
+    recalls = [trial.recall for trial in trials if trial.recall]
     selectivities = [trial.selectivity for trial in trials if trial.selectivity is not None]
-    layers = [trial.density for trial in trials]
     reasons: Counter[str] = Counter()
     for trial in trials:
         reasons.update(trial.dense_reasons)
     return Row(
-        task=task,
-        method=method,
+        **about,
         attn=trials[0].attn,
-        budget=budget,
-        context=context,
         examples=len(trials),
         mean=_means(outcomes),
         mean_error=_errors(outcomes),
         delta=_means(deltas),
         error=_errors(deltas),
-        formula=formula,
         compression=moved / full if full else 1.0,
         sparse_calls=sum(trial.sparse_calls for trial in trials),
         dense_calls=sum(trial.dense_calls for trial in trials),
         dense_reasons=dict(reasons),
-        prefill=prefill,
         selectivity=mean(selectivities) if selectivities else None,
-        density=[[mean(heads) for heads in zip(*of, strict=True)] for of in zip(*layers, strict=True)],
+        density=[mean(of_layer) for of_layer in zip(*(trial.density for trial in trials), strict=True)],
         sampled=mean(trial.sampled for trial in trials),
-        mass=[min(m[0] for m in masses), *(mean(m[i] for m in masses) for i in (1, 2))] if masses else [],
+        recall=[min(r[0] for r in recalls), *(mean(r[i] for r in recalls) for i in (1, 2))] if recalls else [],
         depths=_depths(trials, depths),
     )
 
@@ -194,12 +167,9 @@ def _errors(outcomes: Sequence[Mapping[str, float]]) -> Outcome:
     return Outcome(*(stdev(outcome[name] for outcome in outcomes) / math.sqrt(len(outcomes)) for name in FIGURES))
 
 
-def _depths(trials: Sequence[Trial], depths: Iterable[float | None]) -> list[Depth]:
-    by_depth: dict[float, list[Outcome]] = {}
+def _depths(trials: Sequence[Trial], depths: Iterable[float | None]) -> dict[str, float]:
+    found: dict[float, list[float]] = {}
     for trial, depth in zip(trials, depths, strict=True):
         if depth is not None:
-            by_depth.setdefault(depth, []).append(trial.outcome)
-    return [
-        Depth(depth, len(found), mean(o.accuracy for o in found), mean(o.exact for o in found))
-        for depth, found in sorted(by_depth.items())
-    ]
+            found.setdefault(depth, []).append(trial.outcome.accuracy)
+    return {f"{depth:.0%}": mean(found[depth]) for depth in sorted(found)}

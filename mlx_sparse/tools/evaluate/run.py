@@ -1,4 +1,4 @@
-"""``mlx-sparse eval``: what a method costs in quality, on your model and your text."""
+"""``mlx-sparse eval``: what a method costs in quality, on the user's model and text."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +17,19 @@ from ...lm.loading import refuse_unquantisable
 from ...lm.model import select_methods
 from ...methods import parse
 from ..assets.models import DEFAULT
-from . import report, texts
+from . import report, selection, table, texts
 from .budget import read_budget
+from .facts import Facts, run_facts
 from .inputs import add_options, check_options, encode_texts, fingerprint, head_dim, load_model
 from .journal import Journal, as_json
-from .metadata import Facts, run_facts
-from .report.read import RESULTS
 from .results import Row, Trial
-from .selection import SelectionRow
-from .selection import run as compare_choices
-from .selection import table as table_of_choices
-from .table import table
-from .tasks import PASSAGES, SHORTEST, TASKS
+from .runner import Prompt, Steps, observed_by, run
+from .tasks import PASSAGES, RECALL, SHORTEST, TASKS
 from .tasks.base import opening
-from .variants import Arm, arms_of, quantised, read_methods
+from .variants import Variant, quantised, read_methods, variants_of
 
-AGREEMENT, MASS = "top_k_agreement", "retained_mass"
-NAMES = (*TASKS, MASS, AGREEMENT)
+AGREEMENT = "top_k_agreement"
+NAMES = (*TASKS, RECALL, AGREEMENT)
 DEFAULT_TASKS = ("repetition", "bits_per_byte")
 
 
@@ -43,79 +40,74 @@ def main(argv: Sequence[str]) -> int:
     args.command = shlex.join(["mlx-sparse", "eval", *argv])
     evaluation = _Evaluation(args)
     try:
-        rows, choices = list(evaluation.rows()), list(evaluation.choices())
+        rows, selections = list(evaluation.rows()), list(evaluation.selections())
     except KeyboardInterrupt:
-        kept = f"the same command goes on from {args.out}" if args.out else "without --out nothing is kept"
-        print(f"\nmlx-sparse eval: interrupted; {kept}", file=sys.stderr)
+        rest = f"the same command resumes from {args.out}" if args.out else "without --out nothing is stored"
+        print(f"\nmlx-sparse eval: interrupted; {rest}", file=sys.stderr)
         return 130
     if args.json:
-        print("\n".join(json.dumps(as_json(row)) for row in (*rows, *choices)))
+        print("\n".join(json.dumps(as_json(row)) for row in (*rows, *selections)))
     else:
-        print("\n\n".join([table(rows)] * bool(rows) + [table_of_choices(choices)] * bool(choices)))
+        print("\n\n".join(map(str, table.all_tables(rows, selections))))
     if args.out is not None:
-        _write(args.out, rows, choices, evaluation.facts())
-        print(f"Wrote {args.out / 'report.html'}", file=sys.stderr)
+        _write(args.out, rows, selections, evaluation.facts())
+        print(f"Wrote {args.out / report.PAGE}", file=sys.stderr)
     return 0
 
 
-def _write(folder: Path, rows: Sequence[Row], choices: Sequence[SelectionRow], facts: Facts) -> None:
-    """Every row with the facts of the run, for `mlx-sparse report`; and the report itself."""
-    run = {"run": as_json(facts)}
-    lines = [json.dumps(as_json(row) | run, allow_nan=False) for row in (*rows, *choices)]
-    replace_file(folder / RESULTS, lambda new: new.write_text("\n".join(lines) + "\n", encoding="utf-8"))
-    report.write(folder, rows, facts, selection=choices)
+def _write(folder: Path, rows: list[Row], selections: list[selection.SelectionRow], facts: Facts) -> None:
+    """Write every row with the facts of the run, which `mlx-sparse report` reads, and the report."""
+    run_of = {"run": as_json(facts)}
+    lines = [json.dumps(as_json(row) | run_of, allow_nan=False) for row in (*rows, *selections)]
+    replace_file(folder / report.RESULTS, lambda new: new.write_text("\n".join(lines) + "\n", encoding="utf-8"))
+    report.write(folder, rows, selections, facts)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="mlx-sparse eval",
-        description="Compare methods with dense attention on real text, teacher-forced. A decode method runs the steps "
-        "after a prompt that was processed densely. A prefill method runs the prompt: in bits_per_byte, repetition and "
-        "retained_mass tokens inside it are predicted, in the other tasks the answer after it. Where METHOD+METHOD "
-        "names both, the prompt and the steps after it are sparse. Lists take commas or spaces, --text spaces.",
+        description="Compare methods with dense attention on real text, teacher-forced. A decode method runs the "
+        "decode steps after a dense prefill. A prefill method runs the prompt: bits_per_byte, repetition and "
+        "attention_recall predict tokens inside it, the other tasks the answer after it. METHOD+METHOD is sparse in "
+        "the prompt and in the decode steps. Lists take commas or spaces, --text takes spaces.",
         epilog="Example:\n  mlx-sparse eval --methods sparq,h2o,streaming --tasks repetition --budget 1/2,1/8 "
         "--limit 50 --out results",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_options(parser)
-    parser.add_argument(
-        "--methods", metavar="METHOD,...", nargs="+", default=[], help="such as sparq:rank=16,h2o,sample:dense_below=0"
-    )
-    parser.add_argument(
-        "--tasks", metavar="TASK,...", nargs="+", help=f"of {', '.join(NAMES)} (default: {','.join(DEFAULT_TASKS)})"
-    )
-    parser.add_argument(
+
+    def add_list(name: str, metavar: str, default: Sequence[str], text: str) -> None:
+        parser.add_argument(name, metavar=metavar, nargs="+", default=default, help=text)
+
+    def add_number(name: str, default: int, text: str) -> None:
+        parser.add_argument(name, metavar="N", type=int, default=default, help=f"{text} (default: {default})")
+
+    add_list("--methods", "METHOD,...", [], "such as sparq:rank=16,h2o,sample:dense_below=0")
+    add_list("--tasks", "TASK,...", DEFAULT_TASKS, f"of {', '.join(NAMES)} (default: {','.join(DEFAULT_TASKS)})")
+    add_list(
         "--budget",
-        metavar="SHARE,...",
-        nargs="+",
-        default=[],
-        help="shares of dense attention's transfers, such as 1/2,1/8: settings that METHOD does not name follow from "
-        "the papers' formulae (default: the methods as they are)",
+        "SHARE,...",
+        [],
+        "shares of dense attention's transfers, such as 1/2,1/8: settings that METHOD does not name follow from the "
+        "papers' formulae (default: the methods as they are)",
     )
-    parser.add_argument(
+    add_list(
         "--kv-bits",
-        metavar="N,...",
-        nargs="+",
-        default=[],
-        help="run the steps after dense prompts over caches quantised in so many bits too, densely and with each "
+        "N,...",
+        [],
+        "also run the decode steps after dense prompts over KV caches quantized to N bits, densely and with each "
         "decode method",
     )
-    parser.add_argument("--context", metavar="N,...", nargs="+", default=["2k"], help="prompt tokens (default: 2k)")
-    parser.add_argument("--limit", metavar="N", type=int, default=6, help="examples per task (default: 6)")
-    parser.add_argument("--batch", metavar="N", type=int, default=8, help="examples decoded together (default: 8)")
-    parser.add_argument(
-        "--prefill-step-size",
-        metavar="N",
-        type=int,
-        default=2048,
-        help="tokens per step of a sparse prompt (default: 2048)",
-    )
+    add_list("--context", "N,...", ["2k"], "prompt tokens (default: 2k)")
+    add_number("--limit", 6, "examples per task")
+    add_number("--batch", 8, "examples decoded together")
+    add_number("--prefill-step-size", 2048, "tokens per chunk of a sparse prompt")
     parser.add_argument(
         "--out",
         metavar="DIR",
         type=Path,
-        help="write results.jsonl, pictures and report.html there, and keep every result there as it comes: "
-        "the same command goes on where it stopped",
+        help="write results.jsonl and report.html there, and every result as it is found: the same command resumes "
+        "after an interruption",
     )
     return parser
 
@@ -123,22 +115,20 @@ def _parser() -> argparse.ArgumentParser:
 def _check(args: argparse.Namespace) -> None:
     """Refuse what is wrong before anything is fetched or loaded, and read the lists."""
     args.methods = read_methods(args.methods)
-    args.tasks = [name.strip() for name in _pieces(args.tasks or DEFAULT_TASKS)]
+    args.tasks = _pieces(args.tasks)
     args.budget = [read_budget(share) for share in _pieces(args.budget)]
     args.kv_bits = [_bits(text) for text in _pieces(args.kv_bits)]
-    args.context = list(dict.fromkeys(read_length(length.strip(), "--context") for length in _pieces(args.context)))
+    args.context = list(dict.fromkeys(read_length(length, "--context") for length in _pieces(args.context)))
     for name in args.tasks:
         if name not in NAMES:
             raise ConfigError(f"--tasks: expected some of {', '.join(NAMES)}, got {name!r}.{meant(name, NAMES)}")
     if not args.methods and set(args.tasks) != {AGREEMENT}:
         raise ConfigError("--methods: expected a method such as sparq, got none.")
-    prefill = [select_methods(parse(method))[0] for method in args.methods]
-    if MASS in args.tasks and not any(prefill):
-        raise ConfigError(f"--tasks: expected a prefill method such as sample with {MASS}, got none.")
-    check_int("--limit", args.limit, 1)
+    if RECALL in args.tasks and not any(select_methods(parse(method))[0] for method in args.methods):
+        raise ConfigError(f"--tasks: expected a prefill method such as sample with {RECALL}, got none.")
     check_int("--seed", args.seed, 0, (1 << 63) - 1)
-    check_int("--batch", args.batch, 1)
-    check_int("--prefill-step-size", args.prefill_step_size, 1)
+    for option in ("--limit", "--batch", "--prefill-step-size"):
+        check_int(option, getattr(args, option.strip("-").replace("-", "_")), 1)
     for context in args.context:
         check_int("--context", context, SHORTEST)
     check_options(args)
@@ -148,18 +138,29 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _bits(text: str) -> int:
-    if not text.strip().isdecimal():
+    if not text.isdecimal():
         raise ConfigError(f"--kv-bits: expected numbers of bits such as 8,4, got {text!r}.")
     return int(text)
 
 
 def _pieces(texts: Sequence[str]) -> list[str]:
-    """What stands between commas or blanks, each once."""
-    return list(dict.fromkeys(piece for text in texts for piece in text.split(",")))
+    """Split lists at commas, and drop repetitions."""
+    return list(dict.fromkeys(piece.strip() for text in texts for piece in text.split(",")))
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A task at one context: its examples, or with ``prefill`` its passages, and the variants that run them."""
+
+    task: str
+    context: int
+    prefill: bool
+    examples: list[Any]
+    variants: list[Variant]
 
 
 class _Evaluation:
-    """A model, a text and what is asked of them."""
+    """The model, the text and the options of one command."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -172,90 +173,68 @@ class _Evaluation:
         self.tokens = [token for of_text in tokens for token in of_text]
         self.D = head_dim(self.model)
         self.key = fingerprint(self.model, self.tokens, args.limit, args.seed, args.prefill_step_size, args.batch)
-        self.journal = Journal(args.out and args.out / "trials.jsonl", "eval", self.key, Trial)
 
     def rows(self) -> Iterator[Row]:
-        """The rows of all contexts and tasks, each as soon as its examples have run."""
+        """Yield the rows of all contexts and tasks, each as soon as its examples have run."""
         from tqdm import tqdm
 
-        from .runner import run
+        args, step = self.args, self.args.prefill_step_size
+        journal = Journal(args.out and args.out / "trials.jsonl", "eval", self.key, Trial)
+        plans = self.plans()
+        with tqdm(total=sum(1 + len(p.variants) for p in plans) * args.limit, unit="run", disable=None) as progress:
+            for plan in plans:
+                progress.set_description(f"{plan.task} {plan.context:,}")
+                examples, subjects = plan.examples, self._steps(plan)
+                if plan.prefill:
+                    recall = plan.task == RECALL
+                    subjects = (Prompt(self.model, self.tokenizer, one, step, recall=recall) for one in examples)
+                about: dict[str, Any] = {"context": plan.context, "D": self.D, "prefill": plan.prefill}
+                yield from run(plan.task, subjects, plan.variants, progress, journal, **about)
 
-        plans = self._plans()
-        runs = sum(1 + len(arms) for *_, arms in plans) * self.args.limit
-        with tqdm(total=runs, unit="run", disable=None) as progress:
-            for context, task, prefill, examples, arms in plans:
-                progress.set_description(f"{task} {context:,}")
-                subjects = self._prompts(task, examples) if prefill else self._steps(examples, arms)
-                common: dict[str, Any] = {
-                    "progress": progress,
-                    "journal": self.journal,
-                    "context": context,
-                    "D": self.D,
-                }
-                yield from run(task, subjects, arms, **common, prefill=prefill)
-
-    def _plans(self) -> list[tuple[int, str, bool, list[Any], list[Arm]]]:
-        """Context, task, whether tokens of the prompt are scored, examples and methods of all that is to run.
-
-        All examples are made first: what is wrong with a text is to show before hours of runs.
-        """
+    def plans(self) -> list[_Plan]:
+        """Make the examples of all tasks before anything runs, so that an unsuitable text is refused at once."""
         args, plans = self.args, []
         for context in args.context:
-            arms, left_out = arms_of(args.methods, args.budget, context, self.D)
+            variants, left_out = variants_of(args.methods, args.budget, context, self.D)
             print(*left_out, sep="\n", end="\n" if left_out else "", file=sys.stderr)
-            arms += quantised(arms, args.kv_bits)
+            variants += quantised(variants, args.kv_bits)
             for task in args.tasks:
-                for prefill, chosen in enumerate(split(task, arms)):
+                for prefill, chosen in zip((False, True), split(task, variants), strict=True):
                     if chosen:
-                        made = (PASSAGES if prefill else TASKS)[task](
-                            self.tokens, self.tokenizer, context=context, limit=args.limit, seed=args.seed
-                        )
-                        plans.append((context, task, bool(prefill), list(made), chosen))
+                        make: Any = (PASSAGES if prefill else TASKS)[task]
+                        made = make(self.tokens, self.tokenizer, context=context, limit=args.limit, seed=args.seed)
+                        plans.append(_Plan(task, context, prefill, list(made), chosen))
         if not plans and AGREEMENT not in args.tasks:
             raise ConfigError("--budget: expected a share within reach of a method, got none. Name a larger one.")
         return plans
 
-    def _steps(self, examples: Sequence[Any], arms: Sequence[Arm]) -> Iterator[Any]:
-        from .runner import Steps, observed_by
-
-        observed, size = observed_by(arms), self.args.batch
-        for start in range(0, len(examples), size):
-            batch = examples[start : start + size]
+    def _steps(self, plan: _Plan) -> Iterator[Any]:
+        observed, size = observed_by(plan.variants), self.args.batch
+        for start in range(0, len(plan.examples), size):
+            batch = plan.examples[start : start + size]
             yield Steps(self.model, self.tokenizer, batch, self.args.prefill_step_size, observed=observed)
 
-    def _prompts(self, task: str, passages: Sequence[Any]) -> Iterator[Any]:
-        from .runner import Prompt
-
-        for passage in passages:
-            yield Prompt(self.model, self.tokenizer, passage, self.args.prefill_step_size, mass=task == MASS)
-
-    def choices(self) -> Iterator[SelectionRow]:
-        """How well approximate choices of keys agree with exact ones, if that is asked for."""
-        if AGREEMENT in self.args.tasks:
-            args = self.args
-            asked: dict[str, Any] = {"limit": args.limit, "seed": args.seed, "opening": opening(self.tokenizer)}
-            for context in args.context:
-                kept = {"out": args.out, "key": self.key}
-                yield from compare_choices(self.model, self.tokens, context=context, **asked, **kept)
+    def selections(self) -> Iterator[selection.SelectionRow]:
+        """Yield the rows of `AGREEMENT`, if it is one of the tasks."""
+        if AGREEMENT not in self.args.tasks:
+            return
+        args = self.args
+        journal = Journal(args.out and args.out / "selections.jsonl", f"eval {AGREEMENT}", self.key, selection.OfText)
+        options: dict[str, Any] = {"limit": args.limit, "seed": args.seed, "opening": opening(self.tokenizer)}
+        for context in args.context:
+            yield from selection.run(self.model, self.tokens, journal, context=context, **options)
 
     def facts(self) -> Facts:
-        """What the figures belong to."""
+        """Return the facts that the figures depend on."""
         args = self.args
-        return run_facts(
-            args.command,
-            name=args.model or DEFAULT,
-            model=self.model,
-            texts=list(zip(self.texts, self.lengths, strict=True)),
-            seed=args.seed,
-            prefill_step_size=args.prefill_step_size,
-            batch=args.batch,
-        )
+        read = list(zip(self.texts, self.lengths, strict=True))
+        options = {"seed": args.seed, "prefill_step_size": args.prefill_step_size, "batch": args.batch}
+        return run_facts(args.command, args.model or DEFAULT, self.model, read, **options)
 
 
-def split(task: str, arms: Sequence[Arm]) -> tuple[list[Arm], list[Arm]]:
-    """The methods that ``task`` scores in the steps after a prompt, and those that it scores in the prompt."""
-    in_prompt = [arm for arm in arms if task in PASSAGES and arm.stages[0] is not None and arm.stages[1] is None]
-    in_steps = [arm for arm in arms if task in TASKS and arm not in in_prompt]
-    if task == MASS:  # of prompts, whatever comes after them
-        in_prompt = [arm for arm in arms if arm.stages[0] is not None]
-    return in_steps, in_prompt
+def split(task: str, variants: Sequence[Variant]) -> tuple[list[Variant], list[Variant]]:
+    """Return the variants that ``task`` scores in decode steps after a prompt, and those that it scores in prompts."""
+    if task == RECALL:  # of prompts, whatever method decodes after them
+        return [], [variant for variant in variants if variant.stages[0] is not None]
+    of_prompts = [one for one in variants if task in PASSAGES and one.stages[0] is not None and one.stages[1] is None]
+    return [one for one in variants if task in TASKS and one not in of_prompts], of_prompts

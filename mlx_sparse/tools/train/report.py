@@ -35,13 +35,6 @@ class HeadReport:
     imbalance: float
 
 
-@dataclass(frozen=True)
-class LayerReport:
-    """The reports of the KV heads of one layer, as the journal keeps them."""
-
-    heads: list[HeadReport]
-
-
 def table(heads: Sequence[HeadReport]) -> str:
     """Markdown: a line per head, and their mean."""
     at = [f"{share:.0%}" for share in SELECTIVITIES]

@@ -18,17 +18,18 @@ from ...artefact.tensors import read_tensors, write_tensors
 from ...checks import MAX_BUCKETS, ArtefactError, ConfigError, Parser, check_int
 from ...methods import SAAP
 from ..evaluate.inputs import add_options, check_options, fingerprint, load_model, read_tokens
-from ..evaluate.journal import Journal
+from ..evaluate.journal import DAMAGED, as_json, from_json
 from ..evaluate.texts import check as check_texts
 from .collect import Collection, Place, collect, find_places
 from .layers import Recipe, make_layer, report_layer
-from .report import HeadReport, LayerReport, as_dict, table
+from .report import HeadReport, as_dict, table
 from .rows import Distances
 from .train import Training
 from .work import alone, clear
 
 LONGEST = 32768  # tokens of a text, unless more are asked for
 MOST_BATCH = 1 << 16
+REPORT = "report"  # key of the metadata of a layer's file
 LEAST = {
     "windows": 1,
     "queries": 1,
@@ -48,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         heads = _train(args, work)
     except KeyboardInterrupt:
-        print(f"\nmlx-sparse train-saap: interrupted; the same command goes on from {work}", file=sys.stderr)
+        print(f"\nmlx-sparse train-saap: interrupted; the same command resumes from {work}", file=sys.stderr)
         return 130
     if args.work is None:
         clear(work)
@@ -76,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
         "B.txt -o model.saap.safetensors --context 8192 --recent-tokens 511 --farther-than 256 --buckets 128. "
         "Memory: the model and its cache of one text; later, per KV head of one layer, --rows x --buckets x 2 bytes, "
         "and --buckets x 1 KiB x head dim while clustering. What the model sees goes to disk, which is checked for "
-        "room first. An interrupted command goes on where it stopped when it is given again.",
+        "room first. The same command resumes after an interruption.",
     )
     number: dict[str, Any] = {"metavar": "N", "type": int}
     add_options(parser)
@@ -159,7 +160,7 @@ def _train(args: argparse.Namespace, work: Path) -> list[HeadReport]:
     key = _key([collection.folder.name for collection in collections], options)
     folder = work / f"trained-{key[:12]}"
     with alone(folder):
-        layers, heads = _layers(folder, key, collections, recipe)
+        layers, heads = _layers(folder, collections, recipe)
     exact = args.sink_tokens, args.recent_tokens
     about = {**options, "texts": len(texts[0]), "context": len(texts[0][0])}
     made = Artefact(layers, args.buckets, recipe.training.hidden, *exact, of_model, about, versions())
@@ -245,38 +246,36 @@ def _collect(
 
 
 def _layers(
-    folder: Path, key: str, collections: tuple[Collection, Collection], recipe: Recipe
+    folder: Path, collections: tuple[Collection, Collection], recipe: Recipe
 ) -> tuple[dict[int, Layer], list[HeadReport]]:
-    """Every layer and its report; those that an interrupted command finished are read."""
+    """Train every layer and report on it. A layer whose file exists was finished by an interrupted command."""
     from tqdm import tqdm
 
-    journal = Journal(folder / "report.jsonl", "train-saap", key, LayerReport)
-    steps = recipe.training.steps
     train, held_out = collections
-    layers = {}
+    steps, layers, heads = recipe.training.steps, {}, list[HeadReport]()
     with tqdm(total=steps * len(train.places), unit="step", smoothing=0, disable=None) as progress:
         for number in train.places:
             progress.set_description(f"layer {number}")
             path = folder / f"layer-{number:03}.safetensors"
-            checkpoint = path.with_suffix(".state.safetensors")
-            if str(number) in journal.results:
+            if path.exists():
                 progress.update(steps)
             else:
-                texts = train.texts(number)
-                layer, rows = make_layer(texts, recipe, checkpoint=checkpoint, progress=progress)
-                heads = report_layer(number, held_out.texts(number), layer, rows, recipe)
-                write_tensors(path, layer.arrays())
-                journal.add(str(number), LayerReport(heads))
-                checkpoint.unlink(missing_ok=True)
-            layers[number] = _load(path)
-    return layers, [head for number in train.places for head in journal.results[str(number)].heads]
+                layer, rows = make_layer(train.texts(number), recipe, progress=progress)
+                report = report_layer(number, held_out.texts(number), layer, rows, recipe)
+                write_tensors(path, layer.arrays(), {REPORT: json.dumps(list(map(as_json, report)))})
+            layers[number], found = _load(path)
+            heads += found
+    return layers, heads
 
 
-def _load(path: Path) -> Layer:
-    tensors, _ = read_tensors(path)
-    if tensors.keys() != Layer.__dataclass_fields__.keys():
-        raise ArtefactError(f"{path}: expected a layer that this command has trained, got another file. Delete it.")
-    return Layer(**tensors)
+def _load(path: Path) -> tuple[Layer, list[HeadReport]]:
+    tensors, metadata = read_tensors(path)
+    try:
+        return Layer(**tensors), from_json(list[HeadReport], json.loads(metadata[REPORT]))
+    except DAMAGED:
+        raise ArtefactError(
+            f"{path}: expected a layer that this command has trained, got another file. Delete it."
+        ) from None
 
 
 def _key(collected: Sequence[str], options: dict[str, Any]) -> str:

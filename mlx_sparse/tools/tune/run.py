@@ -7,14 +7,14 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from ...checks import ConfigError, Parser, check_int, check_sample, check_share, read_length
 from ...methods import registry
+from ..assets.models import DEFAULT
 from ..evaluate.inputs import add_options, check_options, fingerprint, load_model, read_tokens
 from ..evaluate.journal import Journal
 from ..evaluate.tasks import SHORTEST
-from .output import as_dict, check_target, table, toml, write_toml
+from .output import FIRST_LINE, as_dict, check_own, table, toml, write_toml
 from .search import Search, Trial, Tuned, by_range, whole_grid
 
 # The values in the paper's Table 6, and the chunks it ends with there.
@@ -31,14 +31,14 @@ def main(argv: Sequence[str]) -> int:
     try:
         tuned = _tune(args, state)
     except KeyboardInterrupt:
-        kept = f"the same command goes on from {state}" if state else "without --out nothing is kept"
-        print(f"\nmlx-sparse tune-sample: interrupted; {kept}", file=sys.stderr)
+        rest = f"the same command resumes from {state}" if state else "without --out nothing is stored"
+        print(f"\nmlx-sparse tune-sample: interrupted; {rest}", file=sys.stderr)
         return 130
-    name = args.model or "SmolLM2-135M-Instruct"
+    name = args.model or DEFAULT
     text = toml(tuned, args.prefer, name, args.block_size)
     if args.out is not None:
         write_toml(args.out, text)
-        print(f"Wrote {args.out}; {state} keeps what was measured for a run with more settings.", file=sys.stderr)
+        print(f"Wrote {args.out}; a run with more settings resumes from {state}.", file=sys.stderr)
     if args.json:
         print(json.dumps(as_dict(tuned, name, args.block_size)))
     else:
@@ -51,32 +51,32 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="mlx-sparse tune-sample",
-        description="Find the thresholds and the number of chunks of SampleAttention for a model, by range of context "
-        "length: every setting is tried on needles and on repetitions in real text, questions and answers inside the "
-        "sparse prefill. Two settings come out: accuracy first (no loss) and speed first (at least 90 percent of dense "
-        "attention's accuracy), both the one with the least work.",
+        description="Find the alphas and the number of chunks of SampleAttention for a model, by range of context "
+        "length: every setting is tried on needles and repetitions in real text, with questions and answers inside the "
+        "sparse prefill. There are two results: accuracy first (no loss) and speed first (at least 90 percent of dense "
+        "attention's accuracy), each the setting with the least work.",
     )
     add_options(parser)
     parser.add_argument(
         "--out",
         metavar="FILE.toml",
         type=Path,
-        help="write the settings for --attn-config; FILE.toml.state.jsonl keeps what was measured, so that the same "
-        "command goes on after an interruption (default: print them)",
+        help="write the settings for --attn-config, and every trial to FILE.toml.state.jsonl, from which the same "
+        "command resumes after an interruption (default: print them)",
     )
     parser.add_argument("--prefer", choices=("accuracy", "speed"), default="accuracy", help="(default: accuracy)")
-    parser.add_argument("--force", action="store_true", help="overwrite a file that tune-sample did not write")
     parser.add_argument(
         "--lengths",
         metavar="N,N",
         help="context lengths to tune at (default: of 8k,32k,64k,96k,128k those that the model and the text allow)",
     )
-    parser.add_argument("--max-length", metavar="N", help="no longer than this")
-    parser.add_argument(
-        "--alpha-column", metavar="A", nargs="+", type=float, default=ALPHAS, help=f"{_default(ALPHAS)}"
-    )
-    parser.add_argument("--alpha-slash", metavar="A", nargs="+", type=float, default=ALPHAS, help=f"{_default(ALPHAS)}")
-    parser.add_argument("--chunks", metavar="N", nargs="+", type=int, default=CHUNKS, help=f"{_default(CHUNKS)}")
+    for name, metavar, kind, values in (
+        ("--alpha-column", "A", float, ALPHAS),
+        ("--alpha-slash", "A", float, ALPHAS),
+        ("--chunks", "N", int, CHUNKS),
+    ):
+        text = f"(default: {' '.join(map(str, values))})"
+        parser.add_argument(name, metavar=metavar, nargs="+", type=kind, default=values, help=text)
     parser.add_argument("--block-size", metavar="N", type=int, default=128, help="(default: 128)")
     parser.add_argument("--examples", metavar="N", type=int, default=2, help="per task and length (default: 2)")
     parser.add_argument(
@@ -93,14 +93,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _default(values: Sequence[Any]) -> str:
-    return f"(default: {' '.join(map(str, values))})"
-
-
 def _check(args: argparse.Namespace) -> None:
     """Refuse what is wrong before anything is fetched or loaded."""
-    if args.out is not None:
-        check_target(args.out, args.force)
+    check_own("--out", args.out, FIRST_LINE)
     for setting in whole_grid(args.alpha_column, args.alpha_slash, args.chunks):
         check_sample(setting.alpha_column, setting.alpha_slash, setting.chunks, args.block_size)
     check_int("--examples", args.examples, 1)
@@ -108,7 +103,6 @@ def _check(args: argparse.Namespace) -> None:
     if args.least_accuracy != 0:
         check_share("--least-accuracy", args.least_accuracy)
     registry.require(args.attn_backend, "sample")
-    args.max_length = read_length(args.max_length) if args.max_length else None
     args.lengths = [read_length(length) for length in args.lengths.split(",")] if args.lengths else None
     check_options(args)
 
@@ -119,12 +113,10 @@ def _tune(args: argparse.Namespace, state: Path | None) -> list[Tuned]:
     model, tokenizer, config = load_model(args.model, args.cache_dir, args.accept_licence)
     tokens = read_tokens(tokenizer, args.text, args.cache_dir)
     context = config.get("max_position_embeddings") or config.get("text_config", {}).get("max_position_embeddings")
-    bounds = {
-        "the model's context": context,
-        "--max-length": args.max_length,
-        "the --text, divided by --examples": len(tokens) // args.examples,
-    }
-    lengths = _lengths(args.lengths, {name: bound for name, bound in bounds.items() if bound is not None})
+    bounds = {"the --text, divided by --examples": len(tokens) // args.examples}
+    if context is not None:
+        bounds["the model's context"] = context
+    lengths = _lengths(args.lengths, bounds)
     ranges = by_range(lengths, context or max(lengths))
     options = (args.examples, args.seed, args.prefill_step_size, args.block_size, args.attn_backend)
     search = Search(
@@ -150,12 +142,9 @@ def _tune(args: argparse.Namespace, state: Path | None) -> list[Tuned]:
 
 
 def _lengths(wanted: Sequence[int] | None, bounds: dict[str, int]) -> Sequence[int]:
-    """The lengths to tune at: the ``wanted`` ones, or by default those that the bounds allow."""
+    """Return the lengths to tune at: the ``wanted`` ones, or by default those that the bounds allow."""
     name = min(bounds, key=lambda name: bounds[name])
-    if wanted is None:
-        lengths = [length for length in LENGTHS if length <= bounds[name]] or [bounds[name]]
-    else:
-        lengths = list(wanted)
+    lengths = wanted or [length for length in LENGTHS if length <= bounds[name]] or [bounds[name]]
     if min(lengths) < SHORTEST or max(lengths) > bounds[name]:
         wrong = min(lengths) if min(lengths) < SHORTEST else max(lengths)
         raise ConfigError(f"--lengths: expected {SHORTEST:,} to {bounds[name]:,} tokens ({name}), got {wrong:,}.")

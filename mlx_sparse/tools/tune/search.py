@@ -1,10 +1,11 @@
-"""Try every setting on retrieval tasks inside a sparse prefill, and choose: the paper's tuning (section 4.4)."""
+"""Try every setting on retrieval tasks inside a sparse prefill, and select two: the paper's tuning (section 4.4)."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+import random
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import mean
 from typing import Any
@@ -16,9 +17,34 @@ from ...lm import sparse
 from ...methods import Sample
 from ..evaluate.journal import Journal
 from ..evaluate.runner import passage_logits
-from ..evaluate.tasks import RETRIEVAL, Passage
+from ..evaluate.tasks import PASSAGES, Maker, Passage
+from ..evaluate.tasks.base import starts
+from ..evaluate.tasks.hidden import CITIES, Question, ask, hide, numbers
 
-ENOUGH = 0.9  # share of dense attention's accuracy that the speed-first setting keeps
+ENOUGH = 0.9  # share of dense attention's accuracy that the speed-first setting reaches
+RANGES = (16 << 10, 48 << 10, 80 << 10, 112 << 10, math.inf)  # keys below which each range ends (Table 6)
+ASKED = 4  # pass keys that a passage of needles asks for
+
+
+def needles(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Passage]:
+    """State the pass keys of cities once each in a text, and ask for `ASKED` of them and answer at its end."""
+    rng = random.Random(seed)
+    for start in starts(tokens, context, limit, rng):
+        text = tokens[start : start + context]
+        keys = dict(zip(CITIES, numbers(rng, len(CITIES), tokenizer.decode(text)), strict=True))
+        statements = [(rng.random(), f"\nThe pass key of {city} is {key}.\n") for city, key in keys.items()]
+        dialog: list[int] = []
+        scored = []
+        for city in rng.sample(CITIES, ASKED):
+            question = f"\nWhat is the pass key of {city}? The pass key of {city} is"
+            asked = ask(tokenizer, question, f" {keys[city]}")
+            scored += [len(dialog) + len(asked.tokens) - 1 + position for position in asked.scored]
+            dialog += asked.tokens + asked.answer
+        prompt = hide(tokenizer, text, statements, Question(dialog, [], []), context, 0).prompt
+        yield Passage(prompt, [len(prompt) - len(dialog) + position for position in scored])
+
+
+RETRIEVAL: Mapping[str, Maker[Passage]] = {"needles": needles, "repetition": PASSAGES["repetition"]}
 
 
 @dataclass(frozen=True, order=True)
@@ -38,9 +64,9 @@ class Trial:
     """A passage under one setting.
 
     Attributes:
-        right, scored: tokens predicted right, and all that were asked for.
-        density: mean over layers and heads of the share of causal block pairs attended.
-        sampled: share of the rows that were scored to choose them.
+        right, scored: tokens predicted right, and all that are scored.
+        density: share of the causal block pairs attended, mean over layers and heads.
+        sampled: share of the rows that were scored to select them.
         seconds: time of the whole prefill.
     """
 
@@ -77,15 +103,14 @@ class Measured:
         return self.density + self.sampled / 2
 
     def as_dict(self) -> dict[str, Any]:
-        """The setting and its figures as plain data for JSON."""
-        setting = asdict(self.setting) if self.setting else {}
-        figures = {"accuracy": self.accuracy, "tasks": self.tasks, "density": self.density, "sampled": self.sampled}
-        return {**setting, **figures, "work": self.work, "seconds": self.seconds}
+        """Return the setting and its figures as plain data for JSON."""
+        found = asdict(self)
+        return (found.pop("setting") or {}) | found | {"accuracy": self.accuracy, "work": self.work}
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """What was found for contexts of fewer than ``up_to`` keys, tuned at ``lengths``."""
+    """The result for contexts of fewer than ``up_to`` keys, tuned at ``lengths``."""
 
     up_to: int
     lengths: tuple[int, ...]
@@ -102,7 +127,7 @@ class Tuned:
 
 @dataclass(frozen=True)
 class Search:
-    """The inputs of a search; ``journal`` knows what has been tried."""
+    """The inputs of a search; ``journal`` has the trials that were run before."""
 
     model: Any
     tokenizer: Any
@@ -117,7 +142,7 @@ class Search:
     least_accuracy: float
 
     def runs(self, lengths: Sequence[int]) -> int:
-        """Prefills that these lengths take."""
+        """Return the number of prefills that these lengths take."""
         return len(lengths) * len(RETRIEVAL) * self.examples * (1 + len(self.grid))
 
     def tune(self, up_to: int, lengths: tuple[int, ...], progress: Any) -> Tuned:
@@ -134,28 +159,27 @@ class Search:
                 f"Leave that out, or lower --least-accuracy (now {self.least_accuracy:g})."
             )
         measured = [self._measure(setting, lengths, progress) for setting in self.grid]
-        return Tuned(up_to, lengths, dense, measured, *choose(dense, measured))
+        return Tuned(up_to, lengths, dense, measured, *select(dense, measured))
 
     def _measure(self, setting: Setting | None, lengths: tuple[int, ...], progress: Any) -> Measured:
         trials: dict[tuple[str, int], list[Trial]] = {}
         for length, (task, make) in itertools.product(lengths, RETRIEVAL.items()):
-            found = trials.setdefault((task, length), [])
-            passages: Iterator[Passage] = make(
-                self.tokens, self.tokenizer, context=length, limit=self.examples, seed=self.seed
-            )
-            for i, passage in enumerate(passages):
+            options = {"context": length, "limit": self.examples, "seed": self.seed}
+            for i, passage in enumerate(make(self.tokens, self.tokenizer, **options)):
                 name = f"{task}/{length}/{i}/{setting or 'dense'}"
                 if name not in self.journal.results:
-                    trial = self._try(setting, passage)
-                    self.journal.add(name, trial)
-                found.append(self.journal.results[name])
+                    self.journal.add(name, self._try(setting, passage))
+                trials.setdefault((task, length), []).append(self.journal.results[name])
                 progress.update()
-        everything = list(itertools.chain(*trials.values()))
+        every = [trial for of_one in trials.values() for trial in of_one]
+        of_task = {
+            task: [t for (name, _), of_one in trials.items() if name == task for t in of_one] for task in RETRIEVAL
+        }
         return Measured(
             setting,
-            {task: _accuracy(trials[task, length] for length in lengths) for task in RETRIEVAL},
-            mean(trial.density for trial in everything),
-            mean(trial.sampled for trial in everything),
+            {task: sum(t.right for t in of_one) / sum(t.scored for t in of_one) for task, of_one in of_task.items()},
+            mean(trial.density for trial in every),
+            mean(trial.sampled for trial in every),
             mean(min(t.seconds for task in RETRIEVAL for t in trials[task, length]) for length in lengths),
         )
 
@@ -174,12 +198,12 @@ class Search:
         return Trial(right, len(passage.scored), density, sampled, seconds)
 
 
-def choose(dense: Measured, measured: Sequence[Measured]) -> tuple[Measured, Measured]:
-    """The accuracy-first and the speed-first setting.
+def select(dense: Measured, measured: Sequence[Measured]) -> tuple[Measured, Measured]:
+    """Return the accuracy-first and the speed-first setting.
 
-    Accuracy first: the least work among those that lose nothing, or else the most accurate. Speed first: the least work
-    among those that keep `ENOUGH` of dense attention's accuracy, or else the accuracy-first one. By work and not by the
-    measured time, which repeats only on an idle machine; equal ones by the numbers themselves.
+    Accuracy first is the least work among those that lose nothing, or else the most accurate. Speed first is the least
+    work among those that reach `ENOUGH` of dense attention's accuracy, or else the accuracy-first one. They are ranked
+    by work, because times repeat only on an idle machine, and then by their numbers.
     """
 
     def least_work(candidates: Sequence[Measured]) -> Measured:
@@ -192,25 +216,13 @@ def choose(dense: Measured, measured: Sequence[Measured]) -> tuple[Measured, Mea
     return accurate, least_work(enough) if enough else accurate
 
 
-def _accuracy(trials: Iterator[list[Trial]]) -> float:
-    every = list(itertools.chain(*trials))
-    return sum(trial.right for trial in every) / sum(trial.scored for trial in every)
-
-
-def whole_grid(alpha_column: Sequence[float], alpha_slash: Sequence[float], chunks: Sequence[int]) -> list[Setting]:
-    """Every combination, in a fixed order."""
-    return [Setting(*values) for values in itertools.product(*map(_ascending, (alpha_column, alpha_slash, chunks)))]
-
-
-def _ascending(values: Sequence[Any]) -> list[Any]:
-    return sorted(set(values))
-
-
-RANGES = (16 << 10, 48 << 10, 80 << 10, 112 << 10, math.inf)  # keys below which each range ends (Table 6)
+def whole_grid(*values: Sequence[Any]) -> list[Setting]:
+    """Return every combination of the ``values`` of each parameter, in a fixed order."""
+    return [Setting(*each) for each in itertools.product(*(sorted(set(of_one)) for of_one in values))]
 
 
 def by_range(lengths: Sequence[int], context: int) -> list[tuple[int, tuple[int, ...]]]:
-    """The ends of the ranges that hold a length, with those lengths; the last one ends with the model's ``context``."""
+    """Return the ends of the ranges that hold a length, with those lengths; the last end is the model's ``context``."""
     ends = {length: next(end for end in RANGES if length < end) for length in sorted(set(lengths))}
     return [
         (int(end) if math.isfinite(end) else context + 1, tuple(length for length in ends if ends[length] == end))

@@ -1,4 +1,4 @@
-"""What every task is made of: examples, passages, and places in a text."""
+"""The parts of every task: examples, passages, and places in a text."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Passage:
 
 
 def digest(example: Example | Passage) -> str:
-    """What stands for its tokens and for what is asked of them: results belong to that, not to a task's name."""
+    """Return a hash of the tokens and the scored positions, to which results belong, not to a task's name."""
     return hashlib.sha256(json.dumps(vars(example)).encode()).hexdigest()[:16]
 
 
@@ -51,10 +51,10 @@ M_co = TypeVar("M_co", Example, Passage, covariant=True)
 
 
 class Maker(Protocol[M_co]):
-    """What makes examples or passages of a text, the same ones for the same ``seed``."""
+    """A function that makes examples or passages from a text, the same ones for the same ``seed``."""
 
     def __call__(self, tokens: list[int], tokenizer: Any, /, *, context: int, limit: int, seed: int) -> Iterator[M_co]:
-        """``limit`` of them, ``context`` tokens each, from different parts of ``tokens``.
+        """Yield ``limit`` of them, ``context`` tokens each, from different parts of ``tokens``.
 
         Raises:
             ConfigError: there is too little text.
@@ -62,23 +62,20 @@ class Maker(Protocol[M_co]):
         ...
 
 
-Task = Maker[Example]
-
-
 def opening(tokenizer: Any) -> list[int]:
-    """What the model expects before a text: nothing, or a token of its own."""
+    """Return the tokens that the model expects before a text: none, or one of its own."""
     ids: list[int] = tokenizer.encode("")
     return ids
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """The tokens of a piece of text, without those that open one."""
+    """Return the tokens of a part of a text, without opening tokens."""
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
     return ids
 
 
 def starts(tokens: list[int], length: int, limit: int, rng: random.Random) -> list[int]:
-    """``limit`` places in different parts of the text."""
+    """Return ``limit`` random places in different parts of the text."""
     part = len(tokens) // limit
     if part < length:
         raise ConfigError(

@@ -9,11 +9,10 @@ from itertools import pairwise
 from typing import Any
 
 from ....checks import ConfigError
-from .base import Example, Passage, encode, opening, starts
+from .base import Example, encode, opening, starts
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the examples in turn
-CITIES = ("Cairo", "Lisbon", "Oslo", "Quito")
-MORE_CITIES = (*CITIES, "Dakar", "Hanoi", "Lima", "Perth")
+CITIES = ("Cairo", "Lisbon", "Oslo", "Quito", "Dakar", "Hanoi", "Lima", "Perth")
 DEEDS = ("eat grilled sardines", "read old letters", "paint small boats", "listen to street music")
 PLACES = ("on the harbour wall", "behind the town hall", "under the stone bridge", "in the walled garden")
 TIMES = ("before sunrise", "after the rain", "on a cold evening", "when the bells ring")
@@ -23,6 +22,8 @@ KEYS = (
     *("garden", "hammer", "hazel", "island", "ivory", "jacket", "kettle", "ladder", "linen", "maple", "olive"),
     *("pearl", "raven"),
 )
+
+Hidden = tuple[list[tuple[float, str]], str, str]  # statements with their depths, the question, the answer
 
 
 @dataclass(frozen=True)
@@ -79,89 +80,65 @@ def numbers(rng: random.Random, count: int, text: str) -> list[str]:
 
 
 def needle(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Example]:
-    """One statement in a text, by turns a pass key and a sentence, at one of `DEPTHS` in turn; a question repeats it.
+    """State a pass key or, by turns, a sentence once in a text, at one of `DEPTHS` in turn, and ask for it at the end.
 
-    The statement is made once only. Scored are the key's five digits, or the sentence's last words.
+    The key's five digits are scored, or the sentence's last words.
     """
-    rng = random.Random(seed)
-    for i, start in enumerate(starts(tokens, context, limit, rng)):
-        text = tokens[start : start + context]
+
+    def make(rng: random.Random, i: int, text: str, depth: float) -> Hidden:
         if i % 2 == 0:
-            question, stem = "What is the pass key?", "The pass key is"
-            (answer,) = numbers(rng, 1, tokenizer.decode(text))
+            asked, stem = "What is the pass key?", "The pass key is"
+            (answer,) = numbers(rng, 1, text)
         else:
-            city = rng.choice(MORE_CITIES)
-            question, stem = f"What is the best thing to do in {city}?", f"The best thing to do in {city} is to"
+            city = rng.choice(CITIES)
+            asked, stem = f"What is the best thing to do in {city}?", f"The best thing to do in {city} is to"
             answer = " ".join(map(rng.choice, (DEEDS, PLACES, TIMES)))
-        depth = DEPTHS[i % len(DEPTHS)]
-        asked = ask(tokenizer, f"\n{question} {stem}", f" {answer}")
-        yield hide(tokenizer, text, [(depth, f"\n{stem} {answer}.\n")], asked, context, depth)
+        return [(depth, f"\n{stem} {answer}.\n")], f"\n{asked} {stem}", answer
+
+    return _examples(make, tokens, tokenizer, context, limit, seed)
 
 
 def multi_key(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Example]:
-    """The pass keys of eight cities in a text, one of them asked for (multi-key needles of RULER)."""
-    rng = random.Random(seed)
-    for i, start in enumerate(starts(tokens, context, limit, rng)):
-        text = tokens[start : start + context]
-        depth, wanted = DEPTHS[i % len(DEPTHS)], rng.choice(MORE_CITIES)
-        keys = dict(zip(MORE_CITIES, numbers(rng, len(MORE_CITIES), tokenizer.decode(text)), strict=True))
+    """State the pass keys of eight cities in a text, and ask for one (multi-key needles of RULER)."""
+
+    def make(rng: random.Random, i: int, text: str, depth: float) -> Hidden:
+        wanted = rng.choice(CITIES)
+        keys = dict(zip(CITIES, numbers(rng, len(CITIES), text), strict=True))
         statements = [
             (depth if city == wanted else rng.random(), f"\nThe pass key of {city} is {key}.\n")
             for city, key in keys.items()
         ]
-        asked = ask(tokenizer, f"\nWhat is the pass key of {wanted}? The pass key of {wanted} is", f" {keys[wanted]}")
-        yield hide(tokenizer, text, statements, asked, context, depth)
+        return statements, f"\nWhat is the pass key of {wanted}? The pass key of {wanted} is", keys[wanted]
+
+    return _examples(make, tokens, tokenizer, context, limit, seed)
 
 
 def key_value(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Example]:
-    """A list of `PAIRS` lines ``key: value`` in a text, at one of `DEPTHS` in turn; one key is repeated at the end.
+    """State a list of `PAIRS` lines ``key: value`` at one of `DEPTHS` in turn, and repeat one key at the end.
 
     Keys are words, values are five digits, of which each is scored.
     """
-    rng = random.Random(seed)
-    for i, start in enumerate(starts(tokens, context, limit, rng)):
-        text = tokens[start : start + context]
-        depth, values = DEPTHS[i % len(DEPTHS)], numbers(rng, PAIRS, tokenizer.decode(text))
+
+    def make(rng: random.Random, i: int, text: str, depth: float) -> Hidden:
+        values = numbers(rng, PAIRS, text)
         pairs = dict(zip(rng.sample(KEYS, PAIRS), values, strict=True))
         lines = "".join(f"{key}: {value}\n" for key, value in pairs.items())
         wanted = rng.choice(sorted(pairs))
-        asked = ask(tokenizer, f"\nThe keys and their values again:\n{wanted}:", f" {pairs[wanted]}")
-        yield hide(tokenizer, text, [(depth, f"\n{lines}")], asked, context, depth)
+        return [(depth, f"\n{lines}")], f"\nThe keys and their values again:\n{wanted}:", pairs[wanted]
+
+    return _examples(make, tokens, tokenizer, context, limit, seed)
 
 
-def find_needles(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Passage]:
-    """Numbers are stated once each at random places of a text, asked for at its end and answered there."""
+def _examples(
+    make: Callable[[random.Random, int, str, float], Hidden],
+    tokens: list[int],
+    tokenizer: Any,
+    context: int,
+    limit: int,
+    seed: int,
+) -> Iterator[Example]:
     rng = random.Random(seed)
-
-    def ids(text: str) -> list[int]:
-        return encode(tokenizer, text)
-
-    first = opening(tokenizer)
-    for start in starts(tokens, context, limit, rng):
-        keys = {city: f" {rng.randrange(10_000, 100_000)}" for city in CITIES}
-        needles = [ids(f"\nThe pass key of {city} is{key}.\n") for city, key in keys.items()]
-        rng.shuffle(needles)
-        questions, scored = _questions(ids, tokenizer.decode, rng.sample(sorted(keys.items()), len(keys)))
-        room = context - len(first) - len(questions) - sum(map(len, needles))
-        text = tokens[start : start + room]
-        cuts = [0, *sorted(rng.randrange(1, room * 9 // 10) for _ in needles), room]
-        passage = list(first)
-        for needle, (before, after) in zip([[], *needles], pairwise(cuts), strict=True):
-            passage += needle + text[before:after]
-        yield Passage(passage + questions, [len(passage) + position for position in scored])
-
-
-def _questions(
-    ids: Callable[[str], list[int]], decode: Callable[[list[int]], str], keys: list[tuple[str, str]]
-) -> tuple[list[int], list[int]]:
-    """Questions with their answers, and the positions before the tokens of the numbers."""
-    tokens: list[int] = []
-    scored = []
-    for city, key in keys:
-        tokens += ids(f"\nWhat is the pass key of {city}? The pass key of {city} is")
-        for token in ids(key):
-            if decode([token]).strip():  # not the blank before a number, where it is a token of its own
-                scored.append(len(tokens) - 1)
-            tokens.append(token)
-        tokens += ids(".")
-    return tokens, scored
+    for i, start in enumerate(starts(tokens, context, limit, rng)):
+        text, depth = tokens[start : start + context], DEPTHS[i % len(DEPTHS)]
+        statements, question, answer = make(rng, i, tokenizer.decode(text), depth)
+        yield hide(tokenizer, text, statements, ask(tokenizer, question, f" {answer}"), context, depth)

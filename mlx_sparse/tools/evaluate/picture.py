@@ -1,0 +1,128 @@
+"""Draw quality against what a method reads, as in figure 1 of the SparQ paper: one panel for each context."""
+
+from __future__ import annotations
+
+import io
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from statistics import mean
+from typing import TYPE_CHECKING, Any
+
+from ...methods import METHODS
+from .results import Row
+from .table import clean
+from .tasks import RECALL
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+MOST_PANELS, MOST_LINES, LONGEST = 12, 40, 80  # panels, methods, and characters of a name
+ACROSS, PANEL = 3, (3.8, 3.0)  # panels side by side, and their size in inches
+SMALLEST = 2.0**-12  # share that is drawn
+DASHES = ("-", "--", ":", "-.")  # of methods of one kind
+RC = {
+    "axes.grid": True,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "font.size": 8,
+    "grid.alpha": 0.3,
+    "legend.frameon": False,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "mlx-sparse",  # the same ids for the same figure
+    "text.parse_math": False,  # a name may contain dollars
+}
+FIELDS = {"bits_per_byte": ("bits", "bits per byte (less is better)"), RECALL: ("recall", "mean attention recall")}
+OTHERS = ("accuracy", "accuracy: share of tokens right")
+
+
+@contextmanager
+def styled() -> Iterator[None]:
+    """Draw with our settings only, so that a user's matplotlibrc changes no picture. Also a decorator."""
+    from matplotlib import style
+
+    with style.context(RC, after_reset=True), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from")
+        yield
+
+
+@styled()
+def draw(rows: Sequence[Row]) -> Figure | None:
+    """Draw the rows of one task; return None if nothing ran sparsely.
+
+    A line joins the budgets of one method. Points are hollow where some calls ran densely. Bars are one standard error
+    of the paired difference to dense attention.
+    """
+    from matplotlib.figure import Figure
+
+    panels: dict[tuple[bool, bool, int], list[Row]] = {}
+    for row in rows:
+        if row.served in ("sparse", "partly") and (row.task != RECALL or row.recall):
+            panels.setdefault((row.of_prompt, row.prefill, row.context), []).append(row)
+    shown = sorted(panels.items())[:MOST_PANELS]
+    if not shown:
+        return None
+    looks = _looks([row.method for _, of in shown for row in of])
+    down, across = math.ceil(len(shown) / ACROSS), min(len(shown), ACROSS)
+    figure = Figure(figsize=(PANEL[0] * across, PANEL[1] * down + 0.16 * len(looks)), layout="constrained")
+    for i, ((of_prompt, prefill, context), of) in enumerate(shown, 1):
+        ax = figure.add_subplot(down, across, i)
+        dense = next((r for r in rows if r.served == "dense" and (r.context, r.prefill) == (context, prefill)), None)
+        _draw_panel(ax, of, dense, looks)
+        ax.set_title(f"{context:,} tokens, n = {of[0].examples}")
+        ax.set_xlabel(f"{'block pairs attended' if of_prompt else 'bytes read'}, share of dense attention's")
+        if of_prompt:
+            ax.set_xlim(0, 1.03)
+        else:
+            ax.set_xscale("log", base=2)
+            low = min(-4, math.floor(math.log2(min(map(share, of)))))
+            ax.set_xticks([2.0**tick for tick in range(low, 1)], [f"1/{2**-tick}" for tick in range(low, 0)] + ["1"])
+            ax.minorticks_off()
+    entries = {label: line for ax in figure.axes for line, label in zip(*ax.get_legend_handles_labels(), strict=True)}
+    figure.legend([*entries.values()], [*entries], loc="outside lower left")
+    return figure
+
+
+def svg(figure: Figure) -> str:
+    """Return the figure as SVG, the same text for the same figure."""
+    file = io.StringIO()
+    with styled():
+        figure.savefig(file, format="svg", metadata=dict.fromkeys(("Date", "Creator")))
+    return file.getvalue()
+
+
+def share(row: Row) -> float:
+    """Return what the method read, or attended of the prompt, as a share of dense attention's."""
+    return max(mean(row.density) if row.of_prompt and row.density else row.compression, SMALLEST)
+
+
+def _looks(methods: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return the color, marker and dashes of each method: the color is its kind's in every picture."""
+    found: dict[str, dict[str, Any]] = {}
+    kinds: list[str] = []
+    for method in list(dict.fromkeys(methods))[:MOST_LINES]:
+        kind = method.rpartition("+")[2].partition(":")[0].partition(" ")[0]
+        color, marker = METHODS[kind].look if kind in METHODS else ("#666666", "X")
+        found[method] = {"color": color, "marker": marker, "linestyle": DASHES[kinds.count(kind) % len(DASHES)]}
+        kinds.append(kind)
+    return found
+
+
+def _draw_panel(ax: Axes, rows: Sequence[Row], dense: Row | None, looks: dict[str, dict[str, Any]]) -> None:
+    field, label = FIELDS.get(rows[0].task, OTHERS)
+    ax.set_ylabel(label)
+    if dense is not None and field != "recall":
+        ax.axhline(getattr(dense.mean, field), color="black", linestyle="--", linewidth=1, label="dense attention")
+    for method, look in looks.items():
+        of = sorted((row for row in rows if row.method == method), key=share)
+        across = [share(row) for row in of]
+        up = [row.recall[-1] if field == "recall" else getattr(row.mean, field) for row in of]
+        errors = [0.0 if field == "recall" else abs(getattr(row.error, field)) for row in of]
+        bars = [0.0 if math.isnan(error) else error for error in errors]
+        if of:
+            ax.errorbar(across, up, bars, capsize=2, elinewidth=1, label=clean(method, LONGEST), **look)
+        for row, x, y in zip(of, across, up, strict=True):
+            if row.served == "partly":
+                ax.plot([x], [y], **look, mfc="white", zorder=5)

@@ -1,0 +1,96 @@
+"""``mlx-sparse report``: one HTML page, which needs no other file, of the results of ``mlx-sparse eval --out``."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from ...checks import ArtefactError, Parser
+from ...extras import require
+from ...files import replace_file
+from .facts import Facts
+from .journal import from_json, read_lines
+from .picture import draw, svg
+from .results import Row
+from .selection import SelectionRow
+from .table import REPLACEMENT, selection_table, tables
+from .tasks import PASSAGES, TASKS
+
+RESULTS, PAGE = "results.jsonl", "report.html"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the report; return the exit code."""
+    parser = Parser(
+        prog="mlx-sparse report",
+        description=f"Write {PAGE} again from the results of mlx-sparse eval --out DIR. Nothing is run.",
+    )
+    parser.add_argument("folder", metavar="DIR", type=Path, help=f"the folder, with {RESULTS} in it")
+    folder = parser.parse_args(argv).folder
+    check()
+    write(folder, *read(folder / RESULTS))
+    print(folder / PAGE)
+    return 0
+
+
+def check() -> None:
+    """Raise `BackendUnavailable` unless matplotlib is installed."""
+    require("matplotlib")
+
+
+def read(path: Path) -> tuple[list[Row], list[SelectionRow], Facts]:
+    """Read the rows and the facts of the results that ``mlx-sparse eval --out`` wrote.
+
+    Raises:
+        ArtefactError: there are none, or they are damaged, of another version, or of several runs.
+    """
+
+    def read_line(line: dict[str, Any]) -> tuple[Facts, Row | SelectionRow]:
+        row = from_json(SelectionRow if "component_score" in line else Row, line)
+        if isinstance(row, Row) and row.task not in (*TASKS, *PASSAGES):
+            raise ValueError(row.task)
+        return from_json(Facts, line["run"]), row
+
+    command = "mlx-sparse eval --out"
+    content = path.read_bytes() if path.is_file() else b""
+    if not content:
+        raise ArtefactError(f"{path}: expected what {command} wrote, got no such file or an empty one.")
+    lines = read_lines(content, read_line, path, command)
+    facts = lines[0][0]
+    if any(of_row != facts for of_row, _ in lines):
+        raise ArtefactError(f"{path}: expected the results of one run, got several. Report each on its own.")
+    rows = [row for _, row in lines if isinstance(row, Row)]
+    return rows, [row for _, row in lines if isinstance(row, SelectionRow)], facts
+
+
+def write(folder: Path, rows: Sequence[Row], selections: Sequence[SelectionRow], facts: Facts) -> None:
+    """Write the page into ``folder``. The same arguments make the same file, byte by byte."""
+    sections = []
+    for task in dict.fromkeys(row.task for row in rows):
+        figure = draw([row for row in rows if row.task == task])
+        picture = figure and base64.b64encode(svg(figure).encode()).decode()
+        sections.append({"heading": task, "picture": picture, "tables": tables(rows, task)})
+    if selections:
+        sections.append(
+            {"heading": "SparQ's selection of keys", "picture": None, "tables": [selection_table(selections)]}
+        )
+    environment = Environment(
+        loader=PackageLoader(__package__, "."),
+        autoescape=True,
+        finalize=_printable,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+    )
+    text = environment.get_template("report.html.jinja").render(facts=facts, sections=sections)
+    replace_file(folder / PAGE, lambda new: new.write_text(text, encoding="utf-8"))
+
+
+def _printable(value: Any) -> Any:
+    """Replace the control characters of a text, which no page may contain."""
+    if type(value) is not str:  # text from the template itself is markup
+        return value
+    return "".join(letter if letter.isprintable() or letter == "\n" else REPLACEMENT for letter in value)
