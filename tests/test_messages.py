@@ -128,7 +128,7 @@ def test_a_parsers_own_messages_are_cut(capsys: pytest.CaptureFixture[str]) -> N
         (lambda: parse("sparc"), "got 'sparc'. Did you mean sparq?"),
         (lambda: parse("sparq:topk=4"), "got 'topk'. Did you mean top_k?"),
         (lambda: parse("sparq:preset=robot"), "got 'robot'. Did you mean robust?"),
-        (lambda: parse("sparq:component_score=qury"), "got 'qury'. Did you mean query?"),
+        (lambda: parse("sparq:component_score=quer"), "got 'quer'. Did you mean query?"),
         (lambda: parse("saap:mode=train"), "got 'train'. Did you mean trained?"),
         (lambda: registry.require("mettal", "sparq"), "Did you mean metal?)."),
         (lambda: check_choice("--dtype", "bfloat61", ("float16", "bfloat16")), "Did you mean bfloat16?"),
