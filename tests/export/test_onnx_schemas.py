@@ -252,4 +252,4 @@ def test_a_node_without_body_or_kernel_is_refused_by_the_runtime() -> None:
 
 def test_the_reference_page_is_that_of_the_schemas() -> None:
     written = (ROOT / "docs/spec/operators.md").read_text(encoding="utf-8")
-    assert written == page(), "run python tests/export/operators_page.py > docs/spec/operators.md"
+    assert written == page(), "run python tests/fixtures/operators_page.py > docs/spec/operators.md"

@@ -189,7 +189,11 @@ def test_nothing_recompiles_as_the_context_grows(metal: Metal) -> None:
 # the cache and the model
 
 
-@pytest.mark.parametrize(("make", "bits"), [(SparseKVCache, 16), (lambda: SparseBatchKVCache([0, 40]), 4)], ids=str)
+@pytest.mark.parametrize(
+    ("make", "bits"),
+    [(SparseKVCache, 16), (lambda: SparseBatchKVCache([0, 40]), 4)],
+    ids=["one sequence", "a padded batch"],
+)
 def test_a_cache_decodes_on_metal_as_on_ops(metal: Metal, make: Callable[[], Any], bits: int) -> None:
     rng = np.random.default_rng(3)
     cache = make()
