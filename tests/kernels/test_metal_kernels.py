@@ -82,7 +82,7 @@ SELECT = [
 @pytest.mark.parametrize(
     ("S", "k", "window", "scores"),
     [(*sizes, scores) for sizes, scores in covering(SELECT, [softmaxes, few_values, with_holes])],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_select_is_exact_with_ties_to_the_lower_index(
     metal: Metal, S: int, k: int, window: int, scores: Callable[..., Array]
