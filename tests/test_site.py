@@ -76,7 +76,7 @@ def test_links_that_leave_it_lead_to_the_repository_once_there_is_one() -> None:
         link = f"[{body}]({forge}/blob/HEAD/{body})" if repo_url else f"`{body}`"
         assert f"\n{link}: " in given["spec/operators.md"]
         test = "tests/conformance/test_decode.py"
-        link = f"[the parity statement]({forge}/blob/HEAD/{test})" if repo_url else f"the parity statement (`{test}`)"
+        link = f"[tests]({forge}/blob/HEAD/{test})" if repo_url else f"tests (`{test}`)"
         assert link in given["cuda.md"]
         # Pages of the site are linked as such, wherever their files lie.
         assert "](spec/sparq.md)" in given["README.md"]
