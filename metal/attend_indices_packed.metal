@@ -1,4 +1,4 @@
-// attend_indices_packed: attend_indices over packed rows (quantised.1): codes, scales and biases of a listed row are read
+// attend_indices_packed: attend_indices over packed rows (quantized.1): codes, scales and biases of a listed row are read
 // once for the heads of a threadgroup and become numbers in registers. Of each of the three that is a line of memory at
 // least, so that rows that lie apart cost more than is said here.
 //

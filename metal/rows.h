@@ -42,7 +42,7 @@ struct PackedRows {
   Scales scales;  // (S, groups)
   Scales biases;
 
-  // (quantised.1)
+  // (quantized.1)
   float4 read(uint j, uint chunk) const {
     const size_t group = size_t(j) * groups + chunk * 4 / GROUP;
     auto scale = scales[group];

@@ -43,7 +43,7 @@ void load_units(
   threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
-// (quantised.2) for KEYS consecutive keys of each thread. Lanes that share rows go through the keys of one of them after
+// (quantized.2) for KEYS consecutive keys of each thread. Lanes that share rows go through the keys of one of them after
 // the other's; the sums go to that one.
 template <int D, int G, uint KEYS, uint BITS, uint GROUP, typename Codes, typename Scales>
 void row_logits(

@@ -1,4 +1,4 @@
-// sparq_row_scores: logits of all keys from all components of packed rows (quantised.2) and, for the softmax, each tile's
+// sparq_row_scores: logits of all keys from all components of packed rows (quantized.2) and, for the softmax, each tile's
 // statistics (sparq.4). Tiles and results are those of sparq_code_scores.
 //
 // inputs       queries (B, Hq, 1, D) T; key_codes (B, Hkv, capacity, D * ROW_BITS / 32) uint;

@@ -14,13 +14,13 @@ from .table import OUTPUT, OWN, SAMPLE, WINDOW
 PROMPTS = "PromptAttention"
 FUNCTIONS = (PROMPTS, "SparQComponents", "SparQChoice", "KeyChunks", "IsStep", "Rows", "SaapAppend", "Saap")
 _WHEN_SAMPLED = (
-    "Sampled are pieces of a prompt of more than `block_size` tokens, without padding and with rows of one length of "
+    "A chunk is sampled if it has more than `block_size` tokens and no padding, and if all rows have one length of "
     "`dense_prompt_below` keys or more"
 )
 _DENSE_PROMPT = Attribute(
     "dense_prompt_below",
     int,
-    "Attend densely to prompts while the rows, the new tokens included, have fewer keys; 0 never does.",
+    "Prefill is dense while the rows, with the new tokens, have fewer keys; with 0 it never is.",
     0,
 )
 
@@ -40,7 +40,7 @@ def _sampling(base: Operator) -> Operator:
     return replace(
         base,
         name=f"Sample{base.name.removeprefix('Cached')}",
-        doc=f"{same}, but `Sample` to some pieces of a prompt. {_WHEN_SAMPLED}.",
+        doc=f"{same}, but `Sample` for some prefill chunks. {_WHEN_SAMPLED}.",
         attributes=(*kept, *SAMPLE[1:-1], _DENSE_PROMPT),
         base=base.name,
     )

@@ -302,11 +302,11 @@ OWN: Mapping[str, Operator] = {
         ),
         Operator(
             "SaapAttention",
-            "`Append`, also the buckets of the new keys (saap.1), then attend. Where L is 1 and the longest row has "
-            "`dense_below` keys or more, the queries of a group visit `probes` buckets (saap.5), (saap.8), and attend "
-            "to their keys and to the first `sink_tokens` and the last `recent_tokens` valid ones: (saap.10) with all "
-            "keys listed that have left the window. `DenseAttention` with window 0 elsewhere. The next `past_length` "
-            "is `past_length` + L.",
+            "`Append`, also the buckets of the new keys (saap.1), then attend. If L is 1 and the longest row has "
+            "`dense_below` keys or more, the queries of a group visit `probes` buckets (saap.5), (saap.8). They attend "
+            "to the keys of these buckets and to the first `sink_tokens` and last `recent_tokens` valid keys. This is "
+            "(saap.10) with all keys listed that have left the window. Otherwise it is `DenseAttention` with window 0. "
+            "The next `past_length` is `past_length` + L.",
             (*_SAAP, _DENSE_BELOW),
             (
                 _QUERY,

@@ -134,7 +134,7 @@ def sparq_code_scores(n: Sizes) -> Launch:
 
 
 def sparq_row_scores(n: Sizes) -> Launch:
-    """Build the launch that scores packed rows by all their components (quantised.2), as `sparq_code_scores` does."""
+    """Build the launch that scores packed rows by all their components (quantized.2), as `sparq_code_scores` does."""
     return Launch(
         ROW_SCORES,
         _scored(n),

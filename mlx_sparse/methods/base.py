@@ -37,7 +37,7 @@ class Step:
         gpu: for the `metal` and `triton` backends the kind of GPU, a key of `cost.ENOUGH_SAVED`; empty where there is
             none.
         measured: keys from which a step of these sizes was faster on this machine; None if that is not known.
-        packed: bits of a component and components of a group, where keys and values are packed (quantised.1).
+        packed: bits of a component and components of a group, where keys and values are packed (quantized.1).
     """
 
     heads: int

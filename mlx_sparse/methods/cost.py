@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 # Bytes that a layer's decode step has to save before SparQ's extra launches pay, by kind of GPU.
-# Apple (base and Pro, Max, Ultra): the cautious end of a roofline model (docs/methods.md, "The modelled threshold").
+# Apple (base and Pro, Max, Ultra): the cautious end of a roofline model (docs/methods.md, "The model").
 # NVIDIA: 20 microseconds of extra launches at 2.0, 4.3 and 8 TB/s, until docs/results/triton.md has measured it.
 # Nothing here was measured.
 ENOUGH_SAVED = {

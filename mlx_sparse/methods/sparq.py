@@ -55,7 +55,7 @@ class SparQ(Method):
             (docs/spec/sparq.md; what it costs in quality: docs/results/quality.md).
         score: what the keys of a quantised cache (``--kv-bits``) are scored by: all components of its "rows", which
             takes no memory, as who quantises it is short of that; or a "copy", as those of other caches always are
-            (docs/spec/quantised.md).
+            (docs/spec/quantized.md).
         dense_below: keys below which attention stays dense; "auto" is what was measured on this machine
             (`mlx-sparse calibrate`), before that ``16 * top_k`` with the `ops` backend, about where it begins to pay
             (docs/results/speed.md), and `pays_from` with kernels on a GPU. For a ``top_k`` below the default, which is

@@ -1,4 +1,4 @@
-"""Keys or values as mlx-lm's quantized caches store them: docs/spec/quantised.md."""
+"""Keys or values as mlx-lm's quantized caches store them: docs/spec/quantized.md."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BITS = (2, 3, 4, 5, 6, 8)  # of a component
 
 @dataclass(frozen=True, eq=False)
 class PackedRows:
-    """Quantized rows ``(B, Hkv, S, D)`` by `mx.quantize`: each group of a row has a scale and a bias (quantised.1).
+    """Quantized rows ``(B, Hkv, S, D)`` by `mx.quantize`: each group of a row has a scale and a bias (quantized.1).
 
     They can stand where an array of keys or values does. Indexing returns rows as numbers, in ``dtype``.
 
@@ -78,7 +78,7 @@ class PackedRows:
         return PackedRows(mx.depends(self.codes, done), self.scales, self.biases, self.bits)
 
     def __getitem__(self, at: Any) -> mx.array:
-        """Dequantize the rows at ``at`` with all their components, in float32, and round once (quantised.1)."""
+        """Dequantize the rows at ``at`` with all their components, in float32, and round once (quantized.1)."""
         codes, scales, biases = (part[at] for part in self.parts)
         if codes.size == 0:  # `mx.dequantize` takes no empty array
             return mx.zeros((*codes.shape[:-1], self.shape[3]), self.dtype)

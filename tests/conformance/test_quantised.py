@@ -1,4 +1,4 @@
-"""Quantised caches (docs/spec/quantised.md): on packed rows functions attend as the oracle on what those stand for."""
+"""Quantised caches (docs/spec/quantized.md): on packed rows functions attend as the oracle on what those stand for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Metal kernels over packed rows, of quantised caches: docs/spec/quantised.md."""
+"""The Metal kernels over packed rows, of quantised caches: docs/spec/quantized.md."""
 
 from __future__ import annotations
 
