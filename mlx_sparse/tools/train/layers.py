@@ -11,15 +11,15 @@ import numpy as np
 import numpy.typing as npt
 
 from ...artefact import Layer
-from ...ops.kmeans import assign
+from ...ops.kmeans import assign, fit
 from . import network
-from .clusters import POINTS, fit_centroids
 from .recall import SELECTIVITIES, Indexed, centroid_scores, curve, grouped_queries, index, router_scores
 from .report import HeadReport
 from .rows import Distances, Rows, Texts, long_range_rows
 from .train import Training, learns, train_layer
 
 Array = npt.NDArray[Any]
+POINTS = 256  # keys per bucket that k-means looks at, as in Faiss
 MOST_HELD_OUT = 1024  # queries of a held-out text that are looked at
 MOST_REPORTED = 2048  # of all held-out texts, to bound memory
 
@@ -61,7 +61,7 @@ def make_centroids(texts: Texts, recipe: Recipe) -> Array:
 
 
 def _head_centroids(keys: Array, recipe: Recipe) -> Array:
-    """Centroids ``(C, D)`` of one head's ``keys (W, S, D)``; no more of them are read than k-means looks at."""
+    """Return centroids ``(C, D)`` of one head's ``keys (W, S, D)``. Only the keys that k-means looks at are read."""
     windows, S, D = keys.shape
     random, sinks = np.random.default_rng(recipe.seed), recipe.distances.sink_tokens
     share = min(-(-POINTS * recipe.buckets // windows), S - sinks)
@@ -72,6 +72,17 @@ def _head_centroids(keys: Array, recipe: Recipe) -> Array:
             rows = np.sort(random.choice(rows, share, replace=False))
         found[window] = keys[window][rows]
     return fit_centroids(found.reshape(-1, D), recipe.buckets, seed=recipe.seed)
+
+
+def fit_centroids(keys: Array, buckets: int, *, seed: int = 0) -> Array:
+    """Return unit centroids ``(C, D)`` of ``keys (n, D)`` without sinks.
+
+    Raises:
+        ConfigError: more buckets than keys.
+    """
+    if len(keys) > POINTS * buckets:
+        keys = keys[np.sort(np.random.default_rng(seed).choice(len(keys), POINTS * buckets, replace=False))]
+    return np.array(fit(mx.array(keys), buckets, seed=seed))
 
 
 def bucket_ids(keys: Array, centroids: Array) -> Array:
