@@ -1,4 +1,4 @@
-"""What was found as text: Markdown for people; JSON, JSON lines or CSV for programs."""
+"""Print results: Markdown for people; JSON, JSON lines or CSV for programs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Refuse before anything runs what `Printer` could not do.
+    """Refuse options that `Printer` cannot serve, before anything runs.
 
     Raises:
         ConfigError: an unknown form, or a folder that is not there.
@@ -47,14 +47,14 @@ def check_folder(option: str, path: Path | None) -> None:
 
 
 class Printer:
-    """Prints what a command finds in the form that its options ask for; JSON lines as soon as they are known.
+    """Print the results of a command in the form of its options; JSON lines at once.
 
     Args:
         args: of `add_options`.
-        facts: of the run; its ``command`` stands above the Markdown. A line of JSON or CSV says alone where it is from.
+        facts: of the run; its ``command`` stands above the Markdown. Each line of JSON or CSV repeats the facts.
 
     Attributes:
-        lines: that were found.
+        lines: results so far.
     """
 
     def __init__(self, args: argparse.Namespace, facts: Mapping[str, Any]) -> None:
@@ -64,17 +64,17 @@ class Printer:
 
     @property
     def at_once(self) -> bool:
-        """Whether a line is printed when it is known; otherwise all are at the end."""
+        """True if each line is printed at once; otherwise all lines are printed at the end."""
         return bool(self._form == "jsonl")
 
     def line(self, line: Mapping[str, Any]) -> None:
-        """Take a line that was found, and print it if lines are printed at once."""
+        """Add a line, and print it if lines are printed at once."""
         self.lines.append(line)
         if self.at_once:
             self._print(json.dumps({**line, "run": self._facts}, default=str))
 
     def end(self, text: str, right: bool) -> None:
-        """All was found; ``text`` is Markdown of it."""
+        """Print the rest; ``text`` is the Markdown of all lines."""
         if self.at_once:
             self.line({"kind": "end", "right": right, "text": text})
         elif self._form == "md":
@@ -92,7 +92,7 @@ class Printer:
 
 
 def table(header: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
-    """A table in Markdown of ``rows`` under a ``header``."""
+    """Return a Markdown table of ``rows`` under a ``header``."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
@@ -112,7 +112,7 @@ def _csv(lines: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A key within a key is joined to it by a dot."""
+    """Flatten nested mappings; nested keys are joined by a dot."""
     cells: dict[str, Any] = {}
     for key, value in row.items():
         if isinstance(value, Mapping):

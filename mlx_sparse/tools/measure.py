@@ -1,4 +1,4 @@
-"""``mlx-sparse calibrate``: measure now from what context on a method pays for a model on this machine."""
+"""``mlx-sparse calibrate``: measure the crossover length of methods for a model on this machine."""
 
 from __future__ import annotations
 

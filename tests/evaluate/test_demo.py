@@ -12,8 +12,8 @@ from tiny_models import write
 
 from mlx_sparse.checks import ArtefactError
 from mlx_sparse.tools.demo import run, settle
-from mlx_sparse.tools.demo.outcome import Outcome, compare, parse_outcome, parse_report
-from mlx_sparse.tools.demo.text import KEY, pass_key_task
+from mlx_sparse.tools.demo.command import Outcome, compare, parse_outcome, parse_report
+from mlx_sparse.tools.demo.settle import KEY, pass_key_task
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_torch")]  # the demo
 

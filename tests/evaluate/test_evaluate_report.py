@@ -23,9 +23,8 @@ from mlx_sparse import cli
 from mlx_sparse.extras import install_hint
 from mlx_sparse.model_info import weights_hash
 from mlx_sparse.tools.evaluate import picture, report
-from mlx_sparse.tools.evaluate.facts import Facts, TextFacts, run_facts
 from mlx_sparse.tools.evaluate.journal import as_json, from_json
-from mlx_sparse.tools.evaluate.results import Row
+from mlx_sparse.tools.evaluate.results import Facts, Row, TextFacts, run_facts
 
 
 class Page(HTMLParser):

@@ -17,8 +17,8 @@ from mlx_sparse.checks import ConfigError
 from mlx_sparse.ops import kmeans
 from mlx_sparse.tools.train import network
 from mlx_sparse.tools.train.layers import POINTS, fit_centroids, losses
+from mlx_sparse.tools.train.network import FEWEST_ROWS, Training, _batch, train_layer
 from mlx_sparse.tools.train.rows import Distances, Rows, Texts, best_distance, bucket_mass, long_range_rows
-from mlx_sparse.tools.train.train import FEWEST_ROWS, Training, _batch, train_layer
 
 Array = npt.NDArray[Any]
 D, BUCKETS = 16, 12

@@ -14,6 +14,7 @@ from mlx_sparse.artefact import Layer
 from mlx_sparse.tools.train import network
 from mlx_sparse.tools.train.layers import Recipe, imbalance, make_centroids, make_layer, report_layer
 from mlx_sparse.tools.train.layers import bucket_ids as assign_all
+from mlx_sparse.tools.train.network import Training
 from mlx_sparse.tools.train.recall import (
     Indexed,
     centroid_scores,
@@ -24,7 +25,6 @@ from mlx_sparse.tools.train.recall import (
     router_scores,
 )
 from mlx_sparse.tools.train.rows import Distances
-from mlx_sparse.tools.train.train import Training
 
 RECIPE = Recipe(BUCKETS, DISTANCES, Training(2 * D, steps=5, batch=16), 10**6, 0)
 

@@ -17,8 +17,7 @@ from ...lm.model import select_methods
 from ...methods import parse
 from ..assets import blas
 from ..assets.smollm2 import prepare_model
-from .command import generate_command, run_command
-from .outcome import answer, compare, parse_outcome
+from .command import answer, compare, generate_command, parse_outcome, run_command
 from .settle import ANSWERED, MOST_TOKENS, Settled, settle, thresholds
 
 CHAT_TOKENS = 64  # that a chat template adds to a text
@@ -126,7 +125,7 @@ def _say_task(model: Path, settled: Settled) -> None:
 
 
 class _Answer:
-    """Shows a command, and what it answers as it answers it."""
+    """Print a command, and its answer while it arrives."""
 
     def __init__(self, command: list[str]) -> None:
         line = "$ " + " ".join(map(_short, command))

@@ -12,10 +12,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from ...checks import ArtefactError, Parser
 from ...extras import require
 from ...files import replace_file
-from .facts import Facts
 from .journal import from_json, read_lines
 from .picture import draw, svg
-from .results import Row
+from .results import Facts, Row
 from .table import REPLACEMENT, tables
 from .tasks import PASSAGES, TASKS
 

@@ -18,14 +18,12 @@ from ...lm.model import select_methods
 from ...methods import parse
 from ..assets.models import DEFAULT
 from . import report, table, texts
-from .budget import read_budget
-from .facts import Facts, run_facts
 from .inputs import add_options, check_options, encode_texts, fingerprint, head_dim, load_model
 from .journal import Journal, as_json
-from .results import Row, Trial
+from .results import Facts, Row, Trial, run_facts
 from .runner import Prompt, Steps, observed_by, run
 from .tasks import PASSAGES, RECALL, SHORTEST, TASKS
-from .variants import Variant, quantised, read_methods, variants_of
+from .variants import Variant, quantised, read_budget, read_methods, variants_of
 
 NAMES = (*TASKS, RECALL)
 DEFAULT_TASKS = ("repetition", "bits_per_byte")
