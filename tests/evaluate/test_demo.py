@@ -13,7 +13,7 @@ from tiny_models import write
 from mlx_sparse.checks import ArtefactError
 from mlx_sparse.tools.demo import run, settle
 from mlx_sparse.tools.demo.command import Outcome, compare, parse_outcome, parse_report
-from mlx_sparse.tools.demo.settle import KEY, pass_key_task
+from mlx_sparse.tools.demo.settle import KEY
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_torch")]  # the demo
 
@@ -66,7 +66,7 @@ def test_refuse_a_report_without_its_counts(reports: object) -> None:
 def test_compare(smollm2: Path) -> None:
     dense = Outcome("The pass key is 71853.", 2434, 100.0, 12, 10.0)
     sparse = Outcome("The pass key is 71863! Yes", 2434, 100.0, 12, 10.0, REPORT)
-    result = compare(smollm2, pass_key_task(), "sparq", dense, sparse)
+    result = compare(smollm2, KEY, "sparq", dense, sparse)
     # The first four words, a blank, five digits and the mark are a token each; the longer answer has one more word.
     assert (result["same_tokens"], result["tokens"]) == (9, 12)
     assert result["dense"]["right"] and not result["sparse"]["right"]
@@ -77,10 +77,10 @@ def test_compare(smollm2: Path) -> None:
 def test_the_table_fits_a_terminal(smollm2: Path) -> None:
     outcome = Outcome("71853", 2434, 100.0, 12, 10.0, REPORT)
     for attn in ("sparq", "sparq:rank=16,top_k=256,component_score=query_key"):
-        table = run._table(compare(smollm2, pass_key_task(), attn, outcome, outcome))
+        table = run._table(compare(smollm2, KEY, attn, outcome, outcome))
         assert "25%" in table and max(map(len, table.splitlines())) < 80
     none = Outcome("71853", 20, 100.0, 12, 10.0, REPORT | {"sparse_calls": 0, "sparse_bytes": 0, "dense_bytes": 0})
-    assert "0 sparse" in run._table(compare(smollm2, pass_key_task(), "sparq", outcome, none))
+    assert "0 sparse" in run._table(compare(smollm2, KEY, "sparq", outcome, none))
 
 
 @pytest.mark.parametrize(

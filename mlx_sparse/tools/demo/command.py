@@ -20,7 +20,6 @@ from typing import IO, Any
 from tqdm import tqdm
 
 from ...checks import ArtefactError
-from .settle import Task
 
 
 def generate_command(model: str, max_tokens: int) -> list[str]:
@@ -148,8 +147,8 @@ def parse_report(err: str) -> dict[str, Any] | None:
     return report
 
 
-def compare(model: Path, task: Task, attn: str, dense: Outcome, sparse: Outcome) -> dict[str, Any]:
-    """Return the figures of both runs as plain data."""
+def compare(model: Path, key: str, attn: str, dense: Outcome, sparse: Outcome) -> dict[str, Any]:
+    """Return the figures of both runs as plain data. ``key`` is the right answer."""
     import mlx.core as mx
     from mlx_lm import utils
 
@@ -162,7 +161,7 @@ def compare(model: Path, task: Task, attn: str, dense: Outcome, sparse: Outcome)
     def side(run: Outcome, moved: int) -> dict[str, Any]:
         return {
             "text": run.text,
-            "right": task.key in run.text,
+            "right": key in run.text,
             "prompt_tokens": run.prompt_tokens,
             "prompt_tps": run.prompt_tps,
             "generation_tokens": run.generation_tokens,
@@ -173,7 +172,7 @@ def compare(model: Path, task: Task, attn: str, dense: Outcome, sparse: Outcome)
     return {
         "attn": attn,
         "device": "cpu" if mx.default_device() == mx.Device(mx.DeviceType.cpu, 0) else "gpu",
-        "key": task.key,
+        "key": key,
         "dense": side(dense, report["dense_bytes"]),
         "sparse": side(sparse, report["sparse_bytes"]),
         "same_tokens": sum(a == b for a, b in zip(ours, theirs, strict=False)),

@@ -74,7 +74,7 @@ def _demo(args: argparse.Namespace) -> int:
         outcomes.append(parse_outcome(run_command(name, command, task.prompt, environment, say)))
     if outcomes[1].report is None:
         raise ArtefactError(f"--attn: expected a report of {args.attn}, got none. Run `mlx-sparse doctor`.")
-    result = compare(model, task, args.attn, *outcomes) | {"commands": [dense, sparse]}
+    result = compare(model, task.key, args.attn, *outcomes) | {"commands": [dense, sparse]}
     result |= {"thresholds": rows, "forced": settled.forced}
     print(json.dumps(result) if args.json else _table(result))
     return 0
