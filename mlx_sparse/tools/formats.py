@@ -13,6 +13,7 @@ from typing import Any
 
 from ..checks import ConfigError
 from ..files import replace_file
+from ..methods import load_toml
 
 FORMS = ("md", "json", "jsonl", "csv")
 
@@ -44,6 +45,31 @@ def check_folder(option: str, path: Path | None) -> None:
         raise ConfigError(f"{option}: expected a file in a folder that exists, got {path}.")
     if not os.access(path.parent, os.W_OK | os.X_OK):
         raise ConfigError(f"{option}: expected a folder that can be written, got {path.parent}.")
+
+
+def check_own(option: str, path: Path | None, first_line: str) -> None:
+    """Refuse a file that does not begin with ``first_line``, so that no file of the user is overwritten.
+
+    Raises:
+        ConfigError: ``path`` is such a file, does not end in .toml, or is in a folder that does not exist.
+    """
+    if path is None:
+        return
+    check_folder(option, path)
+    if path.suffix != ".toml":
+        raise ConfigError(f"{option}: expected a file name in .toml, got {path}.")
+    if path.exists() and path.read_bytes()[: len(first_line)] != first_line.encode():
+        raise ConfigError(f"{option}: expected a new file or one of this command, got {path}. Choose another name.")
+
+
+def write_toml(path: Path, text: str) -> None:
+    """Write a file for ``--attn-config`` at once, after it was read back."""
+
+    def write(new: Path) -> None:
+        new.write_text(text, encoding="utf-8")
+        load_toml(new)
+
+    replace_file(path, write)
 
 
 class Printer:

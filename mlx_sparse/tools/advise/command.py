@@ -27,7 +27,7 @@ from ..evaluate.journal import as_json
 from ..evaluate.table import plus_minus
 from ..evaluate.tasks import SHORTEST
 from ..evaluate.variants import read_budget, read_methods
-from ..tune.output import check_own, write_toml
+from ..formats import check_own, write_toml
 from .quality import COPY, LEAST_AGREEMENT, MOST_KL, STEPS, TEXT, Attempt, Quality, measure
 from .traffic import Served, Traffic, traffic_of
 
