@@ -10,6 +10,7 @@ import pytest
 import tier
 from tiny_models import write
 
+from mlx_sparse import cli
 from mlx_sparse.checks import ArtefactError
 from mlx_sparse.tools.demo import run, settle
 from mlx_sparse.tools.demo.command import Outcome, compare, parse_outcome, parse_report
@@ -92,7 +93,7 @@ def test_the_table_fits_a_terminal(smollm2: Path) -> None:
     ],
 )
 def test_a_mistake_is_one_line(argv: list[str], message: str, capfd: pytest.CaptureFixture[str]) -> None:
-    assert run.main(argv) != 0
+    assert cli.main(["demo", *argv]) != 0
     out, line = capfd.readouterr()
     assert message in line and line.count("\n") == 1 and not out
 
@@ -106,7 +107,7 @@ def test_a_failing_command_is_shown(
 ) -> None:
     write(tmp_path / "tiny")
     (tmp_path / "tiny" / "config.json").write_text("{}")
-    assert run.main(["--model", str(tmp_path / "tiny"), "--cache-dir", str(demo_cache), "--attn", attn]) != 0
+    assert cli.main(["demo", "--model", str(tmp_path / "tiny"), "--cache-dir", str(demo_cache), "--attn", attn]) != 0
     assert found in capfd.readouterr().err.splitlines()[-1]
 
 
@@ -117,7 +118,7 @@ def test_the_demo(
     if not tier.every:
         monkeypatch.setattr(settle, "CHARACTERS", (2_000,))
     options = ["--attn", "sparq:dense_below=0", "--fast-blas", "--json"]
-    assert run.main(["--cache-dir", str(demo_cache), *options]) == 0
+    assert cli.main(["demo", "--cache-dir", str(demo_cache), *options]) == 0
     result: dict[str, Any] = json.loads(capfd.readouterr().out)
     assert KEY in result["dense"]["text"] and KEY in result["sparse"]["text"]
     assert result["same_tokens"] == result["tokens"] > 8
@@ -132,7 +133,7 @@ def test_the_demo_of_another_model_measures_what_the_user_leaves_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert run.main(["--model", str(write(tmp_path / "tiny")), "--attn", "sparq:rank=4", "--json"]) == 0
+    assert cli.main(["demo", "--model", str(write(tmp_path / "tiny")), "--attn", "sparq:rank=4", "--json"]) == 0
     result: dict[str, Any] = json.loads(capfd.readouterr().out)
     (row,), report = result["thresholds"], result["report"]
     assert (row["attn"], row["layers"]) == ("sparq:rank=4,reallocate=false,component_score=query_key", 2)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from ...calibrate import MODELLED, device_kind
-from ...checks import ArtefactError, ConfigError, Parser, SparseAttentionError
+from ...checks import ArtefactError, ConfigError, Parser
 from ...files import cache_directory
 from ...lm.model import select_methods
 from ...methods import parse
@@ -24,16 +23,9 @@ CHAT_TOKENS = 64  # that a chat template adds to a text
 WIDTH = 79
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run the demo; return 0 when both commands ran, whatever they answered."""
-    args = _parser().parse_args(argv)
-    try:
-        return _demo(args)
-    except (SparseAttentionError, OSError) as error:
-        print(f"mlx-sparse demo: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    return _demo(_parser().parse_args(argv))
 
 
 def _parser() -> argparse.ArgumentParser:
