@@ -24,7 +24,6 @@ EXTRAS = {
     **dict.fromkeys(("jinja2", "mlx", "mlx_lm", "numpy", "psutil", "safetensors", "tqdm", "tomli", "transformers"), ""),
     **dict.fromkeys(("onnx", "onnxruntime"), "onnx"),
     **dict.fromkeys(("torch", "triton"), "cuda"),
-    "faiss": "saap",
     "gguf": "gemma",
     "lm_eval": "lm-eval",
     "matplotlib": "eval",

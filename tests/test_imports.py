@@ -124,9 +124,9 @@ def test_no_file_is_imported_by_what_it_imports():
     sorter.prepare()  # raises CycleError
 
 
-# The evaluation and the benchmarks check what they measure.
+# The benchmarks check what they measure.
 def test_the_oracle_is_not_called_at_run_time():
-    checking = [ROOT / "mlx_sparse" / folder for folder in ("oracle", "tools/evaluate", "tools/bench")]
+    checking = [ROOT / "mlx_sparse" / folder for folder in ("oracle", "tools/bench")]
     for path in LIBRARY:
         if not any(path.is_relative_to(folder) for folder in checking):
             assert "oracle" not in rooms_imported(path), path

@@ -10,7 +10,7 @@ from .attend import attend_indices, group_queries
 from .packed_rows import Rows
 from .select import top_k_select
 
-LARGEST = mx.finfo(mx.float32).max
+SECOND_LARGEST = 3.4028232635611926e38  # of float32: `top_k_select` takes the current page's +inf for the largest
 
 
 def page_bounds(keys: Rows, left_padding: mx.array | None, *, page_size: int) -> tuple[mx.array, mx.array]:
@@ -70,8 +70,8 @@ def quest_select(
     S = keys.shape[2]
     before = (S - 1) // page_size
     scores = page_scores(queries, page_min[:, :, :before], page_max[:, :, :before])
-    # The current page of each row has +inf and no other page has, so it is always selected.
-    scores = mx.pad(mx.minimum(scores, LARGEST), [(0, 0), (0, 0), (0, 1)])
+    # The current page of each row has +inf and every other page less, so it is always selected.
+    scores = mx.pad(mx.minimum(scores, SECOND_LARGEST), [(0, 0), (0, 0), (0, 1)])
     first = 0 if left_padding is None else left_padding[:, None, None]
     current, page = (S - 1 - first) // page_size, mx.arange(before + 1)
     scores = mx.where(page < current, scores, mx.where(page == current, mx.inf, -mx.inf))

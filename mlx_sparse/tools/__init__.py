@@ -1,1 +1,1 @@
-"""What people use around the library: evaluate, bench, train, tune, demo, doctor. Only cli.py imports it."""
+"""Commands around the library: evaluate, bench, train, tune, advise, demo, doctor. Only cli.py imports them."""

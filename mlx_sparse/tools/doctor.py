@@ -1,4 +1,4 @@
-"""`mlx-sparse doctor`: what is installed, which backends run here and why not, and what is in the way.
+"""`mlx-sparse doctor`: report the installation, the backends that run here, and problems.
 
 Every probe is guarded: the doctor always prints.
 """

@@ -1,4 +1,4 @@
-"""What was found as text: Markdown for people; JSON, JSON lines or CSV for programs."""
+"""Print results: Markdown for people; JSON, JSON lines or CSV for programs."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 
 from ..checks import ConfigError
 from ..files import replace_file
+from ..methods import load_toml
 
 FORMS = ("md", "json", "jsonl", "csv")
 
@@ -26,7 +27,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Refuse before anything runs what `Printer` could not do.
+    """Refuse options that `Printer` cannot serve, before anything runs.
 
     Raises:
         ConfigError: an unknown form, or a folder that is not there.
@@ -46,15 +47,40 @@ def check_folder(option: str, path: Path | None) -> None:
         raise ConfigError(f"{option}: expected a folder that can be written, got {path.parent}.")
 
 
+def check_own(option: str, path: Path | None, first_line: str) -> None:
+    """Refuse a file that does not begin with ``first_line``, so that no file of the user is overwritten.
+
+    Raises:
+        ConfigError: ``path`` is such a file, does not end in .toml, or is in a folder that does not exist.
+    """
+    if path is None:
+        return
+    check_folder(option, path)
+    if path.suffix != ".toml":
+        raise ConfigError(f"{option}: expected a file name in .toml, got {path}.")
+    if path.exists() and path.read_bytes()[: len(first_line)] != first_line.encode():
+        raise ConfigError(f"{option}: expected a new file or one of this command, got {path}. Choose another name.")
+
+
+def write_toml(path: Path, text: str) -> None:
+    """Write a file for ``--attn-config`` at once, after it was read back."""
+
+    def write(new: Path) -> None:
+        new.write_text(text, encoding="utf-8")
+        load_toml(new)
+
+    replace_file(path, write)
+
+
 class Printer:
-    """Prints what a command finds in the form that its options ask for; JSON lines as soon as they are known.
+    """Print the results of a command in the form of its options; JSON lines at once.
 
     Args:
         args: of `add_options`.
-        facts: of the run; its ``command`` stands above the Markdown. A line of JSON or CSV says alone where it is from.
+        facts: of the run; its ``command`` stands above the Markdown. Each line of JSON or CSV repeats the facts.
 
     Attributes:
-        lines: that were found.
+        lines: results so far.
     """
 
     def __init__(self, args: argparse.Namespace, facts: Mapping[str, Any]) -> None:
@@ -64,17 +90,17 @@ class Printer:
 
     @property
     def at_once(self) -> bool:
-        """Whether a line is printed when it is known; otherwise all are at the end."""
+        """True if each line is printed at once; otherwise all lines are printed at the end."""
         return bool(self._form == "jsonl")
 
     def line(self, line: Mapping[str, Any]) -> None:
-        """Take a line that was found, and print it if lines are printed at once."""
+        """Add a line, and print it if lines are printed at once."""
         self.lines.append(line)
         if self.at_once:
             self._print(json.dumps({**line, "run": self._facts}, default=str))
 
     def end(self, text: str, right: bool) -> None:
-        """All was found; ``text`` is Markdown of it."""
+        """Print the rest; ``text`` is the Markdown of all lines."""
         if self.at_once:
             self.line({"kind": "end", "right": right, "text": text})
         elif self._form == "md":
@@ -92,7 +118,7 @@ class Printer:
 
 
 def table(header: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
-    """A table in Markdown of ``rows`` under a ``header``."""
+    """Return a Markdown table of ``rows`` under a ``header``."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
@@ -112,7 +138,7 @@ def _csv(lines: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A key within a key is joined to it by a dot."""
+    """Flatten nested mappings; nested keys are joined by a dot."""
     cells: dict[str, Any] = {}
     for key, value in row.items():
         if isinstance(value, Mapping):

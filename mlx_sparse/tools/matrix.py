@@ -10,7 +10,7 @@ from ..methods.table import BACKENDS, FUNCTIONS
 
 
 def rows() -> list[dict[str, Any]]:
-    """One entry per method: what it is, and per backend "yes", or why it cannot run here."""
+    """Return one entry per method, with "yes" or the reason why it cannot run here for each backend."""
     return [
         {
             "method": name,
@@ -23,7 +23,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 def markdown() -> str:
-    """The table of the README: what exists, whatever this machine can run. Baselines with two backends are left out."""
+    """Return the table of the README, independent of this machine. Baselines with two backends are left out."""
     lines = [
         f"| method | stage | {' | '.join(BACKENDS)} | source |",
         f"|---|---|{'---|' * len(BACKENDS)}---|",
@@ -38,7 +38,7 @@ def markdown() -> str:
 
 
 def text() -> str:
-    """The table for a terminal, with the reasons why a backend cannot run here below."""
+    """Return the table for a terminal, with the reasons why a backend cannot run here below."""
     lines = [f"{'method':<19}{'stage':<20}" + "".join(f"{backend:<10}" for backend in BACKENDS)]
     for row in rows():
         cells = [row["backends"].get(backend, "no") for backend in BACKENDS]

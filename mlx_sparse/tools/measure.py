@@ -1,8 +1,7 @@
-"""``mlx-sparse calibrate``: measure now from what context on a method pays for a model on this machine."""
+"""``mlx-sparse calibrate``: measure the crossover length of methods for a model on this machine."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import sys
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from ..calibrate import MODELLED, SECONDS, Calibration, Layer, describe, device_kind
-from ..checks import ConfigError, Parser, SparseAttentionError, check_choice, check_int, read_shape
+from ..checks import ConfigError, Parser, check_choice, check_int, read_shape
 from ..lm.loading import loading
 from ..lm.model import disable, enable, plan_of
 from ..methods import Method, Prefill, Step, parse, registry
@@ -24,12 +23,13 @@ if TYPE_CHECKING:
     from ..lm.plan import Plan
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure; return 0 if everything was or is given, 1 if the model decides somewhere."""
+def main(argv: Sequence[str]) -> int:
+    """Measure; return 0 if every threshold was measured or given, 1 if one of them is modelled."""
     parser = Parser(
         prog="mlx-sparse calibrate",
-        description="Time dense and sparse attention in the shapes of a model's layers, and keep from what context on "
-        "the methods pay on this machine. --attn does the same by itself the first time that a context is long enough.",
+        description="Time dense and sparse attention in the shapes of a model's layers, and store the context length "
+        "from which each method is faster on this machine. --attn does the same the first time that a context is long "
+        "enough.",
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--model", metavar="DIR_OR_REPO", help="a model that mlx-lm can load")
@@ -47,16 +47,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="for programs")
     args = parser.parse_args(argv)
-    try:
-        return _run(args)
-    except SparseAttentionError as error:
-        print(f"mlx-sparse calibrate: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-
-
-def _run(args: argparse.Namespace) -> int:
     seconds = SECONDS[device_kind()] if args.seconds is None else args.seconds
     if not 0 < seconds <= 3600:
         raise ConfigError(f"--seconds: expected a number from 0 to 3600, got {args.seconds:g}.")

@@ -24,7 +24,7 @@ from mlx_sparse.cache.sparse_cache import SparseCache
 from mlx_sparse.methods import parse, registry, table
 from mlx_sparse.methods.quest import Quest
 from mlx_sparse.methods.stats import quest_elements
-from mlx_sparse.tools.evaluate.budget import settle, transfers
+from mlx_sparse.tools.evaluate.variants import settle, transfers
 
 BACKENDS = [name for name in ADAPTERS if name in table.FUNCTIONS["quest"]]
 

@@ -10,7 +10,7 @@ import pytest
 from mlx_sparse import oracle
 from mlx_sparse.methods.block_layout import Layout
 from mlx_sparse.tools.train import run
-from mlx_sparse.tools.train.train import Training
+from mlx_sparse.tools.train.network import Training
 
 SPEC = Path(__file__).parents[2] / "docs" / "spec"
 SAAP, SAMPLE = ((SPEC / name).read_text(encoding="utf-8") for name in ("saap.md", "sample.md"))

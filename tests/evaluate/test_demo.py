@@ -10,10 +10,11 @@ import pytest
 import tier
 from tiny_models import write
 
+from mlx_sparse import cli
 from mlx_sparse.checks import ArtefactError
 from mlx_sparse.tools.demo import run, settle
-from mlx_sparse.tools.demo.outcome import Outcome, compare, parse_outcome, parse_report
-from mlx_sparse.tools.demo.text import KEY, pass_key_task
+from mlx_sparse.tools.demo.command import Outcome, compare, parse_outcome, parse_report
+from mlx_sparse.tools.demo.settle import KEY
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_torch")]  # the demo
 
@@ -66,7 +67,7 @@ def test_refuse_a_report_without_its_counts(reports: object) -> None:
 def test_compare(smollm2: Path) -> None:
     dense = Outcome("The pass key is 71853.", 2434, 100.0, 12, 10.0)
     sparse = Outcome("The pass key is 71863! Yes", 2434, 100.0, 12, 10.0, REPORT)
-    result = compare(smollm2, pass_key_task(), "sparq", dense, sparse)
+    result = compare(smollm2, KEY, "sparq", dense, sparse)
     # The first four words, a blank, five digits and the mark are a token each; the longer answer has one more word.
     assert (result["same_tokens"], result["tokens"]) == (9, 12)
     assert result["dense"]["right"] and not result["sparse"]["right"]
@@ -77,10 +78,10 @@ def test_compare(smollm2: Path) -> None:
 def test_the_table_fits_a_terminal(smollm2: Path) -> None:
     outcome = Outcome("71853", 2434, 100.0, 12, 10.0, REPORT)
     for attn in ("sparq", "sparq:rank=16,top_k=256,component_score=query_key"):
-        table = run._table(compare(smollm2, pass_key_task(), attn, outcome, outcome))
+        table = run._table(compare(smollm2, KEY, attn, outcome, outcome))
         assert "25%" in table and max(map(len, table.splitlines())) < 80
     none = Outcome("71853", 20, 100.0, 12, 10.0, REPORT | {"sparse_calls": 0, "sparse_bytes": 0, "dense_bytes": 0})
-    assert "0 sparse" in run._table(compare(smollm2, pass_key_task(), "sparq", outcome, none))
+    assert "0 sparse" in run._table(compare(smollm2, KEY, "sparq", outcome, none))
 
 
 @pytest.mark.parametrize(
@@ -92,7 +93,7 @@ def test_the_table_fits_a_terminal(smollm2: Path) -> None:
     ],
 )
 def test_a_mistake_is_one_line(argv: list[str], message: str, capfd: pytest.CaptureFixture[str]) -> None:
-    assert run.main(argv) != 0
+    assert cli.main(["demo", *argv]) != 0
     out, line = capfd.readouterr()
     assert message in line and line.count("\n") == 1 and not out
 
@@ -106,7 +107,7 @@ def test_a_failing_command_is_shown(
 ) -> None:
     write(tmp_path / "tiny")
     (tmp_path / "tiny" / "config.json").write_text("{}")
-    assert run.main(["--model", str(tmp_path / "tiny"), "--cache-dir", str(demo_cache), "--attn", attn]) != 0
+    assert cli.main(["demo", "--model", str(tmp_path / "tiny"), "--cache-dir", str(demo_cache), "--attn", attn]) != 0
     assert found in capfd.readouterr().err.splitlines()[-1]
 
 
@@ -117,7 +118,7 @@ def test_the_demo(
     if not tier.every:
         monkeypatch.setattr(settle, "CHARACTERS", (2_000,))
     options = ["--attn", "sparq:dense_below=0", "--fast-blas", "--json"]
-    assert run.main(["--cache-dir", str(demo_cache), *options]) == 0
+    assert cli.main(["demo", "--cache-dir", str(demo_cache), *options]) == 0
     result: dict[str, Any] = json.loads(capfd.readouterr().out)
     assert KEY in result["dense"]["text"] and KEY in result["sparse"]["text"]
     assert result["same_tokens"] == result["tokens"] > 8
@@ -132,7 +133,7 @@ def test_the_demo_of_another_model_measures_what_the_user_leaves_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert run.main(["--model", str(write(tmp_path / "tiny")), "--attn", "sparq:rank=4", "--json"]) == 0
+    assert cli.main(["demo", "--model", str(write(tmp_path / "tiny")), "--attn", "sparq:rank=4", "--json"]) == 0
     result: dict[str, Any] = json.loads(capfd.readouterr().out)
     (row,), report = result["thresholds"], result["report"]
     assert (row["attn"], row["layers"]) == ("sparq:rank=4,reallocate=false,component_score=query_key", 2)

@@ -9,8 +9,7 @@ import pytest
 
 from mlx_sparse.methods import NEVER, SparQ, Step
 from mlx_sparse.tools.demo import run
-from mlx_sparse.tools.demo.settle import ANSWERED, MARGIN, settle, thresholds
-from mlx_sparse.tools.demo.text import KEY, pass_key_task
+from mlx_sparse.tools.demo.settle import ANSWERED, KEY, MARGIN, pass_key_task, settle, thresholds
 
 USUAL = pass_key_task().prompt
 FORCES = "; dense_below=0 forces it here, where it may be slower than dense attention"

@@ -16,7 +16,7 @@ from text_tokenizers import Words
 from tiny_models import build
 
 import mlx_sparse
-from mlx_sparse.tools.evaluate import runner, score
+from mlx_sparse.tools.evaluate import runner
 from mlx_sparse.tools.evaluate.journal import Journal
 from mlx_sparse.tools.evaluate.results import Outcome, Row, Trial
 from mlx_sparse.tools.evaluate.runner import Prompt, Steps
@@ -90,7 +90,7 @@ def test_only_the_scored_tokens_of_a_target_count() -> None:
     model, tokens = build(), TOKENS[:120]
     whole = Steps(model, Words(), [Example(tokens[:100], tokens[100:])], 512)
     part = Steps(model, Words(), [Example(tokens[:100], tokens[100:], scored=[3, 7])], 512)
-    figures = score.figures_of(whole.reference, whole.reference, whole.targets)[0]
+    figures = runner.figures_of(whole.reference, whole.reference, whole.targets)[0]
     (found,) = part.trials(DENSE)
     assert found.outcome.bits == pytest.approx(figures[[3, 7], 0].sum() / math.log(2) / 4, rel=1e-6)
     assert found.outcome.accuracy == figures[[3, 7], 1].mean()
@@ -101,7 +101,7 @@ def test_only_the_scored_tokens_of_a_target_count() -> None:
 )
 def test_characters_match_up_to_the_first_wrong_token(right: list[int], matched: int, exact: int) -> None:
     figures = np.array([[0.5, good, 1, 0] for good in right], float)
-    found = score.step_outcome(figures, Example([1], [2, 3, 4, 5]), Words())
+    found = runner.step_outcome(figures, Example([1], [2, 3, 4, 5]), Words())
     assert (found.matched, found.exact, found.accuracy) == (matched, exact, sum(right) / 4)
 
 
@@ -173,7 +173,7 @@ def test_a_prompt_without_an_index_is_indexed_as_if_it_had_been_there_from_the_s
         for token in [prompt[-1], *target[:-1]]:
             rows.append(model(mx.array([[token]]), cache=cache)[0])
     dense = Steps(model, Words(), [Example(prompt, target)], 512).reference[0]
-    expected = score.prompt_outcome(mx.concatenate(rows), dense, target, 2 * len(target))
+    expected = runner.prompt_outcome(mx.concatenate(rows), dense, target, 2 * len(target))
     assert found.sparse_calls == 2 * 20 and found.dense_calls == 0  # its prompt was not the method's
     assert found.outcome.kl == pytest.approx(expected.kl, rel=1e-3)
     assert found.selectivity == pytest.approx(report.buckets.selectivity)
@@ -214,7 +214,7 @@ def test_bits_per_byte_is_the_likelihood_of_the_target() -> None:
 
 def test_kl_is_from_dense_attention_to_the_method() -> None:
     dense, sparse = mx.array([[0.9, 0.1]]), mx.array([[0.5, 0.5]])
-    found = score.prompt_outcome(mx.log(sparse), mx.log(dense), [0], 1)
+    found = runner.prompt_outcome(mx.log(sparse), mx.log(dense), [0], 1)
     assert found.kl == pytest.approx(0.9 * math.log(0.9 / 0.5) + 0.1 * math.log(0.1 / 0.5), rel=1e-5)
 
 
@@ -320,12 +320,12 @@ def test_results_belong_to_the_tokens_that_were_run(tmp_path: Path) -> None:
 def test_logits_that_are_no_numbers_are_one_line() -> None:
     for value in (math.nan, math.inf):
         with pytest.raises(mlx_sparse.ConfigError, match="--model: expected logits that are finite, got others"):
-            score.prompt_outcome(mx.array([[value, 0.0]]), mx.zeros((1, 2)), [0], 1)
+            runner.prompt_outcome(mx.array([[value, 0.0]]), mx.zeros((1, 2)), [0], 1)
 
 
 def test_tokens_that_the_model_rules_out_add_nothing_to_the_divergence() -> None:
     logits = mx.array([[1.0, 2.0, -math.inf]])
-    assert score.prompt_outcome(logits, logits, [0], 1).kl == 0
+    assert runner.prompt_outcome(logits, logits, [0], 1).kl == 0
 
 
 def test_layers_and_stages_that_a_method_does_not_serve_did_not_fall_back() -> None:

@@ -12,8 +12,15 @@ from tiny_models import build
 
 from mlx_sparse import ConfigError
 from mlx_sparse.methods import parse, stats
-from mlx_sparse.tools.evaluate.budget import OutOfReach, read_budget, settle, transfers
-from mlx_sparse.tools.evaluate.variants import Variant, read_methods, variants_of
+from mlx_sparse.tools.evaluate.variants import (
+    OutOfReach,
+    Variant,
+    read_budget,
+    read_methods,
+    settle,
+    transfers,
+    variants_of,
+)
 
 S, D = 2048, 64
 SIZES = {"sparq": "top_k", "streaming": "recent_tokens", "h2o": "top_k", "oracle_top_k": "top_k"}

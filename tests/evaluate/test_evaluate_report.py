@@ -15,7 +15,7 @@ import matplotlib
 import mlx.core as mx
 import pytest
 from mlx import nn
-from report_rows import DECODE, DEPTHS, FACTS, HOSTILE, NAN, PROMPT, ROWS, RUN, SELECTION, SHORT, row
+from report_rows import DECODE, DEPTHS, FACTS, HOSTILE, NAN, PROMPT, ROWS, RUN, SHORT, row
 from tiny_models import build
 
 import mlx_sparse
@@ -23,9 +23,8 @@ from mlx_sparse import cli
 from mlx_sparse.extras import install_hint
 from mlx_sparse.model_info import weights_hash
 from mlx_sparse.tools.evaluate import picture, report
-from mlx_sparse.tools.evaluate.facts import Facts, TextFacts, run_facts
 from mlx_sparse.tools.evaluate.journal import as_json, from_json
-from mlx_sparse.tools.evaluate.results import Row
+from mlx_sparse.tools.evaluate.results import Facts, Row, TextFacts, run_facts
 
 
 class Page(HTMLParser):
@@ -105,7 +104,7 @@ def test_a_picture_changes_only_with_the_figures() -> None:
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a report with everything in it."""
     folder = tmp_path_factory.mktemp("report")
-    report.write(folder, ROWS, SELECTION, FACTS)
+    report.write(folder, ROWS, FACTS)
     return folder
 
 
@@ -125,7 +124,6 @@ def test_the_page_needs_no_other_file_and_shows_every_figure(written: Path) -> N
         "50% sparse; dense: 1,000 a sliding window",
         "0.20 to 0.50",  # density by layer
         "0% 0.25, 50% 0.50, 100% 1.00",  # accuracy by depth
-        "0.125 ± 0.010",  # agreement of selections
         "mlx-sparse eval --methods sparq",
         "2 attention layers, 4 query heads, 2 KV heads of [16, 32]",
         "abab" * 16,
@@ -136,7 +134,7 @@ def test_the_page_needs_no_other_file_and_shows_every_figure(written: Path) -> N
 def test_names_are_text_wherever_they_stand(tmp_path: Path) -> None:
     rows = [row("dense"), row(HOSTILE, 0.8, 0.3, attn=f"{HOSTILE}:x", density=[0.2], depths=DEPTHS), PROMPT[0]]
     rows += [replace(rows[1], method=f"{HOSTILE}2", **SHORT | {"dense_reasons": {HOSTILE: 3}})]
-    report.write(tmp_path, rows, [], replace(FACTS, command=HOSTILE, model=replace(FACTS.model, name=HOSTILE)))
+    report.write(tmp_path, rows, replace(FACTS, command=HOSTILE, model=replace(FACTS.model, name=HOSTILE)))
     page = Page(tmp_path)
     assert "script" not in {tag for tag, _ in page.elements}
     shown = HOSTILE.replace("\x1b", "\N{REPLACEMENT CHARACTER}").replace("\x00", "\N{REPLACEMENT CHARACTER}")
@@ -145,7 +143,7 @@ def test_names_are_text_wherever_they_stand(tmp_path: Path) -> None:
 
 def test_many_results_make_a_page_of_bearable_size(tmp_path: Path) -> None:
     rows = [row("dense"), *(row(f"sparq:rank={rank}", 0.8, rank / 100) for rank in range(1, 200))]
-    report.write(tmp_path, rows, [], FACTS)
+    report.write(tmp_path, rows, FACTS)
     assert "sparq:rank=199" in Page(tmp_path).text
     assert (tmp_path / report.PAGE).stat().st_size < 500_000
 
@@ -157,7 +155,7 @@ def as_lines(rows: Any, **changes: Any) -> list[str]:
 def test_a_report_written_from_its_results_is_the_same_file(
     written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "results.jsonl").write_text("\n".join(as_lines([*ROWS, *SELECTION])) + "\n")
+    (tmp_path / "results.jsonl").write_text("\n".join(as_lines(ROWS)) + "\n")
     assert cli.main(["report", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'report.html'}\n"
     assert (written / report.PAGE).read_bytes() == (tmp_path / report.PAGE).read_bytes()
@@ -192,7 +190,6 @@ HUGE, DEEP = "9" * 400, "[" * 900 + "]" * 900
         ([GOOD[1].replace('"depths": {}', '"depths": {"0%": [3]}')], "something else in line 1"),
         ([GOOD[1].replace('"budget": "1/2"', '"budget": 2')], "something else in line 1"),
         ([GOOD[0], GOOD[1].replace('"seed": 3', '"seed": 4')], "expected the results of one run, got several"),
-        ([as_lines(SELECTION)[0].replace('"rank": 8', '"rank": "8"')], "something else in line 1"),
         (as_lines(DECODE, machine={"memory": HUGE, "chip": 10**400}), "something else in line 1"),
         (as_lines(DECODE, machine={"memory": {"a": 1}}), "something else in line 1"),
         (as_lines(DECODE, machine="a chip"), "something else in line 1"),

@@ -24,9 +24,9 @@ from mlx_sparse import cli
 from mlx_sparse.artefact import Artefact, load
 from mlx_sparse.artefact.tensors import write_tensors
 from mlx_sparse.lm import sparse
+from mlx_sparse.tools.train.collect import alone
 from mlx_sparse.tools.train.rows import Distances
 from mlx_sparse.tools.train.run import _texts
-from mlx_sparse.tools.train.work import alone
 
 pytestmark = pytest.mark.slow  # commands
 

@@ -24,10 +24,10 @@ from tokenizers import Tokenizer
 
 from mlx_sparse.checks import ArtefactError
 from mlx_sparse.files import cache_directory
-from mlx_sparse.tools.assets import blas, packages
+from mlx_sparse.tools.assets import blas, store
 from mlx_sparse.tools.assets import smollm2 as converter
 from mlx_sparse.tools.assets.store import build_directory, file_hash
-from mlx_sparse.tools.demo.text import topics
+from mlx_sparse.tools.demo.settle import topics
 
 pytestmark = pytest.mark.slow  # a real model
 
@@ -183,34 +183,34 @@ def test_a_link_in_a_source_archive_is_no_file(tmp_path: Path, kind: bytes) -> N
         entry.type, entry.linkname = kind, "tiny-1.0/tiny/elsewhere"
         archive.addfile(entry)
     with refused("expected files *data.bin, got none"):
-        packages.read_files(file, "*data.bin")
+        store.read_files(file, "*data.bin")
 
 
 def test_fetch_once_and_refuse_another_file(tmp_path: Path, tiny: tuple[list[str], str, dict[str, bool]]) -> None:
     options, sha256, kind = tiny
     cache = tmp_path / "cache"
     with refused("HASHES"):
-        packages.fetch("tiny==1.0", "0" * 64, cache, options, **kind)
+        store.fetch("tiny==1.0", "0" * 64, cache, options, **kind)
     assert list(cache.iterdir()) == []
-    file = packages.fetch("tiny==1.0", sha256, cache, options, **kind)
-    assert packages.read_files(file, "*tiny/data.bin") == {"data.bin": b"data"}
+    file = store.fetch("tiny==1.0", sha256, cache, options, **kind)
+    assert store.read_files(file, "*tiny/data.bin") == {"data.bin": b"data"}
     with refused("expected files *.onnx"):
-        packages.read_files(file, "*.onnx")
-    assert packages.fetch("tiny==1.0", sha256, cache, ["--no-index"], **kind) == file
+        store.read_files(file, "*.onnx")
+    assert store.fetch("tiny==1.0", sha256, cache, ["--no-index"], **kind) == file
     with file.open("r+b") as archive:
         archive.write(b"damage")
     before = file.read_bytes()
     with refused("move it away"):
-        packages.fetch("tiny==1.0", sha256, cache, options, **kind)
+        store.fetch("tiny==1.0", sha256, cache, options, **kind)
     assert file.read_bytes() == before
 
 
 def test_pip_that_finds_nothing_or_is_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with refused("No matching distribution"):
-        packages.fetch("tiny==1.0", "0" * 64, tmp_path, ["--no-index"])
-    monkeypatch.setattr(packages.importlib.util, "find_spec", lambda _: None)
+        store.fetch("tiny==1.0", "0" * 64, tmp_path, ["--no-index"])
+    monkeypatch.setattr(store.importlib.util, "find_spec", lambda _: None)
     with refused("ensurepip"):
-        packages.fetch("tiny==1.0", "0" * 64, tmp_path)
+        store.fetch("tiny==1.0", "0" * 64, tmp_path)
 
 
 def test_a_truncated_gguf_is_refused(smollm2_gguf: Path, tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ from mlx_sparse.checks import ArtefactError, ConfigError
 from mlx_sparse.methods import Sample, SampleRange, load_toml
 from mlx_sparse.tools.evaluate.journal import FORMAT, Journal
 from mlx_sparse.tools.evaluate.runner import passage_logits
-from mlx_sparse.tools.tune.output import FIRST_LINE, check_own, toml, write_toml
-from mlx_sparse.tools.tune.run import main
+from mlx_sparse.tools.formats import check_own, write_toml
+from mlx_sparse.tools.tune.run import FIRST_LINE, main, toml
 from mlx_sparse.tools.tune.search import (
     RETRIEVAL,
     Measured,

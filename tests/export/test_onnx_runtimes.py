@@ -281,9 +281,16 @@ def call(file: File, runtime: Runtime) -> Call:
     )
 
 
+# Files that a runtime refuses, with the message (docs/onnx.md).
+REFUSED = {("openvino", "cached-sample"): "have to have the same number of outputs"}
+
+
 @pytest.mark.parametrize(("runtime", "file"), [(r, f) for r in RUNTIMES for f in FILES])
 def test_other_runtimes_compute_the_same(runtime: str, file: str) -> None:
     got = operators(runtime)[file]
+    if (runtime, file) in REFUSED:
+        assert isinstance(got, str) and REFUSED[runtime, file] in got
+        return
     assert not isinstance(got, str), got
     FILES[file].check(got)
 

@@ -150,6 +150,10 @@ def test_a_split_list_is_merged_and_reallocated(metal: Metal) -> None:
     check(Case(1, 2, 2, 2000, 64, "bf16", padding=(30,)), top_k=900, reallocate=True)
 
 
+def test_keys_of_several_tiles_are_reallocated(metal: Metal) -> None:
+    check(Case(1, 2, 2, 8300, 64, "f16"), top_k=40, reallocate=True)
+
+
 def test_a_context_of_65536_keys_takes_three_launches(metal: Metal) -> None:
     case = Case(1, 8, 2, 65_536, 128, "f16")
     q, k, v = case.inputs()

@@ -16,13 +16,12 @@ from msl import Metal
 from tiny_models import build, greedy, prompt_of, write
 
 import mlx_sparse
-from mlx_sparse import calibrate
+from mlx_sparse import calibrate, cli
 from mlx_sparse.calibrate import AGAIN, GIVEN, MEASURED, MODELLED, Calibration, Layer, Threshold, question, write_answer
 from mlx_sparse.checks import ConfigError
 from mlx_sparse.lm.model import plan_of
 from mlx_sparse.methods import SAAP, Method, Sample, SparQ, Step, parse, read_toml
 from mlx_sparse.methods.quest import Quest
-from mlx_sparse.tools.measure import main
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("calibration_folder")]  # timings
 
@@ -350,7 +349,7 @@ def test_the_command_takes_shapes_instead_of_a_model(run: Callable[..., Finished
 
 
 def test_the_command_succeeds_where_what_the_user_gives_leaves_nothing_to_measure() -> None:
-    assert main(["--shapes", "4x2x32", "--dtype", "float32", "--attn", "sparq:dense_below=9"]) == 0
+    assert cli.main(["calibrate", "--shapes", "4x2x32", "--dtype", "float32", "--attn", "sparq:dense_below=9"]) == 0
 
 
 @pytest.mark.parametrize(
@@ -374,9 +373,9 @@ def test_the_commands_mistakes_are_one_line(
 ) -> None:
     monkeypatch.chdir(folder)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert main(options) == 2
+    assert cli.main(["calibrate", *options]) == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"mlx-sparse calibrate: error: {error}")
+    assert said.startswith(f"mlx-sparse: error: {error}")
     assert said.count("\n") == 1
 
 

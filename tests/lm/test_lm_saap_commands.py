@@ -171,7 +171,7 @@ def test_parts_of_a_model_have_their_parts_of_the_artefact(folder: Path):
     assert (first.code, second.code, second.err) == (0, 0, "")
     (report,) = first.reports
     assert report["served_layers"] == LAYERS
-    assert report["sparse_calls"] == 2 * 2 * LAYERS * 7  # two ranks; warm-up and trial
+    assert report["sparse_calls"] == 2 * LAYERS * 7  # of rank 0: warm-up and trial
     assert 0 < report["buckets"]["selectivity"] < 0.8
 
 

@@ -1,1 +1,1 @@
-"""Is sparse attention worth it for a model on this machine, and is it safe: behind ``mlx-sparse advise``."""
+"""Advise on the use of sparse attention for a model on this machine, behind ``mlx-sparse advise``."""

@@ -1,4 +1,4 @@
-"""``mlx-sparse advise``: whether sparse attention is worth it for a model, safe on a text, and with which settings."""
+"""``mlx-sparse advise``: decide if sparse attention pays for a model, is safe on a text, and with which settings."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ from ...model_info import config_of, model_type
 from .. import environment, formats
 from ..assets.models import DEFAULT
 from ..evaluate import texts
-from ..evaluate.budget import read_budget
 from ..evaluate.inputs import add_options, check_options, load_model, read_tokens
 from ..evaluate.journal import as_json
 from ..evaluate.table import plus_minus
 from ..evaluate.tasks import SHORTEST
-from ..evaluate.variants import read_methods
-from ..tune.output import check_own, write_toml
+from ..evaluate.variants import read_budget, read_methods
+from ..formats import check_own, write_toml
 from .quality import COPY, LEAST_AGREEMENT, MOST_KL, STEPS, TEXT, Attempt, Quality, measure
 from .traffic import Served, Traffic, traffic_of
 

@@ -1,4 +1,4 @@
-"""Whether methods are safe for a model and a text: how far they are from dense attention, found by the evaluation.
+"""Measure how far methods are from dense attention on a model and a text, with the evaluation.
 
 The thresholds are what rounding the weights to 5 bits changed on two models (docs/results/quality.md).
 """
@@ -39,12 +39,12 @@ class Attempt:
 
     @property
     def sparse(self) -> bool:
-        """Whether any call was sparse."""
+        """True if any call was sparse."""
         return any(row.sparse_calls for row in self.rows)
 
     @property
     def passes(self) -> bool:
-        """Whether the variant ran sparsely and is within the thresholds in both tasks."""
+        """True if the variant ran sparsely and is within the thresholds in both tasks."""
         return self.sparse and all(map(passes, self.rows))
 
 
@@ -70,7 +70,7 @@ class Quality:
 
     @property
     def hopeless(self) -> bool:
-        """Whether even the best selection of keys fails at the largest budget."""
+        """True if even the best selection of keys fails at the largest budget."""
         return not any(attempt.passes for attempt in self.oracle)
 
     @property

@@ -18,8 +18,7 @@ from pathlib import Path
 
 from ...checks import ArtefactError
 from ...files import cache_directory
-from .packages import fetch, read_files
-from .store import build_directory, file_hash
+from .store import build_directory, fetch, file_hash, read_files
 
 WHEEL = "scipy==1.13.1"
 SIZE = "38.6 MB"  # of the wheel

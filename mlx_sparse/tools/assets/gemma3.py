@@ -16,9 +16,8 @@ from tqdm import tqdm
 from ...checks import ArtefactError
 from ...extras import require
 from ...files import cache_directory
-from .packages import fetch
 from .smollm2 import BLOCK, SPECIAL_TOKEN, join, mlx_name, write_model
-from .store import build_directory, check_file, write_json
+from .store import build_directory, check_file, fetch, write_json
 
 if TYPE_CHECKING:
     from gguf import GGUFReader

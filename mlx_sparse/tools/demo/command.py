@@ -1,9 +1,11 @@
-"""Running ``mlx_lm.generate`` as a user does."""
+"""Run ``mlx_lm.generate`` as a user does, read its output, and compare two runs."""
 
 from __future__ import annotations
 
 import codecs
+import json
 import os
+import re
 import select
 import shutil
 import subprocess
@@ -11,6 +13,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Callable, Container
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,9 +23,9 @@ from ...checks import ArtefactError
 
 
 def generate_command(model: str, max_tokens: int) -> list[str]:
-    """``mlx_lm.generate`` of this Python with the likeliest tokens after a prompt on standard input.
+    """Return the command line of this Python's ``mlx_lm.generate``, greedy, with the prompt on standard input.
 
-    It goes by its short name if that is the one the shell would find.
+    It uses the short name if the shell would find the same command.
     """
     script = Path(sysconfig.get_path("scripts")) / "mlx_lm.generate"
     command = [sys.executable, "-m", "mlx_lm", "generate"]
@@ -44,11 +47,11 @@ def run_command(
     """Run one command with the prompt on standard input; return its standard output and error.
 
     Args:
-        say: told all of the standard output so far, whenever there is more of it.
+        say: called with all of the standard output so far, whenever there is more of it.
         codes: exit codes of success.
 
     Raises:
-        ArtefactError: it fails; the message has the last line of what it said.
+        ArtefactError: it fails; the message has the last line of its standard error.
     """
     with tempfile.TemporaryFile() as question, tempfile.TemporaryFile() as errors:
         question.write(prompt.encode())
@@ -86,3 +89,94 @@ def _listen(stream: IO[bytes], clock: tqdm, say: Callable[[str], object] | None)
             clock.clear()
             say(out)
     return out
+
+
+RULE = "=" * 10
+REPORT_START = '{"mlx_sparse_report":'
+SPEED = r"^{}: (\d+) tokens, ([\d.]+) tokens-per-sec$"
+COUNTS = {"attn", "dense_calls", "layers", "served_layers", "sparse_calls", "sparse_bytes", "dense_bytes"}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One run: the answer, mlx-lm's own speeds, and the report of the sparse attention if there was any."""
+
+    text: str
+    prompt_tokens: int
+    prompt_tps: float
+    generation_tokens: int
+    generation_tps: float
+    report: dict[str, Any] | None = None
+    peak_memory: float | None = None  # GB, MLX's own counter
+
+
+def answer(out: str) -> tuple[str, bool]:
+    """Return the answer in an unfinished output, without blanks around it, and True if the answer is complete."""
+    head, over, _ = out.rpartition(f"\n{RULE}\n")
+    _, begun, text = (head if over else out).partition(f"{RULE}\n")
+    # The rule at the end comes in pieces too.
+    said = text if over else text.removesuffix(RULE[: len(text) - len(text.rstrip("="))])
+    return (said.strip() if begun else ""), bool(over)
+
+
+def parse_outcome(output: tuple[str, str]) -> Outcome:
+    """Read the standard output and standard error of ``mlx_lm.generate``."""
+    out, err = output
+    head, _, tail = out.rpartition(f"\n{RULE}\n")
+    _, found, text = head.partition(f"{RULE}\n")
+    prompt, generation = (re.search(SPEED.format(word), tail, re.MULTILINE) for word in ("Prompt", "Generation"))
+    if not (found and prompt and generation):
+        raise ArtefactError("mlx_lm.generate: expected its usual output, got another. Check mlx-lm's version.")
+    speeds = int(prompt[1]), float(prompt[2]), int(generation[1]), float(generation[2])
+    peak = re.search(r"^Peak memory: ([\d.]+) GB$", tail, re.MULTILINE)
+    return Outcome(text, *speeds, parse_report(err), float(peak[1]) if peak else None)
+
+
+def parse_report(err: str) -> dict[str, Any] | None:
+    """Return the last report on standard error, that of its first model; None if there is none."""
+    lines = [line for line in err.splitlines() if line.startswith(REPORT_START)]
+    if not lines:
+        return None
+    try:
+        report: dict[str, Any] = json.loads(lines[-1])["mlx_sparse_report"][0]
+        complete = report.keys() >= COUNTS
+    except (ValueError, LookupError, AttributeError, TypeError, RecursionError):
+        complete = False
+    if not complete:
+        raise ArtefactError(f"--attn-report: expected counts of calls and bytes, got {lines[-1][:60]!r}. Report this.")
+    return report
+
+
+def compare(model: Path, key: str, attn: str, dense: Outcome, sparse: Outcome) -> dict[str, Any]:
+    """Return the figures of both runs as plain data. ``key`` is the right answer."""
+    import mlx.core as mx
+    from mlx_lm import utils
+
+    report = sparse.report or {}
+    load_tokenizer: Any = utils.load_tokenizer
+    tokenizer = load_tokenizer(model)
+    ours, theirs = (tokenizer.encode(run.text, add_special_tokens=False) for run in (sparse, dense))
+    calls = report["sparse_calls"]
+
+    def side(run: Outcome, moved: int) -> dict[str, Any]:
+        return {
+            "text": run.text,
+            "right": key in run.text,
+            "prompt_tokens": run.prompt_tokens,
+            "prompt_tps": run.prompt_tps,
+            "generation_tokens": run.generation_tokens,
+            "generation_tps": run.generation_tps,
+            "bytes_per_token": moved / calls * report["served_layers"] if calls else 0.0,
+        }
+
+    return {
+        "attn": attn,
+        "device": "cpu" if mx.default_device() == mx.Device(mx.DeviceType.cpu, 0) else "gpu",
+        "key": key,
+        "dense": side(dense, report["dense_bytes"]),
+        "sparse": side(sparse, report["sparse_bytes"]),
+        "same_tokens": sum(a == b for a, b in zip(ours, theirs, strict=False)),
+        "tokens": max(len(ours), len(theirs)),
+        "bytes_ratio": report["sparse_bytes"] / report["dense_bytes"] if calls else None,
+        "report": report,
+    }

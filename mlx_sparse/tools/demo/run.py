@@ -4,37 +4,28 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from ...calibrate import MODELLED, device_kind
-from ...checks import ArtefactError, ConfigError, Parser, SparseAttentionError
+from ...checks import ArtefactError, ConfigError, Parser
 from ...files import cache_directory
 from ...lm.model import select_methods
 from ...methods import parse
 from ..assets import blas
 from ..assets.smollm2 import prepare_model
-from .command import generate_command, run_command
-from .outcome import answer, compare, parse_outcome
+from .command import answer, compare, generate_command, parse_outcome, run_command
 from .settle import ANSWERED, MOST_TOKENS, Settled, settle, thresholds
 
 CHAT_TOKENS = 64  # that a chat template adds to a text
 WIDTH = 79
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run the demo; return 0 when both commands ran, whatever they answered."""
-    args = _parser().parse_args(argv)
-    try:
-        return _demo(args)
-    except (SparseAttentionError, OSError) as error:
-        print(f"mlx-sparse demo: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    return _demo(_parser().parse_args(argv))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -75,7 +66,7 @@ def _demo(args: argparse.Namespace) -> int:
         outcomes.append(parse_outcome(run_command(name, command, task.prompt, environment, say)))
     if outcomes[1].report is None:
         raise ArtefactError(f"--attn: expected a report of {args.attn}, got none. Run `mlx-sparse doctor`.")
-    result = compare(model, task, args.attn, *outcomes) | {"commands": [dense, sparse]}
+    result = compare(model, task.key, args.attn, *outcomes) | {"commands": [dense, sparse]}
     result |= {"thresholds": rows, "forced": settled.forced}
     print(json.dumps(result) if args.json else _table(result))
     return 0
@@ -126,7 +117,7 @@ def _say_task(model: Path, settled: Settled) -> None:
 
 
 class _Answer:
-    """Shows a command, and what it answers as it answers it."""
+    """Print a command, and its answer while it arrives."""
 
     def __init__(self, command: list[str]) -> None:
         line = "$ " + " ".join(map(_short, command))

@@ -1,4 +1,4 @@
-"""Select the length of the demo's text and the settings, so that something is sparse on any machine."""
+"""Select the demo's task, the length of its text and the settings, so that something is sparse on any machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,40 @@ from typing import Any
 from ...checks import ArtefactError
 from ...methods import NEVER, Method, Prefill, parse
 from .command import run_command
-from .text import CHARACTERS, TOPIC, Task, pass_key_task
+
+TOPIC = "compound"
+KEY = "71853"
+CHARACTERS = (10_000, 12_000, 14_000)  # of texts in which SmolLM2-135M finds the key; in others it may not
+POSITION = 0.5
+
+
+@dataclass(frozen=True)
+class Task:
+    """A prompt whose answer contains ``key``, its question, and a description."""
+
+    prompt: str
+    key: str
+    question: str
+    about: str
+
+
+def pass_key_task(key: str = KEY, position: float = POSITION, characters: int = CHARACTERS[0]) -> Task:
+    """State ``key`` between two paragraphs, ``position`` of the way through the text, and ask for it at the end."""
+    paragraphs = topics[TOPIC].split("\n\n")
+    lengths = [len(paragraph) + 2 for paragraph in paragraphs]
+    kept = sum(1 for i in range(len(paragraphs)) if sum(lengths[: i + 1]) <= characters)
+    before = sum(1 for i in range(kept) if sum(lengths[: i + 1]) <= position * sum(lengths[:kept]))
+    needle = f"A note to the reader: the pass key of this text is {key}. Please remember that the pass key is {key}."
+    question = "What is the pass key? Answer with: The pass key is, and its five digits."
+    text = [*paragraphs[:before], needle, *paragraphs[before:kept]]
+    start, end = "Here is a text. A pass key, a number, is hidden in it.", f"That was the text. {question}"
+    about = (
+        f"the first {sum(lengths[:kept]):,} characters of Python's language reference on {TOPIC} statements "
+        f"(pydoc_data.topics); the pass key {key} is stated {sum(lengths[:before]) / sum(lengths[:kept]):.0%} "
+        "of the way in"
+    )
+    return Task("\n\n".join([start, *text, end]), key, question, about)
+
 
 MOST_TOKENS = {"cpu": 4096, "gpu": 32768}  # of a text that nobody waits long for
 ANSWERED = 3640  # tokens, of the longest text in which SmolLM2-135M finds the key
@@ -27,12 +60,12 @@ _AT_ONCE: dict[str, Any] = {"dense_below": 0}
 
 @dataclass(frozen=True)
 class Settled:
-    """What the demo runs.
+    """Task and settings that the demo runs.
 
     Attributes:
         attn: for ``--attn``.
-        note: what decided, a sentence; empty where the user's settings did.
-        forced: whether a method is sparse before it pays.
+        note: a sentence on the reason; empty if the user's settings decided.
+        forced: True if a method is sparse before it pays.
     """
 
     attn: str
@@ -60,7 +93,7 @@ def settle(attn: str, rows: Sequence[Row], count: Callable[[str], int], most: in
 
     Args:
         rows: of `thresholds`.
-        count: tells the tokens of a text.
+        count: returns the number of tokens of a text.
         most: tokens that the text may have.
     """
     configs = parse(attn)

@@ -1,1 +1,1 @@
-"""What a method costs in quality on a real model: tasks, runner and report, behind ``mlx-sparse eval``."""
+"""Evaluate the quality of methods on a real model: tasks, runner and report, behind ``mlx-sparse eval``."""

@@ -12,12 +12,10 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from ...checks import ArtefactError, Parser
 from ...extras import require
 from ...files import replace_file
-from .facts import Facts
 from .journal import from_json, read_lines
 from .picture import draw, svg
-from .results import Row
-from .selection import SelectionRow
-from .table import REPLACEMENT, selection_table, tables
+from .results import Facts, Row
+from .table import REPLACEMENT, tables
 from .tasks import PASSAGES, TASKS
 
 RESULTS, PAGE = "results.jsonl", "report.html"
@@ -42,16 +40,16 @@ def check() -> None:
     require("matplotlib")
 
 
-def read(path: Path) -> tuple[list[Row], list[SelectionRow], Facts]:
+def read(path: Path) -> tuple[list[Row], Facts]:
     """Read the rows and the facts of the results that ``mlx-sparse eval --out`` wrote.
 
     Raises:
         ArtefactError: there are none, or they are damaged, of another version, or of several runs.
     """
 
-    def read_line(line: dict[str, Any]) -> tuple[Facts, Row | SelectionRow]:
-        row = from_json(SelectionRow if "component_score" in line else Row, line)
-        if isinstance(row, Row) and row.task not in (*TASKS, *PASSAGES):
+    def read_line(line: dict[str, Any]) -> tuple[Facts, Row]:
+        row = from_json(Row, line)
+        if row.task not in (*TASKS, *PASSAGES):
             raise ValueError(row.task)
         return from_json(Facts, line["run"]), row
 
@@ -63,21 +61,16 @@ def read(path: Path) -> tuple[list[Row], list[SelectionRow], Facts]:
     facts = lines[0][0]
     if any(of_row != facts for of_row, _ in lines):
         raise ArtefactError(f"{path}: expected the results of one run, got several. Report each on its own.")
-    rows = [row for _, row in lines if isinstance(row, Row)]
-    return rows, [row for _, row in lines if isinstance(row, SelectionRow)], facts
+    return [row for _, row in lines], facts
 
 
-def write(folder: Path, rows: Sequence[Row], selections: Sequence[SelectionRow], facts: Facts) -> None:
+def write(folder: Path, rows: Sequence[Row], facts: Facts) -> None:
     """Write the page into ``folder``. The same arguments make the same file, byte by byte."""
     sections = []
     for task in dict.fromkeys(row.task for row in rows):
         figure = draw([row for row in rows if row.task == task])
         picture = figure and base64.b64encode(svg(figure).encode()).decode()
         sections.append({"heading": task, "picture": picture, "tables": tables(rows, task)})
-    if selections:
-        sections.append(
-            {"heading": "SparQ's selection of keys", "picture": None, "tables": [selection_table(selections)]}
-        )
     environment = Environment(
         loader=PackageLoader(__package__, "."),
         autoescape=True,

@@ -1,4 +1,4 @@
-"""The result of one method on one example, and the rows of a table over several examples."""
+"""Results of an evaluation: of one method on one example, rows over several examples, and the facts of the run."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from statistics import mean, stdev
 from typing import Any
+
+from ...model_info import config_of, kv_shapes, model_type, weights_hash
+from .. import environment
+from .texts import Text
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,7 @@ class Row:
 
     @property
     def served(self) -> str:
-        """What ran: "dense" (the baseline), "sparse", "partly" (not all calls were) or "fell back" (none was)."""
+        """Kind of run: "dense" (the baseline), "sparse", "partly" (not all calls were) or "fell back" (none was)."""
         if self.method == "dense":
             return "dense"
         if not self.sparse_calls:
@@ -109,7 +114,7 @@ class Row:
 
     @property
     def of_prompt(self) -> bool:
-        """Whether the method made only the prefill cheaper, and not the decode steps."""
+        """True if the method is sparse in the prefill only."""
         return self.prefill or (bool(self.density) and self.compression == 1)
 
     @property
@@ -173,3 +178,64 @@ def _depths(trials: Sequence[Trial], depths: Iterable[float | None]) -> dict[str
         if depth is not None:
             found.setdefault(depth, []).append(trial.outcome.accuracy)
     return {f"{depth:.0%}": mean(found[depth]) for depth in sorted(found)}
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """The model and its attention. KV heads and head dims that differ between layers are lists."""
+
+    name: str
+    type: str
+    hash: str
+    layers: int
+    query_heads: int | None
+    kv_heads: int | list[int]
+    head_dim: int | list[int]
+
+
+@dataclass(frozen=True)
+class TextFacts:
+    """A text that examples were made of: its name, the hash and number of its bytes, and its tokens."""
+
+    name: str
+    sha256: str
+    bytes: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Inputs and machine of a run. Paths stay as they were typed; no environment variable is read."""
+
+    command: str
+    date: str
+    seed: int
+    prefill_step_size: int
+    batch: int
+    versions: dict[str, str | None]
+    machine: dict[str, str | int | None]
+    model: ModelFacts
+    texts: list[TextFacts]
+
+
+def run_facts(command: str, name: str, model: Any, texts: Sequence[tuple[Text, int]], **options: int) -> Facts:
+    """Return the facts of ``command``.
+
+    Args:
+        name: the model as the user named it.
+        texts: each with its number of tokens.
+        options: ``seed``, ``prefill_step_size`` and ``batch``.
+    """
+    shapes = [shape for shape in kv_shapes(model) if shape is not None]
+    kv_heads, head_dims = (sorted({shape[axis] for shape in shapes}) for axis in (0, 1))
+    sizes = [each[0] if len(each) == 1 else each for each in (kv_heads, head_dims)]
+    heads = config_of(model).get("num_attention_heads")
+    return Facts(
+        command=command,
+        date=date.today().isoformat(),
+        **options,
+        versions=environment.versions(),
+        machine=environment.hardware(),
+        model=ModelFacts(name, model_type(model), weights_hash(model), len(shapes), heads, *sizes),
+        texts=[TextFacts(text.name, text.sha256, len(text.text.encode()), tokens) for text, tokens in texts],
+    )

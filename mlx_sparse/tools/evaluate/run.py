@@ -17,19 +17,15 @@ from ...lm.loading import refuse_unquantisable
 from ...lm.model import select_methods
 from ...methods import parse
 from ..assets.models import DEFAULT
-from . import report, selection, table, texts
-from .budget import read_budget
-from .facts import Facts, run_facts
+from . import report, table, texts
 from .inputs import add_options, check_options, encode_texts, fingerprint, head_dim, load_model
 from .journal import Journal, as_json
-from .results import Row, Trial
+from .results import Facts, Row, Trial, run_facts
 from .runner import Prompt, Steps, observed_by, run
 from .tasks import PASSAGES, RECALL, SHORTEST, TASKS
-from .tasks.base import opening
-from .variants import Variant, quantised, read_methods, variants_of
+from .variants import Variant, quantised, read_budget, read_methods, variants_of
 
-AGREEMENT = "top_k_agreement"
-NAMES = (*TASKS, RECALL, AGREEMENT)
+NAMES = (*TASKS, RECALL)
 DEFAULT_TASKS = ("repetition", "bits_per_byte")
 
 
@@ -40,27 +36,27 @@ def main(argv: Sequence[str]) -> int:
     args.command = shlex.join(["mlx-sparse", "eval", *argv])
     evaluation = _Evaluation(args)
     try:
-        rows, selections = list(evaluation.rows()), list(evaluation.selections())
+        rows = list(evaluation.rows())
     except KeyboardInterrupt:
         rest = f"the same command resumes from {args.out}" if args.out else "without --out nothing is stored"
         print(f"\nmlx-sparse eval: interrupted; {rest}", file=sys.stderr)
         return 130
     if args.json:
-        print("\n".join(json.dumps(as_json(row)) for row in (*rows, *selections)))
+        print("\n".join(json.dumps(as_json(row)) for row in rows))
     else:
-        print("\n\n".join(map(str, table.all_tables(rows, selections))))
+        print("\n\n".join(map(str, table.all_tables(rows))))
     if args.out is not None:
-        _write(args.out, rows, selections, evaluation.facts())
+        _write(args.out, rows, evaluation.facts())
         print(f"Wrote {args.out / report.PAGE}", file=sys.stderr)
     return 0
 
 
-def _write(folder: Path, rows: list[Row], selections: list[selection.SelectionRow], facts: Facts) -> None:
+def _write(folder: Path, rows: list[Row], facts: Facts) -> None:
     """Write every row with the facts of the run, which `mlx-sparse report` reads, and the report."""
     run_of = {"run": as_json(facts)}
-    lines = [json.dumps(as_json(row) | run_of, allow_nan=False) for row in (*rows, *selections)]
+    lines = [json.dumps(as_json(row) | run_of, allow_nan=False) for row in rows]
     replace_file(folder / report.RESULTS, lambda new: new.write_text("\n".join(lines) + "\n", encoding="utf-8"))
-    report.write(folder, rows, selections, facts)
+    report.write(folder, rows, facts)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -122,7 +118,7 @@ def _check(args: argparse.Namespace) -> None:
     for name in args.tasks:
         if name not in NAMES:
             raise ConfigError(f"--tasks: expected some of {', '.join(NAMES)}, got {name!r}.{meant(name, NAMES)}")
-    if not args.methods and set(args.tasks) != {AGREEMENT}:
+    if not args.methods:
         raise ConfigError("--methods: expected a method such as sparq, got none.")
     if RECALL in args.tasks and not any(select_methods(parse(method))[0] for method in args.methods):
         raise ConfigError(f"--tasks: expected a prefill method such as sample with {RECALL}, got none.")
@@ -204,7 +200,7 @@ class _Evaluation:
                         make: Any = (PASSAGES if prefill else TASKS)[task]
                         made = make(self.tokens, self.tokenizer, context=context, limit=args.limit, seed=args.seed)
                         plans.append(_Plan(task, context, prefill, list(made), chosen))
-        if not plans and AGREEMENT not in args.tasks:
+        if not plans:
             raise ConfigError("--budget: expected a share within reach of a method, got none. Name a larger one.")
         return plans
 
@@ -213,16 +209,6 @@ class _Evaluation:
         for start in range(0, len(plan.examples), size):
             batch = plan.examples[start : start + size]
             yield Steps(self.model, self.tokenizer, batch, self.args.prefill_step_size, observed=observed)
-
-    def selections(self) -> Iterator[selection.SelectionRow]:
-        """Yield the rows of `AGREEMENT`, if it is one of the tasks."""
-        if AGREEMENT not in self.args.tasks:
-            return
-        args = self.args
-        journal = Journal(args.out and args.out / "selections.jsonl", f"eval {AGREEMENT}", self.key, selection.OfText)
-        options: dict[str, Any] = {"limit": args.limit, "seed": args.seed, "opening": opening(self.tokenizer)}
-        for context in args.context:
-            yield from selection.run(self.model, self.tokens, journal, context=context, **options)
 
     def facts(self) -> Facts:
         """Return the facts that the figures depend on."""

@@ -1,8 +1,9 @@
-"""Run examples densely and under methods, and compare what the model predicts."""
+"""Run examples densely and under methods, and compare what the model predicts with the tokens that follow."""
 
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -13,17 +14,75 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+import numpy.typing as npt
 from mlx_lm.models.cache import make_prompt_cache
 
 from ...api.call_report import Report
+from ...checks import ConfigError
 from ...lm import sparse
 from ...methods.reasons import NO_DECODE
 from .journal import Journal
 from .results import Outcome, Row, Trial, row_of
-from .score import Array, figures_of, log_softmax, prompt_outcome, step_outcome
 from .tasks import Example, Passage
 from .tasks.base import digest
 from .variants import DENSE, Variant
+
+Array = npt.NDArray[np.float64]
+SLICE = 128  # positions compared at a time
+
+
+def log_softmax(logits: mx.array) -> mx.array:
+    """Return the log-softmax over the last axis, in float32."""
+    logits = logits.astype(mx.float32)
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+
+def figures_of(logp: mx.array, dense: mx.array, targets: mx.array) -> Array:
+    """Return per position: nats of the target, whether it was the most likely token, whether that is dense's, the KL.
+
+    Args:
+        logp, dense: log-probabilities ``(..., vocabulary)`` of the method and of dense attention.
+        targets: tokens ``(...)``.
+
+    Returns:
+        float64 ``(..., 4)``.
+    """
+    best = logp.argmax(axis=-1)
+    nats = -mx.take_along_axis(logp, targets[..., None], axis=-1)[..., 0]
+    # Tokens of probability 0 under dense attention add nothing, even where the logit is -inf.
+    kl = mx.where(mx.exp(dense) > 0, mx.exp(dense) * (dense - logp), 0.0).sum(axis=-1)
+    columns = [nats, best == targets, best == dense.argmax(axis=-1), kl]
+    return np.array(mx.stack([column.astype(mx.float32) for column in columns], axis=-1), np.float64)
+
+
+def outcome(figures: Array, n_bytes: float, matched: float = 0.0) -> Outcome:
+    """Return the outcome of the scored positions' ``figures (scored, 4)``, whose text has ``n_bytes``.
+
+    Raises:
+        ConfigError: the model's logits are not finite.
+    """
+    if not np.isfinite(figures).all():
+        raise ConfigError("--model: expected logits that are finite, got others. Use a copy in bfloat16 or float32.")
+    nats, right, agreed, kl = figures.sum(axis=0).tolist()
+    n = len(figures)
+    return Outcome(nats / (math.log(2) * n_bytes), right / n, agreed / n, kl / n, matched, float(right == n))
+
+
+def step_outcome(figures: Array, example: Example, tokenizer: Any) -> Outcome:
+    """Return the outcome of an example, whose target's tokens have ``figures (len(target), 4)``."""
+    scored = range(len(example.target)) if example.scored is None else example.scored
+    wrong = next((position for position in scored if not figures[position, 1]), len(example.target))
+    text: str = tokenizer.decode([example.target[position] for position in scored])
+    matched = len(tokenizer.decode([example.target[position] for position in scored if position < wrong]))
+    return outcome(figures[list(scored)], len(text.encode()), matched)
+
+
+def prompt_outcome(logits: mx.array, dense: mx.array, targets: Sequence[int], n_bytes: float) -> Outcome:
+    """Return the outcome of ``logits (scored, vocabulary)`` in a prompt; ``dense`` are dense attention's."""
+    rows = [slice(start, start + SLICE) for start in range(0, len(targets), SLICE)]
+    parts = [figures_of(log_softmax(logits[r]), log_softmax(dense[r]), mx.array(list(targets[r]))) for r in rows]
+    return outcome(np.concatenate(parts), n_bytes)
+
 
 DENSE_STEP = 512  # tokens at a time of a prompt that is processed densely
 
@@ -171,7 +230,7 @@ def prefill(model: Any, tokens: mx.array, step: int) -> list[Any]:
 
 
 def passage_logits(model: Any, passage: Passage, step: int) -> tuple[mx.array, float]:
-    """Float32 logits ``(scored, vocabulary)`` at the scored positions, and the seconds that the prompt took."""
+    """Return float32 logits ``(scored, vocabulary)`` at the scored positions, and the seconds that the prefill took."""
     cache: list[Any] = make_prompt_cache(model)
     rows = []
     began = time.perf_counter()

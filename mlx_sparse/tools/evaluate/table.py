@@ -6,14 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import TYPE_CHECKING
 
 from .. import formats
 from .results import Row
 from .tasks import TASKS
-
-if TYPE_CHECKING:
-    from .selection import SelectionRow
 
 LONGEST = 400  # characters of a cell
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -32,10 +28,9 @@ class Table:
         return f"{self.caption}\n\n{formats.table(self.header, self.rows)}"
 
 
-def all_tables(rows: Sequence[Row], selections: Sequence[SelectionRow]) -> list[Table]:
+def all_tables(rows: Sequence[Row]) -> list[Table]:
     """Return the tables of every task."""
-    found = [table for task in dict.fromkeys(row.task for row in rows) for table in tables(rows, task)]
-    return [*found, *([selection_table(selections)] if selections else [])]
+    return [table for task in dict.fromkeys(row.task for row in rows) for table in tables(rows, task)]
 
 
 def tables(rows: Sequence[Row], task: str) -> list[Table]:
@@ -50,17 +45,6 @@ def tables(rows: Sequence[Row], task: str) -> list[Table]:
             lines = [[clean(row.get(name, ""), LONGEST) for name in header] for row in cells]
             found.append(Table(f"{task}: {caption}", header, lines, [row.served for row in chosen]))
     return found
-
-
-def selection_table(rows: Sequence[SelectionRow]) -> Table:
-    """Return the table of SparQ's selections by component score and rank."""
-    header = ["component score", "rank", "context", "n", "agreement", "recall", "of exact selection", "error of alpha"]
-    cells = []
-    for row in rows:
-        about = [row.component_score, f"{row.rank} of {row.head_dim}", f"{row.context:,}", f"{row.examples:,}"]
-        names = ("agreement", "recall", "exact_recall", "alpha_gap")
-        cells.append([*about, *(plus_minus(getattr(row.mean, name), getattr(row.error, name), 3) for name in names)])
-    return Table("top_k_agreement", header, cells, ["sparse"] * len(cells))
 
 
 def clean(text: str, longest: int) -> str:

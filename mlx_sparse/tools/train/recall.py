@@ -1,7 +1,7 @@
-"""How much of the far attention a router finds, and how many keys it looks at for it: docs/spec/saap.md, (saap.12).
+"""Measure the share of far attention that a router finds, and the keys that it reads: docs/spec/saap.md, (saap.12).
 
-Held-out texts are read as a decoder reads them: at the position of a query there are the keys before it, the sinks and
-the recent ones are attended anyway, and the others are found or not, by their buckets.
+A query of a held-out text sees the keys before it, as in a decode step. Sinks and recent keys are always attended; the
+other keys are found if the router visits their buckets.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .rows import Distances, Texts, best_distance, bucket_mass
 
 Array = npt.NDArray[Any]
 SELECTIVITIES = (0.05, 0.1, 0.2)
-FEW = 16  # queries, of which a mean would say little
+FEW = 16  # queries: a mean of fewer is too noisy
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Indexed:
 
     Attributes:
         mass: ``(n, G, C)`` share of each query's whole attention in each bucket of far keys.
-        keys: ``(n, C)`` how many far keys each bucket has at the query's position.
+        keys: ``(n, C)`` number of far keys in each bucket at the query's position.
         distance: ``(n, G)`` from the query to its best key.
     """
 
@@ -51,12 +51,12 @@ class Curve:
     recall: Array
 
     def at(self, selectivity: float) -> float:
-        """Recall at a selectivity between those that whole buckets give."""
+        """Return the recall at a selectivity between those that whole buckets give."""
         return float(np.interp(selectivity, self.selectivity, self.recall))
 
 
 def index(texts: Texts, ids: Array, head: int, *, buckets: int, distances: Distances) -> Indexed:
-    """Look at the held-out texts of one KV head, whose keys are in the buckets ``ids (W, Hkv, S)``."""
+    """Index the held-out texts of one KV head, whose keys are in the buckets ``ids (W, Hkv, S)``."""
     G = texts.queries_after.shape[1] // texts.heads
     mass, keys, distance = [], [], []
     for window, positions in enumerate(texts.positions):
@@ -72,7 +72,7 @@ def index(texts: Texts, ids: Array, head: int, *, buckets: int, distances: Dista
 
 
 def keys_per_bucket(ids: Array, positions: Array, buckets: int, distances: Distances) -> Array:
-    """``(n, C)``: far keys of each bucket behind each of the ascending ``positions``."""
+    """Count the far keys of each bucket before each of the ascending ``positions``, ``(n, C)``."""
     counts = np.zeros((len(positions), buckets), np.int64)
     covered = distances.sink_tokens
     for row, position in enumerate(positions):
@@ -83,7 +83,7 @@ def keys_per_bucket(ids: Array, positions: Array, buckets: int, distances: Dista
 
 
 def curve(indexed: Indexed, scores: Array, distances: Distances) -> Curve:
-    """What visiting the best buckets first finds: ``scores (n, C)`` of each bucket at each position."""
+    """Return the recall of visiting the buckets with the largest ``scores (n, C)`` first, at each position."""
     order = np.argsort(-scores, axis=1, kind="stable")
     keys = np.take_along_axis(indexed.keys, order, axis=1).cumsum(axis=1)
     mass = np.take_along_axis(indexed.mass.astype(np.float64), order[:, None], axis=2).cumsum(axis=2)
@@ -98,7 +98,7 @@ def curve(indexed: Indexed, scores: Array, distances: Distances) -> Curve:
 
 
 def router_scores(queries: Array, layer: Layer, head: int) -> Array:
-    """(saap.8) ``(n, C)``: the probability of each bucket for ``queries (G, n, D)``, summed over the group."""
+    """(saap.8) Return ``(n, C)``, the probability of each bucket for ``queries (G, n, D)``, summed over the group."""
     of = {name: array[head : head + 1].astype(mx.float32) for name, array in layer.arrays().items()}
     return _summed(network.logits(of, mx.array(queries.reshape(1, -1, queries.shape[-1]))), queries)
 
@@ -115,6 +115,6 @@ def _summed(logits: mx.array, queries: Array) -> Array:
 
 
 def grouped_queries(texts: Texts, head: int) -> Array:
-    """``(G, n, D)``: the pre-RoPE queries of all texts in the order of `Indexed`."""
+    """Return ``(G, n, D)``, the pre-RoPE queries of all texts in the order of `Indexed`."""
     source = texts.queries_before
     return np.concatenate([texts.group(source, window, head) for window in range(len(source))], axis=1)

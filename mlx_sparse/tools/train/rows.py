@@ -1,4 +1,4 @@
-"""What the query networks of a layer learn from: queries that look far away, and where their attention goes.
+"""Make the training rows of a layer's query networks: long-range queries, and their attention by bucket.
 
 docs/spec/saap.md, (saap.3), (saap.4).
 """
@@ -21,12 +21,12 @@ CHUNK = 1 << 23  # scores at a time: 32 MiB, held a few times over
 
 @dataclass(frozen=True)
 class Distances:
-    """What counts as far.
+    """Distances from which keys and queries are long-range.
 
     Attributes:
-        sink_tokens, recent_tokens: the part that is attended exactly: a key counts for a query if it is at least
+        sink_tokens, recent_tokens: the part that is always attended: a key counts for a query if it is at least
             ``recent_tokens`` positions away and no sink.
-        farthest_top: a query is learnt from if its best key, sinks aside, is more than this many positions away.
+        farthest_top: a query is a training row if its best key, sinks aside, is more than this many positions away.
     """
 
     sink_tokens: int = 1
@@ -40,7 +40,7 @@ class Distances:
 
     @property
     def exact(self) -> int:
-        """Tokens that are attended always."""
+        """Number of tokens that are always attended."""
         return self.sink_tokens + self.recent_tokens
 
 
@@ -64,23 +64,23 @@ class Texts:
 
     @property
     def heads(self) -> int:
-        """The number of KV heads."""
+        """Number of KV heads."""
         return int(self.keys_before.shape[1])
 
     def thinned(self, most: int) -> Texts:
-        """The same texts with at most ``most`` queries of each, evenly from all of them."""
+        """Return the same texts with at most ``most`` queries of each, evenly from all of them."""
         every = slice(None, None, -(-self.positions.shape[1] // most))
         before, after = (array[:, :, every] for array in (self.queries_before, self.queries_after))
         return replace(self, queries_before=before, queries_after=after, positions=self.positions[:, every])
 
     def group(self, array: Array, window: int, head: int) -> Array:
-        """Float32 ``(G, n, D)`` of the queries that share a KV head."""
+        """Return float32 ``(G, n, D)``, the queries that share a KV head."""
         G = array.shape[1] // self.heads
         return np.asarray(array[window, head * G : (head + 1) * G], np.float32)
 
 
 def best_distance(queries: Array, keys: Array, positions: Array, *, distances: Distances) -> Array:
-    """``(n,)`` int32: how far back the best key of each query is, sinks aside; -1 where there is none.
+    """Return ``(n,)`` int32, the distance of each query to its best key, sinks aside; -1 where there is none.
 
     Args:
         queries: ``(n, D)`` at ``positions (n,)``; each sees the keys before it.
@@ -98,7 +98,7 @@ def best_distance(queries: Array, keys: Array, positions: Array, *, distances: D
 def bucket_mass(
     queries: Array, keys: Array, ids: Array, positions: Array, *, buckets: int, distances: Distances, scale: float
 ) -> Array:
-    """``(n, C)`` float32: the share of each query's whole attention that is on the far keys of each bucket.
+    """Return ``(n, C)`` float32, the share of each query's whole attention that is on the far keys of each bucket.
 
     Args:
         queries, keys, positions: as of `best_distance`.
@@ -124,7 +124,7 @@ def _by_chunks(
     positions: Array,
     of_chunk: Callable[[mx.array, mx.array, mx.array], mx.array],
 ) -> Array:
-    """What ``of_chunk`` says of positions, distances to the keys and inner products, a few rows at a time.
+    """Apply ``of_chunk`` to positions, distances to the keys and inner products, a few rows at a time.
 
     Rows are taken by position, so that a chunk is multiplied with no keys behind its last one.
     """
@@ -145,12 +145,12 @@ def _by_chunks(
 
 @dataclass(frozen=True)
 class Rows:
-    """What one query network learns from.
+    """Training rows of one query network.
 
     Attributes:
         queries: ``(N, D)`` float32 before RoPE.
         target: ``(N, C)`` float16 share of the far attention in each bucket; rows add up to 1.
-        seen: how many queries were looked at to find these.
+        seen: number of queries from which the rows were selected.
         share: ``(C,)`` float32 share of the texts' keys in each bucket; an empty one counts as if it had one key.
     """
 
@@ -170,7 +170,7 @@ def long_range_rows(
     most: int,
     seed: int = 0,
 ) -> Rows:
-    """The rows of one KV head, from all its query heads and texts, at most ``most`` of them.
+    """Return the rows of one KV head, from all its query heads and texts, at most ``most`` of them.
 
     Unlike the paper's, queries see no later keys: a model that was trained to look back attends to them at random, and
     what is learnt from that is worse (docs/results/saap.md).

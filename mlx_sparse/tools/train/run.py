@@ -20,12 +20,10 @@ from ...methods import SAAP
 from ..evaluate.inputs import add_options, check_options, fingerprint, load_model, read_tokens
 from ..evaluate.journal import DAMAGED, as_json, from_json
 from ..evaluate.texts import check as check_texts
-from .collect import Collection, Place, collect, find_places
-from .layers import Recipe, make_layer, report_layer
-from .report import HeadReport, as_dict, table
+from .collect import Collection, Place, alone, clear, collect, find_places
+from .layers import HeadReport, Recipe, as_dict, make_layer, report_layer, table
+from .network import Training
 from .rows import Distances
-from .train import Training
-from .work import alone, clear
 
 LONGEST = 32768  # tokens of a text, unless more are asked for
 MOST_BATCH = 1 << 16
@@ -59,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _advice(args: argparse.Namespace) -> str:
-    """How the file is used: with other settings where the usual ones do not fit it."""
+    """Return the ``--attn`` text for the file, with the settings that differ from the defaults."""
     usual = SAAP()
     own: dict[str, Any] = {"probes": min(usual.probes, max(args.buckets // 16, 1))}
     own |= {"sink_tokens": args.sink_tokens, "recent_tokens": args.recent_tokens, "dense_layers": args.dense_layers}
@@ -169,11 +167,11 @@ def _train(args: argparse.Namespace, work: Path) -> list[HeadReport]:
 
 
 def _texts(args: argparse.Namespace, tokenizer: Any, config: dict[str, Any]) -> tuple[list[list[int]], list[list[int]]]:
-    """The texts to train on and those held out, all of ``--context`` tokens."""
+    """Return the texts to train on and those held out, all of ``--context`` tokens."""
     limit = config.get("max_position_embeddings") or (config.get("text_config") or {}).get("max_position_embeddings")
     context: int = min(limit or LONGEST, LONGEST) if args.context is None else args.context
     _check_context(context, args.distances.exact, limit)
-    opening = tokenizer.encode("")  # what the model expects before a text: nothing, or a token of its own
+    opening = tokenizer.encode("")  # tokens that the model expects before a text
     length = context - len(opening)
     tokens = read_tokens(tokenizer, args.text, args.cache_dir)
     beside = read_tokens(tokenizer, args.held_out, args.cache_dir, "--held-out") if args.held_out else None
@@ -192,7 +190,7 @@ def _texts(args: argparse.Namespace, tokenizer: Any, config: dict[str, Any]) -> 
 
 
 def _cut(tokens: list[int], length: int, most: int, opening: list[int]) -> list[list[int]]:
-    """Up to ``most`` texts of equal length from all over the tokens."""
+    """Return up to ``most`` texts of equal length, spread over the tokens."""
     count = min(len(tokens) // length, most)
     starts = [i * (len(tokens) - length) // max(count - 1, 1) for i in range(count)]
     return [opening + tokens[start : start + length] for start in starts]

@@ -6,16 +6,19 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from ...checks import ConfigError, Parser, check_int, check_sample, check_share, read_length
 from ...methods import registry
+from .. import formats
 from ..assets.models import DEFAULT
 from ..evaluate.inputs import add_options, check_options, fingerprint, load_model, read_tokens
 from ..evaluate.journal import Journal
 from ..evaluate.tasks import SHORTEST
-from .output import FIRST_LINE, as_dict, check_own, table, toml, write_toml
-from .search import Search, Trial, Tuned, by_range, whole_grid
+from ..formats import check_own, write_toml
+from .search import ENOUGH, RETRIEVAL, Measured, Search, Trial, Tuned, by_range, whole_grid
 
 # The values in the paper's Table 6, and the chunks it ends with there.
 ALPHAS = (0.80, 0.85, 0.90, 0.92, 0.95, 0.98)
@@ -149,3 +152,71 @@ def _lengths(wanted: Sequence[int] | None, bounds: dict[str, int]) -> Sequence[i
         wrong = min(lengths) if min(lengths) < SHORTEST else max(lengths)
         raise ConfigError(f"--lengths: expected {SHORTEST:,} to {bounds[name]:,} tokens ({name}), got {wrong:,}.")
     return lengths
+
+
+FIRST_LINE = "# Written by mlx-sparse tune-sample"
+HEADER = ["keys", "column", "slash", "chunks", *RETRIEVAL, "accuracy", "density", "sampled", "work", "seconds", ""]
+NOT_LOSSLESS = "No setting is without loss; accuracy first is the one that loses least."
+
+
+def toml(tuned: Sequence[Tuned], prefer: str, model: str, block_size: int) -> str:
+    """Return the preferred setting of each range, with its figures and the other setting as comments."""
+    # As JSON, a name cannot end its comment.
+    lines = [
+        f"{FIRST_LINE} for {json.dumps(model)}: {prefer} first.",
+        "# Read it with --attn-config. Longer contexts than the last range use the last one.",
+        "[sample]",
+        f"block_size = {block_size}",
+    ]
+    for found in tuned:
+        first, other = (found.accuracy_first, found.speed_first)[:: 1 if prefer == "accuracy" else -1]
+        other_name = "speed" if prefer == "accuracy" else "accuracy"
+        assert first.setting is not None
+        lines += [
+            "",
+            f"# Tuned at {', '.join(f'{length:,}' for length in found.lengths)} keys.",
+            f"# dense: {_figures(found.dense)}",
+            f"# this: {_figures(first)}",
+            f"# {other_name} first: {_figures(other)} with {other.setting}",
+            *([] if found.lossless else [f"# {NOT_LOSSLESS}"]),
+            "[[sample.ranges]]",
+            f"up_to = {found.up_to}",
+            *(f"{name} = {value}" for name, value in asdict(first.setting).items()),
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _figures(row: Measured) -> str:
+    shares = f"accuracy {row.accuracy:.3f}, density {row.density:.3f}, sampled {row.sampled:.3f}"
+    return f"{shares}, {row.seconds:.2f} s a prompt"
+
+
+def table(tuned: Sequence[Tuned]) -> str:
+    """Return everything that was measured, and what was selected, as Markdown."""
+    rows = []
+    for found in tuned:
+        for row in (found.dense, *found.measured):
+            best = {"accuracy first": found.accuracy_first, "speed first": found.speed_first}
+            chosen = ", ".join(name for name, one in best.items() if one is row)
+            values = list(asdict(row.setting).values()) if row.setting else ["dense", "", ""]
+            shares = [*row.tasks.values(), row.accuracy, row.density, row.sampled, row.work]
+            cells = [f"< {found.up_to:,}", *values, *(f"{value:.3f}" for value in shares), f"{row.seconds:.2f}", chosen]
+            rows.append(cells)
+    lines = [
+        formats.table(HEADER, rows),
+        "",
+        "work = density + sampled / 2: attention's multiply-adds over those of dense, which rank the settings.",
+        f"Speed first has at least {ENOUGH:.0%} of dense attention's accuracy.",
+    ]
+    return "\n".join(lines + [f"Below {one.up_to:,} keys: {NOT_LOSSLESS}" for one in tuned if not one.lossless])
+
+
+def as_dict(tuned: Sequence[Tuned], model: str, block_size: int) -> dict[str, Any]:
+    """Return everything that was measured and selected as plain data for JSON."""
+    ranges = [
+        {name: getattr(found, name) for name in ("up_to", "lengths", "lossless")}
+        | {name: getattr(found, name).as_dict() for name in ("dense", "accuracy_first", "speed_first")}
+        | {"measured": [row.as_dict() for row in found.measured]}
+        for found in tuned
+    ]
+    return {"model": model, "block_size": block_size, "ranges": ranges}

@@ -121,7 +121,7 @@ class Tuned:
 
     @property
     def lossless(self) -> bool:
-        """Whether the accuracy-first setting loses nothing; otherwise it is the one that loses least."""
+        """True if the accuracy-first setting loses nothing; otherwise that setting loses least."""
         return self.accuracy_first.accuracy >= self.dense.accuracy
 
 

@@ -6,9 +6,8 @@ from .base import SHORTEST as SHORTEST
 from .base import Example as Example
 from .base import Maker as Maker
 from .base import Passage as Passage
-from .hidden import key_value, multi_key, needle
+from .hidden import key_value, multi_key, needle, question
 from .plain import bits_per_byte, copy_text, read_text, repetition
-from .question import question
 
 RECALL = "attention_recall"
 TASKS: Mapping[str, Maker[Example]] = {

@@ -54,7 +54,7 @@ class Maker(Protocol[M_co]):
     """A function that makes examples or passages from a text, the same ones for the same ``seed``."""
 
     def __call__(self, tokens: list[int], tokenizer: Any, /, *, context: int, limit: int, seed: int) -> Iterator[M_co]:
-        """Yield ``limit`` of them, ``context`` tokens each, from different parts of ``tokens``.
+        """Yield ``limit`` examples or passages, ``context`` tokens each, from different parts of ``tokens``.
 
         Raises:
             ConfigError: there is too little text.

@@ -36,7 +36,7 @@ def read_text(tokens: list[int], tokenizer: Any, *, context: int, limit: int, se
 
 
 def repetition(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Example]:
-    """The excerpt comes from a random place in the middle eight tenths, and is begun again at the end."""
+    """Copy an excerpt from a random place in the middle eight tenths of the text, which begins again at the end."""
     rng = random.Random(seed)
     first = opening(tokenizer)
     room = context - len(first) - COPY_PROMPT
@@ -48,7 +48,7 @@ def repetition(tokens: list[int], tokenizer: Any, *, context: int, limit: int, s
 
 
 def copy_text(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Passage]:
-    """Excerpts of the first half come again in the second, at random places: predict all but their beginnings."""
+    """Repeat excerpts of the first half in the second, at random places; predict all but their beginnings."""
     rng = random.Random(seed)
     first = opening(tokenizer)
     half, length = context // 2, COPY_PROMPT + COPY_TARGET
