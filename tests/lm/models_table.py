@@ -77,7 +77,7 @@ def _summary(facts: Sequence[Facts], mlx_lm: str) -> str:
     read = sum(one.how == "read" for one in facts)
     return (
         f"mlx-lm {mlx_lm}: {len(facts)} families. Tiny models of {len(run)} were decoded sparsely, {whole} of them in "
-        f"every layer; where the sparse step chooses every key, {right} of {len(run)} gave dense attention's logits. "
+        f"every layer. With every key selected, {right} of {len(run)} gave dense attention's logits. "
         f"No layer of {none} can be served. Of {read} only the source was read."
     )
 
@@ -101,10 +101,10 @@ def _cells(one: Facts) -> tuple[str, str, str]:
 
 def _seen(one: Facts, suite: Collection[str]) -> str:
     """How it is known."""
-    how = {"run": "tiny, run", "probed": "tiny, its layers asked", "read": "source read"}[one.how]
+    how = {"run": "run", "probed": "probed", "read": "source read"}[one.how]
     how += f" ({one.note})" if one.note else ""
     if one.exact is False or one.shows is False:
-        how = "**tiny, run: wrong**"
+        how = "**run: wrong**"
     seen = [f"{how}; in the tests" if one.family in suite else how]
     if real := notes.REAL.get(one.family):
         seen.append(f"[{real[0]}]({real[1]})")
