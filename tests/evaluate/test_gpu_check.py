@@ -19,13 +19,13 @@ pytestmark = pytest.mark.slow  # reports
 SCRIPT = ROOT / "scripts" / "gpu_check.sh"
 TESTS = (
     "kernels/test_triton_kernels",
-    "kernels/test_triton_select",
     "kernels/test_triton_saap",
     "kernels/test_triton_prompts",
     "evaluate/test_triton_bench",
     "lm/test_triton_hf",
     "lm/test_triton_hf_cache",
     "conformance/test_decode",
+    "conformance/test_select",
     "conformance/test_prompts",
     "conformance/test_buckets",
 )

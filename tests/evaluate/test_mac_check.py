@@ -18,9 +18,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_torch")]  # rep
 SCRIPT = ROOT / "scripts" / "mac_check.sh"
 FILES = [
     "kernels/test_metal_kernels",
-    "kernels/test_metal_attend_blocks",
-    "kernels/test_metal_sample",
+    "kernels/test_metal_prefill",
     "conformance/test_decode",
+    "conformance/test_select",
     "conformance/test_prompts",
     "conformance/test_buckets",
 ]

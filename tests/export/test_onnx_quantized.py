@@ -103,17 +103,6 @@ def test_matmul_is_that_of_the_dequantised_weight(bits, group_size, dtype, group
     assert (np.abs(matmul(made, x) - x.astype(float) @ exact.T) <= allowed).all()
 
 
-@pytest.mark.parametrize(("bits", "group_size", "dtype"), STORED)
-def test_offsets_make_any_biases_exact(bits, group_size, dtype):
-    weight, scales, biases = quantised(weights(24, 3 * group_size) + 0.1, bits, group_size, dtype)
-    made = blocks("w", weight, scales, biases, group_size=group_size, bits=bits)
-    exact = dequantised(weight, scales, biases, group_size=group_size, bits=bits).astype(float)
-    codes, steps, zeros = parts(made)
-    rebuilt = (steps * (codes - zeros) + made.offsets[..., None]).reshape(made.shape)
-    size = (np.abs(steps) * (codes + zeros) + np.abs(made.offsets[..., None])).reshape(made.shape)
-    assert (np.abs(rebuilt - exact) <= 2 * EPS * size).all()  # offset and dequantised weight are rounded once each
-
-
 @pytest.mark.parametrize(("bits", "group_size"), list(itertools.product(BITS, SIZES)))
 def test_float32_needs_no_offsets_and_half_precision_does(bits, group_size):
     for dtype in ("float32", "float16", "bfloat16"):
@@ -147,12 +136,6 @@ def test_gather_reads_rows_of_the_codes_that_matmul_uses(bits, group_size):
     exact = dequantised(*arrays, group_size=group_size, bits=bits).reshape(allowed.shape)
     assert (np.abs(found - exact[rows]) <= allowed[rows]).all()
     assert made.gather()[0]["data"] is made.matmul()[0]["B"]
-
-
-@pytest.mark.parametrize("bits", BITS)
-def test_half_of_the_scales_of_mlx_are_negative(bits):
-    made = blocks("w", *quantised(weights(24, 64), bits, 32, "float32"), group_size=32, bits=bits)
-    assert 0.2 < (made.scales < 0).mean() < 0.8
 
 
 def test_ml_dtypes_and_bits_of_bfloat16_are_the_same():

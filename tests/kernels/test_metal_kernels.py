@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +11,8 @@ import numpy as np
 import pytest
 from adapters import ADAPTERS
 from cases import (
-    Array,
     Case,
     assert_as_good_as_plain,
-    covering,
     every_parameter,
     plain_attention,
 )
@@ -26,80 +25,8 @@ from tiny_models import build, greedy, prompt_of
 import mlx_sparse
 from mlx_sparse import oracle
 from mlx_sparse.cache.kv_cache import SparseBatchKVCache, SparseKVCache
-from mlx_sparse.kernels import attend, select, sparq
+from mlx_sparse.kernels import attend, launch, saap, sparq
 from mlx_sparse.methods import SparQ, registry
-
-# select
-
-
-def best(scores: Array, k: int, window: int, padding: tuple[int, ...] | None) -> Array:
-    """The choice by a stable sort."""
-    B, H, S = scores.shape
-    chosen = np.full((B, H, min(k, S)), -1)
-    for b, h in np.ndindex(B, H):
-        first = padding[b] if padding else 0
-        largest = np.finfo(np.float32).max
-        row = np.where(scores[b, h] < largest, scores[b, h].astype(np.float64), largest)  # NaN counts as +inf
-        row[max(S - window, first) :] = np.inf
-        row[:first] = -np.inf
-        order = [j for j in np.argsort(-row, kind="stable")[:k] if row[j] > -np.inf]
-        chosen[b, h, : len(order)] = sorted(order)
-    return chosen
-
-
-def softmaxes(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
-    return np.exp(4 * rng.normal(size=shape)).astype(np.float32)
-
-
-def few_values(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
-    return rng.integers(-2, 3, size=shape).astype(np.float32) * np.float32(0.0 if shape[-1] == 77 else 1.0)
-
-
-def with_holes(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
-    scores = rng.normal(size=shape).astype(np.float32)
-    scores[rng.random(shape) < 0.6] = -np.inf
-    scores[rng.random(shape) < 0.1] = np.nan
-    return scores
-
-
-SELECT = [
-    (1, 1, 0),
-    (5, 9, 2),
-    (31, 31, 31),
-    (20, 40, 30),  # the window is longer than the row
-    (77, 20, 5),
-    (300, 1, 0),
-    (300, 128, 32),
-    (4096, 128, 32),
-    (4097, 128, 0),
-    (8193, 128, 32),  # tiles, then their best
-    (9000, 3000, 10),  # larger tiles
-    (9000, 5000, 10),  # one threadgroup that reads the row again and again
-    (40_000, 700, 100),  # three rounds
-]
-
-
-@pytest.mark.parametrize(
-    ("S", "k", "window", "scores"),
-    [(*sizes, scores) for sizes, scores in covering(SELECT, [softmaxes, few_values, with_holes])],
-    ids=lambda value: getattr(value, "__name__", str(value)),
-)
-def test_select_is_exact_with_ties_to_the_lower_index(
-    metal: Metal, S: int, k: int, window: int, scores: Callable[..., Array]
-) -> None:
-    rows = scores(np.random.default_rng(S + k), (2, 2, S))
-    padding = (0, S // 3)
-    got = registry.load("top_k_select", "metal")(
-        mx.array(rows), top_k=k, local_window=window, left_padding=mx.array(padding)
-    )
-    np.testing.assert_array_equal(np.array(got), best(rows, k, window, padding))
-
-
-def test_select_takes_a_million_keys(metal: Metal) -> None:
-    rows = softmaxes(np.random.default_rng(0), (1, 1, 1_000_000))
-    got = select.top_k_select(mx.array(rows), top_k=128, local_window=32, left_padding=None)
-    np.testing.assert_array_equal(np.array(got), best(rows, 128, 32, None))
-
 
 # attend
 
@@ -316,3 +243,33 @@ def test_off_a_mac_metal_is_refused_with_the_reason_and_auto_is_ops() -> None:
     assert registry.resolve("auto", "sparq", D=128, G=4) == "ops"
     with pytest.raises(mlx_sparse.BackendUnavailable, match=r"got metal .MLX finds no Metal GPU on this machine"):
         registry.resolve("metal", "sparq", D=128, G=4)
+
+
+# what callers should not pass, and what threads share
+
+
+def test_the_smallest_keys_are_attended(metal: Metal) -> None:
+    """With fewer than eight elements MLX would pass them in the constant address space; the registry refuses those."""
+    q, k, v = map(mx.array, Case(1, 1, 1, 1, 8, "f32").inputs())
+    out, _ = mlx_sparse.attend_indices(q, k, v, mx.zeros((1, 1, 1), mx.int32), backend="metal")
+    np.testing.assert_allclose(np.array(out), np.array(v), rtol=0, atol=1e-6)
+
+
+def test_shared_constants_serve_every_thread() -> None:
+    """A lazy array belongs to the thread that made it; what threads share must hold its value already."""
+    shared: list[Any] = [launch._zeros, sparq._no_weight, attend._no_counts, saap._zeros]
+    sizes = [(7,), (), (), (2, 5)]
+
+    def made() -> list[mx.array]:
+        return [make(*size) for make, size in zip(shared, sizes, strict=True)]
+
+    for make in shared:
+        make.cache_clear()
+    maker = threading.Thread(target=made)
+    maker.start()
+    maker.join()
+    try:
+        mx.eval([array + 1 for array in made()])
+    finally:
+        for make in shared:
+            make.cache_clear()

@@ -267,3 +267,32 @@ def test_recall_of_a_padded_prompt_is_measured_against_the_valid_keys() -> None:
         with np.errstate(divide="ignore"):
             expected = np.log(np.where(seen, np.exp(logits), 0).sum(axis=-1))
         np.testing.assert_allclose(lse[b], expected, rtol=1e-5)
+
+
+# selection
+
+
+@pytest.mark.parametrize("nan", [torch.nan, -torch.nan], ids=["positive", "negative"])
+def test_a_score_that_is_nan_counts_as_infinity(nan: float) -> None:
+    scores = torch.arange(40.0, device=DEVICE).expand(1, 1, 40).clone()
+    scores[..., [3, 5]], scores[..., 4] = nan, torch.inf
+    got = cuda_ref.top_k_select(scores, top_k=5, local_window=1)
+    assert got.flatten().tolist() == [3, 4, 5, 38, 39]
+    got = cuda_ref.top_k_select(scores, top_k=3, local_window=1)
+    assert got.flatten().tolist() == [3, 4, 39]
+
+
+@pytest.mark.parametrize("top_k", [2**31, 2**70])
+def test_more_keys_than_there_are_may_be_asked_for(top_k: int) -> None:
+    scores = torch.arange(40.0, device=DEVICE)[None, None]
+    chosen = cuda_ref.top_k_select(scores, top_k=top_k, local_window=top_k)
+    assert chosen.flatten().tolist() == list(range(40))
+
+
+@pytest.mark.parametrize("S", [1, 1024, 4096, 16384, 65536, 1 << 19])
+@pytest.mark.parametrize("top_k", [1, 128, 4096, 100_000])
+def test_candidates_of_all_tiles_fit_into_one_block_where_that_can_be(S: int, top_k: int) -> None:
+    block = select.block_size(S, top_k)
+    assert block in configs.SELECT_WARPS
+    candidates = -(-S // block) * min(top_k, block)
+    assert candidates <= block or block == max(configs.SELECT_WARPS)

@@ -37,19 +37,6 @@ def test_without_a_list_every_block_is_attended() -> None:
     assert_attends(to_numpy(out), to_numpy(lse), case, everything)
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8])
-def test_a_block_that_is_listed_twice_is_attended_once(dtype: torch.dtype) -> None:
-    arrays = tensors(SMALL)
-    once = torch.tensor([0, 1, 2], device=DEVICE).expand(SMALL.B, SMALL.Hq, SMALL.layout.row_blocks, 3)
-    twice = torch.tensor([0, 0, 1, 2, 2, 2], device=DEVICE).expand(*once.shape[:3], 6).to(dtype)
-    for found, alone in zip(
-        cuda_ref.attend_blocks(*arrays, twice, block_size=32),
-        cuda_ref.attend_blocks(*arrays, once, block_size=32),
-        strict=True,
-    ):
-        torch.testing.assert_close(found, alone, rtol=1e-6, atol=1e-6)
-
-
 @pytest.mark.parametrize("processors", [1, 40])
 def test_keys_may_be_split_between_any_number_of_programs(monkeypatch: pytest.MonkeyPatch, processors: int) -> None:
     monkeypatch.setattr(configs, "processors", lambda device: processors)
@@ -109,20 +96,6 @@ def test_lists_are_those_of_the_oracle_for_any_flags(
     assert (to_numpy(counts) == expected.sum(axis=3)).all()
     filled = to_numpy(blocks >= 0)
     assert (filled[..., :-1] >= filled[..., 1:]).all()
-
-
-def test_shares_that_are_reached_but_for_rounding_are_reached() -> None:
-    for count in range(1, 26):
-        kept = sample.keep(torch.full((1, 25), 0.3, device=DEVICE), count / 25)
-        assert int(kept.sum()) == count
-
-
-@pytest.mark.parametrize("alpha", [0.1, 0.5, 0.9, 0.999999])
-def test_the_fewest_of_the_largest_are_kept_ties_to_the_lower_index(alpha: float) -> None:
-    rng = np.random.default_rng(0)
-    scores = rng.integers(0, 9, size=(3, 2, 40)).astype(np.float32) / 8
-    kept = sample.keep(torch.tensor(scores, device=DEVICE), alpha)
-    assert (to_numpy(kept) == oracle.keep(scores.astype(np.float64), alpha)).all()
 
 
 def test_head_dims_without_a_kernel_are_refused() -> None:

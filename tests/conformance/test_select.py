@@ -1,0 +1,66 @@
+"""Selection of the largest scores on the backends with a kernel for it: any length, and ties to the lower index."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+from cases import Array, covering
+
+from mlx_sparse import oracle
+
+KERNELS = ("metal", "triton")
+# S, top_k and local_window. The kernels work in tiles of 1024 to 4096 scores and in rounds over the best of tiles.
+SIZES = [
+    *((1, 1, 0), (5, 9, 2), (15, 1, 1), (16, 37, 9), (17, 3000, 100), (20, 40, 30), (31, 31, 31), (77, 20, 5)),
+    *((300, 1, 0), (300, 128, 32), (1023, 128, 0), (1024, 37, 9), (1025, 3000, 100), (4096, 128, 32), (4097, 128, 0)),
+    *((5000, 1, 1), (5000, 3000, 100), (8193, 128, 32), (9000, 3000, 10), (9000, 5000, 10), (40_000, 700, 100)),
+]
+
+
+def with_holes(scores: Array) -> Array:
+    rng = np.random.default_rng(0)
+    holes = np.where(rng.random(scores.shape) < 0.6, -np.inf, scores)
+    return np.where(rng.random(scores.shape) < 0.1, np.copysign(np.nan, scores), holes)
+
+
+# Scores made of normally distributed ones.
+KINDS: dict[str, Any] = {
+    "distinct": lambda s: s,
+    "few values": np.round,
+    "not finite": with_holes,
+    "softmax": lambda s: np.exp(4 * s),
+    "equal": np.zeros_like,
+    "signed zeros": lambda s: np.where(s > 0, 0.0, -0.0),
+    "negative": lambda s: -np.abs(s) - 1,
+    "last bit": lambda s: np.float32(1) + np.round(s) * np.float32(2**-23),
+    "subnormal": lambda s: np.round(s) * np.float32(2**-149),
+    "nothing but -inf": lambda s: np.full_like(s, -np.inf),
+    "some -inf": lambda s: np.where(s > 0.5, s, -np.inf),
+    "infinite": lambda s: np.where(s > 1, np.inf, s),
+}
+ARMS = [(name, kind, sizes) for name in KERNELS for sizes, kind in covering(SIZES, list(KINDS))]
+ARMS = [arm for arm in ARMS if arm[:2] != ("metal", "subnormal")]  # a GPU may take subnormal numbers for 0
+ARMS += [("triton", kind, sizes) for kind, sizes in product(KINDS, [(700, 50, 20), (2500, 50, 0), (2500, 1500, 3)])]
+
+
+@pytest.mark.parametrize(("backend", "kind", "sizes"), ARMS, ids=str, indirect=["backend"])
+def test_the_largest_are_selected_with_ties_to_the_lower_index(
+    backend: Any, kind: str, sizes: tuple[int, int, int]
+) -> None:
+    S, top_k, local_window = sizes
+    scores = KINDS[kind](np.random.default_rng(S).normal(size=(2, 2, S)).astype(np.float32)).astype(np.float32)
+    how = {"top_k": top_k, "local_window": local_window}
+    padding = np.array([0, S // 3])
+    found = backend.load("top_k_select")(backend.array(scores, "f32"), left_padding=backend.integers(padding), **how)
+    np.testing.assert_array_equal(backend.numpy(found), oracle.top_k_select(scores, left_padding=padding, **how))
+
+
+@pytest.mark.parametrize("backend", ["metal"], indirect=True)
+def test_a_million_scores_are_searched(backend: Any) -> None:
+    scores = np.random.default_rng(0).normal(size=(1, 1, 1_000_000)).astype(np.float32)
+    how = {"top_k": 128, "local_window": 32, "left_padding": None}
+    found = backend.load("top_k_select")(backend.array(scores, "f32"), **how)
+    np.testing.assert_array_equal(backend.numpy(found), oracle.top_k_select(scores, **how))

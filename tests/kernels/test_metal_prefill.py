@@ -1,0 +1,185 @@
+"""The Metal kernels for prompts: any sample, any list of key blocks, whole cache buffers, pieces."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from cases import Array, covering
+from mlx_arrays import DTYPES, to_mlx, to_numpy, whole
+from msl import Metal
+from sample_cases import (
+    SAMPLE_CASES,
+    SampleCase,
+    assert_attends,
+    assert_same_blocks,
+    assert_same_scores,
+    logit_error,
+    selection,
+)
+
+import mlx_sparse
+from mlx_sparse import oracle
+from mlx_sparse.kernels import blocks, launch_split, sample
+from mlx_sparse.methods import registry
+
+SMALL = SampleCase(2, 4, 2, 150, 230, 64, "f32", 32, chunks=2)
+
+
+def scores_of(case: SampleCase, *, spare: int = 0, **sampling: Any) -> tuple[mx.array, mx.array]:
+    q, k, _ = case.inputs()
+    return sample.sample_scores(
+        to_mlx(q, case.dtype), whole(k, case.S + spare, case.dtype), length=case.S, **(case.sampling | sampling)
+    )
+
+
+def sent_off(metal: Metal, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the number of launches at each time that work is sent off from now on."""
+    sent: list[int] = []
+    send = mx.async_eval
+    monkeypatch.setattr(mx, "async_eval", lambda *arrays: (sent.append(len(metal.launches)), send(*arrays))[1])
+    return sent
+
+
+@pytest.mark.parametrize("case", [SAMPLE_CASES[3], SAMPLE_CASES[5], SAMPLE_CASES[13]], ids=str)
+def test_the_whole_method_reads_only_what_is_in_use(metal: Metal, case: SampleCase) -> None:
+    q, k, v = case.inputs()
+    results = []
+    for spare in (0, 45):
+        keys, values = (whole(array, case.S + spare, case.dtype) for array in (k, v))
+        results.append(sample.sample_attention(to_mlx(q, case.dtype), keys, values, length=case.S, **case.parameters))
+    out, lse, chosen = results[0]
+    assert all(mx.array_equal(a, b) for a, b in zip(*results, strict=True))
+    assert_same_blocks(chosen, case, selection(case))
+    assert_attends(to_numpy(out), np.array(lse), case, np.array(chosen))
+    if metal.emulated:
+        assert [report.kernel for report in metal.launches[:3]] == ["sample_scores", "sample_sums", "attend_blocks"]
+
+
+@pytest.mark.parametrize(("rows", "block_size"), [(64, 32), (64, 128), (1, 64), (200, 32)])
+def test_a_sample_may_have_any_number_of_rows(metal: Metal, rows: int, block_size: int) -> None:
+    case = SampleCase(1, 2, 1, 220, 300, 64, "f32", block_size)
+    q, k, _ = case.inputs()
+    expected = oracle.sample_scores(q, k, **case.sampling, rows=rows)
+    for got, scores in zip(scores_of(case, rows=rows), expected, strict=True):
+        assert_same_scores(got, scores, logit_error(q, k, case.scale))
+
+
+@pytest.mark.parametrize("groups", [1, 13])
+def test_a_threadgroup_may_have_many_blocks(metal: Metal, monkeypatch: pytest.MonkeyPatch, groups: int) -> None:
+    monkeypatch.setattr(sample, "GROUPS", groups)
+    q, k, _ = SMALL.inputs()
+    expected = selection(SMALL)
+    for got, scores in zip(scores_of(SMALL), (expected.column, expected.slash), strict=True):
+        assert_same_scores(got, scores, logit_error(q, k, SMALL.scale))
+
+
+def test_scores_of_many_heads_are_work_in_bounded_pieces(metal: Metal, monkeypatch: pytest.MonkeyPatch) -> None:
+    together = scores_of(SMALL)
+    work = SMALL.Hq * SMALL.B * 2 * 32 * SMALL.S * SMALL.D
+    monkeypatch.setattr(sample, "PIECE", work // 2)
+    sent = sent_off(metal, monkeypatch)
+    metal.clear()
+    apart = scores_of(SMALL)
+    assert all(mx.array_equal(a, b) for a, b in zip(apart, together, strict=True))
+    if metal.emulated:
+        assert [report.kernel for report in metal.launches] == ["sample_scores", "sample_sums"] * 2
+        assert sent == [2]  # the first piece is sent off before the second is made
+
+
+def test_nothing_recompiles_as_the_context_grows(metal: Metal) -> None:
+    texts: set[tuple[str, str]] = set()
+    for L, S, chunks in ((90, 90, 1), (64, 200, 2), (150, 300, 3)):
+        scores_of(SampleCase(1, 4, 2, L, S, 64, "f16", 32, chunks=chunks), spare=9)
+        if metal.emulated:
+            texts.update(metal.texts.items())
+    assert len(texts) in (0, 2)
+
+
+@pytest.mark.parametrize("spoiled", [0, 1], ids=["query", "key"])
+def test_nan_is_no_fault_and_stays_in_its_head(metal: Metal, spoiled: int) -> None:
+    arrays = list(SMALL.inputs())
+    arrays[spoiled][0, 0, 120, 3] = np.nan
+    out, _, _ = sample.sample_attention(*(to_mlx(array, "f32") for array in arrays), **SMALL.parameters)
+    bad = np.isnan(np.array(out)).any(axis=(2, 3))
+    assert bad[0, 0]
+    assert not bad[0, 2:].any()
+    assert not bad[1].any()
+
+
+# lists of key blocks
+
+
+def attend_lists(case: SampleCase, lists: Array, *, spare: int = 0) -> tuple[mx.array, mx.array]:
+    q, k, v = case.inputs()
+    return blocks.attend_blocks(
+        to_mlx(q, case.dtype),
+        whole(k, case.S + spare, case.dtype),
+        whole(v, case.S + spare, case.dtype),
+        mx.array(lists),
+        block_size=case.block_size,
+        scale=case.scale,
+        length=case.S,
+    )
+
+
+def check(case: SampleCase, lists: Array, *, spare: int = 0) -> None:
+    out, lse = attend_lists(case, lists, spare=spare)
+    assert_attends(to_numpy(out), np.array(lse), case, lists)
+
+
+def some_lists(case: SampleCase, *, seed: int = 0, share: float = 0.5) -> Array:
+    """Random lists, some of them empty, not all with their diagonal."""
+    layout = case.layout
+    mask = np.random.default_rng(seed).random((case.B, case.Hq, layout.row_blocks, layout.key_blocks)) < share
+    mask[:, 0, 0] = False
+    row = np.arange(layout.first_block, layout.key_blocks)[:, None]
+    return oracle.block_lists(mask & (np.arange(layout.key_blocks) <= row))
+
+
+@pytest.mark.parametrize(("D", "dtype"), covering([16, 80, 96, 192, 256], list(DTYPES)))
+def test_every_head_dim_is_right(metal: Metal, D: int, dtype: str) -> None:
+    case = SampleCase(1, 2, 1, 45, 130, D, dtype, 32)
+    check(case, some_lists(case))
+
+
+def test_a_long_prompt_is_work_in_bounded_pieces(metal: Metal, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No launch may have more multiply-adds than a piece even if its lists held everything, and none shares a command
+    buffer: each is sent off before the next is made.
+    """
+    case = SampleCase(1, 4, 2, 300, 410, 64, "f32", 32)
+    lists = some_lists(case)
+    together = attend_lists(case, lists)
+    most = 2 * 4 * 64 * case.S * 64  # 64 rows
+    monkeypatch.setattr(launch_split, "PIECE", most)
+    sent = sent_off(metal, monkeypatch)
+    metal.clear()
+    apart = attend_lists(case, lists)
+    assert all(mx.array_equal(a, b) for a, b in zip(apart, together, strict=True))
+    assert len(sent) > 4
+    if metal.emulated:
+        assert sent == list(range(1, len(metal.launches) + 1))
+        for report in metal.launches:
+            rows = report.grid[0] // 4  # eight rows of a tile have a SIMD group
+            heads = report.grid[1] * report.grid[2]
+            assert 2 * rows * heads * case.S * case.D <= most + 2 * 32 * heads * case.S * case.D  # a tile may be ragged
+
+
+def test_no_list_recompiles_as_the_context_grows(metal: Metal) -> None:
+    texts: set[str] = set()
+    for L, S in ((40, 90), (64, 200), (33, 300)):
+        case = SampleCase(1, 4, 2, L, S, 64, "f16", 32)
+        attend_lists(case, some_lists(case), spare=7)
+        if metal.emulated:
+            texts.add(metal.texts["attend_blocks"])
+    assert len(texts) <= 1
+
+
+def test_head_dims_that_do_not_fit_are_left_to_ops(metal: Metal) -> None:
+    for D in (8, 72, 272):
+        assert registry.resolve("auto", "sample", D=D, G=4) == "ops"
+        with pytest.raises(mlx_sparse.BackendUnavailable, match=f"multiples of 16 up to 256, not {D}"):
+            registry.resolve("metal", "attend_blocks", D=D, G=4)
+    assert registry.resolve("auto", "sample", D=80, G=32) == "metal"
