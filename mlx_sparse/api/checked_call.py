@@ -15,7 +15,7 @@ INF = float("inf")
 
 
 class Library(Protocol):
-    """What the public functions need to know of arrays: `mlx_sparse.api.mlx_functions` for MLX.
+    """The operations on arrays that the public functions need; `mlx_sparse.api.mlx_functions` has those of MLX.
 
     Attributes:
         xp: the library's module, for what all of them call alike.

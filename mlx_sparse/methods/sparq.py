@@ -17,7 +17,7 @@ from .scoring_keys import KEY_BITS
 
 
 class Selection(NamedTuple):
-    """What the backends select the keys of one decode step by.
+    """Parameters by which a backend selects the keys of one decode step.
 
     Attributes:
         component_weight: float32 ``(B, Hkv, D)`` spread of the keys for ``component_score="query_key"``; None for the

@@ -1,4 +1,4 @@
-"""What commands fetch: OpenBLAS for the demo with `--fast-blas`, and nothing before all options are checked."""
+"""Commands fetch nothing before all options are checked, and OpenBLAS only for the demo with `--fast-blas`."""
 
 from __future__ import annotations
 

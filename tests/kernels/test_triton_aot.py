@@ -184,7 +184,7 @@ def test_matrix_units_multiply_16_bits_and_nothing_rounds_float32(version: str, 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_blocks_of_64_and_more_run_on_the_warpgroup_units(version: str) -> None:
-    """Where sm_90 and sm_100 fall back to sm_80's instruction, they reach half of their speed."""
+    """Check that sm_90 and sm_100 do not fall back to the instruction of sm_80, which halves their speed."""
     for case in cases(version):
         wide = case.architecture >= 90 and itemsize(case) == 2 and case.block_size >= 64
         if wide and case.launcher in PROMPTS:

@@ -39,7 +39,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Case:
-    """What the variants of one comparison share: ``B`` sequences of ``S`` keys in one layer.
+    """Sizes that all variants of one comparison share: ``B`` sequences of ``S`` keys in one layer.
 
     Attributes:
         step: tokens of a prefill chunk; None for a decode step.
