@@ -112,6 +112,7 @@ BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ),
     ("attend_blocks", {"blocks": i32(1, 1, 1, 3)}, ShapeError, "^blocks: expected shape"),
     ("attend_blocks", {"blocks": f32(1, 2, 1, 3)}, ShapeError, "^blocks: expected integers"),
+    ("attend_blocks", {"block_size": 48}, ConfigError, "block_size: expected one of 32, 64, 128, got 48"),
 ]
 # Of one library only.
 MLX: list[tuple[str, dict[str, Any], type[Exception], str]] = [
@@ -133,6 +134,7 @@ TORCH: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("saap_attention", {"visited": [1]}, ConfigError, "visited: expected a tensor of torch, got list"),
     ("saap_attention", {"backend": "ops"}, BackendUnavailable, "backend: expected auto or triton"),
     ("saap_route", {"out_weight": i32(2, 32, 20)}, ConfigError, "out_weight: expected float32, float16"),
+    ("saap_route", {"hidden_weight": i32(2, 64, 32)}, ConfigError, "hidden_weight: expected float32, float16"),
     ("saap_route", {"out_weight": f32(2, 32, 5000)}, ConfigError, "buckets: expected .* at most 4096, got"),
     ("saap_route", {"backend": "metal"}, BackendUnavailable, "backend: expected auto or triton"),
     ("attend_blocks", {"blocks": [[1]]}, ConfigError, "blocks: expected a tensor of torch, got list"),
