@@ -45,11 +45,11 @@ class State(ABC):
         return {}
 
     def take_back(self, *returned: mx.array) -> None:
-        """What the method's function returned besides ``out`` and ``lse``."""
+        """Store the arrays that the method's function returned besides ``out`` and ``lse``."""
         raise NotImplementedError(f"{type(self).__name__}: the method's function returns what it does not take back")
 
     def pack(self) -> State | None:
-        """The rows go into few bits, and stay where they are."""
+        """Return the state after the rows of the cache are quantized in place, or None."""
         return None
 
     def filter(self, sequences: list[int], length: int, start: int) -> State | None:
