@@ -18,13 +18,21 @@ pytestmark = pytest.mark.slow  # random histories
 MOST = 40  # histories until a planted bug shows
 
 
-def test_random_histories_attend_as_the_oracle_does(tmp_path: Path):
+SPARQ = "sparq:rank=4,top_k=8,component_score=query_key,reallocate=true,dense_below=0"
+SAAP = "saap:mode=online,buckets=8,probes=2,recent_tokens=8,fold_every=7,dense_layers=0,dense_below=0"
+STREAMING = "streaming:sink_tokens=2,recent_tokens=8"
+
+
+@pytest.mark.parametrize(
+    ("attn", "histories"), [(None, 12), (SPARQ, 3), (f"{SPARQ},key_bits=16", 3), (SAAP, 3), ("h2o:top_k=8", 3)]
+)
+def test_random_histories_attend_as_the_oracle_does(attn: str | None, histories: int, tmp_path: Path):
     found = Found()
-    for seed in range(12):
-        found.take(seed, tmp_path)
+    for seed in range(histories):
+        found.take(seed, tmp_path, attn)
     assert found.mismatches == []
-    assert found.histories == sum(found.families.values()) == 12
-    assert sum(found.sparse.values()) > 120
+    assert found.histories == sum(found.families.values()) == histories
+    assert sum(found.sparse.values()) > 10 * histories
     assert found.operations["trim"] > 0
 
 
@@ -39,12 +47,6 @@ def nothing(*_: Any, **__: Any) -> None:
 
 def without_padding(cache: Any) -> mx.array:
     return mx.zeros_like(cache.left_padding)
-
-
-SPARQ = "sparq:rank=4,top_k=8,component_score=query_key,reallocate=true,dense_below=0"
-SAAP = "saap:mode=online,buckets=8,probes=2,recent_tokens=8,fold_every=7,dense_layers=0,dense_below=0"
-
-STREAMING = "streaming:sink_tokens=2,recent_tokens=8"
 
 
 @pytest.mark.parametrize(
