@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
-import inspect
 import pkgutil
-import sys
 import textwrap
 from collections import Counter
 from dataclasses import dataclass, field
@@ -17,11 +14,9 @@ from typing import Any
 import family_models
 import mlx.core as mx
 import mlx_lm.models
-from mlx_lm.models import base
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_sparse.api.call_report import Report
-from mlx_sparse.lm import seam
 from mlx_sparse.lm.model import Attn, NothingServed, has_qk_norm, sparse
 from mlx_sparse.methods import SparQ, Step, reasons
 from mlx_sparse.model_info import leaves
@@ -64,8 +59,8 @@ class Facts:
 
     Attributes:
         family: mlx-lm's module.
-        how: "run": a tiny model was run; "probed": only its layers were counted, because none is served; "read": only
-            its source was read. ``note`` gives the reason.
+        how: "run": a tiny model was run; "probed": only its layers were counted, because none is served; "not run":
+            it cannot be run here. ``note`` gives the reason.
         layers: of the tiny model; those of a loop, and halves with an attention each, count each time.
         kinds: of attention, by the layers that have it.
         served: layers that were sparse, by method: for each token, or with sample in a prompt.
@@ -103,14 +98,14 @@ def facts(family: str) -> Facts | None:
     try:
         module = family_models.module_of(family)
     except ImportError as error:
-        return Facts(family, "read", note=_line(error))
+        return Facts(family, "not run", note=_line(error))
     if not hasattr(module, "Model"):
         return None
     try:
         return _found(family, module)
     # Its own code may raise anything of a config that was made up, or ask for a GPU.
     except Exception as error:
-        return _read(family, module, _line(error))
+        return Facts(family, "not run", note=_line(error))
 
 
 def _found(family: str, module: ModuleType) -> Facts:
@@ -217,30 +212,6 @@ def _kinds(found: Facts, trained: bool, latent: bool, state: str) -> dict[str, i
             kind += " with a trained choice of keys" if trained else ""
         kinds[kind] += count
     return {kind: count for kind, count in kinds.items() if count}
-
-
-def _read(family: str, module: ModuleType, why: str) -> Facts:
-    """What the source says of a family that cannot be run here."""
-    called = _calls(module)
-    kinds = {"calls mlx-lm's attention": 1} if called else {"own attention": 1}
-    return Facts(family, "read", kinds=kinds, note=why)
-
-
-def _calls(module: ModuleType) -> bool:
-    """Whether a file, or one of mlx-lm's that it takes something from, calls mlx-lm's function."""
-    seen, left = {base}, [module]
-    while left:
-        one = left.pop()
-        seen.add(one)
-        for node in ast.walk(ast.parse(inspect.getsource(one))):
-            if isinstance(node, ast.Call) and getattr(node.func, "id", None) == seam.NAME:
-                return True
-        named = {
-            str(getattr(value, "__module__", None) or getattr(value, "__name__", "")) for value in vars(one).values()
-        }
-        near = (sys.modules[name] for name in named if name.startswith(f"{mlx_lm.models.__name__}."))
-        left += [other for other in near if other not in seen]
-    return False
 
 
 def _line(error: BaseException) -> str:

@@ -11,8 +11,8 @@ import sys
 from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-import models_notes as notes
 import models_survey as survey
 from mlx_lm.utils import MODEL_REMAPPING
 from models_survey import Facts
@@ -24,6 +24,10 @@ from mlx_sparse.tools.formats import table, write
 ROOT = Path(__file__).parents[2]
 FACTS, PAGE = ROOT / "docs" / "models.jsonl", ROOT / "docs" / "models.md"
 SECTION = re.compile(r"(?<=<!-- models -->\n).*?(?=<!-- /models -->)", re.DOTALL)
+
+# Names of checkpoints help to find a row; the ``config.json`` of a checkpoint names its family. "real" are weights that
+# were run here, "reported" results of others, "absent" models that this version of mlx-lm does not have.
+NOTES: dict[str, Any] = json.loads(Path(__file__).with_name("models_notes.json").read_text(encoding="utf-8"))
 
 HEADER = ["family of mlx-lm", "models", "attention", "`sparq`", "stays dense", "seen"]
 
@@ -62,10 +66,10 @@ def markdown(facts: Sequence[Facts], mlx_lm: str, suite: Collection[str] = ()) -
     """
     known = {found.family for found in facts}
     rows = [[f"`{one.family}`", _models(one.family), *_cells(one), _seen(one, suite)] for one in facts]
-    for absent in notes.ABSENT:
-        if absent.family not in known:
-            said = f"[reported]({absent.source})"
-            rows.append([f"not in mlx-lm {mlx_lm}", absent.models, absent.attention, "no", "all", said])
+    for absent in NOTES["absent"]:
+        if absent["family"] not in known:
+            seen = f"[reported]({absent['source']})"
+            rows.append([f"not in mlx-lm {mlx_lm}", absent["models"], absent["attention"], "no", "all", seen])
     return f"{_summary(facts, mlx_lm)}\n\n{table(HEADER, rows)}"
 
 
@@ -74,24 +78,24 @@ def _summary(facts: Sequence[Facts], mlx_lm: str) -> str:
     right = sum(bool(one.exact) for one in run)
     whole = sum(one.served.get("sparq") == one.layers for one in run)
     none = sum(one.how == "probed" and not one.served.get("sparq") for one in facts)
-    read = sum(one.how == "read" for one in facts)
+    rest = sum(one.how == "not run" for one in facts)
     return (
         f"mlx-lm {mlx_lm}: {len(facts)} families. Tiny models of {len(run)} were decoded sparsely, {whole} of them in "
         f"every layer. With every key selected, {right} of {len(run)} gave dense attention's logits. "
-        f"No layer of {none} can be served. Of {read} only the source was read."
+        f"No layer of {none} can be served. {rest} cannot be run here."
     )
 
 
 def _models(family: str) -> str:
     """Names by which people know it, and those that a config.json may have in its place."""
     also = ", ".join(f"`{name}`" for name, target in MODEL_REMAPPING.items() if target == family)
-    return "; ".join(filter(None, (notes.CHECKPOINTS.get(family, ""), also)))
+    return "; ".join(filter(None, (NOTES["checkpoints"].get(family, ""), also)))
 
 
 def _cells(one: Facts) -> tuple[str, str, str]:
     """Attention, layers served, and why the others are not."""
-    if one.how == "read":
-        return next(iter(one.kinds), ""), "not run", ""
+    if one.how == "not run":
+        return "", "not run", ""
     kinds = ", ".join(kind if len(one.kinds) == 1 else f"{count} {kind}" for kind, count in one.kinds.items())
     served = f"{one.served['sparq']} of {one.layers}"
     others = [f"`{name}` {count}" for name, count in one.served.items() if count != one.served["sparq"]]
@@ -101,22 +105,17 @@ def _cells(one: Facts) -> tuple[str, str, str]:
 
 def _seen(one: Facts, suite: Collection[str]) -> str:
     """How it is known."""
-    how = {"run": "run", "probed": "probed", "read": "source read"}[one.how]
-    how += f" ({one.note})" if one.note else ""
+    how = one.how + (f" ({one.note})" if one.note else "")
     if one.exact is False or one.shows is False:
         how = "**run: wrong**"
     seen = [f"{how}; in the tests" if one.family in suite else how]
-    if real := notes.REAL.get(one.family):
+    if real := NOTES["real"].get(one.family):
         seen.append(f"[{real[0]}]({real[1]})")
-    if said := notes.REPORTED.get(one.family):
+    if said := NOTES["reported"].get(one.family):
         seen.append(f"[{said[0]}]({said[1]})")
     elif one.family in UNFIT:
-        seen.append(_warning(one.family))
+        seen.append(f"**unfit**: {UNFIT[one.family]}")
     return "; ".join(seen)
-
-
-def _warning(family: str) -> str:
-    return f"**unfit**: {UNFIT[family]}" if family in UNFIT else ""
 
 
 if __name__ == "__main__":
