@@ -8,13 +8,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from mlx import nn
 from mlx_lm.models.cache import BatchKVCache, KVCache, load_prompt_cache, save_prompt_cache
 
 from mlx_sparse import oracle
-from mlx_sparse.cache.kv_cache import SparseBatchKVCache, SparseKVCache, adopt
+from mlx_sparse.cache.kv_cache import adopt
 from mlx_sparse.cache.saap_lists import attended_keys, due, fold
 from mlx_sparse.cache.saap_router import Router, kmeans_network
 from mlx_sparse.cache.saap_state import TOGETHER, BucketIndex
@@ -165,49 +163,6 @@ def test_the_oracles_keys_are_attended_around_every_fold_to_5000():
     decoder.check_ids()
 
 
-OPERATIONS = st.lists(
-    st.one_of(
-        st.tuples(st.just("write"), st.integers(1, 70)),
-        st.tuples(st.just("decode"), st.integers(1, 40)),
-        st.tuples(st.just("unrecorded"), st.integers(1, 20)),
-        st.tuples(st.just("trim"), st.integers(1, 60)),
-        st.tuples(st.just("copy"), st.just(0)),
-        st.tuples(st.just("reload"), st.just(0)),
-    ),
-    min_size=1,
-    max_size=12,
-)
-
-
-@CACHES
-@pytest.mark.parametrize("config", [EVERYTHING, CONFIG], ids=["all buckets", "some buckets"])
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-@given(history=OPERATIONS)
-def test_every_key_is_attended_once_after_any_history(make: Any, config: SAAP, history: list[tuple[str, int]]):
-    decoder = Decoder(make(), config)
-    decoder.write(50)
-    for operation, count in history:
-        if operation in ("write", "unrecorded"):
-            decoder.records = operation == "write"
-            decoder.write(count)
-            decoder.records = True
-        elif operation == "trim":
-            # As mlx-lm does: not into the padding of a batch.
-            decoder.cache.trim(min(count, decoder.cache.length - 5))
-        elif operation == "copy":
-            decoder.cache = copy.deepcopy(decoder.cache)
-        elif operation == "reload":
-            index = decoder.index
-            decoder.cache.state = decoder.cache.state
-            assert not decoder.cache.beside, "another text may be in it"
-            decoder.cache.hold("saap", BucketIndex(index.router))
-        for _ in range(count if operation == "decode" else 1):
-            decoder.write(1)
-            decoder.check()
-    if decoder.cache.length > config.attended:
-        decoder.check_ids()
-
-
 def test_decode_steps_get_their_ids_together():
     decoder = Decoder(KVCache())
     decoder.write(100)
@@ -233,21 +188,6 @@ def test_decode_steps_before_the_first_fold_get_their_ids_together_too():
     decoder.check_ids()
 
 
-def test_recorded_keys_are_indexed_without_turning_the_cache_back():
-    class Broken(Source):
-        def turned_back(self, rows: mx.array, offset: Any) -> mx.array:
-            raise AssertionError("every key was recorded")
-
-    decoder = Decoder(KVCache(), source=Broken(ROPE))
-    for count in (50, 1, 1, 60, 1):
-        decoder.write(count)
-        decoder.check()
-    decoder.cache.trim(40)
-    decoder.write(1)
-    decoder.check()
-    decoder.check_ids()
-
-
 @pytest.mark.parametrize("written", [1, CONFIG.recent_tokens + 3])
 def test_a_trim_to_any_row_forgets_what_was_behind_it_and_no_more(written: int):
     """To before and behind what is listed, between rows that wait for their ids: no key is turned back after it."""
@@ -264,6 +204,7 @@ def test_a_trim_to_any_row_forgets_what_was_behind_it_and_no_more(written: int):
     assert decoder.index.assigned < length - 8
     for row in range(covered - 3, length):
         twin = copy.deepcopy(decoder)
+        assert twin.index.router is decoder.index.router, "copies share the model's weights"
         twin.cache.trim(length - row)
         twin.write(written)
         twin.check()
@@ -333,27 +274,6 @@ def test_ids_and_centroids_follow_rows_that_move(moves: str, fitted: bool):
     assert not turned
 
 
-def test_a_merged_batch_without_an_index_is_indexed_afresh_and_its_row_taken_out():
-    decoders = [Decoder(KVCache()) for _ in range(2)]
-    for decoder, length in zip(decoders, (60, 75), strict=True):
-        decoder.write(length)
-        decoder.check()
-    batch = BatchKVCache.merge([decoder.cache for decoder in decoders])
-    merged = Decoder(batch)
-    assert isinstance(batch, SparseBatchKVCache)
-    longest = max(decoder.before.shape[2] for decoder in decoders)
-    merged.before = np.concatenate(
-        [np.pad(d.before, [(0, 0), (0, 0), (longest - d.before.shape[2], 0), (0, 0)]) for d in decoders]
-    )
-    merged.check()
-    merged.check_ids()
-    one = Decoder(batch.extract(0))
-    assert isinstance(one.cache, SparseKVCache)
-    one.before = decoders[0].before
-    one.check()
-    one.check_ids()
-
-
 def test_a_file_holds_what_mlx_lm_saves_and_its_keys_are_turned_back(tmp_path: Any):
     decoder = Decoder(KVCache())
     decoder.write(80)
@@ -371,19 +291,6 @@ def test_a_file_holds_what_mlx_lm_saves_and_its_keys_are_turned_back(tmp_path: A
     loaded.before = decoder.before
     loaded.check()
     loaded.check_ids()
-
-
-def test_copies_share_the_models_weights_and_nothing_else():
-    decoder = Decoder(KVCache())
-    decoder.write(60)
-    decoder.check()
-    twin = copy.deepcopy(decoder)
-    assert twin.index.router is decoder.index.router
-    for each, trimmed in ((decoder, 7), (twin, 30)):
-        each.cache.trim(trimmed)
-        each.write(20)
-        each.check()
-        each.check_ids()
 
 
 def test_nbytes_counts_the_index_and_not_the_models_weights():

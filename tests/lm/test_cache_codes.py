@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
-from test_cache import CACHES, PADDING, Rows, attend, batch_of, padded, single
+from test_cache import PADDING, Rows, attend, padded, single
 
 from mlx_sparse import oracle
 from mlx_sparse.cache.sparq_state import SparQState
@@ -86,37 +83,6 @@ def test_a_batch_that_changes_is_coded_anew() -> None:
     check_codes(cache)
     one = cache.extract(0)
     one.update_and_fetch(*Rows(1)(1))
-
-
-STEP = st.one_of(
-    st.tuples(st.just("append"), st.sampled_from([1, 1, 2, 60, 64, 100, 256])),
-    st.tuples(st.just("trim"), st.integers(1, 200)),
-    st.tuples(st.just("attend"), st.just(0)),
-    st.tuples(st.just("copy"), st.just(0)),
-)
-
-
-@CACHES
-@given(history=st.lists(STEP, max_size=20), seed=st.integers(0, 9))
-@example(history=[("append", 256), ("attend", 0), ("trim", 200), ("append", 60), ("trim", 30), ("append", 100)], seed=0)
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])  # no timing assertions
-def test_codes_are_right_after_any_history(make: Any, history: list[tuple[str, int]], seed: int) -> None:
-    cache = make()
-    rows = Rows(batch_of(cache), seed)
-    cache.update_and_fetch(*rows(10))
-    for action, number in history:
-        if action == "append":
-            cache.update_and_fetch(*rows(number))
-        elif action == "trim":
-            cache.trim(min(number, cache.length - 4))  # 4: every sequence has a row
-        elif action == "attend":
-            attend(cache, FEW)
-        else:
-            twin = copy.deepcopy(cache)
-            cache.update_and_fetch(*rows(3))
-            cache = twin
-    attend(cache, FEW)
-    check_codes(cache)
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
