@@ -15,18 +15,16 @@ import mlx.core as mx
 import pytest
 from mlx_lm import batch_generate, stream_generate
 from mlx_lm.generate import generate_step
-from mlx_lm.models import base, llama
+from mlx_lm.models import llama
 from mlx_lm.models.cache import (
     KVCache,
-    RotatingKVCache,
     load_prompt_cache,
     make_prompt_cache,
     save_prompt_cache,
     trim_prompt_cache,
 )
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from tiny_models import EOS, FAMILIES, EveryStepSparQ, build, greedy, prompt_of, tokenizer_json
-from transformers import PreTrainedTokenizerFast
+from tiny_models import FAMILIES, EveryStepSparQ, build, greedy, prompt_of
 
 import mlx_sparse
 from mlx_sparse.cache.kv_cache import SparseKVCache
@@ -39,16 +37,6 @@ SPARSE = "sparq:rank=4,top_k=4,dense_below=0"
 EVERY_KEY = EveryStepSparQ(rank=4, top_k=1000)
 PROMPT, STEPS, LAYERS = 24, 8, 2
 A_FEW = "of a few queries at once (verification or short prompt)"
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> TokenizerWrapper:
-    return TokenizerWrapper(PreTrainedTokenizerFast(tokenizer_object=tokenizer_json()), eos_token_ids=[EOS])
-
-
-@pytest.fixture
-def model() -> Any:
-    return build()
 
 
 @pytest.fixture
@@ -216,13 +204,6 @@ def test_a_draft_as_good_as_the_model_is_accepted_through_trims(model: Any, toke
     assert drafts.sparse_calls > 0
 
 
-def test_a_rotating_cache_is_dense_and_counted():
-    model = build("qwen3")
-    with mlx_sparse.sparse(model, SPARSE) as report:
-        tokens_of(model, STEPS, [RotatingKVCache(16) for _ in range(LAYERS)])
-    assert report.dense_calls == {"with a sliding window (RotatingKVCache)": LAYERS * (STEPS + 1)}
-
-
 def test_a_call_without_a_cache_is_dense_and_counted(model: Any):
     with mlx_sparse.sparse(model, SPARSE) as report:
         logits = model(mx.array([prompt_of(PROMPT)]))
@@ -291,39 +272,6 @@ def test_a_ragged_batch_over_every_key_gives_the_dense_tokens(family: str, token
     assert not [reason for reason in report.dense_calls if "mask" in reason]
 
 
-@pytest.mark.parametrize(
-    ("family", "attn"),
-    [
-        ("llama", SPARSE),
-        ("llama", SPARSE + ",reallocate=true"),
-        ("llama", "streaming:sink_tokens=1,recent_tokens=3"),
-        ("llama", "oracle_top_k:top_k=4"),
-        ("llama", "flexgen:top_k=4"),
-        ("qwen3", SPARSE),
-        ("gpt_oss", SPARSE),
-    ],
-)
-def test_each_row_of_a_ragged_batch_is_that_prompt_alone(family: str, attn: str, tokenizer: TokenizerWrapper):
-    model = build(family)
-    dense = batch(model, tokenizer, RAGGED)
-    with mlx_sparse.sparse(model, attn) as report:
-        together = batch(model, tokenizer, RAGGED)
-        assert report.sparse_calls == report.served_layers * (STEPS + 1)
-        for length, tokens in zip(RAGGED, together, strict=True):
-            assert batch(model, tokenizer, [length]) == [tokens]
-            steps = generate_step(mx.array(prompt_of(length, seed=length)), model, max_tokens=STEPS)
-            assert [token for token, _ in steps] == tokens
-    assert together != dense
-
-
-def test_rows_that_end_early_leave_the_batch_right(model: Any, tokenizer: TokenizerWrapper):
-    prompts, ends = [prompt_of(length, seed=length) for length in RAGGED], [2, STEPS, 5, 4]
-    with mlx_sparse.sparse(model, SPARSE):
-        together = token_ids(batch_generate(model, tokenizer, prompts, max_tokens=ends))
-        for length, end, tokens in zip(RAGGED, ends, together, strict=True):
-            assert batch(model, tokenizer, [length])[0][:end] == tokens
-
-
 def test_a_batch_goes_on_from_the_caches_of_another(model: Any, tokenizer: TokenizerWrapper):
     prompts, options = [prompt_of(length, seed=length) for length in RAGGED], {"max_tokens": 3}
     with mlx_sparse.sparse(model, SPARSE) as report:
@@ -333,12 +281,6 @@ def test_a_batch_goes_on_from_the_caches_of_another(model: Any, tokenizer: Token
         for prompt, cache, tokens in zip(follow, first.caches, together, strict=True):
             assert token_ids(batch_generate(model, tokenizer, [prompt], [cache], **options)) == [tokens]
     assert not [reason for reason in report.dense_calls if "mask" in reason]
-
-
-def test_one_query_head_per_kv_head_is_ranked_by_the_query_and_mixes_in_the_mean():
-    with mlx_sparse.sparse(build(num_key_value_heads=4), SPARSE) as report:
-        pass
-    assert "component_score=query," in report.attn and "reallocate" not in report.attn
 
 
 def test_a_rank_above_the_head_dim_is_refused_and_leaves_the_model_alone(model: Any, dense: list[int]):
@@ -406,12 +348,3 @@ def test_threads_run_side_by_side_by_their_own_models(dense: list[int]):
     tokens, report = results["sparse"]
     assert tokens == [tokens[0]] * 5 != [dense] * 5
     assert report.sparse_calls == 5 * LAYERS * STEPS
-
-
-def test_a_model_enabled_here_runs_sparsely_in_another_thread(model: Any):
-    with mlx_sparse.sparse(model, SPARSE) as report:
-        thread = threading.Thread(target=lambda: (tokens_of(model), mx.synchronize()))
-        thread.start()
-        thread.join(60)
-    assert report.sparse_calls == LAYERS * STEPS
-    assert base.scaled_dot_product_attention is seam.original

@@ -33,7 +33,7 @@ from mlx_lm.models.cache import (
     save_prompt_cache,
     trim_prompt_cache,
 )
-from tiny_models import build, greedy, prompt_of
+from tiny_models import build, prompt_of
 
 import mlx_sparse
 from mlx_sparse.cache.h2o_state import STATES
@@ -44,11 +44,6 @@ from mlx_sparse.methods.stats import dense_elements, h2o_elements
 from mlx_sparse.model_info import leaves
 
 GROUPS = {1: {"num_attention_heads": 2}, 3: {"num_attention_heads": 6}, 4: {"num_key_value_heads": 1}}
-
-
-@pytest.fixture
-def model() -> Any:
-    return build()
 
 
 def check_scores(cache: Any, simulation: Simulation) -> None:
@@ -115,45 +110,6 @@ def test_a_prompt_in_pieces_gives_the_scores_of_one_at_once(model: Any, pieces: 
         cache = make_prompt_cache(model)
         run(model, cache, *(prompt[start:stop] for start, stop in itertools.pairwise(cuts)))
     check_scores(cache, simulation)
-
-
-def test_copies_of_one_prompt_go_on_with_any_top_k_and_other_methods_ignore_its_scores(model: Any):
-    with mlx_sparse.sparse(model, "h2o:top_k=3"):
-        prompt = make_prompt_cache(model)
-        run(model, prompt, PROMPT)
-    for top_k in (5, 11):
-        with simulated(model, top_k=top_k) as simulation:
-            expected = run(model, make_prompt_cache(model), PROMPT, *singles(NEXT))
-        with mlx_sparse.sparse(model, f"h2o:top_k={top_k}"):
-            cache = copy.deepcopy(prompt)
-            assert close(run(model, cache, *singles(NEXT)), expected[1:])
-        check_scores(cache, simulation)
-    for attn in ("sparq:rank=4,top_k=4", "streaming:sink_tokens=1,recent_tokens=3", None):
-        rows = []
-        for cache in (copy.deepcopy(prompt), make_prompt_cache(model)):
-            if cache[0].empty():
-                run(model, cache, PROMPT)
-            if attn is None:
-                rows.append(run(model, cache, *singles(NEXT)))
-            else:
-                with mlx_sparse.sparse(model, attn):
-                    rows.append(run(model, cache, *singles(NEXT)))
-        assert mx.array_equal(*rows)
-
-
-@pytest.mark.parametrize("trimmed", [1, 5, STEPS])
-def test_a_trim_takes_evictions_back(model: Any, trimmed: int):
-    with simulated(model) as simulation:
-        kept = singles(NEXT[: STEPS - trimmed])
-        expected = run(model, make_prompt_cache(model), PROMPT, *kept, *singles(PROMPT[:5]))
-    with mlx_sparse.sparse(model, H2O) as report:
-        cache = make_prompt_cache(model)
-        run(model, cache, PROMPT, *singles(NEXT))
-        trim_prompt_cache(cache, trimmed)
-        found = run(model, cache, *singles(PROMPT[:5]))
-    assert close(found, expected[-5:])
-    check_scores(cache, simulation)
-    assert report.dense_calls == {PROMPT_CALL: LAYERS}
 
 
 @pytest.mark.parametrize("rejected", [0, 1, 3])
@@ -257,32 +213,12 @@ def steps(model: Any, cache: Any, rows: int, following: list[int] = NEXT) -> mx.
     return mx.concatenate(found, axis=1)
 
 
-def test_sequences_of_one_length_are_each_as_alone(model: Any):
-    prompts = [prompt_of(24, seed=seed) for seed in range(3)]
-    with mlx_sparse.sparse(model, H2O) as report:
-        cache = make_prompt_cache(model)
-        model(mx.array(prompts), cache=cache)
-        together = steps(model, cache, 3)
-    for row, prompt in zip(together, prompts, strict=True):
-        assert close(row, alone(model, prompt, NEXT)[1:])
-    assert report.sparse_calls == LAYERS * STEPS
-
-
 def padded_batch(model: Any) -> list[Any]:
     """Caches of a left-padded batch, its prompts processed."""
     S = max(LENGTHS)
     cache = [BatchKVCache([S - length for length in LENGTHS]) for _ in range(LAYERS)]
     model(mx.array([[0] * (S - len(prompt)) + prompt for prompt in PROMPTS]), cache=cache)
     return cache
-
-
-def test_each_row_of_a_left_padded_batch_is_that_prompt_alone(model: Any):
-    with mlx_sparse.sparse(model, H2O) as report:
-        together = steps(model, padded_batch(model), len(PROMPTS))
-    for row, prompt in zip(together, PROMPTS, strict=True):
-        assert close(row, alone(model, prompt, NEXT)[1:])
-    assert report.dense_calls == {PROMPT_CALL: LAYERS}
-    assert report.sparse_calls == LAYERS * STEPS
 
 
 def test_rows_leave_a_batch_join_it_and_are_taken_out(model: Any):
@@ -333,15 +269,6 @@ def test_a_batch_of_mlx_lm_is_sparse_where_its_prompts_are_of_one_length_and_els
 def test_attention_sinks_are_refused():
     with pytest.raises(mlx_sparse.ConfigError, match=r"that h2o can serve, got gpt_oss .* with attention sinks"):
         mlx_sparse.enable(build("gpt_oss"), H2O)
-
-
-def test_sliding_windows_stay_dense():
-    model = build("gemma3_text")
-    with mlx_sparse.sparse(model, H2O) as report:
-        greedy(model, PROMPT, STEPS)
-    assert report.served_layers == 2
-    assert report.sparse_calls == 2 * STEPS
-    assert report.dense_layers == {"with a sliding window (RotatingKVCache)": 2}
 
 
 # --- Memory ----------------------------------------------------------------------------------------------------------

@@ -20,11 +20,6 @@ from mlx_sparse.methods import SAAP, Step, reasons
 
 
 @pytest.fixture
-def model() -> Any:
-    return build()
-
-
-@pytest.fixture
 def artefact(model: Any, tmp_path: Path) -> Path:
     return write_artefact(tmp_path / "model", model)
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 import pytest
 from lm_prompts import (
     EVERY_BLOCK,
@@ -19,17 +17,11 @@ from lm_prompts import (
     last_logits,
     process,
     prompt_logits,
-    record_pieces,
-    tiny_tokenizer,
 )
-from mlx_lm import stream_generate
 from mlx_lm.models.cache import (
     load_prompt_cache,
-    make_prompt_cache,
     save_prompt_cache,
-    trim_prompt_cache,
 )
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tiny_models import FAMILIES, build, greedy, prompt_of
 
 import mlx_sparse
@@ -39,21 +31,6 @@ from mlx_sparse.methods import MInference, Sample, SampleRange, SparQ
 A_FEW = "of a few queries at once (verification or short prompt)"
 NO_DECODE = "of a single query (no decode method)"
 ALL_SAMPLED = "with a sample in every row block"
-
-
-@pytest.fixture
-def model() -> Any:
-    return build()
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> TokenizerWrapper:
-    return tiny_tokenizer()
-
-
-@pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> list[Piece]:
-    return record_pieces(monkeypatch)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -132,12 +109,6 @@ def test_contexts_below_dense_below_stay_dense(least: int, sparse: list[int], mo
     assert sorted({piece.S for piece in seen}) == sparse
 
 
-def test_by_default_short_contexts_stay_dense(model: Any):
-    with mlx_sparse.sparse(model, "sample") as report:
-        process(model, prompt_of(300), 300)
-    assert report.dense_calls == {"over fewer than 8,192 keys": LAYERS}
-
-
 def test_each_context_has_the_settings_of_its_range(model: Any, seen: list[Piece]):
     ranges = "ranges=301:0.2:0.3:2/501:1:1:1/901:0.6:0.7:3"
     with mlx_sparse.sparse(model, f"sample:block_size=32,dense_below=0,{ranges}") as report:
@@ -160,21 +131,6 @@ def test_configurations_in_python_are_those_in_text(model: Any):
     assert again.attn == report.attn
 
 
-def test_a_prompt_after_a_cached_prefix_is_the_oracles(model: Any, seen: list[Piece]):
-    prefix, prompt = prompt_of(77, 1), prompt_of(200, 2)
-    cache = process(model, prefix, 77)  # densely
-    with mlx_sparse.sparse(model, SAMPLE):
-        process(model, prompt, 200, cache)
-        expected = last_logits(model, cache)
-        # The same again over rows that were used and trimmed away.
-        trim_prompt_cache(cache, 201)
-        process(model, prompt, 200, cache)
-        assert mx.array_equal(last_logits(model, cache), expected)
-    assert [(piece.L, piece.S) for piece in seen] == [(200, 277)] * 2 * LAYERS
-    for piece in seen:
-        assert np.abs(piece.out - piece.expected()).max() < 64 * np.finfo(np.float32).eps * np.abs(piece.v).max()
-
-
 def test_a_prompt_cache_goes_through_a_file(model: Any, tmp_path: Path):
     file = str(tmp_path / "cache.safetensors")
     with mlx_sparse.sparse(model, SAMPLE + "+" + SPARQ) as report:
@@ -184,27 +140,6 @@ def test_a_prompt_cache_goes_through_a_file(model: Any, tmp_path: Path):
         assert generated(model, prompt_of(150, 2), prompt_cache=load_prompt_cache(file)) == tokens
     assert report.prefill.calls == 3 * LAYERS
     assert generated(model, prompt_of(150, 2), prompt_cache=load_prompt_cache(file)) != tokens, "not enabled any more"
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_decoding_after_each_turn_of_a_chat_reads_the_right_side_buffers(family: str):
-    model = build(family)
-    with mlx_sparse.sparse(model, SAMPLE + "+" + SPARQ + ",reallocate=true") as report:
-        cache = make_prompt_cache(model)
-        for turn in range(3):
-            process(model, prompt_of(150, turn), 100, cache)
-            for token in range(1, 4):
-                last_logits(model, cache, token)
-        kept = last_logits(model, cache)
-        trim_prompt_cache(cache, 1)
-        for entry in cache:
-            entry.state = entry.state
-        fresh = last_logits(model, cache)
-    assert float(mx.abs(kept - fresh).max()) < 1e-4 * float(mx.abs(fresh).max())
-    # 100 and then 50 queries; the second piece of the first turn lies in two blocks, and so do all of 50.
-    assert report.prefill.calls + report.dense_calls[ALL_SAMPLED] == 6 * LAYERS
-    assert report.sparse_calls == (3 * 3 + 2) * LAYERS
-    assert set(report.dense_calls) <= {ALL_SAMPLED}
 
 
 def test_both_methods_are_what_each_is_alone(model: Any):
@@ -224,42 +159,6 @@ def test_both_methods_are_what_each_is_alone(model: Any):
         assert mx.array_equal(last_logits(model, both), expected)
     assert (report.sparse_calls, report.sparse_bytes) == (decoding.sparse_calls, decoding.sparse_bytes)
     assert report.dense_calls == {}
-
-
-def test_speculative_verification_stays_dense(model: Any, tokenizer: TokenizerWrapper):
-    draft, prompt = build(seed=1), prompt_of(300)
-    with mlx_sparse.sparse(model, SAMPLE) as report, mlx_sparse.sparse(draft, SAMPLE + "+" + SPARQ) as drafts:
-        expected = generated(model, prompt, 8)
-        assert report.prefill.calls == LAYERS
-        responses = stream_generate(model, tokenizer, prompt, 8, draft_model=draft, num_draft_tokens=3)
-        assert [response.token for response in responses] == expected
-    assert report.prefill.calls == 2 * LAYERS
-    assert report.dense_calls[A_FEW] > 0
-    assert drafts.prefill.calls == LAYERS
-    assert drafts.sparse_calls > 0
-
-
-@pytest.mark.parametrize(
-    ("attn", "message"),
-    [
-        ("sample+minference", "attn: expected one prefill method, got sample and minference."),
-        ("sample+sparq+streaming", "attn: expected one decode method, got sparq and streaming."),
-        ("sample+h2o", "attn: expected dense prompts for h2o .*, got sample."),
-        (5, "attn: expected text, a configuration or a tuple of them, got 5."),
-        (None, "attn: expected text, a configuration or a tuple of them, got None."),
-        (("sample", "sparq"), "attn: expected text, a configuration or a tuple of them, got ('sample', 'sparq')."),
-        ((), "attn: expected a method for prompts or for decoding, got none."),
-        ("sample:alpha_column=0", "alpha_column: expected .*, got 0."),
-        ("sample:alpha_slash=1.5", "alpha_slash: expected .*, got 1.5."),
-        ("sample:chunks=0", "chunks: expected .*, got 0."),
-        ("sample:block_size=48", "block_size: expected .*, got 48."),
-    ],
-)
-def test_what_a_model_cannot_run_is_refused_in_one_line(attn: Any, message: str, model: Any):
-    with pytest.raises(mlx_sparse.ConfigError) as error:
-        mlx_sparse.enable(model, attn)
-    assert re.fullmatch(message.replace("(", r"\(").replace(")", r"\)"), str(error.value))
-    assert mlx_sparse.report(model) is None
 
 
 def test_the_methods_of_both_stages_are_told_apart():

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 import pytest
-from lm_prompts import LAYERS, SAMPLE, SPARQ, Piece, batch, process, record_pieces, tiny_tokenizer
+from lm_prompts import LAYERS, SAMPLE, batch, process
 from mlx_lm import batch_generate
 from mlx_lm.models.cache import (
     KVCache,
@@ -15,50 +14,22 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from tiny_models import build, prompt_of
+from tiny_models import prompt_of
 
 import mlx_sparse
 from mlx_sparse.cache.kv_cache import SparseBatchKVCache, SparseKVCache
 from mlx_sparse.lm import seam
 from mlx_sparse.lm.call import Call
 from mlx_sparse.lm.model import plan_of
-from mlx_sparse.methods.reasons import A_FEW, UNKNOWN_PADDING
+from mlx_sparse.methods.reasons import UNKNOWN_PADDING
 
 TOO_FULL = "whose sample keeps too many blocks"
-
-
-@pytest.fixture
-def model() -> Any:
-    return build()
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> TokenizerWrapper:
-    return tiny_tokenizer()
 
 
 def alone(model: Any, tokenizer: TokenizerWrapper, lengths: list[int], **options: Any) -> list[str]:
     """What each prompt of `batch` gives by itself."""
     prompts = [prompt_of(length, seed) for seed, length in enumerate(lengths)]
     return [batch_generate(model, tokenizer, [one], max_tokens=6, **options).texts[0] for one in prompts]
-
-
-@pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> list[Piece]:
-    return record_pieces(monkeypatch)
-
-
-@pytest.mark.parametrize("step", [64, 100])
-def test_requests_that_join_a_batch_while_others_are_in_their_prompts_keep_their_text(
-    step: int, model: Any, tokenizer: TokenizerWrapper, seen: list[Piece]
-):
-    lengths, options = [300, 150, 420, 90, 333], {"prefill_step_size": step, "prefill_batch_size": 2}
-    with mlx_sparse.sparse(model, f"{SAMPLE}+{SPARQ}") as report:
-        together = batch(model, tokenizer, lengths, **options)
-        assert alone(model, tokenizer, lengths, **options) == together
-    assert set(report.dense_calls) <= {A_FEW, "with a sample in every row block"}
-    for piece in seen:
-        assert np.abs(piece.out - piece.expected()).max() < 64 * np.finfo(np.float32).eps * np.abs(piece.v).max()
 
 
 def test_a_short_prompt_is_dense_beside_a_long_one_and_says_so(model: Any, tokenizer: TokenizerWrapper):
@@ -92,22 +63,6 @@ def test_which_samples_are_too_full_is_known_of_each_prompt(model: Any, tokenize
     assert counts[0] == counts[1]
     assert counts[0][1] > 0
     assert counts[0][2] > 0
-
-
-def test_a_turn_after_merged_prompts_is_that_turn_alone(model: Any, seen: list[Piece]):
-    def caches() -> list[Any]:
-        return [process(model, prompt_of(length), length) for length in (150, 140, 20)]
-
-    turns = [prompt_of(100, seed) for seed in (3, 4, 5)]
-    together, one_by_one = [list(layer) for layer in zip(*caches(), strict=True)], caches()
-    merged = [type(layer[0]).merge(layer) for layer in together]
-    with mlx_sparse.sparse(model, SAMPLE) as report:
-        expected = [model(mx.array([turn]), cache=cache) for turn, cache in zip(turns, one_by_one, strict=True)]
-        logits = model(mx.array(turns), cache=merged)
-    assert report.prefill.calls == 2 * 3 * LAYERS
-    assert mx.allclose(logits, mx.concatenate(expected), rtol=1e-4, atol=1e-4)
-    for piece in seen:
-        assert np.abs(piece.out - piece.expected()).max() < 64 * np.finfo(np.float32).eps * np.abs(piece.v).max()
 
 
 @pytest.mark.parametrize("sinks", [None, mx.array([1.0, -2.0, 0.5, 3.0])], ids=["", "sinks"])

@@ -21,8 +21,6 @@ from lm_prompts import (
     generated,
     pairs_of,
     process,
-    record_pieces,
-    tiny_tokenizer,
 )
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tiny_models import build, prompt_of
@@ -31,21 +29,6 @@ import mlx_sparse
 from mlx_sparse.lm.figures import PrefillCounts, PrefillFigures
 from mlx_sparse.methods.block_layout import Layout
 from mlx_sparse.ops import attend, blocks
-
-
-@pytest.fixture
-def model() -> Any:
-    return build()
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> TokenizerWrapper:
-    return tiny_tokenizer()
-
-
-@pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> list[Piece]:
-    return record_pieces(monkeypatch)
 
 
 def test_the_report_holds_density_and_retained_mass_by_layer_and_head(model: Any, seen: list[Piece]):
