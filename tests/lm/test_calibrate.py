@@ -282,38 +282,6 @@ def test_a_prompt_on_the_kernels_of_a_gpu_is_timed_by_the_same_path(metal: Metal
     assert answer["S"] == 512
 
 
-PER_KEY = 1e-6  # seconds of a dense step of the simulated device; a sparse step takes a quarter of it
-
-
-def simulate(monkeypatch: pytest.MonkeyPatch, keys: int, *, noisy: bool = False) -> None:
-    """Simulate a device on which sparse steps win from ``keys`` on.
-
-    If it is noisy, half of the dense steps take ten times as long.
-    """
-    extra = PER_KEY * keys * (1 / calibrate.WORTH - 1 / 4)
-
-    def pairs(self: Calibration, config: Any, layer: Layer, S: int, seconds: float) -> list[tuple[float, float]]:
-        dense, sparse = PER_KEY * S, extra + PER_KEY * S / 4
-        return [(dense * (10 if noisy and turn % 2 else 1), sparse) for turn in range(8)]
-
-    monkeypatch.setattr(Calibration, "pairs", pairs)
-
-
-@pytest.mark.parametrize("kind", ["g", "s", "d"])
-@pytest.mark.parametrize("keys", [1500, 6000, 40_000], ids=["fast", "slower", "slow"])
-@pytest.mark.parametrize("noisy", [False, True], ids=["quiet", "noisy"])
-def test_the_device_moves_the_threshold_whatever_the_model_said(
-    kind: str, keys: int, noisy: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layer = Layer("metal", Step(3, 3, 64, 2, kind), mx.float16)
-    simulate(monkeypatch, keys, noisy=noisy)
-    found = Calibration(measures=True).of(SparQ(), layer, 2444)
-    assert found.how == MEASURED
-    assert keys <= found.value <= 1.1 * keys + 1
-    assert noisy or found.best is None
-    assert Calibration().of(SparQ(), layer) == found
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tiny model, and a cache folder for the commands."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -12,7 +13,7 @@ import pytest
 from cases import covering
 from lm_prompts import SAMPLE, SPARQ, tiny_tokenizer
 from mlx_lm import batch_generate
-from saap_artefacts import ONLINE, attn, write_artefact
+from saap_artefacts import ONLINE, WINDOW, write_artefact
 from tier import some
 from tiny_models import build, prompt_of
 
@@ -33,46 +34,27 @@ def model() -> Any:
     return build()
 
 
+DECODE = {
+    "sparq": SPARQ,
+    "sample+sparq": f"{SAMPLE}+{SPARQ}",
+    "saap trained": f"saap:artefact={{artefact}},probes=2,dense_layers=0,{WINDOW}",
+    "saap online": f"{ONLINE},probes=2",
+    "quest": "quest:page_size=8,top_k=32,dense_below=0",
+}
+METHODS = {
+    **DECODE,
+    **{f"{name} of long contexts": text.replace("dense_below=0", "dense_below=75") for name, text in DECODE.items()},
+    "sample": SAMPLE,
+    "sample+saap online": f"{SAMPLE}+{ONLINE},probes=2",
+    "streaming": "streaming:recent_tokens=20",
+    "flexgen": "flexgen:top_k=24",
+    "oracle_top_k": "oracle_top_k:top_k=24",
+}
+
+
 @pytest.fixture(scope="module")
-def methods(model: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    artefact = write_artefact(tmp_path_factory.mktemp("load") / "model", model)
-    longer = {"dense_below": 75}
-    return {
-        "sparq": SPARQ,
-        "sparq of long contexts": SPARQ.replace("dense_below=0", "dense_below=75"),
-        "sample": SAMPLE,
-        "sample+sparq": f"{SAMPLE}+{SPARQ}",
-        "sample+sparq of long contexts": f"{SAMPLE}+{SPARQ}".replace("dense_below=0", "dense_below=75"),
-        "saap trained": attn(artefact, 2),
-        "saap trained, of long contexts": attn(artefact, 2, **longer),
-        "saap online": f"{ONLINE},probes=2",
-        "saap online, of long contexts": f"{ONLINE},probes=2".replace("dense_below=0", "dense_below=75"),
-        "sample+saap online": f"{SAMPLE}+{ONLINE},probes=2",
-        "streaming": "streaming:recent_tokens=20",
-        "quest": "quest:page_size=8,top_k=32,dense_below=0",
-        "quest of long contexts": "quest:page_size=8,top_k=32,dense_below=75",
-        "flexgen": "flexgen:top_k=24",
-        "oracle_top_k": "oracle_top_k:top_k=24",
-    }
-
-
-NAMES = [
-    "sparq",
-    "sparq of long contexts",
-    "sample",
-    "sample+sparq",
-    "sample+sparq of long contexts",
-    "saap trained",
-    "saap trained, of long contexts",
-    "saap online",
-    "saap online, of long contexts",
-    "sample+saap online",
-    "streaming",
-    "quest",
-    "quest of long contexts",
-    "flexgen",
-    "oracle_top_k",
-]
+def artefact(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_artefact(tmp_path_factory.mktemp("load") / "model", model)
 
 
 class Answers:
@@ -84,15 +66,15 @@ class Answers:
         self.tokens, self.logprobs = found.token_ids, found.logprobs
 
 
-@pytest.mark.parametrize(("name", "options"), covering(some(NAMES, 6), [{}, JOINING]), ids=str)
-def test_answers_do_not_depend_on_load(name: str, options: dict[str, int], model: Any, methods: dict[str, Any]):
+@pytest.mark.parametrize(("name", "options"), covering(some(list(METHODS), 6), [{}, JOINING]), ids=str)
+def test_answers_do_not_depend_on_load(name: str, options: dict[str, int], model: Any, artefact: Path):
     """With prompts whose last piece is one token, a step alone: 98 and 194 are 1 + 1 more than a multiple of 96."""
     order = random.Random(0)
     lengths = [98, 194, 300, *(order.randrange(20, 200) for _ in range(3))]
     prompts = [prompt_of(length, seed) for seed, length in enumerate(lengths)]
     counts = [order.randrange(10, 30) for _ in lengths]
     dense = Answers(model, prompts, counts, **options)
-    with mlx_sparse.sparse(model, methods[name]) as report:
+    with mlx_sparse.sparse(model, METHODS[name].format(artefact=artefact)) as report:
         together = Answers(model, prompts, counts, **options)
         alone = [Answers(model, [prompt], [count], **options) for prompt, count in zip(prompts, counts, strict=True)]
     assert "with an array mask" not in report.dense_calls

@@ -248,27 +248,6 @@ def test_nothing_recorded_outlives_its_use():
     assert not recorder.calls
 
 
-def test_memory_after_a_call_is_that_of_the_caches():
-    """Queries and keys before RoPE of a piece are gone when the piece is."""
-    model, prompt = build("llama"), mx.array([prompt_of(2000)])
-    mx.eval(model(prompt, cache=make_prompt_cache(model)))  # what is only made once is there now
-
-    def left_behind(recorded: bool) -> int:
-        caches = make_prompt_cache(model)
-        gc.collect()
-        start = mx.get_active_memory()
-        if recorded:
-            with Recorder(model) as recorder:
-                mx.eval(observe(model, prompt, caches, lambda seen: None, recorder))
-                gc.collect()
-                return mx.get_active_memory() - start
-        mx.eval(model(prompt, cache=caches))
-        gc.collect()
-        return mx.get_active_memory() - start
-
-    assert left_behind(recorded=True) == left_behind(recorded=False)
-
-
 def test_two_recorders_of_one_model_remember_apart():
     model = build("llama")
     rope, rows = ropes(model)[0], rows_of(1, 2, 4, 16)

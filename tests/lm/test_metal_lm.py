@@ -115,14 +115,3 @@ def test_a_model_decodes_on_metal_as_on_ops_and_hands_over_whole_buffers(
     assert all(inputs["keys"].shape[2] > PROMPT + STEPS for inputs in attended)
     if metal.emulated:
         assert {report.kernel for report in metal.launches} >= {"saap_route", "saap_indices"}
-
-
-def test_every_bucket_gives_the_dense_tokens_of_a_ragged_batch(metal: Metal, tmp_path: Path) -> None:
-    model, tokenizer = build(), tiny_tokenizer()
-    prompts = [prompt_of(length, length) for length in (50, 41)]
-    file = write_artefact(tmp_path / "a", model)
-    dense = list(batch_generate(model, tokenizer, prompts, max_tokens=STEPS).texts)
-    with mlx_sparse.sparse(model, artefact_of(file, probes=8), backend="metal") as report:
-        assert list(batch_generate(model, tokenizer, prompts, max_tokens=STEPS).texts) == dense
-    assert report.sparse_calls > 0
-    assert report.buckets.selectivity == 1
