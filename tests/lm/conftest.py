@@ -1,11 +1,11 @@
-"""A tiny model, its tokenizer and the prefill calls, for the files of this folder."""
+"""Fixtures of this folder: a tiny model, its tokenizer and the recorded prefill calls."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from lm_prompts import Piece, record_pieces, tiny_tokenizer
+from lm_prompts import PrefillCall, record_prefill_calls, tiny_tokenizer
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tiny_models import build
 
@@ -21,5 +21,5 @@ def tokenizer() -> TokenizerWrapper:
 
 
 @pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> list[Piece]:
-    return record_pieces(monkeypatch)
+def prefill_calls(monkeypatch: pytest.MonkeyPatch) -> list[PrefillCall]:
+    return record_prefill_calls(monkeypatch)

@@ -1,4 +1,4 @@
-"""The caches: mlx-lm's to the outside; what is kept beside them is right after any history, and cheap."""
+"""Test that the caches equal mlx-lm's, and the lifetime and memory of their auxiliary state."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PADDING = [3, 0, 1]
 
 
 class Rows:
-    """An endless supply of keys and values with a large mean in some channels, as after q/k-norm."""
+    """Random keys and values with a large mean in some channels, as after q/k-norm."""
 
     def __init__(self, B: int, seed: int = 0, dtype: mx.Dtype = mx.float32) -> None:
         self.B, self.dtype, self.random = B, dtype, np.random.default_rng(seed)
@@ -75,7 +75,7 @@ CACHES = pytest.mark.parametrize("make", [single, padded])
 
 
 @pytest.mark.parametrize("method", table.STATES)
-def test_what_a_cache_begins_for_a_method_is_of_its_rows(method: str):
+def test_setting_the_cache_state_discards_auxiliary_state(method: str):
     cache = single()
     cache.update_and_fetch(*Rows(1)(5))
     state = cache.state_of(method)
@@ -83,17 +83,17 @@ def test_what_a_cache_begins_for_a_method_is_of_its_rows(method: str):
     assert state is cache.state_of(method) is cache.beside[method]
     assert state.nbytes == 0
     cache.state = cache.state
-    assert not cache.beside, "other rows may be in it"
+    assert not cache.beside, "the new rows may differ"
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_method_without_a_row_keeps_and_does_nothing_besides(method: str):
+def test_only_methods_of_the_table_have_state_or_hooks(method: str):
     assert (single().state_of(method) is None) == (method not in table.STATES)
     assert (hooks_of(METHODS[method]()) is ModelHooks) == (method not in table.HOOKS)
 
 
 @CACHES
-def test_state_is_that_of_mlx_lms_cache(make: Any):
+def test_state_equals_the_state_of_mlx_lms_cache(make: Any):
     cache, plain = make(), KVCache() if make is single else BatchKVCache(PADDING)
     rows = Rows(batch_of(cache))(40)
     for each in (cache, plain):
@@ -107,7 +107,7 @@ def test_state_is_that_of_mlx_lms_cache(make: Any):
 
 
 @CACHES
-def test_nbytes_counts_what_is_kept_beside(make: Any):
+def test_nbytes_counts_auxiliary_state(make: Any):
     cache = make()
     cache.update_and_fetch(*Rows(batch_of(cache))(40))
     own = cache.keys.nbytes + cache.values.nbytes
@@ -117,7 +117,7 @@ def test_nbytes_counts_what_is_kept_beside(make: Any):
     assert cache.nbytes == own + cache.keys.nbytes + sums
 
 
-def test_extract_gives_the_rows_of_one_sequence_in_a_plain_cache():
+def test_extract_returns_a_plain_cache_of_one_sequence():
     cache = padded()
     cache.update_and_fetch(*Rows(len(PADDING))(40))
     attend(cache)
@@ -140,14 +140,14 @@ def test_merged_caches_are_plain_until_the_next_call_of_the_model():
         assert report.sparse_calls == 2
 
 
-def test_adopt_takes_lists_and_cache_lists_and_leaves_others_alone():
+def test_adopt_converts_lists_and_cache_lists_only():
     nested, rotating = CacheList(KVCache(), RotatingKVCache(8)), RotatingKVCache(8)
     adopt([nested, (KVCache(),), rotating])
     assert isinstance(nested[0], SparseKVCache)
     assert type(nested[1]) is type(rotating) is RotatingKVCache
 
 
-def test_a_saved_cache_is_mlx_lms_own_file(tmp_path: Path, without_torch: dict[str, str]):
+def test_saved_cache_is_a_plain_mlx_lm_file(tmp_path: Path, without_torch: dict[str, str]):
     file, again = str(tmp_path / "cache.safetensors"), str(tmp_path / "again.safetensors")
     cache = single()
     cache.update_and_fetch(*Rows(1)(40))
@@ -166,8 +166,8 @@ print(type(cache[0]).__module__, type(cache[0]).__qualname__, cache[0].offset)
     assert Path(again).read_bytes() == Path(file).read_bytes()
 
 
-@pytest.mark.parametrize("kept", ["keys and values", "component-major keys too", "and every sum"])
-def test_an_appended_token_copies_no_buffer(kept: str):
+@pytest.mark.parametrize("state", ["keys and values", "component-major keys too", "and every sum"])
+def test_an_appended_token_copies_no_buffer(state: str):
     S, tokens, dim = 65536, 20, 64
     cache = single()
     rows = mx.random.normal((1, H, S - 100, dim)).astype(mx.float16)
@@ -178,14 +178,14 @@ def test_an_appended_token_copies_no_buffer(kept: str):
         row = mx.ones((1, H, 1, dim), mx.float16)
         cache.update_and_fetch(row, row)
         buffers = [cache.keys, cache.values]
-        if kept != "keys and values":
-            sums = kept == "and every sum"
+        if state != "keys and values":
+            sums = state == "and every sum"
             side.read(cache, ALL_BUFFERS if sums else COLUMNS, 2, whole=True)
             buffers.append(side.columns.keys_t)
             buffers += [side.values.state.sums, side.keys.state.sums] if sums else []
         mx.eval(buffers)
 
-    append()  # the first one builds what is kept
+    append()  # the first call builds the auxiliary state
     assert cache.keys.shape[2] == S
     mx.clear_cache()
     mx.reset_peak_memory()

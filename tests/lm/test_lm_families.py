@@ -1,4 +1,4 @@
-"""Every family of mlx-lm decodes sparsely, and exactly as before when it need not."""
+"""Test sparse decoding of every family of mlx-lm, and that it equals dense decoding if every key is selected."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def test_the_sparse_step_over_every_key_gives_the_dense_tokens(family: str, attn
         same_tokens, same_logits = greedy(model, prompt, STEPS)
     assert report.sparse_calls == report.served_layers * STEPS
     assert same_tokens == tokens
-    # Float32 through a few layers: the sinks of gpt_oss, the mask and the scale are exact, or this fails by far.
+    # Float32 through a few layers. A wrong sink of gpt_oss, mask or scale would give a far larger difference.
     assert largest_difference(same_logits, logits) < 1e-4 * float(mx.abs(logits).max())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_small_top_k_is_sparse_in_every_served_layer_and_shows(family: str):
+def test_small_top_k_is_sparse_in_every_served_layer(family: str):
     model, prompt = build(family), prompt_of(PROMPT)
     tokens, logits = greedy(model, prompt, STEPS)
     with mlx_sparse.sparse(model, SPARSE) as report:
@@ -79,8 +79,8 @@ def test_disable_restores_tokens_class_parameters_and_modules(family: str):
 
 
 @pytest.mark.parametrize("family", UNSERVED)
-def test_a_family_without_a_layer_to_serve_is_one_line_that_names_it(family: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "hf_olmo", ModuleType("hf_olmo"))  # mlx-lm's olmo only asks whether it is there
+def test_family_without_servable_layers_is_refused_by_name(family: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "hf_olmo", ModuleType("hf_olmo"))  # olmo only checks that the package exists
     model = build(family)
     cls = type(model)
     with pytest.raises(mlx_sparse.ConfigError, match=rf"^model: expected .*, got {family}\b.*\.$"):
@@ -94,7 +94,7 @@ def test_latent_attention_is_refused_by_name(family: str):
         mlx_sparse.enable(build(family), "sparq:rank=4")
 
 
-def test_the_report_counts_the_bytes_of_the_formulae():
+def test_report_counts_the_bytes_of_the_formulas():
     model = build()
     with mlx_sparse.sparse(model, "sparq:rank=3,top_k=4,key_bits=16") as report:
         greedy(model, prompt_of(PROMPT), 1)
@@ -105,27 +105,27 @@ def test_the_report_counts_the_bytes_of_the_formulae():
 
 
 @pytest.mark.parametrize("family", ["llama", "nanochat", *sorted(WITH_QK_NORM)])
-def test_keys_of_16_bits_are_ranked_by_the_q_and_k_norm_of_the_family(family: str):
+def test_component_score_of_16_bit_keys_depends_on_the_qk_norm(family: str):
     """The norm of nanochat has no weights."""
     with mlx_sparse.sparse(build(family), f"{SPARSE},key_bits=16") as report:
         pass
     assert ("component_score=query_key" in report.attn) == (family != "llama")
 
 
-def test_one_query_head_per_kv_head_is_ranked_by_the_query_and_mixes_in_the_mean():
+def test_one_query_head_per_kv_head_uses_query_scores_and_reallocation():
     with mlx_sparse.sparse(build(num_key_value_heads=4), SPARSE) as report:
         pass
     assert "component_score=query," in report.attn and "reallocate" not in report.attn
 
 
 @pytest.mark.parametrize("attn", ["flexgen", "sparq:rank=4,reallocate=true"])
-def test_attention_sinks_beside_anything_but_a_softmax_are_refused(attn: str):
+def test_attention_sinks_are_refused_without_a_plain_softmax(attn: str):
     with pytest.raises(mlx_sparse.ConfigError, match=r"1 with a sliding window .*, 1 with attention sinks\.$"):
         mlx_sparse.enable(build("gpt_oss"), attn)
 
 
-def test_layers_that_attend_themselves_stay_dense_beside_served_ones():
-    # Every second layer of phi3small is block-sparse in mlx-lm and computes that itself.
+def test_layers_with_their_own_attention_stay_dense():
+    # Every second layer of phi3small has its own block-sparse attention in mlx-lm.
     with mlx_sparse.sparse(build("phi3small", dense_attention_every_n_layers=2), "sparq:rank=4") as report:
         assert report.served_layers == 1
         assert report.dense_layers == {"that compute attention themselves or have none": 1}

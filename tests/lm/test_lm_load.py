@@ -1,4 +1,4 @@
-"""What a batch answers is what each of its prompts answers alone, however requests join and leave."""
+"""Test that a batch gives the answers of single prompts while requests join and leave."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def artefact(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Answers:
-    """Tokens of each prompt, and the logarithm of how probable each was."""
+    """Tokens of each prompt with their log-probabilities."""
 
     def __init__(self, model: Any, prompts: list[list[int]], counts: list[int], **options: Any) -> None:
         options |= {"return_token_ids": True, "return_logprobs": True}
@@ -68,7 +68,7 @@ class Answers:
 
 @pytest.mark.parametrize(("name", "options"), covering(some(list(METHODS), 6), [{}, JOINING]), ids=str)
 def test_answers_do_not_depend_on_load(name: str, options: dict[str, int], model: Any, artefact: Path):
-    """With prompts whose last piece is one token, a step alone: 98 and 194 are 1 + 1 more than a multiple of 96."""
+    """The lengths 98 and 194 are 2 more than a multiple of 96, so that the last chunk is one token, a decode step."""
     order = random.Random(0)
     lengths = [98, 194, 300, *(order.randrange(20, 200) for _ in range(3))]
     prompts = [prompt_of(length, seed) for seed, length in enumerate(lengths)]
@@ -85,7 +85,7 @@ def test_answers_do_not_depend_on_load(name: str, options: dict[str, int], model
 
 
 @pytest.mark.parametrize("sinks", [None, mx.array([1.0, -2.0, 0.5, 3.0])], ids=["", "sinks"])
-def test_short_sequences_of_a_step_are_dense_and_the_others_sparse(sinks: mx.array | None, model: Any):
+def test_only_long_sequences_of_a_batch_are_sparse(sinks: mx.array | None, model: Any):
     rows, padding = 200, [0, 120, 40]
     keys, values, queries = (
         mx.random.normal((3, H, rows, 16), key=mx.random.key(H + n)) for n, H in enumerate((2, 2, 4))
@@ -110,9 +110,7 @@ def test_short_sequences_of_a_step_are_dense_and_the_others_sparse(sinks: mx.arr
     assert mx.allclose(together, mx.concatenate(alone), rtol=1e-5, atol=1e-5)
 
 
-def test_the_class_that_notes_where_ragged_prompts_end_is_mlx_lms_own_again(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-):
+def test_prepare_of_batch_caches_is_restored(model: Any, monkeypatch: pytest.MonkeyPatch):
     own = seam.prepare
     monkeypatch.setattr(seam, "_bound", Counter())  # models of other tests may still be enabled
     monkeypatch.setattr(seam.caches.BatchKVCache, "prepare", own)

@@ -1,8 +1,7 @@
-"""Prompts of mlx-lm's models by a sparse method: alone and beside a decode method, in every way they are processed."""
+"""Test sparse prefill of mlx-lm's models, alone and with a decode method, with all chunk sizes."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -12,15 +11,11 @@ from lm_prompts import (
     LAYERS,
     SAMPLE,
     SPARQ,
-    Piece,
+    PrefillCall,
     generated,
     last_logits,
     process,
     prompt_logits,
-)
-from mlx_lm.models.cache import (
-    load_prompt_cache,
-    save_prompt_cache,
 )
 from tiny_models import FAMILIES, build, greedy, prompt_of
 
@@ -34,7 +29,7 @@ ALL_SAMPLED = "with a sample in every row block"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_sparse_call_over_every_block_gives_the_dense_logits(family: str):
+def test_sparse_prefill_over_every_block_gives_the_dense_logits(family: str):
     model, prompt = build(family), prompt_of(90)
     dense = [prompt_logits(model, prompt, step) for step in (90, 40)]
     with mlx_sparse.sparse(model, EVERY_BLOCK) as report:
@@ -43,12 +38,12 @@ def test_the_sparse_call_over_every_block_gives_the_dense_logits(family: str):
     assert report.prefill.calls == 3 * report.served_layers
     assert all(density == [1.0] * len(density) for density in report.prefill.density.values())
     for ours, theirs in zip(logits, dense, strict=True):
-        # Sinks, masks and scales are exact, or this fails by far.
+        # A wrong sink, mask or scale would give a far larger difference.
         assert float(mx.abs(ours - theirs).max()) < 1e-4 * float(mx.abs(theirs).max())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_left_out_shows_in_every_family(family: str):
+def test_sparse_prefill_changes_the_logits_of_every_family(family: str):
     model, prompt = build(family), prompt_of(200)
     dense = prompt_logits(model, prompt, 200)
     with mlx_sparse.sparse(model, "streaming_prefill:window=0.01,block_size=32") as report:
@@ -68,7 +63,7 @@ def test_layers_with_a_sliding_window_stay_dense_in_prompts_too():
 
 
 @pytest.mark.parametrize("attn", ["sample:alpha_column=1,dense_below=0", "sample:alpha_slash=1,dense_below=0"])
-def test_an_alpha_of_1_is_dense_to_the_last_bit(attn: str, model: Any):
+def test_alpha_of_1_is_bitwise_dense(attn: str, model: Any):
     prompt = prompt_of(300)
     dense = last_logits(model, process(model, prompt, 300))
     with mlx_sparse.sparse(model, attn) as report:
@@ -81,7 +76,7 @@ def test_an_alpha_of_1_is_dense_to_the_last_bit(attn: str, model: Any):
 @pytest.mark.parametrize(
     ("step", "calls"),
     [
-        # Steps of 299 tokens and what they are: "s" sparse, "a" every row block is sampled, "f" a few queries.
+        # Chunks of 299 tokens: "s" sparse, "a" dense (every row block is sampled), "f" dense (a few queries).
         (2048, "s"),
         (128, "ssa"),
         (100, "sss"),
@@ -91,36 +86,40 @@ def test_an_alpha_of_1_is_dense_to_the_last_bit(attn: str, model: Any):
         (16, "f" * 19),
     ],
 )
-def test_steps_of_any_size_are_processed_and_counted(step: int, calls: str, model: Any, seen: list[Piece]):
+def test_chunks_of_any_size_are_processed_and_counted(
+    step: int, calls: str, model: Any, prefill_calls: list[PrefillCall]
+):
     with mlx_sparse.sparse(model, SAMPLE) as report:
         tokens = generated(model, prompt_of(300), 4, prefill_step_size=step)
     assert len(tokens) == 4
     reasons = {ALL_SAMPLED: LAYERS * calls.count("a"), A_FEW: LAYERS * calls.count("f"), NO_DECODE: LAYERS * 5}
     assert report.dense_calls == {reason: count for reason, count in reasons.items() if count}
-    assert report.prefill.calls == LAYERS * calls.count("s") == len(seen)
+    assert report.prefill.calls == LAYERS * calls.count("s") == len(prefill_calls)
     assert report.sparse_calls == 0
 
 
 @pytest.mark.parametrize(("least", "sparse"), [(200, [200, 300, 400]), (201, [300, 400])])
-def test_contexts_below_dense_below_stay_dense(least: int, sparse: list[int], model: Any, seen: list[Piece]):
+def test_contexts_below_dense_below_stay_dense(
+    least: int, sparse: list[int], model: Any, prefill_calls: list[PrefillCall]
+):
     with mlx_sparse.sparse(model, SAMPLE.replace("dense_below=0", f"dense_below={least}")) as report:
         process(model, prompt_of(400), 100)
     assert report.dense_calls == {f"over fewer than {least} keys": (4 - len(sparse)) * LAYERS}
-    assert sorted({piece.S for piece in seen}) == sparse
+    assert sorted({call.S for call in prefill_calls}) == sparse
 
 
-def test_each_context_has_the_settings_of_its_range(model: Any, seen: list[Piece]):
+def test_each_context_uses_the_settings_of_its_range(model: Any, prefill_calls: list[PrefillCall]):
     ranges = "ranges=301:0.2:0.3:2/501:1:1:1/901:0.6:0.7:3"
     with mlx_sparse.sparse(model, f"sample:block_size=32,dense_below=0,{ranges}") as report:
         process(model, prompt_of(1200), 200)
     assert report.dense_calls == {"that an alpha of 1 keeps whole": LAYERS}
-    used = {piece.S: (piece.config.alpha_column, piece.config.alpha_slash, piece.config.chunks) for piece in seen}
+    used = {call.S: (call.config.alpha_column, call.config.alpha_slash, call.config.chunks) for call in prefill_calls}
     late = (0.6, 0.7, 3)
     assert used == {200: (0.2, 0.3, 2), 600: late, 800: late, 1000: late, 1200: late}
     assert ranges in report.attn
 
 
-def test_configurations_in_python_are_those_in_text(model: Any):
+def test_python_configuration_equals_its_text(model: Any):
     ranges = (SampleRange(301, 0.2, 0.3, 2), SampleRange(501, 0.6, 0.7, 3))
     config = Sample(block_size=32, dense_below=0, ranges=ranges)
     with mlx_sparse.sparse(model, (config, SparQ(rank=4))) as report:
@@ -131,18 +130,7 @@ def test_configurations_in_python_are_those_in_text(model: Any):
     assert again.attn == report.attn
 
 
-def test_a_prompt_cache_goes_through_a_file(model: Any, tmp_path: Path):
-    file = str(tmp_path / "cache.safetensors")
-    with mlx_sparse.sparse(model, SAMPLE + "+" + SPARQ) as report:
-        cache = process(model, prompt_of(200), 200)
-        save_prompt_cache(file, cache)
-        tokens = generated(model, prompt_of(150, 2), prompt_cache=cache)
-        assert generated(model, prompt_of(150, 2), prompt_cache=load_prompt_cache(file)) == tokens
-    assert report.prefill.calls == 3 * LAYERS
-    assert generated(model, prompt_of(150, 2), prompt_cache=load_prompt_cache(file)) != tokens, "not enabled any more"
-
-
-def test_both_methods_are_what_each_is_alone(model: Any):
+def test_combined_methods_equal_each_method_alone(model: Any):
     prompt = prompt_of(300)
     caches = {}
     for attn in (SAMPLE, SAMPLE + "+" + SPARQ, SPARQ + "+" + SAMPLE):
@@ -161,7 +149,7 @@ def test_both_methods_are_what_each_is_alone(model: Any):
     assert report.dense_calls == {}
 
 
-def test_the_methods_of_both_stages_are_told_apart():
+def test_select_methods_separates_prefill_from_decode():
     sample, sparq = Sample(), SparQ()
     assert select_methods((sparq, sample)) == select_methods((sample, sparq)) == (sample, sparq)
     assert select_methods((MInference(),)) == (MInference(), None)
