@@ -18,7 +18,7 @@ HOSTED = ("generate", "chat", "server", "benchmark", "cache_prompt", "evaluate")
 
 # Subcommands that parse their own arguments, and where their main() is.
 OWN_PARSERS = {
-    "demo": "mlx_sparse.tools.demo.run",
+    "demo": "mlx_sparse.tools.demo",
     "advise": "mlx_sparse.tools.advise.command",
     "calibrate": "mlx_sparse.tools.measure",
     "eval": "mlx_sparse.tools.evaluate.run",

@@ -33,9 +33,9 @@ from mlx_sparse.methods.text import split_methods
 from mlx_sparse.tools import formats
 from mlx_sparse.tools.assets import blas
 from mlx_sparse.tools.assets.store import build_directory, check_directory
-from mlx_sparse.tools.demo.command import parse_report
 from mlx_sparse.tools.evaluate.journal import FORMAT, Journal
 from mlx_sparse.tools.evaluate.results import Outcome
+from mlx_sparse.tools.generate_command import parse_report
 
 HUGE = 100_000
 PLAIN, SPACED = "x" * HUGE, "x y " * (HUGE // 4)

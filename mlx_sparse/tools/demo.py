@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import textwrap
-from collections.abc import Callable, Sequence
+from bisect import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
-from ...calibrate import MODELLED, device_kind
-from ...checks import ArtefactError, ConfigError, Parser
-from ...files import cache_directory
-from ...lm.model import select_methods
-from ...methods import parse
-from ..assets import blas
-from ..assets.smollm2 import prepare_model
-from .command import answer, compare, generate_command, parse_outcome, run_command
-from .settle import ANSWERED, MOST_TOKENS, Settled, settle, thresholds
+from ..checks import ArtefactError, ConfigError, Parser
+from ..files import cache_directory
+from ..lm.model import select_methods
+from ..methods import parse
+from .assets import blas
+from .assets.smollm2 import prepare_model
+from .generate_command import RULE, Outcome, generate_command, parse_outcome, run_command
 
-CHAT_TOKENS = 64  # that a chat template adds to a text
+TOPIC = "compound"
+KEY = "71853"
+CHARACTERS = 10_000  # of a text in which SmolLM2-135M finds the key; in others it may not
 WIDTH = 79
+FORCED = "dense_below=0 makes it sparse at this length, where it may be slower than dense attention"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -46,30 +52,63 @@ def _parser() -> argparse.ArgumentParser:
 def _demo(args: argparse.Namespace) -> int:
     if args.max_tokens < 1:
         raise ConfigError(f"--max-tokens: expected at least 1, got {args.max_tokens}.")
-    select_methods(parse(args.attn))  # a mistake is to show now, not after the dense run
+    attn, forced = sparse_at_once(args.attn)
     cache = cache_directory(args.cache_dir)
     model = _model_directory(args.model) if args.model else prepare_model(cache)
     environment = blas.chosen(args.fast_blas, cache)
-    rows = thresholds(model, args.attn, environment)
-    most = _most_tokens(model, args.max_tokens) if args.model else ANSWERED
-    settled = settle(args.attn, rows, _counter(model), most)
-    task = settled.task
+    task = pass_key_task(CHARACTERS)
     dense = generate_command(str(model), args.max_tokens)
-    sparse = [*dense, "--attn", settled.attn, "--attn-report", "json"]
-    if any(row["how"] == MODELLED for row in rows):
-        sparse.append("--no-calibrate")  # it was just tried
+    sparse = [*dense, "--attn", attn, "--attn-report", "json"]
     if not args.json:
-        _say_task(model, settled)
+        for label, text in (("Model", _short(str(model))), ("Text", task.about), ("Question", task.question)):
+            print(_wrapped(label, text), flush=True)
+        print(_wrapped("Sparse", FORCED) if forced else "", end="\n" if forced else "", flush=True)
     outcomes = []
     for name, command in (("dense", dense), (args.attn, sparse)):
         say = None if args.json else _Answer(command).say
         outcomes.append(parse_outcome(run_command(name, command, task.prompt, environment, say)))
     if outcomes[1].report is None:
         raise ArtefactError(f"--attn: expected a report of {args.attn}, got none. Run `mlx-sparse doctor`.")
-    result = compare(model, task.key, args.attn, *outcomes) | {"commands": [dense, sparse]}
-    result |= {"thresholds": rows, "forced": settled.forced}
+    result = compare(model, KEY, args.attn, *outcomes) | {"commands": [dense, sparse], "forced": forced}
     print(json.dumps(result) if args.json else _table(result))
     return 0
+
+
+def sparse_at_once(attn: str) -> tuple[str, bool]:
+    """Return ``attn`` with ``dense_below=0`` where the user leaves the threshold open, and True if that changes it."""
+    configs = parse(attn)
+    select_methods(configs)  # a mistake is to show now, not after the dense run
+    changes: Any = {"dense_below": 0}
+    parts = [dataclasses.replace(config, **changes) if config.measurable else config for config in configs]
+    forced = any(config.measurable for config in configs)
+    return ("+".join(map(str, parts)) if forced else attn), forced
+
+
+@dataclass(frozen=True)
+class Task:
+    """A prompt whose answer contains `KEY`, its question, and a description."""
+
+    prompt: str
+    question: str
+    about: str
+
+
+def pass_key_task(characters: int) -> Task:
+    """State `KEY` between two paragraphs in the middle of a text, and ask for it at the end."""
+    paragraphs = topics[TOPIC].split("\n\n")
+    ends = list(accumulate(len(paragraph) + 2 for paragraph in paragraphs))
+    count = bisect(ends, characters)
+    length = ends[count - 1]
+    before = bisect(ends, length / 2)
+    needle = f"A note to the reader: the pass key of this text is {KEY}. Please remember that the pass key is {KEY}."
+    question = "What is the pass key? Answer with: The pass key is, and its five digits."
+    text = [*paragraphs[:before], needle, *paragraphs[before:count]]
+    start, end = "Here is a text. A pass key, a number, is hidden in it.", f"That was the text. {question}"
+    about = (
+        f"the first {length:,} characters of Python's language reference on {TOPIC} statements "
+        f"(pydoc_data.topics); the pass key {KEY} is stated {ends[before - 1] / length:.0%} of the way in"
+    )
+    return Task("\n\n".join([start, *text, end]), question, about)
 
 
 def _model_directory(name: str) -> Path:
@@ -77,23 +116,6 @@ def _model_directory(name: str) -> Path:
     if not (path / "config.json").is_file():
         raise ConfigError(f"--model: expected a model directory with a config.json, got {name}. Convert one first.")
     return path
-
-
-def _counter(model: Path) -> Callable[[str], int]:
-    """Return a function that counts the tokens of a text."""
-    from mlx_lm import utils
-
-    load_tokenizer: Any = utils.load_tokenizer
-    tokenizer = load_tokenizer(model)
-    return lambda text: len(tokenizer.encode(text))
-
-
-def _most_tokens(model: Path, answer: int) -> int:
-    """Return the most tokens of a text: the model has room for them and the answer, and they take little time."""
-    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    longest = config.get("max_position_embeddings") if isinstance(config, dict) else None
-    most = MOST_TOKENS[device_kind()]
-    return min(most, longest - answer - CHAT_TOKENS) if isinstance(longest, int) else most
 
 
 def _short(word: str) -> str:
@@ -108,12 +130,13 @@ def _wrapped(label: str, text: str) -> str:
     return textwrap.fill(text, WIDTH, initial_indent=f"{label:<10}", subsequent_indent=" " * 10)
 
 
-def _say_task(model: Path, settled: Settled) -> None:
-    print(_wrapped("Model", _short(str(model))))
-    print(_wrapped("Text", settled.task.about))
-    print(_wrapped("Question", settled.task.question))
-    if settled.note:
-        print(_wrapped("Sparse", settled.note), flush=True)
+def answer(out: str) -> tuple[str, bool]:
+    """Return the answer in an unfinished output, without blanks around it, and True if the answer is complete."""
+    head, over, _ = out.rpartition(f"\n{RULE}\n")
+    _, begun, text = (head if over else out).partition(f"{RULE}\n")
+    # The rule at the end comes in pieces too.
+    said = text if over else text.removesuffix(RULE[: len(text) - len(text.rstrip("="))])
+    return (said.strip() if begun else ""), bool(over)
 
 
 class _Answer:
@@ -136,6 +159,41 @@ class _Answer:
             self._said = text
         if self._over:
             print(flush=True)
+
+
+def compare(model: Path, key: str, attn: str, dense: Outcome, sparse: Outcome) -> dict[str, Any]:
+    """Return the figures of both runs as plain data. ``key`` is the right answer."""
+    import mlx.core as mx
+    from mlx_lm import utils
+
+    report = sparse.report or {}
+    load_tokenizer: Any = utils.load_tokenizer
+    tokenizer = load_tokenizer(model)
+    ours, theirs = (tokenizer.encode(run.text, add_special_tokens=False) for run in (sparse, dense))
+    calls = report["sparse_calls"]
+
+    def side(run: Outcome, moved: int) -> dict[str, Any]:
+        return {
+            "text": run.text,
+            "right": key in run.text,
+            "prompt_tokens": run.prompt_tokens,
+            "prompt_tps": run.prompt_tps,
+            "generation_tokens": run.generation_tokens,
+            "generation_tps": run.generation_tps,
+            "bytes_per_token": moved / calls * report["served_layers"] if calls else 0.0,
+        }
+
+    return {
+        "attn": attn,
+        "device": "cpu" if mx.default_device() == mx.Device(mx.DeviceType.cpu, 0) else "gpu",
+        "key": key,
+        "dense": side(dense, report["dense_bytes"]),
+        "sparse": side(sparse, report["sparse_bytes"]),
+        "same_tokens": sum(a == b for a, b in zip(ours, theirs, strict=False)),
+        "tokens": max(len(ours), len(theirs)),
+        "bytes_ratio": report["sparse_bytes"] / report["dense_bytes"] if calls else None,
+        "report": report,
+    }
 
 
 def _table(result: dict[str, Any]) -> str:

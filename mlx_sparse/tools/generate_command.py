@@ -1,4 +1,4 @@
-"""Run ``mlx_lm.generate`` as a user does, read its output, and compare two runs."""
+"""Run ``mlx_lm.generate`` as a user does, and read its output."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from tqdm import tqdm
 
-from ...checks import ArtefactError
+from ..checks import ArtefactError
 
 
 def generate_command(model: str, max_tokens: int) -> list[str]:
@@ -41,14 +41,11 @@ def run_command(
     prompt: str,
     environment: dict[str, str],
     say: Callable[[str], object] | None = None,
-    *,
-    codes: Container[int] = (0,),
 ) -> tuple[str, str]:
     """Run one command with the prompt on standard input; return its standard output and error.
 
     Args:
         say: called with all of the standard output so far, whenever there is more of it.
-        codes: exit codes of success.
 
     Raises:
         ArtefactError: it fails; the message has the last line of its standard error.
@@ -70,7 +67,7 @@ def run_command(
                 raise
         errors.seek(0)
         err = errors.read().decode(errors="replace")
-    if process.returncode not in codes:
+    if process.returncode:
         last = (err.strip().splitlines() or ["no message"])[-1]
         raise ArtefactError(f"{' '.join(command[:1])}: expected it to succeed with {name}, got: {last}")
     return out, err
@@ -110,15 +107,6 @@ class Outcome:
     peak_memory: float | None = None  # GB, MLX's own counter
 
 
-def answer(out: str) -> tuple[str, bool]:
-    """Return the answer in an unfinished output, without blanks around it, and True if the answer is complete."""
-    head, over, _ = out.rpartition(f"\n{RULE}\n")
-    _, begun, text = (head if over else out).partition(f"{RULE}\n")
-    # The rule at the end comes in pieces too.
-    said = text if over else text.removesuffix(RULE[: len(text) - len(text.rstrip("="))])
-    return (said.strip() if begun else ""), bool(over)
-
-
 def parse_outcome(output: tuple[str, str]) -> Outcome:
     """Read the standard output and standard error of ``mlx_lm.generate``."""
     out, err = output
@@ -145,38 +133,3 @@ def parse_report(err: str) -> dict[str, Any] | None:
     if not complete:
         raise ArtefactError(f"--attn-report: expected counts of calls and bytes, got {lines[-1][:60]!r}. Report this.")
     return report
-
-
-def compare(model: Path, key: str, attn: str, dense: Outcome, sparse: Outcome) -> dict[str, Any]:
-    """Return the figures of both runs as plain data. ``key`` is the right answer."""
-    import mlx.core as mx
-    from mlx_lm import utils
-
-    report = sparse.report or {}
-    load_tokenizer: Any = utils.load_tokenizer
-    tokenizer = load_tokenizer(model)
-    ours, theirs = (tokenizer.encode(run.text, add_special_tokens=False) for run in (sparse, dense))
-    calls = report["sparse_calls"]
-
-    def side(run: Outcome, moved: int) -> dict[str, Any]:
-        return {
-            "text": run.text,
-            "right": key in run.text,
-            "prompt_tokens": run.prompt_tokens,
-            "prompt_tps": run.prompt_tps,
-            "generation_tokens": run.generation_tokens,
-            "generation_tps": run.generation_tps,
-            "bytes_per_token": moved / calls * report["served_layers"] if calls else 0.0,
-        }
-
-    return {
-        "attn": attn,
-        "device": "cpu" if mx.default_device() == mx.Device(mx.DeviceType.cpu, 0) else "gpu",
-        "key": key,
-        "dense": side(dense, report["dense_bytes"]),
-        "sparse": side(sparse, report["sparse_bytes"]),
-        "same_tokens": sum(a == b for a, b in zip(ours, theirs, strict=False)),
-        "tokens": max(len(ours), len(theirs)),
-        "bytes_ratio": report["sparse_bytes"] / report["dense_bytes"] if calls else None,
-        "report": report,
-    }
