@@ -68,7 +68,7 @@ ECHOING: dict[str, tuple[Callable[[str], Any], str]] = {
     "TOML file": (load_toml, "attn-config: expected a readable TOML file, got "),
     "form": (
         lambda text: formats.check_options(argparse.Namespace(output=text, out=None)),
-        "-o: expected one of md, json, jsonl, csv, got ",
+        "-o: expected one of md, json, jsonl, got ",
     ),
 }
 

@@ -20,7 +20,7 @@ from ..lm.model import select_methods
 from ..methods import parse
 from .assets import blas
 from .assets.smollm2 import prepare_model
-from .generate_command import RULE, Outcome, generate_command, parse_outcome, run_command
+from .generate_command import Outcome, generate_command, parse_outcome, run_command
 
 TOPIC = "compound"
 KEY = "71853"
@@ -59,14 +59,20 @@ def _demo(args: argparse.Namespace) -> int:
     task = pass_key_task(CHARACTERS)
     dense = generate_command(str(model), args.max_tokens)
     sparse = [*dense, "--attn", attn, "--attn-report", "json"]
-    if not args.json:
-        for label, text in (("Model", _short(str(model))), ("Text", task.about), ("Question", task.question)):
-            print(_wrapped(label, text), flush=True)
-        print(_wrapped("Sparse", FORCED) if forced else "", end="\n" if forced else "", flush=True)
+
+    def show(*lines: str) -> None:
+        if not args.json:
+            print(*lines, sep="\n", flush=True)
+
+    show(_wrapped("Model", _short(str(model))), _wrapped("Text", task.about), _wrapped("Question", task.question))
+    if forced:
+        show(_wrapped("Sparse", FORCED))
     outcomes = []
     for name, command in (("dense", dense), (args.attn, sparse)):
-        say = None if args.json else _Answer(command).say
-        outcomes.append(parse_outcome(run_command(name, command, task.prompt, environment, say)))
+        line = "$ " + " ".join(map(_short, command))
+        show("", textwrap.fill(line, WIDTH, subsequent_indent="    ", break_on_hyphens=False))
+        outcomes.append(parse_outcome(run_command(name, command, task.prompt, environment)))
+        show(textwrap.indent(outcomes[-1].text.strip(), "  | "))
     if outcomes[1].report is None:
         raise ArtefactError(f"--attn: expected a report of {args.attn}, got none. Run `mlx-sparse doctor`.")
     result = compare(model, KEY, args.attn, *outcomes) | {"commands": [dense, sparse], "forced": forced}
@@ -128,37 +134,6 @@ def _short(word: str) -> str:
 
 def _wrapped(label: str, text: str) -> str:
     return textwrap.fill(text, WIDTH, initial_indent=f"{label:<10}", subsequent_indent=" " * 10)
-
-
-def answer(out: str) -> tuple[str, bool]:
-    """Return the answer in an unfinished output, without blanks around it, and True if the answer is complete."""
-    head, over, _ = out.rpartition(f"\n{RULE}\n")
-    _, begun, text = (head if over else out).partition(f"{RULE}\n")
-    # The rule at the end comes in pieces too.
-    said = text if over else text.removesuffix(RULE[: len(text) - len(text.rstrip("="))])
-    return (said.strip() if begun else ""), bool(over)
-
-
-class _Answer:
-    """Print a command, and its answer while it arrives."""
-
-    def __init__(self, command: list[str]) -> None:
-        line = "$ " + " ".join(map(_short, command))
-        print()
-        print(textwrap.fill(line, WIDTH, subsequent_indent="    ", break_on_hyphens=False), flush=True)
-        self._said, self._over = "", False
-
-    def say(self, out: str) -> None:
-        """Print what is new in ``out``, all of the command's standard output so far."""
-        if self._over:
-            return
-        text, self._over = answer(out)
-        if new := text[len(self._said) :]:
-            start = "" if self._said else "  | "
-            print(start + new.replace("\n", "\n  | "), end="", flush=True)
-            self._said = text
-        if self._over:
-            print(flush=True)
 
 
 def compare(model: Path, key: str, attn: str, dense: Outcome, sparse: Outcome) -> dict[str, Any]:

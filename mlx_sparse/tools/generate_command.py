@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import codecs
 import json
-import os
 import re
-import select
 import shutil
 import subprocess
 import sys
 import sysconfig
-import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
-
-from tqdm import tqdm
+from typing import Any
 
 from ..checks import ArtefactError
 
@@ -35,57 +28,19 @@ def generate_command(model: str, max_tokens: int) -> list[str]:
     return [*command, "--model", model, "--prompt", "-", "--max-tokens", str(max_tokens), "--temp", "0"]
 
 
-def run_command(
-    name: str,
-    command: list[str],
-    prompt: str,
-    environment: dict[str, str],
-    say: Callable[[str], object] | None = None,
-) -> tuple[str, str]:
+def run_command(name: str, command: list[str], prompt: str, environment: dict[str, str]) -> tuple[str, str]:
     """Run one command with the prompt on standard input; return its standard output and error.
 
-    Args:
-        say: called with all of the standard output so far, whenever there is more of it.
-
     Raises:
-        ArtefactError: it fails; the message has the last line of its standard error.
+        ArtefactError: the command fails. The message has the last line of its standard error.
     """
-    with tempfile.TemporaryFile() as question, tempfile.TemporaryFile() as errors:
-        question.write(prompt.encode())
-        question.seek(0)
-        pipes: dict[str, Any] = {"stdin": question, "stdout": subprocess.PIPE, "stderr": errors}
-        bar: dict[str, Any] = {"bar_format": "{desc}, {elapsed}", "leave": False, "delay": 2, "disable": None}
-        with (
-            subprocess.Popen(command, env=environment, **pipes) as process,
-            tqdm(desc=f"{name} is running", **bar) as clock,
-        ):
-            assert process.stdout
-            try:
-                out = _listen(process.stdout, clock, say)
-            except BaseException:
-                process.kill()
-                raise
-        errors.seek(0)
-        err = errors.read().decode(errors="replace")
-    if process.returncode:
+    print(f"{name} is running", file=sys.stderr, flush=True)
+    done = subprocess.run(command, input=prompt.encode(), env=environment, capture_output=True, check=False)
+    out, err = (stream.decode(errors="replace") for stream in (done.stdout, done.stderr))
+    if done.returncode:
         last = (err.strip().splitlines() or ["no message"])[-1]
-        raise ArtefactError(f"{' '.join(command[:1])}: expected it to succeed with {name}, got: {last}")
+        raise ArtefactError(f"{command[0]}: expected it to succeed with {name}, got: {last}")
     return out, err
-
-
-def _listen(stream: IO[bytes], clock: tqdm, say: Callable[[str], object] | None) -> str:
-    """Return all the text of ``stream``, and update the clock meanwhile."""
-    out, decoder, piece = "", codecs.getincrementaldecoder("utf-8")(errors="replace"), b" "
-    while piece:
-        if not select.select([stream], [], [], 0.5)[0]:
-            clock.update()
-            continue
-        piece = os.read(stream.fileno(), 1 << 16)
-        out += decoder.decode(piece, final=not piece)
-        if say is not None:
-            clock.clear()
-            say(out)
-    return out
 
 
 RULE = "=" * 10

@@ -28,9 +28,7 @@ from .assets.models import DEFAULT
 from .evaluate.inputs import add_options, check_options, fingerprint, load_model, read_tokens
 from .evaluate.journal import Journal
 from .evaluate.runner import passage_logits
-from .evaluate.tasks import PASSAGES, SHORTEST, Maker, Passage
-from .evaluate.tasks.base import starts
-from .evaluate.tasks.hidden import CITIES, Question, ask, hide, numbers
+from .evaluate.tasks import CITIES, PASSAGES, SHORTEST, Maker, Passage, Question, ask, hide, numbers, starts
 from .formats import check_own, write_toml
 
 # The values in the paper's Table 6, and the chunks it ends with there.

@@ -46,18 +46,6 @@ def test_read_a_run() -> None:
         parse_outcome(("Please provide a prompt", ""))
 
 
-@pytest.mark.parametrize("size", [1, 3, 7, 1000])
-def test_an_answer_is_shown_as_it_comes(size: int, capsys: pytest.CaptureFixture[str]) -> None:
-    out = OUT.replace("is 71853.", "is\n71853.")
-    shown = demo._Answer(["mlx_lm.generate"])
-    seen = []
-    for stop in range(size, len(out) + size, size):
-        shown.say(out[:stop])
-        seen.append(capsys.readouterr().out)
-    assert "".join(seen) == "\n$ mlx_lm.generate\n  | The pass key is\n  | 71853.\n"
-    assert size > 7 or sum(map(bool, seen)) > 3
-
-
 @pytest.mark.parametrize("reports", [[], {}, [{"attn": "sparq"}], 3])
 def test_refuse_a_report_without_its_counts(reports: object) -> None:
     with pytest.raises(ArtefactError, match="expected counts"):
