@@ -1,16 +1,152 @@
-"""Tasks that ask about a long text: find a needle, one of several keys or a line of a list, or complete a sentence."""
+"""Tasks made from real text, teacher-forced: a prompt and the tokens after it, or one passage run as a whole."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
-from ....checks import ConfigError
-from .base import Example, encode, opening, starts
+from ...checks import ConfigError
+
+SHORTEST = 512  # tokens of the shortest context that every task has room in
+
+
+@dataclass(frozen=True)
+class Example:
+    """Token ids: ``prompt`` is given, ``target`` is what follows it.
+
+    Attributes:
+        scored: positions of ``target``, ascending, that count; None means all.
+        depth: where in the prompt the answer stands, from 0 (its beginning) to 1 (its end), where that is a question.
+    """
+
+    prompt: list[int]
+    target: list[int]
+    scored: list[int] | None = None
+    depth: float | None = None
+
+
+@dataclass(frozen=True)
+class Passage:
+    """Token ids that are processed as one prompt; at the positions ``scored``, ascending, the next one is predicted."""
+
+    tokens: list[int]
+    scored: list[int]
+
+    @property
+    def targets(self) -> list[int]:
+        """The tokens that the scored positions have to predict."""
+        return [self.tokens[position + 1] for position in self.scored]
+
+
+def digest(example: Example | Passage) -> str:
+    """Return a hash of the tokens and the scored positions, to which results belong, not to a task's name."""
+    return hashlib.sha256(json.dumps(vars(example)).encode()).hexdigest()[:16]
+
+
+M_co = TypeVar("M_co", Example, Passage, covariant=True)
+
+
+class Maker(Protocol[M_co]):
+    """A function that makes examples or passages from a text, the same ones for the same ``seed``."""
+
+    def __call__(self, tokens: list[int], tokenizer: Any, /, *, context: int, limit: int, seed: int) -> Iterator[M_co]:
+        """Yield ``limit`` examples or passages, ``context`` tokens each, from different parts of ``tokens``.
+
+        Raises:
+            ConfigError: there is too little text.
+        """
+        ...
+
+
+def opening(tokenizer: Any) -> list[int]:
+    """Return the tokens that the model expects before a text: none, or one of its own."""
+    ids: list[int] = tokenizer.encode("")
+    return ids
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """Return the tokens of a part of a text, without opening tokens."""
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+    return ids
+
+
+def starts(tokens: list[int], length: int, limit: int, rng: random.Random) -> list[int]:
+    """Return ``limit`` random places in different parts of the text."""
+    part = len(tokens) // limit
+    if part < length:
+        raise ConfigError(
+            f"--limit: expected {limit} x {length:,} tokens of text, got {len(tokens):,}. Give more --text."
+        )
+    return [i * part + rng.randrange(part - length + 1) for i in range(limit)]
+
+
+# Predict ordinary text, and copy an excerpt of the context.
+
+BITS_TOKENS = 128  # scored tokens of one bits-per-byte example
+MOST_SCORED = 1024  # positions of a passage, to bound the memory that logits take
+COPY_PROMPT = 64  # tokens of the excerpt that the model is shown again ...
+COPY_TARGET = 80  # ... and tokens that it then has to copy
+COPY_EVERY, MOST_COPIES = 512, 4  # copies in a passage: one in so many tokens of its second half
+
+
+def bits_per_byte(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Example]:
+    """Continue the text: ``context`` tokens from a random place, then the next `BITS_TOKENS`."""
+    rng = random.Random(seed)
+    first = opening(tokenizer)
+    length = context - len(first) + BITS_TOKENS
+    for start in starts(tokens, length, limit, rng):
+        window = first + tokens[start : start + length]
+        yield Example(window[:context], window[context:])
+
+
+def read_text(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Passage]:
+    """Predict the second half of a text, at up to `MOST_SCORED` positions in equal distances."""
+    rng = random.Random(seed)
+    first = opening(tokenizer)
+    for start in starts(tokens, context - len(first), limit, rng):
+        passage = first + tokens[start : start + context - len(first)]
+        positions = range(context // 2, context - 1)
+        yield Passage(passage, list(positions[:: -(-len(positions) // MOST_SCORED)]))
+
+
+def repetition(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Example]:
+    """Copy an excerpt from a random place in the middle eight tenths of the text, which begins again at the end."""
+    rng = random.Random(seed)
+    first = opening(tokenizer)
+    room = context - len(first) - COPY_PROMPT
+    for start in starts(tokens, room, limit, rng):
+        window = tokens[start : start + room]
+        place = rng.randrange(room // 10, room - room // 10 - COPY_PROMPT - COPY_TARGET)
+        excerpt = window[place : place + COPY_PROMPT + COPY_TARGET]
+        yield Example(first + window + excerpt[:COPY_PROMPT], excerpt[COPY_PROMPT:])
+
+
+def copy_text(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Passage]:
+    """Repeat excerpts of the first half in the second, at random places; predict all but their beginnings."""
+    rng = random.Random(seed)
+    first = opening(tokenizer)
+    half, length = context // 2, COPY_PROMPT + COPY_TARGET
+    copies = max(1, min(half // COPY_EVERY, MOST_COPIES))
+    for start in starts(tokens, context, limit, rng):
+        text = iter(tokens[start : start + context])
+        passage, scored = list(first), list[int]()
+        for copy in range(copies):
+            # Not at a fixed place, nor always at the end: rows that were sampled are attended in full.
+            place = half + copy * half // copies + rng.randrange(half // copies - length)
+            passage += [next(text) for _ in range(place - len(passage))]
+            source = rng.randrange(len(first), half - length)
+            passage += passage[source : source + length]
+            scored += range(place + COPY_PROMPT - 1, place + length - 1)
+        yield Passage(passage + [next(text) for _ in range(context - len(passage))], scored)
+
+
+# Ask about a long text: find a needle, one of several keys or a line of a list, or complete a sentence.
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the examples in turn
 CITIES = ("Cairo", "Lisbon", "Oslo", "Quito", "Dakar", "Hanoi", "Lima", "Perth")
@@ -145,7 +281,7 @@ def _examples(
         yield hide(tokenizer, text, statements, ask(tokenizer, question, f" {answer}"), context, depth)
 
 
-PASSAGES = 8  # one that holds the answer, the others to confuse (SparQ paper, section 5: SQuAD)
+PARTS = 8  # one that holds the answer, the others to confuse (SparQ paper, section 5: SQuAD)
 REQUEST = "Complete this sentence of the text:"
 CANDIDATES = 200  # places that the others are chosen from
 BEFORE = range(6, 19)  # words of a sentence before its answer
@@ -172,19 +308,19 @@ def question(tokens: list[int], tokenizer: Any, *, context: int, limit: int, see
     """
     rng = random.Random(seed)
     first, gap = opening(tokenizer), encode(tokenizer, "\n\n")
-    most = context // PASSAGES  # tokens of the question, and of a passage
-    least = (context - len(first) - most) // PASSAGES - len(gap)  # of a passage, if the question has that many
+    most = context // PARTS  # tokens of the question, and of a passage
+    least = (context - len(first) - most) // PARTS - len(gap)  # of a passage, if the question has that many
     for i, start in enumerate(starts(tokens, most, limit, rng)):
         for place, cloze in _clozes(tokens, tokenizer, start, least, most):
             asked = ask(tokenizer, f"{REQUEST} {cloze.words}", f" {cloze.answer}")
-            room = context - len(first) - len(asked.tokens) - PASSAGES * len(gap)
-            places = _confusing(tokens, tokenizer, cloze, -(-room // PASSAGES), place, rng)
-            if len(places) == PASSAGES - 1 and len(asked.tokens) <= most:
+            room = context - len(first) - len(asked.tokens) - PARTS * len(gap)
+            places = _confusing(tokens, tokenizer, cloze, -(-room // PARTS), place, rng)
+            if len(places) == PARTS - 1 and len(asked.tokens) <= most:
                 break
         else:
             raise ConfigError("--text: expected sentences with a word to ask for, got none. Give another --text.")
-        places.insert(i % PASSAGES, place)
-        prompt, cuts = list(first), [room * j // PASSAGES for j in range(PASSAGES + 1)]
+        places.insert(i % PARTS, place)
+        prompt, cuts = list(first), [room * j // PARTS for j in range(PARTS + 1)]
         for at, (before, after) in zip(places, pairwise(cuts), strict=True):
             prompt += tokens[at : at + after - before] + gap
         yield Example(prompt + asked.tokens, asked.answer, asked.scored)
@@ -218,7 +354,7 @@ def _count(word: str, text: str) -> int:
 def _confusing(
     tokens: list[int], tokenizer: Any, cloze: Cloze, length: int, place: int, rng: random.Random
 ) -> list[int]:
-    """Return the places of the other passages: at most `PASSAGES` - 1, fewer if the text has no more."""
+    """Return the places of the other passages: at most `PARTS` - 1, fewer if the text has no more."""
     quoted = {token for token in encode(tokenizer, cloze.words) if WORD.search(tokenizer.decode([token]))}
     drawn = rng.sample(range(len(tokens) - length + 1), min(CANDIDATES, len(tokens) - length + 1))
     drawn.sort(key=lambda other: -len(quoted.intersection(tokens[other : other + length])))
@@ -227,6 +363,18 @@ def _confusing(
         apart = all(abs(other - taken) >= length for taken in (place, *found))
         if apart and _count(cloze.answer, tokenizer.decode(tokens[other : other + length])) == 0:
             found.append(other)
-        if len(found) == PASSAGES - 1:
+        if len(found) == PARTS - 1:
             break
     return found
+
+
+RECALL = "attention_recall"
+TASKS: Mapping[str, Maker[Example]] = {
+    "bits_per_byte": bits_per_byte,
+    "repetition": repetition,
+    "needle": needle,
+    "key_value": key_value,
+    "multi_key": multi_key,
+    "question": question,
+}
+PASSAGES: Mapping[str, Maker[Passage]] = {"bits_per_byte": read_text, "repetition": copy_text, RECALL: read_text}

@@ -13,11 +13,11 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from ...calibrate import Layer
-from ...lm import seam
-from ...methods import Method
-from ...methods.stats import dense_elements
-from ...model_info import config_of, leaves
+from ..calibrate import Layer
+from ..lm import seam
+from ..methods import Method
+from ..methods.stats import dense_elements
+from ..model_info import config_of, leaves
 
 FULL, WINDOW, LINEAR, LATENT = "full", "window", "linear", "latent"
 ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_top_k", "moe_topk", "moe_k")
@@ -90,17 +90,10 @@ class Traffic:
         """Return the share of the caches in the bytes of a decode step."""
         return self.kv(S) / (self.weights + self.kv(S))
 
-    def best(self, S: int, served: Iterable[Served]) -> float:
-        """Return the speed-up, by bytes, if a decode step read nothing of the ``served`` layers."""
-        return self._speed_up(S, sum(one.dense_bytes(S) for one in served))
-
     def bound(self, S: int, served: Iterable[Served]) -> float:
         """Return the speed-up, by bytes, if a method reads what its formula says."""
-        return self._speed_up(S, sum(one.saved(S) for one in served))
-
-    def _speed_up(self, S: int, saved: int) -> float:
         total = self.weights + self.kv(S)
-        return total / max(1, total - saved)
+        return total / max(1, total - sum(one.saved(S) for one in served))
 
 
 def traffic_of(model: Any) -> Traffic:
