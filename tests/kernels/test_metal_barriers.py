@@ -12,7 +12,7 @@ from adapters import ADAPTERS
 from cases import Case, every_parameter
 from msl import Fault, Metal
 from msl.mutation import barriers
-from quantised_cases import PackedCase, PackedMlx
+from quantized_cases import PackedCase, PackedMlx
 from saap_cases import SaapCase
 from sample_cases import SampleCase
 from tier import some

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +25,7 @@ from msl import Metal
 import mlx_sparse
 from mlx_sparse import oracle
 from mlx_sparse.cache.kv_cache import SparseBatchKVCache, SparseKVCache
-from mlx_sparse.kernels import attend, launch, saap, sparq
+from mlx_sparse.kernels import attend, attend_rows, blocks, launch, merge, quest, saap, sample, select, sparq
 from mlx_sparse.methods import SparQ, registry
 
 # attend
@@ -200,7 +201,23 @@ def test_off_a_mac_metal_is_refused_with_the_reason_and_auto_is_ops() -> None:
         registry.resolve("metal", "sparq", D=128, G=4)
 
 
-# what callers should not pass, and what threads share
+# comments of the kernels
+
+MODULES = (attend, attend_rows, blocks, merge, quest, saap, sample, select, sparq)
+KERNELS = [value for module in MODULES for value in vars(module).values() if isinstance(value, launch.Kernel)]
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_the_comment_of_a_kernel_lists_its_inputs_and_outputs(kernel: launch.Kernel) -> None:
+    comment = re.sub(r"\n// {10,}", " ", launch.text(f"{kernel.name}.metal"))
+    fields = dict(re.findall(r"^// (\w+) {2,}(.+)$", comment, re.M))
+    assert {"grid", "threadgroup", "reads", "writes"} <= fields.keys()
+    for field, expected in (("inputs", kernel.inputs), ("outputs", kernel.outputs)):
+        groups = (group.partition(" (")[0].strip() for group in fields[field].split("; "))
+        assert tuple(name for group in groups for name in group.split(", ")) == expected
+
+
+# edge cases and shared constants
 
 
 def test_the_smallest_keys_are_attended(metal: Metal) -> None:

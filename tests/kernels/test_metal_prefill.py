@@ -53,7 +53,7 @@ def test_a_threadgroup_may_have_many_blocks(metal: Metal, monkeypatch: pytest.Mo
 def test_scores_of_many_heads_are_work_in_bounded_pieces(metal: Metal, monkeypatch: pytest.MonkeyPatch) -> None:
     together = scores_of(SMALL)
     work = SMALL.Hq * SMALL.B * 2 * 32 * SMALL.S * SMALL.D
-    monkeypatch.setattr(sample, "PIECE", work // 2)
+    monkeypatch.setattr(sample, "MAX_WORK", work // 2)
     sent = sent_off(metal, monkeypatch)
     metal.clear()
     apart = scores_of(SMALL)
@@ -127,7 +127,7 @@ def test_a_long_prompt_is_work_in_bounded_pieces(metal: Metal, monkeypatch: pyte
     lists = some_lists(case)
     together = attend_lists(case, lists)
     most = 2 * 4 * 64 * case.S * 64  # 64 rows
-    monkeypatch.setattr(launch_split, "PIECE", most)
+    monkeypatch.setattr(launch_split, "MAX_WORK", most)
     sent = sent_off(metal, monkeypatch)
     metal.clear()
     apart = attend_lists(case, lists)

@@ -14,7 +14,7 @@ from cases import (
     plain_attention,
 )
 from expected import METHODS, assert_coded_step, assert_conforms, attended, coded_parameters, expected
-from quantised_cases import PackedCase, adapter, packed_cases
+from quantized_cases import PackedCase, adapter, packed_cases
 
 from mlx_sparse import ShapeError, oracle
 
