@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..cache.sparse_cache import SparseCache
-from ..ops.blocks import after, most
+from ..ops.blocks import batch_size, wait_for
 from . import seam
 
 FUSED_HEAD_DIMS = (64, 80, 128)  # for which MLX's kernel for prompts on a GPU holds no scores
@@ -30,12 +30,12 @@ def attend_packed(queries: mx.array, cache: SparseCache, scale: float) -> mx.arr
 
     def attend(heads: slice, queries: mx.array, keys: mx.array, values: mx.array, length: Any) -> tuple[mx.array]:
         (B, Hq, L, _), S = queries.shape, keys.shape[2]
-        step = L if fused else most(B * Hq * S)
+        step = L if fused else batch_size(B * Hq * S)
         outs: list[mx.array] = []
         for first in range(0, L, step):
             stop = min(first + step, L)
             end = S - L + stop
-            part = after(outs, queries[:, :, first:stop])
+            part = wait_for(outs, queries[:, :, first:stop])
             given = part, keys[:, :, :end], values[:, :, :end]
             outs.append(mx.fast.scaled_dot_product_attention(*given, scale=scale, mask="causal"))
         return (mx.concatenate(outs, axis=2),)

@@ -13,7 +13,7 @@ import mlx.core as mx
 import pytest
 from lm_prompts import SAMPLE
 from mlx_lm.models.cache import make_prompt_cache
-from places import FIXTURES
+from repository_paths import FIXTURES
 from run_threads import METHODS
 from saap_artefacts import LAYERS, ONLINE, STEPS
 from tier import some

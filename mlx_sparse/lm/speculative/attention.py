@@ -17,7 +17,9 @@ QUERIES, ROWS, HEAD_DIMS = 8, 32, (64, 96, 128, 256)
 
 def rows_at_once(backend: str, D: int, *, packed: bool) -> int:
     """Return the rows of a KV head that one kernel attends densely on a GPU."""
-    ours = backend != "ops" and not packed and metal.takes(D, registry.METAL_ROWS) and not registry.unavailable("metal")
+    ours = (
+        backend != "ops" and not packed and metal.supports(D, registry.METAL_ROWS) and not registry.unavailable("metal")
+    )
     return registry.METAL_ROWS if ours else ROWS
 
 

@@ -13,29 +13,44 @@ from cases import (
     every_parameter,
     plain_attention,
 )
-from expected import assert_conforms, attended, expected
-from quantised_cases import PackedCase, adapter, packed_cases
+from expected import METHODS, assert_coded_step, assert_conforms, attended, coded_parameters, expected
+from quantized_cases import PackedCase, adapter, packed_cases
 
 from mlx_sparse import ShapeError, oracle
 
 HERE = [("ops", case) for case in packed_cases()]
 by_backend = pytest.mark.parametrize("backend", ["ops"], indirect=True)
-# In the harness a case takes seconds: some of them, and what kernels score, which is whole rows.
+# What differs in the kernels: padding, codes that lie in two words, and scores of several tiles.
+ON_METAL = [
+    PackedCase(2, 4, 4, 127, 64, "f16", padding=(0, 100), bits=8, group_size=32),
+    PackedCase(1, 8, 2, 1100, 128, "f16", padding=(30,), bits=4),
+    PackedCase(1, 16, 1, 70, 64, "bf16", bits=3),
+    PackedCase(1, 4, 1, 8300, 64, "f16", bits=4),
+]
+# In the harness a case takes seconds: some of them, and with all components, which the kernels need.
 SETTINGS = ["rank-D", "paper", "robust", "reallocate", "eval"]
-PAIRS = [*HERE, *(("metal", case) for case in packed_cases()[1::6])]
+PAIRS = [*HERE, *(("metal", case) for case in (*packed_cases()[1::6], *ON_METAL))]
 ARMS = [(*pair, setting) for pair, setting in covering(HERE, SETTINGS)]
-ARMS += [(*pair, SETTINGS[0]) for pair in PAIRS if pair[0] == "metal"]
+ARMS += [(*pair, SETTINGS[0]) for pair in PAIRS if pair[0] == "metal"] + [("metal", ON_METAL[0], "reallocate")]
 
 
 @pytest.mark.parametrize(("backend", "case", "setting"), ARMS, ids=str, indirect=["backend"])
 def test_sparq_chooses_by_packed_rows_and_attends_as_the_oracle(backend: Any, setting: str, case: PackedCase) -> None:
-    params = every_parameter(case, setting)
-    found, wanted = adapter(backend).sparq(case, params), expected(case, setting, "sparq")
+    params = every_parameter(case, setting) | ({"rank": case.D} if backend.name == "metal" else {})
+    found, wanted = adapter(backend).sparq(case, params), METHODS["sparq"](case, params)
     if backend.name == "metal" and not params["reallocate"]:  # scores are held in 8 bits
         assert wanted.scores is not None
         assert_chosen_within(found.choice, wanted.choice, wanted.scores, 1 / 16)
         wanted = attended(case, found.choice, params["scale"], wanted.scores)
     assert_conforms(found, wanted, case)
+
+
+@pytest.mark.parametrize("setting", ["4-bits", "reallocate"])
+@pytest.mark.parametrize("case", ON_METAL[:2], ids=str)
+@pytest.mark.parametrize("backend", ["metal"], indirect=True)
+def test_a_scoring_copy_of_packed_rows_chooses_as_the_oracle(backend: Any, case: PackedCase, setting: str) -> None:
+    params = coded_parameters(case, setting)
+    assert_coded_step(adapter(backend).sparq(case, params), case, params, eight_bit_scores=True)
 
 
 @pytest.mark.parametrize(("backend", "case"), HERE, ids=str, indirect=["backend"])
@@ -46,8 +61,15 @@ def test_dense_attention_over_packed_rows_is_the_oracles(backend: Any, case: Pac
 
 @pytest.mark.parametrize(("backend", "case"), PAIRS, ids=str, indirect=["backend"])
 def test_listed_rows_are_unpacked_and_attended(backend: Any, case: PackedCase) -> None:
+    """Every seventh slot is empty, and every seventh is a row behind the keys in use."""
     chosen = np.tile(np.arange(0, case.S, 3, dtype=np.int32), (case.B, case.Hkv, 1))
-    assert_conforms(adapter(backend).attend_indices(case, chosen, 0.2), attended(case, chosen, 0.2), case)
+    chosen[..., 1::7], chosen[..., 3::7] = -1, case.S + 2
+    chosen[chosen < np.reshape(case.padding or 0, (-1, 1, 1))] = -1
+    for count in {chosen.shape[2], chosen.shape[2] // 2}:
+        counts = backend.integers(np.full((case.B, case.Hkv), count))
+        found = adapter(backend).attend_indices(case, chosen, 0.2, counts=counts)
+        in_use = (np.arange(chosen.shape[2]) < count) & (chosen < case.S)
+        assert_conforms(found, attended(case, np.where(in_use, chosen, -1), 0.2), case)
 
 
 @by_backend

@@ -8,18 +8,7 @@ import pytest
 
 from mlx_sparse.methods.block_layout import Layout
 from mlx_sparse.ops import block_select
-from mlx_sparse.oracle import blocks as oracle_blocks
-from mlx_sparse.oracle import prefill as oracle_prefill
 from mlx_sparse.oracle import sample as oracle_sample
-
-LAYOUTS = [
-    Layout(300, 300, 1, 32),
-    Layout(300, 300, 4, 32),
-    Layout(100, 333, 2, 32),
-    Layout(65, 700, 6, 64),
-    Layout(1000, 1000, 3, 128),
-    Layout(1, 129, 1, 128),
-]
 
 
 def scores(shape: tuple[int, ...], seed: int, *, ties: bool) -> np.ndarray:
@@ -66,36 +55,9 @@ def test_equal_shares_are_kept_up_to_alpha_however_their_sum_is_rounded(backend:
         assert keep(backend, np.full((1, 25), 0.3), count / 25).sum() == count
 
 
-@pytest.mark.parametrize("ties", [False, True], ids=["distinct", "ties"])
-@pytest.mark.parametrize("count", [1, 5, 40, 1000])
-def test_best_is_the_oracles(count: int, ties: bool) -> None:
-    x = scores((2, 3, 1, 40), count, ties=ties)
-    np.testing.assert_array_equal(
-        np.array(block_select.best(mx.array(x.astype(np.float32)), count)), oracle_prefill.best(x, count)
-    )
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("density", [0.0, 0.1, 0.6, 1.0])
-def test_lists_are_the_oracles(layout: Layout, density: float) -> None:
-    rng = np.random.default_rng(0)
-    flags = [rng.random((2, 3, len(layout.regions), layout.key_blocks)) < density for _ in range(2)]
-    mask = oracle_sample.merge(*flags, layout)
-    merged = block_select.merge(*map(mx.array, flags), layout, sampled_in_full=False)
-    np.testing.assert_array_equal(np.array(merged), mask)
-    for block in layout.sampled_blocks:
-        mask[:, :, block - layout.first_block, : block + 1] = True
-    merged = block_select.merge(*map(mx.array, flags), layout, sampled_in_full=True)
-    expected = oracle_blocks.block_lists(mask)
-    np.testing.assert_array_equal(np.array(block_select.block_lists(merged)), expected)
-    wide = np.array(block_select.block_lists(merged, layout.key_blocks + 3))
-    np.testing.assert_array_equal(wide[..., : expected.shape[-1]], expected)
-    assert (wide[..., expected.shape[-1] :] == -1).all()
-
-
 def test_a_width_makes_lists_without_waiting() -> None:
     """Nothing is evaluated: the arrays go in as a graph and come out as one."""
-    layout = LAYOUTS[1]
+    layout = Layout(300, 300, 4, 32)
     column = mx.random.uniform(shape=(1, 2, 4, layout.key_blocks))
     lists = block_select.select(column, column, layout, alpha_column=0.5, alpha_slash=0.5, width=layout.key_blocks)
     assert lists.shape == (1, 2, layout.row_blocks, layout.key_blocks)

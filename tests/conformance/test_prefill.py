@@ -16,7 +16,6 @@ from sample_cases import (
     assert_retains,
     assert_same_blocks,
     assert_same_scores,
-    dense_lse,
     logit_error,
     selection,
 )
@@ -59,28 +58,6 @@ def test_scores_are_those_of_the_oracle(backend: Any, case: SampleCase) -> None:
         sampled = {} if rows is None else {"rows": rows}
         for got, scores in zip(backend.sample_scores(case, **sampled), wanted, strict=True):
             assert_same_scores(got, scores, logit_error(q, k, case.scale))
-
-
-@pytest.mark.parametrize("case", [SMALL, SampleCase(1, 2, 1, 70, 106, 64, "f32", 32, chunks=9)], ids=str)
-@by_attending
-def test_each_sampled_row_spends_its_mass_once(backend: Any, case: SampleCase) -> None:
-    sampled = [stop - start for start, stop in (region.sample for region in case.layout.regions)]
-    for got in backend.sample_scores(case):
-        np.testing.assert_allclose(got.sum(axis=-1), np.broadcast_to(sampled, got.shape[:3]), rtol=1e-5)
-
-
-@on(ATTENDING, SAMPLE_CASES, few=(2, 5))
-def test_the_mass_that_is_counted_is_attended(backend: Any, case: SampleCase) -> None:
-    """By the kept columns alone, and by the kept bins alone, where sampled rows are not attended in full."""
-    alphas = (case.alpha_column, case.alpha_slash)
-    scores = backend.sample_scores(case)
-    columns, bins = (oracle.keep(side.astype(float), alpha) for side, alpha in zip(scores, alphas, strict=True))
-    error = 4 * logit_error(*case.inputs()[:2], case.scale)
-    for flags, alpha in (((columns, False & bins), alphas[0]), ((False & columns, bins), alphas[1])):
-        lists = oracle.block_lists(oracle.merge(*flags, case.layout))
-        mass = np.exp(backend.attend_blocks(case, lists).lse.astype(float) - dense_lse(case))
-        for start, stop in (region.sample for region in case.layout.regions):
-            assert (mass[..., start:stop].mean(axis=-1) >= alpha - 1e-6 - error).all()
 
 
 def random_lists(case: SampleCase, width: int) -> Array:
@@ -150,20 +127,6 @@ def test_what_is_not_listed_is_not_touched(backend: Any, poison: float) -> None:
         np.testing.assert_array_equal(got, wanted)
 
 
-@by_attending
-def test_nan_in_a_listed_key_is_not_hidden(backend: Any) -> None:
-    class Spoiled(SampleCase):
-        def inputs(self, seed: int = 0) -> tuple[Array, Array, Array]:
-            q, k, v = super().inputs(seed)
-            k[0, 0, 3, 5] = np.nan
-            return q, k, v
-
-    _, out, lse = backend.attend_blocks(Spoiled(1, 2, 1, 64, 64, 64, "f32", 32), np.array([[[[0], [1]], [[0], [0]]]]))
-    rows = np.array([[*[False] * 3, *[True] * 29, *[False] * 32], [*[False] * 3, *[True] * 61]])
-    np.testing.assert_array_equal(np.isnan(out).all(axis=-1)[0], rows)
-    np.testing.assert_array_equal(np.isnan(lse)[0], rows)
-
-
 # The public functions of a library.
 
 
@@ -202,27 +165,6 @@ def test_an_alpha_of_one_is_dense_attention_to_the_last_bit(
     assert (backend.numpy(out) == backend.numpy(dense)).all()
     assert stats.density == 1
     assert stats.elements == stats.dense_elements == oracle.sample_attention(*case.inputs(), **given)[1].elements
-
-
-@by_attending
-def test_a_prompt_in_steps_is_one_shot_with_as_many_regions(backend: Any) -> None:
-    case = SampleCase(1, 4, 2, 256, 320, 64, "f32", 32, chunks=4)
-    q, k, v = backend.arrays(case)
-    functions, how = backend.functions, {**case.parameters, "backend": backend.name}
-    at_once = functions.sample_attention(q, k, v, **how)
-    chosen = backend.numpy(functions.sample_select(q, k, **how))
-    assert (chosen >= 0).sum() < 0.9 * case.B * case.Hq * case.layout.causal_pairs
-    steps = []
-    for start in range(0, case.L, 64):
-        stop = start + 64
-        seen = case.S - case.L + stop
-        piece, one = (q[:, :, start:stop], k[:, :, :seen], v[:, :, :seen]), {**how, "chunks": 1}
-        listed = backend.numpy(functions.sample_select(*piece[:2], **one))
-        of_piece = chosen[:, :, start // 32 : stop // 32]
-        assert (oracle.block_mask(listed, 10) == oracle.block_mask(of_piece, 10)).all()
-        steps.append(backend.numpy(functions.sample_attention(*piece, **one)))
-    for out in (backend.numpy(at_once), np.concatenate(steps, axis=2)):
-        assert_attends(out, None, case, chosen)
 
 
 @pytest.mark.parametrize("scale", [-0.2, 0.0])

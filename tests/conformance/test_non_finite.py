@@ -10,9 +10,9 @@ import pytest
 from adapters import having
 from cases import SPARQ, Array, Case, assert_same_choice, covering, every_parameter
 from expected import Expected, expected
+from non_finite_cases import INF, NAN, SIZES, SPOILED, Spoiled, SpoiledPrompt, assert_shows
 from saap_cases import SaapCase, assert_attends, visited
 from sample_cases import selection
-from spoiled import INF, NAN, SIZES, SPOILED, Spoiled, SpoiledPrompt, assert_shows
 
 from mlx_sparse import oracle
 
