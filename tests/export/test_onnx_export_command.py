@@ -31,6 +31,7 @@ from mlx_sparse import cli
 
 NAMES = {"model.onnx", "model.onnx.data", "tokenizer.json", "tokenizer_config.json", "genai_config.json"}
 SPARQ = "sparq:rank=4,top_k=4"
+TABLES = json.loads(Path(__file__).with_suffix(".json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -96,45 +97,7 @@ def test_parameters_come_from_a_file_too(run: Callable[..., str], llama: Path, t
 
 @pytest.mark.parametrize(
     ("options", "expected"),
-    [
-        (["--method", "h2o"], r"--method: expected dense, sparq, .* or sample\+\w+, .*, got 'h2o'"),
-        (["--method", ""], "--method: expected dense, sparq"),
-        (["--method", "dense:rank=4"], "dense: expected one of the keys"),
-        (["--method", "sparq:rank=0"], "rank: expected an integer of at least 1, got 0"),
-        (["--method", "sparq:rank=17"], "rank: expected at most the head dim D=16, got 17"),
-        (["--method", "sparq:range=4"], "sparq: expected one of the keys"),
-        (["--method", "sparq:rank=4+dense"], "--method: expected dense, sparq"),
-        (["--method", "sample+minference"], "--method: expected dense, sparq"),
-        (["--method", "sample:alpha_slash=0"], "alpha_slash: expected a number above 0 and at most 1, got 0"),
-        (["--method", "sample:block_size=48"], "block_size: expected one of 32, 64, 128, got 48"),
-        (["--method", "sample:ranges=64:0.9:0.9:1/4096:0.8:0.8:1"], "ranges: expected one setting for all contexts"),
-        (["--attn-config", "missing.toml"], "attn-config: expected a readable TOML file, got missing.toml"),
-        (["--dtype", "int8"], "--dtype: expected one of float32, float16, bfloat16, got 'int8'"),
-        (["--max-length", "0"], "--max-length: expected an integer of at least 1 and .*, got 0"),
-        (["--max-length", "-3"], "--max-length: expected an integer of at least 1 and .*, got -3"),
-        (
-            ["--max-length", "4097"],
-            "--max-length: expected at most max_position_embeddings=4096 of the model, got 4097",
-        ),
-        (["--max-length", "9" * 30], "--max-length: expected an integer of at least 1 and at most 2147483647, got 999"),
-        (["--max-length", "many"], "--max-length: invalid int value: 'many'"),
-        (["--dense-below", "soon"], "--dense-below: invalid int value: 'soon'"),
-        (["--dense-below", "-1"], "--dense-below: expected an integer of at least 0 and at most 2147483647, got -1"),
-        (["--dense-below", "9", "--method", "dense"], "--dense-below: .* --method that decodes densely, got 9"),
-        (["--dense-below", "9", "--method", "sample"], "--dense-below: .* --method that decodes densely, got 9"),
-        (["--dense-below", "9", "--method", "sparq:dense_below=5"], "--dense-below: .* beside dense_below=5 .*, got 9"),
-        (["--dense-below", "auto"], "--dense-below: auto was removed: give a number"),
-        (["--dense-below=auto"], "--dense-below: auto was removed: give a number"),
-        (["--kv-bits", "4"], "--kv-bits: was removed: files have float caches"),
-        (["--static", "1,1"], "--static: was removed: run onnxruntime.tools.make_dynamic_shape_fixed"),
-        (["--method", "quest"], "--method: quest was removed: use sparq"),
-        (
-            ["--method", "sparq:key_bits=4"],
-            r"key_bits: expected 16 for a file .*, got 4\. Give --native",
-        ),
-        (["--method", "sparq:key_bits=4", "--native", "--inline"], "key_bits: expected 16 beside --inline, got 4"),
-        (["--fast"], "unrecognized arguments: --fast"),
-    ],
+    TABLES["wrong arguments"],
 )
 def test_wrong_arguments_are_refused(
     run: Callable[..., str], llama: Path, tmp_path: Path, options: list[str], expected: str

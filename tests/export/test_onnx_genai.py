@@ -122,14 +122,6 @@ def test_rows_of_unequal_length_are_refused_rather_than_mixed_up(method: str) ->
 
 
 @by_method
-def test_a_prompt_can_be_appended_in_parts(method: str) -> None:
-    generator = Generator(exported(method))
-    generator.say([PROMPT[:40]], 0)
-    [tokens] = generator.say([PROMPT[40:]], STEPS)
-    assert tokens[1:] == said_after_a_dense_prompt(method, PROMPT, STEPS)
-
-
-@by_method
 def test_a_long_prompt_goes_in_pieces(method: str) -> None:
     prompt = tiny_models.prompt_of(600)
     folder = exported(method, max_length=1024)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -115,27 +116,7 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[[str], s
 
 @pytest.mark.parametrize(
     ("method", "message"),
-    [
-        ("saap", "artefact: expected a file that mlx-sparse train-saap wrote, got none"),
-        ("saap:mode=online", "mode: expected trained for a file, .*, got online"),
-        ("saap:artefact=FOLDER/no.safetensors", "no.safetensors: expected .*, got none that can be read"),
-        ("saap:artefact=FOLDER/cut.safetensors", "cut.safetensors: expected .*file not fully covered"),
-        ("saap:artefact=FOLDER/other.safetensors,probes=4", "artefact: expected one trained on this model"),
-        ("saap:artefact=FOLDER/family.safetensors,probes=4", "artefact: expected one for llama, got one for qwen3"),
-        (
-            "saap:artefact=FOLDER/own.safetensors,probes=9",
-            "probes: expected at most the 8 buckets of .*own.safetensors, got 9",
-        ),
-        (
-            "saap:artefact=FOLDER/own.safetensors,probes=4,dense_layers=2",
-            "dense_layers: expected a layer that SAAP serves",
-        ),
-        (
-            "sparq+saap:artefact=FOLDER/own.safetensors",
-            "--method: expected dense, sparq, saap, .*sample, sample.sparq.*sample.saap",
-        ),
-        ("saap:artefact=FOLDER/own.safetensors,prob=4", "saap: expected one of the keys"),
-    ],
+    json.loads(Path(__file__).with_suffix(".json").read_text())["refused methods"],
 )
 def test_what_cannot_be_exported_is_refused_in_one_line(
     run: Callable[[str], str], tmp_path: Path, method: str, message: str

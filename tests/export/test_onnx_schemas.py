@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -129,29 +130,7 @@ def test_registration_leaves_nothing_behind() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [
-        ({"rank": 0}, "rank: expected an integer of at least 1, got 0"),
-        ({"rank": 65, "sizes": {"D": 64}}, "rank: expected at most the head dim D=64, got 65"),
-        ({"top_k": 0}, "top_k: expected an integer of at least 1, got 0"),
-        ({"top_k": 2.5}, "top_k: expected an integer"),
-        ({"local_window": 33}, "local_window: expected at most top_k=32"),
-        ({"lanes": 0}, "lanes: expected an integer of at least 1, got 0"),
-        ({"lanes": 64, "sizes": {"C": 100}}, "lanes: expected a divisor of the capacity C=100, got 64"),
-        ({"dense_below": -1}, "dense_below: expected an integer of at least 0, got -1"),
-        ({"name": "CachedAttention", "window": -1}, "window: expected an integer of at least 0, got -1"),
-        ({"reallocate": 2}, "reallocate: expected an integer of at least 0 and at most 1, got 2"),
-        ({"name": "Sample", "alpha_slash": 0.0}, "alpha_slash: expected a number above 0 and at most 1, got 0.0"),
-        ({"name": "Sample", "alpha_column": 1.1}, "alpha_column: expected a number above 0 and at most 1, got 1.1"),
-        ({"name": "Sample", "alpha_column": float("nan")}, "alpha_column: expected a number above 0 and at most 1"),
-        ({"name": "Sample", "block_size": 48}, "block_size: expected one of 32, 64, 128, got 48"),
-        ({"name": "Sample", "chunks": 0}, "chunks: expected an integer of at least 1, got 0"),
-        ({"name": "SampleAttention", "dense_prompt_below": -1}, "dense_prompt_below: expected an integer"),
-        ({"spec": 2}, "spec: expected an integer of at least 1 and at most 1, got 2"),
-        ({"scale": float("nan")}, "scale: expected a finite number, got nan"),
-        ({"scale": "1"}, "scale: expected a finite number, got '1'"),
-        ({"dtype": "float64"}, "dtype: expected one of float32, float16, bfloat16, got 'float64'"),
-        ({"window": 3}, "SparQAttention: expected the attributes .* got others: window"),
-    ],
+    json.loads(Path(__file__).with_suffix(".json").read_text())["wrong arguments"],
     ids=str,
 )
 def test_a_wrong_argument_gets_one_clear_line(settings: dict[str, Any], message: str) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import mlx.core as mx
 import numpy as np
 import pytest
 from cases import Case, assert_same_choice
-from mlx_lm.models.base import create_causal_mask
 from onnx.inliner import inline_local_functions
 from onnx_operators import (
     CACHES,
@@ -49,17 +47,6 @@ def test_a_window_keeps_the_last_positions(runtime: str, L: int, window: int) ->
     np.testing.assert_allclose(got["output"], expected, rtol=0, atol=1e-5)
     np.testing.assert_array_equal(got["present_key"], keys.astype(np.float32))
     np.testing.assert_array_equal(got["present_value"], values.astype(np.float32))
-
-
-@pytest.mark.parametrize("window", [1, 5, 40])
-def test_the_window_is_that_of_mlx_lm(window: int) -> None:
-    case = Case(1, 2, 1, 40, 64, "f32")
-    q, k, v = case.inputs(L=9)
-    mask = np.array(create_causal_mask(9, case.S - 9, window_size=window))
-    given = {"query": q, "keys": k, "values": v, "left_padding": padding(case), "length": np.full(1, case.S)}
-    attend = Operator("onnxruntime", "DenseAttention", "f32", scale=0.125, window=window)
-    expected = mx.fast.scaled_dot_product_attention(*map(mx.array, (q, k, v)), scale=0.125, mask=mx.array(mask))
-    np.testing.assert_allclose(attend(**given)["output"], np.array(expected), rtol=0, atol=1e-5)
 
 
 @by_runtime
