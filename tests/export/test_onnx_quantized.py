@@ -107,20 +107,6 @@ def test_float32_needs_no_offsets_and_half_precision_does(bits, group_size):
         assert (made.offsets is None) == (dtype == "float32")
 
 
-@pytest.mark.parametrize("group_size", SIZES)
-def test_eight_bits_are_the_sum_of_two_times_four(group_size):
-    made = blocks("w", *quantised(weights(24, 3 * group_size), 8, group_size, "float32"), group_size=group_size, bits=8)
-    high, low = made.halves()
-    both = [parts(half) for half in (high, low)]
-    codes, steps, zeros = parts(made)
-    summed_up = sum(step * (code - zero) for code, step, zero in both)
-    np.testing.assert_array_equal(summed_up, steps * (codes - zeros))
-    rows = np.array([[0, 23]])
-    gathered = sum(run("GatherBlockQuantized", *half.gather(), rows).astype(float) for half in (high, low))
-    allowed = 4 * EPS * sum(np.abs(step) * (code + zero) for code, step, zero in both)
-    assert (np.abs(gathered - summed_up[rows]) <= allowed[rows]).all()
-
-
 @pytest.mark.parametrize(("bits", "group_size"), list(itertools.product(BITS, SIZES)))
 def test_gather_reads_rows_of_the_codes_that_matmul_uses(bits, group_size):
     arrays = quantised(weights(24, 3 * group_size), bits, group_size, "float32")

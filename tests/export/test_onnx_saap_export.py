@@ -64,15 +64,6 @@ def test_quantised_models_keep_their_artefact(tmp_path: Path) -> None:
     assert result.agreement.sparse < FLOAT32 * result.agreement.largest
 
 
-def test_a_text_after_another_starts_anew(tmp_path: Path) -> None:
-    runner, prompts = Made(tmp_path, "llama", SAAP_FILE).runner(), [tiny_models.prompt_of(20, seed) for seed in (1, 2)]
-    told = []
-    for prompt in (*prompts, prompts[0]):
-        told.append(list(runner.generate(prompt, 8)))
-        runner.reset()
-    assert told[0] == told[2] != told[1]
-
-
 def test_queries_that_choose_after_rope_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = SaapDecoding.routing
     monkeypatch.setattr(SaapDecoding, "routing", lambda self, before, after: original(self, after, after))
