@@ -26,7 +26,7 @@ from mlx.utils import tree_flatten
 from mlx_sparse.onnx_export.exporter import command, decoder, export, weights
 from mlx_sparse.onnx_export.exporter.folder import emerging
 from mlx_sparse.onnx_export.exporter.methods.sparq import SparQDecoding
-from mlx_sparse.onnx_export.exporter.verify import compare, session
+from mlx_sparse.onnx_export.exporter.verify import compare
 
 from mlx_sparse import cli
 
@@ -332,7 +332,7 @@ def test_caches_beyond_memory_are_refused(
     def fail(*args: Any) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(session, "zeros", fail)
+    monkeypatch.setattr(compare, "zeros", fail)
     model = changed(tmp_path / "model", max_position_embeddings=None)
     message = run(model, "--method", SPARQ, "--max-length", "1000000")
     assert_refused(message, "--max-length: expected caches that fit into memory", tmp_path)

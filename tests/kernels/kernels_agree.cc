@@ -9,8 +9,6 @@
 #include <vector>
 
 #include "kernels.h"
-#include "tiles.h"
-#include "types.h"
 
 using namespace sparse;
 
