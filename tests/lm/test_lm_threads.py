@@ -134,7 +134,7 @@ def test_a_model_that_calls_another_one_within_its_call_attends_as_without(attn:
 
 
 def test_threads_that_add_to_a_report_lose_no_count():
-    report = Report("", "", "")
+    report = Report(attn="", backend="", model_type="")
     one = Counts(1, Counter(["here"]), 2, 3)
 
     def add() -> None:
