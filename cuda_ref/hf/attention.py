@@ -29,7 +29,7 @@ from .cache import Origin, SparQCache, dense_layer, origin_of
 NAME = "sparq"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
-_without_cache = Report(NAME, "triton", "calls without a SparQCache")
+_without_cache = Report(attn=NAME, backend="triton", model_type="calls without a SparQCache")
 
 
 def register() -> None:

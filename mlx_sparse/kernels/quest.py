@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..methods import registry
+from ..ops.quest import with_bounds
 from .attend import attend_indices
 from .launch import Kernel, integer, padding_or_zeros
 from .select import top_k_select
@@ -70,7 +71,7 @@ def quest_attention(
 
     Args:
         keys, values: ``(B, Hkv, capacity, D)`` with ``length`` rows in use; whole buffers, which are not copied.
-        selection: the other parameters of `quest_select`.
+        selection: the other parameters of `quest_select`. Page bounds that are absent are computed from all keys.
     """
-    indices = quest_select(queries, keys, length=length, **selection)
+    indices = quest_select(queries, keys, length=length, **with_bounds(keys, selection))
     return attend_indices(queries, keys, values, indices, scale=scale, length=length)

@@ -38,6 +38,14 @@ def page_bounds(keys: Rows, left_padding: mx.array | None, *, page_size: int) ->
     return bounds[0], bounds[1]
 
 
+def with_bounds(keys: Rows, selection: dict[str, Any]) -> dict[str, Any]:
+    """Return the parameters of `quest_select` with the bounds of all pages, computed if they are absent."""
+    if "page_min" in selection:
+        return selection
+    bounds = page_bounds(keys, selection["left_padding"], page_size=selection["page_size"])
+    return {**selection, "page_min": bounds[0], "page_max": bounds[1]}
+
+
 def page_scores(queries: mx.array, page_min: mx.array, page_max: mx.array) -> mx.array:
     """Return upper bounds of the page scores for the group (quest.3): float32 ``(B, Hkv, P)``; NaN becomes +inf."""
     q = group_queries(queries, page_min.shape[1])
@@ -85,6 +93,7 @@ def quest_attention(
     """Run one decode step: ``out (B, Hq, 1, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, 1)``.
 
     Args:
-        selection: the other parameters of `quest_select`.
+        selection: the other parameters of `quest_select`. Page bounds that are absent are computed from all keys.
     """
+    selection = with_bounds(keys, selection)
     return attend_indices(queries, keys, values, quest_select(queries, keys, **selection), scale=scale)

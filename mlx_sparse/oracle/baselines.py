@@ -13,7 +13,6 @@ from ..methods.stats import (
     dense_elements,
     flexgen_elements,
     h2o_elements,
-    oracle_top_k_elements,
     streaming_elements,
 )
 from .attend import (
@@ -84,7 +83,7 @@ def oracle_top_k_attention(
     _, weights = _exact(q, k, scale, left_padding)
     indices = top_k_select(weights.sum(axis=2), top_k=top_k, local_window=window, left_padding=left_padding)
     out, lse = attend_indices(q, k, v, indices, scale=scale)
-    moved = oracle_top_k_elements(n.S, n.D, top_k=top_k)
+    moved = streaming_elements(n.S, n.D, top_k=top_k)
     return with_stats(out, lse, (q, k, v), scale, left_padding, moved, top_k, return_stats)
 
 

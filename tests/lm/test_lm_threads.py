@@ -132,7 +132,7 @@ def test_nested_model_calls_do_not_interfere(attn: str, monkeypatch: pytest.Monk
 
 
 def test_threads_that_add_to_a_report_lose_no_count():
-    report = Report("", "", "")
+    report = Report(attn="", backend="", model_type="")
     one = Counts(1, Counter(["here"]), 2, 3)
 
     def add() -> None:
