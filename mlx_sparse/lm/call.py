@@ -19,7 +19,6 @@ from ..methods import reasons
 from ..model_info import leaves
 from ..ops.packed_rows import PackedRows, Rows
 from . import chunks, seam
-from .dense import replace, with_sinks
 from .figures import PrefillCounts
 from .plan import LayerPlan, Plan, Probe, layer_reason
 
@@ -54,6 +53,7 @@ class Call:
         probe: finds out about the layers in a trial call; None in any other.
         caches: of all layers.
         counts: of this call, for the report.
+        figures: counts of the sparse prefill chunks.
         checks: whether the call checks drafts, or decodes without them.
     """
 
@@ -69,7 +69,7 @@ class Call:
         self.checks = phase is Phase.CHECK
         self._drafts = plan.lossless is None or phase is Phase.DRAFT  # whether steps may be sparse
         self._planned = plan.decodes and self._drafts
-        self._figures: PrefillCounts | None = None
+        self.figures = PrefillCounts()
         self._steps = 0  # keys of a step of a single query
 
     def __enter__(self) -> Call:
@@ -84,7 +84,7 @@ class Call:
         if error is None:
             # The device computes what nothing else asks for; this waits for no more than `PrefillCounts.figures` does.
             counts.counting = None if hooks is None else hooks.submit()
-            counts.prefill = None if self._figures is None else self._figures.figures()
+            counts.prefill = self.figures.figures()
             plan.report.add(counts)
             if self._steps and plan.watch is not None:
                 watch, plan.watch = plan.watch, None
@@ -93,13 +93,6 @@ class Call:
     def agreed(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the arguments of the call, tokens first, as all processes agree on them."""
         return inputs
-
-    @property
-    def figures(self) -> PrefillCounts:
-        """Counts of the sparse prefill chunks."""
-        if self._figures is None:
-            self._figures = PrefillCounts()
-        return self._figures
 
     def attend(
         self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None
@@ -145,10 +138,10 @@ class Call:
         else:
             out, lse = self.hooks.step(queries, cache, layer.step, layer.served, scale)
         if sinks is not None:
-            out = with_sinks(out, lse, sinks)
+            out = chunks.with_sinks(out, lse, sinks)
         if layer.short:
             counts.dense_calls[reasons.SHORT_SEQUENCES] += 1
-            out = replace(out, layer.short, queries, cache, scale, sinks)
+            out = chunks.replace(out, layer.short, queries, cache, scale, sinks)
         return out
 
     def _decide(
@@ -166,7 +159,7 @@ class Call:
             return None
         if self.hooks is not None and self.plan.decodes:
             self.hooks.keys_written(cache)
-        if isinstance(cache, SparseBatchKVCache) and chunks.apart(self, queries.shape[2], cache):
+        if isinstance(cache, SparseBatchKVCache) and self.plan.prefill is not None and queries.shape[2] > 1:
             out = chunks.attend_each(self, queries, cache, scale, mask, sinks)
         else:
             out = self.attend_one(queries, keys, cache, scale, mask, sinks, self.place(cache))
@@ -194,7 +187,7 @@ class Call:
                 attended = chunks.attend_chunk(self, queries, keys, cache, scale, place)
                 if attended is not None:
                     out, lse = attended
-                    return out if sinks is None else with_sinks(out, lse, sinks)
+                    return out if sinks is None else chunks.with_sinks(out, lse, sinks)
                 reason = reasons.TOO_FULL
         else:
             reason = self.step_reason(queries, keys, cache, mask, sinks)

@@ -89,12 +89,6 @@ class Recorder:
                 return call.before
         return None
 
-    def note_part(self, array: mx.array, part: mx.array, where: tuple[slice, ...]) -> None:
-        """``part`` is ``array[where]``: `before` knows it too, if it knows ``array``."""
-        for call in list(self.calls):
-            if call.after is array:
-                self.calls.append(Call(call.rope, call.before[where], part, call.offset))
-
     def clear(self) -> None:
         """Forget all calls of this thread."""
         self.calls.clear()

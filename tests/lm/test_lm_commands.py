@@ -81,8 +81,8 @@ GOOD: dict[str, list[list[str]]] = {
     "--max-kv-size": [["mlx_lm.generate", *GENERATE, "--max-kv-size", "16", *SPARSE, *JSON]],
     "long": [LONG],
     "long, sample": [[*LONG, "--attn", SAMPLE, *JSON]],
-    "long, both": [[*LONG, *BOTH, "--attn-report", "json+mass"]],
-    "long, both, text": [[*LONG, *BOTH, "--attn-report", "mass"]],
+    "long, both": [[*LONG, *BOTH, "--attn-report", "json+recall"]],
+    "long, both, text": [[*LONG, *BOTH, "--attn-report", "recall"]],
     "long, both, toml": [[*LONG, "--attn-config", "both.toml", *JSON]],
     "benchmark both -b 2": [[*BENCHMARK[:3], "-p", "300", "-g", "6", "-n", "1", "-b", "2", *BOTH, *JSON]],
     "cache_prompt, sample": [
@@ -125,9 +125,9 @@ BAD: dict[str, tuple[list[str], str]] = {
         "attn: expected one prefill method, got sample and bigbird",
     ),
     "alpha 0": (["--attn", "sample:alpha_column=0"], "alpha_column: expected .*, got 0"),
-    "mass without a prefill method": (
-        [*SPARSE, "--attn-report", "mass"],
-        "--attn-report: expected text, json or off with --attn sparq, got mass",
+    "recall without a prefill method": (
+        [*SPARSE, "--attn-report", "recall"],
+        "--attn-report: expected text, json or off with --attn sparq, got recall",
     ),
     "malformed TOML": (["--attn-config", "bad.toml"], r"attn-config: expected valid TOML, got bad.toml \(.*\)"),
     "missing TOML": (["--attn-config", "none.toml"], "attn-config: expected a readable TOML file, got none.toml"),
@@ -374,8 +374,8 @@ def test_a_prompt_is_processed_sparsely_alone_and_beside_a_decode_method(finishe
     figures = together["prefill"]
     assert figures["calls"] == LAYERS
     assert 0 < figures["density"]["min"] <= figures["density"]["mean"] < 1
-    assert 0 < figures["retained_mass"]["min"] <= figures["retained_mass"]["mean"] < 1
-    assert "retained_mass" not in alone["prefill"]
+    assert 0 < figures["recall"]["min"] <= figures["recall"]["mean"] < 1
+    assert "recall" not in alone["prefill"]
     assert [entry["heads"] for entry in alone["prefill"]["layers"]] == [entry["heads"] for entry in figures["layers"]]
 
 
@@ -391,7 +391,7 @@ def test_the_text_report_tells_of_prompts(finished: Runs):
     assert re.fullmatch(r"\[mlx-sparse\] sample:.*\+sparq:.* on ops: 2 of 2 layers \(llama, llama\)", first)
     assert [line.split(":")[0] for line in rest] == [
         *("  prompts sparse from 0 keys on (given)", "  sparse from 5 keys on (given)"),
-        *("  sparse prefill calls", "  density", "  retained mass", "  sparse calls"),
+        *("  sparse prefill calls", "  density", "  attention recall", "  sparse calls"),
     ]
 
 
