@@ -53,7 +53,6 @@ class Call:
         probe: finds out about the layers in a trial call; None in any other.
         caches: of all layers.
         counts: of this call, for the report.
-        figures: counts of the sparse prefill chunks.
         checks: whether the call checks drafts, or decodes without them.
     """
 
@@ -69,7 +68,7 @@ class Call:
         self.checks = phase is Phase.CHECK
         self._drafts = plan.lossless is None or phase is Phase.DRAFT  # whether steps may be sparse
         self._planned = plan.decodes and self._drafts
-        self.figures = PrefillCounts()
+        self._figures: PrefillCounts | None = None
         self._steps = 0  # keys of a step of a single query
 
     def __enter__(self) -> Call:
@@ -84,7 +83,7 @@ class Call:
         if error is None:
             # The device computes what nothing else asks for; this waits for no more than `PrefillCounts.figures` does.
             counts.counting = None if hooks is None else hooks.submit()
-            counts.prefill = self.figures.figures()
+            counts.prefill = None if self._figures is None else self._figures.figures()
             plan.report.add(counts)
             if self._steps and plan.watch is not None:
                 watch, plan.watch = plan.watch, None
@@ -93,6 +92,13 @@ class Call:
     def agreed(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the arguments of the call, tokens first, as all processes agree on them."""
         return inputs
+
+    @property
+    def figures(self) -> PrefillCounts:
+        """Counts of the sparse prefill chunks."""
+        if self._figures is None:
+            self._figures = PrefillCounts()
+        return self._figures
 
     def attend(
         self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None
