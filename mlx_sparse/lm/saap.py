@@ -19,8 +19,7 @@ from ..model_info import whole_of
 from ..model_parts import part_of
 from .figures import BucketCounts, BucketFigures
 from .hooks import CallHooks, ModelHooks
-from .rope import Recorder, Source
-from .tracing import Seen, find_sources
+from .rope import Recorder, Seen, Source, find_sources
 
 
 def load_artefact(config: SAAP) -> artefacts.Artefact | None:

@@ -20,8 +20,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from ...checks import ArtefactError, ConfigError
 from ...files import replace_file
-from ...lm.rope import Recorder, Source
-from ...lm.tracing import Seen, find_sources, observe
+from ...lm.rope import Recorder, Seen, Source, find_sources, observe
 from ...model_info import leaves
 from .rows import Texts
 
