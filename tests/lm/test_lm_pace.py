@@ -8,8 +8,8 @@ import json
 import pytest
 
 from mlx_sparse.api.call_report import Counts, Report
+from mlx_sparse.lm.chunks import fused
 from mlx_sparse.lm.figures import DraftFigures
-from mlx_sparse.lm.speculative.attention import fused
 from mlx_sparse.lm.speculative.draft_length import DENSE_EVERY, MOST, PAUSE, DraftLength
 from mlx_sparse.methods.registry import METAL_ROWS
 

@@ -163,7 +163,7 @@ def test_quantized_caches_are_reused_between_requests(tmp_path: Path):
 def test_sparse_prefill_figures_are_read_from_another_thread(model: Path):
     attn = f"sample:block_size=32,alpha_column=0.3,alpha_slash=0.3,dense_below=0+{SPARSE[1]}"
     prompts = [words(prompt_of(300, seed)) for seed in range(3)]
-    with running(model, "--attn", attn, "--attn-report", "json+mass") as server:
+    with running(model, "--attn", attn, "--attn-report", "json+recall") as server:
         server.wait_until_up()
         answers = [server.ask(prompt) for prompt in prompts]
         with ThreadPoolExecutor(3) as pool:
@@ -175,7 +175,7 @@ def test_sparse_prefill_figures_are_read_from_another_thread(model: Path):
     figures = report["prefill"]
     assert figures["calls"] >= LAYERS * 3
     assert 0 < figures["density"]["mean"] < 1
-    assert 0 < figures["retained_mass"]["mean"] < 1
+    assert 0 < figures["recall"]["mean"] < 1
     assert "with an array mask" not in report["dense_calls"]
 
 

@@ -61,7 +61,7 @@ def test_every_method_of_the_table_runs_in_threads():
 
 def test_reading_the_report_evaluates_nothing(monkeypatch: pytest.MonkeyPatch):
     model = build()
-    with mlx_sparse.sparse(model, f"{SAMPLE}+{SAAP}", mass=True) as report:
+    with mlx_sparse.sparse(model, f"{SAMPLE}+{SAAP}", recall=True) as report:
         cache = make_prompt_cache(model)
         model(mx.array([prompt_of(PROMPT)]), cache=cache)
         for token in range(3):
