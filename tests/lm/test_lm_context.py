@@ -94,7 +94,7 @@ def test_so_do_four(tmp_path: Path):
 
 
 def test_a_step_sends_what_the_page_says(ranks: dict[str, list[Run]]):
-    """docs/servers.md: messages of a layer, over those that the pieces of prompts send alike."""
+    """docs/distributed.md: messages of a layer, over those that the pieces of prompts send alike."""
     messages = {name: found[0][1][3] for name, found in ranks.items()}
     dense = messages["dense"] + 1  # from where on steps are sparse, once
     assert messages["sparq"] - dense >= 2 * ranks["sparq"][0][1][0]
