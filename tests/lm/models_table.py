@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,7 +16,6 @@ import models_notes as notes
 import models_survey as survey
 from mlx_lm.utils import MODEL_REMAPPING
 from models_survey import Facts
-from tiny_models import FAMILIES, MORE
 
 from mlx_sparse.lm.unfit_models import UNFIT
 from mlx_sparse.tools.formats import table, write
@@ -25,7 +24,15 @@ ROOT = Path(__file__).parents[2]
 FACTS, PAGE = ROOT / "docs" / "models.jsonl", ROOT / "docs" / "models.md"
 SECTION = re.compile(r"(?<=<!-- models -->\n).*?(?=<!-- /models -->)", re.DOTALL)
 
-HEADER = ["family of mlx-lm", "models", "attention", "`sparq`", "stays dense", "seen"]
+HEADER = ["family of mlx-lm", "models", "`sparq`", "stays dense", "seen"]
+# Reasons of the report, as the table writes them.
+SHORT = {
+    "with a sliding window (RotatingKVCache)": "sliding window",
+    "that keep a state of fixed size and no keys": "state of fixed size",
+    "with keys or values that are not the cache's (MLA)": "MLA",
+    "with key and value head dims that differ (MLA)": "MLA",
+    "that compute attention themselves or have none": "own attention",
+}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -50,23 +57,30 @@ def read(path: Path) -> tuple[list[Facts], str]:
 
 def page(text: str, facts: Sequence[Facts], mlx_lm: str) -> str:
     """Return the page with the table of these facts."""
-    return SECTION.sub(lambda _: f"{markdown(facts, mlx_lm, {*FAMILIES, *MORE})}\n", text)
+    return SECTION.sub(lambda _: f"{markdown(facts, mlx_lm)}\n", text)
 
 
-def markdown(facts: Sequence[Facts], mlx_lm: str, suite: Collection[str] = ()) -> str:
-    """The table of docs/models.md.
-
-    Args:
-        mlx_lm: the version that was surveyed.
-        suite: families whose tiny models the tests decode with.
-    """
+def markdown(facts: Sequence[Facts], mlx_lm: str) -> str:
+    """Return the list and the table of docs/models.md."""
     known = {found.family for found in facts}
-    rows = [[f"`{one.family}`", _models(one.family), *_cells(one), _seen(one, suite)] for one in facts]
+    simple = [one for one in facts if _simple(one)]
+    known_as = {one.family: _models(one.family) for one in simple}
+    names = "; ".join(f"`{family}`" + (f" ({models})" if models else "") for family, models in known_as.items())
+    rest = [one for one in facts if one not in simple]
+    rows = [[f"`{one.family}`", _models(one.family), *_cells(one), _seen(one)] for one in rest]
     for absent in notes.ABSENT:
         if absent.family not in known:
             said = f"[reported]({absent.source})"
-            rows.append([f"not in mlx-lm {mlx_lm}", absent.models, absent.attention, "no", "all", said])
-    return f"{_summary(facts, mlx_lm)}\n\n{table(HEADER, rows)}"
+            rows.append([f"not in mlx-lm {mlx_lm}", absent.models, "no", absent.attention, said])
+    whole = f"**Every layer can be sparse**, and was run: {names}."
+    return f"{_summary(facts, mlx_lm)}\n\n{whole}\n\n{table(HEADER, rows)}"
+
+
+def _simple(one: Facts) -> bool:
+    """Return True if every method serves all layers and nothing else is known of the family."""
+    special = one.family in notes.REAL or one.family in notes.REPORTED or one.family in UNFIT
+    served = one.how == "run" and set(one.served.values()) == {one.layers}
+    return served and one.exact is True and one.shows is True and not special and not one.note
 
 
 def _summary(facts: Sequence[Facts], mlx_lm: str) -> str:
@@ -88,24 +102,23 @@ def _models(family: str) -> str:
     return "; ".join(filter(None, (notes.CHECKPOINTS.get(family, ""), also)))
 
 
-def _cells(one: Facts) -> tuple[str, str, str]:
-    """Attention, layers served, and why the others are not."""
+def _cells(one: Facts) -> tuple[str, str]:
+    """Return the layers served, and the reasons why the others are not."""
     if one.how == "read":
-        return next(iter(one.kinds), ""), "not run", ""
-    kinds = ", ".join(kind if len(one.kinds) == 1 else f"{count} {kind}" for kind, count in one.kinds.items())
+        return "not run", ""
     served = f"{one.served['sparq']} of {one.layers}"
     others = [f"`{name}` {count}" for name, count in one.served.items() if count != one.served["sparq"]]
-    dense = "; ".join(f"{count} {reason}" for reason, count in one.dense.items())
-    return kinds, ", ".join([served, *others]), dense
+    dense = "; ".join(f"{count} {SHORT.get(reason, reason)}" for reason, count in one.dense.items())
+    return ", ".join([served, *others]), dense
 
 
-def _seen(one: Facts, suite: Collection[str]) -> str:
-    """How it is known."""
+def _seen(one: Facts) -> str:
+    """Return how the row is known, if its tiny model was not simply run."""
     how = {"run": "run", "probed": "probed", "read": "source read"}[one.how]
     how += f" ({one.note})" if one.note else ""
     if one.exact is False or one.shows is False:
         how = "**run: wrong**"
-    seen = [f"{how}; in the tests" if one.family in suite else how]
+    seen = [] if how == "run" else [how]
     if real := notes.REAL.get(one.family):
         seen.append(f"[{real[0]}]({real[1]})")
     if said := notes.REPORTED.get(one.family):
