@@ -80,7 +80,7 @@ def test_links_that_leave_it_lead_to_the_repository_once_there_is_one() -> None:
         assert f"| {link} |" in given["examples.md"]
         # Pages of the site are linked as such, wherever their files lie.
         assert "](spec/sparq.md)" in given["index.md"]
-        assert "](tests/msl/README.md)" in given["methods.md"]
+        assert "](tests/msl/README.md)" in given["limits.md"]
         assert "](../quality.svg)" in given["results/quality.md"]
 
 
