@@ -290,9 +290,8 @@ def test_chat_decodes_every_turn_sparsely(finished: Runs):
     result = finished("chat")
     assert result.code == 0
     (report,) = result.reports
-    assert report["sparse_calls"] == LAYERS * (
-        5 + 6 + 5
-    )  # the second turn has two tokens, so its prefill is a decode step
+    # The second turn has two tokens, so its prefill is a decode step.
+    assert report["sparse_calls"] == LAYERS * (5 + 6 + 5)
 
 
 @pytest.mark.parametrize(("name", "batch"), [("benchmark", 1), ("benchmark -b 2", 2)])

@@ -228,7 +228,7 @@ RAGGED = [24, 9, 17, 30]
 
 
 def token_ids(response: Any) -> list[list[int]]:
-    """Read back from the text, whose words are ``w1``, ``w2``, ...: mlx-lm 0.31 returns nothing else."""
+    """Return the token ids of the texts, whose words are ``w1``, ``w2``, .... mlx-lm 0.31 returns no ids."""
     return [[int(word.removeprefix("w")) for word in text.split()] for text in response.texts]
 
 

@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, Any], dict[str, mx.array]]]:
-    """Return what `run_ranks.py` writes alone, as rank 0 and as rank 1."""
+    """Return the files of `run_ranks.py` from one process, from rank 0 and from rank 1."""
     out = tmp_path_factory.mktemp("parts")
     artefacts = [str(write_artefact(out / family, build(family, num_hidden_layers=3))) for family, _ in CUTS[:2]]
     argv = [sys.executable, str(RUN)]
