@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from attention_recorder import Sequence, Witness
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache, trim_prompt_cache
 from random_models import Draw
 from saap_artefacts import write_artefact
-from witness import Sequence, Witness
 
 import mlx_sparse
 from mlx_sparse.checks import ConfigError

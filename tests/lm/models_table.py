@@ -18,7 +18,7 @@ from mlx_lm.utils import MODEL_REMAPPING
 from models_survey import Facts
 from tiny_models import FAMILIES, MORE
 
-from mlx_sparse.lm.unfit_models import UNFIT
+from mlx_sparse.lm.loading import UNFIT
 from mlx_sparse.tools.formats import table, write
 
 ROOT = Path(__file__).parents[2]

@@ -14,8 +14,7 @@ from mlx_lm.models.cache import BatchKVCache, KVCache
 from mlx_sparse import oracle
 from mlx_sparse.cache.kv_cache import adopt
 from mlx_sparse.cache.saap_lists import attended_keys, due, fold
-from mlx_sparse.cache.saap_router import Router, kmeans_network
-from mlx_sparse.cache.saap_state import TOGETHER, BucketIndex
+from mlx_sparse.cache.saap_state import TOGETHER, BucketIndex, Router, kmeans_network
 from mlx_sparse.lm.rope import Source, rotate
 from mlx_sparse.methods import SAAP
 

@@ -92,8 +92,8 @@ GOOD: dict[str, list[list[str]]] = {
     "--max-kv-size": [["mlx_lm.generate", *GENERATE, "--max-kv-size", "16", *SPARSE, *JSON]],
     "long": [LONG],
     "long, sample": [[*LONG, "--attn", SAMPLE, *JSON]],
-    "long, both": [[*LONG, *BOTH, "--attn-report", "json+mass"]],
-    "long, both, text": [[*LONG, *BOTH, "--attn-report", "mass"]],
+    "long, both": [[*LONG, *BOTH, "--attn-report", "json+recall"]],
+    "long, both, text": [[*LONG, *BOTH, "--attn-report", "recall"]],
     "cache_prompt, sample": [
         ["mlx_lm.cache_prompt", *LONG[1:5], "--prompt-cache-file", "p.safetensors", "--attn", SAMPLE, *JSON]
     ],
@@ -119,9 +119,9 @@ BAD: dict[str, tuple[list[str], str]] = {
         ["--attn", "sparq", "--attn-backend", "triton"],
         r"backend: .*got triton \(it takes torch tensors: .* mlx_sparse\.cuda_ref",
     ),
-    "mass without a prefill method": (
-        [*SPARSE, "--attn-report", "mass"],
-        "--attn-report: expected text, json or off with --attn sparq, got mass",
+    "recall without a prefill method": (
+        [*SPARSE, "--attn-report", "recall"],
+        "--attn-report: expected text, json or off with --attn sparq, got recall",
     ),
     "missing TOML": (["--attn-config", "none.toml"], "attn-config: expected a readable TOML file, got none.toml"),
     "family without the seam": (["--model", "gemma2", *SPARSE], "model: expected attention .*, got gemma2"),
@@ -386,8 +386,8 @@ def test_prefill_method_works_alone_and_with_a_decode_method(finished: Runs):
     figures = together["prefill"]
     assert figures["calls"] == LAYERS
     assert 0 < figures["density"]["min"] <= figures["density"]["mean"] < 1
-    assert 0 < figures["retained_mass"]["min"] <= figures["retained_mass"]["mean"] < 1
-    assert "retained_mass" not in alone["prefill"]
+    assert 0 < figures["recall"]["min"] <= figures["recall"]["mean"] < 1
+    assert "recall" not in alone["prefill"]
     assert [entry["heads"] for entry in alone["prefill"]["layers"]] == [entry["heads"] for entry in figures["layers"]]
 
 
@@ -397,7 +397,7 @@ def test_text_report_describes_prefill(finished: Runs):
     assert re.fullmatch(r"\[mlx-sparse\] sample:.*\+sparq:.* on ops: 2 of 2 layers \(llama, llama\)", first)
     assert [line.split(":")[0] for line in rest] == [
         *("  prompts sparse from 0 keys on (given)", "  sparse from 5 keys on (given)"),
-        *("  sparse prefill calls", "  density", "  retained mass", "  sparse calls"),
+        *("  sparse prefill calls", "  density", "  attention recall", "  sparse calls"),
     ]
 
 

@@ -28,11 +28,11 @@ from tiny_models import build, prompt_of
 
 import mlx_sparse
 from mlx_sparse.checks import ConfigError
+from mlx_sparse.lm.chunks import large_group
 from mlx_sparse.lm.model import plan_of
 from mlx_sparse.lm.speculative import generation
-from mlx_sparse.lm.speculative.attention import large_group
 from mlx_sparse.lm.speculative.draft_length import MOST
-from mlx_sparse.lm.speculative.setup import UNEVEN, check_company, draft
+from mlx_sparse.lm.speculative.generation import UNEVEN, check_company, draft
 from mlx_sparse.methods import reasons
 from mlx_sparse.ops.packed_rows import PackedRows
 

@@ -8,8 +8,8 @@ import json
 import pytest
 
 from mlx_sparse.api.call_report import Counts, Report
+from mlx_sparse.lm.chunks import fused
 from mlx_sparse.lm.figures import DraftFigures
-from mlx_sparse.lm.speculative.attention import fused
 from mlx_sparse.lm.speculative.draft_length import DENSE_EVERY, MOST, PAUSE, DraftLength
 from mlx_sparse.methods.registry import METAL_ROWS
 
@@ -152,7 +152,7 @@ def test_figures_are_summed_and_printed() -> None:
 
 
 def test_the_report_counts_bytes_per_token() -> None:
-    report = Report("sparq", "ops", "llama")
+    report = Report(attn="sparq", backend="ops", model_type="llama")
     report.served_layers = 1
     drafts = DraftFigures(checks=2, examined=(2, 1), accepted=(1, 1), drafted=4)
     report.add(Counts(2, formula_bytes=100, dense_bytes=1000, checked_bytes=500, drafts=drafts))

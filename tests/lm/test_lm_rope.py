@@ -14,8 +14,7 @@ from mlx_lm.models.rope_utils import initialize_rope
 from tiny_models import FAMILIES, build, prompt_of
 
 from mlx_sparse.lm import rope as rope_module
-from mlx_sparse.lm.rope import Recorder, Source, inverse, irreversible, ropes, rotate
-from mlx_sparse.lm.tracing import Seen, find_sources, observe
+from mlx_sparse.lm.rope import Recorder, Seen, Source, find_sources, inverse, irreversible, observe, ropes, rotate
 from mlx_sparse.methods import reasons
 
 D = 64

@@ -32,7 +32,7 @@ from mlx_sparse.ops import attend, blocks
 
 
 def test_report_has_density_and_recall_by_layer_and_head(model: Any, prefill_calls: list[PrefillCall]):
-    with mlx_sparse.sparse(model, SAMPLE + ",chunks=2", mass=True) as report:
+    with mlx_sparse.sparse(model, SAMPLE + ",chunks=2", recall=True) as report:
         process(model, prompt_of(400), 200)
     figures = report.as_dict()["prefill"]
     assert json.loads(json.dumps(figures)) == figures
@@ -42,24 +42,22 @@ def test_report_has_density_and_recall_by_layer_and_head(model: Any, prefill_cal
         calls = [call for call in prefill_calls if call.cache is prefill_calls[layer].cache]
         kept = sum((call.blocks >= 0).sum(axis=(0, 2, 3)) for call in calls)
         expected = kept / sum(causal_pairs(call) for call in calls)
-        density = [(call.blocks >= 0).sum(axis=(2, 3)) / causal_pairs(call) for call in calls]
         mass = np.concatenate([call.expected(return_stats="mass")[1].retained_mass for call in calls], axis=2)
         entry = figures["layers"][layer]
         assert entry["layer"] == layer
         np.testing.assert_allclose(entry["heads"], expected)
         np.testing.assert_allclose(report.prefill.density[layer], expected)
-        spread = {"mean": expected.mean(), "min": np.min(density), "max": np.max(density)}
-        assert entry["density"] == pytest.approx(spread)
-        assert entry["retained_mass"] == pytest.approx({"mean": mass.mean(), "min": mass.min()}, abs=1e-5)
+        assert entry["density"] == pytest.approx(expected.mean())
+        assert entry["recall"] == pytest.approx({"mean": mass.mean(), "min": mass.min()}, abs=1e-5)
         masses.append(mass)
     assert figures["density"]["mean"] == pytest.approx(np.mean([entry["heads"] for entry in figures["layers"]]))
     rows = np.concatenate([mass.ravel() for mass in masses])
     # Two samples of 32 rows each in a chunk of 200 rows.
     assert figures["sampled"] == pytest.approx(64 / 200)
-    assert figures["retained_mass"]["mean"] == report.prefill.mass_mean == pytest.approx(rows.mean(), abs=1e-5)
-    assert figures["retained_mass"]["min"] == report.prefill.mass_min == pytest.approx(rows.min(), abs=1e-5)
-    low = report.prefill.mass_low
-    assert low == figures["retained_mass"]["low"]
+    assert figures["recall"]["mean"] == pytest.approx(rows.mean(), abs=1e-5)
+    assert figures["recall"]["min"] == pytest.approx(rows.min(), abs=1e-5)
+    assert figures["recall"] == report.prefill.recall
+    low = figures["recall"]["low"]
     assert low - 1e-5 <= np.sort(rows)[int(np.ceil(0.01 * rows.size)) - 1] <= low + 1e-3 + 1e-5
 
 
@@ -76,36 +74,34 @@ def test_batch_counts_the_mean_density_of_its_rows(
 
 
 def test_text_report_summarizes_prefill(model: Any):
-    with mlx_sparse.sparse(model, SAMPLE + "+" + SPARQ, mass=True) as report:
+    with mlx_sparse.sparse(model, SAMPLE + "+" + SPARQ, recall=True) as report:
         generated(model, prompt_of(300))
-    first, *outlook, prompts, density, mass, decoding = str(report).splitlines()
+    first, *outlook, prompts, density, recall, decoding = str(report).splitlines()
     assert first.startswith(f"{SAMPLE}+{SPARQ[: SPARQ.index(',dense')]}"[:30])
     assert outlook == ["  prompts sparse from 0 keys on (given)", "  sparse from 5 keys on (given)"]
     assert prompts == f"  sparse prefill calls: {LAYERS}, {BLOCK / 299:.1%} of the queries sampled"
     percent = r"\d+\.\d%"
+    assert re.fullmatch(rf"  density: {percent}, by layer {percent} to {percent}", density)
     assert re.fullmatch(
-        rf"  density: {percent}, by layer {percent} to {percent}, by call and head {percent} to {percent}", density
-    )
-    assert re.fullmatch(
-        r"  retained mass: 0\.\d{4}, at least 0\.\d{3} for 99% of the queries and 0\.\d{4} for all", mass
+        r"  attention recall: 0\.\d{4}, at least 0\.\d{3} for 99% of the queries and 0\.\d{4} for all", recall
     )
     assert decoding.startswith(f"  sparse calls: {LAYERS * 7}, ")
 
 
 def test_no_prefill_figures_without_a_prefill_method(model: Any):
-    with mlx_sparse.sparse(model, SPARQ, mass=True) as report:
+    with mlx_sparse.sparse(model, SPARQ, recall=True) as report:
         generated(model, prompt_of(300))
     assert report.prefill is None
     assert report.as_dict()["prefill"] is None
     assert "prefill" not in str(report)
 
 
-@pytest.mark.parametrize("mass", [False, True])
-def test_memory_does_not_grow_with_the_chunks(mass: bool):
+@pytest.mark.parametrize("recall", [False, True])
+def test_memory_does_not_grow_with_the_chunks(recall: bool):
     # mlx-lm never evaluates the output of the only layer: a pending output would keep the keys of every chunk alive.
     model = build(num_hidden_layers=1, head_dim=64, num_key_value_heads=4)
     prompt = prompt_of(2000)
-    with mlx_sparse.sparse(model, EVERY_BLOCK, mass=mass) as report:
+    with mlx_sparse.sparse(model, EVERY_BLOCK, recall=recall) as report:
         cache = process(model, prompt[:40], 40)
         active = []
         for start in range(40, 2000, 40):
@@ -128,21 +124,21 @@ def test_figures_keep_no_arrays_alive():
         blocks = mx.where(big.max() > 0, mx.array([[[[0, -1], [0, 1]]]]), -1)
         counts = PrefillCounts()
         counts.add(0, blocks, layout)
-        counts.add_mass(0, mx.full((1, 1, 64), 0.5) + 0 * big[:64])
+        counts.add_recall(0, mx.full((1, 1, 64), 0.5) + 0 * big[:64])
         figures += counts.figures() or PrefillFigures()
     assert mx.get_active_memory() - before < 3 * big.nbytes
     assert figures.density == {0: [1.0]}
-    assert (figures.mass_mean, figures.mass_low) == (0.5, 0.5)
+    assert figures.recall == {"mean": 0.5, "low": 0.5, "min": 0.5}
 
 
 def test_nan_is_reported():
     model = build()
     projection = model.layers[1].self_attn.q_proj
     projection.weight = projection.weight * mx.nan
-    with mlx_sparse.sparse(model, SAMPLE, mass=True) as report:
+    with mlx_sparse.sparse(model, SAMPLE, recall=True) as report:
         process(model, prompt_of(400), 200)
-    assert math.isnan(report.prefill.mass_mean)
-    assert report.prefill.mass_low == 0
+    assert math.isnan(report.prefill.recall["mean"])
+    assert report.prefill.recall["low"] == 0
     assert "nan" in str(report)
 
 
@@ -151,7 +147,7 @@ def test_dense_lse_of_a_long_prompt_allocates_no_full_score_matrix(monkeypatch: 
     queries, keys = (mx.random.normal((1, each, L, 16), key=mx.random.key(each)) for each in (heads, 2))
     whole = attend.dense_lse(queries, keys, scale=0.25, left_padding=None)
     mx.eval(whole)
-    monkeypatch.setitem(blocks.MOST_SCORES, mx.default_device().type, 1 << 16)
+    monkeypatch.setitem(blocks.MAX_SCORES, mx.default_device().type, 1 << 16)
     mx.clear_cache()
     mx.reset_peak_memory()
     before = mx.get_active_memory()

@@ -9,8 +9,8 @@ from mlx_lm import server
 
 from mlx_sparse.api.call_report import Counts, Report
 from mlx_sparse.lm import serving
+from mlx_sparse.lm.command import Session
 from mlx_sparse.lm.figures import PrefillFigures
-from mlx_sparse.lm.session import Session
 
 
 class Context:
@@ -43,7 +43,7 @@ def test_a_session_adds_the_calls_of_all_its_models() -> None:
     session = Session("mlx_lm.server")
     assert session.calls() == Counts()
     for name in "ab":
-        report = Report("sparq", "ops", "llama")
+        report = Report(attn="sparq", backend="ops", model_type="llama")
         report.add(Counts(2, Counter(prompt=1), prefill=PrefillFigures(calls=4)))
         session.reports[name, ()] = report
     assert session.calls() == Counts(4, Counter(prompt=2))

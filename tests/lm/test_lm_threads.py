@@ -13,7 +13,7 @@ import mlx.core as mx
 import pytest
 from lm_prompts import SAMPLE
 from mlx_lm.models.cache import make_prompt_cache
-from places import FIXTURES
+from repository_paths import FIXTURES
 from run_threads import METHODS
 from saap_artefacts import LAYERS, ONLINE, STEPS
 from tier import some
@@ -61,7 +61,7 @@ def test_every_method_of_the_table_runs_in_threads():
 
 def test_reading_the_report_evaluates_nothing(monkeypatch: pytest.MonkeyPatch):
     model = build()
-    with mlx_sparse.sparse(model, f"{SAMPLE}+{SAAP}", mass=True) as report:
+    with mlx_sparse.sparse(model, f"{SAMPLE}+{SAAP}", recall=True) as report:
         cache = make_prompt_cache(model)
         model(mx.array([prompt_of(PROMPT)]), cache=cache)
         for token in range(3):
@@ -132,7 +132,7 @@ def test_nested_model_calls_do_not_interfere(attn: str, monkeypatch: pytest.Monk
 
 
 def test_threads_that_add_to_a_report_lose_no_count():
-    report = Report("", "", "")
+    report = Report(attn="", backend="", model_type="")
     one = Counts(1, Counter(["here"]), 2, 3)
 
     def add() -> None:

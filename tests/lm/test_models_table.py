@@ -11,7 +11,7 @@ import models_table
 import pytest
 from models_table import NOTES
 
-from mlx_sparse.lm.unfit_models import UNFIT
+from mlx_sparse.lm.loading import UNFIT
 
 pytestmark = pytest.mark.slow  # tiny models of all families
 
