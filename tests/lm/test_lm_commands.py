@@ -109,7 +109,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "negative top_k": (["--attn", "sparq:top_k=-1"], "top_k: expected an integer of at least 1, got -1"),
     "a method that needs dense prompts": (
         ["--attn", "sample+h2o"],
-        "attn: expected dense prompts for h2o .*, got sample",
+        "attn: expected dense prefill with h2o, .*, got sample",
     ),
     "no such backend": (
         ["--attn", "sparq", "--attn-backend", "tpu"],

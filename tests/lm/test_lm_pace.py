@@ -8,7 +8,7 @@ import json
 import pytest
 
 from mlx_sparse.api.call_report import Counts, Report
-from mlx_sparse.lm.chunks import fused
+from mlx_sparse.lm.chunks import drafts_per_kernel
 from mlx_sparse.lm.figures import DraftFigures
 from mlx_sparse.lm.speculative.draft_length import DENSE_EVERY, MOST, PAUSE, DraftLength
 from mlx_sparse.methods.registry import METAL_ROWS
@@ -117,7 +117,7 @@ def test_a_pace_that_is_given_stays() -> None:
 
 @pytest.mark.parametrize(("G", "mlx", "ours"), [(1, 7, 7), (5, 5, 7), (8, 3, 7), (16, 1, 7), (32, 1, 3), (64, 1, 1)])
 def test_a_check_is_one_that_there_is_a_kernel_for(G: int, mlx: int, ours: int) -> None:
-    assert (fused(G), fused(G, METAL_ROWS)) == (mlx, ours)
+    assert (drafts_per_kernel(G), drafts_per_kernel(G, METAL_ROWS)) == (mlx, ours)
     for drafts in (mlx, ours):
         assert max(paced(0.01, 0.0, 0.99, 300, most=drafts)[1]) == drafts
 

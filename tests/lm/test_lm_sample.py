@@ -244,11 +244,11 @@ def test_speculative_verification_stays_dense(model: Any, tokenizer: TokenizerWr
     [
         ("sample+minference", "attn: expected one prefill method, got sample and minference."),
         ("sample+sparq+streaming", "attn: expected one decode method, got sparq and streaming."),
-        ("sample+h2o", "attn: expected dense prompts for h2o .*, got sample."),
+        ("sample+h2o", "attn: expected dense prefill with h2o, .*, got sample."),
         (5, "attn: expected text, a configuration or a tuple of them, got 5."),
         (None, "attn: expected text, a configuration or a tuple of them, got None."),
         (("sample", "sparq"), "attn: expected text, a configuration or a tuple of them, got ('sample', 'sparq')."),
-        ((), "attn: expected a method for prompts or for decoding, got none."),
+        ((), "attn: expected a prefill or a decode method, got none."),
         ("sample:alpha_column=0", "alpha_column: expected .*, got 0."),
         ("sample:alpha_slash=1.5", "alpha_slash: expected .*, got 1.5."),
         ("sample:chunks=0", "chunks: expected .*, got 0."),

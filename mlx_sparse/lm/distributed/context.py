@@ -139,7 +139,7 @@ class ContextCall(Call):
         if not isinstance(mask, str) and not (mask is None and queries.shape[2] == 1):
             raise ConfigError("--shard context: expected causal attention without further masks, got another mask.")
         if self.probe is not None:
-            self.probe.found.append((owner, self.probing(queries, keys, owner, mask, sinks)))
+            self.probe.found.append((owner, self.probe_reason(queries, keys, owner, mask, sinks)))
             return mx.zeros_like(queries)
         owner.sent = self._exchange.so_far()
         if self.plan.decodes and self.hooks is not None:
@@ -213,7 +213,7 @@ class ContextCall(Call):
             layout = config.layout(L, S)
             kept: Any = (blocks >= 0).sum().item()
             if kept <= fullest * layout.causal_pairs * queries.shape[0] * queries.shape[1]:
-                self.figures.add(self.place(cache), blocks, layout)
+                self.figures.add(self.layer_index(cache), blocks, layout)
                 given: dict[str, Any] = {"block_size": config.block_size, "scale": scale, "backend": backend}
                 return rank_attention.attend_blocks(queries, cache, blocks, **given, exchange=self._exchange)
             reason = reasons.TOO_FULL

@@ -26,8 +26,8 @@ from ...checks import BackendUnavailable, ConfigError
 from ...methods import Method, Prefill
 from ...model_info import leaves
 from ...model_parts import part_of
-from ..call import Phase, entered
-from ..chunks import fused, rows_at_once
+from ..call import Phase, in_phase
+from ..chunks import drafts_per_kernel, rows_at_once
 from ..figures import DraftFigures
 from .draft_length import MOST, DraftLength
 from .rewind import ROWS, Random, Undo
@@ -151,7 +151,7 @@ class Run:
         found = [MOST]
         for step in {layer.step for _, layer in self.plan.layers}:
             packed = self.quantises or step.packed is not None
-            found.append(fused(step.G, rows_at_once(self.plan.backend, step.D, packed=packed)))
+            found.append(drafts_per_kernel(step.G, rows_at_once(self.plan.backend, step.D, packed=packed)))
         return min(found)
 
     def tokens(self, prompt: mx.array) -> Iterator[tuple[int, mx.array]]:
@@ -170,7 +170,7 @@ class Run:
             return
         given, python_ends = 0, sys.is_finalizing  # a local name, because modules lose theirs at exit
         while True:
-            with mx.stream(self.stream), entered(Phase.CHECK):
+            with mx.stream(self.stream), in_phase(Phase.CHECK):
                 turn = self.draft_length.turn(self._room(given))
                 if turn.drafts:
                     found = self._check(y, turn.drafts, timed=turn.timed)
@@ -189,7 +189,7 @@ class Run:
                         return
             finally:
                 if not python_ends():
-                    with mx.stream(self.stream), entered(Phase.CHECK):
+                    with mx.stream(self.stream), in_phase(Phase.CHECK):
                         found.settle(max(kept, 1))  # dense decoding is one step ahead
             y, logprobs = found.following
             if given % CLEAR_EVERY < kept:
@@ -207,7 +207,7 @@ class Run:
             self._count_tokens([chunk])
             self.progress(self.length, whole)
             mx.clear_cache()
-        with entered(Phase.CHECK):
+        with in_phase(Phase.CHECK):
             found = self._sample(self._last(prompt), [prompt])
         self._count_tokens([prompt])
         mx.async_eval(*found)  # type: ignore[no-untyped-call]
@@ -243,7 +243,7 @@ class Run:
             mx.eval(y)
         times = [time.perf_counter()]
         try:
-            with entered(Phase.DRAFT):
+            with in_phase(Phase.DRAFT):
                 for _ in range(n):
                     inputs.append(self._sample(self._last(inputs[-1]), inputs)[0])
             if timed:
