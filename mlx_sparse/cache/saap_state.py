@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
 
 from ..methods import SAAP, registry
 from ..ops import kmeans
-from .saap_router import Router, kmeans_network
 from .state import State
 
 if TYPE_CHECKING:
@@ -24,6 +24,33 @@ PIECE = 4096
 # Decode steps whose keys get their buckets together: the centroids are read once for all of them, and a model that
 # computes queries, keys and values in one product keeps no more rows of it than these.
 TOGETHER = 64
+
+
+@dataclass(frozen=True, eq=False)
+class Router:
+    """The buckets and the query network of a layer, shared by all caches of a model.
+
+    Attributes:
+        source: reconstructs pre-RoPE keys (`mlx_sparse.lm.rope.Source`).
+        scale: of the attention scores.
+        buckets: number of buckets C.
+        centroids: ``(Hkv, C, D)``; None if each sequence has its own.
+        network: the weights that `saap_route` takes; empty if the centroids route.
+    """
+
+    source: Any
+    scale: float
+    buckets: int
+    centroids: mx.array | None = None
+    network: Mapping[str, mx.array] | None = None
+
+    def __deepcopy__(self, memo: Any) -> Router:
+        return self  # copies of a cache share the model's
+
+
+def kmeans_network(centroids: mx.array, scale: float) -> dict[str, mx.array]:
+    """The router whose logits are the scores of the centroids ``(..., C, D)``."""
+    return {"out_weight": mx.contiguous((centroids * scale).swapaxes(-1, -2))}
 
 
 class BucketIndex(State):

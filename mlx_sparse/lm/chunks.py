@@ -10,7 +10,7 @@ from ..cache.kv_cache import SparseBatchKVCache
 from ..cache.sparse_cache import SparseCache
 from ..kernels import attend_rows as metal
 from ..methods import reasons, registry
-from ..ops.blocks import after, most
+from ..ops.blocks import batch_size, wait_for
 from ..ops.packed_rows import PackedRows, Rows
 from . import seam
 
@@ -23,7 +23,9 @@ QUERIES, ROWS, HEAD_DIMS = 8, 32, (64, 96, 128, 256)
 
 def rows_at_once(backend: str, D: int, *, packed: bool) -> int:
     """Return the largest number of query rows of a KV head that one dense kernel attends on a GPU."""
-    ours = backend != "ops" and not packed and metal.takes(D, registry.METAL_ROWS) and not registry.unavailable("metal")
+    ours = (
+        backend != "ops" and not packed and metal.supports(D, registry.METAL_ROWS) and not registry.unavailable("metal")
+    )
     return registry.METAL_ROWS if ours else ROWS
 
 
@@ -82,12 +84,12 @@ def attend_packed(queries: mx.array, cache: SparseCache, scale: float) -> mx.arr
 
     def attend(heads: slice, queries: mx.array, keys: mx.array, values: mx.array, length: Any) -> tuple[mx.array]:
         (B, Hq, L, _), S = queries.shape, keys.shape[2]
-        step = L if fused else most(B * Hq * S)
+        step = L if fused else batch_size(B * Hq * S)
         outs: list[mx.array] = []
         for first in range(0, L, step):
             stop = min(first + step, L)
             end = S - L + stop
-            part = after(outs, queries[:, :, first:stop])
+            part = wait_for(outs, queries[:, :, first:stop])
             given = part, keys[:, :, :end], values[:, :, :end]
             outs.append(mx.fast.scaled_dot_product_attention(*given, scale=scale, mask="causal"))
         return (mx.concatenate(outs, axis=2),)

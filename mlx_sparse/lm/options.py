@@ -94,8 +94,8 @@ def requested(args: argparse.Namespace) -> tuple[tuple[Method, ...], bool]:
     base: dict[str, Method] = {}
     calibrates = not args.no_calibrate
     if args.attn_config is not None:
-        base, options = read_toml(args.attn_config)
-        calibrates = calibrates and options.calibrate
+        base, may_calibrate = read_toml(args.attn_config)
+        calibrates = calibrates and may_calibrate
     return parse(args.attn, base) if args.attn is not None else tuple(base.values()) or (Dense(),), calibrates
 
 

@@ -59,9 +59,8 @@ class Plan:
         self.hooks = hooks
         self.hooked = type(hooks) is not ModelHooks
         self.decodes = True
-        self.report = Report(
-            "+".join(map(str, self.configs)) or Dense.name, backend, family, decodes=decode is not None
-        )
+        attn = "+".join(map(str, self.configs)) or Dense.name
+        self.report = Report(attn=attn, backend=backend, model_type=family, decodes=decode is not None)
         self.report.add(Counts(prefill=prefill and PrefillFigures(), decode=hooks.figures))
         self.report.outlook = self.outlook
         self.watch: Callable[[int, Counts], object] | None = None

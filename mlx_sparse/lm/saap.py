@@ -9,8 +9,7 @@ import mlx.core as mx
 
 from .. import artefact as artefacts
 from ..cache.saap_lists import attended_keys, due, fold
-from ..cache.saap_router import Router
-from ..cache.saap_state import BucketIndex, index_of
+from ..cache.saap_state import BucketIndex, Router, index_of
 from ..cache.sparse_cache import DecodeStep, SparseCache
 from ..checks import ConfigError
 from ..methods import SAAP, reasons, registry

@@ -21,7 +21,7 @@ from ...methods.quest import Quest
 from ...methods.sparq import Selection
 from ...ops import block_select
 from ...ops.attend import attend_rows, softmax_lse
-from ...ops.blocks import after, most
+from ...ops.blocks import batch_size, wait_for
 from ...ops.quest import page_bounds, page_keys, page_scores
 from ...ops.sample import masses_of
 from ...ops.select import LARGEST
@@ -204,10 +204,10 @@ def sample_select(
         end, first = S - L + stop, S - L + start
         own = int(np.searchsorted(places, end))
         seen = mx.array(places[:own] <= np.arange(first, end)[:, None])
-        step = most(B * (stop - start) * end)
+        step = batch_size(B * (stop - start) * end)
         for head in range(0, Hq, step):
             heads = [number // G for number in range(head, min(head + step, Hq))]
-            q = after(done, queries[:, head : head + step, start:stop]).astype(mx.float32) * scale
+            q = wait_for(done, queries[:, head : head + step, start:stop]).astype(mx.float32) * scale
             k = mx.take(keys[:, :, :own], mx.array(heads), axis=1).astype(mx.float32)
             scores = q @ k.swapaxes(-1, -2) if own else mx.zeros((*q.shape[:3], 0))
             weights, lse = softmax_lse(scores, seen) if own else (scores, mx.full(q.shape[:3], -mx.inf))

@@ -23,8 +23,7 @@ from ...lm import sparse
 from ...methods.reasons import NO_DECODE
 from .journal import Journal
 from .results import Outcome, Row, Trial, row_of
-from .tasks import Example, Passage
-from .tasks.base import digest
+from .tasks import Example, Passage, digest
 from .variants import DENSE, Variant
 
 Array = npt.NDArray[np.float64]
@@ -92,7 +91,7 @@ class Steps:
 
     Attributes:
         depths: for each example, where its answer stands in the prompt; None for tasks without a depth.
-        digests: of each example (`tasks.base.digest`).
+        digests: of each example (`tasks.digest`).
     """
 
     def __init__(
