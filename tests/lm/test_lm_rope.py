@@ -240,7 +240,7 @@ def test_records_are_freed_after_use():
         assert not recorder.calls
         for _ in range(100):
             rope(rows)
-        assert len(recorder.calls) == rope_module.REMEMBERED
+        assert len(recorder.calls) == rope_module.RECORDED
     assert not recorder.calls
     assert type(rope).__mro__[1].__name__ == "Module", "the original class of the rope is restored"
     rope(rows)
