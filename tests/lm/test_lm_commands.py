@@ -128,7 +128,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "family without the seam": (["--model", "gemma2", *SPARSE], "model: expected attention .*, got gemma2"),
     "--attn twice": ([*SPARSE, *SPARSE], "--attn: expected once, got twice"),
     "no such model": ([*SPARSE, "--model", "nowhere/at/all"], "--model: expected a model .*, got nowhere/at/all"),
-    "--lossless alone": (["--lossless"], "--lossless: expected --attn METHOD, for the drafts, got none"),
+    "--lossless alone": (["--lossless"], "--lossless: expected --attn METHOD for the drafts, got none"),
     "--lossless for prompts": ([*BOTH, "--lossless"], "lossless: expected a decode method only, got sample"),
     "no config.json": ([*SPARSE, "--model", "."], r"--model: expected a model .*config\.json"),
     "no prompt cache": ([*SPARSE, "--prompt-cache-file", "no.safetensors"], "--prompt-cache-file: expected a file"),

@@ -42,7 +42,7 @@ def test_report_has_density_and_recall_by_layer_and_head(model: Any, prefill_cal
         calls = [call for call in prefill_calls if call.cache is prefill_calls[layer].cache]
         kept = sum((call.blocks >= 0).sum(axis=(0, 2, 3)) for call in calls)
         expected = kept / sum(causal_pairs(call) for call in calls)
-        recall = np.concatenate([call.expected(return_stats="mass")[1].retained_mass for call in calls], axis=2)
+        recall = np.concatenate([call.expected(return_stats="recall")[1].recall for call in calls], axis=2)
         entry = figures["layers"][layer]
         assert entry["layer"] == layer
         np.testing.assert_allclose(entry["heads"], expected)
