@@ -53,7 +53,7 @@ def _is_rope(cls: type) -> bool:
 class Recorder:
     """Context manager that records the last calls of a model's rope modules, separately for each thread.
 
-    Get the input of a call with `before`. Call `clear` after each layer or forward pass, because recorded arrays stay
+    Get the input of a call with `input_of`. Call `clear` after each layer or forward pass, because recorded arrays stay
     in memory.
     """
 
@@ -87,7 +87,7 @@ class Recorder:
                 rope.__class__ = type(rope).__mro__[1]
         self.clear()
 
-    def before(self, array: mx.array) -> mx.array | None:
+    def input_of(self, array: mx.array) -> mx.array | None:
         """Remove the call that returned ``array``, the same object, and return its input; None if there is none."""
         for call in self.calls:
             if call.after is array:
@@ -166,16 +166,16 @@ class Source:
     rope: Any = None
     irreversible: str | None = None
 
-    def before(self, recorder: Recorder, rows: mx.array, offset: int | mx.array) -> mx.array | None:
+    def pre_rope(self, recorder: Recorder, rows: mx.array, offset: int | mx.array) -> mx.array | None:
         """Return the pre-RoPE rows of ``rows (B, H, n, D)``, the first at position ``offset``; None if unknown."""
         if self.rope is None:
             return rows
-        recorded = recorder.before(rows)
+        recorded = recorder.input_of(rows)
         if recorded is not None or self.irreversible is not None:
             return recorded
         return inverse(self.rope, rows, offset)
 
-    def turned_back(self, rows: mx.array, offset: int | mx.array) -> mx.array:
+    def inverse_rope(self, rows: mx.array, offset: int | mx.array) -> mx.array:
         """Return the pre-RoPE rows of rows that were not recorded. Do not call this if ``irreversible`` is set."""
         return rows if self.rope is None else inverse(self.rope, rows, offset)
 

@@ -164,11 +164,11 @@ class Indices(CallHooks):
         self._writer = cache
         (start, keys), index.received = index.received, None
         offset = start if cache.padding is None else start - cache.padding
-        before = index.router.source.before(self._recorder, keys, offset)
-        if before is None:
+        pre_rope = index.router.source.pre_rope(self._recorder, keys, offset)
+        if pre_rope is None:
             return
-        start, before = cache.own(start, before)
-        ids = index.write(start, before) if before.shape[2] else None
+        start, pre_rope = cache.own(start, pre_rope)
+        ids = index.write(start, pre_rope) if pre_rope.shape[2] else None
         if ids is not None:
             self._unsubmitted.append(ids)
 
@@ -209,9 +209,9 @@ class Indices(CallHooks):
             others = [one for one in self._caches if one is not cache and self._updates_with(one, S, served)]
             fold([cache, *others], S, self.config, served)
         offset = S - 1 if padding is None else S - 1 - padding
-        before = index.router.source.before(self._recorder, queries, offset)
-        assert before is not None, "find_source accepts layers without an inverse RoPE only if calls are recorded"
-        indices, counts = attended_keys(index, before, cache.length, self.config, padding, step.backend)
+        pre_rope = index.router.source.pre_rope(self._recorder, queries, offset)
+        assert pre_rope is not None, "find_source accepts layers without an inverse RoPE only if calls are recorded"
+        indices, counts = attended_keys(index, pre_rope, cache.length, self.config, padding, step.backend)
         keys, values, length = cache.rows(step.backend)
         attend = registry.load("attend_indices", step.backend)
         attended: tuple[mx.array, mx.array] = attend(
