@@ -154,7 +154,9 @@ def test_rope_records_are_per_thread():
     with Recorder(model) as recorder:
         rotated = rope(rows)
         seen: list[Any] = []
-        thread = threading.Thread(target=lambda: seen.append([recorder.input_of(rotated), rope(rows), recorder.clear()]))
+        thread = threading.Thread(
+            target=lambda: seen.append([recorder.input_of(rotated), rope(rows), recorder.clear()])
+        )
         thread.start()
         thread.join()
         assert seen[0][0] is None
