@@ -220,7 +220,7 @@ class BucketCounts:
 
     def __init__(self) -> None:
         self._lists: list[tuple[mx.array, int]] = []
-        self._known = BucketFigures()  # the counts that the host knows
+        self._known = BucketFigures()  # counts on the host
 
     def add(self, counts: mx.array, key_bytes: int, *, valid: int, listed: int) -> None:
         """Count a step with lists of ``counts (B, Hkv)`` keys; each attended key moves ``key_bytes`` bytes."""

@@ -138,7 +138,7 @@ class Indices(CallHooks):
             self._caches.append(cache)
 
     def end(self) -> None:
-        """Stop to record keys, because the caller may now change the caches."""
+        """Stop recording keys, because the caller may now change the caches."""
         for cache in self._caches:
             if (index := index_of(cache)) is not None:
                 index.listening, index.received = False, None

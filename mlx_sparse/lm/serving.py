@@ -95,7 +95,7 @@ def describe(request: Request, now: Counts, prompt: int, cached: int) -> str:
 
 
 def moved() -> str | None:
-    """Return the first interface of mlx-lm's server that differs from what is needed, or None."""
+    """Return the first interface of mlx-lm's server that this version cannot use, or None."""
     from mlx_lm import server
 
     expected = {

@@ -263,7 +263,7 @@ def _whole(cache: ShardedKVCache, exchange: Exchange) -> Any:
     if not cache.position:
         return found
     counts = cache.counts()
-    # Row n of rank r is at place r * longest + n of what is gathered.
+    # Row n of rank r is row r * longest + n of the gathered array.
     order = np.concatenate([Shard(rank, exchange.size).positions(0, n) for rank, n in enumerate(counts)])
     longest = max(counts)
     places = np.concatenate([rank * longest + np.arange(n) for rank, n in enumerate(counts)])
