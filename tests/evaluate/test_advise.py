@@ -369,7 +369,7 @@ def test_families_known_to_be_unfit_get_one_line() -> None:
         assert importlib.import_module(f"mlx_lm.models.{family}")
     assert loading.unfit_warning("llama") is None
     warned = page_of(None, "gemma4").advice()
-    assert warned[0].startswith("Warning: gemma4 is known to be unfit for this: ")
+    assert warned[0].startswith("Warning: gemma4 is known to be unfit for sparse attention: ")
 
 
 def test_attn_warns_of_them_before_the_first_token(tmp_path: Path, without_torch: dict[str, str]) -> None:

@@ -180,7 +180,7 @@ def test_trim_to_any_row_keeps_the_index_of_the_remaining_rows(written: int):
     """Trim to rows on both sides of the end of the lists and of the assigned ids. No key needs the inverse RoPE."""
 
     class Broken(Source):
-        def turned_back(self, rows: mx.array, offset: Any) -> mx.array:
+        def inverse_rope(self, rows: mx.array, offset: Any) -> mx.array:
             raise AssertionError("every key was recorded")
 
     decoder = Decoder(KVCache(), source=Broken(ROPE))
@@ -217,9 +217,9 @@ def test_ids_and_centroids_follow_moved_rows(moves: str, fitted: bool):
     """Move rows of a batch. Recorded keys must not need the inverse RoPE."""
 
     class Counting(Source):
-        def turned_back(self, rows: mx.array, offset: Any) -> mx.array:
+        def inverse_rope(self, rows: mx.array, offset: Any) -> mx.array:
             inverted.append(rows.shape[2])
-            return super().turned_back(rows, offset)
+            return super().inverse_rope(rows, offset)
 
     inverted: list[int] = []
     own = {"centroids": None, "network": None} if fitted else {}

@@ -110,7 +110,7 @@ def test_likelihoods_without_sparse_calls_are_reported_as_dense(model: Path, cap
     found = likelihoods(model, "sparq:rank=4,top_k=64")
     figures, (warning,) = report(capsys)
     assert figures["requests"]["loglikelihood"]["sparse_decode"] == 0
-    assert "loglikelihood requests made no sparse call with sparq, so their figures are dense attention's" in warning
+    assert "loglikelihood requests made no sparse call with sparq, so their results are for dense attention" in warning
     assert "over fewer than 65 keys" in warning
     np.testing.assert_allclose(found, likelihoods(model, None), rtol=1e-5)
 
@@ -121,7 +121,7 @@ def test_contexts_are_sparse_prompts_and_continuations_are_decoded(model: Path, 
     alone = likelihoods(model, SAMPLE, LONG)
     figures, lines = report(capsys)
     assert figures["requests"]["loglikelihood"]["sparse_prompt"] == LAYERS
-    assert lines == ["[mlx-sparse] --batch-size 1: sample takes prompts without padding."]
+    assert lines == ["[mlx-sparse] using --batch-size 1: sample needs prompts without padding."]
     both = likelihoods(model, f"{SAMPLE}+{SPARQ}", LONG)
     context, tails = choices(LONG)
     with sparse(loaded, f"{SAMPLE}+{SPARQ}"):
@@ -134,7 +134,7 @@ def test_warning_names_a_prefill_method_without_sparse_calls(model: Path, capsys
     likelihoods(model, f"{SAMPLE}+{SPARQ}")
     figures, (_, warning) = report(capsys)
     assert figures["requests"]["loglikelihood"]["sparse_decode"] > 0
-    assert "made no sparse call with sample, so their prompts stayed dense" in warning
+    assert "made no sparse call with sample, so their prefill stayed dense" in warning
 
 
 def test_whole_texts_are_decoded_token_by_token(model: Path, loaded: Any, capsys: Any):

@@ -179,10 +179,10 @@ def test_each_request_has_a_line_and_counters_are_live(model: Path):
     assert (report["sparse_calls"], report["outlook"]) == (steps, ["sparse from 64 keys on (given)"])
     assert reports_in(err) == [report]
     assert requests_in(err) == [
-        f"prompt of 20 tokens, {TOKENS} answered; calls: 0 sparse, {steps + LAYERS} dense "
+        f"prompt of 20 tokens, {TOKENS} generated; calls: 0 sparse, {steps + LAYERS} dense "
         f"({steps} {below}, {LAYERS} {prompts})",
-        f"prompt of 100 tokens, {TOKENS} answered; calls: {steps} sparse, {LAYERS} dense ({LAYERS} {prompts})",
-        f"prompt of 20 tokens (19 cached), {TOKENS} answered; calls: 0 sparse, {steps} dense ({steps} {below})",
+        f"prompt of 100 tokens, {TOKENS} generated; calls: {steps} sparse, {LAYERS} dense ({LAYERS} {prompts})",
+        f"prompt of 20 tokens (19 cached), {TOKENS} generated; calls: 0 sparse, {steps} dense ({steps} {below})",
     ]
 
 
@@ -209,11 +209,9 @@ def test_disconnected_and_concurrent_requests_have_lines(model: Path):
     assert first == f"{report_line}{outlook}"
     assert first.endswith(f" on ops: 2 of 2 layers (llama, llama){outlook}")
     other, gone, last = requests_in(err)
-    assert re.match(
-        r"prompt of 300 tokens, 6 answered; calls meanwhile, of up to 2 requests at a time: \d+ sparse", other
-    )
-    assert re.match(r"prompt of 20 tokens, \d+ answered; calls meanwhile, of up to 2 requests", gone)
-    assert f"6 answered; calls: {LAYERS * (TOKENS + 1)} sparse, {LAYERS} sparse for prompts, 0 dense" in last
+    assert re.match(r"prompt of 300 tokens, 6 generated; calls of up to 2 concurrent requests: \d+ sparse", other)
+    assert re.match(r"prompt of 20 tokens, \d+ generated; calls of up to 2 concurrent requests", gone)
+    assert f"6 generated; calls: {LAYERS * (TOKENS + 1)} sparse, {LAYERS} sparse in prefill, 0 dense" in last
 
 
 ONLINE = "saap:mode=online,buckets=4,probes=2,recent_tokens=8,dense_layers=0,dense_below=0"
