@@ -23,7 +23,7 @@ def test_the_defaults_are_the_papers() -> None:
         SAAP(artefact="model.saap.safetensors"),
         SAAP(artefact="a folder/model.safetensors", probes=8, dense_below=0),
         SAAP(mode="online"),
-        SAAP(mode="online", buckets=64, probes=64, sink_tokens=0, recent_tokens=1, dense_layers=0, fold_every=1),
+        SAAP(mode="online", buckets=64, probes=64, sink_tokens=0, recent_tokens=1, dense_layers=0, merge_every=1),
     ],
     ids=str,
 )
@@ -51,7 +51,7 @@ def test_it_goes_with_a_method_for_prompts() -> None:
         ({"mode": "online", "buckets": 5000}, "buckets: expected an integer of at least 1 and at most 4096"),
         ({"mode": "online", "recent_tokens": 0}, "recent_tokens: expected an integer of at least 1"),
         ({"mode": "online", "sink_tokens": -1}, "sink_tokens: expected an integer of at least 0"),
-        ({"mode": "online", "fold_every": 0}, "fold_every: expected an integer of at least 1"),
+        ({"mode": "online", "merge_every": 0}, "merge_every: expected an integer of at least 1"),
         ({"mode": "online", "dense_layers": True}, "dense_layers: expected an integer"),
         ({"mode": "online", "dense_below": "never"}, "dense_below: expected an integer"),
     ],

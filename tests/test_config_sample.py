@@ -105,10 +105,10 @@ def test_sampling_is_dense_below_a_context() -> None:
 
 @pytest.mark.parametrize("backend", ["ops", "metal"])
 def test_sampling_is_dense_above_a_density_unless_the_user_has_decided(backend: str) -> None:
-    assert Sample().fullest(backend) == SAMPLE_PAYS_UP_TO[backend] < 1
-    assert Sample(dense_below=0).fullest(backend) == 1
-    assert Sample(dense_below=0, dense_above=0.3).fullest(backend) == 0.3
-    assert MInference().fullest(backend) == 1
+    assert Sample().max_density(backend) == SAMPLE_PAYS_UP_TO[backend] < 1
+    assert Sample(dense_below=0).max_density(backend) == 1
+    assert Sample(dense_below=0, dense_above=0.3).max_density(backend) == 0.3
+    assert MInference().max_density(backend) == 1
 
 
 def test_every_method_says_which_stage_it_is_for() -> None:

@@ -173,7 +173,7 @@ class Source:
             return recorded
         return inverse(self.rope, rows, offset)
 
-    def turned_back(self, rows: mx.array, offset: int | mx.array) -> mx.array:
+    def inverse_rope(self, rows: mx.array, offset: int | mx.array) -> mx.array:
         """`before` of rows that nobody recorded; not where they are ``irreversible``."""
         return rows if self.rope is None else inverse(self.rope, rows, offset)
 

@@ -10,13 +10,13 @@ from typing import Any
 import mlx.core as mx
 
 from .. import artefact as artefacts
-from ..cache.saap_lists import attended_keys, due, fold
+from ..cache.saap_lists import attended_keys, needs_rebuild, rebuild_lists
 from ..cache.saap_state import BucketIndex, Router, index_of
 from ..cache.sparse_cache import DecodeStep, SparseCache
 from ..checks import ConfigError
 from ..methods import SAAP, reasons, registry
 from ..methods.stats import saap_elements
-from ..model_info import whole_of
+from ..model_info import recorded_facts
 from ..model_parts import part_of
 from .figures import BucketCounts, BucketFigures
 from .hooks import CallHooks, ModelHooks
@@ -71,7 +71,7 @@ def find_routers(config: SAAP, model: Any) -> dict[int, Router | str]:
 
 def _attending_before(model: Any) -> int:
     """Layers of the whole model that attend, before the first one of ``model``, which may be a part of it."""
-    first, whole = part_of(model).first_layer, whole_of(model)
+    first, whole = part_of(model).first_layer, recorded_facts(model)
     return first if whole is None else sum(shape is not None for shape in whole.shapes[:first])
 
 
@@ -133,7 +133,7 @@ class Indices(CallHooks):
             index = index_of(cache)
             if index is None or index.router is not router:
                 index = BucketIndex(router)
-                cache.hold(SAAP.name, index)
+                cache.add_state(SAAP.name, index)
             index.listening = True
             self._caches.append(cache)
 
@@ -153,7 +153,7 @@ class Indices(CallHooks):
     def refusal(self, cache: Any) -> str | None:
         router = self._routers.get(self._layers.get(id(cache), -1), reasons.NOT_WRITTEN)
         # Ranks that had to turn keys back would find out by themselves, and some have none.
-        return router if isinstance(router, str) else router.source.irreversible if cache.sharers > 1 else None
+        return router if isinstance(router, str) else router.source.irreversible if cache.shards > 1 else None
 
     def keys_written(self, cache: SparseCache) -> None:
         """Index the keys."""
@@ -181,7 +181,7 @@ class Indices(CallHooks):
             yield
             return
         lent = index.alone(sequence, first, first + one.length)
-        one.hold(SAAP.name, lent)
+        one.add_state(SAAP.name, lent)
         at = first + one.length - (cache.length - queries.shape[2])
         rows = slice(at - part.shape[2], at)
         self._recorder.note_part(queries, part, (slice(sequence, sequence + 1), slice(None), rows))
@@ -225,10 +225,10 @@ class Indices(CallHooks):
         index, S, padding = index_of(cache), cache.position, cache.padding
         assert index is not None
         first_rows = cache.first_rows(self._caches)
-        if index.unfitted(served) or due(index, cache, first_rows, S, self.config):
+        if index.unfitted(served) or needs_rebuild(index, cache, first_rows, S, self.config):
             # All layers at once: they wait for the device once.
             others = [one for one in self._caches if one is not cache and self._folds_along(one, S, served)]
-            fold([cache, *others], S, self.config, served)
+            rebuild_lists([cache, *others], S, self.config, served)
         offset = S - 1 if padding is None else S - 1 - padding
         before = index.router.source.before(self._recorder, queries, offset)
         assert before is not None, "find_source checks that it is recorded where it cannot be turned back"
@@ -254,6 +254,6 @@ class Indices(CallHooks):
         if index is None or cache.keys is None or not S - 1 <= cache.position <= S:
             return False
         # Centroids are fitted at the layer's own step, when its last key is there.
-        if index.unfitted(served) or not due(index, cache, cache.first_rows(self._caches), S, self.config):
+        if index.unfitted(served) or not needs_rebuild(index, cache, cache.first_rows(self._caches), S, self.config):
             return False
         return index.length >= cache.length or index.router.source.irreversible is None

@@ -12,7 +12,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..model_info import leaves
-from ..model_parts import by_itself
+from ..model_parts import without_pipeline
 from . import seam
 from .rope import Recorder, Source, find_source
 
@@ -124,7 +124,7 @@ def find_sources(model: Any, visit: Callable[[Seen], None] | None = None) -> dic
             sources.setdefault(seen.layer, found)
 
     # What a stage of a pipeline is given does not matter here, and the other ranks may be elsewhere.
-    with Recorder(model) as recorder, by_itself(model):
+    with Recorder(model) as recorder, without_pipeline(model):
         for position in range(2):
             observe(model, mx.array([[position]], mx.int32), caches, find, recorder)
     return sources

@@ -1,11 +1,11 @@
-"""Every sentence that says why a call, or a layer, was dense: ``"12 " + reason`` goes on after "dense calls:"."""
+"""Reasons why a call or a layer was dense. The report prints ``"12 " + reason`` after "dense calls:"."""
 
 from __future__ import annotations
 
-# More queries than this in one call are a prompt; fewer, after a prompt, are draft tokens to verify or a short turn.
+# More queries than this in one call are prefill. Fewer queries are a verification step or a short turn.
 VERIFY_QUERIES = 16
 
-# What a layer is.
+# Properties of a layer.
 NO_CACHE = "without a KV cache"
 OTHER_HEAD_DIMS = "with key and value head dims that differ (MLA)"
 OTHER_ROWS = "with keys or values that are not the cache's (MLA)"
@@ -14,7 +14,7 @@ OWN_ATTENTION = "that compute attention themselves or have none"
 KEEPS_A_STATE = "that keep a state of fixed size and no keys"  # in the table of models
 NO_ATTENTION = "without attention"
 
-# What a call asks for.
+# Properties of a call.
 ARRAY_MASK = "with an array mask"
 NOT_CAUSAL = "without a causal mask"
 A_FEW = "of a few queries at once (verification or short prompt)"
@@ -25,7 +25,7 @@ CHECKED = "that check drafts, or decode without (lossless)"
 UNKNOWN_PADDING = "of a batch padded on the right by an unknown number"
 SHORT_SEQUENCES = "of the short sequences of a batch"
 
-# What would not pay, or keep everything.
+# Calls in which sparse attention would save nothing.
 NOTHING_SAVED = "whose choice of keys would cost more than it saves"
 TOO_FULL = "whose sample keeps too many blocks"
 ALPHA_OF_ONE = "that an alpha of 1 keeps whole"
@@ -36,7 +36,7 @@ LARGE_SAMPLE = "with a sample of more than an eighth of the queries"
 # H2O.
 UNCOUNTED = "over keys whose attention so far is not known"
 
-# SAAP: its layers, and what there is before RoPE.
+# SAAP: its layers and their pre-RoPE tensors.
 FIRST_LAYERS = "among the first (dense_layers)"
 NOT_IN_ARTEFACT = "that the artefact does not have"
 NOT_WRITTEN = "with keys that another layer wrote"
@@ -47,10 +47,10 @@ ROPE_NOT_INVERTIBLE = "with a rope that cannot be turned back, of keys that were
 
 
 def shorter_than(keys: int) -> str:
-    """A context of fewer keys than ``keys``."""
+    """Return the reason for a context of fewer keys than ``keys``."""
     return f"over fewer than {keys:,} keys"
 
 
 def other_cache(name: str) -> str:
-    """A cache of a class that no method reads."""
+    """Return the reason for a cache of a class that no method supports."""
     return f"with a sliding window ({name})" if "Rotating" in name else f"with a {name}"

@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     if not 0 < seconds <= 3600:
         raise ConfigError(f"--seconds: expected a number from 0 to 3600, got {args.seconds:g}.")
     check_int("--prefill-step-size", args.prefill_step_size, 1)
-    calibration = Calibration(seconds=seconds, piece=args.prefill_step_size, say=_say)
+    calibration = Calibration(seconds=seconds, chunk=args.prefill_step_size, say=_say)
     if args.model is None:
         served = _layers(args.shapes.split(","), args.dtype or "float16", args.attn, args.attn_backend, calibration)
         rows = rows_of(served, calibration, measures=True)
@@ -103,7 +103,7 @@ def rows_of(served: Served, calibration: Calibration, *, measures: bool = False)
     rows = []
     for (config, layer), count in served.items():
         found = calibration.measure(config, layer) if measures and config.measurable else None
-        found = found or calibration.of(config, layer)
+        found = found or calibration.threshold(config, layer)
         row = {"attn": str(config), "backend": layer.backend, "shape": str(layer), "layers": count}
         rows.append(row | {"value": found.value, "how": found.how, "outlook": describe(config, found)})
     return rows
@@ -120,7 +120,7 @@ def _layers(shapes: Sequence[str], dtype: str, attn: str, backend: str, calibrat
             config.check_head_dim(D)
             runs = registry.resolve(backend, config.name, D=D, G=Hq // Hkv)
             step = Step(Hkv, Hq // Hkv, D, kind.size, registry.gpu_kind() if runs == "metal" else "")
-            served[config, Layer(runs, step, kind, calibration.piece if isinstance(config, Prefill) else 1)] = 1
+            served[config, Layer(runs, step, kind, calibration.chunk if isinstance(config, Prefill) else 1)] = 1
     return served
 
 

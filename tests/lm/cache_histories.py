@@ -252,7 +252,7 @@ class History:
 # scores are lost, SAAP's lists go on from where they were folded last.
 REBUILT: dict[str, Callable[[Any], bool]] = {
     "h2o": lambda decode: False,
-    "saap": lambda decode: decode.artefact is not None and decode.fold_every == 1,
+    "saap": lambda decode: decode.artefact is not None and decode.merge_every == 1,
 }
 
 # How often each is drawn.

@@ -16,7 +16,7 @@ import mlx_sparse
 
 SPARQ = "sparq:rank=4,top_k=48,dense_below=0"
 SAMPLE = "sample:block_size=64,alpha_column=0.6,alpha_slash=0.6,chunks=1,dense_below=0"
-WINDOW = "recent_tokens=16,fold_every=4,dense_layers=0"
+WINDOW = "recent_tokens=16,merge_every=4,dense_layers=0"
 
 GEMMA3N = {
     **BASE,

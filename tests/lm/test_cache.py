@@ -77,7 +77,7 @@ def attend(cache: Any, config: SparQ = ALL_BUFFERS, heads: int = 2 * H) -> tuple
 
 def check_side_buffers(cache: Any) -> None:
     """They are what a fresh float64 computation over the cache's own rows gives."""
-    S, side = cache.length, cache.beside["sparq"]
+    S, side = cache.length, cache.aux_states["sparq"]
     keys, values = (np.array(rows[..., :S, :]).astype(np.float64) for rows in (cache.keys, cache.values))
     first = [0] * keys.shape[0] if cache.padding is None else cache.padding.tolist()
     assert side.columns.covered == S
@@ -102,10 +102,10 @@ def test_what_a_cache_begins_for_a_method_is_of_its_rows(method: str):
     cache.update_and_fetch(*Rows(1)(5))
     state = cache.state_of(method)
     assert isinstance(state, State)
-    assert state is cache.state_of(method) is cache.beside[method]
+    assert state is cache.state_of(method) is cache.aux_states[method]
     assert state.nbytes == 0
     cache.state = cache.state
-    assert not cache.beside, "other rows may be in it"
+    assert not cache.aux_states, "other rows may be in it"
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -153,7 +153,7 @@ def test_a_deep_copy_and_its_original_go_on_independently(make: Any):
     for each in (cache, twin):
         attend(each)
         check_side_buffers(each)
-    assert not mx.array_equal(cache.beside["sparq"].columns.keys_t, twin.beside["sparq"].columns.keys_t)
+    assert not mx.array_equal(cache.aux_states["sparq"].columns.keys_t, twin.aux_states["sparq"].columns.keys_t)
 
 
 @CACHES
@@ -309,7 +309,7 @@ def test_an_appended_token_copies_no_buffer(kept: str):
     cache = single()
     rows = mx.random.normal((1, H, S - 100, dim)).astype(mx.float16)
     cache.update_and_fetch(rows, rows)
-    side = cache.hold("sparq", SparQState())
+    side = cache.add_state("sparq", SparQState())
 
     def append() -> None:
         row = mx.ones((1, H, 1, dim), mx.float16)

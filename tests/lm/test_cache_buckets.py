@@ -15,15 +15,15 @@ from mlx_lm.models.cache import BatchKVCache, KVCache, load_prompt_cache, save_p
 
 from mlx_sparse import oracle
 from mlx_sparse.cache.kv_cache import SparseBatchKVCache, SparseKVCache, adopt
-from mlx_sparse.cache.saap_lists import attended_keys, due, fold
+from mlx_sparse.cache.saap_lists import attended_keys, needs_rebuild, rebuild_lists
 from mlx_sparse.cache.saap_state import TOGETHER, BucketIndex, Router, kmeans_network
 from mlx_sparse.lm.rope import Source, rotate
 from mlx_sparse.methods import SAAP
 
 H, D, C = 2, 16, 8
 SCALE = D**-0.5
-CONFIG = SAAP(mode="online", buckets=C, probes=3, sink_tokens=2, recent_tokens=20, fold_every=16, dense_below=0)
-EVERYTHING = SAAP(mode="online", buckets=C, probes=C, sink_tokens=2, recent_tokens=20, fold_every=16, dense_below=0)
+CONFIG = SAAP(mode="online", buckets=C, probes=3, sink_tokens=2, recent_tokens=20, merge_every=16, dense_below=0)
+EVERYTHING = SAAP(mode="online", buckets=C, probes=C, sink_tokens=2, recent_tokens=20, merge_every=16, dense_below=0)
 PADDING = [3, 0, 1]
 ROPE = nn.RoPE(D)
 
@@ -41,14 +41,14 @@ class Decoder:
     def __init__(self, cache: Any, config: SAAP = CONFIG, **changes: Any) -> None:
         adopt(cache)
         self.cache, self.config, self.own = cache, config, changes
-        self.cache.hold("saap", BucketIndex(router(**changes)))
+        self.cache.add_state("saap", BucketIndex(router(**changes)))
         self.random = np.random.default_rng(0)
         self.before = np.zeros((cache.left_padding.size if isinstance(cache, BatchKVCache) else 1, H, 0, D), np.float32)
         self.records = True
 
     @property
     def index(self) -> Any:
-        return self.cache.beside["saap"]
+        return self.cache.aux_states["saap"]
 
     def write(self, count: int) -> None:
         """New keys: recorded, unless the plan could not record them."""
@@ -78,9 +78,9 @@ class Decoder:
         """The keys of a step at the present length, and how many there are."""
         cache, S = self.cache, self.cache.length
         index, first_rows = self.index, cache.first_rows()
-        if index.unfitted(range(len(first_rows))) or due(index, cache, first_rows, S, self.config):
-            fold([cache], S, self.config)
-        assert not due(index, cache, first_rows, S, self.config)
+        if index.unfitted(range(len(first_rows))) or needs_rebuild(index, cache, first_rows, S, self.config):
+            rebuild_lists([cache], S, self.config)
+        assert not needs_rebuild(index, cache, first_rows, S, self.config)
         indices, counts = attended_keys(index, mx.array(queries), S, self.config, cache.padding, "ops")
         return np.array(indices), np.array(counts)
 
@@ -105,8 +105,8 @@ class Decoder:
             position = np.arange(padding[b], S)
             covered = index.lists.covered[b]
             length = covered - padding[b]
-            assert length % config.fold_every == 0
-            assert length <= max(len(position) - config.recent_tokens, 0) < length + config.fold_every
+            assert length % config.merge_every == 0
+            assert length <= max(len(position) - config.recent_tokens, 0) < length + config.merge_every
             exact = (position < padding[b] + config.sink_tokens) | (position >= covered)
             inside = np.isin(ids[b, h, np.minimum(position, ids.shape[2] - 1)], visited[b, h]) & ~exact
             np.testing.assert_array_equal(np.sort(listed), position[exact | inside])
@@ -156,8 +156,8 @@ def test_the_oracles_keys_are_attended_around_every_fold_to_5000():
     decoder, folds = Decoder(KVCache()), 0
     for S in range(1, 5001):
         decoder.write(1)
-        pending = max(S - CONFIG.recent_tokens, 0) % CONFIG.fold_every
-        if pending in (0, 1, CONFIG.fold_every - 1):
+        pending = max(S - CONFIG.recent_tokens, 0) % CONFIG.merge_every
+        if pending in (0, 1, CONFIG.merge_every - 1):
             decoder.check()
             folds += pending == 0
     assert folds > 300
@@ -198,8 +198,8 @@ def test_every_key_is_attended_once_after_any_history(make: Any, config: SAAP, h
         elif operation == "reload":
             index = decoder.index
             decoder.cache.state = decoder.cache.state
-            assert not decoder.cache.beside, "another text may be in it"
-            decoder.cache.hold("saap", BucketIndex(index.router))
+            assert not decoder.cache.aux_states, "another text may be in it"
+            decoder.cache.add_state("saap", BucketIndex(index.router))
         for _ in range(count if operation == "decode" else 1):
             decoder.write(1)
             decoder.check()
@@ -212,14 +212,14 @@ def test_decode_steps_get_their_ids_together():
     decoder.write(100)
     assert decoder.index.assigned == 100, "a piece of a prompt gets them when it is written"
     decoder.check()
-    for step in range(CONFIG.fold_every - 1):  # fewer than get them together anyway
+    for step in range(CONFIG.merge_every - 1):  # fewer than get them together anyway
         decoder.write(1)
         decoder.check()
         assert decoder.index.assigned == 100
         assert len(decoder.index.pending) == step + 1
     decoder.write(1)
     decoder.check()
-    assert decoder.index.assigned == 100 + CONFIG.fold_every
+    assert decoder.index.assigned == 100 + CONFIG.merge_every
     assert not decoder.index.pending
 
 
@@ -234,7 +234,7 @@ def test_decode_steps_before_the_first_fold_get_their_ids_together_too():
 
 def test_recorded_keys_are_indexed_without_turning_the_cache_back():
     class Broken(Source):
-        def turned_back(self, rows: mx.array, offset: Any) -> mx.array:
+        def inverse_rope(self, rows: mx.array, offset: Any) -> mx.array:
             raise AssertionError("every key was recorded")
 
     decoder = Decoder(KVCache(), source=Broken(ROPE))
@@ -252,7 +252,7 @@ def test_a_trim_to_any_row_forgets_what_was_behind_it_and_no_more(written: int):
     """To before and behind what is listed, between rows that wait for their ids: no key is turned back after it."""
 
     class Broken(Source):
-        def turned_back(self, rows: mx.array, offset: Any) -> mx.array:
+        def inverse_rope(self, rows: mx.array, offset: Any) -> mx.array:
             raise AssertionError("every key was recorded")
 
     decoder = Decoder(KVCache(), source=Broken(ROPE))
@@ -288,9 +288,9 @@ def test_ids_and_centroids_follow_rows_that_move(moves: str, fitted: bool):
     """No key that was recorded is turned back."""
 
     class Counting(Source):
-        def turned_back(self, rows: mx.array, offset: Any) -> mx.array:
+        def inverse_rope(self, rows: mx.array, offset: Any) -> mx.array:
             turned.append(rows.shape[2])
-            return super().turned_back(rows, offset)
+            return super().inverse_rope(rows, offset)
 
     turned: list[int] = []
     own = {"centroids": None, "network": None} if fitted else {}
@@ -304,7 +304,7 @@ def test_ids_and_centroids_follow_rows_that_move(moves: str, fitted: bool):
         decoder.before = decoder.before[[0, 2], :, 1:]
     elif moves.startswith("extend"):
         other = Decoder(BatchKVCache([0]))
-        other.cache.hold("saap", BucketIndex(decoder.index.router))
+        other.cache.add_state("saap", BucketIndex(decoder.index.router))
         other.own = own
         other.write(70)
         other.check()
@@ -432,7 +432,7 @@ def test_centroids_go_with_the_keys_that_they_were_fitted_to():
         one.check_ids()
         fresh = Decoder(KVCache(), centroids=None, network=None)
         fresh.cache.state = one.cache.state
-        fresh.cache.hold("saap", BucketIndex(one.index.router))
+        fresh.cache.add_state("saap", BucketIndex(one.index.router))
         fresh.lists(one.queries())
         assert mx.allclose(one.index.centroids, fresh.index.centroids, atol=1e-5)
         assert not mx.allclose(one.index.centroids, centroids, atol=1e-2)
@@ -440,7 +440,7 @@ def test_centroids_go_with_the_keys_that_they_were_fitted_to():
 
 @CACHES
 def test_a_text_with_fewer_keys_than_buckets_still_gets_centroids(make: Any):
-    few = SAAP(mode="online", buckets=C, probes=2, sink_tokens=0, recent_tokens=2, fold_every=4, dense_below=0)
+    few = SAAP(mode="online", buckets=C, probes=2, sink_tokens=0, recent_tokens=2, merge_every=4, dense_below=0)
     decoder = Decoder(make(), few, centroids=None, network=None)
     decoder.write(6)
     decoder.check()
@@ -450,7 +450,7 @@ def test_a_text_with_fewer_keys_than_buckets_still_gets_centroids(make: Any):
 def test_a_batch_of_padding_alone_gets_centroids_when_it_has_keys(padding: list[int]):
     decoder = Decoder(BatchKVCache(padding), centroids=None, network=None)
     decoder.write(60)
-    fold([decoder.cache], 60, decoder.config)
+    rebuild_lists([decoder.cache], 60, decoder.config)
     assert decoder.index.centroids is None
     decoder.write(decoder.config.attended)  # a step over fewer keys is dense
     for _ in range(60):
@@ -468,9 +468,9 @@ def test_the_host_waits_once_for_all_layers(monkeypatch: pytest.MonkeyPatch):
     tolist = mx.array.tolist
     stack = mx.stack
     monkeypatch.setattr(mx, "stack", lambda *args, **kwargs: waits.append(1) or stack(*args, **kwargs))
-    fold([decoder.cache for decoder in decoders], 100, CONFIG)
+    rebuild_lists([decoder.cache for decoder in decoders], 100, CONFIG)
     assert len(waits) == 1 + len(decoders), "one small array per layer, and the one of them all that is read"
     assert tolist is mx.array.tolist
     for decoder in decoders:
-        wants = {S: due(decoder.index, decoder.cache, [0], S, CONFIG) for S in (99, 100, 115, 116)}
+        wants = {S: needs_rebuild(decoder.index, decoder.cache, [0], S, CONFIG) for S in (99, 100, 115, 116)}
         assert wants == {99: True, 100: False, 115: False, 116: True}

@@ -25,7 +25,7 @@ MIXED = SparQ(rank=4, top_k=4, reallocate=True, component_score="query", key_bit
 
 def check_codes(cache: Any, config: SparQ = FEW) -> None:
     """They are the oracle's of the rows in use, to the last bit."""
-    S, side = cache.length, cache.beside["sparq"]
+    S, side = cache.length, cache.aux_states["sparq"]
     rows = np.array(cache.keys[..., :S, :].astype(mx.float32))
     padding = None if cache.padding is None else np.array(cache.padding)
     assert side.codes.covered == S
@@ -65,10 +65,10 @@ def test_codes_serve_every_setting_and_whole_keys_take_their_place() -> None:
     for config in (FEW, MIXED, FEW):
         attend(cache, config)
         check_codes(cache, config)
-        assert cache.beside["sparq"].columns is None
+        assert cache.aux_states["sparq"].columns is None
     attend(cache, SparQ(rank=4, top_k=4, component_score="query", key_bits=16))
-    assert cache.beside["sparq"].codes is None
-    assert cache.beside["sparq"].columns.covered == 200
+    assert cache.aux_states["sparq"].codes is None
+    assert cache.aux_states["sparq"].columns.covered == 200
 
 
 def test_a_batch_that_changes_is_coded_anew() -> None:
@@ -131,7 +131,7 @@ def test_a_token_takes_the_memory_that_the_specification_lists(dim: int) -> None
         cache.update_and_fetch(rows, rows)
         assert cache.nbytes == plain * heads * length
         config = SparQ(rank=4, top_k=4, reallocate=False, component_score="query", key_bits=bits)
-        state = cache.hold("sparq", SparQState())
+        state = cache.add_state("sparq", SparQState())
         state.read(cache, config, 1, whole=True)
         assert state.nbytes - more * heads * length == (4 * dim * heads if bits < 16 else 0)  # the centre
 
@@ -140,7 +140,7 @@ def test_building_codes_for_a_long_prompt_takes_little_memory_besides() -> None:
     cache = single()
     rows = mx.random.normal((1, 4, 65536, 64)).astype(mx.float16)
     cache.update_and_fetch(rows, rows)
-    side = cache.hold("sparq", SparQState())
+    side = cache.add_state("sparq", SparQState())
     mx.eval(cache.keys, cache.values)
     mx.clear_cache()
     mx.reset_peak_memory()
@@ -153,7 +153,7 @@ def test_most_tokens_change_nothing_that_is_coded() -> None:
     cache = single()
     rows = mx.random.normal((1, 2, 4096, 64)).astype(mx.float16)
     cache.update_and_fetch(rows, rows)
-    side = cache.hold("sparq", SparQState())
+    side = cache.add_state("sparq", SparQState())
     kept = side.read(cache, FEW, 2, whole=True)
     for _ in range(GROUP - 1):
         cache.update_and_fetch(rows[:, :, :1], rows[:, :, :1])

@@ -42,7 +42,7 @@ def without_padding(cache: Any) -> mx.array:
 
 
 SPARQ = "sparq:rank=4,top_k=8,component_score=query_key,reallocate=true,dense_below=0"
-SAAP = "saap:mode=online,buckets=8,probes=2,recent_tokens=8,fold_every=7,dense_layers=0,dense_below=0"
+SAAP = "saap:mode=online,buckets=8,probes=2,recent_tokens=8,merge_every=7,dense_layers=0,dense_below=0"
 
 STREAMING = "streaming:sink_tokens=2,recent_tokens=8"
 

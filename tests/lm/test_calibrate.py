@@ -17,7 +17,17 @@ from tiny_models import build, greedy, prompt_of, write
 
 import mlx_sparse
 from mlx_sparse import calibrate, cli
-from mlx_sparse.calibrate import AGAIN, GIVEN, MEASURED, MODELLED, Calibration, Layer, Threshold, question, write_answer
+from mlx_sparse.calibrate import (
+    GIVEN,
+    MEASURED,
+    MODELLED,
+    REMEASURE_AFTER,
+    Calibration,
+    Layer,
+    Threshold,
+    question,
+    write_answer,
+)
 from mlx_sparse.checks import ConfigError
 from mlx_sparse.lm.model import plan_of
 from mlx_sparse.methods import SAAP, Method, Sample, SparQ, Step, parse, read_toml
@@ -37,7 +47,7 @@ def known(config: Method, layer: Layer, keys: int | None, up_to: int = 65_536) -
 
 
 def test_a_machine_that_was_not_measured_is_modelled_and_stays_so_unless_it_may_be_measured() -> None:
-    assert Calibration().of(SparQ(), OPS, LONG) == Threshold(2048, MODELLED)
+    assert Calibration().threshold(SparQ(), OPS, LONG) == Threshold(2048, MODELLED)
 
 
 @pytest.mark.parametrize(
@@ -46,12 +56,12 @@ def test_a_machine_that_was_not_measured_is_modelled_and_stays_so_unless_it_may_
 def test_what_the_user_gives_is_neither_measured_nor_looked_up(attn: str, keys: int) -> None:
     (config,) = parse(attn)
     known(config, OPS, 5000)
-    assert Calibration(measures=True, seconds=0.01).of(config, OPS, LONG) == Threshold(keys, GIVEN)
+    assert Calibration(measures=True, seconds=0.01).threshold(config, OPS, LONG) == Threshold(keys, GIVEN)
 
 
 def test_saap_is_modelled_as_its_time_depends_on_the_text() -> None:
     config = SAAP(mode="online")
-    assert Calibration(measures=True, seconds=0.01).of(config, OPS, LONG).how == MODELLED
+    assert Calibration(measures=True, seconds=0.01).threshold(config, OPS, LONG).how == MODELLED
 
 
 @pytest.mark.parametrize(
@@ -61,14 +71,14 @@ def test_saap_is_modelled_as_its_time_depends_on_the_text() -> None:
 )
 def test_what_was_measured_moves_the_default(keys: int | None, up_to: int, expected: int) -> None:
     known(SparQ(), OPS, keys, up_to)
-    assert Calibration().of(SparQ(), OPS) == Threshold(expected, MEASURED)
+    assert Calibration().threshold(SparQ(), OPS) == Threshold(expected, MEASURED)
 
 
 def test_a_setting_that_changes_no_time_is_no_other_question() -> None:
     known(SparQ(), OPS, 700)
-    assert Calibration().of(SparQ().for_model(qk_norm=False), OPS).value == 700
+    assert Calibration().threshold(SparQ().for_model(qk_norm=False), OPS).value == 700
     write_answer(question(Sample(), PROMPT), {"share": 0.5, "best": 0.6, "time": 1})
-    assert Calibration().of(Sample(alpha_column=0.8, alpha_slash=0.7), PROMPT).value == 0.5
+    assert Calibration().threshold(Sample(alpha_column=0.8, alpha_slash=0.7), PROMPT).value == 0.5
 
 
 @pytest.mark.parametrize(
@@ -83,9 +93,9 @@ def test_a_setting_that_changes_no_time_is_no_other_question() -> None:
 )
 def test_another_layer_is_another_question(other: Layer) -> None:
     known(SparQ(), OPS, 700)
-    assert Calibration().of(SparQ(), other).how == MODELLED
-    assert Calibration().of(SparQ(rank=16), OPS).how == MODELLED
-    assert Calibration().of(SparQ(component_score="query"), OPS).how == MODELLED
+    assert Calibration().threshold(SparQ(), other).how == MODELLED
+    assert Calibration().threshold(SparQ(rank=16), OPS).how == MODELLED
+    assert Calibration().threshold(SparQ(component_score="query"), OPS).how == MODELLED
 
 
 @pytest.mark.parametrize("config", [SparQ(), Quest(), Sample(block_size=32)], ids=str)
@@ -93,15 +103,15 @@ def test_a_context_that_is_long_enough_is_measured_once_and_kept(config: Method)
     said: list[str] = []
     layer = PROMPT if isinstance(config, Sample) else OPS
     calibration = Calibration(measures=True, seconds=0.2, say=said.append)
-    enough = calibration.worth_asking(config)
-    assert calibration.of(config, layer, enough - 1).how == MODELLED
+    enough = calibration.shortest_measured(config)
+    assert calibration.threshold(config, layer, enough - 1).how == MODELLED
     assert not said
-    found = calibration.of(config, layer, enough)
+    found = calibration.threshold(config, layer, enough)
     assert len(said) == 2
     assert found.how == MEASURED
     assert re.search(r"sparse .*\(measured on this machine.*\); it took \d+\.\d s\.", said[1])
-    assert Calibration().of(config, layer) == found
-    calibration.of(config, layer, LONG)
+    assert Calibration().threshold(config, layer) == found
+    calibration.threshold(config, layer, LONG)
     assert len(said) == 2
 
 
@@ -109,7 +119,7 @@ def test_measuring_leaves_the_users_random_numbers_alone() -> None:
     mx.random.seed(3)
     expected = mx.random.normal((4,))
     mx.random.seed(3)
-    Calibration(measures=True, seconds=0.05).of(SparQ(), OPS, LONG)
+    Calibration(measures=True, seconds=0.05).threshold(SparQ(), OPS, LONG)
     assert mx.array_equal(mx.random.normal((4,)), expected)
 
 
@@ -131,7 +141,7 @@ def test_little_free_memory_leaves_it_to_the_model(
 ) -> None:
     monkeypatch.setattr(calibrate, "free_memory", lambda: 1 << 20)
     said: list[str] = []
-    assert Calibration(measures=True, say=said.append).of(config, layer, LONG).how == MODELLED
+    assert Calibration(measures=True, say=said.append).threshold(config, layer, LONG).how == MODELLED
     assert "MB of free memory are too few" in said[1]
 
 
@@ -141,17 +151,17 @@ def test_a_damaged_file_is_said_once_and_replaced() -> None:
     path.write_text("{")
     said: list[str] = []
     calibration = Calibration(say=said.append)
-    assert [calibration.of(SparQ(), OPS).how for _ in range(3)] == [MODELLED] * 3
+    assert [calibration.threshold(SparQ(), OPS).how for _ in range(3)] == [MODELLED] * 3
     assert len(said) == 1
     assert str(path) in said[0]
     known(SparQ(), OPS, 800)
-    assert Calibration().of(SparQ(), OPS).value == 800
+    assert Calibration().threshold(SparQ(), OPS).value == 800
 
 
 def test_the_answer_of_another_process_holds_for_the_next_model_of_this_one() -> None:
-    assert Calibration().of(SparQ(), OPS).how == MODELLED
+    assert Calibration().threshold(SparQ(), OPS).how == MODELLED
     known(SparQ(), OPS, 700)
-    assert Calibration(measures=True, seconds=0.2).of(SparQ(), OPS, LONG) == Threshold(700, MEASURED)
+    assert Calibration(measures=True, seconds=0.2).threshold(SparQ(), OPS, LONG) == Threshold(700, MEASURED)
 
 
 BUSY_POINTS = [[2000, 0.7, 0.9, 1.1], [4000, 0.8, 1.2, 1.5], [8000, 1.1, 1.5, 1.9]]
@@ -159,28 +169,28 @@ BUSY_POINTS = [[2000, 0.7, 0.9, 1.1], [4000, 0.8, 1.2, 1.5], [8000, 1.1, 1.5, 1.
 
 def test_what_a_busy_machine_gave_is_kept_and_measured_again_after_a_day(monkeypatch: pytest.MonkeyPatch) -> None:
     write_answer(question(SparQ(), OPS), {"points": BUSY_POINTS, "time": 1_000_000})
-    monkeypatch.setattr(calibrate.time, "time", lambda: 1_000_000 + AGAIN - 1.0)
+    monkeypatch.setattr(calibrate.time, "time", lambda: 1_000_000 + REMEASURE_AFTER - 1.0)
     calibration = Calibration(measures=True, seconds=0.2)
-    found = calibration.of(SparQ(), OPS, LONG)
-    assert found == Threshold(8000, MEASURED, 2000, 1_000_000 + AGAIN)
+    found = calibration.threshold(SparQ(), OPS, LONG)
+    assert found == Threshold(8000, MEASURED, 2000, 1_000_000 + REMEASURE_AFTER)
     assert re.fullmatch(
         r"sparse from 8,000 keys on \(measured on this machine, which was busy: 2,000 to 8,000 keys; "
         r"measured again after 1970-01-1[234] \d\d:\d\d\)",
         calibrate.describe(SparQ(), found),
     )
-    assert not calibration.waits(SparQ(), OPS)
-    monkeypatch.setattr(calibrate.time, "time", lambda: 1_000_000.0 + AGAIN)
-    assert calibration.waits(SparQ(), OPS)
+    assert not calibration.needs_measurement(SparQ(), OPS)
+    monkeypatch.setattr(calibrate.time, "time", lambda: 1_000_000.0 + REMEASURE_AFTER)
+    assert calibration.needs_measurement(SparQ(), OPS)
     monkeypatch.setattr(Calibration, "pairs", lambda *_, **__: [(2.0, 1.0)] * 5)
-    assert calibration.of(SparQ(), OPS, LONG) == Threshold(1024, MEASURED)
-    assert not calibration.waits(SparQ(), OPS)
-    assert Calibration().of(SparQ(), OPS) == Threshold(1024, MEASURED)
+    assert calibration.threshold(SparQ(), OPS, LONG) == Threshold(1024, MEASURED)
+    assert not calibration.needs_measurement(SparQ(), OPS)
+    assert Calibration().threshold(SparQ(), OPS) == Threshold(1024, MEASURED)
 
 
 def test_a_busy_machine_keeps_few_blocks_of_prompts() -> None:
     write_answer(question(Sample(), PROMPT), {"share": 0.3, "best": 0.8, "time": 1_000_000})
-    found = Calibration().of(Sample(), PROMPT)
-    assert found == Threshold(0.3, MEASURED, 0.8, 1_000_000 + AGAIN)
+    found = Calibration().threshold(Sample(), PROMPT)
+    assert found == Threshold(0.3, MEASURED, 0.8, 1_000_000 + REMEASURE_AFTER)
     assert "at most 30% of the blocks are kept (measured on this machine, which was busy: 30% to 80%; " in (
         calibrate.describe(Sample(), found)
     )
@@ -204,15 +214,15 @@ def test_a_hostile_answer_is_reported_in_one_line_and_not_used(config: Method, l
     write_answer(question(config, layer), answer)
     said: list[str] = []
     calibration = Calibration(say=said.append)
-    assert calibration.of(config, layer).how == MODELLED
+    assert calibration.threshold(config, layer).how == MODELLED
     assert [text.startswith("a measurement is ignored, and replaced by the next: ") for text in said] == [True]
 
 
 def test_a_folder_that_cannot_be_written_costs_the_next_run_the_time_again(calibration_folder: Path) -> None:
     calibration_folder.write_text("not a folder")
     said: list[str] = []
-    found = Calibration(measures=True, seconds=0.2, say=said.append).of(SparQ(), OPS, LONG)
-    assert found.how == MODELLED or "It holds for this run." in said[-1]
+    found = Calibration(measures=True, seconds=0.2, say=said.append).threshold(SparQ(), OPS, LONG)
+    assert found.how == MODELLED or "It is used for this run only." in said[-1]
 
 
 def test_an_interrupted_measurement_leaves_nothing(calibration_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +231,7 @@ def test_an_interrupted_measurement_leaves_nothing(calibration_folder: Path, mon
 
     monkeypatch.setattr(Calibration, "pairs", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        Calibration(measures=True).of(SparQ(), OPS, LONG)
+        Calibration(measures=True).threshold(SparQ(), OPS, LONG)
     assert not calibration_folder.exists()
 
 
@@ -268,16 +278,16 @@ def test_the_kernels_of_a_gpu_are_measured_and_kept_by_the_same_path(
     monkeypatch.setattr(calibrate, "PAIRS", (2, 2))
     layer, said = Layer("metal", Step(1, 1, 32, 4, "g"), mx.float32), list[str]()
     calibration = Calibration(measures=True, seconds=0.01, say=said.append)
-    found = calibration.of(SparQ(), layer, 2444)
+    found = calibration.threshold(SparQ(), layer, 2444)
     assert len(said) == 2
     (point,) = calibration.timed(SparQ(), layer)
     assert point.S == 1024
-    assert found.value == (1024 if point.low >= calibrate.WORTH else SparQ().shortest_context(layer.step))
+    assert found.value == (1024 if point.low >= calibrate.MIN_SPEEDUP else SparQ().shortest_context(layer.step))
 
 
 def test_a_prompt_on_the_kernels_of_a_gpu_is_timed_by_the_same_path(metal: Metal) -> None:
     layer = Layer("metal", Step(1, 1, 32, 4, "g"), mx.float32, 64)
-    answer = calibrate.measure_prompt(Sample(block_size=32, dense_below=512), layer, 0.01)
+    answer = calibrate.measure_prefill(Sample(block_size=32, dense_below=512), layer, 0.01)
     assert 0 <= answer["share"] <= answer["best"] <= 1
     assert answer["S"] == 512
 
@@ -290,7 +300,7 @@ def simulate(monkeypatch: pytest.MonkeyPatch, keys: int, *, noisy: bool = False)
 
     If it is noisy, half of the dense steps take ten times as long.
     """
-    extra = PER_KEY * keys * (1 / calibrate.WORTH - 1 / 4)
+    extra = PER_KEY * keys * (1 / calibrate.MIN_SPEEDUP - 1 / 4)
 
     def pairs(self: Calibration, config: Any, layer: Layer, S: int, seconds: float) -> list[tuple[float, float]]:
         dense, sparse = PER_KEY * S, extra + PER_KEY * S / 4
@@ -307,11 +317,11 @@ def test_the_device_moves_the_threshold_whatever_the_model_said(
 ) -> None:
     layer = Layer("metal", Step(3, 3, 64, 2, kind), mx.float16)
     simulate(monkeypatch, keys, noisy=noisy)
-    found = Calibration(measures=True).of(SparQ(), layer, 2444)
+    found = Calibration(measures=True).threshold(SparQ(), layer, 2444)
     assert found.how == MEASURED
     assert keys <= found.value <= 1.1 * keys + 1
     assert noisy or found.best is None
-    assert Calibration().of(SparQ(), layer) == found
+    assert Calibration().threshold(SparQ(), layer) == found
 
 
 @pytest.fixture(scope="module")
@@ -334,7 +344,7 @@ def test_the_command_measures_every_shape_and_attn_uses_it(run: Callable[..., Fi
     done = run("mlx-sparse", "calibrate", "--model", "llama", "--attn", "sparq:rank=4", "--seconds", "0.3")
     assert done.code == 0, done.err
     assert re.search(r"2 layers, ops, \d+ x \d+ heads of \d+: sparq:rank=4\S* sparse from [\d,]+ keys on", done.out)
-    assert "measuring from where on sparq pays here" in done.err
+    assert "the context length at which sparq is faster" in done.err
     options = ["--model", "llama", "--prompt", "w1 w2", "--max-tokens", "2", "--attn", "sparq:rank=4"]
     generated = run("mlx_lm.generate", *options)
     assert "measured on this machine" in generated.err.splitlines()[0], generated.err
@@ -408,4 +418,4 @@ def test_attn_measures_at_the_first_long_context_unless_told_not_to(
         *("--attn-config", str(tmp_path / "attn.toml"), *options),
     )
     assert done.code == 0, done.err
-    assert ("measuring from where on sparq pays here" in done.err) == asks
+    assert ("the context length at which sparq is faster" in done.err) == asks

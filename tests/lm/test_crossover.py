@@ -14,7 +14,17 @@ from typing import Any
 import pytest
 
 from mlx_sparse import calibrate
-from mlx_sparse.calibrate import WITHIN, WORTH, Pairs, Point, crossover, find, read_answer, read_points, write_answer
+from mlx_sparse.calibrate import (
+    MIN_SPEEDUP,
+    PRECISION,
+    Pairs,
+    Point,
+    crossover,
+    find,
+    read_answer,
+    read_points,
+    write_answer,
+)
 from mlx_sparse.checks import ArtefactError
 
 pytestmark = pytest.mark.usefixtures("calibration_folder")
@@ -40,9 +50,9 @@ def engine(device: Device, asked: list[int] | None = None) -> Callable[[int], Pa
 
 
 def true_crossover(device: Device) -> float:
-    """Keys from which dense over sparse is `WORTH`."""
+    """Keys from which dense over sparse is `MIN_SPEEDUP`."""
     launch, dense, sparse = device
-    return WORTH * launch / (dense - WORTH * sparse)
+    return MIN_SPEEDUP * launch / (dense - MIN_SPEEDUP * sparse)
 
 
 @pytest.mark.parametrize("device", [SLOW, FAST, (1e-2, 1e-6, 0.3e-6)], ids=["slow", "fast", "slowest"])
@@ -53,7 +63,7 @@ def test_the_crossover_is_found_within_a_tenth_wherever_the_search_begins(device
     possible, won = crossover(points)
     wanted = max(true_crossover(device), 256)
     assert won == possible
-    assert wanted <= (won or 0) <= WITHIN * wanted + 1
+    assert wanted <= (won or 0) <= PRECISION * wanted + 1
     assert all(one.S < other.S for one, other in pairwise(points))
     assert len(asked) == len(set(asked)) < 12
 
@@ -89,7 +99,7 @@ def test_noise_gives_a_spread_whose_cautious_end_is_a_length_that_won() -> None:
     possible, won = crossover(points)
     assert possible is not None
     assert won is not None
-    assert possible <= 4096 * WORTH <= won
+    assert possible <= 4096 * MIN_SPEEDUP <= won
     assert won > calibrate.BUSY * possible
     assert points[-1].S >= won
 

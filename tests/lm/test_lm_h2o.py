@@ -54,9 +54,9 @@ def model() -> Any:
 def check_scores(cache: Any, simulation: Simulation) -> None:
     """The scores of ``cache`` are those that ``simulation`` has seen last; several sequences, several layers."""
     for layer, expected in zip(leaves(cache), simulation.scores.values(), strict=True):
-        found = np.array(layer.beside["h2o"].states[-1].scores)
+        found = np.array(layer.aux_states["h2o"].states[-1].scores)
         assert found.dtype == np.float32
-        assert layer.beside["h2o"].length == layer.length
+        assert layer.aux_states["h2o"].length == layer.length
         np.testing.assert_array_equal(np.isfinite(found), np.isfinite(expected))
         kept = np.isfinite(expected)
         np.testing.assert_allclose(found[kept], expected[kept], atol=1e-4)
@@ -77,7 +77,7 @@ def test_each_step_is_the_oracles(G: int, local_window: int | None):
     assert not close(found, dense)
     check_scores(cache, simulation)
     for layer in cache:
-        evicted = np.isinf(np.array(layer.beside["h2o"].states[-1].scores)).sum(axis=-1)
+        evicted = np.isinf(np.array(layer.aux_states["h2o"].states[-1].scores)).sum(axis=-1)
         assert (evicted == len(PROMPT) + STEPS - TOP_K).all()
     assert report.sparse_calls == LAYERS * STEPS
     assert report.dense_calls == {PROMPT_CALL: LAYERS}
@@ -218,7 +218,7 @@ def test_a_trim_behind_the_states_that_are_kept_stays_dense_and_one_to_nothing_s
     run(model, plain, PROMPT)
     with mlx_sparse.sparse(model, H2O):
         run(model, cache, PROMPT, *singles(prompt_of(STATES, seed=9)))
-    assert len(cache[0].beside["h2o"].states) == STATES
+    assert len(cache[0].aux_states["h2o"].states) == STATES
     trim_prompt_cache(cache, STATES)
     dense_with_reason(model, copy.deepcopy(cache), plain)
     trim_prompt_cache(cache, len(PROMPT))

@@ -163,7 +163,7 @@ def test_both_ways_to_keys_before_rope_agree():
             source = sources[seen.layer]
             assert isinstance(source, Source)
             assert seen.keys is not None
-            assert largest_error(source.turned_back(seen.keys, seen.position), keys) <= 1e-6
+            assert largest_error(source.inverse_rope(seen.keys, seen.position), keys) <= 1e-6
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=["f16", "bf16"])

@@ -64,7 +64,7 @@ def test_every_bucket_gives_the_dense_tokens(family: str, mode: str, tmp_path: P
     model, prompt = build(family), prompt_of(PROMPT)
     tokens, logits = greedy(model, prompt, STEPS)
     if mode == "online":
-        config = SAAP(mode="online", buckets=BUCKETS, probes=BUCKETS, recent_tokens=16, fold_every=8, dense_layers=0)
+        config = SAAP(mode="online", buckets=BUCKETS, probes=BUCKETS, recent_tokens=16, merge_every=8, dense_layers=0)
     else:
         config = attn(write_artefact(tmp_path / "a", model))
     with mlx_sparse.sparse(model, config) as report:
@@ -94,7 +94,8 @@ def test_few_probes_attend_the_oracles_keys(family: str, tmp_path: Path, monkeyp
         rows = [np.array(x[..., :S, :].astype(mx.float32), np.float64) for x in (cache.keys, cache.values)]
         ids = np.array(
             mx.concatenate(
-                [cache.beside["saap"].ids, mx.zeros((1, 2, S - cache.beside["saap"].assigned), mx.int16)], axis=2
+                [cache.aux_states["saap"].ids, mx.zeros((1, 2, S - cache.aux_states["saap"].assigned), mx.int16)],
+                axis=2,
             )
         )
         seen[-1] |= {"queries": np.array(queries, np.float64), "rows": rows, "ids": ids, "scale": scale, "out": result}
@@ -145,7 +146,7 @@ def test_a_prompt_in_pieces_and_its_last_token_are_indexed(model: Any, artefact:
         found = [t for t, _ in generate_step(prompt, model, max_tokens=STEPS, prefill_step_size=64, prompt_cache=cache)]
     assert found == expected
     assert report.sparse_calls == LAYERS * (STEPS + 1)  # mlx-lm works one token ahead
-    assert cache[0].beside["saap"].length == cache[0].length
+    assert cache[0].aux_states["saap"].length == cache[0].length
 
 
 @pytest.mark.parametrize("text", ["sample:block_size=32,alpha_column=1,alpha_slash=1,dense_below=0", ""])
@@ -183,7 +184,9 @@ def test_a_cache_from_a_file_a_copy_and_one_reused_after_trim_give_the_same_toke
         for again in (cache, twin, load_prompt_cache(file)):
             for layer in again:
                 if getattr(layer, "index", None) is not None:
-                    layer.beside["saap"].lists = None  # fold when the others do: what is pending is attended exactly
+                    layer.aux_states[
+                        "saap"
+                    ].lists = None  # fold when the others do: what is pending is attended exactly
             assert greedy(model, [7, 8, 9], STEPS, again)[0] == first
     assert report.sparse_calls == 4 * LAYERS * STEPS
 
@@ -262,7 +265,7 @@ def test_a_text_that_grows_out_of_the_window_goes_on_sparsely(model: Any, artefa
         cache = make_prompt_cache(model)
         assert greedy(model, prompt_of(10), 120, cache)[0] == tokens
     assert report.sparse_calls == LAYERS * (120 - (17 - 10))
-    assert len(cache[0].beside["saap"].pending) <= 8
+    assert len(cache[0].aux_states["saap"].pending) <= 8
 
 
 def test_bytes_count_lists_rows_and_the_network(model: Any, artefact: Path):
@@ -283,13 +286,13 @@ def test_the_device_is_waited_for_once_per_fold_and_not_per_token(
     model: Any, artefact: Path, monkeypatch: pytest.MonkeyPatch
 ):
     folds: list[tuple[int, int]] = []
-    fold = saap.fold
+    rebuild_lists = saap.rebuild_lists
 
     def noting_fold(caches: list[Any], S: int, *args: Any) -> None:
         folds.append((S, len(caches)))
-        fold(caches, S, *args)
+        rebuild_lists(caches, S, *args)
 
-    monkeypatch.setattr(saap, "fold", noting_fold)
+    monkeypatch.setattr(saap, "rebuild_lists", noting_fold)
     evaluations: list[int] = []
     evaluate = mx.eval
     with mlx_sparse.sparse(model, attn(artefact, 3)):
@@ -319,7 +322,7 @@ def test_nothing_but_the_index_stays_in_memory(model: Any, artefact: Path):
     with mlx_sparse.sparse(model, attn(artefact)):
         first, cache = left_behind()
         mx.synchronize()
-        indexed = sum(layer.beside["saap"].nbytes for layer in cache)
+        indexed = sum(layer.aux_states["saap"].nbytes for layer in cache)
     assert indexed == LAYERS * 2 * 2000 * 2
     # Allocations are rounded up.
     assert first <= plain + indexed + LAYERS * 16384
@@ -336,7 +339,7 @@ def test_disabled_models_are_as_before_and_their_caches_go_on(model: Any, artefa
     assert [type(rope) for rope in rope_module.ropes(model)] == ropes
     logits = [model(mx.array([[5]]), cache=each) for each in (cache, plain)]
     assert mx.array_equal(*logits)
-    assert cache[0].beside["saap"].received is None
+    assert cache[0].aux_states["saap"].received is None
 
 
 def test_a_cache_that_goes_on_with_another_artefact_is_indexed_anew(model: Any, tmp_path: Path):
@@ -348,7 +351,7 @@ def test_a_cache_that_goes_on_with_another_artefact_is_indexed_anew(model: Any, 
             first = prompt_of(PROMPT) if file is files[0] else [found[-1]]
             found += greedy(model, first, 10, cache)[0]
         assert report.sparse_calls >= LAYERS * 10
-        assert cache[0].beside["saap"].lists.offsets.shape[-1] == load(file).buckets + 1
+        assert cache[0].aux_states["saap"].lists.offsets.shape[-1] == load(file).buckets + 1
     assert found[:10] == tokens[:10]
     assert found[10:] == tokens[11:], "greedy does not return what it says after its prompt"
 

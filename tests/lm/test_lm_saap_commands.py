@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow  # commands
 
 PROMPT, TOKENS, LAYERS = 60, 8, 2
 STEPS = TOKENS + 1  # mlx-lm's last prompt token is a step, and it works one token ahead
-WINDOW = "recent_tokens=16,fold_every=4,dense_layers=0"
+WINDOW = "recent_tokens=16,merge_every=4,dense_layers=0"
 EVERY = ["--attn", f"saap:artefact=model.saap.safetensors,probes={BUCKETS},{WINDOW}"]
 FEW = ["--attn", f"saap:artefact=model.saap.safetensors,probes=2,{WINDOW}"]
 JSON = ["--attn-report", "json"]
@@ -86,7 +86,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, without_torch: Any) -> Path
     file = write_artefact(folder / "model", build())
     write_artefact(folder / "other", build(seed=5))
     (folder / "cut.saap.safetensors").write_bytes(file.read_bytes()[:-7])
-    toml = f'[saap]\nartefact = "{file.name}"\nrecent_tokens = 16\nfold_every = 4\ndense_layers = 0\n'
+    toml = f'[saap]\nartefact = "{file.name}"\nrecent_tokens = 16\nmerge_every = 4\ndense_layers = 0\n'
     (folder / "saap.toml").write_text(toml)
     return folder
 

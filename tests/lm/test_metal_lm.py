@@ -36,7 +36,7 @@ def test_a_cache_processes_prompts_on_metal_as_on_ops_and_hands_over_whole_buffe
         if L == 1:
             continue
         queries = to_mlx(rng.standard_t(3, size=(2, 4, L, 64)), "f32")
-        results = [cache.attend_prompt(queries, SAMPLE, scale=0.125, backend=backend) for backend in ("metal", "ops")]
+        results = [cache.attend_prefill(queries, SAMPLE, scale=0.125, backend=backend) for backend in ("metal", "ops")]
         (out, lse, blocks), (ops_out, ops_lse, ops_blocks) = results
         assert mx.array_equal(blocks, ops_blocks)
         allowed = 64 * np.finfo(np.float32).eps * float(mx.abs(v).max())
@@ -44,8 +44,8 @@ def test_a_cache_processes_prompts_on_metal_as_on_ops_and_hands_over_whole_buffe
         np.testing.assert_allclose(np.array(lse), np.array(ops_lse), rtol=0, atol=allowed)
     assert cache.keys.shape[2] > cache.length
     asked = {"scale": 0.125, "backend": "metal"}
-    chosen = cache.select_prompt(queries, SAMPLE, **asked, fullest=0.999)
-    in_two = cache.attend_prompt(queries, SAMPLE, **asked, blocks=chosen)
+    chosen = cache.select_prefill(queries, SAMPLE, **asked, max_density=0.999)
+    in_two = cache.attend_prefill(queries, SAMPLE, **asked, blocks=chosen)
     assert all(mx.array_equal(one, other) for one, other in zip(in_two, results[0], strict=True))
     inputs = [given for given, _ in launched]
     for scores, _, attended in (inputs[-3:], inputs[-6:-3]):
@@ -91,7 +91,7 @@ PROMPT, STEPS, LAYERS = 60, 10, 2
 
 
 def artefact_of(path: Path, **changes: Any) -> SAAP:
-    values: dict[str, Any] = {"probes": 2, "recent_tokens": 16, "fold_every": 4, "dense_layers": 0, "dense_below": 0}
+    values: dict[str, Any] = {"probes": 2, "recent_tokens": 16, "merge_every": 4, "dense_layers": 0, "dense_below": 0}
     return SAAP(artefact=str(path), **{**values, **changes})
 
 

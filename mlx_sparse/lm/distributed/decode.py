@@ -33,8 +33,8 @@ def dense(queries: mx.array, cache: ShardedKVCache, *, scale: float, exchange: E
 def local(
     queries: mx.array, cache: ShardedKVCache, config: Method, *, scale: float, backend: str, exchange: Exchange
 ) -> Attended:
-    """Attend the keys that each rank selects among its own (`Method.of_share`)."""
-    own = config.of_share(exchange.size, forced_rows(cache, config.always[1]))
+    """Attend the keys that each rank selects among its own (`Method.for_shard`)."""
+    own = config.for_shard(exchange.size, forced_rows(cache, config.always_attended[1]))
     assert own is not None
     if cache.length <= own.attended:
         return dense(queries, cache, scale=scale, exchange=exchange)
@@ -49,10 +49,10 @@ def sparq(
     B, Hkv, _, D = cache.key_rows.shape
     G = queries.shape[1] // Hkv
     parameters = config.parameters(G)
-    state = cache.beside.get(config.name)
+    state = cache.aux_states.get(config.name)
     if not isinstance(state, ShardedSparQ):
         state = ShardedSparQ()
-        cache.hold(config.name, state)
+        cache.add_state(config.name, state)
     known = state.shared(cache, config, exchange)
     logits = mx.zeros((B, Hkv, G, 0))
     if cache.length:

@@ -22,7 +22,7 @@ def check_drafts(prefill: Prefill | None, decode: Method | None, draft_tokens: i
         raise ConfigError(f"lossless: expected 1 to {MOST} drafts for each check, got {draft_tokens}.")
     if prefill is not None:
         raise ConfigError(f"lossless: expected a method for new tokens, got {prefill.name}, which changes prompts.")
-    if decode is None or decode.observes_prompts:
+    if decode is None or decode.observes_prefill:
         name = "none" if decode is None else f"{decode.name}, which counts every token that it has seen"
         raise ConfigError(f"lossless: expected a method for new tokens that can take them back, got {name}.")
 
@@ -46,7 +46,7 @@ def draft(plan: Any, model: Any, draft_tokens: int | None) -> None:
         BackendUnavailable: mlx-lm generates in another way than this was made for.
     """
     check_drafts(plan.prefill, plan.decode, draft_tokens)
-    if not part_of(model).whole or plan.sharers > 1:
+    if not part_of(model).whole or plan.shards > 1:
         raise ConfigError("lossless: expected a whole model on one process, got a part of one. Run it without.")
     if plan.report.model_type in UNEVEN:
         family = plan.report.model_type

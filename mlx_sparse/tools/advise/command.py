@@ -303,6 +303,6 @@ def _candidates(model: Any, methods: Sequence[str]) -> tuple[list[Candidate], li
         assert plan is not None
         served = [Served(config, layer, count) for (config, layer), count in plan.layers.items()]
         disable(model)
-        keys, how = max((t.value, t.how) for t in (calibration.of(one.config, one.layer) for one in served))
+        keys, how = max((t.value, t.how) for t in (calibration.threshold(one.config, one.layer) for one in served))
         found.append(Candidate(method, served, report.layers, dict(report.dense_layers), keys, how))
     return found, refused
