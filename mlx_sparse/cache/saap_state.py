@@ -56,10 +56,10 @@ def kmeans_network(centroids: mx.array, scale: float) -> dict[str, mx.array]:
 class BucketIndex(State):
     """The buckets of the keys of a cache.
 
-    The index knows rows ``[0, length)``: the first rows by their bucket ids, the rest by their pre-RoPE keys, which are
-    assigned to buckets together. Later rows are unknown, for example in a cache from a file. `complete` reconstructs
-    their pre-RoPE keys. The index of a sequence does not depend on its batch. Without centroids of the model, each
-    sequence has its own centroids.
+    The index covers rows ``[0, length)``: the first rows by their bucket ids, the rest by their pre-RoPE keys, which
+    are assigned to buckets together. Later rows are unknown, for example in a cache from a file. `complete`
+    reconstructs their pre-RoPE keys. The index of a sequence does not depend on its batch. Without centroids of the
+    model, each sequence has its own centroids.
 
     Attributes:
         centroids: ``(Hkv, C, D)`` of the router, or ``(B, Hkv, C, D)`` of the sequences; None before the first fit.

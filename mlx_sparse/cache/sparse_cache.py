@@ -105,7 +105,7 @@ class SparseCache:
         return position
 
     def own(self, start: int, rows: mx.array) -> tuple[int, mx.array]:
-        """Return the first row, and those of ``rows (B, H, n, D)`` at position ``start`` that this cache stores."""
+        """Return the first row, then the part of ``rows (B, H, n, D)`` at position ``start`` that this cache stores."""
         return start, rows
 
     def runs(self, start: int, stop: int) -> list[tuple[int, int, int]]:

@@ -231,7 +231,7 @@ class Indices(CallHooks):
             rebuild_lists([cache, *others], S, self.config, served)
         offset = S - 1 if padding is None else S - 1 - padding
         before = index.router.source.before(self._recorder, queries, offset)
-        assert before is not None, "find_source checks that it is recorded where it cannot be turned back"
+        assert before is not None, "find_source checks that it is recorded if inverse RoPE is impossible"
         indices, counts = attended_keys(index, before, cache.length, self.config, padding, step.backend)
         keys, values, length = cache.rows(step.backend)
         attend = registry.load("attend_indices", step.backend)

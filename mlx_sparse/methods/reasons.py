@@ -17,24 +17,24 @@ NO_ATTENTION = "without attention"
 # Properties of a call.
 ARRAY_MASK = "with an array mask"
 NOT_CAUSAL = "without a causal mask"
-A_FEW = "of a few queries at once (verification or short prompt)"
-PROMPT = "of several queries at once (prompt)"
+A_FEW = "in multi-token decode (verification step or short prompt)"
+PROMPT = "in prefill"
 LAST_OF_PROMPT = "of the prompt's last token"
 NO_DECODE = "of a single query (no decode method)"
-CHECKED = "that check drafts, or decode without (lossless)"
+CHECKED = "that verify drafts, or decode without drafts (lossless)"
 UNKNOWN_PADDING = "of a batch padded on the right by an unknown number"
 SHORT_SEQUENCES = "of the short sequences of a batch"
 
 # Calls in which sparse attention would save nothing.
-NOTHING_SAVED = "whose choice of keys would cost more than it saves"
-TOO_FULL = "whose sample keeps too many blocks"
-ALPHA_OF_ONE = "that an alpha of 1 keeps whole"
+NOTHING_SAVED = "whose selection of keys would cost more than it saves"
+TOO_FULL = "whose sample selects too many blocks"
+ALPHA_OF_ONE = "with an alpha of 1"
 ALL_SAMPLED = "with a sample in every row block"
-BETWEEN_RANKS = "that begins between the blocks of ranks"
+BETWEEN_RANKS = "that begins inside a block of a shard"
 LARGE_SAMPLE = "with a sample of more than an eighth of the queries"
 
 # H2O.
-UNCOUNTED = "over keys whose attention so far is not known"
+UNCOUNTED = "over keys with unknown attention scores"
 
 # SAAP: its layers and their pre-RoPE tensors.
 FIRST_LAYERS = "among the first (dense_layers)"
@@ -43,7 +43,7 @@ NOT_WRITTEN = "with keys that another layer wrote"
 ROPE_NOT_A_MODULE = "with a rope that is no module of its own"
 CHANGED_AFTER_ROPE = "with a norm or another change after RoPE"
 ROPE_BY_LENGTH = "with a rope that depends on the length (dynamic NTK), of keys that were not recorded"
-ROPE_NOT_INVERTIBLE = "with a rope that cannot be turned back, of keys that were not recorded"
+ROPE_NOT_INVERTIBLE = "with a rope that is not invertible, of keys that were not recorded"
 
 
 def shorter_than(keys: int) -> str:

@@ -49,8 +49,8 @@ def dense_elements(S: int, D: int) -> int:
 def sparq_elements(S: int, D: int, *, rank: int, top_k: int, key_bits: int = 16) -> int:
     """Return ``S r + 2 k D + 4 D`` (sparq.12): r components of every key, k keys and values, new row, mean value.
 
-    With fewer ``key_bits`` than 16 the first term is ``S r (bits + 1/2) / 16`` (sparq.23): the code of a component and
-    its share of lo and step, in elements of 16 bits.
+    With fewer ``key_bits`` than 16 the first term is ``S r (bits + 1/2) / 16`` (sparq.23). It counts the code of a
+    component and its share of lo and step, in elements of 16 bits.
     """
     scored = S * rank if key_bits == 16 else -(-S * rank * (2 * key_bits + 1) // 32)
     return scored + 2 * min(top_k, S) * D + 4 * D

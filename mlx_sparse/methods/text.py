@@ -48,7 +48,7 @@ def parse(text: str, base: Mapping[str, Method] | None = None) -> tuple[Method, 
     """Read the text form METHOD[:key=value,...][+METHOD...].
 
     Args:
-        text: for example ``"sparq:rank=16,top_k=64"`` or ``"sparq:preset=paper"``. Other keys replace those of presets.
+        text: for example ``"sparq:rank=16,top_k=64"`` or ``"sparq:preset=paper"``. Other keys override a preset.
         base: configurations by method name (from a TOML file), to which the keys in ``text`` are applied.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Thresholds that are measured on this machine: with the real steps, on tiny layers."""
+"""Thresholds that are measured on this machine, with real decode steps of tiny layers."""
 
 from __future__ import annotations
 
@@ -41,25 +41,25 @@ LONG = 1 << 20
 
 
 def known(config: Method, layer: Layer, keys: int | None, up_to: int = 65_536) -> None:
-    """Keep a measurement as if this machine had made it."""
+    """Write a measurement as if this machine had made it."""
     points = [[up_to, *[0.5] * 3]] if keys is None else [[keys, *[2.0] * 3]]
     write_answer(question(config, layer), {"points": points, "time": 1})
 
 
-def test_a_machine_that_was_not_measured_is_modelled_and_stays_so_unless_it_may_be_measured() -> None:
+def test_thresholds_are_modelled_without_a_measurement() -> None:
     assert Calibration().threshold(SparQ(), OPS, LONG) == Threshold(2048, MODELLED)
 
 
 @pytest.mark.parametrize(
     ("attn", "keys"), [("sparq:dense_below=300", 300), ("sparq:top_k=20", 21), ("quest:top_k=64", 65)]
 )
-def test_what_the_user_gives_is_neither_measured_nor_looked_up(attn: str, keys: int) -> None:
+def test_a_given_threshold_is_neither_measured_nor_read(attn: str, keys: int) -> None:
     (config,) = parse(attn)
     known(config, OPS, 5000)
     assert Calibration(measures=True, seconds=0.01).threshold(config, OPS, LONG) == Threshold(keys, GIVEN)
 
 
-def test_saap_is_modelled_as_its_time_depends_on_the_text() -> None:
+def test_saap_is_always_modelled() -> None:
     config = SAAP(mode="online")
     assert Calibration(measures=True, seconds=0.01).threshold(config, OPS, LONG).how == MODELLED
 
@@ -69,12 +69,12 @@ def test_saap_is_modelled_as_its_time_depends_on_the_text() -> None:
     [(700, 4096, 700), (9000, 65_536, 9000), (50, 4096, 129), (None, 1024, 2048), (None, 4096, 4097)],
     ids=["earlier", "later", "not before it can", "the model beyond what was looked at", "not as far as was looked"],
 )
-def test_what_was_measured_moves_the_default(keys: int | None, up_to: int, expected: int) -> None:
+def test_a_measurement_replaces_the_default(keys: int | None, up_to: int, expected: int) -> None:
     known(SparQ(), OPS, keys, up_to)
     assert Calibration().threshold(SparQ(), OPS) == Threshold(expected, MEASURED)
 
 
-def test_a_setting_that_changes_no_time_is_no_other_question() -> None:
+def test_settings_that_do_not_change_the_time_share_a_measurement() -> None:
     known(SparQ(), OPS, 700)
     assert Calibration().threshold(SparQ().for_model(qk_norm=False), OPS).value == 700
     write_answer(question(Sample(), PROMPT), {"share": 0.5, "best": 0.6, "time": 1})
@@ -91,7 +91,7 @@ def test_a_setting_that_changes_no_time_is_no_other_question() -> None:
     ],
     ids=["heads", "head dim", "type", "backend"],
 )
-def test_another_layer_is_another_question(other: Layer) -> None:
+def test_another_layer_needs_another_measurement(other: Layer) -> None:
     known(SparQ(), OPS, 700)
     assert Calibration().threshold(SparQ(), other).how == MODELLED
     assert Calibration().threshold(SparQ(rank=16), OPS).how == MODELLED
@@ -99,7 +99,7 @@ def test_another_layer_is_another_question(other: Layer) -> None:
 
 
 @pytest.mark.parametrize("config", [SparQ(), Quest(), Sample(block_size=32)], ids=str)
-def test_a_context_that_is_long_enough_is_measured_once_and_kept(config: Method) -> None:
+def test_the_first_long_context_measures_once_and_writes_the_answer(config: Method) -> None:
     said: list[str] = []
     layer = PROMPT if isinstance(config, Sample) else OPS
     calibration = Calibration(measures=True, seconds=0.2, say=said.append)
@@ -115,7 +115,7 @@ def test_a_context_that_is_long_enough_is_measured_once_and_kept(config: Method)
     assert len(said) == 2
 
 
-def test_measuring_leaves_the_users_random_numbers_alone() -> None:
+def test_a_measurement_does_not_change_the_random_state() -> None:
     mx.random.seed(3)
     expected = mx.random.normal((4,))
     mx.random.seed(3)
@@ -123,20 +123,20 @@ def test_measuring_leaves_the_users_random_numbers_alone() -> None:
     assert mx.array_equal(mx.random.normal((4,)), expected)
 
 
-def test_steps_are_of_the_length_and_the_number_asked_for() -> None:
+def test_timed_steps_have_the_requested_length_and_number() -> None:
     pairs = Calibration().pairs(SparQ(), OPS, 300, 0.0)
     assert len(pairs) == calibrate.PAIRS[0]
     assert all(dense > 0 < sparse for dense, sparse in pairs)
 
 
-def test_rows_that_are_timed_are_all_different() -> None:
+def test_timed_rows_are_all_different() -> None:
     rows = np.array(calibrate._rows(OPS, 1, 3 * calibrate.TILE))[0, 0]
     assert rows.shape == (3 * calibrate.TILE, 32)
     assert len(np.unique(rows, axis=0)) == len(rows)
 
 
 @pytest.mark.parametrize(("config", "layer"), [(SparQ(), OPS), (Sample(), PROMPT)], ids=["steps", "prompts"])
-def test_little_free_memory_leaves_it_to_the_model(
+def test_the_model_decides_if_little_memory_is_free(
     config: Method, layer: Layer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(calibrate, "free_memory", lambda: 1 << 20)
@@ -145,7 +145,7 @@ def test_little_free_memory_leaves_it_to_the_model(
     assert "MB of free memory are too few" in said[1]
 
 
-def test_a_damaged_file_is_said_once_and_replaced() -> None:
+def test_a_damaged_file_is_reported_once_and_replaced() -> None:
     known(SparQ(), OPS, 700)
     path = calibrate.path_of(question(SparQ(), OPS))
     path.write_text("{")
@@ -158,7 +158,7 @@ def test_a_damaged_file_is_said_once_and_replaced() -> None:
     assert Calibration().threshold(SparQ(), OPS).value == 800
 
 
-def test_the_answer_of_another_process_holds_for_the_next_model_of_this_one() -> None:
+def test_the_next_model_reads_the_answer_of_another_process() -> None:
     assert Calibration().threshold(SparQ(), OPS).how == MODELLED
     known(SparQ(), OPS, 700)
     assert Calibration(measures=True, seconds=0.2).threshold(SparQ(), OPS, LONG) == Threshold(700, MEASURED)
@@ -167,7 +167,7 @@ def test_the_answer_of_another_process_holds_for_the_next_model_of_this_one() ->
 BUSY_POINTS = [[2000, 0.7, 0.9, 1.1], [4000, 0.8, 1.2, 1.5], [8000, 1.1, 1.5, 1.9]]
 
 
-def test_what_a_busy_machine_gave_is_kept_and_measured_again_after_a_day(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_from_a_busy_machine_is_measured_again_after_a_day(monkeypatch: pytest.MonkeyPatch) -> None:
     write_answer(question(SparQ(), OPS), {"points": BUSY_POINTS, "time": 1_000_000})
     monkeypatch.setattr(calibrate.time, "time", lambda: 1_000_000 + REMEASURE_AFTER - 1.0)
     calibration = Calibration(measures=True, seconds=0.2)
@@ -187,7 +187,7 @@ def test_what_a_busy_machine_gave_is_kept_and_measured_again_after_a_day(monkeyp
     assert Calibration().threshold(SparQ(), OPS) == Threshold(1024, MEASURED)
 
 
-def test_a_busy_machine_keeps_few_blocks_of_prompts() -> None:
+def test_a_busy_machine_uses_the_smaller_density() -> None:
     write_answer(question(Sample(), PROMPT), {"share": 0.3, "best": 0.8, "time": 1_000_000})
     found = Calibration().threshold(Sample(), PROMPT)
     assert found == Threshold(0.3, MEASURED, 0.8, 1_000_000 + REMEASURE_AFTER)
@@ -210,7 +210,7 @@ def test_a_busy_machine_keeps_few_blocks_of_prompts() -> None:
     ],
     ids=str,
 )
-def test_a_hostile_answer_is_reported_in_one_line_and_not_used(config: Method, layer: Layer, answer: Any) -> None:
+def test_a_hostile_answer_is_a_one_line_message_and_not_used(config: Method, layer: Layer, answer: Any) -> None:
     write_answer(question(config, layer), answer)
     said: list[str] = []
     calibration = Calibration(say=said.append)
@@ -218,14 +218,14 @@ def test_a_hostile_answer_is_reported_in_one_line_and_not_used(config: Method, l
     assert [text.startswith("a measurement is ignored, and replaced by the next: ") for text in said] == [True]
 
 
-def test_a_folder_that_cannot_be_written_costs_the_next_run_the_time_again(calibration_folder: Path) -> None:
+def test_without_a_writable_folder_the_next_run_measures_again(calibration_folder: Path) -> None:
     calibration_folder.write_text("not a folder")
     said: list[str] = []
     found = Calibration(measures=True, seconds=0.2, say=said.append).threshold(SparQ(), OPS, LONG)
     assert found.how == MODELLED or "It is used for this run only." in said[-1]
 
 
-def test_an_interrupted_measurement_leaves_nothing(calibration_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_measurement_writes_no_file(calibration_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         raise KeyboardInterrupt
 
@@ -235,7 +235,7 @@ def test_an_interrupted_measurement_leaves_nothing(calibration_folder: Path, mon
     assert not calibration_folder.exists()
 
 
-def test_a_models_steps_are_sparse_from_the_measured_context_on() -> None:
+def test_decode_steps_are_sparse_at_the_measured_length_and_longer() -> None:
     model = build("llama")
     known(*_served(model, "sparq:rank=4"), 310)
     with mlx_sparse.sparse(model, "sparq:rank=4") as report:
@@ -248,7 +248,7 @@ def test_a_models_steps_are_sparse_from_the_measured_context_on() -> None:
 
 
 def _served(model: Any, attn: str) -> tuple[Method, Layer]:
-    """The method as it is resolved for the layers of a model, which are alike, and what they are."""
+    """Return the resolved method and the layer of a model whose layers are all equal."""
     with mlx_sparse.sparse(model, attn):
         plan = plan_of(model)
         assert plan is not None
@@ -257,9 +257,7 @@ def _served(model: Any, attn: str) -> tuple[Method, Layer]:
 
 
 @pytest.mark.parametrize(("share", "calls"), [(0.0, 0), (1.0, 2)])
-def test_a_prompt_is_dense_above_the_measured_density(
-    share: float, calls: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prefill_is_dense_above_the_measured_density(share: float, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlx_sparse.methods.sample.SAMPLE_PAYS_FROM", 256)
     model, attn = build("llama"), "sample:block_size=32,alpha_column=0.3,alpha_slash=0.3"
     write_answer(question(*_served(model, attn)), {"share": share, "best": share, "time": 1})
@@ -270,10 +268,8 @@ def test_a_prompt_is_dense_above_the_measured_density(
     assert report.outlook() == [f"{outlook} (measured on this machine)"]
 
 
-def test_the_kernels_of_a_gpu_are_measured_and_kept_by_the_same_path(
-    metal: Metal, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In the harness times mean nothing; the path from the question to the file is a Mac's all the same."""
+def test_decode_kernels_of_a_gpu_are_measured_by_the_same_path(metal: Metal, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times in the harness are meaningless, but the path from the question to the file is the same as on a Mac."""
     monkeypatch.setattr(Calibration, "longest", 1024)
     monkeypatch.setattr(calibrate, "PAIRS", (2, 2))
     layer, said = Layer("metal", Step(1, 1, 32, 4, "g"), mx.float32), list[str]()
@@ -285,7 +281,7 @@ def test_the_kernels_of_a_gpu_are_measured_and_kept_by_the_same_path(
     assert found.value == (1024 if point.low >= calibrate.MIN_SPEEDUP else SparQ().shortest_context(layer.step))
 
 
-def test_a_prompt_on_the_kernels_of_a_gpu_is_timed_by_the_same_path(metal: Metal) -> None:
+def test_prefill_kernels_of_a_gpu_are_measured_by_the_same_path(metal: Metal) -> None:
     layer = Layer("metal", Step(1, 1, 32, 4, "g"), mx.float32, 64)
     answer = calibrate.measure_prefill(Sample(block_size=32, dense_below=512), layer, 0.01)
     assert 0 <= answer["share"] <= answer["best"] <= 1
@@ -312,7 +308,7 @@ def simulate(monkeypatch: pytest.MonkeyPatch, keys: int, *, noisy: bool = False)
 @pytest.mark.parametrize("kind", ["g", "s", "d"])
 @pytest.mark.parametrize("keys", [1500, 6000, 40_000], ids=["fast", "slower", "slow"])
 @pytest.mark.parametrize("noisy", [False, True], ids=["quiet", "noisy"])
-def test_the_device_moves_the_threshold_whatever_the_model_said(
+def test_the_device_decides_the_threshold_and_not_the_model(
     kind: str, keys: int, noisy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer = Layer("metal", Step(3, 3, 64, 2, kind), mx.float16)
@@ -326,7 +322,7 @@ def test_the_device_moves_the_threshold_whatever_the_model_said(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tiny model, and a cache folder for the commands."""
+    """Return a folder with a tiny model and a cache folder for the commands."""
     path = tmp_path_factory.mktemp("calibrate")
     write(path / "llama")
     return path
@@ -334,7 +330,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(folder: Path, without_torch: dict[str, str]) -> Iterator[Callable[..., Finished]]:
-    """Runs a command in that folder."""
+    """Return a function that runs a command in the folder."""
     environment = {"XDG_CACHE_HOME": str(folder / "cache"), "HOME": str(folder)}
     with Forks() as forks:
         yield lambda *command: forks.run(list(command), folder, "", **environment)
@@ -358,7 +354,7 @@ def test_the_command_takes_shapes_instead_of_a_model(run: Callable[..., Finished
     assert [row["shape"] for row in json.loads(done.out)] == ["ops, 4 x 2 heads of 32", "ops, 2 x 2 heads of 64"]
 
 
-def test_the_command_succeeds_where_what_the_user_gives_leaves_nothing_to_measure() -> None:
+def test_the_command_succeeds_if_all_thresholds_are_given() -> None:
     assert cli.main(["calibrate", "--shapes", "4x2x32", "--dtype", "float32", "--attn", "sparq:dense_below=9"]) == 0
 
 
@@ -378,7 +374,7 @@ def test_the_command_succeeds_where_what_the_user_gives_leaves_nothing_to_measur
         (["--model", "llama", "--prefill-step-size", "0"], "--prefill-step-size: expected"),
     ],
 )
-def test_the_commands_mistakes_are_one_line(
+def test_wrong_options_of_the_command_are_a_one_line_error(
     folder: Path, options: list[str], error: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
@@ -396,7 +392,7 @@ def test_the_commands_mistakes_are_one_line(
         ("calibration = true", "one table per method"),
     ],
 )
-def test_a_file_that_says_wrongly_whether_to_calibrate_is_refused(tmp_path: Path, text: str, error: str) -> None:
+def test_a_wrong_calibrate_option_in_toml_is_refused(tmp_path: Path, text: str, error: str) -> None:
     (tmp_path / "bad.toml").write_text(text)
     with pytest.raises(ConfigError, match=error):
         read_toml(tmp_path / "bad.toml")
@@ -408,7 +404,7 @@ def test_a_file_that_says_wrongly_whether_to_calibrate_is_refused(tmp_path: Path
     [([], "", True), (["--no-calibrate"], "", False), ([], "calibrate = false", False)],
     ids=["by default", "--no-calibrate", "calibrate = false"],
 )
-def test_attn_measures_at_the_first_long_context_unless_told_not_to(
+def test_attn_measures_at_the_first_long_context_unless_disabled(
     run: Callable[..., Finished], tmp_path: Path, options: list[str], toml: str, asks: bool
 ) -> None:
     (tmp_path / "attn.toml").write_text(f"{toml}\n[sparq]\nrank = 2\n")

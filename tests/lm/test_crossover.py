@@ -1,4 +1,4 @@
-"""The search for the context from which sparse attention is faster, and the files that keep the answers."""
+"""The search for the crossover length, and the files with its results."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ LIMITS: dict[str, Any] = {"shortest": 256, "longest": 65_536, "first": 4096, "se
 NOISE = [(1.0, 0.5), (1.0, 2.0), (1.0, 1.0), (1.0, 0.7), (1.0, 1.6)]
 
 
-def engine(device: Device, asked: list[int] | None = None) -> Callable[[int], Pairs]:
-    """An engine whose sparse steps cost launches more, and less for each key."""
+def simulated(device: Device, asked: list[int] | None = None) -> Callable[[int], Pairs]:
+    """Simulate a device on which sparse steps cost more launches and less time per key."""
     launch, dense, sparse = device
 
     def measure(S: int) -> Pairs:
@@ -50,16 +50,16 @@ def engine(device: Device, asked: list[int] | None = None) -> Callable[[int], Pa
 
 
 def true_crossover(device: Device) -> float:
-    """Keys from which dense over sparse is `MIN_SPEEDUP`."""
+    """Return the number of keys at which dense over sparse time is `MIN_SPEEDUP`."""
     launch, dense, sparse = device
     return MIN_SPEEDUP * launch / (dense - MIN_SPEEDUP * sparse)
 
 
 @pytest.mark.parametrize("device", [SLOW, FAST, (1e-2, 1e-6, 0.3e-6)], ids=["slow", "fast", "slowest"])
 @pytest.mark.parametrize("first", [256, 4096, 65_536])
-def test_the_crossover_is_found_within_a_tenth_wherever_the_search_begins(device: Device, first: int) -> None:
+def test_the_search_finds_the_crossover_within_ten_percent(device: Device, first: int) -> None:
     asked: list[int] = []
-    points = find(engine(device, asked), **LIMITS | {"first": first})
+    points = find(simulated(device, asked), **LIMITS | {"first": first})
     possible, won = crossover(points)
     wanted = max(true_crossover(device), 256)
     assert won == possible
@@ -74,17 +74,17 @@ def test_the_crossover_is_found_within_a_tenth_wherever_the_search_begins(device
     ids=["always faster", "not within reach", "never faster"],
 )
 def test_a_method_that_always_or_never_wins_has_no_crossover(device: Device, keys: int | None, longest: int) -> None:
-    points = find(engine(device), **LIMITS)
+    points = find(simulated(device), **LIMITS)
     assert (crossover(points), points[-1].S) == ((keys, keys), longest)
 
 
-def test_no_length_is_begun_that_would_end_after_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_length_is_timed_that_would_exceed_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
 
     def slow(S: int, device: Device = (1.0, 1e-6, 0.3e-6)) -> Pairs:
         nonlocal now
         now += S / 1000
-        return engine(device)(S)
+        return simulated(device)(S)
 
     monkeypatch.setattr(calibrate.time, "monotonic", lambda: now)
     find(slow, **LIMITS | {"seconds": 20})
@@ -92,7 +92,7 @@ def test_no_length_is_begun_that_would_end_after_the_time(monkeypatch: pytest.Mo
     assert crossover(find(partial(slow, device=SLOW), **LIMITS | {"seconds": 0})) == (4096, 4096)
 
 
-def test_noise_gives_a_spread_whose_cautious_end_is_a_length_that_won() -> None:
+def test_the_cautious_end_of_the_spread_is_a_length_that_won() -> None:
     """Ratios scatter by a factor of two either way; they are clear from 1/2 and 2 times the crossover on."""
     scatter = (0.5, 0.6, 1.0, 1.7, 2.0)
     points = find(lambda S: [(S * factor, 4096.0) for factor in scatter], **LIMITS)
@@ -104,19 +104,19 @@ def test_noise_gives_a_spread_whose_cautious_end_is_a_length_that_won() -> None:
     assert points[-1].S >= won
 
 
-def test_noise_at_all_lengths_is_no_win() -> None:
+def test_noise_at_all_lengths_does_not_win() -> None:
     points = find(lambda S: NOISE, **LIMITS)
     assert crossover(points) == (4096, None)
     assert points[-1].S == 65_536
 
 
-def test_noise_that_does_not_blur_the_answer_is_no_hindrance() -> None:
+def test_noise_that_does_not_hide_the_answer_wins() -> None:
     pairs = [(4.0, 1.0), (9.0, 1.0), (6.0, 1.0), (5.0, 1.0), (12.0, 1.0)]
     assert crossover(find(lambda S: pairs, **LIMITS)) == (256, 256)
 
 
-def test_one_disturbed_measurement_is_taken_again() -> None:
-    bad, good = iter([NOISE]), engine(SLOW)
+def test_one_disturbed_measurement_is_repeated() -> None:
+    bad, good = iter([NOISE]), simulated(SLOW)
     assert find(lambda S: next(bad, None) or good(S), **LIMITS) == find(good, **LIMITS)
 
 
@@ -124,14 +124,14 @@ POINTS = [[1024, 0.4, 0.5, 0.6], [2048, 1.4, 1.5, 1.6]]
 ASKED: calibrate.Question = {"device": "a chip", "heads": 3, "method": "sparq", "mlx": "0.32"}
 
 
-def test_an_answer_survives_its_file(calibration_folder: Path) -> None:
+def test_an_answer_is_read_back_from_its_file(calibration_folder: Path) -> None:
     write_answer(ASKED, {"points": POINTS})
     assert read_points(read_answer(ASKED) or {}) == [Point(*point) for point in POINTS]
     assert len(list(calibration_folder.iterdir())) == 1
     assert '"device": "a chip"' in calibrate.path_of(ASKED).read_text()
 
 
-def test_a_file_under_the_name_of_another_question_is_refused() -> None:
+def test_a_file_with_the_name_of_another_question_is_refused() -> None:
     other = {**ASKED, "device": "another"}
     write_answer(other, {"points": POINTS})
     assert read_answer(ASKED) is None
@@ -156,7 +156,7 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("data", DAMAGED.values(), ids=DAMAGED.keys())
-def test_a_damaged_file_is_refused_in_one_line_and_can_be_replaced(data: bytes) -> None:
+def test_a_damaged_file_is_a_one_line_error_and_can_be_replaced(data: bytes) -> None:
     path = calibrate.path_of(ASKED)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
@@ -169,7 +169,7 @@ def test_a_damaged_file_is_refused_in_one_line_and_can_be_replaced(data: bytes) 
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
-def test_what_is_no_regular_file_is_refused_without_waiting(kind: str, tmp_path: Path) -> None:
+def test_special_files_are_refused_without_waiting(kind: str, tmp_path: Path) -> None:
     path = calibrate.path_of(ASKED)
     path.parent.mkdir(parents=True, exist_ok=True)
     victim = tmp_path / "victim"
@@ -210,7 +210,7 @@ def test_what_is_no_regular_file_is_refused_without_waiting(kind: str, tmp_path:
     ],
     ids=str,
 )
-def test_points_of_another_form_are_refused(points: Any) -> None:
+def test_wrong_points_are_refused(points: Any) -> None:
     with pytest.raises(ValueError, match="expected lengths with three ratios each"):
         read_points({"points": points})
 
@@ -229,7 +229,7 @@ def _write_many(folder: Path, number: int) -> None:
         write_answer(ASKED, {"number": number})
 
 
-def test_processes_that_calibrate_at_once_leave_one_whole_file(calibration_folder: Path) -> None:
+def test_concurrent_calibrations_leave_one_complete_file(calibration_folder: Path) -> None:
     context = multiprocessing.get_context("spawn")
     writers = [context.Process(target=_write_many, args=(calibration_folder, number)) for number in range(2)]
     for writer in writers:

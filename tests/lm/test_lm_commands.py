@@ -199,7 +199,7 @@ def test_every_spelling_decodes_sparsely(spelling: str, finished: Runs):
     (report,) = result.reports
     assert report["attn"].startswith("sparq:rank=4,top_k=4")
     assert (report["served_layers"], report["sparse_calls"]) == (LAYERS, LAYERS * STEPS)
-    assert report["dense_calls"] == {"of several queries at once (prompt)": LAYERS}
+    assert report["dense_calls"] == {"in prefill": LAYERS}
 
 
 @pytest.mark.parametrize("name", ["dense", "--attn dense"])
@@ -223,7 +223,7 @@ def test_the_text_report_follows_on_standard_error(finished: Runs):
     assert re.fullmatch(
         rf"  sparse calls: {LAYERS * STEPS}, [\d.]+% of the dense bytes by formula \(.* per step\)", rest[1]
     )
-    assert rest[2:] == [f"  dense calls: {LAYERS} of several queries at once (prompt)"]
+    assert rest[2:] == [f"  dense calls: {LAYERS} in prefill"]
     assert finished("text report").text == finished("mlx_lm.generate sparse").text
 
 
@@ -307,7 +307,7 @@ def test_benchmark_decodes_sparsely(name: str, batch: int, finished: Runs):
     assert "Averages: " in result.out
     (report,) = result.reports
     assert report["sparse_calls"] == 2 * LAYERS * 7  # warm-up and trial
-    assert set(report["dense_calls"]) == {"of several queries at once (prompt)"}
+    assert set(report["dense_calls"]) == {"in prefill"}
     assert report["sparse_bytes"] == batch * finished("benchmark").reports[0]["sparse_bytes"]
 
 
@@ -332,7 +332,7 @@ def test_a_draft_model_drafts_sparsely_and_is_verified_densely(finished: Runs):
     assert result.text == finished("dense").text
     target, draft = result.reports
     assert target["sparse_calls"] == 0
-    assert target["dense_calls"]["of a few queries at once (verification or short prompt)"] > 0
+    assert target["dense_calls"]["in multi-token decode (verification step or short prompt)"] > 0
     assert draft["sparse_calls"] > 0
 
 
@@ -427,7 +427,7 @@ def test_dense_attention_over_a_quantised_cache_says_what_mlx_lm_says(finished: 
     assert result.text == finished("--kv-bits").text
     assert result.reports[0]["attn"] == "dense"
     assert result.reports[0]["dense_calls"] == {
-        "of several queries at once (prompt)": LAYERS,
+        "in prefill": LAYERS,
         "of a single query (no decode method)": LAYERS * STEPS,
     }
 

@@ -36,7 +36,7 @@ import mlx_sparse
 from mlx_sparse.lm.model import select_methods
 from mlx_sparse.methods import MInference, Sample, SampleRange, SparQ
 
-A_FEW = "of a few queries at once (verification or short prompt)"
+A_FEW = "in multi-token decode (verification step or short prompt)"
 NO_DECODE = "of a single query (no decode method)"
 ALL_SAMPLED = "with a sample in every row block"
 
@@ -96,7 +96,7 @@ def test_an_alpha_of_1_is_dense_to_the_last_bit(attn: str, model: Any):
     dense = last_logits(model, process(model, prompt, 300))
     with mlx_sparse.sparse(model, attn) as report:
         assert mx.array_equal(last_logits(model, process(model, prompt, 300)), dense)
-    assert report.dense_calls == {"that an alpha of 1 keeps whole": LAYERS, NO_DECODE: LAYERS}
+    assert report.dense_calls == {"with an alpha of 1": LAYERS, NO_DECODE: LAYERS}
     assert report.prefill.calls == 0
     assert "sparse prefill calls: none" in str(report)
 
@@ -142,7 +142,7 @@ def test_each_context_has_the_settings_of_its_range(model: Any, seen: list[Piece
     ranges = "ranges=301:0.2:0.3:2/501:1:1:1/901:0.6:0.7:3"
     with mlx_sparse.sparse(model, f"sample:block_size=32,dense_below=0,{ranges}") as report:
         process(model, prompt_of(1200), 200)
-    assert report.dense_calls == {"that an alpha of 1 keeps whole": LAYERS}
+    assert report.dense_calls == {"with an alpha of 1": LAYERS}
     used = {piece.S: (piece.config.alpha_column, piece.config.alpha_slash, piece.config.chunks) for piece in seen}
     late = (0.6, 0.7, 3)
     assert used == {200: (0.2, 0.3, 2), 600: late, 800: late, 1000: late, 1200: late}

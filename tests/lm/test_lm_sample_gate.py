@@ -14,7 +14,7 @@ import mlx_sparse
 from mlx_sparse.methods import SAMPLE_PAYS_UP_TO, registry
 
 LAYERS, STEP = 2, 256
-TOO_FULL = "whose sample keeps too many blocks"
+TOO_FULL = "whose sample selects too many blocks"
 SAMPLE = "sample:block_size=32,alpha_column=0.3,alpha_slash=0.3,dense_below=0"
 
 
