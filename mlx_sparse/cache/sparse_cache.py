@@ -146,7 +146,7 @@ class SparseCache:
         """Return the first valid row of each sequence. ``others`` are the batch caches of the other layers."""
         return [0] * (1 if self.keys is None else self.key_rows.shape[0])
 
-    def hold(self, method: str, state: State) -> State:
+    def add_state(self, method: str, state: State) -> State:
         """Add ``state`` as the auxiliary state of ``method``, and return it."""
         self.aux_states = {**self.aux_states, method: state}
         return state
